@@ -12,6 +12,7 @@ from composer_tokacc.faces import on_first_use
 if TYPE_CHECKING:
     from composer_tokacc.algorithm import TokenAccumulation
     from composer_tokacc.algorithm.functional import step_loss_weights, weighted_microbatches
+    from composer_tokacc.algorithm.logits_at_labels import LogitsAtLabels
     from composer_tokacc.checks.token_weights import measure_token_weights
     from composer_tokacc.counting import TokenCounts, count_tokens
     from composer_tokacc.data_spec import token_data_spec
@@ -26,6 +27,7 @@ __version__ = '0.2.0'
 
 __all__ = [
     'BatchLayout',
+    'LogitsAtLabels',
     'MicrobatchPlan',
     'RegroupingBatchSampler',
     'RegroupingDataLoader',
@@ -48,6 +50,7 @@ __all__ = [
 # Loaded on first use: who takes the planner alone waits neither for torch nor for Composer.
 _ROOMS = {
     'BatchLayout': 'layout',
+    'LogitsAtLabels': 'algorithm.logits_at_labels',
     'MicrobatchPlan': 'planning',
     'RegroupingBatchSampler': 'sampling',
     'RegroupingDataLoader': 'sampling',

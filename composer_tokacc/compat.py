@@ -87,6 +87,16 @@ def inner_model(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
+def is_compiled(model: torch.nn.Module) -> bool:
+    """Returns whether torch.compile has compiled a model or a part of it: as a wrapper, in place, or its forward."""
+    for module in model.modules():
+        forward = vars(module).get('forward')  # what the Trainer's `compile_config` replaces
+        is_wrapped = hasattr(module, '_orig_mod') or getattr(module, '_compiled_call_impl', None) is not None
+        if is_wrapped or hasattr(forward, '_torchdynamo_orig_callable'):
+            return True
+    return False
+
+
 def is_reduced(model: torch.nn.parallel.DistributedDataParallel) -> bool:
     """Returns whether DDP has reduced every gradient; it asks itself only at the start of its next forward."""
     try:

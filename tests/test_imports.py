@@ -104,6 +104,8 @@ ORDER = (
     'layout',
     'counting',
     'weights',
+    'labelled',
+    'label_selector',
     'metadata',
     'checks',
     'sampling',

@@ -1,13 +1,17 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The load-balancing loss of a mixture of experts over a whole step, whatever its microbatches."""
+"""The load-balancing loss of a mixture of experts over a whole step, for any cut into microbatches.
+
+Before a step, a forward of each microbatch without gradients counts how often each expert is chosen. One all-reduce
+sums the counts. With them the loss of the step is a sum over its microbatches, and each gets its part.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from composer.core import State
@@ -25,12 +29,21 @@ from composer_tokacc.weights import LOSS_WEIGHTS
 
 ROUTER_BALANCES = ('microbatch', 'step')
 VALUE_TOLERANCE = 1e-4
-"""By which the model's own load-balancing loss of a microbatch may be off what it is computed to be here, relatively;
-another number of experts a token changes it by more than a hundredth."""
-CHOICE_TOLERANCE, FEW_CHOICES = 1e-3, 2
-"""Part of the choices of experts, and their number in any case, that may be others in training than they were without
-a graph: kernels that add up in no fixed order turn a few where two experts are equally good."""
+"""Largest relative difference between the model's own load-balancing loss of a microbatch and the one computed here.
+Another number of experts for a token changes it by more than a hundredth."""
+CHOICE_TOLERANCE = 1e-3
+"""Share of the choices of experts that may differ in training from the count before. Kernels that add up in no fixed
+order change a few, if two experts are equally good."""
+FEW_CHOICES = 2
+"""Number of choices that may differ in any case."""
 OTHERWISE = "Otherwise leave `router_balance='microbatch'` (docs/weights.md#mixtures-of-experts)."
+
+
+class CountedMicrobatch(NamedTuple):
+    """What was counted of a microbatch before it is trained."""
+
+    positions: torch.Tensor  # which of them count, (rows, width) bool
+    choices: torch.Tensor  # how often each expert was chosen there, (experts,) int64
 
 
 class StepBalance:
@@ -41,8 +54,18 @@ class StepBalance:
 
     .. math:: E \sum_e \frac{c_e}{n} \frac{\sum_t p_{te}}{n}
 
-    Choices have no gradient. Once :math:`c` and :math:`n` of the whole step are known, by a forward of each microbatch
-    without a graph, the rest is a sum over its positions, and so over its microbatches.
+    Choices have no gradient. A forward of each microbatch without a graph gives :math:`c` and :math:`n` of the whole
+    step. Then the rest is a sum over its positions, and so over its microbatches.
+
+    Args:
+        state: The trainer's.
+        split: What cuts the batches of the run.
+        terms: The terms of the model's loss.
+        to_device: Moves a microbatch to the device.
+        precision: Makes the context of the run's precision.
+
+    Raises:
+        RuntimeError: If the run cannot know the counts of a step before it trains.
     """
 
     def __init__(
@@ -67,20 +90,21 @@ class StepBalance:
             # The ranks would wait for one that runs out of memory while it counts.
             raise _refusal("on several ranks needs a number for `device_train_microbatch_size`, got: 'auto'.")
         self._model: Any = state.model.module if isinstance(state.model, DistributedDataParallel) else state.model
-        self._split, self._device, self._coefficient = split, state.device, terms.router_coefficient
-        self._to_device, self._precision = to_device, precision
-        self._top_k: int | None = None
-        self._masks: list[torch.Tensor] = []
-        self._choices: list[torch.Tensor] = []
-        """Of each microbatch: which positions count, and how often each expert was chosen there."""
-        self._sums: Any = None
-        """RankSum of the step: positions times layers, and choices of each expert."""
-        self._deviations: dict[str, list[torch.Tensor]] = {}
+        self._split = split
+        self._device = state.device
+        self._coefficient = terms.router_coefficient
+        self._to_device = to_device
+        self._precision = precision
+        self._top_k = 0  # experts of a position, once a forward has shown it
+        self._counted: list[CountedMicrobatch] = []  # this rank's microbatches of the step
+        self._sums: RankSum | None = None  # of the step: positions times layers, then choices of each expert
+        self._value_deviations: list[torch.Tensor] = []
+        self._choice_deviations: list[torch.Tensor] = []
 
     def count(self) -> None:
-        """Counts where positions of this rank's microbatches are sent, as they will be in training; a collective."""
-        self._masks, self._choices, self._deviations = [], [], {'values': [], 'choices': []}
-        num_positions = 0
+        """Counts to which experts the positions of this rank's microbatches go in this step; a collective."""
+        self._counted, self._value_deviations, self._choice_deviations = [], [], []
+        num_positions: torch.Tensor | int = 0
         with torch.no_grad(), undisturbed(self._model):
             for microbatch in self._split.made:
                 batch = without_metadata(microbatch)
@@ -89,65 +113,94 @@ class StepBalance:
                 with self._precision():
                     outputs = self._model(batch)
                     logits = self._checked_logits(outputs, batch)
-                    self._masks.append(counted_positions(microbatch).to(logits[0].device))
-                    self._choices.append(_routed(logits, self._masks[-1], self._top_k or 1)[0].sum(dim=0))
-                num_positions = num_positions + self._masks[-1].sum() * len(logits)
-        sums = torch.stack([torch.as_tensor(num_positions), *torch.stack(self._choices).sum(dim=0)])
+                    positions = counted_positions(microbatch).to(logits[0].device)
+                    choices, _ = _routed(logits, positions, self._top_k)
+                self._counted.append(CountedMicrobatch(positions, choices.sum(dim=0)))
+                num_positions = num_positions + positions.sum() * len(logits)
+        choices_of_experts = torch.stack([counted.choices for counted in self._counted]).sum(dim=0)
+        sums = torch.stack([torch.as_tensor(num_positions), *choices_of_experts])
         self._sums = RankSum(self._device.tensor_to_device(sums))
 
     def _checked_logits(self, outputs: Any, batch: Batch) -> Sequence[torch.Tensor]:
         """Returns the router's logits of each layer, if the model's own loss is the statistic of them.
 
-        How many experts a position is sent to configs call by many names; the loss grows with it, and tells.
+        Configs use many names for the number of experts of a position. The loss grows with it, so the first forward
+        shows it: it is the number whose loss is nearest to the model's own.
         """
-        found, attended = router_loss_of(outputs), _attended(batch)
+        own_loss = router_loss_of(outputs)
+        attended = _attended(batch)
         logits = _router_logits(outputs)
-        if not logits or found is None or any(len(layer) != attended.numel() for layer in logits):
+        if not logits or own_loss is None or any(len(layer) != attended.numel() for layer in logits):
             raise _refusal(
                 'needs `router_logits` of each position and their `aux_loss` in the outputs of the model, got: '
-                f'{"an" if found is not None else "no"} `aux_loss`, and logits of {[len(one) for one in logits][:4]} '
-                f'for {attended.numel()} positions. Set `output_router_logits=True` in the config of a mixture of '
-                'experts.'
+                f'{"no" if own_loss is None else "an"} `aux_loss`, and logits of '
+                f'{[len(layer) for layer in logits][:4]} for {attended.numel()} positions. Set '
+                '`output_router_logits=True` in the config of a mixture of experts.'
             )
-        values = _balances(*_routed(logits, attended, self._top_k or logits[0].shape[-1]), len(logits) * attended.sum())
+        is_first = self._top_k == 0
+        most_experts = logits[0].shape[-1] if is_first else self._top_k
+        choices, probabilities = _routed(logits, attended, most_experts)
+        losses = _balances(choices, probabilities, len(logits) * attended.sum())
+        if is_first:
+            self._top_k = int((losses - own_loss).abs().argmin()) + 1
         tolerance = max(VALUE_TOLERANCE, 4 * torch.finfo(logits[0].dtype).eps)
-        if is_first := self._top_k is None:
-            self._top_k = int((values - found).abs().argmin()) + 1
-        self._deviations['values'].append((values[self._top_k - 1] / found - 1).abs() / tolerance)
+        self._value_deviations.append((losses[self._top_k - 1] / own_loss - 1).abs() / tolerance)
         if is_first:
             self.check()
         return logits
 
-    def applied(self, loss: Any, outputs: Any, index: int, num_microbatches: int) -> Any:
-        """Returns the loss of a microbatch with its part of the step's balance for its own; by number in the step."""
+    def applied(self, loss: SplitLoss, outputs: Any, index: int, num_microbatches: int) -> SplitLoss:
+        """Returns the loss of a microbatch with its part of the step's balance instead of its own.
+
+        Args:
+            loss: The loss of the microbatch by its terms.
+            outputs: What the model returned for it.
+            index: Number of the microbatch in the step, from 0.
+            num_microbatches: How many microbatches this rank makes of the step.
+        """
+        assert self._sums is not None
+        counted = self._counted[index]
         with self._precision():
-            choices, probabilities = _routed(_router_logits(outputs), self._masks[index], self._top_k or 1)
-        turned = (choices.sum(dim=0) - self._choices[index]).abs().sum() / 2
-        few = (CHOICE_TOLERANCE * choices.sum()).clamp(min=FEW_CHOICES)
-        self._deviations['choices'].append(turned / few)
-        num_positions, *of_experts = self._sums.read()
-        weights = [len(of_experts) * count / max(num_positions, 1) ** 2 for count in of_experts]
+            choices, probabilities = _routed(_router_logits(outputs), counted.positions, self._top_k)
+        num_turned = (choices.sum(dim=0) - counted.choices).abs().sum() / 2
+        num_allowed = (CHOICE_TOLERANCE * choices.sum()).clamp(min=FEW_CHOICES)
+        self._choice_deviations.append(num_turned / num_allowed)
+        num_positions, *choices_of_experts = self._sums.read()
+        factor = len(choices_of_experts) / max(num_positions, 1) ** 2
+        weights = [factor * count for count in choices_of_experts]
         balance = (probabilities.new_tensor(weights) * probabilities).sum()
-        # A sum, where terms of microbatches are averaged over those of all ranks.
-        factor = self._coefficient * num_microbatches * get_world_size()
-        return SplitLoss(tokens=loss['tokens'], router=factor * balance)
+        # The balance is a sum over microbatches, but terms of microbatches are averaged over those of all ranks.
+        num_averaged = num_microbatches * get_world_size()
+        return SplitLoss(tokens=loss['tokens'], router=self._coefficient * num_averaged * balance)
 
     def check(self) -> None:
-        """Raises RuntimeError unless the model's own loss and its routing in training were as they were taken for."""
-        groups = [torch.stack(of_kind) for of_kind in self._deviations.values() if of_kind]
-        worst = torch.stack([group.nan_to_num(nan=0.0).amax() for group in groups]).tolist()
-        if worst[0] > 1:
+        """Raises RuntimeError unless the model's own loss and its routing in training are as this class computes them.
+
+        Reads the device, once a step.
+        """
+        worst_value, worst_choice = _largest(self._value_deviations, self._choice_deviations)
+        if worst_value > 1:
             raise _refusal(
                 "needs the load-balancing loss of Hugging Face's mixtures of experts, got: an `aux_loss` that is not "
                 'the number of experts times the sum over them of the part of the positions that choose one and its '
                 'mean probability, by `router_logits`.'
             )
-        if len(worst) > 1 and worst[1] > 1:
+        if worst_choice > 1:
             raise _refusal(
-                f'needs positions to choose the same experts with and without a graph, got: {worst[1]:.1f} times as '
-                'many others as round-off explains. Random numbers are drawn between forward and forward, or an '
+                f'needs positions to choose the same experts with and without a graph, got: {worst_choice:.1f} times '
+                'as many others as round-off explains. Random numbers are drawn between forward and forward, or an '
                 'algorithm changes microbatches: leave that out.'
             )
+
+
+def _largest(*groups: Sequence[torch.Tensor]) -> list[float]:
+    """Returns the largest deviation of each group, 0 of an empty one; reads the device once."""
+    largest = []
+    for group in groups:
+        # NaN is the loss of a microbatch without positions, which says nothing.
+        largest.append(torch.stack(list(group)).nan_to_num(nan=0.0).amax() if group else torch.zeros(()))
+    device = largest[0].device
+    return torch.stack([value.to(device) for value in largest]).tolist()
 
 
 def _refusal(what: str) -> RuntimeError:
@@ -155,46 +208,57 @@ def _refusal(what: str) -> RuntimeError:
 
 
 def counted_positions(microbatch: Batch) -> torch.Tensor:
-    """Returns which positions of a microbatch are attended ones of samples, ``(rows, width)`` bool."""
+    """Returns which positions of a microbatch are attended and belong to a sample, ``(rows, width)`` bool."""
     attended = _attended(microbatch)
-    real = torch.tensor(metadata_of(microbatch)['real_tokens'], device=attended.device)[:, None]
-    if len(real) > 1 or not bool(attended.all()):
-        return attended & (real > 0)  # dummy rows have none
-    # Of a packed row, dummy rows come last.
-    counted = torch.arange(attended.shape[1], device=real.device) < real
-    places = documents_of(microbatch)[0] if 'position_ids' in microbatch and len(counted) == 1 else None
-    if places is not None and 0 < (end := int(real)) < len(places) and places[end] == places[end - 1]:
-        raise _refusal(
-            'needs packed rows of attended positions alone, got: a label on padding, which becomes a position, in '
-            f'{sample_name(microbatch, 0)}. Mask it, or set `packing=False`.'
-        )
+    real_tokens = torch.tensor(metadata_of(microbatch)['real_tokens'], device=attended.device)[:, None]
+    if len(real_tokens) > 1 or not bool(attended.all()):
+        return attended & (real_tokens > 0)  # dummy rows have none
+    # In a packed row, dummy rows come last.
+    counted = torch.arange(attended.shape[1], device=real_tokens.device) < real_tokens
+    if 'position_ids' in microbatch and len(counted) == 1:
+        _check_document_ends(microbatch, end=int(real_tokens))
     return counted
+
+
+def _check_document_ends(packed: Batch, *, end: int) -> None:
+    """Raises RuntimeError if no document of a packed row ends at a position: it has padding with a label inside."""
+    documents = documents_of(packed)[0]
+    if 0 < end < len(documents) and documents[end] == documents[end - 1]:
+        raise _refusal(
+            'needs packed rows of attended positions only, got: a label on padding, which becomes a position, in '
+            f'{sample_name(packed, 0)}. Mask it, or set `packing=False`.'
+        )
 
 
 def _attended(batch: Batch) -> torch.Tensor:
     """Returns which positions are no padding, ``(rows, width)`` bool; the mask of a packed row has a row a document."""
     attended = attended_positions(batch)
-    return attended if len(attended) == len(text_of(batch)) else attended.any(dim=0, keepdim=True)
+    if len(attended) == len(text_of(batch)):
+        return attended
+    return attended.any(dim=0, keepdim=True)
 
 
 def _router_logits(outputs: Any) -> Sequence[torch.Tensor]:
-    """Returns those of each layer with experts, ``(positions, experts)`` each; of a model without any, none."""
-    return [one.flatten(0, -2) for one in entry_of(outputs, 'router_logits') or () if isinstance(one, torch.Tensor)]
+    """Returns those of each layer with experts, ``(positions, experts)`` each; none for a model without experts."""
+    logits = entry_of(outputs, 'router_logits') or ()
+    return [layer.flatten(0, -2) for layer in logits if isinstance(layer, torch.Tensor)]
 
 
 def _routed(logits: Sequence[torch.Tensor], counted: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums over layers and counted positions, by the operations of the models' own loss.
+    """Sums choices and probabilities over layers and counted positions, by the operations of the models' own loss.
 
     Returns:
-        How often each expert was chosen first, second and so on, int64 of shape ``(top_k, experts)``, and its
-        probability, ``(experts,)``.
+        How often each expert was chosen first, second and so on, int64 ``(top_k, experts)``, and its probability,
+        ``(experts,)``.
     """
-    num_experts, device = logits[0].shape[-1], logits[0].device
+    num_experts = logits[0].shape[-1]
+    device = logits[0].device
     counted = counted.flatten().to(device)
     choices = torch.zeros(top_k * num_experts, dtype=torch.int64, device=device)
     probabilities = []
     for layer in logits:
         routed = layer.to(device).softmax(dim=-1)
+        # Place of a choice in the flattened table of (first, second, ...) x experts.
         places = routed.topk(top_k, dim=-1).indices + num_experts * torch.arange(top_k, device=device)
         choices.scatter_add_(0, places.flatten(), counted.long().repeat_interleave(top_k))
         exact = routed.to(torch.promote_types(routed.dtype, torch.float32))

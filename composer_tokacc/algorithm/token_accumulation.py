@@ -15,8 +15,9 @@ from composer.loggers import Logger
 
 from composer_tokacc.algorithm.functional import sample_weight, token_weight
 from composer_tokacc.algorithm.loss_terms import LOSS_UNITS, LossTerms, SplitLoss, attached_zero, tensors_in
-from composer_tokacc.algorithm.setup import Fit, check_arguments, check_microbatches
-from composer_tokacc.batch import Batch, sample_name
+from composer_tokacc.algorithm.reduction import check_reduced, check_sharding
+from composer_tokacc.algorithm.setup import AlgorithmOptions, RunContext, check_microbatches
+from composer_tokacc.batch import Batch, labels_of, sample_name
 from composer_tokacc.checks.logits import (
     at_predictions,
     has_bypass,
@@ -29,7 +30,7 @@ from composer_tokacc.checks.logits import (
 from composer_tokacc.checks.step import MicrobatchRecord, StepCheck, TokenChoice
 from composer_tokacc.collectives import RankSum
 from composer_tokacc.counting import with_one_label
-from composer_tokacc.data_spec.reduction import check_reduced, check_sharding
+from composer_tokacc.labelled import batch_at_logits
 from composer_tokacc.layout import microbatches_of
 from composer_tokacc.metadata import (
     METADATA_PREFIX,
@@ -84,6 +85,11 @@ class TokenAccumulation(Algorithm):
         router_balance (str): Of what the load-balancing loss of a Hugging Face mixture of experts is a statistic: of
             each ``'microbatch'`` by itself, evenly weighed, or of the ``'step'``, as one forward over the whole global
             batch would have it, which takes a further forward of each microbatch. Default: ``'microbatch'``.
+        logits (str): Where the model computes logits in training: ``'labels'``, only at positions that predict a label,
+            which saves most of the time and memory of the output embedding; ``'all'``, at all positions, for callbacks
+            that read ``outputs.logits``; or ``'auto'``, only at labels if the first-batch check shows that loss and
+            gradient stay the same. With logits at labels ``outputs.logits`` has one row, in the order of the labels.
+            Default: ``'auto'``.
         check_loss (bool): Whether to hold the rule to the model's own loss by the probe. Default: ``True``.
 
     Raises:
@@ -105,16 +111,24 @@ class TokenAccumulation(Algorithm):
         loss_units: dict[str, str] | None = None,
         token_weights: str = 'token',
         router_balance: str = 'microbatch',
+        logits: str = 'auto',
         check_loss: bool = True,
     ) -> None:
         self.loss_tokens, self.token_weights, self.check_loss = loss_tokens, token_weights, check_loss
-        self.loss_units, self.router_balance = loss_units, router_balance
-        check_arguments(self)
+        self.loss_units, self.router_balance, self.logits = loss_units, router_balance, logits
+        self._options = AlgorithmOptions(
+            loss_tokens=loss_tokens,
+            loss_units=loss_units,
+            token_weights=token_weights,
+            router_balance=router_balance,
+            logits=logits,
+            check_loss=check_loss,
+        )
         self.loss_units = dict(loss_units) if loss_units else None  # the caller's may change
         self.num_empty_steps, self._reduces_once = 0, False
         self._measuring = TokenChoice()
         self._fit: Any = None
-        """Fit, from the first batch on."""
+        """RunContext, from the first batch on."""
         self._step = StepCheck(num_tokens=0, num_samples=0, loss_weight=0)
         self._totals: Any = None
         """RankSum of the step: loss-generating tokens, samples, weight, and how many ranks have new rows."""
@@ -127,6 +141,7 @@ class TokenAccumulation(Algorithm):
             Event.BATCH_START: self._count,
             Event.BEFORE_TRAIN_BATCH: self._start_attempt,
             Event.BEFORE_FORWARD: self._hide_metadata,
+            Event.AFTER_FORWARD: self._end_forward,
             Event.AFTER_LOSS: self._replace_loss,
             Event.BEFORE_BACKWARD: self._scale,
             Event.AFTER_BACKWARD: self._restore,
@@ -197,7 +212,7 @@ class TokenAccumulation(Algorithm):
         microbatches = microbatches_of(state.batch)
         check_microbatches(state.model, microbatches, None if self._fit is None else self._fit.check.vocabulary)
         if self._fit is None:
-            self._fit = Fit(state, self)
+            self._fit = RunContext(state, self._options)
             self._reduces_once = self._reduces_once and self._fit.reductions.may_meet_once
             self._fit.prove(state.batch, reduces_once=self._reduces_once)
         self._measuring.begin_step(microbatches)
@@ -211,14 +226,15 @@ class TokenAccumulation(Algorithm):
         has_new_rows = self._fit.check.has_new_rows(state.batch, self._fit.split)
         dtype = torch.float64 if self.is_weighted else torch.int64
         self._totals = RankSum(state.device.tensor_to_device(torch.tensor([*local, has_new_rows], dtype=dtype)))
-        # Read before the batch is cut, so that rows of a new size are cut by rules that were shown for them.
-        is_any_new = self._totals.read()[3] > 0
+        # Read before the batch is cut, so that rows of a new size are cut by rules that were shown for them. With one rank
+        # there is no need to wait for the device.
+        is_any_new = has_new_rows if self._fit.world_size == 1 else self._totals.read()[3] > 0
         if self._fit.check.is_due(self._measuring.step, has_new_rows=is_any_new):
             self._fit.prove(state.batch, reduces_once=self._reduces_once)
 
     def _start_attempt(self, state: State, logger: Logger) -> None:
         """BEFORE_TRAIN_BATCH: fires once per attempt (an OOM retry or a closure called again starts afresh)."""
-        fit: Fit = self._fit
+        fit: RunContext = self._fit
         fit.check_norms()
         fit.reductions.start_attempt()
         self._step.records = []
@@ -231,7 +247,7 @@ class TokenAccumulation(Algorithm):
 
     def _hide_metadata(self, state: State, logger: Logger) -> None:
         """BEFORE_FORWARD: totals are read, as Composer has just waited for its own; the model sees its own batch."""
-        fit: Fit = self._fit
+        fit: RunContext = self._fit
         unequal = fit.split is not None and fit.split.options.equal_counts is False
         fit.reductions.see(num_microbatches(state.batch), has_unequal_counts=unequal, reduced_once=self._reduces_once)
         tokens, _, weight = self._totals.read()[:3]
@@ -240,14 +256,22 @@ class TokenAccumulation(Algorithm):
                 f'The weights of a step must not all be 0, got: 0 for each of its {tokens:.0f} loss-generating tokens, '
                 f'{sample_name(self._device_batch, 0)} among them. Fix `{LOSS_WEIGHTS}` (docs/errors.md#counts).'
             )
+        batch = state.batch
         self._hidden = HiddenEntries(
-            state.batch, is_weighted=self.is_weighted, is_of_tokens=set(fit.terms.units.values()) <= {'tokens'}
+            batch, is_weighted=self.is_weighted, is_of_tokens=set(fit.terms.units.values()) <= {'tokens'}
         )
         state.batch = self._hidden.batch
+        if fit.logits.selector is not None:
+            num_labels = max(num_loss_tokens(batch), 1)  # without any, the model is given one
+            fit.logits.begin_forward(fit.check.rule or '', num_labels, labels_of(batch).numel())
+
+    def _end_forward(self, state: State, logger: Logger) -> None:
+        """AFTER_FORWARD: forwards of others, as in evaluation, compute all logits."""
+        self._fit.logits.end_forward()
 
     def _replace_loss(self, state: State, logger: Logger) -> None:
         """AFTER_LOSS: the loss of a microbatch without tokens is zero; callbacks see the batch's metadata again."""
-        fit: Fit = self._fit
+        fit: RunContext = self._fit
         step = self._measuring.step
         state.batch = self._hidden.put_back(state.batch)
         # Again now and then: schedules may change it.
@@ -270,7 +294,7 @@ class TokenAccumulation(Algorithm):
 
     def _scale(self, state: State, logger: Logger) -> None:
         """BEFORE_BACKWARD: the last point where ``state.loss`` matters, so nothing may rescale it afterwards."""
-        fit: Fit = self._fit
+        fit: RunContext = self._fit
         step, world_size = self._step, fit.world_size
         batch = state.batch = self._hidden.put_back(state.batch)  # whatever an algorithm took out after the loss
         _, step_samples, step_weight = self._totals.read()[:3]
@@ -303,7 +327,7 @@ class TokenAccumulation(Algorithm):
 
     def _restore(self, state: State, logger: Logger) -> None:
         """AFTER_BACKWARD: callbacks read ``state.loss`` at the end of the batch and expect the model's own."""
-        fit: Fit = self._fit
+        fit: RunContext = self._fit
         records = self._step.records
         fit.reductions.reach_all()
         has_all = sum(record.num_samples for record in records) == self._step.num_samples
@@ -313,7 +337,7 @@ class TokenAccumulation(Algorithm):
 
     def _finish(self, state: State, logger: Logger) -> None:
         """AFTER_TRAIN_BATCH: gradients are whole, the optimizer has not moved yet."""
-        fit: Fit = self._fit
+        fit: RunContext = self._fit
         step, number = self._step, self._measuring.step
         check_reduced(state.model)
         if number == 0 and not (self.is_weighted or step.is_measured):
@@ -419,18 +443,20 @@ def _scales_of(record: MicrobatchRecord, share: float) -> dict[str, float]:
 
 
 def _watch_tokens(
-    state: State, record: MicrobatchRecord, fit: Fit, *, share: float, is_weighted: bool, is_whole: bool
+    state: State, record: MicrobatchRecord, fit: RunContext, *, share: float, is_weighted: bool, is_whole: bool
 ) -> None:
     """Sets what a microbatch's tokens weigh beside each other, and listens to what they weigh in its gradient.
 
     ``share`` is what the mean over them is to weigh in the step, times the loss scale; that loss becomes the weighted
     mean where tokens have their own weights.
     """
-    logits, batch, terms = logits_of(state.outputs), record.batch, fit.terms
-    if not fit.check.has_logits:
-        return  # the output holds hidden states, and the loss holds the head
-    if logits is None or logits.grad_fn is None or logits.shape[:2] != batch['labels'].shape:
+    logits, terms = logits_of(state.outputs), fit.terms
+    if logits is None or logits.grad_fn is None:
         return
+    compared = batch_at_logits(record.batch, logits, record.rule, record.num_tokens)
+    if compared is None:
+        return
+    batch, record.positions_of_logits = compared
     router = router_loss_of(state.outputs)
     losses = terms.of_unit(state.loss, 'tokens')
     record.has_bypass = has_bypass(losses, [logits] if router is None else [logits, router])
@@ -438,11 +464,13 @@ def _watch_tokens(
     if is_weighted:
         weights = at_predictions(batch[LOSS_WEIGHTS] * (record.num_tokens / record.loss_weight), record.rule)
         weigh_tokens(logits, weights)
-        added = (token_losses(logits, targets_of(batch, record.rule)) * (weights - 1)).sum() / record.num_tokens
-        first = next(name for name, (unit, _) in terms.named(state.loss).items() if unit == 'tokens')
+        token_loss_changes = token_losses(logits, targets_of(batch, record.rule)) * (weights - 1)
+        added = token_loss_changes.sum() / record.num_tokens
+        first = next(name for name, term in terms.named(state.loss).items() if term.unit == 'tokens')
         state.loss = terms.changed(
             state.loss, lambda name, unit, term: term + added if name in (first, 'total') else term
         )
     # Where the loss is not one mean over tokens alone, other terms may go through the logits as well.
     scale = fit.check.token_scale if list(terms.units.values()) in ([], ['tokens']) else None
-    record.watch(logits, weights, None if scale is None else scale * share / record.num_tokens, is_whole=is_whole)
+    token_size = None if scale is None else scale * share / record.num_tokens
+    record.watch(logits, weights, token_size, is_whole=is_whole, selected=batch)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import cached_property
 from typing import Generic, TypeAlias
@@ -25,8 +25,10 @@ from torch import Tensor
 from composer_tokacc.batch import Batch, sample_name
 from composer_tokacc.checks.cutter import Cutter, RulesT
 from composer_tokacc.checks.logits import targets_of
-from composer_tokacc.checks.probe import NOISE_FACTOR, Probe, ProbeResult
+from composer_tokacc.checks.probe import NOISE_FACTOR, AtLabels, Probe, ProbeResult
 from composer_tokacc.counting import loss_mask
+from composer_tokacc.label_selector import LabelSelector
+from composer_tokacc.labelled import LabelledPositions
 from composer_tokacc.layout import BatchLayout, describe
 from composer_tokacc.metadata import num_rows, with_metadata
 
@@ -71,6 +73,7 @@ class CutKind(Enum):
     SINGLE_ROW = 'by itself'
     PACKED = 'packed'
     OTHER_PADDING = 'with media padded as in its microbatch'
+    AT_LABELS = 'with logits only at labels'
 
     def __str__(self) -> str:
         return self.value
@@ -255,6 +258,36 @@ class RowComparison(Generic[RulesT]):
             failure = self._difference(gradients, [row], CutKind.OTHER_PADDING)
             if failure is not None:
                 raise RuntimeError(failure.text)
+
+    def selection_failure(self, selector: LabelSelector) -> str | None:
+        """Returns why the loss or its gradient is another one with logits only at labels; None: both are the same.
+
+        The gradient by the logits is compared. The output embedding is applied to each position by itself, so that the
+        same gradient at the same positions is the same gradient by the hidden states.
+        """
+        positions = LabelledPositions.from_batch(self.batch, self._rule, sum(self._counts))
+        try:
+            result = self._probe.run(self.batch, at_labels=AtLabels(selector, self._rule, positions))
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            return _first_line(error)
+        finally:
+            selector.disarm()
+        gradients = result.gradients.get('tokens', ())
+        num_expected = len(self.reference.gradients['tokens'])
+        if len(gradients) != num_expected or not gradients or gradients[-1] is None:
+            return 'no gradient by the logits can be compared'
+        height, width = self.batch['labels'].shape
+        placed: list[Tensor | None] = []
+        for gradient in gradients:
+            is_selected = gradient is not None and tuple(gradient.shape[:2]) == positions.shape
+            placed.append(positions.put_back(gradient, height, width) if is_selected else gradient)
+        result = replace(result, gradients={**result.gradients, 'tokens': placed})
+        row_gradients = self._aligned(self._rows, result, self._all_rows)
+        if self._difference(row_gradients, self._all_rows, CutKind.AT_LABELS) is not None:
+            return 'the gradient by the logits changes'
+        if self._loss_failure([_LossPart(self._all_rows, result.losses)]) is not None:
+            return 'the loss changes'
+        return None
 
     def _failure(
         self,
@@ -528,6 +561,11 @@ def _relative_errors(
     smallest_size = SMALL_ROW * largest or 1e-30
     differences = (gradients - expected).flatten(1).norm(dim=1)
     return (differences / sizes.clamp(min=smallest_size)).nan_to_num(nan=torch.inf)
+
+
+def _first_line(error: Exception) -> str:
+    """Returns what an error says, without the rest of a long message of the host."""
+    return f'{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}'
 
 
 def documents_of(packed: Batch) -> Tensor:

@@ -37,6 +37,7 @@ from composer_tokacc.checks.probe import Probe
 from composer_tokacc.collectives import all_gather_object, from_any_rank, get_global_rank, max_over_ranks
 from composer_tokacc.compat import gradient_hooks, steps_after_gradients
 from composer_tokacc.counting import LOSS_RULES, loss_mask
+from composer_tokacc.label_selector import LabelSelector
 from composer_tokacc.layout import (
     BatchLayout,
     RowFacts,
@@ -122,6 +123,10 @@ class FirstBatchCheck:
     None: the weights differ (label smoothing, focal losses), or nothing is known."""
     vocabulary: int | None = field(default=None, init=False)
     """Number of ids that a label may have, from the model's logits."""
+    selector: LabelSelector | None = field(default=None)
+    """Has the model compute logits only at labels, if that is to be tried."""
+    selection_failure: str | None = field(default=None, init=False)
+    """Why logits only at labels would change the loss or its gradient; None: they do not, or nothing was tried."""
     has_logits: bool = field(default=True, init=False)
     """False if the loss shows that the output of the model holds hidden states, and that the loss holds the head."""
     _proven: RowRanges = field(default_factory=RowRanges, init=False)
@@ -256,9 +261,12 @@ class FirstBatchCheck:
         rules = _exact_rules(comparison, cutter, rules, shared.packed_total)
         # Microbatches that the loader collated may pad media to other sizes.
         comparison.check_media(shared.media)
-        # Ranks must agree on what they measure, and check again, later.
-        scales = all_gather_object(comparison.token_scale())
+        failure = None if self.selector is None else comparison.selection_failure(self.selector)
+        # Ranks must agree on what they measure and check again later, and on which logits they compute.
+        answers = all_gather_object((comparison.token_scale(), failure))
+        scales = [scale for scale, _ in answers]
         self.token_scale = None if None in scales else scales[0]
+        self.selection_failure = next((failure for _, failure in answers if failure is not None), None)
         self.vocabulary = comparison.reference.vocabulary
         self.has_logits = comparison.reference.has_logits is not False
         shown = self._shown(comparison, rows, rules, shared.packed_total)

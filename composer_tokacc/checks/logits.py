@@ -154,22 +154,6 @@ def targets_of(batch: Batch, rule: str) -> Tensor:
     return at_predictions(counted_labels, rule)
 
 
-def places_of(ordinals: Tensor, numbers: range) -> Tensor:
-    """Returns the index of the k-th True of a mask for each k in ``numbers``.
-
-    ``ordinals`` is the running sum of the mask. ``nonzero()`` would make the host wait for the device. If the mask has
-    fewer entries the last index is returned.
-    """
-    # The k-th True is the first position whose running sum reaches k.
-    wanted_ordinals = torch.arange(
-        numbers.start,
-        numbers.stop,
-        numbers.step,
-        device=ordinals.device,
-    )
-    return torch.searchsorted(ordinals, wanted_ordinals).clamp_(max=len(ordinals) - 1)
-
-
 # Measurements.
 
 

@@ -31,6 +31,8 @@ from composer_tokacc.batch import Batch, labels_of, with_own_tensors
 from composer_tokacc.checks.logits import MeasuredTokens, are_logits, logits_of, measure, sketch
 from composer_tokacc.checks.written_state import StateSnapshot, WrittenState
 from composer_tokacc.compat import BatchNorm
+from composer_tokacc.label_selector import LabelSelector
+from composer_tokacc.labelled import LabelledPositions
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +53,15 @@ Loss: TypeAlias = Any
 """A loss as a model returns it: a tensor, a sequence or a dict."""
 ForwardHook: TypeAlias = Callable[[Module, object, Any], Tensor | None]
 """Takes a module, its inputs and its output."""
+
+
+@dataclass(frozen=True, eq=False)
+class AtLabels:
+    """How a forward computes logits only where a label is."""
+
+    selector: LabelSelector
+    rule: str
+    positions: LabelledPositions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,6 +199,7 @@ class Probe:
         *,
         targets: Tensor | None = None,
         rounded: bool = False,
+        at_labels: AtLabels | None = None,
     ) -> ProbeResult:
         """Runs a batch eagerly. Random numbers, modes and buffers stay as they were.
 
@@ -197,11 +209,13 @@ class Probe:
             rounded: Whether to move the output of every layer by its last digit, up or down. The difference shows how
                 far round-off can move the result. The same rows in another order would not show it, because kernels
                 then compute the same sums.
+            at_labels: Computes logits only where a label is. The gradient by them then has the shape of the selected
+                positions.
         """
         # Layers are found on the first batch. Later batches use the same ones.
         if not self._knows_layers:
             self._find_last_layers(batch)
-        return self._run(batch, targets=targets, rounded=rounded)
+        return self._run(batch, targets=targets, rounded=rounded, at_labels=at_labels)
 
     def _find_last_layers(self, batch: Batch) -> None:
         """Runs twice. This shows which layers are the last, and whether the loss is random."""
@@ -276,6 +290,7 @@ class Probe:
         *,
         targets: Tensor | None = None,
         rounded: bool = False,
+        at_labels: AtLabels | None = None,
         seed: int = 0,
         keeps_state: bool = False,
     ) -> ProbeResult:
@@ -284,7 +299,7 @@ class Probe:
             guard = undisturbed(self.model, restores_buffers=not keeps_state)
             try:
                 with torch.no_grad(), guard, self._as_probed(seed):
-                    forward = self._watched_forward(batch, rounded=rounded)
+                    forward = self._watched_forward(batch, rounded=rounded, at_labels=at_labels)
                     return self._result(forward, targets)
             except RuntimeError as error:
                 if self._in_full:
@@ -296,30 +311,34 @@ class Probe:
                 else:
                     raise
 
-    def _watched_forward(self, batch: Batch, *, rounded: bool) -> _Forward:
+    def _watched_forward(self, batch: Batch, *, rounded: bool, at_labels: AtLabels | None) -> _Forward:
         """Runs the forward and notes the state that it writes for the first time."""
         snapshot = StateSnapshot.of_model(self.model)
-        forward = self._forward(batch, rounded=rounded)
+        forward = self._forward(batch, rounded=rounded, at_labels=at_labels)
         for state in snapshot.written():
             if state.name not in self._judged:
                 self._written.setdefault(state.name, state)
         return forward
 
-    def _forward(self, batch: Batch, *, rounded: bool) -> _Forward:
+    def _forward(self, batch: Batch, *, rounded: bool, at_labels: AtLabels | None) -> _Forward:
         precision = torch.autocast(self._device_type, enabled=False) if self._in_full else self._precision()
         # A copy, the same one for forward and loss as in training: a model that writes into it changes no other run.
         copied = with_own_tensors(batch)
         rounded_layers = _leaves(self._modules) if rounded else []
+        shapes = [tuple(labels_of(batch).shape)]
+        if at_labels is not None:
+            shapes.append(at_labels.positions.shape)
+            at_labels.selector.arm(at_labels.rule, len(at_labels.positions.of_labels))
         with (
             precision,
             self._varied_weights.shown(),
             _hooked(rounded_layers, _rounded),
-            _graph_from(self._layers, batch) as leaves,
+            _graph_from(self._layers, shapes) as leaves,
         ):
             outputs = self._forward_model(copied)
             loss = _loss_of(self._loss, outputs, copied)  # once, because a loss may add up counts
             terms = self._terms(loss, outputs)
-        logits = _checked_logits(outputs, batch)
+        logits = logits_of(outputs) if at_labels is not None else _checked_logits(outputs, batch)
         self._output_size = None
         self._output_address = None
         if logits is not None:
@@ -512,8 +531,10 @@ class _NoDropout(TorchFunctionMode):
 
 
 @contextmanager
-def _graph_from(layers: Sequence[Module], batch: Batch) -> Iterator[dict[Module, Tensor]]:
+def _graph_from(layers: Sequence[Module], shapes: Sequence[tuple[int, ...]]) -> Iterator[dict[Module, Tensor]]:
     """Starts the autograd graph at the outputs of some layers. Yields these outputs, by layer, as leaves of the graph.
+
+    Only outputs of one of the ``shapes`` (rows, columns) count.
 
     The forward runs without gradients until the last of the layers has run. A hook switches gradients on there, and
     they stay on until the context ends, which sets the mode that was before. Between the layers is no graph, because
@@ -526,7 +547,7 @@ def _graph_from(layers: Sequence[Module], batch: Batch) -> Iterator[dict[Module,
         args: object,
         output: object,
     ) -> Tensor | None:
-        if not _is_of_positions(output, batch):
+        if not _is_of_shape(output, shapes):
             return None
         torch.set_grad_enabled(module is layers[-1])
         leaves[module] = output.detach().requires_grad_()
@@ -601,9 +622,14 @@ def _coarsest_eps(tensors: Iterable[Tensor]) -> float:
 
 def _is_of_positions(output: object, batch: Batch) -> TypeGuard[Tensor]:
     """Returns whether a layer's output has a vector for every position of the labels."""
+    return _is_of_shape(output, [tuple(labels_of(batch).shape)])
+
+
+def _is_of_shape(output: object, shapes: Sequence[tuple[int, ...]]) -> TypeGuard[Tensor]:
+    """Returns whether a layer's output has a vector for every position of one of some shapes (rows, columns)."""
     if not isinstance(output, Tensor) or not output.dtype.is_floating_point or output.dim() != 3:
         return False
-    return output.shape[:2] == labels_of(batch).shape
+    return tuple(output.shape[:2]) in shapes
 
 
 def _leaves(modules: Iterable[Module]) -> list[Module]:

@@ -20,12 +20,12 @@ from composer_tokacc.batch import IGNORE_INDEX, Batch, labels_of, sample_name
 from composer_tokacc.checks.logits import (
     deviations,
     on_gradient,
-    places_of,
     targets_of,
     tolerance_of,
     whole_vocabulary,
 )
 from composer_tokacc.counting import loss_mask
+from composer_tokacc.labelled import LabelledPositions, places_of
 from composer_tokacc.weights import LOSS_WEIGHTS
 
 RELATIVE_TOLERANCE = 1e-5
@@ -106,6 +106,7 @@ class MicrobatchRecord:
     positions: Tensor | None = None
     count: Tensor | None = None  # number of all loss-generating tokens, ``()``
     tolerance: float = 0.0  # largest deviation that round-off explains
+    positions_of_logits: LabelledPositions | None = None  # where logits were computed; None: at every position
 
     def watch(
         self,
@@ -114,14 +115,16 @@ class MicrobatchRecord:
         unit: float | None,
         *,
         is_whole: bool,
+        selected: Batch | None = None,
     ) -> None:
         """Measures tokens when the gradient by the logits comes.
 
         Args:
-            logits: ``(rows, width, vocabulary)``.
-            weights: Relative weights of the tokens, ``(rows, width)``; None: they are equal.
+            logits: ``(rows, width, vocabulary)``; only at labels: ``(1, labels (+ 1), vocabulary)``.
+            weights: Relative weights of the tokens, of the first two dimensions of the logits; None: they are equal.
             unit: The weight of a plain token; None: nothing is measured.
             is_whole: Whether to measure all tokens, or only some.
+            selected: The labels in the shape of the logits, see :func:`.batch_at_logits`; None: those of the batch.
         """
         # Detached, because a graph whose hook holds its own logits is never freed.
         on_gradient(
@@ -132,6 +135,7 @@ class MicrobatchRecord:
                 weights,
                 unit,
                 is_whole,
+                selected=selected,
             ),
         )
 
@@ -147,14 +151,18 @@ class MicrobatchRecord:
         unit: float | None,
         is_whole: bool,
         gradient: Tensor,
+        *,
+        selected: Batch | None = None,
     ) -> None:
         self.was_reached = True
         if unit is None:
             return
         self.tolerance = tolerance_of(gradient.dtype)
+        batch = self.batch if selected is None else selected
         if is_whole:
-            targets = targets_of(self.batch, self.rule)
-            self.count = (targets != IGNORE_INDEX).sum()
+            targets = targets_of(batch, self.rule)
+            if self._has_all_logits:
+                self.count = (targets != IGNORE_INDEX).sum()
             self.deviations = deviations(
                 unit,
                 logits,
@@ -163,17 +171,24 @@ class MicrobatchRecord:
                 weights,
             ).flatten()
         else:
-            self._measure_some(logits, weights, unit, gradient)
+            self._measure_some(batch, logits, weights, unit, gradient)
+
+    @property
+    def _has_all_logits(self) -> bool:
+        """Whether logits are of all positions. Selected labels do not say how many there are."""
+        return self.positions_of_logits is None
 
     def _measure_some(
         self,
+        batch: Batch,
         logits: Tensor,
         weights: Tensor | None,
         unit: float,
         gradient: Tensor,
     ) -> None:
-        ordinals = loss_mask(self.batch, self.rule).flatten().cumsum(dim=0)
-        self.count = ordinals[-1]
+        ordinals = loss_mask(batch, self.rule).flatten().cumsum(dim=0)
+        if self._has_all_logits:
+            self.count = ordinals[-1]
         # Tokens are chosen by their number, because the host knows how many there are. So nothing waits for the device.
         # Every step-th token from a random first one: evenly over the rows.
         step = -(-self.num_tokens // NUM_SAMPLED)
@@ -189,7 +204,7 @@ class MicrobatchRecord:
             unit,
             _at(self.positions, logits),
             _at(self.positions, gradient),
-            labels_of(self.batch).flatten()[label_positions][None],
+            labels_of(batch).flatten()[label_positions][None],
             None if weights is None else _at(self.positions, weights),
         ).flatten()
 
@@ -199,6 +214,8 @@ class MicrobatchRecord:
         position = int(self.deviations.argmax())
         if self.positions is not None:
             position = int(self.positions[position])
+        if self.positions_of_logits is not None:
+            position = int(self.positions_of_logits.of_predictions[position])
         targets = targets_of(self.batch, self.rule)
         # Positions are counted through all rows.
         row = position // targets.shape[1]

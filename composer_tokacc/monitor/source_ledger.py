@@ -9,20 +9,18 @@ import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from composer.utils import dist
 
-from composer_tokacc.batch import IGNORE_INDEX, Batch
-from composer_tokacc.checks.logits import CHUNK, logits_of, places_of, whole_vocabulary
+from composer_tokacc.batch import Batch
+from composer_tokacc.checks.logits import CHUNK, logits_of, whole_vocabulary
 from composer_tokacc.counting import count_tokens, counted_tokens, loss_mask
+from composer_tokacc.labelled import batch_at_logits, places_of
 from composer_tokacc.metadata import SourceShare, sources_of
-from composer_tokacc.planning.compiled import compiled
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +28,6 @@ MOST_SOURCES = 64
 """Sources that are told apart; a collator's ``source`` may be another one for every row."""
 OTHERS = 'others'
 """Name of the sources beyond these."""
-SMALL_VOCABULARY = 1024
-"""Up to which a plain loop on the CPU is faster than torch's calls, whose code each step must load anew."""
 MOST_UNREAD = 2**20
 """Logits that may wait for the end of a step: 4 MiB."""
 SUMS = ('loss', 'tokens', 'weight', 'positions')
@@ -69,7 +65,7 @@ class SourceLedger:
         self._parts: list[_Part] = []
         self._unread: list[_Unread] = []
         self._num_unread = 0  # logits
-        self._losses: list[np.ndarray | torch.Tensor] = []  # of tokens, float32, part after part, on the device
+        self._losses: list[torch.Tensor] = []  # of tokens, float32, part after part, on the device
 
     def note(self, batch: Batch, facts: Mapping[str, Any], outputs: Any, rule: str) -> None:
         """Notes a microbatch whose rows carry ``source``; nothing waits for the device where they were counted."""
@@ -78,14 +74,15 @@ class SourceLedger:
             return
         is_packed, is_counted = isinstance(rows[0], list), 'rule' in facts
         shares = rows[0] if is_packed else rows
-        logits, labels = logits_of(outputs), batch['labels']
-        has_losses = logits is not None and logits.shape[:2] == labels.shape
-        self._parts.append(_Part(shares, None if is_packed else labels.shape[1], has_losses))
-        if logits is not None and has_losses:
+        logits, width = logits_of(outputs), batch['labels'].shape[1]
+        rule = facts['rule'][0] if is_counted else rule
+        num_tokens = sum(facts['loss_tokens'] if is_counted else [share.loss_tokens for share in shares])
+        compared = None if logits is None else batch_at_logits(batch, logits, rule, num_tokens)
+        self._parts.append(_Part(shares, None if is_packed else width, compared is not None))
+        if logits is not None and compared is not None:
+            at_logits, _ = compared
             counted = None if is_counted else counted_tokens(batch, rule)
-            text = {name: batch[name] for name in ('labels', 'attention_mask') if name in batch}
-            rule = facts['rule'][0] if is_counted else rule
-            num_tokens = sum(facts['loss_tokens'] if is_counted else [share.loss_tokens for share in shares])
+            text = {name: at_logits[name] for name in ('labels', 'attention_mask') if name in at_logits}
             self._unread.append(_Unread(logits.detach(), text, rule, counted, num_tokens))
             self._num_unread += logits.numel()
             if self._num_unread > MOST_UNREAD:
@@ -172,22 +169,16 @@ def _counted(batch: Batch, rule: str) -> list[SourceShare] | None:
     ]
 
 
-def _token_losses(parts: Sequence[_Unread]) -> np.ndarray | torch.Tensor:
+def _token_losses(parts: Sequence[_Unread]) -> torch.Tensor:
     """Returns the loss of each counted token, float32 (tokens,), row after row.
 
     As their number is known, nothing waits for the device.
     """
     total = sum(part.num_tokens for part in parts)
-    arrays = []
-    with suppress(TypeError, RuntimeError):  # on another device, sharded, or of a type that numpy lacks
-        arrays = [part.logits.numpy() for part in parts]
-    if arrays and arrays[0].dtype == np.float32 and arrays[0].shape[-1] <= SMALL_VOCABULARY:
-        found, place = np.zeros(total, np.float32), 0
-        for array, part in zip(arrays, parts, strict=True):
-            shift = int(part.rule != 'unshifted')
-            place = _read_losses(array, _counted_labels(part).numpy(), shift, found, place)
-        return found
-    flat, labels, counted = (_joined(tensors) for tensors in zip(*map(_in_line, parts), strict=True))
+    joined = []
+    for tensors in zip(*map(_in_line, parts), strict=True):
+        joined.append(_joined(tensors))
+    flat, labels, counted = joined
     size = max(CHUNK // flat.shape[-1], 1)
     places = places_of(counted.cumsum(dim=0), range(1, total + 1))
     before = places - 1 if parts[0].rule != 'unshifted' else places  # in the same row: a first column never counts
@@ -197,32 +188,6 @@ def _token_losses(parts: Sequence[_Unread]) -> np.ndarray | torch.Tensor:
         for some, wanted in chunks
     ]
     return _joined(losses)
-
-
-@compiled
-def _read_losses(logits, labels, shift, found, place):  # noqa: ANN001, ANN202 - typed by numba
-    """Writes the cross-entropy of each label from a place on; one call, where torch's twelve are cold in every step."""
-    for row in range(labels.shape[0]):
-        for column in range(shift, labels.shape[1]):
-            label = labels[row, column]
-            if label != IGNORE_INDEX and place < len(found):  # labels that have changed since: the step is refused
-                scores = logits[row, column - shift]
-                highest = scores.max()
-                odds = 0.0
-                for score in scores:
-                    odds += math.exp(score - highest)
-                known = 0 <= label < len(scores)  # nothing here would stop a read behind the end
-                found[place] = math.log(odds) + highest - scores[label] if known else math.nan
-                place += 1
-    return place
-
-
-def _counted_labels(part: _Unread) -> torch.Tensor:
-    """Returns labels of which those that do not count are ignored; a first column that is shifted away aside."""
-    if part.counted is None and part.rule != 'causal_attended':
-        return part.text['labels']
-    counted = loss_mask(part.text, part.rule) if part.counted is None else part.counted
-    return part.text['labels'].masked_fill(~counted, IGNORE_INDEX)
 
 
 def _in_line(part: _Unread) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

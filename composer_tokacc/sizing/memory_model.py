@@ -26,14 +26,14 @@ from composer_tokacc.sizing.shapes import BatchShape
 GIB = 1 << 30
 LARGE_RESIDUAL = 0.05
 """Residual from which a calibration says so: its figures are then rough."""
-CALIBRATION_VERSION = 4
+CALIBRATION_VERSION = 5
 """Goes up with every change of what a calibration holds, so that files of older versions are not read."""
 
-# What the bytes of each part can depend on. Tokens and tokens x vocabulary are one feature for one model, so text and
-# logits are told apart where they are measured, not here.
+# What the bytes of each part can depend on. `logits` are positions of which logits are computed: all tokens, or only
+# those with a label.
 _FEATURES_OF = {
-    'text': ('constant', 'tokens', 'area', 'image_tokens'),
-    'logits': ('tokens',),
+    'text': ('constant', 'tokens', 'area', 'image_tokens', 'labels'),
+    'logits': ('logits',),
     'vision': ('image_tokens', 'pixel_bytes', 'image_area'),
     'weights': ('constant',),
 }
@@ -150,8 +150,10 @@ class ActivationFit:
 
 
 def _features(shape: BatchShape, area: str) -> dict[str, float]:
-    names = ('tokens', 'area', 'image_tokens', 'pixel_bytes', 'image_area')
-    sizes = {'constant': 1.0, **{name: float(getattr(shape, name)) for name in names}}
+    names = ('tokens', 'area', 'image_tokens', 'pixel_bytes', 'image_area', 'logits')
+    sizes = {'constant': 1.0, 'labels': float(shape.labels or 0)}
+    for name in names:
+        sizes[name] = float(getattr(shape, name))
     if area == 'never' or (area == 'padded' and not shape.is_padded):
         sizes['area'] = 0.0
     return sizes
@@ -201,18 +203,20 @@ def relative_fit(features: np.ndarray, target: np.ndarray) -> np.ndarray:
 class MemoryModel:
     """Peak memory of one rank.
 
-    ``static + a*tokens + b*tokens*vocab + v*image_tokens + p*pixel_bytes + q*rows*width^2``
+    ``static + a*tokens + b*logits*vocab + v*image_tokens + p*pixel_bytes + q*rows*width^2``
 
     Args:
         static: What does not depend on the microbatch.
         phases: Fits of what is held beyond it at the peak of each phase of a step; the highest counts.
         strategy: ``'ddp'`` or ``'fsdp'``: the activations differ too, because FSDP casts the residual stream as well.
+        logits: ``'all'``, or ``'labels'`` for a run that computes logits only at labels.
         pixel_bytes_per_image_token: The most that a traced microbatch had.
     """
 
     static: StaticBytes
     phases: Mapping[str, ActivationFit]
     strategy: str = 'ddp'
+    logits: str = 'all'
     pixel_bytes_per_image_token: float = 0.0
 
     def terms(self, shape: BatchShape, *, num_ranks: int = 1) -> dict[str, float]:

@@ -64,6 +64,11 @@ class SampleSizes:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    @property
+    def largest_share_of_labels(self) -> float:
+        """Loss-generating tokens over all tokens of the sample where that is largest; 1 if they are not known."""
+        return 1.0 if self.loss_tokens is None else float((self.loss_tokens / self.tokens).max())
+
     def names(self, chosen: np.ndarray) -> list[str]:
         """Returns ids and lengths of the `chosen` samples, bool (n,), the longest first."""
         indices = np.flatnonzero(chosen)

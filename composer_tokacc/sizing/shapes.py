@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from composer_tokacc.batch import IGNORE_INDEX
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.layout.tensors import cat_padded
 
@@ -31,11 +32,18 @@ class BatchShape:
     """Bytes of pixels and audio features, as the processor returns them."""
     is_padded: bool = True
     """Whether some position is padding. Without any, SDPA needs no mask."""
+    labels: int | None = None
+    """Positions of which logits are computed, if that is only where a label is; None: logits of all positions."""
 
     @property
     def tokens(self) -> int:
         """Positions computed, padding included."""
         return self.rows * self.width
+
+    @property
+    def logits(self) -> int:
+        """Positions of which logits are computed."""
+        return self.tokens if self.labels is None else self.labels
 
     @property
     def area(self) -> int:
@@ -111,6 +119,14 @@ def probe_batches(layout: BatchLayout, samples: Sequence[Sample], width: int) ->
         sizes += [(large, 2, wide), (large, 3, wide * 3 // 4)]
         sizes += [(sample, 2, wide // 2) for sample in text[:1]]
     return [batch_of_width(layout, [sample] * rows, max(columns, _length(sample))) for sample, rows, columns in sizes]
+
+
+def with_share_of_labels(batch: Mapping[str, Any], one_in: int) -> dict[str, Any]:
+    """Returns a batch in which one in so many positions has a label; memory asks for their number, not their place."""
+    labels = batch['labels'].flatten().clone()
+    labels[:] = IGNORE_INDEX
+    labels[::one_in] = 0
+    return {**batch, 'labels': labels.view_as(batch['labels'])}
 
 
 def _length(sample: Sample) -> int:

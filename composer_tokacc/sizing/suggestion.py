@@ -50,12 +50,16 @@ class Capacity:
         if image_tokens is None:  # as many as if all were the sample with the largest part of them, up to the cap
             most = min(tokens * (images / self.table.tokens).max(), self.max_image_tokens or math.inf)
         width = min(int(self.table.tokens.max()), tokens)
+        labels = None
+        if self.memory.logits == 'labels':  # as many as if all were the sample with the largest share of them
+            labels = math.ceil(tokens * self.table.largest_share_of_labels)
         return BatchShape(
             rows=max(round(tokens / width), 1),
             width=width,
             image_tokens=int(most),
             image_area=float(most * images.max()),
             pixel_bytes=int(most * self.memory.pixel_bytes_per_image_token),
+            labels=labels,
         )
 
     def peak(self, tokens: int, image_tokens: int | None = None) -> float:

@@ -12,7 +12,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,10 +22,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from composer_tokacc.batch import Batch
 from composer_tokacc.compat import DataDependentOutputException, attention_of, let_fake_weights_be_swapped
+from composer_tokacc.counting import loss_mask
+from composer_tokacc.label_selector import LabelSelector
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.model_structure import cast_model
 from composer_tokacc.sizing.memory_model import MemoryModel, StaticBytes, fit_activations, relative_fit, rough_fit
-from composer_tokacc.sizing.shapes import BatchShape, probe_batches
+from composer_tokacc.sizing.shapes import BatchShape, probe_batches, with_share_of_labels
 from composer_tokacc.sizing.torch_modes import CudaAutocast, MemoryTracker, RealInputs, SharedFakeMode
 
 log = logging.getLogger(__name__)
@@ -34,6 +36,11 @@ AUTOCAST = {'fp32': None, 'amp_bf16': torch.bfloat16, 'amp_fp16': torch.float16}
 """What Composer's precisions compute in."""
 FLOP_TERMS = ('tokens', 'area', 'image_tokens', 'image_area')
 """Sizes that the operations are a sum of: linear layers, attention of text, vision encoder and its attention."""
+
+TRACED_LOGITS = ('all', 'labels')
+"""Where the traced run computes logits."""
+LABEL_SHARES = (4, 16, 8, 32, 4, 8)
+"""One in so many positions of each traced microbatch has a label, if logits are computed only there."""
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -63,8 +70,13 @@ class TracedStep:
         precision: str = 'fp32',
         strategy: str = 'ddp',
         on_gpu: bool = True,
+        logits: str = 'all',
     ) -> None:
-        for name, value, choices in (('precision', precision, AUTOCAST), ('strategy', strategy, ('ddp', 'fsdp'))):
+        for name, value, choices in (
+            ('precision', precision, AUTOCAST),
+            ('strategy', strategy, ('ddp', 'fsdp')),
+            ('logits', logits, TRACED_LOGITS),
+        ):
             if value not in choices:
                 raise ValueError(f'`{name}` must be one of {", ".join(choices)}, got: {value!r}.')
         self._mode = SharedFakeMode(allow_non_fake_inputs=True)
@@ -79,6 +91,7 @@ class TracedStep:
         self.vocab_size = self.model.config.get_text_config().vocab_size
         self._logits_dtype: torch.dtype | None = None  # of the step before: none yet
         self._counter: FlopCounterMode | None = None
+        self._selector = LabelSelector(self.model) if logits == 'labels' else None
         self._warm_up(first_batch)
         self.static = self._count_static(make_optimizer)
         if strategy == 'fsdp' and self._dtype is not None:
@@ -106,7 +119,16 @@ class TracedStep:
         self._step(batch)
         handle.remove()
         end_phase('blocks')
-        return MicrobatchPeaks(BatchShape.from_batch(batch, self.layout), phases)
+        shape = BatchShape.from_batch(batch, self.layout)
+        if self._selector is not None:
+            shape = replace(shape, labels=self._num_logits(batch))
+        return MicrobatchPeaks(shape, phases)
+
+    def _num_logits(self, batch: Mapping[str, Any]) -> int:
+        """Returns the number of positions of which logits are computed."""
+        if self._selector is None:
+            return batch['input_ids'].numel()
+        return _num_labels(batch) + 1  # a model that shifts labels drops the last
 
     def count_flops(self, batch: Mapping[str, Any]) -> int:
         """Returns the floating point operations of a microbatch's matrix products, forward and backward."""
@@ -118,15 +140,17 @@ class TracedStep:
     def _step(self, batch: Mapping[str, Any]) -> torch.dtype | None:
         """Runs forward and backward, as the Trainer does them; returns the type of the logits."""
         inputs = {key: value for key, value in self.layout.with_media(batch).items() if key in self._named}
+        num_logits = self._num_logits(batch)  # out here, where tensors are real
         # Around the backward pass too: checkpointing recomputes there, under the autocast of the forward pass.
         with self._tracked(), CudaAutocast() if self._on_gpu else nullcontext():
             # Composer's state.outputs holds the logits of the microbatch before until the new ones are there.
             previous = None
             if self._logits_dtype is not None:
-                size = (*batch['input_ids'].shape, self.vocab_size)
                 with self._mode:
-                    previous = torch.empty(size, dtype=self._logits_dtype)
+                    previous = torch.empty(num_logits, self.vocab_size, dtype=self._logits_dtype)
                 self._tracker.enter(previous, 'logits')
+            if self._selector is not None:
+                self._selector.arm('causal', num_logits - 1)
             # Fake tensors of a GPU need its driver; those of the CPU do not, and their sizes are the same.
             with torch.autocast('cpu', self._dtype, enabled=self._dtype is not None):
                 outputs = self.model(**inputs)
@@ -168,6 +192,10 @@ class TracedStep:
         )
 
 
+def _num_labels(batch: Mapping[str, Any]) -> int:
+    return int(loss_mask(batch, 'causal').sum())
+
+
 def calibrate_fake(
     build: Callable[[], nn.Module],
     config: Any,
@@ -179,6 +207,7 @@ def calibrate_fake(
     strategy: str = 'ddp',
     on_gpu: bool = True,
     has_mask: bool = True,
+    logits: str = 'all',
 ) -> MemoryModel:
     """Traces four to six microbatches of the model under fake tensors and fits the terms to them.
 
@@ -194,13 +223,22 @@ def calibrate_fake(
         on_gpu: Whether the run is on GPUs, where autocast keeps more in float32 and optimizers work on all tensors
             at once.
         has_mask: Whether attention holds a mask where there is padding, as SDPA does; flash attention has none.
+        logits: ``'all'``, or ``'labels'`` if the run computes logits only at labels.
 
     Raises:
         ValueError: Precision or strategy is unknown, or the model's control flow depends on values of its weights.
     """
     batches = probe_batches(BatchLayout.for_model(config), samples, width)
+    if logits == 'labels':  # other shares of labels than of positions, so that both are told apart
+        batches = [with_share_of_labels(batch, one_in) for batch, one_in in zip(batches, LABEL_SHARES, strict=False)]
     step = TracedStep(
-        build, batches[0], make_optimizer=make_optimizer, precision=precision, strategy=strategy, on_gpu=on_gpu
+        build,
+        batches[0],
+        make_optimizer=make_optimizer,
+        precision=precision,
+        strategy=strategy,
+        on_gpu=on_gpu,
+        logits=logits,
     )
     if not has_mask:
         for batch in batches:
@@ -211,6 +249,7 @@ def calibrate_fake(
         static=step.static,
         phases={name: fit_activations(shapes, [phases[name] for phases in peaks], area=area) for name in peaks[0]},
         strategy=strategy,
+        logits=logits,
         pixel_bytes_per_image_token=max(shape.pixel_bytes / max(shape.image_tokens, 1) for shape in shapes),
     )
     for line in rough_fit(memory.residual):

@@ -70,7 +70,9 @@ def measure(
             weighted_reference(model, batch, weights) if weights != 'token' else reference_gradients(model, batch)
         )
         expected, *losses = reference
-    options = {'callbacks': [NaNMonitor()], **options, **(FSDP if fsdp else {})}
+    # Logits only at labels, or refused: nothing else shows that FSDP's hooks and ours go together.
+    own = {**FSDP, 'logits': 'labels'} if fsdp else {}
+    options = {'callbacks': [NaNMonitor()], **options, **own}
     recorder = fit(sharded(model) if fsdp else model, data, microbatch_size=size, **options)
     assert not fsdp or any(hasattr(one, 'full_tensor') for one in recorder.trainer.state.model.parameters())
     if not expected:

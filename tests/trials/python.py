@@ -184,7 +184,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: RegroupingDataLoader([0] * 4, batch_sampler=sampler(num_replicas=1, rank=0), shuffle=True),  # pyright: ignore
         'shuffle',
     ),
-    'a model of which nothing is trained': (frozen, 'all frozen'),
+    'a model of which nothing is trained': (frozen, 'requires a gradient'),
     'a collator that is a word': (
         lambda: RegroupingDataLoader([0] * 4, batch_sampler=sampler(), collate_fn='pad'), '`collate_fn`'  # pyright: ignore
     ),

@@ -1,0 +1,144 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Memory of a microbatch of Qwen2.5-VL-3B, with logits at all positions and only at labels.
+
+Computed, not measured: a step of the whole model is traced with tensors that have a size and no memory, in bfloat16 and
+with checkpointed activations, as it would run on one GPU. Rows are as in AI2D: 625 image tokens, a question, and an
+answer of which 16 tokens have a label.
+
+    python -m benchmarks.logits_memory
+
+Writes benchmarks/results/logits_memory.json.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from composer_tokacc.sizing.memory_model import GIB, MemoryModel
+from composer_tokacc.sizing.shapes import BatchShape
+from composer_tokacc.sizing.trace import calibrate_fake
+
+RESULT = Path(__file__).parent / 'results' / 'logits_memory.json'
+POSITIONS = 8192
+IMAGE_TOKENS = 625
+ROW_TOKENS = 691
+LABELS = 16
+PATCH_VALUES = 1176
+"""Numbers of a patch: 3 colours, 2 frames, 14 x 14 pixels."""
+DEVICE_BYTES = 80 * GIB
+SAFETY = 0.92
+
+
+def model_config() -> transformers.Qwen2_5_VLConfig:
+    """Returns the sizes of Qwen2.5-VL-3B-Instruct."""
+    text = {
+        'vocab_size': 151_936,
+        'hidden_size': 2048,
+        'intermediate_size': 11_008,
+        'num_hidden_layers': 36,
+        'num_attention_heads': 16,
+        'num_key_value_heads': 2,
+        'tie_word_embeddings': True,
+        'use_cache': False,
+        'rope_parameters': {'rope_type': 'default', 'rope_theta': 1e6, 'mrope_section': [16, 24, 24]},
+    }
+    vision = {'depth': 32, 'hidden_size': 1280, 'intermediate_size': 3420, 'num_heads': 16, 'out_hidden_size': 2048}
+    return transformers.Qwen2_5_VLConfig(
+        text_config=text,
+        vision_config=vision,
+        tie_word_embeddings=True,
+        image_token_id=151_655,
+        video_token_id=151_656,
+        vision_start_token_id=151_652,
+        vision_end_token_id=151_653,
+    )
+
+
+def build() -> torch.nn.Module:
+    """Makes the model in bfloat16, with checkpointed activations."""
+    model = transformers.Qwen2_5_VLForConditionalGeneration(model_config()).to(torch.bfloat16)
+    model.gradient_checkpointing_enable({'use_reentrant': False})
+    return model.train()
+
+
+def sample(side: int, num_text: int) -> dict[str, torch.Tensor]:
+    """Returns a sample with one square image of so many patches on a side, as the processor returns it."""
+    config = model_config()
+    num_image_tokens = side * side // 4
+    image = [config.vision_start_token_id, *[config.image_token_id] * num_image_tokens, config.vision_end_token_id]
+    ids = torch.tensor([[*image, *range(1000, 1000 + num_text)]])
+    labels = torch.full_like(ids, -100)
+    labels[:, -LABELS:] = ids[:, -LABELS:]
+    return {
+        'input_ids': ids,
+        'attention_mask': torch.ones_like(ids),
+        'labels': labels,
+        'pixel_values': torch.zeros(side * side, PATCH_VALUES, dtype=torch.bfloat16),
+        'image_grid_thw': torch.tensor([[1, side, side]]),
+    }
+
+
+def shape_of(positions: int, memory: MemoryModel) -> BatchShape:
+    """Returns a microbatch of rows as in AI2D with so many positions."""
+    rows = positions / ROW_TOKENS
+    image_tokens = round(rows * IMAGE_TOKENS)
+    return BatchShape(
+        rows=max(round(rows), 1),
+        width=round(positions / max(round(rows), 1)),
+        image_tokens=image_tokens,
+        image_area=float(image_tokens * IMAGE_TOKENS),
+        pixel_bytes=int(image_tokens * memory.pixel_bytes_per_image_token),
+        labels=round(rows * LABELS) + 1 if memory.logits == 'labels' else None,
+    )
+
+
+def most_positions(memory: MemoryModel) -> int:
+    """Returns how many positions fit beside model, gradients and optimizer on 80 GiB, by bisection."""
+    low, high = 1, 1 << 24
+    while high - low > 1:
+        middle = (low + high) // 2
+        if memory.peak(shape_of(middle, memory)) <= SAFETY * DEVICE_BYTES:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def figures(logits: str) -> dict[str, Any]:
+    """Returns what a microbatch keeps, by part, and how many positions fit."""
+    samples = [sample(50, 64), sample(32, 64)]
+    memory = calibrate_fake(build, model_config(), samples, width=1024, has_mask=False, logits=logits)
+    terms = memory.terms(shape_of(POSITIONS, memory))
+    parts = {name: terms[name] / GIB for name in ('text activations', 'logits', 'vision activations', 'inputs')}
+    return {
+        'positions': POSITIONS,
+        'gib_by_part': parts,
+        'gib': sum(parts.values()),
+        'model_gib': sum(terms.values()) / GIB - sum(parts.values()),
+        'positions_that_fit_in_80_gib': most_positions(memory),
+        'residual': memory.residual,
+    }
+
+
+def main() -> None:
+    """Prints both, and writes them."""
+    results = {logits: figures(logits) for logits in ('all', 'labels')}
+    for logits, result in results.items():
+        print(f'logits at {logits}: {result["gib"]:.2f} GiB beyond the model for {POSITIONS:,} positions')
+        for part, gib in result['gib_by_part'].items():
+            print(f'    {part}: {gib:.2f}')
+        print(f'    positions that fit in 80 GiB: {result["positions_that_fit_in_80_gib"]:,}')
+    ratio = results['labels']['positions_that_fit_in_80_gib'] / results['all']['positions_that_fit_in_80_gib']
+    print(f'{ratio:.2f} times as many positions fit')
+    RESULT.write_text(json.dumps(results, indent=2) + '\n')
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,122 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Logits only where a label is, as a context manager for any trainer.
+
+No loss comes from the positions of images, prompts and padding, but a model computes logits for all of them. With a
+large vocabulary these logits take more memory than everything else that a microbatch keeps for its backward. Selecting
+the labelled positions before the output embedding leaves loss and gradient the same, which the first forward proves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from composer_tokacc.batch import Batch
+from composer_tokacc.checks.comparison import RowComparison
+from composer_tokacc.checks.first_batch import find_loss_rule, rule_batch
+from composer_tokacc.checks.probe import Probe
+from composer_tokacc.compat import inner_model
+from composer_tokacc.counting import loss_mask
+from composer_tokacc.label_selector import LabelSelector, is_worth_selecting, output_embedding
+from composer_tokacc.layout import BatchLayout
+
+
+class LogitsAtLabels:
+    """Has a model compute logits only at positions that predict a label, in any training loop.
+
+    Acts on forwards in training mode that are given ``labels`` by keyword. Loss and gradient stay the same, and
+    ``outputs.logits`` has one row with the logits of labelled positions, in the order of the batch read row by row (and
+    one more position at its end, if the model shifts labels). Evaluation and generation compute all logits.
+
+    At the first such forward loss and gradient are compared with those of all logits, on its own batch. That takes
+    three forwards more, without gradients; with FSDP all ranks must make that forward at the same time.
+
+    Args:
+        model: A Hugging Face model that computes its own loss; it may be wrapped by Composer, DDP or accelerate.
+        shifts_labels: Whether the model shifts labels itself, as causal language models do. None: found at the first
+            forward.
+
+    Raises:
+        ValueError: If the model has no output embedding.
+        RuntimeError: At the first forward, if loss or gradient would change.
+
+    Example:
+        .. code-block:: python
+
+            with LogitsAtLabels(model):
+                for microbatch, weight in weighted_microbatches(batch):
+                    (model(**microbatch).loss * weight).backward()
+    """
+
+    def __init__(self, model: torch.nn.Module, *, shifts_labels: bool | None = None) -> None:
+        self._model = _language_model(inner_model(model))
+        if output_embedding(self._model) is None:
+            raise ValueError(
+                f'The model must have an output embedding, got: {type(self._model).__name__}, whose '
+                '`get_output_embeddings()` gives none. Take a class with a head, such as `AutoModelForCausalLM`.'
+            )
+        self._shifts_labels = shifts_labels
+        self._rule: str | None = None  # once it is proven
+        self._is_probing = False
+        self._handle: Any = None
+        self._selector: LabelSelector | None = None
+
+    def __enter__(self) -> LogitsAtLabels:
+        """Hooks into the model."""
+        # This hook comes first: it says how many labels the selector's hook selects.
+        self._handle = self._model.register_forward_pre_hook(self._begin_forward, with_kwargs=True)
+        self._selector = LabelSelector(self._model)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Leaves the model as it was."""
+        assert self._selector is not None
+        self._handle.remove()
+        self._selector.remove()
+
+    def _begin_forward(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if self._is_probing or not module.training or kwargs.get('labels') is None:
+            return
+        assert self._selector is not None
+        if self._rule is None:
+            self._rule = self._proven_rule(kwargs)
+        num_labels = int(loss_mask(kwargs, self._rule).sum())  # waits for the GPU
+        if is_worth_selecting(num_labels, kwargs['labels'].numel()):
+            self._selector.arm(self._rule, num_labels)
+
+    def _proven_rule(self, batch: Mapping[str, Any]) -> str:
+        """Returns the rule of the model's loss, once logits at labels leave its loss and gradient the same."""
+        assert self._selector is not None
+        self._is_probing = True
+        try:
+            probe = Probe.from_model(self._model)
+            tensors: Batch = {key: value for key, value in batch.items() if value is not None}
+            rule = self._rule_of(probe, tensors)
+            layout = BatchLayout.for_model(self._model)
+            comparison = RowComparison(probe, layout, lambda rows: rows, rule, tensors, check_loss=True)
+            failure = comparison.selection_failure(self._selector)
+        finally:
+            self._is_probing = False
+        if failure is not None:
+            raise RuntimeError(
+                f'Logits at labels must leave loss and gradient the same, got: {failure}. Train this model without '
+                'LogitsAtLabels (docs/errors.md#logits-at-labels).'
+            )
+        return rule
+
+    def _rule_of(self, probe: Probe, batch: Batch) -> str:
+        if self._shifts_labels is not None:
+            return 'causal' if self._shifts_labels else 'unshifted'
+        return find_loss_rule(probe, rule_batch(None, batch))
+
+
+def _language_model(model: Any) -> torch.nn.Module:
+    """Returns the Hugging Face model, which Composer's keeps as ``model``; without loading Composer."""
+    return model.model if hasattr(model, 'eval_forward') else model

@@ -1,0 +1,133 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""When DDP reduces gradients over the ranks, and what that asks of the microbatches of a step.
+
+DDP waits until every rank has a gradient of every parameter. A rank whose microbatch leaves a part of the model unused
+(text without images), or that makes fewer microbatches than another, would keep the others waiting without end.
+"""
+
+from __future__ import annotations
+
+import torch
+from composer.core import State
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from composer_tokacc.compat import is_reduced, state_of_gradient
+
+
+class ReductionWatch:
+    """Watches in which microbatches of a step DDP reduces gradients.
+
+    Does nothing without DDP.
+
+    Args:
+        state: The trainer's.
+        is_coupled: Whether the loss may gather rows of other ranks.
+    """
+
+    def __init__(self, state: State, *, is_coupled: bool) -> None:
+        self._ddp = state.model if isinstance(state.model, DistributedDataParallel) else None
+        self._parameters = list(state.model.parameters())
+        self.start_attempt()
+        has_synchronized_norms = any(isinstance(module, torch.nn.SyncBatchNorm) for module in state.model.modules())
+        self.may_meet_once = (
+            self._ddp is not None
+            and not state.auto_microbatching  # ranks ask each other after every forward whether memory ran out
+            and not is_coupled  # the loss may gather rows of other ranks
+            and not has_synchronized_norms  # ranks meet within the forward
+        )
+        """Whether ranks may meet only in the last microbatch of a step, so that they may make unequally many."""
+
+    def start_attempt(self) -> None:
+        """Forgets an attempt that failed half-way."""
+        self._reduces: list[bool] = []  # of each microbatch so far
+        # What each parameter's gradient was before a backward that reduces.
+        self._states_before: list[tuple[torch.nn.Parameter, tuple[int, int]]] = []
+
+    def see(self, num_microbatches: int, *, has_unequal_counts: bool, reduced_once: bool) -> None:
+        """Notes whether the backward of the microbatch that comes now reduces gradients.
+
+        Args:
+            num_microbatches: How many microbatches this rank makes of the step; 0 if a split does not say.
+            has_unequal_counts: Whether the user said that ranks may make different numbers of microbatches.
+            reduced_once: Whether DDP reduced gradients only in the last microbatch in earlier steps.
+
+        Raises:
+            RuntimeError: If gradients are reduced before the last microbatch, and ranks may not have equally many.
+        """
+        if self._ddp is None:
+            return
+        reduces = self._ddp.require_backward_grad_sync
+        self._reduces.append(reduces)
+        if not reduces:
+            return
+        if not (self._ddp.find_unused_parameters or self._ddp.static_graph):
+            self._states_before = [(parameter, state_of_gradient(parameter)) for parameter in self._parameters]
+        if len(self._reduces) >= num_microbatches:
+            return
+        reduction = f'a reduction in microbatch {len(self._reduces)} of {num_microbatches}'
+        if has_unequal_counts:
+            raise RuntimeError(
+                'Ranks must make equally many microbatches if gradients are reduced in each, or they wait for each '
+                f"other without end, got: {reduction} with `equal_counts=False`. Leave it at 'auto', or leave "
+                '`Trainer(ddp_sync_strategy=)` at its default.'
+            )
+        if reduced_once:
+            raise RuntimeError(
+                'Gradients must be reduced only in the last microbatch of a step, as they were in the steps before, '
+                f'got: {reduction}. Leave `Trainer(ddp_sync_strategy=)` as it was when the checkpoint was written.'
+            )
+
+    def reach_all(self) -> None:
+        """Gives parameters that the backward left out a gradient of zero: DDP waits for one of each, on every rank."""
+        states_before, self._states_before = self._states_before, []
+        if self._ddp is None or not states_before:
+            return
+        left_out = []
+        for parameter, state_before in states_before:
+            if state_of_gradient(parameter) == state_before:
+                left_out.append(parameter)
+        # A backward that reaches no parameter leaves DDP as it was before it, which looks as if it had reduced.
+        if is_reduced(self._ddp) and len(left_out) < len(states_before):
+            return
+        zeros = [parameter.flatten()[:0].sum() for parameter in left_out if parameter.requires_grad]
+        torch.autograd.backward(zeros)
+
+    def reach_all_by_hand(self) -> None:
+        """Gives every parameter a gradient, if DDP leaves the last microbatch of a step to the trainer.
+
+        Composer's ``forced_sync`` reduces gradients that are not None, one after the other. Ranks must have the same.
+        """
+        if self._ddp is None or self._reduces[-1]:
+            return
+        for parameter in self._parameters:
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def reduced_once(self) -> bool | None:
+        """Returns whether this step reduced only in its last microbatch; None: that cannot be told of it."""
+        if len(self._reduces) < 2 or not self.may_meet_once:
+            return None
+        return not any(self._reduces[:-1])
+
+
+def check_sharding(model: torch.nn.Module) -> None:
+    """Raises RuntimeError if FSDP2 leaves out parameters: no rank reduces them, and each trains its own copy."""
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    unsharded = [name for name, parameter in trained.items() if not isinstance(parameter, DTensor)]
+    if 0 < len(unsharded) < len(trained):
+        raise RuntimeError(
+            f'FSDP must shard every trained parameter, got: {len(unsharded)} that no rank shares, such as '
+            f'{unsharded[:3]}. Let Composer wrap the model itself (no `_fsdp_wrap = False` on it), or freeze them.'
+        )
+
+
+def check_reduced(model: torch.nn.Module) -> None:
+    """Raises RuntimeError if DDP left gradients unreduced, which it says itself only at the next forward."""
+    if isinstance(model, DistributedDataParallel) and not is_reduced(model):
+        raise RuntimeError(
+            'DDP must have reduced every gradient at the end of a step, got: some that it still waits for. Leave DDP '
+            'as Composer makes it, without `static_graph` (docs/errors.md#ranks).'
+        )

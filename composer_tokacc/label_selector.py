@@ -1,0 +1,121 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Has a model compute logits only at the positions that predict a label.
+
+One hook takes ``labels`` out of the model's arguments and gives it only those that count. Another hook selects the
+hidden states of the positions that predict them, just before the output embedding. Everything between head and loss
+(soft cap, logit scale, router loss) is the model's own code, which runs as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from composer_tokacc.batch import IGNORE_INDEX
+from composer_tokacc.labelled import LabelledPositions
+
+DENSE = 0.9
+"""Above this share of labelled positions all logits are computed: selecting copies hidden states, and gains little."""
+
+
+class LabelSelector:
+    """Hooks on a Hugging Face model that select labels and hidden states, in forwards for which :meth:`arm` was called.
+
+    Args:
+        model: A Hugging Face model with an output embedding, not wrapped.
+
+    Raises:
+        ValueError: If the model has no output embedding.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        head = output_embedding(model)
+        if head is None:
+            raise ValueError(f'{type(model).__name__} has no output embedding: `get_output_embeddings()` gives none.')
+        self._rule = 'causal'
+        self._num_labels: int | None = None  # of the next forward; None: it computes all logits
+        self._positions: LabelledPositions | None = None  # of the forward that runs now
+        self._shape = torch.Size()  # of its labels
+        self._num_selections = 0  # times that it has called the output embedding
+        self._handles = [
+            model.register_forward_pre_hook(self._select_labels, with_kwargs=True),
+            head.register_forward_pre_hook(self._select_hidden_states),
+            model.register_forward_hook(self._check_selected),
+        ]
+
+    def arm(self, rule: str, num_labels: int) -> None:
+        """Has the next forward compute logits only at labels.
+
+        Args:
+            rule: Which labels the model's loss counts, see :func:`.loss_mask`.
+            num_labels: How many they are. The CPU must know it, so that it need not wait for the GPU.
+        """
+        self._rule, self._num_labels = rule, num_labels
+
+    def disarm(self) -> None:
+        """Has the next forward compute all logits."""
+        self._num_labels = None
+
+    def remove(self) -> None:
+        """Leaves the model as it was."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _select_labels(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        self._positions = None  # also of a forward that an error ended
+        num_labels, self._num_labels = self._num_labels, None
+        labels = kwargs.get('labels')
+        if labels is None or num_labels is None:
+            return args, kwargs
+        if kwargs.get('shift_labels') is not None:
+            raise RuntimeError(
+                'Logits at labels need `labels` only, got: `shift_labels` as well, which are not selected.'
+            )
+        positions = LabelledPositions.from_batch(kwargs, self._rule, num_labels)
+        kwargs = dict(kwargs)
+        if getattr(module.config, 'is_encoder_decoder', False) and kwargs.get('decoder_input_ids') is None:
+            # The model would make the decoder's input of its labels, of which it gets only some.
+            kwargs['decoder_input_ids'] = module.prepare_decoder_input_ids_from_labels(labels=labels)
+        kwargs['labels'] = positions.select_labels(labels, IGNORE_INDEX)
+        self._positions, self._shape, self._num_selections = positions, labels.shape, 0
+        return args, kwargs
+
+    def _select_hidden_states(self, head: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if self._positions is None:
+            return None
+        self._num_selections += 1
+        hidden_states = args[0]
+        if hidden_states.shape[:2] != self._shape:
+            raise RuntimeError(
+                f'Logits at labels need hidden states of every position of the labels {tuple(self._shape)}, got: '
+                f'{tuple(hidden_states.shape[:2])} at the output embedding. The model changes the sequence on the way.'
+            )
+        return (self._positions.select(hidden_states), *args[1:])
+
+    def _check_selected(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        was_selecting, self._positions = self._positions is not None, None
+        if was_selecting and self._num_selections != 1:
+            raise RuntimeError(
+                'Logits at labels need one call of the output embedding in each forward, got: '
+                f'{self._num_selections} calls. The model computes its loss in another way (a fused kernel, or more '
+                'than one head).'
+            )
+
+
+def output_embedding(model: torch.nn.Module) -> torch.nn.Module | None:
+    """Returns the module that makes logits of hidden states, or None if the model does not name one."""
+    get_output_embeddings = getattr(model, 'get_output_embeddings', None)
+    if get_output_embeddings is None:
+        return None
+    try:
+        return get_output_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
+
+
+def is_worth_selecting(num_labels: int, num_positions: int) -> bool:
+    """Returns whether so few positions have a label that selecting their hidden states gains more than it costs."""
+    return num_labels < DENSE * num_positions

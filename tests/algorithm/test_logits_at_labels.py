@@ -1,0 +1,473 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Logits only where a label is, held to one plain float64 forward with all logits."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+import torch
+import transformers
+from composer.core import Callback
+from composer.metrics import LanguageCrossEntropy
+from torch.utils.data import DataLoader
+
+from composer_tokacc import (
+    BatchLayout,
+    LogitsAtLabels,
+    TokenAccumulation,
+    TokenMonitor,
+    token_data_spec,
+    weighted_microbatches,
+)
+from composer_tokacc.compat import TorchDispatchMode
+from composer_tokacc.labelled import LabelledPositions, batch_at_logits
+from tests.support.families import FAMILIES
+from tests.support.text import collate, text_rows
+from tests.support.training import (
+    TOLERANCE,
+    assert_exact,
+    fit,
+    hugging_face,
+    loader,
+    reference_gradients,
+    relative_error,
+)
+from tests.support.weights import column, weighted_reference
+
+SMALL = {'vocab_size': 64, 'hidden_size': 32, 'intermediate_size': 48, 'num_hidden_layers': 2}
+HEADS = {'num_attention_heads': 4, 'num_key_value_heads': 4}
+# Prompts and answers of (length, labels), as in vision-language data: few positions have a label.
+RAGGED = [(14, 2), (5, 3), (19, 7), (24, 4), (16, 1), (13, 2)]
+
+
+def llama(**options):
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, **HEADS, **options))
+
+
+def mixtral():
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(
+        **SMALL, **HEADS, num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.1
+    )
+    return transformers.MixtralForCausalLM(config)
+
+
+def gemma2():
+    """Scales its embeddings, ties them to the head, and caps its logits."""
+    torch.manual_seed(0)
+    config = transformers.Gemma2Config(
+        **SMALL,
+        **HEADS,
+        head_dim=8,
+        final_logit_softcapping=5.0,
+    )
+    return transformers.Gemma2ForCausalLM(config)
+
+
+def modern_bert(**options):
+    torch.manual_seed(0)
+    config = transformers.ModernBertConfig(
+        **SMALL,
+        num_attention_heads=4,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        cls_token_id=1,
+        sep_token_id=2,
+        **options,
+    )
+    return transformers.ModernBertForMaskedLM(config)
+
+
+def t5():
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        vocab_size=64, d_model=32, d_ff=48, num_layers=2, num_heads=4, d_kv=8, decoder_start_token_id=0, dropout_rate=0
+    )
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def resized():
+    """With new tokens, as a tokenizer with control tokens brings them."""
+    model = llama()
+    model.resize_token_embeddings(71)
+    return model
+
+
+def with_lora():
+    peft = pytest.importorskip('peft')
+    config = peft.LoraConfig(r=2, target_modules=['q_proj', 'lm_head'], init_lora_weights=False)
+    return peft.get_peft_model(llama(), config)
+
+
+def checkpointed():
+    model = llama()
+    model.gradient_checkpointing_enable({'use_reentrant': False})
+    return model
+
+
+CAUSAL = {
+    'llama': llama,
+    'tied': lambda: llama(tie_word_embeddings=True),
+    'soft cap': gemma2,
+    'resized': resized,
+    'checkpointed': checkpointed,
+}
+
+
+class ShapesOfLogits(Callback):
+    """Keeps the shape of the logits of each microbatch."""
+
+    def __init__(self):
+        self.shapes = []
+
+    def before_backward(self, state, logger):
+        self.shapes.append(tuple(state.outputs['logits'].shape[:2]))
+
+
+def batch_of(side='right', shape=RAGGED, **entries):
+    batch = collate(text_rows(shape), side=side)
+    batch['sample_ids'] = [f'sample-{index}' for index in range(len(shape))]
+    return {**batch, **entries}
+
+
+def masked_batch():
+    """A third of the tokens of each row have a label, which no model shifts."""
+    batch = collate(text_rows(RAGGED))
+    generator = torch.Generator().manual_seed(0)
+    is_masked = (torch.rand(batch['labels'].shape, generator=generator) < 0.3) & (batch['attention_mask'] != 0)
+    is_masked[:, 0] = True
+    batch['labels'] = batch['input_ids'].masked_fill(~is_masked, -100)
+    return batch
+
+
+# Eager attention in float64, as Gemma 2 needs it, is NaN with left padding: the reference cannot be computed.
+CELLS = [(name, side) for name in CAUSAL for side in ('right', 'left') if (name, side) != ('soft cap', 'left')]
+
+
+@pytest.mark.parametrize('microbatch_size', [1, 3, 6])
+@pytest.mark.parametrize(('name', 'side'), CELLS)
+def test_gradient_of_causal_models(name, side, microbatch_size):
+    shapes = ShapesOfLogits()
+    assert_exact(CAUSAL[name](), batch_of(side), logits='labels', microbatch_size=microbatch_size, callbacks=[shapes])
+    # Each microbatch has one row: its labels, and one position more that the model shifts away.
+    assert all(rows == 1 for rows, _ in shapes.shapes)
+    assert sum(width - 1 for _, width in shapes.shapes) == sum(labels for _, labels in RAGGED)
+
+
+@pytest.mark.parametrize('packing', [False, True])
+def test_gradient_with_packing(packing):
+    assert_exact(llama(), batch_of(), logits='labels', packing=packing, slot_tokens=24)
+
+
+@pytest.mark.parametrize('microbatch_size', [1, 3])
+def test_gradient_of_an_adapted_head(microbatch_size):
+    model = with_lora()
+    batch = batch_of()
+    reference = copy.deepcopy(model).double()
+    loss = reference(**{key: value for key, value in batch.items() if key != 'sample_ids'}).loss
+    loss.backward()
+    expected = {f'model.{name}': p.grad for name, p in reference.named_parameters() if p.grad is not None}
+    recorder = fit(hugging_face(model), batch, logits='labels', microbatch_size=microbatch_size)
+    assert relative_error(recorder.gradients, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize('microbatch_size', [1, 2, 6])
+@pytest.mark.parametrize('make', [modern_bert, t5])
+def test_gradient_of_labels_that_are_not_shifted(make, microbatch_size):
+    model = make().eval()
+    shapes = ShapesOfLogits()
+    batch = masked_batch()
+    assert_exact(model, batch, logits='labels', microbatch_size=microbatch_size, callbacks=[shapes])
+    assert sum(width for _, width in shapes.shapes) == int((batch['labels'] != -100).sum())
+
+
+def test_gradient_is_that_of_sparse_prediction():
+    """ModernBERT's own way to compute logits only at labels is an independent reference."""
+    batch = masked_batch()
+    own = modern_bert(sparse_prediction=True)
+    own(**batch).loss.backward()
+    model = modern_bert()
+    with LogitsAtLabels(model):
+        model(**batch).loss.backward()
+    for (name, parameter), expected in zip(model.named_parameters(), own.parameters(), strict=True):
+        if expected.grad is not None:
+            torch.testing.assert_close(parameter.grad, expected.grad, rtol=1e-5, atol=1e-8, msg=name)
+
+
+@pytest.mark.parametrize('router_balance', ['microbatch', 'step'])
+def test_mixture_of_experts(router_balance):
+    """The router's loss is of all positions, whichever logits are computed."""
+    batch = batch_of()
+    options = {'router_balance': router_balance, 'microbatch_size': 2}
+    at_labels = fit(mixtral(), batch, logits='labels', **options)
+    at_all = fit(mixtral(), batch, logits='all', **options)
+    assert relative_error(at_labels.gradients, at_all.gradients) < TOLERANCE
+    if router_balance == 'step':
+        assert relative_error(at_labels.gradients, reference_gradients(mixtral(), batch)[0]) < TOLERANCE
+
+
+@pytest.mark.parametrize('token_weights', ['sqrt', 'sample', 'column'])
+@pytest.mark.parametrize('microbatch_size', [1, 4])
+def test_token_weights(token_weights, microbatch_size):
+    batch = batch_of()
+    batch['loss_weights'] = column(batch)
+    expected, loss, token_mean = weighted_reference(llama(), batch, token_weights)
+    recorder = fit(llama(), batch, token_weights=token_weights, logits='labels', microbatch_size=microbatch_size)
+    assert relative_error(recorder.gradients, expected) < TOLERANCE
+    assert recorder.logged('loss/train/total') == pytest.approx([loss], rel=TOLERANCE)
+    assert recorder.logged('token_accumulation/token_mean_loss') == pytest.approx([token_mean], rel=TOLERANCE)
+
+
+def test_dropout_leaves_the_gradient_right_on_average():
+    """The hidden states drop the same entries, as they are selected behind the last dropout."""
+    model = llama(attention_dropout=0.5)
+    batch = {key: value for key, value in batch_of().items() if key != 'sample_ids'}
+    gradients = []
+    for context in (None, LogitsAtLabels(model, shifts_labels=True)):
+        torch.manual_seed(3)
+        model.zero_grad()
+        if context is None:
+            model(**batch).loss.backward()
+        else:
+            with context:
+                model(**batch)  # its check draws no random numbers of the run
+                torch.manual_seed(3)
+                model(**batch).loss.backward()
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    assert relative_error(gradients[1], gradients[0]) < TOLERANCE
+
+
+def test_media_rows():
+    """Images of a row take positions that have no label."""
+    case = FAMILIES['llava']()
+    batch = BatchLayout.for_model(case.model).concat(case.rows)
+    assert_exact(case.model, batch, logits='labels', microbatch_size=2)
+
+
+def test_microbatch_without_labels():
+    batch = batch_of()
+    batch['labels'][2:4] = -100
+    recorder = assert_exact(llama(), batch, logits='labels', microbatch_size=1)
+    assert recorder.logged('token_accumulation/empty_microbatches') == [2]
+
+
+def test_losses_by_source_are_those_of_all_logits():
+    logged = []
+    for logits in ('all', 'labels'):
+        batch = batch_of(source=['a', 'b', 'a', 'b', 'c', 'c'])
+        recorder = fit(llama(), batch, logits=logits, callbacks=[TokenMonitor()], microbatch_size=2)
+        logged.append([recorder.logged(f'token_monitor/source/{name}/loss')[0] for name in 'abc'])
+    assert logged[1] == pytest.approx(logged[0], rel=1e-5)
+
+
+class SecondTokenDoubled(transformers.LlamaForCausalLM):
+    """Once told to, lets the second label of a batch weigh double; the value of the loss stays the mean."""
+
+    is_doubling = False
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
+        outputs = super().forward(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **kwargs)
+        if self.is_doubling:
+            outputs.logits.register_hook(doubled)
+        return outputs
+
+
+class DoubleLater(Callback):
+    """Tells the model to in the second step."""
+
+    def before_train_batch(self, state, logger):
+        state.model.model.is_doubling = state.timestamp.batch == 1
+
+
+def doubled(gradient):
+    """Doubles the gradient by the logits of the second position that has one."""
+    places = gradient.abs().sum(dim=-1).flatten().nonzero().flatten()
+    weights = torch.ones(gradient.shape[:2]).flatten()
+    weights[places[1]] = 2.0
+    return gradient * weights.view(*gradient.shape[:2], 1)
+
+
+def test_error_names_sample_and_label():
+    torch.manual_seed(0)
+    model = SecondTokenDoubled(transformers.LlamaConfig(**SMALL, **HEADS))
+    shape = [(14, 2), (5, 3), (19, 7), (16, 1), (13, 2)]  # no more labels than a step measures of a microbatch
+    first, second = batch_of(shape=shape), batch_of(shape=shape)
+    second['input_ids'] = (second['input_ids'] + 1) % 64  # new labels, so that the microbatch is measured
+    second['labels'] = second['labels'].where(second['labels'] == -100, (second['labels'] + 1) % 64)
+    first_row = [int(label) for label in second['labels'][0] if label != -100]
+    options = {'logits': 'labels', 'microbatch_size': 5, 'slot_tokens': 19, 'callbacks': [DoubleLater()]}
+    with pytest.raises(RuntimeError, match=f'sample-0.*label is {first_row[1]} '):
+        fit(model, first, second, **options)
+
+
+class Waits(TorchDispatchMode):
+    """Counts operations for whose result the host waits for a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket.__name__ in ('_local_scalar_dense', 'nonzero', 'equal', 'masked_select'):
+            self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_selecting_waits_for_nothing():
+    labels = batch_of()['labels']
+    with Waits() as waits:
+        positions = LabelledPositions.from_batch({'labels': labels}, 'causal', 19)
+        positions.select_labels(labels, -100)
+        positions.select(torch.zeros(*labels.shape, 5))
+    assert waits.names == []
+
+
+def test_positions_meet_their_labels():
+    """Against a plain loop over rows and columns."""
+    batch = batch_of('left')
+    labels = batch['labels']
+    hidden = torch.arange(labels.numel()).view(*labels.shape, 1).float()
+    expected = []
+    for row in range(labels.shape[0]):
+        for place in range(1, labels.shape[1]):
+            if labels[row, place] != -100:
+                expected.append((int(labels[row, place]), float(hidden[row, place - 1, 0])))
+    positions = LabelledPositions.from_batch(batch, 'causal', len(expected))
+    selected_labels = positions.select_labels(labels, -100)[0].tolist()
+    selected_hidden = positions.select(hidden)[0, :, 0].tolist()
+    assert selected_labels[0] == -100
+    assert list(zip(selected_labels[1:], selected_hidden[:-1], strict=True)) == expected
+    restored = positions.put_back(positions.select(hidden), *labels.shape)
+    assert restored.sum() == sum(value for _, value in expected)
+
+
+def test_other_shapes_are_not_compared():
+    batch = batch_of()
+    assert batch_at_logits(batch, torch.zeros(1, 7, 64), 'causal', 19) is None
+
+
+@pytest.mark.parametrize(
+    ('options', 'reason'),
+    [
+        ({'logits': 'all'}, 'set to all'),
+        ({'check_loss': False, 'loss_tokens': 'causal'}, 'check_loss'),
+        ({'compile_config': {'backend': 'eager'}}, 'compiled'),
+    ],
+)
+def test_all_logits_where_others_are_not_proven(options, reason, caplog):
+    shapes = ShapesOfLogits()
+    with caplog.at_level(logging.INFO):
+        assert_exact(llama(), batch_of(), microbatch_size=2, callbacks=[shapes], **options)
+    assert sum(rows for rows, _ in shapes.shapes) == len(RAGGED)
+    assert sum('Logits are computed at all positions' in line and reason in line for line in caplog.messages) == 1
+
+
+def test_metrics_of_training_get_all_logits():
+    model = hugging_face(llama(), metrics=[LanguageCrossEntropy()])
+    shapes = ShapesOfLogits()
+    fit(model, batch_of(), callbacks=[shapes], microbatch_size=6)
+    assert shapes.shapes == [(6, 24)]
+
+
+def test_labels_are_refused_where_they_are_not_proven():
+    with pytest.raises(RuntimeError, match='metrics of training'):
+        fit(hugging_face(llama(), metrics=[LanguageCrossEntropy()]), batch_of(), logits='labels')
+
+
+class FusedLoss(transformers.LlamaForCausalLM):
+    """Computes its loss without its output embedding, as fused kernels do."""
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
+        hidden = self.model(input_ids, attention_mask=attention_mask).last_hidden_state
+        logits = torch.nn.functional.linear(hidden, self.lm_head.weight)
+        loss = self.loss_function(logits, labels, vocab_size=64)
+        return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+def fused():
+    torch.manual_seed(0)
+    return FusedLoss(transformers.LlamaConfig(**SMALL, **HEADS))
+
+
+def test_model_without_a_call_of_its_head(caplog):
+    with caplog.at_level(logging.INFO):
+        assert_exact(fused(), batch_of(), microbatch_size=2)
+    assert any('Logits are computed at all positions' in line for line in caplog.messages)
+    with pytest.raises(RuntimeError, match='logits-at-labels'):
+        fit(fused(), batch_of(), logits='labels')
+
+
+def test_dense_labels_compute_all_logits():
+    """Nothing is gained by selecting nearly all positions."""
+    shapes = ShapesOfLogits()
+    shape = [(19, 19), (19, 19), (19, 19)]
+    assert_exact(llama(), batch_of(shape=shape), logits='labels', callbacks=[shapes], microbatch_size=3)
+    assert shapes.shapes == [(3, 19)]
+
+
+def test_evaluation_computes_all_logits():
+    """Composer's metric of a run is the independent reference."""
+    results = []
+    for logits in ('all', 'labels'):
+        model = hugging_face(llama(), eval_metrics=[LanguageCrossEntropy()])
+        rows = DataLoader(text_rows(RAGGED), batch_size=6, collate_fn=collate)
+        options = {'eval_dataloader': rows}
+        recorder = fit(model, batch_of(), logits=logits, eval_interval='1ba', **options)
+        results.append(float(recorder.trainer.state.eval_metrics['eval']['LanguageCrossEntropy'].compute()))
+    assert results[0] == pytest.approx(results[1], rel=1e-6)
+
+
+def plain_gradients(model):
+    return {f'model.{name}': p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize('shifts_labels', [None, True])
+def test_plain_loop(shifts_labels):
+    model = llama()
+    batch = {key: value for key, value in batch_of().items() if key != 'sample_ids'}
+    expected, _ = reference_gradients(model, batch)
+    microbatches = []
+    for row in range(len(batch['labels'])):
+        microbatches.append({key: value[row : row + 1] for key, value in batch.items()})
+    with LogitsAtLabels(model, shifts_labels=shifts_labels):
+        for microbatch, weight in weighted_microbatches(microbatches):
+            outputs = model(**microbatch)
+            assert outputs.logits.shape[1] < microbatch['labels'].shape[1]
+            (outputs.loss * weight).backward()
+        model.eval()
+        assert model(**batch).logits.shape[:2] == batch['labels'].shape
+    assert relative_error(plain_gradients(model), expected) < TOLERANCE
+    model.train()
+    assert model(**batch).logits.shape[:2] == batch['labels'].shape
+
+
+def test_plain_loop_refuses_a_wrong_shift():
+    model = llama()
+    batch = {key: value for key, value in batch_of().items() if key != 'sample_ids'}
+    with pytest.raises(RuntimeError, match='logits-at-labels'), LogitsAtLabels(model, shifts_labels=False):
+        model(**batch)
+
+
+def test_plain_loop_needs_a_head():
+    config = transformers.LlamaConfig(**SMALL, **HEADS)
+    with pytest.raises(ValueError, match='output embedding'):
+        LogitsAtLabels(transformers.LlamaModel(config))
+
+
+def test_option_must_be_known():
+    with pytest.raises(ValueError, match='logits'):
+        TokenAccumulation(logits='some')
+
+
+def test_second_fit_selects_anew():
+    """The hooks of a fit go with it."""
+    model, batch = llama(), batch_of()
+    recorder = fit(model, token_data_spec(loader(batch)), logits='labels', max_duration='1ba')
+    assert not model.lm_head._forward_pre_hooks
+    assert relative_error(recorder.gradients, reference_gradients(model, batch)[0]) < TOLERANCE
