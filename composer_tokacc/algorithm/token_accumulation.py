@@ -226,8 +226,8 @@ class TokenAccumulation(Algorithm):
         has_new_rows = self._fit.check.has_new_rows(state.batch, self._fit.split)
         dtype = torch.float64 if self.is_weighted else torch.int64
         self._totals = RankSum(state.device.tensor_to_device(torch.tensor([*local, has_new_rows], dtype=dtype)))
-        # Read before the batch is cut, so that rows of a new size are cut by rules that were shown for them. With one rank
-        # there is no need to wait for the device.
+        # Read before the batch is cut, so that rows of a new size are cut by rules that were shown for them. One rank
+        # need not wait for the device.
         is_any_new = has_new_rows if self._fit.world_size == 1 else self._totals.read()[3] > 0
         if self._fit.check.is_due(self._measuring.step, has_new_rows=is_any_new):
             self._fit.prove(state.batch, reduces_once=self._reduces_once)
