@@ -70,8 +70,9 @@ class ProbeResult:
 
     # Sum of the loss terms of each unit that must not depend on the cut: ``'tokens'``, ``'samples'``.
     losses: Mapping[str, float]
-    # Gradients of these sums by the outputs of the last layers, ``(rows, width, entries)`` each: by the states
-    # before the logits and by the logits. None if a loss does not depend on an output.
+    # Gradients of these sums by the outputs of the last layers, ``(rows, width, entries)`` each: by the states before
+    # the logits, as far as the loss uses them in another way than through the logits, and by the logits. None if the
+    # loss does not use an output.
     gradients: Mapping[str, Sequence[Tensor | None]]
     # The weights of tokens, if targets were passed and the loss is made of the logits.
     measured: MeasuredTokens | None
