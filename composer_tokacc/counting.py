@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from composer_tokacc.batch import IGNORE_INDEX, Batch, attended_positions, labels_of, text_of
+from composer_tokacc.batch import IGNORE_INDEX, attended_positions, labels_of, text_of
 
 _warn_once = cache(logging.getLogger(__name__).warning)
 
@@ -59,7 +59,7 @@ def check_rule(loss_tokens: str, *, allow_auto: bool = False) -> str:
     return loss_tokens
 
 
-def document_starts(batch: Batch) -> torch.Tensor | None:
+def document_starts(batch: Mapping[str, Any]) -> torch.Tensor | None:
     """Returns where a further document starts in a packed row, bool ``(rows, width)``; None if no row is packed.
 
     A packed row has ``position_ids`` that restart at 0 after its first attended token. Each row is looked at by itself,
@@ -77,7 +77,7 @@ def document_starts(batch: Batch) -> torch.Tensor | None:
     return starts if bool(starts.any()) else None
 
 
-def mask_document_starts(batch: Batch) -> Batch:
+def mask_document_starts(batch: Mapping[str, Any]) -> Mapping[str, Any]:
     """Masks the label of the first token of each further document in packed rows, and logs this once.
 
     Otherwise the last token of a document would be trained to predict the first token of the next one. Models count
@@ -93,7 +93,7 @@ def mask_document_starts(batch: Batch) -> Batch:
     return {**batch, 'labels': batch['labels'].masked_fill(starts, IGNORE_INDEX)}
 
 
-def loss_mask(batch: Batch, loss_tokens: str = 'causal') -> torch.Tensor:
+def loss_mask(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> torch.Tensor:
     """Returns which labels carry loss, bool ``(rows, width)`` on the labels' device; no host sync.
 
     Args:
@@ -117,7 +117,7 @@ def loss_mask(batch: Batch, loss_tokens: str = 'causal') -> torch.Tensor:
     return counted
 
 
-def counted_tokens(batch: Batch, loss_tokens: str) -> torch.Tensor:
+def counted_tokens(batch: Mapping[str, Any], loss_tokens: str) -> torch.Tensor:
     """Returns :func:`loss_mask` without the first token of each further document of a packed row."""
     counted = loss_mask(batch, loss_tokens)
     starts = None if loss_tokens == 'unshifted' else document_starts(batch)
@@ -152,7 +152,7 @@ def count_tokens(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> Token
     )
 
 
-def real_tokens(batch: Batch) -> list[int]:
+def real_tokens(batch: Mapping[str, Any]) -> list[int]:
     """Returns attended positions by row: all of them if there is no ``attention_mask``."""
     text, mask = text_of(batch), batch.get('attention_mask')
     # The mask of another input (Whisper's frames) says nothing about labels.

@@ -39,7 +39,7 @@ __all__ = [
 Gradients = Mapping[str, torch.Tensor]
 Row = dict[str, Any]
 """A batch that may be changed: a single row, or a microbatch."""
-Rows = list[Row]
+SingleRows = list[Row]
 
 RULES_TO_COUNT = ('unshifted', 'causal')
 DEFAULT_SIZES = (1, 2, 3, sys.maxsize)
@@ -295,7 +295,7 @@ def verify_invariance(
     return compare_cuts(padding_sides, step.reference_gradients, step.cuts, tolerance=tolerance)
 
 
-def _rows_of_all_ranks(layout: BatchLayout | None, batches: Sequence[Batch]) -> tuple[BatchLayout, list[Rows]]:
+def _rows_of_all_ranks(layout: BatchLayout | None, batches: Sequence[Batch]) -> tuple[BatchLayout, list[SingleRows]]:
     """Returns the layout, and the single rows of each rank; refuses rows that prove nothing. A collective."""
     num_rows = sum(len(labels_of(batch)) for batch in batches)
     num_rows_by_rank = all_gather_object(num_rows)
@@ -306,7 +306,7 @@ def _rows_of_all_ranks(layout: BatchLayout | None, batches: Sequence[Batch]) -> 
         most_keys = max(batches, key=len)
         layout = BatchLayout.infer(most_keys)
     check_kind('layout', layout, BatchLayout)
-    rows: Rows = []
+    rows: SingleRows = []
     for batch in batches:
         plain = without_metadata(batch)
         for row in range(layout.num_rows(plain)):
@@ -315,7 +315,7 @@ def _rows_of_all_ranks(layout: BatchLayout | None, batches: Sequence[Batch]) -> 
     return layout, _with_unequal_ranks(all_gather_object(rows))
 
 
-def _with_unequal_ranks(rows_by_rank: list[Rows]) -> list[Rows]:
+def _with_unequal_ranks(rows_by_rank: list[SingleRows]) -> list[SingleRows]:
     """Returns the rows such that ranks have different numbers of labels, because equal ones hide a mean over ranks.
 
     Raises ValueError if all rows have equally many labels: a mean of means is then the mean over all tokens.
@@ -342,7 +342,7 @@ def _with_unequal_ranks(rows_by_rank: list[Rows]) -> list[Rows]:
     return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
-def _labels_per_row(rows: Rows, rule: str) -> list[int]:
+def _labels_per_row(rows: SingleRows, rule: str) -> list[int]:
     return [int(loss_mask(row, rule).sum()) for row in rows]
 
 
@@ -350,7 +350,7 @@ def _labels_by_rule(row: Batch) -> list[int]:
     return [int(loss_mask(row, rule).sum()) for rule in RULES_TO_COUNT]
 
 
-def _joined(rows_by_rank: list[Rows]) -> Rows:
+def _joined(rows_by_rank: list[SingleRows]) -> SingleRows:
     return list(chain.from_iterable(rows_by_rank))
 
 
@@ -358,12 +358,12 @@ def _joined(rows_by_rank: list[Rows]) -> Rows:
 class _StepInCuts:
     """A user's step, and the rows to put through it. The fields are arguments of :func:`verify_invariance`."""
 
-    gradients: Callable[[Rows], Gradients]
+    gradients: Callable[[list[Row]], Gradients]
     reference: Callable[[Row], Gradients] | None
     layout: BatchLayout
-    rows: Rows
+    rows: SingleRows
     """Single rows of this rank."""
-    rows_of_all_ranks: Rows
+    rows_of_all_ranks: SingleRows
     microbatch_sizes: Sequence[int]
 
     def reference_gradients(self, padding: str) -> Gradients:
@@ -394,7 +394,7 @@ class _StepInCuts:
         other_rows = self.layout.select(batch, range(1, num_rows))
         yield self._cut('uneven', padding, 1, [first_row, other_rows])
 
-    def _split(self, batch: Batch, rows: Sequence[int], size: int) -> Rows:
+    def _split(self, batch: Batch, rows: Sequence[int], size: int) -> list[Row]:
         """Returns microbatches of these rows."""
         starts = range(0, len(rows), size)
         return [self.layout.select(batch, rows[start : start + size]) for start in starts]
