@@ -378,8 +378,8 @@ def rows_with_ties(layout: BatchLayout, batch: Batch) -> dict[str, Any] | None:
         tokens = rows['input_ids'][place, columns]
         numbers = torch.arange(len(columns)) % NUM_TIED_TOKENS
         rows['input_ids'][place, columns] = tokens[numbers]
-        # Labels that a model does not expect, or little would be left of the gradient but round-off. The first token has
-        # none, because padding may predict it.
+        # Labels that a model does not expect, or little would be left of the gradient but round-off. The first token
+        # has none, because padding may predict it.
         unexpected = tokens[(numbers + 1) % NUM_TIED_TOKENS]
         rows['labels'][place, columns[1:]] = unexpected[1:]
     return rows
