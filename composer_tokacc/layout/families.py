@@ -171,9 +171,20 @@ _GRIDS = {
     'pixel_values_videos': Entry(unit='video_patch'),
     'video_grid_thw': _VIDEO,
 }
-_CLIPS = {'pixel_values_videos': _VIDEO, 'image_sizes_videos': _VIDEO}
-_TILES = {**_CLIPS, 'pixel_values': _IMAGE, 'image_sizes': _IMAGE}
-_AUDIOS = {'input_features': _AUDIO, 'feature_attention_mask': _AUDIO, 'audio_feature_lengths': _AUDIO}
+_CLIPS = {
+    'pixel_values_videos': _VIDEO,
+    'image_sizes_videos': _VIDEO,
+}
+_TILES = {
+    **_CLIPS,
+    'pixel_values': _IMAGE,
+    'image_sizes': _IMAGE,
+}
+_AUDIOS = {
+    'input_features': _AUDIO,
+    'feature_attention_mask': _AUDIO,
+    'audio_feature_lengths': _AUDIO,
+}
 
 
 def _instructed(entry: Entry) -> dict[str, Entry]:
@@ -229,15 +240,35 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         # Whisper, TrOCR: one audio or image per row, and the labels are the only text.
         name='encoder-decoder',
-        model_types=('whisper', 'speech_to_text', 'speech-encoder-decoder', 'vision-encoder-decoder'),
-        entries={'input_features': Entry(), 'input_values': Entry(), 'pixel_values': Entry()},
+        model_types=(
+            'whisper',
+            'speech_to_text',
+            'speech-encoder-decoder',
+            'vision-encoder-decoder',
+        ),
+        entries={
+            'input_features': Entry(),
+            'input_values': Entry(),
+            'pixel_values': Entry(),
+        },
         matches=_Format(lacks=('input_ids',)),
     ),
     # Needed without a model: `mm_token_type_ids` tell the placeholders. All types are exact without the entry.
     Family(
         name='Qwen-VL',  # and Qwen-Omni, which also has audios
-        model_types=('qwen2_vl', 'qwen2_5_vl', 'qwen3_vl', 'qwen3_vl_moe', 'qwen2_5_omni_thinker'),
-        entries={**_GRIDS, 'second_per_grid_ts': _VIDEO, 'video_second_per_grid': _VIDEO, **_AUDIOS},
+        model_types=(
+            'qwen2_vl',
+            'qwen2_5_vl',
+            'qwen3_vl',
+            'qwen3_vl_moe',
+            'qwen2_5_omni_thinker',
+        ),
+        entries={
+            **_GRIDS,
+            'second_per_grid_ts': _VIDEO,
+            'video_second_per_grid': _VIDEO,
+            **_AUDIOS,
+        },
         media={
             'image': Media(sizes=placeholders.image_grid, token_type=1),
             'video': Media(sizes=placeholders.video_grid, token_type=2),
@@ -248,7 +279,14 @@ FAMILIES: tuple[Family, ...] = (
     # Without it batches with videos are refused, because frames have the placeholder of an image.
     Family(
         name='GLM-4V',
-        model_types=('glm4v', 'glm4v_moe', 'glm46v', 'glmga', 'glm_ocr', 'glm5_next'),
+        model_types=(
+            'glm4v',
+            'glm4v_moe',
+            'glm46v',
+            'glmga',
+            'glm_ocr',
+            'glm5_next',
+        ),
         entries=_GRIDS,
         one_kind=True,
         media={
@@ -277,8 +315,16 @@ FAMILIES: tuple[Family, ...] = (
     # Without it all types are refused, because a row of slots is taken for one image.
     Family(
         name='Idefics',
-        model_types=('idefics2', 'idefics3', 'smolvlm', 'granite_docling'),
-        entries={'pixel_values': Entry(slot_dim=1), 'pixel_attention_mask': Entry(slot_dim=1)},
+        model_types=(
+            'idefics2',
+            'idefics3',
+            'smolvlm',
+            'granite_docling',
+        ),
+        entries={
+            'pixel_values': Entry(slot_dim=1),
+            'pixel_attention_mask': Entry(slot_dim=1),
+        },
         media={'image': Media()},
         slots=_masked_slots,
         matches=_Format({'pixel_attention_mask': 1, 'pixel_values': 5}),  # LFM2-VL's has no slots
@@ -312,9 +358,15 @@ FAMILIES: tuple[Family, ...] = (
     # Needed without a model. Both types are exact without the entry, by the runs of placeholders.
     Family(
         name='LLaVA-NeXT',
-        model_types=('llava_next', 'llava_next_video'),
+        model_types=(
+            'llava_next',
+            'llava_next_video',
+        ),
         entries=_TILES,
-        media={'image': Media(sizes=placeholders.anyres), 'video': Media(sizes=placeholders.equal)},
+        media={
+            'image': Media(sizes=placeholders.anyres),
+            'video': Media(sizes=placeholders.equal),
+        },
         # LLaVA-OneVision also has `batch_num_images`, and is the only other format with clips.
         matches=_Format({'image_sizes': 1, 'pixel_values': 5}, lacks=('batch_num_images',)),
     ),
@@ -322,23 +374,42 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         name='Video-LLaVA',
         model_types=('video_llava',),
-        entries={**_CLIPS, 'pixel_values': _IMAGE, 'pixel_values_images': _IMAGE},
-        media={'image': Media(sizes=placeholders.equal), 'video': Media(sizes=placeholders.equal)},
+        entries={
+            **_CLIPS,
+            'pixel_values': _IMAGE,
+            'pixel_values_images': _IMAGE,
+        },
+        media={
+            'image': Media(sizes=placeholders.equal),
+            'video': Media(sizes=placeholders.equal),
+        },
         matches=_Format({'pixel_values_images': 1}),
     ),
     # Without it batches with several images in a row are refused.
     Family(
         name='LLaVA-OneVision',
         model_types=('llava_onevision',),
-        entries={**_TILES, 'batch_num_images': Entry(absent=0)},  # images of each row: only a single one is tiled
-        media={'image': Media(sizes=placeholders.anyres_capped), 'video': Media(sizes=placeholders.equal)},
+        entries={
+            **_TILES,
+            'batch_num_images': Entry(absent=0),
+        },  # images of each row: only a single one is tiled
+        media={
+            'image': Media(sizes=placeholders.anyres_capped),
+            'video': Media(sizes=placeholders.equal),
+        },
         matches=_has_tiles_or_clips,
     ),
     # Needed without a model. Both types are exact without the entry.
     Family(
         name='LLaVA',
-        model_types=('llava', 'mistral3'),
-        entries={'pixel_values': _IMAGE, 'image_sizes': _IMAGE},
+        model_types=(
+            'llava',
+            'mistral3',
+        ),
+        entries={
+            'pixel_values': _IMAGE,
+            'image_sizes': _IMAGE,
+        },
         media={'image': Media(sizes=placeholders.patch_counts)},
         matches=_Format({'pixel_values': 4}),
     ),

@@ -55,7 +55,9 @@ def inferred_family(config: Any) -> Family:
     for modality in MODALITIES:
         if placeholder_ids(config, modality) or parts.get(modality) is not None:
             media[modality] = Media()
-    return Family(name=config.model_type, media=media) if media else TEXT_FAMILY
+    if not media:
+        return TEXT_FAMILY
+    return Family(name=config.model_type, media=media)
 
 
 # The meaning of a key.
@@ -297,7 +299,9 @@ def _entries_by_sizes(value: torch.Tensor, num_entries: int, placeholders: _Plac
     if num_entries % num_patches == 0:  # an entry is a patch, or a fixed part of one
         entries_per_patch = num_entries // num_patches
         return [entries_per_patch * count for count in sums_of_runs(patches, items)]
-    return items if len(patches) == num_entries else None
+    if num_entries == len(patches):
+        return items
+    return None
 
 
 def _items_by_sizes(patches: Sequence[int], placeholders: _Placeholders) -> list[int] | None:

@@ -90,7 +90,9 @@ def equal(
     num_tokens: int,
 ) -> list[int]:
     """All items have one shape: the model itself requires ``num_items`` times the tokens of that shape."""
-    return [num_tokens // num_items] * num_items if num_tokens % num_items == 0 else []
+    if num_tokens % num_items:
+        return []
+    return [num_tokens // num_items] * num_items
 
 
 def image_grid(
@@ -148,7 +150,9 @@ def queries(
     num_tokens: int,
 ) -> list[int]:
     """BLIP: a fixed number of query tokens per image."""
-    return [] if config is None else [config.num_query_tokens] * num_items
+    if config is None:
+        return []
+    return [config.num_query_tokens] * num_items
 
 
 def frame_queries(
@@ -212,7 +216,10 @@ def anyres_capped(
         return []
     tokens = []
     for size, tiled in zip(torch.as_tensor(batch['image_sizes']).tolist(), is_tiled, strict=True):
-        tokens.append(_tokens_of_tiles(size, config, cap=cap) if tiled else _side(config) ** 2 + 1)
+        if tiled:
+            tokens.append(_tokens_of_tiles(size, config, cap=cap))
+        else:
+            tokens.append(_side(config) ** 2 + 1)
     return tokens
 
 

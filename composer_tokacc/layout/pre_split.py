@@ -14,7 +14,7 @@ from collections.abc import (
 )
 from dataclasses import replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,9 +23,6 @@ from composer_tokacc.compat import new_shared_storage
 from composer_tokacc.layout.families import TEXT_ENTRIES, TEXT_FAMILY
 from composer_tokacc.layout.layout import BatchLayout
 from composer_tokacc.layout.tensors import cat_padded
-
-if TYPE_CHECKING:
-    from composer_tokacc.layout.facts import RowFacts
 
 ALIGNMENT = 64
 """Bytes. A tensor of any type may begin at a multiple of it."""
@@ -55,8 +52,8 @@ class PreSplitBatch(Mapping[str, Any]):
         self.microbatches = [dict(microbatch) for microbatch in microbatches]
         self.max_tokens = max_tokens
         self.indices = indices
-        self.described: tuple[list[object], list[RowFacts]] | None = None
-        """Facts of the microbatches' rows, behind the layout and the tensors that they were read from."""
+        self.described: tuple[list[object], list[Any]] | None = None
+        """The layout and the tensors that facts were read from, and the `RowFacts` of each microbatch."""
         self._joined: dict[str, Any] = {}
 
     def __repr__(self) -> str:

@@ -177,6 +177,7 @@ class RowRanges:
             if media is None or not media.covers(needed):
                 missing.append(f'{modality}s')
         missing += [case.value for case in rows.rotary - self.rotary]
+        # For these it is enough to have seen one such batch.
         if rows.has_mixed_rows and not self.has_mixed_rows:
             missing.append('rows with and without media')
         if rows.has_holes and not self.has_holes:
@@ -299,12 +300,17 @@ def _media_range(modality: str, sources: Sequence[RowFacts]) -> MediaRange | Non
         sizes += [size for size in facts.media_sizes(modality) if size is not None]
     if not counts:
         return None
-    has_unlike_sizes = min(sizes) < max(sizes)
+    smallest = None
+    largest = None
+    # Items of one size pad nothing, so their size is of no importance.
+    if min(sizes) < max(sizes):
+        smallest = min(sizes)
+        largest = max(sizes)
     return MediaRange(
         most_items=max(counts),
         in_several_rows=len(counts) > 1,
-        smallest=min(sizes) if has_unlike_sizes else None,
-        largest=max(sizes) if has_unlike_sizes else None,
+        smallest=smallest,
+        largest=largest,
         is_ragged=len(sources) > 1 and _is_ragged(modality, sources),
     )
 
