@@ -10,6 +10,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from composer_tokacc import TokenAccumulation, TokenCounts, count_tokens, counting, token_data_spec
 from composer_tokacc.metadata import METADATA_PREFIX, annotate
+from composer_tokacc.weights import LOSS_WEIGHTS
 from tests.support.text import VOCABULARY, collate, text_model, text_row, text_rows
 from tests.support.training import assert_exact, fit, loader
 
@@ -74,6 +75,25 @@ def test_counts_are_python_ints_in_lists_one_a_row():
     tokens, real = batch[f'{METADATA_PREFIX}loss_tokens'], batch[f'{METADATA_PREFIX}real_tokens']
     assert tokens == [2, 4]
     assert all(type(count) is int for count in tokens + real)
+
+
+def test_carried_counts_hold_for_their_rule():
+    """They are those of the batch before it was cut, so that they may not be counted again, unless by another rule."""
+    batch = collate(text_rows([(3, 3), (6, 4)]))
+    carried = annotate(batch)
+    carried['labels'] = torch.full_like(batch['labels'], -100)
+    assert annotate(carried)[f'{METADATA_PREFIX}loss_tokens'] == [2, 4]
+    assert annotate(annotate(batch), 'unshifted')[f'{METADATA_PREFIX}loss_tokens'] == [3, 4]
+    unshifted = annotate(batch, 'unshifted')
+    assert annotate(unshifted)[f'{METADATA_PREFIX}loss_tokens'] == [2, 4]
+
+
+def test_token_weights_are_added_to_counts():
+    batch = collate(text_rows([(3, 3), (6, 4)]))
+    weighted = annotate(annotate(batch), token_weights='sample')
+    assert weighted[f'{METADATA_PREFIX}weights'] == pytest.approx([1.0, 1.0])
+    weighted[LOSS_WEIGHTS] = torch.zeros_like(weighted[LOSS_WEIGHTS])  # carried as well, once they are there
+    assert annotate(weighted, token_weights='sample')[f'{METADATA_PREFIX}weights'] == pytest.approx([1.0, 1.0])
 
 
 def test_unknown_rule_is_refused():

@@ -8,12 +8,14 @@ import random
 import pytest
 import torch
 
-from composer_tokacc import BatchLayout, TokenMonitor
+from composer_tokacc import BatchLayout, TokenMonitor, token_data_spec
+from composer_tokacc.data_spec.cut_rules import CutRules
 from composer_tokacc.data_spec.packing import pack_rows
+from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.planning import pack_lengths
 from tests.support.families import FAMILIES
 from tests.support.text import collate, text_model, text_rows
-from tests.support.training import assert_exact, fit, hugging_face, reference_gradients, relative_error
+from tests.support.training import assert_exact, fit, hugging_face, loader, reference_gradients, relative_error
 
 BOUNDS = ('attention_mask', 'position_ids')
 SHAPE = [(4, 2), (5, 3), (9, 7), (14, 11), (6, 0), (3, 2)]
@@ -49,6 +51,24 @@ def test_packed_llava_is_exact(side, microbatch_size):
     layout = BatchLayout.for_model(case.config)
     batch = layout.concat(case.rows, padding_side=side, pad_token_id=case.pad_token_id)
     assert_exact(case.model, batch, layout=layout, packing=True, microbatch_size=microbatch_size)
+
+
+def test_packed_left_padding_keeps_no_columns():
+    """A model that counts positions from column 0 has rows padded on the left shifted, except when they are packed."""
+    rows = text_rows(SHAPE)
+    batches = loader(collate(rows, side='left'))
+    spec = token_data_spec(batches, packing=True)
+    split_of(batches).adopt(CutRules(left='shift', packing='documents'))
+    microbatches = spec.split_batch(next(iter(batches)), 2)
+    assert len(microbatches) > 1
+    documents = []
+    for microbatch in microbatches:
+        lengths = microbatch['attention_mask'].sum(dim=1).tolist()
+        assert sum(lengths) == microbatch['input_ids'].shape[1]
+        starts = microbatch['position_ids'][0] == 0
+        assert starts.nonzero().flatten().tolist() == [sum(lengths[:index]) for index in range(len(lengths))]
+        documents += [ids.tolist() for ids in microbatch['input_ids'][0].split(lengths)]
+    assert sorted(documents) == sorted(row['input_ids'][0].tolist() for row in rows)
 
 
 def test_model_that_leaks_between_documents_is_refused(monkeypatch):
