@@ -142,14 +142,10 @@ def test_formats_are_those_of_the_tests():
     assert page == formats_page(), 'python -m tests.data.formats_page > docs/formats.md'
 
 
-def test_every_family_of_the_matrix_has_its_row_and_is_counted():
+def test_families_of_the_matrix_are_counted():
     pytest.importorskip('transformers.models.auto.auto_mappings', reason='the page is of transformers 5')
     from tests.matrix.subjects import SUBJECTS
-    from tests.matrix.table import HEAD
 
-    families = (ROOT / 'docs' / 'families.md').read_text()
-    assert re.findall(r'^\| (\w+) \| (?:\d+ of \d+ )?(?:exact|refused)', families, re.MULTILINE) == list(SUBJECTS)
-    assert families.startswith(HEAD)
     assert f'{len(SUBJECTS)} families and variants' in (ROOT / 'docs' / 'limits.md').read_text()
 
 

@@ -203,6 +203,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     'glm5_next': {'frames': True},
     'glm4v_moe': {'like': 'glm4v', 'frames': True},
     'glm_ocr': {'like': 'glm46v', 'frames': True},
+    'qwen3_vl': {'video_runs': 2},
     'qwen3_vl_moe': {'like': 'qwen3_vl'},
     'vision-encoder-decoder': {'image': {'name': 'ViTImageProcessor'}},
     **{name: {'nested': True} for name in ('idefics2', 'idefics3', 'smolvlm', 'granite_docling')},
@@ -234,7 +235,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     'qwen2_audio': {**_FULL_SOUND, 'audio_count': lambda maker, item: 5 + 2 * item},
 }
 """By model type: settings by modality; `nested`: a list of images a row; `like`: the type whose processors it takes;
-`words`: those of a row, where its media tell."""
+`words`: those of a row, where its media tell; `video_runs`: runs of placeholders of a video, in random rows."""
 
 THINKERS = {'qwen2_5_omni': 'qwen2_5_omni_thinker', 'qwen3_omni_moe': 'qwen3_omni_moe_thinker'}
 """Types whose own forward takes no batch, by the part that is trained."""

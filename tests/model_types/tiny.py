@@ -64,9 +64,13 @@ _SIZES = [(re.compile(rf'^({pattern})$'), size) for pattern, size in SIZES.items
 _KEPT = ('model_type', 'torch_dtype', 'dtype', 'architectures', 'transformers_version')
 
 
-def tiny_config(model_type: str) -> Any:
-    """A fresh config of the type; ids that it names lie inside of the vocabulary."""
-    config_class, extra = CONFIG_MAPPING[model_type], CONFIGS.get(model_type, {})
+def tiny_config(model_type: str, settings: Mapping[str, Any] | None = None) -> Any:
+    """A fresh config of the type; ids that it names lie inside of the vocabulary.
+
+    ``settings`` are further entries by path, as in :data:`CONFIGS`.
+    """
+    config_class = CONFIG_MAPPING[model_type]
+    extra = CONFIGS.get(model_type, {}) | dict(settings or {})
     values = config_class().to_dict()
     marks: dict[int, int] = {}
     parts = {path: value for path, value in extra.items() if isinstance(value, str) and value.endswith('Config')}
