@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from composer_tokacc import token_data_spec
-from tests.algorithm.test_attacked import Terms, by_token
 from tests.matrix.harness import measure_steps
+from tests.matrix.native_models import Terms, by_token
 from tests.matrix.subjects import SUBJECTS
 from tests.support.text import VOCABULARY, collate, text_model, text_rows
 from tests.support.training import fit, loader, reference_gradients, relative_error

@@ -26,7 +26,7 @@ from composer_tokacc.algorithm import apply_token_weights, step_loss_weights
 from composer_tokacc.checks.logits import token_losses, weigh_tokens
 from composer_tokacc.checks.step import MicrobatchRecord
 from composer_tokacc.weights import token_weights_of
-from tests.algorithm.test_attacked import Terms, by_token
+from tests.matrix.native_models import Terms, by_token
 from tests.support.families import FAMILIES
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
 from tests.support.text import collate, text_model, text_rows

@@ -16,6 +16,9 @@ from torch.utils.data import DataLoader, Dataset
 from composer_tokacc import token_data_spec
 from composer_tokacc.metadata import metadata_of
 from composer_tokacc.planning import CostModel
+from tests.matrix.harness import plain_gradients
+from tests.matrix.native_models import NativeModel
+from tests.matrix.subjects import SUBJECTS
 from tests.support.exactness import rows_of, split
 from tests.support.text import collate, text_model, text_rows
 from tests.support.training import fit, hugging_face, loader, reference_gradients, relative_error
@@ -194,3 +197,39 @@ def test_a_dearer_launch_makes_fewer_microbatches_under_the_same_cap():
         assert max(part['input_ids'].numel() for part in parts) <= 8 * 35
         counts.append(len(parts))
     assert counts[0] > counts[1]
+
+
+# Several models, several specs.
+
+
+@pytest.mark.parametrize('has_spec', [True, False])
+def test_first_labels_of_packed_documents_count_where_the_loss_does_not_shift(has_spec):
+    batch = collate(text_rows([(12, 12)] * 3))
+    batch['labels'] = batch['input_ids'].roll(-1, dims=1)
+    batch['labels'][:, [4, 11]] = -100  # last tokens of the two documents of each row
+    batch['position_ids'] = torch.tensor([[*range(5), *range(7)]] * 3)
+    model = NativeModel('unshifted')
+    data = loader(batch)
+    recorder = fit(model, token_data_spec(data) if has_spec else data, microbatch_size=1)
+    assert relative_error(recorder.gradients, plain_gradients(model, batch)) < 1e-6
+
+
+def test_second_model_is_asked_afresh_of_the_same_data_spec():
+    """What may be trimmed for a Llama moves the positions of GPT-2."""
+    full, left = collate(text_rows([(9, 3)] * 4)), collate(text_rows(SHAPE), side='left')
+    batches = loader(left, full)
+    spec = token_data_spec(batches)
+    fit(SUBJECTS['llama'].model('large'), spec, max_duration='2ba')
+    batches.dataset.batches = [full, left]  # pyright: ignore[reportAttributeAccessIssue]
+    model = SUBJECTS['gpt2'].model('large')
+    recorder = fit(model, spec, max_duration='2ba')
+    for found, batch in zip(recorder.steps, (full, left), strict=True):
+        assert relative_error(found, plain_gradients(model, batch)) < 1e-6
+
+
+def test_spec_in_use_is_the_one_that_is_checked():
+    data = loader(collate(text_rows(SHAPE)))
+    used, _ = token_data_spec(data), token_data_spec(data, packing=True)
+    model = SUBJECTS['bloom'].model('large')  # refuses to be packed
+    recorder = fit(model, used)
+    assert relative_error(recorder.gradients, plain_gradients(model, collate(text_rows(SHAPE)))) < 1e-6

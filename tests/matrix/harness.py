@@ -20,7 +20,7 @@ import composer_tokacc
 from composer_tokacc import TokenAccumulation, token_data_spec
 from tests.support.training import GradientRecorder, Gradients, in_double, loader, relative_error, train
 
-__all__ = ['TOLERANCE', 'Outcome', 'measure', 'measure_steps', 'plain_gradients', 'quiet']
+__all__ = ['TOLERANCE', 'Outcome', 'kinds_of_steps', 'measure', 'measure_steps', 'plain_gradients', 'quiet']
 
 TOLERANCE = 1e-6
 LARGEST_ROUND_OFF = 3e-6
@@ -107,6 +107,13 @@ def measure_steps(
         )
         taken.append(Outcome(kind='exact' if is_exact else 'wrong', error=error, where=where))
     return taken + stopped
+
+
+def kinds_of_steps(model: Any, batches: Sequence[dict[str, Any]], /, **options: Any) -> list[str]:
+    """What became of each step with microbatches of two rows: each must be ``'exact'`` or ``'refused'``."""
+    outcomes = measure_steps(model, batches, 2, **options)
+    assert all(outcome.kind in ('exact', 'refused') for outcome in outcomes), [str(outcome) for outcome in outcomes]
+    return [outcome.kind for outcome in outcomes]
 
 
 def round_off(model: Any, batch: dict[str, Any], gradients: Gradients, gradients_of: Any) -> float:
