@@ -190,7 +190,7 @@ def steps(model: Any, *, num_steps: int, callbacks: Any = (), **options: Any) ->
 
 
 @pytest.mark.parametrize('token_weights', ['sqrt', 'column'])
-def test_term_of_the_states_that_no_weight_reaches_is_refused_with_weights(token_weights):
+def test_unweighted_term_is_refused_with_weights(token_weights):
     def of(logits, states, labels, heads, has_begun):
         counted = labels[:, 1:] != -100
         values = heads['value'](states).squeeze(-1)[:, :-1].square()
@@ -207,7 +207,7 @@ def test_term_of_the_states_that_no_weight_reaches_is_refused_with_weights(token
 @pytest.mark.parametrize('seed', range(4))
 @pytest.mark.parametrize('smoothing', [0.0, 0.1])
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
-def test_gradients_that_are_rounded_themselves_are_no_leak(dtype, smoothing, seed):
+def test_rounded_gradients_are_no_leak(dtype, smoothing, seed):
     torch.manual_seed(seed)
 
     class Smoothed(NativeModel):
@@ -222,7 +222,7 @@ def test_gradients_that_are_rounded_themselves_are_no_leak(dtype, smoothing, see
 
 
 @pytest.mark.parametrize('order', ['before', 'after'])
-def test_a_teacher_whose_head_is_the_last_to_be_called(order):
+def test_teacher_head_called_last(order):
     class Taught(NativeModel):
         def __init__(self) -> None:
             super().__init__('causal')
@@ -244,7 +244,7 @@ def test_a_teacher_whose_head_is_the_last_to_be_called(order):
     assert measure(Taught(), collate(text_rows(SHAPE)), 2).kind == 'exact'
 
 
-def test_norms_that_are_thawed_later_are_refused():
+def test_norms_thawed_later_are_refused():
     class Normed(Changing):
         def __init__(self) -> None:
             super().__init__(lambda logits, states, labels, heads, has_begun: token_losses(logits, labels), 0)
@@ -270,7 +270,7 @@ def test_norms_that_are_thawed_later_are_refused():
 
 
 @pytest.mark.parametrize('units', [None, {'lm': 'tokens', 'rows': 'samples'}])
-def test_rows_that_begin_to_see_each_other_are_noticed_at_the_next_look(units):
+def test_rows_coupled_later_are_refused(units):
     """What tokens weigh at the logits stays right, so only a look at the rows shows it."""
 
     class Seeing(Changing):
@@ -289,7 +289,7 @@ def test_rows_that_begin_to_see_each_other_are_noticed_at_the_next_look(units):
     assert 12 <= steps(model, num_steps=20, loss_units=units) == 16
 
 
-def test_a_loss_that_changes_on_purpose_runs_where_it_is_not_held_to_what_it_was():
+def test_unchecked_loss_may_change():
     def of(logits, states, labels, heads, has_begun):
         return token_losses(logits, labels) * (2.0 if has_begun else 1.0)
 
@@ -298,7 +298,7 @@ def test_a_loss_that_changes_on_purpose_runs_where_it_is_not_held_to_what_it_was
 
 
 @pytest.mark.parametrize('term', [None, 0.5])
-def test_a_term_that_is_no_tensor_is_named(term):
+def test_term_without_tensor_is_named(term):
     class Two(NativeModel):
         def loss(self, outputs: Any, batch: Any) -> Any:
             return {'lm': outputs['loss'], 'box': term}

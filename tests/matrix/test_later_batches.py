@@ -87,7 +87,7 @@ def test_rows_without_media_come_first(name, packing):
 @pytest.mark.slow
 @pytest.mark.parametrize('regroup', [True, False], ids=['regrouped', 'in order'])
 @pytest.mark.parametrize('name', ['llama', 'mistral', 'gemma2', 'mpt', 'bloom', 'opt', 'falcon_alibi', 'mamba'])
-def test_labels_on_the_first_token_behind_padding_come_later(name, regroup):
+def test_labels_behind_padding_come_later(name, regroup):
     """Such a label is predicted from padding, which trimming takes away; rows without one do not tell."""
     subject = SUBJECTS[name]
     first = subject.batch(0, side='left')
@@ -107,7 +107,7 @@ def test_labels_on_the_first_token_behind_padding_come_later(name, regroup):
 
 @pytest.mark.parametrize('first', [EQUAL, [(6, 4)], [(4, 1), (12, 1), (7, 1)]], ids=['equal', 'one row', 'one label'])
 @pytest.mark.parametrize('logits', ['always', 'never'])
-def test_mean_of_row_means_is_refused_where_rows_have_equally_many_labels(first, logits):
+def test_mean_of_row_means_is_refused(first, logits):
     batches = [batch_of(first), batch_of(UNEQUAL)]
     assert kinds_of_steps(NativeModel('per row', logits=logits), batches) == ['refused']
     assert kinds_of_steps(NativeModel('causal', logits=logits), batches) == ['exact', 'exact']
@@ -144,7 +144,7 @@ def rope(**parameters):
     ],
     ids=['dynamic', 'longrope'],
 )
-def test_rotary_embedding_that_depends_on_the_width_of_the_batch(parameters, options):
+def test_rotary_embedding_by_width(parameters, options):
     torch.manual_seed(0)
     short, long = batch_of([(4, 2), (8, 5), (7, 3)]), batch_of([(4, 2), (30, 9), (7, 3), (3, 2)])
     kinds = kinds_of_steps(rope(**parameters), [short, long, short], **options)
@@ -153,7 +153,7 @@ def test_rotary_embedding_that_depends_on_the_width_of_the_batch(parameters, opt
 
 @pytest.mark.skipif(transformers.__version__.startswith('4.'), reason='names its parameters otherwise')
 @pytest.mark.parametrize('first', [[(4, 2), (8, 5)], [(30, 9), (12, 3)]], ids=['short rows first', 'long rows first'])
-def test_rotary_embedding_that_depends_on_the_largest_of_given_positions(first):
+def test_rotary_embedding_by_largest_position(first):
     """A short row has another embedding beside a long one than alone, and its padded width does not tell."""
     factors = {'short_factor': [1.0] * 8, 'long_factor': [4.0] * 8, 'original_max_position_embeddings': 10}
     batches = [batch_of(first), batch_of([(4, 2), (30, 9), (7, 3), (3, 2)])]
@@ -181,7 +181,7 @@ def scaled_by_column(scale: Callable[[torch.Tensor], torch.Tensor]) -> HuggingFa
     ids=['from column 16 on, as Llama 4 does', 'hardly, in few columns, as Beam does'],
 )
 @pytest.mark.parametrize('options', [{}, {'packing': True}, {'regroup': False}], ids=['padded', 'packed', 'in order'])
-def test_columns_that_matter_only_in_long_rows(scale, options):
+def test_columns_matter_in_long_rows(scale, options):
     short, long = (batch_of(rows, side='left') for rows in (UNEQUAL, [(4, 2), (40, 9), (21, 3), (38, 12)]))
     kinds = kinds_of_steps(scaled_by_column(scale), [short, long, short, long], **options)
     assert kinds == ['exact'] * 4 if 'packing' not in options else kinds[-1] == 'refused'
@@ -197,7 +197,7 @@ def test_positions_that_only_some_batches_bring(first):
 
 
 @pytest.mark.parametrize('positions', [12, 14, 64])
-def test_more_padding_fits_into_the_positions_that_an_encoder_has(positions):
+def test_padding_fits_encoder_positions(positions):
     """Behind more padding than there are positions for, a GPU would stop the process."""
     config = dict.fromkeys(('encoder_layers', 'decoder_layers', 'encoder_attention_heads'), 2)
     config |= {'decoder_attention_heads': 2, 'd_model': 32, 'encoder_ffn_dim': 48, 'decoder_ffn_dim': 48}
@@ -208,7 +208,7 @@ def test_more_padding_fits_into_the_positions_that_an_encoder_has(positions):
     assert kinds_of_steps(HuggingFaceModel(model, use_logits=True), [batch]) == ['exact']
 
 
-def test_padding_on_the_left_is_trimmed_up_to_the_width_that_was_looked_at():
+def test_left_padding_is_trimmed_by_width():
     short, long = (batch_of(rows, side='left') for rows in (UNEQUAL, [(4, 2), (40, 9), (21, 3), (38, 12)]))
     rules = []
     for batches in ([short], [short, long]):
@@ -221,7 +221,7 @@ def test_padding_on_the_left_is_trimmed_up_to_the_width_that_was_looked_at():
 
 
 @pytest.mark.skipif(transformers.__version__.startswith('4.'), reason='not there yet')
-def test_norm_behind_the_rotary_embedding_hides_positions_while_its_weights_are_alike():
+def test_norm_behind_rotary_embedding():
     config = transformers.HunYuanDenseV1Config(**LLAMA, num_attention_heads=2, num_key_value_heads=2, head_dim=16)
     torch.manual_seed(0)
     hunyuan = transformers.HunYuanDenseV1ForCausalLM(config)
@@ -232,7 +232,7 @@ def test_norm_behind_the_rotary_embedding_hides_positions_while_its_weights_are_
     assert kinds_of_steps(model, [batch_of(UNEQUAL, side='left'), batch_of(UNEQUAL)]) == ['exact', 'exact']
 
 
-def test_flag_with_the_model_heeds_padding_that_comes_later():
+def test_flag_heeds_later_padding():
     """FNet mixes all positions of a row, padding too."""
     config = transformers.FNetConfig(**LLAMA)
     config.hidden_dropout_prob = 0.0
@@ -268,7 +268,7 @@ def changing_pixels(name, change):
     return model
 
 
-def test_images_that_see_each_other_come_together_later():
+def test_coupled_images_come_later():
     """HunYuan-VL numbers the images of a batch; where one row alone has any, none of it shows."""
     subject = SUBJECTS['llava']
     batches = [subject.collate(with_images('llava', *counts), 0, side='right') for counts in ((1, 0, 0), (1, 0, 2, 1))]
@@ -281,7 +281,7 @@ def test_images_that_see_each_other_come_together_later():
     ]
 
 
-def test_media_padded_in_each_microbatch_are_computed_as_together_or_refused():
+def test_media_padded_by_microbatch():
     """GLM-ASR hears how far a sound is padded, which a loader of microbatches decides for each by itself."""
     subject = SUBJECTS['llava_next']
     rows = with_images('llava_next', 1, 1, 1, 1, 0, 1, 1)
@@ -297,7 +297,7 @@ def test_media_padded_in_each_microbatch_are_computed_as_together_or_refused():
 
 
 @pytest.mark.parametrize('hole_first', [True, False], ids=['at first', 'later'])
-def test_hole_in_the_mask_of_a_text_row_beside_images(hole_first):
+def test_masked_hole_beside_images(hole_first):
     """Qwen-VL counts attended positions where a batch has images, and all columns where it has none."""
     subject = SUBJECTS['qwen2_vl']
     rows = with_images('qwen2_vl', 1, 0, 2, 0, 0, 1)
@@ -311,7 +311,7 @@ def test_hole_in_the_mask_of_a_text_row_beside_images(hole_first):
     assert second in (('exact',) if hole_first or version('transformers') < '5' else ('refused',))
 
 
-def test_text_alone_beside_a_frozen_language_model_teaches_nothing():
+def test_text_with_frozen_language_model():
     """Only the projector is trained, as LLaVA begins: no gradient comes of a microbatch of text."""
     subject = SUBJECTS['llava']
     model = subject.model('large')
@@ -321,7 +321,7 @@ def test_text_alone_beside_a_frozen_language_model_teaches_nothing():
     assert measure_steps(model, [subject.collate(rows, 0, side='right')], 1)[0].kind == 'exact'
 
 
-def test_text_before_the_first_image_is_not_refused():
+def test_text_before_the_first_image():
     """Mllama: a text row must not see an image where no row of its step has one."""
     subject = SUBJECTS['mllama_mixed']
     rows = [subject.row(random.Random(seed)) for seed in range(12)]
@@ -332,7 +332,7 @@ def test_text_before_the_first_image_is_not_refused():
     assert kinds_of_steps(subject.model('large'), batches) == ['exact', 'exact']
 
 
-def test_image_model_that_takes_no_text_alone_gets_an_image_beside_it():
+def test_model_that_needs_an_image():
     """BLIP-2's forward insists on images, so a row without one is no batch by itself."""
     case = family_models.MODELS['blip2'](TokenIds(word_tokenizer('<image>')))
     layout = BatchLayout.for_model(case)

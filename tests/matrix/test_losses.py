@@ -54,7 +54,7 @@ def test_loss_is_exact_or_refused(loss, logits, init, microbatch_size, batch):
 
 
 @pytest.mark.parametrize('loss', MEANS_OVER_TOKENS)
-def test_explicit_rule_makes_every_mean_over_tokens_exact(loss, batch):
+def test_explicit_rule_of_token_means(loss, batch):
     rule = 'unshifted' if loss == 'unshifted' else 'causal'
     algorithm = TokenAccumulation(loss_tokens=rule, check_loss=False)
     outcome = measure(NativeModel(loss, logits='never'), batch, 2, algorithms=[algorithm])
@@ -80,7 +80,7 @@ def test_router_loss_changes_the_gradient():
     assert relative_error(plain_gradients(model, batch), without) > 1e-4
 
 
-def test_random_empty_microbatches_of_a_fused_loss_send_no_nan():
+def test_empty_microbatches_of_fused_loss():
     outcomes = []
     for seed in range(8):
         rows = SUBJECTS['llama'].batch(seed, side='right')
@@ -92,7 +92,7 @@ def test_random_empty_microbatches_of_a_fused_loss_send_no_nan():
     assert all(outcome.kind == 'exact' for outcome in outcomes), list(map(str, outcomes))
 
 
-def test_no_model_of_the_matrix_drops_out():
+def test_matrix_models_have_no_dropout():
     for name, subject in SUBJECTS.items():
         rates = [module.p for module in subject.model('fresh').modules() if isinstance(module, torch.nn.Dropout)]
         assert not any(rates), name
@@ -110,11 +110,11 @@ def test_no_model_of_the_matrix_drops_out():
     ],
     ids=['sum', 'mean of rows', 'variance over rows'],
 )
-def test_loss_of_another_kind_in_training_is_refused(of):
+def test_other_loss_in_training_is_refused(of):
     assert kinds_of_steps(Terms(of), [collate(text_rows(LABELLED))]) == ['refused']
 
 
-def test_dropout_does_not_hide_what_differs_in_training():
+def test_dropout_hides_no_training_loss():
     def of(losses, counted, training):
         dropped = F.dropout(losses, 0.0, training)
         return by_row(dropped, counted) if training else by_token(losses, counted)
@@ -124,7 +124,7 @@ def test_dropout_does_not_hide_what_differs_in_training():
     assert kinds_of_steps(model, [collate(text_rows(LABELLED))]) == ['refused']
 
 
-def test_probe_in_training_mode_leaves_buffers_alone():
+def test_probe_in_training_keeps_buffers():
     model = SUBJECTS['llama'].model('large')
     norm = model.model.model.norm
 
@@ -163,7 +163,7 @@ def summed(loss):
         (lambda *a: {'lm': by_token(*a), 'squares': squares(*a)}, {'lm': 'tokens', 'squares': 'samples'}, False),
     ],
 )
-def test_every_term_of_a_loss_is_what_it_is_said_to_be(of, units, is_exact):
+def test_terms_have_their_declared_unit(of, units, is_exact):
     model, batch = Terms(of), collate(text_rows(LABELLED))
     summed(model.loss(model(batch), batch)).backward()
     expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -264,7 +264,7 @@ FIRST_BATCHES = {
 @pytest.mark.parametrize('init', ['large', 'fresh'])
 @pytest.mark.parametrize('over', [over_all, over_padding, over_rows])
 @pytest.mark.parametrize('term', TERMS)
-def test_small_term_over_other_positions_is_refused(term, over, init):
+def test_small_term_elsewhere_is_refused(term, over, init):
     for weight in WEIGHTS:
         model = native(with_term(term, over, weight), init=init)
         outcome = outcome_of(model)
@@ -276,7 +276,7 @@ def test_small_term_over_other_positions_is_refused(term, over, init):
 
 @pytest.mark.parametrize('init', ['large', 'fresh'])
 @pytest.mark.parametrize('term', TERMS)
-def test_term_over_the_loss_tokens_is_exact(term, init):
+def test_term_over_loss_tokens_is_exact(term, init):
     for weight in (1.0, 1e-3):
         outcome = outcome_of(native(with_term(term, over_tokens, weight), init=init))
         assert outcome.kind == 'exact', (weight, outcome)
@@ -292,7 +292,7 @@ def test_whatever_the_first_batch_is_like(rows, side):
 
 @pytest.mark.parametrize('logits', ['eval', 'never'])
 @pytest.mark.parametrize('init', ['large', 'fresh'])
-def test_loss_without_logits_shows_its_terms_as_well(logits, init):
+def test_terms_of_loss_without_logits(logits, init):
     """Round-off of all layers is in it, so what is smaller than a thousandth of the loss may not show."""
     for over, kind in ((over_all, 'refused'), (over_rows, 'refused'), (over_tokens, 'exact')):
         outcome = outcome_of(native(with_term('entropy', over, 1e-2), logits=logits, init=init))
@@ -315,14 +315,14 @@ def in_forward(name: str, term: Callable[[Any, torch.Tensor], torch.Tensor], ini
 
 
 @pytest.mark.parametrize('options', [{}, {'regroup': False}, {'packing': True}], ids=['padded', 'in order', 'packed'])
-def test_hugging_face_model_that_adds_to_its_loss(options):
+def test_term_in_hugging_face_forward(options):
     model = in_forward('llama', lambda outputs, labels: 1e-3 * entropy(outputs.logits, labels).mean())
     assert outcome_of(model, **options).kind == 'refused'
     model = in_forward('llama', lambda outputs, labels: 1e-3 * over_tokens(entropy(outputs.logits, labels), labels))
     assert outcome_of(model, **options).kind == 'exact'
 
 
-def test_size_of_the_last_states_is_no_mean_over_tokens():
+def test_size_of_last_states_is_refused():
     """Behind a norm they are of one size in all rows, until the weights of the norm are trained."""
 
     class Sized(NativeModel):
@@ -355,13 +355,13 @@ def without_value(value):
     ],
     ids=['term over all', 'term over tokens', 'times rows', 'times seven'],
 )
-def test_gradient_that_is_not_that_of_the_loss(loss, kind, options):
+def test_gradient_of_another_loss(loss, kind, options):
     model = in_forward('llama', lambda outputs, labels: loss(outputs.logits, labels))
     assert outcome_of(model, **options).kind == kind
 
 
 @pytest.mark.parametrize(('over', 'kind'), [(over_all, 'refused'), (over_tokens, 'trained')])
-def test_term_in_training_alone_of_a_loss_that_is_random_there(over, kind):
+def test_random_term_in_training(over, kind):
     """Dropout is left out, so that its gradients can be compared."""
 
     class Random(NativeModel):
@@ -384,7 +384,7 @@ def test_term_in_training_alone_of_a_loss_that_is_random_there(over, kind):
 
 
 @pytest.mark.parametrize('place', ['forward', 'loss'])
-def test_model_that_takes_labels_out_of_its_batch(place):
+def test_model_pops_labels_from_batch(place):
     class Taking(NativeModel):
         def forward(self, batch: Any):
             labels = batch.pop('labels') if place == 'forward' else None
@@ -398,7 +398,7 @@ def test_model_that_takes_labels_out_of_its_batch(place):
 
 
 @pytest.mark.parametrize('over', ['columns', 'tokens of each row'])
-def test_small_term_of_samples_keeps_the_padding_that_it_is_a_mean_over(over):
+def test_term_of_samples_keeps_padding(over):
     class Two(NativeModel):
         def loss(self, outputs, batch):
             values, mask = entropy(outputs['logits'], None), batch['attention_mask']
@@ -410,7 +410,7 @@ def test_small_term_of_samples_keeps_the_padding_that_it_is_a_mean_over(over):
     assert outcome.kind == 'exact', outcome
 
 
-def test_penalty_on_weights_is_the_same_in_every_cut():
+def test_penalty_on_weights_is_exact():
     model = SUBJECTS['llama'].model('fresh')
     weight = model.model.lm_head.weight
     model = in_forward('llama', lambda outputs, labels: 1e-3 * model.model.lm_head.weight.square().sum())
@@ -418,7 +418,7 @@ def test_penalty_on_weights_is_the_same_in_every_cut():
     assert outcome_of(model).kind == 'exact'
 
 
-def test_term_that_is_named_with_its_unit_goes_through():
+def test_named_term_of_microbatches():
     class Named(NativeModel):
         def loss(self, outputs, batch):
             every = entropy(outputs['logits'], batch['labels']).mean()
@@ -430,7 +430,7 @@ def test_term_that_is_named_with_its_unit_goes_through():
     assert recorder.gradients
 
 
-def test_rule_in_half_precision_is_seen_by_the_gradient():
+def test_rule_in_half_precision():
     """Means by several rules are near enough to a loss that is rounded to bfloat16."""
     for seed in range(6):
         model, algorithm = SUBJECTS['bert'].model('fresh').to(torch.bfloat16), TokenAccumulation()
