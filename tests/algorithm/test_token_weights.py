@@ -201,11 +201,6 @@ def test_bad_weights_without_loss_are_ignored(model):
     check(model, clean, token_data_spec(loader(batch)), 'column', 1)
 
 
-def test_unknown_weights_are_refused():
-    with pytest.raises(ValueError, match=r"must be one of \('token', 'sqrt', 'sample', 'column'\), got: 'squared'"):
-        TokenAccumulation(token_weights='squared')
-
-
 def test_unused_weight_column_is_named(model, caplog):
     fit(model, loader(batch_of()))
     assert 'token_weights=column' in caplog.text

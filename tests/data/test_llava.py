@@ -256,9 +256,3 @@ def test_names_lead_out_of_the_image_folder_only_where_that_is_allowed(folder):
         assert open_dataset(folder, [record], allow_outside=True)[0]['num_images'] == [1]
     for name in ('sub/../red.png', str(folder / 'images' / 'red.png'), 'inside.png'):
         assert open_dataset(folder, [one_image('a', image=name)])[0]['num_images'] == [1]
-
-
-def test_an_image_of_too_many_pixels_is_a_bad_sample(folder, monkeypatch):
-    monkeypatch.setattr('composer_tokacc.data.images.MAX_PIXELS', 24 * 20 - 1)
-    with pytest.raises(BadSampleError, match=r'red\.png cannot be read: it has 24 x 20 pixels, more than 479'):
-        open_dataset(folder, [one_image('a')])[0]
