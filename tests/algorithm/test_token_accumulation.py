@@ -411,7 +411,3 @@ def test_probe_leaves_random_state_and_mode_alone(model, batch):
 def test_bad_arguments_get_one_clear_line(kwargs, message):
     with pytest.raises(ValueError, match=message):
         TokenAccumulation(**kwargs)
-
-
-def test_hugging_face_wrapper_is_the_one_under_test(model):
-    assert hugging_face(model).shift_labels

@@ -13,7 +13,6 @@ from composer_tokacc.data_spec.cut_rules import CutRules
 from composer_tokacc.data_spec.packing import pack_rows
 from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.planning import pack_lengths
-from tests.support.families import FAMILIES
 from tests.support.text import collate, text_model, text_rows
 from tests.support.training import assert_exact, fit, hugging_face, loader, reference_gradients, relative_error
 
@@ -42,15 +41,6 @@ def test_packed_text_is_exact(side, attention, microbatch_size):
     assert relative_error(recorder.gradients, expected) < 1e-6
     assert recorder.logged('loss/train/total') == pytest.approx([loss], rel=1e-6)
     assert recorder.logged('token_monitor/padding_ratio') == [0.0]
-
-
-@pytest.mark.parametrize('side', ['left', 'right'])
-@pytest.mark.parametrize('microbatch_size', [1, 3, 6])
-def test_packed_llava_is_exact(side, microbatch_size):
-    case = FAMILIES['llava']()
-    layout = BatchLayout.for_model(case.config)
-    batch = layout.concat(case.rows, padding_side=side, pad_token_id=case.pad_token_id)
-    assert_exact(case.model, batch, layout=layout, packing=True, microbatch_size=microbatch_size)
 
 
 def test_packed_left_padding_keeps_no_columns():

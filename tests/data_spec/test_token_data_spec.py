@@ -182,12 +182,6 @@ def test_microbatch_size_zero_is_refused():
         split(collate(text_rows(SHAPE)), 0)
 
 
-def test_unknown_tensor_is_refused():
-    batch = {**collate(text_rows(SHAPE)), 'ocr_boxes': torch.zeros(7, 4)}
-    with pytest.raises(ValueError, match=r"batch\['ocr_boxes'\].*with_entries\(ocr_boxes=Entry"):
-        split(batch, 2)
-
-
 def test_dearer_launch_makes_fewer_microbatches():
     batch = collate(text_rows([(length, 2) for length in range(4, 36)]))
     counts = []

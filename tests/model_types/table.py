@@ -9,9 +9,9 @@ TYPE: all of them) and keeps what became of them; ``... table page`` writes the 
 
 from __future__ import annotations
 
+import argparse
 import json
 import signal
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -108,9 +108,19 @@ def verdict(found: dict[str, str]) -> str:
     return next(kind for kind in ORDER if kind in kinds)
 
 
-if __name__ == '__main__':
-    command, *arguments = sys.argv[1:]
-    if command == 'page':
-        PAGE.write_text(filled(PAGE.read_text(), {'model_types': table}))
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest='command', required=True)
+    attempt = commands.add_parser('try')
+    attempt.add_argument('kind', choices=TEXT_TITLES)
+    attempt.add_argument('types', nargs='*')
+    commands.add_parser('page')
+    arguments = parser.parse_args()
+    if arguments.command == 'try':
+        try_types(arguments.kind, arguments.types)
     else:
-        try_types(arguments[0], arguments[1:])
+        PAGE.write_text(filled(PAGE.read_text(), {'model_types': table}))
+
+
+if __name__ == '__main__':
+    main()

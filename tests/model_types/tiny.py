@@ -82,7 +82,8 @@ def tiny_config(model_type: str, settings: Mapping[str, Any] | None = None) -> A
         value = copy.deepcopy(value)  # configs write into their dicts
         *parents, name = path.split('.')
         place = functools.reduce(lambda part, key: part.setdefault(key, {}), parents, values)
-        place[name] = marks.get(value, value) if isinstance(value, int) and name.endswith(('_id', '_index')) else value
+        is_known_mark = isinstance(value, int) and name.endswith(('_id', '_index')) and path not in (settings or {})
+        place[name] = marks.get(value, value) if is_known_mark else value
     values = {key: value for key, value in values.items() if key not in _KEPT}
     return config_class(**values)
 

@@ -111,9 +111,10 @@ def failures(spec, model, size, first_batch=0, epochs=2):
     return found
 
 
-def test_twenty_random_runs_have_no_late_failure_behind_a_rehearsal():
+@pytest.mark.parametrize('seeds', [range(4), pytest.param(range(4, 20), marks=pytest.mark.slow)], ids=['few', 'many'])
+def test_no_late_failure_after_a_rehearsal(seeds):
     would_have_failed = 0
-    for seed in range(20):
+    for seed in seeds:
         rng = np.random.default_rng(seed)
         spec, _ = data_of(60, seed=seed, size=4, batch=12)
         worst = Limited(np.inf, float(rng.choice([0, 0.01, 0.05])))
@@ -127,7 +128,7 @@ def test_twenty_random_runs_have_no_late_failure_behind_a_rehearsal():
         assert report.microbatch_size == size
         assert size < 4 or model.calls <= 4
         assert size == 4 or failing[2 * size] > 0, 'no smaller than it must be'
-    assert 5 <= would_have_failed <= 19
+    assert 0 < would_have_failed < len(seeds)
 
 
 def test_a_fixed_size_that_does_not_fit_is_refused_with_one_that_does():

@@ -38,7 +38,7 @@ def test_every_sample_once_an_epoch(sizes, global_batch_size, seed):
         assert sorted(found) == list(range(sum(sizes)))
 
 
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=8)
 @given(sizes=sizes_lists, multiple=st.integers(1, 2), per_step=st.booleans(), epoch=st.integers(0, 2))
 def test_every_number_of_ranks_makes_the_same_steps_without_repeating_a_sample(sizes, multiple, per_step, epoch):
     # Until the last batch of a medium was filled up to a multiple of the ranks, as torch's sampler does, one and
@@ -258,7 +258,7 @@ def test_integer_quotas_are_met_exactly():
     assert counts_of_first(1010, [Fraction(1000), Fraction(3), Fraction(7)]) == [1000, 3, 7]
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=10)
 @given(sizes=st.lists(st.integers(30, 90), min_size=2, max_size=3), seed=st.integers(0, 9))
 def test_shares_of_loss_tokens_are_what_was_asked_for(sizes, seed):
     """Counted sample by sample: short answers in one dataset, long ones in another, some without any."""

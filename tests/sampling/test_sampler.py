@@ -71,7 +71,7 @@ def steps(batches):
     ]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(
     num_samples=st.integers(1, 90),
     ranks=st.sampled_from([1, 2, 3, 4, 6, 12]),

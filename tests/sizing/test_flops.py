@@ -35,6 +35,7 @@ def test_a_llama_costs_what_is_counted_by_hand():
     assert flops.residual < 1e-6
 
 
+@pytest.mark.slow
 def test_the_demo_costs_what_is_counted_by_hand():
     """A vision encoder as well, whose last layer is not its own: the projector reads the one before the last norm."""
     processor = build_digits_processor()
