@@ -172,9 +172,18 @@ def test_zero_positions_tell_no_documents():
 def test_encoder_decoder_counts_every_label():
     torch.manual_seed(0)
     model = T5ForConditionalGeneration(
-        T5Config(vocab_size=VOCABULARY, d_model=32, d_kv=16, d_ff=48, num_layers=2, num_heads=2, dropout_rate=0.0,
-                 use_cache=False, decoder_start_token_id=0)
-    )  # fmt: skip
+        T5Config(
+            vocab_size=VOCABULARY,
+            d_model=32,
+            d_kv=16,
+            d_ff=48,
+            num_layers=2,
+            num_heads=2,
+            dropout_rate=0.0,
+            use_cache=False,
+            decoder_start_token_id=0,
+        )
+    )
     batch = collate(text_rows([(6, 0), (4, 0), (9, 0)]))
     batch['labels'] = torch.tensor([[5, 6, -100, -100], [7, 8, 9, 10], [11, -100, -100, -100]])
     assert count_tokens(batch, 'unshifted').loss_generating == (2, 4, 1)

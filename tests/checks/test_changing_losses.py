@@ -108,9 +108,16 @@ def value_head(logits, states, labels, heads, has_begun):
 
 
 LOSSES = [
-    rare_label_weighted, rare_label_weighted_by_number, focal, label_smoothing, z_loss, z_loss_of_rows, distillation,
-    multi_token_prediction, value_head,
-]  # fmt: skip
+    rare_label_weighted,
+    rare_label_weighted_by_number,
+    focal,
+    label_smoothing,
+    z_loss,
+    z_loss_of_rows,
+    distillation,
+    multi_token_prediction,
+    value_head,
+]
 
 
 def batches():
@@ -129,11 +136,14 @@ def batches():
 QUICK = [(rare_label_weighted_by_number, BEGINS), (value_head, BEGINS)]
 CELLS = [
     pytest.param(
-        loss, begins, marks=[] if (loss, begins) in QUICK else pytest.mark.slow,
+        loss,
+        begins,
+        marks=[] if (loss, begins) in QUICK else pytest.mark.slow,
         id=f'{loss.__name__} from step {begins} on',
     )
-    for loss in LOSSES for begins in (0, BEGINS)
-]  # fmt: skip
+    for loss in LOSSES
+    for begins in (0, BEGINS)
+]
 
 
 @pytest.mark.parametrize(('loss', 'begins'), CELLS)

@@ -55,9 +55,12 @@ def test_invariance(page, method, beginning):
 
 @pytest.mark.parametrize(
     ('beginning', 'found', 'batch'),
-    [('lognormal, variation 0.9 |', 'lognormal CV 0.9', 32), ('digits task', 'digits', 32),
-     ('AI2D, ChartQA, DocVQA mixed, a quarter', 'real tables / 4', 32)],
-)  # fmt: skip
+    [
+        ('lognormal, variation 0.9 |', 'lognormal CV 0.9', 32),
+        ('digits task', 'digits', 32),
+        ('AI2D, ChartQA, DocVQA mixed, a quarter', 'real tables / 4', 32),
+    ],
+)
 def test_throughput(beginning, found, batch):
     cases = results('throughput')['results']
     [case] = [case for case in cases if (case['set'], case['device_batch']) == (found, batch)]
@@ -68,8 +71,10 @@ def test_throughput(beginning, found, batch):
     )
     expected = [f'{each["against_stock"]:.1f} ({each["padding"]:.0%})'.replace('%', ' %') for each in (style, ours)]
     assert row_of('docs/benchmarks.md', beginning)[1:] == [
-        f'1.0 ({stock["padding"]:.0%})'.replace('%', ' %'), *expected, f'{ours["share_of_bound"]:.2f}',
-    ]  # fmt: skip
+        f'1.0 ({stock["padding"]:.0%})'.replace('%', ' %'),
+        *expected,
+        f'{ours["share_of_bound"]:.2f}',
+    ]
 
 
 def test_throughput_where_nothing_is_padded():
@@ -94,8 +99,11 @@ def test_balance_of_the_ranks(ranks, samples):
     imbalance = [f'{found[name]["slowest / mean"]:.2f}' for name in others]
     ours = found['regrouped over ranks']
     assert row_of('docs/benchmarks.md', f'{ranks:,} x {samples}')[1:] == [
-        *imbalance, f'{ours["slowest / mean"]:.3f}', f'{ours["times stock"]:.2f}x', f'{ours["share of bound"]:.2f}',
-    ]  # fmt: skip
+        *imbalance,
+        f'{ours["slowest / mean"]:.3f}',
+        f'{ours["times stock"]:.2f}x',
+        f'{ours["share of bound"]:.2f}',
+    ]
 
 
 @pytest.mark.parametrize(('samples', 'ranks'), [(1024, 64), (256, 8)])

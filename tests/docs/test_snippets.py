@@ -67,7 +67,7 @@ def test_blocks_run_or_say_why_not(page):
         ('uv pip install --overrides override.txt -e .', 'override.txt'),
         ('conda install composer_tokacc', 'no dry run is known'),
     ],
-)  # fmt: skip
+)
 def test_dry_run_finds_what_is_missing(line, said, monkeypatch):
     monkeypatch.chdir(ROOT)
     with pytest.raises((AssertionError, ConfigError, ValueError), match=re.escape(said)):

@@ -88,10 +88,15 @@ def measure_steps(
     try:
         with quiet():
             train(
-                model, token_data_spec(loader(*batches), **options), optimizer=optimizer, callbacks=[recorder],
+                model,
+                token_data_spec(loader(*batches), **options),
+                optimizer=optimizer,
+                callbacks=[recorder],
                 algorithms=[TokenAccumulation()] if algorithms is None else algorithms,
-                microbatch_size=microbatch_size, max_duration=f'{len(batches)}ba', **(trainer_options or {}),
-            )  # fmt: skip
+                microbatch_size=microbatch_size,
+                max_duration=f'{len(batches)}ba',
+                **(trainer_options or {}),
+            )
     except Exception as error:
         kind = 'refused' if _is_refusal(error) and optimizer.num_steps == len(recorder.steps) else 'crashed'
         stopped = [Outcome(kind=kind, message=f'{type(error).__name__}: {error}', where=where)]

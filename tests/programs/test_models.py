@@ -15,13 +15,23 @@ from composer_tokacc.programs.models import build_model, build_transformers_mode
 from tests.support.text import VOCABULARY, text_model
 
 VISION = {
-    'model_type': 'clip_vision_model', 'hidden_size': 16, 'intermediate_size': 32, 'num_hidden_layers': 3,
-    'num_attention_heads': 2, 'image_size': 8, 'patch_size': 8,
-}  # fmt: skip
+    'model_type': 'clip_vision_model',
+    'hidden_size': 16,
+    'intermediate_size': 32,
+    'num_hidden_layers': 3,
+    'num_attention_heads': 2,
+    'image_size': 8,
+    'patch_size': 8,
+}
 TEXT = {
-    'model_type': 'llama', 'hidden_size': 16, 'intermediate_size': 32, 'num_hidden_layers': 2,
-    'num_attention_heads': 2, 'num_key_value_heads': 2, 'max_position_embeddings': 128,
-}  # fmt: skip
+    'model_type': 'llama',
+    'hidden_size': 16,
+    'intermediate_size': 32,
+    'num_hidden_layers': 2,
+    'num_attention_heads': 2,
+    'num_key_value_heads': 2,
+    'max_position_embeddings': 128,
+}
 LLAVA = {'model_type': 'llava', 'vision_config': VISION, 'text_config': TEXT, 'vision_feature_layer': -1}
 
 
@@ -99,10 +109,13 @@ def test_same_seed_same_weights_and_global_generator_untouched(processor):
 def test_what_never_gets_a_gradient_is_frozen_and_nothing_else(tower, feature_layer):
     # Siglip has no class token to leave out, and no CLIP token count is needed with 'full'.
     settings = {
-        'model_type': 'llava', 'vision_feature_layer': feature_layer, 'vision_feature_select_strategy': 'full',
-        'image_token_index': 5, 'text_config': {**TEXT, 'vocab_size': 40},
+        'model_type': 'llava',
+        'vision_feature_layer': feature_layer,
+        'vision_feature_select_strategy': 'full',
+        'image_token_index': 5,
+        'text_config': {**TEXT, 'vocab_size': 40},
         'vision_config': {**VISION, 'model_type': tower, 'image_size': 16},
-    }  # fmt: skip
+    }
     model = build_model(config=settings)
     num_features = 4 + (tower == 'clip_vision_model')
     ids = torch.randint(6, 40, (2, 12), generator=torch.Generator().manual_seed(0))

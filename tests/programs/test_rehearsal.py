@@ -41,9 +41,15 @@ def parameters_after(callbacks):
     spec, dataset = data_of(random_labels=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     _, memory, _ = train(
-        model, spec, algorithms=[TokenAccumulation()], callbacks=callbacks, microbatch_size=2, optimizer=optimizer,
-        max_duration='7ba', seed=5,
-    )  # fmt: skip
+        model,
+        spec,
+        algorithms=[TokenAccumulation()],
+        callbacks=callbacks,
+        microbatch_size=2,
+        optimizer=optimizer,
+        max_duration='7ba',
+        seed=5,
+    )
     losses = [float(value) for _, value in memory.data['loss/train/total']]
     return losses, [one.detach().clone() for one in [*model.parameters(), *model.buffers()]], dataset
 
@@ -64,11 +70,18 @@ def stub(spec, model, *, size=2, epochs=2, batch=0, auto=True):
     """What a rehearsal asks of a Trainer's state."""
     epoch, batch_in_epoch = divmod(batch, len(spec.dataloader))
     return SimpleNamespace(
-        dataloader=spec.dataloader, model=model, device=DeviceCPU(), device_train_microbatch_size=size, optimizers=[],
-        auto_microbatching=auto, algorithms=[], precision=Precision.FP32, precision_config=None,
+        dataloader=spec.dataloader,
+        model=model,
+        device=DeviceCPU(),
+        device_train_microbatch_size=size,
+        optimizers=[],
+        auto_microbatching=auto,
+        algorithms=[],
+        precision=Precision.FP32,
+        precision_config=None,
         timestamp=Timestamp(epoch=epoch, batch=batch, batch_in_epoch=batch_in_epoch),
         max_duration=Time.from_epoch(epochs),
-    )  # fmt: skip
+    )
 
 
 class Limited(torch.nn.Module):

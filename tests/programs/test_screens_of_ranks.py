@@ -26,13 +26,25 @@ def screen(folder: Path, ending: str, *overrides: str, **arguments: Any) -> tupl
     path = folder / 'run.yaml'
     path.write_text(yaml.safe_dump(config))
     command = [
-        Path(sys.executable).with_name('composer'), '-n', '2', '-m', 'composer_tokacc.train', path,
-        *TINY_DIGITS, f'report.folder={folder}', *overrides,
-    ]  # fmt: skip
+        Path(sys.executable).with_name('composer'),
+        '-n',
+        '2',
+        '-m',
+        'composer_tokacc.train',
+        path,
+        *TINY_DIGITS,
+        f'report.folder={folder}',
+        *overrides,
+    ]
     done = subprocess.run(
-        list(map(str, command)), cwd=ROOT, env=environment(), timeout=540, text=True, stdout=subprocess.PIPE,
+        list(map(str, command)),
+        cwd=ROOT,
+        env=environment(),
+        timeout=540,
+        text=True,
+        stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-    )  # fmt: skip
+    )
     return done.returncode, [line for line in done.stdout.splitlines() if line.strip()]
 
 

@@ -50,10 +50,16 @@ def test_every_number_of_ranks_makes_the_same_steps_without_repeating_a_sample(s
         shares = []
         for rank in range(ranks):
             sampler = RegroupingBatchSampler(
-                range(sum(sizes)), lengths=np.arange(sum(sizes)) % 9 + 1, global_batch_size=24 * multiple,
-                num_replicas=ranks, rank=rank, max_tokens=30, mixture=Mixture(sizes),
-                modality='per_step' if per_step else 'mixed', media=media,
-            )  # fmt: skip
+                range(sum(sizes)),
+                lengths=np.arange(sum(sizes)) % 9 + 1,
+                global_batch_size=24 * multiple,
+                num_replicas=ranks,
+                rank=rank,
+                max_tokens=30,
+                mixture=Mixture(sizes),
+                modality='per_step' if per_step else 'mixed',
+                media=media,
+            )
             sampler.set_epoch(epoch)
             shares.append([[] if share.is_copy else share for share in sampler])
         assert [sorted(samples(step)) for step in zip(*shares, strict=True)] == expected
@@ -159,9 +165,17 @@ def test_ranks_together_train_on_the_mixtures_batches_whatever_their_number(moda
         shares = []
         for rank in range(ranks):
             sampler = RegroupingBatchSampler(
-                range(47), lengths=lengths, global_batch_size=8, num_replicas=ranks, rank=rank, max_tokens=120,
-                mixture=mixture, modality=modality, image_tokens=images, drop_last=True,
-            )  # fmt: skip
+                range(47),
+                lengths=lengths,
+                global_batch_size=8,
+                num_replicas=ranks,
+                rank=rank,
+                max_tokens=120,
+                mixture=mixture,
+                modality=modality,
+                image_tokens=images,
+                drop_last=True,
+            )
             sampler.set_epoch(2)
             shares.append(list(sampler))
             assert len(shares[-1]) == len(sampler) == 7
@@ -175,9 +189,14 @@ def test_ranks_together_train_on_the_mixtures_batches_whatever_their_number(moda
 def test_resumes_in_the_middle_of_a_mixture():
     def build(**kwargs):
         return RegroupingBatchSampler(
-            range(50), lengths=np.arange(50) % 17 + 1, global_batch_size=8, num_replicas=2, rank=1, max_tokens=60,
+            range(50),
+            lengths=np.arange(50) % 17 + 1,
+            global_batch_size=8,
+            num_replicas=2,
+            rank=1,
+            max_tokens=60,
             mixture=Mixture([20, 30], **kwargs),
-        )  # fmt: skip
+        )
 
     whole = build()
     whole.set_epoch(1)
@@ -218,8 +237,9 @@ def test_bad_shares_are_refused(arguments, message):
 )
 def test_bad_sampler_arguments_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        RegroupingBatchSampler(range(8), lengths=[5] * 8, global_batch_size=4, num_replicas=1, rank=0,
-                               max_tokens=20, **arguments)  # fmt: skip
+        RegroupingBatchSampler(
+            range(8), lengths=[5] * 8, global_batch_size=4, num_replicas=1, rank=0, max_tokens=20, **arguments
+        )
 
 
 # Merged sequences against plain one-by-one merging by divisors
