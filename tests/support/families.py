@@ -4,7 +4,7 @@
 """Tiny real models and real batches of the vision-language families: nothing is downloaded, nothing is mocked.
 
 case = FAMILIES['qwen2_vl']()
-case.model                  # Qwen2VLForConditionalGeneration, float32, two layers, hidden size 32
+case.model                  # Qwen2VLForConditionalGeneration, float32, two layers, hidden size 16
 case.rows                   # what its own processor returns for six samples: 0, 1, 1, 2, 0 and 3 images
 case.loss_sum(batch)        # the same for a batch as for its rows one by one
 """

@@ -4,7 +4,7 @@
 """Rows with videos and audios, and with images of every size, as the families' own processors make them.
 
 case = MEDIA['qwen3_vl']()
-case.model                  # Qwen3VLForConditionalGeneration, float32, two layers, hidden size 32
+case.model                  # Qwen3VLForConditionalGeneration, float32, two layers, hidden size 16
 case.rows                   # one-row batches, labels on the last tokens, no `num_images`, `num_videos`, `num_audios`
 case.truth[3]               # {'image': 1, 'video': 2}: what row 3 was made of
 """

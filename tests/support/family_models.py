@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Tiny models of the families whose own processors make rows, with the ids of their tokenizers."""
+"""The families' own model classes with two layers, seeded, float32, without cache: one table of their configs."""
 
 from __future__ import annotations
 
@@ -13,106 +13,167 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from tests.model_types.tiny import tiny_config
-from tests.support.family_processors import IMAGE_SIZE, PATCH_SIZE
+from tests.support.family_processors import IMAGE_SIZE, PATCH_SIZE, PINPOINTS
 
 __all__ = ['MODELS']
 
 NUM_PATCHES = (IMAGE_SIZE // PATCH_SIZE) ** 2
-Settings = Mapping[str, Any]
-"""Entries of a config by path; those of ids name a token."""
+IMAGE = dict(image_token_index='<image>')
+VIDEO = dict(**IMAGE, video_token_index='<video>')
+LAST = dict(vision_feature_layer=-1)
+UNTIED = dict(tie_word_embeddings=False)
+QWEN = dict(
+    image_token_id='<|image_pad|>', video_token_id='<|video_pad|>', vision_start_token_id='<|vision_start|>',
+    vision_end_token_id='<|vision_end|>', **UNTIED,
+)  # fmt: skip
+OMNI = dict(
+    audio_token_index='<|AUDIO|>', image_token_index='<|IMAGE|>', video_token_index='<|VIDEO|>',
+    audio_start_token_id='<|audio_bos|>', audio_end_token_id='<|audio_eos|>',
+    vision_start_token_id='<|vision_bos|>', vision_end_token_id='<|vision_eos|>',
+)  # fmt: skip
+GLM = dict(
+    image_token_id='<image>', image_start_token_id='<image_start>', image_end_token_id='<image_end>',
+    video_token_id='<video>', video_start_token_id='<video_start>', video_end_token_id='<video_end>',
+)  # fmt: skip
 
-IMAGE: Settings = {'image_token_index': '<image>'}
-VIDEO: Settings = {**IMAGE, 'video_token_index': '<video>'}
-PIXTRAL: Settings = {'image_token_index': '[IMG]', 'vision_config.image_size': 2 * IMAGE_SIZE}
-LAST: Settings = {'vision_feature_layer': -1}
-QWEN: Settings = {
-    'image_token_id': '<|image_pad|>',
-    'video_token_id': '<|video_pad|>',
-    'vision_start_token_id': '<|vision_start|>',
-    'vision_end_token_id': '<|vision_end|>',
-}
-SOUNDS: Settings = {'audio_config.num_mel_bins': 8}
-OMNI: Settings = {
-    **SOUNDS,
-    'image_token_index': '<|IMAGE|>',
-    'video_token_index': '<|VIDEO|>',
-    'audio_token_index': '<|AUDIO|>',
-    'vision_start_token_id': '<|vision_bos|>',
-    'vision_end_token_id': '<|vision_eos|>',
-    'audio_start_token_id': '<|audio_bos|>',
-    'audio_end_token_id': '<|audio_eos|>',
-}
-GEMMA3: Settings = {
-    'image_token_index': '<image_soft_token>',
-    'boi_token_index': '<start_of_image>',
-    'eoi_token_index': '<end_of_image>',
-    'mm_tokens_per_image': NUM_PATCHES // 4,
-}
-GLM: Settings = {f'{name}_token_id': f'<{name}>' for name in ('image', 'video')} | {
-    f'{name}_{edge}_token_id': f'<{name}_{edge}>' for name in ('image', 'video') for edge in ('start', 'end')
-}
-INSTRUCT: Settings = {'text_config': 'LlamaConfig', 'qformer_config.vocab_size': 600}
 
-FAMILIES: Mapping[str, tuple[str, str, Settings]] = {
-    # name: (model type, prefix of the class, settings)
-    'llava': ('llava', 'Llava', {**IMAGE, **LAST, 'image_seq_length': NUM_PATCHES}),
-    'llava_next': ('llava_next', 'LlavaNext', {**IMAGE, **LAST, 'image_seq_length': NUM_PATCHES}),
-    'llava_onevision': ('llava_onevision', 'LlavaOnevision', {**VIDEO, **LAST}),
-    'llava_next_video': ('llava_next_video', 'LlavaNextVideo', {**VIDEO, **LAST}),
-    'video_llava': ('video_llava', 'VideoLlava', {**VIDEO, **LAST}),
-    'qwen2_vl': ('qwen2_vl', 'Qwen2VL', QWEN),
-    'qwen2_5_vl': ('qwen2_5_vl', 'Qwen2_5_VL', QWEN),
-    'qwen3_vl': ('qwen3_vl', 'Qwen3VL', QWEN),
-    'qwen2_5_omni': ('qwen2_5_omni_thinker', 'Qwen2_5OmniThinker', OMNI),
-    'qwen2_audio': ('qwen2_audio', 'Qwen2Audio', {**SOUNDS, 'audio_token_index': '<|AUDIO|>'}),
-    'idefics3': ('idefics3', 'Idefics3', {'image_token_id': '<image>', 'scale_factor': 2}),
-    'smolvlm': ('smolvlm', 'SmolVLM', {'image_token_id': '<image>', 'scale_factor': 2}),
-    'paligemma': ('paligemma', 'PaliGemma', IMAGE),
-    'gemma3': ('gemma3', 'Gemma3', GEMMA3),
-    'mllama': ('mllama', 'Mllama', {'image_token_index': '<|image|>'}),
-    'internvl': ('internvl', 'InternVL', {'image_token_id': '<IMG_CONTEXT>', 'image_seq_length': NUM_PATCHES // 4}),
-    'mistral3': ('mistral3', 'Mistral3', {**PIXTRAL, **LAST, 'spatial_merge_size': 2}),
-    'llava_pixtral': (
-        'llava',
-        'Llava',
-        {
-            'vision_config': 'PixtralVisionConfig',
-            'text_config': 'MistralConfig',
-            **PIXTRAL,
-            **LAST,
-            'vision_feature_select_strategy': 'full',
-        },
-    ),
-    'glm4v': ('glm4v', 'Glm4v', GLM),
-    # With a query transformer.
-    'blip2': ('blip-2', 'Blip2', IMAGE),
-    'instructblip': ('instructblip', 'InstructBlip', {**INSTRUCT, **IMAGE}),
-    'instructblipvideo': ('instructblipvideo', 'InstructBlipVideo', {**INSTRUCT, 'video_token_index': '<video>'}),
+@functools.cache
+def _table(h: int) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Prefix of the classes and settings of each family for a hidden size; ``text_config`` is beside :func:`_text`."""
+    i = h + 16
+    vision = dict(hidden_size=h, intermediate_size=i, num_hidden_layers=2, num_attention_heads=2,
+                  image_size=IMAGE_SIZE, patch_size=PATCH_SIZE)  # fmt: skip
+    clip = dict(vision, model_type='clip_vision_model')
+    siglip = dict(vision, model_type='siglip_vision_model', vision_use_head=False)
+    pixtral = dict(vision, model_type='pixtral', image_size=2 * IMAGE_SIZE)
+    mllama = dict(vision, attention_heads=2, num_global_layers=1, max_num_tiles=4, intermediate_layers_indices=[0],
+                  vision_output_dim=2 * h)  # fmt: skip
+    grid = dict(depth=2, hidden_size=h, num_heads=2, patch_size=PATCH_SIZE, spatial_merge_size=2, temporal_patch_size=2)
+    windows = dict(grid, intermediate_size=i, window_size=16, fullatt_block_indexes=[1], out_hidden_size=h)
+    deep = dict(grid, intermediate_size=i, out_hidden_size=h, num_position_embeddings=16, deepstack_visual_indexes=[0])
+    glm = dict(depth=2, hidden_size=h, num_heads=2, image_size=IMAGE_SIZE, patch_size=PATCH_SIZE, out_hidden_size=h,
+               intermediate_size=h)  # fmt: skip
+    audio = dict(num_mel_bins=8, d_model=h, encoder_layers=2, encoder_attention_heads=2, encoder_ffn_dim=i,
+                 max_source_positions=50)  # fmt: skip
+    qformer = dict(vocab_size=600, hidden_size=h, num_hidden_layers=2, num_attention_heads=2, intermediate_size=i,
+                   hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)  # fmt: skip
+    queries = dict(vision_config=vision, qformer_config=qformer, num_query_tokens=4)
+    llama, qwen2 = dict(model_type='llama'), dict(model_type='qwen2')
+    mistral = dict(model_type='mistral', head_dim=h // 2, sliding_window=None)
+    opt = dict(model_type='opt', ffn_dim=i, word_embed_proj_dim=h, dropout=0.0)
+    mrope = dict(rope_scaling=dict(type='mrope', rope_type='default', mrope_section=[h // 8, h // 16, h // 16]))
+    default = dict(rope_scaling=dict(mrope['rope_scaling'], type='default'))
+    llava_next = dict(text_config=llama, vision_config=clip, **LAST, image_grid_pinpoints=PINPOINTS)
+    idefics3 = dict(text_config=llama, vision_config=vision, image_token_id='<image>', scale_factor=2, **UNTIED)
+    return {
+        'llava': ('Llava', dict(text_config=llama, vision_config=clip, **IMAGE, **LAST, image_seq_length=NUM_PATCHES)),
+        'llava_next': ('LlavaNext', dict(llava_next, **IMAGE, image_seq_length=NUM_PATCHES)),
+        'llava_onevision': (
+            'LlavaOnevision',
+            dict(text_config=qwen2, vision_config=siglip, **VIDEO, **LAST, image_grid_pinpoints=PINPOINTS),
+        ),
+        'qwen2_vl': ('Qwen2VL', dict(text_config=mrope, vision_config=dict(grid, embed_dim=h, mlp_ratio=2), **QWEN)),
+        'qwen2_5_vl': ('Qwen2_5_VL', dict(text_config=mrope, vision_config=windows, **QWEN)),
+        'idefics3': ('Idefics3', idefics3),
+        'smolvlm': ('SmolVLM', idefics3),
+        'paligemma': (
+            'PaliGemma',
+            dict(text_config=dict(model_type='gemma', head_dim=8), vision_config=siglip, **IMAGE, projection_dim=h,
+                 hidden_size=h),
+        ),
+        'gemma3': (
+            'Gemma3',
+            dict(text_config=dict(model_type='gemma3_text', head_dim=8, sliding_window=64), vision_config=siglip,
+                 mm_tokens_per_image=NUM_PATCHES // 4, image_token_index='<image_soft_token>',
+                 boi_token_index='<start_of_image>', eoi_token_index='<end_of_image>'),
+        ),
+        'mllama': (
+            'Mllama',
+            dict(text_config=dict(cross_attention_layers=[1], rope_scaling=dict(rope_type='default')),
+                 vision_config=mllama, image_token_index='<|image|>'),
+        ),
+        'internvl': (
+            'InternVL',
+            dict(text_config=qwen2, vision_config=dict(vision, model_type='internvl_vision'),
+                 image_token_id='<IMG_CONTEXT>', image_seq_length=NUM_PATCHES // 4),
+        ),
+        'qwen3_vl': ('Qwen3VL', dict(text_config=dict(mrope, head_dim=h // 2), vision_config=deep, **QWEN)),
+        'qwen2_5_omni': (
+            'Qwen2_5OmniThinker',
+            dict(text_config=default, vision_config=windows, audio_config=dict(audio, n_window=4, output_dim=h),
+                 **OMNI),
+        ),
+        'qwen2_audio': (
+            'Qwen2Audio',
+            dict(text_config=qwen2, audio_config=dict(audio, model_type='qwen2_audio_encoder'),
+                 audio_token_index='<|AUDIO|>'),
+        ),
+        'llava_next_video': ('LlavaNextVideo', dict(llava_next, **VIDEO)),
+        'video_llava': ('VideoLlava', dict(text_config=llama, vision_config=clip, **VIDEO, **LAST)),
+        'mistral3': (
+            'Mistral3',
+            dict(text_config=mistral, vision_config=pixtral, image_token_index='[IMG]', spatial_merge_size=2, **LAST,
+                 **UNTIED),
+        ),
+        'llava_pixtral': (
+            'Llava',
+            dict(text_config=mistral, vision_config=pixtral, image_token_index='[IMG]', **LAST,
+                 vision_feature_select_strategy='full'),
+        ),
+        'glm4v': (
+            'Glm4v',
+            dict(text_config=dict(rope_scaling=dict(rope_type='default', rope_theta=10000.0, mrope_section=[2, 1, 1],
+                                                    partial_rotary_factor=1.0)), vision_config=glm, **GLM),
+        ),
+        # With a query transformer.
+        'blip2': ('Blip2', dict(queries, text_config=opt, **IMAGE)),
+        'instructblip': ('InstructBlip', dict(queries, text_config=llama, **IMAGE)),
+        'instructblipvideo': ('InstructBlipVideo', dict(queries, text_config=llama, video_token_index='<video>')),
+    }  # fmt: skip
+
+
+CLASSES = {'llama': 'LlamaForCausalLM'} | {
+    name: f'{prefix}ForConditionalGeneration' for name, (prefix, _) in _table(16).items()
 }
+
+
+def _text(ids: Any, hidden: int) -> dict[str, Any]:
+    return dict(
+        vocab_size=len(ids.tokenizer), hidden_size=hidden, intermediate_size=hidden + 16, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=1024, pad_token_id=ids.pad_token_id,
+        bos_token_id=ids.token_id('<s>'), eos_token_id=ids.token_id('</s>'), use_cache=False, **UNTIED,
+    )  # fmt: skip
+
+
+def config_of(name: str, ids: Any, *, hidden: int = 16) -> Any:
+    """A fresh config, with the ids of its tokens (``SampleEncoder``, ``TokenIds``)."""
+    if name == 'llama':
+        return transformers.LlamaConfig(**_text(ids, hidden))
+    prefix, settings = _table(hidden)[name]
+    config_class = getattr(transformers, f'{prefix}Config')
+    told: dict[str, Any] = {
+        key: ids.token_id(value) if '_token_i' in key else dict(value) if isinstance(value, Mapping) else value
+        for key, value in settings.items()
+    }
+    told['text_config'] |= {key: value for key, value in _text(ids, hidden).items() if key not in told['text_config']}
+    # Up to 4.51 Qwen's text settings lie in the config itself, from 4.52 in `text_config`.
+    if prefix.startswith('Qwen2') and 'VL' in prefix and 'text_config' not in config_class.sub_configs:
+        told = {**told.pop('text_config'), **told}
+    return config_class(**told)
 
 
 def _model(name: str, ids: Any) -> PreTrainedModel:
-    """A seeded model in float32, with the ids of the tokens (``SampleEncoder``, ``TokenIds``)."""
-    model_type, prefix, settings = FAMILIES.get(name, ('llama', '', {}))
-    token_ids = {'pad_token_id': '<pad>', 'bos_token_id': '<s>', 'eos_token_id': '</s>'}
-    text = {'vocab_size': len(ids.tokenizer), **{key: ids.token_id(token) for key, token in token_ids.items()}}
-    filled = {key: ids.token_id(value) if '_token_i' in key else value for key, value in settings.items()}
-    filled |= {f'text_config.{key}' if prefix else key: value for key, value in text.items()}
-    config = tiny_config(model_type, filled)
+    config = config_of(name, ids)
     config.use_cache = False
     config.get_text_config().use_cache = False
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        class_name = f'{prefix}ForConditionalGeneration' if prefix else 'LlamaForCausalLM'
-        model = getattr(transformers, class_name)(config)
+        model = getattr(transformers, CLASSES[name])(config)
         # The usual standard deviation of 0.02, and gates of zero, let images hardly reach the loss of so small a model.
         for parameter in model.parameters():
             if parameter.dim() > 1 or not parameter.any():
-                torch.nn.init.normal_(parameter, std=0.14)
+                torch.nn.init.normal_(parameter, std=0.2)
     return model.float().train()
 
 
-MODELS: dict[str, Callable[[Any], PreTrainedModel]] = {
-    name: functools.partial(_model, name) for name in ('llama', *FAMILIES)
-}
+MODELS: dict[str, Callable[[Any], PreTrainedModel]] = {name: functools.partial(_model, name) for name in CLASSES}
