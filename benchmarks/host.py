@@ -35,7 +35,8 @@ from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, token_
 from composer_tokacc.batch import check_batch
 from composer_tokacc.data_spec.cut_rules import CutRules
 from composer_tokacc.data_spec.split import split_of
-from composer_tokacc.layout import BatchLayout, describe_all, kinds_of, microbatches_of
+from composer_tokacc.layout import BatchLayout, describe_all, microbatches_of
+from composer_tokacc.layout.ranges import RowRanges, ranges_of
 from composer_tokacc.metadata import annotate, num_loss_tokens, num_samples
 from composer_tokacc.planning import CostModel
 
@@ -121,7 +122,7 @@ def preparing(spec: DataSpec, layout: BatchLayout | None) -> Callable[[Any], Any
             for microbatch in microbatches_of(batch):
                 check_batch(microbatch, VOCABULARY)
             batch = annotate(batch, 'causal')
-            kinds_of(describe_all(layout, batch))
+            RowRanges().missing(ranges_of(describe_all(layout, batch)))
             num_loss_tokens(batch), num_samples(batch)
         return spec.split_batch(batch, MICROBATCH_SIZE)
 

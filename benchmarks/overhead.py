@@ -82,7 +82,7 @@ def measuring_of_a_large_vocabulary(rounds: int) -> dict[str, float]:
     batch = {'input_ids': ids, 'attention_mask': torch.ones_like(ids), 'labels': ids}
     spent: list[float] = []
     steps = Steps()
-    MicrobatchRecord._hear = steps.timed(MicrobatchRecord._hear, 'algorithm')  # pyright: ignore[reportPrivateUsage]
+    MicrobatchRecord._measure = steps.timed(MicrobatchRecord._measure, 'algorithm')  # pyright: ignore[reportPrivateUsage]
     shares: dict[str, float] = {}
     for name, is_whole in (('a few tokens', False), ('every token', True)):
         found = []
@@ -130,7 +130,7 @@ def main() -> None:
     algorithm = next(one for one in trainer.state.algorithms if isinstance(one, TokenAccumulation))
     algorithm.apply = steps.timed(algorithm.apply, 'algorithm')  # pyright: ignore[reportAttributeAccessIssue]
     MicrobatchRecord.observe = steps.timed(MicrobatchRecord.observe, 'algorithm')
-    MicrobatchRecord._hear = steps.timed(MicrobatchRecord._hear, 'algorithm')  # pyright: ignore[reportPrivateUsage]
+    MicrobatchRecord._measure = steps.timed(MicrobatchRecord._measure, 'algorithm')  # pyright: ignore[reportPrivateUsage]
     RankSum.__init__ = steps.timed(RankSum.__init__, 'all_reduce')
     RankSum.read = steps.timed(RankSum.read, 'all_reduce')
     for name in ('note', '_sums', '_table'):  # the rest of it is the reduction that the monitor has anyway

@@ -91,7 +91,8 @@ class Fit:
         except BaseException:
             self.end()
             raise
-        if self.split is not None:
+        if self.split is not None and rules is not None:
+            self.split.layout = self.check.layout
             self.split.adopt(rules, reduces_once=reduces_once)
 
     def end(self) -> None:

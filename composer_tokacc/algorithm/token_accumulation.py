@@ -117,7 +117,7 @@ class TokenAccumulation(Algorithm):
         """Fit, from the first batch on."""
         self._step = StepCheck(num_tokens=0, num_samples=0, loss_weight=0)
         self._totals: Any = None
-        """RankSum of the step: loss-generating tokens, samples, weight, and how many ranks have rows of each kind."""
+        """RankSum of the step: loss-generating tokens, samples, weight, and how many ranks have new rows."""
         self._device_batch: Batch = {}
         self._hidden: Any = None
         """HiddenEntries of a microbatch."""
@@ -208,9 +208,13 @@ class TokenAccumulation(Algorithm):
         state.batch = self._device_batch = annotate(state.batch, self.rule or '', self.token_weights)
         local = (num_loss_tokens(state.batch), num_samples(state.batch), loss_weight(state.batch))
         self._step = StepCheck(*local, is_weighted=self.is_weighted, has_bypass=self._fit.has_bypass)
-        kinds = self._fit.check.kinds_of(state.batch)
+        has_new_rows = self._fit.check.has_new_rows(state.batch, self._fit.split)
         dtype = torch.float64 if self.is_weighted else torch.int64
-        self._totals = RankSum(state.device.tensor_to_device(torch.tensor([*local, *kinds], dtype=dtype)))
+        self._totals = RankSum(state.device.tensor_to_device(torch.tensor([*local, has_new_rows], dtype=dtype)))
+        # Read before the batch is cut, so that rows of a new size are cut by rules that were shown for them.
+        is_any_new = self._totals.read()[3] > 0
+        if self._fit.check.is_due(self._measuring.step, has_new_rows=is_any_new):
+            self._fit.prove(state.batch, reduces_once=self._reduces_once)
 
     def _start_attempt(self, state: State, logger: Logger) -> None:
         """BEFORE_TRAIN_BATCH: fires once per attempt (an OOM retry or a closure called again starts afresh)."""
@@ -319,9 +323,6 @@ class TokenAccumulation(Algorithm):
         fit.has_bypass = step.has_bypass
         if fit.balance is not None:
             fit.balance.check()
-        kinds = [int(count > 0) for count in self._totals.read()[3:]]
-        if self._device_batch and fit.check.is_due(kinds, number):  # L-BFGS asks again for the same batch
-            fit.prove(self._device_batch, reduces_once=self._reduces_once)
         if fit.split is not None:
             fit.split.end_step()
             if (reduced_once := fit.reductions.reduced_once()) is not None:
@@ -426,6 +427,8 @@ def _watch_tokens(
     mean where tokens have their own weights.
     """
     logits, batch, terms = logits_of(state.outputs), record.batch, fit.terms
+    if not fit.check.has_logits:
+        return  # the output holds hidden states, and the loss holds the head
     if logits is None or logits.grad_fn is None or logits.shape[:2] != batch['labels'].shape:
         return
     router = router_loss_of(state.outputs)

@@ -1,4 +1,9 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What is measured of a model and its loss, and refused: at the logits, on the first batch, in every step."""
+"""Checks that the gradient of a run is exact, and refuses a run before its optimizer moves if it is not.
+
+On the first batch, ``probe`` runs the model on a few rows, ``first_batch`` finds the loss rule and ``comparison`` finds
+a cut that keeps the gradient of every row. In every step, ``step`` measures some tokens and compares all counts.
+``logits`` reads the weight of a token off a gradient for both, and for ``token_weights``, which measures any trainer.
+"""

@@ -1,11 +1,12 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Some rows as the loader padded them, and every cut of them held against that: one question, one number.
+"""Compares every cut of some rows with the rows as the loader padded them.
 
-Everything this package does rests on one fact: where a step has T loss-generating tokens, T times the gradient of the
-loss by the logits of a row is the same in every cut, whatever rows are beside it, and however it is padded, trimmed or
-packed. It is true of most models and losses and false of some, and where it is false nothing shows.
+The package rests on one property of models and losses. Let a step have T loss-generating tokens. Then T times the
+gradient of the loss by the logits of a row does not depend on the cut: not on the other rows of its microbatch, and not
+on how the row is padded, trimmed or packed. Most models and losses have this property. If one does not have it, the
+gradient of a run is wrong and nothing shows it.
 """
 
 from __future__ import annotations
@@ -13,34 +14,45 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
 from functools import cached_property
-from typing import Any
+from typing import Generic, TypeAlias
 
 import torch
+from torch import Tensor
 
 from composer_tokacc.batch import Batch, sample_name
+from composer_tokacc.checks.cutter import Cutter, RulesT
+from composer_tokacc.checks.logits import targets_of
 from composer_tokacc.checks.probe import NOISE_FACTOR, Probe, ProbeResult
 from composer_tokacc.counting import loss_mask
 from composer_tokacc.layout import BatchLayout, describe
+from composer_tokacc.metadata import num_rows, with_metadata
 
 log = logging.getLogger(__name__)
 
-RowGradients = dict[tuple[str, int], torch.Tensor]
-"""Those of some rows, of the terms of a unit, by one of the points where gradients are taken."""
+Point: TypeAlias = tuple[str, int]
+"""A unit of loss terms, and the number of a point where gradients are taken."""
+RowGradients: TypeAlias = dict[Point, Tensor]
+"""Gradients of some rows by unit and point, ``(rows, width, entries)`` each."""
 
 GRADIENT_TOLERANCE = 3e-6
-"""Largest relative change of a row's gradient where rounding moves it less. Independent rows differ by 1e-7, the
-weakest leaks and undeclared terms that matter by 5e-5."""
-MOST_ROUNDINGS, MOST_NOISE = 1e4, 0.3
-"""Above these multiples of the machine epsilon, and above this, nothing is taken for round-off."""
+"""Largest relative change of a row's gradient, unless round-off changes it more. Independent rows differ by 1e-7. The
+weakest leaks and undeclared terms that matter differ by 5e-5."""
+MOST_ROUNDINGS = 1e4
+"""Changes above this multiple of the machine epsilon are not round-off."""
+MOST_NOISE = 0.3
+"""Changes above this relative size are not round-off."""
 PLAIN_TOLERANCE = 2e-6
-"""Above it a loss is no pure mean of cross-entropies: closer than steps are held to, as small terms grow."""
+"""A loss that differs more is not a plain mean of cross-entropies. Steps have a wider tolerance, as small terms may
+grow."""
 SMALL_ROW = 1e-3
-"""A gradient below this part of the largest row's is compared with that: of a row that the model is sure of little is
-left but round-off."""
+"""A gradient below this part of the largest row's gradient is compared with the largest one: if the model is sure of a
+row, little more than round-off is left of its gradient."""
+LARGEST_FACTOR_ERROR = 0.1
+"""If a factor explains a change to this part, the change is a wrong weight and not a leak."""
 
-OWN_PADDING = 'with media padded as in its microbatch'
-TAKES = 'The model must take '
 MEAN = "The model's own loss must be the mean over its loss-generating tokens, got: "
 SAMPLES = "The terms that `loss_units` calls 'samples' must be means over samples, got: "
 NOT_A_NUMBER = (
@@ -53,228 +65,477 @@ NAME_TERMS = (
 )
 
 
-class RowComparison:
-    """Holds every cut of some rows against all of them together, as the loader padded them.
+class CutKind(Enum):
+    """How rows were cut, in the words of a message."""
 
-    The ``cutter`` of its methods is a split, whose rules are its own: ``candidates(facts, known)`` are those to try
-    on such rows, cheapest first; ``assemble(facts, rows, rules)`` is the microbatch of some rows. None: there is none.
+    SINGLE_ROW = 'by itself'
+    PACKED = 'packed'
+    OTHER_PADDING = 'with media padded as in its microbatch'
 
-    ``rows`` are as of :func:`.chosen_rows`; with ``check_loss`` they must weigh in the loss what their tokens say.
+    def __str__(self) -> str:
+        return self.value
+
+
+class FailureKind(Enum):
+    """Why a cut is not exact."""
+
+    NOT_ACCEPTED = auto()  # the model raises an error
+    TOKENS = auto()  # the cut has other loss-generating tokens
+    GRADIENT = auto()  # a row has another gradient
+    LOSS = auto()  # the loss is not the mean of the losses of the microbatches
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The first difference between a cut and the uncut rows."""
+
+    kind: FailureKind
+    text: str
+    reason: str = ''  # of the model, if it raised an error
+
+
+@dataclass(frozen=True)
+class _LossPart:
+    rows: Sequence[int]
+    losses: Mapping[str, float]
+
+
+class RowComparison(Generic[RulesT]):
+    """Compares every cut of some rows with all of them together, as the loader padded them.
+
+    Args:
+        probe: Of the model.
+        layout: How the tensors of the rows belong to rows.
+        on_device: Returns a batch as the model gets it.
+        rule: The loss rule of the model.
+        rows: As returned by :func:`.chosen_rows`.
+        check_loss: Whether tokens must have equal weights in the loss.
+        noise_of: Comparison of ordinary rows, whose usual round-off counts; None: that of these rows.
     """
 
     def __init__(
-        self, probe: Probe, layout: BatchLayout, on_device: Callable[..., Any], rule: str, rows: Batch, check_loss: bool
+        self,
+        probe: Probe,
+        layout: BatchLayout,
+        on_device: Callable[[Batch], Batch],
+        rule: str,
+        rows: Batch,
+        check_loss: bool,
+        noise_of: RowComparison[RulesT] | None = None,
     ) -> None:
-        self._probe, self._layout, self._on_device, self._rule = probe, layout, on_device, rule
-        self._rows, self._facts, self._check_loss = rows, describe(layout, rows), check_loss
-        self._counts = loss_mask(rows, rule).sum(dim=1).tolist()
-        self._width = self._narrowest = rows['labels'].shape[1]  # of a decoder's text, where it has one of its own
-        self._everyone = list(range(len(self._counts)))
-        self._moved = on_device(rows)
-        found = loss_mask(self._moved, rule).sum(dim=1).tolist()
-        if found != self._counts:
+        self._noise_of = noise_of
+        self._probe = probe
+        self._layout = layout
+        self._on_device = on_device
+        self._rule = rule
+        self._check_loss = check_loss
+        # Packing reads the rule in the batch: it decides whether the first label of a document is masked.
+        self._rows = with_metadata(rows, rule=[rule] * num_rows(rows))
+        self._facts = describe(layout, self._rows)
+        self._counts: list[int] = loss_mask(rows, rule).sum(dim=1).tolist()
+        self._all_rows = list(range(len(self._counts)))
+        self._width = rows['labels'].shape[1]  # of the labels, which may be the text of a decoder
+        self._narrowest = self._width
+        self.batch = on_device(self._rows)
+        """The rows as the model gets them."""
+        self._check_labels_kept()
+        self.reference = probe.run(self.batch, targets=targets_of(self.batch, rule))
+        """The result of all rows together."""
+        self._expected = self._aligned(rows, self.reference, self._all_rows)
+
+    def _check_labels_kept(self) -> None:
+        counts = loss_mask(self.batch, self._rule).sum(dim=1).tolist()
+        if counts != self._counts:
             raise RuntimeError(
-                f'`microbatch_transforms` must leave labels alone, got: {sum(found)} loss-generating tokens where '
+                f'`microbatch_transforms` must leave labels alone, got: {sum(counts)} loss-generating tokens where '
                 f'{sum(self._counts)} were counted. Change labels in `batch_transforms` (docs/errors.md#counts).'
             )
-        self.whole = probe.run(self._moved, measured=True)
-        self._expected = self._placed(rows, self.whole, self._everyone)
 
     @cached_property
-    def _rounded(self) -> ProbeResult:
-        """The whole with one more rounding at every layer; few models are so deep that anyone asks."""
-        return self._probe.run(self._moved, rounded=True)
+    def _rounded_result(self) -> ProbeResult:
+        """The result of all rows with one more rounding at every layer. Only deep models need it."""
+        return self._probe.run(self.batch, rounded=True)
 
     @cached_property
-    def _noise(self) -> dict[tuple[str, int], float]:
-        """By how much round-off may change a gradient, by unit and point."""
-        rounded = self._placed(self._rows, self._rounded, self._everyone)
-        return {key: NOISE_FACTOR * float(_relative(rounded[key], one).max()) for key, one in self._expected.items()}
+    def _noise(self) -> dict[Point, float]:
+        """How far round-off may change a gradient, by unit and point."""
+        noise = {}
+        if self._noise_of is not None:
+            for point, of_rows in self._noise_of._noise_of_rows.items():
+                noise[point] = NOISE_FACTOR * float(of_rows.median())
+            return noise
+        for point, of_rows in self._noise_of_rows.items():
+            # Of the row that round-off moves the most: rows of other cuts are rounded differently.
+            noise[point] = NOISE_FACTOR * float(of_rows.max())
+        return noise
 
-    def _numbers(self, rows: Sequence[int]) -> dict[str, int]:
-        """Returns of what the terms of each unit are a mean."""
-        return {'tokens': sum(self._counts[row] for row in rows), 'samples': len(rows)}
+    @cached_property
+    def _noise_of_rows(self) -> dict[Point, Tensor]:
+        """The relative change of each row's gradient by one more rounding at every layer, by unit and point."""
+        rounded = self._aligned(self._rows, self._rounded_result, self._all_rows)
+        changes = {}
+        for point, expected in self._expected.items():
+            changes[point] = _relative_errors(rounded[point], expected)
+        return changes
+
+    def _denominator(self, unit: str, rows: Sequence[int]) -> int:
+        """Returns the number of tokens or samples that the terms of a unit are divided by."""
+        if unit == 'samples':
+            return len(rows)
+        return sum(self._counts[row] for row in rows)
 
     @property
     def has_shown_trimming(self) -> bool:
-        """Whether any row was computed narrower than it came."""
+        """Whether any row was computed narrower than the loader made it."""
         return self._narrowest < self._width
 
     def token_scale(self) -> float | None:
-        """Returns what all tokens weigh in the loss, times their number; None: not the same, or there is more in it."""
-        measured = self.whole.measured
+        """Returns the weight of a token in the loss, times the number of tokens.
+
+        None: weights are unequal, or the loss has other terms.
+        """
+        measured = self.reference.measured
         if measured is None or not self._check_loss:
             return None
+        # The mean is weighted by the squared gradients, because a token that the model is sure of says little.
         squares = measured.sizes.square()
         mean = float((measured.weights * squares).sum() / squares.sum())
-        worst = float(((measured.weights / mean - 1).abs() * measured.sizes).max()) if mean else math.inf
-        is_same = max(worst, float(measured.residual)) <= PLAIN_TOLERANCE + self.whole.gradient_eps
-        return mean * sum(self._counts) if is_same and math.isfinite(mean) else None
+        if mean == 0 or not math.isfinite(mean):
+            return None
+        relative_weights = measured.weights / mean
+        # An unequal weight counts only as far as it changes the gradient.
+        worst_weight = float(((relative_weights - 1).abs() * measured.sizes).max())
+        worst = max(worst_weight, float(measured.residual))
+        if worst > PLAIN_TOLERANCE + self.reference.gradient_eps:
+            return None
+        return mean * sum(self._counts)
 
-    def first_exact(self, cutter: Any, rules: Any) -> Any:
-        """Returns the first rules under which every row keeps its gradient."""
-        failures = []
-        for candidate in [rules] if cutter is None else cutter.candidates(self._facts, rules):
-            failure = self._failure(cutter, candidate)
+    # The cuts.
+
+    def first_exact(self, cutter: Cutter[RulesT], rules: RulesT, packed_total: int = 0) -> RulesT:
+        """Returns the first rules under which every row keeps its gradient.
+
+        Args:
+            cutter: Proposes rules, and cuts by them.
+            rules: The rules of today.
+            packed_total: The most tokens that packed rows have in training.
+
+        Raises:
+            RuntimeError: If there are no such rules.
+        """
+        failures: list[Failure] = []
+        for candidate in cutter.candidates(self._facts, rules):
+            failure = self._failure(cutter, candidate, packed_total)
             if failure is None:
-                # A label behind padding keeps a row as wide as it is, and nothing was learnt of trimming.
-                is_shown = cutter is None or self.has_shown_trimming
-                return candidate if is_shown else candidate.with_side_of(rules, self._facts.side)
-            log.info('%s: %s', candidate, failure)
+                if self.has_shown_trimming:
+                    return candidate
+                # A label behind padding keeps a row at its width. Then nothing was learnt about trimming.
+                return candidate.with_side_of(rules, self._facts.side)
+            log.info('%s: %s', candidate, failure.text)
             failures.append(failure)
-        if cutter is not None and cutter.must_pack:  # why the first fails that the model takes at all
-            raise RuntimeError(min(failures, key=lambda failure: failure.startswith(TAKES)))
-        raise RuntimeError(failures[-1])  # of the cut that leaves most alone
+        if cutter.must_pack:
+            raise RuntimeError(_why_not_packed(failures))
+        raise RuntimeError(failures[-1].text)  # of the least strict cut
 
-    def _failure(self, cutter: Any, rules: Any) -> str | None:
-        """Returns how the first microbatch fails in which another cut changes a gradient; None: none does."""
-        packing, parts = getattr(rules, 'packing', ''), []
-        how = 'packed' if packing else 'by itself'
-        # A leak runs from one document into the next, so every document must have been behind the others.
-        groups = [self._everyone, self._everyone[::-1]] if packing else [[row] for row in self._everyone]
-        errors = (AttributeError, IndexError, TypeError, ValueError, *((RuntimeError, KeyError) if packing else ()))
-        for rows in groups:
-            try:
-                is_whole = cutter is None
-                batch = self._layout.select(self._rows, rows) if is_whole else cutter.assemble(self._facts, rows, rules)
-                result = self._probe.run(self._on_device(batch))
-            except errors as error:  # BLIP-2 takes no batch without images
-                what = 'packed rows' if packing else f'{sample_name(self._rows, rows[0])} by itself'
-                remedy = ' Set `packing=False` (docs/errors.md#packing).' if packing else ''
-                return f'{TAKES}{what}, got: {str(error).rstrip(".")}.{remedy}'
-            count, expected = int(loss_mask(batch, self._rule).sum()), self._numbers(rows)['tokens']
-            if count != expected:
-                return self._explained(f'{count} loss-generating tokens {how} instead of {expected}', how)
-            if (failure := self._difference(self._placed(batch, result, rows), rows, how)) is not None:
-                return failure
-            parts.append((rows, result.losses))
-            self._narrowest = min(self._narrowest, batch['labels'].shape[1])
-        return self._loss_failure(parts) if self._check_loss else None
+    def check_single_rows(self) -> None:
+        """Raises RuntimeError if a row by itself, not cut, has another gradient than with the others."""
+        failure = self._failure(None, None, packed_total=0)
+        if failure is not None:
+            raise RuntimeError(failure.text)
 
     def check_media(self, media: Mapping[int, Batch]) -> None:
-        """Raises RuntimeError if a row has another gradient with its media padded as its own microbatch pads them."""
-        for row, own in media.items():
-            batch = {**self._layout.select(self._rows, [row]), **own}
-            result = self._probe.run(self._on_device(batch))
-            if (failure := self._difference(self._placed(batch, result, [row]), [row], OWN_PADDING)) is not None:
-                raise RuntimeError(failure)
+        """Raises RuntimeError if the gradient of a row depends on the padding of its media.
 
-    def _placed(self, batch: Batch, result: ProbeResult, rows: Sequence[int]) -> RowGradients:
-        """Returns the gradients of each row times that number, by unit and point, where the whole has its columns."""
-        width, gradients = self._width, {}
+        ``media`` are the media of a row as its own microbatch pads them, by row.
+        """
+        for row, row_media in media.items():
+            batch = {**self._layout.select(self._rows, [row]), **row_media}
+            result = self._probe.run(self._on_device(batch))
+            gradients = self._aligned(batch, result, [row])
+            failure = self._difference(gradients, [row], CutKind.OTHER_PADDING)
+            if failure is not None:
+                raise RuntimeError(failure.text)
+
+    def _failure(
+        self,
+        cutter: Cutter[RulesT] | None,
+        rules: RulesT | None,
+        packed_total: int,
+    ) -> Failure | None:
+        """Returns the failure of the first microbatch that has one. Without a cutter rows are only selected."""
+        is_packed = rules is not None and bool(rules.packing)
+        cut_kind = CutKind.PACKED if is_packed else CutKind.SINGLE_ROW
+        errors: list[type[Exception]] = [AttributeError, IndexError, TypeError, ValueError]
+        if is_packed:
+            errors += [RuntimeError, KeyError]
+            groups = self._packed_groups(packed_total)
+        else:
+            groups = [[row] for row in self._all_rows]
+            if cutter is not None:
+                groups += self._pairs_by_length()
+        # The losses of all microbatches, for the check of the formula at the end.
+        parts: list[_LossPart] = []
+        for rows in groups:
+            try:
+                if cutter is None or rules is None:
+                    batch = self._layout.select(self._rows, rows)
+                else:
+                    batch = cutter.assemble(self._facts, rows, rules)
+                result = self._probe.run(self._on_device(batch))
+            except tuple(errors) as error:
+                # Some models cannot compute such a batch. BLIP-2 needs images.
+                return self._not_accepted(rows, error, is_packed=is_packed)
+            # Packing and trimming must not lose a label.
+            num_tokens = int(loss_mask(batch, self._rule).sum())
+            num_expected = self._denominator('tokens', rows)
+            if num_tokens != num_expected:
+                text = f'{num_tokens} loss-generating tokens {cut_kind} instead of {num_expected}'
+                return Failure(FailureKind.TOKENS, self._explained(text, cut_kind))
+            gradients = self._aligned(batch, result, rows)
+            failure = self._difference(gradients, rows, cut_kind)
+            if failure is not None:
+                return failure
+            if is_packed or len(rows) == 1:
+                parts.append(_LossPart(rows, result.losses))
+            self._narrowest = min(self._narrowest, batch['labels'].shape[1])
+        if self._check_loss:
+            return self._loss_failure(parts)
+        return None
+
+    def _pairs_by_length(self) -> list[list[int]]:
+        """Returns pairs of rows of unlike length, as microbatches of training have them.
+
+        The widths in between matter if a model breaks ties between keys in an order that depends on the width.
+        """
+        by_length = sorted(self._all_rows, key=lambda row: self._facts.lengths[row])
+        return [by_length[place : place + 2] for place in range(0, len(by_length) - 1, 2)]
+
+    def _packed_groups(self, packed_total: int) -> list[list[int]]:
+        """Returns the rows in both orders: a leak runs from one document into the next, so each must follow the others.
+
+        A model may change with the number of packed tokens, so the rows are repeated until they are as many as in
+        training. Other rows would need more memory, because they are compared with themselves padded.
+        """
+        num_copies = max(math.ceil(packed_total / sum(self._facts.lengths)), 1)
+        return [self._all_rows * num_copies, self._all_rows[::-1] * num_copies]
+
+    def _not_accepted(
+        self,
+        rows: Sequence[int],
+        error: Exception,
+        *,
+        is_packed: bool,
+    ) -> Failure:
+        reason = str(error).rstrip('.')
+        if is_packed:
+            text = f'The model must take packed rows, got: {reason}. Set `packing=False` (docs/errors.md#packing).'
+        else:
+            text = f'The model must take {sample_name(self._rows, rows[0])} by itself, got: {reason}.'
+        return Failure(FailureKind.NOT_ACCEPTED, text, reason)
+
+    def _aligned(
+        self,
+        batch: Batch,
+        result: ProbeResult,
+        rows: Sequence[int],
+    ) -> RowGradients:
+        """Returns the gradients of each row, in the columns of the uncut rows, times the denominator of the unit."""
+        aligned: RowGradients = {}
+        # Rows of a microbatch are narrower than the uncut rows, or follow each other in one packed row.
         for unit, points in result.gradients.items():
-            for index, point in enumerate(points):
-                placed = torch.zeros(len(rows), width, 1 if point is None else point.shape[-1])
-                gradients[unit, index] = placed
-                if point is None:
+            for index, gradient in enumerate(points):
+                # A loss that does not depend on an output has the gradient 0 there.
+                num_entries = 1 if gradient is None else gradient.shape[-1]
+                row_gradients = torch.zeros(len(rows), self._width, num_entries)
+                aligned[unit, index] = row_gradients
+                if gradient is None:
                     continue
-                if len(point) < len(rows):  # one row of documents
+                # A microbatch may have dummy rows after its own rows, but never fewer rows, unless it is packed.
+                if len(gradient) < len(rows):
+                    # One packed row of documents.
                     documents = documents_of(batch)[0]
                     for place, row in enumerate(rows):
-                        placed[place, self._facts.real[row]] = point[0, documents == place]
+                        row_gradients[place, self._facts.real[row]] = gradient[0, documents == place]
                 elif self._facts.side == 'left':
-                    placed[:, -point.shape[1] :] = point[: len(rows), -width:]
+                    row_gradients[:, -gradient.shape[1] :] = gradient[: len(rows), -self._width :]
                 else:
-                    placed[:, : point.shape[1]] = point[: len(rows), :width]
-                placed *= self._numbers(rows)[unit]
-        return gradients
+                    row_gradients[:, : gradient.shape[1]] = gradient[: len(rows), : self._width]
+                row_gradients *= self._denominator(unit, rows)
+        return aligned
 
-    def _difference(self, gradients: RowGradients, rows: Sequence[int], how: str) -> str | None:
-        """Returns how the gradients of some rows differ from what they are beside the others; None: by round-off."""
-        for key, found in gradients.items():
-            expected = self._expected[key]
-            largest, expected = float(expected.flatten(1).norm(dim=1).max()), expected[rows]
-            # How much longer each row's gradient is than expected, along it: a factor is not a leak.
-            along, square = (found * expected).flatten(1).sum(dim=1), expected.square().flatten(1).sum(dim=1)
-            factors = torch.where((square > 0) & (along != 0), along / square, 1.0)
-            unscaled = found / factors[:, None, None]
-            errors = _relative(found if self._check_loss else unscaled, expected, largest)
+    # The differences.
+
+    def _difference(
+        self,
+        gradients: RowGradients,
+        rows: Sequence[int],
+        cut_kind: CutKind,
+    ) -> Failure | None:
+        """Returns the failure if gradients of rows differ from the expected ones by more than round-off."""
+        for point, row_gradients in gradients.items():
+            all_expected = self._expected[point]
+            largest = float(all_expected.flatten(1).norm(dim=1).max())
+            expected = all_expected[rows]
+            # Split the change into a factor on the whole row and the remainder.
+            factors = _factors(row_gradients, expected)
+            unscaled = row_gradients / factors[:, None, None]
+            # Without a check of the loss, weights of tokens may be unequal. A factor is not a leak.
+            compared = row_gradients if self._check_loss else unscaled
+            errors = _relative_errors(compared, expected, largest)
             worst = int(errors.argmax())
             error = float(errors[worst])
-            if error <= (allowed := self._allowed(key, error)):
+            allowed = self._allowed(point, error)
+            if error <= allowed:
                 continue
             name = sample_name(self._rows, rows[worst])
-            if key[0] == 'samples':
-                return (
-                    f'{SAMPLES}a gradient of {name} that changes by {error:.1e} {how}. Take a mean over columns over '
-                    'the tokens of each row, or give its own unit (docs/errors.md#model-loss).'
+            # Without the factor almost nothing is left: the row has another weight.
+            unscaled_error = float(_relative_errors(unscaled[worst][None], expected[worst][None]))
+            if point[0] == 'samples':
+                text = (
+                    f'{SAMPLES}a gradient of {name} that changes by {error:.1e} {cut_kind}. Take a mean over columns '
+                    'over the tokens of each row, or give its own unit (docs/errors.md#model-loss).'
                 )
-            if float(_relative(unscaled[worst][None], expected[worst][None])) < 0.1 * error:
-                return (
-                    f'{MEAN}{name}, whose tokens weigh {float(factors[worst]):.6f} times as much {how} as beside '
+            elif unscaled_error < LARGEST_FACTOR_ERROR * error:
+                text = (
+                    f'{MEAN}{name}, whose tokens weigh {float(factors[worst]):.6f} times as much {cut_kind} as with '
                     f'{len(self._counts) - 1} others. Divide by the number of tokens. {NAME_TERMS}'
                 )
-            failure = f'{name}: the gradient at its logits changes by {error:.1e} {how} (round-off is {allowed:.0e})'
-            return self._explained(failure, how)
+            else:
+                change = f'the gradient at its logits changes by {error:.1e} {cut_kind} (round-off is {allowed:.0e})'
+                text = self._explained(f'{name}: {change}', cut_kind)
+            return Failure(FailureKind.GRADIENT, text)
         return None
 
-    def _allowed(self, key: tuple[str, int], error: float) -> float:
-        """By how much a row's gradient may change and be the same, if it has changed by ``error``."""
+    def _allowed(self, point: Point, error: float) -> float:
+        """Returns by how much a row's gradient may change through round-off, given that it has changed by ``error``."""
         if error <= GRADIENT_TOLERANCE:
-            return GRADIENT_TOLERANCE
-        # The gradient is rounded itself; and what differs by more than any round-off is no round-off (a stale state).
-        eps = self.whole.gradient_eps
-        return max(GRADIENT_TOLERANCE, eps, min(self._noise[key], MOST_ROUNDINGS * eps, MOST_NOISE))
+            return GRADIENT_TOLERANCE  # without the forward that measures the noise
+        # The gradient itself is rounded. A change that no round-off reaches is a fault, such as a stale state.
+        eps = self.reference.gradient_eps
+        # The measured noise has limits of its own, because a random forward would make it as large as any fault.
+        noise = min(self._noise[point], MOST_ROUNDINGS * eps, MOST_NOISE)
+        return max(GRADIENT_TOLERANCE, eps, noise)
 
-    def _loss_failure(self, parts: Sequence[tuple[Sequence[int], Mapping[str, float]]]) -> str | None:
-        """The formula itself: the loss of all rows is the mean of those of the microbatches, by tokens or samples."""
-        for unit, expected in self.whole.losses.items():
-            found = [(losses[unit], self._numbers(rows)[unit]) for rows, losses in parts if unit in losses]
-            total = sum(number for _, number in found)
-            if not total or (unit == 'samples' and len(found) < len(self._counts)):
-                continue  # a term that is absent for one row alone says nothing of the others
-            mean = sum(loss * number for loss, number in found if number) / total
-            # The noise takes a forward more, so it is asked for only where it decides.
-            if self.whole.is_same_loss(unit, mean) or self.whole.is_same_loss(
-                unit, mean, noise=abs(self._rounded.losses[unit] - expected)
-            ):
+    def _loss_failure(self, parts: Sequence[_LossPart]) -> Failure | None:
+        """Checks the formula itself: the loss of all rows is the mean of the losses of the microbatches."""
+        for unit, expected in self.reference.losses.items():
+            weighted_sum = 0.0
+            total = 0
+            num_parts = 0
+            for part in parts:
+                if unit not in part.losses:
+                    continue
+                num_parts += 1
+                denominator = self._denominator(unit, part.rows)
+                total += denominator
+                if denominator:
+                    weighted_sum += part.losses[unit] * denominator
+            # A term that is absent for one row says nothing about the others.
+            is_incomplete = unit == 'samples' and num_parts < len(self._counts)
+            if total == 0 or is_incomplete:
                 continue
-            got = f'{expected:.6f} for {len(self._counts)} rows together, and {mean:.6f} as their mean one by one'
+            # This is the formula of the package, with one microbatch for each row.
+            mean = weighted_sum / total
+            if self._is_same_loss(unit, mean):
+                continue
+            difference = f'{expected:.6f} for {len(self._counts)} rows together, and {mean:.6f} as their mean by row'
             if unit == 'samples':
-                return f'{SAMPLES}{got}. Give their own unit (docs/errors.md#model-loss).'
-            return f'{MEAN}{got}. It holds a term that depends on which rows share a microbatch. {NAME_TERMS}'
+                text = f'{SAMPLES}{difference}. Give their own unit (docs/errors.md#model-loss).'
+            else:
+                text = (
+                    f'{MEAN}{difference}. It holds a term that depends on which rows share a microbatch. {NAME_TERMS}'
+                )
+            return Failure(FailureKind.LOSS, text)
         return None
 
-    def _explained(self, failure: str, how: str) -> str:
-        if self.whole.is_nan:
-            return NOT_A_NUMBER.format(failure)
-        if how == 'packed':
-            pads = ', or a pad predicts the label of a first token (mask it, -100)' * (self._facts.side == 'left')
+    def _is_same_loss(self, unit: str, mean: float) -> bool:
+        if self.reference.is_same_loss(unit, mean):
+            return True
+        # The noise takes one more forward, so it is measured only if it decides.
+        noise = abs(self._rounded_result.losses[unit] - self.reference.losses[unit])
+        return self.reference.is_same_loss(unit, mean, noise=noise)
+
+    def _explained(self, difference: str, cut_kind: CutKind) -> str:
+        """Returns a message that says where such a difference comes from and what to do."""
+        if self.reference.is_nan:
+            return NOT_A_NUMBER.format(difference)
+        if cut_kind is CutKind.PACKED:
+            causes = 'Attention, positions or states leak from one document to the next'
+            if self._facts.side == 'left':
+                causes += ', or the model counts padding on the left as positions'
+                if self._rule != 'unshifted':
+                    causes += ', or a pad predicts the label of a first token (mask it, -100)'
             return (
-                f'The model must tell packed documents apart, got: {failure}. Attention, positions or states leak from '
-                f'one document to the next{pads}. Set `packing=False`, which is exact (docs/errors.md#packing).'
+                f'The model must tell packed documents apart, got: {difference}. {causes}. Set `packing=False`, which '
+                'is exact (docs/errors.md#packing).'
             )
-        if how == OWN_PADDING:
+        if cut_kind is CutKind.OTHER_PADDING:
             return (
-                f'Media must be computed alike however far they are padded, got: {failure}. The model sees padding of '
-                'sounds or images, which microbatches that are collated by themselves change. Pad all to one size in '
-                "the collator (`padding='max_length'`), or give token_data_spec() a plain DataLoader "
+                f'Media must have the same result however far they are padded, got: {difference}. The model sees '
+                'padding of sounds or images, which differs in microbatches that are collated by themselves. Pad all '
+                "to one size in the collator (`padding='max_length'`), or give token_data_spec() a plain DataLoader "
                 '(docs/errors.md#row-coupling).'
             )
         if self._probe.is_random:
             return (
-                f'The forward must not be random in evaluation, or no two cuts can be compared, got: {failure}. Switch '
-                'off its noise (docs/errors.md#row-coupling).'
+                f'The forward must not be random in evaluation, or no two cuts can be compared, got: {difference}. '
+                'Switch off its noise (docs/errors.md#row-coupling).'
             )
         return (
-            f"A row's losses must not depend on the rows beside it nor on its padding, got: {failure}. Rows see each "
-            'other in this model (statistics of the batch, attention over padding, a mean over other positions in the '
-            "loss). Pad on the other side, freeze the layer, leave the term out or name a router's factor in "
+            f"A row's losses must not depend on the rows beside it nor on its padding, got: {difference}. Rows see "
+            'each other in this model (statistics of the batch, attention over padding, a mean over other positions in '
+            "the loss). Pad on the other side, freeze the layer, leave the term out or name a router's factor in "
             '`router_aux_loss_coef` (docs/errors.md#row-coupling).'
         )
 
 
-def _relative(found: torch.Tensor, expected: torch.Tensor, largest: float | None = None) -> torch.Tensor:
-    """Norm of the difference over that of what is expected, by row; ``largest``: of all rows."""
+def _why_not_packed(failures: Sequence[Failure]) -> str:
+    """Returns why no packing is exact.
+
+    Attention document by document is tried first. If the model has no such attention, it may find the documents by
+    their positions. Then both failures are told.
+    """
+    first = failures[0]
+    for failure in failures:
+        if failure.kind is not FailureKind.NOT_ACCEPTED:
+            if failure is first:
+                return failure.text
+            return f'{failure.text} Attention document by document was not possible: {first.reason}.'
+    return first.text
+
+
+def _factors(gradients: Tensor, expected: Tensor) -> Tensor:
+    """Returns how much longer each row's gradient is than expected, along the expected one; ``(rows,)``."""
+    products = (gradients * expected).flatten(1).sum(dim=1)
+    squares = expected.square().flatten(1).sum(dim=1)
+    has_factor = (squares > 0) & (products != 0)
+    return torch.where(has_factor, products / squares, 1.0)
+
+
+def _relative_errors(
+    gradients: Tensor,
+    expected: Tensor,
+    largest: float | None = None,
+) -> Tensor:
+    """Returns the norm of each row's difference divided by the norm of the expected gradient; ``(rows,)``.
+
+    ``largest`` is the largest norm of all rows. The default is the largest of these rows.
+    """
     sizes = expected.flatten(1).norm(dim=1)
-    least = SMALL_ROW * (float(sizes.max()) if largest is None else largest)
-    return ((found - expected).flatten(1).norm(dim=1) / sizes.clamp(min=least or 1e-30)).nan_to_num(nan=torch.inf)
+    if largest is None:
+        largest = float(sizes.max())
+    # A gradient of zero must not divide by zero.
+    smallest_size = SMALL_ROW * largest or 1e-30
+    differences = (gradients - expected).flatten(1).norm(dim=1)
+    return (differences / sizes.clamp(min=smallest_size)).nan_to_num(nan=torch.inf)
 
 
-def documents_of(packed: Batch) -> torch.Tensor:
-    """Returns which document each position of a packed row belongs to, ``(1, width)``."""
+def documents_of(packed: Batch) -> Tensor:
+    """Returns the number of the document of each position of a packed row, ``(1, width)``."""
     mask = packed.get('attention_mask')
     if mask is not None:
         return mask.int().argmax(dim=0)[None]
-    positions = packed['position_ids']  # of text come first
-    return (positions.flatten(0, -2)[:1] == 0).cumsum(dim=1) - 1
+    positions = packed['position_ids'].flatten(0, -2)[:1]  # positions of text come first
+    # Positions restart at 0, or at the place behind padding in the tables of RoBERTa.
+    restarts = positions.diff(dim=1) != 1
+    return torch.nn.functional.pad(restarts.cumsum(dim=1), (1, 0))

@@ -1,19 +1,23 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Checks run on the first batch, and the first of a new kind: which labels count, and which cuts leave rows alone."""
+"""Checks the model on the first batch, and on the first batch with a new kind of rows.
+
+It finds out which labels count in the loss, and which cuts keep the gradient of every row.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias, overload
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from composer_tokacc.batch import (
@@ -21,323 +25,746 @@ from composer_tokacc.batch import (
     MODALITIES,
     Batch,
     labels_of,
+    own_labels,
     real_positions,
     sample_name,
     with_own_tensors,
 )
 from composer_tokacc.checks.comparison import MEAN, NAME_TERMS, NOT_A_NUMBER, RowComparison
+from composer_tokacc.checks.cutter import Cutter, RulesT
 from composer_tokacc.checks.logits import TINY, targets_of
 from composer_tokacc.checks.probe import Probe
 from composer_tokacc.collectives import all_gather_object, from_any_rank, get_global_rank, max_over_ranks
 from composer_tokacc.compat import gradient_hooks, steps_after_gradients
 from composer_tokacc.counting import LOSS_RULES, loss_mask
 from composer_tokacc.layout import (
-    ROW_KINDS,
     BatchLayout,
+    RowFacts,
     describe,
     describe_all,
-    kinds_of,
     media_entries,
     microbatches_of,
 )
+from composer_tokacc.layout.found import joined_readings
+from composer_tokacc.layout.ranges import RowRanges, ranges_of
 from composer_tokacc.metadata import num_rows, without_metadata
 
 log = logging.getLogger(__name__)
 
 LOOK_AGAIN = 16
-"""Step from which on rows are looked at again: 16, 32, 64 and so on. Models and losses change in what steps do not
-measure: rows that begin to see each other, terms of inner states."""
+"""Rows are checked again in this step, and in each step of twice the number: 32, 64 and so on. Models and losses may
+change in a way that steps do not measure: rows begin to see each other, or a term of inner states begins."""
 MAX_ROWS = 6
-"""Rows of a check at the most. Without gradients a row takes about half of the memory that it takes in training, so a
-microbatch of k rows leaves room for 2 k; at least four are needed to show the ways in which rows differ."""
+"""Most rows of a check. Without gradients a row takes about half of its memory in training, so a microbatch of k rows
+leaves room for 2 k. At least four rows are needed to show how rows differ."""
 MIN_ROWS = 4
-"""Rows of it, where the batch has as many: what one of them sees of the others differs."""
+"""Fewest rows of a check, if the batch has as many: each sees something else of the others."""
+MAX_LOOKED_ROWS = 12
+"""Rows of a look at new widths, group by group. A model with a top-k of keys changes only rows in which keys tie, which
+repeated tokens do: of a tiny Doge about every third row."""
+NUM_TIED_TOKENS = 3
+"""Distinct tokens of a row with ties."""
 NUM_LABELS = 4
-"""Labels of the row that is asked for the rule."""
-SCALES = (1e-4, 1.0, 1e4)
-"""Sizes of the gradients that a hook is tried on: clamps show at one of them."""
+"""Number of labels of the row that shows the loss rule."""
+ENOUGH_TOKENS = 4
+"""Number of tokens of a row that was lengthened."""
+LARGEST_ELSEWHERE = 0.1
+"""Largest part of a gradient that may be at positions without a label. More means that another rule is the model's."""
+GRADIENT_SIZES = (1e-4, 1.0, 1e4)
+"""Sizes of the gradients that a hook is tried on. A clamp shows at one of them."""
+
+BatchDict: TypeAlias = dict[str, Any]
+Cost: TypeAlias = Any
+"""A number or a tuple, of the same type for all rows."""
+GradientHook: TypeAlias = Callable[[Tensor], Tensor | None]
+
+
+class SharedRows(NamedTuple):
+    """The rows of one rank that all ranks probe."""
+
+    rows: BatchDict
+    media: dict[int, BatchDict]  # of some of the rows, see :func:`media_as_collated`
+    more: list[BatchDict]  # further rows, to be compared in these groups
+    tied: BatchDict | None  # see :func:`rows_with_ties`
+    packed_total: int  # the most tokens of a packed row in training; 0: rows are not packed
+
+
+@dataclass(frozen=True)
+class RowOffer:
+    """What a rank has to be looked at."""
+
+    can_show_rule: bool  # a row whose label has a token before it
+    num_missing: int  # of the ranges that were proven
+    num_rows: int
+    ranges: RowRanges
+
+    @property
+    def value(self) -> tuple[bool, int, int]:
+        """The larger, the more the rows of the rank show."""
+        return self.can_show_rule, self.num_missing, self.num_rows
 
 
 @dataclass(eq=False)
 class FirstBatchCheck:
-    """Probes the model with rows of a batch, on all ranks alike; without a layout only the loss rule is found."""
+    """Probes the model with rows of a batch, the same ones on all ranks. Without a layout it finds only the rule."""
 
     probe: Probe
     layout: BatchLayout | None
-    to_device: Callable[[Any], Any]
+    to_device: Callable[[Batch], Batch]
     _: KW_ONLY
     loss_tokens: str
     check_loss: bool
     microbatch_size: float
     rule: str | None = field(default=None, init=False)
+    """The loss rule of the model."""
     token_scale: float | None = field(default=None, init=False)
-    """What all tokens weigh in the loss of one forward, times their number: 1 for a mean of cross-entropies. None: they
-    do not weigh the same there (label smoothing, focal losses), or nothing tells."""
+    """The weight of a token in the loss of one forward, times the number of tokens: 1 for a mean of cross-entropies.
+    None: the weights differ (label smoothing, focal losses), or nothing is known."""
     vocabulary: int | None = field(default=None, init=False)
-    """Ids that a label may have, by the model's logits."""
-    _proven: set[str] = field(default_factory=set, init=False)
+    """Number of ids that a label may have, from the model's logits."""
+    has_logits: bool = field(default=True, init=False)
+    """False if the loss shows that the output of the model holds hidden states, and that the loss holds the head."""
+    _proven: RowRanges = field(default_factory=RowRanges, init=False)
+    """Ranges of the rows that were compared, the same on all ranks."""
     _was_run: bool = field(default=False, init=False)
+    _num_harmless: int = field(default=0, init=False)
+    """Number of harmless states that were named in a warning."""
 
     def __post_init__(self) -> None:
+        # Without a check the given rule is taken for true.
         self.rule = None if self.check_loss else self.loss_tokens
 
-    def kinds_of(self, batch: Batch) -> tuple[int, ...]:
-        """Returns which kinds of rows a batch has, see :data:`.ROW_KINDS`."""
-        return kinds_of(describe_all(self.layout, batch))
+    def ranges_of(self, batch: Batch, cutter: Cutter[RulesT] | None) -> RowRanges:
+        """Returns the ranges of a batch's rows."""
+        sources = describe_all(self.layout, batch)
+        packed_total = 0
+        if cutter is not None:
+            packed_total = cutter.largest_packed_row(sources, self.microbatch_size)
+        return ranges_of(sources, packed_total)
 
-    def is_due(self, kinds: Sequence[int], step: int) -> bool:
-        """Returns whether any of the kinds was not looked at yet; all are looked at again now and then."""
+    def has_new_rows(self, batch: Batch, cutter: Cutter[RulesT] | None) -> bool:
+        """Returns whether this rank has a row outside of the ranges that were proven."""
+        return bool(self._proven.missing(self.ranges_of(batch, cutter)))
+
+    def is_due(self, step: int, *, has_new_rows: bool) -> bool:
+        """Returns whether to check rows: if some rank has new ones, and in steps 16, 32, 64 and so on."""
+        # The second test is true for powers of two.
         if step >= LOOK_AGAIN and step & (step - 1) == 0:
             self._was_run = False
-        return not self._was_run or bool(_names_of(kinds) - self._proven)
+        return has_new_rows or not self._was_run
 
-    def prove(self, batch: Batch, cutter: Any) -> Any:
-        """Returns the rules by which rows may be cut, of every kind that was not looked at yet; a collective.
+    @overload
+    def prove(self, batch: Batch, cutter: Cutter[RulesT]) -> RulesT: ...
 
-        Raises on all ranks if no cut leaves the gradients of the rows alone. ``batch`` is this rank's, on the CPU;
-        without ``cutter`` whole rows alone are tried.
+    @overload
+    def prove(self, batch: Batch, cutter: None) -> None: ...
+
+    def prove(
+        self,
+        batch: Batch,
+        cutter: Cutter[RulesT] | None,
+    ) -> RulesT | None:
+        """Returns the rules by which rows may be cut. It checks rows outside of the ranges that were proven.
+
+        A collective. ``batch`` is the batch of this rank, on the CPU. Without a cutter rows are only compared with
+        themselves alone. Raises RuntimeError on all ranks if no cut keeps the gradients of the rows.
         """
         rules = None if cutter is None else cutter.rules
-        kinds = self.kinds_of(batch)
-        own, present = _names_of(kinds), _names_of(max_over_ranks(kinds))
-        while (new := present - self._proven) or not self._was_run:  # of a batch without any kind as well
+        while True:
+            local = self.ranges_of(batch, cutter)
+            missing = self._proven.missing(local)
+            # FSDP needs the same forwards on all ranks, so ranks agree on whether there are any.
+            (is_any_missing,) = max_over_ranks([bool(missing)])
+            if self._was_run and not is_any_missing:
+                return rules
+            # A rank whose rows have one token each cannot show the loss rule.
+            offers = all_gather_object(RowOffer(_has_label_to_predict(batch), len(missing), num_rows(batch), local))
+            offer = max(offers, key=lambda offer: offer.value)  # of several that are equal, that of the first rank
+            self._learn_readings(offers)
+            is_sender = offers[get_global_rank()] is offer
             try:
-                found, shown = self._run(batch, cutter, rules, own & new)
-            except IndexError as error:  # as torch says on a CPU; a GPU stops the process
-                if 'out of' not in str(error):  # an id that is out of range, a target that is out of bounds
+                new_rules, shown = self._run(batch, cutter, rules, missing, is_sender=is_sender)
+            except IndexError as error:
+                # An id that is out of range, a target that is out of bounds. On a GPU the process stops instead.
+                if 'out of' not in str(error):
                     raise
                 raise RuntimeError(
                     f'The model must take the batch, got: {error}, for {_ids_of(batch)}. Labels must be -100 or ids of '
                     "the model's vocabulary, and its embedding must hold every token. Take the tokenizer that belongs "
                     'to the model (docs/errors.md#counts).'
                 ) from error
-            if getattr(found, 'packing', False) != getattr(rules, 'packing', False):
-                self._proven = set()  # what was proven of packed rows says nothing of padded ones
-            rules = found
-            # A kind may be that no chosen row shows, such as media that the layout cannot tell apart.
-            self._proven |= shown if shown & new else shown | present
-        return rules
+            if rules is not None and new_rules is not None and not new_rules.cuts_like(rules):
+                # What was shown for one cut says nothing about another.
+                self._proven = RowRanges(readings=self._proven.readings)
+            rules = new_rules
+            self._proven = self._proven.joined(shown)
+            if len(self._proven.missing(offer.ranges)) >= offer.num_missing:
+                # The chosen rows may not show everything: the layout may not be able to tell media from each other.
+                self._proven = self._proven.joined(offer.ranges)
 
-    def _run(self, batch: Batch, cutter: Any, rules: Any, kinds: set[str]) -> tuple[Any, set[str]]:
-        """Finds the rule, if it is not known yet, and the rules of the cut for rows like those of ``batch``.
+    def _learn_readings(self, offers: Sequence[RowOffer]) -> None:
+        """Rules out what a key cannot mean by the batch of some rank, on all ranks alike."""
+        readings = self._proven.readings
+        for offer in offers:
+            readings = joined_readings(readings, offer.ranges.readings)
+        self._proven = replace(self._proven, readings=readings)
+        if self.layout is not None and readings != self.layout.readings:
+            self.layout = self.layout.with_readings(readings)
 
-        All ranks probe the rows of one rank, because FSDP hangs if only some ranks' rows have images: of the rank with
-        the most of the wanted kinds. Gives the rules, and which kinds the probed rows were of.
+    def _run(
+        self,
+        batch: Batch,
+        cutter: Cutter[RulesT] | None,
+        rules: RulesT | None,
+        missing: Sequence[str],
+        *,
+        is_sender: bool,
+    ) -> tuple[RulesT | None, RowRanges]:
+        """Finds the loss rule, if it is not known yet, and the rules of the cut for rows like those of ``batch``.
+
+        All ranks probe the rows of one rank, because FSDP hangs if only some ranks have images. It is the rank with the
+        most that is new. Returns the rules, and the ranges of the probed rows.
         """
         started = time.perf_counter()
-        rows, media = self._shared_rows(batch, kinds)
+        shared = self._shared_rows(batch, cutter, missing, is_sender=is_sender)
         if self.rule is None:
-            self.rule = find_loss_rule(
-                self.probe, self._on_device(rule_batch(self.layout, rows)), loss_tokens=self.loss_tokens
-            )
+            # One row is enough for the rule.
+            row = self._on_device(rule_batch(self.layout, shared.rows))
+            self.rule = find_loss_rule(self.probe, row, loss_tokens=self.loss_tokens)
+            if self.layout is None:
+                result = self.probe.run(row, targets=targets_of(row, self.rule))
+                self.has_logits = result.has_logits is not False
+                self._check_written_state(row)
         self._was_run = True
         if self.layout is None:
             log.warning(
                 'Rows of the batch could not be told apart, so it was not checked that they are independent of each '
                 'other. Use token_data_spec(), with a `layout` that knows every entry.'
             )
-            return rules, set()
-        rows = with_unequal_row(self.layout, rows, self.rule)
-        comparison = RowComparison(self.probe, self.layout, self._on_device, self.rule, rows, self.check_loss)
-        found = comparison.first_exact(cutter, rules)
-        comparison.check_media(media)
-        scales = all_gather_object(comparison.token_scale())  # ranks must agree on what they look at again
+            return rules, RowRanges()
+        # From here on rows are compared with each other.
+        rows = with_unequal_row(self.layout, shared.rows, self.rule)
+        comparison: RowComparison[RulesT] = RowComparison(
+            self.probe,
+            self.layout,
+            self._on_device,
+            self.rule,
+            rows,
+            self.check_loss,
+        )
+        self._check_written_state(comparison.batch)
+        rules = _exact_rules(comparison, cutter, rules, shared.packed_total)
+        # Microbatches that the loader collated may pad media to other sizes.
+        comparison.check_media(shared.media)
+        # Ranks must agree on what they measure, and check again, later.
+        scales = all_gather_object(comparison.token_scale())
         self.token_scale = None if None in scales else scales[0]
-        self.vocabulary = comparison.whole.vocabulary
-        log.info('The first-batch check took %.2f s. %s', time.perf_counter() - started, found)
-        shown = _names_of(self.kinds_of(rows))
-        return found, shown if comparison.has_shown_trimming else shown - {'left', 'positions', 'right'}
+        self.vocabulary = comparison.reference.vocabulary
+        self.has_logits = comparison.reference.has_logits is not False
+        shown = self._shown(comparison, rows, rules, shared.packed_total)
+        rules, shown = self._run_further(comparison, cutter, rules, shared, shown)
+        log.info('The first-batch check took %.2f s. %s', time.perf_counter() - started, rules)
+        return rules, shown
 
-    def _on_device(self, batch: Batch) -> Any:
+    def _run_further(
+        self,
+        ordinary: RowComparison[RulesT],
+        cutter: Cutter[RulesT] | None,
+        rules: RulesT | None,
+        shared: SharedRows,
+        shown: RowRanges,
+    ) -> tuple[RulesT | None, RowRanges]:
+        """Compares the further rows of a look at new widths, and those with ties."""
+        assert self.layout is not None
+        assert self.rule is not None
+        groups = list(shared.more)
+        if shared.tied is not None:
+            groups.append(shared.tied)
+        for rows in groups:
+            # Rounding breaks ties in any order, so it says nothing about rows that are full of them.
+            is_tied = rows is shared.tied
+            comparison: RowComparison[RulesT] = RowComparison(
+                self.probe,
+                self.layout,
+                self._on_device,
+                self.rule,
+                rows,
+                self.check_loss,
+                noise_of=ordinary if is_tied else None,
+            )
+            stricter = _exact_rules(comparison, cutter, rules, shared.packed_total)
+            shown_now = self._shown(comparison, rows, stricter, shared.packed_total)
+            if rules is None or stricter is None or stricter.cuts_like(rules):
+                shown = shown.joined(shown_now)
+            else:
+                # Rules that only some rows need are shown for all of them by the next look.
+                shown = shown_now
+            rules = stricter
+        return rules, shown
+
+    def _shown(
+        self, comparison: RowComparison[RulesT], rows: Batch, rules: RulesT | None, packed_total: int
+    ) -> RowRanges:
+        """Returns the ranges of rows that were compared under some rules."""
+        is_packed = rules is not None and bool(rules.packing)
+        shown = ranges_of(describe_all(self.layout, rows), packed_total if is_packed else 0)
+        # If no row was narrower, nothing is known about padding.
+        return shown if comparison.has_shown_trimming else shown.without_padding()
+
+    def _check_written_state(self, rows: Batch) -> None:
+        """Raises RuntimeError if forwards write state that their result depends on."""
+        self.probe.judge_written_state(rows)
+        name = self.probe.state_dependence
+        if name is not None:
+            raise RuntimeError(
+                f'A forward must not change the result of the next one, got: {name!r}, which every forward in training '
+                'writes and the result depends on. A step would depend on its number of microbatches. Put its module '
+                'in eval mode, or write it once a step, outside of the forward (docs/errors.md#row-coupling).'
+            )
+        new_names = self.probe.harmless_states[self._num_harmless :]
+        self._num_harmless += len(new_names)
+        if new_names:
+            log.warning(
+                'Every forward writes %d states of the model, such as %r. Gradients do not depend on them. The states '
+                'depend on the number of microbatches.',
+                len(new_names),
+                new_names[0],
+            )
+
+    def _on_device(self, batch: Batch) -> Batch:
         return self.to_device(with_own_tensors(without_metadata(batch)))
 
-    def _shared_rows(self, batch: Batch, kinds: set[str]) -> Any:
-        """Returns the rows that all ranks probe with, and of some their media as of :func:`media_as_collated`."""
+    def _shared_rows(
+        self, batch: Batch, cutter: Cutter[RulesT] | None, missing: Sequence[str], *, is_sender: bool
+    ) -> SharedRows:
+        """Returns the rows that all ranks probe: those of the sender."""
+        shared = from_any_rank(self._selected_rows(batch, cutter, missing) if is_sender else None)
+        assert shared is not None
+        return shared
+
+    def _selected_rows(self, batch: Batch, cutter: Cutter[RulesT] | None, missing: Sequence[str]) -> SharedRows:
+        if self.layout is None:
+            return SharedRows(dict(batch), {}, [], None, 0)
+        # Rows of a probe take about half of the memory of training.
         max_rows = min(max(int(2 * self.microbatch_size), 4), MAX_ROWS)
-        offers = all_gather_object((len(kinds), num_rows(batch)))
-        if get_global_rank() != offers.index(max(offers)):
-            rows = None
-        elif self.layout is None:
-            rows = dict(batch), {}
-        else:
-            chosen = chosen_rows(self.layout, batch, kinds, max_rows)
-            selected = self.layout.select(without_metadata(batch), chosen)
-            rows = _with_labels(self.layout, selected), media_as_collated(self.layout, batch, chosen)
-        return from_any_rank(rows)
+        chosen = chosen_rows(self.layout, batch, missing, max_rows)
+        loader_batch = without_metadata(batch)
+        rows = lengthened(self.layout, self.layout.select(loader_batch, chosen))
+        more, tied = [], None
+        if any(name.startswith(('rows padded', 'packed rows')) for name in missing):
+            for group in further_rows(batch, chosen, max_rows):
+                more.append(_with_labels(self.layout, self.layout.select(loader_batch, group)))
+            tied = rows_with_ties(self.layout, batch)
+        packed = self.ranges_of(batch, cutter).packed
+        return SharedRows(
+            rows=_with_labels(self.layout, rows),
+            media=media_as_collated(self.layout, batch, chosen),
+            more=more,
+            tied=tied,
+            packed_total=0 if packed is None else packed.total,
+        )
 
 
-def find_loss_rule(probe: Probe, row: Batch, *, loss_tokens: str = 'auto') -> str:
-    """Finds, or confirms, the rule by which the model counts labels: where the gradient of its loss is not 0.
+def _exact_rules(
+    comparison: RowComparison[RulesT],
+    cutter: Cutter[RulesT] | None,
+    rules: RulesT | None,
+    packed_total: int,
+) -> RulesT | None:
+    """Returns the first exact rules. Without a cutter rows are only compared with themselves alone."""
+    if cutter is None or rules is None:
+        comparison.check_single_rows()
+        return rules
+    return comparison.first_exact(cutter, rules, packed_total)
 
-    The rule depends on the model class and the transformers version, and a wrong one is silent: raises RuntimeError if
-    no rule, or not the given one, is the model's. ``row`` is as of :func:`.rule_batch`, on the model's device.
+
+# The loss rule.
+
+
+def find_loss_rule(
+    probe: Probe,
+    row: Batch,
+    *,
+    loss_tokens: str = 'auto',
+) -> str:
+    """Finds the rule by which the model counts labels, or confirms the given one: the gradient is at these labels.
+
+    The rule depends on the model class and the version of transformers, and a wrong rule shows nowhere else.
+
+    Args:
+        probe: Of the model.
+        row: As returned by :func:`rule_batch`, on the device of the model.
+        loss_tokens: The given rule, or ``'auto'``.
+
+    Raises:
+        RuntimeError: If no rule, or not the given one, is the model's.
     """
     result = probe.run(row)
     if result.is_nan:
         raise RuntimeError(NOT_A_NUMBER.format(sample_name(row, 0)))
-    gradients = next(iter(result.gradients.values()))
-    gradient = next((one for one in reversed(gradients) if one is not None), torch.zeros(*row['labels'].shape, 1))
-    norms, matching = gradient.norm(dim=-1), []
+    first_unit = next(iter(result.gradients.values()))
+    norms = torch.zeros(row['labels'].shape)
+    for gradient in first_unit:
+        if gradient is not None:
+            norms = gradient.norm(dim=-1)  # the last one is nearest to the loss
+    matching: dict[str, float] = {}  # the part of the gradient that a rule does not explain, by rule
+    # A rule fits if the gradient is at the positions that it names, at each of them, and nowhere else.
     for rule in LOSS_RULES:
         predicts = targets_of(row, rule).cpu() != IGNORE_INDEX
+        # The rest is round-off, or another loss term, which the comparison refuses later.
         elsewhere = float(norms[~predicts].norm() / norms[predicts].norm().clamp(min=TINY))
-        if elsewhere < 0.1 and bool((norms[predicts] > 0).all()):
-            matching.append((elsewhere, rule))
-    where = _listed(norms)
+        if elsewhere < LARGEST_ELSEWHERE and bool((norms[predicts] > 0).all()):
+            matching[rule] = elsewhere
+    positions = _listed(norms)
     if not matching:
         raise RuntimeError(
-            f'{MEAN}a gradient at the positions {where} for labels at {_listed(row["labels"] != IGNORE_INDEX)}, which '
+            f'{MEAN}a gradient at the positions {positions} for labels at '
+            f'{_listed(row["labels"] != IGNORE_INDEX)}, which '
             'no rule explains. The model changes labels inside forward, or its loss holds a term over other positions. '
             f'{NAME_TERMS}'
         )
-    # Rules that agree even here (no attention mask) count the same: the first of them.
-    found = min(matching, key=lambda pair: pair[0])[1]
-    if loss_tokens not in ('auto', *(rule for _, rule in matching)):
+    # Rules may agree even here (without an attention mask). Then they count the same, and the first is taken.
+    best_rule = min(matching, key=lambda rule: matching[rule])
+    if loss_tokens == 'auto':
+        return best_rule
+    if loss_tokens not in matching:
         raise RuntimeError(
             f'`loss_tokens` must be the rule by which the model averages its loss, got: {loss_tokens!r}, but the model '
-            f'averages by {found!r} (the gradient of its loss is at the positions {where}). Set '
-            f'`loss_tokens={found!r}` (docs/errors.md#loss-rule).'
+            f'averages by {best_rule!r} (the gradient of its loss is at the positions {positions}). Set '
+            f'`loss_tokens={best_rule!r}` (docs/errors.md#loss-rule).'
         )
-    return found if loss_tokens == 'auto' else loss_tokens
+    return loss_tokens
 
 
-def _names_of(kinds: Sequence[int]) -> set[str]:
-    return {name for name, number in zip(ROW_KINDS, kinds, strict=True) if number}
+def rule_batch(layout: BatchLayout | None, rows: Batch) -> BatchDict:
+    """Returns one of the rows with labels that tell the rules apart: on its first position, and on an unattended one.
+
+    All labels are the same token, so that the model can be sure of one position at most. If the layout is unknown the
+    other rows stay, without labels.
+    """
+    if layout is not None:
+        rows = layout.select(rows, [_row_for_rule(layout, rows)])
+    labels = labels_of(rows)
+    mask = rows.get('attention_mask')
+    if not isinstance(mask, Tensor) or mask.shape != labels.shape:
+        mask = None
+    positions = (labels[0, 1:] != IGNORE_INDEX).nonzero().flatten() + 1
+    if len(positions) < 2:
+        attended = torch.ones_like(labels) if mask is None else mask
+        positions = (attended[0, 1:] != 0).nonzero().flatten() + 1
+    label_positions = positions[-NUM_LABELS:].tolist() or [labels.shape[1] - 1]
+    # The first label is counted only by unshifted rules, the last one only if padding is counted.
+    changed = {**rows, 'labels': torch.full_like(labels, IGNORE_INDEX)}
+    changed['labels'][0, [0, *label_positions]] = _any_token(rows)
+    if mask is not None and len(label_positions) > 1:
+        changed['attention_mask'] = mask.clone()
+        # The last label is on a position that is not attended now.
+        changed['attention_mask'][0, label_positions[-1]] = 0
+    return changed
 
 
-def _listed(marked: torch.Tensor) -> str:
-    places = marked.nonzero()[:, 1].tolist()
-    return str(places[:8])[:-1] + (', ...]' if len(places) > 8 else ']')
+def _row_for_rule(layout: BatchLayout, rows: Batch) -> int:
+    """Returns the number of a row with enough labels, with media if possible: some models cannot compute others."""
+    num_labels = (labels_of(rows)[:, 1:] != IGNORE_INDEX).sum(dim=1).tolist()
+    num_media = layout.media_per_row(rows)
+
+    def cost(row: int) -> tuple[bool, bool, bool]:
+        return num_labels[row] < 2, num_labels[row] < NUM_LABELS, num_media[row] == 0
+
+    return min(range(len(num_labels)), key=cost)
+
+
+def _any_token(rows: Batch) -> int:
+    """Returns a token that the model knows: a label of the rows, or one of their ids."""
+    labels = labels_of(rows)
+    tokens = labels[labels != IGNORE_INDEX]
+    if tokens.numel():
+        return int(tokens[-1])
+    ids = rows.get('input_ids')
+    if ids is not None and ids.shape == labels.shape:
+        return int(ids.flatten()[-1])
+    return 0
+
+
+def _listed(is_marked: Tensor) -> str:
+    """Returns the marked columns, for a message."""
+    columns = is_marked.nonzero()[:, 1].tolist()
+    if len(columns) <= 8:
+        return str(columns)
+    return str(columns[:8])[:-1] + ', ...]'
 
 
 def _ids_of(batch: Batch) -> str:
-    """Returns the ids of a batch, for a message."""
-    ends = []
+    """Returns the range of the ids of a batch, for a message."""
+    ranges = []
     for key in ('labels', 'input_ids'):
-        ids = [one[key][one[key] != IGNORE_INDEX] for one in microbatches_of(batch) if one.get(key) is not None]
-        if ids and (joined := torch.cat(ids)).numel():
-            ends.append(f'`{key}` of {int(joined.min())} to {int(joined.max())}')
-    return ' and '.join(ends)
+        parts = []
+        for microbatch in microbatches_of(batch):
+            ids = microbatch.get(key)
+            if ids is not None:
+                parts.append(ids[ids != IGNORE_INDEX])
+        if parts:
+            joined = torch.cat(parts)
+            if joined.numel():
+                ranges.append(f'`{key}` of {int(joined.min())} to {int(joined.max())}')
+    return ' and '.join(ranges)
 
 
-def chosen_rows(layout: BatchLayout, batch: Batch, wanted: set[str], max_rows: int) -> list[int]:
-    """Returns the numbers of a few unlike rows: first of those of the wanted kinds."""
-    facts, labels = describe(layout, batch), labels_of(batch)
-    lengths, media, indices = facts.lengths, facts.media, range(len(facts.lengths))
-    units = [unit for unit in MODALITIES if any(kind.startswith(unit) for kind in wanted)]
-    first = facts.real.int().argmax(dim=1).tolist()
-    wishes = [  # the less, the better
-        [-length for length in lengths],
-        lengths,
-        *(
-            [(size is None, sign * (size or 0)) for size in facts.media_sizes(unit)]
-            for unit in units
-            for sign in (1, -1)
-        ),
-        [count > 0 for count in media],
-        *([[not is_so for is_so in facts.has_hole]] if {'holes', 'holes beside media'} & wanted else []),
-        # A label on the first token behind padding is the hardest to keep.
-        [not 0 < at < len(row) or int(row[at]) == IGNORE_INDEX for at, row in zip(first, labels, strict=True)],
-        [-count for count in media],
-    ]
-    # Rows with labels before those that need made-up ones; of several that are as good the shortest.
-    bare = (labels[:, 1:] == IGNORE_INDEX).all(dim=1).tolist()
-    best = [min(zip(bare, wish, lengths, indices, strict=True))[-1] for wish in wishes]
-    rows = list(dict.fromkeys(best))[: max(max_rows, 2 + 2 * len(units))]
-    others = sorted(set(indices) - set(rows), key=lambda row: (bare[row], lengths[row]))
-    return rows + others[: max(MIN_ROWS - len(rows), 0)]
+# The rows of a check.
 
 
-def media_as_collated(layout: BatchLayout, batch: Batch, rows: Sequence[int]) -> dict[int, dict[str, Any]]:
-    """Returns media that a pre-split microbatch pads to another size than all together, by place among the rows."""
-    starts = [0, *accumulate(num_rows(one) for one in microbatches_of(batch))]
-    found = {}
-    for place, row in enumerate(rows if len(starts) > 2 else ()):
-        number = bisect_right(starts, row) - 1
-        own = layout.select(without_metadata(microbatches_of(batch)[number]), [row - starts[number]])
-        media = {key: own[key] for key in media_entries(layout, own)}
-        if any(value.shape[1:] != batch[key].shape[1:] for key, value in media.items()):
-            found[place] = media
-    return found
+@dataclass(frozen=True)
+class Criterion:
+    """One way in which a row is worth a check."""
+
+    reason: str
+    costs: Sequence[Cost]
+    """Of each row: the row of the lowest cost is chosen."""
 
 
-def _with_labels(layout: BatchLayout, batch: dict[str, Any]) -> dict[str, Any]:
-    """Gives rows labels on all real positions but the first, as what leaks into a row may show nowhere else.
+def chosen_rows(
+    layout: BatchLayout,
+    batch: Batch,
+    wanted: Sequence[str],
+    max_rows: int,
+) -> list[int]:
+    """Returns the numbers of a few rows that differ from each other.
 
-    Rows with media, whose placeholders a model may not count, keep theirs, as does the row with the longest prompt, by
-    which a term over other positions shows; without any they get one on their last real position.
+    Args:
+        layout: How the tensors of the batch belong to rows.
+        batch: The batch of a rank.
+        wanted: What is new of it, as returned by :meth:`.RowRanges.missing`.
+        max_rows: The most rows, but those that media ask for.
     """
-    labels, ids = batch['labels'], batch.get('input_ids')
+    facts = describe(layout, batch)
+    labels = labels_of(batch)
+    lengths = facts.lengths
+    row_numbers = range(len(lengths))
+    # A row with labels is better than one that gets them for the check.
+    has_no_label = (labels[:, 1:] == IGNORE_INDEX).all(dim=1).tolist()
+    rows: list[int] = []
+    for criterion in _criteria(facts, wanted):
+
+        def cost(row: int, costs: Sequence[Cost] = criterion.costs) -> tuple[bool, Cost, int]:
+            return has_no_label[row], costs[row], lengths[row]
+
+        row = min(row_numbers, key=cost)
+        if row not in rows:
+            rows.append(row)
+    # All rows for wanted media are kept, because they are why this check runs.
+    num_media_criteria = 2 * len(_wanted_modalities(wanted))
+    rows = rows[: max(max_rows, 2 + num_media_criteria)]
+    # Fill up with short rows, which cost little.
+    others = sorted(set(row_numbers) - set(rows), key=lambda row: (has_no_label[row], lengths[row]))
+    num_missing = max(MIN_ROWS - len(rows), 0)
+    return rows + others[:num_missing]
+
+
+def _wanted_modalities(wanted: Iterable[str]) -> list[str]:
+    names = list(wanted)
+    return [modality for modality in MODALITIES if any(name.startswith(modality) for name in names)]
+
+
+def _criteria(facts: RowFacts, wanted: Sequence[str]) -> list[Criterion]:
+    """Returns why rows are worth a check, the most important reason first."""
+    lengths = facts.lengths
+    criteria = [
+        Criterion('the longest row: it has no padding', [-length for length in lengths]),
+        Criterion('the shortest row: it loses the most padding', lengths),
+    ]
+    for modality in _wanted_modalities(wanted):
+        sizes = facts.media_sizes(modality)
+        smallest = [(size is None, size or 0) for size in sizes]
+        largest = [(size is None, -(size or 0)) for size in sizes]
+        criteria.append(Criterion(f'the smallest {modality}', smallest))
+        criteria.append(Criterion(f'the largest {modality}', largest))
+    if {'holes', 'holes beside media'}.intersection(wanted):
+        criteria.append(Criterion('a row with a hole', [not has_hole for has_hole in facts.has_hole]))
+    if any(facts.has_label_behind_padding):
+        # The padding before it predicts this label, so it is the hardest one to keep.
+        not_behind_padding = [not has_label for has_label in facts.has_label_behind_padding]
+        criteria.append(Criterion('a label on the first token behind padding', not_behind_padding))
+    # A row as wide as the batch is not trimmed. Only long rows with little padding, and rows with as much padding as
+    # tokens, show a model that changes above some width.
+    about_half = (min(lengths) + facts.width) / 2
+    criteria_of_widths = [
+        Criterion('a long row with little padding', [-length if length < facts.width else 0 for length in lengths]),
+        Criterion('as much padding as tokens', [abs(length - about_half) for length in lengths]),
+    ]
+    if any(name.startswith('rows padded') for name in wanted):
+        criteria += criteria_of_widths
+    criteria.append(Criterion('a row without media', [count > 0 for count in facts.media]))
+    criteria.append(Criterion('the most media', [-count for count in facts.media]))
+    return criteria + criteria_of_widths
+
+
+def further_rows(batch: Batch, chosen: Sequence[int], max_rows: int) -> list[list[int]]:
+    """Returns groups of further rows with labels, evenly spread over the batch."""
+    has_labels = (labels_of(batch)[:, 1:] != IGNORE_INDEX).any(dim=1).tolist()
+    others = [row for row in range(len(has_labels)) if has_labels[row] and row not in chosen]
+    num_more = max(MAX_LOOKED_ROWS - len(chosen), 0)
+    step = max(len(others) // max(num_more, 1), 1)
+    others = others[::step][:num_more]
+    return [others[start : start + max_rows] for start in range(0, len(others), max_rows)]
+
+
+def rows_with_ties(layout: BatchLayout, batch: Batch) -> BatchDict | None:
+    """Returns two padded rows of text with few distinct tokens; None: the batch has no such rows.
+
+    A model that attends to the best k keys breaks ties between them in an order that depends on the width. Equal tokens
+    have equal keys, so in such rows there are ties everywhere, and in other rows only by chance.
+    """
+    facts = describe(layout, batch)
+    ids = batch.get('input_ids')
+    labels = labels_of(batch)
+    if ids is None or ids.shape != labels.shape or 'decoder_input_ids' in batch:
+        return None
+    lengths = facts.lengths
+    padded = [row for row, length in enumerate(lengths) if 2 < length < facts.width and not facts.media[row]]
+    if not padded:
+        return None
+    about_half = (min(lengths) + facts.width) / 2
+    longest = max(padded, key=lambda row: lengths[row])
+    middle = min(padded, key=lambda row: abs(lengths[row] - about_half))
+    rows = layout.select(without_metadata(batch), [longest, middle])
+    rows['input_ids'] = rows['input_ids'].clone()
+    rows['labels'] = torch.full_like(rows['labels'], IGNORE_INDEX)
+    for place, row in enumerate((longest, middle)):
+        columns = facts.real[row].nonzero().flatten()
+        tokens = rows['input_ids'][place, columns]
+        numbers = torch.arange(len(columns)) % NUM_TIED_TOKENS
+        rows['input_ids'][place, columns] = tokens[numbers]
+        # Labels that a model does not expect, or little would be left of the gradient but round-off. The first token
+        # has none, because padding may predict it.
+        unexpected = tokens[(numbers + 1) % NUM_TIED_TOKENS]
+        rows['labels'][place, columns[1:]] = unexpected[1:]
+    return rows
+
+
+def media_as_collated(
+    layout: BatchLayout,
+    batch: Batch,
+    rows: Sequence[int],
+) -> dict[int, BatchDict]:
+    """Returns the media of rows whose pre-split microbatch pads them to another size than the whole batch.
+
+    The keys are places among ``rows``.
+    """
+    microbatches = microbatches_of(batch)
+    if len(microbatches) < 2:
+        return {}
+    starts = [0, *accumulate(num_rows(microbatch) for microbatch in microbatches)]
+    collated: dict[int, BatchDict] = {}
+    for place, row in enumerate(rows):
+        # The microbatch that holds the row.
+        number = bisect_right(starts, row) - 1
+        microbatch = without_metadata(microbatches[number])
+        row_batch = layout.select(microbatch, [row - starts[number]])
+        media = {key: row_batch[key] for key in media_entries(layout, row_batch)}
+        if any(value.shape[1:] != batch[key].shape[1:] for key, value in media.items()):
+            collated[place] = media
+    return collated
+
+
+def _has_label_to_predict(batch: Batch) -> bool:
+    """Returns whether a row has a label behind its first token, or a second token that a label can be put on."""
+    for microbatch in microbatches_of(batch):
+        has_label = (labels_of(microbatch)[:, 1:] != IGNORE_INDEX).any()
+        has_two_tokens = (real_positions(microbatch).sum(dim=1) > 1).any()
+        if bool(has_label | has_two_tokens):
+            return True
+    return False
+
+
+def lengthened(layout: BatchLayout, rows: BatchDict) -> BatchDict:
+    """Repeats the token of each row, if all rows have only one: a causal model has no loss on such rows.
+
+    Rows with media stay as they are, because a placeholder cannot be repeated.
+    """
+    ids = rows.get('input_ids')
+    if _has_label_to_predict(rows) or own_labels(rows) is None or ids is None or any(layout.media_per_row(rows)):
+        return rows
+    real = real_positions(rows)
+    with_token = real.any(dim=1).nonzero().flatten().tolist()
+    if not with_token:
+        return rows
+    longer = layout.select(rows, with_token)
+    # The column of the only token of each row.
+    columns = real[with_token].int().argmax(dim=1)[:, None]
+    for key, value in longer.items():
+        if isinstance(value, Tensor) and value.shape == real[with_token].shape:
+            longer[key] = value.gather(1, columns).repeat(1, ENOUGH_TOKENS)
+    if 'position_ids' in longer:
+        longer['position_ids'] = torch.arange(ENOUGH_TOKENS).repeat(len(with_token), 1)
+    longer['labels'] = longer['input_ids'].clone()
+    # The first token has no token before it.
+    longer['labels'][:, 0] = IGNORE_INDEX
+    return longer
+
+
+def _with_labels(layout: BatchLayout, batch: BatchDict) -> BatchDict:
+    """Puts labels on all tokens of a row except the first: a leak may show only at some of them.
+
+    Rows with media keep their labels, because a model may not count placeholders. So does the row with the longest
+    prompt, which shows a loss term over positions without a label. If such a row has no label it gets one on its last
+    token.
+    """
+    labels = batch['labels']
+    ids = batch.get('input_ids')
     if ids is None or ids.shape != labels.shape or 'decoder_input_ids' in batch:
         return batch
     labels = labels.clone()
-    real, media = real_positions(batch), layout.media_per_row(batch)
-    unlabelled = (real & (labels == IGNORE_INDEX)).sum(dim=1)
+    real = real_positions(batch)
+    num_media = layout.media_per_row(batch)
+    num_unlabelled = (real & (labels == IGNORE_INDEX)).sum(dim=1)
+    longest_prompt = int(num_unlabelled.argmax())
     for row in range(len(labels)):
-        places = real[row].nonzero().flatten()[1:]
-        own = labels[row, 1:][labels[row, 1:] != IGNORE_INDEX]
-        if not own.numel() and len(places):
-            labels[row, places[-1]] = ids[row, places[-1]]
-        elif own.numel() and not media[row] and row != int(unlabelled.argmax()):
-            empty = places[labels[row, places] == IGNORE_INDEX]
-            labels[row, empty] = own[torch.arange(len(empty)) % len(own)]
+        columns = real[row].nonzero().flatten()[1:]
+        row_labels = labels[row, 1:]
+        # New labels repeat labels of the row, as ids may be placeholders without an embedding of the head.
+        tokens = row_labels[row_labels != IGNORE_INDEX]
+        if not tokens.numel():
+            if len(columns):
+                labels[row, columns[-1]] = ids[row, columns[-1]]
+        elif not num_media[row] and row != longest_prompt:
+            empty_columns = columns[labels[row, columns] == IGNORE_INDEX]
+            labels[row, empty_columns] = tokens[torch.arange(len(empty_columns)) % len(tokens)]
     return {**batch, 'labels': labels}
 
 
-def with_unequal_row(layout: BatchLayout, rows: dict[str, Any], rule: str) -> dict[str, Any]:
-    """Adds a row of fewer or more labels to rows of nearly as many.
+def with_unequal_row(layout: BatchLayout, rows: BatchDict, rule: str) -> BatchDict:
+    """Adds a row with fewer or more labels, if the rows have nearly the same number.
 
-    Among rows of equally many tokens a mean of the rows' means is a mean over tokens, and the formula proves nothing.
+    If rows have the same number of tokens a mean of the rows' means is a mean over tokens, and the check shows nothing.
     """
     counts = loss_mask(rows, rule).sum(dim=1).tolist()
     if max(counts) >= 2 * min(counts) and max(counts) > min(counts):
         return rows
     lengths = describe(layout, rows).lengths
-    copied = layout.select(rows, [*range(len(counts)), min(range(len(counts)), key=lambda row: lengths[row] < 4)])
+    # The first row that is long enough for several labels.
+    copied_row = min(range(len(counts)), key=lambda row: lengths[row] < 4)
+    copied = layout.select(rows, [*range(len(counts)), copied_row])
     labels = copied['labels'] = copied['labels'].clone()
-    counted = loss_mask(copied, rule)[-1].nonzero().flatten().tolist()
-    if len(counted) > 1:
-        labels[-1, counted[:-1]] = IGNORE_INDEX
-    elif counted and (ids := copied.get('input_ids')) is not None and ids.shape == labels.shape:
-        # Behind its first token, as a label there may be predicted from padding; ids of placeholders are no labels.
-        places = real_positions(copied)[-1].nonzero().flatten().tolist()[1:]
-        labels[-1, places] = int(labels[-1, counted[0]])
+    counted_columns = loss_mask(copied, rule)[-1].nonzero().flatten().tolist()
+    ids = copied.get('input_ids')
+    if len(counted_columns) > 1:
+        labels[-1, counted_columns[:-1]] = IGNORE_INDEX
+    elif counted_columns and ids is not None and ids.shape == labels.shape:
+        # Not on the first token, which may be predicted from padding. The label is the row's own, as ids may be
+        # placeholders.
+        columns = real_positions(copied)[-1].nonzero().flatten().tolist()[1:]
+        labels[-1, columns] = int(labels[-1, counted_columns[0]])
     return copied
 
 
-def rule_batch(layout: BatchLayout | None, rows: Batch) -> dict[str, Any]:
-    """Returns one of the rows with labels at which the rules differ: on its first position, and on an unattended one.
-
-    All labels are one and the same token, of which the model can be sure at one position at most. Where rows cannot be
-    told apart the others stay, without labels.
-    """
-    if layout is not None:
-        counts = (labels_of(rows)[:, 1:] != IGNORE_INDEX).sum(dim=1).tolist()
-        media = layout.media_per_row(rows)  # with media if it can be, as some models take no other
-        best = min(range(len(counts)), key=lambda row: (counts[row] < 2, counts[row] < NUM_LABELS, not media[row]))
-        rows = layout.select(rows, [best])
-    labels, mask, ids = labels_of(rows), rows.get('attention_mask'), rows.get('input_ids')
-    mask = mask if isinstance(mask, torch.Tensor) and mask.shape == labels.shape else None
-    attended = torch.ones_like(labels, dtype=torch.bool) if mask is None else mask != 0
-    places = (labels[0, 1:] != IGNORE_INDEX).nonzero().flatten() + 1
-    if len(places) < 2:
-        places = attended[0, 1:].nonzero().flatten() + 1
-    places = places[-NUM_LABELS:].tolist() or [labels.shape[1] - 1]
-    own = labels[labels != IGNORE_INDEX]  # else one of the row's tokens
-    own = own if own.numel() or ids is None or ids.shape != labels.shape else ids.flatten()
-    changed = {**rows, 'labels': torch.full_like(labels, IGNORE_INDEX)}
-    changed['labels'][0, [0, *places]] = int(own[-1]) if own.numel() else 0
-    if mask is not None and len(places) > 1:
-        changed['attention_mask'] = mask.clone()
-        changed['attention_mask'][0, places[-1]] = 0
-    return changed
+# Hooks on parameters.
 
 
 def check_gradient_hooks(model: torch.nn.Module) -> None:
-    """Checks that hooks on parameters are linear, as a step's gradient is the sum of its microbatches'.
+    """Checks that hooks on parameters are linear. A step's gradient is the sum of its microbatches' gradients.
 
     Raises:
-        RuntimeError: If one is not (clipping, quantising), or a parameter is stepped as soon as it has a gradient.
+        RuntimeError: If a hook is not linear (clipping, quantising), or an optimizer steps as soon as a gradient comes.
     """
     for name, parameter in model.named_parameters():
         if steps_after_gradients(parameter):
@@ -347,24 +774,31 @@ def check_gradient_hooks(model: torch.nn.Module) -> None:
             )
         for hook in gradient_hooks(parameter):
             if not _is_linear(hook, parameter):
+                hook_name = getattr(hook, '__qualname__', hook)
                 raise RuntimeError(
-                    f'Gradient hooks must be linear, got: {getattr(hook, "__qualname__", hook)} on {name!r}. Clip in '
+                    f'Gradient hooks must be linear, got: {hook_name} on {name!r}. Clip in '
                     'the algorithm `gradient_clipping`, which sees the whole step (docs/errors.md#gradient-hooks).'
                 )
 
 
-def _is_linear(hook: Callable[[torch.Tensor], Any], parameter: torch.Tensor) -> bool:
+def _is_linear(hook: GradientHook, parameter: Tensor) -> bool:
+    """Returns whether a hook changes a sum of gradients as it changes each of them."""
     generator = torch.Generator().manual_seed(0)
+    # A hook of FSDP gets the part of this rank.
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    for scale in SCALES:
-        first, second = (torch.randn(local.shape, generator=generator).to(local) * scale for _ in range(2))
-        together, apart = _changed(hook, first + second), _changed(hook, first) + _changed(hook, second)
+    for size in GRADIENT_SIZES:
+        first = torch.randn(local.shape, generator=generator).to(local) * size
+        second = torch.randn(local.shape, generator=generator).to(local) * size
+        # Linear: the change of a sum is the sum of the changes.
+        changed_sum = _changed(hook, first + second)
+        sum_of_changed = _changed(hook, first) + _changed(hook, second)
+        difference = float((changed_sum - sum_of_changed).float().norm())
         tolerance = max(1e-4, 8 * torch.finfo(first.dtype).eps)
-        if float((together - apart).float().norm()) > tolerance * float(apart.float().norm()):
+        if difference > tolerance * float(sum_of_changed.float().norm()):
             return False
     return True
 
 
-def _changed(hook: Callable[[torch.Tensor], Any], gradient: torch.Tensor) -> torch.Tensor:
+def _changed(hook: GradientHook, gradient: Tensor) -> Tensor:
     changed = hook(gradient.clone())
     return gradient if changed is None else changed

@@ -1,231 +1,401 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-r"""What each token weighs in a loss, read off the gradient of that loss by the logits.
+r"""Reads the weight of each token in a loss off the gradient of that loss by the logits.
 
-The gradient of a sum of cross-entropies, of which that of token t is multiplied by ``w_t``, is at the logits ``z_t``
-that predict it, and at no others,
+Let a loss be a sum of cross-entropies in which token t has the weight ``w_t``. The gradient of the loss by the logits
+``z_t`` that predict the token is
 
 .. math:: g_t = w_t (\mathrm{softmax}(z_t) - \mathrm{onehot}(y_t))
 
-So the weight of a token follows by projection, what else the loss holds is what is left over, and a factor on ``g_t``
-is a factor on ``w_t``. Everything is computed a few positions at a time, and nothing waits for the device.
+and the gradient by all other logits is zero. So the weight of a token follows by projection. The remainder of the
+gradient comes from other terms of the loss. A factor on ``g_t`` is a factor on ``w_t``.
+
+Everything is computed for a few positions at a time, to save memory. Nothing here waits for the device, except
+:func:`sketch` and :func:`are_logits`, which only the checks at the start use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor
 
 from composer_tokacc.batch import IGNORE_INDEX, Batch, labels_of
 from composer_tokacc.counting import loss_mask
 
 CHUNK = 2**23
-"""Logits that are turned to float32 at a time: 32 MiB, 56 positions for a vocabulary of 150,000."""
+"""Logits that are converted to float32 at a time: 32 MiB, 56 positions for a vocabulary of 150,000."""
 ALIKE = 1e-3
-"""Relative difference of two entries of a float32 gradient that may be round-off, where 1 - p is 1e-3 and more."""
+"""Two entries of a float32 gradient may differ by this relative amount through round-off, if 1 - p is at least 1e-3."""
+ZERO_SUM = 1e-3
+"""A float32 gradient whose entries sum to less than this part of their absolute sum is the gradient by logits. The
+entries of a gradient by n hidden states sum to about 1.25 / sqrt(n) of it, 2e-2 for 4096 states."""
 SKETCH_WIDTH = 64
-"""Random sums of a gradient that stand for it in a comparison. Differences keep their size to 18 % (Johnson and
-Lindenstrauss); what is compared lies two to five orders of magnitude apart."""
+"""Number of random sums that stand for a gradient in a comparison. Differences keep their size to 18 % (Johnson and
+Lindenstrauss). The compared values are two to five orders of magnitude apart."""
 SKETCH_BLOCK = 128
-"""Entries that one kernel sums: of 1 to 3 positions a CPU sums all in one go, and is 5e-6 (a vocabulary of 32,000) to
-1e-5 off (262,144), as the label's entry is near -1 and the others are tiny; in blocks 4e-7."""
+"""Number of entries that one kernel sums. For 1 to 3 positions a CPU sums all entries in one pass, which is wrong by
+5e-6 (a vocabulary of 32,000) to 1e-5 (262,144), because the label's entry is near -1 and the others are tiny. With
+blocks the error is 4e-7."""
 TINY = torch.finfo(torch.float32).tiny
 
 
 class MeasuredTokens(NamedTuple):
-    """What the tokens of one forward weigh: float32 ``(rows, width)`` each, at the positions that predict."""
+    """The weights of the tokens of one forward. Each is float32 ``(rows, width)``, at the positions that predict."""
 
-    weights: torch.Tensor  # 0 where the loss does not look
-    targets: torch.Tensor  # int64, the token that each position is held to; -100: none
-    sizes: torch.Tensor  # norms of the gradient of a pure cross-entropy: near 0 where the model is sure of the token
-    rests: torch.Tensor  # norms of what no cross-entropy explains of the gradient
+    weights: Tensor  # 0 at positions that the loss does not use
+    targets: Tensor  # int64, the token that each position should predict; -100 without a token
+    sizes: Tensor  # norm of the gradient of a plain cross-entropy: near 0 if the model is sure of the token
+    rests: Tensor  # norm of the part of the gradient that no cross-entropy explains
 
     @property
-    def norms(self) -> torch.Tensor:
-        """Norms of the gradient: what is explained is orthogonal to the rest."""
+    def norms(self) -> Tensor:
+        """Norms of the gradient. The explained part is orthogonal to the rest."""
         return torch.hypot(self.weights * self.sizes, self.rests)
 
     @property
-    def residual(self) -> torch.Tensor:
-        """The part of the gradient, over all positions, that no cross-entropy explains; ``()``, 0 of a zero one."""
+    def residual(self) -> Tensor:
+        """The part of the gradient, over all positions, that no cross-entropy explains, ``()``; 0 for a zero one."""
         return self.rests.norm() / self.norms.norm().clamp(min=TINY)
 
 
-def logits_of(outputs: Any) -> torch.Tensor | None:
-    """Returns the logits in a model's outputs, ``(rows, width, vocabulary)``, or None where it gives none."""
+# The outputs of a model.
+
+
+def logits_of(outputs: Any) -> Tensor | None:
+    """Returns the logits in a model's outputs, ``(rows, width, vocabulary)``, or None if there are none.
+
+    They are found by name and shape. A model may return hidden states in the same place: see :func:`are_logits`.
+    """
     logits = entry_of(outputs, 'logits')
-    logits = outputs if logits is None and isinstance(outputs, torch.Tensor) else logits
-    return logits if isinstance(logits, torch.Tensor) and logits.dim() == 3 else None
+    if logits is None:
+        logits = outputs
+    if isinstance(logits, Tensor) and logits.dim() == 3:
+        return logits
+    return None
 
 
-def router_loss_of(outputs: Any) -> torch.Tensor | None:
+def are_logits(gradient: Tensor, targets: Tensor) -> bool | None:
+    """Returns whether a loss treats a tensor as logits. The gradient of the loss by that tensor tells.
+
+    At most positions of logits the entry of the label is the largest or the smallest of the gradient, or the entries
+    sum to zero, as in every loss that is computed of a softmax. Hidden states of a model whose loss contains the head
+    have neither property.
+
+    Args:
+        gradient: Of the loss by the tensor, ``(rows, width, entries)``.
+        targets: As returned by :func:`targets_of`.
+
+    Returns:
+        None if the gradient is zero at every label, so that nothing can be said.
+    """
+    if int(targets.max()) >= gradient.shape[-1]:
+        return False
+    zero_sum = ZERO_SUM + torch.finfo(gradient.dtype).eps
+    num_positions = 0
+    num_like_logits = 0
+    flat_targets = targets.flatten()
+    for part, part_gradient in _float_parts(gradient):
+        part_targets = flat_targets[part]
+        # Positions without a target look up entry 0, which is not counted.
+        label_entries = part_gradient.gather(1, part_targets.clamp(min=0)[:, None])[:, 0]
+        is_smallest = label_entries == part_gradient.amin(dim=-1)
+        is_largest = label_entries == part_gradient.amax(dim=-1)
+        sums_to_zero = part_gradient.sum(dim=-1).abs() <= zero_sum * part_gradient.abs().sum(dim=-1)
+        # A model that is sure of a token has no gradient there.
+        has_gradient = (part_targets != IGNORE_INDEX) & part_gradient.any(dim=-1)
+        is_like_logits = has_gradient & (is_smallest | is_largest | sums_to_zero)
+        num_positions += int(has_gradient.sum())
+        num_like_logits += int(is_like_logits.sum())
+    if num_positions == 0:
+        return None
+    return num_like_logits > num_positions / 2
+
+
+def router_loss_of(outputs: Any) -> Tensor | None:
     """Returns the load-balancing loss of a mixture of experts in a model's outputs."""
-    found = entry_of(outputs, 'aux_loss')
-    return found if isinstance(found, torch.Tensor) else None
+    router_loss = entry_of(outputs, 'aux_loss')
+    return router_loss if isinstance(router_loss, Tensor) else None
 
 
 def entry_of(outputs: Any, name: str) -> Any:
     """Returns an entry of a model's outputs by its name, or None."""
-    return outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
+    if isinstance(outputs, Mapping):
+        return outputs.get(name)
+    return getattr(outputs, name, None)
+
+
+# Positions and targets.
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
-    """Returns how far from its weight a token may be measured, of gradients of this type."""
-    return 1e-5 + 4 * (torch.finfo(dtype).eps if dtype != torch.float64 else 0.0)
+    """Returns the largest error of a measured weight for gradients of this type."""
+    if dtype == torch.float64:
+        return 1e-5
+    return 1e-5 + 4 * torch.finfo(dtype).eps
 
 
-def at_predictions(values: torch.Tensor, rule: str) -> torch.Tensor:
-    """Moves a value of each label, ``(rows, width)``, to the position whose logits predict it."""
-    return values if rule == 'unshifted' else values.roll(-1, dims=1)  # column 0 never counts
+def at_predictions(values: Tensor, rule: str) -> Tensor:
+    """Moves a value of each label, ``(rows, width)``, to the position whose logits predict the label."""
+    if rule == 'unshifted':
+        return values
+    return values.roll(-1, dims=1)  # column 0 never counts
 
 
-def targets_of(batch: Batch, rule: str) -> torch.Tensor:
-    """Returns the token that the logits of each position are held to, ``(rows, width)``; -100: none."""
-    return at_predictions(labels_of(batch).masked_fill(~loss_mask(batch, rule), IGNORE_INDEX), rule)
+def targets_of(batch: Batch, rule: str) -> Tensor:
+    """Returns the token that each position should predict, ``(rows, width)``, or -100."""
+    counted_labels = labels_of(batch).masked_fill(~loss_mask(batch, rule), IGNORE_INDEX)
+    return at_predictions(counted_labels, rule)
 
 
-def places_of(ordinals: torch.Tensor, numbers: range) -> torch.Tensor:
-    """Returns where a mask is set for the so-manieth time, of its running sum: for ``nonzero`` the host would wait.
+def places_of(ordinals: Tensor, numbers: range) -> Tensor:
+    """Returns the index of the k-th True of a mask for each k in ``numbers``.
 
-    Within bounds also where it is set less often.
+    ``ordinals`` is the running sum of the mask. ``nonzero()`` would make the host wait for the device. If the mask has
+    fewer entries the last index is returned.
     """
-    wanted = torch.arange(numbers.start, numbers.stop, numbers.step, device=ordinals.device)
-    return torch.searchsorted(ordinals, wanted).clamp_(max=len(ordinals) - 1)
+    # The k-th True is the first position whose running sum reaches k.
+    wanted_ordinals = torch.arange(
+        numbers.start,
+        numbers.stop,
+        numbers.step,
+        device=ordinals.device,
+    )
+    return torch.searchsorted(ordinals, wanted_ordinals).clamp_(max=len(ordinals) - 1)
 
 
-def measure(logits: torch.Tensor, gradient: torch.Tensor, targets: torch.Tensor | None = None) -> MeasuredTokens:
-    """Measures what each token weighs in the loss whose gradient by the logits ``(rows, width, vocabulary)`` this is.
+# Measurements.
 
-    ``targets`` are as of :func:`targets_of`; None: read off the gradient, see :func:`_read_targets`.
+
+def measure(
+    logits: Tensor,
+    gradient: Tensor,
+    targets: Tensor | None = None,
+) -> MeasuredTokens:
+    """Measures the weight of each token in a loss.
+
+    Args:
+        logits: ``(rows, width, vocabulary)``.
+        gradient: Of the loss by the logits.
+        targets: As returned by :func:`targets_of`. None: they are read off the gradient, see :func:`_read_targets`.
     """
-    found = []
-    for z, g, y in _chunks(logits, gradient, targets):
-        if y is None:
-            y = _read_targets(g, alike=ALIKE + 2.5 * torch.finfo(gradient.dtype).eps)
-        direction = _plain_gradient(z, y)
-        square = direction.square().sum(dim=-1)  # norm() of 32,000 numbers is 3e-6 off on a CPU
-        weight = torch.linalg.vecdot(g, direction) / square.clamp(min=TINY)
-        rest = torch.addcmul(g, weight[:, None], direction, value=-1).norm(dim=-1)
-        found.append((weight, y, square.sqrt(), rest))
-    return MeasuredTokens(*(torch.cat(parts).view(logits.shape[:2]) for parts in zip(*found, strict=True)))
+    tolerance = ALIKE + 2.5 * torch.finfo(gradient.dtype).eps
+    parts: list[MeasuredTokens] = []
+    for part, part_logits, part_gradient in _float_part_pairs(logits, gradient):
+        part_targets = None if targets is None else targets.flatten()[part]
+        if part_targets is None:
+            part_targets = _read_targets(part_gradient, tolerance=tolerance)
+        # Project the gradient on the gradient of a plain cross-entropy.
+        direction = _plain_gradient(part_logits, part_targets)
+        square = direction.square().sum(dim=-1)  # norm() of 32,000 numbers has an error of 3e-6 on a CPU
+        weights = torch.linalg.vecdot(part_gradient, direction) / square.clamp(min=TINY)
+        remainder = torch.addcmul(
+            part_gradient,
+            weights[:, None],
+            direction,
+            value=-1,
+        )
+        parts.append(
+            MeasuredTokens(
+                weights,
+                part_targets,
+                square.sqrt(),
+                remainder.norm(dim=-1),
+            )
+        )
+    shape = logits.shape[:2]
+    return MeasuredTokens(
+        weights=torch.cat([part.weights for part in parts]).view(shape),
+        targets=torch.cat([part.targets for part in parts]).view(shape),
+        sizes=torch.cat([part.sizes for part in parts]).view(shape),
+        rests=torch.cat([part.rests for part in parts]).view(shape),
+    )
 
 
 def deviations(
-    unit: float, logits: torch.Tensor, gradient: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None
-) -> torch.Tensor:
-    """Returns how far each position's gradient is from that of a token of ``unit`` times its weight, over unit."""
-    found = []
-    for z, g, y, w in _chunks(logits, gradient, targets, weights):
-        rest = _plain_gradient(z, y)
-        rest = rest if w is None else rest.mul_(w[:, None])
-        found.append(rest.sub_(g, alpha=1 / unit).norm(dim=-1))
-    return torch.cat(found).view(targets.shape)
+    unit: float,
+    logits: Tensor,
+    gradient: Tensor,
+    targets: Tensor,
+    weights: Tensor | None,
+) -> Tensor:
+    """Returns by how much the gradient at each position differs from the expected one, in parts of ``unit``.
 
-
-def sketch(gradient: torch.Tensor) -> torch.Tensor:
-    """Returns random sums of the last dimension, by which gradients too large to keep are compared; on the CPU."""
-    size = gradient.shape[-1]
-    if size <= SKETCH_WIDTH:
-        return gradient.float().cpu()
-    generator = torch.Generator().manual_seed(size)
-    signs = torch.randint(2, (size, SKETCH_WIDTH), generator=generator).mul_(2).sub_(1).to(gradient.device).float()
-    missing = -size % SKETCH_BLOCK
-    signs = F.pad(signs, (0, 0, 0, missing)).unflatten(0, (-1, SKETCH_BLOCK))  # (blocks, entries, sums)
+    Expected is the gradient of a token that has the weight ``unit`` times its own of ``weights``.
+    """
     parts = []
-    for g, *_ in _chunks(gradient, None):
-        blocks = F.pad(g, (0, missing)).unflatten(1, (-1, SKETCH_BLOCK)).transpose(0, 1)
-        parts.append((blocks @ signs).sum(dim=0))
-    return torch.cat(parts).view(*gradient.shape[:2], SKETCH_WIDTH).cpu() / SKETCH_WIDTH**0.5
-
-
-def token_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Returns the cross-entropy at each position, float32 ``(rows, width)``, 0 where there is no target."""
-    parts = [F.cross_entropy(z, y, reduction='none') for z, _, y in _chunks(logits, None, targets)]
+    for part, part_logits, part_gradient in _float_part_pairs(logits, gradient):
+        difference = _plain_gradient(part_logits, targets.flatten()[part])
+        if weights is not None:
+            difference.mul_(weights.flatten()[part][:, None])
+        difference.sub_(part_gradient, alpha=1 / unit)
+        parts.append(difference.norm(dim=-1))
     return torch.cat(parts).view(targets.shape)
 
 
-def weigh_tokens(logits: torch.Tensor, weights: torch.Tensor) -> None:
-    """Multiplies what each token weighs, ``(rows, width)`` where predicted, in any loss that is computed of logits."""
+def sketch(gradient: Tensor) -> Tensor:
+    """Returns random sums of the last dimension, on the CPU. They stand for gradients that are too large to keep."""
+    size = gradient.shape[-1]
+    if size <= SKETCH_WIDTH:
+        return gradient.float().cpu()
+    # The same signs for every gradient of this size.
+    generator = torch.Generator().manual_seed(size)
+    signs = (
+        torch.randint(
+            2,
+            (size, SKETCH_WIDTH),
+            generator=generator,
+        )
+        .mul_(2)
+        .sub_(1)
+    )
+    num_missing = -size % SKETCH_BLOCK
+    padded_signs = F.pad(signs.to(gradient.device).float(), (0, 0, 0, num_missing))
+    blocks_of_signs = padded_signs.unflatten(0, (-1, SKETCH_BLOCK))  # (blocks, entries, sums)
+    parts = []
+    for _, part_gradient in _float_parts(gradient):
+        padded = F.pad(part_gradient, (0, num_missing))
+        blocks = padded.unflatten(1, (-1, SKETCH_BLOCK)).transpose(0, 1)  # (blocks, positions, entries)
+        parts.append((blocks @ blocks_of_signs).sum(dim=0))
+    sums = torch.cat(parts).view(*gradient.shape[:2], SKETCH_WIDTH)
+    return sums.cpu() / SKETCH_WIDTH**0.5
+
+
+def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """Returns the cross-entropy at each position, float32 ``(rows, width)``. It is 0 at positions without a target."""
+    flat_targets = targets.flatten()
+    parts = []
+    for part, part_logits in _float_parts(logits):
+        parts.append(
+            F.cross_entropy(
+                part_logits,
+                flat_targets[part],
+                reduction='none',
+            )
+        )
+    return torch.cat(parts).view(targets.shape)
+
+
+# Hooks in the graph.
+
+
+def weigh_tokens(logits: Tensor, weights: Tensor) -> None:
+    """Multiplies the weight of each token in any loss of these logits. ``weights``: ``(rows, width)``, as predicted."""
     on_gradient(logits, lambda gradient: gradient * weights[..., None].to(gradient))
 
 
-def on_gradient(logits: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
-    """Has a function see the gradient by the logits where one comes, and return another one if it likes."""
+def on_gradient(logits: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None:
+    """Calls a function with the gradient by the logits. If it returns a gradient, that one is used instead."""
     node, index = node_of(logits)
-    if node is logits.grad_fn:  # before whatever looks at the node
+    if node is logits.grad_fn:
+        # Hooks of tensors run before hooks of their node.
         logits.register_hook(lambda gradient: None if gradient is None else hook(gradient))
         return
 
-    def change(gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...] | None:
+    def change(gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None] | None:
         gradient = gradients[index]
-        changed = None if gradient is None else hook(gradient)
-        return None if changed is None else (*gradients[:index], changed, *gradients[index + 1 :])
+        if gradient is None:
+            return None
+        changed = hook(gradient)
+        if changed is None:
+            return None
+        return (*gradients[:index], changed, *gradients[index + 1 :])
 
+    assert node is not None
     node.register_prehook(change)
 
 
-def node_of(logits: torch.Tensor) -> tuple[Any, int]:
-    """Returns where the graph makes the logits, and which output they are there.
+def node_of(logits: Tensor) -> tuple[Node | None, int]:
+    """Returns the node of the graph that makes the logits, and the number of the logits among its outputs.
 
-    accelerate and FSDP hand out a copy in another type; the loss is of what it was made of.
+    accelerate and FSDP hand out a copy of the logits in another type. The loss is made of the tensor before the copy.
     """
-    node, index = logits.grad_fn, logits.output_nr
+    node = logits.grad_fn
+    index = logits.output_nr
     while node is not None and node.name() == 'ToCopyBackward0':
         node, index = node.next_functions[0]
     return node, index
 
 
-def has_bypass(losses: Iterable[torch.Tensor], through: Iterable[torch.Tensor]) -> bool:
-    """Returns whether losses reach parameters by another way than through some tensors; by the graph, no host sync."""
-    seen: set[Any] = {None, *(node_of(tensor)[0] for tensor in through)}
-    pending: list[Any] = [loss.grad_fn for loss in losses]
+def has_bypass(losses: Iterable[Tensor], through: Iterable[Tensor]) -> bool:
+    """Returns whether losses depend on parameters in another way than through some tensors.
+
+    It follows the graph, so nothing waits for the device.
+    """
+    # Nodes behind the given tensors are not followed.
+    visited: set[Node | None] = {None}
+    for tensor in through:
+        node, _ = node_of(tensor)
+        visited.add(node)
+    pending: list[Node | None] = [loss.grad_fn for loss in losses]
     while pending:
         node = pending.pop()
-        if node in seen:
+        if node is None or node in visited:
             continue
         if hasattr(node, 'variable'):  # a parameter
             return True
-        seen.add(node)
-        pending += [other for other, _ in node.next_functions]
+        visited.add(node)
+        for next_node, _ in node.next_functions:
+            pending.append(next_node)
     return False
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns all of the vocabulary, where ranks hold parts of it."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+# Helpers.
 
 
-def _read_targets(g: torch.Tensor, *, alike: float) -> torch.Tensor:
-    """Returns the label at each position, read off the gradient: its entry is the largest, as the others sum up to it.
+def whole_vocabulary(tensor: Tensor) -> Tensor:
+    """Returns the entries of the whole vocabulary, if ranks hold parts of it."""
+    if isinstance(tensor, DTensor):
+        return tensor.full_tensor()
+    return tensor
 
-    Where one other token has nearly all of the rest, both entries are alike but for round-off, and either could be the
-    label. The negative one is taken, that of a positive weight: the other way round, equal weights would look unlike.
+
+def _read_targets(gradient: Tensor, *, tolerance: float) -> Tensor:
+    """Returns the label at each position, read off the gradient ``(positions, vocabulary)``.
+
+    The label's entry is the largest in size, because the others sum to its negative. If one other token has nearly all
+    of the remaining probability, both entries have the same size up to round-off, and each could be the label. Then the
+    negative entry is taken, which belongs to a positive weight. Otherwise equal weights would look unequal.
     """
-    low, high = g.min(dim=-1), g.max(dim=-1)
-    labels = torch.where(high.values > -low.values * (1 + alike), high.indices, low.indices)
-    return labels.masked_fill(~g.any(dim=-1), IGNORE_INDEX)
+    low = gradient.min(dim=-1)
+    high = gradient.max(dim=-1)
+    is_negative_weight = high.values > -low.values * (1 + tolerance)
+    labels = torch.where(is_negative_weight, high.indices, low.indices)
+    return labels.masked_fill(~gradient.any(dim=-1), IGNORE_INDEX)
 
 
-def _plain_gradient(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Returns softmax - onehot, the gradient of each position's cross-entropy; 0 where there is no target."""
-    direction = z.softmax(dim=-1)
-    direction.scatter_(1, y.clamp(min=0)[:, None], -1.0, reduce='add')
-    return direction.mul_((y != IGNORE_INDEX)[:, None])
+def _plain_gradient(logits: Tensor, targets: Tensor) -> Tensor:
+    """Returns softmax - onehot, the gradient of the cross-entropy at each position; 0 without a target."""
+    direction = logits.softmax(dim=-1)
+    direction.scatter_(
+        1,
+        targets.clamp(min=0)[:, None],
+        -1.0,
+        reduce='add',
+    )
+    return direction.mul_((targets != IGNORE_INDEX)[:, None])
 
 
-def _chunks(logits: torch.Tensor, gradient: Any, *others: Any) -> Iterator[tuple[Any, ...]]:
-    """Gives some positions at a time: their logits and gradients in float32, and what else there is of each."""
-    step = max(CHUNK // logits.shape[-1], 1)
-    flat = logits.detach().flatten(0, 1)
-    for start in range(0, len(flat), step):
-        part = slice(start, start + step)
-        yield (
-            whole(flat[part]).float(),
-            None if gradient is None else whole(gradient.detach().flatten(0, 1)[part]).float(),
-            *(None if other is None else other.flatten()[part] for other in others),
-        )
+def _float_parts(tensor: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Yields some positions at a time of a tensor ``(rows, width, entries)``: which they are, and their float32."""
+    flat = tensor.detach().flatten(0, 1)
+    size = max(CHUNK // tensor.shape[-1], 1)
+    for start in range(0, len(flat), size):
+        part = slice(start, start + size)
+        yield part, whole_vocabulary(flat[part]).float()
+
+
+def _float_part_pairs(logits: Tensor, gradient: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Yields some positions at a time of logits and their gradient."""
+    for (part, part_logits), (_, part_gradient) in zip(
+        _float_parts(logits),
+        _float_parts(gradient),
+        strict=True,
+    ):
+        yield part, part_logits, part_gradient

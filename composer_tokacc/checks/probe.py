@@ -1,7 +1,11 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The run's own model on a few rows, as it will train: its loss, and the gradient of that at the end of its layers."""
+"""Runs the model of a run on a few rows, as it will train, and leaves no trace.
+
+The result is the loss and its gradient at the end of the layers. The forward has no graph before these last layers, so
+a probe takes about half of the memory of training.
+"""
 
 from __future__ import annotations
 
@@ -13,231 +17,544 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 
 from composer_tokacc.batch import Batch, labels_of, with_own_tensors
-from composer_tokacc.checks.logits import MeasuredTokens, logits_of, measure, sketch
+from composer_tokacc.checks.logits import MeasuredTokens, are_logits, logits_of, measure, sketch
+from composer_tokacc.checks.written_state import StateSnapshot, WrittenState
 from composer_tokacc.compat import BatchNorm
 
 log = logging.getLogger(__name__)
 
 NOISE_FACTOR = 8
-"""Tolerance over the measured round-off: kernels for other shapes round every sum, the measurement only its result."""
+"""Tolerance in multiples of the measured round-off. Kernels for other shapes round every sum differently, while the
+measurement rounds only the result of each layer."""
 ROUNDING_FLOOR = 64
-"""Of the rounding of a loss: kernels for other shapes sum in another order."""
-
+"""Tolerance of a loss in multiples of its machine epsilon: kernels for other shapes sum in another order."""
+STATE_TOLERANCE = 1e-6
+"""Relative change of a result up to which it does not depend on a state. Steps are exact to the same number."""
 VARIATION = 0.8
-"""What is added to weights that are all alike goes from 0 to about half, of one input."""
+"""Size of the numbers that are added to a weight with equal entries. Together they change an output by about half of
+one input."""
+
+Outputs: TypeAlias = Any
+"""The outputs of a model. Hosts have no type for them."""
+Loss: TypeAlias = Any
+"""A loss as a model returns it: a tensor, a sequence or a dict."""
+ForwardHook: TypeAlias = Callable[[Module, object, Any], Tensor | None]
+"""Takes a module, its inputs and its output."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeResult:
-    """What one forward of a few rows gave."""
+    """The result of one forward of a few rows."""
 
+    # Sum of the loss terms of each unit that must not depend on the cut: ``'tokens'``, ``'samples'``.
     losses: Mapping[str, float]
-    """Sum of the terms of each unit that a cut must leave alone: ``'tokens'``, ``'samples'``."""
-    gradients: Mapping[str, Sequence[torch.Tensor | None]]
-    """Of these by what the last layers give, ``(rows, width, entries)`` each: by the states that logits are made of, as
-    far as the loss uses them besides, and by the logits; None where it does not use them."""
-    measured: MeasuredTokens | None  # where that was asked, of a model with logits that its loss is made of
-    vocabulary: int | None  # number of logits of a position, if any are given
-    eps: float  # machine epsilon of the loss, float32's or coarser
-    gradient_eps: float  # of the coarsest gradient
+    # Gradients of these sums by the outputs of the last layers, ``(rows, width, entries)`` each: by the states
+    # before the logits and by the logits. None if a loss does not depend on an output.
+    gradients: Mapping[str, Sequence[Tensor | None]]
+    # The weights of tokens, if targets were passed and the loss is made of the logits.
+    measured: MeasuredTokens | None
+    vocabulary: int | None  # number of logits at a position, if targets were passed and the model returns logits
+    has_logits: bool | None  # whether the loss treats the output as logits. None: nothing can be said
+    eps: float  # machine epsilon of the loss, the one of float32 or a coarser one
+    gradient_eps: float  # machine epsilon of the coarsest gradient
 
     @property
     def is_nan(self) -> bool:
-        """Whether a loss is no number, of which no gradient tells anything."""
-        return any(map(math.isnan, self.losses.values()))
+        """Whether a loss is not a number. Then the gradients say nothing."""
+        return any(math.isnan(loss) for loss in self.losses.values())
 
-    def is_same_loss(self, unit: str, other: float, noise: float = 0.0) -> bool:
-        """Returns whether another loss differs by round-off alone."""
+    def is_same_loss(
+        self,
+        unit: str,
+        other: float,
+        noise: float = 0.0,
+    ) -> bool:
+        """Returns whether another loss differs only by round-off."""
         loss = self.losses[unit]
         return abs(other - loss) <= NOISE_FACTOR * noise + ROUNDING_FLOOR * self.eps * (1 + abs(loss))
 
+    def distance(self, other: ProbeResult) -> float:
+        """Returns the largest relative difference of losses and gradients from another result of the same rows."""
+        # Losses near 0 are compared absolutely.
+        distances = [0.0]
+        for unit, loss in self.losses.items():
+            distances.append(abs(other.losses[unit] - loss) / (1 + abs(loss)))
+        for unit, gradients in self.gradients.items():
+            for gradient, other_gradient in zip(
+                gradients,
+                other.gradients[unit],
+                strict=True,
+            ):
+                if gradient is None or other_gradient is None:
+                    continue
+                # The gradients are sketches, which keep the size of differences to 18 %.
+                difference = float((other_gradient - gradient).norm())
+                distances.append(difference / max(float(gradient.norm()), torch.finfo(torch.float32).tiny))
+        return max(math.inf if math.isnan(distance) else distance for distance in distances)
+
+
+class _LayerOutput(NamedTuple):
+    """Size and address of an output that has a vector for every position."""
+
+    module: Module
+    size: int
+    address: int
+
+
+class _Forward(NamedTuple):
+    """One forward, with the graph of its last layers."""
+
+    terms: Mapping[str, Tensor]  # the loss by units
+    points: Sequence[Tensor]  # where gradients are taken, the logits last
+    logits: Tensor | None
+
 
 class Probe:
-    """Runs the model's own forward and loss without a graph but at its end, and leaves no trace in the run.
+    """Runs the model's own forward and loss, with a graph only at the end.
 
-    The layers run as in training but for dropout: a loss may be another one there. Where the forward is random all the
-    same, and no two of them could be compared, they run as in evaluation. Weights in float32 are probed without the
-    trainer's ``precision``, because in float32 a leak of 2e-3 is plain to see and in bfloat16 it is not.
+    The layers run as in training, because a loss may be different in evaluation, but without dropout. If the forward is
+    random nevertheless, no two forwards can be compared, and the layers run as in evaluation. Weights in float32 are
+    probed without the trainer's ``precision``: in float32 a leak of 2e-3 is easy to see, in bfloat16 it is not.
     """
 
     def __init__(
         self,
-        forward: Callable[[Any], Any],
-        loss: Callable[[Any, Any], Any],
-        model: torch.nn.Module,
-        precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        terms: Callable[[Any, Any], Mapping[str, torch.Tensor]] | None = None,
+        forward: Callable[[Batch], Outputs],
+        loss: Callable[[Outputs, Batch], Loss],
+        model: Module,
+        precision: Callable[[], AbstractContextManager[object]] = nullcontext,
+        terms: Callable[[Loss, Outputs], Mapping[str, Tensor]] | None = None,
     ) -> None:
         self.model = model
-        self._forward, self._loss, self._precision = forward, loss, precision
+        self._forward_model = forward
+        self._loss = loss
+        self._precision = precision
         self._terms = terms or (lambda loss, outputs: {'tokens': loss})
-        self.is_training, self.is_random = True, False
-        self._has_looked, self._logits_at = False, None
-        # Those of TorchScript take no hooks.
-        self._modules = [one for one in model.modules() if not isinstance(one, torch.jit.ScriptModule)]
-        self._alike: dict[torch.nn.Module, list[str]] = {}
-        """Names of the weights of each module whose entries are all alike."""
-        self._layers: list[torch.nn.Module] = []
-        """What gives the states that logits are made of, most often a norm, and what makes the logits."""
+        self.is_training = True
+        """Whether the layers run as in training."""
+        self.is_random = False
+        """Whether the forward is random even in evaluation."""
+        self._written: dict[str, WrittenState] = {}
+        """State of the model that forwards have written and that was not judged yet, by name."""
+        self.harmless_states: list[str] = []
+        """Names of states that every forward writes, and that the result does not depend on."""
+        self._judged: set[str] = set()
+        self.state_dependence: str | None = None
+        """Name of a state that every forward writes and that the result depends on."""
+        self._knows_layers = False
+        self._layers: list[Module] = []
+        """The module that makes the states before the logits, often a norm, and the module that makes the logits."""
+        self._output_size: int | None = None
+        self._output_address: int | None = None
+        # Modules of TorchScript take no hooks.
+        self._modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
+        self._varied_weights = _VariedWeights(self._modules)
+        # The type of the first parameter stands for all.
         parameter = next(model.parameters(), None)
         self._in_full = parameter is not None and parameter.dtype == torch.float32
         self._device_type = parameter.device.type if parameter is not None else 'cpu'
 
     @classmethod
     def from_model(cls, model: Any) -> Probe:
-        """Makes one of a ComposerModel, or of a Hugging Face model that computes its own loss."""
+        """Makes a probe of a ComposerModel, or of a Hugging Face model that computes its own loss."""
         if hasattr(model, 'eval_forward'):
-            return cls(model, lambda outputs, batch: model.loss(outputs, batch), model)
-        named = inspect.signature(model.forward).parameters
+            return cls(
+                model,
+                lambda outputs, batch: model.loss(outputs, batch),
+                model,
+            )
+        names = inspect.signature(model.forward).parameters
 
-        def forward(batch: Batch) -> Any:
-            return model(**{key: value for key, value in batch.items() if key in named})
+        def forward(batch: Batch) -> Outputs:
+            arguments = {key: value for key, value in batch.items() if key in names}
+            return model(**arguments)
 
         return cls(forward, lambda outputs, batch: outputs['loss'], model)
 
-    def run(self, batch: Batch, *, measured: bool = False, rounded: bool = False) -> ProbeResult:
-        """Runs a batch on its device, eagerly; leaves random numbers, modes and buffers as they were.
+    def run(
+        self,
+        batch: Batch,
+        *,
+        targets: Tensor | None = None,
+        rounded: bool = False,
+    ) -> ProbeResult:
+        """Runs a batch eagerly. Random numbers, modes and buffers stay as they were.
 
-        ``rounded``: with every layer's output moved by its last digit, up or down, by which round-off moves the rest.
-        The same rows in another order or number would not do: kernels then make the very same sums.
+        Args:
+            batch: On the device of the model.
+            targets: As returned by :func:`.targets_of`. With them the weights of tokens are measured.
+            rounded: Whether to move the output of every layer by its last digit, up or down. The difference shows how
+                far round-off can move the result. The same rows in another order would not show it, because kernels
+                then compute the same sums.
         """
-        run = self._run_as_in_training if self._has_looked else self._look
-        return run(batch, measured=measured, rounded=rounded)
+        # Layers are found on the first batch. Later batches use the same ones.
+        if not self._knows_layers:
+            self._find_last_layers(batch)
+        return self._run(batch, targets=targets, rounded=rounded)
 
-    def _look(self, batch: Batch, **options: bool) -> ProbeResult:
-        """Runs twice, which shows the last layers, and whether the loss is random."""
-        found: list[tuple[torch.nn.Module, int, int]] = []
+    def _find_last_layers(self, batch: Batch) -> None:
+        """Runs twice. This shows which layers are the last, and whether the loss is random."""
+        outputs: list[_LayerOutput] = []
 
-        def note(module: torch.nn.Module, args: Any, output: Any) -> None:
+        def note(module: Module, args: object, output: object) -> None:
+            # Not the output itself, so that its memory is freed.
             if _is_of_positions(output, batch):
-                found.append((module, output.shape[-1], output.data_ptr()))
+                outputs.append(_LayerOutput(module, output.shape[-1], output.data_ptr()))
 
         with _hooked(_leaves(self._modules), note):
-            first = self._run_as_in_training(batch, seed=1)
-        makers = [place for place, (_, size, _) in enumerate(found) if size == first.vocabulary]
-        # A teacher's head may come after the model's own, whose output is the logits, unless they are changed again.
-        own = [place for place in makers if found[place][2] == self._logits_at]
-        last = (own or makers or [len(found)])[-1]
-        self._layers = [module for module, *_ in found[max(last - 1, 0) : last + 1]]
-        again = self._run_as_in_training(batch, **options)
-        self.is_random = not all(again.is_same_loss(unit, loss) for unit, loss in first.losses.items())
-        if self.is_training and self.is_random:
-            log.info('The loss is random in training even without dropout, so it was looked at in evaluation only.')
-            self.is_training, self._layers = False, []
-            return self._look(batch, **options)
-        self._has_looked = True
-        return again
+            first = self._run(batch, seed=1)
+        # The output of the model may be changed once more, and the head of a teacher may come after the model's own.
+        same_size = [place for place, output in enumerate(outputs) if output.size == self._output_size]
+        same_memory = [place for place in same_size if outputs[place].address == self._output_address]
+        last = (same_memory or same_size or [len(outputs)])[-1]
+        self._layers = [output.module for output in outputs[max(last - 1, 0) : last + 1]]
+        # Now with a graph at the last layers, and with other random numbers.
+        second = self._run(batch)
+        self.is_random = not all(second.is_same_loss(unit, loss) for unit, loss in first.losses.items())
+        self.judge_written_state(batch)
+        if self.is_random and self.is_training and self.state_dependence is None:
+            log.info('The loss is random in training even without dropout, so it was probed only in evaluation.')
+            self.is_training = False
+            self._layers = []
+            self._find_last_layers(batch)
+        self._knows_layers = True
 
-    def _run_as_in_training(self, batch: Batch, seed: int = 0, **options: bool) -> ProbeResult:
+    def judge_written_state(self, batch: Batch) -> None:
+        """Finds out if the result depends on state that every forward writes. See :attr:`state_dependence`.
+
+        A cache is written once and not again by the next forward of the same rows. A statistic for logs is written
+        again, but the result does not depend on it.
+        """
+        if not self._written or not self.is_training:
+            return
+        # Each state is judged once.
+        self._judged.update(self._written)
+        snapshot = StateSnapshot(self._written.values())
+        self._written = {}
+        result = self._run(batch, seed=1, keeps_state=True)
+        # A cache that is filled already is not written again.
+        rewritten = snapshot.written()
+        snapshot.restore()
+        if not rewritten:
+            return
+        # On a GPU two forwards of the same rows may differ by round-off.
+        repeated = self._run(batch, seed=1, keeps_state=True)
+        snapshot.restore()
+        tolerance = max(NOISE_FACTOR * result.distance(repeated), STATE_TOLERANCE)
+
+        def changes_result(states: Sequence[WrittenState]) -> bool:
+            snapshot.perturb(states)
+            perturbed = self._run(batch, seed=1, keeps_state=True)
+            snapshot.restore()
+            return result.distance(perturbed) > tolerance
+
+        # All states at once first, as most models with such state are healthy.
+        if not changes_result(rewritten):
+            self.harmless_states += [state.name for state in rewritten]
+            return
+        # Then one by one, to name the right one.
+        self.state_dependence = rewritten[0].name
+        for state in rewritten:
+            if changes_result([state]):
+                self.state_dependence = state.name
+                return
+
+    def _run(
+        self,
+        batch: Batch,
+        *,
+        targets: Tensor | None = None,
+        rounded: bool = False,
+        seed: int = 0,
+        keeps_state: bool = False,
+    ) -> ProbeResult:
+        """Runs a batch as in training. ``keeps_state``: leaves the state of the model as the forward wrote it."""
         while True:
-            precision = torch.autocast(self._device_type, enabled=False) if self._in_full else self._precision()
+            guard = undisturbed(self.model, restores_buffers=not keeps_state)
             try:
-                with torch.no_grad(), undisturbed(self.model), self._as_probed(seed):
-                    return self._run(batch, precision, **options)
+                with torch.no_grad(), guard, self._as_probed(seed):
+                    forward = self._watched_forward(batch, rounded=rounded)
+                    return self._result(forward, targets)
             except RuntimeError as error:
-                if self._in_full:  # a kernel that knows half precision only, as flash attention does
+                if self._in_full:
+                    # Some kernels know only half precision, such as flash attention.
                     self._in_full = False
                 elif 'in-place' in str(error) and len(self._layers) > 1:
-                    self._layers = self._layers[:1]  # Chameleon writes into its logits, which no leaf allows
+                    # Chameleon writes into its logits, which is not allowed for a leaf.
+                    self._layers = self._layers[:1]
                 else:
                     raise
 
-    def _run(
-        self, batch: Batch, precision: AbstractContextManager[Any], *, measured: bool = False, rounded: bool = False
-    ) -> ProbeResult:
-        leaves: dict[torch.nn.Module, torch.Tensor] = {}
+    def _watched_forward(self, batch: Batch, *, rounded: bool) -> _Forward:
+        """Runs the forward and notes the state that it writes for the first time."""
+        snapshot = StateSnapshot.of_model(self.model)
+        forward = self._forward(batch, rounded=rounded)
+        for state in snapshot.written():
+            if state.name not in self._judged:
+                self._written.setdefault(state.name, state)
+        return forward
 
-        def begin_graph(module: torch.nn.Module, args: Any, output: Any) -> Any:
-            if not _is_of_positions(output, batch):
-                return None
-            # Two leaves, and no graph of the layer between them, whose weights FSDP has for a forward of its own only.
-            torch.set_grad_enabled(module is self._layers[-1])
-            leaves[module] = output.detach().requires_grad_()
-            return leaves[module]
-
-        # A copy, the same for forward and loss as in training: models that write into it change no other run.
-        given = with_own_tensors(batch)
-        rounding = _hooked(_leaves(self._modules) if rounded else [], _rounded)
-        with precision, self._with_varied_weights(), rounding, _hooked(self._layers, begin_graph), torch.no_grad():
-            outputs = self._forward(given)
-            loss = _loss_of(self._loss, outputs, given)  # once, as what it counts may be added up
+    def _forward(self, batch: Batch, *, rounded: bool) -> _Forward:
+        precision = torch.autocast(self._device_type, enabled=False) if self._in_full else self._precision()
+        # A copy, the same one for forward and loss as in training: a model that writes into it changes no other run.
+        copied = with_own_tensors(batch)
+        rounded_layers = _leaves(self._modules) if rounded else []
+        with (
+            precision,
+            self._varied_weights.shown(),
+            _hooked(rounded_layers, _rounded),
+            _graph_from(self._layers, batch) as leaves,
+        ):
+            outputs = self._forward_model(copied)
+            loss = _loss_of(self._loss, outputs, copied)  # once, because a loss may add up counts
             terms = self._terms(loss, outputs)
         logits = _checked_logits(outputs, batch)
-        self._logits_at = None if logits is None or isinstance(logits, DTensor) else logits.data_ptr()
+        self._output_size = None
+        self._output_address = None
+        if logits is not None:
+            self._output_size = logits.shape[-1]
+            if not isinstance(logits, DTensor):
+                self._output_address = logits.data_ptr()
+        # A layer may not have run in this batch, such as the one of another modality.
         points = [leaves[layer] for layer in self._layers if layer in leaves]
-        if logits is not None and logits.requires_grad and all(logits is not leaf for leaf in points):
+        if logits is not None and logits.requires_grad and not any(logits is leaf for leaf in points):
             points.append(logits)
-        gradients = {unit: _gradients(value, points) for unit, value in terms.items()}
-        at_logits = next((g for p, g in zip(points, gradients.get('tokens', []), strict=False) if p is logits), None)
-        tokens = measure(logits, at_logits) if measured and logits is not None and at_logits is not None else None
+        return _Forward(terms, points, logits)
+
+    def _result(self, forward: _Forward, targets: Tensor | None) -> ProbeResult:
+        logits = forward.logits
+        gradients: dict[str, list[Tensor | None]] = {}
+        # Gradients are reduced to sketches at once, except the one by the logits, which is measured.
+        logit_gradient = None
+        for unit, loss in forward.terms.items():
+            unit_gradients = _gradients(loss, forward.points)
+            if unit == 'tokens' and forward.points and forward.points[-1] is logits:
+                logit_gradient = unit_gradients[-1]
+            gradients[unit] = [None if gradient is None else sketch(gradient) for gradient in unit_gradients]
+        measured = None
+        has_logits = None
+        if targets is not None and logits is not None and logit_gradient is not None:
+            has_logits = are_logits(logit_gradient, targets)
+            if has_logits is not False:
+                measured = measure(logits, logit_gradient)
+        # Without targets nothing shows whether the output holds logits.
+        knows_vocabulary = targets is not None and logits is not None and has_logits is not False
         return ProbeResult(
-            losses={unit: value.float().mean().item() for unit, value in terms.items()},
-            gradients={unit: [g if g is None else sketch(g) for g in of_unit] for unit, of_unit in gradients.items()},
-            measured=tokens,
-            vocabulary=None if logits is None else logits.shape[-1],
-            eps=max(torch.finfo(value.dtype).eps for value in (*terms.values(), torch.zeros(()))),
-            gradient_eps=max(torch.finfo(point.dtype).eps for point in (*points, torch.zeros(()))),
+            losses={unit: loss.float().mean().item() for unit, loss in forward.terms.items()},
+            gradients=gradients,
+            measured=measured,
+            vocabulary=logits.shape[-1] if logits is not None and knows_vocabulary else None,
+            has_logits=has_logits,
+            eps=_coarsest_eps(forward.terms.values()),
+            gradient_eps=_coarsest_eps(forward.points),
         )
 
     @contextmanager
     def _as_probed(self, seed: int) -> Iterator[None]:
-        """Leaves modules in training in the mode that they are in, but for BatchNorm, and has no dropout drop."""
-        changed = BatchNorm if self.is_training else torch.nn.Module
-        training = [module for module in self._modules if module.training and isinstance(module, changed)]
+        """Leaves modules in their training mode, except BatchNorm, and switches dropout off."""
+        evaluated = BatchNorm if self.is_training else Module
+        modules = [module for module in self._modules if module.training and isinstance(module, evaluated)]
+        # The same random numbers for every forward, so that forwards can be compared.
         random.seed(0)
         np.random.seed(0)
         torch.default_generator.manual_seed(seed)
         if torch.cuda.is_initialized():
             torch.cuda.manual_seed_all(seed)
-        for module in training:
+        for module in modules:
             module.training = False
         try:
             with _NoDropout(), torch.compiler.set_stance('force_eager'):
                 yield
         finally:
-            for module in training:
+            for module in modules:
                 module.training = True
 
+
+class _VariedWeights:
+    """Lets modules compute as if no two entries of a weight were equal, for weights whose entries are all equal.
+
+    The weights of a fresh norm are all 1. In the loss and the logits they hide that a norm behind the rotary embedding
+    (HunYuan) makes attention depend on absolute positions. The gradient is wrong nevertheless. A scale of positions
+    that begins at 0 (Mistral Large 4) hides it too. Without this, such a fault would show only after the weights have
+    moved, in a later step. If a cut is exact, it is exact with any weights.
+
+    Nothing is written into the weights of the model, of which FSDP may hold parts: an attribute of the same name is
+    found before the parameter.
+    """
+
+    def __init__(self, modules: Sequence[Module]) -> None:
+        self._modules = modules
+        self._names: dict[Module, list[str]] = {}
+        """Names of the weights of each module whose entries are all equal."""
+
     @contextmanager
-    def _with_varied_weights(self) -> Iterator[None]:
-        """Runs as if no two entries of a weight were the same, of those in which all are.
-
-        The weights of a fresh norm are all 1, and hide from loss and logits, not from the gradient by themselves, that
-        a norm behind the rotary embedding (HunYuan) makes attention depend on absolute positions; so does a scale of
-        positions that begins at 0 (Mistral Large 4). What a cut leaves alone it leaves alone with any weights.
-        Nothing is written into the model's own, of which FSDP may hold parts: attributes come before parameters.
-        """
-
-        def show(module: torch.nn.Module, args: Any) -> None:
-            if module not in self._alike:  # until a forward has reached it, FSDP does not have a weight whole
-                weights = module.named_parameters(recurse=False)
-                self._alike[module] = [name for name, one in weights if name not in vars(module) and _is_alike(one)]
-            for name in self._alike[module]:
-                if name not in vars(module):  # a module may call itself
-                    vars(module)[name] = _varied(getattr(module, name))
-
-        def hide(module: torch.nn.Module, args: Any, output: Any) -> None:
-            for name in self._alike.get(module, ()):
-                vars(module).pop(name, None)
-
+    def shown(self) -> Iterator[None]:
+        """Shows the varied weights to the forwards inside of the context."""
         with ExitStack() as hooks:
             for module in self._modules:
-                if self._alike.get(module, True):
-                    hooks.enter_context(module.register_forward_pre_hook(show))
-                    hooks.enter_context(module.register_forward_hook(hide, always_call=True))
+                has_equal_weights = bool(self._names[module]) if module in self._names else True
+                if has_equal_weights:
+                    hooks.enter_context(module.register_forward_pre_hook(self._show))
+                    hooks.enter_context(module.register_forward_hook(self._hide, always_call=True))
             yield
 
+    def _show(self, module: Module, args: object) -> None:
+        if module not in self._names:
+            # Not before a forward has reached the module: FSDP has the whole weight only then.
+            names = []
+            for name, weight in module.named_parameters(recurse=False):
+                # A frozen weight stays as it is, so it hides nothing.
+                if weight.requires_grad and name not in vars(module) and _has_equal_entries(weight):
+                    names.append(name)
+            self._names[module] = names
+        for name in self._names[module]:
+            if name not in vars(module):  # a module may call itself
+                vars(module)[name] = _varied(getattr(module, name))
 
-def _loss_of(loss: Callable[[Any, Batch], Any], outputs: Any, batch: Batch) -> Any:
+    def _hide(
+        self,
+        module: Module,
+        args: object,
+        output: object,
+    ) -> None:
+        for name in self._names.get(module, ()):
+            vars(module).pop(name, None)
+
+
+def _has_equal_entries(weight: Tensor) -> bool:
+    """Returns whether entries differ by less than a fifth of the numbers that :func:`_varied` adds."""
+    if isinstance(weight, DTensor) or not weight.is_floating_point() or weight.dtype.itemsize == 1:
+        return False
+    if not weight.numel():
+        return False
+    # The limit is relative to the change that _varied() would make.
+    entries = weight.detach().flatten()
+    largest_difference = VARIATION / 5
+    if weight.dim() > 0:
+        largest_difference *= (len(weight) / len(entries)) ** 0.5
+    # Few weights have equal entries, and most of the others show it by their first entries.
+    for part in (entries[:256], entries):
+        low, high = part.aminmax()
+        if float(high - low) >= largest_difference:
+            return False
+    return True
+
+
+def _varied(weight: Tensor) -> Tensor:
+    """Returns a weight with another positive number added to each entry. It is smaller the more inputs there are."""
+    if weight.dim() < 2:
+        numbers = _golden_numbers(weight.numel(), weight.dtype, weight.device)
+        return weight + VARIATION * numbers.view(weight.shape)
+    entries = weight.flatten(1)
+    num_rows, num_columns = entries.shape
+    rows = _golden_numbers(num_rows, weight.dtype, weight.device)
+    columns = _golden_numbers(num_columns, weight.dtype, weight.device)
+    varied = torch.addcmul(
+        entries,
+        rows[:, None],
+        columns,
+        value=VARIATION / num_columns**0.5,
+    )
+    return varied.view(weight.shape)
+
+
+@cache
+def _golden_numbers(
+    size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """Returns numbers between 0 and 1, the same on all ranks and devices: multiples of the golden ratio."""
+    return (torch.arange(1, size + 1) * 0.618034 % 1).to(device, dtype)
+
+
+# Helpers of a forward.
+
+
+class _NoDropout(TorchFunctionMode):
+    """Switches off every dropout of torch, in attention too."""
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: object,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
+        """Calls the function with a dropout probability of 0."""
+        kwargs = kwargs or {}
+        name = getattr(func, '__name__', '')
+        if 'dropout' in name:
+            return args[0] if args else kwargs['input']
+        if name == 'scaled_dot_product_attention':
+            options = dict(
+                zip(
+                    ('dropout_p', 'is_causal'),
+                    args[4:],
+                    strict=False,
+                )
+            )
+            options.update(kwargs)
+            options['dropout_p'] = 0.0
+            return func(*args[:4], **options)
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _graph_from(layers: Sequence[Module], batch: Batch) -> Iterator[dict[Module, Tensor]]:
+    """Starts the autograd graph at the outputs of some layers. Yields these outputs, by layer, as leaves of the graph.
+
+    The forward runs without gradients until the last of the layers has run. A hook switches gradients on there, and
+    they stay on until the context ends, which sets the mode that was before. Between the layers is no graph, because
+    FSDP has the whole weights of a layer only during its own forward.
+    """
+    leaves: dict[Module, Tensor] = {}
+
+    def start_graph(
+        module: Module,
+        args: object,
+        output: object,
+    ) -> Tensor | None:
+        if not _is_of_positions(output, batch):
+            return None
+        torch.set_grad_enabled(module is layers[-1])
+        leaves[module] = output.detach().requires_grad_()
+        return leaves[module]
+
+    with _hooked(layers, start_graph), torch.no_grad():
+        yield leaves
+
+
+def _rounded(
+    module: Module,
+    args: object,
+    output: object,
+) -> Tensor | None:
+    """Returns a layer's output with each entry moved by its last digit, up or down; a forward hook."""
+    if not isinstance(output, Tensor) or not output.dtype.is_floating_point:
+        return None
+    # Up or down at random: a change in one direction would be a scale, which norms remove.
+    signs = 2 * (torch.rand_like(output) < 0.5) - 1
+    factors = 1 + torch.finfo(output.dtype).eps * signs
+    return output * factors.to(output.dtype)
+
+
+def _loss_of(
+    loss: Callable[[Outputs, Batch], Loss],
+    outputs: Outputs,
+    batch: Batch,
+) -> Any:
     try:
         return loss(outputs, batch)
     except KeyError as error:
@@ -249,56 +566,9 @@ def _loss_of(loss: Callable[[Any, Batch], Any], outputs: Any, batch: Batch) -> A
         ) from error
 
 
-class _NoDropout(TorchFunctionMode):
-    """Leaves out every dropout of torch, that of attention included, whatever asks for it."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """As torch's own, with a probability of 0."""
-        kwargs, name = kwargs or {}, getattr(func, '__name__', '')
-        if 'dropout' in name:
-            return args[0] if args else kwargs['input']
-        if name == 'scaled_dot_product_attention':
-            given = {**dict(zip(('dropout_p', 'is_causal'), args[4:], strict=False)), **kwargs}
-            return func(*args[:4], **{**given, 'dropout_p': 0.0})
-        return func(*args, **kwargs)
-
-
-def _rounded(module: torch.nn.Module, args: Any, output: Any) -> Any:
-    """Returns a layer's output with each entry moved by its last digit, up or down; a forward hook."""
-    if not isinstance(output, torch.Tensor) or not output.dtype.is_floating_point:
-        return None
-    step = torch.finfo(output.dtype).eps * (2 * (torch.rand_like(output) < 0.5) - 1)
-    return output * (1 + step).to(output.dtype)
-
-
-def _is_alike(weight: torch.Tensor) -> bool:
-    """Returns whether entries differ by less than a fifth of what :func:`_varied` adds."""
-    if isinstance(weight, DTensor) or not (weight.is_floating_point() and weight.dtype.itemsize > 1 and weight.numel()):
-        return False
-    entries = weight.detach().flatten()
-    most = VARIATION / 5 * (len(weight) / len(entries) if weight.dim() else 1) ** 0.5
-    # Few weights are, and most of the others show it by their first entries.
-    return all(float(torch.sub(*part.aminmax())) > -most for part in (entries[:256], entries))
-
-
-def _varied(weight: torch.Tensor) -> torch.Tensor:
-    """Returns a weight with a positive number of its own added to each entry, the smaller the more inputs it has."""
-    if weight.dim() < 2:
-        return weight + VARIATION * _shares(weight.numel(), weight.dtype, weight.device).view(weight.shape)
-    entries = weight.flatten(1)
-    rows, columns = (_shares(size, weight.dtype, weight.device) for size in entries.shape)
-    varied = torch.addcmul(entries, rows[:, None], columns, value=VARIATION / entries.shape[1] ** 0.5)
-    return varied.view(weight.shape)
-
-
-@cache
-def _shares(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Returns numbers between 0 and 1 that are the same on all ranks and devices: multiples of the golden ratio."""
-    return (torch.arange(1, size + 1) * 0.618034 % 1).to(device, dtype)
-
-
-def _checked_logits(outputs: Any, batch: Batch) -> torch.Tensor | None:
-    logits, labels = logits_of(outputs), labels_of(batch)
+def _checked_logits(outputs: Outputs, batch: Batch) -> Tensor | None:
+    logits = logits_of(outputs)
+    labels = labels_of(batch)
     if logits is not None and logits.shape[:2] != labels.shape:
         raise RuntimeError(
             f"The model's logits must be as wide as the labels, got: {tuple(logits.shape[:2])} for labels of "
@@ -308,40 +578,52 @@ def _checked_logits(outputs: Any, batch: Batch) -> torch.Tensor | None:
     return logits
 
 
-def _gradients(value: torch.Tensor, points: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+def _gradients(loss: Tensor, points: Sequence[Tensor]) -> Sequence[Tensor | None]:
     """Returns the gradient of a loss by each of the points."""
-    if not (points and value.requires_grad):
+    if not points or not loss.requires_grad:
         return [None] * len(points)
     with torch.enable_grad():
-        return list(torch.autograd.grad(value.float().mean(), points, allow_unused=True, retain_graph=True))
+        return torch.autograd.grad(
+            loss.float().mean(),
+            points,
+            allow_unused=True,
+            retain_graph=True,
+        )
 
 
-def _is_of_positions(output: Any, batch: Batch) -> bool:
+def _coarsest_eps(tensors: Iterable[Tensor]) -> float:
+    """Returns the largest machine epsilon of some tensors, at least the one of float32."""
+    coarsest = torch.finfo(torch.float32).eps
+    for tensor in tensors:
+        coarsest = max(coarsest, torch.finfo(tensor.dtype).eps)
+    return coarsest
+
+
+def _is_of_positions(output: object, batch: Batch) -> TypeGuard[Tensor]:
     """Returns whether a layer's output has a vector for every position of the labels."""
-    if not isinstance(output, torch.Tensor) or not output.dtype.is_floating_point or output.dim() != 3:
+    if not isinstance(output, Tensor) or not output.dtype.is_floating_point or output.dim() != 3:
         return False
     return output.shape[:2] == labels_of(batch).shape
 
 
-def _leaves(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
+def _leaves(modules: Iterable[Module]) -> list[Module]:
+    """Returns the modules without children."""
     return [module for module in modules if next(module.children(), None) is None]
 
 
 @contextmanager
-def _hooked(modules: Iterable[torch.nn.Module], change: Callable[..., Any]) -> Iterator[None]:
-    """Has ``change`` make what the modules return, of ``(module, inputs, output)``."""
+def _hooked(modules: Iterable[Module], hook: ForwardHook) -> Iterator[None]:
+    """Calls a hook after the forward of each of the modules."""
     with ExitStack() as hooks:
         for module in modules:
-            hooks.enter_context(module.register_forward_hook(change))
+            hooks.enter_context(module.register_forward_hook(hook))
         yield
 
 
 @contextmanager
-def undisturbed(model: torch.nn.Module) -> Iterator[None]:
-    """Leaves a run the same with and without a forward in between: puts random state and buffers back."""
-    modules = list(model.modules())  # to walk them is slow
-    buffers = [(one, one.clone()) for module in modules for one in module.buffers(recurse=False) if model.training]
-    python_state, numpy_state = random.getstate(), np.random.get_state()
+def _random_state_kept() -> Iterator[None]:
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     try:
         with torch.random.fork_rng(devices=devices):
@@ -349,9 +631,24 @@ def undisturbed(model: torch.nn.Module) -> Iterator[None]:
     finally:
         random.setstate(python_state)
         np.random.set_state(numpy_state)
-        with torch.no_grad():
-            for buffer, kept in buffers:
-                buffer.copy_(kept)
+
+
+@contextmanager
+def undisturbed(model: Module, *, restores_buffers: bool = True) -> Iterator[None]:
+    """Restores random state and buffers, so that a run is the same with and without the forwards in between."""
+    modules = list(model.modules())  # walking them is slow, so it is done once
+    buffers: list[tuple[Tensor, Tensor]] = []
+    if model.training and restores_buffers:
         for module in modules:
-            if isinstance(module, FSDPModule):  # a forward leaves the root whole, without gradients, until a backward
+            buffers += [(buffer, buffer.clone()) for buffer in module.buffers(recurse=False)]
+    try:
+        with _random_state_kept():
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, copied in buffers:
+                buffer.copy_(copied)
+        for module in modules:
+            # A forward without gradients leaves the root whole until a backward.
+            if isinstance(module, FSDPModule):
                 module.reshard()

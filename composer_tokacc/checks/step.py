@@ -1,239 +1,380 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Checks, before the optimizer moves, that a step was exact: what its tokens weighed, and that all were there."""
+"""Checks that a step was exact, before the optimizer moves: all tokens were computed, with their right weights."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from composer_tokacc.batch import IGNORE_INDEX, Batch, labels_of, sample_name
-from composer_tokacc.checks.logits import deviations, on_gradient, places_of, targets_of, tolerance_of, whole
+from composer_tokacc.checks.logits import (
+    deviations,
+    on_gradient,
+    places_of,
+    targets_of,
+    tolerance_of,
+    whole_vocabulary,
+)
 from composer_tokacc.counting import loss_mask
 from composer_tokacc.weights import LOSS_WEIGHTS
 
 RELATIVE_TOLERANCE = 1e-5
+"""Composer computes its weights in double precision and applies them in float32."""
 WEIGHT_TOLERANCE = 1e-3
-"""Of sums in float32, in another order."""
+"""Sums of weights are taken in float32, in another order."""
 NUM_SAMPLED = 16
-"""Tokens of a microbatch that are measured. A loss that divides by something else than the number of tokens changes the
-weight of every token in a microbatch, so that any of them shows it."""
+"""Number of tokens of a microbatch that are measured. A loss that is divided by another number than that of the tokens
+changes the weight of every token of a microbatch, so that any of them shows it."""
 WHOLE_SHARE = 1 / 64
-"""Of microbatches after the first step, the share of which every position and every entry is measured: a tenth of a
+"""After the first step every position is measured in this part of the microbatches. It takes a tenth of the time of a
 microbatch with a large vocabulary, so one in 64 costs 0.2 %."""
 CHOICE = random.Random(0)
-"""Chooses tokens, so that the run's own random numbers are left alone."""
+"""Chooses tokens. It is a generator of its own, so that the random numbers of the run stay the same."""
 
 
 class TokenChoice:
-    """Chooses which tokens of a run are measured: all in the first step, then some of one microbatch of each step.
+    """Chooses which tokens of a run are measured: all in the first step, later some of one microbatch of each step.
 
-    Of a microbatch with a label that no batch before had, some are as well: what a loss does to some labels alone
-    shows in the first step that has them.
+    Some tokens of a microbatch are measured too if it has a label that no batch had before. If a loss treats some
+    labels in another way, the first step that has these labels shows it.
     """
 
     def __init__(self) -> None:
         self.step = 0
-        self._seen, self._new, self._num_microbatches = torch.zeros(0, dtype=torch.bool), torch.zeros(0), 1
+        self._is_known = torch.zeros(0, dtype=torch.bool)  # of each id: whether a batch had it as a label
+        self._new_labels = torch.zeros(0)
+        self._num_microbatches = 1
 
     def begin_step(self, microbatches: Sequence[Batch]) -> None:
-        """Notes which label ids come for the first time; on the CPU."""
-        labels = torch.cat([labels_of(microbatch).flatten() for microbatch in microbatches]).clamp_min_(0)
-        if (missing := int(labels.max()) + 1 - len(self._seen)) > 0:
-            self._seen = torch.nn.functional.pad(self._seen, (0, missing))
-        self._new = labels[~self._seen.index_select(0, labels)]
-        self._seen[self._new] = True
+        """Notes which labels come for the first time. The microbatches are on the CPU."""
+        labels = torch.cat([labels_of(microbatch).flatten() for microbatch in microbatches])
+        labels.clamp_min_(0)
+        # The table of known labels grows with the largest label.
+        num_missing = int(labels.max()) + 1 - len(self._is_known)
+        if num_missing > 0:
+            self._is_known = torch.nn.functional.pad(self._is_known, (0, num_missing))
+        self._new_labels = labels[~self._is_known.index_select(0, labels)]
+        self._is_known[self._new_labels] = True
 
-    def has(self, index: int, labels: torch.Tensor | None) -> bool:
-        """Returns whether any token of a microbatch is measured; ``labels``: its own, if they are on the CPU."""
-        has_new = len(self._new) > 0 and (labels is None or bool(torch.isin(labels, self._new).any()))
-        return has_new or self.step == 0 or index == self.step % self._num_microbatches
+    def has(self, index: int, labels: Tensor | None) -> bool:
+        """Returns whether a token of a microbatch is measured. ``labels`` are its labels, if they are on the CPU."""
+        if self.step == 0 or index == self.step % self._num_microbatches:
+            return True
+        if len(self._new_labels) == 0:
+            return False
+        return labels is None or bool(torch.isin(labels, self._new_labels).any())
 
     def is_whole(self) -> bool:
         """Returns whether all tokens of the next microbatch are measured."""
         return self.step == 0 or CHOICE.random() < WHOLE_SHARE
 
     def end_step(self, num_microbatches: int) -> None:
-        """Goes on to the next step; the last had so many microbatches."""
-        self.step, self._num_microbatches = self.step + 1, max(num_microbatches, 1)
+        """Goes on to the next step. ``num_microbatches``: of the step that ends."""
+        self.step += 1
+        self._num_microbatches = max(num_microbatches, 1)
 
 
 @dataclass(kw_only=True, eq=False)
 class MicrobatchRecord:
-    """What was counted of a microbatch on the CPU, and what is heard of it in its backward."""
+    """Counts of a microbatch from the CPU, and observations from its backward."""
 
     batch: Batch  # on the device
     rule: str
     num_tokens: int
-    loss_weight: float = 0.0  # of all its tokens
+    loss_weight: float = 0.0  # the sum of the weights of its tokens
     num_samples: int = 1
-    num_microbatches: int | None = None  # that this rank was to make of the step, where a term is divided by them
-    composers_weight: float = 1.0  # that its loss is to be multiplied by
+    # Number of microbatches that this rank makes of the step, if a loss term is divided by it.
+    num_microbatches: int | None = None
+    composers_weight: float = 1.0  # the factor that Composer should apply to its loss
     has_bypass: bool = False  # whether its loss has a term that is not made of the logits
-    factor: torch.Tensor | None = None  # that its loss was multiplied by
-    token_loss: torch.Tensor | None = None  # the sum of its tokens' own, where tokens have weights
-    was_reached: bool = False  # whether a gradient came by its logits
-    # Of the tokens that were measured, all on the device:
-    deviations: torch.Tensor | None = None  # of each one's gradient, in parts of a plain token's weight, (tokens,)
-    positions: torch.Tensor | None = None  # where they are predicted, counted through all rows; None: at every one
-    count: torch.Tensor | None = None  # of all that carry loss, measured or not, ()
-    tolerance: float = 0.0
+    factor: Tensor | None = None  # the factor that was applied to its loss
+    token_loss: Tensor | None = None  # the sum of the losses of its tokens, if tokens have weights
+    was_reached: bool = False  # whether a gradient came to its logits
+    # By how much the gradient of each measured token is off, in parts of a plain token's weight, ``(tokens,)``.
+    deviations: Tensor | None = None
+    # Where the measured tokens are predicted, counted through all rows. None: every position was measured.
+    positions: Tensor | None = None
+    count: Tensor | None = None  # number of all loss-generating tokens, ``()``
+    tolerance: float = 0.0  # largest deviation that round-off explains
 
-    def watch(self, logits: torch.Tensor, weights: torch.Tensor | None, unit: float | None, *, is_whole: bool) -> None:
-        """Has all or a few tokens measured as the gradient by the logits comes.
+    def watch(
+        self,
+        logits: Tensor,
+        weights: Tensor | None,
+        unit: float | None,
+        *,
+        is_whole: bool,
+    ) -> None:
+        """Measures tokens when the gradient by the logits comes.
 
-        ``unit`` is what a plain token must weigh (None: none is measured), ``weights`` what each must beside it,
-        ``(rows, width)``.
+        Args:
+            logits: ``(rows, width, vocabulary)``.
+            weights: Relative weights of the tokens, ``(rows, width)``; None: they are equal.
+            unit: The weight of a plain token; None: nothing is measured.
+            is_whole: Whether to measure all tokens, or only some.
         """
-        # Detached: a graph whose hook holds its own logits is never freed.
-        on_gradient(logits, partial(self._hear, logits.detach(), weights, unit, is_whole))
+        # Detached, because a graph whose hook holds its own logits is never freed.
+        on_gradient(
+            logits,
+            partial(
+                self._measure,
+                logits.detach(),
+                weights,
+                unit,
+                is_whole,
+            ),
+        )
 
-    def observe(self, gradient: torch.Tensor) -> None:
-        """Notes the gradient that reaches the scaled loss: the weight that Composer applied; a tensor hook."""
-        found = gradient.detach().sum(dtype=torch.float32)
-        self.factor = found if self.factor is None else self.factor + found
+    def observe(self, gradient: Tensor) -> None:
+        """Notes the gradient of the scaled loss, which is the weight that Composer applied; a tensor hook."""
+        factor = gradient.detach().sum(dtype=torch.float32)
+        self.factor = factor if self.factor is None else self.factor + factor
 
-    def _hear(
-        self, logits: torch.Tensor, weights: torch.Tensor | None, unit: float | None, is_whole: bool, grad: torch.Tensor
+    def _measure(
+        self,
+        logits: Tensor,
+        weights: Tensor | None,
+        unit: float | None,
+        is_whole: bool,
+        gradient: Tensor,
     ) -> None:
         self.was_reached = True
         if unit is None:
             return
-        self.tolerance = tolerance_of(grad.dtype)
+        self.tolerance = tolerance_of(gradient.dtype)
         if is_whole:
             targets = targets_of(self.batch, self.rule)
             self.count = (targets != IGNORE_INDEX).sum()
-            self.deviations = deviations(unit, logits, grad, targets, weights).flatten()
-            return
+            self.deviations = deviations(
+                unit,
+                logits,
+                gradient,
+                targets,
+                weights,
+            ).flatten()
+        else:
+            self._measure_some(logits, weights, unit, gradient)
+
+    def _measure_some(
+        self,
+        logits: Tensor,
+        weights: Tensor | None,
+        unit: float,
+        gradient: Tensor,
+    ) -> None:
         ordinals = loss_mask(self.batch, self.rule).flatten().cumsum(dim=0)
         self.count = ordinals[-1]
-        # By their numbers, of which the host knows how many there are, so that nothing waits for the device.
+        # Tokens are chosen by their number, because the host knows how many there are. So nothing waits for the device.
+        # Every step-th token from a random first one: evenly over the rows.
         step = -(-self.num_tokens // NUM_SAMPLED)
-        places = places_of(ordinals, range(1 + CHOICE.randrange(step), self.num_tokens + 1, step))
-        targets = labels_of(self.batch).flatten()[places]
-        self.positions = places if self.rule == 'unshifted' else places - 1  # in the same row: column 0 never counts
-        given: list[Any] = [logits, grad, None, weights]
-        given = [None if one is None else whole(one).flatten(0, 1)[self.positions][None] for one in given]
-        given[2] = targets[None]
-        self.deviations = deviations(unit, *given).flatten()
+        numbers = range(
+            1 + CHOICE.randrange(step),
+            self.num_tokens + 1,
+            step,
+        )
+        label_positions = places_of(ordinals, numbers)
+        # The position before a label is in the same row, because column 0 never counts.
+        self.positions = label_positions if self.rule == 'unshifted' else label_positions - 1
+        self.deviations = deviations(
+            unit,
+            _at(self.positions, logits),
+            _at(self.positions, gradient),
+            labels_of(self.batch).flatten()[label_positions][None],
+            None if weights is None else _at(self.positions, weights),
+        ).flatten()
 
     def worst(self) -> tuple[str, int]:
-        """Returns sample and label of the token that is furthest off."""
+        """Returns sample and label of the token that is off the most."""
         assert self.deviations is not None
-        place = int(self.deviations.argmax())
-        place = place if self.positions is None else int(self.positions[place])
+        position = int(self.deviations.argmax())
+        if self.positions is not None:
+            position = int(self.positions[position])
         targets = targets_of(self.batch, self.rule)
-        return sample_name(self.batch, place // targets.shape[1]), int(targets.flatten()[place])
+        # Positions are counted through all rows.
+        row = position // targets.shape[1]
+        return sample_name(self.batch, row), int(targets.flatten()[position])
+
+
+def _at(positions: Tensor, values: Tensor) -> Tensor:
+    """Returns values ``(rows, width, ...)`` at some positions, as one row."""
+    return whole_vocabulary(values).flatten(0, 1)[positions][None]
+
+
+class _Observed(NamedTuple):
+    """Numbers that a step left on the device."""
+
+    tokens: Sequence[float]  # loss-generating tokens of each microbatch
+    weights: Sequence[float]  # sum of weights of each microbatch, if tokens have weights
+    factors: Sequence[float]  # that Composer applied
+    deviations: Sequence[float]  # the largest of each microbatch that was measured
 
 
 @dataclass
 class StepCheck:
-    """Collects what happened in one optimizer step on this rank and refuses it if it was not exact."""
+    """Collects observations of one optimizer step on this rank, and refuses the step if it was not exact."""
 
     num_tokens: int
     num_samples: int
     loss_weight: float
-    is_weighted: bool = False  # whether tokens may have weights of their own
-    has_bypass: bool | None = None  # whether the loss has terms that are not made of the logits; None: not known yet
+    is_weighted: bool = False  # whether tokens may have weights
+    has_bypass: bool | None = None  # whether the loss has terms that are not made of the logits. None: not known yet
     gradient_scale: float = 1.0  # of mixed precision
     records: list[MicrobatchRecord] = field(default_factory=list)
 
     @property
-    def _with_tokens(self) -> list[MicrobatchRecord]:
+    def _records_with_tokens(self) -> list[MicrobatchRecord]:
         return [record for record in self.records if record.loss_weight and record.num_samples]
 
     @property
     def is_measured(self) -> bool:
-        """Whether some token of every microbatch was measured."""
-        return all(record.deviations is not None for record in self._with_tokens)
+        """Whether a token of every microbatch was measured."""
+        return all(record.deviations is not None for record in self._records_with_tokens)
 
     def check(self) -> None:
-        """Raises RuntimeError unless samples, tokens and weights are all there."""
-        if self.is_weighted and not all(record.was_reached and not record.has_bypass for record in self._with_tokens):
+        """Raises RuntimeError unless all samples and tokens were computed with their weights."""
+        if self.is_weighted:
+            self._check_reached()
+        observed = self._read()
+        self._check_totals(observed)
+        self._check_each(
+            'Labels',
+            observed.tokens,
+            lambda record: record.num_tokens,
+            tolerance=0,
+        )
+        self._check_each(
+            'Weights',
+            observed.weights,
+            lambda record: record.loss_weight,
+            tolerance=WEIGHT_TOLERANCE,
+        )
+        self._check_factors([factor / self.gradient_scale for factor in observed.factors])
+        self._check_tokens(observed.deviations)
+        self._check_number()
+
+    def _check_reached(self) -> None:
+        for record in self._records_with_tokens:
+            if record.was_reached and not record.has_bypass:
+                continue
             raise RuntimeError(
                 "The model's own loss must be made of the logits that it returns for `token_weights`, got: one whose "
                 'gradient does not come by them, or not all of it (a fused kernel, a compiled forward, another term). '
                 'Switch the kernel off, leave out `compile_config` or the term, or set '
                 "`token_weights='token'` (docs/errors.md#model-loss)."
             )
-        found = self._read()
-        self._check_counts(found)
-        self._check_factors([factor / self.gradient_scale for factor in found['factors']])
-        self._check_tokens(found['tokens'])
-        expected = {record.num_microbatches for record in self.records} - {None}
-        count = sum(record.num_samples > 0 for record in self.records)
-        if expected - {count}:
-            raise RuntimeError(
-                f"A term in units of 'microbatches' needs their number beforehand, got: {count} microbatches where "
-                f'{expected.pop()} were expected. Split with token_data_spec().'
-            )
 
-    def _read(self) -> Mapping[str, list[float]]:
-        """Reads everything from the device at once: the only sync of a step, where Composer reads the loss anyway."""
-        weighted = self.records if self.is_weighted else []
-        groups: dict[str, list[torch.Tensor]] = {
-            'Labels': [loss_mask(r.batch, r.rule).sum() if r.count is None else r.count for r in self.records],
-            'Weights': [(r.batch[LOSS_WEIGHTS] * loss_mask(r.batch, r.rule)).sum() for r in weighted],
-            'factors': [record.factor for record in self.records if record.factor is not None],
-            'tokens': [record.deviations.amax() for record in self._with_tokens if record.deviations is not None],
-        }
-        stacked = [torch.stack(values).double() for values in groups.values() if values]
-        read = iter(torch.cat(stacked).tolist() if stacked else [])
-        return {name: [next(read) for _ in values] for name, values in groups.items()}
+    def _read(self) -> _Observed:
+        """Reads everything from the device at once. Composer reads the loss at this point and waits anyway."""
+        tokens: list[Tensor] = []
+        weights: list[Tensor] = []
+        factors: list[Tensor] = []
+        largest_deviations: list[Tensor] = []
+        for record in self.records:
+            counted = None
+            if record.count is None or self.is_weighted:
+                counted = loss_mask(record.batch, record.rule)
+            if record.count is not None:
+                tokens.append(record.count)
+            elif counted is not None:
+                tokens.append(counted.sum())
+            if self.is_weighted and counted is not None:
+                weights.append((record.batch[LOSS_WEIGHTS] * counted).sum())
+            if record.factor is not None:
+                factors.append(record.factor)
+        for record in self._records_with_tokens:
+            if record.deviations is not None:
+                largest_deviations.append(record.deviations.amax())
+        # One tensor for all numbers, so that the device is read once.
+        groups = (tokens, weights, factors, largest_deviations)
+        stacked = [torch.stack(group).double() for group in groups if group]
+        numbers = iter(torch.cat(stacked).tolist() if stacked else ())
+        return _Observed(*([next(numbers) for _ in group] for group in groups))
 
-    def _check_counts(self, found: Mapping[str, list[float]]) -> None:
-        samples = sum(record.num_samples for record in self.records)
-        tokens = sum(record.num_tokens for record in self.records)
+    def _check_totals(self, observed: _Observed) -> None:
+        num_samples = sum(record.num_samples for record in self.records)
+        num_tokens = sum(record.num_tokens for record in self.records)
         weight = sum(record.loss_weight for record in self.records)
-        is_all = math.isclose(weight, self.loss_weight, rel_tol=RELATIVE_TOLERANCE)
-        if (samples, tokens) != (self.num_samples, self.num_tokens) or not is_all:
+        # Nothing may be lost or repeated between BATCH_START and the backwards.
+        has_all = (num_samples, num_tokens) == (self.num_samples, self.num_tokens)
+        if not has_all or not math.isclose(
+            weight,
+            self.loss_weight,
+            rel_tol=RELATIVE_TOLERANCE,
+        ):
             raise RuntimeError(
                 f'The microbatches of a step must hold its {self.num_samples} samples and {self.num_tokens} '
-                f'loss-generating tokens of weight {self.loss_weight:g}, got: {samples} and {tokens} of weight '
+                f'loss-generating tokens of weight {self.loss_weight:g}, got: {num_samples} and {num_tokens} of weight '
                 f'{weight:g}. `split_batch` drops or repeats rows, or a later algorithm does: use token_data_spec(), '
                 'and put TokenAccumulation last (docs/errors.md#counts).'
             )
-        for what, name, tolerance in (('Labels', 'num_tokens', 0), ('Weights', 'loss_weight', WEIGHT_TOLERANCE)):
-            for index, (record, value) in enumerate(zip(self.records, found[what], strict=False)):
-                if not math.isclose(value, counted := getattr(record, name), rel_tol=tolerance):
-                    raise RuntimeError(
-                        f'{what} must not change after BATCH_START, got: {value:g} in microbatch {index}, where '
-                        f'{counted:g} was counted of its loss-generating tokens. Change them in `batch_transforms`, '
-                        'not in `microbatch_transforms` or an algorithm (docs/errors.md#counts).'
-                    )
 
-    def _check_factors(self, observed: Sequence[float]) -> None:
-        if not observed and self.num_tokens == 0:
+    def _check_each(
+        self,
+        subject: str,
+        values: Sequence[float],
+        counted: Callable[[MicrobatchRecord], float],
+        *,
+        tolerance: float,
+    ) -> None:
+        """Checks values of each microbatch against the counts of BATCH_START. Without weights there are no values."""
+        for index, (record, value) in enumerate(
+            zip(
+                self.records,
+                values,
+                strict=False,
+            )
+        ):
+            expected = counted(record)
+            if not math.isclose(value, expected, rel_tol=tolerance):
+                raise RuntimeError(
+                    f'{subject} must not change after BATCH_START, got: {value:g} in microbatch {index}, where '
+                    f'{expected:g} was counted of its loss-generating tokens. Change them in `batch_transforms`, '
+                    'not in `microbatch_transforms` or an algorithm (docs/errors.md#counts).'
+                )
+
+    def _check_factors(self, factors: Sequence[float]) -> None:
+        if not factors and self.num_tokens == 0:
             return  # nothing required a gradient
         expected = [record.composers_weight for record in self.records]
-        # Composer computes its weight in double and applies it in float32.
-        is_close = partial(math.isclose, rel_tol=RELATIVE_TOLERANCE, abs_tol=1e-9)
-        if len(observed) != len(expected) or not all(map(is_close, observed, expected)):
+        are_close = len(factors) == len(expected)
+        for factor, weight in zip(factors, expected, strict=False):
+            are_close = are_close and math.isclose(
+                factor,
+                weight,
+                rel_tol=RELATIVE_TOLERANCE,
+                abs_tol=1e-9,
+            )
+        if not are_close:
             raise RuntimeError(
                 f'Composer must weight microbatches by their samples {np.round(expected[:8], 6).tolist()}, got: '
-                f'{np.round(observed[:8], 6).tolist()}. Set `accumulate_train_batch_on_tokens` to False, use '
+                f'{np.round(factors[:8], 6).tolist()}. Set `accumulate_train_batch_on_tokens` to False, use '
                 'token_data_spec() for another `get_num_samples_in_batch`, and put TokenAccumulation last '
                 '(docs/errors.md#composers-weights).'
             )
 
-    def _check_tokens(self, found: Sequence[float]) -> None:
-        worst = iter(found)
-        for record in self._with_tokens:
+    def _check_tokens(self, largest_deviations: Sequence[float]) -> None:
+        remaining = iter(largest_deviations)
+        for record in self._records_with_tokens:
             if record.has_bypass and self.has_bypass is False:
                 raise RuntimeError(
                     "The model's own loss must be made of its logits alone, as it was before, got: another term, "
                     f'which began in a microbatch with {sample_name(record.batch, 0)}. Have it in the loss from the '
                     'first batch on, or name the terms of a dict in `loss_units` (docs/errors.md#model-loss).'
                 )
-            deviation = next(worst) if record.deviations is not None else 0.0
+            if record.deviations is None:
+                continue
+            deviation = next(remaining)
+            # A loss of NaN is the business of the trainer's callbacks.
             if math.isfinite(deviation) and deviation > record.tolerance:
                 sample, token = record.worst()
                 raise RuntimeError(
@@ -245,3 +386,13 @@ class StepCheck:
                 )
         if self.has_bypass is None and self.loss_weight:
             self.has_bypass = any(record.has_bypass for record in self.records)
+
+    def _check_number(self) -> None:
+        """Checks the number of microbatches, if a loss term was divided by it beforehand."""
+        number = sum(record.num_samples > 0 for record in self.records)
+        for record in self.records:
+            if record.num_microbatches not in (None, number):
+                raise RuntimeError(
+                    f"A term in units of 'microbatches' needs their number beforehand, got: {number} microbatches "
+                    f'where {record.num_microbatches} were expected. Split with token_data_spec().'
+                )

@@ -1,17 +1,18 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What each token weighed in the gradient that was really computed: in any trainer, any loop."""
+"""Measures the weight of each token in the gradient that was computed, in any trainer or loop."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from composer_tokacc.batch import IGNORE_INDEX
 from composer_tokacc.checks.logits import logits_of, measure, node_of, tolerance_of
@@ -19,38 +20,45 @@ from composer_tokacc.collectives import get_world_size
 from composer_tokacc.compat import inner_model
 
 SURE = 1e-3
-"""Size of softmax - onehot, 1 - p of the label or a little more, below which a gradient is mostly round-off."""
+"""A gradient is mostly round-off if softmax - onehot, which is about 1 - p of the label, is smaller than this."""
 OTHER = 0.5
-"""Residual of a position whose gradient is that of no label: of a z-loss where there is none, of soft labels."""
+"""A position with a larger residual has the gradient of something else than a label: a z-loss at a position without a
+label, or soft labels."""
+MOST_LISTED = 8
+"""Number of unequal tokens that a line names."""
 
 
 class _Backward(NamedTuple):
-    """What one gradient of logits told, left on its device: to read it in the hook would make the host wait."""
+    """Numbers from one gradient of logits. They stay on the device, because reading them would make the host wait."""
 
-    weights: torch.Tensor  # float32 (positions,)
-    tells: torch.Tensor  # bool (positions,)
-    num_left_out: torch.Tensor
-    residual: torch.Tensor
+    weights: Tensor  # float32 (positions,)
+    tells: Tensor  # bool (positions,), whether the position says something about weights
+    num_left_out: Tensor
+    residual: Tensor
 
 
 class TokenWeightsReport:
-    """What :func:`.measure_token_weights` has measured so far; printed as a table."""
+    """The measurements of :func:`.measure_token_weights` so far. Printed as a table."""
 
     def __init__(self) -> None:
         self._backwards: list[_Backward] = []
-        self._had_forward, self._is_open, self._num_watched, self._tolerance = False, True, 0, 0.0
+        self._had_forward = False
+        self._is_open = True
+        self._num_watched = 0
+        self._tolerance = 0.0
 
     @property
-    def weights(self) -> list[torch.Tensor]:
-        """What tokens weighed, float32 ``(tokens,)``: a tensor for each gradient of logits, in the order they came."""
+    def weights(self) -> list[Tensor]:
+        """Weights of tokens, float32 ``(tokens,)``: one tensor for each gradient of logits, in the order they came."""
         return [backward.weights[backward.tells] for backward in self._backwards]
 
     @property
     def spread(self) -> float:
-        """Largest over smallest weight, signs apart, of all backwards and ranks; NaN where no token tells.
+        """Largest weight divided by the smallest, without signs, of all backwards and ranks; NaN without a weight.
 
-        Where ``torch.distributed`` is initialised, every rank must ask for it.
+        If ``torch.distributed`` is initialised, every rank must read it.
         """
+        # Two numbers, so that one reduction is enough.
         extremes = self._extremes()
         if dist.is_available() and dist.is_initialized():
             extremes = extremes.to('cuda' if 'nccl' in dist.get_backend() else 'cpu')
@@ -59,89 +67,169 @@ class TokenWeightsReport:
 
     @property
     def residual(self) -> float:
-        """Largest share of a gradient of logits that no token's cross-entropy explains (of its norm); of this rank."""
+        """Largest part of a gradient of logits that no token's cross-entropy explains (of its norm), on this rank."""
         residuals = [backward.residual for backward in self._backwards]
-        return float(torch.stack(residuals).max()) if residuals else float('nan')
+        if not residuals:
+            return float('nan')
+        return float(torch.stack(residuals).max())
 
     @property
     def known_to(self) -> float:
-        """How far above 1 round-off may bring the spread of equal weights: one too large and another too small."""
+        """How far above 1 round-off may bring the spread of equal weights: one is too large, another one too small."""
         return 2 * (self._tolerance + self.residual)
 
     def unequal_tokens(self) -> str:
-        """Says of each backward of this rank which of its tokens weigh other than the median of all of them."""
-        median, lines = torch.cat(self.weights).median().cpu(), []
+        """Returns a line for each backward of this rank that has tokens with another weight than the median."""
+        # The median is the weight of most tokens, so few wrong ones stand out.
+        median = torch.cat(self.weights).median().cpu()
+        lines = []
         for number, weights in enumerate(self.weights, start=1):
-            shares = weights.cpu() / median
-            off = ((shares - 1).abs() > self.known_to).nonzero().flatten()
-            if len(off):
-                which = 'all' if len(off) == len(shares) else f'number {", ".join(map(str, (off[:8] + 1).tolist()))}'
-                low, high = float(shares[off].min()), float(shares[off].max())
-                span = f'{high:.4g}' if high - low <= self.known_to else f'{low:.4g} to {high:.4g}'
-                lines.append(f'backward {number}: {which} of {len(shares):,} tokens with loss: {span} times the median')
+            line = self._line_of_unequal(weights.cpu() / median)
+            if line:
+                lines.append(f'backward {number}: {line}')
         return '\n'.join(lines)
 
-    def __deepcopy__(self, memo: Any) -> TokenWeightsReport:
-        return self  # a copy of the model (an average of weights) keeps its hooks: they must end with these
+    def _line_of_unequal(self, ratios: Tensor) -> str:
+        unequal = ((ratios - 1).abs() > self.known_to).nonzero().flatten()
+        if not len(unequal):
+            return ''
+        tokens = 'all'
+        if len(unequal) < len(ratios):
+            numbers = (unequal[:MOST_LISTED] + 1).tolist()
+            tokens = f'number {", ".join(map(str, numbers))}'
+        low = float(ratios[unequal].min())
+        high = float(ratios[unequal].max())
+        span = f'{high:.4g}'
+        if high - low > self.known_to:
+            span = f'{low:.4g} to {high:.4g}'
+        return f'{tokens} of {len(ratios):,} tokens with loss: {span} times the median'
+
+    def __deepcopy__(self, memo: object) -> TokenWeightsReport:
+        # A copy of the model, such as an average of weights, keeps its hooks. They must end with these ones.
+        return self
 
     def __str__(self) -> str:
         lines = ['backward    tokens       smallest           mean        largest  residual']
-        for number, (weights, backward) in enumerate(zip(self.weights, self._backwards, strict=True), start=1):
-            low, mean, high = (weights.min(), weights.mean(), weights.max()) if len(weights) else [torch.nan] * 3
-            lines.append(
-                f'{number:>8}{len(weights):>10,}{low:>15.7g}{mean:>15.7g}{high:>15.7g}{backward.residual:>10.1e}'
-            )
-        # Of this rank alone: whoever prints on rank 0 only must not wait for the others.
-        where = ' on this rank (`.spread` asks all)' if get_world_size() > 1 else ''
+        for number, (weights, backward) in enumerate(
+            zip(
+                self.weights,
+                self._backwards,
+                strict=True,
+            ),
+            start=1,
+        ):
+            # A backward may have no token that tells.
+            low = mean = high = torch.nan
+            if len(weights):
+                low, mean, high = float(weights.min()), float(weights.mean()), float(weights.max())
+            columns = f'{number:>8}{len(weights):>10,}{low:>15.7g}{mean:>15.7g}{high:>15.7g}'
+            lines.append(f'{columns}{float(backward.residual):>10.1e}')
+        # Of this rank, without a collective: a loop that prints only on rank 0 must not wait for the others.
         largest, smallest = self._extremes().abs().tolist()
         if smallest != torch.inf:
+            place = ' on this rank (`.spread` asks all)' if get_world_size() > 1 else ''
             verb = 'weigh' if largest <= smallest * (1 + self.known_to) else 'do NOT weigh'
-            known = f'the same, to {self.known_to:.0e}{where}'
-            lines.append(f'tokens {verb} {known}: largest over smallest weight {largest / smallest:.7f}')
-        if left_out := sum(int(backward.num_left_out) for backward in self._backwards):
-            lines.append(f'{left_out:,} left out: 1 - p of the label below {SURE}, or a gradient that is of no label')
-        if (unread := self._num_watched - len(self._backwards)) > 0:
-            lines.append(f'{unread:,} of {self._num_watched:,} forwards had no gradient at their logits')
+            ratio = f'largest over smallest weight {largest / smallest:.7f}'
+            lines.append(f'tokens {verb} the same, to {self.known_to:.0e}{place}: {ratio}')
+        num_left_out = sum(int(backward.num_left_out) for backward in self._backwards)
+        if num_left_out:
+            lines.append(
+                f'{num_left_out:,} left out: 1 - p of the label below {SURE}, or a gradient that is of no label'
+            )
+        num_unread = self._num_watched - len(self._backwards)
+        if num_unread > 0:
+            lines.append(f'{num_unread:,} of {self._num_watched:,} forwards had no gradient at their logits')
         return '\n'.join(lines)
 
-    def _extremes(self) -> torch.Tensor:
-        """Returns the largest size of a weight and the smallest, negated, so that both are the largest over ranks."""
-        sizes = torch.cat([weights.abs().cpu() for weights in self.weights] or [torch.empty(0)])
-        return torch.stack([sizes.max(), -sizes.min()]) if len(sizes) else torch.full((2,), -torch.inf)
+    def _extremes(self) -> Tensor:
+        """Returns the largest size of a weight, and the smallest negated, so that the maximum over ranks is right."""
+        if not self._backwards:
+            return torch.full((2,), -torch.inf)
+        sizes = torch.cat([weights.abs().cpu() for weights in self.weights])
+        if not len(sizes):
+            return torch.full((2,), -torch.inf)
+        return torch.stack([sizes.max(), -sizes.min()])
 
-    def _watch(self, module: torch.nn.Module, args: Any, outputs: Any, *, is_outer: bool) -> None:
-        """Has the gradient of a forward's logits measured when it comes; a forward hook."""
+    def _watch(
+        self,
+        module: torch.nn.Module,
+        args: object,
+        outputs: Any,
+        *,
+        is_outer: bool,
+    ) -> None:
+        """Measures the gradient of a forward's logits when it comes; a forward hook."""
         if not torch.is_grad_enabled() or not self._is_open:
             return
         self._had_forward = True
-        logits, mask = _logits_in(outputs, is_outer=is_outer), None
-        if logits is None:  # TRL's fused head hands out log-probabilities of the labels alone
-            logits, mask = getattr(outputs, 'log_probs', None), getattr(outputs, 'label_mask', None)
-        if logits is None or logits.grad_fn is None:
+        logits = _logits_in(outputs, is_outer=is_outer)
+        mask = None
+        if logits is None:
+            # TRL's fused head returns only log-probabilities of the labels.
+            logits = getattr(outputs, 'log_probs', None)
+            mask = getattr(outputs, 'label_mask', None)
+        if logits is None:
             return
         node, index = node_of(logits)
-        if (self, index) in node.metadata:  # the same logits again, from a module around that one
+        if node is None:
             return
-        node.metadata[self, index] = True
+        # A module around this one returns the same logits again.
+        watchers: Any = node.metadata
+        if (self, index) in watchers:
+            return
+        watchers[self, index] = True
         self._num_watched += 1
-        # Detached: a graph whose hook holds its own logits is never freed.
-        node.register_prehook(partial(self._measure, logits.detach(), mask, index))
+        # Detached, because a graph whose hook holds its own logits is never freed.
+        node.register_prehook(
+            partial(
+                self._measure,
+                logits.detach(),
+                mask,
+                index,
+            )
+        )
 
-    def _measure(self, logits: torch.Tensor, mask: torch.Tensor | None, index: int, gradients: Any) -> None:
+    def _measure(
+        self,
+        logits: Tensor,
+        mask: Tensor | None,
+        index: int,
+        gradients: Sequence[Tensor | None],
+    ) -> None:
         """Measures, and leaves the gradients as they are; a hook of the graph."""
         gradient = gradients[index]
         if gradient is None or not self._is_open:
             return
         self._tolerance = max(self._tolerance, tolerance_of(gradient.dtype))
-        if mask is not None:  # the gradient by a log-probability is the weight itself, negated
-            weights, nothing = -gradient.float().flatten(), gradient.new_zeros(())
-            self._backwards.append(_Backward(weights, mask.flatten() & (weights != 0), nothing.long(), nothing))
+        if mask is not None:
+            # The gradient by a log-probability is the weight itself, negated.
+            weights = -gradient.float().flatten()
+            zero = gradient.new_zeros(())
+            self._backwards.append(
+                _Backward(
+                    weights,
+                    mask.flatten() & (weights != 0),
+                    zero.long(),
+                    zero,
+                )
+            )
             return
-        found = measure(logits, gradient)
-        carries_loss = found.targets != IGNORE_INDEX
-        tells = carries_loss & ~(found.sizes < SURE) & ~(found.rests > OTHER * found.norms)  # NaN tells
-        left_out = carries_loss.sum() - tells.sum()
-        self._backwards.append(_Backward(found.weights.flatten(), tells.flatten(), left_out, found.residual))
+        measured = measure(logits, gradient)
+        has_loss = measured.targets != IGNORE_INDEX
+        # Both kinds of positions say nothing about weights.
+        is_sure = measured.sizes < SURE
+        is_other = measured.rests > OTHER * measured.norms
+        tells = has_loss & ~is_sure & ~is_other  # a NaN is neither, so it is shown
+        num_left_out = has_loss.sum() - tells.sum()
+        weights = measured.weights.flatten()
+        self._backwards.append(
+            _Backward(
+                weights,
+                tells.flatten(),
+                num_left_out,
+                measured.residual,
+            )
+        )
 
     def _why_empty(self) -> str:
         if not self._had_forward:
@@ -153,21 +241,22 @@ class TokenWeightsReport:
 
 @contextmanager
 def measure_token_weights(model: torch.nn.Module) -> Iterator[TokenWeightsReport]:
-    """Measures what each token weighs in the gradient, in whatever trains the model inside of the context.
+    """Measures the weight of each token in the gradient, in any code that trains the model inside of the context.
 
-    A token that weighs w adds ``w * (softmax(logits) - onehot(label))`` to the gradient by its logits: hooks there read
-    w off it, without labels. Compiled models run eagerly meanwhile; nothing else changes. Enter it for one optimizer
-    step: between steps of unlike numbers of tokens, weights differ rightly.
+    A token of weight w adds ``w * (softmax(logits) - onehot(label))`` to the gradient by its logits. Hooks read w off
+    this gradient, without labels. Compiled models run eagerly inside of the context. Nothing else changes. Enter it for
+    one optimizer step: if two steps have different numbers of tokens, their weights differ rightly.
 
     Args:
-        model: Whose forward returns logits ``(rows, width, vocabulary)``: alone, in a tuple or as ``.logits``. Also
-            what wraps a Hugging Face model (Composer's, PEFT's, Lightning's), DDP and ``torch.compile``.
+        model: A module whose forward returns logits ``(rows, width, vocabulary)``: as they are, in a tuple or as
+            ``.logits``. It may also wrap a Hugging Face model (Composer, PEFT, Lightning), or be wrapped in DDP or
+            ``torch.compile``.
 
     Yields:
         ``weights``, ``spread`` and ``residual`` so far.
 
     Raises:
-        TypeError: The model is no module.
+        TypeError: The model is not a module.
         RuntimeError: At the end, if no gradient of logits came.
 
     Example:
@@ -182,12 +271,15 @@ def measure_token_weights(model: torch.nn.Module) -> Iterator[TokenWeightsReport
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f'`model` must be a torch.nn.Module, got: {model!r}. Pass what the loss is computed by.')
-    report, inner = TokenWeightsReport(), inner_model(model)
-    # Trainers may call a part of what they were given. Parts of Hugging Face models that have a head have this method.
-    parts = [part for part in inner.modules() if part is inner or hasattr(part, 'get_output_embeddings')]
-    hooks = [part.register_forward_hook(partial(report._watch, is_outer=part is inner)) for part in parts]
+    report = TokenWeightsReport()
+    inner = inner_model(model)
+    hooks = []
+    for part in inner.modules():
+        # A trainer may call only a part of the model. Parts of Hugging Face models with a head have this method.
+        if part is inner or hasattr(part, 'get_output_embeddings'):
+            hooks.append(part.register_forward_hook(partial(report._watch, is_outer=part is inner)))
     try:
-        # A compiled forward that returns the loss, too, has no gradient at its logits.
+        # If a compiled forward returns the loss too, no gradient comes to its logits.
         with torch.compiler.set_stance('force_eager'):
             yield report
     finally:
@@ -199,8 +291,14 @@ def measure_token_weights(model: torch.nn.Module) -> Iterator[TokenWeightsReport
         raise RuntimeError(f'No token weight was measured of {name}: {report._why_empty()}. See docs/token_weights.md')
 
 
-def _logits_in(outputs: Any, *, is_outer: bool) -> torch.Tensor | None:
-    """Returns the logits in outputs; only the outermost module may return them without their name."""
-    if isinstance(outputs, (tuple, list)) and is_outer:
-        return next((logits for each in outputs if (logits := logits_of(each)) is not None), None)
-    return logits_of(outputs) if is_outer or not isinstance(outputs, torch.Tensor) else None
+def _logits_in(outputs: Any, *, is_outer: bool) -> Tensor | None:
+    """Returns the logits in outputs. Only the outermost module may return them without a name."""
+    if is_outer and isinstance(outputs, (tuple, list)):
+        for entry in outputs:
+            logits = logits_of(entry)
+            if logits is not None:
+                return logits
+        return None
+    if not is_outer and isinstance(outputs, Tensor):
+        return None
+    return logits_of(outputs)

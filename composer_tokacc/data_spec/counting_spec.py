@@ -82,8 +82,11 @@ class CountingDataSpec(DataSpec):
                 Probe.from_model(self._model), layout, self._on_models_device, loss_tokens=self._rule, check_loss=True,
                 microbatch_size=microbatch_size,
             )  # fmt: skip
-        self._first_batch.layout = layout  # of this batch, where the model does not tell
+        readings = {} if self._first_batch.layout is None else self._first_batch.layout.readings
+        self._first_batch.layout = layout.with_readings(readings)  # of this batch, if the model does not tell
         self._split.adopt(self._first_batch.prove(batch, self._split))
+        if self._split.given_layout is not None:
+            self._split.layout = self._first_batch.layout
         assert self._first_batch.rule is not None
         self._rule = self._first_batch.rule
 

@@ -1,92 +1,139 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Attention document by document: a packed row costs what its documents cost, by the model's own attention.
+"""Attention document by document, so that a packed row costs no more than its documents.
 
-A packed row's ``attention_mask`` has a row for each document, True where its tokens are. Transformers hands that to the
-mask function of the model's attention, which makes one mask a document, or none where a document is plainly causal; the
-layers hand these on to the attention function, which calls the plain one for each document. Layers with a state or a
-convolution get the mask itself, and are called for each document; a router's load-balancing loss gets none. All of it
-are arguments of the forward: a layer that is computed again in the backward, or a model that is called twice, sees its
-own documents.
+The ``attention_mask`` of a packed row has one row for each document, True at the tokens of that document. Transformers
+hands it to the mask function of the model's attention. Ours makes one mask for each document, or none if the document
+needs none. The layers hand these masks on to the attention function. Ours calls the plain one for each document.
+
+Layers with a state or a convolution, and embeddings that look at the mask, receive the mask itself. They are called
+once for each document. The load-balancing loss of a router receives no mask.
+
+The documents travel as arguments of the forward. So a layer that is computed again in the backward, or a model that is
+called twice before its backward, sees its own documents.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache, partial, wraps
 from itertools import accumulate, groupby, islice, pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 
 from composer_tokacc.batch import Batch
 from composer_tokacc.compat import attention_of
 
 PREFIX = 'documents_'
-"""Of the names by which our attention is registered, before that of the plain one."""
+"""Our attention is registered under the name of the plain one with this prefix."""
+LARGEST_HEAD = 256
+"""Largest head size of both kernels for half precision."""
+
+HostFunction: TypeAlias = Callable[..., Any]
+"""A function of a host. Transformers has no types for its masks and attention."""
+HostMask: TypeAlias = Any
 
 
 class DocumentAttention:
-    """Has the text layers of a model of transformers attend document by document, until :meth:`undo`.
+    """Makes the text layers of a transformers model attend document by document, until :meth:`undo`.
 
-    Batches that are not packed are computed by the plain attention, whatever the model had before. ``by_positions``
-    leaves the model its attention, which finds documents where ``position_ids`` start anew: with SDPA and eager
-    attention by a mask of the packed row squared. Raises RuntimeError if its text attention does not go through
-    ``AttentionInterface``, or is in chunks.
+    Batches that are not packed are computed by the plain attention. With ``by_positions`` the model keeps its own
+    attention, which finds documents by ``position_ids`` that restart at 0. SDPA and eager attention then build a mask
+    of the size of the packed row squared.
+
+    Raises RuntimeError if the text attention does not go through ``AttentionInterface`` or attends in chunks.
     """
 
-    def __init__(self, model: torch.nn.Module, *, by_positions: bool = False) -> None:
-        from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        by_positions: bool = False,
+    ) -> None:
+        from transformers import PreTrainedModel
 
+        # A multimodal model holds several hosts. Only those of the text attend document by document.
         hosts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
         if not hosts:
             raise RuntimeError(f"The model must be one of transformers', got: {type(model).__name__}.")
-        text = type(hosts[0].config.get_text_config(decoder=True))
-        self._parts = [host for host in hosts if type(host.config) is text]
-        if 'chunked_attention' in (getattr(self._parts[0].config, 'layer_types', None) or ()):
+        text_config = type(hosts[0].config.get_text_config(decoder=True))
+        self._parts = [host for host in hosts if type(host.config) is text_config]
+        config = self._parts[0].config
+        if 'chunked_attention' in (getattr(config, 'layer_types', None) or ()):
             raise RuntimeError('Attention must not be in chunks that are counted from column 0, got: such layers.')
-        self._plain = attention_of(self._parts[0].config).removeprefix(PREFIX)
+        self._plain = attention_of(config).removeprefix(PREFIX)
         self.has_masks = self._plain in ('sdpa', 'eager') and not by_positions
-        """Whether packed rows say by their mask which documents they have. Flash and flex attention take no mask: they
-        find the documents themselves where ``position_ids`` restart."""
-        owners = (module for module in model.modules() if hasattr(module, 'get_rope_index'))
-        self._rope_index: Any = getattr(next(owners, None), 'get_rope_index', None)
+        """Whether packed rows have a mask of their documents. Flash and flex attention take no mask. They find the
+        documents by ``position_ids`` that restart at 0."""
+        self._rope_index = _rope_index_of(model)
+        self._padding_position = _padding_position_of(model)
         if self.has_masks:
-            name = PREFIX + self._plain
-            AttentionInterface.register(name, _in_plain_python(partial(_attend, self._plain)))
-            AttentionMaskInterface.register(name, _in_plain_python(partial(_masks, self._plain)))
-            self._set(name)
-        # States would go from one document into the next by a cache, and beside one Transformers does not look where
-        # positions start anew. In the config: Qwen3.5's forward names no `use_cache` for Composer to pass.
-        self._cached = [part.config for part in self._parts if getattr(part.config, 'use_cache', False)]
-        for config in self._cached:
-            config.use_cache = False
-        if not self.has_masks:
-            return
-        # What is changed stays so: other masks pass through, and copies of a model too.
-        for layer in {type(module) for module in _mixers(model)}:
-            if not hasattr(layer.forward, 'by_document'):
-                changed: Any = wraps(layer.forward)(_in_plain_python(partial(_mix, layer.forward)))
-                changed.by_document, layer.forward = True, changed
-        for names in (vars(sys.modules[type(host).__module__]) for host in hosts):
-            balance: Any = names.get('load_balancing_loss_func')
-            if balance is not None and not hasattr(balance, 'by_document'):
-                names['load_balancing_loss_func'] = changed = wraps(balance)(partial(_balance, balance))
-                changed.by_document = True
+            self._register()
+        # A cache would carry states from one document to the next, and with a cache Transformers does not look for
+        # positions that restart. It is switched off in the config, because the forward of Qwen3.5 has no argument
+        # `use_cache` that Composer could pass.
+        self._cached_configs = [
+            part.config
+            for part in self._parts
+            if getattr(
+                part.config,
+                'use_cache',
+                False,
+            )
+        ]
+        for cached_config in self._cached_configs:
+            cached_config.use_cache = False
+        if self.has_masks:
+            # These changes stay after undo(): they act only on masks of documents, and copies of the model share them.
+            _call_layers_by_document(model)
+            _balance_routers_without_mask(hosts)
 
     def undo(self) -> None:
-        """Sets the attention, and the cache, that the model had before."""
-        for config in self._cached:
+        """Restores the attention and the cache that the model had before."""
+        for config in self._cached_configs:
             config.use_cache = True
         if self.has_masks:
-            self._set(self._plain)
+            self._set_attention(self._plain)
 
-    def _set(self, name: str) -> None:
+    def positions(self, batch: Batch, real: Tensor) -> Tensor:
+        """Returns the position of each real token in its own row, ``(rows, width)``, as the model counts positions.
+
+        ``real`` marks the tokens of each row, ``(rows, width)``.
+        """
+        padding_position = self._padding_position
+        if padding_position is None:
+            return real.cumsum(dim=1) - 1
+        if 'input_ids' not in batch:
+            return real.cumsum(dim=1) + padding_position
+        # RoBERTa and ESM do not count ids of padding, wherever they stand, and begin behind the place of padding.
+        counted = real & (batch['input_ids'] != padding_position)
+        return counted.cumsum(dim=1) * counted + padding_position
+
+    def rotary_positions(self, batch: Batch) -> Tensor | None:
+        """Returns multimodal rotary positions, ``(3, rows, width)``, or None if text positions are enough."""
+        has_media = batch.get('image_grid_thw') is not None or batch.get('video_grid_thw') is not None
+        if self._rope_index is None or not has_media:
+            return None
+        names = inspect.signature(self._rope_index).parameters
+        arguments = {key: value for key, value in batch.items() if key in names}
+        return self._rope_index(**arguments)[0]
+
+    def _register(self) -> None:
+        from transformers import AttentionInterface, AttentionMaskInterface
+
+        name = PREFIX + self._plain
+        AttentionInterface.register(name, _in_plain_python(partial(_attend, self._plain)))
+        AttentionMaskInterface.register(name, _in_plain_python(partial(_masks, self._plain)))
+        self._set_attention(name)
+
+    def _set_attention(self, name: str) -> None:
         for part in self._parts:
             part.set_attn_implementation({'': name})
             if attention_of(part.config) != name:
@@ -95,106 +142,99 @@ class DocumentAttention:
                     f'{type(part).__name__} does not.'
                 )
 
-    def rotary_positions(self, batch: Batch) -> torch.Tensor | None:
-        """Multimodal rotary positions, ``(3, rows, width)``; None where those of text do."""
-        grids = [batch.get(f'{unit}_grid_thw') for unit in ('image', 'video')]
-        if self._rope_index is None or all(grid is None for grid in grids):
-            return None
-        named = inspect.signature(self._rope_index).parameters
-        return self._rope_index(**{key: value for key, value in batch.items() if key in named})[0]
+
+def _rope_index_of(model: nn.Module) -> HostFunction | None:
+    """Returns the function by which a multimodal model counts its rotary positions."""
+    for module in model.modules():
+        rope_index: Any = getattr(module, 'get_rope_index', None)
+        if rope_index is not None:
+            return rope_index
+    return None
+
+
+def _padding_position_of(model: nn.Module) -> int | None:
+    """Returns the place of padding in the table of positions, or None if the table has no such place.
+
+    A table with such a place counts positions from the place behind it. This is the convention of fairseq, which
+    RoBERTa, XLM-R, CamemBERT, MPNet and ESM follow.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and name.endswith('position_embeddings'):
+            return module.padding_idx
+    return None
+
+
+# Masks of documents.
 
 
 class _Run(NamedTuple):
-    """Documents one after the other that are of one length and have no mask, or one document."""
+    """Consecutive documents of the same length without a mask, or one document with or without a mask."""
 
     length: int
     count: int
-    mask: Any
+    mask: HostMask
 
 
 class _Documents:
-    """What the layers get as the mask of a packed row."""
+    """The mask of a packed row, as the layers receive it."""
 
-    def __init__(self, lengths: list[int], masks: list[Any]) -> None:
-        alike = groupby(zip(lengths, masks, strict=True), key=lambda document: (document[0], id(document[1])))
-        groups = [list(group) for _, group in alike]
-        self.runs = [_Run(group[0][0], len(group), group[0][1]) for group in groups]
+    def __init__(
+        self,
+        lengths: list[int],
+        masks: Sequence[HostMask],
+    ) -> None:
+        self.runs: list[_Run] = []
+        documents = zip(lengths, masks, strict=True)
+        for (length, _), group in groupby(documents, key=lambda document: (document[0], id(document[1]))):
+            members = list(group)
+            self.runs.append(
+                _Run(
+                    length,
+                    len(members),
+                    members[0][1],
+                )
+            )
         self.lengths = lengths
-        self._ends: torch.Tensor | None = None
+        self._ends: Tensor | None = None
 
-    def ends(self, device: torch.device) -> torch.Tensor:
-        """Returns where documents end, ``(documents + 1,)`` int32, on a device: put there once, for all layers."""
+    def ends(self, device: torch.device) -> Tensor:
+        """Returns where documents end, int32 ``(documents + 1,)``. It is moved to the device once for all layers."""
         if self._ends is None:
-            self._ends = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32).to(device, non_blocking=True)
+            ends = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32)
+            self._ends = ends.to(device, non_blocking=True)
         return self._ends
 
-    def split(self, states: torch.Tensor) -> list[torch.Tensor]:
-        """``(1, heads, tokens, size)`` as ``(documents, heads, length, size)`` for each run, without a copy."""
-        # Not narrow(), whose gradient is as large as the whole for each document.
+    def split(self, states: Tensor) -> list[Tensor]:
+        """Splits ``(1, heads, tokens, size)`` without a copy: ``(documents, heads, length, size)`` for each run."""
+        # Not narrow(): for each document its gradient is as large as the whole row.
         parts = states[0].split([run.length * run.count for run in self.runs], dim=1)
-        return [
-            part[None] if run.count == 1 else part.unflatten(1, (run.count, run.length)).transpose(0, 1)
-            for part, run in zip(parts, self.runs, strict=True)
-        ]
+        batches = []
+        for part, run in zip(parts, self.runs, strict=True):
+            if run.count == 1:
+                batches.append(part[None])
+            else:
+                batches.append(part.unflatten(1, (run.count, run.length)).transpose(0, 1))
+        return batches
 
 
-def _lengths_of(documents: Any) -> list[int]:
-    """Returns the length of each document of a mask, read from the device once, however many layers ask."""
-    if not hasattr(documents, 'lengths_of_documents'):
-        documents.lengths_of_documents = documents.sum(dim=1).tolist()
-    return documents.lengths_of_documents
+def _lengths_of(documents: Tensor) -> list[int]:
+    """Returns the length of each document of a mask. The device is read once, not once for each layer."""
+    # The mask keeps its lengths, as all layers receive the same tensor.
+    cached: list[int] | None = getattr(documents, 'lengths_of_documents', None)
+    if cached is None:
+        cached = documents.sum(dim=1).tolist()
+        vars(documents)['lengths_of_documents'] = cached
+    return cached
 
 
-def _mixers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Gives the innermost modules that take states and a mask: mixers of hybrids. Attention (``is_causal``) has its own
-    way, and stays what ``torch.compile`` takes whole.
-    """
+def _masks(plain: str, **arguments: Any) -> HostMask:
+    """Makes the masks of our attention. Transformers calls it in place of the plain mask function.
 
-    def takes_mask(module: torch.nn.Module) -> bool:
-        return {'hidden_states', 'attention_mask'} <= inspect.signature(type(module).forward).parameters.keys()
-
-    for module in model.modules():
-        is_innermost = takes_mask(module) and not any(map(takes_mask, islice(module.modules(), 1, None)))
-        if is_innermost and not hasattr(module, 'is_causal'):
-            yield module
-
-
-def _mix(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls a mixer once for each document of its mask; attention passes, as its mask is :class:`_Documents`."""
-    call = inspect.signature(forward).bind(*args, **kwargs)
-    states, documents = call.arguments['hidden_states'], call.arguments.get('attention_mask')
-    if not isinstance(documents, torch.Tensor) or documents.dim() != 2 or len(documents) == len(states):
-        return forward(*args, **kwargs)
-    outputs = []
-    for part in states.split(_lengths_of(documents), dim=1):
-        call.arguments |= {'hidden_states': part, 'attention_mask': None}
-        outputs.append(forward(*call.args, **call.kwargs))
-    if isinstance(outputs[0], tuple):
-        return torch.cat([output[0] for output in outputs], dim=1), *outputs[0][1:]
-    return torch.cat(outputs, dim=1)
-
-
-def _balance(plain: Callable[..., Any], logits: Any, *args: Any, **kwargs: Any) -> Any:
-    """Returns the load-balancing loss of a router, which takes a mask of rows alone; packed rows have no padding."""
-    call = inspect.signature(plain).bind(logits, *args, **kwargs)
-    mask = call.arguments.get('attention_mask')
-    if logits and mask is not None and mask.numel() != logits[0].shape[:-1].numel():
-        call.arguments['attention_mask'] = None
-    return plain(*call.args, **call.kwargs)
-
-
-def _in_plain_python(function: Callable[..., Any]) -> Any:
-    """Not to be traced by a compiler: the number of documents and their lengths are new in every batch."""
-    return torch.compiler.disable(lambda *args, **kwargs: function(*args, **kwargs))
-
-
-def _masks(plain: str, **arguments: Any) -> Any:
-    """Makes the masks of our attention, as transformers asks for them; each document gets the plain one's.
-
-    Among the arguments is ``attention_mask``, bool: ``(rows, width)``, or ``(documents, width)`` of a packed row.
+    The argument ``attention_mask`` is bool: ``(rows, width)``, or ``(documents, width)`` for a packed row.
     """
     from transformers import AttentionMaskInterface
 
+    # Each document gets the mask that the model would make for it alone.
     make = AttentionMaskInterface()[plain]
     documents = arguments['attention_mask']
     if documents is None or len(documents) == arguments['batch_size']:
@@ -202,77 +242,243 @@ def _masks(plain: str, **arguments: Any) -> Any:
     lengths = _lengths_of(documents)
     masks = []
     for start, end in pairwise([0, *accumulate(lengths)]):
-        # Columns keep their numbers, by which a mask may look at the batch (which tokens are those of an image).
-        rows = {'batch_size': 1, 'attention_mask': None, 'kv_length': end - start, 'kv_offset': start}
+        # Columns keep their numbers, because a mask may look up its columns in the batch: which are tokens of images.
+        document = {**arguments, 'batch_size': 1, 'attention_mask': None, 'kv_length': end - start, 'kv_offset': start}
         if 'cache_position' in arguments:  # transformers 4
-            rows['cache_position'] = arguments['cache_position'][start:end]
+            document['cache_position'] = arguments['cache_position'][start:end]
         else:
-            rows |= {'q_length': end - start, 'q_offset': start}
-        masks.append(make(**{**arguments, **rows}))
+            document['q_length'] = end - start
+            document['q_offset'] = start
+        masks.append(make(**document))
     return _Documents(lengths, masks)
 
 
+# Layers that are called once for each document.
+
+
+def _call_layers_by_document(model: nn.Module) -> None:
+    """Changes the classes of layers that would mix documents, so that they are called once for each document."""
+    mixers = _innermost(model, 'hidden_states')
+    embeddings = _innermost(model, 'input_ids')
+    for layers, states in ((mixers, 'hidden_states'), (embeddings, 'input_ids')):
+        # Classes are changed and not modules, so that copies of a model work too.
+        for layer in {type(module) for module in layers}:
+            if hasattr(layer.forward, 'by_document'):
+                continue
+            plain_forward = layer.forward
+            forward: Any = wraps(plain_forward)(
+                _in_plain_python(
+                    partial(
+                        _forward_by_document,
+                        plain_forward,
+                        states,
+                    )
+                )
+            )
+            forward.by_document = True
+            layer.forward = forward
+
+
+def _innermost(model: nn.Module, states: str) -> Iterator[nn.Module]:
+    """Yields the innermost modules that take ``states`` and a mask: mixers of hybrids, embeddings that see the mask.
+
+    Attention modules (``is_causal``) are left out. They receive :class:`_Documents`, and ``torch.compile`` can take
+    them whole. Models, and wrappers of models such as PEFT's, are left out too: they take ids and mask themselves.
+    """
+    from transformers import PreTrainedModel
+
+    def takes_mask(module: nn.Module) -> bool:
+        names = inspect.signature(type(module).forward).parameters.keys()
+        if not {states, 'attention_mask'} <= names:
+            return False
+        return not any(isinstance(part, PreTrainedModel) for part in module.modules())
+
+    for module in model.modules():
+        if hasattr(module, 'is_causal') or not takes_mask(module):
+            continue
+        children = islice(module.modules(), 1, None)
+        if not any(takes_mask(child) for child in children):
+            yield module
+
+
+def _forward_by_document(plain_forward: HostFunction, states: str, *args: Any, **kwargs: Any) -> Any:
+    """Calls a layer once for each document of its mask, with the columns of that document and without a mask."""
+    call = inspect.signature(plain_forward).bind(*args, **kwargs)
+    documents = call.arguments.get('attention_mask')
+    inputs = call.arguments.get(states)
+    if not isinstance(documents, Tensor) or not isinstance(inputs, Tensor):
+        return plain_forward(*args, **kwargs)
+    if documents.dim() != 2 or len(documents) == len(inputs):
+        return plain_forward(*args, **kwargs)  # a mask of rows
+    lengths = _lengths_of(documents)
+    split_arguments = {states: inputs.split(lengths, dim=1)}
+    if states == 'input_ids':
+        for name in ('position_ids', 'token_type_ids'):
+            value = call.arguments.get(name)
+            if isinstance(value, Tensor):
+                split_arguments[name] = value.split(lengths, dim=1)
+    call.arguments['attention_mask'] = None
+    outputs = []
+    for number in range(len(lengths)):
+        for name, parts in split_arguments.items():
+            call.arguments[name] = parts[number]
+        outputs.append(plain_forward(*call.args, **call.kwargs))
+    # Mixers may return states first and other results behind them.
+    if isinstance(outputs[0], tuple):
+        joined = torch.cat([output[0] for output in outputs], dim=1)
+        return joined, *outputs[0][1:]
+    return torch.cat(outputs, dim=1)
+
+
+def _balance_routers_without_mask(hosts: Sequence[nn.Module]) -> None:
+    """Changes the load-balancing loss in the files of the models, so that it accepts a mask of documents."""
+    for host in hosts:
+        names = vars(sys.modules[type(host).__module__])
+        balance = names.get('load_balancing_loss_func')
+        if balance is None or hasattr(balance, 'by_document'):
+            continue
+        without_mask: Any = wraps(balance)(partial(_balance, balance))
+        without_mask.by_document = True
+        names['load_balancing_loss_func'] = without_mask
+
+
+def _balance(plain: HostFunction, logits: Any, *args: Any, **kwargs: Any) -> Any:
+    """Computes the load-balancing loss of a router. It takes only a mask of rows; packed rows have no padding."""
+    call = inspect.signature(plain).bind(logits, *args, **kwargs)
+    mask = call.arguments.get('attention_mask')
+    if logits and mask is not None and mask.numel() != logits[0].shape[:-1].numel():
+        call.arguments['attention_mask'] = None
+    return plain(*call.args, **call.kwargs)
+
+
+def _in_plain_python(function: HostFunction) -> HostFunction:
+    """Hides a function from a compiler: number and lengths of documents are new in every batch."""
+    return torch.compiler.disable(lambda *args, **kwargs: function(*args, **kwargs))
+
+
+# The attention function.
+
+
 def _attend(
-    plain: str, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-    attention_mask: Any, **kwargs: Any,
-) -> tuple[torch.Tensor, Any]:  # fmt: skip
-    """Returns the attention function, as transformers calls it: states are ``(1, heads, tokens, size)``."""
-    attend, documents = _plain_attention(plain, module), attention_mask
+    plain: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: HostMask,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Is our attention function, as transformers calls it. States are ``(1, heads, tokens, size)``."""
+    attend = _plain_attention(plain, module)
+    documents = attention_mask
     if not isinstance(documents, _Documents):
         return attend(module, query, key, value, attention_mask, **kwargs)
-    if _on_gpu(query) and plain == 'sdpa' and all(run.mask is None for run in documents.runs):
+    has_mask = any(run.mask is not None for run in documents.runs)
+    if _on_gpu(query) and plain == 'sdpa' and not has_mask:
         return _attend_at_once(documents, module, query, key, value, **kwargs), None
-    # (documents, length, heads, size) of each run.
-    outputs = [
-        attend(module, q, k, v, run.mask, **kwargs)[0].flatten(0, 1)
-        for run, q, k, v in zip(documents.runs, *map(documents.split, (query, key, value)), strict=True)
-    ]
-    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None], None
+    outputs = []
+    # Consecutive documents of the same length are one batch.
+    run_states = zip(
+        documents.split(query),
+        documents.split(key),
+        documents.split(value),
+        strict=True,
+    )
+    for run, (run_query, run_key, run_value) in zip(
+        documents.runs,
+        run_states,
+        strict=True,
+    ):
+        attended, _ = attend(
+            module,
+            run_query,
+            run_key,
+            run_value,
+            run.mask,
+            **kwargs,
+        )
+        outputs.append(attended.flatten(0, 1))  # (documents, length, heads, size) to (tokens, heads, size)
+    if len(outputs) == 1:
+        return outputs[0][None], None
+    return torch.cat(outputs)[None], None
 
 
-def _on_gpu(states: torch.Tensor) -> bool:
+def _on_gpu(states: Tensor) -> bool:
     return states.is_cuda
 
 
 def _attend_at_once(
-    documents: _Documents, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *,
-    dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None, **kwargs: Any,
-) -> torch.Tensor:  # fmt: skip
-    """As above, by a GPU's kernel for documents of any length; ``(1, tokens, heads, size)``."""
-    causal = getattr(module, 'is_causal', True) if is_causal is None else is_causal
-    ends, longest = documents.ends(query.device), max(documents.lengths)
-    size, is_half = query.shape[-1], query.dtype in (torch.float16, torch.bfloat16)
-    takes_size = is_half and size <= LARGEST_HEAD and size % 8 == 0
-    if takes_size and (attend := _half_kernel(has_dropout=dropout > 0)) is not None:
-        rows = [states[0].transpose(0, 1) for states in (query, key, value)]  # (tokens, heads, size)
-        options = {'causal': causal, 'scale': scaling, 'dropout': dropout}
-        return attend(*rows, ends, ends, longest, longest, **options)[None]
-
-    def nested(states: torch.Tensor) -> torch.Tensor:
-        states = states.repeat_interleave(query.shape[1] // states.shape[1], dim=1)  # it knows no groups of heads
-        rows = states[0].transpose(0, 1).contiguous()
-        return torch.nested.nested_tensor_from_jagged(
-            rows, ends.long(), min_seqlen=min(documents.lengths), max_seqlen=longest
-        ).transpose(1, 2)  # fmt: skip
-
-    found = F.scaled_dot_product_attention(
-        nested(query), nested(key), nested(value), dropout_p=dropout, is_causal=causal, scale=scaling
+    documents: _Documents,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """Attends in all documents by one kernel of a GPU for documents of any length; ``(1, tokens, heads, size)``."""
+    if is_causal is None:
+        is_causal = bool(getattr(module, 'is_causal', True))
+    ends = documents.ends(query.device)
+    longest = max(documents.lengths)
+    head_size = query.shape[-1]
+    is_half = query.dtype in (torch.float16, torch.bfloat16)
+    if is_half and head_size <= LARGEST_HEAD and head_size % 8 == 0:
+        # A kernel for documents of any length needs neither padding nor a copy.
+        attend = _half_kernel(has_dropout=dropout > 0)
+        if attend is not None:
+            token_states = [states[0].transpose(0, 1) for states in (query, key, value)]  # (tokens, heads, size)
+            options = {'causal': is_causal, 'scale': scaling, 'dropout': dropout}
+            return attend(
+                *token_states,
+                ends,
+                ends,
+                longest,
+                longest,
+                **options,
+            )[None]
+    num_heads = query.shape[1]
+    attended = F.scaled_dot_product_attention(
+        _nested(query, num_heads, documents),
+        _nested(key, num_heads, documents),
+        _nested(value, num_heads, documents),
+        dropout_p=dropout,
+        is_causal=is_causal,
+        scale=scaling,
     )
-    return found.transpose(1, 2).values()[None]
+    return attended.transpose(1, 2).values()[None]
 
 
-LARGEST_HEAD = 256
-"""Of both kernels for half precision."""
+def _nested(states: Tensor, num_heads: int, documents: _Documents) -> Tensor:
+    """Returns states as a nested tensor of documents, with as many heads as the query has."""
+    # The kernel for nested tensors does not know groups of heads.
+    states = states.repeat_interleave(num_heads // states.shape[1], dim=1)
+    # Nested tensors have the tokens of all documents in the first dimension.
+    token_states = states[0].transpose(0, 1).contiguous()
+    ends = documents.ends(states.device).long()
+    shortest = min(documents.lengths)
+    longest = max(documents.lengths)
+    nested = torch.nested.nested_tensor_from_jagged(
+        token_states,
+        ends,
+        min_seqlen=shortest,
+        max_seqlen=longest,
+    )
+    return nested.transpose(1, 2)
 
 
 @cache
-def _half_kernel(*, has_dropout: bool) -> Callable[..., torch.Tensor] | None:
-    """Returns the first kernel that is there and takes groups of heads as they are: torch's, or ``flash_attn``'s."""
+def _half_kernel(*, has_dropout: bool) -> Callable[..., Tensor] | None:
+    """Returns the first installed kernel that takes groups of heads: the one of torch, or the one of ``flash_attn``."""
     with suppress(ImportError):
         from torch.nn.attention.varlen import varlen_attn  # type: ignore[import-not-found]
 
-        needed = {'window_size', 'enable_gqa'}  # which its first release lacks
-        if needed <= inspect.signature(varlen_attn).parameters.keys() and not has_dropout:
+        # The first release of the kernel lacks these arguments.
+        has_arguments = {'window_size', 'enable_gqa'} <= inspect.signature(varlen_attn).parameters.keys()
+        if has_arguments and not has_dropout:
             return lambda *states, causal, scale, dropout: varlen_attn(
                 *states, scale=scale, window_size=(-1, 0 if causal else -1), enable_gqa=True
             )
@@ -285,14 +491,14 @@ def _half_kernel(*, has_dropout: bool) -> Callable[..., torch.Tensor] | None:
     return None
 
 
-def _plain_attention(plain: str, module: torch.nn.Module) -> Callable[..., Any]:
-    """As transformers finds it: the eager one is a function of the file that the layer is written in."""
+def _plain_attention(plain: str, module: nn.Module) -> HostFunction:
+    """Returns the plain attention function. The eager one is a function of the file that defines the layer."""
     from transformers import AttentionInterface
 
     if plain != 'eager':
         return AttentionInterface()[plain]
-    files = (vars(sys.modules[one.__module__]) for one in type(module).__mro__)
-    found = next((names['eager_attention_forward'] for names in files if 'eager_attention_forward' in names), None)
-    if found is None:
-        raise RuntimeError(f'`eager_attention_forward` must be beside a layer, got: none for {type(module).__name__}.')
-    return found
+    for layer in type(module).__mro__:
+        names = vars(sys.modules[layer.__module__])
+        if 'eager_attention_forward' in names:
+            return names['eager_attention_forward']
+    raise RuntimeError(f'No `eager_attention_forward` was found in the file of {type(module).__name__}.')

@@ -5,85 +5,142 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from composer_tokacc.batch import IGNORE_INDEX, real_positions, sample_name
+from composer_tokacc.batch import IGNORE_INDEX, Batch, real_positions, sample_name
 from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.metadata import METADATA_PREFIX
 
+RULE_KEY = f'{METADATA_PREFIX}rule'
+
 
 def pack_rows(
-    layout: BatchLayout, batch: Mapping[str, Any], attention: DocumentAttention | None = None
+    layout: BatchLayout,
+    batch: Batch,
+    attention: DocumentAttention | None = None,
 ) -> dict[str, Any]:
-    """Returns one row of all rows' real tokens, whose mask says which of them make a document.
+    """Returns one row with the real tokens of all rows. Each row becomes a document.
 
-    ``attention`` is the model's; by default one that takes masks, with positions as of text. Of ``input_ids``
-    ``(1, total)`` the ``attention_mask`` is bool ``(documents, total)``, True where a document is, and ``position_ids``
-    start anew with each, ``(1, total)`` or, multimodal ones, ``(3, 1, total)``. Per-row lists become one list per row
-    of a list. Raises ValueError if the batch has an entry that cannot be packed.
+    Labels stay at their tokens. If the model predicts a label from the token before it (every rule but
+    ``'unshifted'``), the label of the first token of each document is masked: the document before it would predict it.
+
+    Args:
+        layout: How the tensors of the batch belong to its rows.
+        batch: Rows without holes. It names the loss rule if it was counted; without a name the rule is causal.
+        attention: The model's. The default takes masks and counts positions of text from 0.
+
+    Returns:
+        ``input_ids`` ``(1, total)``; ``attention_mask`` bool ``(documents, total)``, True at the tokens of a document;
+        ``position_ids`` that restart with each document, ``(1, total)``, or ``(3, 1, total)`` for multimodal ones.
+        A list with one value per row becomes a list with one list.
+
+    Raises:
+        ValueError: If the batch has an entry that cannot be packed.
     """
+    is_shifted = batch[RULE_KEY][0] != 'unshifted' if RULE_KEY in batch else True
     real = real_positions(batch)
-    _check_runs(batch, real)
-    if not bool(real.any()):  # a model takes no row of nothing
+    _check_rows(batch, real, is_shifted=is_shifted)
+    if not bool(real.any()):
+        # A model cannot compute a row without tokens.
         real = torch.zeros_like(real)
         real[0, 0] = True
-    num_rows, packed = len(real), dict[str, Any]()
-    positions = (real.cumsum(dim=1) - 1)[real][None]
+    packed: dict[str, Any] = {}
     for key, value in batch.items():
-        if key == 'attention_mask':
-            continue
-        if key == f'{METADATA_PREFIX}rule':
+        if key == RULE_KEY:
             packed[key] = value[:1]
-        elif isinstance(value, torch.Tensor):
-            packed[key] = _pack_tensor(layout, batch, key, real)
-        elif isinstance(value, (list, tuple)) and len(value) == num_rows:
-            are_numbers = all(isinstance(item, (int, float)) for item in value)
-            packed[key] = [sum(value)] if are_numbers else [list(value)]
+        elif isinstance(value, Tensor):
+            if key != 'attention_mask':
+                packed[key] = _pack_tensor(layout, batch, key, real)
         else:
-            packed[key] = value
-    packed['labels'] = packed['labels'].masked_fill(positions == 0, IGNORE_INDEX)
-    documents = (positions == 0).cumsum(dim=1) - 1
+            packed[key] = _pack_value(value, num_rows=len(real))
+    # The first real token of each row starts a document.
+    is_start = (real.cumsum(dim=1) == 1)[real][None]
+    if is_shifted:
+        packed['labels'] = packed['labels'].masked_fill(is_start, IGNORE_INDEX)
     if attention is None or attention.has_masks:
+        documents = is_start.cumsum(dim=1) - 1
+        # One row of the mask for each document.
         numbers = torch.arange(int(documents[0, -1]) + 1, device=documents.device)
         packed['attention_mask'] = documents == numbers[:, None]
-    rotary = attention.rotary_positions(batch) if attention is not None else None
-    if rotary is not None:
-        rotary = rotary[:, real][:, None]
-        # Attention without a mask finds the documents by the positions of text, which come first.
-        positions = rotary if 'attention_mask' in packed else torch.cat([positions[None], rotary])
-    packed['position_ids'] = positions
+    packed['position_ids'] = _pack_positions(batch, real, attention)
     return packed
 
 
-def _check_runs(batch: Mapping[str, Any], real: torch.Tensor) -> None:
-    """Refuses rows that are not one run of tokens: what stands between or behind them would become tokens as well."""
+def _check_rows(
+    batch: Batch,
+    real: Tensor,
+    *,
+    is_shifted: bool,
+) -> None:
+    """Refuses rows with holes or with labels on padding, because these positions would become tokens."""
     mask = batch.get('attention_mask')
     if mask is not None and mask.dim() != 2:
         raise ValueError(f'`attention_mask` must be 2-D for packing, got: {mask.dim()}-D. Set `packing=False`.')
     if batch.get('position_ids') is not None:
         raise ValueError('`position_ids` must be absent for packing, got: a tensor. Set `packing=False`.')
-    attended = torch.ones_like(real) if mask is None else mask != 0
-    before = torch.nn.functional.pad(attended[:, :-1], (1, 0))
-    # A label right behind the last token is predicted from that token; one further on, from padding.
-    wrong = ((attended & ~before).sum(dim=1) > 1) | (real & ~attended & ~before).any(dim=1)
-    if bool(wrong.any()):
-        name = sample_name(batch, int(wrong.int().argmax()))
+    attended = torch.ones_like(real)
+    if mask is not None:
+        attended = mask != 0
+    attended_before = torch.nn.functional.pad(attended[:, :-1], (1, 0))
+    # A run starts at an attended position behind one that is not.
+    num_runs = (attended & ~attended_before).sum(dim=1)
+    labelled_padding = real & ~attended
+    if is_shifted:
+        # The last token predicts a label right behind it. A label further on is predicted from padding.
+        labelled_padding &= ~attended_before
+    is_wrong = (num_runs > 1) | labelled_padding.any(dim=1)
+    if bool(is_wrong.any()):
+        name = sample_name(batch, int(is_wrong.int().argmax()))
+        allowed = 'with at most one label behind it' if is_shifted else 'without labels on padding'
         raise ValueError(
-            'Rows must be one run of tokens, with at most one label behind it, to be packed, got: another '
+            f'Rows must be one run of tokens, {allowed}, to be packed, got: another '
             f'`attention_mask` or labels on padding in {name}. Set `packing=False`.'
         )
 
 
-def _pack_tensor(layout: BatchLayout, batch: Mapping[str, Any], key: str, real: torch.Tensor) -> torch.Tensor:
-    value, entry = batch[key], layout.entry_of(batch, key)
+def _pack_tensor(
+    layout: BatchLayout,
+    batch: Batch,
+    key: str,
+    real: Tensor,
+) -> Tensor:
+    value = batch[key]
+    entry = layout.entry_of(batch, key)
     if entry.slot_dim == 1 and not entry.seq_dims:
-        return value.flatten(0, 1)[None]  # the rows' image slots one after the other
+        return value.flatten(0, 1)[None]  # the image slots of the rows one after the other
     if entry.unit != 'row' or entry.is_media:
-        return value  # images already follow each other in row order
+        return value  # images are in the order of the rows already
     if value.shape == real.shape and entry.seq_dims:
         return value[real][None]
     raise ValueError(f'`batch[{key!r}]` must be of shape {tuple(real.shape)} for packing, got: {tuple(value.shape)}.')
+
+
+def _pack_value(value: Any, *, num_rows: int) -> Any:
+    """Returns the entry of one row: the sum of numbers of rows, a list of other values of rows, or the value itself."""
+    if not isinstance(value, (list, tuple)) or len(value) != num_rows:
+        return value
+    if all(isinstance(item, (int, float)) for item in value):
+        return [sum(value)]
+    return [list(value)]
+
+
+def _pack_positions(
+    batch: Batch,
+    real: Tensor,
+    attention: DocumentAttention | None,
+) -> Tensor:
+    if attention is None:
+        return (real.cumsum(dim=1) - 1)[real][None]
+    positions = attention.positions(batch, real)[real][None]
+    rotary = attention.rotary_positions(batch)
+    if rotary is None:
+        return positions
+    packed_rotary = rotary[:, real][:, None]
+    if attention.has_masks:
+        return packed_rotary
+    # Attention without a mask finds the documents by the positions of text, which come first.
+    return torch.cat([positions[None], packed_rotary])

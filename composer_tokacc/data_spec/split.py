@@ -56,6 +56,8 @@ class MicrobatchSplit:
         """Asks whether metrics of training read a copy of each microbatch; None: no algorithm is in this step."""
         self.made: list[dict[str, Any]] = []
         """Microbatches of the batch that was split last, those of no weight included."""
+        self._counted: tuple[RowFacts, list[Any]] | None = None
+        """Facts of the batch of this step, as the check has described it, and the values that they were read from."""
         self._microbatch_transforms = microbatch_transforms
         self._model: Any = None
         self._attention: DocumentAttention | None = None
@@ -89,13 +91,7 @@ class MicrobatchSplit:
         return packed < padded
 
     def adopt(self, rules: CutRules, *, reduces_once: bool = False) -> None:
-        """Cuts by these rules from now on, unless microbatches of this step should have had other rows beside them."""
-        if self.checked and rules.needs_media and not self.rules.needs_media:
-            raise RuntimeError(
-                'Rows without media must have the same loss beside rows with media and without, got: another one, '
-                'seen first in this step, which was cut without regard to it. Start again with such rows in the '
-                'first batch; then every microbatch gets a row with media.'
-            )
+        """Cuts by these rules from now on."""
         self.rules, self.checked, self.reduces_once = rules, True, reduces_once
         self._attend(rules.packing)
         if rules.packing == 'positions':
@@ -108,8 +104,31 @@ class MicrobatchSplit:
     def end_step(self) -> None:
         """Lets a step's microbatches go: nobody waits for them while the next batch is read."""
         self.made = []
+        self._counted = None
 
     # What the first-batch check asks.
+
+    def largest_packed_row(self, sources: Sequence[RowFacts], microbatch_size: float) -> int:
+        """Returns the most tokens that a packed row of a batch can have; 0: its rows are not packed.
+
+        Keeps the facts of a batch, so that it is described once a step.
+        """
+        if len(sources) == 1:
+            self._counted = sources[0], list(sources[0].batch.values())
+        is_packed = self.packing or (self._wants_packing and not self.checked)
+        if not is_packed or not sources:
+            return 0
+        lengths = [length for facts in sources for length in facts.lengths]
+        budget = token_budget(microbatch_size, self._slot_width(sources))
+        return max([min(budget, sum(lengths)), *lengths])
+
+    def _slot_width(self, sources: Sequence[RowFacts]) -> int:
+        """Returns the tokens that one row of the microbatch size stands for.
+
+        A row of memory is a slot, and what a decoder computes of a text of its own.
+        """
+        width = self.options.slot_tokens or max(facts.width for facts in sources)
+        return width + max(facts.decoder_width for facts in sources)
 
     @property
     def must_pack(self) -> bool:
@@ -180,10 +199,8 @@ class MicrobatchSplit:
             return self._in_order(layout, batch, max(int(microbatch_size), 1))
         sources, pre_split = self._described(layout, batch)
         self._check_packing(sources)
-        # A row of memory is a slot, and beside it what a decoder computes of a text of its own.
-        width = self.options.slot_tokens or max(facts.width for facts in sources)
-        width += max(facts.decoder_width for facts in sources)
-        options = replace(self.options, max_tokens=token_budget(microbatch_size, width))
+        budget = token_budget(microbatch_size, self._slot_width(sources))
+        options = replace(self.options, max_tokens=budget)
         pieces = self._cut(sources, pre_split, options)
         empty: list[dict[str, Any]] = []
         if get_world_size() > 1:
@@ -210,12 +227,22 @@ class MicrobatchSplit:
     def _described(self, layout: BatchLayout, batch: Batch) -> tuple[list[RowFacts], PreSplitBatch | None]:
         """Returns the facts of the batch's rows: of all, or of each microbatch of a loader, where they may stay so."""
         if not isinstance(batch, PreSplitBatch):
-            return [describe(layout, batch)], None
+            return [self._facts_of(layout, batch)], None
         if self.options.regroup and not self.packing and self.rules.right == 'trim':
             sources = describe_all(layout, batch)
             if self._stand_alone(sources):
                 return sources, batch
         return [describe(layout, batch.joined(layout))], None
+
+    def _facts_of(self, layout: BatchLayout, batch: Batch) -> RowFacts:
+        """Returns the facts of a batch: those that the check has asked about, if nothing has changed since."""
+        if self._counted is None:
+            return describe(layout, batch)
+        facts, values = self._counted
+        is_same = facts.batch is batch and facts.layout is layout and len(values) == len(batch)
+        if is_same and all(old is new for old, new in zip(values, batch.values(), strict=True)):
+            return facts
+        return describe(layout, batch)
 
     def _stand_alone(self, sources: Sequence[RowFacts]) -> bool:
         """Returns whether microbatches that a loader has collated are good as they are, or at least each for itself.

@@ -1,9 +1,9 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Which tensors a vision-language family puts into a batch, and how each belongs to rows.
+"""Which tensors a family of multimodal models puts into a batch, and how each belongs to rows.
 
-This is the one place to add a family: one :class:`Family` in :data:`FAMILIES`.
+To add a family, add one :class:`Family` to :data:`FAMILIES`. Most models need no entry: ``found.py`` infers theirs.
 """
 
 from __future__ import annotations
@@ -18,6 +18,20 @@ from composer_tokacc.batch import IGNORE_INDEX, Batch
 from composer_tokacc.layout import placeholders
 
 
+class PartUnit(NamedTuple):
+    """A unit that is a part of an item."""
+
+    modality: str
+    grid_key: str
+    """Key of the tensor whose products say how many parts each item has."""
+
+
+PART_UNITS = {
+    'patch': PartUnit('image', 'image_grid_thw'),
+    'video_patch': PartUnit('video', 'video_grid_thw'),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Entry:
     """How one tensor of a batch belongs to its rows.
@@ -25,14 +39,14 @@ class Entry:
     Args:
         unit: What dimension 0 (or ``row_dim``) enumerates: ``'row'`` (one per row), ``'image'``, ``'patch'``,
             ``'video'``, ``'video_patch'``, ``'audio'`` (several per row, or none, in row order), or ``'shared'`` (no
-            rows at all). Any other name will do as well, where the batch carries a list ``num_<name>s``.
+            rows at all). Any other name will do as well, if the batch carries a list ``num_<name>s``.
         row_dim: The dimension that enumerates the units.
         seq_dims: Dimensions as long as the row's tokens; they are padded and trimmed together.
         slot_dim: A dimension padded to the largest number of images of any row (Idefics3 style).
         fill: Padding value.
-        absent: Value for the rows of a batch that lacks the entry, where it is joined with one that has it; None: such
+        absent: Value for the rows of a batch that lacks the entry, if it is joined with one that has it; None: such
             batches cannot be joined. Media entries need none.
-        points_into: Key of the pixels whose patches, counted over the batch, its numbers are; negative ones are none.
+        points_into: Key of the pixels whose patches the values number, counted over the batch; negative ones are none.
     """
 
     unit: str = 'row'
@@ -45,8 +59,17 @@ class Entry:
 
     @property
     def is_media(self) -> bool:
-        """Whether the tensor exists only where there are images or videos."""
+        """Whether the tensor exists only if there are images, videos or audios."""
         return self.unit not in ('row', 'shared') or self.slot_dim is not None
+
+    @property
+    def modality(self) -> str:
+        """The modality whose items or parts it enumerates; the unit itself if that is another one."""
+        if self.slot_dim is not None:
+            return 'image'
+        if self.unit in PART_UNITS:
+            return PART_UNITS[self.unit].modality
+        return self.unit.partition('/')[0]
 
 
 def _never(batch: Batch) -> bool:
@@ -55,32 +78,42 @@ def _never(batch: Batch) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Media:
-    """One kind of media of a family: images, videos or audios.
+    """One modality of a family.
 
     Args:
         sizes: Placeholder tokens of each item, ``(batch, config, num_items, num_tokens) -> list[int]``: see
-            ``layout.placeholders``. None: they do not tell the items apart.
-        token_type: What ``mm_token_type_ids`` calls its placeholders; 0: nothing does.
-        frames: Whether its placeholders stand between the tokens that start and end a video; None: they have an id of
-            their own.
+            ``layout.placeholders``. None: placeholders do not tell the items apart.
+        token_type: The value of ``mm_token_type_ids`` at its placeholders; 0: it has none.
+        frames: Whether its placeholders are those between the tokens that start and end a video, or those outside;
+            None: they have an id of their own.
     """
 
     sizes: Callable[[Batch, Any, int, int], list[int]] | None = None
     token_type: int = 0
     frames: bool | None = None
 
-    def placeholders(self, batch: Batch, config: Any, unit: str) -> torch.Tensor | None:
-        """Where the placeholders stand, ``(rows, width)`` bool; None where neither config nor batch tells their id."""
+    def placeholders(
+        self,
+        batch: Batch,
+        config: Any,
+        unit: str,
+    ) -> torch.Tensor | None:
+        """Returns the positions of the placeholders, ``(rows, width)`` bool.
+
+        None: neither config nor batch tells their id.
+        """
         ids: torch.Tensor = batch['input_ids']
-        types = batch.get('mm_token_type_ids')
-        named = placeholders.token_ids(config, unit if self.frames is None else 'image')
-        if not named:
+        placeholder_ids = placeholders.token_ids(config, unit if self.frames is None else 'image')
+        if not placeholder_ids:
+            types = batch.get('mm_token_type_ids')
             return types == self.token_type if self.token_type and types is not None else None
-        found = placeholders.stand_at(ids, named)
+        is_placeholder = placeholders.stand_at(ids, placeholder_ids)
         if self.frames is None:
-            return found
-        starts, ends = ids == config.video_start_token_id, ids == config.video_end_token_id
-        return found & ((starts.cumsum(dim=1) > ends.cumsum(dim=1)) == self.frames)
+            return is_placeholder
+        num_starts = (ids == config.video_start_token_id).cumsum(dim=1)
+        num_ends = (ids == config.video_end_token_id).cumsum(dim=1)
+        is_in_video = num_starts > num_ends
+        return is_placeholder & (is_in_video == self.frames)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,13 +124,13 @@ class Family:
         name: Name for error messages.
         model_types: ``config.model_type`` values that use it.
         entries: Media tensors by key; text tensors are the same for all (``TEXT_ENTRIES``).
-        media: What it has of ``'image'``, ``'video'`` and ``'audio'``, by these names.
-        matches: Whether a batch without any model at hand has this format.
+        media: Its modalities, by the names ``'image'``, ``'video'`` and ``'audio'``.
+        matches: Whether a batch has this format, if there is no model.
         slots: ``(rows, slots)`` bool, which slots hold an image and which are padding, for families with slots.
         one_kind: Whether a forward takes images or videos, never both.
-        has_queries: Whether query tokens of a transformer stand for its media. Such models take no batch without any,
-            and no notice of placeholders that are too few.
-        coupling: Why a row without an image has another loss beside one with an image; empty where it has not.
+        has_queries: Whether query tokens of a transformer stand for its media. Such models take no batch without media,
+            and do not notice if there are too few placeholders.
+        coupling: Reason why a row with an image changes the loss of a row without one; empty: it does not.
     """
 
     name: str
@@ -113,9 +146,9 @@ class Family:
 
 TEXT_ENTRIES: dict[str, Entry] = {
     'input_ids': Entry(seq_dims=(1,)),
-    'attention_mask': Entry(seq_dims=(1,)),  # or (rows, heads, width, width): see BatchLayout.entry
+    'attention_mask': Entry(seq_dims=(1,)),  # or (rows, heads, width, width): see BatchLayout.entry_of
     'labels': Entry(seq_dims=(1,), fill=IGNORE_INDEX),
-    # (rows,) or (rows, width). What a sample lacks is refused by name, but only where weights are asked for.
+    # (rows,) or (rows, width). A sample without weights is refused by name, but only if weights are used.
     'loss_weights': Entry(seq_dims=(1,), absent=float('nan')),
     # (rows, width), or (3, rows, width) for multimodal rotary positions.
     'position_ids': Entry(row_dim=-2, seq_dims=(-1,)),
@@ -124,34 +157,47 @@ TEXT_ENTRIES: dict[str, Entry] = {
     'special_tokens_mask': Entry(seq_dims=(1,)),
     'loss_mask': Entry(seq_dims=(1,)),
     'sequence_id': Entry(seq_dims=(1,), fill=-1),  # llm-foundry: which document of a packed row, -1 for padding
-    # Encoder-decoder: the decoder has a width of its own, which the encoder's mask says nothing about.
+    # Encoder-decoder: the decoder has another width, and the mask is of the encoder.
     'decoder_input_ids': Entry(),
     'decoder_attention_mask': Entry(),
 }
 
-_IMAGE, _VIDEO, _AUDIO = Entry(unit='image'), Entry(unit='video'), Entry(unit='audio')
-_GRIDS = {'pixel_values': Entry(unit='patch'), 'image_grid_thw': _IMAGE,
-          'pixel_values_videos': Entry(unit='video_patch'), 'video_grid_thw': _VIDEO}  # fmt: skip
+_IMAGE = Entry(unit='image')
+_VIDEO = Entry(unit='video')
+_AUDIO = Entry(unit='audio')
+_GRIDS = {
+    'pixel_values': Entry(unit='patch'),
+    'image_grid_thw': _IMAGE,
+    'pixel_values_videos': Entry(unit='video_patch'),
+    'video_grid_thw': _VIDEO,
+}
 _CLIPS = {'pixel_values_videos': _VIDEO, 'image_sizes_videos': _VIDEO}
 _TILES = {**_CLIPS, 'pixel_values': _IMAGE, 'image_sizes': _IMAGE}
-_SOUNDS = {'input_features': _AUDIO, 'feature_attention_mask': _AUDIO, 'audio_feature_lengths': _AUDIO}
+_AUDIOS = {'input_features': _AUDIO, 'feature_attention_mask': _AUDIO, 'audio_feature_lengths': _AUDIO}
 
 
 def _instructed(entry: Entry) -> dict[str, Entry]:
-    """Pixels that go through a query transformer, each with the instruction of its row."""
+    """Returns the entries of pixels that go through a query transformer, each with the instruction of its row."""
     return {'pixel_values': entry, 'qformer_input_ids': entry, 'qformer_attention_mask': entry}
 
 
 class _Format(NamedTuple):
-    """Matches batches with tensors of so many dimensions (1: any) by key, and none by some others."""
+    """Matches batches by the keys of their tensors.
+
+    Args:
+        has: Number of dimensions of each tensor that the batch must have; 1: any number.
+        lacks: Keys that it must not have.
+    """
 
     has: Mapping[str, int] = {}
     lacks: tuple[str, ...] = ()
 
     def __call__(self, batch: Batch) -> bool:
-        found = {key: value.dim() for key in self.has if isinstance(value := batch.get(key), torch.Tensor)}
-        has_all = all(key in found and dim in (1, found[key]) for key, dim in self.has.items())
-        return has_all and all(batch.get(key) is None for key in self.lacks)
+        for key, num_dims in self.has.items():
+            value = batch.get(key)
+            if not isinstance(value, torch.Tensor) or num_dims not in (1, value.dim()):
+                return False
+        return all(batch.get(key) is None for key in self.lacks)
 
 
 def _has_grid(batch: Batch) -> bool:
@@ -163,7 +209,7 @@ def _has_tiles_or_clips(batch: Batch) -> bool:
 
 
 def _masked_slots(batch: Batch) -> torch.Tensor:
-    # Images are padded at the right and at the bottom, so a real one has its first pixel.
+    # Images are padded on the right and at the bottom, so a real one has its first pixel.
     mask = batch.get('pixel_attention_mask')
     if mask is None:
         return (batch['pixel_values'].flatten(2) != 0).any(dim=2)
@@ -174,18 +220,24 @@ def _aspect_ratio_slots(batch: Batch) -> torch.Tensor:
     return batch['aspect_ratio_ids'] != 0
 
 
+# Each entry was taken out in turn, and the tiny models of its types were trained without it. The comment above an entry
+# says what it is needed for. "Without a model" means that only the keys of a batch tell its format, and no config names
+# the placeholders: in the evaluation of a loader without a layout, and if callbacks read a pre-split batch.
 TEXT_FAMILY = Family(name='text', matches=_Format(lacks=('pixel_values',)))
 FAMILIES: tuple[Family, ...] = (
+    # Needed without a model. The types are exact without the entry.
     Family(
-        name='encoder-decoder',  # Whisper, TrOCR: one sound or image a row, and the labels are the only text
+        # Whisper, TrOCR: one audio or image per row, and the labels are the only text.
+        name='encoder-decoder',
         model_types=('whisper', 'speech_to_text', 'speech-encoder-decoder', 'vision-encoder-decoder'),
         entries={'input_features': Entry(), 'input_values': Entry(), 'pixel_values': Entry()},
         matches=_Format(lacks=('input_ids',)),
     ),
+    # Needed without a model: `mm_token_type_ids` tell the placeholders. All types are exact without the entry.
     Family(
-        name='Qwen-VL',  # and Qwen-Omni, which has sounds besides
+        name='Qwen-VL',  # and Qwen-Omni, which also has audios
         model_types=('qwen2_vl', 'qwen2_5_vl', 'qwen3_vl', 'qwen3_vl_moe', 'qwen2_5_omni_thinker'),
-        entries={**_GRIDS, 'second_per_grid_ts': _VIDEO, 'video_second_per_grid': _VIDEO, **_SOUNDS},
+        entries={**_GRIDS, 'second_per_grid_ts': _VIDEO, 'video_second_per_grid': _VIDEO, **_AUDIOS},
         media={
             'image': Media(sizes=placeholders.image_grid, token_type=1),
             'video': Media(sizes=placeholders.video_grid, token_type=2),
@@ -193,17 +245,19 @@ FAMILIES: tuple[Family, ...] = (
         },
         matches=_has_grid,
     ),
+    # Without it batches with videos are refused, because frames have the placeholder of an image.
     Family(
         name='GLM-4V',
         model_types=('glm4v', 'glm4v_moe', 'glm46v', 'glmga', 'glm_ocr', 'glm5_next'),
         entries=_GRIDS,
         one_kind=True,
         media={
-            # Frames are written as images, between the tokens of a video.
+            # Frames of a video are written like images, between the tokens that start and end it.
             'image': Media(sizes=placeholders.image_grid, token_type=1, frames=False),
             'video': Media(sizes=placeholders.video_grid, token_type=2, frames=True),
         },
     ),
+    # Without it batches with unequal numbers of images are refused: nothing else tells which slots hold images.
     Family(
         name='Mllama',
         model_types=('mllama',),
@@ -220,6 +274,7 @@ FAMILIES: tuple[Family, ...] = (
         'without one attend to padding images',
         matches=_Format({'aspect_ratio_ids': 1}),
     ),
+    # Without it all types are refused, because a row of slots is taken for one image.
     Family(
         name='Idefics',
         model_types=('idefics2', 'idefics3', 'smolvlm', 'granite_docling'),
@@ -228,6 +283,7 @@ FAMILIES: tuple[Family, ...] = (
         slots=_masked_slots,
         matches=_Format({'pixel_attention_mask': 1, 'pixel_values': 5}),  # LFM2-VL's has no slots
     ),
+    # Without it the type is refused: only the entry tells that instructions belong to images.
     Family(
         name='InstructBLIP',
         model_types=('instructblip',),
@@ -236,6 +292,7 @@ FAMILIES: tuple[Family, ...] = (
         media={'image': Media(sizes=placeholders.queries)},
         matches=_Format({'qformer_input_ids': 1, 'pixel_values': 4}),
     ),
+    # Without it the type dies in the forward: only the entry tells that instructions belong to videos.
     Family(
         name='InstructBLIP-Video',
         model_types=('instructblipvideo',),
@@ -244,6 +301,7 @@ FAMILIES: tuple[Family, ...] = (
         media={'video': Media(sizes=placeholders.frame_queries)},
         matches=_Format({'qformer_input_ids': 1, 'pixel_values': 5}),
     ),
+    # Without it the type dies on text alone, which gets a dummy image by `has_queries`.
     Family(
         name='BLIP-2',
         model_types=('blip-2',),
@@ -251,14 +309,16 @@ FAMILIES: tuple[Family, ...] = (
         entries={'pixel_values': _IMAGE},
         media={'image': Media(sizes=placeholders.queries)},
     ),
+    # Needed without a model. Both types are exact without the entry, by the runs of placeholders.
     Family(
         name='LLaVA-NeXT',
         model_types=('llava_next', 'llava_next_video'),
         entries=_TILES,
         media={'image': Media(sizes=placeholders.anyres), 'video': Media(sizes=placeholders.equal)},
-        # OneVision's own format has `batch_num_images` besides, and is the only other one with clips.
+        # LLaVA-OneVision also has `batch_num_images`, and is the only other format with clips.
         matches=_Format({'image_sizes': 1, 'pixel_values': 5}, lacks=('batch_num_images',)),
     ),
+    # Needed without a model. The type is exact without the entry.
     Family(
         name='Video-LLaVA',
         model_types=('video_llava',),
@@ -266,13 +326,15 @@ FAMILIES: tuple[Family, ...] = (
         media={'image': Media(sizes=placeholders.equal), 'video': Media(sizes=placeholders.equal)},
         matches=_Format({'pixel_values_images': 1}),
     ),
+    # Without it batches with several images in a row are refused.
     Family(
         name='LLaVA-OneVision',
         model_types=('llava_onevision',),
-        entries={**_TILES, 'batch_num_images': Entry(absent=0)},  # images by row, which tells where they are tiled
+        entries={**_TILES, 'batch_num_images': Entry(absent=0)},  # images of each row: only a single one is tiled
         media={'image': Media(sizes=placeholders.anyres_capped), 'video': Media(sizes=placeholders.equal)},
         matches=_has_tiles_or_clips,
     ),
+    # Needed without a model. Both types are exact without the entry.
     Family(
         name='LLaVA',
         model_types=('llava', 'mistral3'),
@@ -280,10 +342,11 @@ FAMILIES: tuple[Family, ...] = (
         media={'image': Media(sizes=placeholders.patch_counts)},
         matches=_Format({'pixel_values': 4}),
     ),
+    # Needed without a model. The type is exact without the entry.
     Family(
         name='Qwen-Audio',
         model_types=('qwen2_audio',),
-        entries=_SOUNDS,
+        entries=_AUDIOS,
         media={'audio': Media(sizes=placeholders.audio_frames)},
         matches=_Format({'input_features': 1}, lacks=('pixel_values',)),
     ),

@@ -1,144 +1,348 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Layouts that are found, not registered: what a tensor's name and shape, the config and the batch tell.
+"""Layouts of tensors that no family registers.
 
-A tensor with one entry a row belongs to rows. One of images, videos or audios has so many entries an item, or a patch,
-or a tile: which of them belong to which row is told by the placeholders, if only one answer fits. What the first batch
-gives that way is proven by the first-batch check; a batch that gives no answer, or two, is refused.
+The name and the shape of a tensor, the config and the batch tell how it belongs to rows. Shapes can mislead: a memory
+of 16 states looks like text if the text happens to be 16 tokens wide. So each key has a list of possible readings,
+which only gets shorter during a fit: a reading that one batch has ruled out does not come back.
+
+A tensor of images, videos or audios has one entry per item, patch or tile. The placeholders in the text tell which
+entries belong to which row, if only one answer fits. The first-batch check proves the answer for the first batch. A
+batch with no answer, or with two, is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
 
 from composer_tokacc.batch import MODALITIES, Batch, text_of
-from composer_tokacc.layout.families import TEXT_FAMILY, Entry, Family, Media
+from composer_tokacc.layout.families import (
+    TEXT_FAMILY,
+    Entry,
+    Family,
+    Media,
+)
 from composer_tokacc.layout.placeholders import modality_of, placeholder_ids, stand_at
 
 
-def found_family(config: Any) -> Family:
-    """Returns the family of a model that none is registered for: its modalities, as its config names them."""
+class Reading(Enum):
+    """A way in which a tensor can belong to rows. The value completes the sentence "this tensor holds ..."."""
+
+    TEXT = 'one value per token, (rows, width, ...)'
+    ROWS = 'one entry per row, (rows, ...)'
+    MEDIA = 'entries of images, videos or audios'
+    SHARED_TEXT = 'one row of text for all rows, (1, width)'
+    SHARED = 'one value for all rows'
+
+
+Readings = Mapping[str, tuple[Reading, ...]]
+"""The possible readings of each key, the most likely one first."""
+
+ORDER = list(Reading)
+"""Decides between readings that two batches put in opposite orders."""
+
+
+def inferred_family(config: Any) -> Family:
+    """Returns the family of a model that has no entry: its modalities, as its config names them."""
     parts = {'image': getattr(config, 'vision_config', None), 'audio': getattr(config, 'audio_config', None)}
-    named = [one for one in MODALITIES if placeholder_ids(config, one) or parts.get(one) is not None]
-    media = dict.fromkeys(named, Media())
+    media = {}
+    for modality in MODALITIES:
+        if placeholder_ids(config, modality) or parts.get(modality) is not None:
+            media[modality] = Media()
     return Family(name=config.model_type, media=media) if media else TEXT_FAMILY
 
 
-def found_entry(batch: Batch, key: str, num_rows: int, width: int) -> Entry | None:
-    """Returns how a tensor of an unknown name belongs to rows; None: it cannot be told."""
-    value = batch[key]
-    if value.dim() == 0:
-        return Entry(unit='shared')
-    modality, shape = modality_of(key), tuple(value.shape)
-    # Pixels are floats; masks and types of the text may bear the name of a modality.
-    if shape[:2] == (num_rows, width) and not (modality and value.is_floating_point()):
-        return Entry(seq_dims=(1,))
+# The meaning of a key.
+
+
+def possible_readings(
+    batch: Batch,
+    key: str,
+    num_rows: int,
+    width: int,
+) -> tuple[Reading, ...]:
+    """Returns how a tensor of an unknown name can belong to rows, the most likely reading first; maybe none."""
+    value: torch.Tensor = batch[key]
+    shape = tuple(value.shape)
+    if not shape:
+        return (Reading.SHARED,)
+    has_text_shape = shape[:2] == (num_rows, width)
+    modality = modality_of(key)
     if modality is not None:
-        dim = -1 if _lies_side_by_side(batch, value, modality) else 0
-        pixels = 'pixel_values_videos' if modality == 'video' else 'pixel_values'
-        points_into = pixels if key.endswith('_token_pooling') and pixels in batch else None  # Molmo 2
-        return Entry(unit=f'{modality}/{shape[dim]}', row_dim=dim, points_into=points_into)
+        # Pixels are floats. Only integers, such as a mask of the text, can be of the text despite such a name.
+        if value.is_floating_point() or not has_text_shape:
+            return (Reading.MEDIA,)
+        if _masks_media(batch, value, modality):
+            return (Reading.MEDIA, Reading.TEXT)
+        return (Reading.TEXT, Reading.MEDIA)
+    readings = []
+    if has_text_shape:
+        readings.append(Reading.TEXT)
     if shape[0] == num_rows:
+        readings.append(Reading.ROWS)
+    if shape == (1, width):
+        readings.append(Reading.SHARED_TEXT)
+    if shape == (1,):
+        readings.append(Reading.SHARED)
+    return tuple(readings)
+
+
+def agreed_readings(earlier: Sequence[Reading], later: Sequence[Reading]) -> tuple[Reading, ...]:
+    """Returns the readings that two batches both allow, the most likely one first."""
+    common = [reading for reading in earlier if reading in later]
+
+    def unlikeliness(reading: Reading) -> tuple[int, int]:
+        return max(earlier.index(reading), later.index(reading)), ORDER.index(reading)
+
+    return tuple(sorted(common, key=unlikeliness))
+
+
+def joined_readings(first: Readings, second: Readings) -> Readings:
+    """Returns the readings of each key that both allow.
+
+    Raises:
+        ValueError: If a key has none left, because it means one thing in one batch and another in the next.
+    """
+    joined = dict(first)
+    for key, possible in second.items():
+        earlier = joined.get(key, possible)
+        joined[key] = agreed_readings(earlier, possible)
+        if not joined[key]:
+            raise ValueError(meaning_has_changed(key, earlier, possible))
+    return joined
+
+
+def meaning_has_changed(key: str, earlier: Sequence[Reading], possible: Sequence[Reading]) -> str:
+    """Returns the message for a key that can no longer mean the same as in earlier batches."""
+    now = ' or '.join(reading.value for reading in possible) or 'none of these'
+    return (
+        f'`batch[{key!r}]` must mean the same in every batch, got: {now}, where earlier batches hold '
+        f'{" or ".join(reading.value for reading in earlier)}. Register it: '
+        f'`layout.with_entries({key}=Entry(unit=...))`.'
+    )
+
+
+def entry_of_reading(reading: Reading, batch: Batch, key: str) -> Entry:
+    """Returns how the tensor belongs to rows if it is read in that way."""
+    if reading is Reading.TEXT:
+        return Entry(seq_dims=(1,))
+    if reading is Reading.ROWS:
         return Entry()
-    if shape in ((1,), (1, width)):
-        return Entry(unit='shared', seq_dims=(1,) if len(shape) == 2 else ())
-    return None
+    if reading is Reading.SHARED_TEXT:
+        return Entry(unit='shared', seq_dims=(1,))
+    if reading is Reading.SHARED:
+        return Entry(unit='shared')
+    return _entry_of_media(batch, key)
+
+
+def _entry_of_media(batch: Batch, key: str) -> Entry:
+    value: torch.Tensor = batch[key]
+    modality = modality_of(key)
+    assert modality is not None
+    row_dim = -1 if _lies_side_by_side(batch, value, modality) else 0
+    pixels = 'pixel_values_videos' if modality == 'video' else 'pixel_values'
+    # Molmo 2: such a tensor holds numbers of patches, counted over the batch.
+    has_patch_numbers = key.endswith('_token_pooling') and pixels in batch
+    return Entry(
+        unit=f'{modality}/{value.shape[row_dim]}',
+        row_dim=row_dim,
+        points_into=pixels if has_patch_numbers else None,
+    )
+
+
+def _masks_media(batch: Batch, mask: torch.Tensor, modality: str) -> bool:
+    """Returns whether the mask has the entries, and as its second dimension one, of floats of the same modality.
+
+    LFM2-VL masks the patches of a tile, GLM-ASR the frames of a sound. Such a mask can be as wide as the text.
+    """
+    for key, value in batch.items():
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point() or modality_of(key) != modality:
+            continue
+        if value.dim() > mask.dim() and len(value) == len(mask) and mask.shape[1] in value.shape[1:]:
+            return True
+    return False
 
 
 def _lies_side_by_side(batch: Batch, value: torch.Tensor, modality: str) -> bool:
-    """Whether patches of all images follow one another in the last dimension: MiniCPM-V, whose first is always 1."""
+    """Returns whether the patches of all images lie along the last dimension; the first one is 1 (MiniCPM-V)."""
     if value.dim() < 3 or value.shape[0] != 1:
         return False
-    sizes = [one for key, one in batch.items() if key != 'input_ids' and modality_of(key) == modality]
-    sizes = [one for one in sizes if isinstance(one, torch.Tensor) and one.shape[1:] == (2,)]
-    return any(int(one.prod(dim=1).sum()) * value.shape[-2] == value.shape[-1] for one in sizes)
+    for key, sizes in batch.items():
+        if key == 'input_ids' or modality_of(key) != modality:
+            continue
+        is_height_and_width = isinstance(sizes, torch.Tensor) and sizes.shape[1:] == (2,)
+        if is_height_and_width and int(sizes.prod(dim=1).sum()) * value.shape[-2] == value.shape[-1]:
+            return True
+    return False
 
 
-def has_sound_along_text(batch: Batch, config: Any) -> bool:
-    """Returns whether sound has so many frames a column of text, which cannot be trimmed alone (Voxtral Realtime)."""
+def has_audio_along_text(batch: Batch, config: Any) -> bool:
+    """Returns whether an audio has a fixed number of frames per token (Voxtral Realtime).
+
+    Such text cannot be trimmed, because the frames would have to be trimmed with it.
+    """
     num_rows, width = text_of(batch).shape[:2]
-    sounds = [value for key, value in batch.items() if torch.is_tensor(value) and modality_of(key) == 'audio']
-    shapes = [value.shape for value in sounds if value.dim() == 3 and len(value) == num_rows]
-    return any(shape[-1] % width == 0 for shape in shapes) and not placeholder_ids(config, 'audio')
+    for key, value in batch.items():
+        if not isinstance(value, torch.Tensor) or modality_of(key) != 'audio':
+            continue
+        if value.dim() == 3 and len(value) == num_rows and value.shape[-1] % width == 0:
+            return not placeholder_ids(config, 'audio')
+    return False
+
+
+# How many entries of media each row has.
 
 
 def carried_counts(batch: Batch, modality: str) -> list[int] | None:
-    """Returns the numbers of images, videos or audios that a batch carries, one a row; None where it carries none."""
+    """Returns the list ``num_images`` (or videos, audios) of a batch, one number per row; None if there is none."""
     carried = batch.get(f'num_{modality}s')
-    entries = carried.flatten().tolist() if isinstance(carried, torch.Tensor) else carried
-    if entries is None:
+    if carried is None:
         return None
-    if not isinstance(entries, Sequence) or not all(hasattr(one, '__index__') and one >= 0 for one in entries):
-        raise ValueError(f'`num_{modality}s` must be a list of ints from 0, one per row, got: {carried}. Count anew.')
-    return [int(one) for one in entries]
-
-
-def found_counts(batch: Batch, config: Any, modality: str, count: int, num_rows: int) -> list[int]:
-    """Returns how many of so many entries of a modality's tensors belong to each row; refuses no answer, and two."""
-    if num_rows == 1:
-        return [count]
-    is_placeholder = stand_at(text_of(batch), placeholder_ids(config, modality))
-    tokens = is_placeholder.sum(dim=1).tolist()
-    begins = is_placeholder & ~torch.nn.functional.pad(is_placeholder[:, :-1], (1, 0))
-    runs, total = begins.sum(dim=1).tolist(), sum(tokens)
-    answers = {}
-    for key, value in batch.items():
-        if isinstance(value, torch.Tensor) and not value.is_floating_point() and modality_of(key) == modality:
-            answers |= _by_sizes(key, value, count, tokens, runs)
-    if total and not answers and all(count * number % total == 0 for number in tokens):
-        answers['placeholders'] = [count * number // total for number in tokens]  # items of one size
-    if sum(runs) == count:
-        answers['runs of placeholders'] = runs
-    carried = carried_counts(batch, modality)
-    if carried is not None and len(carried) == num_rows and sum(carried) == count:
-        answers = {'carried': carried}
-    if not total and count == num_rows:  # no placeholders at all: an encoder that every row attends to
-        answers = {'rows': [1] * num_rows}
-    if len(set(map(tuple, answers.values()))) != 1:
+    counts = carried.flatten().tolist() if isinstance(carried, torch.Tensor) else carried
+    is_list = isinstance(counts, Sequence)
+    if not is_list or not all(hasattr(count, '__index__') and count >= 0 for count in counts):
         raise ValueError(
-            f'`layout` must tell which of {count} entries of {modality}s belong to which of {num_rows} rows, got: '
-            f'{tokens} placeholders in {runs} runs by row, and {answers or "no way to share them"}. Carry '
-            f'`num_{modality}s` in the batch, one int per row, or register the tensors: docs/families.md#not-there'
+            f'`num_{modality}s` must be a list of ints from 0, one per row, got: {carried}. Count the {modality}s of '
+            'each row again.'
         )
-    return next(iter(answers.values()))
+    return [int(count) for count in counts]
 
 
-def _by_sizes(
-    key: str, value: torch.Tensor, count: int, tokens: Sequence[int], runs: Sequence[int]
-) -> dict[str, list[int]]:
-    """Returns the answers of a tensor that holds the size of each item: grids of patches, numbers of tiles."""
+@dataclass(frozen=True)
+class _Placeholders:
+    """The placeholders of a modality in each row: how many there are, and how many runs without a gap."""
+
+    tokens: list[int]
+    runs: list[int]
+
+    @classmethod
+    def of(
+        cls,
+        batch: Batch,
+        config: Any,
+        modality: str,
+    ) -> _Placeholders:
+        is_placeholder = stand_at(text_of(batch), placeholder_ids(config, modality))
+        follows_placeholder = torch.nn.functional.pad(is_placeholder[:, :-1], (1, 0))
+        starts = is_placeholder & ~follows_placeholder
+        return cls(is_placeholder.sum(dim=1).tolist(), starts.sum(dim=1).tolist())
+
+
+def entries_per_row(
+    batch: Batch,
+    config: Any,
+    modality: str,
+    num_entries: int,
+    num_rows: int,
+) -> list[int]:
+    """Returns how many entries of a modality's tensors belong to each row.
+
+    Raises:
+        ValueError: If nothing tells, or if there are two answers.
+    """
+    if num_rows == 1:
+        return [num_entries]
+    # The batch itself says it. This comes before all that shapes suggest.
+    carried = carried_counts(batch, modality)
+    if carried is not None and len(carried) == num_rows and sum(carried) == num_entries:
+        return carried
+    placeholders = _Placeholders.of(batch, config, modality)
+    num_tokens = sum(placeholders.tokens)
+    # An encoder that every row attends to. Without a config there may be placeholders that are not known.
+    if num_tokens == 0 and num_entries == num_rows and config is not None:
+        return [1] * num_rows
+    answers: dict[str, list[int]] = {}
+    for key, value in batch.items():
+        if modality_of(key) != modality or not isinstance(value, torch.Tensor) or value.is_floating_point():
+            continue
+        entries = _entries_by_sizes(value, num_entries, placeholders)
+        if entries is not None:
+            answers[key] = entries
+    # Without sizes all items are taken to be of one size.
+    is_even = bool(num_tokens) and all(num_entries * tokens % num_tokens == 0 for tokens in placeholders.tokens)
+    if is_even and not answers:
+        answers['placeholders'] = [num_entries * tokens // num_tokens for tokens in placeholders.tokens]
+    if sum(placeholders.runs) == num_entries:
+        answers['runs of placeholders'] = placeholders.runs
+    distinct_answers = {tuple(entries) for entries in answers.values()}
+    if len(distinct_answers) != 1:
+        raise ValueError(
+            f'`layout` must tell which of {num_entries} entries of {modality}s belong to which of {num_rows} rows, '
+            f'got: {placeholders.tokens} placeholders in {placeholders.runs} runs by row, and '
+            f'{answers or "no way to share them"}. Carry `num_{modality}s` in the batch, one int per row, or register '
+            'the tensors: docs/families.md#not-there'
+        )
+    return list(distinct_answers.pop())
+
+
+def _entries_by_sizes(value: torch.Tensor, num_entries: int, placeholders: _Placeholders) -> list[int] | None:
+    """Returns the entries of each row if a tensor holds the size of each item: grids of patches, numbers of tiles."""
     if value.dim() not in (1, 2) or not len(value):
-        return {}
-    sizes, answers = (value if value.dim() == 1 else value.prod(dim=1)).tolist(), {}
-    total, patches = sum(tokens), sum(sizes)
-    whole = None
-    if not patches or (value.dim() == 2 and min(sizes) < 1):  # a mask
-        return {}
-    if total and patches % total == 0 and all(size % (patches // total) == 0 for size in sizes):
-        whole = items_of_rows(tokens, [size * total // patches for size in sizes])  # merged patches are tokens
-    elif sum(runs) == len(sizes):
-        whole = list(runs)
-    elif sum(runs) == patches:  # each frame of a video by itself
-        whole = items_of_rows(runs, sizes)
-    if whole is not None and len(sizes) == count:
-        answers[key] = whole
-    if whole is not None and count % patches == 0:
-        ends, rows = [0, *accumulate(sizes)], [0, *accumulate(whole)]
-        answers[key] = [count // patches * (ends[end] - ends[start]) for start, end in pairwise(rows)]
-    return answers
+        return None
+    is_grid = value.dim() == 2
+    patches: list[int] = (value.prod(dim=1) if is_grid else value).tolist()
+    num_patches = sum(patches)
+    is_mask = is_grid and min(patches) < 1
+    if not num_patches or is_mask:
+        return None
+    items = _items_by_sizes(patches, placeholders)
+    if items is None:
+        return None
+    if num_entries % num_patches == 0:  # an entry is a patch, or a fixed part of one
+        entries_per_patch = num_entries // num_patches
+        return [entries_per_patch * count for count in sums_of_runs(patches, items)]
+    return items if len(patches) == num_entries else None
+
+
+def _items_by_sizes(patches: Sequence[int], placeholders: _Placeholders) -> list[int] | None:
+    """Returns the items of each row; the first hypothesis about placeholders that fits the totals decides."""
+    num_tokens = sum(placeholders.tokens)
+    num_patches = sum(patches)
+    # A placeholder stands for a fixed number of merged patches.
+    if num_tokens and num_patches % num_tokens == 0:
+        merged = num_patches // num_tokens
+        if all(count % merged == 0 for count in patches):
+            return items_of_rows(placeholders.tokens, [count // merged for count in patches])
+    # Each item has one run of placeholders, of any length.
+    if sum(placeholders.runs) == len(patches):
+        return list(placeholders.runs)
+    # Each frame of a video has one run.
+    if sum(placeholders.runs) == num_patches:
+        return items_of_rows(placeholders.runs, patches)
+    return None
+
+
+def sums_of_runs(values: Sequence[int], counts: Sequence[int]) -> list[int]:
+    """Returns the sum of the first ``counts[0]`` values, of the next ``counts[1]``, and so on."""
+    sums = []
+    start = 0
+    for count in counts:
+        sums.append(sum(values[start : start + count]))
+        start += count
+    return sums
 
 
 def items_of_rows(tokens: Sequence[int], sizes: Sequence[int]) -> list[int] | None:
-    """Returns the items of each row, where rows hold whole ones: 20 and 10 tokens of items of 10 are 2 and 1.
+    """Returns the items of each row if each row holds whole items: 20 and 10 tokens of items of 10 are 2 and 1.
 
-    There is one answer at most, as every item has tokens and items come in the order of the rows; None: there is none.
+    There is at most one answer, because every item has tokens and items come in the order of the rows.
     """
-    ends, row_ends = [0, *accumulate(sizes)], list(accumulate(tokens))
-    if not sizes or min(sizes) < 1 or row_ends[-1] != ends[-1] or not set(row_ends) <= set(ends):
+    if not sizes or min(sizes) < 1 or sum(sizes) != sum(tokens):
         return None
-    return [ends.index(stop) - ends.index(start) for start, stop in pairwise([0, *row_ends])]
+    items = []
+    next_item = 0
+    for num_tokens in tokens:
+        first_item = next_item
+        while num_tokens > 0:
+            num_tokens -= sizes[next_item]
+            next_item += 1
+        if num_tokens < 0:  # the row ends inside of an item
+            return None
+        items.append(next_item - first_item)
+    return items

@@ -1,11 +1,11 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Ids of placeholder tokens, and how many each image, video and audio fills, computed as the models compute it.
+"""Ids of placeholder tokens, and how many of them each image, video and audio has, computed as the models do it.
 
-Every function that an entry names is ``(batch, config, num_items, num_tokens) -> list[int]``: the placeholders of each
-item, given that the batch holds ``num_items`` items and ``num_tokens`` placeholders in all; an empty list where the
-batch does not tell.
+The functions that a family names are ``(batch, config, num_items, num_tokens) -> list[int]``. They return the number of
+placeholders of each item, if the batch has ``num_items`` items and ``num_tokens`` placeholders in all. An empty list
+means that the batch does not tell.
 """
 
 from __future__ import annotations
@@ -26,76 +26,112 @@ MODALITY_WORDS = {
     'image': re.compile('image|pixel|patch|vision|visual|grid|tile|crop|aspect_ratio|spatial_shapes|target_sizes'),
 }
 """Words in the names of tensors and of config entries, by modality; the first that fits."""
-_EDGES = re.compile('start|end|begin|boi|eoi|boa|eoa|bos|eos|newline|break|row|col|sep|pad_token|base|num_|size|length')
+ID_SUFFIX = re.compile('_(id|index)$')
+_NO_PLACEHOLDER = re.compile(
+    'start|end|begin|boi|eoi|boa|eoa|bos|eos|newline|break|row|col|sep|pad_token|base|num_|size|length'
+)
+"""Words in the names of ids that mark the edges of an item or the lines of an image."""
 
 
-@cache  # asked of every key of every microbatch
+@cache  # called for every key of every microbatch
 def modality_of(name: str) -> str | None:
     """Returns the modality that a name speaks of."""
-    return next((modality for modality, words in MODALITY_WORDS.items() if words.search(str(name))), None)
+    for modality, words in MODALITY_WORDS.items():
+        if words.search(str(name)):
+            return modality
+    return None
 
 
 def placeholder_ids(config: Any, modality: str) -> tuple[int, ...]:
-    """Returns the ids that a config names as placeholders of a modality, those of edges and of lines left out."""
-    parts = [config, getattr(config, 'vision_config', None), getattr(config, 'audio_config', None)]
-    found = {}
-    for part in parts:
-        aliases = {alias: getattr(part, alias, None) for alias in getattr(part, 'attribute_map', ())}
-        for name, value in {**getattr(part, '__dict__', {}), **aliases}.items():
-            is_id = isinstance(value, int) and not isinstance(value, bool) and re.search('_(id|index)$', name)
-            if is_id and not _EDGES.search(name) and modality_of(name.replace('media', 'image')) == modality:
-                found[name] = value
-    return tuple(dict.fromkeys(found.values()))
+    """Returns the ids that a config names as placeholders of a modality, without ids of edges and lines."""
+    ids: dict[str, int] = {}
+    for part in (config, getattr(config, 'vision_config', None), getattr(config, 'audio_config', None)):
+        values = dict(getattr(part, '__dict__', {}))
+        for alias in getattr(part, 'attribute_map', ()):
+            values[alias] = getattr(part, alias, None)
+        for name, value in values.items():
+            is_id = isinstance(value, int) and not isinstance(value, bool) and ID_SUFFIX.search(name)
+            if not is_id or _NO_PLACEHOLDER.search(name):
+                continue
+            if modality_of(name.replace('media', 'image')) == modality:
+                ids[name] = value
+    return tuple(dict.fromkeys(ids.values()))
 
 
 def all_placeholders(config: Any) -> list[int]:
-    """Returns what a config names as placeholders of any modality."""
-    return [
-        one for modality in MODALITY_WORDS for one in (*placeholder_ids(config, modality), *token_ids(config, modality))
-    ]
+    """Returns the ids that a config names as placeholders of any modality."""
+    ids: list[int] = []
+    for modality in MODALITY_WORDS:
+        ids += [*placeholder_ids(config, modality), *token_ids(config, modality)]
+    return ids
 
 
 def token_ids(config: Any, modality: str) -> tuple[int, ...]:
-    """Returns the id that a config gives a modality's placeholder by name (once an index), else all by other names."""
-    named = (getattr(config, f'{modality}_token_{word}', None) for word in ('id', 'index'))
-    found = next((one for one in named if one is not None), None)
-    return placeholder_ids(config, modality) if found is None else (found,)
+    """Returns the id that a config gives a modality's placeholder by its usual name, else all ids by other names."""
+    for suffix in ('id', 'index'):  # older configs call it an index
+        token_id = getattr(config, f'{modality}_token_{suffix}', None)
+        if token_id is not None:
+            return (token_id,)
+    return placeholder_ids(config, modality)
 
 
 def stand_at(text: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
-    """Returns where the ids stand in a text, bool of its shape."""
-    found = torch.zeros_like(text, dtype=torch.bool)
-    for one in ids:  # a few; `torch.isin` takes four times as long for one
-        found |= text == one
-    return found
+    """Returns the positions of the ids in a text, bool of its shape."""
+    is_there = torch.zeros_like(text, dtype=torch.bool)
+    for token_id in ids:  # there are few, and `torch.isin` takes four times as long for one
+        is_there |= text == token_id
+    return is_there
 
 
-def equal(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
-    """Items of one tensor with one shape: the model itself demands ``num_items x (tokens of that shape)`` in all."""
+def equal(
+    batch: Batch,
+    config: Any,
+    num_items: int,
+    num_tokens: int,
+) -> list[int]:
+    """All items have one shape: the model itself requires ``num_items`` times the tokens of that shape."""
     return [num_tokens // num_items] * num_items if num_tokens % num_items == 0 else []
 
 
-def image_grid(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
+def image_grid(
+    batch: Batch,
+    config: Any,
+    num_items: int,
+    num_tokens: int,
+) -> list[int]:
     """Qwen-VL: as many tokens as merged patches."""
     return _merged(batch['image_grid_thw'], config, num_tokens)
 
 
-def video_grid(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
-    """Qwen-VL: as many tokens as merged patches of all frames, whatever text stands between the frames."""
+def video_grid(
+    batch: Batch,
+    config: Any,
+    num_items: int,
+    num_tokens: int,
+) -> list[int]:
+    """Qwen-VL: as many tokens as merged patches of all frames. Text between the frames does not count."""
     return _merged(batch['video_grid_thw'], config, num_tokens)
 
 
 def _merged(grid: torch.Tensor, config: Any, num_tokens: int) -> list[int]:
+    """Returns the placeholders of each item of a grid: its patches over those that are merged into one token."""
     patches = grid.prod(dim=1).tolist()
     if config is not None and hasattr(config, 'vision_config'):
-        square = config.vision_config.spatial_merge_size**2
-    else:  # the model demands that all tokens be all patches over the merged square
-        square = sum(patches) // num_tokens if num_tokens else 0
-    return [] if not square or any(count % square for count in patches) else [count // square for count in patches]
+        merged = config.vision_config.spatial_merge_size**2
+    else:  # the model requires that all tokens together stand for all patches
+        merged = sum(patches) // num_tokens if num_tokens else 0
+    if not merged or any(count % merged for count in patches):
+        return []
+    return [count // merged for count in patches]
 
 
-def patch_counts(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
-    """LLaVA and its kin: equal images, but where they bring their sizes (Pixtral) as many tokens as merged patches."""
+def patch_counts(
+    batch: Batch,
+    config: Any,
+    num_items: int,
+    num_tokens: int,
+) -> list[int]:
+    """LLaVA: images of one shape; with ``image_sizes`` (Pixtral) as many tokens as merged patches."""
     sizes = batch.get('image_sizes')
     if sizes is None:
         return equal(batch, config, num_items, num_tokens)
@@ -105,51 +141,93 @@ def patch_counts(batch: Batch, config: Any, num_items: int, num_tokens: int) -> 
     return (torch.as_tensor(sizes) // side).prod(dim=-1).tolist()
 
 
-def queries(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
-    """BLIP: a fixed number of query tokens an image."""
+def queries(
+    batch: Batch,
+    config: Any,
+    num_items: int,
+    num_tokens: int,
+) -> list[int]:
+    """BLIP: a fixed number of query tokens per image."""
     return [] if config is None else [config.num_query_tokens] * num_items
 
 
-def frame_queries(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
-    """InstructBLIP-Video: a fixed number of query tokens a frame; all clips of a batch have as many frames."""
+def frame_queries(
+    batch: Batch,
+    config: Any,
+    num_items: int,
+    num_tokens: int,
+) -> list[int]:
+    """InstructBLIP-Video: a fixed number of query tokens per frame; all clips of a batch have as many frames."""
     return [batch['pixel_values'].shape[1] * size for size in queries(batch, config, num_items, num_tokens)]
 
 
-def audio_frames(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
+def audio_frames(
+    batch: Batch,
+    config: Any,
+    num_items: int,
+    num_tokens: int,
+) -> list[int]:
     """Qwen-Audio: two strided convolutions and a pooling over the real frames."""
     if num_tokens == num_items:  # one token each, which the model itself expands (processors up to transformers 4.45)
         return [1] * num_items
+    frames_per_item: list[int] = [batch['input_features'].shape[-1]] * num_items
     mask = batch.get('feature_attention_mask')
-    lengths = [batch['input_features'].shape[-1]] * num_items if mask is None else mask.sum(dim=-1).tolist()
-    return [((int(length) - 1) // 2 + 1 - 2) // 2 + 1 for length in lengths]
+    if mask is not None:
+        frames_per_item = mask.sum(dim=-1).tolist()
+    tokens_per_item = []
+    for num_frames in frames_per_item:
+        after_convolutions = (int(num_frames) - 1) // 2 + 1
+        tokens_per_item.append((after_convolutions - 2) // 2 + 1)
+    return tokens_per_item
 
 
-def anyres(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
+def anyres(
+    batch: Batch,
+    config: Any,
+    num_items: int,
+    num_tokens: int,
+) -> list[int]:
     """LLaVA-NeXT: the whole image, and its tiles without the padding, with a token at the end of each line."""
-    return [] if config is None else [_tiled(size, config) for size in torch.as_tensor(batch['image_sizes']).tolist()]
+    if config is None:
+        return []
+    return [_tokens_of_tiles(size, config) for size in torch.as_tensor(batch['image_sizes']).tolist()]
 
 
-def anyres_capped(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
-    """LLaVA-OneVision: as LLaVA-NeXT up to a number of tiles; an image beside others in its row is not tiled."""
+def anyres_capped(
+    batch: Batch,
+    config: Any,
+    num_items: int,
+    num_tokens: int,
+) -> list[int]:
+    """LLaVA-OneVision: like LLaVA-NeXT up to a number of tiles; only the single image of a row is tiled."""
     if config is None:
         return []
     cap = int(getattr(config, 'vision_aspect_ratio', 'anyres_max_9').removeprefix('anyres_max_'))
     counts = batch.get('batch_num_images')
-    counts = [1] * num_items if counts is None else torch.as_tensor(counts).tolist()
-    is_alone = [count == 1 for count in counts for _ in range(count)]
-    if len(is_alone) != num_items:
+    images_per_row = [1] * num_items if counts is None else torch.as_tensor(counts).tolist()
+    is_tiled: list[bool] = []
+    for count in images_per_row:
+        is_tiled += [count == 1] * count
+    if len(is_tiled) != num_items:
         return []
-    sizes, whole = torch.as_tensor(batch['image_sizes']).tolist(), _side(config) ** 2
-    return [_tiled(size, config, cap=cap) if alone else whole + 1 for size, alone in zip(sizes, is_alone, strict=True)]
+    tokens = []
+    for size, tiled in zip(torch.as_tensor(batch['image_sizes']).tolist(), is_tiled, strict=True):
+        tokens.append(_tokens_of_tiles(size, config, cap=cap) if tiled else _side(config) ** 2 + 1)
+    return tokens
 
 
 def _side(config: Any) -> int:
-    """Returns patches along one side of a tile."""
+    """Returns the number of patches along one side of a tile."""
     return config.vision_config.image_size // config.vision_config.patch_size
 
 
-def _tiled(size: Sequence[int], config: Any, *, cap: int | None = None) -> int:
-    """Returns tokens of one image, as ``pack_image_features`` of the models makes them, by their own functions."""
+def _tokens_of_tiles(
+    size: Sequence[int],
+    config: Any,
+    *,
+    cap: int | None = None,
+) -> int:
+    """Returns the tokens of one image as ``pack_image_features`` of the models makes them, by their own functions."""
     from transformers.models.llava_next.modeling_llava_next import get_anyres_image_grid_shape, unpad_image
 
     side = _side(config)
@@ -158,6 +236,6 @@ def _tiled(size: Sequence[int], config: Any, *, cap: int | None = None) -> int:
     height, width = unpad_image(patches, size).shape[1:]
     if cap is not None:
         ratio = math.sqrt(height * width / (cap * side**2))
-        if ratio > 1.1:
+        if ratio > 1.1:  # as the model does it
             height, width = int(height // ratio), int(width // ratio)
     return side**2 + height * (width + 1)

@@ -1,13 +1,13 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Tensors of some rows, and of several batches: the copies that a cut makes."""
+"""Copies of tensors that a cut makes: the entries of some rows, and those of several batches one after the other."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,16 +15,15 @@ import torch
 from composer_tokacc.batch import Batch
 from composer_tokacc.layout.families import Entry
 
-# Memory. These three are all that touch it, so that tests can stand in for a GPU.
-
+# Only the next four names ask about a GPU, so that tests can replace them.
 
 _has_gpu = cache(torch.cuda.is_available)
-"""Asked of every tensor of every microbatch, and torch reads the environment each time."""
+"""Cached, because it is called for every tensor of every microbatch and torch reads the environment each time."""
 
 
 def _on_the_way_to_a_gpu(value: torch.Tensor) -> bool:
-    # For metrics of training Composer deep-copies each microbatch after its move to the device, and a deep copy of a
-    # view copies all that it is a view of. The move to a GPU makes it a tensor of its own; on the CPU nothing does.
+    # Composer deep-copies each microbatch on its device for the metrics of training, and a deep copy of a view copies
+    # the whole tensor behind it. The move to a GPU makes a new tensor; on the CPU nothing does.
     return _has_gpu() and value.device.type == 'cpu'
 
 
@@ -37,27 +36,37 @@ def _empty(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
 
 
 def take(value: torch.Tensor, dim: int, index: list[int]) -> torch.Tensor:
-    """The entries at the indices: a view where that is allowed, otherwise one copy, page-locked if the tensor was."""
-    if index and index == list(range(index[0], index[-1] + 1)):
+    """Returns the entries at the indices: a view if possible, otherwise one copy, page-locked if the tensor was."""
+    is_run = bool(index) and index == list(range(index[0], index[-1] + 1))
+    if is_run:
         view = value.narrow(dim, index[0], len(index))
         if view.is_contiguous() and _on_the_way_to_a_gpu(value):
             return view
         return _empty(view.shape, value).copy_(view)
     shape = list(value.shape)
     shape[dim] = len(index)
-    target = _empty(shape, value)
-    return torch.index_select(value, dim, torch.tensor(index, dtype=torch.long, device=value.device), out=target)
+    positions = torch.tensor(index, dtype=torch.long, device=value.device)
+    return torch.index_select(value, dim, positions, out=_empty(shape, value))
 
 
 def compact(view: torch.Tensor, *, like: torch.Tensor) -> torch.Tensor:
-    """Returns the view, or where it has gaps a copy without."""
+    """Returns the view, or a copy if the view has gaps."""
     return view if view.is_contiguous() else _empty(view.shape, like).copy_(view)
 
 
-def cat_padded(values: Sequence[torch.Tensor], entry: Entry, width: int, side: str) -> torch.Tensor:
-    """Concatenates along the rows, every other dimension padded to the largest."""
-    row_dim = entry.row_dim % values[0].dim()
-    seq_dims = {dim % values[0].dim() for dim in entry.seq_dims}
+def cat_padded(
+    values: Sequence[torch.Tensor],
+    entry: Entry,
+    width: int,
+    side: str,
+) -> torch.Tensor:
+    """Concatenates along the rows, with every other dimension padded to the largest.
+
+    Dimensions along the text are padded to ``width``, on the side of the text's padding; all others at their end.
+    """
+    num_dims = values[0].dim()
+    row_dim = entry.row_dim % num_dims
+    seq_dims = {dim % num_dims for dim in entry.seq_dims}
     shape = [max(sizes) for sizes in zip(*(value.shape for value in values), strict=True)]
     for dim in seq_dims:
         shape[dim] = width
@@ -67,18 +76,27 @@ def cat_padded(values: Sequence[torch.Tensor], entry: Entry, width: int, side: s
     for value in values:
         target = joined.narrow(row_dim, start, value.shape[row_dim])
         for dim, size in enumerate(value.shape):
-            if dim != row_dim:
-                from_left = dim in seq_dims and side == 'left'
-                target = target.narrow(dim, target.shape[dim] - size if from_left else 0, size)
+            if dim == row_dim:
+                continue
+            is_padded_before = dim in seq_dims and side == 'left'
+            offset = target.shape[dim] - size if is_padded_before else 0
+            target = target.narrow(dim, offset, size)
         target.copy_(value)
         start += value.shape[row_dim]
     return joined
 
 
+UnitEnds = Mapping[str, Sequence[int]]
+"""For each unit: 0, then how many of it the rows up to each row have together."""
+
+
 def select_rows(
-    batch: Batch, entries: Mapping[str, Entry], ends: Mapping[str, Sequence[int]], rows: Sequence[int]
+    batch: Batch,
+    entries: Mapping[str, Entry],
+    ends: UnitEnds,
+    rows: Sequence[int],
 ) -> dict[str, Any]:
-    """Returns the batch of the rows; ``ends``: by unit, how many there are up to each row and in all."""
+    """Returns the batch of the given rows, in the given order."""
     selected: dict[str, Any] = {}
     for key, value in batch.items():
         entry = entries.get(key)
@@ -86,37 +104,68 @@ def select_rows(
             selected[key] = [value[row] for row in rows] if isinstance(value, (list, tuple)) else value
             continue
         chosen = _select_units(key, value, entry, ends, rows)
-        if entry.points_into is not None:  # numbers of patches, counted over the chosen rows
-            size, of_pixels = batch[entry.points_into].shape[1], ends[entries[entry.points_into].unit]
-            starts = [0, *accumulate(size * (of_pixels[row + 1] - of_pixels[row]) for row in rows)]
-            shifts = [start - size * of_pixels[row] for start, row in zip(starts, rows, strict=False)]
-            chosen = renumber(chosen, [ends[entry.unit][row + 1] - ends[entry.unit][row] for row in rows], shifts)
+        if entry.points_into is not None:
+            patches_per_item = batch[entry.points_into].shape[1]
+            item_ends = ends[entries[entry.points_into].unit]
+            chosen = _repointed(chosen, ends[entry.unit], item_ends, patches_per_item, rows)
         # A model takes no image entries for no images, rather than empty ones.
         if not entry.is_media or chosen.numel() > 0:
             selected[key] = chosen
     return selected
 
 
+def _repointed(
+    pointers: torch.Tensor,
+    pointer_ends: Sequence[int],
+    item_ends: Sequence[int],
+    patches_per_item: int,
+    rows: Sequence[int],
+) -> torch.Tensor:
+    """Returns numbers of patches of the batch as numbers of patches of the chosen rows.
+
+    ``pointers`` are those of the chosen rows; ``pointer_ends`` and ``item_ends`` are of all rows.
+    """
+    num_pointers = []
+    shifts = []
+    new_first_patch = 0
+    for row in rows:
+        num_pointers.append(pointer_ends[row + 1] - pointer_ends[row])
+        shifts.append(new_first_patch - patches_per_item * item_ends[row])
+        new_first_patch += patches_per_item * (item_ends[row + 1] - item_ends[row])
+    return renumber(pointers, num_pointers, shifts)
+
+
 def _select_units(
-    key: str, value: torch.Tensor, entry: Entry, ends: Mapping[str, Sequence[int]], rows: Sequence[int]
+    key: str,
+    value: torch.Tensor,
+    entry: Entry,
+    ends: UnitEnds,
+    rows: Sequence[int],
 ) -> torch.Tensor:
     if entry.unit == 'shared':
         return value
-    of_unit = ends[entry.unit]
-    if of_unit[-1] != value.shape[entry.row_dim]:
+    unit_ends = ends[entry.unit]
+    if unit_ends[-1] != value.shape[entry.row_dim]:
+        units_per_row = [end - start for start, end in pairwise(unit_ends)]
         raise ValueError(
-            f'`batch[{key!r}]` must have {of_unit[-1]} entries, one per {entry.unit} of its rows, got: '
-            f'{value.shape[entry.row_dim]} (by row: {[end - start for start, end in pairwise(of_unit)]}).'
+            f'`batch[{key!r}]` must have {unit_ends[-1]} entries, one per {entry.unit} of its rows, got: '
+            f'{value.shape[entry.row_dim]} (by row: {units_per_row}).'
         )
-    chosen = take(value, entry.row_dim, [unit for row in rows for unit in range(of_unit[row], of_unit[row + 1])])
-    if entry.slot_dim is not None:
-        num_slots = max((ends['image'][row + 1] - ends['image'][row] for row in rows), default=0)
-        # The models view rows and slots as one dimension, which a narrowed tensor does not allow.
-        chosen = compact(chosen.narrow(entry.slot_dim, 0, min(num_slots, chosen.shape[entry.slot_dim])), like=value)
-    return chosen
+    index: list[int] = []
+    for row in rows:
+        index += range(unit_ends[row], unit_ends[row + 1])
+    chosen = take(value, entry.row_dim, index)
+    if entry.slot_dim is None:
+        return chosen
+    image_ends = ends['image']
+    num_slots = max((image_ends[row + 1] - image_ends[row] for row in rows), default=0)
+    num_slots = min(num_slots, chosen.shape[entry.slot_dim])
+    # The models view rows and slots as one dimension, which a narrowed tensor does not allow.
+    return compact(chosen.narrow(entry.slot_dim, 0, num_slots), like=value)
 
 
 def renumber(value: torch.Tensor, counts: Sequence[int], shifts: Sequence[int]) -> torch.Tensor:
-    """Returns numbers that count patches, with a shift for each run of entries; negative ones stay as they are."""
-    shift = torch.repeat_interleave(torch.tensor(shifts), torch.tensor(counts)).to(value)
-    return torch.where(value < 0, value, value + shift.view(-1, *[1] * (value.dim() - 1)))
+    """Adds a shift to each run of entries, ``counts`` long; negative numbers stay as they are."""
+    shift_of_entry = torch.repeat_interleave(torch.tensor(shifts), torch.tensor(counts)).to(value)
+    inner_dims = [1] * (value.dim() - 1)
+    return torch.where(value < 0, value, value + shift_of_entry.view(-1, *inner_dims))

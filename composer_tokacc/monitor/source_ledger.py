@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from composer.utils import dist
 
 from composer_tokacc.batch import IGNORE_INDEX, Batch
-from composer_tokacc.checks.logits import CHUNK, logits_of, places_of, whole
+from composer_tokacc.checks.logits import CHUNK, logits_of, places_of, whole_vocabulary
 from composer_tokacc.counting import count_tokens, counted_tokens, loss_mask
 from composer_tokacc.metadata import SourceShare, sources_of
 from composer_tokacc.planning.compiled import compiled
@@ -192,7 +192,10 @@ def _token_losses(parts: Sequence[_Unread]) -> np.ndarray | torch.Tensor:
     places = places_of(counted.cumsum(dim=0), range(1, total + 1))
     before = places - 1 if parts[0].rule != 'unshifted' else places  # in the same row: a first column never counts
     chunks = [(before, places)] if total <= size else zip(before.split(size), places.split(size), strict=True)
-    losses = [F.cross_entropy(whole(flat[some]).float(), labels[wanted], reduction='none') for some, wanted in chunks]
+    losses = [
+        F.cross_entropy(whole_vocabulary(flat[some]).float(), labels[wanted], reduction='none')
+        for some, wanted in chunks
+    ]
     return _joined(losses)
 
 

@@ -323,14 +323,14 @@ def test_no_host_sync_a_microbatch(model, monkeypatch, units):
     algorithm = TokenAccumulation(loss_units=units)
     for event in microbatch_events:
         algorithm._actions[event] = forbid(algorithm._actions[event], event.value)
-    for name in ('observe', '_hear'):
+    for name in ('observe', '_measure'):
         monkeypatch.setattr(MicrobatchRecord, name, forbid(getattr(MicrobatchRecord, name), name))
     batch = collate(text_rows([*RAGGED, (5, 0)]))
     given = hugging_face(model)
     if units:
         monkeypatch.setattr(given, 'loss', lambda outputs, batch: {'lm': outputs['loss']})
     fit(given, loader(batch), algorithms=[algorithm], microbatch_size=1)
-    assert (seen.count('observe'), seen.count('_hear')) == (7, 6)
+    assert (seen.count('observe'), seen.count('_measure')) == (7, 6)
     assert all(event.value in seen for event in microbatch_events)
 
 

@@ -45,20 +45,20 @@ def rules_after(model, batch, **kwargs):
 
 
 def test_padding_on_the_right_is_trimmed():
-    assert rules_after(text_model(), collate(text_rows(SHAPE))) == CutRules(right='trim')
+    assert rules_after(text_model(), collate(text_rows(SHAPE))) == CutRules(right='trim', right_width=14)
 
 
 def test_padding_on_the_left_is_trimmed_where_positions_follow_the_mask_or_are_relative():
-    assert rules_after(text_model(), collate(text_rows(SHAPE), side='left')) == CutRules(left='trim', left_width=16)
+    assert rules_after(text_model(), collate(text_rows(SHAPE), side='left')) == CutRules(left='trim', left_width=14)
 
 
 def test_positions_from_column_zero_are_written_where_the_model_takes_them():
-    assert rules_after(gpt2(), collate(text_rows(SHAPE), side='left')) == CutRules(left='shift', left_width=16)
+    assert rules_after(gpt2(), collate(text_rows(SHAPE), side='left')) == CutRules(left='shift', left_width=14)
 
 
 def test_padding_that_moves_positions_stays_where_the_model_takes_none():
     model = Deaf(gpt2().config)
-    assert rules_after(model, collate(text_rows(SHAPE), side='left')) == CutRules(left='keep')
+    assert rules_after(model, collate(text_rows(SHAPE), side='left')) == CutRules(left='keep', left_width=14)
 
 
 @pytest.mark.parametrize('side', ['left', 'right'])
@@ -69,7 +69,7 @@ def test_padding_that_comes_after_the_first_batch_is_proven_before_the_optimizer
     recorder = fit(model, data, max_duration='3ba')
     for batch, gradients in zip(batches, recorder.steps, strict=True):
         assert relative_error(gradients, reference_gradients(model, batch)[0]) < 1e-6
-    known = {'left': CutRules(left='shift', left_width=16), 'right': CutRules(right='trim')}
+    known = {'left': CutRules(left='shift', left_width=14), 'right': CutRules(right='trim', right_width=14)}
     assert data.split_batch.__self__._split.rules == known[side]
 
 
@@ -152,7 +152,7 @@ def test_label_on_a_first_token_behind_padding_keeps_its_padding_and_is_named_on
     model = text_model()
     with caplog.at_level(logging.WARNING, logger='composer_tokacc'):
         rules = rules_after(model, batch)
-    assert rules == CutRules(left='trim', left_width=16)
+    assert rules == CutRules(left='trim', left_width=14)
     assert sum('have a label on their first token' in record.message for record in caplog.records) == 1
 
 

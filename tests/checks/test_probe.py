@@ -85,6 +85,47 @@ def test_rule_is_where_the_gradient_is(loss, rule, with_logits):
     assert find_loss_rule(probe_of(loss, with_logits=with_logits), telling_row()) == rule
 
 
+def test_a_loss_that_is_not_a_number_is_named():
+    row = {**telling_row(), 'sample_ids': ['first']}
+    with pytest.raises(RuntimeError, match=r"must be a number, got: nan \(sample 'first'\)"):
+        find_loss_rule(probe_of(lambda logits, batch: causal(logits, batch) * torch.nan), row)
+
+
+def test_the_gradient_nearest_to_the_loss_decides():
+    """The states are mixed over positions before the logits: only at the logits is the gradient where labels are."""
+    model = text_model()
+    head = model.lm_head
+
+    class Mixing(torch.nn.Module):
+        def forward(self, states):
+            return head(states + states.mean(dim=1, keepdim=True))
+
+    model.lm_head = Mixing()
+    probe = probe_of(unshifted, model=model)
+    gradients = probe.run(telling_row()).gradients['tokens']
+    assert len(gradients) == 2
+    assert bool((gradients[0].norm(dim=-1) > 0).all())
+    assert find_loss_rule(probe, telling_row()) == 'unshifted'
+
+
+def test_a_loss_without_a_gradient_fits_no_rule():
+    with pytest.raises(RuntimeError, match=r'a gradient at the positions \[\] for labels at \[0, '):
+        find_loss_rule(probe_of(lambda logits, batch: causal(logits, batch).detach()), telling_row())
+
+
+@pytest.mark.parametrize(('share', 'is_found'), [(0.01, True), (10.0, False)])
+def test_little_of_the_gradient_may_be_elsewhere(share, is_found):
+    def with_term(logits, batch):
+        return causal(logits, batch) + share * 1e-2 * logits.square().mean()
+
+    probe = probe_of(with_term)
+    if is_found:
+        assert find_loss_rule(probe, telling_row()) == 'causal'
+    else:
+        with pytest.raises(RuntimeError, match='no rule explains'):
+            find_loss_rule(probe, telling_row())
+
+
 @pytest.mark.parametrize('with_logits', [True, False])
 @pytest.mark.parametrize('loss', [over_all_positions, summed])
 def test_loss_that_is_no_mean_over_its_tokens_is_refused(loss, with_logits):

@@ -140,7 +140,7 @@ def test_tokens_of_a_vocabulary_that_ranks_share_are_measured_as_of_a_whole_one(
     found = []
     for logits, gradient in (whole, shared):
         record = MicrobatchRecord(batch={'labels': torch.arange(15).view(3, 5) % 8}, rule='causal', num_tokens=12)
-        record._hear(logits, None, 0.1, is_whole, gradient)
+        record._measure(logits, None, 0.1, is_whole, gradient)
         found.append(record.deviations)
     if own_group:
         KEPT.append(dist.group.WORLD)

@@ -12,6 +12,7 @@ import torch
 
 from composer_tokacc import BatchLayout
 from composer_tokacc.layout import RowFacts, describe
+from composer_tokacc.layout.found import Reading, joined_readings
 from tests.support.small_batches import text_batch
 
 IMAGE, VIDEO = 90, 91
@@ -172,3 +173,63 @@ def test_sizes_of_images_tell_where_their_number_would_fit_twice():
     texts = [1, *[IMAGE] * 3, 2], [1, IMAGE, 2, IMAGE, 2, IMAGE]
     batch = rows_of(*texts, image_grid_thw=torch.tensor([[1, 2, 6], [1, 2, 2], [1, 2, 2], [1, 2, 2]]))
     assert BatchLayout.for_model(CONFIG).images_per_row(batch) == [1, 3]
+
+
+# The meaning of a key.
+
+
+def test_what_a_key_meant_before_decides():
+    """As wide as the text in one batch, and not in another: then it is not text."""
+    layout = BatchLayout.for_model(TEXT)
+    wide, narrow = (text_batch(lengths, memory=torch.zeros(3, 8, 5)) for lengths in ([12, 2, 3], [8, 2, 3]))
+    assert layout.entry_of(narrow, 'memory').seq_dims == (1,)
+    assert layout.entry_of(wide, 'memory').seq_dims == ()
+    decided = layout.with_readings(layout.readings_of(wide))
+    assert decided.entry_of(narrow, 'memory').seq_dims == ()
+    trimmed = decided.trim(decided.select(narrow, [1, 2]))
+    assert (trimmed['input_ids'].shape, trimmed['memory'].shape) == ((2, 3), (2, 8, 5))
+
+
+def test_key_of_another_meaning_is_refused_by_name():
+    layout = BatchLayout.for_model(TEXT)
+    layout = layout.with_readings(layout.readings_of(text_batch([6, 2, 3], tags=torch.zeros(3, 4))))
+    with pytest.raises(ValueError, match=r"batch\['tags'\].*one value for all rows.*one entry per row"):
+        layout.entry_of(text_batch([6, 2, 3], tags=torch.zeros(1)), 'tags')
+
+
+def test_two_batches_agree_on_what_both_allow():
+    layout = BatchLayout.for_model(TEXT)
+    alone = layout.readings_of(text_batch([4], tags=torch.zeros(1, 4)))
+    both = layout.readings_of(text_batch([4, 3], tags=torch.zeros(1, 4)))
+    assert joined_readings(alone, both) == joined_readings(both, alone) == both == {'tags': (Reading.SHARED_TEXT,)}
+
+
+@pytest.mark.parametrize(
+    ('key', 'shape', 'mask_key'),
+    [('pixel_values', (3, 6, 12), 'pixel_attention_mask'), ('input_features', (3, 5, 6), 'input_features_mask')],
+    ids=['LFM2-VL', 'GLM-ASR'],
+)
+def test_mask_of_media_as_wide_as_the_text(key, shape, mask_key):
+    """Three items in three rows, with as many patches or frames as the text has columns."""
+    is_audio = key == 'input_features'
+    layout = BatchLayout.for_model(SimpleNamespace(model_type='asr', audio_token_id=IMAGE) if is_audio else CONFIG)
+    mask = torch.arange(18).view(3, 6)
+    batch = rows_of(*THREE, **{key: torch.arange(3.0 * shape[1] * shape[2]).view(shape), mask_key: mask})
+    trimmed = layout.trim(layout.select(batch, [2]))
+    assert trimmed['input_ids'].shape == (1, 3)
+    assert trimmed[mask_key].tolist() == mask[2:].tolist()
+    torch.testing.assert_close(trimmed[key], batch[key][2:])
+
+
+def test_integers_of_the_text_that_bear_the_name_of_a_modality():
+    layout = BatchLayout.for_model(CONFIG)
+    marks = torch.arange(18).view(3, 6)
+    batch = rows_of(*THREE, pixel_values=numbered(3, 3, 4, 4), image_marks=marks)
+    assert layout.trim(layout.select(batch, [2]))['image_marks'].tolist() == marks[2:, :3].tolist()
+
+
+@pytest.mark.parametrize('counts', [[2, 0, 1], torch.tensor([0, 3, 0])], ids=['list', 'tensor'])
+def test_carried_counts_come_before_one_image_per_row(counts):
+    config = SimpleNamespace(model_type='new', vision_config=SimpleNamespace())
+    batch = text_batch([3, 2, 4], pixel_values=numbered(3, 3, 2, 2), num_images=counts)
+    assert BatchLayout.for_model(config).images_per_row(batch) == list(counts)

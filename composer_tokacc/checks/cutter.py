@@ -1,0 +1,62 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The checks' view of the split: it proposes rules for cutting rows, and cuts rows by them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol, TypeVar
+
+from composer_tokacc.batch import Batch
+from composer_tokacc.layout import RowFacts
+
+RulesT = TypeVar('RulesT', bound='Rules')
+
+
+class Rules(Protocol):
+    """Rules by which rows are cut into microbatches."""
+
+    @property
+    def packing(self) -> str:
+        """How the rows of a microbatch become one packed row; empty if they do not."""
+        ...
+
+    def with_side_of(self: RulesT, known: RulesT, side: str) -> RulesT:
+        """Returns these rules with the earlier ones for rows that are padded on a side."""
+        ...
+
+    def cuts_like(self: RulesT, other: RulesT) -> bool:
+        """Returns whether both cut in the same way, whatever the width up to which that was shown."""
+        ...
+
+
+class Cutter(Protocol[RulesT]):
+    """Cuts rows into microbatches."""
+
+    @property
+    def rules(self) -> RulesT:
+        """The rules of today."""
+        ...
+
+    @property
+    def must_pack(self) -> bool:
+        """Whether the run stops if rows cannot be packed."""
+        ...
+
+    def candidates(self, facts: RowFacts, known: RulesT) -> Iterator[RulesT]:
+        """Yields the rules to try on such rows, the cheapest first. ``known`` are the rules found on other rows."""
+        ...
+
+    def largest_packed_row(self, sources: Sequence[RowFacts], microbatch_size: float) -> int:
+        """Returns the most tokens that a packed row of a batch can have; 0: its rows are not packed."""
+        ...
+
+    def assemble(
+        self,
+        facts: RowFacts,
+        rows: Sequence[int],
+        rules: RulesT,
+    ) -> Batch:
+        """Returns the microbatch of some rows, cut and packed by the rules."""
+        ...

@@ -1,0 +1,181 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""State that a forward writes: refused if the result depends on it, kept if it is a cache or a statistic."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from composer_tokacc.checks.probe import Probe
+from tests.support.text import collate, text_model, text_row, text_rows
+from tests.support.training import fit, reference_gradients, relative_error
+
+SHAPE = [(4, 2), (5, 3), (9, 7), (14, 11), (6, 1), (3, 2)]
+
+
+class RunningMean(torch.nn.Module):
+    """Takes the running mean of its inputs away, as a normalisation may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer('running', torch.zeros(32))
+
+    def forward(self, states):
+        with torch.no_grad():
+            self.running.lerp_(states.mean(dim=(0, 1)), 0.1)
+        return states - self.running
+
+
+class RunningData(RunningMean):
+    """Writes by ``.data``, which counts no write."""
+
+    def forward(self, states):
+        self.running.data.lerp_(states.detach().mean(dim=(0, 1)), 0.1)
+        return states - self.running
+
+
+class Codebook(torch.nn.Module):
+    """Has its state in a frozen parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.code = torch.nn.Parameter(torch.ones(32), requires_grad=False)
+
+    def forward(self, states):
+        with torch.no_grad():
+            self.code.mul_(0.999)
+        return states * self.code
+
+
+class WarmUp(torch.nn.Module):
+    """Counts its forwards in a plain number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def forward(self, states):
+        self.count += 1
+        return states * min(1.0, self.count / 1000)
+
+
+class Settled(torch.nn.Module):
+    """A spectral norm whose vectors have converged: one more forward does not move them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        linear = torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(32, 32))
+        self.linear = linear.train()
+        for _ in range(500):
+            linear(torch.zeros(1, 32))
+
+    def forward(self, states):
+        return self.linear(states)
+
+
+class Statistic(torch.nn.Module):
+    """Counts large entries, for a log; it is called before a module that depends on its own state too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer('load', torch.zeros(32))
+        self.register_buffer('number', torch.zeros((), dtype=torch.int64))
+        self.calls = 0
+
+    def forward(self, states):
+        self.load += (states.detach() > 0).sum(dim=(0, 1))
+        self.number += 1
+        self.calls += 1
+        return states
+
+
+class Cache(torch.nn.Module):
+    """Keeps a table that grows with the width, as rotary embeddings do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer('table', torch.zeros(0))
+        self.width = 0
+
+    def forward(self, states):
+        if states.shape[1] > self.width:
+            self.width = states.shape[1]
+            self.register_buffer('table', torch.linspace(1, 2, 64)[: self.width])
+        return states * self.table[: states.shape[1], None]
+
+
+def with_layers(*layers):
+    model = text_model().train()
+    model.model.embed_tokens = torch.nn.Sequential(model.model.embed_tokens, *layers)
+    return model
+
+
+@pytest.mark.parametrize(
+    ('layer', 'name'),
+    [
+        (RunningMean, 'running'),
+        (RunningData, 'running'),
+        (Codebook, 'code'),
+        (WarmUp, 'count'),
+        (Settled, r'parametrizations\.weight\.0\._[uv]'),
+    ],
+)
+def test_state_that_matters_is_refused_by_name(layer, name):
+    model = with_layers(Statistic(), layer())
+    before = {key: value.clone() for key, value in model.named_parameters() if value.requires_grad}
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with pytest.raises(RuntimeError, match=rf"must not change the result of the next one, got: '.*\.{name}'"):
+        fit(model, collate(text_rows(SHAPE)), optimizer=optimizer)
+    for key, value in model.named_parameters():
+        assert key not in before or torch.equal(value, before[key])
+
+
+@pytest.mark.parametrize('layer', [Statistic, Cache])
+@pytest.mark.parametrize('side', ['left', 'right'])
+def test_caches_and_statistics_are_exact(layer, side, caplog):
+    model = with_layers(layer())
+    batch = collate(text_rows(SHAPE), side=side)
+    if layer is Cache and side == 'left':
+        pytest.skip('positions from column 0 would be trimmed')
+    expected, _ = reference_gradients(model, batch)
+    with caplog.at_level(logging.WARNING, logger='composer_tokacc'):
+        recorder = fit(model, batch, microbatch_size=1)
+    assert relative_error(recorder.gradients, expected) < 1e-6
+    warnings = [record.message for record in caplog.records if 'Every forward writes' in record.message]
+    assert len(warnings) == (layer is Statistic)
+
+
+def test_state_in_evaluation_is_left_alone():
+    model = with_layers(RunningMean())
+    layer = model.model.embed_tokens[1]
+    with torch.no_grad():
+        layer.running.fill_(0.1)
+    layer.forward = lambda states: states - layer.running
+    batch = collate(text_rows(SHAPE))
+    expected, _ = reference_gradients(model, batch)
+    assert relative_error(fit(model, batch).gradients, expected) < 1e-6
+
+
+def test_the_check_leaves_state_as_it_was():
+    model = with_layers(Statistic())
+    layer = model.model.embed_tokens[1]
+    fit(model, collate(text_rows([(9, 4)] * 3)), microbatch_size=1)
+    # Only the forwards of training count, one for each of the microbatches of one row.
+    assert int(layer.number) == 3
+
+
+def test_random_numbers_of_the_run_stay():
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    model = with_layers(Statistic(), Cache())
+    probe = Probe.from_model(model)
+    torch.manual_seed(5)
+    probe.run(text_row(9, 4))
+    assert probe.harmless_states
+    assert torch.equal(torch.rand(3), expected)

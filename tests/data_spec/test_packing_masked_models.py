@@ -1,0 +1,120 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Packing for masked language models: labels are not shifted, attention looks in both directions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from composer_tokacc import BatchLayout
+from composer_tokacc.data_spec.document_attention import DocumentAttention
+from composer_tokacc.data_spec.packing import pack_rows
+from composer_tokacc.metadata import annotate
+from tests.support.launch import launch_json
+from tests.support.masked_text import MODELS, PAD, masked_batch, masked_model
+from tests.support.training import assert_exact, fit, reference_gradients, relative_error
+
+LENGTHS = [4, 5, 9, 14, 6, 3, 2, 9]
+PACKABLE = [name for name in MODELS if name != 'deberta']
+COUNTS_COLUMNS = ('bert',)
+"""Models that count positions from column 0, padding on the left included."""
+
+
+@pytest.mark.parametrize('microbatch_size', [1, 3, 8])
+@pytest.mark.parametrize('packing', [False, True])
+@pytest.mark.parametrize('name', PACKABLE)
+def test_masked_models_are_exact(name, packing, microbatch_size):
+    assert_exact(masked_model(name), masked_batch(LENGTHS), packing=packing, microbatch_size=microbatch_size)
+
+
+@pytest.mark.parametrize('name', PACKABLE)
+def test_eager_attention_is_exact(name):
+    model = masked_model(name, 'eager')
+    batch = masked_batch(LENGTHS)
+    expected, _ = reference_gradients(model, batch, torch.float32)
+    recorder = fit(model, batch, packing=True, microbatch_size=3)
+    assert relative_error(recorder.gradients, expected) < 1e-6
+
+
+@pytest.mark.parametrize('name', PACKABLE)
+def test_left_padding_is_exact_or_refused(name):
+    model = masked_model(name)
+    batch = masked_batch(LENGTHS, side='left')
+    if name in COUNTS_COLUMNS:
+        with pytest.raises(RuntimeError, match='positions'):
+            fit(model, batch, packing=True)
+    else:
+        assert_exact(model, batch, packing=True, microbatch_size=3)
+
+
+def test_attention_outside_the_interface_is_named():
+    with pytest.raises(RuntimeError, match="must go through transformers' AttentionInterface"):
+        fit(masked_model('deberta'), masked_batch(LENGTHS), packing=True)
+
+
+def test_ids_of_padding_inside_a_row():
+    """RoBERTa does not count them, and gives them the place of padding."""
+    batch = masked_batch(LENGTHS)
+    batch['input_ids'][2, 4] = PAD
+    batch['input_ids'][3, [0, 7]] = PAD
+    assert_exact(masked_model('roberta'), batch, packing=True, microbatch_size=3)
+
+
+def test_labels_stay_where_they_are():
+    batch = masked_batch(LENGTHS)
+    layout = BatchLayout.infer(batch)
+    real = batch['attention_mask'].bool()
+    packed = pack_rows(layout, annotate(batch, 'unshifted'))
+    assert torch.equal(packed['labels'][0], batch['labels'][real])
+    assert packed['attention_mask'].sum(dim=1).tolist() == LENGTHS
+    # A label of a first token is predicted from the document before it if labels are shifted.
+    shifted = pack_rows(layout, annotate(batch, 'causal'))
+    starts = packed['position_ids'][0] == 0
+    assert torch.equal(shifted['labels'][0], batch['labels'][real].masked_fill(starts, -100))
+
+
+@pytest.mark.parametrize('behind', [0, 1])
+def test_labels_on_padding_are_refused(behind):
+    batch = masked_batch(LENGTHS)
+    batch['labels'][0, LENGTHS[0] + behind] = 7
+    with pytest.raises((ValueError, RuntimeError), match='labels on padding'):
+        fit(masked_model('modernbert'), batch, packing=True)
+
+
+@pytest.mark.slow
+def test_two_ranks_are_exact():
+    results = launch_json('tests/ranks/masked_packing.py', ranks=2)
+    assert len(results) == 6
+    assert max(results.values()) < 1e-6, results
+
+
+class Wrapper(torch.nn.Module):
+    """Takes ids and mask as PEFT's models do, and hands them on."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.base_model = model
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, labels=None):
+        return self.base_model(
+            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, labels=labels
+        )
+
+
+@pytest.mark.parametrize('name', ['modernbert', 'esm'])
+def test_wrappers_are_called_once(name):
+    """Only embeddings that look at the mask are called for each document."""
+    model = masked_model(name)
+    wrapper = Wrapper(model)
+    batch = masked_batch(LENGTHS)
+    attention = DocumentAttention(wrapper)
+    packed = pack_rows(BatchLayout.infer(batch), annotate(batch, 'unshifted'), attention)
+    inputs = {key: packed[key] for key in ('input_ids', 'attention_mask', 'position_ids', 'labels')}
+    outputs = wrapper(**inputs)
+    outputs.loss.backward()
+    expected, loss = reference_gradients(masked_model(name), batch)
+    gradients = {f'model.{key}': value.grad for key, value in model.named_parameters() if value.grad is not None}
+    assert outputs.loss.item() == pytest.approx(loss, rel=1e-6)
+    assert relative_error(gradients, expected) < 1e-6
