@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import transformers
 
 _ROPE = {'rope_theta': 1e4, 'rope_type': 'default', 'mrope_section': [4, 2, 2]}
 _MROPE = ('glm_ocr', 'glmga', 'qwen2_vl', 'qwen2_5_vl', 'glm46v', 'glm4v', 'paddleocr_vl')
@@ -301,6 +302,13 @@ PROCESSORS: dict[str, dict[str, Any]] = {
 }
 """By model type: settings by modality; `nested`: a list of images a row; `like`: the type whose processors it takes;
 `words`: those of a row, where its media tell; `video_runs`: runs of placeholders of a video, in random rows."""
+
+if transformers.__version__.startswith('4.'):  # what later releases have by default
+    CONFIGS['qwen3_vl'] = {'text_config.rope_parameters': _ROPE}
+    CONFIGS['mistral3'] = {'vision_config.image_size': 32}
+    CONFIGS['mllama'] |= {'text_config.rope_parameters': {'rope_type': 'default', 'rope_theta': 1e4}}
+    PROCESSORS['internvl'] = {'image': {'name': 'GotOcr2ImageProcessorFast'}}
+    PROCESSORS['qwen2_audio'] |= {'audio': {'name': 'WhisperFeatureExtractor'}}
 
 THINKERS = {'qwen2_5_omni': 'qwen2_5_omni_thinker', 'qwen3_omni_moe': 'qwen3_omni_moe_thinker'}
 """Types whose own forward takes no batch, by the part that is trained."""
