@@ -94,8 +94,9 @@ example-llm-foundry: $(STAMP_FOUNDRY)
 # Every model type of transformers, tiny, held to the table in docs/families.md (20 minutes); TRY=1 makes the table anew.
 model-types: $(STAMP)
 ifdef TRY
-	$(VENV)/bin/python -m tests.model_types.table try
-	$(VENV)/bin/python -m tests.model_types.table try_text
+	$(VENV)/bin/python -m tests.model_types.table try multimodal
+	$(VENV)/bin/python -m tests.model_types.table try text
+	$(VENV)/bin/python -m tests.model_types.table try other
 	$(VENV)/bin/python -m tests.model_types.table page
 else
 	$(VENV)/bin/python -m pytest -n 2 tests/model_types/all_types.py

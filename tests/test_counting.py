@@ -10,11 +10,12 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from composer_tokacc import TokenAccumulation, TokenCounts, count_tokens, counting, token_data_spec
 from composer_tokacc.metadata import METADATA_PREFIX, annotate
+from composer_tokacc.weights import LOSS_WEIGHTS
 from tests.support.text import VOCABULARY, collate, text_model, text_row, text_rows
 from tests.support.training import assert_exact, fit, loader
 
 
-def test_padding_is_not_loss_where_composers_default_counter_says_so():
+def test_padding_is_no_loss():
     batch = collate(text_rows([(2 + 1, 2), (4, 3), (8, 7), (12, 11)]))
     counts = count_tokens(batch)
     assert counts == TokenCounts(loss_generating=(2, 3, 7, 11), real=(3, 4, 8, 12), padded=(9, 8, 4, 0))
@@ -30,7 +31,7 @@ def test_first_position_never_counts_unless_unshifted(side):
     assert count_tokens(batch, 'unshifted').loss_generating == (5, 1)
 
 
-def test_rows_of_one_token_have_no_loss():
+def test_one_token_has_no_loss():
     assert count_tokens(collate([text_row(1, 1)])) == TokenCounts(loss_generating=(0,), real=(1,), padded=(0,))
 
 
@@ -44,7 +45,7 @@ def test_rows_of_one_token_have_no_loss():
     ],
     ids=['of rows', 'of codes', 'floats'],
 )
-def test_labels_of_another_kind_are_one_line(wrong, got, make):
+def test_labels_of_another_kind(wrong, got, make):
     batch = collate(text_rows([(3, 2), (6, 4)]))
     batch['labels'] = wrong(batch['labels'])
     with pytest.raises(ValueError, match=rf'`labels` must be integers of shape \(rows, width\).* got: {got}'):
@@ -57,23 +58,42 @@ def test_unattended_labels_count_by_the_rule():
     assert count_tokens(batch, 'causal_attended').loss_generating == (2, 4)
 
 
-def test_left_padding_with_position_ids_is_not_packing():
+def test_left_padding_is_not_packing():
     batch = collate(text_rows([(3, 3), (6, 4)]), side='left')
     batch['position_ids'] = (batch['attention_mask'].cumsum(1) - 1).clamp(min=0)
     assert count_tokens(batch).loss_generating == (3, 4)
 
 
-def test_without_attention_mask_all_positions_are_real():
+def test_positions_without_mask_are_real():
     batch = collate(text_rows([(6, 4)]))
     del batch['attention_mask']
     assert count_tokens(batch).real == (6,)
 
 
-def test_counts_are_python_ints_in_lists_one_a_row():
+def test_counts_are_python_ints():
     batch = annotate(collate(text_rows([(3, 2), (6, 4)])))
     tokens, real = batch[f'{METADATA_PREFIX}loss_tokens'], batch[f'{METADATA_PREFIX}real_tokens']
     assert tokens == [2, 4]
     assert all(type(count) is int for count in tokens + real)
+
+
+def test_carried_counts_hold_for_their_rule():
+    """They are those of the batch before it was cut, so that they may not be counted again, unless by another rule."""
+    batch = collate(text_rows([(3, 3), (6, 4)]))
+    carried = annotate(batch)
+    carried['labels'] = torch.full_like(batch['labels'], -100)
+    assert annotate(carried)[f'{METADATA_PREFIX}loss_tokens'] == [2, 4]
+    assert annotate(annotate(batch), 'unshifted')[f'{METADATA_PREFIX}loss_tokens'] == [3, 4]
+    unshifted = annotate(batch, 'unshifted')
+    assert annotate(unshifted)[f'{METADATA_PREFIX}loss_tokens'] == [2, 4]
+
+
+def test_token_weights_are_added_to_counts():
+    batch = collate(text_rows([(3, 3), (6, 4)]))
+    weighted = annotate(annotate(batch), token_weights='sample')
+    assert weighted[f'{METADATA_PREFIX}weights'] == pytest.approx([1.0, 1.0])
+    weighted[LOSS_WEIGHTS] = torch.zeros_like(weighted[LOSS_WEIGHTS])  # carried as well, once they are there
+    assert annotate(weighted, token_weights='sample')[f'{METADATA_PREFIX}weights'] == pytest.approx([1.0, 1.0])
 
 
 def test_unknown_rule_is_refused():
@@ -95,13 +115,13 @@ def packed(rows, *, masked):
 
 
 @pytest.mark.parametrize('masked', [True, False])
-def test_first_token_of_each_packed_document_does_not_count(masked):
+def test_first_tokens_of_packed_documents(masked):
     rows = [text_row(5, 5, seed=1), text_row(3, 3, seed=2), text_row(4, 4, seed=3)]
     assert count_tokens(packed(rows, masked=masked)).loss_generating == (4 + 2 + 3,)
 
 
 @pytest.mark.parametrize('masked', [True, False])
-def test_packed_rows_train_like_the_same_documents_padded(masked):
+def test_packed_rows_train_like_padded(masked):
     model = text_model(attn_implementation='sdpa')
     long, short = [text_row(5, 5, seed=1), text_row(3, 3, seed=2)], [text_row(4, 2, seed=3)]
     batches = [packed(long, masked=masked), packed(short, masked=masked)]
@@ -115,7 +135,7 @@ def test_packed_rows_train_like_the_same_documents_padded(masked):
 
 
 @pytest.mark.parametrize('side', ['left', 'right'])
-def test_which_rows_are_packed_depends_on_no_padding_beside_them(side):
+def test_packing_ignores_padding(side):
     whole = packed([text_row(5, 5, seed=1), text_row(3, 3, seed=2)], masked=False)
     alone = count_tokens(whole).loss_generating
     short = {key: value[:, :6] for key, value in whole.items()}  # the second document has one token
@@ -140,7 +160,7 @@ def test_labels_that_packing_masks_are_said(caplog):
     assert [record.message.count('it is set to -100') for record in caplog.records] == [1]
 
 
-def test_positions_that_are_all_zero_tell_no_documents():
+def test_zero_positions_tell_no_documents():
     batch = packed([text_row(5, 5, seed=1)], masked=False)
     batch['position_ids'] = torch.zeros_like(batch['position_ids'])
     assert count_tokens(batch).loss_generating == (4,)
@@ -149,12 +169,21 @@ def test_positions_that_are_all_zero_tell_no_documents():
 # Encoder-decoder: no shift.
 
 
-def test_encoder_decoder_counts_every_label_and_is_exact():
+def test_encoder_decoder_counts_every_label():
     torch.manual_seed(0)
     model = T5ForConditionalGeneration(
-        T5Config(vocab_size=VOCABULARY, d_model=32, d_kv=16, d_ff=48, num_layers=2, num_heads=2, dropout_rate=0.0,
-                 use_cache=False, decoder_start_token_id=0)
-    )  # fmt: skip
+        T5Config(
+            vocab_size=VOCABULARY,
+            d_model=32,
+            d_kv=16,
+            d_ff=48,
+            num_layers=2,
+            num_heads=2,
+            dropout_rate=0.0,
+            use_cache=False,
+            decoder_start_token_id=0,
+        )
+    )
     batch = collate(text_rows([(6, 0), (4, 0), (9, 0)]))
     batch['labels'] = torch.tensor([[5, 6, -100, -100], [7, 8, 9, 10], [11, -100, -100, -100]])
     assert count_tokens(batch, 'unshifted').loss_generating == (2, 4, 1)

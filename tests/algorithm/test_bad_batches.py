@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from composer_tokacc import token_data_spec
-from tests.algorithm.test_attacked import Terms, by_token
 from tests.matrix.harness import measure_steps
+from tests.matrix.native_models import Terms, by_token
 from tests.matrix.subjects import SUBJECTS
 from tests.support.text import VOCABULARY, collate, text_model, text_rows
 from tests.support.training import fit, loader, reference_gradients, relative_error
@@ -40,7 +40,7 @@ def refusal(*batches: dict[str, Any], model: Any = None, has_spec: bool = True) 
 
 @pytest.mark.parametrize('has_spec', [True, False])
 @pytest.mark.parametrize('dtype', [torch.int32, torch.int16, torch.uint8])
-def test_labels_that_cross_entropy_does_not_take(dtype, has_spec):
+def test_labels_without_cross_entropy(dtype, has_spec):
     labels = batch_of()['labels'].clamp(min=0) if dtype == torch.uint8 else batch_of()['labels']
     message = refusal(batch_of(labels=labels.to(dtype)), has_spec=has_spec)
     assert f'must be int64 for cross-entropy, got: {dtype}. Give it `.long()`' in message
@@ -48,19 +48,19 @@ def test_labels_that_cross_entropy_does_not_take(dtype, has_spec):
 
 @pytest.mark.parametrize('later', [False, True], ids=['first batch', 'later batch'])
 @pytest.mark.parametrize('label', [VOCABULARY, -1])
-def test_label_outside_the_vocabulary_is_named_with_its_sample(label, later):
+def test_label_outside_vocabulary_names_sample(label, later):
     message = refusal(*[batch_of()] * later, with_label(label))
     assert f"`labels` must be -100 or ids from 0 to {VOCABULARY - 1}, got: {label} in sample 'sample-2'" in message
 
 
-def test_model_that_does_not_say_its_vocabulary_shows_it_by_its_logits():
+def test_logits_show_the_vocabulary():
     message = refusal(with_label(VOCABULARY), model=Terms(by_token))
     assert f'`labels` of 8 to {VOCABULARY}' in message
     message = refusal(batch_of(), with_label(VOCABULARY), model=Terms(by_token))
     assert f"got: {VOCABULARY} in sample 'sample-2'" in message
 
 
-def test_last_id_of_the_vocabulary_is_a_label():
+def test_last_id_is_a_label():
     batch, model = with_label(VOCABULARY - 1), text_model()
     recorder = fit(model, batch)
     assert relative_error(recorder.gradients, reference_gradients(model, batch)[0]) < 1e-6
@@ -68,14 +68,14 @@ def test_last_id_of_the_vocabulary_is_a_label():
 
 @pytest.mark.parametrize('later', [False, True], ids=['first batch', 'later batch'])
 @pytest.mark.parametrize('token', [VOCABULARY, -1])
-def test_token_outside_the_embedding_is_named_with_its_sample(token, later):
+def test_token_outside_embedding_names_sample(token, later):
     batch = batch_of()
     batch['input_ids'][1, 2] = token
     message = refusal(*[batch_of()] * later, batch)
     assert f"`input_ids` must be ids from 0 to {VOCABULARY - 1}, got: {token} in sample 'sample-1'" in message
 
 
-def test_tokens_outside_the_embedding_of_a_model_that_does_not_tell_its_size():
+def test_token_outside_unknown_embedding():
     message = refusal(batch_of(input_ids=batch_of()['input_ids'] + VOCABULARY), model=Terms(by_token))
     assert 'its embedding must hold every token' in message
 
@@ -114,7 +114,7 @@ def test_batch_of_no_rows(later, has_spec):
     assert 'must hold at least one row of one token, got: labels of shape (0, 14)' in message
 
 
-def test_refusal_of_packed_rows_ends_its_sentences_once():
+def test_packed_refusal_has_single_periods():
     with pytest.raises(RuntimeError, match='must take packed rows, got: ') as caught:
         fit(Packless(), batch_of(), packing=True)
     assert '..' not in str(caught.value)

@@ -400,7 +400,6 @@ def test_probe_leaves_random_state_and_mode_alone(model, batch):
 @pytest.mark.parametrize(
     ('kwargs', 'message'),
     [
-        ({'loss_tokens': 'shifted'}, "must be one of .*got: 'shifted'"),
         ({'loss_units': {'lm': 'token'}}, "must be one of .*got: 'token'"),
         ({'loss_units': {'total': 'tokens'}}, 'reserves'),
         ({'loss_units': 'tokens'}, "must be a mapping from .* such as .*got: 'tokens'"),
@@ -412,13 +411,3 @@ def test_probe_leaves_random_state_and_mode_alone(model, batch):
 def test_bad_arguments_get_one_clear_line(kwargs, message):
     with pytest.raises(ValueError, match=message):
         TokenAccumulation(**kwargs)
-
-
-def test_batch_without_labels_gets_one_clear_line(model, batch):
-    del batch['labels']
-    with pytest.raises(ValueError, match='`labels` tensor'):
-        fit(model, loader(batch))
-
-
-def test_hugging_face_wrapper_is_the_one_under_test(model):
-    assert hugging_face(model).shift_labels

@@ -26,7 +26,7 @@ from composer_tokacc.algorithm import apply_token_weights, step_loss_weights
 from composer_tokacc.checks.logits import token_losses, weigh_tokens
 from composer_tokacc.checks.step import MicrobatchRecord
 from composer_tokacc.weights import token_weights_of
-from tests.algorithm.test_attacked import Terms, by_token
+from tests.matrix.native_models import Terms, by_token
 from tests.support.families import FAMILIES
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
 from tests.support.text import collate, text_model, text_rows
@@ -65,7 +65,7 @@ def check(model, batch, data, token_weights, microbatch_size, callbacks=()):
 @pytest.mark.parametrize('microbatch_size', [1, 2, 3, 6])
 @pytest.mark.parametrize('split', ['stock', 'ordered', 'regrouped', 'packed'])
 @pytest.mark.parametrize('token_weights', ['token', *WEIGHTS])
-def test_gradient_is_that_of_the_weighted_mean_over_the_batch(model, token_weights, split, microbatch_size):
+def test_gradient_of_the_weighted_mean(model, token_weights, split, microbatch_size):
     batch = batch_of(side='left' if split == 'regrouped' else 'right')
     data = loader(batch)
     if split != 'stock':
@@ -73,7 +73,7 @@ def test_gradient_is_that_of_the_weighted_mean_over_the_batch(model, token_weigh
     check(model, batch, data, token_weights, microbatch_size)
 
 
-def test_weights_change_the_gradient_so_the_test_can_fail(model):
+def test_weights_change_the_gradient(model):
     batch = batch_of()
     gradients = {weights: weighted_reference(model, batch, weights)[0] for weights in ('token', *WEIGHTS)}
     for weights in WEIGHTS:
@@ -114,7 +114,7 @@ def test_random_rows_and_weights(model, seed):
 
 
 @pytest.mark.parametrize('form', ['tensor', 'column', 'list', 'integers'])
-def test_weight_of_a_row_is_that_of_all_its_tokens(model, form):
+def test_row_weight_holds_for_all_tokens(model, form):
     batch = batch_of()
     weights = [0.5, 2.0, 0.0, 1.0, 3.0, 0.25] if form != 'integers' else [1, 2, 0, 1, 3, 4]
     given = {'list': weights, 'column': torch.tensor(weights)[:, None]}.get(form, torch.tensor(weights))
@@ -122,7 +122,7 @@ def test_weight_of_a_row_is_that_of_all_its_tokens(model, form):
     check(model, expected, token_data_spec(loader({**batch, 'loss_weights': given})), 'column', 2)
 
 
-def test_documents_of_rows_that_come_packed_keep_their_own_weights(model):
+def test_packed_documents_keep_their_weights(model):
     rows = text_rows(RAGGED)
     batch = collate(rows)
     packed = {
@@ -150,7 +150,7 @@ def test_functional_form_in_a_plain_loop(model, token_weights):
 
 
 @pytest.mark.parametrize('told_by', ['position_ids', 'sequence_id'])
-def test_documents_of_padded_packed_rows_are_samples(told_by):
+def test_padded_packed_documents_are_samples(told_by):
     """Two documents of 3 and 1 loss tokens and some padding, as other collators pack them."""
     labels = torch.tensor([[-100, 5, 6, 7, -100, 8, -100, -100]])
     batch = {
@@ -180,7 +180,7 @@ def test_documents_of_padded_packed_rows_are_samples(told_by):
         (None, "needs `loss_weights` in every batch, .* beginning with sample 'sample-0'"),
     ],
 )
-def test_bad_weights_are_one_line_with_the_sample(model, weights, message, data):
+def test_bad_weights_name_the_sample(model, weights, message, data):
     batch = batch_of()
     del batch['loss_weights']
     batch |= {} if weights is None else {'loss_weights': weights}
@@ -189,24 +189,19 @@ def test_bad_weights_are_one_line_with_the_sample(model, weights, message, data)
     assert '\n' not in str(caught.value)
 
 
-def test_one_weight_for_the_whole_batch_is_one_line():
+def test_single_weight_for_batch_is_refused():
     with pytest.raises(ValueError, match='must be a real tensor, or a list of a float per row'):
         token_weights_of({**batch_of(), 'loss_weights': 0.5}, 'column')
 
 
-def test_bad_weights_where_no_loss_is_generated_do_not_matter(model):
+def test_bad_weights_without_loss_are_ignored(model):
     batch = batch_of()
     batch['loss_weights'] = batch['loss_weights'].masked_fill(batch['labels'] == -100, float('nan'))
     clean = {**batch, 'loss_weights': batch['loss_weights'].nan_to_num(0)}
     check(model, clean, token_data_spec(loader(batch)), 'column', 1)
 
 
-def test_unknown_weights_are_refused():
-    with pytest.raises(ValueError, match=r"must be one of \('token', 'sqrt', 'sample', 'column'\), got: 'squared'"):
-        TokenAccumulation(token_weights='squared')
-
-
-def test_column_that_nobody_asked_for_is_named(model, caplog):
+def test_unused_weight_column_is_named(model, caplog):
     fit(model, loader(batch_of()))
     assert 'token_weights=column' in caplog.text
 
@@ -227,7 +222,7 @@ def test_accumulated_gradient_is_clipped(model):
     assert relative_error(recorder.gradients, clipped) < 1e-5  # torch adds 1e-6 to the norm
 
 
-def test_out_of_memory_half_way_gives_the_same_gradient(model):
+def test_out_of_memory_keeps_the_gradient(model):
     class OutOfMemoryOnce(Callback):
         failed = False
 
@@ -241,7 +236,7 @@ def test_out_of_memory_half_way_gives_the_same_gradient(model):
     check(model, batch, token_data_spec(loader(batch)), 'column', 4, callbacks=[OutOfMemoryOnce()])
 
 
-def test_weights_that_a_transform_drops_or_changes_are_noticed(model):
+def test_weights_changed_by_transform_are_noticed(model):
     def drop(batch):
         return {key: value for key, value in batch.items() if key != 'loss_weights'}
 
@@ -287,7 +282,7 @@ def test_compiled_forward(model):
 
 
 @pytest.mark.slow
-def test_compiled_forward_that_returns_loss_and_logits_together_is_refused(model):
+def test_compiled_loss_and_logits_are_refused(model):
     """The gradient by its logits stays inside the one graph, where no weight reaches it."""
     with pytest.raises(RuntimeError, match='leave out `compile_config` or the term'):
         compiled_run(model, batch_of(), 'aot_eager')
@@ -306,7 +301,7 @@ def test_nothing_is_asked_of_the_device(is_whole):
     assert watched.deviations.device.type == watched.count.device.type == 'meta'
 
 
-def test_model_in_bfloat16_has_no_more_than_its_own_noise(model):
+def test_bfloat16_adds_no_noise(model):
     batch = batch_of()
     expected, _, _ = weighted_reference(model, batch, 'sqrt')
     recorder = fit(model.bfloat16(), batch, token_weights='sqrt')
@@ -337,7 +332,7 @@ def test_ready_microbatches_of_a_planning_loader(model):
 
 @pytest.mark.parametrize('units', [None, {'lm': 'tokens'}])
 @pytest.mark.parametrize('token_weights', WEIGHTS)
-def test_loss_that_a_composer_model_computes_of_its_outputs(token_weights, units):
+def test_loss_computed_by_composer_model(token_weights, units):
     """Its tokens are weighed once, however often it is asked."""
     model, batch = Terms(by_token if units is None else lambda *losses: {'lm': by_token(*losses)}), batch_of()
     expected, _, _ = weighted_reference(model.model, batch, token_weights)

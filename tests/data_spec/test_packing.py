@@ -8,18 +8,19 @@ import random
 import pytest
 import torch
 
-from composer_tokacc import BatchLayout, TokenMonitor
+from composer_tokacc import BatchLayout, TokenMonitor, token_data_spec
+from composer_tokacc.data_spec.cut_rules import CutRules
 from composer_tokacc.data_spec.packing import pack_rows
+from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.planning import pack_lengths
-from tests.support.families import FAMILIES
 from tests.support.text import collate, text_model, text_rows
-from tests.support.training import assert_exact, fit, hugging_face, reference_gradients, relative_error
+from tests.support.training import assert_exact, fit, hugging_face, loader, reference_gradients, relative_error
 
 BOUNDS = ('attention_mask', 'position_ids')
 SHAPE = [(4, 2), (5, 3), (9, 7), (14, 11), (6, 0), (3, 2)]
 
 
-def test_packed_groups_keep_the_cap_and_every_row():
+def test_packed_groups_keep_cap_and_rows():
     generator = random.Random(0)
     for _ in range(300):
         lengths = [generator.randint(1, 30) for _ in range(generator.randint(1, 40))]
@@ -32,7 +33,7 @@ def test_packed_groups_keep_the_cap_and_every_row():
 @pytest.mark.parametrize('side', ['left', 'right'])
 @pytest.mark.parametrize('attention', ['sdpa', 'eager'])
 @pytest.mark.parametrize('microbatch_size', [1, 2, 6])
-def test_packed_text_is_exact_and_has_no_padding(side, attention, microbatch_size):
+def test_packed_text_is_exact(side, attention, microbatch_size):
     model = text_model(attn_implementation=attention)
     batch = collate(text_rows(SHAPE), side=side)
     expected, loss = reference_gradients(model, batch, torch.float32 if attention == 'eager' else torch.float64)
@@ -42,16 +43,25 @@ def test_packed_text_is_exact_and_has_no_padding(side, attention, microbatch_siz
     assert recorder.logged('token_monitor/padding_ratio') == [0.0]
 
 
-@pytest.mark.parametrize('side', ['left', 'right'])
-@pytest.mark.parametrize('microbatch_size', [1, 3, 6])
-def test_packed_llava_is_exact(side, microbatch_size):
-    case = FAMILIES['llava']()
-    layout = BatchLayout.for_model(case.config)
-    batch = layout.concat(case.rows, padding_side=side, pad_token_id=case.pad_token_id)
-    assert_exact(case.model, batch, layout=layout, packing=True, microbatch_size=microbatch_size)
+def test_packed_left_padding_keeps_no_columns():
+    """A model that counts positions from column 0 has rows padded on the left shifted, except when they are packed."""
+    rows = text_rows(SHAPE)
+    batches = loader(collate(rows, side='left'))
+    spec = token_data_spec(batches, packing=True)
+    split_of(batches).adopt(CutRules(left='shift', packing='documents'))
+    microbatches = spec.split_batch(next(iter(batches)), 2)
+    assert len(microbatches) > 1
+    documents = []
+    for microbatch in microbatches:
+        lengths = microbatch['attention_mask'].sum(dim=1).tolist()
+        assert sum(lengths) == microbatch['input_ids'].shape[1]
+        starts = microbatch['position_ids'][0] == 0
+        assert starts.nonzero().flatten().tolist() == [sum(lengths[:index]) for index in range(len(lengths))]
+        documents += [ids.tolist() for ids in microbatch['input_ids'][0].split(lengths)]
+    assert sorted(documents) == sorted(row['input_ids'][0].tolist() for row in rows)
 
 
-def test_model_that_leaks_between_documents_is_refused(monkeypatch):
+def test_leak_between_documents_is_refused(monkeypatch):
     # Without bounds every document sees the ones before it. (By positions that start anew transformers finds them.)
     model = hugging_face(text_model())
     forward = type(model).forward
@@ -70,7 +80,7 @@ def test_packing_without_the_algorithm_is_refused():
         fit(text_model(), collate(text_rows(SHAPE)), packing=True, algorithms=[])
 
 
-def test_entries_that_cannot_be_packed_are_refused():
+def test_unpackable_entries_are_refused():
     batch = collate(text_rows(SHAPE))
     layout = BatchLayout.infer(batch)
     with pytest.raises(ValueError, match='`position_ids` must be absent'):
@@ -79,7 +89,7 @@ def test_entries_that_cannot_be_packed_are_refused():
 
 @pytest.mark.parametrize('first_is_plain', [True, False])
 @pytest.mark.parametrize('fault', ['hole', 'labels on padding'])
-def test_rows_that_are_not_one_run_of_tokens_are_refused_whenever_they_come(fault, first_is_plain):
+def test_interrupted_rows_are_refused(fault, first_is_plain):
     plain = collate(text_rows(SHAPE))
     batch = collate(text_rows(SHAPE), labels_on_pads=7 if fault == 'labels on padding' else -100)
     batch['attention_mask'][3, 5:7] = int(fault != 'hole')
@@ -89,7 +99,7 @@ def test_rows_that_are_not_one_run_of_tokens_are_refused_whenever_they_come(faul
         fit(text_model(), *batches, packing=True, max_duration='2ba')
 
 
-def test_one_label_right_behind_the_tokens_is_exact():
+def test_one_label_behind_the_tokens():
     model, batch = text_model(), collate(text_rows(SHAPE))
     for row, (length, _) in enumerate(SHAPE):
         batch['labels'][row, length : length + 1] = 7
@@ -97,7 +107,7 @@ def test_one_label_right_behind_the_tokens_is_exact():
 
 
 @pytest.mark.parametrize('side', ['left', 'right'])
-def test_rows_without_any_token_are_packed_as_well(side):
+def test_empty_rows_are_packed(side):
     """As a rank's share of a step, or of several microbatches."""
     model, plain, nothing = text_model(), collate(text_rows(SHAPE)), collate(text_rows(SHAPE), side=side)
     nothing['attention_mask'][:] = 0

@@ -10,9 +10,9 @@ import copy
 import pytest
 import torch
 
-from tests.support.exactness import family_batch, gradients_of, loss_tokens, rows_of, split
+from tests.support.exactness import family_batch, gradients_of, loss_tokens, split
 from tests.support.families import FAMILIES
-from tests.support.text import collate, text_model, text_rows
+from tests.support.text import collate, text_rows
 from tests.support.training import relative_error
 
 SHAPE = [(4, 2), (5, 3), (9, 7), (14, 11), (6, 1), (3, 2)]
@@ -28,25 +28,6 @@ def test_microbatches_add_up_to_the_gradient_of_the_batch(name):
     for size, regroup in ((1, True), (2, True), (2, False), (3, False), (6, True)):
         found = gradients_of(case.model, split(batch, size, regroup=regroup))
         assert relative_error(found, expected) < 1e-6, (size, regroup)
-
-
-@pytest.mark.parametrize('side', ['right', 'left'])
-@pytest.mark.parametrize('size', [1, 2, 4])
-def test_text_of_either_side_adds_up(side, size):
-    model, batch = text_model(), collate(text_rows(SHAPE), side=side)
-    assert relative_error(gradients_of(model, split(batch, size)), gradients_of(model, [batch])) < 1e-6
-
-
-@pytest.mark.parametrize('name', MEDIA)
-def test_media_go_with_their_rows_and_none_is_lost(name):
-    batch = family_batch(FAMILIES[name]())
-    for size in (1, 2, 3):
-        microbatches = split(batch, size)
-        assert rows_of(microbatches) == rows_of([batch])
-        for key in ('pixel_values', 'image_grid_thw', 'image_sizes'):
-            if key in batch:
-                total = sum(part[key].double().sum() for part in microbatches if key in part)
-                torch.testing.assert_close(total, batch[key].double().sum())
 
 
 def test_a_microbatch_is_as_wide_as_its_longest_row():

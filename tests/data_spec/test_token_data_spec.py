@@ -16,6 +16,9 @@ from torch.utils.data import DataLoader, Dataset
 from composer_tokacc import token_data_spec
 from composer_tokacc.metadata import metadata_of
 from composer_tokacc.planning import CostModel
+from tests.matrix.harness import plain_gradients
+from tests.matrix.native_models import NativeModel
+from tests.matrix.subjects import SUBJECTS
 from tests.support.exactness import rows_of, split
 from tests.support.text import collate, text_model, text_rows
 from tests.support.training import fit, hugging_face, loader, reference_gradients, relative_error
@@ -25,7 +28,7 @@ SHAPE = [(4, 2), (5, 3), (9, 7), (14, 11), (6, 1), (3, 2)]
 
 @pytest.mark.parametrize('side', ['left', 'right'])
 @pytest.mark.parametrize('regroup', [True, False])
-def test_cap_is_hard_and_every_row_is_there_once(side, regroup):
+def test_cap_is_hard_and_rows_complete(side, regroup):
     generator = random.Random(0)
     for _ in range(200):
         shape = [(generator.randint(1, 40), 1) for _ in range(generator.randint(1, 24))]
@@ -47,13 +50,13 @@ def test_order_is_kept_without_regrouping():
     assert [count for counts in longest for count in counts] == [length for length, _ in SHAPE]
 
 
-def test_row_wider_than_the_cap_is_refused_by_name():
+def test_oversized_row_is_refused():
     batch = {**collate(text_rows(SHAPE)), 'sample_ids': [f'sample-{row}' for row in range(len(SHAPE))]}
     with pytest.raises(ValueError, match=r"got: sample 'sample-3' of 14 tokens, over the cap of 12"):
         split(batch, 2, slot_tokens=6)
 
 
-def test_row_wider_than_the_cap_is_computed_alone_where_asked_and_named(caplog):
+def test_oversized_row_is_computed_alone(caplog):
     batch = collate(text_rows(SHAPE))
     spec = token_data_spec(loader(batch), slot_tokens=6, on_oversize='warn')
     with caplog.at_level(logging.WARNING, logger='composer_tokacc'):
@@ -84,7 +87,7 @@ class Rows(Dataset):
         return self.rows[index]
 
 
-def test_evaluation_keeps_order_and_rows_and_gives_the_true_mean():
+def test_evaluation_gives_the_true_mean():
     model = text_model()
     rows = text_rows(SHAPE)
     _, loss = reference_gradients(model, collate(rows))
@@ -102,7 +105,7 @@ def test_evaluation_keeps_order_and_rows_and_gives_the_true_mean():
         assert dropped['attention_mask'].sum(dim=1).tolist() == [4, 5, 9]
 
 
-def test_loss_train_total_equals_composers_token_mean_metric():
+def test_total_loss_equals_composer_metric():
     rows = text_rows(SHAPE)
     composer_model = hugging_face(text_model(), metrics=[LanguageCrossEntropy()])
     recorder = fit(composer_model, collate(rows))
@@ -111,7 +114,7 @@ def test_loss_train_total_equals_composers_token_mean_metric():
 
 
 @pytest.mark.parametrize('has_metrics', [False, True])
-def test_microbatches_are_copied_for_train_metrics_alone(has_metrics, monkeypatch):
+def test_microbatches_are_copied_for_metrics(has_metrics, monkeypatch):
     copied = []
     original = torch.Tensor.__deepcopy__
     monkeypatch.setattr(torch.Tensor, '__deepcopy__', lambda one, memo: (copied.append(one), original(one, memo))[1])
@@ -132,7 +135,7 @@ def test_microbatches_are_copied_for_train_metrics_alone(has_metrics, monkeypatc
     assert bool(copied_of[0]) == has_metrics
 
 
-def test_train_metrics_that_come_late_leave_the_labels_alone(monkeypatch):
+def test_late_train_metrics_keep_labels(monkeypatch):
     """Composer's eval_forward shifts the labels of the copy in place; a closure called again would train on them."""
     monkeypatch.setattr(Trainer, '_use_closures', lambda _: True)
 
@@ -179,13 +182,7 @@ def test_microbatch_size_zero_is_refused():
         split(collate(text_rows(SHAPE)), 0)
 
 
-def test_unknown_tensor_is_refused_by_name_with_what_to_register():
-    batch = {**collate(text_rows(SHAPE)), 'ocr_boxes': torch.zeros(7, 4)}
-    with pytest.raises(ValueError, match=r"batch\['ocr_boxes'\].*with_entries\(ocr_boxes=Entry"):
-        split(batch, 2)
-
-
-def test_a_dearer_launch_makes_fewer_microbatches_under_the_same_cap():
+def test_dearer_launch_makes_fewer_microbatches():
     batch = collate(text_rows([(length, 2) for length in range(4, 36)]))
     counts = []
     for launch in (1.0, 1000.0):
@@ -194,3 +191,39 @@ def test_a_dearer_launch_makes_fewer_microbatches_under_the_same_cap():
         assert max(part['input_ids'].numel() for part in parts) <= 8 * 35
         counts.append(len(parts))
     assert counts[0] > counts[1]
+
+
+# Several models, several specs.
+
+
+@pytest.mark.parametrize('has_spec', [True, False])
+def test_unshifted_first_labels_of_documents(has_spec):
+    batch = collate(text_rows([(12, 12)] * 3))
+    batch['labels'] = batch['input_ids'].roll(-1, dims=1)
+    batch['labels'][:, [4, 11]] = -100  # last tokens of the two documents of each row
+    batch['position_ids'] = torch.tensor([[*range(5), *range(7)]] * 3)
+    model = NativeModel('unshifted')
+    data = loader(batch)
+    recorder = fit(model, token_data_spec(data) if has_spec else data, microbatch_size=1)
+    assert relative_error(recorder.gradients, plain_gradients(model, batch)) < 1e-6
+
+
+def test_second_model_is_proven_again():
+    """What may be trimmed for a Llama moves the positions of GPT-2."""
+    full, left = collate(text_rows([(9, 3)] * 4)), collate(text_rows(SHAPE), side='left')
+    batches = loader(left, full)
+    spec = token_data_spec(batches)
+    fit(SUBJECTS['llama'].model('large'), spec, max_duration='2ba')
+    batches.dataset.batches = [full, left]  # pyright: ignore[reportAttributeAccessIssue]
+    model = SUBJECTS['gpt2'].model('large')
+    recorder = fit(model, spec, max_duration='2ba')
+    for found, batch in zip(recorder.steps, (full, left), strict=True):
+        assert relative_error(found, plain_gradients(model, batch)) < 1e-6
+
+
+def test_only_used_spec_is_checked():
+    data = loader(collate(text_rows(SHAPE)))
+    used, _ = token_data_spec(data), token_data_spec(data, packing=True)
+    model = SUBJECTS['bloom'].model('large')  # refuses to be packed
+    recorder = fit(model, used)
+    assert relative_error(recorder.gradients, plain_gradients(model, collate(text_rows(SHAPE)))) < 1e-6

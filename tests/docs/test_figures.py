@@ -44,9 +44,12 @@ def test_invariance(page, method, beginning):
 
 @pytest.mark.parametrize(
     ('beginning', 'found', 'batch'),
-    [('lognormal, variation 0.9 |', 'lognormal CV 0.9', 32), ('digits task', 'digits', 32),
-     ('AI2D, ChartQA, DocVQA mixed, a quarter', 'real tables / 4', 32)],
-)  # fmt: skip
+    [
+        ('lognormal, variation 0.9 |', 'lognormal CV 0.9', 32),
+        ('digits task', 'digits', 32),
+        ('AI2D, ChartQA, DocVQA mixed, a quarter', 'real tables / 4', 32),
+    ],
+)
 def test_throughput(beginning, found, batch):
     cases = results('throughput')['results']
     [case] = [case for case in cases if (case['set'], case['device_batch']) == (found, batch)]
@@ -57,8 +60,10 @@ def test_throughput(beginning, found, batch):
     )
     expected = [f'{each["against_stock"]:.1f} ({each["padding"]:.0%})'.replace('%', ' %') for each in (style, ours)]
     assert row_of('docs/benchmarks.md', beginning)[1:] == [
-        f'1.0 ({stock["padding"]:.0%})'.replace('%', ' %'), *expected, f'{ours["share_of_bound"]:.2f}',
-    ]  # fmt: skip
+        f'1.0 ({stock["padding"]:.0%})'.replace('%', ' %'),
+        *expected,
+        f'{ours["share_of_bound"]:.2f}',
+    ]
 
 
 def test_throughput_where_nothing_is_padded():
@@ -84,8 +89,11 @@ def test_balance_of_the_ranks(ranks, samples):
     imbalance = [f'{found[name]["slowest / mean"]:.2f}' for name in others]
     ours = found['regrouped over ranks']
     assert row_of('docs/benchmarks.md', f'{ranks:,} x {samples}')[1:] == [
-        *imbalance, f'{ours["slowest / mean"]:.3f}', f'{ours["times stock"]:.2f}x', f'{ours["share of bound"]:.2f}',
-    ]  # fmt: skip
+        *imbalance,
+        f'{ours["slowest / mean"]:.3f}',
+        f'{ours["times stock"]:.2f}x',
+        f'{ours["share of bound"]:.2f}',
+    ]
 
 
 @pytest.mark.parametrize('family', ['LLaVA-1.5', 'Qwen2.5-VL'])
@@ -121,14 +129,10 @@ def test_formats_are_those_of_the_tests():
     assert page == formats_page(), 'python -m tests.data.formats_page > docs/formats.md'
 
 
-def test_every_family_of_the_matrix_has_its_row_and_is_counted():
+def test_families_of_the_matrix_are_counted():
     pytest.importorskip('transformers.models.auto.auto_mappings', reason='the page is of transformers 5')
     from tests.matrix.subjects import SUBJECTS
-    from tests.matrix.table import HEAD
 
-    families = (ROOT / 'docs' / 'families.md').read_text()
-    assert re.findall(r'^\| (\w+) \| (?:\d+ of \d+ )?(?:exact|refused)', families, re.MULTILINE) == list(SUBJECTS)
-    assert families.startswith(HEAD)
     assert f'{len(SUBJECTS)} families and variants' in (ROOT / 'docs' / 'limits.md').read_text()
 
 
@@ -141,7 +145,7 @@ def machines_of(found):
             yield from machines_of(value)
 
 
-def test_every_results_file_has_a_script_and_its_machines_on_the_page():
+def test_results_files_are_on_the_page():
     page = (ROOT / 'docs' / 'benchmarks.md').read_text()
     for path in (ROOT / 'benchmarks' / 'results').glob('*.json'):
         rows = [line for line in page.splitlines() if f'`{path.name}`' in line]

@@ -1,61 +1,32 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""One step of a real Trainer for each random batch of a cell, held to plain autograd: exact, refused, or wrong."""
+"""Steps of a real Trainer, held to plain autograd: exact, refused, or wrong."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
-import random
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from composer.models import HuggingFaceModel
 
 import composer_tokacc
 from composer_tokacc import TokenAccumulation, token_data_spec
-from tests.matrix.subjects import SUBJECTS
 from tests.support.training import GradientRecorder, Gradients, in_double, loader, relative_error, train
 
-__all__ = [
-    'TOLERANCE',
-    'Cell',
-    'Outcome',
-    'cells',
-    'measure',
-    'measure_steps',
-    'plain_gradients',
-    'run_cell',
-    'seeds_of',
-]
+__all__ = ['TOLERANCE', 'Outcome', 'kinds_of_steps', 'measure', 'measure_steps', 'plain_gradients', 'quiet']
 
 TOLERANCE = 1e-6
 LARGEST_ROUND_OFF = 3e-6
 """Up to here an error may be twice what rounding alone does to the whole forward: Mllama's gradients with large weights
 are 1.4e-6 off those in double precision."""
 PACKAGE = Path(composer_tokacc.__file__).parent
-INITS = ('large', 'fresh')
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cell:
-    """A cell of the matrix."""
-
-    family: str
-    side: str
-    packing: bool
-    regroup: bool
-
-    def __str__(self) -> str:
-        packed, order = 'packed' if self.packing else 'padded', 'regrouped' if self.regroup else 'in order'
-        return f'{self.family} {self.side} {packed} {order}'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,41 +48,6 @@ class Outcome:
 
     def __str__(self) -> str:
         return f'{self.where}: {self.kind} {self.message or format(self.error, ".1e")}'
-
-
-def cells(families: Iterable[str]) -> list[Cell]:
-    """All cells of the families."""
-    return [
-        Cell(family=family, side=side, packing=packing, regroup=regroup)
-        for family in families
-        for packing in (False, True)
-        for side in ('right', 'left')
-        for regroup in (True, False)
-    ]
-
-
-def seeds_of(cell: Cell) -> range:
-    """The batches of a cell: 20 of each packed family and side, in order or not (which packing does not heed)."""
-    count = 10 if cell.packing else 4
-    return range(count) if cell.regroup else range(count, 2 * count)
-
-
-def run_cell(cell: Cell, seeds: Iterable[int]) -> list[Outcome]:
-    """The outcome of each of the random batches, every one the first of its run."""
-    outcomes = []
-    for seed in seeds:
-        rng = random.Random(f'{cell} {seed}')
-        init, size = INITS[seed % 2], rng.randint(1, 4)
-        batch = SUBJECTS[cell.family].batch(seed, side=cell.side)
-        options = {'packing': cell.packing, 'regroup': cell.regroup}
-        model = _model(cell.family, init)
-        outcomes.append(measure(model, batch, size, where=f'batch {seed}, size {size}, {init} weights', **options))
-    return outcomes
-
-
-@functools.lru_cache(maxsize=2)
-def _model(family: str, init: str) -> HuggingFaceModel:
-    return SUBJECTS[family].model(init)
 
 
 def measure(model: Any, batch: dict[str, Any], microbatch_size: int, /, **options: Any) -> Outcome:
@@ -152,10 +88,15 @@ def measure_steps(
     try:
         with quiet():
             train(
-                model, token_data_spec(loader(*batches), **options), optimizer=optimizer, callbacks=[recorder],
+                model,
+                token_data_spec(loader(*batches), **options),
+                optimizer=optimizer,
+                callbacks=[recorder],
                 algorithms=[TokenAccumulation()] if algorithms is None else algorithms,
-                microbatch_size=microbatch_size, max_duration=f'{len(batches)}ba', **(trainer_options or {}),
-            )  # fmt: skip
+                microbatch_size=microbatch_size,
+                max_duration=f'{len(batches)}ba',
+                **(trainer_options or {}),
+            )
     except Exception as error:
         kind = 'refused' if _is_refusal(error) and optimizer.num_steps == len(recorder.steps) else 'crashed'
         stopped = [Outcome(kind=kind, message=f'{type(error).__name__}: {error}', where=where)]
@@ -171,6 +112,13 @@ def measure_steps(
         )
         taken.append(Outcome(kind='exact' if is_exact else 'wrong', error=error, where=where))
     return taken + stopped
+
+
+def kinds_of_steps(model: Any, batches: Sequence[dict[str, Any]], /, **options: Any) -> list[str]:
+    """What became of each step with microbatches of two rows: each must be ``'exact'`` or ``'refused'``."""
+    outcomes = measure_steps(model, batches, 2, **options)
+    assert all(outcome.kind in ('exact', 'refused') for outcome in outcomes), [str(outcome) for outcome in outcomes]
+    return [outcome.kind for outcome in outcomes]
 
 
 def round_off(model: Any, batch: dict[str, Any], gradients: Gradients, gradients_of: Any) -> float:

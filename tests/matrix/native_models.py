@@ -14,7 +14,7 @@ from composer.models import ComposerModel
 
 from tests.matrix.subjects import SUBJECTS
 
-__all__ = ['LOSSES', 'NativeModel']
+__all__ = ['LOSSES', 'NativeModel', 'Terms']
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 SMOOTHING, Z_WEIGHT = 0.1, 0.01
@@ -49,6 +49,38 @@ class NativeModel(ComposerModel):
 
     def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
         return outputs if outputs is not None else self(batch)
+
+
+class Terms(ComposerModel):
+    """A Llama with the loss ``of(its per-token losses, which of them count, training)``."""
+
+    def __init__(self, of: Callable[..., Any]) -> None:
+        super().__init__()
+        self.model = SUBJECTS['llama'].model('large').model
+        self.of = of
+
+    def forward(self, batch: Mapping[str, Any]) -> Any:
+        return self.model(**{key: batch[key] for key in ('input_ids', 'attention_mask')}).logits
+
+    def loss(self, outputs: Any, batch: Mapping[str, Any]) -> Any:
+        labels = batch['labels'][:, 1:]
+        losses = F.cross_entropy(outputs[:, :-1].transpose(1, 2), labels, reduction='none')
+        return self.of(losses, labels != -100, self.training)
+
+    def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
+        return self(batch) if outputs is None else outputs
+
+
+def by_token(losses, counted, *_):
+    return losses.sum() / counted.sum().clamp(min=1)
+
+
+def by_row(losses, counted, *_):
+    return (losses.sum(dim=1) / counted.sum(dim=1).clamp(min=1)).mean()
+
+
+def squares(losses, counted, *_):
+    return losses.square().sum() / counted.sum().clamp(min=1)
 
 
 def causal(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

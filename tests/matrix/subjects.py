@@ -1,29 +1,34 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Every family of the matrix: a tiny model by its own class, and random batches as a loader makes them."""
+"""Every family of the matrix: a tiny model of ``tests/model_types`` and random batches as a loader makes them."""
 
 from __future__ import annotations
 
-import copy
+import functools
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import transformers
 from composer.models import HuggingFaceModel
 
-from tests.matrix import media_families, text_families
 from tests.matrix.collator import Row, join
-from tests.support.families import IMAGE_FAMILIES
+from tests.model_types.rows import Maker
+from tests.model_types.tiny import tiny_config
 
-__all__ = ['SUBJECTS', 'Subject']
+__all__ = ['SUBJECTS', 'Subject', 'text_subject']
 
 LARGE_STD = 0.15
 FIRST_LABELLED = 3
 """One batch of four labels the first token of a row, as pretraining does: behind padding it has a prediction."""
+FIRST_ID, LAST_ID = 4, 63
+"""Ids of words; those below are pad, beginning, end and mask."""
+LONGEST = 24
+POOL_SIZE = 24
+"""Rows with media to draw from: processors are slower than the models."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,31 +36,40 @@ class Subject:
     """A family.
 
     Args:
-        name: Its name in the table.
-        group: ``'text'``, ``'image'``, ``'video'`` or ``'audio'``.
-        packs: Whether it tells the documents of a packed row apart, in transformers 5.
-        blank: Makes the model's class and a fresh config.
-        row: Draws one row, ``row(rng)``: tensors of shape ``(1, width)`` and media.
+        name: Its name in test ids.
+        model_type: Of its config.
+        class_name: Of its model.
+        settings: Entries of the config by path.
+        modalities: Of the items in its rows.
         slots: Whether the images of a row lie in slots, a dimension of their own (Idefics3, Mllama).
+        packs: Whether it tells the documents of a packed row apart, in transformers 5.
+        needs_media: What must have media for the model to take it: ``'row'``, ``'batch'`` or nothing.
     """
 
     name: str
-    group: str
-    blank: Callable[[], tuple[type, Any]]
-    row: Callable[[random.Random], Row]
-    packs: bool = False
+    model_type: str
+    class_name: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    modalities: Sequence[str] = ()
     slots: bool = False
+    packs: bool = True
+    needs_media: str = ''
+
+    def config(self) -> Any:
+        """A fresh config, without dropout and without a cache."""
+        config = tiny_config(self.model_type, self.settings)
+        config.use_cache = False
+        config.get_text_config().use_cache = False
+        return config
 
     def model(self, init: str) -> HuggingFaceModel:
         """A model with Hugging Face's own first weights (``'fresh'``), or with larger ones (``'large'``).
 
         Where attention leaks, the first hardly change the loss of so small a model and the second change it much.
         """
-        model_class, config = self.blank()
-        config = without_dropout(config)
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            model = model_class(config)
+            model = getattr(transformers, self.class_name)(self.config())
             if init == 'large':
                 for parameter in model.parameters():
                     if parameter.dim() > 1 or not parameter.any():
@@ -70,79 +84,158 @@ class Subject:
         """The rows of a random batch: at least one has a label that counts."""
         rng = random.Random(f'{self.name} {seed}')
         rows = [self.row(rng) for _ in range(rng.randint(5, 8))]
-        if seed % 4 != FIRST_LABELLED and self.group == 'text' and self.name not in ('bert', 't5'):
+        while self.needs_media and not any(map(has_media, rows)):
+            rows[0] = self.row(rng)
+        if seed % 4 != FIRST_LABELLED and not self.modalities and self.model_type not in UNSHIFTED_ROWS:
             for row in rows:
                 row['labels'][:, 0] = -100
         if all((row['labels'][:, 1:] == -100).all() for row in rows):
             rows[0]['labels'][:, -1] = rows[0]['input_ids'][:, -1]
-        if seed % 2:  # what the model and the placeholders tell must do
+        if seed % 2:  # the model and the placeholders must be enough to count the items
             rows = [{key: value for key, value in row.items() if not key.startswith('num_')} for row in rows]
         return rows
+
+    def row(self, rng: random.Random) -> Row:
+        """A random row of one: tensors of shape ``(1, width)`` and media."""
+        if self.modalities:
+            row = rng.choice(_pool(self.name))
+            return {**row, 'labels': row['labels'].clone()}
+        return UNSHIFTED_ROWS.get(self.model_type, causal_row)(rng)
 
     def collate(self, rows: Sequence[Row], seed: int, *, side: str) -> Row:
         """One batch; one of three as wide as a multiple of 8, so that no row fills it."""
         return join(rows, side=side, multiple=8 if seed % 3 == 2 else 1, slots=self.slots)
 
 
-def without_dropout(config: Any) -> Any:
-    """No randomness in forward, and no cache, in a config and those inside it."""
-    nested = [getattr(config, name) for name in getattr(config, 'sub_configs', {})]
-    for part in (config, *(part for part in nested if part is not None)):
-        for name, value in list(vars(part).items()):
-            if 'drop' in name and isinstance(value, float):
-                setattr(part, name, 0.0)
-        if part is config or hasattr(part, 'use_cache'):  # not a vision tower, which transformers 4 hands it to
-            part.use_cache = False
-    return config
+# Rows.
 
+MEDIA = ('pixel_values', 'pixel_values_videos', 'input_features')
+
+
+def has_media(row: Row) -> bool:
+    """Whether the row has an image, a video or a sound."""
+    return any(key in row for key in MEDIA)
+
+
+@functools.cache
+def _maker(model_type: str, class_name: str) -> Maker:
+    """Makes the rows of all subjects of a type, whose own models they do not depend on."""
+    with torch.random.fork_rng():
+        model = getattr(transformers, class_name)(tiny_config(model_type))
+    return Maker(model_type, model)
+
+
+@functools.cache
+def _pool(name: str) -> list[Row]:
+    subject = SUBJECTS[name]
+    maker, rng = _maker(subject.model_type, subject.class_name), random.Random(name)
+    rows: list[Row] = []
+    while len(rows) < POOL_SIZE:
+        row = maker.random_row(subject.modalities, rng)
+        if has_media(row) or subject.needs_media != 'row':
+            rows.append(row)
+    return rows
+
+
+def _ids(rng: random.Random, length: int) -> torch.Tensor:
+    return torch.tensor([[rng.randint(FIRST_ID, LAST_ID) for _ in range(length)]])
+
+
+def _length(rng: random.Random) -> int:
+    """Mostly short, some long, now and then a single token."""
+    return min(1 + int(rng.lognormvariate(1.9, 0.8)), LONGEST)
+
+
+def causal_row(rng: random.Random) -> Row:
+    """Labels on a suffix, on all tokens, or on none."""
+    ids = _ids(rng, _length(rng))
+    labels = ids.clone()
+    labels[:, : rng.choice((0, rng.randint(0, ids.shape[1])))] = -100
+    return {'input_ids': ids, 'attention_mask': torch.ones_like(ids), 'labels': labels}
+
+
+def masked_row(rng: random.Random) -> Row:
+    """A third of the tokens masked and labelled, column 0 among them now and then."""
+    ids = _ids(rng, _length(rng) + 1)
+    masked = torch.tensor([[rng.random() < 1 / 3 for _ in range(ids.shape[1])]])
+    row = {'input_ids': ids.masked_fill(masked, 3), 'attention_mask': torch.ones_like(ids)}
+    return {**row, 'token_type_ids': torch.zeros_like(ids), 'labels': ids.masked_fill(~masked, -100)}
+
+
+def seq2seq_row(rng: random.Random) -> Row:
+    """Labels of a width of their own."""
+    ids = _ids(rng, _length(rng))
+    return {'input_ids': ids, 'attention_mask': torch.ones_like(ids), 'labels': _ids(rng, rng.randint(1, 9))}
+
+
+UNSHIFTED_ROWS = {'bert': masked_row, 't5': seq2seq_row}
 
 # The families.
 
-PACKS = (
-    *('llama', 'gpt2', 'gpt_neo', 'opt', 'mistral', 'gemma2', 'mixtral', 'qwen3_moe'),
-    *('llava', 'llava_next', 'idefics3', 'smolvlm', 'internvl', 'mistral3', 'qwen2_audio', 'gemma3'),
-    *('qwen2_vl', 'qwen2_vl_video', 'qwen2_5_vl', 'qwen3_vl'),
-)
+WINDOW = {'sliding_window': 4}
+"""Most rows are longer."""
+GPT_NEO = {
+    'window_size': 4,
+    'attention_types': [[['global', 'local'], 1]],
+    'max_position_embeddings': 256,  # as wide as a packed row: its causal mask is a buffer of this size
+}
+QUERIES: dict[str, Any] = {'settings': {'text_config': 'LlamaConfig'}, 'needs_media': 'batch'}
 
 
-def _text(name: str) -> Subject:
-    row = text_families.ROWS.get(name, text_families.text_row)
-    return Subject(name=name, group='text', packs=name in PACKS, blank=lambda: text_families.text_model(name), row=row)
-
-
-def _processor(name: str, *, source: str = '', has_image: bool | None = None) -> Subject:
-    source = source or name
-
-    def blank() -> tuple[type, Any]:
-        case = media_families.processor_case(source)
-        return type(case.model), copy.deepcopy(case.config)
-
+def text_subject(model_type: str, class_name: str, name: str = '', packs: bool = True, **settings: Any) -> Subject:
+    """A family of texts."""
+    settings = {'vocab_size': LAST_ID + 1, **settings}
     return Subject(
-        name=name,
-        group='image',
-        packs=name in PACKS,
-        blank=blank,
-        row=lambda rng: media_families.processor_row(source, rng, has_image=has_image),
-        slots=source in ('idefics3', 'smolvlm', 'mllama'),
+        name=name or model_type, model_type=model_type, class_name=class_name, packs=packs, settings=settings
     )
 
 
-def _hand_made(name: str) -> Subject:
-    model_class = media_families.HAND_MADE[name]
+def _media(name: str, prefix: str, *modalities: str, model_type: str = '', **options: Any) -> Subject:
     return Subject(
         name=name,
-        group='audio' if 'audio' in name else 'video' if 'video' in name else 'image',
-        packs=name in PACKS,
-        blank=lambda: (getattr(transformers, model_class), media_families.hand_made_config(name)),
-        row=lambda rng: media_families.hand_made_row(name, rng),
+        model_type=model_type or name,
+        class_name=f'{prefix}ForConditionalGeneration',
+        modalities=modalities,
+        **options,
     )
 
 
 _ALL = [
-    *(_text(name) for name in text_families.TEXT_CONFIGS),
-    *(_processor(name) for name in IMAGE_FAMILIES if name != 'mllama'),
-    *(_hand_made(name) for name in media_families.HAND_MADE),
-    _processor('mllama', has_image=True),
-    _processor('mllama_mixed', source='mllama'),
+    text_subject('llama', 'LlamaForCausalLM'),
+    text_subject('gpt2', 'GPT2LMHeadModel'),
+    text_subject('gpt_neo', 'GPTNeoForCausalLM', **GPT_NEO),
+    text_subject('opt', 'OPTForCausalLM'),
+    text_subject('bloom', 'BloomForCausalLM', packs=False),
+    text_subject('falcon', 'FalconForCausalLM'),
+    text_subject('falcon', 'FalconForCausalLM', 'falcon_alibi', alibi=True),
+    text_subject('mpt', 'MptForCausalLM', packs=False),
+    text_subject('mamba', 'MambaForCausalLM'),
+    text_subject('mistral', 'MistralForCausalLM', **WINDOW),
+    text_subject('gemma2', 'Gemma2ForCausalLM', **WINDOW),
+    text_subject('mixtral', 'MixtralForCausalLM'),
+    text_subject('qwen3_moe', 'Qwen3MoeForCausalLM'),
+    text_subject('bert', 'BertForMaskedLM', packs=False),
+    text_subject('t5', 'T5ForConditionalGeneration', packs=False, decoder_start_token_id=0),
+    _media('llava', 'Llava', 'image'),
+    _media('llava_next', 'LlavaNext', 'image'),
+    _media('llava_onevision', 'LlavaOnevision', 'image', packs=False),
+    _media('qwen2_vl', 'Qwen2VL', 'image'),
+    _media('qwen2_5_vl', 'Qwen2_5_VL', 'image'),
+    _media('idefics3', 'Idefics3', 'image', slots=True),
+    _media('smolvlm', 'SmolVLM', 'image', slots=True),
+    _media('paligemma', 'PaliGemma', 'image'),
+    _media('gemma3', 'Gemma3', 'image'),
+    _media('internvl', 'InternVL', 'image'),
+    _media('qwen2_vl_video', 'Qwen2VL', 'image', 'video', model_type='qwen2_vl'),
+    _media('llava_onevision_video', 'LlavaOnevision', 'video', model_type='llava_onevision'),
+    _media('instructblip_video', 'InstructBlipVideo', 'video', model_type='instructblipvideo', **QUERIES),
+    _media('qwen3_vl', 'Qwen3VL', 'image', 'video'),
+    _media('llava_next_video', 'LlavaNextVideo', 'video'),
+    _media('mistral3', 'Mistral3', 'image'),
+    _media('qwen2_audio', 'Qwen2Audio', 'audio'),
+    _media('blip2', 'Blip2', 'image', model_type='blip-2', packs=False, needs_media='batch'),
+    _media('instructblip', 'InstructBlip', 'image', **QUERIES),
+    _media('mllama', 'Mllama', 'image', slots=True, packs=False, needs_media='row'),
+    _media('mllama_mixed', 'Mllama', 'image', model_type='mllama', slots=True, packs=False),
 ]
 SUBJECTS: dict[str, Subject] = {subject.name: subject for subject in _ALL}

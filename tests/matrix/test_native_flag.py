@@ -46,19 +46,6 @@ def test_flag_with_a_wrong_or_unknown_rule_is_refused(name, rule):
         assert 'model=' in outcome.message, outcome
 
 
-def test_flag_without_a_model_is_refused_by_name():
-    outcome = run(SUBJECTS['llama'].model('large'), SUBJECTS['llama'].batch(0, side='right'))
-    assert outcome.kind == 'refused', outcome
-    assert 'model=' in outcome.message, outcome
-
-
-def test_flag_with_a_wrong_explicit_rule_and_the_model_is_refused():
-    model = SUBJECTS['bert'].model('large')
-    for batch in batches('bert'):
-        outcome = run(model, batch, model=model, loss_tokens='causal')
-        assert outcome.kind == 'refused', outcome
-
-
 def test_flag_with_a_model_that_never_returns_logits():
     model = NativeModel('unshifted', logits='never')
     batch = SUBJECTS['llama'].batch(0, side='right')

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import transformers
 
 _ROPE = {'rope_theta': 1e4, 'rope_type': 'default', 'mrope_section': [4, 2, 2]}
 _MROPE = ('glm_ocr', 'glmga', 'qwen2_vl', 'qwen2_5_vl', 'glm46v', 'glm4v', 'paddleocr_vl')
@@ -15,51 +16,78 @@ _THINKER = {'vision_start_token_id': 152, 'vision_end_token_id': 153}
 _MINICPM = {'image_token_id': 150, 'video_token_id': 151, 'insert_layer_id': 0}
 
 _INDEXER = {
-    'indexer_n_heads': 2, 'indexer_kv_heads': 1, 'indexer_head_dim': 16, 'indexer_budget': 64,
+    'indexer_n_heads': 2,
+    'indexer_kv_heads': 1,
+    'indexer_head_dim': 16,
+    'indexer_budget': 64,
     'indexer_compress_ratio': 4,
-}  # fmt: skip
+}
 
 CONFIGS: dict[str, dict[str, Any]] = {
     'apertus1p5': {
-        'image_token_offset': 110, 'audio_token_offset': 118,
-        'vision_config.codebook_size': 8, 'vision_config.base_channels': 32, 'audio_config.codebook_size': 8,
+        'image_token_offset': 110,
+        'audio_token_offset': 118,
+        'vision_config.codebook_size': 8,
+        'vision_config.base_channels': 32,
+        'audio_config.codebook_size': 8,
         'audio_config.codebook_dim': 32,
     },
     'aria': {
-        'vision_config.patch_size': 98, 'vision_config.image_size': 490, 'projector_patch_to_query_dict': {25: 4},
+        'vision_config.patch_size': 98,
+        'vision_config.image_size': 490,
+        'projector_patch_to_query_dict': {25: 4},
         'max_value_projector_patch_to_query_dict': 4,
     },
     'chameleon': {
         'image_token_id': 150,
-        'vq_config.num_embeddings': 8, 'vq_config.base_channels': 32, 'vq_config.resolution': 16,
+        'vq_config.num_embeddings': 8,
+        'vq_config.base_channels': 32,
+        'vq_config.resolution': 16,
         'vocabulary_map': {'<image>': 150, **{f'IMGIMG{chr(65 + n)}Z': 110 + n for n in range(8)}},
     },
     'emu3': {
-        'image_token_id': 150, 'vq_config.codebook_size': 8, 'vq_config.hidden_size': 128,
+        'image_token_id': 150,
+        'vq_config.codebook_size': 8,
+        'vq_config.hidden_size': 128,
         'vq_config.base_channels': 32,
-        'vocabulary_map': {'<image>': 150, '<|extra_200|>': 99,
-        **{f'<|visual token {n:06}|>': 110 + n for n in range(8)}},
+        'vocabulary_map': {
+            '<image>': 150,
+            '<|extra_200|>': 99,
+            **{f'<|visual token {n:06}|>': 110 + n for n in range(8)},
+        },
     },
     'fast_vlm': {'vision_config.hidden_size': 16},
     'gemma3n': {
-        'vision_config.hidden_size': 16, 'vision_soft_tokens_per_image': 16, 'text_config.num_kv_shared_layers': 0,
+        'vision_config.hidden_size': 16,
+        'vision_soft_tokens_per_image': 16,
+        'text_config.num_kv_shared_layers': 0,
     },
     'perception_lm': {'vision_config.model_args': {'embed_dim': 16}, 'vision_use_cls_token': False},
     'mistral4': {'rope_parameters.partial_rotary_factor': 1.0},
     'hunyuan_vl': {'text_config.head_dim': 16, 'text_config.rope_parameters': {**_ROPE, 'mrope_section': [2, 2, 2, 2]}},
     'molmo2': {
-        'adapter_config.vision_feature_layer': [1, 0], 'vision_config.image_size': [16, 16],
-        'vision_config.num_position_embeddings': 16, 'adapter_config.text_hidden_size': 32,
+        'adapter_config.vision_feature_layer': [1, 0],
+        'vision_config.image_size': [16, 16],
+        'vision_config.num_position_embeddings': 16,
+        'adapter_config.text_hidden_size': 32,
         'text_config.rope_scaling_layers': None,
     },
     'fun_asr_nano': {'adaptor_config.intermediate_size': 8},
-    'ernie4_5_vl_moe': {'text_config.moe_intermediate_size': [32, 32], 'text_config.rope_parameters': {**_ROPE,
-        'mrope_section': [3, 3, 2]}},
+    'ernie4_5_vl_moe': {
+        'text_config.moe_intermediate_size': [32, 32],
+        'text_config.rope_parameters': {**_ROPE, 'mrope_section': [3, 3, 2]},
+    },
     **{name: {'text_config.rope_parameters': _ROPE} for name in _MROPE},
-    'gemma4': {'vision_config': 'Gemma4VisionConfig', 'audio_config': 'Gemma4AudioConfig',
-        'audio_config.subsampling_conv_channels': [128, 4]},
-    'gemma4_unified': {'vision_config': 'Gemma4UnifiedVisionConfig', 'audio_config': 'Gemma4UnifiedAudioConfig',
-        'audio_config.audio_embed_dim': 640},
+    'gemma4': {
+        'vision_config': 'Gemma4VisionConfig',
+        'audio_config': 'Gemma4AudioConfig',
+        'audio_config.subsampling_conv_channels': [128, 4],
+    },
+    'gemma4_unified': {
+        'vision_config': 'Gemma4UnifiedVisionConfig',
+        'audio_config': 'Gemma4UnifiedAudioConfig',
+        'audio_config.audio_embed_dim': 640,
+    },
     'minicpm_ocr': _MINICPM,
     'minicpmv4_6': _MINICPM,
     'minicpmv4_7': _MINICPM,
@@ -68,17 +96,26 @@ CONFIGS: dict[str, dict[str, Any]] = {
     'instructblipvideo': {'video_token_id': 150, 'video_token_index': 150},
     'cohere_compass': {'text_config.rope_parameters': {'full_attention': _ROPE, 'sliding_attention': _ROPE}},
     'deepseek_ocr2': {
-        'text_config.mlp_layer_types': ['dense', 'sparse'], 'text_config.num_experts_per_tok': 2,
-        'text_config.n_group': 1, 'text_config.topk_group': 1, 'vision_config.sam_config.global_attn_indexes': [1],
-        'vision_config.sam_config.downsample_channels': [32, 32], 'vision_config.sam_config.output_channels': 32,
+        'text_config.mlp_layer_types': ['dense', 'sparse'],
+        'text_config.num_experts_per_tok': 2,
+        'text_config.n_group': 1,
+        'text_config.topk_group': 1,
+        'vision_config.sam_config.global_attn_indexes': [1],
+        'vision_config.sam_config.downsample_channels': [32, 32],
+        'vision_config.sam_config.output_channels': 32,
     },
     'diffusion_gemma': {
-        'text_config.num_experts': 4, 'text_config.top_k_experts': 2, 'text_config.moe_intermediate_size': 32,
+        'text_config.num_experts': 4,
+        'text_config.top_k_experts': 2,
+        'text_config.moe_intermediate_size': 32,
     },
     'dots3_note': {'audio_config.conv_output_size': 64},
     'granite4_vision': {
-        'downsample_rate': '1/2', 'vision_config.hidden_size': 128, 'qformer_config.hidden_size': 128,
-        'deepstack_layer_map': [[0, 0], [1, 1]], 'spatial_target_layers': [0, 1],
+        'downsample_rate': '1/2',
+        'vision_config.hidden_size': 128,
+        'qformer_config.hidden_size': 128,
+        'deepstack_layer_map': [[0, 0], [1, 1]],
+        'spatial_target_layers': [0, 1],
     },
     'qwen4_exp': {f'text_config.{key}': size for key, size in _INDEXER.items()},
     'qwen4_exp_text': _INDEXER,
@@ -90,24 +127,35 @@ CONFIGS: dict[str, dict[str, Any]] = {
     'step3p7': {'text_config.sliding_window': 64},
     'muse_glimmer': {'out_hidden_size': 128},
     'muse_spark': {
-        'out_hidden_size': 128, 'audio_config.num_hidden_layers': 2, 'audio_config.patch_sizes': [16, 6],
-        'audio_config.hidden_sizes': [32, 32], 'audio_config.depths': [1, 1],
+        'out_hidden_size': 128,
+        'audio_config.num_hidden_layers': 2,
+        'audio_config.patch_sizes': [16, 6],
+        'audio_config.hidden_sizes': [32, 32],
+        'audio_config.depths': [1, 1],
     },
     'vipllava': {'vision_feature_layers': [-1, -2]},
     'mllama': {
-        'vision_config.intermediate_layers_indices': [0, 1], 'vision_config.vision_output_dim': 96,
-        'text_config.cross_attention_layers': [1], 'vision_config.attention_heads': 2,
+        'vision_config.intermediate_layers_indices': [0, 1],
+        'vision_config.vision_output_dim': 96,
+        'text_config.cross_attention_layers': [1],
+        'vision_config.attention_heads': 2,
     },
     'llama4': {'vision_config.intermediate_size': 128},
     'kosmos-2.5': {'latent_query_num': 4, 'vision_config.patch_embed_hidden_size': 48},
     'pix2struct': {'vision_config.patch_embed_hidden_size': 48},
     'kyutai_speech_to_text': {'codec_config.upsample_groups': 32},
-    'nemotron_h_omni': {'image_token_id': 150, 'video_token_id': 151, 'audio_token_id': 152,
-        'vision_config.max_img_size': 64},
+    'nemotron_h_omni': {
+        'image_token_id': 150,
+        'video_token_id': 151,
+        'audio_token_id': 152,
+        'vision_config.max_img_size': 64,
+    },
     'florence2': {
-        'vision_config.embed_dim': [16, 16, 32, 32], 'vision_config.num_heads': [2] * 4,
+        'vision_config.embed_dim': [16, 16, 32, 32],
+        'vision_config.num_heads': [2] * 4,
         'vision_config.num_groups': [2] * 4,
-        'vision_config.depths': [1] * 4, 'vision_config.window_size': 2,
+        'vision_config.depths': [1] * 4,
+        'vision_config.window_size': 2,
         'vision_config.patch_size': [7, 3, 3, 3],
     },
     'lfm2_vl': {'vision_config.num_patches': 16},
@@ -119,19 +167,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
     'kosmos-2': {'latent_query_num': 4},
     'moss_transcribe_diarize': {'audio_config.max_source_positions': 100},
     'unlimited_ocr': {
-        'vision_config.sam_config.downsample_channels': [32, 32], 'vision_config.sam_config.output_channels': 32,
+        'vision_config.sam_config.downsample_channels': [32, 32],
+        'vision_config.sam_config.output_channels': 32,
     },
     'udop': {'decoder_start_token_id': 0},
     'glmasr': {'audio_config.intermediate_size': 128},
     'janus': {'vq_config.base_channels': 32, 'vq_config.channel_multiplier': [1, 1], 'vq_config.num_embeddings': 8},
     'phi4_multimodal': {
-        'audio_config.nemo_conv_channels': 32, 'audio_config.ext_pw_out_channel': 32,
-        'audio_config.depthwise_separable_out_channel': 32, 'vision_config.crop_size': 16,
+        'audio_config.nemo_conv_channels': 32,
+        'audio_config.ext_pw_out_channel': 32,
+        'audio_config.depthwise_separable_out_channel': 32,
+        'vision_config.crop_size': 16,
     },
     'deepseek_vl_hybrid': {'high_res_vision_config.global_attn_indexes': [0]},
     'vibevoice_asr': {
         **{
-            f'{part}_tokenizer_encoder_config.{key}': value for part in ('acoustic', 'semantic')
+            f'{part}_tokenizer_encoder_config.{key}': value
+            for part in ('acoustic', 'semantic')
             for key, value in (('num_filters', 1), ('depths', [1] * 7))
         },
     },
@@ -142,7 +194,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     'dbrx': {'attn_config.rope_theta': 1e4, 'attn_config.clip_qkv': 8.0},
     'deepseek_v2': {'num_experts_per_tok': 2},
     'dory': {
-        'num_hidden_layers': 4, 'n_input_layers': 1, 'n_recurrent_layers': 2, 'n_output_layers': 1,
+        'num_hidden_layers': 4,
+        'n_input_layers': 1,
+        'n_recurrent_layers': 2,
+        'n_output_layers': 1,
         'layer_types': ['sliding_attention', 'full_attention'] * 2,
     },
     'dots1': {'n_routed_experts': 4, 'num_experts_per_tok': 2, 'n_shared_experts': 1, 'moe_intermediate_size': 32},
@@ -151,10 +206,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     'jamba': {'attn_layer_period': 2, 'attn_layer_offset': 1},
     'lfm2_moe': {'layer_types': ['conv', 'full_attention'], 'num_dense_layers': 1},
     'mamba2': {'num_heads': 4, 'n_groups': 1},
-    'mimo_v2_flash': {'num_attention_heads': 4, 'rope_parameters': {
-        kind: {'rope_type': 'default', 'rope_theta': 1e4, 'partial_rotary_factor': 0.5}
-        for kind in ('full_attention', 'sliding_attention')
-    }},
+    'mimo_v2_flash': {
+        'num_attention_heads': 4,
+        'rope_parameters': {
+            kind: {'rope_type': 'default', 'rope_theta': 1e4, 'partial_rotary_factor': 0.5}
+            for kind in ('full_attention', 'sliding_attention')
+        },
+    },
     'ministral': {'head_dim': 16},
     'nemotron': {'num_key_value_heads': 2},
     'recurrent_gemma': {'num_hidden_layers': 3},
@@ -163,14 +221,22 @@ CONFIGS: dict[str, dict[str, Any]] = {
     'falcon_h1': {'mamba_d_head': 16},
     'xmod': {'default_language': 'en_XX'},
     'zamba': {
-        'attention_hidden_size': 64, 'attention_head_dim': 32, 'num_hidden_layers': 4,
+        'attention_hidden_size': 64,
+        'attention_head_dim': 32,
+        'num_hidden_layers': 4,
         'layers_block_type': ['linear_attention', 'hybrid'] * 2,
     },
-    'zamba2': {'num_hidden_layers': 4, 'layers_block_type': ['linear_attention', 'hybrid'] * 2,
-        'hybrid_layer_ids': [1, 3], 'n_mamba_heads': 4,
-        'mamba_headdim': 16, 'mamba_ngroups': 1, 'attention_hidden_size': 64,
-        'attention_head_dim': 32},
-}  # fmt: skip
+    'zamba2': {
+        'num_hidden_layers': 4,
+        'layers_block_type': ['linear_attention', 'hybrid'] * 2,
+        'hybrid_layer_ids': [1, 3],
+        'n_mamba_heads': 4,
+        'mamba_headdim': 16,
+        'mamba_ngroups': 1,
+        'attention_hidden_size': 64,
+        'attention_head_dim': 32,
+    },
+}
 
 _GEMMA_PATCHES = {'image': {'patch_size': 4, 'max_soft_tokens': 70}, 'video': {'patch_size': 4, 'max_soft_tokens': 70}}
 _SQUARE = {'height': 64, 'width': 64}
@@ -203,6 +269,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     'glm5_next': {'frames': True},
     'glm4v_moe': {'like': 'glm4v', 'frames': True},
     'glm_ocr': {'like': 'glm46v', 'frames': True},
+    'qwen3_vl': {'video_runs': 2},
     'qwen3_vl_moe': {'like': 'qwen3_vl'},
     'vision-encoder-decoder': {'image': {'name': 'ViTImageProcessor'}},
     **{name: {'nested': True} for name in ('idefics2', 'idefics3', 'smolvlm', 'granite_docling')},
@@ -234,7 +301,14 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     'qwen2_audio': {**_FULL_SOUND, 'audio_count': lambda maker, item: 5 + 2 * item},
 }
 """By model type: settings by modality; `nested`: a list of images a row; `like`: the type whose processors it takes;
-`words`: those of a row, where its media tell."""
+`words`: those of a row, where its media tell; `video_runs`: runs of placeholders of a video, in random rows."""
+
+if transformers.__version__.startswith('4.'):  # what later releases have by default
+    CONFIGS['qwen3_vl'] = {'text_config.rope_parameters': _ROPE}
+    CONFIGS['mistral3'] = {'vision_config.image_size': 32}
+    CONFIGS['mllama'] |= {'text_config.rope_parameters': {'rope_type': 'default', 'rope_theta': 1e4}}
+    PROCESSORS['internvl'] = {'image': {'name': 'GotOcr2ImageProcessorFast'}}
+    PROCESSORS['qwen2_audio'] |= {'audio': {'name': 'WhisperFeatureExtractor'}}
 
 THINKERS = {'qwen2_5_omni': 'qwen2_5_omni_thinker', 'qwen3_omni_moe': 'qwen3_omni_moe_thinker'}
 """Types whose own forward takes no batch, by the part that is trained."""
@@ -257,8 +331,16 @@ UNTRIED_TEXT: dict[str, str] = {
 """The same of text types."""
 
 ONE_EACH: dict[str, str] = {
-    'blip': 'text', 'idefics': 'text', 'git': 'text', 'pix2struct': 'decoder', 'pp_formulanet': 'decoder',
-    'vision-encoder-decoder': 'decoder', 'udop': 'seq2seq', 'kosmos-2': 'masked', 'kosmos-2.5': 'masked',
-        'evolla': 'text', 'voxtral_realtime': 'text',
-}  # fmt: skip
+    'blip': 'text',
+    'idefics': 'text',
+    'git': 'text',
+    'pix2struct': 'decoder',
+    'pp_formulanet': 'decoder',
+    'vision-encoder-decoder': 'decoder',
+    'udop': 'seq2seq',
+    'kosmos-2': 'masked',
+    'kosmos-2.5': 'masked',
+    'evolla': 'text',
+    'voxtral_realtime': 'text',
+}
 """Types whose rows have an image each, without placeholders; the text is theirs, or a decoder's."""

@@ -3,62 +3,32 @@
 
 """What became of every model type: kept in ``results.json``, shown in docs/families.md.
 
-``python -m tests.model_types.table`` prints the table; ``... table try [TYPE ...]`` tries types, ``try_text`` those of
-the causal language models, and keeps what became of them.
+``python -m tests.model_types.table try KIND [TYPE ...]`` tries types of a kind (``multimodal``, ``text``, ``other``; no
+TYPE: all of them) and keeps what became of them; ``... table page`` writes the tables into the page.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import signal
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
 
-PAGE = """
-## Model types
+from benchmarks.record import filled
 
-Every `config.model_type` of `MODEL_FOR_MULTIMODAL_LM_MAPPING` and `MODEL_FOR_CAUSAL_LM_MAPPING` of transformers 5.24: a
-tiny model of its config in double precision, rows with two items, none and one as its own image, video and audio
-processors make them, and as many placeholders as its encoder makes features; steps of the Trainer on one rank with
-microbatches of one, two and three rows. A table for each modality, a row for each type, columns for rows padded on the
-right and on the left.
-
-- `exact 3e-16`: the largest relative error of the gradient against one forward over the whole batch. In float32 where
-  the model takes no doubles (1e-7), or casts inside (1e-9). More than 1e-6, of Gemma 4 padded on the left, is what
-  other rows beside them and eight more columns of padding change by rounding alone (float32 is 5e-5 off doubles).
-- `refused: ...`: stopped before the optimizer step, for this reason.
-- `not tried: ...`: the model's own forward takes no such rows, or there is no loss over tokens.
-- No result for the left: the rows are of one length, or of a decoder.
-- Of the encoders of timm, which is no requirement (FastVLM, Gemma 3n, Perception LM), one convolution stands in; of
-  Qwen-Omni the thinker is trained, whose forward takes a batch; `torch 2.15` where torch 2.7 is too old for the model.
-
-Made by `make model-types TRY=1`; `make model-types` tries all again and compares. On two ranks, DDP and FSDP2, with
-steps of text alone and with media on one rank only: `tests/data_spec/test_text_only_steps.py`, types by sample.
-"""
-
-NOT_THERE = """
-## Not there
-
-My model is not in the tables:
-
-1. Try it: a model without an entry is taken as it is. Names and shapes of the tensors, the ids in the config and the
-   placeholders of the rows tell which tensors belong to which row, if one answer fits.
-2. The first-batch check proves it, or stops the run and says by how much rows depend on each other.
-3. `layout must tell which of N entries ...`: none or two answers fit. Carry `num_images` (`num_videos`, `num_audios`)
-   in the batch, one int a row.
-4. A tensor that is neither of rows nor of media: `layout=BatchLayout.for_model(model).with_entries(name=Entry(...))`.
-5. Several ranks need nothing more: under DDP any step may be without media; under FSDP the smallest row with media of
-   any rank serves as [dummy row](decisions/dummy_rows.md).
-6. A type with the format of a known one: a word in `model_types` of `composer_tokacc/layout/families.py`.
-7. Tell us: the `model_type`, the message, and names and shapes of the tensors of one batch.
-"""
-
+PAGE = Path(__file__).parents[2] / 'docs' / 'families.md'
 KEPT = Path(__file__).parent / 'results.json'
 ORDER = ('wrong', 'crashed', 'exact', 'refused', 'not tried', 'not built')
+HEAD = '| type | padded right | padded left | packed |\n|---|---|---|---|'
+TEXT_TITLES = {
+    'multimodal': 'Text of multimodal types',
+    'text': 'Text',
+    'other': 'Masked, and from sequence to sequence',
+}
 Results = dict[str, dict[str, dict[str, str]]]
 
 
@@ -69,14 +39,14 @@ def results() -> Results:
 
 def try_types(kind: str, types: list[str]) -> None:
     """Tries types, one after the other, and keeps each result at once."""
-    from tests.model_types import trial
+    from tests.model_types.trial import CLASSES, tried
 
     torch.set_num_threads(1)
     signal.signal(signal.SIGALRM, _late)
-    for model_type in types or (trial.TEXT if kind == 'text' else trial.MULTIMODAL):
+    for model_type in types or sorted(CLASSES[kind]):
         signal.alarm(150)
         try:
-            found = trial.tried(model_type, text=kind == 'text')
+            found = tried(model_type, kind)
         except TimeoutError:
             found = {'': 'not tried: takes over two minutes'}
         signal.alarm(0)
@@ -103,31 +73,24 @@ def _late(*_: Any) -> None:
     raise TimeoutError
 
 
-def page() -> str:
-    """Returns the end of docs/families.md."""
-    return f'{PAGE}\n{table()}\n{NOT_THERE.rstrip()}'
-
-
 def table() -> str:
     """Markdown: counts, and for each modality one row a type."""
     lines = []
     for kind, types in results().items():
-        counts = Counter(verdict(found) for found in types.values())
-        said = ', '.join(f'{counts[name]} {name}' for name in ORDER if counts[name])
-        lines += [f'{len(types)} {kind} types, exact where one modality is: {said}.', '']
+        verdicts = Counter(verdict(outcomes) for outcomes in types.values())
+        counts = ', '.join(f'{verdicts[name]} {name}' for name in ORDER if verdicts[name])
+        lines += [f'{len(types)} {kind} types, exact where one modality is: {counts}.', '']
         for modality in ('image', 'video', 'audio', 'text', ''):
-            found = {name: one for name, one in types.items() if modality in one}
-            if not found:
-                continue
-            title = {'': 'None', 'text': 'Text' if kind == 'text' else 'Text of multimodal types'}
-            lines += [f'### {title.get(modality, modality.capitalize())}', '']
-            lines += ['| type | padded right | padded left |', '|---|---|---|']
-            lines += [
-                f'| `{name}` | {_cell(one[modality])} | {_cell(one.get(f"{modality}, padded left", ""))} |'
-                for name, one in found.items()
-            ]
-            lines.append('')
-    return '\n'.join(lines).rstrip()
+            rows = {name: outcomes for name, outcomes in types.items() if modality in outcomes}
+            if rows:
+                title = TEXT_TITLES[kind] if modality == 'text' else modality.capitalize() or 'None'
+                lines += [f'### {title}', '', HEAD, *(_row(name, rows[name], modality) for name in rows), '']
+    return '\n'.join(lines).rstrip() + '\n'
+
+
+def _row(model_type: str, outcomes: dict[str, str], modality: str) -> str:
+    names = (modality, f'{modality}, padded left', f'{modality}, packed')
+    return f'| `{model_type}` | {" | ".join(_cell(outcomes.get(name, "")) for name in names)} |'
 
 
 def _cell(said: str) -> str:
@@ -145,12 +108,19 @@ def verdict(found: dict[str, str]) -> str:
     return next(kind for kind in ORDER if kind in kinds)
 
 
-if __name__ == '__main__':
-    command, *names = sys.argv[1:] or ['print']
-    if command == 'print':
-        print(page())
-    elif command == 'page':  # writes it
-        families = Path('docs/families.md')
-        families.write_text(families.read_text().partition('\n## Model types')[0] + page() + '\n')
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest='command', required=True)
+    attempt = commands.add_parser('try')
+    attempt.add_argument('kind', choices=TEXT_TITLES)
+    attempt.add_argument('types', nargs='*')
+    commands.add_parser('page')
+    arguments = parser.parse_args()
+    if arguments.command == 'try':
+        try_types(arguments.kind, arguments.types)
     else:
-        try_types('text' if command == 'try_text' else 'multimodal', names)
+        PAGE.write_text(filled(PAGE.read_text(), {'model_types': table}))
+
+
+if __name__ == '__main__':
+    main()

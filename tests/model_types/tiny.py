@@ -61,12 +61,17 @@ SIZES: Mapping[str, int] = {
     r'state_size|ssm_state_size|mamba_d_state|d_state': 8,
 }
 _SIZES = [(re.compile(rf'^({pattern})$'), size) for pattern, size in SIZES.items()]
+ROPE = 'rope_scaling' if transformers.__version__.startswith('4.') else 'rope_parameters'
 _KEPT = ('model_type', 'torch_dtype', 'dtype', 'architectures', 'transformers_version')
 
 
-def tiny_config(model_type: str) -> Any:
-    """A fresh config of the type; ids that it names lie inside of the vocabulary."""
-    config_class, extra = CONFIG_MAPPING[model_type], CONFIGS.get(model_type, {})
+def tiny_config(model_type: str, settings: Mapping[str, Any] | None = None) -> Any:
+    """A fresh config of the type; ids that it names lie inside of the vocabulary.
+
+    ``settings`` are further entries by path, as in :data:`CONFIGS`.
+    """
+    config_class = CONFIG_MAPPING[model_type]
+    extra = CONFIGS.get(model_type, {}) | dict(settings or {})
     values = config_class().to_dict()
     marks: dict[int, int] = {}
     parts = {path: value for path, value in extra.items() if isinstance(value, str) and value.endswith('Config')}
@@ -76,9 +81,10 @@ def tiny_config(model_type: str) -> Any:
         if path in parts:
             continue
         value = copy.deepcopy(value)  # configs write into their dicts
-        *parents, name = path.split('.')
+        *parents, name = path.replace('rope_parameters', ROPE).split('.')
         place = functools.reduce(lambda part, key: part.setdefault(key, {}), parents, values)
-        place[name] = marks.get(value, value) if isinstance(value, int) and name.endswith(('_id', '_index')) else value
+        is_known_mark = isinstance(value, int) and name.endswith(('_id', '_index')) and path not in (settings or {})
+        place[name] = marks.get(value, value) if is_known_mark else value
     values = {key: value for key, value in values.items() if key not in _KEPT}
     return config_class(**values)
 
@@ -88,10 +94,14 @@ def _shrink(values: dict[Any, Any], marks: dict[int, int]) -> None:
         return
     layers = values.get('num_hidden_layers') or values.get('num_layers') or values.get('n_layer')
     by_layer = {
-        key: value for key, value in values.items()
-        if isinstance(value, (list, tuple)) and isinstance(layers, int) and layers > 1 and len(value) == layers
+        key: value
+        for key, value in values.items()
+        if isinstance(value, (list, tuple))
+        and isinstance(layers, int)
+        and layers > 1
+        and len(value) == layers
         and not key.startswith('hidden_sizes')
-    }  # fmt: skip
+    }
     kinds = max([2, *(len(set(map(str, value))) for key, value in by_layer.items() if isinstance(value[0], str))])
     for name, value in list(values.items()):
         if isinstance(value, dict) and name != 'per_layer_config' and name not in ('id2label', 'label2id'):

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,8 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from composer_tokacc import BatchLayout
-from tests.matrix.harness import Outcome, measure_steps, plain_gradients, quiet
+from tests.matrix.harness import Outcome, measure, measure_steps, plain_gradients, quiet
+from tests.matrix.subjects import SUBJECTS
 from tests.model_types.exceptions import THINKERS, UNTRIED, UNTRIED_TEXT
 from tests.model_types.rows import Maker
 from tests.model_types.tiny import tiny_config, tiny_model
@@ -27,18 +28,23 @@ from tests.support.training import relative_error
 
 MOST_ROUND_OFF = 1e-4
 """Gemma 4's in float32 is 5e-5 against double precision; positions that a wrong cut moves make 1e-2."""
-MULTIMODAL = sorted(MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES)
-TEXT = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+CLASSES: dict[str, Mapping[str, Any]] = {
+    'multimodal': MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    'text': MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    'other': {'bert': 'BertForMaskedLM', 't5': 'T5ForConditionalGeneration'},
+}
+"""Classes of models by kind and model type."""
+PACKED = {subject.model_type for subject in SUBJECTS.values()}
+"""Types whose rows are packed as well: those that have random batches in ``tests/matrix``."""
 
 
-def maker_of(model_type: str, *, text: bool = False, **settings: Any) -> Maker:
+def maker_of(model_type: str, kind: str = 'multimodal', **settings: Any) -> Maker:
     """A tiny model in double precision, with experts one by one, and what makes its rows; settings of its text part."""
     model_type = THINKERS.get(model_type, model_type)
-    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if text else MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
-    class_name = names[model_type]
+    class_name = CLASSES[kind][model_type]
     model_class = getattr(transformers, class_name if isinstance(class_name, str) else class_name[0])
     config = tiny_config(model_type)
-    if text and not isinstance(config, model_class.config_class):  # the text part of a multimodal type
+    if kind == 'text' and not isinstance(config, model_class.config_class):  # the text part of a multimodal type
         config = config.get_text_config()
     config.use_cache = False
     for key, value in settings.items():
@@ -49,17 +55,17 @@ def maker_of(model_type: str, *, text: bool = False, **settings: Any) -> Maker:
     return Maker(model_type, model.train())
 
 
-def tried(model_type: str, *, text: bool = False) -> dict[str, str]:
-    """What became of each modality, padded right and left: ``exact``, ``refused: why``, or why it was not tried."""
-    untried = UNTRIED_TEXT if text else UNTRIED
+def tried(model_type: str, kind: str) -> dict[str, str]:
+    """What became of each modality, padded right and left and packed: ``exact``, ``refused: why``, or why not tried."""
+    untried = UNTRIED_TEXT if kind == 'text' else UNTRIED
     if model_type in untried:
         return {'': f'not tried: {untried[model_type]}'}
     with quiet():
         try:
-            maker = maker_of(model_type, text=text)
+            maker = maker_of(model_type, kind)
         except Exception as error:
             return {'': f'not built: {_short(error)}'}
-        modalities = ['text'] if text else maker.modalities() or ['text']
+        modalities = (maker.modalities() if kind == 'multimodal' else []) or ['text']
         said: dict[str, str] = {}
         for modality in modalities:
             said |= _tried(maker, modality)
@@ -95,7 +101,13 @@ def _measured(maker: Maker, modality: str) -> dict[str, str]:
         while pending:  # a run ends with its first refusal
             for outcome in measure_steps(model, [batches[name] for name in pending], size):
                 outcomes[pending.pop(0)].append(outcome)
-    return said | {name: _said(model, batches[name], found) for name, found in outcomes.items()}
+        if maker.model_type in PACKED and modality in batches:
+            outcome = measure(model, batches[modality], size, packing=True)
+            outcomes.setdefault(f'{modality}, packed', []).append(outcome)
+    for name, found in outcomes.items():
+        batch = batches[name.removesuffix(', packed')]
+        said[name] = _said(model, batch, found)
+    return said
 
 
 def _batches(maker: Maker, modality: str, runs: int) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from composer_tokacc.programs import ConfigError
-from composer_tokacc.programs.checkpoints import check_checkpoint, damage, keep_to_whole_checkpoint, lock_folder
+from composer_tokacc.programs.checkpoints import damage, keep_to_whole_checkpoint, lock_folder
 
 
 def saved(path: Path, *, age: int) -> Path:
@@ -91,15 +91,6 @@ def test_a_folder_belongs_to_one_run_at_a_time(tmp_path):
         pass
     with lock_folder(None), lock_folder(None):
         pass
-
-
-@pytest.mark.parametrize('make', [lambda path: path.write_text('cut'), lambda path: path.mkdir(), os.mkfifo])
-def test_what_is_no_checkpoint_is_told_by_its_kind(make, tmp_path):
-    make(tmp_path / 'a.pt')
-    with pytest.raises(ConfigError, match=r'must be a checkpoint file, or the folder of a sharded one, got: .*a\.pt'):
-        check_checkpoint('`trainer.load_path`', tmp_path / 'a.pt')
-    saved(tmp_path / 'b.pt', age=0)
-    check_checkpoint('`trainer.load_path`', tmp_path / 'b.pt')
 
 
 def test_a_latest_checkpoint_that_is_a_cut_file_itself_gives_way_to_a_whole_one(tmp_path):

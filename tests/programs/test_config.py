@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import atexit
 import gc
-import os
 import sys
 from pathlib import Path
 
@@ -102,7 +101,6 @@ def test_unknown_names_are_refused_with_the_nearest_valid_one(override, expected
         ('dataset.eval=3', '`dataset.eval` must be a mapping'),
         ('model.freeze=vision_tower', '`model.freeze`'),
         ('seed=null', '`seed`'),
-        ('trainer.max_duration=3xx', '`trainer.max_duration` must be a time such as 2ep or 500ba, got: 3xx'),
         ('model.dtype=fp16', '`model.dtype` must be a known name, got: fp16. Known: bfloat16'),
     ],
 )
@@ -116,41 +114,23 @@ def test_wrong_types_are_refused_by_key(override, expected):
         ('optimizer.lr=abc', '`optimizer.lr` must be of type float, got: abc'),
         ('optimizer.lr=-1', '`optimizer.lr` must be at least 0, got: -1'),
         ('optimizer.lr=.nan', '`optimizer.lr` must be a finite number of at most 64 bits, got: nan'),
-        ('optimizer.lr=.inf', '`optimizer.lr` must be a finite number'),
-        ('optimizer.lr=' + '9' * 5000, 'must be valid YAML, got: Exceeds the limit'),
         ('optimizer.lr=' + '9' * 500, '`optimizer.lr` must be a finite number'),
-        ('optimizer.betas=[0.9]', '`optimizer.betas` must be 2 values'),
-        ('algorithms.gradient_clipping.clipping_threshold=-1', 'clipping_threshold` must be above 0, got: -1'),
         ('scheduler.alpha_f=-5', '`scheduler.alpha_f` must be at least 0, got: -5'),
         ('trainer.max_duration=null', '`trainer.max_duration` must be given'),
         ('trainer.eval_interval=null', '`trainer.eval_interval` must be a time'),
-        ('optimizer.betas=[2,3]', 'Invalid beta parameter'),
-        (
-            'trainer.max_duration=30sp',
-            'must be in the unit of `trainer.max_duration`, or a share such as 0.05dur, got: 10ba with 30sp',
-        ),
-        (
-            'scheduler.t_max=90sp',
-            'must be in the unit of `scheduler.t_max`, or a share such as 0.05dur, got: 10ba with 90sp',
-        ),
-        ('scheduler.t_warmup=soon', '`scheduler.t_warmup` must be a time'),
+        ('trainer.max_duration=30sp', 'got: 10ba with 30sp'),
+        ('scheduler.t_max=90sp', 'got: 10ba with 90sp'),
         ('scheduler.alpha_f=low', '`scheduler.alpha_f` must be of type float, got: low'),
-        ('algorithms.gradient_clipping.clipping_threshold=tight', '`algorithms.gradient_clipping.clipping_threshold`'),
         ('trainer.deterministic_mode=maybe', '`trainer.deterministic_mode` must be of type bool, got: maybe'),
         ('trainer.dist_timeout=long', '`trainer.dist_timeout` must be of type float, got: long'),
         ('dataset.path=', '`dataset.path` must be of type list or str, got: None'),
-        ('dataset.path=[a.json,2]', '`dataset.path` must be of type str, got: 2'),
         ('dataset.image_dir=[a,b]', "`dataset.image_dir` must be of type null or str, got: ['a', 'b']"),
         ('report.export=flase', '`report.export` must be of type bool or null, got: flase'),
         ('model.lora=[]', '`model.lora` must be a mapping, got: []'),
-        ('model.config=x', '`model.config` must be a mapping, got: x'),
-        ('microbatching.cost=3', '`microbatching.cost` must be a mapping, got: 3'),
         ('algorithms.gradient_clipping.clipping_type=nrom', '` must be a known name, got: nrom. Did you mean norm?'),
-        ('algorithms.gradient_clipping.clipping_type=NORM', 'got: NORM'),
         ('trainer.ddp_sync_strategy=single', '`trainer.ddp_sync_strategy` must be a known name, got: single'),
         ('trainer.precision=bf16', '`trainer.precision` must be a known name, got: bf16. Did you mean amp_bf16?'),
         ('seed=-1', '`seed` must be at least 0 and at most 4294967295, got: -1'),
-        ('seed=99999999999', '`seed` must be at least 0 and'),
     ],
 )
 def test_values_that_a_class_refuses_are_refused_before_anything_is_built(override, expected):
@@ -226,12 +206,6 @@ def test_what_needs_a_gpu_is_refused_without_one(override, tmp_path, monkeypatch
         check_machine(load_config(DIGITS, [f'report.folder={tmp_path}', override]))
 
 
-def test_a_binary_file_is_no_config(tmp_path):
-    (tmp_path / 'a.yaml').write_bytes(bytes(range(256)))
-    with pytest.raises(ConfigError, match='must be valid YAML'):
-        load_config(tmp_path / 'a.yaml')
-
-
 @pytest.mark.parametrize(
     ('override', 'num_ranks', 'expected'),
     [
@@ -241,33 +215,13 @@ def test_a_binary_file_is_no_config(tmp_path):
         ('loader.global_batch_size=0', 1, 'must be at least 1, got: 0'),
         ('microbatching.device_train_microbatch_size=0', 1, 'must be at least 1, or auto, or suggest, got: 0'),
         ('microbatching.device_train_microbatch_size=-4', 1, 'must be at least 1, or auto, or suggest, got: -4'),
-        (
-            'microbatching.device_train_microbatch_size=automatic',
-            1,
-            'must be of type int or null, or auto, or suggest, got: automatic',
-        ),
+        ('microbatching.device_train_microbatch_size=automatic', 1, 'or suggest, got: automatic'),
         ('microbatching.device_train_microbatch_size=auto', 1, 'must be a number on CPU, got: auto'),
         ('microbatching.slot_tokens=0', 1, '`microbatching.slot_tokens` must be at least 1, got: 0'),
-        (
-            'microbatching.width_multiple=0',
-            1,
-            '`microbatching.width_multiple` must be at least 1 and at most 65536, got: 0',
-        ),
-        (
-            'microbatching.loss_tokens=all',
-            1,
-            '`microbatching.loss_tokens` must be a known name, got: all. Known: auto, causal,',
-        ),
-        (
-            'microbatching.equal_counts=maybe',
-            1,
-            '`microbatching.equal_counts` must be of type bool, or auto, got: maybe',
-        ),
-        (
-            'microbatching.on_oversize=ignore',
-            1,
-            '`microbatching.on_oversize` must be a known name, got: ignore. Known: raise, warn',
-        ),
+        ('microbatching.width_multiple=0', 1, '`microbatching.width_multiple` must'),
+        ('microbatching.loss_tokens=all', 1, '`microbatching.loss_tokens` must'),
+        ('microbatching.equal_counts=maybe', 1, '`microbatching.equal_counts` must'),
+        ('microbatching.on_oversize=ignore', 1, '`microbatching.on_oversize` must'),
         ('report.name=examples.digits.nothing', 1, '`report` name must be importable, got: examples.digits.nothing'),
         ('dataset.name=no.such.Dataset', 1, '`dataset` name must be importable, got: no.such.Dataset'),
         ('loader.prefetch_factor=2', 1, 'got: 2 with 0 workers'),
@@ -277,11 +231,7 @@ def test_a_binary_file_is_no_config(tmp_path):
         ('trainer.accumulate_train_batch_on_tokens=true', 1, 'Both weigh by tokens'),
         ('trainer.autoresume=true', 1, 'must come with `trainer.save_folder`'),
         ('trainer.load_path=no/such.pt', 1, 'got: no/such.pt, which is not there'),
-        (
-            'model.pretrained=folder',
-            1,
-            '`model` must have exactly one of `pretrained` and `config`, got: both. Remove one',
-        ),
+        ('model.pretrained=folder', 1, 'got: both'),
         ('model.config=null', 1, 'got: none. Name a checkpoint'),
     ],
 )
@@ -321,7 +271,7 @@ def test_missing_values_are_named():
         ('seed: 1\nseed: 2\n', 'duplicate key'),
         ('seed: ${nothing}\n', 'nothing'),
         (
-            'trainer: {}\nmodel: {config: {model_type: llama}}\ndataset: {name: examples.digits.DigitsDataset}\n',
+            'model: {config: {model_type: llama}}\ndataset: {name: examples.digits.DigitsDataset}\n',
             '`trainer.max_duration`',
         ),
         ('model: {config: {model_type: llama}}\n', '`dataset.name`'),
@@ -332,11 +282,6 @@ def test_files_that_are_no_config_are_refused_in_one_line(tmp_path, text, expect
     file = tmp_path / 'bad.yaml'
     file.write_text(text)
     assert expected in mistake(file)
-
-
-def test_a_pipe_is_not_waited_for(tmp_path):
-    os.mkfifo(tmp_path / 'a.yaml')
-    assert 'config file must be a file, got: ' in mistake(tmp_path / 'a.yaml')
 
 
 def test_missing_file_and_bad_arguments_are_refused():

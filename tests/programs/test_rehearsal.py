@@ -41,9 +41,15 @@ def parameters_after(callbacks):
     spec, dataset = data_of(random_labels=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     _, memory, _ = train(
-        model, spec, algorithms=[TokenAccumulation()], callbacks=callbacks, microbatch_size=2, optimizer=optimizer,
-        max_duration='7ba', seed=5,
-    )  # fmt: skip
+        model,
+        spec,
+        algorithms=[TokenAccumulation()],
+        callbacks=callbacks,
+        microbatch_size=2,
+        optimizer=optimizer,
+        max_duration='7ba',
+        seed=5,
+    )
     losses = [float(value) for _, value in memory.data['loss/train/total']]
     return losses, [one.detach().clone() for one in [*model.parameters(), *model.buffers()]], dataset
 
@@ -64,11 +70,18 @@ def stub(spec, model, *, size=2, epochs=2, batch=0, auto=True):
     """What a rehearsal asks of a Trainer's state."""
     epoch, batch_in_epoch = divmod(batch, len(spec.dataloader))
     return SimpleNamespace(
-        dataloader=spec.dataloader, model=model, device=DeviceCPU(), device_train_microbatch_size=size, optimizers=[],
-        auto_microbatching=auto, algorithms=[], precision=Precision.FP32, precision_config=None,
+        dataloader=spec.dataloader,
+        model=model,
+        device=DeviceCPU(),
+        device_train_microbatch_size=size,
+        optimizers=[],
+        auto_microbatching=auto,
+        algorithms=[],
+        precision=Precision.FP32,
+        precision_config=None,
         timestamp=Timestamp(epoch=epoch, batch=batch, batch_in_epoch=batch_in_epoch),
         max_duration=Time.from_epoch(epochs),
-    )  # fmt: skip
+    )
 
 
 class Limited(torch.nn.Module):
@@ -111,9 +124,10 @@ def failures(spec, model, size, first_batch=0, epochs=2):
     return found
 
 
-def test_twenty_random_runs_have_no_late_failure_behind_a_rehearsal():
+@pytest.mark.parametrize('seeds', [range(4), pytest.param(range(4, 20), marks=pytest.mark.slow)], ids=['few', 'many'])
+def test_no_late_failure_after_a_rehearsal(seeds):
     would_have_failed = 0
-    for seed in range(20):
+    for seed in seeds:
         rng = np.random.default_rng(seed)
         spec, _ = data_of(60, seed=seed, size=4, batch=12)
         worst = Limited(np.inf, float(rng.choice([0, 0.01, 0.05])))
@@ -127,7 +141,7 @@ def test_twenty_random_runs_have_no_late_failure_behind_a_rehearsal():
         assert report.microbatch_size == size
         assert size < 4 or model.calls <= 4
         assert size == 4 or failing[2 * size] > 0, 'no smaller than it must be'
-    assert 5 <= would_have_failed <= 19
+    assert 0 < would_have_failed < len(seeds)
 
 
 def test_a_fixed_size_that_does_not_fit_is_refused_with_one_that_does():

@@ -38,7 +38,7 @@ def test_every_sample_once_an_epoch(sizes, global_batch_size, seed):
         assert sorted(found) == list(range(sum(sizes)))
 
 
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=8)
 @given(sizes=sizes_lists, multiple=st.integers(1, 2), per_step=st.booleans(), epoch=st.integers(0, 2))
 def test_every_number_of_ranks_makes_the_same_steps_without_repeating_a_sample(sizes, multiple, per_step, epoch):
     # Until the last batch of a medium was filled up to a multiple of the ranks, as torch's sampler does, one and
@@ -50,10 +50,16 @@ def test_every_number_of_ranks_makes_the_same_steps_without_repeating_a_sample(s
         shares = []
         for rank in range(ranks):
             sampler = RegroupingBatchSampler(
-                range(sum(sizes)), lengths=np.arange(sum(sizes)) % 9 + 1, global_batch_size=24 * multiple,
-                num_replicas=ranks, rank=rank, max_tokens=30, mixture=Mixture(sizes),
-                modality='per_step' if per_step else 'mixed', media=media,
-            )  # fmt: skip
+                range(sum(sizes)),
+                lengths=np.arange(sum(sizes)) % 9 + 1,
+                global_batch_size=24 * multiple,
+                num_replicas=ranks,
+                rank=rank,
+                max_tokens=30,
+                mixture=Mixture(sizes),
+                modality='per_step' if per_step else 'mixed',
+                media=media,
+            )
             sampler.set_epoch(epoch)
             shares.append([[] if share.is_copy else share for share in sampler])
         assert [sorted(samples(step)) for step in zip(*shares, strict=True)] == expected
@@ -159,9 +165,17 @@ def test_ranks_together_train_on_the_mixtures_batches_whatever_their_number(moda
         shares = []
         for rank in range(ranks):
             sampler = RegroupingBatchSampler(
-                range(47), lengths=lengths, global_batch_size=8, num_replicas=ranks, rank=rank, max_tokens=120,
-                mixture=mixture, modality=modality, image_tokens=images, drop_last=True,
-            )  # fmt: skip
+                range(47),
+                lengths=lengths,
+                global_batch_size=8,
+                num_replicas=ranks,
+                rank=rank,
+                max_tokens=120,
+                mixture=mixture,
+                modality=modality,
+                image_tokens=images,
+                drop_last=True,
+            )
             sampler.set_epoch(2)
             shares.append(list(sampler))
             assert len(shares[-1]) == len(sampler) == 7
@@ -175,9 +189,14 @@ def test_ranks_together_train_on_the_mixtures_batches_whatever_their_number(moda
 def test_resumes_in_the_middle_of_a_mixture():
     def build(**kwargs):
         return RegroupingBatchSampler(
-            range(50), lengths=np.arange(50) % 17 + 1, global_batch_size=8, num_replicas=2, rank=1, max_tokens=60,
+            range(50),
+            lengths=np.arange(50) % 17 + 1,
+            global_batch_size=8,
+            num_replicas=2,
+            rank=1,
+            max_tokens=60,
             mixture=Mixture([20, 30], **kwargs),
-        )  # fmt: skip
+        )
 
     whole = build()
     whole.set_epoch(1)
@@ -218,8 +237,9 @@ def test_bad_shares_are_refused(arguments, message):
 )
 def test_bad_sampler_arguments_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        RegroupingBatchSampler(range(8), lengths=[5] * 8, global_batch_size=4, num_replicas=1, rank=0,
-                               max_tokens=20, **arguments)  # fmt: skip
+        RegroupingBatchSampler(
+            range(8), lengths=[5] * 8, global_batch_size=4, num_replicas=1, rank=0, max_tokens=20, **arguments
+        )
 
 
 # Merged sequences against plain one-by-one merging by divisors
@@ -258,7 +278,7 @@ def test_integer_quotas_are_met_exactly():
     assert counts_of_first(1010, [Fraction(1000), Fraction(3), Fraction(7)]) == [1000, 3, 7]
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=10)
 @given(sizes=st.lists(st.integers(30, 90), min_size=2, max_size=3), seed=st.integers(0, 9))
 def test_shares_of_loss_tokens_are_what_was_asked_for(sizes, seed):
     """Counted sample by sample: short answers in one dataset, long ones in another, some without any."""

@@ -32,9 +32,14 @@ def table(num_samples, seed=0):
 def build(num_samples, global_batch_size, *, ranks=1, rank=0, **kwargs):
     lengths = kwargs.pop('lengths', table(num_samples))
     return RegroupingBatchSampler(
-        range(num_samples), lengths=lengths, global_batch_size=global_batch_size, num_replicas=ranks, rank=rank,
-        max_tokens=kwargs.pop('max_tokens', 3 * LONGEST), **kwargs,
-    )  # fmt: skip
+        range(num_samples),
+        lengths=lengths,
+        global_batch_size=global_batch_size,
+        num_replicas=ranks,
+        rank=rank,
+        max_tokens=kwargs.pop('max_tokens', 3 * LONGEST),
+        **kwargs,
+    )
 
 
 def all_ranks(num_samples, global_batch_size, ranks, *, epoch=0, **kwargs):
@@ -56,10 +61,13 @@ def stock_batches(num_samples, global_batch_size, ranks, *, epoch=0, seed=0, shu
         sampler.set_epoch(epoch)
         loaders.append(
             DataLoader(
-                range(num_samples), batch_size=global_batch_size // ranks, sampler=sampler, drop_last=drop_last,
+                range(num_samples),
+                batch_size=global_batch_size // ranks,
+                sampler=sampler,
+                drop_last=drop_last,
                 collate_fn=list,
             )
-        )  # fmt: skip
+        )
     return steps(loaders)
 
 
@@ -71,7 +79,7 @@ def steps(batches):
     ]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(
     num_samples=st.integers(1, 90),
     ranks=st.sampled_from([1, 2, 3, 4, 6, 12]),

@@ -26,15 +26,21 @@ def llama_by_hand(config, rows, width):
 
 def test_a_llama_costs_what_is_counted_by_hand():
     config = LlamaConfig(
-        vocab_size=500, hidden_size=64, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4,
-        use_cache=False, attn_implementation='eager',
-    )  # fmt: skip
+        vocab_size=500,
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        use_cache=False,
+        attn_implementation='eager',
+    )
     flops = count_flops(partial(LlamaForCausalLM, config), config, text_rows([(9, 4), (20, 9)]), width=64)
     for rows, width in ((1, 7), (8, 128), (3, 2048)):
         assert flops.text(rows, width) == pytest.approx(llama_by_hand(config, rows, width), rel=0.01)
     assert flops.residual < 1e-6
 
 
+@pytest.mark.slow
 def test_the_demo_costs_what_is_counted_by_hand():
     """A vision encoder as well, whose last layer is not its own: the projector reads the one before the last norm."""
     processor = build_digits_processor()

@@ -136,7 +136,7 @@ def _sound(rng: random.Random) -> np.ndarray:
 
 
 class TokenIds:
-    """What the text settings of :mod:`family_models` ask of an encoder."""
+    """What :mod:`family_models` asks of an encoder."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer

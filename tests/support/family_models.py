@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from tests.support.family_processors import IMAGE_SIZE, PATCH_SIZE, PINPOINTS
 
-__all__ = ['CLASSES', 'MODELS', 'config_of']
+__all__ = ['MODELS']
 
 NUM_PATCHES = (IMAGE_SIZE // PATCH_SIZE) ** 2
 IMAGE = dict(image_token_index='<image>')
@@ -51,13 +51,10 @@ def _table(h: int) -> dict[str, tuple[str, dict[str, Any]]]:
     grid = dict(depth=2, hidden_size=h, num_heads=2, patch_size=PATCH_SIZE, spatial_merge_size=2, temporal_patch_size=2)
     windows = dict(grid, intermediate_size=i, window_size=16, fullatt_block_indexes=[1], out_hidden_size=h)
     deep = dict(grid, intermediate_size=i, out_hidden_size=h, num_position_embeddings=16, deepstack_visual_indexes=[0])
-    sam = dict(vision, output_channels=8, image_size=32, window_size=4, global_attn_indexes=[1], mlp_dim=h)
     glm = dict(depth=2, hidden_size=h, num_heads=2, image_size=IMAGE_SIZE, patch_size=PATCH_SIZE, out_hidden_size=h,
                intermediate_size=h)  # fmt: skip
     audio = dict(num_mel_bins=8, d_model=h, encoder_layers=2, encoder_attention_heads=2, encoder_ffn_dim=i,
                  max_source_positions=50)  # fmt: skip
-    perceiver = dict(hidden_size=h, resampler_n_latents=4, resampler_depth=1, resampler_n_heads=2,
-                     resampler_head_dim=8, num_key_value_heads=1)  # fmt: skip
     qformer = dict(vocab_size=600, hidden_size=h, num_hidden_layers=2, num_attention_heads=2, intermediate_size=i,
                    hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)  # fmt: skip
     queries = dict(vision_config=vision, qformer_config=qformer, num_query_tokens=4)
@@ -122,21 +119,6 @@ def _table(h: int) -> dict[str, tuple[str, dict[str, Any]]]:
             'Llava',
             dict(text_config=mistral, vision_config=pixtral, image_token_index='[IMG]', **LAST,
                  vision_feature_select_strategy='full'),
-        ),
-        # Families without a processor here: their models say what a blank row is worth.
-        'vipllava': (
-            'VipLlava', dict(text_config=llama, vision_config=clip, **IMAGE, vision_feature_layers=[-1, -2]),
-        ),
-        'idefics2': (
-            'Idefics2',
-            dict(text_config=mistral, vision_config=vision, perceiver_config=perceiver, image_token_id='<image>',
-                 **UNTIED),
-        ),
-        'got_ocr2': ('GotOcr2', dict(text_config=qwen2, vision_config=sam, **IMAGE, **UNTIED)),
-        'aya_vision': (
-            'AyaVision',
-            dict(text_config=dict(model_type='cohere2', head_dim=8), vision_config=siglip, **IMAGE,
-                 downsample_factor=2),
         ),
         'glm4v': (
             'Glm4v',

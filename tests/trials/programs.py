@@ -398,15 +398,11 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
         'train', [*RUN, 'loader.lengths_folder=~/x'], None, '`loader.lengths_folder`',
     ),
     'size into a store of objects': ('size', [*SIZE[:-1], 'lengths.mean=50', 'folder=s3://x/y'], '`folder`'),
-    'size of a table with semicolons': (
-        'size', [*SIZE, 'lengths={folder}/a.csv'], a_table('tokens;image_tokens\n5;3\n'), 'column tokens',
-    ),
     'size of no lengths': ('size', [*SIZE, 'lengths='], '`lengths'),
     'size of lengths of at most 0': ('size', [*SIZE, 'lengths.mean=100', 'lengths.longest=0'], 'longest'),
     'size of a sample of 2 thousand million tokens': (
         'size', [*SIZE, 'lengths={folder}/a.csv'], a_table('tokens\n2000000000\n'), 'up to 16777216',
     ),
-    'size of half a token': ('size', [*SIZE, 'lengths={folder}/a.csv'], a_table('tokens\n5.5\n'), 'whole numbers'),
     'size of images for twice all samples': (
         'size', [*SIZE, 'lengths.mean=50', 'lengths.with_images=2'], 'with_images',
     ),

@@ -38,7 +38,7 @@ def weighted(token_weights, **options):
     ['gpt2', 'bert', 't5', 'mixtral', 'gemma3', 'qwen2_vl', 'mllama_mixed', 'blip2', 'idefics3', 'qwen2_audio'],
 )
 @pytest.mark.parametrize(('token_weights', 'side', 'packing'), CASES)
-def test_families_are_exact_or_refused_where_the_plain_mean_is(family, token_weights, side, packing):
+def test_weighted_families_are_exact_or_refused(family, token_weights, side, packing):
     subject = SUBJECTS[family]
     batch = subject.batch(1, side=side)
     options = weighted(token_weights)
@@ -148,7 +148,7 @@ class Copying(NativeModel):
 
 
 @pytest.mark.parametrize('token_weights', ['token', 'column'])
-def test_logits_that_are_a_copy_of_those_of_the_loss(token_weights, caplog):
+def test_copied_logits_are_weighted(token_weights, caplog):
     model, batch = Copying('causal'), collate(text_rows(SHAPE))
     batch['loss_weights'] = column(batch)
     with caplog.at_level('INFO', logger='composer_tokacc'):
@@ -164,7 +164,7 @@ def test_logits_that_are_a_copy_of_those_of_the_loss(token_weights, caplog):
         *(one_hot, copied, class_weights, twice),
     ],
 )
-def test_ways_to_write_a_mean_over_tokens(of):
+def test_ways_to_write_token_means(of):
     model, batch = OwnLoss(of), collate(text_rows(SHAPE))
     assert measure(model, batch, 2).kind == 'exact'
     outcome = measure(model, {**batch, 'loss_weights': column(batch)}, 2, **weighted('column'))

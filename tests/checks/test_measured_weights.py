@@ -43,7 +43,7 @@ def fit(model, data, **options):
     return report
 
 
-def test_stock_composer_weighs_tokens_by_the_rows_of_their_microbatch():
+def test_stock_composer_weights():
     report = fit(hugging_face(text_model()), stock(BATCH))
     tokens = [sum(TARGETS[part]) for part in MICROBATCHES]
     expected = [
@@ -61,7 +61,7 @@ def test_stock_composer_weighs_tokens_by_the_rows_of_their_microbatch():
 @pytest.mark.parametrize(
     'make', [stock, lambda batch: token_data_spec(loader(batch))], ids=['stock split', 'our split']
 )
-def test_with_the_algorithm_every_token_weighs_the_same(make, dropout):
+def test_algorithm_weighs_tokens_alike(make, dropout):
     model = hugging_face(text_model(attention_dropout=dropout).train())
     report = fit(model, make(BATCH), algorithms=[TokenAccumulation()])
     weights = torch.cat(report.weights)
@@ -71,14 +71,14 @@ def test_with_the_algorithm_every_token_weighs_the_same(make, dropout):
     assert 'tokens weigh the same' in str(report)
 
 
-def test_square_root_weights_are_those_of_the_formula():
+def test_square_root_weights():
     report = fit(hugging_face(text_model()), stock(BATCH), algorithms=[TokenAccumulation(token_weights='sqrt')])
     weights = torch.cat([torch.full((count,), count**-0.5) for count in TARGETS])
     torch.testing.assert_close(torch.cat(report.weights), weights / weights.sum(), **FLOAT32)
 
 
 @pytest.mark.parametrize('signed', [False, True], ids=['positive', 'advantages'])
-def test_weights_of_a_weighted_loss_with_their_signs(signed):
+def test_signed_weights_of_weighted_loss(signed):
     model, generator = text_model(), torch.Generator().manual_seed(0)
     with measure_token_weights(model) as report:
         logits, labels = shifted(model)
@@ -91,7 +91,7 @@ def test_weights_of_a_weighted_loss_with_their_signs(signed):
     assert report.spread == pytest.approx(float(weights.abs().max() / weights.abs().min()), rel=1e-5)
 
 
-def test_other_positions_and_the_gradient_of_the_model_are_left_alone():
+def test_measuring_changes_no_gradient():
     model = text_model()
     model(**BATCH).loss.backward()
     expected = [parameter.grad.clone() for parameter in model.parameters()]
@@ -102,7 +102,7 @@ def test_other_positions_and_the_gradient_of_the_model_are_left_alone():
     assert [len(weights) for weights in report.weights] == [sum(TARGETS)]
 
 
-def test_a_label_that_one_other_token_rivals_is_not_taken_for_the_other():
+def test_label_with_one_rival():
     """The entries of both are alike but for round-off: the wrong one gives a negative weight without a residual."""
     model = torch.nn.Embedding(4, 4, dtype=torch.bfloat16)
     with torch.no_grad():
@@ -113,7 +113,7 @@ def test_a_label_that_one_other_token_rivals_is_not_taken_for_the_other():
     torch.testing.assert_close(report.weights, [torch.ones(3)], rtol=2e-2, atol=0)
 
 
-def test_tokens_that_the_model_is_sure_of_are_left_out_and_counted():
+def test_certain_tokens_are_left_out():
     model = torch.nn.Embedding(4, 4)
     with torch.no_grad():
         model.weight.copy_(torch.eye(4) * 12)
@@ -132,7 +132,7 @@ def test_tokens_that_the_model_is_sure_of_are_left_out_and_counted():
     ],
     ids=['z-loss', 'label smoothing'],
 )
-def test_what_is_no_cross_entropy_shows_as_a_residual(term, residual):
+def test_other_loss_shows_as_residual(term, residual):
     model = text_model()
     with measure_token_weights(model) as report:
         logits, labels = shifted(model)
@@ -160,7 +160,7 @@ def by_accelerate(model, batch):
 
 
 @pytest.mark.parametrize('run', [in_bfloat16, in_autocast, by_accelerate])
-def test_short_floats_weigh_the_same_up_to_their_round_off(run):
+def test_short_floats_up_to_round_off(run):
     model = text_model()
     with measure_token_weights(model) as report:
         run(model, BATCH)
@@ -214,7 +214,7 @@ def checkpointed(model):
 @pytest.mark.parametrize(
     'wrap', [peft, pytest.param(compiled_before, marks=pytest.mark.slow), checkpointed, hugging_face]
 )
-def test_models_that_are_wrapped_are_measured_once(wrap):
+def test_wrapped_models_are_measured_once(wrap):
     model = wrap(text_model())
     with measure_token_weights(model) as report:
         (model(BATCH) if wrap is hugging_face else model(**BATCH)).loss.backward()
@@ -222,7 +222,7 @@ def test_models_that_are_wrapped_are_measured_once(wrap):
     assert 'had no gradient' not in str(report)
 
 
-def test_two_forwards_in_a_step_and_evaluation_inside():
+def test_two_forwards_and_evaluation():
     model = text_model()
     with measure_token_weights(model) as report:
         (model(**BATCH).loss + model(**BATCH).loss / 2).backward()
@@ -266,7 +266,7 @@ class FusedLoss(torch.nn.Module):
     ],
     ids=['no forward', 'a copy', 'no grad', 'no logits', 'no backward', 'detached'],
 )
-def test_nothing_measured_is_refused_with_the_reason(make, run, said):
+def test_nothing_measured_is_refused(make, run, said):
     model = make()
     refused = pytest.raises(RuntimeError, match=rf'No token weight was measured of {type(model).__name__}: .*{said}')
     with refused, measure_token_weights(model):
@@ -278,14 +278,14 @@ def num_hooks(model):
     return sum(len(module._forward_hooks) for module in model.modules())
 
 
-def test_an_error_inside_is_the_one_that_is_raised_and_no_hook_stays():
+def test_error_inside_removes_all_hooks():
     model = text_model()
     with pytest.raises(KeyError, match='inside'), measure_token_weights(model):
         {'hooks': num_hooks(model) or pytest.fail('none')}['inside']
     assert num_hooks(model) == 0
 
 
-def test_a_copy_that_is_made_inside_is_measured_no_longer_than_the_model():
+def test_copy_made_inside():
     model = text_model()
     with measure_token_weights(model) as report:
         average = copy.deepcopy(model)
@@ -295,7 +295,7 @@ def test_a_copy_that_is_made_inside_is_measured_no_longer_than_the_model():
     assert 'forwards had no gradient' not in str(report)
 
 
-def test_gradients_that_are_not_finite_are_said():
+def test_infinite_gradients_are_reported():
     model = text_model()
     with measure_token_weights(model) as report:
         (model(**BATCH).loss * torch.nan).backward()
@@ -305,7 +305,7 @@ def test_gradients_that_are_not_finite_are_said():
     assert 'do NOT weigh the same' in str(report)
 
 
-def test_label_smoothing_alone_is_not_taken_for_unlike_weights():
+def test_label_smoothing_keeps_weights_alike():
     model = text_model()
     with measure_token_weights(model) as report:
         logits, labels = shifted(model)
@@ -314,7 +314,7 @@ def test_label_smoothing_alone_is_not_taken_for_unlike_weights():
     assert 'tokens weigh the same, to 3e-03' in str(report)
 
 
-def test_a_fused_head_that_hands_out_log_probabilities():
+def test_fused_head_with_log_probabilities():
     """As TRL's: no logits; what the loss does with a label's log-probability is the token's weight."""
 
     class FusedHead(FusedLoss):
@@ -334,7 +334,7 @@ def test_the_example_of_the_docstring_runs():
     assert doctest.testmod(token_weights) == (0, 5)
 
 
-def test_a_backward_after_the_end_is_not_measured():
+def test_backward_after_the_end():
     model = text_model()
     with measure_token_weights(model) as report:
         late = model(**BATCH).loss
@@ -344,7 +344,7 @@ def test_a_backward_after_the_end_is_not_measured():
     assert '1 of 2 forwards' in str(report)
 
 
-def test_a_report_without_tokens_can_be_read():
+def test_report_without_tokens():
     model = text_model()
     with measure_token_weights(model) as report:
         assert 'backward' in str(report)
@@ -358,7 +358,7 @@ class Sentinel:
     """Goes where its holder goes."""
 
 
-def test_the_graph_is_freed_with_its_logits():
+def test_graph_is_freed_with_logits():
     model = text_model()
     with measure_token_weights(model) as report:
         outputs = model(**BATCH)
@@ -372,7 +372,7 @@ def test_the_graph_is_freed_with_its_logits():
 
 
 @pytest.mark.slow
-def test_two_ranks_tell_the_spread_over_both():
+def test_spread_over_two_ranks():
     found = launch_json('tests/ranks/measured_weights.py', ranks=2)
     # Rank 0 has rows of 4 + 8 targets, rank 1 of 2: each rank's own tokens weigh the same in a mean of means.
     assert found['plain']['own'] == pytest.approx([1.0, 1.0], abs=1e-5)

@@ -26,17 +26,29 @@ def screen(folder: Path, ending: str, *overrides: str, **arguments: Any) -> tupl
     path = folder / 'run.yaml'
     path.write_text(yaml.safe_dump(config))
     command = [
-        Path(sys.executable).with_name('composer'), '-n', '2', '-m', 'composer_tokacc.train', path,
-        *TINY_DIGITS, f'report.folder={folder}', *overrides,
-    ]  # fmt: skip
+        Path(sys.executable).with_name('composer'),
+        '-n',
+        '2',
+        '-m',
+        'composer_tokacc.train',
+        path,
+        *TINY_DIGITS,
+        f'report.folder={folder}',
+        *overrides,
+    ]
     done = subprocess.run(
-        list(map(str, command)), cwd=ROOT, env=environment(), timeout=540, text=True, stdout=subprocess.PIPE,
+        list(map(str, command)),
+        cwd=ROOT,
+        env=environment(),
+        timeout=540,
+        text=True,
+        stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-    )  # fmt: skip
+    )
     return done.returncode, [line for line in done.stdout.splitlines() if line.strip()]
 
 
-def test_a_bad_sample_on_another_rank_is_the_last_line_and_alone(tmp_path):
+def test_bad_sample_on_another_rank(tmp_path):
     status, lines = screen(tmp_path, 'FailOnRank', rank=1, bad_sample=True)
     assert status == 2
     assert [line for line in lines if 'Traceback' in line] == []
@@ -46,7 +58,7 @@ def test_a_bad_sample_on_another_rank_is_the_last_line_and_alone(tmp_path):
     assert [line for line in behind if not line.startswith(launchers)] == []
 
 
-def test_a_killed_loader_process_of_another_rank_is_the_last_line_and_alone(tmp_path):
+def test_killed_loader_on_another_rank(tmp_path):
     status, lines = screen(tmp_path, 'KillLoader', 'loader.num_workers=1', rank=1)
     assert status == 2
     assert [line for line in lines if 'Traceback' in line] == []
@@ -54,14 +66,14 @@ def test_a_killed_loader_process_of_another_rank_is_the_last_line_and_alone(tmp_
     assert 'processes that read samples must live as long as the run' in line
 
 
-def test_a_bug_on_another_rank_shows_its_own_traceback_and_no_other(tmp_path):
+def test_bug_on_another_rank(tmp_path):
     status, lines = screen(tmp_path, 'FailOnRank', rank=1, bad_sample=False)
     assert status == 1
     assert sum('Traceback' in line for line in lines) == 1
     assert "KeyError: 'a bug of ours'" in lines
 
 
-def test_a_rank_that_stands_still_is_named(tmp_path):
+def test_still_rank_is_named(tmp_path):
     status, lines = screen(tmp_path, 'StopRank', 'trainer.dist_timeout=40', rank=1)
     assert status == 2
     (line,) = [line for line in lines if line.startswith('error: ')]

@@ -1,0 +1,320 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Losses, rows and norms that change during a run: every step is exact, or refused before the optimizer moves."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from composer.core import Callback
+from composer.models import ComposerModel
+
+from composer_tokacc import TokenAccumulation
+from tests.matrix.harness import measure
+from tests.matrix.native_models import NativeModel
+from tests.matrix.subjects import SUBJECTS
+from tests.support.text import collate, text_model, text_rows
+from tests.support.training import fit, relative_error
+
+NUM_STEPS, BEGINS = 40, 12
+SHAPE = [(4, 2), (9, 3), (5, 4), (14, 11), (6, 1), (3, 2)]
+RARE = 63
+"""A token that no label is before the effect begins."""
+
+
+class Changing(ComposerModel):
+    """A Llama whose loss is ``of(logits, states, labels, heads, has begun)``."""
+
+    def __init__(self, of: Callable[..., torch.Tensor], begins: int) -> None:
+        super().__init__()
+        self.model, self.of, self.begins, self.step = SUBJECTS['llama'].model('large').model, of, begins, 0
+        torch.manual_seed(0)
+        self.heads = torch.nn.ModuleDict({'next': torch.nn.Linear(32, 64), 'value': torch.nn.Linear(32, 1)})
+
+    def forward(self, batch: Any) -> Any:
+        states = self.model.model(batch['input_ids'], batch['attention_mask']).last_hidden_state
+        logits = self.model.lm_head(states)
+        loss = self.of(logits, states, batch['labels'], self.heads, self.step >= self.begins)
+        return {'loss': loss, 'logits': logits}
+
+    def loss(self, outputs: Any, batch: Any) -> torch.Tensor:
+        return outputs['loss']
+
+    def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
+        return outputs or self(batch)
+
+
+def token_losses(logits, labels, **options):
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), **options)
+
+
+def rare_label_weighted(logits, states, labels, heads, has_begun):
+    weight = torch.ones(64).index_fill(0, torch.tensor([RARE]), 0.1)
+    return token_losses(logits, labels, weight=weight)
+
+
+def rare_label_weighted_by_number(logits, states, labels, heads, has_begun):
+    weight = torch.ones(64).index_fill(0, torch.tensor([RARE]), 0.1)
+    return token_losses(logits, labels, weight=weight, reduction='sum') / (labels[:, 1:] != -100).sum()
+
+
+def focal(logits, states, labels, heads, has_begun):
+    losses = token_losses(logits, labels, reduction='none')
+    factors = (1 - (-losses).exp()).square() if has_begun else torch.ones_like(losses)
+    return (factors * losses).sum() / (labels[:, 1:] != -100).sum()
+
+
+def label_smoothing(logits, states, labels, heads, has_begun):
+    return token_losses(logits, labels, label_smoothing=0.1 * has_begun)
+
+
+def z_loss(logits, states, labels, heads, has_begun):
+    counted = labels[:, 1:] != -100
+    return token_losses(logits, labels) + 1e-2 * has_begun * logits[:, :-1][counted].logsumexp(dim=-1).square().mean()
+
+
+def z_loss_of_rows(logits, states, labels, heads, has_begun):
+    counted = labels[:, 1:] != -100
+    squares = logits[:, :-1].logsumexp(dim=-1).square() * counted
+    return token_losses(logits, labels) + 1e-2 * has_begun * (squares.sum(1) / counted.sum(1).clamp(min=1)).mean()
+
+
+def distillation(logits, states, labels, heads, has_begun):
+    teacher = torch.randn(64, generator=torch.Generator().manual_seed(1)).log_softmax(dim=0)
+    counted = labels[:, 1:] != -100
+    distances = F.kl_div(
+        logits[:, :-1][counted].log_softmax(dim=-1), teacher[None], log_target=True, reduction='none'
+    ).sum(dim=-1)
+    return token_losses(logits, labels) + 0.5 * has_begun * distances.mean()
+
+
+def multi_token_prediction(logits, states, labels, heads, has_begun):
+    if not has_begun:
+        return token_losses(logits, labels)
+    ahead = F.cross_entropy(heads['next'](states)[:, :-2].flatten(0, 1), labels[:, 2:].flatten())
+    return token_losses(logits, labels) + 0.3 * ahead
+
+
+def value_head(logits, states, labels, heads, has_begun):
+    if not has_begun:
+        return token_losses(logits, labels)
+    return token_losses(logits, labels) + 0.3 * heads['value'](states[:, -1]).square().mean()
+
+
+LOSSES = [
+    rare_label_weighted,
+    rare_label_weighted_by_number,
+    focal,
+    label_smoothing,
+    z_loss,
+    z_loss_of_rows,
+    distillation,
+    multi_token_prediction,
+    value_head,
+]
+
+
+def batches():
+    rng = random.Random(0)
+    for step in range(NUM_STEPS):
+        lengths = [rng.randint(4, 20) for _ in range(6)]
+        batch = collate(text_rows([(n, rng.randint(1, n - 1)) for n in lengths]))
+        batch['labels'][batch['labels'] == RARE] = 5
+        if step >= BEGINS:
+            row = rng.randrange(6)
+            place = int((batch['labels'][row] != -100).nonzero()[-1])
+            batch['labels'][row, place] = RARE
+        yield batch
+
+
+QUICK = [(rare_label_weighted_by_number, BEGINS), (value_head, BEGINS)]
+CELLS = [
+    pytest.param(
+        loss,
+        begins,
+        marks=[] if (loss, begins) in QUICK else pytest.mark.slow,
+        id=f'{loss.__name__} from step {begins} on',
+    )
+    for loss in LOSSES
+    for begins in (0, BEGINS)
+]
+
+
+@pytest.mark.parametrize(('loss', 'begins'), CELLS)
+def test_every_step_is_exact_or_refused(loss, begins):
+    model, data = Changing(loss, begins), list(batches())
+    if begins == 0:
+        data = [{**batch, 'labels': batch['labels'].masked_fill(batch['labels'] == 5, RARE)} for batch in data]
+
+    class Counting(Callback):
+        def batch_start(self, state, logger):
+            model.step = int(state.timestamp.batch)
+
+    class Recording(Callback):
+        def after_train_batch(self, state, logger):
+            found.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+
+    found: list[dict[str, torch.Tensor]] = []
+    refused = None
+    try:
+        fit(model, *data, callbacks=[Counting(), Recording()])
+    except RuntimeError as error:
+        refused = str(error)
+        assert 'must' in refused
+    for step, gradients in enumerate(found):
+        model.step = step
+        model.zero_grad()
+        model(data[step])['loss'].backward()
+        expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        assert relative_error(gradients, expected) < 1e-6, step
+    assert len(found) == NUM_STEPS or refused
+    assert begins == 0 or len(found) >= BEGINS  # what is healthy until then is not refused before
+
+
+def steps(model: Any, *, num_steps: int, callbacks: Any = (), **options: Any) -> int:
+    """How many steps a run took before it was refused."""
+    done = 0
+
+    class Counting(Callback):
+        def batch_start(self, state, logger):
+            model.step = int(state.timestamp.batch)
+
+        def batch_end(self, state, logger):
+            nonlocal done
+            done += 1
+
+    refusal = ''
+    try:
+        fit(model, *list(batches())[:num_steps], callbacks=[Counting(), *callbacks], **options)
+    except RuntimeError as error:
+        refusal = str(error)
+    # Nothing but a refusal ends a run before its time.
+    assert done == num_steps or ' must ' in refusal
+    return done
+
+
+@pytest.mark.parametrize('token_weights', ['sqrt', 'column'])
+def test_unweighted_term_is_refused_with_weights(token_weights):
+    def of(logits, states, labels, heads, has_begun):
+        counted = labels[:, 1:] != -100
+        values = heads['value'](states).squeeze(-1)[:, :-1].square()
+        return token_losses(logits, labels) + 0.3 * (values * counted).sum() / counted.sum()
+
+    batch = collate(text_rows(SHAPE))
+    model = Changing(of, 0)
+    assert measure(model, batch, 2).kind == 'exact'
+    batch['loss_weights'] = torch.rand(batch['labels'].shape) + 0.1
+    outcome = measure(model, batch, 2, algorithms=[TokenAccumulation(token_weights=token_weights)])
+    assert outcome.kind == 'refused', outcome
+
+
+@pytest.mark.parametrize('seed', range(4))
+@pytest.mark.parametrize('smoothing', [0.0, 0.1])
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+def test_rounded_gradients_are_no_leak(dtype, smoothing, seed):
+    torch.manual_seed(seed)
+
+    class Smoothed(NativeModel):
+        def forward(self, batch: Any) -> Any:
+            logits = self.model(batch['input_ids'], batch['attention_mask']).logits
+            return {'loss': token_losses(logits.float(), batch['labels'], label_smoothing=smoothing), 'logits': logits}
+
+    model = Smoothed('causal', init='fresh').to(dtype)
+    batch = SUBJECTS['llama'].batch(seed, side='right')
+    recorder = fit(model, batch)
+    assert recorder.gradients
+
+
+@pytest.mark.parametrize('order', ['before', 'after'])
+def test_teacher_head_called_last(order):
+    class Taught(NativeModel):
+        def __init__(self) -> None:
+            super().__init__('causal')
+            self.teacher = text_model().requires_grad_(False)
+
+        def taught(self, batch: Any) -> torch.Tensor:
+            with torch.no_grad():
+                return self.teacher(batch['input_ids'], batch['attention_mask']).logits.log_softmax(dim=-1)
+
+        def forward(self, batch: Any) -> Any:
+            wanted = self.taught(batch) if order == 'before' else None
+            logits = self.model(batch['input_ids'], batch['attention_mask']).logits
+            wanted = self.taught(batch) if wanted is None else wanted
+            counted = (batch['labels'] != -100)[:, 1:]
+            apart = F.kl_div(logits.log_softmax(dim=-1), wanted, log_target=True, reduction='none').sum(dim=-1)
+            loss = token_losses(logits, batch['labels']) + 0.5 * apart[:, :-1][counted].mean()
+            return {'loss': loss, 'logits': logits}
+
+    assert measure(Taught(), collate(text_rows(SHAPE)), 2).kind == 'exact'
+
+
+def test_norms_thawed_later_are_refused():
+    class Normed(Changing):
+        def __init__(self) -> None:
+            super().__init__(lambda logits, states, labels, heads, has_begun: token_losses(logits, labels), 0)
+            self.norm = torch.nn.BatchNorm1d(32).eval()
+
+        def forward(self, batch: Any) -> Any:
+            states = self.model.model(batch['input_ids'], batch['attention_mask']).last_hidden_state
+            logits = self.model.lm_head(self.norm(states.transpose(1, 2)).transpose(1, 2))
+            return {'loss': token_losses(logits, batch['labels']), 'logits': logits}
+
+    class AsEvaluationDoes(Callback):
+        def batch_end(self, state, logger):
+            if int(state.timestamp.batch) == 3:
+                state.model.train()
+
+    model = Normed()
+
+    class Frozen(Callback):
+        def epoch_start(self, state, logger):
+            model.norm.eval()
+
+    assert steps(model, num_steps=6, callbacks=[Frozen(), AsEvaluationDoes()]) == 3
+
+
+@pytest.mark.parametrize('units', [None, {'lm': 'tokens', 'rows': 'samples'}])
+def test_rows_coupled_later_are_refused(units):
+    """What tokens weigh at the logits stays right, so only a look at the rows shows it."""
+
+    class Seeing(Changing):
+        def forward(self, batch: Any) -> Any:
+            states = self.model.model(batch['input_ids'], batch['attention_mask']).last_hidden_state
+            states = states + 0.3 * states.mean(dim=0, keepdim=True) * (self.step >= 12)
+            logits = self.model.lm_head(states)
+            return {'loss': token_losses(logits, batch['labels']), 'logits': logits}
+
+        def loss(self, outputs: Any, batch: Any) -> Any:
+            if units is None:
+                return outputs['loss']
+            return {'lm': outputs['loss'], 'rows': 1e-2 * outputs['logits'][:, -1].square().mean(dim=-1).mean()}
+
+    model = Seeing(lambda *given: None, 0)
+    assert 12 <= steps(model, num_steps=20, loss_units=units) == 16
+
+
+def test_unchecked_loss_may_change():
+    def of(logits, states, labels, heads, has_begun):
+        return token_losses(logits, labels) * (2.0 if has_begun else 1.0)
+
+    assert steps(Changing(of, 12), num_steps=16) == 12
+    assert steps(Changing(of, 12), num_steps=16, check_loss=False, loss_tokens='causal') == 16
+
+
+@pytest.mark.parametrize('term', [None, 0.5])
+def test_term_without_tensor_is_named(term):
+    class Two(NativeModel):
+        def loss(self, outputs: Any, batch: Any) -> Any:
+            return {'lm': outputs['loss'], 'box': term}
+
+    algorithms = [TokenAccumulation(loss_units={'lm': 'tokens', 'box': 'samples'})]
+    options = {'algorithms': algorithms, 'reference': lambda model, batch: {}}
+    outcome = measure(Two('causal'), collate(text_rows(SHAPE)), 2, **options)
+    assert outcome.kind == 'refused', outcome
+    assert "`loss['box']` must be a tensor" in outcome.message
