@@ -100,6 +100,8 @@ ORDER = (
     'compat',
     'batch',
     'collectives',
+    'repeated_samples',
+    'plan_agreement',
     'planning',
     'layout',
     'counting',

@@ -16,6 +16,7 @@ from composer_tokacc.collectives import RankSum, get_world_size
 from composer_tokacc.counting import with_one_label
 from composer_tokacc.layout import PreSplitBatch
 from composer_tokacc.metadata import annotate, loss_weight, num_loss_tokens, without_metadata
+from composer_tokacc.plan_agreement import PlanRecord, check_plans, numbers_to_sum
 from composer_tokacc.planning import check_count
 from composer_tokacc.weights import token_weights_of
 
@@ -75,7 +76,8 @@ def step_loss_weights(
             for microbatch, weight in zip(microbatches, step_loss_weights(microbatches)):
                 (model(**microbatch).loss * weight).backward()
     """
-    return _weights_of(_annotated(microbatches, loss_tokens, token_weights), device)
+    plan = getattr(microbatches, 'plan', None)
+    return _weights_of(_annotated(microbatches, loss_tokens, token_weights), device, plan)
 
 
 def weighted_microbatches(
@@ -98,7 +100,8 @@ def weighted_microbatches(
                 (model(**microbatch).loss * weight).backward()
     """
     counted = _annotated(microbatches, loss_tokens, 'token')
-    for microbatch, weight in zip(counted, _weights_of(counted, device), strict=True):
+    weights = _weights_of(counted, device, getattr(microbatches, 'plan', None))
+    for microbatch, weight in zip(counted, weights, strict=True):
         plain = without_metadata(microbatch)
         yield (plain if num_loss_tokens(microbatch) else with_one_label(plain)), weight
 
@@ -116,9 +119,13 @@ def _annotated(
     return [annotate(microbatch, loss_tokens, token_weights) for microbatch in microbatches]
 
 
-def _weights_of(counted: Sequence[Mapping[str, Any]], device: torch.device | str) -> list[float]:
+def _weights_of(
+    counted: Sequence[Mapping[str, Any]], device: torch.device | str, plan: PlanRecord | None
+) -> list[float]:
     sums = [float(loss_weight(microbatch)) for microbatch in counted]
-    (step_tokens,) = RankSum(torch.tensor([sum(sums)], dtype=torch.float64, device=device)).read()
+    numbers = torch.tensor([sum(sums), *numbers_to_sum(plan)], dtype=torch.float64, device=device)
+    step_tokens, *checks = RankSum(numbers).read()
+    check_plans(checks, plan)
     return [token_weight(weight, step_tokens, world_size=get_world_size()) for weight in sums]
 
 

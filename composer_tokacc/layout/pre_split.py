@@ -17,6 +17,7 @@ from composer_tokacc.compat import new_shared_storage
 from composer_tokacc.layout.families import TEXT_ENTRIES, TEXT_FAMILY
 from composer_tokacc.layout.layout import BatchLayout
 from composer_tokacc.layout.tensors import cat_padded
+from composer_tokacc.plan_agreement import PlanRecord
 
 ALIGNMENT = 64
 """Bytes; tensors of any type may begin there."""
@@ -47,6 +48,8 @@ class PreSplitBatch(Mapping[str, Any]):
         self.indices = indices
         self.described: Any = None
         """Facts of the microbatches' rows, and what they were found in: see ``describe_all``."""
+        self.plan: PlanRecord | None = None
+        """What this rank knows of the plan of the global batch, for the comparison of the ranks."""
         self._joined: dict[str, Any] = {}
 
     def __repr__(self) -> str:
@@ -56,7 +59,9 @@ class PreSplitBatch(Mapping[str, Any]):
     def map(self, function: Callable[[dict[str, Any]], Batch]) -> PreSplitBatch:
         """Returns the batch whose microbatches are ``function`` of these."""
         changed = [function(microbatch) for microbatch in self.microbatches]
-        return PreSplitBatch(changed, max_tokens=self.max_tokens, indices=self.indices)
+        batch = PreSplitBatch(changed, max_tokens=self.max_tokens, indices=self.indices)
+        batch.plan = self.plan
+        return batch
 
     def joined(self, layout: BatchLayout) -> dict[str, Any]:
         """One plain batch of all rows, padded to the widest, on the side that the microbatches are padded on."""
@@ -112,7 +117,7 @@ class PreSplitBatch(Mapping[str, Any]):
     def __reduce__(self) -> tuple[Any, ...]:
         """All tensors in one, because each is sent through a file of its own, of which a process may have too few."""
         memory, places = _packed(self.microbatches)
-        return _unpacked, (memory, places, self.max_tokens, self.indices)
+        return _unpacked, (memory, places, self.max_tokens, self.indices, self.plan)
 
 
 def microbatches_of(batch: Batch) -> Sequence[Batch]:
@@ -177,10 +182,16 @@ def _packed(microbatches: Sequence[Mapping[str, Any]]) -> tuple[torch.Tensor, li
 
 
 def _unpacked(
-    memory: torch.Tensor, places: list[dict[str, Any]], max_tokens: int, indices: list[list[int]] | None
+    memory: torch.Tensor,
+    places: list[dict[str, Any]],
+    max_tokens: int,
+    indices: list[list[int]] | None,
+    plan: PlanRecord | None,
 ) -> PreSplitBatch:
     """Returns the batch, whose tensors are windows on the memory that arrived."""
     microbatches = [
         {key: value.of(memory) if isinstance(value, _Place) else value for key, value in one.items()} for one in places
     ]
-    return PreSplitBatch(microbatches, max_tokens=max_tokens, indices=indices)
+    batch = PreSplitBatch(microbatches, max_tokens=max_tokens, indices=indices)
+    batch.plan = plan
+    return batch

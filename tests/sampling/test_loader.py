@@ -84,7 +84,7 @@ def test_dataset_that_reads_many_at_once_is_asked_once_a_batch():
             return [self[index] for index in indices]
 
     dataset = Reader(30)
-    sampler = build().batch_sampler
+    sampler = build(ranks=1, rank=0).batch_sampler
     loader = RegroupingDataLoader(dataset, batch_sampler=sampler, collate_fn=collate_samples)
     assert samples(loader) == list(map(list, sampler))
     assert dataset.calls == 4
