@@ -137,7 +137,10 @@ class ExchangingDataLoader(DataLoader):
         _, num_samples = self._passes.place(0, 0)
         return self.dataset.state_dict(num_samples, False)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(
+        self,
+        state: dict[str, Any],
+    ) -> None:
         """The next iteration continues where :meth:`state_dict` was taken."""
         self._passes.forget()
         cast(ResumableDataset, self.dataset).load_state_dict(state)
@@ -150,7 +153,9 @@ class ExchangingDataLoader(DataLoader):
         return [RankAssignment.from_plan(microbatches, range(len(sizes))) for microbatches in plan.ranks]
 
     def _read(
-        self, reading: Iterator[list[LoadedRow] | torch.Tensor], batch_index: int
+        self,
+        reading: Iterator[list[LoadedRow] | torch.Tensor],
+        batch_index: int,
     ) -> tuple[list[LoadedRow], list[list[SampleSize]]]:
         """Returns this rank's samples, and the sizes of those of every rank.
 
@@ -213,11 +218,18 @@ class ReadReport:
 class ResumableDataset(Protocol):
     """A dataset that continues where it stopped, such as StreamingDataset."""
 
-    def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:
+    def state_dict(
+        self,
+        num_samples: int,
+        from_beginning: bool,
+    ) -> dict[str, Any]:
         """Returns the state after so many samples of all ranks."""
         ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(
+        self,
+        state: dict[str, Any],
+    ) -> None:
         """Continues from a state."""
         ...
 
@@ -249,7 +261,12 @@ class SampleExchange:
             torch.distributed.all_gather_object(values, value, group=self._gloo)
         return values
 
-    def swap(self, samples: Sequence[LoadedRow], first: int, assigned: Sequence[Sequence[int]]) -> list[LoadedRow]:
+    def swap(
+        self,
+        samples: Sequence[LoadedRow],
+        first: int,
+        assigned: Sequence[Sequence[int]],
+    ) -> list[LoadedRow]:
         """Gives every rank the samples that it computes, and returns those of this rank, in its order.
 
         Args:

@@ -38,7 +38,12 @@ class LoadPlanner:
     num_ranks: int
     options: CutOptions
 
-    def plan(self, lengths: Table, image_tokens: Table | None, vision_cost: Table | None = None) -> MicrobatchPlan:
+    def plan(
+        self,
+        lengths: Table,
+        image_tokens: Table | None,
+        vision_cost: Table | None = None,
+    ) -> MicrobatchPlan:
         """Plans a global batch, with a sample for every rank if there are enough; see :func:`.plan_microbatches`."""
         plan = self._plan_with(self.options, lengths, image_tokens, vision_cost)
         # Under 'fsdp' the step slots of one modality can leave a rank without a sample. It could collate nothing then.
@@ -48,7 +53,11 @@ class LoadPlanner:
         return plan
 
     def _plan_with(
-        self, options: CutOptions, lengths: Table, image_tokens: Table | None, vision_cost: Table | None
+        self,
+        options: CutOptions,
+        lengths: Table,
+        image_tokens: Table | None,
+        vision_cost: Table | None,
     ) -> MicrobatchPlan:
         return plan_rows(lengths, options, num_ranks=self.num_ranks, image_tokens=image_tokens, vision_cost=vision_cost)
 
@@ -96,7 +105,10 @@ def _check_rows(batch: Batch, num_samples: int) -> None:
         )
 
 
-def _with_weights(batch: Mapping[str, Any], weights: list[float]) -> dict[str, Any]:
+def _with_weights(
+    batch: Mapping[str, Any],
+    weights: list[float],
+) -> dict[str, Any]:
     if LOSS_WEIGHTS in batch:
         raise ValueError(
             f'`{LOSS_WEIGHTS}` must be left out of the batch if the sampler has `loss_shares`, got: both for '

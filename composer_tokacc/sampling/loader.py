@@ -98,7 +98,11 @@ class RegroupingDataLoader(DataLoader):
         """Sets the epoch of the next iteration, as trainers ask a loader that shuffles by it."""
         self._sampler.set_epoch(epoch)
 
-    def skip_to(self, epoch: int, batch: int) -> None:
+    def skip_to(
+        self,
+        epoch: int,
+        batch: int,
+    ) -> None:
         """Yields what comes before batch `batch` of epoch `epoch` as ``SkippedBatch``, once."""
         self._resume_at = (epoch, batch)
 
@@ -137,7 +141,11 @@ class RegroupingDataLoader(DataLoader):
         self._resume_at = (0, 0)
         return min(resume_batch, len(self))
 
-    def _read_from(self, epoch: int, first: int) -> Iterator[Any]:
+    def _read_from(
+        self,
+        epoch: int,
+        first: int,
+    ) -> Iterator[Any]:
         """Returns an iterator over the batches of the epoch from `first` on."""
         sampler = self._sampler
         sampler.start_once = first
@@ -157,7 +165,10 @@ class RegroupingDataLoader(DataLoader):
         epoch, batch = self._passes.place(self._sampler.epoch, self._sampler.first_batch)
         return {**self._sampler.state_dict(), 'epoch': epoch, 'batch': batch}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(
+        self,
+        state: dict[str, Any],
+    ) -> None:
         """Lets iterations of this epoch start at the place of the state. Composer needs `SkipReadBatches` instead."""
         self._sampler.load_state_dict(state)
 
@@ -177,7 +188,10 @@ class _PlannedDataset(Dataset):
     """
 
     def __init__(
-        self, dataset: Dataset, sampler: RegroupingBatchSampler, collate_fn: Callable[[list[Any]], Any]
+        self,
+        dataset: Dataset,
+        sampler: RegroupingBatchSampler,
+        collate_fn: Callable[[list[Any]], Any],
     ) -> None:
         self.dataset = dataset
         self._planner = sampler.planner

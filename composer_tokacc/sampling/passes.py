@@ -35,7 +35,11 @@ class Passes:
         """Whether an iterator is under way."""
         return bool(self._under_way)
 
-    def begin(self, epoch: int, batch: int) -> Pass:
+    def begin(
+        self,
+        epoch: int,
+        batch: int,
+    ) -> Pass:
         """Returns a new iterator that starts at a batch of an epoch."""
         if self._last is not None and self._last.has_ended and self._last.epoch == epoch:
             self._last = None  # the same epoch again: its end is no longer the place
@@ -43,7 +47,11 @@ class Passes:
         self._under_way.append(new)
         return new
 
-    def advance(self, moved: Pass, batch: int) -> None:
+    def advance(
+        self,
+        moved: Pass,
+        batch: int,
+    ) -> None:
         """Notes how many batches of the epoch lie behind an iterator."""
         moved.batch = batch
         if self._under_way[-1:] != [moved]:
@@ -69,7 +77,11 @@ class Passes:
         self._under_way.clear()
         self._last = None
 
-    def place(self, next_epoch: int, next_batch: int) -> tuple[int, int]:
+    def place(
+        self,
+        next_epoch: int,
+        next_batch: int,
+    ) -> tuple[int, int]:
         """Returns epoch and batch of the furthest iterator; if there is none, where the next one will start.
 
         While an iterator is under way its epoch counts, even if the epoch of the next one is set already.

@@ -216,7 +216,10 @@ class RegroupingBatchSampler(DistributedSampler):
         epoch, batch = self._passes.place(self.epoch, self.first_batch)
         return {'epoch': epoch, 'batch': batch, **self._identity()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(
+        self,
+        state: dict[str, Any],
+    ) -> None:
         """Continues where :meth:`state_dict` was taken, also on another number of ranks.
 
         Raises:
@@ -243,7 +246,11 @@ class RegroupingBatchSampler(DistributedSampler):
         checksum = extended_checksum(self._checksum, self._window(batch).tobytes())
         return PlanRecord(checksum, self.rank, self.num_replicas, facts=lambda: self.plan_facts(epoch, batch))
 
-    def plan_facts(self, epoch: int, batch: int) -> Facts:
+    def plan_facts(
+        self,
+        epoch: int,
+        batch: int,
+    ) -> Facts:
         """Returns all that a plan depends on."""
         return {**self._facts(), 'epoch': str(epoch), 'global batch': str(batch)}
 
@@ -254,6 +261,7 @@ class RegroupingBatchSampler(DistributedSampler):
         if self.loss_shares is not None:
             tables['loss_shares'] = self.loss_shares.shares
             tables['loss_tokens'] = self.loss_shares.loss_tokens
+            tables['loss_sizes'] = np.array(self.loss_shares.sizes)
         for name, table in tables.items():
             if table is not None:
                 facts.update(table_facts(name, table))
@@ -358,7 +366,12 @@ class SampleTables:
 
 
 def torchs_batches(
-    num_samples: int, global_batch_size: int, *, drop_last: bool, seed: int | None, epoch: int
+    num_samples: int,
+    global_batch_size: int,
+    *,
+    drop_last: bool,
+    seed: int | None,
+    epoch: int,
 ) -> list[np.ndarray]:
     """Returns the samples of each global batch of one epoch: those of torch's DistributedSampler, each once.
 
@@ -378,7 +391,12 @@ def torchs_batches(
     return [order[start : start + global_batch_size] for start in range(0, end, global_batch_size)]
 
 
-def prefetch(function: Callable[[Item], Result], items: Iterable[Item], *, depth: int = 2) -> Iterator[Result]:
+def prefetch(
+    function: Callable[[Item], Result],
+    items: Iterable[Item],
+    *,
+    depth: int = 2,
+) -> Iterator[Result]:
     """Yields ``map(function, items)``, with up to `depth` further results computed in a background thread.
 
     The thread starts with the first item. It is joined when the iterator ends, is closed or is garbage collected. An
@@ -404,7 +422,11 @@ def length_of(dataset: object) -> int:
     return len(dataset)
 
 
-def _media_of(media: Table | None, image_tokens: np.ndarray | None, num_samples: int) -> np.ndarray:
+def _media_of(
+    media: Table | None,
+    image_tokens: np.ndarray | None,
+    num_samples: int,
+) -> np.ndarray:
     """Returns the modality of each sample, int64 (n,); by default whether it has image tokens."""
     if media is None and image_tokens is not None:
         media = np.sign(image_tokens)
@@ -413,7 +435,13 @@ def _media_of(media: Table | None, image_tokens: np.ndarray | None, num_samples:
     return checked_table('media', media, num_samples)
 
 
-def _check_order(rank: int, num_replicas: int, seed: int, shuffle: bool, drop_last: bool) -> None:
+def _check_order(
+    rank: int,
+    num_replicas: int,
+    seed: int,
+    shuffle: bool,
+    drop_last: bool,
+) -> None:
     """Raises ValueError for arguments that give torch's sampler no order, or a rank no part of it."""
     check_choice('rank', rank, range(num_replicas))
     check_choice('shuffle', shuffle, (True, False))
@@ -428,7 +456,11 @@ def _check_within(name: str, value: int, least: int = -(2**62), most: int = 2**6
 
 
 def _check_batch_size(
-    global_batch_size: int, num_replicas: int, num_samples: int, mixture: Mixture | None, drop_last: bool
+    global_batch_size: int,
+    num_replicas: int,
+    num_samples: int,
+    mixture: Mixture | None,
+    drop_last: bool,
 ) -> None:
     """Raises ValueError for a global batch that ranks cannot share, or that an epoch cannot fill."""
     samples_of_epoch = num_samples
@@ -451,7 +483,11 @@ def _check_batch_size(
         )
 
 
-def _check_cap(sizes: np.ndarray, name: str, cap: int | None) -> None:
+def _check_cap(
+    sizes: np.ndarray,
+    name: str,
+    cap: int | None,
+) -> None:
     """Raises ValueError if a sample is larger than a microbatch may be."""
     highest = int(sizes.argmax())
     if cap is not None and sizes[highest] > cap:

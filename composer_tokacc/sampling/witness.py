@@ -15,7 +15,10 @@ import numpy as np
 import torch
 
 
-def witness_of(read: Callable[[list[int]], Sequence[Any]], indices: Sequence[int]) -> str:
+def witness_of(
+    read: Callable[[list[int]], Sequence[Any]],
+    indices: Sequence[int],
+) -> str:
     """Returns a digest of samples that is equal in all processes with the same dataset; empty if nothing can be told.
 
     Only token ids count, or texts if a sample has none: pixels may be augmented, and paths may differ between nodes.
