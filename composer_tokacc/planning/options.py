@@ -122,10 +122,10 @@ def check_choice(
     # The type is compared, too, because 1 equals True.
     if type(value) in types and value in choices:
         return
-    *others, last = [repr(choice) for choice in choices]
+    *first_ones, last = [repr(choice) for choice in choices]
     allowed = last
-    if others:
-        allowed = f'{", ".join(others)} or {last}'
+    if first_ones:
+        allowed = f'{", ".join(first_ones)} or {last}'
     raise ValueError(f'`{name}` must be {allowed}, got: {value!r}.')
 
 

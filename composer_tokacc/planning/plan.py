@@ -129,8 +129,7 @@ def time_in_slots(costs: Sequence[Sequence[tuple[float, float]]]) -> float:
     """
     time = 0.0
     for slot in zip_longest(*costs, fillvalue=(0.0, 0.0)):
-        time += max(vision for vision, _ in slot)
-        time += max(rest for _, rest in slot)
+        time += max(vision for vision, _ in slot) + max(text for _, text in slot)
     return time
 
 
@@ -251,7 +250,7 @@ class _Cut(NamedTuple):
     costs: np.ndarray
     """Cost of each microbatch, and after them of the dummies, float64 (K + dummies,)."""
     order_by: np.ndarray
-    """The cost by which they are assigned, the greatest first, float64 likewise."""
+    """The cost by which they are assigned, the greatest first, float64 (K + dummies,)."""
     ranks: np.ndarray | None
     """Rank of each of them, int64 (K + dummies,); None for step slots, which are assigned at the end."""
 
@@ -282,11 +281,11 @@ class _CutSearch:
         self._num_ranks = num_ranks
         self._fixed_cost = cost.launch
         self._in_slots = in_slots
-        nothing = np.zeros_like(rows.vision)
+        zeros = np.zeros_like(rows.vision)
         self._equals = [(rows.row_costs, rows.vision)]
-        """What is made equal: cost of the rows, and in the vision encoder."""
+        """Costs that a cut makes equal: of the rows, and in the vision encoder."""
         if in_slots and rows.vision[-1] > 0.0:
-            self._equals = [(rows.row_costs, nothing), (nothing[1:], rows.vision)]
+            self._equals = [(rows.row_costs, zeros), (zeros[1:], rows.vision)]
         self._padded = LeastPaddedCuts(rows, TOLERANCE)
         self._alone = rows.row_costs + np.diff(rows.vision) + cost.launch
         self._cheapest = int(np.argmin(self._alone))

@@ -12,8 +12,8 @@ import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from itertools import count
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
+from itertools import chain, count
+from typing import Any, Literal, NamedTuple, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -27,22 +27,21 @@ from composer_tokacc.planning import CostModel, CutOptions
 from composer_tokacc.repeated_samples import num_repeated_by
 from composer_tokacc.sampling.load_planner import LoadPlanner
 from composer_tokacc.sampling.passes import Passes
-from composer_tokacc.sampling.rank_assignment import RankAssignment
+from composer_tokacc.sampling.rank_assignment import RankAssignment, Value
 
-Value = TypeVar('Value')
 LoadedRow = Mapping[str, torch.Tensor]
 """A sample as the dataset returns it."""
 
 
 class ExchangingDataLoader(DataLoader):
-    """Regroups samples across ranks after loading, for datasets that decide which rank reads what, as streamed ones do.
+    """Regroups samples across ranks after loading, for datasets that divide themselves among the ranks.
 
     In every step each rank reads the samples that a plain DataLoader would read. All ranks learn the lengths of all
-    samples and make the same plan, and samples go to the rank that will compute them. So a global batch holds what it
-    would hold otherwise, each sample once. Only the grouping of samples into microbatches and ranks changes, which
+    samples and make the same plan, and samples go to the rank that will compute them. So a global batch holds the same
+    samples as without this loader, each once. Only the grouping of samples into microbatches and ranks changes, which
     changes no gradient with token accumulation. Samples that torch's DistributedSampler repeats to fill up the ranks
     are thrown away. Ranks may get unequal numbers of samples, but never none, unless there are fewer samples than
-    ranks. Then a rank gets a copy that weighs nothing and is no sample.
+    ranks. Then a rank gets a copy that weighs nothing and does not count.
 
     Composer resumes it as it resumes the dataset: it asks the dataset for its state, in samples of all ranks. The
     number of ranks must stay the same.
@@ -57,7 +56,7 @@ class ExchangingDataLoader(DataLoader):
         patches: Patches that the vision encoder computes for a sample, for `cost`. Default: image tokens tell its cost.
         width_multiple: As given to ``token_data_spec``.
         pin_memory: Whether to copy batches to page-locked memory.
-        **kwargs: Further arguments of :class:`torch.utils.data.DataLoader`; ``batch_size`` is what each rank reads.
+        **kwargs: Further arguments of :class:`torch.utils.data.DataLoader`; ``batch_size`` counts samples of one rank.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -83,10 +82,13 @@ class ExchangingDataLoader(DataLoader):
         pin_memory: bool = False,
         **kwargs: Any,
     ) -> None:
-        # A generator of its own: seeding workers must not change the random numbers of the run.
+        # A separate generator, because seeding workers must not change the random numbers of the run.
         kwargs.setdefault('generator', torch.Generator().manual_seed(torch.initial_seed() + get_global_rank()))
-        # A worker sends each tensor through a file of its own, and there are many samples. So it sends them as one.
-        super().__init__(dataset, collate_fn=to_bytes if kwargs.get('num_workers') else list, **kwargs)
+        # A worker sends each tensor through another file, and there are many samples. So it sends all of them as one.
+        pack: Callable[[list[Any]], Any] = list
+        if kwargs.get('num_workers'):
+            pack = to_bytes
+        super().__init__(dataset, collate_fn=pack, **kwargs)
         if self.batch_size is None:
             raise ValueError('`batch_size` must be what each rank reads in a step, got: None. Pass a number.')
         self._collate = collate_fn
@@ -106,14 +108,16 @@ class ExchangingDataLoader(DataLoader):
         self._passes = Passes()
 
     def __iter__(self) -> Iterator[PreSplitBatch]:
-        """Yields what this rank computes of each global batch, until no rank has samples left."""
+        """Yields this rank's part of each global batch, until no rank has samples left."""
         reading = super().__iter__()
         current = self._passes.begin(epoch=0, batch=0)
+        # Of all ranks: the state of a streamed dataset counts them.
         num_samples = 0
         try:
+            # The ranks may run out of samples at different times. All of them go on until the last one has.
             for batch_index in count():
                 samples, sizes = self._read(reading, batch_index)
-                sizes_of_all = [size for sizes_of_rank in sizes for size in sizes_of_rank]
+                sizes_of_all = list(chain.from_iterable(sizes))
                 if not sizes_of_all:
                     break
                 assignments = self._assign(sizes_of_all)
@@ -125,7 +129,9 @@ class ExchangingDataLoader(DataLoader):
                 self._passes.advance(current, num_samples)
                 batch = self._planner.collate(self._collate, to_compute, assignments[rank])
                 batch.indices = None  # they number the samples of this step, which tells a user nothing
-                yield batch.pin_memory() if self._pin else batch
+                if self._pin:
+                    batch = batch.pin_memory()
+                yield batch
             self._passes.end(current)
         finally:
             self._passes.give_up(current)
@@ -147,6 +153,7 @@ class ExchangingDataLoader(DataLoader):
 
     def _assign(self, sizes: Sequence[SampleSize]) -> list[RankAssignment]:
         """Returns the assignment of each rank. It only depends on the sizes, so it is the same on every rank."""
+        # One column for each field of SampleSize.
         lengths, image_tokens, patches = np.array(sizes).T
         vision_cost = self._planner.options.cost.vision(image_tokens, patches)
         plan = self._planner.plan(lengths, image_tokens, vision_cost)
@@ -157,7 +164,7 @@ class ExchangingDataLoader(DataLoader):
         reading: Iterator[list[LoadedRow] | torch.Tensor],
         batch_index: int,
     ) -> tuple[list[LoadedRow], list[list[SampleSize]]]:
-        """Returns this rank's samples, and the sizes of those of every rank.
+        """Returns this rank's samples, and the sizes of the samples of every rank.
 
         A rank that fails tells the others, which would wait for it otherwise.
         """
@@ -165,7 +172,9 @@ class ExchangingDataLoader(DataLoader):
         failure = None
         try:
             loaded = next(reading, [])
-            samples = from_bytes(loaded) if isinstance(loaded, torch.Tensor) else loaded
+            if isinstance(loaded, torch.Tensor):
+                loaded = from_bytes(loaded)
+            samples = loaded
             assert self.batch_size is not None
             samples = samples[: len(samples) - num_repeated_by(self.sampler, self.batch_size, batch_index)]
             report = ReadReport([self._size(sample) for sample in samples])
@@ -182,7 +191,7 @@ class ExchangingDataLoader(DataLoader):
         return samples, [report.sizes for report in reports]
 
     def _report(self) -> RankReport:
-        """Returns what the ranks must agree on."""
+        """Returns the arguments that must be the same on all ranks."""
         facts = reading_facts(self)
         for name, value in asdict(self._planner.options).items():
             facts[name] = str(value)
@@ -192,12 +201,14 @@ class ExchangingDataLoader(DataLoader):
     def _size(self, sample: LoadedRow) -> SampleSize:
         ids = sample['input_ids']
         num_image_tokens = int(torch.isin(ids, self._image_token_ids).sum())
-        num_patches = 0 if self._patches is None else self._patches(sample)
+        num_patches = 0
+        if self._patches is not None:
+            num_patches = self._patches(sample)
         return SampleSize(ids.shape[-1], num_image_tokens, num_patches)
 
 
 class SampleSize(NamedTuple):
-    """What the planner must know of a sample."""
+    """Size of a sample for the planner."""
 
     length: int
     image_tokens: int
@@ -206,12 +217,12 @@ class SampleSize(NamedTuple):
 
 @dataclass
 class ReadReport:
-    """What a rank tells the others about the samples that it has read for a step."""
+    """Message of a rank to the others about the samples that it has read for a step."""
 
     sizes: list[SampleSize]
     failure: ValueError | str | None = None
     planned_with: RankReport | None = None
-    """With the first batch: what all ranks must plan with."""
+    """With the first batch: the arguments, which must be the same on all ranks."""
 
 
 @runtime_checkable
@@ -223,7 +234,7 @@ class ResumableDataset(Protocol):
         num_samples: int,
         from_beginning: bool,
     ) -> dict[str, Any]:
-        """Returns the state after so many samples of all ranks."""
+        """Returns the state after this number of samples of all ranks."""
         ...
 
     def load_state_dict(
@@ -242,7 +253,10 @@ def _raise_failures(reports: Sequence[ReadReport]) -> None:
         if report.failure is not None:
             raise RuntimeError(f'every rank must read its samples, got: an error on rank {rank}: {report.failure}')
     planned_with = [report.planned_with for report in reports if report.planned_with is not None]
-    difference = find_difference(planned_with) if len(planned_with) == len(reports) else None
+    # Only the first batch of an iteration brings them.
+    if len(planned_with) < len(reports):
+        return
+    difference = find_difference(planned_with)
     if difference is not None:
         raise RuntimeError(difference)
 
@@ -278,10 +292,14 @@ class SampleExchange:
         this_rank = get_global_rank()
         sending = []
         for receiver, numbers in enumerate(assigned):
+            # A rank keeps its own samples, and sends nothing to ranks that compute none of them.
             parcel = {}
             if receiver != this_rank:
                 parcel = {number: sample_of[number] for number in numbers if number in sample_of}
-            sending.append(to_bytes(parcel) if parcel else torch.empty(0, dtype=torch.uint8))
+            data = torch.empty(0, dtype=torch.uint8)
+            if parcel:
+                data = to_bytes(parcel)
+            sending.append(data)
         for received in self._all_to_all(sending):
             if len(received):
                 sample_of.update(from_bytes(received))

@@ -1,11 +1,11 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Planning of global batches, and collating of what a rank has read for one."""
+"""Planning of global batches, and collating of the samples that a rank has read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -13,7 +13,7 @@ from composer_tokacc.batch import Batch, sample_name
 from composer_tokacc.layout import PreSplitBatch
 from composer_tokacc.layout.pre_split import widened
 from composer_tokacc.metadata import with_metadata
-from composer_tokacc.planning import CutOptions, MicrobatchPlan, Table, check_count, plan_rows
+from composer_tokacc.planning import CutOptions, Microbatch, MicrobatchPlan, Table, check_count, plan_rows
 from composer_tokacc.sampling.rank_assignment import RankAssignment
 from composer_tokacc.weights import LOSS_WEIGHTS
 
@@ -67,7 +67,7 @@ class LoadPlanner:
         samples: Sequence[LoadedSample],
         assignment: RankAssignment,
     ) -> PreSplitBatch:
-        """Collates each microbatch of an assignment by itself; `samples` are those of all microbatches, in order."""
+        """Collates each microbatch of an assignment by itself; `samples` belong to all microbatches, in order."""
         microbatches: list[Batch] = []
         start = 0
         for number, indices in enumerate(assignment.microbatches):
@@ -85,11 +85,15 @@ class LoadPlanner:
 
 
 def _leaves_rank_without_sample(plan: MicrobatchPlan) -> bool:
-    return any(all(microbatch.filled for microbatch in rank) for rank in plan.ranks)
+    return any(_has_only_dummies(rank) for rank in plan.ranks)
+
+
+def _has_only_dummies(rank: Sequence[Microbatch]) -> bool:
+    return all(microbatch.filled for microbatch in rank)
 
 
 def _as_mapping(batch: Any) -> dict[str, Any]:
-    # A tokenizer's BatchEncoding is no Mapping by type, but it has keys.
+    # A tokenizer's BatchEncoding has keys, but its type is not Mapping.
     if not hasattr(batch, 'keys'):
         raise ValueError(f'`collate_fn` must return a mapping, got: {type(batch).__name__}. Name its entries.')
     return {key: batch[key] for key in batch.keys()}  # noqa: SIM118
@@ -106,7 +110,7 @@ def _check_rows(batch: Batch, num_samples: int) -> None:
 
 
 def _with_weights(
-    batch: Mapping[str, Any],
+    batch: Batch,
     weights: list[float],
 ) -> dict[str, Any]:
     if LOSS_WEIGHTS in batch:

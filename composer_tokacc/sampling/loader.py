@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""A DataLoader for RegroupingBatchSampler: it yields pre-split batches, and does not read what a resumed run skips."""
+"""A DataLoader for RegroupingBatchSampler: it yields pre-split batches, and reads no batch that a resumed run skips."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ class RegroupingDataLoader(DataLoader):
     - ``batch_size`` is ``global_batch_size / num_replicas``, so that Composer finds its initial microbatch size.
     - Batches are pre-split (:class:`.PreSplitBatch`): each planned microbatch is collated by itself, in the worker that
       read it, at its own width. With ``pin_memory=True`` it is page-locked. ``token_data_spec`` passes them on.
-    - If a global batch has fewer samples than ranks, the ranks without one get a dummy row, which is no sample.
+    - If a global batch has fewer samples than ranks, the ranks without one get a dummy row, which does not count.
     - Seeds of workers depend only on seed and epoch, and iterating consumes no global random numbers.
     - Batches that will be thrown away are not read, see :meth:`skip_to`.
     - On several ranks, the first batch is read together with two samples that all ranks read. If their datasets list
@@ -77,8 +77,8 @@ class RegroupingDataLoader(DataLoader):
         self._generator = torch.Generator()
         kwargs.setdefault('generator', self._generator)
         planned_dataset = _PlannedDataset(dataset, batch_sampler, collate_fn or default_collate)
-        # Without page-locking batches stay what they are, because accelerate builds a loader of its own from the parts
-        # of this one when it skips batches.
+        # Parcels only if they are needed: to skip batches, accelerate makes a new loader from the parts of this one,
+        # which would yield parcels.
         pack: Any = _Parcel if kwargs.get('pin_memory') else _unchanged
         super().__init__(planned_dataset, batch_sampler=batch_sampler, collate_fn=pack, **kwargs)
         self._passes = Passes()
@@ -103,10 +103,10 @@ class RegroupingDataLoader(DataLoader):
         epoch: int,
         batch: int,
     ) -> None:
-        """Yields what comes before batch `batch` of epoch `epoch` as ``SkippedBatch``, once."""
+        """Yields the batches before batch `batch` of epoch `epoch` as ``SkippedBatch``, once."""
         self._resume_at = (epoch, batch)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[PreSplitBatch | SkippedBatch]:
         """Yields the batches of the sampler's epoch."""
         sampler = self._sampler
         epoch = sampler.epoch
@@ -123,10 +123,12 @@ class RegroupingDataLoader(DataLoader):
                 self._passes.advance(current, number)
                 if isinstance(batch, _Parcel):
                     batch = batch.batch
-                if isinstance(batch, PreSplitBatch) and batch.plan is not None:
+                # The facts stay in this process. Only a mismatch reads them.
+                if batch.plan is not None:
                     batch.plan = replace(batch.plan, facts=partial(sampler.plan_facts, epoch, number - 1))
                 yield batch
             self._passes.end(current)
+            # The sampler does not do this itself, because workers reach the end of the epoch before the run does.
             if epoch == sampler.epoch:
                 sampler.first_batch = 0
         finally:
@@ -145,7 +147,7 @@ class RegroupingDataLoader(DataLoader):
         self,
         epoch: int,
         first: int,
-    ) -> Iterator[Any]:
+    ) -> Iterator[PreSplitBatch | _Parcel]:
         """Returns an iterator over the batches of the epoch from `first` on."""
         sampler = self._sampler
         sampler.start_once = first
@@ -158,7 +160,7 @@ class RegroupingDataLoader(DataLoader):
             return super().__iter__()
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the sampler after the furthest batch that was yielded, whatever workers have fetched ahead.
+        """State of the sampler after the furthest batch that was yielded, not after those that workers fetched ahead.
 
         A look (``next(iter(loader))``) does not change it, unless it is the first batch of the epoch that is read.
         """
@@ -171,14 +173,6 @@ class RegroupingDataLoader(DataLoader):
     ) -> None:
         """Lets iterations of this epoch start at the place of the state. Composer needs `SkipReadBatches` instead."""
         self._sampler.load_state_dict(state)
-
-
-class ReadsMany(Protocol):
-    """A dataset that reads several samples at once, as torch's DataLoader asks it to."""
-
-    def __getitems__(self, indices: list[int]) -> Sequence[Any]:
-        """Returns the samples of these indices."""
-        ...
 
 
 class _PlannedDataset(Dataset):
@@ -201,16 +195,18 @@ class _PlannedDataset(Dataset):
     def __len__(self) -> int:
         return length_of(self.dataset)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> object:
         return self.dataset[index]
 
     def __getitems__(self, assignment: RankAssignment) -> PreSplitBatch:
-        witness = witness_of(self._read, assignment.witnesses) if assignment.witnesses else ''
+        witness = ''
+        if assignment.witnesses:
+            witness = witness_of(self._read, assignment.witnesses)
         batch = self._planner.collate(self._collate, self._read(list(assignment)), assignment)
         batch.plan = PlanRecord(assignment.plan_checksum, self._rank, self._planner.num_ranks, witness)
         return batch
 
-    def _read(self, indices: list[int]) -> Sequence[Any]:
+    def _read(self, indices: list[int]) -> Sequence[object]:
         read_many = getattr(self.dataset, '__getitems__', None)
         if read_many is not None:
             return read_many(indices)
@@ -222,7 +218,7 @@ def _unchanged(batch: PreSplitBatch) -> PreSplitBatch:
 
 
 class _Parcel:
-    """A batch on its way to the trainer. Torch lets an object that is no mapping page-lock itself."""
+    """A batch on its way to the trainer. Torch calls `pin_memory` of an object that is not a mapping."""
 
     def __init__(self, batch: PreSplitBatch) -> None:
         self.batch = batch

@@ -75,15 +75,16 @@ class Mixture:
         means = [tokens_of_dataset.mean() for tokens_of_dataset in np.split(tokens, np.cumsum(sizes)[:-1])]
         if min(means) == 0:
             raise ValueError(f'Every dataset must have `loss_tokens`, got: means of {means}. Leave out those without.')
-        weights = [float(share / mean) for share, mean in zip(shares, means, strict=True)]
-        return cls(sizes, weights=weights)
+        weights = np.array(shares) / np.array(means)
+        return cls(sizes, weights=weights.tolist())
 
     @property
     def quotas(self) -> list[Fraction]:
         """Samples of each dataset in an epoch, on average over many."""
         if self.weights is not None:
             weights = [Fraction(weight) for weight in self.weights]
-            return [sum(self.sizes) * weight / sum(weights) for weight in weights]
+            samples_per_weight = sum(self.sizes) / sum(weights)
+            return [samples_per_weight * weight for weight in weights]
         passes = self.epochs
         if passes is None:
             passes = [1] * len(self.sizes)
@@ -135,8 +136,9 @@ class LossShares:
         self._has_warned = False
 
     def weights(self, window: np.ndarray) -> np.ndarray:
-        """Returns what a token of each sample of a global batch weighs, float64 (samples,)."""
+        """Returns the weight of a token of each sample of a global batch, float64 (samples,)."""
         datasets = self._dataset_of_sample[window]
+        # Loss tokens of each dataset in this batch.
         tokens = np.bincount(datasets, self.loss_tokens[window], len(self.shares))
         is_absent = tokens == 0
         if is_absent.any() and not self._has_warned:
@@ -166,6 +168,7 @@ class _Stream:
             return self.samples[items % size]
         passes, starts = np.unique(items // size, return_index=True)
         pieces = []
+        # Every pass has another seed.
         for number, places in zip(passes.tolist(), np.split(items, starts[1:]), strict=False):
             seed = int(np.random.SeedSequence([*entropy, number]).generate_state(1)[0])
             order = torch.randperm(size, generator=torch.Generator().manual_seed(seed)).numpy()
@@ -194,18 +197,28 @@ def mixed_batches(
     of all modalities are merged evenly.
     """
     groups = _streams(mixture, media)
-    quotas = [sum((stream.quota for stream in group), Fraction(0)) for group in groups]
+    # Exact fractions, so that no rounding moves a sample over thousands of epochs.
+    quotas = [_sum_of_quotas(group) for group in groups]
     begins, ends = _stretches(mixture, quotas, global_batch_size, epoch, drop_last)
     batches_of_groups = []
     for group, begin, end in zip(groups, begins, ends, strict=True):
         order = _merged(group, begin, end, seed)
-        batches = [order[start : start + global_batch_size] for start in range(0, len(order), global_batch_size)]
+        batches = cut_into_batches(order, global_batch_size)
         if batches:
             batches_of_groups.append(batches)
     # The batches of all modalities, merged evenly.
     counts = [len(batches) for batches in batches_of_groups]
     modalities, places = interleave([0] * len(counts), counts, [Fraction(count) for count in counts])
     return [batches_of_groups[modality][place] for modality, place in zip(modalities, places, strict=True)]
+
+
+def cut_into_batches(order: np.ndarray, global_batch_size: int) -> list[np.ndarray]:
+    """Returns views of the samples of each global batch. The last one may be smaller."""
+    return [order[start : start + global_batch_size] for start in range(0, len(order), global_batch_size)]
+
+
+def _sum_of_quotas(group: Sequence[_Stream]) -> Fraction:
+    return sum((stream.quota for stream in group), Fraction(0))
 
 
 def _stretches(
@@ -221,11 +234,13 @@ def _stretches(
         num_batches = mixture.num_samples // global_batch_size
         first_batches = counts_of_first(epoch * num_batches, quotas)
         end_batches = counts_of_first((epoch + 1) * num_batches, quotas)
-        begins = [count * global_batch_size for count in first_batches]
-        ends = [count * global_batch_size for count in end_batches]
-        return begins, ends
+        return _times(global_batch_size, first_batches), _times(global_batch_size, end_batches)
     counts = counts_of_first(mixture.num_samples, quotas)
-    return [epoch * count for count in counts], [(epoch + 1) * count for count in counts]
+    return _times(epoch, counts), _times(epoch + 1, counts)
+
+
+def _times(factor: int, counts: Sequence[int]) -> list[int]:
+    return [factor * count for count in counts]
 
 
 def _streams(mixture: Mixture, media: np.ndarray | None) -> list[list[_Stream]]:

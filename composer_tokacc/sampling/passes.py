@@ -22,7 +22,7 @@ class Passes:
     """The iterators of a sampler or loader, and the place in the data that a checkpoint must hold.
 
     A run has one iterator that it trains on. A look (``next(iter(loader))``) makes another one, which must not move the
-    place. So the place is that of the furthest iterator of the epoch, until an epoch ends.
+    place. So the furthest iterator of the epoch holds the place, until an epoch ends.
     """
 
     def __init__(self) -> None:
@@ -42,20 +42,24 @@ class Passes:
     ) -> Pass:
         """Returns a new iterator that starts at a batch of an epoch."""
         if self._last is not None and self._last.has_ended and self._last.epoch == epoch:
-            self._last = None  # the same epoch again: its end is no longer the place
+            self._last = None  # the same epoch again, so its end stops being the place
         new = Pass(epoch, batch)
         self._under_way.append(new)
         return new
 
     def advance(
         self,
-        moved: Pass,
+        current: Pass,
         batch: int,
     ) -> None:
         """Notes how many batches of the epoch lie behind an iterator."""
-        moved.batch = batch
-        if self._under_way[-1:] != [moved]:
-            self._under_way = [other for other in self._under_way if other is not moved] + [moved]
+        current.batch = batch
+        if self._under_way[-1:] == [current]:
+            return
+        # It may be missing: the end of another iterator has taken it for a look.
+        if current in self._under_way:
+            self._under_way.remove(current)
+        self._under_way.append(current)
 
     def end(self, ended: Pass) -> None:
         """Notes that an iterator has reached the end of its epoch. All others are looks that stayed behind."""
@@ -82,12 +86,16 @@ class Passes:
         next_epoch: int,
         next_batch: int,
     ) -> tuple[int, int]:
-        """Returns epoch and batch of the furthest iterator; if there is none, where the next one will start.
+        """Returns epoch and batch of the furthest iterator, or the start of the next one if there is none.
 
         While an iterator is under way its epoch counts, even if the epoch of the next one is set already.
         """
-        epoch = self._under_way[-1].epoch if self._under_way else next_epoch
-        batches = [moved.batch for moved in self._under_way if moved.epoch == epoch]
-        if self._last is not None and self._last.epoch == epoch:
-            batches.append(self._last.batch)
+        epoch = next_epoch
+        if self._under_way:
+            epoch = self._under_way[-1].epoch
+        candidates = list(self._under_way)
+        if self._last is not None:
+            candidates.append(self._last)
+        # Iterators of other epochs are looks, or remains of an epoch that was left early.
+        batches = [candidate.batch for candidate in candidates if candidate.epoch == epoch]
         return epoch, max(batches, default=next_batch)

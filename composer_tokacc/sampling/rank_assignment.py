@@ -1,14 +1,17 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What one rank loads of a global batch, microbatch by microbatch."""
+"""The samples of a global batch that one rank loads, microbatch by microbatch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from composer_tokacc.planning import Microbatch
+
+Value = TypeVar('Value')
 
 
 @dataclass(frozen=True)
@@ -47,9 +50,12 @@ class RankAssignment:
         is_copy = not computed
         if is_copy:
             computed = list(planned[:1])
-        samples, weights_of_samples = [], []
-        for microbatch in computed:
-            samples.append([members[place] for place in microbatch.indices])
-            if weights is not None:
-                weights_of_samples.append([weights[place] for place in microbatch.indices])
-        return cls(samples, is_copy, None if weights is None else weights_of_samples, plan_checksum)
+        samples = [_picked(members, microbatch) for microbatch in computed]
+        weights_of_samples = None
+        if weights is not None:
+            weights_of_samples = [_picked(weights, microbatch) for microbatch in computed]
+        return cls(samples, is_copy, weights_of_samples, plan_checksum)
+
+
+def _picked(values: Sequence[Value], microbatch: Microbatch) -> list[Value]:
+    return [values[place] for place in microbatch.indices]

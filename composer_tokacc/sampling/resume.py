@@ -19,7 +19,7 @@ from composer_tokacc.sampling.loader import RegroupingDataLoader
 
 
 class SkipReadBatches(Callback):
-    """Resumes mid-epoch without reading what was trained on before.
+    """Resumes mid-epoch without reading the batches that were trained on before.
 
     Composer resumes by iterating the loader from the start of the epoch. It discards batches, and restores the random
     number generators at the last of them. That stays as it is, and so does the checkpoint, but the discarded batches
@@ -81,17 +81,17 @@ class RestoreRandomState(Callback):
             self._saved = None
 
 
-# What Composer keeps of one rank: states of Python's, numpy's and torch's generators.
+# States of the generators of Python, numpy and torch on one rank, as Composer keeps them.
 GeneratorStates = dict[str, Any]
 
 
 def _plain(state: GeneratorStates) -> GeneratorStates:
     """Returns the states as numbers, strings and lists of them."""
     version, numbers, gauss = state['python']
-    name, keys, *rest = state['numpy']
+    name, keys, *position = state['numpy']
     plain: GeneratorStates = {
         'python': [version, list(numbers), gauss],
-        'numpy': [name, keys.tolist(), *rest],
+        'numpy': [name, keys.tolist(), *position],
     }
     for key, value in state.items():
         if isinstance(value, torch.Tensor):
@@ -102,10 +102,10 @@ def _plain(state: GeneratorStates) -> GeneratorStates:
 def _restored(plain: GeneratorStates) -> GeneratorStates:
     """Returns the inverse of :func:`_plain`."""
     version, numbers, gauss = plain['python']
-    name, keys, *rest = plain['numpy']
+    name, keys, *position = plain['numpy']
     restored: GeneratorStates = {
         'python': (version, tuple(numbers), gauss),
-        'numpy': (name, np.array(keys, dtype=np.uint32), *rest),
+        'numpy': (name, np.array(keys, dtype=np.uint32), *position),
     }
     for key in ('torch', 'cuda'):
         if key in plain:

@@ -30,7 +30,7 @@ from composer_tokacc.planning import (
     checked_table,
 )
 from composer_tokacc.sampling.load_planner import LoadPlanner, check_global_batch
-from composer_tokacc.sampling.mixture import LossShares, Mixture, mixed_batches
+from composer_tokacc.sampling.mixture import LossShares, Mixture, cut_into_batches, mixed_batches
 from composer_tokacc.sampling.passes import Passes
 from composer_tokacc.sampling.rank_assignment import RankAssignment
 
@@ -50,13 +50,13 @@ class RegroupingBatchSampler(DistributedSampler):
     Ranks may get unequal numbers of samples. If there are fewer samples than ranks, some ranks get a copy of another
     rank's sample, which is marked (``RankAssignment.is_copy``) and must weigh nothing.
 
-    What it yields is a pure function of its arguments, the epoch and the rank; nothing is communicated. It holds the
+    Its assignments are a pure function of its arguments, the epoch and the rank. Nothing is communicated. It holds the
     order of the epoch, the lengths (16 bytes a sample together) and a few global batches. The next ones are planned in
     a background thread while the loader reads. Use it with :class:`composer_tokacc.RegroupingDataLoader`, or as
     ``DataLoader(batch_sampler=...)``.
 
-    The place of a run, which :meth:`state_dict` returns, is that of the furthest iterator of the epoch. So a look
-    (``next(iter(sampler))``) does not move it. After :meth:`load_state_dict` or :meth:`skip_to` every iteration of the
+    :meth:`state_dict` returns the place of the furthest iterator of the epoch. So a look (``next(iter(sampler))``) does
+    not move it. After :meth:`load_state_dict` or :meth:`skip_to` every iteration of the
     epoch starts there, until one reaches its end.
 
     Args:
@@ -72,10 +72,10 @@ class RegroupingBatchSampler(DistributedSampler):
         rank: This rank. Default: as launched.
         cost, image_tokens, vision_cost, max_image_tokens, objective: As for :func:`.plan_microbatches`.
         width_multiple: As given to ``token_data_spec``.
-        mixture: Shares of several datasets, `dataset` being their ``ConcatDataset``. The global batches are then those
-            of ``sampling.mixture.mixed_batches``.
-        modality: ``'mixed'``, or ``'per_step'`` for global batches of one modality each: with images, or without. These
-            are batches of ``mixed_batches``, too.
+        mixture: Shares of several datasets, `dataset` being their ``ConcatDataset``. Then
+            ``sampling.mixture.mixed_batches`` makes the global batches.
+        modality: ``'mixed'``, or ``'per_step'`` for global batches of one modality each: with images, or without. Then
+            ``mixed_batches`` makes the global batches, too.
         media: Modality of each sample for ``'per_step'``, (n,) ints. Default: whether it has `image_tokens`.
         loss_shares: Weights of tokens, so that each dataset has its share of a step. Batches then have
             ``loss_weights``, for ``TokenAccumulation(token_weights='column')``.
@@ -130,6 +130,7 @@ class RegroupingBatchSampler(DistributedSampler):
         )
         self.planner = LoadPlanner(num_replicas, options)
         self.global_batch_size = global_batch_size
+        # All tables are checked here, so that bad ones are refused before the first epoch.
         self._tables = SampleTables.checked(num_samples, options, lengths, image_tokens, vision_cost)
         self.lengths = self._tables.lengths
         self.image_tokens = self._tables.image_tokens
@@ -153,6 +154,7 @@ class RegroupingBatchSampler(DistributedSampler):
         self._passes = Passes()
         self._compared_epoch: int | None = None
         self._batches_of_epoch: tuple[int, list[np.ndarray]] = (-1, [])
+        # Every epoch has equally many.
         self._num_batches = len(self._batches())
 
     def __len__(self) -> int:
@@ -164,7 +166,9 @@ class RegroupingBatchSampler(DistributedSampler):
         epoch = self.epoch
         # A loader that fetches ahead reaches the end of the epoch here before the run does: it keeps the place itself.
         is_read_by_loader = self.start_once is not None
-        first = self.first_batch if self.start_once is None else self.start_once
+        first = self.first_batch
+        if self.start_once is not None:
+            first = self.start_once
         self.start_once = None
         if self._compared_epoch is None:
             self._compared_epoch = epoch
@@ -179,9 +183,11 @@ class RegroupingBatchSampler(DistributedSampler):
                     assignment = replace(assignment, witnesses=(int(window[0]), int(window[-1])))
                 yield assignment
             self._passes.end(current)
+            # The resumed epoch is over: the next iteration starts at the beginning of its epoch.
             if epoch == self.epoch and not is_read_by_loader:
                 self.first_batch = 0
         finally:
+            # Also reached if the iterator is closed or garbage collected in the middle of the epoch.
             self._passes.give_up(current)
 
     def set_epoch(self, epoch: int) -> None:
@@ -205,14 +211,14 @@ class RegroupingBatchSampler(DistributedSampler):
         return len(window) < self.num_replicas and self._assign(window).is_copy
 
     def skip_to(self, batch: int) -> None:
-        """Lets the next iterations start at global batch `batch`; what comes before is not even planned."""
+        """Lets the next iterations start at global batch `batch`; earlier ones are not even planned."""
         _check_within('batch', batch, 0, len(self))
         self.first_batch = batch
         for passes in (self._passes, *self.passes_of_loaders):
             passes.forget()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns where the sampler is: plain values only, valid for any number of ranks."""
+        """Returns the place of the sampler. It has plain values only, and holds for any number of ranks."""
         epoch, batch = self._passes.place(self.epoch, self.first_batch)
         return {'epoch': epoch, 'batch': batch, **self._identity()}
 
@@ -241,7 +247,7 @@ class RegroupingBatchSampler(DistributedSampler):
         self.skip_to(state['batch'])
 
     def plan_record(self, batch: int) -> PlanRecord:
-        """Returns what this rank knows of the plan of global batch `batch`, for the comparison of the ranks."""
+        """Returns a record of the plan of global batch `batch`, for the comparison of the ranks."""
         epoch = self.epoch
         checksum = extended_checksum(self._checksum, self._window(batch).tobytes())
         return PlanRecord(checksum, self.rank, self.num_replicas, facts=lambda: self.plan_facts(epoch, batch))
@@ -251,11 +257,11 @@ class RegroupingBatchSampler(DistributedSampler):
         epoch: int,
         batch: int,
     ) -> Facts:
-        """Returns all that a plan depends on."""
+        """Returns the arguments and the place that a plan depends on."""
         return {**self._facts(), 'epoch': str(epoch), 'global batch': str(batch)}
 
     def _facts(self) -> Facts:
-        """Returns what all plans of the run depend on."""
+        """Returns the arguments that all plans of the run depend on."""
         facts = {'number of ranks': str(self.num_replicas), 'number of samples': str(len(self.lengths))}
         tables = {**vars(self._tables), 'media': self.media}
         if self.loss_shares is not None:
@@ -274,7 +280,7 @@ class RegroupingBatchSampler(DistributedSampler):
         return checksum_of(self._facts())
 
     def _identity(self) -> dict[str, Any]:
-        """Returns what must be equal for the global batches to be equal."""
+        """Returns the arguments that decide which samples a global batch holds."""
         identity: dict[str, Any] = {}
         if self.mixture is not None:
             identity['quotas'] = [str(quota) for quota in self.mixture.quotas]
@@ -319,7 +325,9 @@ class RegroupingBatchSampler(DistributedSampler):
             weights = self.loss_shares.weights(window).tolist()
         checksum = 0
         if self.num_replicas > 1:  # one rank alone has nobody to compare with
-            groups = [[microbatch.indices for microbatch in rank] for rank in plan.ranks]
+            groups = []
+            for rank in plan.ranks:
+                groups.append([microbatch.indices for microbatch in rank])
             checksum = extended_checksum(self._checksum, window.tobytes() + repr(groups).encode())
         return RankAssignment.from_plan(plan.ranks[self.rank], window.tolist(), weights, checksum)
 
@@ -330,7 +338,7 @@ class RegroupingBatchSampler(DistributedSampler):
 
 @dataclass(frozen=True)
 class SampleTables:
-    """What the planner knows of each sample: one row a sample in each table."""
+    """Tables of the samples for the planner, with one row a sample."""
 
     lengths: np.ndarray
     image_tokens: np.ndarray | None
@@ -373,7 +381,7 @@ def torchs_batches(
     seed: int | None,
     epoch: int,
 ) -> list[np.ndarray]:
-    """Returns the samples of each global batch of one epoch: those of torch's DistributedSampler, each once.
+    """Returns the samples of each global batch of one epoch, as torch's DistributedSampler orders them, each once.
 
     Rank ``r`` of ``W`` gets positions ``r, r + W, ...`` of torch's order, ``G / W`` of them in a batch. So the ranks
     together get positions ``b * G`` to ``(b + 1) * G``, for every ``W``. Without `drop_last` torch also repeats the
@@ -388,7 +396,7 @@ def torchs_batches(
     end = num_samples
     if drop_last:
         end -= num_samples % global_batch_size
-    return [order[start : start + global_batch_size] for start in range(0, end, global_batch_size)]
+    return cut_into_batches(order[:end], global_batch_size)
 
 
 def prefetch(

@@ -9,21 +9,20 @@ import random
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import torch
 
 
 def witness_of(
-    read: Callable[[list[int]], Sequence[Any]],
+    read: Callable[[list[int]], Sequence[object]],
     indices: Sequence[int],
 ) -> str:
     """Returns a digest of samples that is equal in all processes with the same dataset; empty if nothing can be told.
 
     Only token ids count, or texts if a sample has none: pixels may be augmented, and paths may differ between nodes.
-    Everything is read twice with the same random numbers. If that gives two digests, the dataset draws random numbers
-    of its own, and nothing can be told.
+    Everything is read twice with the same random numbers. If the two digests differ, the dataset has another source of
+    randomness, and nothing can be told.
     """
     try:
         with _fixed_random_numbers():
@@ -32,7 +31,9 @@ def witness_of(
             second = _digest(read(list(indices)))
     except Exception:  # the rank that trains the sample reports it
         return ''
-    return first if first == second else ''
+    if first != second:
+        return ''
+    return first
 
 
 @contextmanager
@@ -50,7 +51,7 @@ def _fixed_random_numbers() -> Iterator[None]:
             np.random.set_state(numpy_state)
 
 
-def _digest(samples: Sequence[Any]) -> str:
+def _digest(samples: Sequence[object]) -> str:
     checksum = 0
     has_content = False
     for sample in samples:
@@ -61,10 +62,12 @@ def _digest(samples: Sequence[Any]) -> str:
     return f'{checksum:08x}' if has_content else ''
 
 
-def _token_ids(value: Any) -> Iterator[bytes]:
+def _token_ids(value: object) -> Iterator[bytes]:
     """Yields the integers of a sample, one piece for each entry. Bytes (uint8) are pixels."""
     if isinstance(value, torch.Tensor):
-        value = value.numpy() if value.device.type == 'cpu' and value.dtype != torch.bfloat16 else None
+        if value.device.type != 'cpu' or value.dtype == torch.bfloat16:
+            return
+        value = value.numpy()
     elif isinstance(value, list) and value and all(isinstance(item, int) for item in value):
         value = np.array(value)
     if isinstance(value, np.ndarray):
@@ -75,15 +78,15 @@ def _token_ids(value: Any) -> Iterator[bytes]:
         yield from _token_ids(entry)
 
 
-def _texts(value: Any) -> Iterator[bytes]:
-    """Yields the texts of a sample that are no paths."""
+def _texts(value: object) -> Iterator[bytes]:
+    """Yields the texts of a sample, without paths."""
     if isinstance(value, str) and '/' not in value and '\\' not in value:
         yield value.encode()
     for entry in _entries(value):
         yield from _texts(entry)
 
 
-def _entries(value: Any) -> Sequence[Any]:
+def _entries(value: object) -> Sequence[object]:
     if isinstance(value, Mapping):
         return list(value.values())
     return value if isinstance(value, list | tuple) else ()
