@@ -209,8 +209,8 @@ def find_difference(reports: Sequence[RankReport]) -> str | None:
         )
     if len({report.plan_checksum for report in reports}) > 1:
         return (
-            'Ranks must make the same plan of a global batch, got: different plans from equal arguments. Install the '
-            'same versions of numpy and numba on every node.'
+            'Ranks must make the same plan of a global batch, got: different plans. Give all ranks the same arguments '
+            'and the same place. If they have them, install the same versions of numpy and numba on every node.'
         )
     return None
 

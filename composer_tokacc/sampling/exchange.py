@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import chain, count
-from typing import Any, Literal, NamedTuple, Protocol, cast, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -26,7 +26,6 @@ from composer_tokacc.plan_agreement import RankReport, find_difference, reading_
 from composer_tokacc.planning import CostModel, CutOptions
 from composer_tokacc.repeated_samples import num_repeated_by
 from composer_tokacc.sampling.load_planner import LoadPlanner
-from composer_tokacc.sampling.passes import Passes
 from composer_tokacc.sampling.rank_assignment import RankAssignment, Value
 
 LoadedRow = Mapping[str, torch.Tensor]
@@ -105,50 +104,42 @@ class ExchangingDataLoader(DataLoader):
         # Without a cost model the vision encoder costs nothing, so its patches need no counting.
         self._patches = None if cost is None else patches
         self._exchange = SampleExchange()
-        self._passes = Passes()
+        self._num_samples = 0
 
     def __iter__(self) -> Iterator[PreSplitBatch]:
         """Yields this rank's part of each global batch, until no rank has samples left."""
+        # A streamed dataset begins its next epoch with every iterator, so only the newest one counts.
+        self._num_samples = 0
         reading = super().__iter__()
-        current = self._passes.begin(epoch=0, batch=0)
-        # Of all ranks: the state of a streamed dataset counts them.
-        num_samples = 0
-        try:
-            # The ranks may run out of samples at different times. All of them go on until the last one has.
-            for batch_index in count():
-                samples, sizes = self._read(reading, batch_index)
-                sizes_of_all = list(chain.from_iterable(sizes))
-                if not sizes_of_all:
-                    break
-                assignments = self._assign(sizes_of_all)
-                rank = get_global_rank()
-                num_before = sum(len(sizes_of_rank) for sizes_of_rank in sizes[:rank])
-                numbers_of_ranks = [list(assignment) for assignment in assignments]
-                to_compute = self._exchange.swap(samples, num_before, numbers_of_ranks)
-                num_samples += len(sizes_of_all)
-                self._passes.advance(current, num_samples)
-                batch = self._planner.collate(self._collate, to_compute, assignments[rank])
-                batch.indices = None  # they number the samples of this step, which tells a user nothing
-                if self._pin:
-                    batch = batch.pin_memory()
-                yield batch
-            self._passes.end(current)
-        finally:
-            self._passes.give_up(current)
+        # The ranks may run out of samples at different times. All of them go on until the last one has.
+        for batch_index in count():
+            samples, sizes = self._read(reading, batch_index)
+            sizes_of_all = list(chain.from_iterable(sizes))
+            if not sizes_of_all:
+                return
+            assignments = self._assign(sizes_of_all)
+            rank = get_global_rank()
+            num_before = sum(len(sizes_of_rank) for sizes_of_rank in sizes[:rank])
+            numbers_of_ranks = [list(assignment) for assignment in assignments]
+            to_compute = self._exchange.swap(samples, num_before, numbers_of_ranks)
+            self._num_samples += len(sizes_of_all)
+            batch = self._planner.collate(self._collate, to_compute, assignments[rank])
+            batch.indices = None  # they number the samples of this step, which tells a user nothing
+            if self._pin:
+                batch = batch.pin_memory()
+            yield batch
 
     def state_dict(self) -> dict[str, Any] | None:
         """State of the dataset after the batches that were yielded, as StreamingDataLoader has it."""
-        if not isinstance(self.dataset, ResumableDataset):
+        if not hasattr(self.dataset, 'state_dict'):
             return None
-        _, num_samples = self._passes.place(0, 0)
-        return self.dataset.state_dict(num_samples, False)
+        return cast(ResumableDataset, self.dataset).state_dict(self._num_samples, False)
 
     def load_state_dict(
         self,
         state: dict[str, Any],
     ) -> None:
         """The next iteration continues where :meth:`state_dict` was taken."""
-        self._passes.forget()
         cast(ResumableDataset, self.dataset).load_state_dict(state)
 
     def _assign(self, sizes: Sequence[SampleSize]) -> list[RankAssignment]:
@@ -225,7 +216,6 @@ class ReadReport:
     """With the first batch: the arguments, which must be the same on all ranks."""
 
 
-@runtime_checkable
 class ResumableDataset(Protocol):
     """A dataset that continues where it stopped, such as StreamingDataset."""
 
