@@ -5,8 +5,8 @@
 
 Every rank plans the whole global batch by itself and computes its own part of it. That is exact only if all ranks make
 the same plan. So three integers travel with the counts that are summed over the ranks in each step anyway: they tell
-all ranks at once whether the plans are equal. Only if they are not, the ranks exchange what they planned with, and all
-of them raise the same error, which says what differs. No steady step has a further collective.
+all ranks at once whether the plans are equal. Only if they are not, the ranks exchange the arguments
+of their plans, and all of them raise the same error about the difference. No steady step has a further collective.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from composer_tokacc.collectives import all_gather_object, get_global_rank, get_
 from composer_tokacc.repeated_samples import has_torchs_order
 
 Facts = dict[str, str]
-"""What a rank plans with, by name, in the order in which differences are reported."""
+"""Arguments of a plan by name. The first one that differs is reported."""
 
 CHECKSUM_BITS = 20
 """Squares of checksums are summed over the ranks. With 20 bits that is exact in float64 on up to 8,192 ranks."""
@@ -51,7 +51,7 @@ STREAMING_OPTIONS = (
 
 @dataclass(frozen=True)
 class PlanRecord:
-    """What one rank knows of the plan of a global batch."""
+    """Summary of one rank's plan of a global batch."""
 
     plan_checksum: int
     """Of the samples of the global batch, and of the microbatch and the rank of each."""
@@ -62,7 +62,7 @@ class PlanRecord:
     witness: str = ''
     """Digest of a few samples that every rank reads with its first batch; empty if a rank cannot tell."""
     facts: Callable[[], Facts] = dict
-    """What the plan was made with. Only read if the ranks differ."""
+    """Returns the arguments of the plan. Only called if the ranks differ."""
 
     @property
     def checksum(self) -> int:
@@ -75,16 +75,16 @@ class RecordsPlans(Protocol):
     """A batch sampler that plans global batches, such as RegroupingBatchSampler."""
 
     def plan_record(self, batch: int) -> PlanRecord:
-        """Returns what this rank knows of the plan of a global batch of the epoch."""
+        """Returns the record of a global batch of the epoch."""
         ...
 
 
 def plan_record_of(batch: Any, dataloader: Any, batch_index: int) -> PlanRecord | None:
-    """Returns what is known of the plan behind a batch; None for loaders that say nothing about it.
+    """Returns the record of the plan behind a batch; None for loaders that have none.
 
     Args:
         batch: A :class:`.PreSplitBatch` brings its own record.
-        dataloader: Otherwise its sampler, or its StreamingDataset, tells what the ranks must agree on.
+        dataloader: Otherwise its sampler, or its StreamingDataset, has the arguments that must be equal.
         batch_index: Counts the batches of the epoch from 0.
     """
     record = getattr(batch, 'plan', None)
@@ -115,8 +115,8 @@ def check_plans(sums: Sequence[float], record: PlanRecord | None) -> None:
     """Raises RuntimeError on all ranks if they planned unlike batches.
 
     Args:
-        sums: Those of :func:`numbers_to_sum`, over the ranks. They are equal on all ranks, so all of them raise.
-        record: This rank's own.
+        sums: Sums over the ranks of :func:`numbers_to_sum`. They are equal on all ranks, so all of them raise.
+        record: The record of this rank.
     """
     world_size = get_world_size()
     if world_size == 1:
@@ -131,12 +131,12 @@ def check_plans(sums: Sequence[float], record: PlanRecord | None) -> None:
 
 
 def compare_plans(record: PlanRecord | None) -> None:
-    """Raises RuntimeError that says in what the ranks differ, if they do; a collective."""
+    """Raises RuntimeError about the difference between the ranks if there is one; a collective."""
     if record is None:
-        own = RankReport(rank=get_global_rank(), num_ranks=get_world_size())
+        report = RankReport(rank=get_global_rank(), num_ranks=get_world_size())
     else:
-        own = RankReport(record.rank, record.num_ranks, record.plan_checksum, record.witness, record.facts())
-    difference = find_difference(all_gather_object(own))
+        report = RankReport(record.rank, record.num_ranks, record.plan_checksum, record.witness, record.facts())
+    difference = find_difference(all_gather_object(report))
     if difference is not None:
         raise RuntimeError(difference)
 
@@ -147,7 +147,7 @@ def checksum_of(facts: Facts) -> int:
 
 
 def extended_checksum(checksum: int, data: bytes) -> int:
-    """Returns the checksum of what `checksum` is of, and of `data`."""
+    """Returns the checksum of earlier data and of `data`, given the checksum of the earlier data."""
     return zlib.crc32(data, checksum) % 2**CHECKSUM_BITS
 
 
@@ -159,7 +159,7 @@ def table_facts(name: str, values: np.ndarray) -> Facts:
 
 
 def reading_facts(dataloader: DataLoader) -> Facts:
-    """Returns what decides which rank reads what: the arguments of a DistributedSampler or of a StreamingDataset."""
+    """Returns the arguments of a DistributedSampler or of a StreamingDataset, which decide who reads each sample."""
     sampler, dataset = dataloader.sampler, dataloader.dataset
     facts: Facts = {}
     if has_torchs_order(sampler):
@@ -179,7 +179,7 @@ def _digest(values: np.ndarray) -> str:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What a rank tells the others if the sums differ."""
+    """Message of a rank to the others if the sums differ."""
 
     rank: int
     num_ranks: int
@@ -189,14 +189,14 @@ class RankReport:
 
 
 def find_difference(reports: Sequence[RankReport]) -> str | None:
-    """Returns the error for what differs between the reports of all ranks; None if they agree."""
+    """Returns the error for the first difference between the reports of all ranks; None if they agree."""
     names = list(dict.fromkeys(name for report in reports for name in report.facts))
     differing = [name for name in names if len({report.facts.get(name) for report in reports}) > 1]
     if differing:
         name = differing[0]
         more = f' Also different: {", ".join(differing[1:])}.' if len(differing) > 1 else ''
         return _unequal(name, [report.facts.get(name, 'none') for report in reports]) + more
-    # A dataset with random numbers of its own reads another sample each time. Such a rank has no witness.
+    # A dataset with another source of random numbers reads another sample each time. Such a rank has no witness.
     if len({report.witness for report in reports if report.witness}) > 1:
         return _unequal('first samples', [report.witness or 'unknown' for report in reports])
     planned_ranks = sorted(report.rank for report in reports)
@@ -229,9 +229,9 @@ def _by_rank(values: Sequence[str]) -> str:
         ranks_of.setdefault(value, []).append(rank)
     parts = []
     for value, ranks in ranks_of.items():
-        shown = ', '.join(str(rank) for rank in ranks[:SHOWN_NUMBERS])
+        listed = ', '.join(str(rank) for rank in ranks[:SHOWN_NUMBERS])
         more = f' and {len(ranks) - SHOWN_NUMBERS} more' if len(ranks) > SHOWN_NUMBERS else ''
-        parts.append(f'{value} on rank {shown}{more}')
+        parts.append(f'{value} on rank {listed}{more}')
     return ', '.join(parts[:SHOWN_NUMBERS])
 
 
