@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from types import ModuleType
 from typing import Any
@@ -34,6 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 # Tensors inside of nested arguments; `torch.utils.pytree` came after 2.7.
 from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only, tree_unflatten
+from torch.utils.data import DataLoader
 
 __all__ = ['BatchNorm', 'DataDependentOutputException', 'Dropout', 'FakeTensor', 'FakeTensorMode', 'TorchDispatchMode',
            'detect_fake_mode', 'tree_flatten', 'tree_iter', 'tree_map_only', 'tree_unflatten']  # fmt: skip
@@ -148,6 +149,17 @@ def _is_of_torch(hook: Any) -> bool:
 def new_shared_storage(num_bytes: int) -> torch.UntypedStorage:
     """Returns memory that other processes see, as ``default_collate`` takes it in a worker: it is sent uncopied."""
     return torch.UntypedStorage._new_shared(num_bytes)
+
+
+@contextmanager
+def separate_iterator(loader: DataLoader) -> Iterator[None]:
+    """Lets ``iter(loader)`` start workers of its own; a DataLoader with persistent workers keeps its one iterator."""
+    kept = loader._iterator
+    loader._iterator = None
+    try:
+        yield
+    finally:
+        loader._iterator = kept
 
 
 def storage_key(tensor: torch.Tensor) -> int:

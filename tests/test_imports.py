@@ -55,6 +55,7 @@ def test_the_planner_loads_neither_torch_nor_composer():
     ('name', 'unneeded'),
     [
         ('RegroupingBatchSampler', {'algorithm', 'checks', 'data_spec', *BELOW}),
+        ('TokenAccumulation', {'sampling', *BELOW}),
         ('suggest_microbatching', {'algorithm', 'checks', 'data_spec', 'data', 'programs'}),
     ],
 )
@@ -100,6 +101,8 @@ ORDER = (
     'compat',
     'batch',
     'collectives',
+    'repeated_samples',
+    'plan_agreement',
     'planning',
     'layout',
     'counting',

@@ -17,6 +17,7 @@ from composer_tokacc.collectives import RankSum, get_world_size
 from composer_tokacc.counting import loss_mask, with_one_label
 from composer_tokacc.layout import PreSplitBatch
 from composer_tokacc.metadata import annotate, num_loss_tokens, samples_of, without_metadata
+from composer_tokacc.plan_agreement import PlanRecord, check_plans, numbers_to_sum
 from composer_tokacc.planning import check_count
 from composer_tokacc.weights import weights_at
 
@@ -91,7 +92,7 @@ def step_loss_weights(
         is_sample = torch.tensor(samples_of(microbatch), dtype=torch.bool, device=counted.device)
         weights = weights_at(microbatch, token_weights, counted & is_sample[:, None])
         sums.append(float(weights.sum(dtype=torch.float64)))
-    return _factors(sums, device)
+    return _factors(sums, device, getattr(microbatches, 'plan', None))
 
 
 def weighted_microbatches(
@@ -114,7 +115,8 @@ def weighted_microbatches(
                 (model(**microbatch).loss * weight).backward()
     """
     counted = [annotate(microbatch, loss_tokens) for microbatch in _as_list(microbatches)]
-    factors = _factors([num_loss_tokens(microbatch) for microbatch in counted], device)
+    sums = [num_loss_tokens(microbatch) for microbatch in counted]
+    factors = _factors(sums, device, getattr(microbatches, 'plan', None))
     for microbatch, factor in zip(counted, factors, strict=True):
         plain = without_metadata(microbatch)
         if num_loss_tokens(microbatch) == 0:
@@ -142,9 +144,14 @@ def _as_list(microbatches: Sequence[Batch] | PreSplitBatch) -> list[Batch]:
     return microbatches
 
 
-def _factors(sums: Sequence[float], device: torch.device | str) -> list[float]:
-    """Returns the factor of each microbatch, given the sums of their weights; a collective."""
-    (step_sum,) = RankSum(torch.tensor([sum(sums)], dtype=torch.float64, device=device)).read()
+def _factors(sums: Sequence[float], device: torch.device | str, plan: PlanRecord | None) -> list[float]:
+    """Returns the factor of each microbatch, given the sums of their weights; a collective.
+
+    Raises RuntimeError on all ranks if they planned unlike batches; None: the microbatches have no plan.
+    """
+    numbers = torch.tensor([sum(sums), *numbers_to_sum(plan)], dtype=torch.float64, device=device)
+    step_sum, *plan_sums = RankSum(numbers).read()
+    check_plans(plan_sums, plan)
     return [token_weight(weight, step_sum, world_size=get_world_size()) for weight in sums]
 
 

@@ -45,8 +45,9 @@ from composer_tokacc.metadata import (
     with_metadata,
     without_metadata,
 )
+from composer_tokacc.plan_agreement import NUM_SUMS, PlanRecord, check_plans, numbers_to_sum, plan_record_of
 from composer_tokacc.planning import check_choice, check_state
-from composer_tokacc.sampling.rank_assignment import num_repeated
+from composer_tokacc.repeated_samples import num_repeated
 from composer_tokacc.weights import LOSS_WEIGHTS
 
 log = logging.getLogger(__name__)
@@ -131,7 +132,9 @@ class TokenAccumulation(Algorithm):
         """RunContext, from the first batch on."""
         self._step = StepCheck(num_tokens=0, num_samples=0, loss_weight=0)
         self._totals: Any = None
-        """RankSum of the step: loss-generating tokens, samples, weight, and how many ranks have new rows."""
+        """RankSum of the step: loss-generating tokens, samples, weight, how many ranks have new rows, and what tells
+        whether the ranks planned alike."""
+        self._plan: PlanRecord | None = None
         self._device_batch: Batch = {}
         self._hidden: Any = None
         """HiddenEntries of a microbatch."""
@@ -216,6 +219,7 @@ class TokenAccumulation(Algorithm):
             self._reduces_once = self._reduces_once and self._fit.reductions.may_meet_once
             self._fit.prove(state.batch, reduces_once=self._reduces_once)
         self._measuring.begin_step(microbatches)
+        self._plan = plan_record_of(state.batch, state.dataloader, int(state.timestamp.batch_in_epoch))
         if num_copies := num_repeated(state.dataloader, int(state.timestamp.batch_in_epoch)):
             samples = [1] * (num_rows(state.batch) - num_copies) + [0] * num_copies
             state.batch = with_metadata(state.batch, samples=samples)
@@ -225,7 +229,8 @@ class TokenAccumulation(Algorithm):
         self._step = StepCheck(*local, is_weighted=self.is_weighted, has_bypass=self._fit.has_bypass)
         has_new_rows = self._fit.check.has_new_rows(state.batch, self._fit.split)
         dtype = torch.float64 if self.is_weighted else torch.int64
-        self._totals = RankSum(state.device.tensor_to_device(torch.tensor([*local, has_new_rows], dtype=dtype)))
+        numbers = torch.tensor([*local, has_new_rows, *numbers_to_sum(self._plan)], dtype=dtype)
+        self._totals = RankSum(state.device.tensor_to_device(numbers))
         # Read before the batch is cut, so that rows of a new size are cut by rules that were shown for them. One rank
         # need not wait for the device.
         is_any_new = has_new_rows if self._fit.world_size == 1 else self._totals.read()[3] > 0
@@ -251,6 +256,7 @@ class TokenAccumulation(Algorithm):
         unequal = fit.split is not None and fit.split.options.equal_counts is False
         fit.reductions.see(num_microbatches(state.batch), has_unequal_counts=unequal, reduced_once=self._reduces_once)
         tokens, _, weight = self._totals.read()[:3]
+        check_plans(self._totals.read()[-NUM_SUMS:], self._plan)
         if weight == 0 and tokens:
             raise RuntimeError(
                 f'The weights of a step must not all be 0, got: 0 for each of its {tokens:.0f} loss-generating tokens, '

@@ -23,6 +23,7 @@ from composer_tokacc.compat import new_shared_storage
 from composer_tokacc.layout.families import TEXT_ENTRIES, TEXT_FAMILY
 from composer_tokacc.layout.layout import BatchLayout
 from composer_tokacc.layout.tensors import cat_padded
+from composer_tokacc.plan_agreement import PlanRecord
 
 ALIGNMENT = 64
 """Bytes. A tensor of any type may begin at a multiple of it."""
@@ -54,6 +55,8 @@ class PreSplitBatch(Mapping[str, Any]):
         self.indices = indices
         self.described: tuple[list[object], list[Any]] | None = None
         """The layout and the tensors that facts were read from, and the `RowFacts` of each microbatch."""
+        self.plan: PlanRecord | None = None
+        """What this rank knows of the plan of the global batch, for the comparison of the ranks."""
         self._joined: dict[str, Any] = {}
 
     def __repr__(self) -> str:
@@ -63,7 +66,9 @@ class PreSplitBatch(Mapping[str, Any]):
     def map(self, function: Callable[[dict[str, Any]], Batch]) -> PreSplitBatch:
         """Returns a batch of the results of calling ``function`` with each microbatch."""
         changed = [function(microbatch) for microbatch in self.microbatches]
-        return PreSplitBatch(changed, max_tokens=self.max_tokens, indices=self.indices)
+        batch = PreSplitBatch(changed, max_tokens=self.max_tokens, indices=self.indices)
+        batch.plan = self.plan
+        return batch
 
     def joined(self, layout: BatchLayout) -> dict[str, Any]:
         """One plain batch of all rows, padded to the widest, on the side that the microbatches are padded on."""
@@ -121,7 +126,7 @@ class PreSplitBatch(Mapping[str, Any]):
     def __reduce__(self) -> tuple[Any, ...]:
         """Puts all tensors into one: torch opens a file for each tensor that it sends, and a process has a limit."""
         memory, places = _packed(self.microbatches)
-        return _unpacked, (memory, places, self.max_tokens, self.indices)
+        return _unpacked, (memory, places, self.max_tokens, self.indices, self.plan)
 
 
 def _pinned(microbatch: Mapping[str, Any]) -> dict[str, Any]:
@@ -205,7 +210,11 @@ def _packed(microbatches: Sequence[Mapping[str, Any]]) -> tuple[torch.Tensor, li
 
 
 def _unpacked(
-    memory: torch.Tensor, packed: list[dict[str, Any]], max_tokens: int, indices: list[list[int]] | None
+    memory: torch.Tensor,
+    packed: list[dict[str, Any]],
+    max_tokens: int,
+    indices: list[list[int]] | None,
+    plan: PlanRecord | None,
 ) -> PreSplitBatch:
     """Returns the batch; its tensors are windows on the memory that arrived."""
     microbatches = [dict(microbatch) for microbatch in packed]
@@ -213,4 +222,6 @@ def _unpacked(
         for key, value in microbatch.items():
             if isinstance(value, _Place):
                 microbatch[key] = value.of(memory)
-    return PreSplitBatch(microbatches, max_tokens=max_tokens, indices=indices)
+    batch = PreSplitBatch(microbatches, max_tokens=max_tokens, indices=indices)
+    batch.plan = plan
+    return batch

@@ -1,9 +1,9 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Assignment of microbatches to ranks: longest processing time first and rebalanced, or step slots of like cost.
+"""Assignment of microbatches to ranks: longest processing time first and rebalanced, or step slots of similar cost.
 
-Everywhere ``costs`` is the cost of each microbatch, float64 (K,), and ``ranks`` the rank of each, int64 (K,); they are
+Everywhere ``costs`` is the cost of each microbatch, float64 (K,), and ``ranks`` the rank of each, int64 (K,). They are
 returned with the load of the slowest rank.
 """
 
@@ -16,26 +16,35 @@ import numpy as np
 from composer_tokacc.planning.compiled import compiled
 
 CLOSE_ENOUGH = 1e-3
-"""Excess of the slowest rank over the mean at which it is left alone: predicted steps are off by ten times as much."""
+"""Excess of the slowest rank over the mean at which rebalancing stops. Predicted times of steps are ten times less
+exact."""
 
 
 @compiled
-def assign_longest_first(costs: np.ndarray, num_ranks: int) -> tuple[np.ndarray, float]:
+def assign_longest_first(
+    costs: np.ndarray,
+    num_ranks: int,
+) -> tuple[np.ndarray, float]:
     """Gives the costliest remaining microbatch to the least loaded rank (Graham 1969), in O(K log K)."""
     ranks = np.zeros(len(costs), dtype=np.int64)
     heap = [(0.0, rank) for rank in range(num_ranks)]  # ties go to the lower rank
     slowest = 0.0
     for k in np.argsort(-costs, kind='mergesort'):
         # So far: all costlier microbatches are placed, and the top of the heap is the least loaded rank.
-        load = heap[0][0] + float(costs[k])
-        ranks[k] = heap[0][1]
+        load, rank = heap[0]
+        load += float(costs[k])
+        ranks[k] = rank
         slowest = max(slowest, load)
-        heapq.heapreplace(heap, (load, heap[0][1]))
+        heapq.heapreplace(heap, (load, rank))
     return ranks, slowest
 
 
 @compiled
-def rebalance(costs: np.ndarray, ranks: np.ndarray, num_ranks: int) -> tuple[np.ndarray, float]:
+def rebalance(
+    costs: np.ndarray,
+    ranks: np.ndarray,
+    num_ranks: int,
+) -> tuple[np.ndarray, float]:
     """Swaps a microbatch of the slowest rank for a cheaper one elsewhere, or gives it away, as long as that helps.
 
     Every round takes the exchange after which the slower of the two ranks is fastest, so the slowest rank never becomes
@@ -43,39 +52,46 @@ def rebalance(costs: np.ndarray, ranks: np.ndarray, num_ranks: int) -> tuple[np.
     """
     ranks = ranks.copy()
     loads = np.zeros(num_ranks)
-    held = np.zeros(num_ranks, dtype=np.int64)
+    counts = np.zeros(num_ranks, dtype=np.int64)
     total = 0.0
     for k in range(len(costs)):
         loads[ranks[k]] += costs[k]
-        held[ranks[k]] += 1
+        counts[ranks[k]] += 1
         total += costs[k]
     enough = total / num_ranks * (1.0 + CLOSE_ENOUGH)
     for _ in range(4 * num_ranks):
-        # So far: loads and held agree with ranks, and no rank is slower than the slowest one was at the start.
+        # So far: loads and counts agree with ranks, and no rank is slower than the slowest one was at the start.
         slowest = np.argmax(loads)
         if loads[slowest] <= enough:
             break
-        given, taken, target = _best_exchange(costs, ranks, loads, slowest, held[slowest] > 1)
-        if given < 0:
+        outgoing, incoming, target = _best_exchange(costs, ranks, loads, slowest, counts[slowest] > 1)
+        if outgoing < 0:
             break  # no exchange makes the slower of the two ranks faster
-        ranks[given] = target
-        if taken < 0:
-            held[slowest] -= 1
-            held[target] += 1
+        ranks[outgoing] = target
+        saving = costs[outgoing]
+        if incoming < 0:
+            counts[slowest] -= 1
+            counts[target] += 1
         else:
-            ranks[taken] = slowest
-        saving = costs[given] - (costs[taken] if taken >= 0 else 0.0)
+            ranks[incoming] = slowest
+            saving -= costs[incoming]
         loads[slowest] -= saving
         loads[target] += saving
     return ranks, loads.max()
 
 
 @compiled
-def _best_exchange(costs, ranks, loads, slowest, may_move):  # noqa: ANN001, ANN202 - typed by numba
-    """Returns the microbatch to give, the one to take (-1: none) and the other rank; all -1 where nothing helps."""
+def _best_exchange(
+    costs: np.ndarray,
+    ranks: np.ndarray,
+    loads: np.ndarray,
+    slowest: int | np.intp,
+    may_move: bool | np.bool_,
+) -> tuple[int, int, int | np.intp]:
+    """Returns the microbatch to give, the one to take (-1: none) and the other rank; all -1 if nothing helps."""
     best = loads[slowest] * (1.0 - 1e-9)
-    given = -1
-    taken = -1
+    outgoing = -1
+    incoming = -1
     target = -1
     idlest = np.argmin(loads)
     for k in range(len(costs)):
@@ -90,24 +106,33 @@ def _best_exchange(costs, ranks, loads, slowest, may_move):  # noqa: ANN001, ANN
             slower = max(loads[slowest] - saving, loads[rank] + saving)
             if slower < best:
                 best = slower
-                given, taken, target = k, other, rank
-        # Given away without return, to the rank that has most room for it.
+                outgoing = k
+                incoming = other
+                target = rank
+        # Given away without return, to the least loaded rank.
         slower = max(loads[slowest] - costs[k], loads[idlest] + costs[k])
         if may_move and slower < best:
             best = slower
-            given, taken, target = k, -1, idlest
-    return given, taken, target
+            outgoing = k
+            incoming = -1
+            target = idlest
+    return outgoing, incoming, target
 
 
 @compiled
-def best_slot_order(text: np.ndarray, vision: np.ndarray, num_ranks: int) -> tuple[np.ndarray, float]:
+def best_slot_order(
+    text: np.ndarray,
+    vision: np.ndarray,
+    num_ranks: int,
+) -> tuple[np.ndarray, float]:
     """Returns the cost, (K,), by which sorted microbatches make the fastest step slots, and the time of all slots.
 
-    Ranks that gather each layer's weights together wait at the end of the vision encoder as well as at the end of the
-    microbatch, so a slot takes its slowest encoder and its slowest rest: ``vision`` is the cost of each microbatch in
-    the encoder, ``text`` all other cost, float64 (K,). Without images sorting is optimal: whatever the slots, the k-th
-    costliest of their slowest microbatches is at least the one in place k * num_ranks of all microbatches sorted by
-    cost. With them, whichever of both and their sum is best: where images are equal it is the text, and vice versa.
+    Ranks that gather each layer's weights together wait at the end of the vision encoder, and again at the end of the
+    microbatch. So a slot takes the time of its slowest encoder and of its slowest rest: ``vision`` is the cost of each
+    microbatch in the encoder, ``text`` all other cost, float64 (K,). Without images sorting by cost is optimal: in any
+    slots, the k-th costliest of their slowest microbatches is at least the one in place k * num_ranks of all
+    microbatches sorted by cost. With images all three orders are tried, by text, by vision and by their sum. If all
+    images are equal the text is best, and vice versa.
     """
     best = text
     least = _slots_time(text, text, vision, num_ranks)
@@ -121,7 +146,12 @@ def best_slot_order(text: np.ndarray, vision: np.ndarray, num_ranks: int) -> tup
 
 
 @compiled
-def _slots_time(order_by, text, vision, num_ranks):  # noqa: ANN001, ANN202 - typed by numba
+def _slots_time(
+    order_by: np.ndarray,
+    text: np.ndarray,
+    vision: np.ndarray,
+    num_ranks: int,
+) -> float:
     """Returns the time of the slots that microbatches in order of one cost make."""
     order = np.argsort(-order_by, kind='mergesort')
     time = 0.0
@@ -137,12 +167,13 @@ def _slots_time(order_by, text, vision, num_ranks):  # noqa: ANN001, ANN202 - ty
 
 
 def assign_slots(costs: np.ndarray, num_ranks: int) -> np.ndarray:
-    """Assigns microbatches of like cost to a slot, in snake order, so that the sums of the ranks stay close as well.
+    """Assigns microbatches of similar cost to a slot, in snake order, so that the sums of the ranks stay close, too.
 
-    K is a multiple of `num_ranks`; the k-th costliest microbatches of all ranks are a slot.
+    K is a multiple of `num_ranks`. The k-th costliest microbatches of all ranks are a slot.
     """
-    # Ranks 0, 1, 2, 2, 1, 0, 0, ...: who gets the costliest of one slot gets the cheapest of the next.
+    # Ranks 0, 1, 2, 2, 1, 0, 0, ...: the rank with the costliest of one slot gets the cheapest of the next.
     slot, place = np.divmod(np.arange(len(costs)), num_ranks)
+    snake = np.where(slot % 2 == 0, place, num_ranks - 1 - place)
     ranks = np.empty(len(costs), dtype=np.int64)
-    ranks[np.argsort(-costs, kind='stable')] = np.where(slot % 2 == 0, place, num_ranks - 1 - place)
+    ranks[np.argsort(-costs, kind='stable')] = snake
     return ranks

@@ -1,12 +1,12 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Compilation of the planner's inner loops with numba, whose cache on disk may fail without harm."""
+"""Compilation of the planner's inner loops with numba."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar, cast
 
 try:
@@ -19,34 +19,31 @@ Function = TypeVar('Function', bound=Callable[..., Any])
 
 
 def compiled(function: Function) -> Function:
-    """Compile a function of numpy arrays on its first call; keep the machine code on disk where that is possible.
+    """Compiles a function of numpy arrays on its first call. Keeps the machine code on disk if that is possible.
 
-    Without numba, which a loop without Composer may lack, functions stay as they are. Plans are the same, and take
+    Without numba, which a loop without Composer may lack, the function stays as it is. Plans are the same, and take
     10 ms for 64 samples on 2 ranks, 0.2 s for 512 on 8, instead of 1 ms.
     """
     if njit is None:
         return function
     dispatcher: Any = njit(function)
-    # As `cache=True` does, with a cache class of our own. numba raises where neither the package folder nor the user's
-    # cache folder can be written: no cache then. A private name, which tests/test_compat.py looks after.
-    with contextlib.suppress(RuntimeError):
+    # As `cache=True` does, but with our class. numba raises RuntimeError if neither the folder of the package nor the
+    # user's cache folder can be written. Then there is no cache. `_cache` is private: tests/test_compat.py checks it.
+    with suppress(RuntimeError):
         dispatcher._cache = _ForgivingCache(function)
     return cast(Function, dispatcher)
 
 
 class _ForgivingCache(FunctionCache):  # pyright: ignore[reportGeneralTypeIssues]
-    """A cache that is only ever a help: a full disk or a damaged file costs a compilation, not the run."""
+    """A cache that ends no run. After a damaged file or a full disk the function is compiled again."""
 
-    def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Returns the machine code on disk, or None; files that cannot be read are emptied, to be written again."""
-        try:
-            return super().load_overload(sig, target_context)
-        except Exception:  # whatever unpickling a damaged file may raise
-            with contextlib.suppress(OSError):
-                self.flush()
-            return None
+    def load_overload(self, *arguments: Any) -> Any:
+        """Returns the machine code on disk, or None."""
+        with suppress(Exception):  # unpickling a damaged file may raise anything
+            return super().load_overload(*arguments)
+        return None
 
-    def save_overload(self, sig: Any, data: Any) -> None:
-        """Writes the machine code, unless the disk refuses."""
-        with contextlib.suppress(OSError):
-            super().save_overload(sig, data)
+    def save_overload(self, *arguments: Any) -> None:
+        """Writes the machine code if that is possible."""
+        with suppress(Exception):  # reads the index before, which may be damaged, too
+            super().save_overload(*arguments)

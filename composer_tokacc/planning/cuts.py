@@ -1,13 +1,13 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Cuts of rows into microbatches: of least padding, filled up to a limit, of equal cost, or split further; packed rows.
+"""Cuts of rows into microbatches: with least padding, filled up to a limit, or of equal cost. Also packs rows.
 
-A cut is given by its bounds: microbatch ``k`` holds rows ``bounds[k]`` to ``bounds[k + 1] - 1``, int64 (K + 1,). What a
-microbatch may hold is given by ``reach``, int64 (n,): the one that starts at row ``i`` ends at ``reach[i]`` at the
-latest, which is never below ``i + 1``, so that a row over a cap is placed alone, and never falls from one row to the
-next. A microbatch costs its number of rows times ``row_costs`` of its widest row, float64 (n,), plus the vision cost of
-its rows, ``vision[end] - vision[start]``, float64 (n + 1,), plus a fixed cost.
+A cut is given by its bounds: microbatch ``k`` holds rows ``bounds[k]`` to ``bounds[k + 1] - 1``, int64 (K + 1,). The
+caps are given by ``reach``, int64 (n,): a microbatch that starts at row ``i`` ends at ``reach[i]`` at the latest.
+``reach[i]`` is at least ``i + 1``, so that a row over a cap is placed alone, and never falls from one row to the next.
+A microbatch costs its number of rows times ``row_costs`` of its widest row, float64 (n,), plus the vision cost of its
+rows, ``vision[end] - vision[start]``, float64 (n + 1,), plus a fixed cost.
 """
 
 from __future__ import annotations
@@ -22,22 +22,26 @@ from composer_tokacc.planning.options import CutOptions, Table
 from composer_tokacc.planning.rows import OrderedRows, Rows
 
 PRECISION = 1e-4
-"""Relative width at which the bisection of :func:`equal_cost_cut` stops: far below what one row more or less in a
-microbatch changes."""
+"""Relative width at which the bisection of :func:`equal_cost_cut` stops. One row more or less in a microbatch changes
+its cost by far more."""
 
 
 def cut_rows(
-    lengths: Table, options: CutOptions, *, image_tokens: Table | None = None, max_width: int | None = None
+    lengths: Table,
+    options: CutOptions,
+    *,
+    image_tokens: Table | None = None,
+    max_width: int | None = None,
 ) -> list[list[int]]:
-    """Cuts the rows of one rank into microbatches of least cost under hard caps, or of fewest where they are packed.
+    """Cuts the rows of one rank into microbatches of least cost under hard caps, or packs them into the fewest.
 
     A microbatch is as wide as its longest row, rounded up to ``width_multiple`` but not past ``max_width``, the width
     of the collated batch. Rows times width never exceeds ``max_tokens``, the image tokens of its rows never exceed
     ``max_image_tokens``. A row which breaks a cap by itself is placed alone.
 
     Returns:
-        Row indices of each microbatch: ascending, and the costliest microbatch first, or in the order of the rows; of
-        packed ones see :func:`.pack_lengths`.
+        Row indices of each microbatch, ascending. The costliest microbatch comes first; without ``regroup`` they keep
+        the order of the rows. For packed rows see :func:`.pack_lengths`.
 
     Example:
         >>> cut_rows([7, 2, 8, 2, 2], CutOptions(max_tokens=16))
@@ -47,57 +51,87 @@ def cut_rows(
     """
     if options.packing is True:
         return pack_lengths(lengths, options.max_tokens, image_tokens, options.max_image_tokens)
-    checked = Rows(lengths, options, image_tokens=image_tokens, max_width=max_width)
-    rows = checked.by_length() if options.regroup else checked.in_order(np.arange(len(checked.lengths)))
+    all_rows = Rows(lengths, options, image_tokens=image_tokens, max_width=max_width)
+    rows = all_rows.in_order(np.arange(len(all_rows.lengths)))
+    if options.regroup:
+        rows = all_rows.by_length()
     fixed_cost = options.cost.launch
     bounds = least_padded_cut(rows.row_costs, rows.reach, fixed_cost)
-    microbatches = [sorted(rows.order[start:end].tolist()) for start, end in pairwise(bounds.tolist())]
+    microbatches = []
+    for start, end in pairwise(bounds.tolist()):
+        microbatches.append(sorted(rows.order[start:end].tolist()))
     if not options.regroup:
         return microbatches
     costs = microbatch_costs(rows.row_costs, rows.vision, bounds, fixed_cost)
-    return [microbatches[k] for k in np.argsort(-costs, kind='stable').tolist()]
+    costliest_first = np.argsort(-costs, kind='stable')
+    return [microbatches[k] for k in costliest_first.tolist()]
 
 
 def pack_lengths(
-    lengths: Table, max_tokens: int, image_tokens: Table | None = None, max_image_tokens: int | None = None
+    lengths: Table,
+    max_tokens: int,
+    image_tokens: Table | None = None,
+    max_image_tokens: int | None = None,
 ) -> list[list[int]]:
     """Groups rows so that their lengths and their image tokens sum to at most the caps: first fit, longest first.
 
     First-fit-decreasing needs at most 11/9 of the fewest groups, plus one (Dosa 2007). A row over the cap goes alone.
 
     Returns:
-        Row indices of each group, longest first, so that rows of one length, which attention computes at once, are
-        beside each other; groups in order of their longest row.
+        Row indices of each group, longest first, so that rows of one length are next to each other: attention computes
+        them at once. Groups come in the order of their longest row.
 
     Example:
         >>> pack_lengths([7, 2, 8, 2, 2], 10)
         [[2, 1], [0, 3], [4]]
     """
-    sizes = np.array([lengths, [0] * len(lengths) if image_tokens is None else image_tokens]).T
+    if image_tokens is None:
+        image_tokens = [0] * len(lengths)
+    sizes = np.array([lengths, image_tokens]).T
     caps = np.array([max_tokens, np.inf if max_image_tokens is None else max_image_tokens])
-    # So far: every longer row is in a group, and `room` is what each group has left of both caps.
     groups: list[list[int]] = []
     room: list[np.ndarray] = []
-    for row in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
-        fit = next((index for index, left in enumerate(room) if (sizes[row] <= left).all()), None)
-        if fit is None:
+    # A stable sort: of equally long rows the first one comes first.
+    for row in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        # So far: every longer row is in a group, and `room` is what each group has left of both caps.
+        group = _first_with_room(room, sizes[row])
+        if group is None:
+            group = len(groups)
             groups.append([])
             room.append(caps)
-            fit = len(groups) - 1
-        groups[fit].append(row)
-        room[fit] = room[fit] - sizes[row]
+        groups[group].append(row)
+        room[group] = room[group] - sizes[row]
     return groups
 
 
+def _first_with_room(room: list[np.ndarray], size: np.ndarray) -> int | None:
+    """Returns the first group whose room of both kinds is large enough."""
+    for group, left in enumerate(room):
+        if (size <= left).all():
+            return group
+    return None
+
+
 @compiled
-def microbatch_costs(row_costs: np.ndarray, vision: np.ndarray, bounds: np.ndarray, fixed_cost: float) -> np.ndarray:
+def microbatch_costs(
+    row_costs: np.ndarray,
+    vision: np.ndarray,
+    bounds: np.ndarray,
+    fixed_cost: float,
+) -> np.ndarray:
     """Returns the cost of each microbatch of a cut of sorted rows, float64 (K,)."""
-    starts, ends = bounds[:-1], bounds[1:]
-    return (ends - starts) * row_costs[starts] + (vision[ends] - vision[starts]) + fixed_cost
+    starts = bounds[:-1]
+    ends = bounds[1:]
+    padded = (ends - starts) * row_costs[starts]
+    return padded + (vision[ends] - vision[starts]) + fixed_cost
 
 
 @compiled
-def least_padded_cut(row_costs: np.ndarray, reach: np.ndarray, price: float) -> np.ndarray:
+def least_padded_cut(
+    row_costs: np.ndarray,
+    reach: np.ndarray,
+    price: float,
+) -> np.ndarray:
     """Cuts rows, sorted or not, so that padded cost plus ``price`` per microbatch is least.
 
     Plain dynamic programming over the ends of microbatches, in O(n * rows that a microbatch can hold). (On sorted rows
@@ -146,7 +180,7 @@ def least_padded_cut(row_costs: np.ndarray, reach: np.ndarray, price: float) -> 
 
 
 class LeastPaddedCuts:
-    """Cuts of one set of sorted rows of least padded cost, for any number of microbatches.
+    """Cuts sorted rows with least padded cost, for any number of microbatches.
 
     The least cost falls with the number of microbatches K along a convex curve (the cost is Monge; Aggarwal, Schieber
     and Tokuyama 1994). A cut at a price touches the curve where its slope is minus the price, at a corner:
@@ -165,12 +199,18 @@ class LeastPaddedCuts:
     `tolerance` is accepted for fewer trials.
     """
 
-    def __init__(self, rows: OrderedRows, tolerance: float = 0.0) -> None:
+    def __init__(
+        self,
+        rows: OrderedRows,
+        tolerance: float = 0.0,
+    ) -> None:
         self._rows = rows
         self._tolerance = tolerance
         self._corners: dict[int, tuple[float, np.ndarray]] = {}
-        # The two ends of the curve. No saving is worth the price of the first: all rows at the greatest width and more.
-        self.fewest = self._try(2.0 * len(rows) * float(rows.row_costs[0]) + 1.0)
+        # The left end of the curve: no saving is worth a price above the cost of all rows at the greatest width.
+        cost_at_greatest_width = len(rows) * float(rows.row_costs[0])
+        self.fewest = self._try(2.0 * cost_at_greatest_width + 1.0)
+        # The right end: one row each.
         self._corners[len(rows)] = (float(rows.row_costs.sum()), np.arange(len(rows) + 1, dtype=np.int64))
 
     def _try(self, price: float) -> int:
@@ -185,8 +225,8 @@ class LeastPaddedCuts:
     def exactly(self, count: int) -> np.ndarray:
         """Returns bounds of the cut of least padded cost with ``count`` microbatches, ``fewest <= count <= n``.
 
-        With a tolerance the cost is at most so much above the least one: it lies between the costs of the corners on
-        either side, and a splice of the two costs no more than the costlier of them.
+        Its cost is at most the tolerance above the least one: the least cost lies between the costs of the corners on
+        both sides, and a splice of the two costs no more than the costlier corner.
         """
         while count not in self._corners:
             below = max(k for k in self._corners if k < count)
@@ -202,12 +242,16 @@ class LeastPaddedCuts:
 
 
 @compiled
-def _splice(few: np.ndarray, many: np.ndarray, count: int) -> np.ndarray:
+def _splice(
+    few: np.ndarray,
+    many: np.ndarray,
+    count: int,
+) -> np.ndarray:
     """Follows `few`, then changes over to `many` inside one microbatch of `few`, for `count` microbatches in all.
 
-    Where both cuts are best at the same price, so is the result: it and the splice the other way round cost together no
-    more than the two (exchange argument on a Monge cost). The microbatch of the change lies inside one of `few`, so it
-    keeps the caps.
+    If both cuts are best at the same price, so is the result: it and the splice the other way round together cost no
+    more than the two cuts (exchange argument on a Monge cost). The microbatch of the change lies inside one of `few`,
+    so it keeps the caps.
     """
     # With t microbatches of `few` first, `many` still has to make count - t, which start at place t + shift.
     shift = len(many) - 1 - count
@@ -222,10 +266,15 @@ def _splice(few: np.ndarray, many: np.ndarray, count: int) -> np.ndarray:
 
 
 @compiled
-def fill(row_costs: np.ndarray, vision: np.ndarray, reach: np.ndarray, limit: float) -> np.ndarray:
-    """Fills one microbatch of sorted rows after the other, up to caps and limit: no cut under both has fewer.
+def fill(
+    row_costs: np.ndarray,
+    vision: np.ndarray,
+    reach: np.ndarray,
+    limit: float,
+) -> np.ndarray:
+    """Fills one microbatch of sorted rows after the other, up to caps and limit. No cut under both has fewer.
 
-    The limit is what no microbatch of two rows and more may cost, without its fixed cost.
+    A microbatch of two or more rows may cost at most the limit, without its fixed cost.
     """
     n = len(row_costs)
     bounds = np.zeros(n + 1, dtype=np.int64)
@@ -237,7 +286,8 @@ def fill(row_costs: np.ndarray, vision: np.ndarray, reach: np.ndarray, limit: fl
         high = reach[start]
         while low < high:
             middle = (low + high + 1) // 2
-            if (middle - start) * row_costs[start] + (vision[middle] - vision[start]) <= limit:
+            cost = (middle - start) * row_costs[start] + (vision[middle] - vision[start])
+            if cost <= limit:
                 low = middle
             else:
                 high = middle - 1
@@ -249,14 +299,22 @@ def fill(row_costs: np.ndarray, vision: np.ndarray, reach: np.ndarray, limit: fl
 
 
 @compiled
-def equal_cost_cut(row_costs: np.ndarray, vision: np.ndarray, reach: np.ndarray, count: int) -> np.ndarray:
+def equal_cost_cut(
+    row_costs: np.ndarray,
+    vision: np.ndarray,
+    reach: np.ndarray,
+    count: int,
+) -> np.ndarray:
     """Cuts sorted rows into at most ``count`` microbatches whose costliest one is as cheap as possible.
 
     ``count`` is at least the number of :func:`fill` without a limit.
     """
-    # Added up as in `fill`: rounded otherwise, the costliest microbatch could be over a limit that is its own.
-    low = (row_costs + (vision[1:] - vision[:-1])).max()
-    high = ((reach - np.arange(len(reach))) * row_costs + (vision[reach] - vision[:-1])).max()
+    # Added up in the order of `fill`. With other rounding the costliest microbatch could exceed its own cost as limit.
+    cost_of_each_row = row_costs + (vision[1:] - vision[:-1])
+    low = cost_of_each_row.max()
+    most_rows = reach - np.arange(len(reach))
+    cost_of_most_rows = most_rows * row_costs + (vision[reach] - vision[:-1])
+    high = cost_of_most_rows.max()
     # No limit below the costliest row does better than that row's own cost.
     bounds = fill(row_costs, vision, reach, low)
     if len(bounds) - 1 <= count:
@@ -273,13 +331,19 @@ def equal_cost_cut(row_costs: np.ndarray, vision: np.ndarray, reach: np.ndarray,
 
 
 @compiled
-def split_largest(row_costs: np.ndarray, bounds: np.ndarray, count: int) -> np.ndarray:
+def split_largest(
+    row_costs: np.ndarray,
+    bounds: np.ndarray,
+    count: int,
+) -> np.ndarray:
     """Splits the largest microbatch of sorted rows, halfway down its rows, until there are ``count``, or one row each.
 
     Returns:
-        Bounds of ``min(count, n)`` microbatches, or of K if that is more; those that came in are among them.
+        Bounds of ``min(count, n)`` microbatches, or of the K that there are if that is more. The given bounds are among
+        them.
     """
-    heap = [(0.0, 0, 0)]  # negative size, start and end; numba takes the types from the first entry
+    # Negative size, start and end. The first entry only tells numba the types.
+    heap = [(0.0, 0, 0)]
     heap.pop()
     for k in range(len(bounds) - 1):
         heapq.heappush(heap, _by_size(row_costs, bounds[k], bounds[k + 1]))
@@ -293,6 +357,13 @@ def split_largest(row_costs: np.ndarray, bounds: np.ndarray, count: int) -> np.n
 
 
 @compiled
-def _by_size(row_costs, start, end):  # noqa: ANN001, ANN202 - typed by numba
+def _by_size(
+    row_costs: np.ndarray,
+    start: int,
+    end: int,
+) -> tuple[float, int, int]:
     """Entry of a heap whose top is the largest microbatch that can be split."""
-    return (1.0 if end - start == 1 else -(end - start) * row_costs[start], start, end)
+    num_rows = end - start
+    if num_rows == 1:
+        return (1.0, start, end)
+    return (-num_rows * row_costs[start], start, end)

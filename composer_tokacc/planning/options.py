@@ -28,13 +28,13 @@ class CostModel:
     Args:
         quadratic: Width at which attention costs as much as the dense layers; six times the hidden size for a
             standard transformer block (hidden size 4096 by default). ``math.inf`` for no quadratic term.
-        vision_per_token: Cost of one image token in the vision encoder, where that is all that is known of it.
-        vision_per_image: Cost of the encoder that does not depend on the patches of the image, and
-        vision_per_patch: that of each patch, and
-        vision_per_square: that of the patches squared: attention over the whole of an image.
+        vision_per_token: Cost of one image token in the vision encoder, if nothing else is known about its cost.
+        vision_per_image: Cost of the vision encoder that does not depend on the patches of an image.
+        vision_per_patch: Cost of each patch.
+        vision_per_square: Cost of the patches squared: attention over the whole image.
         launch: Cost of starting a microbatch, whatever is in it. Zero would make microbatches of one row free.
         document: Cost of starting attention for one document of a packed row.
-        seconds_per_token: Seconds of one unit where the model was fitted to measured times. Plans do not use it.
+        seconds_per_token: Seconds of one unit, if the model was fitted to measured times. Plans do not use it.
 
     Example:
         >>> CostModel(quadratic=1000.0).rows(np.array([100, 200]))
@@ -53,8 +53,9 @@ class CostModel:
     def __post_init__(self) -> None:
         if not isinstance(self.quadratic, int | float | np.number) or not self.quadratic > 0:
             raise ValueError(f'`quadratic` must be positive, got: {self.quadratic}. Use math.inf for no such term.')
-        for name in vars(self).keys() - {'quadratic', 'seconds_per_token' if self.seconds_per_token is None else ''}:
-            value = getattr(self, name)
+        for name, value in vars(self).items():
+            if name == 'quadratic' or (name == 'seconds_per_token' and value is None):
+                continue
             if not isinstance(value, int | float | np.number) or not 0 <= value < float('inf'):
                 raise ValueError(f'`{name}` must be finite and not negative, got: {value!r}.')
 
@@ -63,12 +64,16 @@ class CostModel:
         widths = np.asarray(widths, dtype=np.float64)
         return widths + widths * widths / self.quadratic
 
-    def vision(self, image_tokens: np.ndarray, patches: np.ndarray | None = None) -> np.ndarray:
+    def vision(
+        self,
+        image_tokens: np.ndarray,
+        patches: np.ndarray | None = None,
+    ) -> np.ndarray:
         """Returns the cost of each sample in the vision encoder, float64 (n,), for :func:`.plan_microbatches`.
 
         Args:
             image_tokens: Image tokens of each sample, (n,).
-            patches: Patches that the encoder computes for it, (n,), taken for those of one image; None where unknown.
+            patches: Patches that the encoder computes for it, (n,), as if they were one image; None if unknown.
 
         Example:
             >>> CostModel(vision_per_image=5.0, vision_per_patch=0.1).vision(np.array([64, 0]), np.array([256, 0]))
@@ -87,7 +92,7 @@ class CostModel:
 
 
 def token_budget(microbatch_size: float, slot_tokens: int) -> int:
-    """Returns the most positions that a microbatch may hold: so many slots; asked by all who split, plan or predict."""
+    """Returns the most positions that a microbatch may hold. Splitting, planning and sizing use the same number."""
     return int(microbatch_size * slot_tokens)
 
 
@@ -97,46 +102,60 @@ def check_count(name: str, value: Any) -> None:
         raise ValueError(f'`{name}` must be a positive integer, got: {value!r}.')
 
 
-def check_kind(name: str, value: Any, kind: type) -> None:
+def check_kind(
+    name: str,
+    value: Any,
+    kind: type,
+) -> None:
     """Raises ValueError unless an argument is of a class."""
     if not isinstance(value, kind):
         raise ValueError(f'`{name}` must be a {kind.__name__}, got: {" ".join(repr(value).split())[:80]}.')
 
 
-def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
-    """Raises ValueError unless an argument is one of some."""
-    # Not by `in` alone: 1 equals True.
-    if type(value) not in map(type, choices) or value not in choices:
-        *others, last = map(repr, choices)
-        known = ' or '.join([', '.join(others), last] if others else [last])
-        raise ValueError(f'`{name}` must be {known}, got: {value!r}.')
+def check_choice(
+    name: str,
+    value: Any,
+    choices: Sequence[Any],
+) -> None:
+    """Raises ValueError unless an argument is one of the choices."""
+    types = [type(choice) for choice in choices]
+    # The type is compared, too, because 1 equals True.
+    if type(value) in types and value in choices:
+        return
+    *first_ones, last = [repr(choice) for choice in choices]
+    allowed = last
+    if first_ones:
+        allowed = f'{", ".join(first_ones)} or {last}'
+    raise ValueError(f'`{name}` must be {allowed}, got: {value!r}.')
 
 
 def check_state(state: Any, keys: set[str], *, counts: Sequence[str] = ()) -> None:
-    """Raises ValueError unless a state to load has these keys, those of ``counts`` with integers from 0."""
-    known = isinstance(state, Mapping) and keys <= state.keys()
-    if not known or any(not isinstance(state[name], (int, np.integer)) or state[name] < 0 for name in counts):
-        are = f', {" and ".join(counts)} of them integers from 0' if counts else ''
+    """Raises ValueError unless a state to load has these keys, and integers from 0 under those of ``counts``."""
+    is_good = isinstance(state, Mapping) and keys <= state.keys()
+    if is_good:
+        is_good = all(isinstance(state[name], (int, np.integer)) and state[name] >= 0 for name in counts)
+    if not is_good:
+        integers = f', {" and ".join(counts)} of them integers from 0' if counts else ''
         raise ValueError(
-            f'`state` must have the keys {sorted(keys)}{are}, got: {state!r:.200}. Load what `state_dict` of the same '
-            'class returned.'
+            f'`state` must have the keys {sorted(keys)}{integers}, got: {state!r:.200}. Load what `state_dict` of the '
+            'same class returned.'
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class CutOptions:
-    """How rows are cut into microbatches; held by split, sampler, exchange, planner and sizing helper alike.
+    """How rows are cut into microbatches. Split, sampler, exchange, planner and sizing all hold one.
 
     Args:
-        max_tokens: Token budget of a microbatch, padding included. The split's is ``slot_tokens``, plus a decoder's
-            labels, times the microbatch size of each batch.
-        slot_tokens: Width of a slot; None: that of each device batch.
+        max_tokens: Token budget of a microbatch, padding included. The split computes it for each batch from
+            ``slot_tokens`` (plus the labels of a decoder) times the microbatch size.
+        slot_tokens: Width of a slot; None: the width of each device batch.
         max_image_tokens: Image budget of a microbatch; None: no cap.
         width_multiple: Widths are rounded up to a multiple of this.
         cost: Cost model of a microbatch.
         regroup: Whether rows are sorted by length, or keep their order.
-        equal_counts: Whether all ranks make equally many microbatches; ``'auto'``: where they must.
-        packing: Whether a microbatch's rows become one packed row; ``'auto'``: where it can and costs less.
+        equal_counts: Whether all ranks make equally many microbatches; ``'auto'``: only if they must.
+        packing: Whether a microbatch's rows become one packed row; ``'auto'``: if that is possible and costs less.
         objective: ``'ddp'``: ranks wait for each other once a step; ``'fsdp'``: at every microbatch.
         on_oversize: A row over a cap by itself: ``'raise'`` or ``'warn'``.
 
@@ -156,15 +175,15 @@ class CutOptions:
     on_oversize: str = 'raise'
 
     def __post_init__(self) -> None:
-        for name in ('max_tokens', 'slot_tokens', 'max_image_tokens', 'width_multiple'):
-            if getattr(self, name) is not None or name not in ('slot_tokens', 'max_image_tokens'):
-                check_count(name, getattr(self, name))
+        check_count('max_tokens', self.max_tokens)
+        check_count('width_multiple', self.width_multiple)
+        if self.slot_tokens is not None:
+            check_count('slot_tokens', self.slot_tokens)
+        if self.max_image_tokens is not None:
+            check_count('max_image_tokens', self.max_image_tokens)
         check_kind('cost', self.cost, CostModel)
-        for name, choices in (
-            ('regroup', (True, False)),
-            ('equal_counts', (True, False, 'auto')),
-            ('packing', (True, False, 'auto')),
-            ('objective', ('ddp', 'fsdp')),
-            ('on_oversize', ('raise', 'warn')),
-        ):
-            check_choice(name, getattr(self, name), choices)
+        check_choice('regroup', self.regroup, (True, False))
+        check_choice('equal_counts', self.equal_counts, (True, False, 'auto'))
+        check_choice('packing', self.packing, (True, False, 'auto'))
+        check_choice('objective', self.objective, ('ddp', 'fsdp'))
+        check_choice('on_oversize', self.on_oversize, ('raise', 'warn'))

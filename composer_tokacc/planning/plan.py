@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise, zip_longest
@@ -20,7 +20,7 @@ from composer_tokacc.planning.options import CostModel, CutOptions, Table, check
 from composer_tokacc.planning.rows import OrderedRows, Rows
 
 # Chosen on 460 plans for each objective: 16 to 2,048 samples of AI2D, ChartQA, DocVQA and of lognormal length, 2 to 64
-# ranks, memory of 1 to 8 rows. What is said of other values is the modelled time of a step against the chosen one.
+# ranks, memory of 1 to 8 rows. Other values are given with the modelled time of a step, relative to the chosen value.
 STEPS = 8
 """Numbers of microbatches tried between the fewest and one a sample. 4: 0.05 % slower in the mean, 3.6 % at worst; 12:
 as fast to 0.1 %."""
@@ -81,7 +81,7 @@ class PlanStats:
 
 @dataclass(frozen=True, kw_only=True)
 class MicrobatchPlan:
-    """Who computes what in one global batch."""
+    """The microbatches of each rank in one global batch."""
 
     ranks: tuple[tuple[Microbatch, ...], ...]
     """Microbatches of each rank, costliest first; for ``'fsdp'`` the k-th of all ranks run side by side."""
@@ -89,29 +89,48 @@ class MicrobatchPlan:
 
     @cached_property
     def stats(self) -> PlanStats:
-        """Tells how good the plan is; computed when it is first asked for."""
-        rows, computed = self._rows, [microbatch for rank in self.ranks for microbatch in rank]
+        """Tells how good the plan is. Computed on first use."""
+        rows = self._rows
+        microbatches = [microbatch for rank in self.ranks for microbatch in rank]
         loads = np.array([sum(microbatch.cost for microbatch in rank) for rank in self.ranks])
-        slowest = float(loads.max())
+        time = float(loads.max())
         if rows.options.objective == 'fsdp':
-            vision = {one: float(rows.vision_cost[list(one.indices)].sum()) for one in computed}
-            slowest = time_in_slots([[(vision[one], one.cost - vision[one]) for one in rank] for rank in self.ranks])
+            time = time_in_slots([self._phases(rank) for rank in self.ranks])
         num_tokens = int(rows.lengths.sum())
+        tokens_padded_to_longest = len(rows.lengths) * int(rows.lengths.max())
+        tokens_computed = sum(microbatch.num_tokens for microbatch in microbatches)
         return PlanStats(
-            padding_before=1.0 - num_tokens / (len(rows.lengths) * int(rows.lengths.max())),
-            padding_after=1.0 - num_tokens / sum(microbatch.num_tokens for microbatch in computed),
+            padding_before=1.0 - num_tokens / tokens_padded_to_longest,
+            padding_after=1.0 - num_tokens / tokens_computed,
             rank_imbalance=float(loads.max() / loads.mean()),
-            cost=slowest,
+            cost=time,
             bound=lower_bound(rows, len(self.ranks)),
             oversize=tuple(np.flatnonzero(rows.is_over).tolist()),
-            filled=sum(microbatch.filled for microbatch in computed),
+            filled=sum(microbatch.filled for microbatch in microbatches),
         )
+
+    def _phases(
+        self,
+        rank: Sequence[Microbatch],
+    ) -> list[tuple[float, float]]:
+        """Returns the cost of each microbatch of a rank in the vision encoder, and all other cost."""
+        phases = []
+        for microbatch in rank:
+            vision = float(self._rows.vision_cost[list(microbatch.indices)].sum())
+            phases.append((vision, microbatch.cost - vision))
+        return phases
 
 
 def time_in_slots(costs: Sequence[Sequence[tuple[float, float]]]) -> float:
-    """Returns the time of ranks that wait for the slowest encoder and the slowest rest of a slot: `costs` of both."""
-    slots = zip_longest(*costs, fillvalue=(0.0, 0.0))
-    return sum(max(vision for vision, _ in slot) + max(rest for _, rest in slot) for slot in slots)
+    """Returns the time of ranks that wait in each step slot, for the slowest vision encoder and for the slowest rest.
+
+    Args:
+        costs: For each rank the two costs of each of its microbatches.
+    """
+    time = 0.0
+    for slot in zip_longest(*costs, fillvalue=(0.0, 0.0)):
+        time += max(vision for vision, _ in slot) + max(text for _, text in slot)
+    return time
 
 
 def plan_microbatches(
@@ -128,10 +147,10 @@ def plan_microbatches(
 ) -> MicrobatchPlan:
     """Cuts a global batch into microbatches and assigns them to ranks, for the shortest modelled step.
 
-    Every sample is in exactly one microbatch. Rows times width of a microbatch never exceeds ``max_tokens``, nor do its
-    image tokens exceed ``max_image_tokens``; a sample that breaks a cap by itself is placed alone and listed in
-    ``stats.oversize``. Every rank has at least one microbatch: where samples run out, it is a dummy, marked
-    ``filled``. The plan depends on nothing but the arguments.
+    Every sample is in exactly one microbatch. Rows times width of a microbatch never exceeds ``max_tokens``, and its
+    image tokens never exceed ``max_image_tokens``. A sample that breaks a cap by itself is placed alone and listed in
+    ``stats.oversize``. Every rank has at least one microbatch. If there are too few samples, it is a dummy, marked
+    ``filled``. The plan only depends on the arguments.
 
     Args:
         lengths: Real length of each sample in tokens, image placeholders included, (n,).
@@ -139,8 +158,8 @@ def plan_microbatches(
         max_tokens: Token budget of a microbatch, padding included.
         image_tokens: Image tokens of each sample, (n,). With ``'fsdp'`` samples with and without images then never run
             side by side, because a rank that leaves the vision encoder unused hangs the others.
-        vision_cost: Cost of each sample in the vision encoder, (n,), in the unit of :class:`.CostModel`, where image
-            tokens do not tell it, as :meth:`.CostModel.vision` has it; by default that of ``image_tokens`` alone.
+        vision_cost: Cost of each sample in the vision encoder, (n,), in the unit of :class:`.CostModel`, if image
+            tokens do not tell it; see :meth:`.CostModel.vision`. Default: the cost of ``image_tokens``.
         max_image_tokens: Image budget of a microbatch.
         objective: ``'ddp'``: ranks wait for each other once a step, and may have unequal numbers of microbatches.
             ``'fsdp'``: they wait at every microbatch, after its vision encoder and at its end, and have equal numbers.
@@ -156,9 +175,12 @@ def plan_microbatches(
         [[(0, 5)], [(2,), (1, 3, 4)]]
     """
     options = CutOptions(
-        max_tokens=max_tokens, max_image_tokens=max_image_tokens, width_multiple=width_multiple,
-        objective=objective, cost=CostModel() if cost is None else cost,
-    )  # fmt: skip
+        max_tokens=max_tokens,
+        max_image_tokens=max_image_tokens,
+        width_multiple=width_multiple,
+        objective=objective,
+        cost=CostModel() if cost is None else cost,
+    )
     return plan_rows(lengths, options, num_ranks=num_ranks, image_tokens=image_tokens, vision_cost=vision_cost)
 
 
@@ -172,38 +194,50 @@ def plan_rows(
 ) -> MicrobatchPlan:
     """Plans as :func:`.plan_microbatches`, with options that are checked already."""
     check_count('num_ranks', num_ranks)
-    checked = Rows(lengths, options, image_tokens=image_tokens, vision_cost=vision_cost)
-    # Under 'fsdp' the k-th microbatches of all ranks run side by side: a step slot, for which all wait.
+    rows = Rows(lengths, options, image_tokens=image_tokens, vision_cost=vision_cost)
+    # Under 'fsdp' the k-th microbatches of all ranks run at the same time: a step slot, in which all wait.
     in_slots = options.objective == 'fsdp'
-    # Samples that may run side by side: all of them, or under 'fsdp' those with images and those without.
+    # Samples that may run at the same time: all, or under 'fsdp' those with images and those without.
     groups: list[np.ndarray | None] = [None]
-    with_images = checked.image_tokens > 0
-    if in_slots and with_images.any() and not with_images.all():
-        groups = [np.flatnonzero(with_images), np.flatnonzero(~with_images)]
-    planned = [_CutSearch(checked.by_length(one), num_ranks, options.cost, in_slots).ranks() for one in groups]
-    ranks = planned[0]
+    has_images = rows.image_tokens > 0
+    if in_slots and has_images.any() and not has_images.all():
+        groups = [np.flatnonzero(has_images), np.flatnonzero(~has_images)]
+    ranks_of_groups = []
+    for members in groups:
+        search = _CutSearch(rows.by_length(members), num_ranks, options.cost, in_slots)
+        ranks_of_groups.append(search.ranks())
+    ranks: Iterable[Sequence[Microbatch]] = ranks_of_groups[0]
     if in_slots:
-        # The slots of all groups in one order, costliest first.
-        slots = [slot for of_group in planned for slot in zip(*of_group, strict=True)]
-        ranks = zip(*sorted(slots, key=lambda slot: -max(microbatch.cost for microbatch in slot)), strict=True)
-    return MicrobatchPlan(ranks=tuple(map(tuple, ranks)), _rows=checked)
+        # The slots of all groups in one order, the costliest first.
+        slots: list[tuple[Microbatch, ...]] = []
+        for ranks_of_group in ranks_of_groups:
+            slots.extend(zip(*ranks_of_group, strict=True))
+        slots.sort(key=_cost_of_slot, reverse=True)
+        ranks = zip(*slots, strict=True)
+    return MicrobatchPlan(ranks=tuple(tuple(rank) for rank in ranks), _rows=rows)
+
+
+def _cost_of_slot(slot: Sequence[Microbatch]) -> float:
+    return max(microbatch.cost for microbatch in slot)
 
 
 def lower_bound(rows: Rows, num_ranks: int) -> float:
     """Returns the time that no plan can beat: ``max(sum cost / num_ranks, max cost)`` with zero padding."""
-    # Fixed costs count as often as any plan needs a microbatch: one a rank, and as many as fill the budgets.
     options, cost = rows.options, rows.options.cost
-    prices = cost.rows(rows.lengths) + rows.vision_cost
+    row_costs = cost.rows(rows.lengths) + rows.vision_cost
+    # Each microbatch has a fixed cost. Any plan needs one microbatch a rank, and as many as fill the budgets.
     fewest = max(num_ranks, _fewest(rows.lengths, options.max_tokens))
     if options.max_image_tokens is not None:
         fewest = max(fewest, _fewest(rows.image_tokens, options.max_image_tokens))
-    return max((float(prices.sum()) + fewest * cost.launch) / num_ranks, float(prices.max()) + cost.launch)
+    mean_of_ranks = (float(row_costs.sum()) + fewest * cost.launch) / num_ranks
+    costliest_row = float(row_costs.max()) + cost.launch
+    return max(mean_of_ranks, costliest_row)
 
 
 def _fewest(sizes: np.ndarray, cap: int) -> int:
-    """Returns the fewest microbatches that hold all sizes: those over the cap alone, the others without a gap."""
-    over = sizes > cap
-    return int(over.sum()) + -(-int(sizes[~over].sum()) // cap)
+    """Returns the fewest microbatches that hold all sizes: one for each over the cap, the others without a gap."""
+    is_over = sizes > cap
+    return int(is_over.sum()) + -(-int(sizes[~is_over].sum()) // cap)
 
 
 class _Cut(NamedTuple):
@@ -216,7 +250,7 @@ class _Cut(NamedTuple):
     costs: np.ndarray
     """Cost of each microbatch, and after them of the dummies, float64 (K + dummies,)."""
     order_by: np.ndarray
-    """The cost by which they are assigned, the greatest first, float64 likewise."""
+    """The cost by which they are assigned, the greatest first, float64 (K + dummies,)."""
     ranks: np.ndarray | None
     """Rank of each of them, int64 (K + dummies,); None for step slots, which are assigned at the end."""
 
@@ -224,47 +258,64 @@ class _Cut(NamedTuple):
 class _CutSearch:
     """Search for the best cut of one set of rows: over the number of microbatches, two cuts for each.
 
-    Both are needed. The cut of least padded cost alone is up to 1.7 times slower under ``'ddp'``, where a rank has few
-    rows or images cost much (a microbatch of four long rows, for which all other ranks wait), and 1.3 times under
-    ``'fsdp'``. The cut of most equal cost alone is up to 1.1 times slower, and 1.07 times.
+    Both are needed. With only the cut of least padded cost a step is up to 1.7 times slower under ``'ddp'``, if a rank
+    has few rows or images cost much (a microbatch of four long rows, for which all other ranks wait), and 1.3 times
+    under ``'fsdp'``. With only the cut of most equal cost it is up to 1.1 times slower, and 1.07 times.
 
-    Ranks run in step slots where they wait for each other after every microbatch (``'fsdp'``), not after the last.
-    There they wait after the vision encoder, too, so equal may be either phase: two cuts of equal cost are tried, one
-    of the encoder and one of all the rest. With :func:`.best_slot_order` that makes the step 1 to 5 % shorter where 64
-    tokens stand for a tile, 10 to 22 % where the text attends to images from outside, and up to 1 % where lengths tell
-    the encoder's cost. Left out: costs mixed otherwise (1 % more), swaps of microbatches between slots (0 to 2 %), and,
-    for half a minute a plan, annealing of all rows (0 to 1 %).
+    Under ``'fsdp'`` ranks run in step slots: they wait for each other after every microbatch, and after its vision
+    encoder. So two cuts of equal cost are tried: one with equal cost in the encoder and one with equal cost in all the
+    rest. With :func:`.best_slot_order` that makes the step 1 to 5 % shorter if 64 tokens stand for a tile, 10 to 22 %
+    if the text attends to images outside of it, and up to 1 % if lengths tell the encoder's cost. Tried and left out:
+    other mixtures of the two costs (1 % more), swaps of microbatches between slots (0 to 2 %), and annealing of all
+    rows (0 to 1 %, for half a minute a plan).
     """
 
-    def __init__(self, rows: OrderedRows, num_ranks: int, cost: CostModel, in_slots: bool) -> None:
+    def __init__(
+        self,
+        rows: OrderedRows,
+        num_ranks: int,
+        cost: CostModel,
+        in_slots: bool,
+    ) -> None:
         self._rows = rows
         self._num_ranks = num_ranks
         self._fixed_cost = cost.launch
         self._in_slots = in_slots
-        nothing = np.zeros_like(rows.vision)
+        zeros = np.zeros_like(rows.vision)
         self._equals = [(rows.row_costs, rows.vision)]
-        """What is made equal: cost of the rows, and in the vision encoder."""
+        """Costs that a cut makes equal: of the rows, and in the vision encoder."""
         if in_slots and rows.vision[-1] > 0.0:
-            self._equals = [(rows.row_costs, nothing), (nothing[1:], rows.vision)]
+            self._equals = [(rows.row_costs, zeros), (zeros[1:], rows.vision)]
         self._padded = LeastPaddedCuts(rows, TOLERANCE)
         self._alone = rows.row_costs + np.diff(rows.vision) + cost.launch
         self._cheapest = int(np.argmin(self._alone))
 
     def ranks(self) -> list[list[Microbatch]]:
         """Returns the microbatches of each rank under the best cut, costliest first."""
-        best, rows = self._best(), self._rows
-        order, costs = rows.order.tolist(), best.costs.tolist()
-        pieces, widths = list(pairwise(best.bounds.tolist())), rows.widths[best.bounds[:-1]].tolist()
-        rank_of = assign_slots(best.order_by, self._num_ranks) if best.ranks is None else best.ranks
+        best = self._best()
+        rank_of = best.ranks
+        if rank_of is None:
+            rank_of = assign_slots(best.order_by, self._num_ranks)
+        microbatches = self._microbatches(best)
         ranks: list[list[Microbatch]] = [[] for _ in range(self._num_ranks)]
         for k in np.argsort(-best.order_by, kind='stable').tolist():
-            if k < len(pieces):
-                indices = tuple(sorted(order[slice(*pieces[k])]))
-                microbatch = Microbatch(indices, widths[k], costs[k])
-            else:
-                microbatch = Microbatch((order[self._cheapest],), int(rows.widths[self._cheapest]), costs[k], True)
-            ranks[rank_of[k]].append(microbatch)
+            ranks[rank_of[k]].append(microbatches[k])
         return ranks
+
+    def _microbatches(self, cut: _Cut) -> list[Microbatch]:
+        """Returns the microbatches of a cut, and after them its dummies."""
+        # Lists, because reading single elements of arrays is slow.
+        order = self._rows.order.tolist()
+        costs = cut.costs.tolist()
+        widths = self._rows.widths[cut.bounds[:-1]].tolist()
+        microbatches = []
+        for k, (start, end) in enumerate(pairwise(cut.bounds.tolist())):
+            indices = tuple(sorted(order[start:end]))
+            microbatches.append(Microbatch(indices, widths[k], costs[k]))
+        cheapest = self._cheapest
+        for cost in costs[len(microbatches) :]:
+            microbatches.append(Microbatch((order[cheapest],), int(self._rows.widths[cheapest]), cost, True))
+        return microbatches
 
     def _best(self) -> _Cut:
         """Finds the cut of least modelled time."""
@@ -284,7 +335,7 @@ class _CutSearch:
         if not self._in_slots:
             # The best cut assigned longest first is not always the best one rebalanced, but it is among the first.
             for k, cut in enumerate(cuts[:PROMISING]):
-                assert cut.ranks is not None, 'slots alone are assigned afterwards'
+                assert cut.ranks is not None, 'only slots are assigned afterwards'
                 ranks, time = rebalance(cut.costs, cut.ranks, self._num_ranks)
                 cuts[k] = cut._replace(ranks=ranks, time=time)
         return min(cuts[:PROMISING], key=_TIME)
@@ -309,10 +360,14 @@ class _CutSearch:
     def _near(self, cuts: list[_Cut]) -> list[int]:
         """Returns untried numbers of microbatches between that of the best cut and its neighbours."""
         tried = sorted({len(cut.costs) for cut in cuts})
-        place = tried.index(len(min(cuts, key=_TIME).costs))
-        below, best, above = tried[max(place - 1, 0)], tried[place], tried[min(place + 1, len(tried) - 1)]
+        best = len(min(cuts, key=_TIME).costs)
+        place = tried.index(best)
+        below = tried[max(place - 1, 0)]
+        above = tried[min(place + 1, len(tried) - 1)]
         step = self._num_ranks
-        return list(range(best - step, below, -step))[:NEAR] + list(range(best + step, above, step))[:NEAR]
+        fewer = range(best - step, below, -step)
+        more = range(best + step, above, step)
+        return [*fewer[:NEAR], *more[:NEAR]]
 
     def _least_time(self, count: int) -> float:
         """Returns the time which no plan of ``count`` or more microbatches beats: no padding, perfect balance."""
@@ -325,21 +380,29 @@ class _CutSearch:
         if count > len(rows):  # a row each, and dummies
             return [self._judge(np.arange(len(rows) + 1, dtype=np.int64), count)]
         cuts = [self._padded.exactly(count)]
-        # Filled up to a limit a cut may come out with fewer microbatches than asked for: the largest are split then.
         for row_costs, vision in self._equals:
             equal = equal_cost_cut(row_costs, vision, rows.reach, count)
-            cuts.append(equal if len(equal) - 1 == count else split_largest(rows.row_costs, equal, count))
+            # Filled up to a limit, a cut may have fewer microbatches than asked for. Then the largest are split.
+            if len(equal) - 1 != count:
+                equal = split_largest(rows.row_costs, equal, count)
+            cuts.append(equal)
         return [self._judge(bounds, count) for bounds in cuts]
 
-    def _judge(self, bounds: np.ndarray, count: int) -> _Cut:
-        """Returns the cut with its modelled time; dummies of the cheapest row make up for what `count` lacks."""
-        rows, dummies = self._rows, count + 1 - len(bounds)
+    def _judge(
+        self,
+        bounds: np.ndarray,
+        count: int,
+    ) -> _Cut:
+        """Returns the cut with its modelled time. If it has fewer microbatches than `count`, dummies are added."""
+        rows = self._rows
+        num_dummies = count + 1 - len(bounds)
         costs = microbatch_costs(rows.row_costs, rows.vision, bounds, self._fixed_cost)
-        # A count above the number of rows, or no multiple of the ranks: the cheapest row again, without weight.
-        costs = np.concatenate([costs, np.full(dummies, self._alone[self._cheapest])])
+        # A dummy is the cheapest row again, without weight.
+        costs = np.concatenate([costs, np.full(num_dummies, self._alone[self._cheapest])])
         if self._in_slots:
-            vision = np.diff(rows.vision)[self._cheapest]
-            text = costs - np.concatenate([np.diff(rows.vision[bounds]), np.full(dummies, vision)])
+            vision_of_dummy = np.diff(rows.vision)[self._cheapest]
+            vision = np.concatenate([np.diff(rows.vision[bounds]), np.full(num_dummies, vision_of_dummy)])
+            text = costs - vision
             order_by, time = best_slot_order(text, costs - text, self._num_ranks)
             return _Cut(time, bounds, costs, order_by, None)
         ranks, time = assign_longest_first(costs, self._num_ranks)

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The rows of one plan: checked; in an order, with the reach of a microbatch from each."""
+"""The rows of one plan: checked, and in an order, with the last row that a microbatch from each row can hold."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class OrderedRows:
     order: np.ndarray
     """Index of each row in the caller's list, int64 (n,)."""
     widths: np.ndarray
-    """Width of a microbatch whose widest row it is, int64 (n,)."""
+    """Width of a microbatch in which the row is the widest, int64 (n,)."""
     row_costs: np.ndarray
     """Cost of one row of that width, without vision, float64 (n,)."""
     vision: np.ndarray
@@ -37,7 +37,7 @@ class OrderedRows:
 
 
 class Rows:
-    """Checked rows, what a microbatch of them may hold, and what it costs; see :func:`.cut_rows` for the arguments."""
+    """Checked rows with the caps and costs of their microbatches. See :func:`.cut_rows` for the arguments."""
 
     def __init__(
         self,
@@ -48,8 +48,11 @@ class Rows:
         vision_cost: Table | None = None,
         max_width: int | None = None,
     ) -> None:
-        self.options, self._max_width = options, max_width
-        num_rows = len(lengths) if hasattr(lengths, '__len__') else 1
+        self.options = options
+        self._max_width = max_width
+        num_rows = 1  # of a scalar: checked_table says what is wrong with it
+        if hasattr(lengths, '__len__'):
+            num_rows = len(lengths)
         if num_rows == 0:
             raise ValueError('`lengths` must hold at least one sample, got: none.')
         self.lengths = checked_table('lengths', lengths, num_rows, least=1)
@@ -58,30 +61,37 @@ class Rows:
             raise ValueError(f'`max_width` must be at least the longest sample, got: {max_width} < {longest}.')
         if options.max_image_tokens is not None and image_tokens is None:
             raise ValueError('`image_tokens` must be given with `max_image_tokens`, got: None.')
-        images = np.zeros(num_rows, dtype=np.int64) if image_tokens is None else image_tokens
-        self.image_tokens = checked_table('image_tokens', images, num_rows)
-        vision = options.cost.vision(self.image_tokens) if vision_cost is None else vision_cost
-        self.vision_cost = checked_table('vision_cost', vision, num_rows, dtype=np.float64)
+        if image_tokens is None:
+            image_tokens = np.zeros(num_rows, dtype=np.int64)
+        self.image_tokens = checked_table('image_tokens', image_tokens, num_rows)
+        if vision_cost is None:
+            vision_cost = options.cost.vision(self.image_tokens)
+        self.vision_cost = checked_table('vision_cost', vision_cost, num_rows, dtype=np.float64)
 
     @property
     def is_over(self) -> np.ndarray:
         """Which rows break a cap by themselves, and are therefore placed alone, bool (n,)."""
-        options, over = self.options, self.lengths > self.options.max_tokens
-        return over if options.max_image_tokens is None else over | (self.image_tokens > options.max_image_tokens)
+        is_over = self.lengths > self.options.max_tokens
+        if self.options.max_image_tokens is not None:
+            is_over |= self.image_tokens > self.options.max_image_tokens
+        return is_over
 
     def by_length(self, members: np.ndarray | None = None) -> OrderedRows:
         """Returns the rows (or the `members` among them) from the longest to the shortest, ties by index."""
-        members = np.arange(len(self.lengths)) if members is None else members
+        if members is None:
+            members = np.arange(len(self.lengths))
         return self.in_order(members[np.argsort(-self.lengths[members], kind='stable')])
 
     def in_order(self, order: np.ndarray) -> OrderedRows:
         """Returns the rows in the given order."""
-        lengths, options = self.lengths[order], self.options
+        options = self.options
         # Rounding stops at the collated width, and breaks no cap that the row itself keeps.
         limit = min(options.max_tokens, self._max_width or options.max_tokens)
-        widths = padded_widths(lengths, options.width_multiple, limit)
+        widths = padded_widths(self.lengths[order], options.width_multiple, limit)
         image_sums = np.concatenate([[0], np.cumsum(self.image_tokens[order])])
-        image_cap = int(image_sums[-1]) if options.max_image_tokens is None else options.max_image_tokens
+        image_cap = options.max_image_tokens
+        if image_cap is None:
+            image_cap = int(image_sums[-1])
         return OrderedRows(
             order=order,
             widths=widths,
@@ -91,14 +101,25 @@ class Rows:
         )
 
 
-def padded_widths(lengths: np.ndarray, multiple: int, limit: int) -> np.ndarray:
+def padded_widths(
+    lengths: np.ndarray,
+    multiple: int,
+    limit: int,
+) -> np.ndarray:
     """Returns lengths rounded up to a multiple, but not past a limit, int64 (n,)."""
     if multiple == 1:
         return lengths
     return np.maximum(lengths, np.minimum(-(-lengths // multiple) * multiple, limit))
 
 
-def checked_table(name: str, values: Table, num_samples: int, *, least: int = 0, dtype: type = np.int64) -> np.ndarray:
+def checked_table(
+    name: str,
+    values: Table,
+    num_samples: int,
+    *,
+    least: int = 0,
+    dtype: type = np.int64,
+) -> np.ndarray:
     """Returns one number per sample, (n,), after a check that all are finite and at least so large."""
     try:
         table = np.asarray(values)
@@ -109,20 +130,30 @@ def checked_table(name: str, values: Table, num_samples: int, *, least: int = 0,
             f'`{name}` must have one entry per sample, got: shape {table.shape} for {num_samples} samples, in a '
             f'{type(values).__name__}.'
         )
-    kinds, wanted = ('iu', 'integers') if dtype is np.int64 else ('iuf', 'numbers')
+    if dtype is np.int64:
+        kinds, expected = 'iu', 'integers'
+        end = 2**31  # products of two must not overflow
+    else:
+        kinds, expected = 'iuf', 'numbers'
+        end = np.inf
     if table.dtype.kind not in kinds:
-        raise ValueError(f'`{name}` must be {wanted}, got: {table.dtype}. Pass token counts.')
-    end = 2**31 if dtype is np.int64 else np.inf  # products of two must not overflow
-    if not (table.min() >= least and table.max() < end):  # NaN compares with nothing
-        at = int(np.argmin((table >= least) & (table < end)))
-        bound = f'below {end}' if table[at] >= end else f'at least {least}'
-        raise ValueError(f'`{name}` must be finite and {bound}, got: {table[at]} at sample {at}.')
+        raise ValueError(f'`{name}` must be {expected}, got: {table.dtype}. Pass token counts.')
+    # Not written as `min < least or max >= end`: a comparison with NaN is always False.
+    if not (table.min() >= least and table.max() < end):
+        first_bad = int(np.argmin((table >= least) & (table < end)))
+        bound = f'below {end}' if table[first_bad] >= end else f'at least {least}'
+        raise ValueError(f'`{name}` must be finite and {bound}, got: {table[first_bad]} at sample {first_bad}.')
     return table.astype(dtype)
 
 
 @compiled
-def _reach(widths, image_sums, max_tokens, max_image_tokens):  # noqa: ANN001, ANN202 - typed by numba
-    """Latest end of a microbatch from each row under the caps, rows in any order, int64 (n,)."""
+def _reach(
+    widths: np.ndarray,
+    image_sums: np.ndarray,
+    max_tokens: int,
+    max_image_tokens: int,
+) -> np.ndarray:
+    """Returns the latest end of a microbatch from each row under the caps, rows in any order, int64 (n,)."""
     n = len(widths)
     reach = np.zeros(n, dtype=np.int64)
     # A microbatch only grows in width and images with every row, so the first row that breaks a cap ends it.
@@ -131,8 +162,9 @@ def _reach(widths, image_sums, max_tokens, max_image_tokens):  # noqa: ANN001, A
         width = widths[start]
         while end < n:
             width = max(width, widths[end])
-            over = (end + 1 - start) * width > max_tokens or image_sums[end + 1] - image_sums[start] > max_image_tokens
-            if over:
+            num_tokens = (end + 1 - start) * width
+            num_image_tokens = image_sums[end + 1] - image_sums[start]
+            if num_tokens > max_tokens or num_image_tokens > max_image_tokens:
                 break
             end += 1
         reach[start] = end

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Who reads what: sampler, mixture, loaders of pre-split batches, exchange between ranks, resumption."""
+"""Reading of global batches: sampler, mixtures, loaders of pre-split batches, exchange between ranks, resumption."""
 
 from typing import TYPE_CHECKING
 
@@ -24,5 +24,5 @@ __all__ = [
     'SkipReadBatches',
 ]
 
-# Callbacks alone need Composer.
+# Only the callbacks need Composer.
 __getattr__ = on_first_use(__name__, {'RestoreRandomState': 'resume', 'SkipReadBatches': 'resume'})

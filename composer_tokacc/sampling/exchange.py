@@ -1,18 +1,19 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""A DataLoader whose ranks exchange the samples of a global batch, so that all finish together.
+"""A DataLoader whose ranks exchange the samples of a global batch, so that each rank gets equal work.
 
-Samples go point to point, over a gloo group of its own, and only those that another rank computes.
+Samples go point to point, over a gloo group of the loader, and only those that another rank computes.
 """
 
 from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import cached_property
-from itertools import count
-from typing import Any, Literal
+from itertools import chain, count
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -20,26 +21,33 @@ import torch.distributed
 from torch.utils.data import DataLoader, Dataset
 
 from composer_tokacc.collectives import get_global_rank, get_world_size
+from composer_tokacc.layout import PreSplitBatch
+from composer_tokacc.plan_agreement import RankReport, find_difference, reading_facts
 from composer_tokacc.planning import CostModel, CutOptions
-from composer_tokacc.sampling.rank_assignment import LoadPlanner, RankAssignment, num_repeated_by
+from composer_tokacc.repeated_samples import num_repeated_by
+from composer_tokacc.sampling.load_planner import LoadPlanner
+from composer_tokacc.sampling.rank_assignment import RankAssignment, Value
+
+LoadedRow = Mapping[str, torch.Tensor]
+"""A sample as the dataset returns it."""
 
 
 class ExchangingDataLoader(DataLoader):
-    """Regroups across ranks after loading, for datasets that say themselves which rank reads what, as streamed ones do.
+    """Regroups samples across ranks after loading, for datasets that divide themselves among the ranks.
 
-    Every step each rank reads the samples that a plain DataLoader would read, all learn how long those of the others
-    are and make the same plan, and samples go to the rank that will compute them. So a global batch holds what it would
-    hold without, each sample once; only who computes what with whom changes, which token accumulation makes free.
-    What torch's DistributedSampler repeats to fill up the ranks is thrown away. Ranks may get unequal numbers of
-    samples, never none unless there are fewer samples than ranks; then a rank gets a copy that weighs nothing and is
-    no sample.
+    In every step each rank reads the samples that a plain DataLoader would read. All ranks learn the lengths of all
+    samples and make the same plan, and samples go to the rank that will compute them. So a global batch holds the same
+    samples as without this loader, each once. Only the grouping of samples into microbatches and ranks changes, which
+    changes no gradient with token accumulation. Samples that torch's DistributedSampler repeats to fill up the ranks
+    are thrown away. Ranks may get unequal numbers of samples, but never none, unless there are fewer samples than
+    ranks. Then a rank gets a copy that weighs nothing and does not count.
 
-    Composer resumes it as it resumes the dataset: it asks the dataset itself for its state, in samples of all ranks,
-    and their number stays the same.
+    Composer resumes it as it resumes the dataset: it asks the dataset for its state, in samples of all ranks. The
+    number of ranks must stay the same.
 
     Args:
         dataset: Its samples are mappings with ``input_ids`` of shape ``(1, length)``. On several ranks it is iterable
-            and shares itself among them, as StreamingDataset, or is used with a DistributedSampler.
+            and divides itself among them, as StreamingDataset does, or is used with a DistributedSampler.
         collate_fn: Makes a mapping of the samples of a microbatch.
         max_tokens: Token budget of a microbatch, padding included: ``device_train_microbatch_size * slot_tokens``.
         image_token_ids: Ids of the placeholders in ``input_ids``, for image budget and ``'fsdp'``.
@@ -47,11 +55,12 @@ class ExchangingDataLoader(DataLoader):
         patches: Patches that the vision encoder computes for a sample, for `cost`. Default: image tokens tell its cost.
         width_multiple: As given to ``token_data_spec``.
         pin_memory: Whether to copy batches to page-locked memory.
-        **kwargs: Further arguments of :class:`torch.utils.data.DataLoader`; ``batch_size`` is what each rank reads.
+        **kwargs: Further arguments of :class:`torch.utils.data.DataLoader`; ``batch_size`` counts samples of one rank.
 
     Raises:
         ValueError: If an argument is out of range.
         ValueError: On iterating, on all ranks, for a sample that one of them refuses.
+        RuntimeError: On iterating, on all ranks, if their arguments differ.
     """
 
     marks_added_rows = True
@@ -72,130 +81,235 @@ class ExchangingDataLoader(DataLoader):
         pin_memory: bool = False,
         **kwargs: Any,
     ) -> None:
-        # An own generator: seeding workers must not move the random numbers of the run.
+        # A separate generator, because seeding workers must not change the random numbers of the run.
         kwargs.setdefault('generator', torch.Generator().manual_seed(torch.initial_seed() + get_global_rank()))
-        # Workers send each tensor through a file of its own, and samples are many: so they send one that holds all.
-        super().__init__(dataset, collate_fn=to_bytes if kwargs.get('num_workers') else list, **kwargs)
+        # A worker sends each tensor through another file, and there are many samples. So it sends all of them as one.
+        pack: Callable[[list[Any]], Any] = list
+        if kwargs.get('num_workers'):
+            pack = to_bytes
+        super().__init__(dataset, collate_fn=pack, **kwargs)
         if self.batch_size is None:
             raise ValueError('`batch_size` must be what each rank reads in a step, got: None. Pass a number.')
         self._collate = collate_fn
         self._pin = pin_memory
         self._image_token_ids = torch.tensor(list(image_token_ids))
         options = CutOptions(
-            max_tokens=max_tokens, max_image_tokens=max_image_tokens, width_multiple=width_multiple,
-            objective=objective, cost=cost or CostModel(),
-        )  # fmt: skip
+            max_tokens=max_tokens,
+            max_image_tokens=max_image_tokens,
+            width_multiple=width_multiple,
+            objective=objective,
+            cost=cost or CostModel(),
+        )
         self._planner = LoadPlanner(get_world_size(), options)
-        self._patches = None if cost is None else patches  # without a cost the encoder is free: no need to look
+        # Without a cost model the vision encoder costs nothing, so its patches need no counting.
+        self._patches = None if cost is None else patches
         self._exchange = SampleExchange()
         self._num_samples = 0
 
-    def __iter__(self) -> Iterator[Any]:
-        """Yields what this rank computes of each global batch, until no rank has samples left."""
+    def __iter__(self) -> Iterator[PreSplitBatch]:
+        """Yields this rank's part of each global batch, until no rank has samples left."""
+        # A streamed dataset begins its next epoch with every iterator, so only the newest one counts.
         self._num_samples = 0
-        planner, reading = self._planner, super().__iter__()
-        for batch in count():
-            samples, sizes = self._read(reading, batch)
-            if not any(sizes):
+        reading = super().__iter__()
+        # The ranks may run out of samples at different times. All of them go on until the last one has.
+        for batch_index in count():
+            samples, sizes = self._read(reading, batch_index)
+            sizes_of_all = list(chain.from_iterable(sizes))
+            if not sizes_of_all:
                 return
-            lengths, image_tokens, patches = np.array([size for of_rank in sizes for size in of_rank]).T
-            vision = planner.options.cost.vision(image_tokens, patches)
-            plan = planner.plan(lengths, image_tokens, vision).ranks  # of nothing but the sizes: the same on every rank
-            assignments = [RankAssignment.from_plan(microbatches, range(len(lengths))) for microbatches in plan]
+            assignments = self._assign(sizes_of_all)
             rank = get_global_rank()
-            to_compute = self._exchange.swap(samples, sum(map(len, sizes[:rank])), [list(one) for one in assignments])
-            self._num_samples += len(lengths)
-            ready = planner.collate(self._collate, to_compute, assignments[rank])
-            ready.indices = None  # they count the samples of this step, and say nothing to a user
-            yield ready.pin_memory() if self._pin else ready
+            num_before = sum(len(sizes_of_rank) for sizes_of_rank in sizes[:rank])
+            numbers_of_ranks = [list(assignment) for assignment in assignments]
+            to_compute = self._exchange.swap(samples, num_before, numbers_of_ranks)
+            self._num_samples += len(sizes_of_all)
+            batch = self._planner.collate(self._collate, to_compute, assignments[rank])
+            batch.indices = None  # they number the samples of this step, which tells a user nothing
+            if self._pin:
+                batch = batch.pin_memory()
+            yield batch
 
     def state_dict(self) -> dict[str, Any] | None:
         """State of the dataset after the batches that were yielded, as StreamingDataLoader has it."""
-        state_dict = getattr(self.dataset, 'state_dict', None)
-        return None if state_dict is None else state_dict(self._num_samples, False)
+        if not hasattr(self.dataset, 'state_dict'):
+            return None
+        return cast(ResumableDataset, self.dataset).state_dict(self._num_samples, False)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The next iteration goes on where :meth:`state_dict` was taken."""
-        self.dataset.load_state_dict(state)  # pyright: ignore[reportAttributeAccessIssue]
+    def load_state_dict(
+        self,
+        state: dict[str, Any],
+    ) -> None:
+        """The next iteration continues where :meth:`state_dict` was taken."""
+        cast(ResumableDataset, self.dataset).load_state_dict(state)
 
-    def _read(self, reading: Iterator[Any], batch: int) -> tuple[list[Any], list[list[tuple[int, int, int]]]]:
-        """Returns this rank's samples, and length, image tokens and patches of those of every rank.
+    def _assign(self, sizes: Sequence[SampleSize]) -> list[RankAssignment]:
+        """Returns the assignment of each rank. It only depends on the sizes, so it is the same on every rank."""
+        # One column for each field of SampleSize.
+        lengths, image_tokens, patches = np.array(sizes).T
+        vision_cost = self._planner.options.cost.vision(image_tokens, patches)
+        plan = self._planner.plan(lengths, image_tokens, vision_cost)
+        return [RankAssignment.from_plan(microbatches, range(len(sizes))) for microbatches in plan.ranks]
+
+    def _read(
+        self,
+        reading: Iterator[list[LoadedRow] | torch.Tensor],
+        batch_index: int,
+    ) -> tuple[list[LoadedRow], list[list[SampleSize]]]:
+        """Returns this rank's samples, and the sizes of the samples of every rank.
 
         A rank that fails tells the others, which would wait for it otherwise.
         """
-        samples: list[Any] = []
+        samples: list[LoadedRow] = []
         failure = None
         try:
-            samples = next(reading, [])
-            samples = from_bytes(samples) if isinstance(samples, torch.Tensor) else samples
+            loaded = next(reading, [])
+            if isinstance(loaded, torch.Tensor):
+                loaded = from_bytes(loaded)
+            samples = loaded
             assert self.batch_size is not None
-            samples = samples[: len(samples) - num_repeated_by(self.sampler, self.batch_size, batch)]
+            samples = samples[: len(samples) - num_repeated_by(self.sampler, self.batch_size, batch_index)]
+            report = ReadReport([self._size(sample) for sample in samples])
         except Exception as error:
             failure = error
-        # What is wrong with the data is the same error everywhere; others need not survive the way to another process.
-        reason = failure if failure is None or isinstance(failure, ValueError) else str(failure)
-        replies = self._exchange.gather((reason, [self._size(sample) for sample in samples]))
+            # Bad data is the same error on all ranks. Other errors may not survive the way to another process.
+            report = ReadReport([], failure=error if isinstance(error, ValueError) else str(error))
+        if batch_index == 0:
+            report.planned_with = self._report()
+        reports = self._exchange.gather(report)
         if failure is not None:
             raise failure
-        for rank, (reason, _) in enumerate(replies):
-            if isinstance(reason, ValueError):
-                raise reason
-            if reason is not None:
-                raise RuntimeError(f'every rank must read its samples, got: an error on rank {rank}: {reason}')
-        return samples, [sizes for _, sizes in replies]
+        _raise_failures(reports)
+        return samples, [report.sizes for report in reports]
 
-    def _size(self, sample: Mapping[str, Any]) -> tuple[int, int, int]:
+    def _report(self) -> RankReport:
+        """Returns the arguments that must be the same on all ranks."""
+        facts = reading_facts(self)
+        for name, value in asdict(self._planner.options).items():
+            facts[name] = str(value)
+        facts['image_token_ids'] = str(self._image_token_ids.tolist())
+        return RankReport(get_global_rank(), self._planner.num_ranks, facts=facts)
+
+    def _size(self, sample: LoadedRow) -> SampleSize:
         ids = sample['input_ids']
-        patches = 0 if self._patches is None else self._patches(sample)
-        return ids.shape[-1], int(torch.isin(ids, self._image_token_ids).sum()), patches
+        num_image_tokens = int(torch.isin(ids, self._image_token_ids).sum())
+        num_patches = 0
+        if self._patches is not None:
+            num_patches = self._patches(sample)
+        return SampleSize(ids.shape[-1], num_image_tokens, num_patches)
+
+
+class SampleSize(NamedTuple):
+    """Size of a sample for the planner."""
+
+    length: int
+    image_tokens: int
+    patches: int
+
+
+@dataclass
+class ReadReport:
+    """Message of a rank to the others about the samples that it has read for a step."""
+
+    sizes: list[SampleSize]
+    failure: ValueError | str | None = None
+    planned_with: RankReport | None = None
+    """With the first batch: the arguments, which must be the same on all ranks."""
+
+
+class ResumableDataset(Protocol):
+    """A dataset that continues where it stopped, such as StreamingDataset."""
+
+    def state_dict(
+        self,
+        num_samples: int,
+        from_beginning: bool,
+    ) -> dict[str, Any]:
+        """Returns the state after this number of samples of all ranks."""
+        ...
+
+    def load_state_dict(
+        self,
+        state: dict[str, Any],
+    ) -> None:
+        """Continues from a state."""
+        ...
+
+
+def _raise_failures(reports: Sequence[ReadReport]) -> None:
+    """Raises the error of the first rank that could not read its samples, or that planned with other arguments."""
+    for rank, report in enumerate(reports):
+        if isinstance(report.failure, ValueError):
+            raise report.failure
+        if report.failure is not None:
+            raise RuntimeError(f'every rank must read its samples, got: an error on rank {rank}: {report.failure}')
+    planned_with = [report.planned_with for report in reports if report.planned_with is not None]
+    # Only the first batch of an iteration brings them.
+    if len(planned_with) < len(reports):
+        return
+    difference = find_difference(planned_with)
+    if difference is not None:
+        raise RuntimeError(difference)
 
 
 class SampleExchange:
-    """A process group on the CPU, made at its first use; every rank must make the same calls in the same order."""
+    """A process group on the CPU, made at its first use. Every rank must make the same calls in the same order."""
 
     @cached_property
     def _gloo(self) -> Any:
         return torch.distributed.new_group(backend='gloo')
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Value) -> list[Value]:
         """Returns the values of all ranks, by rank; for small ones."""
-        if get_world_size() == 1:
-            return [value]
-        values: list[Any] = [None] * get_world_size()
-        torch.distributed.all_gather_object(values, value, group=self._gloo)
+        values = [value] * get_world_size()
+        if len(values) > 1:
+            torch.distributed.all_gather_object(values, value, group=self._gloo)
         return values
 
-    def swap(self, samples: Sequence[Any], first: int, assigned: Sequence[Sequence[int]]) -> list[Any]:
+    def swap(
+        self,
+        samples: Sequence[LoadedRow],
+        first: int,
+        assigned: Sequence[Sequence[int]],
+    ) -> list[LoadedRow]:
         """Gives every rank the samples that it computes, and returns those of this rank, in its order.
 
         Args:
-            samples: Those that this rank has.
-            first: Number of the first of them. Samples of all ranks are counted through in the order of the ranks.
-            assigned: Numbers of the samples that each rank shall have; several may have the same.
+            samples: Those that this rank has read.
+            first: Number of the first of them. The samples of all ranks are numbered in the order of the ranks.
+            assigned: Numbers of the samples that each rank must get. Several ranks may get the same one.
         """
-        held = dict(enumerate(samples, start=first))
+        sample_of = dict(enumerate(samples, start=first))
+        this_rank = get_global_rank()
         sending = []
-        for to, numbers in enumerate(assigned):
-            wanted = {number: held[number] for number in numbers if number in held and to != get_global_rank()}
-            sending.append(to_bytes(wanted) if wanted else torch.empty(0, dtype=torch.uint8))
-        for packed in filter(len, self._all_to_all(sending)):
-            held |= from_bytes(packed)
-        return [held[number] for number in assigned[get_global_rank()]]
+        for receiver, numbers in enumerate(assigned):
+            # A rank keeps its own samples, and sends nothing to ranks that compute none of them.
+            parcel = {}
+            if receiver != this_rank:
+                parcel = {number: sample_of[number] for number in numbers if number in sample_of}
+            data = torch.empty(0, dtype=torch.uint8)
+            if parcel:
+                data = to_bytes(parcel)
+            sending.append(data)
+        for received in self._all_to_all(sending):
+            if len(received):
+                sample_of.update(from_bytes(received))
+        return [sample_of[number] for number in assigned[this_rank]]
 
     def _all_to_all(self, sending: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Swaps bytes from every rank for bytes to every rank; the numbers of bytes go ahead of them."""
+        """Swaps bytes from every rank for bytes to every rank. The numbers of bytes are sent before them."""
         if len(sending) == 1:
             return sending
-        num_sent = torch.tensor([len(packed) for packed in sending])
+        num_sent = torch.tensor([len(parcel) for parcel in sending])
         num_received = torch.empty_like(num_sent)
         torch.distributed.all_to_all_single(num_received, num_sent, group=self._gloo)
         received = torch.empty(int(num_received.sum()), dtype=torch.uint8)
-        sizes = num_received.tolist(), num_sent.tolist()
-        torch.distributed.all_to_all_single(received, torch.cat(list(sending)), *sizes, group=self._gloo)
-        return received.split(sizes[0])
+        torch.distributed.all_to_all_single(
+            received, torch.cat(list(sending)), num_received.tolist(), num_sent.tolist(), group=self._gloo
+        )
+        return received.split(num_received.tolist())
 
 
-def to_bytes(samples: Any) -> torch.Tensor:
+def to_bytes(samples: object) -> torch.Tensor:
     """Returns samples as bytes, uint8 (number of bytes,)."""
     buffer = io.BytesIO()
     torch.save(samples, buffer)
@@ -204,5 +318,5 @@ def to_bytes(samples: Any) -> torch.Tensor:
 
 def from_bytes(packed: torch.Tensor) -> Any:
     """Returns the inverse of :func:`to_bytes`."""
-    # Not weights_only: what one process of a run sends to another is whatever its dataset made.
+    # Not weights_only: a sample may hold any object, and it comes from another process of the same run.
     return torch.load(io.BytesIO(packed.numpy().tobytes()), weights_only=False)

@@ -1,11 +1,13 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""A DataLoader for RegroupingBatchSampler: pre-split batches, and no reading of what was seen before."""
+"""A DataLoader for RegroupingBatchSampler: it yields pre-split batches, and reads no batch that a resumed run skips."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,10 +15,14 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from composer_tokacc.compat import separate_iterator
 from composer_tokacc.layout import PreSplitBatch
+from composer_tokacc.plan_agreement import PlanRecord
 from composer_tokacc.planning import check_kind
+from composer_tokacc.sampling.passes import Passes
 from composer_tokacc.sampling.rank_assignment import RankAssignment
 from composer_tokacc.sampling.sampler import RegroupingBatchSampler, length_of
+from composer_tokacc.sampling.witness import witness_of
 
 
 class SkippedBatch:
@@ -24,14 +30,16 @@ class SkippedBatch:
 
 
 class RegroupingDataLoader(DataLoader):
-    """A DataLoader over a :class:`RegroupingBatchSampler` that Composer takes for one of fixed batch size.
+    """A DataLoader over a :class:`RegroupingBatchSampler`. Composer sees a fixed batch size.
 
     - ``batch_size`` is ``global_batch_size / num_replicas``, so that Composer finds its initial microbatch size.
     - Batches are pre-split (:class:`.PreSplitBatch`): each planned microbatch is collated by itself, in the worker that
-      read it, at its own width, and page-locked where ``pin_memory=True`` asks. ``token_data_spec`` hands them on.
-    - Where a global batch has fewer samples than ranks, ranks without one get a dummy row, which is no sample.
-    - Seeds of workers depend on seed and epoch alone, and iterating consumes no global random numbers.
+      read it, at its own width. With ``pin_memory=True`` it is page-locked. ``token_data_spec`` passes them on.
+    - If a global batch has fewer samples than ranks, the ranks without one get a dummy row, which does not count.
+    - Seeds of workers depend only on seed and epoch, and iterating consumes no global random numbers.
     - Batches that will be thrown away are not read, see :meth:`skip_to`.
+    - On several ranks, the first batch is read together with two samples that all ranks read. If their datasets list
+      the samples in another order, the first step is refused.
 
     Args:
         dataset: The sampler's map-style dataset.
@@ -57,19 +65,25 @@ class RegroupingDataLoader(DataLoader):
         check_kind('batch_sampler', batch_sampler, RegroupingBatchSampler)
         if collate_fn is not None and not callable(collate_fn):
             raise ValueError(f'`collate_fn` must be a function of a list of samples, got: {collate_fn!r:.80}.')
-        found, own = length_of(dataset), length_of(batch_sampler.dataset)
-        if found != own:
-            raise ValueError(f'`dataset` must be that of `batch_sampler`, of {own} samples, got: one of {found}.')
+        num_samples, num_planned = length_of(dataset), length_of(batch_sampler.dataset)
+        if num_samples != num_planned:
+            raise ValueError(
+                f'`dataset` must be that of `batch_sampler`, of {num_planned} samples, got: one of {num_samples}.'
+            )
         for name in ('batch_size', 'shuffle', 'sampler', 'drop_last'):
             if name in kwargs:
                 raise ValueError(f'`{name}` must be left to the batch sampler, got: {kwargs[name]}. Drop it.')
-        self._sampler, self._generator = batch_sampler, torch.Generator()
+        self._sampler = batch_sampler
+        self._generator = torch.Generator()
         kwargs.setdefault('generator', self._generator)
-        collate = partial(batch_sampler.planner.collate, collate_fn or default_collate)
-        # Who makes a loader of this one's parts (accelerate, to skip batches) must get batches, not parcels.
-        pack: Any = _Parcel if kwargs.get('pin_memory') else _as_it_is
-        super().__init__(_PlannedDataset(dataset, collate), batch_sampler=batch_sampler, collate_fn=pack, **kwargs)
-        self._resume_at = self._yielded = (0, 0)
+        planned_dataset = _PlannedDataset(dataset, batch_sampler, collate_fn or default_collate)
+        # Parcels only if they are needed: to skip batches, accelerate makes a new loader from the parts of this one,
+        # which would yield parcels.
+        pack: Any = _Parcel if kwargs.get('pin_memory') else _unchanged
+        super().__init__(planned_dataset, batch_sampler=batch_sampler, collate_fn=pack, **kwargs)
+        self._passes = Passes()
+        batch_sampler.passes_of_loaders.append(self._passes)
+        self._resume_at = (0, 0)
 
     @property
     def batch_size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -78,81 +92,135 @@ class RegroupingDataLoader(DataLoader):
 
     @batch_size.setter
     def batch_size(self, value: int | None) -> None:
-        """DataLoader itself sets None, as it does with any batch sampler."""
+        """Ignores None, which DataLoader sets with any batch sampler."""
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of the next iteration, as trainers ask a loader that shuffles by it."""
         self._sampler.set_epoch(epoch)
 
-    def skip_to(self, epoch: int, batch: int) -> None:
-        """Yields what comes before batch `batch` of epoch `epoch` as ``SkippedBatch``, once."""
+    def skip_to(
+        self,
+        epoch: int,
+        batch: int,
+    ) -> None:
+        """Yields the batches before batch `batch` of epoch `epoch` as ``SkippedBatch``, once."""
         self._resume_at = (epoch, batch)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[PreSplitBatch | SkippedBatch]:
         """Yields the batches of the sampler's epoch."""
-        sampler, (resume_epoch, resume_batch) = self._sampler, self._resume_at
-        epoch, num_skipped = sampler.epoch, 0
-        if epoch < resume_epoch:
-            num_skipped = len(self)
-        elif epoch == resume_epoch:
-            num_skipped = min(resume_batch, len(self))
-            self._resume_at = (0, 0)
-        if num_skipped:
-            sampler.skip_to(num_skipped)
+        sampler = self._sampler
+        epoch = sampler.epoch
+        num_skipped = self._batches_to_skip(epoch)
         for _ in range(num_skipped):
             yield SkippedBatch()
         if num_skipped == len(self):
             return
-        first = sampler.first_batch
-        # Of worker processes: another one for each rank, epoch, and place of resumption.
+        first = num_skipped or sampler.first_batch
+        batches = self._read_from(epoch, first)
+        current = self._passes.begin(epoch, first)
+        try:
+            for number, batch in enumerate(batches, start=first + 1):
+                self._passes.advance(current, number)
+                if isinstance(batch, _Parcel):
+                    batch = batch.batch
+                # The facts stay in this process. Only a mismatch reads them.
+                if batch.plan is not None:
+                    batch.plan = replace(batch.plan, facts=partial(sampler.plan_facts, epoch, number - 1))
+                yield batch
+            self._passes.end(current)
+            # The sampler does not do this itself, because workers reach the end of the epoch before the run does.
+            if epoch == sampler.epoch:
+                sampler.first_batch = 0
+        finally:
+            self._passes.give_up(current)
+
+    def _batches_to_skip(self, epoch: int) -> int:
+        resume_epoch, resume_batch = self._resume_at
+        if epoch < resume_epoch:
+            return len(self)
+        if epoch > resume_epoch:
+            return 0
+        self._resume_at = (0, 0)
+        return min(resume_batch, len(self))
+
+    def _read_from(
+        self,
+        epoch: int,
+        first: int,
+    ) -> Iterator[PreSplitBatch | _Parcel]:
+        """Returns an iterator over the batches of the epoch from `first` on."""
+        sampler = self._sampler
+        sampler.start_once = first
+        # Workers are seeded with a number that differs between ranks, epochs, and places of resumption.
         entropy = [sampler.seed % 2**32, epoch, sampler.rank, first]
         self._generator.manual_seed(int(np.random.SeedSequence(entropy).generate_state(1)[0]))
-        for number, batch in enumerate(super().__iter__(), start=first + 1):
-            self._yielded = (epoch, number)
-            yield batch.batch if isinstance(batch, _Parcel) else batch
+        # Persistent workers serve one iterator. A look would take them away from the one that is under way.
+        needs_own_workers = self.persistent_workers and bool(self._passes)
+        with separate_iterator(self) if needs_own_workers else nullcontext():
+            return super().__iter__()
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the sampler after the batch that was yielded last, whatever workers have fetched ahead."""
-        epoch, batch = self._yielded
-        state = self._sampler.state_dict()
-        return {**state, 'batch': batch if epoch == state['epoch'] else 0}
+        """State of the sampler after the furthest batch that was yielded, not after those that workers fetched ahead.
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The next iteration starts where :meth:`state_dict` was taken. Composer needs `SkipReadBatches` instead."""
+        A look (``next(iter(loader))``) does not change it, unless it is the first batch of the epoch that is read.
+        """
+        epoch, batch = self._passes.place(self._sampler.epoch, self._sampler.first_batch)
+        return {**self._sampler.state_dict(), 'epoch': epoch, 'batch': batch}
+
+    def load_state_dict(
+        self,
+        state: dict[str, Any],
+    ) -> None:
+        """Lets iterations of this epoch start at the place of the state. Composer needs `SkipReadBatches` instead."""
         self._sampler.load_state_dict(state)
-        self._yielded = (state['epoch'], state['batch'])
 
 
 class _PlannedDataset(Dataset):
-    """Reads the samples of an assignment, and makes a batch of them at once: collating sees nothing but samples.
+    """Reads the samples of an assignment and makes a batch of them at once. The collate function only sees samples.
 
-    It offers no ``state_dict``: Composer would stop discarding batches on resume, and not restore random numbers.
+    It has no ``state_dict``: Composer would stop discarding batches on resumption, and not restore random numbers.
     """
 
-    def __init__(self, dataset: Any, collate: Callable[[list[Any], RankAssignment], PreSplitBatch]) -> None:
+    def __init__(
+        self,
+        dataset: Dataset,
+        sampler: RegroupingBatchSampler,
+        collate_fn: Callable[[list[Any]], Any],
+    ) -> None:
         self.dataset = dataset
-        self._collate = collate
+        self._planner = sampler.planner
+        self._rank = sampler.rank
+        self._collate = collate_fn
 
     def __len__(self) -> int:
-        return len(self.dataset)
+        return length_of(self.dataset)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> object:
         return self.dataset[index]
 
     def __getitems__(self, assignment: RankAssignment) -> PreSplitBatch:
-        indices, read = list(assignment), getattr(self.dataset, '__getitems__', None)
-        samples = read(indices) if read is not None else [self.dataset[index] for index in indices]
-        return self._collate(samples, assignment)
+        witness = ''
+        if assignment.witnesses:
+            witness = witness_of(self._read, assignment.witnesses)
+        batch = self._planner.collate(self._collate, self._read(list(assignment)), assignment)
+        batch.plan = PlanRecord(assignment.plan_checksum, self._rank, self._planner.num_ranks, witness)
+        return batch
+
+    def _read(self, indices: list[int]) -> Sequence[object]:
+        read_many = getattr(self.dataset, '__getitems__', None)
+        if read_many is not None:
+            return read_many(indices)
+        return [self.dataset[index] for index in indices]
 
 
-def _as_it_is(batch: PreSplitBatch) -> PreSplitBatch:
+def _unchanged(batch: PreSplitBatch) -> PreSplitBatch:
     return batch
 
 
 class _Parcel:
-    """A batch on its way to the trainer: what is no mapping by type torch lets page-lock itself."""
+    """A batch on its way to the trainer. Torch calls `pin_memory` of an object that is not a mapping."""
 
-    def __init__(self, batch: Any) -> None:
+    def __init__(self, batch: PreSplitBatch) -> None:
         self.batch = batch
 
     def pin_memory(self) -> _Parcel:

@@ -1,8 +1,10 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Which samples the global batches of an epoch hold when a run has several datasets, or one modality a step; and what
-tokens weigh where each dataset has its share of every step.
+"""Global batches of runs with several datasets, or with one modality a step; and token weights for shares of a step.
+
+A dataset is read as an endless sequence: pass after pass, each in another order. The sequences of all datasets are
+merged evenly into one, and an epoch of the run is a stretch of it.
 """
 
 from __future__ import annotations
@@ -43,42 +45,49 @@ class Mixture:
         object.__setattr__(self, 'sizes', sizes)
         if self.epochs is not None and self.weights is not None:
             raise ValueError('Only one of `epochs` and `weights` must be given, got: both. Drop one.')
-        for name, most in (('epochs', 1e4), ('weights', 1e9)):  # the order of an epoch is held in memory
-            if (values := getattr(self, name)) is not None:
-                values = checked_table(name, values, len(sizes), dtype=np.float64)
-                if not (values.min() > 0 and values.max() <= most):
-                    raise ValueError(f'`{name}` must be above 0 and at most {most:g}, got: {values.tolist()}.')
+        # An upper limit, because the order of an epoch is held in memory.
+        _check_rates('epochs', self.epochs, len(sizes), highest=1e4)
+        _check_rates('weights', self.weights, len(sizes), highest=1e9)
 
     @classmethod
-    def from_loss_shares(cls, sizes: Sequence[int], shares: Sequence[float], loss_tokens: Table) -> Mixture:
+    def from_loss_shares(
+        cls,
+        sizes: Sequence[int],
+        shares: Sequence[float],
+        loss_tokens: Table,
+    ) -> Mixture:
         """Returns the mixture in which each dataset has its share of the loss tokens.
 
-        A dataset's weight is its share over the mean loss tokens of its samples, so the share is exact over whole
-        passes. Every global batch has the samples that go with it, to within one or two; how far its tokens are off
-        depends on how unlike a dataset's samples are.
+        A dataset's weight is its share divided by the mean loss tokens of its samples, so the share is exact over whole
+        passes. Every global batch has its samples of each dataset to within one or two. How far the tokens of a batch
+        are off depends on how much the samples of a dataset differ.
 
         Args:
             sizes: Samples of each dataset.
-            shares: Of the loss tokens, relative.
-            loss_tokens: Of each sample of all datasets, (sum(sizes),).
+            shares: Relative share of each dataset in the loss tokens.
+            loss_tokens: Loss tokens of each sample of all datasets, (sum(sizes),).
 
         Raises:
             ValueError: If a dataset has no loss tokens, or an argument is out of range.
         """
-        ends, shares = np.cumsum(sizes), checked_table('shares', shares, len(sizes), dtype=np.float64).tolist()
-        tokens = checked_table('loss_tokens', loss_tokens, int(ends[-1]), least=0)
-        means = [tokens[end - size : end].mean() for size, end in zip(sizes, ends, strict=True)]
+        shares = checked_table('shares', shares, len(sizes), dtype=np.float64).tolist()
+        tokens = checked_table('loss_tokens', loss_tokens, int(np.sum(sizes)), least=0)
+        means = [tokens_of_dataset.mean() for tokens_of_dataset in np.split(tokens, np.cumsum(sizes)[:-1])]
         if min(means) == 0:
-            raise ValueError(f'`loss_tokens` must be some in every dataset, got: means of {means}. Leave it out.')
-        return cls(sizes, weights=[float(share / mean) for share, mean in zip(shares, means, strict=True)])
+            raise ValueError(f'Every dataset must have `loss_tokens`, got: means of {means}. Leave out those without.')
+        weights = np.array(shares) / np.array(means)
+        return cls(sizes, weights=weights.tolist())
 
     @property
     def quotas(self) -> list[Fraction]:
         """Samples of each dataset in an epoch, on average over many."""
         if self.weights is not None:
             weights = [Fraction(weight) for weight in self.weights]
-            return [sum(self.sizes) * weight / sum(weights) for weight in weights]
-        passes = self.epochs if self.epochs is not None else [1] * len(self.sizes)
+            samples_per_weight = sum(self.sizes) / sum(weights)
+            return [samples_per_weight * weight for weight in weights]
+        passes = self.epochs
+        if passes is None:
+            passes = [1] * len(self.sizes)
         return [size * Fraction(number) for size, number in zip(self.sizes, passes, strict=True)]
 
     @property
@@ -87,43 +96,62 @@ class Mixture:
         return max(round(sum(self.quotas)), 1)
 
 
-class LossShares:
-    """Weights of samples by which the tokens of each dataset together have its share of the weight of a global batch.
+def _check_rates(name: str, values: Sequence[float] | None, num_datasets: int, *, highest: float) -> None:
+    """Raises ValueError unless each dataset has a positive number up to the highest one."""
+    if values is None:
+        return
+    rates = checked_table(name, values, num_datasets, dtype=np.float64)
+    if not (rates.min() > 0 and rates.max() <= highest):
+        raise ValueError(f'`{name}` must be above 0 and at most {highest:g}, got: {rates.tolist()}.')
 
-    The token of a dataset with share ``s`` and ``t`` of the ``T`` loss tokens of the step weighs ``s T / t``, so a
-    token weighs 1 on average. Exact in each step; a dataset without loss tokens in a step leaves its share to the
-    others, which is said once.
+
+class LossShares:
+    """Weights of tokens that give each dataset its share of the weight of every global batch.
+
+    If a dataset has share ``s`` and ``t`` of the ``T`` loss tokens of the step, its tokens weigh ``s T / t``, so that a
+    token weighs 1 on average. That is exact in each step. A dataset without loss tokens in a step leaves its share to
+    the others, which is logged once.
 
     Args:
         sizes: Samples of each dataset, which follow one another.
-        shares: Of the weight, of each; they add up to 1.
-        loss_tokens: Of each sample of all datasets, (sum(sizes),).
+        shares: Share of each dataset in the weight; they add up to 1.
+        loss_tokens: Loss tokens of each sample of all datasets, (sum(sizes),).
 
     Raises:
         ValueError: If an argument is out of range.
     """
 
-    def __init__(self, sizes: Sequence[int], shares: Sequence[float], loss_tokens: Table) -> None:
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        shares: Sequence[float],
+        loss_tokens: Table,
+    ) -> None:
         self.shares = checked_table('shares', shares, len(sizes) or 1, dtype=np.float64)
         if self.shares.min() == 0 or abs(self.shares.sum() - 1) > 1e-6:
             raise ValueError(f'`shares` must be positive, one for each dataset, and add up to 1, got: {list(shares)}.')
         self.loss_tokens = checked_table('loss_tokens', loss_tokens, sum(sizes), least=0)
-        self._owners = np.repeat(np.arange(len(sizes)), sizes)
-        self._has_said = False
+        self.sizes = list(sizes)
+        self._dataset_of_sample = np.repeat(np.arange(len(sizes)), sizes)
+        self._has_warned = False
 
     def weights(self, window: np.ndarray) -> np.ndarray:
-        """Returns what a token of each sample of a global batch weighs, float64 (samples,)."""
-        owners = self._owners[window]
-        tokens = np.bincount(owners, self.loss_tokens[window], len(self.shares))
-        absent = tokens == 0
-        if absent.any() and not self._has_said:
-            self._has_said = True
+        """Returns the weight of a token of each sample of a global batch, float64 (samples,)."""
+        datasets = self._dataset_of_sample[window]
+        # Loss tokens of each dataset in this batch.
+        tokens = np.bincount(datasets, self.loss_tokens[window], len(self.shares))
+        is_absent = tokens == 0
+        if is_absent.any() and not self._has_warned:
+            self._has_warned = True
             log.warning(
                 'A global batch has no loss tokens of dataset %d: the others have its share of that step. A larger '
-                '`global_batch_size`, or more `epochs` of it, keeps it in every step.', int(absent.argmax())
-            )  # fmt: skip
-        shares = np.where(absent, 0, self.shares)
-        return (shares * tokens.sum() / np.maximum(tokens, 1) / max(shares.sum(), 1e-9))[owners]
+                '`global_batch_size`, or more `epochs` of it, keeps it in every step.',
+                int(is_absent.argmax()),
+            )
+        shares = np.where(is_absent, 0, self.shares)
+        total_share = max(shares.sum(), 1e-9)
+        weight_of_dataset = shares * tokens.sum() / np.maximum(tokens, 1) / total_share
+        return weight_of_dataset[datasets]
 
 
 @dataclass(frozen=True)
@@ -134,16 +162,18 @@ class _Stream:
     quota: Fraction
 
     def read(self, items: np.ndarray, entropy: Sequence[int] | None) -> np.ndarray:
-        """Returns samples at these places of the endless sequence; None keeps them in order."""
+        """Returns the samples at these places of the endless sequence, which ascend; None keeps samples in order."""
+        size = len(self.samples)
         if entropy is None:
-            return self.samples[items % len(self.samples)]
-        found = np.empty_like(items)
-        passes, starts = np.unique(items // len(self.samples), return_index=True)  # items ascend
-        for number, here in zip(passes.tolist(), np.split(np.arange(len(items)), starts[1:]), strict=False):
+            return self.samples[items % size]
+        passes, starts = np.unique(items // size, return_index=True)
+        pieces = []
+        # Every pass has another seed.
+        for number, places in zip(passes.tolist(), np.split(items, starts[1:]), strict=False):
             seed = int(np.random.SeedSequence([*entropy, number]).generate_state(1)[0])
-            order = torch.randperm(len(self.samples), generator=torch.Generator().manual_seed(seed)).numpy()
-            found[here] = self.samples[order[items[here] % len(self.samples)]]
-        return found
+            order = torch.randperm(size, generator=torch.Generator().manual_seed(seed)).numpy()
+            pieces.append(self.samples[order[places % size]])
+        return np.concatenate([items[:0], *pieces])
 
 
 def mixed_batches(
@@ -158,43 +188,76 @@ def mixed_batches(
     """Returns the samples of each global batch of one epoch, int64; every epoch has equally many.
 
     Each dataset is a sequence without end, and so is the run: the datasets' sequences, merged evenly, so that every
-    global batch has each dataset's share to within one sample or two. Epochs are stretches of it. Nothing is lost at
-    their borders: with `drop_last` the next epoch begins with what did not fill a global batch of the last, so even a
-    dataset smaller than that is passed as often as any other; without it the last global batch holds the samples that
-    are left. Without a seed datasets keep their own order.
+    global batch has each dataset's share to within one or two samples. Epochs are stretches of it. Nothing is lost
+    between them. With `drop_last` the next epoch begins with the samples that did not fill a global batch, so that a
+    dataset smaller than a global batch is passed as often as any other. Without it the last global batch holds the
+    samples that are left. Without a seed datasets keep their order.
 
-    With `media`, the modality of each sample, int (n,), every global batch holds samples of one modality only; their
-    batches are merged evenly.
+    With `media`, the modality of each sample, int (n,), every global batch holds samples of one modality. The batches
+    of all modalities are merged evenly.
     """
-    groups, size = _streams(mixture, media), global_batch_size
-    quotas = [sum((stream.quota for stream in group), Fraction(0)) for group in groups]
-    # Where the epoch begins and ends in the endless sequence of each modality.
-    if drop_last:
-        # Full batches alone are counted, so the end of an epoch is the beginning of the next, samples left included.
-        num_batches = mixture.num_samples // size
-        begins = [count * size for count in counts_of_first(epoch * num_batches, quotas)]
-        ends = [count * size for count in counts_of_first((epoch + 1) * num_batches, quotas)]
-    else:
-        counts = counts_of_first(mixture.num_samples, quotas)
-        begins = [epoch * count for count in counts]
-        ends = [(epoch + 1) * count for count in counts]
-    orders = [_merged(group, begin, end, seed) for group, begin, end in zip(groups, begins, ends, strict=True)]
-    batches = [[order[start : start + size] for start in range(0, len(order), size)] for order in orders if len(order)]
-    counts = [len(of_modality) for of_modality in batches]
+    groups = _streams(mixture, media)
+    # Exact fractions, so that no rounding moves a sample over thousands of epochs.
+    quotas = [_sum_of_quotas(group) for group in groups]
+    begins, ends = _stretches(mixture, quotas, global_batch_size, epoch, drop_last)
+    batches_of_groups = []
+    for group, begin, end in zip(groups, begins, ends, strict=True):
+        order = _merged(group, begin, end, seed)
+        batches = cut_into_batches(order, global_batch_size)
+        if batches:
+            batches_of_groups.append(batches)
+    # The batches of all modalities, merged evenly.
+    counts = [len(batches) for batches in batches_of_groups]
     modalities, places = interleave([0] * len(counts), counts, [Fraction(count) for count in counts])
-    return [batches[modality][place] for modality, place in zip(modalities, places, strict=True)]
+    return [batches_of_groups[modality][place] for modality, place in zip(modalities, places, strict=True)]
+
+
+def cut_into_batches(order: np.ndarray, global_batch_size: int) -> list[np.ndarray]:
+    """Returns views of the samples of each global batch. The last one may be smaller."""
+    return [order[start : start + global_batch_size] for start in range(0, len(order), global_batch_size)]
+
+
+def _sum_of_quotas(group: Sequence[_Stream]) -> Fraction:
+    return sum((stream.quota for stream in group), Fraction(0))
+
+
+def _stretches(
+    mixture: Mixture,
+    quotas: Sequence[Fraction],
+    global_batch_size: int,
+    epoch: int,
+    drop_last: bool,
+) -> tuple[list[int], list[int]]:
+    """Returns where an epoch begins and ends in the endless sequence of each modality."""
+    if drop_last:
+        # Only full batches are counted. So an epoch ends where the next one begins, and leaves no samples out.
+        num_batches = mixture.num_samples // global_batch_size
+        first_batches = counts_of_first(epoch * num_batches, quotas)
+        end_batches = counts_of_first((epoch + 1) * num_batches, quotas)
+        return _times(global_batch_size, first_batches), _times(global_batch_size, end_batches)
+    counts = counts_of_first(mixture.num_samples, quotas)
+    return _times(epoch, counts), _times(epoch + 1, counts)
+
+
+def _times(factor: int, counts: Sequence[int]) -> list[int]:
+    return [factor * count for count in counts]
 
 
 def _streams(mixture: Mixture, media: np.ndarray | None) -> list[list[_Stream]]:
     """Returns the sequences to merge into each kind of global batch: one kind, or one for each modality."""
-    ends = np.cumsum(mixture.sizes)
-    datasets = [np.arange(end - size, end) for size, end in zip(mixture.sizes, ends, strict=True)]
-    media = np.zeros(ends[-1], dtype=np.int64) if media is None else media
+    num_samples = sum(mixture.sizes)
+    datasets = np.split(np.arange(num_samples), np.cumsum(mixture.sizes)[:-1])
+    if media is None:
+        media = np.zeros(num_samples, dtype=np.int64)
     groups = []
     for modality in np.unique(media):
-        chosen = [samples[media[samples] == modality] for samples in datasets]
-        parts = zip(chosen, datasets, mixture.quotas, strict=True)
-        groups.append([_Stream(some, quota * len(some) / len(of_all)) for some, of_all, quota in parts if len(some)])
+        group = []
+        for samples, quota in zip(datasets, mixture.quotas, strict=True):
+            samples_of_modality = samples[media[samples] == modality]
+            if len(samples_of_modality):
+                share = quota * len(samples_of_modality) / len(samples)
+                group.append(_Stream(samples_of_modality, share))
+        groups.append(group)
     return groups
 
 
@@ -204,9 +267,11 @@ def _merged(group: list[_Stream], begin: int, end: int, seed: int | None) -> np.
     sources, items = interleave(counts_of_first(begin, quotas), counts_of_first(end, quotas), quotas)
     samples = np.empty_like(items)
     for number, stream in enumerate(group):
-        here = sources == number
-        entropy = None if seed is None else (seed % 2**32, int(stream.samples[0]))
-        samples[here] = stream.read(items[here], entropy)
+        is_of_stream = sources == number
+        entropy = None
+        if seed is not None:
+            entropy = (seed % 2**32, int(stream.samples[0]))
+        samples[is_of_stream] = stream.read(items[is_of_stream], entropy)
     return samples
 
 
@@ -220,21 +285,31 @@ def counts_of_first(num_items: int, quotas: Sequence[Fraction]) -> list[int]:
     never fall when `num_items` grows, and add up to it. ``sum(quotas)`` items hold exactly ``quotas``, where these are
     integers; ties go to the earlier sequence.
     """
-    # All items up to this place, which are at most `num_items`; the few that are missing come one by one.
+    half = Fraction(1, 2)
+    # All items up to this place, which are at most `num_items`.
     place = Fraction(max(num_items - len(quotas), 0)) / sum(quotas)
-    counts = [int(place * quota + Fraction(1, 2)) for quota in quotas]
+    counts = [int(place * quota + half) for quota in quotas]
+    # The few that are missing come one by one: each time the item that stands first.
     for _ in range(num_items - sum(counts)):
-        counts[min(range(len(counts)), key=lambda index: (counts[index] + Fraction(1, 2)) / quotas[index])] += 1
+        places = [(count + half) / quota for count, quota in zip(counts, quotas, strict=True)]
+        counts[places.index(min(places))] += 1
     return counts
 
 
-def interleave(begins: Sequence[int], ends: Sequence[int], quotas: Sequence[Fraction]) -> tuple[np.ndarray, np.ndarray]:
+def interleave(
+    begins: Sequence[int],
+    ends: Sequence[int],
+    quotas: Sequence[Fraction],
+) -> tuple[np.ndarray, np.ndarray]:
     """Returns a stretch of the merged sequence: which sequence stands at each place, and which of its items.
 
     The stretch begins with item ``begins`` of each sequence and stops before item ``ends``.
     """
-    items = [np.arange(begin, end) for begin, end in zip(begins, ends, strict=True)]
-    places = [(of_one + 0.5) / float(quota) for of_one, quota in zip(items, quotas, strict=True)]
-    order = np.argsort(np.concatenate(places), kind='stable')
-    sources = np.repeat(np.arange(len(quotas)), [len(of_one) for of_one in items])
-    return sources[order], np.concatenate(items)[order]
+    all_sources, all_items, all_places = [], [], []
+    for source, (begin, end, quota) in enumerate(zip(begins, ends, quotas, strict=True)):
+        items = np.arange(begin, end)
+        all_items.append(items)
+        all_places.append((items + 0.5) / float(quota))
+        all_sources.append(np.full(len(items), source))
+    order = np.argsort(np.concatenate(all_places), kind='stable')
+    return np.concatenate(all_sources)[order], np.concatenate(all_items)[order]

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Callbacks that resume a run mid-epoch: nothing read twice, and random numbers where the dataset resumes by itself."""
+"""Callbacks that resume a run mid-epoch: one reads nothing twice, the other restores random numbers."""
 
 from __future__ import annotations
 
@@ -19,16 +19,20 @@ from composer_tokacc.sampling.loader import RegroupingDataLoader
 
 
 class SkipReadBatches(Callback):
-    """Resumes mid-epoch without reading what was trained on before.
+    """Resumes mid-epoch without reading the batches that were trained on before.
 
-    Composer resumes by iterating the loader from the start of the epoch, discarding batches, and restoring the random
-    number generators at the last of them. That stays as it is, and so does everything in the checkpoint; only
-    the discarded batches are not read. Without this callback, or with another loader, all of them are, with the same
-    result. Not with ``Trainer(spin_dataloaders=False)``, where Composer discards none.
+    Composer resumes by iterating the loader from the start of the epoch. It discards batches, and restores the random
+    number generators at the last of them. That stays as it is, and so does the checkpoint, but the discarded batches
+    are not read. Without this callback, or with another loader, all of them are read, with the same result. Not for
+    ``Trainer(spin_dataloaders=False)``, which discards none.
     """
 
-    def fit_start(self, state: State, logger: Logger) -> None:
-        """Tells the loader what will be discarded."""
+    def fit_start(
+        self,
+        state: State,
+        logger: Logger,
+    ) -> None:
+        """Tells the loader which batches will be discarded."""
         loader = state.train_dataloader
         if isinstance(loader, RegroupingDataLoader):
             loader.skip_to(int(state.timestamp.epoch), int(state.timestamp.batch_in_epoch))
@@ -37,8 +41,8 @@ class SkipReadBatches(Callback):
 class RestoreRandomState(Callback):
     """Restores the random number generators of every rank before the first batch of a resumed run.
 
-    Composer restores them mid-epoch only at the last batch that it discards, and discards none where the dataset has a
-    ``load_state_dict``, as StreamingDataset does: dropout then draws other masks than in the unbroken run.
+    Composer restores them mid-epoch only at the last batch that it discards. It discards none if the dataset has a
+    ``load_state_dict``, as StreamingDataset does. Then dropout would draw other masks than in the unbroken run.
     """
 
     def __init__(self) -> None:
@@ -47,43 +51,63 @@ class RestoreRandomState(Callback):
     def state_dict(self) -> dict[str, Any]:
         """Returns the generators of all ranks; a collective, as Composer's own is.
 
-        As one string, because a sharded checkpoint is loaded entry by entry, and the number of ranks may have changed.
+        All are one string, because a sharded checkpoint is loaded entry by entry, and the number of ranks may change.
         """
-        return {'generators': json.dumps([_plain(state) for state in reproducibility.get_rng_state()])}
+        states = [_plain(state) for state in reproducibility.get_rng_state()]
+        return {'generators': json.dumps(states)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(
+        self,
+        state: dict[str, Any],
+    ) -> None:
         """Keeps them until the first batch."""
         check_state(state, {'generators'})
         try:
-            self._saved = [_restored(plain) for plain in json.loads(state['generators'])]
+            self._saved = [_restored(entries) for entries in json.loads(state['generators'])]
         except (TypeError, ValueError, LookupError) as error:
             raise ValueError(
                 f"`state['generators']` must be what `state_dict` returned, got: {state['generators']!r:.80}. Load the "
                 'state of a whole checkpoint.'
             ) from error
 
-    def before_dataloader(self, state: State, logger: Logger) -> None:
+    def before_dataloader(
+        self,
+        state: State,
+        logger: Logger,
+    ) -> None:
         """Restores them once; the loader must not draw from them when it starts."""
         if self._saved is not None:
             reproducibility.load_rng_state(self._saved)
             self._saved = None
 
 
-def _plain(state: dict[str, Any]) -> dict[str, Any]:
-    """Returns what Composer keeps of one rank, in numbers and strings."""
+# States of the generators of Python, numpy and torch on one rank, as Composer keeps them.
+GeneratorStates = dict[str, Any]
+
+
+def _plain(state: GeneratorStates) -> GeneratorStates:
+    """Returns the states as numbers, strings and lists of them."""
     version, numbers, gauss = state['python']
-    name, keys, *rest = state['numpy']
-    tensors = {key: value.tolist() for key, value in state.items() if isinstance(value, torch.Tensor)}
-    return {'python': [version, list(numbers), gauss], 'numpy': [name, keys.tolist(), *rest], **tensors}
+    name, keys, *position = state['numpy']
+    plain: GeneratorStates = {
+        'python': [version, list(numbers), gauss],
+        'numpy': [name, keys.tolist(), *position],
+    }
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor):
+            plain[key] = value.tolist()
+    return plain
 
 
-def _restored(plain: dict[str, Any]) -> dict[str, Any]:
+def _restored(plain: GeneratorStates) -> GeneratorStates:
     """Returns the inverse of :func:`_plain`."""
     version, numbers, gauss = plain['python']
-    name, keys, *rest = plain['numpy']
-    tensors = {key: torch.tensor(plain[key], dtype=torch.uint8) for key in ('torch', 'cuda') if key in plain}
-    return {
+    name, keys, *position = plain['numpy']
+    restored: GeneratorStates = {
         'python': (version, tuple(numbers), gauss),
-        'numpy': (name, np.array(keys, dtype=np.uint32), *rest),
-        **tensors,
+        'numpy': (name, np.array(keys, dtype=np.uint32), *position),
     }
+    for key in ('torch', 'cuda'):
+        if key in plain:
+            restored[key] = torch.tensor(plain[key], dtype=torch.uint8)
+    return restored

@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset, DistributedSampler
 
 from composer_tokacc.collectives import get_global_rank, get_world_size
+from composer_tokacc.plan_agreement import Facts, PlanRecord, checksum_of, extended_checksum, table_facts
 from composer_tokacc.planning import (
     CostModel,
     CutOptions,
@@ -26,31 +29,40 @@ from composer_tokacc.planning import (
     check_state,
     checked_table,
 )
-from composer_tokacc.sampling.mixture import LossShares, Mixture, mixed_batches
-from composer_tokacc.sampling.rank_assignment import LoadPlanner, RankAssignment, check_global_batch
+from composer_tokacc.sampling.load_planner import LoadPlanner, check_global_batch
+from composer_tokacc.sampling.mixture import LossShares, Mixture, cut_into_batches, mixed_batches
+from composer_tokacc.sampling.passes import Passes
+from composer_tokacc.sampling.rank_assignment import RankAssignment
+
+Item = TypeVar('Item')
+Result = TypeVar('Result')
 
 
 class RegroupingBatchSampler(DistributedSampler):
-    """Assigns the samples of each global batch so that all ranks finish together, with almost no padding.
+    """Gives each rank equal work, with almost no padding, by assigning the samples of each global batch by length.
 
     Global batch ``b`` holds exactly the samples that torch's ``DistributedSampler`` (same seed, epoch, `shuffle` and
     `drop_last`) with ``global_batch_size / num_replicas`` samples a rank gives to all ranks together, for every ``b``
-    and every number of ranks: only who computes what with whom changes. With exact token accumulation that changes no
-    gradient. The one difference is that no sample is ever repeated: without `drop_last` the last global batch holds the
-    samples that are left, which torch's sampler fills up to a multiple of the ranks.
+    and every number of ranks. Only the grouping of samples into microbatches and ranks changes. With exact token
+    accumulation that changes no gradient. The one difference is that no sample is ever repeated: without `drop_last`
+    the last global batch holds the samples that are left, while torch's sampler fills it up to a multiple of the ranks.
 
-    Ranks may get unequal numbers of samples. Where there are fewer samples than ranks some get a copy of another rank's
-    sample, which is marked (``RankAssignment.is_copy``) and must weigh nothing.
+    Ranks may get unequal numbers of samples. If there are fewer samples than ranks, some ranks get a copy of another
+    rank's sample, which is marked (``RankAssignment.is_copy``) and must weigh nothing.
 
-    What it yields is a pure function of its arguments, the epoch and the rank; nothing is communicated. Beside the
-    order of the epoch and the lengths (16 bytes a sample) it holds a few global batches. The next ones are planned in
+    Its assignments are a pure function of its arguments, the epoch and the rank. Nothing is communicated. It holds the
+    order of the epoch, the lengths (16 bytes a sample together) and a few global batches. The next ones are planned in
     a background thread while the loader reads. Use it with :class:`composer_tokacc.RegroupingDataLoader`, or as
     ``DataLoader(batch_sampler=...)``.
 
+    :meth:`state_dict` returns the place of the furthest iterator of the epoch. So a look (``next(iter(sampler))``) does
+    not move it. After :meth:`load_state_dict` or :meth:`skip_to` every iteration of the
+    epoch starts there, until one reaches its end.
+
     Args:
         dataset: Map-style dataset.
-        lengths: Length of each sample in tokens, image tokens included, (n,). Estimates will do: the split measures
-            again and cuts again what would break the cap.
+        lengths: Length of each sample in tokens, image tokens included, (n,). Estimates are enough: the split measures
+            the rows and cuts a microbatch that would break the cap.
         global_batch_size: Samples of an optimizer step over all ranks.
         max_tokens: Token budget of a microbatch, padding included: ``device_train_microbatch_size * slot_tokens``.
         seed: Seed of the order, the same on all ranks.
@@ -61,12 +73,12 @@ class RegroupingBatchSampler(DistributedSampler):
         cost, image_tokens, vision_cost, max_image_tokens, objective: As for :func:`.plan_microbatches`.
         width_multiple: As given to ``token_data_spec``.
         mixture: Shares of several datasets, `dataset` being their ``ConcatDataset``. Then
-            ``sampling.mixture.mixed_batches`` says what a global batch holds.
-        modality: ``'mixed'``, or ``'per_step'`` for global batches of one modality each: with images, or without.
-            Likewise.
+            ``sampling.mixture.mixed_batches`` makes the global batches.
+        modality: ``'mixed'``, or ``'per_step'`` for global batches of one modality each: with images, or without. Then
+            ``mixed_batches`` makes the global batches, too.
         media: Modality of each sample for ``'per_step'``, (n,) ints. Default: whether it has `image_tokens`.
-        loss_shares: What tokens weigh so that each dataset has its share of a step. Batches then have ``loss_weights``,
-            for ``TokenAccumulation(token_weights='column')``.
+        loss_shares: Weights of tokens, so that each dataset has its share of a step. Batches then have
+            ``loss_weights``, for ``TokenAccumulation(token_weights='column')``.
 
     Raises:
         ValueError: If an argument is out of range; says which and how to fix it.
@@ -101,45 +113,49 @@ class RegroupingBatchSampler(DistributedSampler):
         media: Table | None = None,
         loss_shares: LossShares | None = None,
     ) -> None:
-        num_replicas = get_world_size() if num_replicas is None else num_replicas
-        rank = get_global_rank() if rank is None else rank
+        if num_replicas is None:
+            num_replicas = get_world_size()
+        if rank is None:
+            rank = get_global_rank()
         num_samples = length_of(dataset)
         _check_batch_size(global_batch_size, num_replicas, num_samples, mixture, drop_last)
         _check_order(rank, num_replicas, seed, shuffle, drop_last)
         super().__init__(dataset, num_replicas, rank, shuffle, int(seed), drop_last)
-        self.planner = LoadPlanner(num_replicas, CutOptions(
-            max_tokens=max_tokens, max_image_tokens=max_image_tokens, width_multiple=width_multiple,
-            objective=objective, cost=cost or CostModel(),
-        ))  # fmt: skip
-        self.global_batch_size, self.modality, self.loss_shares = global_batch_size, modality, loss_shares
-        self._read_tables(num_samples, lengths, image_tokens, vision_cost, media)
-        self.mixture = Mixture([num_samples]) if mixture is None and modality == 'per_step' else mixture
-        self._plan(np.zeros(1, dtype=np.int64))  # refuses bad options now
-        self.first_batch = self._position = 0  # where the next iteration starts; what was yielded of this one
-        self._kept: tuple[int, list[np.ndarray]] = (-1, [])  # an epoch, and its global batches
+        options = CutOptions(
+            max_tokens=max_tokens,
+            max_image_tokens=max_image_tokens,
+            width_multiple=width_multiple,
+            objective=objective,
+            cost=cost or CostModel(),
+        )
+        self.planner = LoadPlanner(num_replicas, options)
+        self.global_batch_size = global_batch_size
+        # All tables are checked here, so that bad ones are refused before the first epoch.
+        self._tables = SampleTables.checked(num_samples, options, lengths, image_tokens, vision_cost)
+        self.lengths = self._tables.lengths
+        self.image_tokens = self._tables.image_tokens
+        check_choice('modality', modality, ('mixed', 'per_step'))
+        self.modality = modality
+        self.media: np.ndarray | None = None
+        if modality == 'per_step':
+            self.media = _media_of(media, self.image_tokens, num_samples)
+            mixture = mixture or Mixture([num_samples])
+        self.mixture = mixture
+        if loss_shares is not None:
+            check_kind('loss_shares', loss_shares, LossShares)
+            checked_table('loss_shares', loss_shares.loss_tokens, num_samples)
+        self.loss_shares = loss_shares
+        self.first_batch = 0
+        """The global batch that the next iteration starts at."""
+        self.start_once: int | None = None
+        """Set by a loader that keeps the place itself: the global batch that its next iteration starts at."""
+        self.passes_of_loaders: list[Passes] = []
+        """Iterators of the loaders; they are forgotten if the place is set here."""
+        self._passes = Passes()
+        self._compared_epoch: int | None = None
+        self._batches_of_epoch: tuple[int, list[np.ndarray]] = (-1, [])
+        # Every epoch has equally many.
         self._num_batches = len(self._batches())
-
-    def _read_tables(
-        self, num_samples: int, lengths: Table, images: Table | None, vision: Table | None, media: Table | None
-    ) -> None:
-        self.lengths = checked_table('lengths', lengths, num_samples, least=1)
-        _check_cap(self.lengths, 'max_tokens', self.planner.options.max_tokens)
-        self.image_tokens = self.media = self._vision_cost = None
-        if images is not None:
-            self.image_tokens = checked_table('image_tokens', images, num_samples)
-            _check_cap(self.image_tokens, 'max_image_tokens', self.planner.options.max_image_tokens)
-        if vision is not None:
-            self._vision_cost = checked_table('vision_cost', vision, num_samples, dtype=np.float64)
-        if self.loss_shares is not None:
-            check_kind('loss_shares', self.loss_shares, LossShares)
-            checked_table('loss_shares', self.loss_shares.loss_tokens, num_samples)
-        check_choice('modality', self.modality, ('mixed', 'per_step'))
-        if self.modality == 'per_step':
-            if media is None and self.image_tokens is not None:
-                media = np.sign(self.image_tokens)
-            if media is None:
-                raise ValueError("`image_tokens` or `media` must be given with modality='per_step', got: neither.")
-            self.media = checked_table('media', media, num_samples)
 
     def __len__(self) -> int:
         """Global batches of an epoch, the same in every epoch and on all ranks."""
@@ -147,16 +163,38 @@ class RegroupingBatchSampler(DistributedSampler):
 
     def __iter__(self) -> Iterator[RankAssignment]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Yields this rank's assignment of each global batch of the epoch, from the one that was skipped to."""
-        first, self.first_batch = self.first_batch, 0
-        assignments = prefetch(self._assign, self._batches()[first:])
-        for self._position, assignment in enumerate(assignments, start=first + 1):
-            yield assignment
+        epoch = self.epoch
+        # A loader that fetches ahead reaches the end of the epoch here before the run does: it keeps the place itself.
+        is_read_by_loader = self.start_once is not None
+        first = self.first_batch
+        if self.start_once is not None:
+            first = self.start_once
+        self.start_once = None
+        if self._compared_epoch is None:
+            self._compared_epoch = epoch
+        current = self._passes.begin(epoch, first)
+        windows = self._batches()[first:]
+        try:
+            for number, assignment in enumerate(prefetch(self._assign, windows), start=first + 1):
+                self._passes.advance(current, number)
+                # Later epochs need no witnesses: a dataset does not change its order on the way.
+                if number == first + 1 and self.num_replicas > 1 and epoch == self._compared_epoch:
+                    window = windows[0]
+                    assignment = replace(assignment, witnesses=(int(window[0]), int(window[-1])))
+                yield assignment
+            self._passes.end(current)
+            # The resumed epoch is over: the next iteration starts at the beginning of its epoch.
+            if epoch == self.epoch and not is_read_by_loader:
+                self.first_batch = 0
+        finally:
+            # Also reached if the iterator is closed or garbage collected in the middle of the epoch.
+            self._passes.give_up(current)
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch of the next iteration; another epoch than the present one starts at its beginning."""
+        """Sets the epoch of the next iteration. Another epoch than the present one starts at its beginning."""
         _check_within('epoch', epoch)  # it is added to the seed
         if epoch != self.epoch:
-            self.first_batch = self._position = 0
+            self.first_batch = 0
         super().set_epoch(int(epoch))
 
     def window(self, batch: int) -> list[int]:
@@ -173,25 +211,33 @@ class RegroupingBatchSampler(DistributedSampler):
         return len(window) < self.num_replicas and self._assign(window).is_copy
 
     def skip_to(self, batch: int) -> None:
-        """Lets the next iteration start at global batch `batch`; what comes before is not even planned."""
+        """Lets the next iterations start at global batch `batch`; earlier ones are not even planned."""
         _check_within('batch', batch, 0, len(self))
-        self.first_batch = self._position = batch
+        self.first_batch = batch
+        for passes in (self._passes, *self.passes_of_loaders):
+            passes.forget()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns where the sampler is: plain values only, valid for any number of ranks."""
-        return {'epoch': self.epoch, 'batch': self._position, **self._identity()}
+        """Returns the place of the sampler. It has plain values only, and holds for any number of ranks."""
+        epoch, batch = self._passes.place(self.epoch, self.first_batch)
+        return {'epoch': epoch, 'batch': batch, **self._identity()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues where :meth:`state_dict` was taken, be it on another number of ranks.
+    def load_state_dict(
+        self,
+        state: dict[str, Any],
+    ) -> None:
+        """Continues where :meth:`state_dict` was taken, also on another number of ranks.
 
         Raises:
             ValueError: If the state is of other global batches, or has keys missing or left over.
         """
-        expected = {'epoch', 'batch', *self._identity()}
+        identity = self._identity()
+        expected = {'epoch', 'batch', *identity}
         check_state(state, expected, counts=('epoch', 'batch'))
-        if left_over := state.keys() - expected:
+        left_over = state.keys() - expected
+        if left_over:
             raise ValueError(f'`state` must have the keys {sorted(expected)} and no others, got: {sorted(left_over)}.')
-        for name, value in self._identity().items():
+        for name, value in identity.items():
             if state[name] != value:
                 raise ValueError(
                     f'`{name}` must be that of the saved run for the same global batches, got: {value}, saved: '
@@ -200,25 +246,72 @@ class RegroupingBatchSampler(DistributedSampler):
         super().set_epoch(state['epoch'])
         self.skip_to(state['batch'])
 
+    def plan_record(self, batch: int) -> PlanRecord:
+        """Returns a record of the plan of global batch `batch`, for the comparison of the ranks."""
+        epoch = self.epoch
+        checksum = extended_checksum(self._checksum, self._window(batch).tobytes())
+        return PlanRecord(checksum, self.rank, self.num_replicas, facts=lambda: self.plan_facts(epoch, batch))
+
+    def plan_facts(
+        self,
+        epoch: int,
+        batch: int,
+    ) -> Facts:
+        """Returns the arguments and the place that a plan depends on."""
+        return {**self._facts(), 'epoch': str(epoch), 'global batch': str(batch)}
+
+    def _facts(self) -> Facts:
+        """Returns the arguments that all plans of the run depend on."""
+        facts = {'number of ranks': str(self.num_replicas), 'number of samples': str(len(self.lengths))}
+        tables = {**vars(self._tables), 'media': self.media}
+        if self.loss_shares is not None:
+            tables['loss_shares'] = self.loss_shares.shares
+            tables['loss_tokens'] = self.loss_shares.loss_tokens
+            tables['loss_sizes'] = np.array(self.loss_shares.sizes)
+        for name, table in tables.items():
+            if table is not None:
+                facts.update(table_facts(name, table))
+        for name, value in {**self._identity(), **asdict(self.planner.options)}.items():
+            facts[name] = str(value)
+        return facts
+
+    @cached_property
+    def _checksum(self) -> int:
+        return checksum_of(self._facts())
+
     def _identity(self) -> dict[str, Any]:
-        """Returns what must be equal for the global batches to be equal."""
-        mixed: dict[str, Any] = {}
+        """Returns the arguments that decide which samples a global batch holds."""
+        identity: dict[str, Any] = {}
         if self.mixture is not None:
-            mixed = {'quotas': [str(quota) for quota in self.mixture.quotas], 'modality': self.modality}
-        names = ('global_batch_size', 'seed', 'shuffle', 'drop_last')
-        return {**mixed, 'num_samples': len(self.lengths), **{name: getattr(self, name) for name in names}}
+            identity['quotas'] = [str(quota) for quota in self.mixture.quotas]
+            identity['modality'] = self.modality
+        identity['num_samples'] = len(self.lengths)
+        for name in ('global_batch_size', 'seed', 'shuffle', 'drop_last'):
+            identity[name] = getattr(self, name)
+        return identity
 
     def _batches(self) -> list[np.ndarray]:
         # Kept, because they take time in proportion to the dataset. Each is a view of the one order of the epoch.
-        if self._kept[0] != self.epoch:
-            seed = self.seed if self.shuffle else None
-            options: dict[str, Any] = {'drop_last': self.drop_last, 'seed': seed, 'epoch': self.epoch}
-            if self.mixture is None:
-                batches = torchs_batches(len(self.lengths), self.global_batch_size, **options)
-            else:
-                batches = mixed_batches(self.mixture, self.global_batch_size, media=self.media, **options)
-            self._kept = (self.epoch, batches)
-        return self._kept[1]
+        kept_epoch, batches = self._batches_of_epoch
+        if kept_epoch != self.epoch:
+            batches = self._batches_in(self.epoch)
+            self._batches_of_epoch = (self.epoch, batches)
+        return batches
+
+    def _batches_in(self, epoch: int) -> list[np.ndarray]:
+        seed = self.seed if self.shuffle else None
+        if self.mixture is None:
+            return torchs_batches(
+                len(self.lengths), self.global_batch_size, drop_last=self.drop_last, seed=seed, epoch=epoch
+            )
+        return mixed_batches(
+            self.mixture,
+            self.global_batch_size,
+            drop_last=self.drop_last,
+            seed=seed,
+            epoch=epoch,
+            media=self.media,
+        )
 
     def _window(self, batch: int) -> np.ndarray:
         batches = self._batches()
@@ -226,42 +319,99 @@ class RegroupingBatchSampler(DistributedSampler):
         return batches[batch]
 
     def _assign(self, window: np.ndarray) -> RankAssignment:
-        weights = None if self.loss_shares is None else self.loss_shares.weights(window).tolist()
-        return RankAssignment.from_plan(self._plan(window).ranks[self.rank], window.tolist(), weights)
+        plan = self._plan(window)
+        weights = None
+        if self.loss_shares is not None:
+            weights = self.loss_shares.weights(window).tolist()
+        checksum = 0
+        if self.num_replicas > 1:  # one rank alone has nobody to compare with
+            groups = []
+            for rank in plan.ranks:
+                groups.append([microbatch.indices for microbatch in rank])
+            checksum = extended_checksum(self._checksum, window.tobytes() + repr(groups).encode())
+        return RankAssignment.from_plan(plan.ranks[self.rank], window.tolist(), weights, checksum)
 
     def _plan(self, window: np.ndarray) -> MicrobatchPlan:
+        tables = self._tables.of(window)
+        return self.planner.plan(tables.lengths, tables.image_tokens, tables.vision_cost)
+
+
+@dataclass(frozen=True)
+class SampleTables:
+    """Tables of the samples for the planner, with one row a sample."""
+
+    lengths: np.ndarray
+    image_tokens: np.ndarray | None
+    vision_cost: np.ndarray | None
+
+    @classmethod
+    def checked(
+        cls,
+        num_samples: int,
+        options: CutOptions,
+        lengths: Table,
+        image_tokens: Table | None,
+        vision_cost: Table | None,
+    ) -> SampleTables:
+        """Returns the tables as arrays. Raises ValueError if one has no row for each sample, or breaks a cap."""
+        checked_lengths = checked_table('lengths', lengths, num_samples, least=1)
+        _check_cap(checked_lengths, 'max_tokens', options.max_tokens)
+        images = vision = None
+        if image_tokens is not None:
+            images = checked_table('image_tokens', image_tokens, num_samples)
+            _check_cap(images, 'max_image_tokens', options.max_image_tokens)
+        elif options.max_image_tokens is not None:
+            raise ValueError('`image_tokens` must be given with `max_image_tokens`, got: None.')
+        if vision_cost is not None:
+            vision = checked_table('vision_cost', vision_cost, num_samples, dtype=np.float64)
+        return cls(checked_lengths, images, vision)
+
+    def of(self, window: np.ndarray) -> SampleTables:
+        """Returns the rows of these samples."""
         images = None if self.image_tokens is None else self.image_tokens[window]
-        vision = None if self._vision_cost is None else self._vision_cost[window]
-        return self.planner.plan(self.lengths[window], images, vision)
+        vision = None if self.vision_cost is None else self.vision_cost[window]
+        return SampleTables(self.lengths[window], images, vision)
 
 
 def torchs_batches(
-    num_samples: int, global_batch_size: int, *, drop_last: bool, seed: int | None, epoch: int
+    num_samples: int,
+    global_batch_size: int,
+    *,
+    drop_last: bool,
+    seed: int | None,
+    epoch: int,
 ) -> list[np.ndarray]:
-    """Returns the samples of each global batch of one epoch: those of torch's DistributedSampler, each once.
+    """Returns the samples of each global batch of one epoch, as torch's DistributedSampler orders them, each once.
 
-    Rank ``r`` of ``W`` gets positions ``r, r + W, ...`` of torch's order, ``G / W`` of them in a batch; so the ranks
-    together get positions ``b * G`` to ``(b + 1) * G``, whatever ``W`` is. Without `drop_last` torch moreover repeats
-    the start of the order until every rank has equally many samples, which makes the last step of an epoch another one
-    for each ``W``. That is left out here: the last global batch holds the samples that are left, and no other. Without
-    a seed samples keep the dataset's own order.
+    Rank ``r`` of ``W`` gets positions ``r, r + W, ...`` of torch's order, ``G / W`` of them in a batch. So the ranks
+    together get positions ``b * G`` to ``(b + 1) * G``, for every ``W``. Without `drop_last` torch also repeats the
+    start of the order until every rank has equally many samples, so that the last step of an epoch depends on ``W``.
+    That is left out here: the last global batch only holds the samples that are left. Without a seed samples keep the
+    order of the dataset.
     """
     if seed is None:
         order = np.arange(num_samples)
     else:
         order = torch.randperm(num_samples, generator=torch.Generator().manual_seed(seed + epoch)).numpy()
-    end = num_samples - num_samples % global_batch_size if drop_last else num_samples
-    return [order[start : start + global_batch_size] for start in range(0, end, global_batch_size)]
+    end = num_samples
+    if drop_last:
+        end -= num_samples % global_batch_size
+    return cut_into_batches(order[:end], global_batch_size)
 
 
-def prefetch(function: Callable[[Any], Any], items: Iterable[Any], *, depth: int = 2) -> Iterator[Any]:
+def prefetch(
+    function: Callable[[Item], Result],
+    items: Iterable[Item],
+    *,
+    depth: int = 2,
+) -> Iterator[Result]:
     """Yields ``map(function, items)``, with up to `depth` further results computed in a background thread.
 
-    The thread starts with the first item, and is joined when the iterator ends, is closed or is garbage collected; an
+    The thread starts with the first item. It is joined when the iterator ends, is closed or is garbage collected. An
     error of `function` is raised where its result would have been yielded. Items are drawn lazily.
     """
     pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix='prefetch')
-    waiting: deque[Future[Any]] = deque()
+    waiting: deque[Future[Result]] = deque()
     try:
         for item in items:
             waiting.append(pool.submit(function, item))
@@ -273,14 +423,34 @@ def prefetch(function: Callable[[Any], Any], items: Iterable[Any], *, depth: int
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def length_of(dataset: Any) -> int:
-    """Returns how many samples a dataset has."""
+def length_of(dataset: object) -> int:
+    """Returns how many samples a dataset has. Raises ValueError if it does not say."""
     check_kind('dataset', dataset, Sized)
+    assert isinstance(dataset, Sized)
     return len(dataset)
 
 
-def _check_order(rank: int, num_replicas: int, seed: int, shuffle: bool, drop_last: bool) -> None:
-    """Refuses what gives torch's sampler no order, or a rank no part of it."""
+def _media_of(
+    media: Table | None,
+    image_tokens: np.ndarray | None,
+    num_samples: int,
+) -> np.ndarray:
+    """Returns the modality of each sample, int64 (n,); by default whether it has image tokens."""
+    if media is None and image_tokens is not None:
+        media = np.sign(image_tokens)
+    if media is None:
+        raise ValueError("`image_tokens` or `media` must be given with modality='per_step', got: neither.")
+    return checked_table('media', media, num_samples)
+
+
+def _check_order(
+    rank: int,
+    num_replicas: int,
+    seed: int,
+    shuffle: bool,
+    drop_last: bool,
+) -> None:
+    """Raises ValueError for arguments that give torch's sampler no order, or a rank no part of it."""
     check_choice('rank', rank, range(num_replicas))
     check_choice('shuffle', shuffle, (True, False))
     check_choice('drop_last', drop_last, (True, False))
@@ -288,36 +458,45 @@ def _check_order(rank: int, num_replicas: int, seed: int, shuffle: bool, drop_la
 
 
 def _check_within(name: str, value: int, least: int = -(2**62), most: int = 2**62) -> None:
-    """Refuses what is no integer in a range; by default that of torch's seeds, to which an epoch is added."""
+    """Raises ValueError unless an integer is in a range. By default it is a seed for torch, plus room for an epoch."""
     if not isinstance(value, (int, np.integer)) or not least <= value <= most:
         raise ValueError(f'`{name}` must be an integer from {least} to {most}, got: {value!r}.')
 
 
 def _check_batch_size(
-    global_batch_size: int, num_replicas: int, num_samples: int, mixture: Mixture | None, drop_last: bool
+    global_batch_size: int,
+    num_replicas: int,
+    num_samples: int,
+    mixture: Mixture | None,
+    drop_last: bool,
 ) -> None:
-    """Refuses a global batch that ranks cannot share, or that an epoch cannot fill."""
+    """Raises ValueError for a global batch that ranks cannot share, or that an epoch cannot fill."""
+    samples_of_epoch = num_samples
     if mixture is not None:
         check_kind('mixture', mixture, Mixture)
-    if mixture is not None and sum(mixture.sizes) != num_samples:
-        raise ValueError(
-            f'`mixture` must have the sizes of the datasets in `dataset`, got: {list(mixture.sizes)} for '
-            f'{num_samples} samples. Use torch.utils.data.ConcatDataset.'
-        )
-    num_samples = num_samples if mixture is None else mixture.num_samples  # of an epoch
-    if num_samples < 1:
+        if sum(mixture.sizes) != num_samples:
+            raise ValueError(
+                f'`mixture` must have the sizes of the datasets in `dataset`, got: {list(mixture.sizes)} for '
+                f'{num_samples} samples. Use torch.utils.data.ConcatDataset.'
+            )
+        samples_of_epoch = mixture.num_samples
+    if samples_of_epoch < 1:
         raise ValueError('`dataset` must hold at least one sample, got: none.')
     check_count('num_replicas', num_replicas)
     check_global_batch(global_batch_size, num_replicas)
-    if drop_last and num_samples < global_batch_size:
+    if drop_last and samples_of_epoch < global_batch_size:
         raise ValueError(
             f'`global_batch_size` must be at most the dataset with `drop_last`, got: {global_batch_size} > '
-            f'{num_samples} samples. Lower it or set drop_last=False.'
+            f'{samples_of_epoch} samples. Lower it or set drop_last=False.'
         )
 
 
-def _check_cap(sizes: np.ndarray, name: str, cap: int | None) -> None:
-    """Refuses samples that no microbatch may hold."""
+def _check_cap(
+    sizes: np.ndarray,
+    name: str,
+    cap: int | None,
+) -> None:
+    """Raises ValueError if a sample is larger than a microbatch may be."""
     highest = int(sizes.argmax())
     if cap is not None and sizes[highest] > cap:
         raise ValueError(

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer_tokacc.planning import CostModel, plan_microbatches
+from composer_tokacc.planning import CostModel, CutOptions, Rows, plan_microbatches
+from composer_tokacc.planning.plan import _CutSearch
 from tests.planning.reference import check_columns, check_plan, fits, price_of
 
 OBJECTIVES = ['ddp', 'fsdp']
@@ -165,6 +166,26 @@ def test_bound_and_plan_against_every_possible_plan(seed):
     best = min(_every_time(lengths, 2, max_tokens, cost))
     assert plan.stats.bound <= best * (1 + 1e-9), 'the bound is no bound'
     assert best * (1 - 1e-9) <= plan.stats.cost <= best * 1.08, 'the plan is far from the best'
+
+
+@pytest.mark.parametrize('objective', OBJECTIVES)
+def test_bound_that_ends_the_search(objective):
+    """Equal rows reach it at every count, and no rows are faster: a search that it ends misses nothing."""
+
+    def search(lengths):
+        options = CutOptions(max_tokens=80, cost=CostModel(launch=5.0))
+        return _CutSearch(Rows(lengths, options).by_length(), 3, options.cost, objective == 'fsdp')
+
+    equal = search([8] * 12)
+    for count in (3, 6, 12):
+        assert equal._least_time(count) == pytest.approx(min(cut.time for cut in equal._at(count)), rel=1e-12)
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        some = search(rng.integers(1, 40, 12))
+        counts = range(some._padded.fewest, 13, 1)
+        times = {count: min(cut.time for cut in some._at(count)) for count in counts if count % 3 == 0}
+        for count in times:
+            assert some._least_time(count) <= min(time for more, time in times.items() if more >= count) * (1 + 1e-12)
 
 
 def test_stats_by_hand():

@@ -86,11 +86,10 @@ def test_disk_is_full(installed):
 
 
 @pytest.mark.slow
-def test_damaged_cache_is_written_again(installed):
+def test_damaged_cache_is_compiled_again(installed):
     assert _run(ONE_PLAN, installed).startswith('[[0, 2], [1, 3, 4]] _ForgivingCache')
     files = sorted((installed / 'composer_tokacc' / 'planning' / '__pycache__').glob('cuts.least_padded_cut*.nb?'))
     assert [file.suffix for file in files] == ['.nbc', '.nbi']
     for file in files:
         file.write_bytes(b'damaged')
         assert _run(ONE_PLAN, installed).startswith('[[0, 2], [1, 3, 4]] _ForgivingCache'), file
-        assert all(file.stat().st_size > len(b'damaged') for file in files), file

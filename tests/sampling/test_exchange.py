@@ -14,7 +14,7 @@ import torch
 from composer_tokacc import token_data_spec
 from composer_tokacc.planning import CostModel
 from composer_tokacc.sampling import ExchangingDataLoader
-from composer_tokacc.sampling.rank_assignment import LoadPlanner
+from composer_tokacc.sampling.load_planner import LoadPlanner
 from tests.ranks.exchange import BATCH, EPOCH, READ
 from tests.support.launch import launch_json
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples

@@ -301,5 +301,5 @@ def test_shares_of_loss_tokens_are_what_was_asked_for(sizes, seed):
 
 
 def test_loss_shares_of_a_dataset_without_loss_are_refused():
-    with pytest.raises(ValueError, match='`loss_tokens` must be some in every dataset'):
+    with pytest.raises(ValueError, match='Every dataset must have `loss_tokens`'):
         Mixture.from_loss_shares([2, 1], [0.5, 0.5], [3, 4, 0])

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset
 
+from composer_tokacc.repeated_samples import num_repeated
 from composer_tokacc.sampling import RegroupingBatchSampler
-from composer_tokacc.sampling.rank_assignment import num_repeated
 
 
 @settings(deadline=None, max_examples=150)

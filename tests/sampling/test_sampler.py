@@ -271,6 +271,14 @@ def test_bad_arguments_are_refused_in_one_line(kwargs, message):
     assert '\n' not in str(caught.value)
 
 
+@pytest.mark.parametrize('name', ['max_tokens', 'max_image_tokens'])
+def test_a_sample_as_large_as_the_cap_fits(name):
+    options = {'lengths': [3, 9, 1, 5], 'image_tokens': [0, 9, 1, 2], 'max_tokens': 9, 'max_image_tokens': 9}
+    assert sorted(itertools.chain(*build(4, 4, **options))) == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match=rf'`{name}` .* got: 8 < 9 \(sample 1\)'):
+        build(4, 4, **{**options, name: 8})
+
+
 def test_empty_dataset_is_refused():
     with pytest.raises(ValueError, match='`dataset` must hold at least one sample'):
         build(0, 4, lengths=[])

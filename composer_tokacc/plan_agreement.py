@@ -1,0 +1,243 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Ranks compare how they plan their batches, so that none of them trains other global batches in silence.
+
+Every rank plans the whole global batch by itself and computes its own part of it. That is exact only if all ranks make
+the same plan. So three integers travel with the counts that are summed over the ranks in each step anyway: they tell
+all ranks at once whether the plans are equal. Only if they are not, the ranks exchange the arguments
+of their plans, and all of them raise the same error about the difference. No steady step has a further collective.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from torch.utils.data import DataLoader
+
+from composer_tokacc.collectives import all_gather_object, get_global_rank, get_world_size
+from composer_tokacc.repeated_samples import has_torchs_order
+
+Facts = dict[str, str]
+"""Arguments of a plan by name. The first one that differs is reported."""
+
+CHECKSUM_BITS = 20
+"""Squares of checksums are summed over the ranks. With 20 bits that is exact in float64 on up to 8,192 ranks."""
+
+NUM_SUMS = 3
+"""How many numbers :func:`numbers_to_sum` returns."""
+
+SHOWN_NUMBERS = 4
+"""How many numbers of a table, and how many ranks with the same value, an error shows."""
+
+STREAMING_OPTIONS = (
+    'epoch_size',
+    'shuffle',
+    'shuffle_algo',
+    'shuffle_seed',
+    'shuffle_block_size',
+    'num_canonical_nodes',
+    'partition_algo',
+    'batching_method',
+    'sampling_method',
+    'sampling_granularity',
+)
+"""Arguments of a StreamingDataset that decide which rank reads what. It keeps each as an attribute."""
+
+
+@dataclass(frozen=True)
+class PlanRecord:
+    """Summary of one rank's plan of a global batch."""
+
+    plan_checksum: int
+    """Of the samples of the global batch, and of the microbatch and the rank of each."""
+    rank: int
+    """Whose part of the plan this rank computes."""
+    num_ranks: int
+    """For how many ranks the batch was planned."""
+    witness: str = ''
+    """Digest of a few samples that every rank reads with its first batch; empty if a rank cannot tell."""
+    facts: Callable[[], Facts] = dict
+    """Returns the arguments of the plan. Only called if the ranks differ."""
+
+    @property
+    def checksum(self) -> int:
+        """Of everything that is normally equal on all ranks."""
+        return extended_checksum(self.plan_checksum, self.witness.encode())
+
+
+@runtime_checkable
+class RecordsPlans(Protocol):
+    """A batch sampler that plans global batches, such as RegroupingBatchSampler."""
+
+    def plan_record(self, batch: int) -> PlanRecord:
+        """Returns the record of a global batch of the epoch."""
+        ...
+
+
+def plan_record_of(batch: Any, dataloader: Any, batch_index: int) -> PlanRecord | None:
+    """Returns the record of the plan behind a batch; None for loaders that have none.
+
+    Args:
+        batch: A :class:`.PreSplitBatch` brings its own record.
+        dataloader: Otherwise its sampler, or its StreamingDataset, has the arguments that must be equal.
+        batch_index: Counts the batches of the epoch from 0.
+    """
+    record = getattr(batch, 'plan', None)
+    if record is not None:
+        return record
+    if not isinstance(dataloader, DataLoader):
+        return None
+    if isinstance(dataloader.batch_sampler, RecordsPlans):
+        return dataloader.batch_sampler.plan_record(batch_index)
+    facts = reading_facts(dataloader)
+    if not facts:
+        return None
+    rank, num_ranks = get_global_rank(), get_world_size()
+    sampler = dataloader.sampler
+    if has_torchs_order(sampler):
+        rank, num_ranks = sampler.rank, sampler.num_replicas
+    return PlanRecord(checksum_of(facts), rank, num_ranks, facts=lambda: facts)
+
+
+def numbers_to_sum(record: PlanRecord | None) -> list[int]:
+    """Returns three integers whose sums over the ranks tell :func:`check_plans` whether all plans are equal."""
+    if record is None:
+        return [0, 0, get_global_rank() ** 2]
+    return [record.checksum, record.checksum**2, record.rank**2]
+
+
+def check_plans(sums: Sequence[float], record: PlanRecord | None) -> None:
+    """Raises RuntimeError on all ranks if they planned unlike batches.
+
+    Args:
+        sums: Sums over the ranks of :func:`numbers_to_sum`. They are equal on all ranks, so all of them raise.
+        record: The record of this rank.
+    """
+    world_size = get_world_size()
+    if world_size == 1:
+        return
+    checksums, squared_checksums, squared_ranks = (int(value) for value in sums)
+    # Numbers are equal exactly if the mean of their squares is the square of their mean (Cauchy-Schwarz).
+    are_equal = world_size * squared_checksums == checksums**2
+    all_ranks_are_there = squared_ranks == sum(rank**2 for rank in range(world_size))
+    is_for_all = record is None or record.num_ranks == world_size
+    if not (are_equal and all_ranks_are_there and is_for_all):
+        compare_plans(record)
+
+
+def compare_plans(record: PlanRecord | None) -> None:
+    """Raises RuntimeError about the difference between the ranks if there is one; a collective."""
+    if record is None:
+        report = RankReport(rank=get_global_rank(), num_ranks=get_world_size())
+    else:
+        report = RankReport(record.rank, record.num_ranks, record.plan_checksum, record.witness, record.facts())
+    difference = find_difference(all_gather_object(report))
+    if difference is not None:
+        raise RuntimeError(difference)
+
+
+def checksum_of(facts: Facts) -> int:
+    """Returns a checksum of everything that was planned with."""
+    return extended_checksum(0, repr(facts).encode())
+
+
+def extended_checksum(checksum: int, data: bytes) -> int:
+    """Returns the checksum of earlier data and of `data`, given the checksum of the earlier data."""
+    return zlib.crc32(data, checksum) % 2**CHECKSUM_BITS
+
+
+def table_facts(name: str, values: np.ndarray) -> Facts:
+    """Returns two facts of a table: its numbers in any order, and their order, which a permutation changes."""
+    numbers = f'{len(values)} numbers of sum {values.sum()} ({_digest(np.sort(values))})'
+    first = ', '.join(str(value) for value in values[:SHOWN_NUMBERS].tolist())
+    return {name: numbers, f'order of {name}': f'{first}, ... ({_digest(values)})'}
+
+
+def reading_facts(dataloader: DataLoader) -> Facts:
+    """Returns the arguments of a DistributedSampler or of a StreamingDataset, which decide who reads each sample."""
+    sampler, dataset = dataloader.sampler, dataloader.dataset
+    facts: Facts = {}
+    if has_torchs_order(sampler):
+        facts['number of ranks'] = str(sampler.num_replicas)
+        facts['number of samples'] = str(len(sampler.dataset))  # pyright: ignore[reportArgumentType]
+        for name in ('shuffle', 'drop_last', 'seed', 'epoch'):
+            facts[name] = str(getattr(sampler, name))
+    if hasattr(dataset, 'num_canonical_nodes'):
+        for name in STREAMING_OPTIONS:
+            facts[name] = str(getattr(dataset, name, None))
+    return facts
+
+
+def _digest(values: np.ndarray) -> str:
+    return f'{zlib.crc32(np.ascontiguousarray(values).tobytes()):08x}'
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """Message of a rank to the others if the sums differ."""
+
+    rank: int
+    num_ranks: int
+    plan_checksum: int = 0
+    witness: str = ''
+    facts: Facts = field(default_factory=dict)
+
+
+def find_difference(reports: Sequence[RankReport]) -> str | None:
+    """Returns the error for the first difference between the reports of all ranks; None if they agree."""
+    names = list(dict.fromkeys(name for report in reports for name in report.facts))
+    differing = [name for name in names if len({report.facts.get(name) for report in reports}) > 1]
+    if differing:
+        name = differing[0]
+        more = f' Also different: {", ".join(differing[1:])}.' if len(differing) > 1 else ''
+        return _unequal(name, [report.facts.get(name, 'none') for report in reports]) + more
+    # A dataset with another source of random numbers reads another sample each time. Such a rank has no witness.
+    if len({report.witness for report in reports if report.witness}) > 1:
+        return _unequal('first samples', [report.witness or 'unknown' for report in reports])
+    planned_ranks = sorted(report.rank for report in reports)
+    num_ranks = len(reports)
+    if planned_ranks != list(range(num_ranks)) or any(report.num_ranks != num_ranks for report in reports):
+        values = _by_rank([f'rank {report.rank} of {report.num_ranks}' for report in reports])
+        return (
+            f'The sampler of each rank must be for that rank, of {num_ranks}, got: {values}. Leave `rank` and '
+            '`num_replicas` out, or give the rank and the number of ranks as launched.'
+        )
+    if len({report.plan_checksum for report in reports}) > 1:
+        return (
+            'Ranks must make the same plan of a global batch, got: different plans. Give all ranks the same arguments '
+            'and the same place. If they have them, install the same versions of numpy and numba on every node.'
+        )
+    return None
+
+
+def _unequal(name: str, values: Sequence[str]) -> str:
+    return (
+        f'`{name}` must be the same on all ranks, got: {_by_rank(values)}. {_remedy(name)}, or some samples are '
+        'trained twice and others never.'
+    )
+
+
+def _by_rank(values: Sequence[str]) -> str:
+    """Returns which ranks have each value."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks_of.setdefault(value, []).append(rank)
+    parts = []
+    for value, ranks in ranks_of.items():
+        listed = ', '.join(str(rank) for rank in ranks[:SHOWN_NUMBERS])
+        more = f' and {len(ranks) - SHOWN_NUMBERS} more' if len(ranks) > SHOWN_NUMBERS else ''
+        parts.append(f'{value} on rank {listed}{more}')
+    return ', '.join(parts[:SHOWN_NUMBERS])
+
+
+def _remedy(name: str) -> str:
+    if name.startswith('order of ') or name == 'first samples':
+        return 'Sort what the dataset lists, because a glob or a set has another order in each process'
+    if name in ('epoch', 'global batch'):
+        return 'Call `set_epoch`, `skip_to` and `load_state_dict` on every rank'
+    return 'Give all ranks the same'

@@ -1,0 +1,101 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""How far a run is in an epoch while several iterators of one loader may be under way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(eq=False)
+class Pass:
+    """One iterator on its way through an epoch."""
+
+    epoch: int
+    batch: int
+    """Batches of the epoch that lie behind it, those before its start included."""
+    has_ended: bool = False
+
+
+class Passes:
+    """The iterators of a sampler or loader, and the place in the data that a checkpoint must hold.
+
+    A run has one iterator that it trains on. A look (``next(iter(loader))``) makes another one, which must not move the
+    place. So the furthest iterator of the epoch holds the place, until an epoch ends.
+    """
+
+    def __init__(self) -> None:
+        self._under_way: list[Pass] = []
+        """The one that moved last stands at the end."""
+        self._last: Pass | None = None
+        """The furthest one that ended or was given up."""
+
+    def __bool__(self) -> bool:
+        """Whether an iterator is under way."""
+        return bool(self._under_way)
+
+    def begin(
+        self,
+        epoch: int,
+        batch: int,
+    ) -> Pass:
+        """Returns a new iterator that starts at a batch of an epoch."""
+        if self._last is not None and self._last.has_ended and self._last.epoch == epoch:
+            self._last = None  # the same epoch again, so its end stops being the place
+        new = Pass(epoch, batch)
+        self._under_way.append(new)
+        return new
+
+    def advance(
+        self,
+        current: Pass,
+        batch: int,
+    ) -> None:
+        """Notes how many batches of the epoch lie behind an iterator."""
+        current.batch = batch
+        if self._under_way[-1:] == [current]:
+            return
+        # It may be missing: the end of another iterator has taken it for a look.
+        if current in self._under_way:
+            self._under_way.remove(current)
+        self._under_way.append(current)
+
+    def end(self, ended: Pass) -> None:
+        """Notes that an iterator has reached the end of its epoch. All others are looks that stayed behind."""
+        if ended in self._under_way:
+            ended.has_ended = True
+            self._last = ended
+            self._under_way.clear()
+
+    def give_up(self, left: Pass) -> None:
+        """Notes that an iterator will not go on. Does nothing for one that has ended."""
+        if left not in self._under_way:
+            return
+        self._under_way.remove(left)
+        if self._last is None or self._last.epoch != left.epoch or self._last.batch < left.batch:
+            self._last = left
+
+    def forget(self) -> None:
+        """Forgets all iterators, because the place is set from outside."""
+        self._under_way.clear()
+        self._last = None
+
+    def place(
+        self,
+        next_epoch: int,
+        next_batch: int,
+    ) -> tuple[int, int]:
+        """Returns epoch and batch of the furthest iterator, or the start of the next one if there is none.
+
+        While an iterator is under way its epoch counts, even if the epoch of the next one is set already.
+        """
+        epoch = next_epoch
+        if self._under_way:
+            epoch = self._under_way[-1].epoch
+        candidates = list(self._under_way)
+        if self._last is not None:
+            candidates.append(self._last)
+        # Iterators of other epochs are looks, or remains of an epoch that was left early.
+        batches = [candidate.batch for candidate in candidates if candidate.epoch == epoch]
+        return epoch, max(batches, default=next_batch)

@@ -1,0 +1,229 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Under the composer launcher: ranks that plan unlike batches; rank 0 writes what each rank raised, and how it trained.
+
+Arguments: names of cases, result file. Without names all cases run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from composer.core import Callback
+from composer.utils import dist
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, token_data_spec, weighted_microbatches
+from composer_tokacc.planning import CostModel
+from composer_tokacc.sampling import ExchangingDataLoader
+from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
+from tests.support.text import text_model
+from tests.support.training import fit, hugging_face, reference_gradients, relative_error, write_result
+
+NUM_SAMPLES, GLOBAL_BATCH = 30, 8
+
+
+class Reordered(Dataset):
+    """The samples of a dataset in another order, as an unsorted glob lists them."""
+
+    def __init__(self, dataset: LengthDataset, order: list[int]) -> None:
+        self.dataset = dataset
+        self.order = order
+        self.lengths = dataset.lengths[order]
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.dataset[self.order[index]]
+
+
+class DrawsItsOwnNumbers(LengthDataset):
+    """Augments its texts with a generator that no seed of a run reaches."""
+
+    generator = np.random.default_rng()
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        sample = super().__getitem__(index)
+        sample['input_ids'] = torch.from_numpy(self.generator.integers(3, 40, sample['input_ids'].shape))
+        return sample
+
+
+def regrouping(dataset: Any = None, *, lengths: Any = None, num_workers: int = 0, **options: Any) -> DataLoader:
+    dataset = dataset or LengthDataset(NUM_SAMPLES)
+    lengths = dataset.lengths if lengths is None else lengths
+    options = {'global_batch_size': GLOBAL_BATCH, 'max_tokens': 2 * LONGEST, **options}
+    sampler = RegroupingBatchSampler(dataset, lengths=lengths, **options)
+    return RegroupingDataLoader(
+        dataset,
+        batch_sampler=sampler,
+        collate_fn=collate_samples,
+        num_workers=num_workers,
+        multiprocessing_context='forkserver' if num_workers else None,
+    )
+
+
+def plain(**options: Any) -> DataLoader:
+    """A stock DataLoader over our sampler."""
+    loader = regrouping(**options)
+    return DataLoader(LengthDataset(NUM_SAMPLES), batch_sampler=loader.batch_sampler, collate_fn=collate_samples)
+
+
+def stock(num_samples: int = NUM_SAMPLES, num_replicas: int | None = None, rank: int | None = None, **options: Any):
+    """A stock DataLoader over torch's sampler."""
+    dataset = LengthDataset(num_samples)
+    sampler = DistributedSampler(dataset, num_replicas, rank, **options)
+    return DataLoader(dataset, batch_size=GLOBAL_BATCH // 2, sampler=sampler, collate_fn=collate_samples)
+
+
+def exchanging(seed: int = 0, max_tokens: int = 2 * LONGEST, **options: Any) -> DataLoader:
+    dataset = LengthDataset(NUM_SAMPLES)
+    return ExchangingDataLoader(
+        dataset,
+        batch_size=GLOBAL_BATCH // 2,
+        collate_fn=collate_samples,
+        max_tokens=max_tokens,
+        sampler=DistributedSampler(dataset, seed=seed),
+        **options,
+    )
+
+
+def at_batch(batch: int) -> DataLoader:
+    loader: Any = regrouping()
+    loader.batch_sampler.skip_to(batch)
+    return loader
+
+
+def reordered(rank: int, lengths: Any = None, **options: Any) -> DataLoader:
+    order = list(range(NUM_SAMPLES))
+    dataset = Reordered(LengthDataset(NUM_SAMPLES), order[::-1] if rank else order)
+    return regrouping(dataset, lengths=lengths, **options)
+
+
+def other_lengths(rank: int) -> np.ndarray:
+    lengths = LengthDataset(NUM_SAMPLES).lengths.copy()
+    lengths[3] += rank
+    return lengths
+
+
+UNLIKE: dict[str, Callable[[int], DataLoader]] = {
+    'seed': lambda rank: regrouping(seed=rank),
+    'seed, plain loader': lambda rank: plain(seed=rank),
+    'seed, workers': lambda rank: regrouping(seed=rank, num_workers=2),
+    'lengths': lambda rank: regrouping(lengths=other_lengths(rank)),
+    'order': lambda rank: reordered(rank),
+    'order of equal lengths': lambda rank: reordered(rank, lengths=[LONGEST] * NUM_SAMPLES),
+    'order of equal lengths, workers': lambda rank: reordered(rank, lengths=[LONGEST] * NUM_SAMPLES, num_workers=2),
+    'number of samples': lambda rank: regrouping(LengthDataset(NUM_SAMPLES - rank)),
+    'max_tokens': lambda rank: regrouping(max_tokens=(2 + rank) * LONGEST),
+    'cost': lambda rank: regrouping(cost=CostModel(launch=100.0 + rank)),
+    'objective': lambda rank: regrouping(objective='fsdp' if rank else 'ddp'),
+    'shuffle': lambda rank: regrouping(shuffle=bool(rank)),
+    'global_batch_size': lambda rank: regrouping(global_batch_size=GLOBAL_BATCH * (1 + rank)),
+    'batch': lambda rank: at_batch(rank),
+    'rank': lambda rank: regrouping(num_replicas=2, rank=0),
+    'num_replicas': lambda rank: regrouping(num_replicas=1, rank=0),
+    'seed of torch': lambda rank: stock(seed=rank),
+    'samples of torch': lambda rank: stock(NUM_SAMPLES - 2 * rank),
+    'rank of torch': lambda rank: stock(num_replicas=2, rank=0),
+    'kind of loader': lambda rank: stock() if rank else regrouping(),
+    'seed, exchanged': lambda rank: exchanging(seed=rank),
+    'max_tokens, exchanged': lambda rank: exchanging(max_tokens=(1 + rank) * LONGEST),
+}
+ALIKE: dict[str, Callable[[int], DataLoader]] = {
+    'regrouping': lambda rank: regrouping(),
+    'workers': lambda rank: regrouping(num_workers=2),
+    'plain loader': lambda rank: plain(),
+    'order without a name': lambda rank: regrouping(lengths=[LONGEST] * NUM_SAMPLES),
+    'random labels': lambda rank: regrouping(LengthDataset(NUM_SAMPLES, random_labels=True)),
+    'numbers of its own': lambda rank: regrouping(DrawsItsOwnNumbers(NUM_SAMPLES)),
+    'stock': lambda rank: stock(),
+    'exchanging': lambda rank: exchanging(),
+}
+
+
+class CountSteps(Callback):
+    """Optimizer steps that a run has made, and the gradient of its first one."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+
+    def batch_end(self, state: Any, logger: Any) -> None:
+        self.num_steps += 1
+
+
+def run(build: Callable[[int], DataLoader]) -> dict[str, Any]:
+    counter = CountSteps()
+    model = hugging_face(text_model())
+    before = parameters(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    message = ''
+    try:
+        data = token_data_spec(build(dist.get_global_rank()), slot_tokens=LONGEST)
+        fit(model, data, callbacks=[counter], optimizer=optimizer, max_duration='2ba')
+    except RuntimeError as error:
+        message = str(error)
+    moved = not torch.equal(before, parameters(model))
+    results = dist.all_gather_object({'message': message, 'steps': counter.num_steps, 'moved': moved})
+    return {name: [result[name] for result in results] for name in ('message', 'steps', 'moved')}
+
+
+def parameters(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def own_loop(seed: int) -> list[str]:
+    """What the ranks of a loop without a Trainer raise."""
+    message = ''
+    try:
+        for batch in regrouping(seed=seed):
+            list(weighted_microbatches(batch))
+    except RuntimeError as error:
+        message = str(error)
+    return dist.all_gather_object(message)
+
+
+def differs_later() -> list[str]:
+    """One rank goes to another epoch alone, in the middle of a run."""
+    loader: Any = regrouping()
+    message = ''
+    try:
+        for epoch in range(3):
+            loader.set_epoch(epoch + (epoch == 1) * dist.get_global_rank())
+            for batch in loader:
+                list(weighted_microbatches(batch))
+    except RuntimeError as error:
+        message = str(error)
+    return dist.all_gather_object(f'{epoch}: {message}')
+
+
+def exact() -> list[float]:
+    """Errors of the steps of an epoch of ranks that agree, against one forward over each global batch."""
+    loader: Any = regrouping()
+    windows = [loader.batch_sampler.window(batch) for batch in range(len(loader))]
+    model = text_model()
+    recorder = fit(model, token_data_spec(loader, slot_tokens=LONGEST), max_duration='1ep')
+    errors = []
+    for window, gradients in zip(windows, recorder.steps, strict=True):
+        reference, _ = reference_gradients(model, collate_samples([LengthDataset(NUM_SAMPLES)[k] for k in window]))
+        errors.append(relative_error(gradients, reference))
+    return errors
+
+
+def results() -> dict[str, Any]:
+    return {
+        'unlike': {name: run(build) for name, build in UNLIKE.items()},
+        'alike': {name: run(build) for name, build in ALIKE.items()},
+        'own loop': own_loop(dist.get_global_rank()),
+        'own loop, alike': own_loop(0),
+        'later': differs_later(),
+        'exact': exact(),
+    }
+
+
+if __name__ == '__main__':
+    write_result(results)

@@ -1,0 +1,88 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Ranks that plan unlike batches are refused before the first optimizer step, and the error says what differs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from composer_tokacc import plan_agreement
+from composer_tokacc.plan_agreement import PlanRecord, check_plans, numbers_to_sum, table_facts
+from tests.support.launch import launch_json
+
+NAMES = {
+    'seed': ('`seed`', '0 on rank 0', '1 on rank 1'),
+    'seed, plain loader': ('`seed`', '0 on rank 0', '1 on rank 1'),
+    'seed, workers': ('`seed`', '0 on rank 0', '1 on rank 1'),
+    'lengths': ('`lengths`', '30 numbers of sum', 'on rank 1'),
+    'order': ('`order of lengths`', 'on rank 0', 'glob'),
+    'order of equal lengths': ('`first samples`', 'on rank 0', 'glob'),
+    'order of equal lengths, workers': ('`first samples`', 'on rank 1', 'glob'),
+    'number of samples': ('`number of samples`', '30 on rank 0', '29 on rank 1'),
+    'max_tokens': ('`max_tokens`', '96 on rank 0', '144 on rank 1'),
+    'cost': ('`cost`', '100.0', '101.0'),
+    'objective': ('`objective`', 'ddp on rank 0', 'fsdp on rank 1'),
+    'shuffle': ('`shuffle`', 'False on rank 0', 'True on rank 1'),
+    'global_batch_size': ('`global_batch_size`', '8 on rank 0', '16 on rank 1'),
+    'batch': ('`global batch`', '0 on rank 0', '1 on rank 1'),
+    'rank': ('sampler of each rank', 'rank 0 of 2 on rank 0, 1'),
+    'num_replicas': ('sampler of each rank', 'rank 0 of 1 on rank 0, 1'),
+    'seed of torch': ('`seed`', '0 on rank 0', '1 on rank 1'),
+    'samples of torch': ('`number of samples`', '30 on rank 0', '28 on rank 1'),
+    'rank of torch': ('sampler of each rank', 'rank 0 of 2 on rank 0, 1'),
+    'kind of loader': ('none on rank 1',),
+    'seed, exchanged': ('`seed`', '0 on rank 0', '1 on rank 1'),
+    'max_tokens, exchanged': ('`max_tokens`', '48 on rank 0', '96 on rank 1'),
+}
+
+
+@pytest.mark.slow
+def test_unlike_ranks_are_refused_before_a_step():
+    results = launch_json('tests/ranks/unlike_plans.py', ranks=2)
+    assert results['unlike'].keys() == NAMES.keys()
+    for name, run in results['unlike'].items():
+        for message in run['message']:
+            assert all(part in message for part in NAMES[name]), (name, message)
+            assert '\n' not in message
+        assert run['steps'] == [0, 0]
+        assert run['moved'] == [False, False]
+    for name, run in results['alike'].items():
+        assert run == {'message': ['', ''], 'steps': [2, 2], 'moved': [True, True]}, name
+    assert all('`seed`' in message for message in results['own loop'])
+    assert results['own loop, alike'] == ['', '']
+    for message in results['later']:
+        assert message.startswith('1: `epoch` must be the same on all ranks, got: 1 on rank 0, 2 on rank 1')
+    assert len(results['exact']) == 4
+    assert max(results['exact']) < 1e-6
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.integers(0, 2**20 - 1), min_size=2, max_size=40), st.booleans())
+def test_sums_tell_whether_all_checksums_are_equal(checksums, are_equal):
+    if are_equal:
+        checksums = [checksums[0]] * len(checksums)
+    records = [PlanRecord(checksum, rank, len(checksums)) for rank, checksum in enumerate(checksums)]
+    # What the ranks reduce in float64 if tokens have weights.
+    sums = np.sum([np.array(numbers_to_sum(record), dtype=np.float64) for record in records], axis=0)
+    compared = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_agreement, 'get_world_size', lambda: len(checksums))
+        patch.setattr(plan_agreement, 'compare_plans', compared.append)
+        check_plans(sums.tolist(), records[0])
+    assert bool(compared) == (len(set(checksums)) > 1)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.integers(1, 100), min_size=2, max_size=30), st.randoms())
+def test_table_facts_tell_a_permutation_from_other_numbers(numbers, random):
+    shuffled = random.sample(numbers, len(numbers))
+    facts = table_facts('lengths', np.array(numbers))
+    other = table_facts('lengths', np.array(shuffled))
+    assert facts['lengths'] == other['lengths']
+    assert (facts['order of lengths'] == other['order of lengths']) == (numbers == shuffled)
+    changed = table_facts('lengths', np.array([numbers[0] + 1, *numbers[1:]]))
+    assert changed['lengths'] != facts['lengths']
