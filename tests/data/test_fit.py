@@ -92,7 +92,7 @@ def test_no_sample_is_over_the_cap_and_none_is_smaller_than_need_be(path, proces
         # One step less, and it would not fit.
         steps = int(dataset.measured[1].shrink_steps[index])
         assert named[one.sample_id]['share'] == pytest.approx(share_of(steps), abs=1e-4)
-        larger = dataset.encoder._after(steps - 1)
+        larger = dataset.encoder._encoder_after(steps - 1)
         files = [path.parent / name for medium in one.media for name in medium.names]
         assert super(FittingEncoder, larger).encode_record(one, files)['input_ids'].shape[1] > cap
 

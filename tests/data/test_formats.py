@@ -257,7 +257,7 @@ REFUSED = {
     'video in a text': (text_of('<video>What happens?'), 'got: 0 videos and 1 placeholders'),
     'VILA video in a text': (text_of('<vila/video>What happens?'), 'got: 0 videos and 1 placeholders'),
     'audio in a text': (text_of('<audio>What is said?'), 'got: 0 audios and 1 placeholders'),
-    'video in an answer': ({'messages': [QUESTION, answered('<video>')]}, '`<video>` may stand in user turns only'),
+    'video in an answer': ({'messages': [QUESTION, answered('<video>')]}, '`<video>` may stand only in turns'),
     'video without its placeholder': ({**text_of('What happens?'), 'videos': ['a.mp4']}, 'got: 1 videos and 0 pl'),
     'as many media of another kind': (
         {**text_of('<video><audio>?'), 'videos': ['a.mp4', 'b.mp4']}, 'got: 2 videos and 1 placeholders',
