@@ -205,7 +205,7 @@ def test_place_that_lies_behind_the_frame_is_not_taken_for_it(tmp_path):
     path = film(tmp_path, 'mpeg4_b.avi')
     with videos._open_stream(path, 'video') as (container, stream):
         stamps, keys = videos._read_stamps(container, stream)
-    wrong = [(stamp, stamp) for stamp, _ in keys]  # this container looks for times of decoding
+    wrong = [videos.KeyFrame(stamp, stamp) for stamp, _ in keys]  # this container looks for times of decoding
     assert wrong != keys
     frames, expected = (videos._read_frames(path, stamps[5:6], places) for places in (wrong, []))
     assert (frames[stamps[5]] == expected[stamps[5]]).all()
@@ -275,18 +275,17 @@ BAD = {
     'cut mp4': ('a.mp4', lambda path: cut(long_video(path), 0.6), 'video', 'it ends after|middle of a frame'),
     'cut mkv': ('a.mkv', lambda path: cut(long_video(path), 0.6), 'video', 'its end is missing'),
     'cut avi': ('a.avi', lambda path: cut(long_video(path), 0.6), 'video', 'it ends after|middle of a frame'),
-    'picture as video': ('a.mp4', lambda path: Image.new('L', (9, 9)).save(path, 'PNG'), 'video', 'no container'),
+    'picture as video': ('a.mp4', lambda path: Image.new('L', (9, 9)).save(path, 'PNG'), 'video', 'container that is not supported'),
     'long gif': ('a.gif', lambda path: write_video(path, codec='gif', pixels='rgb8'), 'image', 'several images'),
     'head of an mp4': ('a.mp4', lambda path: cut(write_video(path), 0.02), 'video', 'Invalid data'),
     'no frames': ('a.avi', lambda path: write_video(path, []), 'video', 'it holds no frames that have a time'),
     'empty': ('a.mp4', lambda path: write_file(path, b''), 'video', 'Invalid data|End of file'),
     'text': ('a.mp4', lambda path: write_file(path, b'film ' * 99), 'video', 'Invalid data'),
-    'text by name too': ('a.txt', lambda path: write_file(path, b'film ' * 99), 'video', 'in no container'),
+    'text by name too': ('a.txt', lambda path: write_file(path, b'film ' * 99), 'video', 'container that is not supported'),
     'audio as video': ('a.wav', lambda path: write_sound(path, sine(0.1)), 'video', 'it holds no video'),
     'video as audio': ('a.mp4', write_video, 'audio', 'it holds no audio'),
     'video as image': ('a.mp4', write_video, 'image', 'no image of a known format'),
-    # The second message by older decoders themselves.
-    'cut audio': ('a.wav', lambda path: cut(write_sound(path, sine(2)), 0.5), 'audio', r'1\.0 of 2\.0 s|Invalid data'),
+    'cut audio': ('a.wav', lambda path: cut(write_sound(path, sine(2)), 0.5), 'audio', 'its end is missing'),
     'silent file': ('a.wav', lambda path: write_sound(path, sine(0)), 'audio', 'it holds no audio'),
     'no numbers': ('a.wav', lambda path: write_sound(path, NO_NUMBERS), 'audio', 'no finite numbers'),
     'folder': ('a', Path.mkdir, 'video', 'it is no regular file'),
