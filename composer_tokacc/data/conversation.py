@@ -175,9 +175,7 @@ class ConversationEncoder:
                 sample[f'num_{modality}s'] = [len(media[modality])]
         return sample
 
-    def encode_record(
-        self, record: Record, files: Sequence[MediaFile], *, shapes_only: bool = False
-    ) -> EncodedSample:
+    def encode_record(self, record: Record, files: Sequence[MediaFile], *, shapes_only: bool = False) -> EncodedSample:
         """Encodes a record. The sample does not depend on the place of the record and its files.
 
         Args:
@@ -207,6 +205,17 @@ class ConversationEncoder:
         """Decodes the media of a record for the processor, completely or only their shapes."""
         sampling_rate = getattr(self.parts.get('audio'), 'sampling_rate', 16000)
         return decode_media(record, files, video=self.video, sampling_rate=sampling_rate, shapes_only=shapes_only)
+
+    def identity_of_options(self) -> list[tuple[str, object]]:
+        """Returns the options that change the samples of the same records. Empty if all have their default."""
+        options: list[tuple[str, object]] = []
+        if self.control.option == 'text':
+            options.append(('control_tokens', 'text'))
+        if self.train_on != 'all':
+            options.append(('train_on', self.train_on))
+        if not self.adds_end_token:
+            options.append(('add_end_token', False))
+        return options
 
     def encode_unexpanded(self, conversations: Sequence[Sequence[Message]]) -> list[dict[str, torch.Tensor] | None]:
         """Encodes conversations without expanding their placeholders. Much faster, because the processor does not run.
