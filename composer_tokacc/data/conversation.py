@@ -289,7 +289,7 @@ class ConversationEncoder:
         if longest > limit:
             sampling_rate = getattr(extractor, 'sampling_rate', 1)
             window, got = round(limit / sampling_rate, 3), round(longest / sampling_rate, 3)
-            raise ValueError(f'an audio must be at most {window} s for this processor, got: {got} s. Cut it')
+            raise ValueError(f'an audio must be at most {window} s, the window of this processor, got: {got} s. Cut it')
 
     def _check_length(self, sample: EncodedSample, media: MediaOfModality) -> None:
         length = sample['input_ids'].shape[1]

@@ -213,7 +213,9 @@ class FittingEncoder(ConversationEncoder):
             name, cap, got = 'max_length', self.max_length, length
         else:
             name, cap, got = 'max_image_tokens', self.max_image_tokens, num_media_tokens
-        least = f'{num_media_tokens} of them for {len(record.media)} media, the fewest of {type(self.processor).__name__}'
+        least = (
+            f'{num_media_tokens} of them for {len(record.media)} media, the fewest of {type(self.processor).__name__}'
+        )
         remedy = 'Raise it, shorten the sample, or set on_error=skip'
         return f'`{name}` must be at least the sample, got: {cap} < {got} tokens, {least}. {remedy}.'
 

@@ -272,9 +272,7 @@ def _uses_headers(dataset: Any, on_error: OnError) -> bool:
     return on_error == 'raise' and len(dataset) > FEWEST_FOR_HEADERS and hasattr(dataset, 'unexpanded')
 
 
-def _check_rows(
-    rows: Sequence[TableRow | None], indices: Sequence[int], row_sizes: RowSizes
-) -> list[MeasuredRow]:
+def _check_rows(rows: Sequence[TableRow | None], indices: Sequence[int], row_sizes: RowSizes) -> list[MeasuredRow]:
     """Compares the rows of some random samples with those of reading, on all ranks. Drops all rows if one differs."""
     num_samples = len(row_sizes.dataset)
     chosen = set(np.random.default_rng(0).choice(num_samples, NUM_CHECKED, replace=False).tolist())
@@ -304,9 +302,7 @@ def _check_table(table: LengthTable, on_error: OnError) -> LengthTable:
     has_good_samples = len(table.errors) < len(table)
     if has_good_samples and not table.loss_tokens.any():
         remedy = 'Mask fewer of them, or add turns of the assistant'
-        raise ValueError(
-            f'`dataset` must have labels to learn, got: samples whose labels are all -100. {remedy}.'
-        )
+        raise ValueError(f'`dataset` must have labels to learn, got: samples whose labels are all -100. {remedy}.')
     return table
 
 

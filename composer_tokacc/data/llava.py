@@ -247,12 +247,14 @@ class LlavaDataset(Dataset):
         fitted = []
         for index in table.shrink_steps.nonzero()[0].tolist():
             record = self.records[index]
-            fitted.append({
-                'sample': record.sample_id,
-                'source': record.source,
-                'tokens': int(table.lengths[index]),
-                'share': round(share_of(int(table.shrink_steps[index])), 4),
-            })
+            fitted.append(
+                {
+                    'sample': record.sample_id,
+                    'source': record.source,
+                    'tokens': int(table.lengths[index]),
+                    'share': round(share_of(int(table.shrink_steps[index])), 4),
+                }
+            )
         return fitted
 
     def _measure(

@@ -75,7 +75,9 @@ class VideoSampling:
                 continue
             is_number = isinstance(value, int | float) if name == 'fps' else isinstance(value, int)
             if not is_number or isinstance(value, bool) or not 0 < value < 1e6:
-                raise ValueError(f'`{name}` must be a positive number (only `fps` may have a fraction), got: {value!r:.100}')
+                raise ValueError(
+                    f'`{name}` must be a positive number (only `fps` may have a fraction), got: {value!r:.100}'
+                )
         if self.num_frames is not None and self.fps is not None:
             raise ValueError(f'`fps` must be left out beside `num_frames`, got: {self.fps}. Remove one')
         fewest = max(self.min_frames, self.num_frames or 0)
