@@ -56,7 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             own_arguments[key] = value
         else:
             config_overrides.append(override)
-    count, is_eval = own_arguments.get('samples', '12'), own_arguments.get('eval', 'false')
+    count = own_arguments.get('samples', '12')
+    is_eval = own_arguments.get('eval', 'false')
     if not count.isdecimal() or is_eval not in ('true', 'false'):
         return refuse(ConfigError(f'`samples` must be a number and `eval` true or false, got: {own_arguments}'))
     program = partial(look, count=int(count), is_eval=is_eval == 'true')
@@ -90,7 +91,12 @@ def choose_samples(dataset: Any, lengths: np.ndarray, count: int) -> list[int]:
     spread = []
     for step in range(count):
         spread.append(step * (num_samples - 1) // max(count - 1, 1))
-    by_priority = [*_one_of_each_kind(dataset, num_samples), int(lengths.argmin()), int(lengths.argmax()), *spread]
+    by_priority = [
+        *_one_of_each_kind(dataset, num_samples),
+        int(lengths.argmin()),
+        int(lengths.argmax()),
+        *spread,
+    ]
     by_priority.extend(range(num_samples))  # if some of the others are the same
     distinct = list(dict.fromkeys(by_priority))
     return sorted(distinct[:count])

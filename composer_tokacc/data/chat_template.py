@@ -102,7 +102,9 @@ class ChatTemplate:
             plain_messages.append({'role': message['role'], 'content': content})
         try:
             return self._owner.apply_chat_template(
-                plain_messages, tokenize=False, add_generation_prompt=add_generation_prompt
+                plain_messages,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
             )
         except (TemplateError, ArithmeticError) as error:
             got = f'{type(error).__name__}: {error}'
@@ -124,7 +126,11 @@ class ChatTemplate:
             message = {'role': role, 'content': [*media, {'type': 'text', 'text': 'q'}]}
             conversation = [message]
             if role == 'tool':  # a tool answers a request of the assistant
-                conversation = [text_message('user', 'q'), text_message('assistant', 'a'), message]
+                conversation = [
+                    text_message('user', 'q'),
+                    text_message('assistant', 'a'),
+                    message,
+                ]
             try:
                 lengths.append(len(self.apply(conversation)))
             except (TypeError, ValueError):

@@ -26,7 +26,14 @@ from composer_tokacc.data.chat_template import (
 )
 from composer_tokacc.data.control_tokens import ControlTokenPolicy, ControlTokens
 from composer_tokacc.data.media import decode_media
-from composer_tokacc.data.records import PLACEHOLDER, EncodedSample, MediaFile, Message, Record, check_message
+from composer_tokacc.data.records import (
+    PLACEHOLDER,
+    EncodedSample,
+    MediaFile,
+    Message,
+    Record,
+    check_message,
+)
 from composer_tokacc.data.videos import Video, VideoSampling
 from composer_tokacc.planning import check_choice, check_count, check_kind
 from composer_tokacc.weights import LOSS_WEIGHTS
@@ -156,7 +163,10 @@ class ConversationEncoder:
             check_message(message)
             assert message is not None  # `check_message` refuses None
             if isinstance(message['content'], str):
-                message = {**message, **text_message(message['role'], message['content'])}
+                message = {
+                    **message,
+                    **text_message(message['role'], message['content']),
+                }
             checked_messages.append(message)
         media = {'image': images, 'video': videos, 'audio': audios}
         self._check_audio_lengths(audios)
@@ -168,7 +178,10 @@ class ConversationEncoder:
             encoded = self._check_query_tokens(encoded, rendered.text[:end_of_question])
         spans = self._find_token_spans(rendered, encoded['input_ids'][0], add_special_tokens)
         encoded['labels'] = _labels_of(encoded['input_ids'], spans)
-        sample: EncodedSample = {**self.control.spell(encoded), 'sample_ids': [sample_id]}
+        sample: EncodedSample = {
+            **self.control.spell(encoded),
+            'sample_ids': [sample_id],
+        }
         self._check_length(sample, media)
         for modality in ('image', 'video', 'audio'):
             if modality == 'image' or modality in self.parts:
@@ -204,7 +217,13 @@ class ConversationEncoder:
     def decode(self, record: Record, files: Sequence[MediaFile], *, shapes_only: bool = False) -> dict[str, list[Any]]:
         """Decodes the media of a record for the processor, completely or only their shapes."""
         sampling_rate = getattr(self.parts.get('audio'), 'sampling_rate', 16000)
-        return decode_media(record, files, video=self.video, sampling_rate=sampling_rate, shapes_only=shapes_only)
+        return decode_media(
+            record,
+            files,
+            video=self.video,
+            sampling_rate=sampling_rate,
+            shapes_only=shapes_only,
+        )
 
     def identity_of_options(self) -> list[tuple[str, object]]:
         """Returns the options that change the samples of the same records. Empty if all have their default."""
@@ -275,7 +294,10 @@ class ConversationEncoder:
         for message in messages:
             if message['role'] == 'assistant':
                 # Templates treat white space around an answer in different ways.
-                message = {**message, **text_message('assistant', text_of(message).strip())}
+                message = {
+                    **message,
+                    **text_message('assistant', text_of(message).strip()),
+                }
             prepared.append(self.control.hide(message))
         return self.template.render(prepared)
 
@@ -288,7 +310,8 @@ class ConversationEncoder:
         longest = max(len(audio) for audio in audios)
         if longest > limit:
             sampling_rate = getattr(extractor, 'sampling_rate', 1)
-            window, got = round(limit / sampling_rate, 3), round(longest / sampling_rate, 3)
+            window = round(limit / sampling_rate, 3)
+            got = round(longest / sampling_rate, 3)
             raise ValueError(f'an audio must be at most {window} s, the window of this processor, got: {got} s. Cut it')
 
     def _check_length(self, sample: EncodedSample, media: MediaOfModality) -> None:
@@ -307,7 +330,10 @@ class ConversationEncoder:
 
     def _encode(self, text: str, media: MediaOfModality, add_special_tokens: bool) -> dict[str, torch.Tensor]:
         """Runs the processor on the text and media of one conversation."""
-        options: dict[str, Any] = {'return_tensors': 'pt', 'add_special_tokens': add_special_tokens}
+        options: dict[str, Any] = {
+            'return_tensors': 'pt',
+            'add_special_tokens': add_special_tokens,
+        }
         if not self.parts:
             return dict(self.tokenizer([text], **options))
         for name, values in self.media_options.items():

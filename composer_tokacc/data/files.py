@@ -24,7 +24,14 @@ from composer_tokacc.data.formats import parse_record
 from composer_tokacc.data.hub import ask_hub
 from composer_tokacc.data.llama_factory import DatasetEntry
 from composer_tokacc.data.media import MediaFolders, check_decoder, regular_file
-from composer_tokacc.data.records import BadSampleError, EmbeddedFile, PathLike, RawRecord, Record, shorten
+from composer_tokacc.data.records import (
+    BadSampleError,
+    EmbeddedFile,
+    PathLike,
+    RawRecord,
+    Record,
+    shorten,
+)
 from composer_tokacc.planning import check_kind
 
 if TYPE_CHECKING:
@@ -39,7 +46,10 @@ PARQUET_SIGNATURE = b'PAR1'
 
 
 def read_records(
-    paths: PathLike | Sequence[PathLike], *, image_dir: PathLike | None = None, allow_outside: bool = False
+    paths: PathLike | Sequence[PathLike],
+    *,
+    image_dir: PathLike | None = None,
+    allow_outside: bool = False,
 ) -> Iterator[tuple[Record, Path] | BadSampleError]:
     """Yields the records of files with the folder of their media, or the error of a bad record.
 
@@ -70,7 +80,9 @@ def read_texts(paths: PathLike | Sequence[PathLike]) -> Iterator[str]:
             yield from parse_record(raw_record).texts
 
 
-def _read_all(paths: PathLike | Sequence[PathLike]) -> Iterator[tuple[PathLike, RawRecord]]:
+def _read_all(
+    paths: PathLike | Sequence[PathLike],
+) -> Iterator[tuple[PathLike, RawRecord]]:
     if isinstance(paths, (str, os.PathLike)):
         paths = [paths]
     check_kind('path', paths, Sequence)

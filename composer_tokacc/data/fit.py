@@ -26,7 +26,13 @@ STEPS_TO_HALF = 16
 """Steps that halve a budget. One step takes off 4 %, so little of a cap stays unused."""
 MOST_STEPS = 16 * STEPS_TO_HALF
 """After these every budget is 1 / 65,536 of itself, below the minimum of every processor."""
-BUDGETS = ('max_pixels', 'max_patches', 'max_tiles', 'max_num_patches', 'max_image_tokens')
+BUDGETS = (
+    'max_pixels',
+    'max_patches',
+    'max_tiles',
+    'max_num_patches',
+    'max_image_tokens',
+)
 """Arguments of image and video processors that limit the tokens of an image. ``size`` may have a ``longest_edge``."""
 OPTIONS_OF_MODALITY = {'image': 'images_kwargs', 'video': 'videos_kwargs'}
 PROBE_SIDE, PROBE_FRAMES = 1024, 8
@@ -88,7 +94,12 @@ class FittingEncoder(ConversationEncoder):
     """
 
     def __init__(
-        self, processor: Any, *, max_length: int | None = None, max_image_tokens: int | None = None, **options: Any
+        self,
+        processor: Any,
+        *,
+        max_length: int | None = None,
+        max_image_tokens: int | None = None,
+        **options: Any,
     ) -> None:
         super().__init__(processor, max_length=max_length, **options)
         if max_length is None and max_image_tokens is None:
@@ -106,7 +117,12 @@ class FittingEncoder(ConversationEncoder):
             raise ValueError(f'`fit` must have a processor whose images can be smaller, got: {got}. Leave it out.')
 
     def encode_record(
-        self, record: Record, files: Sequence[MediaFile], *, shapes_only: bool = False, steps: int = 0
+        self,
+        record: Record,
+        files: Sequence[MediaFile],
+        *,
+        shapes_only: bool = False,
+        steps: int = 0,
     ) -> EncodedSample:
         """Encodes a record at the largest share that fits. ``shrink_steps`` of the sample is the number of steps.
 
@@ -127,7 +143,12 @@ class FittingEncoder(ConversationEncoder):
         return {**sample, SHRINK_STEPS: [steps]}
 
     def _encode_after(
-        self, record: Record, files: Sequence[MediaFile], steps: int, *, shapes_only: bool
+        self,
+        record: Record,
+        files: Sequence[MediaFile],
+        steps: int,
+        *,
+        shapes_only: bool,
     ) -> EncodedSample:
         """Encodes a record with the budgets that are left after some steps."""
         for file in files:
@@ -176,7 +197,12 @@ class FittingEncoder(ConversationEncoder):
         try:
             few = self._probe(modality, [budget])
             many = self._probe(modality, [])
-        except (ValueError, TypeError, RuntimeError, ZeroDivisionError):  # not an argument of this processor
+        except (
+            ValueError,
+            TypeError,
+            RuntimeError,
+            ZeroDivisionError,
+        ):  # not an argument of this processor
             return False
         return self._count_media_tokens(few) < self._count_media_tokens(many)
 
@@ -198,7 +224,10 @@ class FittingEncoder(ConversationEncoder):
         least = _lowered(self.parts[modality], lowered, share_of(MOST_STEPS))
         encoder.media_options = {OPTIONS_OF_MODALITY[modality]: least}
         content = [{'type': modality}, {'type': 'text', 'text': 'q'}]
-        messages: list[Message] = [{'role': 'user', 'content': content}, {'role': 'assistant', 'content': 'a'}]
+        messages: list[Message] = [
+            {'role': 'user', 'content': content},
+            {'role': 'assistant', 'content': 'a'},
+        ]
         if modality == 'image':
             return encoder(messages, [Image.new('RGB', (PROBE_SIDE, PROBE_SIDE))])
         frame = np.zeros((PROBE_SIDE // 2, PROBE_SIDE // 2, 3), np.uint8)
@@ -213,9 +242,8 @@ class FittingEncoder(ConversationEncoder):
             name, cap, got = 'max_length', self.max_length, length
         else:
             name, cap, got = 'max_image_tokens', self.max_image_tokens, num_media_tokens
-        least = (
-            f'{num_media_tokens} of them for {len(record.media)} media, the fewest of {type(self.processor).__name__}'
-        )
+        name_of_processor = type(self.processor).__name__
+        least = f'{num_media_tokens} of them for {len(record.media)} media, the fewest of {name_of_processor}'
         remedy = 'Raise it, shorten the sample, or set on_error=skip'
         return f'`{name}` must be at least the sample, got: {cap} < {got} tokens, {least}. {remedy}.'
 

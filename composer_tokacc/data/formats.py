@@ -20,8 +20,20 @@ from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 from composer_tokacc.batch import MODALITIES
-from composer_tokacc.data.records import PLACEHOLDER, EmbeddedFile, Medium, RawRecord, Record, Turn, shorten
-from composer_tokacc.data.unread_media import MEDIA_KEYS, check_unread_keys, modality_of_base64
+from composer_tokacc.data.records import (
+    PLACEHOLDER,
+    EmbeddedFile,
+    Medium,
+    RawRecord,
+    Record,
+    Turn,
+    shorten,
+)
+from composer_tokacc.data.unread_media import (
+    MEDIA_KEYS,
+    check_unread_keys,
+    modality_of_base64,
+)
 
 JsonObject = Mapping[str, Any]
 
@@ -58,7 +70,17 @@ PART_TYPES = {
 # the images of a TRL table; it is checked against their order.
 PART_NOTES = ('type', 'detail', 'index')
 FILE_NOTES = ('detail', 'format')
-TURN_KEYS = {'role', 'from', 'content', 'value', 'weight', 'loss', 'id', 'index', 'timestamp'}
+TURN_KEYS = {
+    'role',
+    'from',
+    'content',
+    'value',
+    'weight',
+    'loss',
+    'id',
+    'index',
+    'timestamp',
+}
 ROLES = {
     'system': 'system',
     'developer': 'system',
@@ -71,7 +93,12 @@ ROLES = {
     'observation': 'tool',
 }
 ROLES_WITH_MEDIA = ('user', 'tool')
-FOLLOWS = {'': ('user',), 'user': ('assistant',), 'assistant': ('user', 'tool'), 'tool': ('assistant', 'tool')}
+FOLLOWS = {
+    '': ('user',),
+    'user': ('assistant',),
+    'assistant': ('user', 'tool'),
+    'tool': ('assistant', 'tool'),
+}
 """Roles that may follow a role. The result of a tool takes the place of a question. A system turn may be anywhere."""
 
 _NO_TOOLS = "write what the model's own template makes of it into the text of the turns"
@@ -185,19 +212,26 @@ def _parse_data(data: object, record: Record) -> Record:
 def _parse_loss_weights(value: object) -> float | None:
     if value is None:
         return None
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        if value == 0 or MIN_LOSS_WEIGHT < value < MAX_LOSS_WEIGHT:
-            return float(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number and (value == 0 or MIN_LOSS_WEIGHT < value < MAX_LOSS_WEIGHT):
+        return float(value)
     raise ValueError(f'`loss_weights` must be a finite number, 0 or more, got: {shorten(value)}')
 
 
 def _check_unread(
-    data: JsonObject, record_format: Format, slots: Sequence[Slot], listed: Mapping[str, Sequence[Medium]]
+    data: JsonObject,
+    record_format: Format,
+    slots: Sequence[Slot],
+    listed: Mapping[str, Sequence[Medium]],
 ) -> None:
     media = [slot.medium for slot in slots if slot.medium is not None]
     for media_of_modality in listed.values():
         media.extend(media_of_modality)
-    keys_read = {*KEYS_OF_EVERY_FORMAT, *record_format.keys, *record_format.further_keys}
+    keys_read = {
+        *KEYS_OF_EVERY_FORMAT,
+        *record_format.keys,
+        *record_format.further_keys,
+    }
     check_unread_keys(data, keys_read, media)
 
 

@@ -8,7 +8,12 @@ from __future__ import annotations
 import os
 from typing import Literal
 
-from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from huggingface_hub import (
+    constants,
+    get_hf_file_metadata,
+    hf_hub_url,
+    try_to_load_from_cache,
+)
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 PATIENCE = 5.0

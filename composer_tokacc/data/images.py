@@ -21,7 +21,20 @@ MAX_PIXELS = 89_478_485
 """Of one image. PIL warns of a decompression bomb above it, and 100 million pixels take 1.9 GiB."""
 SIZE_IN_HEADER = ('JPEG', 'MPO', 'PNG', 'WEBP', 'GIF', 'BMP')
 """Formats whose header has the size of the image, before an EXIF entry turns it."""
-IMAGE_FORMATS = ('AVIF', 'BMP', 'DIB', 'GIF', 'HEIF', 'JPEG', 'JPEG2000', 'PNG', 'PPM', 'TGA', 'TIFF', 'WEBP')
+IMAGE_FORMATS = (
+    'AVIF',
+    'BMP',
+    'DIB',
+    'GIF',
+    'HEIF',
+    'JPEG',
+    'JPEG2000',
+    'PNG',
+    'PPM',
+    'TGA',
+    'TIFF',
+    'WEBP',
+)
 """Formats of PIL that are read. Others start programs (EPS), hold several sizes, or are known by name only."""
 HEIF_BRANDS = (b'heic', b'heix', b'heim', b'heis', b'hevc', b'hevx', b'mif1', b'msf1')
 """Bytes 8 to 12 of a HEIF file, after ``ftyp``."""

@@ -22,13 +22,31 @@ from torch.utils.data import ConcatDataset, DataLoader
 from tqdm.auto import tqdm
 
 from composer_tokacc.cache import cache_folder, fingerprint, keep, load_kept, whole_file
-from composer_tokacc.data.identity import class_name, identify_data, identify_processor, identify_vocabulary
+from composer_tokacc.data.identity import (
+    class_name,
+    identify_data,
+    identify_processor,
+    identify_vocabulary,
+)
 from composer_tokacc.data.records import BadSampleError
-from composer_tokacc.data.sizes import SHRINK_STEPS, Item, Result, RowSizes, TableRow, patch_size_of
+from composer_tokacc.data.sizes import (
+    SHRINK_STEPS,
+    Item,
+    Result,
+    RowSizes,
+    TableRow,
+    patch_size_of,
+)
 
 TABLE_VERSION = 7
 """Increased when the content of a table changes, so that files of older versions are not read."""
-TABLE_COLUMNS = ('lengths', 'image_tokens', 'loss_tokens', 'vision_patches', SHRINK_STEPS)
+TABLE_COLUMNS = (
+    'lengths',
+    'image_tokens',
+    'loss_tokens',
+    'vision_patches',
+    SHRINK_STEPS,
+)
 FEWEST_FOR_WORKERS = 512
 """Up to this number of samples, no processes are started, because starting them takes longer than reading."""
 FEWEST_FOR_HEADERS = 512
@@ -156,7 +174,11 @@ def length_table(
     if not len(dataset):
         raise ValueError('`dataset` must hold at least one sample, got: none.')
     patch_size = patch_size_of(patch_size, processor)
-    options: dict[str, Any] = {'patch_size': patch_size, 'num_workers': num_workers, 'on_error': on_error}
+    options: dict[str, Any] = {
+        'patch_size': patch_size,
+        'num_workers': num_workers,
+        'on_error': on_error,
+    }
     if isinstance(dataset, ConcatDataset):
         tables = [length_table(part, processor, folder=folder, **options) for part in dataset.datasets]
         return LengthTable.from_parts(tables)
@@ -167,7 +189,10 @@ def length_table(
             return table
         if table.shrink_steps.any():
             # The samples are read with these steps, and their lengths alone would not show the steps.
-            return replace(build_length_table(dataset, processor, **options), shrink_steps=table.shrink_steps)
+            return replace(
+                build_length_table(dataset, processor, **options),
+                shrink_steps=table.shrink_steps,
+            )
     name = table_name(dataset, processor, patch_size=patch_size)
     folder = Path(cache_folder('lengths') if folder is None else folder)
     paths = [folder / f'{name}.npz']
@@ -181,7 +206,11 @@ def length_table(
             return _check_table(table, on_error)
     table = build_length_table(dataset, processor, **options)
     if dist.get_local_rank() == 0:
-        keep(paths[-1], table.save, hint='Set `loader.lengths_folder` to a folder that can be written.')
+        keep(
+            paths[-1],
+            table.save,
+            hint='Set `loader.lengths_folder` to a folder that can be written.',
+        )
     return table
 
 
@@ -264,7 +293,12 @@ class SampleMapper:
             collate_fn=function,  # runs in the workers
         )
         # None: the bar is hidden if the output is not a terminal.
-        yield from tqdm(loader, desc='measuring samples', disable=None if self.shows_bar else True, leave=False)
+        yield from tqdm(
+            loader,
+            desc='measuring samples',
+            disable=None if self.shows_bar else True,
+            leave=False,
+        )
 
 
 def _uses_headers(dataset: Any, on_error: OnError) -> bool:
@@ -290,7 +324,9 @@ def _check_rows(rows: Sequence[TableRow | None], indices: Sequence[int], row_siz
     if not differences:
         return checked
     log.warning(
-        'Sizes from headers are not those of the samples (%s), so all %d samples are read.', differences[0], num_samples
+        'Sizes from headers are not those of the samples (%s), so all %d samples are read.',
+        differences[0],
+        num_samples,
     )
     return [None] * len(rows)
 

@@ -93,7 +93,13 @@ class DatasetEntry:
             hub_name = f'{hub_name}/{entry["subset"]}'
         if not hub_name and not entry.get('file_name'):
             raise ValueError('`file_name` or `hf_hub_url` must be given')
-        return cls(entry.get('file_name'), hub_name or None, entry.get('split') or 'train', columns, tags)
+        return cls(
+            entry.get('file_name'),
+            hub_name or None,
+            entry.get('split') or 'train',
+            columns,
+            tags,
+        )
 
     def path_from(self, folder: Path) -> str:
         """Returns the path of a file of this dataset."""

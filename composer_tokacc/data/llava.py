@@ -20,11 +20,22 @@ from composer_tokacc.cache import fingerprint
 from composer_tokacc.data.control_tokens import ControlTokens
 from composer_tokacc.data.conversation import ConversationEncoder, TrainOn
 from composer_tokacc.data.files import read_records, read_texts
-from composer_tokacc.data.fit import FittingEncoder, can_shrink_media, find_pixel_coordinates, share_of
+from composer_tokacc.data.fit import (
+    FittingEncoder,
+    can_shrink_media,
+    find_pixel_coordinates,
+    share_of,
+)
 from composer_tokacc.data.images import image_size
 from composer_tokacc.data.lengths import LengthTable, OnError, length_table
 from composer_tokacc.data.media import open_files
-from composer_tokacc.data.records import BadSampleError, EmbeddedFile, EncodedSample, PathLike, Record
+from composer_tokacc.data.records import (
+    BadSampleError,
+    EmbeddedFile,
+    EncodedSample,
+    PathLike,
+    Record,
+)
 from composer_tokacc.data.sizes import SHRINK_STEPS, ImageSizes, patch_size_of
 from composer_tokacc.data.videos import VideoSampling
 from composer_tokacc.planning import check_choice
@@ -111,9 +122,17 @@ class LlavaDataset(Dataset):
         """Folder of the media of each record."""
         self.skipped: list[str] = []
         """Reasons why samples were left out."""
-        self._read(read_records(path, image_dir=image_dir, allow_outside=allow_outside), on_error)
+        self._read(
+            read_records(path, image_dir=image_dir, allow_outside=allow_outside),
+            on_error,
+        )
         if self.records and (on_error == 'skip' or fit):
-            self._measure(patch_size, on_error=on_error, folder=lengths_folder, num_workers=num_workers)
+            self._measure(
+                patch_size,
+                on_error=on_error,
+                folder=lengths_folder,
+                num_workers=num_workers,
+            )
         if not self.records:
             first = f' First: {self.skipped[0]}' if self.skipped else ''
             raise ValueError(f'`path` must hold at least one good sample, got: {path} with none.{first}')
@@ -231,7 +250,11 @@ class LlavaDataset(Dataset):
     def _fingerprint_parts(self) -> Iterator[tuple[Any, ...]]:
         yield self.identity(), self.encoder.max_length
         for record in self.records:
-            yield record.sample_id, record.source, [medium.names for medium in record.media]
+            yield (
+                record.sample_id,
+                record.source,
+                [medium.names for medium in record.media],
+            )
 
     def skip_report(self) -> str:
         """Returns one line: how many samples were left out, and why the first was."""
@@ -258,13 +281,23 @@ class LlavaDataset(Dataset):
         return fitted
 
     def _measure(
-        self, patch_size: int | None, *, on_error: OnError, folder: PathLike | None, num_workers: int | None
+        self,
+        patch_size: int | None,
+        *,
+        on_error: OnError,
+        folder: PathLike | None,
+        num_workers: int | None,
     ) -> None:
         """Reads all samples once, and leaves out the bad ones."""
         processor = self.encoder.processor
         patch_size = patch_size_of(patch_size, processor)
         table = length_table(
-            self, processor, patch_size=patch_size, on_error=on_error, folder=folder, num_workers=num_workers
+            self,
+            processor,
+            patch_size=patch_size,
+            on_error=on_error,
+            folder=folder,
+            num_workers=num_workers,
         )
         good = [index for index in range(len(self.records)) if index not in table.errors]
         self.skipped.extend(table.errors.values())

@@ -23,7 +23,12 @@ from PIL import Image
 
 from composer_tokacc.data.images import image_size, read_image
 from composer_tokacc.data.records import EmbeddedFile, MediaFile, Medium, Record
-from composer_tokacc.data.videos import VideoSampling, read_audio, read_frames, read_video
+from composer_tokacc.data.videos import (
+    VideoSampling,
+    read_audio,
+    read_frames,
+    read_video,
+)
 
 
 def regular_file(path: Path) -> Path:
@@ -72,7 +77,7 @@ class MediaFolders:
         if file.name not in listing.is_link:
             similar_name = _similar_name(file.name, listing.is_link)
             if similar_name is not None:
-                return f'does not exist, but {ascii(similar_name)} does; rename one of them'
+                return f'does not exist, but {similar_name!a} does; rename one of them'
             return 'does not exist; is `image_dir` right?'
         place = listing.real_path
         if listing.is_link[file.name]:
@@ -168,7 +173,13 @@ def decode_media(
     for medium in record.media:
         files_of_medium = [next(next_file) for _ in medium.files]
         try:
-            content = _decode(medium, files_of_medium, video or VideoSampling(), sampling_rate, shapes_only)
+            content = _decode(
+                medium,
+                files_of_medium,
+                video or VideoSampling(),
+                sampling_rate,
+                shapes_only,
+            )
         except Exception as error:  # PIL raises OSError, SyntaxError, ValueError, struct.error, ... on broken files
             names = []
             for file, name in zip(files_of_medium, medium.names, strict=True):
@@ -179,7 +190,11 @@ def decode_media(
 
 
 def _decode(
-    medium: Medium, files: Sequence[MediaFile], video: VideoSampling, sampling_rate: int, shapes_only: bool
+    medium: Medium,
+    files: Sequence[MediaFile],
+    video: VideoSampling,
+    sampling_rate: int,
+    shapes_only: bool,
 ) -> Any:
     if medium.modality == 'audio':
         return read_audio(files[0], sampling_rate)

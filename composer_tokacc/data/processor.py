@@ -10,7 +10,15 @@ from collections.abc import Iterable
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import CLIPImageProcessor, LlavaProcessor, PreTrainedTokenizerFast
 
-RESERVED_TOKENS = ('<pad>', '<unk>', '<image>', '<|system|>', '<|user|>', '<|assistant|>', '<|end|>')
+RESERVED_TOKENS = (
+    '<pad>',
+    '<unk>',
+    '<image>',
+    '<|system|>',
+    '<|user|>',
+    '<|assistant|>',
+    '<|end|>',
+)
 
 # Every role has a token of its own, which also ends the turn before. Only an answer needs an ending token.
 CHAT_TEMPLATE = (
@@ -31,14 +39,16 @@ def train_tokenizer(
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     smallest_size = len(RESERVED_TOKENS) + len(alphabet)
     if vocab_size < smallest_size:
-        raise ValueError(
-            f'`vocab_size` must be at least {smallest_size} (special tokens and bytes), got: {vocab_size}.'
-        )
+        expected = f'at least {smallest_size} (special tokens and bytes)'
+        raise ValueError(f'`vocab_size` must be {expected}, got: {vocab_size}.')
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, show_progress=False, special_tokens=list(RESERVED_TOKENS), initial_alphabet=alphabet
+        vocab_size=vocab_size,
+        show_progress=False,
+        special_tokens=list(RESERVED_TOKENS),
+        initial_alphabet=alphabet,
     )
     tokenizer.train_from_iterator(texts, trainer)
     return wrap_tokenizer(tokenizer, model_max_length=model_max_length)
@@ -69,7 +79,11 @@ def small_llava_processor(
     square = {'height': image_size, 'width': image_size}
     half = [0.5, 0.5, 0.5]
     image_processor = CLIPImageProcessor(
-        size=square, do_center_crop=False, crop_size=square, image_mean=half, image_std=half
+        size=square,
+        do_center_crop=False,
+        crop_size=square,
+        image_mean=half,
+        image_std=half,
     )
     return LlavaProcessor(
         image_processor=image_processor,

@@ -65,8 +65,14 @@ class MapSamples(Protocol):
     """Runs a function on items, in several processes if there are more than ``fewest``."""
 
     def __call__(
-        self, function: Callable[[Item], Result], items: Sequence[Item], fewest: int, /
-    ) -> Iterable[Result]: ...
+        self,
+        function: Callable[[Item], Result],
+        items: Sequence[Item],
+        fewest: int,
+        /,
+    ) -> Iterable[Result]:
+        """Returns the results in order."""
+        ...
 
 
 def image_token_ids(processor: Any) -> tuple[int, ...]:
@@ -93,7 +99,11 @@ def patch_size_of(*owners: Any) -> int:
     """
     for owner in owners:
         candidates = [owner]
-        for part in (getattr(owner, 'vision_config', None), owner, getattr(owner, 'image_processor', None)):
+        for part in (
+            getattr(owner, 'vision_config', None),
+            owner,
+            getattr(owner, 'image_processor', None),
+        ):
             candidates.append(getattr(part, 'patch_size', None))
         for candidate in candidates:
             side = _side_of(candidate)
@@ -265,7 +275,9 @@ class RowSizes:
 
 
 def _measure_additions(
-    expansion: ImageExpansion, texts: Sequence[tuple[TableRow | None, ImageSizes]], map_samples: MapSamples
+    expansion: ImageExpansion,
+    texts: Sequence[tuple[TableRow | None, ImageSizes]],
+    map_samples: MapSamples,
 ) -> dict[ImageSizes, TableRow | None]:
     """Returns the rows that images add, for each distinct list of sizes, and for each of these sizes alone."""
     distinct = set()

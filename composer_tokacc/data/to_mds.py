@@ -104,8 +104,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument('image_dir', metavar='images', help='folder in which names of media start')
     parser.add_argument('out', metavar='out_folder', help='folder for the shards, empty or absent')
     parser.add_argument('--size-limit', default='64mb', help='largest shard (default: 64mb)')
-    parser.add_argument('--on-error', choices=('raise', 'skip'), default='raise', help='handling of a bad sample')
-    parser.add_argument('--allow-outside', action='store_true', help='let names of media lead out of their folder')
+    parser.add_argument(
+        '--on-error',
+        choices=('raise', 'skip'),
+        default='raise',
+        help='handling of a bad sample',
+    )
+    parser.add_argument(
+        '--allow-outside',
+        action='store_true',
+        help='let names of media lead out of their folder',
+    )
     options = parser.parse_args(arguments)
     try:
         written = write_shards(**vars(options))
@@ -135,10 +144,20 @@ def _open_writer(out: Path, size_limit: int | str) -> MDSWriter:
     return Writer(columns=SHARD_COLUMNS, out=str(out), size_limit=limit)
 
 
-def _write_rows(writer: MDSWriter, records: Sequence[tuple[Record, Path] | BadSampleError], on_error: str) -> list[str]:
+def _write_rows(
+    writer: MDSWriter,
+    records: Sequence[tuple[Record, Path] | BadSampleError],
+    on_error: str,
+) -> list[str]:
     """Writes the rows of all records. Returns the reasons of those that were skipped."""
     skipped = []
-    with tqdm(_read_rows(records), total=len(records), desc='writing samples', disable=None, leave=False) as bar:
+    with tqdm(
+        _read_rows(records),
+        total=len(records),
+        desc='writing samples',
+        disable=None,
+        leave=False,
+    ) as bar:
         for row in bar:
             if not isinstance(row, BadSampleError):
                 writer.write(row)
@@ -150,7 +169,9 @@ def _write_rows(writer: MDSWriter, records: Sequence[tuple[Record, Path] | BadSa
     return skipped
 
 
-def _read_rows(records: Sequence[tuple[Record, Path] | BadSampleError]) -> Iterator[ShardRow | BadSampleError]:
+def _read_rows(
+    records: Sequence[tuple[Record, Path] | BadSampleError],
+) -> Iterator[ShardRow | BadSampleError]:
     """Yields rows in order. Several threads read them: file systems and image decoders do not hold Python's lock."""
     with ThreadPoolExecutor() as pool:
         for start in range(0, len(records), SAMPLES_AT_ONCE):

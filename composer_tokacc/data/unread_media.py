@@ -20,7 +20,11 @@ from urllib.parse import urlsplit
 from composer_tokacc.batch import MODALITIES
 from composer_tokacc.data.records import EmbeddedFile, Medium, shorten
 
-MEDIA_KEYS = {'image': ('image', 'images'), 'video': ('video', 'videos'), 'audio': ('audio', 'audios', 'sound')}
+MEDIA_KEYS = {
+    'image': ('image', 'images'),
+    'video': ('video', 'videos'),
+    'audio': ('audio', 'audios', 'sound'),
+}
 """Keys of a record that list the files of a modality. These are read."""
 
 _IMAGE_ENDINGS = 'jpg jpeg jpe jfif png webp gif bmp tif tiff heic heif avif jp2 j2k tga ppm pgm svg eps'
@@ -172,11 +176,8 @@ def nearest_key(key: str, value: object, modality: str) -> str:
     if modality:
         singular, plural, *_ = MEDIA_KEYS[modality]
         return plural if isinstance(value, list) else singular
-    candidates = []
-    for keys in MEDIA_KEYS.values():
-        candidates.extend(keys)
-    matches = difflib.get_close_matches(key.lower(), candidates, n=1, cutoff=0)
-    return matches[0]
+    matches = difflib.get_close_matches(key.lower(), [*MEDIA_KEYS, 'images', 'videos', 'audios'], n=1)
+    return matches[0] if matches else 'image'
 
 
 def _refusal(key: str, value: object, modality: str) -> str:

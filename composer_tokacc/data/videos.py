@@ -35,7 +35,18 @@ MEDIA_CONTAINERS = (
 )
 """FFmpeg's names of containers that are one file and say where it ends. Playlists name other files, also outside of the
 media folder. A transport stream or an elementary stream may end anywhere, so nobody would see that half is missing."""
-STEADY_CONTAINERS = ('aiff', 'caf', 'flac', 'mp3', 'ogg', 'tta', 'voc', 'w64', 'wav', 'wv')
+STEADY_CONTAINERS = (
+    'aiff',
+    'caf',
+    'flac',
+    'mp3',
+    'ogg',
+    'tta',
+    'voc',
+    'w64',
+    'wav',
+    'wv',
+)
 """Containers of audio whose samples follow one another without a gap. A recording in the others may have pauses."""
 OGG_PAGE = 27 + 255 + 255 * 255
 """Bytes of the longest page of an Ogg file."""
@@ -73,11 +84,12 @@ class VideoSampling:
         for name, value in vars(self).items():
             if value is None:
                 continue
-            is_number = isinstance(value, int | float) if name == 'fps' else isinstance(value, int)
+            is_number = isinstance(value, int)
+            if name == 'fps':
+                is_number = isinstance(value, int | float)
             if not is_number or isinstance(value, bool) or not 0 < value < 1e6:
-                raise ValueError(
-                    f'`{name}` must be a positive number (only `fps` may have a fraction), got: {value!r:.100}'
-                )
+                rule = 'a positive number (only `fps` may have a fraction)'
+                raise ValueError(f'`{name}` must be {rule}, got: {value!r:.100}')
         if self.num_frames is not None and self.fps is not None:
             raise ValueError(f'`fps` must be left out beside `num_frames`, got: {self.fps}. Remove one')
         fewest = max(self.min_frames, self.num_frames or 0)
@@ -128,7 +140,12 @@ def make_video(frames: Sequence[np.ndarray], numbers: list[int], total: int, ste
         step: Seconds between two frame numbers.
     """
     stacked = torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2)
-    metadata = {'total_num_frames': total, 'fps': 1 / step, 'duration': total * step, 'frames_indices': numbers}
+    metadata = {
+        'total_num_frames': total,
+        'fps': 1 / step,
+        'duration': total * step,
+        'frames_indices': numbers,
+    }
     return Video(stacked, metadata)
 
 
@@ -346,7 +363,12 @@ def read_video(file: MediaFile, sampling: VideoSampling, *, shapes_only: bool = 
         # The rhythm is uneven: frame numbers count steps of the smallest gap, so that they say when a frame is shown.
         step = min(gaps)
     numbers = [round(times[number] / step) for number in chosen]
-    return make_video([frames[stamps[number]] for number in chosen], numbers, round(duration / step), step)
+    return make_video(
+        [frames[stamps[number]] for number in chosen],
+        numbers,
+        round(duration / step),
+        step,
+    )
 
 
 def _check_pixels(num_frames: int, width: int, height: int) -> None:
@@ -407,7 +429,8 @@ def _seek_frames(
             if frame is None:
                 raise ValueError(f'its frame at {float(stamp * stream.time_base):.2f} s cannot be decoded')
             if not size:
-                size = {'width': frame.width, 'height': frame.height}  # it may change within the video
+                # The size may change within the video.
+                size = {'width': frame.width, 'height': frame.height}
             pixels = frame.reformat(format='rgb24', **size).to_ndarray()
             frames[stamp] = _turn_upright(pixels, frame.side_data.get('DISPLAYMATRIX'))
     return frames
