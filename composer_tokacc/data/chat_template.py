@@ -139,8 +139,11 @@ class ChatTemplate:
 
     def _find_answers(self, messages: Sequence[Message], text: str) -> Rendered | None:
         """Returns the conversation with its answers, by the first way that works. None if none does."""
-        answers = [index for index, message in enumerate(messages) if message['role'] == 'assistant']
-        learned = [index for index in answers if messages[index].get('weight', 1)]
+        answers = _indices_of_answers(messages)
+        learned = []
+        for index in answers:
+            if messages[index].get('weight', 1):
+                learned.append(index)
         rendered = self._render_around_markers(messages, answers, text)
         if rendered is None and learned != answers:
             rendered = self._render_around_markers(messages, learned, text)
@@ -231,9 +234,11 @@ class ChatTemplate:
         roles = tuple(message['role'] for message in messages)
         if roles in self._checked_roles:
             return
-        marked = [_with_markers(message, index) for index, message in enumerate(messages)]
-        marked_text = self.apply(marked)
-        for message in marked:
+        with_markers = []
+        for index, message in enumerate(messages):
+            with_markers.append(_with_markers(message, index))
+        marked_text = self.apply(with_markers)
+        for message in with_markers:
             _check_written(message, marked_text)
         self._checked_roles.add(roles)
 
@@ -261,11 +266,13 @@ class ChatTemplate:
         conversation = [text_message('user', 'q'), text_message('assistant', 'a')]
         _, after_answer = self._text_around(conversation, [1])
         # Special or not: some tokenizers have ChatML's tokens as plain added ones.
-        tokens = {str(token) for token in tokenizer.added_tokens_decoder.values()}
-        tokens.update(tokenizer.all_special_tokens)
-        candidates = [token for token in tokens if after_answer.lstrip().startswith(token)]
-        if candidates:
-            return max(candidates, key=len)
+        tokens = {*map(str, tokenizer.added_tokens_decoder.values()), *tokenizer.all_special_tokens}
+        longest_match = ''  # one token may be the beginning of another
+        for token in tokens:
+            if after_answer.lstrip().startswith(token) and len(token) > len(longest_match):
+                longest_match = token
+        if longest_match:
+            return longest_match
         if tokenizer.eos_token is None:
             got = 'none, of template or tokenizer. Set `processor.tokenizer.eos_token`'
             raise ValueError(f'`processor` must have an ending token, got: {got}.')
@@ -298,13 +305,21 @@ def only_last_learned(messages: Sequence[Message]) -> list[Message]:
     Raises:
         ValueError: If the last answer has ``weight`` 0.
     """
-    answers = [index for index, message in enumerate(messages) if message['role'] == 'assistant']
+    answers = _indices_of_answers(messages)
     if answers and not messages[answers[-1]].get('weight', 1):
         raise ValueError('the last answer must carry loss with train_on=last, got: `weight` 0. Take the sample out')
     changed = list(messages)
     for index in answers[:-1]:
         changed[index] = {**messages[index], 'weight': 0}
     return changed
+
+
+def _indices_of_answers(messages: Sequence[Message]) -> list[int]:
+    indices = []
+    for index, message in enumerate(messages):
+        if message['role'] == 'assistant':
+            indices.append(index)
+    return indices
 
 
 def text_message(role: str, text: str) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from composer_tokacc.data.control_tokens import ControlTokenPolicy, ControlToken
 from composer_tokacc.data.media import decode_media
 from composer_tokacc.data.records import (
     PLACEHOLDER,
+    DecodedMedia,
     EncodedSample,
     MediaFile,
     Message,
@@ -214,7 +215,7 @@ class ConversationEncoder:
             sample[LOSS_WEIGHTS] = torch.full(sample['labels'].shape, record.loss_weights)
         return sample
 
-    def decode(self, record: Record, files: Sequence[MediaFile], *, shapes_only: bool = False) -> dict[str, list[Any]]:
+    def decode(self, record: Record, files: Sequence[MediaFile], *, shapes_only: bool = False) -> DecodedMedia:
         """Decodes the media of a record for the processor, completely or only their shapes."""
         sampling_rate = getattr(self.parts.get('audio'), 'sampling_rate', 16000)
         return decode_media(
@@ -359,9 +360,13 @@ class ConversationEncoder:
             # A list of the images of the one text: OneVision cuts an image into tiles only if its text has no other.
             arguments['images'] = [list(media['image'])]
         if media['video']:
-            arguments['videos'] = [video.frames for video in media['video']]
+            arguments['videos'] = []
+            metadata = []
+            for video in media['video']:
+                arguments['videos'].append(video.frames)
+                metadata.append(dict(video.metadata))
             videos_kwargs = options.setdefault('videos_kwargs', {})
-            videos_kwargs['video_metadata'] = [dict(video.metadata) for video in media['video']]
+            videos_kwargs['video_metadata'] = metadata
             videos_kwargs['do_sample_frames'] = False  # `VideoSampling` has chosen the frames
         if media['audio']:
             arguments['audio'] = list(media['audio'])
@@ -413,7 +418,10 @@ class ConversationEncoder:
             )
         if 'qformer_input_ids' not in encoded:
             return encoded
-        checked = {key: value for key, value in encoded.items() if not key.startswith('qformer_')}
+        checked = {}
+        for key, value in encoded.items():
+            if not key.startswith('qformer_'):
+                checked[key] = value
         if pixels is None:
             return checked
         tokenizer = self.processor.qformer_tokenizer

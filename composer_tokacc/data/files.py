@@ -365,10 +365,16 @@ def _replace_bytes(value: object, read_cell: Callable[..., bytes], keys: tuple[s
     if isinstance(value, bytes):
         if not value:
             return None
-        name = '.'.join(str(key) for key in keys)
+        name = '.'.join(map(str, keys))
         return EmbeddedFile(name, zlib.crc32(value), partial(read_cell, keys))
     if isinstance(value, Mapping):
-        return {key: _replace_bytes(inner, read_cell, (*keys, key)) for key, inner in value.items()}
+        replaced = {}
+        for key, inner in value.items():
+            replaced[key] = _replace_bytes(inner, read_cell, (*keys, key))
+        return replaced
     if isinstance(value, list):
-        return [_replace_bytes(inner, read_cell, (*keys, index)) for index, inner in enumerate(value)]
+        replaced_items = []
+        for index, inner in enumerate(value):
+            replaced_items.append(_replace_bytes(inner, read_cell, (*keys, index)))
+        return replaced_items
     return value

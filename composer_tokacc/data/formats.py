@@ -23,6 +23,7 @@ from composer_tokacc.batch import MODALITIES
 from composer_tokacc.data.records import (
     PLACEHOLDER,
     EmbeddedFile,
+    JsonObject,
     Medium,
     RawRecord,
     Record,
@@ -34,8 +35,6 @@ from composer_tokacc.data.unread_media import (
     check_unread_keys,
     modality_of_base64,
 )
-
-JsonObject = Mapping[str, Any]
 
 MODALITY_OF_TAG = {f'<{modality}>': modality for modality in MODALITIES}
 MODALITY_OF_TAG |= {'<vila/video>': 'video', '<sound>': 'audio'}
@@ -140,7 +139,7 @@ class Format:
 
     keys: tuple[str, ...]
     """A record of this format has all of these keys."""
-    read_turns: Callable[[JsonObject], Any]
+    read_turns: Callable[[JsonObject], object]
     """Returns the turns of a record as objects with ``role`` and ``content``, or ``from`` and ``value``."""
     further_keys: tuple[str, ...] = ()
     """Other keys that ``read_turns`` reads."""
@@ -238,7 +237,7 @@ def _check_unread(
 # The formats: each function returns the turns of a record.
 
 
-def _read_alpaca(data: JsonObject, *, question: str, detail: str, answer: str) -> list[dict[str, Any]]:
+def _read_alpaca(data: JsonObject, *, question: str, detail: str, answer: str) -> list[JsonObject]:
     """Reads one question and answer, after a ``history`` of pairs. The detail goes on a line of its own."""
     history = data.get('history') or []
     if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
@@ -256,7 +255,7 @@ def _read_alpaca(data: JsonObject, *, question: str, detail: str, answer: str) -
     return turns
 
 
-def _read_prompt_and_completion(data: JsonObject) -> list[dict[str, Any]]:
+def _read_prompt_and_completion(data: JsonObject) -> list[JsonObject]:
     """Reads TRL's format. Only the completion carries loss."""
     prompt, completion = data['prompt'], data['completion']
     if not (_is_list_of_objects(prompt) and _is_list_of_objects(completion)):
@@ -269,7 +268,7 @@ def _read_prompt_and_completion(data: JsonObject) -> list[dict[str, Any]]:
     return [*_with_media_first(turns, data), *completion]
 
 
-def _read_cauldron(data: JsonObject) -> list[dict[str, Any]]:
+def _read_cauldron(data: JsonObject) -> list[JsonObject]:
     """Reads The Cauldron's ``texts``, a list of pairs. All images of a record come before the first question."""
     turns = []
     for pair in data['texts']:
@@ -279,7 +278,7 @@ def _read_cauldron(data: JsonObject) -> list[dict[str, Any]]:
     return _with_media_first(turns, data)
 
 
-def _read_videochat2(data: JsonObject) -> list[dict[str, Any]]:
+def _read_videochat2(data: JsonObject) -> list[JsonObject]:
     """Reads VideoChat2's ``QA``: question ``q``, answer ``a``, and an instruction ``i`` for the whole conversation.
 
     VideoChat2 puts the instruction of the first entry before the conversation. The question may be empty, as in
@@ -310,7 +309,7 @@ def _check_keys_of_entry(entry: JsonObject, keys: Sequence[str], list_name: str)
             raise ValueError(f'`{key[:60]}` of an entry of `{list_name}` is not supported; take it out')
 
 
-def _with_media_first(turns: Sequence[JsonObject], data: JsonObject) -> list[dict[str, Any]]:
+def _with_media_first(turns: Sequence[JsonObject], data: JsonObject) -> list[JsonObject]:
     """Puts the record's media before the first question, if no turn says where they belong."""
     for turn in turns:
         content = turn.get('content')
@@ -363,7 +362,7 @@ def _format_of(data: JsonObject) -> Format:
 
 def _raw_turns(data: JsonObject, record_format: Format) -> list[JsonObject]:
     turns = record_format.read_turns(data)
-    if not turns or not _is_list_of_objects(turns):
+    if not isinstance(turns, list) or not turns or not _is_list_of_objects(turns):
         raise ValueError(f'{record_format.quoted_keys} must be a non-empty list of turns, got: {shorten(turns)}')
     if _is_given(data.get('system')):
         return [{'role': 'system', 'content': data['system']}, *turns]
@@ -490,10 +489,14 @@ def _listed_media(data: JsonObject, modality: str) -> list[Medium]:
 def _fill_slots(slots: Sequence[Slot], listed: Mapping[str, Sequence[Medium]]) -> list[Medium]:
     """Returns the media in the order of their slots. Media of the record's lists go into the empty slots."""
     for modality, media in listed.items():
-        slots_of_modality = [slot for slot in slots if slot.modality == modality]
-        num_media = len(media) + sum(slot.medium is not None for slot in slots_of_modality)
-        if num_media != len(slots_of_modality):
-            got = f'{num_media} {modality}s and {len(slots_of_modality)} placeholders'
+        num_media = len(media)
+        num_slots = 0
+        for slot in slots:
+            if slot.modality == modality:
+                num_slots += 1
+                num_media += slot.medium is not None
+        if num_media != num_slots:
+            got = f'{num_media} {modality}s and {num_slots} placeholders'
             raise ValueError(f'the number of {modality}s must match the `<{modality}>` placeholders, got: {got}')
     next_media = {modality: iter(media) for modality, media in listed.items()}
     filled = []
@@ -539,7 +542,10 @@ def _parse_file(modality: str, value: object) -> str | EmbeddedFile:
 
 def _parse_file_object(modality: str, value: JsonObject) -> str | EmbeddedFile:
     """Reads the objects of ms-swift and `datasets`, and OpenAI's ``image_url`` and ``input_audio``."""
-    entries = {key: item for key, item in value.items() if _is_given(item) and key not in FILE_NOTES}
+    entries = {}
+    for key, item in value.items():
+        if _is_given(item) and key not in FILE_NOTES:
+            entries[key] = item
     unknown_keys = entries.keys() - {'path', 'url', 'bytes', 'data'}
     if unknown_keys:
         raise ValueError(f'`{min(unknown_keys)[:60]}` of {_with_article(modality)} is not supported; take it out')
@@ -576,7 +582,10 @@ def _with_article(modality: str) -> str:
 
 def _check_turns(turns: Sequence[Turn]) -> None:
     """Raises ValueError if the turns are out of order or teach nothing."""
-    roles = [turn.role for turn in turns if turn.role != 'system']
+    roles = []
+    for turn in turns:
+        if turn.role != 'system':
+            roles.append(turn.role)
     previous = ''
     is_in_order = len(roles) >= 2
     for role in roles:
@@ -585,7 +594,10 @@ def _check_turns(turns: Sequence[Turn]) -> None:
     if not is_in_order:
         got = shorten(roles, 200)
         raise ValueError(f'turns must alternate between user (or tool) and assistant, user first, got: {got}')
-    answers = [turn.text for turn in turns if turn.role == 'assistant' and turn.carries_loss]
+    answers = []
+    for turn in turns:
+        if turn.role == 'assistant' and turn.carries_loss:
+            answers.append(turn.text)
     if not answers:
         raise ValueError('at least one answer must carry loss, got: `weight` 0 for all. Take the sample out')
     for answer in answers:

@@ -124,7 +124,8 @@ class LengthTable:
             start += len(table)
         columns = {}
         for name in TABLE_COLUMNS:
-            columns[name] = np.concatenate([getattr(table, name) for table in tables])
+            parts = [getattr(table, name) for table in tables]
+            columns[name] = np.concatenate(parts)
         return cls(**columns, errors=errors)
 
     @classmethod
@@ -246,8 +247,12 @@ def _measure_rows(
     rows: list[MeasuredRow] = [None] * len(indices)
     if _uses_headers(row_sizes.dataset, on_error):
         rows = _check_rows(row_sizes.from_headers(indices, mapper), indices, row_sizes)
-    unknown_places = [place for place, row in enumerate(rows) if row is None]
-    unknown_indices = [indices[place] for place in unknown_places]
+    unknown_places = []
+    unknown_indices = []
+    for place, row in enumerate(rows):
+        if row is None:
+            unknown_places.append(place)
+            unknown_indices.append(indices[place])
     rows_read = mapper(row_sizes.read, unknown_indices, FEWEST_FOR_WORKERS)
     for place, row in zip(unknown_places, rows_read, strict=False):
         rows[place] = row

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from composer_tokacc.data.records import shorten
+from composer_tokacc.data.records import JsonObject, shorten
 
 # LLaMA-Factory's name of a column -> the key of a record that `formats.py` reads.
 KEY_OF_COLUMN = {
@@ -70,7 +69,7 @@ class DatasetEntry:
     """Names in the file by tag."""
 
     @classmethod
-    def parse(cls, entry: Mapping[str, Any]) -> DatasetEntry:
+    def parse(cls, entry: JsonObject) -> DatasetEntry:
         """Checks an entry and fills in the defaults.
 
         Raises:
@@ -106,7 +105,7 @@ class DatasetEntry:
         assert self.file_name is not None
         return str(folder / self.file_name)
 
-    def rename(self, data: Mapping[str, Any]) -> dict[str, Any]:
+    def rename(self, data: JsonObject) -> JsonObject:
         """Returns a record with the keys that `formats.py` knows. A column that the entry does not name is left out."""
         record = {}
         for column, name in self.columns.items():
@@ -119,7 +118,7 @@ class DatasetEntry:
             record['conversations'] = [self._rename_turn(turn) for turn in turns]
         return record
 
-    def _rename_turn(self, turn: Mapping[str, Any]) -> dict[str, Any]:
+    def _rename_turn(self, turn: JsonObject) -> JsonObject:
         keys = {self.tags[tag]: key for tag, key in KEY_OF_TAG.items()}
         roles = {self.tags[tag]: role for tag, role in ROLE_OF_TAG.items()}
         renamed = {}
@@ -135,12 +134,16 @@ def _maps_names(value: object) -> bool:
     return isinstance(value, dict) and all(isinstance(name, str | None) for name in value.values())
 
 
-def _check_supported(entry: Mapping[str, Any], columns: Mapping[str, str], tags: Mapping[str, str]) -> None:
+def _check_supported(entry: JsonObject, columns: Mapping[str, str], tags: Mapping[str, str]) -> None:
     unsupported = []
     for key, value in entry.items():
         if key not in TEXT_KEYS and key not in NAME_MAPS and value:  # `ranking: false` asks for nothing
             unsupported.append(key)
-    unsupported.extend(column for column in columns if column not in KEY_OF_COLUMN)
-    unsupported.extend(tag for tag in tags if tag not in DEFAULT_TAGS)
+    for column in columns:
+        if column not in KEY_OF_COLUMN:
+            unsupported.append(column)
+    for tag in tags:
+        if tag not in DEFAULT_TAGS:
+            unsupported.append(tag)
     if unsupported:
         raise ValueError(f'`{unsupported[0][:60]}` is not supported')

@@ -31,6 +31,7 @@ from composer_tokacc.data.lengths import LengthTable, OnError, length_table
 from composer_tokacc.data.media import open_files
 from composer_tokacc.data.records import (
     BadSampleError,
+    DecodedMedia,
     EmbeddedFile,
     EncodedSample,
     PathLike,
@@ -208,7 +209,7 @@ class LlavaDataset(Dataset):
             return None
         return self._encode(index, shapes_only=True)
 
-    def decoded(self, index: int) -> dict[str, list[Any]]:
+    def decoded(self, index: int) -> DecodedMedia:
         """Returns images, videos and audio of a sample by modality, before the processor changes them."""
         record = self.records[index]
         return self.encoder.decode(record, open_files(record, self.folders[index]))
@@ -299,11 +300,17 @@ class LlavaDataset(Dataset):
             folder=folder,
             num_workers=num_workers,
         )
-        good = [index for index in range(len(self.records)) if index not in table.errors]
+        records, folders = self.records, self.folders
+        self.records = []
+        self.folders = []
+        good_indices = []
+        for index, (record, folder) in enumerate(zip(records, folders, strict=True)):
+            if index not in table.errors:
+                self.records.append(record)
+                self.folders.append(folder)
+                good_indices.append(index)
         self.skipped.extend(table.errors.values())
-        self.records = [self.records[index] for index in good]
-        self.folders = [self.folders[index] for index in good]
-        self.measured = patch_size, table.select(good)
+        self.measured = patch_size, table.select(good_indices)
         if self.skipped:
             log.warning(self.skip_report())
         self._warn_of_pixel_coordinates()

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, NamedTuple
 from PIL import Image
 
 from composer_tokacc.data.images import image_size, read_image
-from composer_tokacc.data.records import EmbeddedFile, MediaFile, Medium, Record
+from composer_tokacc.data.records import DecodedMedia, EmbeddedFile, MediaFile, Medium, Record
 from composer_tokacc.data.videos import (
     VideoSampling,
     read_audio,
@@ -152,7 +152,7 @@ def decode_media(
     video: VideoSampling | None = None,
     sampling_rate: int = 16000,
     shapes_only: bool = False,
-) -> dict[str, list[Any]]:
+) -> DecodedMedia:
     """Decodes the files of a record.
 
     Args:
@@ -168,7 +168,7 @@ def decode_media(
         channels.
     """
     check_decoder(record)
-    decoded: dict[str, list[Any]] = {}
+    decoded: DecodedMedia = {}
     next_file = iter(files)
     for medium in record.media:
         files_of_medium = [next(next_file) for _ in medium.files]

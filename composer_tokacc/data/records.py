@@ -22,10 +22,13 @@ from composer_tokacc.batch import MODALITIES
 PathLike = str | os.PathLike[str]
 MediaFile = os.PathLike[str] | BinaryIO
 
+JsonObject = Mapping[str, Any]
 Message = Mapping[str, Any]
 """One turn as chat templates take it: ``role``, ``content`` (a text, or a list of parts), perhaps ``weight``."""
 EncodedSample = dict[str, Any]
 """One encoded conversation: tensors whose first dimension is 1, and lists of one entry."""
+DecodedMedia = dict[str, list[Any]]
+"""By modality: PIL images, :class:`.Video`, and float32 arrays of audio."""
 
 PLACEHOLDER = re.compile(f'<({"|".join(MODALITIES)})>')
 _PLACEHOLDER_ON_LINES = re.compile(rf'\n*{PLACEHOLDER.pattern}\n*')

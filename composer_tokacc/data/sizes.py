@@ -11,6 +11,7 @@ has to be read.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
@@ -54,11 +55,11 @@ class TableRow(NamedTuple):
 
     def plus(self, other: TableRow) -> TableRow:
         """Returns the sum of two rows."""
-        return TableRow(*(value + added for value, added in zip(self, other, strict=True)))
+        return TableRow(*map(operator.add, self, other))
 
     def minus(self, other: TableRow) -> TableRow:
         """Returns the difference of two rows."""
-        return TableRow(*(value - removed for value, removed in zip(self, other, strict=True)))
+        return TableRow(*map(operator.sub, self, other))
 
 
 class MapSamples(Protocol):
@@ -208,8 +209,12 @@ class RowSizes:
         for row, sizes in texts:
             rows.append(self._add_images(row, sizes, additions, expansion.num_marks))
         # Samples with videos: decoding one frame of each gives their shapes.
-        open_places = [place for place, row in enumerate(rows) if row is None]
-        open_indices = [indices[place] for place in open_places]
+        open_places = []
+        open_indices = []
+        for place, row in enumerate(rows):
+            if row is None:
+                open_places.append(place)
+                open_indices.append(indices[place])
         rows_of_videos = map_samples(self._measure_videos, open_indices, FEWEST_VIDEOS)
         for place, row in zip(open_places, rows_of_videos, strict=True):
             rows[place] = row

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from io import BytesIO
@@ -24,7 +24,7 @@ from tqdm.auto import tqdm
 
 from composer_tokacc.data.files import read_records
 from composer_tokacc.data.media import decode_media, open_files
-from composer_tokacc.data.records import BadSampleError, Medium, Record, Turn
+from composer_tokacc.data.records import BadSampleError, JsonObject, Medium, Record, Turn
 
 if TYPE_CHECKING:
     from streaming import MDSWriter  # pyright: ignore[reportMissingImports]
@@ -214,7 +214,7 @@ def _to_row(record: Record, contents: Sequence[bytes]) -> ShardRow:
     return {'record': raw_record, 'media': b''.join(contents)}
 
 
-def from_row(row: Mapping[str, Any]) -> tuple[Record, list[bytes]]:
+def from_row(row: JsonObject) -> tuple[Record, list[bytes]]:
     """Returns the record of a row of a shard, and the contents of its files."""
     if row.keys() != SHARD_COLUMNS.keys():
         remedy = 'Write them with `python -m composer_tokacc.data.to_mds`'

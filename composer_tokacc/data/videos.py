@@ -26,7 +26,9 @@ from composer_tokacc.data.images import read_image
 from composer_tokacc.data.records import MediaFile
 
 if TYPE_CHECKING:
+    from av import AudioFrame, VideoFrame
     from av.container import InputContainer
+    from av.video.stream import VideoStream
 
 CUT_SHARE = 0.05
 """Share that may be missing at the end: durations in headers are round, and the audio of a video may end first."""
@@ -299,7 +301,7 @@ def read_audio(file: MediaFile, sampling_rate: int) -> np.ndarray:
         return audio
 
 
-def _audio_frames(container: InputContainer) -> Iterator[Any]:
+def _audio_frames(container: InputContainer) -> Iterator[AudioFrame]:
     """Yields the frames of the audio. A decoder leaves out damaged frames, so the next one starts too late."""
     end = None
     for frame in container.decode(audio=0):
@@ -377,7 +379,7 @@ def _check_pixels(num_frames: int, width: int, height: int) -> None:
         raise ValueError(f'a video must have at most {MAX_PIXELS_OF_VIDEO} pixels, got: {got}')
 
 
-def _read_stamps(container: InputContainer, stream: Any) -> tuple[list[int], list[KeyFrame]]:
+def _read_stamps(container: InputContainer, stream: VideoStream) -> tuple[list[int], list[KeyFrame]]:
     """Returns the stamps of all frames, and the key frames, in order. Decodes nothing."""
     stamps = []
     key_frames = []
@@ -445,11 +447,11 @@ class FrameReader:
         start: Stamp of the first frame that must not be damaged.
     """
 
-    def __init__(self, container: InputContainer, stream: Any, start: int) -> None:
+    def __init__(self, container: InputContainer, stream: VideoStream, start: int) -> None:
         self._container = container
         self._stream = stream
         self._frames = _undamaged_frames(container.decode(stream), start)
-        self._frame: Any = None
+        self._frame: VideoFrame | None = None
         self._position = start
         """Stamp of the frame that was read last."""
 
@@ -465,7 +467,7 @@ class FrameReader:
             if self._frame is not None and self._frame.pts is not None and self._frame.pts <= stamp:
                 return
 
-    def next_from(self, stamp: int) -> Any:
+    def next_from(self, stamp: int) -> VideoFrame | None:
         """Returns the first frame at a stamp or after it. None if there is none."""
         while self._frame is None or self._frame.pts is None or self._frame.pts < stamp:
             frame = next(self._frames, None)
@@ -475,13 +477,13 @@ class FrameReader:
             self._set_frame(frame)
         return self._frame
 
-    def _set_frame(self, frame: Any) -> None:
+    def _set_frame(self, frame: VideoFrame | None) -> None:
         self._frame = frame
         if frame is not None and frame.pts is not None:
             self._position = frame.pts
 
 
-def _undamaged_frames(frames: Iterator[Any], start: int) -> Iterator[Any]:
+def _undamaged_frames(frames: Iterator[VideoFrame], start: int) -> Iterator[VideoFrame]:
     """Yields frames, and refuses those that their decoder marks as damaged.
 
     Frames before the start may be marked: they may need a key frame before the one that was jumped to.

@@ -190,9 +190,11 @@ def test_image_of_a_tool_is_read(make, tmp_path):
     """It is encoded as the processor encodes the template's own text."""
     processor = make()
     sample = LlavaDataset(write_tool_record(tmp_path), processor)[0]
-    messages = [{'role': role, 'content': [{'type': 'text', 'text': text}]} for role, text in (
-        ('user', 'Look up a red square.'), ('assistant', 'Searching.'), ('tool', 'found'), ('assistant', 'A red square.'),
-    )]  # fmt: skip
+    texts = ('Look up a red square.', 'Searching.', 'found', 'A red square.')
+    roles = ('user', 'assistant', 'tool', 'assistant')
+    messages = [
+        {'role': role, 'content': [{'type': 'text', 'text': text}]} for role, text in zip(roles, texts, strict=True)
+    ]
     messages[2]['content'].insert(0, {'type': 'image'})
     text = processor.apply_chat_template(messages, tokenize=False)
     expected = processor(text=[text], images=[Image.open(tmp_path / 'red.png')], return_tensors='pt')

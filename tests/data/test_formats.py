@@ -140,6 +140,35 @@ FORMATS = {
                                                           ('assistant', 'Red, blue.'))},
         [('user', '<image><image>Which colours?'), ('assistant', 'Red, blue.')], ['red', 'blue'],
     ),
+    'The Cauldron': (
+        {'images': [{'bytes': RED, 'path': None}], 'texts': [
+            {'user': 'Which colour?', 'assistant': 'Red.', 'source': 'VQAv2'},
+            {'user': 'Sure?', 'assistant': 'Yes.', 'source': 'VQAv2'},
+        ]},
+        [*PLAIN, ('user', 'Sure?'), ('assistant', 'Yes.')], ['red'],
+    ),
+    'The Cauldron with two images': (
+        {'images': ['red.png', {'bytes': BLUE, 'path': None}],
+         'texts': [{'user': 'Which colours?', 'assistant': 'Red, blue.', 'source': 'NLVR2'}]},
+        [('user', '<image><image>Which colours?'), ('assistant', 'Red, blue.')], ['red', 'blue'],
+    ),
+    'FineVision': (
+        {'images': [{'bytes': RED, 'path': None}], 'source': 'vqav2', 'relevance_ratings': [5],
+         'texts': [{'user': 'Which colour?', 'assistant': 'Red.'}]},
+        PLAIN, ['red'],
+    ),
+    'VideoChat2 image': (
+        {'image': 'red.png', 'QA': [{'i': '', 'q': 'Which colour?', 'a': 'Red.'}]}, PLAIN, ['red'],
+    ),
+    'image of a tool': (
+        {'images': ['red.png', 'blue.png'], 'messages': [
+            QUESTION, ANSWER, {'role': 'tool', 'content': [{'type': 'image'}, {'type': 'text', 'text': 'found'}]},
+            answered('Blue.'),
+        ]},
+        [*PLAIN, ('tool', '<image>found'), ('assistant', 'Blue.')], ['red', 'blue'],
+    ),
+    'data URI in capitals': ({'image': RED_URI.replace('data:', 'DATA:').replace('base64', 'BASE64'),
+                              'messages': [QUESTION, ANSWER]}, PLAIN, ['red']),
     'image and images the same': (
         {'image': 'red.png', 'images': ['red.png'], 'messages': [QUESTION, ANSWER]}, PLAIN, ['red'],
     ),
@@ -157,6 +186,12 @@ MEDIA = {
         '<image><video>What<audio>?<video>', [('image', ['a.png']), VIDEO, AUDIO, FRAMES],
     ),
     'Video-LLaVA': ({'video': 'a.mp4', **text_of('<video>\nWhat?')}, '<video>\nWhat?', [VIDEO]),
+    'VideoChat2': (
+        {'video': 'a.mp4', 'QA': [{'i': 'Look at the video.', 'q': 'What happens?', 'a': 'Red.'},
+                                  {'i': 'Look at the video.', 'q': 'And then?', 'a': 'Blue.'}]},
+        '<video>What happens?', [VIDEO],
+    ),
+    'VideoChat2 caption': ({'video': 'a.mp4', 'QA': [{'i': 'Describe it.', 'q': '', 'a': 'Red.'}]}, '<video>', [VIDEO]),
     'LLaVA-Video': ({'video': 'a.mp4', **text_of('<image>\nWhat?')}, '<video>\nWhat?', [VIDEO]),
     'VILA': (
         {'video': 'a.mp4', 'sound': 'a.wav', **text_of('<vila/video><sound>What?')}, '<video><audio>What?',
@@ -190,9 +225,11 @@ MEDIA = {
 @pytest.mark.parametrize(('data', 'question', 'media'), MEDIA.values(), ids=MEDIA.keys())
 def test_videos_and_audio_are_where_their_project_means_them(data, question, media):
     record = parse(data)
-    assert record.turns[0].text == question
+    turns = [turn for turn in record.turns if turn.role != 'system']
+    assert turns[0].text == question
     assert [(medium.modality, medium.names) for medium in record.media] == media
-    parts = [part['type'] for part in record.messages()[0]['content'] if part['type'] != 'text']
+    first_question = next(message for message in record.messages() if message['role'] == 'user')
+    parts = [part['type'] for part in first_question['content'] if part['type'] != 'text']
     assert parts == [modality for modality, _ in media]
     assert '<' not in ''.join(record.texts)
 
@@ -202,6 +239,12 @@ def test_record_is_what_its_project_means(folder, data, turns, images):
     record = parse(data)
     assert said(record) == turns
     assert seen(record, folder) == images
+
+
+def test_instruction_of_videochat2_is_the_system_turn():
+    spoken = said(parse(MEDIA['VideoChat2'][0]))
+    assert spoken[0] == ('system', 'Look at the video.')
+    assert spoken[2:] == [('assistant', 'Red.'), ('user', 'And then?'), ('assistant', 'Blue.')]
 
 
 def test_line_breaks_are_the_templates_around_a_placeholder_and_the_users_elsewhere():
@@ -242,6 +285,23 @@ REFUSED = {
     'broken base64': ({**turn(), 'image': 'data:image/png;base64,???'}, 'must be base64'),
     'data URI of text': ({**turn(), 'image': 'data:image/svg+xml,<svg/>'}, 'must be base64'),
     'bare base64': ({**turn(), 'image': 'iVBORw0KGgo' * 100}, 'Write bytes as `data:image/<type>;base64'),
+    'short base64': ({**turn(), 'image': RED_TEXT}, 'Write bytes as `data:image/<type>;base64'),
+    'JPEG as base64': ({**turn(), 'image': '/9j/4AAQSkZJRgABAQ' + 'A' * 90}, 'Write bytes as `data:image/<type>;'),
+    'part of a video': (
+        {'video': 'a.mp4', 'start': 3.5, 'end': 8, 'QA': [{'q': 'What?', 'a': 'Red.'}]}, '`start` is not supported',
+    ),
+    'another instruction': (
+        {'video': 'a.mp4',
+         'QA': [{'i': 'Look.', 'q': 'What?', 'a': 'Red.'}, {'i': 'Listen.', 'q': 'And?', 'a': 'Yes.'}]},
+        '`i` must be the same',
+    ),
+    'unknown key of a pair': (
+        {'images': ['red.png'], 'texts': [{'user': 'What?', 'assistant': 'Red.', 'reason': 'blood'}]},
+        '`reason` of an entry of `texts`',
+    ),
+    'long key of a turn': (turn(**{'x' * 200_000: 1}), '`x+` of a turn'),
+    'long role': (turn(role='x' * 200_000), 'must be one of'),
+    'long key': ({**turn(), 'y' * 200_000: 'a.png'}, '`y+` looks like an image'),
     'images beside image': ({**turn(), 'images': ['blue.png']}, '`image` and `images` must name the same'),
     'more images than parts': ({**asked_with(SHOWN), 'image': 'red.png'}, 'got: 2 images'),
     'tool_calls': (turn(tool_calls=[{'type': 'function'}]), '`tool_calls` of a turn is not supported'),

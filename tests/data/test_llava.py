@@ -147,7 +147,8 @@ STRUCTURAL = {
     ),
     'no image for a placeholder': ({**one_image('bad'), 'image': None}, 'got: 0 images and 1 placeholders'),
     'placeholder in an answer': (
-        {'id': 'bad', 'image': 'red.png', 'conversations': turns('Draw red.', '<image>')}, 'only in turns of the user and of tools',
+        {'id': 'bad', 'image': 'red.png', 'conversations': turns('Draw red.', '<image>')},
+        'only in turns of the user and of tools',
     ),
     'no answer': ({'id': 'bad', 'conversations': turns('Hello?')}, 'must alternate'),
     'unknown role': ({'id': 'bad', 'conversations': [{'from': 'narrator', 'value': ''}]}, "got: 'narrator'"),
@@ -194,7 +195,7 @@ def test_unreadable_image_is_named_on_reading_or_skipped_at_the_start(folder, co
     records = [one_image('good'), one_image('bad', 'bad.png')]
     dataset = open_dataset(folder, records)
     assert dataset[0]['sample_ids'] == ['good']
-    with pytest.raises(BadSampleError, match=r'sample "bad" \(.*data\.json, entry 2\): image file .*bad\.png cannot be'):
+    with pytest.raises(BadSampleError, match=r'sample "bad" \(.*data\.json, entry 2\): image file .*bad\.png cannot'):
         dataset[1]
     dataset = open_dataset(folder, records, on_error='skip')
     assert len(dataset) == 1
