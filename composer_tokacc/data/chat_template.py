@@ -145,8 +145,10 @@ class ChatTemplate:
             if messages[index].get('weight', 1):
                 learned.append(index)
         rendered = self._render_around_markers(messages, answers, text)
+        # Answers without loss may be changed: the model reads them as the template writes them.
         if rendered is None and learned != answers:
             rendered = self._render_around_markers(messages, learned, text)
+        # A marker has no thought, so the template would write an empty one before it, and then the real one again.
         if rendered is None and learned == [len(messages) - 1]:
             rendered = self._render_after_prompt(messages, text)
         return rendered
@@ -172,6 +174,8 @@ class ChatTemplate:
             if messages[index].get('weight', 1):
                 spans.append(AnswerSpan(start, len(as_learned) + len(ending)))
             as_learned += ending + after
+        # The answers and the text around their markers must give the real text. Otherwise the template has changed an
+        # answer, or writes other text around it than around a marker.
         if as_written != text:
             return None
         return Rendered(as_learned, spans)
@@ -217,6 +221,7 @@ class ChatTemplate:
     def _refusal_of_changed_answers(self, messages: Sequence[Message]) -> str:
         problem = '`chat_template` must write the assistant turns as they are, got: one that changes them, or the text '
         problem += 'around them'
+        # The remedy is named only if it works for this conversation.
         with suppress(ValueError):
             last_only = only_last_learned(messages)
             if self._find_answers(last_only, self.apply(last_only)) is not None:

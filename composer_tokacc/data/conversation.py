@@ -248,6 +248,7 @@ class ConversationEncoder:
             with suppress(Exception):  # the reason is given when the whole sample is encoded
                 rendered[index] = self.render(messages)
         samples: list[dict[str, torch.Tensor] | None] = [None] * len(rendered)
+        # At most two calls of the tokenizer: it is much faster for many texts at once.
         for add_special_tokens in (True, False):
             indices = []
             texts = []
@@ -452,6 +453,7 @@ class ConversationEncoder:
             last_token = text_ids[end - 1]
             places_in_text = (text_ids == last_token).nonzero()[:, 0]
             places_in_ids = (input_ids == last_token).nonzero()[:, 0]
+            # The k-th such token of the text is the k-th in `input_ids`, if the media have added none.
             expanded_end = 0
             if len(places_in_text) == len(places_in_ids):
                 expanded_end = int(places_in_ids[places_in_text == end - 1]) + 1

@@ -285,7 +285,7 @@ def _read_table(path: str, split: str | None) -> Iterator[RawRecord]:
     """Yields the rows of a table. Their media stay in the table until they are decoded."""
     table = _open_table(path, split)
     features = type(table.features)(_without_decoding(dict(table.features)))
-    # Arrow's own values, because `datasets` would decode every image.
+    # Arrow's own values, because `datasets` would decode every image. Records are read at the start, all of them.
     arrow_table = table.with_format('arrow')
     read_cell = partial(_read_cell, arrow_table, features)
     for index in range(len(arrow_table)):

@@ -37,6 +37,8 @@ BUDGETS = (
 OPTIONS_OF_MODALITY = {'image': 'images_kwargs', 'video': 'videos_kwargs'}
 PROBE_SIDE, PROBE_FRAMES = 1024, 8
 """Size of the image, and frames of the video, that show whether a budget changes the number of tokens."""
+PROCESSOR_ERRORS = (ValueError, TypeError, RuntimeError, ZeroDivisionError)
+"""Errors of processors for sizes that they cannot compute with, or arguments that they do not take."""
 FRAMES_OF_ONE_CLIP = 5
 """Dimensions of the pixels of processors whose videos must all have as many frames."""
 
@@ -159,12 +161,13 @@ class FittingEncoder(ConversationEncoder):
 
     def _fewest_steps(self, encode: Callable[..., EncodedSample]) -> int:
         """Finds the fewest steps with which a sample fits, by bisection. Media are not decoded for it."""
+        # More steps never make a sample longer, so the steps that fit are all those from some number on.
         low, high = 1, MOST_STEPS
         while low < high:
             middle = (low + high) // 2
             try:
                 fits = self._fits(encode(middle, shapes_only=True))
-            except (ValueError, RuntimeError, ZeroDivisionError):
+            except PROCESSOR_ERRORS:
                 fits = True  # too small for the processor: fewer steps will do
             if fits:
                 high = middle
@@ -197,12 +200,7 @@ class FittingEncoder(ConversationEncoder):
         try:
             few = self._probe(modality, [budget])
             many = self._probe(modality, [])
-        except (
-            ValueError,
-            TypeError,
-            RuntimeError,
-            ZeroDivisionError,
-        ):  # not an argument of this processor
+        except PROCESSOR_ERRORS:  # it is not an argument of this processor
             return False
         return self._count_media_tokens(few) < self._count_media_tokens(many)
 
@@ -252,7 +250,7 @@ def can_shrink_media(processor: Any) -> bool:
     """Tells whether ``fit`` could make images or videos of a processor smaller."""
     try:
         FittingEncoder(processor, max_length=1)
-    except ValueError:
+    except PROCESSOR_ERRORS:
         return False
     return True
 

@@ -192,6 +192,7 @@ def _parse_data(data: object, record: Record) -> Record:
     slots: list[Slot] = []
     turns = [_parse_turn(turn, slots) for turn in _raw_turns(data, record_format)]
     listed = {modality: _listed_media(data, modality) for modality in MODALITIES}
+    # Before the slots are filled: a medium under an unread key is the cause of a wrong number of media.
     _check_unread(data, record_format, slots, listed)
     if listed['video'] and not listed['image'] and set(slots) == {Slot('image')}:
         # LLaVA-Video writes `<image>` for a video.
@@ -208,7 +209,7 @@ def _parse_data(data: object, record: Record) -> Record:
     return replace(record, turns=tuple(turns), media=tuple(media), loss_weights=loss_weights)
 
 
-def _parse_loss_weights(value: object) -> float | None:
+def _parse_loss_weights(value: Any) -> float | None:
     if value is None:
         return None
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -293,8 +294,11 @@ def _read_videochat2(data: JsonObject) -> list[JsonObject]:
     turns = []
     if _is_given(instruction):
         turns.append({'role': 'system', 'content': instruction})
-    for entry in entries:
+    for index, entry in enumerate(entries):
         _check_keys_of_entry(entry, ('i', 'q', 'a'), 'QA')
+        if index > 0 and not _is_given(entry['q']):
+            # VideoChat2 writes two answers in a row here, which most chat templates refuse.
+            raise ValueError('`q` may be empty only in the first entry of `QA`. Write a question, or join the answers')
         if _is_given(entry.get('i')) and entry['i'] != instruction:
             problem = f'`i` must be the same in all entries of `QA`, got: {shorten(entry["i"])}'
             raise ValueError(f'{problem}. VideoChat2 reads only the first. Write the others into `q`')
@@ -320,7 +324,7 @@ def _with_media_first(turns: Sequence[JsonObject], data: JsonObject) -> list[Jso
         placeholders += f'<{modality}>' * len(_listed_media(data, modality))
     placed = []
     for turn in turns:
-        if turn.get('role') == 'user':
+        if ROLES.get(str(turn.get('role'))) == 'user':
             turn = {**turn, 'content': placeholders + turn['content']}
             placeholders = ''
         placed.append(dict(turn))

@@ -202,6 +202,7 @@ def length_table(
         paths.append(folder / f'{name}-headers.npz')
     for path in paths:
         table = load_kept(path, LengthTable.load)
+        # All ranks, because all must take part in the measurement if one of them has no file.
         if all(_gather(table is not None)):
             assert table is not None
             return _check_table(table, on_error)
@@ -235,6 +236,7 @@ def build_length_table(
     indices = range(rank, len(dataset), num_ranks)
     rows = _measure_rows(row_sizes, indices, mapper, on_error)
     rows_of_all: list[MeasuredRow] = [None] * len(dataset)
+    # Rank r has measured the samples r, r + num_ranks, ...
     for other_rank, rows_of_rank in enumerate(_gather(rows)):
         rows_of_all[other_rank::num_ranks] = rows_of_rank
     return _check_table(LengthTable.from_rows(rows_of_all), on_error)
@@ -295,7 +297,7 @@ class SampleMapper:
             batch_size=None,
             num_workers=self.num_workers if len(items) > fewest else 0,
             generator=torch.Generator(),  # its own, so that the random numbers of the run do not change
-            collate_fn=function,  # runs in the workers
+            collate_fn=function,  # pyright: ignore[reportArgumentType]  # runs in the workers, on one item
         )
         # None: the bar is hidden if the output is not a terminal.
         yield from tqdm(
@@ -314,6 +316,7 @@ def _uses_headers(dataset: Any, on_error: OnError) -> bool:
 def _check_rows(rows: Sequence[TableRow | None], indices: Sequence[int], row_sizes: RowSizes) -> list[MeasuredRow]:
     """Compares the rows of some random samples with those of reading, on all ranks. Drops all rows if one differs."""
     num_samples = len(row_sizes.dataset)
+    # The same samples on every rank and in every run, so that the result does not change between starts.
     chosen = set(np.random.default_rng(0).choice(num_samples, NUM_CHECKED, replace=False).tolist())
     checked: list[MeasuredRow] = list(rows)
     difference = ''

@@ -79,6 +79,7 @@ class MediaFolders:
             if similar_name is not None:
                 return f'does not exist, but {similar_name!a} does; rename one of them'
             return 'does not exist; is `image_dir` right?'
+        # The folder was listed once. Only links need a question to the file system for each file.
         place = listing.real_path
         if listing.is_link[file.name]:
             if not os.path.exists(file):
@@ -140,6 +141,7 @@ def check_decoder(record: Record) -> None:
         raise ValueError(f'videos and audio must have PyAV to read them, got: none. {remedy}')
     try:
         importlib.import_module('av.container')
+        _ = importlib.import_module('av.stream').Disposition  # not in old releases
     except Exception as error:  # a shared library that is missing, or of another version
         reason = f'{type(error).__name__}: {error}'
         raise ValueError(f'videos and audio need PyAV, which cannot be imported ({reason}). {remedy}') from error

@@ -204,6 +204,7 @@ class RowSizes:
         if len({expansion(((width, height),)) for width, height in ODD_SIZES}) == 1:
             # All images are the same to this processor, so one size stands for all.
             texts = [(row, ODD_SIZES[:1] * len(sizes)) for row, sizes in texts]
+        # The expensive part: one call of the processor for each distinct list of sizes.
         additions = _measure_additions(expansion, texts, map_samples)
         rows: list[TableRow | None] = []
         for row, sizes in texts:

@@ -138,6 +138,7 @@ def _likeness_of_text(text: str) -> Likeness | None:
     modality = MODALITY_OF_ENDING.get(ending.lower()) if dot else None
     if modality is None:
         return None
+    # A file: URL is a path, not a place in a network.
     is_address = scheme is not None and scheme[0].lower() != 'file://'
     return Likeness(modality, file_name, is_address)
 

@@ -166,7 +166,7 @@ def _open_stream(file: MediaFile, modality: Literal['video', 'audio']) -> Iterat
     # The absolute path, because FFmpeg takes a name such as `12:30.mp4` for an address.
     source = os.path.abspath(file) if isinstance(file, PathLike) else file
     try:
-        container = av.open(source, options={'format_whitelist': MEDIA_CONTAINERS})
+        container = av.open(source, mode='r', options={'format_whitelist': MEDIA_CONTAINERS})
     except ValueError as error:
         if 'whitelist' not in str(error):
             raise
@@ -355,6 +355,7 @@ def read_video(file: MediaFile, sampling: VideoSampling, *, shapes_only: bool = 
     chosen = sampling.choose(times, duration)
     _check_pixels(len(chosen), stream.width, stream.height)
     chosen_stamps = sorted({stamps[number] for number in chosen})
+    # The first opening has read all packets to the end. The frames are decoded with a second one.
     if shapes_only:
         first_frame = _read_frames(file, chosen_stamps[:1], key_frames)[chosen_stamps[0]]
         frames = dict.fromkeys(chosen_stamps, first_frame)
@@ -426,7 +427,8 @@ def _seek_frames(
             if index >= 0:
                 reader.jump(key_frames[index], stamp)
             frame = reader.next_from(stamp)
-            if key_frames and (frame is None or frame.pts > stamp):
+            # The stamp is that of a frame, so a later frame means that the jump went too far.
+            if key_frames and (frame is None or frame.pts is None or frame.pts > stamp):
                 return None
             if frame is None:
                 raise ValueError(f'its frame at {float(stamp * stream.time_base):.2f} s cannot be decoded')

@@ -186,22 +186,24 @@ def test_pixel_coordinates_are_found(answer, expected):
     assert find_pixel_coordinates(answer) == expected
 
 
-@pytest.mark.parametrize('cap', [8, 1000])
-def test_coordinates_of_shrunk_images_are_named_once(tmp_path, caplog, cap):
+@pytest.mark.parametrize('is_shrunk', [True, False])
+def test_coordinates_of_shrunk_images_are_named_once(tmp_path, caplog, is_shrunk):
     processor = MEDIA['qwen2_vl']().processor
     records = [record(name, ['image']) for name in ('plain', 'box', 'boxes')]
     records[1]['messages'][1]['content'] = 'It is at [120, 40, 150, 90].'
     records[2]['messages'][1]['content'] = '[[1, 2, 3, 4], [5, 6, 7, 8]]'
     Image.effect_noise((96, 96), 90).convert('RGB').save(tmp_path / '0.png')
-    dataset = open_dataset(write(tmp_path, records), processor, fit=True, max_image_tokens=cap)
+    path = write(tmp_path, records)
+    image_tokens = sizes(open_dataset(path, processor), processor)[1][0]
+    dataset = open_dataset(path, processor, fit=True, max_image_tokens=image_tokens - is_shrunk)
     lines = [message for message in caplog.messages if 'pixel coordinates' in message]
-    if cap == 1000:
+    if not is_shrunk:
         assert dataset.fitted() == []
         assert lines == []
-    else:
-        (line,) = lines
-        assert 'sample "box" ' in line
-        assert '[120, 40, 150, 90], the first of 2' in line
+        return
+    (line,) = lines
+    assert 'sample "box" ' in line
+    assert '[120, 40, 150, 90], the first of 2' in line
 
 
 def test_fit_is_advised_only_if_it_helps(tmp_path):

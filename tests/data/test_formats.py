@@ -295,6 +295,9 @@ REFUSED = {
          'QA': [{'i': 'Look.', 'q': 'What?', 'a': 'Red.'}, {'i': 'Listen.', 'q': 'And?', 'a': 'Yes.'}]},
         '`i` must be the same',
     ),
+    'two answers of VideoChat2': (
+        {'video': 'a.mp4', 'QA': [{'q': 'What?', 'a': 'Red.'}, {'q': '', 'a': 'Yes.'}]}, '`q` may be empty only in',
+    ),
     'unknown key of a pair': (
         {'images': ['red.png'], 'texts': [{'user': 'What?', 'assistant': 'Red.', 'reason': 'blood'}]},
         '`reason` of an entry of `texts`',
