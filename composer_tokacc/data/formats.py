@@ -134,7 +134,7 @@ class Slot(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Format:
+class RecordFormat:
     """How one project writes a conversation. Every format may also have a ``system`` text and media."""
 
     keys: tuple[str, ...]
@@ -220,7 +220,7 @@ def _parse_loss_weights(value: Any) -> float | None:
 
 def _check_unread(
     data: JsonObject,
-    record_format: Format,
+    record_format: RecordFormat,
     slots: Sequence[Slot],
     listed: Mapping[str, Sequence[Medium]],
 ) -> None:
@@ -332,25 +332,25 @@ def _with_media_first(turns: Sequence[JsonObject], data: JsonObject) -> list[Jso
 
 
 FORMATS = (
-    Format(('conversations',), lambda data: data['conversations']),
-    Format(('messages',), lambda data: data['messages']),
-    Format(('prompt', 'completion'), _read_prompt_and_completion),
-    Format(
+    RecordFormat(('conversations',), lambda data: data['conversations']),
+    RecordFormat(('messages',), lambda data: data['messages']),
+    RecordFormat(('prompt', 'completion'), _read_prompt_and_completion),
+    RecordFormat(
         ('instruction', 'output'),
         partial(_read_alpaca, question='instruction', detail='input', answer='output'),
         further_keys=('input', 'history'),
     ),
-    Format(
+    RecordFormat(
         ('query', 'response'),
         partial(_read_alpaca, question='query', detail='', answer='response'),
         further_keys=('history',),
     ),
-    Format(('texts',), _read_cauldron, keys_of_entry=('user', 'assistant')),
-    Format(('QA',), _read_videochat2, keys_of_entry=('q', 'a')),
+    RecordFormat(('texts',), _read_cauldron, keys_of_entry=('user', 'assistant')),
+    RecordFormat(('QA',), _read_videochat2, keys_of_entry=('q', 'a')),
 )
 
 
-def _format_of(data: JsonObject) -> Format:
+def _format_of(data: JsonObject) -> RecordFormat:
     """Returns the format of a record."""
     matching = [record_format for record_format in FORMATS if record_format.matches(data)]
     if len(matching) == 1:
@@ -364,7 +364,7 @@ def _format_of(data: JsonObject) -> Format:
     raise ValueError(f'must hold one conversation: {expected}, got the keys: {shorten(keys, 200)}')
 
 
-def _raw_turns(data: JsonObject, record_format: Format) -> list[JsonObject]:
+def _raw_turns(data: JsonObject, record_format: RecordFormat) -> list[JsonObject]:
     turns = record_format.read_turns(data)
     if not isinstance(turns, list) or not turns or not _is_list_of_objects(turns):
         raise ValueError(f'{record_format.quoted_keys} must be a non-empty list of turns, got: {shorten(turns)}')

@@ -31,8 +31,8 @@ from composer_tokacc.data.identity import (
 from composer_tokacc.data.records import BadSampleError
 from composer_tokacc.data.sizes import (
     SHRINK_STEPS,
-    Item,
-    Result,
+    MapItem,
+    MapResult,
     RowSizes,
     TableRow,
     patch_size_of,
@@ -290,7 +290,9 @@ class SampleMapper:
     num_workers: int
     shows_bar: bool
 
-    def __call__(self, function: Callable[[Item], Result], items: Sequence[Item], fewest: int, /) -> Iterator[Result]:
+    def __call__(
+        self, function: Callable[[MapItem], MapResult], items: Sequence[MapItem], fewest: int, /
+    ) -> Iterator[MapResult]:
         """Yields the results in order. Up to ``fewest`` items no processes are started."""
         loader: Any = DataLoader(
             items,  # pyright: ignore[reportArgumentType]  # a sequence will do

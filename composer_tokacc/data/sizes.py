@@ -26,8 +26,8 @@ from composer_tokacc.data.records import BadSampleError, EncodedSample, Message
 
 ImageSizes = tuple[tuple[int, int], ...]
 """Width and height of each image of a sample, in pixels."""
-Item = TypeVar('Item')
-Result = TypeVar('Result')
+MapItem = TypeVar('MapItem')
+MapResult = TypeVar('MapResult')
 
 SHRINK_STEPS = 'shrink_steps'
 """Entry of a sample whose media were made smaller, a list of one number, while its dataset is measured."""
@@ -67,11 +67,11 @@ class MapSamples(Protocol):
 
     def __call__(
         self,
-        function: Callable[[Item], Result],
-        items: Sequence[Item],
+        function: Callable[[MapItem], MapResult],
+        items: Sequence[MapItem],
         fewest: int,
         /,
-    ) -> Iterable[Result]:
+    ) -> Iterable[MapResult]:
         """Returns the results in order."""
         ...
 
@@ -122,7 +122,7 @@ def _side_of(size: Any) -> Any:
     return getattr(size, 'height', size)  # SizeDict of transformers 5 has attributes
 
 
-def count_patches(sample: EncodedSample, patch_size: int) -> int:
+def count_patches(sample: Mapping[str, Any], patch_size: int) -> int:
     """Counts the patches that a vision encoder computes for one sample, without class tokens.
 
     Patches that the encoder drops before its first block do not count: tiles that only fill up an image's row, and the

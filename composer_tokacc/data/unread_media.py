@@ -52,7 +52,7 @@ MIN_BASE64 = 40
 """Characters. A shorter text is rather a word or a name: no image file is so small."""
 
 _KINDS_OF_FILES = 'id|name|file|file_?name|file_?path|path|ur[il]|src|list|data|bytes|b64|base64'
-_NAMES = {
+_ANNOUNCING_KEYS = {
     'image': re.compile(rf'(image|img|picture|pic|photo|jpe?g|png)(_?({_KINDS_OF_FILES}))?s?(_?\d+)?'),
     'video': re.compile(rf'(video|clip|film|movie|frame|mp4)(_?({_KINDS_OF_FILES}))?s?(_?\d+)?'),
     'audio': re.compile(rf'(audio|speech|wav|mp3)(_?({_KINDS_OF_FILES}))?s?(_?\d+)?'),
@@ -164,7 +164,7 @@ def announced_modality(key: str, value: object) -> str | None:
         return None
     if isinstance(value, int) and not _NUMBER_IS_ID.fullmatch(key.lower()):
         return None
-    for modality, pattern in _NAMES.items():
+    for modality, pattern in _ANNOUNCING_KEYS.items():
         if pattern.fullmatch(key.lower()):
             return modality
     return None
