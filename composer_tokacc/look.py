@@ -22,7 +22,11 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
-from composer_tokacc.programs.process import command_line, prepare, while_somebody_reads
+from composer_tokacc.programs.process import (
+    command_line,
+    prepare,
+    while_somebody_reads,
+)
 
 if __name__ == '__main__':
     prepare(__doc__)

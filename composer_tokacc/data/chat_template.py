@@ -94,7 +94,12 @@ class ChatTemplate:
         self._check_all_written(messages, text)
         return rendered
 
-    def apply(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
+    def apply(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = False,
+    ) -> str:
         """Returns the text that the template writes for some messages."""
         plain_messages = []
         for message in messages:
@@ -123,7 +128,10 @@ class ChatTemplate:
         lengths = []
         for count in range(3):
             media = [{'type': modality}] * count
-            message = {'role': role, 'content': [*media, {'type': 'text', 'text': 'q'}]}
+            message = {
+                'role': role,
+                'content': [*media, {'type': 'text', 'text': 'q'}],
+            }
             conversation = [message]
             if role == 'tool':  # a tool answers a request of the assistant
                 conversation = [
@@ -268,10 +276,16 @@ class ChatTemplate:
 
     def _find_end_token(self, tokenizer: Any) -> str:
         """Returns the token that the template writes after an answer, or the tokenizer's ``eos_token``."""
-        conversation = [text_message('user', 'q'), text_message('assistant', 'a')]
+        conversation = [
+            text_message('user', 'q'),
+            text_message('assistant', 'a'),
+        ]
         _, after_answer = self._text_around(conversation, [1])
         # Special or not: some tokenizers have ChatML's tokens as plain added ones.
-        tokens = {*map(str, tokenizer.added_tokens_decoder.values()), *tokenizer.all_special_tokens}
+        tokens = {
+            *map(str, tokenizer.added_tokens_decoder.values()),
+            *tokenizer.all_special_tokens,
+        }
         longest_match = ''  # one token may be the beginning of another
         for token in tokens:
             if after_answer.lstrip().startswith(token) and len(token) > len(longest_match):
@@ -285,7 +299,10 @@ class ChatTemplate:
 
     def _ends_every_answer(self) -> bool:
         """Tells whether the template writes the ending token after each of two answers."""
-        question, answer = text_message('user', 'q'), text_message('assistant', 'a')
+        question, answer = (
+            text_message('user', 'q'),
+            text_message('assistant', 'a'),
+        )
         try:
             _, *text_after = self._text_around([question, answer, question, answer], [1, 3])
         except ValueError:  # the template refuses two turns, and says so for a sample that has them

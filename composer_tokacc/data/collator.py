@@ -49,7 +49,11 @@ class VisionLanguageCollator:
         if layout is None:
             # The sample with the most media shows the most about the layout.
             layout = BatchLayout.infer(max(samples, key=_count_media))
-        batch = layout.concat(samples, padding_side=self.padding_side, pad_token_id=self.pad_token_id)
+        batch = layout.concat(
+            samples,
+            padding_side=self.padding_side,
+            pad_token_id=self.pad_token_id,
+        )
         # StreamingDataLoader takes the batch size from the first entry.
         return {'input_ids': batch.pop('input_ids'), **batch}
 

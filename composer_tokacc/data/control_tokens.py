@@ -75,7 +75,10 @@ class ControlTokenPolicy:
         if self.option == 'refuse':
             raise error
         self._has_warned = True
-        log.warning('%s. It is encoded as a control token; later samples are not named.', error)
+        log.warning(
+            '%s. It is encoded as a control token; later samples are not named.',
+            error,
+        )
 
     def hide(self, message: Message) -> Message:
         """Returns a message with stand-ins for the control tokens in its texts (``text`` only)."""
@@ -84,7 +87,10 @@ class ControlTokenPolicy:
         content = []
         for part in message['content']:
             if part.get('text'):
-                part = {**part, 'text': self._pattern.sub(self._stand_in, part['text'])}
+                part = {
+                    **part,
+                    'text': self._pattern.sub(self._stand_in, part['text']),
+                }
             content.append(part)
         return {**message, 'content': content}
 

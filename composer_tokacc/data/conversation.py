@@ -24,7 +24,10 @@ from composer_tokacc.data.chat_template import (
     text_message,
     text_of,
 )
-from composer_tokacc.data.control_tokens import ControlTokenPolicy, ControlTokens
+from composer_tokacc.data.control_tokens import (
+    ControlTokenPolicy,
+    ControlTokens,
+)
 from composer_tokacc.data.media import decode_media
 from composer_tokacc.data.records import (
     PLACEHOLDER,
@@ -189,7 +192,13 @@ class ConversationEncoder:
                 sample[f'num_{modality}s'] = [len(media[modality])]
         return sample
 
-    def encode_record(self, record: Record, files: Sequence[MediaFile], *, shapes_only: bool = False) -> EncodedSample:
+    def encode_record(
+        self,
+        record: Record,
+        files: Sequence[MediaFile],
+        *,
+        shapes_only: bool = False,
+    ) -> EncodedSample:
         """Encodes a record. The sample does not depend on the place of the record and its files.
 
         Args:
@@ -215,7 +224,13 @@ class ConversationEncoder:
             sample[LOSS_WEIGHTS] = torch.full(sample['labels'].shape, record.loss_weights)
         return sample
 
-    def decode(self, record: Record, files: Sequence[MediaFile], *, shapes_only: bool = False) -> DecodedMedia:
+    def decode(
+        self,
+        record: Record,
+        files: Sequence[MediaFile],
+        *,
+        shapes_only: bool = False,
+    ) -> DecodedMedia:
         """Decodes the media of a record for the processor, completely or only their shapes."""
         sampling_rate = getattr(self.parts.get('audio'), 'sampling_rate', 16000)
         return decode_media(
@@ -436,7 +451,10 @@ class ConversationEncoder:
         return checked
 
     def _find_token_spans(
-        self, rendered: Rendered, input_ids: torch.Tensor, add_special_tokens: bool
+        self,
+        rendered: Rendered,
+        input_ids: torch.Tensor,
+        add_special_tokens: bool,
     ) -> list[tuple[int, int]]:
         """Finds positions ``[start, end)`` of each answer in ``input_ids``, whose placeholders are expanded.
 

@@ -219,7 +219,9 @@ def _decode_line(line: str) -> object:
 # other entries of the array are read.
 
 
-def _decode_object(pairs: list[tuple[str, object]]) -> dict[str, object] | ValueError:
+def _decode_object(
+    pairs: list[tuple[str, object]],
+) -> dict[str, object] | ValueError:
     """Returns an object, or an error if a key stands twice in it: one of the two values would be lost."""
     decoded: dict[str, object] = {}
     for key, value in pairs:
@@ -352,7 +354,12 @@ def _without_decoding(feature: Any) -> Any:
     return feature
 
 
-def _read_cell(arrow_table: Any, features: Any, index: int, keys: tuple[str | int, ...] = ()) -> Any:
+def _read_cell(
+    arrow_table: Any,
+    features: Any,
+    index: int,
+    keys: tuple[str | int, ...] = (),
+) -> Any:
     """Returns the value in a row of a table behind some keys."""
     value = features.decode_example(arrow_table[index].to_pylist()[0])
     for key in keys:

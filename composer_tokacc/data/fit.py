@@ -18,7 +18,12 @@ import torch
 from PIL import Image
 
 from composer_tokacc.data.conversation import ConversationEncoder
-from composer_tokacc.data.records import EncodedSample, MediaFile, Message, Record
+from composer_tokacc.data.records import (
+    EncodedSample,
+    MediaFile,
+    Message,
+    Record,
+)
 from composer_tokacc.data.sizes import SHRINK_STEPS, image_token_ids
 from composer_tokacc.data.videos import VideoSampling, make_video
 
@@ -76,7 +81,10 @@ class ThinnedSampling(VideoSampling):
 
     def count(self, num_frames: int, duration: float) -> int:
         """Returns the number of frames to take."""
-        return max(int(super().count(num_frames, duration) * self.share), self.min_frames)
+        return max(
+            int(super().count(num_frames, duration) * self.share),
+            self.min_frames,
+        )
 
 
 class FittingEncoder(ConversationEncoder):
@@ -215,7 +223,13 @@ class FittingEncoder(ConversationEncoder):
             return False
         return few['input_ids'].shape[1] < many['input_ids'].shape[1]
 
-    def _probe(self, modality: str, lowered: Sequence[str], *, num_frames: int = PROBE_FRAMES) -> EncodedSample:
+    def _probe(
+        self,
+        modality: str,
+        lowered: Sequence[str],
+        *,
+        num_frames: int = PROBE_FRAMES,
+    ) -> EncodedSample:
         """Encodes one large black image or video, with some budgets at their minimum."""
         encoder = copy(self)
         encoder.max_length = None
@@ -237,13 +251,15 @@ class FittingEncoder(ConversationEncoder):
         length = sample['input_ids'].shape[1]
         num_media_tokens = self._count_media_tokens(sample)
         if self.max_length is not None and length > self.max_length:
-            name, cap, got = 'max_length', self.max_length, length
+            name = 'max_length'
+            excess = f'{self.max_length} < {length}'
         else:
-            name, cap, got = 'max_image_tokens', self.max_image_tokens, num_media_tokens
+            name = 'max_image_tokens'
+            excess = f'{self.max_image_tokens} < {num_media_tokens}'
         name_of_processor = type(self.processor).__name__
         least = f'{num_media_tokens} of them for {len(record.media)} media, the fewest of {name_of_processor}'
         remedy = 'Raise it, shorten the sample, or set on_error=skip'
-        return f'`{name}` must be at least the sample, got: {cap} < {got} tokens, {least}. {remedy}.'
+        return f'`{name}` must be at least the sample, got: {excess} tokens, {least}. {remedy}.'
 
 
 def can_shrink_media(processor: Any) -> bool:

@@ -172,7 +172,12 @@ def parse_record(raw: RawRecord) -> Record:
         # An id may hold anything: lone surrogates and line breaks must not break the message.
         printable = str(raw.data['id']).encode('utf-8', 'backslashreplace').decode()
         sample_id = ' '.join(printable.split())[:200]
-    record = Record(sample_id=sample_id, source=f'{raw.path}, {raw.where}', turns=(), media=())
+    record = Record(
+        sample_id=sample_id,
+        source=f'{raw.path}, {raw.where}',
+        turns=(),
+        media=(),
+    )
     try:
         return _parse_data(raw.data, record)
     except ValueError as error:
@@ -206,7 +211,12 @@ def _parse_data(data: object, record: Record) -> Record:
         for name in medium.names:
             _check_characters(name)
     loss_weights = _parse_loss_weights(data.get('loss_weights'))
-    return replace(record, turns=tuple(turns), media=tuple(media), loss_weights=loss_weights)
+    return replace(
+        record,
+        turns=tuple(turns),
+        media=tuple(media),
+        loss_weights=loss_weights,
+    )
 
 
 def _parse_loss_weights(value: Any) -> float | None:
@@ -337,7 +347,12 @@ FORMATS = (
     RecordFormat(('prompt', 'completion'), _read_prompt_and_completion),
     RecordFormat(
         ('instruction', 'output'),
-        partial(_read_alpaca, question='instruction', detail='input', answer='output'),
+        partial(
+            _read_alpaca,
+            question='instruction',
+            detail='input',
+            answer='output',
+        ),
         further_keys=('input', 'history'),
     ),
     RecordFormat(

@@ -57,7 +57,8 @@ def identify_processor(processor: Any) -> str:
     settings_of_parts = []
     for name in ('image_processor', 'video_processor', 'feature_extractor'):
         settings_of_parts.append(_settings_of(getattr(processor, name, None)))
-    return fingerprint([class_name(processor), _settings_of(processor), settings_of_parts, template])
+    settings = _settings_of(processor)
+    return fingerprint([class_name(processor), settings, settings_of_parts, template])
 
 
 def _settings_of(part: Any) -> dict[str, Any]:

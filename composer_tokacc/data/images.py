@@ -36,7 +36,16 @@ IMAGE_FORMATS = (
     'WEBP',
 )
 """Formats of PIL that are read. Others start programs (EPS), hold several sizes, or are known by name only."""
-HEIF_BRANDS = (b'heic', b'heix', b'heim', b'heis', b'hevc', b'hevx', b'mif1', b'msf1')
+HEIF_BRANDS = (
+    b'heic',
+    b'heix',
+    b'heim',
+    b'heis',
+    b'hevc',
+    b'hevx',
+    b'mif1',
+    b'msf1',
+)
 """Bytes 8 to 12 of a HEIF file, after ``ftyp``."""
 QUARTER_TURNS = (5, 6, 7, 8)
 """Values of EXIF's orientation that exchange width and height."""

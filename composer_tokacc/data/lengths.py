@@ -21,7 +21,13 @@ from composer.utils import dist
 from torch.utils.data import ConcatDataset, DataLoader
 from tqdm.auto import tqdm
 
-from composer_tokacc.cache import cache_folder, fingerprint, keep, load_kept, whole_file
+from composer_tokacc.cache import (
+    cache_folder,
+    fingerprint,
+    keep,
+    load_kept,
+    whole_file,
+)
 from composer_tokacc.data.identity import (
     class_name,
     identify_data,
@@ -109,7 +115,9 @@ class LengthTable:
             missing = {'bad', 'reasons', *TABLE_COLUMNS} - set(arrays)
             if missing:
                 raise ValueError(f'`path` must be a saved length table, got: {path} without {sorted(missing)}.')
-            errors = dict(zip(arrays['bad'].tolist(), arrays['reasons'].tolist(), strict=True))
+            indices = arrays['bad'].tolist()
+            reasons = arrays['reasons'].tolist()
+            errors = dict(zip(indices, reasons, strict=True))
             columns = {name: arrays[name] for name in TABLE_COLUMNS}
             return cls(**columns, errors=errors)
 
@@ -243,7 +251,10 @@ def build_length_table(
 
 
 def _measure_rows(
-    row_sizes: RowSizes, indices: Sequence[int], mapper: SampleMapper, on_error: OnError
+    row_sizes: RowSizes,
+    indices: Sequence[int],
+    mapper: SampleMapper,
+    on_error: OnError,
 ) -> list[MeasuredRow]:
     """Returns the rows of this rank's samples. With ``'raise'`` it stops at the first bad one."""
     rows: list[MeasuredRow] = [None] * len(indices)
@@ -291,7 +302,11 @@ class SampleMapper:
     shows_bar: bool
 
     def __call__(
-        self, function: Callable[[MapItem], MapResult], items: Sequence[MapItem], fewest: int, /
+        self,
+        function: Callable[[MapItem], MapResult],
+        items: Sequence[MapItem],
+        fewest: int,
+        /,
     ) -> Iterator[MapResult]:
         """Yields the results in order. Up to ``fewest`` items no processes are started."""
         loader: Any = DataLoader(

@@ -84,7 +84,10 @@ class DatasetEntry:
         formatting = entry.get('formatting') or 'alpaca'
         if formatting not in DEFAULT_COLUMNS:
             raise ValueError(f'`formatting` must be one of {list(DEFAULT_COLUMNS)}, got: {shorten(formatting)}')
-        columns = {**DEFAULT_COLUMNS[formatting], **(entry.get('columns') or {})}
+        columns = {
+            **DEFAULT_COLUMNS[formatting],
+            **(entry.get('columns') or {}),
+        }
         tags = {**DEFAULT_TAGS, **(entry.get('tags') or {})}
         _check_supported(entry, columns, tags)
         hub_name = entry.get('hf_hub_url')

@@ -138,7 +138,11 @@ class LlavaDataset(Dataset):
             first = f' First: {self.skipped[0]}' if self.skipped else ''
             raise ValueError(f'`path` must hold at least one good sample, got: {path} with none.{first}')
 
-    def _read(self, records: Iterable[tuple[Record, Path] | BadSampleError], on_error: OnError) -> None:
+    def _read(
+        self,
+        records: Iterable[tuple[Record, Path] | BadSampleError],
+        on_error: OnError,
+    ) -> None:
         """Keeps the good records. The first bad one raises, or all of them are skipped."""
         for entry in records:
             try:

@@ -22,7 +22,13 @@ from typing import Any, BinaryIO, NamedTuple
 from PIL import Image
 
 from composer_tokacc.data.images import image_size, read_image
-from composer_tokacc.data.records import DecodedMedia, EmbeddedFile, MediaFile, Medium, Record
+from composer_tokacc.data.records import (
+    DecodedMedia,
+    EmbeddedFile,
+    MediaFile,
+    Medium,
+    Record,
+)
 from composer_tokacc.data.videos import (
     VideoSampling,
     read_audio,

@@ -7,8 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import CLIPImageProcessor, LlavaProcessor, PreTrainedTokenizerFast
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    pre_tokenizers,
+    trainers,
+)
+from transformers import (
+    CLIPImageProcessor,
+    LlavaProcessor,
+    PreTrainedTokenizerFast,
+)
 
 RESERVED_TOKENS = (
     '<pad>',
@@ -33,7 +44,10 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(
-    texts: Iterable[str], *, vocab_size: int = 2048, model_max_length: int = 2048
+    texts: Iterable[str],
+    *,
+    vocab_size: int = 2048,
+    model_max_length: int = 2048,
 ) -> PreTrainedTokenizerFast:
     """Trains a byte-level BPE tokenizer, which can write any text. It pads on the right."""
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -71,7 +85,10 @@ def wrap_tokenizer(tokenizer: Tokenizer, *, model_max_length: int) -> PreTrained
 
 
 def small_llava_processor(
-    tokenizer: PreTrainedTokenizerFast, *, image_size: int = 32, patch_size: int = 8
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    image_size: int = 32,
+    patch_size: int = 8,
 ) -> LlavaProcessor:
     """Returns a processor with a tokenizer: square images, ``(image_size / patch_size)**2`` tokens each."""
     if image_size % patch_size:

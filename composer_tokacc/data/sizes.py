@@ -360,7 +360,10 @@ class ImageExpansion:
 
 def _conversation_of(num_images: int) -> list[Message]:
     content: list[dict[str, str]] = [{'type': 'image'}] * num_images
-    question = {'role': 'user', 'content': [*content, {'type': 'text', 'text': 'q'}]}
+    question = {
+        'role': 'user',
+        'content': [*content, {'type': 'text', 'text': 'q'}],
+    }
     answer = {'role': 'assistant', 'content': [{'type': 'text', 'text': 'a'}]}
     return [question, answer]
 

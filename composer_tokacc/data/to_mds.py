@@ -24,7 +24,13 @@ from tqdm.auto import tqdm
 
 from composer_tokacc.data.files import read_records
 from composer_tokacc.data.media import decode_media, open_files
-from composer_tokacc.data.records import BadSampleError, JsonObject, Medium, Record, Turn
+from composer_tokacc.data.records import (
+    BadSampleError,
+    JsonObject,
+    Medium,
+    Record,
+    Turn,
+)
 
 if TYPE_CHECKING:
     from streaming import MDSWriter  # pyright: ignore[reportMissingImports]
@@ -39,7 +45,7 @@ ShardRow = dict[str, Any]
 
 
 class Written(NamedTuple):
-    """Numbers of what was written. ``skipped`` has the reason of each bad sample that was left out."""
+    """The numbers of a conversion. ``skipped`` has the reason of each bad sample that was left out."""
 
     num_samples: int
     num_shards: int
@@ -100,9 +106,21 @@ def write_shards(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the program. A bad sample or a wrong argument ends it with one line and status 2."""
     parser = argparse.ArgumentParser(prog='python -m composer_tokacc.data.to_mds', description=__doc__)
-    parser.add_argument('path', metavar='data.json', help='conversations, as `dataset.path` of a run')
-    parser.add_argument('image_dir', metavar='images', help='folder in which names of media start')
-    parser.add_argument('out', metavar='out_folder', help='folder for the shards, empty or absent')
+    parser.add_argument(
+        'path',
+        metavar='data.json',
+        help='conversations, as `dataset.path` of a run',
+    )
+    parser.add_argument(
+        'image_dir',
+        metavar='images',
+        help='folder in which names of media start',
+    )
+    parser.add_argument(
+        'out',
+        metavar='out_folder',
+        help='folder for the shards, empty or absent',
+    )
     parser.add_argument('--size-limit', default='64mb', help='largest shard (default: 64mb)')
     parser.add_argument(
         '--on-error',
@@ -178,7 +196,9 @@ def _read_rows(
             yield from pool.map(_read_row, records[start : start + SAMPLES_AT_ONCE])
 
 
-def _read_row(entry: tuple[Record, Path] | BadSampleError) -> ShardRow | BadSampleError:
+def _read_row(
+    entry: tuple[Record, Path] | BadSampleError,
+) -> ShardRow | BadSampleError:
     if isinstance(entry, BadSampleError):
         return entry
     record, folder = entry

@@ -73,7 +73,11 @@ class Likeness(NamedTuple):
     """Whether the value is an address in a network."""
 
 
-def check_unread_keys(data: Mapping[str, object], keys_read: Container[str], media: Sequence[Medium]) -> None:
+def check_unread_keys(
+    data: Mapping[str, object],
+    keys_read: Container[str],
+    media: Sequence[Medium],
+) -> None:
     """Raises ValueError if a key that is not read looks like a medium.
 
     Two cases are allowed, because they say where a medium came from and hold no other one: the file name of a medium

@@ -237,7 +237,12 @@ def _is_complete_matroska(head: bytes, size: int) -> bool:
     return length == unknown or place + num_bytes + length <= size
 
 
-def _has_complete_chunk(file: BinaryIO, size: int, chunk_id: bytes, byteorder: Literal['little', 'big']) -> bool:
+def _has_complete_chunk(
+    file: BinaryIO,
+    size: int,
+    chunk_id: bytes,
+    byteorder: Literal['little', 'big'],
+) -> bool:
     """Tells whether the chunk that holds the samples of a WAV or AIFF file ends inside the file."""
     place = 12  # after the name of the format
     while place + 8 <= size:
