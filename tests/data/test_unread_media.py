@@ -93,7 +93,7 @@ NOTES = {
     'text': {'source': 'coco', 'caption': 'A red square.', 'split': 'train'},
     'numbers': {'image_width': 640, 'num_images': 0, 'frames': 32, 'score': 0.5, 'has_image': False},
     'nothing': {'image_path': None, 'video': '', 'jpg': [], 'frames': {}},
-    'sentence': {'image_caption': 'A cat', 'media': 'on a mat, he said'},
+    'sentence': {'image_caption': 'A cat', 'media': 'on a mat, he said', 'credit': 'from https://x.com/a.jpg'},
     'code': {'language': 'a.py', 'text': 'data: 1, 2, 3'},
 }
 
