@@ -135,8 +135,8 @@ def _likeness_of_text(text: str) -> Likeness | None:
         path = urlsplit(text).path if scheme else text
     except ValueError:  # not an address after all, such as 'http://[a'
         path = text
-    is_sentence = '\n' in path or '://' in path  # an address within a text
-    if is_sentence:
+    has_address_inside = scheme is None and '://' in path
+    if has_address_inside or '\n' in path:  # a text, not a path
         return None
     file_name = os.path.basename(path.strip())
     _, dot, ending = file_name.rpartition('.')
