@@ -136,7 +136,7 @@ class LlavaDataset(Dataset):
             )
         if not self.records:
             first = f' First: {self.skipped[0]}' if self.skipped else ''
-            raise ValueError(f'`path` must hold at least one good sample, got: {path} with none.{first}')
+            raise ValueError(f'`path` must hold at least one good sample, got: {str(path)[:300]} with none.{first}')
 
     def _read(
         self,
