@@ -1,103 +1,186 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Shows samples as the model gets them: what is learned, and how images, videos and audio are cut.
+"""Shows samples as the model gets them: the text that is learned, and the shapes of images, videos and audio.
 
     python -m composer_tokacc.look yamls/llava_json.yaml dataset.path=data.json [key=value ...]
 
-What carries loss stands between >> and <<; a run of one placeholder is written once, with its number. Besides the
+Tokens that carry loss stand between >> and <<. A run of one placeholder is written once, with its number. Besides the
 config's keys:
 
-    samples=12              how many, spread over the dataset; those with the most and the fewest tokens among them
+    samples=12              number of samples: one of each kind of media, the ones with the most and the fewest tokens,
+                            and others spread over the dataset
     eval=true               of the eval set; false
 """
 
 from __future__ import annotations
 
 import sys
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any
 
-from composer_tokacc.programs.process import command_line, prepare, while_somebody_reads
+from composer_tokacc.programs.process import (
+    command_line,
+    prepare,
+    while_somebody_reads,
+)
 
 if __name__ == '__main__':
     prepare(__doc__)
 
+import numpy as np
 import torch
+from torch.utils.data import ConcatDataset
 
-from composer_tokacc.batch import IGNORE_INDEX
+from composer_tokacc.batch import IGNORE_INDEX, MODALITIES
 from composer_tokacc.programs import ConfigError, TrainConfig
 from composer_tokacc.programs.errors import refuse
 from composer_tokacc.programs.runner import run_program
 from composer_tokacc.programs.sources import source_of
 
-SHOWN_REPEATS = 4
-"""Repetitions of one token that are written out: longer runs are placeholders of media."""
+MAX_WRITTEN_OUT = 4
+"""Repetitions of one token that are written out. Longer runs are placeholders of media."""
+MAX_NUMBERS = 12
+"""Numbers of a tensor that are written out."""
+MAX_READ_FOR_KINDS = 64
+"""Samples that are read to find one of each kind of media, if the dataset does not know the kinds."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the program; see ``run_program`` for the exit status."""
-    given, overrides = command_line(__doc__).parse_known_args(arguments)
-    own = dict(each.split('=', 1) for each in overrides if each.startswith(('samples=', 'eval=')))
-    if not own.get('samples', '12').isdecimal() or own.get('eval', 'false') not in ('true', 'false'):
-        return refuse(ConfigError(f'`samples` must be a number and `eval` true or false, got: {own}'))
-    rest = [each for each in overrides if not each.startswith(('samples=', 'eval='))]
-    is_eval, count = own.get('eval') == 'true', int(own.get('samples', '12'))
-    return run_program(partial(look, count=count, is_eval=is_eval), given.config, rest)
+    """Runs the program. See ``run_program`` for the exit status."""
+    parsed, overrides = command_line(__doc__).parse_known_args(arguments)
+    own_arguments = {}
+    config_overrides = []
+    for override in overrides:
+        if override.startswith(('samples=', 'eval=')):
+            key, _, value = override.partition('=')
+            own_arguments[key] = value
+        else:
+            config_overrides.append(override)
+    count = own_arguments.get('samples', '12')
+    is_eval = own_arguments.get('eval', 'false')
+    if not count.isdecimal() or is_eval not in ('true', 'false'):
+        return refuse(ConfigError(f'`samples` must be a number and `eval` true or false, got: {own_arguments}'))
+    program = partial(look, count=int(count), is_eval=is_eval == 'true')
+    return run_program(program, parsed.config, config_overrides)
 
 
 def look(config: TrainConfig, *, count: int = 12, is_eval: bool = False) -> None:
     """Prints the samples."""
     source = source_of(config)
     processor = source.build_processor()
-    built = source.build_dataset(processor, is_eval=is_eval)
-    if built is None:
+    opened = source.build_dataset(processor, is_eval=is_eval)
+    if opened is None:
         raise ConfigError('`dataset.eval` must be given for eval=true, got: none')
-    dataset, tokenizer = source.by_index(built), getattr(processor, 'tokenizer', processor)
-    lengths = source.measure(built, processor).lengths
-    # The shortest, the longest, and others evenly between.
-    between = [place * (len(lengths) - 1) // max(count - 1, 1) for place in range(count)]
-    places = dict.fromkeys([int(lengths.argmin()), int(lengths.argmax()), *between, *range(len(lengths))])
+    dataset = source.by_index(opened)
+    tokenizer = getattr(processor, 'tokenizer', processor)
+    lengths = source.measure(opened, processor).lengths
     with while_somebody_reads():
-        for index in sorted(list(places)[:count]):
+        for index in choose_samples(dataset, lengths, count):
             print(f'\n{described(dataset[index], tokenizer, index)}', flush=True)
 
 
-def described(sample: Mapping[str, Any], tokenizer: Any, index: int) -> str:
-    """Returns what the model gets of a sample, in words."""
-    ids, labels = sample['input_ids'][0].tolist(), sample['labels'][0]
-    learned = (labels != IGNORE_INDEX).tolist()
-    name = (sample.get('sample_ids') or [index])[0]
-    of_source = f' of {sample["source"][0]}' if 'source' in sample else ''
-    head = f'== sample {name!r}{of_source}: {len(ids)} tokens, {sum(learned)} of them learned'
-    media = [
-        f'   {key}: {tuple(value.shape)} {str(value.dtype).removeprefix("torch.")}, {_range(value)}'
-        for key, value in sample.items()
-        if isinstance(value, torch.Tensor) and value.shape[:2] != sample['input_ids'].shape
+def choose_samples(dataset: Any, lengths: np.ndarray, count: int) -> list[int]:
+    """Returns the indices of the samples to show, in order.
+
+    Args:
+        dataset: The samples by index.
+        lengths: Tokens of each sample, ``(n,)``.
+        count: Number of samples to show.
+    """
+    num_samples = len(lengths)
+    spread = []
+    for step in range(count):
+        spread.append(step * (num_samples - 1) // max(count - 1, 1))
+    by_priority = [
+        *_one_of_each_kind(dataset, num_samples),
+        int(lengths.argmin()),
+        int(lengths.argmax()),
+        *spread,
     ]
-    return '\n'.join([head, *media, ''.join(_pieces(ids, learned, tokenizer))])
+    by_priority.extend(range(num_samples))  # if some of the others are the same
+    distinct = list(dict.fromkeys(by_priority))
+    return sorted(distinct[:count])
 
 
-def _range(value: torch.Tensor) -> str:
-    if value.numel() <= 6 or not value.is_floating_point():
-        return str(value.flatten()[:12].tolist())
+def _one_of_each_kind(dataset: Any, num_samples: int) -> list[int]:
+    """Returns the first sample of each combination of modalities, those with the most modalities first."""
+    indices: Sequence[int] = range(num_samples)
+    if not _knows_modalities(dataset):
+        spread = np.linspace(0, num_samples - 1, min(num_samples, MAX_READ_FOR_KINDS))
+        indices = spread.astype(int).tolist()
+    first_of_kind: dict[frozenset[str], int] = {}
+    for index in indices:
+        first_of_kind.setdefault(_modalities_of(dataset, index), index)
+    kinds = sorted(first_of_kind, key=len, reverse=True)
+    return [first_of_kind[kind] for kind in kinds]
+
+
+def _knows_modalities(dataset: Any) -> bool:
+    if isinstance(dataset, ConcatDataset):
+        return all(_knows_modalities(part) for part in dataset.datasets)
+    return hasattr(dataset, 'modalities')
+
+
+def _modalities_of(dataset: Any, index: int) -> frozenset[str]:
+    """Returns the modalities of a sample's media. Reads the sample if its dataset does not know them."""
+    if isinstance(dataset, ConcatDataset):
+        part = bisect_right(dataset.cumulative_sizes, index)
+        start = dataset.cumulative_sizes[part - 1] if part > 0 else 0
+        return _modalities_of(dataset.datasets[part], index - start)
+    if hasattr(dataset, 'modalities'):
+        return dataset.modalities(index)
+    sample = dataset[index]
+    return frozenset(modality for modality in MODALITIES if sample.get(f'num_{modality}s', [0])[0])
+
+
+def described(sample: Mapping[str, Any], tokenizer: Any, index: int) -> str:
+    """Returns a sample as text: its numbers, the shapes of its media, and its tokens."""
+    ids = sample['input_ids'][0].tolist()
+    has_loss = (sample['labels'][0] != IGNORE_INDEX).tolist()
+    sample_ids = sample.get('sample_ids') or [index]
+    source = f' of {sample["source"][0]}' if 'source' in sample else ''
+    lines = [f'== sample {sample_ids[0]!r}{source}: {len(ids)} tokens, {sum(has_loss)} of them learned']
+    for key, value in sample.items():
+        if isinstance(value, torch.Tensor) and value.shape[:2] != sample['input_ids'].shape:
+            data_type = str(value.dtype).removeprefix('torch.')
+            lines.append(f'   {key}: {tuple(value.shape)} {data_type}, {_values_of(value)}')
+    lines.append(''.join(_pieces(ids, has_loss, tokenizer)))
+    return '\n'.join(lines)
+
+
+def _values_of(value: torch.Tensor) -> str:
+    """Returns the numbers of a small tensor, or their range."""
+    if value.numel() <= MAX_NUMBERS // 2 or not value.is_floating_point():
+        return str(value.flatten()[:MAX_NUMBERS].tolist())
     return f'from {float(value.min()):.2f} to {float(value.max()):.2f}'
 
 
-def _pieces(ids: Sequence[int], learned: Sequence[bool], tokenizer: Any) -> Iterator[str]:
-    for is_learned, some in groupby(zip(ids, learned, strict=True), key=lambda one: one[1]):
-        text, kept = '', []
-        for token, run in groupby(token for token, _ in some):
-            number = len(list(run))
-            if number <= SHOWN_REPEATS:
-                kept += [token] * number
-                continue
-            text += tokenizer.decode(kept) + f'[{tokenizer.decode([token])} x {number}]'
-            kept = []
-        text += tokenizer.decode(kept) if kept else ''
+def _pieces(ids: Sequence[int], has_loss: Sequence[bool], tokenizer: Any) -> Iterator[str]:
+    """Yields the text of each run of tokens with loss, or without."""
+    tokens_and_loss = zip(ids, has_loss, strict=True)
+    for is_learned, run in groupby(tokens_and_loss, key=lambda pair: pair[1]):
+        text = _decode([token for token, _ in run], tokenizer)
         yield f' >> {text.strip()} << ' if is_learned else text
+
+
+def _decode(ids: Sequence[int], tokenizer: Any) -> str:
+    """Decodes tokens, and writes a long repetition as ``[<image> x 576]``."""
+    text = ''
+    pending: list[int] = []
+    for token, repetitions in groupby(ids):
+        number = len(list(repetitions))
+        if number <= MAX_WRITTEN_OUT:
+            pending.extend([token] * number)
+            continue
+        text += tokenizer.decode(pending) + f'[{tokenizer.decode([token])} x {number}]'
+        pending = []
+    if pending:
+        text += tokenizer.decode(pending)
+    return text
 
 
 if __name__ == '__main__':

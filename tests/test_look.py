@@ -10,9 +10,11 @@ import os
 import re
 import sys
 
+import numpy as np
 import pytest
+from torch.utils.data import ConcatDataset, Dataset
 
-from composer_tokacc.look import described, main
+from composer_tokacc.look import choose_samples, described, main
 from composer_tokacc.programs.process import prepare
 from examples.digits import DigitsDataset, build_digits_processor
 from tests.support.programs import DIGITS
@@ -65,3 +67,40 @@ def test_what_a_screen_has_no_letters_for_is_escaped(monkeypatch, tmp_path):
         gc.enable()
         print('ä → \udce9')
     assert (tmp_path / 'out').read_bytes() == b'\xe4 \\u2192 \\udce9\n'
+
+
+class Kinds(Dataset):
+    """Samples of which only the modalities are known, or only the numbers of media, as in a dataset of one's own."""
+
+    def __init__(self, kinds, *, says_so):
+        self.kinds = kinds
+        if says_so:
+            self.modalities = lambda index: frozenset(kinds[index])
+
+    def __len__(self):
+        return len(self.kinds)
+
+    def __getitem__(self, index):
+        assert not hasattr(self, 'modalities'), 'nothing has to be read'
+        return {f'num_{modality}s': [1] for modality in self.kinds[index]}
+
+
+def rare_kinds():
+    kinds = [('image',)] * 60
+    kinds[17], kinds[41], kinds[59] = (), ('video',), ('image', 'audio')
+    return kinds
+
+
+@pytest.mark.parametrize('says_so', [True, False])
+def test_four_samples_show_every_kind(says_so):
+    dataset = Kinds(rare_kinds(), says_so=says_so)
+    assert choose_samples(dataset, np.arange(60), 4) == [0, 17, 41, 59]
+    # With room for more: the shortest, the longest, and others between.
+    assert len(choose_samples(dataset, np.arange(60), 12)) == 12
+    parts = ConcatDataset([Kinds([('image',)] * 4, says_so=says_so), dataset])
+    assert choose_samples(parts, np.arange(64), 4) == [0, 21, 45, 63]
+
+
+def test_few_samples_show_every_modality():
+    kinds = [(), ('image',), ('video',), ('image', 'video')]
+    assert choose_samples(Kinds(kinds, says_so=True), np.arange(4), 1) == [3]

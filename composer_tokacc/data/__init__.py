@@ -6,12 +6,24 @@
 from composer_tokacc.data.collator import VisionLanguageCollator
 from composer_tokacc.data.conversation import ConversationEncoder
 from composer_tokacc.data.hub import ask_hub
-from composer_tokacc.data.identity import identify_data, identify_processor, identify_vocabulary
-from composer_tokacc.data.lengths import TABLE_COLUMNS, LengthTable, length_table
+from composer_tokacc.data.identity import (
+    identify_data,
+    identify_processor,
+    identify_vocabulary,
+)
+from composer_tokacc.data.lengths import (
+    TABLE_COLUMNS,
+    LengthTable,
+    length_table,
+)
 from composer_tokacc.data.llava import LlavaDataset
 from composer_tokacc.data.processor import build_small_processor
 from composer_tokacc.data.records import BadSampleError
-from composer_tokacc.data.sizes import count_patches, image_token_ids, patch_size_of
+from composer_tokacc.data.sizes import (
+    count_patches,
+    image_token_ids,
+    patch_size_of,
+)
 from composer_tokacc.data.videos import VideoSampling
 
 __all__ = [

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Samples of a Hugging Face processor -> one padded batch."""
+"""Joins samples of a Hugging Face processor into one padded batch."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from composer_tokacc.batch import MODALITIES, check_ids
+from composer_tokacc.data.records import EncodedSample
 from composer_tokacc.layout import BatchLayout
 
 
 class VisionLanguageCollator:
-    """Pads text and strings images, videos and audio one after the other.
+    """Pads the text of samples, and concatenates their images, videos and audio.
 
     Args:
-        tokenizer: The tokenizer, or the processor that holds it; says with what and on which side to pad.
-        layout: How media entries belong to rows. ``None``: read off the samples.
+        tokenizer: The tokenizer, or the processor that holds it. Gives the pad token and the padding side.
+        layout: How media entries belong to rows. ``None``: inferred from the samples.
 
     Raises:
         ValueError: If the tokenizer has no pad token.
@@ -32,28 +33,47 @@ class VisionLanguageCollator:
         self.padding_side: str = tokenizer.padding_side
         self.layout = layout
 
-    def __call__(self, samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def __call__(self, samples: Sequence[EncodedSample]) -> dict[str, Any]:
         """Joins samples into a batch.
 
         Args:
-            samples: What a processor returns for one sample each, with ``labels``, ``sample_ids`` and ``num_images``;
+            samples: The entries of a processor for one sample each, with ``labels``, ``sample_ids`` and ``num_images``,
                 perhaps ``num_videos`` and ``num_audios``.
 
         Returns:
             The batch, ``input_ids`` of shape ``(len(samples), width)`` first, with the lists ``sample_ids``,
             ``num_images``, ...
         """
-        given = [] if isinstance(samples, Mapping) else samples  # one alone
-        shapes = [getattr(dict(sample).get('input_ids'), 'shape', ()) for sample in given]
-        if not shapes or any(len(shape) != 2 for shape in shapes):
-            raise ValueError(
-                f'`samples` must each hold `input_ids` of shape (1, length), got: {[*map(tuple, shapes[:3])]}. Call '
-                "the processor with return_tensors='pt'."
-            )
-        for sample in samples:
-            check_ids(sample)
-        counts = [sum(sample.get(f'num_{modality}s', [0])[0] for modality in MODALITIES) for sample in samples]
-        layout = self.layout or BatchLayout.infer(samples[counts.index(max(counts))])
-        batch = layout.concat(samples, padding_side=self.padding_side, pad_token_id=self.pad_token_id)
-        # `input_ids` first: StreamingDataLoader takes the batch size from the first entry.
+        _check_samples(samples)
+        layout = self.layout
+        if layout is None:
+            # The sample with the most media shows the most about the layout.
+            layout = BatchLayout.infer(max(samples, key=_count_media))
+        batch = layout.concat(
+            samples,
+            padding_side=self.padding_side,
+            pad_token_id=self.pad_token_id,
+        )
+        # StreamingDataLoader takes the batch size from the first entry.
         return {'input_ids': batch.pop('input_ids'), **batch}
+
+
+def _check_samples(samples: Sequence[EncodedSample]) -> None:
+    """Raises ValueError if the samples are none, a single one, or not of shape ``(1, length)``."""
+    shapes: list[tuple[int, ...]] = []
+    if not isinstance(samples, Mapping):
+        for sample in samples:
+            input_ids = dict(sample).get('input_ids')
+            shapes.append(tuple(getattr(input_ids, 'shape', ())))
+    if not shapes or any(len(shape) != 2 for shape in shapes):
+        remedy = "Call the processor with return_tensors='pt'"
+        raise ValueError(f'`samples` must each hold `input_ids` of shape (1, length), got: {shapes[:3]}. {remedy}.')
+    for sample in samples:
+        check_ids(sample)
+
+
+def _count_media(sample: EncodedSample) -> int:
+    count = 0
+    for modality in MODALITIES:
+        count += sample.get(f'num_{modality}s', [0])[0]
+    return count

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Control tokens in what users write, as ``<|im_end|>`` inside an answer: named, refused, or made plain text."""
+"""Handles control tokens in the text of users, such as ``<|im_end|>`` inside an answer."""
 
 from __future__ import annotations
 
@@ -15,80 +15,126 @@ import torch
 from tokenizers import AddedToken
 
 from composer_tokacc.batch import IGNORE_INDEX
-from composer_tokacc.data.records import Record
+from composer_tokacc.data.records import Message, Record
 
 ControlTokens = Literal['warn', 'text', 'refuse']
-"""Encode them as what they are, and name the first sample; encode them as text; refuse the sample."""
+"""Encode them as control tokens and name the first sample; encode them as text; refuse the sample."""
 STAND_IN = '\ue002{}\ue003'
-"""As the marker of an answer: no text holds it, no template changes it."""
+"""Stands for a control token. Like the marker of an answer, no text holds it and no template changes it."""
 
 log = logging.getLogger(__name__)
 
 
 class ControlTokenPolicy:
-    """Finds control tokens in what users wrote; those of the chat template stay what they are.
+    """Finds control tokens in the text of users. Those of the chat template are not touched.
 
-    To be encoded as text, each goes through template and processor as a token of its own, which its spelling then
-    replaces: so it needs nothing of the processor, and no other token of the sample changes.
+    With ``text``, each control token in a text goes through template and processor as a token of its own, a stand-in.
+    Then the tokens of its spelling replace the stand-in. So no other token of the sample changes, and the processor
+    needs to support nothing.
+
+    Args:
+        option: One of ``ControlTokens``.
+        processor: The processor, or a tokenizer.
+        end_token: The token that ends an answer.
     """
 
     def __init__(self, option: ControlTokens, processor: Any, *, end_token: str) -> None:
         if option not in get_args(ControlTokens):
-            raise ValueError(f'`control_tokens` must be one of {get_args(ControlTokens)}, got: {option!r}.')
-        self.option, self.processor = option, processor
-        self.tokenizer = tokenizer = getattr(processor, 'tokenizer', processor)
-        special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-        tokens = sorted({*special, *tokenizer.all_special_tokens, end_token}, key=len, reverse=True)
-        self._pattern = re.compile('|'.join(map(re.escape, tokens)))
+            raise ValueError(f'`control_tokens` must be one of {get_args(ControlTokens)}, got: {option!r:.100}.')
+        self.option = option
+        self.processor = processor
+        self.tokenizer = getattr(processor, 'tokenizer', processor)
+        self._pattern = _pattern_of_control_tokens(self.tokenizer, end_token)
         self._has_warned = False
         self._stand_ins: dict[str, str] = {}
-        self._spelled: dict[int, torch.Tensor] = {}
-        if option == 'text':  # the run's own must not know the stand-ins
-            self.tokenizer = deepcopy(tokenizer)
-            self.processor = self.tokenizer if tokenizer is processor else copy(processor)
-            if tokenizer is not processor:
-                self.processor.tokenizer = self.tokenizer
+        """Stand-in of each control token that was met."""
+        self._spellings: dict[int, torch.Tensor] = {}
+        """Ids of the text of a control token, by the id of its stand-in."""
+        if option == 'text':
+            self._copy_tokenizer()
+
+    def _copy_tokenizer(self) -> None:
+        """Copies the tokenizer, because the one of the run must not know the stand-ins."""
+        is_tokenizer = self.tokenizer is self.processor
+        self.tokenizer = deepcopy(self.tokenizer)
+        if is_tokenizer:
+            self.processor = self.tokenizer
+        else:
+            self.processor = copy(self.processor)
+            self.processor.tokenizer = self.tokenizer
 
     def check(self, record: Record) -> None:
         """Refuses a record with control tokens in its text, or warns of the first."""
         if self.option == 'text' or self._has_warned:
             return
-        if found := self._pattern.search('\n'.join(record.texts)):
-            error = record.error(
-                f'has the control token {found[0]} in its text. Take it out, or set control_tokens=text'
-            )
-            if self.option == 'refuse':
-                raise error
-            self._has_warned = True
-            log.warning('%s. It is encoded as a control token; later samples are not named.', error)
+        match = self._pattern.search('\n'.join(record.texts))
+        if match is None:
+            return
+        remedy = 'Take it out, or set control_tokens=text'
+        error = record.error(f'has the control token {match[0]} in its text. {remedy}')
+        if self.option == 'refuse':
+            raise error
+        self._has_warned = True
+        log.warning(
+            '%s. It is encoded as a control token; later samples are not named.',
+            error,
+        )
 
-    def hide(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns a turn with stand-ins for what is to become text."""
+    def hide(self, message: Message) -> Message:
+        """Returns a message with stand-ins for the control tokens in its texts (``text`` only)."""
         if self.option != 'text':
             return message
-        texts = [self._pattern.sub(self._stand_in, part.get('text', '')) for part in message['content']]
-        parts = [{**part, 'text': text} if text else part for part, text in zip(message['content'], texts, strict=True)]
-        return {**message, 'content': parts}
+        content = []
+        for part in message['content']:
+            if part.get('text'):
+                part = {
+                    **part,
+                    'text': self._pattern.sub(self._stand_in, part['text']),
+                }
+            content.append(part)
+        return {**message, 'content': content}
 
-    def spell(self, sample: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Returns a sample ``(1, length)`` with the tokens of its text in the place of each stand-in."""
+    def spell(self, sample: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Returns a sample with the tokens of a control token's text in the place of each stand-in.
+
+        Args:
+            sample: Its entries of shape ``(1, length)`` are per token, and get longer.
+        """
         ids = sample['input_ids'][0].tolist()
-        if self._spelled.keys().isdisjoint(ids):
-            return sample
-        pieces = [self._spelled.get(token, torch.tensor([token])) for token in ids]
-        counts, input_ids = torch.tensor(list(map(len, pieces))), torch.cat(pieces)[None]
-        per_token = {key: value for key, value in sample.items() if value.shape == (1, len(ids))}
-        longer = {key: value.repeat_interleave(counts, dim=1) for key, value in per_token.items()}
-        labels = longer['labels'].where(longer['labels'] == IGNORE_INDEX, input_ids)
-        return {**sample, **longer, 'input_ids': input_ids, 'labels': labels}
+        if self._spellings.keys().isdisjoint(ids):
+            return dict(sample)
+        pieces = [self._spellings.get(token, torch.tensor([token])) for token in ids]
+        counts = torch.tensor([len(piece) for piece in pieces])
+        spelled = dict(sample)
+        for key, value in sample.items():
+            if value.shape == (1, len(ids)):
+                spelled[key] = value.repeat_interleave(counts, dim=1)
+        spelled['input_ids'] = torch.cat(pieces)[None]
+        labels = spelled['labels']
+        spelled['labels'] = labels.where(labels == IGNORE_INDEX, spelled['input_ids'])
+        return spelled
 
     def _stand_in(self, match: re.Match[str]) -> str:
-        token, tokenizer = match[0], self.tokenizer
-        if token not in self._stand_ins:
-            ids = tokenizer(token, add_special_tokens=False, split_special_tokens=True)['input_ids']
-            if {tokenizer.convert_tokens_to_ids(token), tokenizer.unk_token_id} & {*ids} or not ids:
-                raise ValueError(f'the tokenizer must have tokens for the text {token}, got: none. Take it out')
-            stand_in = self._stand_ins[token] = STAND_IN.format(len(self._stand_ins))
-            tokenizer.add_tokens([AddedToken(stand_in, normalized=False)])
-            self._spelled[tokenizer.convert_tokens_to_ids(stand_in)] = torch.tensor(ids)
-        return self._stand_ins[token]
+        """Returns the stand-in of a control token. Adds it to the tokenizer when it is met first."""
+        token = match[0]
+        if token in self._stand_ins:
+            return self._stand_ins[token]
+        ids = self.tokenizer(token, add_special_tokens=False, split_special_tokens=True)['input_ids']
+        is_split = self.tokenizer.convert_tokens_to_ids(token) not in ids and self.tokenizer.unk_token_id not in ids
+        if not ids or not is_split:
+            raise ValueError(f'the tokenizer must have tokens for the text {token}, got: none. Take it out')
+        stand_in = STAND_IN.format(len(self._stand_ins))
+        self.tokenizer.add_tokens([AddedToken(stand_in, normalized=False)])
+        self._stand_ins[token] = stand_in
+        self._spellings[self.tokenizer.convert_tokens_to_ids(stand_in)] = torch.tensor(ids)
+        return stand_in
+
+
+def _pattern_of_control_tokens(tokenizer: Any, end_token: str) -> re.Pattern[str]:
+    tokens = {end_token, *tokenizer.all_special_tokens}
+    for token in tokenizer.added_tokens_decoder.values():
+        if token.special:
+            tokens.add(str(token))
+    # The longest first: a token may be the beginning of another.
+    escaped = [re.escape(token) for token in sorted(tokens, key=len, reverse=True)]
+    return re.compile('|'.join(escaped))

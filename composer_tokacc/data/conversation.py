@@ -1,67 +1,91 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""One conversation with its media -> one training sample, with loss on what the assistant says and nothing else."""
+"""Encodes one conversation with its media as a training sample. Only the answers of the assistant carry loss."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
-from jinja2 import TemplateError
+from PIL import Image
 from tokenizers import Encoding
 
 from composer_tokacc.batch import IGNORE_INDEX
-from composer_tokacc.data.control_tokens import ControlTokenPolicy, ControlTokens
+from composer_tokacc.data.chat_template import (
+    AnswerSpan,
+    ChatTemplate,
+    Rendered,
+    only_last_learned,
+    text_message,
+    text_of,
+)
+from composer_tokacc.data.control_tokens import (
+    ControlTokenPolicy,
+    ControlTokens,
+)
 from composer_tokacc.data.media import decode_media
-from composer_tokacc.data.records import MediaFile, Record, check_message
+from composer_tokacc.data.records import (
+    PLACEHOLDER,
+    DecodedMedia,
+    EncodedSample,
+    MediaFile,
+    Message,
+    Record,
+    check_message,
+)
 from composer_tokacc.data.videos import Video, VideoSampling
-from composer_tokacc.planning import check_count, check_kind
+from composer_tokacc.planning import check_choice, check_count, check_kind
 from composer_tokacc.weights import LOSS_WEIGHTS
 
-Message = Mapping[str, Any]
+TrainOn = Literal['all', 'last']
+"""Answers that carry loss: all of a conversation, or only the last."""
+MediaOfModality = Mapping[str, Sequence[Any]]
+"""Decoded media by modality: PIL images, :class:`.Video`, float32 arrays of audio."""
 
-# The part of a processor that takes media of a modality, and the argument under which it is given them.
-TAKEN_BY = {
-    'image': ('image_processor', 'images'),
-    'video': ('video_processor', 'videos'),
-    'audio': ('feature_extractor', 'audio'),
+
+class ProcessorPart(NamedTuple):
+    """How a processor takes the media of a modality."""
+
+    attribute: str
+    """The part of the processor that computes them."""
+    argument: str
+    """The argument of the processor's call."""
+
+
+PROCESSOR_PARTS = {
+    'image': ProcessorPart('image_processor', 'images'),
+    'video': ProcessorPart('video_processor', 'videos'),
+    'audio': ProcessorPart('feature_extractor', 'audio'),
 }
-# Python's lists of the rest take a third of the time of tokenizing.
-_IDS_ALONE = {'return_attention_mask': False, 'return_token_type_ids': False}
-
-MARKER = '\ue000{}\ue001'
-"""Stands for a text, in private-use characters: no text holds them, no template strips them."""
-
-
-class AnswerSpan(NamedTuple):
-    """Characters ``[start, end)`` that carry loss: an answer with its ending token."""
-
-    start: int
-    end: int
+# Lists of masks and types would take a third of the time of tokenizing, and are not used.
+_ONLY_IDS = {'return_attention_mask': False, 'return_token_type_ids': False}
 
 
 class ConversationEncoder:
-    """Turns messages and media into what the processor returns for one sample, plus ``labels``.
+    """Turns messages and media into the tensors of a processor for one sample, plus ``labels``.
 
-    The answers are found through the chat template itself: it is rendered with every answer replaced by a marker, and
-    what stands between the markers is the same text that stands between the answers. So it needs no
-    ``{% generation %}`` tags and knows no template by name. Where a template writes no ending token
-    (LLaVA-1.5's), the tokenizer's ``eos_token`` is put behind each answer, as LLaVA's own training code does: a model
-    that never sees an end cannot learn to stop.
+    Answers are found through the chat template, see :class:`.ChatTemplate`. Some templates do not write an ending token
+    (LLaVA-1.5). Then the tokenizer's ``eos_token`` is added after each answer, as LLaVA's own training code does: a
+    model that never sees an end does not learn to stop.
 
     Args:
-        processor: A Hugging Face processor, or a tokenizer for text alone. Needs a chat template and a fast tokenizer.
+        processor: A Hugging Face processor, or a tokenizer for text only. Needs a chat template and a fast tokenizer.
         max_length: Longest sample allowed, in tokens, image tokens included. ``None``: no limit.
-        video: Which frames of a video are taken. ``None``: two a second.
-        control_tokens: What to do with those in a user's text: ``'warn'`` of the first, encode them as ``'text'``, or
-            ``'refuse'`` the sample.
+        video: The frames to take of a video. ``None``: two a second.
+        control_tokens: Handling of control tokens in a user's text: ``'warn'`` of the first one, encode them as
+            ``'text'``, or ``'refuse'`` the sample.
+        train_on: ``'all'`` answers carry loss, or only the ``'last'`` one of a conversation. Templates of reasoning
+            models drop the thoughts of earlier answers, and can only be trained on the last.
+        add_end_token: Whether to add the ending token after answers that the chat template leaves open.
 
     Raises:
-        ValueError: If the processor has no chat template, or its tokenizer is not a fast one or has no way to end.
+        ValueError: If the processor has no chat template, its tokenizer is missing or not a fast one, or it has no
+            ending token.
     """
 
     def __init__(
@@ -71,344 +95,442 @@ class ConversationEncoder:
         max_length: int | None = None,
         video: VideoSampling | None = None,
         control_tokens: ControlTokens = 'warn',
+        train_on: TrainOn = 'all',
+        add_end_token: bool = True,
     ) -> None:
         if max_length is not None:
             check_count('max_length', max_length)
-        self.processor = processor
+        check_choice('train_on', train_on, ('all', 'last'))
+        check_choice('add_end_token', add_end_token, (True, False))
+        tokenizer = getattr(processor, 'tokenizer', processor)
+        template_owner = processor if getattr(processor, 'chat_template', None) else tokenizer
+        _check_processor(processor, tokenizer, template_owner)
         self.max_length = max_length
         self.max_image_tokens: int | None = None
-        self.tokenizer = getattr(processor, 'tokenizer', processor)
-        parts = {modality: getattr(processor, name, None) for modality, (name, _) in TAKEN_BY.items()}
-        self.parts = {modality: part for modality, part in parts.items() if part is not None}
-        check_kind('video', video := video or VideoSampling(), VideoSampling)
-        # A model that joins frames two by two refuses a single one.
-        least = max(video.min_frames, getattr(self.parts.get('video'), 'temporal_patch_size', None) or 1)
-        self.video = replace(video, min_frames=least)
-        has_template = getattr(self._template_owner(), 'chat_template', None)
-        has_queries = getattr(processor, 'num_query_tokens', 0) is not None  # without, BLIP's images would go nowhere
-        for has_it, what, remedy in (
-            (has_template, 'a chat template', 'Set `processor.chat_template`'),
-            (getattr(self.tokenizer, 'is_fast', False), 'a fast tokenizer', 'Load it with use_fast=True'),
-            (has_queries, '`num_query_tokens`', 'Set that of the model'),
-        ):
-            if not has_it:
-                raise ValueError(f'`processor` must have {what}, got: {type(processor).__name__} without. {remedy}.')
+        self.train_on = train_on
+        self.adds_end_token = add_end_token
         self.media_options: Mapping[str, Mapping[str, Any]] = {}
         """Further ``images_kwargs`` and ``videos_kwargs`` of every call of the processor."""
-        # Templates of text models take plain strings.
-        self._takes_parts = bool(self.parts) and self._writes_parts()
-        self._written = {modality for modality in self.parts if self._writes_media(modality)}
-        self._known_roles: set[tuple[str, ...]] = set()
-        self.end_token = self._find_end_token()
+        self.advice_for_long_samples: Callable[[], str] = _default_advice
+        """Returns the remedies for a sample over ``max_length``. A dataset knows more of them than this class."""
+        self.parts: dict[str, Any] = {}
+        """The processor's parts by modality. A modality without one cannot be trained on."""
+        for modality, names in PROCESSOR_PARTS.items():
+            part = getattr(processor, names.attribute, None)
+            if part is not None:
+                self.parts[modality] = part
+                _check_pixel_budget(part, names.attribute)
+        self.video = _sampling_for(self.parts.get('video'), video)
+        self._has_query_tokens = hasattr(processor, 'num_query_tokens')
+        self.template = ChatTemplate(
+            template_owner,
+            tokenizer,
+            has_parts=bool(self.parts),
+            writes_no_placeholders=self._has_query_tokens,
+            add_end_token=add_end_token,
+        )
+        self.end_token = self.template.end_token
         self.control = ControlTokenPolicy(control_tokens, processor, end_token=self.end_token)
-        self.processor, self.tokenizer = self.control.processor, self.control.tokenizer
+        # With control_tokens=text these are copies that know a few more tokens.
+        self.processor = self.control.processor
+        self.tokenizer = self.control.tokenizer
 
     def __call__(
         self,
         messages: Sequence[Message],
-        images: Sequence[Any] = (),
+        images: Sequence[Image.Image | torch.Tensor] = (),
         *,
         videos: Sequence[Video] = (),
-        audios: Sequence[Any] = (),
+        audios: Sequence[np.ndarray] = (),
         sample_id: str = '',
-    ) -> dict[str, Any]:
+    ) -> EncodedSample:
         """Encodes one conversation.
 
         Args:
-            messages: ``{'role': 'system' | 'user' | 'assistant', 'content': [{'type': 'image'} |
-                {'type': 'text', 'text': ...}, ...]}``, or a text as ``content``, or the role ``tool``; the text of an
-                assistant turn carries the loss, unless the turn has ``'weight': 0``.
+            messages: ``{'role': 'system' | 'user' | 'assistant' | 'tool', 'content': ...}``. The content is a text, or
+                a list of ``{'type': 'image'}`` and ``{'type': 'text', 'text': ...}``. The text of an assistant turn
+                carries the loss, unless the turn has ``'weight': 0``.
             images: One per ``{'type': 'image'}``, in order, as PIL images.
             videos: One per ``{'type': 'video'}``.
             audios: One per ``{'type': 'audio'}``: float samples at the processor's own rate.
-            sample_id: Goes with the sample as ``sample_ids``.
+            sample_id: Becomes the ``sample_ids`` of the sample.
 
         Returns:
-            The processor's entries with a batch dimension of 1, ``labels`` of shape ``(1, length)``, unshifted, and the
-            lists ``sample_ids``, ``num_images``, and ``num_videos`` and ``num_audios`` where the processor takes such.
+            The processor's entries with a batch dimension of 1, ``labels`` of shape ``(1, length)``, not shifted, and
+            the lists ``sample_ids``, ``num_images``, and ``num_videos`` and ``num_audios`` if the processor takes such.
 
         Raises:
-            ValueError: If the sample is longer than ``max_length``, or an audio than the processor takes.
+            ValueError: If the sample is longer than ``max_length``, or an audio is longer than the processor takes.
         """
+        checked_messages = []
         for message in messages or [None]:
             check_message(message)
-        messages = [
-            {**one, **_said(one['role'], text)} if isinstance(text := one['content'], str) else one for one in messages
-        ]
+            assert message is not None  # `check_message` refuses None
+            if isinstance(message['content'], str):
+                message = {
+                    **message,
+                    **text_message(message['role'], message['content']),
+                }
+            checked_messages.append(message)
         media = {'image': images, 'video': videos, 'audio': audios}
-        self._check_audio(audios)
-        text, answers = self.render(messages)
-        add_special_tokens = self._adds_special_tokens(text)
-        encoded = self._encode(text, media, add_special_tokens)
-        if hasattr(self.processor, 'num_query_tokens'):
-            encoded = self._with_queries(encoded, text[: answers[0].start] if answers else text)
-        spans = self._token_spans(text, answers, encoded['input_ids'][0], add_special_tokens)
-        encoded = self.control.spell({**encoded, 'labels': _labels(encoded['input_ids'], spans)})
-        length = encoded['input_ids'].shape[1]
-        if self.max_length is not None and length > self.max_length:
-            num_media = sum(map(len, media.values()))
-            found = f'{self.max_length} < {length} tokens with {num_media} media'
-            remedy = 'Raise it, or set on_error=skip' + ' or fit=true' * (num_media > 0)
-            raise ValueError(f'`max_length` must be at least the sample, got: {found}. {remedy}.')
-        counts = {f'num_{modality}s': [len(media[modality])] for modality in {'image': None, **self.parts}}
-        return {**encoded, 'sample_ids': [sample_id], **counts}
+        self._check_audio_lengths(audios)
+        rendered = self.render(checked_messages)
+        add_special_tokens = self._adds_special_tokens(rendered.text)
+        encoded = self._encode(rendered.text, media, add_special_tokens)
+        if self._has_query_tokens:
+            end_of_question = rendered.answers[0].start if rendered.answers else len(rendered.text)
+            encoded = self._check_query_tokens(encoded, rendered.text[:end_of_question])
+        spans = self._find_token_spans(rendered, encoded['input_ids'][0], add_special_tokens)
+        encoded['labels'] = _labels_of(encoded['input_ids'], spans)
+        sample: EncodedSample = {
+            **self.control.spell(encoded),
+            'sample_ids': [sample_id],
+        }
+        self._check_length(sample, media)
+        for modality in ('image', 'video', 'audio'):
+            if modality == 'image' or modality in self.parts:
+                sample[f'num_{modality}s'] = [len(media[modality])]
+        return sample
 
-    def encode_record(self, record: Record, files: Sequence[MediaFile], *, shapes_only: bool = False) -> dict[str, Any]:
-        """Encodes a record, the same wherever it and its files come from.
+    def encode_record(
+        self,
+        record: Record,
+        files: Sequence[MediaFile],
+        *,
+        shapes_only: bool = False,
+    ) -> EncodedSample:
+        """Encodes a record. The sample does not depend on the place of the record and its files.
 
         Args:
-            record: The conversation; with ``loss_weights`` the sample has such, of the labels' shape.
+            record: The conversation. If it has ``loss_weights``, the sample has them too, in the labels' shape.
             files: One path or open file for each file of ``record.media``.
-            shapes_only: Decode of the media no more than the shapes of the sample need.
+            shapes_only: Decode only enough of the media to give the sample its shapes.
         """
         self.check_takes_media(record)
         media = self.decode(record, files, shapes_only=shapes_only)
         try:
-            named = {f'{modality}s': items for modality, items in media.items()}
-            sample = self(record.messages(), **named, sample_id=record.sample_id)
+            sample = self(
+                record.messages(),
+                media.get('image', ()),
+                videos=media.get('video', ()),
+                audios=media.get('audio', ()),
+                sample_id=record.sample_id,
+            )
         except ValueError as error:
             raise record.error(error) from error
-        except Exception as error:  # no bad sample that `skip` may drop
+        except Exception as error:  # a fault of the program, which on_error=skip must not hide
             raise RuntimeError(str(record.error(f'{type(error).__name__}: {error}'))) from error
         if record.loss_weights is not None:
             sample[LOSS_WEIGHTS] = torch.full(sample['labels'].shape, record.loss_weights)
         return sample
 
-    def decode(self, record: Record, files: Sequence[MediaFile], *, shapes_only: bool = False) -> dict[str, list[Any]]:
-        """Decodes the media of a record as the processor takes them, all or only their shapes."""
-        rate = getattr(self.parts.get('audio'), 'sampling_rate', 16000)
-        return decode_media(record, files, video=self.video, sampling_rate=rate, shapes_only=shapes_only)
+    def decode(
+        self,
+        record: Record,
+        files: Sequence[MediaFile],
+        *,
+        shapes_only: bool = False,
+    ) -> DecodedMedia:
+        """Decodes the media of a record for the processor, completely or only their shapes."""
+        sampling_rate = getattr(self.parts.get('audio'), 'sampling_rate', 16000)
+        return decode_media(
+            record,
+            files,
+            video=self.video,
+            sampling_rate=sampling_rate,
+            shapes_only=shapes_only,
+        )
+
+    def identity_of_options(self) -> list[tuple[str, object]]:
+        """Returns the options that change the samples of the same records. Empty if all have their default."""
+        options: list[tuple[str, object]] = []
+        if self.control.option == 'text':
+            options.append(('control_tokens', 'text'))
+        if self.train_on != 'all':
+            options.append(('train_on', self.train_on))
+        if not self.adds_end_token:
+            options.append(('add_end_token', False))
+        return options
 
     def encode_unexpanded(self, conversations: Sequence[Sequence[Message]]) -> list[dict[str, torch.Tensor] | None]:
-        """Encodes samples without expanding their placeholders: much faster, because no processor is run.
+        """Encodes conversations without expanding their placeholders. Much faster, because the processor does not run.
 
         Returns:
-            ``input_ids`` and ``labels`` of each, ``(1, length)``; None where a conversation must be refused.
+            ``input_ids`` and ``labels`` of each, ``(1, length)``. None for a conversation that must be refused.
         """
-        rendered: list[tuple[str, list[AnswerSpan]] | None] = [None] * len(conversations)
-        for i, messages in enumerate(conversations):
-            with suppress(Exception):  # whoever encodes the whole sample says what is wrong with it
-                rendered[i] = self.render(messages)
+        rendered: list[Rendered | None] = [None] * len(conversations)
+        for index, messages in enumerate(conversations):
+            with suppress(Exception):  # the reason is given when the whole sample is encoded
+                rendered[index] = self.render(messages)
         samples: list[dict[str, torch.Tensor] | None] = [None] * len(rendered)
-        for added in (True, False):
-            rows = [(i, *one) for i, one in enumerate(rendered) if one and self._adds_special_tokens(one[0]) is added]
-            if not rows:
+        # At most two calls of the tokenizer: it is much faster for many texts at once.
+        for add_special_tokens in (True, False):
+            indices = []
+            texts = []
+            for index, conversation in enumerate(rendered):
+                if conversation and self._adds_special_tokens(conversation.text) is add_special_tokens:
+                    indices.append(index)
+                    texts.append(conversation.text)
+            if not indices:
                 continue
-            tokens = self.tokenizer([text for _, text, _ in rows], add_special_tokens=added, **_IDS_ALONE)
-            for (i, _, answers), ids, encoding in zip(rows, tokens['input_ids'], tokens.encodings, strict=True):
+            tokens = self.tokenizer(texts, add_special_tokens=add_special_tokens, **_ONLY_IDS)
+            for index, ids, encoding in zip(indices, tokens['input_ids'], tokens.encodings, strict=True):
+                conversation = rendered[index]
+                assert conversation is not None
+                spans = [_tokens_of(encoding, answer) for answer in conversation.answers]
                 input_ids = torch.tensor([ids])
-                labels = _labels(input_ids, [_tokens_of(encoding, answer) for answer in answers])
-                samples[i] = self.control.spell({'input_ids': input_ids, 'labels': labels})
+                labels = _labels_of(input_ids, spans)
+                samples[index] = self.control.spell({'input_ids': input_ids, 'labels': labels})
         return samples
 
     def has_room(self, num_tokens: int, num_image_tokens: int) -> bool:
-        """Tells whether a sample of so many tokens, and of its media, is under the caps."""
-        pairs = ((num_tokens, self.max_length), (num_image_tokens, self.max_image_tokens))
-        return all(cap is None or count <= cap for count, cap in pairs)
+        """Tells whether a sample with these numbers of tokens, and of tokens of its media, is under the caps."""
+        if self.max_length is not None and num_tokens > self.max_length:
+            return False
+        return self.max_image_tokens is None or num_image_tokens <= self.max_image_tokens
 
     def check_takes_media(self, record: Record) -> None:
-        """Refuses media that the processor does not take, which would drop them, and looks for control tokens."""
+        """Refuses media that the processor would drop, and looks for control tokens."""
         self.control.check(record)
-        for modality in (medium.modality for medium in record.media if medium.modality not in self._written):
-            reason = 'the chat template writes no placeholder for each; set another'
-            if modality not in self.parts:
-                reason = f'the processor takes none; use one with `{TAKEN_BY[modality][0]}`'
-            raise record.error(f'has {modality}s, but {reason}')
+        for turn in record.turns:
+            for placeholder in PLACEHOLDER.finditer(turn.text):
+                modality = placeholder[1]
+                if modality not in self.parts:
+                    attribute = PROCESSOR_PARTS[modality].attribute
+                    raise record.error(f'has {modality}s, but the processor takes none; use one with `{attribute}`')
+                if not self.template.writes_media(turn.role, modality):
+                    place = ' in the turn of a tool' if turn.role == 'tool' else ''
+                    reason = 'the chat template writes no placeholder for each; set another'
+                    raise record.error(f'has {modality}s{place}, but {reason}')
 
-    def _check_audio(self, audios: Sequence[Any]) -> None:
-        """Refuses what is longer than their window, which feature extractors cut off without a word."""
+    def render(self, messages: Sequence[Message]) -> Rendered:
+        """Writes a conversation as text, without expanding its placeholders, and finds the answers in it."""
+        if self.train_on == 'last':
+            messages = only_last_learned(messages)
+        prepared = []
+        for message in messages:
+            if message['role'] == 'assistant':
+                # Templates treat white space around an answer in different ways.
+                message = {
+                    **message,
+                    **text_message('assistant', text_of(message).strip()),
+                }
+            prepared.append(self.control.hide(message))
+        return self.template.render(prepared)
+
+    def _check_audio_lengths(self, audios: Sequence[np.ndarray]) -> None:
+        """Refuses an audio longer than the window of the feature extractor, which would cut it off in silence."""
         extractor = self.parts.get('audio')
-        limit, longest = getattr(extractor, 'n_samples', None), max(map(len, audios), default=0)
-        if limit is not None and longest > limit:
-            seconds, window = (count / getattr(extractor, 'sampling_rate', 1) for count in (longest, limit))
-            found = f'{round(seconds, 3)} s. Cut it'
-            raise ValueError(f'an audio must be at most {round(window, 3)} s, what the processor takes, got: {found}')
+        limit = getattr(extractor, 'n_samples', None)
+        if limit is None or not audios:
+            return
+        longest = max(len(audio) for audio in audios)
+        if longest > limit:
+            sampling_rate = getattr(extractor, 'sampling_rate', 1)
+            window = round(limit / sampling_rate, 3)
+            got = round(longest / sampling_rate, 3)
+            raise ValueError(f'an audio must be at most {window} s, the window of this processor, got: {got} s. Cut it')
 
-    def render(self, messages: Sequence[Message]) -> tuple[str, list[AnswerSpan]]:
-        """Writes the conversation out, image placeholders not expanded yet, and finds the answers in it."""
-        # Templates treat white space around an answer in different ways.
-        stripped = (
-            {**one, **_said('assistant', _text(one).strip())} if one['role'] == 'assistant' else one for one in messages
-        )
-        messages = [self.control.hide(message) for message in stripped]
-        answers = [message for message in messages if message['role'] == 'assistant']
-        text, *following = self._text_around_answers(messages)
-        spans: list[AnswerSpan] = []
-        written = text
-        for message, after in zip(answers, following, strict=True):
-            start, answer = len(text), _text(message)
-            text, written = text + answer, written + answer + after
-            ending = after[: len(after) - len(after.lstrip())] + self.end_token
-            if not after.startswith(ending):  # the template ends no answer: LLaVA-1.5's writes a space there
-                ending = self.end_token
-                after = ending + after.lstrip(' ')
-            if message.get('weight', 1):
-                spans.append(AnswerSpan(start, len(text) + len(ending)))
-            text += after
-        if written != self._apply_template(messages):
-            found = 'one that changes them or what stands around them. Use a training template'
-            raise ValueError(f'`chat_template` must write the assistant turns as they are, got: {found}.')
-        self._check_all_written(messages, written)
-        return text, spans
-
-    def _check_all_written(self, messages: Sequence[Message], written: str) -> None:
-        """Checks that no role is left out, as templates do without a word with one that they do not know."""
-        versions = [(messages, written)]
-        # What is said may stand elsewhere too, markers do not; one sample tells of all with the same roles.
-        if (roles := tuple(message['role'] for message in messages)) not in self._known_roles:
-            marked = [_marked(message, position) for position, message in enumerate(messages)]
-            versions.append((marked, self._apply_template(marked)))
-        for message, text in ((message, text) for version, text in versions for message in version):
-            if any(part['type'] == 'text' and part['text'].strip() not in text for part in message['content']):
-                found = 'one that leaves it out. Set another, or write the text into the turn of another role'
-                raise ValueError(f'`chat_template` must write what the {message["role"]} says, got: {found}.')
-        self._known_roles.add(roles)
-
-    def _writes_parts(self) -> bool:
-        """Tells whether the template takes lists of parts: one for strings fails, or writes them as Python does."""
-        self._takes_parts = True
-        with suppress(TypeError, ValueError):
-            return "'text': 'q'" not in self._apply_template([_said('user', 'q')])
-        return False
-
-    def _writes_media(self, modality: str) -> bool:
-        """Tells whether the template writes something for each medium, or the processor does it by itself."""
-        if hasattr(self.processor, 'num_query_tokens'):
-            return True
-        question = _said('user', 'q')
-        with suppress(TypeError, ValueError):
-            media = ([{'type': modality}] * count for count in range(3))
-            asked = [{**question, 'content': [*some, *question['content']]} for some in media]
-            none, one, two = (len(self._apply_template([message])) for message in asked)
-            return none < one < two
-        return False
-
-    def _template_owner(self) -> Any:
-        """Returns the processor, or the tokenizer: loaded from a folder, BLIP's processors drop their template."""
-        return self.processor if getattr(self.processor, 'chat_template', None) else self.tokenizer
-
-    def _apply_template(self, messages: Sequence[Message]) -> str:
-        messages = [
-            {'role': message['role'], 'content': message['content'] if self._takes_parts else _text(message)}
-            for message in messages
-        ]
-        try:
-            return self._template_owner().apply_chat_template(messages, tokenize=False)
-        except (TemplateError, ArithmeticError) as error:
-            found = f'{type(error).__name__}: {error}'
-            raise ValueError(f'`chat_template` must write such messages, got: {found}. Set another.') from error
-
-    def _text_around_answers(self, messages: Sequence[Message]) -> list[str]:
-        """Returns what the template writes before the first answer, between two, and after the last."""
-        answers = {i: _marked(message, i) for i, message in enumerate(messages) if message['role'] == 'assistant'}
-        rest, pieces = self._apply_template([answers.get(i, message) for i, message in enumerate(messages)]), []
-        for answer in answers.values():
-            piece, _, rest = rest.partition(_text(answer))
-            pieces.append(piece)
-        return [*pieces, rest]
-
-    def _find_end_token(self) -> str:
-        """Returns the token that the template puts behind an answer, or the tokenizer's ``eos_token``."""
-        after = self._text_around_answers([_said('user', 'q'), _said('assistant', 'a')])[1].lstrip()
-        # Whole tokens, special or not: some tokenizers have ChatML's as plain added ones.
-        whole = {*map(str, self.tokenizer.added_tokens_decoder.values()), *self.tokenizer.all_special_tokens}
-        found = max((token for token in whole if after.startswith(token)), key=len, default=None)
-        if (end_token := found or self.tokenizer.eos_token) is None:
-            found = 'none, of template or tokenizer. Set `processor.tokenizer.eos_token`'
-            raise ValueError(f'`processor` must have an ending token, got: {found}.')
-        return end_token
+    def _check_length(self, sample: EncodedSample, media: MediaOfModality) -> None:
+        length = sample['input_ids'].shape[1]
+        if self.max_length is None or length <= self.max_length:
+            return
+        num_media = sum(len(items) for items in media.values())
+        got = f'{self.max_length} < {length} tokens with {num_media} media'
+        advice = self.advice_for_long_samples() if num_media else _default_advice()
+        raise ValueError(f'`max_length` must be at least the sample, got: {got}. {advice}.')
 
     def _adds_special_tokens(self, text: str) -> bool:
-        """Tells whether the tokenizer adds the first token: not a second time, where the template writes it."""
+        """Tells whether the tokenizer must add the first token, because the template has not written it."""
         bos = self.tokenizer.bos_token
         return not (bos and text.startswith(bos))
 
-    def _encode(
-        self, text: str, media: Mapping[str, Sequence[Any]], add_special_tokens: bool
-    ) -> dict[str, torch.Tensor]:
-        options: dict[str, Any] = {'return_tensors': 'pt', 'add_special_tokens': add_special_tokens}
-        options |= {key: dict(values) for key, values in self.media_options.items()}
-        given = {modality: list(items) for modality, items in media.items() if items}
-        videos = given.get('video', [])
+    def _encode(self, text: str, media: MediaOfModality, add_special_tokens: bool) -> dict[str, torch.Tensor]:
+        """Runs the processor on the text and media of one conversation."""
+        options: dict[str, Any] = {
+            'return_tensors': 'pt',
+            'add_special_tokens': add_special_tokens,
+        }
         if not self.parts:
             return dict(self.tokenizer([text], **options))
-        if hasattr(self.processor, 'num_query_tokens'):  # a clip is an image to it
-            images = [*given.get('image', ()), *(video.frames for video in videos)]
-            return dict(self.processor(text=[text], **({'images': images} if images else {}), **options))
-        if 'image' in given:
-            given['image'] = [given['image']]  # of the one text: OneVision cuts a text's only image into tiles
-        if videos:
-            given['video'] = [video.frames for video in videos]
-            # The frames are chosen already.
-            metadata = [dict(video.metadata) for video in videos]
-            options.setdefault('videos_kwargs', {}).update(video_metadata=metadata, do_sample_frames=False)
-        if 'audio' in given:
-            options['audio_kwargs'] = {'sampling_rate': self.parts['audio'].sampling_rate}
-        arguments = {TAKEN_BY[modality][1]: items for modality, items in given.items()}
-        encoded = dict(self.processor(text=[text], **arguments, **options))
-        has_slots = videos and 'pixel_values_videos' not in encoded and encoded['pixel_values'].dim() == 5
-        if has_slots and len(videos) + len(given.get('image', ())) > 1:
-            found = f'{type(self.processor).__name__}, which takes one video in a conversation and no image beside it'
-            raise ValueError(f'`processor` must join the pixels of all media, got: {found}. Split the conversation')
-        for key in {'video_second_per_grid', 'second_per_grid_ts'} & encoded.keys():
-            # Qwen-Omni's processor takes all frames for two a second, and Qwen2.5-VL's did in Transformers 4.57.
-            together = self.parts['video'].temporal_patch_size
-            encoded[key] = torch.tensor([together * one.metadata['duration'] / len(one.frames) for one in videos])
+        for name, values in self.media_options.items():
+            options[name] = dict(values)
+        if self._has_query_tokens:
+            arguments = _arguments_of_query_processor(media)
+        else:
+            arguments = self._arguments_of_processor(media, options)
+        try:
+            encoded = dict(self.processor(text=[text], **arguments, **options))
+        except (ValueError, ArithmeticError) as error:
+            # Named, because a message such as 'math domain error' would be taken for one about the sample.
+            raise ValueError(f'{type(self.processor).__name__} cannot encode it: {error}') from error
+        if not self._has_query_tokens:
+            self._check_joined_pixels(encoded, media)
+            self._set_seconds_per_grid(encoded, media['video'])
         return encoded
 
-    def _with_queries(self, encoded: dict[str, torch.Tensor], instruction: str) -> dict[str, torch.Tensor]:
-        """Checks what a processor with query tokens (BLIP) encodes, and hides answers from its query transformer.
+    def _arguments_of_processor(self, media: MediaOfModality, options: dict[str, Any]) -> dict[str, Any]:
+        """Returns the media as arguments of the processor's call. Adds the options that they need."""
+        arguments: dict[str, Any] = {}
+        if media['image']:
+            # A list of the images of the one text: OneVision cuts an image into tiles only if its text has no other.
+            arguments['images'] = [list(media['image'])]
+        if media['video']:
+            arguments['videos'] = []
+            metadata = []
+            for video in media['video']:
+                arguments['videos'].append(video.frames)
+                metadata.append(dict(video.metadata))
+            videos_kwargs = options.setdefault('videos_kwargs', {})
+            videos_kwargs['video_metadata'] = metadata
+            videos_kwargs['do_sample_frames'] = False  # `VideoSampling` has chosen the frames
+        if media['audio']:
+            arguments['audio'] = list(media['audio'])
+            options['audio_kwargs'] = {'sampling_rate': self.parts['audio'].sampling_rate}
+        return arguments
 
-        Such a processor writes the queries of one image whatever the number of images, and its model does not count
-        them. It takes all the text for the instruction, answers included, and writes one for samples without images.
+    def _check_joined_pixels(self, encoded: Mapping[str, torch.Tensor], media: MediaOfModality) -> None:
+        """Refuses a video with other media if the processor writes both into one tensor of clips (SmolVLM)."""
+        num_media = len(media['video']) + len(media['image'])
+        if not media['video'] or num_media < 2 or 'pixel_values_videos' in encoded:
+            return
+        if encoded['pixel_values'].dim() == 5:
+            name = type(self.processor).__name__
+            got = f'{name}, which takes one video in a conversation and no image with it'
+            raise ValueError(f'`processor` must join the pixels of all media, got: {got}. Split the conversation')
+
+    def _set_seconds_per_grid(self, encoded: dict[str, torch.Tensor], videos: Sequence[Video]) -> None:
+        """Writes the real time between frames. Qwen-Omni's processor takes all frames for two a second.
+
+        So did Qwen2.5-VL's in Transformers 4.57.
+        """
+        for key in ('video_second_per_grid', 'second_per_grid_ts'):
+            if key not in encoded:
+                continue
+            frames_per_grid = self.parts['video'].temporal_patch_size
+            seconds = []
+            for video in videos:
+                seconds.append(frames_per_grid * video.metadata['duration'] / len(video.frames))
+            encoded[key] = torch.tensor(seconds)
+
+    def _check_query_tokens(self, encoded: dict[str, torch.Tensor], instruction: str) -> dict[str, torch.Tensor]:
+        """Checks the tokens of a processor with query tokens (BLIP), and hides answers from its query transformer.
+
+        Such a processor writes the queries of one image, whatever the number of images, and its model does not count
+        them. It takes the whole text as the instruction, answers included, and also for samples without images.
         """
         pixels = encoded.get('pixel_values')
-        expected = 0 if pixels is None else self.processor.num_query_tokens * pixels.shape[:-3].numel()
+        expected = 0
+        if pixels is not None:
+            num_images = pixels.shape[:-3].numel()
+            expected = self.processor.num_query_tokens * num_images
         token = getattr(self.processor, 'image_token', None) or self.processor.video_token
-        found = int((encoded['input_ids'] == self.tokenizer.convert_tokens_to_ids(str(token))).sum())
-        if found != expected:
+        token_id = self.tokenizer.convert_tokens_to_ids(str(token))
+        num_tokens = int((encoded['input_ids'] == token_id).sum())
+        if num_tokens != expected:
             raise ValueError(
-                f'`processor` must write {expected} query tokens for the media of a sample, got: {found}. It takes one '
-                'image, or one clip of four frames, for which the chat template must write nothing.'
+                f'`processor` must write {expected} query tokens for the media of a sample, got: {num_tokens}. It '
+                'takes one image, or one clip of four frames, for which the chat template must write nothing.'
             )
         if 'qformer_input_ids' not in encoded:
             return encoded
-        rest = {key: value for key, value in encoded.items() if not key.startswith('qformer_')}
+        checked = {}
+        for key, value in encoded.items():
+            if not key.startswith('qformer_'):
+                checked[key] = value
         if pixels is None:
-            return rest
+            return checked
         tokenizer = self.processor.qformer_tokenizer
-        instructed = tokenizer([instruction], return_tensors='pt', verbose=False)
-        if (length := instructed['input_ids'].shape[1]) > tokenizer.model_max_length:
-            found = f'{length} tokens, over its limit of {tokenizer.model_max_length}. Shorten it'
-            raise ValueError(f'`qformer_tokenizer` must have room for all before the first answer, got: {found}.')
-        return {**rest, **{f'qformer_{key}': instructed[key] for key in ('input_ids', 'attention_mask')}}
+        instruction_tokens = tokenizer([instruction], return_tensors='pt', verbose=False)
+        length = instruction_tokens['input_ids'].shape[1]
+        if length > tokenizer.model_max_length:
+            got = f'{length} tokens, over its limit of {tokenizer.model_max_length}. Shorten it'
+            raise ValueError(f'`qformer_tokenizer` must have room for all before the first answer, got: {got}.')
+        for key in ('input_ids', 'attention_mask'):
+            checked[f'qformer_{key}'] = instruction_tokens[key]
+        return checked
 
-    def _token_spans(
-        self, text: str, answers: Sequence[AnswerSpan], input_ids: torch.Tensor, add_special_tokens: bool
+    def _find_token_spans(
+        self,
+        rendered: Rendered,
+        input_ids: torch.Tensor,
+        add_special_tokens: bool,
     ) -> list[tuple[int, int]]:
         """Finds positions ``[start, end)`` of each answer in ``input_ids``, whose placeholders are expanded.
 
-        First in the tokens of the text alone, where the tokenizer knows characters, then again by the last token of
-        the answer, which ends it and which no medium is made of: ``U <image> A Red.`` is ``[U, I, A, Red, .]`` and
-        expanded, with three tokens an image, ``[U, I, I, I, A, Red, .]``, so that its only ``.`` moves from 4 to 6.
+        The tokenizer knows the characters of each token of the text. So the answer is first found in the tokens of the
+        text, and from there in ``input_ids``, by its last token: this ends the answer, and no medium consists of it.
+        Example: ``U <image> A Red.`` is ``[U, I, A, Red, .]``. Expanded, with three tokens an image, it is
+        ``[U, I, I, I, A, Red, .]``. The only ``.`` moves from 4 to 6.
         """
-        tokens = self.tokenizer(text, add_special_tokens=add_special_tokens, **_IDS_ALONE)
+        tokens = self.tokenizer(rendered.text, add_special_tokens=add_special_tokens, **_ONLY_IDS)
         text_ids = torch.tensor(tokens['input_ids'])
         spans = []
-        for answer in answers:
-            first, last = _tokens_of(tokens.encodings[0], answer)
-            before, after = ((ids == text_ids[last - 1]).nonzero()[:, 0] for ids in (text_ids, input_ids))
-            last_at = int(after[before == last - 1]) + 1 if len(before) == len(after) else 0
-            first_at = last_at - (last - first)
-            if not torch.equal(input_ids[first_at:last_at], text_ids[first:last]):
-                found = f'{type(self.processor).__name__}, which writes other tokens for {text[slice(*answer)]!r}'
-                raise ValueError(f'`processor` must expand nothing but placeholders, got: {found}.')
-            spans.append((first_at, last_at))
+        for answer in rendered.answers:
+            start, end = _tokens_of(tokens.encodings[0], answer)
+            last_token = text_ids[end - 1]
+            places_in_text = (text_ids == last_token).nonzero()[:, 0]
+            places_in_ids = (input_ids == last_token).nonzero()[:, 0]
+            # The k-th such token of the text is the k-th in `input_ids`, if the media have added none.
+            expanded_end = 0
+            if len(places_in_text) == len(places_in_ids):
+                expanded_end = int(places_in_ids[places_in_text == end - 1]) + 1
+            expanded_start = expanded_end - (end - start)
+            if not torch.equal(input_ids[expanded_start:expanded_end], text_ids[start:end]):
+                answer_text = rendered.text[answer.start : answer.end]
+                got = f'{type(self.processor).__name__}, which writes other tokens for {answer_text[:200]!r}'
+                raise ValueError(f'`processor` must expand nothing but placeholders, got: {got}.')
+            spans.append((expanded_start, expanded_end))
         return spans
 
 
-def _labels(input_ids: torch.Tensor, spans: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """Returns labels ``(1, length)`` of the tokens in the spans, and of no others."""
+def _default_advice() -> str:
+    return 'Raise it, or leave the sample out'
+
+
+def _check_processor(processor: Any, tokenizer: Any, template_owner: Any) -> None:
+    name = type(processor).__name__
+    if tokenizer is None:
+        remedy = 'Its folder has no tokenizer files: copy them there, or set `processor.tokenizer`'
+        raise ValueError(f'`processor` must have a tokenizer, got: {name} without. {remedy}.')
+    if not getattr(template_owner, 'chat_template', None):
+        raise ValueError(f'`processor` must have a chat template, got: {name} without. Set `processor.chat_template`.')
+    if not getattr(tokenizer, 'is_fast', False):
+        raise ValueError(f'`processor` must have a fast tokenizer, got: {name} without. Load it with use_fast=True.')
+    if getattr(processor, 'num_query_tokens', 0) is None:  # then BLIP's processor would drop the images
+        raise ValueError(f'`processor` must have `num_query_tokens`, got: {name} without. Set it as in the model.')
+
+
+def _check_pixel_budget(part: Any, attribute: str) -> None:
+    """Refuses sizes below 1, for which processors raise errors about their own arithmetic."""
+    budgets = dict(getattr(part, 'size', None) or {})
+    for name in ('min_pixels', 'max_pixels'):
+        budgets[name] = getattr(part, name, None)
+    for name, value in budgets.items():
+        if isinstance(value, int | float) and value < 1:
+            remedy = 'Set it in preprocessor_config.json, or leave it out'
+            raise ValueError(f'`{attribute}` must have a positive `{name}`, got: {value}. {remedy}.')
+
+
+def _sampling_for(video_processor: Any, sampling: VideoSampling | None) -> VideoSampling:
+    """Returns the sampling with enough frames for the processor: one that joins frames in pairs refuses a single."""
+    if sampling is None:
+        sampling = VideoSampling()
+    check_kind('video', sampling, VideoSampling)
+    frames_per_patch = getattr(video_processor, 'temporal_patch_size', None) or 1
+    return replace(sampling, min_frames=max(sampling.min_frames, frames_per_patch))
+
+
+def _arguments_of_query_processor(media: MediaOfModality) -> dict[str, Any]:
+    """Returns the media as BLIP's processors take them: a clip is an image to them."""
+    images = [*media['image'], *(video.frames for video in media['video'])]
+    if not images:
+        return {}
+    return {'images': images}
+
+
+def _labels_of(input_ids: torch.Tensor, spans: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Returns labels ``(1, length)`` for the tokens in the spans, and for no others."""
     labels = torch.full_like(input_ids, IGNORE_INDEX)
     for start, end in spans:
         labels[0, start:end] = input_ids[0, start:end]
@@ -416,25 +538,17 @@ def _labels(input_ids: torch.Tensor, spans: Sequence[tuple[int, int]]) -> torch.
 
 
 def _tokens_of(encoding: Encoding, answer: AnswerSpan) -> tuple[int, int]:
-    """Returns positions ``[first, last)`` of the tokens that hold characters of an answer; spaces may be in none."""
+    """Returns positions ``[start, end)`` of the tokens that hold the characters of an answer."""
     characters = range(answer.start, answer.end)
-    first, last = (
-        next(token for place in places if (token := encoding.char_to_token(place)) is not None)
-        for places in (characters, reversed(characters))
-    )
-    return first, last + 1
+    first_token = _first_token(encoding, characters)
+    last_token = _first_token(encoding, reversed(characters))
+    return first_token, last_token + 1
 
 
-def _said(role: str, text: str) -> dict[str, Any]:
-    return {'role': role, 'content': [{'type': 'text', 'text': text}]}
-
-
-def _marked(message: Message, position: int) -> Message:
-    """Returns the same turn with a marker for each text."""
-    marks = ({'text': MARKER.format(f'{position}.{i}')} for i in range(len(message['content'])))
-    parts = zip(message['content'], marks, strict=True)
-    return {**message, 'content': [{**part, **mark} if part['type'] == 'text' else part for part, mark in parts]}
-
-
-def _text(message: Message) -> str:
-    return ''.join(part['text'] for part in message['content'] if part['type'] == 'text')
+def _first_token(encoding: Encoding, characters: Iterable[int]) -> int:
+    """Returns the token of the first character that is in one. A space may be in no token."""
+    for character in characters:
+        token = encoding.char_to_token(character)
+        if token is not None:
+            return token
+    raise ValueError('an answer must have tokens, got: none')

@@ -1,12 +1,12 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Media that fit: a sample over its caps gets fewer pixels and frames, by its processor's own arguments."""
+"""Makes images and videos of a sample over its caps smaller, with the arguments of its processor."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import re
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -18,24 +18,56 @@ import torch
 from PIL import Image
 
 from composer_tokacc.data.conversation import ConversationEncoder
-from composer_tokacc.data.records import MediaFile, Record
+from composer_tokacc.data.records import (
+    EncodedSample,
+    MediaFile,
+    Message,
+    Record,
+)
 from composer_tokacc.data.sizes import SHRINK_STEPS, image_token_ids
 from composer_tokacc.data.videos import VideoSampling, make_video
 
 STEPS_TO_HALF = 16
-"""One step takes 4 % off, so that little of a cap is left unused."""
+"""Steps that halve a budget. One step takes off 4 %, so little of a cap stays unused."""
 MOST_STEPS = 16 * STEPS_TO_HALF
-"""After so many every budget is at its least."""
-BUDGETS = ('max_pixels', 'max_patches', 'max_tiles', 'max_num_patches', 'max_image_tokens')
-"""Arguments of image and video processors that bound what becomes of an image, beside ``longest_edge`` of ``size``."""
-KWARGS = {'image': 'images_kwargs', 'video': 'videos_kwargs'}
+"""After these every budget is 1 / 65,536 of itself, below the minimum of every processor."""
+BUDGETS = (
+    'max_pixels',
+    'max_patches',
+    'max_tiles',
+    'max_num_patches',
+    'max_image_tokens',
+)
+"""Arguments of image and video processors that limit the tokens of an image. ``size`` may have a ``longest_edge``."""
+OPTIONS_OF_MODALITY = {'image': 'images_kwargs', 'video': 'videos_kwargs'}
 PROBE_SIDE, PROBE_FRAMES = 1024, 8
-"""Of the image and the video that tell whether a budget moves the number of tokens."""
+"""Size of the image, and frames of the video, that show whether a budget changes the number of tokens."""
+PROCESSOR_ERRORS = (ValueError, TypeError, RuntimeError, ZeroDivisionError)
+"""Errors of processors for sizes that they cannot compute with, or arguments that they do not take."""
+FRAMES_OF_ONE_CLIP = 5
+"""Dimensions of the pixels of processors whose videos must all have as many frames."""
+
+_NUMBER = r'\s*(\d+(?:\.\d+)?)\s*'
+# A box as [x1, y1, x2, y2] or (x1, y1), (x2, y2), and Qwen2.5-VL's points.
+_BOX = re.compile(rf'[\[(]{_NUMBER},{_NUMBER}[\])]*\s*,\s*[\[(]*{_NUMBER},{_NUMBER}[\])]')
+_POINT = re.compile(rf'point_2d\W+{_NUMBER},{_NUMBER}\]')
 
 
 def share_of(steps: int) -> float:
-    """Returns the share of a budget that is left after so many steps."""
+    """Returns the share of a budget that is left after some steps."""
     return 2 ** (-steps / STEPS_TO_HALF)
+
+
+def find_pixel_coordinates(text: str) -> str | None:
+    """Returns the first box or point in a text that may be in pixels. None if there is none.
+
+    Numbers from 0 to 1 are shares of a side, which hold for an image of any size.
+    """
+    for pattern in (_BOX, _POINT):
+        for match in pattern.finditer(text):
+            if any(float(number) > 1 for number in match.groups()):
+                return match[0]
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,23 +77,26 @@ class ThinnedSampling(VideoSampling):
     share: float = 1.0
 
     def __post_init__(self) -> None:
-        """The others were checked where they were given."""
+        """Checks nothing: the values are those of a :class:`.VideoSampling` that was checked."""
 
     def count(self, num_frames: int, duration: float) -> int:
-        """Returns how many are taken."""
-        return max(int(super().count(num_frames, duration) * self.share), self.min_frames)
+        """Returns the number of frames to take."""
+        return max(
+            int(super().count(num_frames, duration) * self.share),
+            self.min_frames,
+        )
 
 
 class FittingEncoder(ConversationEncoder):
-    """Makes the media of a sample that is over a cap smaller until it has room, and no smaller.
+    """Makes the media of a sample smaller if it is over a cap, but no smaller than necessary.
 
-    All budgets of the sample, the processor's of pixels or tiles and the frames of its videos, are multiplied by one
-    share: the largest of the shares ``2**(-steps / 16)`` with which the sample fits. That depends on the sample, the
-    caps and the processor alone. Text is never cut, audio neither.
+    All budgets of the sample (pixels or tiles of the processor, and frames of its videos) are multiplied by one share:
+    the largest of ``2**(-steps / 16)`` with which the sample fits. It depends only on the sample, the caps and the
+    processor. Text and audio are never cut.
 
     Args:
         processor: As for :class:`.ConversationEncoder`, and ``options``.
-        max_length: Most tokens of a sample, those of its media included.
+        max_length: Most tokens of a sample, including its media.
         max_image_tokens: Most tokens of its media.
 
     Raises:
@@ -69,132 +104,192 @@ class FittingEncoder(ConversationEncoder):
     """
 
     def __init__(
-        self, processor: Any, *, max_length: int | None = None, max_image_tokens: int | None = None, **options: Any
+        self,
+        processor: Any,
+        *,
+        max_length: int | None = None,
+        max_image_tokens: int | None = None,
+        **options: Any,
     ) -> None:
         super().__init__(processor, max_length=max_length, **options)
         if max_length is None and max_image_tokens is None:
             raise ValueError('`fit` must have a cap, got: true without. Set `max_length` or `max_image_tokens`.')
         self.max_image_tokens = max_image_tokens
         self._media_ids = torch.tensor(image_token_ids(processor))
-        self._budgets = {
-            modality: [name for name in _budgets_of(self.parts[modality]) if self._matters(modality, name)]
-            for modality in KWARGS
-            if modality in self._written
-        }
-        self._thins = 'video' in self._written and self._frames_matter()
-        if not self._thins and not any(self._budgets.values()):
-            found = f'{type(processor).__name__}, which makes as many tokens of every image'
-            raise ValueError(f'`fit` must have a processor whose images can be smaller, got: {found}. Leave it out.')
+        self._budgets: dict[str, list[str]] = {}
+        for modality in OPTIONS_OF_MODALITY:
+            if modality in self.parts and self.template.writes_media('user', modality):
+                names = _budgets_of(self.parts[modality])
+                self._budgets[modality] = [name for name in names if self._reduces_tokens(modality, name)]
+        self._thins_videos = 'video' in self._budgets and self._frames_reduce_tokens()
+        if not self._thins_videos and not any(self._budgets.values()):
+            got = f'{type(processor).__name__}, which makes as many tokens of every image'
+            raise ValueError(f'`fit` must have a processor whose images can be smaller, got: {got}. Leave it out.')
 
     def encode_record(
-        self, record: Record, files: Sequence[MediaFile], *, shapes_only: bool = False, steps: int = 0
-    ) -> dict[str, Any]:
-        """Encodes a record at the largest share that fits; ``shrink_steps`` of the sample says how many steps it took.
+        self,
+        record: Record,
+        files: Sequence[MediaFile],
+        *,
+        shapes_only: bool = False,
+        steps: int = 0,
+    ) -> EncodedSample:
+        """Encodes a record at the largest share that fits. ``shrink_steps`` of the sample is the number of steps.
 
         Args:
             record: As for :meth:`.ConversationEncoder.encode_record`.
             files: The same.
             shapes_only: The same.
-            steps: Where they are known they are not looked for.
+            steps: Steps that are known to be needed. They are not searched again.
         """
-        encode = partial(self._encoded, record, files)
+        encode = partial(self._encode_after, record, files)
         sample = encode(steps, shapes_only=shapes_only)
-        if not self._has_room(sample):
-            steps = self._fewest_steps(encode) if record.count('image') + record.count('video') else 0
+        if not self._fits(sample):
+            has_visual_media = record.count('image') + record.count('video') > 0
+            steps = self._fewest_steps(encode) if has_visual_media else 0
             sample = encode(steps, shapes_only=shapes_only)
-        if not self._has_room(sample):
+        if not self._fits(sample):
             raise record.error(self._refusal(record, sample))
         return {**sample, SHRINK_STEPS: [steps]}
 
-    def _encoded(self, record: Record, files: Sequence[MediaFile], steps: int, *, shapes_only: bool) -> dict[str, Any]:
+    def _encode_after(
+        self,
+        record: Record,
+        files: Sequence[MediaFile],
+        steps: int,
+        *,
+        shapes_only: bool,
+    ) -> EncodedSample:
+        """Encodes a record with the budgets that are left after some steps."""
         for file in files:
             if isinstance(file, IOBase):
-                file.seek(0)
-        return ConversationEncoder.encode_record(self._after(steps), record, files, shapes_only=shapes_only)
+                file.seek(0)  # an attempt before this one has read it
+        encoder = self._encoder_after(steps)
+        return ConversationEncoder.encode_record(encoder, record, files, shapes_only=shapes_only)
 
-    def _fewest_steps(self, encode: Any) -> int:
-        """Returns the fewest steps with which a sample has room, by halving; its media are not decoded for it."""
-        fewest, most = 1, MOST_STEPS
-        while fewest < most:
-            middle = (fewest + most) // 2
+    def _fewest_steps(self, encode: Callable[..., EncodedSample]) -> int:
+        """Finds the fewest steps with which a sample fits, by bisection. Media are not decoded for it."""
+        # More steps never make a sample longer, so the steps that fit are all those from some number on.
+        low, high = 1, MOST_STEPS
+        while low < high:
+            middle = (low + high) // 2
             try:
-                is_enough = self._has_room(encode(middle, shapes_only=True))
-            except (ValueError, RuntimeError, ZeroDivisionError):  # too small for the processor: take fewer
-                is_enough = True
-            fewest, most = (fewest, middle) if is_enough else (middle + 1, most)
-        return fewest
+                fits = self._fits(encode(middle, shapes_only=True))
+            except PROCESSOR_ERRORS:
+                fits = True  # too small for the processor: fewer steps will do
+            if fits:
+                high = middle
+            else:
+                low = middle + 1
+        return low
 
-    def _after(self, steps: int) -> ConversationEncoder:
-        """Returns the encoder with what is left of all budgets after so many steps."""
-        share, encoder = share_of(steps), copy(self)
-        encoder.max_length = None  # what is over a cap is said here
+    def _encoder_after(self, steps: int) -> ConversationEncoder:
+        """Returns the encoder with the budgets that are left after some steps."""
+        encoder = copy(self)
+        encoder.max_length = None  # `encode_record` of this class checks the caps
         if steps:
-            encoder.media_options = {
-                KWARGS[modality]: _lowered(self.parts[modality], names, share)
-                for modality, names in self._budgets.items()
-            }
-            if self._thins:
+            share = share_of(steps)
+            options = {}
+            for modality, names in self._budgets.items():
+                options[OPTIONS_OF_MODALITY[modality]] = _lowered(self.parts[modality], names, share)
+            encoder.media_options = options
+            if self._thins_videos:
                 encoder.video = ThinnedSampling(**vars(self.video), share=share)
         return encoder
 
-    def _has_room(self, sample: Mapping[str, Any]) -> bool:
-        return self.has_room(sample['input_ids'].shape[1], self._count_media(sample))
+    def _fits(self, sample: EncodedSample) -> bool:
+        return self.has_room(sample['input_ids'].shape[1], self._count_media_tokens(sample))
 
-    def _count_media(self, sample: Mapping[str, Any]) -> int:
+    def _count_media_tokens(self, sample: EncodedSample) -> int:
         return int(torch.isin(sample['input_ids'], self._media_ids).sum())
 
-    def _matters(self, modality: str, name: str) -> bool:
-        """Tells whether a budget at its least makes fewer tokens of a large image, or of a video."""
-        with suppress(ValueError, TypeError, RuntimeError, ZeroDivisionError):  # an argument that it does not take
-            fewer = self._probed(modality, [name])
-            return self._count_media(fewer) < self._count_media(self._probed(modality, []))
-        return False
+    def _reduces_tokens(self, modality: str, budget: str) -> bool:
+        """Tells whether the minimum of a budget makes fewer tokens of a large image or of a video."""
+        try:
+            few = self._probe(modality, [budget])
+            many = self._probe(modality, [])
+        except PROCESSOR_ERRORS:  # it is not an argument of this processor
+            return False
+        return self._count_media_tokens(few) < self._count_media_tokens(many)
 
-    def _frames_matter(self) -> bool:
-        """Tells whether fewer frames make fewer tokens, unless all videos of a batch must have as many."""
-        # At the least pixels: some processors share one budget among all frames.
-        counts = (PROBE_FRAMES, self.video.min_frames)
-        many, few = (self._probed('video', self._budgets['video'], num_frames=count) for count in counts)
-        videos = many.get('pixel_values_videos')
-        return videos is not None and videos.dim() != 5 and few['input_ids'].shape[1] < many['input_ids'].shape[1]
+    def _frames_reduce_tokens(self) -> bool:
+        """Tells whether fewer frames make fewer tokens. No for processors whose videos must all have as many."""
+        # With the fewest pixels, because some processors share one budget among all frames.
+        budgets = self._budgets['video']
+        many = self._probe('video', budgets, num_frames=PROBE_FRAMES)
+        few = self._probe('video', budgets, num_frames=self.video.min_frames)
+        pixels = many.get('pixel_values_videos')
+        if pixels is None or pixels.dim() == FRAMES_OF_ONE_CLIP:
+            return False
+        return few['input_ids'].shape[1] < many['input_ids'].shape[1]
 
-    def _probed(self, modality: str, lowered: Sequence[str], *, num_frames: int = PROBE_FRAMES) -> dict[str, Any]:
-        """Returns a sample with one large black image, or video, and some budgets at their least."""
+    def _probe(
+        self,
+        modality: str,
+        lowered: Sequence[str],
+        *,
+        num_frames: int = PROBE_FRAMES,
+    ) -> EncodedSample:
+        """Encodes one large black image or video, with some budgets at their minimum."""
         encoder = copy(self)
         encoder.max_length = None
-        encoder.media_options = {KWARGS[modality]: _lowered(self.parts[modality], lowered, share_of(MOST_STEPS))}
+        least = _lowered(self.parts[modality], lowered, share_of(MOST_STEPS))
+        encoder.media_options = {OPTIONS_OF_MODALITY[modality]: least}
         content = [{'type': modality}, {'type': 'text', 'text': 'q'}]
-        messages = [{'role': 'user', 'content': content}, {'role': 'assistant', 'content': 'a'}]
+        messages: list[Message] = [
+            {'role': 'user', 'content': content},
+            {'role': 'assistant', 'content': 'a'},
+        ]
         if modality == 'image':
             return encoder(messages, [Image.new('RGB', (PROBE_SIDE, PROBE_SIDE))])
         frame = np.zeros((PROBE_SIDE // 2, PROBE_SIDE // 2, 3), np.uint8)
-        return encoder(messages, videos=[make_video([frame] * num_frames, [*range(num_frames)], num_frames, 0.5)])
+        frame_numbers = list(range(num_frames))
+        video = make_video([frame] * num_frames, frame_numbers, num_frames, 0.5)
+        return encoder(messages, videos=[video])
 
-    def _refusal(self, record: Record, sample: Mapping[str, Any]) -> str:
-        length, num_media = sample['input_ids'].shape[1], self._count_media(sample)
-        is_long = self.max_length is not None and length > self.max_length
-        name, found = ('max_length', length) if is_long else ('max_image_tokens', num_media)
-        made = f'{num_media} of them for {len(record.media)} media, as few as {type(self.processor).__name__} makes'
+    def _refusal(self, record: Record, sample: EncodedSample) -> str:
+        length = sample['input_ids'].shape[1]
+        num_media_tokens = self._count_media_tokens(sample)
+        if self.max_length is not None and length > self.max_length:
+            name = 'max_length'
+            excess = f'{self.max_length} < {length}'
+        else:
+            name = 'max_image_tokens'
+            excess = f'{self.max_image_tokens} < {num_media_tokens}'
+        name_of_processor = type(self.processor).__name__
+        least = f'{num_media_tokens} of them for {len(record.media)} media, the fewest of {name_of_processor}'
         remedy = 'Raise it, shorten the sample, or set on_error=skip'
-        return f'`{name}` must be at least the sample, got: {getattr(self, name)} < {found} tokens, {made}. {remedy}.'
+        return f'`{name}` must be at least the sample, got: {excess} tokens, {least}. {remedy}.'
+
+
+def can_shrink_media(processor: Any) -> bool:
+    """Tells whether ``fit`` could make images or videos of a processor smaller."""
+    try:
+        FittingEncoder(processor, max_length=1)
+    except PROCESSOR_ERRORS:
+        return False
+    return True
 
 
 def _budgets_of(part: Any) -> list[str]:
-    """Returns the arguments of an image or video processor that may bound its tokens."""
-    if dict(getattr(part, 'size', None) or {}).get('longest_edge') is not None:
+    """Returns the arguments of an image or video processor that may limit its tokens."""
+    size: Mapping[str, int | None] = dict(getattr(part, 'size', None) or {})
+    if size.get('longest_edge') is not None:
         return ['size']
     return [name for name in BUDGETS if isinstance(getattr(part, name, None), int)]
 
 
 def _lowered(part: Any, names: Sequence[str], share: float) -> dict[str, Any]:
-    """Returns arguments with a share of their budgets, none below what the processor calls its least."""
-    found: dict[str, Any] = {}
+    """Returns arguments with a share of their budgets, but no less than the processor's own minimum."""
+    lowered: dict[str, Any] = {}
     for name in names:
         if name == 'size':
             size = dict(part.size)
             least = min(size.get('shortest_edge') or 1, size['longest_edge'])
-            found[name] = {**size, 'longest_edge': max(int(size['longest_edge'] * share), least)}
+            size['longest_edge'] = max(int(size['longest_edge'] * share), least)
+            lowered[name] = size
         else:
-            least = getattr(part, name.replace('max', 'min', 1), None) or 1
-            found[name] = max(int(getattr(part, name) * share), least)
-    return found
+            name_of_minimum = name.replace('max', 'min', 1)
+            least = getattr(part, name_of_minimum, None) or 1
+            lowered[name] = max(int(getattr(part, name) * share), least)
+    return lowered

@@ -1,39 +1,45 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Whether the Hugging Face hub answers, which its own clients find out in minutes."""
+"""Asks the Hugging Face hub once whether it answers. Its own clients try for minutes."""
 
 from __future__ import annotations
 
 import os
 from typing import Literal
 
-from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from huggingface_hub import (
+    constants,
+    get_hf_file_metadata,
+    hf_hub_url,
+    try_to_load_from_cache,
+)
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 PATIENCE = 5.0
-"""Seconds."""
+"""Seconds to wait for an answer."""
+FILE_OF_KIND = {'model': 'config.json', 'dataset': 'README.md'}
+"""A file that every repository of a kind has."""
 
 
 def ask_hub(name: str, kind: Literal['model', 'dataset']) -> None:
-    """Asks the hub once, and does not try again, unless the name is a folder or was kept by an earlier run.
+    """Asks the hub for one file, without a second try. Does nothing for a folder, or a name in the hub's cache.
 
     Raises:
-        OSError: If it does not answer, or the name cannot be one of the hub.
+        OSError: If the hub does not answer, or the name cannot be one of the hub.
     """
-    file = {'model': 'config.json', 'dataset': 'README.md'}[kind]
     if constants.HF_HUB_OFFLINE or os.path.isdir(name):
         return
+    file = FILE_OF_KIND[kind]
     try:
-        if not isinstance(try_to_load_from_cache(name, file, repo_type=kind), str):
+        is_cached = isinstance(try_to_load_from_cache(name, file, repo_type=kind), str)
+        if not is_cached:
             get_hf_file_metadata(hf_hub_url(name, file, repo_type=kind), timeout=PATIENCE)
-    except HfHubHTTPError:  # an answer; what the hub lacks is reported by who reads it
+    except HfHubHTTPError:  # an answer: a repository that is missing is reported when it is read
         return
     except HFValidationError as error:
         raise OSError('there is no such folder, and the hub has no such names') from error
-    except Exception as error:  # of the client that huggingface_hub has chosen
+    except Exception as error:  # of the HTTP client that huggingface_hub uses
         reason = ' '.join(str(error).split()) or type(error).__name__
-        raise OSError(
-            f'{constants.ENDPOINT} does not answer: {reason}. Give a folder of this machine, or set HF_HUB_OFFLINE=1 '
-            'for what an earlier run has kept'
-        ) from error
+        remedy = 'Give a folder of this machine, or set HF_HUB_OFFLINE=1 for what an earlier run has kept'
+        raise OSError(f'{constants.ENDPOINT} does not answer: {reason}. {remedy}') from error

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Data, processor and vocabulary in a few characters each, by which what was made of them is known again."""
+"""Fingerprints of data, processors and vocabularies. Caches and checkpoints are recognized by them."""
 
 from __future__ import annotations
 
@@ -14,55 +14,66 @@ from composer_tokacc.cache import fingerprint
 from composer_tokacc.data.records import BadSampleError
 
 NUM_READ = 64
-"""Samples that stand for a dataset that says nothing about itself."""
+"""Samples that stand for a dataset without an ``identity`` method."""
 
 
 def identify_data(dataset: Any) -> str:
-    """Returns what changes with what a model is trained on, and not with where it lies.
+    """Returns a fingerprint of the data. It does not depend on the folder.
 
-    That is ``dataset.identity()``, or ``dataset.fingerprint()``, where there is such a method. Otherwise it is the
-    number of samples and the token ids of 64 of them, evenly spread: a change of samples between those goes unnoticed.
-    Of a bad sample it is the reason; whoever reads all of them says what becomes of it.
+    The dataset gives it as ``dataset.identity()`` or ``dataset.fingerprint()``. If it has no such method, the
+    fingerprint is made of the number of samples and the token ids of 64 of them, evenly spread. A change of the samples
+    between these goes unnoticed. For a bad sample the reason is taken, which is reported when the sample is read.
     """
     if isinstance(dataset, ConcatDataset):
         return fingerprint([identify_data(part) for part in dataset.datasets])
-    own = getattr(dataset, 'identity', None) or getattr(dataset, 'fingerprint', None)
-    if callable(own):
-        return fingerprint(own())
-    found: list[Any] = [len(dataset)]
-    for index in np.unique(np.linspace(0, len(dataset) - 1, NUM_READ).astype(int)).tolist():
+    identity = getattr(dataset, 'identity', None) or getattr(dataset, 'fingerprint', None)
+    if callable(identity):
+        return fingerprint(identity())
+    parts: list[Any] = [len(dataset)]
+    indices = np.linspace(0, len(dataset) - 1, NUM_READ).astype(int)
+    for index in np.unique(indices).tolist():
         try:
-            check_sample(sample := dataset[index], 'input_ids')
-            found.append(np.asarray(sample['input_ids']).tolist())
+            sample = dataset[index]
+            check_sample(sample, 'input_ids')
+            parts.append(np.asarray(sample['input_ids']).tolist())
         except BadSampleError as error:
-            found.append(str(error))
-    return fingerprint(found)
+            parts.append(str(error))
+    return fingerprint(parts)
 
 
-def check_sample(sample: Any, *needed: str) -> None:
-    """Raises ValueError unless a sample is a mapping with such keys."""
-    keys = getattr(sample, 'keys', tuple)()
-    if missing := set(needed) - set(keys):
-        found = f'one without {min(missing)}' if keys else type(sample).__name__
-        raise ValueError(f'`dataset` must give samples with `input_ids` and `labels`, got: {found}.')
+def check_sample(sample: Any, *keys: str) -> None:
+    """Raises ValueError unless a sample is a mapping with the given keys."""
+    keys_of_sample = set(sample.keys()) if hasattr(sample, 'keys') else set()
+    missing = set(keys) - keys_of_sample
+    if missing:
+        got = f'one without {min(missing)}' if keys_of_sample else type(sample).__name__
+        raise ValueError(f'`dataset` must give samples with `input_ids` and `labels`, got: {got}.')
 
 
 def identify_processor(processor: Any) -> str:
-    """Returns what changes with what a processor makes of text and media, its vocabulary left out."""
+    """Returns a fingerprint of a processor's settings and chat template, without its vocabulary."""
     tokenizer = getattr(processor, 'tokenizer', processor)
-    parts = [getattr(processor, name, None) for name in ('image_processor', 'video_processor', 'feature_extractor')]
     template = getattr(processor, 'chat_template', None) or getattr(tokenizer, 'chat_template', None)
-    settings = [getattr(part, 'to_dict', dict)() for part in (processor, *parts)]
-    return fingerprint([class_name(processor), settings[0], settings[1:], template])
+    settings_of_parts = []
+    for name in ('image_processor', 'video_processor', 'feature_extractor'):
+        settings_of_parts.append(_settings_of(getattr(processor, name, None)))
+    settings = _settings_of(processor)
+    return fingerprint([class_name(processor), settings, settings_of_parts, template])
+
+
+def _settings_of(part: Any) -> dict[str, Any]:
+    if not hasattr(part, 'to_dict'):
+        return {}
+    return part.to_dict()
 
 
 def identify_vocabulary(processor: Any) -> str:
-    """Returns what changes with the tokens and their numbers, and with those that begin, end and fill up a text."""
+    """Returns a fingerprint of the tokens and their ids, and of the tokens that begin, end and pad a text."""
     tokenizer = getattr(processor, 'tokenizer', processor)
     tokens = sorted(tokenizer.get_vocab().items()) if hasattr(tokenizer, 'get_vocab') else []
     return fingerprint([tokens, getattr(tokenizer, 'special_tokens_map', {})])
 
 
-def class_name(thing: Any) -> str:
+def class_name(instance: object) -> str:
     """Returns the full name of an object's class."""
-    return f'{type(thing).__module__}.{type(thing).__qualname__}'
+    return f'{type(instance).__module__}.{type(instance).__qualname__}'

@@ -1,14 +1,15 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Images as models see them: RGB, upright, 8 bits a channel; and their sizes from headers alone."""
+"""Reads images as models see them (RGB, upright, 8 bits a channel), and their sizes from their headers."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import BinaryIO, cast
 
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
@@ -17,70 +18,127 @@ from composer_tokacc.data.records import MediaFile
 
 MAX_16_BIT = 65535
 MAX_PIXELS = 89_478_485
-"""Of one image; above it PIL warns of a decompression bomb."""
+"""Of one image. PIL warns of a decompression bomb above it, and 100 million pixels take 1.9 GiB."""
 SIZE_IN_HEADER = ('JPEG', 'MPO', 'PNG', 'WEBP', 'GIF', 'BMP')
-"""Formats of PIL whose images have the size that stands in the header, before an EXIF entry turns them."""
-IMAGE_FORMATS = ('AVIF', 'BMP', 'DIB', 'GIF', 'HEIF', 'JPEG', 'JPEG2000', 'PNG', 'PPM', 'TGA', 'TIFF', 'WEBP')
-"""What is read, where PIL can: others call programs (EPS), hold several sizes, or are no more than known by name."""
+"""Formats whose header has the size of the image, before an EXIF entry turns it."""
+IMAGE_FORMATS = (
+    'AVIF',
+    'BMP',
+    'DIB',
+    'GIF',
+    'HEIF',
+    'JPEG',
+    'JPEG2000',
+    'PNG',
+    'PPM',
+    'TGA',
+    'TIFF',
+    'WEBP',
+)
+"""Formats of PIL that are read. Others start programs (EPS), hold several sizes, or are known by name only."""
+HEIF_BRANDS = (
+    b'heic',
+    b'heix',
+    b'heim',
+    b'heis',
+    b'hevc',
+    b'hevx',
+    b'mif1',
+    b'msf1',
+)
+"""Bytes 8 to 12 of a HEIF file, after ``ftyp``."""
 QUARTER_TURNS = (5, 6, 7, 8)
 """Values of EXIF's orientation that exchange width and height."""
+PNG_SIGNATURE = b'\x89PNG\r\n\x1a\n'
+
+
+def read_image(file: MediaFile) -> Image.Image:
+    """Returns an image in RGB, turned as its EXIF entry says."""
+    with _open_image(file) as image:
+        has_32_bits = image.format == 'TIFF' and image.mode == 'I'
+        return _to_rgb(ImageOps.exif_transpose(image), has_32_bits=has_32_bits)
+
+
+def image_size(file: MediaFile) -> tuple[int, int]:
+    """Returns width and height of the image that :func:`read_image` returns. Reads only the header if possible."""
+    with _open_image(file) as image:
+        if image.format not in SIZE_IN_HEADER:
+            return ImageOps.exif_transpose(image).size
+        if image.format == 'PNG' and _has_metadata_after_pixels(cast(BinaryIO, image.fp)):
+            image.load()  # reads these metadata, which may turn the image
+        # The method of the base class: PNG's own decodes the image to look for metadata after the pixels.
+        orientation = Image.Image.getexif(image).get(ExifTags.Base.Orientation)
+        width, height = image.size
+        if orientation in QUARTER_TURNS:
+            return height, width
+        return width, height
 
 
 @contextmanager
 def _open_image(file: MediaFile) -> Iterator[Image.Image]:
-    """Gives the image, not decoded yet, unless it is too large: 100 million pixels took 1.9 GiB."""
-    Image.init()
-    known = [name for name in IMAGE_FORMATS if name in Image.OPEN]
+    """Opens an image without decoding it. Refuses those of many pages or too many pixels."""
+    formats = _known_formats()
     try:
-        opened = Image.open(file, formats=known)
+        opened = Image.open(file, formats=formats)
     except UnidentifiedImageError as error:
-        raise ValueError(f'it is no image of a known format ({", ".join(known)}; no EPS), or damaged') from error
+        if 'HEIF' not in formats and _is_heif(file):
+            raise ValueError('it is a HEIF image, which needs another package: pip install pillow-heif') from error
+        raise ValueError(f'it is no image of a known format ({", ".join(formats)}; no EPS), or damaged') from error
     with opened as image:
-        if image.format != 'MPO' and getattr(image, 'is_animated', False):  # cameras put previews behind an image
+        # Cameras put previews behind the image of an MPO file.
+        if image.format != 'MPO' and getattr(image, 'is_animated', False):
             raise ValueError('it holds several images, of which a model would see the first. Save one, or make a video')
         if image.width * image.height > MAX_PIXELS:
             raise ValueError(f'it has {image.width} x {image.height} pixels, more than {MAX_PIXELS}; make it smaller')
         yield image
 
 
-def read_image(file: MediaFile) -> Image.Image:
-    """Returns an image in RGB, turned as its EXIF entry says."""
-    with _open_image(file) as image:
-        return _to_rgb(ImageOps.exif_transpose(image), has_32_bits=(image.format, image.mode) == ('TIFF', 'I'))
+def _known_formats() -> list[str]:
+    """Returns the formats that this installation of PIL can open."""
+    Image.init()
+    if 'HEIF' not in Image.OPEN and importlib.util.find_spec('pillow_heif') is not None:
+        import pillow_heif  # pyright: ignore[reportMissingImports]
+
+        pillow_heif.register_heif_opener()
+    return [name for name in IMAGE_FORMATS if name in Image.OPEN]
 
 
-def image_size(file: MediaFile) -> tuple[int, int]:
-    """Returns width and height of what :func:`read_image` makes of a file, from its header where that says so."""
-    with _open_image(file) as image:
-        if image.format not in SIZE_IN_HEADER:
-            return ImageOps.exif_transpose(image).size
-        if image.format == 'PNG' and _has_metadata_at_end(image.fp):
-            image.load()
-        # Of the base class: that of PNG decodes the image to look behind it.
-        turned = Image.Image.getexif(image).get(ExifTags.Base.Orientation) in QUARTER_TURNS
-        width, height = image.size
-        return (height, width) if turned else (width, height)
+def _is_heif(file: MediaFile) -> bool:
+    if isinstance(file, os.PathLike):
+        with open(file, 'rb') as opened:
+            head = opened.read(12)
+    else:
+        file.seek(0)
+        head = file.read(12)
+    return head[4:8] == b'ftyp' and head[8:12] in HEIF_BRANDS
 
 
-def _has_metadata_at_end(file: Any) -> bool:
-    """Tells whether metadata come behind the pixels of a PNG file; its chunks are passed over, not read."""
-    start, is_behind = file.tell(), False
-    file.seek(len(b'\x89PNG\r\n\x1a\n'))
-    while len(head := file.read(8)) == 8:
-        kind = head[4:]
-        if is_behind and kind not in (b'IDAT', b'IEND'):
+def _has_metadata_after_pixels(file: BinaryIO) -> bool:
+    """Tells whether a PNG file has chunks behind its pixels. Skips the content of the chunks."""
+    start = file.tell()
+    seen_pixels = False
+    seen_metadata = False
+    file.seek(len(PNG_SIGNATURE))
+    while not seen_metadata:
+        head = file.read(8)  # four bytes of length, four of the chunk's type
+        if len(head) < 8:
             break
-        is_behind |= kind == b'IDAT'
-        file.seek(int.from_bytes(head[:4], 'big') + 4, os.SEEK_CUR)  # its content and a check sum
+        length, chunk_type = int.from_bytes(head[:4], 'big'), head[4:]
+        if chunk_type == b'IDAT':
+            seen_pixels = True
+        elif seen_pixels and chunk_type != b'IEND':
+            seen_metadata = True
+        file.seek(length + 4, os.SEEK_CUR)  # the content and a checksum
     file.seek(start)
-    return len(head) == 8
+    return seen_metadata
 
 
 def _to_rgb(image: Image.Image, *, has_32_bits: bool) -> Image.Image:
-    """Scales 16 bits a channel to 8: PIL itself clips what is above 255 to white."""
+    """Converts to RGB, and scales 16 bits a channel to 8: PIL itself would clip values above 255 to white."""
     if image.mode == 'F' or image.mode.startswith('I'):
         values = np.asarray(image)
-        if has_32_bits or image.mode == 'F' or values.min(initial=0) < 0 or values.max(initial=0) > MAX_16_BIT:
+        is_16_bit = values.min(initial=0) >= 0 and values.max(initial=0) <= MAX_16_BIT
+        if has_32_bits or image.mode == 'F' or not is_16_bit:
             raise ValueError(f'an image of mode {image.mode} has no known white; save it with 8 or 16 bits a channel')
         image = Image.fromarray((values // (MAX_16_BIT // 255)).astype(np.uint8))
     return image.convert('RGB')

@@ -1,9 +1,9 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Lengths of all samples of a dataset with the run's processor, and which are bad; kept in a file.
+"""Measures all samples of a dataset with the run's processor, and keeps the lengths and the bad samples in a file.
 
-Known by reading all samples once, or most of them by the headers of their images; see :mod:`.sizes`.
+Samples are read once, or most of them are measured from the headers of their images, see :mod:`.sizes`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,8 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -23,24 +21,51 @@ from composer.utils import dist
 from torch.utils.data import ConcatDataset, DataLoader
 from tqdm.auto import tqdm
 
-from composer_tokacc.cache import cache_folder, fingerprint, keep, load_kept, whole_file
-from composer_tokacc.data.identity import class_name, identify_data, identify_processor, identify_vocabulary
+from composer_tokacc.cache import (
+    cache_folder,
+    fingerprint,
+    keep,
+    load_kept,
+    whole_file,
+)
+from composer_tokacc.data.identity import (
+    class_name,
+    identify_data,
+    identify_processor,
+    identify_vocabulary,
+)
 from composer_tokacc.data.records import BadSampleError
-from composer_tokacc.data.sizes import SHRINK_STEPS, RowSizes, TableRow, patch_size_of
+from composer_tokacc.data.sizes import (
+    SHRINK_STEPS,
+    MapItem,
+    MapResult,
+    RowSizes,
+    TableRow,
+    patch_size_of,
+)
 
 TABLE_VERSION = 7
-"""Goes up with every change of what a table holds, so that files of older versions are not read."""
-TABLE_COLUMNS = ('lengths', 'image_tokens', 'loss_tokens', 'vision_patches', SHRINK_STEPS)
+"""Increased when the content of a table changes, so that files of older versions are not read."""
+TABLE_COLUMNS = (
+    'lengths',
+    'image_tokens',
+    'loss_tokens',
+    'vision_patches',
+    SHRINK_STEPS,
+)
 FEWEST_FOR_WORKERS = 512
-"""Starting processes takes longer than reading fewer samples than these."""
+"""Up to this number of samples, no processes are started, because starting them takes longer than reading."""
 FEWEST_FOR_HEADERS = 512
-"""So few samples are always read: their bad ones are known at the start then."""
+"""Up to this number of samples, all are read, so that the bad ones are known at the start."""
 NUM_CHECKED = 64
-"""Samples that are read in any case, to see whether headers say the same."""
+"""Samples that are read even so, to check the sizes from headers."""
 
 log = logging.getLogger(__name__)
 
 OnError = Literal['raise', 'skip']
+RankValue = TypeVar('RankValue')
+MeasuredRow = TableRow | str | None
+"""The row of a sample, the reason why it is bad, or None if it was not measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,53 +75,78 @@ class LengthTable:
     lengths: np.ndarray
     """Tokens, image tokens included."""
     image_tokens: np.ndarray
-    """Tokens that stand for images, videos and audio, among them."""
+    """The tokens among them that stand for images, videos and audio."""
     loss_tokens: np.ndarray
     """Positions that carry loss under the causal shift."""
     vision_patches: np.ndarray
     """Patches that the vision encoder computes, before a resampler or a merge makes image tokens of them."""
     shrink_steps: np.ndarray = None  # type: ignore[assignment]  # pyright: ignore[reportAssignmentType]  # zeros
-    """Steps by which the budgets of its media were lowered so that it fits; 0: it fits as it is."""
+    """Steps by which the budgets of its media were lowered so that it fits. 0: it fits as it is."""
     errors: dict[int, str] = field(default_factory=dict)
-    """Why a sample cannot be used, by index; all its sizes are 0."""
+    """Reasons why samples cannot be used, by index. All sizes of such a sample are 0."""
 
     def __post_init__(self) -> None:
         if self.shrink_steps is None:
             object.__setattr__(self, SHRINK_STEPS, np.zeros_like(self.lengths))
-        if len(sizes := {np.shape(getattr(self, name)) for name in TABLE_COLUMNS}) > 1:
-            raise ValueError(f'The columns of a length table must be of one shape (n,), got: {sorted(sizes)}.')
+        shapes = {np.shape(getattr(self, name)) for name in TABLE_COLUMNS}
+        if len(shapes) > 1:
+            raise ValueError(f'The columns of a length table must be of one shape (n,), got: {sorted(shapes)}.')
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def select(self, indices: Sequence[int]) -> LengthTable:
-        """Returns the table of some of the samples, none of them bad, in the given order."""
-        return LengthTable(**{name: getattr(self, name)[list(indices)] for name in TABLE_COLUMNS})
+        """Returns the table of some samples, in the given order. None of them may be bad."""
+        columns = {name: getattr(self, name)[list(indices)] for name in TABLE_COLUMNS}
+        return LengthTable(**columns)
 
     def save(self, path: Path) -> None:
-        """Writes the table; a reader sees the whole file or none, even if several processes write at once."""
+        """Writes the table. A reader sees the complete file or none, even if several processes write at once."""
         arrays = {name: getattr(self, name) for name in TABLE_COLUMNS}
         arrays['bad'] = np.array(list(self.errors), np.int64)
         arrays['reasons'] = np.array(list(self.errors.values()), np.str_)
-        with whole_file(path) as written:
-            np.savez_compressed(written, **arrays)
+        with whole_file(path) as unfinished:
+            np.savez_compressed(unfinished, **arrays)
 
     @classmethod
     def load(cls, path: Path) -> LengthTable:
-        """Reads what :meth:`save` wrote."""
+        """Reads the file that :meth:`save` wrote."""
         with np.load(path, allow_pickle=False) as arrays:
-            if missing := sorted({'bad', 'reasons', *TABLE_COLUMNS} - {*arrays}):
-                raise ValueError(f'`path` must be a saved length table, got: {path} without {missing}.')
-            errors = dict(zip(arrays['bad'].tolist(), arrays['reasons'].tolist(), strict=True))
-            return cls(**{name: arrays[name] for name in TABLE_COLUMNS}, errors=errors)
+            missing = {'bad', 'reasons', *TABLE_COLUMNS} - set(arrays)
+            if missing:
+                raise ValueError(f'`path` must be a saved length table, got: {path} without {sorted(missing)}.')
+            indices = arrays['bad'].tolist()
+            reasons = arrays['reasons'].tolist()
+            errors = dict(zip(indices, reasons, strict=True))
+            columns = {name: arrays[name] for name in TABLE_COLUMNS}
+            return cls(**columns, errors=errors)
 
     @classmethod
     def from_parts(cls, tables: Sequence[LengthTable]) -> LengthTable:
         """Joins the tables of datasets that follow one another."""
-        starts = accumulate(map(len, tables), initial=0)
-        pairs = [(start, table) for start, table in zip(starts, tables, strict=False)]
-        errors = {start + index: reason for start, table in pairs for index, reason in table.errors.items()}
-        columns = {name: np.concatenate([getattr(table, name) for table in tables]) for name in TABLE_COLUMNS}
+        errors = {}
+        start = 0
+        for table in tables:
+            for index, reason in table.errors.items():
+                errors[start + index] = reason
+            start += len(table)
+        columns = {}
+        for name in TABLE_COLUMNS:
+            parts = [getattr(table, name) for table in tables]
+            columns[name] = np.concatenate(parts)
+        return cls(**columns, errors=errors)
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[MeasuredRow]) -> LengthTable:
+        """Makes a table of the rows of all samples, and of the reasons why some are bad."""
+        errors = {}
+        numbers = np.zeros((len(rows), len(TABLE_COLUMNS)), np.int32)
+        for index, row in enumerate(rows):
+            if isinstance(row, str):
+                errors[index] = row
+            elif row is not None:
+                numbers[index] = row
+        columns = dict(zip(TABLE_COLUMNS, numbers.T.copy(), strict=True))
         return cls(**columns, errors=errors)
 
 
@@ -111,21 +161,21 @@ def length_table(
 ) -> LengthTable:
     """Returns the length table of a dataset, from its file if it was read before with the same processor.
 
-    Under ``torch.distributed`` every rank must call it; they share the work, and one of each node writes the file.
+    Under ``torch.distributed`` every rank must call it. The ranks share the work, and one of each node writes the file.
 
     Args:
-        dataset: Map-style, or a ``ConcatDataset`` of such, each with a file of its own; samples hold ``input_ids`` and
-            ``labels`` of shape ``(1, length)``. Used where there are such: a ``fingerprint`` method, see
-            ``table_name``; ``measured``, a pair of a patch size and the table that was made with it; and over 512
-            samples ``unexpanded``, as :class:`.LlavaDataset` has it: most are not read then (``'raise'`` only), and a
-            file that is damaged behind its header is found by whoever reads it.
+        dataset: Map-style, or a ``ConcatDataset`` of such, each with its own file. Samples hold ``input_ids`` and
+            ``labels`` of shape ``(1, length)``. These methods and attributes are used if they exist: ``fingerprint``,
+            see ``table_name``; ``measured``, a pair of a patch size and the table that was made with it; and
+            ``unexpanded``, as :class:`.LlavaDataset` has it. With the last, and over 512 samples, most are not read
+            (``'raise'`` only). Then a file that is damaged behind its header is found when it is read.
         processor: Its Hugging Face processor or tokenizer.
-        folder: Where tables are kept. Default: ``composer_tokacc/lengths`` in the user's cache folder.
-        patch_size: Side of the vision encoder's patches in pixels, for ``vision_patches`` alone. None: what the
-            processor declares, or 14, the commonest (Idefics3, Gemma3, InternVL, ... declare nothing).
-        num_workers: Processes on each rank. None: one for each CPU core that the ranks of this node leave it.
-        on_error: What to do with a sample that raises :class:`.BadSampleError`: ``'raise'``, or ``'skip'``: keep the
-            reason in ``errors``, for which all samples are read.
+        folder: Folder of the tables. Default: ``composer_tokacc/lengths`` in the user's cache folder.
+        patch_size: Side of the vision encoder's patches in pixels, used only for ``vision_patches``. None: the size in
+            the processor, or 14, the most common (Idefics3, Gemma3, InternVL, ... have none).
+        num_workers: Processes on each rank. None: the CPU cores of the node, divided among its ranks.
+        on_error: Handling of a sample that raises :class:`.BadSampleError`: ``'raise'``, or ``'skip'``: keep the reason
+            in ``errors``. For that all samples are read.
 
     Raises:
         BadSampleError: For the first bad sample (``'raise'``), on all ranks.
@@ -133,29 +183,44 @@ def length_table(
     if not len(dataset):
         raise ValueError('`dataset` must hold at least one sample, got: none.')
     patch_size = patch_size_of(patch_size, processor)
-    options: dict[str, Any] = {'patch_size': patch_size, 'num_workers': num_workers, 'on_error': on_error}
+    options: dict[str, Any] = {
+        'patch_size': patch_size,
+        'num_workers': num_workers,
+        'on_error': on_error,
+    }
     if isinstance(dataset, ConcatDataset):
-        return LengthTable.from_parts(
-            [length_table(part, processor, folder=folder, **options) for part in dataset.datasets]
-        )
+        tables = [length_table(part, processor, folder=folder, **options) for part in dataset.datasets]
+        return LengthTable.from_parts(tables)
     measured = getattr(dataset, 'measured', None)
-    if measured is not None and measured[0] == patch_size:
-        return measured[1]
-    if measured is not None and measured[1].shrink_steps.any():  # with other patches
-        table = build_length_table(dataset, processor, **options)
-        return replace(table, shrink_steps=measured[1].shrink_steps)
-    folder = Path(cache_folder('lengths') if folder is None else folder)
+    if measured is not None:
+        measured_patch_size, table = measured
+        if measured_patch_size == patch_size:
+            return table
+        if table.shrink_steps.any():
+            # The samples are read with these steps, and their lengths alone would not show the steps.
+            return replace(
+                build_length_table(dataset, processor, **options),
+                shrink_steps=table.shrink_steps,
+            )
     name = table_name(dataset, processor, patch_size=patch_size)
-    # A table from headers does not know all bad samples, and must not be taken for one that does.
-    paths = [folder / f'{name}{ending}.npz' for ending in ['', *['-headers'] * _has_headers(dataset, on_error)]]
+    folder = Path(cache_folder('lengths') if folder is None else folder)
+    paths = [folder / f'{name}.npz']
+    if _uses_headers(dataset, on_error):
+        # A file of its own: a table from headers does not know all bad samples.
+        paths.append(folder / f'{name}-headers.npz')
     for path in paths:
         table = load_kept(path, LengthTable.load)
+        # All ranks, because all must take part in the measurement if one of them has no file.
         if all(_gather(table is not None)):
             assert table is not None
-            return _checked_table(table, on_error)
+            return _check_table(table, on_error)
     table = build_length_table(dataset, processor, **options)
     if dist.get_local_rank() == 0:
-        keep(paths[-1], table.save, hint='Set `loader.lengths_folder` to a folder that can be written.')
+        keep(
+            paths[-1],
+            table.save,
+            hint='Set `loader.lengths_folder` to a folder that can be written.',
+        )
     return table
 
 
@@ -167,41 +232,56 @@ def build_length_table(
     patch_size: int | None = None,
     on_error: OnError = 'raise',
 ) -> LengthTable:
-    """Measures every sample of a dataset once, in parallel; arguments as for :func:`length_table`."""
-    # A script of the user's may come here under the launcher, before there is a process group: each reads all, then.
-    rank, num_ranks = (dist.get_global_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    """Measures every sample of a dataset once, in parallel. Arguments as for :func:`length_table`."""
+    rank, num_ranks = 0, 1
+    if dist.is_initialized():
+        rank, num_ranks = dist.get_global_rank(), dist.get_world_size()
+    # Without a process group, as in a script under the launcher, each rank reads all samples.
     if num_workers is None:
         num_workers = (os.cpu_count() or 1) // dist.get_local_world_size()
-    own = range(rank, len(dataset), num_ranks)
-    sizes = RowSizes(dataset, processor, patch_size_of(patch_size, processor))
-    map_samples = partial(_map_samples, num_workers=num_workers, hide_bar=None if rank == 0 else True)
-    rows: list[TableRow | str | None] = [None] * len(own)
-    if _has_headers(dataset, on_error):
-        rows = _checked(sizes.from_headers(own, map_samples), own, sizes)
-    unknown = [position for position, row in enumerate(rows) if row is None]
-    read = map_samples(sizes.read, [own[position] for position in unknown], FEWEST_FOR_WORKERS)
-    for position, row in zip(unknown, read, strict=False):
-        rows[position] = row
+    mapper = SampleMapper(num_workers, shows_bar=rank == 0)
+    row_sizes = RowSizes(dataset, processor, patch_size_of(patch_size, processor))
+    indices = range(rank, len(dataset), num_ranks)
+    rows = _measure_rows(row_sizes, indices, mapper, on_error)
+    rows_of_all: list[MeasuredRow] = [None] * len(dataset)
+    # Rank r has measured the samples r, r + num_ranks, ...
+    for other_rank, rows_of_rank in enumerate(_gather(rows)):
+        rows_of_all[other_rank::num_ranks] = rows_of_rank
+    return _check_table(LengthTable.from_rows(rows_of_all), on_error)
+
+
+def _measure_rows(
+    row_sizes: RowSizes,
+    indices: Sequence[int],
+    mapper: SampleMapper,
+    on_error: OnError,
+) -> list[MeasuredRow]:
+    """Returns the rows of this rank's samples. With ``'raise'`` it stops at the first bad one."""
+    rows: list[MeasuredRow] = [None] * len(indices)
+    if _uses_headers(row_sizes.dataset, on_error):
+        rows = _check_rows(row_sizes.from_headers(indices, mapper), indices, row_sizes)
+    unknown_places = []
+    unknown_indices = []
+    for place, row in enumerate(rows):
+        if row is None:
+            unknown_places.append(place)
+            unknown_indices.append(indices[place])
+    rows_read = mapper(row_sizes.read, unknown_indices, FEWEST_FOR_WORKERS)
+    for place, row in zip(unknown_places, rows_read, strict=False):
+        rows[place] = row
         if isinstance(row, str) and on_error == 'raise':
-            break  # the other ranks learn of it below, where they wait
-    gathered: list[TableRow | str | None] = [None] * len(dataset)
-    for other, part in enumerate(_gather(rows)):
-        gathered[other::num_ranks] = part
-    errors = {index: row for index, row in enumerate(gathered) if isinstance(row, str)}
-    numbers = np.array([row if isinstance(row, tuple) else (0,) * len(TABLE_COLUMNS) for row in gathered], np.int32)
-    return _checked_table(
-        LengthTable(**dict(zip(TABLE_COLUMNS, numbers.T.copy(), strict=True)), errors=errors), on_error
-    )
+            break  # not raised here: the other ranks wait in the exchange of rows, and learn of it there
+    return rows
 
 
 def table_name(dataset: Any, processor: Any, *, patch_size: int | None = None) -> str:
-    """Returns what changes with the data, the processor, its tokenizer, the chat template, or the patch size.
+    """Returns a name that changes with the data, the processor, its tokenizer, the chat template, or the patch size.
 
-    The data's part is ``dataset.fingerprint()`` where there is such a method, or :func:`.identify_data`. A length that
-    is wrong because that overlooked a change costs balance among ranks, and no more: the split measures every row and
-    keeps the cap.
+    The data's part is ``dataset.fingerprint()`` if there is such a method, or :func:`.identify_data`. If that overlooks
+    a change, a length may be wrong. This costs balance among ranks and no more, because the split measures every row
+    and keeps the cap.
     """
-    own = getattr(dataset, 'fingerprint', None)
+    own_fingerprint = getattr(dataset, 'fingerprint', None)
     parts = [
         TABLE_VERSION,
         class_name(dataset),
@@ -209,60 +289,86 @@ def table_name(dataset: Any, processor: Any, *, patch_size: int | None = None) -
         patch_size_of(patch_size, processor),
         identify_processor(processor),
         identify_vocabulary(processor),
-        identify_data(dataset) if own is None else own(),
+        identify_data(dataset) if own_fingerprint is None else own_fingerprint(),
     ]
     return fingerprint(parts)
 
 
-def _map_samples(
-    function: Callable[[Any], Any], items: Sequence[Any], fewest: int, *, num_workers: int, hide_bar: bool | None
-) -> Iterator[Any]:
-    """Yields results of a function for some items, made by worker processes where there are more than ``fewest``."""
-    loader: Any = DataLoader(
-        items,  # pyright: ignore[reportArgumentType]  # a sequence will do
-        batch_size=None,
-        num_workers=num_workers if len(items) > fewest else 0,
-        generator=torch.Generator(),  # its own: a scan must not move the random numbers of the run
-        collate_fn=function,  # runs in the workers
-    )
-    yield from tqdm(loader, desc='measuring samples', disable=hide_bar, leave=False)
+@dataclass(frozen=True)
+class SampleMapper:
+    """Runs a function on items, in worker processes if there are many."""
+
+    num_workers: int
+    shows_bar: bool
+
+    def __call__(
+        self,
+        function: Callable[[MapItem], MapResult],
+        items: Sequence[MapItem],
+        fewest: int,
+        /,
+    ) -> Iterator[MapResult]:
+        """Yields the results in order. Up to ``fewest`` items no processes are started."""
+        loader: Any = DataLoader(
+            items,  # pyright: ignore[reportArgumentType]  # a sequence will do
+            batch_size=None,
+            num_workers=self.num_workers if len(items) > fewest else 0,
+            generator=torch.Generator(),  # its own, so that the random numbers of the run do not change
+            collate_fn=function,  # pyright: ignore[reportArgumentType]  # runs in the workers, on one item
+        )
+        # None: the bar is hidden if the output is not a terminal.
+        yield from tqdm(
+            loader,
+            desc='measuring samples',
+            disable=None if self.shows_bar else True,
+            leave=False,
+        )
 
 
-def _has_headers(dataset: Any, on_error: OnError) -> bool:
-    """Tells whether most samples need not be read: not where ranks skip bad ones, on which they must agree."""
+def _uses_headers(dataset: Any, on_error: OnError) -> bool:
+    """Tells whether most samples need not be read. To skip bad ones, all ranks must know them, so all are read."""
     return on_error == 'raise' and len(dataset) > FEWEST_FOR_HEADERS and hasattr(dataset, 'unexpanded')
 
 
-def _checked(rows: Sequence[TableRow | None], own: range, sizes: RowSizes) -> list[TableRow | str | None]:
-    """Returns the rows if those of a random sample are what reading says, on all ranks; else none of them."""
-    num_samples = len(sizes.dataset)
+def _check_rows(rows: Sequence[TableRow | None], indices: Sequence[int], row_sizes: RowSizes) -> list[MeasuredRow]:
+    """Compares the rows of some random samples with those of reading, on all ranks. Drops all rows if one differs."""
+    num_samples = len(row_sizes.dataset)
+    # The same samples on every rank and in every run, so that the result does not change between starts.
     chosen = set(np.random.default_rng(0).choice(num_samples, NUM_CHECKED, replace=False).tolist())
-    checked: list[TableRow | str | None] = list(rows)
-    wrong = ''
-    for position, index in enumerate(own):
-        if index in chosen and (row := rows[position]) is not None:
-            checked[position] = read = sizes.read(index)
-            if read != row and not isinstance(read, str):
-                wrong = f'sample {index}: {row} for {read}'
-    first = next(filter(None, _gather(wrong)), None)
-    if first is None:
+    checked: list[MeasuredRow] = list(rows)
+    difference = ''
+    for place, index in enumerate(indices):
+        row = rows[place]
+        if index not in chosen or row is None:
+            continue
+        row_read = row_sizes.read(index)
+        checked[place] = row_read
+        if row_read != row and not isinstance(row_read, str):
+            difference = f'sample {index}: {tuple(row)} for {tuple(row_read)}'
+    differences = [text for text in _gather(difference) if text]
+    if not differences:
         return checked
-    log.warning('Sizes from headers are not those of the samples (%s), so all %d samples are read.', first, num_samples)
+    log.warning(
+        'Sizes from headers are not those of the samples (%s), so all %d samples are read.',
+        differences[0],
+        num_samples,
+    )
     return [None] * len(rows)
 
 
-def _checked_table(table: LengthTable, on_error: OnError) -> LengthTable:
-    """Returns a table, measured or kept, that a run can be planned by."""
+def _check_table(table: LengthTable, on_error: OnError) -> LengthTable:
+    """Returns the table. Raises if a run cannot be planned by it."""
     if table.errors and on_error == 'raise':
         raise BadSampleError(table.errors[min(table.errors)])
-    if len(table.errors) < len(table) and not table.loss_tokens.any():
-        raise ValueError(
-            '`dataset` must have labels to learn, got: samples whose labels are all -100. Mask fewer of them, or add '
-            'turns of the assistant.'
-        )
+    has_good_samples = len(table.errors) < len(table)
+    if has_good_samples and not table.loss_tokens.any():
+        remedy = 'Mask fewer of them, or add turns of the assistant'
+        raise ValueError(f'`dataset` must have labels to learn, got: samples whose labels are all -100. {remedy}.')
     return table
 
 
-def _gather(value: Any) -> list[Any]:
+def _gather(value: RankValue) -> list[RankValue]:
     """Returns the values of all ranks."""
-    return dist.all_gather_object(value) if dist.is_initialized() else [value]
+    if not dist.is_initialized():
+        return [value]
+    return dist.all_gather_object(value)

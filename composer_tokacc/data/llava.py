@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Conversations in the files that people have, with any Hugging Face processor that has a chat template."""
+"""A dataset of conversations in a file, for any Hugging Face processor that has a chat template."""
 
 from __future__ import annotations
 
@@ -9,23 +9,35 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property, partial
-from itertools import chain
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from torch.utils.data import Dataset
 
+from composer_tokacc.batch import MODALITIES
 from composer_tokacc.cache import fingerprint
 from composer_tokacc.data.control_tokens import ControlTokens
-from composer_tokacc.data.conversation import ConversationEncoder
+from composer_tokacc.data.conversation import ConversationEncoder, TrainOn
 from composer_tokacc.data.files import read_records, read_texts
-from composer_tokacc.data.fit import FittingEncoder, share_of
+from composer_tokacc.data.fit import (
+    FittingEncoder,
+    can_shrink_media,
+    find_pixel_coordinates,
+    share_of,
+)
 from composer_tokacc.data.images import image_size
-from composer_tokacc.data.lengths import LengthTable, length_table
+from composer_tokacc.data.lengths import LengthTable, OnError, length_table
 from composer_tokacc.data.media import open_files
-from composer_tokacc.data.records import BadSampleError, EmbeddedFile, PathLike, Record
-from composer_tokacc.data.sizes import SHRINK_STEPS, patch_size_of
+from composer_tokacc.data.records import (
+    BadSampleError,
+    DecodedMedia,
+    EmbeddedFile,
+    EncodedSample,
+    PathLike,
+    Record,
+)
+from composer_tokacc.data.sizes import SHRINK_STEPS, ImageSizes, patch_size_of
 from composer_tokacc.data.videos import VideoSampling
 from composer_tokacc.planning import check_choice
 
@@ -33,36 +45,39 @@ log = logging.getLogger(__name__)
 
 
 class LlavaDataset(Dataset):
-    """Conversations about images, videos and audio, loss on the assistant's turns only, ending tokens included.
+    """Conversations about images, videos and audio. Loss is on the answers of the assistant and their ending tokens.
 
-    With several files each sample carries the name of its own, ``source``.
+    With several files each sample carries the name of its file as ``source``.
 
-    Bad samples are never replaced and never dropped in passing, so that every rank has the same samples at the same
-    indices: with ``on_error='raise'`` a bad record raises at the start, an unreadable file or a sample over
-    ``max_length`` when it is read. With ``'skip'`` every sample is read once, in parallel, the ranks sharing the work;
-    bad ones are left out and counted (``skipped``, :meth:`skip_report`), and what was found is kept with the lengths.
+    A bad sample is never replaced by another one, and never dropped during training, so that every rank has the same
+    samples at the same indices. With ``on_error='raise'`` a bad record raises at the start; an unreadable file, or a
+    sample over ``max_length``, raises when it is read. With ``'skip'`` every sample is read once at the start, in
+    parallel, and the ranks share the work. Bad samples are left out and counted (``skipped``, :meth:`skip_report`). The
+    result is kept with the lengths.
 
     Args:
         path: JSON, JSONL or parquet file, ``dataset_info.json#name``, folder saved by ``datasets``, or
-            ``hf://datasets/owner/name#split``; or several. ``docs/formats.md`` has the formats of records.
-        processor: Hugging Face processor; for text alone a tokenizer will do.
-        image_dir: Folder that names of media start from. ``None``: the folder of the file.
+            ``hf://datasets/owner/name#split``; or several of these. ``docs/formats.md`` shows the formats of records.
+        processor: Hugging Face processor. For text only, a tokenizer is enough.
+        image_dir: Folder in which names of media start. ``None``: the folder of the file.
         allow_outside: Whether names may lead out of that folder: ``../``, absolute ones, links.
         video: Arguments of :class:`.VideoSampling`: ``num_frames``, or ``fps``; ``min_frames``, ``max_frames``.
         max_length: Longest sample allowed, in tokens, image tokens included. Nothing is ever truncated.
-        fit: Make images and videos of a sample over ``max_length`` or ``max_image_tokens`` smaller, as ``docs/data.md``
-            says. All samples are measured at the start then; ``fitted`` says what became of which.
+        fit: Make images and videos of a sample over ``max_length`` or ``max_image_tokens`` smaller, see
+            ``docs/data.md``. Then all samples are measured at the start. ``fitted`` lists the changed ones.
         max_image_tokens: Most tokens of a sample's media (``fit`` only).
         control_tokens: As for :class:`.ConversationEncoder`.
+        train_on: ``'all'`` answers of a conversation, or only the ``'last'``; see :class:`.ConversationEncoder`.
+        add_end_token: Whether to add the ending token after answers that the chat template leaves open.
         on_error: ``'raise'`` or ``'skip'``.
         num_workers: Processes that read the samples (``skip`` and ``fit`` only). ``None``: all cores.
-        lengths_folder: Where what was found is kept (the same), see :func:`.length_table`.
-        patch_size: Of the vision encoder, for the lengths that are kept with it; see there.
+        lengths_folder: Folder in which the result is kept (``skip`` and ``fit`` only), see :func:`.length_table`.
+        patch_size: Patch size of the vision encoder, for the lengths that are kept with it; see there.
 
     Raises:
-        BadSampleError: For the first bad sample (``raise``), or when no sample is good (``skip``).
-        ValueError: If a file is missing, empty, in no known format, or a JSON array with a syntax error, or a decoder
-            of videos is not installed.
+        BadSampleError: For the first bad sample (``raise``).
+        ValueError: If a file is missing, empty, in no known format, or a JSON array with a syntax error; if no sample
+            is good; or if a decoder of videos is not installed.
     """
 
     def __init__(
@@ -77,7 +92,9 @@ class LlavaDataset(Dataset):
         fit: bool = False,
         max_image_tokens: int | None = None,
         control_tokens: ControlTokens = 'warn',
-        on_error: str = 'raise',
+        train_on: TrainOn = 'all',
+        add_end_token: bool = True,
+        on_error: OnError = 'raise',
         num_workers: int | None = None,
         lengths_folder: PathLike | None = None,
         patch_size: int | None = None,
@@ -86,105 +103,163 @@ class LlavaDataset(Dataset):
         check_choice('allow_outside', allow_outside, (True, False))
         if max_image_tokens is not None and not fit:
             raise ValueError(f'`max_image_tokens` must be left out without `fit`, got: {max_image_tokens}.')
-        make = partial(FittingEncoder, max_image_tokens=max_image_tokens) if fit else ConversationEncoder
-        sampling = VideoSampling(**(video or {}))
-        self.encoder = make(processor, video=sampling, max_length=max_length, control_tokens=control_tokens)
+        options: dict[str, Any] = {
+            'max_length': max_length,
+            'video': VideoSampling(**(video or {})),
+            'control_tokens': control_tokens,
+            'train_on': train_on,
+            'add_end_token': add_end_token,
+        }
+        if fit:
+            self.encoder: ConversationEncoder = FittingEncoder(processor, max_image_tokens=max_image_tokens, **options)
+        else:
+            self.encoder = ConversationEncoder(processor, **options)
+            self.encoder.advice_for_long_samples = self._advice_for_long_samples
         self.fits = fit
         self.measured: tuple[int, LengthTable] | None = None
+        """Patch size and length table, once the samples were measured for ``skip`` or ``fit``."""
         self.records: list[Record] = []
         self.folders: list[Path] = []
+        """Folder of the media of each record."""
         self.skipped: list[str] = []
-        self._read(read_records(path, image_dir=image_dir, allow_outside=allow_outside), on_error)
+        """Reasons why samples were left out."""
+        self._read(
+            read_records(path, image_dir=image_dir, allow_outside=allow_outside),
+            on_error,
+        )
         if self.records and (on_error == 'skip' or fit):
-            self._measure(patch_size, on_error=on_error, folder=lengths_folder, num_workers=num_workers)
+            self._measure(
+                patch_size,
+                on_error=on_error,
+                folder=lengths_folder,
+                num_workers=num_workers,
+            )
         if not self.records:
-            reason = ''.join(f' First: {one}' for one in self.skipped[:1])
-            raise ValueError(f'`path` must hold at least one good sample, got: {path} with none.{reason}')
+            first = f' First: {self.skipped[0]}' if self.skipped else ''
+            raise ValueError(f'`path` must hold at least one good sample, got: {str(path)[:300]} with none.{first}')
 
-    def _read(self, records: Iterable[tuple[Record, Path] | BadSampleError], on_error: str) -> None:
-        """Keeps the good records; the first bad one raises, or all are told."""
-        for found in records:
+    def _read(
+        self,
+        records: Iterable[tuple[Record, Path] | BadSampleError],
+        on_error: OnError,
+    ) -> None:
+        """Keeps the good records. The first bad one raises, or all of them are skipped."""
+        for entry in records:
             try:
-                if isinstance(found, BadSampleError):
-                    raise found
-                self.encoder.check_takes_media(found[0])
+                if isinstance(entry, BadSampleError):
+                    raise entry
+                record, folder = entry
+                self.encoder.check_takes_media(record)
             except BadSampleError as error:
                 if on_error == 'raise':
                     raise
                 self.skipped.append(str(error))
             else:
-                self.records.append(found[0])
-                self.folders.append(found[1])
+                self.records.append(record)
+                self.folders.append(folder)
 
     @staticmethod
     def texts(path: PathLike | Sequence[PathLike]) -> Iterator[str]:
-        """Returns the text of every turn, without placeholders: what a tokenizer can be trained on."""
+        """Yields the text of every turn, without placeholders, to train a tokenizer on."""
         return read_texts(path)
 
     def __len__(self) -> int:
         return len(self.records)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self._encoded(index)
+    def __getitem__(self, index: int) -> EncodedSample:
+        return self._encode(index)
 
-    def _encoded(self, index: int, *, shapes_only: bool = False) -> dict[str, Any]:
+    def _encode(self, index: int, *, shapes_only: bool = False) -> EncodedSample:
         record = self.records[index]
-        known = {} if not self.fits or self.measured is None else {'steps': int(self.measured[1].shrink_steps[index])}
         files = open_files(record, self.folders[index])
-        sample = self.encoder.encode_record(record, files, shapes_only=shapes_only, **known)
-        if known:  # the length table has it; parts of a mixture that do not fit theirs have no such entry
+        if self.measured is not None and isinstance(self.encoder, FittingEncoder):
+            _, table = self.measured
+            steps = int(table.shrink_steps[index])
+            sample = self.encoder.encode_record(record, files, shapes_only=shapes_only, steps=steps)
+            # The table has the steps. Other parts of a mixture have no such entry, and a batch needs the same of all.
             sample.pop(SHRINK_STEPS)
-        return {**sample, 'source': [record.file_name]} if self._has_several_files else sample
+        else:
+            sample = self.encoder.encode_record(record, files, shapes_only=shapes_only)
+        if self._has_several_files:
+            sample['source'] = [record.file_name]
+        return sample
 
     @cached_property
     def _has_several_files(self) -> bool:
-        first = self.records[0].file_name
-        return any(record.file_name != first for record in self.records)
+        first_name = self.records[0].file_name
+        return any(record.file_name != first_name for record in self.records)
 
-    def unexpanded(self, indices: Sequence[int]) -> list[tuple[dict[str, Any], list[tuple[int, int]]] | None]:
-        """Returns some samples before their placeholders are expanded, and image sizes: ``sizes`` needs no more.
+    def unexpanded(self, indices: Sequence[int]) -> list[tuple[EncodedSample, ImageSizes] | None]:
+        """Returns samples with placeholders that are not expanded, and the sizes of their images.
 
-        None for a sample that has to be read, be it for its videos, or only to learn what is wrong with it.
+        This is enough to compute the length of a sample, see `sizes.py`. None for a sample that must be read: one with
+        videos or audio, or a bad one.
         """
         samples = self.encoder.encode_unexpanded([self.records[index].messages() for index in indices])
-        found: list[tuple[dict[str, Any], list[tuple[int, int]]] | None] = [None] * len(samples)
-        for position, (index, sample) in enumerate(zip(indices, samples, strict=True)):
+        results: list[tuple[EncodedSample, ImageSizes] | None] = []
+        for index, sample in zip(indices, samples, strict=True):
             record = self.records[index]
-            if sample is None or record.count('image') < len(record.media):
-                continue
-            with suppress(Exception):  # no image
-                found[position] = sample, [image_size(file) for file in open_files(record, self.folders[index])]
-        return found
+            result = None
+            if sample is not None and record.count('image') == len(record.media):
+                with suppress(Exception):  # not an image: the reason is given when the sample is read
+                    files = open_files(record, self.folders[index])
+                    result = sample, tuple(image_size(file) for file in files)
+            results.append(result)
+        return results
 
-    def shapes_of_videos(self, index: int) -> dict[str, Any] | None:
-        """Returns a sample of the same shapes, one frame of each video decoded; None where there is no video."""
-        return self._encoded(index, shapes_only=True) if self.records[index].count('video') else None
+    def shapes_of_videos(self, index: int) -> EncodedSample | None:
+        """Returns a sample of the right shapes, with one frame of each video decoded. None if it has no video."""
+        if not self.records[index].count('video'):
+            return None
+        return self._encode(index, shapes_only=True)
 
-    def decoded(self, index: int) -> dict[str, list[Any]]:
-        """Returns images, videos and audio of a sample by modality, as no processor has seen them yet."""
+    def decoded(self, index: int) -> DecodedMedia:
+        """Returns images, videos and audio of a sample by modality, before the processor changes them."""
         record = self.records[index]
         return self.encoder.decode(record, open_files(record, self.folders[index]))
 
+    def modalities(self, index: int) -> frozenset[str]:
+        """Returns the modalities of a sample's media. Reads nothing."""
+        record = self.records[index]
+        return frozenset(modality for modality in MODALITIES if record.count(modality))
+
     def identity(self) -> str:
-        """Changes with what a model is trained on: the turns, and the files by name and size, or embedded content.
+        """Returns a fingerprint of the data a model is trained on.
 
-        So it does with the frames that are taken of videos; not with where files lie, the ids of samples, or
-        ``max_length``, which leaves out nothing in silence.
+        It depends on the turns, on names and sizes of files (of embedded ones on the content), and on the frames taken
+        of videos. It does not depend on the place of files, the ids of samples, or ``max_length``, because no sample is
+        left out in silence.
         """
-        spelled = [('control_tokens', 'text')] if self.encoder.control.option == 'text' else []
-        fitted = [('fit', self.encoder.max_length, self.encoder.max_image_tokens)] if self.fits else []
-        return _all_digits(chain(self._identities(), spelled, fitted))
+        return _fingerprint_of(self._identity_parts())
 
-    def _identities(self) -> Iterator[tuple[Any, ...]]:
+    def _identity_parts(self) -> Iterator[tuple[Any, ...]]:
         for record, folder in zip(self.records, self.folders, strict=True):
-            media = [(medium.modality, [_named(file, folder) for file in medium.files]) for medium in record.media]
+            media = []
+            for medium in record.media:
+                files = [_identify_file(file, folder) for file in medium.files]
+                media.append((medium.modality, files))
             sampling = self.encoder.video if record.count('video') else None
-            yield record.turns, media, sampling, *(() if record.loss_weights is None else (record.loss_weights,))
+            if record.loss_weights is None:
+                yield record.turns, media, sampling
+            else:
+                yield record.turns, media, sampling, record.loss_weights
+        # Options add nothing with their default, so that checkpoints of earlier releases still have the same data.
+        yield from self.encoder.identity_of_options()
+        if self.fits:
+            yield 'fit', self.encoder.max_length, self.encoder.max_image_tokens
 
     def fingerprint(self) -> str:
-        """Changes with all that decides on the length of a sample, or on what is said about a bad one."""
-        named = ((one.sample_id, one.source, [medium.names for medium in one.media]) for one in self.records)
-        return _all_digits(chain([(self.identity(), self.encoder.max_length)], named))
+        """Returns a fingerprint of everything that changes the lengths of samples, or the messages about bad ones."""
+        return _fingerprint_of(self._fingerprint_parts())
+
+    def _fingerprint_parts(self) -> Iterator[tuple[Any, ...]]:
+        yield self.identity(), self.encoder.max_length
+        for record in self.records:
+            yield (
+                record.sample_id,
+                record.source,
+                [medium.names for medium in record.media],
+            )
 
     def skip_report(self) -> str:
         """Returns one line: how many samples were left out, and why the first was."""
@@ -193,34 +268,96 @@ class LlavaDataset(Dataset):
         return f'skipped {len(self.skipped)} of {total} samples{first}'
 
     def fitted(self) -> list[dict[str, Any]]:
-        """Returns the samples whose media were made smaller: id, place, tokens now, and the share of the budgets."""
+        """Returns the samples whose media were made smaller: id, source, tokens now, and the share of the budgets."""
         if self.measured is None:
             return []
-        table = self.measured[1]
-        return [
-            {'sample': one.sample_id, 'source': one.source, 'tokens': int(tokens), 'share': round(share_of(steps), 4)}
-            for one, tokens, steps in zip(self.records, table.lengths, table.shrink_steps.tolist(), strict=True)
-            if steps
-        ]
+        _, table = self.measured
+        fitted = []
+        for index in table.shrink_steps.nonzero()[0].tolist():
+            record = self.records[index]
+            fitted.append(
+                {
+                    'sample': record.sample_id,
+                    'source': record.source,
+                    'tokens': int(table.lengths[index]),
+                    'share': round(share_of(int(table.shrink_steps[index])), 4),
+                }
+            )
+        return fitted
 
-    def _measure(self, patch_size: int | None, **options: Any) -> None:
-        patch_size = patch_size_of(patch_size, self.encoder.processor)
-        table = length_table(self, self.encoder.processor, patch_size=patch_size, **options)
-        good = [index for index in range(len(self.records)) if index not in table.errors]
-        self.skipped += table.errors.values()
-        self.records = [self.records[index] for index in good]
-        self.folders = [self.folders[index] for index in good]
-        self.measured = patch_size, table.select(good)
+    def _measure(
+        self,
+        patch_size: int | None,
+        *,
+        on_error: OnError,
+        folder: PathLike | None,
+        num_workers: int | None,
+    ) -> None:
+        """Reads all samples once, and leaves out the bad ones."""
+        processor = self.encoder.processor
+        patch_size = patch_size_of(patch_size, processor)
+        table = length_table(
+            self,
+            processor,
+            patch_size=patch_size,
+            on_error=on_error,
+            folder=folder,
+            num_workers=num_workers,
+        )
+        records, folders = self.records, self.folders
+        self.records = []
+        self.folders = []
+        good_indices = []
+        for index, (record, folder) in enumerate(zip(records, folders, strict=True)):
+            if index not in table.errors:
+                self.records.append(record)
+                self.folders.append(folder)
+                good_indices.append(index)
+        self.skipped.extend(table.errors.values())
+        self.measured = patch_size, table.select(good_indices)
         if self.skipped:
             log.warning(self.skip_report())
+        self._warn_of_pixel_coordinates()
+
+    def _warn_of_pixel_coordinates(self) -> None:
+        """Warns of the first sample whose image was made smaller, but whose answers may have pixel coordinates."""
+        assert self.measured is not None
+        _, table = self.measured
+        first = ''
+        count = 0
+        for index in table.shrink_steps.nonzero()[0].tolist():
+            record = self.records[index]
+            answers = [turn.text for turn in record.turns if turn.role == 'assistant']
+            coordinates = find_pixel_coordinates('\n'.join(answers))
+            if coordinates is not None:
+                count += 1
+                first = first or f'sample "{record.sample_id}" ({record.source}) has {coordinates[:60]}'
+        if count:
+            log.warning(
+                '`fit` has made media smaller whose answers may hold pixel coordinates, which it does not change: %s, '
+                'the first of %d. If these are pixels of the original image, they are wrong now: see "Coordinates in '
+                'answers" in docs/data.md.',
+                first,
+                count,
+            )
+
+    def _advice_for_long_samples(self) -> str:
+        advice = 'Raise it, or set on_error=skip'
+        if self._could_fit:
+            advice += ' or fit=true'
+        return advice
+
+    @cached_property
+    def _could_fit(self) -> bool:
+        return can_shrink_media(self.encoder.processor)
 
 
-def _all_digits(parts: Iterable[tuple[Any, ...]]) -> str:
-    """Returns a fingerprint as checkpoints of every release hold it."""
+def _fingerprint_of(parts: Iterable[tuple[Any, ...]]) -> str:
+    """Returns a fingerprint in the form that checkpoints of every release have."""
     return fingerprint((repr(part).encode() for part in parts), length=64)
 
 
-def _named(file: str | EmbeddedFile, folder: Path) -> tuple[str, int]:
+def _identify_file(file: str | EmbeddedFile, folder: Path) -> tuple[str, int]:
     if isinstance(file, EmbeddedFile):
         return '', file.checksum
     return os.path.basename(file), os.stat(folder / file).st_size

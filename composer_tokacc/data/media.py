@@ -1,35 +1,60 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The door to files that a user names: there, regular, inside the folder that they must lie in, opened and decoded."""
+"""Finds, opens and decodes the files that a record names.
+
+A file must be there, be a regular file, and lie inside the folder of the media.
+"""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import stat
-from collections.abc import Sequence
+import unicodedata
+from collections.abc import Iterable, Sequence
 from functools import cache
 from io import BytesIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from PIL import Image
 
 from composer_tokacc.data.images import image_size, read_image
-from composer_tokacc.data.records import EmbeddedFile, MediaFile, Medium, Record
-from composer_tokacc.data.videos import VideoSampling, read_audio, read_frames, read_video
+from composer_tokacc.data.records import (
+    DecodedMedia,
+    EmbeddedFile,
+    MediaFile,
+    Medium,
+    Record,
+)
+from composer_tokacc.data.videos import (
+    VideoSampling,
+    read_audio,
+    read_frames,
+    read_video,
+)
 
 
 def regular_file(path: Path) -> Path:
-    """Returns the path of a file: a pipe or a device would be waited for, or never end."""
+    """Returns the path of a regular file. Raises ValueError for a pipe or a device, which could block for ever."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise ValueError('it is no regular file')
     return path
 
 
+class Listing(NamedTuple):
+    """The names in a folder."""
+
+    real_path: Path
+    """The folder without links."""
+    is_link: dict[str, bool]
+    """Whether a name is a link, by name. Empty if there is no such folder."""
+
+
 class MediaFolders:
-    """Looks up files of media in their folders, by one listing of a folder instead of one question a file.
+    """Checks that files of media are there. Lists each folder once, instead of asking for every file.
 
     Args:
         allow_outside: Whether names may lead out of the folder: ``../``, absolute ones, links.
@@ -37,22 +62,32 @@ class MediaFolders:
 
     def __init__(self, *, allow_outside: bool = False) -> None:
         self._allows_outside = allow_outside
-        self._listing = cache(_listing)
+        self._list_folder = cache(_list_folder)
 
     def check(self, record: Record, folder: Path) -> None:
         """Checks that all files of a record are there, and inside its folder."""
-        for modality, name in record.files:
-            if isinstance(name, str) and (wrong := self._what_is_wrong(folder / name, folder)):
-                raise record.error(f'{modality} file {folder / name} {wrong}')
+        for modality, file in record.files:
+            if isinstance(file, EmbeddedFile):
+                continue
+            problem = self._problem_of(folder / file, folder)
+            if problem:
+                raise record.error(f'{modality} file {folder / file} {problem}')
 
-    def _what_is_wrong(self, file: Path, folder: Path) -> str:
+    def _problem_of(self, file: Path, folder: Path) -> str:
+        """Returns what is wrong with a file, '' if nothing."""
         try:
-            (place, is_link), (root, _) = self._listing(file.parent), self._listing(folder)
+            listing = self._list_folder(file.parent)
+            root = self._list_folder(folder).real_path
         except OSError as error:
             return f'cannot be read: {error}'
-        if file.name not in is_link:
+        if file.name not in listing.is_link:
+            similar_name = _similar_name(file.name, listing.is_link)
+            if similar_name is not None:
+                return f'does not exist, but {similar_name!a} does; rename one of them'
             return 'does not exist; is `image_dir` right?'
-        if is_link[file.name]:
+        # The folder was listed once. Only links need a question to the file system for each file.
+        place = listing.real_path
+        if listing.is_link[file.name]:
             if not os.path.exists(file):
                 return 'cannot be read: it is a link to nothing'
             place = Path(os.path.realpath(file)).parent
@@ -62,10 +97,26 @@ class MediaFolders:
         return f'must lie under {folder}, got: {place}. {remedy}'
 
 
-def _listing(folder: Path) -> tuple[Path, dict[str, bool]]:
-    """Returns where a folder really is, and which of its names are links; none where there is no such folder."""
-    entries = os.scandir(folder) if os.path.isdir(folder) else ()  # False too where no name may be so long
-    return Path(os.path.realpath(folder)), {entry.name: entry.is_symlink() for entry in entries}
+def _similar_name(name: str, names: Iterable[str]) -> str | None:
+    """Returns a name that looks the same: in another Unicode form (macOS writes ü as two characters), or case."""
+
+    def normalized(text: str) -> str:
+        return unicodedata.normalize('NFC', text).casefold()
+
+    looked_for = normalized(name)
+    for candidate in names:
+        if normalized(candidate) == looked_for:
+            return candidate
+    return None
+
+
+def _list_folder(folder: Path) -> Listing:
+    is_link = {}
+    if os.path.isdir(folder):  # False too if a file system allows no name as long
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                is_link[entry.name] = entry.is_symlink()
+    return Listing(Path(os.path.realpath(folder)), is_link)
 
 
 def open_files(record: Record, folder: Path) -> list[Path | BinaryIO]:
@@ -73,19 +124,33 @@ def open_files(record: Record, folder: Path) -> list[Path | BinaryIO]:
     opened: list[Path | BinaryIO] = []
     for modality, file in record.files:
         try:
-            opened.append(BytesIO(file.read()) if isinstance(file, EmbeddedFile) else regular_file(folder / file))
+            if isinstance(file, EmbeddedFile):
+                opened.append(BytesIO(file.read()))
+            else:
+                opened.append(regular_file(folder / file))
         except (ValueError, OSError) as error:
-            raise record.error(f'{modality} file {folder / str(file)} cannot be read: {error}') from error
+            name = file.name if isinstance(file, EmbeddedFile) else folder / file
+            raise record.error(f'{modality} file {name} cannot be read: {error}') from error
     return opened
 
 
 def check_decoder(record: Record) -> None:
-    """Refuses media that need a decoder that is not there; no fault of the sample, which must not be skipped for it."""
+    """Raises ValueError if the record needs PyAV and it cannot be imported.
+
+    This is no fault of the sample: ``on_error=skip`` must not leave it out for that.
+    """
     needs_decoder = any(medium.modality != 'image' and len(medium.files) == 1 for medium in record.media)
-    if needs_decoder and importlib.util.find_spec('av') is None:
-        raise ValueError(
-            "videos and audio must have PyAV to read them, got: none. pip install 'composer_tokacc[media]'"
-        )
+    if not needs_decoder:
+        return
+    remedy = "pip install 'composer_tokacc[media]'"
+    if importlib.util.find_spec('av') is None:
+        raise ValueError(f'videos and audio must have PyAV to read them, got: none. {remedy}')
+    try:
+        importlib.import_module('av.container')
+        _ = importlib.import_module('av.stream').Disposition  # not in old releases
+    except Exception as error:  # a shared library that is missing, or of another version
+        reason = f'{type(error).__name__}: {error}'
+        raise ValueError(f'videos and audio need PyAV, which cannot be imported ({reason}). {remedy}') from error
 
 
 def decode_media(
@@ -95,38 +160,56 @@ def decode_media(
     video: VideoSampling | None = None,
     sampling_rate: int = 16000,
     shapes_only: bool = False,
-) -> dict[str, list[Any]]:
+) -> DecodedMedia:
     """Decodes the files of a record.
 
     Args:
-        record: Whose media they are.
+        record: The record of the media.
         files: One path or open file for each file of ``record.media``.
-        video: Which frames of its videos.
-        sampling_rate: Of its audio, in samples a second; others are resampled.
-        shapes_only: Decode no more than sizes and times need: images are black, all frames of a video are its first.
+        video: The frames to take of its videos.
+        sampling_rate: Samples a second of its audio. Other rates are resampled.
+        shapes_only: Decode only sizes and times: images are black, and all frames of a video are its first.
 
     Returns:
-        By modality: ``'image'``, in RGB, turned as a camera's EXIF entry says, 16 bits a channel scaled to 8;
-        ``'video'``, turned likewise; ``'audio'``, float32 ``(samples,)``, the mean of its channels.
+        Media by modality. ``'image'``: in RGB, turned as a camera's EXIF entry says, 16 bits a channel scaled to 8.
+        ``'video'``: :class:`.Video`, turned in the same way. ``'audio'``: float32 ``(samples,)``, the mean of the
+        channels.
     """
     check_decoder(record)
-    found: dict[str, list[Any]] = {}
-    rest = iter(files)
+    decoded: DecodedMedia = {}
+    next_file = iter(files)
     for medium in record.media:
-        opened = [next(rest) for _ in medium.files]
+        files_of_medium = [next(next_file) for _ in medium.files]
         try:
-            content = _decode(medium, opened, video or VideoSampling(), sampling_rate, shapes_only)
+            content = _decode(
+                medium,
+                files_of_medium,
+                video or VideoSampling(),
+                sampling_rate,
+                shapes_only,
+            )
         except Exception as error:  # PIL raises OSError, SyntaxError, ValueError, struct.error, ... on broken files
-            named = zip(opened, medium.names, strict=True)
-            names = ', '.join(str(file if isinstance(file, os.PathLike) else name) for file, name in named)
-            raise record.error(f'{medium.modality} file {names} cannot be read: {error}') from error
-        found.setdefault(medium.modality, []).append(content)
-    return found
+            names = []
+            for file, name in zip(files_of_medium, medium.names, strict=True):
+                names.append(str(file) if isinstance(file, os.PathLike) else name)
+            raise record.error(f'{medium.modality} file {", ".join(names)} cannot be read: {error}') from error
+        decoded.setdefault(medium.modality, []).append(content)
+    return decoded
 
 
-def _decode(medium: Medium, files: Sequence[Any], video: VideoSampling, sampling_rate: int, shapes_only: bool) -> Any:
+def _decode(
+    medium: Medium,
+    files: Sequence[MediaFile],
+    video: VideoSampling,
+    sampling_rate: int,
+    shapes_only: bool,
+) -> Any:
     if medium.modality == 'audio':
         return read_audio(files[0], sampling_rate)
-    if medium.modality == 'image':
-        return Image.new('RGB', image_size(files[0])) if shapes_only else read_image(files[0])
-    return read_frames(files, video) if len(files) > 1 else read_video(files[0], video, shapes_only=shapes_only)
+    if medium.modality == 'video':
+        if len(files) > 1:
+            return read_frames(files, video)
+        return read_video(files[0], video, shapes_only=shapes_only)
+    if shapes_only:
+        return Image.new('RGB', image_size(files[0]))
+    return read_image(files[0])

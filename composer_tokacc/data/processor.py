@@ -1,18 +1,37 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Small Hugging Face processors made on the spot: nothing is downloaded."""
+"""Makes small Hugging Face processors. Nothing is downloaded."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import CLIPImageProcessor, LlavaProcessor, PreTrainedTokenizerFast
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    pre_tokenizers,
+    trainers,
+)
+from transformers import (
+    CLIPImageProcessor,
+    LlavaProcessor,
+    PreTrainedTokenizerFast,
+)
 
-RESERVED_TOKENS = ('<pad>', '<unk>', '<image>', '<|system|>', '<|user|>', '<|assistant|>', '<|end|>')
+RESERVED_TOKENS = (
+    '<pad>',
+    '<unk>',
+    '<image>',
+    '<|system|>',
+    '<|user|>',
+    '<|assistant|>',
+    '<|end|>',
+)
 
-# Every role has a token of its own, which also ends the turn before; only an answer needs an ending token.
+# Every role has a token of its own, which also ends the turn before. Only an answer needs an ending token.
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}{{- '<|' + message['role'] + '|>' -}}"
     "{%- if message['content'] is string -%}{{- message['content'] -}}{%- else -%}"
@@ -25,23 +44,34 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(
-    texts: Iterable[str], *, vocab_size: int = 2048, model_max_length: int = 2048
+    texts: Iterable[str],
+    *,
+    vocab_size: int = 2048,
+    model_max_length: int = 2048,
 ) -> PreTrainedTokenizerFast:
-    """Trains a byte-level BPE tokenizer, which can write any text, on the given ones; it pads on the right."""
+    """Trains a byte-level BPE tokenizer, which can write any text. It pads on the right."""
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    if vocab_size < (smallest := len(RESERVED_TOKENS) + len(alphabet)):
-        raise ValueError(f'`vocab_size` must be at least {smallest} (special tokens and bytes), got: {vocab_size}.')
+    smallest_size = len(RESERVED_TOKENS) + len(alphabet)
+    if vocab_size < smallest_size:
+        expected = f'at least {smallest_size} (special tokens and bytes)'
+        raise ValueError(f'`vocab_size` must be {expected}, got: {vocab_size}.')
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    known = {'special_tokens': list(RESERVED_TOKENS), 'initial_alphabet': alphabet}
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocab_size, show_progress=False, **known))
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        show_progress=False,
+        special_tokens=list(RESERVED_TOKENS),
+        initial_alphabet=alphabet,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
     return wrap_tokenizer(tokenizer, model_max_length=model_max_length)
 
 
 def wrap_tokenizer(tokenizer: Tokenizer, *, model_max_length: int) -> PreTrainedTokenizerFast:
     """Gives a bare tokenizer its special tokens and its chat template."""
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in RESERVED_TOKENS])
+    special_tokens = [AddedToken(token, special=True, normalized=False) for token in RESERVED_TOKENS]
+    tokenizer.add_special_tokens(special_tokens)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token='<pad>',
@@ -55,21 +85,30 @@ def wrap_tokenizer(tokenizer: Tokenizer, *, model_max_length: int) -> PreTrained
 
 
 def small_llava_processor(
-    tokenizer: PreTrainedTokenizerFast, *, image_size: int = 32, patch_size: int = 8
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    image_size: int = 32,
+    patch_size: int = 8,
 ) -> LlavaProcessor:
-    """Returns a processor around the given tokenizer: square images, ``(image_size / patch_size)**2`` tokens each."""
+    """Returns a processor with a tokenizer: square images, ``(image_size / patch_size)**2`` tokens each."""
     if image_size % patch_size:
         raise ValueError(f'`image_size` must be a multiple of `patch_size`={patch_size}, got: {image_size}.')
-    square, half = {'height': image_size, 'width': image_size}, [0.5, 0.5, 0.5]
+    square = {'height': image_size, 'width': image_size}
+    half = [0.5, 0.5, 0.5]
     image_processor = CLIPImageProcessor(
-        size=square, do_center_crop=False, crop_size=square, image_mean=half, image_std=half
+        size=square,
+        do_center_crop=False,
+        crop_size=square,
+        image_mean=half,
+        image_std=half,
     )
     return LlavaProcessor(
         image_processor=image_processor,
         tokenizer=tokenizer,
         patch_size=patch_size,
-        vision_feature_select_strategy='default',  # all but CLIP's class token
-        num_additional_image_tokens=1,  # which the processor counts before it takes it away again
+        # Leaves out CLIP's class token. The processor counts it first, and then takes it away again.
+        vision_feature_select_strategy='default',
+        num_additional_image_tokens=1,
         chat_template=CHAT_TEMPLATE,
     )
 
@@ -85,11 +124,11 @@ def build_small_processor(
     """Returns a LLaVA processor that needs no download; see ``train_tokenizer`` and ``small_llava_processor``.
 
     Args:
-        texts: What the tokenizer is trained on, e.g. ``LlavaDataset.texts(path)``.
+        texts: The texts to train the tokenizer on, e.g. ``LlavaDataset.texts(path)``.
         vocab_size: Largest number of tokens.
         image_size: Side of the square that every image is resized to, in pixels.
         patch_size: Side of the patch that becomes one token, in pixels.
-        model_max_length: Longest input that goes without a warning.
+        model_max_length: Longest input that gets no warning.
     """
     tokenizer = train_tokenizer(texts, vocab_size=vocab_size, model_max_length=model_max_length)
     return small_llava_processor(tokenizer, image_size=image_size, patch_size=patch_size)

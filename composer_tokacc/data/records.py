@@ -1,7 +1,11 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Records of conversations: turns, the media that they show, and what is wrong with a bad sample."""
+"""The record of one conversation: its turns, its media, and the error that names a bad sample.
+
+`files.py` reads raw records, `formats.py` makes records of them, and `conversation.py` encodes records. All of them
+use the types of this file.
+"""
 
 from __future__ import annotations
 
@@ -18,48 +22,59 @@ from composer_tokacc.batch import MODALITIES
 PathLike = str | os.PathLike[str]
 MediaFile = os.PathLike[str] | BinaryIO
 
+JsonObject = Mapping[str, Any]
+Message = Mapping[str, Any]
+"""One turn as chat templates take it: ``role``, ``content`` (a text, or a list of parts), perhaps ``weight``."""
+EncodedSample = dict[str, Any]
+"""One encoded conversation: tensors whose first dimension is 1, and lists of one entry."""
+DecodedMedia = dict[str, list[Any]]
+"""By modality: PIL images, :class:`.Video`, and float32 arrays of audio."""
+
 PLACEHOLDER = re.compile(f'<({"|".join(MODALITIES)})>')
 _PLACEHOLDER_ON_LINES = re.compile(rf'\n*{PLACEHOLDER.pattern}\n*')
 
+MAX_REASON = 1000
+"""Characters of an error about a sample. Chat templates and decoders may put a whole text into their messages."""
+
 
 class BadSampleError(ValueError):
-    """A sample that cannot be used; the message names its id, its file and its line."""
+    """A sample that cannot be used. The message names its id, its file and its line."""
 
 
 class RawRecord(NamedTuple):
-    """What a file holds for one sample, nothing checked yet."""
+    """The entry of a file for one sample, before anything is checked."""
 
     path: str
     where: str
     """``line 3``, ``entry 3`` or ``row 3`` of the file."""
-    data: Any
-    """The object, or the error that reading it raised."""
+    data: object
+    """The decoded object, or the error that decoding it raised."""
 
 
 class Turn(NamedTuple):
-    """What one side says."""
+    """The words of one speaker."""
 
     role: str
     """``system``, ``user``, ``assistant`` or ``tool``."""
     text: str
-    """``<image>``, ``<video>`` or ``<audio>`` stands where one goes."""
+    """``<image>``, ``<video>`` or ``<audio>`` marks the place of a medium."""
     carries_loss: bool = True
     """False for an answer that the model reads and does not learn."""
 
 
 @dataclass(frozen=True)
 class EmbeddedFile:
-    """A file inside a record, which holds its content."""
+    """A file whose content is part of the record."""
 
     name: str
-    """For messages."""
+    """Used in messages."""
     checksum: int
     read: Callable[[], bytes]
-    """Returns the content, so that a record of a table on disk need not hold it."""
+    """Returns the content. A record of a table on disk reads it only then."""
 
     @classmethod
     def from_bytes(cls, name: str, content: bytes) -> EmbeddedFile:
-        """Returns the file with the given content, which stays in memory."""
+        """Returns a file whose content stays in memory."""
         return cls(name, zlib.crc32(content), partial(bytes, content))
 
 
@@ -68,12 +83,15 @@ class Medium(NamedTuple):
 
     modality: str
     files: tuple[str | EmbeddedFile, ...]
-    """One, named from the media folder or embedded; or several images, which are the frames of a video."""
+    """One file, named from the media folder or embedded. Several images are the frames of a video."""
 
     @property
     def names(self) -> list[str]:
-        """What messages call the files."""
-        return [file if isinstance(file, str) else file.name for file in self.files]
+        """Names of the files, for messages."""
+        names = []
+        for file in self.files:
+            names.append(file.name if isinstance(file, EmbeddedFile) else file)
+        return names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,14 +99,14 @@ class Record:
     """One conversation of a file."""
 
     sample_id: str
-    """The record's own ``id``, or ``line <n>``."""
+    """The record's ``id``, or its place, such as ``line 3``."""
     source: str
     """File and line, for messages."""
     turns: tuple[Turn, ...]
     media: tuple[Medium, ...]
     """In the order of the placeholders."""
     loss_weights: float | None = None
-    """What each of its tokens weighs, where a run asks for such weights; None: the data do not say."""
+    """Weight of each of its tokens, for runs with ``token_weights: column``. None: the file has no weights."""
 
     @property
     def texts(self) -> list[str]:
@@ -97,45 +115,88 @@ class Record:
 
     @property
     def files(self) -> list[tuple[str, str | EmbeddedFile]]:
-        """Modality and file, of all files of its media."""
-        return [(medium.modality, file) for medium in self.media for file in medium.files]
+        """Modality and file, for every file of its media."""
+        files = []
+        for medium in self.media:
+            for file in medium.files:
+                files.append((medium.modality, file))
+        return files
 
     @property
     def file_name(self) -> str:
-        """Name of the file that it stands in."""
-        return os.path.basename(self.source.rpartition(', ')[0])
+        """Name of the file that holds the record, without its folder."""
+        path, _, _ = self.source.rpartition(', ')
+        return os.path.basename(path)
 
     def count(self, modality: str) -> int:
-        """Returns how many media of a modality it has."""
+        """Returns the number of its media of a modality."""
         return sum(medium.modality == modality for medium in self.media)
 
     def error(self, reason: object) -> BadSampleError:
-        """Returns the error that says what is wrong with this sample."""
-        text = f'sample "{self.sample_id}" ({self.source}): {reason}'
-        return BadSampleError(''.join(one if one.isprintable() else ascii(one)[1:-1] for one in text))
+        """Returns the error that names this sample and gives the reason."""
+        text = f'sample "{self.sample_id}" ({self.source}): {shorten_middle(str(reason), MAX_REASON)}'
+        characters = []
+        for character in text:
+            # A line break or a control character would break the one line of the message.
+            characters.append(character if character.isprintable() else ascii(character)[1:-1])
+        return BadSampleError(''.join(characters))
 
     def messages(self) -> list[dict[str, Any]]:
-        """Returns the turns as chat templates want them, plus ``weight`` 0 for an answer without loss.
+        """Returns the turns as chat templates take them, with ``weight`` 0 for an answer without loss.
 
-        The line breaks around a placeholder belong to the template.
+        Line breaks around a placeholder are removed, because the template writes its own.
         """
         messages = []
-        for role, text, carries_loss in self.turns:
-            pieces = enumerate(_PLACEHOLDER_ON_LINES.split(text))  # the modalities stand at the odd positions
-            content = [{'type': piece} if i % 2 else {'type': 'text', 'text': piece} for i, piece in pieces if piece]
-            messages.append({'role': role, 'content': content, **({} if carries_loss else {'weight': 0})})
+        for turn in self.turns:
+            content = []
+            # `split` with one group gives text and modality in turns.
+            for position, piece in enumerate(_PLACEHOLDER_ON_LINES.split(turn.text)):
+                if position % 2 == 1:
+                    content.append({'type': piece})
+                elif piece:
+                    content.append({'type': 'text', 'text': piece})
+            message = {'role': turn.role, 'content': content}
+            if not turn.carries_loss:
+                message['weight'] = 0
+            messages.append(message)
         return messages
 
 
-def check_message(message: Any) -> None:
-    """Raises ValueError unless a message is one that chat templates write."""
-    given = message if isinstance(message, Mapping) else {}
-    parts: Any = [{'type': 'text', 'text': text}] if isinstance(text := given.get('content'), str) else text
-    is_known = isinstance(parts, Sequence) and all(
-        isinstance(one, Mapping)
-        and (one.get('type') in MODALITIES or (one.get('type') == 'text' and isinstance(one.get('text'), str)))
-        for one in parts
-    )
-    if not is_known or not isinstance(given.get('role'), str) or given.get('weight', 1) not in (0, 1):
-        known = 'with a `role`, text, image, video or audio as `content`, and a `weight` of 0 or 1'
-        raise ValueError(f'`messages` must hold turns {known}, got: {message!r:.200}.')
+def check_message(message: object) -> None:
+    """Raises ValueError if a message is not one that chat templates can write."""
+    if isinstance(message, Mapping):
+        content = message.get('content')
+        has_role = isinstance(message.get('role'), str)
+        has_weight = message.get('weight', 1) in (0, 1)
+        if has_role and has_weight and (isinstance(content, str) or _is_list_of_parts(content)):
+            return
+    expected = 'with a `role`, text, image, video or audio as `content`, and a `weight` of 0 or 1'
+    raise ValueError(f'`messages` must hold turns {expected}, got: {message!r:.200}.')
+
+
+def _is_list_of_parts(content: object) -> bool:
+    if not isinstance(content, Sequence):
+        return False
+    for part in content:
+        if not isinstance(part, Mapping):
+            return False
+        is_text = part.get('type') == 'text' and isinstance(part.get('text'), str)
+        if not is_text and part.get('type') not in MODALITIES:
+            return False
+    return True
+
+
+def shorten(value: object, limit: int = 60) -> str:
+    """Returns a value as printable text of one line, cut at the limit. For messages."""
+    text = ' '.join(ascii(value).split())
+    if len(text) <= limit:
+        return text
+    return f'{text[:limit]}...'
+
+
+def shorten_middle(text: str, limit: int) -> str:
+    """Returns a text without its middle if it is too long: its end often says what to do."""
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f'{text[:half]} ... {text[-half:]}'

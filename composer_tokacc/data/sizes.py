@@ -1,227 +1,380 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Sizes of samples: of what a processor made, or of their text and the headers of their images, none decoded.
+"""Measures samples: from the tensors of a processor, or from their text and the headers of their images.
 
-What images add to a sample depends on their sizes. So the processor is run once for the sizes of each sample, all that
-are the same together, with black images; the rest is the text, whose tokens a fast tokenizer counts in batches. What
-cannot be known in this way is left open, and the sample has to be read.
+Headers are much faster. This rests on one assumption, which is checked: the tokens and patches that images add to a
+sample depend only on the sizes of the images, not on the text. So the processor runs once for each distinct list of
+sizes, with black images, and a fast tokenizer counts the tokens of all texts. A sample for which this cannot be known
+has to be read.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from PIL import Image
 
 from composer_tokacc.batch import IGNORE_INDEX, MODALITIES, check_ids
 from composer_tokacc.data.identity import check_sample
-from composer_tokacc.data.records import BadSampleError
+from composer_tokacc.data.records import BadSampleError, EncodedSample, Message
 
 ImageSizes = tuple[tuple[int, int], ...]
 """Width and height of each image of a sample, in pixels."""
-TableRow = tuple[int, ...]
-"""Tokens, image tokens, positions with loss, patches, steps by which media were made smaller."""
-MapSamples = Callable[[Callable[[Any], Any], Sequence[Any], int], Iterable[Any]]
-"""Runs a function on items, in several processes if they are more than the given number."""
+MapItem = TypeVar('MapItem')
+MapResult = TypeVar('MapResult')
 
 SHRINK_STEPS = 'shrink_steps'
-"""Entry of a sample whose media are made to fit, a list of one, while its dataset is measured."""
+"""Entry of a sample whose media were made smaller, a list of one number, while its dataset is measured."""
 DEFAULT_PATCH_SIZE = 14
-"""The commonest side of a patch, in pixels, for where neither model nor processor names one."""
+"""The most common side of a patch, in pixels, if neither model nor processor names one."""
 TEXTS_TOGETHER = 128
-"""Samples whose text goes through the tokenizer together."""
+"""Texts that go through the tokenizer together."""
 FEWEST_CHUNKS, FEWEST_SIZES, FEWEST_VIDEOS = 16, 128, 32
-"""Starting processes takes longer than fewer of these."""
+"""Up to these numbers of items, no processes are started, because starting them takes longer than the work."""
 ODD_SIZES = ((57, 33), (640, 427), (1280, 96), (97, 1280), (1500, 1500))
-"""Small, usual, wide, tall and large: where these are all the same, every image is."""
+"""Small, usual, wide, tall and large. If a processor makes the same of all of these, it makes the same of any image."""
+
+
+class TableRow(NamedTuple):
+    """The sizes of one sample: a row of the length table."""
+
+    length: int
+    """Tokens, image tokens included."""
+    image_tokens: int
+    loss_tokens: int
+    """Positions with loss under the causal shift."""
+    vision_patches: int
+    shrink_steps: int
+    """Steps by which its media were made smaller."""
+
+    def plus(self, other: TableRow) -> TableRow:
+        """Returns the sum of two rows."""
+        return TableRow(*map(operator.add, self, other))
+
+    def minus(self, other: TableRow) -> TableRow:
+        """Returns the difference of two rows."""
+        return TableRow(*map(operator.sub, self, other))
+
+
+class MapSamples(Protocol):
+    """Runs a function on items, in several processes if there are more than ``fewest``."""
+
+    def __call__(
+        self,
+        function: Callable[[MapItem], MapResult],
+        items: Sequence[MapItem],
+        fewest: int,
+        /,
+    ) -> Iterable[MapResult]:
+        """Returns the results in order."""
+        ...
 
 
 def image_token_ids(processor: Any) -> tuple[int, ...]:
     """Returns ids of the tokens that stand for images, videos and audio, as the processor declares them."""
     tokenizer = getattr(processor, 'tokenizer', None)
-    found = {getattr(owner, f'{name}_token_id', None) for owner in (processor, tokenizer) for name in MODALITIES}
-    if tokenizer is not None:  # some processors have no more than the text of the token
-        texts = [getattr(processor, f'{name}_token', None) for name in MODALITIES]
-        found |= {tokenizer.convert_tokens_to_ids(str(text)) for text in texts if text is not None}
-    # SmolVLM's name for a video is no token: its frames are images.
-    found.discard(getattr(tokenizer, 'unk_token_id', None))
-    return tuple(sorted(token_id for token_id in found if isinstance(token_id, int)))
+    token_ids = set()
+    for modality in MODALITIES:
+        token_ids.add(getattr(processor, f'{modality}_token_id', None))
+        token_ids.add(getattr(tokenizer, f'{modality}_token_id', None))
+        # Some processors have only the text of the token.
+        token = getattr(processor, f'{modality}_token', None)
+        if token is not None and tokenizer is not None:
+            token_ids.add(tokenizer.convert_tokens_to_ids(str(token)))
+    # SmolVLM's name of a video is no token of its vocabulary: frames are images to it.
+    token_ids.discard(getattr(tokenizer, 'unk_token_id', None))
+    return tuple(sorted(token_id for token_id in token_ids if isinstance(token_id, int)))
 
 
 def patch_size_of(*owners: Any) -> int:
-    """Returns the side of a patch in pixels that the first of some owners names, else the commonest.
+    """Returns the side of a patch in pixels that the first of some owners names, else the most common one.
 
     Args:
         *owners: A number; a model's config, or its ``vision_config``; a processor, or its ``image_processor``; None.
     """
     for owner in owners:
-        parts = (getattr(owner, 'vision_config', None), owner, getattr(owner, 'image_processor', None))
-        for named in (owner, *(getattr(part, 'patch_size', None) for part in parts)):
-            if isinstance(named, Mapping):
-                named = named.get('height')
-            elif isinstance(named, list | tuple):
-                named = next(iter(named), None)
-            named = getattr(named, 'height', named)  # SizeDict of transformers 5
-            if isinstance(named, int) and named > 0:
-                return named
+        candidates = [owner]
+        for part in (
+            getattr(owner, 'vision_config', None),
+            owner,
+            getattr(owner, 'image_processor', None),
+        ):
+            candidates.append(getattr(part, 'patch_size', None))
+        for candidate in candidates:
+            side = _side_of(candidate)
+            if isinstance(side, int) and side > 0:
+                return side
     return DEFAULT_PATCH_SIZE
 
 
-def count_patches(sample: Mapping[str, Any], patch_size: int) -> int:
-    """Counts the patches that a vision encoder computes for one sample; a class token is none.
+def _side_of(size: Any) -> Any:
+    """Returns the height of a patch, which may be a number, a pair, or a mapping."""
+    if isinstance(size, Mapping):
+        return size.get('height')
+    if isinstance(size, list | tuple):
+        return size[0] if size else None
+    return getattr(size, 'height', size)  # SizeDict of transformers 5 has attributes
 
-    What the encoder is given but drops before its first block does not count: tiles that only fill up an image's row,
-    and what surrounds an image smaller than its batch (Pixtral). Padding that it computes does: Mllama's unused
+
+def count_patches(sample: Mapping[str, Any], patch_size: int) -> int:
+    """Counts the patches that a vision encoder computes for one sample, without class tokens.
+
+    Patches that the encoder drops before its first block do not count: tiles that only fill up an image's row, and the
+    margin of an image that is smaller than its batch (Pixtral). Padding that it computes does count: Mllama's unused
     tiles, and the margins of a tile.
 
     Args:
-        sample: What the processor returns for it.
-        patch_size: Side of a patch in pixels. Of no importance where the processor cuts the patches (Qwen-VL).
+        sample: The entries of the processor.
+        patch_size: Side of a patch in pixels. Not used if the processor itself cuts the patches (Qwen-VL).
     """
-    # Video-LLaVA's processor names images by themselves.
+    # Video-LLaVA's processor has its own name for images.
     images = sample.get('pixel_values', sample.get('pixel_values_images'))
+    num_patches = 0
+    if images is not None:
+        num_patches = _patches_of(images, patch_size, sample.get('image_sizes'))
     videos = sample.get('pixel_values_videos')
-    num_patches = 0 if images is None else _patches_of(images, patch_size, sample.get('image_sizes'))
-    if videos is not None and videos.dim() == 5:  # of clips all is computed, what is grey too
-        videos = videos.flatten(0, 1)
-    return num_patches + (0 if videos is None else _patches_of(videos, patch_size, None))
+    if videos is not None:
+        if videos.dim() == 5:  # every frame of a clip is computed, grey ones too
+            videos = videos.flatten(0, 1)
+        num_patches += _patches_of(videos, patch_size, None)
+    return num_patches
 
 
 def _patches_of(pixels: torch.Tensor, patch_size: int, image_sizes: Any) -> int:
-    """Counts patches of ``(..., channels, height, width)``, or of ``(..., values)`` where each entry is one already."""
+    """Counts patches of ``(..., channels, height, width)``, or of ``(..., values)`` if each entry is a patch."""
     if pixels.dim() < 4:
         return pixels.shape[:-1].numel()
     if pixels.dim() == 4 and image_sizes is not None:
-        return int((torch.as_tensor(image_sizes) // patch_size).prod(dim=1).sum())
+        patches_per_side = torch.as_tensor(image_sizes) // patch_size
+        return int(patches_per_side.prod(dim=1).sum())
     num_tiles = pixels.shape[:-3].numel()
     if pixels.dim() == 5 and not pixels.is_meta:
-        # Idefics3 takes out tiles of nothing but zeros; LLaVA-NeXT and OneVision those that their processors add, which
-        # are the same. Mllama (6 dimensions) computes all. Where only sizes are asked for (meta), no tile fills up.
+        # Idefics3 takes out tiles of zeros; LLaVA-NeXT and OneVision those that their processors add, which are zeros
+        # too. Mllama, with 6 dimensions, computes all. Meta tensors are all of one size, so that no tile is added.
         num_tiles = int(pixels.flatten(2).any(dim=2).sum())
     height, width = pixels.shape[-2:]
     return num_tiles * (height // patch_size) * (width // patch_size)
 
 
 class RowSizes:
-    """Measures samples of a dataset: a row of its length table each."""
+    """Measures the samples of a dataset.
+
+    Args:
+        dataset: Any dataset. For ``from_headers`` it has the methods of :class:`.LlavaDataset`.
+        processor: Its processor.
+        patch_size: Side of a patch in pixels.
+    """
 
     def __init__(self, dataset: Any, processor: Any, patch_size: int) -> None:
         self.dataset = dataset
         self.token_ids = torch.tensor(image_token_ids(processor))
         self.patch_size = patch_size
 
-    def of(self, sample: Mapping[str, Any]) -> TableRow:
+    def of(self, sample: EncodedSample) -> TableRow:
         """Returns the row of a sample."""
         check_sample(sample, 'input_ids', 'labels')
         check_ids(sample)
-        num_image_tokens = int(torch.isin(sample['input_ids'], self.token_ids).sum())
-        num_loss_tokens = int((sample['labels'][:, 1:] != IGNORE_INDEX).sum())
-        num_patches, steps = count_patches(sample, self.patch_size), sample.get(SHRINK_STEPS, [0])[0]
-        return sample['input_ids'].shape[1], num_image_tokens, num_loss_tokens, num_patches, steps
+        is_image_token = torch.isin(sample['input_ids'], self.token_ids)
+        has_loss = sample['labels'][:, 1:] != IGNORE_INDEX
+        return TableRow(
+            length=sample['input_ids'].shape[1],
+            image_tokens=int(is_image_token.sum()),
+            loss_tokens=int(has_loss.sum()),
+            vision_patches=count_patches(sample, self.patch_size),
+            shrink_steps=sample.get(SHRINK_STEPS, [0])[0],
+        )
 
     def read(self, index: int) -> TableRow | str:
-        """Reads a sample; returns its row, or why it is bad."""
+        """Reads a sample. Returns its row, or the reason why it is bad."""
         try:
             return self.of(self.dataset[index])
         except BadSampleError as error:
             return str(error)
 
     def from_headers(self, indices: Sequence[int], map_samples: MapSamples) -> list[TableRow | None]:
-        """Returns the rows of samples that are not read, None for one that has to be."""
-        chunks = [indices[start : start + TEXTS_TOGETHER] for start in range(0, len(indices), TEXTS_TOGETHER)]
-        unexpanded = [one for chunk in map_samples(self._unexpanded, chunks, FEWEST_CHUNKS) for one in chunk]
-        expand = _Expansion(self)
-        if len({expand((size,)) for size in ODD_SIZES}) == 1:
-            unexpanded = [(row, ODD_SIZES[:1] * len(sizes)) for row, sizes in unexpanded]
-        distinct = sorted({one for _, sizes in unexpanded for one in _with_each(sizes)})
-        added = dict(zip(distinct, map_samples(expand, distinct, FEWEST_SIZES), strict=True))
-        rows: list[TableRow | None] = [None] * len(indices)
-        for place, (row, sizes) in enumerate(unexpanded):
-            images = [added[one] for one in _with_each(sizes)]
-            # Another number of placeholders: one stands in the text.
-            if row and all(images) and row[1] == expand.num_marks * len(sizes):
-                total = tuple(map(sum, zip(row, images[0], strict=True)))
-                rows[place] = total if self.dataset.encoder.has_room(*total[:2]) else None
-        places = [place for place, row in enumerate(rows) if row is None]
-        found = map_samples(self._with_videos, [indices[place] for place in places], FEWEST_VIDEOS)
-        for place, row in zip(places, found, strict=True):
+        """Returns the rows of samples without reading them. None for a sample that must be read."""
+        texts = self._measure_texts(indices, map_samples)
+        expansion = ImageExpansion(self)
+        if len({expansion(((width, height),)) for width, height in ODD_SIZES}) == 1:
+            # All images are the same to this processor, so one size stands for all.
+            texts = [(row, ODD_SIZES[:1] * len(sizes)) for row, sizes in texts]
+        # The expensive part: one call of the processor for each distinct list of sizes.
+        additions = _measure_additions(expansion, texts, map_samples)
+        rows: list[TableRow | None] = []
+        for row, sizes in texts:
+            rows.append(self._add_images(row, sizes, additions, expansion.num_marks))
+        # Samples with videos: decoding one frame of each gives their shapes.
+        open_places = []
+        open_indices = []
+        for place, row in enumerate(rows):
+            if row is None:
+                open_places.append(place)
+                open_indices.append(indices[place])
+        rows_of_videos = map_samples(self._measure_videos, open_indices, FEWEST_VIDEOS)
+        for place, row in zip(open_places, rows_of_videos, strict=True):
             rows[place] = row
         return rows
 
-    def _unexpanded(self, chunk: Sequence[int]) -> list[tuple[TableRow | None, ImageSizes]]:
-        found = self.dataset.unexpanded(chunk)
-        return [(None, ()) if one is None else (self.of(one[0]), tuple(one[1])) for one in found]
+    def _measure_texts(
+        self, indices: Sequence[int], map_samples: MapSamples
+    ) -> list[tuple[TableRow | None, ImageSizes]]:
+        """Returns the rows of samples whose placeholders are not expanded, with the sizes of their images."""
+        chunks = []
+        for start in range(0, len(indices), TEXTS_TOGETHER):
+            chunks.append(indices[start : start + TEXTS_TOGETHER])
+        texts = []
+        for measured_chunk in map_samples(self._measure_chunk, chunks, FEWEST_CHUNKS):
+            texts.extend(measured_chunk)
+        return texts
 
-    def _with_videos(self, index: int) -> TableRow | None:
-        with suppress(Exception):  # who reads it is told by name
+    def _measure_chunk(self, indices: Sequence[int]) -> list[tuple[TableRow | None, ImageSizes]]:
+        texts: list[tuple[TableRow | None, ImageSizes]] = []
+        for result in self.dataset.unexpanded(indices):
+            if result is None:
+                texts.append((None, ()))
+            else:
+                sample, sizes = result
+                texts.append((self.of(sample), tuple(sizes)))
+        return texts
+
+    def _add_images(
+        self,
+        row: TableRow | None,
+        sizes: ImageSizes,
+        additions: Mapping[ImageSizes, TableRow | None],
+        num_marks: int,
+    ) -> TableRow | None:
+        """Returns the row of a text with its images. None if that is not known, or over a cap.
+
+        Args:
+            row: Row of the text, None if the sample must be read.
+            sizes: Sizes of its images.
+            additions: Rows that images of some sizes add.
+            num_marks: Placeholders that the template writes for one image.
+        """
+        if row is None:
+            return None
+        for separate_sizes in _each_alone(sizes):
+            if additions[separate_sizes] is None:
+                return None
+        added = additions[sizes]
+        # Another number of placeholders: the text of the user holds one.
+        if added is None or row.image_tokens != num_marks * len(sizes):
+            return None
+        total = row.plus(added)
+        if not self.dataset.encoder.has_room(total.length, total.image_tokens):
+            return None  # a bad sample: reading it gives the message
+        return total
+
+    def _measure_videos(self, index: int) -> TableRow | None:
+        with suppress(Exception):  # the reason is given when the sample is read
             sample = self.dataset.shapes_of_videos(index)
-            return None if sample is None else self.of(sample)
+            if sample is not None:
+                return self.of(sample)
         return None
 
 
-def _with_each(sizes: ImageSizes) -> list[ImageSizes]:
-    """Returns sizes of several images, and of each alone, which tells whether they can be separated from a text."""
-    return [sizes, *((size,) for size in sizes)]
+def _measure_additions(
+    expansion: ImageExpansion,
+    texts: Sequence[tuple[TableRow | None, ImageSizes]],
+    map_samples: MapSamples,
+) -> dict[ImageSizes, TableRow | None]:
+    """Returns the rows that images add, for each distinct list of sizes, and for each of these sizes alone."""
+    distinct = set()
+    for _, sizes in texts:
+        distinct.add(sizes)
+        distinct.update(_each_alone(sizes))
+    ordered = sorted(distinct)
+    return dict(zip(ordered, map_samples(expansion, ordered, FEWEST_SIZES), strict=True))
 
 
-class _Expansion:
-    """Returns what images of given sizes add to a sample: a row, or None where only reading can say.
+def _each_alone(sizes: ImageSizes) -> list[ImageSizes]:
+    """Returns the size of each image as that of a sample with one image, which can be told apart from its text."""
+    return [(size,) for size in sizes]
 
-    The images hold nothing, and the tensors made of them neither, where the processor computes with torch.
+
+class ImageExpansion:
+    """Computes the row that images of given sizes add to a sample, by running the processor on black images.
+
+    If the processor computes with torch, the images are meta tensors, which have a shape and no content.
     """
 
-    def __init__(self, sizes: RowSizes) -> None:
-        self.row_of = sizes.of
-        self.encoder = copy(sizes.dataset.encoder)
-        self.encoder.max_length = None
-        text = self.encoder.encode_unexpanded([_asked_about(1)])[0] if 'image' in self.encoder.parts else None
-        self.num_marks = 0 if text is None else self.row_of(text)[1]
+    def __init__(self, row_sizes: RowSizes) -> None:
+        self._row_of = row_sizes.of
+        self._encoder = copy(row_sizes.dataset.encoder)
+        self._encoder.max_length = None
+        self.num_marks = 0
+        """Placeholders that the template writes for one image."""
+        if 'image' in self._encoder.parts:
+            text = self._encoder.encode_unexpanded([_conversation_of(1)])[0]
+            if text is not None:
+                self.num_marks = self._row_of(text).image_tokens
 
     def __call__(self, sizes: ImageSizes) -> TableRow | None:
-        conversation = _asked_about(len(sizes))
-        text = self.encoder.encode_unexpanded([conversation])[0]
-        # Among images of several sizes there may be tiles that only fill up, and are known by what they hold.
-        for blank in [*[_shape_alone] * (len(set(sizes)) < 2), partial(Image.new, 'RGB')]:
-            with suppress(Exception):  # who reads a sample of such images is told by name
-                sample = self.encoder(conversation, [blank(size) for size in sizes])
-                break
-        else:
+        """Returns the row that the images add. None if only reading the sample can tell."""
+        conversation = _conversation_of(len(sizes))
+        text = self._encoder.encode_unexpanded([conversation])[0]
+        sample = self._encode(conversation, sizes)
+        if text is None or sample is None:
             return None
-        alone = len(sizes) < 2
-        if text is None or (alone and not self._is_separate(text['input_ids'][0], sample['input_ids'][0])):
+        if len(sizes) < 2 and not self._is_separate(text['input_ids'][0], sample['input_ids'][0]):
             return None
-        row = tuple(after - before for before, after in zip(self.row_of(text), self.row_of(sample), strict=True))
-        return None if row[2] else row
+        added = self._row_of(sample).minus(self._row_of(text))
+        if added.loss_tokens:
+            return None
+        return added
+
+    def _encode(self, conversation: Sequence[Message], sizes: ImageSizes) -> EncodedSample | None:
+        # Images of several sizes may get tiles that only fill up. They are recognized by their content, which meta
+        # tensors do not have.
+        if len(set(sizes)) < 2:
+            with suppress(Exception):  # this processor needs real images
+                return self._encoder(conversation, [_meta_image(size) for size in sizes])
+        with suppress(Exception):  # the reason is given when a sample with such images is read
+            return self._encoder(conversation, [Image.new('RGB', size) for size in sizes])
+        return None
 
     def _is_separate(self, text: torch.Tensor, expanded: torch.Tensor) -> bool:
-        """Tells whether tokens that no tokenizer joins with a neighbour stand at both ends of what was exchanged.
+        """Tells whether the exchanged tokens begin and end with tokens that are never joined with a neighbour.
 
-        Only then do placeholders grow by as much in another text. Gemma 3 puts line breaks there.
+        Only then do placeholders grow by the same number in another text. Gemma 3, for example, puts line breaks
+        there, which a tokenizer joins with those of the text.
         """
-        before = _num_equal(text, expanded)
-        behind = _num_equal(text[before:].flip(0), expanded[before:].flip(0))
-        new = expanded[before : len(expanded) - behind].tolist()
-        ends = {*new[:1], *new[-1:], *text[before : len(text) - behind].tolist()}
-        known = self.encoder.tokenizer.added_tokens_decoder
-        return all(end in known and not (known[end].lstrip or known[end].rstrip) for end in ends)
+        num_before = _num_equal(text, expanded)
+        num_behind = _num_equal(text[num_before:].flip(0), expanded[num_before:].flip(0))
+        old_tokens = text[num_before : len(text) - num_behind].tolist()
+        new_tokens = expanded[num_before : len(expanded) - num_behind].tolist()
+        added_tokens = self._encoder.tokenizer.added_tokens_decoder
+        for token_id in {*old_tokens, *new_tokens[:1], *new_tokens[-1:]}:
+            token = added_tokens.get(token_id)
+            if token is None or token.lstrip or token.rstrip:
+                return False
+        return True
 
 
-def _asked_about(num_images: int) -> list[dict[str, Any]]:
-    content = [*({'type': 'image'} for _ in range(num_images)), {'type': 'text', 'text': 'q'}]
-    return [{'role': 'user', 'content': content}, {'role': 'assistant', 'content': [{'type': 'text', 'text': 'a'}]}]
+def _conversation_of(num_images: int) -> list[Message]:
+    content: list[dict[str, str]] = [{'type': 'image'}] * num_images
+    question = {
+        'role': 'user',
+        'content': [*content, {'type': 'text', 'text': 'q'}],
+    }
+    answer = {'role': 'assistant', 'content': [{'type': 'text', 'text': 'a'}]}
+    return [question, answer]
 
 
-def _shape_alone(size: tuple[int, int]) -> torch.Tensor:
-    return torch.empty(3, *size[::-1], dtype=torch.uint8, device='meta')
+def _meta_image(size: tuple[int, int]) -> torch.Tensor:
+    width, height = size
+    return torch.empty(3, height, width, dtype=torch.uint8, device='meta')
 
 
 def _num_equal(first: torch.Tensor, second: torch.Tensor) -> int:
     """Counts the tokens that agree before the first that does not."""
     size = min(len(first), len(second))
-    return int((first[:size] == second[:size]).cumprod(0).sum())
+    is_equal = first[:size] == second[:size]
+    return int(is_equal.cumprod(0).sum())

@@ -18,22 +18,34 @@ from importlib.util import find_spec
 from io import BytesIO
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tqdm.auto import tqdm
 
 from composer_tokacc.data.files import read_records
 from composer_tokacc.data.media import decode_media, open_files
-from composer_tokacc.data.records import BadSampleError, Medium, Record, Turn
+from composer_tokacc.data.records import (
+    BadSampleError,
+    JsonObject,
+    Medium,
+    Record,
+    Turn,
+)
+
+if TYPE_CHECKING:
+    from streaming import MDSWriter  # pyright: ignore[reportMissingImports]
 
 SHARD_COLUMNS = {'media': 'bytes', 'record': 'json'}
-"""Columns of a shard and their MDS encodings: files byte for byte, one behind the other, and all else."""
+"""Columns of a shard and their MDS encodings: the files of a record one behind the other, and everything else."""
 SAMPLES_AT_ONCE = 256
-"""Samples that are read at once, and so held in memory."""
+"""Samples that are read together, and so held in memory."""
+
+ShardRow = dict[str, Any]
+"""A row of a shard: ``media`` and ``record``."""
 
 
 class Written(NamedTuple):
-    """What became of the records of a file; ``skipped`` says why each bad sample was left out."""
+    """The numbers of a conversion. ``skipped`` has the reason of each bad sample that was left out."""
 
     num_samples: int
     num_shards: int
@@ -52,25 +64,25 @@ def write_shards(
 ) -> Written:
     """Writes every record of a file with the bytes of its media, in the order of the file.
 
-    Media are decoded once, to know that they can be, and written as they are. No processor is needed, so how long a
-    sample is in tokens is not known here.
+    Media are decoded once as a check, and written as they are. No processor is needed, so the lengths of the samples
+    are not known here.
 
     Args:
         path: As for :class:`.LlavaDataset`.
-        image_dir: Folder that names of media start from.
-        out: Folder for the shards; empty or absent. If anything raises, nothing is left there.
-        size_limit: Largest shard, in bytes or as ``'64mb'``; a sample that is larger has a shard of its own.
-        on_error: ``'raise'`` at the first bad sample, or ``'skip'`` it, print why and count it.
+        image_dir: Folder in which names of media start.
+        out: Folder for the shards, empty or absent. If anything raises, it is removed.
+        size_limit: Largest shard, in bytes or as ``'64mb'``. A larger sample gets a shard of its own.
+        on_error: ``'raise'`` at the first bad sample, or ``'skip'`` it, print the reason and count it.
         allow_outside: Whether names may lead out of that folder: ``../``, absolute ones, links.
 
     Raises:
         BadSampleError: For the first bad sample (``raise``).
-        ValueError: If an argument is wrong, the file is missing or no JSON, no sample is good, or no decoder of its
+        ValueError: If an argument is wrong, the file is missing or is not JSON, no sample is good, or no decoder of its
             videos is installed.
         ImportError: If mosaicml-streaming is not installed.
     """
     if on_error not in ('raise', 'skip'):
-        raise ValueError(f"`on_error` must be 'raise' or 'skip', got: {on_error!r}.")
+        raise ValueError(f"`on_error` must be 'raise' or 'skip', got: {on_error!r:.100}.")
     if find_spec('streaming') is None:
         raise ImportError("shards need mosaicml-streaming, got: none. pip install 'composer_tokacc[streaming]'")
     out = Path(out)
@@ -78,37 +90,49 @@ def write_shards(
         raise ValueError(f'`out_folder` must be empty or absent, got: {out}, which is not. Name another, or remove it.')
     records = list(read_records(path, image_dir=image_dir, allow_outside=allow_outside))
     writer = _open_writer(out, size_limit)
-    skipped: list[str] = []
     try:
-        with tqdm(_read_rows(records), total=len(records), desc='writing samples', disable=None, leave=False) as bar:
-            for row in bar:
-                if not isinstance(row, BadSampleError):
-                    writer.write(row)
-                elif on_error == 'raise':
-                    raise row
-                else:
-                    skipped.append(str(row))
-                    bar.write(f'skipped: {row}', file=sys.stderr)
+        skipped = _write_rows(writer, records, on_error)
         if len(skipped) == len(records):
             raise ValueError(f'`path` must hold at least one good sample, got: {path} with none.')
         writer.finish()
     except BaseException:
         writer.cancel_future_jobs()
-        shutil.rmtree(out)  # only what was written here: it was empty
+        shutil.rmtree(out)  # it was empty before
         raise
     sizes = [shard['raw_data']['bytes'] for shard in writer.shards]
     return Written(len(records) - len(skipped), len(sizes), sum(sizes), tuple(skipped))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the program; a bad sample or a mistake of the user's ends it with one line and status 2."""
+    """Runs the program. A bad sample or a wrong argument ends it with one line and status 2."""
     parser = argparse.ArgumentParser(prog='python -m composer_tokacc.data.to_mds', description=__doc__)
-    parser.add_argument('path', metavar='data.json', help='conversations, as `dataset.path` of a run')
-    parser.add_argument('image_dir', metavar='images', help='folder that names of media start from')
-    parser.add_argument('out', metavar='out_folder', help='folder for the shards, empty or absent')
+    parser.add_argument(
+        'path',
+        metavar='data.json',
+        help='conversations, as `dataset.path` of a run',
+    )
+    parser.add_argument(
+        'image_dir',
+        metavar='images',
+        help='folder in which names of media start',
+    )
+    parser.add_argument(
+        'out',
+        metavar='out_folder',
+        help='folder for the shards, empty or absent',
+    )
     parser.add_argument('--size-limit', default='64mb', help='largest shard (default: 64mb)')
-    parser.add_argument('--on-error', choices=('raise', 'skip'), default='raise', help='what to do with a bad sample')
-    parser.add_argument('--allow-outside', action='store_true', help='let names of media lead out of their folder')
+    parser.add_argument(
+        '--on-error',
+        choices=('raise', 'skip'),
+        default='raise',
+        help='handling of a bad sample',
+    )
+    parser.add_argument(
+        '--allow-outside',
+        action='store_true',
+        help='let names of media lead out of their folder',
+    )
     options = parser.parse_args(arguments)
     try:
         written = write_shards(**vars(options))
@@ -122,8 +146,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _open_writer(out: Path, size_limit: int | str) -> Any:
-    """Returns a writer that starts no shard while one is empty, as MDSWriter does before an oversize sample."""
+def _open_writer(out: Path, size_limit: int | str) -> MDSWriter:
+    """Returns a writer that never writes an empty shard. MDSWriter does so before a sample over the size limit."""
     from streaming import MDSWriter  # pyright: ignore[reportMissingImports]
     from streaming.base.util import bytes_to_int  # pyright: ignore[reportMissingImports]
 
@@ -138,61 +162,99 @@ def _open_writer(out: Path, size_limit: int | str) -> Any:
     return Writer(columns=SHARD_COLUMNS, out=str(out), size_limit=limit)
 
 
-def _read_rows(records: Sequence[tuple[Record, Path] | BadSampleError]) -> Iterator[dict[str, Any] | BadSampleError]:
-    """Yields rows in order, read by several threads: file systems and image decoders do without Python's lock."""
+def _write_rows(
+    writer: MDSWriter,
+    records: Sequence[tuple[Record, Path] | BadSampleError],
+    on_error: str,
+) -> list[str]:
+    """Writes the rows of all records. Returns the reasons of those that were skipped."""
+    skipped = []
+    with tqdm(
+        _read_rows(records),
+        total=len(records),
+        desc='writing samples',
+        disable=None,
+        leave=False,
+    ) as bar:
+        for row in bar:
+            if not isinstance(row, BadSampleError):
+                writer.write(row)
+            elif on_error == 'raise':
+                raise row
+            else:
+                skipped.append(str(row))
+                bar.write(f'skipped: {row}', file=sys.stderr)
+    return skipped
+
+
+def _read_rows(
+    records: Sequence[tuple[Record, Path] | BadSampleError],
+) -> Iterator[ShardRow | BadSampleError]:
+    """Yields rows in order. Several threads read them: file systems and image decoders do not hold Python's lock."""
     with ThreadPoolExecutor() as pool:
         for start in range(0, len(records), SAMPLES_AT_ONCE):
             yield from pool.map(_read_row, records[start : start + SAMPLES_AT_ONCE])
 
 
-def _read_row(found: tuple[Record, Path] | BadSampleError) -> dict[str, Any] | BadSampleError:
-    if isinstance(found, BadSampleError):
-        return found
-    record, folder = found
+def _read_row(
+    entry: tuple[Record, Path] | BadSampleError,
+) -> ShardRow | BadSampleError:
+    if isinstance(entry, BadSampleError):
+        return entry
+    record, folder = entry
     try:
-        opened = open_files(record, folder)
-        files = [file.read_bytes() if isinstance(file, Path) else file.read() for file in opened]
-        decode_media(record, [BytesIO(file) for file in files])
-        return _to_row(record, files)
+        contents = []
+        for file in open_files(record, folder):
+            contents.append(file.read_bytes() if isinstance(file, Path) else file.read())
+        decode_media(record, [BytesIO(content) for content in contents])
     except BadSampleError as error:
         return error
     except OSError as error:
         return record.error(f'file {error.filename} cannot be read: {error.strerror}')
+    return _to_row(record, contents)
 
 
-def _to_row(record: Record, files: Sequence[bytes]) -> dict[str, Any]:
-    """Returns the row of a record and the content of its files, in their order."""
-    return {
-        'record': {
-            'id': record.sample_id,
-            'source': record.source,
-            'conversations': [
-                {'from': turn.role, 'value': turn.text, **({} if turn.carries_loss else {'weight': 0})}
-                for turn in record.turns
-            ],
-            'media': [[medium.modality, medium.names] for medium in record.media],
-            'bytes': [len(file) for file in files],
-            **({} if record.loss_weights is None else {'loss_weights': record.loss_weights}),
-        },
-        'media': b''.join(files),
+def _to_row(record: Record, contents: Sequence[bytes]) -> ShardRow:
+    """Returns the row of a record and of the contents of its files, in their order."""
+    turns = []
+    for turn in record.turns:
+        raw_turn: dict[str, Any] = {'from': turn.role, 'value': turn.text}
+        if not turn.carries_loss:
+            raw_turn['weight'] = 0
+        turns.append(raw_turn)
+    raw_record = {
+        'id': record.sample_id,
+        'source': record.source,
+        'conversations': turns,
+        'media': [[medium.modality, medium.names] for medium in record.media],
+        'bytes': [len(content) for content in contents],
     }
+    if record.loss_weights is not None:
+        raw_record['loss_weights'] = record.loss_weights
+    return {'record': raw_record, 'media': b''.join(contents)}
 
 
-def from_row(row: dict[str, Any]) -> tuple[Record, list[bytes]]:
-    """Returns the record and the content of its files that a row of a shard was made of."""
+def from_row(row: JsonObject) -> tuple[Record, list[bytes]]:
+    """Returns the record of a row of a shard, and the contents of its files."""
     if row.keys() != SHARD_COLUMNS.keys():
         remedy = 'Write them with `python -m composer_tokacc.data.to_mds`'
         raise ValueError(f'shards must have the columns {sorted(SHARD_COLUMNS)}, got: {sorted(row)}. {remedy}.')
-    raw = row['record']
+    raw_record = row['record']
+    turns = []
+    for raw_turn in raw_record['conversations']:
+        turns.append(Turn(raw_turn['from'], raw_turn['value'], raw_turn.get('weight') != 0))
+    media = [Medium(modality, tuple(names)) for modality, names in raw_record['media']]
     record = Record(
-        sample_id=raw['id'],
-        source=raw['source'],
-        turns=tuple(Turn(turn['from'], turn['value'], turn.get('weight') != 0) for turn in raw['conversations']),
-        media=tuple(Medium(modality, tuple(names)) for modality, names in raw['media']),
-        loss_weights=raw.get('loss_weights'),
+        sample_id=raw_record['id'],
+        source=raw_record['source'],
+        turns=tuple(turns),
+        media=tuple(media),
+        loss_weights=raw_record.get('loss_weights'),
     )
-    ends = accumulate(raw['bytes'], initial=0)
-    return record, [row['media'][start:end] for start, end in pairwise(ends)]
+    contents = []
+    for start, end in pairwise(accumulate(raw_record['bytes'], initial=0)):
+        contents.append(row['media'][start:end])
+    return record, contents
 
 
 if __name__ == '__main__':

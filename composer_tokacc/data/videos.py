@@ -1,7 +1,11 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Videos and audio as models see and hear them: all that PyAV decodes."""
+"""Reads videos and audio with PyAV, and refuses files that are cut or damaged.
+
+The first part chooses frames, the second opens files and checks that they are complete, the third reads audio, and the
+last reads videos.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from os import PathLike
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -21,20 +25,39 @@ import torch
 from composer_tokacc.data.images import read_image
 from composer_tokacc.data.records import MediaFile
 
+if TYPE_CHECKING:
+    from av import AudioFrame, VideoFrame
+    from av.container import InputContainer
+    from av.video.stream import VideoStream
+
 CUT_SHARE = 0.05
 """Share that may be missing at the end: durations in headers are round, and the audio of a video may end first."""
 MEDIA_CONTAINERS = (
     'aiff,apng,asf,au,avi,caf,flac,flv,gif,ivf,matroska,mov,mp3,mxf,nistsphere,nut,ogg,tta,voc,w64,wav,wv'
 )
-"""FFmpeg's names of those that are one file, and say where it ends. Playlists name others, outside of the folder too;
-a transport or an elementary stream ends anywhere, so that nobody would see that half is missing."""
-STEADY_CONTAINERS = ('aiff', 'caf', 'flac', 'mp3', 'ogg', 'tta', 'voc', 'w64', 'wav', 'wv')
-"""Those of sounds alone in which no time can be left out; a recording in the others may have pauses."""
+"""FFmpeg's names of containers that are one file and say where it ends. Playlists name other files, also outside of the
+media folder. A transport stream or an elementary stream may end anywhere, so nobody would see that half is missing."""
+STEADY_CONTAINERS = (
+    'aiff',
+    'caf',
+    'flac',
+    'mp3',
+    'ogg',
+    'tta',
+    'voc',
+    'w64',
+    'wav',
+    'wv',
+)
+"""Containers of audio whose samples follow one another without a gap. A recording in the others may have pauses."""
 OGG_PAGE = 27 + 255 + 255 * 255
+"""Bytes of the longest page of an Ogg file."""
+MIN_UNKNOWN_SIZE = 2**31 - 2**16
+"""Programs that write a WAV file to a pipe do not know its size, and write one near 2**31 or 2**32 into the header."""
 MAX_SAMPLE = 2**20
-"""Full scale is 1, or 2**15 where a writer forgot to scale: far above it, features overflow."""
+"""Full scale is 1, or 2**15 if a writer forgot to scale. Far above it, features overflow."""
 MAX_SECONDS, MIN_SECONDS = 6 * 3600, 0.05
-"""Of an audio: more would fill the memory, less is no token to any model."""
+"""Of an audio. More would fill the memory, less is no token to any model."""
 DEFAULT_FPS = 2.0
 MAX_PIXELS_OF_VIDEO = 2**31
 """Of all frames that are taken: 6 GiB."""
@@ -42,16 +65,16 @@ MAX_PIXELS_OF_VIDEO = 2**31
 
 @dataclass(frozen=True, kw_only=True)
 class VideoSampling:
-    """Which frames of a video a model sees: evenly spread over its time, whatever their rhythm.
+    """Chooses the frames that a model sees: evenly spread over the time of the video, whatever its rhythm.
 
     Args:
-        num_frames: Frames of every video; those of a shorter one are repeated.
-        fps: Frames a second, and never more than the video has. Default, where ``num_frames`` is not given: 2.
-        min_frames: Least frames of a video, repeated where it has fewer.
+        num_frames: Frames of every video. Those of a shorter video are repeated.
+        fps: Frames a second, but never more than the video has. The default is 2, unless ``num_frames`` is given.
+        min_frames: Fewest frames of a video. They are repeated if it has fewer.
         max_frames: Most frames of a video.
 
     Raises:
-        ValueError: If a number is not positive, or they contradict each other.
+        ValueError: If a number is not positive, or two of them contradict each other.
     """
 
     num_frames: int | None = None
@@ -61,27 +84,43 @@ class VideoSampling:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            kinds = (int, float) if name == 'fps' else int
-            if value is not None and (isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < 1e6):
-                raise ValueError(f'`{name}` must be a positive number, whole but for `fps`, got: {value!r}')
+            if value is None:
+                continue
+            is_number = isinstance(value, int)
+            if name == 'fps':
+                is_number = isinstance(value, int | float)
+            if not is_number or isinstance(value, bool) or not 0 < value < 1e6:
+                rule = 'a positive number (only `fps` may have a fraction)'
+                raise ValueError(f'`{name}` must be {rule}, got: {value!r:.100}')
         if self.num_frames is not None and self.fps is not None:
             raise ValueError(f'`fps` must be left out beside `num_frames`, got: {self.fps}. Remove one')
-        least = max(self.min_frames, self.num_frames or 0)
-        if self.max_frames < least:
-            raise ValueError(f'`max_frames` must be at least the frames asked for, got: {self.max_frames} < {least}')
+        fewest = max(self.min_frames, self.num_frames or 0)
+        if self.max_frames < fewest:
+            raise ValueError(f'`max_frames` must be at least the frames asked for, got: {self.max_frames} < {fewest}')
 
     def count(self, num_frames: int, duration: float) -> int:
-        """Returns how many are taken of a video of so many frames, and seconds."""
+        """Returns the number of frames to take of a video with this number of frames and seconds."""
         count = self.num_frames
         if count is None:
-            count = min(int(duration * (self.fps or DEFAULT_FPS) + 1e-6), num_frames)  # 0.3 s x 10 is 2.9999999
+            # The small number is for rounding: 0.3 s x 10 is 2.9999999.
+            frames_of_rate = int(duration * (self.fps or DEFAULT_FPS) + 1e-6)
+            count = min(frames_of_rate, num_frames)
         return min(max(count, self.min_frames), self.max_frames)
 
     def choose(self, times: Sequence[float], duration: float) -> list[int]:
-        """Returns numbers of the frames to take; the times of all, and the duration, are in seconds from the first."""
+        """Returns numbers of the frames to take.
+
+        Args:
+            times: Seconds from the first frame, for each frame.
+            duration: Seconds of the whole video.
+        """
         count = self.count(len(times), duration)
-        # What is on the screen at that moment.
-        return [max(bisect_right(times, i * duration / count + 1e-6) - 1, 0) for i in range(count)]
+        chosen = []
+        for step in range(count):
+            moment = step * duration / count + 1e-6
+            frame_on_screen = bisect_right(times, moment) - 1
+            chosen.append(max(frame_on_screen, 0))
+        return chosen
 
 
 class Video(NamedTuple):
@@ -93,129 +132,226 @@ class Video(NamedTuple):
     """Fields of transformers' ``VideoMetadata``, by which processors tell the model when a frame is shown."""
 
 
+def make_video(frames: Sequence[np.ndarray], numbers: list[int], total: int, step: float) -> Video:
+    """Joins frames with the metadata that processors need.
+
+    Args:
+        frames: ``(height, width, 3)`` each.
+        numbers: Frame number of each: frame ``n`` is shown after ``n * step`` seconds.
+        total: Frames of the whole video.
+        step: Seconds between two frame numbers.
+    """
+    stacked = torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2)
+    metadata = {
+        'total_num_frames': total,
+        'fps': 1 / step,
+        'duration': total * step,
+        'frames_indices': numbers,
+    }
+    return Video(stacked, metadata)
+
+
+# Opening files, and checks that they are complete.
+
+
 @contextmanager
-def _open_stream(file: MediaFile, modality: Literal['video', 'audio']) -> Iterator[tuple[Any, Any]]:
-    """Gives PyAV's container and stream: of a name that is taken for no address (``12:30.mp4``), or of an open file."""
+def _open_stream(file: MediaFile, modality: Literal['video', 'audio']) -> Iterator[tuple[InputContainer, Any]]:
+    """Opens a file with PyAV. Gives the container and its first stream of the modality."""
     import av
     from av.stream import Disposition
 
     with open(file, 'rb') if isinstance(file, PathLike) else nullcontext(file) as opened:
         _check_last_bytes(opened)
         opened.seek(0)
+    # The absolute path, because FFmpeg takes a name such as `12:30.mp4` for an address.
     source = os.path.abspath(file) if isinstance(file, PathLike) else file
     try:
-        opened = av.open(source, options={'format_whitelist': MEDIA_CONTAINERS})
+        container = av.open(source, mode='r', options={'format_whitelist': MEDIA_CONTAINERS})
     except ValueError as error:
         if 'whitelist' not in str(error):
             raise
         raise ValueError(
-            f'it is in no container that is read. Convert it to mp4, mkv or wav; read: {MEDIA_CONTAINERS}'
+            f'it is in a container that is not supported. Convert it to mp4, mkv or wav; read: {MEDIA_CONTAINERS}'
         ) from error
-    with opened as container:
+    with container:
         streams = getattr(container.streams, modality)
-        stream = next((one for one in streams if not one.disposition & Disposition.attached_pic), None)
-        if stream is None:
+        # The cover of a song is a stream of video too.
+        candidates = [stream for stream in streams if not stream.disposition & Disposition.attached_pic]
+        if not candidates:
             raise ValueError(f'it holds no {modality}')
+        stream = candidates[0]
         if stream.codec_context is None:
             raise ValueError('it is in a codec that is not known. Convert it to mp4, flac or wav')
-        # The decoder's own threads write log lines, waiting for Python while Python waits for their end.
+        # The decoder's own threads may block: they wait for Python to write a log line, and Python for their end.
         stream.codec_context.thread_count = 1
         yield container, stream
 
 
 def _check_last_bytes(file: BinaryIO) -> None:
-    """Refuses a file of which the end is missing, in formats that mark their end or say their size."""
+    """Refuses a file without its end, in formats that mark the end or say their size."""
     file.seek(0)
-    head, size = file.read(100), file.seek(0, os.SEEK_END)
+    head = file.read(100)
+    size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - OGG_PAGE))
-    last = file.read()
+    last_bytes = file.read()
+    is_complete = True
     if head.startswith(b'OggS'):
-        page = last[max(last.rfind(b'OggS'), 0) :]
-        # Flags stand at 5 (4: the last page), the number of segments at 26, then the size of each.
-        is_whole = len(page) > 26 and page[5] & 4 and len(page) >= 27 + page[26] + sum(page[27 : 27 + page[26]])
-    elif head.startswith(b'\x1aE\xdf\xa3') and (place := head.find(b'\x18S\x80g') + 4) > 3:  # Matroska's segment
-        # Of the bytes of its size the first bit that is set says the number; all that follow set: not known.
-        num_bytes = 9 - head[place].bit_length()
-        unknown = (1 << 7 * num_bytes) - 1
-        length = int.from_bytes(head[place : place + num_bytes], 'big') & unknown
-        is_whole = length == unknown or place + num_bytes + length <= size
-    else:
-        ends = {b'GIF8': b';', b'\x89PNG': b'IEND\xaeB`\x82'}
-        is_whole = last.rstrip(b'\0').endswith(ends.get(head[:4], b''))
-    if not is_whole:
+        is_complete = _is_last_ogg_page(last_bytes)
+    elif head.startswith(b'\x1aE\xdf\xa3'):
+        is_complete = _is_complete_matroska(head, size)
+    elif head.startswith(b'RIFF') and head[8:12] == b'WAVE':
+        is_complete = _has_complete_chunk(file, size, b'data', 'little')
+    elif head.startswith(b'FORM') and head[8:12] in (b'AIFF', b'AIFC'):
+        is_complete = _has_complete_chunk(file, size, b'SSND', 'big')
+    elif head.startswith(b'GIF8'):
+        is_complete = last_bytes.rstrip(b'\0').endswith(b';')
+    elif head.startswith(b'\x89PNG'):
+        is_complete = last_bytes.rstrip(b'\0').endswith(b'IEND\xaeB`\x82')
+    if not is_complete:
         raise ValueError('its end is missing')
 
 
-def _check_end(container: Any, end: float) -> None:
-    """Refuses a file of which the end is missing, where its header says how long it is."""
-    start, duration = ((value or 0) / 1e6 for value in (container.start_time, container.duration))
-    if container.format.name.startswith('matroska'):  # which may count from 0, wherever its video begins
-        start = 0
-    if container.duration is None and container.format.name != 'apng':  # of which the last bytes tell
-        raise ValueError('it does not say how long it is. Write it anew: `ffmpeg -i it -c copy other.mkv`')
-    if end - start < duration * (1 - CUT_SHARE) - (0.5 if container.streams.video else 0.1):
+def _is_last_ogg_page(last_bytes: bytes) -> bool:
+    """Tells whether an Ogg file ends in a complete page that is marked as the last."""
+    page = last_bytes[max(last_bytes.rfind(b'OggS'), 0) :]
+    if len(page) <= 26:
+        return False
+    # Byte 5 holds flags (4: the last page), byte 26 the number of segments. A byte for the size of each follows.
+    is_marked = bool(page[5] & 4)
+    num_segments = page[26]
+    segment_sizes = page[27 : 27 + num_segments]
+    return is_marked and len(page) >= 27 + num_segments + sum(segment_sizes)
+
+
+def _is_complete_matroska(head: bytes, size: int) -> bool:
+    """Tells whether the segment of a Matroska file, which holds everything, ends inside the file."""
+    segment_id = b'\x18S\x80g'
+    place = head.find(segment_id)
+    if place < 0:
+        return True
+    place += len(segment_id)
+    # The first bit that is set in the first byte gives the number of bytes of the size.
+    num_bytes = 9 - head[place].bit_length()
+    unknown = (1 << 7 * num_bytes) - 1  # all bits after that one: the writer did not know the size
+    length = int.from_bytes(head[place : place + num_bytes], 'big') & unknown
+    return length == unknown or place + num_bytes + length <= size
+
+
+def _has_complete_chunk(
+    file: BinaryIO,
+    size: int,
+    chunk_id: bytes,
+    byteorder: Literal['little', 'big'],
+) -> bool:
+    """Tells whether the chunk that holds the samples of a WAV or AIFF file ends inside the file."""
+    place = 12  # after the name of the format
+    while place + 8 <= size:
+        file.seek(place)
+        head = file.read(8)
+        length = int.from_bytes(head[4:], byteorder)
+        if head[:4] == chunk_id:
+            is_unknown = length == 0 or length >= MIN_UNKNOWN_SIZE
+            return is_unknown or place + 8 + length <= size
+        place += 8 + length + length % 2  # chunks start at even places
+    return True  # no such chunk: FFmpeg says so
+
+
+def _check_end(container: InputContainer, end: float) -> None:
+    """Refuses a file that ends earlier than its header says.
+
+    Args:
+        container: The open file.
+        end: Time of the last sample or frame that could be read, in seconds.
+    """
+    start = (container.start_time or 0) / 1e6
+    duration = (container.duration or 0) / 1e6
+    if container.format.name.startswith('matroska'):
+        start = 0  # its duration may count from 0, even if the video begins later
+    if container.duration is None and container.format.name != 'apng':  # APNG marks its end, which was checked
+        raise ValueError('it does not say how long it is. Write it again: `ffmpeg -i it -c copy other.mkv`')
+    tolerance = 0.5 if container.streams.video else 0.1
+    if end - start < duration * (1 - CUT_SHARE) - tolerance:
         raise ValueError(f'it ends after {end - start:.1f} of {duration:.1f} s')
 
 
-def _frames_of(container: Any) -> Iterator[Any]:
-    """Gives the frames of the audio; a decoder leaves out what is damaged, and the next comes too late."""
-    end = None
-    for frame in container.decode(audio=0):
-        gap = 0 if end is None or frame.time is None else frame.time - end
-        if gap > frame.samples / frame.sample_rate / 2 and container.format.name in STEADY_CONTAINERS:
-            raise ValueError(f'{gap:.3f} s of it cannot be decoded, at {end:.2f} s: it is damaged')
-        end = (end or 0 if frame.time is None else frame.time) + frame.samples / frame.sample_rate
-        yield frame
+# Audio.
 
 
 def read_audio(file: MediaFile, sampling_rate: int) -> np.ndarray:
-    """Returns the mean of its channels, float32 ``(samples,)``, so many samples a second."""
+    """Returns the mean of the channels, float32 ``(samples,)``, at a rate of samples a second."""
     import av
 
     with _open_stream(file, 'audio') as (container, stream):
-        stream.codec_context.options = {'err_detect': 'crccheck+explode'}  # FLAC's, of each frame
-        # Not planar: PyAV's arrays of eight planes and more end the process.
+        stream.codec_context.options = {'err_detect': 'crccheck+explode'}  # check sums of FLAC's frames
+        # Not planar, because PyAV's arrays of eight planes or more end the process.
         resampler = av.AudioResampler(format='flt', rate=sampling_rate)
-        pieces, size = [np.empty(0, np.float32)], 0
-        for frame in chain(_frames_of(container), [None]):  # None: what the resampler still holds
+        pieces = []
+        num_samples = 0
+        for frame in chain(_audio_frames(container), [None]):  # None: give out the samples that are still held
             for piece in resampler.resample(frame):
-                pieces.append(piece.to_ndarray().reshape(-1, piece.layout.nb_channels).mean(axis=1))
-                size += len(pieces[-1])
-            if size > MAX_SECONDS * sampling_rate:
+                samples = piece.to_ndarray().reshape(-1, piece.layout.nb_channels)
+                pieces.append(samples.mean(axis=1))
+                num_samples += len(samples)
+            if num_samples > MAX_SECONDS * sampling_rate:
                 raise ValueError(f'it must be at most {MAX_SECONDS} s, got: more. Cut it')
-        audio = np.concatenate(pieces)
-        if not size:
+        if num_samples == 0:
             raise ValueError('it holds no audio')
-        if size < MIN_SECONDS * sampling_rate:
-            raise ValueError(f'it must be at least {MIN_SECONDS} s, got: {size / sampling_rate} s')
+        if num_samples < MIN_SECONDS * sampling_rate:
+            raise ValueError(f'it must be at least {MIN_SECONDS} s, got: {num_samples / sampling_rate} s')
+        audio = np.concatenate(pieces)
         if not (np.abs(audio) < MAX_SAMPLE).all():
             raise ValueError(f'it holds samples that are no finite numbers, or above {MAX_SAMPLE}')
-        _check_end(container, (container.start_time or 0) / 1e6 + len(audio) / sampling_rate)
+        start = (container.start_time or 0) / 1e6
+        _check_end(container, start + num_samples / sampling_rate)
         return audio
 
 
+def _audio_frames(container: InputContainer) -> Iterator[AudioFrame]:
+    """Yields the frames of the audio. A decoder leaves out damaged frames, so the next one starts too late."""
+    end = None
+    for frame in container.decode(audio=0):
+        seconds = frame.samples / frame.sample_rate
+        if end is not None and frame.time is not None:
+            gap = frame.time - end
+            if gap > seconds / 2 and container.format.name in STEADY_CONTAINERS:
+                raise ValueError(f'{gap:.3f} s of it cannot be decoded, at {end:.2f} s: it is damaged')
+        start = frame.time
+        if start is None:
+            start = end or 0.0
+        end = start + seconds
+        yield frame
+
+
+# Videos.
+
+
+class KeyFrame(NamedTuple):
+    """A frame at which decoding may start. Stamps count units of the stream's time base."""
+
+    shown: int
+    decoded: int
+
+
 def read_frames(files: Sequence[MediaFile], sampling: VideoSampling) -> Video:
-    """Returns the chosen ones of images that are the frames of a video, one each time that a frame would be taken."""
+    """Returns a video whose frames are images: the chosen ones, a frame for each time step of the sampling."""
     step = 1 / (sampling.fps or DEFAULT_FPS)
-    chosen = sampling.choose([i * step for i in range(len(files))], len(files) * step)
-    images = {i: read_image(files[i]) for i in set(chosen)}
-    if len(sizes := {image.size for image in images.values()}) > 1:
+    times = [number * step for number in range(len(files))]
+    chosen = sampling.choose(times, len(files) * step)
+    images = {number: read_image(files[number]) for number in set(chosen)}
+    sizes = {image.size for image in images.values()}
+    if len(sizes) > 1:
         raise ValueError(f'frames of a video must be of one size, got: {sorted(sizes)[:3]}. Resize them')
-    _check_pixels(len(chosen), *images[chosen[0]].size)
-    return make_video([np.asarray(images[i]) for i in chosen], chosen, len(files), step)
-
-
-def _check_pixels(num_frames: int, width: int, height: int) -> None:
-    if num_frames * width * height > MAX_PIXELS_OF_VIDEO:
-        found = f'{num_frames} frames of {width} x {height}. Take fewer, or make it smaller'
-        raise ValueError(f'a video must have at most {MAX_PIXELS_OF_VIDEO} pixels, got: {found}')
+    width, height = images[chosen[0]].size
+    _check_pixels(len(chosen), width, height)
+    frames = [np.asarray(images[number]) for number in chosen]
+    return make_video(frames, chosen, len(files), step)
 
 
 def read_video(file: MediaFile, sampling: VideoSampling, *, shapes_only: bool = False) -> Video:
-    """Returns the chosen frames of a video, turned as the camera was; with ``shapes_only`` all are the first one."""
+    """Returns the chosen frames of a video, turned as the camera was. With ``shapes_only`` all are the first one."""
     with _open_stream(file, 'video') as (container, stream):
-        stamps, keys = _read_stamps(container, stream)
-        # Of the video itself: the container's own figure may be that of another stream, or of a clock.
+        stamps, key_frames = _read_stamps(container, stream)
+        # Computed from the stamps: the container's own rate may be that of another stream, or of a clock.
         unit = float(stream.time_base)
         span = (stamps[-1] - stamps[0]) * unit
         step = span / (len(stamps) - 1) if span else 1 / float(stream.average_rate or 1)
@@ -223,84 +359,163 @@ def read_video(file: MediaFile, sampling: VideoSampling, *, shapes_only: bool = 
     duration = times[-1] + step
     chosen = sampling.choose(times, duration)
     _check_pixels(len(chosen), stream.width, stream.height)
-    wanted = sorted({stamps[i] for i in chosen})
-    frames = _read_frames(file, wanted[:1] if shapes_only else wanted, keys)
+    chosen_stamps = sorted({stamps[number] for number in chosen})
+    # The first opening has read all packets to the end. The frames are decoded with a second one.
     if shapes_only:
-        frames = dict.fromkeys(wanted, frames[wanted[0]])
+        first_frame = _read_frames(file, chosen_stamps[:1], key_frames)[chosen_stamps[0]]
+        frames = dict.fromkeys(chosen_stamps, first_frame)
+    else:
+        frames = _read_frames(file, chosen_stamps, key_frames)
     gaps = [gap for gap in np.diff(times).tolist() if gap > 0]
-    if gaps and max(gaps) > 1.5 * step:  # in an uneven rhythm the mean says little about when a frame is shown
+    if gaps and max(gaps) > 1.5 * step:
+        # The rhythm is uneven: frame numbers count steps of the smallest gap, so that they say when a frame is shown.
         step = min(gaps)
-    nominal = [round(times[i] / step) for i in chosen]
-    return make_video([frames[stamps[i]] for i in chosen], nominal, round(duration / step), step)
+    numbers = [round(times[number] / step) for number in chosen]
+    return make_video(
+        [frames[stamps[number]] for number in chosen],
+        numbers,
+        round(duration / step),
+        step,
+    )
 
 
-def _read_stamps(container: Any, stream: Any) -> tuple[list[int], list[tuple[int, int]]]:
-    """Reads when frames are shown, and where (time, decoding time) decoding may start, in units of the stream."""
-    stamps, keys, end = [], [], 0.0
+def _check_pixels(num_frames: int, width: int, height: int) -> None:
+    if num_frames * width * height > MAX_PIXELS_OF_VIDEO:
+        got = f'{num_frames} frames of {width} x {height}. Take fewer, or make it smaller'
+        raise ValueError(f'a video must have at most {MAX_PIXELS_OF_VIDEO} pixels, got: {got}')
+
+
+def _read_stamps(container: InputContainer, stream: VideoStream) -> tuple[list[int], list[KeyFrame]]:
+    """Returns the stamps of all frames, and the key frames, in order. Decodes nothing."""
+    stamps = []
+    key_frames = []
+    end = 0.0
     for packet in container.demux():
         if packet.is_corrupt:
             raise ValueError('it is cut in the middle of a frame, or damaged')
         stamp = packet.dts if packet.pts is None else packet.pts
-        if packet.size and stamp is not None:
-            end = max(end, float((stamp + (packet.duration or 0)) * packet.time_base))
-            if packet.stream is stream and not packet.is_discard:
-                stamps.append(stamp)
-                keys += [(stamp, stamp if packet.dts is None else packet.dts)] * packet.is_keyframe
+        if not packet.size or stamp is None:
+            continue
+        end = max(end, float((stamp + (packet.duration or 0)) * packet.time_base))
+        if packet.stream is not stream or packet.is_discard:
+            continue
+        stamps.append(stamp)
+        if packet.is_keyframe:
+            decoded = stamp if packet.dts is None else packet.dts
+            key_frames.append(KeyFrame(stamp, decoded))
     if not stamps:
         raise ValueError('it holds no frames that have a time')
     _check_end(container, end)
-    return sorted(stamps), sorted(keys)
+    return sorted(stamps), sorted(key_frames)
 
 
-def _read_frames(file: MediaFile, wanted: Sequence[int], keys: Sequence[tuple[int, int]]) -> dict[int, np.ndarray]:
-    """Reads the frames of the given stamps, by stamp, ``(height, width, 3)`` each."""
-    found, size = {}, {}
-    start = keys[0][0] if keys else wanted[0]
+def _read_frames(file: MediaFile, stamps: Sequence[int], key_frames: Sequence[KeyFrame]) -> dict[int, np.ndarray]:
+    """Reads the frames of some stamps, by stamp, ``(height, width, 3)`` each."""
+    frames = _seek_frames(file, stamps, key_frames) if key_frames else None
+    if frames is None:  # the container has no index, or a wrong one: decode everything
+        frames = _seek_frames(file, stamps, [])
+    assert frames is not None
+    return frames
+
+
+def _seek_frames(
+    file: MediaFile, stamps: Sequence[int], key_frames: Sequence[KeyFrame]
+) -> dict[int, np.ndarray] | None:
+    """Reads frames, jumping to key frames. None if a jump has passed a frame."""
+    frames = {}
+    size: dict[str, int] = {}
     with _open_stream(file, 'video') as (container, stream):
-        frames, frame = _undamaged(container.decode(stream), start), None
-        for stamp in wanted:
-            past = start if frame is None else frame.pts
-            index = bisect_right(keys, (stamp, sys.maxsize)) - 1
-            if index >= 0 and keys[index][0] > past:  # nothing of what lies between has to be decoded
-                for place in keys[index]:  # some containers look for what is shown then, others for what is decoded
-                    container.seek(place, stream=stream)
-                    frames = _undamaged(container.decode(stream), keys[index][0])
-                    frame = next(frames, None)
-                    if frame is not None and frame.pts is not None and frame.pts <= stamp:
-                        break
-            if frame is None or frame.pts is None or frame.pts < stamp:
-                frame = next((one for one in frames if one.pts is not None and one.pts >= stamp), None)
-            if keys and (frame is None or frame.pts > stamp):  # what was found lies behind it
-                return _read_frames(file, wanted, [])
+        start = key_frames[0].shown if key_frames else stamps[0]
+        reader = FrameReader(container, stream, start)
+        for stamp in stamps:
+            index = bisect_right(key_frames, (stamp, sys.maxsize)) - 1
+            if index >= 0:
+                reader.jump(key_frames[index], stamp)
+            frame = reader.next_from(stamp)
+            # The stamp is that of a frame, so a later frame means that the jump went too far.
+            if key_frames and (frame is None or frame.pts is None or frame.pts > stamp):
+                return None
             if frame is None:
                 raise ValueError(f'its frame at {float(stamp * stream.time_base):.2f} s cannot be decoded')
-            size = size or {'width': frame.width, 'height': frame.height}  # may change in the middle
+            if not size:
+                # The size may change within the video.
+                size = {'width': frame.width, 'height': frame.height}
             pixels = frame.reformat(format='rgb24', **size).to_ndarray()
-            found[stamp] = _upright(pixels, frame.side_data.get('DISPLAYMATRIX'))
-    return found
+            frames[stamp] = _turn_upright(pixels, frame.side_data.get('DISPLAYMATRIX'))
+    return frames
 
 
-def _undamaged(frames: Iterator[Any], start: int) -> Iterator[Any]:
-    """Refuses frames that their decoder marks, but for those before a key frame, which may lack what they need."""
+class FrameReader:
+    """Decodes the frames of an open video forwards, and can jump to key frames.
+
+    Args:
+        container: The open file.
+        stream: Its stream of video.
+        start: Stamp of the first frame that must not be damaged.
+    """
+
+    def __init__(self, container: InputContainer, stream: VideoStream, start: int) -> None:
+        self._container = container
+        self._stream = stream
+        self._frames = _undamaged_frames(container.decode(stream), start)
+        self._frame: VideoFrame | None = None
+        self._position = start
+        """Stamp of the frame that was read last."""
+
+    def jump(self, key_frame: KeyFrame, stamp: int) -> None:
+        """Jumps to the key frame before a stamp, unless it was passed: then the frames between are skipped."""
+        if key_frame.shown <= self._position:
+            return
+        # Some containers look for the time at which a frame is shown, others for that at which it is decoded.
+        for place in (key_frame.shown, key_frame.decoded):
+            self._container.seek(place, stream=self._stream)
+            self._frames = _undamaged_frames(self._container.decode(self._stream), key_frame.shown)
+            self._set_frame(next(self._frames, None))
+            if self._frame is not None and self._frame.pts is not None and self._frame.pts <= stamp:
+                return
+
+    def next_from(self, stamp: int) -> VideoFrame | None:
+        """Returns the first frame at a stamp or after it. None if there is none."""
+        while self._frame is None or self._frame.pts is None or self._frame.pts < stamp:
+            frame = next(self._frames, None)
+            if frame is None:
+                self._frame = None
+                return None
+            self._set_frame(frame)
+        return self._frame
+
+    def _set_frame(self, frame: VideoFrame | None) -> None:
+        self._frame = frame
+        if frame is not None and frame.pts is not None:
+            self._position = frame.pts
+
+
+def _undamaged_frames(frames: Iterator[VideoFrame], start: int) -> Iterator[VideoFrame]:
+    """Yields frames, and refuses those that their decoder marks as damaged.
+
+    Frames before the start may be marked: they may need a key frame before the one that was jumped to.
+    """
     for frame in frames:
         if frame.is_corrupt and frame.pts is not None and frame.pts >= start:
             raise ValueError(f'its frame at {frame.time:.2f} s is damaged')
         yield frame
 
 
-def _upright(frame: np.ndarray, matrix: Any) -> np.ndarray:
-    """Turns a frame as the camera was turned, and mirrors it where that filmed as a mirror shows."""
+def _turn_upright(frame: np.ndarray, matrix: bytes | None) -> np.ndarray:
+    """Turns a frame as the camera was turned, and mirrors it if the camera filmed as a mirror shows.
+
+    Args:
+        frame: ``(height, width, 3)``.
+        matrix: FFmpeg's display matrix of 3 x 3 numbers in 16.16 format, or None. A pixel at (x, y) is shown at
+            (a x + c y, b x + d y).
+    """
     if matrix is None:
         return frame
-    # Of 16.16 numbers: a pixel at (x, y) is shown at (a x + c y, b x + d y).
     a, b, _, c, d = np.frombuffer(matrix, np.int32)[:5]
-    if abs(b) > abs(a):
-        frame, a, d = frame.swapaxes(0, 1), c, b
-    return frame[:: -1 if d < 0 else 1, :: -1 if a < 0 else 1]
-
-
-def make_video(frames: Sequence[np.ndarray], numbers: list[int], total: int, step: float) -> Video:
-    """Joins frames with what processors ask about them: frame ``n`` is shown after ``n * step`` seconds."""
-    stacked = torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2)
-    metadata = {'total_num_frames': total, 'fps': 1 / step, 'duration': total * step, 'frames_indices': numbers}
-    return Video(stacked, metadata)
+    swaps_axes = abs(b) > abs(a)
+    if swaps_axes:
+        frame = frame.swapaxes(0, 1)
+        a, d = c, b
+    vertical_step = -1 if d < 0 else 1
+    horizontal_step = -1 if a < 0 else 1
+    return frame[::vertical_step, ::horizontal_step]

@@ -383,11 +383,14 @@ class ShardSource(Source):
     def _check_arguments(self, path: str, arguments: dict[str, Any]) -> None:
         from streaming import Stream, StreamingDataset  # pyright: ignore[reportMissingImports]
 
+        from composer_tokacc.data.llava_streaming import LlavaStreamingDataset
+
         for key, source in _FROM_LOADER.items():
             if key in arguments:
                 raise ConfigError(f'`{path}.{key}` must be left out, got: {arguments[key]}. Set `{source}`')
         check_video(path, arguments)
-        known = {'max_length', 'video', 'control_tokens', *inspect.signature(StreamingDataset).parameters}
+        own_arguments = inspect.signature(LlavaStreamingDataset).parameters.keys() - {'processor', 'kwargs'}
+        known = own_arguments | inspect.signature(StreamingDataset).parameters.keys()
         check_names(path, arguments, known - _FROM_LOADER.keys())
         if not any(arguments.get(source) for source in _PLACES):
             raise ConfigError(f'`{path}` must name its shards, got: none of {", ".join(_PLACES)}. Give `{path}.local`')

@@ -242,3 +242,32 @@ def test_first_control_token_is_named_once(caplog):
         encoder.encode_record(Record(sample_id=name, source='data.json', turns=turns, media=()), [])
     (line,) = [record.getMessage() for record in caplog.records if 'control token' in record.getMessage()]
     assert line.startswith('sample "a" (data.json): has the control token <|end|>')
+
+
+def test_missing_tokenizer_is_named():
+    processor = small()
+    processor.tokenizer = None
+    with pytest.raises(ValueError, match='must have a tokenizer, got: LlavaProcessor without'):
+        ConversationEncoder(processor)
+
+
+def test_pixel_budget_below_one_is_named():
+    processor = qwen2_vl()
+    processor.image_processor.size = {'shortest_edge': 64, 'longest_edge': -1}
+    with pytest.raises(ValueError, match='`image_processor` must have a positive `longest_edge`, got: -1'):
+        ConversationEncoder(processor)
+
+
+def test_error_of_the_processor_names_it():
+    """A message about its own arithmetic would else be taken for one about the sample."""
+    processor = qwen2_vl()
+    processor.image_processor.size = {'shortest_edge': 64, 'longest_edge': 512}
+    with pytest.raises(ValueError, match=r'Qwen2VLProcessor cannot encode it: absolute aspect ratio'):
+        ConversationEncoder(processor)([user(IMAGE, WHAT), assistant('A')], [Image.new('RGB', (3000, 2))])
+
+
+def test_long_reason_is_cut_in_the_middle():
+    record = Record(sample_id='a', source='data.json', turns=(), media=())
+    message = str(record.error('x' * 200_000 + '. Take it out'))
+    assert len(message) < 1100
+    assert message.endswith('. Take it out')

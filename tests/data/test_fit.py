@@ -13,7 +13,7 @@ from PIL import Image
 pytest.importorskip('av')
 
 from composer_tokacc.data import BadSampleError, LlavaDataset, image_token_ids, length_table
-from composer_tokacc.data.fit import FittingEncoder, share_of
+from composer_tokacc.data.fit import FittingEncoder, find_pixel_coordinates, share_of
 from composer_tokacc.programs import load_config
 from composer_tokacc.programs.sources import source_of
 from tests.data.chat_processors import PROCESSORS
@@ -92,7 +92,7 @@ def test_no_sample_is_over_the_cap_and_none_is_smaller_than_need_be(path, proces
         # One step less, and it would not fit.
         steps = int(dataset.measured[1].shrink_steps[index])
         assert named[one.sample_id]['share'] == pytest.approx(share_of(steps), abs=1e-4)
-        larger = dataset.encoder._after(steps - 1)
+        larger = dataset.encoder._encoder_after(steps - 1)
         files = [path.parent / name for medium in one.media for name in medium.names]
         assert super(FittingEncoder, larger).encode_record(one, files)['input_ids'].shape[1] > cap
 
@@ -168,3 +168,49 @@ def test_the_memory_of_a_microbatch_is_a_cap_of_the_program_too(path, processor,
     config = load_config(ROOT / 'yamls' / 'llava_json.yaml', [*values, *given])
     dataset = source_of(config).build_dataset(processor)
     assert cap - 4 < max(sizes(dataset, processor)[0]) <= cap
+
+
+COORDINATES = {
+    'The cat is at [120, 40, 150, 90].': '[120, 40, 150, 90]',
+    '<|box_start|>(12,40),(150,90)<|box_end|>': '(12,40),(150,90)',
+    '[{"bbox_2d": [1, 2, 30.5, 40], "label": "cat"}]': '[1, 2, 30.5, 40]',
+    '{"point_2d": [394, 105]}': 'point_2d": [394, 105]',
+    'At [0.12, 0.40, 0.15, 0.90].': None,
+    'Numbers: 1, 2, 3, 4 and [5, 6].': None,
+    'No box.': None,
+}
+
+
+@pytest.mark.parametrize(('answer', 'expected'), COORDINATES.items())
+def test_pixel_coordinates_are_found(answer, expected):
+    assert find_pixel_coordinates(answer) == expected
+
+
+@pytest.mark.parametrize('is_shrunk', [True, False])
+def test_coordinates_of_shrunk_images_are_named_once(tmp_path, caplog, is_shrunk):
+    processor = MEDIA['qwen2_vl']().processor
+    records = [record(name, ['image']) for name in ('plain', 'box', 'boxes')]
+    records[1]['messages'][1]['content'] = 'It is at [120, 40, 150, 90].'
+    records[2]['messages'][1]['content'] = '[[1, 2, 3, 4], [5, 6, 7, 8]]'
+    Image.effect_noise((96, 96), 90).convert('RGB').save(tmp_path / '0.png')
+    path = write(tmp_path, records)
+    image_tokens = sizes(open_dataset(path, processor), processor)[1][0]
+    dataset = open_dataset(path, processor, fit=True, max_image_tokens=image_tokens - is_shrunk)
+    lines = [message for message in caplog.messages if 'pixel coordinates' in message]
+    if not is_shrunk:
+        assert dataset.fitted() == []
+        assert lines == []
+        return
+    (line,) = lines
+    assert 'sample "box" ' in line
+    assert '[120, 40, 150, 90], the first of 2' in line
+
+
+def test_fit_is_advised_only_if_it_helps(tmp_path):
+    _, fixed = images_alone(tmp_path, 'llava', max_length=8)
+    with pytest.raises(BadSampleError, match='set on_error=skip') as raised:
+        fixed[0]
+    assert 'fit=true' not in str(raised.value)
+    _, dynamic = images_alone(tmp_path, 'qwen2_vl', max_length=8)
+    with pytest.raises(BadSampleError, match='set on_error=skip or fit=true'):
+        dynamic[0]

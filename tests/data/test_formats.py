@@ -140,6 +140,35 @@ FORMATS = {
                                                           ('assistant', 'Red, blue.'))},
         [('user', '<image><image>Which colours?'), ('assistant', 'Red, blue.')], ['red', 'blue'],
     ),
+    'The Cauldron': (
+        {'images': [{'bytes': RED, 'path': None}], 'texts': [
+            {'user': 'Which colour?', 'assistant': 'Red.', 'source': 'VQAv2'},
+            {'user': 'Sure?', 'assistant': 'Yes.', 'source': 'VQAv2'},
+        ]},
+        [*PLAIN, ('user', 'Sure?'), ('assistant', 'Yes.')], ['red'],
+    ),
+    'The Cauldron with two images': (
+        {'images': ['red.png', {'bytes': BLUE, 'path': None}],
+         'texts': [{'user': 'Which colours?', 'assistant': 'Red, blue.', 'source': 'NLVR2'}]},
+        [('user', '<image><image>Which colours?'), ('assistant', 'Red, blue.')], ['red', 'blue'],
+    ),
+    'FineVision': (
+        {'images': [{'bytes': RED, 'path': None}], 'source': 'vqav2', 'relevance_ratings': [5],
+         'texts': [{'user': 'Which colour?', 'assistant': 'Red.'}]},
+        PLAIN, ['red'],
+    ),
+    'VideoChat2 image': (
+        {'image': 'red.png', 'QA': [{'i': '', 'q': 'Which colour?', 'a': 'Red.'}]}, PLAIN, ['red'],
+    ),
+    'image of a tool': (
+        {'images': ['red.png', 'blue.png'], 'messages': [
+            QUESTION, ANSWER, {'role': 'tool', 'content': [{'type': 'image'}, {'type': 'text', 'text': 'found'}]},
+            answered('Blue.'),
+        ]},
+        [*PLAIN, ('tool', '<image>found'), ('assistant', 'Blue.')], ['red', 'blue'],
+    ),
+    'data URI in capitals': ({'image': RED_URI.replace('data:', 'DATA:').replace('base64', 'BASE64'),
+                              'messages': [QUESTION, ANSWER]}, PLAIN, ['red']),
     'image and images the same': (
         {'image': 'red.png', 'images': ['red.png'], 'messages': [QUESTION, ANSWER]}, PLAIN, ['red'],
     ),
@@ -157,6 +186,12 @@ MEDIA = {
         '<image><video>What<audio>?<video>', [('image', ['a.png']), VIDEO, AUDIO, FRAMES],
     ),
     'Video-LLaVA': ({'video': 'a.mp4', **text_of('<video>\nWhat?')}, '<video>\nWhat?', [VIDEO]),
+    'VideoChat2': (
+        {'video': 'a.mp4', 'QA': [{'i': 'Look at the video.', 'q': 'What happens?', 'a': 'Red.'},
+                                  {'i': 'Look at the video.', 'q': 'And then?', 'a': 'Blue.'}]},
+        '<video>What happens?', [VIDEO],
+    ),
+    'VideoChat2 caption': ({'video': 'a.mp4', 'QA': [{'i': 'Describe it.', 'q': '', 'a': 'Red.'}]}, '<video>', [VIDEO]),
     'LLaVA-Video': ({'video': 'a.mp4', **text_of('<image>\nWhat?')}, '<video>\nWhat?', [VIDEO]),
     'VILA': (
         {'video': 'a.mp4', 'sound': 'a.wav', **text_of('<vila/video><sound>What?')}, '<video><audio>What?',
@@ -190,9 +225,11 @@ MEDIA = {
 @pytest.mark.parametrize(('data', 'question', 'media'), MEDIA.values(), ids=MEDIA.keys())
 def test_videos_and_audio_are_where_their_project_means_them(data, question, media):
     record = parse(data)
-    assert record.turns[0].text == question
+    turns = [turn for turn in record.turns if turn.role != 'system']
+    assert turns[0].text == question
     assert [(medium.modality, medium.names) for medium in record.media] == media
-    parts = [part['type'] for part in record.messages()[0]['content'] if part['type'] != 'text']
+    first_question = next(message for message in record.messages() if message['role'] == 'user')
+    parts = [part['type'] for part in first_question['content'] if part['type'] != 'text']
     assert parts == [modality for modality, _ in media]
     assert '<' not in ''.join(record.texts)
 
@@ -202,6 +239,12 @@ def test_record_is_what_its_project_means(folder, data, turns, images):
     record = parse(data)
     assert said(record) == turns
     assert seen(record, folder) == images
+
+
+def test_instruction_of_videochat2_is_the_system_turn():
+    spoken = said(parse(MEDIA['VideoChat2'][0]))
+    assert spoken[0] == ('system', 'Look at the video.')
+    assert spoken[2:] == [('assistant', 'Red.'), ('user', 'And then?'), ('assistant', 'Blue.')]
 
 
 def test_line_breaks_are_the_templates_around_a_placeholder_and_the_users_elsewhere():
@@ -242,6 +285,26 @@ REFUSED = {
     'broken base64': ({**turn(), 'image': 'data:image/png;base64,???'}, 'must be base64'),
     'data URI of text': ({**turn(), 'image': 'data:image/svg+xml,<svg/>'}, 'must be base64'),
     'bare base64': ({**turn(), 'image': 'iVBORw0KGgo' * 100}, 'Write bytes as `data:image/<type>;base64'),
+    'short base64': ({**turn(), 'image': RED_TEXT}, 'Write bytes as `data:image/<type>;base64'),
+    'JPEG as base64': ({**turn(), 'image': '/9j/4AAQSkZJRgABAQ' + 'A' * 90}, 'Write bytes as `data:image/<type>;'),
+    'part of a video': (
+        {'video': 'a.mp4', 'start': 3.5, 'end': 8, 'QA': [{'q': 'What?', 'a': 'Red.'}]}, '`start` is not supported',
+    ),
+    'another instruction': (
+        {'video': 'a.mp4',
+         'QA': [{'i': 'Look.', 'q': 'What?', 'a': 'Red.'}, {'i': 'Listen.', 'q': 'And?', 'a': 'Yes.'}]},
+        '`i` must be the same',
+    ),
+    'two answers of VideoChat2': (
+        {'video': 'a.mp4', 'QA': [{'q': 'What?', 'a': 'Red.'}, {'q': '', 'a': 'Yes.'}]}, '`q` may be empty only in',
+    ),
+    'unknown key of a pair': (
+        {'images': ['red.png'], 'texts': [{'user': 'What?', 'assistant': 'Red.', 'reason': 'blood'}]},
+        '`reason` of an entry of `texts`',
+    ),
+    'long key of a turn': (turn(**{'x' * 200_000: 1}), '`x+` of a turn'),
+    'long role': (turn(role='x' * 200_000), 'must be one of'),
+    'long key': ({**turn(), 'y' * 200_000: 'a.png'}, '`y+` looks like an image'),
     'images beside image': ({**turn(), 'images': ['blue.png']}, '`image` and `images` must name the same'),
     'more images than parts': ({**asked_with(SHOWN), 'image': 'red.png'}, 'got: 2 images'),
     'tool_calls': (turn(tool_calls=[{'type': 'function'}]), '`tool_calls` of a turn is not supported'),
@@ -257,7 +320,7 @@ REFUSED = {
     'video in a text': (text_of('<video>What happens?'), 'got: 0 videos and 1 placeholders'),
     'VILA video in a text': (text_of('<vila/video>What happens?'), 'got: 0 videos and 1 placeholders'),
     'audio in a text': (text_of('<audio>What is said?'), 'got: 0 audios and 1 placeholders'),
-    'video in an answer': ({'messages': [QUESTION, answered('<video>')]}, '`<video>` may stand in user turns only'),
+    'video in an answer': ({'messages': [QUESTION, answered('<video>')]}, '`<video>` may stand only in turns'),
     'video without its placeholder': ({**text_of('What happens?'), 'videos': ['a.mp4']}, 'got: 1 videos and 0 pl'),
     'as many media of another kind': (
         {**text_of('<video><audio>?'), 'videos': ['a.mp4', 'b.mp4']}, 'got: 2 videos and 1 placeholders',
@@ -361,7 +424,8 @@ BROKEN_FILES = {
     'two arrays': (b'[{}]\n\n[{}]', r"one JSON array, got: .*data\.json with '\[\{\}\]' behind its end, at line 3"),
     'cut UTF-16': ('[{}]\n'.encode('utf-16')[:-1], r'UTF-8, or UTF-16 throughout, got: .*data\.json'),
     'one object': (b'{\n"a": 1,\n"b": 2}', r'one object of the keys a, b\. .* name of a dataset: .*data\.json#name'),
-    'entry of one line': (b'[{"id": 1}, {"id": ]', r'syntax error at line 1, column 20 \(entry 2: Expecting value'),
+    'entry of one line': (b'[{"id": 1}, {"id": ]', r'syntax error at line 1, column 20 \(Expecting value'),
+    'nested': (b'[' * 100_000, r'data\.json with brackets nested too deep'),
 }
 
 
@@ -385,16 +449,10 @@ def test_bad_bytes_and_deep_lines_cost_one_sample_each(folder):
     assert dataset.skipped[3].endswith('line 7): not valid JSON: brackets within brackets, too deep')
 
 
-def test_entries_of_one_line_are_told_apart(folder):
+def test_entries_of_array_are_numbered(folder):
     record = {key: value for key, value in RECORDS[0].items() if key != 'id'}
-    names = {}
-    for name, text in (
-        ('one', json.dumps([record] * 3)),
-        ('lines', f'[{json.dumps(record)},\n{json.dumps(record)}, 7]'),
-    ):
-        (folder / 'data.json').write_text(text)
-        names[name] = [raw.where for raw in read_raw_records(folder / 'data.json')]
-    assert names == {'one': ['entry 1', 'entry 2', 'entry 3'], 'lines': ['line 1', 'line 2', 'entry 3']}
+    (folder / 'data.json').write_text(f'[{json.dumps(record)},\n{json.dumps(record)}, 7]')
+    assert [raw.where for raw in read_raw_records(folder / 'data.json')] == ['entry 1', 'entry 2', 'entry 3']
     with pytest.raises(BadSampleError, match=r'sample "entry 3" \(.*data\.json, entry 3\): must be a JSON object'):
         LlavaDataset(folder / 'data.json', small())
 

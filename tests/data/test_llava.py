@@ -160,7 +160,7 @@ STRUCTURAL = {
     'no image for a placeholder': ({**one_image('bad'), 'image': None}, 'got: 0 images and 1 placeholders'),
     'placeholder in an answer': (
         {'id': 'bad', 'image': 'red.png', 'conversations': turns('Draw red.', '<image>')},
-        'in user turns only',
+        'only in turns of the user and of tools',
     ),
     'no answer': ({'id': 'bad', 'conversations': turns('Hello?')}, 'must alternate'),
     'unknown role': ({'id': 'bad', 'conversations': [{'from': 'narrator', 'value': ''}]}, "got: 'narrator'"),
@@ -173,7 +173,7 @@ STRUCTURAL = {
 @pytest.mark.parametrize(('record', 'message'), STRUCTURAL.values(), ids=STRUCTURAL.keys())
 def test_bad_record_is_named_at_the_start_or_skipped_and_counted(folder, record, message):
     records = [one_image('good'), record, one_image('fine', 'green.jpg')]
-    with pytest.raises(BadSampleError, match=rf'sample "bad" \(.*data\.json, line 3\): .*{message}') as raised:
+    with pytest.raises(BadSampleError, match=rf'sample "bad" \(.*data\.json, entry 2\): .*{message}') as raised:
         open_dataset(folder, records)
     assert '\n' not in str(raised.value)
     dataset = open_dataset(folder, records, on_error='skip')
@@ -207,7 +207,7 @@ def test_unreadable_image_is_named_on_reading_or_skipped_at_the_start(folder, co
     records = [one_image('good'), one_image('bad', 'bad.png')]
     dataset = open_dataset(folder, records)
     assert dataset[0]['sample_ids'] == ['good']
-    with pytest.raises(BadSampleError, match=r'sample "bad" \(.*data\.json, line 3\): image file .*bad\.png cannot be'):
+    with pytest.raises(BadSampleError, match=r'sample "bad" \(.*data\.json, entry 2\): image file .*bad\.png cannot'):
         dataset[1]
     dataset = open_dataset(folder, records, on_error='skip')
     assert len(dataset) == 1

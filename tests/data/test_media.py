@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import struct
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +21,7 @@ pytest.importorskip('av')
 import av
 
 from composer_tokacc.data import BadSampleError, VideoSampling, videos
-from composer_tokacc.data.media import decode_media, open_files
+from composer_tokacc.data.media import MediaFolders, decode_media, open_files
 from composer_tokacc.data.records import EmbeddedFile, Medium, Record, Turn
 from tests.support.clips import SHADES, sine, write_sound, write_video
 
@@ -204,7 +206,7 @@ def test_place_that_lies_behind_the_frame_is_not_taken_for_it(tmp_path):
     path = film(tmp_path, 'mpeg4_b.avi')
     with videos._open_stream(path, 'video') as (container, stream):
         stamps, keys = videos._read_stamps(container, stream)
-    wrong = [(stamp, stamp) for stamp, _ in keys]  # this container looks for times of decoding
+    wrong = [videos.KeyFrame(stamp, stamp) for stamp, _ in keys]  # this container looks for times of decoding
     assert wrong != keys
     frames, expected = (videos._read_frames(path, stamps[5:6], places) for places in (wrong, []))
     assert (frames[stamps[5]] == expected[stamps[5]]).all()
@@ -268,14 +270,45 @@ def write_file(path, content):
     return path
 
 
+def write_aiff(path):
+    with av.open(str(path), 'w') as container:
+        stream = container.add_stream('pcm_s16be', rate=48000, layout='mono')
+        samples = (sine(1 / 6, rate=48000) * 32767).astype(np.int16)
+        frame = av.AudioFrame.from_ndarray(samples[None], format='s16', layout='mono')
+        frame.sample_rate = 48000
+        container.mux([*stream.encode(frame), *stream.encode()])
+    return path
+
+
+NO_NUMBERS = np.full(999, np.nan, np.float32)
 # Name of the file, what makes it of a path, modality, message.
 BAD = {
     'cut mp4': ('a.mp4', lambda path: cut(long_video(path), 0.6), 'video', 'it ends after|middle of a frame'),
+    'cut mkv': ('a.mkv', lambda path: cut(long_video(path), 0.6), 'video', 'its end is missing'),
+    'cut avi': ('a.avi', lambda path: cut(long_video(path), 0.6), 'video', 'it ends after|middle of a frame'),
+    'picture as video': ('a.mp4', lambda path: Image.new('L', (9, 9)).save(path, 'PNG'), 'video', 'not supported'),
+    'long gif': ('a.gif', lambda path: write_video(path, codec='gif', pixels='rgb8'), 'image', 'several images'),
     'head of an mp4': ('a.mp4', lambda path: cut(write_video(path), 0.02), 'video', 'Invalid data'),
     'no frames': ('a.avi', lambda path: write_video(path, []), 'video', 'it holds no frames that have a time'),
     'empty': ('a.mp4', lambda path: write_file(path, b''), 'video', 'Invalid data|End of file'),
     'text': ('a.mp4', lambda path: write_file(path, b'film ' * 99), 'video', 'Invalid data'),
+    'text by name too': ('a.txt', lambda path: write_file(path, b'film ' * 99), 'video', 'that is not supported'),
+    'audio as video': ('a.wav', lambda path: write_sound(path, sine(0.1)), 'video', 'it holds no video'),
+    'video as audio': ('a.mp4', write_video, 'audio', 'it holds no audio'),
     'video as image': ('a.mp4', write_video, 'image', 'no image of a known format'),
+    'cut audio': ('a.wav', lambda path: cut(write_sound(path, sine(2)), 0.5), 'audio', 'its end is missing'),
+    'cut short audio': (
+        'a.wav',
+        lambda path: cut(write_sound(path, sine(1 / 6, rate=48000), rate=48000), 0.5),
+        'audio',
+        'its end is missing',
+    ),
+    'cut aiff': ('a.aiff', lambda path: cut(write_aiff(path), 0.5), 'audio', 'its end is missing'),
+    'silent file': ('a.wav', lambda path: write_sound(path, sine(0)), 'audio', 'it holds no audio'),
+    'no numbers': ('a.wav', lambda path: write_sound(path, NO_NUMBERS), 'audio', 'no finite numbers'),
+    'folder': ('a', Path.mkdir, 'video', 'it is no regular file'),
+    'pipe': ('a.mp4', os.mkfifo, 'video', 'it is no regular file'),
+    'pipe as image': ('a', os.mkfifo, 'image', 'it is no regular file'),
 }
 
 
@@ -367,3 +400,52 @@ def test_without_a_decoder_no_sample_is_bad(tmp_path, monkeypatch):
     ) as raised:
         read('video', path)
     assert not isinstance(raised.value, BadSampleError)
+
+
+@pytest.mark.parametrize('size', [0, 0x7FFFF000, 0xFFFFFFFF])
+def test_size_that_a_pipe_wrote_is_not_believed(tmp_path, size):
+    path = write_sound(tmp_path / 'a.wav', sine(0.5))
+    content = path.read_bytes()
+    place = content.index(b'data') + 4
+    path.write_bytes(content[:place] + struct.pack('<I', size) + content[place + 4 :])
+    assert len(read('audio', path)) == 8000
+    assert len(read('audio', write_aiff(tmp_path / 'whole.aiff'))) == pytest.approx(16000 / 6, abs=1)
+
+
+def test_broken_decoder_is_no_bad_sample(tmp_path, monkeypatch):
+    """As with a shared library that is missing: the decoder is named, and not the file."""
+    path = write_video(tmp_path / 'a.mp4')
+    monkeypatch.setitem(sys.modules, 'av.container', None)
+    with pytest.raises(ValueError, match=r'PyAV, which cannot be imported \(.*pip install') as raised:
+        read('video', path)
+    assert not isinstance(raised.value, BadSampleError)
+    assert 'a.mp4' not in str(raised.value)
+
+
+HEIF = struct.pack('>I', 24) + b'ftypheic' + bytes(4) + b'mif1heic' + bytes(200)
+
+
+def test_heif_names_the_package(tmp_path):
+    if importlib.util.find_spec('pillow_heif'):
+        pytest.skip('pillow-heif is installed')
+    path = write_file(tmp_path / 'a.heic', HEIF)
+    with pytest.raises(BadSampleError, match=r'a\.heic cannot be read: it is a HEIF image.*pip install pillow-heif'):
+        read('image', path)
+
+
+def test_heif_is_read(tmp_path):
+    pillow_heif = pytest.importorskip('pillow_heif')
+    picture = Image.new('RGB', (64, 48), (200, 20, 20))
+    pillow_heif.from_pillow(picture).save(tmp_path / 'a.heic', quality=100)
+    assert np.abs(np.asarray(read('image', tmp_path / 'a.heic')).astype(int) - np.asarray(picture)).max() < 12
+
+
+SIMILAR = {'another Unicode form': ('ü.png', 'u\u0308.png'), 'another case': ('A.PNG', 'a.png')}
+
+
+@pytest.mark.parametrize(('on_disk', 'named'), SIMILAR.values(), ids=SIMILAR.keys())
+def test_similar_name_is_named(tmp_path, on_disk, named):
+    Image.new('RGB', (8, 8)).save(tmp_path / on_disk)
+    with pytest.raises(BadSampleError, match=r'does not exist, but .* does; rename') as raised:
+        MediaFolders().check(record_of('image', named), tmp_path)
+    assert ascii(on_disk) in str(raised.value)

@@ -142,7 +142,7 @@ FFV1 = partial(write_video, codec='ffv1')
 FLV, WEBM = partial(write_video, codec='flv'), partial(write_video, codec='libvpx')
 OPUS, MP3, FLAC = (partial(encoded, codec=codec) for codec in ('libopus', 'libmp3lame', 'flac'))
 BARE_MP3 = partial(MP3, rate=16000, write_xing='0', id3v2_version='0')
-NO_IMAGE, NO_CONTAINER = 'no image of a known format', 'in no container'
+NO_IMAGE, NO_CONTAINER = 'no image of a known format', 'container that is not supported'
 
 FILES: dict[str, tuple[str, str, Write, str]] = {
     # name: (processor, file, what writes it, what the line names)

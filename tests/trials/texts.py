@@ -137,7 +137,7 @@ TEXTS: dict[str, tuple[Any, ...]] = {
     'a list of datasets that names itself': (
         IMAGE, described({'d': {'file_name': 'dataset_info.json#d'}}), '`file_name` must be the name of a file',
     ),
-    'an image by a key that nobody reads': (IMAGE, one(image_path='a.png'), '`image_path` is not supported'),
+    'an image by a key that nobody reads': (IMAGE, one(image_path='a.png'), '`image_path` looks like an image'),
     'an image by a key beside the image': (
         IMAGE, of_file('image', 'a.png', picture, image_url='x'), WORKS,
     ),

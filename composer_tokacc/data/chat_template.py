@@ -1,0 +1,373 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Renders conversations with a chat template, and finds the answers in the rendered text.
+
+The template is rendered a second time with a marker in the place of every answer. The text between the markers is the
+text between the answers. So no template is known by name, and none needs ``{% generation %}`` tags.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from typing import Any, NamedTuple
+
+from jinja2 import TemplateError
+
+from composer_tokacc.data.records import Message
+
+MARKER = '\ue000{}\ue001'
+"""Stands for a text. Its private-use characters are in no text, and no template strips them."""
+
+log = logging.getLogger(__name__)
+
+
+class AnswerSpan(NamedTuple):
+    """Characters ``[start, end)`` that carry loss: an answer with its ending token."""
+
+    start: int
+    end: int
+
+
+class Rendered(NamedTuple):
+    """A conversation as text. Placeholders of media are not expanded."""
+
+    text: str
+    answers: list[AnswerSpan]
+    """The answers that carry loss."""
+
+
+class ChatTemplate:
+    """The chat template of a processor or tokenizer, and the properties that were found by rendering it.
+
+    Args:
+        owner: The processor or tokenizer that has the template. A processor that was loaded from a folder may have lost
+            it (BLIP), while its tokenizer still has it.
+        tokenizer: Its tokenizer. Says which tokens may end an answer.
+        has_parts: Whether messages may hold lists of parts. Templates of text models take plain strings.
+        writes_no_placeholders: Whether the processor adds the placeholders of media by itself (BLIP).
+        add_end_token: Whether to add the ending token after answers that the template leaves open.
+
+    Raises:
+        ValueError: If neither the template nor the tokenizer has an ending token.
+    """
+
+    def __init__(
+        self,
+        owner: Any,
+        tokenizer: Any,
+        *,
+        has_parts: bool,
+        writes_no_placeholders: bool,
+        add_end_token: bool,
+    ) -> None:
+        self._owner = owner
+        self._writes_no_placeholders = writes_no_placeholders
+        self._adds_end_token = add_end_token
+        self._takes_parts = has_parts and self._accepts_parts()
+        self._checked_roles: set[tuple[str, ...]] = set()
+        self._writes_media: dict[tuple[str, str], bool] = {}
+        self.end_token = self._find_end_token(tokenizer)
+        if add_end_token and not self._ends_every_answer():
+            _warn_of_added_token(self.end_token)
+
+    def render(self, messages: Sequence[Message]) -> Rendered:
+        """Renders a conversation and finds the answers that carry loss.
+
+        Three ways are tried. The first is right for nearly all templates. The others are for templates that change
+        some answers, as those of reasoning models do, which drop the thoughts of earlier turns:
+
+        1. The template writes every answer as it is.
+        2. It writes the answers that carry loss as they are.
+        3. Only the last message carries loss, and the template writes it after its generation prompt.
+
+        Raises:
+            ValueError: If the template changes an answer that carries loss, or leaves out a turn.
+        """
+        text = self.apply(messages)
+        rendered = self._find_answers(messages, text)
+        if rendered is None:
+            raise ValueError(self._refusal_of_changed_answers(messages))
+        self._check_all_written(messages, text)
+        return rendered
+
+    def apply(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = False,
+    ) -> str:
+        """Returns the text that the template writes for some messages."""
+        plain_messages = []
+        for message in messages:
+            content = message['content'] if self._takes_parts else text_of(message)
+            plain_messages.append({'role': message['role'], 'content': content})
+        try:
+            return self._owner.apply_chat_template(
+                plain_messages,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+            )
+        except (TemplateError, ArithmeticError) as error:
+            got = f'{type(error).__name__}: {error}'
+            raise ValueError(f'`chat_template` must write such messages, got: {got}. Set another.') from error
+
+    def writes_media(self, role: str, modality: str) -> bool:
+        """Tells whether the template writes a placeholder for every medium of a modality in a turn of a role."""
+        if self._writes_no_placeholders:
+            return True
+        key = (role, modality)
+        if key not in self._writes_media:
+            self._writes_media[key] = self._try_media(role, modality)
+        return self._writes_media[key]
+
+    def _try_media(self, role: str, modality: str) -> bool:
+        lengths = []
+        for count in range(3):
+            media = [{'type': modality}] * count
+            message = {
+                'role': role,
+                'content': [*media, {'type': 'text', 'text': 'q'}],
+            }
+            conversation = [message]
+            if role == 'tool':  # a tool answers a request of the assistant
+                conversation = [
+                    text_message('user', 'q'),
+                    text_message('assistant', 'a'),
+                    message,
+                ]
+            try:
+                lengths.append(len(self.apply(conversation)))
+            except (TypeError, ValueError):
+                return False
+        return lengths[0] < lengths[1] < lengths[2]
+
+    def _find_answers(self, messages: Sequence[Message], text: str) -> Rendered | None:
+        """Returns the conversation with its answers, by the first way that works. None if none does."""
+        answers = _indices_of_answers(messages)
+        learned = []
+        for index in answers:
+            if messages[index].get('weight', 1):
+                learned.append(index)
+        rendered = self._render_around_markers(messages, answers, text)
+        # Answers without loss may be changed: the model reads them as the template writes them.
+        if rendered is None and learned != answers:
+            rendered = self._render_around_markers(messages, learned, text)
+        # A marker has no thought, so the template would write an empty one before it, and then the real one again.
+        if rendered is None and learned == [len(messages) - 1]:
+            rendered = self._render_after_prompt(messages, text)
+        return rendered
+
+    def _render_around_markers(self, messages: Sequence[Message], marked: Sequence[int], text: str) -> Rendered | None:
+        """Puts answers together with the text around their markers. None if the template writes another text.
+
+        Args:
+            messages: The conversation.
+            marked: Indices of the answers that markers stand for.
+            text: The conversation as the template writes it.
+        """
+        before_first, *text_after = self._text_around(messages, marked)
+        as_written = before_first
+        as_learned = before_first  # the same, with the ending tokens that the template does not write
+        spans = []
+        for index, after in zip(marked, text_after, strict=True):
+            answer = text_of(messages[index])
+            as_written += answer + after
+            start = len(as_learned)
+            as_learned += answer
+            ending, after = self._split_ending(after)
+            if messages[index].get('weight', 1):
+                spans.append(AnswerSpan(start, len(as_learned) + len(ending)))
+            as_learned += ending + after
+        # The answers and the text around their markers must give the real text. Otherwise the template has changed an
+        # answer, or writes other text around it than around a marker.
+        if as_written != text:
+            return None
+        return Rendered(as_learned, spans)
+
+    def _split_ending(self, after: str) -> tuple[str, str]:
+        """Splits the text after an answer into its ending token, added if it is missing, and the rest."""
+        space = after[: len(after) - len(after.lstrip())]
+        ending = space + self.end_token
+        if after.startswith(ending):
+            return ending, after[len(ending) :]
+        if not self._adds_end_token:
+            return '', after
+        # LLaVA-1.5's template writes a space there, and LLaVA's own training code the token without one.
+        return self.end_token, after.lstrip(' ')
+
+    def _render_after_prompt(self, messages: Sequence[Message], text: str) -> Rendered | None:
+        """Finds the last answer as a model would write it: after the generation prompt.
+
+        Templates of reasoning models write the thoughts of the last answer, with line breaks of their own. So white
+        space is left out of the comparison. Everything after the prompt must belong to the answer, or it would be
+        learned too.
+        """
+        prompt = self.apply(messages[:-1], add_generation_prompt=True)
+        if not text.startswith(prompt):
+            return None
+        reply = text[len(prompt) :].rstrip()
+        answer = text_of(messages[-1])
+        if reply.endswith(self.end_token):
+            answer += self.end_token
+            text_after = text[len(prompt) + len(reply) :]
+        else:
+            text_after = ''
+        answer_letters = ''.join(answer.split())
+        # The prompt may hold the first letters of the answer: some end in `<think>`.
+        is_complete = ''.join((prompt + reply).split()).endswith(answer_letters)
+        if not is_complete or len(''.join(reply.split())) > len(answer_letters):
+            return None
+        if not reply.endswith(self.end_token) and self._adds_end_token:
+            reply += self.end_token
+        span = AnswerSpan(len(prompt), len(prompt) + len(reply))
+        return Rendered(prompt + reply + text_after, [span])
+
+    def _refusal_of_changed_answers(self, messages: Sequence[Message]) -> str:
+        problem = '`chat_template` must write the assistant turns as they are, got: one that changes them, or the text '
+        problem += 'around them'
+        # The remedy is named only if it works for this conversation.
+        with suppress(ValueError):
+            last_only = only_last_learned(messages)
+            if self._find_answers(last_only, self.apply(last_only)) is not None:
+                reason = 'this template, as those of reasoning models, changes earlier answers'
+                return f'{problem}. Train only the last answer with `dataset.train_on=last` ({reason})'
+        return f'{problem}. Use a training template'
+
+    def _check_all_written(self, messages: Sequence[Message], text: str) -> None:
+        """Checks that no turn is left out. Templates do so in silence with a role that they do not know."""
+        for message in messages:
+            if message['role'] != 'assistant':  # answers were compared with the text already
+                _check_written(message, text)
+        # The text of a turn may stand elsewhere too; a marker may not. One conversation stands for all with the same
+        # roles.
+        roles = tuple(message['role'] for message in messages)
+        if roles in self._checked_roles:
+            return
+        with_markers = []
+        for index, message in enumerate(messages):
+            with_markers.append(_with_markers(message, index))
+        marked_text = self.apply(with_markers)
+        for message in with_markers:
+            _check_written(message, marked_text)
+        self._checked_roles.add(roles)
+
+    def _accepts_parts(self) -> bool:
+        """Tells whether the template takes lists of parts. One for strings fails, or writes them as Python does."""
+        self._takes_parts = True
+        with suppress(TypeError, ValueError):
+            return "'text': 'q'" not in self.apply([text_message('user', 'q')])
+        return False
+
+    def _text_around(self, messages: Sequence[Message], marked: Sequence[int]) -> list[str]:
+        """Returns the text before the first of some answers, between two of them, and after the last."""
+        with_markers = list(messages)
+        for index in marked:
+            with_markers[index] = _with_markers(messages[index], index)
+        remaining = self.apply(with_markers)
+        pieces = []
+        for index in marked:
+            piece, _, remaining = remaining.partition(text_of(with_markers[index]))
+            pieces.append(piece)
+        return [*pieces, remaining]
+
+    def _find_end_token(self, tokenizer: Any) -> str:
+        """Returns the token that the template writes after an answer, or the tokenizer's ``eos_token``."""
+        conversation = [
+            text_message('user', 'q'),
+            text_message('assistant', 'a'),
+        ]
+        _, after_answer = self._text_around(conversation, [1])
+        # Special or not: some tokenizers have ChatML's tokens as plain added ones.
+        tokens = {
+            *map(str, tokenizer.added_tokens_decoder.values()),
+            *tokenizer.all_special_tokens,
+        }
+        longest_match = ''  # one token may be the beginning of another
+        for token in tokens:
+            if after_answer.lstrip().startswith(token) and len(token) > len(longest_match):
+                longest_match = token
+        if longest_match:
+            return longest_match
+        if tokenizer.eos_token is None:
+            got = 'none, of template or tokenizer. Set `processor.tokenizer.eos_token`'
+            raise ValueError(f'`processor` must have an ending token, got: {got}.')
+        return tokenizer.eos_token
+
+    def _ends_every_answer(self) -> bool:
+        """Tells whether the template writes the ending token after each of two answers."""
+        question, answer = (
+            text_message('user', 'q'),
+            text_message('assistant', 'a'),
+        )
+        try:
+            _, *text_after = self._text_around([question, answer, question, answer], [1, 3])
+        except ValueError:  # the template refuses two turns, and says so for a sample that has them
+            return True
+        return all(after.lstrip().startswith(self.end_token) for after in text_after)
+
+
+@cache
+def _warn_of_added_token(token: str) -> None:
+    """Warns once in a process: a run may open several datasets with one template."""
+    log.warning(
+        'The chat template does not write %s after every answer. It is added to each answer and learned, because a '
+        'model that never sees an end does not learn to stop. To train on the text as the template writes it, set '
+        'dataset.add_end_token=false.',
+        token,
+    )
+
+
+def only_last_learned(messages: Sequence[Message]) -> list[Message]:
+    """Returns the conversation with loss on its last answer only.
+
+    Raises:
+        ValueError: If the last answer has ``weight`` 0.
+    """
+    answers = _indices_of_answers(messages)
+    if answers and not messages[answers[-1]].get('weight', 1):
+        raise ValueError('the last answer must carry loss with train_on=last, got: `weight` 0. Take the sample out')
+    changed = list(messages)
+    for index in answers[:-1]:
+        changed[index] = {**messages[index], 'weight': 0}
+    return changed
+
+
+def _indices_of_answers(messages: Sequence[Message]) -> list[int]:
+    indices = []
+    for index, message in enumerate(messages):
+        if message['role'] == 'assistant':
+            indices.append(index)
+    return indices
+
+
+def text_message(role: str, text: str) -> dict[str, Any]:
+    """Returns a message of one text."""
+    return {'role': role, 'content': [{'type': 'text', 'text': text}]}
+
+
+def text_of(message: Message) -> str:
+    """Returns the text of a message, without its media."""
+    return ''.join(part['text'] for part in message['content'] if part['type'] == 'text')
+
+
+def _with_markers(message: Message, index: int) -> Mapping[str, Any]:
+    """Returns the message with a marker for each of its texts."""
+    content = []
+    for part_index, part in enumerate(message['content']):
+        if part['type'] == 'text':
+            part = {**part, 'text': MARKER.format(f'{index}.{part_index}')}
+        content.append(part)
+    return {**message, 'content': content}
+
+
+def _check_written(message: Message, text: str) -> None:
+    for part in message['content']:
+        if part['type'] == 'text' and part['text'].strip() not in text:
+            remedy = 'Set another, or write the text into the turn of another role'
+            raise ValueError(
+                f'`chat_template` must write what the {message["role"]} says, got: one that leaves it out. {remedy}.'
+            )
