@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given, overrides = command_line(__doc__).parse_known_args(arguments)
     own = dict(each.split('=', 1) for each in overrides if each.startswith(('samples=', 'eval=')))
     if not own.get('samples', '12').isdecimal() or own.get('eval', 'false') not in ('true', 'false'):
-        return refuse(ConfigError(f'`samples` must be a number and `eval` true or false, got: {own}'))
+        return refuse(ConfigError('samples', f'must be a number and `eval` true or false, got: {own}'))
     rest = [each for each in overrides if not each.startswith(('samples=', 'eval='))]
     is_eval, count = own.get('eval') == 'true', int(own.get('samples', '12'))
     return run_program(partial(look, count=count, is_eval=is_eval), given.config, rest)
@@ -54,7 +54,7 @@ def look(config: TrainConfig, *, count: int = 12, is_eval: bool = False) -> None
     processor = source.build_processor()
     built = source.build_dataset(processor, is_eval=is_eval)
     if built is None:
-        raise ConfigError('`dataset.eval` must be given for eval=true, got: none')
+        raise ConfigError('dataset.eval', 'must be given for eval=true, got: none')
     dataset, tokenizer = source.by_index(built), getattr(processor, 'tokenizer', processor)
     lengths = source.measure(built, processor).lengths
     # The shortest, the longest, and others evenly between.
