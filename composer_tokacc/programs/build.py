@@ -134,10 +134,12 @@ def build_trainer(
         # A killed run may have left checkpoints of later steps than the one that this run goes on from.
         arguments.setdefault('save_overwrite', True)
         arguments |= resume_on_shared_folder(config.trainer)
+    optimizer = build_optimizer(parts.model.model, config.optimizer)
     same_data = SameData(
         parts.train_dataset,
         parts.processor,
         adapter=identify_adapter(parts.model.model),
+        optimizer={**optimizer.defaults, 'parts': config.optimizer.get('parts')},
         model=parts.model,
         trainer=config.trainer,
         on_other_data=config.loader.on_other_data,
@@ -147,7 +149,6 @@ def build_trainer(
         callbacks.append(SkipReadBatches())
     if hasattr(parts.train_dataset, 'load_state_dict'):  # as StreamingDataset
         callbacks.append(RestoreRandomState())
-    optimizer = build_optimizer(parts.model.model, config.optimizer)
     with building('trainer'):
         return Trainer(
             model=parts.model,

@@ -13,7 +13,6 @@ import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -290,16 +289,21 @@ def _fingerprints_of(state: Mapping[str, Any], path: Path) -> str:
     return (callbacks.get(SameData.__qualname__) or {}).get('fingerprints', '')
 
 
-class SameData(Callback):
-    """Refuses to resume with another model, other data, another processor, vocabulary or adapter, on all ranks.
+WAYS_TO_COMPUTE = ('foreach', 'fused', 'capturable', 'differentiable')
+"""Settings of an optimizer that do not change its result."""
 
-    Names and shapes of the model's weights are compared. Of the others fingerprints are compared, unless only weights
-    are loaded or the checkpoint has none. The number of ranks and everything that cuts batches may change.
+
+class SameData(Callback):
+    """Refuses to resume with another model, data, processor, vocabulary, adapter or optimizer, on all ranks.
+
+    Names and shapes of the model's weights are compared. The others are compared by what the checkpoint says of them,
+    unless only weights are loaded. The number of ranks and everything that cuts batches may change.
 
     Args:
         dataset: The training set.
         processor: Its processor or tokenizer.
         adapter: See :func:`.identify_adapter`.
+        optimizer: Settings of the optimizer by name. Those of the checkpoint would replace others without a word.
         model: Before the Trainer has it; None compares none.
         trainer: Arguments of the Trainer, which say where a checkpoint comes from.
         on_other_data: ``'raise'``, or ``'warn'`` to go on.
@@ -311,6 +315,7 @@ class SameData(Callback):
         processor: Any,
         *,
         adapter: Mapping[str, Any],
+        optimizer: Mapping[str, Any] | None = None,
         model: torch.nn.Module | None = None,
         trainer: Mapping[str, Any],
         on_other_data: str = 'raise',
@@ -327,9 +332,12 @@ class SameData(Callback):
             'vocabulary': identify_vocabulary(processor),
             **adapter,
         }
+        for name, value in (optimizer or {}).items():
+            if name not in WAYS_TO_COMPUTE:
+                # As a checkpoint has it: JSON turns tuples into lists.
+                self._fingerprints[f'optimizer.{name}'] = json.loads(json.dumps(value, default=str))
         self._is_loading = False
         self._is_compared = False
-        self._settings: list[dict[str, str]] = []
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the fingerprints as one string; nothing while a sharded checkpoint is loaded."""
@@ -343,7 +351,6 @@ class SameData(Callback):
     def before_load(self, state: State, logger: Logger) -> None:
         """Compares before Composer loads, whose own error would be of shapes that do not fit."""
         self._is_loading = True
-        self._settings = _settings_of(state)
         path, weights_only = _checkpoint_to_load(self.trainer, state.run_name)
         if path is None:
             return
@@ -366,17 +373,9 @@ class SameData(Callback):
             )
 
     def after_load(self, state: State, logger: Logger) -> None:
-        """Refuses settings of the optimizer that those of the checkpoint have replaced."""
+        """Ends what :meth:`before_load` began."""
         self._is_loading = False
         self.model = None
-        differing = {}
-        for loaded, configured in zip(_settings_of(state), self._settings, strict=False):
-            for name in loaded.keys() & configured.keys():
-                if loaded[name] != configured[name]:
-                    differing[name] = f'{name} {loaded[name]} there, {configured[name]} here'
-        if differing:
-            listed = ', '.join(differing[name] for name in sorted(differing))
-            self._refuse(f"a resumed run has its checkpoint's settings of the optimizer, got: {listed}")
 
     def _compare_fingerprints(self, fingerprints: str) -> None:
         try:
@@ -392,7 +391,7 @@ class SameData(Callback):
             f'{name} {_short(saved[name])} there, {_short(self._fingerprints.get(name))} here' for name in differing
         )
         self._refuse(
-            'a resumed run must have the data, processor, vocabulary and adapter of its checkpoint, got: other '
+            'a resumed run must have the data, processor, vocabulary, adapter and optimizer of its checkpoint, got: other '
             f'{" and ".join(differing)} ({details})'
         )
 
@@ -406,20 +405,6 @@ class SameData(Callback):
             'trainer.load_path and trainer.load_weights_only=true if it starts from these weights; to go on: '
             'loader.on_other_data=warn',
         )
-
-
-def _settings_of(state: State) -> list[dict[str, str]]:
-    """Returns the settings of each group of parameters, with the learning rate before any schedule.
-
-    As JSON, because a checkpoint turns tuples into lists. Ways to compute the same (``foreach``, ...) are left out.
-    """
-    settings = []
-    for optimizer in state.optimizers:
-        names = signature(type(optimizer)).parameters.keys() - {'params', 'foreach', 'fused', 'capturable'}
-        for group in optimizer.param_groups:
-            unscheduled = {**group, 'lr': group.get('initial_lr', group['lr'])}
-            settings.append({name: json.dumps(unscheduled[name], default=str) for name in names & unscheduled.keys()})
-    return settings
 
 
 def _checkpoint_to_load(trainer: Mapping[str, Any], run_name: str) -> tuple[Path | None, bool]:

@@ -225,32 +225,6 @@ def _frozen_weights(module: nn.Module) -> dict[str, torch.Tensor]:
     return weights
 
 
-def refuse_other_adapters(composer_model: nn.Module) -> None:
-    """Refuses, in one line, checkpoints of a run that had another adapter, or one when this run has none."""
-
-    def compare(module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        shapes = {}
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            # Activation checkpointing and FSDP1 put themselves into the names.
-            shapes[re.sub(r'_\w+_wrapped_module\.', '', prefix + name)] = parameter.shape
-        names_here = {name for name in shapes if IN_ADAPTER.search(name)}
-        names_there = {name for name in state_dict if IN_ADAPTER.search(name)}
-        differing = names_here ^ names_there
-        for name in names_there & shapes.keys():
-            # FSDP1 flattens weights, so only shapes of as many dimensions can be compared.
-            has_all_dimensions = state_dict[name].dim() == len(shapes[name])
-            if has_all_dimensions and state_dict[name].shape != shapes[name]:
-                differing.add(name)
-        if differing:
-            raise ConfigError(
-                'model.lora',
-                f'must be that of the checkpoint, got: {len(differing)} weights that differ ({min(differing)}). Give '
-                'the settings of that run, or another `trainer.run_name` and `trainer.save_folder`',
-            )
-
-    composer_model.register_load_state_dict_pre_hook(compare)
-
-
 def identify_adapter(model: nn.Module) -> dict[str, Any]:
     """Returns what the weights in a checkpoint of an adapter do not tell, by its key in the config.
 

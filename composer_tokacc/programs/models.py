@@ -30,7 +30,6 @@ from composer_tokacc.programs.lora import (
     check_lora,
     four_bit_options,
     keep_trained_only,
-    refuse_other_adapters,
     refuse_partial,
     with_adapter,
 )
@@ -63,7 +62,6 @@ def build_model(*, processor: Any = None, train_metrics: bool = False, **setting
         # Composer's own detection says False for most vision-language models, and compares each token with itself.
         shift_labels=True,
     )
-    refuse_other_adapters(model)
     if settings.get('lora') is not None and settings.get('pretrained') is not None:
         keep_trained_only(model)
     return model

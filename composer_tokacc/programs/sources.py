@@ -376,15 +376,8 @@ class FileSource(Source):
             arguments.setdefault('patch_size', self.patch_size(processor))
             if arguments.get('fit'):
                 arguments.update(self._caps(arguments))
-        try:
-            with building(path):
-                return cls(processor=processor, **arguments)
-        except ConfigError as error:
-            if not isinstance(error.__cause__, ImportError):
-                raise
-            raise ConfigError(
-                f'{path}.name', f'{part["name"]} needs another package, got: {error.__cause__}'
-            ) from error
+        with building(path):
+            return cls(processor=processor, **arguments)
 
     def _caps(self, part: Mapping[str, Any]) -> dict[str, int | None]:
         """Returns the largest row: the limits of the dataset's section, or the room in a microbatch if that is less."""

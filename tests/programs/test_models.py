@@ -57,8 +57,8 @@ def test_settings_are_not_changed_in_place(processor):
     [
         ({'model_type': 'lava'}, 'lava. Did you mean llava?'),
         ({'vision_confg': {}}, 'vision_confg. Did you mean vision_config?'),
-        ({'text_config': {'hiden_size': 8}}, r'model.config.text_config` key .* hiden_size. Did you mean hidden_size?'),
-        ({'text_config': {**TEXT, 'vocab_size': 5}}, "`vocab_size` must be at least the tokenizer's .* got: 5"),
+        ({'text_config': {'hiden_size': 8}}, r'model.config.text_config` has no key hiden_size. Did you mean hidden_size?'),
+        ({'text_config': {**TEXT, 'vocab_size': 5}}, "vocab_size` must be at least the tokenizer's .* got: 5"),
     ],
 )
 def test_config_mistakes_are_refused_by_name(processor, changes, expected):
@@ -78,7 +78,7 @@ def test_encoder_that_would_read_the_answers_is_refused(processor):
     settings = {'model_type': 'blip-2', 'text_config': text}
     for part in ('vision_config', 'qformer_config'):
         settings[part] = {'hidden_size': 16, 'num_hidden_layers': 1, 'num_attention_heads': 2, 'intermediate_size': 16}
-    with pytest.raises(ValueError, match='must have a decoder alone, got: blip-2'):
+    with pytest.raises(ValueError, match='must have only a decoder, got: blip-2'):
         build_model(config=settings, processor=processor)
 
 
@@ -130,7 +130,7 @@ def test_frozen_parts_keep_their_weights_and_the_rest_learns(processor, batch, n
 
 
 def test_a_name_that_freezes_nothing_lists_the_parts(processor):
-    with pytest.raises(ValueError, match=r"got: 'vision'. Parts: .*vision_tower, (model\.)?multi_modal_projector"):
+    with pytest.raises(ValueError, match=r"got: 'vision'. Its parts are .*vision_tower, (model\.)?multi_modal_projector"):
         build_model(config=llava(processor), processor=processor, freeze=['vision'])
 
 
@@ -234,7 +234,7 @@ def test_tokenizer_travels_in_the_checkpoint(processor):
         ({'num_attention_heads': 5}, '5'),
         ({'num_key_value_heads': 3}, '`num_key_value_heads`, got: 4 and 3'),
         ({'num_hidden_layers': 'two'}, "two|'str'"),
-        ({'hidden_size': -4}, '`model.config.hidden_size` must be at least 1, got: -4'),
+        ({'hidden_size': -4}, '`model.config.hidden_size` must be greater than or equal to 1, got: -4'),
     ],
 )
 def test_values_that_make_no_model_are_refused(text, expected):
