@@ -391,8 +391,8 @@ class SameData(Callback):
             f'{name} {_short(saved[name])} there, {_short(self._fingerprints.get(name))} here' for name in differing
         )
         self._refuse(
-            'a resumed run must have the data, processor, vocabulary, adapter and optimizer of its checkpoint, got: other '
-            f'{" and ".join(differing)} ({details})'
+            'a resumed run must have the data, processor, vocabulary, adapter and optimizer of its checkpoint, got: '
+            f'other {" and ".join(differing)} ({details})'
         )
 
     def _refuse(self, message: str) -> None:

@@ -231,8 +231,8 @@ def _check_sharding(config: TrainConfig) -> None:
         if replicas is not None or shards != -1:
             raise ConfigError(
                 _FSDP,
-                'must be without `data_parallel_replicate_degree` and `data_parallel_shard_degree` with FSDP_VERSION=2: '
-                f'it shards over all ranks and ignores them, got: {replicas} and {shards}',
+                'must be without `data_parallel_replicate_degree` and `data_parallel_shard_degree` with '
+                f'FSDP_VERSION=2, which shards over all ranks and ignores them, got: {replicas} and {shards}',
             )
         return
     if replicas is None and 'HYBRID' in str(settings.get('sharding_strategy')).upper():

@@ -415,8 +415,8 @@ class FileSource(Source):
             raise ConfigError(
                 'microbatching.device_train_microbatch_size',
                 f'times `slot_tokens` must be at least the longest sample, got: {size} x {slot_tokens} < {longest} '
-                f'(sample {int(table.lengths.argmax())}). Raise one of them, set `dataset.max_length` or `dataset.fit`, or '
-                'compute it alone over the budget with `loader.regroup_ranks=false` and '
+                f'(sample {table.lengths.argmax()}). Raise one of them, set `dataset.max_length` or `dataset.fit`, '
+                'or compute it alone over the budget with `loader.regroup_ranks=false` and '
                 '`microbatching.on_oversize=warn`',
             )
         has_images = table.image_tokens.any() or loader.modality == 'per_step'

@@ -23,10 +23,13 @@ LLAVA = ROOT / 'yamls' / 'llava_json.yaml'
 
 
 def mistake(path: Path, *overrides: str, num_ranks: int = 2) -> str:
-    with pytest.raises(ConfigError) as caught:
+    def check():
         config = load_config(path, overrides)
         check_config(config, num_ranks=num_ranks)
         build_trainer_parts(config, with_loggers=False)
+
+    with pytest.raises(ConfigError) as caught:
+        check()
     message = str(caught.value)
     assert '\n' not in message
     return message
@@ -137,7 +140,10 @@ def test_wrong_types_are_refused_by_key(override, expected):
         ('model.lora=[]', '`model.lora` must be a mapping, got: []'),
         ('model.config=x', '`model.config` must be a valid dictionary, got: x'),
         ('microbatching.cost=3', '`microbatching.cost` must be a mapping, got: 3'),
-        ('algorithms.gradient_clipping.clipping_type=nrom', "clipping_type` must be 'norm', 'value' or 'adaptive', got: nrom"),
+        (
+            'algorithms.gradient_clipping.clipping_type=nrom',
+            "clipping_type` must be 'norm', 'value' or 'adaptive', got: nrom",
+        ),
         ('algorithms.gradient_clipping.clipping_type=NORM', 'got: NORM'),
         ('trainer.ddp_sync_strategy=single', '`trainer.ddp_sync_strategy` must be'),
         ('trainer.precision=bf16', "'amp_bf16'"),
@@ -218,8 +224,8 @@ def test_a_binary_file_is_no_config(tmp_path):
         ('loader.global_batch_size=2', 4, 'got: 2 on 4 ranks. Set it to 4,'),
         ('loader.global_eval_batch_size=5', 2, '`loader.global_eval_batch_size` must be divisible'),
         ('loader.global_batch_size=0', 1, 'must be greater than or equal to 1, got: 0'),
-        ('microbatching.device_train_microbatch_size=0', 1, "must be greater than or equal to 1, or 'auto' or 'suggest', got: 0"),
-        ('microbatching.device_train_microbatch_size=-4', 1, "must be greater than or equal to 1, or 'auto' or 'suggest', got: -4"),
+        ('microbatching.device_train_microbatch_size=0', 1, "or 'auto' or 'suggest', got: 0"),
+        ('microbatching.device_train_microbatch_size=-4', 1, "or 'auto' or 'suggest', got: -4"),
         (
             'microbatching.device_train_microbatch_size=automatic',
             1,
@@ -246,8 +252,8 @@ def test_a_binary_file_is_no_config(tmp_path):
             1,
             "`microbatching.on_oversize` must be 'raise' or 'warn', got: ignore",
         ),
-        ('report.name=examples.digits.nothing', 1, '`report.name` must name something that can be imported, got: examples.digits.nothing'),
-        ('dataset.name=no.such.Dataset', 1, '`dataset.name` must name something that can be imported, got: no.such.Dataset'),
+        ('report.name=examples.digits.nothing', 1, 'can be imported, got: examples.digits.nothing'),
+        ('dataset.name=no.such.Dataset', 1, 'can be imported, got: no.such.Dataset'),
         ('trainer.max_duration=0ba', 1, 'must be longer than nothing'),
         ('trainer.seed=1', 1, 'Use `seed`'),
         ('trainer.device_train_microbatch_size=4', 1, 'Use `microbatching.device_train_microbatch_size`'),
@@ -330,9 +336,7 @@ def test_program_says_it_in_one_line_before_any_process_group(monkeypatch, capsy
     printed = capsys.readouterr()
     assert status == 2
     assert printed.out == ''
-    assert printed.err.splitlines() == [
-        'error: `loader` has no key global_batch_sise. Did you mean global_batch_size?'
-    ]
+    assert printed.err.splitlines() == ['error: `loader` has no key global_batch_sise. Did you mean global_batch_size?']
 
 
 def test_program_without_file_says_how_to_call_it(capsys):

@@ -58,7 +58,7 @@ def test_bugs_of_ours_keep_their_kind(raise_it, kind):
 
 
 def test_in_training_only_hosts_are_told_in_one_line():
-    with pytest.raises(ConfigError, match='^`trainer`: '), training():
+    with pytest.raises(ConfigError, match=r'^`trainer`: '), training():
         torch.nn.Linear(2, 2)(torch.zeros(3, 3))
     with pytest.raises(KeyError), training():
         fail('{}["a key"]')
@@ -77,9 +77,10 @@ def test_a_forward_is_blamed_for_what_it_raises_and_not_for_a_hook_of_ours():
     inner = text_model()
     model = models._RunModel(inner, None, use_logits=True)
     ids = torch.tensor([[3, 4]])
-    with pytest.raises(ConfigError, match='^`model`: IndexError: '):
+    with pytest.raises(ConfigError, match=r'^`model`: IndexError: '):
         model({'input_ids': ids + 10**6})
-    inner.model.layers[0].register_forward_pre_hook(lambda *_: fail('torch.zeros(2) + torch.zeros(3)', 'composer_tokacc.x'))
+    bug = 'torch.zeros(2) + torch.zeros(3)'
+    inner.model.layers[0].register_forward_pre_hook(lambda *_: fail(bug, 'composer_tokacc.owner'))
     with pytest.raises(RuntimeError) as caught:
         model({'input_ids': ids})
     assert caught.type is RuntimeError
@@ -96,7 +97,7 @@ def test_a_part_that_fails_in_an_event_is_named(monkeypatch):
     monkeypatch.setattr(Failing, '__module__', 'composer.callbacks.failing')
     monkeypatch.setattr(registry, 'class_by_name', lambda kind, name: Failing)
     callback = registry.NamedPart('callbacks', 'callbacks.failing', 'failing', {}).build()
-    with pytest.raises(ConfigError, match='^`callbacks.failing`: AttributeError: no such thing'):
+    with pytest.raises(ConfigError, match=r'^`callbacks.failing`: AttributeError: no such thing'):
         callback.run_event(Event.BATCH_END, None, None)
 
 

@@ -16,8 +16,8 @@ import torch
 from torch.distributed import TCPStore
 from torch.utils.data import DataLoader, Dataset
 
-from composer_tokacc.programs.process import allow_open_files
 from composer_tokacc.programs.machine_faults import fault_of_machine
+from composer_tokacc.programs.process import allow_open_files
 
 
 class Fatal(Dataset):

@@ -57,7 +57,7 @@ def test_settings_are_not_changed_in_place(processor):
     [
         ({'model_type': 'lava'}, 'lava. Did you mean llava?'),
         ({'vision_confg': {}}, 'vision_confg. Did you mean vision_config?'),
-        ({'text_config': {'hiden_size': 8}}, r'model.config.text_config` has no key hiden_size. Did you mean hidden_size?'),
+        ({'text_config': {'hiden_size': 8}}, r'text_config` has no key hiden_size. Did you mean hidden_size?'),
         ({'text_config': {**TEXT, 'vocab_size': 5}}, "vocab_size` must be at least the tokenizer's .* got: 5"),
     ],
 )
@@ -130,7 +130,7 @@ def test_frozen_parts_keep_their_weights_and_the_rest_learns(processor, batch, n
 
 
 def test_a_name_that_freezes_nothing_lists_the_parts(processor):
-    with pytest.raises(ValueError, match=r"got: 'vision'. Its parts are .*vision_tower, (model\.)?multi_modal_projector"):
+    with pytest.raises(ValueError, match=r"got: 'vision'. Its parts are .*tower, (model\.)?multi_modal_projector"):
         build_model(config=llava(processor), processor=processor, freeze=['vision'])
 
 

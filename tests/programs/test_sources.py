@@ -236,6 +236,6 @@ def test_a_package_that_a_dataset_needs_is_named():
 
 def test_a_bug_of_a_dataset_is_named_and_kept():
     config = load_config(ROOT / 'yamls' / 'digits.yaml', [f'dataset.name={__name__}.{_HasABug.__name__}'])
-    with pytest.raises(ConfigError, match='`dataset`: ImportError: .*no_such_name') as caught:
+    with pytest.raises(ConfigError, match=r'`dataset`: ImportError: .*no_such_name') as caught:
         source_of(config).build_dataset(None)
     assert isinstance(caught.value.__cause__, ImportError)

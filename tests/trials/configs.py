@@ -139,7 +139,7 @@ CONFIGS = {
     'memory with its unit': ('microbatching.device_memory_gib=80GB', '`microbatching.device_memory_gib`'),
     'a tag of Python in a value': ('seed=!!python/object/apply:os.system [id]', '`seed` must be valid YAML'),
     # Names and paths.
-    'a checkpoint folder that is a word of Python': ('trainer.save_folder=None', '`trainer.save_folder` must be a name'),
+    'a checkpoint folder that is a word of Python': ('trainer.save_folder=None', 'save_folder` must be a name'),
     'a run without a name': ('trainer.run_name=""', '`trainer.run_name` must be a name'),
     'a run name that is null beside its folder': (
         'trainer={run_name: null, save_folder: "x/{run_name}"}', '`trainer.run_name` must be given',

@@ -374,7 +374,7 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
         '`loss_tokens`',
     ),
     'a callback that is none': (
-        'train', [*RUN, 'callbacks={mine.C: {}}'], mine('class C: pass'), '`callbacks.mine.C` must be a class derived from Callback',
+        'train', [*RUN, 'callbacks={mine.C: {}}'], mine('class C: pass'), '`callbacks.mine.C` must be a class',
     ),
     'samples in lists': (
         'train', [*RUN, 'dataset.name=mine.Lists'],
