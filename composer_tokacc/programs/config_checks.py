@@ -156,6 +156,9 @@ def _check_trainer(trainer: dict[str, Any]) -> None:
             'must be in epochs, batches, samples or tokens (2ep, 500ba, 10000sp, 5000000tok), got: '
             f'{trainer["max_duration"]}',
         )
+    parallelism = trainer.get('parallelism_config') or {}
+    # `tp` takes Python objects, and the Trainer drops `fsdp2`.
+    check_names('trainer.parallelism_config', [key for key in parallelism if parallelism[key] is not None], ['fsdp'])
     file_name = str(trainer.get('save_filename'))
     if is_compressed_pt(file_name):
         raise ConfigError('trainer.save_filename', f'must end in .pt, got: {file_name}. No run resumes compressed ones')
@@ -212,10 +215,7 @@ def _check_stoppers(config: TrainConfig) -> None:
 
 def _check_sharding(config: TrainConfig) -> None:
     """Refuses settings of FSDP that Composer drops without a word or refuses in the first step."""
-    parallelism = config.trainer['parallelism_config']
-    # `tp` takes Python objects, and the Trainer drops `fsdp2`.
-    check_names('trainer.parallelism_config', [key for key in parallelism if parallelism[key] is not None], ['fsdp'])
-    settings = parallelism['fsdp']
+    settings = config.trainer['parallelism_config']['fsdp']
     # FSDP2's settings (FSDP_VERSION=2) come from the same mapping. The classes themselves take any name.
     known_names = set()
     for cls in (FSDPConfig, FSDP2Config):

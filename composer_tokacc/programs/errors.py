@@ -105,10 +105,11 @@ def raised_here(error: BaseException) -> bool:
 
 def _package_that_raised(error: BaseException) -> str:
     """Returns the top package of the innermost frame."""
-    package = ''
+    module = ''
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        package = str(frame.f_globals.get('__name__')).partition('.')[0]
-    return package
+        module = str(frame.f_globals.get('__name__'))
+    # Torch raises errors of loader processes again from here: the message has the traceback of the user's dataset.
+    return '' if module == 'torch._utils' else module.partition('.')[0]
 
 
 def _names_a_sample(error: Exception) -> bool:

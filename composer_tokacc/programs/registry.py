@@ -28,7 +28,7 @@ from composer.distributed import DDPSyncStrategy
 from composer.distributed.mosaic_parallelism import SHARDING_MAP
 from composer.loggers import LoggerDestination
 from composer.optim import ComposerScheduler
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from composer_tokacc.programs.errors import ConfigError, building, unknown_name
 from composer_tokacc.programs.process import without_warnings
@@ -40,6 +40,7 @@ from composer_tokacc.programs.schema import (
     TrainConfig,
     check_arguments,
     check_value,
+    is_longer_than_nothing,
     without,
 )
 
@@ -128,7 +129,7 @@ HOST_HINTS: dict[str, Any] = {
     'sharding_strategy': _upper_choice(*SHARDING_MAP),
     'smoothing': Fraction,
     'state_dict_type': _choice('full', 'sharded'),
-    't_max': Duration,
+    't_max': Annotated[str, AfterValidator(is_longer_than_nothing)],
     'train_subset_num_batches': _ALL_OR_SOME,
     'weight_decay': _WEIGHT,
     'window_size': Count,

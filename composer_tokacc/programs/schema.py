@@ -37,7 +37,7 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 INVALID_YAML = (yaml.YAMLError, ValueError, OmegaConfBaseException, RecursionError)
 """What OmegaConf raises for a text that is no YAML."""
-_PLAIN = (bool, int, float, str, dict, list, tuple, NoneType)
+_PLAIN = (bool, int, float, str, dict, list, tuple, NoneType, Iterable, Mapping, Sequence)
 REPORT_KEYS: dict[str, Any] = {
     'folder': str,
     'name': str,
@@ -372,11 +372,12 @@ def _without_host_objects(hint: Any) -> Any:
     if get_origin(hint) not in (Union, UnionType):
         return hint
     options = get_args(hint)
+    plain = [option for option in options if not inspect.isclass(option) or (get_origin(option) or option) in _PLAIN]
+    if not plain:
+        return hint
+    plain_hint = Union[tuple(plain)]  # noqa: UP007 - built at run time
     is_time = any(getattr(option, '__name__', '') == 'Time' for option in options)
-    if is_time:
-        return RunTime | None if NoneType in options else RunTime
-    plain = [option for option in options if not inspect.isclass(option) or option in _PLAIN]
-    return Union[tuple(plain)] if plain else hint  # noqa: UP007 - built at run time
+    return Annotated[plain_hint, AfterValidator(_is_time)] if is_time else plain_hint
 
 
 @functools.lru_cache
@@ -412,6 +413,8 @@ def _is_time(value: Any) -> Any:
     """Refuses a text that Composer cannot read as a time."""
     from composer.core import TimeUnit, ensure_time
 
+    if value is None:
+        return None
     try:
         length = ensure_time(value, TimeUnit.EPOCH).value
     except (ValueError, TypeError, RuntimeError) as error:
@@ -421,18 +424,17 @@ def _is_time(value: Any) -> Any:
     return value
 
 
-def _is_longer_than_nothing(value: Any) -> Any:
+def is_longer_than_nothing(value: Any) -> Any:
+    """Refuses what is no time, and a time of 0."""
     from composer.core import TimeUnit, ensure_time
 
-    if ensure_time(value, TimeUnit.EPOCH).value == 0:
+    if value is not None and ensure_time(_is_time(value), TimeUnit.EPOCH).value == 0:
         raise ValueError('longer than nothing')
     return value
 
 
-RunTime = Annotated[int | float | str, AfterValidator(_is_time)]
-"""A text such as ``2ep``, as Composer reads it."""
-Duration = Annotated[RunTime, AfterValidator(_is_longer_than_nothing)]
-"""A time that something divides by, or that a run must last."""
+Duration = Annotated[int | str | None, AfterValidator(is_longer_than_nothing)]
+"""A text such as ``2ep``, as Composer reads it, for a time that a run divides by or must last."""
 
 
 def without(section: Mapping[str, Any], *keys: str) -> dict[str, Any]:
