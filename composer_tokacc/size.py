@@ -1,26 +1,26 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Says how large a run's microbatches may be and what is gained, without a GPU if need be.
+"""Computes how large a run's microbatches may be and how much faster it gets. It needs no GPU.
 
     python -m composer_tokacc.size yamls/digits.yaml [num_ranks=8] [device_memory_gib=80] [key=value ...]
 
 Reads every sample once with the run's own processor (kept for the next time), traces the run's own model without its
-memory, and prints a table, YAML lines to paste, and the paths of `size.json` and `size.png`. Besides the config's keys:
+memory, and prints a table, YAML lines to paste, and the paths of `size.json` and `size.png`. Its own keys:
 
     lengths=table.csv       instead of the data: a line a sample, `tokens` and perhaps `image_tokens`, `loss_tokens`,
                             `vision_patches`
     lengths.mean=150        instead of a table: lognormal lengths of the text, with `lengths.variation=0.7` (deviation
                             over mean), and `lengths.image_tokens=576` for a share `lengths.with_images=0.8` of samples
     num_ranks=8             ranks of the run; 1
-    device_memory_gib=80    memory of a device; what this machine has
-    safety=0.92             share of it that may be planned for
-    time_steps=true         time a few real steps here, so that the report speaks of seconds, and says what a microbatch
-                            and its vision encoder cost (`microbatching.cost`); false
-    folder=runs/size        where the files go
+    device_memory_gib=80    memory of a device; default: that of this machine
+    safety=0.92             share of it that the plan may use
+    time_steps=true         time a few real steps here: the report then has seconds, and the cost of a microbatch and
+                            its vision encoder (`microbatching.cost`); false
+    folder=runs/size        folder of the files
 
-With `lengths` nothing is asked of the hub if `model.pretrained` is a folder with the config and the processor, or
-`model.pretrained=null model.config.model_type=llava` says what the model is.
+With `lengths` the hub is not needed if `model.pretrained` is a folder with the config and the processor, or if
+`model.pretrained=null model.config.model_type=llava` names a fresh model.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def time_steps(
         size: Rows of ``slot_tokens`` in a microbatch.
         slot_tokens: Width of such a row.
         num_steps: Steps to train.
-        width_multiple: With that of a slot's width microbatches stay as wide as their device batch.
+        width_multiple: If it is the width of a slot, microbatches stay as wide as their device batch.
     """
     microbatching = replace(
         config.microbatching,

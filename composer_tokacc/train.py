@@ -139,7 +139,7 @@ def _train(config: TrainConfig) -> None:
 
 
 def _fit(trainer: Trainer, first_step: int) -> None:
-    """Trains what is left of the run. Composer's ``fit`` would raise if nothing is left."""
+    """Trains the rest of the run. Composer's ``fit`` would raise if nothing is left."""
     duration, elapsed = trainer.state.max_duration, trainer.state.timestamp
     if duration is not None and elapsed.get(duration.unit) >= duration:
         return

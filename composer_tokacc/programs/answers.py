@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -24,6 +24,7 @@ from composer_tokacc.batch import IGNORE_INDEX
 from composer_tokacc.compat import inner_model
 from composer_tokacc.data import image_token_ids
 from composer_tokacc.programs.build import RunParts
+from composer_tokacc.programs.host_types import Processor, Sample, SampleDataset
 from composer_tokacc.programs.models import tokenizer_of
 from composer_tokacc.programs.schema import TrainConfig, without
 from composer_tokacc.programs.sources import source_of
@@ -58,7 +59,9 @@ class Answer:
 class Answers(Callback):
     """Lets the model answer samples after each evaluation, on the first rank. ``answers.jsonl`` holds all answers."""
 
-    def __init__(self, dataset: Any, processor: Any, *, folder: str, num_samples: int, max_new_tokens: int) -> None:
+    def __init__(
+        self, dataset: SampleDataset, processor: Processor, *, folder: str, num_samples: int, max_new_tokens: int
+    ) -> None:
         self.dataset = dataset
         self.processor = processor
         self.folder = folder
@@ -126,7 +129,7 @@ def read_last_answers(folder: Path) -> list[Answer]:
 
 
 def answer_eval_samples(
-    model: HuggingFaceModel, dataset: Any, processor: Any, *, num_samples: int, max_new_tokens: int = 64
+    model: HuggingFaceModel, dataset: SampleDataset, processor: Processor, *, num_samples: int, max_new_tokens: int = 64
 ) -> list[Answer]:
     """Lets a model that is not sharded answer the last turn of evenly spaced samples, greedily."""
     if num_samples < 1:
@@ -141,7 +144,9 @@ def answer_eval_samples(
     return answers
 
 
-def _answer(model: HuggingFaceModel, dataset: Any, index: int, processor: Any, max_new_tokens: int) -> Answer:
+def _answer(
+    model: HuggingFaceModel, dataset: SampleDataset, index: int, processor: Processor, max_new_tokens: int
+) -> Answer:
     sample = dataset[index]
     tokenizer = tokenizer_of(processor)
     placeholders = image_token_ids(processor)
@@ -171,7 +176,7 @@ def _answer(model: HuggingFaceModel, dataset: Any, index: int, processor: Any, m
 
 
 def _inputs_before(
-    model: HuggingFaceModel, sample: Mapping[str, Any], start: int, device: torch.device
+    model: HuggingFaceModel, sample: Sample, start: int, device: torch.device
 ) -> dict[str, torch.Tensor]:
     """Returns the model's inputs for the tokens before position ``start``."""
     length = sample['input_ids'].shape[1]
@@ -194,7 +199,7 @@ def _last_answer(labels: Sequence[int]) -> tuple[int, int]:
     return start, end
 
 
-def _images(sample: Mapping[str, Any], processor: Any) -> list[np.ndarray]:
+def _images(sample: Sample, processor: Processor) -> list[np.ndarray]:
     """Returns images as the model sees them, if its pixel values are images."""
     pixels = sample.get('pixel_values')
     image_processor = getattr(processor, 'image_processor', None)
@@ -209,7 +214,7 @@ def _images(sample: Mapping[str, Any], processor: Any) -> list[np.ndarray]:
     return images
 
 
-def _images_of_file(dataset: Any, index: int) -> list[np.ndarray]:
+def _images_of_file(dataset: SampleDataset, index: int) -> list[np.ndarray]:
     """Returns the images in the files of a :class:`.LlavaDataset`, and the first frame of each video, made smaller."""
     if not hasattr(dataset, 'decoded'):
         return []

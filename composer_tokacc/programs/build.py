@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sized
+from collections.abc import Sized
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from composer.utils import dist, get_device, reproducibility
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.programs.checkpoints import SameData, remember_unused_parameters, resume_on_shared_folder
 from composer_tokacc.programs.errors import ConfigError, building
+from composer_tokacc.programs.host_types import Processor, Section
 from composer_tokacc.programs.lora import identify_adapter
 from composer_tokacc.programs.models import build_model, parameter_groups
 from composer_tokacc.programs.process import DIST_TIMEOUT, say
@@ -44,7 +45,7 @@ class TrainerParts:
 class RunParts:
     """Data and model of a run. The eval parts are None without ``dataset.eval``."""
 
-    processor: Any
+    processor: Processor
     model: HuggingFaceModel
     train_dataset: Any
     eval_dataset: Any
@@ -106,7 +107,7 @@ def build_parts(config: TrainConfig) -> RunParts:
     )
 
 
-def build_optimizer(model: torch.nn.Module, section: Mapping[str, Any]) -> torch.optim.Optimizer:
+def build_optimizer(model: torch.nn.Module, section: Section) -> torch.optim.Optimizer:
     """Builds the optimizer of a run, with a group of parameters for each of ``optimizer.parts``."""
     groups = parameter_groups(model, section.get('parts') or {})
     parameters: Any = groups if len(groups) > 1 else groups[0]['params']
@@ -123,7 +124,7 @@ def build_trainer(
     Args:
         config: The run.
         parts: Its data and model.
-        history: A logger beside those of the config.
+        history: Another logger.
         trainer_parts: Default: as the config says, without its loggers.
     """
     trainer_parts = trainer_parts or build_trainer_parts(config, with_loggers=False)

@@ -30,11 +30,12 @@ from composer_tokacc.cache import whole_file
 from composer_tokacc.compat import composer_state_types
 from composer_tokacc.data import identify_data, identify_processor, identify_vocabulary
 from composer_tokacc.programs.errors import ConfigError, shorten
+from composer_tokacc.programs.host_types import Processor, Section
 
 log = logging.getLogger(__name__)
 
 
-def checkpoint_folder(trainer: Mapping[str, Any]) -> Path | None:
+def checkpoint_folder(trainer: Section) -> Path | None:
     """Returns the folder of the run's checkpoints, if it is on a disk of this machine."""
     folder = trainer.get('save_folder')
     if folder is None or '://' in folder:
@@ -42,7 +43,7 @@ def checkpoint_folder(trainer: Mapping[str, Any]) -> Path | None:
     return Path(format_name_with_dist(folder, str(trainer.get('run_name'))))
 
 
-def latest_checkpoint(trainer: Mapping[str, Any]) -> Path | None:
+def latest_checkpoint(trainer: Section) -> Path | None:
     """Returns Composer's link to this rank's latest checkpoint, there or not; None without ``autoresume``."""
     folder = checkpoint_folder(trainer)
     if folder is None or not trainer.get('autoresume'):
@@ -77,7 +78,7 @@ def lock_folder(folder: Path | None) -> Iterator[None]:
         lock.release()
 
 
-def find_checkpoint_to_resume(trainer: Mapping[str, Any]) -> str:
+def find_checkpoint_to_resume(trainer: Section) -> str:
     """Points Composer's link to the newest complete checkpoint. Returns a line that says which; empty if there is none.
 
     A process that is killed while it writes, or a full disk, leaves part of a file behind.
@@ -113,7 +114,7 @@ def _older_checkpoints(latest: Path) -> list[Path]:
     return sorted(checkpoints, key=lambda path: path.stat().st_mtime, reverse=True)
 
 
-def resume_on_shared_folder(trainer: Mapping[str, Any]) -> dict[str, Any]:
+def resume_on_shared_folder(trainer: Section) -> dict[str, Any]:
     """Returns arguments of the Trainer for nodes that share the checkpoint folder; none if ``autoresume`` works.
 
     With ``autoresume`` each node removes the same file from the folder, and all nodes but one die of it.
@@ -157,7 +158,7 @@ def _damage_of_folder(path: Path) -> str:
 
 
 def check_checkpoint(key: str, path: Path) -> None:
-    """Refuses what is no checkpoint by its kind: another folder, a pipe, a text. ``key`` is its key in a config."""
+    """Refuses a path that cannot be a checkpoint: another folder, a pipe, a text. ``key`` is its key in a config."""
     reason = ''
     if not path.exists():
         reason = 'which is not there'
@@ -233,7 +234,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class SavedRun:
-    """What a checkpoint says of its run."""
+    """The part of a checkpoint that is compared with the run."""
 
     path: Path
     fingerprints: str
@@ -252,7 +253,7 @@ class SavedRun:
     def _read_folder(cls, path: Path) -> SavedRun:
         saved: dict[str, Any] = {'state': {'callbacks': {SameData.__qualname__: {'fingerprints': ''}}}}
         load(saved, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=True))
-        entries: Mapping[str, Any] = FileSystemReader(path).read_metadata().state_dict_metadata
+        entries: Section = FileSystemReader(path).read_metadata().state_dict_metadata
         shapes = {}
         optimizers = set()
         for key, entry in entries.items():
@@ -279,7 +280,7 @@ class SavedRun:
         return cls(path, _fingerprints_of(state, path), shapes, optimizers)
 
 
-def _fingerprints_of(state: Mapping[str, Any], path: Path) -> str:
+def _fingerprints_of(state: Section, path: Path) -> str:
     try:
         callbacks = dict(state.get('callbacks') or {})
     except ValueError as error:
@@ -296,28 +297,28 @@ WAYS_TO_COMPUTE = ('foreach', 'fused', 'capturable', 'differentiable')
 class SameData(Callback):
     """Refuses to resume with another model, data, processor, vocabulary, adapter or optimizer, on all ranks.
 
-    Names and shapes of the model's weights are compared. The others are compared by what the checkpoint says of them,
+    Names and shapes of the model's weights are compared. The others are compared with fingerprints in the checkpoint,
     unless only weights are loaded. The number of ranks and everything that cuts batches may change.
 
     Args:
         dataset: The training set.
         processor: Its processor or tokenizer.
         adapter: See :func:`.identify_adapter`.
-        optimizer: Settings of the optimizer by name. Those of the checkpoint would replace others without a word.
+        optimizer: Settings by name. The checkpoint would replace other ones without a word.
         model: Before the Trainer has it; None compares none.
-        trainer: Arguments of the Trainer, which say where a checkpoint comes from.
+        trainer: Arguments of the Trainer, which name the checkpoint.
         on_other_data: ``'raise'``, or ``'warn'`` to go on.
     """
 
     def __init__(
         self,
         dataset: Any,
-        processor: Any,
+        processor: Processor,
         *,
-        adapter: Mapping[str, Any],
-        optimizer: Mapping[str, Any] | None = None,
+        adapter: Section,
+        optimizer: Section | None = None,
         model: torch.nn.Module | None = None,
-        trainer: Mapping[str, Any],
+        trainer: Section,
         on_other_data: str = 'raise',
     ) -> None:
         self.model = model
@@ -407,7 +408,7 @@ class SameData(Callback):
         )
 
 
-def _checkpoint_to_load(trainer: Mapping[str, Any], run_name: str) -> tuple[Path | None, bool]:
+def _checkpoint_to_load(trainer: Section, run_name: str) -> tuple[Path | None, bool]:
     """Returns the local checkpoint that the Trainer will load, if any, and whether only its weights."""
     latest = latest_checkpoint({**trainer, 'run_name': run_name})
     if latest is not None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +24,7 @@ from pydantic import Field
 
 from composer_tokacc.programs.checkpoints import check_checkpoint
 from composer_tokacc.programs.errors import ConfigError, building, local_folder
+from composer_tokacc.programs.host_types import Section
 from composer_tokacc.programs.models import EVAL_METRICS, TRAIN_METRICS, check_model
 from composer_tokacc.programs.registry import HOST_HINTS, build_section, check_part, import_by_name, named_parts
 from composer_tokacc.programs.schema import (
@@ -107,7 +107,7 @@ def _check_launcher() -> int:
     return world_size
 
 
-def _check_adapter(config: TrainConfig, lora: Mapping[str, Any]) -> None:
+def _check_adapter(config: TrainConfig, lora: Section) -> None:
     """Checks that parallelism and precision fit an adapter, whose weights are float32 whatever the base has."""
     if config.is_sharded and lora.get('bits') is not None:
         raise ConfigError('model.lora.bits', 'must be left out with FSDP, got: 4. Use DDP, or a base in float32')
@@ -142,7 +142,7 @@ def _check_batch_sizes(config: TrainConfig, num_ranks: int) -> None:
         )
 
 
-def _check_trainer(trainer: dict[str, Any]) -> None:
+def _check_trainer(trainer: Section) -> None:
     for name, section in FILLED_ELSEWHERE.items():
         if name in trainer:
             raise ConfigError(f'trainer.{name}', f'must be set in its own section, got: {trainer[name]}. Use {section}')
@@ -184,7 +184,7 @@ def _check_names(config: TrainConfig) -> None:
         raise ConfigError('trainer.run_name', f'must be at most {LONGEST_NAME} bytes long, got: {run_name}')
 
 
-def _check_optimizer(optimizer: dict[str, Any]) -> None:
+def _check_optimizer(optimizer: Section) -> None:
     """Builds the optimizer for one weight, with the arguments of each part of the model.
 
     The one of the run is built after the model, which may take minutes to load.

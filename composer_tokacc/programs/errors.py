@@ -28,7 +28,7 @@ class ConfigError(ValueError):
 
     Args:
         path: The key of the config, such as ``loader.num_workers``; empty if there is none.
-        message: What is wrong, the value, and what to do. It follows the key in a sentence: "must be ..., got: ...".
+        message: The mistake, the value and the remedy. It follows the key in a sentence: "must be ..., got: ...".
     """
 
     def __init__(self, path: str, message: str) -> None:
@@ -42,7 +42,7 @@ class ConfigError(ValueError):
 
 
 class PartError(ConfigError):
-    """What a part of a host raised: ``optimizer: TypeError: ...``."""
+    """An error of a part of a host: ``optimizer: TypeError: ...``."""
 
     def __init__(self, path: str, message: str) -> None:
         super().__init__('', f'`{path}`: {message}')
@@ -52,10 +52,10 @@ class PartError(ConfigError):
 
 @contextmanager
 def building(path: str) -> Iterator[None]:
-    """Turns whatever is raised while a part of the config is built into one line with its key.
+    """Turns any error while a part of the config is built into one line with its key.
 
     The traceback is logged at debug level. A bug in a line of this package keeps its type and its traceback, and so
-    does a fault of the machine, which :func:`.fault_of_machine` tells.
+    does a fault of the machine; see :func:`.fault_of_machine`.
     """
     try:
         yield
@@ -65,7 +65,7 @@ def building(path: str) -> Iterator[None]:
 
 @contextmanager
 def training() -> Iterator[None]:
-    """Does the same for what Composer, torch or Transformers raise in a run, with ``trainer`` as the key.
+    """Turns errors of Composer, torch or Transformers in a run into one line with the key ``trainer``.
 
     Errors from other code, such as a dataset or a callback of the user, keep their traceback.
     """
@@ -137,7 +137,7 @@ def unknown_name(kind: str, name: str, known_names: Iterable[str]) -> str:
 
 
 def one_line(error: Exception | str) -> str:
-    """Returns what the user reads of a mistake: one line of limited length."""
+    """Returns a mistake as the user reads it: one line of limited length."""
     # A worker process puts its traceback before the message.
     message = str(error).rpartition('BadSampleError: ')[2]
     return f'error: {shorten(message)}'

@@ -24,6 +24,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from composer_tokacc.programs.checkpoints import check_checkpoint, read_state
 from composer_tokacc.programs.errors import ConfigError, building
+from composer_tokacc.programs.host_types import Section
 from composer_tokacc.programs.lora import load_weights, refuse_partial, with_saved_adapter
 from composer_tokacc.programs.models import auto_class, empty_model, set_cache
 
@@ -51,7 +52,7 @@ def export_checkpoint(checkpoint: Path, folder: Path, *, merge: bool = False) ->
         raise ConfigError('', f'the folder to export to must be writable, got: {folder} ({error})') from error
 
 
-def _export(state: Mapping[str, Any], checkpoint: Path, folder: Path, *, merge: bool) -> None:
+def _export(state: Section, checkpoint: Path, folder: Path, *, merge: bool) -> None:
     try:
         metadata = state['integrations']['huggingface']
         adapter = metadata['model'].get('peft_config')
@@ -132,7 +133,7 @@ def _save_pretrained(model: Any, folder: Path) -> None:
 
 
 def _save_adapter(
-    config: PretrainedConfig, content: Mapping[str, Any], weights: Mapping[str, torch.Tensor], folder: Path
+    config: PretrainedConfig, content: Section, weights: Mapping[str, torch.Tensor], folder: Path
 ) -> None:
     """Writes ``adapter_model.safetensors`` and its config, as peft itself does."""
     import peft  # only those who train adapters have it
@@ -150,9 +151,7 @@ def _save_adapter(
     peft.get_peft_config(dict(content)).save_pretrained(str(folder))
 
 
-def _with_weights(
-    config: PretrainedConfig, adapter: Mapping[str, Any] | None, weights: Mapping[str, torch.Tensor]
-) -> Any:
+def _with_weights(config: PretrainedConfig, adapter: Section | None, weights: Mapping[str, torch.Tensor]) -> Any:
     """Returns the model with its weights. An adapter, if there is one, is merged into the base."""
     if adapter is not None:
         return _merged(config, adapter['content'], weights)
@@ -164,7 +163,7 @@ def _with_weights(
     return model
 
 
-def _merged(config: PretrainedConfig, content: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> Any:
+def _merged(config: PretrainedConfig, content: Section, weights: Mapping[str, torch.Tensor]) -> Any:
     """Returns the base with an adapter merged into it."""
     has_base = any('.base_layer.' in name for name in weights)
     if has_base:
@@ -172,7 +171,7 @@ def _merged(config: PretrainedConfig, content: Mapping[str, Any], weights: Mappi
     else:
         base = content.get('base_model_name_or_path')
         with building("the adapter's base"):
-            # In the type of the run: that of the file may round what was trained.
+            # In the type of the run, because the type of the file may round the trained weights.
             model = auto_class(config).from_pretrained(base, dtype=config.dtype, trust_remote_code=False)
     head = model.get_output_embeddings()
     was_tied = head is not None and head.weight is model.get_input_embeddings().weight
@@ -188,7 +187,7 @@ def _merged(config: PretrainedConfig, content: Mapping[str, Any], weights: Mappi
     return merged
 
 
-def _write_processor(metadata: Mapping[str, Any], folder: Path) -> None:
+def _write_processor(metadata: Section, folder: Path) -> None:
     """Writes every file of the processor (tokenizer, image processor, chat template) that was saved with the run."""
     files = metadata.get('processor') or metadata.get('tokenizer') or {}
     if not files:
@@ -201,7 +200,7 @@ def _write_processor(metadata: Mapping[str, Any], folder: Path) -> None:
         path.write_bytes(_bytes_of(file))
 
 
-def _bytes_of(file: Mapping[str, Any]) -> bytes:
+def _bytes_of(file: Section) -> bytes:
     """Returns the content of a file. Composer keeps a vocabulary as its lines, and JSON as the parsed value."""
     content = file['content']
     if isinstance(content, bytes):

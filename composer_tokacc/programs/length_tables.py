@@ -11,13 +11,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 from pydantic import Field
 
 from composer_tokacc.data import LengthTable
 from composer_tokacc.programs.errors import ConfigError, shorten
+from composer_tokacc.programs.host_types import Section
 from composer_tokacc.programs.schema import build_section
 
 CSV_COLUMNS = {
@@ -74,7 +75,7 @@ class LengthDistribution:
         )
 
 
-def lengths_of(source: str | Mapping[str, Any], *, longest: int | None, seed: int) -> LengthTable:
+def lengths_of(source: str | Section, *, longest: int | None, seed: int) -> LengthTable:
     """Returns the table of a CSV file, or one drawn from the figures of a :class:`LengthDistribution`."""
     if isinstance(source, Mapping):
         return build_section('lengths', LengthDistribution, source).draw(longest=longest, seed=seed)

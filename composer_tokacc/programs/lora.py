@@ -18,6 +18,7 @@ from transformers import BitsAndBytesConfig
 from composer_tokacc.cache import fingerprint
 from composer_tokacc.model_structure import cast_model
 from composer_tokacc.programs.errors import ConfigError, building
+from composer_tokacc.programs.host_types import Section
 from composer_tokacc.programs.schema import Count, Fraction, Positive, check_arguments
 
 PEFT_NAMES = {'alpha': 'lora_alpha', 'dropout': 'lora_dropout'}
@@ -59,7 +60,7 @@ class LoraSection:
     bits: Literal[4] | None = None
 
 
-def check_lora(lora: Mapping[str, Any], *, pretrained: str | None) -> None:
+def check_lora(lora: Section, *, pretrained: str | None) -> None:
     """Refuses settings that no model can take, before any is loaded. :func:`with_adapter` refuses the rest."""
     check_arguments('model.lora', LoraSection, lora)
     for name in ('target_modules', 'modules_to_save'):
@@ -82,7 +83,7 @@ def _check_package(path: str, package: str) -> None:
         raise ConfigError(path, f'needs the package {package}, got: none. pip install {package}')
 
 
-def with_adapter(model: Any, lora: Mapping[str, Any], *, base: str | None, never_trained: Collection[str] = ()) -> Any:
+def with_adapter(model: Any, lora: Section, *, base: str | None, never_trained: Collection[str] = ()) -> Any:
     """Returns the model with a fresh adapter. Only the adapter and ``modules_to_save`` are trained, in float32.
 
     Args:
@@ -127,7 +128,7 @@ def _check_modules_to_save(model: nn.Module, names: Sequence[str]) -> None:
 
 
 def with_saved_adapter(
-    model: Any, content: Mapping[str, Any], weights: Mapping[str, torch.Tensor], *, assign: bool = False
+    model: Any, content: Section, weights: Mapping[str, torch.Tensor], *, assign: bool = False
 ) -> Any:
     """Returns the base with the adapter of a checkpoint, whose config is ``content``, as peft writes it.
 
@@ -170,7 +171,7 @@ def load_weights(model: nn.Module, weights: Mapping[str, torch.Tensor], *, assig
         raise ConfigError('', f'the checkpoint must fit its model, got: {error}') from error
 
 
-def four_bit_options(lora: Mapping[str, Any], empty_model: nn.Module, dtype: torch.dtype) -> dict[str, Any]:
+def four_bit_options(lora: Section, empty_model: nn.Module, dtype: torch.dtype) -> dict[str, Any]:
     """Returns arguments of ``from_pretrained`` for a base in 4 bits, as in QLoRA: normal floats, rounded twice.
 
     Only the language model's linear layers are rounded. Encoders, head and ``modules_to_save`` stay as they are.

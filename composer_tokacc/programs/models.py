@@ -26,6 +26,7 @@ from transformers.models.auto import modeling_auto as auto
 from composer_tokacc.compat import FakeTensorMode, detect_fake_mode, skip_embedding_resize
 from composer_tokacc.model_structure import cast_model, transformer_blocks
 from composer_tokacc.programs.errors import ConfigError, building, unknown_name
+from composer_tokacc.programs.host_types import Processor, Section
 from composer_tokacc.programs.lora import (
     check_lora,
     four_bit_options,
@@ -47,7 +48,9 @@ TRAIN_METRICS = (LanguageCrossEntropy,)
 EVAL_METRICS = (LanguageCrossEntropy, MaskedAccuracy)
 
 
-def build_model(*, processor: Any = None, train_metrics: bool = False, **settings: Any) -> HuggingFaceModel:
+def build_model(
+    *, processor: Processor | None = None, train_metrics: bool = False, **settings: Any
+) -> HuggingFaceModel:
     """Builds a vision-language (or text) model for the Composer Trainer; see :func:`build_transformers_model`.
 
     ``processor`` is saved with every checkpoint. For ``train_metrics`` Composer copies each device batch.
@@ -70,10 +73,10 @@ def build_model(*, processor: Any = None, train_metrics: bool = False, **setting
 def build_transformers_model(
     *,
     pretrained: str | None = None,
-    config: dict[str, Any] | None = None,
-    processor: Any = None,
+    config: Section | None = None,
+    processor: Processor | None = None,
     freeze: Sequence[str] = (),
-    lora: Mapping[str, Any] | None = None,
+    lora: Section | None = None,
     dtype: str = 'float32',
     attn_implementation: str | None = None,
     activation_checkpointing: bool = False,
@@ -123,7 +126,7 @@ def build_transformers_model(
     return model
 
 
-def check_model(pretrained: str | None, config: dict[str, Any] | None, lora: Mapping[str, Any] | None = None) -> None:
+def check_model(pretrained: str | None, config: Section | None, lora: Section | None = None) -> None:
     """Refuses a model from nowhere or from two places, and a bad adapter, before anything is loaded."""
     if pretrained is not None and config:
         raise ConfigError('model', 'must have exactly one of `pretrained` and `config`, got: both. Remove one')
@@ -160,7 +163,7 @@ def freeze_parameters(model: nn.Module, names: Sequence[str]) -> None:
         )
 
 
-def parameter_groups(model: nn.Module, parts: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+def parameter_groups(model: nn.Module, parts: Mapping[str, Section]) -> list[dict[str, Any]]:
     """Returns the trained parameters as groups of an optimizer: one for each part, with its arguments, and the rest.
 
     Parts are named as in :func:`freeze_parameters`. A parameter belongs to the longest name that it lies under.
@@ -179,7 +182,7 @@ def parameter_groups(model: nn.Module, parts: Mapping[str, Mapping[str, Any]]) -
     return [group for group in (*groups.values(), rest) if group['params']]
 
 
-def read_config(pretrained: str | None, config: dict[str, Any] | None, processor: Any = None) -> PretrainedConfig:
+def read_config(pretrained: str | None, config: Section | None, processor: Processor | None = None) -> PretrainedConfig:
     """Returns the config of a checkpoint, or of a fresh model with the given fields, without the model.
 
     Refuses names that the config class does not know, unlike Transformers itself. Vocabulary size, special tokens and
@@ -207,7 +210,7 @@ def read_config(pretrained: str | None, config: dict[str, Any] | None, processor
     return finished
 
 
-def _check_fields(settings: Mapping[str, Any], default: PretrainedConfig, path: str) -> None:
+def _check_fields(settings: Section, default: PretrainedConfig, path: str) -> None:
     """Refuses fields that the class does not know and numbers that are out of range, also in configs inside it."""
     known_names = ALWAYS_KNOWN | set(default.to_dict()) | set(default.attribute_map)
     known_names |= set(inspect.signature(type(default).__init__).parameters) - {'self', 'kwargs'}
@@ -242,7 +245,7 @@ def _complete_text(settings: dict[str, Any], tokenizer: Any) -> None:
         settings.setdefault(name, getattr(tokenizer, name, None))
 
 
-def _complete_placeholders(settings: dict[str, Any], default: PretrainedConfig, processor: Any) -> None:
+def _complete_placeholders(settings: dict[str, Any], default: PretrainedConfig, processor: Processor) -> None:
     """Adds the ids of the processor's placeholder tokens, under the names that the class has for them."""
     for modality in ('image', 'video', 'audio'):
         names = [f'{modality}_token_index', f'{modality}_token_id']
@@ -252,7 +255,7 @@ def _complete_placeholders(settings: dict[str, Any], default: PretrainedConfig, 
             settings[known_names[0]] = token_id
 
 
-def _placeholder_id(processor: Any, modality: str) -> int | None:
+def _placeholder_id(processor: Processor, modality: str) -> int | None:
     token_id = getattr(processor, f'{modality}_token_id', None)
     token = getattr(processor, f'{modality}_token', None)
     if token_id is None and isinstance(token, str):
@@ -281,7 +284,7 @@ def _check_shapes(config: PretrainedConfig) -> None:
             )
 
 
-def tokenizer_of(processor: Any) -> Any:
+def tokenizer_of(processor: Processor) -> Any:
     """Returns the tokenizer inside a processor, or the tokenizer itself, or None."""
     return getattr(processor, 'tokenizer', processor)
 
@@ -408,7 +411,7 @@ def _without_gradient(encoder: Any, feature_layers: Sequence[int]) -> list[str]:
 class _RunModel(HuggingFaceModel):
     """HuggingFaceModel whose checkpoints hold all that :mod:`composer_tokacc.export` needs, the image processor too."""
 
-    def __init__(self, model: Any, processor: Any, **options: Any) -> None:
+    def __init__(self, model: Any, processor: Processor, **options: Any) -> None:
         # Peft's own filter would leave out `modules_to_save`; see keep_trained_only().
         super().__init__(model, tokenizer=tokenizer_of(processor), should_save_peft_only=False, **options)
         self.processor = processor
@@ -432,7 +435,7 @@ class _RunModel(HuggingFaceModel):
         return metadata
 
 
-def _files_of(processor: Any) -> dict[str, dict[str, Any]]:
+def _files_of(processor: Processor) -> dict[str, dict[str, Any]]:
     """Returns the files of a saved processor as Composer's metadata has files.
 
     The tokenizer's too: Composer keeps them as parsed JSON, and sharded checkpoints lose empty mappings.

@@ -42,7 +42,7 @@ def prepare(description: str | None, *, announces: bool = False) -> None:
     """Answers ``--help`` and usage errors, and switches off garbage collection until everything is loaded.
 
     Called by a program before its imports, which take ten seconds and more. A fifth of that would go to collecting
-    garbage, of which there is none.
+    garbage, and there is none.
     """
     command_line(description).parse_known_args()
     gc.disable()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import wraps
 from types import ModuleType, NoneType
@@ -31,6 +31,7 @@ from composer.optim import ComposerScheduler
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from composer_tokacc.programs.errors import ConfigError, building, unknown_name
+from composer_tokacc.programs.host_types import Section
 from composer_tokacc.programs.process import without_warnings
 from composer_tokacc.programs.schema import (
     Count,
@@ -144,7 +145,7 @@ class NamedPart:
     path: str
     """Its key, such as ``callbacks.lr_monitor``."""
     name: str
-    arguments: Mapping[str, Any] | None
+    arguments: Section | None
 
     def build(self) -> Any:
         """Builds the object. Composer's own ones name their key if they fail later, in an event."""
@@ -168,14 +169,14 @@ def build_all(config: TrainConfig, kind: str) -> list[Any]:
     return [part.build() for part in named_parts(config, kind)]
 
 
-def build_section(kind: str, section: Mapping[str, Any], *positional: Any) -> Any:
+def build_section(kind: str, section: Section, *positional: Any) -> Any:
     """Builds what a section with a ``name`` and arguments stands for, an optimizer or a scheduler."""
     if 'name' not in section:
         raise ConfigError(f'{kind}.name', 'must be given')
     return build_part(kind, kind, section['name'], without(section, 'name', 'parts'), *positional)
 
 
-def build_part(kind: str, path: str, name: str, arguments: Mapping[str, Any] | None, *positional: Any) -> Any:
+def build_part(kind: str, path: str, name: str, arguments: Section | None, *positional: Any) -> Any:
     """Builds one object. ``path`` is its key in the config; ``positional`` comes from the program itself."""
     cls = class_by_name(kind, name)
     checked = check_part(kind, path, name, arguments, num_positional=len(positional))
@@ -184,7 +185,7 @@ def build_part(kind: str, path: str, name: str, arguments: Mapping[str, Any] | N
 
 
 def check_part(
-    kind: str, path: str, name: str, arguments: Mapping[str, Any] | None, *, num_positional: int = 0
+    kind: str, path: str, name: str, arguments: Section | None, *, num_positional: int = 0
 ) -> dict[str, Any]:
     """Returns the arguments for a class, which must be there and take them."""
     cls = class_by_name(kind, name)

@@ -64,7 +64,7 @@ class Candidate(NamedTuple):
     """Bytes at the peak of a rank; 0 without a memory model."""
 
     def sizes(self) -> tuple[int, int, int]:
-        """Returns what memory grows with: positions, a full attention matrix, image tokens."""
+        """Returns the sizes that memory grows with: positions, a full attention matrix, image tokens."""
         return self.rows * self.width, self.rows * self.width**2, self.image_tokens
 
     def __str__(self) -> str:
@@ -77,7 +77,7 @@ class Candidate(NamedTuple):
 
 @dataclass(kw_only=True)
 class RehearsalReport:
-    """What was rehearsed."""
+    """The outcome of a rehearsal."""
 
     num_batches: int
     """Global batches that were looked through."""

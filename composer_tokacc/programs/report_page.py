@@ -22,7 +22,7 @@ MOST_POINTS = 400
 MOST_IMAGES = 12
 """Images that are shown of an answered sample."""
 SMALLEST_SHOWN = 48
-"""Pixels to which a smaller image is magnified: a scan of eight pixels can then be seen."""
+"""Smaller images are magnified to this number of pixels. A scan of eight pixels can then be seen."""
 LINE_COLORS = ('#2a78b5', '#c0392b', '#1f9d6b', '#8e5ea2', '#d98c1f', '#5f6b7a')
 WIDTH, HEIGHT, MARGIN = 640, 200, 46
 TOP, BOTTOM = 10, 20

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The result of a run: ``result.json``, the summary on the screen, and what a function of the user adds to them."""
+"""The result of a run: ``result.json``, the summary on the screen, and additions of the user's function."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from torch.utils.data import ConcatDataset
 from composer_tokacc.programs.answers import Answer
 from composer_tokacc.programs.build import RunParts
 from composer_tokacc.programs.export_folder import export_model
+from composer_tokacc.programs.host_types import Processor, Section
 from composer_tokacc.programs.metrics_file import Series, select
 from composer_tokacc.programs.registry import import_by_name
 from composer_tokacc.programs.report_page import write_page
@@ -42,16 +43,16 @@ MONITOR_LINES = (
 
 @dataclass(kw_only=True)
 class FinishedRun:
-    """What a function under ``report.name`` gets, on rank 0. It returns lines of the summary, words and figure."""
+    """The argument of a function under ``report.name``, on rank 0. It returns lines of the summary, words and figure."""
 
     result: dict[str, Any]
-    """Figures of the run. What is added to them goes to ``result.json``."""
+    """Figures of the run. Additions go to ``result.json``."""
     history: InMemoryLogger
-    """What was logged in this process: not by an earlier one that this run goes on from."""
+    """The log of this process, not of an earlier one that this run goes on from."""
     model: HuggingFaceModel
     eval_dataset: Any
     """None without ``dataset.eval``."""
-    processor: Any
+    processor: Processor
     folder: Path
     """Where ``result.json`` goes; exists."""
     is_sharded: bool
@@ -78,7 +79,7 @@ def summarize(
         metrics: All that was logged, also before the run was resumed.
         parts: Data and model.
         first_step: At which this process began.
-        seconds: That this process trained.
+        seconds: Time that this process trained.
     """
     _, losses = metrics.get('loss/train/total', ([], []))
     evaluation = select(metrics, 'metrics/eval/*')
@@ -167,7 +168,7 @@ def write_report(
     return '\n'.join(f'{words:<{width}}  {figure}' for words, figure in lines)
 
 
-def _lines(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _lines(result: Section) -> list[tuple[str, str]]:
     """Returns the summary as pairs of words and figure."""
     monitor, evaluation, loss = result['token_monitor'], result['eval'], result['loss']
     steps, samples, seconds = result['steps'], result['samples'], f'{result["seconds"]:.0f} s'

@@ -34,7 +34,7 @@ def run_program(
         program: Takes the config and returns the status, None for 0.
         path: The YAML file.
         overrides: ``key=value`` each.
-        num_ranks: Ranks that the run is planned for. Default: those of this launch.
+        num_ranks: Ranks that the run is planned for. Default: all ranks of this launch.
         trains: Whether the program trains on this machine and writes the folders of the config.
     """
     keep_what_is_loaded()

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The YAML file of a run: its sections, how file and command line become one config, and what a value may be.
+"""The YAML file of a run: its sections, how file and command line become one config, and the values that it may have.
 
 A section of our own is a dataclass whose annotations hold types, choices and ranges. Arguments of hosts are held to
 the annotations of the host's class. Pydantic checks both.
@@ -30,13 +30,13 @@ from composer_tokacc.programs.errors import ConfigError, PartError, shorten, unk
 Options = TypeVar('Options')
 
 Count = Annotated[int, Field(ge=1)]
-"""A number of things of which there is at least one."""
+"""A number of things; there must be one."""
 NotNegative = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 INVALID_YAML = (yaml.YAMLError, ValueError, OmegaConfBaseException, RecursionError)
-"""What OmegaConf raises for a text that is no YAML."""
+"""Errors of OmegaConf for a text that is not YAML."""
 _PLAIN = (bool, int, float, str, dict, list, tuple, NoneType, Iterable, Mapping, Sequence)
 REPORT_KEYS: dict[str, Any] = {
     'folder': str,
@@ -57,13 +57,13 @@ class ModelConfig:
     config: dict[str, Any] | None = None
     """Fresh model: ``model_type`` and the fields of its Transformers config."""
     freeze: list[str] = field(default_factory=list)
-    """Parts that keep their weights, e.g. ``[vision_tower]``. What lies behind the vision feature layer of LLaVA and
-    its kin always does: no loss reaches it."""
+    """Parts that keep their weights, e.g. ``[vision_tower]``. The layers after the vision feature layer of LLaVA
+    models always do: no loss reaches them."""
     lora: dict[str, Any] | None = None
     """Train an adapter (peft): ``r``, ``alpha``, ``dropout``, ``target_modules``, ``modules_to_save``; ``bits: 4``:
     the base in 4 bits (bitsandbytes, GPU only)."""
     dtype: Literal['float32', 'bfloat16', 'float16'] = 'float32'
-    """Type of the stored weights; ``trainer.precision`` says what is computed in."""
+    """Type of the stored weights; the computation has ``trainer.precision``."""
     attn_implementation: str | None = None
     """``sdpa``, ``flash_attention_2``, ``eager``; null leaves it to Transformers."""
     activation_checkpointing: bool = False
@@ -113,9 +113,9 @@ class MicrobatchingConfig:
     """Rows of ``slot_tokens`` that fit into memory at once, or ``auto`` (GPU only: halves it after each out-of-memory),
     or ``suggest`` (the largest that a memory model of the run allows); null: the device batch. Short: ``size``."""
     device_memory_gib: Positive | None = None
-    """Memory of one device for ``suggest``; null: what the device has, on CPU the host's shared among its ranks."""
+    """Memory of one device for ``suggest``; null: all of the device, on CPU the host's memory divided by its ranks."""
     slot_tokens: Count | None = None
-    """Width of such a row in tokens; null: the longest sample, without ``regroup_ranks`` that of each device batch."""
+    """Width of such a row in tokens; null: the longest sample, without ``regroup_ranks`` in each device batch."""
     max_image_tokens: Count | None = None
     """Most placeholders of images, videos and audios in a microbatch, a second hard cap; null: none."""
     regroup: bool = True
@@ -126,11 +126,11 @@ class MicrobatchingConfig:
     width_multiple: Annotated[int, Field(ge=1, le=65536)] = 1
     """Round the width of a microbatch up to a multiple, e.g. 64 for tensor cores."""
     packing: bool | Literal['auto'] = False
-    """String the rows of a microbatch into one without any padding, where the model tells the documents apart; or
-    ``auto``: where that costs less as well."""
+    """String the rows of a microbatch into one without any padding, if the model tells the documents apart; or
+    ``auto``: if that also costs less."""
     cost: CostModel | None = None
     """``launch``, ``quadratic``, ``vision_per_patch``, ..., see :class:`.CostModel`, as ``size time_steps=true``
-    measures them; null: those of a 7B model on a GPU, its vision tower without cost."""
+    measures them; null: a 7B model on a GPU, whose vision encoder costs nothing."""
     loss_tokens: Literal['auto', 'causal', 'causal_attended', 'unshifted'] = 'auto'
     """Positions that count: ``causal``, ``causal_attended``, ``unshifted``, or ``auto``: as the model's own loss."""
     on_oversize: Literal['raise', 'warn'] = 'raise'
@@ -150,8 +150,8 @@ class TrainConfig:
     """Seed of weights, order of samples and everything Composer seeds."""
     model: ModelConfig = field(default_factory=ModelConfig)
     dataset: dict[str, Any] = field(default_factory=dict)
-    """``name``, arguments of the dataset, ``processor`` arguments, and in ``eval`` what differs held-out. Or
-    ``parts``: what differs, by name, for each of several datasets, each perhaps with ``epochs`` or ``weight``."""
+    """``name``, arguments of the dataset, ``processor`` arguments, and in ``eval`` the changes for held-out data. Or
+    ``parts``: the changes, by name, for each of several datasets, each perhaps with ``epochs`` or ``weight``."""
     loader: LoaderConfig = field(default_factory=LoaderConfig)
     microbatching: MicrobatchingConfig = field(default_factory=MicrobatchingConfig)
     algorithms: dict[str, Any] = field(default_factory=dict)
@@ -173,7 +173,7 @@ class TrainConfig:
 
     @property
     def regroups_ranks(self) -> bool:
-        """Returns whether samples may move between ranks; not where rows must keep their order."""
+        """Returns whether samples may move between ranks; not if rows must keep their order."""
         return self.loader.regroup_ranks and self.microbatching.regroup
 
     @property
@@ -183,7 +183,7 @@ class TrainConfig:
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
-    """Reads a YAML file and lays ``key=value`` overrides over it. ``check_config`` checks what belongs together.
+    """Reads a YAML file and lays ``key=value`` overrides over it. ``check_config`` checks the sections together.
 
     Raises:
         ConfigError: For an unreadable file, an unknown key (it names the nearest), a wrong type or range.
@@ -291,7 +291,7 @@ def check_arguments(
         target: The class or function.
         arguments: A mapping, or None for the defaults.
         num_positional: Leading parameters that the program itself supplies.
-        hints: Annotations that replace those of ``target``.
+        hints: Annotations that replace the ones of ``target``.
         extra_keys: Keys of the section that are not for ``target``, with their annotations.
         strict: Refuses a number in quotes. Not for classes of hosts, which get ``5.0e-4`` for ``'5.0e-4'``.
     """
@@ -357,7 +357,7 @@ def check_value(path: str, value: Any, hint: Any, *, strict: bool = True) -> Any
 
 
 def _section_in(hint: Any) -> Any:
-    """Returns the dataclass of this package that an annotation names, perhaps beside None."""
+    """Returns the dataclass of this package in an annotation, which may also allow None."""
     for option in (hint, *get_args(hint)):
         if is_dataclass(option) and option.__module__.startswith('composer_tokacc.'):
             return option
@@ -390,7 +390,7 @@ def _checker_of(hint: Any, strict: bool) -> TypeAdapter[Any] | None:
 
 
 def _requirement(error: ValidationError) -> str:
-    """Returns what a value must be: "greater than or equal to 1, or 'auto'"."""
+    """Returns the requirement in words: "greater than or equal to 1, or 'auto'"."""
     requirements = []
     for detail in error.errors(include_url=False, include_input=False):
         reason = detail['msg'].removeprefix('Input should be ').removeprefix('Value error, ')
@@ -425,7 +425,7 @@ def _is_time(value: Any) -> Any:
 
 
 def is_longer_than_nothing(value: Any) -> Any:
-    """Refuses what is no time, and a time of 0."""
+    """Refuses a text that is not a time, and a time of 0."""
     from composer.core import TimeUnit, ensure_time
 
     if value is not None and ensure_time(_is_time(value), TimeUnit.EPOCH).value == 0:

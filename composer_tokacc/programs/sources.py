@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What the ``dataset`` and ``loader`` sections name: processor, datasets, lengths, and the loaders of the Trainer.
+"""Builds what the sections ``dataset`` and ``loader`` describe: processor, datasets, lengths, and loaders.
 
 A run reads its samples by index, from files, tables and dataset classes, or streams them from shards.
 """
@@ -42,6 +42,7 @@ from composer_tokacc.data_spec import token_data_spec
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.planning import CostModel, token_budget
 from composer_tokacc.programs.errors import ConfigError, building, unknown_name
+from composer_tokacc.programs.host_types import Processor, Section
 from composer_tokacc.programs.models import read_config
 from composer_tokacc.programs.registry import import_by_name
 from composer_tokacc.programs.schema import (
@@ -72,7 +73,7 @@ DATASET_HINTS = {
     'patch_size': Count,
     'vocab_size': Count,
 }
-"""Ranges of arguments of our own dataset and small processor."""
+"""Ranges of the arguments of LlavaDataset and the small processor."""
 _Share = Annotated[float, Field(gt=0, lt=1e9)]
 SHARE_KEYS = {'epochs': Annotated[float, Field(gt=0, le=10_000)], 'weight': _Share, 'loss_share': _Share}
 """Keys that say how much of each of several parts is trained."""
@@ -80,7 +81,7 @@ PART_KEYS = {'name': Any, **SHARE_KEYS}
 """Keys of one of several parts that are not arguments of the dataset class."""
 SHARED_KEYS = ('processor', 'eval', 'parts', 'loss_shares_by')
 """Keys of the section that belong to all parts together."""
-# Arguments of StreamingDataset that come from the loader section, and those that say where the shards are.
+# Arguments of StreamingDataset that come from the loader section, and the ones that name the shards.
 FROM_LOADER = {'batch_size': 'loader.global_batch_size', 'shuffle': 'loader.shuffle'}
 SHARD_PLACES = ('local', 'remote', 'streams')
 
@@ -98,7 +99,7 @@ class NamedParts(ConcatDataset):
 
 
 class Source(ABC):
-    """Where the samples of a run come from; see :func:`source_of`."""
+    """The origin of the samples of a run; see :func:`source_of`."""
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
@@ -109,16 +110,16 @@ class Source(ABC):
         """Refuses unknown datasets and arguments, before anything is read."""
 
     @abstractmethod
-    def small_processor(self, arguments: dict[str, Any]) -> Any:
+    def small_processor(self, arguments: Section) -> Any:
         """Makes a processor for a fresh model."""
 
     @abstractmethod
-    def build_dataset(self, processor: Any, *, is_eval: bool = False) -> Any:
+    def build_dataset(self, processor: Processor, *, is_eval: bool = False) -> Any:
         """Returns the training set, or the eval set, which is None without ``dataset.eval``."""
 
     @abstractmethod
     def open_loader(
-        self, dataset: Any, processor: Any, options: dict[str, Any], *, is_eval: bool
+        self, dataset: Any, processor: Processor, options: Section, *, is_eval: bool
     ) -> tuple[DataLoader, int | None]:
         """Opens a loader with the options of torch's. Returns it with the slot width that it plans with."""
 
@@ -138,7 +139,7 @@ class Source(ABC):
         with building('dataset.processor'):
             return self.small_processor(arguments)
 
-    def _pretrained_processor(self, pretrained: str, arguments: dict[str, Any]) -> Any:
+    def _pretrained_processor(self, pretrained: str, arguments: Section) -> Any:
         # Without trust_remote_code Transformers would ask on the terminal, once for each class.
         load = partial(AutoProcessor.from_pretrained, pretrained, trust_remote_code=False)
         with building('model.pretrained'):
@@ -155,7 +156,7 @@ class Source(ABC):
         with building('dataset.processor'):
             return load(**arguments)
 
-    def measure(self, dataset: Any, processor: Any) -> LengthTable:
+    def measure(self, dataset: Any, processor: Processor) -> LengthTable:
         """Returns the length table of a dataset, with the patches of the run's own vision encoder."""
         return length_table(
             self.by_index(dataset),
@@ -165,7 +166,7 @@ class Source(ABC):
         )
 
     def build_loader(
-        self, dataset: Any, processor: Any, layout: BatchLayout, *, is_eval: bool = False, model: Any = None
+        self, dataset: Any, processor: Processor, layout: BatchLayout, *, is_eval: bool = False, model: Any = None
     ) -> DataSpec:
         """Returns a loader of this rank's samples, wrapped so that Composer counts, splits and trims by the config.
 
@@ -186,7 +187,7 @@ class Source(ABC):
             model = None
         return token_data_spec_of(self.config, dataloader, slot_tokens=slot_tokens, layout=layout, model=model)
 
-    def patch_size(self, processor: Any) -> int:
+    def patch_size(self, processor: Processor) -> int:
         """Returns the side of a patch of the run's own vision encoder."""
         model = self.config.model
         return patch_size_of(read_config(model.pretrained, model.config, processor), processor)
@@ -211,7 +212,7 @@ class Source(ABC):
         }
 
     def drops_last(self, num_samples: int, *, is_eval: bool) -> bool:
-        """Returns whether the last, smaller batch is left out. Refuses a dataset of which nothing would be left."""
+        """Returns whether the last, smaller batch is left out. Refuses a dataset that is smaller than one batch."""
         drops_last = self.config.loader.drop_last and not is_eval
         if drops_last and num_samples < self.config.loader.global_batch_size:
             raise ConfigError(
@@ -236,7 +237,7 @@ def token_data_spec_of(
     return token_data_spec(dataloader, slot_tokens=slot_tokens, layout=layout, model=model, **options)
 
 
-def _check_video(path: str, section: Mapping[str, Any]) -> None:
+def _check_video(path: str, section: Section) -> None:
     """Holds the section ``video`` of a dataset to the arguments of :class:`.VideoSampling`."""
     arguments = check_arguments(f'{path}.video', VideoSampling, section.get('video'))
     with building(f'{path}.video'):
@@ -246,8 +247,8 @@ def _check_video(path: str, section: Mapping[str, Any]) -> None:
 class FileSource(Source):
     """Datasets read by index. A class named in full takes ``processor`` and the section's other keys.
 
-    For a fresh model it also has ``build_processor(**arguments)``, a static method, or ``texts(path)``, on which a
-    tokenizer is trained.
+    For a fresh model it also has ``build_processor(**arguments)``, a static method, or ``texts(path)``, whose
+    texts train a tokenizer.
     """
 
     def check(self) -> None:
@@ -295,7 +296,7 @@ class FileSource(Source):
                 f'{"shares" if has_shares else "no shares"} and token_weights {self._token_weights}',
             )
 
-    def _check_shares(self, parts: Mapping[str, Mapping[str, Any]]) -> None:
+    def _check_shares(self, parts: Mapping[str, Section]) -> None:
         """Refuses parts that say in different ways how much of them is trained."""
         names_by_key = {}
         for key in SHARE_KEYS:
@@ -332,11 +333,11 @@ class FileSource(Source):
     def _eval_section(self) -> dict[str, Any]:
         return {**without(self.section, *SHARED_KEYS), **self.section['eval']}
 
-    def small_processor(self, arguments: dict[str, Any]) -> Any:
+    def small_processor(self, arguments: Section) -> Any:
         """Makes the dataset's own, or one with a tokenizer that is trained on the files."""
         return self._processor_maker(arguments)(**arguments)
 
-    def _processor_maker(self, arguments: dict[str, Any]) -> Callable[..., Any]:
+    def _processor_maker(self, arguments: Section) -> Callable[..., Any]:
         """Returns the function that makes a small processor, after a check of its arguments."""
         parts = [(_dataset_class('dataset', part['name']), part) for part in self._parts()]
         for cls, _ in parts:
@@ -354,7 +355,7 @@ class FileSource(Source):
         texts = (text for cls, part in parts for text in cls.texts(part['path']))
         return partial(build_small_processor, texts)
 
-    def build_dataset(self, processor: Any, *, is_eval: bool = False) -> Dataset | None:
+    def build_dataset(self, processor: Processor, *, is_eval: bool = False) -> Dataset | None:
         """Returns one dataset, or the parts one after the other; None if there is no eval set."""
         if is_eval:
             if not self.section.get('eval'):
@@ -368,7 +369,7 @@ class FileSource(Source):
             return NamedParts(datasets, list(self.section['parts']))
         return datasets[0]
 
-    def _open(self, path: str, part: dict[str, Any], processor: Any) -> Dataset:
+    def _open(self, path: str, part: Section, processor: Processor) -> Dataset:
         cls, arguments = _dataset_class(path, part['name']), without(part, *PART_KEYS)
         if _is_ours(cls) and (arguments.get('fit') or arguments.get('on_error') == 'skip'):
             # It reads all samples to see which are bad or too long, and measures them for the sampler on the way.
@@ -379,7 +380,7 @@ class FileSource(Source):
         with building(path):
             return cls(processor=processor, **arguments)
 
-    def _caps(self, part: Mapping[str, Any]) -> dict[str, int | None]:
+    def _caps(self, part: Section) -> dict[str, int | None]:
         """Returns the largest row: the limits of the dataset's section, or the room in a microbatch if that is less."""
         microbatching = self.config.microbatching
         size, width = microbatching.device_train_microbatch_size, microbatching.slot_tokens
@@ -390,7 +391,7 @@ class FileSource(Source):
         }
 
     def open_loader(
-        self, dataset: Any, processor: Any, options: dict[str, Any], *, is_eval: bool
+        self, dataset: Any, processor: Processor, options: Section, *, is_eval: bool
     ) -> tuple[DataLoader, int | None]:
         """Opens the regrouping loader, or torch's if rows must keep their order."""
         if not is_eval and self.config.regroups_ranks:
@@ -403,7 +404,7 @@ class FileSource(Source):
         return dataloader, self.config.microbatching.slot_tokens
 
     def _regrouping_loader(
-        self, dataset: Any, processor: Any, options: dict[str, Any]
+        self, dataset: Any, processor: Processor, options: Section
     ) -> tuple[RegroupingDataLoader, int]:
         """Opens a loader that assigns the samples of each global batch to ranks by length."""
         loader, microbatching = self.config.loader, self.config.microbatching
@@ -460,7 +461,7 @@ def _smaller(first: int | None, second: int | None) -> int | None:
 
 
 def _check_loss_weights(dataset: Any) -> None:
-    """Refuses the first record of our own dataset that has no column of weights."""
+    """Refuses the first record of a LlavaDataset without a column of weights."""
     for record in getattr(dataset, 'records', ()):
         if record.loss_weights is None:
             raise record.error('must have `loss_weights` with `token_weights: column`, got: none')
@@ -479,7 +480,7 @@ def _is_ours(cls: Any) -> bool:
     return inspect.isclass(cls) and issubclass(cls, LlavaDataset)
 
 
-def _check_dataset(path: str, part: dict[str, Any], extra_keys: dict[str, Any]) -> None:
+def _check_dataset(path: str, part: Section, extra_keys: Section) -> None:
     cls = _dataset_class(path, part.get('name'))
     hints = DATASET_HINTS if _is_ours(cls) else None
     check_arguments(path, cls, {**part, 'processor': None}, extra_keys={**extra_keys, 'processor': Any}, hints=hints)
@@ -491,7 +492,7 @@ class ShardSource(Source):
     """MDS shards that each rank streams its own samples from. mosaicml-streaming is imported when it is used."""
 
     def check(self) -> None:
-        """Refuses what LlavaStreamingDataset would take without a word, and a missing mosaicml-streaming."""
+        """Refuses values that LlavaStreamingDataset would take without a word, and a missing mosaicml-streaming."""
         if importlib.util.find_spec('streaming') is None:
             raise ConfigError(
                 'dataset.name',
@@ -517,7 +518,7 @@ class ShardSource(Source):
         if self.config.microbatching.device_train_microbatch_size != 'suggest':  # which sets the width as well
             self._slot_tokens()
 
-    def _check_arguments(self, path: str, arguments: dict[str, Any]) -> None:
+    def _check_arguments(self, path: str, arguments: Section) -> None:
         from streaming import Stream, StreamingDataset  # pyright: ignore[reportMissingImports]
 
         for key, source in FROM_LOADER.items():
@@ -532,12 +533,12 @@ class ShardSource(Source):
         for name, stream in (streams or {}).items():
             check_names(f'{path}.streams.{name}', stream, inspect.signature(Stream).parameters)
 
-    def small_processor(self, arguments: dict[str, Any]) -> Any:
+    def small_processor(self, arguments: Section) -> Any:
         """Makes one with a tokenizer that is trained on the shards, which must lie in a folder of this machine."""
         check_arguments('dataset.processor', build_small_processor, arguments, num_positional=1, hints=DATASET_HINTS)
         return build_small_processor(self._texts(), **arguments)
 
-    def build_dataset(self, processor: Any, *, is_eval: bool = False) -> Any:
+    def build_dataset(self, processor: Processor, *, is_eval: bool = False) -> Any:
         """Returns the dataset, whose samples StreamingDataset assigns to ranks; None if there is no eval set."""
         from streaming.base.util import clean_stale_shared_memory  # pyright: ignore[reportMissingImports]
 
@@ -555,7 +556,7 @@ class ShardSource(Source):
             try:
                 return LlavaStreamingDataset(processor=processor, **arguments)
             except ValueError as error:
-                # Beside an eval set there is the training set, whose memory is in use.
+                # If there is an eval set, the memory of the training set is in use.
                 if is_eval or 'Reused local directory' not in str(error):
                     raise
             # A killed run cannot be told from a living one, but no two may download to one folder anyway.
@@ -564,7 +565,7 @@ class ShardSource(Source):
             return LlavaStreamingDataset(processor=processor, **arguments)
 
     def open_loader(
-        self, dataset: Any, processor: Any, options: dict[str, Any], *, is_eval: bool
+        self, dataset: Any, processor: Processor, options: Section, *, is_eval: bool
     ) -> tuple[DataLoader, int | None]:
         """Opens StreamingDataLoader, or with ``loader.exchange_ranks`` the one that exchanges samples between ranks."""
         from streaming import StreamingDataLoader  # pyright: ignore[reportMissingImports]
@@ -572,7 +573,7 @@ class ShardSource(Source):
         config, batch_size = self.config, self.rank_batch_size(is_eval=is_eval)
         drop_last = self.drops_last(len(dataset) * dist.get_world_size(), is_eval=is_eval)
         if is_eval or not config.loader.exchange_ranks:
-            # With a generator of its own, because seeding workers must not move the random numbers of the run.
+            # With a separate generator, because seeding workers must not move the random numbers of the run.
             generator = torch.Generator().manual_seed(config.seed + dist.get_global_rank())
             loader = StreamingDataLoader(
                 dataset, batch_size=batch_size, drop_last=drop_last, generator=generator, **options
@@ -593,11 +594,11 @@ class ShardSource(Source):
         return exchanging_loader, slot_tokens
 
     def by_index(self, dataset: Any) -> Any:
-        """Returns all samples. The length of the dataset itself is that of this rank's samples."""
+        """Returns all samples. The dataset's own length counts the samples of this rank."""
         return Subset(dataset, range(dataset.size))
 
     def _arguments(self, *, is_eval: bool) -> dict[str, Any]:
-        """Returns arguments of the training set, or of the eval set, which may name shards of its own."""
+        """Returns arguments of the training set, or of the eval set, which may name other shards."""
         arguments = without(self.section, 'name', 'processor', 'eval')
         if not is_eval:
             return arguments

@@ -14,10 +14,11 @@ from transformers import PretrainedConfig
 from composer_tokacc.data import LengthTable
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.programs.errors import ConfigError
+from composer_tokacc.programs.host_types import Processor, Sample
 from composer_tokacc.programs.models import tokenizer_of
 
 CLASS_TOKENS = {'clip_vision_model': 1, 'siglip_vision_model': 0}
-"""Features besides those of the patches, of encoders with one size of image."""
+"""Features that an encoder with one image size has in addition to its patches."""
 SMALL_SIDE, LARGE_SIDE = 336, 1344
 """Pixels of a small and a large image, which differ in tokens wherever the size decides."""
 
@@ -33,7 +34,7 @@ class StandIns:
         config: Of the model.
     """
 
-    def __init__(self, table: LengthTable, processor: Any, config: PretrainedConfig) -> None:
+    def __init__(self, table: LengthTable, processor: Processor | None, config: PretrainedConfig) -> None:
         self.image_tokens = table.image_tokens
         self.processor = processor
         self._image_sample: dict[str, torch.Tensor] | None = None
@@ -46,7 +47,7 @@ class StandIns:
                     'Name a checkpoint; its folder needs no weights',
                 )
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> Sample:
         """Returns a sample, with an image if the table has one. The row with the most tokens has the large image."""
         has_image = bool(self.image_tokens[index])
         if self.processor is not None:
@@ -58,7 +59,7 @@ class StandIns:
             sample = {'input_ids': token, 'attention_mask': token}
         return {**sample, 'labels': sample['input_ids'].clone(), 'num_images': [int(has_image)]}
 
-    def _processed(self, index: int) -> dict[str, Any]:
+    def _processed(self, index: int) -> Sample:
         content = [{'type': 'text', 'text': 'a'}]
         has_image = bool(self.image_tokens[index])
         if has_image:

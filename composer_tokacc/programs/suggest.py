@@ -26,6 +26,7 @@ from composer_tokacc.data import TABLE_COLUMNS, LengthTable
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.monitor import TokenMonitor
 from composer_tokacc.programs.errors import ConfigError, PartError, raised_here
+from composer_tokacc.programs.host_types import Processor, SampleDataset
 from composer_tokacc.programs.models import build_transformers_model
 from composer_tokacc.programs.process import say
 from composer_tokacc.programs.registry import build_section
@@ -46,23 +47,23 @@ log = logging.getLogger(__name__)
 
 
 class DataAndModel(Protocol):
-    """What :class:`.RunParts` has, in a module that imports this one."""
+    """The part of :class:`.RunParts` that is used here; its module imports this one."""
 
-    processor: Any
+    processor: Processor
     model: HuggingFaceModel
     train_dataset: Any
 
 
 @dataclass(frozen=True)
 class Suggestion:
-    """The answer of rank 0: two figures, or the reason why there are none."""
+    """The answer of rank 0: two figures, or the reason for having none."""
 
     microbatch_size: int = 0
     slot_tokens: int = 0
     refusal: str = ''
 
 
-def apply_suggestion(config: TrainConfig, dataset: Any, processor: Any) -> tuple[int, int]:
+def apply_suggestion(config: TrainConfig, dataset: SampleDataset, processor: Processor) -> tuple[int, int]:
     """Returns ``device_train_microbatch_size`` and ``slot_tokens`` for ``suggest``; a collective.
 
     Rank 0 decides for the smallest device of all ranks. If it refuses, all ranks do.
@@ -80,7 +81,9 @@ def apply_suggestion(config: TrainConfig, dataset: Any, processor: Any) -> tuple
     return suggestion.microbatch_size, suggestion.slot_tokens
 
 
-def _suggestion(config: TrainConfig, dataset: Any, processor: Any, table: LengthTable, memory_gib: float) -> Suggestion:
+def _suggestion(
+    config: TrainConfig, dataset: SampleDataset, processor: Processor, table: LengthTable, memory_gib: float
+) -> Suggestion:
     try:
         memory = memory_of_run(config, dataset, processor, table)
         report = suggest_for_run(config, memory, table, num_ranks=dist.get_world_size(), gib=memory_gib)
@@ -121,7 +124,7 @@ def suggest_for_run(
     return min(reports, key=lambda report: report.figures['split'].cost)
 
 
-def memory_of_run(config: TrainConfig, dataset: Any, processor: Any, table: LengthTable) -> MemoryModel:
+def memory_of_run(config: TrainConfig, dataset: SampleDataset, processor: Processor, table: LengthTable) -> MemoryModel:
     """Returns the memory model of a run, traced without a GPU. The user's cache folder keeps it."""
     # Flash attention does not run on CPUs. SDPA keeps the same tensors, and a mask if there is padding.
     is_flash = str(config.model.attn_implementation).startswith('flash')
@@ -157,7 +160,7 @@ def memory_of_run(config: TrainConfig, dataset: Any, processor: Any, table: Leng
 
 
 def watch_flops(config: TrainConfig, parts: DataAndModel, state: State) -> None:
-    """Lets the run's :class:`.TokenMonitor` count operations, if it knows what a device can do; a collective."""
+    """Lets the run's :class:`.TokenMonitor` count operations, if it knows the speed of a device; a collective."""
     monitors = [callback for callback in state.callbacks if isinstance(callback, TokenMonitor)]
     if not monitors or not (monitors[0].device_tflops or get_gpu_flops_available(state)):
         return
@@ -187,7 +190,7 @@ def watch_flops(config: TrainConfig, parts: DataAndModel, state: State) -> None:
 
 
 def _to_trace(
-    config: TrainConfig, dataset: Any, processor: Any, table: LengthTable, **changes: Any
+    config: TrainConfig, dataset: SampleDataset, processor: Processor, table: LengthTable, **changes: Any
 ) -> tuple[Callable[[], Any], PretrainedConfig, list[dict[str, Any]]]:
     """Returns a function that builds the run's model without its weights, the model's config, and samples.
 
