@@ -24,7 +24,7 @@ from composer_tokacc.batch import IGNORE_INDEX
 from composer_tokacc.compat import inner_model
 from composer_tokacc.data import image_token_ids
 from composer_tokacc.programs.build import RunParts
-from composer_tokacc.programs.host_types import Processor, Sample, SampleDataset
+from composer_tokacc.programs.host_types import Processor, Row, SampleDataset
 from composer_tokacc.programs.models import tokenizer_of
 from composer_tokacc.programs.schema import TrainConfig, without
 from composer_tokacc.programs.sources import source_of
@@ -176,7 +176,7 @@ def _answer(
 
 
 def _inputs_before(
-    model: HuggingFaceModel, sample: Sample, start: int, device: torch.device
+    model: HuggingFaceModel, sample: Row, start: int, device: torch.device
 ) -> dict[str, torch.Tensor]:
     """Returns the model's inputs for the tokens before position ``start``."""
     length = sample['input_ids'].shape[1]
@@ -199,7 +199,7 @@ def _last_answer(labels: Sequence[int]) -> tuple[int, int]:
     return start, end
 
 
-def _images(sample: Sample, processor: Processor) -> list[np.ndarray]:
+def _images(sample: Row, processor: Processor) -> list[np.ndarray]:
     """Returns images as the model sees them, if its pixel values are images."""
     pixels = sample.get('pixel_values')
     image_processor = getattr(processor, 'image_processor', None)

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 Section = Mapping[str, Any]
 """A mapping of a YAML file, or a part of a checkpoint: whatever JSON can hold."""
-Sample = dict[str, Any]
+Row = dict[str, Any]
 """A row as a dataset gives it: tensors of one row, and lists of one entry."""
 Processor = ProcessorMixin | PreTrainedTokenizerBase
 """A text model has a tokenizer only."""
@@ -23,4 +23,4 @@ class SampleDataset(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int, /) -> Sample: ...
+    def __getitem__(self, index: int, /) -> Row: ...

@@ -44,7 +44,8 @@ def prepare(description: str | None, *, announces: bool = False) -> None:
     Called by a program before its imports, which take ten seconds and more. A fifth of that would go to collecting
     garbage, and there is none.
     """
-    command_line(description).parse_known_args()
+    if description is not None:
+        command_line(description).parse_known_args()
     gc.disable()
     if sys.stdout is not None:  # None if the user closed it
         sys.stdout.reconfigure(errors='backslashreplace')  # type: ignore[union-attr]  # as stderr does by default

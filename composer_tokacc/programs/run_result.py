@@ -43,7 +43,7 @@ MONITOR_LINES = (
 
 @dataclass(kw_only=True)
 class FinishedRun:
-    """The argument of a function under ``report.name``, on rank 0. It returns lines of the summary, words and figure."""
+    """The argument of a function under ``report.name``, on rank 0. It returns lines of the summary."""
 
     result: dict[str, Any]
     """Figures of the run. Additions go to ``result.json``."""

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 from composer_tokacc.data import LengthTable
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.programs.errors import ConfigError
-from composer_tokacc.programs.host_types import Processor, Sample
+from composer_tokacc.programs.host_types import Processor, Row
 from composer_tokacc.programs.models import tokenizer_of
 
 CLASS_TOKENS = {'clip_vision_model': 1, 'siglip_vision_model': 0}
@@ -47,7 +47,7 @@ class StandIns:
                     'Name a checkpoint; its folder needs no weights',
                 )
 
-    def __getitem__(self, index: int) -> Sample:
+    def __getitem__(self, index: int) -> Row:
         """Returns a sample, with an image if the table has one. The row with the most tokens has the large image."""
         has_image = bool(self.image_tokens[index])
         if self.processor is not None:
@@ -59,7 +59,7 @@ class StandIns:
             sample = {'input_ids': token, 'attention_mask': token}
         return {**sample, 'labels': sample['input_ids'].clone(), 'num_images': [int(has_image)]}
 
-    def _processed(self, index: int) -> Sample:
+    def _processed(self, index: int) -> Row:
         content = [{'type': 'text', 'text': 'a'}]
         has_image = bool(self.image_tokens[index])
         if has_image:
