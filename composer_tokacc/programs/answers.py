@@ -175,9 +175,7 @@ def _answer(
     )
 
 
-def _inputs_before(
-    model: HuggingFaceModel, sample: Row, start: int, device: torch.device
-) -> dict[str, torch.Tensor]:
+def _inputs_before(model: HuggingFaceModel, sample: Row, start: int, device: torch.device) -> dict[str, torch.Tensor]:
     """Returns the model's inputs for the tokens before position ``start``."""
     length = sample['input_ids'].shape[1]
     inputs = {}

@@ -10,6 +10,7 @@ word or refuse it only after the data was read and the model was loaded.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
 import sys
 from pathlib import Path
@@ -82,7 +83,6 @@ def check_config(config: TrainConfig, *, num_ranks: int | None = None) -> None:
         # That of the run, on no data: it refuses options that do not go together.
         token_data_spec_of(config, [], slot_tokens=config.microbatching.slot_tokens)
     _check_trainer(config.trainer)
-    _check_names(config)
     for kind in ('algorithms', 'callbacks', 'loggers'):
         for part in named_parts(config, kind):
             check_part(part.kind, part.path, part.name, part.arguments)
@@ -93,6 +93,7 @@ def check_config(config: TrainConfig, *, num_ranks: int | None = None) -> None:
     if config.is_sharded:
         _check_sharding(config)
     _check_report(config)
+    _check_names(config)
 
 
 def _check_launcher() -> int:
@@ -147,7 +148,7 @@ def _check_trainer(trainer: Section) -> None:
         if name in trainer:
             raise ConfigError(f'trainer.{name}', f'must be set in its own section, got: {trainer[name]}. Use {section}')
     arguments = {**without(trainer, 'loggers'), 'model': None}
-    check_arguments('trainer', Trainer, arguments, hints=HOST_HINTS, strict=False)
+    check_arguments('trainer', Trainer, arguments, hints={**HOST_HINTS, 'model': Any}, strict=False)
     if trainer.get('max_duration') is None:
         raise ConfigError('trainer.max_duration', 'must be given. For example 2ep or 500ba')
     if ensure_time(trainer['max_duration'], TimeUnit.EPOCH).unit in (TimeUnit.SECOND, TimeUnit.ITERATION):
@@ -217,13 +218,14 @@ def _check_sharding(config: TrainConfig) -> None:
     """Refuses settings of FSDP that Composer drops without a word or refuses in the first step."""
     settings = config.trainer['parallelism_config']['fsdp']
     # FSDP2's settings (FSDP_VERSION=2) come from the same mapping. The classes themselves take any name.
-    known_names = set()
-    for cls in (FSDPConfig, FSDP2Config):
-        known_names |= {setting.name for setting in dataclasses.fields(cls)}
-    settings = check_value(_FSDP, settings, dict)
-    check_names(_FSDP, settings, known_names)
-    check_arguments(
-        _FSDP, FSDPConfig, settings, hints=HOST_HINTS, extra_keys=dict.fromkeys(known_names, Any), strict=False
+    other_names = {setting.name for setting in dataclasses.fields(FSDP2Config)}
+    settings = check_arguments(
+        _FSDP,
+        FSDPConfig,
+        check_value(_FSDP, settings, dict),
+        hints=HOST_HINTS,
+        extra_keys=dict.fromkeys(other_names - set(inspect.signature(FSDPConfig).parameters), Any),
+        strict=False,
     )
     replicas = settings.get('data_parallel_replicate_degree')
     shards = settings.get('data_parallel_shard_degree', -1)

@@ -32,7 +32,8 @@ class ConfigError(ValueError):
     """
 
     def __init__(self, path: str, message: str) -> None:
-        super().__init__(f'`{path}` {message}' if path else message)
+        text = f'`{path}` {message}' if path else message
+        super().__init__(' '.join(text.split()))
         self.path = path
         self.message = message
 

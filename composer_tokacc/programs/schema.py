@@ -188,9 +188,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     Raises:
         ConfigError: For an unreadable file, an unknown key (it names the nearest), a wrong type or range.
     """
-    layers = [_read_file(path)]
-    for override in overrides:
-        layers.append(_read_override(override))
+    for override in overrides:  # one by one, to name the one that is no YAML
+        _check_override(override)
+    layers = [_read_file(path), OmegaConf.from_dotlist(list(overrides))]
     for layer in layers:
         _spell_out_size(layer)
     return merge(TrainConfig, *layers)
@@ -211,12 +211,12 @@ def _read_file(path: str | Path) -> DictConfig:
     return content
 
 
-def _read_override(override: str) -> DictConfig:
+def _check_override(override: str) -> None:
     key, separator, value = override.partition('=')
     if not separator or not key or key.startswith('-'):
         raise ConfigError('', f'arguments after the file must be key=value, got: {shorten(override)}')
     try:
-        return OmegaConf.from_dotlist([override])
+        OmegaConf.from_dotlist([override])
     except INVALID_YAML as error:
         raise ConfigError(
             key,
@@ -394,9 +394,11 @@ def _requirement(error: ValidationError) -> str:
     requirements = []
     for detail in error.errors(include_url=False, include_input=False):
         reason = detail['msg'].removeprefix('Input should be ').removeprefix('Value error, ')
-        if reason not in requirements:
+        reason = reason.replace('valid dictionary', 'mapping').replace('valid list', 'list')
+        # No YAML file can hold an object of a class.
+        if reason not in requirements and detail['type'] != 'is_instance_of':
             requirements.append(reason)
-    return ', or '.join(requirements)
+    return ', or '.join(requirements) or 'left out'
 
 
 def _shown(value: Any) -> str:

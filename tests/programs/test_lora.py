@@ -116,7 +116,7 @@ def test_a_checkpoint_without_its_base_is_loaded_strictly(processor, pretrained)
         ({'alpha': 'abc'}, '`model.lora.alpha` must be a valid number, got: abc'),
         ({'dropout': 2}, '`model.lora.dropout` must be less than 1, got: 2'),
         ({'modules_to_save': ['projektor']}, "modules_to_save` must name modules of the model, got: 'projektor'"),
-        ({'modules_to_save': 'lm_head'}, '`model.lora.modules_to_save` must be a valid list, got: lm_head'),
+        ({'modules_to_save': 'lm_head'}, '`model.lora.modules_to_save` must be a list, got: lm_head'),
         ({'target_modules': []}, '`model.lora.target_modules` must name modules, got: []'),
         ({'target_modules': ['q_projection']}, '`model.lora`: .*q_projection'),
         ({'target_modules': '.*q_projection'}, '`model.lora`: .*q_projection'),

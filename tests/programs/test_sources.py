@@ -185,7 +185,7 @@ MISTAKES = [
     (['dataset.parts={a: {epochs: often}}'], '`dataset.parts.a.epochs` must be a valid number, got: often'),
     (['dataset.parts={a: {epoch: 1}}'], '`dataset.parts.a` has no key epoch. Did you mean epochs'),
     (['dataset.parts={a: {name: lava}}'], '`dataset.parts.a.name` has no dataset lava. Did you mean llava'),
-    (['dataset.parts=[1]'], '`dataset.parts` must be a valid dictionary'),
+    (['dataset.parts=[1]'], '`dataset.parts` must be a mapping'),
     ([PARTS, 'loader.regroup_ranks=false'], 'must be on for shares of `dataset.parts`, got: off'),
     (['loader.modality=per_step', 'microbatching.regroup=false'], 'must be on for `loader.modality: per_step`'),
     (

@@ -408,6 +408,7 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
     'Composer and the algorithm both weigh by tokens': (
         'train', [*RUN, 'trainer.accumulate_train_batch_on_tokens=true'], None, 'accumulate_train_batch_on_tokens',
     ),
+    'a mode of compilation that is not there': ('train', [*RUN, 'trainer.compile_config={mode: fast}'], None, 'fast'),
     'to go on without a name': ('train', [*RUN, 'trainer.autoresume=true'], None, '`trainer`: '),
     'prefetching without workers': ('train', [*RUN, 'loader.prefetch_factor=2'], None, '`loader`: '),
     'a device that nobody has': ('train', [*RUN, 'trainer.device=abacus'], None, '`trainer.device`'),
