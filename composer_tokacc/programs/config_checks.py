@@ -10,7 +10,6 @@ word or refuse it only after the data was read and the model was loaded.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import os
 import sys
 from pathlib import Path
@@ -217,16 +216,11 @@ def _check_stoppers(config: TrainConfig) -> None:
 def _check_sharding(config: TrainConfig) -> None:
     """Refuses settings of FSDP that Composer drops without a word or refuses in the first step."""
     settings = config.trainer['parallelism_config']['fsdp']
+    settings = check_value(_FSDP, settings, dict)
     # FSDP2's settings (FSDP_VERSION=2) come from the same mapping. The classes themselves take any name.
-    other_names = {setting.name for setting in dataclasses.fields(FSDP2Config)}
-    settings = check_arguments(
-        _FSDP,
-        FSDPConfig,
-        check_value(_FSDP, settings, dict),
-        hints=HOST_HINTS,
-        extra_keys=dict.fromkeys(other_names - set(inspect.signature(FSDPConfig).parameters), Any),
-        strict=False,
-    )
+    known_names = {setting.name for cls in (FSDPConfig, FSDP2Config) for setting in dataclasses.fields(cls)}
+    check_names(_FSDP, settings, known_names)
+    check_arguments(_FSDP, FSDPConfig, settings, hints=HOST_HINTS, strict=False)
     replicas = settings.get('data_parallel_replicate_degree')
     shards = settings.get('data_parallel_shard_degree', -1)
     if os.environ.get('FSDP_VERSION') == '2':

@@ -108,7 +108,9 @@ def _package_that_raised(error: BaseException) -> str:
     """Returns the top package of the innermost frame."""
     module = ''
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        module = str(frame.f_globals.get('__name__'))
+        # A mode of this package stands between a model and each function of torch.
+        if not frame.f_code.co_name.startswith('__torch_'):
+            module = str(frame.f_globals.get('__name__'))
     # Torch raises errors of loader processes again from here: the message has the traceback of the user's dataset.
     return '' if module == 'torch._utils' else module.partition('.')[0]
 

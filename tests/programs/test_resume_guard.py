@@ -183,7 +183,7 @@ def test_another_adapter_of_the_same_shapes_is_named(adapted, lora, differing, t
     assert main(adapted_run(tmp_path / 'run', 2, lora)) == 2
     line = refusal(capsys)
     assert f'got: other {differing}' in line
-    assert '. Set it back, or for a new run type another trainer.run_name' in line
+    assert '. Set it back, or for a new run give another trainer.run_name' in line
 
 
 def test_the_same_adapter_in_other_words_is_resumed(adapted, tmp_path):
