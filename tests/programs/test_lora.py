@@ -135,6 +135,14 @@ def test_mistyped_settings_are_named(processor, lora, message):
         with_lora(processor, **lora)
 
 
+def test_another_package_of_the_name_peft_is_one_line(processor, monkeypatch):
+    import peft
+
+    monkeypatch.delattr(peft, 'LoraConfig')
+    with pytest.raises(ValueError, match=r'`model.lora`: AttributeError: '):
+        with_lora(processor, r=2)
+
+
 @pytest.mark.parametrize('program', [train_program, size_program, verify_program])
 @pytest.mark.parametrize(
     ('lora', 'message'),

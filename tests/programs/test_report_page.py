@@ -119,3 +119,13 @@ def test_a_resumed_run_replaces_the_lines_after_its_checkpoint(tmp_path):
     lines.batch_end(state_at(3), None)
     lines.close(state_at(3), None)
     assert read_metrics(tmp_path) == {'loss': ([1, 2, 3], [1.0, 2.0, 30.0])}
+
+
+def test_a_full_disk_is_met_once(tmp_path):
+    (tmp_path / 'metrics.jsonl').symlink_to('/dev/full')
+    lines = JsonLines(str(tmp_path))
+    lines.fit_start(state_at(0), None)
+    lines.log_metrics({'loss': 1})
+    with pytest.raises(OSError, match='No space left'):
+        lines.batch_end(state_at(1), None)
+    lines.close(state_at(1), None)  # Composer calls it at exit

@@ -209,6 +209,13 @@ def more_layers(folder: Path) -> None:
     (folder / 'config.json').write_text(json.dumps(config))
 
 
+def code_of_its_own(folder: Path) -> None:
+    config = json.loads((folder / 'config.json').read_text())
+    (folder / 'config.json').write_text(
+        json.dumps({**config, 'model_type': 'mine', 'auto_map': {'AutoConfig': 'mine.Config'}})
+    )
+
+
 def template(text: str) -> Callable[[Path], Any]:
     return lambda folder: (folder / 'chat_template.jinja').write_text(text)
 
@@ -329,6 +336,7 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
             ('pickled weights', weights_pickled, '`model.pretrained`'),
             ('a config that is a list', lambda folder: (folder / 'config.json').write_text('[]'), '`model.pretrained`'),
             ('more layers than weights', more_layers, '18 missing'),
+            ('code of its own', code_of_its_own, 'custom code'),
             ('a damaged generation config', generation_config_cut, '`model.pretrained`'),
             ('a template that is none', template('{% for %}'), '`chat_template` must write such messages'),
             ('a template that refuses', template("{{ raise_exception('no') }}"), '`chat_template`'),
