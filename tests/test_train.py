@@ -286,7 +286,7 @@ def test_missing_data_is_said_in_one_line(tmp_path, capsys):
 def test_a_training_set_smaller_than_a_batch_is_refused(capsys):
     assert main([DIGITS, *TINY_DIGITS, 'dataset.num_samples=7']) == 2
     assert (
-        '`loader.global_batch_size` must be at most the dataset with `drop_last`, got: 8 > 7 samples. Lower it'
+        '`global_batch_size` must be at most the dataset with `drop_last`, got: 8 > 7 samples. Lower it'
         in capsys.readouterr().err
     )
 

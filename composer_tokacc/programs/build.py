@@ -92,7 +92,9 @@ def build_parts(config: TrainConfig) -> RunParts:
     layout = BatchLayout.for_model(model)
     train_loader = source.build_loader(train_dataset, processor, layout, model=model)
     if isinstance(train_loader.dataloader, Sized) and not len(train_loader.dataloader):  # Composer would loop for ever
-        raise ConfigError('dataset', 'must give every rank a batch, got: none')
+        raise ConfigError(
+            'dataset', 'must give every rank a batch, got: none. Set `loader.drop_last=false`'
+        )
     eval_loader = None
     if eval_dataset is not None:
         eval_loader = source.build_loader(eval_dataset, processor, layout, is_eval=True, model=model)

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from composer_tokacc.programs.machine_faults import fault_of_machine
+
 log = logging.getLogger(__name__)
 
 PACKAGE = str(Path(__file__).parents[1])
@@ -80,8 +82,6 @@ def training() -> Iterator[None]:
 
 def raise_in_one_line(path: str, error: Exception) -> None:
     """Raises the error as a :class:`ConfigError` of the key, or unchanged if no key of the config is to blame."""
-    from composer_tokacc.programs.machine_faults import fault_of_machine
-
     if isinstance(error, ConfigError) or _names_a_sample(error) or fault_of_machine(error):
         raise error
     if raised_here(error):
@@ -92,12 +92,10 @@ def raise_in_one_line(path: str, error: Exception) -> None:
 
 
 def raised_here(error: BaseException) -> bool:
-    """Returns whether a ``raise`` statement of this package refused something, rather than a line with a bug.
+    """Returns whether a ``raise`` statement of this package raised an error, rather than a line with a bug.
 
     The plugin refuses with plain ValueError, TypeError and RuntimeError, as its users expect.
     """
-    if type(error) not in (ValueError, TypeError, RuntimeError):
-        return False
     if _package_that_raised(error) != 'composer_tokacc':
         return False
     frames = traceback.extract_tb(error.__traceback__)

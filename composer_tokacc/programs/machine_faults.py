@@ -12,8 +12,6 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from composer_tokacc.programs.errors import shorten
-
 
 @dataclass(frozen=True)
 class MachineFault:
@@ -61,6 +59,8 @@ def _is_out_of_memory(error: BaseException, text: str) -> bool:
     return type(error).__name__ == 'OutOfMemoryError'
 
 
+LONGEST_TEXT = 300
+"""Characters of an error that are shown. Its end says most."""
 DISK = 'the disk must have room for checkpoints and results, got: {text}'
 FILES = (
     'the limit of open files (`ulimit -Hn`) must leave room for ranks and loader processes, got: {limit}. Raise it, '
@@ -114,7 +114,7 @@ def fault_of_machine(error: BaseException | None) -> str:
         for fault in FAULTS:
             if fault.matches(error, text):
                 return fault.message.format(
-                    text=shorten(text, 300).rstrip('. ') or type(error).__name__,
+                    text=text[-LONGEST_TEXT:].rstrip('. ') or type(error).__name__,
                     limit=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
                     port=os.environ.get('MASTER_PORT', ''),
                 )

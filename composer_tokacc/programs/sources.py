@@ -211,17 +211,6 @@ class Source(ABC):
             'cost': self.config.microbatching.cost,
         }
 
-    def drops_last(self, num_samples: int, *, is_eval: bool) -> bool:
-        """Returns whether the last, smaller batch is left out. Refuses a dataset that is smaller than one batch."""
-        drops_last = self.config.loader.drop_last and not is_eval
-        if drops_last and num_samples < self.config.loader.global_batch_size:
-            raise ConfigError(
-                'loader.global_batch_size',
-                'must be at most the dataset with `drop_last`, got: '
-                f'{self.config.loader.global_batch_size} > {num_samples} samples. Lower it or set drop_last=false',
-            )
-        return drops_last
-
 
 def token_data_spec_of(
     config: TrainConfig,
@@ -396,7 +385,7 @@ class FileSource(Source):
         """Opens the regrouping loader, or torch's if rows must keep their order."""
         if not is_eval and self.config.regroups_ranks:
             return self._regrouping_loader(dataset, processor, options)
-        drop_last = self.drops_last(len(dataset), is_eval=is_eval)
+        drop_last = self.config.loader.drop_last and not is_eval
         shuffle = self.config.loader.shuffle and not is_eval
         sampler = dist.get_sampler(dataset, shuffle=shuffle, drop_last=drop_last, seed=self.config.seed)
         batch_size = self.rank_batch_size(is_eval=is_eval)
@@ -571,7 +560,7 @@ class ShardSource(Source):
         from streaming import StreamingDataLoader  # pyright: ignore[reportMissingImports]
 
         config, batch_size = self.config, self.rank_batch_size(is_eval=is_eval)
-        drop_last = self.drops_last(len(dataset) * dist.get_world_size(), is_eval=is_eval)
+        drop_last = self.config.loader.drop_last and not is_eval
         if is_eval or not config.loader.exchange_ranks:
             # With a separate generator, because seeding workers must not move the random numbers of the run.
             generator = torch.Generator().manual_seed(config.seed + dist.get_global_rank())
