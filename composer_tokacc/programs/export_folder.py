@@ -170,7 +170,7 @@ def _merged(config: PretrainedConfig, content: Section, weights: Mapping[str, to
         model = auto_class(config).from_config(config)
     else:
         base = content.get('base_model_name_or_path')
-        with building("the adapter's base"):
+        with building('base_model_name_or_path'):
             # In the type of the run, because the type of the file may round the trained weights.
             model = auto_class(config).from_pretrained(base, dtype=config.dtype, trust_remote_code=False)
     head = model.get_output_embeddings()
