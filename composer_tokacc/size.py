@@ -171,7 +171,12 @@ def size(config: TrainConfig, options: SizeOptions) -> SizingReport:
 
 
 def time_steps(
-    config: TrainConfig, *, size: int, slot_tokens: int, num_steps: int, width_multiple: int | None = None
+    config: TrainConfig,
+    *,
+    size: int,
+    slot_tokens: int,
+    num_steps: int,
+    width_multiple: int | None = None,
 ) -> MicrobatchTimer:
     """Trains a few steps of a run on this machine and times its microbatches. The weights are thrown away.
 
@@ -211,7 +216,12 @@ def time_steps(
     return timer
 
 
-def time_shapes(config: TrainConfig, *, size: int, slot_tokens: int) -> tuple[CostModel, float]:
+def time_shapes(
+    config: TrainConfig,
+    *,
+    size: int,
+    slot_tokens: int,
+) -> tuple[CostModel, float]:
     """Returns the cost model, from large and small microbatches, trimmed or not, and the other seconds of a step."""
     timers = []
     for timed_size in sorted({max(size // fraction, 1) for fraction in TIMED_FRACTIONS}):

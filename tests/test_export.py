@@ -347,7 +347,7 @@ def test_a_checkpoint_that_is_not_whole_leaves_nothing_behind(tmp_path, capsys):
             assert message in capsys.readouterr().err
     (tmp_path / 'base' / 'config.json').unlink()
     assert main([str(checkpoint), str(tmp_path / 'out' / 'merged'), 'merge=true']) == 2
-    assert "`base_model_name_or_path`: " in capsys.readouterr().err
+    assert '`base_model_name_or_path`: ' in capsys.readouterr().err
     assert not list((tmp_path / 'out').iterdir())
 
 

@@ -60,7 +60,13 @@ class Answers(Callback):
     """Lets the model answer samples after each evaluation, on the first rank. ``answers.jsonl`` holds all answers."""
 
     def __init__(
-        self, dataset: SampleDataset, processor: Processor, *, folder: str, num_samples: int, max_new_tokens: int
+        self,
+        dataset: SampleDataset,
+        processor: Processor,
+        *,
+        folder: str,
+        num_samples: int,
+        max_new_tokens: int,
     ) -> None:
         self.dataset = dataset
         self.processor = processor
@@ -129,7 +135,12 @@ def read_last_answers(folder: Path) -> list[Answer]:
 
 
 def answer_eval_samples(
-    model: HuggingFaceModel, dataset: SampleDataset, processor: Processor, *, num_samples: int, max_new_tokens: int = 64
+    model: HuggingFaceModel,
+    dataset: SampleDataset,
+    processor: Processor,
+    *,
+    num_samples: int,
+    max_new_tokens: int = 64,
 ) -> list[Answer]:
     """Lets a model that is not sharded answer the last turn of evenly spaced samples, greedily."""
     if num_samples < 1:
@@ -145,7 +156,11 @@ def answer_eval_samples(
 
 
 def _answer(
-    model: HuggingFaceModel, dataset: SampleDataset, index: int, processor: Processor, max_new_tokens: int
+    model: HuggingFaceModel,
+    dataset: SampleDataset,
+    index: int,
+    processor: Processor,
+    max_new_tokens: int,
 ) -> Answer:
     sample = dataset[index]
     tokenizer = tokenizer_of(processor)
@@ -175,14 +190,21 @@ def _answer(
     )
 
 
-def _inputs_before(model: HuggingFaceModel, sample: Row, start: int, device: torch.device) -> dict[str, torch.Tensor]:
+def _inputs_before(
+    model: HuggingFaceModel,
+    sample: Row,
+    start: int,
+    device: torch.device,
+) -> dict[str, torch.Tensor]:
     """Returns the model's inputs for the tokens before position ``start``."""
     length = sample['input_ids'].shape[1]
     inputs = {}
     for key, value in sample.items():
         if key in model.model_forward_args and key != 'labels':
             is_sequence = value.dim() == 2 and value.shape[1] == length
-            inputs[key] = (value[:, :start] if is_sequence else value).to(device)
+            if is_sequence:
+                value = value[:, :start]
+            inputs[key] = value.to(device)
     return inputs
 
 
@@ -219,7 +241,8 @@ def _images_of_file(dataset: SampleDataset, index: int) -> list[np.ndarray]:
     media = dataset.decoded(index)
     images = list(media.get('image', []))
     for video in media.get('video', []):
-        images.append(Image.fromarray(video.frames[0].permute(1, 2, 0).numpy()))
+        first_frame = video.frames[0].permute(1, 2, 0)
+        images.append(Image.fromarray(first_frame.numpy()))
     arrays = []
     for image in images:
         image.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))

@@ -74,7 +74,8 @@ def build_parts(config: TrainConfig) -> RunParts:
     # Before the data, because the ranks read it together.
     if dist.get_world_size() > 1:
         say(f'waiting for {dist.get_world_size()} ranks ...')
-    dist.initialize_dist(get_device(config.trainer.get('device')), config.trainer.get('dist_timeout', DIST_TIMEOUT))
+    device = get_device(config.trainer.get('device'))
+    dist.initialize_dist(device, config.trainer.get('dist_timeout', DIST_TIMEOUT))
     say('reading the data ...')
     source = source_of(config)
     processor = source.build_processor()
@@ -92,9 +93,7 @@ def build_parts(config: TrainConfig) -> RunParts:
     layout = BatchLayout.for_model(model)
     train_loader = source.build_loader(train_dataset, processor, layout, model=model)
     if isinstance(train_loader.dataloader, Sized) and not len(train_loader.dataloader):  # Composer would loop for ever
-        raise ConfigError(
-            'dataset', 'must give every rank a batch, got: none. Set `loader.drop_last=false`'
-        )
+        raise ConfigError('dataset', 'must give every rank a batch, got: none. Set `loader.drop_last=false`')
     eval_loader = None
     if eval_dataset is not None:
         eval_loader = source.build_loader(eval_dataset, processor, layout, is_eval=True, model=model)
@@ -112,14 +111,19 @@ def build_parts(config: TrainConfig) -> RunParts:
 def build_optimizer(model: torch.nn.Module, section: Section) -> torch.optim.Optimizer:
     """Builds the optimizer of a run, with a group of parameters for each of ``optimizer.parts``."""
     groups = parameter_groups(model, section.get('parts') or {})
-    parameters: Any = groups if len(groups) > 1 else groups[0]['params']
+    parameters: Any = groups
+    if len(groups) == 1:
+        parameters = groups[0]['params']
     optimizer = build_section('optimizer', section, parameters)
     remember_unused_parameters(optimizer)
     return optimizer
 
 
 def build_trainer(
-    config: TrainConfig, parts: RunParts, history: InMemoryLogger, trainer_parts: TrainerParts | None = None
+    config: TrainConfig,
+    parts: RunParts,
+    history: InMemoryLogger,
+    trainer_parts: TrainerParts | None = None,
 ) -> Trainer:
     """Builds the Composer Trainer of a config.
 

@@ -165,8 +165,9 @@ def check_checkpoint(key: str, path: Path) -> None:
     elif path.is_dir() and not (path / '.metadata').exists():
         reason = 'a folder without `.metadata`. Name the folder of one step, such as checkpoints/ep1-ba100'
     elif path.is_dir():
-        found_damage = damage(path)
-        reason = f'damaged ({found_damage})' if found_damage else ''
+        details = damage(path)
+        if details:
+            reason = f'damaged ({details})'
     elif not path.is_file() or not zipfile.is_zipfile(path):
         reason = 'which is compressed, incomplete or not written by Composer'
     if reason:
@@ -276,7 +277,9 @@ class SavedRun:
             if isinstance(value, torch.Tensor):
                 shapes[name] = _shape(value.shape, value.dtype)
         # Without a time Composer would take the state of the optimizer for that of step 0.
-        optimizers = sorted(state.get('optimizers') or {}) if state.get('timestamp') else []
+        optimizers = []
+        if state.get('timestamp'):
+            optimizers = sorted(state.get('optimizers') or {})
         return cls(path, _fingerprints_of(state, path), shapes, optimizers)
 
 
@@ -426,7 +429,10 @@ def _checkpoint_to_load(trainer: Section, run_name: str) -> tuple[Path | None, b
 
 def _compare_weights(saved: SavedRun, weights: dict[str, Weight], *, is_strict: bool) -> None:
     """Refuses a checkpoint whose weights have other shapes or, if strict, other names."""
-    other_shapes = [name for name in weights if name in saved.shapes and saved.shapes[name] != weights[name].shape]
+    other_shapes = []
+    for name, weight in weights.items():
+        if saved.shapes.get(name, weight.shape) != weight.shape:
+            other_shapes.append(name)
     # A head that is tied to the embeddings may be stored once.
     saved_addresses = {weight.address for name, weight in weights.items() if name in saved.shapes}
     missing, unknown = [], []

@@ -150,7 +150,8 @@ def _check_trainer(trainer: Section) -> None:
     check_arguments('trainer', Trainer, arguments, hints={**HOST_HINTS, 'model': Any}, strict=False)
     if trainer.get('max_duration') is None:
         raise ConfigError('trainer.max_duration', 'must be given. For example 2ep or 500ba')
-    if ensure_time(trainer['max_duration'], TimeUnit.EPOCH).unit in (TimeUnit.SECOND, TimeUnit.ITERATION):
+    unit = ensure_time(trainer['max_duration'], TimeUnit.EPOCH).unit
+    if unit in (TimeUnit.SECOND, TimeUnit.ITERATION):
         raise ConfigError(
             'trainer.max_duration',
             'must be in epochs, batches, samples or tokens (2ep, 500ba, 10000sp, 5000000tok), got: '
@@ -158,7 +159,8 @@ def _check_trainer(trainer: Section) -> None:
         )
     parallelism = trainer.get('parallelism_config') or {}
     # `tp` takes Python objects, and the Trainer drops `fsdp2`.
-    check_names('trainer.parallelism_config', [key for key in parallelism if parallelism[key] is not None], ['fsdp'])
+    keys = [key for key, value in parallelism.items() if value is not None]
+    check_names('trainer.parallelism_config', keys, ['fsdp'])
     file_name = str(trainer.get('save_filename'))
     if is_compressed_pt(file_name):
         raise ConfigError('trainer.save_filename', f'must end in .pt, got: {file_name}. No run resumes compressed ones')
@@ -191,7 +193,8 @@ def _check_optimizer(optimizer: Section) -> None:
     """
     parts = check_value('optimizer.parts', optimizer.get('parts'), dict[str, dict[str, Any]] | None) or {}
     for arguments in ({}, *parts.values()):
-        build_section('optimizer', {**optimizer, **arguments}, [torch.nn.Parameter(torch.zeros(1))])
+        parameter = torch.nn.Parameter(torch.zeros(1))
+        build_section('optimizer', {**optimizer, **arguments}, [parameter])
 
 
 def _check_stoppers(config: TrainConfig) -> None:

@@ -52,7 +52,13 @@ def export_checkpoint(checkpoint: Path, folder: Path, *, merge: bool = False) ->
         raise ConfigError('', f'the folder to export to must be writable, got: {folder} ({error})') from error
 
 
-def _export(state: Section, checkpoint: Path, folder: Path, *, merge: bool) -> None:
+def _export(
+    state: Section,
+    checkpoint: Path,
+    folder: Path,
+    *,
+    merge: bool,
+) -> None:
     try:
         metadata = state['integrations']['huggingface']
         adapter = metadata['model'].get('peft_config')
@@ -107,7 +113,10 @@ def _read(checkpoint: Path, scratch: Path) -> dict[str, Any]:
 
 
 def _check_finite(weights: Mapping[str, torch.Tensor], owner: str) -> None:
-    broken = [name for name, value in weights.items() if value.is_complex() or not value.isfinite().all()]
+    broken = []
+    for name, value in weights.items():
+        if value.is_complex() or not value.isfinite().all():
+            broken.append(name)
     if broken:
         raise ConfigError(
             '', f'the weights must be finite numbers, got: {owner} with NaN, infinite or complex ones in {broken[:3]}'
@@ -133,7 +142,10 @@ def _save_pretrained(model: Any, folder: Path) -> None:
 
 
 def _save_adapter(
-    config: PretrainedConfig, content: Section, weights: Mapping[str, torch.Tensor], folder: Path
+    config: PretrainedConfig,
+    content: Section,
+    weights: Mapping[str, torch.Tensor],
+    folder: Path,
 ) -> None:
     """Writes ``adapter_model.safetensors`` and its config, as peft itself does."""
     import peft  # only those who train adapters have it

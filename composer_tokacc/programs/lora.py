@@ -83,7 +83,13 @@ def _check_package(path: str, package: str) -> None:
         raise ConfigError(path, f'needs the package {package}, got: none. pip install {package}')
 
 
-def with_adapter(model: Any, lora: Section, *, base: str | None, never_trained: Collection[str] = ()) -> Any:
+def with_adapter(
+    model: Any,
+    lora: Section,
+    *,
+    base: str | None,
+    never_trained: Collection[str] = (),
+) -> Any:
     """Returns the model with a fresh adapter. Only the adapter and ``modules_to_save`` are trained, in float32.
 
     Args:
@@ -128,7 +134,11 @@ def _check_modules_to_save(model: nn.Module, names: Sequence[str]) -> None:
 
 
 def with_saved_adapter(
-    model: Any, content: Section, weights: Mapping[str, torch.Tensor], *, assign: bool = False
+    model: Any,
+    content: Section,
+    weights: Mapping[str, torch.Tensor],
+    *,
+    assign: bool = False,
 ) -> Any:
     """Returns the base with the adapter of a checkpoint, whose config is ``content``, as peft writes it.
 
@@ -163,7 +173,12 @@ def refuse_partial(content: str, missing: Sequence[str], unknown: Sequence[str])
         )
 
 
-def load_weights(model: nn.Module, weights: Mapping[str, torch.Tensor], *, assign: bool) -> LoadedKeys:
+def load_weights(
+    model: nn.Module,
+    weights: Mapping[str, torch.Tensor],
+    *,
+    assign: bool,
+) -> LoadedKeys:
     """Loads the weights of a checkpoint and returns the names that were missing or unknown."""
     try:
         return model.load_state_dict(dict(weights), strict=False, assign=assign)
@@ -201,7 +216,12 @@ def keep_trained_only(composer_model: nn.Module) -> None:
     Hooks of torch's state dict see every way in which a checkpoint is written and read.
     """
 
-    def leave_out(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    def leave_out(
+        module: nn.Module,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Any,
+    ) -> None:
         names = {prefix + name for name in _frozen_weights(module)}
         for key in list(state_dict):
             # In 4 bits a weight has constants beside it: `weight.absmax`, `weight.quant_map`, ...
@@ -209,7 +229,12 @@ def keep_trained_only(composer_model: nn.Module) -> None:
             if key in names or weight_name in names:
                 del state_dict[key]
 
-    def fill_in(module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def fill_in(
+        module: nn.Module,
+        state_dict: dict[str, Any],
+        prefix: str,
+        *args: Any,
+    ) -> None:
         for name, value in _frozen_weights(module).items():
             state_dict.setdefault(prefix + name, value)
 

@@ -53,7 +53,9 @@ class JsonLines(LoggerDestination):
         for name, value in metrics.items():
             if np.ndim(value) == 0:
                 number = float(value)
-                self._line[name] = number if math.isfinite(number) else None
+                self._line[name] = None
+                if math.isfinite(number):
+                    self._line[name] = number
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Writes the line of the step."""
@@ -85,7 +87,8 @@ class JsonLines(LoggerDestination):
     def _write(self, state: State) -> None:
         if self._file is not None and self._line:
             try:
-                self._file.write(json.dumps({'step': state.timestamp.batch.value, **self._line}) + '\n')
+                line = {'step': state.timestamp.batch.value, **self._line}
+                self._file.write(json.dumps(line) + '\n')
                 self._file.flush()
             except OSError:
                 # Closed here, or Composer would close it at exit and log a second traceback.
@@ -114,9 +117,12 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _drop_lines_after(path: Path, step: int) -> None:
-    lines = [line for line in _read_lines(path) if line['step'] <= step]
+    text = ''
+    for line in _read_lines(path):
+        if line['step'] <= step:
+            text += json.dumps(line) + '\n'
     with whole_file(path) as new_file:
-        new_file.write_text(''.join(json.dumps(line) + '\n' for line in lines), encoding='utf-8')
+        new_file.write_text(text, encoding='utf-8')
 
 
 def read_metrics(folder: Path) -> dict[str, Series]:
@@ -133,7 +139,10 @@ def read_metrics(folder: Path) -> dict[str, Series]:
         for name, value in line.items():
             if isinstance(value, int | float):
                 values_by_name.setdefault(name, {})[step] = float(value)
-    return {name: (list(values), list(values.values())) for name, values in values_by_name.items()}
+    metrics = {}
+    for name, values in values_by_name.items():
+        metrics[name] = list(values.keys()), list(values.values())
+    return metrics
 
 
 def select(metrics: Mapping[str, Series], pattern: str) -> dict[str, Series]:

@@ -168,14 +168,19 @@ def parameter_groups(model: nn.Module, parts: Mapping[str, Section]) -> list[dic
 
     Parts are named as in :func:`freeze_parameters`. A parameter belongs to the longest name that it lies under.
     """
-    groups: dict[str, dict[str, Any]] = {name: {**arguments, 'params': []} for name, arguments in parts.items()}
+    groups: dict[str, dict[str, Any]] = {}
+    for name, arguments in parts.items():
+        groups[name] = {**arguments, 'params': []}
     rest: dict[str, Any] = {'params': []}
     for full_name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         names = [name for name in parts if _lies_under(full_name, name)]
-        group = groups[max(names, key=len)] if names else rest
-        group['params'].append(parameter)
+        if names:
+            longest_name = max(names, key=len)
+            groups[longest_name]['params'].append(parameter)
+        else:
+            rest['params'].append(parameter)
     for name, group in groups.items():
         if not group['params']:
             raise ConfigError('optimizer.parts', f'must name parts of the model that are trained, got: {name}')
@@ -201,8 +206,9 @@ def read_config(pretrained: str | None, config: Section | None, processor: Proce
         default = config_class()
         _check_fields(settings, default, 'model.config')
         if processor is not None:
-            has_text_config = hasattr(default, 'text_config')
-            text_settings = settings.setdefault('text_config', {}) if has_text_config else settings
+            text_settings = settings
+            if hasattr(default, 'text_config'):
+                text_settings = settings.setdefault('text_config', {})
             _complete_text(text_settings, tokenizer_of(processor))
             _complete_placeholders(settings, default, processor)
         finished = config_class(**settings)
@@ -314,7 +320,12 @@ def empty_model(config: PretrainedConfig) -> Any:
         return auto_class(config).from_config(config, trust_remote_code=False)
 
 
-def _from_checkpoint(path: str, tokenizer: Any, dtype: torch.dtype, options: dict[str, Any]) -> Any:
+def _from_checkpoint(
+    path: str,
+    tokenizer: Any,
+    dtype: torch.dtype,
+    options: dict[str, Any],
+) -> Any:
     config = read_config(path, None)
     with building('model.pretrained'):
         model, loading = auto_class(config).from_pretrained(

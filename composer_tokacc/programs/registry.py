@@ -176,7 +176,13 @@ def build_section(kind: str, section: Section, *positional: Any) -> Any:
     return build_part(kind, kind, section['name'], without(section, 'name', 'parts'), *positional)
 
 
-def build_part(kind: str, path: str, name: str, arguments: Section | None, *positional: Any) -> Any:
+def build_part(
+    kind: str,
+    path: str,
+    name: str,
+    arguments: Section | None,
+    *positional: Any,
+) -> Any:
     """Builds one object. ``path`` is its key in the config; ``positional`` comes from the program itself."""
     cls = class_by_name(kind, name)
     checked = check_part(kind, path, name, arguments, num_positional=len(positional))
@@ -185,7 +191,12 @@ def build_part(kind: str, path: str, name: str, arguments: Section | None, *posi
 
 
 def check_part(
-    kind: str, path: str, name: str, arguments: Section | None, *, num_positional: int = 0
+    kind: str,
+    path: str,
+    name: str,
+    arguments: Section | None,
+    *,
+    num_positional: int = 0,
 ) -> dict[str, Any]:
     """Returns the arguments for a class, which must be there and take them."""
     cls = class_by_name(kind, name)

@@ -101,7 +101,12 @@ class Rehearsal(Callback):
         tell: Gets the table. Default: the log.
     """
 
-    def __init__(self, memory: MemoryModel | None = None, *, tell: Callable[[str], None] = log.info) -> None:
+    def __init__(
+        self,
+        memory: MemoryModel | None = None,
+        *,
+        tell: Callable[[str], None] = log.info,
+    ) -> None:
         self.memory = memory
         self.tell = tell
         self.report: RehearsalReport | None = None
@@ -128,7 +133,8 @@ def rehearsal_of(config: TrainConfig, parts: RunParts) -> Rehearsal | None:
     wish = config.microbatching.rehearse
     if wish is None:
         has_gpu = config.trainer.get('device') != 'cpu' and torch.cuda.is_available()
-        wish = 'heaviest' if has_gpu else 'none'
+        if not has_gpu:
+            return None
     if wish == 'none':
         return None
     memory = None
@@ -202,7 +208,12 @@ def _candidates(
 
 
 def _heaviest(
-    state: State, sampler: RegroupingBatchSampler, options: CutOptions, memory: MemoryModel | None, *, whole: bool
+    state: State,
+    sampler: RegroupingBatchSampler,
+    options: CutOptions,
+    memory: MemoryModel | None,
+    *,
+    whole: bool,
 ) -> tuple[list[Candidate], int]:
     """Returns the microbatches that may be the heaviest of the rest of a run, lightest first.
 
@@ -239,13 +250,16 @@ def _heaviest(
         front = [candidate._replace(predicted=_predicted(candidate, memory)) for candidate in front]
         peaks = np.array([candidate.predicted for candidate in front])
     # The largest in each of the three sizes, and the highest peak.
-    places = {int(place) for place in np.column_stack([sizes, peaks]).argmax(axis=0)}
+    places = set(np.column_stack([sizes, peaks]).argmax(axis=0).tolist())
     by_peak = sorted(places, key=lambda place: (peaks[place], place))
     return [front[place] for place in by_peak], num_batches
 
 
 def _cut_again(
-    groups: list[list[int]], planned: Sequence[Microbatch], sampler: RegroupingBatchSampler, options: CutOptions
+    groups: list[list[int]],
+    planned: Sequence[Microbatch],
+    sampler: RegroupingBatchSampler,
+    options: CutOptions,
 ) -> Iterator[tuple[list[int], int]]:
     """Gives samples and width of each microbatch. One over the budget is cut as the split will cut it."""
     for samples, microbatch in zip(groups, planned, strict=True):
@@ -271,7 +285,8 @@ def _predicted(candidate: Candidate, memory: MemoryModel) -> float:
 
 
 def _plans_left(
-    state: State, sampler: RegroupingBatchSampler
+    state: State,
+    sampler: RegroupingBatchSampler,
 ) -> Iterator[tuple[int, Sequence[Sequence[Microbatch]], list[int]]]:
     """Gives step, microbatches of each rank, and samples of each global batch that is left of a run."""
     ahead = copy.copy(sampler)  # whose epoch may be set
@@ -408,7 +423,13 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
     return parameter_bytes * state_bytes // small.nbytes
 
 
-def _does_not_fit(state: State, failed: Candidate, size: int, *, fitting_size: int) -> ConfigError:
+def _does_not_fit(
+    state: State,
+    failed: Candidate,
+    size: int,
+    *,
+    fitting_size: int,
+) -> ConfigError:
     """Returns the error for a microbatch that does not fit. ``fitting_size`` is 0 if no size fits."""
     dataset: Any = cast(RegroupingDataLoader, state.dataloader).dataset
     names = []

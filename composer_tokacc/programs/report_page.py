@@ -84,7 +84,8 @@ def _answered(answer: Answer) -> str:
     for image in answer.images[:MOST_IMAGES]:
         pictures.append(_embedded(_as_png(image), f'image of {answer.sample_id}'))
     rows = ''
-    for name, text in (('question', answer.question), ('expected', answer.expected), ('answer', answer.generated)):
+    texts = {'question': answer.question, 'expected': answer.expected, 'answer': answer.generated}
+    for name, text in texts.items():
         rows += f'<tr><th>{name}</th><td>{html.escape(text)}</td></tr>'
     mark = '&#10003;' if answer.is_right else '&#10007;'
     caption = f'<figcaption>{html.escape(answer.sample_id)} {mark}</figcaption>'
@@ -138,6 +139,6 @@ def _chart(title: str, curves: Mapping[str, Series]) -> str:
 
 def _thinned(steps: Sequence[int], values: Sequence[float]) -> list[tuple[float, float]]:
     """Returns at most ``MOST_POINTS`` points, each the mean of neighbouring ones."""
-    points = np.stack([np.asarray(steps, dtype=float), np.asarray(values, dtype=float)], axis=1)
+    points = np.array([steps, values], dtype=float).T
     groups = np.array_split(points, min(len(points), MOST_POINTS))
     return [tuple(group.mean(axis=0)) for group in groups]

@@ -70,7 +70,12 @@ def result_folder(config: TrainConfig, run_name: str) -> Path:
 
 
 def summarize(
-    state: State, metrics: Mapping[str, Series], parts: RunParts, *, first_step: int, seconds: float
+    state: State,
+    metrics: Mapping[str, Series],
+    parts: RunParts,
+    *,
+    first_step: int,
+    seconds: float,
 ) -> dict[str, Any]:
     """Returns the result of a run as JSON has it: ``eval`` of the last evaluation, ``token_monitor`` as means.
 
@@ -84,7 +89,10 @@ def summarize(
     _, losses = metrics.get('loss/train/total', ([], []))
     evaluation = select(metrics, 'metrics/eval/*')
     monitored = select(metrics, 'token_monitor/*')
-    means = {name: float(np.mean(values)) for name, (_, values) in monitored.items() if not name.startswith('source/')}
+    means = {}
+    for name, (_, values) in monitored.items():
+        if not name.startswith('source/'):
+            means[name] = float(np.mean(values))
     datasets = [*_datasets_of(parts.train_dataset), parts.eval_dataset]
     skipped, fitted = [], []
     for dataset in datasets:

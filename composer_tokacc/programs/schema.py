@@ -340,7 +340,13 @@ def _annotations_of(target: Callable[..., Any]) -> dict[str, Any]:
         return {}
 
 
-def check_value(path: str, value: Any, hint: Any, *, strict: bool = True) -> Any:
+def check_value(
+    path: str,
+    value: Any,
+    hint: Any,
+    *,
+    strict: bool = True,
+) -> Any:
     """Returns the value if it fits the annotation. A section of our own becomes its dataclass."""
     section = _section_in(hint)
     if section is not None and value is not None:

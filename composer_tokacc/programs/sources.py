@@ -75,7 +75,11 @@ DATASET_HINTS = {
 }
 """Ranges of the arguments of LlavaDataset and the small processor."""
 _Share = Annotated[float, Field(gt=0, lt=1e9)]
-SHARE_KEYS = {'epochs': Annotated[float, Field(gt=0, le=10_000)], 'weight': _Share, 'loss_share': _Share}
+SHARE_KEYS = {
+    'epochs': Annotated[float, Field(gt=0, le=10_000)],
+    'weight': _Share,
+    'loss_share': _Share,
+}
 """Keys that say how much of each of several parts is trained."""
 PART_KEYS = {'name': Any, **SHARE_KEYS}
 """Keys of one of several parts that are not arguments of the dataset class."""
@@ -119,7 +123,12 @@ class Source(ABC):
 
     @abstractmethod
     def open_loader(
-        self, dataset: Any, processor: Processor, options: Section, *, is_eval: bool
+        self,
+        dataset: Any,
+        processor: Processor,
+        options: Section,
+        *,
+        is_eval: bool,
     ) -> tuple[DataLoader, int | None]:
         """Opens a loader with the options of torch's. Returns it with the slot width that it plans with."""
 
@@ -166,7 +175,13 @@ class Source(ABC):
         )
 
     def build_loader(
-        self, dataset: Any, processor: Processor, layout: BatchLayout, *, is_eval: bool = False, model: Any = None
+        self,
+        dataset: Any,
+        processor: Processor,
+        layout: BatchLayout,
+        *,
+        is_eval: bool = False,
+        model: Any = None,
     ) -> DataSpec:
         """Returns a loader of this rank's samples, wrapped so that Composer counts, splits and trims by the config.
 
@@ -373,14 +388,21 @@ class FileSource(Source):
         """Returns the largest row: the limits of the dataset's section, or the room in a microbatch if that is less."""
         microbatching = self.config.microbatching
         size, width = microbatching.device_train_microbatch_size, microbatching.slot_tokens
-        room = token_budget(size, width) if isinstance(size, int) and width else None
+        room = None
+        if isinstance(size, int) and width:
+            room = token_budget(size, width)
         return {
             'max_length': _smaller(part.get('max_length'), room),
             'max_image_tokens': _smaller(part.get('max_image_tokens'), microbatching.max_image_tokens),
         }
 
     def open_loader(
-        self, dataset: Any, processor: Processor, options: Section, *, is_eval: bool
+        self,
+        dataset: Any,
+        processor: Processor,
+        options: Section,
+        *,
+        is_eval: bool,
     ) -> tuple[DataLoader, int | None]:
         """Opens the regrouping loader, or torch's if rows must keep their order."""
         if not is_eval and self.config.regroups_ranks:
@@ -393,7 +415,10 @@ class FileSource(Source):
         return dataloader, self.config.microbatching.slot_tokens
 
     def _regrouping_loader(
-        self, dataset: Any, processor: Processor, options: Section
+        self,
+        dataset: Any,
+        processor: Processor,
+        options: Section,
     ) -> tuple[RegroupingDataLoader, int]:
         """Opens a loader that assigns the samples of each global batch to ranks by length."""
         loader, microbatching = self.config.loader, self.config.microbatching
@@ -441,7 +466,8 @@ class FileSource(Source):
             mixture = Mixture(sizes, weights=weights)
         else:
             mixture = Mixture(sizes, epochs=[part.get('epochs', 1) for part in parts])
-        return {'mixture': mixture, 'loss_shares': LossShares(sizes, shares, loss_tokens) if shares else None}
+        loss_shares = LossShares(sizes, shares, loss_tokens) if shares else None
+        return {'mixture': mixture, 'loss_shares': loss_shares}
 
 
 def _smaller(first: int | None, second: int | None) -> int | None:
@@ -472,7 +498,10 @@ def _is_ours(cls: Any) -> bool:
 def _check_dataset(path: str, part: Section, extra_keys: Section) -> None:
     cls = _dataset_class(path, part.get('name'))
     hints = DATASET_HINTS if _is_ours(cls) else None
-    check_arguments(path, cls, {**part, 'processor': None}, extra_keys={**extra_keys, 'processor': Any}, hints=hints)
+    # The processor is given by the program.
+    arguments = {**part, 'processor': None}
+    extra_keys = {**extra_keys, 'processor': Any}
+    check_arguments(path, cls, arguments, extra_keys=extra_keys, hints=hints)
     if _is_ours(cls):
         _check_video(path, part)
 
@@ -554,7 +583,12 @@ class ShardSource(Source):
             return LlavaStreamingDataset(processor=processor, **arguments)
 
     def open_loader(
-        self, dataset: Any, processor: Processor, options: Section, *, is_eval: bool
+        self,
+        dataset: Any,
+        processor: Processor,
+        options: Section,
+        *,
+        is_eval: bool,
     ) -> tuple[DataLoader, int | None]:
         """Opens StreamingDataLoader, or with ``loader.exchange_ranks`` the one that exchanges samples between ranks."""
         from streaming import StreamingDataLoader  # pyright: ignore[reportMissingImports]

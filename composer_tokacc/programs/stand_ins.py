@@ -34,7 +34,12 @@ class StandIns:
         config: Of the model.
     """
 
-    def __init__(self, table: LengthTable, processor: Processor | None, config: PretrainedConfig) -> None:
+    def __init__(
+        self,
+        table: LengthTable,
+        processor: Processor | None,
+        config: PretrainedConfig,
+    ) -> None:
         self.image_tokens = table.image_tokens
         self.processor = processor
         self._image_sample: dict[str, torch.Tensor] | None = None

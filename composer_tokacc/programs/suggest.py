@@ -82,7 +82,11 @@ def apply_suggestion(config: TrainConfig, dataset: SampleDataset, processor: Pro
 
 
 def _suggestion(
-    config: TrainConfig, dataset: SampleDataset, processor: Processor, table: LengthTable, memory_gib: float
+    config: TrainConfig,
+    dataset: SampleDataset,
+    processor: Processor,
+    table: LengthTable,
+    memory_gib: float,
 ) -> Suggestion:
     try:
         memory = memory_of_run(config, dataset, processor, table)
@@ -98,12 +102,21 @@ def _suggestion(
 
 
 def suggest_for_run(
-    config: TrainConfig, memory: MemoryModel, table: LengthTable, *, num_ranks: int, gib: float, **measured: Any
+    config: TrainConfig,
+    memory: MemoryModel,
+    table: LengthTable,
+    *,
+    num_ranks: int,
+    gib: float,
+    **measured: Any,
 ) -> SizingReport:
     """Returns :func:`.suggest_microbatching` with the options of the config; see there for the arguments."""
     microbatching = config.microbatching
     reports = []
-    for packing in (True, False) if microbatching.packing == 'auto' else (bool(microbatching.packing),):
+    packings = [bool(microbatching.packing)]
+    if microbatching.packing == 'auto':
+        packings = [True, False]
+    for packing in packings:
         report = suggest_microbatching(
             table,
             num_ranks=num_ranks,
@@ -124,7 +137,12 @@ def suggest_for_run(
     return min(reports, key=lambda report: report.figures['split'].cost)
 
 
-def memory_of_run(config: TrainConfig, dataset: SampleDataset, processor: Processor, table: LengthTable) -> MemoryModel:
+def memory_of_run(
+    config: TrainConfig,
+    dataset: SampleDataset,
+    processor: Processor,
+    table: LengthTable,
+) -> MemoryModel:
     """Returns the memory model of a run, traced without a GPU. The user's cache folder keeps it."""
     # Flash attention does not run on CPUs. SDPA keeps the same tensors, and a mask if there is padding.
     is_flash = str(config.model.attn_implementation).startswith('flash')
@@ -138,7 +156,7 @@ def memory_of_run(config: TrainConfig, dataset: SampleDataset, processor: Proces
         'device': 'cpu' if config.trainer.get('device') == 'cpu' else 'gpu',
         'width': width,
         # A video has another number of pixels for a token than an image.
-        'samples': [[int(getattr(table, name)[index]) for name in TABLE_COLUMNS] for index in _probe_samples(table)],
+        'samples': [_columns_of(table, index) for index in _probe_samples(table)],
     }
 
     def calibrate(key: Mapping[str, Any]) -> MemoryModel:
@@ -157,6 +175,10 @@ def memory_of_run(config: TrainConfig, dataset: SampleDataset, processor: Proces
         )
 
     return load_or_calibrate(cache_folder('memory'), key, calibrate)
+
+
+def _columns_of(table: LengthTable, index: int) -> list[int]:
+    return [int(getattr(table, name)[index]) for name in TABLE_COLUMNS]
 
 
 def watch_flops(config: TrainConfig, parts: DataAndModel, state: State) -> None:
@@ -190,7 +212,11 @@ def watch_flops(config: TrainConfig, parts: DataAndModel, state: State) -> None:
 
 
 def _to_trace(
-    config: TrainConfig, dataset: SampleDataset, processor: Processor, table: LengthTable, **changes: Any
+    config: TrainConfig,
+    dataset: SampleDataset,
+    processor: Processor,
+    table: LengthTable,
+    **changes: Any,
 ) -> tuple[Callable[[], Any], PretrainedConfig, list[dict[str, Any]]]:
     """Returns a function that builds the run's model without its weights, the model's config, and samples.
 
