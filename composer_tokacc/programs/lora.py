@@ -111,11 +111,12 @@ def with_adapter(
             'model.lora.r', f'must be at most the width of the widest layer, got: {settings["r"]} > {widest}'
         )
     with building('model.lora'):
-        import peft
+        from peft import LoraConfig
+        from peft.utils import ModulesToSaveWrapper
 
-        model = _attach(model, peft.LoraConfig(**settings), base)
+        model = _attach(model, LoraConfig(**settings), base)
     for module in model.modules():
-        if isinstance(module, peft.utils.ModulesToSaveWrapper):
+        if isinstance(module, ModulesToSaveWrapper):
             # As peft does with its adapters: the eight bits of a bfloat16 lose the small steps of AdamW.
             cast_model(module.modules_to_save, torch.float32)
     for name, parameter in model.named_parameters():

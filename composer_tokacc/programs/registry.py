@@ -37,6 +37,7 @@ from composer_tokacc.programs.schema import (
     Count,
     Duration,
     Fraction,
+    Hint,
     Positive,
     TrainConfig,
     check_arguments,
@@ -87,15 +88,15 @@ UNSUITED = (
 )
 
 
-def _upper(value: Any) -> Any:
+def _upper(value: object) -> object:
     return value.upper() if isinstance(value, str) else value
 
 
-def _choice(*names: str) -> Any:
+def _choice(*names: str) -> Hint:
     return Literal[names]  # type: ignore[valid-type]
 
 
-def _upper_choice(*names: str) -> Any:
+def _upper_choice(*names: str) -> Hint:
     """A choice that Composer itself puts in capitals."""
     return Annotated[_choice(*names), BeforeValidator(_upper)]
 
@@ -103,7 +104,7 @@ def _upper_choice(*names: str) -> Any:
 _WEIGHT = Annotated[float, Field(ge=0)]
 _ALL_OR_SOME = Literal[-1] | Count
 # Values that a host would take without a word, or refuse only after the model is loaded; by argument, of any class.
-HOST_HINTS: dict[str, Any] = {
+HOST_HINTS: dict[str, Hint] = {
     'algorithm_passes': NoneType,  # this and the profiler are objects, which no file holds
     'alpha': _WEIGHT,
     'alpha_f': _WEIGHT,

@@ -28,6 +28,8 @@ from composer_tokacc.planning import CostModel
 from composer_tokacc.programs.errors import ConfigError, PartError, shorten, unknown_name
 
 Options = TypeVar('Options')
+Hint = Any
+"""An annotation: a class, a union, ``Annotated`` or ``Literal``."""
 
 Count = Annotated[int, Field(ge=1)]
 """A number of things; there must be one."""
@@ -38,7 +40,7 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 INVALID_YAML = (yaml.YAMLError, ValueError, OmegaConfBaseException, RecursionError)
 """Errors of OmegaConf for a text that is not YAML."""
 _PLAIN = (bool, int, float, str, dict, list, tuple, NoneType, Iterable, Mapping, Sequence)
-REPORT_KEYS: dict[str, Any] = {
+REPORT_KEYS: dict[str, Hint] = {
     'folder': str,
     'name': str,
     'export': bool | None,
@@ -251,7 +253,7 @@ def merge(options: type[Options], *layers: DictConfig, path: str = '') -> Option
     return build_section(path, options, values)
 
 
-def _overlay(below: Any, above: Any) -> Any:
+def _overlay(below: object, above: object) -> object:
     """Returns the later of two values. Mappings are merged key by key."""
     if not isinstance(below, dict) or not isinstance(above, dict):
         return above
@@ -280,8 +282,8 @@ def check_arguments(
     arguments: object,
     *,
     num_positional: int = 0,
-    hints: Mapping[str, Any] | None = None,
-    extra_keys: Mapping[str, Any] | None = None,
+    hints: Mapping[str, Hint] | None = None,
+    extra_keys: Mapping[str, Hint] | None = None,
     strict: bool = True,
 ) -> dict[str, Any]:
     """Returns the arguments for a class or function, held to its signature and annotations.
@@ -329,7 +331,7 @@ def check_names(path: str, arguments: Iterable[object], known_names: Iterable[st
             raise ConfigError(path, message) if path else ConfigError('', f'the config {message}')
 
 
-def _annotations_of(target: Callable[..., Any]) -> dict[str, Any]:
+def _annotations_of(target: Callable[..., Any]) -> dict[str, Hint]:
     """Returns annotations by name; none if one of them names something that cannot be imported."""
     owner = target
     if inspect.isclass(target) and not is_dataclass(target):
@@ -362,7 +364,7 @@ def check_value(
     return checked if isinstance(checked, bool | int | float | str | tuple) else value
 
 
-def _section_in(hint: Any) -> Any:
+def _section_in(hint: Hint) -> Hint:
     """Returns the dataclass of this package in an annotation, which may also allow None."""
     for option in (hint, *get_args(hint)):
         if is_dataclass(option) and option.__module__.startswith('composer_tokacc.'):
@@ -370,7 +372,7 @@ def _section_in(hint: Any) -> Any:
     return None
 
 
-def _without_host_objects(hint: Any) -> Any:
+def _without_host_objects(hint: Hint) -> Hint:
     """Returns an annotation without classes of hosts, because no YAML file can hold their objects.
 
     Composer's ``Time`` stands for texts such as 2ep.
@@ -387,7 +389,7 @@ def _without_host_objects(hint: Any) -> Any:
 
 
 @functools.lru_cache
-def _checker_of(hint: Any, strict: bool) -> TypeAdapter[Any] | None:
+def _checker_of(hint: Hint, strict: bool) -> TypeAdapter | None:
     config = ConfigDict(strict=strict, arbitrary_types_allowed=True, allow_inf_nan=strict)
     try:
         return TypeAdapter(hint, config=config)
@@ -407,7 +409,7 @@ def _requirement(error: ValidationError) -> str:
     return ', or '.join(requirements) or 'left out'
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     """Returns a value as it goes into a message, with quotes if they tell a text from a number."""
     shown = shorten(value if isinstance(value, str) else repr(value), 300)
     if isinstance(value, str) and (value[:1].isdigit() or value in ('', 'true', 'false', 'null')):

@@ -139,7 +139,7 @@ def test_another_package_of_the_name_peft_is_one_line(processor, monkeypatch):
     import peft
 
     monkeypatch.delattr(peft, 'LoraConfig')
-    with pytest.raises(ValueError, match=r'`model.lora`: AttributeError: '):
+    with pytest.raises(ValueError, match=r'`model.lora`: ImportError: '):
         with_lora(processor, r=2)
 
 
