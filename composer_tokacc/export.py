@@ -14,6 +14,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from composer_tokacc.programs.errors import ConfigError, local_folder, refuse
+from composer_tokacc.programs.process import quiet_hosts
+
 __all__ = ['main']
 
 USAGE = 'usage: python -m composer_tokacc.export CHECKPOINT FOLDER [merge=true]'
@@ -29,8 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if len(arguments) != (3 if merges else 2):
         print(USAGE, file=sys.stderr)
         return 2
-    # Imported here, because they take seconds.
-    from composer_tokacc.programs.errors import ConfigError, local_folder, refuse
+    quiet_hosts()
+    # Imported here, because it takes seconds.
     from composer_tokacc.programs.export_folder import export_checkpoint
 
     checkpoint, folder = arguments[:2]

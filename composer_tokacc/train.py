@@ -24,9 +24,8 @@ from composer.core import Callback, State
 from composer.loggers import InMemoryLogger, Logger
 from composer.utils import dist
 
-from composer_tokacc.collectives import from_any_rank
 from composer_tokacc.programs import ConfigError, TrainConfig
-from composer_tokacc.programs.answers import answers_of, read_last_answers
+from composer_tokacc.programs.answers import answers_of
 from composer_tokacc.programs.build import build_parts, build_trainer, build_trainer_parts
 from composer_tokacc.programs.checkpoints import checkpoint_folder, find_checkpoint_to_resume, lock_folder
 from composer_tokacc.programs.errors import training
@@ -117,20 +116,18 @@ def _train(config: TrainConfig) -> None:
     started = time.monotonic()
     _fit(trainer, first_step)
     seconds = time.monotonic() - started
-    folder = result_folder(config, trainer.state.run_name)
-    # A finished run that is started again has evaluated before, perhaps in a file on rank 0 only.
-    has_evaluated = any(name.startswith('metrics/eval/') for name in (*history.data, *read_metrics(folder)))
-    if parts.eval_loader is not None and not from_any_rank(has_evaluated or None):
+    has_evaluated = any(name.startswith('metrics/eval/') for name in history.data)
+    if parts.eval_loader is not None and not has_evaluated:
         say('evaluating ...')
         with training():
             trainer.eval()
     say('writing the report ...')
     summary = ''
     if dist.get_global_rank() == 0:
-        metrics = read_metrics(folder)
+        metrics = read_metrics(result_folder(config, trainer.state.run_name))
         result = summarize(trainer.state, metrics, parts, first_step=first_step, seconds=seconds)
-        last_answers = answers.last if answers is not None else []
-        summary = write_report(config, parts, result, metrics, history, last_answers or read_last_answers(folder))
+        last_answers = [] if answers is None else answers.last
+        summary = write_report(config, parts, result, metrics, history, last_answers)
     # The other ranks wait for the one that writes: NCCL takes an early end for a crash.
     dist.barrier()
     trainer.close()  # before the summary, because it ends the line of the progress bar

@@ -115,25 +115,6 @@ def answers_of(config: TrainConfig, parts: RunParts) -> Answers | None:
     )
 
 
-def read_last_answers(folder: Path) -> list[Answer]:
-    """Returns the answers of the last evaluation in ``answers.jsonl``, without images; none without the file."""
-    path = folder / 'answers.jsonl'
-    if not path.is_file():
-        return []
-    answers_by_step: dict[int, list[Answer]] = {}
-    for line in path.read_text(encoding='utf-8').splitlines():
-        try:
-            entry = json.loads(line)
-            answers_by_step.setdefault(entry.pop('step'), []).append(Answer(**entry))
-        except (ValueError, TypeError, KeyError):  # a line that a killed process has left
-            continue
-    if not answers_by_step:
-        return []
-    last_step = max(answers_by_step)
-    # A run that was resumed may have answered the same sample twice at one step.
-    return list({answer.sample_id: answer for answer in answers_by_step[last_step]}.values())
-
-
 def answer_eval_samples(
     model: HuggingFaceModel,
     dataset: SampleDataset,

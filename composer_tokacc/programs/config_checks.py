@@ -100,7 +100,8 @@ def _check_launcher() -> int:
     values = {}
     for name, allowed in LAUNCHER_VARIABLES.items():
         if name in os.environ:
-            values[name] = check_value(name, os.environ[name], allowed, strict=False)
+            text = os.environ[name]
+            values[name] = check_value(name, int(text) if text.isdecimal() else text, allowed)
     rank, world_size = values.get('RANK', 0), values.get('WORLD_SIZE', 1)
     if rank >= world_size:  # such a rank would take itself for one that writes nothing
         raise ConfigError('RANK', f'of the environment must be below WORLD_SIZE, got: {rank} of {world_size}. Unset it')
@@ -147,7 +148,7 @@ def _check_trainer(trainer: Section) -> None:
         if name in trainer:
             raise ConfigError(f'trainer.{name}', f'must be set in its own section, got: {trainer[name]}. Use {section}')
     arguments = {**without(trainer, 'loggers'), 'model': None}
-    check_arguments('trainer', Trainer, arguments, hints={**HOST_HINTS, 'model': Any}, strict=False)
+    check_arguments('trainer', Trainer, arguments, hints={**HOST_HINTS, 'model': Any})
     if trainer.get('max_duration') is None:
         raise ConfigError('trainer.max_duration', 'must be given. For example 2ep or 500ba')
     unit = ensure_time(trainer['max_duration'], TimeUnit.EPOCH).unit
@@ -223,7 +224,7 @@ def _check_sharding(config: TrainConfig) -> None:
     # FSDP2's settings (FSDP_VERSION=2) come from the same mapping. The classes themselves take any name.
     known_names = {setting.name for cls in (FSDPConfig, FSDP2Config) for setting in dataclasses.fields(cls)}
     check_names(_FSDP, settings, known_names)
-    check_arguments(_FSDP, FSDPConfig, settings, hints=HOST_HINTS, strict=False)
+    check_arguments(_FSDP, FSDPConfig, settings, hints=HOST_HINTS)
     replicas = settings.get('data_parallel_replicate_degree')
     shards = settings.get('data_parallel_shard_degree', -1)
     if os.environ.get('FSDP_VERSION') == '2':

@@ -27,6 +27,7 @@ HARMLESS_WARNINGS = (
     'Detected comparison between a string and Precision',  # Composer compares its own enum
     'No device id is provided via `init_process_group`',  # barrier() of torch; each rank has one device
     'using the device under current context',  # the same in newer releases
+    '`is_gradient_checkpointing` is deprecated',  # peft with Transformers 5
     'resource_tracker: There appear to be',  # shared memory of loader processes, freed with the process
 )
 """Warnings of hosts that appear in a healthy run and call for nothing, by their words."""

@@ -204,7 +204,7 @@ def check_part(
     # A class without a constructor has that of its base, which takes any argument and drops it.
     has_constructor = cls.__init__ is not KINDS[kind].base.__init__
     signature = cls if has_constructor else object
-    return check_arguments(path, signature, arguments, num_positional=num_positional, hints=HOST_HINTS, strict=False)
+    return check_arguments(path, signature, arguments, num_positional=num_positional, hints=HOST_HINTS)
 
 
 def _name_in_events(part: Algorithm | Callback, path: str) -> None:

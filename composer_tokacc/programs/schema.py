@@ -37,6 +37,8 @@ NotNegative = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
+INFINITE_HINTS = {'quadratic': Annotated[float, Field(allow_inf_nan=True)]}
+"""Keys for which ``.inf`` has a meaning: an infinite width switches the term of a cost model off."""
 INVALID_YAML = (yaml.YAMLError, ValueError, OmegaConfBaseException, RecursionError)
 """Errors of OmegaConf for a text that is not YAML."""
 _PLAIN = (bool, int, float, str, dict, list, tuple, NoneType, Iterable, Mapping, Sequence)
@@ -269,7 +271,7 @@ def _join(path: str, key: object) -> str:
 
 def build_section(path: str, section: type[Options], values: object) -> Options:
     """Returns a dataclass with checked values, and dataclasses inside it."""
-    checked = check_arguments(path, section, values)
+    checked = check_arguments(path, section, values, hints=INFINITE_HINTS)
     try:
         return section(**checked)
     except ValueError as error:  # from a class that checks itself, such as CostModel
@@ -284,7 +286,6 @@ def check_arguments(
     num_positional: int = 0,
     hints: Mapping[str, Hint] | None = None,
     extra_keys: Mapping[str, Hint] | None = None,
-    strict: bool = True,
 ) -> dict[str, Any]:
     """Returns the arguments for a class or function, held to its signature and annotations.
 
@@ -295,7 +296,6 @@ def check_arguments(
         num_positional: Leading parameters that the program itself supplies.
         hints: Annotations that replace the ones of ``target``.
         extra_keys: Keys of the section that are not for ``target``, with their annotations.
-        strict: Refuses a number in quotes. Not for classes of hosts, which get ``5.0e-4`` for ``'5.0e-4'``.
     """
     if arguments is None:
         arguments = {}
@@ -317,8 +317,7 @@ def check_arguments(
     if not takes_any_name:
         check_names(path, arguments, known_names)
     return {
-        name: check_value(_join(path, name), value, annotations.get(name, Any), strict=strict)
-        for name, value in arguments.items()
+        name: check_value(_join(path, name), value, annotations.get(name, Any)) for name, value in arguments.items()
     }
 
 
@@ -345,15 +344,18 @@ def _annotations_of(target: Callable[..., Any]) -> dict[str, Hint]:
 def check_value(
     path: str,
     value: Any,
-    hint: Any,
-    *,
-    strict: bool = True,
+    hint: Hint,
 ) -> Any:
-    """Returns the value if it fits the annotation. A section of our own becomes its dataclass."""
+    """Returns the value if it fits the annotation. A section of our own becomes its dataclass.
+
+    A number or a bool in quotes is refused, because hosts take the text ``no`` for true.
+    """
     section = _section_in(hint)
     if section is not None and value is not None:
         return build_section(path, section, value)
-    checker = _checker_of(_without_host_objects(hint), strict)
+    if isinstance(value, list) and any(get_origin(option) is tuple for option in (hint, *get_args(hint))):
+        value = tuple(value)  # YAML has no tuples
+    checker = _checker_of(_without_host_objects(hint))
     if checker is None:
         return value
     try:
@@ -389,8 +391,8 @@ def _without_host_objects(hint: Hint) -> Hint:
 
 
 @functools.lru_cache
-def _checker_of(hint: Hint, strict: bool) -> TypeAdapter | None:
-    config = ConfigDict(strict=strict, arbitrary_types_allowed=True, allow_inf_nan=strict)
+def _checker_of(hint: Hint) -> TypeAdapter | None:
+    config = ConfigDict(strict=True, arbitrary_types_allowed=True, allow_inf_nan=False)
     try:
         return TypeAdapter(hint, config=config)
     except (PydanticUserError, NameError):  # pydantic has no rule for such an annotation

@@ -307,7 +307,7 @@ def fingerprints(**settings):
         ({'lr': 0.1, 'betas': (0.9, 0.95), 'fused': True}, ''),
         ({'lr': 0.2, 'betas': (0.9, 0.95)}, r'optimizer\.lr 0\.1 there, 0\.2 here'),
         ({'lr': 0.1, 'betas': (0.9, 0.99)}, r'optimizer\.betas'),
-        ({'lr': 0.1}, r'optimizer\.betas'),
+        ({'lr': 0.1, 'of_another_torch': 1}, ''),
     ],
 )
 def test_settings_of_an_optimizer_are_compared(settings, refused):
