@@ -43,7 +43,7 @@ class TrainerParts:
 
 @dataclass(kw_only=True)
 class RunParts:
-    """Data and model of a run. The eval parts are None without ``dataset.eval``."""
+    """Data and model of a run. Without ``dataset.eval`` the eval parts are None."""
 
     processor: Processor
     model: HuggingFaceModel

@@ -79,7 +79,7 @@ def lock_folder(folder: Path | None) -> Iterator[None]:
 
 
 def find_checkpoint_to_resume(trainer: Section) -> str:
-    """Points Composer's link to the newest complete checkpoint. Returns a line that says which; empty if there is none.
+    """Points Composer's link to the newest complete checkpoint. Returns a line that names it, or an empty text.
 
     A process that is killed while it writes, or a full disk, leaves part of a file behind.
     """
@@ -131,7 +131,7 @@ def resume_on_shared_folder(trainer: Section) -> dict[str, Any]:
             'load_weights_only': False,
             'load_strict_model_weights': True,
         }
-    if any(is_there):  # each node has a folder of its own
+    if any(is_there):  # each node has its own folder
         return {}
     return {'autoresume': False}
 
@@ -142,7 +142,7 @@ def damage(path: Path) -> str:
         if path.is_dir():
             return _damage_of_folder(path)
         with zipfile.ZipFile(path) as archive:
-            # Reads the file once, which a disk does faster than what follows.
+            # Reads the file once. Loading it takes longer than that.
             broken = archive.testzip()
         return f'{broken} is not what was written' if broken else ''
     except Exception as error:  # reading the pickled index of a damaged folder may raise anything
@@ -179,7 +179,7 @@ def read_state(path: Path, *, mmap: bool = False) -> dict[str, Any]:
     """Returns the state in a checkpoint file without running code that it may hold.
 
     Raises:
-        ConfigError: If it is of another program, or holds more than tensors, plain values and what ``compat`` lists.
+        ConfigError: If another program wrote it, or it holds objects of classes that ``compat`` does not list.
     """
     try:
         with torch.serialization.safe_globals(composer_state_types()):
@@ -221,7 +221,7 @@ class Weight:
 
     shape: Shape
     address: int
-    """Place in memory, by which tied weights are known."""
+    """Place in memory. Tied weights share it."""
 
     @classmethod
     def of_model(cls, model: torch.nn.Module) -> dict[str, Weight]:
@@ -276,7 +276,7 @@ class SavedRun:
         for name, value in (state.get('model') or {}).items():
             if isinstance(value, torch.Tensor):
                 shapes[name] = _shape(value.shape, value.dtype)
-        # Without a time Composer would take the state of the optimizer for that of step 0.
+        # Without a time Composer would start the optimizer at step 0.
         optimizers = []
         if state.get('timestamp'):
             optimizers = sorted(state.get('optimizers') or {})
@@ -328,7 +328,7 @@ class SameData(Callback):
         self.trainer = trainer
         self.on_other_data = on_other_data
         self._weights = {} if model is None else Weight.of_model(model)  # before FSDP divides them
-        size = getattr(dataset, 'size', None)  # StreamingDataset's length is that of a rank
+        size = getattr(dataset, 'size', None)  # StreamingDataset's length counts one rank
         num_samples = size if isinstance(size, int) else len(dataset)
         self._fingerprints = {
             'data': f'{identify_data(dataset)} of {num_samples} samples',

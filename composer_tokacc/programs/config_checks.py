@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Rules of our own about a config, checked before any process group, model or data.
+"""Our rules about a config, checked before any process group, model or data.
 
 A value that Composer, torch or Transformers refuse themselves is not checked here, unless they would take it without a
 word or refuse it only after the data was read and the model was loaded.
@@ -79,7 +79,7 @@ def check_config(config: TrainConfig, *, num_ranks: int | None = None) -> None:
     with building('dataset'):
         source_of(config).check()
     with building('microbatching'):
-        # That of the run, on no data: it refuses options that do not go together.
+        # The same call as in the run, without data: it refuses options that do not go together.
         token_data_spec_of(config, [], slot_tokens=config.microbatching.slot_tokens)
     _check_trainer(config.trainer)
     for kind in ('algorithms', 'callbacks', 'loggers'):
@@ -109,7 +109,7 @@ def _check_launcher() -> int:
 
 
 def _check_adapter(config: TrainConfig, lora: Section) -> None:
-    """Checks that parallelism and precision fit an adapter, whose weights are float32 whatever the base has."""
+    """Checks that parallelism and precision fit an adapter. Its weights are float32, whatever the base has."""
     if config.is_sharded and lora.get('bits') is not None:
         raise ConfigError('model.lora.bits', 'must be left out with FSDP, got: 4. Use DDP, or a base in float32')
     if config.model.dtype == 'float32':
@@ -173,10 +173,10 @@ def _check_trainer(trainer: Section) -> None:
 def _check_names(config: TrainConfig) -> None:
     """Refuses ``None`` and empty texts as names, and a name that no file system takes."""
     trainer = config.trainer
-    named = {f'trainer.{key}': trainer.get(key) for key in ('run_name', 'save_folder', 'load_path')}
-    named['report.folder'] = config.report.get('folder')
-    named['loader.lengths_folder'] = config.loader.lengths_folder
-    for path, name in named.items():
+    names = {f'trainer.{key}': trainer.get(key) for key in ('run_name', 'save_folder', 'load_path')}
+    names['report.folder'] = config.report.get('folder')
+    names['loader.lengths_folder'] = config.loader.lengths_folder
+    for path, name in names.items():
         # `key=None` on the command line is this text, because YAML writes null.
         if name is not None and name.strip() in ('', 'None'):
             raise ConfigError(path, f'must be a name, got: {name!r}. Write null for none')

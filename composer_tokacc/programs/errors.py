@@ -29,7 +29,7 @@ class ConfigError(ValueError):
     """A mistake in a config. The programs print it in one line, without a traceback, and end with status 2.
 
     Args:
-        path: The key of the config, such as ``loader.num_workers``; empty if there is none.
+        path: The key of the config, such as ``loader.num_workers``; or empty.
         message: The mistake, the value and the remedy. It follows the key in a sentence: "must be ..., got: ...".
     """
 
@@ -86,7 +86,7 @@ def raise_in_one_line(path: str, error: Exception) -> None:
         raise error
     if raised_here(error):
         raise PartError(path, str(error)) from error
-    # A name that a host's package lacks is missed in our line, but is no bug of ours.
+    # If a host's package lacks a name, the import in our line fails. That is not our bug.
     if _package_that_raised(error) == 'composer_tokacc' and not isinstance(error, ImportError):
         raise error
     raise PartError(path, f'{type(error).__name__}: {error}') from error

@@ -42,7 +42,7 @@ def export_checkpoint(checkpoint: Path, folder: Path, *, merge: bool = False) ->
         raise ConfigError('', f'the folder to export to must be absent or empty, got: {folder}. Give another one')
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        # Under another name until it is complete; beside the folder, because it may be large.
+        # Under another name until it is complete, on the same disk, because it may be large.
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f'{folder.name}-') as scratch:
             unfinished = Path(scratch) / 'folder'
             unfinished.mkdir()
@@ -105,7 +105,7 @@ def _read(checkpoint: Path, scratch: Path) -> dict[str, Any]:
         return read_state(checkpoint)
     try:
         dcp_to_torch_save(checkpoint.resolve(), scratch / 'whole.pt')
-    except (Exception, CheckpointException) as error:  # torch's own is no Exception
+    except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception
         raise ConfigError(
             '', f'the checkpoint must be complete and written by Composer, got: {checkpoint} ({error})'
         ) from error
@@ -148,7 +148,7 @@ def _save_adapter(
     folder: Path,
 ) -> None:
     """Writes ``adapter_model.safetensors`` and its config, as peft itself does."""
-    import peft  # only those who train adapters have it
+    import peft  # an optional package
     from safetensors.torch import save_file
 
     if not content.get('base_model_name_or_path'):
@@ -208,7 +208,7 @@ def _write_processor(metadata: Section, folder: Path) -> None:
         path = folder / name
         if not path.resolve().is_relative_to(folder.resolve()):
             raise ConfigError('', f'files of the processor must lie inside the folder, got: {name}')
-        path.parent.mkdir(exist_ok=True)  # the tokenizer of a Q-Former has a folder of its own
+        path.parent.mkdir(exist_ok=True)  # the tokenizer of a Q-Former has its own folder
         path.write_bytes(_bytes_of(file))
 
 

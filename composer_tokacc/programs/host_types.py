@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 Section = Mapping[str, Any]
-"""A mapping of a YAML file, or a part of a checkpoint: whatever JSON can hold."""
+"""A mapping of a YAML file, or a part of a checkpoint: values of JSON."""
 Row = dict[str, Any]
 """A row as a dataset gives it: tensors of one row, and lists of one entry."""
 Processor = ProcessorMixin | PreTrainedTokenizerBase

@@ -29,7 +29,7 @@ CSV_COLUMNS = {
 }
 """Columns of the file, and of the table."""
 LONGEST_SAMPLE = 2**24
-"""Tokens, far above what any model takes. With a hundred times as many the simulation fills the memory."""
+"""Tokens, far more than any model takes. With a hundred times as many the simulation fills the memory."""
 
 
 @dataclass(kw_only=True)
@@ -37,7 +37,7 @@ class LengthDistribution:
     """Lognormal lengths of the text, and a share of samples with images."""
 
     mean: Annotated[float, Field(ge=1, le=LONGEST_SAMPLE)]
-    """Mean tokens of a sample without those of its images."""
+    """Mean text tokens of a sample."""
     variation: Annotated[float, Field(ge=0, lt=100)] = 0.7
     """Their standard deviation divided by their mean."""
     image_tokens: Annotated[int, Field(ge=0, le=LONGEST_SAMPLE)] = 0

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""LoRA by peft: low-rank adapters on frozen weights, and checkpoints that hold only what is trained."""
+"""LoRA by peft: low-rank adapters on frozen weights, and checkpoints of only the trained weights."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ DEFAULT_TARGETS = (
 IN_ADAPTER = re.compile(r'\.(lora_|modules_to_save\.)')
 """Matches the name of a parameter that belongs to an adapter."""
 NUM_VALUES = 32
-"""Values at both ends of a frozen tensor that identify a base. The last rows are those of added tokens."""
+"""Values at both ends of a frozen tensor that identify a base. The last rows belong to added tokens."""
 
 
 class LoadedKeys(Protocol):
-    """What ``load_state_dict`` returns."""
+    """The result of ``load_state_dict``."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
@@ -165,7 +165,7 @@ def _attach(model: Any, config: Any, base: str | None) -> Any:
 
 
 def refuse_partial(content: str, missing: Sequence[str], unknown: Sequence[str]) -> None:
-    """Refuses a checkpoint that lacks weights of a model, or holds others. ``content`` says what it must hold."""
+    """Refuses a checkpoint that lacks weights of a model, or holds others. ``content`` names the right ones."""
     if missing or unknown:
         raise ConfigError(
             '',
@@ -214,7 +214,7 @@ def keep_trained_only(composer_model: nn.Module) -> None:
     """Leaves the frozen weights of a base out of checkpoints, because the base can be loaded again.
 
     Composer's own ``should_save_peft_only`` leaves out ``modules_to_save`` as well, and under DDP leaves out nothing.
-    Hooks of torch's state dict see every way in which a checkpoint is written and read.
+    Hooks of torch's state dict work for every kind of checkpoint.
     """
 
     def leave_out(
@@ -225,7 +225,7 @@ def keep_trained_only(composer_model: nn.Module) -> None:
     ) -> None:
         names = {prefix + name for name in _frozen_weights(module)}
         for key in list(state_dict):
-            # In 4 bits a weight has constants beside it: `weight.absmax`, `weight.quant_map`, ...
+            # In 4 bits a weight has further constants: `weight.absmax`, `weight.quant_map`, ...
             weight_name = re.sub(r'\.weight\..*', '.weight', key)
             if key in names or weight_name in names:
                 del state_dict[key]
@@ -253,7 +253,7 @@ def _frozen_weights(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def identify_adapter(model: nn.Module) -> dict[str, Any]:
-    """Returns what the weights in a checkpoint of an adapter do not tell, by its key in the config.
+    """Returns the settings of an adapter that the weights in a checkpoint do not tell, by their keys in the config.
 
     These are the settings of how it is applied, and a fingerprint of the base that it was trained on, from some values
     of each frozen matrix: the base may have moved or have another type. A base with random weights (``model.config``)

@@ -24,7 +24,7 @@ class MachineFault:
 
 
 def _has_errno(*numbers: int) -> Callable[[BaseException, str], bool]:
-    """Matches an OSError by its number. Torch puts the number into a text of its own."""
+    """Matches an OSError by its number. Torch writes the number into its own text."""
 
     def matches(error: BaseException, text: str) -> bool:
         if isinstance(error, OSError) and error.errno in numbers:
@@ -108,7 +108,7 @@ FAULTS = (
 
 
 def fault_of_machine(error: BaseException | None) -> str:
-    """Returns what is wrong with the machine, in one line; empty if neither the error nor its causes say so."""
+    """Returns the fault of the machine in one line; empty if neither the error nor its causes say so."""
     while error is not None:
         text = ' '.join(str(error).split())
         for fault in FAULTS:

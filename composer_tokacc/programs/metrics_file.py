@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""``metrics.jsonl``: what a run logs, one line of JSON a step. Result and page of the run are made from it."""
+"""``metrics.jsonl``: the log of a run, one line of JSON a step. Result and page of the run are made from it."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class JsonLines(LoggerDestination):
         self._write(state)
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        """Writes what was logged after the last step."""
+        """Writes the values of the end of the fit."""
         self._write(state)
 
     def close(self, state: State, logger: Logger) -> None:

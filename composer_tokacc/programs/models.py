@@ -171,7 +171,7 @@ def parameter_groups(model: nn.Module, parts: Mapping[str, Section]) -> list[dic
     groups: dict[str, dict[str, Any]] = {}
     for name, arguments in parts.items():
         groups[name] = {**arguments, 'params': []}
-    rest: dict[str, Any] = {'params': []}
+    other_group: dict[str, Any] = {'params': []}
     for full_name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -180,11 +180,11 @@ def parameter_groups(model: nn.Module, parts: Mapping[str, Section]) -> list[dic
             longest_name = max(names, key=len)
             groups[longest_name]['params'].append(parameter)
         else:
-            rest['params'].append(parameter)
+            other_group['params'].append(parameter)
     for name, group in groups.items():
         if not group['params']:
             raise ConfigError('optimizer.parts', f'must name parts of the model that are trained, got: {name}')
-    return [group for group in (*groups.values(), rest) if group['params']]
+    return [group for group in (*groups.values(), other_group) if group['params']]
 
 
 def read_config(pretrained: str | None, config: Section | None, processor: Processor | None = None) -> PretrainedConfig:
@@ -239,7 +239,7 @@ def _check_fields(settings: Section, default: PretrainedConfig, path: str) -> No
 
 
 def _complete_text(settings: dict[str, Any], tokenizer: Any) -> None:
-    """Adds what the tokenizer knows to the config of the language model."""
+    """Adds the vocabulary of the tokenizer to the config of the language model."""
     num_tokens = len(tokenizer)
     vocab_size = settings.setdefault('vocab_size', num_tokens)
     if vocab_size < num_tokens:
@@ -270,7 +270,7 @@ def _placeholder_id(processor: Processor, modality: str) -> int | None:
 
 
 def _check_shapes(config: PretrainedConfig) -> None:
-    """Refuses what would fail only in the first forward: a layer that is not there, heads that do not divide."""
+    """Refuses values that would fail only in the first forward: a missing layer, heads that do not divide."""
     num_layers = getattr(getattr(config, 'vision_config', None), 'num_hidden_layers', None)
     feature_layers = getattr(config, 'vision_feature_layer', None)
     if not isinstance(feature_layers, list | tuple):
@@ -365,7 +365,7 @@ def set_cache(model: nn.Module, on: bool) -> None:
     """Switches the key-value cache of all parts of a model, which only generation reads.
 
     Training keeps it off, because packed documents would see each other through it. Before transformers 4.52 each part
-    had a config of its own.
+    had its own config.
     """
     configs: list[Any] = [getattr(module, 'config', None) for module in model.modules()]
     while configs:

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What a program does to its process: garbage collection, signals, limits and warnings. No other module does.
+"""Settings of a program's process: garbage collection, signals, limits and warnings. No other module does.
 
 Heavy imports are made when they are needed, so that ``--help`` appears at once.
 """
@@ -42,8 +42,8 @@ HARMLESS_LOG_LINES = {
 def prepare(description: str | None, *, announces: bool = False) -> None:
     """Answers ``--help`` and usage errors, and switches off garbage collection until everything is loaded.
 
-    Called by a program before its imports, which take ten seconds and more. A fifth of that would go to collecting
-    garbage, and there is none.
+    Called by a program before its imports, which take ten seconds and more. A fifth of that time would go to a search
+    for garbage, without any result.
     """
     if description is not None:
         command_line(description).parse_known_args()
@@ -70,7 +70,7 @@ def command_line(description: str | None) -> argparse.ArgumentParser:
 
 
 def say(text: str) -> None:
-    """Prints what the program does next, after the seconds since its start, on the first rank."""
+    """Prints the next step of the program, after the seconds since its start, on the first rank."""
     import psutil
 
     if os.environ.get('RANK', '0') == '0':
@@ -122,7 +122,7 @@ def share_cores(num_processes: int) -> None:
 
 @contextmanager
 def without_warnings() -> Iterator[None]:
-    """Silences the warnings of hosts where they would come again and again."""
+    """Silences the warnings of hosts in a block that would repeat them."""
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
         yield

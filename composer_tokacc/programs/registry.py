@@ -84,7 +84,7 @@ UNSUITED = (
     composer.algorithms.RandAugment,
     composer.algorithms.SeqLengthWarmup,
     composer.callbacks.ImageVisualizer,
-    composer.callbacks.LoadCheckpoint,  # unpickles what it loads, so a config could run code
+    composer.callbacks.LoadCheckpoint,  # unpickles a file, so a config could run code
 )
 
 
@@ -171,7 +171,7 @@ def build_all(config: TrainConfig, kind: str) -> list[Any]:
 
 
 def build_section(kind: str, section: Section, *positional: Any) -> Any:
-    """Builds what a section with a ``name`` and arguments stands for, an optimizer or a scheduler."""
+    """Builds the optimizer or the scheduler from its section, a ``name`` and arguments."""
     if 'name' not in section:
         raise ConfigError(f'{kind}.name', 'must be given')
     return build_part(kind, kind, section['name'], without(section, 'name', 'parts'), *positional)
@@ -201,14 +201,14 @@ def check_part(
 ) -> dict[str, Any]:
     """Returns the arguments for a class, which must be there and take them."""
     cls = class_by_name(kind, name)
-    # A class without a constructor has that of its base, which takes any argument and drops it.
+    # A class without a constructor inherits the one of its base. It takes any argument and drops it.
     has_constructor = cls.__init__ is not KINDS[kind].base.__init__
     signature = cls if has_constructor else object
     return check_arguments(path, signature, arguments, num_positional=num_positional, hints=HOST_HINTS)
 
 
 def _name_in_events(part: Algorithm | Callback, path: str) -> None:
-    """Makes whatever a part raises in an event one line with its key."""
+    """Turns any error of a part in an event into one line with its key."""
     for method_name in ('run_event', 'match', 'apply'):
         method = getattr(part, method_name, None)
         if method is not None:
@@ -249,9 +249,9 @@ def class_by_name(kind: str, name: str) -> Any:
         return cls
     classes = _classes_of(kind)
     suffix = KINDS[kind].suffix
-    wanted = target.replace('_', '').lower().removesuffix(suffix)
+    target_letters = target.replace('_', '').lower().removesuffix(suffix)
     for snake_name, cls in classes.items():
-        if snake_name.replace('_', '') == wanted:
+        if snake_name.replace('_', '') == target_letters:
             return cls
     aliases = [alias for section, alias in ALIASES if section == kind]
     raise ConfigError(kind, unknown_name('class', name, [*classes, *aliases]))

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Runs the heaviest microbatches of a whole run before its first step, so that memory runs out then or never."""
+"""Runs the heaviest microbatches of a run before its first step, so that memory runs out then or never."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Candidate(NamedTuple):
 
     def covers(self, other: Candidate) -> bool:
         """Returns whether it is at least as large as another in every way."""
-        return all(mine >= others for mine, others in zip(self.sizes(), other.sizes(), strict=True))
+        return all(size >= other_size for size, other_size in zip(self.sizes(), other.sizes(), strict=True))
 
 
 @dataclass(kw_only=True)
@@ -82,7 +82,7 @@ class RehearsalReport:
     num_batches: int
     """Global batches that were looked through."""
     microbatch_size: int
-    """The size with which everything fits."""
+    """The size that fits."""
     lines: list[str] = field(default_factory=list)
     """One for each microbatch: its shape, predicted and measured peak."""
     seconds: float = 0.0
@@ -156,7 +156,7 @@ def rehearse(state: State, memory: MemoryModel | None = None) -> RehearsalReport
         memory: The run's memory model, if there is one.
 
     Returns:
-        What was run; None if batches are not planned ahead.
+        The report; None if batches are not planned ahead.
 
     Raises:
         ConfigError: If a microbatch does not fit. It names its samples and the size that would fit.
@@ -202,7 +202,7 @@ def _candidates(
         options = replace(options, max_tokens=options.max_tokens * report.microbatch_size // first_size)
         split = split_of(state.dataloader)
         is_packed = split is not None and bool(split.packing)
-        heaviest = _heaviest(state, sampler, options, memory, whole=is_packed)
+        heaviest = _heaviest(state, sampler, options, memory, packed=is_packed)
     candidates, report.num_batches = from_any_rank(heaviest) or ([], 0)
     return candidates
 
@@ -213,7 +213,7 @@ def _heaviest(
     options: CutOptions,
     memory: MemoryModel | None,
     *,
-    whole: bool,
+    packed: bool,
 ) -> tuple[list[Candidate], int]:
     """Returns the microbatches that may be the heaviest of the rest of a run, lightest first.
 
@@ -222,7 +222,7 @@ def _heaviest(
         sampler: Plans the run.
         options: With the token budget under which planned microbatches are cut again.
         memory: The run's memory model, if there is one.
-        whole: Rows will be packed, for which the split needs all rows of the rank.
+        packed: Rows will be packed. The split then needs all rows of the rank.
 
     Returns:
         The candidates, and the number of global batches that were looked through.
@@ -237,7 +237,7 @@ def _heaviest(
                 image_tokens = 0
                 if sampler.image_tokens is not None:
                     image_tokens = int(sampler.image_tokens[samples].sum())
-                groups = samples_of_rank if whole else [samples]
+                groups = samples_of_rank if packed else [samples]
                 candidate = Candidate(step, groups, len(samples), width, image_tokens)
                 if not any(member.covers(candidate) for member in front):
                     front = [member for member in front if not candidate.covers(member)]
@@ -300,14 +300,14 @@ def _plans_left(
 
 
 def _batches_left(state: State, sampler: RegroupingBatchSampler) -> int:
-    end, now = state.max_duration, state.timestamp
+    end, elapsed = state.max_duration, state.timestamp
     assert end is not None, 'a fit has an end'
     if end.unit == TimeUnit.BATCH:
-        return end.value - now.batch.value
+        return end.value - elapsed.batch.value
     if end.unit == TimeUnit.SAMPLE:
-        return -(-(end.value - now.sample.value) // sampler.global_batch_size)
+        return -(-(end.value - elapsed.sample.value) // sampler.global_batch_size)
     if end.unit == TimeUnit.EPOCH:
-        return (end.value - now.epoch.value) * len(sampler) - now.batch_in_epoch.value
+        return (end.value - elapsed.epoch.value) * len(sampler) - elapsed.batch_in_epoch.value
     return len(sampler)  # in tokens or seconds: look through one epoch
 
 
@@ -347,7 +347,7 @@ def _run(state: State, candidate: Candidate, size: int) -> None:
         torch.cuda.reset_peak_memory_stats()
     with ExitStack() as stack:
         if isinstance(model, DistributedDataParallel):
-            # DDP learns the order of gradients in its first reduction, which must be that of a real step.
+            # DDP learns the order of gradients in its first reduction, so the first one must be a real step.
             stack.enter_context(model.no_sync())
         with get_precision_context(state.precision, state.precision_config):
             outputs = model(batch)

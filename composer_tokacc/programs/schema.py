@@ -3,7 +3,7 @@
 
 """The YAML file of a run: its sections, how file and command line become one config, and the values that it may have.
 
-A section of our own is a dataclass whose annotations hold types, choices and ranges. Arguments of hosts are held to
+Each of our sections is a dataclass. Its annotations hold types, choices and ranges. Arguments of hosts are held to
 the annotations of the host's class. Pydantic checks both.
 """
 
@@ -38,7 +38,7 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 INFINITE_HINTS = {'quadratic': Annotated[float, Field(allow_inf_nan=True)]}
-"""Keys for which ``.inf`` has a meaning: an infinite width switches the term of a cost model off."""
+"""Keys that may be ``.inf``: an infinite width switches the term of a cost model off."""
 INVALID_YAML = (yaml.YAMLError, ValueError, OmegaConfBaseException, RecursionError)
 """Errors of OmegaConf for a text that is not YAML."""
 _PLAIN = (bool, int, float, str, dict, list, tuple, NoneType, Iterable, Mapping, Sequence)
@@ -192,7 +192,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     Raises:
         ConfigError: For an unreadable file, an unknown key (it names the nearest), a wrong type or range.
     """
-    for override in overrides:  # one by one, to name the one that is no YAML
+    for override in overrides:  # one by one, to name the wrong one
         _check_override(override)
     layers = [_read_file(path), OmegaConf.from_dotlist(list(overrides))]
     for layer in layers:
@@ -323,10 +323,10 @@ def check_arguments(
 
 def check_names(path: str, arguments: Iterable[object], known_names: Iterable[str]) -> None:
     """Refuses the first of ``arguments`` that is not known; ``path`` is the section that they stand in."""
-    known = list(known_names)
+    known_list = list(known_names)
     for key in arguments:
-        if key not in known:
-            message = unknown_name('key' if path else 'section', str(key), known)
+        if key not in known_list:
+            message = unknown_name('key' if path else 'section', str(key), known_list)
             raise ConfigError(path, message) if path else ConfigError('', f'the config {message}')
 
 
@@ -346,7 +346,7 @@ def check_value(
     value: Any,
     hint: Hint,
 ) -> Any:
-    """Returns the value if it fits the annotation. A section of our own becomes its dataclass.
+    """Returns the value if it fits the annotation. One of our sections becomes its dataclass.
 
     A number or a bool in quotes is refused, because hosts take the text ``no`` for true.
     """
@@ -413,12 +413,12 @@ def _requirement(error: ValidationError) -> str:
 
 def _shown(value: object) -> str:
     """Returns a value as it goes into a message, with quotes if they tell a text from a number."""
-    shown = shorten(value if isinstance(value, str) else repr(value), 300)
+    text = shorten(value if isinstance(value, str) else repr(value), 300)
     if isinstance(value, str) and (value[:1].isdigit() or value in ('', 'true', 'false', 'null')):
-        return repr(shown)
+        return repr(text)
     if isinstance(value, dict) and list(value.values()) == [None]:
-        return f'{shown}. Quote a text that has braces'
-    return shown
+        return f'{text}. Quote a text that has braces'
+    return text
 
 
 def _is_time(value: Any) -> Any:

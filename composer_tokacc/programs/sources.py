@@ -329,7 +329,7 @@ class FileSource(Source):
         return (self.config.algorithms.get('token_accumulation') or {}).get('token_weights')
 
     def _parts(self) -> list[dict[str, Any]]:
-        """Returns the sections of the training sets. A key beside ``parts`` holds for each of them."""
+        """Returns the sections of the training sets. Other keys than ``parts`` hold for each of them."""
         shared = without(self.section, *SHARED_KEYS)
         parts = self.section.get('parts', {'only': {}})
         return [{**shared, **part} for part in parts.values()]
@@ -360,7 +360,7 @@ class FileSource(Source):
         return partial(build_small_processor, texts)
 
     def build_dataset(self, processor: Processor, *, is_eval: bool = False) -> Dataset | None:
-        """Returns one dataset, or the parts one after the other; None if there is no eval set."""
+        """Returns one dataset, or the parts one after the other; None without an eval set."""
         if is_eval:
             if not self.section.get('eval'):
                 return None
@@ -557,7 +557,7 @@ class ShardSource(Source):
         return build_small_processor(self._texts(), **arguments)
 
     def build_dataset(self, processor: Processor, *, is_eval: bool = False) -> Any:
-        """Returns the dataset, whose samples StreamingDataset assigns to ranks; None if there is no eval set."""
+        """Returns the dataset, whose samples StreamingDataset assigns to ranks; None without an eval set."""
         from streaming.base.util import clean_stale_shared_memory  # pyright: ignore[reportMissingImports]
 
         from composer_tokacc.data.llava_streaming import LlavaStreamingDataset
