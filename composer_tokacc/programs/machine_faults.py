@@ -78,6 +78,13 @@ RANK = (
     'another rank ended, or did not answer within `trainer.dist_timeout`, got: {text}. Read what that rank wrote: the '
     'launcher prints it below, or writes it to the file of `composer --stdout`'
 )
+LOST_RANK = (
+    'Connection closed by peer',
+    'Connection reset by peer',
+    'Timed out waiting',
+    'Application timeout caused pair closure',
+)
+"""Words of gloo."""
 FAULTS = (
     MachineFault(_has_errno(errno.ENOSPC, errno.EDQUOT), DISK),
     # Torch's own error for a full disk says no more than this.
@@ -101,22 +108,37 @@ FAULTS = (
     ),
     MachineFault(_has_words('DataLoader worker (pid'), LOADER),
     MachineFault(_passed_through('torch.utils.data.dataloader', ConnectionError, EOFError), LOADER),
-    # A collective of gloo or NCCL, whose errors are plain RuntimeErrors with these words.
-    MachineFault(_has_words('Connection closed by peer', 'Connection reset by peer', 'Timed out waiting'), RANK),
+    # Errors of gloo are plain RuntimeErrors.
+    MachineFault(_has_words(*LOST_RANK), RANK),
     MachineFault(lambda error, text: type(error).__name__ in ('DistBackendError', 'DistNetworkError'), RANK),
 )
 
 
-def fault_of_machine(error: BaseException | None) -> str:
+def fault_of_machine(error: BaseException) -> str:
     """Returns the fault of the machine in one line; empty if neither the error nor its causes say so."""
-    while error is not None:
-        text = ' '.join(str(error).split())
+    fault, text = _matching_fault(error)
+    if fault is None:
+        return ''
+    return fault.message.format(
+        text=text,
+        limit=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        port=os.environ.get('MASTER_PORT', ''),
+    )
+
+
+def has_lost_rank(error: BaseException) -> bool:
+    """Returns whether another rank ended or does not answer."""
+    fault, _ = _matching_fault(error)
+    return fault is not None and fault.message is RANK
+
+
+def _matching_fault(error: BaseException) -> tuple[MachineFault | None, str]:
+    """Returns the first fault that the error or one of its causes matches, and the words of that error."""
+    cause: BaseException | None = error
+    while cause is not None:
+        text = ' '.join(str(cause).split())
         for fault in FAULTS:
-            if fault.matches(error, text):
-                return fault.message.format(
-                    text=text[-LONGEST_TEXT:].rstrip('. ') or type(error).__name__,
-                    limit=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-                    port=os.environ.get('MASTER_PORT', ''),
-                )
-        error = error.__cause__ or error.__context__
-    return ''
+            if fault.matches(cause, text):
+                return fault, text[-LONGEST_TEXT:].rstrip('. ') or type(cause).__name__
+        cause = cause.__cause__ or cause.__context__
+    return None, ''

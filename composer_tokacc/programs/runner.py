@@ -1,23 +1,40 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Takes a program from a YAML file to its exit status."""
+"""Takes a program from a YAML file to its exit status, and one message to the screen.
+
+Composer's launcher shows the first rank of a node while it runs, and the others only after the end. When another rank
+fails, the first one meets a broken connection. So the rank that fails leaves its message in the store of torch's
+rendezvous, and the first rank prints it.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
+import sys
+import time
+import traceback
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 
-from composer.utils import get_device
+import torch.distributed
+from composer.utils import dist, get_device
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  # documented there
 
 from composer_tokacc.data import BadSampleError
 from composer_tokacc.programs.config_checks import check_config, check_folders
-from composer_tokacc.programs.errors import ConfigError, building, raised_here, refuse
-from composer_tokacc.programs.machine_faults import fault_of_machine
+from composer_tokacc.programs.errors import ConfigError, building, one_line, raised_here, refuse
+from composer_tokacc.programs.machine_faults import fault_of_machine, has_lost_rank
 from composer_tokacc.programs.process import keep_what_is_loaded, let_children_die
 from composer_tokacc.programs.schema import TrainConfig, load_config
 
 log = logging.getLogger(__name__)
+
+MESSAGE_KEY = 'composer_tokacc/message'
+"""Key in the store for status and message of a rank that failed."""
+PATIENCE = 10.0
+"""Seconds that a rank gives the first one to print its message. The launcher ends it as soon as the first has ended."""
 
 
 def run_program(
@@ -53,14 +70,58 @@ def run_program(
         return refuse(error, on_all_ranks=True)
     try:
         return program(config) or 0
-    except (ConfigError, BadSampleError) as error:
-        return refuse(error)
     except Exception as error:
         let_children_die()
         log.debug('The run failed here:', exc_info=error)
+        if has_lost_rank(error):
+            return _end_after_another_rank(fault_of_machine(error))
         fault = fault_of_machine(error)
         if fault:
-            return refuse(ConfigError('', fault))
-        if raised_here(error):  # the plugin says why it cannot train
-            return refuse(error)
-        raise
+            return _end(one_line(fault), 2)
+        # With plain errors the plugin says why it cannot train.
+        if isinstance(error, ConfigError | BadSampleError) or raised_here(error):
+            return _end(one_line(error), 2)
+        if not _is_behind_another_rank():
+            raise
+        return _end(traceback.format_exc(), 1)
+
+
+def _is_behind_another_rank() -> bool:
+    """Returns whether another rank of the node writes to the screen of the user."""
+    return torch.distributed.is_initialized() and dist.get_local_rank() > 0
+
+
+def _end(message: str, status: int) -> int:
+    """Prints why this rank ends, on the screen of the first rank of the node."""
+    if _is_behind_another_rank():
+        try:
+            _connect().set(MESSAGE_KEY, f'{status} {message}')
+            # Breaks the connection, so that the others stop waiting for this rank.
+            torch.distributed.destroy_process_group()
+            time.sleep(PATIENCE)
+        except RuntimeError:  # rank 0 has ended, and its store with it
+            pass
+    print(message, file=sys.stderr, flush=True)
+    return status
+
+
+def _end_after_another_rank(fault: str) -> int:
+    """Ends this rank because another one is gone. The first rank of a node prints the message of that rank."""
+    if _is_behind_another_rank():
+        time.sleep(PATIENCE)
+        return 2
+    status, message = 2, one_line(fault)
+    try:
+        store = _connect()
+        if store.check([MESSAGE_KEY]):
+            number, _, message = store.get(MESSAGE_KEY).decode().partition(' ')
+            status = int(number)
+    except RuntimeError:
+        pass
+    print(message, file=sys.stderr, flush=True)
+    return status
+
+
+def _connect() -> TCPStore:
+    host, port = os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT'])
+    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=5))

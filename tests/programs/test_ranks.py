@@ -40,26 +40,24 @@ def errors(lines: list[str]) -> list[str]:
     return [line for line in lines if line.startswith('error: ')]
 
 
-def test_a_bad_sample_on_another_rank_is_told_once(tmp_path):
+def test_a_bad_sample_on_another_rank_is_the_only_error(tmp_path):
     status, lines = screen(tmp_path, 'FailOnRank', rank=1, bad_sample=True)
     assert status == 2
     assert [line for line in lines if 'Traceback' in line] == []
-    assert errors(lines).count('error: sample "s7" cannot be read') == 1
-    # The first rank may have met the broken connection before the launcher ended it.
-    for line in errors(lines):
-        assert line == 'error: sample "s7" cannot be read' or 'another rank ended' in line
+    assert errors(lines) == ['error: sample "s7" cannot be read']
 
 
-def test_a_killed_loader_process_of_another_rank_is_told(tmp_path):
+def test_a_killed_loader_process_of_another_rank_is_the_only_error(tmp_path):
     status, lines = screen(tmp_path, 'KillLoader', 'loader.num_workers=1', rank=1)
     assert status == 2
     assert [line for line in lines if 'Traceback' in line] == []
-    assert sum('the processes that read samples ended' in line for line in errors(lines)) == 1
+    (line,) = errors(lines)
+    assert 'the processes that read samples ended' in line
 
 
 def test_a_bug_on_another_rank_shows_its_own_traceback_and_no_other(tmp_path):
     status, lines = screen(tmp_path, 'FailOnRank', rank=1, bad_sample=False)
-    assert status in (1, 2)
+    assert status == 1
     assert sum('Traceback' in line for line in lines) == 1
     assert "KeyError: 'a bug of ours'" in lines
 
