@@ -136,6 +136,13 @@ def quiet_hosts() -> None:
         logging.getLogger(logger_name).addFilter(_LacksWords(words))
 
 
+def end_process(message: str, status: int) -> None:
+    """Ends this process from any thread."""
+    sys.stdout.flush()
+    print(f'\n{message}', file=sys.stderr, flush=True)
+    os._exit(status)
+
+
 class _LacksWords(logging.Filter):
     def __init__(self, words: str) -> None:
         super().__init__()

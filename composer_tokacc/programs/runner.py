@@ -4,8 +4,8 @@
 """Takes a program from a YAML file to its exit status, and one message to the screen.
 
 Composer's launcher shows the first rank of a node while it runs, and the others only after the end. When another rank
-fails, the first one meets a broken connection. So the rank that fails leaves its message in the store of torch's
-rendezvous, and the first rank prints it.
+fails, the first one waits for it in a collective, or meets a broken connection. So the rank that fails leaves its
+message in the store of torch's rendezvous, where a thread of the first rank reads it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch.distributed
@@ -26,7 +28,7 @@ from composer_tokacc.data import BadSampleError
 from composer_tokacc.programs.config_checks import check_config, check_folders
 from composer_tokacc.programs.errors import ConfigError, building, one_line, raised_here, refuse
 from composer_tokacc.programs.machine_faults import fault_of_machine, has_lost_rank
-from composer_tokacc.programs.process import keep_what_is_loaded, let_children_die
+from composer_tokacc.programs.process import DIST_TIMEOUT, end_process, keep_what_is_loaded, let_children_die
 from composer_tokacc.programs.schema import TrainConfig, load_config
 
 log = logging.getLogger(__name__)
@@ -35,6 +37,8 @@ MESSAGE_KEY = 'composer_tokacc/message'
 """Key in the store for status and message of a rank that failed."""
 PATIENCE = 10.0
 """Seconds that a rank gives the first one to print its message. The launcher ends it as soon as the first has ended."""
+INTERVAL = 1.0
+"""Seconds between two looks at the store."""
 
 
 def run_program(
@@ -69,7 +73,8 @@ def run_program(
     except ConfigError as error:
         return refuse(error, on_all_ranks=True)
     try:
-        return program(config) or 0
+        with _hearing_other_ranks(config.trainer.get('dist_timeout', DIST_TIMEOUT)):
+            return program(config) or 0
     except Exception as error:
         let_children_die()
         log.debug('The run failed here:', exc_info=error)
@@ -95,9 +100,7 @@ def _end(message: str, status: int) -> int:
     """Prints why this rank ends, on the screen of the first rank of the node."""
     if _is_behind_another_rank():
         try:
-            _connect().set(MESSAGE_KEY, f'{status} {message}')
-            # Breaks the connection, so that the others stop waiting for this rank.
-            torch.distributed.destroy_process_group()
+            _connect(PATIENCE).set(MESSAGE_KEY, f'{status} {message}')
             time.sleep(PATIENCE)
         except RuntimeError:  # rank 0 has ended, and its store with it
             pass
@@ -111,17 +114,48 @@ def _end_after_another_rank(fault: str) -> int:
         time.sleep(PATIENCE)
         return 2
     status, message = 2, one_line(fault)
-    try:
-        store = _connect()
-        if store.check([MESSAGE_KEY]):
-            number, _, message = store.get(MESSAGE_KEY).decode().partition(' ')
-            status = int(number)
-    except RuntimeError:
-        pass
+    with suppress(RuntimeError):
+        status, message = _message_in(_connect(PATIENCE)) or (status, message)
     print(message, file=sys.stderr, flush=True)
     return status
 
 
-def _connect() -> TCPStore:
+@contextmanager
+def _hearing_other_ranks(timeout: float) -> Iterator[None]:
+    """Ends this process, if it is the first of its node, with the message of another rank as soon as that fails."""
+    is_over = threading.Event()
+    thread = threading.Thread(target=_listen, args=(is_over, timeout), daemon=True)
+    if dist.get_world_size() > 1 and dist.get_local_rank() == 0 and 'MASTER_ADDR' in os.environ:
+        thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        if thread.is_alive():
+            thread.join(timeout=2 * INTERVAL)
+
+
+def _listen(is_over: threading.Event, timeout: float) -> None:
+    try:
+        store = _connect(timeout)  # its own connection: a store answers one question at a time
+        while not is_over.wait(INTERVAL):
+            end = _message_in(store)
+            if end is not None:
+                status, message = end
+                # The main thread may wait in a collective for ever.
+                end_process(message, status)
+    except RuntimeError:  # rank 0 has ended, which the launcher sees too
+        return
+
+
+def _message_in(store: TCPStore) -> tuple[int, str] | None:
+    """Returns status and message of a rank that failed."""
+    if not store.check([MESSAGE_KEY]):
+        return None
+    status, _, message = store.get(MESSAGE_KEY).decode().partition(' ')
+    return int(status), message
+
+
+def _connect(timeout: float) -> TCPStore:
     host, port = os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT'])
-    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=5))
+    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout))
