@@ -215,7 +215,7 @@ def _images(sample: Row, processor: Processor) -> list[np.ndarray]:
     return images
 
 
-def _images_of_file(dataset: SampleDataset, index: int) -> list[np.ndarray]:
+def _images_of_file(dataset: Any, index: int) -> list[np.ndarray]:
     """Returns the images in the files of a :class:`.LlavaDataset`, and the first frame of each video, made smaller."""
     if not hasattr(dataset, 'decoded'):
         return []

@@ -100,7 +100,7 @@ def read_lengths(path: str) -> LengthTable:
         raise ConfigError('lengths', f'must be a CSV file, plain or .gz, got: {path} ({error})') from error
     if not rows:
         raise ConfigError('lengths', f'must hold at least one sample, got: none in {path}')
-    table = dict.fromkeys(CSV_COLUMNS.values(), np.zeros(len(rows), dtype=np.int32))
+    table: dict[str, Any] = dict.fromkeys(CSV_COLUMNS.values(), np.zeros(len(rows), dtype=np.int32))
     for name, values in zip(names, zip(*rows, strict=True), strict=True):
         table[CSV_COLUMNS[name]] = np.array(values, dtype=np.int32)
     for name in ('image_tokens', 'loss_tokens'):

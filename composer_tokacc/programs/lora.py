@@ -38,8 +38,11 @@ NUM_VALUES = 32
 class LoadedKeys(Protocol):
     """The result of ``load_state_dict``."""
 
-    missing_keys: list[str]
-    unexpected_keys: list[str]
+    @property
+    def missing_keys(self) -> list[str]: ...
+
+    @property
+    def unexpected_keys(self) -> list[str]: ...
 
 
 @dataclass(kw_only=True)

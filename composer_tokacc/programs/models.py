@@ -197,7 +197,7 @@ def read_config(pretrained: str | None, config: Section | None, processor: Proce
         with building('model.pretrained'):
             # Without trust_remote_code Transformers would ask on the terminal.
             return AutoConfig.from_pretrained(pretrained, trust_remote_code=False)
-    settings = copy.deepcopy(config or {})
+    settings: dict[str, Any] = copy.deepcopy(dict(config or {}))
     model_type = str(settings.pop('model_type', None))
     if model_type not in CONFIG_MAPPING:
         raise ConfigError('model.config.model_type', unknown_name('type', model_type, CONFIG_MAPPING.keys()))
@@ -290,7 +290,7 @@ def _check_shapes(config: PretrainedConfig) -> None:
             )
 
 
-def tokenizer_of(processor: Processor) -> Any:
+def tokenizer_of(processor: Processor | None) -> Any:
     """Returns the tokenizer inside a processor, or the tokenizer itself, or None."""
     return getattr(processor, 'tokenizer', processor)
 

@@ -150,7 +150,7 @@ def _listen(is_over: threading.Event, timeout: float) -> None:
 
 def _message_in(store: TCPStore) -> tuple[int, str] | None:
     """Returns status and message of a rank that failed."""
-    if not store.check([MESSAGE_KEY]):
+    if not store.check([MESSAGE_KEY]):  # pyright: ignore[reportAttributeAccessIssue]  # torch's stubs lack it
         return None
     status, _, message = store.get(MESSAGE_KEY).decode().partition(' ')
     return int(status), message

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 from composer_tokacc.data import LengthTable
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.programs.errors import ConfigError
-from composer_tokacc.programs.host_types import Processor, Row
+from composer_tokacc.programs.host_types import Row
 from composer_tokacc.programs.models import tokenizer_of
 
 CLASS_TOKENS = {'clip_vision_model': 1, 'siglip_vision_model': 0}
@@ -37,7 +37,7 @@ class StandIns:
     def __init__(
         self,
         table: LengthTable,
-        processor: Processor | None,
+        processor: Any,
         config: PretrainedConfig,
     ) -> None:
         self.image_tokens = table.image_tokens
@@ -51,6 +51,9 @@ class StandIns:
                     f'with images of any size needs `model.pretrained`, got: a `model.config` of {config.model_type}. '
                     'Name a checkpoint; its folder needs no weights',
                 )
+
+    def __len__(self) -> int:
+        return len(self.image_tokens)
 
     def __getitem__(self, index: int) -> Row:
         """Returns a sample, with an image if the table has one. The row with the most tokens has the large image."""
@@ -83,7 +86,7 @@ def _image_sample_of(config: Any) -> dict[str, torch.Tensor] | None:
 
     The smallest image of an encoder of any size, or of tiles, says nothing of real ones.
     """
-    vision_config = getattr(config, 'vision_config', None)
+    vision_config: Any = getattr(config, 'vision_config', None)
     token_id = BatchLayout.for_model(config).image_token_id
     if config.model_type != 'llava' or vision_config.model_type not in CLASS_TOKENS or token_id is None:
         return None

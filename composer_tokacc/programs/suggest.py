@@ -84,7 +84,7 @@ def apply_suggestion(config: TrainConfig, dataset: SampleDataset, processor: Pro
 def _suggestion(
     config: TrainConfig,
     dataset: SampleDataset,
-    processor: Processor,
+    processor: Processor | None,
     table: LengthTable,
     memory_gib: float,
 ) -> Suggestion:
@@ -140,7 +140,7 @@ def suggest_for_run(
 def memory_of_run(
     config: TrainConfig,
     dataset: SampleDataset,
-    processor: Processor,
+    processor: Processor | None,
     table: LengthTable,
 ) -> MemoryModel:
     """Returns the memory model of a run, traced without a GPU. The user's cache folder keeps it."""
@@ -214,7 +214,7 @@ def watch_flops(config: TrainConfig, parts: DataAndModel, state: State) -> None:
 def _to_trace(
     config: TrainConfig,
     dataset: SampleDataset,
-    processor: Processor,
+    processor: Processor | None,
     table: LengthTable,
     **changes: Any,
 ) -> tuple[Callable[[], Any], PretrainedConfig, list[dict[str, Any]]]:
