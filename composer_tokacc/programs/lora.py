@@ -39,10 +39,14 @@ class LoadedKeys(Protocol):
     """The result of ``load_state_dict``."""
 
     @property
-    def missing_keys(self) -> list[str]: ...
+    def missing_keys(self) -> list[str]:
+        """Weights of the model that were not loaded."""
+        ...
 
     @property
-    def unexpected_keys(self) -> list[str]: ...
+    def unexpected_keys(self) -> list[str]:
+        """Weights that the model does not have."""
+        ...
 
 
 @dataclass(kw_only=True)
