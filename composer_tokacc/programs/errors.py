@@ -67,17 +67,36 @@ def building(path: str) -> Iterator[None]:
 
 
 @contextmanager
+def running(path: str) -> Iterator[None]:
+    """Notes the key of a part on any error that it raises, and leaves the type of the error.
+
+    For a forward, where Composer and the plugin catch errors by their type, such as a lack of memory.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not hasattr(error, 'config_path'):
+            error.config_path = path  # type: ignore[attr-defined]
+        raise
+
+
+@contextmanager
 def training() -> Iterator[None]:
-    """Turns errors of Composer, torch or Transformers in a run into one line with the key ``trainer``.
+    """Turns errors of Composer, torch or Transformers in a run into one line, with the key of the part or ``trainer``.
 
     Errors from other code, such as a dataset or a callback of the user, keep their traceback.
     """
     try:
         yield
     except Exception as error:
-        if _package_that_raised(error) not in HOSTS:
+        if not is_of_host(error):
             raise
-        raise_in_one_line('trainer', error)
+        raise_in_one_line(getattr(error, 'config_path', 'trainer'), error)
+
+
+def is_of_host(error: Exception) -> bool:
+    """Returns whether code of Composer, torch or Transformers raised an error."""
+    return _package_that_raised(error) in HOSTS
 
 
 def raise_in_one_line(path: str, error: Exception) -> None:

@@ -56,7 +56,7 @@ def _passed_through(module: str, *classes: type[BaseException]) -> Callable[[Bas
 
 def _is_out_of_memory(error: BaseException, text: str) -> bool:
     # By name: this table must not load torch.
-    return type(error).__name__ == 'OutOfMemoryError'
+    return type(error).__name__ == 'OutOfMemoryError' or 'CUDA error: out of memory' in text
 
 
 LONGEST_TEXT = 300

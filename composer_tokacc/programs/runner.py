@@ -26,7 +26,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from composer_tokacc.data import BadSampleError
 from composer_tokacc.programs.config_checks import check_config, check_folders
-from composer_tokacc.programs.errors import ConfigError, building, one_line, raised_here, refuse
+from composer_tokacc.programs.errors import ConfigError, building, is_of_host, one_line, raised_here, refuse
 from composer_tokacc.programs.machine_faults import fault_of_machine, has_lost_rank
 from composer_tokacc.programs.process import DIST_TIMEOUT, end_process, keep_what_is_loaded, let_children_die
 from composer_tokacc.programs.schema import TrainConfig, load_config
@@ -86,6 +86,8 @@ def run_program(
         # With plain errors the plugin says why it cannot train.
         if isinstance(error, ConfigError | BadSampleError) or raised_here(error):
             return _end(one_line(error), 2)
+        if hasattr(error, 'config_path') and is_of_host(error):
+            return _end(one_line(f'`{error.config_path}`: {type(error).__name__}: {error}'), 2)  # type: ignore[attr-defined]
         if not _is_behind_another_rank():
             raise
         return _end(traceback.format_exc(), 1)
