@@ -91,7 +91,7 @@ def training() -> Iterator[None]:
     except Exception as error:
         if not is_of_host(error):
             raise
-        raise_in_one_line(getattr(error, 'config_path', 'trainer'), error)
+        raise_in_one_line('trainer', error)
 
 
 def is_of_host(error: Exception) -> bool:
@@ -100,7 +100,11 @@ def is_of_host(error: Exception) -> bool:
 
 
 def raise_in_one_line(path: str, error: Exception) -> None:
-    """Raises the error as a :class:`ConfigError` of the key, or unchanged if no key of the config is to blame."""
+    """Raises the error as a :class:`ConfigError` of the key, or unchanged if no key of the config is to blame.
+
+    A part inside, such as a model whose forward an algorithm calls, has noted its own key.
+    """
+    path = getattr(error, 'config_path', path)
     if isinstance(error, ConfigError) or _names_a_sample(error) or fault_of_machine(error):
         raise error
     if raised_here(error):

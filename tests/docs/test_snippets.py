@@ -104,7 +104,7 @@ def test_a_block_that_stands_elsewhere_is_held_to_it(tmp_path, monkeypatch):
 
 def test_a_part_of_a_yaml_file_is_held_to_the_names_of_its_section(tmp_path):
     (tmp_path / 'page.md').write_text('```yaml\ndataset:\n  vidoe: {fps: 1}\n```\n')
-    with pytest.raises(ConfigError, match=r'got: vidoe. Did you mean video\?'):
+    with pytest.raises(ConfigError, match=r'has no key vidoe. Did you mean video\?'):
         run_page(str(tmp_path / 'page.md'), tmp_path)
 
 
