@@ -274,7 +274,7 @@ def _no_function(run: object) -> None:
 
 
 def check_folders(config: TrainConfig) -> None:
-    """Makes the folders that a run writes to, so that it fails before training starts and not after it."""
+    """Makes the folders that a run writes to, so that it fails before training and not after it. A dry run only tries."""
     folders = {
         'report.folder': config.report['folder'],
         'trainer.save_folder': config.trainer.get('save_folder'),
@@ -290,7 +290,7 @@ def check_folders(config: TrainConfig) -> None:
         # Other names in braces are known to the Trainer only.
         folder = local_folder(path, folder.partition('{')[0])
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            _make(folder, only_try=config.dry_run)
         except OSError as error:
             raise ConfigError(path, f'must be a folder that can be made, got: {folder} ({error.strerror})') from error
         if path == 'report.folder':
@@ -298,6 +298,16 @@ def check_folders(config: TrainConfig) -> None:
 
 
 RESULT_FILES = ('metrics.jsonl', 'answers.jsonl', 'result.json', 'report.html')
+
+
+def _make(folder: Path, *, only_try: bool) -> None:
+    """Makes a folder, or raises the OSError that making it would raise, without leaving anything."""
+    if not only_try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return
+    while not folder.exists():
+        folder = folder.parent
+    tempfile.TemporaryFile(dir=folder).close()
 
 
 def check_regular_files(path: str, folder: Path, names: tuple[str, ...]) -> None:

@@ -68,8 +68,7 @@ def run_program(
         if trains:
             with building('trainer.device'):
                 get_device(config.trainer.get('device'))
-            if not config.dry_run:
-                check_folders(config)
+            check_folders(config)
     except ConfigError as error:
         return refuse(error, on_all_ranks=True)
     try:
