@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -274,7 +275,7 @@ def _no_function(run: object) -> None:
 
 
 def check_folders(config: TrainConfig) -> None:
-    """Makes the folders that a run writes to, so that it fails before training and not after it. A dry run only tries."""
+    """Makes the folders that a run writes to, so that it fails before training. A dry run only tries."""
     folders = {
         'report.folder': config.report['folder'],
         'trainer.save_folder': config.trainer.get('save_folder'),
