@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 MESSAGE_KEY = 'composer_tokacc/message'
 """Key in the store for status and message of a rank that failed."""
-PATIENCE = 10.0
+SECONDS_TO_PRINT = 10.0
 """Seconds that a rank gives the first one to print its message. The launcher ends it as soon as the first has ended."""
 INTERVAL = 1.0
 """Seconds between two looks at the store."""
@@ -77,13 +77,16 @@ def run_program(
     except Exception as error:
         let_children_die()
         log.debug('The run failed here:', exc_info=error)
+        # First of all, because such an error may come from an OSError, which is a fault of the machine by itself.
+        if isinstance(error, ConfigError | BadSampleError):
+            return _end(one_line(error), 2)
         if has_lost_rank(error):
             return _end_after_another_rank(fault_of_machine(error))
         fault = fault_of_machine(error)
         if fault:
             return _end(one_line(fault), 2)
         # With plain errors the plugin says why it cannot train.
-        if isinstance(error, ConfigError | BadSampleError) or raised_here(error):
+        if raised_here(error):
             return _end(one_line(error), 2)
         if hasattr(error, 'config_path') and is_of_host(error):
             return _end(one_line(f'`{error.config_path}`: {type(error).__name__}: {error}'), 2)  # type: ignore[attr-defined]
@@ -101,8 +104,8 @@ def _end(message: str, status: int) -> int:
     """Prints why this rank ends, on the screen of the first rank of the node."""
     if _is_behind_another_rank():
         try:
-            _connect(PATIENCE).set(MESSAGE_KEY, f'{status} {message}')
-            time.sleep(PATIENCE)
+            _connect(SECONDS_TO_PRINT).set(MESSAGE_KEY, f'{status} {message}')
+            time.sleep(SECONDS_TO_PRINT)
         except RuntimeError:  # rank 0 has ended, and its store with it
             pass
     print(message, file=sys.stderr, flush=True)
@@ -112,11 +115,11 @@ def _end(message: str, status: int) -> int:
 def _end_after_another_rank(fault: str) -> int:
     """Ends this rank because another one is gone. The first rank of a node prints the message of that rank."""
     if _is_behind_another_rank():
-        time.sleep(PATIENCE)
+        time.sleep(SECONDS_TO_PRINT)
         return 2
     status, message = 2, one_line(fault)
     with suppress(RuntimeError):
-        status, message = _message_in(_connect(PATIENCE)) or (status, message)
+        status, message = _message_in(_connect(SECONDS_TO_PRINT)) or (status, message)
     print(message, file=sys.stderr, flush=True)
     return status
 
