@@ -5,7 +5,7 @@
 
 python -m composer_tokacc.export runs/x/checkpoints/latest-rank0.pt exported/ [merge=true]
 
-`merge=true` adds a LoRA adapter into its base, for servers that load whole models only.
+`merge=true` adds a LoRA adapter to its base, for servers that load only complete models.
 """
 
 from __future__ import annotations
@@ -14,27 +14,34 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from composer_tokacc.programs.errors import ConfigError, local_folder, refuse
+from composer_tokacc.programs.process import quiet_hosts
+
 __all__ = ['main']
+
+USAGE = 'usage: python -m composer_tokacc.export CHECKPOINT FOLDER [merge=true]'
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the program; a mistake of the user's ends it with one line and status 2."""
+    """Runs the program. A mistake of the user ends it with one line and status 2."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments[:1] in (['-h'], ['--help']):
         print(__doc__)
         return 0
-    merge = 'merge=true' in arguments[2:]
-    if len(arguments) != 2 + merge:
-        print('usage: python -m composer_tokacc.export CHECKPOINT FOLDER [merge=true]', file=sys.stderr)
+    merges = 'merge=true' in arguments[2:]
+    if len(arguments) != (3 if merges else 2):
+        print(USAGE, file=sys.stderr)
         return 2
-    from composer_tokacc.programs.errors import ConfigError, local_folder, refuse
-    from composer_tokacc.programs.export_folder import export_checkpoint  # takes seconds
+    quiet_hosts()
+    # Imported here, because it takes seconds.
+    from composer_tokacc.programs.export_folder import export_checkpoint
 
+    checkpoint, folder = arguments[:2]
     try:
-        export_checkpoint(Path(arguments[0]), local_folder('the folder to export to', arguments[1]), merge=merge)
+        export_checkpoint(Path(checkpoint), local_folder('the folder to export to', folder), merge=merges)
     except ConfigError as error:
         return refuse(error)
-    print(f'written to {arguments[1]}')
+    print(f'written to {folder}')
     return 0
 
 

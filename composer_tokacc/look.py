@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     count = own_arguments.get('samples', '12')
     is_eval = own_arguments.get('eval', 'false')
     if not count.isdecimal() or is_eval not in ('true', 'false'):
-        return refuse(ConfigError(f'`samples` must be a number and `eval` true or false, got: {own_arguments}'))
+        return refuse(ConfigError('samples', f'must be a number and `eval` true or false, got: {own_arguments}'))
     program = partial(look, count=int(count), is_eval=is_eval == 'true')
     return run_program(program, parsed.config, config_overrides)
 
@@ -74,7 +74,7 @@ def look(config: TrainConfig, *, count: int = 12, is_eval: bool = False) -> None
     processor = source.build_processor()
     opened = source.build_dataset(processor, is_eval=is_eval)
     if opened is None:
-        raise ConfigError('`dataset.eval` must be given for eval=true, got: none')
+        raise ConfigError('dataset.eval', 'must be given for eval=true, got: none')
     dataset = source.by_index(opened)
     tokenizer = getattr(processor, 'tokenizer', processor)
     lengths = source.measure(opened, processor).lengths

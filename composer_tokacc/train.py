@@ -17,21 +17,23 @@ from dataclasses import replace
 from composer_tokacc.programs.process import allow_open_files, command_line, prepare, say, share_cores
 
 if __name__ == '__main__':
-    prepare(__doc__, says_so=True)
+    prepare(__doc__, announces=True)
 
+from composer import Trainer
 from composer.core import Callback, State
 from composer.loggers import InMemoryLogger, Logger
 from composer.utils import dist
 
-from composer_tokacc.programs import TrainConfig
+from composer_tokacc.programs import ConfigError, TrainConfig
 from composer_tokacc.programs.answers import answers_of
-from composer_tokacc.programs.build import build_loggers, build_parts, build_trainer
-from composer_tokacc.programs.checkpoints import checkpoint_folder, keep_to_whole_checkpoint, lock_folder
-from composer_tokacc.programs.errors import in_words_of, must
-from composer_tokacc.programs.registry import without
+from composer_tokacc.programs.build import build_parts, build_trainer, build_trainer_parts
+from composer_tokacc.programs.checkpoints import checkpoint_folder, find_checkpoint_to_resume, lock_folder
+from composer_tokacc.programs.errors import training
+from composer_tokacc.programs.metrics_file import JsonLines, read_metrics
 from composer_tokacc.programs.rehearsal import rehearsal_of
-from composer_tokacc.programs.run_result import JsonLines, summarize, write_report
+from composer_tokacc.programs.run_result import result_folder, summarize, write_report
 from composer_tokacc.programs.runner import run_program
+from composer_tokacc.programs.schema import without
 from composer_tokacc.programs.suggest import watch_flops
 
 __all__ = ['main', 'run']
@@ -43,8 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: The YAML file, then ``key=value`` overrides; None takes them from the command line.
     """
-    given, overrides = command_line(__doc__).parse_known_args(arguments)
-    return run_program(run, given.config, overrides, trains=True)
+    parsed, overrides = command_line(__doc__).parse_known_args(arguments)
+    return run_program(run, parsed.config, overrides, trains=True)
 
 
 def run(config: TrainConfig) -> None:
@@ -58,20 +60,22 @@ def run(config: TrainConfig) -> None:
     if config.dry_run:
         _rehearse_all(config)
         return
-    folder = checkpoint_folder(config.trainer)
-    # One process writes for all; the others wait for it where the ranks meet.
-    with in_words_of(config), lock_folder(folder if dist.get_global_rank() == 0 else None):
-        if dist.get_local_rank() == 0 and (found := keep_to_whole_checkpoint(config.trainer)):
-            say(found)
+    # One process writes for all. The others wait for it when the ranks meet.
+    folder = checkpoint_folder(config.trainer) if dist.get_global_rank() == 0 else None
+    with lock_folder(folder):
+        if dist.get_local_rank() == 0:
+            message = find_checkpoint_to_resume(config.trainer)
+            if message:
+                say(message)
         _train(config)
 
 
 class _DryRunEnd(Exception):
-    """Nothing but training is left."""
+    """Raised when a dry run has done everything but training."""
 
 
 class _StopBeforeStep(Callback):
-    """Ends a dry run behind the check of the first batch and the rehearsal."""
+    """Ends a dry run after the first-batch check and the rehearsal."""
 
     def before_train_batch(self, state: State, logger: Logger) -> None:
         raise _DryRunEnd
@@ -79,13 +83,18 @@ class _StopBeforeStep(Callback):
 
 def _rehearse_all(config: TrainConfig) -> None:
     """Does everything but training, and writes nothing."""
-    kept = without(config.trainer, 'save_folder', 'autoresume', 'loggers')
-    config = replace(config, trainer=kept, microbatching=replace(config.microbatching, rehearse='heaviest'))
+    trainer_arguments = without(config.trainer, 'save_folder', 'autoresume', 'loggers')
+    microbatching = replace(config.microbatching, rehearse='heaviest')
+    config = replace(config, trainer=trainer_arguments, microbatching=microbatching)
+    trainer_parts = build_trainer_parts(config, with_loggers=False)
     parts = build_parts(config)
     say('starting the Trainer ...')
-    trainer = build_trainer(config, parts, InMemoryLogger())
-    trainer.state.callbacks += [rehearsal_of(config, parts), _StopBeforeStep()]
-    with suppress(_DryRunEnd):
+    trainer = build_trainer(config, parts, InMemoryLogger(), trainer_parts)
+    rehearsal = rehearsal_of(config, parts)
+    if rehearsal is not None:
+        trainer.state.callbacks.append(rehearsal)
+    trainer.state.callbacks.append(_StopBeforeStep())
+    with training(), suppress(_DryRunEnd):
         trainer.fit()
     trainer.close()
     steps = trainer.state.dataloader_len
@@ -93,35 +102,56 @@ def _rehearse_all(config: TrainConfig) -> None:
 
 
 def _train(config: TrainConfig) -> None:
-    loggers, history = [*build_loggers(config), JsonLines(config.report['folder'])], InMemoryLogger()
+    trainer_parts = build_trainer_parts(config, with_loggers=True)
+    trainer_parts.loggers.append(JsonLines(config.report['folder']))
+    history = InMemoryLogger()
     parts = build_parts(config)
     say('starting the Trainer ...')
-    trainer = build_trainer(config, parts, history, loggers)
+    trainer = build_trainer(config, parts, history, trainer_parts)
     watch_flops(config, parts, trainer.state)
     answers = answers_of(config, parts)
-    trainer.state.callbacks += [one for one in (rehearsal_of(config, parts), answers) if one is not None]
+    rehearsal = rehearsal_of(config, parts)
+    trainer.state.callbacks += [callback for callback in (rehearsal, answers) if callback is not None]
     first_step = int(trainer.state.timestamp.batch.value)
     started = time.monotonic()
-    duration, elapsed = trainer.state.max_duration, trainer.state.timestamp
-    # A run resumed at its end has nothing left to train, for which fit() raises.
-    if duration is None or elapsed.get(duration.unit) < duration:
-        say(f'training from step {first_step + 1}, before which the model is looked at ...')
-        requirement = '`trainer.save_folder` must hold no checkpoint that this run would write'
-        with must(requirement, None, FileExistsError, remedy=' Or go on from it: trainer.autoresume=true'):
-            trainer.fit()
+    _fit(trainer, first_step)
     seconds = time.monotonic() - started
-    if parts.eval_loader is not None and not any(name.startswith('metrics/eval/') for name in history.data):
+    has_evaluated = any(name.startswith('metrics/eval/') for name in history.data)
+    if parts.eval_loader is not None and not has_evaluated:
         say('evaluating ...')
-        trainer.eval()
+        with training():
+            trainer.eval()
     say('writing the report ...')
-    result = summarize(trainer.state, history, parts, first_step=first_step, seconds=seconds)
-    last = [] if answers is None else answers.last
-    summary = write_report(config, parts, result, history, last) if dist.get_global_rank() == 0 else ''
+    summary = ''
+    if dist.get_global_rank() == 0:
+        metrics = read_metrics(result_folder(config, trainer.state.run_name))
+        result = summarize(trainer.state, metrics, parts, first_step=first_step, seconds=seconds)
+        last_answers = [] if answers is None else answers.last
+        summary = write_report(config, parts, result, metrics, history, last_answers)
     # The other ranks wait for the one that writes: NCCL takes an early end for a crash.
     dist.barrier()
-    trainer.close()  # before the summary: it ends the progress bar's line
+    trainer.close()  # before the summary, because it ends the line of the progress bar
     if summary:
         print(f'\n{summary}', flush=True)
+
+
+def _fit(trainer: Trainer, first_step: int) -> None:
+    """Trains the rest of the run. Composer's ``fit`` would raise if nothing is left."""
+    duration, elapsed = trainer.state.max_duration, trainer.state.timestamp
+    if duration is not None and elapsed.get(duration.unit) >= duration:
+        return
+    say(f'training from step {first_step + 1}, after a check of the model on the first batch ...')
+    try:
+        with training():
+            trainer.fit()
+    except ConfigError as error:
+        if not isinstance(error.__cause__, FileExistsError):
+            raise
+        raise ConfigError(
+            'trainer.save_folder',
+            f'must hold no checkpoint that this run would write, got: {error.__cause__}. Remove it, or go on from it: '
+            'trainer.autoresume=true',
+        ) from error
 
 
 if __name__ == '__main__':

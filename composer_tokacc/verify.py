@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 from composer_tokacc.programs.process import prepare
 
@@ -32,6 +32,7 @@ from composer.core import Algorithm, Callback, Event, State
 from composer.loggers import Logger
 from composer.models import HuggingFaceModel
 from composer.utils import dist
+from pydantic import Field
 from torch.utils.data import DataLoader, IterableDataset
 
 from composer_tokacc.algorithm import TokenAccumulation
@@ -49,7 +50,7 @@ from composer_tokacc.programs.build import RunParts, build_parts
 from composer_tokacc.programs.errors import raised_here, refuse
 from composer_tokacc.programs.process import command_line, without_warnings
 from composer_tokacc.programs.runner import run_program
-from composer_tokacc.programs.schema import AT_LEAST_1, Range
+from composer_tokacc.programs.schema import Count, check_value
 from composer_tokacc.weights import token_weights_of
 
 SIDES = ('right', 'left')
@@ -72,10 +73,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument('--rows', type=int, default=8, help='rows of each rank, at most')
     parser.add_argument('--tolerance', type=float, default=1e-6)
     options, overrides = parser.parse_known_args(arguments)
-    for name, allowed in (('rows', AT_LEAST_1), ('tolerance', Range(above=0, below=1))):
-        value = getattr(options, name)
-        if value not in allowed:
-            return refuse(ConfigError(f'`--{name}` must be {allowed}, got: {value}'), on_all_ranks=True)
+    try:
+        check_value('--rows', options.rows, Count)
+        check_value('--tolerance', options.tolerance, Annotated[float, Field(gt=0, lt=1)])
+    except ConfigError as error:
+        return refuse(error, on_all_ranks=True)
     return run_program(partial(_report, options.rows, options.tolerance), options.config, overrides)
 
 
@@ -173,7 +175,8 @@ class _VerifiedRun:
             rows_of_all_ranks += rows_of_rank
         if len(rows_of_all_ranks) < 2:
             raise ConfigError(
-                f'`loader.global_batch_size` and --rows must leave rows to cut apart, got: {len(rows_of_all_ranks)}'
+                'loader.global_batch_size',
+                f'and --rows must leave rows to cut apart, got: {len(rows_of_all_ranks)}',
             )
         options = config.algorithms.get('token_accumulation') or {}
         token_weights = options.get('token_weights', 'token')

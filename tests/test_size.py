@@ -18,8 +18,9 @@ from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, SiglipVisio
 from composer_tokacc import size, train
 from composer_tokacc.data import LengthTable, build_small_processor
 from composer_tokacc.programs import load_config
+from composer_tokacc.programs.length_tables import lengths_of, read_lengths
 from composer_tokacc.programs.models import build_model
-from composer_tokacc.size import StandIns, lengths_of, read_lengths
+from composer_tokacc.programs.stand_ins import StandIns
 from composer_tokacc.sizing.profile import SampleSizes
 from examples.digits import build_digits_processor
 
@@ -136,16 +137,16 @@ def test_lengths_are_as_the_figures_say() -> None:
 @pytest.mark.parametrize(
     ('arguments', 'message'),
     [
-        (['lengths.mean=-3'], '`lengths.mean` must be at least 1 and at most 16777216, got: -3'),
-        (['lengths.mean=nan'], '`lengths.mean` must be of type float, got: nan'),
-        (['lengths.variation=1'], '`lengths.mean` must be given, got: nothing'),
+        (['lengths.mean=-3'], '`lengths.mean` must be greater than or equal to 1, got: -3'),
+        (['lengths.mean=nan'], '`lengths.mean` must be a valid number, got: nan'),
+        (['lengths.variation=1'], '`lengths.mean` must be given'),
         (
             ['lengths.mean=200', 'lengths.image_tokens=4000'],
-            '`lengths.image_tokens` must be below the longest, got: 4000',
+            '`lengths.image_tokens` must be below the longest sample, got: 4000',
         ),
         (
             ['lengths.mean=200', 'lengths.with_images=90'],
-            '`lengths.with_images` must be at least 0 and at most 1, got: 90',
+            '`lengths.with_images` must be less than or equal to 1, got: 90',
         ),
         (['lengths.mean=200', 'lengths.longst=9'], 'longst. Did you mean longest?'),
         (['lengths.mean=many'], '`lengths.mean`'),
@@ -233,10 +234,10 @@ def test_the_lora_recipe_fits_a_gpu_of_24_gib(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ('arguments', 'message'),
     [
-        (['num_ranks=0'], '`num_ranks` must be at least 1, got: 0'),
-        (['num_ranks=two'], '`num_ranks` must be of type int, got: two'),
+        (['num_ranks=0'], '`num_ranks` must be greater than or equal to 1, got: 0'),
+        (['num_ranks=two'], '`num_ranks` must be a valid integer, got: two'),
         (['num_ranks=3'], 'must be divisible by the number of ranks, got: 32 on 3 ranks'),
-        (['device_memory_gib=-1'], '`microbatching.device_memory_gib` must be above 0, got: -1'),
+        (['device_memory_gib=-1'], '`microbatching.device_memory_gib` must be greater than 0, got: -1'),
         (['device_memory_gib=0.01'], 'What would help: sharding with FSDP'),
         (['nonsense=1'], 'nonsense'),
     ],

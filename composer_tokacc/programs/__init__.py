@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What the programs share: the YAML file of a run, its checks, and what it names."""
+"""The YAML file of a run, and everything that the programs build from it."""
 
 from typing import TYPE_CHECKING
 

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Checkpoints: one run at a time in a folder, what it goes on from is whole, and of the same model and data."""
+"""Checkpoints: one run at a time writes to a folder, and only a complete one of the same model and data is resumed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import re
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from inspect import signature
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,20 +29,21 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from composer_tokacc.cache import whole_file
 from composer_tokacc.compat import composer_state_types
 from composer_tokacc.data import identify_data, identify_processor, identify_vocabulary
-from composer_tokacc.programs.errors import ConfigError, must
+from composer_tokacc.programs.errors import ConfigError, shorten
+from composer_tokacc.programs.host_types import Processor, Section
 
 log = logging.getLogger(__name__)
 
 
-def checkpoint_folder(trainer: Mapping[str, Any]) -> Path | None:
-    """Returns where the run's checkpoints are, if on a disk of this machine."""
+def checkpoint_folder(trainer: Section) -> Path | None:
+    """Returns the folder of the run's checkpoints, if it is on a disk of this machine."""
     folder = trainer.get('save_folder')
     if folder is None or '://' in folder:
         return None
     return Path(format_name_with_dist(folder, str(trainer.get('run_name'))))
 
 
-def latest_checkpoint(trainer: Mapping[str, Any]) -> Path | None:
+def latest_checkpoint(trainer: Section) -> Path | None:
     """Returns Composer's link to this rank's latest checkpoint, there or not; None without ``autoresume``."""
     folder = checkpoint_folder(trainer)
     if folder is None or not trainer.get('autoresume'):
@@ -53,28 +54,32 @@ def latest_checkpoint(trainer: Mapping[str, Any]) -> Path | None:
 
 @contextmanager
 def lock_folder(folder: Path | None) -> Iterator[None]:
-    """Keeps other runs out of a folder while this one goes on; the lock of a killed process is gone with it."""
+    """Keeps other runs out of a folder while this one goes on. The lock of a killed process is gone with it."""
     if folder is None:
         yield
         return
     lock = FileLock(folder / '.lock')
-    with must('`trainer.save_folder` must be a folder that can be written', folder, OSError):
+    try:
         folder.mkdir(parents=True, exist_ok=True)
-        try:
-            lock.acquire(timeout=0)
-        except Timeout as error:
-            raise ConfigError(
-                f'`trainer.save_folder` must be free, got: {folder}, into which another run is writing. Wait for it, '
-                'or give this one a `trainer.run_name` and a `trainer.save_folder` of its own'
-            ) from error
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise ConfigError(
+            'trainer.save_folder',
+            f'must be free, got: {folder}, into which another run is writing. Wait for it, or give this one a '
+            '`trainer.run_name` and a `trainer.save_folder` of its own',
+        ) from error
+    except OSError as error:
+        raise ConfigError(
+            'trainer.save_folder', f'must be a folder that can be written, got: {folder} ({error.strerror})'
+        ) from error
     try:
         yield
     finally:
         lock.release()
 
 
-def keep_to_whole_checkpoint(trainer: Mapping[str, Any]) -> str:
-    """Points Composer's link to the newest whole checkpoint, and returns in one line what the run goes on from.
+def find_checkpoint_to_resume(trainer: Section) -> str:
+    """Points Composer's link to the newest complete checkpoint. Returns a line that names it, or an empty text.
 
     A process that is killed while it writes, or a full disk, leaves part of a file behind.
     """
@@ -85,83 +90,111 @@ def keep_to_whole_checkpoint(trainer: Mapping[str, Any]) -> str:
     reason = damage(latest)
     if not reason:
         return f'going on from {latest}'
-    others = (path for path in latest.parent.iterdir() if path != latest and not path.is_symlink())
-    # Of the same rank: checkpoints of FSDP are folders, others files that end alike.
-    alike = [path for path in others if path.name.split('-')[-1] == latest.name.split('-')[-1] or path.is_dir()]
-    for older in sorted(alike, key=lambda path: path.stat().st_mtime, reverse=True):
+    for older in _older_checkpoints(latest):
         if not damage(older):
-            with whole_file(link) as spare:
-                spare.symlink_to(os.path.relpath(older, link.parent))
+            with whole_file(link) as new_link:
+                new_link.symlink_to(os.path.relpath(older, link.parent))
             return f'going on from {older}: {latest} is damaged ({reason})'
     raise ConfigError(
-        f'`trainer.save_folder` must hold a whole checkpoint to go on from, got: {latest}, damaged ({reason}), and no '
-        'other. Remove the folder to start anew, or give `trainer.load_path` with `trainer.autoresume=false`'
+        'trainer.save_folder',
+        f'must hold a complete checkpoint to go on from, got: {latest}, damaged ({reason}), and no other. Remove the '
+        'folder to start from the beginning, or give `trainer.load_path` with `trainer.autoresume=false`',
     )
 
 
-def resume_on_shared_folder(trainer: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns arguments of the Trainer for nodes that share the checkpoint folder; none where ``autoresume`` will do.
+def _older_checkpoints(latest: Path) -> list[Path]:
+    """Returns the other checkpoints of the same rank, newest first."""
+    checkpoints = []
+    ending = latest.name.split('-')[-1]  # rank0.pt
+    for path in latest.parent.iterdir():
+        # A checkpoint of FSDP is a folder for all ranks.
+        is_of_this_rank = path.is_dir() or path.name.split('-')[-1] == ending
+        if path != latest and not path.is_symlink() and is_of_this_rank:
+            checkpoints.append(path)
+    return sorted(checkpoints, key=lambda path: path.stat().st_mtime, reverse=True)
 
-    With that each node removes the same file of the folder, of which all nodes but one die.
+
+def resume_on_shared_folder(trainer: Section) -> dict[str, Any]:
+    """Returns arguments of the Trainer for nodes that share the checkpoint folder; none if ``autoresume`` works.
+
+    With ``autoresume`` each node removes the same file from the folder, and all nodes but one die of it.
     """
     link = latest_checkpoint(trainer)
     if link is None or dist.get_world_size() == dist.get_local_world_size():
         return {}
-    latest = dist.all_gather_object(os.path.abspath(link))[0]  # of rank 0 for all, as Composer has it
-    found = dist.all_gather_object(os.path.exists(latest))
-    if all(found):
-        whole = {'load_path': latest, 'load_weights_only': False, 'load_strict_model_weights': True}
-        return {'autoresume': False, **whole}
-    return {} if any(found) else {'autoresume': False}  # where some found one, each node has a folder of its own
+    latest = dist.all_gather_object(os.path.abspath(link))[0]  # of rank 0 for all, as in Composer
+    is_there = dist.all_gather_object(os.path.exists(latest))
+    if all(is_there):
+        return {
+            'autoresume': False,
+            'load_path': latest,
+            'load_weights_only': False,
+            'load_strict_model_weights': True,
+        }
+    if any(is_there):  # each node has its own folder
+        return {}
+    return {'autoresume': False}
 
 
 def damage(path: Path) -> str:
     """Returns why a checkpoint file, or the folder of a sharded one, cannot be loaded; empty if nothing is wrong."""
     try:
         if path.is_dir():
-            parts = FileSystemReader(path).read_metadata().storage_data or {}
-            ends = ((part.relative_path, part.offset + part.length) for part in parts.values())
-            short = next((name for name, end in ends if (path / name).stat().st_size < end), '')
-            return f'{short} is too short' if short else ''
+            return _damage_of_folder(path)
         with zipfile.ZipFile(path) as archive:
-            broken = archive.testzip()  # reads it once, which a disk does faster than what follows
+            # Reads the file once. Loading it takes longer than that.
+            broken = archive.testzip()
         return f'{broken} is not what was written' if broken else ''
-    except Exception as error:  # whatever reading the pickled index of a damaged folder may raise
-        return ' '.join(str(error).split()) or type(error).__name__
+    except Exception as error:  # reading the pickled index of a damaged folder may raise anything
+        return shorten(error, 300) or type(error).__name__
 
 
-def check_checkpoint(what: str, path: Path) -> None:
-    """Refuses what is no checkpoint by its kind: another folder, a pipe, a text."""
-    if path.is_dir() and not (path / '.metadata').exists():
-        found = 'a folder without `.metadata`. Name the folder of one step, such as checkpoints/ep1-ba100'
-    elif not path.exists():
-        found = 'which is not there'
-    elif not path.is_dir() and not (path.is_file() and zipfile.is_zipfile(path)):
-        found = 'which is compressed, not whole or not written by Composer'
-    elif path.is_dir() and (reason := damage(path)):
-        found = f'damaged ({reason})'
-    else:
-        return
-    raise ConfigError(f'{what} must be a checkpoint file, or the folder of a sharded one, got: {path}, {found}')
+def _damage_of_folder(path: Path) -> str:
+    storage = FileSystemReader(path).read_metadata().storage_data or {}
+    for part in storage.values():
+        if (path / part.relative_path).stat().st_size < part.offset + part.length:
+            return f'{part.relative_path} is too short'
+    return ''
+
+
+def check_checkpoint(key: str, path: Path) -> None:
+    """Refuses a path that cannot be a checkpoint: another folder, a pipe, a text. ``key`` is its key in a config."""
+    reason = ''
+    if not path.exists():
+        reason = 'which is not there'
+    elif path.is_dir() and not (path / '.metadata').exists():
+        reason = 'a folder without `.metadata`. Name the folder of one step, such as checkpoints/ep1-ba100'
+    elif path.is_dir():
+        details = damage(path)
+        if details:
+            reason = f'damaged ({details})'
+    elif not path.is_file() or not zipfile.is_zipfile(path):
+        reason = 'which is compressed, incomplete or not written by Composer'
+    if reason:
+        message = f'must be a checkpoint file, or the folder of a sharded one, got: {path}, {reason}'
+        raise ConfigError(key, message if key else f'the checkpoint {message}')
 
 
 def read_state(path: Path, *, mmap: bool = False) -> dict[str, Any]:
     """Returns the state in a checkpoint file without running code that it may hold.
 
     Raises:
-        ConfigError: If it is of another program, or holds more than tensors, plain values and what ``compat`` lists.
+        ConfigError: If another program wrote it, or it holds objects of classes that ``compat`` does not list.
     """
     try:
         with torch.serialization.safe_globals(composer_state_types()):
             return dict(torch.load(path, map_location='cpu', mmap=mmap, weights_only=True)['state'])
     except Exception as error:
-        said = ' '.join(str(error).partition('. ')[0].split())  # torch goes on to say how its code would be run
-        requirement = 'the checkpoint must be whole and written by Composer, and hold tensors and plain values alone'
-        raise ConfigError(f'{requirement}, got: {path} ({said})') from error
+        reason = shorten(str(error).partition('. ')[0])  # torch goes on to say how its code could be run
+        raise ConfigError(
+            '',
+            'the checkpoint must be complete and written by Composer, and hold only tensors and plain values, got: '
+            f'{path} ({reason})',
+        ) from error
 
 
 def remember_unused_parameters(optimizer: torch.optim.Optimizer) -> None:
-    """Has the optimizer's checkpoints name parameters that never had a gradient: torch stops at one that it lacks."""
+    """Makes the optimizer's checkpoints name parameters that never had a gradient. Torch cannot load others."""
 
     def complete(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         for group in state['param_groups']:
@@ -172,189 +205,262 @@ def remember_unused_parameters(optimizer: torch.optim.Optimizer) -> None:
     optimizer.register_state_dict_post_hook(complete)
 
 
-class SameData(Callback):
-    """Refuses to resume with another model, other data, another processor, vocabulary or adapter, on all ranks.
+Shape = tuple[int | str, ...]
+"""Sizes of a weight, and a word if it is not of floats: torch would cast an int8 weight without a word."""
 
-    Of a model the names and shapes of the weights are compared; of the others fingerprints, unless weights alone are
-    loaded or the checkpoint has none. The number of ranks and all that cuts batches may change.
+
+def _shape(sizes: Sequence[int], dtype: torch.dtype) -> Shape:
+    if dtype.is_floating_point:
+        return tuple(sizes)
+    return (*sizes, 'not of floats')
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight of the model in memory."""
+
+    shape: Shape
+    address: int
+    """Place in memory. Tied weights share it."""
+
+    @classmethod
+    def of_model(cls, model: torch.nn.Module) -> dict[str, Weight]:
+        """Returns the weights of a model by name."""
+        weights = {}
+        for name, value in model.state_dict().items():
+            if isinstance(value, torch.Tensor):
+                weights[name] = cls(_shape(value.shape, value.dtype), value.data_ptr())
+        return weights
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """The part of a checkpoint that is compared with the run."""
+
+    path: Path
+    fingerprints: str
+    """JSON that :class:`SameData` saved; empty if there was none."""
+    shapes: dict[str, Shape]
+    """Of the weights."""
+    optimizers: list[str]
+    """Class names of the optimizers that have a state."""
+
+    @classmethod
+    def read(cls, path: Path) -> SavedRun:
+        """Reads a checkpoint file, or the folder of a sharded one, without its weights."""
+        return cls._read_folder(path) if path.is_dir() else cls._read_file(path)
+
+    @classmethod
+    def _read_folder(cls, path: Path) -> SavedRun:
+        saved: dict[str, Any] = {'state': {'callbacks': {SameData.__qualname__: {'fingerprints': ''}}}}
+        load(saved, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=True))
+        entries: Section = FileSystemReader(path).read_metadata().state_dict_metadata
+        shapes = {}
+        optimizers = set()
+        for key, entry in entries.items():
+            if key.startswith('state.model.') and isinstance(entry, TensorStorageMetadata):
+                shapes[key.removeprefix('state.model.')] = _shape(entry.size, entry.properties.dtype)
+            elif key.startswith('state.optimizers.'):
+                optimizers.add(key.split('.')[2])
+        return cls(path, _fingerprints_of(saved['state'], path), shapes, sorted(optimizers))
+
+    @classmethod
+    def _read_file(cls, path: Path) -> SavedRun:
+        state = read_state(path, mmap=True)  # mapped: the weights stay on the disk
+        for key in ('model', 'optimizers', 'timestamp'):
+            if not isinstance(state.get(key) or {}, Mapping):
+                raise ConfigError(
+                    '', f'the checkpoint must be one that Composer wrote, got: {path} whose {key} is damaged'
+                )
+        shapes = {}
+        for name, value in (state.get('model') or {}).items():
+            if isinstance(value, torch.Tensor):
+                shapes[name] = _shape(value.shape, value.dtype)
+        # Without a time Composer would start the optimizer at step 0.
+        optimizers = []
+        if state.get('timestamp'):
+            optimizers = sorted(state.get('optimizers') or {})
+        return cls(path, _fingerprints_of(state, path), shapes, optimizers)
+
+
+def _fingerprints_of(state: Section, path: Path) -> str:
+    try:
+        callbacks = dict(state.get('callbacks') or {})
+    except ValueError as error:
+        raise ConfigError(
+            '', f'the checkpoint must be one that Composer wrote, got: {path} whose callbacks are damaged'
+        ) from error
+    return (callbacks.get(SameData.__qualname__) or {}).get('fingerprints', '')
+
+
+WAYS_TO_COMPUTE = ('foreach', 'fused', 'capturable', 'differentiable')
+"""Settings of an optimizer that do not change its result."""
+
+
+class SameData(Callback):
+    """Refuses to resume with another model, data, processor, vocabulary, adapter or optimizer, on all ranks.
+
+    Names and shapes of the model's weights are compared. The others are compared with fingerprints in the checkpoint,
+    unless only weights are loaded. The number of ranks and everything that cuts batches may change.
 
     Args:
         dataset: The training set.
         processor: Its processor or tokenizer.
         adapter: See :func:`.identify_adapter`.
+        optimizer: Settings by name. The checkpoint would replace other ones without a word.
         model: Before the Trainer has it; None compares none.
-        trainer: Arguments of the Trainer, which say where a checkpoint comes from.
+        trainer: Arguments of the Trainer, which name the checkpoint.
         on_other_data: ``'raise'``, or ``'warn'`` to go on.
     """
 
     def __init__(
         self,
         dataset: Any,
-        processor: Any,
+        processor: Processor,
         *,
-        adapter: Mapping[str, Any],
+        adapter: Section,
+        optimizer: Section | None = None,
         model: torch.nn.Module | None = None,
-        trainer: Mapping[str, Any],
+        trainer: Section,
         on_other_data: str = 'raise',
     ) -> None:
-        self.model, self.trainer, self.on_other_data = model, trainer, on_other_data
-        self._weights = None if model is None else _weights(model)  # before FSDP divides them
-        size = getattr(dataset, 'size', None)  # StreamingDataset's: its length is that of a rank's share
-        self._now = {
-            'data': f'{identify_data(dataset)} of {size if isinstance(size, int) else len(dataset)} samples',
+        self.model = model
+        self.trainer = trainer
+        self.on_other_data = on_other_data
+        self._weights = {} if model is None else Weight.of_model(model)  # before FSDP divides them
+        size = getattr(dataset, 'size', None)  # StreamingDataset's length counts one rank
+        num_samples = size if isinstance(size, int) else len(dataset)
+        self._fingerprints = {
+            'data': f'{identify_data(dataset)} of {num_samples} samples',
             'processor': identify_processor(processor),
             'vocabulary': identify_vocabulary(processor),
             **adapter,
         }
-        self._loading, self._compared = False, False
-        self._optimizers: list[torch.optim.Optimizer] = []
-        self._settings: list[dict[str, str]] = []
+        for name, value in (optimizer or {}).items():
+            if name not in WAYS_TO_COMPUTE:
+                # As a checkpoint has it: JSON turns tuples into lists.
+                self._fingerprints[f'optimizer.{name}'] = json.loads(json.dumps(value, default=str))
+        self._is_loading = False
+        self._is_compared = False
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the fingerprints as one string; nothing while a sharded checkpoint is loaded."""
-        return {} if self._loading else {'fingerprints': json.dumps(self._now)}
+        return {} if self._is_loading else {'fingerprints': json.dumps(self._fingerprints)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Compares what could not be compared before."""
-        if not self._compared:
-            self._compare(state.get('fingerprints', ''))
+        """Compares the fingerprints if the checkpoint could not be read before, as in an object store."""
+        if not self._is_compared:
+            self._compare_fingerprints(state.get('fingerprints', ''))
 
     def before_load(self, state: State, logger: Logger) -> None:
-        """Compares before other data have given the model other shapes."""
-        self._loading, self._optimizers, self._settings = True, state.optimizers, _settings(state.optimizers)
-        path, weights_only = _checkpoint(self.trainer, state.run_name)
-        if path is not None:
-            fingerprints, shapes, optimizers = _saved(path, type(self).__qualname__)
-            self._compared = True
-            if not weights_only:
-                self._compare(fingerprints)
-            if self.model is not None and not self.trainer.get('load_ignore_keys'):
-                # Algorithms may have changed them since.
-                own = self._weights if state.fsdp_enabled else _weights(self.model)
-                strict = not weights_only or bool(self.trainer.get('load_strict_model_weights', True))
-                _compare_weights(path, shapes, own or {}, strict=strict)
-                optimizer = '' if weights_only else type(state.optimizers[0]).__qualname__
-                if optimizer and optimizer not in optimizers:  # Composer would start it anew
-                    raise ConfigError(
-                        f'the checkpoint must hold timestamp and the state of the optimizer {optimizer} to go on from, '
-                        f'got: {path} with {optimizers}. Set `trainer.load_weights_only=true` to start from its weights'
-                    )
+        """Compares before Composer loads, whose own error would be of shapes that do not fit."""
+        self._is_loading = True
+        path, weights_only = _checkpoint_to_load(self.trainer, state.run_name)
+        if path is None:
+            return
+        saved = SavedRun.read(path)
+        self._is_compared = True
+        if not weights_only:
+            self._compare_fingerprints(saved.fingerprints)
+        if self.model is None or self.trainer.get('load_ignore_keys'):
+            return
+        # Algorithms may have changed the model since.
+        weights = self._weights if state.fsdp_enabled else Weight.of_model(self.model)
+        is_strict = not weights_only or bool(self.trainer.get('load_strict_model_weights', True))
+        _compare_weights(saved, weights, is_strict=is_strict)
+        optimizer = type(state.optimizers[0]).__qualname__
+        if not weights_only and optimizer not in saved.optimizers:  # Composer would start it from nothing
+            raise ConfigError(
+                '',
+                f'the checkpoint must hold timestamp and the state of the optimizer {optimizer} to go on from, got: '
+                f'{path} with {saved.optimizers}. Set `trainer.load_weights_only=true` to start from its weights',
+            )
 
     def after_load(self, state: State, logger: Logger) -> None:
-        """Refuses settings of the optimizer that the checkpoint's have replaced; and see :meth:`state_dict`."""
-        self._loading, self.model = False, None
-        pairs = zip(_settings(self._optimizers), self._settings, strict=False)
-        other = [(name, then[name], now.get(name)) for then, now in pairs for name in then if name in now]
-        if found := dict.fromkeys(f'{name} {then} there, {now} here' for name, then, now in other if then != now):
-            self._refuse(f"a resumed run has its checkpoint's settings of the optimizer, got: {', '.join(found)}")
+        """Ends what :meth:`before_load` began."""
+        self._is_loading = False
+        self.model = None
 
-    def _compare(self, fingerprints: str) -> None:
-        with must(
-            '`fingerprints` of a checkpoint must be those that a run wrote', repr(fingerprints), TypeError, ValueError
-        ):
-            then = dict(json.loads(fingerprints or '{}'))
-        other = [name for name in then if then[name] != self._now.get(name)]
-        if not other:
+    def _compare_fingerprints(self, fingerprints: str) -> None:
+        try:
+            saved = dict(json.loads(fingerprints or '{}'))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                '', f'`fingerprints` of a checkpoint must be those that a run wrote, got: {fingerprints!r}'
+            ) from error
+        differing = []
+        for name in saved:
+            # Releases of torch have other settings.
+            is_known = name in self._fingerprints or not name.startswith('optimizer.')
+            if is_known and saved[name] != self._fingerprints.get(name):
+                differing.append(name)
+        if not differing:
             return
-        differing = ', '.join(f'{one} {_short(then[one])} there, {_short(self._now.get(one))} here' for one in other)
-        message = (
-            'a resumed run must have the data, processor, vocabulary and adapter of its checkpoint, got: other '
-            f'{" and ".join(other)} ({differing})'
+        details = ', '.join(
+            f'{name} {_short(saved[name])} there, {_short(self._fingerprints.get(name))} here' for name in differing
         )
-        self._refuse(message)
+        self._refuse(
+            'a resumed run must have the data, processor, vocabulary, adapter and optimizer of its checkpoint, got: '
+            f'other {" and ".join(differing)} ({details})'
+        )
 
     def _refuse(self, message: str) -> None:
         if self.on_other_data == 'warn':
             log.warning('%s; goes on because of `loader.on_other_data`.', message)
             return
         raise ConfigError(
-            f'{message}. Set it back, or for a new run type another trainer.run_name and trainer.save_folder, with '
+            '',
+            f'{message}. Set it back, or for a new run give another trainer.run_name and trainer.save_folder, with '
             'trainer.load_path and trainer.load_weights_only=true if it starts from these weights; to go on: '
-            'loader.on_other_data=warn'
+            'loader.on_other_data=warn',
         )
 
 
-def _settings(optimizers: Sequence[torch.optim.Optimizer]) -> list[dict[str, str]]:
-    """Returns those of each group of parameters, the learning rate as it was before any schedule."""
-    found = []
-    for one in optimizers:
-        names = signature(type(one)).parameters.keys() - {'params', 'foreach', 'fused', 'capturable'}  # no counters
-        for group in one.param_groups:
-            before = {**group, 'lr': group.get('initial_lr', group['lr'])}
-            found.append({name: json.dumps(before[name], default=str) for name in before if name in names})
-    return found
-
-
-def _checkpoint(trainer: Mapping[str, Any], run_name: str) -> tuple[Path | None, bool]:
-    """Returns the local checkpoint that the Trainer will load, if any, and whether its weights alone."""
+def _checkpoint_to_load(trainer: Section, run_name: str) -> tuple[Path | None, bool]:
+    """Returns the local checkpoint that the Trainer will load, if any, and whether only its weights."""
     latest = latest_checkpoint({**trainer, 'run_name': run_name})
     if latest is not None:
         latest = dist.all_gather_object(latest)[0]  # of rank 0 for all, as sharded ones have it
         if latest.exists():
             return latest, False
+    weights_only = bool(trainer.get('load_weights_only'))
     load_path = trainer.get('load_path')
-    path = None if load_path is None else Path(partial_format(load_path, run_name=run_name))
-    return path if path and path.exists() else None, bool(trainer.get('load_weights_only'))
+    if load_path is not None:
+        path = Path(partial_format(load_path, run_name=run_name))
+        if path.exists():
+            return path, weights_only
+    return None, weights_only
 
 
-Shape = tuple[int | str, ...]
-"""Sizes of a weight, and a word where it is not of floats: torch would cast an int8 weight without a word."""
-
-
-def _shape(sizes: Sequence[int], dtype: torch.dtype) -> Shape:
-    return (*sizes, *([] if dtype.is_floating_point else ['not of floats']))
-
-
-def _saved(path: Path, name: str) -> tuple[str, dict[str, Shape], list[str]]:
-    """Returns what the callback of that name saved, the shapes of the weights, and the optimizers that have a state."""
-    if path.is_dir():
-        saved: dict[str, Any] = {'state': {'callbacks': {name: {'fingerprints': ''}}}}
-        load(saved, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=True))
-        entries: Mapping[str, Any] = FileSystemReader(path).read_metadata().state_dict_metadata
-        shapes = {
-            key.removeprefix('state.model.'): _shape(entry.size, entry.properties.dtype)
-            for key, entry in entries.items()
-            if isinstance(entry, TensorStorageMetadata) and key.startswith('state.model.')
-        }
-        optimizers = sorted({key.split('.')[2] for key in entries if key.startswith('state.optimizers.')})
-    else:  # mapped: weights stay where they are
-        saved = {'state': read_state(path, mmap=True)}
-        parts = {key: saved['state'].get(key) or {} for key in ('model', 'optimizers', 'timestamp')}
-        if strange := [key for key, part in parts.items() if not isinstance(part, Mapping)]:
-            raise ConfigError(
-                f'the checkpoint must be one that Composer wrote, got: {path} whose {strange[0]} is damaged'
-            )
-        weights = parts['model']
-        tensors = {key: weight for key, weight in weights.items() if isinstance(weight, torch.Tensor)}
-        shapes = {key: _shape(weight.shape, weight.dtype) for key, weight in tensors.items()}
-        optimizers = sorted(parts['optimizers']) if parts['timestamp'] else []
-    with must('the checkpoint must be one that Composer wrote', f'{path} whose callbacks are damaged', ValueError):
-        own = dict(saved['state'].get('callbacks') or {}).get(name) or {}
-    return own.get('fingerprints', ''), shapes, optimizers
-
-
-def _weights(model: torch.nn.Module) -> dict[str, tuple[Shape, int]]:
-    """Returns shape and place in memory of each."""
-    tensors = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
-    return {name: (_shape(value.shape, value.dtype), value.data_ptr()) for name, value in tensors.items()}
-
-
-def _compare_weights(path: Path, saved: dict[str, Shape], own: dict[str, tuple[Shape, int]], *, strict: bool) -> None:
-    shapes = {name: shape for name, (shape, _) in own.items()}
-    other = [name for name in shapes if name in saved and saved[name] != shapes[name]]
+def _compare_weights(saved: SavedRun, weights: dict[str, Weight], *, is_strict: bool) -> None:
+    """Refuses a checkpoint whose weights have other shapes or, if strict, other names."""
+    other_shapes = []
+    for name, weight in weights.items():
+        if saved.shapes.get(name, weight.shape) != weight.shape:
+            other_shapes.append(name)
     # A head that is tied to the embeddings may be stored once.
-    kept = {place for name, (_, place) in own.items() if name in saved}
-    missing = [name for name, (_, place) in own.items() if name not in saved and place not in kept]
-    unknown = [name for name in saved if name not in shapes]
-    if not other and not (strict and (missing or unknown)):
+    saved_addresses = {weight.address for name, weight in weights.items() if name in saved.shapes}
+    missing, unknown = [], []
+    if is_strict:
+        for name, weight in weights.items():
+            if name not in saved.shapes and weight.address not in saved_addresses:
+                missing.append(name)
+        unknown = [name for name in saved.shapes if name not in weights]
+    counts = []
+    example = ''
+    for names, description in ((unknown, 'unknown'), (missing, 'missing'), (other_shapes, 'of other shapes')):
+        if names:
+            counts.append(f'{len(names)} {description}')
+            example = f'{names[0]}: {description}'
+    if not counts:
         return
-    named = [(missing, 'missing'), (unknown, 'unknown')] * strict + [(other, 'of other shapes')]
-    found = [f'{len(names)} {what}' for names, what in named if names]
-    first = (other or missing or unknown)[0]
-    shown = f'{list(saved[first])} there, {list(shapes[first])} here' if other else 'missing' if missing else 'unknown'
+    if other_shapes:
+        name = other_shapes[0]
+        example = f'{name}: {list(saved.shapes[name])} there, {list(weights[name].shape)} here'
     raise ConfigError(
-        f'the checkpoint must be of the same model, got: {path} with {", ".join(found)} of {len(saved)} weights '
-        f'({first}: {shown}). Give the `model` of that run, or another `trainer.run_name` and `trainer.save_folder`'
+        '',
+        f'the checkpoint must be of the same model, got: {saved.path} with {", ".join(counts)} of {len(saved.shapes)} '
+        f'weights ({example}). Give the `model` of that run, or another `trainer.run_name` and `trainer.save_folder`',
     )
 
 

@@ -1,274 +1,319 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Checks what the sections of a config say together, before any process group, model or data."""
+"""Our rules about a config, checked before any process group, model or data.
+
+A value that Composer, torch or Transformers refuse themselves is not checked here, unless they would take it without a
+word or refuse it only after the data was read and the model was loaded.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import sys
-from collections.abc import Mapping
+import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 from composer import Trainer
-from composer.core import Precision, TimeUnit, ensure_time
-from composer.devices import DeviceGPU
-from composer.utils import get_device, is_compressed_pt
+from composer.core import TimeUnit, ensure_time
+from composer.utils import is_compressed_pt
 from composer.utils.parallelism import FSDP2Config, FSDPConfig
+from pydantic import Field
 
 from composer_tokacc.programs.checkpoints import check_checkpoint
-from composer_tokacc.programs.errors import ConfigError, in_words_of, local_folder, must
+from composer_tokacc.programs.errors import ConfigError, building, local_folder
+from composer_tokacc.programs.host_types import Section
 from composer_tokacc.programs.models import EVAL_METRICS, TRAIN_METRICS, check_model
-from composer_tokacc.programs.registry import check_host_arguments, check_part, import_by_name, named_parts, without
+from composer_tokacc.programs.registry import HOST_HINTS, build_section, check_part, import_by_name, named_parts
 from composer_tokacc.programs.schema import (
-    AT_LEAST_0,
-    AT_LEAST_1,
-    OF_THE_REPORT,
-    Range,
+    REPORT_KEYS,
+    Count,
+    NotNegative,
     TrainConfig,
     check_arguments,
     check_names,
-    check_numbers,
-    check_time,
     check_value,
     precision_of,
+    without,
 )
-from composer_tokacc.programs.source import token_data_spec_of
-from composer_tokacc.programs.sources import source_of
+from composer_tokacc.programs.sources import source_of, token_data_spec_of
 
 # Arguments of the Trainer that other sections fill.
-_FILLED_ELSEWHERE = {
-    'model': 'model', 'train_dataloader': 'dataset` and `loader', 'eval_dataloader': 'dataset.eval',
-    'algorithms': 'algorithms', 'callbacks': 'callbacks', 'optimizers': 'optimizer', 'schedulers': 'scheduler',
-    'device_train_microbatch_size': 'microbatching.device_train_microbatch_size', 'seed': 'seed',
-}  # fmt: skip
-_OF_THE_LAUNCHER = {
-    **dict.fromkeys(('RANK', 'LOCAL_RANK', 'NODE_RANK'), AT_LEAST_0),
-    **dict.fromkeys(('WORLD_SIZE', 'LOCAL_WORLD_SIZE'), AT_LEAST_1),
-    'MASTER_PORT': Range(least=1, most=65535),
+FILLED_ELSEWHERE = {
+    'model': '`model`',
+    'train_dataloader': '`dataset` and `loader`',
+    'eval_dataloader': '`dataset.eval`',
+    'algorithms': '`algorithms`',
+    'callbacks': '`callbacks`',
+    'optimizers': '`optimizer`',
+    'schedulers': '`scheduler`',
+    'device_train_microbatch_size': '`microbatching.device_train_microbatch_size`',
+    'seed': '`seed`',
 }
+LAUNCHER_VARIABLES = {
+    'RANK': NotNegative,
+    'LOCAL_RANK': NotNegative,
+    'NODE_RANK': NotNegative,
+    'WORLD_SIZE': Count,
+    'LOCAL_WORLD_SIZE': Count,
+    'MASTER_PORT': Annotated[int, Field(ge=1, le=65535)],
+}
+LONGEST_NAME = 200
+"""Bytes of a run's name: file systems take 255, and checkpoints add to it."""
 _FSDP = 'trainer.parallelism_config.fsdp'
 
 
 def check_config(config: TrainConfig, *, num_ranks: int | None = None) -> None:
-    """Raises ConfigError for the first mistake in a config whose types are right, in one line with the remedy."""
-    for name, allowed in _OF_THE_LAUNCHER.items():
-        value = os.environ.get(name, '1')
-        if not value.isdecimal() or int(value) not in allowed:
-            raise ConfigError(f'`{name}` of the environment must be a whole number, {allowed}, got: {value}. Unset it')
-    rank, world = (int(os.environ.get(name, default)) for name, default in (('RANK', '0'), ('WORLD_SIZE', '1')))
-    if rank >= world:  # it would take itself for one that writes nothing
-        raise ConfigError(f'`RANK` of the environment must be below `WORLD_SIZE`, got: {rank} of {world}. Unset it')
-    num_ranks = num_ranks or world
-    check_value('loader.num_workers', config.loader.num_workers, Annotated[int, Range(most=256)])
-    check_numbers('', without(dataclasses.asdict(config), 'microbatching'))  # whose cost may have an infinite term
-    with in_words_of(config):
+    """Raises ConfigError for the first mistake that the config itself shows, in one line with the remedy."""
+    world_size = _check_launcher()
+    num_ranks = num_ranks or world_size
+    check_value('dataset.processor', config.dataset.get('processor'), dict | None)
+    check_value('dataset.eval', config.dataset.get('eval'), dict | None)
+    with building('model'):
         check_model(config.model.pretrained, config.model.config, config.model.lora)
-        if config.model.lora is not None:
-            _check_adapter(config, config.model.lora)
-        _check_batches(config, num_ranks)
+    if config.model.lora is not None:
+        _check_adapter(config, config.model.lora)
+    _check_batch_sizes(config, num_ranks)
+    with building('dataset'):
         source_of(config).check()
-        # The run's own, of no data.
+    with building('microbatching'):
+        # The same call as in the run, without data: it refuses options that do not go together.
         token_data_spec_of(config, [], slot_tokens=config.microbatching.slot_tokens)
-    _check_parts(config)
     _check_trainer(config.trainer)
-    _check_warmup(config)
-    _check_report(config)
+    for kind in ('algorithms', 'callbacks', 'loggers'):
+        for part in named_parts(config, kind):
+            check_part(part.kind, part.path, part.name, part.arguments)
+    scheduler = config.scheduler
+    check_part('scheduler', 'scheduler', scheduler.get('name', ''), without(scheduler, 'name'))
+    _check_optimizer(config.optimizer)
+    _check_stoppers(config)
     if config.is_sharded:
-        _check_mesh(config.trainer['parallelism_config']['fsdp'] or {}, num_ranks)
+        _check_sharding(config)
+    _check_report(config)
+    _check_names(config)
 
 
-def _check_adapter(config: TrainConfig, lora: Mapping[str, Any]) -> None:
-    """Checks that parallelism and precision fit what is trained, which is in float32 whatever the base is in."""
+def _check_launcher() -> int:
+    """Returns the number of ranks that the launcher has set in the environment."""
+    values = {}
+    for name, allowed in LAUNCHER_VARIABLES.items():
+        if name in os.environ:
+            text = os.environ[name]
+            values[name] = check_value(name, int(text) if text.isdecimal() else text, allowed)
+    rank, world_size = values.get('RANK', 0), values.get('WORLD_SIZE', 1)
+    if rank >= world_size:  # such a rank would take itself for one that writes nothing
+        raise ConfigError('RANK', f'of the environment must be below WORLD_SIZE, got: {rank} of {world_size}. Unset it')
+    return world_size
+
+
+def _check_adapter(config: TrainConfig, lora: Section) -> None:
+    """Checks that parallelism and precision fit an adapter. Its weights are float32, whatever the base has."""
     if config.is_sharded and lora.get('bits') is not None:
-        raise ConfigError('`model.lora.bits` must be left out with FSDP, got: 4. Use DDP, or a base in float32')
+        raise ConfigError('model.lora.bits', 'must be left out with FSDP, got: 4. Use DDP, or a base in float32')
     if config.model.dtype == 'float32':
         return
     if config.is_sharded:
         raise ConfigError(
-            '`model.dtype` must be float32 with `model.lora` and FSDP, which shards weights of one type together, got: '
-            f'{config.model.dtype} beside an adapter in float32. Set it, or use DDP'
+            'model.dtype',
+            'must be float32 with `model.lora` and FSDP, which shards weights of one type together, got: '
+            f'{config.model.dtype} and an adapter in float32. Set it, or use DDP',
         )
-    if not precision_of(config).startswith('amp'):
+    precision = precision_of(config)
+    if not precision.startswith('amp'):
         raise ConfigError(
-            '`trainer.precision` must be amp_bf16 or amp_fp16 with `model.lora` on a base in half precision, got: '
-            f'{precision_of(config)}. Set it, or `model.dtype` to float32'
+            'trainer.precision',
+            f'must be amp_bf16 or amp_fp16 with `model.lora` on a base in half precision, got: {precision}. Set it, or '
+            '`model.dtype` to float32',
         )
 
 
-def _check_batches(config: TrainConfig, num_ranks: int) -> None:
-    """Refuses batches that the ranks cannot share evenly, and what torch would refuse once the data is read."""
-    loader = config.loader
+def _check_batch_sizes(config: TrainConfig, num_ranks: int) -> None:
     for name in ('global_batch_size', 'global_eval_batch_size'):
-        size = getattr(loader, name) or 0
-        if size % num_ranks:
-            below, above = size // num_ranks * num_ranks, (size // num_ranks + 1) * num_ranks
-            raise ConfigError(
-                f'`loader.{name}` must be divisible by the number of ranks, got: {size} on {num_ranks} ranks. '
-                f'Set it to {f"{below} or " if below else ""}{above}, or launch another number of ranks'
-            )
-    if loader.prefetch_factor is not None and not loader.num_workers:
-        found = f'{loader.prefetch_factor} with 0 workers'
-        raise ConfigError(f'`loader.prefetch_factor` must come with `loader.num_workers`, got: {found}')
-    is_cpu = config.trainer.get('device') == 'cpu' or not torch.cuda.is_available()
-    if config.microbatching.device_train_microbatch_size == 'auto' and is_cpu:
-        raise ConfigError('`microbatching.device_train_microbatch_size` must be a number on CPU, got: auto (GPU only)')
-    for key in ('processor', 'eval'):
-        check_value(f'dataset.{key}', config.dataset.get(key), dict | None)
-
-
-def _check_parts(config: TrainConfig) -> None:
-    """Checks the sections that name classes."""
-    check_value('trainer.loggers', config.trainer.get('loggers'), dict | None)
-    for part in named_parts(config):
-        check_part(*part)
-    measured = {
-        'eval': EVAL_METRICS if config.dataset.get('eval') else (),
-        'train': TRAIN_METRICS if config.model.train_metrics else (),
-    }
-    for name in sorted({'early_stopper', 'threshold_stopper'} & config.callbacks.keys()):
-        monitor, label = config.callbacks[name]['monitor'], config.callbacks[name]['dataloader_label']
-        known = {label: [metric.__name__ for metric in metrics] for label, metrics in measured.items()}
-        if monitor not in known.get(label, ()):  # it would wait for ever
-            remedy = 'Give `dataset.eval` or `model.train_metrics`, and the own name of a metric'
-            found = f'{monitor} of {label}, of the metrics {known}. {remedy}'
-            raise ConfigError(f'`callbacks.{name}` must watch a metric of this run, got: {found}')
-    for kind, section in (('optimizer', config.optimizer), ('scheduler', config.scheduler)):
-        if 'name' not in section:
-            raise ConfigError(f'`{kind}.name` must be given, got: {section}')
-    check_part('scheduler', 'scheduler', config.scheduler['name'], without(config.scheduler, 'name'))
-    _check_optimizer(config.optimizer)
-    if 'token_accumulation' in config.algorithms and config.trainer.get('accumulate_train_batch_on_tokens'):
+        size = getattr(config.loader, name) or 0
+        if size % num_ranks == 0:
+            continue
+        below = size // num_ranks * num_ranks
+        suggestions = f'{below} or {below + num_ranks}' if below else f'{num_ranks}'
         raise ConfigError(
-            '`trainer.accumulate_train_batch_on_tokens` must be false with `algorithms.token_accumulation`, got: true. '
-            'Both weigh by tokens, and together the gradient is wrong; remove one'
+            f'loader.{name}',
+            f'must be divisible by the number of ranks, got: {size} on {num_ranks} ranks. Set it to {suggestions}, or '
+            'launch another number of ranks',
         )
-    clipping = config.algorithms.get('gradient_clipping') or {}
-    if clipping.get('clipping_type') == 'adaptive' and config.is_sharded and os.environ.get('FSDP_VERSION') != '2':
-        raise ConfigError('`algorithms.gradient_clipping.clipping_type` must be norm or value with FSDP, got: adaptive')
 
 
-def _check_optimizer(optimizer: dict[str, Any]) -> None:
-    """Checks the arguments of an optimizer, and what parts of the model are given of their own."""
-    shared, parts = without(optimizer, 'name', 'parts'), optimizer.get('parts') or {}
-    if not isinstance(parts, dict) or not all(isinstance(own, dict) for own in parts.values()):
-        raise ConfigError(f'`optimizer.parts` must map parts of the model to arguments, got: {parts}')
-    groups = {'optimizer': {}, **{f'optimizer.parts.{name}': own for name, own in parts.items()}}
-    for path, own in groups.items():
-        check_part('optimizer', path, optimizer['name'], {**shared, **own}, [torch.nn.Parameter(torch.zeros(1))])
-
-
-def _check_trainer(trainer: dict[str, Any]) -> None:
-    for name, own in _FILLED_ELSEWHERE.items():
+def _check_trainer(trainer: Section) -> None:
+    for name, section in FILLED_ELSEWHERE.items():
         if name in trainer:
-            raise ConfigError(f'`trainer.{name}` must be set in its own section, got: {trainer[name]}. Use `{own}`')
-    # `model` is the program's own, as are `loggers`; everything else has a default.
-    check_host_arguments('trainer', Trainer, {**without(trainer, 'loggers'), 'model': None})
+            raise ConfigError(f'trainer.{name}', f'must be set in its own section, got: {trainer[name]}. Use {section}')
+    arguments = {**without(trainer, 'loggers'), 'model': None}
+    check_arguments('trainer', Trainer, arguments, hints={**HOST_HINTS, 'model': Any})
     if trainer.get('max_duration') is None:
-        raise ConfigError('`trainer.max_duration` must be given, got: nothing. For example 2ep or 500ba')
-    for name in ('max_duration', 'eval_interval', 'save_interval', 'console_log_interval'):
-        if name in trainer:
-            check_time(f'trainer.{name}', trainer[name])
-    if ensure_time(trainer['max_duration'], TimeUnit.EPOCH).unit in (TimeUnit.SECOND, TimeUnit.ITERATION):
+        raise ConfigError('trainer.max_duration', 'must be given. For example 2ep or 500ba')
+    unit = ensure_time(trainer['max_duration'], TimeUnit.EPOCH).unit
+    if unit in (TimeUnit.SECOND, TimeUnit.ITERATION):
         raise ConfigError(
-            '`trainer.max_duration` must be in epochs, batches, samples or tokens (2ep, 500ba, 10000sp, 5000000tok), '
-            f'got: {trainer["max_duration"]}'
+            'trainer.max_duration',
+            'must be in epochs, batches, samples or tokens (2ep, 500ba, 10000sp, 5000000tok), got: '
+            f'{trainer["max_duration"]}',
         )
-    if trainer.get('autoresume') and not (trainer.get('save_folder') and trainer.get('run_name')):
-        required = '`trainer.save_folder` and `trainer.run_name`'
-        raise ConfigError(f'`trainer.autoresume` must come with {required}, got: neither or one of them')
-    if is_compressed_pt(saved := str(trainer.get('save_filename'))):
-        raise ConfigError(f'`trainer.save_filename` must end in .pt, got: {saved}. No run goes on from compressed ones')
+    parallelism = trainer.get('parallelism_config') or {}
+    # `tp` takes Python objects, and the Trainer drops `fsdp2`.
+    keys = [key for key, value in parallelism.items() if value is not None]
+    check_names('trainer.parallelism_config', keys, ['fsdp'])
+    file_name = str(trainer.get('save_filename'))
+    if is_compressed_pt(file_name):
+        raise ConfigError('trainer.save_filename', f'must end in .pt, got: {file_name}. No run resumes compressed ones')
     load_path = trainer.get('load_path')
     if load_path is not None and '://' not in load_path and '{' not in load_path:
-        check_checkpoint('`trainer.load_path`', Path(load_path))
-    check_host_arguments('trainer.compile_config', torch.compile, trainer.get('compile_config'), num_given=1)
-    parallelism = trainer.get('parallelism_config') or {}
-    # The plan of `tp` is of Python objects, and the Trainer drops `fsdp2`.
-    check_names('trainer.parallelism_config', [key for key in parallelism if parallelism[key] is not None], ['fsdp'])
-    # The Trainer reads FSDP2's settings (FSDP_VERSION=2) from the same mapping; the classes themselves take any name.
-    known = {known.name for config in (FSDPConfig, FSDP2Config) for known in dataclasses.fields(config)}
-    check_names(_FSDP, check_value(_FSDP, parallelism.get('fsdp') or {}, dict), known)
-    check_host_arguments(_FSDP, FSDPConfig, parallelism.get('fsdp'))
+        check_checkpoint('trainer.load_path', Path(load_path))
 
 
-def _check_warmup(config: TrainConfig) -> None:
-    """Refuses a warm-up that Composer cannot hold against the run's length; a run cut short to try it may be all."""
-    warmup, longest = config.scheduler.get('t_warmup'), config.trainer['max_duration']
-    if warmup is None:
-        return
-    t_max = config.scheduler.get('t_max', '1dur')
-    units = [ensure_time(time, TimeUnit.EPOCH).unit for time in (longest, warmup, t_max)]
-    # As schedulers reckon: epochs in batches, a share of the run in its own unit.
-    run, own, whole = (TimeUnit.BATCH if unit == TimeUnit.EPOCH else unit for unit in units)
-    own, whole = (run if unit == TimeUnit.DURATION else unit for unit in (own, whole))
-    if own != whole:
-        name, end = ('scheduler.t_max', t_max) if 't_max' in config.scheduler else ('trainer.max_duration', longest)
-        requirement = f'`scheduler.t_warmup` must be in the unit of `{name}`, or a share such as 0.05dur'
-        raise ConfigError(f'{requirement}, got: {warmup} with {end}')
+def _check_names(config: TrainConfig) -> None:
+    """Refuses ``None`` and empty texts as names, and a name that no file system takes."""
+    trainer = config.trainer
+    names = {f'trainer.{key}': trainer.get(key) for key in ('run_name', 'save_folder', 'load_path')}
+    names['report.folder'] = config.report.get('folder')
+    names['loader.lengths_folder'] = config.loader.lengths_folder
+    for path, name in names.items():
+        # `key=None` on the command line is this text, because YAML writes null.
+        if name is not None and name.strip() in ('', 'None'):
+            raise ConfigError(path, f'must be a name, got: {name!r}. Write null for none')
+    run_name = trainer.get('run_name')
+    if trainer.get('save_folder') and run_name is None and '{run_name}' in trainer['save_folder']:
+        raise ConfigError('trainer.run_name', 'must be given, because `trainer.save_folder` has {run_name} in it')
+    if run_name is not None and len(str(run_name).encode()) > LONGEST_NAME:
+        raise ConfigError('trainer.run_name', f'must be at most {LONGEST_NAME} bytes long, got: {run_name}')
 
 
-def _check_mesh(fsdp: Mapping[str, Any], num_ranks: int) -> None:
-    """Refuses groups of ranks that the ranks do not make, or that FSDP would silently not make."""
-    replicas, shards = fsdp.get('data_parallel_replicate_degree'), fsdp.get('data_parallel_shard_degree', -1)
+def _check_optimizer(optimizer: Section) -> None:
+    """Builds the optimizer for one weight, with the arguments of each part of the model.
+
+    The one of the run is built after the model, which may take minutes to load.
+    """
+    parts = check_value('optimizer.parts', optimizer.get('parts'), dict[str, dict[str, Any]] | None) or {}
+    for arguments in ({}, *parts.values()):
+        parameter = torch.nn.Parameter(torch.zeros(1))
+        build_section('optimizer', {**optimizer, **arguments}, [parameter])
+
+
+def _check_stoppers(config: TrainConfig) -> None:
+    """Refuses a stopper that watches a metric which nobody computes: it would wait for ever."""
+    eval_metrics = EVAL_METRICS if config.dataset.get('eval') else ()
+    train_metrics = TRAIN_METRICS if config.model.train_metrics else ()
+    metrics = {
+        'eval': [metric.__name__ for metric in eval_metrics],
+        'train': [metric.__name__ for metric in train_metrics],
+    }
+    for name in ('early_stopper', 'threshold_stopper'):
+        arguments = config.callbacks.get(name) or {}
+        monitor, label = arguments.get('monitor'), arguments.get('dataloader_label')
+        if name in config.callbacks and monitor not in metrics.get(str(label), ()):
+            raise ConfigError(
+                f'callbacks.{name}',
+                f'must watch a metric of this run, got: {monitor} of {label}. The metrics are {metrics}. Give '
+                '`dataset.eval` or `model.train_metrics`, and the name of a metric as it stands here',
+            )
+
+
+def _check_sharding(config: TrainConfig) -> None:
+    """Refuses settings of FSDP that Composer drops without a word or refuses in the first step."""
+    settings = config.trainer['parallelism_config']['fsdp']
+    settings = check_value(_FSDP, settings, dict)
+    # FSDP2's settings (FSDP_VERSION=2) come from the same mapping. The classes themselves take any name.
+    known_names = {setting.name for cls in (FSDPConfig, FSDP2Config) for setting in dataclasses.fields(cls)}
+    check_names(_FSDP, settings, known_names)
+    check_arguments(_FSDP, FSDPConfig, settings, hints=HOST_HINTS)
+    replicas = settings.get('data_parallel_replicate_degree')
+    shards = settings.get('data_parallel_shard_degree', -1)
     if os.environ.get('FSDP_VERSION') == '2':
         if replicas is not None or shards != -1:
             raise ConfigError(
-                f'`{_FSDP}` must be without `data_parallel_replicate_degree` and `data_parallel_shard_degree` with '
-                f'FSDP_VERSION=2, which shards over all ranks whatever they say, got: {replicas} and {shards}'
+                _FSDP,
+                'must be without `data_parallel_replicate_degree` and `data_parallel_shard_degree` with '
+                f'FSDP_VERSION=2, which shards over all ranks and ignores them, got: {replicas} and {shards}',
             )
         return
-    if replicas is None and 'HYBRID' in str(fsdp.get('sharding_strategy')).upper():
+    if replicas is None and 'HYBRID' in str(settings.get('sharding_strategy')).upper():
         raise ConfigError(
-            f'`{_FSDP}.data_parallel_replicate_degree` must be given with {fsdp["sharding_strategy"]}, which shards '
-            'over all ranks otherwise, got: nothing. Set it to the number of nodes'
+            f'{_FSDP}.data_parallel_replicate_degree',
+            f'must be given with {settings["sharding_strategy"]}, which shards over all ranks without it. Set it to '
+            'the number of nodes',
         )
-    degrees = [degree for degree in (replicas, shards) if degree is not None]
-    product = math.prod(degree for degree in degrees if degree > 0)
-    if degrees.count(-1) > 1 or num_ranks % product or (-1 not in degrees and product != num_ranks):
+    clipping = config.algorithms.get('gradient_clipping') or {}
+    if clipping.get('clipping_type') == 'adaptive':
         raise ConfigError(
-            f'`{_FSDP}.data_parallel_replicate_degree` times `data_parallel_shard_degree` must be the number of ranks, '
-            f'got: {replicas} and {shards} on {num_ranks} ranks. Leave the latter out, or set it to -1, for the rest'
+            'algorithms.gradient_clipping.clipping_type', 'must be norm or value with FSDP, got: adaptive'
         )
 
 
 def _check_report(config: TrainConfig) -> None:
     report = config.report
-    function = import_by_name('report', str(report['name'])) if 'name' in report else lambda run: None
-    if str(getattr(function, '__module__', '')).partition('.')[0] in sys.stdlib_module_names:
-        raise ConfigError(f'`report.name` must be a function that takes a FinishedRun, got: {report["name"]}')
-    check_arguments('report', function, report, own_keys=OF_THE_REPORT, num_given=1)
-    is_alone = config.model.lora is not None and config.model.pretrained is None
-    if report.get('export') and (config.is_sharded or is_alone):
-        why = 'FSDP, whose weights are on no rank whole' if config.is_sharded else '`model.lora` on a base of its own'
+    function: Any = _no_function
+    if 'name' in report:
+        function = import_by_name('report.name', str(report['name']))
+        module = str(getattr(function, '__module__', ''))
+        if module.partition('.')[0] in sys.stdlib_module_names:
+            raise ConfigError('report.name', f'must be a function that takes a FinishedRun, got: {report["name"]}')
+    check_arguments('report', function, report, num_positional=1, extra_keys=REPORT_KEYS)
+    if not report.get('export'):
+        return
+    remedy = 'Export the checkpoint afterwards: python -m composer_tokacc.export CHECKPOINT FOLDER'
+    if config.is_sharded:
+        raise ConfigError('report.export', f'must be false with FSDP, which shards the weights, got: true. {remedy}')
+    if config.model.lora is not None and config.model.pretrained is None:
         raise ConfigError(
-            f'`report.export` must be false with {why}, got: true. Export the checkpoint afterwards: '
-            f'python -m composer_tokacc.export CHECKPOINT FOLDER{"" if config.is_sharded else " merge=true"}'
+            'report.export',
+            f'must be false for `model.lora` on a base with random weights, got: true. {remedy} merge=true',
         )
 
 
-def check_machine(config: TrainConfig) -> None:
-    """Refuses what this machine cannot do, and folders that it cannot write, before Composer finds out in its midst."""
-    trainer = config.trainer
-    device = trainer.get('device')
-    with must('`trainer.device` must be a device of this machine', device, Exception):  # MPS has errors of its own
-        on_gpu = isinstance(get_device(device), DeviceGPU)
-    if not on_gpu and trainer.get('precision', Precision.FP32) != Precision.FP32:
-        raise ConfigError(f'`trainer.precision` must be fp32 on a CPU, got: {trainer["precision"]}')
-    if config.is_sharded and not on_gpu and os.environ.get('FSDP_VERSION') != '2':
-        raise ConfigError(
-            '`trainer.parallelism_config` must be without `fsdp` where there is no GPU, got: one. Leave it out, or set '
-            'FSDP_VERSION=2 in the environment, which runs on CPUs'
-        )
-    folders = {'report.folder': config.report['folder'], 'trainer.save_folder': trainer.get('save_folder')}
-    folders['loader.lengths_folder'] = config.loader.lengths_folder
-    for key, folder in folders.items():
-        if folder is not None and ('://' not in folder or key != 'trainer.save_folder'):
-            local_folder(f'`{key}`', folder)
-            with must(f'`{key}` must be a folder that can be made', folder, OSError):
-                known = folder.replace('{run_name}', str(trainer.get('run_name'))).partition('{')[0]
-                Path(known).mkdir(parents=True, exist_ok=True)
+def _no_function(run: object) -> None:
+    """Stands for the function that ``report.name`` does not name."""
+
+
+def check_folders(config: TrainConfig) -> None:
+    """Makes the folders that a run writes to, so that it fails before training. A dry run only tries."""
+    folders = {
+        'report.folder': config.report['folder'],
+        'trainer.save_folder': config.trainer.get('save_folder'),
+        'loader.lengths_folder': config.loader.lengths_folder,
+    }
+    run_name = config.trainer.get('run_name')
+    for path, folder in folders.items():
+        is_in_object_store = path == 'trainer.save_folder' and '://' in str(folder)
+        if folder is None or is_in_object_store:
+            continue
+        if run_name is not None:
+            folder = folder.replace('{run_name}', str(run_name))
+        # Other names in braces are known to the Trainer only.
+        folder = local_folder(path, folder.partition('{')[0])
+        try:
+            _make(folder, only_try=config.dry_run)
+        except OSError as error:
+            raise ConfigError(path, f'must be a folder that can be made, got: {folder} ({error.strerror})') from error
+        if path == 'report.folder':
+            check_regular_files(path, folder, RESULT_FILES)
+
+
+RESULT_FILES = ('metrics.jsonl', 'answers.jsonl', 'result.json', 'report.html')
+
+
+def _make(folder: Path, *, only_try: bool) -> None:
+    """Makes a folder, or raises the OSError that making it would raise, without leaving anything."""
+    if not only_try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return
+    while not folder.exists():
+        folder = folder.parent
+    tempfile.TemporaryFile(dir=folder).close()
+
+
+def check_regular_files(path: str, folder: Path, names: tuple[str, ...]) -> None:
+    """Refuses anything but a file in the way of a file to be written: a pipe would be waited for."""
+    for name in names:
+        file = folder / name
+        if file.exists() and not file.is_file():
+            raise ConfigError(path, f'must have no folder, pipe or device in the way of its files, got: {file}')

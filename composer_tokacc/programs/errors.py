@@ -1,137 +1,194 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Mistakes of the user's in one line, in the words of the YAML file. Loads nothing of the hosts."""
+"""Mistakes of the user, each told in one line with the key of the YAML file. Loads no host."""
 
 from __future__ import annotations
 
 import difflib
-import dis
 import logging
 import os
-import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+import traceback
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+
+from composer_tokacc.programs.machine_faults import fault_of_machine
 
 log = logging.getLogger(__name__)
 
+PACKAGE = str(Path(__file__).parents[1])
+LONGEST_LINE = 1000
+"""Characters of a message on the screen: a value may be a whole file."""
+HOSTS = frozenset({'composer', 'torch', 'transformers', 'peft', 'streaming', 'bitsandbytes', 'accelerate'})
+"""Packages whose errors in training are told in one line. Code of the user keeps its traceback."""
+
 
 class ConfigError(ValueError):
-    """A mistake of the user's, said in one line; the programs print it without a traceback and end with status 2."""
+    """A mistake in a config. The programs print it in one line, without a traceback, and end with status 2.
+
+    Args:
+        path: The key of the config, such as ``loader.num_workers``; or empty.
+        message: The mistake, the value and the remedy. It follows the key in a sentence: "must be ..., got: ...".
+    """
+
+    def __init__(self, path: str, message: str) -> None:
+        text = f'`{path}` {message}' if path else message
+        super().__init__(' '.join(text.split()))
+        self.path = path
+        self.message = message
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[str, str]]:
+        # Exceptions are pickled by their arguments, on the way from one rank to another.
+        return type(self), (self.path, self.message)
+
+
+class PartError(ConfigError):
+    """An error of a part of a host: ``optimizer: TypeError: ...``."""
+
+    def __init__(self, path: str, message: str) -> None:
+        super().__init__('', f'`{path}`: {message}')
+        self.path = path
+        self.message = message
 
 
 @contextmanager
-def must(
-    requirement: str, got: Any, *kinds: type[BaseException], remedy: str = '', raises: type[ValueError] = ConfigError
-) -> Iterator[None]:
-    """Puts what a host raises against a value into our words: the requirement, the value, what the host says.
+def building(path: str) -> Iterator[None]:
+    """Turns any error while a part of the config is built into one line with its key.
 
-    With ``raises=ValueError`` the requirement names an argument by its own name, for :func:`in_words_of`.
+    The traceback is logged at debug level. A bug in a line of this package keeps its type and its traceback, and so
+    does a fault of the machine; see :func:`.fault_of_machine`.
     """
     try:
         yield
-    except kinds as error:
-        said = words_of(error)
-        shown = said if got is None else f'{got} ({said})'
-        raise raises(f'{requirement}, got: {shown}{remedy}') from error
+    except Exception as error:
+        raise_in_one_line(path, error)
 
 
 @contextmanager
-def in_words_of(config: Any) -> Iterator[None]:
-    """Makes a :class:`ConfigError` of what the owner of an argument says against its value in a config, a dataclass.
+def running(path: str) -> Iterator[None]:
+    """Notes the key of a part on any error that it raises, and leaves the type of the error.
 
-    Only of a plain ValueError, TypeError or RuntimeError that this package raises: those of torch, Transformers or
-    Streaming, and faults of the program, keep their type and their traceback. An argument gets its path: ``freeze``
-    becomes ``model.freeze``.
+    For a forward, where Composer and the plugin catch errors by their type, such as a lack of memory.
     """
     try:
         yield
-    except (ValueError, TypeError, RuntimeError) as error:
-        if type(error) not in (ValueError, TypeError, RuntimeError) or not raised_here(error):
+    except Exception as error:
+        if not hasattr(error, 'config_path'):
+            error.config_path = path  # type: ignore[attr-defined]
+        raise
+
+
+@contextmanager
+def training() -> Iterator[None]:
+    """Turns errors of Composer, torch or Transformers in a run into one line, with the key of the part or ``trainer``.
+
+    Errors from other code, such as a dataset or a callback of the user, keep their traceback.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not is_of_host(error):
             raise
-        message = ' '.join(str(error).split())
-        if named := re.match(r'`(\w+)', message):
-            places = dict(_places_of(named[1], asdict(config)))
-            # Two sections may have the key: the message says which value it was.
-            said = (path for path, value in places.items() if value is not None and str(value) in message)
-            path = next(said, next(iter(places), named[1]))
-            message = f'`{path}{message[named.end() :]}'
-        raise ConfigError(message) from error
+        raise_in_one_line('trainer', error)
 
 
-def _places_of(name: str, section: Mapping[str, Any], path: str = '') -> Iterator[tuple[str, Any]]:
-    """Gives path and value of every key of that name."""
-    for key, value in section.items():
-        if key == name:
-            yield f'{path}{key}', value
-        elif isinstance(value, Mapping):
-            yield from _places_of(name, value, f'{path}{key}.')
+def is_of_host(error: Exception) -> bool:
+    """Returns whether code of Composer, torch or Transformers raised an error."""
+    return _package_that_raised(error) in HOSTS
+
+
+def raise_in_one_line(path: str, error: Exception) -> None:
+    """Raises the error as a :class:`ConfigError` of the key, or unchanged if no key of the config is to blame.
+
+    A part inside, such as a model whose forward an algorithm calls, has noted its own key.
+    """
+    path = getattr(error, 'config_path', path)
+    if isinstance(error, ConfigError) or _names_a_sample(error) or fault_of_machine(error):
+        raise error
+    if raised_here(error):
+        raise PartError(path, str(error)) from error
+    # If a host's package lacks a name, the import in our line fails. That is not our bug.
+    if _package_that_raised(error) == 'composer_tokacc' and not isinstance(error, ImportError):
+        raise error
+    raise PartError(path, f'{type(error).__name__}: {error}') from error
 
 
 def raised_here(error: BaseException) -> bool:
-    """Returns whether a ``raise`` of this package raised an error, rather than a host or a fault in a line of ours."""
-    last = error.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    if last is None or not str(last.tb_frame.f_globals.get('__name__')).startswith('composer_tokacc.'):
+    """Returns whether a ``raise`` statement of this package raised an error, rather than a line with a bug.
+
+    The plugin refuses with plain ValueError, TypeError and RuntimeError, as its users expect.
+    """
+    if _package_that_raised(error) != 'composer_tokacc':
         return False
-    return dis.opname[last.tb_frame.f_code.co_code[last.tb_lasti]] == 'RAISE_VARARGS'
+    frames = traceback.extract_tb(error.__traceback__)
+    return (frames[-1].line or '').startswith('raise ')
 
 
-def words_of(error: BaseException) -> str:
-    """Returns what an error says in one line, behind its kind where it says one word or nothing, as a KeyError does."""
-    said = ' '.join(str(error).split())
-    return said if ' ' in said else f'{type(error).__name__} {said}'.rstrip()
+def _package_that_raised(error: BaseException) -> str:
+    """Returns the top package of the innermost frame."""
+    module = ''
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        # A mode of this package stands between a model and each function of torch.
+        if not frame.f_code.co_name.startswith('__torch_'):
+            module = str(frame.f_globals.get('__name__'))
+    # Torch raises errors of loader processes again from here: the message has the traceback of the user's dataset.
+    return '' if module == 'torch._utils' else module.partition('.')[0]
 
 
-@contextmanager
-def taken_by(what: str, *, of: str) -> Iterator[None]:
-    """Makes a :class:`ConfigError` of what code of others raises against its arguments; ``of`` names their sections."""
-    try:
-        yield
-    except (ValueError, TypeError, ArithmeticError, FileNotFoundError) as error:
-        if raised_here(error):
-            raise
-        raise ConfigError(f'{of} must be what {what} takes, got: {words_of(error)}') from error
+def _names_a_sample(error: Exception) -> bool:
+    # The class is in a room that loads torch, which this module must not do.
+    return type(error).__name__ == 'BadSampleError'
 
 
-def local_folder(what: str, folder: str) -> Path:
-    """Returns the path of a folder that a user names; refuses what only a shell or a store of objects can read."""
+def local_folder(path: str, folder: str) -> Path:
+    """Returns the folder that a user names. Refuses a name that only a shell or an object store can read."""
     if folder.startswith('~') or '://' in folder:
-        raise ConfigError(f'{what} must be written out, got: {folder}, which would be a folder of that name')
+        raise ConfigError(path, f'must be written out, got: {folder}, which would be a folder of that name')
     return Path(folder)
 
 
-def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
-    """Returns one line that refuses ``name`` and suggests the nearest of ``known``."""
-    known = sorted(set(known))
-    nearest = difflib.get_close_matches(name, known, n=1)
-    listed = ', '.join(known[:40]) + (', ...' if len(known) > 40 else '')
-    hint = f'Did you mean {nearest[0]}?' if nearest else f'Known: {listed}'
-    return f'{what} must be a known name, got: {name}. {hint}'
+def unknown_name(kind: str, name: str, known_names: Iterable[str]) -> str:
+    """Returns a message that refuses a name and suggests the nearest one: "has no key lrr. Did you mean lr?"."""
+    choices = sorted(set(known_names))
+    nearest = difflib.get_close_matches(name, choices, n=1)
+    if nearest:
+        return f'has no {kind} {name}. Did you mean {nearest[0]}?'
+    listed = ', '.join(choices[:40])
+    if len(choices) > 40:
+        listed += ', ...'
+    return f'has no {kind} {name}. Known: {listed}'
 
 
 def one_line(error: Exception | str) -> str:
-    """Returns what the user reads of a mistake."""
-    # From a worker process the message comes behind the worker's traceback.
+    """Returns a mistake as the user reads it: one line of limited length."""
+    # A worker process puts its traceback before the message.
     message = str(error).rpartition('BadSampleError: ')[2]
-    return f'error: {" ".join(message.split())}'
+    return f'error: {shorten(message)}'
+
+
+def shorten(text: object, limit: int = LONGEST_LINE) -> str:
+    """Returns a text on one line. A long one loses its middle, because the remedy is at its end."""
+    line = ' '.join(str(text).split())
+    if len(line) <= limit:
+        return line
+    half = limit // 2
+    return f'{line[:half]} ... {line[-half:]}'
 
 
 def refuse(error: Exception, *, on_all_ranks: bool = False) -> int:
-    """Prints a mistake in one line and returns the exit status: 2, or 0 for a rank that another one speaks for.
+    """Prints a mistake in one line and returns the exit status.
 
-    ``on_all_ranks``: every rank meets it for certain, as in a config before anything is built. The first of a node then
-    speaks for the others, which end as if all were well: Composer's launcher ends all ranks for one that fails, perhaps
-    before it has spoken, and prints what each of them wrote.
+    Args:
+        error: The mistake.
+        on_all_ranks: Every rank is certain to meet it, as it is in a config before anything is built. Then only the
+            first rank of a node prints it and returns 2. The others return 0, because Composer's launcher ends all
+            ranks as soon as one fails, perhaps before the first has spoken.
     """
     log.debug('The mistake was found here:', exc_info=error)
-    rank = os.environ.get('LOCAL_RANK', '0')
-    if on_all_ranks and rank.isdecimal() and int(rank) > 0:
+    local_rank = os.environ.get('LOCAL_RANK', '0')
+    if on_all_ranks and local_rank.isdecimal() and int(local_rank) > 0:
         return 0
     print(one_line(error), file=sys.stderr, flush=True)
     return 2

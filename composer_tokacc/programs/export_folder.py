@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Writes a folder that Transformers loads, out of a Composer checkpoint or of a model in memory."""
+"""Writes a folder that Transformers loads, from a Composer checkpoint or from a model in memory."""
 
 from __future__ import annotations
 
@@ -23,153 +23,201 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from composer_tokacc.programs.checkpoints import check_checkpoint, read_state
-from composer_tokacc.programs.errors import ConfigError, must
+from composer_tokacc.programs.errors import ConfigError, building
+from composer_tokacc.programs.host_types import Section
 from composer_tokacc.programs.lora import load_weights, refuse_partial, with_saved_adapter
 from composer_tokacc.programs.models import auto_class, empty_model, set_cache
 
 
 def export_checkpoint(checkpoint: Path, folder: Path, *, merge: bool = False) -> None:
-    """Writes a folder, absent or empty, that ``from_pretrained`` loads without Composer and without this package.
+    """Writes a folder, absent or empty before, that ``from_pretrained`` loads without Composer and this package.
 
-    ``checkpoint`` is of a ``HuggingFaceModel``: one file, or the folder of a sharded (FSDP) one. ``merge`` adds a LoRA
-    adapter into its base, which is loaded for it.
+    Args:
+        checkpoint: Of a ``HuggingFaceModel``: a file, or the folder of a sharded (FSDP) one.
+        folder: Where to write.
+        merge: Adds a LoRA adapter to its base, which is loaded for it.
     """
     folder = folder.resolve()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f'the folder to export to must be absent or empty, got: {folder}. Give another one')
-    with must('the folder to export to must be writable', folder, OSError, SafetensorError):
+        raise ConfigError('', f'the folder to export to must be absent or empty, got: {folder}. Give another one')
+    try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        # Under another name until it is whole, beside the folder because it may be large.
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f'{folder.name}-') as unfinished:
-            written = Path(unfinished) / 'folder'
-            written.mkdir()
-            _export(_read(checkpoint, Path(unfinished)), checkpoint, written, merge=merge)
-            os.replace(written, folder)
+        # Under another name until it is complete, on the same disk, because it may be large.
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f'{folder.name}-') as scratch:
+            unfinished = Path(scratch) / 'folder'
+            unfinished.mkdir()
+            _export(_read(checkpoint, Path(scratch)), checkpoint, unfinished, merge=merge)
+            os.replace(unfinished, folder)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError('', f'the folder to export to must be writable, got: {folder} ({error})') from error
 
 
-def _export(state: Mapping[str, Any], checkpoint: Path, folder: Path, *, merge: bool) -> None:
-    requirement, found = 'the checkpoint must be one of a HuggingFaceModel', f'{checkpoint} with {sorted(state)}'
-    with must(requirement, found, KeyError, TypeError, AttributeError, RuntimeError):
+def _export(
+    state: Section,
+    checkpoint: Path,
+    folder: Path,
+    *,
+    merge: bool,
+) -> None:
+    try:
         metadata = state['integrations']['huggingface']
+        adapter = metadata['model'].get('peft_config')
+        generation_config = metadata['model'].get('generation_config')
+        if generation_config is not None:
+            generation_config = GenerationConfig.from_dict(generation_config['content'])
         weights = {name.removeprefix('model.'): value for name, value in state['model'].items()}
         _check_finite(weights, str(checkpoint))
-        adapter, generation = (metadata['model'].get(key) for key in ('peft_config', 'generation_config'))
-        generation = None if generation is None else GenerationConfig.from_dict(generation['content'])
-    with must(requirement, found, Exception):  # Composer's, of a type of model that is not known
-        config = get_hf_config_from_composer_state_dict({'state': state})
+        # Composer raises anything for a type of model that Transformers does not know.
+        config = get_hf_config_from_composer_state_dict({'state': dict(state)})
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            '',
+            f'the checkpoint must be one of a HuggingFaceModel, got: {checkpoint} with {sorted(state)} '
+            f'({type(error).__name__}: {error})',
+        ) from error
     if adapter is not None and not merge:
         _save_adapter(config, adapter['content'], weights, folder)
     else:
         model = _with_weights(config, adapter, weights)
-        if generation is not None:
-            model.generation_config = generation
+        if generation_config is not None:
+            model.generation_config = generation_config
         _save_pretrained(model, folder)
     _write_processor(metadata, folder)
 
 
 def export_model(model: HuggingFaceModel, folder: Path) -> None:
-    """Writes a model in memory, whose weights are whole on this rank, as :func:`export_checkpoint`; overwrites."""
-    inner: Any = model.model
-    _check_finite(dict(inner.named_parameters()), 'the trained model')
+    """Writes a model in memory that is not sharded, like :func:`export_checkpoint`. Overwrites."""
+    inner_model: Any = model.model
+    _check_finite(dict(inner_model.named_parameters()), 'the trained model')
     for pattern in ('*.safetensors*', '*config.json'):  # of an earlier run, perhaps of another kind of model
-        for stale in folder.glob(pattern):
-            stale.unlink()
-    _save_pretrained(inner, folder)
+        for stale_file in folder.glob(pattern):
+            stale_file.unlink()
+    _save_pretrained(inner_model, folder)
     _write_processor(model.get_metadata(), folder)
 
 
 def _read(checkpoint: Path, scratch: Path) -> dict[str, Any]:
-    """Reads the ``state`` of a checkpoint; one that is sharded is put together in ``scratch``."""
-    check_checkpoint('the checkpoint', checkpoint)
+    """Reads the ``state`` of a checkpoint. A sharded one is put together in ``scratch``."""
+    check_checkpoint('', checkpoint)
     if not checkpoint.is_dir():
         return read_state(checkpoint)
-    # Torch's own is no Exception.
-    with must('the checkpoint must be whole and written by Composer', checkpoint, Exception, CheckpointException):
+    try:
         dcp_to_torch_save(checkpoint.resolve(), scratch / 'whole.pt')
+    except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception
+        raise ConfigError(
+            '', f'the checkpoint must be complete and written by Composer, got: {checkpoint} ({error})'
+        ) from error
     return read_state(scratch / 'whole.pt')
 
 
 def _check_finite(weights: Mapping[str, torch.Tensor], owner: str) -> None:
-    broken = [name for name, value in weights.items() if value.is_complex() or not value.isfinite().all()]
+    broken = []
+    for name, value in weights.items():
+        if value.is_complex() or not value.isfinite().all():
+            broken.append(name)
     if broken:
         raise ConfigError(
-            f'the weights must be finite numbers, got: {owner} with NaN, infinite or complex ones in {broken[:3]}'
+            '', f'the weights must be finite numbers, got: {owner} with NaN, infinite or complex ones in {broken[:3]}'
         )
 
 
 def _save_pretrained(model: Any, folder: Path) -> None:
-    """Saves also a generation config that Transformers reads and does not write, such as Vicuna's: greedy, warm."""
+    """Saves the model, with any generation config.
+
+    Transformers refuses to write some that it reads, such as Vicuna's, which is greedy and has a temperature.
+    """
     set_cache(model, on=True)
-    generation = getattr(model, 'generation_config', None)
-    if not isinstance(model, PreTrainedModel) or generation is None:
+    generation_config = getattr(model, 'generation_config', None)
+    if not isinstance(model, PreTrainedModel) or generation_config is None:
         model.save_pretrained(folder)
         return
     model.generation_config = GenerationConfig()
     try:
         model.save_pretrained(folder)
     finally:
-        model.generation_config = generation
-    generation.to_json_file(folder / 'generation_config.json')
+        model.generation_config = generation_config
+    generation_config.to_json_file(folder / 'generation_config.json')
 
 
 def _save_adapter(
-    config: PretrainedConfig, content: Mapping[str, Any], weights: Mapping[str, torch.Tensor], folder: Path
+    config: PretrainedConfig,
+    content: Section,
+    weights: Mapping[str, torch.Tensor],
+    folder: Path,
 ) -> None:
     """Writes ``adapter_model.safetensors`` and its config, as peft itself does."""
-    import peft  # only those who train adapters need it
+    import peft  # an optional package
     from safetensors.torch import save_file
 
     if not content.get('base_model_name_or_path'):
-        raise ConfigError('an adapter beside a base that is nowhere else must be merged, got: no merge=true. Add it')
+        raise ConfigError('', 'the base model of this adapter was not saved elsewhere: export with merge=true')
     model = with_saved_adapter(empty_model(config), content, weights, assign=True)
-    trained = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
-    # With `bias: all` those are named too that no loss reaches, which are the base's.
-    trained = {name: value.contiguous() for name, value in trained.items() if not value.is_meta}
-    save_file(trained, folder / 'adapter_model.safetensors', metadata={'format': 'pt'})
+    adapter_weights = {}
+    for name, value in peft.get_peft_model_state_dict(model, save_embedding_layers=False).items():
+        # With `bias: all` peft also names biases that no loss reaches. They are the base's, and empty here.
+        if not value.is_meta:
+            adapter_weights[name] = value.contiguous()
+    save_file(adapter_weights, folder / 'adapter_model.safetensors', metadata={'format': 'pt'})
     peft.get_peft_config(dict(content)).save_pretrained(str(folder))
 
 
-def _with_weights(
-    config: PretrainedConfig, adapter: Mapping[str, Any] | None, weights: Mapping[str, torch.Tensor]
-) -> Any:
-    """Returns the whole model, with the adapter that it may have merged into its base."""
-    if adapter is None:
-        model = empty_model(config)
-        found = load_weights(model, weights, assign=True)
-        model.tie_weights()  # a head that is tied to the embeddings may be stored once
-        missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-        refuse_partial(f'the weights of a {type(model).__name__}', missing, found.unexpected_keys)
-        return model
-    base = adapter['content'].get('base_model_name_or_path')
-    if any('.base_layer.' in name for name in weights):
+def _with_weights(config: PretrainedConfig, adapter: Section | None, weights: Mapping[str, torch.Tensor]) -> Any:
+    """Returns the model with its weights. An adapter, if there is one, is merged into the base."""
+    if adapter is not None:
+        return _merged(config, adapter['content'], weights)
+    model = empty_model(config)
+    loaded = load_weights(model, weights, assign=True)
+    model.tie_weights()  # a head that is tied to the embeddings may be stored once
+    missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    refuse_partial(f'the weights of a {type(model).__name__}', missing, loaded.unexpected_keys)
+    return model
+
+
+def _merged(config: PretrainedConfig, content: Section, weights: Mapping[str, torch.Tensor]) -> Any:
+    """Returns the base with an adapter merged into it."""
+    has_base = any('.base_layer.' in name for name in weights)
+    if has_base:
         model = auto_class(config).from_config(config)
     else:
-        with must("the adapter's base must be there to merge into", base, OSError, ValueError):
-            # That of the run: the file's own may be one that rounds what was trained.
-            model = auto_class(config).from_pretrained(base, dtype=config.dtype)
+        base = content.get('base_model_name_or_path')
+        with building('base_model_name_or_path'):
+            # In the type of the run, because the type of the file may round the trained weights.
+            model = auto_class(config).from_pretrained(base, dtype=config.dtype, trust_remote_code=False)
     head = model.get_output_embeddings()
     was_tied = head is not None and head.weight is model.get_input_embeddings().weight
-    if head is not None and was_tied:  # and only one of them may have been trained
+    if head is not None and was_tied:
+        # Untied for the merge, because only one of them may have been trained.
         head.weight = nn.Parameter(head.weight.detach().clone())
-    merged: Any = with_saved_adapter(model, adapter['content'], weights).merge_and_unload()
+    merged: Any = with_saved_adapter(model, content, weights).merge_and_unload()
     if was_tied:
         is_tied = torch.equal(merged.get_output_embeddings().weight, merged.get_input_embeddings().weight)
-        merged.config.tie_word_embeddings = merged.config.get_text_config().tie_word_embeddings = is_tied
+        merged.config.tie_word_embeddings = is_tied
+        merged.config.get_text_config().tie_word_embeddings = is_tied
         merged.tie_weights()
     return merged
 
 
-def _write_processor(metadata: Mapping[str, Any], folder: Path) -> None:
-    """Writes every file of the processor (tokenizer, image processor, chat template), as it was saved with the run."""
+def _write_processor(metadata: Section, folder: Path) -> None:
+    """Writes every file of the processor (tokenizer, image processor, chat template) that was saved with the run."""
     files = metadata.get('processor') or metadata.get('tokenizer') or {}
     if not files:
-        print('The checkpoint holds no processor; save the one of the run beside the weights.', file=sys.stderr)
+        print('The checkpoint holds no processor. Save the one of the run beside the weights.', file=sys.stderr)
     for name, file in files.items():
-        content, path = file['content'], folder / name
+        path = folder / name
         if not path.resolve().is_relative_to(folder.resolve()):
-            raise ConfigError(f'files of the processor must lie inside the folder, got: {name}')
-        path.parent.mkdir(exist_ok=True)  # a Q-Former's tokenizer has a folder of its own
-        if not isinstance(content, str | bytes):  # Composer keeps a vocabulary as its lines, JSON as what it says
-            is_text = file['file_extension'] == '.txt'
-            content = '\n'.join(content) if is_text else json.dumps(content, ensure_ascii=False)
-        path.write_bytes(content.encode() if isinstance(content, str) else content)
+            raise ConfigError('', f'files of the processor must lie inside the folder, got: {name}')
+        path.parent.mkdir(exist_ok=True)  # the tokenizer of a Q-Former has its own folder
+        path.write_bytes(_bytes_of(file))
+
+
+def _bytes_of(file: Section) -> bytes:
+    """Returns the content of a file. Composer keeps a vocabulary as its lines, and JSON as the parsed value."""
+    content = file['content']
+    if isinstance(content, bytes):
+        return content
+    if not isinstance(content, str):
+        is_text = file['file_extension'] == '.txt'
+        content = '\n'.join(content) if is_text else json.dumps(content, ensure_ascii=False)
+    return content.encode()

@@ -1,10 +1,9 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What a program does to its process as a whole.
+"""Settings of a program's process: garbage collection, signals, limits and warnings. No other module does.
 
-No other module touches garbage collection, signals, limits, warnings or the end of the process. Heavy imports are made
-when they are needed, so that ``--help`` is there at once.
+Heavy imports are made when they are needed, so that ``--help`` appears at once.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from __future__ import annotations
 import argparse
 import atexit
 import gc
+import logging
 import os
 import resource
 import signal
@@ -23,28 +23,45 @@ from contextlib import contextmanager
 
 DIST_TIMEOUT = 300.0
 """Composer's own default, in seconds."""
+HARMLESS_WARNINGS = (
+    'Detected comparison between a string and Precision',  # Composer compares its own enum
+    'No device id is provided via `init_process_group`',  # barrier() of torch; each rank has one device
+    'using the device under current context',  # the same in newer releases
+    '`is_gradient_checkpointing` is deprecated',  # peft with Transformers 5
+    'resource_tracker: There appear to be',  # shared memory of loader processes, freed with the process
+)
+"""Warnings of hosts that appear in a healthy run and call for nothing, by their words."""
+HARMLESS_LOG_LINES = {
+    'transformers.configuration_utils': '`use_return_dict` is deprecated',
+    'transformers.modeling_utils': '`loss_type=None` was set in the config',
+    'composer.utils.reproducibility': 'Setting seed to',
+}
+"""The same for lines of loggers, by the logger."""
 
 
-def prepare(description: str | None, *, says_so: bool = False) -> None:
-    """Answers ``--help``, and switches off garbage collection until all is loaded: a fifth of that time, for nothing.
+def prepare(description: str | None, *, announces: bool = False) -> None:
+    """Answers ``--help`` and usage errors, and switches off garbage collection until everything is loaded.
 
-    Called by a program before its imports, which take ten seconds and more.
+    Called by a program before its imports, which take ten seconds and more. A fifth of that time would go to a search
+    for garbage, without any result.
     """
-    if {'-h', '--help'} & set(sys.argv[1:]):
-        command_line(description).parse_args(['--help'])
+    if description is not None:
+        command_line(description).parse_known_args()
     gc.disable()
-    if sys.stdout is not None:  # closed
-        sys.stdout.reconfigure(errors='backslashreplace')  # type: ignore[union-attr]  # as that of errors is
-    if says_so:
+    if sys.stdout is not None:  # None if the user closed it
+        sys.stdout.reconfigure(errors='backslashreplace')  # type: ignore[union-attr]  # as stderr does by default
+    if announces:
         say('loading torch, Composer and Transformers ...')
+    quiet_hosts()
     from composer_tokacc.compat import put_back_torch_names
 
     put_back_torch_names()
 
 
 def command_line(description: str | None) -> argparse.ArgumentParser:
-    """Returns a parser with the YAML file as ``config`` and the usage of the description; overrides are left over."""
-    usage = next(line.strip() for line in (description or '').splitlines() if '-m composer_tokacc.' in line)
+    """Returns a parser with the YAML file as ``config``. Overrides are left over by ``parse_known_args``."""
+    lines = (description or '').splitlines()
+    usage = next(line.strip() for line in lines if '-m composer_tokacc.' in line)
     parser = argparse.ArgumentParser(
         usage=usage, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -53,7 +70,7 @@ def command_line(description: str | None) -> argparse.ArgumentParser:
 
 
 def say(text: str) -> None:
-    """Prints what is being done, behind the seconds since the start, on the first rank: some of it takes long."""
+    """Prints the next step of the program, after the seconds since its start, on the first rank."""
     import psutil
 
     if os.environ.get('RANK', '0') == '0':
@@ -63,17 +80,19 @@ def say(text: str) -> None:
 
 @contextmanager
 def while_somebody_reads() -> Iterator[None]:
-    """Ends what is printed without a word where nobody reads on, as in ``... | head``."""
+    """Exits quietly when the reader of a pipe closes it (``| head``)."""
     try:
         yield
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's end would tell of it
+        # Python flushes stdout when it ends, and would report the closed pipe once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def keep_what_is_loaded() -> None:
-    """Switches garbage collection on again, without what :func:`prepare` has loaded since: that is never garbage.
+    """Switches garbage collection on again, without the modules that :func:`prepare` has loaded since.
 
-    Python's end looks through all that Composer and Transformers hold, again and again: 8 s of nothing on the screen.
+    They are never garbage. At its end Python would look through all that Composer and Transformers hold, several
+    times: 8 seconds with nothing on the screen.
     """
     if not gc.isenabled():
         gc.freeze()
@@ -82,36 +101,52 @@ def keep_what_is_loaded() -> None:
 
 
 def let_children_die() -> None:
-    """Takes torch's handler away, which tells again and again, wherever it is, that a loader process was killed."""
+    """Removes torch's signal handler, which would report a killed loader process again and again, anywhere."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def allow_open_files() -> None:
-    """Raises this process's limit of open files to what it may be: each tensor from a loader process needs one."""
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    """Raises the limit of open files as far as the system allows: each tensor from a loader process needs one."""
+    hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
 
 
 def share_cores(num_processes: int) -> None:
-    """Gives torch its share of the cores: by default each rank would start a thread on every core of its node."""
+    """Gives torch its share of the cores. By default each rank would start a thread on every core of the node."""
     import torch
 
     if 'OMP_NUM_THREADS' not in os.environ:
-        torch.set_num_threads(max((os.cpu_count() or 1) // num_processes, 1))
+        num_cores = os.cpu_count() or 1
+        torch.set_num_threads(max(num_cores // num_processes, 1))
 
 
 @contextmanager
 def without_warnings() -> Iterator[None]:
-    """Silences the hosts' warnings where they would come over and over."""
+    """Silences the warnings of hosts in a block that would repeat them."""
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
         yield
 
 
-def end_process(message: str, status: int, *, delay: float = 0.0) -> None:
-    """Ends this process from any thread, as its main thread may wait in a collective for ever."""
-    if message:
-        sys.stdout.flush()
-        print(f'\n{message}', file=sys.stderr, flush=True)
-    time.sleep(delay)
+def quiet_hosts() -> None:
+    """Silences the warnings of hosts that are known to be harmless, so that a healthy run ends with its report."""
+    for words in HARMLESS_WARNINGS:
+        warnings.filterwarnings('ignore', message=f'.*{words}')
+    for logger_name, words in HARMLESS_LOG_LINES.items():
+        logging.getLogger(logger_name).addFilter(_LacksWords(words))
+
+
+def end_process(message: str, status: int) -> None:
+    """Ends this process from any thread."""
+    sys.stdout.flush()
+    print(f'\n{message}', file=sys.stderr, flush=True)
     os._exit(status)
+
+
+class _LacksWords(logging.Filter):
+    def __init__(self, words: str) -> None:
+        super().__init__()
+        self.words = words
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return self.words not in record.getMessage()

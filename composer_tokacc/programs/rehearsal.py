@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Runs the heaviest microbatches of a whole run before its first step, so that memory fails then or not at all."""
+"""Runs the heaviest microbatches of a run before its first step, so that memory runs out then or never."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from composer.core import Callback, State, TimeUnit
 from composer.core.precision import get_precision_context
 from composer.loggers import Logger
 from composer.utils import dist, reproducibility
+from torch.nn.parallel import DistributedDataParallel
 
 from composer_tokacc.algorithm import TokenAccumulation
 from composer_tokacc.collectives import from_any_rank, max_over_ranks
@@ -42,43 +43,48 @@ from composer_tokacc.weights import LOSS_WEIGHTS
 log = logging.getLogger(__name__)
 
 MOST_BATCHES = 10_000
-"""Global batches that are planned ahead: some ten seconds."""
+"""Global batches that are planned ahead, which takes some ten seconds."""
 ADAM_STATES = 2
-"""Bytes of optimizer states a byte of parameters, where an optimizer cannot be tried on a small one."""
+"""Bytes of optimizer states for a byte of parameters, for an optimizer that cannot be tried on a small parameter."""
+NAMED_SAMPLES = 4
+"""Samples that an error names."""
 
 
 class Candidate(NamedTuple):
     """A planned microbatch that may be the heaviest of the run."""
 
-    step: int  # global batch, counted from where the run is
-    samples: list[list[int]]  # indices: of this microbatch, or where rows are packed of all of its rank
+    step: int
+    """Global batch, counted from the present step."""
+    samples: list[list[int]]
+    """Indices of the samples of this microbatch. If rows are packed, of each microbatch of the rank."""
     rows: int
     width: int
     image_tokens: int
-    predicted: float = 0.0  # bytes at the peak of a rank, 0 where there is no memory model
+    predicted: float = 0.0
+    """Bytes at the peak of a rank; 0 without a memory model."""
 
     def sizes(self) -> tuple[int, int, int]:
-        """Returns what memory grows with: positions, attention where it is whole, image tokens."""
+        """Returns the sizes that memory grows with: positions, a full attention matrix, image tokens."""
         return self.rows * self.width, self.rows * self.width**2, self.image_tokens
 
     def __str__(self) -> str:
         return f'{self.rows} rows of {self.width} tokens, {self.image_tokens} image tokens'
 
     def covers(self, other: Candidate) -> bool:
-        """Tells whether it is as large as another in every way."""
-        return all(own >= its for own, its in zip(self.sizes(), other.sizes(), strict=True))
+        """Returns whether it is at least as large as another in every way."""
+        return all(size >= other_size for size, other_size in zip(self.sizes(), other.sizes(), strict=True))
 
 
 @dataclass(kw_only=True)
 class RehearsalReport:
-    """What was rehearsed."""
+    """The outcome of a rehearsal."""
 
     num_batches: int
     """Global batches that were looked through."""
     microbatch_size: int
-    """The size with which all of it fits."""
+    """The size that fits."""
     lines: list[str] = field(default_factory=list)
-    """One for each microbatch: what it is, predicted beside measured peak."""
+    """One for each microbatch: its shape, predicted and measured peak."""
     seconds: float = 0.0
 
     def text(self) -> str:
@@ -88,37 +94,51 @@ class RehearsalReport:
 
 
 class Rehearsal(Callback):
-    """Calls :func:`rehearse` before the first step of a fit, once the model was looked at.
+    """Calls :func:`rehearse` before the first step of a fit, after the first-batch check.
 
     Args:
-        memory (MemoryModel, optional): Says by itself which microbatch is the heaviest. Default: ``None``.
-        tell: Takes the table. Default: the log.
+        memory (MemoryModel, optional): Tells which microbatch is the heaviest. Default: ``None``.
+        tell: Gets the table. Default: the log.
     """
 
-    def __init__(self, memory: MemoryModel | None = None, *, tell: Callable[[str], None] = log.info) -> None:
-        self.memory, self.tell = memory, tell
+    def __init__(
+        self,
+        memory: MemoryModel | None = None,
+        *,
+        tell: Callable[[str], None] = log.info,
+    ) -> None:
+        self.memory = memory
+        self.tell = tell
         self.report: RehearsalReport | None = None
         self._is_due = True
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """A second fit may have another loader."""
+        """Plans a rehearsal, because a second fit may have another loader."""
         self._is_due = True
 
     def batch_start(self, state: State, logger: Logger) -> None:
-        """Rehearses at the first batch, which TokenAccumulation has looked at by now."""
-        if self._is_due:
-            self._is_due = False
-            self.report = rehearse(state, self.memory)
-            self.tell('nothing is rehearsed: no batch is planned ahead' if self.report is None else self.report.text())
+        """Rehearses at the first batch. TokenAccumulation has checked it by now."""
+        if not self._is_due:
+            return
+        self._is_due = False
+        self.report = rehearse(state, self.memory)
+        if self.report is None:
+            self.tell('nothing is rehearsed: no batch is planned ahead')
+        else:
+            self.tell(self.report.text())
 
 
 def rehearsal_of(config: TrainConfig, parts: RunParts) -> Rehearsal | None:
-    """Returns what ``microbatching.rehearse`` asks for; where it says nothing, on a device with memory to fail."""
-    has_gpu = config.trainer.get('device') != 'cpu' and torch.cuda.is_available()
-    if (config.microbatching.rehearse or ('heaviest' if has_gpu else 'none')) == 'none':
+    """Returns the callback for ``microbatching.rehearse``. Without a value there, only GPUs get one."""
+    wish = config.microbatching.rehearse
+    if wish is None:
+        has_gpu = config.trainer.get('device') != 'cpu' and torch.cuda.is_available()
+        if not has_gpu:
+            return None
+    if wish == 'none':
         return None
     memory = None
-    if config.microbatching.device_train_microbatch_size == 'suggest':  # traced already, and kept
+    if config.microbatching.device_train_microbatch_size == 'suggest':  # its memory model is in the cache by now
         table = source_of(config).measure(parts.train_dataset, parts.processor)  # a collective
         if dist.get_global_rank() == 0:
             memory = memory_of_run(config, parts.train_dataset, parts.processor, table)
@@ -128,102 +148,146 @@ def rehearsal_of(config: TrainConfig, parts: RunParts) -> Rehearsal | None:
 def rehearse(state: State, memory: MemoryModel | None = None) -> RehearsalReport | None:
     """Runs forward and backward of the heaviest microbatches that are left of a run; a collective.
 
-    The most positions, the most image tokens, the largest ``rows x width^2``, and the highest peak by the memory model:
-    at most four. Weights, gradients, buffers and random numbers are as they were.
+    These are at most four: the most positions, the most image tokens, the largest ``rows x width^2``, and the highest
+    peak by the memory model. Weights, gradients, buffers and random numbers are restored.
 
     Args:
         state: Of a Trainer whose train loader is a :class:`.RegroupingDataLoader`, at ``Event.BATCH_START``.
-        memory: The run's memory model, where there is one.
+        memory: The run's memory model, if there is one.
 
     Returns:
-        What was run; None where batches are not planned ahead.
+        The report; None if batches are not planned ahead.
 
     Raises:
-        ConfigError: If a microbatch does not fit, naming its samples and the size that would.
+        ConfigError: If a microbatch does not fit. It names its samples and the size that would fit.
     """
-    loader = state.dataloader
-    if not isinstance(loader, RegroupingDataLoader):
+    if not isinstance(state.dataloader, RegroupingDataLoader):
         return None
-    started, first = time.monotonic(), int(state.device_train_microbatch_size or 1)
-    report, refused = RehearsalReport(num_batches=0, microbatch_size=first), None
-    sampler: Any = loader.batch_sampler
+    sampler = cast(RegroupingBatchSampler, state.dataloader.batch_sampler)
+    started = time.monotonic()
+    first_size = int(state.device_train_microbatch_size or 1)
+    report = RehearsalReport(num_batches=0, microbatch_size=first_size)
+    first_failure: Candidate | None = None
     with _undisturbed(state), _room_for_optimizers(state):
-        while (failed := _run_all(state, _chosen(state, memory, report, first), report)) is not None:
-            refused = refused or failed
+        while True:
+            failed = _run_all(state, _candidates(state, sampler, memory, report, first_size), report)
+            if failed is None:
+                break
+            first_failure = first_failure or failed
             report.microbatch_size //= 2
-            if report.microbatch_size * sampler.planner.options.max_tokens < first * int(sampler.lengths.max()):
-                raise ConfigError(_refusal(state, refused, first, 0))
+            # A budget below the longest row cannot be kept.
+            smallest_budget = first_size * int(sampler.lengths.max())
+            if report.microbatch_size * sampler.planner.options.max_tokens < smallest_budget:
+                raise _does_not_fit(state, first_failure, first_size, fitting_size=0)
             report.lines.append(f'with a microbatch size of {report.microbatch_size}:')
-    if refused is not None:
+    if first_failure is not None:
         if not state.auto_microbatching:
-            raise ConfigError(_refusal(state, refused, first, report.microbatch_size))
+            raise _does_not_fit(state, first_failure, first_size, fitting_size=report.microbatch_size)
         state.device_train_microbatch_size = report.microbatch_size
     report.seconds = time.monotonic() - started
     return report
 
 
-def _chosen(state: State, memory: MemoryModel | None, report: RehearsalReport, first: int) -> list[Candidate]:
-    """Returns what the first rank chooses for all."""
-    split, sampler = split_of(state.dataloader), state.dataloader.batch_sampler  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
-    chosen = None
+def _candidates(
+    state: State,
+    sampler: RegroupingBatchSampler,
+    memory: MemoryModel | None,
+    report: RehearsalReport,
+    first_size: int,
+) -> list[Candidate]:
+    """Returns the microbatches to run with the size of the report. The first rank chooses for all."""
+    heaviest = None
     if dist.get_global_rank() == 0:
         options = sampler.planner.options
-        options = replace(options, max_tokens=options.max_tokens * report.microbatch_size // first)
-        chosen = _heaviest(state, sampler, options, memory, whole=split is not None and split.packing)
-    candidates, report.num_batches = from_any_rank(chosen) or ([], 0)
+        options = replace(options, max_tokens=options.max_tokens * report.microbatch_size // first_size)
+        split = split_of(state.dataloader)
+        is_packed = split is not None and bool(split.packing)
+        heaviest = _heaviest(state, sampler, options, memory, packed=is_packed)
+    candidates, report.num_batches = from_any_rank(heaviest) or ([], 0)
     return candidates
 
 
 def _heaviest(
-    state: State, sampler: RegroupingBatchSampler, options: CutOptions, memory: MemoryModel | None, *, whole: bool
+    state: State,
+    sampler: RegroupingBatchSampler,
+    options: CutOptions,
+    memory: MemoryModel | None,
+    *,
+    packed: bool,
 ) -> tuple[list[Candidate], int]:
-    """Returns the microbatches that may be the heaviest of what is left, lightest first, and the batches looked at.
+    """Returns the microbatches that may be the heaviest of the rest of a run, lightest first.
 
-    ``options`` say the token budget under which planned microbatches are cut again; ``whole``: rows will be packed.
+    Args:
+        state: Of the Trainer.
+        sampler: Plans the run.
+        options: With the token budget under which planned microbatches are cut again.
+        memory: The run's memory model, if there is one.
+        packed: Rows will be packed. The split then needs all rows of the rank.
+
+    Returns:
+        The candidates, and the number of global batches that were looked through.
     """
-    front: list[Candidate] = []  # none of them covers another
+    front: list[Candidate] = []  # no member covers another
     num_batches = 0
     for step, ranks, window in _plans_left(state, sampler):
         num_batches += 1
         for rank in ranks:
-            same_rank = [[window[place] for place in one.indices] for one in rank]
-            for indices, width in _cut_again(same_rank, rank, sampler, options):
-                images = 0 if sampler.image_tokens is None else int(sampler.image_tokens[indices].sum())
-                new = Candidate(step, same_rank if whole else [indices], len(indices), width, images)
-                if not any(one.covers(new) for one in front):
-                    front = [*(one for one in front if not new.covers(one)), new]
-    sizes = np.array([one.sizes() for one in front], dtype=float)
-    if memory is None:  # all together in the place of the peak
+            samples_of_rank = [[window[place] for place in microbatch.indices] for microbatch in rank]
+            for samples, width in _cut_again(samples_of_rank, rank, sampler, options):
+                image_tokens = 0
+                if sampler.image_tokens is not None:
+                    image_tokens = int(sampler.image_tokens[samples].sum())
+                groups = samples_of_rank if packed else [samples]
+                candidate = Candidate(step, groups, len(samples), width, image_tokens)
+                if not any(member.covers(candidate) for member in front):
+                    front = [member for member in front if not candidate.covers(member)]
+                    front.append(candidate)
+    sizes = np.array([candidate.sizes() for candidate in front], dtype=float)
+    if memory is None:
+        # The sum of the three relative sizes stands for the peak.
         peaks = (sizes / sizes.max(axis=0).clip(min=1)).sum(axis=1)
     else:
-        front = [one._replace(predicted=_predicted(one, memory)) for one in front]
-        peaks = np.array([one.predicted for one in front])
-    places = {int(place) for place in np.column_stack([sizes, peaks]).argmax(axis=0)}
-    return [front[place] for place in sorted(places, key=lambda place: (peaks[place], place))], num_batches
+        front = [candidate._replace(predicted=_predicted(candidate, memory)) for candidate in front]
+        peaks = np.array([candidate.predicted for candidate in front])
+    # The largest in each of the three sizes, and the highest peak.
+    places = set(np.column_stack([sizes, peaks]).argmax(axis=0).tolist())
+    by_peak = sorted(places, key=lambda place: (peaks[place], place))
+    return [front[place] for place in by_peak], num_batches
 
 
 def _cut_again(
-    groups: list[list[int]], planned: Sequence[Microbatch], sampler: RegroupingBatchSampler, options: CutOptions
+    groups: list[list[int]],
+    planned: Sequence[Microbatch],
+    sampler: RegroupingBatchSampler,
+    options: CutOptions,
 ) -> Iterator[tuple[list[int], int]]:
-    """Gives samples and width of each microbatch, of those over the budget as the split will cut them."""
-    for indices, microbatch in zip(groups, planned, strict=True):
+    """Gives samples and width of each microbatch. One over the budget is cut as the split will cut it."""
+    for samples, microbatch in zip(groups, planned, strict=True):
         if microbatch.num_tokens <= options.max_tokens:
-            yield indices, microbatch.width
+            yield samples, microbatch.width
             continue
-        lengths = sampler.lengths[indices]
-        images = None if sampler.image_tokens is None else sampler.image_tokens[indices]
-        for rows in cut_rows(lengths, options, image_tokens=images, max_width=microbatch.width):
-            width = -(-int(lengths[list(rows)].max()) // options.width_multiple) * options.width_multiple
-            yield [indices[row] for row in rows], width
+        lengths = sampler.lengths[samples]
+        image_tokens = None if sampler.image_tokens is None else sampler.image_tokens[samples]
+        for rows in cut_rows(lengths, options, image_tokens=image_tokens, max_width=microbatch.width):
+            longest = int(lengths[list(rows)].max())
+            width = -(-longest // options.width_multiple) * options.width_multiple
+            yield [samples[row] for row in rows], width
 
 
-def _predicted(one: Candidate, memory: MemoryModel) -> float:
-    pixels = int(one.image_tokens * memory.pixel_bytes_per_image_token)
-    shape = BatchShape(rows=one.rows, width=one.width, image_tokens=one.image_tokens, pixel_bytes=pixels)
+def _predicted(candidate: Candidate, memory: MemoryModel) -> float:
+    shape = BatchShape(
+        rows=candidate.rows,
+        width=candidate.width,
+        image_tokens=candidate.image_tokens,
+        pixel_bytes=int(candidate.image_tokens * memory.pixel_bytes_per_image_token),
+    )
     return memory.peak(shape, num_ranks=dist.get_world_size())
 
 
-def _plans_left(state: State, sampler: RegroupingBatchSampler) -> Iterator[tuple[int, Any, list[int]]]:
+def _plans_left(
+    state: State,
+    sampler: RegroupingBatchSampler,
+) -> Iterator[tuple[int, Sequence[Sequence[Microbatch]], list[int]]]:
     """Gives step, microbatches of each rank, and samples of each global batch that is left of a run."""
     ahead = copy.copy(sampler)  # whose epoch may be set
     epoch, batch = int(state.timestamp.epoch), int(state.timestamp.batch_in_epoch)
@@ -236,32 +300,34 @@ def _plans_left(state: State, sampler: RegroupingBatchSampler) -> Iterator[tuple
 
 
 def _batches_left(state: State, sampler: RegroupingBatchSampler) -> int:
-    end, now = state.max_duration, state.timestamp
+    end, elapsed = state.max_duration, state.timestamp
     assert end is not None, 'a fit has an end'
     if end.unit == TimeUnit.BATCH:
-        return end.value - now.batch.value
+        return end.value - elapsed.batch.value
     if end.unit == TimeUnit.SAMPLE:
-        return -(-(end.value - now.sample.value) // sampler.global_batch_size)
+        return -(-(end.value - elapsed.sample.value) // sampler.global_batch_size)
     if end.unit == TimeUnit.EPOCH:
-        return (end.value - now.epoch.value) * len(sampler) - now.batch_in_epoch.value
-    return len(sampler)  # in tokens or seconds: what an epoch holds
+        return (end.value - elapsed.epoch.value) * len(sampler) - elapsed.batch_in_epoch.value
+    return len(sampler)  # in tokens or seconds: look through one epoch
 
 
 def _run_all(state: State, candidates: list[Candidate], report: RehearsalReport) -> Candidate | None:
-    """Runs the candidates one after the other; returns the first that does not fit on some rank."""
-    # A second one finds gradients and logits of the first, as in a step.
-    for candidate in candidates if len(candidates) > 1 else candidates * 2:
+    """Runs the candidates one after the other. Returns the first that does not fit on some rank."""
+    if len(candidates) == 1:
+        # The second run finds gradients and logits of the first in memory, as in a step.
+        candidates = candidates * 2
+    for candidate in candidates:
         peak = _peak(state, candidate, report.microbatch_size)
-        over, kibibytes = max_over_ranks([peak is None, (peak or 0) >> 10])
-        found = 'does not fit' if over else f'measured {_gib(kibibytes << 10)}'
-        report.lines.append(f'step {candidate.step}: {candidate}: predicted {_gib(candidate.predicted)}, {found}')
-        if over:
+        fails, kibibytes = max_over_ranks([peak is None, (peak or 0) >> 10])
+        outcome = 'does not fit' if fails else f'measured {_gib(kibibytes << 10)}'
+        report.lines.append(f'step {candidate.step}: {candidate}: predicted {_gib(candidate.predicted)}, {outcome}')
+        if fails:
             return candidate
     return None
 
 
 def _peak(state: State, candidate: Candidate, size: int) -> int | None:
-    """Returns the bytes that a candidate takes at most, on a GPU; None if it does not fit."""
+    """Returns the most bytes that a candidate takes, on a GPU; None if it does not fit."""
     try:
         _run(state, candidate, size)
         return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
@@ -275,34 +341,41 @@ def _peak(state: State, candidate: Candidate, size: int) -> int | None:
 
 def _run(state: State, candidate: Candidate, size: int) -> None:
     """Runs forward and backward of a candidate, or of the heaviest microbatch that the split makes of it."""
-    algorithm = next((one for one in state.algorithms if isinstance(one, TokenAccumulation)), None)
-    dataset: Any = state.dataloader.dataset  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
-    batch: PreSplitBatch = dataset.__getitems__(RankAssignment(candidate.samples))
-    weights = algorithm.token_weights if algorithm is not None else 'token'
-    rule = (algorithm.rule if algorithm is not None else None) or 'causal'
-    split, model = split_of(state.dataloader), state.model
-    if weights == 'column' and not any(LOSS_WEIGHTS in one for one in batch.microbatches):
-        weights = 'token'  # a step's own, which no plan of a microbatch has
-    counted = annotate(batch, rule, weights)
-    microbatches = batch.microbatches if split is None else split(counted, size)
-    heavy = max(microbatches, key=lambda one: (one['labels'].numel(), len(one)))
-    given = {key: value for key, value in without_metadata(heavy).items() if key != LOSS_WEIGHTS}
-    given = state.device.batch_to_device(given)
+    batch = state.device.batch_to_device(_model_inputs(state, candidate, size))
+    model = state.model
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     with ExitStack() as stack:
-        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-            stack.enter_context(model.no_sync())  # the reducer learns the order of gradients in its first reduction
+        if isinstance(model, DistributedDataParallel):
+            # DDP learns the order of gradients in its first reduction, so the first one must be a real step.
+            stack.enter_context(model.no_sync())
         with get_precision_context(state.precision, state.precision_config):
-            outputs = model(given)
-            loss = inner_model(model).loss(outputs, given)  # pyright: ignore[reportCallIssue]
+            outputs = model(batch)
+            loss = inner_model(model).loss(outputs, batch)  # pyright: ignore[reportCallIssue]
         terms = list(loss.values()) if isinstance(loss, Mapping) else [loss]
         torch.stack([term.mean() for term in terms]).sum().backward()
 
 
+def _model_inputs(state: State, candidate: Candidate, size: int) -> dict[str, Any]:
+    """Returns the heaviest microbatch of a candidate as the model gets it."""
+    dataset: Any = cast(RegroupingDataLoader, state.dataloader).dataset
+    batch: PreSplitBatch = dataset.__getitems__(RankAssignment(candidate.samples))
+    weights, rule = 'token', 'causal'
+    for algorithm in state.algorithms:
+        if isinstance(algorithm, TokenAccumulation):
+            weights, rule = algorithm.token_weights, algorithm.rule or 'causal'
+    if weights == 'column' and not any(LOSS_WEIGHTS in microbatch for microbatch in batch.microbatches):
+        weights = 'token'  # a loader adds its own column to a step, not to a single microbatch
+    counted = annotate(batch, rule, weights)
+    split = split_of(state.dataloader)
+    microbatches = batch.microbatches if split is None else split(counted, size)
+    heaviest = max(microbatches, key=lambda microbatch: (microbatch['labels'].numel(), len(microbatch)))
+    return {key: value for key, value in without_metadata(heaviest).items() if key != LOSS_WEIGHTS}
+
+
 @contextmanager
 def _undisturbed(state: State) -> Iterator[None]:
-    """Puts gradients, buffers and random numbers back: the run is the same with and without the rehearsal."""
+    """Restores gradients, buffers and random numbers: the run is the same with and without the rehearsal."""
     buffers = [(buffer, buffer.clone()) for buffer in state.model.buffers()]
     gradients = [(parameter, parameter.grad) for parameter in state.model.parameters()]
     random_numbers = reproducibility.get_rng_state()
@@ -314,44 +387,63 @@ def _undisturbed(state: State) -> Iterator[None]:
         reproducibility.load_rng_state(random_numbers)
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        for buffer, kept in buffers:
-            buffer.copy_(kept)
+        for buffer, value in buffers:
+            buffer.copy_(value)
 
 
 @contextmanager
 def _room_for_optimizers(state: State) -> Iterator[None]:
     """Holds the memory that optimizers will take in their first step."""
-    fresh = [one for one in state.optimizers if torch.cuda.is_available() and not one.state]
-    room = [torch.empty(_state_bytes(one), dtype=torch.uint8, device='cuda') for one in fresh]
+    reserved = []
+    if torch.cuda.is_available():
+        for optimizer in state.optimizers:
+            if not optimizer.state:
+                reserved.append(torch.empty(_state_bytes(optimizer), dtype=torch.uint8, device='cuda'))
     yield
-    del room
+    del reserved
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Returns bytes of the states that an optimizer will have, as of a small parameter."""
-    parameters = [one for group in optimizer.param_groups for one in group['params']]
-    held = sum((one.to_local() if hasattr(one, 'to_local') else one).nbytes for one in parameters)
+    """Returns the bytes of the states that an optimizer will have, measured on a small parameter."""
+    parameter_bytes = 0
+    for group in optimizer.param_groups:
+        for parameter in group['params']:
+            local = parameter.to_local() if hasattr(parameter, 'to_local') else parameter
+            parameter_bytes += local.nbytes
     small = torch.nn.Parameter(torch.zeros(64, 64))
     small.grad = torch.zeros_like(small)
     try:
         trial = type(optimizer)([small], **optimizer.defaults)
         trial.step()
     except (TypeError, ValueError, RuntimeError):
-        return held * ADAM_STATES
-    states = [value for of_one in trial.state.values() for value in of_one.values()]
-    return held * sum(value.nbytes for value in states if isinstance(value, torch.Tensor)) // small.nbytes
+        return parameter_bytes * ADAM_STATES
+    state_bytes = 0
+    for state_of_parameter in trial.state.values():
+        state_bytes += sum(value.nbytes for value in state_of_parameter.values() if isinstance(value, torch.Tensor))
+    return parameter_bytes * state_bytes // small.nbytes
 
 
-def _refusal(state: State, failed: Candidate, size: int, fitting: int) -> str:
-    dataset: Any = state.dataloader.dataset.dataset  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
-    names = [str(name) for index in failed.samples[0][:4] for name in dataset[index].get('sample_ids', [index])]
-    remedy = f'Set it to {fitting}, with which all that was rehearsed fits'
-    if not fitting:
+def _does_not_fit(
+    state: State,
+    failed: Candidate,
+    size: int,
+    *,
+    fitting_size: int,
+) -> ConfigError:
+    """Returns the error for a microbatch that does not fit. ``fitting_size`` is 0 if no size fits."""
+    dataset: Any = cast(RegroupingDataLoader, state.dataloader).dataset
+    names = []
+    for index in failed.samples[0][:NAMED_SAMPLES]:
+        names += [str(name) for name in dataset.dataset[index].get('sample_ids', [index])]
+    if failed.rows > NAMED_SAMPLES:
+        names.append('...')
+    remedy = f'Set it to {fitting_size}, with which all that was rehearsed fits'
+    if not fitting_size:
         remedy = 'No smaller one fits either: leave these out, shard the model, or checkpoint activations'
-    return (
-        f'`microbatching.device_train_microbatch_size` must be one whose heaviest microbatch fits into memory, got: '
-        f'{size}, with which that of step {failed.step} does not ({failed}; samples {", ".join(names)}'
-        f'{", ..." * (failed.rows > 4)}). {remedy}'
+    return ConfigError(
+        'microbatching.device_train_microbatch_size',
+        f'must be a size whose heaviest microbatch fits into memory, got: {size}, with which that of step '
+        f'{failed.step} does not fit ({failed}; samples {", ".join(names)}). {remedy}',
     )
 
 

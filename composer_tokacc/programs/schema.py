@@ -1,58 +1,55 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The YAML file of a run: its sections, how file and command line become one config, and what a value may be.
+"""The YAML file of a run: its sections, how file and command line become one config, and the values that it may have.
 
-Types, choices and ranges are in the annotations, of our own sections and of the hosts' classes alike.
+Each of our sections is a dataclass. Its annotations hold types, choices and ranges. Arguments of hosts are held to
+the annotations of the host's class. Pydantic checks both.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
-import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.errors import PydanticUserError
 
 from composer_tokacc.planning import CostModel
-from composer_tokacc.programs.errors import ConfigError, must, unknown_name
+from composer_tokacc.programs.errors import ConfigError, PartError, shorten, unknown_name
 
 Options = TypeVar('Options')
+Hint = Any
+"""An annotation: a class, a union, ``Annotated`` or ``Literal``."""
 
+Count = Annotated[int, Field(ge=1)]
+"""A number of things; there must be one."""
+NotNegative = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
 
-@dataclass(frozen=True, kw_only=True)
-class Range:
-    """Where a number must lie."""
-
-    least: float = -math.inf
-    above: float = -math.inf
-    most: float = math.inf
-    below: float = math.inf
-
-    def __contains__(self, value: float) -> bool:
-        return self.least <= value <= self.most and self.above < value < self.below
-
-    def __str__(self) -> str:
-        words = (('at least', self.least), ('above', self.above), ('at most', self.most), ('below', self.below))
-        return ' and '.join(f'{word} {bound}' for word, bound in words if math.isfinite(bound))
-
-
-AT_LEAST_0, AT_LEAST_1, POSITIVE = Range(least=0), Range(least=1), Range(above=0)
-FRACTION = Range(least=0, below=1)
-Whole = Annotated[int, AT_LEAST_1]
-"""A number of things."""
-OF_THE_REPORT: dict[str, Any] = {
-    'folder': str, 'name': str, 'export': bool | None, 'answers': Annotated[int, AT_LEAST_0], 'answer_tokens': Whole,
-}  # fmt: skip
-"""Keys of the section ``report`` that are not for the function under ``name``, and what they may be."""
-_CONTAINERS = {list: list, Sequence: list, tuple: list, dict: Mapping, Mapping: Mapping}
+INFINITE_HINTS = {'quadratic': Annotated[float, Field(allow_inf_nan=True)]}
+"""Keys that may be ``.inf``: an infinite width switches the term of a cost model off."""
+INVALID_YAML = (yaml.YAMLError, ValueError, OmegaConfBaseException, RecursionError)
+"""Errors of OmegaConf for a text that is not YAML."""
+_PLAIN = (bool, int, float, str, dict, list, tuple, NoneType, Iterable, Mapping, Sequence)
+REPORT_KEYS: dict[str, Hint] = {
+    'folder': str,
+    'name': str,
+    'export': bool | None,
+    'answers': NotNegative,
+    'answer_tokens': Count,
+}
+"""Keys of the section ``report`` that are not for the function under ``name``."""
 
 
 @dataclass(kw_only=True)
@@ -64,13 +61,13 @@ class ModelConfig:
     config: dict[str, Any] | None = None
     """Fresh model: ``model_type`` and the fields of its Transformers config."""
     freeze: list[str] = field(default_factory=list)
-    """Parts that keep their weights, e.g. ``[vision_tower]``. What lies behind the vision feature layer of LLaVA and
-    its kin always does: no loss reaches it."""
+    """Parts that keep their weights, e.g. ``[vision_tower]``. The layers after the vision feature layer of LLaVA
+    models always do: no loss reaches them."""
     lora: dict[str, Any] | None = None
     """Train an adapter (peft): ``r``, ``alpha``, ``dropout``, ``target_modules``, ``modules_to_save``; ``bits: 4``:
     the base in 4 bits (bitsandbytes, GPU only)."""
     dtype: Literal['float32', 'bfloat16', 'float16'] = 'float32'
-    """Type of the stored weights; ``trainer.precision`` says what is computed in."""
+    """Type of the stored weights; the computation has ``trainer.precision``."""
     attn_implementation: str | None = None
     """``sdpa``, ``flash_attention_2``, ``eager``; null leaves it to Transformers."""
     activation_checkpointing: bool = False
@@ -83,17 +80,17 @@ class ModelConfig:
 class LoaderConfig:
     """How samples become batches, before anything is cut into microbatches."""
 
-    global_batch_size: Whole = 32
+    global_batch_size: Count = 32
     """Samples of one optimizer step over all ranks."""
-    global_eval_batch_size: Whole | None = None
+    global_eval_batch_size: Count | None = None
     """Samples of one evaluation batch over all ranks; null means ``global_batch_size``."""
     shuffle: bool = True
     """Another order every epoch, the same for a given ``seed``."""
     drop_last: bool = True
     """Leave out the last, smaller batch of an epoch."""
-    num_workers: Annotated[int, AT_LEAST_0] = 0
+    num_workers: Annotated[int, Field(ge=0, le=256)] = 0
     """Loader processes for each rank; 0 loads in the training process."""
-    prefetch_factor: Whole | None = None
+    prefetch_factor: Count | None = None
     """Batches that each worker holds ready; null means torch's default."""
     pin_memory: bool = False
     """Page-locked host memory, for faster copies to a GPU."""
@@ -116,28 +113,28 @@ class LoaderConfig:
 class MicrobatchingConfig:
     """How a device batch is cut; the arguments of :func:`composer_tokacc.token_data_spec`."""
 
-    device_train_microbatch_size: Whole | Literal['auto', 'suggest'] | None = None
+    device_train_microbatch_size: Count | Literal['auto', 'suggest'] | None = None
     """Rows of ``slot_tokens`` that fit into memory at once, or ``auto`` (GPU only: halves it after each out-of-memory),
     or ``suggest`` (the largest that a memory model of the run allows); null: the device batch. Short: ``size``."""
-    device_memory_gib: Annotated[float, POSITIVE] | None = None
-    """Memory of one device for ``suggest``; null: what the device has, on CPU the host's shared among its ranks."""
-    slot_tokens: Whole | None = None
-    """Width of such a row in tokens; null: the longest sample, without ``regroup_ranks`` that of each device batch."""
-    max_image_tokens: Whole | None = None
+    device_memory_gib: Positive | None = None
+    """Memory of one device for ``suggest``; null: all of the device, on CPU the host's memory divided by its ranks."""
+    slot_tokens: Count | None = None
+    """Width of such a row in tokens; null: the longest sample, without ``regroup_ranks`` in each device batch."""
+    max_image_tokens: Count | None = None
     """Most placeholders of images, videos and audios in a microbatch, a second hard cap; null: none."""
     regroup: bool = True
     """Sort rows by length, fill each microbatch up to the token budget, trim it to its own longest row."""
     equal_counts: bool | Literal['auto'] = 'auto'
     """Same number of microbatches on every rank, which FSDP needs; ``auto``: unless DDP was seen to reduce gradients in
     the last one alone."""
-    width_multiple: Annotated[int, Range(least=1, most=65536)] = 1
+    width_multiple: Annotated[int, Field(ge=1, le=65536)] = 1
     """Round the width of a microbatch up to a multiple, e.g. 64 for tensor cores."""
     packing: bool | Literal['auto'] = False
-    """String the rows of a microbatch into one without any padding, where the model tells the documents apart; or
-    ``auto``: where that costs less as well."""
+    """String the rows of a microbatch into one without any padding, if the model tells the documents apart; or
+    ``auto``: if that also costs less."""
     cost: CostModel | None = None
     """``launch``, ``quadratic``, ``vision_per_patch``, ..., see :class:`.CostModel`, as ``size time_steps=true``
-    measures them; null: those of a 7B model on a GPU, its vision tower without cost."""
+    measures them; null: a 7B model on a GPU, whose vision encoder costs nothing."""
     loss_tokens: Literal['auto', 'causal', 'causal_attended', 'unshifted'] = 'auto'
     """Positions that count: ``causal``, ``causal_attended``, ``unshifted``, or ``auto``: as the model's own loss."""
     on_oversize: Literal['raise', 'warn'] = 'raise'
@@ -153,12 +150,12 @@ class TrainConfig:
 
     dry_run: bool = False
     """Everything but training: config, data, model, the first batch's check and the rehearsal; nothing is written."""
-    seed: Annotated[int, Range(least=0, most=2**32 - 1)] = 17
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 17
     """Seed of weights, order of samples and everything Composer seeds."""
     model: ModelConfig = field(default_factory=ModelConfig)
     dataset: dict[str, Any] = field(default_factory=dict)
-    """``name``, arguments of the dataset, ``processor`` arguments, and in ``eval`` what differs held-out. Or
-    ``parts``: what differs, by name, for each of several datasets, each perhaps with ``epochs`` or ``weight``."""
+    """``name``, arguments of the dataset, ``processor`` arguments, and in ``eval`` the changes for held-out data. Or
+    ``parts``: the changes, by name, for each of several datasets, each perhaps with ``epochs`` or ``weight``."""
     loader: LoaderConfig = field(default_factory=LoaderConfig)
     microbatching: MicrobatchingConfig = field(default_factory=MicrobatchingConfig)
     algorithms: dict[str, Any] = field(default_factory=dict)
@@ -180,7 +177,7 @@ class TrainConfig:
 
     @property
     def regroups_ranks(self) -> bool:
-        """Returns whether samples may move between ranks; not where rows must keep their order."""
+        """Returns whether samples may move between ranks; not if rows must keep their order."""
         return self.loader.regroup_ranks and self.microbatching.regroup
 
     @property
@@ -190,220 +187,276 @@ class TrainConfig:
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
-    """Reads a YAML file and lays ``key=value`` overrides over it; ``check_config`` checks what belongs together.
+    """Reads a YAML file and lays ``key=value`` overrides over it. ``check_config`` checks the sections together.
 
     Raises:
         ConfigError: For an unreadable file, an unknown key (it names the nearest), a wrong type or range.
     """
-    for override in overrides:
-        if '=' not in override or override.startswith(('-', '=')):
-            raise ConfigError(f'arguments after the file must be key=value, got: {override}')
-    if os.path.exists(path) and not os.path.isfile(path):  # a pipe would be waited for
-        raise ConfigError(f'config file must be a file, got: {path}')
-    unreadable = (yaml.YAMLError, ValueError, OmegaConfBaseException, RecursionError)
-    with must('config file must be readable', path, OSError), must(f'`{path}` must be valid YAML', None, *unreadable):
-        layers = [OmegaConf.load(path)]
-    for override in overrides:  # one by one, to name it
-        with must(f'`{override.partition("=")[0]}` must be valid YAML', None, *unreadable):
-            OmegaConf.from_dotlist([override])
-    layers.append(OmegaConf.from_dotlist(list(overrides)))
+    for override in overrides:  # one by one, to name the wrong one
+        _check_override(override)
+    layers = [_read_file(path), OmegaConf.from_dotlist(list(overrides))]
     for layer in layers:
-        if not OmegaConf.is_dict(layer):
-            raise ConfigError(f'`{path}` must hold sections (`model:`, `loader:`, ...), got: no mapping')
         _spell_out_size(layer)
     return merge(TrainConfig, *layers)
 
 
-def merge(options: type[Options], *layers: Any, path: str = '') -> Options:
-    """Returns a checked dataclass with the values of the last layer that names them; ``path`` is their section."""
+def _read_file(path: str | Path) -> DictConfig:
+    # Reading a pipe would wait for somebody to write to it.
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ConfigError('', f'config file must be a file, got: {path}')
+    try:
+        content = OmegaConf.load(path)
+    except OSError as error:
+        raise ConfigError('', f'config file must be readable, got: {path} ({error.strerror})') from error
+    except INVALID_YAML as error:
+        raise ConfigError('', f'`{path}` must be valid YAML, got: {shorten(error)}') from error
+    if not isinstance(content, DictConfig):
+        raise ConfigError('', f'`{path}` must hold sections (`model:`, `loader:`, ...), got: no mapping')
+    return content
+
+
+def _check_override(override: str) -> None:
+    key, separator, value = override.partition('=')
+    if not separator or not key or key.startswith('-'):
+        raise ConfigError('', f'arguments after the file must be key=value, got: {shorten(override)}')
+    try:
+        OmegaConf.from_dotlist([override])
+    except INVALID_YAML as error:
+        raise ConfigError(
+            key,
+            f'must be valid YAML, got: {shorten(value, 200)} ({shorten(error, 200)}). Quote a text that has special '
+            f'characters, once for YAML and once for the shell: \'{shorten(key, 60)}="..."\'',
+        ) from error
+
+
+def _spell_out_size(layer: DictConfig) -> None:
+    """Replaces ``microbatching.size`` by the name that Composer's users know."""
+    section = layer.get('microbatching')
+    if not isinstance(section, DictConfig) or 'size' not in section:
+        return
+    if 'device_train_microbatch_size' in section:
+        raise ConfigError('microbatching.size', 'and its long name must not both be given, got: both. Remove one')
+    section.device_train_microbatch_size = section.pop('size')
+
+
+def merge(options: type[Options], *layers: DictConfig, path: str = '') -> Options:
+    """Returns a checked dataclass with the values of the last layer that names them; ``path`` is its section."""
     merged: Any = asdict(options())  # type: ignore[arg-type]
     for layer in layers:
-        merged = _overlay(merged, OmegaConf.to_container(layer) if OmegaConf.is_config(layer) else layer)
+        merged = _overlay(merged, OmegaConf.to_container(layer))
     try:
-        given: Any = OmegaConf.to_container(OmegaConf.create(merged), resolve=True, throw_on_missing=True)
+        values: Any = OmegaConf.to_container(OmegaConf.create(merged), resolve=True, throw_on_missing=True)
+    except MissingMandatoryValue as error:
+        key = _join(path, error.full_key)
+        raise ConfigError(key, f'must be given. Write {key}=... after the file on the command line') from error
     except OmegaConfBaseException as error:
-        key = '.'.join(filter(None, (path, error.full_key)))
-        message = f'{f"`{key}`" if key else "values"} must be valid, got: {str(error).splitlines()[0]}'
-        if isinstance(error, MissingMandatoryValue):
-            message = f'`{key}` must be given, got: nothing. Write {key}=... behind the file on the command line'
-        raise ConfigError(message) from error
-    return _built(path, options, given)
+        key = _join(path, error.full_key) or 'values'
+        raise ConfigError(key, f'must be valid, got: {shorten(str(error).splitlines()[0])}') from error
+    return build_section(path, options, values)
 
 
-def _overlay(below: Any, above: Any) -> Any:
-    """Returns the later of two values, mappings key by key."""
-    if not (isinstance(below, dict) and isinstance(above, dict)):
+def _overlay(below: object, above: object) -> object:
+    """Returns the later of two values. Mappings are merged key by key."""
+    if not isinstance(below, dict) or not isinstance(above, dict):
         return above
-    return {**below, **{key: _overlay(below.get(key), value) for key, value in above.items()}}
+    merged = dict(below)
+    for key, value in above.items():
+        merged[key] = _overlay(below.get(key), value)
+    return merged
 
 
-def _built(path: str, section: type[Options], given: Mapping[str, Any]) -> Options:
-    """Returns a section of checked values, and of sections inside it."""
-    values = check_arguments(path, section, given)
+def _join(path: str, key: object) -> str:
+    return '.'.join(str(part) for part in (path, key) if part not in ('', None))
+
+
+def build_section(path: str, section: type[Options], values: object) -> Options:
+    """Returns a dataclass with checked values, and dataclasses inside it."""
+    checked = check_arguments(path, section, values, hints=INFINITE_HINTS)
     try:
-        return section(**values)
-    except ValueError as error:  # of a class that checks itself
-        raise ConfigError(f'`{path}.{str(error)[1:]}' if path else str(error)) from error
-
-
-def _spell_out_size(layer: Any) -> None:
-    """Replaces ``microbatching.size`` by the name that Composer's users know; the later layer wins under either."""
-    section = layer.get('microbatching')
-    if OmegaConf.is_dict(section) and 'size' in section:
-        if 'device_train_microbatch_size' in section:
-            raise ConfigError('only one of `microbatching.size` and its long name must be given, got: both. Remove one')
-        section.device_train_microbatch_size = section.pop('size')
-
-
-def precision_of(config: TrainConfig) -> str:
-    """Returns the precision of the run: where the config names none, Composer's own default."""
-    return str(config.trainer.get('precision') or ('fp32' if config.trainer.get('device') == 'cpu' else 'amp_fp16'))
+        return section(**checked)
+    except ValueError as error:  # from a class that checks itself, such as CostModel
+        raise PartError(path, str(error)) from error
 
 
 def check_arguments(
     path: str,
-    target: Any,
-    arguments: Any,
+    target: Callable[..., Any],
+    arguments: object,
     *,
-    num_given: int = 0,
-    own_keys: Mapping[str, Any] | None = None,
-    hints: Mapping[str, Any] | None = None,
+    num_positional: int = 0,
+    hints: Mapping[str, Hint] | None = None,
+    extra_keys: Mapping[str, Hint] | None = None,
 ) -> dict[str, Any]:
-    """Refuses what is unknown, missing or of another type or range among the arguments for a class or function.
+    """Returns the arguments for a class or function, held to its signature and annotations.
 
-    The program itself supplies ``num_given`` leading parameters. ``own_keys`` of the section are not meant for
-    ``target``, and are held to what they may be; ``hints`` count instead of the annotations of ``target``. Returns the
-    arguments, with sections of our own as their classes.
+    Args:
+        path: The section that they come from.
+        target: The class or function.
+        arguments: A mapping, or None for the defaults.
+        num_positional: Leading parameters that the program itself supplies.
+        hints: Annotations that replace the ones of ``target``.
+        extra_keys: Keys of the section that are not for ``target``, with their annotations.
     """
-    if not isinstance(arguments, Mapping | None):
-        raise ConfigError(f'`{path}` must be a mapping, got: {arguments}. Write {{}} for its defaults')
-    arguments, own_keys = arguments or {}, own_keys or {}
-    parameters = list(inspect.signature(target).parameters.values())[num_given:]
-    names = [*own_keys, *(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))]
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-        check_names(path, arguments, names)
-    for p in parameters:
-        if p.default is p.empty and p.name in names and p.name not in arguments:
-            raise ConfigError(f'`{path}.{p.name}` must be given: {target.__name__} has no default for it')
-    hints = {**hints_of(target), **(hints or {}), **own_keys}
-    paths = {name: f'{path}.{name}' if path else str(name) for name in arguments}
-    return {name: check_value(paths[name], value, hints.get(name, Any)) for name, value in arguments.items()}
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, Mapping):
+        where = f'`{path}`' if path else 'the config'
+        raise ConfigError(
+            '', f'{where} must be a mapping, got: {shorten(arguments, 200)}. Leave it out for its defaults'
+        )
+    annotations = {**_annotations_of(target), **(hints or {}), **(extra_keys or {})}
+    known_names = list(extra_keys or ())
+    takes_any_name = False
+    for parameter in list(inspect.signature(target).parameters.values())[num_positional:]:
+        if parameter.kind is parameter.VAR_KEYWORD:
+            takes_any_name = True
+        elif parameter.kind is not parameter.VAR_POSITIONAL:
+            known_names.append(parameter.name)
+            if parameter.default is parameter.empty and parameter.name not in arguments:
+                raise ConfigError(_join(path, parameter.name), 'must be given, because it has no default')
+    if not takes_any_name:
+        check_names(path, arguments, known_names)
+    return {
+        name: check_value(_join(path, name), value, annotations.get(name, Any)) for name, value in arguments.items()
+    }
 
 
-def check_names(path: str, arguments: Iterable[str], known: Iterable[str]) -> None:
-    """Refuses the first of ``arguments`` that is not ``known``; ``path`` is the section that they stand in."""
+def check_names(path: str, arguments: Iterable[object], known_names: Iterable[str]) -> None:
+    """Refuses the first of ``arguments`` that is not known; ``path`` is the section that they stand in."""
+    known_list = list(known_names)
     for key in arguments:
-        if key not in known:
-            raise ConfigError(unknown_name(f'`{path}` key' if path else 'section', str(key), known))
+        if key not in known_list:
+            message = unknown_name('key' if path else 'section', str(key), known_list)
+            raise ConfigError(path, message) if path else ConfigError('', f'the config {message}')
 
 
-def hints_of(target: Any) -> dict[str, Any]:
-    """Returns annotations by name; none where one names what cannot be imported."""
-    owner = target.__init__ if inspect.isclass(target) and not is_dataclass(target) else target
+def _annotations_of(target: Callable[..., Any]) -> dict[str, Hint]:
+    """Returns annotations by name; none if one of them names something that cannot be imported."""
+    owner = target
+    if inspect.isclass(target) and not is_dataclass(target):
+        owner = target.__init__
     try:
         return get_type_hints(owner, include_extras=True)
     except (NameError, TypeError, AttributeError):
         return {}
 
 
-def check_value(path: str, value: Any, hint: Any) -> Any:
-    """Holds a value to an annotation and returns it; what no YAML file can hold, such as a callable, passes."""
-    from composer.core import Time
+def check_value(
+    path: str,
+    value: Any,
+    hint: Hint,
+) -> Any:
+    """Returns the value if it fits the annotation. One of our sections becomes its dataclass.
 
-    options = list(_alternatives(hint))
-    is_time = any(base is Time for base, _ in options)
-    if any(_is_plain(base) and base is not NoneType for base, _ in options):  # objects of a host's are in no file
-        options = [option for option in options if _is_plain(option[0])]
-    bases = [base for base, _ in options]
-    if is_time and isinstance(value, str):
-        # A scheduler divides by its times, but for a warm-up.
-        check_time(path, value, least=int(path.startswith('scheduler.') and not path.endswith('t_warmup')))
+    A number or a bool in quotes is refused, because hosts take the text ``no`` for true.
+    """
+    section = _section_in(hint)
+    if section is not None and value is not None:
+        return build_section(path, section, value)
+    if isinstance(value, list) and any(get_origin(option) is tuple for option in (hint, *get_args(hint))):
+        value = tuple(value)  # YAML has no tuples
+    checker = _checker_of(_without_host_objects(hint))
+    if checker is None:
         return value
-    base, ranges = next(((base, ranges) for base, ranges in options if _fits(value, base)), (None, ()))
-    if base is None:
-        time = f'`{path}` must be a time such as 2ep or 500ba, got: {value}'
-        raise ConfigError(time if is_time else _wrong_type(path, value, bases))
-    for allowed in ranges:
-        if value not in allowed:
-            raise ConfigError(f'`{path}` must be {allowed}{_or_choices(bases)}, got: {value}')
-    if _is_section(base):
-        return _built(path, base, value)
-    of_each: tuple[Any, ...] = get_args(base) if get_origin(base) in _CONTAINERS else ()
-    if get_origin(base) is tuple and ... not in of_each and len(value) != len(of_each):
-        raise ConfigError(f'`{path}` must be {len(of_each)} values, got: {value}')
-    for each in value if isinstance(value, list) and of_each else ():
-        check_value(path, each, of_each[0])
+    try:
+        checked = checker.validate_python(value)
+    except ValidationError as error:
+        raise ConfigError(path, f'must be {_requirement(error)}, got: {_shown(value)}') from error
+    # A list of a host's own type would become an iterator that can be read once.
+    return checked if isinstance(checked, bool | int | float | str | tuple) else value
+
+
+def _section_in(hint: Hint) -> Hint:
+    """Returns the dataclass of this package in an annotation, which may also allow None."""
+    for option in (hint, *get_args(hint)):
+        if is_dataclass(option) and option.__module__.startswith('composer_tokacc.'):
+            return option
+    return None
+
+
+def _without_host_objects(hint: Hint) -> Hint:
+    """Returns an annotation without classes of hosts, because no YAML file can hold their objects.
+
+    Composer's ``Time`` stands for texts such as 2ep.
+    """
+    if get_origin(hint) not in (Union, UnionType):
+        return hint
+    options = get_args(hint)
+    plain = [option for option in options if not inspect.isclass(option) or (get_origin(option) or option) in _PLAIN]
+    if not plain:
+        return hint
+    plain_hint = Union[tuple(plain)]  # noqa: UP007 - built at run time
+    is_time = any(getattr(option, '__name__', '') == 'Time' for option in options)
+    return Annotated[plain_hint, AfterValidator(_is_time)] if is_time else plain_hint
+
+
+@functools.lru_cache
+def _checker_of(hint: Hint) -> TypeAdapter | None:
+    config = ConfigDict(strict=True, arbitrary_types_allowed=True, allow_inf_nan=False)
+    try:
+        return TypeAdapter(hint, config=config)
+    except (PydanticUserError, NameError):  # pydantic has no rule for such an annotation
+        return None
+
+
+def _requirement(error: ValidationError) -> str:
+    """Returns the requirement in words: "greater than or equal to 1, or 'auto'"."""
+    requirements = []
+    for detail in error.errors(include_url=False, include_input=False):
+        reason = detail['msg'].removeprefix('Input should be ').removeprefix('Value error, ')
+        reason = reason.replace('valid dictionary', 'mapping').replace('valid list', 'list')
+        # No YAML file can hold an object of a class.
+        if reason not in requirements and detail['type'] != 'is_instance_of':
+            requirements.append(reason)
+    return ', or '.join(requirements) or 'left out'
+
+
+def _shown(value: object) -> str:
+    """Returns a value as it goes into a message, with quotes if they tell a text from a number."""
+    text = shorten(value if isinstance(value, str) else repr(value), 300)
+    if isinstance(value, str) and (value[:1].isdigit() or value in ('', 'true', 'false', 'null')):
+        return repr(text)
+    if isinstance(value, dict) and list(value.values()) == [None]:
+        return f'{text}. Quote a text that has braces'
+    return text
+
+
+def _is_time(value: Any) -> Any:
+    """Refuses a text that Composer cannot read as a time."""
+    from composer.core import TimeUnit, ensure_time
+
+    if value is None:
+        return None
+    try:
+        length = ensure_time(value, TimeUnit.EPOCH).value
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise ValueError('a time such as 2ep or 500ba') from error
+    if length < 0:
+        raise ValueError('a time that is not negative')
     return value
 
 
-def check_time(path: str, value: Any, *, least: int = 1) -> None:
-    """Refuses what is no time, and one that is too short."""
+def is_longer_than_nothing(value: Any) -> Any:
+    """Refuses a text that is not a time, and a time of 0."""
     from composer.core import TimeUnit, ensure_time
 
-    with must(f'`{path}` must be a time such as 2ep or 500ba', value, ValueError, TypeError, RuntimeError):
-        found = ensure_time(value, TimeUnit.EPOCH).value
-    if found < least and not 0 < found < 1:
-        raise ConfigError(f'`{path}` must be {"longer than nothing" if least else "no negative time"}, got: {value}')
+    if value is not None and ensure_time(_is_time(value), TimeUnit.EPOCH).value == 0:
+        raise ValueError('longer than nothing')
+    return value
 
 
-def check_numbers(path: str, value: Any) -> None:
-    """Refuses numbers that no program can reckon with, at any depth; ``.inf`` and ``.nan`` are YAML."""
-    if isinstance(value, Mapping | list):
-        for key, each in value.items() if isinstance(value, Mapping) else enumerate(value):
-            check_numbers('.'.join(filter(None, (path, str(key)))), each)
-    elif isinstance(value, int | float) and not -(2**63) <= value < 2**64:
-        shown = value if isinstance(value, float) else f'one of {value.bit_length()} bits'
-        raise ConfigError(f'`{path}` must be a finite number of at most 64 bits, got: {shown}')
+Duration = Annotated[int | str | None, AfterValidator(is_longer_than_nothing)]
+"""A text such as ``2ep``, as Composer reads it, for a time that a run divides by or must last."""
 
 
-def _is_section(hint: Any) -> bool:
-    """Returns whether an annotation is a section of our own; a host's dataclass may take more than it says."""
-    return is_dataclass(hint) and getattr(hint, '__module__', '').startswith('composer_tokacc')
+def without(section: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+    """Returns a section without some of its keys: the arguments for the class or function that it names."""
+    return {key: value for key, value in section.items() if key not in keys}
 
 
-def _alternatives(hint: Any, ranges: Sequence[Range] = ()) -> Iterator[tuple[Any, Sequence[Range]]]:
-    """Gives the members of a union, or the annotation itself, each with where its numbers must lie."""
-    if get_origin(hint) is Annotated:
-        base, *found = get_args(hint)
-        yield from _alternatives(base, [each for each in found if isinstance(each, Range)])
-    elif get_origin(hint) in (Union, UnionType):
-        for option in get_args(hint):
-            yield from _alternatives(option, ranges)
-    else:
-        yield hint, ranges
-
-
-def _fits(value: Any, base: Any) -> bool:
-    if get_origin(base) is Literal:
-        # Hosts put choices in capitals into capitals themselves.
-        return value in get_args(base) or (isinstance(value, str) and value.upper() in get_args(base))
-    if base in (bool, int, float, str, NoneType):  # exactly, as hosts take the text `no` for true
-        return type(value) is base or (base is float and type(value) is int)
-    container = Mapping if _is_section(base) else _CONTAINERS.get(get_origin(base) or base)
-    return container is None or isinstance(value, container)
-
-
-def _is_plain(base: Any) -> bool:
-    """Returns whether a YAML file can hold what an annotation asks for."""
-    kinds = (Any, bool, int, float, str, NoneType, Literal, *_CONTAINERS)
-    return (get_origin(base) or base) in kinds or _is_section(base)
-
-
-def _wrong_type(path: str, value: Any, bases: Sequence[Any]) -> str:
-    choices = [str(choice) for base in bases if get_origin(base) is Literal for choice in get_args(base)]
-    plain = [dict if _is_section(base) else base for base in bases if get_origin(base) is not Literal]
-    types = {getattr(get_origin(base) or base, '__name__', str(base)) for base in plain}
-    words = {'NoneType': 'null', 'Sequence': 'list', 'dict': 'mapping', 'Mapping': 'mapping'}
-    expected = 'of type ' * bool(types) + ' or '.join(sorted(words.get(name, name) for name in types))
-    if isinstance(value, str) and choices and types <= {'NoneType'}:
-        return unknown_name(f'`{path}`', value, choices)
-    if types & {'dict', 'Mapping'} and types <= {'dict', 'Mapping', 'NoneType'} and not choices:
-        return f'`{path}` must be a mapping, got: {value}. Leave it out for its defaults'
-    is_quoted = isinstance(value, str) and (value[:1].isdigit() or value in ('true', 'false', 'null'))  # '3' is text
-    shown = repr(value) if is_quoted else value
-    return f'`{path}` must be {(expected + _or_choices(bases)).removeprefix(", or ")}, got: {shown}'
-
-
-def _or_choices(bases: Sequence[Any]) -> str:
-    choices = (choice for base in bases if get_origin(base) is Literal for choice in get_args(base))
-    return ''.join(f', or {choice}' for choice in choices)
+def precision_of(config: TrainConfig) -> str:
+    """Returns the precision of the run. Without one in the config it is Composer's own default."""
+    precision = config.trainer.get('precision')
+    if precision:
+        return str(precision)
+    return 'fp32' if config.trainer.get('device') == 'cpu' else 'amp_fp16'

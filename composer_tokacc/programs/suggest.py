@@ -8,14 +8,15 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from composer.callbacks.speed_monitor import get_gpu_flops_available
 from composer.core import State
+from composer.models import HuggingFaceModel
 from composer.utils import dist
 from transformers import PretrainedConfig
 
@@ -24,11 +25,12 @@ from composer_tokacc.collectives import from_any_rank
 from composer_tokacc.data import TABLE_COLUMNS, LengthTable
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.monitor import TokenMonitor
-from composer_tokacc.programs.errors import raised_here
+from composer_tokacc.programs.errors import ConfigError, PartError, raised_here
+from composer_tokacc.programs.host_types import Processor, SampleDataset
 from composer_tokacc.programs.models import build_transformers_model
 from composer_tokacc.programs.process import say
-from composer_tokacc.programs.registry import build_section, without
-from composer_tokacc.programs.schema import TrainConfig, precision_of
+from composer_tokacc.programs.registry import build_section
+from composer_tokacc.programs.schema import TrainConfig, precision_of, without
 from composer_tokacc.programs.sources import source_of
 from composer_tokacc.sizing import (
     GIB,
@@ -44,95 +46,183 @@ from composer_tokacc.sizing import (
 log = logging.getLogger(__name__)
 
 
-def apply_suggestion(config: TrainConfig, dataset: Any, processor: Any) -> tuple[int, int]:
-    """Returns what ``suggest`` stands for: ``device_train_microbatch_size`` and ``slot_tokens``; a collective."""
-    # Rank 0 decides for the smallest device of all ranks, and what it refuses is refused on all.
+class DataAndModel(Protocol):
+    """The part of :class:`.RunParts` that is used here; its module imports this one."""
+
+    processor: Processor
+    model: HuggingFaceModel
+    train_dataset: Any
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """The answer of rank 0: two figures, or the reason for having none."""
+
+    microbatch_size: int = 0
+    slot_tokens: int = 0
+    refusal: str = ''
+
+
+def apply_suggestion(config: TrainConfig, dataset: SampleDataset, processor: Processor) -> tuple[int, int]:
+    """Returns ``device_train_microbatch_size`` and ``slot_tokens`` for ``suggest``; a collective.
+
+    Rank 0 decides for the smallest device of all ranks. If it refuses, all ranks do.
+    """
     table = source_of(config).measure(dataset, processor)
-    smallest = min(dist.all_gather_object(config.microbatching.device_memory_gib or device_memory_gib(config)))
-    decided: Any = None
+    own_memory = config.microbatching.device_memory_gib or device_memory_gib(config)
+    smallest_memory = min(dist.all_gather_object(own_memory))
+    suggestion = None
     if dist.get_global_rank() == 0:
-        try:
-            memory = memory_of_run(config, dataset, processor, table)
-            report = suggest_for_run(config, memory, table, num_ranks=dist.get_world_size(), gib=smallest)
-            if report.too_large:
-                raise ValueError(report.warnings()[-1])
-            decided = report.device_train_microbatch_size, report.slot_tokens
-            log.info('Suggested microbatch size: %s', report.yaml())
-        except ValueError as error:
-            if not raised_here(error):  # a model's, which ends the other ranks as well
-                raise
-            decided = str(error)
-    decided = from_any_rank(decided)
-    if isinstance(decided, str):
-        raise ValueError(decided)
-    return decided
+        suggestion = _suggestion(config, dataset, processor, table, smallest_memory)
+    suggestion = from_any_rank(suggestion)
+    assert suggestion is not None, 'rank 0 has one'
+    if suggestion.refusal:
+        raise PartError('microbatching.device_train_microbatch_size', suggestion.refusal)
+    return suggestion.microbatch_size, suggestion.slot_tokens
+
+
+def _suggestion(
+    config: TrainConfig,
+    dataset: SampleDataset,
+    processor: Processor | None,
+    table: LengthTable,
+    memory_gib: float,
+) -> Suggestion:
+    try:
+        memory = memory_of_run(config, dataset, processor, table)
+        report = suggest_for_run(config, memory, table, num_ranks=dist.get_world_size(), gib=memory_gib)
+    except ValueError as error:
+        if not isinstance(error, ConfigError) and not raised_here(error):  # of a host, which ends the other ranks too
+            raise
+        return Suggestion(refusal=str(error))
+    if report.too_large:
+        return Suggestion(refusal=report.warnings()[-1])
+    log.info('Suggested microbatch size: %s', report.yaml())
+    return Suggestion(report.device_train_microbatch_size, report.slot_tokens)
 
 
 def suggest_for_run(
-    config: TrainConfig, memory: MemoryModel, table: LengthTable, *, num_ranks: int, gib: float, **measured: Any
+    config: TrainConfig,
+    memory: MemoryModel,
+    table: LengthTable,
+    *,
+    num_ranks: int,
+    gib: float,
+    **measured: Any,
 ) -> SizingReport:
-    """:func:`.suggest_microbatching` with what the config says; see there for the arguments."""
-    own = config.microbatching
-    names = ('cost', 'slot_tokens', 'max_image_tokens', 'regroup', 'equal_counts', 'width_multiple')
-    suggest = partial(
-        suggest_microbatching, table, num_ranks=num_ranks, global_batch_size=config.loader.global_batch_size,
-        memory=memory, device_memory_gib=gib, seed=config.seed, **{name: getattr(own, name) for name in names},
-        **measured,
-    )  # fmt: skip
-    choices = (True, False) if own.packing == 'auto' else (bool(own.packing),)
-    return min((suggest(packing=packing) for packing in choices), key=lambda report: report.figures['split'].cost)
+    """Returns :func:`.suggest_microbatching` with the options of the config; see there for the arguments."""
+    microbatching = config.microbatching
+    reports = []
+    packings = [bool(microbatching.packing)]
+    if microbatching.packing == 'auto':
+        packings = [True, False]
+    for packing in packings:
+        report = suggest_microbatching(
+            table,
+            num_ranks=num_ranks,
+            global_batch_size=config.loader.global_batch_size,
+            memory=memory,
+            device_memory_gib=gib,
+            seed=config.seed,
+            packing=packing,
+            cost=microbatching.cost,
+            slot_tokens=microbatching.slot_tokens,
+            max_image_tokens=microbatching.max_image_tokens,
+            regroup=microbatching.regroup,
+            equal_counts=microbatching.equal_counts,
+            width_multiple=microbatching.width_multiple,
+            **measured,
+        )
+        reports.append(report)
+    return min(reports, key=lambda report: report.figures['split'].cost)
 
 
-def memory_of_run(config: TrainConfig, dataset: Any, processor: Any, table: LengthTable) -> MemoryModel:
-    """Returns the memory model of a config's run, traced without a GPU; kept in the user's cache folder."""
-    # Flash attention is not for CPUs; SDPA keeps the same, but for a mask where there is padding.
+def memory_of_run(
+    config: TrainConfig,
+    dataset: SampleDataset,
+    processor: Processor | None,
+    table: LengthTable,
+) -> MemoryModel:
+    """Returns the memory model of a run, traced without a GPU. The user's cache folder keeps it."""
+    # Flash attention does not run on CPUs. SDPA keeps the same tensors, and a mask if there is padding.
     is_flash = str(config.model.attn_implementation).startswith('flash')
-    precision, width = precision_of(config), int(table.lengths.max())
+    precision = precision_of(config)
+    width = int(table.lengths.max())
     key = {
         'model': asdict(config.model),
         'optimizer': config.optimizer,
-        'precision': precision if precision != 'amp_fp8' else 'amp_bf16',
+        'precision': 'amp_bf16' if precision == 'amp_fp8' else precision,
         'strategy': 'fsdp' if config.is_sharded else 'ddp',
         'device': 'cpu' if config.trainer.get('device') == 'cpu' else 'gpu',
         'width': width,
-        # A video has other pixels a token than an image has.
-        'samples': [[int(getattr(table, name)[index]) for name in TABLE_COLUMNS] for index in _probe_samples(table)],
+        # A video has another number of pixels for a token than an image.
+        'samples': [_columns_of(table, index) for index in _probe_samples(table)],
     }
 
     def calibrate(key: Mapping[str, Any]) -> MemoryModel:
-        traced = _to_trace(config, dataset, processor, table, **({'attn_implementation': 'sdpa'} if is_flash else {}))
-        optimizer = partial(build_section, 'optimizer', config.optimizer)
-        how = {'precision': key['precision'], 'strategy': key['strategy'], 'on_gpu': key['device'] == 'gpu'}
-        return calibrate_fake(*traced, width=width, make_optimizer=optimizer, has_mask=not is_flash, **how)
+        changes = {'attn_implementation': 'sdpa'} if is_flash else {}
+        build, model_config, samples = _to_trace(config, dataset, processor, table, **changes)
+        return calibrate_fake(
+            build,
+            model_config,
+            samples,
+            width=width,
+            make_optimizer=partial(build_section, 'optimizer', config.optimizer),
+            has_mask=not is_flash,
+            precision=key['precision'],
+            strategy=key['strategy'],
+            on_gpu=key['device'] == 'gpu',
+        )
 
     return load_or_calibrate(cache_folder('memory'), key, calibrate)
 
 
-def watch_flops(config: TrainConfig, parts: Any, state: State) -> None:
-    """Has the run's :class:`.TokenMonitor` count operations, where it knows what a device can do; a collective."""
-    monitor = next((one for one in state.callbacks if isinstance(one, TokenMonitor)), None)
-    if monitor is None or not (monitor.device_tflops or get_gpu_flops_available(state)):
+def _columns_of(table: LengthTable, index: int) -> list[int]:
+    return [int(getattr(table, name)[index]) for name in TABLE_COLUMNS]
+
+
+def watch_flops(config: TrainConfig, parts: DataAndModel, state: State) -> None:
+    """Lets the run's :class:`.TokenMonitor` count operations, if it knows the speed of a device; a collective."""
+    monitors = [callback for callback in state.callbacks if isinstance(callback, TokenMonitor)]
+    if not monitors or not (monitors[0].device_tflops or get_gpu_flops_available(state)):
         return
-    layout, counted = BatchLayout.for_model(parts.model), None
     table = source_of(config).measure(parts.train_dataset, parts.processor)
+    coefficients = None
     if dist.get_global_rank() == 0:
         say('counting the operations of the model ...')
         try:
-            # With eager attention, whose products are seen.
-            own = {'attn_implementation': 'eager', 'activation_checkpointing': False}
-            traced = _to_trace(config, parts.train_dataset, parts.processor, table, **own)
-            counted = count_flops(*traced, width=int(table.lengths.max())).coefficients
-        except Exception as error:  # whatever a trace trips over is no reason not to train
+            # Eager attention, because its products are counted.
+            build, model_config, samples = _to_trace(
+                config,
+                parts.train_dataset,
+                parts.processor,
+                table,
+                attn_implementation='eager',
+                activation_checkpointing=False,
+            )
+            flops = count_flops(build, model_config, samples, width=int(table.lengths.max()))
+            coefficients = flops.coefficients
+        except Exception as error:  # a trace may fail in many ways, and the run can do without
             log.warning('MFU is not logged, as the model could not be traced: %s: %s', type(error).__name__, error)
-    counted = from_any_rank(counted)
-    monitor.flops = None if counted is None else FlopModel(coefficients=counted, layout=layout, residual=0.0)
+    coefficients = from_any_rank(coefficients)
+    monitors[0].flops = None
+    if coefficients is not None:
+        layout = BatchLayout.for_model(parts.model)
+        monitors[0].flops = FlopModel(coefficients=coefficients, layout=layout, residual=0.0)
 
 
 def _to_trace(
-    config: TrainConfig, dataset: Any, processor: Any, table: LengthTable, **own: Any
+    config: TrainConfig,
+    dataset: SampleDataset,
+    processor: Processor | None,
+    table: LengthTable,
+    **changes: Any,
 ) -> tuple[Callable[[], Any], PretrainedConfig, list[dict[str, Any]]]:
-    """Returns what builds the run's model without its weights, with settings of one's own, its config, and samples."""
-    settings = {**without(asdict(config.model), 'train_metrics'), **own}
+    """Returns a function that builds the run's model without its weights, the model's config, and samples.
+
+    ``changes`` replace settings of the section ``model``.
+    """
+    settings = {**without(asdict(config.model), 'train_metrics'), **changes}
     build = partial(build_transformers_model, processor=processor, load_weights=False, **settings)
     with torch.device('meta'):
         model_config = build().config
@@ -140,17 +230,23 @@ def _to_trace(
 
 
 def device_memory_gib(config: TrainConfig) -> float:
-    """Returns the memory of this rank's device; on CPU its share of the host's."""
+    """Returns the memory of this rank's device; on CPU the host's memory divided by its ranks."""
     if config.trainer.get('device') != 'cpu' and torch.cuda.is_available():
         return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / GIB
-    return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / GIB / dist.get_local_world_size()
+    num_bytes = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
+    return num_bytes / GIB / dist.get_local_world_size()
 
 
 def _probe_samples(table: LengthTable) -> list[int]:
     """Returns the shortest sample without an image, and those with the fewest and the most image tokens."""
-    text, with_images = np.flatnonzero(table.image_tokens == 0), np.flatnonzero(table.image_tokens)
-    chosen = [int(text[np.argmin(table.lengths[text])])] if len(text) else []
+    indices = []
+    without_images = np.flatnonzero(table.image_tokens == 0)
+    if len(without_images):
+        shortest = np.argmin(table.lengths[without_images])
+        indices.append(int(without_images[shortest]))
+    with_images = np.flatnonzero(table.image_tokens)
     if len(with_images):
-        order = with_images[np.argsort(table.image_tokens[with_images], kind='stable')]
-        chosen += [int(order[0]), int(order[-1])]
-    return chosen
+        by_image_tokens = with_images[np.argsort(table.image_tokens[with_images], kind='stable')]
+        indices.append(int(by_image_tokens[0]))
+        indices.append(int(by_image_tokens[-1]))
+    return indices

@@ -41,7 +41,7 @@ def rehearsal(path: Path) -> None:
         num_replicas=2, rank=0,
     )  # fmt: skip
     state = SimpleNamespace(max_duration=Time.from_epoch(3), timestamp=Timestamp())
-    chosen, num_steps = _heaviest(state, sampler, CutOptions(max_tokens=BUDGET), None, whole=False)
+    chosen, num_steps = _heaviest(state, sampler, CutOptions(max_tokens=BUDGET), None, packed=False)
     planned = []
     for epoch in range(3):
         sampler.set_epoch(epoch)

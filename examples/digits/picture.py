@@ -22,7 +22,7 @@ _INK, _OURS, _STOCK, _WRONG = '#333333', '#1f6f8b', '#c9a15a', '#b23a48'
 _COLUMNS, _ROWS = 4, 2
 _LOSSES = {'loss': ('training', _OURS, ''), 'eval_loss': ('held-out', _INK, 'o')}
 _PADDING = {
-    'stock_padding': ('had no microbatch been trimmed', _STOCK, ''),
+    'stock_padding': ('without trimming', _STOCK, ''),
     'padding': ('microbatches of this run', _OURS, ''),
 }
 

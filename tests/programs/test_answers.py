@@ -15,13 +15,12 @@ import numpy as np
 import pytest
 import torch
 from composer.core import Timestamp
-from composer.loggers import InMemoryLogger
 from PIL import Image
 from transformers import LlavaForConditionalGeneration
 
 from composer_tokacc.data import LlavaDataset
 from composer_tokacc.programs.answers import Answers
-from composer_tokacc.programs.run_result import write_page
+from composer_tokacc.programs.report_page import write_page
 from examples.digits import DigitsDataset, digits_model_config
 from tests.data.chat_processors import PROCESSORS
 from tests.support.llava_folder import write_llava_folder
@@ -71,7 +70,7 @@ def test_an_answer_is_what_plain_generation_says(model, processor, tmp_path):
 def test_the_page_has_each_answer_with_its_images(model, processor, tmp_path):
     dataset = DigitsDataset(processor, split='eval', num_samples=8, max_images=3)
     last = answered(model, dataset, processor, tmp_path)
-    write_page(tmp_path / 'report.html', 'run', [], InMemoryLogger(), last)
+    write_page(tmp_path / 'report.html', 'run', [], {}, last)
     text = (tmp_path / 'report.html').read_text()
     pictures = [Image.open(BytesIO(base64.b64decode(one))) for one in re.findall(r'base64,([^"]+)"', text)]
     assert len(pictures) == sum(len(answer.images) for answer in last) > 0

@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from composer_tokacc.programs import ConfigError
-from composer_tokacc.programs.checkpoints import damage, keep_to_whole_checkpoint, lock_folder
+from composer_tokacc.programs.checkpoints import damage, find_checkpoint_to_resume, lock_folder
 
 
 def saved(path: Path, *, age: int) -> Path:
@@ -47,9 +47,9 @@ def test_the_newest_whole_checkpoint_takes_the_place_of_a_damaged_one(break_it, 
     older = saved(tmp_path / 'ep0-ba4-rank0.pt', age=20)
     latest = saved(tmp_path / 'ep0-ba6-rank0.pt', age=10)
     trainer = trainer_of(tmp_path, latest)
-    assert keep_to_whole_checkpoint(trainer) == f'going on from {latest}'
+    assert find_checkpoint_to_resume(trainer) == f'going on from {latest}'
     break_it(latest)
-    message = keep_to_whole_checkpoint(trainer)
+    message = find_checkpoint_to_resume(trainer)
     assert message.startswith(f'going on from {older}: {latest} is damaged (')
     assert (tmp_path / 'latest-rank0.pt').resolve() == older.resolve()
 
@@ -59,7 +59,7 @@ def test_no_whole_checkpoint_is_said_in_one_line(tmp_path):
     trainer = trainer_of(tmp_path, latest)
     truncate(latest)
     with pytest.raises(ConfigError, match=r'no other\. Remove') as caught:
-        keep_to_whole_checkpoint(trainer)
+        find_checkpoint_to_resume(trainer)
     assert str(latest) in str(caught.value)
     assert '\n' not in str(caught.value)
 
@@ -68,8 +68,8 @@ def test_a_run_that_does_not_resume_or_saves_elsewhere_is_left_alone(tmp_path):
     latest = saved(tmp_path / 'ep0-ba2-rank0.pt', age=0)
     trainer = trainer_of(tmp_path, latest)
     truncate(latest)
-    assert keep_to_whole_checkpoint({**trainer, 'autoresume': False}) == ''
-    assert keep_to_whole_checkpoint({**trainer, 'save_folder': 's3://bucket/run'}) == ''
+    assert find_checkpoint_to_resume({**trainer, 'autoresume': False}) == ''
+    assert find_checkpoint_to_resume({**trainer, 'save_folder': 's3://bucket/run'}) == ''
 
 
 def test_a_part_of_a_sharded_checkpoint_that_was_cut_off_is_named(tmp_path):
@@ -97,7 +97,7 @@ def test_a_latest_checkpoint_that_is_a_cut_file_itself_gives_way_to_a_whole_one(
     older = saved(tmp_path / 'ep0-ba4-rank0.pt', age=20)
     truncate(saved(tmp_path / 'latest-rank0.pt', age=10))
     trainer = {'autoresume': True, 'save_folder': str(tmp_path), 'run_name': 'run'}
-    assert keep_to_whole_checkpoint(trainer).startswith(f'going on from {older}')
+    assert find_checkpoint_to_resume(trainer).startswith(f'going on from {older}')
     assert (tmp_path / 'latest-rank0.pt').resolve() == older.resolve()
 
 

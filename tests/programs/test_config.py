@@ -9,12 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from composer_tokacc.data import to_mds
-from composer_tokacc.programs import ConfigError, TrainConfig, load_config, registry
-from composer_tokacc.programs.build import build_loggers
-from composer_tokacc.programs.config_checks import check_config, check_machine
+from composer_tokacc.programs import ConfigError, TrainConfig, load_config
+from composer_tokacc.programs.build import build_trainer_parts
+from composer_tokacc.programs.config_checks import check_config, check_folders
 from composer_tokacc.train import main
 from tests.support.launch import ROOT, launch
 
@@ -23,8 +22,13 @@ LLAVA = ROOT / 'yamls' / 'llava_json.yaml'
 
 
 def mistake(path: Path, *overrides: str, num_ranks: int = 2) -> str:
+    def check():
+        config = load_config(path, overrides)
+        check_config(config, num_ranks=num_ranks)
+        build_trainer_parts(config, with_loggers=False)
+
     with pytest.raises(ConfigError) as caught:
-        check_config(load_config(path, overrides), num_ranks=num_ranks)
+        check()
     message = str(caught.value)
     assert '\n' not in message
     return message
@@ -101,7 +105,8 @@ def test_unknown_names_are_refused_with_the_nearest_valid_one(override, expected
         ('dataset.eval=3', '`dataset.eval` must be a mapping'),
         ('model.freeze=vision_tower', '`model.freeze`'),
         ('seed=null', '`seed`'),
-        ('model.dtype=fp16', '`model.dtype` must be a known name, got: fp16. Known: bfloat16'),
+        ('trainer.max_duration=3xx', '`trainer.max_duration` must be a time such as 2ep or 500ba, got: '),
+        ('model.dtype=fp16', "`model.dtype` must be 'float32', 'bfloat16' or 'float16', got: fp16"),
     ],
 )
 def test_wrong_types_are_refused_by_key(override, expected):
@@ -111,26 +116,38 @@ def test_wrong_types_are_refused_by_key(override, expected):
 @pytest.mark.parametrize(
     ('override', 'expected'),
     [
-        ('optimizer.lr=abc', '`optimizer.lr` must be of type float, got: abc'),
-        ('optimizer.lr=-1', '`optimizer.lr` must be at least 0, got: -1'),
-        ('optimizer.lr=.nan', '`optimizer.lr` must be a finite number of at most 64 bits, got: nan'),
-        ('optimizer.lr=' + '9' * 500, '`optimizer.lr` must be a finite number'),
-        ('scheduler.alpha_f=-5', '`scheduler.alpha_f` must be at least 0, got: -5'),
+        ('optimizer.lr=abc', '`optimizer.lr` must be a valid number'),
+        ('optimizer.lr=-1', '`optimizer.lr` must be greater than or equal to 0, got: -1'),
+        ('optimizer.lr=.nan', '`optimizer.lr` must be a finite number, got: nan'),
+        ('optimizer.lr=.inf', '`optimizer.lr` must be a finite number'),
+        ('optimizer.lr=' + '9' * 5000, '`optimizer.lr` must be valid YAML'),
+        ('optimizer.lr=' + '9' * 500, '`optimizer.lr` must be'),
+        ('optimizer.betas=[0.9]', '`optimizer.betas` must'),
+        ('algorithms.gradient_clipping.clipping_threshold=-1', 'clipping_threshold` must be greater than 0, got: -1'),
+        ('scheduler.alpha_f=-5', '`scheduler.alpha_f` must be greater than or equal to 0, got: -5'),
         ('trainer.max_duration=null', '`trainer.max_duration` must be given'),
-        ('trainer.eval_interval=null', '`trainer.eval_interval` must be a time'),
-        ('trainer.max_duration=30sp', 'got: 10ba with 30sp'),
-        ('scheduler.t_max=90sp', 'got: 10ba with 90sp'),
-        ('scheduler.alpha_f=low', '`scheduler.alpha_f` must be of type float, got: low'),
-        ('trainer.deterministic_mode=maybe', '`trainer.deterministic_mode` must be of type bool, got: maybe'),
-        ('trainer.dist_timeout=long', '`trainer.dist_timeout` must be of type float, got: long'),
-        ('dataset.path=', '`dataset.path` must be of type list or str, got: None'),
-        ('dataset.image_dir=[a,b]', "`dataset.image_dir` must be of type null or str, got: ['a', 'b']"),
-        ('report.export=flase', '`report.export` must be of type bool or null, got: flase'),
+        ('optimizer.betas=[2,3]', 'Invalid beta parameter'),
+        ('scheduler.t_warmup=soon', '`scheduler.t_warmup` must be a time'),
+        ('scheduler.alpha_f=low', '`scheduler.alpha_f` must be a valid number'),
+        ('algorithms.gradient_clipping.clipping_threshold=tight', '`algorithms.gradient_clipping.clipping_threshold`'),
+        ('trainer.deterministic_mode=maybe', '`trainer.deterministic_mode` must be a valid boolean'),
+        ('trainer.dist_timeout=long', '`trainer.dist_timeout` must be a valid number'),
+        ('dataset.path=', '`dataset.path` must be'),
+        ('dataset.path=[a.json,2]', '`dataset.path` must be'),
+        ('dataset.image_dir=[a,b]', "`dataset.image_dir` must be a valid string, got: ['a', 'b']"),
+        ('report.export=flase', '`report.export` must be a valid boolean, got: flase'),
         ('model.lora=[]', '`model.lora` must be a mapping, got: []'),
-        ('algorithms.gradient_clipping.clipping_type=nrom', '` must be a known name, got: nrom. Did you mean norm?'),
-        ('trainer.ddp_sync_strategy=single', '`trainer.ddp_sync_strategy` must be a known name, got: single'),
-        ('trainer.precision=bf16', '`trainer.precision` must be a known name, got: bf16. Did you mean amp_bf16?'),
-        ('seed=-1', '`seed` must be at least 0 and at most 4294967295, got: -1'),
+        ('model.config=x', '`model.config` must be a mapping, got: x'),
+        ('microbatching.cost=3', '`microbatching.cost` must be a mapping, got: 3'),
+        (
+            'algorithms.gradient_clipping.clipping_type=nrom',
+            "clipping_type` must be 'norm', 'value' or 'adaptive', got: nrom",
+        ),
+        ('algorithms.gradient_clipping.clipping_type=NORM', 'got: NORM'),
+        ('trainer.ddp_sync_strategy=single', '`trainer.ddp_sync_strategy` must be'),
+        ('trainer.precision=bf16', "'amp_bf16'"),
+        ('seed=-1', '`seed` must be greater than or equal to 0, got: -1'),
+        ('seed=99999999999', '`seed` must be less than 4294967296'),
     ],
 )
 def test_values_that_a_class_refuses_are_refused_before_anything_is_built(override, expected):
@@ -140,16 +157,12 @@ def test_values_that_a_class_refuses_are_refused_before_anything_is_built(overri
 @pytest.mark.parametrize(
     ('fsdp', 'version', 'expected'),
     [
-        ('{sharding_strategy: FULL_SHRAD}', '1', 'got: FULL_SHRAD. Did you mean FULL_SHARD?'),
-        ('{state_dict_type: shards}', '1', '`trainer.parallelism_config.fsdp.state_dict_type` must be a known name'),
-        ('{data_parallel_replicate_degree: 3}', '1', 'must be the number of ranks, got: 3 and -1 on 8 ranks'),
-        ('{data_parallel_replicate_degree: 2, data_parallel_shard_degree: 2}', '1', 'got: 2 and 2 on 8 ranks'),
-        ('{data_parallel_replicate_degree: -1}', '1', 'must be the number of ranks, got: -1 and -1 on 8 ranks'),
-        ('{data_parallel_shard_degree: 16}', '1', 'must be the number of ranks, got: None and 16 on 8 ranks'),
-        ('{data_parallel_replicate_degree: 0}', '1', 'degree` must be at least 1, or -1, got: 0'),
-        ('{data_parallel_replicate_degree: two}', '1', 'degree` must be of type int or null, or -1, got: two'),
+        ('{sharding_strategy: FULL_SHRAD}', '1', "'FULL_SHARD'"),
+        ('{state_dict_type: shards}', '1', '`trainer.parallelism_config.fsdp.state_dict_type` must be'),
+        ('{data_parallel_replicate_degree: 0}', '1', 'degree` must be'),
+        ('{data_parallel_replicate_degree: two}', '1', 'degree` must be'),
         ('{sharding_strategy: HYBRID_SHARD}', '1', '`trainer.parallelism_config.fsdp.data_parallel_replicate_degree` '),
-        ('{data_parallel_replicate_degree: 2}', '2', 'FSDP_VERSION=2, which shards over all ranks whatever they say'),
+        ('{data_parallel_replicate_degree: 2}', '2', 'FSDP_VERSION=2, which shards over all ranks'),
     ],
 )
 def test_groups_of_ranks_that_fsdp_would_not_make_are_refused(fsdp, version, expected, monkeypatch):
@@ -185,7 +198,6 @@ def test_clipping_that_fsdp_refuses_in_its_first_step_is_refused_at_once(monkeyp
 @pytest.mark.parametrize(
     ('override', 'expected'),
     [
-        ('trainer.device=abacus', '`trainer.device` must be a device of this machine, got: abacus'),
         ('report.folder={file}/x', '`report.folder` must be a folder that can be made'),
         ('trainer.save_folder={file}/x', '`trainer.save_folder` must be a folder that can be made'),
     ],
@@ -194,16 +206,14 @@ def test_what_this_machine_cannot_do_is_refused_by_who_trains_on_it(override, ex
     (tmp_path / 'file').write_text('')
     overrides = ['dataset.path=data.json', override.format(file=tmp_path / 'file')]
     with pytest.raises(ConfigError) as caught:
-        check_machine(load_config(LLAVA, [f'report.folder={tmp_path}', 'trainer.save_folder=null', *overrides]))
+        check_folders(load_config(LLAVA, [f'report.folder={tmp_path}', 'trainer.save_folder=null', *overrides]))
     assert expected in str(caught.value)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason='of machines without a GPU')
-@pytest.mark.parametrize('override', ['trainer.precision=amp_bf16', 'trainer.parallelism_config={fsdp: {}}'])
-def test_what_needs_a_gpu_is_refused_without_one(override, tmp_path, monkeypatch):
-    monkeypatch.delenv('FSDP_VERSION', raising=False)
-    with pytest.raises(ConfigError, match=r'on a CPU|no GPU'):
-        check_machine(load_config(DIGITS, [f'report.folder={tmp_path}', override]))
+def test_a_binary_file_is_no_config(tmp_path):
+    (tmp_path / 'a.yaml').write_bytes(bytes(range(256)))
+    with pytest.raises(ConfigError, match='must be valid YAML'):
+        load_config(tmp_path / 'a.yaml')
 
 
 @pytest.mark.parametrize(
@@ -212,24 +222,40 @@ def test_what_needs_a_gpu_is_refused_without_one(override, tmp_path, monkeypatch
         ('loader.global_batch_size=63', 2, 'got: 63 on 2 ranks. Set it to 62 or 64'),
         ('loader.global_batch_size=2', 4, 'got: 2 on 4 ranks. Set it to 4,'),
         ('loader.global_eval_batch_size=5', 2, '`loader.global_eval_batch_size` must be divisible'),
-        ('loader.global_batch_size=0', 1, 'must be at least 1, got: 0'),
-        ('microbatching.device_train_microbatch_size=0', 1, 'must be at least 1, or auto, or suggest, got: 0'),
-        ('microbatching.device_train_microbatch_size=-4', 1, 'must be at least 1, or auto, or suggest, got: -4'),
-        ('microbatching.device_train_microbatch_size=automatic', 1, 'or suggest, got: automatic'),
-        ('microbatching.device_train_microbatch_size=auto', 1, 'must be a number on CPU, got: auto'),
-        ('microbatching.slot_tokens=0', 1, '`microbatching.slot_tokens` must be at least 1, got: 0'),
-        ('microbatching.width_multiple=0', 1, '`microbatching.width_multiple` must'),
-        ('microbatching.loss_tokens=all', 1, '`microbatching.loss_tokens` must'),
-        ('microbatching.equal_counts=maybe', 1, '`microbatching.equal_counts` must'),
-        ('microbatching.on_oversize=ignore', 1, '`microbatching.on_oversize` must'),
-        ('report.name=examples.digits.nothing', 1, '`report` name must be importable, got: examples.digits.nothing'),
-        ('dataset.name=no.such.Dataset', 1, '`dataset` name must be importable, got: no.such.Dataset'),
-        ('loader.prefetch_factor=2', 1, 'got: 2 with 0 workers'),
+        ('loader.global_batch_size=0', 1, 'must be greater than or equal to 1, got: 0'),
+        ('microbatching.device_train_microbatch_size=0', 1, "or 'auto' or 'suggest', got: 0"),
+        ('microbatching.device_train_microbatch_size=-4', 1, "or 'auto' or 'suggest', got: -4"),
+        (
+            'microbatching.device_train_microbatch_size=automatic',
+            1,
+            "must be a valid integer, or 'auto' or 'suggest', got: automatic",
+        ),
+        ('microbatching.slot_tokens=0', 1, '`microbatching.slot_tokens` must be greater than or equal to 1, got: 0'),
+        (
+            'microbatching.width_multiple=0',
+            1,
+            '`microbatching.width_multiple` must be greater than or equal to 1, got: 0',
+        ),
+        (
+            'microbatching.loss_tokens=all',
+            1,
+            "`microbatching.loss_tokens` must be 'auto', 'causal'",
+        ),
+        (
+            'microbatching.equal_counts=maybe',
+            1,
+            "`microbatching.equal_counts` must be a valid boolean, or 'auto', got: maybe",
+        ),
+        (
+            'microbatching.on_oversize=ignore',
+            1,
+            "`microbatching.on_oversize` must be 'raise' or 'warn', got: ignore",
+        ),
+        ('report.name=examples.digits.nothing', 1, 'can be imported, got: examples.digits.nothing'),
+        ('dataset.name=no.such.Dataset', 1, 'can be imported, got: no.such.Dataset'),
         ('trainer.max_duration=0ba', 1, 'must be longer than nothing'),
         ('trainer.seed=1', 1, 'Use `seed`'),
         ('trainer.device_train_microbatch_size=4', 1, 'Use `microbatching.device_train_microbatch_size`'),
-        ('trainer.accumulate_train_batch_on_tokens=true', 1, 'Both weigh by tokens'),
-        ('trainer.autoresume=true', 1, 'must come with `trainer.save_folder`'),
         ('trainer.load_path=no/such.pt', 1, 'got: no/such.pt, which is not there'),
         ('model.pretrained=folder', 1, 'got: both'),
         ('model.config=null', 1, 'got: none. Name a checkpoint'),
@@ -242,15 +268,11 @@ def test_values_that_cannot_work_are_refused_with_the_remedy(override, num_ranks
 def test_a_logger_whose_package_is_missing_is_refused_before_data_and_model(monkeypatch):
     monkeypatch.setitem(sys.modules, 'wandb', None)
     config = load_config(DIGITS, ['trainer.loggers.wandb={project: p}'])
-    with pytest.raises(ConfigError, match=r'`loggers.wandb` must be what WandBLogger takes.*mosaicml\[wandb\]'):
-        build_loggers(config)
-    monkeypatch.setattr(registry, 'find_spec', lambda name: None)
-    with pytest.raises(ConfigError, match=r'`trainer.loggers.wandb` needs the package wandb'):
-        check_config(config, num_ranks=1)
+    with pytest.raises(ConfigError, match=r'`trainer.loggers.wandb`: .*mosaicml\[wandb\]'):
+        build_trainer_parts(config, with_loggers=True)
 
 
-def test_the_loggers_that_a_yaml_file_shows_are_known(tmp_path, monkeypatch):
-    monkeypatch.setattr(registry, 'find_spec', bool)
+def test_the_loggers_that_a_yaml_file_shows_are_known(tmp_path):
     before, shown = (ROOT / 'yamls' / 'llava15_7b_lora.yaml').read_text().split('  # loggers:')
     file = tmp_path / 'shown.yaml'
     file.write_text(f'{before}  loggers:{shown}'.replace('\n  #   ', '\n    '))
@@ -304,9 +326,7 @@ def test_program_says_it_in_one_line_before_any_process_group(monkeypatch, capsy
     printed = capsys.readouterr()
     assert status == 2
     assert printed.out == ''
-    assert printed.err.splitlines() == [
-        'error: `loader` key must be a known name, got: global_batch_sise. Did you mean global_batch_size?'
-    ]
+    assert printed.err.splitlines() == ['error: `loader` has no key global_batch_sise. Did you mean global_batch_size?']
 
 
 def test_program_without_file_says_how_to_call_it(capsys):
@@ -330,7 +350,7 @@ def test_launcher_shows_the_line_once_and_no_traceback():
     said = [line for line in done.stderr.splitlines() if line.startswith('error:')]
     assert done.returncode == 2
     assert len(said) == 1, done.stderr
-    assert 'must be at least 1, or auto, or suggest, got: 0' in said[0]
+    assert "must be greater than or equal to 1, or 'auto' or 'suggest', got: 0" in said[0]
     assert 'Traceback' not in done.stdout + done.stderr
 
 

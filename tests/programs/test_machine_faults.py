@@ -16,8 +16,8 @@ import torch
 from torch.distributed import TCPStore
 from torch.utils.data import DataLoader, Dataset
 
+from composer_tokacc.programs.machine_faults import fault_of_machine
 from composer_tokacc.programs.process import allow_open_files
-from composer_tokacc.programs.runner import fault_of_machine
 
 
 class Fatal(Dataset):
@@ -42,7 +42,7 @@ def test_a_loader_process_that_was_killed_is_named_with_a_remedy():
     fault = fault_of_machine(caught.value)
     del samples, caught  # and torch's memory of the process
     signal.signal(signal.SIGCHLD, handler)
-    assert fault.startswith('processes that read samples must live as long as the run, got: ')
+    assert fault.startswith('the processes that read samples ended during the run, got: ')
     assert 'lower `loader.num_workers`' in fault
     assert fault_of_machine(RuntimeError('DataLoader worker (pid 26997) is killed by signal: Killed.'))
     assert fault_of_machine(ConnectionResetError(errno.ECONNRESET, 'of another connection')) == ''
@@ -74,4 +74,4 @@ def test_a_port_that_another_program_has_taken_is_named(monkeypatch):
         monkeypatch.setenv('MASTER_PORT', str(port))
         with pytest.raises(RuntimeError) as caught:
             TCPStore('127.0.0.1', port, is_master=True)
-    assert f'must be free, got: {port}, taken by another program' in fault_of_machine(caught.value)
+    assert f'must be free, got: {port}, used by another program' in fault_of_machine(caught.value)

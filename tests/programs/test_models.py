@@ -68,8 +68,8 @@ def test_settings_are_not_changed_in_place(processor):
         ({'model_type': 'lava'}, 'lava. Did you mean llava?'),
         ({'text_config': {**TEXT, 'num_hidden_layers': 'two'}}, "two|'str'"),
         ({'vision_confg': {}}, 'vision_confg. Did you mean vision_config?'),
-        ({'text_config': {'hiden_size': 8}}, r'model.config.text_config` key .* hiden_size. Did you mean hidden_size?'),
-        ({'text_config': {**TEXT, 'vocab_size': 5}}, "`vocab_size` must be at least the tokenizer's .* got: 5"),
+        ({'text_config': {'hiden_size': 8}}, r'text_config` has no key hiden_size. Did you mean hidden_size?'),
+        ({'text_config': {**TEXT, 'vocab_size': 5}}, "vocab_size` must be at least the tokenizer's .* got: 5"),
     ],
 )
 def test_config_mistakes_are_refused_by_name(processor, changes, expected):
@@ -89,7 +89,7 @@ def test_encoder_that_would_read_the_answers_is_refused(processor):
     settings = {'model_type': 'blip-2', 'text_config': text}
     for part in ('vision_config', 'qformer_config'):
         settings[part] = {'hidden_size': 16, 'num_hidden_layers': 1, 'num_attention_heads': 2, 'intermediate_size': 16}
-    with pytest.raises(ValueError, match='must have a decoder alone, got: blip-2'):
+    with pytest.raises(ValueError, match='must have only a decoder, got: blip-2'):
         build_model(config=settings, processor=processor)
 
 
@@ -144,7 +144,7 @@ def test_frozen_parts_keep_their_weights_and_the_rest_learns(processor, batch, n
 
 
 def test_a_name_that_freezes_nothing_lists_the_parts(processor):
-    with pytest.raises(ValueError, match=r"got: 'vision'. Parts: .*vision_tower, (model\.)?multi_modal_projector"):
+    with pytest.raises(ValueError, match=r"got: 'vision'. Its parts are .*tower, (model\.)?multi_modal_projector"):
         build_model(config=llava(processor), processor=processor, freeze=['vision'])
 
 
@@ -240,6 +240,21 @@ def test_tokenizer_travels_in_the_checkpoint(processor):
     metadata = build_model(config=llava(processor), processor=processor).get_metadata()
     assert 'tokenizer.json' in metadata['tokenizer']
     assert metadata['model']['config']['content']['model_type'] == 'llava'
+
+
+@pytest.mark.parametrize(
+    ('text', 'expected'),
+    [
+        ({'num_attention_heads': 5}, '5'),
+        ({'num_key_value_heads': 3}, '`num_key_value_heads`, got: 4 and 3'),
+        ({'num_hidden_layers': 'two'}, "two|'str'"),
+        ({'hidden_size': -4}, '`model.config.hidden_size` must be greater than or equal to 1, got: -4'),
+    ],
+)
+def test_values_that_make_no_model_are_refused(text, expected):
+    config = {'model_type': 'llama', 'hidden_size': 32, 'num_attention_heads': 4, 'num_key_value_heads': 4, **text}
+    with pytest.raises(ValueError, match=expected):
+        build_transformers_model(config=config)
 
 
 def test_parts_have_learning_rates_of_their_own(processor):

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import pytest
 from composer.core import Callback, Timestamp
-from composer.loggers import InMemoryLogger
 
 from composer_tokacc import TokenMonitor
-from composer_tokacc.programs.run_result import MOST_POINTS, JsonLines, write_page
+from composer_tokacc.programs.metrics_file import JsonLines, read_metrics
+from composer_tokacc.programs.report_page import MOST_POINTS, write_page
 from tests.support.text import collate, text_model, text_rows
 from tests.support.training import loader, train
 
@@ -76,9 +77,9 @@ def test_lines_hold_the_numbers_of_every_other_logger(run):
 
 
 def test_page_needs_no_network_and_draws_what_was_logged(run, tmp_path):
-    _, memory = run
+    folder, _ = run
     (tmp_path / 'result.png').write_bytes(b'PNG')
-    write_page(tmp_path / 'report.html', 'a <b>', [('loss', '1 < 2')], memory)
+    write_page(tmp_path / 'report.html', 'a <b>', [('loss', '1 < 2')], read_metrics(folder))
     text = (tmp_path / 'report.html').read_text()
     page = Page(text)
     assert all(found.startswith('data:image/png;base64,') for found in page.fetched)
@@ -91,11 +92,40 @@ def test_page_needs_no_network_and_draws_what_was_logged(run, tmp_path):
 
 
 def test_a_long_run_is_drawn_by_means(tmp_path):
-    memory = InMemoryLogger()
-    for step in range(5000):
-        memory.data.setdefault('loss/train/total', []).append((Timestamp(batch=step), float(step)))
-    write_page(tmp_path / 'report.html', 'long', [], memory)
+    metrics = {'loss/train/total': (list(range(5000)), [float(step) for step in range(5000)])}
+    write_page(tmp_path / 'report.html', 'long', [], metrics)
     (line,) = Page((tmp_path / 'report.html').read_text()).points
     assert len(line) == MOST_POINTS
     assert [x for x, _ in line] == sorted(x for x, _ in line)
     assert [y for _, y in line] == sorted((y for _, y in line), reverse=True)
+
+
+def state_at(step):
+    return SimpleNamespace(run_name='run', timestamp=Timestamp(batch=step))
+
+
+def test_a_resumed_run_replaces_the_lines_after_its_checkpoint(tmp_path):
+    lines = JsonLines(str(tmp_path))
+    lines.fit_start(state_at(0), None)
+    for step in (1, 2, 3):
+        lines.log_metrics({'loss': step, 'bad': float('nan')})
+        lines.batch_end(state_at(step), None)
+    lines.close(state_at(3), None)
+    with (tmp_path / 'metrics.jsonl').open('a') as file:
+        file.write('{"step": 4, "lo')  # of a killed process
+    lines = JsonLines(str(tmp_path))
+    lines.fit_start(state_at(2), None)
+    lines.log_metrics({'loss': 30})
+    lines.batch_end(state_at(3), None)
+    lines.close(state_at(3), None)
+    assert read_metrics(tmp_path) == {'loss': ([1, 2, 3], [1.0, 2.0, 30.0])}
+
+
+def test_a_full_disk_is_met_once(tmp_path):
+    (tmp_path / 'metrics.jsonl').symlink_to('/dev/full')
+    lines = JsonLines(str(tmp_path))
+    lines.fit_start(state_at(0), None)
+    lines.log_metrics({'loss': 1})
+    with pytest.raises(OSError, match='No space left'):
+        lines.batch_end(state_at(1), None)
+    lines.close(state_at(1), None)  # Composer calls it at exit

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import os
+
 from composer_tokacc.examples import main
 from tests.support.launch import ROOT
 
@@ -26,3 +28,9 @@ def test_a_file_that_was_changed_is_left_and_named(tmp_path, capsys):
     assert changed.read_text() == 'mine'
     assert str(changed) in capsys.readouterr().err
     assert (tmp_path / 'yamls' / 'llava_json.yaml').exists()
+
+
+def test_a_pipe_in_the_way_is_left_and_named(tmp_path, capsys):
+    os.mkfifo(tmp_path / 'overrides.txt')
+    assert main([str(tmp_path)]) == 1
+    assert str(tmp_path / 'overrides.txt') in capsys.readouterr().err

@@ -114,12 +114,12 @@ def open_plain(config):
 
 
 MISTAKES = {
-    'dataset.sufle_seed=1': '`dataset` key must be a known name, got: sufle_seed. Did you mean shuffle_seed?',
+    'dataset.sufle_seed=1': '`dataset` has no key sufle_seed. Did you mean shuffle_seed?',
     'dataset.shuffle=true': '`dataset.shuffle` must be left out, got: True. Set `loader.shuffle`',
-    'dataset.local=null': '`dataset` must name its shards, got: none of local, remote, streams. Give `dataset.loc',
+    'dataset.local=null': '`dataset` must name its shards by one of local, remote, streams',
     'dataset.streams=[1]': '`dataset.streams` must be a mapping, got: [1]',
-    'dataset.streams={a: {locl: x}}': '`dataset.streams.a` key must be a known name, got: locl. Did you mean local?',
-    'dataset.eval.num_canonical_nodes=2': '`dataset.eval` must name shards of its own, got: none',
+    'dataset.streams={a: {locl: x}}': '`dataset.streams.a` has no key locl. Did you mean local?',
+    'dataset.eval.num_canonical_nodes=2': '`dataset.eval` must name shards of its own',
     'microbatching.regroup=false': '`loader.exchange_ranks` needs `microbatching.regroup`',
     'dataset.replication=2': '`loader.exchange_ranks` must be false with `dataset.replication`',
     'dataset.name=llava_streeming': 'got: llava_streeming. Did you mean llava_streaming?',

@@ -8,25 +8,31 @@ from __future__ import annotations
 from pathlib import Path
 
 from composer_tokacc.programs import ConfigError, load_config
+from composer_tokacc.programs.build import build_trainer_parts
 from composer_tokacc.programs.config_checks import check_config
 from tests.trials.outcomes import LLAVA, WORKS, refusal
 
 
 def check_overrides(folder: Path, overrides: str) -> str:
-    """A config, before anything is loaded."""
-    given = [f'dataset.path={folder}/data.json', overrides]
-    return refusal(lambda: check_config(load_config(LLAVA, given), num_ranks=1), ConfigError)
+    """A config, before data and model are loaded."""
+
+    def check() -> None:
+        config = load_config(LLAVA, [f'dataset.path={folder}/data.json', overrides])
+        check_config(config, num_ranks=1)
+        build_trainer_parts(config, with_loggers=True)
+
+    return refusal(check, ConfigError)
 
 
 CONFIGS = {
     # name: (overrides, what the line names)
-    'a number in quotes': ('seed="17"', "`seed` must be of type int, got: '17'"),
+    'a number in quotes': ('seed="17"', "`seed` must be a valid integer, got: '17'"),
     'a share of a learning rate': ('optimizer.lr=5%', '`optimizer.lr`'),
     'a duration in words': ('trainer.max_duration="3 epochs"', '`trainer.max_duration`'),
     'a hundred thousand passes of a part': (
-        'dataset.parts={a: {epochs: 100000}}', '`dataset.parts.a.epochs` must be above 0 and at most 10000',
+        'dataset.parts={a: {epochs: 100000}}', '`dataset.parts.a.epochs` must be less than or equal to 10000',
     ),
-    'a callback that unpickles': ('callbacks={load_checkpoint: {load_path: x}}', '`callbacks` name'),
+    'a callback that unpickles': ('callbacks={load_checkpoint: {load_path: x}}', '`callbacks` has no class'),
     'a cost of less than no seconds': ('microbatching.cost={seconds_per_token: -1}', 'seconds_per_token'),
     'an averaging that ends before it starts': (
         'algorithms={swa: {swa_start: 0.9dur, swa_end: 0.1dur}}', '`algorithms.swa`',
@@ -48,7 +54,6 @@ CONFIGS = {
     'weight decay without end': ('optimizer.weight_decay=.inf', '`optimizer'),
     'an epsilon that is no number': ('optimizer.eps=.nan', '`optimizer'),
     'a number of five thousand digits': (f'seed={"9" * 5000}', '`seed`'),
-    'duration in tokens': ('trainer.max_duration=1tok', '`trainer.max_duration`'),
     'duration in seconds': ('trainer.max_duration=1sec', '`trainer.max_duration`'),
     'duration in batches': ('trainer.max_duration=3ba', WORKS),
     'tensor parallel of nothing': ('trainer.parallelism_config={tp: {}}', 'parallelism_config'),
@@ -74,7 +79,7 @@ CONFIGS = {
     'a variable that is not set': ('optimizer.lr=${oc.env:TOKACC_IS_NOT_SET}', '`optimizer.lr`'),
     'a value that names itself': ('optimizer.lr=${optimizer.lr}', '`optimizer.lr`'),
     'a value that names nothing': ('optimizer.lr=${foo.bar}', '`optimizer.lr`'),
-    'a callback that is a number': ('callbacks={1: {}}', '`callbacks` name'),
+    'a callback that is a number': ('callbacks={1: {}}', '`callbacks`'),
     'callbacks in a list': ('callbacks=[speed_monitor]', '`callbacks`'),
     'half a batch': ('trainer.max_duration=1.5ba', '`trainer.max_duration`'),
     'a report in braces of no name': ('report.folder={nope}/x', '`report.folder`'),
@@ -95,13 +100,12 @@ CONFIGS = {
     'no batch of an epoch': ('trainer.train_subset_num_batches=0', '`trainer.train_subset_num_batches`'),
     'a run scaled to nothing': ('trainer.scale_schedule_ratio=0', '`trainer.scale_schedule_ratio`'),
     'a profiler, which is an object': ('trainer.profiler={}', '`trainer.profiler`'),
-    'a model that does nothing': ('algorithms.no_op_model={}', '`algorithms` name'),
-    'a mode of compilation that is not there': ('trainer.compile_config={mode: fast}', '`trainer.compile_config.mode`'),
+    'a model that does nothing': ('algorithms.no_op_model={}', '`algorithms` has no class'),
     'a report of a function that knows no run': ('report.name=os.path.join', '`report.name`'),
     'three betas': ('optimizer.betas=[0.9,0.95,0.99]', '`optimizer.betas`'),
     'betas that are one number': ('optimizer.betas=0.9', '`optimizer.betas`'),
-    'an optimizer of sparse gradients': ('optimizer.name=sparse_adam', '`optimizer` name'),
-    'pictures mixed with pictures': ('algorithms.mix_up={}', '`algorithms` name'),
+    'an optimizer of sparse gradients': ('optimizer.name=sparse_adam', '`optimizer` has no class'),
+    'pictures mixed with pictures': ('algorithms.mix_up={}', '`algorithms` has no class'),
     'a cosine of no length': ('scheduler.t_max=0ba', '`scheduler.t_max`'),
     'no warm-up': ('scheduler.t_warmup=0ba', WORKS),
     'a monitor of a window of nothing': ('callbacks.speed_monitor={window_size: 0}', '`callbacks.speed_monitor'),
@@ -117,8 +121,8 @@ CONFIGS = {
     'a dropout of twice all': ('model.config.text_config.attention_dropout=2.0', 'attention_dropout'),
     'workers that no machine holds': ('loader.num_workers=4000', '`loader.num_workers`'),
     'readers that no machine holds': ('dataset.num_workers=4000', '`dataset.num_workers`'),
-    'a warm-up without its unit': ('scheduler.t_warmup=10', '`scheduler.t_warmup` must be a time'),
-    'an optimizer in a list': ('optimizer.name=[adamw]', '`optimizer` name'),
+    'a warm-up without its unit': ('scheduler.t_warmup=10', '`scheduler.t_warmup` must be'),
+    'an optimizer in a list': ('optimizer.name=[adamw]', '`optimizer` has no class'),
     'keys to leave out as one word': ('trainer.load_ignore_keys=state/optimizers', '`trainer.load_ignore_keys`'),
     'keys of a checkpoint as one word': ('trainer.save_ignore_keys=state/model', '`trainer.save_ignore_keys`'),
     'lines of no interval': ('trainer.console_log_interval=0ba', '`trainer.console_log_interval`'),
@@ -132,5 +136,15 @@ CONFIGS = {
     'a batch in an element': ('optimizer.betas[0]=0.5', '`optimizer.betas`'),
     'memory with its unit': ('microbatching.device_memory_gib=80GB', '`microbatching.device_memory_gib`'),
     'a tag of Python in a value': ('seed=!!python/object/apply:os.system [id]', '`seed` must be valid YAML'),
+    # Names and paths.
+    'a checkpoint folder that is a word of Python': ('trainer.save_folder=None', 'save_folder` must be a name'),
+    'a run without a name': ('trainer.run_name=""', '`trainer.run_name` must be a name'),
+    'a run name that is null beside its folder': (
+        'trainer={run_name: null, save_folder: "x/{run_name}"}', '`trainer.run_name` must be given',
+    ),
+    'a run name longer than any file may have': (f'trainer.run_name={"x" * 300}', '`trainer.run_name` must be at most'),
+    'a star that YAML takes for an alias': ('dataset.path=*.json', 'Quote a text that has special characters'),
+    'braces that YAML takes for a mapping': ('report.folder={run_name}', 'Quote a text that has braces'),
+    'a command as a callback': ('callbacks={os.system: {command: "true"}}', 'must be a class derived from Callback'),
     'positions turned by nothing': ('model.config.text_config.rope_theta=0', 'rope_theta'),
 }  # fmt: skip

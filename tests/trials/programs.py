@@ -199,10 +199,21 @@ def weights_pickled(folder: Path) -> None:
     (folder / 'pytorch_model.bin').write_bytes(pickle.dumps(Running(folder.parent)))
 
 
+def generation_config_cut(folder: Path) -> None:
+    (folder / 'generation_config.json').write_text('{"eos_token_id": ')
+
+
 def more_layers(folder: Path) -> None:
     config = json.loads((folder / 'config.json').read_text())
     config['text_config']['num_hidden_layers'] = 4
     (folder / 'config.json').write_text(json.dumps(config))
+
+
+def code_of_its_own(folder: Path) -> None:
+    config = json.loads((folder / 'config.json').read_text())
+    (folder / 'config.json').write_text(
+        json.dumps({**config, 'model_type': 'mine', 'auto_map': {'AutoConfig': 'mine.Config'}})
+    )
 
 
 def template(text: str) -> Callable[[Path], Any]:
@@ -299,7 +310,7 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
         'train', LOAD, changed(lambda state: state.update(optimizers={'SGD': state['optimizers']['AdamW']})), "['SGD']",
     ),
     'resume with the state of an optimizer that is empty': (
-        'train', LOAD, changed(lambda state: state.update(optimizers={'AdamW': {}})), '`trainer` must work',
+        'train', LOAD, changed(lambda state: state.update(optimizers={'AdamW': {}})), '`trainer`: ',
     ),
     'resume with another learning rate': ('train', [*LOAD, 'optimizer.lr=0.1'], whole, 'lr 0.001 there, 0.1 here'),
     'resume with other betas': ('train', [*LOAD, 'optimizer.betas=[0.5,0.6]'], whole, 'betas'),
@@ -325,6 +336,8 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
             ('pickled weights', weights_pickled, '`model.pretrained`'),
             ('a config that is a list', lambda folder: (folder / 'config.json').write_text('[]'), '`model.pretrained`'),
             ('more layers than weights', more_layers, '18 missing'),
+            ('code of its own', code_of_its_own, 'custom code'),
+            ('a damaged generation config', generation_config_cut, '`model.pretrained`'),
             ('a template that is none', template('{% for %}'), '`chat_template` must write such messages'),
             ('a template that refuses', template("{{ raise_exception('no') }}"), '`chat_template`'),
             ('a template without end', template('{% for i in range(10**9) %}x{% endfor %}'), '`chat_template`'),
@@ -351,25 +364,25 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
         'train', [*RUN, 'algorithms.gated_linear_units={}'], None, '`algorithms.gated_linear_units`',
     ),
     'a callback that fails in a hook of the model': (
-        'train', [*RUN, 'callbacks.activation_monitor={interval: 1ba}'], None, '`callbacks.activation_monitor`',
+        'train', [*RUN, 'callbacks.activation_monitor={interval: 1ba}'], None, '`model`: ',
     ),
     'an algorithm whose labels are elsewhere': (
         'train', [*RUN, 'algorithms.label_smoothing={smoothing: 0.1}'], None, '`algorithms.label_smoothing`',
     ),
-    'an optimizer for GPUs': ('train', [*RUN, 'optimizer.capturable=true'], None, '`optimizer`'),
+    'an optimizer for GPUs': ('train', [*RUN, 'optimizer.capturable=true'], None, 'capturable'),
     'a checkpoint of a name that is not there': (
         'train', [*RUN, 'trainer.save_folder={folder}', 'trainer.save_filename="{nope}.pt"'], None, '`trainer`',
     ),
     'pictures of three colours for a model of one': (
-        'train', [*RUN, 'model.config.vision_config.num_channels=1'], None, '`model` must take',
+        'train', [*RUN, 'model.config.vision_config.num_channels=1'], None, '`model`: ',
     ),
-    'placeholders of another token': ('train', [*RUN, 'model.config.image_token_index=5'], None, '`model` must take'),
+    'placeholders of another token': ('train', [*RUN, 'model.config.image_token_index=5'], None, '`model`: '),
     'a rule by which the model does not count': (
         'train', [*RUN, 'algorithms.token_accumulation.loss_tokens=unshifted'], None,
-        '`algorithms.token_accumulation.loss_tokens`',
+        '`loss_tokens`',
     ),
     'a callback that is none': (
-        'train', [*RUN, 'callbacks={mine.C: {}}'], mine('class C: pass'), '`callbacks.mine.C` must be a Callback',
+        'train', [*RUN, 'callbacks={mine.C: {}}'], mine('class C: pass'), '`callbacks.mine.C` must be a class',
     ),
     'samples in lists': (
         'train', [*RUN, 'dataset.name=mine.Lists'],
@@ -386,7 +399,30 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
     ),
     'a folder that a shell would find': ('train', [*RUN, 'trainer.save_folder=~/x'], None, '`trainer.save_folder`'),
     'an activation that is not there': (
-        'train', [*RUN, 'model.config.text_config.hidden_act=swishy'], None, "KeyError 'swishy'",
+        'train', [*RUN, 'model.config.text_config.hidden_act=swishy'], None, "KeyError: 'swishy'",
+    ),
+    'a metrics file that is a pipe': (
+        'train', RUN, lambda folder: (folder / 'report').mkdir() or os.mkfifo(folder / 'report' / 'metrics.jsonl'),
+        'metrics.jsonl',
+    ),
+    'a size file that is a pipe': (
+        'size', [*SIZE, 'lengths.mean=50'],
+        lambda folder: (folder / 'size').mkdir() or os.mkfifo(folder / 'size' / 'size.json'), 'size.json',
+    ),
+    'a value of 200 kB': ('train', [*RUN, f'dataset.split={"x" * 200_000}'], None, '`split`'),
+    'a warm-up in another unit than the run': (
+        'train', [*RUN, 'trainer.max_duration=30sp', 'trainer.eval_interval=30sp'], None, 'arm',
+    ),
+    'Composer and the algorithm both weigh by tokens': (
+        'train', [*RUN, 'trainer.accumulate_train_batch_on_tokens=true'], None, 'accumulate_train_batch_on_tokens',
+    ),
+    'a mode of compilation that is not there': ('train', [*RUN, 'trainer.compile_config={mode: fast}'], None, 'fast'),
+    'to go on without a name': ('train', [*RUN, 'trainer.autoresume=true'], None, '`trainer`: '),
+    'prefetching without workers': ('train', [*RUN, 'loader.prefetch_factor=2'], None, '`loader`: '),
+    'a device that nobody has': ('train', [*RUN, 'trainer.device=abacus'], None, '`trainer.device`'),
+    'half precision on a CPU': ('train', [*RUN, 'trainer.precision=amp_fp16'], None, 'AMP_FP16'),
+    'microbatches by trial on a CPU': (
+        'train', [*RUN, 'microbatching.device_train_microbatch_size=auto'], None, '`trainer`: ',
     ),
     'verify of one row': ('verify', [*RUN, '--rows', '1'], None, '--rows'),
     'verify of no rows': ('verify', [*RUN, '--rows', '0'], '--rows'),

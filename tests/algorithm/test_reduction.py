@@ -13,7 +13,7 @@ from torch import distributed
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from composer_tokacc.data_spec.reduction import ReductionWatch, check_sharding
+from composer_tokacc.algorithm.reduction import ReductionWatch, check_sharding
 
 
 class TwoHeads(torch.nn.Module):

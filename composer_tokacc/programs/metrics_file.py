@@ -1,0 +1,155 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""``metrics.jsonl``: the log of a run, one line of JSON a step. Result and page of the run are made from it."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import math
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+from composer.core import State
+from composer.loggers import Logger, LoggerDestination
+from composer.utils import dist
+
+from composer_tokacc.cache import whole_file
+
+METRICS_FILE = 'metrics.jsonl'
+
+Series = tuple[list[int], list[float]]
+"""Steps, and a finite value for each."""
+
+
+class JsonLines(LoggerDestination):
+    """Writes the numbers that are logged in a step as one line of ``metrics.jsonl``, on the first rank.
+
+    A resumed run goes on after the step of its checkpoint. Lines of later steps, which a killed run has left, go away.
+
+    Args:
+        folder: Where the file goes. May contain ``{run_name}``.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self._file: TextIO | None = None
+        self._line: dict[str, float | None] = {}
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        """Opens the file."""
+        self._open(state)
+
+    def eval_start(self, state: State, logger: Logger) -> None:
+        """Opens the file if a run that is finished evaluates."""
+        self._open(state)
+
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        """Takes numbers for the line. NaN and infinity become null, because JSON has no word for them."""
+        for name, value in metrics.items():
+            if np.ndim(value) == 0:
+                number = float(value)
+                self._line[name] = None
+                if math.isfinite(number):
+                    self._line[name] = number
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        """Writes the line of the step."""
+        self._write(state)
+
+    def eval_end(self, state: State, logger: Logger) -> None:
+        """Writes the line of an evaluation."""
+        self._write(state)
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        """Writes the values of the end of the fit."""
+        self._write(state)
+
+    def close(self, state: State, logger: Logger) -> None:
+        """Closes the file."""
+        self._write(state)
+        self._close()
+
+    def _open(self, state: State) -> None:
+        if dist.get_global_rank() or self._file is not None:
+            return
+        path = Path(self.folder.format(run_name=state.run_name)) / METRICS_FILE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        step = state.timestamp.batch.value
+        if step and path.exists():
+            _drop_lines_after(path, step)
+        self._file = path.open('a' if step else 'w', encoding='utf-8')
+
+    def _write(self, state: State) -> None:
+        if self._file is not None and self._line:
+            try:
+                line = {'step': state.timestamp.batch.value, **self._line}
+                self._file.write(json.dumps(line) + '\n')
+                self._file.flush()
+            except OSError:
+                # Closed here, or Composer would close it at exit and log a second traceback.
+                self._close()
+                raise
+        self._line = {}
+
+    def _close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):  # on a full disk the buffer cannot be written either
+                file.close()
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    """Returns the lines of the file, without one that a killed process has left half written."""
+    lines = []
+    for text in path.read_text(encoding='utf-8', errors='replace').splitlines():
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(line, dict) and isinstance(line.get('step'), int):
+            lines.append(line)
+    return lines
+
+
+def _drop_lines_after(path: Path, step: int) -> None:
+    text = ''
+    for line in _read_lines(path):
+        if line['step'] <= step:
+            text += json.dumps(line) + '\n'
+    with whole_file(path) as new_file:
+        new_file.write_text(text, encoding='utf-8')
+
+
+def read_metrics(folder: Path) -> dict[str, Series]:
+    """Returns all that a run has logged, by name; nothing without the file. Values that are not finite are left out.
+
+    If a step was logged twice, as by a second evaluation of a finished run, its last value counts.
+    """
+    path = folder / METRICS_FILE
+    if not path.is_file():
+        return {}
+    values_by_name: dict[str, dict[int, float]] = {}
+    for line in _read_lines(path):
+        step = line.pop('step')
+        for name, value in line.items():
+            if isinstance(value, int | float):
+                values_by_name.setdefault(name, {})[step] = float(value)
+    metrics = {}
+    for name, values in values_by_name.items():
+        metrics[name] = list(values.keys()), list(values.values())
+    return metrics
+
+
+def select(metrics: Mapping[str, Series], pattern: str) -> dict[str, Series]:
+    """Returns the metrics that match a pattern, by the text at its star, or else by the last part of the name."""
+    start, _, end = pattern.partition('*')
+    selected = {}
+    for name in fnmatch.filter(metrics, pattern):
+        short_name = name.removeprefix(start).removesuffix(end) or name.rpartition('/')[2]
+        selected[short_name] = metrics[name]
+    return selected

@@ -1,0 +1,144 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""``report.html``: the summary of a run, its curves and answers, in one file without anything from the network."""
+
+from __future__ import annotations
+
+import base64
+import html
+from collections.abc import Mapping, Sequence
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from composer_tokacc.programs.answers import Answer
+from composer_tokacc.programs.metrics_file import Series, select
+
+MOST_POINTS = 400
+"""Points of a curve. Of a longer run each is the mean of several steps."""
+MOST_IMAGES = 12
+"""Images that are shown of an answered sample."""
+SMALLEST_SHOWN = 48
+"""Smaller images are magnified to this number of pixels. A scan of eight pixels can then be seen."""
+LINE_COLORS = ('#2a78b5', '#c0392b', '#1f9d6b', '#8e5ea2', '#d98c1f', '#5f6b7a')
+WIDTH, HEIGHT, MARGIN = 640, 200, 46
+TOP, BOTTOM = 10, 20
+"""Space above and below the curves of a chart."""
+
+STYLE = """
+body { font: 15px/1.4 sans-serif; max-width: 1340px; margin: 2em auto; color: #222 }
+th { text-align: left; padding-right: 2em; font-weight: normal; color: #555 }
+figure { display: inline-block; margin: .6em 0 } figcaption { font-weight: bold } img { max-width: 100% }
+.answer { width: 620px; margin-right: 1em; vertical-align: top }
+"""
+
+PANELS = (
+    ('Loss', ('loss/train/total', 'token_accumulation/token_mean_loss')),
+    ('Loss by source', ('token_monitor/source/*/loss',)),
+    ('Share of the weight by source', ('token_monitor/source/*/weight',)),
+    ('Tokens a second', ('token_monitor/tokens_per_second', 'token_monitor/real_tokens_per_second')),
+    ('Seconds of a step', ('token_monitor/seconds_p50', 'token_monitor/seconds_p99', 'token_monitor/loader_seconds')),
+    ('Model FLOPs utilization', ('token_monitor/mfu',)),
+    ('Norm of the gradient', ('token_monitor/gradient_norm',)),
+    ('Padding', ('token_monitor/device_batch_padding_ratio', 'token_monitor/padding_ratio')),
+    ('Slowest rank over the mean', ('token_monitor/rank_imbalance',)),
+    ('Peak memory, GiB', ('token_monitor/peak_memory_gib',)),
+    ('Evaluation', ('metrics/eval/*',)),
+)
+"""Title of each chart, and the metrics in it."""
+
+
+def write_page(
+    path: Path,
+    title: str,
+    lines: Sequence[tuple[str, str]],
+    metrics: Mapping[str, Series],
+    answers: Sequence[Answer] = (),
+) -> None:
+    """Writes the page: the summary, a chart for each of ``PANELS`` that was logged, ``result.png`` and the answers."""
+    rows = ''.join(f'<tr><th>{html.escape(name)}</th><td>{html.escape(text)}</td></tr>' for name, text in lines)
+    figures = []
+    for caption, patterns in PANELS:
+        curves: dict[str, Series] = {}
+        for pattern in patterns:
+            curves.update(select(metrics, pattern))
+        if curves:
+            figures.append(_chart(caption, curves))
+    picture = path.with_name('result.png')
+    if picture.is_file():
+        figures.append(f'<figure>{_embedded(picture.read_bytes(), "result")}</figure>')
+    if answers:
+        figures.append('<h2>Answers to samples of the eval set</h2>')
+        figures += [_answered(answer) for answer in answers]
+    name = html.escape(title)
+    head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{name}</title><style>{STYLE}</style>'
+    path.write_text(f'{head}<h1>{name}</h1><table>{rows}</table>{"".join(figures)}</html>\n', encoding='utf-8')
+
+
+def _answered(answer: Answer) -> str:
+    """Returns a sample with its images, its question, the expected text and the model's."""
+    pictures = []
+    for image in answer.images[:MOST_IMAGES]:
+        pictures.append(_embedded(_as_png(image), f'image of {answer.sample_id}'))
+    rows = ''
+    texts = {'question': answer.question, 'expected': answer.expected, 'answer': answer.generated}
+    for name, text in texts.items():
+        rows += f'<tr><th>{name}</th><td>{html.escape(text)}</td></tr>'
+    mark = '&#10003;' if answer.is_right else '&#10007;'
+    caption = f'<figcaption>{html.escape(answer.sample_id)} {mark}</figcaption>'
+    return f'<figure class="answer">{caption}{" ".join(pictures)}<table>{rows}</table></figure>'
+
+
+def _as_png(image: np.ndarray) -> bytes:
+    """Returns an image of values in [0, 1] as the bytes of a PNG file, magnified if it is small."""
+    picture = Image.fromarray((np.asarray(image) * 255).round().astype(np.uint8))
+    scale = max(SMALLEST_SHOWN // max(picture.size), 1)
+    picture = picture.resize((picture.width * scale, picture.height * scale), Image.Resampling.NEAREST)
+    written = BytesIO()
+    picture.save(written, 'PNG')
+    return written.getvalue()
+
+
+def _embedded(data: bytes, text: str) -> str:
+    return f'<img alt="{html.escape(text)}" src="data:image/png;base64,{base64.b64encode(data).decode()}">'
+
+
+def _chart(title: str, curves: Mapping[str, Series]) -> str:
+    """Returns a figure with the curves, the least and largest value of all, and the last value of each."""
+    all_steps = np.concatenate([steps for steps, _ in curves.values()])
+    all_values = np.concatenate([values for _, values in curves.values()])
+    first_step, last_step = all_steps.min(), all_steps.max()
+    low, high = all_values.min(), all_values.max()
+    lines, legends = [], []
+    for number, (name, (steps, values)) in enumerate(curves.items()):
+        color = LINE_COLORS[number % len(LINE_COLORS)]
+        points = []
+        for step, value in _thinned(steps, values):
+            # A constant curve, or a single step, has no extent to divide by.
+            across = (step - first_step) / max(last_step - first_step, 1)
+            up = (value - low) / ((high - low) or 1)
+            x = MARGIN + (WIDTH - 2 * MARGIN) * across
+            y = HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * up
+            points.append(f'{x:.1f},{y:.1f}')
+        lines.append(f'<polyline fill="none" stroke="{color}" stroke-width="1.6" points="{" ".join(points)}"/>')
+        legends.append(f'<span style="color:{color}">{html.escape(name)}: {values[-1]:.4g}</span>')
+    axis = (
+        f'<text x="2" y="14">{high:.3g}</text><text x="2" y="{HEIGHT - BOTTOM}">{low:.3g}</text>'
+        f'<text x="{MARGIN}" y="{HEIGHT - 4}">step {first_step}</text>'
+        f'<text x="{WIDTH - MARGIN}" y="{HEIGHT - 4}" text-anchor="end">{last_step}</text>'
+        f'<path d="M{MARGIN} 8V{HEIGHT - 18}H{WIDTH - MARGIN}" fill="none" stroke="#bbb"/>'
+    )
+    return (
+        f'<figure><figcaption>{html.escape(title)}</figcaption><svg width="{WIDTH}" height="{HEIGHT}" font-size="11" '
+        f'role="img">{axis}{"".join(lines)}</svg><br>{" &nbsp; ".join(legends)}</figure>'
+    )
+
+
+def _thinned(steps: Sequence[int], values: Sequence[float]) -> list[tuple[float, float]]:
+    """Returns at most ``MOST_POINTS`` points, each the mean of neighbouring ones."""
+    points = np.array([steps, values], dtype=float).T
+    groups = np.array_split(points, min(len(points), MOST_POINTS))
+    return [tuple(group.mean(axis=0)) for group in groups]
