@@ -37,9 +37,9 @@ __all__ = [
 ]
 
 Gradients = Mapping[str, torch.Tensor]
-Row = dict[str, Any]
+SingleRow = dict[str, Any]
 """A batch that may be changed: a single row, or a microbatch."""
-SingleRows = list[Row]
+SingleRows = list[SingleRow]
 
 RULES_TO_COUNT = ('unshifted', 'causal')
 DEFAULT_SIZES = (1, 2, 3, sys.maxsize)
@@ -358,8 +358,8 @@ def _joined(rows_by_rank: list[SingleRows]) -> SingleRows:
 class _StepInCuts:
     """A user's step, and the rows to put through it. The fields are arguments of :func:`verify_invariance`."""
 
-    gradients: Callable[[list[Row]], Gradients]
-    reference: Callable[[Row], Gradients] | None
+    gradients: Callable[[list[SingleRow]], Gradients]
+    reference: Callable[[SingleRow], Gradients] | None
     layout: BatchLayout
     rows: SingleRows
     """Single rows of this rank."""
@@ -394,7 +394,7 @@ class _StepInCuts:
         other_rows = self.layout.select(batch, range(1, num_rows))
         yield self._cut('uneven', padding, 1, [first_row, other_rows])
 
-    def _split(self, batch: Batch, rows: Sequence[int], size: int) -> list[Row]:
+    def _split(self, batch: Batch, rows: Sequence[int], size: int) -> list[SingleRow]:
         """Returns microbatches of these rows."""
         starts = range(0, len(rows), size)
         return [self.layout.select(batch, rows[start : start + size]) for start in starts]
@@ -408,6 +408,6 @@ class _StepInCuts:
     def _whole_batch(self, padding: str) -> Batch:
         return self.layout.concat(self.rows_of_all_ranks, padding_side=padding)
 
-    def _copied(self, batch: Batch) -> Row:
+    def _copied(self, batch: Batch) -> SingleRow:
         """Returns a copy, because a trainer may write into its batches, and cuts share their tensors."""
         return dict(self.layout.with_media(with_own_tensors(batch)))

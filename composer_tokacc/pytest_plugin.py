@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from composer_tokacc.checks.token_weights import TokenWeightsReport
 
-Value = TypeVar('Value')
+Gathered = TypeVar('Gathered')
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def _weighs_the_same(model: torch.nn.Module) -> Iterator[TokenWeightsReport]:
         pytest.fail('\n'.join(faults), pytrace=False)
 
 
-def _by_rank(value: Value) -> list[Value]:
+def _by_rank(value: Gathered) -> list[Gathered]:
     """Returns the values of all ranks; a collective if there are several."""
     import torch.distributed
 

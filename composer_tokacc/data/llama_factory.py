@@ -50,7 +50,7 @@ ROLE_OF_TAG = {
     'function_tag': 'function_call',
     'system_tag': 'system',
 }
-TEXT_KEYS = ('file_name', 'hf_hub_url', 'subset', 'split', 'formatting')
+ENTRY_TEXTS = ('file_name', 'hf_hub_url', 'subset', 'split', 'formatting')
 NAME_MAPS = ('columns', 'tags')
 
 
@@ -75,7 +75,7 @@ class DatasetEntry:
         Raises:
             ValueError: If the entry is wrong, or asks for something that is not supported.
         """
-        for key in TEXT_KEYS:
+        for key in ENTRY_TEXTS:
             if not isinstance(entry.get(key), str | None):
                 raise ValueError(f'`{key}` must be a string, got: {shorten(entry[key])}')
         for key in NAME_MAPS:
@@ -140,7 +140,7 @@ def _maps_names(value: object) -> bool:
 def _check_supported(entry: JsonObject, columns: Mapping[str, str], tags: Mapping[str, str]) -> None:
     unsupported = []
     for key, value in entry.items():
-        if key not in TEXT_KEYS and key not in NAME_MAPS and value:  # `ranking: false` asks for nothing
+        if key not in ENTRY_TEXTS and key not in NAME_MAPS and value:  # `ranking: false` asks for nothing
             unsupported.append(key)
     for column in columns:
         if column not in KEY_OF_COLUMN:
