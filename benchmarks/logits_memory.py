@@ -14,13 +14,14 @@ Writes benchmarks/results/logits_memory.json.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
+from benchmarks.machine import machine
+from benchmarks.record import write
 from composer_tokacc.sizing.memory_model import GIB, MemoryModel
 from composer_tokacc.sizing.shapes import BatchShape
 from composer_tokacc.sizing.trace import calibrate_fake
@@ -137,7 +138,7 @@ def main() -> None:
         print(f'    positions that fit in 80 GiB: {result["positions_that_fit_in_80_gib"]:,}')
     ratio = results['labels']['positions_that_fit_in_80_gib'] / results['all']['positions_that_fit_in_80_gib']
     print(f'{ratio:.2f} times as many positions fit')
-    RESULT.write_text(json.dumps(results, indent=2) + '\n')
+    write(RESULT, {'machine': machine(), **results})
 
 
 if __name__ == '__main__':

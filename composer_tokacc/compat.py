@@ -121,6 +121,17 @@ def when_backward_ends(function: Callable[[], None]) -> None:
     queue_callback(lambda: queue_callback(function))
 
 
+def num_writes(tensor: torch.Tensor) -> int:
+    """Returns how often a tensor was written in place, which autograd counts."""
+    return tensor._version
+
+
+def own_tensors(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the mappings in which a module keeps its own parameters and its own buffers, to write into them."""
+    attributes = vars(module)  # some wrappers have neither
+    return attributes.get('_parameters', {}), attributes.get('_buffers', {})
+
+
 def buffer_versions(module: torch.nn.Module, *, recurse: bool = True) -> dict[str, tuple[int, int]]:
     """Returns for each buffer its identity, and a number that changes with every write."""
     return {name: (id(buffer), buffer._version) for name, buffer in module.named_buffers(recurse=recurse)}

@@ -267,7 +267,8 @@ class TokenAccumulation(Algorithm):
             batch, is_weighted=self.is_weighted, is_of_tokens=set(fit.terms.units.values()) <= {'tokens'}
         )
         state.batch = self._hidden.batch
-        if fit.logits.selector is not None:
+        # Metrics of training, which may be set at any time, read all logits.
+        if fit.logits.selector is not None and not state.train_metrics:
             num_labels = max(num_loss_tokens(batch), 1)  # without any, the model is given one
             fit.logits.begin_forward(fit.check.rule or '', num_labels, labels_of(batch).numel())
 
@@ -457,6 +458,8 @@ def _watch_tokens(
     mean where tokens have their own weights.
     """
     logits, terms = logits_of(state.outputs), fit.terms
+    if not fit.check.has_logits:
+        return  # the output holds hidden states, and the loss holds the head
     if logits is None or logits.grad_fn is None:
         return
     compared = batch_at_logits(record.batch, logits, record.rule, record.num_tokens)

@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
+from composer_tokacc.compat import num_writes, own_tensors
+
 PERTURBATION = 0.1
 """Relative size of the noise that is added to a state."""
 Namespace: TypeAlias = MutableMapping[str, Any]
@@ -160,13 +162,14 @@ def _entries_of(model: Module) -> Iterator[_StateEntry]:
             continue  # it cannot be looked into
         prefix = f'{module_name}.' if module_name else ''
         attributes = vars(module)
+        parameters, buffers = own_tensors(module)
         # Parameters may be large, so they are not copied. Their number of writes tells.
-        for key, value in attributes.get('_parameters', {}).items():
+        for key, value in parameters.items():
             if _is_plain(value):
-                yield _tensor_entry(prefix + key, module._parameters, key, value, copies=False)
-        for key, value in attributes.get('_buffers', {}).items():
+                yield _tensor_entry(prefix + key, parameters, key, value, copies=False)
+        for key, value in buffers.items():
             if _is_plain(value):
-                yield _tensor_entry(prefix + key, module._buffers, key, value, copies=True)
+                yield _tensor_entry(prefix + key, buffers, key, value, copies=True)
         for key, value in attributes.items():
             if _is_plain(value):
                 yield _tensor_entry(prefix + key, attributes, key, value, copies=True)
@@ -188,7 +191,7 @@ def _tensor_entry(
 
 def _version_of(tensor: Tensor) -> int | None:
     # Tensors made in inference mode do not count their writes.
-    return None if tensor.is_inference() else tensor._version
+    return None if tensor.is_inference() else num_writes(tensor)
 
 
 def _is_plain(value: object) -> TypeGuard[Tensor]:
