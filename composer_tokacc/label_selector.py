@@ -64,7 +64,7 @@ class LabelSelector:
         for handle in self._handles:
             handle.remove()
 
-    def _select_labels(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def _select_labels(self, module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         self._positions = None  # also of a forward that an error ended
         num_labels, self._num_labels = self._num_labels, None
         labels = kwargs.get('labels')

@@ -155,6 +155,7 @@ class StepWatch:
             return
         # With FSDP2 no gradient reaches the parameters that the optimizer has.
         node, _ = node_of(logits)
+        assert node is not None  # the logits have a graph
         node.register_prehook(self._on_backward)
         if self._has_repeated:
             return

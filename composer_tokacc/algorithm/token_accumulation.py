@@ -329,6 +329,7 @@ class TokenAccumulation(Algorithm):
             _watch_tokens(state, record, fit, share=scaled, is_weighted=self.is_weighted, is_whole=is_whole)
         self._raw_loss = sum(state.loss.values()) if isinstance(state.loss, SplitLoss) else state.loss
         if fit.balance is not None:
+            assert isinstance(state.loss, SplitLoss)  # the count has refused models without a router's loss
             state.loss = fit.balance.applied(state.loss, state.outputs, index, count or 1)
         state.loss = fit.terms.scaled(state.loss, _scales_of(record, share), observe=record.observe)
 

@@ -279,8 +279,9 @@ class RowComparison(Generic[RulesT]):
         height, width = self.batch['labels'].shape
         placed: list[Tensor | None] = []
         for gradient in gradients:
-            is_selected = gradient is not None and tuple(gradient.shape[:2]) == positions.shape
-            placed.append(positions.put_back(gradient, height, width) if is_selected else gradient)
+            if gradient is not None and tuple(gradient.shape[:2]) == positions.shape:
+                gradient = positions.put_back(gradient, height, width)
+            placed.append(gradient)
         result = replace(result, gradients={**result.gradients, 'tokens': placed})
         row_gradients = self._aligned(self._rows, result, self._all_rows)
         if self._difference(row_gradients, self._all_rows, CutKind.AT_LABELS) is not None:

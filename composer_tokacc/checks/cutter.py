@@ -22,7 +22,7 @@ class Rules(Protocol):
         """How the rows of a microbatch become one packed row; empty if they do not."""
         ...
 
-    def with_side_of(self: RulesT, known: RulesT, side: str) -> RulesT:
+    def with_side_of(self: RulesT, earlier: RulesT, side: str) -> RulesT:
         """Returns these rules with the earlier ones for rows that are padded on a side."""
         ...
 

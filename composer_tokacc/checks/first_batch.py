@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import accumulate
-from typing import Any, NamedTuple, TypeAlias, overload
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -157,12 +157,6 @@ class FirstBatchCheck:
         if step >= LOOK_AGAIN and step & (step - 1) == 0:
             self._was_run = False
         return has_new_rows or not self._was_run
-
-    @overload
-    def prove(self, batch: Batch, cutter: Cutter[RulesT]) -> RulesT: ...
-
-    @overload
-    def prove(self, batch: Batch, cutter: None) -> None: ...
 
     def prove(
         self,

@@ -84,7 +84,9 @@ class CountingDataSpec(DataSpec):
             )  # fmt: skip
         readings = {} if self._first_batch.layout is None else self._first_batch.layout.readings
         self._first_batch.layout = layout.with_readings(readings)  # of this batch, if the model does not tell
-        self._split.adopt(self._first_batch.prove(batch, self._split))
+        rules = self._first_batch.prove(batch, self._split)
+        assert rules is not None  # a split always has rules
+        self._split.adopt(rules)
         if self._split.given_layout is not None:
             self._split.layout = self._first_batch.layout
         assert self._first_batch.rule is not None

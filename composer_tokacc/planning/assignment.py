@@ -163,7 +163,7 @@ def _slots_time(
             slowest_text = max(slowest_text, text[k])
             slowest_vision = max(slowest_vision, vision[k])
         time += slowest_text + slowest_vision
-    return time
+    return float(time)
 
 
 def assign_slots(costs: np.ndarray, num_ranks: int) -> np.ndarray:

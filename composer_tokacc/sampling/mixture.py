@@ -83,7 +83,7 @@ class Mixture:
         """Samples of each dataset in an epoch, on average over many."""
         if self.weights is not None:
             weights = [Fraction(weight) for weight in self.weights]
-            samples_per_weight = sum(self.sizes) / sum(weights)
+            samples_per_weight = Fraction(sum(self.sizes)) / sum(weights, Fraction(0))
             return [samples_per_weight * weight for weight in weights]
         passes = self.epochs
         if passes is None:

@@ -171,6 +171,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         'vision_config.sam_config.output_channels': 32,
     },
     'udop': {'decoder_start_token_id': 0},
+    't5': {'decoder_start_token_id': 0},
     'glmasr': {'audio_config.intermediate_size': 128},
     'janus': {'vq_config.base_channels': 32, 'vq_config.channel_multiplier': [1, 1], 'vq_config.num_embeddings': 8},
     'phi4_multimodal': {

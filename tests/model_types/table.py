@@ -23,7 +23,7 @@ from benchmarks.record import filled
 PAGE = Path(__file__).parents[2] / 'docs' / 'families.md'
 KEPT = Path(__file__).parent / 'results.json'
 ORDER = ('wrong', 'crashed', 'exact', 'refused', 'not tried', 'not built')
-HEAD = '| type | padded right | padded left | packed |\n|---|---|---|---|'
+HEAD = '| type | padded right | padded left | packed | logits |\n|---|---|---|---|---|'
 TEXT_TITLES = {
     'multimodal': 'Text of multimodal types',
     'text': 'Text',
@@ -89,7 +89,7 @@ def table() -> str:
 
 
 def _row(model_type: str, outcomes: dict[str, str], modality: str) -> str:
-    names = (modality, f'{modality}, padded left', f'{modality}, packed')
+    names = (modality, f'{modality}, padded left', f'{modality}, packed', 'logits')
     return f'| `{model_type}` | {" | ".join(_cell(outcomes.get(name, "")) for name in names)} |'
 
 

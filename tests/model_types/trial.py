@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +21,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from composer_tokacc import BatchLayout
+from composer_tokacc.algorithm.run_logits import RunLogits
 from tests.matrix.harness import Outcome, measure, measure_steps, plain_gradients, quiet
 from tests.matrix.subjects import SUBJECTS
 from tests.model_types.exceptions import THINKERS, UNTRIED, UNTRIED_TEXT
@@ -28,7 +31,7 @@ from tests.support.training import relative_error
 
 MOST_ROUND_OFF = 1e-4
 """Gemma 4's in float32 is 5e-5 against double precision; positions that a wrong cut moves make 1e-2."""
-CLASSES: dict[str, Mapping[str, Any]] = {
+CLASSES: dict[str, Any] = {
     'multimodal': MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
     'text': MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     'other': {'bert': 'BertForMaskedLM', 't5': 'T5ForConditionalGeneration'},
@@ -67,9 +70,33 @@ def tried(model_type: str, kind: str) -> dict[str, str]:
             return {'': f'not built: {_short(error)}'}
         modalities = (maker.modalities() if kind == 'multimodal' else []) or ['text']
         said: dict[str, str] = {}
-        for modality in modalities:
-            said |= _tried(maker, modality)
+        with watched_logits() as reasons:
+            for modality in modalities:
+                said |= _tried(maker, modality)
+        if reasons:
+            said['logits'] = next((f'all logits: {reason}' for reason in reasons if reason), 'at labels')
         return said
+
+
+@contextmanager
+def watched_logits() -> Iterator[list[str]]:
+    """Yields a list that gets, for each forward of training, why it computed all logits; '' if only at labels."""
+    reasons: list[str] = []
+    begin_forward = RunLogits.begin_forward
+
+    def watched(logits: RunLogits, rule: str, num_labels: int, num_positions: int) -> None:
+        reasons.append('')
+        begin_forward(logits, rule, num_labels, num_positions)
+
+    check_choice = RunLogits._check_choice
+
+    def checked(logits: RunLogits) -> None:
+        if logits.why_all is not None:
+            reasons.append(_stripped(logits.why_all))
+        check_choice(logits)
+
+    with patch.object(RunLogits, 'begin_forward', watched), patch.object(RunLogits, '_check_choice', checked):
+        yield reasons
 
 
 def _tried(maker: Maker, modality: str) -> dict[str, str]:
