@@ -63,15 +63,14 @@ def test_another_way_of_reducing_than_that_of_the_checkpoint_is_refused_before_t
     resumed = {**whole, 'folder': None, 'load_path': str(tmp_path / 'ba2.pt'), 'ddp_sync_strategy': 'multi_auto_sync'}
     trained, refused = run(2, [whole, resumed])
     assert len(trained['errors']) == 4
-    assert 'Gradients must be reduced in the last microbatch of a step alone' in refused['refused']
+    assert 'reduced only in the last microbatch' in refused['refused']
 
 
 @pytest.mark.slow
 def test_unequal_counts_are_refused_where_every_microbatch_is_reduced():
     options = {'equal_counts': False, 'ddp_sync_strategy': 'multi_auto_sync'}
     [found] = run(2, [{'family': 'llama', 'steps': 'tt', 'rows': 16, **options}])
-    message = 'Ranks must make equally many microbatches where gradients are reduced in each'
-    assert message in found['refused']
+    assert 'equally many microbatches' in found['refused']
 
 
 @pytest.mark.slow
