@@ -3,7 +3,7 @@
 
 """Compares the gradient of the same rows in many cuts, for any trainer, in any test.
 
-:func:`compare_cuts` is the common part. :func:`verify_invariance` gives it the microbatches of a user's own step, and
+``compare_cuts`` is the common part. ``verify_invariance`` gives it the microbatches of a user's own step, and
 the program ``composer_tokacc.verify`` gives it runs of Composer's Trainer.
 """
 
@@ -356,7 +356,7 @@ def _joined(rows_by_rank: list[SingleRows]) -> SingleRows:
 
 @dataclass(frozen=True, kw_only=True)
 class _StepInCuts:
-    """A user's step, and the rows to put through it. The fields are arguments of :func:`verify_invariance`."""
+    """A user's step, and the rows to put through it. The fields are arguments of :func:`.verify_invariance`."""
 
     gradients: Callable[[list[SingleRow]], Gradients]
     reference: Callable[[SingleRow], Gradients] | None

@@ -105,7 +105,7 @@ def weighted_microbatches(
 
     A microbatch without loss-generating tokens gets one label, so that its loss is a number, and the factor 0, because
     DDP may wait for it on the other ranks. The same holds for repeated samples that only fill up a rank. In packed
-    rows the first label of each further document is masked. Arguments are those of :func:`step_loss_weights`. Every
+    rows the first label of each further document is masked. Arguments are those of :func:`.step_loss_weights`. Every
     token has the same weight.
 
     Example:
@@ -164,7 +164,7 @@ def apply_token_weights(
         logits: Logits of a microbatch, ``(rows, width, vocabulary)``, as the model returned them, before the backward.
             The value of the loss stays the plain mean.
         batch: The microbatch with ``labels``, and with ``loss_weights`` for ``'column'``. Every label counts that is
-            not -100, as in :func:`step_loss_weights`.
+            not -100, as in :func:`.step_loss_weights`.
         token_weights: ``'token'``, ``'sqrt'``, ``'sample'`` or ``'column'``, see :class:`.TokenAccumulation`.
         loss_tokens: The rule by which the model averages, see :func:`.counting.loss_mask`.
     """

@@ -69,7 +69,7 @@ _ONLY_IDS = {'return_attention_mask': False, 'return_token_type_ids': False}
 class ConversationEncoder:
     """Turns messages and media into the tensors of a processor for one sample, plus ``labels``.
 
-    Answers are found through the chat template, see :class:`.ChatTemplate`. Some templates do not write an ending token
+    Answers are found through the chat template, see ``ChatTemplate``. Some templates do not write an ending token
     (LLaVA-1.5). Then the tokenizer's ``eos_token`` is added after each answer, as LLaVA's own training code does: a
     model that never sees an end does not learn to stop.
 
