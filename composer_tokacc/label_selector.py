@@ -39,7 +39,12 @@ class LabelSelector:
         self._num_labels: int | None = None  # of the next forward; None: it computes all logits
         self._positions: LabelledPositions | None = None  # of the forward that runs now
         self._shape = torch.Size()  # of its labels
-        self._num_selections = 0  # times that it has called the output embedding
+        self._num_calls = 0  # times that it has called the output embedding
+        self.num_head_calls = 0
+        """How often the last forward that computed all logits has called the output embedding.
+
+        A fused kernel does not call it. It must not get selected labels: a kernel may read beyond the end of them.
+        """
         self._handles = [
             model.register_forward_pre_hook(self._select_labels, with_kwargs=True),
             head.register_forward_pre_hook(self._select_hidden_states),
@@ -66,6 +71,7 @@ class LabelSelector:
 
     def _select_labels(self, module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         self._positions = None  # also of a forward that an error ended
+        self._num_calls = 0
         num_labels, self._num_labels = self._num_labels, None
         labels = kwargs.get('labels')
         if labels is None or num_labels is None:
@@ -80,13 +86,13 @@ class LabelSelector:
             # The model would make the decoder's input of its labels, of which it gets only some.
             kwargs['decoder_input_ids'] = module.prepare_decoder_input_ids_from_labels(labels=labels)
         kwargs['labels'] = positions.select_labels(labels, IGNORE_INDEX)
-        self._positions, self._shape, self._num_selections = positions, labels.shape, 0
+        self._positions, self._shape = positions, labels.shape
         return args, kwargs
 
     def _select_hidden_states(self, head: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        self._num_calls += 1
         if self._positions is None:
             return None
-        self._num_selections += 1
         hidden_states = args[0]
         if hidden_states.shape[:2] != self._shape:
             raise RuntimeError(
@@ -97,10 +103,12 @@ class LabelSelector:
 
     def _check_selected(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         was_selecting, self._positions = self._positions is not None, None
-        if was_selecting and self._num_selections != 1:
+        if not was_selecting:
+            self.num_head_calls = self._num_calls
+        elif self._num_calls != 1:
             raise RuntimeError(
                 'Logits at labels need one call of the output embedding in each forward, got: '
-                f'{self._num_selections} calls. The model computes its loss in another way (a fused kernel, or more '
+                f'{self._num_calls} calls. The model computes its loss in another way (a fused kernel, or more '
                 'than one head).'
             )
 

@@ -265,6 +265,8 @@ class RowComparison(Generic[RulesT]):
         The gradient by the logits is compared. The output embedding is applied to each position by itself, so that the
         same gradient at the same positions is the same gradient by the hidden states.
         """
+        if selector.num_head_calls != 1:
+            return 'the model computes its loss without one call of its output embedding, as a fused kernel does'
         positions = LabelledPositions.from_batch(self.batch, self._rule, sum(self._counts))
         try:
             result = self._probe.run(self.batch, at_labels=AtLabels(selector, self._rule, positions))
