@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 
 from composer_tokacc import BatchLayout
 from composer_tokacc.data_spec.document_attention import DocumentAttention
@@ -20,6 +21,12 @@ LENGTHS = [4, 5, 9, 14, 6, 3, 2, 9]
 PACKABLE = [name for name in MODELS if name != 'deberta']
 COUNTS_COLUMNS = ('bert',)
 """Models that count positions from column 0, padding on the left included."""
+
+
+pytestmark = pytest.mark.skipif(
+    transformers.__version__.startswith('4.'),
+    reason='encoders of Transformers 4 have no attention by documents, so packing is refused',
+)
 
 
 @pytest.mark.parametrize('microbatch_size', [1, 3, 8])

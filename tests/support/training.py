@@ -208,7 +208,9 @@ def reference_gradients(
     model.zero_grad(set_to_none=True)
     inputs = {key: value for key, value in batch.items() if isinstance(value, torch.Tensor)}
     inputs = {key: value.to(dtype) if value.is_floating_point() else value for key, value in inputs.items()}
-    loss = model(**inputs, use_cache=False).loss
+    if 'use_cache' in inspect.signature(model.forward).parameters:  # encoders of Transformers 4 have none
+        inputs['use_cache'] = False
+    loss = model(**inputs).loss
     loss.backward()
     gradients = {f'model.{name}': p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return gradients, loss.item()
