@@ -70,7 +70,8 @@ def test_width_that_changes_the_model(model_type, side, options):
         model = top_k_model(model_type, scales=bool(seed))
         outcomes = measure_steps(model, growing_batches(side, seed), 2, **options)
         kinds = [outcome.kind for outcome in outcomes]
-        assert kinds[0] == 'exact'
+        # Doge of Transformers 4 is refused in the first batch already.
+        assert kinds[0] == 'exact' or transformers.__version__.startswith('4.')
         assert set(kinds) <= {'exact', 'refused'}, [str(outcome) for outcome in outcomes]
         if options.get('packing'):
             assert kinds[-1] == 'refused'
