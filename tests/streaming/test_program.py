@@ -122,7 +122,7 @@ MISTAKES = {
     'dataset.eval.num_canonical_nodes=2': '`dataset.eval` must name shards of its own',
     'microbatching.regroup=false': '`loader.exchange_ranks` needs `microbatching.regroup`',
     'dataset.replication=2': '`loader.exchange_ranks` must be false with `dataset.replication`',
-    'dataset.name=llava_streeming': 'got: llava_streeming. Did you mean llava_streaming?',
+    'dataset.name=llava_streeming': 'llava_streeming. Did you mean llava_streaming?',
 }
 
 
@@ -136,7 +136,7 @@ def test_mistakes_are_said_in_one_line(shards, override):
 
 def test_exchange_needs_the_width_of_a_slot(shards):
     config = config_of(shards, 'microbatching.slot_tokens=null', 'dataset.max_length=null')
-    with pytest.raises(ConfigError, match='needs the width of a slot before a batch is read, got: neither'):
+    with pytest.raises(ConfigError, match='needs the width of a slot before a batch is read'):
         check_config(config, num_ranks=2)
     config.microbatching.device_train_microbatch_size = 'suggest'
     check_config(config, num_ranks=2)
