@@ -92,7 +92,9 @@ def test_a_table_of_lengths_stands_for_the_data(tmp_path: Path, capsys: pytest.C
     assert figures['terms']['vision activations'] > 0
     assert '256 samples' in capsys.readouterr().out
     assert size.main([*arguments, 'model.lora={target_modules: [nothing]}']) == 2
-    assert '`model.lora`' in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert '`model.lora`' in error
+    assert 'nothing' in error
 
 
 LLAVA_7B = str(YAML_OF_FILES.with_name('llava15_7b.yaml'))
