@@ -27,7 +27,7 @@ from typing import Any
 from benchmarks.machine import COMPOSER, environment, machine, versions
 from benchmarks.record import ROOT, parser_of, write_rows
 from benchmarks.rivals.contenders import CONTENDERS
-from benchmarks.rivals.data import MODELS, SETS
+from benchmarks.rivals.data import MODELS, SETS, SHAPES
 from benchmarks.rivals.report import RESULTS_FILE, read, write_pages
 
 PACKAGES = ('mosaicml', 'torch', 'transformers', 'accelerate', 'online-dynamic-batching')
@@ -76,7 +76,7 @@ def key_of(cell: Row) -> tuple[str, str, int, str]:
 def main() -> None:
     parser = parser_of(__doc__, results=RESULTS_FILE)
     parser.add_argument('--report', action='store_true', help='only write the pages')
-    parser.add_argument('--models', nargs='+', choices=MODELS, default=MODELS)
+    parser.add_argument('--models', nargs='+', choices=[*MODELS, *SHAPES], default=MODELS)
     parser.add_argument('--sets', nargs='+', choices=SETS, default=SETS)
     parser.add_argument('--rivals', nargs='+', choices=CONTENDERS, default=list(CONTENDERS))
     parser.add_argument('--ranks', type=int, nargs='+', default=[1, 2])
