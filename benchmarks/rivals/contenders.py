@@ -193,7 +193,7 @@ def trl(task: Task) -> Settings:
         'gradient_checkpointing': False,
     }
     tokenizer = train_tokenizer(['text'], model_max_length=8192)
-    drops_positions = mock.patch.object(utils, '_use_triton', lambda device: True)
+    drops_positions = mock.patch.object(utils, '_use_triton', return_value=True)
     with tempfile.TemporaryDirectory() as folder, drops_positions:
         arguments = SFTConfig(output_dir=folder, **settings)
         SFTTrainer(task.model, arguments, train_dataset=Dataset.from_list(samples), processing_class=tokenizer).train()
