@@ -6,7 +6,8 @@
     python -m benchmarks.once.head_in_pieces [--rounds 3]
 
 A text model with a vocabulary of 152,000, all positions labelled, checkpointed activations. A piece has 1,024
-positions, and is computed again in the backward. Each run is a process of its own, because its peak memory is that of the process.
+positions, and is computed again in the backward. Each run is a process of its own, because its peak
+memory is that of the process.
 Writes results/head_in_pieces.json (docs/decisions/head_in_pieces.md).
 """
 
