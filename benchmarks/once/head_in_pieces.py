@@ -51,7 +51,8 @@ def mean_loss(model: LlamaForCausalLM, ids: torch.Tensor, num_labels: int, *, in
         return loss_of(hidden_states, labels)
     total = torch.zeros(())
     for hidden, targets in zip(hidden_states.split(PIECE), labels.split(PIECE), strict=True):
-        total = total + checkpoint(loss_of, hidden, targets, use_reentrant=False)
+        loss: Any = checkpoint(loss_of, hidden, targets, use_reentrant=False)
+        total = total + loss
     return total
 
 
