@@ -65,9 +65,15 @@ def expected_gradients(model, batch, ranks, token_weights='token'):
 
 @pytest.mark.parametrize('token_weights', ['token', 'sqrt'])
 @pytest.mark.parametrize('split', ['stock', 'ordered', 'regrouped'])
-@pytest.mark.parametrize(('family', 'weight', 'microbatch_size'), [
-    ('mixtral', 0.1, 1), ('mixtral', 0.001, 2), ('qwen3_moe', 0.1, 3), ('qwen3_moe', 1.0, 6),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ('family', 'weight', 'microbatch_size'),
+    [
+        ('mixtral', 0.1, 1),
+        ('mixtral', 0.001, 2),
+        ('qwen3_moe', 0.1, 3),
+        ('qwen3_moe', 1.0, 6),
+    ],
+)
 def test_tokens_are_exact_and_every_microbatchs_router_weighs_the_same(
     family, weight, microbatch_size, split, token_weights
 ):
