@@ -81,9 +81,14 @@ def test_the_gradient_of_a_step_is_that_of_the_shared_means(packing):
     tokens = [int((one['labels'][:, 1:] != -100).sum()) for one in samples]
     lengths = [one['input_ids'].shape[1] for one in samples]
     sampler = RegroupingBatchSampler(
-        dataset, lengths=lengths, global_batch_size=20, max_tokens=2 * LONGEST, num_replicas=1, rank=0,
+        dataset,
+        lengths=lengths,
+        global_batch_size=20,
+        max_tokens=2 * LONGEST,
+        num_replicas=1,
+        rank=0,
         loss_shares=LossShares([20, 12, 8], SHARES, tokens),
-    )  # fmt: skip
+    )
     loader = RegroupingDataLoader(dataset, batch_sampler=sampler, collate_fn=collate_named)
     model = text_model()
     terms = []
