@@ -17,9 +17,13 @@ from tests.support.small_batches import text_batch
 
 IMAGE, VIDEO = 90, 91
 CONFIG = SimpleNamespace(
-    model_type='new_vl', vision_config=SimpleNamespace(), image_token_id=IMAGE, video_token_id=VIDEO,
-    vision_start_token_id=88, image_newline_id=87,
-)  # fmt: skip
+    model_type='new_vl',
+    vision_config=SimpleNamespace(),
+    image_token_id=IMAGE,
+    video_token_id=VIDEO,
+    vision_start_token_id=88,
+    image_newline_id=87,
+)
 TEXT = SimpleNamespace(model_type='new_text')
 
 

@@ -27,8 +27,12 @@ def microbatch(lengths, *, left=False, images=()):
     rows = [[PAD] * (width - n) + [10 * n + k for k in range(n)] for n in lengths]
     rows = rows if left else [[*row[width - n :], *row[: width - n]] for row, n in zip(rows, lengths, strict=True)]
     ids = torch.tensor(rows)
-    batch = {'input_ids': ids, 'attention_mask': (ids != PAD).long(), 'labels': ids.masked_fill(ids == PAD, -100),
-             'names': [f'{n}' for n in lengths]}  # fmt: skip
+    batch = {
+        'input_ids': ids,
+        'attention_mask': (ids != PAD).long(),
+        'labels': ids.masked_fill(ids == PAD, -100),
+        'names': [f'{n}' for n in lengths],
+    }
     if images:
         batch['num_images'] = [int(row in images) for row in range(len(lengths))]
         batch['pixel_values'] = torch.ones(len(images), 3, 2, 2, dtype=torch.bfloat16)
