@@ -61,9 +61,12 @@ def run(tmp_path_factory):
     batch = {**collate(text_rows(SHAPE)), 'source': ['a', 'b<', 'a']}
     lines = JsonLines(str(folder))
     _, memory, trainer = train(
-        text_model(), loader(*[batch] * 5), callbacks=[TokenMonitor(), lines, Attached(lines)], max_duration='5ba',
+        text_model(),
+        loader(*[batch] * 5),
+        callbacks=[TokenMonitor(), lines, Attached(lines)],
+        max_duration='5ba',
         microbatch_size=3,
-    )  # fmt: skip
+    )
     trainer.close()
     return folder, memory
 

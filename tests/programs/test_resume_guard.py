@@ -41,11 +41,20 @@ def write_data(folder, *, answer='It is', num_samples=12):
 
 def command(data, checkpoints, *further):
     return [
-        LLAVA, f'dataset.path={data}/data.json', f'dataset.image_dir={data}/images', *TINY_MODEL, *QUIET,
-        'dataset.processor.vocab_size=300', 'loader.global_batch_size=4', 'scheduler.t_warmup=1ba',
-        'trainer.max_duration=2ba', 'trainer.save_interval=1ba', f'trainer.save_folder={checkpoints}',
-        f'report.folder={checkpoints}', *further,
-    ]  # fmt: skip
+        LLAVA,
+        f'dataset.path={data}/data.json',
+        f'dataset.image_dir={data}/images',
+        *TINY_MODEL,
+        *QUIET,
+        'dataset.processor.vocab_size=300',
+        'loader.global_batch_size=4',
+        'scheduler.t_warmup=1ba',
+        'trainer.max_duration=2ba',
+        'trainer.save_interval=1ba',
+        f'trainer.save_folder={checkpoints}',
+        f'report.folder={checkpoints}',
+        *further,
+    ]
 
 
 @pytest.fixture(scope='module')
@@ -150,9 +159,13 @@ def test_a_checkpoint_without_fingerprints_is_resumed(copied):
 
 def test_a_dataset_that_says_nothing_about_itself_is_known_by_samples(tmp_path, capsys):
     arguments = [
-        DIGITS, *TINY_DIGITS, 'trainer.autoresume=true', 'trainer.save_interval=1ba',
-        f'trainer.save_folder={tmp_path}/checkpoints', f'report.folder={tmp_path}',
-    ]  # fmt: skip
+        DIGITS,
+        *TINY_DIGITS,
+        'trainer.autoresume=true',
+        'trainer.save_interval=1ba',
+        f'trainer.save_folder={tmp_path}/checkpoints',
+        f'report.folder={tmp_path}',
+    ]
     assert main([*arguments, 'trainer.max_duration=1ba']) == 0
     assert main([*arguments, 'trainer.max_duration=2ba']) == 0
     assert main([*arguments, 'trainer.max_duration=3ba', 'dataset.seed=5']) == 2
@@ -194,10 +207,16 @@ def test_the_same_adapter_in_other_words_is_resumed(adapted, tmp_path):
 
 def adapted_run(folder, num_steps, lora):
     return [
-        DIGITS, *TINY_DIGITS, f'model.lora={lora}', 'dataset.eval=null', 'trainer.autoresume=true',
-        'trainer.save_interval=1ba', f'trainer.save_folder={folder}', f'report.folder={folder}',
+        DIGITS,
+        *TINY_DIGITS,
+        f'model.lora={lora}',
+        'dataset.eval=null',
+        'trainer.autoresume=true',
+        'trainer.save_interval=1ba',
+        f'trainer.save_folder={folder}',
+        f'report.folder={folder}',
         f'trainer.max_duration={num_steps}ba',
-    ]  # fmt: skip
+    ]
 
 
 @pytest.fixture(scope='module')

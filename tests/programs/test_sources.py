@@ -24,9 +24,14 @@ from tests.support.launch import ROOT
 def build(tmp_path, *overrides, is_eval=False):
     config = load_config(
         ROOT / 'yamls' / 'digits.yaml',
-        ['dataset.num_samples=60', 'dataset.eval.num_samples=20', 'loader.global_batch_size=16',
-         f'loader.lengths_folder={tmp_path}', *overrides],
-    )  # fmt: skip
+        [
+            'dataset.num_samples=60',
+            'dataset.eval.num_samples=20',
+            'loader.global_batch_size=16',
+            f'loader.lengths_folder={tmp_path}',
+            *overrides,
+        ],
+    )
     source = source_of(config)
     processor = source.build_processor()
     dataset = source.build_dataset(processor, is_eval=is_eval)
@@ -74,9 +79,13 @@ def test_plans_are_made_with_the_cost_of_the_patches_of_each_sample(tmp_path):
         images = [dataset[index]['num_images'][0] for index in window]  # one patch each
         lengths = [dataset[index]['input_ids'].shape[1] for index in window]
         expected = plan_microbatches(
-            lengths, num_ranks=1, max_tokens=sampler.planner.options.max_tokens, image_tokens=images,
-            vision_cost=[3.0 * (n > 0) + 2.0 * n + 5.0 * n * n for n in images], cost=CostModel(launch=1.0),
-        )  # fmt: skip
+            lengths,
+            num_ranks=1,
+            max_tokens=sampler.planner.options.max_tokens,
+            image_tokens=images,
+            vision_cost=[3.0 * (n > 0) + 2.0 * n + 5.0 * n * n for n in images],
+            cost=CostModel(launch=1.0),
+        )
         planned = sampler.plan(step)
         assert [one.indices for one in planned.ranks[0]] == [one.indices for one in expected.ranks[0]]
         assert [one.cost for one in planned.ranks[0]] == pytest.approx([one.cost for one in expected.ranks[0]])
