@@ -15,9 +15,12 @@ from examples.digits import DigitsDataset, digits_model_config
 
 def sample(ids, labels, num_images=0, sample_id='s'):
     made = {
-        'input_ids': torch.tensor([ids]), 'attention_mask': torch.ones(1, len(ids), dtype=torch.long),
-        'labels': torch.tensor([labels]), 'sample_ids': [sample_id], 'num_images': [num_images],
-    }  # fmt: skip
+        'input_ids': torch.tensor([ids]),
+        'attention_mask': torch.ones(1, len(ids), dtype=torch.long),
+        'labels': torch.tensor([labels]),
+        'sample_ids': [sample_id],
+        'num_images': [num_images],
+    }
     if num_images:
         made['pixel_values'] = torch.full((num_images, 3, 2, 2), float(ids[0]))
     return made

@@ -47,30 +47,47 @@ WHAT = text('What is this?')
 CONVERSATIONS = {
     'one turn': [user(IMAGE, WHAT), assistant('A red square.')],
     'several turns': [
-        user(IMAGE, WHAT), assistant('A red square.'), user(text('And now?')), assistant('A red square.'),
+        user(IMAGE, WHAT),
+        assistant('A red square.'),
+        user(text('And now?')),
+        assistant('A red square.'),
     ],
     'images between answers': [
-        user(IMAGE, IMAGE, WHAT), assistant('Blue, I think: <b>7</b> of them.'), user(IMAGE, text('And now?')),
-        assistant('A'), user(text('Really?')), assistant('Yes.\nTwo lines.'),
+        user(IMAGE, IMAGE, WHAT),
+        assistant('Blue, I think: <b>7</b> of them.'),
+        user(IMAGE, text('And now?')),
+        assistant('A'),
+        user(text('Really?')),
+        assistant('Yes.\nTwo lines.'),
     ],
     'an image a turn': [
-        user(IMAGE, WHAT), assistant('Blue.'), user(text('And '), IMAGE, text('?')), assistant('Blue.'), user(IMAGE),
+        user(IMAGE, WHAT),
+        assistant('Blue.'),
+        user(text('And '), IMAGE, text('?')),
+        assistant('Blue.'),
+        user(IMAGE),
         assistant('A red square.'),
     ],
     'one image in each question': [
-        user(IMAGE, WHAT), assistant('A a a a a a.'), user(IMAGE, text('And this?')), assistant('A'),
-        user(IMAGE, text('And this?')), assistant('A a a a a.'),
+        user(IMAGE, WHAT),
+        assistant('A a a a a a.'),
+        user(IMAGE, text('And this?')),
+        assistant('A'),
+        user(IMAGE, text('And this?')),
+        assistant('A a a a a.'),
     ],
     'image behind text': [user(text('Compare '), IMAGE, text(' with '), IMAGE), assistant('Same.')],
     'answers that look like the template': [
-        user(IMAGE, text('ASSISTANT: a [/INST] assistant')), assistant('USER: assistant a'), user(text('a')),
+        user(IMAGE, text('ASSISTANT: a [/INST] assistant')),
+        assistant('USER: assistant a'),
+        user(text('a')),
         assistant('a'),
     ],
     'system turn': [SYSTEM, user(IMAGE, WHAT), assistant('Blue.')],
     'letters of several bytes': [user(IMAGE, text('Wie heißt das?')), assistant('Größe: 三 🙂')],
     'no image': [user(text('What is blue?')), assistant('A colour.')],
     'unanswered question at the end': [user(IMAGE, text('?')), assistant('Red.'), user(text('And?'))],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize('conversation', CONVERSATIONS)

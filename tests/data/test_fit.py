@@ -162,9 +162,13 @@ def test_a_fit_without_a_cap_and_a_cap_without_a_fit_are_refused(tmp_path):
 @pytest.mark.parametrize(('given', 'cap'), [(['microbatching.slot_tokens=14'], 28), (['dataset.max_length=25'], 25)])
 def test_the_memory_of_a_microbatch_is_a_cap_of_the_program_too(path, processor, tmp_path, given, cap):
     values = [
-        f'dataset.path={path}', 'dataset.fit=true', 'dataset.video={fps: 10, max_frames: 8}',
-        'microbatching.device_train_microbatch_size=2', f'loader.lengths_folder={tmp_path}', 'loader.num_workers=0',
-    ]  # fmt: skip
+        f'dataset.path={path}',
+        'dataset.fit=true',
+        'dataset.video={fps: 10, max_frames: 8}',
+        'microbatching.device_train_microbatch_size=2',
+        f'loader.lengths_folder={tmp_path}',
+        'loader.num_workers=0',
+    ]
     config = load_config(ROOT / 'yamls' / 'llava_json.yaml', [*values, *given])
     dataset = source_of(config).build_dataset(processor)
     assert cap - 4 < max(sizes(dataset, processor)[0]) <= cap

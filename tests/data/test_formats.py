@@ -84,95 +84,161 @@ SHOWN = {'type': 'image', 'image': 'red.png'}
 # Name -> record, what is said, images. The names of keys are those of each project's own documentation.
 FORMATS = {
     'VILA': (
-        {'id': '1', **RED_IMAGE,
-         'conversations': from_value(('human', '<image>Which colour?'), ('gpt', 'Red.'))},
-        PLAIN, ['red'],
+        {'id': '1', **RED_IMAGE, 'conversations': from_value(('human', '<image>Which colour?'), ('gpt', 'Red.'))},
+        PLAIN,
+        ['red'],
     ),
     'LLaMA-Factory alpaca': (
-        {'instruction': 'Which colour?', 'input': '<image>', 'output': 'Red.', 'system': 'Be brief.',
-         'history': [['Hello?', 'Hi.'], ['Ready?', 'Yes.']], 'images': ['red.png']},
-        [('system', 'Be brief.'), ('user', 'Hello?'), ('assistant', 'Hi.'), ('user', 'Ready?'), ('assistant', 'Yes.'),
-         ('user', 'Which colour?\n<image>'), ('assistant', 'Red.')],
+        {
+            'instruction': 'Which colour?',
+            'input': '<image>',
+            'output': 'Red.',
+            'system': 'Be brief.',
+            'history': [['Hello?', 'Hi.'], ['Ready?', 'Yes.']],
+            'images': ['red.png'],
+        },
+        [
+            ('system', 'Be brief.'),
+            ('user', 'Hello?'),
+            ('assistant', 'Hi.'),
+            ('user', 'Ready?'),
+            ('assistant', 'Yes.'),
+            ('user', 'Which colour?\n<image>'),
+            ('assistant', 'Red.'),
+        ],
         ['red'],
     ),
     'alpaca without input': (
         {'instruction': 'Which colour has blood?', 'input': '', 'output': 'Red.'},
-        [('user', 'Which colour has blood?'), ('assistant', 'Red.')], [],
+        [('user', 'Which colour has blood?'), ('assistant', 'Red.')],
+        [],
     ),
     'LLaMA-Factory ShareGPT with an observation': (
-        {'conversations': from_value(('human', 'Weather?'), ('gpt', 'Let me look.'), ('observation', 'sunny'),
-                                     ('gpt', 'Sunny.')), 'system': ''},
-        [('user', 'Weather?'), ('assistant', 'Let me look.'), ('tool', 'sunny'), ('assistant', 'Sunny.')], [],
+        {
+            'conversations': from_value(
+                ('human', 'Weather?'), ('gpt', 'Let me look.'), ('observation', 'sunny'), ('gpt', 'Sunny.')
+            ),
+            'system': '',
+        },
+        [('user', 'Weather?'), ('assistant', 'Let me look.'), ('tool', 'sunny'), ('assistant', 'Sunny.')],
+        [],
     ),
     'OpenAI image_url': (
-        {'messages': [{'role': 'developer', 'content': 'Be brief.'},
-                      user([TEXT, {'type': 'image_url', 'image_url': {'url': RED_URI, 'detail': 'low'}}]), ANSWER]},
-        [('system', 'Be brief.'), ('user', 'Which colour?<image>'), ('assistant', 'Red.')], ['red'],
+        {
+            'messages': [
+                {'role': 'developer', 'content': 'Be brief.'},
+                user([TEXT, {'type': 'image_url', 'image_url': {'url': RED_URI, 'detail': 'low'}}]),
+                ANSWER,
+            ]
+        },
+        [('system', 'Be brief.'), ('user', 'Which colour?<image>'), ('assistant', 'Red.')],
+        ['red'],
     ),
     'OpenAI input_image': (
         asked_with({'type': 'input_image', 'image_url': RED_URI}, {'type': 'input_text', 'text': 'Which colour?'}),
-        PLAIN, ['red'],
+        PLAIN,
+        ['red'],
     ),
     'Qwen2-VL': (asked_with(SHOWN, TEXT), PLAIN, ['red']),
     'Qwen2-VL base64': (asked_with({'type': 'image', 'image': f'data:image;base64,{RED_TEXT}'}, TEXT), PLAIN, ['red']),
     'transformers': (asked_with({'type': 'image', 'base64': RED_TEXT}, TEXT), PLAIN, ['red']),
     'TRL messages': ({'images': ['red.png'], **asked_with({'type': 'image'}, TEXT)}, PLAIN, ['red']),
     'TRL messages of a table': (
-        {'images': [{'bytes': RED, 'path': None}],
-         **asked_with({'type': 'image', 'text': None, 'index': 0}, {**TEXT, 'index': None})},
-        PLAIN, ['red'],
+        {
+            'images': [{'bytes': RED, 'path': None}],
+            **asked_with({'type': 'image', 'text': None, 'index': 0}, {**TEXT, 'index': None}),
+        },
+        PLAIN,
+        ['red'],
     ),
     'TRL prompt and completion': (
-        {'images': ['red.png', 'blue.png'], 'prompt': [user('Which colour?'), answered('Red?'), user('And?')],
-         'completion': [answered('Blue.')]},
+        {
+            'images': ['red.png', 'blue.png'],
+            'prompt': [user('Which colour?'), answered('Red?'), user('And?')],
+            'completion': [answered('Blue.')],
+        },
         [('user', '<image><image>Which colour?'), ('assistant', 'Red?'), ('user', 'And?'), ('assistant', 'Blue.')],
         ['red', 'blue'],
     ),
     'ms-swift': ({'messages': [QUESTION, ANSWER], 'images': [{'bytes': None, 'path': 'red.png'}]}, PLAIN, ['red']),
     'ms-swift bytes': (
-        {'messages': [QUESTION, ANSWER], 'images': [{'bytes': RED_TEXT, 'path': 'x.png'}]}, PLAIN, ['red'],
+        {'messages': [QUESTION, ANSWER], 'images': [{'bytes': RED_TEXT, 'path': 'x.png'}]},
+        PLAIN,
+        ['red'],
     ),
     'ms-swift query': (
-        {'query': '<image>Which colour?', 'response': 'Red.', 'images': ['red.png'], 'history': []}, PLAIN, ['red'],
+        {'query': '<image>Which colour?', 'response': 'Red.', 'images': ['red.png'], 'history': []},
+        PLAIN,
+        ['red'],
     ),
     'Monkey beside a list': (
-        {'image': 'blue.png', 'conversations': from_value(('user', '<img>red.png</img><image>Which colours?'),
-                                                          ('assistant', 'Red, blue.'))},
-        [('user', '<image><image>Which colours?'), ('assistant', 'Red, blue.')], ['red', 'blue'],
+        {
+            'image': 'blue.png',
+            'conversations': from_value(
+                ('user', '<img>red.png</img><image>Which colours?'), ('assistant', 'Red, blue.')
+            ),
+        },
+        [('user', '<image><image>Which colours?'), ('assistant', 'Red, blue.')],
+        ['red', 'blue'],
     ),
     'The Cauldron': (
-        {'images': [{'bytes': RED, 'path': None}], 'texts': [
-            {'user': 'Which colour?', 'assistant': 'Red.', 'source': 'VQAv2'},
-            {'user': 'Sure?', 'assistant': 'Yes.', 'source': 'VQAv2'},
-        ]},
-        [*PLAIN, ('user', 'Sure?'), ('assistant', 'Yes.')], ['red'],
+        {
+            'images': [{'bytes': RED, 'path': None}],
+            'texts': [
+                {'user': 'Which colour?', 'assistant': 'Red.', 'source': 'VQAv2'},
+                {'user': 'Sure?', 'assistant': 'Yes.', 'source': 'VQAv2'},
+            ],
+        },
+        [*PLAIN, ('user', 'Sure?'), ('assistant', 'Yes.')],
+        ['red'],
     ),
     'The Cauldron with two images': (
-        {'images': ['red.png', {'bytes': BLUE, 'path': None}],
-         'texts': [{'user': 'Which colours?', 'assistant': 'Red, blue.', 'source': 'NLVR2'}]},
-        [('user', '<image><image>Which colours?'), ('assistant', 'Red, blue.')], ['red', 'blue'],
+        {
+            'images': ['red.png', {'bytes': BLUE, 'path': None}],
+            'texts': [{'user': 'Which colours?', 'assistant': 'Red, blue.', 'source': 'NLVR2'}],
+        },
+        [('user', '<image><image>Which colours?'), ('assistant', 'Red, blue.')],
+        ['red', 'blue'],
     ),
     'FineVision': (
-        {'images': [{'bytes': RED, 'path': None}], 'source': 'vqav2', 'relevance_ratings': [5],
-         'texts': [{'user': 'Which colour?', 'assistant': 'Red.'}]},
-        PLAIN, ['red'],
+        {
+            'images': [{'bytes': RED, 'path': None}],
+            'source': 'vqav2',
+            'relevance_ratings': [5],
+            'texts': [{'user': 'Which colour?', 'assistant': 'Red.'}],
+        },
+        PLAIN,
+        ['red'],
     ),
     'VideoChat2 image': (
-        {'image': 'red.png', 'QA': [{'i': '', 'q': 'Which colour?', 'a': 'Red.'}]}, PLAIN, ['red'],
+        {'image': 'red.png', 'QA': [{'i': '', 'q': 'Which colour?', 'a': 'Red.'}]},
+        PLAIN,
+        ['red'],
     ),
     'image of a tool': (
-        {'images': ['red.png', 'blue.png'], 'messages': [
-            QUESTION, ANSWER, {'role': 'tool', 'content': [{'type': 'image'}, {'type': 'text', 'text': 'found'}]},
-            answered('Blue.'),
-        ]},
-        [*PLAIN, ('tool', '<image>found'), ('assistant', 'Blue.')], ['red', 'blue'],
+        {
+            'images': ['red.png', 'blue.png'],
+            'messages': [
+                QUESTION,
+                ANSWER,
+                {'role': 'tool', 'content': [{'type': 'image'}, {'type': 'text', 'text': 'found'}]},
+                answered('Blue.'),
+            ],
+        },
+        [*PLAIN, ('tool', '<image>found'), ('assistant', 'Blue.')],
+        ['red', 'blue'],
     ),
-    'data URI in capitals': ({'image': RED_URI.replace('data:', 'DATA:').replace('base64', 'BASE64'),
-                              'messages': [QUESTION, ANSWER]}, PLAIN, ['red']),
+    'data URI in capitals': (
+        {'image': RED_URI.replace('data:', 'DATA:').replace('base64', 'BASE64'), 'messages': [QUESTION, ANSWER]},
+        PLAIN,
+        ['red'],
+    ),
     'image and images the same': (
-        {'image': 'red.png', 'images': ['red.png'], 'messages': [QUESTION, ANSWER]}, PLAIN, ['red'],
+        {'image': 'red.png', 'images': ['red.png'], 'messages': [QUESTION, ANSWER]},
+        PLAIN,
+        ['red'],
     ),
-}  # fmt: skip
+}
 
 WAV_URI = f'data:audio;base64,{base64.b64encode(b"RIFF").decode()}'
 
@@ -181,45 +247,62 @@ VIDEO, AUDIO, FRAMES = ('video', ['a.mp4']), ('audio', ['a.wav']), ('video', ['f
 EMBEDDED = ('audio', ['data:audio'])
 MEDIA = {
     'LLaMA-Factory ShareGPT': (
-        {**text_of('<image><video>What<audio>?<video>'), 'images': ['a.png'],
-         'videos': ['a.mp4', ['f1.png', 'f2.png']], 'audios': ['a.wav']},
-        '<image><video>What<audio>?<video>', [('image', ['a.png']), VIDEO, AUDIO, FRAMES],
+        {
+            **text_of('<image><video>What<audio>?<video>'),
+            'images': ['a.png'],
+            'videos': ['a.mp4', ['f1.png', 'f2.png']],
+            'audios': ['a.wav'],
+        },
+        '<image><video>What<audio>?<video>',
+        [('image', ['a.png']), VIDEO, AUDIO, FRAMES],
     ),
     'Video-LLaVA': ({'video': 'a.mp4', **text_of('<video>\nWhat?')}, '<video>\nWhat?', [VIDEO]),
     'VideoChat2': (
-        {'video': 'a.mp4', 'QA': [{'i': 'Look at the video.', 'q': 'What happens?', 'a': 'Red.'},
-                                  {'i': 'Look at the video.', 'q': 'And then?', 'a': 'Blue.'}]},
-        '<video>What happens?', [VIDEO],
+        {
+            'video': 'a.mp4',
+            'QA': [
+                {'i': 'Look at the video.', 'q': 'What happens?', 'a': 'Red.'},
+                {'i': 'Look at the video.', 'q': 'And then?', 'a': 'Blue.'},
+            ],
+        },
+        '<video>What happens?',
+        [VIDEO],
     ),
     'VideoChat2 caption': ({'video': 'a.mp4', 'QA': [{'i': 'Describe it.', 'q': '', 'a': 'Red.'}]}, '<video>', [VIDEO]),
     'LLaVA-Video': ({'video': 'a.mp4', **text_of('<image>\nWhat?')}, '<video>\nWhat?', [VIDEO]),
     'VILA': (
-        {'video': 'a.mp4', 'sound': 'a.wav', **text_of('<vila/video><sound>What?')}, '<video><audio>What?',
+        {'video': 'a.mp4', 'sound': 'a.wav', **text_of('<vila/video><sound>What?')},
+        '<video><audio>What?',
         [VIDEO, AUDIO],
     ),
     'Qwen2-VL': (
         asked_with({'type': 'video', 'video': 'file:///tmp/a.mp4'}, {'type': 'video', 'video': ['f1.png', 'f2.png']}),
-        '<video><video>', [('video', ['/tmp/a.mp4']), FRAMES],
+        '<video><video>',
+        [('video', ['/tmp/a.mp4']), FRAMES],
     ),
     'Qwen2-Audio': (asked_with({'type': 'audio', 'audio_url': 'a.wav'}, TEXT), '<audio>Which colour?', [AUDIO]),
     'transformers': (
         asked_with({'type': 'video', 'path': 'a.mp4'}, {'type': 'audio', 'path': 'a.wav'}, TEXT),
-        '<video><audio>Which colour?', [VIDEO, AUDIO],
+        '<video><audio>Which colour?',
+        [VIDEO, AUDIO],
     ),
     'OpenAI input_audio': (
         asked_with({'type': 'input_audio', 'input_audio': {'data': WAV_URI.partition(',')[2], 'format': 'wav'}}, TEXT),
-        '<audio>Which colour?', [EMBEDDED],
+        '<audio>Which colour?',
+        [EMBEDDED],
     ),
     'vLLM': (
         asked_with({'type': 'audio_url', 'audio_url': {'url': WAV_URI}}, {'type': 'video_url', 'video_url': 'a.mp4'}),
-        '<audio><video>', [EMBEDDED, VIDEO],
+        '<audio><video>',
+        [EMBEDDED, VIDEO],
     ),
     'TRL': ({'videos': ['a.mp4'], 'prompt': [user('What?')], 'completion': [ANSWER]}, '<video>What?', [VIDEO]),
     'ms-swift': (
         {'query': '<video><audio>What?', 'response': 'Red.', 'videos': [{'path': 'a.mp4'}], 'audios': ['a.wav']},
-        '<video><audio>What?', [VIDEO, AUDIO],
+        '<video><audio>What?',
+        [VIDEO, AUDIO],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(('data', 'question', 'media'), MEDIA.values(), ids=MEDIA.keys())
@@ -288,15 +371,19 @@ REFUSED = {
     'short base64': ({**turn(), 'image': RED_TEXT}, 'Write bytes as `data:image/<type>;base64'),
     'JPEG as base64': ({**turn(), 'image': '/9j/4AAQSkZJRgABAQ' + 'A' * 90}, 'Write bytes as `data:image/<type>;'),
     'part of a video': (
-        {'video': 'a.mp4', 'start': 3.5, 'end': 8, 'QA': [{'q': 'What?', 'a': 'Red.'}]}, '`start` is not supported',
+        {'video': 'a.mp4', 'start': 3.5, 'end': 8, 'QA': [{'q': 'What?', 'a': 'Red.'}]},
+        '`start` is not supported',
     ),
     'another instruction': (
-        {'video': 'a.mp4',
-         'QA': [{'i': 'Look.', 'q': 'What?', 'a': 'Red.'}, {'i': 'Listen.', 'q': 'And?', 'a': 'Yes.'}]},
+        {
+            'video': 'a.mp4',
+            'QA': [{'i': 'Look.', 'q': 'What?', 'a': 'Red.'}, {'i': 'Listen.', 'q': 'And?', 'a': 'Yes.'}],
+        },
         '`i` must be the same',
     ),
     'two answers of VideoChat2': (
-        {'video': 'a.mp4', 'QA': [{'q': 'What?', 'a': 'Red.'}, {'q': '', 'a': 'Yes.'}]}, '`q` may be empty only in',
+        {'video': 'a.mp4', 'QA': [{'q': 'What?', 'a': 'Red.'}, {'q': '', 'a': 'Yes.'}]},
+        '`q` may be empty only in',
     ),
     'unknown key of a pair': (
         {'images': ['red.png'], 'texts': [{'user': 'What?', 'assistant': 'Red.', 'reason': 'blood'}]},
@@ -323,7 +410,8 @@ REFUSED = {
     'video in an answer': ({'messages': [QUESTION, answered('<video>')]}, '`<video>` may stand only in turns'),
     'video without its placeholder': ({**text_of('What happens?'), 'videos': ['a.mp4']}, 'got: 1 videos and 0 pl'),
     'as many media of another kind': (
-        {**text_of('<video><audio>?'), 'videos': ['a.mp4', 'b.mp4']}, 'got: 2 videos and 1 placeholders',
+        {**text_of('<video><audio>?'), 'videos': ['a.mp4', 'b.mp4']},
+        'got: 2 videos and 1 placeholders',
     ),
     'image for a video beside an image': (
         {**text_of('<image><image>?'), **RED_IMAGE, 'video': 'a.mp4'},
@@ -353,7 +441,7 @@ REFUSED = {
     'number as image': ({**turn(), 'image': 3}, 'must be a file name or a list of file names, got: 3'),
     'lone surrogate': (text_of('half \ud83d'), r'lone surrogate \\ud83d'),
     'lone surrogate in a name': ({**turn(), 'image': 'a\udc00.png'}, r'lone surrogate \\udc00'),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(('data', 'message'), REFUSED.values(), ids=REFUSED.keys())
@@ -469,17 +557,26 @@ DESCRIBED = {
         {'q': '<image>Which colour?', 'more': '', 'a': 'Red.', 'pics': ['red.png'], 'system': 'not named, so not read'},
     ),
     'sharegpt': (
-        {'formatting': 'sharegpt', 'ranking': False, 'columns': {'messages': 'dialogue', 'images': 'pics'},
-         'tags': {'role_tag': 'who', 'content_tag': 'what', 'user_tag': 'I', 'assistant_tag': 'bot'}},
-        {'dialogue': [{'who': 'I', 'what': '<image>Which colour?'}, {'who': 'bot', 'what': 'Red.'}],
-         'pics': ['red.png']},
+        {
+            'formatting': 'sharegpt',
+            'ranking': False,
+            'columns': {'messages': 'dialogue', 'images': 'pics'},
+            'tags': {'role_tag': 'who', 'content_tag': 'what', 'user_tag': 'I', 'assistant_tag': 'bot'},
+        },
+        {
+            'dialogue': [{'who': 'I', 'what': '<image>Which colour?'}, {'who': 'bot', 'what': 'Red.'}],
+            'pics': ['red.png'],
+        },
     ),
     'openai': (
-        {'formatting': 'sharegpt', 'columns': {'messages': 'messages', 'images': 'images'},
-         'tags': {'role_tag': 'role', 'content_tag': 'content', 'user_tag': 'user', 'assistant_tag': 'assistant'}},
+        {
+            'formatting': 'sharegpt',
+            'columns': {'messages': 'messages', 'images': 'images'},
+            'tags': {'role_tag': 'role', 'content_tag': 'content', 'user_tag': 'user', 'assistant_tag': 'assistant'},
+        },
         {'messages': [QUESTION, ANSWER], 'images': ['red.png']},
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(('entry', 'record'), DESCRIBED.values(), ids=DESCRIBED.keys())

@@ -42,10 +42,12 @@ def save_described(rows, folder):
     save_json(rows, folder)
     described = {
         'mine': {
-            'file_name': 'data.json', 'formatting': 'sharegpt', 'columns': {'messages': 'messages'},
+            'file_name': 'data.json',
+            'formatting': 'sharegpt',
+            'columns': {'messages': 'messages'},
             'tags': {'role_tag': 'role', 'content_tag': 'content', 'user_tag': 'user', 'assistant_tag': 'assistant'},
         }
-    }  # fmt: skip
+    }
     (folder / 'dataset_info.json').write_text(json.dumps(described))
     return f'{folder / "dataset_info.json"}#mine'
 

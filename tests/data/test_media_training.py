@@ -38,8 +38,15 @@ from tests.support.family_media import MEDIA, SLOT_MEDIA
 from tests.support.training import loader, reference_gradients, relative_error, train
 
 PICTURES = (
-    (), ('video',), ('image', 'video', 'image'), ('video', 'video'), (), ('image', 'image'), ('video',), ('image',),
-)  # fmt: skip
+    (),
+    ('video',),
+    ('image', 'video', 'image'),
+    ('video', 'video'),
+    (),
+    ('image', 'image'),
+    ('video',),
+    ('image',),
+)
 OMNI = ((), ('video',), ('image', 'video'), ('audio',), ('audio', 'image', 'video'), (), ('image',))
 SOUNDS = ((), ('audio',), ('audio', 'audio'), (), ('audio',))
 # Its processor joins neither the pixels of two videos nor those of a video and an image.
