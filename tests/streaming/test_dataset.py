@@ -93,8 +93,10 @@ def test_shards_are_downloaded_from_a_remote_folder(tmp_path):
 
 def test_streams_are_mixed_by_their_proportions(tmp_path):
     locals_ = [shards(tmp_path / name, number)[1] for name, number in (('a', 30), ('b', 10))]
-    streams = {name: {'local': local, 'proportion': share} for name, local, share in zip('ab', locals_, (0.25, 0.75),
-                                                                                       strict=True)}  # fmt: skip
+    streams = {
+        name: {'local': local, 'proportion': share}
+        for name, local, share in zip('ab', locals_, (0.25, 0.75), strict=True)
+    }
     dataset = LlavaStreamingDataset(processor=small(), streams=streams, epoch_size=40, batch_size=4, shuffle=True)
     found = names(dataset)
     assert len(found) == 40

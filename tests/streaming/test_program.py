@@ -28,9 +28,11 @@ SMALL = [
     'intermediate_size: 32, num_hidden_layers: 2, num_attention_heads: 2}',
     'model.config.text_config={model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, '
     'num_attention_heads: 2, num_key_value_heads: 2}',
-    'dataset.processor.vocab_size=300', 'loader.global_batch_size=8', 'microbatching.slot_tokens=160',
+    'dataset.processor.vocab_size=300',
+    'loader.global_batch_size=8',
+    'microbatching.slot_tokens=160',
     'trainer.device=cpu',
-]  # fmt: skip
+]
 
 
 @pytest.fixture
@@ -76,8 +78,9 @@ def test_held_out_set_has_its_own_shards_in_their_order(shards):
     spec = build(config_of(shards, f'dataset.eval.local={shards}/held_out'), is_eval=True)
     assert type(spec.dataloader) is streaming.StreamingDataLoader
     assert [name for batch in spec.dataloader for name in batch['sample_ids']] == [f's{k}' for k in range(20)]
-    spec = build(config_of(shards, f'dataset.local={shards}', 'dataset.split=train', 'dataset.eval.split=held_out'),
-                 is_eval=True)  # fmt: skip
+    spec = build(
+        config_of(shards, f'dataset.local={shards}', 'dataset.split=train', 'dataset.eval.split=held_out'), is_eval=True
+    )
     assert names(spec) == EVERY
 
 
@@ -151,10 +154,17 @@ def test_dataset_smaller_than_a_batch_is_refused_with_drop_last(shards):
 @pytest.mark.slow
 def test_program_trains_evaluates_and_resumes(shards, tmp_path):
     arguments = [
-        '-m', 'composer_tokacc.train', str(FILE), f'dataset.local={shards}/train', *SMALL,
-        f'dataset.eval.local={shards}/held_out', f'trainer.save_folder={tmp_path}/checkpoints',
-        f'report.folder={tmp_path}/report', 'trainer.save_interval=1ba', 'trainer.progress_bar=false',
-    ]  # fmt: skip
+        '-m',
+        'composer_tokacc.train',
+        str(FILE),
+        f'dataset.local={shards}/train',
+        *SMALL,
+        f'dataset.eval.local={shards}/held_out',
+        f'trainer.save_folder={tmp_path}/checkpoints',
+        f'report.folder={tmp_path}/report',
+        'trainer.save_interval=1ba',
+        'trainer.progress_bar=false',
+    ]
     results = []
     for duration in ('4ba', '3ep'):
         done = launch([*arguments, f'trainer.max_duration={duration}'], ranks=2)

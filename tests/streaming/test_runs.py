@@ -43,9 +43,14 @@ def samples(run):
 def test_exchange_changes_no_step_and_every_gradient_is_that_of_one_forward(shards, ranks):
     exact = {'learn': False, 'dropout': 0.0}
     exchanged, rank_local, in_order, workers, dropping = runs(
-        shards, exact, {**exact, 'exchange': False}, {'exchange': False, 'shuffle': False, 'duration': '1ep'},
-        {'num_workers': 2}, {'drop_last': True, 'duration': '2ep'}, ranks=ranks,
-    )  # fmt: skip
+        shards,
+        exact,
+        {**exact, 'exchange': False},
+        {'exchange': False, 'shuffle': False, 'duration': '1ep'},
+        {'num_workers': 2},
+        {'drop_last': True, 'duration': '2ep'},
+        ranks=ranks,
+    )
     for run in (exchanged, rank_local):
         assert len(run['errors']) == NUM_STEPS
         assert max(map(max, run['errors'])) < 1e-6, run['errors']
