@@ -122,9 +122,15 @@ def test_checkpoint_and_end_of_training_become_folders_that_transformers_loads_a
 @pytest.mark.slow
 def test_the_demos_model_gives_the_answers_that_the_run_reported(tmp_path):
     quick = [
-        'trainer.max_duration=150ba', 'trainer.eval_interval=150ba', 'report.num_samples=48', 'report.picture=false',
-        'report.export=true', f'report.folder={tmp_path}', 'dataset.num_samples=2048', 'dataset.eval.num_samples=96',
-    ]  # fmt: skip
+        'trainer.max_duration=150ba',
+        'trainer.eval_interval=150ba',
+        'report.num_samples=48',
+        'report.picture=false',
+        'report.export=true',
+        f'report.folder={tmp_path}',
+        'dataset.num_samples=2048',
+        'dataset.eval.num_samples=96',
+    ]
     assert train([DIGITS, *quick, *QUIET]) == 0
     reported = json.loads((tmp_path / 'result.json').read_text())['answers']
     dataset, questions = DigitsDataset(split='eval', num_samples=96), []
@@ -149,10 +155,15 @@ def test_an_adapter_is_trained_kept_alone_exported_and_merged(trained, tmp_path)
     arguments = [argument for argument in TINY_DIGITS if not argument.startswith('model.')]
     lora = {'r': 4, 'modules_to_save': ['multi_modal_projector']}
     arguments += [
-        f'model.pretrained={base}', 'model.config=null', f'model.lora={lora}', 'optimizer.lr=0.01',
-        'trainer.max_duration=3ba', f'trainer.save_folder={tmp_path / "checkpoints"}', 'scheduler.t_warmup=0ba',
+        f'model.pretrained={base}',
+        'model.config=null',
+        f'model.lora={lora}',
+        'optimizer.lr=0.01',
+        'trainer.max_duration=3ba',
+        f'trainer.save_folder={tmp_path / "checkpoints"}',
+        'scheduler.t_warmup=0ba',
         f'report.folder={tmp_path / "report"}',
-    ]  # fmt: skip
+    ]
     assert train([DIGITS, *arguments]) == 0
     checkpoint = tmp_path / 'checkpoints' / 'latest-rank0.pt'
     weights = torch.load(checkpoint, weights_only=False)['state']['model']
@@ -178,10 +189,12 @@ def test_sharded_checkpoints_become_folders_with_the_logits_of_the_sharded_model
     runs = {
         'weights': [],
         'adapter': [
-            'model.config=null', f'model.pretrained={base}',
-            'model.lora={r: 4, modules_to_save: [multi_modal_projector]}', 'optimizer.lr=0.01',
+            'model.config=null',
+            f'model.pretrained={base}',
+            'model.lora={r: 4, modules_to_save: [multi_modal_projector]}',
+            'optimizer.lr=0.01',
         ],
-    }  # fmt: skip
+    }
     runs['resumed'] = [*runs['adapter'], f'trainer.load_path={tmp_path}/adapter/checkpoints/ep0-ba1']
     every = []
     for name, own in runs.items():
@@ -189,11 +202,19 @@ def test_sharded_checkpoints_become_folders_with_the_logits_of_the_sharded_model
         folder.mkdir()
         torch.save(a_batch(), folder / 'batch.pt')
         common = [each for each in TINY_DIGITS if not (own and each.startswith('model.'))]
-        every.append([
-            *common, *own, 'dataset.eval=null', 'trainer.max_duration=2ba', f'report.folder={folder}',
-            'scheduler.t_warmup=0ba', 'trainer.save_interval=1ba',
-            'trainer.parallelism_config.fsdp={state_dict_type: sharded}', f'trainer.save_folder={folder}/checkpoints',
-        ])  # fmt: skip
+        every.append(
+            [
+                *common,
+                *own,
+                'dataset.eval=null',
+                'trainer.max_duration=2ba',
+                f'report.folder={folder}',
+                'scheduler.t_warmup=0ba',
+                'trainer.save_interval=1ba',
+                'trainer.parallelism_config.fsdp={state_dict_type: sharded}',
+                f'trainer.save_folder={folder}/checkpoints',
+            ]
+        )
     files = launch_json('tests/ranks/sharded_export.py', json.dumps(every), DIGITS, ranks=2)
     expected = {name: torch.load(file) for name, file in zip(runs, files, strict=True)}
     torch.testing.assert_close(expected['resumed'], expected['adapter'], rtol=0, atol=0)
@@ -255,7 +276,7 @@ def logits_of(model):
         ({'bias': 'all'}, False),
         ({'use_dora': True}, False),
     ],
-)  # fmt: skip
+)
 def test_an_adapter_and_what_it_is_merged_into_have_the_logits_of_the_run(tmp_path, lora, tied):
     peft = pytest.importorskip('peft')
     checkpoint, expected, before = lora_checkpoint(tmp_path, lora, tied=tied)
@@ -371,7 +392,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path, capsys):
         (lambda path: path.mkdir(), 'a folder without `.metadata`'),
         (lambda path: torch.save({'state': {'model': {}}}, path), 'must be one of a HuggingFaceModel'),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_checkpoint_is_one_line(tmp_path, capsys, make, message):
     path = tmp_path / 'latest-rank0.pt'
     make(path)

@@ -128,9 +128,12 @@ def test_resume_in_mid_epoch_equals_an_unbroken_run_bitwise(unbroken, tmp_path):
     saved = folder / 'checkpoints' / 'ep1-ba8-rank0.pt'
     assert checkpoint(saved)['timestamp']['Timestamp']['batch_in_epoch'] == 3
     train(
-        DIGITS, *TINY_DIGITS, f'trainer.load_path={saved}', f'trainer.save_folder={tmp_path}/checkpoints',
+        DIGITS,
+        *TINY_DIGITS,
+        f'trainer.load_path={saved}',
+        f'trainer.save_folder={tmp_path}/checkpoints',
         folder=tmp_path,
-    )  # fmt: skip
+    )
     resumed = checkpoint(tmp_path / 'checkpoints' / 'ep2-ba12-rank0.pt')
     straight = checkpoint(folder / 'checkpoints' / 'ep2-ba12-rank0.pt')
     start = checkpoint(saved)
@@ -141,9 +144,13 @@ def test_resume_in_mid_epoch_equals_an_unbroken_run_bitwise(unbroken, tmp_path):
 
 def test_a_finished_run_started_again_writes_the_same_result(tmp_path):
     command = [
-        DIGITS, *TINY_DIGITS, 'trainer.max_duration=2ba', 'trainer.eval_interval=1ba', 'trainer.autoresume=true',
+        DIGITS,
+        *TINY_DIGITS,
+        'trainer.max_duration=2ba',
+        'trainer.eval_interval=1ba',
+        'trainer.autoresume=true',
         f'trainer.save_folder={tmp_path}/checkpoints',
-    ]  # fmt: skip
+    ]
     first = train(*command, folder=tmp_path)
     page = (tmp_path / 'report.html').read_text()
     again = train(*command, folder=tmp_path)
@@ -177,9 +184,13 @@ def test_a_usage_error_comes_before_torch():
 
 def test_the_same_command_again_finds_the_run_finished(unbroken, tmp_path):
     command = [
-        DIGITS, *TINY_DIGITS, 'trainer.max_duration=2ba', 'trainer.autoresume=true', 'trainer.save_interval=1ba',
+        DIGITS,
+        *TINY_DIGITS,
+        'trainer.max_duration=2ba',
+        'trainer.autoresume=true',
+        'trainer.save_interval=1ba',
         f'trainer.save_folder={tmp_path}/checkpoints',
-    ]  # fmt: skip
+    ]
     first = train(*command, folder=tmp_path / 'first')
     again = train(*command, folder=tmp_path / 'again')
     assert again['steps'] == first['steps'] == 2
@@ -189,8 +200,12 @@ def test_the_same_command_again_finds_the_run_finished(unbroken, tmp_path):
 def test_what_a_kill_in_a_write_leaves_behind_does_not_stop_the_next_start(unbroken, tmp_path, capsys):
     folder = tmp_path / 'checkpoints'
     command = [
-        DIGITS, *TINY_DIGITS, 'trainer.autoresume=true', 'trainer.save_interval=1ba', f'trainer.save_folder={folder}',
-    ]  # fmt: skip
+        DIGITS,
+        *TINY_DIGITS,
+        'trainer.autoresume=true',
+        'trainer.save_interval=1ba',
+        f'trainer.save_folder={folder}',
+    ]
     train(*command, 'trainer.max_duration=3ba', folder=tmp_path)
     whole = (folder / 'ep0-ba3-rank0.pt').read_bytes()
     (folder / 'ep0-ba4-rank0.pt').write_bytes(whole[: len(whole) // 2])  # being written; `latest` is the one before
