@@ -30,7 +30,7 @@ IS_V4 = transformers.__version__.startswith('4.')
 # One of a kind; the rest of tests/matrix/packed.py is in docs/packing.md.
 QUICK = [
     *(('mistral', 'sdpa'), ('gemma2', 'eager'), ('gpt_oss', 'eager'), ('lfm2', 'sdpa'), ('qwen3_next', 'sdpa')),
-    *(('llava', 'eager'), ('gemma3', 'sdpa'), ('qwen2_vl_video', 'sdpa'), ('qwen3_vl', 'sdpa'), ('bloom', 'eager')),
+    *(('gemma3', 'sdpa'), ('qwen2_vl_video', 'sdpa'), ('qwen3_vl', 'sdpa'), ('bloom', 'eager')),
 ]
 MAKES_ITS_MASK = ('paligemma',) if tuple(map(int, transformers.__version__.split('.')[:2])) < (5, 24) else ()
 # In transformers 4 the convolutions of LFM2 get the mask of its attention, and Bamba makes its masks itself.
