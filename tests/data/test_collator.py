@@ -40,7 +40,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize('side', ['left', 'right'])
-def test_rows_are_padded_on_the_tokenizers_side(side):
+def test_rows_are_padded_on_tokenizers_side(side):
     batch = VisionLanguageCollator(tokenizer(side))(ROWS)
     pad = tokenizer().pad_token_id
     right = {
@@ -65,13 +65,13 @@ def test_lists_travel_with_the_rows():
     assert batch['pixel_values'][:, 0, 0, 0].tolist() == [8, 8, 13]
 
 
-def test_padding_left_makes_the_first_label_carry_loss():
+def test_first_label_behind_left_padding():
     # Behind padding, position 0 of a row is no longer position 0 of the batch: the model does predict it.
     batch = VisionLanguageCollator(tokenizer('left'))(ROWS)
     assert count_tokens(batch).loss_generating == (2, 1, 1)
 
 
-def test_batch_of_text_alone_has_no_image_entries():
+def test_text_batch_has_no_image_entries():
     batch = VisionLanguageCollator(tokenizer())([ROWS[0], ROWS[0]])
     assert 'pixel_values' not in batch
     assert batch['num_images'] == [0, 0]

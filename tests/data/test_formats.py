@@ -306,7 +306,7 @@ MEDIA = {
 
 
 @pytest.mark.parametrize(('data', 'question', 'media'), MEDIA.values(), ids=MEDIA.keys())
-def test_videos_and_audio_are_where_their_project_means_them(data, question, media):
+def test_videos_and_audio_of_each_project(data, question, media):
     record = parse(data)
     turns = [turn for turn in record.turns if turn.role != 'system']
     assert turns[0].text == question
@@ -324,13 +324,13 @@ def test_record_is_what_its_project_means(folder, data, turns, images):
     assert seen(record, folder) == images
 
 
-def test_instruction_of_videochat2_is_the_system_turn():
+def test_instruction_of_videochat2_is_system_turn():
     spoken = said(parse(MEDIA['VideoChat2'][0]))
     assert spoken[0] == ('system', 'Look at the video.')
     assert spoken[2:] == [('assistant', 'Red.'), ('user', 'And then?'), ('assistant', 'Blue.')]
 
 
-def test_line_breaks_are_the_templates_around_a_placeholder_and_the_users_elsewhere():
+def test_line_breaks_around_placeholders():
     question = '\nLines:\n\n<image>\n<image>\nOne.\n\nTwo.\n'
     turns = [{'role': 'system', 'content': 'Rules:\n'}, {'role': 'user', 'content': question}, ANSWER]
     system, user, _ = parse({'messages': turns, 'images': ['a.png', 'b.png']}).messages()
@@ -445,7 +445,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(('data', 'message'), REFUSED.values(), ids=REFUSED.keys())
-def test_what_would_be_dropped_is_refused_in_one_line(data, message):
+def test_dropped_content_is_refused(data, message):
     with pytest.raises(BadSampleError, match=message) as raised:
         parse({'id': 'a\n\ud800', **data})
     assert str(raised.value).startswith('sample "a \\ud800" (data.json, line 3): ')
@@ -454,7 +454,7 @@ def test_what_would_be_dropped_is_refused_in_one_line(data, message):
     str(raised.value).encode()
 
 
-def test_weight_0_takes_the_loss_from_that_answer_alone(folder):
+def test_weight_0_of_an_answer(folder):
     messages = [
         *(QUESTION, {**ANSWER, 'weight': 0}),
         *(user('Sure?'), {**answered('Yes.'), 'weight': 1}),
@@ -476,7 +476,7 @@ def test_trl_learns_the_completion_only():
     assert [turn.carries_loss for turn in record.turns if turn.role == 'assistant'] == [False, True]
 
 
-def test_template_that_drops_a_role_is_refused(folder):
+def test_dropped_role_is_refused(folder):
     processor = small()
     messages = [QUESTION, ANSWER, {'role': 'tool', 'content': 'sunny'}, answered('Sunny.')]
     path = folder / 'data.json'
@@ -518,14 +518,14 @@ BROKEN_FILES = {
 
 
 @pytest.mark.parametrize(('content', 'message'), BROKEN_FILES.values(), ids=BROKEN_FILES.keys())
-def test_broken_file_is_refused_as_a_whole(folder, content, message):
+def test_broken_file_is_refused(folder, content, message):
     (folder / 'data.json').write_bytes(content)
     with pytest.raises(ValueError, match=message) as raised:
         list(read_raw_records(folder / 'data.json'))
     assert '\n' not in str(raised.value)
 
 
-def test_bad_bytes_and_deep_lines_cost_one_sample_each(folder):
+def test_bad_line_costs_one_sample(folder):
     deep = '{"id": ' + '[' * 100_000
     (folder / 'data.jsonl').write_bytes(b'\n'.join([LINES.encode(), LINES.encode('latin-1'), deep.encode()]))
     dataset = LlavaDataset(folder / 'data.jsonl', small(), on_error='skip', lengths_folder=folder / 'lengths')
@@ -587,7 +587,7 @@ def test_dataset_info_of_llama_factory(folder, entry, record):
     assert dataset.records[0].source == f'{folder}/own.json, entry 1'
 
 
-def test_dataset_info_names_columns_of_videos_and_audio(folder):
+def test_dataset_info_of_videos_and_audio(folder):
     columns = {'messages': 'dialogue', 'videos': 'films', 'audios': 'sounds'}
     entry = {'file_name': 'own.json', 'formatting': 'sharegpt', 'columns': columns}
     turns = [{'from': 'human', 'value': '<video><audio>?'}, {'from': 'gpt', 'value': 'Red.'}]
@@ -611,12 +611,12 @@ def test_dataset_info_names_columns_of_videos_and_audio(folder):
         ({}, '`file_name` or `hf_hub_url` must be given'),
     ],
 )
-def test_what_an_entry_says_and_nothing_here_does_is_refused(folder, entry, message):
+def test_unsupported_dataset_info_is_refused(folder, entry, message):
     with pytest.raises(ValueError, match=rf'dataset_info\.json#mine: {message}'):
         LlavaDataset(describe(folder, entry, [{}]), small())
 
 
-def test_name_that_is_not_there_is_answered_with_those_that_are(folder):
+def test_missing_dataset_is_told_the_others(folder):
     path = describe(folder, {}, [])
     with pytest.raises(ValueError, match=r"got: 'yours', of: other, mine"):
         LlavaDataset(path.replace('#mine', '#yours'), small())
@@ -639,7 +639,7 @@ def test_16_bits_are_scaled_not_clipped(tmp_path):
         assert [found.getpixel((x, 0)) for x in (0, 1)] == [(100,) * 3, (255,) * 3]
 
 
-def test_image_is_turned_as_the_camera_says(tmp_path):
+def test_image_is_turned_by_its_exif(tmp_path):
     image = Image.new('RGB', (16, 8), (255, 0, 0))
     exif = Image.Exif()
     exif[0x0112] = 6  # the camera was turned by 90 degrees

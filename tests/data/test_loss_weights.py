@@ -53,7 +53,7 @@ def save_described(rows, folder):
 
 
 @pytest.mark.parametrize('save', [save_json, save_parquet, save_described])
-def test_weight_of_a_sample_is_that_of_its_tokens(tmp_path, save):
+def test_weight_of_a_samples_tokens(tmp_path, save):
     processor = small()
     dataset = LlavaDataset(save(records(), tmp_path), processor)
     batch = VisionLanguageCollator(processor)([dataset[index] for index in range(3)])
@@ -63,7 +63,7 @@ def test_weight_of_a_sample_is_that_of_its_tokens(tmp_path, save):
         assert torch.equal(weights[row], counted[row] * weight)
 
 
-def test_sample_without_a_weight_is_named_where_weights_are_asked_for(tmp_path):
+def test_sample_without_weight_is_named(tmp_path):
     processor = small()
     dataset = LlavaDataset(save_json(records([0.5, None, 1.0]), tmp_path), processor)
     batch = VisionLanguageCollator(processor)([dataset[index] for index in range(3)])
