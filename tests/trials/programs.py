@@ -20,7 +20,6 @@ from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import torch
 from PIL import Image
 from transformers import LlamaConfig
@@ -43,6 +42,9 @@ def call_program(folder: Path, program: str, arguments: list[str], write: Callab
         arguments = [*arguments, 'report.folder={folder}/report']
     line = run_program(MAINS[program], [one.replace('{folder}', str(folder)) for one in arguments])
     assert not (folder / 'code ran').exists(), f'code ran, then: {line}'
+    if program == 'export' and line != WORKS:
+        assert not (folder / 'inside').exists()
+        assert not list(folder.rglob('evil.txt'))
     return line
 
 
@@ -122,11 +124,6 @@ def a_folder(folder: Path) -> None:
 
 def saved(value: Any) -> Callable[[Path], Any]:
     return lambda folder: torch.save(value, folder / 'a.pt')
-
-
-def an_archive_of_numpy(folder: Path) -> None:
-    with (folder / 'a.pt').open('wb') as file:
-        np.savez(file, a=np.zeros(2))
 
 
 def a_compiled_model(folder: Path) -> None:
@@ -239,6 +236,12 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
     'export of a folder': ('export', EXPORT, a_folder, 'a.pt'),
     'export of a pipe': ('export', EXPORT, a_pipe, 'a.pt'),
     'export of a pickle that runs code': ('export', EXPORT, pickled_code, 'a.pt'),
+    'export of a checkpoint that runs code': (
+        'export',
+        EXPORT,
+        lambda folder: torch.save({'state': Running(folder)}, folder / 'a.pt'),
+        'must be complete and written',
+    ),
     'export of NaN weights': ('export', EXPORT, changed(with_nan), 'must be finite numbers'),
     'export of complex weights': (
         'export',
