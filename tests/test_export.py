@@ -110,7 +110,7 @@ def logits_of_checkpoint(path):
 
 
 @pytest.mark.slow
-def test_checkpoint_and_end_of_training_become_folders_that_transformers_loads_alone(trained, tmp_path):
+def test_exports_load_with_transformers_alone(trained, tmp_path):
     checkpoint, exported_at_the_end = trained
     assert main([str(checkpoint), str(tmp_path / 'exported')]) == 0
     expected = logits_of_checkpoint(checkpoint)
@@ -119,7 +119,7 @@ def test_checkpoint_and_end_of_training_become_folders_that_transformers_loads_a
 
 
 @pytest.mark.slow
-def test_the_demos_model_gives_the_answers_that_the_run_reported(tmp_path):
+def test_exported_demo_gives_reported_answers(tmp_path):
     quick = [
         'trainer.max_duration=150ba',
         'trainer.eval_interval=150ba',
@@ -148,7 +148,7 @@ def test_the_demos_model_gives_the_answers_that_the_run_reported(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_adapter_is_trained_kept_alone_exported_and_merged(trained, tmp_path):
+def test_adapter_is_exported_and_merged(trained, tmp_path):
     pytest.importorskip('peft')
     _, base = trained
     arguments = [argument for argument in TINY_DIGITS if not argument.startswith('model.')]
@@ -182,7 +182,7 @@ def test_an_adapter_is_trained_kept_alone_exported_and_merged(trained, tmp_path)
 
 
 @pytest.mark.slow
-def test_sharded_checkpoints_become_folders_with_the_logits_of_the_sharded_model(trained, tmp_path):
+def test_sharded_checkpoints_are_exported(trained, tmp_path):
     pytest.importorskip('peft')
     _, base = trained
     runs = {
@@ -273,7 +273,7 @@ def logits_of(model):
         ({'use_dora': True}, False),
     ],
 )
-def test_an_adapter_and_what_it_is_merged_into_have_the_logits_of_the_run(tmp_path, lora, tied):
+def test_adapter_and_merged_model_have_logits(tmp_path, lora, tied):
     peft = pytest.importorskip('peft')
     checkpoint, expected, before = lora_checkpoint(tmp_path, lora, tied=tied)
     assert (expected - before).abs().max() > 0.1
@@ -286,7 +286,7 @@ def test_an_adapter_and_what_it_is_merged_into_have_the_logits_of_the_run(tmp_pa
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_an_adapter_of_a_base_in_half_precision_is_merged_in_the_precision_of_the_run(tmp_path):
+def test_adapter_of_half_precision_is_merged(tmp_path):
     pytest.importorskip('peft')
     checkpoint, expected, _ = lora_checkpoint(tmp_path, {}, dtype=torch.bfloat16)
     assert main([str(checkpoint), str(tmp_path / 'merged'), 'merge=true']) == 0
@@ -295,7 +295,7 @@ def test_an_adapter_of_a_base_in_half_precision_is_merged_in_the_precision_of_th
 
 
 @pytest.mark.parametrize('lora', [None, {'r': 2}])
-def test_a_generation_config_that_transformers_reads_and_does_not_write_is_kept(tmp_path, lora):
+def test_unwritable_generation_config_is_kept(tmp_path, lora):
     """Vicuna's, and so LLaVA-1.5's: greedy, with a temperature."""
     pytest.importorskip('peft')
     build_model(config=tiny_config(), processor=build_digits_processor()).model.save_pretrained(tmp_path / 'base')
@@ -314,7 +314,7 @@ def test_a_generation_config_that_transformers_reads_and_does_not_write_is_kept(
         assert json.loads((tmp_path / 'at_the_end' / 'generation_config.json').read_text())['temperature'] == 0.9
 
 
-def test_an_adapter_without_a_base_of_its_own_is_merged_or_refused(tmp_path, capsys):
+def test_adapter_without_a_base(tmp_path, capsys):
     pytest.importorskip('peft')
     checkpoint, expected, _ = lora_checkpoint(tmp_path, {}, pretrained=False)
     assert main([str(checkpoint), str(tmp_path / 'adapter')]) == 2
@@ -326,7 +326,7 @@ def test_an_adapter_without_a_base_of_its_own_is_merged_or_refused(tmp_path, cap
     assert '`report.export` must be false for `model.lora` on a base' in capsys.readouterr().err
 
 
-def test_an_export_at_the_end_leaves_nothing_of_an_earlier_one(tmp_path):
+def test_export_replaces_an_earlier_one(tmp_path):
     pytest.importorskip('peft')
     build_model(config=tiny_config(), processor=build_digits_processor()).model.save_pretrained(tmp_path / 'base')
     folder = tmp_path / 'exported'
@@ -340,7 +340,7 @@ def test_an_export_at_the_end_leaves_nothing_of_an_earlier_one(tmp_path):
         AutoProcessor.from_pretrained(folder)
 
 
-def test_a_checkpoint_that_is_not_whole_leaves_nothing_behind(tmp_path, capsys):
+def test_damaged_checkpoint_leaves_nothing(tmp_path, capsys):
     pytest.importorskip('peft')
     checkpoint, _, _ = lora_checkpoint(tmp_path, {'modules_to_save': ['multi_modal_projector']})
     (tmp_path / 'half.pt').write_bytes(checkpoint.read_bytes()[: checkpoint.stat().st_size // 2])
@@ -368,7 +368,7 @@ def test_a_checkpoint_that_is_not_whole_leaves_nothing_behind(tmp_path, capsys):
     assert not list((tmp_path / 'out').iterdir())
 
 
-def test_a_folder_that_cannot_be_written_is_one_line(tmp_path, capsys):
+def test_unwritable_folder_is_one_line(tmp_path, capsys):
     checkpoint, _, _ = lora_checkpoint(tmp_path, {})
     (tmp_path / 'file').write_text('keep')
     assert main([str(checkpoint), str(tmp_path / 'file' / 'folder')]) == 2
@@ -378,7 +378,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path, capsys):
     assert main([str(checkpoint), str(tmp_path / 'empty')]) == 2
 
 
-def test_a_folder_that_holds_something_is_left_alone(tmp_path, capsys):
+def test_full_folder_is_left_alone(tmp_path, capsys):
     (tmp_path / 'mine.txt').write_text('keep')
     assert main([str(tmp_path / 'x.pt'), str(tmp_path)]) == 2
     assert 'must be absent or empty' in capsys.readouterr().err

@@ -48,7 +48,7 @@ def test_one_token_counts_twice(token_exact):
 """
 
 
-def test_the_fixture_passes_exact_steps_and_names_the_tokens_of_others(pytester):
+def test_exact_steps_pass_and_others_fail(pytester):
     pytester.makepyfile(LOOPS)
     plugins = ('no:composer_tokacc', 'composer_tokacc.pytest_plugin', 'no:cacheprovider')  # installed with it or before
     done = pytester.runpytest_inprocess(*(word for plugin in plugins for word in ('-p', plugin)))
@@ -368,7 +368,7 @@ def test_state_that_forwards_write(pytester):
     )
 
 
-def test_pytest_finds_it_and_loads_nothing_for_it():
+def test_plugin_loads_neither_torch_nor_composer():
     setup = ConfigParser()
     setup.read(ROOT / 'setup.cfg')
     [line] = setup['options.entry_points']['pytest11'].split('\n')[1:]

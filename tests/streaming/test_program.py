@@ -63,7 +63,7 @@ def names(spec):
 EVERY = sorted(f's{k}' for k in range(20))
 
 
-def test_exchange_is_an_option_and_changes_no_global_batch(shards):
+def test_exchange_changes_no_global_batch(shards):
     exchanging = build(config_of(shards)).dataloader
     plain = build(config_of(shards, 'loader.exchange_ranks=false', 'microbatching.slot_tokens=null')).dataloader
     assert isinstance(exchanging, ExchangingDataLoader)
@@ -74,7 +74,7 @@ def test_exchange_is_an_option_and_changes_no_global_batch(shards):
     assert exchanging.batch_size == plain.batch_size == 8
 
 
-def test_held_out_set_has_its_own_shards_in_their_order(shards):
+def test_held_out_set_has_its_shards(shards):
     spec = build(config_of(shards, f'dataset.eval.local={shards}/held_out'), is_eval=True)
     assert type(spec.dataloader) is streaming.StreamingDataLoader
     assert [name for batch in spec.dataloader for name in batch['sample_ids']] == [f's{k}' for k in range(20)]
@@ -90,7 +90,7 @@ def test_streams_of_a_mapping(shards):
     assert len(names(build(config))) == 40
 
 
-def test_measuring_sees_every_sample_whatever_the_epoch_and_the_ranks(shards, tmp_path):
+def test_measuring_sees_every_sample(shards, tmp_path):
     config = config_of(shards, 'dataset.epoch_size=10')
     source = source_of(config)
     processor = source.build_processor()
@@ -103,7 +103,7 @@ def test_measuring_sees_every_sample_whatever_the_epoch_and_the_ranks(shards, tm
     assert len(tables[0]) == 20
 
 
-def test_run_after_a_killed_one_takes_its_folder_over(shards, tmp_path):
+def test_run_takes_over_killed_runs_folder(shards, tmp_path):
     config = config_of(shards, f'dataset.remote={shards}/train', f'dataset.local={tmp_path}/cache')
     killed = open_plain(config)  # its shared memory looks as that of a run that was killed before it read anything
     with pytest.raises(ValueError, match='Reused local directory'):
@@ -137,7 +137,7 @@ def test_mistakes_are_said_in_one_line(shards, override):
     assert '\n' not in str(caught.value)
 
 
-def test_exchange_needs_the_width_of_a_slot(shards):
+def test_exchange_needs_a_slot_width(shards):
     config = config_of(shards, 'microbatching.slot_tokens=null', 'dataset.max_length=null')
     with pytest.raises(ConfigError, match='needs the width of a slot before a batch is read'):
         check_config(config, num_ranks=2)
@@ -145,7 +145,7 @@ def test_exchange_needs_the_width_of_a_slot(shards):
     check_config(config, num_ranks=2)
 
 
-def test_dataset_smaller_than_a_batch_is_refused_with_drop_last(shards):
+def test_dataset_smaller_than_a_batch(shards):
     config = config_of(shards, 'loader.drop_last=true', 'loader.global_batch_size=32')
     with pytest.raises(ConfigError, match='got: 32 > 20 samples'):
         build(config)
@@ -177,14 +177,14 @@ def test_program_trains_evaluates_and_resumes(shards, tmp_path):
 
 
 @pytest.mark.slow
-def test_verify_finds_the_run_exact_though_ranks_have_unequal_numbers_of_samples(shards):
+def test_verify_with_unequal_ranks(shards):
     done = launch(['-m', 'composer_tokacc.verify', str(FILE), f'dataset.local={shards}/train', *SMALL], ranks=2)
     assert done.returncode == 0, done.stderr[-3000:]
     assert 'exact: largest relative gradient error' in done.stdout
 
 
 @pytest.mark.slow
-def test_bad_sample_ends_the_run_with_its_name_and_no_traceback(shards):
+def test_bad_sample_ends_the_run(shards):
     arguments = [f'dataset.local={shards}/train', *SMALL, 'dataset.max_length=30', 'trainer.save_folder=null']
     done = launch(['-m', 'composer_tokacc.train', str(FILE), *arguments, 'trainer.autoresume=false'], ranks=2)
     assert done.returncode != 0
