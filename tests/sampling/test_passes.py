@@ -89,7 +89,7 @@ def test_looks_after_resumption_keep_the_place(kind, looks, unbroken):
 
 
 @pytest.mark.parametrize('kind', KINDS)
-def test_looks_in_an_epoch_move_no_place(kind, unbroken):
+def test_looks_in_mid_epoch(kind, unbroken):
     run = Run(kind)
     for position, step in enumerate(run.steps(), start=1):
         assert step == unbroken[position - 1]
@@ -101,7 +101,7 @@ def test_looks_in_an_epoch_move_no_place(kind, unbroken):
 
 
 @pytest.mark.parametrize('kind', ['sampler', 'loader', 'persistent workers'])
-def test_epoch_set_too_early_moves_no_place(kind, unbroken):
+def test_epoch_set_too_early(kind, unbroken):
     run = Run(kind)
     position = 0
     for epoch in range(NUM_EPOCHS):
@@ -117,7 +117,7 @@ def test_epoch_set_too_early_moves_no_place(kind, unbroken):
 
 
 @pytest.mark.parametrize('kind', KINDS)
-def test_a_look_that_stays_open_does_not_follow_the_run(kind, unbroken):
+def test_look_that_stays_open(kind, unbroken):
     run = Run(kind)
     kept_open = iter(run.loader)
     next(kept_open)
@@ -127,7 +127,7 @@ def test_a_look_that_stays_open_does_not_follow_the_run(kind, unbroken):
 
 
 @pytest.mark.parametrize('kind', KINDS)
-def test_an_epoch_left_early_is_saved_where_it_was_left(kind, unbroken):
+def test_epoch_that_is_left_early(kind, unbroken):
     run = Run(kind)
     for position, _ in enumerate(run.steps(), start=1):
         if position == 6:
@@ -139,7 +139,7 @@ def test_an_epoch_left_early_is_saved_where_it_was_left(kind, unbroken):
 
 
 @pytest.mark.parametrize('kind', KINDS)
-def test_without_set_epoch_the_same_epoch_begins_again(kind, unbroken):
+def test_epoch_repeats_without_set_epoch(kind, unbroken):
     run = Run(kind)
     for _ in range(3):
         for batch, samples in enumerate(run.loader, start=1):
@@ -150,7 +150,7 @@ def test_without_set_epoch_the_same_epoch_begins_again(kind, unbroken):
 
 @settings(deadline=None, max_examples=40)
 @given(st.data())
-def test_any_order_of_steps_looks_and_restarts(data):
+def test_any_order_of_steps_and_looks(data):
     """A run that looks, sets epochs early, stops and resumes still trains every batch once, in order."""
     expected = list(Run('sampler').steps())
     trained = []
