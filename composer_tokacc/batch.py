@@ -77,7 +77,7 @@ def check_ids(batch: Batch) -> None:
     """Raises ValueError unless ids are integers ``(rows, width)``, and mask and positions have the same width."""
     ids = batch.get('input_ids')
     if not isinstance(ids, torch.Tensor | None):
-        return  # the model will refuse it
+        return  # then `labels` are the text, see text_of
     if ids is not None and (ids.dim() != 2 or ids.dtype not in (torch.int32, torch.int64)):
         raise ValueError(
             f'`input_ids` must be integers of shape (rows, width), got: {ids.dtype} of shape {tuple(ids.shape)}. Give '

@@ -200,7 +200,7 @@ def find_difference(reports: Sequence[RankReport]) -> str | None:
         name = differing[0]
         more = f' Also different: {", ".join(differing[1:])}.' if len(differing) > 1 else ''
         return _unequal(name, [report.facts.get(name, 'none') for report in reports]) + more
-    # A rank has no witness if its dataset is random: two readings of a sample would differ.
+    # A rank has no witness if it could not read the samples, or if two readings of a sample differ.
     if len({report.witness for report in reports if report.witness}) > 1:
         return _unequal('first samples', [report.witness or 'unknown' for report in reports])
     planned_ranks = sorted(report.rank for report in reports)

@@ -55,7 +55,7 @@ class StepWatch:
         self._weights_at_last: dict[str, Checksum] = {}
         """Weights when the last backward began."""
         self._gradients_at_last: dict[str, Checksum] = {}
-        """Gradients when the last backward ended."""
+        """Gradients when the current backward began, or between two backwards, when the last one ended."""
         self._buffers_before: Versions = {}
         """Buffers before the forward."""
         self._has_repeated = False
