@@ -19,7 +19,7 @@ from composer_tokacc.batch import IGNORE_INDEX, attended_positions, labels_of, t
 _warn_once = cache(logging.getLogger(__name__).warning)
 
 LOSS_RULES = ('causal', 'causal_attended', 'unshifted')
-"""Rules by which models choose the labels that their own loss averages: see :func:`.loss_mask`."""
+"""The rules of models, which labels are in the mean of their own loss: see :func:`.loss_mask`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ def check_rule(loss_tokens: str, *, allow_auto: bool = False) -> str:
 
 
 def document_starts(batch: Mapping[str, Any]) -> torch.Tensor | None:
-    """Returns where a further document starts in a packed row, bool ``(rows, width)``; None if no row is packed.
+    """Marks the first token of each further document in packed rows, bool ``(rows, width)``; None if no row is packed.
 
     A packed row has ``position_ids`` that restart at 0 after its first attended token. Each row is looked at by itself,
     so that the result does not depend on the other rows. If no position is above 0, the row is not taken for packed.

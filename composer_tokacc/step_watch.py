@@ -1,9 +1,9 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Notices what changes parameters, gradients and buffers while a step accumulates its gradient.
+"""Finds changes of parameters, gradients and buffers while a step accumulates its gradient.
 
-Weights of tokens are measured at the logits. They do not show what happens to the gradient later. A loop that calls
+Weights of tokens are measured at the logits. They do not show a later change of the gradient. A loop that calls
 ``zero_grad`` after each microbatch has equal weights at the logits, and loses all microbatches except the last one.
 """
 
