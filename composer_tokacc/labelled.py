@@ -118,8 +118,8 @@ def batch_at_logits(
 def places_of(ordinals: torch.Tensor, numbers: range) -> torch.Tensor:
     """Returns the index of the k-th True of a mask, for each k in ``numbers``, which begin at 1.
 
-    Uses the running sum of the mask, because ``nonzero()`` would wait for the GPU. If the mask has too few, the index is
-    the last one.
+    Uses the running sum of the mask, because ``nonzero()`` would wait for the GPU. If the mask has too few, the
+    index is the last one.
 
     Args:
         ordinals: Running sum of the mask, int64 ``(n,)``.
