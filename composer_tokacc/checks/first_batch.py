@@ -24,11 +24,11 @@ from composer_tokacc.batch import (
     IGNORE_INDEX,
     MODALITIES,
     Batch,
+    labels_at_text,
     labels_of,
-    own_labels,
     real_positions,
     sample_name,
-    with_own_tensors,
+    with_copied_tensors,
 )
 from composer_tokacc.checks.comparison import MEAN, NAME_TERMS, NOT_A_NUMBER, RowComparison
 from composer_tokacc.checks.cutter import Cutter, RulesT
@@ -334,7 +334,7 @@ class FirstBatchCheck:
             )
 
     def _on_device(self, batch: Batch) -> Batch:
-        return self.to_device(with_own_tensors(without_metadata(batch)))
+        return self.to_device(with_copied_tensors(without_metadata(batch)))
 
     def _shared_rows(
         self, batch: Batch, cutter: Cutter[RulesT] | None, missing: Sequence[str], *, is_sender: bool
@@ -684,7 +684,7 @@ def lengthened(layout: BatchLayout, rows: BatchDict) -> BatchDict:
     Rows with media stay as they are, because a placeholder cannot be repeated.
     """
     ids = rows.get('input_ids')
-    if _has_label_to_predict(rows) or own_labels(rows) is None or ids is None or any(layout.media_per_row(rows)):
+    if _has_label_to_predict(rows) or labels_at_text(rows) is None or ids is None or any(layout.media_per_row(rows)):
         return rows
     real = real_positions(rows)
     with_token = real.any(dim=1).nonzero().flatten().tolist()

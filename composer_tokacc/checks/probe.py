@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 
-from composer_tokacc.batch import Batch, labels_of, with_own_tensors
+from composer_tokacc.batch import Batch, labels_of, with_copied_tensors
 from composer_tokacc.checks.logits import MeasuredTokens, are_logits, logits_of, measure, sketch
 from composer_tokacc.checks.written_state import StateSnapshot, WrittenState
 from composer_tokacc.compat import BatchNorm
@@ -324,7 +324,7 @@ class Probe:
     def _forward(self, batch: Batch, *, rounded: bool, at_labels: AtLabels | None) -> _Forward:
         precision = torch.autocast(self._device_type, enabled=False) if self._in_full else self._precision()
         # A copy, the same one for forward and loss as in training: a model that writes into it changes no other run.
-        copied = with_own_tensors(batch)
+        copied = with_copied_tensors(batch)
         rounded_layers = _leaves(self._modules) if rounded else []
         shapes = [tuple(labels_of(batch).shape)]
         if at_labels is not None:
