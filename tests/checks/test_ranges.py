@@ -26,7 +26,7 @@ from tests.support.text import collate, text_rows
 
 TOP_K = 8
 TOP_K_MODELS = ['deepseek_v32', 'glm_moe_dsa', 'doge']
-"""Models that attend to the best keys only, as soon as there are more than so many columns."""
+"""Models that attend to the best keys only, as soon as there are more than :data:`TOP_K` columns."""
 
 
 def top_k_model(model_type: str, *, scales: bool) -> HuggingFaceModel:
@@ -75,6 +75,17 @@ def test_width_that_changes_the_model(model_type, side, options):
         assert set(kinds) <= {'exact', 'refused'}, [str(outcome) for outcome in outcomes]
         if options.get('packing'):
             assert kinds[-1] == 'refused'
+
+
+@pytest.mark.parametrize('side', ['right', 'left'])
+def test_equal_keys_are_refused_at_once(side):
+    """Doge chooses between equal keys, in rows of other batches only by chance."""
+    if 'doge' not in CONFIG_MAPPING:
+        pytest.skip('this release of transformers does not have it')
+    for seed in range(4):
+        outcomes = measure_steps(top_k_model('doge', scales=bool(seed % 2)), growing_batches(side, seed), 2)
+        assert outcomes[-1].kind == 'refused'
+        assert len(outcomes) <= 2
 
 
 class Summing(ComposerModel):
