@@ -60,7 +60,7 @@ def growing_batches(side: str) -> list[dict[str, Any]]:
     [('right', {}), ('left', {}), ('right', {'packing': True}), ('right', {'regroup': False})],
     ids=['right', 'left', 'packed', 'in order'],
 )
-@pytest.mark.parametrize(('model_type', 'scales'), [('deepseek_v32', False), ('doge', True)])
+@pytest.mark.parametrize(('model_type', 'scales'), [('deepseek_v32', False), ('glm_moe_dsa', False), ('doge', True)])
 def test_width_that_changes_the_model(model_type, scales, side, options):
     """The first batch is narrower than the width from which on keys are selected."""
     if model_type not in CONFIG_MAPPING:
