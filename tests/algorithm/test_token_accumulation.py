@@ -44,13 +44,13 @@ def batch():
     ('split', 'microbatch_size'),
     [('stock', 2), ('stock', 6), ('ordered', 1), ('ordered', 3), ('regrouped', 1), ('regrouped', 3)],
 )
-def test_gradient_is_that_of_one_forward(model, side, microbatch_size, split):
+def test_gradient_is_that_of_one_forward_over_the_batch(model, side, microbatch_size, split):
     batch = collate(text_rows(RAGGED), side=side)
     data = loader(batch) if split == 'stock' else token_data_spec(loader(batch), regroup=split == 'regrouped')
     assert_exact(model, data, batch=batch, microbatch_size=microbatch_size)
 
 
-def test_stock_composer_is_wrong_here(model):
+def test_stock_composer_is_wrong_here_so_the_test_can_fail(model):
     batch = collate(text_rows(RAGGED[:4]))
     expected, _ = reference_gradients(model, batch)
     recorder = fit(model, loader(batch), algorithms=[], microbatch_size=1)
@@ -72,24 +72,24 @@ def test_native_flag_is_exact(model, batch, is_ours, options):
     assert_exact(model, data, batch=batch, accumulate_train_batch_on_tokens=True, **options)
 
 
-def test_algorithm_with_a_model_is_exact(model, batch):
+def test_algorithm_together_with_a_model_to_count_by_is_exact(model, batch):
     assert_exact(model, token_data_spec(loader(batch), model=model), batch=batch)
 
 
 @pytest.mark.parametrize('rule', ['auto', 'causal', 'unshifted'])
-def test_native_flag_needs_a_model(model, batch, rule):
+def test_native_flag_without_a_model_to_count_by_is_refused(model, batch, rule):
     data = token_data_spec(loader(batch), loss_tokens=rule)
     with pytest.raises(RuntimeError, match=r'pass `model=`'):
         fit(model, data, algorithms=[], accumulate_train_batch_on_tokens=True)
 
 
-def test_native_flag_with_wrong_rule(model, batch):
+def test_native_flag_with_a_rule_that_is_not_the_models_is_refused(model, batch):
     data = token_data_spec(loader(batch), model=model, loss_tokens='unshifted')
     with pytest.raises(RuntimeError, match=r"Set `loss_tokens='causal'`"):
         fit(model, data, algorithms=[], accumulate_train_batch_on_tokens=True)
 
 
-def test_native_flag_with_the_algorithm(model, batch):
+def test_native_flag_together_with_the_algorithm_is_refused_before_any_step(model, batch):
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(RuntimeError, match='accumulate_train_batch_on_tokens'):
         fit(model, batch, accumulate_train_batch_on_tokens=True, optimizer=torch.optim.SGD(model.parameters(), lr=1.0))
@@ -102,7 +102,7 @@ def test_custom_sample_counter_is_refused(model, batch):
         fit(model, spec)
 
 
-def test_microbatch_transforms_that_mask_labels(model, batch):
+def test_microbatch_transforms_that_mask_labels_are_noticed(model, batch):
     def mask(batch):
         batch['labels'][:, -2:] = -100
         return batch
@@ -111,7 +111,7 @@ def test_microbatch_transforms_that_mask_labels(model, batch):
         fit(model, token_data_spec(loader(batch), microbatch_transforms=mask))
 
 
-def test_batch_transforms_that_mask_labels(model):
+def test_batch_transforms_that_mask_labels_are_counted(model):
     batch = collate(text_rows(RAGGED), side='left')
     masked = {**batch, 'labels': batch['labels'].clone()}
     masked['labels'][:, -1:] = -100
@@ -141,7 +141,7 @@ class HalveLoss(Algorithm):
         state.loss = state.loss * 0.5
 
 
-def test_later_algorithm_that_rescales_the_loss(model, batch):
+def test_later_algorithm_that_rescales_the_loss_is_refused(model, batch):
     with pytest.raises(RuntimeError, match='put TokenAccumulation last'):
         fit(model, loader(batch), algorithms=[TokenAccumulation(), HalveLoss()])
 
@@ -150,7 +150,7 @@ def test_later_algorithm_that_rescales_the_loss(model, batch):
 
 
 @pytest.mark.parametrize('split', ['stock', 'regrouped'])
-def test_rows_without_loss_tokens(model, split):
+def test_rows_without_loss_tokens_are_exact_and_logged_finite(model, split):
     batch = collate(text_rows([(4, 2), (9, 0), (14, 11), (6, 0), (3, 1)]))
     data = loader(batch) if split == 'stock' else token_data_spec(loader(batch))
     recorder = assert_exact(model, data, batch=batch, callbacks=[NaNMonitor()], microbatch_size=1)
@@ -175,7 +175,7 @@ class MaskedSum(torch.nn.Module):
         return CausalLMOutput(loss=(losses * mask.flatten()).sum() / mask.sum(), logits=logits)
 
 
-def test_masked_sum_loss_without_loss_tokens(model):
+def test_masked_sum_loss_without_loss_tokens_has_finite_gradients(model):
     batch = collate(text_rows([(4, 2), (9, 0), (14, 11)]))
     assert_exact(MaskedSum(model), loader(batch), batch=batch, callbacks=[NaNMonitor()], microbatch_size=1)
 
@@ -223,7 +223,7 @@ class OneOutOfMemory(Algorithm):
 
 
 @pytest.mark.parametrize('data', ['stock', 'token_data_spec'])
-def test_retry_after_out_of_memory(model, batch, data):
+def test_retry_after_out_of_memory_gives_the_same_gradient(model, batch, data):
     given = loader(batch) if data == 'stock' else token_data_spec(loader(batch))
     algorithms = [OneOutOfMemory(), TokenAccumulation()]
     recorder = assert_exact(model, given, batch=batch, algorithms=algorithms, microbatch_size=4)
@@ -253,7 +253,7 @@ def after_training(model, batch, optimizer, algorithms=()):
     return finals
 
 
-def test_sam_step_of_the_whole_batch(model, batch):
+def test_sam_takes_the_step_of_the_whole_batch(model, batch):
     finals = after_training(model, batch, torch.optim.SGD, [SAM()])
     whole, one_by_one = ({n: final[n] - v for n, v in model.state_dict().items()} for final in finals)
     assert relative_error(one_by_one, whole) < 1e-5
@@ -272,7 +272,7 @@ class LossScale(torch.amp.GradScaler):
         super().__init__('cpu', init_scale=1024.0)
 
 
-def test_scale_of_grad_scaler(model, batch, monkeypatch):
+def test_grad_scaler_scale_is_not_taken_for_a_wrong_weight(model, batch, monkeypatch):
     from composer import Trainer
 
     monkeypatch.setattr(Trainer, '_use_grad_scaling', lambda self, precision, scaler: True)
@@ -336,7 +336,7 @@ def test_no_host_sync_a_microbatch(model, monkeypatch, units):
     assert all(event.value in seen for event in microbatch_events)
 
 
-def test_rank_sums_are_read_once(model, batch, monkeypatch):
+def test_sums_over_the_ranks_are_read_once_a_step_before_the_first_forward(model, batch, monkeypatch):
     events = []
 
     class Watched(RankSum):
@@ -356,7 +356,7 @@ def test_rank_sums_are_read_once(model, batch, monkeypatch):
 # Rules.
 
 
-def test_labels_on_pads_that_count(model):
+def test_labels_on_pads_count_where_the_model_counts_them(model):
     # Llama's mean runs over the labels alone: a collator that does not mask pads trains on them.
     batch = collate(text_rows(RAGGED), labels_on_pads=5)
     for data in (loader(batch), token_data_spec(loader(batch))):
@@ -365,7 +365,7 @@ def test_labels_on_pads_that_count(model):
         assert algorithm.rule == 'causal'
 
 
-def test_probe_leaves_random_state_alone(model, batch):
+def test_probe_leaves_random_state_and_mode_alone(model, batch):
     states = []
     for algorithms in ([], [TokenAccumulation(loss_tokens='causal', check_loss=False)], [TokenAccumulation()]):
         torch.manual_seed(7)

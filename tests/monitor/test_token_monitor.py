@@ -23,12 +23,12 @@ def run(data, **kwargs):
     return fit(text_model(), data, **options)
 
 
-def test_unknown_rule_is_refused():
+def test_an_unknown_rule_is_refused_before_the_run():
     with pytest.raises(ValueError, match=r"`loss_tokens` must be one of .*, got: 'shifted'"):
         TokenMonitor(loss_tokens='shifted')
 
 
-def test_stock_split_pays_for_the_width():
+def test_stock_split_pays_for_the_width_of_the_device_batch():
     batch = collate(text_rows(SHAPE))
     recorder = run(loader(batch, batch), microbatch_size=1)
     ratio = 1 - REAL / (6 * WIDTH)
@@ -44,7 +44,7 @@ def test_stock_split_pays_for_the_width():
     assert recorder.logged('token_monitor/sample_weighting_error') == pytest.approx([distance])
 
 
-def test_every_logged_name_is_documented():
+def test_all_that_is_logged_is_listed_where_users_look():
     batch = {**collate(text_rows(SHAPE)), 'source': ['a', 'b', 'a', 'b', 'a', 'b']}
     recorder = run(token_data_spec(loader(batch, batch)), algorithms=[TokenAccumulation()], microbatch_size=2)
     keys = {key.removeprefix('token_monitor/') for key in recorder.memory.data if key.startswith('token_monitor/')}
@@ -69,7 +69,7 @@ def test_regrouping_split_computes_less_padding():
     assert ratio == pytest.approx([ratio[0]] * 2)
 
 
-def test_rows_that_are_no_samples():
+def test_rows_that_are_no_samples_are_told_apart_and_hold_no_real_tokens():
     batch = with_metadata(collate(text_rows(SHAPE)), samples=[1, 1, 1, 1, 1, 0])
     # Each row by itself, at its own width, but for the first two, which share one.
     data = token_data_spec(loader(batch, batch), slot_tokens=WIDTH, regroup=False)
@@ -95,7 +95,7 @@ class MadeUpFlops:
         return 1000.0
 
 
-def test_use_of_the_device():
+def test_use_of_the_device_is_operations_over_what_it_can_do():
     monitor = TokenMonitor(flops=MadeUpFlops(), device_tflops=0.5)
     batch = collate(text_rows(SHAPE))
     recorder = run(loader(batch, batch), callbacks=[monitor])
@@ -114,7 +114,7 @@ def test_use_of_the_device():
 
 
 @pytest.mark.parametrize('others', [[], [GradientClipping('norm', 1e-3)]], ids=['plain', 'clipped'])
-def test_gradient_norm_before_clipping(others):
+def test_gradient_norm_is_that_of_one_forward_whatever_is_clipped(others):
     batch, model = collate(text_rows(SHAPE)), text_model()
     expected, _ = reference_gradients(model, batch)
     norm = float(sum(value.double().square().sum() for value in expected.values()).sqrt())
@@ -135,7 +135,7 @@ class ShownNumbers(Callback):
         self.found.append(dict(bar.metrics))
 
 
-def test_progress_bar_is_short(capfd):
+def test_progress_bar_has_the_shortest_of_it(capfd):
     batch, shown = collate(text_rows(SHAPE)), ShownNumbers()
     options = {'progress_bar': True, 'callbacks': [TokenMonitor(), shown], 'max_duration': '3ba'}
     recorder = run(loader(batch, batch, batch), microbatch_size=6, **options)
@@ -165,7 +165,7 @@ class OutOfMemoryUntil(Algorithm):
             raise RuntimeError('CUDA out of memory')
 
 
-def test_attempts_out_of_memory_are_dropped():
+def test_attempts_that_ran_out_of_memory_leave_no_trace_in_the_figures():
     """Composer halves 6 to 3 to 1 row of 14 tokens: 84 and 42 positions do not fit, 14 do."""
     batch = collate(text_rows(SHAPE))
     recorder = run(loader(batch), algorithms=[OutOfMemoryUntil(14)], microbatch_size=6, max_duration='1ba')
@@ -186,14 +186,14 @@ def foreign_batch(request):
     return {**found, **{name: [7] * len(SHAPE) for name in names}}
 
 
-def test_monitor_alone_beside_foreign_keys(foreign_batch):
+def test_monitor_alone_counts_for_itself_beside_keys_of_others(foreign_batch):
     recorder = fit(text_model(), loader(foreign_batch), algorithms=[], callbacks=[TokenMonitor()], microbatch_size=1)
     assert recorder.logged('token_monitor/loss_generating_share') == pytest.approx([TOKENS / REAL])
     assert recorder.logged('token_monitor/empty_microbatches') == [1]
 
 
 @pytest.mark.parametrize('split', ['stock', 'ours'])
-def test_algorithm_beside_foreign_keys(split, foreign_batch):
+def test_algorithm_counts_for_itself_beside_keys_of_others(split, foreign_batch):
     model = text_model()
     data = token_data_spec(loader(foreign_batch)) if split == 'ours' else loader(foreign_batch)
     recorder = assert_exact(model, data, batch=collate(text_rows(SHAPE)), callbacks=[TokenMonitor()])

@@ -64,7 +64,7 @@ def suggest(lengths: Any = None, **changes: Any) -> Any:
     return suggest_microbatching(table() if lengths is None else lengths, **{**arguments, **changes})
 
 
-def test_largest_safe_size_by_hand() -> None:
+def test_largest_safe_size_is_found_by_hand() -> None:
     lengths = [100] * 64
     report = suggest(lengths, num_ranks=1, global_batch_size=64)
     # 4 GiB of model; 1.5 MiB and 2 x 24 bytes of ids, masks and labels a token; 0.92 of 16 GiB.
@@ -77,7 +77,7 @@ def test_largest_safe_size_by_hand() -> None:
     assert half.binds == 'text'
 
 
-def test_no_microbatch_is_over_the_limit() -> None:
+def test_no_microbatch_that_the_budget_allows_is_over_the_limit() -> None:
     report, sizes = suggest(device_memory_gib=7.0), table()
     rng = np.random.default_rng(1)
     memory = memory_model()
@@ -94,7 +94,7 @@ def test_no_microbatch_is_over_the_limit() -> None:
     assert memory.peak(larger, num_ranks=4) > 0.92 * 7 * GIB
 
 
-def test_profile_against_a_plain_count() -> None:
+def test_profile_and_padding_against_a_plain_count() -> None:
     sizes = table(512)
     report = suggest(sizes, num_ranks=2, global_batch_size=64)
     assert report.profile.text_only_share == pytest.approx((sizes.image_tokens == 0).mean())
@@ -116,7 +116,7 @@ def test_equal_lengths_gain_nothing() -> None:
     assert report.speedup('split') == pytest.approx(1, rel=0.02)
 
 
-def test_seconds_of_a_step_by_hand() -> None:
+def test_seconds_are_those_of_a_step_by_hand() -> None:
     """Four rows of 100 tokens on one rank, one microbatch: 4 x (100 + 100 x 100 / 1000) + 5 units."""
     timed = CostModel(quadratic=1000.0, launch=5.0, seconds_per_token=1e-2)
     report = suggest([100] * 4, num_ranks=1, global_batch_size=4, measured_cost=timed, seconds_per_step=0.5)
@@ -125,13 +125,13 @@ def test_seconds_of_a_step_by_hand() -> None:
     assert suggest().step_seconds('stock') is None
 
 
-def test_fixed_time_lowers_the_gain() -> None:
+def test_what_a_step_takes_besides_lowers_the_gain() -> None:
     cost = CostModel(seconds_per_token=1e-4)
     alone, delayed = suggest(measured_cost=cost), suggest(measured_cost=cost, seconds_per_step=0.5)
     assert alone.speedup() > delayed.speedup() > 1
 
 
-def test_steps_use_cost_of_the_run() -> None:
+def test_steps_are_cut_by_the_cost_of_the_run_and_priced_by_the_measured_one() -> None:
     """Launches that cost little make a microbatch of each width; those that cost much make as few as fit."""
     lengths = [10, 11] * 64
     cheap, dear = CostModel(launch=1.0), CostModel(launch=1e6)
@@ -142,7 +142,7 @@ def test_steps_use_cost_of_the_run() -> None:
     assert by_cost[0]['stock'] == by_cost[1]['stock']
 
 
-def test_measured_encoder_is_in_the_seconds() -> None:
+def test_a_measured_tower_is_in_the_seconds_the_bound_and_the_lines_to_paste() -> None:
     """One rank, one microbatch of four rows of 100 tokens: 440 units, 5 of launch, and two images in the tower."""
     patches = np.array([10, 0, 30, 0])
     sizes = LengthTable(
@@ -175,7 +175,9 @@ def test_packed_steps_have_no_padding() -> None:
 
 
 @pytest.mark.parametrize(('equal_counts', 'images', 'weightless'), [(False, 0, 0), (True, 0, 10), (True, 8, 30)])
-def test_ranks_with_fewer_microbatches(equal_counts: bool, images: int, weightless: int) -> None:
+def test_ranks_with_fewer_microbatches_compute_weightless_rows(
+    equal_counts: bool, images: int, weightless: int
+) -> None:
     """Rank 0 makes two microbatches of 500 tokens and rank 1 one, and where they must be equal repeats a row: the
     shortest, or the shortest with an image.
     """
@@ -190,13 +192,13 @@ def test_ranks_with_fewer_microbatches(equal_counts: bool, images: int, weightle
     assert figures.padding_ratio == pytest.approx(1 - 1040 / computed)
 
 
-def test_no_method_beats_the_bound() -> None:
+def test_no_method_beats_the_bound_and_planning_is_best() -> None:
     report = suggest()
     assert 0 < report.share_of_bound('split') <= report.share_of_bound('planned') <= 1
     assert report.speedup('planned') >= report.speedup('split') >= 1
 
 
-def test_microbatches_of_stock_composer() -> None:
+def test_global_batch_in_microbatches_of_stock_composer() -> None:
     report = suggest([100] * 64, num_ranks=4, global_batch_size=48, device_memory_gib=8.0)
     assert report.stock_microbatch_size == 12
     assert report.identity() == '(12 x 1) rows x 4 ranks = 48 samples a step'
@@ -231,7 +233,7 @@ def test_a_rough_memory_model_says_so() -> None:
     assert suggest().warnings() == []
 
 
-def test_report_in_all_forms(tmp_path: Any) -> None:
+def test_report_as_text_json_yaml_and_picture(tmp_path: Any) -> None:
     report = suggest(table(600))
     text = report.text()
     for words in ('largest safe size', 'DDP buckets', 'stock Composer', '256 patches a sample with images, 4 for each'):
@@ -249,7 +251,7 @@ def test_report_in_all_forms(tmp_path: Any) -> None:
         assert f'<!-- {words}' in drawn
 
 
-def test_image_cap_of_the_run() -> None:
+def test_image_cap_of_the_run_is_kept_in_memory_steps_and_yaml() -> None:
     """Eight rows of 100 tokens, 60 of them of images, fit at once: under a cap of 120 image tokens go two and two."""
     columns = {'lengths': 100, 'image_tokens': 60, 'loss_tokens': 1, 'vision_patches': 60}
     sizes = LengthTable(**{name: np.full(8, value) for name, value in columns.items()})
@@ -281,7 +283,7 @@ def test_image_cap_of_the_run() -> None:
         ({'slot_tokens': 0}, '`slot_tokens` must be a positive integer'),
     ],
 )
-def test_bad_input_is_refused(arguments: dict[str, Any], message: str) -> None:
+def test_bad_input_is_refused_in_one_line(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         suggest(**arguments)
     assert '\n' not in str(caught.value)
