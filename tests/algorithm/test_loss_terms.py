@@ -148,7 +148,7 @@ def test_loss_of_samples_alone(copies, microbatch_size, wrapped):
     expected = gradients_of(model, summed_by_row(logits, batch['labels'])[:rows].mean() / 10)
     model.zero_grad()
     given = with_metadata(batch, samples=[1] * rows + [0] * copies) if copies else batch
-    data = token_data_spec(loader(given)) if wrapped else loader(given)
+    data = token_data_spec(loader(given)) if wrapped or copies else loader(given)
     recorder = fit(
         SequenceLoss(model, use_logits=True), data, loss_units={'lm': 'samples'}, microbatch_size=microbatch_size
     )
