@@ -18,9 +18,9 @@ from composer.utils import dist
 
 from composer_tokacc.batch import Batch
 from composer_tokacc.checks.logits import CHUNK, logits_of, whole_vocabulary
-from composer_tokacc.counting import count_tokens, counted_tokens, loss_mask
+from composer_tokacc.counting import counted_tokens, loss_mask
 from composer_tokacc.labelled import batch_at_logits, places_of
-from composer_tokacc.metadata import SourceShare, sources_of
+from composer_tokacc.row_counts import RowCounts, count_rows, is_counted, rows_of, sources_of
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ SUMS = ('loss', 'tokens', 'weight', 'positions')
 class _Part(NamedTuple):
     """What one microbatch gave, by row, or by document of a packed row."""
 
-    shares: Sequence[SourceShare | None]  # None: a dummy row
+    shares: Sequence[RowCounts]  # of rows, or of documents of a packed row
     width: int | None  # of each row; None: a document takes its own tokens
     has_losses: bool  # False: the model gives no logits
 
@@ -67,21 +67,24 @@ class SourceLedger:
         self._num_unread = 0  # logits
         self._losses: list[torch.Tensor] = []  # of tokens, float32, part after part, on the device
 
-    def note(self, batch: Batch, facts: Mapping[str, Any], outputs: Any, rule: str) -> None:
+    def note(self, batch: Batch, outputs: Any, rule: str) -> None:
         """Notes a microbatch whose rows carry ``source``; nothing waits for the device where they were counted."""
-        rows: Any = facts.get('sources') or _counted(batch, rule)
-        if rows is None:
+        was_counted = is_counted(batch)
+        if not was_counted and sources_of(batch) is None:
             return
-        is_packed, is_counted = isinstance(rows[0], list), 'rule' in facts
-        shares = rows[0] if is_packed else rows
+        rows = rows_of(batch) if was_counted else count_rows(batch, rule)
+        is_packed = bool(rows[0].documents)
+        shares = rows[0].documents if is_packed else rows
+        if all(share.source is None for share in shares):
+            return
+        rule = rows[0].rule
+        num_tokens = sum(row.loss_tokens for row in rows)
         logits, width = logits_of(outputs), batch['labels'].shape[1]
-        rule = facts['rule'][0] if is_counted else rule
-        num_tokens = sum(facts['loss_tokens'] if is_counted else [share.loss_tokens for share in shares])
         compared = None if logits is None else batch_at_logits(batch, logits, rule, num_tokens)
         self._parts.append(_Part(shares, None if is_packed else width, compared is not None))
         if logits is not None and compared is not None:
             at_logits, _ = compared
-            counted = None if is_counted else counted_tokens(batch, rule)
+            counted = None if was_counted else counted_tokens(batch, rule)
             text = {name: at_logits[name] for name in ('labels', 'attention_mask') if name in at_logits}
             self._unread.append(_Unread(logits.detach(), text, rule, counted, num_tokens))
             self._num_unread += logits.numel()
@@ -125,7 +128,7 @@ class SourceLedger:
         found: dict[str, list[float]] = {}
         start = 0
         for part in self._parts:
-            for share in filter(None, part.shares):
+            for share in part.shares:
                 loss = math.nan if share.loss_tokens else 0.0
                 if part.has_losses:
                     loss, start = sum(losses[start : start + share.loss_tokens]), start + share.loss_tokens
@@ -133,7 +136,7 @@ class SourceLedger:
                     own = found.setdefault(_loggable(share.source), [0.0] * len(SUMS))
                     own[0] += loss
                     own[1] += share.loss_tokens
-                    own[2] += share.weight
+                    own[2] += share.loss_weight
                     own[3] += part.width or share.real_tokens
         return found
 
@@ -155,18 +158,6 @@ class SourceLedger:
                 'Rows have more than %d sources: those beyond are logged together, as `%s`. Let `source` name the file '
                 'or the part of a mixture, or set TokenMonitor(sources=False).', MOST_SOURCES, OTHERS,
             )  # fmt: skip
-
-
-def _counted(batch: Batch, rule: str) -> list[SourceShare] | None:
-    """Returns the shares of rows that nobody has counted."""
-    names = sources_of(batch)
-    if names is None:
-        return None
-    counts = count_tokens(batch, rule)
-    return [
-        SourceShare(name, tokens, real, float(tokens))
-        for name, tokens, real in zip(names, counts.loss_generating, counts.real, strict=True)
-    ]
 
 
 def _token_losses(parts: Sequence[_Unread]) -> torch.Tensor:

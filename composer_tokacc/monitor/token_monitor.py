@@ -18,11 +18,11 @@ from composer.core import Callback, State
 from composer.loggers import Logger, ProgressBarLogger
 
 from composer_tokacc.batch import text_of
-from composer_tokacc.counting import check_rule, count_tokens, loss_mask
+from composer_tokacc.counting import check_rule, loss_mask
 from composer_tokacc.layout import microbatches_of
-from composer_tokacc.metadata import is_annotated, metadata_of, num_samples
 from composer_tokacc.monitor.gradient_norm import GradientNorm
 from composer_tokacc.monitor.source_ledger import SourceLedger
+from composer_tokacc.row_counts import count_rows, is_counted, rows_of
 
 WINDOW = 200
 """Steps of which the percentiles speak."""
@@ -132,13 +132,12 @@ class TokenMonitor(Callback):
 
     def batch_start(self, state: State, logger: Logger) -> None:
         """Counts the device batch where nobody has, while it is on the CPU."""
-        facts = metadata_of(state.batch)
-        counts = None if is_annotated(state.batch) else count_tokens(state.batch, self.loss_tokens)
+        rows = rows_of(state.batch) if is_counted(state.batch) else count_rows(state.batch, self.loss_tokens)
         self._step = {
-            'real': sum(facts['real_tokens']) if counts is None else counts.num_real,
+            'real': sum(row.real_tokens for row in rows),
             'device_positions': _positions(state.batch),
-            'tokens': sum(facts['loss_tokens']) if counts is None else counts.num_loss_generating,
-            'samples': num_samples(state.batch),
+            'tokens': sum(row.loss_tokens for row in rows),
+            'samples': sum(row.samples for row in rows),
             'media_flops': 0.0 if self.flops is None else sum(map(self.flops.media, microbatches_of(state.batch))),
             'loader_seconds': self._loader_seconds,
         }
@@ -152,17 +151,20 @@ class TokenMonitor(Callback):
     def before_backward(self, state: State, logger: Logger) -> None:
         """Notes a microbatch by its shape and counts, which are counted on the device where it carries none."""
         batch: Mapping[str, Any] = state.batch
-        facts = metadata_of(batch)
-        num_tokens = sum(facts['loss_tokens']) if is_annotated(batch) else loss_mask(batch, self.loss_tokens).sum()
-        self._microbatches.append((num_samples(batch), num_tokens))
-        positions, samples = _positions(batch), facts.get('samples', [1])
+        rows = rows_of(batch)
+        num_tokens: int | torch.Tensor = sum(row.loss_tokens for row in rows)
+        if not is_counted(batch):
+            num_tokens = loss_mask(batch, self.loss_tokens).sum()
+        self._microbatches.append((sum(row.samples for row in rows), num_tokens))
+        positions = _positions(batch)
+        num_dummies = sum(row.samples == 0 for row in rows)
         self._step['positions'] += positions
-        self._step['dummies'] += positions * samples.count(0) / len(samples)
+        self._step['dummies'] += positions * num_dummies / len(rows)
         self._step['microbatches'] += 1
         if self.flops is not None:
             self._step['text_flops'] += self.flops.text(*text_of(batch).shape[:2])
         if self.sources:
-            self._ledger.note(batch, facts, state.outputs, self.loss_tokens)
+            self._ledger.note(batch, state.outputs, self.loss_tokens)
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Reduces and logs."""

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from composer_tokacc import BatchLayout, TokenMonitor, token_data_spec
-from composer_tokacc.data_spec.cut_rules import CutRules
 from composer_tokacc.data_spec.packing import pack_rows
+from composer_tokacc.data_spec.pieces import CutRules
 from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.planning import pack_lengths
 from tests.support.text import collate, text_model, text_rows
