@@ -3,8 +3,8 @@
 
 """Counts of the rows of a batch, which travel with the batch.
 
-A batch is counted once, on the CPU: :func:`with_counts` adds one list, with a :class:`RowCounts` for each row. Whoever
-selects, packs or adds rows later keeps this list in step with them.
+A batch is counted once, on the CPU: :func:`with_counts` adds one list, with a :class:`RowCounts` for each row. When rows
+are selected, packed or added later, the list follows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from composer_tokacc.layout import PreSplitBatch
 from composer_tokacc.weights import LOSS_WEIGHTS, token_weights_of
 
 ROWS_KEY = 'composer_tokacc.rows'
-"""Key of the counts in a batch, the only key of ours.
+"""Key of the counts in a batch. This package adds no other key.
 
 A list, because Composer cuts lists with the rows, counts them as samples, and does not touch them when it moves a batch
 to the device. So reading the counts never waits for the device. ``HuggingFaceModel.forward`` drops the key.
@@ -36,10 +36,10 @@ class RowCounts:
 
     Args:
         samples: Samples of the dataset: 0 for a dummy row or a repeated sample, several for a packed row.
-        real_tokens: Attended positions; 0 if the row is no sample.
+        real_tokens: Attended positions; 0 if ``samples`` is 0.
         loss_tokens: Loss-generating tokens.
         loss_weight: Sum of the weights of these tokens. It is their number if all have weight 1.
-        rule: Loss rule by which the tokens were counted; empty if nobody has counted the row.
+        rule: Loss rule of the counts; empty if the row was not counted.
         source: Source of the data, if the batch names it.
         has_new_label: Whether the row has a label that no batch had before.
         documents: The rows that a packed row was made of.
@@ -75,8 +75,7 @@ def summed(rows: Sequence[RowCounts]) -> RowCounts:
 def with_counts(batch: Batch, loss_tokens: str = 'causal', token_weights: str = 'token') -> Batch:
     """Returns the batch with the counts of its rows. It should be on the CPU, so that nothing waits for the device.
 
-    Labels that do not count are masked: those of rows that are no samples, and those of the first token of each
-    further document of a packed row.
+    Masks the labels of rows without samples, and in packed rows the label of the first token of each further document.
 
     Args:
         batch: A batch with ``labels``.
@@ -108,7 +107,7 @@ def count_rows(batch: Batch, loss_tokens: str = 'causal', weights: torch.Tensor 
     """Counts the tokens of each row of a batch.
 
     Args:
-        batch: A batch with ``labels``. Rows that it already marks as no samples stay so.
+        batch: A batch with ``labels``. Rows that are marked with 0 samples stay so.
         loss_tokens: The loss rule, see :func:`.loss_mask`.
         weights: Weights of the tokens, ``(rows, width)``; None: all are 1.
     """
@@ -166,7 +165,7 @@ def without_rows(batch: Batch) -> dict[str, Any]:
 
 
 def rows_of(batch: Batch) -> list[RowCounts]:
-    """Returns the counts of each row. Rows that nobody has counted are one sample each."""
+    """Returns the counts of each row. Without counts each row is one sample."""
     if isinstance(batch, PreSplitBatch):
         return [row for microbatch in batch.microbatches for row in rows_of(microbatch)]
     rows = batch.get(ROWS_KEY)

@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmOptions:
-    """The arguments of :class:`.TokenAccumulation`, which says what they mean.
+    """The arguments of :class:`.TokenAccumulation`; its docstring explains them.
 
     Raises:
         ValueError: If one of them is unknown, or two do not go together.
@@ -84,7 +84,7 @@ class AlgorithmOptions:
 
     @property
     def is_weighted(self) -> bool:
-        """Whether tokens have weights of their own."""
+        """Whether tokens may have unequal weights."""
         return self.token_weights != 'token'
 
     @property
@@ -231,13 +231,13 @@ def _unwrapped(model: torch.nn.Module) -> ComposerModel:
 
 
 def _to_device(state: State, split: MicrobatchSplit | None, batch: Batch) -> Any:
-    """Moves a batch to the device, in the form in which the split gives it to the model."""
-    moved = state.device.batch_to_device(batch)
-    return moved if split is None else split.as_the_model_takes_it(moved)
+    """Moves a batch to the device and prepares it for the model, as the split does."""
+    on_device = state.device.batch_to_device(batch)
+    return on_device if split is None else split.as_the_model_takes_it(on_device)
 
 
 def _warn_of_surprises(state: State, token_weights: str) -> None:
-    """Warns of what is exact, but perhaps not what the user meant."""
+    """Warns if a run is exact, but the user may have meant another."""
     has_weights = any(LOSS_WEIGHTS in microbatch for microbatch in microbatches_of(state.batch))
     if has_weights and token_weights != 'column':
         log.warning('The data have `%s`, which is not used without `token_weights=column`.', LOSS_WEIGHTS)

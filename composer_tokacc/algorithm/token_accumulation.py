@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Exact token accumulation: what a token of an optimizer step weighs depends on no cut."""
+"""TokenAccumulation: the weight of a token in an optimizer step does not depend on how its batch is cut."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ class TokenAccumulation(Algorithm):
         s_{rm} = \frac{t_{rm}}{T} \cdot \frac{N}{n_{rm}}
 
     where :math:`t` and :math:`n` are the microbatch's loss-generating tokens and samples, :math:`T` and :math:`N` those
-    of the step over all ranks. Where tokens do not all weigh the same (``token_weights``), :math:`t` and :math:`T` are
-    sums of their weights. Together with Composer's weight the gradient is that of one forward over the whole global
-    batch, whatever the microbatch size, the number of ranks or the padding.
+    of the step over all ranks. If tokens have weights (``token_weights``), :math:`t` and :math:`T` are sums of their
+    weights. Together with Composer's weight this gives the gradient of one forward over the whole global batch, for any
+    microbatch size, number of ranks and padding.
 
-    Runs on ``Event.BATCH_START`` (counts; starts the one all-reduce of a step), ``BEFORE_FORWARD``, ``AFTER_LOSS``,
-    ``BEFORE_BACKWARD`` (scales), ``AFTER_BACKWARD`` (restores the raw loss) and ``AFTER_TRAIN_BATCH`` (checks what
-    tokens really weighed, before the optimizer steps).
+    Runs on ``Event.BATCH_START`` (counts, and sums over the ranks), ``BEFORE_FORWARD``, ``AFTER_LOSS``,
+    ``BEFORE_BACKWARD`` (scales), ``AFTER_BACKWARD`` (restores the raw loss) and ``AFTER_TRAIN_BATCH`` (checks the
+    weights of the tokens, before the optimizer steps).
 
     Args:
         loss_tokens (str): Which labels the model's loss averages over: ``'causal'``, ``'causal_attended'``,
@@ -69,14 +69,14 @@ class TokenAccumulation(Algorithm):
             ``'samples'``, ``'coupled_samples'`` (rows of a microbatch see each other, as in a contrastive loss) or
             ``'microbatches'`` (router statistics). The last two depend on which rows share a microbatch, so they are
             refused with a split that regroups rows. Default: ``None``, all terms are means over tokens.
-        token_weights (str): What a token weighs: the loss-generating tokens of its sample to the power 0 (``'token'``:
-            all weigh the same), -1/2 (``'sqrt'``) or -1 (``'sample'``: samples weigh the same), or what the batch says
-            (``'column'``: ``batch['loss_weights']``, a float per row or per position of the labels). The loss must be
+        token_weights (str): The weight of a token: the number of loss-generating tokens of its sample to the power 0
+            (``'token'``: all weigh the same), -1/2 (``'sqrt'``) or -1 (``'sample'``: samples weigh the same), or a
+            column of the batch (``'column'``: ``batch['loss_weights']``, a float per row or per position of the labels). The loss must be
             made of the logits that the model returns. Default: ``'token'``.
-        router_balance (str): Of what the load-balancing loss of a Hugging Face mixture of experts is a statistic: of
-            each ``'microbatch'`` by itself, evenly weighed, or of the ``'step'``, as one forward over the whole global
-            batch would have it, which takes a further forward of each microbatch. Default: ``'microbatch'``.
-        logits (str): Where the model computes logits in training: ``'labels'``, only at positions that predict a label,
+        router_balance (str): The load-balancing loss of a Hugging Face mixture of experts: computed of each
+            ``'microbatch'`` by itself, with equal weights, or of the ``'step'``, as in one forward over the whole global
+            batch, which takes a further forward of each microbatch. Default: ``'microbatch'``.
+        logits (str): At which positions the model computes logits in training: ``'labels'``, only at positions that predict a label,
             which saves most of the time and memory of the output embedding; ``'all'``, at all positions, for callbacks
             that read ``outputs.logits``; or ``'auto'``, only at labels if the first-batch check shows that loss and
             gradient stay the same. With logits at labels ``outputs.logits`` has one row, in the order of the labels.
@@ -151,7 +151,7 @@ class TokenAccumulation(Algorithm):
 
     @property
     def is_weighted(self) -> bool:
-        """Whether tokens may have weights of their own."""
+        """Whether tokens may have unequal weights."""
         return self.token_weights != 'token'
 
     @property
@@ -181,7 +181,7 @@ class TokenAccumulation(Algorithm):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what makes a resumed run end with the same bits; rule and rows are checked again."""
+        """Restores the values that a resumed run needs to end with the same bits. Rule and rows are checked again."""
         check_state(state, {'num_empty_steps'}, counts=('num_empty_steps',))
         reduces_once = state.get('reduces_once', False)
         check_choice('reduces_once', reduces_once, (True, False))
@@ -221,9 +221,9 @@ class TokenAccumulation(Algorithm):
         run = self._context
         batch_index = int(state.timestamp.batch_in_epoch)
         plan = plan_record_of(state.batch, state.dataloader, batch_index)
-        marked = self._with_marks(state.batch, num_repeated(state.dataloader, batch_index))
-        # The batch carries its counts, so that every microbatch gets those of its rows.
-        state.batch = with_counts(marked, self.rule or '', self.token_weights)
+        batch = self._with_marks(state.batch, num_repeated(state.dataloader, batch_index))
+        # The batch carries its counts, so that the split hands each microbatch its own.
+        state.batch = with_counts(batch, self.rule or '', self.token_weights)
         step = Step(
             rows=rows_of(state.batch),
             facts=describe_all(run.check.layout, state.batch),
@@ -244,16 +244,16 @@ class TokenAccumulation(Algorithm):
         run.begin_step(step)
 
     def _with_marks(self, batch: Batch, num_copies: int) -> Batch:
-        """Marks rows that have new labels, and the copies at the end of the batch, which are no samples."""
+        """Marks rows with new labels, and the copies at the end of the batch, which do not count as samples."""
         has_new_label = self._measuring.rows_with_new_labels(batch)
         if not num_copies and not any(has_new_label):
             return batch
         first_copy = len(has_new_label) - num_copies
-        marked = []
+        marked_rows = []
         for number, row in enumerate(rows_of(batch)):
             samples = row.samples if number < first_copy else 0
-            marked.append(replace(row, samples=samples, has_new_label=has_new_label[number]))
-        return with_rows(batch, marked)
+            marked_rows.append(replace(row, samples=samples, has_new_label=has_new_label[number]))
+        return with_rows(batch, marked_rows)
 
     def _sum_over_ranks(self, state: State, step: Step, plan: PlanRecord | None, *, has_new_rows: bool) -> bool:
         """Sums the counts of a step over the ranks. Returns whether any rank has new rows. One all-reduce.
@@ -380,7 +380,7 @@ class TokenAccumulation(Algorithm):
         return -(-step.counts.samples // int(state.device_train_microbatch_size or 1))
 
     def _watch_tokens(self, state: State, record: MicrobatchRecord, *, share: float) -> None:
-        """Measures in the backward how much the tokens of a microbatch weigh. Applies weights of their own before.
+        """Applies the weights of the tokens of a microbatch, and measures their effect in the backward.
 
         ``share`` is the weight that the mean over its tokens must have in the step, times the loss scale.
         """
@@ -512,7 +512,7 @@ def _check_carries_counts(batch: Batch, *, is_weighted: bool) -> None:
 
 
 def _check_added_rows(state: State, record: MicrobatchRecord, terms: LossTerms) -> None:
-    """Raises RuntimeError if a term over samples has a loss in a row that is no sample and only fills up a rank."""
+    """Raises RuntimeError if a term over samples has a loss in a row that only fills up a rank."""
     added = [number for number, row in enumerate(record.rows) if row.samples == 0]
     num_rows = len(record.rows)
     logits = logits_of(state.outputs)
@@ -541,7 +541,7 @@ def _scales_of(record: MicrobatchRecord, share: float) -> dict[str, float]:
     num_with_samples = sum(row.samples > 0 for row in record.rows)
     return {
         'tokens': share / record.composers_weight,
-        # Rows that are no samples have no labels, and loss 0 in a term's mean.
+        # Rows that fill up a rank have no labels, and loss 0 in the mean of a term.
         'samples': len(record.rows) / num_with_samples,
         'coupled_samples': 1.0,
         'microbatches': 1.0 / ((record.num_microbatches or 1) * record.composers_weight),

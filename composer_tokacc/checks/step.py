@@ -14,7 +14,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -112,21 +112,14 @@ class MicrobatchRecord:
     count: Tensor | None = None  # number of all loss-generating tokens, ``()``
     tolerance: float = 0.0  # largest deviation that round-off explains
     positions_of_logits: LabelledPositions | None = None  # where logits were computed; None: at every position
+    counts: RowCounts = field(init=False)  # of all rows together
+    is_empty: bool = field(init=False)  # whether no token of a sample carries loss
+    has_weight: bool = field(init=False)  # whether it changes the gradient of the step
 
-    @cached_property
-    def counts(self) -> RowCounts:
-        """Counts of all rows together."""
-        return summed(self.rows)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no token of a sample carries loss."""
-        return self.counts.loss_tokens == 0 or self.counts.samples == 0
-
-    @property
-    def has_weight(self) -> bool:
-        """Whether the microbatch changes the gradient of the step."""
-        return bool(self.counts.loss_weight and self.counts.samples)
+    def __post_init__(self) -> None:
+        self.counts = summed(self.rows)
+        self.is_empty = self.counts.loss_tokens == 0 or self.counts.samples == 0
+        self.has_weight = self.counts.loss_weight > 0 and self.counts.samples > 0
 
     def watch(
         self,
@@ -279,11 +272,10 @@ class Step:
     planned: Sequence[Batch] = ()
     num_planned: int = 0  # how many of them have samples
     microbatches: list[MicrobatchRecord] = field(default_factory=list)  # that were computed so far, in order
+    counts: RowCounts = field(init=False)  # of all rows together
 
-    @cached_property
-    def counts(self) -> RowCounts:
-        """Counts of all rows together."""
-        return summed(self.rows)
+    def __post_init__(self) -> None:
+        self.counts = summed(self.rows)
 
     @property
     def with_weight(self) -> list[MicrobatchRecord]:

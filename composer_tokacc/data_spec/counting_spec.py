@@ -121,7 +121,7 @@ class CountingDataSpec(DataSpec):
                 microbatch_size=microbatch_size,
             )
         check = self._first_batch
-        # If the model does not tell the layout, each batch does. What earlier batches have shown stays.
+        # If the model does not tell the layout, each batch does. The readings of earlier batches stay.
         readings = {} if check.layout is None else check.layout.readings
         check.layout = layout.with_readings(readings)
         rules = check.prove(batch, self._split)
@@ -145,7 +145,7 @@ class CountingDataSpec(DataSpec):
     # On the device.
 
     def _transform_microbatch(self, batch: Any) -> Any:
-        """Returns a microbatch in the form in which the model gets it."""
+        """Returns a microbatch as the model gets it."""
         batch = self._split.as_the_model_takes_it(batch)
         step = self._split.step
         if step is not None:
@@ -158,7 +158,7 @@ class CountingDataSpec(DataSpec):
         self._computed_rows = rows_of(batch)
         return without_rows(batch)
 
-    # What Composer asks.
+    # Called by Composer.
 
     def _rows_of(self, batch: Any) -> Sequence[RowCounts]:
         labels = None if self._computed_labels is None else self._computed_labels()
@@ -194,8 +194,8 @@ def _mapped(function: Callable[[Any], Any], batch: Any) -> Any:
 class _Uncopied(dict):
     """A microbatch whose deep copy shares its tensors.
 
-    Composer keeps a deep copy of every microbatch, on its device, for the metrics of training, even if there are none.
-    Then images would be copied for nothing.
+    Composer keeps a deep copy of every microbatch for the metrics of training, even if there are no metrics. Then images
+    would be copied for nothing.
     """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:

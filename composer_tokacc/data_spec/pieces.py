@@ -36,7 +36,7 @@ RIGHT_POLICIES = ('trim', 'keep')
 
 @dataclass(frozen=True, kw_only=True)
 class CutRules:
-    """How rows may be cut so that their losses stay what they are in the device batch.
+    """How rows may be cut so that their losses stay the same as in the device batch.
 
     A policy holds up to the width at which it was shown. Wider batches keep their padding until the check has looked at
     one of them.
@@ -50,7 +50,7 @@ class CutRules:
         right: For rows padded on the right: ``'trim'`` or ``'keep'``.
         right_width: Width up to which ``right`` was shown to hold.
         needs_media: Whether a microbatch without media needs a dummy row with media if others of the step have media.
-            (Mllama skips its cross-attention in a batch without images, but lets a text row beside a row with an image
+            (Mllama skips its cross-attention in a batch without images, but in a batch with an image its text rows
             attend to padding.)
         packing: How a microbatch's rows become one packed row: ``''``: not at all; ``'documents'``: the model's own
             attention is computed document by document; ``'positions'``: it finds documents by ``position_ids`` itself.
@@ -85,7 +85,7 @@ class CutRules:
         return widths
 
     def cuts_like(self, other: CutRules) -> bool:
-        """Returns whether both cut in the same way, whatever the width up to which that was shown."""
+        """Returns whether both cut in the same way. The widths up to which that was shown may differ."""
         names = ('left', 'given', 'right', 'needs_media', 'packing')
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
@@ -217,7 +217,7 @@ class DummyRows:
 
 
 def zero_weight(batch: Batch) -> dict[str, Any]:
-    """Returns a copy without labels, whose rows are no samples."""
+    """Returns a copy without labels, whose rows count as no sample."""
     labels = torch.full_like(batch['labels'], IGNORE_INDEX)
     rows = [RowCounts(samples=0, rule=row.rule) for row in rows_of(batch)]
     return with_rows({**batch, 'labels': labels}, rows)
@@ -264,7 +264,7 @@ def add_rows(layout: BatchLayout, microbatch: Batch, rows: Sequence[Batch], side
 
 
 def _with_lists_of(microbatch: Batch, row: Batch) -> dict[str, Any]:
-    """Returns a dummy row with exactly the lists of a microbatch. It has no media and None of what it cannot know."""
+    """Returns a dummy row with the same lists as a microbatch. Unknown values are None, unknown counts 0."""
     fitting = {key: value for key, value in row.items() if not isinstance(value, (list, tuple))}
     for key, value in microbatch.items():
         if not isinstance(value, (list, tuple)):
@@ -347,7 +347,7 @@ class Piece:
     def _fits_image_cap(self) -> bool:
         cap = self.options.max_image_tokens
         num_tokens = sum(self.image_tokens)
-        # If the dummy rows are over the cap by themselves, fewer rows beside them would not help.
+        # If the dummy rows alone are over the cap, fewer rows would not help.
         if cap is None or num_tokens == 0:
             return True
         return num_tokens + sum(row.image_tokens for row in self.dummies) <= cap
@@ -370,7 +370,7 @@ class Piece:
     def check_caps(self, indices: Sequence[int] | None) -> None:
         """Raises ValueError for the row that is furthest over a cap, or warns of it.
 
-        ``indices`` are those of the rows in the dataset, if they are known.
+        ``indices`` are the places of the rows in the dataset, if they are known.
         """
         num_tokens = [width + self.facts.decoder_width for width in self.widths]
         setting = '`device_train_microbatch_size` x `slot_tokens`'
@@ -432,7 +432,7 @@ def _trimmed(piece: Piece, rows: dict[str, Any]) -> dict[str, Any]:
     start = facts.width - width if facts.side == 'left' else 0
     trimmed = facts.layout.narrow(rows, start, width)
     if start and piece.rules.policy(facts) == 'shift' and not facts.has_positions:
-        # The model counts positions from its first column. They must stay what they were in the device batch.
+        # The model would count positions from its first column. They must stay the same as in the device batch.
         positions = torch.arange(start, start + width)
         trimmed['position_ids'] = positions.expand(len(piece.rows), width).contiguous()
     return trimmed

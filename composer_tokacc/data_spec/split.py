@@ -61,8 +61,8 @@ class MicrobatchSplit:
         self.given_layout = layout
         self.layout = layout
         self.rules = CutRules(right='trim')
-        """What may be trimmed. Before the first-batch check only padding on the right is trimmed, which no causal model
-        can see. Trimming on the left may move positions."""
+        """How rows are cut. Before the first-batch check only padding on the right is trimmed, which no causal model can
+        see. Trimming on the left may move positions."""
         self.checked = False
         """Whether the first-batch check has seen the model."""
         self.reduces_once = False
@@ -77,10 +77,10 @@ class MicrobatchSplit:
         self._has_packed = False
         self._warned: set[str] = set()
 
-    # What the algorithm tells it.
+    # Called by the algorithm.
 
     def start(self, model: torch.nn.Module, layout: BatchLayout | None, batch: Batch, microbatch_size: float) -> None:
-        """Begins with a model, of which only the layout is known; a collective."""
+        """Begins with a model, knowing only its layout; a collective."""
         self.restore_attention()
         self._model = model
         self.layout = layout or self.given_layout
@@ -119,7 +119,7 @@ class MicrobatchSplit:
         if rules.packing == 'positions':
             self._warn('Packed rows get a mask as wide as all their documents: attention document by document fails.')
 
-    # What the first-batch check asks.
+    # Called by the first-batch check.
 
     def largest_packed_row(self, sources: Sequence[RowFacts], microbatch_size: float) -> int:
         """Returns the most tokens that a packed row of a batch can have; 0: its rows are not packed."""
@@ -131,7 +131,7 @@ class MicrobatchSplit:
         return max(min(budget, sum(lengths)), *lengths)
 
     def _slot_width(self, sources: Sequence[RowFacts]) -> int:
-        """Returns the tokens of a row of the microbatch size: those of a slot, and those of a decoder's own text."""
+        """Returns the tokens of one row of the microbatch size: a slot, and the text of a decoder if there is one."""
         width = self.options.slot_tokens or max(facts.width for facts in sources)
         return width + max(facts.decoder_width for facts in sources)
 
@@ -167,7 +167,7 @@ class MicrobatchSplit:
     # The model.
 
     def as_the_model_takes_it(self, batch: Any) -> Any:
-        """Returns a microbatch on the device in the form in which the model gets it."""
+        """Returns a microbatch on the device as the model gets it."""
         if self._microbatch_transforms is not None:
             batch = self._microbatch_transforms(batch)
             check_kind('microbatch_transforms', batch, Mapping)
@@ -246,7 +246,7 @@ class MicrobatchSplit:
         return list(build(pieces))
 
     def _describe(self, layout: BatchLayout, batch: Batch) -> Sequence[RowFacts]:
-        """Returns the facts of the batch, or of each of its microbatches: those of the step, if nothing has changed."""
+        """Returns the facts of the batch, or of each of its microbatches. The step has them if nothing has changed."""
         sources = [] if self.step is None else self.step.facts
         microbatches = microbatches_of(batch)
         has_facts = len(sources) == len(microbatches)
@@ -296,7 +296,7 @@ class MicrobatchSplit:
     ) -> list[Piece]:
         """Returns pieces under the caps. A microbatch that a loader has collated stays as it is if it fits.
 
-        ``indices`` are those of the rows in the dataset, by source.
+        ``indices`` are the places of the rows in the dataset, by source.
         """
         pieces: list[Piece] = []
         has_ranks = get_world_size() > 1
@@ -316,7 +316,7 @@ class MicrobatchSplit:
         return pieces
 
     def _warn_of(self, sources: Sequence[RowFacts], pieces: Sequence[Piece]) -> None:
-        """Warns of rows that keep their padding, and of dummy rows for which there is no room."""
+        """Warns of rows that keep their padding, and of dummy rows that do not fit under the caps."""
         is_kept: list[bool] = []
         for facts in sources:
             if not self.packing and self.rules.policy(facts) != 'keep':
@@ -375,7 +375,7 @@ def in_step(
 
     Args:
         sources: Facts of this rank's batch, or of each of its microbatches.
-        pieces: What they were cut into; none if this rank has no sample.
+        pieces: The pieces of these batches; none if this rank has no sample.
         rules: How rows may be cut.
         options: Says whether all ranks make equally many microbatches.
         takes_media: Whether the model may need dummy rows with media, the same on all ranks.
@@ -404,7 +404,7 @@ def in_step(
 
 
 def _dummies_of_ranks(sources: Sequence[RowFacts]) -> DummyRows:
-    """Returns the dummy rows that ranks need beside this rank's batches; a collective."""
+    """Returns the dummy rows that this rank needs; a collective."""
     dummies = DummyRows(sources)
     has_modality = [modality in dummies.present for modality in MODALITIES]
     lacks_modality = [not has for has in has_modality]
@@ -426,7 +426,7 @@ def _dummies_of_ranks(sources: Sequence[RowFacts]) -> DummyRows:
 
 
 def _dummies_of_first_modality(sources: Sequence[RowFacts]) -> DummyRows:
-    """Returns dummy rows of the first modality that the rows have. A text row beside one has its own loss."""
+    """Returns dummy rows of the first modality that the rows have. One is enough to compute text rows as before."""
     dummies = DummyRows(sources)
     dummies.needed = [modality for modality in MODALITIES if modality in dummies.present][:1]
     return dummies
@@ -478,14 +478,14 @@ def register_split(dataloader: Any, split: MicrobatchSplit) -> None:
 def split_of(dataloader: Any) -> MicrobatchSplit | None:
     """Returns the split that ``token_data_spec`` made for a loader.
 
-    The trainer shows the loader to an algorithm, not the DataSpec. And before BATCH_START a batch must not hold
-    anything of ours, because Composer's own algorithms clone every entry of it.
+    The trainer shows the loader to an algorithm, not the DataSpec. And before BATCH_START the batch cannot name it,
+    because Composer's own algorithms clone every entry of a batch.
     """
     return _SPLITS.get(id(dataloader))
 
 
 def layout_of(state: State, split: MicrobatchSplit | None) -> BatchLayout | None:
-    """Returns the layout that the user gave, else the model's own, else that of the batch.
+    """Returns the layout that the user gave, else the layout of the model, else the one that the batch implies.
 
     Returns None if rows cannot be told apart. A collective.
     """
