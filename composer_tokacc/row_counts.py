@@ -3,8 +3,8 @@
 
 """Counts of the rows of a batch, which travel with the batch.
 
-A batch is counted once, on the CPU: :func:`with_counts` adds one list, with a :class:`RowCounts` for each row. When rows
-are selected, packed or added later, the list follows.
+A batch is counted once, on the CPU: :func:`with_counts` adds one list, with a :class:`RowCounts` for each row. When
+rows are selected, packed or added later, the list follows.
 """
 
 from __future__ import annotations

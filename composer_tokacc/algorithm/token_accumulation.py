@@ -71,16 +71,16 @@ class TokenAccumulation(Algorithm):
             refused with a split that regroups rows. Default: ``None``, all terms are means over tokens.
         token_weights (str): The weight of a token: the number of loss-generating tokens of its sample to the power 0
             (``'token'``: all weigh the same), -1/2 (``'sqrt'``) or -1 (``'sample'``: samples weigh the same), or a
-            column of the batch (``'column'``: ``batch['loss_weights']``, a float per row or per position of the labels). The loss must be
-            made of the logits that the model returns. Default: ``'token'``.
+            column of the batch (``'column'``: ``batch['loss_weights']``, a float per row or per position of the
+            labels). The loss must be made of the logits that the model returns. Default: ``'token'``.
         router_balance (str): The load-balancing loss of a Hugging Face mixture of experts: computed of each
-            ``'microbatch'`` by itself, with equal weights, or of the ``'step'``, as in one forward over the whole global
-            batch, which takes a further forward of each microbatch. Default: ``'microbatch'``.
-        logits (str): At which positions the model computes logits in training: ``'labels'``, only at positions that predict a label,
-            which saves most of the time and memory of the output embedding; ``'all'``, at all positions, for callbacks
-            that read ``outputs.logits``; or ``'auto'``, only at labels if the first-batch check shows that loss and
-            gradient stay the same. With logits at labels ``outputs.logits`` has one row, in the order of the labels.
-            Default: ``'auto'``.
+            ``'microbatch'`` by itself, with equal weights, or of the ``'step'``, as in one forward over the whole
+            global batch, which takes a further forward of each microbatch. Default: ``'microbatch'``.
+        logits (str): The positions at which the model computes logits in training: ``'labels'``, only at positions that
+            predict a label, which saves most of the time and memory of the output embedding; ``'all'``, at all
+            positions, for callbacks that read ``outputs.logits``; or ``'auto'``, only at labels if the first-batch
+            check shows that loss and gradient stay the same. With logits at labels ``outputs.logits`` has one row, in
+            the order of the labels. Default: ``'auto'``.
         check_loss (bool): Whether to hold the rule to the model's own loss by the probe. Default: ``True``.
 
     Raises:

@@ -194,8 +194,8 @@ def _mapped(function: Callable[[Any], Any], batch: Any) -> Any:
 class _Uncopied(dict):
     """A microbatch whose deep copy shares its tensors.
 
-    Composer keeps a deep copy of every microbatch for the metrics of training, even if there are no metrics. Then images
-    would be copied for nothing.
+    Composer keeps a deep copy of every microbatch for the metrics of training, even if there are no metrics. Then
+    images would be copied for nothing.
     """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:

@@ -61,8 +61,8 @@ class MicrobatchSplit:
         self.given_layout = layout
         self.layout = layout
         self.rules = CutRules(right='trim')
-        """How rows are cut. Before the first-batch check only padding on the right is trimmed, which no causal model can
-        see. Trimming on the left may move positions."""
+        """How rows are cut. Before the first-batch check only padding on the right is trimmed, which no causal model
+        can see. Trimming on the left may move positions."""
         self.checked = False
         """Whether the first-batch check has seen the model."""
         self.reduces_once = False
@@ -92,19 +92,19 @@ class MicrobatchSplit:
 
     def _packing_costs_less(self, sources: Sequence[RowFacts], microbatch_size: float) -> bool:
         """Returns whether packing costs less on this batch, over all ranks; a collective."""
-        lengths = _lengths_of(sources)
-        longest = max(lengths)
+        lengths = np.array(_lengths_of(sources))
+        longest = int(lengths.max())
         slot_tokens = self.options.slot_tokens or max(facts.width for facts in sources)
         budget = token_budget(microbatch_size, slot_tokens)
         options = replace(self.options, max_tokens=max(budget, longest), max_image_tokens=None, packing=False)
         cost = options.cost
-        padded_groups = cut_rows(lengths, options, max_width=longest)
-        num_rows = np.array([len(rows) for rows in padded_groups])
-        widths = np.array([max(lengths[row] for row in rows) for rows in padded_groups])
-        padded_cost = float((num_rows * cost.rows(widths) + cost.launch).sum())
+        padded_cost = 0.0
+        for rows in cut_rows(lengths, options, max_width=longest):
+            width = lengths[rows].max(keepdims=True)
+            padded_cost += len(rows) * float(cost.rows(width)[0]) + cost.launch
         packed_cost = 0.0
         for rows in pack_lengths(lengths, budget):
-            packed_cost += cost.packed([lengths[row] for row in rows])
+            packed_cost += cost.packed(lengths[rows].tolist())
         costs = np.array(all_gather_object((packed_cost, padded_cost))).sum(axis=0)
         costs_less = bool(costs[0] < costs[1])
         log.info('packing=%s: the first batch costs %.0f packed and %.0f padded.', costs_less, *costs)
