@@ -17,7 +17,7 @@ from typing import Any, overload
 
 import torch
 
-from composer_tokacc.batch import IGNORE_INDEX, Batch, labels_of, text_of
+from composer_tokacc.batch import IGNORE_INDEX, Batch, BatchDict, labels_of, text_of
 from composer_tokacc.counting import count_tokens, mask_document_starts
 from composer_tokacc.layout import PreSplitBatch
 from composer_tokacc.weights import LOSS_WEIGHTS, token_weights_of
@@ -148,7 +148,7 @@ def with_rows(batch: PreSplitBatch, rows: Iterable[RowCounts]) -> PreSplitBatch:
 
 
 @overload
-def with_rows(batch: Batch, rows: Iterable[RowCounts]) -> dict[str, Any]: ...
+def with_rows(batch: Batch, rows: Iterable[RowCounts]) -> BatchDict: ...
 
 
 def with_rows(batch: Batch, rows: Iterable[RowCounts]) -> Batch:
@@ -159,7 +159,7 @@ def with_rows(batch: Batch, rows: Iterable[RowCounts]) -> Batch:
     return {**batch, ROWS_KEY: list(rows)}
 
 
-def without_rows(batch: Batch) -> dict[str, Any]:
+def without_rows(batch: Batch) -> BatchDict:
     """Returns the batch as its loader made it."""
     return {key: value for key, value in batch.items() if key != ROWS_KEY}
 
@@ -175,7 +175,7 @@ def rows_of(batch: Batch) -> list[RowCounts]:
 def is_counted(batch: object) -> bool:
     """Returns whether the batch carries the counts of its rows."""
     rows = batch.get(ROWS_KEY) if isinstance(batch, Mapping) else None
-    return rows is not None and all(row.rule for row in rows)
+    return bool(rows) and all(row.rule for row in rows)
 
 
 def num_rows(batch: Batch) -> int:

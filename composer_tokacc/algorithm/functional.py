@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from composer_tokacc.batch import Batch
+from composer_tokacc.batch import Batch, BatchDict
 from composer_tokacc.checks.logits import at_predictions, weigh_tokens
 from composer_tokacc.collectives import RankSum, get_world_size
 from composer_tokacc.counting import loss_mask, with_one_label
@@ -100,7 +100,7 @@ def weighted_microbatches(
     *,
     loss_tokens: str = 'causal',
     device: torch.device | str = 'cpu',
-) -> Iterator[tuple[dict[str, Any], float]]:
+) -> Iterator[tuple[BatchDict, float]]:
     """Yields each microbatch in the form that a model accepts, and the factor of its mean loss; a collective.
 
     A microbatch without loss-generating tokens gets one label, so that its loss is a number, and the factor 0, because

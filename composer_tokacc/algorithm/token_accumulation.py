@@ -19,7 +19,7 @@ from composer_tokacc.algorithm.functional import sample_weight, token_weight
 from composer_tokacc.algorithm.loss_terms import LOSS_UNITS, LossTerms, SplitLoss, attached_zero, tensors_in
 from composer_tokacc.algorithm.reduction import check_reduced, check_sharding
 from composer_tokacc.algorithm.setup import AlgorithmOptions, RunContext, check_microbatches
-from composer_tokacc.batch import Batch, labels_of, sample_name
+from composer_tokacc.batch import Batch, BatchDict, labels_of, sample_name
 from composer_tokacc.checks.logits import (
     at_predictions,
     has_bypass,
@@ -340,7 +340,7 @@ class TokenAccumulation(Algorithm):
         layout = self._run.check.layout
         return layout is not None and not layout.media_of(state.batch)
 
-    def _put_back(self, batch: Batch) -> dict[str, Any]:
+    def _put_back(self, batch: Batch) -> BatchDict:
         assert self._hidden is not None, 'BEFORE_FORWARD comes first'
         return self._hidden.put_back(batch)
 
@@ -490,7 +490,7 @@ class HiddenEntries:
         self._own_labels = batch.get('labels')
         self._labels_of_model = self.batch.get('labels')
 
-    def put_back(self, batch: Batch) -> dict[str, Any]:
+    def put_back(self, batch: Batch) -> BatchDict:
         """Returns the batch with the hidden entries. Other changes stay, so that the check sees them."""
         complete = {'labels': self._own_labels, **batch, **self._hidden}  # a model may take labels out of its batch
         if self._own_labels is not None and complete.get('labels') is self._labels_of_model:

@@ -24,6 +24,7 @@ from composer_tokacc.batch import (
     IGNORE_INDEX,
     MODALITIES,
     Batch,
+    BatchDict,
     labels_of,
     own_labels,
     real_positions,
@@ -74,7 +75,6 @@ LARGEST_ELSEWHERE = 0.1
 GRADIENT_SIZES = (1e-4, 1.0, 1e4)
 """Sizes of the gradients that a hook is tried on. A clamp shows at one of them."""
 
-BatchDict: TypeAlias = dict[str, Any]
 Cost: TypeAlias = Any
 """A number or a tuple, of the same type for all rows."""
 GradientHook: TypeAlias = Callable[[Tensor], Tensor | None]

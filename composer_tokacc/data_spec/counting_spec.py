@@ -12,7 +12,7 @@ from weakref import ref
 import torch
 from composer.core import DataSpec
 
-from composer_tokacc.batch import Batch, check_dense, check_ids
+from composer_tokacc.batch import Batch, BatchDict, check_dense, check_ids
 from composer_tokacc.checks.first_batch import FirstBatchCheck
 from composer_tokacc.checks.probe import Probe
 from composer_tokacc.counting import count_tokens, mask_document_starts, real_tokens
@@ -93,7 +93,7 @@ class CountingDataSpec(DataSpec):
             return batch  # in training with_counts() masks, which knows the rule
         return _mapped(mask_document_starts, batch)
 
-    def _count_and_split(self, batch: Batch, microbatch_size: int | float) -> list[dict[str, Any]]:
+    def _count_and_split(self, batch: Batch, microbatch_size: int | float) -> list[BatchDict]:
         """Is Composer's ``split_batch``: counts the batch if no algorithm has, then splits it."""
         if not is_counted(batch):
             if self._model is not None and torch.is_grad_enabled():

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composer_tokacc.batch import IGNORE_INDEX, Batch, real_positions, sample_name
+from composer_tokacc.batch import IGNORE_INDEX, Batch, BatchDict, real_positions, sample_name
 from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.row_counts import ROWS_KEY, summed
@@ -20,7 +20,7 @@ def pack_rows(
     layout: BatchLayout,
     batch: Batch,
     attention: DocumentAttention | None = None,
-) -> dict[str, Any]:
+) -> BatchDict:
     """Returns one row with the real tokens of all rows. Each row becomes a document.
 
     Labels stay at their tokens. If the model predicts a label from the token before it (every rule but
@@ -46,7 +46,7 @@ def pack_rows(
         # A model cannot compute a row without tokens.
         real = torch.zeros_like(real)
         real[0, 0] = True
-    packed: dict[str, Any] = {}
+    packed: BatchDict = {}
     for key, value in batch.items():
         if key == ROWS_KEY:
             packed[key] = [summed(value)]

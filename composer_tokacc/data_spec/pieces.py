@@ -16,11 +16,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
-from typing import Any
 
 import torch
 
-from composer_tokacc.batch import IGNORE_INDEX, MODALITIES, Batch, sample_name
+from composer_tokacc.batch import IGNORE_INDEX, MODALITIES, Batch, BatchDict, sample_name
 from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.data_spec.packing import pack_rows
 from composer_tokacc.layout import BatchLayout, RowFacts
@@ -216,14 +215,14 @@ class DummyRows:
         self._rows[modality] = DummyRow(row, self._layout.width(row), tokens)
 
 
-def zero_weight(batch: Batch) -> dict[str, Any]:
+def zero_weight(batch: Batch) -> BatchDict:
     """Returns a copy without labels, whose rows count as no sample."""
     labels = torch.full_like(batch['labels'], IGNORE_INDEX)
     rows = [RowCounts(samples=0, rule=row.rule) for row in rows_of(batch)]
     return with_rows({**batch, 'labels': labels}, rows)
 
 
-def smallest_row(sources: Sequence[RowFacts], modality: str) -> dict[str, Any] | None:
+def smallest_row(sources: Sequence[RowFacts], modality: str) -> BatchDict | None:
     """Returns the row with the fewest items of a modality, and of these the shortest, without weight."""
     smallest: tuple[int, int] | None = None
     row_batch = None
@@ -239,7 +238,7 @@ def smallest_row(sources: Sequence[RowFacts], modality: str) -> dict[str, Any] |
     return zero_weight(facts.layout.trim(facts.layout.select(facts.batch, [row])))
 
 
-def add_rows(layout: BatchLayout, microbatch: Batch, rows: Sequence[Batch], side: str) -> dict[str, Any]:
+def add_rows(layout: BatchLayout, microbatch: Batch, rows: Sequence[Batch], side: str) -> BatchDict:
     """Returns the microbatch with dummy rows behind its own.
 
     Args:
@@ -263,7 +262,7 @@ def add_rows(layout: BatchLayout, microbatch: Batch, rows: Sequence[Batch], side
     return layout.concat([microbatch, *fitting], padding_side=side, pad_token_id=pad_token_id)
 
 
-def _with_lists_of(microbatch: Batch, row: Batch) -> dict[str, Any]:
+def _with_lists_of(microbatch: Batch, row: Batch) -> BatchDict:
     """Returns a dummy row with the same lists as a microbatch. Unknown values are None, unknown counts 0."""
     fitting = {key: value for key, value in row.items() if not isinstance(value, (list, tuple))}
     for key, value in microbatch.items():
@@ -399,7 +398,7 @@ class Piece:
 # Microbatches.
 
 
-def build(pieces: Sequence[Piece], attention: DocumentAttention | None = None) -> Iterator[dict[str, Any]]:
+def build(pieces: Sequence[Piece], attention: DocumentAttention | None = None) -> Iterator[BatchDict]:
     """Yields the microbatch of each piece. Pieces of one batch lie together, so that its media are counted once."""
     for _, group in groupby(pieces, key=lambda piece: id(piece.facts)):
         pieces_of_batch = list(group)
@@ -412,7 +411,7 @@ def build(pieces: Sequence[Piece], attention: DocumentAttention | None = None) -
             yield _built(piece, rows, attention)
 
 
-def _built(piece: Piece, rows: dict[str, Any], attention: DocumentAttention | None) -> dict[str, Any]:
+def _built(piece: Piece, rows: BatchDict, attention: DocumentAttention | None) -> BatchDict:
     layout = piece.facts.layout
     microbatch = _trimmed(piece, rows)
     if piece.dummies:
@@ -423,7 +422,7 @@ def _built(piece: Piece, rows: dict[str, Any], attention: DocumentAttention | No
     return microbatch
 
 
-def _trimmed(piece: Piece, rows: dict[str, Any]) -> dict[str, Any]:
+def _trimmed(piece: Piece, rows: BatchDict) -> BatchDict:
     """Returns the rows of a piece without the columns that none of them needs, as far as the rules allow."""
     facts = piece.facts
     width = piece.width

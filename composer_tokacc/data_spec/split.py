@@ -19,7 +19,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 import torch
 
-from composer_tokacc.batch import MODALITIES, Batch, sample_name
+from composer_tokacc.batch import MODALITIES, Batch, BatchDict, sample_name
 from composer_tokacc.checks.step import Step
 from composer_tokacc.collectives import all_gather_object, from_any_rank, get_world_size, max_over_ranks
 from composer_tokacc.data_spec.document_attention import DocumentAttention
@@ -150,7 +150,7 @@ class MicrobatchSplit:
                 return
         yield from padded_candidates(facts, earlier)
 
-    def assemble(self, facts: RowFacts, rows: Sequence[int], rules: CutRules) -> dict[str, Any]:
+    def assemble(self, facts: RowFacts, rows: Sequence[int], rules: CutRules) -> BatchDict:
         """Returns the microbatch of some rows, cut and packed by the rules."""
         coupling = facts.layout.family.coupling
         if rules.packing and coupling:
@@ -197,7 +197,7 @@ class MicrobatchSplit:
         """Whether a microbatch's rows become one packed row."""
         return bool(self.rules.packing)
 
-    def __call__(self, batch: Batch, microbatch_size: int | float) -> list[dict[str, Any]]:
+    def __call__(self, batch: Batch, microbatch_size: int | float) -> list[BatchDict]:
         """Splits in training; in evaluation (no gradients) rows keep order and ``microbatch_size`` counts rows."""
         if microbatch_size <= 0:
             raise ValueError(f'`device_train_microbatch_size` must be positive, got: {microbatch_size}.')
@@ -217,7 +217,7 @@ class MicrobatchSplit:
         budget = token_budget(microbatch_size, self._slot_width(sources))
         options = replace(self.options, max_tokens=budget)
         pieces = self._cut(sources, options, indices, stays_pre_split=stays_pre_split)
-        empty: list[dict[str, Any]] = []
+        empty: list[BatchDict] = []
         if get_world_size() > 1:
             takes_media = self.layout is None or bool(layout.family.media or layout.extra)
             # If DDP reduces only once, it does not wait for an unused encoder.
@@ -234,7 +234,7 @@ class MicrobatchSplit:
             self.step.num_planned = len(pieces)
         return microbatches
 
-    def _split_in_order(self, layout: BatchLayout, batch: Batch, size: int) -> list[dict[str, Any]]:
+    def _split_in_order(self, layout: BatchLayout, batch: Batch, size: int) -> list[BatchDict]:
         """Returns runs of rows: the trainer drops repeated samples of a sampler by ``split_batch(batch, n - 1)[0]``."""
         rules = replace(self.rules, packing='')
         options = replace(self.options, max_image_tokens=None)
@@ -370,7 +370,7 @@ def in_step(
     *,
     takes_media: bool,
     reduces_once: bool,
-) -> tuple[list[Piece], list[dict[str, Any]]]:
+) -> tuple[list[Piece], list[BatchDict]]:
     """Returns this rank's pieces with their dummy rows, and the empty microbatches behind them; a collective.
 
     Args:
@@ -448,7 +448,7 @@ def with_dummies(pieces: Sequence[Piece], dummies: DummyRows) -> list[Piece]:
     return completed
 
 
-def _empty_microbatch(sources: Sequence[RowFacts], dummies: DummyRows) -> dict[str, Any]:
+def _empty_microbatch(sources: Sequence[RowFacts], dummies: DummyRows) -> BatchDict:
     """Returns a microbatch without weight: a row of each needed modality, else a few tokens of the shortest row."""
     rows = [dummies.row(modality) for modality in dummies.needed]
     batches = [row.batch for row in rows if row is not None]
