@@ -109,7 +109,7 @@ ORDER = (
     'weights',
     'labelled',
     'label_selector',
-    'metadata',
+    'row_counts',
     'checks',
     'sampling',
     'data_spec',

@@ -27,7 +27,6 @@ from composer_tokacc.collectives import from_any_rank, max_over_ranks
 from composer_tokacc.compat import inner_model
 from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.layout import PreSplitBatch
-from composer_tokacc.metadata import annotate, without_metadata
 from composer_tokacc.planning import CutOptions, Microbatch, cut_rows
 from composer_tokacc.programs.build import RunParts
 from composer_tokacc.programs.errors import ConfigError
@@ -35,6 +34,7 @@ from composer_tokacc.programs.process import say
 from composer_tokacc.programs.schema import TrainConfig
 from composer_tokacc.programs.sources import source_of
 from composer_tokacc.programs.suggest import memory_of_run
+from composer_tokacc.row_counts import with_counts, without_rows
 from composer_tokacc.sampling import RegroupingBatchSampler, RegroupingDataLoader
 from composer_tokacc.sampling.rank_assignment import RankAssignment
 from composer_tokacc.sizing import GIB, BatchShape, MemoryModel
@@ -366,11 +366,11 @@ def _model_inputs(state: State, candidate: Candidate, size: int) -> dict[str, An
             weights, rule = algorithm.token_weights, algorithm.rule or 'causal'
     if weights == 'column' and not any(LOSS_WEIGHTS in microbatch for microbatch in batch.microbatches):
         weights = 'token'  # a loader adds its own column to a step, not to a single microbatch
-    counted = annotate(batch, rule, weights)
+    counted = with_counts(batch, rule, weights)
     split = split_of(state.dataloader)
     microbatches = batch.microbatches if split is None else split(counted, size)
     heaviest = max(microbatches, key=lambda microbatch: (microbatch['labels'].numel(), len(microbatch)))
-    return {key: value for key, value in without_metadata(heaviest).items() if key != LOSS_WEIGHTS}
+    return {key: value for key, value in without_rows(heaviest).items() if key != LOSS_WEIGHTS}
 
 
 @contextmanager

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 from composer_tokacc.batch import Batch, sample_name
 from composer_tokacc.layout import PreSplitBatch
 from composer_tokacc.layout.pre_split import widened
-from composer_tokacc.metadata import with_metadata
 from composer_tokacc.planning import CutOptions, Microbatch, MicrobatchPlan, Table, check_count, plan_rows
+from composer_tokacc.row_counts import RowCounts, with_rows
 from composer_tokacc.sampling.rank_assignment import RankAssignment
 from composer_tokacc.weights import LOSS_WEIGHTS
 
@@ -79,7 +79,7 @@ class LoadPlanner:
             if assignment.weights is not None:
                 batch = _with_weights(batch, assignment.weights[number])
             if assignment.is_copy:
-                batch = with_metadata(batch, samples=[0])
+                batch = with_rows(batch, [RowCounts(samples=0)])
             microbatches.append(batch)
         return PreSplitBatch(microbatches, max_tokens=self.options.max_tokens, indices=assignment.microbatches)
 
