@@ -31,13 +31,15 @@ def cut_rows(
     options: CutOptions,
     *,
     image_tokens: Table | None = None,
+    loss_tokens: Table | None = None,
     max_width: int | None = None,
 ) -> list[list[int]]:
     """Cuts the rows of one rank into microbatches of least cost under hard caps, or packs them into the fewest.
 
     A microbatch is as wide as its longest row, rounded up to ``width_multiple`` but not past ``max_width``, the width
     of the collated batch. Rows times width never exceeds ``max_tokens``, the image tokens of its rows never exceed
-    ``max_image_tokens``. A row which breaks a cap by itself is placed alone.
+    ``max_image_tokens``, their loss tokens never ``max_loss_tokens``. A row that breaks a cap by itself is placed
+    alone.
 
     Returns:
         Row indices of each microbatch, ascending. The costliest microbatch comes first; without ``regroup`` they keep
@@ -49,9 +51,9 @@ def cut_rows(
         >>> cut_rows([7, 2, 8, 2, 2], CutOptions(max_tokens=16, regroup=False))
         [[0, 1], [2], [3, 4]]
     """
+    all_rows = Rows(lengths, options, image_tokens=image_tokens, loss_tokens=loss_tokens, max_width=max_width)
     if options.packing is True:
-        return pack_lengths(lengths, options.max_tokens, image_tokens, options.max_image_tokens)
-    all_rows = Rows(lengths, options, image_tokens=image_tokens, max_width=max_width)
+        return _pack(all_rows)
     rows = all_rows.in_order(np.arange(len(all_rows.lengths)))
     if options.regroup:
         rows = all_rows.by_length()
@@ -72,8 +74,10 @@ def pack_lengths(
     max_tokens: int,
     image_tokens: Table | None = None,
     max_image_tokens: int | None = None,
+    loss_tokens: Table | None = None,
+    max_loss_tokens: int | None = None,
 ) -> list[list[int]]:
-    """Groups rows so that their lengths and their image tokens sum to at most the caps: first fit, longest first.
+    """Groups rows so that lengths, image tokens and loss tokens sum to at most their caps: first fit, longest first.
 
     First-fit-decreasing needs at most 11/9 of the fewest groups, plus one (Dosa 2007). A row over the cap goes alone.
 
@@ -85,15 +89,19 @@ def pack_lengths(
         >>> pack_lengths([7, 2, 8, 2, 2], 10)
         [[2, 1], [0, 3], [4]]
     """
-    if image_tokens is None:
-        image_tokens = [0] * len(lengths)
-    sizes = np.array([lengths, image_tokens]).T
-    caps = np.array([max_tokens, np.inf if max_image_tokens is None else max_image_tokens])
+    options = CutOptions(max_tokens=max_tokens, max_image_tokens=max_image_tokens, max_loss_tokens=max_loss_tokens)
+    return _pack(Rows(lengths, options, image_tokens=image_tokens, loss_tokens=loss_tokens))
+
+
+def _pack(rows: Rows) -> list[list[int]]:
+    # A packed row is as long as its documents together. So its length is one more size that adds up to a cap.
+    sizes = np.vstack([rows.lengths, rows.capped_sizes]).T
+    caps = np.array([rows.options.max_tokens, *rows.caps])
     groups: list[list[int]] = []
     room: list[np.ndarray] = []
     # A stable sort: of equally long rows the first one comes first.
-    for row in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
-        # So far: every longer row is in a group, and `room` is what each group has left of both caps.
+    for row in np.argsort(-rows.lengths, kind='stable').tolist():
+        # So far: every longer row is in a group, and `room` is what each group has left of each cap.
         group = _first_with_room(room, sizes[row])
         if group is None:
             group = len(groups)
@@ -105,7 +113,7 @@ def pack_lengths(
 
 
 def _first_with_room(room: list[np.ndarray], size: np.ndarray) -> int | None:
-    """Returns the first group whose room of both kinds is large enough."""
+    """Returns the first group that has room for a row in each size."""
     for group, left in enumerate(room):
         if (size <= left).all():
             return group

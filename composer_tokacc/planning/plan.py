@@ -58,6 +58,8 @@ class Microbatch(NamedTuple):
 class PlanStats:
     """How good a plan is. Ratios of padding are shares of all computed positions."""
 
+    num_tokens: int
+    """Real tokens of the global batch."""
     padding_before: float
     """Padding ratio with all samples padded to the longest."""
     padding_after: float
@@ -100,6 +102,7 @@ class MicrobatchPlan:
         tokens_padded_to_longest = len(rows.lengths) * int(rows.lengths.max())
         tokens_computed = sum(microbatch.num_tokens for microbatch in microbatches)
         return PlanStats(
+            num_tokens=num_tokens,
             padding_before=1.0 - num_tokens / tokens_padded_to_longest,
             padding_after=1.0 - num_tokens / tokens_computed,
             rank_imbalance=float(loads.max() / loads.mean()),
@@ -139,18 +142,20 @@ def plan_microbatches(
     num_ranks: int,
     max_tokens: int,
     image_tokens: Table | None = None,
+    loss_tokens: Table | None = None,
     vision_cost: Table | None = None,
     max_image_tokens: int | None = None,
+    max_loss_tokens: int | None = None,
     objective: Literal['ddp', 'fsdp'] = 'ddp',
     cost: CostModel | None = None,
     width_multiple: int = 1,
 ) -> MicrobatchPlan:
     """Cuts a global batch into microbatches and assigns them to ranks, for the shortest modelled step.
 
-    Every sample is in exactly one microbatch. Rows times width of a microbatch never exceeds ``max_tokens``, and its
-    image tokens never exceed ``max_image_tokens``. A sample that breaks a cap by itself is placed alone and listed in
-    ``stats.oversize``. Every rank has at least one microbatch. If there are too few samples, it is a dummy, marked
-    ``filled``. The plan only depends on the arguments.
+    Every sample is in exactly one microbatch. Rows times width of a microbatch never exceeds ``max_tokens``, its image
+    tokens never exceed ``max_image_tokens``, and its loss tokens never exceed ``max_loss_tokens``. A sample that breaks
+    a cap by itself is placed alone and listed in ``stats.oversize``. Every rank has at least one microbatch. If there
+    are too few samples, it is a dummy, marked ``filled``. The plan only depends on the arguments.
 
     Args:
         lengths: Real length of each sample in tokens, image placeholders included, (n,).
@@ -158,9 +163,12 @@ def plan_microbatches(
         max_tokens: Token budget of a microbatch, padding included.
         image_tokens: Image tokens of each sample, (n,). With ``'fsdp'`` samples with and without images then never run
             side by side, because a rank that leaves the vision encoder unused hangs the others.
+        loss_tokens: Loss tokens of each sample, (n,).
         vision_cost: Cost of each sample in the vision encoder, (n,), in the unit of :class:`.CostModel`, if image
             tokens do not tell it; see :meth:`.CostModel.vision`. Default: the cost of ``image_tokens``.
         max_image_tokens: Image budget of a microbatch.
+        max_loss_tokens: Most loss tokens of a microbatch. Logits are computed for as many positions if the model
+            computes them only at labels.
         objective: ``'ddp'``: ranks wait for each other once a step, and may have unequal numbers of microbatches.
             ``'fsdp'``: they wait at every microbatch, after its vision encoder and at its end, and have equal numbers.
         cost: Cost model of a microbatch.
@@ -177,11 +185,19 @@ def plan_microbatches(
     options = CutOptions(
         max_tokens=max_tokens,
         max_image_tokens=max_image_tokens,
+        max_loss_tokens=max_loss_tokens,
         width_multiple=width_multiple,
         objective=objective,
         cost=CostModel() if cost is None else cost,
     )
-    return plan_rows(lengths, options, num_ranks=num_ranks, image_tokens=image_tokens, vision_cost=vision_cost)
+    return plan_rows(
+        lengths,
+        options,
+        num_ranks=num_ranks,
+        image_tokens=image_tokens,
+        loss_tokens=loss_tokens,
+        vision_cost=vision_cost,
+    )
 
 
 def plan_rows(
@@ -190,11 +206,12 @@ def plan_rows(
     *,
     num_ranks: int,
     image_tokens: Table | None = None,
+    loss_tokens: Table | None = None,
     vision_cost: Table | None = None,
 ) -> MicrobatchPlan:
     """Plans as :func:`.plan_microbatches`, with options that are checked already."""
     check_count('num_ranks', num_ranks)
-    rows = Rows(lengths, options, image_tokens=image_tokens, vision_cost=vision_cost)
+    rows = Rows(lengths, options, image_tokens=image_tokens, loss_tokens=loss_tokens, vision_cost=vision_cost)
     # Under 'fsdp' the k-th microbatches of all ranks run at the same time: a step slot, in which all wait.
     in_slots = options.objective == 'fsdp'
     # Samples that may run at the same time: all, or under 'fsdp' those with images and those without.
@@ -227,8 +244,8 @@ def lower_bound(rows: Rows, num_ranks: int) -> float:
     row_costs = cost.rows(rows.lengths) + rows.vision_cost
     # Each microbatch has a fixed cost. Any plan needs one microbatch a rank, and as many as fill the budgets.
     fewest = max(num_ranks, _fewest(rows.lengths, options.max_tokens))
-    if options.max_image_tokens is not None:
-        fewest = max(fewest, _fewest(rows.image_tokens, options.max_image_tokens))
+    for sizes, cap in zip(rows.capped_sizes, rows.caps.tolist(), strict=True):
+        fewest = max(fewest, _fewest(sizes, cap))
     mean_of_ranks = (float(row_costs.sum()) + fewest * cost.launch) / num_ranks
     costliest_row = float(row_costs.max()) + cost.launch
     return max(mean_of_ranks, costliest_row)

@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from composer_tokacc.planning.compiled import compiled
-from composer_tokacc.planning.options import CutOptions, Table
+from composer_tokacc.planning.options import CAPPED_SIZES, CutOptions, Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,7 @@ class Rows:
         options: CutOptions,
         *,
         image_tokens: Table | None = None,
+        loss_tokens: Table | None = None,
         vision_cost: Table | None = None,
         max_width: int | None = None,
     ) -> None:
@@ -59,11 +61,14 @@ class Rows:
         longest = int(self.lengths.max())
         if max_width is not None and max_width < longest:
             raise ValueError(f'`max_width` must be at least the longest sample, got: {max_width} < {longest}.')
-        if options.max_image_tokens is not None and image_tokens is None:
-            raise ValueError('`image_tokens` must be given with `max_image_tokens`, got: None.')
-        if image_tokens is None:
-            image_tokens = np.zeros(num_rows, dtype=np.int64)
-        self.image_tokens = checked_table('image_tokens', image_tokens, num_rows)
+        tables = checked_sizes({'image_tokens': image_tokens, 'loss_tokens': loss_tokens}, options, num_rows)
+        self.capped_sizes = np.zeros((len(options.caps), num_rows), dtype=np.int64)
+        """Sizes of the rows that have a cap, int64 (number of caps, n)."""
+        for number, size in enumerate(options.caps):
+            self.capped_sizes[number] = tables[size]
+        self.caps = np.array(list(options.caps.values()), dtype=np.int64)
+        """The cap of each of these sizes, int64 (number of caps,)."""
+        self.image_tokens = tables.get('image_tokens', np.zeros(num_rows, dtype=np.int64))
         if vision_cost is None:
             vision_cost = options.cost.vision(self.image_tokens)
         self.vision_cost = checked_table('vision_cost', vision_cost, num_rows, dtype=np.float64)
@@ -71,10 +76,8 @@ class Rows:
     @property
     def is_over(self) -> np.ndarray:
         """Which rows break a cap by themselves, and are therefore placed alone, bool (n,)."""
-        is_over = self.lengths > self.options.max_tokens
-        if self.options.max_image_tokens is not None:
-            is_over |= self.image_tokens > self.options.max_image_tokens
-        return is_over
+        breaks_cap = (self.capped_sizes > self.caps[:, np.newaxis]).any(axis=0)
+        return breaks_cap | (self.lengths > self.options.max_tokens)
 
     def by_length(self, members: np.ndarray | None = None) -> OrderedRows:
         """Returns the rows (or the `members` among them) from the longest to the shortest, ties by index."""
@@ -88,16 +91,14 @@ class Rows:
         # Rounding stops at the collated width, and breaks no cap that the row itself keeps.
         limit = min(options.max_tokens, self._max_width or options.max_tokens)
         widths = padded_widths(self.lengths[order], options.width_multiple, limit)
-        image_sums = np.concatenate([[0], np.cumsum(self.image_tokens[order])])
-        image_cap = options.max_image_tokens
-        if image_cap is None:
-            image_cap = int(image_sums[-1])
+        sums = np.zeros((len(self.caps), len(order) + 1), dtype=np.int64)
+        np.cumsum(self.capped_sizes[:, order], axis=1, out=sums[:, 1:])
         return OrderedRows(
             order=order,
             widths=widths,
             row_costs=options.cost.rows(widths),
             vision=np.concatenate([[0.0], np.cumsum(self.vision_cost[order])]),
-            reach=_reach(widths, image_sums, options.max_tokens, image_cap),
+            reach=_reach(widths, options.max_tokens, sums, self.caps),
         )
 
 
@@ -146,25 +147,48 @@ def checked_table(
     return table.astype(dtype)
 
 
+def checked_sizes(
+    tables: Mapping[str, Table | None],
+    options: CutOptions,
+    num_samples: int,
+) -> dict[str, np.ndarray]:
+    """Returns the tables of :data:`CAPPED_SIZES` that are there, int64 (n,). One whose cap is set must be there."""
+    checked = {}
+    for size, table in tables.items():
+        if table is not None:
+            checked[size] = checked_table(size, table, num_samples)
+        elif size in options.caps:
+            raise ValueError(f'`{size}` must be given with `{CAPPED_SIZES[size]}`, got: None.')
+    return checked
+
+
 @compiled
 def _reach(
     widths: np.ndarray,
-    image_sums: np.ndarray,
     max_tokens: int,
-    max_image_tokens: int,
+    sums: np.ndarray,
+    caps: np.ndarray,
 ) -> np.ndarray:
-    """Returns the latest end of a microbatch from each row under the caps, rows in any order, int64 (n,)."""
+    """Returns the latest end of a microbatch from each row under the caps, rows in any order, int64 (n,).
+
+    Args:
+        widths: Width of each row, (n,).
+        max_tokens: Cap on the number of rows times the greatest width.
+        sums: Of each capped size, its sum over all rows before each row, int64 (number of caps, n + 1).
+        caps: Cap on each of these sizes, int64 (number of caps,).
+    """
     n = len(widths)
     reach = np.zeros(n, dtype=np.int64)
-    # A microbatch only grows in width and images with every row, so the first row that breaks a cap ends it.
+    # A microbatch only grows in every size with every row, so the first row that breaks a cap ends it.
     for start in range(n):
         end = start + 1  # a row over a cap is placed alone
         width = widths[start]
         while end < n:
             width = max(width, widths[end])
-            num_tokens = (end + 1 - start) * width
-            num_image_tokens = image_sums[end + 1] - image_sums[start]
-            if num_tokens > max_tokens or num_image_tokens > max_image_tokens:
+            fits = (end + 1 - start) * width <= max_tokens
+            for number in range(len(caps)):
+                fits = fits and sums[number, end + 1] - sums[number, start] <= caps[number]
+            if not fits:
                 break
             end += 1
         reach[start] = end

@@ -292,9 +292,10 @@ def _plans_left(
     ahead = copy.copy(sampler)  # whose epoch may be set
     epoch, batch = int(state.timestamp.epoch), int(state.timestamp.batch_in_epoch)
     for step in range(min(_batches_left(state, sampler), MOST_BATCHES)):
-        if batch == len(sampler):
-            epoch, batch = epoch + 1, 0
         ahead.set_epoch(epoch)
+        if batch == ahead.num_batches:
+            epoch, batch = epoch + 1, 0
+            ahead.set_epoch(epoch)
         yield step, ahead.plan(batch).ranks, ahead.window(batch)
         batch += 1
 
@@ -308,7 +309,7 @@ def _batches_left(state: State, sampler: RegroupingBatchSampler) -> int:
         return -(-(end.value - elapsed.sample.value) // sampler.global_batch_size)
     if end.unit == TimeUnit.EPOCH:
         return (end.value - elapsed.epoch.value) * len(sampler) - elapsed.batch_in_epoch.value
-    return len(sampler)  # in tokens or seconds: look through one epoch
+    return sampler.num_batches  # in tokens or seconds: look through one epoch
 
 
 def _run_all(state: State, candidates: list[Candidate], report: RehearsalReport) -> Candidate | None:

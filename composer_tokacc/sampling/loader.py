@@ -32,7 +32,8 @@ class SkippedBatch:
 class RegroupingDataLoader(DataLoader):
     """A DataLoader over a :class:`RegroupingBatchSampler`. Composer sees a fixed batch size.
 
-    - ``batch_size`` is ``global_batch_size / num_replicas``, so that Composer finds its initial microbatch size.
+    - ``batch_size`` is ``global_batch_size / num_replicas``, so that Composer finds its initial microbatch size: that
+      of the largest global batch with a schedule, that of a mean one with ``global_batch_tokens``.
     - Batches are pre-split (:class:`.PreSplitBatch`): each planned microbatch is collated by itself, in the worker that
       read it, at its own width. With ``pin_memory=True`` it is page-locked. ``token_data_spec`` passes them on.
     - If a global batch has fewer samples than ranks, the ranks without one get a dummy row, which does not count.
@@ -87,8 +88,8 @@ class RegroupingDataLoader(DataLoader):
 
     @property
     def batch_size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Samples of a rank and step, on average."""
-        return self._sampler.global_batch_size // self._sampler.num_replicas
+        """Samples of a rank and step, on average and rounded up; with a schedule in its largest global batches."""
+        return -(-self._sampler.global_batch_size // self._sampler.num_replicas)
 
     @batch_size.setter
     def batch_size(self, value: int | None) -> None:
@@ -113,7 +114,7 @@ class RegroupingDataLoader(DataLoader):
         num_skipped = self._batches_to_skip(epoch)
         for _ in range(num_skipped):
             yield SkippedBatch()
-        if num_skipped == len(self):
+        if num_skipped == sampler.num_batches:
             return
         first = num_skipped or sampler.first_batch
         batches = self._read_from(epoch, first)
@@ -136,12 +137,13 @@ class RegroupingDataLoader(DataLoader):
 
     def _batches_to_skip(self, epoch: int) -> int:
         resume_epoch, resume_batch = self._resume_at
+        num_batches = self._sampler.num_batches
         if epoch < resume_epoch:
-            return len(self)
+            return num_batches
         if epoch > resume_epoch:
             return 0
         self._resume_at = (0, 0)
-        return min(resume_batch, len(self))
+        return min(resume_batch, num_batches)
 
     def _read_from(
         self,

@@ -95,6 +95,11 @@ class Mixture:
         """Samples of an epoch."""
         return max(round(sum(self.quotas)), 1)
 
+    @property
+    def has_whole_passes(self) -> bool:
+        """Whether an epoch passes each dataset a whole number of times, so that all epochs have the same samples."""
+        return all(quota % size == 0 for quota, size in zip(self.quotas, self.sizes, strict=True))
+
 
 def _check_rates(name: str, values: Sequence[float] | None, num_datasets: int, *, highest: float) -> None:
     """Raises ValueError unless each dataset has a positive number up to the highest one."""
@@ -196,20 +201,42 @@ def mixed_batches(
     With `media`, the modality of each sample, int (n,), every global batch holds samples of one modality. The batches
     of all modalities are merged evenly.
     """
+    samples_to_fill = global_batch_size if drop_last else None
+    batches_of_orders = []
+    for order in mixed_orders(mixture, seed=seed, epoch=epoch, media=media, samples_to_fill=samples_to_fill):
+        batches_of_orders.append(cut_into_batches(order, global_batch_size))
+    return merged_evenly(batches_of_orders)
+
+
+def mixed_orders(
+    mixture: Mixture,
+    *,
+    seed: int | None,
+    epoch: int,
+    media: np.ndarray | None = None,
+    samples_to_fill: int | None = None,
+) -> list[np.ndarray]:
+    """Returns the samples of one epoch in their order: all of them, or those of each modality; see `mixed_batches`.
+
+    With `samples_to_fill` the epoch has so many full global batches of this size as its samples fill, and the next
+    epoch begins with the samples that are left.
+    """
     groups = _streams(mixture, media)
     # Exact fractions, so that no rounding moves a sample over thousands of epochs.
     quotas = [_sum_of_quotas(group) for group in groups]
-    begins, ends = _stretches(mixture, quotas, global_batch_size, epoch, drop_last)
-    batches_of_groups = []
+    begins, ends = _stretches(mixture, quotas, epoch, samples_to_fill)
+    orders = []
     for group, begin, end in zip(groups, begins, ends, strict=True):
-        order = _merged(group, begin, end, seed)
-        batches = cut_into_batches(order, global_batch_size)
-        if batches:
-            batches_of_groups.append(batches)
-    # The batches of all modalities, merged evenly.
-    counts = [len(batches) for batches in batches_of_groups]
-    modalities, places = interleave([0] * len(counts), counts, [Fraction(count) for count in counts])
-    return [batches_of_groups[modality][place] for modality, place in zip(modalities, places, strict=True)]
+        orders.append(_merged(group, begin, end, seed))
+    return orders
+
+
+def merged_evenly(batches_of_orders: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
+    """Returns the global batches of several orders (of several modalities) as one list, merged evenly."""
+    not_empty = [batches for batches in batches_of_orders if batches]
+    counts = [len(batches) for batches in not_empty]
+    numbers, places = interleave([0] * len(counts), counts, [Fraction(count) for count in counts])
+    return [not_empty[number][place] for number, place in zip(numbers, places, strict=True)]
 
 
 def cut_into_batches(order: np.ndarray, global_batch_size: int) -> list[np.ndarray]:
@@ -224,17 +251,16 @@ def _sum_of_quotas(group: Sequence[_Stream]) -> Fraction:
 def _stretches(
     mixture: Mixture,
     quotas: Sequence[Fraction],
-    global_batch_size: int,
     epoch: int,
-    drop_last: bool,
+    samples_to_fill: int | None,
 ) -> tuple[list[int], list[int]]:
     """Returns where an epoch begins and ends in the endless sequence of each modality."""
-    if drop_last:
+    if samples_to_fill is not None:
         # Only full batches are counted. So an epoch ends where the next one begins, and leaves no samples out.
-        num_batches = mixture.num_samples // global_batch_size
+        num_batches = mixture.num_samples // samples_to_fill
         first_batches = counts_of_first(epoch * num_batches, quotas)
         end_batches = counts_of_first((epoch + 1) * num_batches, quotas)
-        return _times(global_batch_size, first_batches), _times(global_batch_size, end_batches)
+        return _times(samples_to_fill, first_batches), _times(samples_to_fill, end_batches)
     counts = counts_of_first(mixture.num_samples, quotas)
     return _times(epoch, counts), _times(epoch + 1, counts)
 
