@@ -125,6 +125,14 @@ def num_rows(batch: Mapping[str, Any]) -> int:
     return text_of(batch).shape[0]
 
 
+def loss_tokens_of(batch: Mapping[str, Any]) -> list[int]:
+    """Returns the loss tokens of each row as they were counted; of a batch that is not counted yet, its labels."""
+    counted = metadata_of(batch).get('loss_tokens')
+    if counted is not None:
+        return counted
+    return (labels_of(batch) != IGNORE_INDEX).sum(dim=1).tolist()
+
+
 def num_samples(batch: Mapping[str, Any]) -> int:
     """Returns samples of the dataset in the batch: its rows, but for added ones, and several in a packed row."""
     return sum(samples_of(batch))

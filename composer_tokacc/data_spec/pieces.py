@@ -19,7 +19,8 @@ from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.data_spec.dummy_rows import DummyRow, add_rows
 from composer_tokacc.data_spec.packing import pack_rows
 from composer_tokacc.layout import RowFacts
-from composer_tokacc.planning import CutOptions, cut_rows
+from composer_tokacc.metadata import loss_tokens_of
+from composer_tokacc.planning import CAPPED_SIZES, CutOptions, cut_rows
 
 log = logging.getLogger(__name__)
 
@@ -33,22 +34,25 @@ class Piece(NamedTuple):
     rows: list[int]
     widths: list[int]
     """Columns that each of them keeps."""
-    image_tokens: list[int]
-    """Image tokens of each of them; zeros without a cap of them."""
+    sizes: dict[str, list[int]]
+    """Of each of them, the sizes that have a cap (``CutOptions.caps``), by name."""
     dummies: Sequence[DummyRow] = ()
 
     @classmethod
     def from_facts(cls, facts: RowFacts, rules: CutRules, options: CutOptions) -> Piece:
         """Returns all rows of a batch."""
         rows = list(range(len(facts.lengths)))
-        images = facts.image_tokens if options.max_image_tokens is not None else [0] * len(rows)
-        return cls(facts, rules, options, rows, rules.widths(facts), images)
+        return cls(facts, rules, options, rows, rules.widths(facts), _capped_sizes(facts, options))
 
     def take(self, which: Iterable[int]) -> Piece:
         """Returns some of these rows."""
         which = list(which)
-        rows, widths, images = ([values[k] for k in which] for values in (self.rows, self.widths, self.image_tokens))
-        return self._replace(rows=rows, widths=widths, image_tokens=images)
+        rows = [self.rows[place] for place in which]
+        widths = [self.widths[place] for place in which]
+        sizes = {}
+        for name, values in self.sizes.items():
+            sizes[name] = [values[place] for place in which]
+        return self._replace(rows=rows, widths=widths, sizes=sizes)
 
     @property
     def width(self) -> int:
@@ -63,10 +67,17 @@ class Piece(NamedTuple):
         size = num_rows * (max([self.width, *dummy_widths]) + self.facts.decoder_width)
         if self.rules.packing:  # one row of them all, as wide as they are together
             size = sum(self.widths) + sum(dummy_widths)
-        own, cap = sum(self.image_tokens), self.options.max_image_tokens
-        # A dummy row that is over the cap of images by itself stays so, however few rows it is beside.
-        fits_images = cap is None or not own or own + sum(row.image_tokens for row in self.dummies) <= cap
-        return size <= self.options.max_tokens and fits_images
+        return size <= self.options.max_tokens and self._fits_capped_sizes()
+
+    def _fits_capped_sizes(self) -> bool:
+        # Dummy rows have no loss tokens.
+        sizes_of_dummies = {'image_tokens': sum(row.image_tokens for row in self.dummies)}
+        for name, cap in self.options.caps.items():
+            total = sum(self.sizes[name])
+            # A dummy row that is over a cap by itself stays so, however few rows are with it.
+            if total > 0 and total + sizes_of_dummies.get(name, 0) > cap:
+                return False
+        return True
 
     def cut(self) -> list[Piece]:
         """Returns the rows in pieces of least cost under the caps."""
@@ -77,17 +88,17 @@ class Piece(NamedTuple):
             if extra:  # what is rounded up is the width without it
                 widths = [self.take([k]).width + extra for k in range(len(self.rows))]
                 options = replace(options, width_multiple=1)
-        groups = cut_rows(widths, options, image_tokens=self.image_tokens, max_width=max_width)
+        groups = cut_rows(widths, options, max_width=max_width, **self.sizes)
         return [self.take(group) for group in groups]
 
     def check_caps(self, indices: Sequence[int] | None) -> None:
         """Refuses (ValueError) or names the row furthest over a cap; ``indices``: in the dataset, if they are known."""
         sizes_in_tokens, options = [width + self.facts.decoder_width for width in self.widths], self.options
-        for sizes, cap, unit, setting in (
-            (sizes_in_tokens, options.max_tokens, 'tokens', '`device_train_microbatch_size` x `slot_tokens`'),
-            (self.image_tokens, options.max_image_tokens, 'image tokens', '`max_image_tokens`'),
-        ):
-            if cap is None or max(sizes) <= cap:
+        checks = [(sizes_in_tokens, options.max_tokens, 'tokens', '`device_train_microbatch_size` x `slot_tokens`')]
+        for size, cap in options.caps.items():
+            checks.append((self.sizes[size], cap, size.replace('_', ' '), f'`{CAPPED_SIZES[size]}`'))
+        for sizes, cap, unit, setting in checks:
+            if max(sizes) <= cap:
                 continue
             row = max(range(len(sizes)), key=sizes.__getitem__)
             name = sample_name(self.facts.batch, row)
@@ -101,6 +112,16 @@ class Piece(NamedTuple):
             if options.on_oversize == 'raise':
                 raise ValueError(f"{message}; `on_oversize='warn'` computes it alone, over the cap.")
             log.warning('%s. It is computed alone.', message)
+
+
+def _capped_sizes(facts: RowFacts, options: CutOptions) -> dict[str, list[int]]:
+    """Returns the sizes of all rows that have a cap, by name."""
+    sizes = {}
+    if 'image_tokens' in options.caps:
+        sizes['image_tokens'] = facts.image_tokens
+    if 'loss_tokens' in options.caps:
+        sizes['loss_tokens'] = loss_tokens_of(facts.batch)
+    return sizes
 
 
 def build(pieces: Sequence[Piece], attention: DocumentAttention | None = None) -> Iterator[dict[str, Any]]:

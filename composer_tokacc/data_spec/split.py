@@ -80,7 +80,7 @@ class MicrobatchSplit:
         lengths = [length for facts in sources for length in facts.lengths]
         slot_tokens = self.options.slot_tokens or max(facts.width for facts in sources)
         budget = token_budget(microbatch_size, slot_tokens)
-        options = replace(self.options, max_tokens=max(budget, *lengths), max_image_tokens=None, packing=False)
+        options = replace(self.options.without_caps(), max_tokens=max(budget, *lengths), packing=False)
         cost = options.cost
         cuts = cut_rows(lengths, options, max_width=max(lengths))
         widths = np.array([max(lengths[row] for row in rows) for rows in cuts])
@@ -152,7 +152,7 @@ class MicrobatchSplit:
             raise RuntimeError(f'rows that are not independent: {layout.family.coupling}')
         if rules.packing:
             self._attend(rules.packing)
-        piece = Piece.from_facts(facts, rules, replace(self.options, max_image_tokens=None)).take(rows)
+        piece = Piece.from_facts(facts, rules, self.options.without_caps()).take(rows)
         if rules.needs_media:
             piece = piece._replace(dummies=_first_modality([facts]).missing(facts, rows))
         (microbatch,) = build([piece], self._attention)
@@ -218,7 +218,7 @@ class MicrobatchSplit:
 
     def _in_order(self, layout: BatchLayout, batch: Batch, size: int) -> list[dict[str, Any]]:
         """Returns chunks of rows: the trainer drops a sampler's padding with split_batch(batch, n - 1)[0]."""
-        rules, options = replace(self.rules, packing=''), replace(self.options, max_image_tokens=None)
+        rules, options = replace(self.rules, packing=''), self.options.without_caps()
         whole = Piece.from_facts(describe(layout, batch), rules, options)
         starts = range(0, len(whole.rows), size)
         pieces = [whole.take(range(start, min(start + size, len(whole.rows)))) for start in starts]
@@ -302,8 +302,9 @@ class MicrobatchSplit:
                     '%s must fit into a microbatch together with the dummy rows that keep the encoders of all ranks in '
                     'use, got: %d tokens and %d image tokens beside rows of %s tokens, over the caps of %d and %s. '
                     'They are computed over the cap. Raise it by the difference.',
-                    sample_name(piece.facts.batch, piece.rows[0]), piece.widths[0], piece.image_tokens[0],
-                    [row.width for row in piece.dummies], piece.options.max_tokens, piece.options.max_image_tokens,
+                    sample_name(piece.facts.batch, piece.rows[0]), piece.widths[0],
+                    sum(piece.sizes.get('image_tokens', [])), [row.width for row in piece.dummies],
+                    piece.options.max_tokens, piece.options.max_image_tokens,
                 )  # fmt: skip
 
     def _warn(self, message: str, *values: Any) -> None:

@@ -81,7 +81,7 @@ class ModelConfig:
 class LoaderConfig:
     """How samples become batches, before anything is cut into microbatches."""
 
-    global_batch_size: Count | list[tuple[str | int, Count]] = 32
+    global_batch_size: Count | list[Any] = 32
     """Samples of one optimizer step over all ranks. Or a schedule, a list of ``[start, size]``: a start is an optimizer
     step (``1000ba``) or a number of trained tokens (``5000000tok``), and the first one is 0. Then ``max_duration`` must
     be in tokens, samples or batches."""
