@@ -29,7 +29,7 @@ _START = re.compile(r'(\d[\d_]*)(ba|tok)')
 
 
 class RunPlace(NamedTuple):
-    """What lies behind a run: optimizer steps, and the tokens that they trained."""
+    """How far a run is: its optimizer steps so far, and the tokens that they trained."""
 
     steps: int
     tokens: int
@@ -48,7 +48,7 @@ class BatchSchedule:
 
     @classmethod
     def from_stages(cls, stages: Stages) -> BatchSchedule:
-        """Returns the schedule of a list of (start, size). Raises ValueError if it is none."""
+        """Returns the schedule that a list of (start, size) describes. Raises ValueError if the list is malformed."""
         starts: list[int] = []
         sizes: list[int] = []
         units: set[str] = set()
@@ -65,7 +65,8 @@ class BatchSchedule:
             raise _not_a_schedule(stages)
         for size in sizes:
             check_count('global_batch_size', size)
-        return cls('tok' if 'tok' in units else 'ba', tuple(starts), tuple(sizes))
+        unit = 'tok' if 'tok' in units else 'ba'
+        return cls(unit, tuple(starts), tuple(int(size) for size in sizes))
 
     def stage_at(self, place: RunPlace) -> int:
         """Returns the number of the stage of the step that starts at a place."""
@@ -92,7 +93,7 @@ class BatchSchedule:
         Args:
             order: Samples of the epoch.
             lengths: Tokens of each sample of the dataset.
-            place: Where the epoch starts.
+            place: How far the run is when the epoch starts.
             drop_last: Whether samples that do not fill the last global batch are left out.
         """
         tokens_before = np.concatenate([[0], np.cumsum(lengths[order])])
@@ -170,13 +171,13 @@ class GlobalBatches:
         self._kept: tuple[int, list[np.ndarray]] = (-1, [])
         """The epoch that was asked for last, and its global batches. Each is a view of the order of the epoch."""
         self._places = [RunPlace(0, 0)]
-        """With a schedule: where in the run each epoch starts, as far as it was needed."""
+        """With a schedule: how far the run is at the start of each epoch, for as many epochs as were needed."""
         if drop_last:
             self._check_fills_one()
 
     @property
     def samples_per_batch(self) -> int:
-        """Samples of a global batch: of the largest one with a schedule, on average (rounded up) with `tokens`."""
+        """Samples of a global batch. With a schedule of the largest one; with `tokens` on average, rounded up."""
         if isinstance(self._samples, BatchSchedule):
             return max(self._samples.sizes)
         if self._samples is not None:
@@ -243,7 +244,7 @@ class GlobalBatches:
         return mixed_orders(self._mixture, seed=self._seed, epoch=epoch, media=self._media)
 
     def _place_of(self, epoch: int) -> RunPlace:
-        """Returns where in the run an epoch starts, if all epochs before it are read to their end."""
+        """Returns how far the run is when an epoch starts, if all epochs before it are read to their end."""
         assert isinstance(self._samples, BatchSchedule)
         while len(self._places) <= epoch:
             place = self._places[-1]
@@ -280,13 +281,14 @@ def cut_by_tokens(
     *,
     drop_last: bool,
 ) -> list[np.ndarray]:
-    """Returns global batches of about equally many tokens: views of the order, closed when their tokens are reached.
+    """Returns global batches of about equally many tokens, as views of the order.
 
-    Global batch ``b`` is closed before the sample with which all tokens of the epoch so far would exceed
-    ``(b + 1) * tokens``. So after any step the run has trained a multiple of `tokens`, less the part of one sample; and
-    a step differs from `tokens` by less than the longest sample. The excess of one step does not move the next ones.
-    Counted like this, the number of global batches only depends on the sum of the lengths: it is
-    ``ceil(sum / tokens)``, or ``floor(sum / tokens)`` with `drop_last`, in whatever order the samples are.
+    Global batch ``b`` takes samples until the next one would lift the tokens of the epoch above ``(b + 1) * tokens``.
+    So a step differs from `tokens` by less than the longest sample, and the steps together stay within one sample of
+    ``(b + 1) * tokens``: what one step lacks, the next one gets. The usual rule, which counts each global batch from
+    zero, has neither property, and the number of its global batches depends on the order. Here it is
+    ``ceil(sum / tokens)``, or ``floor(sum / tokens)`` with `drop_last`, for every order of the samples. So all epochs
+    have equally many steps, which trainers expect.
 
     Args:
         order: Samples of the epoch, each with at most `tokens` tokens.
@@ -305,7 +307,7 @@ def cut_by_tokens(
 
 
 def torchs_order(num_samples: int, seed: int | None, epoch: int) -> np.ndarray:
-    """Returns the order in which torch's DistributedSampler deals the samples; without a seed that of the dataset."""
+    """Returns the samples as torch's DistributedSampler orders them. Without a seed they keep the dataset's order."""
     if seed is None:
         return np.arange(num_samples)
     return torch.randperm(num_samples, generator=torch.Generator().manual_seed(seed + epoch)).numpy()

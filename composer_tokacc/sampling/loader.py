@@ -32,8 +32,8 @@ class SkippedBatch:
 class RegroupingDataLoader(DataLoader):
     """A DataLoader over a :class:`RegroupingBatchSampler`. Composer sees a fixed batch size.
 
-    - ``batch_size`` is ``global_batch_size / num_replicas``, so that Composer finds its initial microbatch size: that
-      of the largest global batch with a schedule, that of a mean one with ``global_batch_tokens``.
+    - ``batch_size`` is ``global_batch_size / num_replicas``, so that Composer finds its initial microbatch size. With a
+      schedule it is that of the largest global batch, with ``global_batch_tokens`` that of a mean one.
     - Batches are pre-split (:class:`.PreSplitBatch`): each planned microbatch is collated by itself, in the worker that
       read it, at its own width. With ``pin_memory=True`` it is page-locked. ``token_data_spec`` passes them on.
     - If a global batch has fewer samples than ranks, the ranks without one get a dummy row, which does not count.

@@ -216,10 +216,10 @@ def mixed_orders(
     media: np.ndarray | None = None,
     samples_to_fill: int | None = None,
 ) -> list[np.ndarray]:
-    """Returns the samples of one epoch in their order: all of them, or those of each modality; see `mixed_batches`.
+    """Returns the samples of one epoch in their order, or with `media` one order for each modality.
 
-    With `samples_to_fill` the epoch has so many full global batches of this size as its samples fill, and the next
-    epoch begins with the samples that are left.
+    With `samples_to_fill`, the size of a global batch, the epoch only has full global batches. The next epoch begins
+    with the samples that are left. See :func:`mixed_batches`.
     """
     groups = _streams(mixture, media)
     # Exact fractions, so that no rounding moves a sample over thousands of epochs.

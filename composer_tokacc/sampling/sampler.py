@@ -49,11 +49,11 @@ class RegroupingBatchSampler(DistributedSampler):
     up to a multiple of the ranks.
 
     With `global_batch_tokens`, or a schedule of `global_batch_size`, the same order of samples is cut at other places,
-    which are the same for every number of ranks, too. A global batch by tokens is closed before the sample with which
-    all tokens of the epoch so far would exceed the next multiple of `global_batch_tokens`. So every epoch has equally
-    many, and a step differs from the number by less than the longest sample: :meth:`window_tokens` says by how much.
-    With a schedule, epochs have unequal numbers of global batches. Then ``len()`` raises TypeError, and Composer needs
-    a ``max_duration`` in tokens, samples or batches.
+    which are the same for every number of ranks, too. A global batch by tokens takes samples until the next one would
+    lift the tokens of the epoch above the next multiple of `global_batch_tokens`. So every epoch has equally many
+    global batches, and a step differs from the number by less than the longest sample: :meth:`window_tokens` returns
+    the tokens of each. With a schedule, epochs have unequal numbers of global batches. Then ``len()`` raises TypeError,
+    and Composer needs a ``max_duration`` in tokens, samples or batches.
 
     Ranks may get unequal numbers of samples. If there are fewer samples than ranks, some ranks get a copy of another
     rank's sample, which is marked (``RankAssignment.is_copy``) and must weigh nothing.
@@ -64,8 +64,8 @@ class RegroupingBatchSampler(DistributedSampler):
     ``DataLoader(batch_sampler=...)``.
 
     :meth:`state_dict` returns the place of the furthest iterator of the epoch. So a look (``next(iter(sampler))``) does
-    not move it. After :meth:`load_state_dict` or :meth:`skip_to` every iteration of the
-    epoch starts there, until one reaches its end.
+    not move it. After :meth:`load_state_dict` or :meth:`skip_to` every iteration of the epoch starts there, until one
+    reaches its end.
 
     Args:
         dataset: Map-style dataset.
@@ -161,24 +161,19 @@ class RegroupingBatchSampler(DistributedSampler):
         if modality == 'per_step':
             self.media = _media_of(media, self.image_tokens, num_samples)
             mixture = mixture or Mixture([num_samples])
-        if mixture is not None:
-            _check_mixture(mixture, num_samples)
-        self.mixture = mixture
+        self.mixture = _checked_mixture(mixture, num_samples)
         self._global_batches = GlobalBatches(
             self.lengths,
             samples=_checked_size(global_batch_size, global_batch_tokens, num_replicas),
             tokens=_checked_tokens(global_batch_tokens, self.lengths),
             seed=self.seed if shuffle else None,
             drop_last=drop_last,
-            mixture=mixture,
+            mixture=self.mixture,
             media=self.media,
         )
         self.global_batch_size = self._global_batches.samples_per_batch
         """Samples of a global batch: of the largest one with a schedule, on average with `global_batch_tokens`."""
-        if loss_shares is not None:
-            check_kind('loss_shares', loss_shares, LossShares)
-            checked_table('loss_shares', loss_shares.loss_tokens, num_samples)
-        self.loss_shares = loss_shares
+        self.loss_shares = _checked_shares(loss_shares, num_samples)
         self.first_batch = 0
         """The global batch that the next iteration starts at."""
         self.start_once: int | None = None
@@ -436,14 +431,26 @@ def _check_within(name: str, value: int, least: int = -(2**62), most: int = 2**6
         raise ValueError(f'`{name}` must be an integer from {least} to {most}, got: {value!r}.')
 
 
-def _check_mixture(mixture: Mixture, num_samples: int) -> None:
-    """Raises ValueError unless a mixture is one of the datasets that hold these samples."""
+def _checked_mixture(mixture: Mixture | None, num_samples: int) -> Mixture | None:
+    """Returns the mixture. Raises ValueError if its datasets have another number of samples."""
+    if mixture is None:
+        return None
     check_kind('mixture', mixture, Mixture)
     if sum(mixture.sizes) != num_samples:
         raise ValueError(
             f'`mixture` must have the sizes of the datasets in `dataset`, got: {list(mixture.sizes)} for '
             f'{num_samples} samples. Use torch.utils.data.ConcatDataset.'
         )
+    return mixture
+
+
+def _checked_shares(loss_shares: LossShares | None, num_samples: int) -> LossShares | None:
+    """Returns the shares. Raises ValueError if they are of another number of samples."""
+    if loss_shares is None:
+        return None
+    check_kind('loss_shares', loss_shares, LossShares)
+    checked_table('loss_shares', loss_shares.loss_tokens, num_samples)
+    return loss_shares
 
 
 def _checked_size(
