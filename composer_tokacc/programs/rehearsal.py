@@ -266,10 +266,16 @@ def _cut_again(
         if microbatch.num_tokens <= options.max_tokens:
             yield samples, microbatch.width
             continue
-        lengths = sampler.lengths[samples]
-        image_tokens = None if sampler.image_tokens is None else sampler.image_tokens[samples]
-        for rows in cut_rows(lengths, options, image_tokens=image_tokens, max_width=microbatch.width):
-            longest = int(lengths[list(rows)].max())
+        tables = sampler.tables.of(np.array(samples))
+        cut = cut_rows(
+            tables.lengths,
+            options,
+            image_tokens=tables.image_tokens,
+            loss_tokens=tables.loss_tokens,
+            max_width=microbatch.width,
+        )
+        for rows in cut:
+            longest = int(tables.lengths[rows].max())
             width = -(-longest // options.width_multiple) * options.width_multiple
             yield [samples[row] for row in rows], width
 

@@ -145,7 +145,7 @@ class RegroupingBatchSampler(DistributedSampler):
         )
         self.planner = LoadPlanner(num_replicas, options)
         # All tables are checked here, so that bad ones are refused before the first epoch.
-        self._tables = SampleTables.checked(
+        self.tables = SampleTables.checked(
             num_samples,
             options,
             lengths=lengths,
@@ -153,8 +153,8 @@ class RegroupingBatchSampler(DistributedSampler):
             loss_tokens=loss_tokens,
             vision_cost=vision_cost,
         )
-        self.lengths = self._tables.lengths
-        self.image_tokens = self._tables.image_tokens
+        self.lengths = self.tables.lengths
+        self.image_tokens = self.tables.image_tokens
         check_choice('modality', modality, ('mixed', 'per_step'))
         self.modality = modality
         self.media: np.ndarray | None = None
@@ -309,7 +309,7 @@ class RegroupingBatchSampler(DistributedSampler):
     def _facts(self) -> Facts:
         """Returns the arguments that all plans of the run depend on."""
         facts = {'number of ranks': str(self.num_replicas), 'number of samples': str(len(self.lengths))}
-        tables = {**vars(self._tables), 'media': self.media}
+        tables = {**vars(self.tables), 'media': self.media}
         if self.loss_shares is not None:
             tables['loss_shares'] = self.loss_shares.shares
             tables['loss_tokens'] = self.loss_shares.loss_tokens
@@ -359,7 +359,7 @@ class RegroupingBatchSampler(DistributedSampler):
         return RankAssignment.from_plan(plan.ranks[self.rank], window.tolist(), weights, checksum)
 
     def _plan(self, window: np.ndarray) -> MicrobatchPlan:
-        tables = self._tables.of(window)
+        tables = self.tables.of(window)
         return self.planner.plan(tables.lengths, tables.image_tokens, tables.vision_cost, tables.loss_tokens)
 
 
@@ -480,7 +480,8 @@ def _checked_size(
 
 def _checked_tokens(tokens: int | None, lengths: np.ndarray) -> int | None:
     """Returns the tokens of a global batch. Raises ValueError if a sample has more."""
-    if tokens is not None:
-        check_count('global_batch_tokens', tokens)
-        check_cap('global_batch_tokens', tokens, lengths)
-    return tokens
+    if tokens is None:
+        return None
+    check_count('global_batch_tokens', tokens)
+    check_cap('global_batch_tokens', tokens, lengths)
+    return int(tokens)
