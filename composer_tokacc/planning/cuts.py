@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import heapq
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -160,7 +161,8 @@ def least_padded_cut(
         # Now `earliest` is the first start that the caps allow. On sorted rows (end - start) * row_costs[start] is a
         # Monge cost, and so the best last microbatch never starts earlier for a later end (Galil and Park 1992):
         # nothing before the previous best start needs a look.
-        is_sorted = is_sorted and (end == 1 or row_costs[end - 1] <= row_costs[end - 2])
+        if end > 1 and row_costs[end - 1] > row_costs[end - 2]:
+            is_sorted = False
         first = max(earliest, last[end - 1]) if is_sorted else earliest
         best = end - 1
         widest = row_costs[best]
@@ -185,6 +187,13 @@ def least_padded_cut(
         bounds[k] = end
         end = last[end]
     return bounds
+
+
+class _Corner(NamedTuple):
+    """A cut at a corner of the curve of :class:`LeastPaddedCuts`."""
+
+    padded_cost: float
+    bounds: np.ndarray
 
 
 class LeastPaddedCuts:
@@ -214,20 +223,23 @@ class LeastPaddedCuts:
     ) -> None:
         self._rows = rows
         self._tolerance = tolerance
-        self._corners: dict[int, tuple[float, np.ndarray]] = {}
+        self._corners: dict[int, _Corner] = {}
+        """By number of microbatches."""
         # The left end of the curve: no saving is worth a price above the cost of all rows at the greatest width.
         cost_at_greatest_width = len(rows) * float(rows.row_costs[0])
         self.fewest = self._try(2.0 * cost_at_greatest_width + 1.0)
         # The right end: one row each.
-        self._corners[len(rows)] = (float(rows.row_costs.sum()), np.arange(len(rows) + 1, dtype=np.int64))
+        bounds_of_single_rows = np.arange(len(rows) + 1, dtype=np.int64)
+        self._corners[len(rows)] = _Corner(float(rows.row_costs.sum()), bounds_of_single_rows)
 
     def _try(self, price: float) -> int:
         """Finds the corner of a price, and returns its number of microbatches."""
         bounds = least_padded_cut(self._rows.row_costs, self._rows.reach, price)
-        padded = float(np.dot(np.diff(bounds), self._rows.row_costs[bounds[:-1]]))
+        cost_of_widest = self._rows.row_costs[bounds[:-1]]
+        padded = float(np.dot(np.diff(bounds), cost_of_widest))
         count = len(bounds) - 1
-        if count not in self._corners or padded < self._corners[count][0]:
-            self._corners[count] = (padded, bounds)
+        if count not in self._corners or padded < self._corners[count].padded_cost:
+            self._corners[count] = _Corner(padded, bounds)
         return count
 
     def exactly(self, count: int) -> np.ndarray:
@@ -239,14 +251,17 @@ class LeastPaddedCuts:
         while count not in self._corners:
             below = max(k for k in self._corners if k < count)
             above = min(k for k in self._corners if k > count)
-            # Both corners are on the curve, and so is everything between them above their chord.
-            saving = self._corners[below][0] - self._corners[above][0]
+            few = self._corners[below]
+            many = self._corners[above]
+            # The price at which both corners cost the same. A cut at this price costs less only at a corner between.
+            saving = few.padded_cost - many.padded_cost
             between = below
-            if saving > self._tolerance * self._corners[above][0]:
+            if saving > self._tolerance * many.padded_cost:
                 between = self._try(saving / (above - below))
-            if not below < between < above:  # a straight piece of the curve, or near enough
-                return _splice(self._corners[below][1], self._corners[above][1], count)
-        return self._corners[count][1]
+            if not below < between < above:
+                # There is no corner between: a straight piece of the curve, or near enough.
+                return _splice(few.bounds, many.bounds, count)
+        return self._corners[count].bounds
 
 
 @compiled
@@ -294,7 +309,8 @@ def fill(
         high = reach[start]
         while low < high:
             middle = (low + high + 1) // 2
-            cost = (middle - start) * row_costs[start] + (vision[middle] - vision[start])
+            padded = (middle - start) * row_costs[start]
+            cost = padded + (vision[middle] - vision[start])
             if cost <= limit:
                 low = middle
             else:
@@ -361,7 +377,10 @@ def split_largest(
         middle = (start + end) // 2  # the shorter half holds the longer rows
         heapq.heapreplace(heap, _by_size(row_costs, start, middle))
         heapq.heappush(heap, _by_size(row_costs, middle, end))
-    return np.array(sorted([0] + [end for _, _, end in heap]))
+    new_bounds = [0]
+    for _, _, end in heap:
+        new_bounds.append(end)
+    return np.array(sorted(new_bounds))
 
 
 @compiled

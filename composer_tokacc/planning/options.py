@@ -92,7 +92,8 @@ class CostModel:
 
     def packed(self, lengths: Sequence[int]) -> float:
         """Returns the cost of a microbatch that is one packed row of documents, without vision."""
-        return float(self.rows(np.array(lengths)).sum()) + self.document * len(lengths) + self.launch
+        cost_of_documents = float(self.rows(np.array(lengths)).sum())
+        return cost_of_documents + self.document * len(lengths) + self.launch
 
 
 def token_budget(microbatch_size: float, slot_tokens: int) -> int:
@@ -107,8 +108,13 @@ def mean_samples(lengths: np.ndarray, tokens: int) -> int:
 
 def check_count(name: str, value: Any) -> None:
     """Raises ValueError unless an argument is a positive integer."""
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 1 <= value < 2**63:
+    if not _is_integer(value) or not 1 <= value < 2**63:
         raise ValueError(f'`{name}` must be a positive integer, got: {value!r}.')
+
+
+def _is_integer(value: Any) -> bool:
+    """Returns whether a value is an integer of Python or numpy. True and False are none."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
 def check_kind(
@@ -131,18 +137,18 @@ def check_choice(
     # The type is compared, too, because 1 equals True.
     if type(value) in types and value in choices:
         return
-    *first_ones, last = [repr(choice) for choice in choices]
+    *others, last = [repr(choice) for choice in choices]
     allowed = last
-    if first_ones:
-        allowed = f'{", ".join(first_ones)} or {last}'
+    if others:
+        allowed = f'{", ".join(others)} or {last}'
     raise ValueError(f'`{name}` must be {allowed}, got: {value!r}.')
 
 
 def check_state(state: Any, keys: set[str], *, counts: Sequence[str] = ()) -> None:
     """Raises ValueError unless a state to load has these keys, and integers from 0 under those of ``counts``."""
     is_good = isinstance(state, Mapping) and keys <= state.keys()
-    if is_good:
-        is_good = all(isinstance(state[name], (int, np.integer)) and state[name] >= 0 for name in counts)
+    for name in counts:
+        is_good = is_good and _is_integer(state[name]) and state[name] >= 0
     if not is_good:
         integers = f', {" and ".join(counts)} of them integers from 0' if counts else ''
         raise ValueError(

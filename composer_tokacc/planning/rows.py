@@ -52,9 +52,8 @@ class Rows:
     ) -> None:
         self.options = options
         self._max_width = max_width
-        num_rows = 1  # of a scalar: checked_table says what is wrong with it
-        if hasattr(lengths, '__len__'):
-            num_rows = len(lengths)
+        # A scalar has no length. `checked_table` refuses it below.
+        num_rows = len(lengths) if hasattr(lengths, '__len__') else 1
         if num_rows == 0:
             raise ValueError('`lengths` must hold at least one sample, got: none.')
         self.lengths = checked_table('lengths', lengths, num_rows, least=1)
@@ -62,13 +61,15 @@ class Rows:
         if max_width is not None and max_width < longest:
             raise ValueError(f'`max_width` must be at least the longest sample, got: {max_width} < {longest}.')
         tables = checked_sizes({'image_tokens': image_tokens, 'loss_tokens': loss_tokens}, options, num_rows)
-        self.capped_sizes = np.zeros((len(options.caps), num_rows), dtype=np.int64)
-        """Sizes of the rows that have a cap, int64 (number of caps, n)."""
-        for number, size in enumerate(options.caps):
+        caps = options.caps
+        self.caps = np.array(list(caps.values()), dtype=np.int64)
+        """Caps on sizes that add up over the rows of a microbatch, int64 (number of caps,)."""
+        self.capped_sizes = np.zeros((len(caps), num_rows), dtype=np.int64)
+        """The size of each row under each of these caps, int64 (number of caps, n)."""
+        for number, size in enumerate(caps):
             self.capped_sizes[number] = tables[size]
-        self.caps = np.array(list(options.caps.values()), dtype=np.int64)
-        """The cap of each of these sizes, int64 (number of caps,)."""
-        self.image_tokens = tables.get('image_tokens', np.zeros(num_rows, dtype=np.int64))
+        no_images = np.zeros(num_rows, dtype=np.int64)
+        self.image_tokens = tables.get('image_tokens', no_images)
         if vision_cost is None:
             vision_cost = options.cost.vision(self.image_tokens)
         self.vision_cost = checked_table('vision_cost', vision_cost, num_rows, dtype=np.float64)
@@ -83,7 +84,8 @@ class Rows:
         """Returns the rows (or the `members` among them) from the longest to the shortest, ties by index."""
         if members is None:
             members = np.arange(len(self.lengths))
-        return self.in_order(members[np.argsort(-self.lengths[members], kind='stable')])
+        longest_first = np.argsort(-self.lengths[members], kind='stable')
+        return self.in_order(members[longest_first])
 
     def in_order(self, order: np.ndarray) -> OrderedRows:
         """Returns the rows in the given order."""
@@ -91,13 +93,15 @@ class Rows:
         # Rounding stops at the collated width, and breaks no cap that the row itself keeps.
         limit = min(options.max_tokens, self._max_width or options.max_tokens)
         widths = padded_widths(self.lengths[order], options.width_multiple, limit)
+        sizes = self.capped_sizes[:, order]
         sums = np.zeros((len(self.caps), len(order) + 1), dtype=np.int64)
-        np.cumsum(self.capped_sizes[:, order], axis=1, out=sums[:, 1:])
+        sums[:, 1:] = np.cumsum(sizes, axis=1)
+        vision_of_rows = np.cumsum(self.vision_cost[order])
         return OrderedRows(
             order=order,
             widths=widths,
             row_costs=options.cost.rows(widths),
-            vision=np.concatenate([[0.0], np.cumsum(self.vision_cost[order])]),
+            vision=np.concatenate([[0.0], vision_of_rows]),
             reach=_reach(widths, options.max_tokens, sums, self.caps),
         )
 
@@ -110,7 +114,8 @@ def padded_widths(
     """Returns lengths rounded up to a multiple, but not past a limit, int64 (n,)."""
     if multiple == 1:
         return lengths
-    return np.maximum(lengths, np.minimum(-(-lengths // multiple) * multiple, limit))
+    rounded_up = -(-lengths // multiple) * multiple
+    return np.maximum(lengths, np.minimum(rounded_up, limit))
 
 
 def checked_table(
@@ -187,7 +192,8 @@ def _reach(
             width = max(width, widths[end])
             fits = (end + 1 - start) * width <= max_tokens
             for number in range(len(caps)):
-                fits = fits and sums[number, end + 1] - sums[number, start] <= caps[number]
+                size = sums[number, end + 1] - sums[number, start]
+                fits = fits and size <= caps[number]
             if not fits:
                 break
             end += 1

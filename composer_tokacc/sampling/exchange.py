@@ -85,7 +85,9 @@ class ExchangingDataLoader(DataLoader):
         **kwargs: Any,
     ) -> None:
         # A separate generator, because seeding workers must not change the random numbers of the run.
-        kwargs.setdefault('generator', torch.Generator().manual_seed(torch.initial_seed() + get_global_rank()))
+        generator = torch.Generator()
+        generator.manual_seed(torch.initial_seed() + get_global_rank())
+        kwargs.setdefault('generator', generator)
         # A worker sends each tensor through another file, and there are many samples. So it sends all of them as one.
         pack: Callable[[list[Any]], Any] = list
         if kwargs.get('num_workers'):
@@ -171,12 +173,15 @@ class ExchangingDataLoader(DataLoader):
                 loaded = from_bytes(loaded)
             samples = loaded
             assert self.batch_size is not None
-            samples = samples[: len(samples) - num_repeated_by(self.sampler, self.batch_size, batch_index)]
+            num_repeated = num_repeated_by(self.sampler, self.batch_size, batch_index)
+            samples = samples[: len(samples) - num_repeated]
             report = ReadReport([self._size(sample) for sample in samples])
         except Exception as error:
             failure = error
+            report = ReadReport([], failure=str(error))
             # Bad data is the same error on all ranks. Other errors may not survive the way to another process.
-            report = ReadReport([], failure=error if isinstance(error, ValueError) else str(error))
+            if isinstance(error, ValueError):
+                report.failure = error
         if batch_index == 0:
             report.planned_with = self._report()
         reports = self._exchange.gather(report)
@@ -311,8 +316,9 @@ class SampleExchange:
         num_received = torch.empty_like(num_sent)
         torch.distributed.all_to_all_single(num_received, num_sent, group=self._gloo)
         received = torch.empty(int(num_received.sum()), dtype=torch.uint8)
+        all_sent = torch.cat(list(sending))
         torch.distributed.all_to_all_single(
-            received, torch.cat(list(sending)), num_received.tolist(), num_sent.tolist(), group=self._gloo
+            received, all_sent, num_received.tolist(), num_sent.tolist(), group=self._gloo
         )
         return received.split(num_received.tolist())
 

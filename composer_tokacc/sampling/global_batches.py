@@ -17,10 +17,16 @@ from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import torch
 
 from composer_tokacc.planning import check_count, mean_samples
-from composer_tokacc.sampling.mixture import Mixture, cut_into_batches, merged_evenly, mixed_batches, mixed_orders
+from composer_tokacc.sampling.mixture import (
+    Mixture,
+    cut_into_batches,
+    merged_evenly,
+    mixed_batches,
+    mixed_orders,
+    permutation,
+)
 
 Stages = Sequence[tuple[int | str, int]]
 """Start and size of each stage of a schedule. A start is a step, or a text: ``'1000ba'`` or ``'5000000tok'``."""
@@ -79,7 +85,10 @@ class BatchSchedule:
 
     def plain(self) -> list[list[Any]]:
         """Returns the stages as they are kept in a checkpoint."""
-        return [[f'{start}{self.unit}', size] for start, size in zip(self.starts, self.sizes, strict=True)]
+        stages: list[list[Any]] = []
+        for start, size in zip(self.starts, self.sizes, strict=True):
+            stages.append([f'{start}{self.unit}', size])
+        return stages
 
     def cut(
         self,
@@ -221,7 +230,8 @@ class GlobalBatches:
     def _cut(self, epoch: int) -> list[np.ndarray]:
         if isinstance(self._samples, BatchSchedule):
             (order,) = self._orders(epoch)
-            batches, _ = self._samples.cut(order, self._lengths, self._place_of(epoch), self._drop_last)
+            place = self._place_of(epoch)
+            batches, _ = self._samples.cut(order, self._lengths, place, self._drop_last)
             return batches
         if self._samples is None:
             assert self._tokens is not None
@@ -310,7 +320,7 @@ def torchs_order(num_samples: int, seed: int | None, epoch: int) -> np.ndarray:
     """Returns the samples as torch's DistributedSampler orders them. Without a seed they keep the dataset's order."""
     if seed is None:
         return np.arange(num_samples)
-    return torch.randperm(num_samples, generator=torch.Generator().manual_seed(seed + epoch)).numpy()
+    return permutation(num_samples, seed + epoch)
 
 
 def torchs_batches(

@@ -78,8 +78,8 @@ class RegroupingDataLoader(DataLoader):
         self._generator = torch.Generator()
         kwargs.setdefault('generator', self._generator)
         planned_dataset = _PlannedDataset(dataset, batch_sampler, collate_fn or default_collate)
-        # Parcels only if they are needed: to skip batches, accelerate makes a new loader from the parts of this one,
-        # which would yield parcels.
+        # A parcel is only needed to pin memory. Without it there is none, because accelerate, when it skips batches,
+        # makes a plain DataLoader of the parts of this one. That would yield parcels.
         pack: Any = _Parcel if kwargs.get('pin_memory') else _unchanged
         super().__init__(planned_dataset, batch_sampler=batch_sampler, collate_fn=pack, **kwargs)
         self._passes = Passes()
@@ -126,7 +126,8 @@ class RegroupingDataLoader(DataLoader):
                     batch = batch.batch
                 # The facts stay in this process. Only a mismatch reads them.
                 if batch.plan is not None:
-                    batch.plan = replace(batch.plan, facts=partial(sampler.plan_facts, epoch, number - 1))
+                    facts = partial(sampler.plan_facts, epoch, number - 1)
+                    batch.plan = replace(batch.plan, facts=facts)
                 yield batch
             self._passes.end(current)
             # The sampler does not do this itself, because workers reach the end of the epoch before the run does.
@@ -155,7 +156,8 @@ class RegroupingDataLoader(DataLoader):
         sampler.start_once = first
         # Workers are seeded with a number that differs between ranks, epochs, and places of resumption.
         entropy = [sampler.seed % 2**32, epoch, sampler.rank, first]
-        self._generator.manual_seed(int(np.random.SeedSequence(entropy).generate_state(1)[0]))
+        seeds = np.random.SeedSequence(entropy).generate_state(1)
+        self._generator.manual_seed(int(seeds[0]))
         # Persistent workers serve one iterator. A look would take them away from the one that is under way.
         needs_own_workers = self.persistent_workers and bool(self._passes)
         with separate_iterator(self) if needs_own_workers else nullcontext():
@@ -204,7 +206,8 @@ class _PlannedDataset(Dataset):
         witness = ''
         if assignment.witnesses:
             witness = witness_of(self._read, assignment.witnesses)
-        batch = self._planner.collate(self._collate, self._read(list(assignment)), assignment)
+        samples = self._read(list(assignment))
+        batch = self._planner.collate(self._collate, samples, assignment)
         batch.plan = PlanRecord(assignment.plan_checksum, self._rank, self._planner.num_ranks, witness)
         return batch
 

@@ -41,7 +41,8 @@ class Mixture:
     weights: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
-        sizes = checked_table('sizes', self.sizes, np.size(self.sizes) or 1, least=1).tolist()
+        num_datasets = np.size(self.sizes) or 1
+        sizes = checked_table('sizes', self.sizes, num_datasets, least=1).tolist()
         object.__setattr__(self, 'sizes', sizes)
         if self.epochs is not None and self.weights is not None:
             raise ValueError('Only one of `epochs` and `weights` must be given, got: both. Drop one.')
@@ -72,7 +73,9 @@ class Mixture:
         """
         shares = checked_table('shares', shares, len(sizes), dtype=np.float64).tolist()
         tokens = checked_table('loss_tokens', loss_tokens, int(np.sum(sizes)), least=0)
-        means = [tokens_of_dataset.mean() for tokens_of_dataset in np.split(tokens, np.cumsum(sizes)[:-1])]
+        ends = np.cumsum(sizes)
+        tokens_of_datasets = np.split(tokens, ends[:-1])
+        means = [tokens_of_dataset.mean() for tokens_of_dataset in tokens_of_datasets]
         if min(means) == 0:
             raise ValueError(f'Every dataset must have `loss_tokens`, got: means of {means}. Leave out those without.')
         weights = np.array(shares) / np.array(means)
@@ -98,7 +101,10 @@ class Mixture:
     @property
     def has_whole_passes(self) -> bool:
         """Whether an epoch passes each dataset a whole number of times, so that all epochs have the same samples."""
-        return all(quota % size == 0 for quota, size in zip(self.quotas, self.sizes, strict=True))
+        for quota, size in zip(self.quotas, self.sizes, strict=True):
+            if quota % size != 0:
+                return False
+        return True
 
 
 def _check_rates(name: str, values: Sequence[float] | None, num_datasets: int, *, highest: float) -> None:
@@ -133,7 +139,8 @@ class LossShares:
         loss_tokens: Table,
     ) -> None:
         self.shares = checked_table('shares', shares, len(sizes) or 1, dtype=np.float64)
-        if self.shares.min() == 0 or abs(self.shares.sum() - 1) > 1e-6:
+        excess = self.shares.sum() - 1
+        if self.shares.min() == 0 or abs(excess) > 1e-6:
             raise ValueError(f'`shares` must be positive, one for each dataset, and add up to 1, got: {list(shares)}.')
         self.loss_tokens = checked_table('loss_tokens', loss_tokens, sum(sizes), least=0)
         self.sizes = list(sizes)
@@ -159,6 +166,13 @@ class LossShares:
         return weight_of_dataset[datasets]
 
 
+def permutation(size: int, seed: int) -> np.ndarray:
+    """Returns a random order of the numbers below `size`, as torch's DistributedSampler draws it, int64 (size,)."""
+    generator = torch.Generator()
+    generator.manual_seed(seed)
+    return torch.randperm(size, generator=generator).numpy()
+
+
 @dataclass(frozen=True)
 class _Stream:
     """The samples of one dataset (and one modality), pass after pass without end, each in another order."""
@@ -172,11 +186,12 @@ class _Stream:
         if entropy is None:
             return self.samples[items % size]
         passes, starts = np.unique(items // size, return_index=True)
+        items_of_passes = np.split(items, starts[1:])
         pieces = []
         # Every pass has another seed.
-        for number, places in zip(passes.tolist(), np.split(items, starts[1:]), strict=False):
-            seed = int(np.random.SeedSequence([*entropy, number]).generate_state(1)[0])
-            order = torch.randperm(size, generator=torch.Generator().manual_seed(seed)).numpy()
+        for number, places in zip(passes.tolist(), items_of_passes, strict=False):
+            seeds = np.random.SeedSequence([*entropy, number]).generate_state(1)
+            order = permutation(size, int(seeds[0]))
             pieces.append(self.samples[order[places % size]])
         return np.concatenate([items[:0], *pieces])
 
@@ -235,13 +250,16 @@ def merged_evenly(batches_of_orders: Sequence[Sequence[np.ndarray]]) -> list[np.
     """Returns the global batches of several orders (of several modalities) as one list, merged evenly."""
     not_empty = [batches for batches in batches_of_orders if batches]
     counts = [len(batches) for batches in not_empty]
-    numbers, places = interleave([0] * len(counts), counts, [Fraction(count) for count in counts])
+    quotas = [Fraction(count) for count in counts]
+    begins = [0] * len(counts)
+    numbers, places = interleave(begins, counts, quotas)
     return [not_empty[number][place] for number, place in zip(numbers, places, strict=True)]
 
 
 def cut_into_batches(order: np.ndarray, global_batch_size: int) -> list[np.ndarray]:
     """Returns views of the samples of each global batch. The last one may be smaller."""
-    return [order[start : start + global_batch_size] for start in range(0, len(order), global_batch_size)]
+    starts = range(0, len(order), global_batch_size)
+    return [order[start : start + global_batch_size] for start in starts]
 
 
 def _sum_of_quotas(group: Sequence[_Stream]) -> Fraction:
@@ -272,7 +290,8 @@ def _times(factor: int, counts: Sequence[int]) -> list[int]:
 def _streams(mixture: Mixture, media: np.ndarray | None) -> list[list[_Stream]]:
     """Returns the sequences to merge into each kind of global batch: one kind, or one for each modality."""
     num_samples = sum(mixture.sizes)
-    datasets = np.split(np.arange(num_samples), np.cumsum(mixture.sizes)[:-1])
+    ends = np.cumsum(mixture.sizes)
+    datasets = np.split(np.arange(num_samples), ends[:-1])
     if media is None:
         media = np.zeros(num_samples, dtype=np.int64)
     groups = []
@@ -290,7 +309,9 @@ def _streams(mixture: Mixture, media: np.ndarray | None) -> list[list[_Stream]]:
 def _merged(group: list[_Stream], begin: int, end: int, seed: int | None) -> np.ndarray:
     """Returns samples from place `begin` to `end` of the evenly merged sequences of a group."""
     quotas = [stream.quota for stream in group]
-    sources, items = interleave(counts_of_first(begin, quotas), counts_of_first(end, quotas), quotas)
+    begins = counts_of_first(begin, quotas)
+    ends = counts_of_first(end, quotas)
+    sources, items = interleave(begins, ends, quotas)
     samples = np.empty_like(items)
     for number, stream in enumerate(group):
         is_of_stream = sources == number
@@ -331,11 +352,15 @@ def interleave(
 
     The stretch begins with item ``begins`` of each sequence and stops before item ``ends``.
     """
-    all_sources, all_items, all_places = [], [], []
-    for source, (begin, end, quota) in enumerate(zip(begins, ends, quotas, strict=True)):
-        items = np.arange(begin, end)
+    all_sources = []
+    all_items = []
+    all_places = []
+    for source, quota in enumerate(quotas):
+        items = np.arange(begins[source], ends[source])
         all_items.append(items)
         all_places.append((items + 0.5) / float(quota))
         all_sources.append(np.full(len(items), source))
     order = np.argsort(np.concatenate(all_places), kind='stable')
-    return np.concatenate(all_sources)[order], np.concatenate(all_items)[order]
+    sources = np.concatenate(all_sources)
+    items = np.concatenate(all_items)
+    return sources[order], items[order]

@@ -177,7 +177,7 @@ class RegroupingBatchSampler(DistributedSampler):
         self.first_batch = 0
         """The global batch that the next iteration starts at."""
         self.start_once: int | None = None
-        """Set by a loader that keeps the place itself: the global batch that its next iteration starts at."""
+        """The global batch that only the next iteration starts at. Set by a loader, which keeps the place itself."""
         self.passes_of_loaders: list[Passes] = []
         """Iterators of the loaders; they are forgotten if the place is set here."""
         self._passes = Passes()
@@ -206,7 +206,7 @@ class RegroupingBatchSampler(DistributedSampler):
     def __iter__(self) -> Iterator[RankAssignment]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Yields this rank's assignment of each global batch of the epoch, from the one that was skipped to."""
         epoch = self.epoch
-        # A loader that fetches ahead reaches the end of the epoch here before the run does: it keeps the place itself.
+        # Workers of a loader reach the end of the epoch here before the run does. So a loader keeps the place itself.
         is_read_by_loader = self.start_once is not None
         first = self.first_batch
         if self.start_once is not None:
@@ -217,12 +217,13 @@ class RegroupingBatchSampler(DistributedSampler):
         current = self._passes.begin(epoch, first)
         windows = self._batches()[first:]
         try:
-            for number, assignment in enumerate(prefetch(self._assign, windows), start=first + 1):
+            assignments = prefetch(self._assign, windows)
+            for number, assignment in enumerate(assignments, start=first + 1):
                 self._passes.advance(current, number)
                 # Later epochs need no witnesses: a dataset does not change its order on the way.
                 if number == first + 1 and self.num_replicas > 1 and epoch == self._compared_epoch:
-                    window = windows[0]
-                    assignment = replace(assignment, witnesses=(int(window[0]), int(window[-1])))
+                    window = windows[0].tolist()
+                    assignment = replace(assignment, witnesses=(window[0], window[-1]))
                 yield assignment
             self._passes.end(current)
             # The resumed epoch is over: the next iteration starts at the beginning of its epoch.
@@ -245,7 +246,8 @@ class RegroupingBatchSampler(DistributedSampler):
 
     def window_tokens(self) -> np.ndarray:
         """Returns the tokens of each global batch of this epoch, by `lengths`, int64 (number of global batches,)."""
-        return np.array([self.lengths[window].sum() for window in self._batches()], dtype=np.int64)
+        tokens = [self.lengths[window].sum() for window in self._batches()]
+        return np.array(tokens, dtype=np.int64)
 
     def plan(self, batch: int) -> MicrobatchPlan:
         """Returns the plan of global batch `batch` over all ranks; its indices are places in :meth:`window`."""
@@ -317,7 +319,8 @@ class RegroupingBatchSampler(DistributedSampler):
         for name, table in tables.items():
             if table is not None:
                 facts.update(table_facts(name, table))
-        for name, value in {**self._identity(), **asdict(self.planner.options)}.items():
+        arguments = {**self._identity(), **asdict(self.planner.options)}
+        for name, value in arguments.items():
             facts[name] = str(value)
         return facts
 
@@ -355,7 +358,8 @@ class RegroupingBatchSampler(DistributedSampler):
             groups = []
             for rank in plan.ranks:
                 groups.append([microbatch.indices for microbatch in rank])
-            checksum = extended_checksum(self._checksum, window.tobytes() + repr(groups).encode())
+            planned = window.tobytes() + repr(groups).encode()
+            checksum = extended_checksum(self._checksum, planned)
         return RankAssignment.from_plan(plan.ranks[self.rank], window.tolist(), weights, checksum)
 
     def _plan(self, window: np.ndarray) -> MicrobatchPlan:
