@@ -101,10 +101,8 @@ class Mixture:
     @property
     def has_whole_passes(self) -> bool:
         """Whether an epoch passes each dataset a whole number of times, so that all epochs have the same samples."""
-        for quota, size in zip(self.quotas, self.sizes, strict=True):
-            if quota % size != 0:
-                return False
-        return True
+        parts_of_passes = [quota % size for quota, size in zip(self.quotas, self.sizes, strict=True)]
+        return not any(parts_of_passes)
 
 
 def _check_rates(name: str, values: Sequence[float] | None, num_datasets: int, *, highest: float) -> None:
