@@ -87,7 +87,7 @@ class SampleTables:
 
     def of(self, window: np.ndarray) -> SampleTables:
         """Returns the rows of these samples."""
-        columns = {}
+        columns: dict[str, Any] = {}
         for name, column in vars(self).items():
             columns[name] = None if column is None else column[window]
         return SampleTables(**columns)

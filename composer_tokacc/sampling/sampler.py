@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import cached_property
@@ -472,7 +472,7 @@ def _checked_size(
             'Exactly one of `global_batch_size` and `global_batch_tokens` must be given, got: '
             f'{size!r:.80} and {tokens!r}.'
         )
-    if isinstance(size, (list, tuple)):
+    if isinstance(size, Sequence):
         schedule = BatchSchedule.from_stages(size)
         for size_of_stage in schedule.sizes:
             check_global_batch(size_of_stage, num_replicas)
