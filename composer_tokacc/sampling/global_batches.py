@@ -177,8 +177,9 @@ class GlobalBatches:
                 "`global_batch_size` must be one number with modality='per_step', got: a schedule. Leave one of them "
                 'out.'
             )
-        self._kept: tuple[int, list[np.ndarray]] = (-1, [])
-        """The epoch that was asked for last, and its global batches. Each is a view of the order of the epoch."""
+        self._kept_epoch: int | None = None
+        self._kept_batches: list[np.ndarray] = []
+        """Global batches of the epoch that was asked for last. Each is a view of the order of the epoch."""
         self._places = [RunPlace(0, 0)]
         """With a schedule: how far the run is at the start of each epoch, for as many epochs as were needed."""
         if drop_last:
@@ -221,11 +222,10 @@ class GlobalBatches:
     def of_epoch(self, epoch: int) -> list[np.ndarray]:
         """Returns the samples of each global batch of an epoch."""
         # Kept, because they take time in proportion to the dataset.
-        kept_epoch, batches = self._kept
-        if kept_epoch != epoch:
-            batches = self._cut(epoch)
-            self._kept = (epoch, batches)
-        return batches
+        if epoch != self._kept_epoch:
+            self._kept_batches = self._cut(epoch)
+            self._kept_epoch = epoch
+        return self._kept_batches
 
     def _cut(self, epoch: int) -> list[np.ndarray]:
         if isinstance(self._samples, BatchSchedule):
