@@ -45,7 +45,7 @@ class Reached(Callback):
 
 
 @pytest.mark.parametrize('regroup', [True, False])
-def test_a_batch_is_cut_under_the_cap(regroup):
+def test_batch_is_cut_under_cap(regroup):
     free, capped = (
         token_data_spec([], max_loss_tokens=cap, regroup=regroup).split_batch(batch_of(), len(SHAPE))
         for cap in (None, CAP)
@@ -57,7 +57,7 @@ def test_a_batch_is_cut_under_the_cap(regroup):
 
 @pytest.mark.parametrize('packing', [False, True])
 @pytest.mark.parametrize('logits', ['all', 'labels'])
-def test_every_microbatch_keeps_the_cap_and_is_exact(packing, logits):
+def test_capped_microbatches_are_exact(packing, logits):
     reached = Reached()
     assert_exact(
         text_model(), batch_of(), max_loss_tokens=CAP, packing=packing, logits=logits, microbatch_size=len(SHAPE),
@@ -67,7 +67,7 @@ def test_every_microbatch_keeps_the_cap_and_is_exact(packing, logits):
     assert max(reached.counts) <= CAP
 
 
-def test_ready_microbatches_over_the_cap_are_cut_again():
+def test_ready_microbatches_are_cut_again():
     batch = PreSplitBatch([batch_of(SHAPE[:4]), batch_of(SHAPE[4:])], max_tokens=10_000)
     microbatches = token_data_spec([], slot_tokens=14, max_loss_tokens=CAP).split_batch(batch, len(SHAPE))
     assert len(microbatches) > 2
@@ -120,7 +120,7 @@ def test_exchanged_microbatches_keep_the_cap():
         assert ids_of([batch]) == ids_of([other])
 
 
-def test_a_row_over_the_cap_is_refused_by_name():
+def test_row_over_cap_is_refused():
     with pytest.raises(ValueError, match=r"'0'.* of 11 loss tokens, over the cap of 10 \(`max_loss_tokens`\)"):
         token_data_spec([], max_loss_tokens=CAP - 1).split_batch(batch_of(), 4)
     microbatches = token_data_spec([], max_loss_tokens=CAP - 1, on_oversize='warn').split_batch(batch_of(), 4)

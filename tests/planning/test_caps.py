@@ -91,7 +91,7 @@ def drawn(draw, most=14):
 @pytest.mark.parametrize('regroup', [True, False])
 @settings(max_examples=100, deadline=None)
 @given(drawn())
-def test_a_cut_under_all_caps_costs_least(regroup, samples):
+def test_cut_under_caps_costs_least(regroup, samples):
     options = CutOptions(regroup=regroup, cost=COST, **samples.caps)
     microbatches = cut_rows(samples.lengths, options, **samples.tables)
     samples.check(microbatches)

@@ -209,7 +209,7 @@ def test_a_schedule_of_the_global_batch(tmp_path):
     assert spec.dataloader.batch_size == 16
 
 
-def test_the_cap_on_loss_tokens_reaches_sampler_and_split(tmp_path):
+def test_loss_cap_reaches_sampler_and_split(tmp_path):
     free, dataset = build(tmp_path)
     labels = [int((sample['labels'] != -100).sum()) for sample in dataset]
     capped, _ = build(tmp_path, f'microbatching.max_loss_tokens={max(labels)}')

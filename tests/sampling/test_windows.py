@@ -93,7 +93,7 @@ def samples_of_steps(samplers):
     return steps
 
 
-def test_windows_by_tokens_of_2000_random_tables():
+def test_windows_of_2000_random_tables():
     rng = np.random.default_rng(0)
     for table in range(2000):
         lengths, drop_last, epoch = random_table(rng), bool(rng.integers(2)), int(rng.integers(4))
@@ -121,7 +121,7 @@ def test_windows_by_tokens_of_2000_random_tables():
             assert len(expected) == -(-int(lengths.sum()) // tokens)
 
 
-def test_steps_differ_from_the_number_by_less_than_a_sample():
+def test_steps_differ_by_less_than_samples():
     lengths = random_table(np.random.default_rng(1), least=60)
     sampler = build(lengths, global_batch_tokens=150)
     for epoch in range(5):
@@ -137,7 +137,7 @@ def test_steps_differ_from_the_number_by_less_than_a_sample():
 
 @pytest.mark.parametrize('schedule', [RISING, BY_TOKENS, [(0, 24), (3, 8)], [('0ba', 8)]])
 @pytest.mark.parametrize('drop_last', [False, True])
-def test_windows_by_a_schedule_are_those_of_a_loop(schedule, drop_last):
+def test_scheduled_windows_match_a_loop(schedule, drop_last):
     plain = [(int(str(start).removesuffix('ba')) if 'ba' in str(start) else start, size) for start, size in schedule]
     for seed in range(40):
         lengths = random_table(np.random.default_rng(seed), least=24)
@@ -149,7 +149,7 @@ def test_windows_by_a_schedule_are_those_of_a_loop(schedule, drop_last):
                 assert windows_of(sampler, epoch) == expected[epoch]
 
 
-def test_epochs_with_a_schedule_have_no_common_length():
+def test_scheduled_epochs_have_no_length():
     sampler = build(np.full(48, 5), global_batch_size=RISING)
     assert [len(windows_of(sampler, epoch)) for epoch in range(3)] == [6, 3, 2]
     with pytest.raises(TypeError, match='unequal numbers of global batches'):
@@ -171,7 +171,7 @@ WINDOWS = [
 
 @pytest.mark.parametrize('windows', WINDOWS)
 @pytest.mark.parametrize('epoch', [0, 2])
-def test_state_continues_on_other_numbers_of_ranks(windows, epoch):
+def test_state_continues_on_other_ranks(windows, epoch):
     lengths = np.minimum(np.random.default_rng(5).lognormal(2.5, 0.8, 60).astype(int) + 1, LONGEST)
     expected = [sorted(window) for window in windows_of(build(lengths, **windows), epoch)]
     for position in range(len(expected)):
@@ -188,7 +188,7 @@ def test_state_continues_on_other_numbers_of_ranks(windows, epoch):
             assert samples_of_steps(resumed) == expected[position:]
 
 
-def test_mixtures_of_whole_passes_have_equal_epochs():
+def test_whole_passes_give_equal_epochs():
     lengths = random_table(np.random.default_rng(2), least=60)[:60]
     for windows, num_passes in ((WINDOWS[4], [2, 1]), (WINDOWS[6], [1, 1])):
         sampler = build(lengths, **windows)
@@ -238,7 +238,7 @@ def test_state_of_other_windows_is_refused():
         ({'global_batch_size': [(0, 8), (4, 16)], 'modality': 'per_step', 'media': [0, 1] * 10}, 'per_step'),
     ],
 )
-def test_bad_windows_are_refused_in_one_line(kwargs, message):
+def test_bad_windows_are_refused(kwargs, message):
     with pytest.raises(ValueError, match=message) as caught:
         build(np.arange(1, 21), **kwargs)
     assert '\n' not in str(caught.value)
@@ -296,6 +296,6 @@ def test_composer_resumes_windows_on_other_ranks(case, tmp_path):
             assert max(result['errors']) < 1e-6
 
 
-def test_a_duration_in_epochs_with_a_schedule_is_composers_to_refuse(caplog):
+def test_composer_refuses_epochs_with_schedule(caplog):
     with caplog.at_level(logging.ERROR), pytest.raises(ValueError, match='max_duration cannot be specified in epochs'):
         run(windows=STEPS['windows'], duration='1ep')
