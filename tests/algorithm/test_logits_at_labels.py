@@ -183,7 +183,7 @@ def test_gradient_of_an_adapted_head(microbatch_size):
 
 
 @pytest.mark.parametrize(('make', 'microbatch_size'), [(modern_bert, 1), (modern_bert, 6), (t5, 2)])
-def test_gradient_of_labels_that_are_not_shifted(make, microbatch_size):
+def test_gradient_of_unshifted_labels(make, microbatch_size):
     model = make().eval()
     shapes = ShapesOfLogits()
     batch = masked_batch()
@@ -227,7 +227,7 @@ def test_token_weights(token_weights, microbatch_size):
     assert recorder.logged('token_accumulation/token_mean_loss') == pytest.approx([token_mean], rel=TOLERANCE)
 
 
-def test_dropout_leaves_the_gradient_right_on_average():
+def test_dropout_keeps_the_gradient():
     """The hidden states drop the same entries, as they are selected behind the last dropout."""
     model = llama(attention_dropout=0.5)
     batch = {key: value for key, value in batch_of().items() if key != 'sample_ids'}
@@ -260,7 +260,7 @@ def test_microbatch_without_labels():
     assert recorder.logged('token_accumulation/empty_microbatches') == [2]
 
 
-def test_losses_by_source_are_those_of_all_logits():
+def test_losses_by_source():
     logged = []
     for logits in ('all', 'labels'):
         batch = batch_of(source=['a', 'b', 'a', 'b', 'c', 'c'])
@@ -363,7 +363,7 @@ def test_other_shapes_are_not_compared():
         pytest.param({'compile_config': {'backend': 'eager'}}, 'compiled', marks=pytest.mark.slow),
     ],
 )
-def test_all_logits_where_others_are_not_proven(options, reason, caplog):
+def test_all_logits_if_unproven(options, reason, caplog):
     shapes = ShapesOfLogits()
     with caplog.at_level(logging.INFO):
         assert_exact(llama(), batch_of(), microbatch_size=2, callbacks=[shapes], **options)
@@ -378,7 +378,7 @@ def test_metrics_of_training_get_all_logits():
     assert shapes.shapes == [(6, 24)]
 
 
-def test_labels_are_refused_where_they_are_not_proven():
+def test_labels_are_refused_if_unproven():
     with pytest.raises(RuntimeError, match='metrics of training'):
         fit(hugging_face(llama(), metrics=[LanguageCrossEntropy()]), batch_of(), logits='labels')
 
@@ -398,7 +398,7 @@ def fused():
     return FusedLoss(transformers.LlamaConfig(**SMALL, **HEADS))
 
 
-def test_model_without_a_call_of_its_head(caplog):
+def test_model_that_does_not_call_head(caplog):
     with caplog.at_level(logging.INFO):
         assert_exact(fused(), batch_of(), microbatch_size=2)
     assert any('Logits are computed at all positions' in line for line in caplog.messages)

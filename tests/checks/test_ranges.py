@@ -121,7 +121,7 @@ def batch_with_memory(lengths: list[int], width: int, seed: int) -> dict[str, An
 
 
 @pytest.mark.parametrize('widths', [(24, 16, 8, 16), (16, 24, 16, 16), (16, 16, 32, 16)])
-def test_memory_as_wide_as_the_text_of_some_batches(widths):
+def test_memory_as_wide_as_some_texts(widths):
     """A tensor of 16 states per row is not text, although the text of a batch has 16 columns."""
     batches = []
     for step, width in enumerate(widths):
@@ -139,7 +139,7 @@ class SeeingImages(Summing):
         return torch.stack(sums) if sums else torch.zeros(len(batch['input_ids']), 32)
 
 
-def test_carried_counts_with_as_many_images_as_rows():
+def test_as_many_images_as_rows():
     """Three rows have three images, but not one each."""
     rows = text_rows([(4, 2), (9, 7), (6, 3)])
     batches = []
@@ -179,7 +179,7 @@ def test_rows_outside_of_what_was_proven(lengths, options, missing):
     assert ranges_of_batch([5, 10, 20]).missing(ranges_of_batch(lengths, **options)) == missing
 
 
-def test_packed_rows_outside_of_what_was_proven():
+def test_packed_rows_outside_of_proven():
     proven = ranges_of_batch([5, 20], packed_total=40)
     assert proven.missing(ranges_of_batch([5, 20], packed_total=40)) == []
     assert proven.missing(ranges_of_batch([5, 20], packed_total=41)) == ['packed rows']

@@ -43,7 +43,7 @@ def call_program(folder: Path, program: str, arguments: list[str], write: Callab
     line = run_program(MAINS[program], [one.replace('{folder}', str(folder)) for one in arguments])
     assert not (folder / 'code ran').exists(), f'code ran, then: {line}'
     if program == 'export' and line != WORKS:
-        assert not (folder / 'inside').exists()
+        assert not (folder / 'inside' / 'exported').exists()
         assert not list(folder.rglob('evil.txt'))
     return line
 

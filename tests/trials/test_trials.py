@@ -31,7 +31,7 @@ TRIALS = [(name, run, *entry) for run, table in TABLES for name, entry in table.
 
 
 @pytest.mark.parametrize('trial', [pytest.param(trial, id=trial[0]) for trial in TRIALS])
-def test_an_input_works_or_is_refused_in_one_line(trial, tmp_path):
+def test_input_works_or_is_refused(trial, tmp_path):
     _, run, *given, expected = trial
     line = run(tmp_path, *given)
     if expected == WORKS:
