@@ -172,6 +172,28 @@ class TokenAccumulation(Algorithm):
         """The counting rule, once it is known."""
         return None if self._fit is None else self._fit.check.rule
 
+    @property
+    def why_all_logits(self) -> str | None:
+        """Why the arguments ask for logits of all positions; None: they allow logits at labels."""
+        return self._options.why_all_logits
+
+    def selects_logits(self, state: State) -> bool:
+        """Returns whether microbatches compute logits only at labels. It is known from the first batch on."""
+        # Metrics of training, which may be set at any time, read all logits.
+        return self._fit is not None and self._fit.logits.selector is not None and not state.train_metrics
+
+    def select_logits(self, state: State, batch: Batch, num_labels: int) -> None:
+        """Has the next forward of the model compute logits of a microbatch at the positions where the run needs them.
+
+        Args:
+            state: The trainer's state.
+            batch: The microbatch.
+            num_labels: How many of its labels count.
+        """
+        if self.selects_logits(state):
+            # A microbatch without labels gets one, because a model cannot compute a loss of none.
+            self._fit.logits.begin_forward(self.rule or '', max(num_labels, 1), labels_of(batch).numel())
+
     def match(self, event: Event, state: State) -> bool:
         """Runs on the events named above."""
         return event in self._actions
@@ -267,10 +289,7 @@ class TokenAccumulation(Algorithm):
             batch, is_weighted=self.is_weighted, is_of_tokens=set(fit.terms.units.values()) <= {'tokens'}
         )
         state.batch = self._hidden.batch
-        # Metrics of training, which may be set at any time, read all logits.
-        if fit.logits.selector is not None and not state.train_metrics:
-            num_labels = max(num_loss_tokens(batch), 1)  # without any, the model is given one
-            fit.logits.begin_forward(fit.check.rule or '', num_labels, labels_of(batch).numel())
+        self.select_logits(state, batch, num_loss_tokens(batch))
 
     def _end_forward(self, state: State, logger: Logger) -> None:
         """AFTER_FORWARD: forwards of others, as in evaluation, compute all logits."""

@@ -49,7 +49,7 @@ class SharedFakeMode(FakeTensorMode):
     """A mode of fake tensors that is shared by copies of a module."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedFakeMode:
-        # peft copies modules with their tensors, and so the mode of these. Memory of a copied mode would be freed twice.
+        # peft copies modules with their tensors, and so their mode. The memory of a copied mode would be freed twice.
         return self
 
 
