@@ -76,9 +76,9 @@ class SampleSizes:
         shares = (self.loss_tokens + 1) / self.tokens
         return min(float(shares.max()), 1.0)
 
-    def names(self, mask: np.ndarray) -> list[str]:
-        """Returns ids and lengths of the samples at which `mask`, bool (n,), is set, the longest first."""
-        indices = np.flatnonzero(mask)
+    def names(self, chosen: np.ndarray) -> list[str]:
+        """Returns ids and lengths of the `chosen` samples, bool (n,), the longest first."""
+        indices = np.flatnonzero(chosen)
         longest_first = indices[np.argsort(-self.tokens[indices], kind='stable')]
         return [f'{self._name(index)}: {self.tokens[index]} tokens' for index in longest_first.tolist()]
 
