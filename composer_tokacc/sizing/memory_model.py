@@ -75,19 +75,21 @@ class StaticBytes:
     def from_model(cls, model: nn.Module, *, optimizer: int, optimizer_step: int, compute_bytes: int) -> StaticBytes:
         """Counts a model after a backward pass. Parameters that the loss does not reach have no gradient then."""
         blocks = [list(block.parameters()) for block in transformer_blocks(model)]
-        in_blocks = {id(parameter) for block in blocks for parameter in block}
+        in_blocks: set[int] = set()
+        for block in blocks:
+            in_blocks.update(map(id, block))
         parameters = list(model.parameters())
         outside = [parameter for parameter in parameters if id(parameter) not in in_blocks]
         return cls(
             parameters=_num_bytes(parameters),
             buffers=_num_bytes(model.buffers()),
-            gradients=_num_bytes(parameter.grad for parameter in parameters if parameter.grad is not None),
+            gradients=_num_bytes(parameter.grad for parameter in parameters),
             optimizer=optimizer,
             optimizer_step=optimizer_step,
             block=max(map(_num_elements, blocks), default=0),
             outside=_num_elements(outside),
-            trained_block=max(map(_num_trained, blocks), default=0),
-            trained_outside=_num_trained(outside),
+            trained_block=max((_num_elements(_trained(block)) for block in blocks), default=0),
+            trained_outside=_num_elements(_trained(outside)),
             compute_bytes=compute_bytes,
         )
 
@@ -121,18 +123,21 @@ class StaticBytes:
         return sum(terms.values()) + self.optimizer_step / num_shards
 
 
+def _trained(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    return [parameter for parameter in parameters if parameter.grad is not None]
+
+
 def _num_elements(parameters: Iterable[nn.Parameter]) -> int:
     return sum(parameter.numel() for parameter in parameters)
 
 
-def _num_trained(parameters: Iterable[nn.Parameter]) -> int:
-    return sum(parameter.numel() for parameter in parameters if parameter.grad is not None)
-
-
-def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:
+def _num_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
     """Counts memory that several tensors share once."""
-    bytes_by_storage = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(bytes_by_storage.values())
+    bytes_of_storages: dict[int, int] = {}
+    for tensor in tensors:
+        if tensor is not None:
+            bytes_of_storages[storage_key(tensor)] = tensor.untyped_storage().nbytes()
+    return sum(bytes_of_storages.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,10 +158,12 @@ class ActivationFit:
     def predict(self, shape: BatchShape) -> dict[str, float]:
         """Returns the bytes of each part."""
         sizes = _features(shape, self.area)
-        predicted = {}
+        num_bytes: dict[str, float] = {}
         for part, coefficients in self.coefficients.items():
-            predicted[part] = sum(coefficient * sizes[name] for name, coefficient in coefficients.items())
-        return predicted
+            num_bytes[part] = 0.0
+            for name, coefficient in coefficients.items():
+                num_bytes[part] += coefficient * sizes[name]
+        return num_bytes
 
 
 def _features(shape: BatchShape, area: str) -> dict[str, float]:
@@ -189,30 +196,43 @@ def fit_activations(
         peaks: Bytes of each in the phase that holds most, float64 (microbatches,), which the residual is relative to.
             Default: those of `measured`.
     """
-    sizes = [_features(shape, area) for shape in shapes]
     totals = activation_bytes(measured)
     coefficients: dict[str, dict[str, float]] = {}
     for part in measured[0]:
-        values = np.array([parts[part] for parts in measured], dtype=np.float64)
+        num_bytes = np.array([parts[part] for parts in measured], dtype=np.float64)
         if part == 'weights':
             # A microbatch of text does not copy the weights of the encoder, so the largest value counts.
-            coefficients[part] = {'constant': float(values.max())}
-            continue
-        names = _FEATURES_OF[part]
-        features = np.array([[features_of_shape[name] for name in names] for features_of_shape in sizes])
-        # Errors are relative to the total, so that small microbatches count as much as large ones.
-        solution = non_negative_fit(features / totals[:, None], values / totals)
-        coefficients[part] = {name: float(x) for name, x in zip(names, solution, strict=True) if x > 0}
+            coefficients[part] = {'constant': float(num_bytes.max())}
+        else:
+            coefficients[part] = _fit_part(_FEATURES_OF[part], shapes, area, num_bytes, totals)
     fit = ActivationFit(coefficients=coefficients, area=area, residual=0.0)
     predicted = activation_bytes([fit.predict(shape) for shape in shapes])
-    errors = np.abs(predicted - totals) / (totals if peaks is None else peaks)
-    return replace(fit, residual=float(errors.max()))
+    if peaks is None:
+        peaks = totals
+    residual = np.abs((predicted - totals) / peaks).max()
+    return replace(fit, residual=float(residual))
+
+
+def _fit_part(
+    names: Sequence[str], shapes: Sequence[BatchShape], area: str, num_bytes: np.ndarray, totals: np.ndarray
+) -> dict[str, float]:
+    """Returns the coefficients of the features of one part, by name, without those that are 0."""
+    features = np.zeros((len(shapes), len(names)))
+    for row, shape in enumerate(shapes):
+        sizes = _features(shape, area)
+        features[row] = [sizes[name] for name in names]
+    # Errors are relative to the total, so that small microbatches count as much as large ones.
+    solution = non_negative_fit(features / totals[:, None], num_bytes / totals).tolist()
+    coefficients = dict(zip(names, solution, strict=True))
+    return {name: value for name, value in coefficients.items() if value > 0}
 
 
 def activation_bytes(microbatches: Sequence[Mapping[str, float]]) -> np.ndarray:
     """Returns the sum of the parts of each microbatch without copies of weights, float64 (microbatches,)."""
-    totals = [sum(parts.values()) - parts.get('weights', 0) for parts in microbatches]
-    return np.array(totals, dtype=np.float64)
+    totals = np.zeros(len(microbatches))
+    for index, parts in enumerate(microbatches):
+        totals[index] = sum(parts.values()) - parts.get('weights', 0)
+    return totals
 
 
 def non_negative_fit(features: np.ndarray, target: np.ndarray) -> np.ndarray:

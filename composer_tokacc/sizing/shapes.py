@@ -5,18 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from composer_tokacc.batch import IGNORE_INDEX
+from composer_tokacc.batch import IGNORE_INDEX, Batch
 from composer_tokacc.label_selector import is_worth_selecting
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.layout.tensors import cat_padded
-
-Sample = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +54,7 @@ class BatchShape:
         return 3 * 8 * self.tokens
 
     @classmethod
-    def from_batch(cls, batch: Mapping[str, Any], layout: BatchLayout) -> BatchShape:
+    def from_batch(cls, batch: Batch, layout: BatchLayout) -> BatchShape:
         """Returns the shape of a batch whose logits are computed at all positions."""
         rows, width = batch['input_ids'].shape
         image_tokens = 0
@@ -78,7 +75,7 @@ class BatchShape:
         )
 
 
-def _image_area(batch: Mapping[str, Any], layout: BatchLayout, image_tokens: int) -> float:
+def _image_area(batch: Batch, layout: BatchLayout, image_tokens: int) -> float:
     """Returns the sum of squared image tokens over the images of a batch."""
     grids = [batch[key] for key in ('image_grid_thw', 'video_grid_thw') if key in batch]
     if not grids:
@@ -104,7 +101,7 @@ def logit_positions(num_labels: int, num_positions: int) -> int:
     return num_positions
 
 
-def batch_of_width(layout: BatchLayout, samples: Sequence[Sample], width: int) -> dict[str, Any]:
+def batch_of_width(layout: BatchLayout, samples: Sequence[Batch], width: int) -> Batch:
     """Returns a batch with a row for each sample, padded to exactly this width."""
     batch = layout.concat(samples)
     if width < layout.width(batch):
@@ -124,7 +121,7 @@ def batch_of_width(layout: BatchLayout, samples: Sequence[Sample], width: int) -
     return widened
 
 
-def probe_batches(layout: BatchLayout, samples: Sequence[Sample], width: int) -> list[dict[str, Any]]:
+def probe_batches(layout: BatchLayout, samples: Sequence[Batch], width: int) -> list[Batch]:
     """Returns batches of real samples, widened with padding: four of text, or five to six if there are images.
 
     The first batch is small, and has an image if any sample has one.
@@ -137,8 +134,8 @@ def probe_batches(layout: BatchLayout, samples: Sequence[Sample], width: int) ->
     """
     if not samples:
         raise ValueError('`samples` must hold at least one sample, got: none.')
-    with_images: list[Sample] = []
-    without_images: list[Sample] = []
+    with_images: list[Batch] = []
+    without_images: list[Batch] = []
     for sample in sorted(samples, key=_length):
         if any(layout.media_per_row(sample)):
             with_images.append(sample)
@@ -168,12 +165,12 @@ def probe_batches(layout: BatchLayout, samples: Sequence[Sample], width: int) ->
     return batches
 
 
-def with_spaced_labels(batch: Mapping[str, Any], spacing: int) -> dict[str, Any]:
+def with_spaced_labels(batch: Batch, spacing: int) -> Batch:
     """Returns the batch with a label at every `spacing`-th position. Memory only depends on their number."""
     labels = torch.full_like(batch['labels'], IGNORE_INDEX)
     labels.view(-1)[::spacing] = 0
     return {**batch, 'labels': labels}
 
 
-def _length(sample: Sample) -> int:
+def _length(sample: Batch) -> int:
     return sample['input_ids'].shape[1]

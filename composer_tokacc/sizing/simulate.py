@@ -90,16 +90,21 @@ def simulate_steps(
     num_positions = 0
     for batch in batches:
         ranks = _microbatches_of_ranks(table, batch, method, num_ranks, microbatch_rows, options)
-        costs = [[microbatch.costs(price, vision_costs) for microbatch in rank] for rank in ranks]
-        cost_of_rank = [sum(vision + text for vision, text in rank) for rank in costs]
-        step_cost = max(cost_of_rank)
+        costs = []
+        loads = []
+        for microbatches in ranks:
+            costs_of_rank = []
+            for microbatch in microbatches:
+                costs_of_rank.append(microbatch.costs(price, vision_costs))
+                num_positions += sum(microbatch.widths)
+            costs.append(costs_of_rank)
+            loads.append(sum(map(sum, costs_of_rank)))
+        step_cost = max(loads)
         if options.objective == 'fsdp':
             step_cost = time_in_slots(costs)
         step_costs.append(step_cost)
-        imbalances.append(step_cost * num_ranks / sum(cost_of_rank))
+        imbalances.append(step_cost * num_ranks / sum(loads))
         num_microbatches.append(max(map(len, ranks)))
-        for rank in ranks:
-            num_positions += sum(sum(microbatch.widths) for microbatch in rank)
     num_tokens = sum(int(table.tokens[batch].sum()) for batch in batches)
     return StepFigures(
         cost=float(np.mean(step_costs)),
@@ -117,17 +122,19 @@ def _microbatches_of_ranks(
     if method == 'stock':
         return [_cut_by_composer(table, samples, microbatch_rows) for samples in samples_of_ranks]
     if method == 'planned':
-        planned = _planned(table, batch, num_ranks, options)
+        ranks = _planned(table, batch, num_ranks, options)
         if options.packing is not True:
-            return _with_dummy_rows(table, batch, planned, options)
+            return _with_dummy_rows(table, batch, ranks, options)
         # The plan says only which rank reads which samples. The split packs them.
-        samples_of_ranks = [np.concatenate([microbatch.samples for microbatch in rank]) for rank in planned if rank]
-    split = [_cut_by_split(table, samples, options) for samples in samples_of_ranks]
-    return _with_dummy_rows(table, batch, split, options)
+        samples_of_ranks = []
+        for microbatches in ranks:
+            samples_of_ranks.append(np.concatenate([microbatch.samples for microbatch in microbatches]))
+    ranks = [_cut_by_split(table, samples, options) for samples in samples_of_ranks]
+    return _with_dummy_rows(table, batch, ranks, options)
 
 
 def _planned(table: SampleSizes, batch: np.ndarray, num_ranks: int, options: CutOptions) -> list[list[_Microbatch]]:
-    """Returns the microbatches of each rank as the loader plans them."""
+    """Returns the microbatches of each rank that gets any, as the loader plans them."""
     patches = None
     if table.vision_patches is not None:
         patches = table.vision_patches[batch]
@@ -136,11 +143,12 @@ def _planned(table: SampleSizes, batch: np.ndarray, num_ranks: int, options: Cut
     plan = LoadPlanner(num_ranks, options).plan(table.tokens[batch], image_tokens, vision_costs)
     ranks = []
     for planned_rank in plan.ranks:
-        rank = []
+        microbatches = []
         for planned in planned_rank:
-            indices = list(planned.indices)
-            rank.append(_Microbatch([planned.width] * len(indices), batch[indices]))
-        ranks.append(rank)
+            samples = batch[list(planned.indices)]
+            microbatches.append(_Microbatch([planned.width] * len(samples), samples))
+        if microbatches:
+            ranks.append(microbatches)
     return ranks
 
 
@@ -158,11 +166,14 @@ def _cut_by_split(table: SampleSizes, samples: np.ndarray, options: CutOptions) 
     lengths = table.tokens[samples]
     widest = int(lengths.max())
     groups = cut_rows(lengths, options, image_tokens=table.image_tokens[samples], max_width=widest)
-    if options.packing is True:
-        return [_Microbatch(lengths[rows].tolist(), samples[rows], is_packed=True) for rows in groups]
-    longest_rows = np.array([lengths[rows].max() for rows in groups])
-    widths = padded_widths(longest_rows, options.width_multiple, widest).tolist()
-    return [_Microbatch([width] * len(rows), samples[rows]) for width, rows in zip(widths, groups, strict=True)]
+    microbatches = []
+    for rows in groups:
+        widths = lengths[rows]
+        if options.packing is not True:
+            longest = np.full(len(rows), widths.max())
+            widths = padded_widths(longest, options.width_multiple, widest)
+        microbatches.append(_Microbatch(widths.tolist(), samples[rows], is_packed=options.packing is True))
+    return microbatches
 
 
 def _with_dummy_rows(

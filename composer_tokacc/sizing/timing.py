@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from composer.core import Callback, State
 from composer.loggers import Logger
 
+from composer_tokacc.batch import Batch
 from composer_tokacc.compat import tree_iter
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.model_structure import vision_modules
@@ -39,7 +40,7 @@ class MicrobatchTimer(Callback):
 
     layout: BatchLayout | None = None
     hidden_size: int = 4096
-    patches: Callable[[Mapping[str, Any]], int] | None = None
+    patches: Callable[[Batch], int] | None = None
     skip: int = 2
     rows: list[int] = field(default_factory=list)
     widths: list[int] = field(default_factory=list)
@@ -154,12 +155,12 @@ def fit_cost(timers: Sequence[MicrobatchTimer], *, quadratic: float) -> tuple[Co
     Raises:
         ValueError: Nothing was timed, or times do not grow with tokens.
     """
-    rows = _joined([timer.rows for timer in timers])
-    widths = _joined([timer.widths for timer in timers])
-    image_tokens = _joined([timer.image_tokens for timer in timers])
-    seconds = _joined([timer.seconds for timer in timers])
-    vision_seconds = _joined([timer.vision_seconds for timer in timers])
-    seconds_outside = _joined([timer.outside for timer in timers])
+    rows = _joined(timers, 'rows')
+    widths = _joined(timers, 'widths')
+    image_tokens = _joined(timers, 'image_tokens')
+    seconds = _joined(timers, 'seconds')
+    vision_seconds = _joined(timers, 'vision_seconds')
+    seconds_outside = _joined(timers, 'outside')
     if len(seconds) == 0:
         raise ValueError('`timers` must hold at least one microbatch, got: none. Run more steps.')
     patch_sums = _patch_sums(timers)
@@ -183,11 +184,17 @@ def fit_cost(timers: Sequence[MicrobatchTimer], *, quadratic: float) -> tuple[Co
         launch=per_microbatch / per_token,
         seconds_per_token=per_token,
     )
-    return cost, float(np.median(seconds_outside)) if len(seconds_outside) else 0.0
+    if not len(seconds_outside):
+        return cost, 0.0
+    return cost, float(np.median(seconds_outside))
 
 
-def _joined(columns: Sequence[Sequence[float]]) -> np.ndarray:
-    return np.concatenate([np.array(column, dtype=np.float64) for column in columns])
+def _joined(timers: Sequence[MicrobatchTimer], name: str) -> np.ndarray:
+    """Returns one of the lists of all timers, float64."""
+    values = []
+    for timer in timers:
+        values += getattr(timer, name)
+    return np.array(values, dtype=np.float64)
 
 
 def _patch_sums(timers: Sequence[MicrobatchTimer]) -> np.ndarray:

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import PretrainedConfig
 
 from composer_tokacc.batch import Batch
 from composer_tokacc.compat import DataDependentOutputException, attention_of, let_fake_weights_be_swapped
@@ -79,7 +80,7 @@ class TracedStep:
     def __init__(
         self,
         build: Callable[[], nn.Module],
-        first_batch: Mapping[str, Any],
+        first_batch: Batch,
         *,
         make_optimizer: MakeOptimizer = torch.optim.AdamW,
         precision: str = 'fp32',
@@ -114,12 +115,12 @@ class TracedStep:
                 cast_model(self.model, self._dtype)
             self._warm_up(first_batch)
 
-    def _warm_up(self, first_batch: Mapping[str, Any]) -> None:
+    def _warm_up(self, first_batch: Batch) -> None:
         """Runs a step that leaves gradients and logits behind, as every later step finds them."""
         self._tracker = MemoryTracker(self.model, self.vocab_size)
         self._logits_dtype = self._step(first_batch)
 
-    def measure(self, batch: Mapping[str, Any]) -> MicrobatchPeaks:
+    def measure(self, batch: Batch) -> MicrobatchPeaks:
         """Runs one microbatch of a step that has gradients from an earlier one."""
         bytes_before = dict(self._tracker.current)
         phases: dict[str, dict[str, int]] = {}
@@ -145,13 +146,13 @@ class TracedStep:
             shape = replace(shape, labels=self._num_logits(batch))
         return MicrobatchPeaks(shape, phases)
 
-    def _num_logits(self, batch: Mapping[str, Any]) -> int:
+    def _num_logits(self, batch: Batch) -> int:
         """Returns the number of positions at which logits are computed."""
         if self._selector is None:
             return batch['input_ids'].numel()
         return _num_labels(batch) + 1  # a model that shifts labels drops the last
 
-    def count_flops(self, batch: Mapping[str, Any]) -> int:
+    def count_flops(self, batch: Batch) -> int:
         """Returns the floating point operations of a microbatch's matrix products, forward and backward."""
         counter = FlopCounterMode(display=False)
         self._counter = counter
@@ -159,7 +160,7 @@ class TracedStep:
         self._counter = None
         return counter.get_total_flops()
 
-    def _step(self, batch: Mapping[str, Any]) -> torch.dtype | None:
+    def _step(self, batch: Batch) -> torch.dtype | None:
         """Runs forward and backward as the Trainer does, and returns the type of the logits."""
         with_media = self.layout.with_media(batch)
         inputs = {key: value for key, value in with_media.items() if key in self._argument_names}
@@ -231,14 +232,14 @@ def _argument_names(model: Any) -> set[str]:
     return set(inspect.signature(model.forward).parameters)
 
 
-def _num_labels(batch: Mapping[str, Any]) -> int:
+def _num_labels(batch: Batch) -> int:
     return int(loss_mask(batch, 'causal').sum())
 
 
 def calibrate_fake(
     build: Callable[[], nn.Module],
-    config: Any,
-    samples: Sequence[Mapping[str, Any]],
+    config: PretrainedConfig,
+    samples: Sequence[Batch],
     *,
     width: int,
     make_optimizer: MakeOptimizer = torch.optim.AdamW,
@@ -271,25 +272,24 @@ def calibrate_fake(
     """
     check_choice('logits', logits, TRACED_LOGITS)
     batches = probe_batches(BatchLayout.for_model(config), samples, width)
-    trace = partial(
-        _traced_memory,
+    make_step = partial(
+        TracedStep,
         build,
-        batches,
         make_optimizer=make_optimizer,
         precision=precision,
         strategy=strategy,
         on_gpu=on_gpu,
-        has_mask=has_mask,
     )
+    memory = None
     if logits == 'auto':
         try:
-            memory = trace(logits='labels')
-        # The errors by which the first-batch check also finds that a model needs all logits.
+            memory = _traced_memory(make_step, batches, 'labels', has_mask=has_mask)
+        # The first-batch check catches the same errors of a model that needs all logits.
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             log.info('Memory is counted with logits of all positions: %s', error)
-            memory = trace(logits='all')
-    else:
-        memory = trace(logits=logits)
+            logits = 'all'
+    if memory is None:
+        memory = _traced_memory(make_step, batches, logits, has_mask=has_mask)
     warning = warning_of_residual(memory.residual)
     if warning is not None:
         log.warning(warning)
@@ -297,28 +297,12 @@ def calibrate_fake(
 
 
 def _traced_memory(
-    build: Callable[[], nn.Module],
-    batches: Sequence[dict[str, Any]],
-    *,
-    make_optimizer: MakeOptimizer,
-    precision: str,
-    strategy: str,
-    on_gpu: bool,
-    has_mask: bool,
-    logits: str,
+    make_step: Callable[..., TracedStep], batches: Sequence[Batch], logits: str, *, has_mask: bool
 ) -> MemoryModel:
-    """Traces the batches and fits a memory model to them; see :func:`calibrate_fake`."""
+    """Traces the batches with ``'all'`` logits or those at ``'labels'``, and fits a memory model to them."""
     if logits == 'labels':
         batches = [with_spaced_labels(batch, spacing) for batch, spacing in zip(batches, LABEL_SPACINGS, strict=False)]
-    step = TracedStep(
-        build,
-        batches[0],
-        make_optimizer=make_optimizer,
-        precision=precision,
-        strategy=strategy,
-        on_gpu=on_gpu,
-        logits=logits,
-    )
+    step = make_step(batches[0], logits=logits)
     measured = []
     for batch in batches:
         if not has_mask:
@@ -337,7 +321,7 @@ def _traced_memory(
     return MemoryModel(
         static=step.static,
         phases=phases,
-        strategy=strategy,
+        strategy=step.strategy,
         logits=logits,
         pixel_bytes_per_image_token=max(shape.pixel_bytes / max(shape.image_tokens, 1) for shape in shapes),
     )
@@ -365,7 +349,7 @@ class FlopModel:
 
 
 def count_flops(
-    build: Callable[[], nn.Module], config: Any, samples: Sequence[Mapping[str, Any]], *, width: int
+    build: Callable[[], nn.Module], config: PretrainedConfig, samples: Sequence[Batch], *, width: int
 ) -> FlopModel:
     """Counts the matrix products of four to six microbatches without computing them; see :func:`.calibrate_fake`.
 
