@@ -72,7 +72,14 @@ class StaticBytes:
     compute_bytes: int
 
     @classmethod
-    def from_model(cls, model: nn.Module, *, optimizer: int, optimizer_step: int, compute_bytes: int) -> StaticBytes:
+    def from_model(
+        cls,
+        model: nn.Module,
+        *,
+        optimizer: int,
+        optimizer_step: int,
+        compute_bytes: int,
+    ) -> StaticBytes:
         """Counts a model after a backward pass. Parameters that the loss does not reach have no gradient then."""
         blocks = [list(block.parameters()) for block in transformer_blocks(model)]
         in_blocks: set[int] = set()
@@ -214,7 +221,11 @@ def fit_activations(
 
 
 def _fit_part(
-    names: Sequence[str], shapes: Sequence[BatchShape], area: str, num_bytes: np.ndarray, totals: np.ndarray
+    names: Sequence[str],
+    shapes: Sequence[BatchShape],
+    area: str,
+    num_bytes: np.ndarray,
+    totals: np.ndarray,
 ) -> dict[str, float]:
     """Returns the coefficients of the features of one part, by name, without those that are 0."""
     features = np.zeros((len(shapes), len(names)))
@@ -323,7 +334,9 @@ def warning_of_residual(residual: float) -> str | None:
 
 
 def load_or_calibrate(
-    folder: str | Path, key: Mapping[str, Any], calibrate: Callable[[dict[str, Any]], MemoryModel]
+    folder: str | Path,
+    key: Mapping[str, Any],
+    calibrate: Callable[[dict[str, Any]], MemoryModel],
 ) -> MemoryModel:
     """Returns the stored calibration of `key`, or makes and stores a new one.
 

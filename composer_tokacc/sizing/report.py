@@ -209,8 +209,8 @@ def _answer(report: SizingReport) -> str:
     if profile.loss_share is not None:
         loss_share = f'{profile.loss_share:.0%} of the tokens'
     logits = 'at all positions'
-    if report.logits == 'labels':
-        logits = f'only at labels: at most {report.most_logits:,} of {report.max_tokens:,}'
+    if report.most_logits < report.max_tokens:
+        logits = f'only at labels: at most {report.most_logits:,} of {report.max_tokens:,} positions'
     fitting_images = '-'
     if report.fitting_image_tokens is not None:
         fitting_images = f'{report.fitting_image_tokens:,}'
@@ -295,7 +295,11 @@ def _sizes(report: SizingReport) -> str:
     return _table('Microbatch sizes', header, rows)
 
 
-def _table(title: str, header: Sequence[Sequence[str]], rows: Sequence[Sequence[str]]) -> str:
+def _table(
+    title: str,
+    header: Sequence[Sequence[str]],
+    rows: Sequence[Sequence[str]],
+) -> str:
     """Aligns the cells of a table. Cells below a header are figures, so they are aligned to the right."""
     lines = [*header, *rows]
     columns = zip(*lines, strict=True)

@@ -75,7 +75,11 @@ class BatchShape:
         )
 
 
-def _image_area(batch: Batch, layout: BatchLayout, image_tokens: int) -> float:
+def _image_area(
+    batch: Batch,
+    layout: BatchLayout,
+    image_tokens: int,
+) -> float:
     """Returns the sum of squared image tokens over the images of a batch."""
     grids = [batch[key] for key in ('image_grid_thw', 'video_grid_thw') if key in batch]
     if not grids:
@@ -101,7 +105,11 @@ def logit_positions(num_labels: int, num_positions: int) -> int:
     return num_positions
 
 
-def batch_of_width(layout: BatchLayout, samples: Sequence[Batch], width: int) -> Batch:
+def batch_of_width(
+    layout: BatchLayout,
+    samples: Sequence[Batch],
+    width: int,
+) -> Batch:
     """Returns a batch with a row for each sample, padded to exactly this width."""
     batch = layout.concat(samples)
     if width < layout.width(batch):
@@ -121,7 +129,11 @@ def batch_of_width(layout: BatchLayout, samples: Sequence[Batch], width: int) ->
     return widened
 
 
-def probe_batches(layout: BatchLayout, samples: Sequence[Batch], width: int) -> list[Batch]:
+def probe_batches(
+    layout: BatchLayout,
+    samples: Sequence[Batch],
+    width: int,
+) -> list[Batch]:
     """Returns batches of real samples, widened with padding: four of text, or five to six if there are images.
 
     The first batch is small, and has an image if any sample has one.

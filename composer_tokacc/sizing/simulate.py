@@ -56,7 +56,13 @@ class _Microbatch:
         return float(vision_costs[self.samples].sum()), text_cost
 
 
-def draw_batches(num_samples: int, global_batch_size: int, *, num_batches: int, seed: int = 0) -> list[np.ndarray]:
+def draw_batches(
+    num_samples: int,
+    global_batch_size: int,
+    *,
+    num_batches: int,
+    seed: int = 0,
+) -> list[np.ndarray]:
     """Returns the samples of the first global batches of a run, int64. Fewer samples than a batch make one batch."""
     size = min(global_batch_size, num_samples)
     return torchs_batches(num_samples, size, drop_last=True, seed=seed, epoch=0)[:num_batches]
@@ -115,7 +121,12 @@ def simulate_steps(
 
 
 def _microbatches_of_ranks(
-    table: SampleSizes, batch: np.ndarray, method: str, num_ranks: int, microbatch_rows: int, options: CutOptions
+    table: SampleSizes,
+    batch: np.ndarray,
+    method: str,
+    num_ranks: int,
+    microbatch_rows: int,
+    options: CutOptions,
 ) -> list[list[_Microbatch]]:
     """Returns the microbatches that each rank computes of a global batch."""
     samples_of_ranks = [batch[rank::num_ranks] for rank in range(min(num_ranks, len(batch)))]
@@ -133,7 +144,12 @@ def _microbatches_of_ranks(
     return _with_dummy_rows(table, batch, ranks, options)
 
 
-def _planned(table: SampleSizes, batch: np.ndarray, num_ranks: int, options: CutOptions) -> list[list[_Microbatch]]:
+def _planned(
+    table: SampleSizes,
+    batch: np.ndarray,
+    num_ranks: int,
+    options: CutOptions,
+) -> list[list[_Microbatch]]:
     """Returns the microbatches of each rank that gets any, as the loader plans them."""
     patches = None
     if table.vision_patches is not None:
@@ -152,7 +168,11 @@ def _planned(table: SampleSizes, batch: np.ndarray, num_ranks: int, options: Cut
     return ranks
 
 
-def _cut_by_composer(table: SampleSizes, samples: np.ndarray, num_rows: int) -> list[_Microbatch]:
+def _cut_by_composer(
+    table: SampleSizes,
+    samples: np.ndarray,
+    num_rows: int,
+) -> list[_Microbatch]:
     # Composer's split slices rows and trims nothing, so that every microbatch is as wide as the device batch.
     width = int(table.tokens[samples].max())
     microbatches = []
@@ -162,7 +182,11 @@ def _cut_by_composer(table: SampleSizes, samples: np.ndarray, num_rows: int) -> 
     return microbatches
 
 
-def _cut_by_split(table: SampleSizes, samples: np.ndarray, options: CutOptions) -> list[_Microbatch]:
+def _cut_by_split(
+    table: SampleSizes,
+    samples: np.ndarray,
+    options: CutOptions,
+) -> list[_Microbatch]:
     lengths = table.tokens[samples]
     widest = int(lengths.max())
     groups = cut_rows(lengths, options, image_tokens=table.image_tokens[samples], max_width=widest)
@@ -177,7 +201,10 @@ def _cut_by_split(table: SampleSizes, samples: np.ndarray, options: CutOptions) 
 
 
 def _with_dummy_rows(
-    table: SampleSizes, batch: np.ndarray, ranks: list[list[_Microbatch]], options: CutOptions
+    table: SampleSizes,
+    batch: np.ndarray,
+    ranks: list[list[_Microbatch]],
+    options: CutOptions,
 ) -> list[list[_Microbatch]]:
     """Adds microbatches of one dummy row where the ranks must have equally many."""
     if options.equal_counts is False or (options.equal_counts == 'auto' and options.objective == 'ddp'):

@@ -289,7 +289,11 @@ class _Simulation:
         return float(np.mean(bounds))
 
 
-def _largest_size(capacity: Capacity, options: CutOptions, rows_per_rank: int) -> tuple[int, int]:
+def _largest_size(
+    capacity: Capacity,
+    options: CutOptions,
+    rows_per_rank: int,
+) -> tuple[int, int]:
     """Returns the largest safe microbatch size and the width of its slots."""
     fitting_tokens = capacity.max_tokens()
     if fitting_tokens < int(capacity.table.tokens.min()):
@@ -312,7 +316,12 @@ def _compared_sizes(size: int, rows_per_rank: int) -> list[int]:
     return [compared_size for compared_size in sorted(sizes) if compared_size <= rows_per_rank]
 
 
-def _size_row(capacity: Capacity, size: int, slot_tokens: int, figures: dict[str, StepFigures]) -> SizeRow:
+def _size_row(
+    capacity: Capacity,
+    size: int,
+    slot_tokens: int,
+    figures: dict[str, StepFigures],
+) -> SizeRow:
     """Returns padding, time and memory of one size."""
     tokens = token_budget(size, slot_tokens)
     peak = capacity.peak(tokens)

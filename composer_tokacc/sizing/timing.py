@@ -70,7 +70,12 @@ class MicrobatchTimer(Callback):
         if self._num_running_encoders == 1:
             self._entered = self._now()
 
-    def _leave_encoder(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+    def _leave_encoder(
+        self,
+        module: torch.nn.Module,
+        inputs: Any,
+        output: Any,
+    ) -> None:
         self._num_running_encoders -= 1
         if self._num_running_encoders:
             return

@@ -10,6 +10,7 @@ tensors the types that they have on a GPU. :class:`MemoryTracker` counts their b
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -66,7 +67,7 @@ class RealInputs(TorchDispatchMode):
         super().__init__()
         self.fake_mode = fake_mode
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         values, _ = tree_flatten((args, kwargs))
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
@@ -98,9 +99,9 @@ class RealInputs(TorchDispatchMode):
         return tensor
 
 
-def _without_masks(indices: Any) -> list[Any]:
+def _without_masks(indices: Sequence[object]) -> list[object]:
     """Returns the indices with the positions of real masks instead of these masks."""
-    positions: list[Any] = []
+    positions: list[object] = []
     for index in indices:
         if isinstance(index, torch.Tensor) and index.dtype == torch.bool and not isinstance(index, FakeTensor):
             positions.extend(index.nonzero().unbind(dim=1))
@@ -134,7 +135,7 @@ class CudaAutocast(TorchFunctionMode):
         torch.Tensor.sum,
     )
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in self.FLOAT32 and torch.is_autocast_enabled('cpu'):
             args, kwargs = tree_map_only(torch.Tensor, _upcast, (args, kwargs))
@@ -176,7 +177,7 @@ class MemoryTracker(TorchDispatchMode):
         """Sets the peak to the present bytes."""
         self.peak = dict(self.current)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         if func is ask_device.default:
             # More than half of all calls. Answered here, because each of the other modes would handle it as well.
             return args[0].device

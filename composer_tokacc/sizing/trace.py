@@ -47,12 +47,12 @@ log = logging.getLogger(__name__)
 AUTOCAST = {'fp32': None, 'amp_bf16': torch.bfloat16, 'amp_fp16': torch.float16}
 """The types that Composer's precisions compute in."""
 FLOP_TERMS = ('tokens', 'area', 'image_tokens', 'image_area')
-"""Sizes that operations are a sum of: linear layers, attention of the text, vision encoder, its own attention."""
+"""The sizes that operations depend on: of linear layers, attention, the vision encoder, and the attention in it."""
 TRACED_LOGITS = ('all', 'labels', 'auto')
-"""Where a traced run computes logits. ``auto``: at labels if the model allows it."""
+"""Positions at which logits are computed. ``auto``: only labels, if the model can be traced so."""
 LABEL_SPACINGS = (4, 16, 1, 32, 2, 8)
-"""Each traced microbatch has a label at every n-th position, if logits are computed only at labels. The numbers of
-labels and of positions then vary independently, up to a label at every position, which is like all logits."""
+"""For logits at labels, each traced microbatch has a label at every n-th position. So the numbers of labels and of
+positions vary independently. One microbatch has a label at every position, because a run may also need all logits."""
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -68,13 +68,13 @@ class MicrobatchPeaks(NamedTuple):
 
 
 class TracedStep:
-    """Steps of a run whose tensors take no memory. The sizes are those of a run of the same model on a GPU.
-
-    The other arguments are those of :func:`.calibrate_fake`.
+    """Steps of a run whose tensors take no memory. They have the sizes that they would have on a GPU.
 
     Args:
         build: Makes the model.
         first_batch: A small batch that reaches every parameter, with images if the run has any.
+        make_optimizer, precision, strategy, on_gpu: See :func:`.calibrate_fake`.
+        logits: ``'all'`` or ``'labels'``.
     """
 
     def __init__(
@@ -150,7 +150,8 @@ class TracedStep:
         """Returns the number of positions at which logits are computed."""
         if self._selector is None:
             return batch['input_ids'].numel()
-        return _num_labels(batch) + 1  # a model that shifts labels drops the last
+        num_labels = int(loss_mask(batch, 'causal').sum())
+        return num_labels + 1  # a model that shifts labels drops the last
 
     def count_flops(self, batch: Batch) -> int:
         """Returns the floating point operations of a microbatch's matrix products, forward and backward."""
@@ -201,7 +202,7 @@ class TracedStep:
             ) from error
 
     def _count_static(self, make_optimizer: MakeOptimizer) -> StaticBytes:
-        """Runs a step of the optimizer and counts what stays, and what it needs for the time of the step."""
+        """Counts the model, and the states and temporary tensors of a step of its optimizer."""
         optimizer = make_optimizer([parameter for parameter in self.model.parameters() if parameter.requires_grad])
         for group in optimizer.param_groups:
             if self._on_gpu and group.get('foreach', True) is None and not group.get('fused'):
@@ -230,10 +231,6 @@ def _argument_names(model: Any) -> set[str]:
     if hasattr(model, 'get_base_model'):  # the forward of peft takes any name
         model = model.get_base_model()
     return set(inspect.signature(model.forward).parameters)
-
-
-def _num_labels(batch: Batch) -> int:
-    return int(loss_mask(batch, 'causal').sum())
 
 
 def calibrate_fake(
@@ -297,7 +294,11 @@ def calibrate_fake(
 
 
 def _traced_memory(
-    make_step: Callable[..., TracedStep], batches: Sequence[Batch], logits: str, *, has_mask: bool
+    make_step: Callable[..., TracedStep],
+    batches: Sequence[Batch],
+    logits: str,
+    *,
+    has_mask: bool,
 ) -> MemoryModel:
     """Traces the batches with ``'all'`` logits or those at ``'labels'``, and fits a memory model to them."""
     if logits == 'labels':
@@ -315,9 +316,13 @@ def _traced_memory(
         area = 'padded'
     else:
         area = 'never'
-    bytes_by_phase = {name: [peaks.phases[name] for peaks in measured] for name in measured[0].phases}
-    peaks = np.max([activation_bytes(parts) for parts in bytes_by_phase.values()], axis=0)
-    phases = {name: fit_activations(shapes, parts, area=area, peaks=peaks) for name, parts in bytes_by_phase.items()}
+    bytes_of_phases = {}
+    for name in measured[0].phases:
+        bytes_of_phases[name] = [peaks.phases[name] for peaks in measured]
+    highest = np.max([activation_bytes(parts) for parts in bytes_of_phases.values()], axis=0)
+    phases = {}
+    for name, parts in bytes_of_phases.items():
+        phases[name] = fit_activations(shapes, parts, area=area, peaks=highest)
     return MemoryModel(
         static=step.static,
         phases=phases,
@@ -349,7 +354,11 @@ class FlopModel:
 
 
 def count_flops(
-    build: Callable[[], nn.Module], config: PretrainedConfig, samples: Sequence[Batch], *, width: int
+    build: Callable[[], nn.Module],
+    config: PretrainedConfig,
+    samples: Sequence[Batch],
+    *,
+    width: int,
 ) -> FlopModel:
     """Counts the matrix products of four to six microbatches without computing them; see :func:`.calibrate_fake`.
 
