@@ -20,7 +20,8 @@ from composer_tokacc.layout.tensors import cat_padded
 class BatchShape:
     """The sizes of a microbatch that its memory depends on."""
 
-    rows: int
+    rows: float
+    """A fraction if the shape is an upper bound."""
     width: int
     """Padded width in tokens, image placeholders included."""
     image_tokens: int = 0
@@ -34,22 +35,22 @@ class BatchShape:
     """Positions at which logits are computed, if that is only at labels. None: logits of all positions."""
 
     @property
-    def tokens(self) -> int:
+    def tokens(self) -> float:
         """Positions computed, padding included."""
         return self.rows * self.width
 
     @property
-    def logits(self) -> int:
+    def logits(self) -> float:
         """Positions at which logits are computed."""
         return self.tokens if self.labels is None else self.labels
 
     @property
-    def area(self) -> int:
+    def area(self) -> float:
         """Entries of an attention mask: ``rows x width^2``."""
         return self.rows * self.width * self.width
 
     @property
-    def input_bytes(self) -> int:
+    def input_bytes(self) -> float:
         """Bytes of ids, mask and labels: 8 for each of the three at a position."""
         return 3 * 8 * self.tokens
 

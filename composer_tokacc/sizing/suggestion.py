@@ -51,8 +51,8 @@ class Capacity:
     def worst_shape(self, tokens: int, image_tokens: int | None = None) -> BatchShape:
         """Returns the shape that takes most memory of all microbatches with this many positions.
 
-        Its rows are at least as wide as the longest sample. Image tokens and labels are as many as if every sample had
-        the largest share of them.
+        Its rows are as wide as the longest sample. Image tokens and labels are as many as if every sample had the
+        largest share of them.
 
         Args:
             tokens: Positions of the microbatch.
@@ -65,11 +65,10 @@ class Capacity:
         labels = None
         if self.memory.logits == 'labels':
             labels = self.most_logits(tokens)
-        # A remainder widens the rows, so that no position is left out.
-        rows = max(tokens // int(table.tokens.max()), 1)
+        width = min(int(table.tokens.max()), tokens)
         return BatchShape(
-            rows=rows,
-            width=math.ceil(tokens / rows),
+            rows=tokens / width,
+            width=width,
             image_tokens=image_tokens,
             image_area=float(image_tokens * table.image_tokens.max()),
             pixel_bytes=int(image_tokens * self.memory.pixel_bytes_per_image_token),
@@ -77,9 +76,9 @@ class Capacity:
         )
 
     def most_logits(self, tokens: int) -> int:
-        """Returns at how many of the positions of a microbatch logits are computed at most."""
+        """Returns at how many positions of a microbatch logits are computed at most."""
         share = self.table.largest_share_of_labels
-        # A microbatch with more labels than this computes all logits.
+        # If nearly all positions of a microbatch have a label, the run computes all of its logits.
         if self.memory.logits == 'all' or share >= DENSE:
             return tokens
         return math.ceil(tokens * share)
