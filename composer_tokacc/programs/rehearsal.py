@@ -242,13 +242,13 @@ def _candidates(run: PlannedRun, report: RehearsalReport, first_size: int) -> li
     if dist.get_global_rank() == 0:
         options = run.sampler.planner.options
         options = replace(options, max_tokens=options.max_tokens * report.microbatch_size // first_size)
-        largest, num_batches = _largest_candidates(run, options)
-        chosen = _heaviest(largest, run.memory), num_batches
+        largest, num_batches = largest_candidates(run, options)
+        chosen = heaviest(largest, run.memory), num_batches
     candidates, report.num_batches = from_any_rank(chosen) or ([], 0)
     return candidates
 
 
-def _largest_candidates(run: PlannedRun, options: CutOptions) -> tuple[list[Candidate], int]:
+def largest_candidates(run: PlannedRun, options: CutOptions) -> tuple[list[Candidate], int]:
     """Returns the microbatches of the rest of a run that no other one covers, and the number of its global batches.
 
     ``options`` have the token budget under which planned microbatches are cut again.
@@ -288,7 +288,7 @@ def _candidates_of_rank(
         yield Candidate(step, groups, len(samples), width, image_tokens, num_logits)
 
 
-def _heaviest(candidates: list[Candidate], memory: MemoryModel | None) -> list[Candidate]:
+def heaviest(candidates: list[Candidate], memory: MemoryModel | None) -> list[Candidate]:
     """Returns the largest candidate of each size, and the one with the highest peak, lightest first."""
     sizes = np.array([candidate.sizes() for candidate in candidates], dtype=float)
     if memory is None:

@@ -307,12 +307,9 @@ def _largest_size(
 
 def _compared_sizes(size: int, rows_per_rank: int) -> list[int]:
     """Returns the suggested size, and the powers of two up to twice as much."""
-    sizes = {size}
-    power = 1
-    while power <= max(2 * size, 2):
-        sizes.add(power)
-        power *= 2
-    return [compared_size for compared_size in sorted(sizes) if compared_size <= rows_per_rank]
+    largest = min(2 * size, rows_per_rank)
+    powers = [1 << exponent for exponent in range(largest.bit_length())]
+    return sorted({size, *powers})
 
 
 def _size_row(
