@@ -173,6 +173,11 @@ class TokenAccumulation(Algorithm):
         return None if self._fit is None else self._fit.check.rule
 
     @property
+    def has_logits(self) -> bool:
+        """Whether the model returns logits. If not, it returns hidden states, and its loss has the head."""
+        return self._fit is None or self._fit.check.has_logits
+
+    @property
     def why_all_logits(self) -> str | None:
         """Why the arguments ask for logits of all positions; None: they allow logits at labels."""
         return self._options.why_all_logits

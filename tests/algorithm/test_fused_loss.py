@@ -66,8 +66,7 @@ def fused(*, logits_in_eval: bool, shift_in_training: int = 1) -> Any:
     return model.train()
 
 
-@pytest.mark.parametrize('microbatch_size', [1, 2, 6])
-@pytest.mark.parametrize('packing', [False, True], ids=['padded', 'packed'])
+@pytest.mark.parametrize(('packing', 'microbatch_size'), [(False, 1), (False, 6), (True, 2)])
 @pytest.mark.parametrize('logits_in_eval', [True, False])
 def test_rule_is_found_from_losses_alone_and_the_gradient_is_exact(logits_in_eval, packing, microbatch_size, caplog):
     batch = collate(text_rows(SHAPE))

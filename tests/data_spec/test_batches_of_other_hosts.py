@@ -80,9 +80,16 @@ def seq2seq_batch(lengths, widths, *, has_decoder_ids=True):
 @pytest.fixture(scope='module')
 def t5():
     config = transformers.T5Config(
-        vocab_size=VOCABULARY, d_model=32, d_kv=16, d_ff=48, num_layers=2, num_heads=2, dropout_rate=0.0,
-        decoder_start_token_id=0, use_cache=False,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        d_model=32,
+        d_kv=16,
+        d_ff=48,
+        num_layers=2,
+        num_heads=2,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+        use_cache=False,
+    )
     torch.manual_seed(0)
     return HuggingFaceModel(transformers.T5ForConditionalGeneration(config).train(), use_logits=True)
 

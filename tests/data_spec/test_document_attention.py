@@ -30,7 +30,7 @@ IS_V4 = transformers.__version__.startswith('4.')
 # One of a kind; the rest of tests/matrix/packed.py is in docs/packing.md.
 QUICK = [
     *(('mistral', 'sdpa'), ('gemma2', 'eager'), ('gpt_oss', 'eager'), ('lfm2', 'sdpa'), ('qwen3_next', 'sdpa')),
-    *(('llava', 'eager'), ('gemma3', 'sdpa'), ('qwen2_vl_video', 'sdpa'), ('qwen3_vl', 'sdpa'), ('bloom', 'eager')),
+    *(('gemma3', 'sdpa'), ('qwen2_vl_video', 'sdpa'), ('qwen3_vl', 'sdpa'), ('bloom', 'eager')),
 ]
 MAKES_ITS_MASK = ('paligemma',) if tuple(map(int, transformers.__version__.split('.')[:2])) < (5, 24) else ()
 # In transformers 4 the convolutions of LFM2 get the mask of its attention, and Bamba makes its masks itself.
@@ -284,9 +284,14 @@ class Reads(TorchFunctionMode):
 @pytest.mark.skipif(IS_V4, reason='hybrids are refused')
 def test_lengths_are_read_from_the_device_once_a_forward_for_each_kind_of_layer():
     config = transformers.Lfm2Config(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=5, num_attention_heads=4,
-        num_key_value_heads=2, layer_types=['conv', 'full_attention', 'conv', 'conv', 'full_attention'],
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        layer_types=['conv', 'full_attention', 'conv', 'conv', 'full_attention'],
+    )
     model = transformers.Lfm2ForCausalLM(config)
     packed, _ = packed_of(model, collate(text_rows(SHAPE)))
     with Reads() as reads:
@@ -317,10 +322,19 @@ def test_flex_attention_gets_one_block_mask_a_forward(monkeypatch):
 @pytest.mark.skipif(IS_V4, reason='names its settings otherwise')
 def test_attention_in_chunks_is_refused():
     config = transformers.Llama4TextConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=32, intermediate_size_mlp=32, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=2, head_dim=16, attention_chunk_size=4, num_local_experts=2,
-        layer_types=['chunked_attention', 'full_attention'], pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        intermediate_size_mlp=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        attention_chunk_size=4,
+        num_local_experts=2,
+        layer_types=['chunked_attention', 'full_attention'],
+        pad_token_id=0,
+    )
     model = transformers.Llama4ForCausalLM(config)
     batch = collate(text_rows(SHAPE))
     with pytest.raises(RuntimeError, match='chunks'):
@@ -385,22 +399,45 @@ def test_other_words_for_packing_are_refused():
 
 
 HYBRIDS: dict[str, dict[str, Any]] = {
-    'bamba': {'mamba_n_heads': 8, 'mamba_d_head': 8, 'mamba_d_state': 8, 'mamba_chunk_size': 8,
-              'attn_layer_indices': [1]},
-    'granitemoehybrid': {'mamba_n_heads': 8, 'mamba_d_head': 8, 'mamba_d_state': 8, 'mamba_chunk_size': 8,
-                         'layer_types': ['mamba', 'attention'], 'num_local_experts': 0,
-                         'shared_intermediate_size': 32},
+    'bamba': {
+        'mamba_n_heads': 8,
+        'mamba_d_head': 8,
+        'mamba_d_state': 8,
+        'mamba_chunk_size': 8,
+        'attn_layer_indices': [1],
+    },
+    'granitemoehybrid': {
+        'mamba_n_heads': 8,
+        'mamba_d_head': 8,
+        'mamba_d_state': 8,
+        'mamba_chunk_size': 8,
+        'layer_types': ['mamba', 'attention'],
+        'num_local_experts': 0,
+        'shared_intermediate_size': 32,
+    },
     'mamba2': {'num_heads': 8, 'head_dim': 8, 'state_size': 8, 'n_groups': 2, 'chunk_size': 8},
-    'qwen3_5_text': {'linear_num_value_heads': 4, 'linear_num_key_heads': 2, 'linear_key_head_dim': 8,
-                     'linear_value_head_dim': 8, 'layer_types': ['linear_attention', 'full_attention']},
-}  # fmt: skip
+    'qwen3_5_text': {
+        'linear_num_value_heads': 4,
+        'linear_num_key_heads': 2,
+        'linear_key_head_dim': 8,
+        'linear_value_head_dim': 8,
+        'layer_types': ['linear_attention', 'full_attention'],
+    },
+}
 
 
 @pytest.mark.skipif(IS_V4, reason='refused: hands them masks of attention, or makes its masks itself')
 @pytest.mark.parametrize('name', HYBRIDS)
 def test_states_and_convolutions_end_with_their_document(name):
-    sizes = {'vocab_size': VOCABULARY, 'hidden_size': 32, 'intermediate_size': 48, 'num_hidden_layers': 2,
-             'num_attention_heads': 4, 'num_key_value_heads': 2, 'max_position_embeddings': 128}  # fmt: skip
+    sizes = {
+        'vocab_size': VOCABULARY,
+        'hidden_size': 32,
+        'intermediate_size': 48,
+        'num_hidden_layers': 2,
+        'num_attention_heads': 4,
+        'num_key_value_heads': 2,
+        'max_position_embeddings': 128,
+    }
     try:
         config = transformers.AutoConfig.for_model(name, **{**sizes, 'head_dim': 8, **HYBRIDS[name]})
         model: Any = transformers.AutoModelForCausalLM.from_config(config).double()

@@ -115,9 +115,15 @@ def test_planned_microbatches_keep_it_and_so_do_those_of_a_table_that_promised_l
     lengths = [row['input_ids'].shape[1] for row in ROWS]
     for table in (list(map(images_in, ROWS)), [0] * len(ROWS)):
         sampler = RegroupingBatchSampler(
-            Samples(), lengths=lengths, image_tokens=table, global_batch_size=len(ROWS), max_image_tokens=CAP,
-            max_tokens=len(ROWS) * max(lengths), num_replicas=1, rank=0,
-        )  # fmt: skip
+            Samples(),
+            lengths=lengths,
+            image_tokens=table,
+            global_batch_size=len(ROWS),
+            max_image_tokens=CAP,
+            max_tokens=len(ROWS) * max(lengths),
+            num_replicas=1,
+            rank=0,
+        )
         collate = partial(LAYOUT.concat, pad_token_id=CASE.pad_token_id)
         dataloader = RegroupingDataLoader(Samples(), batch_sampler=sampler, collate_fn=collate)
         planned = [images_in(one) for one in next(iter(dataloader)).microbatches]

@@ -170,9 +170,14 @@ def test_users_transforms_see_plain_mappings():
 def test_every_step_has_the_gradient_of_its_global_batch(width_multiple):
     dataset, model = LengthDataset(20), text_model()
     sampler = RegroupingBatchSampler(
-        dataset, lengths=dataset.lengths, global_batch_size=8, max_tokens=2 * LONGEST, num_replicas=1, rank=0,
+        dataset,
+        lengths=dataset.lengths,
+        global_batch_size=8,
+        max_tokens=2 * LONGEST,
+        num_replicas=1,
+        rank=0,
         width_multiple=width_multiple,
-    )  # fmt: skip
+    )
     loader = RegroupingDataLoader(dataset, batch_sampler=sampler, collate_fn=collate_samples)
     widths = {one['input_ids'].shape[1] % width_multiple for batch in loader for one in batch.microbatches}
     assert widths == {0}

@@ -77,9 +77,13 @@ def test_half_precision_is_as_near_as_one_forward_in_it(precision):
     errors = []
     for microbatch_size in (1, len(RAGGED)):
         recorder, _, trainer = train(
-            text_model(), token_data_spec(loader(batch)), algorithms=[TokenAccumulation()], precision=precision,
-            microbatch_size=microbatch_size, device='gpu',
-        )  # fmt: skip
+            text_model(),
+            token_data_spec(loader(batch)),
+            algorithms=[TokenAccumulation()],
+            precision=precision,
+            microbatch_size=microbatch_size,
+            device='gpu',
+        )
         assert trainer.state.scaler.is_enabled() == (precision == 'amp_fp16')
         errors.append(relative_error(recorder.gradients, expected))
     accumulated, whole = errors
@@ -214,9 +218,14 @@ def test_adapters_beside_a_base_in_four_bits(tmp_path):
         trained = [weight for weight in weights.values() if weight.requires_grad]
         assert all(weight.dtype == torch.float32 for weight in trained)
         recorder, _, trainer = train(
-            model, token_data_spec(loader(batch)), algorithms=[TokenAccumulation()], microbatch_size=microbatch_size,
-            device='gpu', precision='amp_bf16', optimizer=torch.optim.AdamW(trained, lr=1e-3),
-        )  # fmt: skip
+            model,
+            token_data_spec(loader(batch)),
+            algorithms=[TokenAccumulation()],
+            microbatch_size=microbatch_size,
+            device='gpu',
+            precision='amp_bf16',
+            optimizer=torch.optim.AdamW(trained, lr=1e-3),
+        )
         gradients.append(recorder.gradients)
         assert set(trainer.state.state_dict()['model']) == {n for n, weight in weights.items() if weight.requires_grad}
     assert relative_error(*gradients) < 0.05  # bfloat16

@@ -93,11 +93,19 @@ def test_rows_of_equal_length_are_padded_too_and_those_that_do_not_fit_are_refus
 
 MEMORY = MemoryModel(
     static=StaticBytes(
-        parameters=10, buffers=0, gradients=10, optimizer=20, optimizer_step=0, block=1, outside=2, trained_block=1,
-        trained_outside=2, compute_bytes=4,
+        parameters=10,
+        buffers=0,
+        gradients=10,
+        optimizer=20,
+        optimizer_step=0,
+        block=1,
+        outside=2,
+        trained_block=1,
+        trained_outside=2,
+        compute_bytes=4,
     ),
     phases={'head': fit_activations(SHAPES, [{'text': shape.tokens} for shape in SHAPES], area='never')},
-)  # fmt: skip
+)
 
 
 def test_calibration_is_kept_for_its_key_and_made_anew_where_its_file_is_damaged(

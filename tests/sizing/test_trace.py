@@ -22,9 +22,13 @@ HIDDEN, INNER, LAYERS, VOCABULARY = 64, 96, 3, 200
 
 def small_config(**changes: object) -> LlamaConfig:
     sizes = {
-        'hidden_size': HIDDEN, 'intermediate_size': INNER, 'num_hidden_layers': LAYERS, 'num_attention_heads': 4,
-        'vocab_size': VOCABULARY, 'use_cache': False,
-    }  # fmt: skip
+        'hidden_size': HIDDEN,
+        'intermediate_size': INNER,
+        'num_hidden_layers': LAYERS,
+        'num_attention_heads': 4,
+        'vocab_size': VOCABULARY,
+        'use_cache': False,
+    }
     return LlamaConfig(**{**sizes, **changes})
 
 

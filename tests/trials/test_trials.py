@@ -19,9 +19,14 @@ from tests.trials.records import RECORDS, read_records
 from tests.trials.texts import TEXTS
 
 TABLES = [
-    (check_overrides, CONFIGS), (read_records, RECORDS), (read_records, TEXTS), (read_records, MEDIA),
-    (call_program, PROGRAMS), (call_in_environment, ENVIRONMENTS), (call, CALLS),
-]  # fmt: skip
+    (check_overrides, CONFIGS),
+    (read_records, RECORDS),
+    (read_records, TEXTS),
+    (read_records, MEDIA),
+    (call_program, PROGRAMS),
+    (call_in_environment, ENVIRONMENTS),
+    (call, CALLS),
+]
 TRIALS = [(name, run, *entry) for run, table in TABLES for name, entry in table.items()]
 
 
