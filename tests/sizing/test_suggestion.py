@@ -98,12 +98,12 @@ def test_no_microbatch_that_the_budget_allows_is_over_the_limit() -> None:
 def test_budget_of_any_slot_fits(slot_tokens: int) -> None:
     """Rows as wide as the longest sample fit, and so do as many positions of shorter rows."""
     sizes = table()
-    report = suggest(sizes, device_memory_gib=6.0, slot_tokens=slot_tokens)
-    assert report.max_tokens < 2 * sizes.lengths.max()
+    report = suggest(sizes, device_memory_gib=6.65, global_batch_size=512, slot_tokens=slot_tokens)
+    assert 1 < report.max_tokens / sizes.lengths.max() < 1.5
     images = int(report.max_tokens * (sizes.image_tokens / sizes.lengths).max())
     for width in np.unique(sizes.lengths).tolist():
         shape = BatchShape(rows=report.max_tokens // width, width=width, image_tokens=images)
-        assert memory_model().peak(shape, num_ranks=4) <= 0.92 * 6 * GIB
+        assert memory_model().peak(shape, num_ranks=4) <= 0.92 * 6.65 * GIB
 
 
 def at_labels(**changes: Any) -> MemoryModel:
@@ -137,7 +137,7 @@ def test_logits_count_by_the_largest_share(loss_tokens: list[int], share: float)
     assert report.device_train_microbatch_size == tokens // 100
     assert report.most_logits == pytest.approx(share * report.max_tokens, abs=1)
     assert (report.logits, report.as_dict()['most_logits']) == ('labels', report.most_logits)
-    assert f'at most {report.most_logits:,} of' in report.text()
+    assert (f'at most {report.most_logits:,} of' in report.text()) == (share < 1)
     # Stock Composer computes all logits.
     assert report.stock_microbatch_size == int(usable / (PER_TOKEN + PER_LOGIT_ROW + 48)) // 100
 
@@ -145,13 +145,12 @@ def test_logits_count_by_the_largest_share(loss_tokens: list[int], share: float)
 def test_any_microbatch_fits_with_its_labels() -> None:
     rng = np.random.default_rng(2)
     sizes = table()
-    loss_tokens = np.minimum(rng.integers(0, 64, len(sizes)), sizes.lengths // 2)
+    loss_tokens = np.minimum(rng.integers(0, 64, len(sizes)), sizes.lengths // 4)
     sizes = replace(sizes, loss_tokens=loss_tokens)
     memory = at_labels()
-    report = suggest(sizes, memory=memory, num_ranks=1, global_batch_size=64, device_memory_gib=6.0)
-    with_all_logits = suggest(
-        sizes, memory=replace(memory, logits='all'), num_ranks=1, global_batch_size=64, device_memory_gib=6.0
-    )
+    arguments = {'num_ranks': 1, 'global_batch_size': 512, 'device_memory_gib': 6.0, 'slot_tokens': 16}
+    report = suggest(sizes, memory=memory, **arguments)
+    with_all_logits = suggest(sizes, memory=replace(memory, logits='all'), **arguments)
     assert report.max_tokens > 1.1 * with_all_logits.max_tokens
     most_labels = np.argsort(-loss_tokens / sizes.lengths)
     for start in range(0, 200, 7):
