@@ -92,6 +92,17 @@ class AlgorithmOptions:
         """Whether the model's loss is compared with its rule. Token weights rest on it, so they always ask for it."""
         return self.check_loss or self.is_weighted
 
+    @property
+    def why_all_logits(self) -> str | None:
+        """Why a run with these arguments computes logits of all positions; None: they allow logits at labels."""
+        if self.logits == 'all':
+            return '`logits` is set to all'
+        if self.loss_units:
+            return '`loss_units` names terms, which may be made of any logits'
+        if not self.checks_loss:
+            return '`check_loss=False` proves nothing of the loss'
+        return None
+
     def _check_units(self) -> None:
         if self.loss_units is None:
             return
@@ -214,14 +225,12 @@ class RunContext:
 
     def _why_all_logits(self, state: State, layout: BatchLayout | None, options: AlgorithmOptions) -> str | None:
         """Returns why this run needs logits of all positions; None: nothing but the model may need them."""
-        if self.terms.units:
-            return '`loss_units` names terms, which may be made of any logits'
+        if options.why_all_logits is not None:
+            return options.why_all_logits
         if state.train_metrics:
             return 'metrics of training compare all logits with all labels'
         if layout is None:
             return 'rows of the batch cannot be told apart, so that nothing is proven of them'
-        if not options.checks_loss:
-            return '`check_loss=False` proves nothing of the loss'
         return None
 
 

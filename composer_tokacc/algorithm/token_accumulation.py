@@ -169,6 +169,28 @@ class TokenAccumulation(Algorithm):
         """Whether the model returns logits. If not, it returns hidden states, and its loss has the head."""
         return self._context is None or self._context.check.has_logits
 
+    @property
+    def why_all_logits(self) -> str | None:
+        """Why the arguments ask for logits of all positions; None: they allow logits at labels."""
+        return self._options.why_all_logits
+
+    def selects_logits(self, state: State) -> bool:
+        """Returns whether microbatches compute logits only at labels. It is known from the first batch on."""
+        # Metrics of training, which may be set at any time, read all logits.
+        return self._context is not None and self._context.logits.selector is not None and not state.train_metrics
+
+    def select_logits(self, state: State, batch: Batch, num_labels: int) -> None:
+        """Has the next forward of the model compute logits of a microbatch at the positions where the run needs them.
+
+        Args:
+            state: The trainer's state.
+            batch: The microbatch.
+            num_labels: How many of its labels count.
+        """
+        if self.selects_logits(state):
+            # A microbatch without labels gets one, because a model cannot compute a loss of none.
+            self._run.logits.begin_forward(self.rule or '', max(num_labels, 1), labels_of(batch).numel())
+
     def match(self, event: Event, state: State) -> bool:
         """Runs on the events named above."""
         return event in self._actions
@@ -304,10 +326,7 @@ class TokenAccumulation(Algorithm):
         is_of_tokens = set(run.terms.units.values()) <= {'tokens'}
         self._hidden = HiddenEntries(batch, hides_weights=self.is_weighted, adds_label=is_of_tokens and record.is_empty)
         state.batch = self._hidden.batch
-        # Metrics of training, which may be set at any time, read all logits.
-        if run.logits.selector is not None and not state.train_metrics:
-            num_labels = max(record.counts.loss_tokens, 1)  # without any, the model is given one
-            run.logits.begin_forward(self.rule or '', num_labels, labels_of(batch).numel())
+        self.select_logits(state, batch, record.counts.loss_tokens)
 
     def _end_forward(self, state: State, logger: Logger) -> None:
         """AFTER_FORWARD: forwards of others, such as evaluation, compute all logits."""
