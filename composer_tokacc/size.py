@@ -50,7 +50,7 @@ from composer_tokacc.planning import CostModel
 from composer_tokacc.programs import ConfigError, TrainConfig
 from composer_tokacc.programs.build import build_parts, build_trainer
 from composer_tokacc.programs.config_checks import check_regular_files
-from composer_tokacc.programs.errors import local_folder, refuse, training
+from composer_tokacc.programs.errors import local_folder, refuse
 from composer_tokacc.programs.length_tables import lengths_of
 from composer_tokacc.programs.models import read_config
 from composer_tokacc.programs.process import command_line, without_warnings
@@ -210,8 +210,7 @@ def time_steps(
     )
     trainer = build_trainer(config, parts, InMemoryLogger())
     trainer.state.callbacks.append(timer)
-    with training():
-        trainer.fit()
+    trainer.fit()
     trainer.close()
     return timer
 

@@ -14,24 +14,21 @@ import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from composer import Trainer
 from composer.core import TimeUnit, ensure_time
-from composer.utils import is_compressed_pt
+from composer.utils import dist, is_compressed_pt
 from composer.utils.parallelism import FSDP2Config, FSDPConfig
-from pydantic import Field
 
 from composer_tokacc.programs.checkpoints import check_checkpoint
 from composer_tokacc.programs.errors import ConfigError, building, local_folder
 from composer_tokacc.programs.host_types import Section
 from composer_tokacc.programs.models import EVAL_METRICS, TRAIN_METRICS, check_model
-from composer_tokacc.programs.registry import HOST_HINTS, build_section, check_part, import_by_name, named_parts
+from composer_tokacc.programs.registry import HOST_HINTS, build_section, import_by_name
 from composer_tokacc.programs.schema import (
     REPORT_KEYS,
-    Count,
-    NotNegative,
     TrainConfig,
     check_arguments,
     check_names,
@@ -53,16 +50,6 @@ FILLED_ELSEWHERE = {
     'device_train_microbatch_size': '`microbatching.device_train_microbatch_size`',
     'seed': '`seed`',
 }
-LAUNCHER_VARIABLES = {
-    'RANK': NotNegative,
-    'LOCAL_RANK': NotNegative,
-    'NODE_RANK': NotNegative,
-    'WORLD_SIZE': Count,
-    'LOCAL_WORLD_SIZE': Count,
-    'MASTER_PORT': Annotated[int, Field(ge=1, le=65535)],
-}
-LONGEST_NAME = 200
-"""Bytes of a run's name: file systems take 255, and checkpoints add to it."""
 _FSDP = 'trainer.parallelism_config.fsdp'
 
 
@@ -83,11 +70,6 @@ def check_config(config: TrainConfig, *, num_ranks: int | None = None) -> None:
         # The same call as in the run, without data: it refuses options that do not go together.
         token_data_spec_of(config, [], slot_tokens=config.microbatching.slot_tokens)
     _check_trainer(config.trainer)
-    for kind in ('algorithms', 'callbacks', 'loggers'):
-        for part in named_parts(config, kind):
-            check_part(part.kind, part.path, part.name, part.arguments)
-    scheduler = config.scheduler
-    check_part('scheduler', 'scheduler', scheduler.get('name', ''), without(scheduler, 'name'))
     _check_optimizer(config.optimizer)
     _check_stoppers(config)
     if config.is_sharded:
@@ -98,12 +80,9 @@ def check_config(config: TrainConfig, *, num_ranks: int | None = None) -> None:
 
 def _check_launcher() -> int:
     """Returns the number of ranks that the launcher has set in the environment."""
-    values = {}
-    for name, allowed in LAUNCHER_VARIABLES.items():
-        if name in os.environ:
-            text = os.environ[name]
-            values[name] = check_value(name, int(text) if text.isdecimal() else text, allowed)
-    rank, world_size = values.get('RANK', 0), values.get('WORLD_SIZE', 1)
+    with building('RANK, LOCAL_RANK or WORLD_SIZE'):
+        rank, world_size = dist.get_global_rank(), dist.get_world_size()
+        dist.get_local_rank()
     if rank >= world_size:  # such a rank would take itself for one that writes nothing
         raise ConfigError('RANK', f'of the environment must be below WORLD_SIZE, got: {rank} of {world_size}. Unset it')
     return world_size
@@ -184,8 +163,6 @@ def _check_names(config: TrainConfig) -> None:
     run_name = trainer.get('run_name')
     if trainer.get('save_folder') and run_name is None and '{run_name}' in trainer['save_folder']:
         raise ConfigError('trainer.run_name', 'must be given, because `trainer.save_folder` has {run_name} in it')
-    if run_name is not None and len(str(run_name).encode()) > LONGEST_NAME:
-        raise ConfigError('trainer.run_name', f'must be at most {LONGEST_NAME} bytes long, got: {run_name}')
 
 
 def _check_optimizer(optimizer: Section) -> None:

@@ -25,7 +25,7 @@ from transformers.models.auto import modeling_auto as auto
 
 from composer_tokacc.compat import FakeTensorMode, detect_fake_mode, skip_embedding_resize
 from composer_tokacc.model_structure import cast_model, transformer_blocks
-from composer_tokacc.programs.errors import ConfigError, building, running, unknown_name
+from composer_tokacc.programs.errors import ConfigError, building, unknown_name
 from composer_tokacc.programs.host_types import Processor, Section
 from composer_tokacc.programs.lora import (
     check_lora,
@@ -426,13 +426,6 @@ class _RunModel(HuggingFaceModel):
         # Peft's own filter would leave out `modules_to_save`; see keep_trained_only().
         super().__init__(model, tokenizer=tokenizer_of(processor), should_save_peft_only=False, **options)
         self.processor = processor
-
-    def forward(self, batch: Any) -> Any:
-        """Runs the model. If it fails, the line names the section ``model``."""
-        if torch.compiler.is_compiling():  # which cannot trace the context
-            return super().forward(batch)
-        with running('model'):
-            return super().forward(batch)
 
     def get_metadata(self) -> dict[str, Any]:
         """Returns Composer's metadata with the generation config and every file of the processor."""

@@ -14,9 +14,9 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass
+from functools import partial
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -41,7 +41,6 @@ INFINITE_HINTS = {'quadratic': Annotated[float, Field(allow_inf_nan=True)]}
 """Keys that may be ``.inf``: an infinite width switches the term of a cost model off."""
 INVALID_YAML = (yaml.YAMLError, ValueError, OmegaConfBaseException, RecursionError)
 """Errors of OmegaConf for a text that is not YAML."""
-_PLAIN = (bool, int, float, str, dict, list, tuple, NoneType, Iterable, Mapping, Sequence)
 REPORT_KEYS: dict[str, Hint] = {
     'folder': str,
     'name': str,
@@ -245,7 +244,7 @@ def merge(options: type[Options], *layers: DictConfig, path: str = '') -> Option
     for layer in layers:
         merged = _overlay(merged, OmegaConf.to_container(layer))
     try:
-        values: Any = OmegaConf.to_container(OmegaConf.create(merged), resolve=True, throw_on_missing=True)
+        values = OmegaConf.to_container(OmegaConf.create(merged), resolve=True, throw_on_missing=True)
     except MissingMandatoryValue as error:
         key = _join(path, error.full_key)
         raise ConfigError(key, f'must be given. Write {key}=... after the file on the command line') from error
@@ -256,7 +255,7 @@ def merge(options: type[Options], *layers: DictConfig, path: str = '') -> Option
 
 
 def _overlay(below: object, above: object) -> object:
-    """Returns the later of two values. Mappings are merged key by key."""
+    """Returns the later of two values. Mappings are merged key by key. OmegaConf's own merge fails for other pairs."""
     if not isinstance(below, dict) or not isinstance(above, dict):
         return above
     merged = dict(below)
@@ -355,7 +354,7 @@ def check_value(
         return build_section(path, section, value)
     if isinstance(value, list) and any(get_origin(option) is tuple for option in (hint, *get_args(hint))):
         value = tuple(value)  # YAML has no tuples
-    checker = _checker_of(_without_host_objects(hint))
+    checker = _checker_of(hint)
     if checker is None:
         return value
     try:
@@ -372,22 +371,6 @@ def _section_in(hint: Hint) -> Hint:
         if is_dataclass(option) and option.__module__.startswith('composer_tokacc.'):
             return option
     return None
-
-
-def _without_host_objects(hint: Hint) -> Hint:
-    """Returns an annotation without classes of hosts, because no YAML file can hold their objects.
-
-    Composer's ``Time`` stands for texts such as 2ep.
-    """
-    if get_origin(hint) not in (Union, UnionType):
-        return hint
-    options = get_args(hint)
-    plain = [option for option in options if not inspect.isclass(option) or (get_origin(option) or option) in _PLAIN]
-    if not plain:
-        return hint
-    plain_hint = Union[tuple(plain)]  # noqa: UP007 - built at run time
-    is_time = any(getattr(option, '__name__', '') == 'Time' for option in options)
-    return Annotated[plain_hint, AfterValidator(_is_time)] if is_time else plain_hint
 
 
 @functools.lru_cache
@@ -421,8 +404,8 @@ def _shown(value: object) -> str:
     return text
 
 
-def _is_time(value: Any) -> Any:
-    """Refuses a text that Composer cannot read as a time."""
+def _check_time(value: int | str | None, *, may_be_zero: bool) -> int | str | None:
+    """Refuses a text that Composer cannot read as a time, and a time that is too short."""
     from composer.core import TimeUnit, ensure_time
 
     if value is None:
@@ -431,22 +414,15 @@ def _is_time(value: Any) -> Any:
         length = ensure_time(value, TimeUnit.EPOCH).value
     except (ValueError, TypeError, RuntimeError) as error:
         raise ValueError('a time such as 2ep or 500ba') from error
-    if length < 0:
-        raise ValueError('a time that is not negative')
+    if length < 0 or (length == 0 and not may_be_zero):
+        raise ValueError('a time that is not negative' if may_be_zero else 'longer than nothing')
     return value
 
 
-def is_longer_than_nothing(value: Any) -> Any:
-    """Refuses a text that is not a time, and a time of 0."""
-    from composer.core import TimeUnit, ensure_time
-
-    if value is not None and ensure_time(_is_time(value), TimeUnit.EPOCH).value == 0:
-        raise ValueError('longer than nothing')
-    return value
-
-
-Duration = Annotated[int | str | None, AfterValidator(is_longer_than_nothing)]
+Duration = Annotated[int | str | None, AfterValidator(partial(_check_time, may_be_zero=False))]
 """A text such as ``2ep``, as Composer reads it, for a time that a run divides by or must last."""
+WarmUp = Annotated[str, AfterValidator(partial(_check_time, may_be_zero=True))]
+"""The same for a time that may be nothing. It has a unit."""
 
 
 def without(section: Mapping[str, Any], *keys: str) -> dict[str, Any]:

@@ -361,22 +361,22 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
     'rank of an adapter above every width': ('train', [*RUN, 'model.lora={r: 100000}'], '`model.lora'),
     'a dataset of the user that does not know a word': ('look', [DIGITS, 'dataset.split=tset'], None, '`split`'),
     'an algorithm for another model': (
-        'train', [*RUN, 'algorithms.gated_linear_units={}'], None, '`algorithms.gated_linear_units`',
+        'train', [*RUN, 'algorithms.gated_linear_units={}'], None, '`trainer`: ',
     ),
     'a callback that fails in a hook of the model': (
-        'train', [*RUN, 'callbacks.activation_monitor={interval: 1ba}'], None, '`model`: ',
+        'train', [*RUN, 'callbacks.activation_monitor={interval: 1ba}'], None, 'shows where',
     ),
     'an algorithm whose labels are elsewhere': (
-        'train', [*RUN, 'algorithms.label_smoothing={smoothing: 0.1}'], None, '`algorithms.label_smoothing`',
+        'train', [*RUN, 'algorithms.label_smoothing={smoothing: 0.1}'], None, 'shows where',
     ),
     'an optimizer for GPUs': ('train', [*RUN, 'optimizer.capturable=true'], None, 'capturable'),
     'a checkpoint of a name that is not there': (
-        'train', [*RUN, 'trainer.save_folder={folder}', 'trainer.save_filename="{nope}.pt"'], None, '`trainer`',
+        'train', [*RUN, 'trainer.save_folder={folder}', 'trainer.save_filename="{nope}.pt"'], None, "KeyError: 'nope'",
     ),
     'pictures of three colours for a model of one': (
-        'train', [*RUN, 'model.config.vision_config.num_channels=1'], None, '`model`: ',
+        'train', [*RUN, 'model.config.vision_config.num_channels=1'], None, 'channels',
     ),
-    'placeholders of another token': ('train', [*RUN, 'model.config.image_token_index=5'], None, '`model`: '),
+    'placeholders of another token': ('train', [*RUN, 'model.config.image_token_index=5'], None, 'shows where'),
     'a rule by which the model does not count': (
         'train', [*RUN, 'algorithms.token_accumulation.loss_tokens=unshifted'], None,
         '`loss_tokens`',
@@ -397,6 +397,14 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
     'a result that is a folder': (
         'train', RUN, lambda folder: (folder / 'report' / 'result.json').mkdir(parents=True), 'result.json',
     ),
+    'a run name longer than any file may have': (
+        'train', [*RUN, 'trainer.save_folder={folder}/{run_name}', f'trainer.run_name={"x" * 300}'], None,
+        '`trainer.save_folder` must be a folder that can be made',
+    ),
+    'a level of logging of another name': (
+        'train', [*RUN, 'trainer.python_log_level=loud'], None, '`trainer.python_log_level`',
+    ),
+    'precision of another name': ('train', [*RUN, 'trainer.precision=fp8ish'], None, 'precision'),
     'a folder that a shell would find': ('train', [*RUN, 'trainer.save_folder=~/x'], None, '`trainer.save_folder`'),
     'an activation that is not there': (
         'train', [*RUN, 'model.config.text_config.hidden_act=swishy'], None, "KeyError: 'swishy'",
@@ -459,9 +467,7 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 ENVIRONMENTS = {
     # name: (variable, value, what the line names)
-    'half a rank': ('LOCAL_RANK', '0.5', '`LOCAL_RANK`'),
-    'no ranks': ('WORLD_SIZE', '0', '`WORLD_SIZE`'),
+    'half a rank': ('LOCAL_RANK', '0.5', 'LOCAL_RANK'),
+    'no ranks': ('WORLD_SIZE', '0', 'WORLD_SIZE'),
     'a rank outside of the world': ('RANK', '5', '`RANK`'),
-    'a port above all': ('MASTER_PORT', '99999', '`MASTER_PORT`'),
-    'a port that is a word': ('MASTER_PORT', 'abc', '`MASTER_PORT`'),
 }
