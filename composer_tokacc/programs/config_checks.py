@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,6 @@ from composer_tokacc.programs.schema import (
     check_arguments,
     check_names,
     check_value,
-    precision_of,
     without,
 )
 from composer_tokacc.programs.sources import source_of, token_data_spec_of
@@ -61,8 +59,6 @@ def check_config(config: TrainConfig, *, num_ranks: int | None = None) -> None:
     check_value('dataset.eval', config.dataset.get('eval'), dict | None)
     with building('model'):
         check_model(config.model.pretrained, config.model.config, config.model.lora)
-    if config.model.lora is not None:
-        _check_adapter(config, config.model.lora)
     _check_batch_sizes(config, num_ranks)
     with building('dataset'):
         source_of(config).check()
@@ -86,27 +82,6 @@ def _check_launcher() -> int:
     if rank >= world_size:  # such a rank would take itself for one that writes nothing
         raise ConfigError('RANK', f'of the environment must be below WORLD_SIZE, got: {rank} of {world_size}. Unset it')
     return world_size
-
-
-def _check_adapter(config: TrainConfig, lora: Section) -> None:
-    """Checks that parallelism and precision fit an adapter. Its weights are float32, whatever the base has."""
-    if config.is_sharded and lora.get('bits') is not None:
-        raise ConfigError('model.lora.bits', 'must be left out with FSDP, got: 4. Use DDP, or a base in float32')
-    if config.model.dtype == 'float32':
-        return
-    if config.is_sharded:
-        raise ConfigError(
-            'model.dtype',
-            'must be float32 with `model.lora` and FSDP, which shards weights of one type together, got: '
-            f'{config.model.dtype} and an adapter in float32. Set it, or use DDP',
-        )
-    precision = precision_of(config)
-    if not precision.startswith('amp'):
-        raise ConfigError(
-            'trainer.precision',
-            f'must be amp_bf16 or amp_fp16 with `model.lora` on a base in half precision, got: {precision}. Set it, or '
-            '`model.dtype` to float32',
-        )
 
 
 def _check_batch_sizes(config: TrainConfig, num_ranks: int) -> None:
@@ -219,11 +194,6 @@ def _check_sharding(config: TrainConfig) -> None:
             f'must be given with {settings["sharding_strategy"]}, which shards over all ranks without it. Set it to '
             'the number of nodes',
         )
-    clipping = config.algorithms.get('gradient_clipping') or {}
-    if clipping.get('clipping_type') == 'adaptive':
-        raise ConfigError(
-            'algorithms.gradient_clipping.clipping_type', 'must be norm or value with FSDP, got: adaptive'
-        )
 
 
 def _check_report(config: TrainConfig) -> None:
@@ -251,41 +221,19 @@ def _no_function(run: object) -> None:
     """Stands for the function that ``report.name`` does not name."""
 
 
-def check_folders(config: TrainConfig) -> None:
-    """Makes the folders that a run writes to, so that it fails before training. A dry run only tries."""
-    folders = {
-        'report.folder': config.report['folder'],
-        'trainer.save_folder': config.trainer.get('save_folder'),
-        'loader.lengths_folder': config.loader.lengths_folder,
-    }
-    run_name = config.trainer.get('run_name')
-    for path, folder in folders.items():
-        is_in_object_store = path == 'trainer.save_folder' and '://' in str(folder)
-        if folder is None or is_in_object_store:
-            continue
-        if run_name is not None:
-            folder = folder.replace('{run_name}', str(run_name))
-        # Other names in braces are known to the Trainer only.
-        folder = local_folder(path, folder.partition('{')[0])
-        try:
-            _make(folder, only_try=config.dry_run)
-        except OSError as error:
-            raise ConfigError(path, f'must be a folder that can be made, got: {folder} ({error.strerror})') from error
-        if path == 'report.folder':
-            check_regular_files(path, folder, RESULT_FILES)
-
-
 RESULT_FILES = ('metrics.jsonl', 'answers.jsonl', 'result.json', 'report.html')
 
 
-def _make(folder: Path, *, only_try: bool) -> None:
-    """Makes a folder, or raises the OSError that making it would raise, without leaving anything."""
-    if not only_try:
-        folder.mkdir(parents=True, exist_ok=True)
-        return
-    while not folder.exists():
-        folder = folder.parent
-    tempfile.TemporaryFile(dir=folder).close()
+def check_folders(config: TrainConfig) -> None:
+    """Refuses folders that would not be the ones meant, or whose files would be waited for. Others fail when opened."""
+    report_folder, save_folder = config.report['folder'], config.trainer.get('save_folder')
+    local_folder('report.folder', report_folder)
+    if config.loader.lengths_folder is not None:
+        local_folder('loader.lengths_folder', config.loader.lengths_folder)
+    if save_folder is not None and '://' not in save_folder:  # Composer also writes to object stores
+        local_folder('trainer.save_folder', save_folder)
+    run_name = str(config.trainer.get('run_name'))
+    check_regular_files('report.folder', Path(report_folder.replace('{run_name}', run_name)), RESULT_FILES)
 
 
 def check_regular_files(path: str, folder: Path, names: tuple[str, ...]) -> None:

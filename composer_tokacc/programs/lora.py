@@ -8,10 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import torch
+from pydantic import Field
 from torch import nn
 from transformers import BitsAndBytesConfig
 
@@ -49,6 +49,10 @@ class LoadedKeys(Protocol):
         ...
 
 
+Name = Annotated[str, Field(min_length=1)]
+ModuleNames = Annotated[list[Name], Field(min_length=1)]
+
+
 @dataclass(kw_only=True)
 class LoraSection:
     """Settings of an adapter. A setting that is null counts as left out."""
@@ -57,9 +61,9 @@ class LoraSection:
     alpha: Positive | None = None
     """Default: ``2 r``."""
     dropout: Fraction | None = None
-    target_modules: str | list[str] | None = None
+    target_modules: Name | ModuleNames | None = None
     """Names, or a regular expression of the whole name; default: the language model's linear layers."""
-    modules_to_save: list[str] | None = None
+    modules_to_save: ModuleNames | None = None
     """Trained as a whole, such as ``['multi_modal_projector']``."""
     bias: Literal['none', 'all', 'lora_only'] | None = None
     use_rslora: bool | None = None
@@ -70,24 +74,8 @@ class LoraSection:
 def check_lora(lora: Section, *, pretrained: str | None) -> None:
     """Refuses settings that no model can take, before any is loaded. :func:`with_adapter` refuses the rest."""
     check_arguments('model.lora', LoraSection, lora)
-    for name in ('target_modules', 'modules_to_save'):
-        modules = lora.get(name)
-        if modules is not None and (not modules or not all(modules)):
-            raise ConfigError(f'model.lora.{name}', f'must name modules, got: {modules!r}')
-    _check_package('model.lora', 'peft')
-    if lora.get('bits') is None:
-        return
-    if pretrained is None:
+    if lora.get('bits') is not None and pretrained is None:
         raise ConfigError('model.lora.bits', 'needs the weights of `model.pretrained` to round them')
-    if not torch.cuda.is_available():
-        raise ConfigError('model.lora.bits', 'needs a GPU, got: none. Leave it out to keep the base in `model.dtype`')
-    _check_package('model.lora.bits', 'bitsandbytes')
-    _check_package('model.lora.bits', 'accelerate')
-
-
-def _check_package(path: str, package: str) -> None:
-    if find_spec(package) is None:
-        raise ConfigError(path, f'needs the package {package}, got: none. pip install {package}')
 
 
 def with_adapter(

@@ -19,6 +19,7 @@ from composer.loggers import Logger, LoggerDestination
 from composer.utils import dist
 
 from composer_tokacc.cache import whole_file
+from composer_tokacc.programs.errors import building
 
 METRICS_FILE = 'metrics.jsonl'
 
@@ -78,7 +79,8 @@ class JsonLines(LoggerDestination):
         if dist.get_global_rank() or self._file is not None:
             return
         path = Path(self.folder.format(run_name=state.run_name)) / METRICS_FILE
-        path.parent.mkdir(parents=True, exist_ok=True)
+        with building('report.folder'):
+            path.parent.mkdir(parents=True, exist_ok=True)
         step = state.timestamp.batch.value
         if step and path.exists():
             _drop_lines_after(path, step)

@@ -211,9 +211,7 @@ def read_config(pretrained: str | None, config: Section | None, processor: Proce
                 text_settings = settings.setdefault('text_config', {})
             _complete_text(text_settings, tokenizer_of(processor))
             _complete_placeholders(settings, default, processor)
-        finished = config_class(**settings)
-    _check_shapes(finished)
-    return finished
+        return config_class(**settings)
 
 
 def _check_fields(settings: Section, default: PretrainedConfig, path: str) -> None:
@@ -267,27 +265,6 @@ def _placeholder_id(processor: Processor, modality: str) -> int | None:
     if token_id is None and isinstance(token, str):
         return tokenizer_of(processor).convert_tokens_to_ids(token)
     return token_id
-
-
-def _check_shapes(config: PretrainedConfig) -> None:
-    """Refuses values that would fail only in the first forward: a missing layer, heads that do not divide."""
-    num_layers = getattr(getattr(config, 'vision_config', None), 'num_hidden_layers', None)
-    feature_layers = getattr(config, 'vision_feature_layer', None)
-    if not isinstance(feature_layers, list | tuple):
-        feature_layers = [feature_layers]
-    for layer in feature_layers:
-        if isinstance(layer, int) and isinstance(num_layers, int) and not -num_layers - 1 <= layer <= num_layers:
-            raise ConfigError('model.config.vision_feature_layer', f'must be one of {num_layers} layers, got: {layer}')
-    inner_configs = [value for value in vars(config).values() if isinstance(value, PretrainedConfig)]
-    for part in (config, *inner_configs):
-        num_heads = getattr(part, 'num_attention_heads', None)
-        num_groups = getattr(part, 'num_key_value_heads', None)
-        if isinstance(num_heads, int) and isinstance(num_groups, int) and num_groups > 0 and num_heads % num_groups:
-            raise ConfigError(
-                'model.config',
-                f'must have `num_attention_heads` of {part.model_type} a multiple of `num_key_value_heads`, got: '
-                f'{num_heads} and {num_groups}',
-            )
 
 
 def tokenizer_of(processor: Processor | None) -> Any:
@@ -413,6 +390,11 @@ def _without_gradient(encoder: Any, feature_layers: Sequence[int]) -> list[str]:
     with fake_mode, torch.enable_grad():
         pixels = torch.empty(1, config.num_channels, *sides, dtype=encoder.dtype, device=encoder.device)
         states = functional_call(encoder, weights, (pixels,), {'output_hidden_states': True}).hidden_states
+        for layer in feature_layers:
+            if not -len(states) <= layer < len(states):
+                raise ConfigError(
+                    'model.config.vision_feature_layer', f'must be one of {len(states) - 1} layers, got: {layer}'
+                )
         features = torch.stack([states[layer].sum() for layer in feature_layers]).sum()
         gradients = torch.autograd.grad(features, [weights[name] for name in names], allow_unused=True)
     return [name for name, gradient in zip(names, gradients, strict=True) if gradient is None]

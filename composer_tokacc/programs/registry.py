@@ -116,9 +116,10 @@ def build_all(config: TrainConfig, kind: str) -> list[Any]:
     """Builds the algorithms, callbacks or loggers that a config names, in order."""
     path, section = kind, getattr(config, kind, None)
     if kind == 'loggers':
-        path, section = 'trainer.loggers', config.trainer.get('loggers')
+        path = 'trainer.loggers'
+        section = check_value(path, config.trainer.get('loggers'), dict[str, dict[str, Any] | None] | None)
     parts = []
-    for name, arguments in (check_value(path, section, dict | None) or {}).items():
+    for name, arguments in (section or {}).items():
         parts.append(_build_part(kind, f'{path}.{name}', name, arguments))
     return parts
 

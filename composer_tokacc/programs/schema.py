@@ -157,8 +157,8 @@ class TrainConfig:
     ``parts``: the changes, by name, for each of several datasets, each perhaps with ``epochs`` or ``weight``."""
     loader: LoaderConfig = field(default_factory=LoaderConfig)
     microbatching: MicrobatchingConfig = field(default_factory=MicrobatchingConfig)
-    algorithms: dict[str, Any] = field(default_factory=dict)
-    callbacks: dict[str, Any] = field(default_factory=dict)
+    algorithms: dict[str, dict[str, Any] | None] = field(default_factory=dict)
+    callbacks: dict[str, dict[str, Any] | None] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=lambda: {'name': 'decoupled_adamw'})
     """``name`` of a Composer or torch class, its arguments, and ``parts``: arguments of parts of the model, by name."""
     scheduler: dict[str, Any] = field(default_factory=lambda: {'name': 'constant'})
@@ -360,9 +360,22 @@ def check_value(
     try:
         checked = checker.validate_python(value)
     except ValidationError as error:
-        raise ConfigError(path, f'must be {_requirement(error)}, got: {_shown(value)}') from error
+        key_path, wrong_value = _place_of(error, path, value)
+        raise ConfigError(key_path, f'must {_requirement(error)}, got: {_shown(wrong_value)}') from error
     # A list of a host's own type would become an iterator that can be read once.
     return checked if isinstance(checked, bool | int | float | str | tuple) else value
+
+
+def _place_of(error: ValidationError, path: str, value: object) -> tuple[str, object]:
+    """Returns the key of the first wrong value inside a value that may be a mapping, and the wrong value."""
+    keys = error.errors()[0]['loc']
+    if '[key]' in keys:  # the key itself is wrong
+        return path, value
+    for key in keys:
+        # Pydantic also names the branch of a union.
+        if isinstance(value, Mapping) and key in value:
+            path, value = _join(path, key), value[key]
+    return path, value
 
 
 def _section_in(hint: Hint) -> Hint:
@@ -383,15 +396,15 @@ def _checker_of(hint: Hint) -> TypeAdapter | None:
 
 
 def _requirement(error: ValidationError) -> str:
-    """Returns the requirement in words: "greater than or equal to 1, or 'auto'"."""
+    """Returns the requirement in words: "be greater than or equal to 1, or 'auto'"."""
     requirements = []
     for detail in error.errors(include_url=False, include_input=False):
-        reason = detail['msg'].removeprefix('Input should be ').removeprefix('Value error, ')
+        reason = detail['msg'].partition(' should ')[2] or 'be ' + detail['msg'].removeprefix('Value error, ')
         reason = reason.replace('valid dictionary', 'mapping').replace('valid list', 'list')
         # No YAML file can hold an object of a class.
         if reason not in requirements and detail['type'] != 'is_instance_of':
             requirements.append(reason)
-    return ', or '.join(requirements) or 'left out'
+    return ', or '.join(requirements).replace(', or be ', ', or ') or 'be left out'
 
 
 def _shown(value: object) -> str:

@@ -26,7 +26,7 @@ def fail(source: str, module: str = 'my_package.part') -> None:
 
 def caught_from(call):
     """Returns the error that a call raises."""
-    with pytest.raises(Exception) as caught:  # noqa: PT011
+    with pytest.raises(Exception) as caught:
         call()
     return caught.value
 

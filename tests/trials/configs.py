@@ -46,9 +46,6 @@ CONFIGS = {
     'width multiple of 8': ('microbatching.width_multiple=8', WORKS),
     'layers below 0': ('model.config.text_config.num_hidden_layers=-1', 'num_hidden_layers'),
     'hidden size of 0': ('model.config.text_config.hidden_size=0', 'hidden_size'),
-    'a layer of the vision encoder that is not there': (
-        'model.config.vision_feature_layer=-99', 'vision_feature_layer',
-    ),
     'an attention that is not there': ('model.config.attn_implementation=flahs', 'attn_implementation'),
     'warm-up longer than the run, which was cut short': ('scheduler.t_warmup=100ep', WORKS),
     'weight decay without end': ('optimizer.weight_decay=.inf', '`optimizer'),
@@ -115,7 +112,6 @@ CONFIGS = {
         'callbacks.threshold_stopper={monitor: loss, dataloader_label: eval, threshold: 1}', 'loss of eval',
     ),
     'groups of no head': ('model.config.text_config.num_key_value_heads=0', 'num_key_value_heads'),
-    'groups that do not divide heads': ('model.config.text_config.num_key_value_heads=3', '`model.config` must'),
     'a dropout of twice all': ('model.config.text_config.attention_dropout=2.0', 'attention_dropout'),
     'workers that no machine holds': ('loader.num_workers=4000', '`loader.num_workers`'),
     'readers that no machine holds': ('dataset.num_workers=4000', '`dataset.num_workers`'),

@@ -399,7 +399,16 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
     ),
     'a run name longer than any file may have': (
         'train', [*RUN, 'trainer.save_folder={folder}/{run_name}', f'trainer.run_name={"x" * 300}'], None,
-        '`trainer.save_folder` must be a folder that can be made',
+        '`trainer.save_folder`',
+    ),
+    'checkpoints in a folder below a file': (
+        'train', [*RUN, 'trainer.save_folder={folder}/a.pt/x'], of_bytes(b''), '`trainer.save_folder`',
+    ),
+    'a layer of the vision encoder that is not there': (
+        'train', [*RUN, 'model.config.vision_feature_layer=-99'], None, '`model.config.vision_feature_layer`',
+    ),
+    'groups that do not divide heads': (
+        'train', [*RUN, 'model.config.text_config.num_key_value_heads=3'], None, 'shows where',
     ),
     'a level of logging of another name': (
         'train', [*RUN, 'trainer.python_log_level=loud'], None, '`trainer.python_log_level`',
