@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from composer import Trainer
 from composer.core import TimeUnit, ensure_time
-from composer.utils import dist, is_compressed_pt
+from composer.utils import is_compressed_pt
 from composer.utils.parallelism import FSDP2Config, FSDPConfig
 
 from composer_tokacc.programs.checkpoints import check_checkpoint
@@ -76,9 +76,11 @@ def check_config(config: TrainConfig, *, num_ranks: int | None = None) -> None:
 
 def _check_launcher() -> int:
     """Returns the number of ranks that the launcher has set in the environment."""
-    with building('RANK, LOCAL_RANK or WORLD_SIZE'):
-        rank, world_size = dist.get_global_rank(), dist.get_world_size()
-        dist.get_local_rank()
+    values = {'RANK': 0, 'LOCAL_RANK': 0, 'WORLD_SIZE': 1}
+    for name, default in values.items():
+        with building(name):
+            values[name] = int(os.environ.get(name, default))
+    rank, world_size = values['RANK'], values['WORLD_SIZE']
     if rank >= world_size:  # such a rank would take itself for one that writes nothing
         raise ConfigError('RANK', f'of the environment must be below WORLD_SIZE, got: {rank} of {world_size}. Unset it')
     return world_size

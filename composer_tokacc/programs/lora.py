@@ -22,9 +22,9 @@ from composer_tokacc.programs.host_types import Section
 from composer_tokacc.programs.schema import Count, Fraction, Positive, check_arguments
 
 PEFT_NAMES = {'alpha': 'lora_alpha', 'dropout': 'lora_dropout'}
-"""Names of the YAML section that peft calls otherwise."""
-BESIDE_WEIGHTS = ('alpha', 'dropout', 'bias', 'use_rslora')
-"""Settings that neither names nor shapes of an adapter's weights tell."""
+"""Keys of the YAML section, and peft's names for them."""
+NOT_IN_WEIGHTS = ('alpha', 'dropout', 'bias', 'use_rslora')
+"""Settings that cannot be read off the names and shapes of an adapter's weights."""
 DEFAULT_TARGETS = (
     r'(?!.*(vision|visual|image|audio|tower|resampler|connector|qformer)).*\.(q|k|v|o|qkv|gate|up|gate_up|down)_proj'
 )
@@ -257,7 +257,7 @@ def identify_adapter(model: nn.Module) -> dict[str, Any]:
     config = getattr(model, 'peft_config', {}).get('default')
     if config is None:
         return {}
-    identity = {f'model.lora.{name}': getattr(config, PEFT_NAMES.get(name, name)) for name in BESIDE_WEIGHTS}
+    identity = {f'model.lora.{name}': getattr(config, PEFT_NAMES.get(name, name)) for name in NOT_IN_WEIGHTS}
     if config.base_model_name_or_path is not None:
         identity['model.pretrained'] = fingerprint(_ends_of_base(model))
     return identity

@@ -148,7 +148,10 @@ def read_metrics(folder: Path) -> dict[str, Series]:
 
 
 def select(metrics: Mapping[str, Series], pattern: str) -> dict[str, Series]:
-    """Returns the metrics that match a pattern, by the text at its star, or else by the last part of the name."""
+    """Returns the metrics that match a pattern.
+
+    Their new names are the text at the star of the pattern. Without a star it is the last part of the name.
+    """
     start, _, end = pattern.partition('*')
     selected = {}
     for name in fnmatch.filter(metrics, pattern):

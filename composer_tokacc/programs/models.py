@@ -273,10 +273,12 @@ def tokenizer_of(processor: Processor | None) -> Any:
 
 
 def _lies_under(parameter_name: str, part_name: str) -> bool:
+    """Returns whether a parameter belongs to a part of the model. A leading ``model.`` makes no difference."""
     if f'{parameter_name}.'.startswith(f'{part_name}.'):
         return True
-    inner, outer = parameter_name.removeprefix('model.'), part_name.removeprefix('model.')
-    return f'{inner}.'.startswith(f'{outer}.')
+    short_name = parameter_name.removeprefix('model.')
+    short_part_name = part_name.removeprefix('model.')
+    return f'{short_name}.'.startswith(f'{short_part_name}.')
 
 
 def auto_class(config: PretrainedConfig) -> Any:

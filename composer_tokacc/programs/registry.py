@@ -70,7 +70,8 @@ ALIASES = {
 }
 UNSUITED = (
     torch.optim.SparseAdam,  # needs sparse gradients
-    composer.algorithms.AugMix,  # this and the following: batches of images and classes, or of tensors only
+    # The algorithms change images or labels of batches that have no other entries.
+    composer.algorithms.AugMix,
     composer.algorithms.ColOut,
     composer.algorithms.CutMix,
     composer.algorithms.CutOut,

@@ -340,11 +340,7 @@ def _annotations_of(target: Callable[..., Any]) -> dict[str, Hint]:
         return {}
 
 
-def check_value(
-    path: str,
-    value: Any,
-    hint: Hint,
-) -> Any:
+def check_value(path: str, value: Any, hint: Hint) -> Any:
     """Returns the value if it fits the annotation. One of our sections becomes its dataclass.
 
     A number or a bool in quotes is refused, because hosts take the text ``no`` for true.
@@ -362,7 +358,7 @@ def check_value(
     except ValidationError as error:
         key_path, wrong_value = _place_of(error, path, value)
         raise ConfigError(key_path, f'must {_requirement(error)}, got: {_shown(wrong_value)}') from error
-    # A list of a host's own type would become an iterator that can be read once.
+    # Pydantic may have put a list into an iterator, which can be read only once.
     return checked if isinstance(checked, bool | int | float | str | tuple) else value
 
 
