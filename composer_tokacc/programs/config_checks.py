@@ -71,7 +71,6 @@ def check_config(config: TrainConfig, *, num_ranks: int | None = None) -> None:
     if config.is_sharded:
         _check_sharding(config)
     _check_report(config)
-    _check_names(config)
 
 
 def _check_launcher() -> int:
@@ -125,20 +124,7 @@ def _check_trainer(trainer: Section) -> None:
     load_path = trainer.get('load_path')
     if load_path is not None and '://' not in load_path and '{' not in load_path:
         check_checkpoint('trainer.load_path', Path(load_path))
-
-
-def _check_names(config: TrainConfig) -> None:
-    """Refuses ``None`` and empty texts as names, and a name that no file system takes."""
-    trainer = config.trainer
-    names = {f'trainer.{key}': trainer.get(key) for key in ('run_name', 'save_folder', 'load_path')}
-    names['report.folder'] = config.report.get('folder')
-    names['loader.lengths_folder'] = config.loader.lengths_folder
-    for path, name in names.items():
-        # `key=None` on the command line is this text, because YAML writes null.
-        if name is not None and name.strip() in ('', 'None'):
-            raise ConfigError(path, f'must be a name, got: {name!r}. Write null for none')
-    run_name = trainer.get('run_name')
-    if trainer.get('save_folder') and run_name is None and '{run_name}' in trainer['save_folder']:
+    if '{run_name}' in (trainer.get('save_folder') or '') and trainer.get('run_name') is None:
         raise ConfigError('trainer.run_name', 'must be given, because `trainer.save_folder` has {run_name} in it')
 
 

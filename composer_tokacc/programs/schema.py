@@ -37,12 +37,23 @@ NotNegative = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
+
+def _check_name(value: str) -> str:
+    # `key=None` on the command line is a text, because YAML writes null.
+    if value.strip() in ('', 'None'):
+        raise ValueError('a name, or null for none')
+    return value
+
+
+Name = Annotated[str, AfterValidator(_check_name)]
+"""A name of a run, a folder or a file."""
+
 INFINITE_HINTS = {'quadratic': Annotated[float, Field(allow_inf_nan=True)]}
 """Keys that may be ``.inf``: an infinite width switches the term of a cost model off."""
 INVALID_YAML = (yaml.YAMLError, ValueError, OmegaConfBaseException, RecursionError)
 """Errors of OmegaConf for a text that is not YAML."""
 REPORT_KEYS: dict[str, Hint] = {
-    'folder': str,
+    'folder': Name,
     'name': str,
     'export': bool | None,
     'answers': NotNegative,
@@ -101,7 +112,7 @@ class LoaderConfig:
     ``microbatching.slot_tokens`` or ``dataset.max_length``."""
     modality: Literal['mixed', 'per_step'] = 'mixed'
     """``mixed``, or ``per_step``: every global batch is of samples with images, or of samples without."""
-    lengths_folder: str | None = None
+    lengths_folder: Name | None = None
     """Where lengths of samples are kept between runs; null means the user's cache folder."""
     on_other_data: Literal['raise', 'warn'] = 'raise'
     """A run resumed with other data, another processor or vocabulary than its checkpoint's: ``raise``, or ``warn`` and
