@@ -101,6 +101,7 @@ def _rehearse_all(config: TrainConfig) -> None:
 
 
 def _train(config: TrainConfig) -> None:
+    """Builds the run, trains and evaluates it, and writes its report on the first rank."""
     trainer_parts = build_trainer_parts(config, with_loggers=True)
     trainer_parts.loggers.append(JsonLines(config.report['folder']))
     history = InMemoryLogger()

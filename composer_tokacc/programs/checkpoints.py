@@ -380,7 +380,7 @@ class SameData(Callback):
             )
 
     def after_load(self, state: State, logger: Logger) -> None:
-        """Ends what :meth:`before_load` began."""
+        """Lets checkpoints hold the fingerprints again, and forgets the model."""
         self._is_loading = False
         self.model = None
 

@@ -62,7 +62,7 @@ KINDS = {
     'optimizer': Kind(torch.optim.Optimizer, (composer.optim, torch.optim)),
     'scheduler': Kind(ComposerScheduler, (composer.optim,), suffix='scheduler'),
 }
-# Our own classes under the names of their llm-foundry entry points, and names that llm-foundry's users know.
+# Names that users of llm-foundry know, also for our own classes.
 ALIASES = {
     ('algorithms', 'token_accumulation'): 'composer_tokacc.TokenAccumulation',
     ('callbacks', 'token_monitor'): 'composer_tokacc.TokenMonitor',
@@ -114,7 +114,7 @@ HOST_HINTS: dict[str, Hint] = {
     'train_subset_num_batches': _ALL_OR_SOME,
     'window_size': Count,
 }
-"""Ranges of arguments, of any class of a host, where the host takes other values in silence or fails in a step."""
+"""Ranges of arguments by name, for all classes of hosts. They accept other values in silence, or fail in a step."""
 
 
 def build_all(config: TrainConfig, kind: str) -> list[Any]:

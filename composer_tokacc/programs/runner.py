@@ -22,7 +22,7 @@ from composer_tokacc.programs.schema import TrainConfig, load_config
 log = logging.getLogger(__name__)
 
 SECONDS_FOR_LAUNCHER = 10.0
-"""Seconds in which Composer's launcher ends this rank, if it has seen that another one failed."""
+"""Composer's launcher ends all ranks within these seconds after one has failed."""
 
 
 def run_program(
@@ -68,7 +68,7 @@ def run_program(
         if not message:
             raise
         if has_lost_rank(error):
-            # The launcher prints what a rank wrote that failed, but nothing of the ranks that it ends because of it.
+            # The launcher prints the line of the rank that failed first, and ends this rank before it prints another.
             time.sleep(SECONDS_FOR_LAUNCHER)
         print(one_line(message), file=sys.stderr, flush=True)
         return 2

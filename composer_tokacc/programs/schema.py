@@ -310,10 +310,7 @@ def check_arguments(
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, Mapping):
-        where = f'`{path}`' if path else 'the config'
-        raise ConfigError(
-            '', f'{where} must be a mapping, got: {shorten(arguments, 200)}. Leave it out for its defaults'
-        )
+        raise ConfigError(path, f'must be a mapping, got: {shorten(arguments, 200)}. Leave it out for its defaults')
     annotations = {**_annotations_of(target), **(hints or {}), **(extra_keys or {})}
     known_names = list(extra_keys or ())
     takes_any_name = False
@@ -336,8 +333,7 @@ def check_names(path: str, arguments: Iterable[object], known_names: Iterable[st
     known_list = list(known_names)
     for key in arguments:
         if key not in known_list:
-            message = unknown_name('key' if path else 'section', str(key), known_list)
-            raise ConfigError(path, message) if path else ConfigError('', f'the config {message}')
+            raise ConfigError(path or 'config', unknown_name('key', str(key), known_list))
 
 
 def _annotations_of(target: Callable[..., Any]) -> dict[str, Hint]:
@@ -376,8 +372,8 @@ def check_value(path: str, value: Any, hint: Hint) -> Any:
 def _place_of(error: ValidationError, path: str, value: object) -> tuple[str, object]:
     """Returns the key of the first wrong value inside a value that may be a mapping, and the wrong value."""
     keys = error.errors()[0]['loc']
-    if '[key]' in keys:  # the key itself is wrong
-        return path, value
+    if '[key]' in keys:  # the key itself is wrong, which stands before this mark
+        return path, keys[keys.index('[key]') - 1]
     for key in keys:
         # Pydantic also names the branch of a union.
         if isinstance(value, Mapping) and key in value:

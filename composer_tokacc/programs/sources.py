@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Builds what the sections ``dataset`` and ``loader`` describe: processor, datasets, lengths, and loaders.
+"""Builds processor, datasets, length tables and loaders from the sections ``dataset`` and ``loader``.
 
 A run reads its samples by index, from files, tables and dataset classes, or streams them from shards.
 """
@@ -122,7 +122,7 @@ class Source(ABC):
 
     @abstractmethod
     def build_dataset(self, processor: Processor, *, is_eval: bool = False) -> Any:
-        """Returns the training set, or the eval set, which is None without ``dataset.eval``."""
+        """Returns the training set or the eval set. Without ``dataset.eval`` the eval set is None."""
 
     @abstractmethod
     def open_loader(self, dataset: Any, processor: Processor, options: Section, *, is_eval: bool) -> OpenedLoader:
@@ -256,7 +256,7 @@ class FileSource(Source):
         if 'parts' in self.section:
             self._check_parts()
         else:
-            _check_dataset('dataset', without(self.section, 'processor', 'eval'), {'name': Any})
+            _check_dataset('dataset', self.section, {'name': Any, 'eval': Any})
         if self.section.get('eval') is not None:
             _check_dataset('dataset.eval', self._eval_section(), {'name': Any})
         if self.config.model.pretrained is None:

@@ -471,7 +471,7 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
     ),
     'size into a folder that cannot be made': (
         'size', [DIGITS, 'dataset.num_samples=16', 'device_memory_gib=8', 'folder={folder}/a.pt/size'], of_bytes(b''),
-        'folder',
+        'a.pt/size',
     ),
 }  # fmt: skip
 ENVIRONMENTS = {
