@@ -39,7 +39,7 @@ from composer_tokacc.programs.schema import Count, Fraction, NotNegative, Positi
 log = logging.getLogger(__name__)
 
 FEATURE_LAYER_FAMILIES = ('llava', 'llava_next', 'llava_next_video', 'llava_onevision', 'video_llava', 'vipllava')
-"""Model types that read ``hidden_states[vision_feature_layer]`` of their vision encoder. Later layers get no gradient."""
+"""Model types that read ``hidden_states[vision_feature_layer]`` of their vision encoder, and no later layer."""
 ALWAYS_KNOWN = frozenset({'model_type', 'rope_theta', 'rope_scaling', 'rope_parameters', 'tie_word_embeddings'})
 """Fields that Transformers accepts although not every config class has them as attributes."""
 FIELD_RANGES = {'_size': Annotated[float, Field(ge=1)], '_heads': Count, '_theta': Positive, 'dropout': Fraction}
