@@ -19,7 +19,7 @@ from composer_tokacc.cache import fingerprint
 from composer_tokacc.model_structure import cast_model
 from composer_tokacc.programs.errors import ConfigError, building
 from composer_tokacc.programs.host_types import Section
-from composer_tokacc.programs.schema import Count, Fraction, Positive, check_arguments
+from composer_tokacc.programs.schema import Count, Fraction, Name, Positive, check_arguments
 
 PEFT_NAMES = {'alpha': 'lora_alpha', 'dropout': 'lora_dropout'}
 """Keys of the YAML section, and peft's names for them."""
@@ -49,7 +49,6 @@ class LoadedKeys(Protocol):
         ...
 
 
-Name = Annotated[str, Field(min_length=1)]
 ModuleNames = Annotated[list[Name], Field(min_length=1)]
 
 

@@ -46,7 +46,7 @@ def _check_name(value: str) -> str:
 
 
 Name = Annotated[str, AfterValidator(_check_name)]
-"""A name of a run, a folder or a file."""
+"""A name of a run, a folder, a file or a module."""
 
 INFINITE_HINTS = {'quadratic': Annotated[float, Field(allow_inf_nan=True)]}
 """Keys that may be ``.inf``: an infinite width switches the term of a cost model off."""
