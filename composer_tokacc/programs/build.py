@@ -163,8 +163,10 @@ def build_trainer(
     )
     callbacks = [*trainer_parts.callbacks, same_data]
     if config.trainer.get('spin_dataloaders', True):
+        # A resumed run need not read the batches that Composer discards.
         callbacks.append(SkipReadBatches())
-    if hasattr(parts.train_dataset, 'load_state_dict'):  # as StreamingDataset
+    if hasattr(parts.train_dataset, 'load_state_dict'):
+        # Such as StreamingDataset: Composer discards no batch, and then forgets the random numbers.
         callbacks.append(RestoreRandomState())
     with building('trainer'):
         return Trainer(

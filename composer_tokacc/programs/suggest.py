@@ -26,7 +26,7 @@ from composer_tokacc.collectives import from_any_rank
 from composer_tokacc.data import TABLE_COLUMNS, LengthTable
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.monitor import TokenMonitor
-from composer_tokacc.programs.errors import ConfigError, PartError, raised_here
+from composer_tokacc.programs.errors import ConfigError, PartError, is_refusal
 from composer_tokacc.programs.host_types import Processor, SampleDataset
 from composer_tokacc.programs.models import build_transformers_model
 from composer_tokacc.programs.process import say
@@ -93,7 +93,7 @@ def _suggestion(
         memory = memory_of_run(config, dataset, processor, table)
         report = suggest_for_run(config, memory, table, num_ranks=dist.get_world_size(), gib=memory_gib)
     except ValueError as error:
-        if not isinstance(error, ConfigError) and not raised_here(error):  # of a host, which ends the other ranks too
+        if not isinstance(error, ConfigError) and not is_refusal(error):  # of a host, which ends the other ranks too
             raise
         return Suggestion(refusal=str(error))
     if report.too_large:
