@@ -1,0 +1,65 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Under the composer launcher: a sharded ``HuggingFaceModel`` as the user makes it, then with the line of the warning.
+
+Rank 0 writes the warnings and the error of the gradient of each of the two runs, and the number of FSDP units.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+from composer.models import HuggingFaceModel
+
+from composer_tokacc import token_data_spec
+from composer_tokacc.algorithm import reduction
+from composer_tokacc.model_structure import fsdp_units
+from tests.support.fsdp import FSDP, repair_average
+from tests.support.text import collate, text_model, text_rows
+from tests.support.training import fit, loader, rank_share, reference_gradients, relative_error, write_result
+
+ROWS = [(4, 2), (14, 11), (9, 9), (5, 1), (6, 1), (7, 2)]
+
+
+class Messages(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def train(line: str) -> dict[str, Any]:
+    """Trains a step after a line of Python that speaks of the ``model``."""
+    rows = text_rows(ROWS)
+    model = HuggingFaceModel(text_model(), shift_labels=True)
+    expected, _ = reference_gradients(model.model, collate(rows))
+    exec(line, {'model': model})
+    messages = Messages()
+    reduction.log.addHandler(messages)
+    recorder = fit(model, token_data_spec(loader(collate(rank_share(rows, (2, 4))))), **FSDP)
+    reduction.log.removeHandler(messages)
+    return {
+        'warnings': messages.texts,
+        'error': relative_error(recorder.gradients, expected),
+        'num_units': len(fsdp_units(recorder.trainer.state.model)),
+    }
+
+
+def results() -> list[dict[str, Any]]:
+    repair_average()
+    as_it_is = train('')
+    line = ''
+    for text in as_it_is['warnings']:
+        line = re.search(r'model\.\S+ = .*\]', text)[0]  # pyright: ignore[reportOptionalSubscript]
+    return [as_it_is, train(line)]
+
+
+if __name__ == '__main__':
+    write_result(results)
