@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from composer_tokacc.collectives import get_global_rank
 from composer_tokacc.compat import is_reduced, state_of_gradient
-from composer_tokacc.model_structure import fsdp_units, transformer_blocks
+from composer_tokacc.model_structure import fsdp_units, transformer_blocks, unwrapped_block
 
 log = logging.getLogger(__name__)
 
@@ -147,7 +147,7 @@ def warn_of_large_units(model: torch.nn.Module) -> None:
             'model.%s.fsdp_wrap_fn = lambda module: type(module).__name__ in %s  (docs/distributed.md#units-of-fsdp)',
             name,
             name,
-            sorted({type(block).__name__ for block in blocks}),
+            sorted({type(unwrapped_block(block)).__name__ for block in blocks}),
         )
 
 
