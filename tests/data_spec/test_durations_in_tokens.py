@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Durations and warm-up in ``'tok'`` count real tokens: no padding, no dummy rows, every token with or without a label."""
+"""Durations and warm-up in ``'tok'`` count real tokens, with or without a label: no padding, no dummy rows."""
 
 from __future__ import annotations
 
