@@ -13,6 +13,7 @@ import re
 from typing import Any
 
 from composer.models import HuggingFaceModel
+from composer.utils import dist
 
 from composer_tokacc import token_data_spec
 from composer_tokacc.algorithm import reduction
@@ -55,10 +56,11 @@ def train(line: str) -> dict[str, Any]:
 def results() -> list[dict[str, Any]]:
     repair_average()
     as_it_is = train('')
-    line = ''
-    for text in as_it_is['warnings']:
-        line = re.search(r'model\.\S+ = .*\]', text)[0]  # pyright: ignore[reportOptionalSubscript]
-    return [as_it_is, train(line)]
+    # Only the first rank warns, and all ranks must shard alike.
+    warnings_of_ranks = dist.all_gather_object(as_it_is['warnings'])
+    match = re.search(r'model\.\S+ = .*\]', ''.join(warnings_of_ranks[0]))
+    assert match is not None, warnings_of_ranks
+    return [as_it_is, train(match[0])]
 
 
 if __name__ == '__main__':
