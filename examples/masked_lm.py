@@ -217,11 +217,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     trainer.fit()
     if dist.get_global_rank() == 0:
         for step, (_, loss) in enumerate(memory.data['loss/train/total'], start=1):
-            print(f'step {step}: loss {float(loss):.6f}')
+            print(f'step {step}: loss {float(loss):.4f}')
         print(f'trained on {trainer.state.timestamp.token.value} tokens')
         for name in ('LanguageCrossEntropy', 'MaskedAccuracy'):
             _, value = memory.data[f'metrics/eval/{name}'][-1]
-            print(f'evaluation, {name}: {float(value):.6f}')
+            print(f'evaluation, {name}: {float(value):.4f}')
     trainer.close()
 
 

@@ -3,7 +3,8 @@
 
 """Under the composer launcher: a sharded ``HuggingFaceModel`` as the user makes it, then with the line of the warning.
 
-Rank 0 writes the warnings and the error of the gradient of each of the two runs, and the number of FSDP units.
+Rank 0 writes the warnings and the error of the gradient of each of the two runs, and the number of FSDP2 units. FSDP1
+shards such models as well, and its warnings are written.
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ import logging
 import re
 from typing import Any
 
+import torch
 from composer.models import HuggingFaceModel
 from composer.utils import dist
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import CustomPolicy
 
 from composer_tokacc import token_data_spec
 from composer_tokacc.algorithm import reduction
@@ -53,14 +57,34 @@ def train(line: str) -> dict[str, Any]:
     }
 
 
-def results() -> list[dict[str, Any]]:
+def warnings_of_fsdp1(line: str) -> list[str]:
+    """Returns the warnings for a model that FSDP1 shards, as Composer does it on GPUs. It is not trained."""
+    model = HuggingFaceModel(text_model(), shift_labels=True)
+    exec(line, {'model': model})
+    policy = CustomPolicy(getattr(model.model, 'fsdp_wrap_fn', lambda module: False))
+    model.model = FullyShardedDataParallel(
+        model.model, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device('cpu')
+    )
+    messages = Messages()
+    reduction.log.addHandler(messages)
+    reduction.warn_of_large_units(model)
+    reduction.log.removeHandler(messages)
+    return messages.texts
+
+
+def results() -> dict[str, Any]:
     repair_average()
     as_it_is = train('')
     # Only the first rank warns, and all ranks must shard alike.
     warnings_of_ranks = dist.all_gather_object(as_it_is['warnings'])
     match = re.search(r'model\.\S+ = .*\]', ''.join(warnings_of_ranks[0]))
     assert match is not None, warnings_of_ranks
-    return [as_it_is, train(match[0])]
+    return {
+        'as_it_is': as_it_is,
+        'with_line': train(match[0]),
+        'fsdp1_as_it_is': warnings_of_fsdp1(''),
+        'fsdp1_with_line': warnings_of_fsdp1(match[0]),
+    }
 
 
 if __name__ == '__main__':
