@@ -9,6 +9,7 @@ from itertools import chain
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 VISION_MODULES = {
     'vision_tower',
@@ -49,6 +50,25 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
             if has_parameters:
                 blocks.append(block)
     return blocks
+
+
+def unwrapped_block(block: nn.Module) -> nn.Module:
+    """Returns the block inside of torch's wrappers, such as that of activation checkpointing."""
+    children = list(block.children())
+    while type(block).__module__.startswith('torch.') and len(children) == 1:
+        [block] = children
+        children = list(block.children())
+    return block
+
+
+def fsdp_units(model: nn.Module) -> list[nn.Module]:
+    """Returns the modules whose weights FSDP1 or FSDP2 gathers together."""
+    units = []
+    for module in model.modules():
+        # By its name, because a newer torch may have no FSDP1.
+        if isinstance(module, FSDPModule) or type(module).__name__ == 'FullyShardedDataParallel':
+            units.append(module)
+    return units
 
 
 def cast_model(model: nn.Module, dtype: torch.dtype) -> None:

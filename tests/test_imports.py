@@ -99,6 +99,7 @@ def test_the_plugin_loads_no_data_no_sizing_and_no_program():
 ORDER = (
     'faces',
     'compat',
+    'model_structure',
     'batch',
     'collectives',
     'repeated_samples',
@@ -119,7 +120,6 @@ ORDER = (
     'step_watch',
     'isolation',
     'invariance',
-    'model_structure',
     'cache',
     'data',
     'sizing',

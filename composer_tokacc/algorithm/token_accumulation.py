@@ -17,7 +17,7 @@ from composer.loggers import Logger
 
 from composer_tokacc.algorithm.functional import sample_weight, token_weight
 from composer_tokacc.algorithm.loss_terms import LOSS_UNITS, LossTerms, SplitLoss, attached_zero, tensors_in
-from composer_tokacc.algorithm.reduction import check_reduced, check_sharding
+from composer_tokacc.algorithm.reduction import check_reduced, check_sharding, warn_of_large_units
 from composer_tokacc.algorithm.setup import AlgorithmOptions, RunContext, check_microbatches
 from composer_tokacc.batch import Batch, BatchDict, labels_of, sample_name
 from composer_tokacc.checks.logits import (
@@ -218,6 +218,7 @@ class TokenAccumulation(Algorithm):
     def _start_fit(self, state: State, logger: Logger) -> None:
         """FIT_START: the model is wrapped now. A second fit may bring another loader, so rows are checked again."""
         check_sharding(state.model)
+        warn_of_large_units(state.model)
         if sum(isinstance(algorithm, TokenAccumulation) for algorithm in state.algorithms) > 1:
             raise ValueError('`algorithms` must hold TokenAccumulation once, got: twice. The second would weigh again.')
         self._context = None

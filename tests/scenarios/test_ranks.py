@@ -54,6 +54,20 @@ def test_fsdp2_neither_hangs_nor_changes_the_gradient():
 
 
 @pytest.mark.slow
+def test_one_fsdp_unit_is_warned_of():
+    """With the line that the warning tells to add, the blocks of the model are units as well."""
+    results = launch_json('tests/ranks/fsdp_units.py', ranks=2)
+    as_it_is, with_line = results['as_it_is'], results['with_line']
+    assert as_it_is['num_units'] == len(as_it_is['warnings']) == 1
+    assert 'fsdp_wrap_fn' in as_it_is['warnings'][0]
+    assert with_line['num_units'] == 3
+    assert with_line['warnings'] == []
+    assert max(as_it_is['error'], with_line['error']) < TOLERANCE
+    assert results['fsdp1_as_it_is'] == as_it_is['warnings']
+    assert results['fsdp1_with_line'] == []
+
+
+@pytest.mark.slow
 def test_one_all_reduce_a_step_whatever_the_number_of_microbatches():
     results = launch_json('tests/ranks/collectives.py', ranks=2)
     assert results.keys() == {'1', '6'}  # microbatch sizes
