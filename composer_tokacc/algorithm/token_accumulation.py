@@ -172,6 +172,11 @@ class TokenAccumulation(Algorithm):
         """The counting rule, once it is known."""
         return None if self._fit is None else self._fit.check.rule
 
+    @property
+    def has_logits(self) -> bool:
+        """Whether the model returns logits. If not, it returns hidden states, and its loss has the head."""
+        return self._fit is None or self._fit.check.has_logits
+
     def match(self, event: Event, state: State) -> bool:
         """Runs on the events named above."""
         return event in self._actions

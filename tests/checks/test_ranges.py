@@ -25,7 +25,7 @@ from tests.support.small_batches import TEXT, text_batch
 from tests.support.text import collate, text_rows
 
 TOP_K = 8
-"""So many keys the models attend to, as soon as there are more columns."""
+"""The number of keys that a model attends to, as soon as there are more columns."""
 
 
 def top_k_model(model_type: str, *, scales: bool) -> HuggingFaceModel:
@@ -60,7 +60,7 @@ def growing_batches(side: str) -> list[dict[str, Any]]:
     [('right', {}), ('left', {}), ('right', {'packing': True}), ('right', {'regroup': False})],
     ids=['right', 'left', 'packed', 'in order'],
 )
-@pytest.mark.parametrize(('model_type', 'scales'), [('deepseek_v32', False), ('doge', True)])
+@pytest.mark.parametrize(('model_type', 'scales'), [('deepseek_v32', False), ('glm_moe_dsa', False), ('doge', True)])
 def test_width_that_changes_the_model(model_type, scales, side, options):
     """The first batch is narrower than the width from which on keys are selected."""
     if model_type not in CONFIG_MAPPING:
@@ -72,6 +72,17 @@ def test_width_that_changes_the_model(model_type, scales, side, options):
     assert set(kinds) <= {'exact', 'refused'}, [str(outcome) for outcome in outcomes]
     if options.get('packing'):
         assert kinds[-1] == 'refused'
+
+
+@pytest.mark.parametrize('side', ['right', 'left'])
+def test_equal_keys_are_refused_at_once(side):
+    """Doge chooses between equal keys, in rows of other batches only by chance."""
+    if 'doge' not in CONFIG_MAPPING:
+        pytest.skip('this release of transformers does not have it')
+    for scales in (False, True):
+        outcomes = measure_steps(top_k_model('doge', scales=scales), growing_batches(side), 2)
+        assert outcomes[-1].kind == 'refused'
+        assert len(outcomes) <= 2
 
 
 class Summing(ComposerModel):
