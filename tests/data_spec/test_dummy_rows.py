@@ -68,8 +68,7 @@ def own_rows(case: FamilyCase, side: str):
     return batch
 
 
-@pytest.mark.parametrize('side', ['right', 'left'])
-@pytest.mark.parametrize('spare', [1, 5], ids=['narrower', 'wider'])
+@pytest.mark.parametrize(('spare', 'side'), [(1, 'right'), (5, 'left')], ids=['narrower, right', 'wider, left'])
 @pytest.mark.parametrize('name', IMAGE_FAMILIES)
 def test_dummy_image_row_changes_no_gradient(name, spare, side):
     case = case_of(name)

@@ -31,9 +31,10 @@ def test_packed_groups_keep_cap_and_rows():
         assert all(len(group) == 1 or sum(lengths[row] for row in group) <= cap for group in groups)
 
 
-@pytest.mark.parametrize('side', ['left', 'right'])
-@pytest.mark.parametrize('attention', ['sdpa', 'eager'])
-@pytest.mark.parametrize('microbatch_size', [1, 2, 6])
+@pytest.mark.parametrize(
+    ('side', 'attention', 'microbatch_size'),
+    [('left', 'sdpa', 1), ('left', 'eager', 2), ('right', 'sdpa', 2), ('right', 'sdpa', 6), ('right', 'eager', 1)],
+)
 def test_packed_text_is_exact(side, attention, microbatch_size):
     model = text_model(attn_implementation=attention)
     batch = collate(text_rows(SHAPE), side=side)
