@@ -117,10 +117,13 @@ def test_ranks_exchange_what_they_read(ranks):
     counts = READ[ranks]
     starts = [sum(counts[:rank]) for rank in range(ranks)]
     read = [
-        [index for start, count in zip(starts, counts, strict=True)
-         for index in range(start + step * BATCH, start + min((step + 1) * BATCH, count))]
+        [
+            index
+            for start, count in zip(starts, counts, strict=True)
+            for index in range(start + step * BATCH, start + min((step + 1) * BATCH, count))
+        ]
         for step in range(-(-max(counts) // BATCH))
-    ]  # fmt: skip
+    ]
     check_steps(results['uneven'], read)
     if ranks > 1:
         computed = [name for rank in results['uneven'][0] for name in rank['names']]
