@@ -1,235 +1,292 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Speed and memory of TokenAccumulation with all logits, and with logits only where a label is.
+"""Speed of trainers on data where few positions have a label, and where the time of a microbatch goes.
 
-    python -m benchmarks.logits [--rounds 5] [--quick]
+    .venv-rivals/bin/python -m benchmarks.logits [--ranks 1 2] [--rounds 5]
+    python -m benchmarks.logits --report     # only the picture and the tables of docs/logits.md, from the results
 
-The models have the layers and the ratio of vocabulary to hidden size of SmolVLM-256M (85) and Qwen2.5-VL-3B (74), but
-smaller sizes, for two cores. They are text models: image tokens are tokens without a label. The lengths are those of
-the real tables (folder COMPOSER_TOKACC_LENGTHS), a quarter as wide, and answers have 4 to 48 tokens. Stock Composer,
-``logits='all'`` and ``logits='auto'`` take turns in each round, and TRL with ``chunked_nll`` if it is installed.
-Prints a table; writes results/logits.json.
+Two text models have the ratio of vocabulary to hidden size of SmolVLM-256M (85) and Qwen2.5-VL-3B (74). They are small
+enough for two cores, and have a sixth of the layers. Image tokens are tokens without a label. The lengths
+are those of the real tables (folder COMPOSER_TOKACC_LENGTHS), a quarter as wide, and answers have 4 to 48 tokens. The
+contenders are those of `benchmarks.rivals`, and take turns in each round. A microbatch is timed at the full depth, too.
+
+Writes results/logits.json. The memory in the picture is that of results/logits_memory.json.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
-import tempfile
 import time
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
-from importlib.util import find_spec
-from itertools import pairwise
+from collections.abc import Callable, Sequence
+from itertools import product
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
-from transformers import LlamaConfig, LlamaForCausalLM
+import transformers
+from transformers import LlamaForCausalLM
 
-from benchmarks.length_sets import read_tables
+from benchmarks.logits_memory import IMAGE_TOKENS, ROW_TOKENS, model_config
+from benchmarks.logits_memory import RESULT as MEMORY_FILE
 from benchmarks.machine import machine
-from benchmarks.record import parser_of, show, write
-from benchmarks.timed_steps import Row, data_of, fit
-from composer_tokacc import BatchLayout, TokenAccumulation
-from composer_tokacc.data.processor import train_tokenizer
+from benchmarks.record import RESULTS, ROOT, filled, parser_of, table, write_rows
+from benchmarks.rivals.__main__ import keep, launch
+from benchmarks.rivals.data import SHAPES, Sizes, new_model
+from benchmarks.rivals.report import TITLES, by_rival, worst_error
+from composer_tokacc.label_selector import LabelSelector
 
-DEVICE_BATCH = 16
-MICROBATCH = 4
-METHODS = ('stock', 'all', 'auto')
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of a model."""
-
-    vocabulary: int
-    hidden_size: int
-    inner_size: int
-    num_layers: int
-
-    def build(self) -> LlamaForCausalLM:
-        torch.manual_seed(0)
-        config = LlamaConfig(
-            vocab_size=self.vocabulary,
-            hidden_size=self.hidden_size,
-            intermediate_size=self.inner_size,
-            num_hidden_layers=self.num_layers,
-            num_attention_heads=self.hidden_size // 32,
-            max_position_embeddings=4096,
-            use_cache=False,
-        )
-        return LlamaForCausalLM(config).train()
+PAGE = ROOT / 'docs' / 'logits.md'
+PICTURE = ROOT / 'docs' / 'figures' / 'logits.svg'
+RESULTS_FILE = RESULTS / 'logits.json'
+CONTENDERS = ('composer', 'hf', 'hf_rebalance', 'odb', 'trl', 'ours_all_logits', 'ours_sampler')
+# Layers of the models that are trained, and of the known ones.
+LAYERS = {'smolvlm': (5, 30), 'qwen': (6, 36)}
+ANSWER = (4, 48)
+MICROBATCH = (4, 290)
+"""Rows and width of the microbatch that is timed by parts."""
+PARTS = ('speed', 'microbatches')
+Row = dict[str, Any]
 
 
-SHAPES = {
-    'SmolVLM-256M': Shape(vocabulary=8192, hidden_size=96, inner_size=256, num_layers=30),
-    'Qwen2.5-VL-3B': Shape(vocabulary=9472, hidden_size=128, inner_size=688, num_layers=36),
-}
+def sizes_of(model: str) -> Row:
+    """Returns the sizes of the run of a model."""
+    least, longest = ANSWER
+    return {
+        'model': model,
+        'layers': LAYERS[model][0],
+        'mean': MICROBATCH[1],
+        'samples': 48,
+        'global_batch': 16,
+        'microbatch': MICROBATCH[0],
+        'least_answer': least,
+        'longest_answer': longest,
+        'extremes_first': True,
+    }
 
 
-def make_batches(shape: Shape, lengths: np.ndarray, num_steps: int) -> list[Row]:
-    """Returns device batches whose labels are the last 4 to 48 tokens of each row."""
-    rng = np.random.default_rng(0)
-    batches = []
-    for _ in range(num_steps):
-        drawn = rng.choice(lengths, DEVICE_BATCH)
-        ids = torch.from_numpy(rng.integers(3, shape.vocabulary, (DEVICE_BATCH, drawn.max())))
-        positions = torch.arange(drawn.max())
-        ends = torch.from_numpy(drawn)[:, None]
-        answers = torch.from_numpy(rng.integers(4, 49, (DEVICE_BATCH, 1)))
-        is_real = positions < ends
-        has_label = is_real & (positions >= ends - answers)
-        labels = ids.masked_fill(~has_label, -100)
-        batches.append(
-            {
-                'input_ids': ids * is_real,
-                'attention_mask': is_real.long(),
-                'labels': labels,
-            }
-        )
-    return batches
+def time_microbatch(model: LlamaForCausalLM, rounds: int, shape: tuple[int, int] = MICROBATCH) -> dict[str, float]:
+    """Returns the seconds of forward and backward of a microbatch: of the layers alone, and with head and loss.
 
-
-def watch_saved(model: torch.nn.Module, report: Callable[[int], None]) -> list[Any]:
-    """Registers hooks that report how many bytes each forward keeps for its backward, without the weights.
-
-    Returns:
-        The handles of the hooks.
+    Args:
+        model: A model on the CPU.
+        rounds: How often each is timed. They take turns. The first time does not count.
+        shape: Rows and width.
     """
-    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    storages: dict[int, torch.UntypedStorage] = {}
-    contexts: list[Any] = []
+    rows, width = shape
+    answer = sum(ANSWER) // 2
+    ids = torch.randint(3, model.config.vocab_size, (rows, width))
+    labels = ids.clone()
+    labels[:, :-answer] = -100
+    selector = LabelSelector(model)
 
-    def save(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            # Held until the forward ends, so that its address is not used again.
-            storages[storage.data_ptr()] = storage
-        return tensor
+    def layers() -> torch.Tensor:
+        return model.model(input_ids=ids).last_hidden_state.sum()
 
-    def before_forward(module: Any, args: Any) -> None:
-        context = torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor)
-        context.__enter__()
-        contexts.append(context)
+    def all_logits() -> torch.Tensor:
+        return model(input_ids=ids, labels=labels).loss
 
-    def after_forward(module: Any, args: Any, output: Any) -> None:
-        contexts.pop().__exit__(None, None, None)
-        report(sum(storage.nbytes() for storage in storages.values()))
-        storages.clear()
+    def logits_at_labels() -> torch.Tensor:
+        selector.arm('causal', rows * answer)
+        return model(input_ids=ids, labels=labels).loss
 
-    return [
-        model.register_forward_pre_hook(before_forward),
-        model.register_forward_hook(after_forward),
-    ]
-
-
-def train_composer(method: str, model: LlamaForCausalLM, batches: list[Row]) -> None:
-    """Trains with stock Composer, or with TokenAccumulation and these logits."""
-    layout = BatchLayout.for_model(model)
-    algorithms = []
-    split = 'stock'
-    if method != 'stock':
-        algorithms = [TokenAccumulation(logits=method)]  # pyright: ignore[reportCallIssue]
-        split = 'ours'
-    data = data_of(split, batches, layout)
-    fit(model, data, MICROBATCH, num_steps=len(batches), algorithms=algorithms)
+    seconds: dict[str, list[float]] = {'layers_seconds': [], 'all_seconds': [], 'labels_seconds': []}
+    forwards = (layers, all_logits, logits_at_labels)
+    for _ in range(rounds + 1):
+        for times, forward in zip(seconds.values(), forwards, strict=True):
+            model.zero_grad()
+            start = time.perf_counter()
+            forward().backward()
+            times.append(time.perf_counter() - start)
+    selector.remove()
+    return {name: statistics.median(times[1:]) for name, times in seconds.items()}
 
 
-def train_trl(model: LlamaForCausalLM, batches: list[Row]) -> None:
-    """Trains with TRL and its loss `chunked_nll`."""
-    from datasets import Dataset
-    from trl import SFTConfig, SFTTrainer
+def microbatch_rows(rounds: int) -> list[Row]:
+    """Times a microbatch of each model at both depths."""
+    rows = []
+    for name, depths in LAYERS.items():
+        for num_layers in depths:
+            model = new_model(Sizes(model=name, layers=num_layers))
+            rows.append({'model': name, 'layers': num_layers, **time_microbatch(model, rounds)})
+    return rows
 
-    samples = []
-    for batch in batches:
-        lengths = batch['attention_mask'].sum(1).tolist()
-        for row, length in enumerate(lengths):
-            samples.append({key: batch[key][row, :length].tolist() for key in ('input_ids', 'labels')})
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = SFTConfig(
-            output_dir=folder,
-            loss_type='chunked_nll',
-            per_device_train_batch_size=MICROBATCH,
-            gradient_accumulation_steps=DEVICE_BATCH // MICROBATCH,
-            train_sampling_strategy='sequential',
-            num_train_epochs=1,
-            learning_rate=0.0,
-            optim='sgd',
-            use_cpu=True,
-            bf16=False,
-            max_length=None,
-            gradient_checkpointing=False,
-            save_strategy='no',
-            report_to='none',
-            disable_tqdm=True,
+
+def smolvlm_config() -> transformers.SmolVLMConfig:
+    """Returns the sizes of SmolVLM-256M-Instruct."""
+    text = {
+        'model_type': 'llama',
+        'vocab_size': 49_280,
+        'hidden_size': 576,
+        'intermediate_size': 1536,
+        'num_hidden_layers': 30,
+        'num_attention_heads': 9,
+        'num_key_value_heads': 3,
+    }
+    vision = {
+        'hidden_size': 768,
+        'intermediate_size': 3072,
+        'num_hidden_layers': 12,
+        'num_attention_heads': 12,
+        'image_size': 512,
+        'patch_size': 16,
+    }
+    return transformers.SmolVLMConfig(text_config=text, vision_config=vision, scale_factor=4)
+
+
+def work_rows() -> list[Row]:
+    """Returns the share of the head in the multiplications of the known models, for rows as in AI2D.
+
+    Each weight of a matrix is used once for each position, or patch of an image. Attention scores are left out.
+    """
+    cases = {
+        # Image tokens of a row, and patches of an image token.
+        'smolvlm': (smolvlm_config(), 640, 16),
+        'qwen': (model_config(), IMAGE_TOKENS, 4),
+    }
+    rows = []
+    for name, (config, image_tokens, patches_per_token) in cases.items():
+        with torch.device('meta'):
+            model = transformers.AutoModelForImageTextToText.from_config(config)
+        text_weights = 0
+        vision_weights = 0
+        for key, parameter in model.named_parameters():
+            if 'vision' in key or 'visual' in key:
+                vision_weights += parameter.numel()
+            elif '.layers.' in key:
+                text_weights += parameter.numel()
+        head = model.get_output_embeddings().weight.numel() * ROW_TOKENS
+        text = text_weights * ROW_TOKENS
+        vision = vision_weights * image_tokens * patches_per_token
+        rows.append({'model': name, 'of_text': head / (head + text), 'of_all': head / (head + text + vision)})
+    return rows
+
+
+def ratio(cells: dict[str, Row], rival: str, figure: str) -> float:
+    """Returns how many times as fast as a rival ours is with logits at labels: the median over the rounds."""
+    pairs = zip(cells['ours_sampler']['rounds'], cells[rival]['rounds'], strict=True)
+    return statistics.median(our[figure] / their[figure] for our, their in pairs)
+
+
+def speed_table(results: Row) -> str:
+    """Shows real tokens a second, and how many times as fast ours is with logits at labels."""
+    cases: dict[str, list[Row]] = {}
+    for cell in results['cells']:
+        ranks = '1 rank' if cell['ranks'] == 1 else f'{cell["ranks"]} ranks'
+        cases.setdefault(f'{SHAPES[cell["model"]].title}, {ranks}', []).append(cell)
+    columns = {title: by_rival(cells) for title, cells in cases.items()}
+    rows = []
+    for name in CONTENDERS:
+        texts = []
+        for cells in columns.values():
+            text = f'{cells[name]["tokens_per_second"][1]:,.0f}'
+            if name != 'ours_sampler':
+                by_time = ratio(cells, name, 'tokens_per_second')
+                by_processor_time = ratio(cells, name, 'tokens_per_processor_second')
+                text += f' ({by_time:.2f}; {by_processor_time:.2f})'
+            texts.append(text)
+        error = worst_error([cells[name] for cells in columns.values()])
+        rows.append([TITLES[name], error, *texts])
+    return table(['', 'first gradient', *columns], rows)
+
+
+def share_table(results: Row) -> str:
+    """Shows the share of head and loss in the time of a microbatch, and in the work of the known models."""
+    work = {row['model']: row for row in results['work']}
+    rows = []
+    for row in results['microbatches']:
+        name = row['model']
+        is_known_depth = row['layers'] == LAYERS[name][1]
+        rows.append(
+            [
+                f'{SHAPES[name].title}, {row["layers"]} layers',
+                f'{1 - row["layers_seconds"] / row["all_seconds"]:.0%}',
+                f'{row["all_seconds"] / row["labels_seconds"]:.2f}',
+                f'{work[name]["of_text"]:.0%}' if is_known_depth else '',
+                f'{work[name]["of_all"]:.0%}' if is_known_depth else '',
+            ]
         )
-        tokenizer = train_tokenizer(['text'], model_max_length=8192)
-        dataset = Dataset.from_list(samples)
-        SFTTrainer(model, arguments, train_dataset=dataset, processing_class=tokenizer).train()
+    columns = ('', 'head and loss', 'times as fast at labels', 'work of the real text model', 'with vision encoder')
+    return table(columns, rows)
 
 
-def measure(method: str, shape: Shape, batches: list[Row]) -> tuple[float, float]:
-    """Returns real tokens a second without the first step, and the most MiB that a forward keeps."""
-    model = shape.build()
-    ends: list[float] = []
-    saved: list[int] = []
-    handles = [
-        register_optimizer_step_post_hook(lambda *arguments: ends.append(time.perf_counter())),
-        *watch_saved(model, saved.append),
-    ]
-    if method == 'chunked_nll':
-        train_trl(model, batches)
-    else:
-        train_composer(method, model, batches)
-    for handle in handles:
-        handle.remove()
-    speeds = []
-    for batch, (start, end) in zip(batches[1:], pairwise(ends), strict=True):
-        speeds.append(int(batch['attention_mask'].sum()) / (end - start))
-    return statistics.median(speeds), max(saved) / 2**20
+def parts_of(results: Row) -> dict[str, Callable[[], str]]:
+    """Returns a function for each table of the page."""
+    return {'logits_speed': lambda: speed_table(results), 'logits_shares': lambda: share_table(results)}
+
+
+def draw(results: Row, memory: Row, path: Path) -> None:
+    """Draws where the time of a microbatch goes, measured, and where its memory goes, computed."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    mpl.rcParams['svg.hashsalt'] = 'composer_tokacc'
+    figure = Figure(figsize=(9, 3.4), layout='constrained')
+    time_axes, memory_axes = figure.subplots(1, 2, width_ratios=(3, 2))
+    bars: list[tuple[str, dict[str, float]]] = []
+    for row in results['microbatches']:
+        for logits in ('all', 'labels'):
+            head = max(row[f'{logits}_seconds'] - row['layers_seconds'], 0) / row['all_seconds']
+            label = f'{SHAPES[row["model"]].title}\n{row["layers"]} layers, {logits}'
+            bars.append((label, {'layers': row['layers_seconds'] / row['all_seconds'], 'head and loss': head}))
+    stack(time_axes, bars, {'layers': '#b8c4d6', 'head and loss': '#c8553d'})
+    time_axes.set_title('Time of a microbatch (measured; all logits: 1)', loc='left', fontsize=9)
+    colors = {
+        'text activations': '#b8c4d6',
+        'vision activations': '#3b6fb6',
+        'inputs': '#555555',
+        'logits': '#c8553d',
+    }
+    stack(memory_axes, [(logits, memory[logits]['gib_by_part']) for logits in ('all', 'labels')], colors)
+    memory_axes.set_title('Qwen2.5-VL-3B, 8,192 positions:\nGiB beyond the model (computed)', loc='left', fontsize=9)
+    figure.savefig(path, metadata={'Date': None})
+
+
+def stack(axes: Any, bars: Sequence[tuple[str, dict[str, float]]], colors: dict[str, str]) -> None:
+    """Draws horizontal bars of stacked parts, the first bar on top."""
+    for place, (_, parts) in enumerate(bars):
+        left = 0.0
+        for name, color in colors.items():
+            label = name if place == 0 else None
+            axes.barh(place, parts[name], left=left, color=color, label=label)
+            left += parts[name]
+    axes.set_yticks(range(len(bars)), [label for label, _ in bars], fontsize=7)
+    axes.invert_yaxis()
+    axes.tick_params(labelsize=7)
+    axes.spines[['top', 'right']].set_visible(False)
+    axes.legend(fontsize=7, frameon=False, loc='upper center', bbox_to_anchor=(0.5, -0.08), ncols=len(colors))
 
 
 def main() -> None:
     warnings.simplefilter('ignore')
-    parser = parser_of(__doc__, lengths=True)
+    parser = parser_of(__doc__, results=RESULTS_FILE)
+    parser.add_argument('--report', action='store_true', help='only draw the picture and write the tables')
+    parser.add_argument('--parts', nargs='+', choices=PARTS, default=PARTS, help='what to measure')
+    parser.add_argument('--models', nargs='+', choices=list(LAYERS), default=list(LAYERS))
+    parser.add_argument('--ranks', type=int, nargs='+', default=[1, 2])
     parser.add_argument('--rounds', type=int, default=5)
-    parser.add_argument(
-        '--quick',
-        action='store_true',
-        help='one round of two steps of short rows',
-    )
     arguments = parser.parse_args()
-    torch.set_num_threads(2)
-    tables, source = read_tables(arguments.lengths)
-    methods = [*METHODS, 'chunked_nll'] if find_spec('trl') else list(METHODS)
-    rounds, num_steps, divisor = (1, 2, 32) if arguments.quick else (arguments.rounds, 4, 4)
-    rows = []
-    for name, shape in SHAPES.items():
-        batches = make_batches(shape, np.maximum(tables.lengths // divisor, 8), num_steps)
-        results: dict[str, list[tuple[float, float]]] = {method: [] for method in methods}
-        for _ in range(rounds):
-            for method in methods:
-                results[method].append(measure(method, shape, batches))
-        for method in methods:
-            speeds = [speed for speed, _ in results[method]]
-            saved_mib = max(saved for _, saved in results[method])
-            row = {
-                'model': name,
-                'method': method,
-                'tokens_per_second': statistics.median(speeds),
-            }
-            rows.append({**row, 'saved_mib': saved_mib, 'rounds': speeds})
-    show(
-        source,
-        [{key: value for key, value in row.items() if key != 'rounds'} for row in rows],
-    )
-    write(
-        arguments.results / 'logits.json',
-        {'source': source, 'machine': machine(), 'results': rows},
-    )
+    path = arguments.results
+    parts = () if arguments.report else arguments.parts
+    if 'speed' in parts:
+        for ranks, model in product(arguments.ranks, arguments.models):
+            plan = {'sizes': sizes_of(model), 'set': 'tables', 'rivals': CONTENDERS, 'rounds': arguments.rounds}
+            keep(path, launch(ranks, plan, limit=3600))
+    if 'microbatches' in parts:
+        torch.set_num_threads(1)
+        results = json.loads(path.read_text())
+        results['microbatches'] = microbatch_rows(arguments.rounds)
+        results['work'] = work_rows()
+        results['machine'] = [machine()]
+        write_rows(path, results)
+    results = json.loads(path.read_text())
+    print(speed_table(results))
+    print(share_table(results))
+    if path == RESULTS_FILE:
+        draw(results, json.loads(MEMORY_FILE.read_text()), PICTURE)
+        PAGE.write_text(filled(PAGE.read_text(), parts_of(results)))
 
 
 if __name__ == '__main__':

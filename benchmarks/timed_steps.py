@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Timed steps of the real Trainer with several ways to cut a batch, the bound of all ways, and fitted prices."""
+"""Timed steps of the real Trainer with several ways to cut a batch."""
 
 from __future__ import annotations
 
@@ -10,17 +10,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from composer import DataSpec, Trainer
 from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.models import HuggingFaceModel
-from scipy.optimize import nnls
 from torch.utils.data import DataLoader, IterableDataset
 
 from benchmarks.device import CPU, ComputeDevice
-from benchmarks.small_llava import make_rows
 from composer_tokacc import BatchLayout, TokenAccumulation, token_data_spec
 from composer_tokacc.layout import describe
 from composer_tokacc.planning import CostModel
@@ -218,72 +215,3 @@ def timed(
     )
     clock.forget_first()
     return clock
-
-
-def equal_widths(
-    lengths: np.ndarray,
-    model: Any,
-    microbatch: int,
-    width: int,
-    *,
-    num_microbatches: int = 1,
-    joined: bool = False,
-) -> list[tuple[int, int, float]]:
-    """Times microbatches of equal rows that fill the memory, at widths between the shortest and longest of a set.
-
-    Args:
-        lengths: The lengths of the set.
-        model: A model of Transformers.
-        microbatch: The number of rows of ``width`` tokens that fill the memory.
-        width: In tokens.
-        num_microbatches: How many microbatches are timed together.
-        joined: Whether all their rows make one microbatch.
-
-    Returns:
-        Rows, width and seconds of each microbatch.
-    """
-    layout = BatchLayout.for_model(model)
-    times = []
-    widths = np.geomspace(max(lengths.min(), 2), lengths.max(), 7).astype(int)
-    for length in np.unique(widths).tolist():
-        count = max(microbatch * width // length, 1)
-        batch = layout.concat(make_rows([length] * count * num_microbatches, seed=1, config=model.config))
-        rows = count * num_microbatches if joined else count
-        seconds = timed('stock', model, [batch], rows).seconds[-1]
-        times.append((rows, length, seconds if joined else seconds / num_microbatches))
-    return times
-
-
-def bound_seconds(lengths: np.ndarray, times: Sequence[tuple[int, int, float]]) -> float:
-    """Returns the seconds of these rows if each were computed among rows of its own width, in the same memory."""
-    counts, widths, seconds = np.array(times).T
-    # Seconds per token vary little with the width, so these are interpolated.
-    return float(np.sum(np.interp(lengths, widths, seconds / counts / widths) * lengths))
-
-
-def fit_cost_model(num_rows: Sequence[int], widths: Sequence[int], seconds: Sequence[float]) -> CostModel:
-    """Fits the time per token, per token squared and per launch by least squares of the relative errors.
-
-    Args:
-        num_rows: Rows of each timed microbatch.
-        widths: Their padded widths in tokens.
-        seconds: Their measured times, positive.
-
-    Raises:
-        ValueError: The times do not grow with the number of tokens.
-    """
-    rows = np.asarray(num_rows, dtype=np.float64)
-    width = np.asarray(widths, dtype=np.float64)
-    measured = np.asarray(seconds, dtype=np.float64)
-    terms = np.stack([rows * width, rows * width**2, np.ones_like(rows)], axis=1) / measured[:, None]
-    # The columns differ by many orders of magnitude.
-    scale = terms.max(axis=0)
-    solution, _ = nnls(terms / scale, np.ones_like(measured))
-    per_token, per_square, per_launch = (solution / scale).tolist()
-    if per_token <= 0:
-        raise ValueError('Measured times must grow with the number of tokens. Time wider or longer microbatches.')
-    return CostModel(
-        quadratic=per_token / per_square if per_square > 0 else float('inf'),
-        launch=per_launch / per_token,
-        seconds_per_token=per_token,
-    )

@@ -27,10 +27,12 @@ from typing import Any
 from benchmarks.machine import COMPOSER, environment, machine, versions
 from benchmarks.record import ROOT, parser_of, write_rows
 from benchmarks.rivals.contenders import CONTENDERS
-from benchmarks.rivals.data import MODELS, SETS
+from benchmarks.rivals.data import MODELS, SETS, SHAPES
 from benchmarks.rivals.report import RESULTS_FILE, read, write_pages
 
 PACKAGES = ('mosaicml', 'torch', 'transformers', 'accelerate', 'online-dynamic-batching')
+# TRL and all logits are only measured where few positions have a label, by benchmarks.logits.
+USUAL = [name for name in CONTENDERS if name not in ('trl', 'ours_all_logits')]
 Row = dict[str, Any]
 
 
@@ -76,9 +78,9 @@ def key_of(cell: Row) -> tuple[str, str, int, str]:
 def main() -> None:
     parser = parser_of(__doc__, results=RESULTS_FILE)
     parser.add_argument('--report', action='store_true', help='only write the pages')
-    parser.add_argument('--models', nargs='+', choices=MODELS, default=MODELS)
+    parser.add_argument('--models', nargs='+', choices=[*MODELS, *SHAPES], default=MODELS)
     parser.add_argument('--sets', nargs='+', choices=SETS, default=SETS)
-    parser.add_argument('--rivals', nargs='+', choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument('--rivals', nargs='+', choices=CONTENDERS, default=USUAL)
     parser.add_argument('--ranks', type=int, nargs='+', default=[1, 2])
     parser.add_argument('--rounds', type=int, default=5)
     parser.add_argument('--sizes', type=json.loads, default={}, help='as JSON; needs --results of its own')

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -36,6 +37,7 @@ from composer_tokacc import (
     token_data_spec,
     weighted_microbatches,
 )
+from composer_tokacc.data.processor import train_tokenizer
 from composer_tokacc.verify import UnusedParameters
 
 Settings = dict[str, Any]
@@ -169,6 +171,35 @@ def hugging_face_settings(task: Task, rows: int) -> Settings:
     }
 
 
+def trl(task: Task) -> Settings:
+    """https://huggingface.co/docs/trl/sft_trainer, with its loss of logits in chunks (`chunked_nll`, now `nll`).
+
+    TRL drops positions without a label if there is a GPU with Triton. On a CPU it would compute their logits, too, so
+    it is told that Triton is there. Its kernels notice that it is not.
+    """
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+    from trl.trainer import utils
+
+    samples = []
+    for index in range(len(task.samples)):
+        sample = task.samples[index]
+        samples.append({'input_ids': sample['input_ids'].tolist(), 'labels': sample['labels'].tolist()})
+    settings = {
+        **hugging_face_settings(task, task.sizes.microbatch),
+        'loss_type': 'nll',
+        'train_sampling_strategy': 'sequential',
+        'max_length': None,
+        'gradient_checkpointing': False,
+    }
+    tokenizer = train_tokenizer(['text'], model_max_length=8192)
+    drops_positions = mock.patch.object(utils, '_use_triton', return_value=True)
+    with tempfile.TemporaryDirectory() as folder, drops_positions:
+        arguments = SFTConfig(output_dir=folder, **settings)
+        SFTTrainer(task.model, arguments, train_dataset=Dataset.from_list(samples), processing_class=tokenizer).train()
+    return settings
+
+
 def online_dynamic_batching(task: Task) -> Settings:
     """ODB's guide for a loop of one's own: each batch is a step, and its loss is scaled exactly."""
     import odb
@@ -265,13 +296,19 @@ def stock_composer(task: Task) -> Settings:
     return fit(task, data, [UnusedParameters()] if task.find_unused else [])
 
 
-def token_accumulation(task: Task, *, sampler: bool = False, packing: bool = False) -> Settings:
+def token_accumulation(
+    task: Task,
+    *,
+    sampler: bool = False,
+    packing: bool = False,
+    logits: str = 'auto',
+) -> Settings:
     """docs/trainer.md: the three lines, the sampler's loader, packing."""
     loader = task.planned_batches() if sampler else task.device_batches()
     slot_tokens = task.longest if sampler else None
     data = token_data_spec(loader, packing=packing, slot_tokens=slot_tokens)
-    settings = fit(task, data, [TokenAccumulation()])
-    return {**settings, 'sampler': sampler, 'packing': packing}
+    settings = fit(task, data, [TokenAccumulation(logits=logits)])
+    return {**settings, 'sampler': sampler, 'packing': packing, 'logits': logits}
 
 
 def fit(task: Task, data: DataSpec, algorithms: list[Any]) -> Settings:
@@ -330,10 +367,12 @@ CONTENDERS: dict[str, Callable[[Task], Settings]] = {
     'hf': hugging_face,
     'hf_group': partial(hugging_face, strategy='group_by_length'),
     'hf_rebalance': partial(hugging_face, strategy='batch_rebalance'),
+    'trl': trl,
     'odb': online_dynamic_batching,
     'hf_planned': hugging_face_planned,
     'accelerate_planned': accelerate_planned,
     'ours': token_accumulation,
+    'ours_all_logits': partial(token_accumulation, sampler=True, logits='all'),
     'ours_sampler': partial(token_accumulation, sampler=True),
     'ours_packed': partial(token_accumulation, sampler=True, packing=True),
     BOUND: bound,

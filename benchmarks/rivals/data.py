@@ -28,6 +28,25 @@ from benchmarks.small_llava import (
 from examples.digits import DigitsDataset, build_digits_processor
 
 MODELS = ('llava', 'llama')
+
+
+@dataclass(frozen=True)
+class TextShape:
+    """Sizes of a text model that is shaped like a known one."""
+
+    title: str
+    vocabulary: int
+    hidden_size: int
+    inner_size: int
+    num_heads: int
+    num_key_value_heads: int
+
+
+# The ratios of vocabulary and inner size to hidden size are those of the known model.
+SHAPES = {
+    'smolvlm': TextShape('SmolVLM-256M', 8192, 96, 256, 3, 1),
+    'qwen': TextShape('Qwen2.5-VL-3B', 9472, 128, 688, 4, 1),
+}
 SETS = (
     'lognormal 0.3',
     'lognormal 0.5',
@@ -72,9 +91,19 @@ class Sizes:
     global_batch: int = 64
     # The memory is that of so many rows of the longest sample.
     microbatch: int = 4
+    # Range of the number of labels at the end of each sample. Zeros: half to nine tenths of its text.
+    least_answer: int = 0
+    longest_answer: int = 0
     # Processes of each loader.
     workers: int = 1
     learning_rate: float = 1e-3
+    # Whether the first step holds the longest and the shortest samples, so that the check has nothing new to look at in
+    # an epoch of few steps. In a long run it looks again only seldom.
+    extremes_first: bool = False
+
+    @property
+    def vocabulary(self) -> int:
+        return SHAPES[self.model].vocabulary if self.model in SHAPES else VOCABULARY
 
 
 class Samples(Dataset):
@@ -99,13 +128,21 @@ class Samples(Dataset):
     ) -> None:
         rng = np.random.default_rng(seed)
         self.lengths = rng.choice(lengths, count or sizes.samples)
+        if sizes.extremes_first:
+            by_length = np.sort(self.lengths)
+            self.lengths = np.concatenate([by_length[:2], by_length[-2:], rng.permutation(by_length[2:-2])])
         self.rows: list[dict[str, Any]] = []
         median_length = np.median(lengths)
         # The same chains for samples of every seed.
-        chains = np.random.default_rng(17).integers(FIRST_WORD, VOCABULARY, (2, VOCABULARY, SUCCESSORS))
+        words = sizes.vocabulary
+        chains = np.random.default_rng(17).integers(FIRST_WORD, words, (2, words, SUCCESSORS))
         for length in self.lengths.tolist():
             chain = chains[int(length > median_length)]
-            self.rows.append(_draw_row(rng, length, chain, has_images=sizes.model == 'llava'))
+            row = _draw_row(rng, length, chain, has_images=sizes.model == 'llava')
+            if sizes.longest_answer:
+                answer = int(rng.integers(sizes.least_answer, sizes.longest_answer + 1))
+                row['prompt'] = max(length - answer, 0)
+            self.rows.append(row)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -143,7 +180,7 @@ def _draw_row(
         num_images = int(rng.integers(0, min(MAX_IMAGES, room) + 1))
     start = num_images * IMAGE_LENGTH
     ids = [IMAGE_TOKEN] * start
-    word = int(rng.integers(FIRST_WORD, VOCABULARY))
+    word = int(rng.integers(FIRST_WORD, len(chain)))
     for step in rng.integers(0, SUCCESSORS, length - start).tolist():
         ids.append(word)
         word = int(chain[word, step])
@@ -176,13 +213,20 @@ def new_model(sizes: Sizes) -> Any:
         model = build_model(hidden_size=sizes.hidden, num_layers=sizes.layers)
         freeze_unused(model)
         return model
+    heads = sizes.hidden // 64
+    shape = SHAPES.get(
+        sizes.model,
+        TextShape('Llama', VOCABULARY, sizes.hidden, sizes.hidden * 43 // 16, heads, heads),
+    )
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=sizes.hidden,
-        intermediate_size=sizes.hidden * 43 // 16,
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.inner_size,
         num_hidden_layers=sizes.layers,
-        num_attention_heads=sizes.hidden // 64,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_key_value_heads,
+        tie_word_embeddings=sizes.model in SHAPES,
         max_position_embeddings=4096,
         use_cache=False,
     )

@@ -30,10 +30,12 @@ TITLES = {
     'hf': 'Hugging Face Trainer',
     'hf_group': 'Hugging Face Trainer, group_by_length',
     'hf_rebalance': 'Hugging Face Trainer, batch_rebalance',
+    'trl': 'TRL',
     'odb': 'ODB, exact loss scaling',
     'hf_planned': 'Hugging Face Trainer, our sampler and weights',
     'accelerate_planned': 'accelerate, our sampler and weights',
     'ours': '**ours, three lines**',
+    'ours_all_logits': "**ours, with the sampler, `logits='all'`**",
     'ours_sampler': '**ours, with the sampler**',
     'ours_packed': '**ours, packed**',
     BOUND: '*no padding, perfectly balanced*',
@@ -65,6 +67,8 @@ def overview(cells: Sequence[Row], names: Sequence[str]) -> str:
     rows = []
     for name in names:
         in_groups = [by_rival(group).get(name) for group in groups.values()]
+        if not any(in_groups):
+            continue
         measured = [cell for cell in in_groups if cell is not None and name != BOUND]
         memberships = dict.fromkeys(cell['global_batches'] for cell in measured)
         speeds = ['' if cell is None else f'{cell["tokens_per_second"][1]:,.0f}' for cell in in_groups]

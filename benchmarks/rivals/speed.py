@@ -182,7 +182,7 @@ def measure(
     """Yields the cells of a set after each epoch. In every round, the contenders take turns."""
     lengths = lengths_of(set_name, sizes.mean)
     samples = Samples(sizes, lengths)
-    held_out = Samples(sizes, lengths, seed=1, count=HELD_OUT)
+    held_out = Samples(sizes, lengths, seed=1, count=min(HELD_OUT, sizes.samples // 4))
     references: dict[tuple[int, ...], Gradients] = {}
     cells: dict[str, Row] = {}
     for name in names:

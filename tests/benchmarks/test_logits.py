@@ -1,56 +1,90 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The benchmark of logits at labels, with a tiny model."""
+"""The benchmark of logits at labels: its models, its samples, its contenders, and that the page shows its results."""
 
 from __future__ import annotations
 
-import inspect
+import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import transformers
+
+if transformers.__version__.startswith('4.'):
+    pytest.skip('rivals run with Transformers 5', allow_module_level=True)
 
 from benchmarks import logits
-from composer_tokacc import TokenAccumulation
+from benchmarks.logits_memory import model_config
+from benchmarks.record import filled
+from benchmarks.rivals.contenders import CONTENDERS, Task
+from benchmarks.rivals.data import SHAPES, Samples, Sizes, new_model
+from tests.benchmarks.test_rivals import inspected
 
-SHAPE = logits.Shape(
-    vocabulary=512,
-    hidden_size=32,
-    inner_size=64,
-    num_layers=1,
+SIZES = Sizes(
+    model='smolvlm',
+    layers=1,
+    samples=16,
+    global_batch=8,
+    microbatch=2,
+    workers=0,
+    least_answer=4,
+    longest_answer=9,
 )
+LENGTHS = np.arange(20, 60)
 
 
-@pytest.fixture
-def batches():
-    lengths = np.array([60, 80, 100])
-    return logits.make_batches(SHAPE, lengths, num_steps=2)
+def test_page_shows_the_results():
+    results = json.loads(logits.RESULTS_FILE.read_text())
+    text = logits.PAGE.read_text()
+    assert text == filled(text, logits.parts_of(results)), 'python -m benchmarks.logits --report'
 
 
-def test_answers_end_the_rows(batches):
-    for batch in batches:
-        has_label = batch['labels'] != -100
-        num_labels = has_label.sum(1)
-        assert num_labels.min() >= 4
-        assert num_labels.max() <= 48
-        last = batch['attention_mask'].sum(1) - 1
-        assert has_label.gather(1, last[:, None]).all()
-        assert not (has_label & (batch['attention_mask'] == 0)).any()
-
-
-def test_stock_composer_keeps_all_logits(batches):
-    speed, saved_mib = logits.measure('stock', SHAPE, batches)
-    assert speed > 0
-    width = batches[0]['input_ids'].shape[1]
-    bytes_of_logits = 4 * logits.MICROBATCH * width * SHAPE.vocabulary
-    assert saved_mib > bytes_of_logits / 2**20
-
-
-@pytest.mark.skipif(
-    'logits' not in inspect.signature(TokenAccumulation).parameters,
-    reason='TokenAccumulation has no argument `logits`',
+@pytest.mark.parametrize(
+    ('name', 'config'),
+    [('smolvlm', logits.smolvlm_config().text_config), ('qwen', model_config().text_config)],
 )
-def test_logits_at_labels_keep_less_memory(batches):
-    _, all_mib = logits.measure('all', SHAPE, batches)
-    _, auto_mib = logits.measure('auto', SHAPE, batches)
-    assert auto_mib < all_mib
+def test_shapes_keep_the_ratios(name, config):
+    shape = SHAPES[name]
+    assert shape.vocabulary / shape.hidden_size == pytest.approx(config.vocab_size / config.hidden_size, rel=0.01)
+    assert shape.inner_size / shape.hidden_size == config.intermediate_size / config.hidden_size
+    assert logits.LAYERS[name] == (config.num_hidden_layers // 6, config.num_hidden_layers)
+
+
+def test_only_the_answer_has_labels():
+    samples = Samples(SIZES, LENGTHS)
+    for index in range(len(samples)):
+        has_label = samples[index]['labels'] != -100
+        num_labels = int(has_label.sum())
+        assert 4 <= num_labels <= 9
+        assert has_label[-num_labels:].all()
+
+
+def test_long_answers_fill_the_sample():
+    sizes = replace(SIZES, least_answer=99, longest_answer=99)
+    assert (Samples(sizes, LENGTHS)[0]['labels'] != -100).all()
+
+
+def test_extremes_are_in_the_first_step():
+    lengths = Samples(replace(SIZES, extremes_first=True), LENGTHS).lengths
+    first_step = lengths[: SIZES.global_batch]
+    assert (first_step.min(), first_step.max()) == (lengths.min(), lengths.max())
+    assert sorted(lengths) == sorted(Samples(SIZES, LENGTHS).lengths)
+
+
+@pytest.mark.parametrize('name', ['ours_all_logits', 'ours_sampler'])
+def test_contenders_differ_in_positions_of_the_head(name):
+    samples = Samples(SIZES, LENGTHS)
+    model = new_model(SIZES)
+    num_positions = []
+    model.lm_head.register_forward_hook(lambda head, args, output: num_positions.append(output.shape[:2].numel()))
+    CONTENDERS[name](Task(model, samples, SIZES))
+    # The last step: in the first one the check computes all logits, too.
+    labels_of_last_step = sum(int((samples[index]['labels'] != -100).sum()) for index in range(8, 16))
+    is_selected = num_positions[-1] <= labels_of_last_step
+    assert is_selected == (name == 'ours_sampler')
+
+
+def test_all_logits_are_exact():
+    assert inspected('ours_all_logits')['gradient_error'] < 1e-6

@@ -244,6 +244,7 @@ def test_our_epochs_keep_the_cap(name):
     ('name', 'package', 'keeps_batches'),
     [
         ('odb', 'odb', False),
+        pytest.param('trl', 'trl', True, marks=pytest.mark.slow),
         ('accelerate_planned', 'accelerate', True),
         pytest.param('hf', 'accelerate', True, marks=pytest.mark.slow),
         pytest.param('hf_group', 'accelerate', False, marks=pytest.mark.slow),
