@@ -74,21 +74,13 @@ def test_unequal_counts_with_early_reduction():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ('ranks', 'kinds'),
-    [
-        # Without media one rank has no optimizer state of the tower to save, and torch cannot load what is not there.
-        (1, ['mttt']),
-        (2, ['mttt', 'tttt']),
-    ],
-)
-def test_resume_at_step_without_media(ranks, kinds, tmp_path):
+def test_resume_at_step_without_media(tmp_path):
     runs = []
-    for steps in kinds:
+    for steps in ('mttt', 'tttt'):
         whole = {'family': 'llava', 'steps': steps, 'lr': 1e-3}
         runs.append({**whole, 'folder': str(tmp_path / steps)})
         runs.append({**whole, 'load_path': str(tmp_path / steps / 'ba2.pt')})
-    results = run(ranks, runs)
+    results = run(2, runs)
     for whole, resumed in zip(results[::2], results[1::2], strict=True):
         assert len(whole['errors']) == 4
         assert len(resumed['errors']) == 2

@@ -68,13 +68,12 @@ def test_modules_to_save_are_trained_whole(processor):
     assert not any('vision_tower' in name for name in names)
 
 
-@pytest.mark.parametrize('size', [1, 3, 12])
-def test_the_adapters_gradient_is_that_of_the_whole_batch(processor, batch, size):
+def test_the_adapters_gradient_is_that_of_the_whole_batch(processor, batch):
     model = with_lora(processor, modules_to_save=['multi_modal_projector'])
     stir(model)
     expected, _loss = reference_gradients(model.model, batch)
     recorder, _memory, _ = train(
-        model, token_data_spec(loader(batch)), algorithms=[TokenAccumulation()], microbatch_size=size
+        model, token_data_spec(loader(batch)), algorithms=[TokenAccumulation()], microbatch_size=3
     )
     assert recorder.gradients.keys() == trained(model)
     assert relative_error(recorder.gradients, expected) < 1e-6
@@ -202,9 +201,7 @@ def test_a_base_without_room_for_the_processors_tokens_is_refused(pretrained):
             with_lora(processor, pretrained=pretrained, **lora)
 
 
-@pytest.mark.parametrize(
-    'other', [{'r': 2}, {'r': 4, 'modules_to_save': ['lm_head']}, {'r': 4, 'target_modules': ['q_proj']}, None]
-)
+@pytest.mark.parametrize('other', [{'r': 2}, {'r': 4, 'modules_to_save': ['lm_head']}, None])
 def test_a_checkpoint_of_another_adapter_or_none_is_refused(processor, other):
     models = [build_model(config=LLAVA, processor=processor, lora=lora) for lora in ({'r': 4}, other)]
     for model, source in (models, models[::-1]):
@@ -233,7 +230,7 @@ def test_an_adapter_is_known_by_its_base_wherever_that_lies(processor, pretraine
     assert identified(config=LLAVA) == {}
 
 
-@pytest.mark.parametrize('family', ['llava', 'qwen2_5_vl', 'idefics3', 'gemma3', 'mllama', 'internvl', 'paligemma'])
+@pytest.mark.parametrize('family', ['llava', 'qwen2_5_vl', 'idefics3', 'mllama'])
 def test_by_default_every_familys_language_model_is_adapted_and_no_tower(family):
     model = with_adapter(FAMILIES[family]().model, {'r': 2}, base=None)
     modules = {name.split('.lora_')[0] for name in trained(model)}
@@ -317,8 +314,8 @@ def test_two_ranks_have_the_gradient_of_one_forward():
     assert not wrong, wrong
 
 
-def lora_run(base, folder, *arguments, ranks=1):
-    """A run of four steps with random dropout in the adapters; returns its last checkpoint."""
+def lora_run(base, folder, *arguments):
+    """A run of four steps of two ranks with random dropout in the adapters; returns its last checkpoint."""
     arguments = [
         *(each for each in TINY_DIGITS if not each.startswith('model.')),
         'model.config=null',
@@ -335,24 +332,20 @@ def lora_run(base, folder, *arguments, ranks=1):
         'trainer.save_interval=2ba',
         *arguments,
     ]
-    if ranks == 1:
-        assert train_program.main([DIGITS, *arguments]) == 0
-    else:
-        launch_program('composer_tokacc.train', DIGITS, *arguments, ranks=ranks)
+    launch_program('composer_tokacc.train', DIGITS, *arguments, ranks=2)
     return torch.load(folder / 'checkpoints' / 'latest-rank0.pt', weights_only=False)['state']
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('ranks', [1, 2])
-def test_a_resumed_run_ends_with_the_same_bits(tmp_path, ranks):
+def test_a_resumed_run_ends_with_the_same_bits(tmp_path):
     base = tmp_path / 'base'
     build_model(
         config={**LLAVA, 'vision_feature_select_strategy': 'default'}, processor=build_digits_processor()
     ).model.save_pretrained(base)
     build_digits_processor().save_pretrained(base)
-    whole = lora_run(base, tmp_path / 'whole', ranks=ranks)
+    whole = lora_run(base, tmp_path / 'whole')
     half = tmp_path / 'whole' / 'checkpoints' / 'ep0-ba2-rank0.pt'
-    resumed = lora_run(base, tmp_path / 'resumed', f'trainer.load_path={half}', ranks=ranks)
+    resumed = lora_run(base, tmp_path / 'resumed', f'trainer.load_path={half}')
     assert int(resumed['timestamp']['Timestamp']['batch']) == 4
     assert all('lora_' in name or 'modules_to_save' in name for name in resumed['model'])
     assert_equal_bitwise(resumed['model'], whole['model'])

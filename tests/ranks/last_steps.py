@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Under the composer launcher: two epochs that no number of ranks divides; rank 0 writes losses, errors and counts.
+"""Under the composer launcher: two epochs that no number of ranks divides; rank 0 writes errors and counts.
 
 Each step's gradient is held to one forward over the samples that a run on one rank trains in it.
 """
@@ -81,7 +81,6 @@ def run(loader: DataLoader, dataset: LengthDataset, global_batch: int) -> dict[s
             errors.append(relative_error(gradients, reference))
             loss_errors.append(abs(loss - true_loss) / true_loss)
     return {
-        'losses': losses,
         'errors': errors,
         'loss_errors': loss_errors,
         'epochs': counted.epochs,

@@ -27,19 +27,17 @@ def check(*groups, ranks, num_cases):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('ranks', [1, 2, 4])
+@pytest.mark.parametrize('ranks', [2, 4])
 def test_text_gradients_do_not_depend_on_ranks_or_cut(ranks):
-    refused = check('text', ranks=ranks, num_cases=23)
-    assert 'accumulate_train_batch_on_tokens' in refused['refused exact counter']
-    if ranks > 1:
-        assert 'accumulate_train_batch_on_tokens' in refused['refused default counter']
+    refused = check('text', ranks=ranks, num_cases=18)
+    assert all('accumulate_train_batch_on_tokens' in message for message in refused.values())
+    assert len(refused) == 2
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('ranks', [1, 2, 4])
-@pytest.mark.parametrize('family', ['llava', 'qwen2_5_vl'])
-def test_images_are_exact_on_ranks_with_and_without_them(family, ranks):
-    check(family, ranks=ranks, num_cases=33 if family == 'llava' else 32)
+@pytest.mark.parametrize('ranks', [2, 4])
+def test_images_are_exact_on_ranks_with_and_without_them(ranks):
+    check('llava', 'qwen2_5_vl', ranks=ranks, num_cases=33)
 
 
 @pytest.mark.slow
@@ -81,11 +79,11 @@ def test_one_all_reduce_a_step_whatever_the_number_of_microbatches():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ('ranks', 'families'), [(2, ('text', 'llava', 'qwen2_5_vl')), (4, ('text', 'llava')), (4, ('qwen2_5_vl',))]
+    ('ranks', 'groups', 'num_cases'),
+    [(2, ('weights text', 'weights llava', 'weights qwen2_5_vl'), 34), (4, ('weights text',), 14)],
 )
-def test_weighted_gradients_do_not_depend_on_ranks_or_cut(ranks, families):
-    num_cases = sum({'text': 26, 'llava': 13, 'qwen2_5_vl': 7}[family] for family in families)
-    check(*(f'weights {family}' for family in families), ranks=ranks, num_cases=num_cases)
+def test_weighted_gradients_do_not_depend_on_ranks_or_cut(ranks, groups, num_cases):
+    check(*groups, ranks=ranks, num_cases=num_cases)
 
 
 @pytest.mark.slow
