@@ -89,9 +89,8 @@ def test_deep_copies_share_nothing():
 
 
 def test_counts_travel_with_their_microbatch():
-    counted = with_counts(
-        with_rows(ready(microbatch([5, 2]), microbatch([3])), [RowCounts(), RowCounts(samples=0)] * 2)
-    )
+    marks = [RowCounts(), RowCounts(samples=0), RowCounts()]
+    counted = with_counts(with_rows(ready(microbatch([5, 2]), microbatch([3])), marks))
     again = pickle.loads(pickle.dumps(counted))
     assert rows_of(again) == rows_of(counted)
     assert [num_samples(part) for part in again.microbatches] == [1, 1]
