@@ -35,7 +35,10 @@ def vision_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def transformer_blocks(model: nn.Module) -> list[nn.Module]:
-    """Returns the repeated blocks of text and encoders: members of the outermost module lists, not experts in them."""
+    """Returns the repeated blocks of the language model and of encoders.
+
+    These are the members of the outermost module lists. Lists within a block, such as its experts, do not count.
+    """
     blocks: list[nn.Module] = []
     for child in model.children():
         if not isinstance(child, nn.ModuleList):
@@ -49,7 +52,7 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def cast_model(model: nn.Module, dtype: torch.dtype) -> None:
-    """Casts a model as ``model.to(dtype)`` does, real or fake.
+    """Casts a model as ``model.to(dtype)`` does. It may have fake tensors, which have no data.
 
     Newer versions of torch swap the tensors of fake parameters in ``nn.Module.to``, and fail if anything else refers to
     them. Here the module gets new parameters, so call it before an optimizer holds the old ones.

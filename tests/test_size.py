@@ -61,8 +61,15 @@ def test_digits_are_sized_and_a_smaller_device_gets_less(tmp_path: Path, capsys:
 def test_of_an_adapter_only_what_is_trained_has_gradients_and_states(tmp_path: Path) -> None:
     pytest.importorskip('peft')
     lora = {'r': 4, 'modules_to_save': ['multi_modal_projector']}
-    sized = run_size(tmp_path, 'device_memory_gib=8', 'num_ranks=2', f'model.lora={lora}', 'model.dtype=bfloat16',
-                     'trainer.precision=amp_bf16', 'trainer.device=gpu')  # fmt: skip
+    sized = run_size(
+        tmp_path,
+        'device_memory_gib=8',
+        'num_ranks=2',
+        f'model.lora={lora}',
+        'model.dtype=bfloat16',
+        'trainer.precision=amp_bf16',
+        'trainer.device=gpu',
+    )
     config = load_config(YAML).model.config
     model = build_model(config=config, processor=build_digits_processor(), lora=lora, dtype='bfloat16')
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -163,9 +170,9 @@ def test_figures_that_no_data_has_are_refused(
 
 
 @pytest.mark.parametrize(
-    ('encoder', 'strategy', 'tokens'), [(CLIPVisionConfig, 'default', 576), (CLIPVisionConfig, 'full', 577),
-                                        (SiglipVisionConfig, 'full', 576)],
-)  # fmt: skip
+    ('encoder', 'strategy', 'tokens'),
+    [(CLIPVisionConfig, 'default', 576), (CLIPVisionConfig, 'full', 577), (SiglipVisionConfig, 'full', 576)],
+)
 def test_samples_of_several_images_are_sized_by_one_of_the_config(encoder, strategy, tokens) -> None:
     vision = encoder(image_size=336, patch_size=14)
     config = LlavaConfig(vision_config=vision, vision_feature_select_strategy=strategy)
@@ -214,11 +221,15 @@ def test_the_lora_recipe_fits_a_gpu_of_24_gib(tmp_path: Path) -> None:
     LlavaConfig(  # LLaVA-1.5 7B
         text_config=LlamaConfig(vocab_size=32064),  # whose other defaults are those of Llama 7B
         vision_config=CLIPVisionConfig(
-            hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16, image_size=336,
+            hidden_size=1024,
+            intermediate_size=4096,
+            num_hidden_layers=24,
+            num_attention_heads=16,
+            image_size=336,
             patch_size=14,
         ),
         image_token_index=processor.image_token_id,
-    ).save_pretrained(tmp_path)  # fmt: skip
+    ).save_pretrained(tmp_path)
     lengths = tmp_path / 'lengths.csv'
     lengths.write_text('tokens,image_tokens\n' + '2048,576\n700,576\n90,0\n' * 100)
     recipe = str(YAML_OF_FILES.with_name('llava15_7b_lora.yaml'))

@@ -19,7 +19,7 @@ from composer.core import State
 from torch.nn.parallel import DistributedDataParallel
 
 from composer_tokacc.algorithm.loss_terms import LossTerms, SplitLoss
-from composer_tokacc.batch import Batch, attended_positions, sample_name, text_of, with_own_tensors
+from composer_tokacc.batch import Batch, attended_positions, sample_name, text_of, with_copied_tensors
 from composer_tokacc.checks.comparison import documents_of
 from composer_tokacc.checks.logits import entry_of, router_loss_of
 from composer_tokacc.checks.probe import undisturbed
@@ -111,7 +111,7 @@ class StepBalance:
             for microbatch in microbatches:
                 batch = without_rows(microbatch)
                 batch.pop(LOSS_WEIGHTS, None)
-                batch = self._to_device(with_own_tensors(batch))
+                batch = self._to_device(with_copied_tensors(batch))
                 with self._precision():
                     outputs = self._model(batch)
                     logits = self._checked_logits(outputs, batch)

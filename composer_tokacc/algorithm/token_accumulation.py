@@ -164,6 +164,11 @@ class TokenAccumulation(Algorithm):
         assert self._context is not None, 'BATCH_START comes first'
         return self._context
 
+    @property
+    def has_logits(self) -> bool:
+        """Whether the model returns logits. If not, it returns hidden states, and its loss has the head."""
+        return self._context is None or self._context.check.has_logits
+
     def match(self, event: Event, state: State) -> bool:
         """Runs on the events named above."""
         return event in self._actions

@@ -12,19 +12,19 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 
 import torch
 
-from composer_tokacc.batch import IGNORE_INDEX, MODALITIES, Batch, BatchDict, sample_name
+from composer_tokacc.batch import IGNORE_INDEX, MODALITIES, Batch, BatchDict, labels_of, sample_name
 from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.data_spec.packing import pack_rows
 from composer_tokacc.layout import BatchLayout, RowFacts
-from composer_tokacc.planning import CutOptions, cut_rows
-from composer_tokacc.row_counts import ROWS_KEY, RowCounts, rows_of, with_rows
+from composer_tokacc.planning import CAPPED_SIZES, CutOptions, cut_rows
+from composer_tokacc.row_counts import ROWS_KEY, RowCounts, is_counted, rows_of, with_rows
 
 log = logging.getLogger(__name__)
 
@@ -290,7 +290,7 @@ class Piece:
         options: The caps, and how to cut under them.
         rows: Numbers of the rows in the batch.
         widths: Width that each of them keeps.
-        image_tokens: Image tokens of each of them; zeros if there is no cap on them.
+        sizes: Their sizes that have a cap (``CutOptions.caps``), by name, such as ``'image_tokens'``.
         dummies: Dummy rows that are computed with them.
     """
 
@@ -299,26 +299,26 @@ class Piece:
     options: CutOptions
     rows: Sequence[int]
     widths: Sequence[int]
-    image_tokens: Sequence[int]
+    sizes: Mapping[str, Sequence[int]]
     dummies: Sequence[DummyRow] = ()
 
     @classmethod
     def from_facts(cls, facts: RowFacts, rules: CutRules, options: CutOptions) -> Piece:
         """Returns a piece of all rows of a batch."""
         rows = range(len(facts.lengths))
-        image_tokens = [0] * len(rows)
-        if options.max_image_tokens is not None:
-            image_tokens = facts.image_tokens
-        return cls(facts, rules, options, rows, rules.widths(facts), image_tokens)
+        return cls(facts, rules, options, rows, rules.widths(facts), _capped_sizes(facts, options))
 
     def take(self, places: Iterable[int]) -> Piece:
         """Returns some of these rows, by their places in this piece."""
         chosen = list(places)
+        sizes = {}
+        for name, values in self.sizes.items():
+            sizes[name] = [values[place] for place in chosen]
         return replace(
             self,
             rows=[self.rows[place] for place in chosen],
             widths=[self.widths[place] for place in chosen],
-            image_tokens=[self.image_tokens[place] for place in chosen],
+            sizes=sizes,
         )
 
     @property
@@ -340,16 +340,18 @@ class Piece:
         else:
             widest = max([self.width, *dummy_widths]) + self.facts.decoder_width
             num_tokens = (len(self.rows) + len(self.dummies)) * widest
-        return num_tokens <= self.options.max_tokens and self._fits_image_cap
+        return num_tokens <= self.options.max_tokens and self._fits_capped_sizes
 
     @property
-    def _fits_image_cap(self) -> bool:
-        cap = self.options.max_image_tokens
-        num_tokens = sum(self.image_tokens)
-        # If the dummy rows alone are over the cap, fewer rows would not help.
-        if cap is None or num_tokens == 0:
-            return True
-        return num_tokens + sum(row.image_tokens for row in self.dummies) <= cap
+    def _fits_capped_sizes(self) -> bool:
+        # Dummy rows have no loss tokens.
+        sizes_of_dummies = {'image_tokens': sum(row.image_tokens for row in self.dummies)}
+        for name, cap in self.options.caps.items():
+            total = sum(self.sizes[name])
+            # If the dummy rows alone are over the cap, fewer rows would not help.
+            if total > 0 and total + sizes_of_dummies.get(name, 0) > cap:
+                return False
+        return True
 
     def cut(self) -> list[Piece]:
         """Returns the rows in pieces of least cost under the caps."""
@@ -363,7 +365,7 @@ class Piece:
                 # Widths are rounded up without the decoder's text, so the cut must not round them again.
                 widths = [self._rounded_up(width) + decoder_width for width in widths]
                 options = replace(options, width_multiple=1)
-        groups = cut_rows(widths, options, image_tokens=self.image_tokens, max_width=max_width)
+        groups = cut_rows(widths, options, max_width=max_width, **self.sizes)
         return [self.take(group) for group in groups]
 
     def check_caps(self, indices: Sequence[int] | None) -> None:
@@ -374,13 +376,14 @@ class Piece:
         num_tokens = [width + self.facts.decoder_width for width in self.widths]
         setting = '`device_train_microbatch_size` x `slot_tokens`'
         self._check_cap(num_tokens, 'tokens', self.options.max_tokens, setting, indices)
-        self._check_cap(self.image_tokens, 'image tokens', self.options.max_image_tokens, '`max_image_tokens`', indices)
+        for size, cap in self.options.caps.items():
+            self._check_cap(self.sizes[size], size.replace('_', ' '), cap, f'`{CAPPED_SIZES[size]}`', indices)
 
     def _check_cap(
-        self, sizes: Sequence[int], unit: str, cap: int | None, setting: str, indices: Sequence[int] | None
+        self, sizes: Sequence[int], unit: str, cap: int, setting: str, indices: Sequence[int] | None
     ) -> None:
         largest = max(sizes)
-        if cap is None or largest <= cap:
+        if largest <= cap:
             return
         row = list(sizes).index(largest)
         name = sample_name(self.facts.batch, row)
@@ -393,6 +396,23 @@ class Piece:
         if self.options.on_oversize == 'raise':
             raise ValueError(f"{message}; `on_oversize='warn'` computes it alone, over the cap.")
         log.warning('%s. It is computed alone.', message)
+
+
+def _capped_sizes(facts: RowFacts, options: CutOptions) -> dict[str, Sequence[int]]:
+    """Returns the sizes of all rows that have a cap, by name."""
+    sizes: dict[str, Sequence[int]] = {}
+    if 'image_tokens' in options.caps:
+        sizes['image_tokens'] = facts.image_tokens
+    if 'loss_tokens' in options.caps:
+        sizes['loss_tokens'] = _loss_tokens(facts.batch)
+    return sizes
+
+
+def _loss_tokens(batch: Batch) -> list[int]:
+    """Returns the loss tokens of each row. If the batch is not counted yet, all labels count."""
+    if is_counted(batch):
+        return [row.loss_tokens for row in rows_of(batch)]
+    return (labels_of(batch) != IGNORE_INDEX).sum(dim=1).tolist()
 
 
 # Microbatches.

@@ -96,7 +96,7 @@ class MicrobatchSplit:
         longest = int(lengths.max())
         slot_tokens = self.options.slot_tokens or max(facts.width for facts in sources)
         budget = token_budget(microbatch_size, slot_tokens)
-        options = replace(self.options, max_tokens=max(budget, longest), max_image_tokens=None, packing=False)
+        options = replace(self.options.without_caps(), max_tokens=max(budget, longest), packing=False)
         cost = options.cost
         padded_cost = 0.0
         for rows in cut_rows(lengths, options, max_width=longest):
@@ -157,7 +157,7 @@ class MicrobatchSplit:
             raise RuntimeError(f'rows that are not independent: {coupling}')
         if rules.packing:
             self._attend(rules.packing)
-        options = replace(self.options, max_image_tokens=None)
+        options = self.options.without_caps()
         piece = Piece.from_facts(facts, rules, options).take(rows)
         if rules.needs_media:
             piece = replace(piece, dummies=_dummies_of_first_modality([facts]).missing(facts, rows))
@@ -237,7 +237,7 @@ class MicrobatchSplit:
     def _split_in_order(self, layout: BatchLayout, batch: Batch, size: int) -> list[BatchDict]:
         """Returns runs of rows: the trainer drops repeated samples of a sampler by ``split_batch(batch, n - 1)[0]``."""
         rules = replace(self.rules, packing='')
-        options = replace(self.options, max_image_tokens=None)
+        options = self.options.without_caps()
         all_rows = Piece.from_facts(describe(layout, batch), rules, options)
         num_rows = len(all_rows.rows)
         pieces = []
@@ -336,7 +336,7 @@ class MicrobatchSplit:
                     'They are computed over the cap. Raise it by the difference.',
                     sample_name(piece.facts.batch, piece.rows[0]),
                     piece.widths[0],
-                    piece.image_tokens[0],
+                    sum(piece.sizes.get('image_tokens', [])),
                     [row.width for row in piece.dummies],
                     piece.options.max_tokens,
                     piece.options.max_image_tokens,

@@ -30,6 +30,7 @@ def token_data_spec(
     layout: BatchLayout | None = None,
     slot_tokens: int | None = None,
     max_image_tokens: int | None = None,
+    max_loss_tokens: int | None = None,
     regroup: bool = True,
     equal_counts: bool | str = 'auto',
     width_multiple: int = 1,
@@ -58,6 +59,8 @@ def token_data_spec(
         slot_tokens: Width of a slot, in tokens. Default: the width of the device batch.
         max_image_tokens: Most placeholders of images, videos and audios in a microbatch: a second hard cap, if the
             vision encoder needs the memory. Default: no cap.
+        max_loss_tokens: Most loss tokens in a microbatch, a third hard cap. If logits are only computed at labels, they
+            are computed for at most so many positions. Default: no cap.
         regroup: Whether to sort rows by real length before cutting. ``False`` keeps their order. Default: ``True``.
         equal_counts: Whether all ranks make the same number of microbatches. ``'auto'``: unless the algorithm has seen
             that gradients are only reduced in the last one, which is DDP's default.
@@ -107,6 +110,7 @@ def token_data_spec(
         packing=packing,
         cost=cost or CostModel(),
         max_image_tokens=max_image_tokens,
+        max_loss_tokens=max_loss_tokens,
         on_oversize=on_oversize,
     )
     if layout is not None:

@@ -14,8 +14,8 @@ from composer_tokacc.batch import (
     IGNORE_INDEX,
     Batch,
     attended_positions,
+    labels_at_text,
     lengths_of,
-    own_labels,
     real_positions,
     sample_name,
     side_of,
@@ -138,7 +138,7 @@ class RowFacts:
 
         The last pad before it predicts this label, so the row cannot be trimmed.
         """
-        labels = own_labels(self.batch)
+        labels = labels_at_text(self.batch)
         if labels is None or self.side != 'left':
             return [False] * len(self.real)
         first = self.real.int().argmax(dim=1)

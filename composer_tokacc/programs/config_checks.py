@@ -40,6 +40,7 @@ from composer_tokacc.programs.schema import (
     without,
 )
 from composer_tokacc.programs.sources import source_of, token_data_spec_of
+from composer_tokacc.sampling.global_batches import BatchSchedule
 
 # Arguments of the Trainer that other sections fill.
 FILLED_ELSEWHERE = {
@@ -83,6 +84,7 @@ def check_config(config: TrainConfig, *, num_ranks: int | None = None) -> None:
         # The same call as in the run, without data: it refuses options that do not go together.
         token_data_spec_of(config, [], slot_tokens=config.microbatching.slot_tokens)
     _check_trainer(config.trainer)
+    _check_unequal_epochs(config)
     for kind in ('algorithms', 'callbacks', 'loggers'):
         for part in named_parts(config, kind):
             check_part(part.kind, part.path, part.name, part.arguments)
@@ -131,8 +133,16 @@ def _check_adapter(config: TrainConfig, lora: Section) -> None:
 
 
 def _check_batch_sizes(config: TrainConfig, num_ranks: int) -> None:
-    for name in ('global_batch_size', 'global_eval_batch_size'):
-        size = getattr(config.loader, name) or 0
+    loader = config.loader
+    sizes = [('global_eval_batch_size', loader.global_eval_batch_size or 0)]
+    if isinstance(loader.global_batch_size, int):
+        sizes.append(('global_batch_size', loader.global_batch_size))
+    else:
+        with building('loader.global_batch_size'):
+            schedule = BatchSchedule.from_stages(loader.global_batch_size)
+        for size in schedule.sizes:
+            sizes.append(('global_batch_size', size))
+    for name, size in sizes:
         if size % num_ranks == 0:
             continue
         below = size // num_ranks * num_ranks
@@ -141,6 +151,18 @@ def _check_batch_sizes(config: TrainConfig, num_ranks: int) -> None:
             f'loader.{name}',
             f'must be divisible by the number of ranks, got: {size} on {num_ranks} ranks. Set it to {suggestions}, or '
             'launch another number of ranks',
+        )
+
+
+def _check_unequal_epochs(config: TrainConfig) -> None:
+    """Refuses a duration in epochs with a schedule of the global batch, as Composer would after the data was read."""
+    duration = config.trainer['max_duration']
+    is_in_epochs = ensure_time(duration, TimeUnit.EPOCH).unit == TimeUnit.EPOCH
+    if is_in_epochs and not isinstance(config.loader.global_batch_size, int):
+        raise ConfigError(
+            'trainer.max_duration',
+            'must be in tokens, samples or batches with a schedule of `loader.global_batch_size`, which gives epochs '
+            f'unequal numbers of batches, got: {duration}',
         )
 
 

@@ -266,10 +266,16 @@ def _cut_again(
         if microbatch.num_tokens <= options.max_tokens:
             yield samples, microbatch.width
             continue
-        lengths = sampler.lengths[samples]
-        image_tokens = None if sampler.image_tokens is None else sampler.image_tokens[samples]
-        for rows in cut_rows(lengths, options, image_tokens=image_tokens, max_width=microbatch.width):
-            longest = int(lengths[list(rows)].max())
+        tables = sampler.tables.of(np.array(samples))
+        cut = cut_rows(
+            tables.lengths,
+            options,
+            image_tokens=tables.image_tokens,
+            loss_tokens=tables.loss_tokens,
+            max_width=microbatch.width,
+        )
+        for rows in cut:
+            longest = int(tables.lengths[rows].max())
             width = -(-longest // options.width_multiple) * options.width_multiple
             yield [samples[row] for row in rows], width
 
@@ -292,9 +298,10 @@ def _plans_left(
     ahead = copy.copy(sampler)  # whose epoch may be set
     epoch, batch = int(state.timestamp.epoch), int(state.timestamp.batch_in_epoch)
     for step in range(min(_batches_left(state, sampler), MOST_BATCHES)):
-        if batch == len(sampler):
-            epoch, batch = epoch + 1, 0
         ahead.set_epoch(epoch)
+        if batch == ahead.num_batches:
+            epoch, batch = epoch + 1, 0
+            ahead.set_epoch(epoch)
         yield step, ahead.plan(batch).ranks, ahead.window(batch)
         batch += 1
 
@@ -308,7 +315,7 @@ def _batches_left(state: State, sampler: RegroupingBatchSampler) -> int:
         return -(-(end.value - elapsed.sample.value) // sampler.global_batch_size)
     if end.unit == TimeUnit.EPOCH:
         return (end.value - elapsed.epoch.value) * len(sampler) - elapsed.batch_in_epoch.value
-    return len(sampler)  # in tokens or seconds: look through one epoch
+    return sampler.num_batches  # in tokens or seconds: look through one epoch
 
 
 def _run_all(state: State, candidates: list[Candidate], report: RehearsalReport) -> Candidate | None:

@@ -18,13 +18,14 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+import numpy as np
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
-from composer_tokacc.planning import CostModel
+from composer_tokacc.planning import CostModel, mean_samples
 from composer_tokacc.programs.errors import ConfigError, PartError, shorten, unknown_name
 
 Options = TypeVar('Options')
@@ -80,10 +81,15 @@ class ModelConfig:
 class LoaderConfig:
     """How samples become batches, before anything is cut into microbatches."""
 
-    global_batch_size: Count = 32
-    """Samples of one optimizer step over all ranks."""
+    global_batch_size: Count | list[Any] = 32
+    """Samples of one optimizer step over all ranks. Or a schedule, a list of ``[start, size]``: a start is an optimizer
+    step (``1000ba``) or a number of trained tokens (``5000000tok``), and the first one is 0. Then ``max_duration`` must
+    be in tokens, samples or batches."""
+    global_batch_tokens: Count | None = None
+    """Tokens of one optimizer step over all ranks, up to one sample more or less, instead of ``global_batch_size``,
+    which then only holds for evaluation. Needs ``regroup_ranks``."""
     global_eval_batch_size: Count | None = None
-    """Samples of one evaluation batch over all ranks; null means ``global_batch_size``."""
+    """Samples of one evaluation batch over all ranks; null means ``global_batch_size``, the largest of a schedule."""
     shuffle: bool = True
     """Another order every epoch, the same for a given ``seed``."""
     drop_last: bool = True
@@ -108,6 +114,28 @@ class LoaderConfig:
     """A run resumed with other data, another processor or vocabulary than its checkpoint's: ``raise``, or ``warn`` and
     go on."""
 
+    @property
+    def largest_batch(self) -> int:
+        """Samples of a global batch; of the largest one, if there is a schedule."""
+        if isinstance(self.global_batch_size, int):
+            return self.global_batch_size
+        return max(size for _, size in self.global_batch_size)
+
+    def samples_per_batch(self, lengths: np.ndarray) -> int:
+        """Returns ``largest_batch``, or with ``global_batch_tokens`` the samples of a global batch on average."""
+        if self.global_batch_tokens is None:
+            return self.largest_batch
+        return mean_samples(lengths, self.global_batch_tokens)
+
+    @property
+    def planned_key(self) -> str | None:
+        """The setting of the global batch, if only a sampler that plans by a table of lengths can follow it."""
+        if self.global_batch_tokens is not None:
+            return '`loader.global_batch_tokens`'
+        if not isinstance(self.global_batch_size, int):
+            return 'a schedule of `loader.global_batch_size`'
+        return None
+
 
 @dataclass(kw_only=True)
 class MicrobatchingConfig:
@@ -122,6 +150,9 @@ class MicrobatchingConfig:
     """Width of such a row in tokens; null: the longest sample, without ``regroup_ranks`` in each device batch."""
     max_image_tokens: Count | None = None
     """Most placeholders of images, videos and audios in a microbatch, a second hard cap; null: none."""
+    max_loss_tokens: Count | None = None
+    """Most loss tokens in a microbatch, a third hard cap; null: none. If logits are only computed at labels, they are
+    computed for so many positions."""
     regroup: bool = True
     """Sort rows by length, fill each microbatch up to the token budget, trim it to its own longest row."""
     equal_counts: bool | Literal['auto'] = 'auto'
@@ -173,7 +204,9 @@ class TrainConfig:
 
     def batch_size(self, *, is_eval: bool) -> int:
         """Returns the samples of one batch over all ranks, of training or of evaluation."""
-        return (self.loader.global_eval_batch_size if is_eval else None) or self.loader.global_batch_size
+        if is_eval and self.loader.global_eval_batch_size is not None:
+            return self.loader.global_eval_batch_size
+        return self.loader.largest_batch
 
     @property
     def regroups_ranks(self) -> bool:

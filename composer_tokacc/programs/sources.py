@@ -272,8 +272,8 @@ class FileSource(Source):
             )
         if self.config.regroups_ranks:
             return
-        # Only a RegroupingBatchSampler gives the parts their shares, or batches of one kind.
-        need = None
+        # Only a RegroupingBatchSampler gives the parts their shares, batches of one kind, or of so many tokens.
+        need = self.config.loader.planned_key
         if self.config.loader.modality == 'per_step':
             need = '`loader.modality: per_step`'
         elif 'parts' in self.section and any(part.keys() & SHARE_KEYS.keys() for part in self._parts()):
@@ -423,7 +423,10 @@ class FileSource(Source):
         """Opens a loader that assigns the samples of each global batch to ranks by length."""
         loader, microbatching = self.config.loader, self.config.microbatching
         table = self.measure(dataset, processor)
-        longest, size = int(table.lengths.max()), self.rows_of_microbatch
+        longest = int(table.lengths.max())
+        size = microbatching.device_train_microbatch_size
+        if not isinstance(size, int):  # a whole device batch
+            size = -(-loader.samples_per_batch(table.lengths) // dist.get_world_size())
         # The width of a device batch says little, because a rank may get short samples only.
         slot_tokens = microbatching.slot_tokens or longest
         if token_budget(size, slot_tokens) < longest:
@@ -443,9 +446,12 @@ class FileSource(Source):
             lengths=table.lengths,
             image_tokens=table.image_tokens if has_images else None,
             vision_cost=(microbatching.cost or CostModel()).vision(table.image_tokens, table.vision_patches),
-            global_batch_size=loader.global_batch_size,
+            loss_tokens=table.loss_tokens,
+            global_batch_size=loader.global_batch_size if loader.global_batch_tokens is None else None,
+            global_batch_tokens=loader.global_batch_tokens,
             max_tokens=token_budget(size, slot_tokens),
             max_image_tokens=microbatching.max_image_tokens if has_images else None,
+            max_loss_tokens=microbatching.max_loss_tokens,
             seed=self.config.seed,
             shuffle=loader.shuffle,
             drop_last=loader.drop_last,
@@ -453,6 +459,16 @@ class FileSource(Source):
             **shares,
             **self.planning,
         )
+        if loader.global_batch_tokens is not None:
+            tokens = sampler.window_tokens()
+            log.info(
+                'Global batches of %d tokens: %d in this epoch, of %d to %d tokens, %.0f on average.',
+                loader.global_batch_tokens,
+                len(tokens),
+                tokens.min(),
+                tokens.max(),
+                tokens.mean(),
+            )
         return RegroupingDataLoader(dataset, batch_sampler=sampler, **options), slot_tokens
 
     def _shares(self, datasets: Sequence[Any], loss_tokens: Any) -> dict[str, Any]:
@@ -525,6 +541,12 @@ class ShardSource(Source):
         self._check_arguments('dataset.eval', self._arguments(is_eval=True))
         if self.config.loader.modality == 'per_step':
             raise ConfigError('loader.modality', 'must be `mixed` for streamed data, got: per_step. Use a JSON file')
+        if self.config.loader.planned_key is not None:
+            raise ConfigError(
+                'loader',
+                'must have one `global_batch_size` for streamed data, whose lengths are not known before, got: '
+                f'{self.config.loader.planned_key}. Use a JSON file',
+            )
         if self.config.loader.exchange_ranks:
             self._check_exchange()
 
@@ -598,7 +620,7 @@ class ShardSource(Source):
 
         config, batch_size = self.config, self.rank_batch_size(is_eval=is_eval)
         drop_last = self.config.loader.drop_last and not is_eval
-        global_batch_size = config.loader.global_batch_size
+        global_batch_size = config.loader.largest_batch
         if drop_last and dataset.num_samples < global_batch_size:
             raise ConfigError(
                 'loader.global_batch_size',
@@ -620,6 +642,7 @@ class ShardSource(Source):
             max_tokens=token_budget(self.rows_of_microbatch, slot_tokens),
             image_token_ids=image_token_ids(processor),
             max_image_tokens=config.microbatching.max_image_tokens,
+            max_loss_tokens=config.microbatching.max_loss_tokens,
             patches=partial(count_patches, patch_size=self.patch_size(processor)),
             **self.planning,
             **options,

@@ -112,6 +112,8 @@ def suggest_for_run(
 ) -> SizingReport:
     """Returns :func:`.suggest_microbatching` with the options of the config; see there for the arguments."""
     microbatching = config.microbatching
+    # The ranks share a global batch equally. One by tokens has any number of samples.
+    samples_of_rank = -(-config.loader.samples_per_batch(table.lengths) // num_ranks)
     reports = []
     packings = [bool(microbatching.packing)]
     if microbatching.packing == 'auto':
@@ -120,7 +122,7 @@ def suggest_for_run(
         report = suggest_microbatching(
             table,
             num_ranks=num_ranks,
-            global_batch_size=config.loader.global_batch_size,
+            global_batch_size=samples_of_rank * num_ranks,
             memory=memory,
             device_memory_gib=gib,
             seed=config.seed,

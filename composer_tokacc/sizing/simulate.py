@@ -13,8 +13,8 @@ import numpy as np
 
 from composer_tokacc.planning import CostModel, CutOptions, cut_rows, padded_widths
 from composer_tokacc.planning.plan import time_in_slots
+from composer_tokacc.sampling.global_batches import torchs_batches
 from composer_tokacc.sampling.load_planner import LoadPlanner
-from composer_tokacc.sampling.sampler import torchs_batches
 from composer_tokacc.sizing.profile import SampleSizes
 
 METHOD_NAMES = {'stock': 'stock Composer', 'split': 'split and trimmed', 'planned': 'planned over ranks'}

@@ -71,7 +71,7 @@ def own_rows(case: FamilyCase, side: str):
 @pytest.mark.parametrize('side', ['right', 'left'])
 @pytest.mark.parametrize('spare', [1, 5], ids=['narrower', 'wider'])
 @pytest.mark.parametrize('name', IMAGE_FAMILIES)
-def test_spare_image_row_changes_neither_loss_nor_gradient(name, spare, side):
+def test_dummy_image_row_changes_no_gradient(name, spare, side):
     case = case_of(name)
     layout = BatchLayout.for_model(case.model)
     loss, gradients = loss_and_gradients(case, own_rows(case, side))
@@ -87,7 +87,7 @@ def test_spare_image_row_changes_neither_loss_nor_gradient(name, spare, side):
 
 @pytest.mark.parametrize('side', ['right', 'left'])
 @pytest.mark.parametrize('name', IMAGE_FAMILIES)
-def test_spare_row_with_its_labels_would_change_the_gradient(name, side):
+def test_labels_of_dummy_row_change_gradient(name, side):
     case = case_of(name)
     layout = BatchLayout.for_model(case.model)
     _, gradients = loss_and_gradients(case, own_rows(case, side))
@@ -97,7 +97,7 @@ def test_spare_row_with_its_labels_would_change_the_gradient(name, side):
 
 
 @pytest.mark.parametrize('name', IMAGE_FAMILIES)
-def test_added_rows_are_no_samples_and_carry_no_tokens(name):
+def test_added_rows_are_no_samples(name):
     case = case_of(name)
     layout = BatchLayout.for_model(case.model)
     microbatch = batch_of(case, TEXT_ROWS, 'right')
@@ -132,7 +132,7 @@ def test_row_of_its_own_weighs_nothing():
 
 
 @pytest.mark.parametrize('name', IMAGE_FAMILIES)
-def test_spare_row_is_the_smallest_of_the_step(name):
+def test_dummy_row_is_the_smallest(name):
     case = case_of(name)
     layout = BatchLayout.for_model(case.model)
     whole = batch_of(case, range(6), 'left')
@@ -144,7 +144,7 @@ def test_spare_row_is_the_smallest_of_the_step(name):
     assert num_samples(row) == 0
 
 
-def test_spare_row_of_another_microbatch_brings_no_lists_that_this_one_lacks():
+def test_dummy_row_brings_no_new_lists():
     case = case_of('llava')
     layout = BatchLayout.for_model(case.model)
     microbatch = batch_of(case, TEXT_ROWS, 'right')
@@ -154,7 +154,7 @@ def test_spare_row_of_another_microbatch_brings_no_lists_that_this_one_lacks():
     assert padded['num_images'] == [0, 0, 1]
 
 
-def test_padding_is_no_placeholder_where_a_row_begins_with_one():
+def test_padding_of_row_beginning_with_placeholder():
     case = MEDIA['video_llava']()
     layout = BatchLayout.for_model(case.model)
     row = next(row for row, truth in zip(case.rows, case.truth, strict=True) if truth == {'image': 2, 'video': 0})
@@ -165,7 +165,7 @@ def test_padding_is_no_placeholder_where_a_row_begins_with_one():
     torch.testing.assert_close(case.loss_sum(batch), case.loss_sum(row), rtol=1e-5, atol=0)
 
 
-def test_dummy_row_beside_a_row_without_padding_is_padded_where_the_batch_was():
+def test_dummy_row_is_padded_as_batch():
     case = case_of('llava')
     layout = BatchLayout.for_model(case.model)
     facts = describe(layout, batch_of(case, range(6), 'left'))
@@ -196,7 +196,7 @@ def glm_row(config, unit):
 
 
 @pytest.mark.parametrize('unit', ['image', 'video'])
-def test_glm_gets_no_video_beside_an_image_where_another_rank_has_the_other_kind(unit, monkeypatch):
+def test_glm_gets_no_video_beside_image(unit, monkeypatch):
     """Its forward takes one kind of placeholders for both, and refuses a batch with both."""
     special = ('<image>', '<video>', '<image_start>', '<image_end>', '<video_start>', '<video_end>')
     model = family_models.MODELS['glm4v'](TokenIds(word_tokenizer(*special)))
@@ -215,7 +215,7 @@ def test_glm_gets_no_video_beside_an_image_where_another_rank_has_the_other_kind
         assert ('pixel_values' in microbatch) != ('pixel_values_videos' in microbatch)
 
 
-def test_packed_rows_are_halved_only_where_the_added_row_does_not_fit(monkeypatch):
+def test_packed_rows_are_halved_if_needed(monkeypatch):
     case = case_of('llava')
     layout = BatchLayout.for_model(case.model)
     batch = layout.concat([batch_of(case, [1], 'right'), *[batch_of(case, TEXT_ROWS[:1], 'right')] * 8])
@@ -240,7 +240,7 @@ def packed_microbatches(monkeypatch, batch, layout, agreed=list, **options):
     return spec.split_batch(batch, 1)
 
 
-def test_rows_with_media_of_other_ranks_find_room_as_well(monkeypatch):
+def test_media_rows_of_other_ranks_fit(monkeypatch):
     """Rows with images in a step in which only another rank has a video."""
     case = MEDIA['qwen2_5_vl']()
     layout = BatchLayout.for_model(case.model)
@@ -255,7 +255,7 @@ def test_rows_with_media_of_other_ranks_find_room_as_well(monkeypatch):
     assert max(microbatch['input_ids'].numel() for microbatch in microbatches) <= budget
 
 
-def test_a_row_that_leaves_no_room_for_the_added_one_is_named(monkeypatch, caplog):
+def test_row_that_leaves_no_room(monkeypatch, caplog):
     case = case_of('llava')
     layout = BatchLayout.for_model(case.model)
     batch = layout.concat([batch_of(case, [row], 'right') for row in (1, *TEXT_ROWS)])
@@ -266,7 +266,7 @@ def test_a_row_that_leaves_no_room_for_the_added_one_is_named(monkeypatch, caplo
     assert f'over the caps of {budget} and None' in caplog.text
 
 
-def test_where_ddp_reduces_once_no_microbatch_gets_a_row_with_media(monkeypatch):
+def test_no_media_rows_if_reduced_once(monkeypatch):
     case = case_of('llava')
     layout = BatchLayout.for_model(case.model)
     text = layout.concat([batch_of(case, TEXT_ROWS, 'right')] * 4)
@@ -282,7 +282,7 @@ def test_where_ddp_reduces_once_no_microbatch_gets_a_row_with_media(monkeypatch)
     assert sum(map(layout.num_rows, microbatches)) == sum(map(num_samples, microbatches)) == 8
 
 
-def test_rows_are_added_where_trimming_has_written_positions():
+def test_rows_added_beside_written_positions():
     """Mllama padded on the left, one of whose microbatches has text alone."""
     subject = SUBJECTS['mllama_mixed']
     batch = subject.batch(499905, side='left')

@@ -176,5 +176,9 @@ def _pip(arguments: Sequence[str]) -> None:
 
 
 _READERS: dict[str, Callable[[Sequence[str]], None]] = {
-    'composer': _composer, 'make': _make, 'pip': _pip, 'python': _python, 'uv': lambda arguments: _pip(arguments[1:]),
-}  # fmt: skip
+    'composer': _composer,
+    'make': _make,
+    'pip': _pip,
+    'python': _python,
+    'uv': lambda arguments: _pip(arguments[1:]),
+}

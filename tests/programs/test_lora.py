@@ -129,7 +129,7 @@ def test_a_checkpoint_without_its_base_is_loaded_strictly(processor, pretrained)
         ({'bits': 8}, '`model.lora.bits` must be 4, got: 8'),
         ({'bits': 4}, '`model.lora.bits` needs the weights of `model.pretrained`'),
     ],
-)  # fmt: skip
+)
 def test_mistyped_settings_are_named(processor, lora, message):
     with pytest.raises(ValueError, match=message.replace('[]', r'\[\]')):
         with_lora(processor, **lora)
@@ -150,7 +150,7 @@ def test_another_package_of_the_name_peft_is_one_line(processor, monkeypatch):
         ('{r: -1}', 'error: `model.lora.r` must be greater than or equal to 1, got: -1'),
         ('{target_modules: [q_projection]}', 'error: `model.lora`: '),
     ],
-)  # fmt: skip
+)
 def test_every_program_says_them_in_one_line(program, lora, message, capsys, tmp_path, monkeypatch):
     monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
     assert program.main([DIGITS, *TINY_DIGITS, f'model.lora={lora}', 'dataset.eval=null']) == 2
@@ -290,13 +290,23 @@ def test_an_empty_section_means_its_defaults(processor):
 def test_an_adapters_checkpoint_is_a_twentieth_of_a_model_of_a_billion_weights():
     # TinyLlama 1.1B behind CLIP's large tower and LLaVA's projector, which is trained whole; 1.4 billion in all.
     text = {
-        'model_type': 'llama', 'hidden_size': 2048, 'intermediate_size': 5632, 'num_hidden_layers': 22,
-        'num_attention_heads': 32, 'num_key_value_heads': 4, 'vocab_size': 32064,
-    }  # fmt: skip
+        'model_type': 'llama',
+        'hidden_size': 2048,
+        'intermediate_size': 5632,
+        'num_hidden_layers': 22,
+        'num_attention_heads': 32,
+        'num_key_value_heads': 4,
+        'vocab_size': 32064,
+    }
     vision = {
-        'model_type': 'clip_vision_model', 'hidden_size': 1024, 'intermediate_size': 4096, 'num_hidden_layers': 24,
-        'num_attention_heads': 16, 'image_size': 336, 'patch_size': 14,
-    }  # fmt: skip
+        'model_type': 'clip_vision_model',
+        'hidden_size': 1024,
+        'intermediate_size': 4096,
+        'num_hidden_layers': 24,
+        'num_attention_heads': 16,
+        'image_size': 336,
+        'patch_size': 14,
+    }
     config = {'model_type': 'llava', 'text_config': text, 'vision_config': vision, 'image_token_index': 32000}
     with torch.device('meta'):
         model = build_model(
@@ -322,12 +332,21 @@ def test_two_ranks_have_the_gradient_of_one_forward():
 def lora_run(base, folder, *arguments, ranks=1):
     """A run of four steps with random dropout in the adapters; returns its last checkpoint."""
     arguments = [
-        *(each for each in TINY_DIGITS if not each.startswith('model.')), 'model.config=null',
-        f'model.pretrained={base}', f'trainer.save_folder={folder}/checkpoints',
-        'model.lora={r: 4, dropout: 0.2, modules_to_save: [multi_modal_projector]}', 'optimizer.lr=0.01',
-        'scheduler.t_warmup=0ba', 'scheduler.t_max=4ba', 'dataset.eval=null', 'report.num_samples=0',
-        f'report.folder={folder}/report', 'trainer.max_duration=4ba', 'trainer.save_interval=2ba', *arguments,
-    ]  # fmt: skip
+        *(each for each in TINY_DIGITS if not each.startswith('model.')),
+        'model.config=null',
+        f'model.pretrained={base}',
+        f'trainer.save_folder={folder}/checkpoints',
+        'model.lora={r: 4, dropout: 0.2, modules_to_save: [multi_modal_projector]}',
+        'optimizer.lr=0.01',
+        'scheduler.t_warmup=0ba',
+        'scheduler.t_max=4ba',
+        'dataset.eval=null',
+        'report.num_samples=0',
+        f'report.folder={folder}/report',
+        'trainer.max_duration=4ba',
+        'trainer.save_interval=2ba',
+        *arguments,
+    ]
     if ranks == 1:
         assert train_program.main([DIGITS, *arguments]) == 0
     else:

@@ -27,10 +27,16 @@ ROWS = [['image'], ['video', 'image'], [], ['image', 'image'], ['video'], [], ['
 
 def settings(folder, name, **given):
     values = {
-        'model.pretrained': folder / 'base', 'model.config': 'null', 'dataset.processor': 'null',
-        'dataset.path': folder / 'data.json', 'loader.global_batch_size': 4, 'trainer.max_duration': '3ba',
-        'microbatching.device_train_microbatch_size': 2, 'scheduler.t_warmup': '0ba', **given,
-    }  # fmt: skip
+        'model.pretrained': folder / 'base',
+        'model.config': 'null',
+        'dataset.processor': 'null',
+        'dataset.path': folder / 'data.json',
+        'loader.global_batch_size': 4,
+        'trainer.max_duration': '3ba',
+        'microbatching.device_train_microbatch_size': 2,
+        'scheduler.t_warmup': '0ba',
+        **given,
+    }
     if name == 'qwen3_5_moe':
         values['algorithms.token_accumulation.router_balance'] = 'step'
     return [str(ROOT / 'yamls' / 'llava_json.yaml'), *(f'{key}={value}' for key, value in values.items())]
@@ -43,8 +49,11 @@ def test_every_program_takes_the_family(name, tmp_path, capsys, monkeypatch):
     write_media_folder(tmp_path, ROWS)
 
     def trained(run, ranks=1, **given):
-        saving = {'trainer.save_folder': tmp_path / run, 'trainer.save_interval': '1ba',
-                  'report.folder': tmp_path / run / 'report'}  # fmt: skip
+        saving = {
+            'trainer.save_folder': tmp_path / run,
+            'trainer.save_interval': '1ba',
+            'report.folder': tmp_path / run / 'report',
+        }
         options = {'trainer.autoresume': 'false', 'trainer.progress_bar': 'false', **saving, **given}
         if ranks > 1:
             launch_program('composer_tokacc.train', *settings(tmp_path, name, **options), ranks=ranks)

@@ -105,11 +105,13 @@ def gradients(objective: str) -> list[dict[str, float]]:
     for step, gradients_of_step, loss in zip(expected, recorder.steps, recorder.logged(TOTAL), strict=True):
         names = [name for rank in step if rank['num_samples'] for name in rank['names']]
         reference, true_loss = reference_gradients(model, collate_samples([SAMPLES[name] for name in sorted(names)]))
-        found.append({
-            'error': relative_error(gradients_of_step, reference),
-            'loss_error': abs(loss - true_loss) / true_loss,
-            'num_samples': len(names),
-        })  # fmt: skip
+        found.append(
+            {
+                'error': relative_error(gradients_of_step, reference),
+                'loss_error': abs(loss - true_loss) / true_loss,
+                'num_samples': len(names),
+            }
+        )
     assert int(recorder.trainer.state.timestamp.sample) == sum(one['num_samples'] for one in found)
     return found
 

@@ -80,17 +80,18 @@ def regrouping_loader(dataset: LengthDataset, num_workers: int) -> DataLoader:
         dataset, lengths=dataset.lengths, global_batch_size=GLOBAL_BATCH, max_tokens=2 * LONGEST, seed=SEED
     )
     return RegroupingDataLoader(
-        dataset, batch_sampler=sampler, collate_fn=collate_samples, num_workers=num_workers,
+        dataset,
+        batch_sampler=sampler,
+        collate_fn=collate_samples,
+        num_workers=num_workers,
         persistent_workers=num_workers > 0,
-    )  # fmt: skip
+    )
 
 
 def stock_loader(dataset: LengthDataset, num_workers: int) -> DataLoader:
     sampler = dist.get_sampler(dataset, shuffle=True, seed=SEED)
     size = GLOBAL_BATCH // dist.get_world_size()
-    return DataLoader(
-        dataset, batch_size=size, sampler=sampler, collate_fn=collate_samples, num_workers=num_workers
-    )  # fmt: skip
+    return DataLoader(dataset, batch_size=size, sampler=sampler, collate_fn=collate_samples, num_workers=num_workers)
 
 
 if __name__ == '__main__':

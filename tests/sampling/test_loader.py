@@ -171,9 +171,12 @@ def test_other_samplers_are_refused():
 
 def test_composer_takes_the_batch_size_for_the_microbatch_size():
     trainer = Trainer(
-        model=hugging_face(text_model()), train_dataloader=token_data_spec(build(ranks=1, rank=0)), device='cpu',
-        max_duration='1ba', progress_bar=False,
-    )  # fmt: skip
+        model=hugging_face(text_model()),
+        train_dataloader=token_data_spec(build(ranks=1, rank=0)),
+        device='cpu',
+        max_duration='1ba',
+        progress_bar=False,
+    )
     assert trainer.state.device_train_microbatch_size == 8
     trainer.fit()
     assert trainer.state.timestamp.sample == 8

@@ -26,9 +26,12 @@ def arguments(folder: Path, steps: int) -> list[str]:
     # Plain gradient descent: Adam makes much of the round-off of gradients that are nearly nothing.
     config |= {'optimizer': {'name': 'sgd', 'lr': 0.1}, 'scheduler': {'name': 'constant'}}
     config['trainer'] |= {
-        'max_duration': f'{steps}ba', 'eval_interval': '2ba', 'autoresume': True, 'save_interval': '2ba',
+        'max_duration': f'{steps}ba',
+        'eval_interval': '2ba',
+        'autoresume': True,
+        'save_interval': '2ba',
         'save_folder': f'{folder}/checkpoints',
-    }  # fmt: skip
+    }
     config['report']['folder'] = str(folder)
     path = folder / 'run.yaml'
     path.write_text(yaml.safe_dump(config, sort_keys=False))

@@ -130,7 +130,7 @@ def test_peak_of_unseen_microbatches(family: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize('family', ['qwen2_vl', 'video_llava'])
-def test_peak_of_a_run_of_videos_alone(family: str) -> None:
+def test_peak_of_videos_alone(family: str) -> None:
     case = MEDIA[family]()
     plain, films = (
         [row for row, held in zip(case.rows, case.kinds, strict=True) if held == kind] for kind in ('none', 'video')
@@ -142,7 +142,7 @@ def test_peak_of_a_run_of_videos_alone(family: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(('attention', 'checkpointing'), [('eager', False), ('eager', True), ('sdpa', True)])
 @pytest.mark.parametrize('family', ['llama', 'llava', 'qwen2_5_vl'])
-def test_peak_with_eager_attention_and_with_checkpointing(family: str, attention: str, checkpointing: bool) -> None:
+def test_peak_with_eager_attention(family: str, attention: str, checkpointing: bool) -> None:
     """Rougher: so small a model holds little when blocks are recomputed. Too little is predicted by no more than what
     ``safety`` leaves free; measured were -6 % (Llama, eager) to +8 % (Qwen2.5-VL, 21 images in a microbatch).
     """
@@ -152,11 +152,11 @@ def test_peak_with_eager_attention_and_with_checkpointing(family: str, attention
 
 
 @pytest.mark.slow
-def test_peak_under_autocast_with_its_copies_of_the_weights() -> None:
+def test_peak_under_autocast() -> None:
     assert_within(errors(FAMILIES['llama'](), 'sdpa', checkpointing=False, precision='amp_bf16'), 0.05)
 
 
-def test_a_packed_row_takes_what_its_rows_take_beside_each_other() -> None:
+def test_packed_row_takes_what_rows_take() -> None:
     """No mask as wide as all its documents, so sizes are those of padded rows."""
     case = FAMILIES['llama']()
     layout = BatchLayout.for_model(case.config)
@@ -167,7 +167,7 @@ def test_a_packed_row_takes_what_its_rows_take_beside_each_other() -> None:
     assert packed < 1.05 * beside
 
 
-def test_the_optimizer_step_decides_for_a_small_microbatch() -> None:
+def test_optimizer_step_of_a_small_microbatch() -> None:
     case = FAMILIES['llama']()
     build = builder(case, 'sdpa', checkpointing=False)
     memory = calibrate_fake(build, case.config, case.rows, width=PROBE_WIDTH, make_optimizer=adamw, on_gpu=False)

@@ -31,13 +31,23 @@ PARAMETERS, PER_TOKEN, PER_LOGIT_ROW, PER_IMAGE_TOKEN = GIB, 1 << 20, 1 << 19, 1
 def memory_model(**changes: Any) -> MemoryModel:
     """4 GiB of model in float32 with AdamW, 1.5 MiB a token, a quarter MiB an image token."""
     static = StaticBytes(
-        parameters=PARAMETERS, buffers=0, gradients=PARAMETERS, optimizer=2 * PARAMETERS, optimizer_step=0,
-        block=10_000_000, outside=20_000_000, trained_block=10_000_000, trained_outside=20_000_000, compute_bytes=2,
-    )  # fmt: skip
+        parameters=PARAMETERS,
+        buffers=0,
+        gradients=PARAMETERS,
+        optimizer=2 * PARAMETERS,
+        optimizer_step=0,
+        block=10_000_000,
+        outside=20_000_000,
+        trained_block=10_000_000,
+        trained_outside=20_000_000,
+        compute_bytes=2,
+    )
     coefficients = {
-        'text': {'tokens': PER_TOKEN}, 'logits': {'tokens': PER_LOGIT_ROW},
-        'vision': {'image_tokens': PER_IMAGE_TOKEN}, 'weights': {},
-    }  # fmt: skip
+        'text': {'tokens': PER_TOKEN},
+        'logits': {'tokens': PER_LOGIT_ROW},
+        'vision': {'image_tokens': PER_IMAGE_TOKEN},
+        'weights': {},
+    }
     fit = ActivationFit(coefficients=coefficients, area='never', residual=0.01)
     return replace(MemoryModel(static=static, phases={'head': fit}), **changes)
 
@@ -139,9 +149,13 @@ def test_a_measured_tower_is_in_the_seconds_the_bound_and_the_lines_to_paste() -
         lengths=np.full(4, 100), image_tokens=patches // 10, loss_tokens=patches, vision_patches=patches
     )
     timed = CostModel(
-        quadratic=1000.0, launch=5.0, vision_per_image=3.0, vision_per_patch=0.5, vision_per_square=0.01,
+        quadratic=1000.0,
+        launch=5.0,
+        vision_per_image=3.0,
+        vision_per_patch=0.5,
+        vision_per_square=0.01,
         seconds_per_token=1e-2,
-    )  # fmt: skip
+    )
     report = suggest(sizes, num_ranks=1, global_batch_size=4, measured_cost=timed)
     tower = 2 * 3.0 + 0.5 * 40 + 0.01 * (100 + 900)
     assert report.step_seconds('stock') == pytest.approx((445 + tower) * 1e-2)

@@ -40,9 +40,12 @@ def _gemma() -> Any:
     tokenizer = word_tokenizer('<|video|>', *QWEN3_WORDS, ':', *ROLES, **named)
     sizes = dict(patch_size=PATCH, max_soft_tokens=70, **MEAN_STD)
     return transformers.Gemma4Processor(
-        transformers.Gemma4AudioFeatureExtractor(), transformers.Gemma4ImageProcessor(**sizes), tokenizer,
-        transformers.Gemma4VideoProcessor(**{**sizes, 'num_frames': 4}), TEMPLATE % ('<|image|>', '<|video|>'),
-    )  # fmt: skip
+        transformers.Gemma4AudioFeatureExtractor(),
+        transformers.Gemma4ImageProcessor(**sizes),
+        tokenizer,
+        transformers.Gemma4VideoProcessor(**{**sizes, 'num_frames': 4}),
+        TEMPLATE % ('<|image|>', '<|video|>'),
+    )
 
 
 _GEMMA_EXPERTS = dict(enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=32)

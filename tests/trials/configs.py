@@ -30,16 +30,19 @@ CONFIGS = {
     'a share of a learning rate': ('optimizer.lr=5%', '`optimizer.lr`'),
     'a duration in words': ('trainer.max_duration="3 epochs"', '`trainer.max_duration`'),
     'a hundred thousand passes of a part': (
-        'dataset.parts={a: {epochs: 100000}}', '`dataset.parts.a.epochs` must be less than or equal to 10000',
+        'dataset.parts={a: {epochs: 100000}}',
+        '`dataset.parts.a.epochs` must be less than or equal to 10000',
     ),
     'a callback that unpickles': ('callbacks={load_checkpoint: {load_path: x}}', '`callbacks` has no class'),
     'a cost of less than no seconds': ('microbatching.cost={seconds_per_token: -1}', 'seconds_per_token'),
     'an averaging that ends before it starts': (
-        'algorithms={swa: {swa_start: 0.9dur, swa_end: 0.1dur}}', '`algorithms.swa`',
+        'algorithms={swa: {swa_start: 0.9dur, swa_end: 0.1dur}}',
+        '`algorithms.swa`',
     ),
     'clipping threshold of 0': ('algorithms.gradient_clipping.clipping_threshold=0', 'clipping_threshold'),
     'clipping threshold that is no number': (
-        'algorithms.gradient_clipping.clipping_threshold=.nan', 'clipping_threshold',
+        'algorithms.gradient_clipping.clipping_threshold=.nan',
+        'clipping_threshold',
     ),
     'clipping threshold above 0': ('algorithms.gradient_clipping.clipping_threshold=0.5', WORKS),
     'width multiple of a thousand million': ('microbatching.width_multiple=1000000000', 'width_multiple'),
@@ -47,7 +50,8 @@ CONFIGS = {
     'layers below 0': ('model.config.text_config.num_hidden_layers=-1', 'num_hidden_layers'),
     'hidden size of 0': ('model.config.text_config.hidden_size=0', 'hidden_size'),
     'a layer of the vision encoder that is not there': (
-        'model.config.vision_feature_layer=-99', 'vision_feature_layer',
+        'model.config.vision_feature_layer=-99',
+        'vision_feature_layer',
     ),
     'an attention that is not there': ('model.config.attn_implementation=flahs', 'attn_implementation'),
     'warm-up longer than the run, which was cut short': ('scheduler.t_warmup=100ep', WORKS),
@@ -111,10 +115,12 @@ CONFIGS = {
     'a monitor of a window of nothing': ('callbacks.speed_monitor={window_size: 0}', '`callbacks.speed_monitor'),
     'an argument that a callback would drop': ('callbacks.nan_monitor={patience: 3}', 'patience'),
     'early stopping on data that nobody has': (
-        'callbacks.early_stopper={monitor: LanguageCrossEntropy, dataloader_label: val}', 'of val',
+        'callbacks.early_stopper={monitor: LanguageCrossEntropy, dataloader_label: val}',
+        'of val',
     ),
     'a threshold of a metric that nobody computes': (
-        'callbacks.threshold_stopper={monitor: loss, dataloader_label: eval, threshold: 1}', 'loss of eval',
+        'callbacks.threshold_stopper={monitor: loss, dataloader_label: eval, threshold: 1}',
+        'loss of eval',
     ),
     'groups of no head': ('model.config.text_config.num_key_value_heads=0', 'num_key_value_heads'),
     'groups that do not divide heads': ('model.config.text_config.num_key_value_heads=3', '`model.config` must'),
@@ -140,11 +146,12 @@ CONFIGS = {
     'a checkpoint folder that is a word of Python': ('trainer.save_folder=None', 'save_folder` must be a name'),
     'a run without a name': ('trainer.run_name=""', '`trainer.run_name` must be a name'),
     'a run name that is null beside its folder': (
-        'trainer={run_name: null, save_folder: "x/{run_name}"}', '`trainer.run_name` must be given',
+        'trainer={run_name: null, save_folder: "x/{run_name}"}',
+        '`trainer.run_name` must be given',
     ),
     'a run name longer than any file may have': (f'trainer.run_name={"x" * 300}', '`trainer.run_name` must be at most'),
     'a star that YAML takes for an alias': ('dataset.path=*.json', 'Quote a text that has special characters'),
     'braces that YAML takes for a mapping': ('report.folder={run_name}', 'Quote a text that has braces'),
     'a command as a callback': ('callbacks={os.system: {command: "true"}}', 'must be a class derived from Callback'),
     'positions turned by nothing': ('model.config.text_config.rope_theta=0', 'rope_theta'),
-}  # fmt: skip
+}

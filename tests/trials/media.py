@@ -165,14 +165,20 @@ FILES: dict[str, tuple[str, str, Write, str]] = {
     **{
         f'a cut {ending}': (IMAGE, f'a.{ending}', cut(noise, share), SAMPLE)
         for ending, share in [
-            ('jpg', 0.98), ('png', 0.95), *((name, 0.9) for name in ('webp', 'bmp', 'tiff', 'gif', 'ppm', 'tga')),
-            ('jp2', 0.5), ('avif', 0.9),
+            ('jpg', 0.98),
+            ('png', 0.95),
+            *((name, 0.9) for name in ('webp', 'bmp', 'tiff', 'gif', 'ppm', 'tga')),
+            ('jp2', 0.5),
+            ('avif', 0.9),
         ]
     },
     'a JPEG with damaged pixels, which say nothing of it': (IMAGE, 'a.jpg', with_zeros(noise), WORKS),
     'a picture with 16 bits': (IMAGE, 'a.png', lambda path: Image.new('I;16', (16, 16), 60000).save(path), WORKS),
     'a picture of 32 bits a pixel': (
-        IMAGE, 'a.tiff', lambda path: Image.new('I', (16, 16), 200).save(path), 'no known white',
+        IMAGE,
+        'a.tiff',
+        lambda path: Image.new('I', (16, 16), 200).save(path),
+        'no known white',
     ),
     'a picture of floats': (IMAGE, 'a.tiff', lambda path: Image.new('F', (16, 16), 0.5).save(path), 'no known white'),
     'a picture of two colours': (IMAGE, 'a.png', lambda path: Image.new('1', (16, 16), 1).save(path), WORKS),
@@ -242,7 +248,7 @@ FILES: dict[str, tuple[str, str, Write, str]] = {
     'a list of sounds': (AUDIO, 'a.pls', of(b'[playlist]\nFile1=/etc/passwd\n'), SAMPLE),
     'a MIDI': (AUDIO, 'a.mid', of(b'MThd\0\0\0\6\0\0\0\1\0\x60MTrk\0\0\0\4\0\xff\x2f\0'), SAMPLE),
     'a gzip of a sound': (AUDIO, 'a.wav', changed(long_wav, gzip.compress), SAMPLE),
-}  # fmt: skip
+}
 KINDS = {IMAGE: 'image', VIDEO: 'video', AUDIO: 'audio'}
 LARGE = {'video': {'num_frames': 9000, 'max_frames': 9000}}
 MEDIA: dict[str, tuple[Any, ...]] = {
@@ -255,6 +261,9 @@ MEDIA: dict[str, tuple[Any, ...]] = {
     'frames of one size': (VIDEO, frames((32, 32), (32, 32)), WORKS),
     'a list of one frame': (VIDEO, frames((32, 32)), WORKS),
     'more pixels of a video than a machine holds': (
-        VIDEO, of_file('video', 'a.mp4', partial(MPEG4, size=(512, 512))), LARGE, 'pixels',
+        VIDEO,
+        of_file('video', 'a.mp4', partial(MPEG4, size=(512, 512))),
+        LARGE,
+        'pixels',
     ),
-}  # fmt: skip
+}

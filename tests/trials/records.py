@@ -226,7 +226,9 @@ RECORDS: dict[str, tuple[Any, ...]] = {
     'half a transport stream': (VIDEO, of_file('video', 'a.ts', half(transport_stream)), SAMPLE),
     'half a GIF': (VIDEO, of_file('video', 'a.gif', half(animation)), SAMPLE),
     'a playlist of a file elsewhere': (
-        VIDEO, in_a_folder(of_file('video', 'v.m3u8', playlist_to('{outside}'))), SAMPLE,
+        VIDEO,
+        in_a_folder(of_file('video', 'v.m3u8', playlist_to('{outside}'))),
+        SAMPLE,
     ),
     'a playlist that climbs': (VIDEO, in_a_folder(of_file('video', 'v.m3u8', playlist_to('../outside.ts'))), SAMPLE),
     # sounds
@@ -242,7 +244,10 @@ RECORDS: dict[str, tuple[Any, ...]] = {
     'control tokens in an answer, refused': (IMAGE, of_record(answer=CONTROL), {'control_tokens': 'refuse'}, '<|end|>'),
     'control tokens in an answer, as text': (IMAGE, of_record(answer=CONTROL), {'control_tokens': 'text'}, WORKS),
     'control tokens that the tokenizer cannot write': (
-        VIDEO, of_record(answer='A</s>'), {'control_tokens': 'text'}, '</s>',
+        VIDEO,
+        of_record(answer='A</s>'),
+        {'control_tokens': 'text'},
+        '</s>',
     ),
     'control tokens of another word': (IMAGE, of_record(), {'control_tokens': 'drop'}, 'control_tokens'),
-}  # fmt: skip
+}
