@@ -254,6 +254,7 @@ class TokenAccumulation(Algorithm):
         state.batch = with_counts(batch, self.rule or '', self.token_weights)
         step = Step(
             rows=rows_of(state.batch),
+            copies_microbatches=lambda: bool(state.train_metrics),
             facts=describe_all(run.check.layout, state.batch),
             is_weighted=self.is_weighted,
             has_bypass=run.has_bypass,
@@ -306,7 +307,6 @@ class TokenAccumulation(Algorithm):
         run.check_norms()
         run.reductions.start_attempt()
         step.microbatches = []
-        step.copies_microbatches = bool(state.train_metrics)
         if state.scaler is not None and state.scaler.is_enabled():
             step.gradient_scale = state.scaler.get_scale()
         if run.balance is not None:

@@ -262,12 +262,13 @@ class Step:
     """Everything that is known of one optimizer step on this rank."""
 
     rows: Sequence[RowCounts]
+    # Whether metrics of training read a copy of each microbatch. A function, because a callback may add metrics late.
+    copies_microbatches: Callable[[], bool]
     totals: StepTotals = field(init=False)  # over all ranks
     facts: Sequence[RowFacts] = ()  # of the batch or of each of its microbatches; none if rows cannot be told apart
     is_weighted: bool = False  # whether tokens may have weights
     has_bypass: bool | None = None  # whether the loss has terms that are not made of the logits. None: not known yet
     gradient_scale: float = 1.0  # of mixed precision
-    copies_microbatches: bool = False  # whether metrics of training read a copy of each microbatch
     # Microbatches that the split has made, on the CPU, in the order of their computation; none of a custom split.
     planned: Sequence[Batch] = ()
     num_planned: int = 0  # how many of them have samples

@@ -149,7 +149,7 @@ class CountingDataSpec(DataSpec):
         batch = self._split.as_the_model_takes_it(batch)
         step = self._split.step
         if step is not None:
-            needs_no_copy = type(batch) is dict and not step.copies_microbatches
+            needs_no_copy = type(batch) is dict and not step.copies_microbatches()
             return _Uncopied(batch) if needs_no_copy else batch
         if self._model is None or not is_counted(batch):
             return batch

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from composer_tokacc.layout import BatchLayout, PreSplitBatch
 from composer_tokacc.layout.pre_split import widened
-from composer_tokacc.row_counts import ROWS_KEY, num_samples, rows_of, with_counts
+from composer_tokacc.row_counts import ROWS_KEY, RowCounts, num_samples, rows_of, with_counts, with_rows
 
 PAD, IMAGE = 0, 99
 
@@ -90,6 +90,15 @@ def test_deep_copies_share_nothing():
     batch.microbatches[0]['labels'].zero_()
     assert copied.microbatches[0]['labels'].any()
     assert (copied.max_tokens, copied.indices) == (20, [[0, 1], [0]])
+
+
+def test_counts_travel_with_their_microbatch():
+    marks = [RowCounts(), RowCounts(samples=0), RowCounts()]
+    counted = with_counts(with_rows(ready(microbatch([5, 2]), microbatch([3])), marks))
+    again = pickle.loads(pickle.dumps(counted))
+    assert rows_of(again) == rows_of(counted)
+    assert [num_samples(part) for part in again.microbatches] == [1, 1]
+    assert [row.loss_tokens for row in rows_of(again)] == [4, 0, 2]
 
 
 def test_pickled_and_back():
