@@ -17,7 +17,7 @@ import torch
 from composer_tokacc.batch import Batch, text_of
 from composer_tokacc.counting import loss_mask
 from composer_tokacc.layout import microbatches_of
-from composer_tokacc.row_counts import count_rows, is_counted, rows_of, sources_of
+from composer_tokacc.row_counts import count_rows, is_counted, rows_of, sources_of, summed
 
 
 @dataclass(frozen=True)
@@ -82,29 +82,21 @@ class SourcePart(NamedTuple):
 def count_device_batch(batch: Batch, rule: str) -> DeviceBatchCounts:
     """Counts a batch that is still on the CPU. ``rule`` is used if nobody has counted its tokens."""
     rows = rows_of(batch) if is_counted(batch) else count_rows(batch, rule)
-    return DeviceBatchCounts(
-        samples=sum(row.samples for row in rows),
-        real_tokens=sum(row.real_tokens for row in rows),
-        loss_tokens=sum(row.loss_tokens for row in rows),
-        positions=num_positions(batch),
-    )
+    counts = summed(rows)
+    return DeviceBatchCounts(counts.samples, counts.real_tokens, counts.loss_tokens, num_positions(batch))
 
 
 def count_microbatch(batch: Batch, rule: str) -> MicrobatchCounts:
     """Counts a microbatch without waiting for the device. ``rule`` is used if nobody has counted its tokens."""
     rows = rows_of(batch)
-    if is_counted(batch):
-        loss_tokens = sum(row.loss_tokens for row in rows)
-    else:
+    counts = summed(rows)
+    loss_tokens = counts.loss_tokens
+    if not is_counted(batch):
         loss_tokens = loss_mask(batch, rule).sum()
     positions = num_positions(batch)
-    num_dummies = sum(row.samples == 0 for row in rows)
-    return MicrobatchCounts(
-        samples=sum(row.samples for row in rows),
-        loss_tokens=loss_tokens,
-        positions=positions,
-        dummy_positions=positions * num_dummies / len(rows),
-    )
+    num_dummies = [row.samples for row in rows].count(0)
+    dummy_positions = positions * num_dummies / len(rows)
+    return MicrobatchCounts(counts.samples, loss_tokens, positions, dummy_positions)
 
 
 def num_positions(batch: Batch) -> int:
@@ -120,7 +112,9 @@ def num_positions(batch: Batch) -> int:
 
 def rule_of(batch: Batch) -> str | None:
     """Returns the loss rule that the tokens of a batch were counted by; None if nobody has counted them."""
-    return rows_of(batch)[0].rule if is_counted(batch) else None
+    if not is_counted(batch):
+        return None
+    return rows_of(batch)[0].rule
 
 
 def source_parts(batch: Batch, rule: str) -> list[SourcePart]:

@@ -207,15 +207,23 @@ class TokenMonitor(Callback):
 
     def _step_counts(self, microbatches: Sequence[MicrobatchCounts]) -> StepCounts:
         """Returns the counts of this rank. Waits for the device."""
+        positions = 0
+        dummy_positions = 0.0
+        empty_microbatches = 0
+        for counts in microbatches:
+            positions += counts.positions
+            dummy_positions += counts.dummy_positions
+            if counts.loss_tokens == 0:
+                empty_microbatches += 1
         return StepCounts(
             samples=self._device_batch.samples,
             real_tokens=self._device_batch.real_tokens,
             loss_tokens=self._device_batch.loss_tokens,
             device_batch_positions=self._device_batch.positions,
-            positions=sum(counts.positions for counts in microbatches),
-            dummy_positions=sum(counts.dummy_positions for counts in microbatches),
+            positions=positions,
+            dummy_positions=dummy_positions,
             microbatches=len(microbatches),
-            empty_microbatches=sum(int(counts.loss_tokens) == 0 for counts in microbatches),
+            empty_microbatches=empty_microbatches,
             flops=self._media_flops + self._text_flops,
             device_flops=self._device_flops,
             loader_seconds=self._loader_seconds,
@@ -253,9 +261,9 @@ def _token_metrics(total: StepCounts) -> dict[str, float]:
 def _rank_metrics(ranks: Sequence[StepCounts]) -> dict[str, float]:
     """Returns the balance of the ranks, and their largest values."""
     positions = [counts.positions for counts in ranks]
-    mean_positions = max(sum(positions) / len(ranks), 1)
+    mean_positions = sum(positions) / len(ranks)
     metrics = {
-        'rank_imbalance': max(positions) / mean_positions,
+        'rank_imbalance': max(positions) / max(mean_positions, 1),
         'loader_seconds': max(counts.loader_seconds for counts in ranks),
     }
     peak_memory = max(counts.peak_memory for counts in ranks)
