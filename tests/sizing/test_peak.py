@@ -163,7 +163,7 @@ def test_fused_losses_are_traced_with_all_logits() -> None:
     case = FAMILIES['llama']()
 
     def build() -> PreTrainedModel:
-        model = builder(case, 'sdpa', checkpointing=False)()
+        model: Any = builder(case, 'sdpa', checkpointing=False)()
         head = model.get_output_embeddings()
         model.lm_head = FusedHead(head)
         model.get_output_embeddings = lambda: head
