@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 Batch = Mapping[str, Any]
+BatchDict = dict[str, Any]
+"""A new batch, which may be changed."""
 IGNORE_INDEX = -100
 """Label of a position without loss."""
 MODALITIES = ('image', 'video', 'audio')

@@ -22,8 +22,8 @@ from composer_tokacc.collectives import all_gather_object, get_global_rank
 from composer_tokacc.counting import loss_mask
 from composer_tokacc.isolation import IsolationReport, verify_isolation
 from composer_tokacc.layout import BatchLayout
-from composer_tokacc.metadata import without_metadata
 from composer_tokacc.planning import check_count, check_kind
+from composer_tokacc.row_counts import without_rows
 from composer_tokacc.step_watch import BufferWatch
 
 __all__ = [
@@ -308,7 +308,7 @@ def _rows_of_all_ranks(layout: BatchLayout | None, batches: Sequence[Batch]) -> 
     check_kind('layout', layout, BatchLayout)
     rows: SingleRows = []
     for batch in batches:
-        plain = without_metadata(batch)
+        plain = without_rows(batch)
         for row in range(layout.num_rows(plain)):
             single = layout.select(plain, [row])
             rows.append(layout.trim(single))

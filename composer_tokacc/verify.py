@@ -47,7 +47,7 @@ from composer_tokacc.layout import BatchLayout
 from composer_tokacc.layout.pre_split import widened
 from composer_tokacc.programs import ConfigError, TrainConfig
 from composer_tokacc.programs.build import RunParts, build_parts
-from composer_tokacc.programs.errors import raised_here, refuse
+from composer_tokacc.programs.errors import is_refusal, refuse
 from composer_tokacc.programs.process import command_line, without_warnings
 from composer_tokacc.programs.runner import run_program
 from composer_tokacc.programs.schema import Count, check_value
@@ -91,7 +91,7 @@ def _report(max_rows: int, tolerance: float, config: TrainConfig) -> int:
             report = verify(config, max_rows=max_rows, tolerance=tolerance)
     except RuntimeError as error:
         # A plain RuntimeError of this package says why the run cannot be exact. Other errors are no verdict.
-        if type(error) is not RuntimeError or not raised_here(error):
+        if type(error) is not RuntimeError or not is_refusal(error):
             raise
         print(f'NOT exact: {error}', file=sys.stderr, flush=True)
         return 1

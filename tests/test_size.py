@@ -8,11 +8,13 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
+from composer.core import Callback, State
+from composer.loggers import Logger
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, SiglipVisionConfig
 
 from composer_tokacc import size, train
@@ -26,6 +28,7 @@ from examples.digits import build_digits_processor
 
 YAML = str(Path(__file__).parents[1] / 'yamls' / 'digits.yaml')
 YAML_OF_FILES = Path(YAML).with_name('llava_json.yaml')
+CAUSAL = 'algorithms.token_accumulation.loss_tokens=causal'
 SMALL = ['dataset.num_samples=256', 'loader.global_batch_size=32']
 
 
@@ -262,6 +265,53 @@ def test_mistakes_are_said_in_one_line(
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith('error: ')
     assert message in error
+
+
+@pytest.mark.parametrize(
+    ('options', 'logits'),
+    [
+        ([], 'labels'),
+        (['algorithms.token_accumulation.logits=all'], 'all'),
+        pytest.param(['algorithms.token_accumulation.check_loss=false', CAUSAL], 'all', marks=pytest.mark.slow),
+        pytest.param(['algorithms.token_accumulation.loss_units={loss: tokens}'], 'all', marks=pytest.mark.slow),
+        pytest.param(['model.train_metrics=true'], 'all', marks=pytest.mark.slow),
+        pytest.param(['trainer.compile_config={}'], 'all', marks=pytest.mark.slow),
+        pytest.param(['algorithms.token_accumulation.token_weights=sample'], 'labels', marks=pytest.mark.slow),
+    ],
+)
+def test_logits_count_where_the_run_computes_them(tmp_path: Path, options: list[str], logits: str) -> None:
+    sized = run_size(tmp_path, 'num_ranks=2', 'device_memory_gib=8', *options)
+    assert sized['logits'] == logits
+    assert (sized['most_logits'] < 0.8 * sized['max_tokens']) == (logits == 'labels')
+
+
+class MostLogits(Callback):
+    """Counts the positions at which a run computes logits, for `callbacks` of a config."""
+
+    num_logits: ClassVar[list[int]] = []
+
+    def before_backward(self, state: State, logger: Logger) -> None:
+        self.num_logits.append(state.outputs['logits'].shape[:2].numel())
+
+
+@pytest.mark.slow
+def test_a_run_computes_no_more_logits_than_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sized = run_size(tmp_path, 'device_memory_gib=8')
+    MostLogits.num_logits.clear()
+    arguments = [
+        'trainer.max_duration=1ep',
+        'report.num_samples=0',
+        'report.picture=false',
+        'trainer.eval_interval=1ep',
+    ]
+    arguments += [f'report.folder={tmp_path}/run', 'dataset.eval.num_samples=16', 'trainer.progress_bar=false']
+    arguments += ['microbatching.device_train_microbatch_size=suggest', 'microbatching.device_memory_gib=8']
+    arguments += ['microbatching.rehearse=heaviest', 'callbacks={tests.test_size.MostLogits: {}}']
+    assert train.main([YAML, *SMALL, *arguments]) == 0
+    most_logits = max(MostLogits.num_logits)
+    assert most_logits <= sized['most_logits'] < 0.8 * sized['max_tokens']
+    # The rehearsal has run the microbatch with most logits.
+    assert f'logits at {most_logits} positions: predicted' in capsys.readouterr().out
 
 
 @pytest.mark.slow

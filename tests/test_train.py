@@ -182,21 +182,6 @@ def test_a_usage_error_comes_before_torch():
     assert 'FILE.yaml' in done.stderr
 
 
-def test_same_command_finds_run_finished(unbroken, tmp_path):
-    command = [
-        DIGITS,
-        *TINY_DIGITS,
-        'trainer.max_duration=2ba',
-        'trainer.autoresume=true',
-        'trainer.save_interval=1ba',
-        f'trainer.save_folder={tmp_path}/checkpoints',
-    ]
-    first = train(*command, folder=tmp_path / 'first')
-    again = train(*command, folder=tmp_path / 'again')
-    assert again['steps'] == first['steps'] == 2
-    assert again['eval'] == first['eval']
-
-
 def test_resume_after_killed_write(unbroken, tmp_path, capsys):
     folder = tmp_path / 'checkpoints'
     command = [

@@ -36,9 +36,8 @@ def test_demo_is_exact_and_stock_not(capsys):
     assert 'exact: largest relative gradient error' in printed
 
 
-@pytest.mark.parametrize('weights', ['sqrt', 'sample'])
-def test_weighted_run_has_weighted_reference(capsys, weights):
-    assert main([DIGITS, '--rows', '3', *TINY, f'algorithms.token_accumulation.token_weights={weights}']) == 0
+def test_weighted_run_has_weighted_reference(capsys):
+    assert main([DIGITS, '--rows', '3', *TINY, 'algorithms.token_accumulation.token_weights=sqrt']) == 0
     printed = capsys.readouterr().out
     assert max(errors(printed, 'regrouped')) < 1e-6
     assert max(errors(printed, 'stock Composer')) > 1e-2

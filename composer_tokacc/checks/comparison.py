@@ -30,7 +30,7 @@ from composer_tokacc.counting import loss_mask
 from composer_tokacc.label_selector import LabelSelector
 from composer_tokacc.labelled import LabelledPositions
 from composer_tokacc.layout import BatchLayout, describe
-from composer_tokacc.metadata import num_rows, with_metadata
+from composer_tokacc.row_counts import RowCounts, num_rows, with_rows
 
 log = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ class RowComparison(Generic[RulesT]):
         self._rule = rule
         self._check_loss = check_loss
         # Packing reads the rule in the batch: it decides whether the first label of a document is masked.
-        self._rows = with_metadata(rows, rule=[rule] * num_rows(rows))
+        self._rows = with_rows(rows, [RowCounts(rule=rule)] * num_rows(rows))
         self._facts = describe(layout, self._rows)
         self._counts: list[int] = loss_mask(rows, rule).sum(dim=1).tolist()
         self._all_rows = list(range(len(self._counts)))

@@ -24,6 +24,7 @@ from composer_tokacc.batch import (
     IGNORE_INDEX,
     MODALITIES,
     Batch,
+    BatchDict,
     labels_at_text,
     labels_of,
     real_positions,
@@ -48,7 +49,7 @@ from composer_tokacc.layout import (
 )
 from composer_tokacc.layout.found import joined_readings
 from composer_tokacc.layout.ranges import RowRanges, ranges_of
-from composer_tokacc.metadata import num_rows, without_metadata
+from composer_tokacc.row_counts import num_rows, without_rows
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +72,6 @@ LARGEST_ELSEWHERE = 0.1
 GRADIENT_SIZES = (1e-4, 1.0, 1e4)
 """Sizes of the gradients that a hook is tried on. A clamp shows at one of them."""
 
-BatchDict: TypeAlias = dict[str, Any]
 Cost: TypeAlias = Any
 """A number or a tuple, of the same type for all rows."""
 GradientHook: TypeAlias = Callable[[Tensor], Tensor | None]
@@ -135,17 +135,15 @@ class FirstBatchCheck:
         # Without a check the given rule is taken for true.
         self.rule = None if self.check_loss else self.loss_tokens
 
-    def ranges_of(self, batch: Batch, cutter: Cutter[RulesT] | None) -> RowRanges:
-        """Returns the ranges of a batch's rows."""
-        sources = describe_all(self.layout, batch)
+    def _ranges_of(self, sources: Sequence[RowFacts], cutter: Cutter[RulesT] | None) -> RowRanges:
         packed_total = 0
         if cutter is not None:
             packed_total = cutter.largest_packed_row(sources, self.microbatch_size)
         return ranges_of(sources, packed_total)
 
-    def has_new_rows(self, batch: Batch, cutter: Cutter[RulesT] | None) -> bool:
-        """Returns whether this rank has a row outside of the ranges that were proven."""
-        return bool(self._proven.missing(self.ranges_of(batch, cutter)))
+    def has_new_rows(self, sources: Sequence[RowFacts], cutter: Cutter[RulesT] | None) -> bool:
+        """Returns whether this rank has a row outside of the ranges that were proven, by the facts of its batch."""
+        return bool(self._proven.missing(self._ranges_of(sources, cutter)))
 
     def is_due(self, step: int, *, has_new_rows: bool) -> bool:
         """Returns whether to check rows: if some rank has new ones, and in steps 16, 32, 64 and so on."""
@@ -166,7 +164,7 @@ class FirstBatchCheck:
         """
         rules = None if cutter is None else cutter.rules
         while True:
-            local = self.ranges_of(batch, cutter)
+            local = self._ranges_of(describe_all(self.layout, batch), cutter)
             missing = self._proven.missing(local)
             # FSDP needs the same forwards on all ranks, so ranks agree on whether there are any.
             (is_any_missing,) = max_over_ranks([bool(missing)])
@@ -308,7 +306,7 @@ class FirstBatchCheck:
             )
 
     def _on_device(self, batch: Batch) -> Batch:
-        return self.to_device(with_copied_tensors(without_metadata(batch)))
+        return self.to_device(with_copied_tensors(without_rows(batch)))
 
     def _shared_rows(
         self, batch: Batch, cutter: Cutter[RulesT] | None, missing: Sequence[str], *, is_sender: bool
@@ -324,10 +322,10 @@ class FirstBatchCheck:
         # Rows of a probe take about half of the memory of training.
         max_rows = min(max(int(2 * self.microbatch_size), 4), MAX_ROWS)
         chosen = chosen_rows(self.layout, batch, missing, max_rows)
-        loader_batch = without_metadata(batch)
+        loader_batch = without_rows(batch)
         rows = lengthened(self.layout, self.layout.select(loader_batch, chosen))
         has_new_widths = any(name.startswith(('rows padded', 'packed rows')) for name in missing)
-        packed = self.ranges_of(batch, cutter).packed
+        packed = self._ranges_of(describe_all(self.layout, batch), cutter).packed
         return SharedRows(
             rows=_with_labels(self.layout, rows),
             media=media_as_collated(self.layout, batch, chosen),
@@ -583,7 +581,7 @@ def rows_with_ties(layout: BatchLayout, batch: Batch) -> BatchDict | None:
     if not rows_of_text:
         return None
     longest = max(rows_of_text, key=lambda row: facts.lengths[row])
-    tied = layout.select(without_metadata(batch), [longest])
+    tied = layout.select(without_rows(batch), [longest])
     columns = facts.real[longest].nonzero().flatten()
     tokens = tied['input_ids'][0, columns]
     repeated = tokens[torch.arange(len(columns)) % NUM_TIED_TOKENS]
@@ -609,7 +607,7 @@ def media_as_collated(
     for place, row in enumerate(rows):
         # The microbatch that holds the row.
         number = bisect_right(starts, row) - 1
-        microbatch = without_metadata(microbatches[number])
+        microbatch = without_rows(microbatches[number])
         row_batch = layout.select(microbatch, [row - starts[number]])
         media = {key: row_batch[key] for key in media_entries(layout, row_batch)}
         if any(value.shape[1:] != batch[key].shape[1:] for key, value in media.items()):

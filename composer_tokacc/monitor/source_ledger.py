@@ -9,7 +9,7 @@ import logging
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from composer.devices import Device
 from composer.utils import dist
 
-from composer_tokacc.batch import IGNORE_INDEX, Batch, labels_of
-from composer_tokacc.checks.logits import CHUNK, at_predictions, logits_of, whole_vocabulary
+from composer_tokacc.batch import Batch, labels_of
+from composer_tokacc.checks.logits import CHUNK, logits_of, whole_vocabulary
 from composer_tokacc.counting import counted_tokens, loss_mask
 from composer_tokacc.labelled import batch_at_logits, places_of
 from composer_tokacc.monitor.step_counts import SourcePart, rule_of, source_parts
@@ -43,20 +43,26 @@ class SourceSums:
     weight: float = 0.0
     positions: float = 0.0
 
-    def add(self, more: SourceSums) -> None:
-        """Adds other sums to these."""
-        self.loss += more.loss
-        self.tokens += more.tokens
-        self.weight += more.weight
-        self.positions += more.positions
+    def add(self, loss: float, tokens: float, weight: float, positions: float) -> None:
+        """Adds to each sum."""
+        self.loss += loss
+        self.tokens += tokens
+        self.weight += weight
+        self.positions += positions
+
+    def pack(self) -> list[float]:
+        """Returns the numbers that are sent to the other ranks."""
+        return [self.loss, self.tokens, self.weight, self.positions]
 
 
 class _Unread(NamedTuple):
     """Logits whose losses are not computed yet."""
 
     logits: torch.Tensor
-    targets: torch.Tensor  # the token that each position should predict, or -100
-    num_tokens: int  # number of targets
+    labels: torch.Tensor
+    is_counted: torch.Tensor  # labels that carry loss
+    num_tokens: int  # number of these
+    rule: str
 
 
 class SourceLedger:
@@ -150,7 +156,7 @@ class SourceLedger:
             start = end
             if part.source is not None:
                 source_sums = sums.setdefault(_loggable(part.source), SourceSums())
-                source_sums.add(SourceSums(loss, part.loss_tokens, part.loss_weight, part.positions))
+                source_sums.add(loss, part.loss_tokens, part.loss_weight, part.positions)
         return sums
 
     def _table(self, rank_sums: Mapping[str, SourceSums]) -> list[float]:
@@ -159,10 +165,10 @@ class SourceLedger:
         for name, sums in rank_sums.items():
             row = table.get(name, table.get(OTHERS))
             if row is not None:
-                row.add(sums)
+                row.add(*sums.pack())
         numbers: list[float] = []
         for row in table.values():
-            numbers += astuple(row)
+            numbers += row.pack()
         return numbers
 
     def _learn(self, names_of_ranks: Iterable[Sequence[str]]) -> None:
@@ -180,7 +186,7 @@ class SourceLedger:
 
 
 def _unread(batch: Batch, outputs: Any, rule: str, num_tokens: int) -> _Unread | None:
-    """Returns the logits of a microbatch with their targets; None if the outputs have no logits of its labels."""
+    """Returns the logits of a microbatch with its labels; None if the outputs have no logits of its labels."""
     logits = logits_of(outputs)
     if logits is None:
         return None
@@ -195,8 +201,7 @@ def _unread(batch: Batch, outputs: Any, rule: str, num_tokens: int) -> _Unread |
     else:
         # The labels between documents are masked already. To look for them would wait for the device.
         is_counted = loss_mask(labelled, rule)
-    targets = at_predictions(labels_of(labelled).masked_fill(~is_counted, IGNORE_INDEX), rule)
-    return _Unread(logits.detach(), targets, num_tokens)
+    return _Unread(logits.detach(), labels_of(labelled), is_counted, num_tokens, rule)
 
 
 def _token_losses(unread: Sequence[_Unread]) -> torch.Tensor:
@@ -205,15 +210,18 @@ def _token_losses(unread: Sequence[_Unread]) -> torch.Tensor:
     The number of tokens is known, so nothing waits for the device.
     """
     logits = _joined([part.logits.flatten(0, 1) for part in unread])
-    targets = _joined([part.targets.flatten() for part in unread])
+    labels = _joined([part.labels.flatten() for part in unread])
+    is_counted = _joined([part.is_counted.flatten() for part in unread])
     num_tokens = sum(part.num_tokens for part in unread)
-    ordinals = (targets != IGNORE_INDEX).cumsum(dim=0)
-    places = places_of(ordinals, range(1, num_tokens + 1))
+    of_labels = places_of(is_counted.cumsum(dim=0), range(1, num_tokens + 1))
+    of_predictions = of_labels
+    if unread[0].rule != 'unshifted':
+        of_predictions = of_labels - 1  # in the same row, because labels in column 0 do not count
     chunk_size = max(CHUNK // logits.shape[-1], 1)
     losses = []
-    for chunk in places.split(chunk_size):
-        chunk_logits = whole_vocabulary(logits[chunk]).float()
-        losses.append(F.cross_entropy(chunk_logits, targets[chunk], reduction='none'))
+    for predictions, targets in zip(of_predictions.split(chunk_size), of_labels.split(chunk_size), strict=True):
+        chunk_logits = whole_vocabulary(logits[predictions]).float()
+        losses.append(F.cross_entropy(chunk_logits, labels[targets], reduction='none'))
     return _joined(losses)
 
 

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 
 from composer_tokacc.batch import Batch, text_of
-from composer_tokacc.counting import count_tokens, loss_mask
+from composer_tokacc.counting import loss_mask
 from composer_tokacc.layout import microbatches_of
-from composer_tokacc.metadata import is_annotated, metadata_of, num_samples, samples_of, sources_of
+from composer_tokacc.row_counts import count_rows, is_counted, rows_of, sources_of
 
 
 @dataclass(frozen=True)
@@ -81,27 +81,30 @@ class SourcePart(NamedTuple):
 
 def count_device_batch(batch: Batch, rule: str) -> DeviceBatchCounts:
     """Counts a batch that is still on the CPU. ``rule`` is used if nobody has counted its tokens."""
-    if is_annotated(batch):
-        rows = metadata_of(batch)
-        real_tokens = sum(rows['real_tokens'])
-        loss_tokens = sum(rows['loss_tokens'])
-    else:
-        counts = count_tokens(batch, rule)
-        real_tokens = counts.num_real
-        loss_tokens = counts.num_loss_generating
-    return DeviceBatchCounts(num_samples(batch), real_tokens, loss_tokens, num_positions(batch))
+    rows = rows_of(batch) if is_counted(batch) else count_rows(batch, rule)
+    return DeviceBatchCounts(
+        samples=sum(row.samples for row in rows),
+        real_tokens=sum(row.real_tokens for row in rows),
+        loss_tokens=sum(row.loss_tokens for row in rows),
+        positions=num_positions(batch),
+    )
 
 
 def count_microbatch(batch: Batch, rule: str) -> MicrobatchCounts:
     """Counts a microbatch without waiting for the device. ``rule`` is used if nobody has counted its tokens."""
-    if is_annotated(batch):
-        loss_tokens = sum(metadata_of(batch)['loss_tokens'])
+    rows = rows_of(batch)
+    if is_counted(batch):
+        loss_tokens = sum(row.loss_tokens for row in rows)
     else:
         loss_tokens = loss_mask(batch, rule).sum()
-    samples = samples_of(batch)
     positions = num_positions(batch)
-    dummy_positions = positions * samples.count(0) / len(samples)
-    return MicrobatchCounts(sum(samples), loss_tokens, positions, dummy_positions)
+    num_dummies = sum(row.samples == 0 for row in rows)
+    return MicrobatchCounts(
+        samples=sum(row.samples for row in rows),
+        loss_tokens=loss_tokens,
+        positions=positions,
+        dummy_positions=positions * num_dummies / len(rows),
+    )
 
 
 def num_positions(batch: Batch) -> int:
@@ -117,31 +120,28 @@ def num_positions(batch: Batch) -> int:
 
 def rule_of(batch: Batch) -> str | None:
     """Returns the loss rule that the tokens of a batch were counted by; None if nobody has counted them."""
-    if not is_annotated(batch):
-        return None
-    return metadata_of(batch)['rule'][0]
+    return rows_of(batch)[0].rule if is_counted(batch) else None
 
 
 def source_parts(batch: Batch, rule: str) -> list[SourcePart]:
-    """Returns the rows, or documents, of a microbatch in their order, without dummy rows; none if it has no sources.
+    """Returns the rows, or documents, of a microbatch in their order; none if it has no sources.
 
     If nobody has counted the tokens, they are counted by ``rule``, and the host waits for the device.
     """
+    if is_counted(batch):
+        rows = rows_of(batch)
+    elif sources_of(batch) is not None:
+        rows = count_rows(batch, rule)
+    else:
+        return []
     width = text_of(batch).shape[1]
     parts = []
-    if not is_annotated(batch):
-        names = sources_of(batch)
-        if names is not None:
-            for name, loss_tokens in zip(names, count_tokens(batch, rule).loss_generating, strict=True):
-                parts.append(SourcePart(name, loss_tokens, loss_tokens, width))
-        return parts
-    for share in metadata_of(batch).get('sources', []):
-        is_packed = isinstance(share, list)
-        documents = share if is_packed else [share]
-        for document in documents:
-            if document is None:  # a dummy row
-                continue
+    for row in rows:
+        if not row.documents:
+            parts.append(SourcePart(row.source, row.loss_tokens, row.loss_weight, width))
+        for document in row.documents:
             # The padding of a packed row belongs to none of its documents.
-            positions = document.real_tokens if is_packed else width
-            parts.append(SourcePart(document.source, document.loss_tokens, document.weight, positions))
-    return parts
+            positions = document.real_tokens
+            parts.append(SourcePart(document.source, document.loss_tokens, document.loss_weight, positions))
+    has_source = any(part.source is not None for part in parts)
+    return parts if has_source else []

@@ -215,7 +215,7 @@ class TokenMonitor(Callback):
             positions=sum(counts.positions for counts in microbatches),
             dummy_positions=sum(counts.dummy_positions for counts in microbatches),
             microbatches=len(microbatches),
-            empty_microbatches=sum(counts.loss_tokens == 0 for counts in microbatches),
+            empty_microbatches=sum(int(counts.loss_tokens) == 0 for counts in microbatches),
             flops=self._media_flops + self._text_flops,
             device_flops=self._device_flops,
             loader_seconds=self._loader_seconds,

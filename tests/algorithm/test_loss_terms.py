@@ -10,7 +10,7 @@ import torch
 from composer.models import HuggingFaceModel
 
 from composer_tokacc import TokenAccumulation, token_data_spec
-from composer_tokacc.metadata import with_metadata
+from composer_tokacc.row_counts import RowCounts, with_rows
 from tests.support.text import collate, text_model, text_rows
 from tests.support.training import fit, loader, relative_error
 
@@ -147,7 +147,7 @@ def test_loss_of_samples_alone(copies, microbatch_size, wrapped):
     logits = model(input_ids=batch['input_ids'], attention_mask=batch['attention_mask']).logits
     expected = gradients_of(model, summed_by_row(logits, batch['labels'])[:rows].mean() / 10)
     model.zero_grad()
-    given = with_metadata(batch, samples=[1] * rows + [0] * copies) if copies else batch
+    given = with_rows(batch, [RowCounts()] * rows + [RowCounts(samples=0)] * copies) if copies else batch
     data = token_data_spec(loader(given)) if wrapped or copies else loader(given)
     recorder = fit(
         SequenceLoss(model, use_logits=True), data, loss_units={'lm': 'samples'}, microbatch_size=microbatch_size
@@ -167,7 +167,7 @@ def test_sample_term_beside_a_dummy_row():
     rows = len(SHAPE)
     batch, algorithm = collate(text_rows(SHAPE)), TokenAccumulation(loss_units={'lm': 'tokens', 'norm': 'samples'})
     fit(model, batch, algorithms=[algorithm], microbatch_size=rows)
-    given = with_metadata(batch, samples=[1] * (rows - 1) + [0])
+    given = with_rows(batch, [RowCounts()] * (rows - 1) + [RowCounts(samples=0)])
     with pytest.raises(RuntimeError, match='got: a gradient in 1 of 5 rows'):
         fit(model, given, algorithms=[algorithm], microbatch_size=rows)
 

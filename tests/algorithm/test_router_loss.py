@@ -14,7 +14,7 @@ from composer.callbacks import NaNMonitor
 from composer.core import Callback
 
 from composer_tokacc import token_data_spec
-from composer_tokacc.metadata import num_samples
+from composer_tokacc.row_counts import num_samples
 from tests.matrix.harness import measure
 from tests.matrix.native_models import NativeModel
 from tests.matrix.subjects import SUBJECTS

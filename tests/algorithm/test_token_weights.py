@@ -25,6 +25,7 @@ from composer_tokacc import (
 from composer_tokacc.algorithm import apply_token_weights, step_loss_weights
 from composer_tokacc.checks.logits import token_losses, weigh_tokens
 from composer_tokacc.checks.step import MicrobatchRecord
+from composer_tokacc.row_counts import RowCounts
 from composer_tokacc.weights import token_weights_of
 from tests.matrix.native_models import Terms, by_token
 from tests.support.families import FAMILIES
@@ -294,7 +295,8 @@ def test_nothing_is_asked_of_the_device(is_whole):
     labels = torch.zeros(6, 14, dtype=torch.long, device='meta')
     logits = torch.zeros(6, 14, 64, device='meta', requires_grad=True) * 1
     weigh_tokens(logits, labels.float())
-    watched = MicrobatchRecord(batch={'labels': labels}, rule='causal', num_tokens=26)
+    rows = [RowCounts(rule='causal', loss_tokens=26)]
+    watched = MicrobatchRecord(batch={'labels': labels}, rows=rows)
     watched.watch(logits, labels.float(), 1.0, is_whole=is_whole)
     (ForCausalLMLoss(logits, labels, 64) + token_losses(logits, labels).sum()).backward()
     assert watched.was_reached

@@ -13,7 +13,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from composer_tokacc import token_data_spec
-from composer_tokacc.data_spec.cut_rules import CutRules
+from composer_tokacc.data_spec.pieces import CutRules
 from tests.support.text import VOCABULARY, collate, text_model, text_rows
 from tests.support.training import fit, hugging_face, loader, reference_gradients, relative_error
 

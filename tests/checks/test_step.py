@@ -17,6 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from composer_tokacc import TokenAccumulation
 from composer_tokacc.checks import step
 from composer_tokacc.checks.step import MicrobatchRecord
+from composer_tokacc.row_counts import RowCounts
 from tests.support.text import collate, text_model, text_rows
 from tests.support.training import fit, hugging_face, loader, reference_gradients, relative_error
 
@@ -137,7 +138,8 @@ def test_tokens_of_a_sharded_vocabulary(is_whole, monkeypatch, tmp_path):
     shared = [distribute_tensor(one, init_device_mesh('cpu', (1,)), [Shard(2)]) for one in whole]
     found = []
     for logits, gradient in (whole, shared):
-        record = MicrobatchRecord(batch={'labels': torch.arange(15).view(3, 5) % 8}, rule='causal', num_tokens=12)
+        rows = [RowCounts(rule='causal', loss_tokens=4)] * 3
+        record = MicrobatchRecord(batch={'labels': torch.arange(15).view(3, 5) % 8}, rows=rows)
         record._measure(logits, None, 0.1, is_whole, gradient)
         found.append(record.deviations)
     if own_group:

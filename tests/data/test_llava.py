@@ -62,48 +62,6 @@ def shown(sample):
     return [tuple((pixels.mean(dim=(1, 2)) * 0.5 + 0.5).round().int().tolist()) for pixels in sample['pixel_values']]
 
 
-ASKED = turns('<image>Which colour?', 'Red.')
-MESSAGES = [{'role': 'user', 'content': '<image>Which colour?'}, {'role': 'assistant', 'content': 'Red.'}]
-PARTS = [{'type': 'image'}, {'type': 'text', 'text': 'Which colour?'}]
-FORMATS = {
-    'LLaVA': one_image('a'),
-    'placeholder behind the question': {
-        'id': 'a',
-        'image': ['red.png'],
-        'conversations': turns('Which colour?\n<image>', 'Red.'),
-    },
-    'LLaMA-Factory sharegpt': {'images': ['red.png'], 'system': 'Be brief.', 'conversations': ASKED},
-    'LLaMA-Factory messages': {'images': ['red.png'], 'messages': MESSAGES},
-    'content parts': {
-        'id': 7,
-        'images': ['red.png'],
-        'messages': [
-            {'role': 'user', 'content': PARTS},
-            {'role': 'assistant', 'content': [{'type': 'text', 'text': 'Red.'}]},
-        ],
-    },
-    'Monkey': {
-        'id': 'a',
-        'conversations': [
-            {'from': 'user', 'value': '<img>red.png</img> Which colour?'},
-            {'from': 'assistant', 'value': 'Red.'},
-        ],
-    },
-}
-
-
-@pytest.mark.parametrize('name', ['data.json', 'data.jsonl'])
-@pytest.mark.parametrize('record', FORMATS.values(), ids=FORMATS.keys())
-def test_formats_of_other_projects(folder, record, name):
-    dataset = open_dataset(folder, [record], name=name)
-    answer, rest = spoken(dataset, 0)
-    assert answer == 'Red.<|end|>'
-    assert 'Which colour?' in rest
-    assert ('Be brief.' in rest) == ('system' in record)
-    assert rest.count('<image>') == 4
-    assert shown(dataset[0]) == [(1, 0, 0)]
-
-
 def test_images_in_order_of_their_placeholders(folder):
     record = {
         'id': 'three',
@@ -152,21 +110,10 @@ def test_several_files_and_images_beside_them(folder):
 
 STRUCTURAL = {
     'missing file': (one_image('bad', image='none.png'), r'image file .*none\.png does not exist'),
-    'missing folder': (one_image('bad', image='x/none.png'), r'image file .*x/none\.png does not exist'),
     'more images than placeholders': (
         {**one_image('bad'), 'image': ['red.png', 'green.jpg']},
         'got: 2 images and 1 placeholders',
     ),
-    'no image for a placeholder': ({**one_image('bad'), 'image': None}, 'got: 0 images and 1 placeholders'),
-    'placeholder in an answer': (
-        {'id': 'bad', 'image': 'red.png', 'conversations': turns('Draw red.', '<image>')},
-        'only in turns of the user and of tools',
-    ),
-    'no answer': ({'id': 'bad', 'conversations': turns('Hello?')}, 'must alternate'),
-    'unknown role': ({'id': 'bad', 'conversations': [{'from': 'narrator', 'value': ''}]}, "got: 'narrator'"),
-    'video': ({'id': 'bad', 'video': 'a.mp4', 'conversations': turns('a', 'b')}, 'got: 1 videos and 0 placeholders'),
-    'no turns': ({'id': 'bad'}, '`conversations`'),
-    'number as text': ({'id': 'bad', 'conversations': turns(1, 2)}, 'must be a string, got: int'),
 }
 
 

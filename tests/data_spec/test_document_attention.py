@@ -60,7 +60,7 @@ def test_families_are_exact_or_refused(name, kernel):
 @pytest.mark.parametrize('name', PACKED)
 def test_no_family_is_wrong(name, kernel):
     try:
-        found = cell(name, kernel, seeds=range(2))
+        found = cell(name, kernel, seeds=[1])
     except (ValueError, AttributeError) as error:
         pytest.skip(f'transformers {transformers.__version__}: {error}')
     assert found['kind'] == ('refused' if name in LEAKING else 'exact'), found

@@ -6,18 +6,17 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
 
 from composer_tokacc import BatchLayout, token_data_spec
-from composer_tokacc.data_spec.cut_rules import CutRules
-from composer_tokacc.data_spec.dummy_rows import DummyRows, add_rows, smallest_row, zero_weight
-from composer_tokacc.data_spec.pieces import Piece, build
+from composer_tokacc.data_spec.pieces import CutRules, DummyRows, Piece, add_rows, build, smallest_row, zero_weight
 from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.layout import describe
-from composer_tokacc.metadata import annotate, metadata_of, num_samples, with_metadata
 from composer_tokacc.planning import CutOptions, pack_lengths
+from composer_tokacc.row_counts import RowCounts, num_samples, rows_of, with_counts, with_rows
 from tests.matrix.harness import measure_steps
 from tests.matrix.subjects import SUBJECTS
 from tests.support import family_models
@@ -38,7 +37,7 @@ def case_of(name: str) -> FamilyCase:
 def batch_of(case: FamilyCase, rows, side: str):
     """Rows of the whole batch, trimmed: what a split makes."""
     layout = BatchLayout.for_model(case.model)
-    batch = annotate(layout.concat(case.rows, padding_side=side, pad_token_id=case.pad_token_id))
+    batch = with_counts(layout.concat(case.rows, padding_side=side, pad_token_id=case.pad_token_id))
     return layout.trim(layout.select(batch, rows))
 
 
@@ -69,8 +68,7 @@ def own_rows(case: FamilyCase, side: str):
     return batch
 
 
-@pytest.mark.parametrize('side', ['right', 'left'])
-@pytest.mark.parametrize('spare', [1, 5], ids=['narrower', 'wider'])
+@pytest.mark.parametrize(('spare', 'side'), [(1, 'right'), (5, 'left')], ids=['narrower, right', 'wider, left'])
 @pytest.mark.parametrize('name', IMAGE_FAMILIES)
 def test_dummy_image_row_changes_no_gradient(name, spare, side):
     case = case_of(name)
@@ -92,7 +90,7 @@ def test_labels_of_dummy_row_change_gradient(name, side):
     case = case_of(name)
     layout = BatchLayout.for_model(case.model)
     _, gradients = loss_and_gradients(case, own_rows(case, side))
-    labelled = with_metadata(batch_of(case, [1], side), samples=[0])
+    labelled = with_rows(batch_of(case, [1], side), [RowCounts(samples=0)])
     padded = add_rows(layout, batch_of(case, TEXT_ROWS, side), [labelled], side)
     assert relative_error(loss_and_gradients(case, padded)[1], gradients) > 1e-4
 
@@ -105,8 +103,7 @@ def test_added_rows_are_no_samples(name):
     padded = add_rows(layout, microbatch, [zero_weight(batch_of(case, [1], 'right'))], 'right')
     assert layout.num_rows(padded) == 3
     assert num_samples(padded) == num_samples(microbatch) == 2
-    for name in ('loss_tokens', 'real_tokens', 'samples'):
-        assert metadata_of(padded)[name] == [*metadata_of(microbatch)[name], 0]
+    assert rows_of(padded) == [*rows_of(microbatch), RowCounts(samples=0, rule='causal')]
     spec = token_data_spec(loader(microbatch))
     assert spec.get_num_samples_in_batch(padded) == 2
     assert spec.get_num_tokens_in_batch(padded) == spec.get_num_tokens_in_batch(microbatch)
@@ -128,7 +125,7 @@ def test_row_of_its_own_weighs_nothing():
     case = case_of('llava')
     filler = zero_weight(batch_of(case, [1], 'right'))
     assert num_samples(filler) == 0
-    assert metadata_of(filler)['loss_tokens'] == metadata_of(filler)['real_tokens'] == [0]
+    assert rows_of(filler) == [RowCounts(samples=0, rule='causal')]
     assert (filler['labels'] == -100).all()
     assert (case.rows[1]['labels'] != -100).any()  # the original keeps its labels
 
@@ -175,7 +172,7 @@ def test_dummy_row_is_padded_as_batch():
     dummies = DummyRows([facts])
     dummies.needed = ('image',)
     piece = Piece.from_facts(facts, CutRules(left='trim'), CutOptions()).take([text])
-    (microbatch,) = build([piece._replace(dummies=dummies.missing(facts, [text]))])
+    (microbatch,) = build([replace(piece, dummies=dummies.missing(facts, [text]))])
     assert microbatch['attention_mask'].shape[1] > facts.lengths[text]
     assert microbatch['attention_mask'][0, -facts.lengths[text] :].all()
 
@@ -208,10 +205,8 @@ def test_glm_gets_no_video_beside_image(unit, monkeypatch):
     media = {one: glm_row(model.config, one) for one in ('image', 'video')}
     batch = layout.concat([text, media[unit]])
     monkeypatch.setattr('composer_tokacc.data_spec.split.get_world_size', lambda: 2)
-    monkeypatch.setattr('composer_tokacc.data_spec.in_step.max_over_ranks', images_and_videos_somewhere)
-    monkeypatch.setattr(
-        'composer_tokacc.data_spec.in_step.from_any_rank', lambda own: own or zero_weight(media['image'])
-    )
+    monkeypatch.setattr('composer_tokacc.data_spec.split.max_over_ranks', images_and_videos_somewhere)
+    monkeypatch.setattr('composer_tokacc.data_spec.split.from_any_rank', lambda own: own or zero_weight(media['image']))
     microbatches = token_data_spec(loader(batch), layout=layout).split_batch(batch, 1)
     assert len(microbatches) == 3
     for microbatch in microbatches:
@@ -237,7 +232,7 @@ def test_packed_rows_are_halved_if_needed(monkeypatch):
 def packed_microbatches(monkeypatch, batch, layout, agreed=list, **options):
     """On a rank of two."""
     monkeypatch.setattr('composer_tokacc.data_spec.split.get_world_size', lambda: 2)
-    monkeypatch.setattr('composer_tokacc.data_spec.in_step.max_over_ranks', agreed)
+    monkeypatch.setattr('composer_tokacc.data_spec.split.max_over_ranks', agreed)
     given = loader(batch)
     spec = token_data_spec(given, layout=layout, packing=True, **options)
     split_of(given).adopt(CutRules(packing='documents'))
@@ -249,9 +244,9 @@ def test_media_rows_of_other_ranks_fit(monkeypatch):
     case = MEDIA['qwen2_5_vl']()
     layout = BatchLayout.for_model(case.model)
     own, other = (case.rows[case.kinds.index(kind)] for kind in ('image', 'video'))
-    batch = annotate(layout.concat([own] * 4))
+    batch = with_counts(layout.concat([own] * 4))
     budget = layout.width(own) + layout.width(other)
-    monkeypatch.setattr('composer_tokacc.data_spec.in_step.from_any_rank', lambda found: found or zero_weight(other))
+    monkeypatch.setattr('composer_tokacc.data_spec.split.from_any_rank', lambda found: found or zero_weight(other))
     microbatches = packed_microbatches(
         monkeypatch, batch, layout, images_and_videos_somewhere, slot_tokens=budget, max_image_tokens=None
     )
@@ -275,7 +270,7 @@ def test_no_media_rows_if_reduced_once(monkeypatch):
     layout = BatchLayout.for_model(case.model)
     text = layout.concat([batch_of(case, TEXT_ROWS, 'right')] * 4)
     monkeypatch.setattr('composer_tokacc.data_spec.split.get_world_size', lambda: 2)
-    monkeypatch.setattr('composer_tokacc.data_spec.in_step.max_over_ranks', None)  # nothing is agreed upon
+    monkeypatch.setattr('composer_tokacc.data_spec.split.max_over_ranks', None)  # nothing is agreed upon
     given = loader(text)
     spec = token_data_spec(given, layout=layout, slot_tokens=max(describe(layout, text).lengths))
     split = split_of(given)

@@ -76,7 +76,7 @@ def test_pre_split_batch_under_both_caps(size):
 
 def test_dummy_image_row_under_the_cap(monkeypatch):
     monkeypatch.setattr('composer_tokacc.data_spec.split.get_world_size', lambda: 2)
-    monkeypatch.setattr('composer_tokacc.data_spec.in_step.max_over_ranks', list)
+    monkeypatch.setattr('composer_tokacc.data_spec.split.max_over_ranks', list)
     batch = joined([ROWS[0], ROWS[4], ROWS[0], *ROWS[1:4]])
     spec = token_data_spec([], layout=LAYOUT, max_image_tokens=CAP)
     counts = [images_in(one) for one in spec.split_batch(batch, 3)]

@@ -14,10 +14,10 @@ import torch
 from torch.utils.data import Dataset
 
 from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, token_data_spec
-from composer_tokacc.data_spec.cut_rules import CutRules
+from composer_tokacc.data_spec.pieces import CutRules
 from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.layout import BatchLayout, PreSplitBatch
-from composer_tokacc.metadata import metadata_of, num_samples
+from composer_tokacc.row_counts import num_samples
 from tests.support.families import FAMILIES
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
 from tests.support.small_batches import LLAVA, TEXT, text_batch
@@ -61,7 +61,7 @@ def names(microbatches):
 def two_ranks(monkeypatch):
     """This process is one of two ranks, which all say what this one says."""
     monkeypatch.setattr('composer_tokacc.data_spec.split.get_world_size', lambda: 2)
-    monkeypatch.setattr('composer_tokacc.data_spec.in_step.max_over_ranks', list)
+    monkeypatch.setattr('composer_tokacc.data_spec.split.max_over_ranks', list)
 
 
 def is_handed_on(microbatches, batch):
@@ -70,7 +70,7 @@ def is_handed_on(microbatches, batch):
     for microbatch, source in zip(microbatches, batch.microbatches, strict=True):
         for key, value in source.items():
             assert microbatch[key] is value if isinstance(value, torch.Tensor) else microbatch[key] == value, key
-        assert metadata_of(microbatch)['microbatches'] == [len(microbatches)] * len(microbatch['names'])
+        assert num_samples(microbatch) == len(microbatch['names'])
 
 
 @pytest.mark.parametrize('side', ['right', 'left'])

@@ -18,7 +18,7 @@ from benchmarks.gpu import REHEARSAL, build_llava
 from benchmarks.small_llava import make_rows
 from composer_tokacc import BatchLayout, TokenAccumulation, token_data_spec
 from composer_tokacc.data import VisionLanguageCollator
-from composer_tokacc.data_spec.dummy_rows import add_rows, zero_weight
+from composer_tokacc.data_spec.pieces import add_rows, zero_weight
 from composer_tokacc.programs.models import build_model
 from examples.digits import DigitsDataset, build_digits_processor
 from tests.programs.test_models import LLAVA

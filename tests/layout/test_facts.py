@@ -67,3 +67,14 @@ def test_loss_mask_padded_on_another_side():
     batch['loss_mask'] = batch['attention_mask'].flip(1)
     with pytest.raises(ValueError, match=r"batch\['loss_mask'\].*got: 1 in column 0 of row 1"):
         describe(LAYOUT, batch)
+
+
+def test_facts_hold_until_an_entry_is_replaced():
+    batch = batch_with_types('right', 'right')
+    facts = describe(LAYOUT, batch)
+    assert facts.describes(LAYOUT, batch)
+    assert facts.describes(LAYOUT, dict(batch))
+    assert not facts.describes(BatchLayout(family=QWEN, config=LAYOUT.config), batch)
+    assert not facts.describes(LAYOUT, {**batch, 'more': torch.zeros(2)})
+    batch['labels'] = batch['labels'].clone()
+    assert not facts.describes(LAYOUT, batch)

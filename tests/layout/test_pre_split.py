@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from composer_tokacc.layout import BatchLayout, PreSplitBatch
 from composer_tokacc.layout.pre_split import widened
-from composer_tokacc.metadata import annotate, num_samples
+from composer_tokacc.row_counts import ROWS_KEY, num_samples, rows_of, with_counts
 
 PAD, IMAGE = 0, 99
 
@@ -77,10 +77,11 @@ def test_counting_joins_no_tensor(monkeypatch):
     monkeypatch.setattr(PreSplitBatch, '_joined_tensor', lambda self, key: pytest.fail(f'joined {key}'))
     assert 'labels' in batch
     assert batch['names'] == ['5', '2', '3']
-    counted = annotate(batch)
-    assert counted['composer_tokacc.loss_tokens'] == [4, 1, 2]
+    counted = with_counts(batch)
+    assert [row.loss_tokens for row in rows_of(counted)] == [4, 1, 2]
+    assert counted[ROWS_KEY] == rows_of(counted)
     assert num_samples(counted) == num_samples(batch) == 3
-    assert 'composer_tokacc.samples' not in batch
+    assert ROWS_KEY not in batch
 
 
 def test_deep_copies_share_nothing():

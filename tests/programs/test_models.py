@@ -246,7 +246,6 @@ def test_tokenizer_travels_in_the_checkpoint(processor):
     ('text', 'expected'),
     [
         ({'num_attention_heads': 5}, '5'),
-        ({'num_key_value_heads': 3}, '`num_key_value_heads`, got: 4 and 3'),
         ({'num_hidden_layers': 'two'}, "two|'str'"),
         ({'hidden_size': -4}, '`model.config.hidden_size` must be greater than or equal to 1, got: -4'),
     ],

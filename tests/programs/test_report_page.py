@@ -13,6 +13,7 @@ import pytest
 from composer.core import Callback, Timestamp
 
 from composer_tokacc import TokenMonitor
+from composer_tokacc.programs import ConfigError
 from composer_tokacc.programs.metrics_file import JsonLines, read_metrics
 from composer_tokacc.programs.report_page import MOST_POINTS, write_page
 from tests.support.text import collate, text_model, text_rows
@@ -132,3 +133,9 @@ def test_a_full_disk_is_met_once(tmp_path):
     with pytest.raises(OSError, match='No space left'):
         lines.batch_end(state_at(1), None)
     lines.close(state_at(1), None)  # Composer calls it at exit
+
+
+def test_a_report_folder_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / 'file').write_text('')
+    with pytest.raises(ConfigError, match=r'^`report.folder`: FileExistsError: '):
+        JsonLines(str(tmp_path / 'file')).fit_start(SimpleNamespace(run_name='run'), None)

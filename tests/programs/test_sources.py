@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import sys
 
 import pytest
@@ -182,7 +183,53 @@ def test_one_modality_a_step(tmp_path):
     assert {frozenset(kind) for kind in kinds} == {frozenset([True]), frozenset([False])}
 
 
+def test_steps_of_so_many_tokens(tmp_path, caplog):
+    with caplog.at_level(logging.INFO, logger='composer_tokacc'):
+        spec, dataset = build(tmp_path, 'loader.global_batch_tokens=600', 'loader.drop_last=false')
+    lengths = [sample['input_ids'].shape[1] for sample in dataset]
+    sampler = spec.dataloader.batch_sampler
+    assert len(spec.dataloader) == -(-sum(lengths) // 600)
+    tokens = [int(batch['attention_mask'].sum()) for batch in spec.dataloader]
+    assert tokens == sampler.window_tokens().tolist()
+    assert sum(tokens) == sum(lengths)
+    assert all(abs(number - 600) < max(lengths) for number in tokens[:-1])
+    assert f'{len(tokens)} in this epoch, of {min(tokens)} to {max(tokens)} tokens' in caplog.text
+    # Without a microbatch size one microbatch may hold a whole step of mean length.
+    assert spec.dataloader.batch_size == -(-600 * len(lengths) // sum(lengths))
+    stock, _ = build(tmp_path, 'loader.drop_last=false')
+    trained = [name for batch in spec.dataloader for name in batch['sample_ids']]
+    assert sorted(trained) == sorted(name for batch in stock.dataloader for name in batch['sample_ids'])
+
+
+def test_a_schedule_of_the_global_batch(tmp_path):
+    spec, _ = build(tmp_path, 'loader.global_batch_size=[[0,4],[3ba,16]]', 'loader.drop_last=false')
+    assert [len(batch['sample_ids']) for batch in spec.dataloader] == [4, 4, 4, 16, 16, 16]
+    spec.dataloader.batch_sampler.set_epoch(1)
+    assert [len(batch['sample_ids']) for batch in spec.dataloader] == [16, 16, 16, 12]
+    assert spec.dataloader.batch_size == 16
+
+
+def test_loss_cap_reaches_sampler_and_split(tmp_path):
+    free, dataset = build(tmp_path)
+    labels = [int((sample['labels'] != -100).sum()) for sample in dataset]
+    capped, _ = build(tmp_path, f'microbatching.max_loss_tokens={max(labels)}')
+    assert names(free) == names(capped)
+    most = {}
+    for name, spec in {'free': free, 'capped': capped}.items():
+        for batch in spec.dataloader:
+            microbatches = spec.split_batch(batch, 16)
+            assert len(microbatches) == len(batch.microbatches), 'cut as planned'
+            counts = [int((microbatch['labels'] != -100).sum()) for microbatch in microbatches]
+            most[name] = max(most.get(name, 0), *counts)
+    assert most['capped'] <= max(labels) < most['free']
+
+
 MISTAKES = [
+    (['loader.global_batch_tokens=99', 'loader.regroup_ranks=false'], 'must be on for `loader.global_batch_tokens`'),
+    (['loader.global_batch_size=[[0,4]]', 'microbatching.regroup=false'], 'must be on for a schedule of'),
+    (['loader.global_batch_size=[[1,4]]'], r'`loader.global_batch_size`.* or a list of \(start, size\)'),
+    (['loader.global_batch_size=[[0,4],[8ba,8]]', 'trainer.max_duration=2ep'], 'must be in tokens, samples or batches'),
+    (['loader.global_batch_tokens=0'], '`loader.global_batch_tokens` must be greater than or equal to 1'),
     (['dataset.parts={a: {weight: 1}, b: {}}'], r"must all have a `weight`.*got: {'weight': \['a'\]}"),
     (['dataset.parts={a: {weight: 1}, b: {weight: 2, epochs: 1}}'], r"'epochs': \['b'\]"),
     (['dataset.parts={a: {loss_share: 0.3}, b: {weight: 1}}'], r"'weight': \['b'\], 'loss_share': \['a'\]"),

@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset
 
 from composer_tokacc import token_data_spec
 from composer_tokacc.data import BadSampleError
-from composer_tokacc.metadata import num_samples
+from composer_tokacc.row_counts import num_samples
 from composer_tokacc.sampling import ExchangingDataLoader
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
 from tests.support.text import text_model

@@ -19,7 +19,7 @@ from composer.loggers import Logger
 from composer.utils import dist
 
 from composer_tokacc import BatchLayout
-from composer_tokacc.metadata import num_rows, num_samples
+from composer_tokacc.row_counts import num_rows, num_samples
 from tests.matrix.collator import join
 from tests.matrix.harness import plain_gradients
 from tests.matrix.subjects import SUBJECTS, Subject

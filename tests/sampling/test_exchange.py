@@ -51,7 +51,7 @@ def test_patches_tell_what_a_sample_costs_in_the_tower(monkeypatch):
     monkeypatch.setattr(LoadPlanner, 'plan', lambda self, *sizes: seen.append(sizes) or plan(self, *sizes))
     cost = CostModel(vision_per_image=2.0, vision_per_patch=0.5)
     list(build(8, cost=cost, patches=lambda sample: 10 * sample['input_ids'].shape[1]))
-    lengths, _, vision = seen[-1]
+    lengths, _, vision, _ = seen[-1]
     assert vision.tolist() == [2.0 + 5.0 * length for length in lengths]
 
 

@@ -94,6 +94,78 @@ def test_no_microbatch_that_the_budget_allows_is_over_the_limit() -> None:
     assert memory.peak(larger, num_ranks=4) > 0.92 * 7 * GIB
 
 
+@pytest.mark.parametrize('slot_tokens', [16, 300])
+def test_budget_of_any_slot_fits(slot_tokens: int) -> None:
+    """Rows as wide as the longest sample fit, and so do as many positions of shorter rows."""
+    sizes = table()
+    report = suggest(sizes, device_memory_gib=6.65, global_batch_size=512, slot_tokens=slot_tokens)
+    assert 1 < report.max_tokens / sizes.lengths.max() < 1.5
+    images = int(report.max_tokens * (sizes.image_tokens / sizes.lengths).max())
+    for width in np.unique(sizes.lengths).tolist():
+        shape = BatchShape(rows=report.max_tokens // width, width=width, image_tokens=images)
+        assert memory_model().peak(shape, num_ranks=4) <= 0.92 * 6.65 * GIB
+
+
+def at_labels(**changes: Any) -> MemoryModel:
+    """Half a MiB for each position at which logits are computed."""
+    coefficients = {'text': {'tokens': PER_TOKEN}, 'logits': {'logits': PER_LOGIT_ROW}, 'vision': {}, 'weights': {}}
+    fit = ActivationFit(coefficients=coefficients, area='never', residual=0.01)
+    return memory_model(phases={'head': fit}, logits='labels', **changes)
+
+
+def labelled_table(loss_tokens: list[int]) -> LengthTable:
+    """Samples of 100 tokens."""
+    lengths = np.full(len(loss_tokens), 100)
+    return LengthTable(
+        lengths=lengths, image_tokens=0 * lengths, loss_tokens=np.array(loss_tokens), vision_patches=0 * lengths
+    )
+
+
+@pytest.mark.parametrize(
+    ('loss_tokens', 'share'),
+    [
+        ([9] * 63 + [19], 0.2),  # one more for each sample: a model that does not shift counts its first label
+        ([9] * 63 + [95], 1.0),  # a microbatch of such samples computes all logits
+        ([0] * 64, 1.0),  # unknown
+    ],
+)
+def test_logits_count_by_the_largest_share(loss_tokens: list[int], share: float) -> None:
+    sizes = labelled_table(loss_tokens)
+    report = suggest(sizes, memory=at_labels(), num_ranks=1, global_batch_size=256, device_memory_gib=20.0)
+    usable = (0.92 * 20 - 4) * GIB
+    tokens = int(usable / (PER_TOKEN + share * PER_LOGIT_ROW + 48))
+    assert report.device_train_microbatch_size == tokens // 100
+    assert report.most_logits == pytest.approx(share * report.max_tokens, abs=1)
+    assert (report.logits, report.as_dict()['most_logits']) == ('labels', report.most_logits)
+    assert (f'at most {report.most_logits:,} of' in report.text()) == (share < 1)
+    # Stock Composer computes all logits.
+    assert report.stock_microbatch_size == int(usable / (PER_TOKEN + PER_LOGIT_ROW + 48)) // 100
+
+
+def test_any_microbatch_fits_with_its_labels() -> None:
+    rng = np.random.default_rng(2)
+    sizes = table()
+    loss_tokens = np.minimum(rng.integers(0, 64, len(sizes)), sizes.lengths // 4)
+    sizes = replace(sizes, loss_tokens=loss_tokens)
+    memory = at_labels()
+    arguments = {'num_ranks': 1, 'global_batch_size': 512, 'device_memory_gib': 6.0, 'slot_tokens': 16}
+    report = suggest(sizes, memory=memory, **arguments)
+    with_all_logits = suggest(sizes, memory=replace(memory, logits='all'), **arguments)
+    assert report.max_tokens > 1.1 * with_all_logits.max_tokens
+    most_labels = np.argsort(-loss_tokens / sizes.lengths)
+    for start in range(0, 200, 7):
+        samples = []
+        # The samples with most labels, for as long as they fit.
+        for sample in most_labels[start:]:
+            width = int(sizes.lengths[[*samples, sample]].max())
+            if (len(samples) + 1) * width > report.max_tokens:
+                break
+            samples.append(sample)
+        width = int(sizes.lengths[samples].max())
+        shape = BatchShape(rows=len(samples), width=width, labels=int(loss_tokens[samples].sum()) + 1)
+        assert memory.peak(shape) <= 0.92 * 6 * GIB
+
+
 def test_profile_and_padding_against_a_plain_count() -> None:
     sizes = table(512)
     report = suggest(sizes, num_ranks=2, global_batch_size=64)

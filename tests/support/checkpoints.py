@@ -50,9 +50,7 @@ def _gemma() -> Any:
 
 _GEMMA_EXPERTS = dict(enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=32)
 CHECKPOINTS: dict[str, tuple[str, Any, dict[str, Any]]] = {
-    'qwen3_5': ('qwen3_5', _qwen, {}),
     'qwen3_5_moe': ('qwen3_5_moe', _qwen, dict(output_router_logits=True, router_aux_loss_coef=0.5)),
-    'gemma4': ('gemma4', _gemma, {}),
     'gemma4_moe': ('gemma4', _gemma, _GEMMA_EXPERTS),
 }
 """Type, processor and what its text part has beside a dense one's."""
