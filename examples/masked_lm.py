@@ -162,6 +162,11 @@ def build_trainer(
     *, microbatch: int, packing: bool, duration: str, warmup: str, callbacks: Sequence[Callback] = ()
 ) -> tuple[Trainer, InMemoryLogger]:
     """Returns a Trainer on this rank's share of the texts, and what it logs."""
+    num_ranks = dist.get_world_size()
+    if GLOBAL_BATCH % num_ranks != 0:
+        raise SystemExit(
+            f'The global batch must be divisible by the number of ranks, got: {GLOBAL_BATCH} on {num_ranks}.'
+        )
     texts = read_texts()
     tokenizer = build_tokenizer(texts)
     train_texts = Texts(tokenizer, texts[NUM_EVAL_TEXTS:])
@@ -169,7 +174,7 @@ def build_trainer(
     collate = MaskingCollator()
     train_loader = DataLoader(
         train_texts,
-        batch_size=GLOBAL_BATCH // dist.get_world_size(),
+        batch_size=GLOBAL_BATCH // num_ranks,
         sampler=dist.get_sampler(train_texts, shuffle=True, drop_last=True),
         collate_fn=collate,
         drop_last=True,
