@@ -161,7 +161,7 @@ def build_model() -> ModernBertForMaskedLM:
 def build_trainer(
     *, microbatch: int, packing: bool, duration: str, warmup: str, callbacks: Sequence[Callback] = ()
 ) -> tuple[Trainer, InMemoryLogger]:
-    """Returns a Trainer on this rank's share of the texts, and what it logs."""
+    """Returns a Trainer that reads this rank's texts, and the logger that keeps its losses."""
     num_ranks = dist.get_world_size()
     if GLOBAL_BATCH % num_ranks != 0:
         raise SystemExit(
