@@ -14,7 +14,7 @@ import inspect
 import re
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 import composer.algorithms
 import composer.callbacks
@@ -87,7 +87,9 @@ UNSUITED = (
 
 
 _WEIGHT = Annotated[float, Field(ge=0)]
-_ALL_OR_SOME = Literal[-1] | Count
+_ALL_OR_SOME: TypeAlias = Literal[-1] | Count
+_OPTIONAL_ALL_OR_SOME: TypeAlias = Literal[-1] | Count | None
+_OPTIONAL_NAME: TypeAlias = Name | None
 HOST_HINTS: dict[str, Hint] = {
     'alpha': _WEIGHT,
     'alpha_f': _WEIGHT,
@@ -95,15 +97,15 @@ HOST_HINTS: dict[str, Hint] = {
     'clipping_threshold': Positive,
     'clipping_type': Literal['norm', 'value', 'adaptive'],
     'console_log_interval': Duration,
-    'data_parallel_replicate_degree': _ALL_OR_SOME | None,
-    'data_parallel_shard_degree': _ALL_OR_SOME | None,
+    'data_parallel_replicate_degree': _OPTIONAL_ALL_OR_SOME,
+    'data_parallel_shard_degree': _OPTIONAL_ALL_OR_SOME,
     'dist_timeout': Positive,
     'eval_interval': Duration,
     'eval_subset_num_batches': _ALL_OR_SOME,
-    'load_path': Name | None,
+    'load_path': _OPTIONAL_NAME,
     'max_duration': Duration,
-    'run_name': Name | None,
-    'save_folder': Name | None,
+    'run_name': _OPTIONAL_NAME,
+    'save_folder': _OPTIONAL_NAME,
     'save_interval': Duration,
     'save_num_checkpoints_to_keep': Annotated[int, Field(ge=-1)],
     'scale_schedule_ratio': Positive,

@@ -363,7 +363,8 @@ def _draw_memory(axes: Axes, report: SizingReport) -> None:
         if not row.fits:
             remark += '\ntoo large'
         remarks.append(remark)
-    axes.bar_label(bars, remarks)
+    if bars is not None:
+        axes.bar_label(bars, remarks)  # on the last part, which ends at the peak
     axes.axhline(report.limit_gib, color='black', ls='--', label=f'limit: {report.limit_gib:.3g} GiB')
     axes.set(title=f'Peak memory of a rank (bound by the {report.binds})', ylabel='GiB')
     axes.set_ylim(0, 1.45 * bottom.max())  # not up to the limit, which may be far above
