@@ -25,13 +25,12 @@ STAMP_FOUNDRY := $(VENV_FOUNDRY)/.installed
 VENV_RIVALS ?= .venv-rivals
 STAMP_RIVALS := $(VENV_RIVALS)/.installed
 
-# What other packages broke before, and soonest; SLICE= for all tests. (Qwen2.5-Omni's processor takes minutes on Transformers 4.57.)
+# What other packages broke before, and soonest; SLICE= for all tests. Left out: losses of our own, which ask little of other packages.
+# (Qwen2.5-Omni's processor takes minutes on Transformers 4.57.)
 SLICE ?= tests/sizing/test_trace.py tests/checks tests/algorithm tests/data_spec tests/layout tests/data/test_media_training.py \
 	tests/programs/test_models.py tests/programs/test_errors.py --ignore=tests/algorithm/test_token_weights.py \
+	--ignore=tests/algorithm/test_loss_terms.py --ignore=tests/checks/test_changing_losses.py \
 	--deselect='tests/data/test_media_training.py::test_gradient_is_that_of_one_forward[qwen2_5_omni'
-
-# How much of the rooms that a step rests on the slice runs is printed with it; of everything it would take half as long again.
-ROOMS := algorithm checks data_spec layout
 
 # Where Python may not write bytecode, as in many containers, each process compiles torch and Transformers anew: 19 s instead of 5.
 unexport PYTHONDONTWRITEBYTECODE
@@ -74,7 +73,7 @@ test-streaming: $(STAMP_STREAMING)
 	$(VENV_STREAMING)/bin/python -m pytest tests/streaming tests/monitor/test_loggers.py -m '$(MARKED)'
 
 test-newest: $(STAMP_NEWEST)
-	$(VENV_NEWEST)/bin/python -m pytest -n 2 -m 'not slow' $(SLICE) $(ROOMS:%=--cov=composer_tokacc/%)
+	$(VENV_NEWEST)/bin/python -m pytest -n 2 -m 'not slow' $(SLICE)
 
 test-oldest: $(STAMP_OLDEST)
 	$(VENV_OLDEST)/bin/python -m pytest -n 2 -m 'not slow' $(SLICE)

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""A batch, and questions to it that need no layout: its text, labels, mask and padding."""
+"""Reads a batch: its text, labels, mask and padding. Nothing here needs to know how media belong to rows."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from typing import Any
 import torch
 
 Batch = Mapping[str, Any]
+BatchDict = dict[str, Any]
+"""A new batch, which may be changed."""
 IGNORE_INDEX = -100
 """Label of a position without loss."""
 MODALITIES = ('image', 'video', 'audio')
 
 
 def text_of(batch: Batch) -> torch.Tensor:
-    """Returns the ids or labels whose rows are the rows of the batch."""
+    """Returns the ids, or if there are none the labels, whose rows are the rows of the batch."""
     if isinstance(batch, Mapping):
         for key in ('input_ids', 'labels', 'decoder_input_ids'):
             text = batch.get(key)
@@ -28,10 +30,10 @@ def text_of(batch: Batch) -> torch.Tensor:
     )
 
 
-def own_labels(batch: Batch) -> torch.Tensor | None:
+def labels_at_text(batch: Batch) -> torch.Tensor | None:
     """Returns the labels if they lie at the positions of the text, else None.
 
-    The labels of a decoder do not, although they may have the same shape by chance.
+    The labels of an encoder-decoder model lie at positions of the decoder, and may have the same shape by chance.
     """
     labels = batch.get('labels')
     if not isinstance(labels, torch.Tensor) or 'decoder_input_ids' in batch:
@@ -77,7 +79,7 @@ def check_ids(batch: Batch) -> None:
     """Raises ValueError unless ids are integers ``(rows, width)``, and mask and positions have the same width."""
     ids = batch.get('input_ids')
     if not isinstance(ids, torch.Tensor | None):
-        return
+        return  # then `labels` are the text, see text_of
     if ids is not None and (ids.dim() != 2 or ids.dtype not in (torch.int32, torch.int64)):
         raise ValueError(
             f'`input_ids` must be integers of shape (rows, width), got: {ids.dtype} of shape {tuple(ids.shape)}. Give '
@@ -86,13 +88,13 @@ def check_ids(batch: Batch) -> None:
     _check_mask(batch)
     if ids is None:
         return
-    mask, positions = batch.get('attention_mask'), batch.get('position_ids')
+    mask = batch.get('attention_mask')
     if isinstance(mask, torch.Tensor):
-        # A mask of four dimensions may be one for all rows.
-        has_rows = len(mask) == len(ids) or (mask.dim() == 4 and len(mask) == 1)
-        _check_width(batch, 'attention_mask', has_rows=has_rows)
+        is_for_all_rows = mask.dim() == 4 and len(mask) == 1
+        _check_width(batch, 'attention_mask', has_rows=is_for_all_rows or len(mask) == len(ids))
+    positions = batch.get('position_ids')
     if isinstance(positions, torch.Tensor) and positions.dim() in (2, 3):
-        # Positions of three dimensions have a first one for time, height and width.
+        # If there are three dimensions, the first one is for time, height and width.
         _check_width(batch, 'position_ids', has_rows=True)
 
 
@@ -100,20 +102,21 @@ def _check_mask(batch: Batch) -> None:
     mask = batch.get('attention_mask')
     if mask is None:
         return
-    value = type(mask).__name__
+    shown_value = type(mask).__name__
     if isinstance(mask, torch.Tensor):
-        is_number = not mask.is_complex() and not (mask.is_floating_point() and bool(mask.isnan().any()))
-        if mask.dim() in (2, 4) and is_number:
+        has_nan = mask.is_floating_point() and bool(mask.isnan().any())
+        if mask.dim() in (2, 4) and not mask.is_complex() and not has_nan:
             return
-        value = f'{mask.dtype} of shape {tuple(mask.shape)}'
+        shown_value = f'{mask.dtype} of shape {tuple(mask.shape)}'
     raise ValueError(
-        f'`attention_mask` must be real numbers, (rows, width) or (rows, heads, width, width), got: {value}, '
+        f'`attention_mask` must be real numbers, (rows, width) or (rows, heads, width, width), got: {shown_value}, '
         f'beginning with {sample_name(batch, 0)}. Give one mask for all heads as `mask[:, None]`.'
     )
 
 
 def _check_width(batch: Batch, key: str, *, has_rows: bool) -> None:
-    ids, value = batch['input_ids'], batch[key]
+    ids = batch['input_ids']
+    value = batch[key]
     if value.shape[-1] != ids.shape[1] or not has_rows:
         raise ValueError(
             f'`{key}` must be as wide as `input_ids`, {tuple(ids.shape)}, got: {tuple(value.shape)}, beginning '
@@ -143,15 +146,15 @@ def check_batch(batch: Batch, *, is_decoder: bool = False) -> None:
             f'A batch must hold at least one row of one token, got: labels of shape {tuple(labels.shape)}. Have the '
             'loader leave such batches out, on all ranks alike.'
         )
-    is_hidden = ~attended_positions(batch).any(dim=1)
-    if not bool(is_hidden.any()):
+    is_hidden_row = ~attended_positions(batch).any(dim=1)
+    if not bool(is_hidden_row.any()):
         return
-    loses_labels = is_hidden & (labels != IGNORE_INDEX).any(dim=1)
+    loses_labels = is_hidden_row & (labels != IGNORE_INDEX).any(dim=1)
     if bool(loses_labels.any()):
+        first_row = int(loses_labels.int().argmax())
         raise ValueError(
             f'`attention_mask` must be 1 where tokens are and 0 on padding, got: no token in '
-            f'{sample_name(batch, int(loses_labels.int().argmax()))}, which has labels. Is the mask inverted, or '
-            'additive?'
+            f'{sample_name(batch, first_row)}, which has labels. Is the mask inverted, or additive?'
         )
 
 
@@ -162,7 +165,7 @@ def check_vocabulary(batch: Batch, key: str, size: int | None, others: Callable[
         batch: The batch.
         key: The entry with the ids.
         size: Ids of the vocabulary; None: not known.
-        others: Returns further ids that are allowed. Called only if an id is out of the vocabulary.
+        others: Returns further ids that are allowed. It is only called if an id is out of the vocabulary.
     """
     ids = batch[key]
     is_bad = ids < 0
@@ -193,8 +196,8 @@ def sample_name(batch: Batch, row: int) -> str:
     return f'row {row}'
 
 
-def with_own_tensors(batch: Batch) -> dict[str, Any]:
-    """Returns the batch with copies of its tensors, so that writing into them changes no other batch."""
+def with_copied_tensors(batch: Batch) -> dict[str, Any]:
+    """Returns the batch with copies of its tensors, so that a write into them changes no other batch."""
     copied = dict(batch)
     for key, value in batch.items():
         if isinstance(value, torch.Tensor):
@@ -203,23 +206,22 @@ def with_own_tensors(batch: Batch) -> dict[str, Any]:
 
 
 def real_positions(batch: Batch) -> torch.Tensor:
-    """Returns the positions that must stay, bool ``(rows, width)``: attended ones, and labelled ones.
+    """Returns the positions that must not be trimmed, bool ``(rows, width)``: those with attention or with a label.
 
-    Some models count a label on a padding position.
+    Some models count a label even if its position is padding.
     """
     is_real = attended_positions(batch)
-    labels = own_labels(batch)
+    labels = labels_at_text(batch)
     if labels is not None:
         is_real = is_real | (labels != IGNORE_INDEX)
     return is_real
 
 
 def attended_positions(batch: Batch) -> torch.Tensor:
-    """Returns the positions that the mask does not hide, bool ``(rows, width)``.
-
-    All of them if there is no mask, or the mask belongs to another input.
-    """
-    ids, mask = text_of(batch), batch.get('attention_mask')
+    """Returns the positions that the mask does not hide, bool ``(rows, width)``; all of them if there is no mask."""
+    ids = text_of(batch)
+    mask = batch.get('attention_mask')
+    # Without ids the mask belongs to another input, such as the frames of Whisper.
     if mask is None or 'input_ids' not in batch:
         return torch.ones_like(ids, dtype=torch.bool)
     if mask.dim() == 2:
@@ -230,7 +232,7 @@ def attended_positions(batch: Batch) -> torch.Tensor:
 
 
 def padding_side(batch: Batch) -> str:
-    """Returns ``'left'`` if every row ends at the last column and some do not start at the first, else ``'right'``."""
+    """Returns ``'left'`` if all rows end in the last column, and not all begin in the first. Otherwise ``'right'``."""
     return side_of(real_positions(batch))
 
 
@@ -240,7 +242,7 @@ def side_of(real: torch.Tensor) -> str:
     return 'left' if is_left else 'right'
 
 
-def span(batch: Batch) -> tuple[str, list[int]]:
+def side_and_lengths(batch: Batch) -> tuple[str, list[int]]:
     """Returns the padding side, and the width of each row without its padding, at least 1."""
     real = real_positions(batch)
     side = side_of(real)
@@ -252,7 +254,7 @@ def lengths_of(real: torch.Tensor, side: str) -> list[int]:
     rows, width = real.shape
     if bool(real.all()):
         return [width] * rows
-    # The number of columns from the end without padding up to each position. Holes inside of a row stay.
+    # How long a row is if a position is the last one that must stay. The largest number counts, so that holes stay.
     distance = torch.arange(1, width + 1, device=real.device)
     if side == 'left':
         distance = distance.flip(0)

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Collectives over the ranks of a step."""
+"""Collectives over all ranks. On a single rank they need no process group."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ def _has_group() -> bool:
 
 
 def _can_communicate() -> bool:
-    """Returns whether there is a process group; raises if several ranks were launched without one."""
+    """Returns whether there is a process group. Raises RuntimeError if several ranks were launched without one."""
     if not _has_group() and get_world_size() > 1:
         raise RuntimeError(
-            f'Ranks must have a process group to sum over, got: none on {get_world_size()} ranks. Call '
+            f'{get_world_size()} ranks were launched, but they have no process group to sum over. Call '
             '`torch.distributed.init_process_group` first (with Composer: `dist.initialize_dist`).'
         )
     return _has_group()
 
 
 def all_gather_object(value: T) -> list[T]:
-    """Returns the values of all ranks, by rank; a collective."""
+    """Returns the values of all ranks, in the order of the ranks; a collective."""
     values = [value] * get_world_size()
     if _can_communicate():
         torch.distributed.all_gather_object(values, value)
@@ -73,7 +73,7 @@ def _min_over_ranks(value: int) -> int:
 def max_over_ranks(values: Sequence[int]) -> list[int]:
     """Returns the maximum over the ranks of each integer: one all-reduce, on the GPU only if the backend is NCCL."""
     integers = [int(value) for value in values]
-    if not torch.distributed.is_initialized():
+    if not _can_communicate():
         return integers
     device = torch.device('cpu')
     if torch.distributed.get_backend() == 'nccl':

@@ -1,9 +1,10 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Private names of the hosts: a release that changes one breaks this module, and no other.
+"""Private names of the hosts. If a release of a host changes one, this is the only module that breaks.
 
-Each is read in torch 2.7, transformers 5.23 and mosaicml 0.32; numba's is in ``planning/compiled.py``, without torch.
+All of them exist in torch 2.7, transformers 5.23 and mosaicml 0.32. Those of numba are in ``planning/compiled.py``,
+which does not import torch.
 """
 
 from __future__ import annotations
@@ -20,86 +21,121 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-# Memory of a model whose weights are nowhere: torch.compile's tensors without data.
+# Tensors of torch.compile that have a shape but no data: they trace a model that does not fit into memory.
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 
-# The common bases of layers of one, two and three dimensions, and of those that synchronise over ranks.
+# The common bases of the layers for one, two and three dimensions; for BatchNorm also of SyncBatchNorm.
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.dropout import _DropoutNd as Dropout
 from torch.torch_version import TorchVersion
 
-# What sees every operation; public extensions of torch subclass it all the same.
+# Sees every operation. Private, although torch documents it for extensions.
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Tensors inside of nested arguments; `torch.utils.pytree` came after 2.7.
+# Nested lists and dicts of tensors. The public `torch.utils.pytree` is newer than torch 2.7.
 from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only, tree_unflatten
 from torch.utils.data import DataLoader
 
-__all__ = ['BatchNorm', 'DataDependentOutputException', 'Dropout', 'FakeTensor', 'FakeTensorMode', 'TorchDispatchMode',
-           'detect_fake_mode', 'tree_flatten', 'tree_iter', 'tree_map_only', 'tree_unflatten']  # fmt: skip
+__all__ = [
+    'BatchNorm',
+    'DataDependentOutputException',
+    'Dropout',
+    'FakeTensor',
+    'FakeTensorMode',
+    'TorchDispatchMode',
+    'detect_fake_mode',
+    'tree_flatten',
+    'tree_iter',
+    'tree_map_only',
+    'tree_unflatten',
+]
 
 _NEEDED_BY_COMPOSER = {
-    # What mosaicml 0.32 takes from torch when it is imported, and the public module that has it, if any.
-    'torch._dynamo OptimizedModule': '',
-    'torch.amp.grad_scaler _refresh_per_optimizer_state': '',
-    'torch.distributed._shard.sharded_tensor ShardedTensor': '',
-    'torch.distributed._tensor DTensor DeviceMesh': 'torch.distributed.tensor',
-    'torch.distributed._tensor.device_mesh DeviceMesh init_device_mesh': 'torch.distributed.device_mesh',
-    'torch.distributed.algorithms._checkpoint.checkpoint_wrapper CheckpointImpl apply_activation_checkpointing '
-    'checkpoint_wrapper offload_wrapper': '',
-    'torch.distributed.fsdp._common_utils clean_tensor_name': '',
-    'torch.distributed.fsdp._runtime_utils _post_backward_final_callback': '',
-    'torch.nn.common_types _size_2_t': '',
-    'torch.nn.modules.loss _Loss': '',
-    'torch.nn.modules.utils _pair': '',
-    'torch.profiler._memory_profiler _CATEGORY_TO_COLORS _CATEGORY_TO_INDEX MemoryProfileTimeline': '',
+    'torch._dynamo': ['OptimizedModule'],
+    'torch.amp.grad_scaler': ['_refresh_per_optimizer_state'],
+    'torch.distributed._shard.sharded_tensor': ['ShardedTensor'],
+    'torch.distributed._tensor': ['DTensor', 'DeviceMesh'],
+    'torch.distributed._tensor.device_mesh': ['DeviceMesh', 'init_device_mesh'],
+    'torch.distributed.algorithms._checkpoint.checkpoint_wrapper': [
+        'CheckpointImpl',
+        'apply_activation_checkpointing',
+        'checkpoint_wrapper',
+        'offload_wrapper',
+    ],
+    'torch.distributed.fsdp._common_utils': ['clean_tensor_name'],
+    'torch.distributed.fsdp._runtime_utils': ['_post_backward_final_callback'],
+    'torch.nn.common_types': ['_size_2_t'],
+    'torch.nn.modules.loss': ['_Loss'],
+    'torch.nn.modules.utils': ['_pair'],
+    'torch.profiler._memory_profiler': ['_CATEGORY_TO_COLORS', '_CATEGORY_TO_INDEX', 'MemoryProfileTimeline'],
 }
+"""Private modules of torch, and what mosaicml 0.32 imports from each of them when it is imported itself."""
+
+_PUBLIC_MODULES = {
+    'torch.distributed._tensor': 'torch.distributed.tensor',
+    'torch.distributed._tensor.device_mesh': 'torch.distributed.device_mesh',
+}
+"""Public modules that have the names of a private one."""
 
 
 def put_back_torch_names() -> None:
-    """Lets Composer be imported with a torch that has dropped private names which it takes then; call it before.
+    """Adds private names that a newer torch has dropped, so that Composer can still be imported. Call it before.
 
-    A name that has no public place is put in as a class that raises when it is used: FSDP1's, a profiler's.
+    If the name is public somewhere else, that object is added. Otherwise, for names of FSDP1 and of a profiler, it is a
+    class that raises when it is used.
     """
-    for needed, public in _NEEDED_BY_COMPOSER.items():
-        module, *names = needed.split()
+    for module_name, names in _NEEDED_BY_COMPOSER.items():
         try:
-            found = importlib.import_module(module)
+            module = importlib.import_module(module_name)
         except ModuleNotFoundError:
-            found = sys.modules[module] = ModuleType(module)
+            module = ModuleType(module_name)
+            sys.modules[module_name] = module
         for name in names:
-            if not hasattr(found, name):
-                there = getattr(importlib.import_module(public), name) if public else _gone(f'{module}.{name}')
-                setattr(found, name, there)
+            if hasattr(module, name):
+                continue
+            if module_name in _PUBLIC_MODULES:
+                public_module = importlib.import_module(_PUBLIC_MODULES[module_name])
+                replacement = getattr(public_module, name)
+            else:
+                replacement = _missing_class(module_name, name)
+            setattr(module, name, replacement)
 
 
-def _gone(name: str) -> type:
-    def use(*_: Any, **__: Any) -> Any:
-        raise NotImplementedError(f'This torch has no {name}, which Composer needs here: install an older torch.')
+def _missing_class(module_name: str, name: str) -> type:
+    """Returns a class that raises when it is used."""
 
-    return type(name.rpartition('.')[-1], (), {'__new__': use})
+    def use(*_: object, **__: object) -> None:
+        raise NotImplementedError(
+            f'This torch has no {module_name}.{name}, which Composer needs here: install an older torch.'
+        )
+
+    return type(name, (), {'__new__': use})
 
 
 def inner_model(model: torch.nn.Module) -> torch.nn.Module:
-    """Returns the model inside of DDP and of torch.compile, which keeps it as ``_orig_mod``."""
-    while [name for name, _ in model.named_children()] in (['module'], ['_orig_mod']):
-        [model] = model.children()
-    return model
+    """Returns the model without the wrappers of DDP and torch.compile, whose only child it is."""
+    while True:
+        children = dict(model.named_children())
+        if list(children) not in (['module'], ['_orig_mod']):
+            return model
+        (model,) = children.values()
 
 
 def is_compiled(model: torch.nn.Module) -> bool:
-    """Returns whether torch.compile has compiled a model or a part of it: as a wrapper, in place, or its forward."""
+    """Returns whether torch.compile has compiled a model or a part of it."""
     for module in model.modules():
-        forward = vars(module).get('forward')  # what the Trainer's `compile_config` replaces
-        is_wrapped = hasattr(module, '_orig_mod') or getattr(module, '_compiled_call_impl', None) is not None
-        if is_wrapped or hasattr(forward, '_torchdynamo_orig_callable'):
+        is_wrapper = hasattr(module, '_orig_mod')
+        is_compiled_in_place = getattr(module, '_compiled_call_impl', None) is not None
+        forward = vars(module).get('forward')  # replaced by the Trainer's `compile_config`
+        has_compiled_forward = hasattr(forward, '_torchdynamo_orig_callable')
+        if is_wrapper or is_compiled_in_place or has_compiled_forward:
             return True
     return False
 
 
 def is_reduced(model: torch.nn.parallel.DistributedDataParallel) -> bool:
-    """Returns whether DDP has reduced every gradient; it asks itself only at the start of its next forward."""
+    """Returns whether DDP has reduced every gradient. DDP itself checks this only at the start of its next forward."""
     try:
         model._check_reducer_finalized()
     except RuntimeError:
@@ -113,88 +149,107 @@ def is_in_backward() -> bool:
 
 
 def when_backward_ends(function: Callable[[], None]) -> None:
-    """Calls a function at the end of the backward that runs now, after what others have queued: DDP's reduction.
+    """Calls a function at the end of the backward that runs now, after DDP has reduced the gradients.
 
-    Callbacks run in the order in which they were queued. DDP queues its own before the first one runs.
+    Autograd runs callbacks in the order in which they were queued. DDP queues its own during the backward, perhaps
+    later than this call. So the function is queued again by a callback, behind everything else.
     """
     queue_callback = torch.autograd.Variable._execution_engine.queue_callback
     queue_callback(lambda: queue_callback(function))
 
 
 def num_writes(tensor: torch.Tensor) -> int:
-    """Returns how often a tensor was written in place, which autograd counts."""
+    """Returns a number that grows with each write into a tensor: autograd counts them."""
     return tensor._version
 
 
 def own_tensors(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the mappings in which a module keeps its own parameters and its own buffers, to write into them."""
-    attributes = vars(module)  # some wrappers have neither
+    """Returns the dicts in which a module itself keeps its parameters and its buffers, so that they can be replaced."""
+    attributes = vars(module)  # some wrappers have no such dict
     return attributes.get('_parameters', {}), attributes.get('_buffers', {})
 
 
 def buffer_versions(module: torch.nn.Module, *, recurse: bool = True) -> dict[str, tuple[int, int]]:
-    """Returns for each buffer its identity, and a number that changes with every write."""
-    return {name: (id(buffer), buffer._version) for name, buffer in module.named_buffers(recurse=recurse)}
+    """Returns a pair of numbers for each buffer, which changes if the buffer is replaced or written."""
+    versions = {}
+    for name, buffer in module.named_buffers(recurse=recurse):
+        versions[name] = (id(buffer), buffer._version)
+    return versions
 
 
 def state_of_gradient(parameter: torch.Tensor) -> tuple[int, int]:
-    """Returns what changes when a backward reaches a parameter: it makes a gradient, or writes into the one there."""
-    return (0, 0) if parameter.grad is None else (id(parameter.grad), parameter.grad._version)
+    """Returns a pair of numbers that changes if a backward adds to the gradient of a parameter."""
+    gradient = parameter.grad
+    if gradient is None:
+        return 0, 0
+    return id(gradient), gradient._version
 
 
 def gradient_hooks(parameter: torch.Tensor) -> list[Any]:
-    """Returns the hooks that change a parameter's gradient; there is no public list of them. Those of FSDP left out."""
-    return [hook for hook in (parameter._backward_hooks or {}).values() if not _is_of_torch(hook)]
+    """Returns the hooks that may change the gradient of a parameter, except those of FSDP."""
+    return _hooks_of_others(parameter._backward_hooks)
 
 
 def steps_after_gradients(parameter: torch.Tensor) -> list[Any]:
-    """Returns what runs as soon as a parameter has its gradient, such as optimizers within the backward."""
-    hooks = getattr(parameter, '_post_accumulate_grad_hooks', None) or {}
-    return [hook for hook in hooks.values() if not _is_of_torch(hook)]
+    """Returns the hooks that run as soon as a parameter has its gradient, such as optimizers within the backward."""
+    return _hooks_of_others(getattr(parameter, '_post_accumulate_grad_hooks', None))
 
 
-def _is_of_torch(hook: Any) -> bool:
-    return str(getattr(hook, '__module__', '') or getattr(hook, 'func', hook).__module__).startswith('torch.')
+def _hooks_of_others(hooks: dict[int, Any] | None) -> list[Any]:
+    """Returns the hooks that torch has not registered itself."""
+    hooks_of_others = []
+    for hook in (hooks or {}).values():
+        module_name = getattr(hook, '__module__', None) or ''  # None for functions in C
+        if not module_name.startswith('torch.'):
+            hooks_of_others.append(hook)
+    return hooks_of_others
 
 
 def new_shared_storage(num_bytes: int) -> torch.UntypedStorage:
-    """Returns memory that other processes see, as ``default_collate`` takes it in a worker: it is sent uncopied."""
+    """Returns memory that is sent to other processes without a copy. ``default_collate`` uses it in workers."""
     return torch.UntypedStorage._new_shared(num_bytes)
 
 
 @contextmanager
 def separate_iterator(loader: DataLoader) -> Iterator[None]:
-    """Lets ``iter(loader)`` start workers of its own; a DataLoader with persistent workers keeps its one iterator."""
-    kept = loader._iterator
+    """Lets ``iter(loader)`` start new workers. A DataLoader with persistent workers would restart its only iterator."""
+    only_iterator = loader._iterator
     loader._iterator = None
     try:
         yield
     finally:
-        loader._iterator = kept
+        loader._iterator = only_iterator
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Returns the identity of the memory behind a tensor, while one of its views lives; fake ones have no address."""
+    """Returns a number for the memory of a tensor, the same for all its views, as long as one of them exists.
+
+    Fake tensors have no address that could be used instead.
+    """
     return tensor.untyped_storage()._cdata
 
 
 def let_fake_weights_be_swapped() -> AbstractContextManager[Any]:
-    """Hides weak references: the newest ``Module.to`` swaps fake weights, and refuses those in the mode's own cache."""
+    """Hides weak references to fake weights inside of the context.
+
+    New versions of ``Module.to`` swap fake weights. They refuse if something refers to the weights, as the cache of the
+    fake mode does.
+    """
     return patch('weakref.getweakrefs', lambda _: [])
 
 
 def attention_of(config: Any) -> str:
-    """Returns the attention implementation that Transformers chose; the public name only sets it."""
+    """Returns the attention implementation that Transformers chose. The public attribute only sets it."""
     return str(config._attn_implementation)
 
 
 def composer_state_types() -> list[Any]:
-    """Returns the types in Composer's checkpoints that torch's safe loading does not know: random states, times."""
-    rebuild = np.zeros(1).__reduce__()[0]  # a private name, in numpy 2.x another one than in 1.x
+    """Returns the types in Composer's checkpoints that torch's safe loading does not know: random states and times."""
+    rebuild = np.zeros(1).__reduce__()[0]  # private, with different names in numpy 1 and 2
     return [rebuild, np.ndarray, np.dtype, type(np.dtype('uint32')), TorchVersion, timedelta]
 
 
 def skip_embedding_resize(model_class: type) -> type:
-    """Switches off Composer's check of embeddings, which fails for configs with ``vocab_size`` in their text part."""
+    """Switches off Composer's check of embeddings. It fails if only the text part of a config has ``vocab_size``."""
     model_class._check_tokenizer_and_maybe_resize_embeddings = lambda self, allow_embedding_resizing: None
     return model_class

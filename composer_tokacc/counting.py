@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Tells which positions carry loss, and which are real."""
+"""Counts the positions of a batch: those that carry loss, and those that are no padding."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ import torch
 
 from composer_tokacc.batch import IGNORE_INDEX, attended_positions, labels_of, text_of
 
+# With a cache, a second call with the same message does nothing.
 _warn_once = cache(logging.getLogger(__name__).warning)
 
 LOSS_RULES = ('causal', 'causal_attended', 'unshifted')
-"""Rules by which models choose the labels that their own loss averages: see :func:`.loss_mask`."""
+"""The rules of models, which labels are in the mean of their own loss: see :func:`.loss_mask`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,20 +61,21 @@ def check_rule(loss_tokens: str, *, allow_auto: bool = False) -> str:
 
 
 def document_starts(batch: Mapping[str, Any]) -> torch.Tensor | None:
-    """Returns where a further document starts in a packed row, bool ``(rows, width)``; None if no row is packed.
+    """Marks the first token of each further document in packed rows, bool ``(rows, width)``; None if no row is packed.
 
     A packed row has ``position_ids`` that restart at 0 after its first attended token. Each row is looked at by itself,
     so that the result does not depend on the other rows. If no position is above 0, the row is not taken for packed.
     """
-    labels, positions = labels_of(batch), batch.get('position_ids')
+    labels = labels_of(batch)
+    positions = batch.get('position_ids')
     if positions is None or positions.dim() != 2 or positions.shape != labels.shape:
         return None
     attended = attended_positions(batch)
     if attended.shape != labels.shape:  # the mask of another input
         return None
-    is_first = attended & (attended.cumsum(dim=1) == 1)
-    rises = positions.amax(dim=1, keepdim=True) > 0
-    starts = (positions == 0) & attended & ~is_first & rises
+    is_first_token = attended & (attended.cumsum(dim=1) == 1)
+    has_positions = positions.amax(dim=1, keepdim=True) > 0
+    starts = (positions == 0) & attended & ~is_first_token & has_positions
     return starts if bool(starts.any()) else None
 
 
@@ -153,23 +155,26 @@ def count_tokens(batch: Mapping[str, Any], loss_tokens: str = 'causal') -> Token
 
 
 def real_tokens(batch: Mapping[str, Any]) -> list[int]:
-    """Returns attended positions by row: all of them if there is no ``attention_mask``."""
-    text, mask = text_of(batch), batch.get('attention_mask')
-    # The mask of another input (Whisper's frames) says nothing about labels.
+    """Returns the number of attended positions of each row. Without a mask all positions are attended."""
+    text = text_of(batch)
+    mask = batch.get('attention_mask')
+    # The mask of another input, such as the frames of Whisper, says nothing about labels.
     if mask is not None and mask.shape == text.shape:
         return (mask != 0).sum(dim=1).tolist()
     return [text.shape[1]] * len(text)
 
 
 def with_one_label(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the batch with a label at a position that counts by every rule, if there is one; no host sync.
+    """Returns the batch with one more label, at the first position that counts by every rule; no host sync.
 
-    The label is token 0, which every vocabulary has. Ids of image placeholders may lie outside of the vocabulary.
+    The label is token 0, which every vocabulary has. Ids of image placeholders may lie outside of the vocabulary. If no
+    position counts by every rule, the first one gets the label.
     """
-    labels, mask = labels_of(batch), batch.get('attention_mask')
+    labels = labels_of(batch)
+    mask = batch.get('attention_mask')
     allowed = torch.ones_like(labels, dtype=torch.bool)
     if isinstance(mask, torch.Tensor) and mask.shape == labels.shape:
-        # Its own position and the one that predicts it are attended.
+        # The position of the label and the one that predicts it must be attended.
         allowed = mask != 0
         allowed[:, 1:] &= mask[:, :-1] != 0
     # Nothing predicts the first column. A batch of width 1 has no other.

@@ -57,7 +57,8 @@ def copy_examples(folder: Path) -> tuple[list[Path], list[Path]]:
         raise FileNotFoundError('examples must come with the package, got: none. Install composer_tokacc from a wheel')
     written, different = [], []
     for name, source in sorted(sources.items()):
-        path, content = folder / name, source.read_bytes()
+        path = folder / name
+        content = source.read_bytes()
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)

@@ -1,9 +1,9 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Public names of a package that are imported on first use.
+"""Imports the public names of a package on first use.
 
-So importing one name does not import the modules, and does not need the dependencies, of the others.
+So a user of one name does not wait for the modules of the others, and does not need their dependencies.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import Any
 
 
 def on_first_use(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
-    """Returns the ``__getattr__`` of a package, and has ``dir`` list the names.
+    """Returns the ``__getattr__`` of a package, which imports a name. Sets its ``__dir__``, which lists all names.
 
     Args:
         package: Name of the package.
-        modules: The module of each name, relative to the package.
+        modules: The module that defines each name, relative to the package.
     """
-    face = sys.modules[package]
+    module = sys.modules[package]
 
     def load(name: str) -> Any:
         if name not in modules:
             raise AttributeError(f'module {package!r} has no attribute {name!r}')
         value = getattr(import_module(f'{package}.{modules[name]}'), name)
         # From now on Python finds the name without this function.
-        setattr(face, name, value)
+        setattr(module, name, value)
         return value
 
-    face.__dict__['__dir__'] = lambda: sorted({*vars(face), *modules})
+    module.__dict__['__dir__'] = lambda: sorted({*vars(module), *modules})
     return load

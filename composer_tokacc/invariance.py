@@ -1,10 +1,10 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Compares the gradient of the same rows in many cuts, for any trainer, in any test.
+"""Compares the gradient of the same rows in many cuts, that is, in different microbatches.
 
-``compare_cuts`` is the common part. ``verify_invariance`` gives it the microbatches of a user's own step, and
-the program ``composer_tokacc.verify`` gives it runs of Composer's Trainer.
+``compare_cuts`` is the common part. ``verify_invariance`` calls it with the user's own step, in any trainer. The
+program ``composer_tokacc.verify`` calls it with runs of Composer's Trainer.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
-from composer_tokacc.batch import Batch, labels_of, with_own_tensors
+from composer_tokacc.batch import Batch, labels_of, with_copied_tensors
 from composer_tokacc.collectives import all_gather_object, get_global_rank
 from composer_tokacc.counting import loss_mask
 from composer_tokacc.isolation import IsolationReport, verify_isolation
 from composer_tokacc.layout import BatchLayout
-from composer_tokacc.metadata import without_metadata
 from composer_tokacc.planning import check_count, check_kind
+from composer_tokacc.row_counts import without_rows
 from composer_tokacc.step_watch import BufferWatch
 
 __all__ = [
@@ -66,7 +66,7 @@ class InvarianceCase:
     reason: str
     """The parameter that is furthest off, and how."""
     is_held: bool = True
-    """Whether the error must be within the tolerance. Other cases are only shown."""
+    """Whether the error must be within the tolerance. Other cases, such as stock Composer, are only shown."""
 
     @classmethod
     def from_gradients(
@@ -79,7 +79,7 @@ class InvarianceCase:
         microbatch_size: int,
         is_held: bool = True,
     ) -> InvarianceCase:
-        """Compares gradients on every rank, and returns the worst case of all ranks, the same on each; a collective."""
+        """Compares gradients on every rank, and returns the case of the rank with the largest error; a collective."""
         error, reason = relative_error(found, expected)
         along_reference = sum(_product(found[name], expected[name]) for name in found.keys() & expected.keys())
         case = cls(
@@ -188,7 +188,7 @@ def relative_error(found: Gradients, expected: Gradients) -> tuple[float, str]:
 
     An absent gradient counts as zero. Raises ValueError if the reference is zero everywhere.
     """
-    zero = torch.zeros(())
+    zero = torch.zeros(())  # for an absent gradient
     squares = {}
     for name in sorted(found.keys() | expected.keys()):
         difference = found.get(name, zero).cpu().double() - expected.get(name, zero).cpu().double()
@@ -308,7 +308,7 @@ def _rows_of_all_ranks(layout: BatchLayout | None, batches: Sequence[Batch]) -> 
     check_kind('layout', layout, BatchLayout)
     rows: SingleRows = []
     for batch in batches:
-        plain = without_metadata(batch)
+        plain = without_rows(batch)
         for row in range(layout.num_rows(plain)):
             single = layout.select(plain, [row])
             rows.append(layout.trim(single))
@@ -316,12 +316,13 @@ def _rows_of_all_ranks(layout: BatchLayout | None, batches: Sequence[Batch]) -> 
 
 
 def _with_unequal_ranks(rows_by_rank: list[SingleRows]) -> list[SingleRows]:
-    """Returns the rows such that ranks have different numbers of labels, because equal ones hide a mean over ranks.
+    """Moves rows between ranks, if all ranks have equally many labels. Then a mean over ranks would not show.
 
-    Raises ValueError if all rows have equally many labels: a mean of means is then the mean over all tokens.
+    Raises ValueError if all rows have equally many labels. Then a mean of means is the mean over all tokens.
     """
-    # The rule of the model is not known here, so both are counted. A label on the first token makes the difference.
-    is_hidden = False
+    # The loss rule of the model is not known here, so labels are counted by both rules. They differ only if a first
+    # token has a label.
+    ranks_are_equal = False
     for rule in RULES_TO_COUNT:
         labels_by_rank = [_labels_per_row(rows, rule) for rows in rows_by_rank]
         different_counts = set().union(*labels_by_rank)
@@ -333,11 +334,11 @@ def _with_unequal_ranks(rows_by_rank: list[SingleRows]) -> list[SingleRows]:
                 'proven.'
             )
         totals = {sum(labels) for labels in labels_by_rank}
-        is_hidden |= len(totals) == 1
-    if len(rows_by_rank) == 1 or not is_hidden:
+        ranks_are_equal |= len(totals) == 1
+    if len(rows_by_rank) == 1 or not ranks_are_equal:
         return rows_by_rank
     # The first ranks get the rows with few labels.
-    rows = sorted(_joined(rows_by_rank), key=lambda row: _labels_by_rule(row))
+    rows = sorted(_joined(rows_by_rank), key=_labels_by_rule)
     size = len(rows_by_rank[0])
     return [rows[start : start + size] for start in range(0, len(rows), size)]
 
@@ -410,4 +411,4 @@ class _StepInCuts:
 
     def _copied(self, batch: Batch) -> SingleRow:
         """Returns a copy, because a trainer may write into its batches, and cuts share their tensors."""
-        return dict(self.layout.with_media(with_own_tensors(batch)))
+        return dict(self.layout.with_media(with_copied_tensors(batch)))

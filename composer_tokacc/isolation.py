@@ -20,8 +20,8 @@ from composer_tokacc.planning import check_kind
 from composer_tokacc.step_watch import copied_buffers, relative_difference, same_random_numbers
 
 NUM_CONSTANTS = 3
-"""Ids with which a whole document is overwritten, one after the other. Experts with a capacity drop tokens of other
-documents when all tokens of one document choose the same experts. Which experts these are depends on the id."""
+"""A document is overwritten with a single id, this many times with different ids. If all its tokens choose the same
+experts, and these have a capacity, they drop tokens of other documents. Which experts these are depends on the id."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +55,13 @@ class _Document:
 
 
 class _EmbedsIds(Protocol):
-    """A model of Hugging Face."""
+    """A Hugging Face model."""
 
     def get_input_embeddings(self) -> torch.nn.Embedding: ...
 
 
 Leaks = dict[tuple[int, int, int], float]
+"""Sizes of leaks by row, document, and the document that it sees."""
 
 
 def verify_isolation(model: torch.nn.Module, packed: Batch, documents: torch.Tensor) -> IsolationReport:
@@ -95,16 +96,16 @@ def verify_isolation(model: torch.nn.Module, packed: Batch, documents: torch.Ten
         True
     """
     check_kind('model', model, torch.nn.Module)
-    host = next((module for module in model.modules() if hasattr(module, 'get_input_embeddings')), None)
-    if host is None:
+    inner_model = next((module for module in model.modules() if hasattr(module, 'get_input_embeddings')), None)
+    if inner_model is None:
         raise TypeError(f'`model` must be a Hugging Face model, or hold one, got: {type(model).__name__}.')
-    embedding = cast(_EmbedsIds, host).get_input_embeddings()
+    embedding = cast(_EmbedsIds, inner_model).get_input_embeddings()
     numbered = _numbered(torch.as_tensor(documents), text_of(packed))
     inputs = {key: value for key, value in packed.items() if key != 'labels'}
     leaks = _leaks_of_gradient(model, embedding, inputs, numbered)
     ids = inputs.get('input_ids')
     if isinstance(ids, torch.Tensor):
-        replacements = _ReplacementIds(ids, numbered, getattr(host, 'config', None), embedding)
+        replacements = _ReplacementIds(ids, numbered, getattr(inner_model, 'config', None), embedding)
         # A pair that the gradient shows keeps the size of the gradient.
         leaks = _leaks_of_ids(model, inputs, numbered, replacements) | leaks
     return IsolationReport(leaks=tuple((*place, leaks[place]) for place in sorted(leaks)))
@@ -139,7 +140,7 @@ def _others(document: _Document, numbered: Sequence[_Document]) -> Iterator[_Doc
 def _leaks_of_gradient(
     model: torch.nn.Module, embedding: torch.nn.Module, inputs: Batch, numbered: Sequence[_Document]
 ) -> Leaks:
-    """Returns the pairs between which the logits have a gradient, by the norm of the gradient."""
+    """Returns the norm of the gradient of each document's logits by the embeddings of another document, if not 0."""
     leaks: Leaks = {}
     with _watched_output(embedding) as embedded:
         logits = _logits(model, inputs)
@@ -175,7 +176,7 @@ def _watched_output(module: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
 def _leaks_of_ids(
     model: torch.nn.Module, inputs: Batch, numbered: Sequence[_Document], replacements: _ReplacementIds
 ) -> Leaks:
-    """Returns the pairs in which other ids of one document change the logits of the other, by the relative change."""
+    """Returns the relative change of the logits of each document if another document gets other ids, if not 0."""
     expected = _logits(model, inputs)
     tolerance = tolerance_of(expected.dtype)
     change = relative_difference(expected, _logits(model, inputs))
@@ -213,7 +214,7 @@ def _logits(model: torch.nn.Module, inputs: Batch) -> torch.Tensor:
 
 
 class _ReplacementIds:
-    """Gives other ids to a document: only such that stand elsewhere in the rows as ordinary text."""
+    """Replaces the ids of a document by other ids. It uses ids that are ordinary text somewhere in the rows."""
 
     def __init__(
         self, ids: torch.Tensor, numbered: Sequence[_Document], config: object, embedding: torch.nn.Embedding
@@ -221,12 +222,12 @@ class _ReplacementIds:
         self._ids = ids
         texts = [ids[document.row][document.positions].tolist() for document in numbered]
         reserved = _reserved_ids(config)
-        # A token with which every document begins, or ends, separates documents in some models.
+        # In some models the first token of every document, or the last one, separates documents.
         for tokens in ({text[0] for text in texts}, {text[-1] for text in texts}):
             if len(tokens) == 1:
                 reserved |= tokens
         ordinary = set().union(*texts) - reserved
-        # Rows that repeat a single token leave nothing to choose from. Then any token of the vocabulary will do.
+        # If the rows repeat a single token, other tokens of the vocabulary are used.
         for token in range(getattr(embedding, 'num_embeddings', 0)):
             if len(ordinary) < 2 and token not in reserved:
                 ordinary.add(token)
@@ -234,13 +235,16 @@ class _ReplacementIds:
         self._is_reserved = torch.isin(ids, torch.tensor(sorted(reserved), dtype=ids.dtype, device=ids.device))
 
     def of(self, document: _Document) -> Iterator[torch.Tensor]:
-        """Yields the ids of all rows, with others in this document: each the next one, then all the same one."""
+        """Yields the ids of all rows with other ids in this document.
+
+        First each id is replaced by the next one in the list of ordinary ids, then all of them by the same one.
+        """
         pool = torch.tensor(self._ordinary, dtype=self._ids.dtype, device=self._ids.device)
         if len(pool) < 2:
             return
         is_changed = document.positions.to(self._ids.device) & ~self._is_reserved[document.row]
         row = self._ids[document.row]
-        # `searchsorted` gives a place to every id; only places of ordinary ids are used.
+        # Ids that are not ordinary get a place as well. They stay as they are, see `is_changed`.
         places = torch.searchsorted(pool, row).clamp(max=len(pool) - 1)
         candidates = [pool[(places + 1) % len(pool)]]
         for number in range(NUM_CONSTANTS):
@@ -253,7 +257,7 @@ class _ReplacementIds:
 
 
 def _reserved_ids(config: object) -> set[int]:
-    """Returns the ids with a meaning of their own: placeholders of media, begin, end and padding."""
+    """Returns the ids with a special meaning: placeholders of media, begin, end and padding."""
     if config is None:
         return set()
     reserved = set(all_placeholders(config))

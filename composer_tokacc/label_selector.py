@@ -34,16 +34,18 @@ class LabelSelector:
     def __init__(self, model: torch.nn.Module) -> None:
         head = output_embedding(model)
         if head is None:
-            raise ValueError(f'{type(model).__name__} has no output embedding: `get_output_embeddings()` gives none.')
+            raise ValueError(f'{type(model).__name__} has no output embedding: `get_output_embeddings()` finds none.')
         self._rule = 'causal'
         self._num_labels: int | None = None  # of the next forward; None: it computes all logits
-        self._positions: LabelledPositions | None = None  # of the forward that runs now
-        self._shape = torch.Size()  # of its labels
-        self._num_calls = 0  # times that it has called the output embedding
+        # Of the forward that runs now.
+        self._positions: LabelledPositions | None = None  # None: it computes all logits
+        self._labels_shape = torch.Size()
+        self._num_calls = 0  # of the output embedding
         self.num_head_calls = 0
-        """How often the last forward that computed all logits has called the output embedding.
+        """Calls of the output embedding in the last forward that computed all logits.
 
-        A fused kernel does not call it. It must not get selected labels: a kernel may read beyond the end of them.
+        A model with a fused loss does not call it. Its labels must not be selected, because the kernel would read
+        beyond the end of them.
         """
         self._handles = [
             model.register_forward_pre_hook(self._select_labels, with_kwargs=True),
@@ -56,9 +58,10 @@ class LabelSelector:
 
         Args:
             rule: Which labels the model's loss counts, see :func:`.loss_mask`.
-            num_labels: How many they are. The CPU must know it, so that it need not wait for the GPU.
+            num_labels: The number of these labels. To count them here would wait for the GPU.
         """
-        self._rule, self._num_labels = rule, num_labels
+        self._rule = rule
+        self._num_labels = num_labels
 
     def disarm(self) -> None:
         """Has the next forward compute all logits."""
@@ -70,9 +73,11 @@ class LabelSelector:
             handle.remove()
 
     def _select_labels(self, module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        self._positions = None  # also of a forward that an error ended
+        # An earlier forward may have ended with an error before its last hook.
+        self._positions = None
         self._num_calls = 0
-        num_labels, self._num_labels = self._num_labels, None
+        num_labels = self._num_labels
+        self._num_labels = None
         labels = kwargs.get('labels')
         if labels is None or num_labels is None:
             return args, kwargs
@@ -83,10 +88,11 @@ class LabelSelector:
         positions = LabelledPositions.from_batch(kwargs, self._rule, num_labels)
         kwargs = dict(kwargs)
         if getattr(module.config, 'is_encoder_decoder', False) and kwargs.get('decoder_input_ids') is None:
-            # The model would make the decoder's input of its labels, of which it gets only some.
+            # The model would make them from its labels, but it only gets some of the labels.
             kwargs['decoder_input_ids'] = module.prepare_decoder_input_ids_from_labels(labels=labels)
         kwargs['labels'] = positions.select_labels(labels, IGNORE_INDEX)
-        self._positions, self._shape = positions, labels.shape
+        self._positions = positions
+        self._labels_shape = labels.shape
         return args, kwargs
 
     def _select_hidden_states(self, head: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -94,16 +100,18 @@ class LabelSelector:
         if self._positions is None:
             return None
         hidden_states = args[0]
-        if hidden_states.shape[:2] != self._shape:
+        if hidden_states.shape[:2] != self._labels_shape:
             raise RuntimeError(
-                f'Logits at labels need hidden states of every position of the labels {tuple(self._shape)}, got: '
-                f'{tuple(hidden_states.shape[:2])} at the output embedding. The model changes the sequence on the way.'
+                f'Logits at labels need hidden states of every position of the labels {tuple(self._labels_shape)}, '
+                f'got: {tuple(hidden_states.shape[:2])} at the output embedding. The model changes the sequence on the '
+                'way.'
             )
         return (self._positions.select(hidden_states), *args[1:])
 
     def _check_selected(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        was_selecting, self._positions = self._positions is not None, None
-        if not was_selecting:
+        has_selected = self._positions is not None
+        self._positions = None
+        if not has_selected:
             self.num_head_calls = self._num_calls
         elif self._num_calls != 1:
             raise RuntimeError(
@@ -114,7 +122,7 @@ class LabelSelector:
 
 
 def output_embedding(model: torch.nn.Module) -> torch.nn.Module | None:
-    """Returns the module that makes logits of hidden states, or None if the model does not name one."""
+    """Returns the module that computes logits from hidden states, or None if the model does not name one."""
     get_output_embeddings = getattr(model, 'get_output_embeddings', None)
     if get_output_embeddings is None:
         return None

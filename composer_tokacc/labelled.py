@@ -3,9 +3,10 @@
 
 """The positions of a batch that predict a label.
 
-Only these positions get a loss. A model that computes logits only there returns them as one row, in the order of the
-batch read row by row. :class:`LabelledPositions` selects hidden states, labels and weights into that row, and
-:func:`batch_at_logits` tells from the shape of the logits whether a model did so.
+Only these positions get a loss. A model that computes logits only there returns them as one row, which holds the
+positions of the first row of the batch, then those of the second row, and so on. :class:`LabelledPositions` selects
+hidden states, labels and weights into such a row. :func:`batch_at_logits` tells from the shape of the logits whether a
+model has computed them like this.
 """
 
 from __future__ import annotations
@@ -24,14 +25,15 @@ from composer_tokacc.weights import LOSS_WEIGHTS
 
 @dataclass(frozen=True, eq=False)
 class LabelledPositions:
-    """Where the labels of a batch are, and which positions predict them.
+    """The positions of the labels of a batch, and the positions that predict them.
 
-    A model that shifts labels compares ``logits[:, :-1]`` with ``labels[:, 1:]``. So one position is added behind the
-    selected ones and one ignored label in front of theirs: after the model's own shift each position meets its label.
+    A model that shifts labels compares ``logits[:, :-1]`` with ``labels[:, 1:]``. So a position is added after the
+    selected positions, and an ignored label before the selected labels. After the model's own shift each position meets
+    its label.
 
     Args:
-        of_labels: Places of the labels in the flattened batch, int64 ``(labels,)``.
-        of_predictions: Places of the positions whose logits predict them, int64 ``(labels,)``.
+        of_labels: Indices of the labels in the flattened batch, int64 ``(labels,)``.
+        of_predictions: Indices of the positions whose logits predict them, int64 ``(labels,)``.
         shifts_labels: Whether the model shifts labels itself.
     """
 
@@ -46,36 +48,37 @@ class LabelledPositions:
         Args:
             batch: A batch with ``labels``, ``(rows, width)``.
             rule: Which labels count, see :func:`.loss_mask`.
-            num_labels: How many labels count; known on the CPU from the counting.
+            num_labels: The number of labels that count. Tokens were counted on the CPU, so it is known.
         """
         ordinals = loss_mask(batch, rule).flatten().cumsum(dim=0)
         of_labels = places_of(ordinals, range(1, num_labels + 1))
-        shifts_labels = rule != 'unshifted'
-        of_predictions = of_labels - 1 if shifts_labels else of_labels  # in the same row: column 0 never counts
-        return cls(of_labels, of_predictions, shifts_labels)
+        if rule == 'unshifted':
+            return cls(of_labels, of_labels, shifts_labels=False)
+        # The position before is in the same row, because labels in column 0 do not count.
+        return cls(of_labels, of_labels - 1, shifts_labels=True)
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and width of what the model computes logits of."""
+        """Rows and width of the logits."""
         return 1, len(self.of_labels) + int(self.shifts_labels)
 
     def select(self, values: torch.Tensor) -> torch.Tensor:
-        """Selects values of the predicting positions, ``(rows, width, ...)`` to ``(1, labels (+ 1), ...)``."""
+        """Selects the values at the predicting positions, from ``(rows, width, ...)`` to ``(1, labels (+ 1), ...)``."""
         places = self.of_predictions
         if self.shifts_labels:
-            places = F.pad(places, (0, 1))  # any position: the model drops its logits
-        # Not by a mask, whose size the CPU would have to wait for.
+            places = F.pad(places, (0, 1))  # position 0, but any would do: the model drops its logits
+        # With a mask the CPU would have to wait for the number of positions.
         return values.flatten(0, 1).index_select(0, places)[None]
 
     def select_labels(self, values: torch.Tensor, fill: float) -> torch.Tensor:
-        """Selects values of the labels, ``(rows, width)`` to ``(1, (1 +) labels)``; ``fill`` stands in front."""
+        """Selects the values at the labels, from ``(rows, width)`` to ``(1, (1 +) labels)``; ``fill`` is added."""
         selected = values.flatten().index_select(0, self.of_labels)
         if self.shifts_labels:
             selected = F.pad(selected, (1, 0), value=fill)
         return selected[None]
 
     def put_back(self, selected: torch.Tensor, rows: int, width: int) -> torch.Tensor:
-        """Puts values of selected positions where they came from, ``(rows, width, ...)``; elsewhere are zeros."""
+        """Returns values of selected positions at their places in ``(rows, width, ...)``, and zeros elsewhere."""
         values = selected[0, : len(self.of_predictions)]
         placed = values.new_zeros(rows * width, *values.shape[1:])
         placed.index_copy_(0, self.of_predictions.to(values.device), values)
@@ -85,23 +88,25 @@ class LabelledPositions:
 def batch_at_logits(
     batch: Batch, logits: torch.Tensor, rule: str, num_labels: int
 ) -> tuple[Mapping[str, Any], LabelledPositions | None] | None:
-    """Returns the labels, and weights, of a batch in the shape in which a model returned its logits.
+    """Returns a batch with its labels and weights in the shape of its logits.
 
     Args:
         batch: The microbatch with ``labels`` of shape ``(rows, width)``.
-        logits: What the model returned for it, ``(rows, width, vocabulary)``, or ``(1, labels (+ 1), vocabulary)`` if
-            logits were computed only where a label is.
+        logits: Its logits, ``(rows, width, vocabulary)``, or ``(1, labels (+ 1), vocabulary)`` if the model computed
+            them only at labels.
         rule: Which labels count.
-        num_labels: How many count.
+        num_labels: The number of labels that count.
 
     Returns:
-        The batch itself and None for logits of all positions; the selected labels and their positions for logits at
-        labels only; None if the logits have another shape, so that they cannot be compared with the labels.
+        The batch itself and None for logits at all positions. A batch of the selected labels, and their positions, for
+        logits at labels only. None if the logits have another shape, so that they cannot be compared with labels.
     """
     labels = labels_of(batch)
-    if logits.shape[:2] == labels.shape:
+    shape = logits.shape[:2]
+    if shape == labels.shape:
         return batch, None
-    if logits.shape[:2] != (1, num_labels + int(rule != 'unshifted')):
+    added_labels = 0 if rule == 'unshifted' else 1
+    if shape != (1, num_labels + added_labels):
         return None
     positions = LabelledPositions.from_batch(batch, rule, num_labels)
     selected: dict[str, Any] = {'labels': positions.select_labels(labels, IGNORE_INDEX)}
@@ -111,14 +116,14 @@ def batch_at_logits(
 
 
 def places_of(ordinals: torch.Tensor, numbers: range) -> torch.Tensor:
-    """Returns the index of the k-th True of a mask, for each k of ``numbers``.
+    """Returns the index of the k-th True of a mask, for each k in ``numbers``, which begin at 1.
 
-    Uses the running sum of the mask, because ``nonzero()`` would wait for the GPU. The result is within bounds also if
-    the mask has fewer.
+    Uses the running sum of the mask, because ``nonzero()`` would wait for the GPU. If the mask has too few, the
+    index is the last one.
 
     Args:
         ordinals: Running sum of the mask, int64 ``(n,)``.
-        numbers: Which of them are wanted, from 1.
+        numbers: The values of k.
     """
-    wanted = torch.arange(numbers.start, numbers.stop, numbers.step, device=ordinals.device)
-    return torch.searchsorted(ordinals, wanted).clamp_(max=len(ordinals) - 1)
+    ks = torch.arange(numbers.start, numbers.stop, numbers.step, device=ordinals.device)
+    return torch.searchsorted(ordinals, ks).clamp_(max=len(ordinals) - 1)

@@ -29,7 +29,7 @@ from composer_tokacc.programs.process import (
 )
 
 if __name__ == '__main__':
-    prepare(__doc__)
+    prepare(__doc__)  # before the imports that take seconds
 
 import numpy as np
 import torch
@@ -101,7 +101,7 @@ def choose_samples(dataset: Any, lengths: np.ndarray, count: int) -> list[int]:
         int(lengths.argmax()),
         *spread,
     ]
-    by_priority.extend(range(num_samples))  # if some of the others are the same
+    by_priority.extend(range(num_samples))  # used if some of the others are the same sample
     distinct = list(dict.fromkeys(by_priority))
     return sorted(distinct[:count])
 

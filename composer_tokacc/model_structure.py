@@ -9,6 +9,7 @@ from itertools import chain
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 VISION_MODULES = {
     'vision_tower',
@@ -35,7 +36,10 @@ def vision_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def transformer_blocks(model: nn.Module) -> list[nn.Module]:
-    """Returns the repeated blocks of text and encoders: members of the outermost module lists, not experts in them."""
+    """Returns the repeated blocks of the language model and of encoders.
+
+    These are the members of the outermost module lists. Lists within a block, such as its experts, do not count.
+    """
     blocks: list[nn.Module] = []
     for child in model.children():
         if not isinstance(child, nn.ModuleList):
@@ -48,8 +52,27 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
     return blocks
 
 
+def unwrapped_block(block: nn.Module) -> nn.Module:
+    """Returns the block inside of torch's wrappers, such as that of activation checkpointing."""
+    children = list(block.children())
+    while type(block).__module__.startswith('torch.') and len(children) == 1:
+        [block] = children
+        children = list(block.children())
+    return block
+
+
+def fsdp_units(model: nn.Module) -> list[nn.Module]:
+    """Returns the modules whose weights FSDP1 or FSDP2 gathers together."""
+    units = []
+    for module in model.modules():
+        # By its name, because a newer torch may have no FSDP1.
+        if isinstance(module, FSDPModule) or type(module).__name__ == 'FullyShardedDataParallel':
+            units.append(module)
+    return units
+
+
 def cast_model(model: nn.Module, dtype: torch.dtype) -> None:
-    """Casts a model as ``model.to(dtype)`` does, real or fake.
+    """Casts a model as ``model.to(dtype)`` does. It may have fake tensors, which have no data.
 
     Newer versions of torch swap the tensors of fake parameters in ``nn.Module.to``, and fail if anything else refers to
     them. Here the module gets new parameters, so call it before an optimizer holds the old ones.

@@ -1,12 +1,14 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Ranks compare how they plan their batches, so that none of them trains other global batches in silence.
+"""Checks in each step that all ranks have planned the same global batch.
 
 Every rank plans the whole global batch by itself and computes its own part of it. That is exact only if all ranks make
-the same plan. So three integers travel with the counts that are summed over the ranks in each step anyway: they tell
-all ranks at once whether the plans are equal. Only if they are not, the ranks exchange the arguments
-of their plans, and all of them raise the same error about the difference. No steady step has a further collective.
+the same plan. Otherwise some samples would be trained twice and others never, without any sign of it.
+
+So three integers travel with the counts that are summed over the ranks in each step anyway. Their sums tell all ranks
+whether the plans are equal. Only if they are not, the ranks exchange the arguments of their plans, and all of them
+raise the same error about the difference. A normal step has no further collective.
 """
 
 from __future__ import annotations
@@ -23,16 +25,16 @@ from composer_tokacc.collectives import all_gather_object, get_global_rank, get_
 from composer_tokacc.repeated_samples import has_torchs_order
 
 Facts = dict[str, str]
-"""Arguments of a plan by name. The first one that differs is reported."""
+"""Arguments of a plan by name, written as text. The first one that differs is reported."""
 
 CHECKSUM_BITS = 20
 """Squares of checksums are summed over the ranks. With 20 bits that is exact in float64 on up to 8,192 ranks."""
 
 NUM_SUMS = 3
-"""How many numbers :func:`numbers_to_sum` returns."""
+"""Length of the list that :func:`numbers_to_sum` returns."""
 
 SHOWN_NUMBERS = 4
-"""How many numbers of a table, and how many ranks with the same value, an error shows."""
+"""An error shows no more numbers of a table, no more ranks with the same value, and no more values."""
 
 STREAMING_OPTIONS = (
     'epoch_size',
@@ -54,19 +56,19 @@ class PlanRecord:
     """Summary of one rank's plan of a global batch."""
 
     plan_checksum: int
-    """Of the samples of the global batch, and of the microbatch and the rank of each."""
+    """Checksum of the samples of the global batch, with the microbatch and the rank of each."""
     rank: int
-    """Whose part of the plan this rank computes."""
+    """The rank whose part of the plan this process computes."""
     num_ranks: int
-    """For how many ranks the batch was planned."""
+    """Number of ranks that the batch was planned for."""
     witness: str = ''
-    """Digest of a few samples that every rank reads with its first batch; empty if a rank cannot tell."""
+    """Digest of a few samples that every rank reads with its first batch; empty if it is not known."""
     facts: Callable[[], Facts] = dict
     """Returns the arguments of the plan. Only called if the ranks differ."""
 
     @property
     def checksum(self) -> int:
-        """Of everything that is normally equal on all ranks."""
+        """Checksum of everything that must be equal on all ranks."""
         return extended_checksum(self.plan_checksum, self.witness.encode())
 
 
@@ -106,13 +108,13 @@ def plan_record_of(batch: Any, dataloader: Any, batch_index: int) -> PlanRecord 
 
 def numbers_to_sum(record: PlanRecord | None) -> list[int]:
     """Returns three integers whose sums over the ranks tell :func:`check_plans` whether all plans are equal."""
-    if record is None:
+    if record is None:  # if no rank has a record, the plans count as equal
         return [0, 0, get_global_rank() ** 2]
     return [record.checksum, record.checksum**2, record.rank**2]
 
 
 def check_plans(sums: Sequence[float], record: PlanRecord | None) -> None:
-    """Raises RuntimeError on all ranks if they planned unlike batches.
+    """Raises RuntimeError on all ranks if their plans differ.
 
     Args:
         sums: Sums over the ranks of :func:`numbers_to_sum`. They are equal on all ranks, so all of them raise.
@@ -124,6 +126,7 @@ def check_plans(sums: Sequence[float], record: PlanRecord | None) -> None:
     checksums, squared_checksums, squared_ranks = (int(value) for value in sums)
     # Numbers are equal exactly if the mean of their squares is the square of their mean (Cauchy-Schwarz).
     are_equal = world_size * squared_checksums == checksums**2
+    # If two samplers are for the same rank, the sum is another one.
     all_ranks_are_there = squared_ranks == sum(rank**2 for rank in range(world_size))
     is_for_all = record is None or record.num_ranks == world_size
     if not (are_equal and all_ranks_are_there and is_for_all):
@@ -142,25 +145,26 @@ def compare_plans(record: PlanRecord | None) -> None:
 
 
 def checksum_of(facts: Facts) -> int:
-    """Returns a checksum of everything that was planned with."""
+    """Returns the checksum of the arguments of a plan."""
     return extended_checksum(0, repr(facts).encode())
 
 
 def extended_checksum(checksum: int, data: bytes) -> int:
-    """Returns the checksum of earlier data and of `data`, given the checksum of the earlier data."""
+    """Returns the checksum of earlier data followed by ``data``, from the checksum of the earlier data."""
     return zlib.crc32(data, checksum) % 2**CHECKSUM_BITS
 
 
 def table_facts(name: str, values: np.ndarray) -> Facts:
-    """Returns two facts of a table: its numbers in any order, and their order, which a permutation changes."""
+    """Returns two facts of a table, its sorted numbers and their order, so that an error can say which one differs."""
     numbers = f'{len(values)} numbers of sum {values.sum()} ({_digest(np.sort(values))})'
     first = ', '.join(str(value) for value in values[:SHOWN_NUMBERS].tolist())
     return {name: numbers, f'order of {name}': f'{first}, ... ({_digest(values)})'}
 
 
 def reading_facts(dataloader: DataLoader) -> Facts:
-    """Returns the arguments of a DistributedSampler or of a StreamingDataset, which decide who reads each sample."""
-    sampler, dataset = dataloader.sampler, dataloader.dataset
+    """Returns the arguments of a DistributedSampler or a StreamingDataset that decide which rank reads each sample."""
+    sampler = dataloader.sampler
+    dataset = dataloader.dataset
     facts: Facts = {}
     if has_torchs_order(sampler):
         facts['number of ranks'] = str(sampler.num_replicas)
@@ -179,7 +183,7 @@ def _digest(values: np.ndarray) -> str:
 
 @dataclass(frozen=True)
 class RankReport:
-    """Message of a rank to the others if the sums differ."""
+    """Message of a rank to the others if the plans differ: its :class:`PlanRecord` with the facts themselves."""
 
     rank: int
     num_ranks: int
@@ -196,7 +200,7 @@ def find_difference(reports: Sequence[RankReport]) -> str | None:
         name = differing[0]
         more = f' Also different: {", ".join(differing[1:])}.' if len(differing) > 1 else ''
         return _unequal(name, [report.facts.get(name, 'none') for report in reports]) + more
-    # A dataset with another source of random numbers reads another sample each time. Such a rank has no witness.
+    # A rank has no witness if it could not read the samples, or if two readings of a sample differ.
     if len({report.witness for report in reports if report.witness}) > 1:
         return _unequal('first samples', [report.witness or 'unknown' for report in reports])
     planned_ranks = sorted(report.rank for report in reports)
@@ -209,8 +213,8 @@ def find_difference(reports: Sequence[RankReport]) -> str | None:
         )
     if len({report.plan_checksum for report in reports}) > 1:
         return (
-            'Ranks must make the same plan of a global batch, got: different plans. Give all ranks the same arguments '
-            'and the same place. If they have them, install the same versions of numpy and numba on every node.'
+            'Ranks have made different plans of the same global batch. Give all ranks the same arguments and the same '
+            'place in the epoch. If they have them, install the same versions of numpy and numba on every node.'
         )
     return None
 
@@ -223,7 +227,7 @@ def _unequal(name: str, values: Sequence[str]) -> str:
 
 
 def _by_rank(values: Sequence[str]) -> str:
-    """Returns which ranks have each value."""
+    """Returns a text that lists the ranks of each value."""
     ranks_of: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks_of.setdefault(value, []).append(rank)

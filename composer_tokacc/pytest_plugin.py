@@ -44,12 +44,10 @@ def _weighs_the_same(model: torch.nn.Module) -> Iterator[TokenWeightsReport]:
 
     with measure_token_weights(model) as report, StepWatch(model) as watch:
         yield report
-    # Every rank must get as far as these collectives.
+    # These are collectives, so no rank may fail before them.
     spread = report.spread
-    is_negative = set()
-    for weights in report.weights:
-        is_negative.update((weights < 0).unique().tolist())
-    is_negative = set().union(*_by_rank(is_negative))
+    has_negative = any(_by_rank(any(bool((weights < 0).any()) for weights in report.weights)))
+    has_others = any(_by_rank(any(bool((weights >= 0).any()) for weights in report.weights)))
     faults_by_rank = _by_rank([*report.forwards_without_weight(), *watch.faults])
     faults = []
     if not spread <= 1 + report.known_to:
@@ -58,7 +56,7 @@ def _weighs_the_same(model: torch.nn.Module) -> Iterator[TokenWeightsReport]:
             f'lightest.\n{report.unequal_tokens()}\n{report}\nDivide by the loss tokens of the whole step, over all '
             'microbatches and ranks.'
         )
-    if len(is_negative) > 1:
+    if has_negative and has_others:
         faults.append('Every token of an optimizer step must weigh the same, got: positive and negative weights.')
     for rank, sentences in enumerate(faults_by_rank):
         name = f'Rank {rank}: ' if len(faults_by_rank) > 1 else ''

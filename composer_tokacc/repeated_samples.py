@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""How many rows of a batch are copies that only fill up the ranks, and must weigh nothing."""
+"""Finds samples that a sampler repeats, so that every rank has equally many. They must weigh nothing."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 @runtime_checkable
 class KnowsCopies(Protocol):
-    """A batch sampler that gives a copy to a rank that is left without a sample, such as RegroupingBatchSampler."""
+    """A batch sampler that repeats a sample if a rank would have none, such as RegroupingBatchSampler."""
 
     def has_only_copies(self, batch: int) -> bool:
-        """Returns whether this rank only has a copy in a global batch of the epoch."""
+        """Returns whether this rank has only a repeated sample in a global batch of the epoch."""
         ...
 
 
 def num_repeated(dataloader: Any, batch_index: int) -> int:
-    """Returns how many rows at the end of this rank's batch are copies of samples that other ranks have: 0 or 1.
+    """Returns how many rows at the end of this rank's batch are repeated samples: 0 or 1.
 
     Without ``drop_last`` torch's DistributedSampler repeats samples until every rank has equally many, and a
-    RegroupingBatchSampler gives a copy to a rank that is left without any. If they counted as samples, they would count
-    twice, and the last step of an epoch would depend on the number of ranks. Other samplers, iterable datasets, and
-    loaders that mark their copies themselves (``marks_added_rows``) have no such rows.
+    RegroupingBatchSampler repeats one for a rank that would have none. Other ranks have the same samples. If they
+    counted twice, the last step of an epoch would depend on the number of ranks.
+
+    Other samplers and iterable datasets repeat none. Loaders with ``marks_added_rows`` mark such rows themselves.
 
     Args:
-        dataloader: The one that Composer iterates.
+        dataloader: The DataLoader that Composer iterates.
         batch_index: Counts the batches of the epoch from 0, skipped ones included.
     """
     if not isinstance(dataloader, DataLoader) or getattr(dataloader, 'marks_added_rows', False):
@@ -44,13 +45,14 @@ def num_repeated_by(sampler: Any, batch_size: int, batch_index: int) -> int:
     """Returns how many rows at the end of a batch torch's DistributedSampler repeats; 0 for other samplers."""
     if not has_torchs_order(sampler):
         return 0
-    # The sampler repeats fewer samples than there are ranks. So a rank has one at most, and has it last.
-    last = sampler.num_samples - 1
-    position = last * sampler.num_replicas + sampler.rank
-    num_samples = len(sampler.dataset)  # pyright: ignore[reportArgumentType]
-    return int(batch_index == last // batch_size and position >= num_samples)
+    # The sampler repeats fewer samples than there are ranks. So a rank has at most one, as its last sample.
+    last_on_rank = sampler.num_samples - 1
+    place_in_order = last_on_rank * sampler.num_replicas + sampler.rank
+    is_repeated = place_in_order >= len(sampler.dataset)  # pyright: ignore[reportArgumentType]
+    is_last_batch = batch_index == last_on_rank // batch_size
+    return int(is_repeated and is_last_batch)
 
 
 def has_torchs_order(sampler: object) -> TypeGuard[DistributedSampler]:
-    """Returns whether torch's DistributedSampler decides the order. A subclass may read another order on each rank."""
+    """Returns whether torch's DistributedSampler decides the order. A subclass may have an order of its own."""
     return isinstance(sampler, DistributedSampler) and type(sampler).__iter__ is DistributedSampler.__iter__

@@ -50,7 +50,7 @@ from composer_tokacc.planning import CostModel
 from composer_tokacc.programs import ConfigError, TrainConfig
 from composer_tokacc.programs.build import build_parts, build_trainer
 from composer_tokacc.programs.config_checks import check_regular_files
-from composer_tokacc.programs.errors import local_folder, refuse, training
+from composer_tokacc.programs.errors import building, local_folder, refuse
 from composer_tokacc.programs.length_tables import lengths_of
 from composer_tokacc.programs.models import read_config
 from composer_tokacc.programs.process import command_line, without_warnings
@@ -66,7 +66,7 @@ __all__ = ['KEPT_SETTINGS', 'TIMED_STEPS', 'SizeOptions', 'main', 'size', 'time_
 TIMED_STEPS = 6
 """Steps that are timed of each size and width."""
 KEPT_SETTINGS = ('precision', 'device', 'parallelism_config', 'dist_timeout')
-"""Of the Trainer, in timed steps."""
+"""Arguments of the Trainer that timed steps keep."""
 TIMED_FRACTIONS = (1, 4, 12)
 """The microbatch size is divided by these: the cost of starting a microbatch shows in the small ones."""
 
@@ -110,13 +110,9 @@ def _report(options: SizeOptions, config: TrainConfig) -> None:
     """Prints the report, and writes `size.json` and, if matplotlib is installed, `size.png`."""
     started = time.monotonic()
     folder = local_folder('folder', options.folder)
-    try:
+    with building('folder'):
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise ConfigError(
-            'folder', f'must be a folder that can be written, got: {folder} ({error.strerror})'
-        ) from error
     check_regular_files('folder', folder, ('size.json', 'size.png'))
     was_there = (folder / 'size.json').exists()
     with without_warnings():  # they would stand between the lines of the report
@@ -187,7 +183,7 @@ def time_steps(
         size: Rows of ``slot_tokens`` in a microbatch.
         slot_tokens: Width of such a row.
         num_steps: Steps to train.
-        width_multiple: If it is the width of a slot, microbatches stay as wide as their device batch.
+        width_multiple: Widths are rounded up to a multiple of it. With ``slot_tokens`` nothing is trimmed.
     """
     microbatching = replace(
         config.microbatching,
@@ -210,8 +206,7 @@ def time_steps(
     )
     trainer = build_trainer(config, parts, InMemoryLogger())
     trainer.state.callbacks.append(timer)
-    with training():
-        trainer.fit()
+    trainer.fit()
     trainer.close()
     return timer
 
@@ -222,7 +217,10 @@ def time_shapes(
     size: int,
     slot_tokens: int,
 ) -> tuple[CostModel, float]:
-    """Returns the cost model, from large and small microbatches, trimmed or not, and the other seconds of a step."""
+    """Returns the cost model of a microbatch, and the seconds of a step outside of its microbatches.
+
+    Microbatches of several sizes are timed, with and without trimming.
+    """
     timers = []
     for timed_size in sorted({max(size // fraction, 1) for fraction in TIMED_FRACTIONS}):
         for width_multiple in (None, slot_tokens):

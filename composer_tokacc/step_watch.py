@@ -1,9 +1,9 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Notices what changes parameters, gradients and buffers while a step accumulates its gradient.
+"""Finds changes of parameters, gradients and buffers while a step accumulates its gradient.
 
-Weights of tokens are measured at the logits. They do not show what happens to the gradient later. A loop that calls
+Weights of tokens are measured at the logits. They do not show a later change of the gradient. A loop that calls
 ``zero_grad`` after each microbatch has equal weights at the logits, and loses all microbatches except the last one.
 """
 
@@ -42,6 +42,7 @@ class StepWatch:
         """Sentences, of this rank. Complete when the context ends."""
         self._model = inner_model(model)
         self._trained = {id(parameter) for parameter in self._model.parameters() if parameter.requires_grad}
+        """Identities of all trained parameters, also if FSDP1 moves them."""
         self._parameters = _followed_parameters(self._model)
         self._handles: list[RemovableHandle] = []
         self._gradient_nodes: list[torch.autograd.graph.Node] = []
@@ -50,13 +51,18 @@ class StepWatch:
         self._accumulates = False
         """Whether the last backward changed the gradients. ``torch.autograd.grad`` does not."""
         self._has_stepped = False
+        """Whether an optimizer has made a step since the last backward."""
         self._weights_at_last: dict[str, Checksum] = {}
+        """Weights when the last backward began."""
         self._gradients_at_last: dict[str, Checksum] = {}
+        """Gradients when the current backward began, or between two backwards, when the last one ended."""
         self._buffers_before: Versions = {}
+        """Buffers before the forward."""
         self._has_repeated = False
+        """Whether the first forward was repeated, which is done once."""
 
     def __deepcopy__(self, memo: object) -> StepWatch:
-        return self  # a copy of the model (an average of weights) keeps the hooks
+        return self  # a copy of the model, such as an average of weights, has the same hooks
 
     def __enter__(self) -> StepWatch:
         for parameter in self._parameters.values():
@@ -78,7 +84,7 @@ class StepWatch:
             handle.remove()
 
     def _on_backward(self, gradients: object) -> None:
-        """Compares with the state after the last backward, before the first gradient of a backward is accumulated."""
+        """Compares weights and gradients with those of the last backward, before this one adds to a gradient."""
         if self._in_backward:
             return
         self._in_backward = True
@@ -153,7 +159,7 @@ class StepWatch:
         is_copy = module is not self._model
         if is_copy or logits is None or logits.grad_fn is None:
             return
-        # With FSDP2 no gradient reaches the parameters that the optimizer has.
+        # Backward reaches the logits first. With FSDP2 it does not reach the nodes of the optimizer's parameters.
         node, _ = node_of(logits)
         assert node is not None  # the logits have a graph
         node.register_prehook(self._on_backward)

@@ -28,7 +28,6 @@ from composer_tokacc.programs import ConfigError, TrainConfig
 from composer_tokacc.programs.answers import answers_of
 from composer_tokacc.programs.build import build_parts, build_trainer, build_trainer_parts
 from composer_tokacc.programs.checkpoints import checkpoint_folder, find_checkpoint_to_resume, lock_folder
-from composer_tokacc.programs.errors import training
 from composer_tokacc.programs.metrics_file import JsonLines, read_metrics
 from composer_tokacc.programs.rehearsal import rehearsal_of
 from composer_tokacc.programs.run_result import result_folder, summarize, write_report
@@ -94,7 +93,7 @@ def _rehearse_all(config: TrainConfig) -> None:
     if rehearsal is not None:
         trainer.state.callbacks.append(rehearsal)
     trainer.state.callbacks.append(_StopBeforeStep())
-    with training(), suppress(_DryRunEnd):
+    with suppress(_DryRunEnd):
         trainer.fit()
     trainer.close()
     steps = trainer.state.dataloader_len
@@ -102,6 +101,7 @@ def _rehearse_all(config: TrainConfig) -> None:
 
 
 def _train(config: TrainConfig) -> None:
+    """Builds the run, trains and evaluates it, and writes its report on the first rank."""
     trainer_parts = build_trainer_parts(config, with_loggers=True)
     trainer_parts.loggers.append(JsonLines(config.report['folder']))
     history = InMemoryLogger()
@@ -119,8 +119,7 @@ def _train(config: TrainConfig) -> None:
     has_evaluated = any(name.startswith('metrics/eval/') for name in history.data)
     if parts.eval_loader is not None and not has_evaluated:
         say('evaluating ...')
-        with training():
-            trainer.eval()
+        trainer.eval()
     say('writing the report ...')
     summary = ''
     if dist.get_global_rank() == 0:
@@ -142,14 +141,11 @@ def _fit(trainer: Trainer, first_step: int) -> None:
         return
     say(f'training from step {first_step + 1}, after a check of the model on the first batch ...')
     try:
-        with training():
-            trainer.fit()
-    except ConfigError as error:
-        if not isinstance(error.__cause__, FileExistsError):
-            raise
+        trainer.fit()
+    except FileExistsError as error:
         raise ConfigError(
             'trainer.save_folder',
-            f'must hold no checkpoint that this run would write, got: {error.__cause__}. Remove it, or go on from it: '
+            f'must hold no checkpoint that this run would write, got: {error}. Remove it, or go on from it: '
             'trainer.autoresume=true',
         ) from error
 

@@ -6,9 +6,9 @@
     composer -n 2 -m composer_tokacc.verify yamls/digits.yaml [--rows 8] [--tolerance 1e-6] [key=value ...]
 
 Computes the gradient of the first global batch in one forward, and then through the Trainer for every microbatch size,
-split and padding side. Prints the relative error of each next to the error of stock Composer. Exit status 1 if one of
-ours is over the tolerance, 2 if the config is wrong. Dropout is off, weights are float32, and adapters are moved away
-from zero. FSDP is not used, because DDP computes the same gradient.
+split and padding side. Prints the relative error of each next to the error of stock Composer. Exit status 1 if an error
+of this package is over the tolerance, 2 if the config is wrong. Dropout is off, weights are float32, and adapters are
+moved away from zero. FSDP is not used, because DDP computes the same gradient.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Annotated, Any
 from composer_tokacc.programs.process import prepare
 
 if __name__ == '__main__':
-    prepare(__doc__)
+    prepare(__doc__)  # before the imports that take seconds
 
 import torch
 from composer import DataSpec, Trainer
@@ -47,7 +47,7 @@ from composer_tokacc.layout import BatchLayout
 from composer_tokacc.layout.pre_split import widened
 from composer_tokacc.programs import ConfigError, TrainConfig
 from composer_tokacc.programs.build import RunParts, build_parts
-from composer_tokacc.programs.errors import raised_here, refuse
+from composer_tokacc.programs.errors import is_refusal, refuse
 from composer_tokacc.programs.process import command_line, without_warnings
 from composer_tokacc.programs.runner import run_program
 from composer_tokacc.programs.schema import Count, check_value
@@ -55,15 +55,17 @@ from composer_tokacc.weights import token_weights_of
 
 SIDES = ('right', 'left')
 COLUMNS_BEFORE = 8
+"""Further columns of padding on the left with which the round-off of a model is measured."""
 MOST_ROUND_OFF = 2e-4
-"""Gemma 4 has 1.1e-4, padded on the left. Positions that a wrong cut moves make 1e-2."""
+"""Largest round-off that is accepted as a tolerance. That of Gemma 4, padded on the left, is 1.1e-4. A cut that moves
+positions has an error of 1e-2."""
 ROUND_OFF_NOTE = (
     'Round-off of this model is larger: the tolerance is what one forward over the same rows differs by, the last row '
     f'first and, padded on the left, with {COLUMNS_BEFORE} columns more of padding.'
 )
 ROUTER_NOTE = (
-    'The load-balancing loss of the router is a statistic of each microbatch, so the gradient depends on the cut. That '
-    'of the step does not: `algorithms.token_accumulation.router_balance=step`.'
+    'The load-balancing loss of the router is a statistic of each microbatch, so the gradient depends on the cut. With '
+    '`algorithms.token_accumulation.router_balance=step` it does not.'
 )
 
 
@@ -88,8 +90,8 @@ def _report(max_rows: int, tolerance: float, config: TrainConfig) -> int:
         with without_warnings(), _without_logs_of_split():
             report = verify(config, max_rows=max_rows, tolerance=tolerance)
     except RuntimeError as error:
-        # `TokenAccumulation` says why the run cannot be exact. All other errors are not a verdict.
-        if type(error) is not RuntimeError or not raised_here(error):
+        # A plain RuntimeError of this package says why the run cannot be exact. Other errors are no verdict.
+        if type(error) is not RuntimeError or not is_refusal(error):
             raise
         print(f'NOT exact: {error}', file=sys.stderr, flush=True)
         return 1
@@ -228,7 +230,7 @@ class _VerifiedRun:
         return error
 
     def cuts(self, padding: str) -> Iterator[StepCut]:
-        """Yields for each microbatch size stock Composer, with a split that keeps image rows together, and ours."""
+        """Yields three cuts for each microbatch size: stock Composer, and this package in order and regrouped."""
         batch = self.layout.concat(self.rows, padding_side=padding)
         num_rows = self.layout.num_rows(batch)
         for size in sorted({1, 2, 3, num_rows}):
@@ -244,10 +246,14 @@ class _VerifiedRun:
                 yield StepCut(name=name, padding=padding, microbatch_size=size, gradients=gradients, is_held=is_ours)
 
     def _stock_gradients(self, batch: dict[str, Any], size: int) -> Gradients:
+        # Composer's own split does not know which images belong to a row.
         def split(batch: dict[str, Any], size: int | float) -> list[dict[str, Any]]:
-            num_rows, step = self.layout.num_rows(batch), int(size)
-            starts = range(0, num_rows, step)
-            return [self.layout.select(batch, range(start, min(start + step, num_rows))) for start in starts]
+            num_rows = self.layout.num_rows(batch)
+            microbatches = []
+            for start in range(0, num_rows, int(size)):
+                end = min(start + int(size), num_rows)
+                microbatches.append(self.layout.select(batch, range(start, end)))
+            return microbatches
 
         data = DataSpec(
             _loader_of(batch),

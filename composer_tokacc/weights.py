@@ -38,7 +38,6 @@ def token_weights_of(
     Raises:
         ValueError: If a weight is missing, negative, not finite or of another shape. Names the sample.
     """
-    check_token_weights(token_weights)
     counted = counted_tokens(batch, loss_tokens)
     return weights_at(batch, token_weights, counted), counted
 
@@ -61,12 +60,12 @@ def weights_at(batch: Batch, token_weights: str, counted: torch.Tensor) -> torch
 
 
 def _documents(batch: Batch, counted: torch.Tensor) -> torch.Tensor:
-    """Returns the number of the document at each position, int ``(rows, width)``; no two rows share a number."""
+    """Numbers the documents of all rows, and returns the number at each position, int ``(rows, width)``."""
     positions = batch.get('position_ids')
     sequences = batch.get('sequence_id')  # llm-foundry's packed rows
     begins = torch.zeros_like(counted)
     if isinstance(positions, torch.Tensor) and positions.shape == counted.shape:
-        # Each padding position may be a document as well. It has no labels, so its weight does not matter.
+        # A padding position may count as a document. It has no labels, so its weight does not matter.
         begins |= positions == 0
     if isinstance(sequences, torch.Tensor) and sequences.shape == counted.shape:
         begins[:, 1:] |= sequences[:, 1:] != sequences[:, :-1]
@@ -104,6 +103,6 @@ def _weights_in(batch: Batch, counted: torch.Tensor) -> torch.Tensor:
         first_bad = weights[row][is_bad[row]][0].item()
         raise ValueError(
             f'`{LOSS_WEIGHTS}` must be finite and not negative, got: {first_bad} for {sample_name(batch, row)} (nan: '
-            'it has none). Correct it, or leave the sample out.'
+            'the sample has no weight). Correct it, or leave the sample out.'
         )
     return weights

@@ -25,9 +25,25 @@ from composer_tokacc.programs import schema
 __all__ = ['MODULES', 'public_names', 'surface']
 
 MODULES = (
-    '', 'counting', 'planning', 'layout', 'algorithm', 'data_spec', 'sampling', 'monitor', 'invariance', 'data',
-    'sizing', 'programs', 'train', 'size', 'verify', 'export', 'examples', 'checks.token_weights',
-)  # fmt: skip
+    '',
+    'counting',
+    'planning',
+    'layout',
+    'algorithm',
+    'data_spec',
+    'sampling',
+    'monitor',
+    'invariance',
+    'data',
+    'sizing',
+    'programs',
+    'train',
+    'size',
+    'verify',
+    'export',
+    'examples',
+    'checks.token_weights',
+)
 
 
 def surface() -> str:

@@ -27,7 +27,7 @@ PUBLIC_UNDERSCORES = {'_replace', '_exit'}
 """Of named tuples and of ``os``."""
 
 
-NEEDED = [(line.split()[0], name) for line in compat._NEEDED_BY_COMPOSER for name in line.split()[1:]]
+NEEDED = [(module, name) for module, names in compat._NEEDED_BY_COMPOSER.items() for name in names]
 
 
 def test_what_composer_takes_from_private_places_of_torch_is_listed():
@@ -56,8 +56,7 @@ WITHOUT = """
 import importlib, sys
 import composer, torch.distributed.checkpoint.state_dict, torch.distributed.fsdp  # with what torch itself needs of them
 from composer_tokacc import compat
-for line in compat._NEEDED_BY_COMPOSER:
-    module, *names = line.split()
+for module, names in compat._NEEDED_BY_COMPOSER.items():
     for name in names:
         delattr(importlib.import_module(module), name)
 class Dropped:

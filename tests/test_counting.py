@@ -9,7 +9,7 @@ from composer.core.data_spec import DataSpec
 from transformers import T5Config, T5ForConditionalGeneration
 
 from composer_tokacc import TokenAccumulation, TokenCounts, count_tokens, counting, token_data_spec
-from composer_tokacc.metadata import METADATA_PREFIX, annotate
+from composer_tokacc.row_counts import RowCounts, num_samples, rows_of, with_counts, with_rows
 from composer_tokacc.weights import LOSS_WEIGHTS
 from tests.support.text import VOCABULARY, collate, text_model, text_row, text_rows
 from tests.support.training import assert_exact, fit, loader
@@ -71,29 +71,34 @@ def test_positions_without_mask_are_real():
 
 
 def test_counts_are_python_ints():
-    batch = annotate(collate(text_rows([(3, 2), (6, 4)])))
-    tokens, real = batch[f'{METADATA_PREFIX}loss_tokens'], batch[f'{METADATA_PREFIX}real_tokens']
-    assert tokens == [2, 4]
-    assert all(type(count) is int for count in tokens + real)
+    rows = rows_of(with_counts(collate(text_rows([(3, 2), (6, 4)]))))
+    assert [row.loss_tokens for row in rows] == [2, 4]
+    assert all(type(row.loss_tokens) is type(row.real_tokens) is int for row in rows)
 
 
-def test_carried_counts_hold_for_their_rule():
-    """They are those of the batch before it was cut, so that they may not be counted again, unless by another rule."""
+def test_each_rule_counts_its_own_tokens():
     batch = collate(text_rows([(3, 3), (6, 4)]))
-    carried = annotate(batch)
-    carried['labels'] = torch.full_like(batch['labels'], -100)
-    assert annotate(carried)[f'{METADATA_PREFIX}loss_tokens'] == [2, 4]
-    assert annotate(annotate(batch), 'unshifted')[f'{METADATA_PREFIX}loss_tokens'] == [3, 4]
-    unshifted = annotate(batch, 'unshifted')
-    assert annotate(unshifted)[f'{METADATA_PREFIX}loss_tokens'] == [2, 4]
+    for rule, expected in (('causal', [2, 4]), ('unshifted', [3, 4]), ('causal', [2, 4])):
+        batch = with_counts(batch, rule)
+        assert [(row.rule, row.loss_tokens) for row in rows_of(batch)] == [(rule, count) for count in expected]
 
 
 def test_token_weights_are_added_to_counts():
-    batch = collate(text_rows([(3, 3), (6, 4)]))
-    weighted = annotate(annotate(batch), token_weights='sample')
-    assert weighted[f'{METADATA_PREFIX}weights'] == pytest.approx([1.0, 1.0])
-    weighted[LOSS_WEIGHTS] = torch.zeros_like(weighted[LOSS_WEIGHTS])  # carried as well, once they are there
-    assert annotate(weighted, token_weights='sample')[f'{METADATA_PREFIX}weights'] == pytest.approx([1.0, 1.0])
+    batch = with_counts(collate(text_rows([(3, 3), (6, 4)])))
+    assert [row.loss_weight for row in rows_of(batch)] == [2, 4]
+    weighted = with_counts(batch, token_weights='sample')
+    assert [row.loss_weight for row in rows_of(weighted)] == pytest.approx([1.0, 1.0])
+    assert weighted[LOSS_WEIGHTS].sum(dim=1).tolist() == pytest.approx([1.0, 1.0])
+
+
+def test_rows_that_are_no_samples_count_nothing():
+    batch = with_rows(collate(text_rows([(3, 2), (6, 4)])), [RowCounts(samples=0), RowCounts()])
+    counted = with_counts(batch, 'causal', 'sqrt')
+    added, sample = rows_of(counted)
+    assert added == RowCounts(samples=0, rule='causal')
+    assert (sample.samples, sample.real_tokens, sample.loss_tokens) == (1, 6, 4)
+    assert num_samples(counted) == 1
+    assert (counted['labels'][0] == -100).all()
 
 
 def test_unknown_rule_is_refused():
@@ -155,8 +160,8 @@ def test_packing_ignores_padding(side):
 def test_labels_that_packing_masks_are_said(caplog):
     counting._warn_once.cache_clear()
     batch = packed([text_row(5, 5, seed=1), text_row(3, 3, seed=2)], masked=False)
-    annotate(batch)
-    annotate(batch)
+    with_counts(batch)
+    with_counts(batch)
     assert [record.message.count('it is set to -100') for record in caplog.records] == [1]
 
 

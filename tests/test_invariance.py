@@ -21,7 +21,7 @@ from tests.support.training import hugging_face, reference_gradients
 ROWS = [(4, 2), (14, 11), (9, 9), (6, 1), (5, 0)]
 
 
-def test_a_mean_over_the_step_is_exact_in_every_cut():
+def test_mean_over_the_step_is_exact():
     model = text_model()
     report = verify_invariance(step_mean(model), text_rows(ROWS))
     assert report.is_exact, report
@@ -31,7 +31,8 @@ def test_a_mean_over_the_step_is_exact_in_every_cut():
     assert 'exact: largest relative gradient error' in str(report)
 
 
-def test_a_mean_of_means_is_off_and_the_table_says_where():
+def test_mean_of_means_is_off():
+    """The table says in which cut."""
     report = verify_invariance(mean_of_means(text_model()), collate(text_rows(ROWS[:4])), microbatch_sizes=[1, 9])
     assert not report.is_exact
     whole = [case for case in report.cases if case.cut == 'in order' and case.microbatch_size == 4]
@@ -43,7 +44,7 @@ def test_a_mean_of_means_is_off_and_the_table_says_where():
     assert 'over tolerance; most of all, ' in str(report)
 
 
-def test_a_sum_that_nobody_divided_shows_its_factor():
+def test_undivided_sum_shows_its_factor():
     model = text_model()
     right = step_mean(model)
 
@@ -55,14 +56,14 @@ def test_a_sum_that_nobody_divided_shows_its_factor():
     assert [case.factor for case in ones] == pytest.approx([5.0] * 4)
 
 
-def test_a_step_that_differs_from_itself_is_found_by_asking_again():
+def test_step_that_differs_from_itself():
     model = text_model()
     report = verify_invariance(step_mean(model, keep=True), text_rows(ROWS))
     again = report.cases[0]
     assert (again.cut, again.factor) == ('again', pytest.approx(2.0))
 
 
-def test_a_trainer_that_writes_into_its_batches_changes_no_other_cut():
+def test_trainer_that_writes_into_batches():
     model = text_model()
     right = step_mean(model)
 
@@ -77,7 +78,7 @@ def test_a_trainer_that_writes_into_its_batches_changes_no_other_cut():
     assert {case.padding for case in report.cases} == {'left'}
 
 
-def test_a_wrong_whole_is_found_with_a_reference_alone():
+def test_wrong_whole_needs_a_reference():
     model = text_model()
     halved = lambda microbatches: {n: v / 2 for n, v in step_mean(model)(microbatches).items()}  # noqa: E731
     assert verify_invariance(halved, text_rows(ROWS)).is_exact
@@ -96,7 +97,7 @@ def test_rows_keep_their_images(family):
     assert not verify_invariance(mean_of_means(case.model), case.rows, padding_sides=['right']).is_exact
 
 
-def test_a_parameter_lost_or_not_a_number_is_off():
+def test_lost_or_nan_parameter_is_off():
     model = text_model()
     right = step_mean(model)
     name = next(iter(dict(model.named_parameters())))
@@ -132,7 +133,7 @@ def test_rows_that_prove_nothing_are_refused():
 
 
 @pytest.mark.slow
-def test_ranks_that_average_means_are_off_and_ranks_that_count_together_are_not():
+def test_means_averaged_over_ranks_are_off():
     results = launch_json('tests/ranks/invariance.py', ranks=2)
     assert results['step mean'] < 1e-6
     # Composer's token-weighted flag and most trainers: exact on each rank, and a mean over ranks of unlike counts.
@@ -143,7 +144,7 @@ def test_ranks_that_average_means_are_off_and_ranks_that_count_together_are_not(
     assert results['mean of each rank, of the same rows'] > 1e-2
 
 
-def test_parameters_without_a_gradient_count_as_an_error():
+def test_parameters_without_a_gradient():
     expected = {'a': torch.tensor([3.0]), 'b': torch.tensor([4.0])}
     assert relative_error(dict(expected), expected)[0] == 0.0
     assert relative_error({'b': expected['b']}, expected) == (pytest.approx(0.6), 'most of all, a has no gradient')
@@ -152,7 +153,7 @@ def test_parameters_without_a_gradient_count_as_an_error():
 
 
 @pytest.mark.parametrize('wrapped', [False, True])
-def test_documents_are_isolated_where_positions_start_again_and_not_where_they_run_on(wrapped):
+def test_isolation_of_documents(wrapped):
     """By name: a later document sees the former ones, which see nothing of it."""
     rows, model = text_rows([(4, 2), (6, 3), (5, 5)]), text_model()
     lengths = [row['input_ids'].shape[1] for row in rows]
@@ -250,7 +251,7 @@ def test_isolated_models_of_the_same_kinds(kind, dropout):
     assert report.is_isolated, report
 
 
-def test_other_logits_in_every_forward_are_refused():
+def test_random_logits_are_refused():
     model, calls = text_model(), []
 
     def scale(module, args, outputs):

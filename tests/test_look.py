@@ -22,7 +22,7 @@ from tests.support.programs import DIGITS
 SMALL = ['dataset.num_samples=20', 'dataset.eval.num_samples=6']
 
 
-def test_what_is_learned_stands_between_marks_and_placeholders_are_counted():
+def test_learned_text_stands_between_marks():
     processor = build_digits_processor()
     dataset = DigitsDataset(processor, num_samples=12)
     for index in range(12):
@@ -39,7 +39,7 @@ def test_what_is_learned_stands_between_marks_and_placeholders_are_counted():
         assert ('pixel_values: ' in text) == bool(images)
 
 
-def test_a_dozen_samples_of_a_yaml_file(capsys):
+def test_a_dozen_samples_are_shown(capsys):
     assert main([DIGITS, *SMALL]) == 0
     assert len(re.findall('^== sample', capsys.readouterr().out, flags=re.MULTILINE)) == 12
     assert main([DIGITS, *SMALL, 'samples=3', 'eval=true']) == 0
@@ -52,7 +52,7 @@ def test_mistakes_are_one_line(wrong, capsys):
     assert '`samples` must be a number' in capsys.readouterr().err
 
 
-def test_it_ends_without_a_word_where_nobody_reads_on(monkeypatch):
+def test_closed_pipe_ends_quietly(monkeypatch):
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, 'w') as closed:
@@ -60,7 +60,7 @@ def test_it_ends_without_a_word_where_nobody_reads_on(monkeypatch):
         assert main([DIGITS, *SMALL]) == 0
 
 
-def test_what_a_screen_has_no_letters_for_is_escaped(monkeypatch, tmp_path):
+def test_unprintable_letters_are_escaped(monkeypatch, tmp_path):
     with (tmp_path / 'out').open('w', encoding='latin-1') as screen:
         monkeypatch.setattr(sys, 'stdout', screen)
         prepare(None)

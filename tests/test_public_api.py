@@ -15,7 +15,7 @@ from tests.public_api import surface
 FROZEN = Path(__file__).with_name('public_api.txt')
 
 
-def test_names_signatures_and_defaults_are_those_of_the_file():
+def test_public_api_matches_the_file():
     difference = difflib.unified_diff(
         FROZEN.read_text().splitlines(), surface().splitlines(), 'tests/public_api.txt', 'the package', lineterm='', n=1
     )
@@ -23,7 +23,7 @@ def test_names_signatures_and_defaults_are_those_of_the_file():
     assert not text, f'{text}\n\nIf meant: python -m tests.public_api > tests/public_api.txt (CONTRIBUTING.md)'
 
 
-def test_every_public_name_of_the_package_is_in_the_file():
+def test_every_public_name_is_listed():
     lines = FROZEN.read_text().split('\n\n')[0].splitlines()
     names = {re.match(r'(class )?(\w*)', line)[2] for line in lines}
     assert set(composer_tokacc.__all__) <= names

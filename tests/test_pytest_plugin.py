@@ -48,18 +48,20 @@ def test_one_token_counts_twice(token_exact):
 """
 
 
-def test_the_fixture_passes_exact_steps_and_names_the_tokens_of_others(pytester):
+def test_exact_steps_pass_and_others_fail(pytester):
     pytester.makepyfile(LOOPS)
     plugins = ('no:composer_tokacc', 'composer_tokacc.pytest_plugin', 'no:cacheprovider')  # installed with it or before
     done = pytester.runpytest_inprocess(*(word for plugin in plugins for word in ('-p', plugin)))
     done.assert_outcomes(passed=1, failed=2)
-    done.stdout.fnmatch_lines([
-        '*got: the heaviest weighs 4.0000 times the lightest.',
-        'backward 2: all of 1 tokens with loss: 4 times the median',
-        'Divide by the loss tokens*',
-        '*got: the heaviest weighs 2.0000 times the lightest.',
-        'backward 1: number 3 of 4 tokens with loss: 2 times the median',
-    ])  # fmt: skip
+    done.stdout.fnmatch_lines(
+        [
+            '*got: the heaviest weighs 4.0000 times the lightest.',
+            'backward 2: all of 1 tokens with loss: 4 times the median',
+            'Divide by the loss tokens*',
+            '*got: the heaviest weighs 2.0000 times the lightest.',
+            'backward 1: number 3 of 4 tokens with loss: 2 times the median',
+        ]
+    )
 
 
 FAULTY = """
@@ -356,15 +358,17 @@ def test_state_that_forwards_write(pytester):
     kinds = ['spectral norm', 'running mean', 'counter in use', 'attribute']
     result = run_pytest(pytester, STATE.replace('KINDS', repr(kinds)))
     result.assert_outcomes(failed=4)
-    result.stdout.fnmatch_lines([
-        'A forward writes `head.parametrizations.weight.0._u`*',
-        'A forward writes `mean`, and the next one depends on it*',
-        'A forward writes `calls`, and the next one depends on it*',
-        'A forward writes something outside of its buffers, and the next one depends on it*',
-    ])  # fmt: skip
+    result.stdout.fnmatch_lines(
+        [
+            'A forward writes `head.parametrizations.weight.0._u`*',
+            'A forward writes `mean`, and the next one depends on it*',
+            'A forward writes `calls`, and the next one depends on it*',
+            'A forward writes something outside of its buffers, and the next one depends on it*',
+        ]
+    )
 
 
-def test_pytest_finds_it_and_loads_nothing_for_it():
+def test_plugin_loads_neither_torch_nor_composer():
     setup = ConfigParser()
     setup.read(ROOT / 'setup.cfg')
     [line] = setup['options.entry_points']['pytest11'].split('\n')[1:]

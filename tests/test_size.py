@@ -8,11 +8,13 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
+from composer.core import Callback, State
+from composer.loggers import Logger
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, SiglipVisionConfig
 
 from composer_tokacc import size, train
@@ -26,6 +28,7 @@ from examples.digits import build_digits_processor
 
 YAML = str(Path(__file__).parents[1] / 'yamls' / 'digits.yaml')
 YAML_OF_FILES = Path(YAML).with_name('llava_json.yaml')
+CAUSAL = 'algorithms.token_accumulation.loss_tokens=causal'
 SMALL = ['dataset.num_samples=256', 'loader.global_batch_size=32']
 
 
@@ -61,8 +64,15 @@ def test_digits_are_sized_and_a_smaller_device_gets_less(tmp_path: Path, capsys:
 def test_of_an_adapter_only_what_is_trained_has_gradients_and_states(tmp_path: Path) -> None:
     pytest.importorskip('peft')
     lora = {'r': 4, 'modules_to_save': ['multi_modal_projector']}
-    sized = run_size(tmp_path, 'device_memory_gib=8', 'num_ranks=2', f'model.lora={lora}', 'model.dtype=bfloat16',
-                     'trainer.precision=amp_bf16', 'trainer.device=gpu')  # fmt: skip
+    sized = run_size(
+        tmp_path,
+        'device_memory_gib=8',
+        'num_ranks=2',
+        f'model.lora={lora}',
+        'model.dtype=bfloat16',
+        'trainer.precision=amp_bf16',
+        'trainer.device=gpu',
+    )
     config = load_config(YAML).model.config
     model = build_model(config=config, processor=build_digits_processor(), lora=lora, dtype='bfloat16')
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -163,9 +173,9 @@ def test_figures_that_no_data_has_are_refused(
 
 
 @pytest.mark.parametrize(
-    ('encoder', 'strategy', 'tokens'), [(CLIPVisionConfig, 'default', 576), (CLIPVisionConfig, 'full', 577),
-                                        (SiglipVisionConfig, 'full', 576)],
-)  # fmt: skip
+    ('encoder', 'strategy', 'tokens'),
+    [(CLIPVisionConfig, 'default', 576), (CLIPVisionConfig, 'full', 577), (SiglipVisionConfig, 'full', 576)],
+)
 def test_samples_of_several_images_are_sized_by_one_of_the_config(encoder, strategy, tokens) -> None:
     vision = encoder(image_size=336, patch_size=14)
     config = LlavaConfig(vision_config=vision, vision_feature_select_strategy=strategy)
@@ -214,11 +224,15 @@ def test_the_lora_recipe_fits_a_gpu_of_24_gib(tmp_path: Path) -> None:
     LlavaConfig(  # LLaVA-1.5 7B
         text_config=LlamaConfig(vocab_size=32064),  # whose other defaults are those of Llama 7B
         vision_config=CLIPVisionConfig(
-            hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16, image_size=336,
+            hidden_size=1024,
+            intermediate_size=4096,
+            num_hidden_layers=24,
+            num_attention_heads=16,
+            image_size=336,
             patch_size=14,
         ),
         image_token_index=processor.image_token_id,
-    ).save_pretrained(tmp_path)  # fmt: skip
+    ).save_pretrained(tmp_path)
     lengths = tmp_path / 'lengths.csv'
     lengths.write_text('tokens,image_tokens\n' + '2048,576\n700,576\n90,0\n' * 100)
     recipe = str(YAML_OF_FILES.with_name('llava15_7b_lora.yaml'))
@@ -251,6 +265,53 @@ def test_mistakes_are_said_in_one_line(
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith('error: ')
     assert message in error
+
+
+@pytest.mark.parametrize(
+    ('options', 'logits'),
+    [
+        ([], 'labels'),
+        (['algorithms.token_accumulation.logits=all'], 'all'),
+        pytest.param(['algorithms.token_accumulation.check_loss=false', CAUSAL], 'all', marks=pytest.mark.slow),
+        pytest.param(['algorithms.token_accumulation.loss_units={loss: tokens}'], 'all', marks=pytest.mark.slow),
+        pytest.param(['model.train_metrics=true'], 'all', marks=pytest.mark.slow),
+        pytest.param(['trainer.compile_config={}'], 'all', marks=pytest.mark.slow),
+        pytest.param(['algorithms.token_accumulation.token_weights=sample'], 'labels', marks=pytest.mark.slow),
+    ],
+)
+def test_logits_count_where_the_run_computes_them(tmp_path: Path, options: list[str], logits: str) -> None:
+    sized = run_size(tmp_path, 'num_ranks=2', 'device_memory_gib=8', *options)
+    assert sized['logits'] == logits
+    assert (sized['most_logits'] < 0.8 * sized['max_tokens']) == (logits == 'labels')
+
+
+class MostLogits(Callback):
+    """Counts the positions at which a run computes logits, for `callbacks` of a config."""
+
+    num_logits: ClassVar[list[int]] = []
+
+    def before_backward(self, state: State, logger: Logger) -> None:
+        self.num_logits.append(state.outputs['logits'].shape[:2].numel())
+
+
+@pytest.mark.slow
+def test_a_run_computes_no_more_logits_than_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sized = run_size(tmp_path, 'device_memory_gib=8')
+    MostLogits.num_logits.clear()
+    arguments = [
+        'trainer.max_duration=1ep',
+        'report.num_samples=0',
+        'report.picture=false',
+        'trainer.eval_interval=1ep',
+    ]
+    arguments += [f'report.folder={tmp_path}/run', 'dataset.eval.num_samples=16', 'trainer.progress_bar=false']
+    arguments += ['microbatching.device_train_microbatch_size=suggest', 'microbatching.device_memory_gib=8']
+    arguments += ['microbatching.rehearse=heaviest', 'callbacks={tests.test_size.MostLogits: {}}']
+    assert train.main([YAML, *SMALL, *arguments]) == 0
+    most_logits = max(MostLogits.num_logits)
+    assert most_logits <= sized['most_logits'] < 0.8 * sized['max_tokens']
+    # The rehearsal has run the microbatch with most logits.
+    assert f'logits at {most_logits} positions: predicted' in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ TREES = {name: ast.parse(text) for name, text in MODULES.items()}
 EACH_HAS_ITS_OWN = {'__all__', '__getattr__', 'log'}
 
 
-def test_no_class_or_constant_is_defined_in_two_modules():
+def test_names_are_defined_once():
     places = defaultdict(set)
     for module, tree in TREES.items():
         for node in tree.body:

@@ -110,7 +110,7 @@ def unbroken(tmp_path_factory):
     return folder, result
 
 
-def test_a_run_trains_evaluates_generates_and_writes_its_result(unbroken):
+def test_run_writes_its_result(unbroken):
     _, result = unbroken
     assert (result['steps'], result['epochs'], result['samples']) == (12, 2, 96)
     assert result['loss']['last'] < result['loss']['first']
@@ -123,14 +123,17 @@ def test_a_run_trains_evaluates_generates_and_writes_its_result(unbroken):
     assert monitor['sample_weighting_error'] > 0
 
 
-def test_resume_in_mid_epoch_equals_an_unbroken_run_bitwise(unbroken, tmp_path):
+def test_resume_in_mid_epoch_is_bitwise(unbroken, tmp_path):
     folder, _ = unbroken
     saved = folder / 'checkpoints' / 'ep1-ba8-rank0.pt'
     assert checkpoint(saved)['timestamp']['Timestamp']['batch_in_epoch'] == 3
     train(
-        DIGITS, *TINY_DIGITS, f'trainer.load_path={saved}', f'trainer.save_folder={tmp_path}/checkpoints',
+        DIGITS,
+        *TINY_DIGITS,
+        f'trainer.load_path={saved}',
+        f'trainer.save_folder={tmp_path}/checkpoints',
         folder=tmp_path,
-    )  # fmt: skip
+    )
     resumed = checkpoint(tmp_path / 'checkpoints' / 'ep2-ba12-rank0.pt')
     straight = checkpoint(folder / 'checkpoints' / 'ep2-ba12-rank0.pt')
     start = checkpoint(saved)
@@ -139,11 +142,15 @@ def test_resume_in_mid_epoch_equals_an_unbroken_run_bitwise(unbroken, tmp_path):
     assert any(not torch.equal(start['model'][key], value) for key, value in straight['model'].items())
 
 
-def test_a_finished_run_started_again_writes_the_same_result(tmp_path):
+def test_finished_run_writes_the_result_again(tmp_path):
     command = [
-        DIGITS, *TINY_DIGITS, 'trainer.max_duration=2ba', 'trainer.eval_interval=1ba', 'trainer.autoresume=true',
+        DIGITS,
+        *TINY_DIGITS,
+        'trainer.max_duration=2ba',
+        'trainer.eval_interval=1ba',
+        'trainer.autoresume=true',
         f'trainer.save_folder={tmp_path}/checkpoints',
-    ]  # fmt: skip
+    ]
     first = train(*command, folder=tmp_path)
     page = (tmp_path / 'report.html').read_text()
     again = train(*command, folder=tmp_path)
@@ -175,22 +182,15 @@ def test_a_usage_error_comes_before_torch():
     assert 'FILE.yaml' in done.stderr
 
 
-def test_the_same_command_again_finds_the_run_finished(unbroken, tmp_path):
-    command = [
-        DIGITS, *TINY_DIGITS, 'trainer.max_duration=2ba', 'trainer.autoresume=true', 'trainer.save_interval=1ba',
-        f'trainer.save_folder={tmp_path}/checkpoints',
-    ]  # fmt: skip
-    first = train(*command, folder=tmp_path / 'first')
-    again = train(*command, folder=tmp_path / 'again')
-    assert again['steps'] == first['steps'] == 2
-    assert again['eval'] == first['eval']
-
-
-def test_what_a_kill_in_a_write_leaves_behind_does_not_stop_the_next_start(unbroken, tmp_path, capsys):
+def test_resume_after_killed_write(unbroken, tmp_path, capsys):
     folder = tmp_path / 'checkpoints'
     command = [
-        DIGITS, *TINY_DIGITS, 'trainer.autoresume=true', 'trainer.save_interval=1ba', f'trainer.save_folder={folder}',
-    ]  # fmt: skip
+        DIGITS,
+        *TINY_DIGITS,
+        'trainer.autoresume=true',
+        'trainer.save_interval=1ba',
+        f'trainer.save_folder={folder}',
+    ]
     train(*command, 'trainer.max_duration=3ba', folder=tmp_path)
     whole = (folder / 'ep0-ba3-rank0.pt').read_bytes()
     (folder / 'ep0-ba4-rank0.pt').write_bytes(whole[: len(whole) // 2])  # being written; `latest` is the one before
@@ -203,7 +203,7 @@ def test_what_a_kill_in_a_write_leaves_behind_does_not_stop_the_next_start(unbro
     assert_equal_bitwise(checkpoint(folder / 'ep2-ba12-rank0.pt')['model'], straight['model'])
 
 
-def test_a_text_only_run_of_a_vision_model_resumes_bitwise(tmp_path):
+def test_text_only_run_resumes_bitwise(tmp_path):
     path = write_conversations(tmp_path / 'data', 32)
     path.write_text(json.dumps([record for record in json.loads(path.read_text()) if 'image' not in record]))
     straight, broken = ([*tiny_llava(tmp_path / name, path), 'trainer.save_interval=1ba'] for name in ('a', 'b'))
@@ -222,7 +222,7 @@ def test_picture_is_drawn(tmp_path):
         assert len(set(picture.convert('L').resize((64, 64)).getdata())) > 10
 
 
-def test_a_llava_json_made_elsewhere_trains_with_the_shipped_yaml(tmp_path):
+def test_llava_json_trains_with_shipped_yaml(tmp_path):
     path = write_conversations(tmp_path / 'data', num_samples=18)
     result = train(*tiny_llava(tmp_path, path), f'dataset.eval.path={path}', folder=tmp_path)
     # 18 samples, 4 a step, the last step of an epoch smaller; nothing dropped.
@@ -241,7 +241,7 @@ def tiny_mixture(folder: Path) -> list[str]:
     return [MIXTURE, *given, *tiny]
 
 
-def test_two_files_train_together_each_as_often_as_it_says(tmp_path):
+def test_mixture_of_two_files(tmp_path):
     result = train(*tiny_mixture(tmp_path), 'loader.modality=per_step', folder=tmp_path)
     # 14 + 2 x 3 samples an epoch, 4 a step.
     assert (result['steps'], result['samples']) == (10, 40)
@@ -249,7 +249,7 @@ def test_two_files_train_together_each_as_often_as_it_says(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_ranks_train_on_steps_of_one_medium_as_one_rank_does(tmp_path):
+def test_two_ranks_with_unmixed_steps(tmp_path):
     # Plain SGD: a step without any image leaves the vision tower without a gradient on one rank and with a zero one on
     # several, which weight decay and momentum tell apart.
     arguments = [*tiny_mixture(tmp_path), 'loader.modality=per_step', 'optimizer={name: sgd, lr: 0.1}']
@@ -260,7 +260,7 @@ def test_two_ranks_train_on_steps_of_one_medium_as_one_rank_does(tmp_path):
     assert two['samples'] == one['samples']
 
 
-def test_bad_samples_stop_the_run_by_name_or_are_counted(tmp_path, capsys):
+def test_bad_samples_stop_or_are_counted(tmp_path, capsys):
     path = write_conversations(tmp_path / 'data', num_samples=12)
     (path.parent / 'images' / 'red.png').write_bytes(b'not an image')
     command = tiny_llava(tmp_path, path)
@@ -276,14 +276,14 @@ def test_bad_samples_stop_the_run_by_name_or_are_counted(tmp_path, capsys):
     assert f'skipped {len(bad)} of 12 samples' in capsys.readouterr().out
 
 
-def test_missing_data_is_said_in_one_line(tmp_path, capsys):
+def test_missing_data_is_one_line(tmp_path, capsys):
     assert main([LLAVA, f'dataset.path={tmp_path}/nothing.json', *QUIET]) == 2
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.startswith('error:')
     assert 'nothing.json' in said
 
 
-def test_a_training_set_smaller_than_a_batch_is_refused(capsys):
+def test_training_set_smaller_than_a_batch(capsys):
     assert main([DIGITS, *TINY_DIGITS, 'dataset.num_samples=7']) == 2
     assert (
         '`global_batch_size` must be at most the dataset with `drop_last`, got: 8 > 7 samples. Lower it'
@@ -291,7 +291,7 @@ def test_a_training_set_smaller_than_a_batch_is_refused(capsys):
     )
 
 
-def test_stock_accumulation_of_the_same_data_is_one_mapping_away(tmp_path):
+def test_stock_accumulation_of_the_same_data(tmp_path):
     config = yaml.safe_load(Path(DIGITS).read_text())
     del config['algorithms']['token_accumulation']
     file = tmp_path / 'stock.yaml'
@@ -308,7 +308,7 @@ def test_stock_accumulation_of_the_same_data_is_one_mapping_away(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_ranks_train_as_one_rank_does(unbroken, tmp_path):
+def test_two_ranks_train_as_one(unbroken, tmp_path):
     _, one = unbroken
     two = launch_training(DIGITS, *TINY_DIGITS, f'trainer.save_folder={tmp_path}/checkpoints', folder=tmp_path, ranks=2)
     assert two['loss']['first'] == pytest.approx(one['loss']['first'], rel=1e-6)
@@ -319,7 +319,7 @@ def test_two_ranks_train_as_one_rank_does(unbroken, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_killed_in_the_middle_of_a_checkpoint_resumes_bitwise(tmp_path):
+def test_resume_after_a_cut_checkpoint(tmp_path):
     config = yaml.safe_load(Path(DIGITS).read_text())
     config['callbacks']['tests.support.killer.KillInWrite'] = {'batch': 6, 'num_bytes': 100_000}
     deadly = tmp_path / 'deadly.yaml'
@@ -339,7 +339,7 @@ def test_a_run_killed_in_the_middle_of_a_checkpoint_resumes_bitwise(tmp_path):
 
 
 @pytest.mark.slow
-def test_images_videos_and_a_table_of_text_survive_a_kill(tmp_path):
+def test_mixture_of_media_survives_a_kill(tmp_path):
     """Three files of three formats, two epochs on two ranks; resumed, it ends with the weights of the unbroken run."""
     pytest.importorskip('av')
     case = MEDIA['qwen2_vl']()
@@ -383,7 +383,7 @@ def test_images_videos_and_a_table_of_text_survive_a_kill(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_that_is_watched_and_a_dry_run_that_leaves_nothing(tmp_path, capsys):
+def test_watched_run_and_dry_run(tmp_path, capsys):
     parts = (
         'dataset.parts={scans: {num_samples: 30, loss_share: 0.7}, more: {num_samples: 10, seed: 5, loss_share: 0.3}}'
     )

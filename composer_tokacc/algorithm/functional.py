@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from composer_tokacc.batch import Batch
+from composer_tokacc.batch import Batch, BatchDict
 from composer_tokacc.checks.logits import at_predictions, weigh_tokens
 from composer_tokacc.collectives import RankSum, get_world_size
 from composer_tokacc.counting import loss_mask, with_one_label
 from composer_tokacc.layout import PreSplitBatch
-from composer_tokacc.metadata import annotate, num_loss_tokens, samples_of, without_metadata
 from composer_tokacc.plan_agreement import PlanRecord, check_plans, numbers_to_sum
 from composer_tokacc.planning import check_count
+from composer_tokacc.row_counts import rows_of, with_counts, without_rows
 from composer_tokacc.weights import weights_at
 
 
@@ -89,7 +89,7 @@ def step_loss_weights(
     sums = []
     for microbatch in _as_list(microbatches):
         counted = loss_mask(microbatch, loss_tokens)
-        is_sample = torch.tensor(samples_of(microbatch), dtype=torch.bool, device=counted.device)
+        is_sample = torch.tensor([row.samples > 0 for row in rows_of(microbatch)], device=counted.device)
         weights = weights_at(microbatch, token_weights, counted & is_sample[:, None])
         sums.append(float(weights.sum(dtype=torch.float64)))
     return _factors(sums, device, getattr(microbatches, 'plan', None))
@@ -100,7 +100,7 @@ def weighted_microbatches(
     *,
     loss_tokens: str = 'causal',
     device: torch.device | str = 'cpu',
-) -> Iterator[tuple[dict[str, Any], float]]:
+) -> Iterator[tuple[BatchDict, float]]:
     """Yields each microbatch in the form that a model accepts, and the factor of its mean loss; a collective.
 
     A microbatch without loss-generating tokens gets one label, so that its loss is a number, and the factor 0, because
@@ -114,12 +114,12 @@ def weighted_microbatches(
             for microbatch, weight in weighted_microbatches(batch):
                 (model(**microbatch).loss * weight).backward()
     """
-    counted = [annotate(microbatch, loss_tokens) for microbatch in _as_list(microbatches)]
-    sums = [num_loss_tokens(microbatch) for microbatch in counted]
+    counted = [with_counts(microbatch, loss_tokens) for microbatch in _as_list(microbatches)]
+    sums = [sum(row.loss_tokens for row in rows_of(microbatch)) for microbatch in counted]
     factors = _factors(sums, device, getattr(microbatches, 'plan', None))
-    for microbatch, factor in zip(counted, factors, strict=True):
-        plain = without_metadata(microbatch)
-        if num_loss_tokens(microbatch) == 0:
+    for microbatch, num_tokens, factor in zip(counted, sums, factors, strict=True):
+        plain = without_rows(microbatch)
+        if num_tokens == 0:
             plain = with_one_label(plain)
         yield plain, factor
 

@@ -9,12 +9,18 @@ DDP waits until every rank has a gradient of every parameter. A rank whose micro
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from composer.core import State
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from composer_tokacc.collectives import get_global_rank
 from composer_tokacc.compat import is_reduced, state_of_gradient
+from composer_tokacc.model_structure import fsdp_units, transformer_blocks, unwrapped_block
+
+log = logging.getLogger(__name__)
 
 
 class ReductionWatch:
@@ -121,6 +127,27 @@ def check_sharding(model: torch.nn.Module) -> None:
         raise RuntimeError(
             f'FSDP must shard every trained parameter, got: {len(unsharded)} that no rank shares, such as '
             f'{unsharded[:3]}. Let Composer wrap the model itself (no `_fsdp_wrap = False` on it), or freeze them.'
+        )
+
+
+def warn_of_large_units(model: torch.nn.Module) -> None:
+    """Warns if FSDP gathers the whole model at once, which is exact, but needs the memory of all weights.
+
+    Composer makes each child of its model a unit, and further ones inside of it only if the child has `fsdp_wrap_fn`.
+    A `HuggingFaceModel` of Composer 0.32 sets none.
+    """
+    if get_global_rank() != 0:
+        return
+    for name, child in model.named_children():
+        blocks = transformer_blocks(child)
+        if len(blocks) < 2 or fsdp_units(child) != [child]:
+            continue
+        log.warning(
+            'FSDP gathers all weights of `%s` at once, because they are one unit. Before the Trainer is made, add: '
+            'model.%s.fsdp_wrap_fn = lambda module: type(module).__name__ in %s  (docs/distributed.md#units-of-fsdp)',
+            name,
+            name,
+            sorted({type(unwrapped_block(block)).__name__ for block in blocks}),
         )
 
 

@@ -9,6 +9,7 @@ sums the counts. With them the loss of the step is a sum over its microbatches, 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -18,13 +19,13 @@ from composer.core import State
 from torch.nn.parallel import DistributedDataParallel
 
 from composer_tokacc.algorithm.loss_terms import LossTerms, SplitLoss
-from composer_tokacc.batch import Batch, attended_positions, sample_name, text_of, with_own_tensors
+from composer_tokacc.batch import Batch, attended_positions, sample_name, text_of, with_copied_tensors
 from composer_tokacc.checks.comparison import documents_of
 from composer_tokacc.checks.logits import entry_of, router_loss_of
 from composer_tokacc.checks.probe import undisturbed
 from composer_tokacc.collectives import RankSum, get_world_size
 from composer_tokacc.data_spec.split import MicrobatchSplit
-from composer_tokacc.metadata import metadata_of, without_metadata
+from composer_tokacc.row_counts import rows_of, without_rows
 from composer_tokacc.weights import LOSS_WEIGHTS
 
 ROUTER_BALANCES = ('microbatch', 'step')
@@ -90,26 +91,27 @@ class StepBalance:
             # The ranks would wait for one that runs out of memory while it counts.
             raise _refusal("on several ranks needs a number for `device_train_microbatch_size`, got: 'auto'.")
         self._model: Any = state.model.module if isinstance(state.model, DistributedDataParallel) else state.model
-        self._split = split
         self._device = state.device
         self._coefficient = terms.router_coefficient
         self._to_device = to_device
         self._precision = precision
         self._top_k = 0  # experts of a position, once a forward has shown it
-        self._counted: list[CountedMicrobatch] = []  # this rank's microbatches of the step
+        self._counted: deque[CountedMicrobatch] = deque()  # this rank's microbatches that are to be computed yet
         self._sums: RankSum | None = None  # of the step: positions times layers, then choices of each expert
         self._value_deviations: list[torch.Tensor] = []
         self._choice_deviations: list[torch.Tensor] = []
 
-    def count(self) -> None:
-        """Counts to which experts the positions of this rank's microbatches go in this step; a collective."""
-        self._counted, self._value_deviations, self._choice_deviations = [], [], []
+    def count(self, microbatches: Sequence[Batch]) -> None:
+        """Counts to which experts the positions of this rank's microbatches of a step go; a collective."""
+        self._counted.clear()
+        self._value_deviations = []
+        self._choice_deviations = []
         num_positions: torch.Tensor | int = 0
         with torch.no_grad(), undisturbed(self._model):
-            for microbatch in self._split.made:
-                batch = without_metadata(microbatch)
+            for microbatch in microbatches:
+                batch = without_rows(microbatch)
                 batch.pop(LOSS_WEIGHTS, None)
-                batch = self._to_device(with_own_tensors(batch))
+                batch = self._to_device(with_copied_tensors(batch))
                 with self._precision():
                     outputs = self._model(batch)
                     logits = self._checked_logits(outputs, batch)
@@ -149,17 +151,16 @@ class StepBalance:
             self.check()
         return logits
 
-    def applied(self, loss: SplitLoss, outputs: Any, index: int, num_microbatches: int) -> SplitLoss:
-        """Returns the loss of a microbatch with its part of the step's balance instead of its own.
+    def applied(self, loss: SplitLoss, outputs: Any, num_microbatches: int) -> SplitLoss:
+        """Returns the loss of the next microbatch with its part of the step's balance instead of its own.
 
         Args:
             loss: The loss of the microbatch by its terms.
             outputs: What the model returned for it.
-            index: Number of the microbatch in the step, from 0.
             num_microbatches: How many microbatches this rank makes of the step.
         """
         assert self._sums is not None
-        counted = self._counted[index]
+        counted = self._counted.popleft()
         with self._precision():
             choices, probabilities = _routed(_router_logits(outputs), counted.positions, self._top_k)
         num_turned = (choices.sum(dim=0) - counted.choices).abs().sum() / 2
@@ -210,7 +211,7 @@ def _refusal(what: str) -> RuntimeError:
 def counted_positions(microbatch: Batch) -> torch.Tensor:
     """Returns which positions of a microbatch are attended and belong to a sample, ``(rows, width)`` bool."""
     attended = _attended(microbatch)
-    real_tokens = torch.tensor(metadata_of(microbatch)['real_tokens'], device=attended.device)[:, None]
+    real_tokens = torch.tensor([row.real_tokens for row in rows_of(microbatch)], device=attended.device)[:, None]
     if len(real_tokens) > 1 or not bool(attended.all()):
         return attended & (real_tokens > 0)  # dummy rows have none
     # In a packed row, dummy rows come last.

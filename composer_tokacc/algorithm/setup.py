@@ -30,6 +30,7 @@ from composer_tokacc.algorithm.run_logits import LOGITS, RunLogits
 from composer_tokacc.batch import IGNORE_INDEX, Batch, check_batch, check_vocabulary
 from composer_tokacc.checks.first_batch import FirstBatchCheck, check_gradient_hooks
 from composer_tokacc.checks.probe import Probe
+from composer_tokacc.checks.step import Step
 from composer_tokacc.collectives import get_world_size
 from composer_tokacc.compat import BatchNorm
 from composer_tokacc.counting import check_rule
@@ -44,7 +45,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmOptions:
-    """The arguments of :class:`.TokenAccumulation`, which says what they mean.
+    """The arguments of :class:`.TokenAccumulation`; its docstring explains them.
 
     Raises:
         ValueError: If one of them is unknown, or two do not go together.
@@ -83,13 +84,24 @@ class AlgorithmOptions:
 
     @property
     def is_weighted(self) -> bool:
-        """Whether tokens have weights of their own."""
+        """Whether tokens may have unequal weights."""
         return self.token_weights != 'token'
 
     @property
     def checks_loss(self) -> bool:
         """Whether the model's loss is compared with its rule. Token weights rest on it, so they always ask for it."""
         return self.check_loss or self.is_weighted
+
+    @property
+    def why_all_logits(self) -> str | None:
+        """Why a run with these arguments computes logits of all positions; None: they allow logits at labels."""
+        if self.logits == 'all':
+            return '`logits` is set to all'
+        if self.loss_units:
+            return '`loss_units` names terms, which may be made of any logits'
+        if not self.checks_loss:
+            return '`check_loss=False` proves nothing of the loss'
+        return None
 
     def _check_units(self) -> None:
         if self.loss_units is None:
@@ -117,6 +129,9 @@ class RunContext:
         RuntimeError: If the run cannot be exact.
     """
 
+    step: Step
+    """The step that runs now; set by :meth:`begin_step`."""
+
     def __init__(self, state: State, options: AlgorithmOptions) -> None:
         _warn_of_surprises(state, options.token_weights)
         model = _unwrapped(state.model)
@@ -126,13 +141,17 @@ class RunContext:
         self.world_size = get_world_size()
         self.terms = LossTerms(options.loss_units, None if options.loss_units else router_coefficient(model))
         self.reductions = ReductionWatch(state, is_coupled=bool(self.terms.coupled))
+        self.has_bypass: bool | None = None
+        """Whether the loss has a term that is not made of the logits; None: no step has told yet."""
+        # The split and the layout of the batches.
         self.split = split_of(state.dataloader)
         layout = layout_of(state, self.split)
         microbatch_size = state.device_train_microbatch_size or 1
         if self.split is not None:
             self._check_coupled_terms(self.split)
-            # The split may have served another model before, of which nothing holds for this one.
+            # The split may have served another model before. What it knows of that model is not true of this one.
             self.split.start(model, layout, state.batch, microbatch_size)
+        # The parts that run the model.
         precision = partial(get_precision_context, state.precision, state.precision_config)
         to_device = partial(_to_device, state, self.split)
         self.balance: StepBalance | None = None
@@ -149,12 +168,16 @@ class RunContext:
             microbatch_size=microbatch_size,
             selector=self.logits.selector,
         )
-        self.has_bypass: bool | None = None
-        """Whether the loss has a term that is not made of the logits; None: no step has told yet."""
         self._norms: dict[str, torch.nn.Module] = {}
         if options.check_loss:  # without it the user accepts that the run depends on how batches are cut
             self._norms = {name: module for name, module in model.named_modules() if isinstance(module, BatchNorm)}
         self.check_norms()
+
+    def begin_step(self, step: Step) -> None:
+        """Begins a step. The split notes in it what it makes of the batch."""
+        self.step = step
+        if self.split is not None:
+            self.split.step = step
 
     def prove(self, batch: Batch, *, reduces_once: bool) -> None:
         """Checks rows of every kind that is new on any rank, and has the split cut by the rules that this finds."""
@@ -180,7 +203,7 @@ class RunContext:
         """Leaves the model as the user gave it."""
         self.logits.remove()
         if self.split is not None:
-            self.split.attend_as_before()
+            self.split.restore_attention()
 
     def check_norms(self) -> None:
         """Raises RuntimeError if a BatchNorm is in training mode; each evaluation puts the whole model back into it."""
@@ -202,14 +225,12 @@ class RunContext:
 
     def _why_all_logits(self, state: State, layout: BatchLayout | None, options: AlgorithmOptions) -> str | None:
         """Returns why this run needs logits of all positions; None: nothing but the model may need them."""
-        if self.terms.units:
-            return '`loss_units` names terms, which may be made of any logits'
+        if options.why_all_logits is not None:
+            return options.why_all_logits
         if state.train_metrics:
             return 'metrics of training compare all logits with all labels'
         if layout is None:
             return 'rows of the batch cannot be told apart, so that nothing is proven of them'
-        if not options.checks_loss:
-            return '`check_loss=False` proves nothing of the loss'
         return None
 
 
@@ -219,13 +240,13 @@ def _unwrapped(model: torch.nn.Module) -> ComposerModel:
 
 
 def _to_device(state: State, split: MicrobatchSplit | None, batch: Batch) -> Any:
-    """Moves a batch to the device, in the form in which the split gives it to the model."""
-    moved = state.device.batch_to_device(batch)
-    return moved if split is None else split.as_the_model_takes_it(moved)
+    """Moves a batch to the device and prepares it for the model, as the split does."""
+    on_device = state.device.batch_to_device(batch)
+    return on_device if split is None else split.as_the_model_takes_it(on_device)
 
 
 def _warn_of_surprises(state: State, token_weights: str) -> None:
-    """Warns of what is exact, but perhaps not what the user meant."""
+    """Warns if a run is exact, but the user may have meant another."""
     has_weights = any(LOSS_WEIGHTS in microbatch for microbatch in microbatches_of(state.batch))
     if has_weights and token_weights != 'column':
         log.warning('The data have `%s`, which is not used without `token_weights=column`.', LOSS_WEIGHTS)

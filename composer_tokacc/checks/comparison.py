@@ -30,7 +30,7 @@ from composer_tokacc.counting import loss_mask
 from composer_tokacc.label_selector import LabelSelector
 from composer_tokacc.labelled import LabelledPositions
 from composer_tokacc.layout import BatchLayout, describe
-from composer_tokacc.metadata import num_rows, with_metadata
+from composer_tokacc.row_counts import RowCounts, num_rows, with_rows
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +113,6 @@ class RowComparison(Generic[RulesT]):
         rule: The loss rule of the model.
         rows: As returned by :func:`.chosen_rows`.
         check_loss: Whether tokens must have equal weights in the loss.
-        noise_of: Comparison of ordinary rows, whose usual round-off counts; None: that of these rows.
     """
 
     def __init__(
@@ -124,16 +123,14 @@ class RowComparison(Generic[RulesT]):
         rule: str,
         rows: Batch,
         check_loss: bool,
-        noise_of: RowComparison[RulesT] | None = None,
     ) -> None:
-        self._noise_of = noise_of
         self._probe = probe
         self._layout = layout
         self._on_device = on_device
         self._rule = rule
         self._check_loss = check_loss
         # Packing reads the rule in the batch: it decides whether the first label of a document is masked.
-        self._rows = with_metadata(rows, rule=[rule] * num_rows(rows))
+        self._rows = with_rows(rows, [RowCounts(rule=rule)] * num_rows(rows))
         self._facts = describe(layout, self._rows)
         self._counts: list[int] = loss_mask(rows, rule).sum(dim=1).tolist()
         self._all_rows = list(range(len(self._counts)))
@@ -161,25 +158,14 @@ class RowComparison(Generic[RulesT]):
 
     @cached_property
     def _noise(self) -> dict[Point, float]:
-        """How far round-off may change a gradient, by unit and point."""
-        noise = {}
-        if self._noise_of is not None:
-            for point, of_rows in self._noise_of._noise_of_rows.items():
-                noise[point] = NOISE_FACTOR * float(of_rows.median())
-            return noise
-        for point, of_rows in self._noise_of_rows.items():
-            # Of the row that round-off moves the most: rows of other cuts are rounded differently.
-            noise[point] = NOISE_FACTOR * float(of_rows.max())
-        return noise
-
-    @cached_property
-    def _noise_of_rows(self) -> dict[Point, Tensor]:
-        """The relative change of each row's gradient by one more rounding at every layer, by unit and point."""
+        """How far round-off may change a row's gradient, relative to it, by unit and point."""
         rounded = self._aligned(self._rows, self._rounded_result, self._all_rows)
-        changes = {}
+        noise = {}
         for point, expected in self._expected.items():
-            changes[point] = _relative_errors(rounded[point], expected)
-        return changes
+            changes = _relative_errors(rounded[point], expected)
+            # The row that round-off moves the most counts, because rows of other cuts are rounded differently.
+            noise[point] = NOISE_FACTOR * float(changes.max())
+        return noise
 
     def _denominator(self, unit: str, rows: Sequence[int]) -> int:
         """Returns the number of tokens or samples that the terms of a unit are divided by."""
@@ -307,8 +293,6 @@ class RowComparison(Generic[RulesT]):
             groups = self._packed_groups(packed_total)
         else:
             groups = [[row] for row in self._all_rows]
-            if cutter is not None:
-                groups += self._pairs_by_length()
         # The losses of all microbatches, for the check of the formula at the end.
         parts: list[_LossPart] = []
         for rows in groups:
@@ -331,20 +315,11 @@ class RowComparison(Generic[RulesT]):
             failure = self._difference(gradients, rows, cut_kind)
             if failure is not None:
                 return failure
-            if is_packed or len(rows) == 1:
-                parts.append(_LossPart(rows, result.losses))
+            parts.append(_LossPart(rows, result.losses))
             self._narrowest = min(self._narrowest, batch['labels'].shape[1])
         if self._check_loss:
             return self._loss_failure(parts)
         return None
-
-    def _pairs_by_length(self) -> list[list[int]]:
-        """Returns pairs of rows of unlike length, as microbatches of training have them.
-
-        The widths in between matter if a model breaks ties between keys in an order that depends on the width.
-        """
-        by_length = sorted(self._all_rows, key=lambda row: self._facts.lengths[row])
-        return [by_length[place : place + 2] for place in range(0, len(by_length) - 1, 2)]
 
     def _packed_groups(self, packed_total: int) -> list[list[int]]:
         """Returns the rows in both orders: a leak runs from one document into the next, so each must follow the others.

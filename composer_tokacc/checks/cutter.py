@@ -44,8 +44,8 @@ class Cutter(Protocol[RulesT]):
         """Whether the run stops if rows cannot be packed."""
         ...
 
-    def candidates(self, facts: RowFacts, known: RulesT) -> Iterator[RulesT]:
-        """Yields the rules to try on such rows, the cheapest first. ``known`` are the rules found on other rows."""
+    def candidates(self, facts: RowFacts, earlier: RulesT) -> Iterator[RulesT]:
+        """Yields the rules to try on such rows, the cheapest first. ``earlier`` are the rules found on other rows."""
         ...
 
     def largest_packed_row(self, sources: Sequence[RowFacts], microbatch_size: float) -> int:

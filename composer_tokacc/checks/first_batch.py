@@ -24,11 +24,12 @@ from composer_tokacc.batch import (
     IGNORE_INDEX,
     MODALITIES,
     Batch,
+    BatchDict,
+    labels_at_text,
     labels_of,
-    own_labels,
     real_positions,
     sample_name,
-    with_own_tensors,
+    with_copied_tensors,
 )
 from composer_tokacc.checks.comparison import MEAN, NAME_TERMS, NOT_A_NUMBER, RowComparison
 from composer_tokacc.checks.cutter import Cutter, RulesT
@@ -48,7 +49,7 @@ from composer_tokacc.layout import (
 )
 from composer_tokacc.layout.found import joined_readings
 from composer_tokacc.layout.ranges import RowRanges, ranges_of
-from composer_tokacc.metadata import num_rows, without_metadata
+from composer_tokacc.row_counts import num_rows, without_rows
 
 log = logging.getLogger(__name__)
 
@@ -60,9 +61,6 @@ MAX_ROWS = 6
 leaves room for 2 k. At least four rows are needed to show how rows differ."""
 MIN_ROWS = 4
 """Fewest rows of a check, if the batch has as many: each sees something else of the others."""
-MAX_LOOKED_ROWS = 12
-"""Rows of a look at new widths, group by group. A model with a top-k of keys changes only rows in which keys tie, which
-repeated tokens do: of a tiny Doge about every third row."""
 NUM_TIED_TOKENS = 3
 """Distinct tokens of a row with ties."""
 NUM_LABELS = 4
@@ -74,7 +72,6 @@ LARGEST_ELSEWHERE = 0.1
 GRADIENT_SIZES = (1e-4, 1.0, 1e4)
 """Sizes of the gradients that a hook is tried on. A clamp shows at one of them."""
 
-BatchDict: TypeAlias = dict[str, Any]
 Cost: TypeAlias = Any
 """A number or a tuple, of the same type for all rows."""
 GradientHook: TypeAlias = Callable[[Tensor], Tensor | None]
@@ -85,7 +82,6 @@ class SharedRows(NamedTuple):
 
     rows: BatchDict
     media: dict[int, BatchDict]  # of some of the rows, see :func:`media_as_collated`
-    more: list[BatchDict]  # further rows, to be compared in these groups
     tied: BatchDict | None  # see :func:`rows_with_ties`
     packed_total: int  # the most tokens of a packed row in training; 0: rows are not packed
 
@@ -139,17 +135,15 @@ class FirstBatchCheck:
         # Without a check the given rule is taken for true.
         self.rule = None if self.check_loss else self.loss_tokens
 
-    def ranges_of(self, batch: Batch, cutter: Cutter[RulesT] | None) -> RowRanges:
-        """Returns the ranges of a batch's rows."""
-        sources = describe_all(self.layout, batch)
+    def _ranges_of(self, sources: Sequence[RowFacts], cutter: Cutter[RulesT] | None) -> RowRanges:
         packed_total = 0
         if cutter is not None:
             packed_total = cutter.largest_packed_row(sources, self.microbatch_size)
         return ranges_of(sources, packed_total)
 
-    def has_new_rows(self, batch: Batch, cutter: Cutter[RulesT] | None) -> bool:
-        """Returns whether this rank has a row outside of the ranges that were proven."""
-        return bool(self._proven.missing(self.ranges_of(batch, cutter)))
+    def has_new_rows(self, sources: Sequence[RowFacts], cutter: Cutter[RulesT] | None) -> bool:
+        """Returns whether this rank has a row outside of the ranges that were proven, by the facts of its batch."""
+        return bool(self._proven.missing(self._ranges_of(sources, cutter)))
 
     def is_due(self, step: int, *, has_new_rows: bool) -> bool:
         """Returns whether to check rows: if some rank has new ones, and in steps 16, 32, 64 and so on."""
@@ -170,7 +164,7 @@ class FirstBatchCheck:
         """
         rules = None if cutter is None else cutter.rules
         while True:
-            local = self.ranges_of(batch, cutter)
+            local = self._ranges_of(describe_all(self.layout, batch), cutter)
             missing = self._proven.missing(local)
             # FSDP needs the same forwards on all ranks, so ranks agree on whether there are any.
             (is_any_missing,) = max_over_ranks([bool(missing)])
@@ -252,6 +246,7 @@ class FirstBatchCheck:
             self.check_loss,
         )
         self._check_written_state(comparison.batch)
+        self._check_ties(shared.tied)
         rules = _exact_rules(comparison, cutter, rules, shared.packed_total)
         # Microbatches that the loader collated may pad media to other sizes.
         comparison.check_media(shared.media)
@@ -264,44 +259,7 @@ class FirstBatchCheck:
         self.vocabulary = comparison.reference.vocabulary
         self.has_logits = comparison.reference.has_logits is not False
         shown = self._shown(comparison, rows, rules, shared.packed_total)
-        rules, shown = self._run_further(comparison, cutter, rules, shared, shown)
         log.info('The first-batch check took %.2f s. %s', time.perf_counter() - started, rules)
-        return rules, shown
-
-    def _run_further(
-        self,
-        ordinary: RowComparison[RulesT],
-        cutter: Cutter[RulesT] | None,
-        rules: RulesT | None,
-        shared: SharedRows,
-        shown: RowRanges,
-    ) -> tuple[RulesT | None, RowRanges]:
-        """Compares the further rows of a look at new widths, and those with ties."""
-        assert self.layout is not None
-        assert self.rule is not None
-        groups = list(shared.more)
-        if shared.tied is not None:
-            groups.append(shared.tied)
-        for rows in groups:
-            # Rounding breaks ties in any order, so it says nothing about rows that are full of them.
-            is_tied = rows is shared.tied
-            comparison: RowComparison[RulesT] = RowComparison(
-                self.probe,
-                self.layout,
-                self._on_device,
-                self.rule,
-                rows,
-                self.check_loss,
-                noise_of=ordinary if is_tied else None,
-            )
-            stricter = _exact_rules(comparison, cutter, rules, shared.packed_total)
-            shown_now = self._shown(comparison, rows, stricter, shared.packed_total)
-            if rules is None or stricter is None or stricter.cuts_like(rules):
-                shown = shown.joined(shown_now)
-            else:
-                # Rules that only some rows need are shown for all of them by the next look.
-                shown = shown_now
-            rules = stricter
         return rules, shown
 
     def _shown(
@@ -333,8 +291,22 @@ class FirstBatchCheck:
                 new_names[0],
             )
 
+    def _check_ties(self, rows: BatchDict | None) -> None:
+        """Raises RuntimeError if the model chooses between positions with equal scores in rows of repeated tokens.
+
+        Round-off decides such a choice, and every microbatch rounds in another way.
+        """
+        if rows is not None and self.probe.run(self._on_device(rows)).breaks_ties:
+            width = rows['labels'].shape[1]
+            raise RuntimeError(
+                f'The model must not choose between keys with equal scores, got: a top-k of them in rows of {width} '
+                'positions with repeated tokens. Round-off decides which ones it attends to, so a loss depends on the '
+                'other rows of a microbatch. Train rows that are no longer than its window of keys, or use another '
+                'attention (docs/errors.md#row-coupling).'
+            )
+
     def _on_device(self, batch: Batch) -> Batch:
-        return self.to_device(with_own_tensors(without_metadata(batch)))
+        return self.to_device(with_copied_tensors(without_rows(batch)))
 
     def _shared_rows(
         self, batch: Batch, cutter: Cutter[RulesT] | None, missing: Sequence[str], *, is_sender: bool
@@ -346,23 +318,18 @@ class FirstBatchCheck:
 
     def _selected_rows(self, batch: Batch, cutter: Cutter[RulesT] | None, missing: Sequence[str]) -> SharedRows:
         if self.layout is None:
-            return SharedRows(dict(batch), {}, [], None, 0)
+            return SharedRows(dict(batch), {}, None, 0)
         # Rows of a probe take about half of the memory of training.
         max_rows = min(max(int(2 * self.microbatch_size), 4), MAX_ROWS)
         chosen = chosen_rows(self.layout, batch, missing, max_rows)
-        loader_batch = without_metadata(batch)
+        loader_batch = without_rows(batch)
         rows = lengthened(self.layout, self.layout.select(loader_batch, chosen))
-        more, tied = [], None
-        if any(name.startswith(('rows padded', 'packed rows')) for name in missing):
-            for group in further_rows(batch, chosen, max_rows):
-                more.append(_with_labels(self.layout, self.layout.select(loader_batch, group)))
-            tied = rows_with_ties(self.layout, batch)
-        packed = self.ranges_of(batch, cutter).packed
+        has_new_widths = any(name.startswith(('rows padded', 'packed rows')) for name in missing)
+        packed = self._ranges_of(describe_all(self.layout, batch), cutter).packed
         return SharedRows(
             rows=_with_labels(self.layout, rows),
             media=media_as_collated(self.layout, batch, chosen),
-            more=more,
-            tied=tied,
+            tied=rows_with_ties(self.layout, batch) if has_new_widths else None,
             packed_total=0 if packed is None else packed.total,
         )
 
@@ -600,47 +567,27 @@ def _criteria(facts: RowFacts, wanted: Sequence[str]) -> list[Criterion]:
     return criteria + criteria_of_widths
 
 
-def further_rows(batch: Batch, chosen: Sequence[int], max_rows: int) -> list[list[int]]:
-    """Returns groups of further rows with labels, evenly spread over the batch."""
-    has_labels = (labels_of(batch)[:, 1:] != IGNORE_INDEX).any(dim=1).tolist()
-    others = [row for row in range(len(has_labels)) if has_labels[row] and row not in chosen]
-    num_more = max(MAX_LOOKED_ROWS - len(chosen), 0)
-    step = max(len(others) // max(num_more, 1), 1)
-    others = others[::step][:num_more]
-    return [others[start : start + max_rows] for start in range(0, len(others), max_rows)]
-
-
 def rows_with_ties(layout: BatchLayout, batch: Batch) -> BatchDict | None:
-    """Returns two padded rows of text with few distinct tokens; None: the batch has no such rows.
+    """Returns the longest row of text, with only a few distinct tokens. None: the batch has no row of text.
 
-    A model that attends to the best k keys breaks ties between them in an order that depends on the width. Equal tokens
-    have equal keys, so in such rows there are ties everywhere, and in other rows only by chance.
+    Equal tokens have equal keys in a model whose keys have no positions. If such a model attends to the best k keys, it
+    has to choose between equal ones everywhere in this row, and in other rows only by chance.
     """
-    facts = describe(layout, batch)
     ids = batch.get('input_ids')
-    labels = labels_of(batch)
-    if ids is None or ids.shape != labels.shape or 'decoder_input_ids' in batch:
+    if ids is None or ids.shape != labels_of(batch).shape or 'decoder_input_ids' in batch:
         return None
-    lengths = facts.lengths
-    padded = [row for row, length in enumerate(lengths) if 2 < length < facts.width and not facts.media[row]]
-    if not padded:
+    facts = describe(layout, batch)
+    rows_of_text = [row for row, num_media in enumerate(facts.media) if not num_media]
+    if not rows_of_text:
         return None
-    about_half = (min(lengths) + facts.width) / 2
-    longest = max(padded, key=lambda row: lengths[row])
-    middle = min(padded, key=lambda row: abs(lengths[row] - about_half))
-    rows = layout.select(without_metadata(batch), [longest, middle])
-    rows['input_ids'] = rows['input_ids'].clone()
-    rows['labels'] = torch.full_like(rows['labels'], IGNORE_INDEX)
-    for place, row in enumerate((longest, middle)):
-        columns = facts.real[row].nonzero().flatten()
-        tokens = rows['input_ids'][place, columns]
-        numbers = torch.arange(len(columns)) % NUM_TIED_TOKENS
-        rows['input_ids'][place, columns] = tokens[numbers]
-        # Labels that a model does not expect, or little would be left of the gradient but round-off. The first token
-        # has none, because padding may predict it.
-        unexpected = tokens[(numbers + 1) % NUM_TIED_TOKENS]
-        rows['labels'][place, columns[1:]] = unexpected[1:]
-    return rows
+    longest = max(rows_of_text, key=lambda row: facts.lengths[row])
+    tied = layout.select(without_rows(batch), [longest])
+    columns = facts.real[longest].nonzero().flatten()
+    tokens = tied['input_ids'][0, columns]
+    repeated = tokens[torch.arange(len(columns)) % NUM_TIED_TOKENS]
+    tied['input_ids'] = tied['input_ids'].clone()
+    tied['input_ids'][0, columns] = repeated
+    return tied
 
 
 def media_as_collated(
@@ -660,7 +607,7 @@ def media_as_collated(
     for place, row in enumerate(rows):
         # The microbatch that holds the row.
         number = bisect_right(starts, row) - 1
-        microbatch = without_metadata(microbatches[number])
+        microbatch = without_rows(microbatches[number])
         row_batch = layout.select(microbatch, [row - starts[number]])
         media = {key: row_batch[key] for key in media_entries(layout, row_batch)}
         if any(value.shape[1:] != batch[key].shape[1:] for key, value in media.items()):
@@ -684,7 +631,7 @@ def lengthened(layout: BatchLayout, rows: BatchDict) -> BatchDict:
     Rows with media stay as they are, because a placeholder cannot be repeated.
     """
     ids = rows.get('input_ids')
-    if _has_label_to_predict(rows) or own_labels(rows) is None or ids is None or any(layout.media_per_row(rows)):
+    if _has_label_to_predict(rows) or labels_at_text(rows) is None or ids is None or any(layout.media_per_row(rows)):
         return rows
     real = real_positions(rows)
     with_token = real.any(dim=1).nonzero().flatten().tolist()

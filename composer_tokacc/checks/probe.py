@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 
-from composer_tokacc.batch import Batch, labels_of, with_own_tensors
+from composer_tokacc.batch import Batch, labels_of, with_copied_tensors
 from composer_tokacc.checks.logits import MeasuredTokens, are_logits, logits_of, measure, sketch
 from composer_tokacc.checks.written_state import StateSnapshot, WrittenState
 from composer_tokacc.compat import BatchNorm
@@ -78,6 +78,7 @@ class ProbeResult:
     measured: MeasuredTokens | None
     vocabulary: int | None  # number of logits at a position, if targets were passed and the model returns logits
     has_logits: bool | None  # whether the loss treats the output as logits. None: nothing can be said
+    breaks_ties: bool  # whether the model selected some of several positions with equal scores
     eps: float  # machine epsilon of the loss, the one of float32 or a coarser one
     gradient_eps: float  # machine epsilon of the coarsest gradient
 
@@ -299,9 +300,9 @@ class Probe:
         while True:
             guard = undisturbed(self.model, restores_buffers=not keeps_state)
             try:
-                with torch.no_grad(), guard, self._as_probed(seed):
+                with torch.no_grad(), guard, self._as_probed(seed), _TieWatch(labels_of(batch).shape[1]) as ties:
                     forward = self._watched_forward(batch, rounded=rounded, at_labels=at_labels)
-                    return self._result(forward, targets)
+                    return self._result(forward, targets, breaks_ties=ties.is_broken)
             except RuntimeError as error:
                 if self._in_full:
                     # Some kernels know only half precision, such as flash attention.
@@ -324,7 +325,7 @@ class Probe:
     def _forward(self, batch: Batch, *, rounded: bool, at_labels: AtLabels | None) -> _Forward:
         precision = torch.autocast(self._device_type, enabled=False) if self._in_full else self._precision()
         # A copy, the same one for forward and loss as in training: a model that writes into it changes no other run.
-        copied = with_own_tensors(batch)
+        copied = with_copied_tensors(batch)
         rounded_layers = _leaves(self._modules) if rounded else []
         shapes = [tuple(labels_of(batch).shape)]
         if at_labels is not None:
@@ -352,7 +353,7 @@ class Probe:
             points.append(logits)
         return _Forward(terms, points, logits)
 
-    def _result(self, forward: _Forward, targets: Tensor | None) -> ProbeResult:
+    def _result(self, forward: _Forward, targets: Tensor | None, *, breaks_ties: bool) -> ProbeResult:
         logits = forward.logits
         gradients: dict[str, list[Tensor | None]] = {}
         # Gradients are reduced to sketches at once, except the one by the logits, which is measured.
@@ -376,6 +377,7 @@ class Probe:
             measured=measured,
             vocabulary=logits.shape[-1] if logits is not None and knows_vocabulary else None,
             has_logits=has_logits,
+            breaks_ties=breaks_ties,
             eps=_coarsest_eps(forward.terms.values()),
             gradient_eps=_coarsest_eps(forward.points),
         )
@@ -529,6 +531,51 @@ class _NoDropout(TorchFunctionMode):
             options['dropout_p'] = 0.0
             return func(*args[:4], **options)
         return func(*args, **kwargs)
+
+
+class _TieWatch(TorchFunctionMode):
+    """Notes whether a top-k over positions had to leave out a position whose score equals that of a chosen one.
+
+    Kernels break such a tie in an order that depends on the width of the batch, so padding changes the result.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.is_broken = False
+        self._width = width
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: object,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
+        """Calls the function, and looks at the result if it is a top-k."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if getattr(func, '__name__', '') == 'topk':
+            self._look_at(result, *args, **kwargs)
+        return result
+
+    def _look_at(
+        self,
+        result: Any,
+        input: Tensor,
+        k: int,
+        dim: int = -1,
+        largest: bool = True,
+        **options: object,
+    ) -> None:
+        if not k or input.shape[dim] != self._width or not input.dtype.is_floating_point:
+            return
+        scores = input if largest else -input
+        chosen = result.values if largest else -result.values
+        last_chosen = chosen.amin(dim=dim, keepdim=True)
+        is_tied = (scores >= last_chosen).sum(dim=dim, keepdim=True) > k
+        # Masked positions have the lowest number there is. It makes no difference which of them are chosen.
+        is_masked = last_chosen < torch.finfo(scores.dtype).min / 2
+        self.is_broken |= bool((is_tied & ~is_masked).any())
 
 
 @contextmanager

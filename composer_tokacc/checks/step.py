@@ -1,7 +1,12 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Checks that a step was exact, before the optimizer moves: all tokens were computed, with their right weights."""
+"""The record of an optimizer step, and the check that the step was exact.
+
+A :class:`Step` is made when its batch is counted. The split, the algorithm and the check read it and fill it in, and a
+:class:`MicrobatchRecord` is added to it for each microbatch that is computed. Before the optimizer moves,
+:class:`StepCheck` tells whether all tokens were computed with their right weights.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +31,8 @@ from composer_tokacc.checks.logits import (
 )
 from composer_tokacc.counting import loss_mask
 from composer_tokacc.labelled import LabelledPositions, places_of
+from composer_tokacc.layout import RowFacts, microbatches_of
+from composer_tokacc.row_counts import RowCounts, summed
 from composer_tokacc.weights import LOSS_WEIGHTS
 
 RELATIVE_TOLERANCE = 1e-5
@@ -52,27 +59,28 @@ class TokenChoice:
     def __init__(self) -> None:
         self.step = 0
         self._is_known = torch.zeros(0, dtype=torch.bool)  # of each id: whether a batch had it as a label
-        self._new_labels = torch.zeros(0)
         self._num_microbatches = 1
 
-    def begin_step(self, microbatches: Sequence[Batch]) -> None:
-        """Notes which labels come for the first time. The microbatches are on the CPU."""
-        labels = torch.cat([labels_of(microbatch).flatten() for microbatch in microbatches])
+    def rows_with_new_labels(self, batch: Batch) -> list[bool]:
+        """Returns which rows have a label that no batch had before, and remembers it. The batch is on the CPU."""
+        labels_of_microbatches = [labels_of(microbatch) for microbatch in microbatches_of(batch)]
+        labels = torch.cat([labels.flatten() for labels in labels_of_microbatches])
         labels.clamp_min_(0)
         # The table of known labels grows with the largest label.
         num_missing = int(labels.max()) + 1 - len(self._is_known)
         if num_missing > 0:
             self._is_known = torch.nn.functional.pad(self._is_known, (0, num_missing))
-        self._new_labels = labels[~self._is_known.index_select(0, labels)]
-        self._is_known[self._new_labels] = True
+        is_new = ~self._is_known.index_select(0, labels)
+        self._is_known[labels[is_new]] = True
+        has_new_label: list[bool] = []
+        parts = is_new.split([labels.numel() for labels in labels_of_microbatches])
+        for part, microbatch_labels in zip(parts, labels_of_microbatches, strict=True):
+            has_new_label += part.view_as(microbatch_labels).any(dim=1).tolist()
+        return has_new_label
 
-    def has(self, index: int, labels: Tensor | None) -> bool:
-        """Returns whether a token of a microbatch is measured. ``labels`` are its labels, if they are on the CPU."""
-        if self.step == 0 or index == self.step % self._num_microbatches:
-            return True
-        if len(self._new_labels) == 0:
-            return False
-        return labels is None or bool(torch.isin(labels, self._new_labels).any())
+    def has(self, number: int, counts: RowCounts) -> bool:
+        """Returns whether a token of a microbatch is measured, by its number in the step and its counts."""
+        return self.step == 0 or number == self.step % self._num_microbatches or counts.has_new_label
 
     def is_whole(self) -> bool:
         """Returns whether all tokens of the next microbatch are measured."""
@@ -89,10 +97,7 @@ class MicrobatchRecord:
     """Counts of a microbatch from the CPU, and observations from its backward."""
 
     batch: Batch  # on the device
-    rule: str
-    num_tokens: int
-    loss_weight: float = 0.0  # the sum of the weights of its tokens
-    num_samples: int = 1
+    rows: Sequence[RowCounts]
     # Number of microbatches that this rank makes of the step, if a loss term is divided by it.
     num_microbatches: int | None = None
     composers_weight: float = 1.0  # the factor that Composer should apply to its loss
@@ -107,6 +112,14 @@ class MicrobatchRecord:
     count: Tensor | None = None  # number of all loss-generating tokens, ``()``
     tolerance: float = 0.0  # largest deviation that round-off explains
     positions_of_logits: LabelledPositions | None = None  # where logits were computed; None: at every position
+    counts: RowCounts = field(init=False)  # of all rows together
+    is_empty: bool = field(init=False)  # whether no token of a sample carries loss
+    has_weight: bool = field(init=False)  # whether it changes the gradient of the step
+
+    def __post_init__(self) -> None:
+        self.counts = summed(self.rows)
+        self.is_empty = self.counts.loss_tokens == 0 or self.counts.samples == 0
+        self.has_weight = self.counts.loss_weight > 0 and self.counts.samples > 0
 
     def watch(
         self,
@@ -160,7 +173,7 @@ class MicrobatchRecord:
         self.tolerance = tolerance_of(gradient.dtype)
         batch = self.batch if selected is None else selected
         if is_whole:
-            targets = targets_of(batch, self.rule)
+            targets = targets_of(batch, self.counts.rule)
             if self._has_all_logits:
                 self.count = (targets != IGNORE_INDEX).sum()
             self.deviations = deviations(
@@ -186,20 +199,20 @@ class MicrobatchRecord:
         unit: float,
         gradient: Tensor,
     ) -> None:
-        ordinals = loss_mask(batch, self.rule).flatten().cumsum(dim=0)
+        ordinals = loss_mask(batch, self.counts.rule).flatten().cumsum(dim=0)
         if self._has_all_logits:
             self.count = ordinals[-1]
         # Tokens are chosen by their number, because the host knows how many there are. So nothing waits for the device.
         # Every step-th token from a random first one: evenly over the rows.
-        step = -(-self.num_tokens // NUM_SAMPLED)
+        step = -(-self.counts.loss_tokens // NUM_SAMPLED)
         numbers = range(
             1 + CHOICE.randrange(step),
-            self.num_tokens + 1,
+            self.counts.loss_tokens + 1,
             step,
         )
         label_positions = places_of(ordinals, numbers)
         # The position before a label is in the same row, because column 0 never counts.
-        self.positions = label_positions if self.rule == 'unshifted' else label_positions - 1
+        self.positions = label_positions if self.counts.rule == 'unshifted' else label_positions - 1
         self.deviations = deviations(
             unit,
             _at(self.positions, logits),
@@ -216,7 +229,7 @@ class MicrobatchRecord:
             position = int(self.positions[position])
         if self.positions_of_logits is not None:
             position = int(self.positions_of_logits.of_predictions[position])
-        targets = targets_of(self.batch, self.rule)
+        targets = targets_of(self.batch, self.counts.rule)
         # Positions are counted through all rows.
         row = position // targets.shape[1]
         return sample_name(self.batch, row), int(targets.flatten()[position])
@@ -236,51 +249,80 @@ class _Observed(NamedTuple):
     deviations: Sequence[float]  # the largest of each microbatch that was measured
 
 
-@dataclass
-class StepCheck:
-    """Collects observations of one optimizer step on this rank, and refuses the step if it was not exact."""
+class StepTotals(NamedTuple):
+    """Counts of a step over all ranks."""
 
-    num_tokens: int
-    num_samples: int
+    loss_tokens: float
+    samples: float
     loss_weight: float
+
+
+@dataclass(kw_only=True, eq=False)
+class Step:
+    """Everything that is known of one optimizer step on this rank."""
+
+    rows: Sequence[RowCounts]
+    # Whether metrics of training read a copy of each microbatch. A function, because a callback may add metrics late.
+    copies_microbatches: Callable[[], bool]
+    totals: StepTotals = field(init=False)  # over all ranks
+    facts: Sequence[RowFacts] = ()  # of the batch or of each of its microbatches; none if rows cannot be told apart
     is_weighted: bool = False  # whether tokens may have weights
     has_bypass: bool | None = None  # whether the loss has terms that are not made of the logits. None: not known yet
     gradient_scale: float = 1.0  # of mixed precision
-    records: list[MicrobatchRecord] = field(default_factory=list)
+    # Microbatches that the split has made, on the CPU, in the order of their computation; none of a custom split.
+    planned: Sequence[Batch] = ()
+    num_planned: int = 0  # how many of them have samples
+    microbatches: list[MicrobatchRecord] = field(default_factory=list)  # that were computed so far, in order
+    counts: RowCounts = field(init=False)  # of all rows together
+
+    def __post_init__(self) -> None:
+        self.counts = summed(self.rows)
 
     @property
-    def _records_with_tokens(self) -> list[MicrobatchRecord]:
-        return [record for record in self.records if record.loss_weight and record.num_samples]
+    def with_weight(self) -> list[MicrobatchRecord]:
+        """Microbatches that change the gradient of the step."""
+        return [record for record in self.microbatches if record.has_weight]
 
     @property
     def is_measured(self) -> bool:
         """Whether a token of every microbatch was measured."""
-        return all(record.deviations is not None for record in self._records_with_tokens)
+        return all(record.deviations is not None for record in self.with_weight)
+
+
+class StepCheck:
+    """Refuses a step if it was not exact.
+
+    Args:
+        step: After its last backward.
+    """
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
 
     def check(self) -> None:
         """Raises RuntimeError unless all samples and tokens were computed with their weights."""
-        if self.is_weighted:
+        if self._step.is_weighted:
             self._check_reached()
         observed = self._read()
         self._check_totals(observed)
         self._check_each(
             'Labels',
             observed.tokens,
-            lambda record: record.num_tokens,
+            lambda record: record.counts.loss_tokens,
             tolerance=0,
         )
         self._check_each(
             'Weights',
             observed.weights,
-            lambda record: record.loss_weight,
+            lambda record: record.counts.loss_weight,
             tolerance=WEIGHT_TOLERANCE,
         )
-        self._check_factors([factor / self.gradient_scale for factor in observed.factors])
+        self._check_factors([factor / self._step.gradient_scale for factor in observed.factors])
         self._check_tokens(observed.deviations)
         self._check_number()
 
     def _check_reached(self) -> None:
-        for record in self._records_with_tokens:
+        for record in self._step.with_weight:
             if record.was_reached and not record.has_bypass:
                 continue
             raise RuntimeError(
@@ -296,19 +338,19 @@ class StepCheck:
         weights: list[Tensor] = []
         factors: list[Tensor] = []
         largest_deviations: list[Tensor] = []
-        for record in self.records:
+        for record in self._step.microbatches:
             counted = None
-            if record.count is None or self.is_weighted:
-                counted = loss_mask(record.batch, record.rule)
+            if record.count is None or self._step.is_weighted:
+                counted = loss_mask(record.batch, record.counts.rule)
             if record.count is not None:
                 tokens.append(record.count)
             elif counted is not None:
                 tokens.append(counted.sum())
-            if self.is_weighted and counted is not None:
+            if self._step.is_weighted and counted is not None:
                 weights.append((record.batch[LOSS_WEIGHTS] * counted).sum())
             if record.factor is not None:
                 factors.append(record.factor)
-        for record in self._records_with_tokens:
+        for record in self._step.with_weight:
             if record.deviations is not None:
                 largest_deviations.append(record.deviations.amax())
         # One tensor for all numbers, so that the device is read once.
@@ -318,21 +360,18 @@ class StepCheck:
         return _Observed(*([next(numbers) for _ in group] for group in groups))
 
     def _check_totals(self, observed: _Observed) -> None:
-        num_samples = sum(record.num_samples for record in self.records)
-        num_tokens = sum(record.num_tokens for record in self.records)
-        weight = sum(record.loss_weight for record in self.records)
+        counted = self._step.counts
+        num_samples = sum(record.counts.samples for record in self._step.microbatches)
+        num_tokens = sum(record.counts.loss_tokens for record in self._step.microbatches)
+        weight = sum(record.counts.loss_weight for record in self._step.microbatches)
         # Nothing may be lost or repeated between BATCH_START and the backwards.
-        has_all = (num_samples, num_tokens) == (self.num_samples, self.num_tokens)
-        if not has_all or not math.isclose(
-            weight,
-            self.loss_weight,
-            rel_tol=RELATIVE_TOLERANCE,
-        ):
+        has_all = (num_samples, num_tokens) == (counted.samples, counted.loss_tokens)
+        if not has_all or not math.isclose(weight, counted.loss_weight, rel_tol=RELATIVE_TOLERANCE):
             raise RuntimeError(
-                f'The microbatches of a step must hold its {self.num_samples} samples and {self.num_tokens} '
-                f'loss-generating tokens of weight {self.loss_weight:g}, got: {num_samples} and {num_tokens} of weight '
-                f'{weight:g}. `split_batch` drops or repeats rows, or a later algorithm does: use token_data_spec(), '
-                'and put TokenAccumulation last (docs/errors.md#counts).'
+                f'The microbatches of a step must hold its {counted.samples} samples and {counted.loss_tokens} '
+                f'loss-generating tokens of weight {counted.loss_weight:g}, got: {num_samples} and {num_tokens} of '
+                f'weight {weight:g}. `split_batch` drops or repeats rows, or a later algorithm does: use '
+                'token_data_spec(), and put TokenAccumulation last (docs/errors.md#counts).'
             )
 
     def _check_each(
@@ -346,7 +385,7 @@ class StepCheck:
         """Checks values of each microbatch against the counts of BATCH_START. Without weights there are no values."""
         for index, (record, value) in enumerate(
             zip(
-                self.records,
+                self._step.microbatches,
                 values,
                 strict=False,
             )
@@ -360,9 +399,9 @@ class StepCheck:
                 )
 
     def _check_factors(self, factors: Sequence[float]) -> None:
-        if not factors and self.num_tokens == 0:
+        if not factors and self._step.counts.loss_tokens == 0:
             return  # nothing required a gradient
-        expected = [record.composers_weight for record in self.records]
+        expected = [record.composers_weight for record in self._step.microbatches]
         are_close = len(factors) == len(expected)
         for factor, weight in zip(factors, expected, strict=False):
             are_close = are_close and math.isclose(
@@ -381,8 +420,8 @@ class StepCheck:
 
     def _check_tokens(self, largest_deviations: Sequence[float]) -> None:
         remaining = iter(largest_deviations)
-        for record in self._records_with_tokens:
-            if record.has_bypass and self.has_bypass is False:
+        for record in self._step.with_weight:
+            if record.has_bypass and self._step.has_bypass is False:
                 raise RuntimeError(
                     "The model's own loss must be made of its logits alone, as it was before, got: another term, "
                     f'which began in a microbatch with {sample_name(record.batch, 0)}. Have it in the loss from the '
@@ -401,13 +440,13 @@ class StepCheck:
                     'forward. Name a term that is meant in `loss_units`, or set `check_loss=False` '
                     '(docs/errors.md#model-loss).'
                 )
-        if self.has_bypass is None and self.loss_weight:
-            self.has_bypass = any(record.has_bypass for record in self.records)
+        if self._step.has_bypass is None and self._step.counts.loss_weight:
+            self._step.has_bypass = any(record.has_bypass for record in self._step.microbatches)
 
     def _check_number(self) -> None:
         """Checks the number of microbatches, if a loss term was divided by it beforehand."""
-        number = sum(record.num_samples > 0 for record in self.records)
-        for record in self.records:
+        number = sum(record.counts.samples > 0 for record in self._step.microbatches)
+        for record in self._step.microbatches:
             if record.num_microbatches not in (None, number):
                 raise RuntimeError(
                     f"A term in units of 'microbatches' needs their number beforehand, got: {number} microbatches "

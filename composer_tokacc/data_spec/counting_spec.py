@@ -1,137 +1,201 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Composer's DataSpec with counts of ours; the one module of the split that needs Composer."""
+"""Composer's DataSpec with exact counts of samples and tokens. The only module of this room that needs Composer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import ref
 
 import torch
 from composer.core import DataSpec
 
-from composer_tokacc.batch import check_dense, check_ids
+from composer_tokacc.batch import Batch, BatchDict, check_dense, check_ids
 from composer_tokacc.checks.first_batch import FirstBatchCheck
 from composer_tokacc.checks.probe import Probe
 from composer_tokacc.counting import count_tokens, mask_document_starts, real_tokens
 from composer_tokacc.data_spec.split import MicrobatchSplit, register_split
 from composer_tokacc.layout import BatchLayout, PreSplitBatch, microbatches_of
-from composer_tokacc.metadata import annotate, is_annotated, metadata_of, num_samples, without_metadata
+from composer_tokacc.row_counts import RowCounts, is_counted, num_samples, rows_of, with_counts, without_rows
 
 
 class CountingDataSpec(DataSpec):
-    """Counts of a batch: carried where the algorithm or the split has counted already, else counted here."""
+    """Answers Composer's questions about a batch by the counts that it carries, and counts it if it carries none.
 
-    def __init__(self, dataloader: Any, split: MicrobatchSplit, model: Any, loss_tokens: str, **kwargs: Any) -> None:
-        self._split, self._model, self._rule = split, model, loss_tokens
-        self._batch_transforms: Callable[[Any], Any] | None = kwargs.pop('batch_transforms', None)
-        self._on_device: tuple[Any, Mapping[str, Any]] = (None, {})
+    Args:
+        dataloader: Yields the batches.
+        split: Cuts them.
+        model: The model, if no algorithm is there to know it.
+        loss_tokens: The loss rule, or ``'auto'``.
+        batch_transforms: The user's own, which are applied to the whole batch.
+        **kwargs: Passed to :class:`composer.core.DataSpec`.
+    """
+
+    def __init__(
+        self,
+        dataloader: Any,
+        split: MicrobatchSplit,
+        model: torch.nn.Module | None,
+        loss_tokens: str,
+        batch_transforms: Callable[[Any], Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._split = split
+        self._model = model
+        self._rule = loss_tokens
+        self._batch_transforms = batch_transforms
         self._first_batch: FirstBatchCheck | None = None
+        # Labels and counts of the microbatch that the model computes, if its counts were taken out.
+        self._computed_labels: ref[torch.Tensor] | None = None
+        self._computed_rows: Sequence[RowCounts] = ()
         super().__init__(
-            dataloader, batch_transforms=self._transform, microbatch_transforms=self._transform_microbatch,
-            split_batch=self._split_counted, get_num_samples_in_batch=self._num_samples,
-            get_num_tokens_in_batch=self._num_tokens, **kwargs,
-        )  # fmt: skip
+            dataloader,
+            batch_transforms=self._transform,
+            microbatch_transforms=self._transform_microbatch,
+            split_batch=self._count_and_split,
+            get_num_samples_in_batch=self._num_samples,
+            get_num_tokens_in_batch=self._num_tokens,
+            **kwargs,
+        )
 
     def get_num_tokens_in_batch(self, batch: Any, token_type: str = 'total') -> int:
         """As Composer's, which asks for ``'loss_generating'`` only if ``accumulate_train_batch_on_tokens`` is on."""
-        if token_type == 'loss_generating' and 'microbatches' in metadata_of(batch) and not self._split.checked:
+        if token_type == 'loss_generating' and is_counted(batch) and not self._split.checked:
             raise RuntimeError(
                 '`token_data_spec` must know the model to count for `accumulate_train_batch_on_tokens`, got: no '
                 "`model=`. A rule that is not the model's own would weight tokens wrongly without a word: pass "
                 '`model=`, or use TokenAccumulation with the flag off.'
             )
-        if token_type == 'total' and 'rule' not in self._carried(batch):
-            # Asked before the algorithm counts, which would count the labels a second time.
-            return sum(sum(real_tokens(one)) for one in microbatches_of(batch) if num_samples(one))
+        if token_type == 'total' and not self._has_counts(batch):
+            # Composer asks before the algorithm counts. Counting the labels here would count them twice.
+            return sum(sum(real_tokens(part)) for part in microbatches_of(batch) if num_samples(part))
         return super().get_num_tokens_in_batch(batch, token_type)
 
+    # Before the split.
+
     def _transform(self, batch: Any) -> Any:
-        transforms = self._batch_transforms
-        if transforms is not None:
-            batch = batch.map(transforms) if isinstance(batch, PreSplitBatch) else transforms(batch)
+        """Applies the user's transforms to a batch of the loader, and checks it."""
+        if self._batch_transforms is not None:
+            batch = _mapped(self._batch_transforms, batch)
         if not isinstance(batch, Mapping):
             raise ValueError(
                 f'The dataloader must yield mappings with `input_ids` and `labels`, got: {type(batch).__name__}.'
             )
-        for one in microbatches_of(batch):
-            check_dense(one)
-            check_ids(one)
-        # Two specs may share a loader; the algorithm asks for the one that the trainer uses.
+        for part in microbatches_of(batch):
+            check_dense(part)
+            check_ids(part)
+        # Two specs may share a loader. The algorithm asks for the split of the one that the trainer uses.
         register_split(self.dataloader, self._split)
-        self._split.begin_step(copies_microbatches=None)  # until the algorithm, if there is one, begins with this batch
+        self._split.step = None  # the algorithm, if there is one, sets the step of this batch
         if 'labels' not in batch or torch.is_grad_enabled():
-            return batch  # in training annotate() masks, which knows the rule
-        return batch.map(mask_document_starts) if isinstance(batch, PreSplitBatch) else mask_document_starts(batch)
+            return batch  # in training with_counts() masks, which knows the rule
+        return _mapped(mask_document_starts, batch)
 
-    def _split_counted(self, batch: Any, microbatch_size: int | float) -> list[dict[str, Any]]:
-        if self._model is not None and torch.is_grad_enabled() and not is_annotated(batch):
-            self._check(batch, microbatch_size)
-        if not is_annotated(batch) and 'labels' in batch:
-            batch = annotate(batch, 'causal' if self._rule == 'auto' else self._rule)
+    def _count_and_split(self, batch: Batch, microbatch_size: int | float) -> list[BatchDict]:
+        """Is Composer's ``split_batch``: counts the batch if no algorithm has, then splits it."""
+        if not is_counted(batch):
+            if self._model is not None and torch.is_grad_enabled():
+                self._check(self._model, batch, microbatch_size)
+            if 'labels' in batch:
+                batch = with_counts(batch, self._known_rule)
         return self._split(batch, microbatch_size)
 
-    def _check(self, batch: Any, microbatch_size: int | float) -> None:
-        """Without the algorithm: has the check look at rows of every kind that the model was not asked about yet."""
-        layout = self._split.given_layout or BatchLayout.infer(batch)
+    @property
+    def _known_rule(self) -> str:
+        return 'causal' if self._rule == 'auto' else self._rule
+
+    def _check(self, model: torch.nn.Module, batch: Batch, microbatch_size: int | float) -> None:
+        """Runs the first-batch check if there is no algorithm to do it."""
+        given_layout = self._split.given_layout
+        layout = given_layout or BatchLayout.infer(batch)
         if self._first_batch is None:
-            self._split.start(self._model, self._split.given_layout, batch, microbatch_size)
+            self._split.start(model, given_layout, batch, microbatch_size)
             self._first_batch = FirstBatchCheck(
-                Probe.from_model(self._model), layout, self._on_models_device, loss_tokens=self._rule, check_loss=True,
+                Probe.from_model(model),
+                layout,
+                self._on_models_device,
+                loss_tokens=self._rule,
+                check_loss=True,
                 microbatch_size=microbatch_size,
-            )  # fmt: skip
-        readings = {} if self._first_batch.layout is None else self._first_batch.layout.readings
-        self._first_batch.layout = layout.with_readings(readings)  # of this batch, if the model does not tell
-        rules = self._first_batch.prove(batch, self._split)
+            )
+        check = self._first_batch
+        # If the model does not tell the layout, each batch does. The readings of earlier batches stay.
+        readings = {} if check.layout is None else check.layout.readings
+        check.layout = layout.with_readings(readings)
+        rules = check.prove(batch, self._split)
         assert rules is not None  # a split always has rules
         self._split.adopt(rules)
-        if self._split.given_layout is not None:
-            self._split.layout = self._first_batch.layout
-        assert self._first_batch.rule is not None
-        self._rule = self._first_batch.rule
+        if given_layout is not None:
+            self._split.layout = check.layout
+        assert check.rule is not None
+        self._rule = check.rule
 
-    def _on_models_device(self, batch: Any) -> Any:
-        """As the trainer moves a microbatch to the device and transforms it there."""
+    def _on_models_device(self, batch: Batch) -> Any:
+        """Moves a microbatch to the device and transforms it there, as the trainer does."""
+        assert self._model is not None
         device = next(self._model.parameters()).device
-        moved = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
-        return self._split.as_the_model_takes_it(moved)
+        on_device = dict(batch)
+        for key, value in batch.items():
+            if isinstance(value, torch.Tensor):
+                on_device[key] = value.to(device)
+        return self._split.as_the_model_takes_it(on_device)
+
+    # On the device.
 
     def _transform_microbatch(self, batch: Any) -> Any:
+        """Returns a microbatch as the model gets it."""
         batch = self._split.as_the_model_takes_it(batch)
-        copies_microbatches = self._split.copies_microbatches
-        if type(batch) is dict and copies_microbatches is not None and not copies_microbatches():
-            batch = _Uncopied(batch)
-        if self._model is None or copies_microbatches is not None or not metadata_of(batch):
+        step = self._split.step
+        if step is not None:
+            needs_no_copy = type(batch) is dict and not step.copies_microbatches()
+            return _Uncopied(batch) if needs_no_copy else batch
+        if self._model is None or not is_counted(batch):
             return batch
-        # No algorithm hides what the batch carries from a compiled forward, which would be compiled anew for each list.
-        self._on_device = (ref(batch['labels']), metadata_of(batch))
-        return without_metadata(batch)
+        # No algorithm hides the counts from the model. A compiled one would be compiled again for each list.
+        self._computed_labels = ref(batch['labels'])
+        self._computed_rows = rows_of(batch)
+        return without_rows(batch)
 
-    def _carried(self, batch: Any) -> Mapping[str, Any]:
-        labels, facts = self._on_device
-        return facts if labels is not None and labels() is batch.get('labels') else metadata_of(batch)
+    # Called by Composer.
+
+    def _rows_of(self, batch: Any) -> Sequence[RowCounts]:
+        labels = None if self._computed_labels is None else self._computed_labels()
+        if labels is not None and labels is batch.get('labels'):
+            return self._computed_rows
+        return rows_of(batch)
+
+    def _has_counts(self, batch: Any) -> bool:
+        return all(row.rule for row in self._rows_of(batch))
 
     def _num_samples(self, batch: Any) -> int:
-        facts = self._carried(batch)
-        return sum(facts['samples']) if 'samples' in facts else num_samples(batch)
+        return sum(row.samples for row in self._rows_of(batch))
 
     def _num_tokens(self, batch: Any) -> dict[str, int]:
-        facts = self._carried(batch)
-        if 'rule' in facts:
-            return {'total': sum(facts['real_tokens']), 'loss_generating': sum(facts['loss_tokens'])}
-        rule = 'causal' if self._rule == 'auto' else self._rule
-        counts = [count_tokens(microbatch, rule) for microbatch in microbatches_of(batch)]
-        total, loss_generating = sum(one.num_real for one in counts), sum(one.num_loss_generating for one in counts)
-        return {'total': total, 'loss_generating': loss_generating}
+        if self._has_counts(batch):
+            rows = self._rows_of(batch)
+            return {
+                'total': sum(row.real_tokens for row in rows),
+                'loss_generating': sum(row.loss_tokens for row in rows),
+            }
+        counts = [count_tokens(part, self._known_rule) for part in microbatches_of(batch)]
+        return {
+            'total': sum(count.num_real for count in counts),
+            'loss_generating': sum(count.num_loss_generating for count in counts),
+        }
+
+
+def _mapped(function: Callable[[Any], Any], batch: Any) -> Any:
+    """Applies a function to a batch, or to each microbatch of a pre-split batch."""
+    return batch.map(function) if isinstance(batch, PreSplitBatch) else function(batch)
 
 
 class _Uncopied(dict):
     """A microbatch whose deep copy shares its tensors.
 
-    Composer keeps a deep copy of every microbatch, on its device, for the metrics of training, also where there are
-    none: images are copied for nothing then.
+    Composer keeps a deep copy of every microbatch for the metrics of training, even if there are no metrics. Then
+    images would be copied for nothing.
     """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:

@@ -59,7 +59,7 @@ class DocumentAttention:
     ) -> None:
         from transformers import PreTrainedModel
 
-        # A multimodal model holds several hosts. Only those of the text attend document by document.
+        # A multimodal model holds several hosts. Only text hosts attend document by document.
         hosts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
         if not hosts:
             raise RuntimeError(f"The model must be one of transformers', got: {type(model).__name__}.")
@@ -144,7 +144,7 @@ class DocumentAttention:
 
 
 def _rope_index_of(model: nn.Module) -> HostFunction | None:
-    """Returns the function by which a multimodal model counts its rotary positions."""
+    """Returns the function with which a multimodal model counts its rotary positions."""
     for module in model.modules():
         rope_index: Any = getattr(module, 'get_rope_index', None)
         if rope_index is not None:

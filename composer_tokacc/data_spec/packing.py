@@ -10,19 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composer_tokacc.batch import IGNORE_INDEX, Batch, real_positions, sample_name
+from composer_tokacc.batch import IGNORE_INDEX, Batch, BatchDict, real_positions, sample_name
 from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.layout import BatchLayout
-from composer_tokacc.metadata import METADATA_PREFIX
-
-RULE_KEY = f'{METADATA_PREFIX}rule'
+from composer_tokacc.row_counts import ROWS_KEY, summed
 
 
 def pack_rows(
     layout: BatchLayout,
     batch: Batch,
     attention: DocumentAttention | None = None,
-) -> dict[str, Any]:
+) -> BatchDict:
     """Returns one row with the real tokens of all rows. Each row becomes a document.
 
     Labels stay at their tokens. If the model predicts a label from the token before it (every rule but
@@ -30,7 +28,7 @@ def pack_rows(
 
     Args:
         layout: How the tensors of the batch belong to its rows.
-        batch: Rows without holes. It names the loss rule if it was counted; without a name the rule is causal.
+        batch: Rows without holes. Its counts name the loss rule; without counts the rule is causal.
         attention: The model's. The default takes masks and counts positions of text from 0.
 
     Returns:
@@ -41,17 +39,17 @@ def pack_rows(
     Raises:
         ValueError: If the batch has an entry that cannot be packed.
     """
-    is_shifted = batch[RULE_KEY][0] != 'unshifted' if RULE_KEY in batch else True
+    is_shifted = ROWS_KEY not in batch or batch[ROWS_KEY][0].rule != 'unshifted'
     real = real_positions(batch)
     _check_rows(batch, real, is_shifted=is_shifted)
     if not bool(real.any()):
         # A model cannot compute a row without tokens.
         real = torch.zeros_like(real)
         real[0, 0] = True
-    packed: dict[str, Any] = {}
+    packed: BatchDict = {}
     for key, value in batch.items():
-        if key == RULE_KEY:
-            packed[key] = value[:1]
+        if key == ROWS_KEY:
+            packed[key] = [summed(value)]
         elif isinstance(value, Tensor):
             if key != 'attention_mask':
                 packed[key] = _pack_tensor(layout, batch, key, real)

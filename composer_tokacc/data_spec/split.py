@@ -1,7 +1,12 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The split of a device batch into trimmed microbatches under a token budget."""
+"""The split of a device batch into trimmed microbatches under a token budget.
+
+:class:`MicrobatchSplit` describes the rows, cuts them into pieces under the caps (:mod:`.pieces`) and builds the
+microbatches. On several ranks :func:`in_step` first adds dummy rows and empty microbatches, so that no rank waits for
+another without end. The functions at the end find the split and the layout that belong to a loader.
+"""
 
 from __future__ import annotations
 
@@ -14,151 +19,152 @@ from weakref import WeakValueDictionary
 import numpy as np
 import torch
 
-from composer_tokacc.batch import MODALITIES, Batch, sample_name
-from composer_tokacc.collectives import all_gather_object, get_world_size
-from composer_tokacc.data_spec.cut_rules import CutRules, padded_candidates
+from composer_tokacc.batch import MODALITIES, Batch, BatchDict, sample_name
+from composer_tokacc.checks.step import Step
+from composer_tokacc.collectives import all_gather_object, from_any_rank, get_world_size, max_over_ranks
 from composer_tokacc.data_spec.document_attention import DocumentAttention
-from composer_tokacc.data_spec.dummy_rows import DummyRows
-from composer_tokacc.data_spec.in_step import in_step, with_dummies
-from composer_tokacc.data_spec.pieces import Piece, build
+from composer_tokacc.data_spec.pieces import CutRules, DummyRows, Piece, build, padded_candidates, zero_weight
 from composer_tokacc.layout import BatchLayout, PreSplitBatch, RowFacts, describe, describe_all, microbatches_of
-from composer_tokacc.metadata import num_rows, samples_of, with_metadata, without_metadata
 from composer_tokacc.planning import CutOptions, check_kind, cut_rows, pack_lengths, token_budget
+from composer_tokacc.row_counts import rows_of, without_rows
 
 if TYPE_CHECKING:
     from composer.core import State
 
 log = logging.getLogger(__name__)
 
+FEW_TOKENS = 8
+"""Tokens of a text that only keeps a rank in step. Models with convolutions need as many."""
+
+MicrobatchTransforms = Callable[[Any], Any]
+
 
 class MicrobatchSplit:
     """Composer's ``split_batch``: a microbatch size of ``k`` is a memory of ``k`` rows of ``slot_tokens``.
 
-    It holds its loader, by which the algorithm finds it. The layout, if none is given, is the model's own once that is
-    known, until then that of each batch. ``microbatch_transforms`` are the user's, done on the device.
+    Args:
+        dataloader: The loader whose batches are split. The algorithm finds the split by it.
+        layout: How tensors belong to rows. None: the model's own layout, as soon as the model is known.
+        options: The caps, and how to cut under them.
+        microbatch_transforms: The user's own, which are applied on the device.
     """
 
     def __init__(
-        self, dataloader: Any, layout: BatchLayout | None, options: CutOptions,
-        microbatch_transforms: Callable[[Any], Any] | None = None,
-    ) -> None:  # fmt: skip
-        self.dataloader, self.options = dataloader, options
-        self.layout = self.given_layout = layout
+        self,
+        dataloader: Any,
+        layout: BatchLayout | None,
+        options: CutOptions,
+        microbatch_transforms: MicrobatchTransforms | None = None,
+    ) -> None:
+        self.dataloader = dataloader
+        self.options = options
+        self.given_layout = layout
+        self.layout = layout
         self.rules = CutRules(right='trim')
-        """What may be trimmed. Nothing is known before the first-batch check, but that padding on the right, which no
-        causal model can see, may go; on the left it may move positions."""
+        """How rows are cut. Before the first-batch check only padding on the right is trimmed, which no causal model
+        can see. Trimming on the left may move positions."""
         self.checked = False
         """Whether the first-batch check has seen the model."""
         self.reduces_once = False
-        """Whether ranks meet in the last microbatch of a step alone, where DDP reduces gradients: then they may leave
-        an encoder unused, and make unequally many. The algorithm sees it happen, and gives DDP zeros."""
-        self.copies_microbatches: Callable[[], bool] | None = None
-        """Asks whether metrics of training read a copy of each microbatch; None: no algorithm is in this step."""
-        self.made: list[dict[str, Any]] = []
-        """Microbatches of the batch that was split last, those of no weight included."""
-        self._counted: tuple[RowFacts, list[Any]] | None = None
-        """Facts of the batch of this step, as the check has described it, and the values that they were read from."""
+        """Whether DDP reduces gradients only in the last microbatch of a step. Then ranks may leave an encoder unused
+        and make different numbers of microbatches. The algorithm sees it happen, and gives DDP zeros."""
+        self.step: Step | None = None
+        """The step whose batch is split next; None: no algorithm counts it."""
         self._microbatch_transforms = microbatch_transforms
-        self._model: Any = None
+        self._model: torch.nn.Module | None = None
         self._attention: DocumentAttention | None = None
-        self._wants_packing = self._has_packed = False
+        self._wants_packing = False
+        self._has_packed = False
         self._warned: set[str] = set()
 
-    # What the algorithm tells it.
+    # Called by the algorithm.
 
-    def start(self, model: Any, layout: BatchLayout | None, batch: Batch, microbatch_size: float) -> None:
-        """Begins with a model, of which nothing is known but its layout; a collective."""
-        self.attend_as_before()
-        self._model, self.layout = model, layout or self.given_layout
-        self.rules, self.checked = CutRules(), False
+    def start(self, model: torch.nn.Module, layout: BatchLayout | None, batch: Batch, microbatch_size: float) -> None:
+        """Begins with a model, knowing only its layout; a collective."""
+        self.restore_attention()
+        self._model = model
+        self.layout = layout or self.given_layout
+        self.rules = CutRules()
+        self.checked = False
         self._wants_packing = self.options.packing is True
         if self.options.packing == 'auto' and self.layout is not None:
             self._wants_packing = self._packing_costs_less(describe_all(self.layout, batch), microbatch_size)
 
     def _packing_costs_less(self, sources: Sequence[RowFacts], microbatch_size: float) -> bool:
         """Returns whether packing costs less on this batch, over all ranks; a collective."""
-        lengths = [length for facts in sources for length in facts.lengths]
+        lengths = np.array(_lengths_of(sources))
+        longest = int(lengths.max())
         slot_tokens = self.options.slot_tokens or max(facts.width for facts in sources)
         budget = token_budget(microbatch_size, slot_tokens)
-        options = replace(self.options, max_tokens=max(budget, *lengths), max_image_tokens=None, packing=False)
+        options = replace(self.options.without_caps(), max_tokens=max(budget, longest), packing=False)
         cost = options.cost
-        cuts = cut_rows(lengths, options, max_width=max(lengths))
-        widths = np.array([max(lengths[row] for row in rows) for rows in cuts])
-        padded = float((np.array([len(rows) for rows in cuts]) * cost.rows(widths) + cost.launch).sum())
-        packed = sum(cost.packed([lengths[row] for row in rows]) for rows in pack_lengths(lengths, budget))
-        packed, padded = map(sum, zip(*all_gather_object((packed, padded)), strict=True))
-        log.info('packing=%s: the first batch costs %.0f packed and %.0f padded.', packed < padded, packed, padded)
-        return packed < padded
+        padded_cost = 0.0
+        for rows in cut_rows(lengths, options, max_width=longest):
+            width = lengths[rows].max(keepdims=True)
+            padded_cost += len(rows) * float(cost.rows(width)[0]) + cost.launch
+        packed_cost = 0.0
+        for rows in pack_lengths(lengths, budget):
+            packed_cost += cost.packed(lengths[rows].tolist())
+        costs = np.array(all_gather_object((packed_cost, padded_cost))).sum(axis=0)
+        costs_less = bool(costs[0] < costs[1])
+        log.info('packing=%s: the first batch costs %.0f packed and %.0f padded.', costs_less, *costs)
+        return costs_less
 
     def adopt(self, rules: CutRules, *, reduces_once: bool = False) -> None:
         """Cuts by these rules from now on."""
-        self.rules, self.checked, self.reduces_once = rules, True, reduces_once
+        self.rules = rules
+        self.checked = True
+        self.reduces_once = reduces_once
         self._attend(rules.packing)
         if rules.packing == 'positions':
             self._warn('Packed rows get a mask as wide as all their documents: attention document by document fails.')
 
-    def begin_step(self, *, copies_microbatches: Callable[[], bool] | None) -> None:
-        """Learns what the trainer does with the microbatches of a step."""
-        self.copies_microbatches = copies_microbatches
-
-    def end_step(self) -> None:
-        """Lets a step's microbatches go: nobody waits for them while the next batch is read."""
-        self.made = []
-        self._counted = None
-
-    # What the first-batch check asks.
+    # Called by the first-batch check.
 
     def largest_packed_row(self, sources: Sequence[RowFacts], microbatch_size: float) -> int:
-        """Returns the most tokens that a packed row of a batch can have; 0: its rows are not packed.
-
-        Keeps the facts of a batch, so that it is described once a step.
-        """
-        if len(sources) == 1:
-            self._counted = sources[0], list(sources[0].batch.values())
+        """Returns the most tokens that a packed row of a batch can have; 0: its rows are not packed."""
         is_packed = self.packing or (self._wants_packing and not self.checked)
         if not is_packed or not sources:
             return 0
-        lengths = [length for facts in sources for length in facts.lengths]
+        lengths = _lengths_of(sources)
         budget = token_budget(microbatch_size, self._slot_width(sources))
-        return max([min(budget, sum(lengths)), *lengths])
+        return max(min(budget, sum(lengths)), *lengths)
 
     def _slot_width(self, sources: Sequence[RowFacts]) -> int:
-        """Returns the tokens that one row of the microbatch size stands for.
-
-        A row of memory is a slot, and what a decoder computes of a text of its own.
-        """
+        """Returns the tokens of one row of the microbatch size: a slot, and the text of a decoder if there is one."""
         width = self.options.slot_tokens or max(facts.width for facts in sources)
         return width + max(facts.decoder_width for facts in sources)
 
     @property
     def must_pack(self) -> bool:
-        """Whether rows are packed or the run stops: asked for, or begun so."""
+        """Whether the run stops if rows cannot be packed: the user asked for it, or earlier rows were packed."""
         return self.options.packing is True or self._has_packed
 
-    def candidates(self, facts: RowFacts, known: CutRules) -> Iterator[CutRules]:
-        """Gives the rules that are to be tried on such rows, cheapest first; ``known``: those found on other rows."""
-        if known.packing or (self._wants_packing and not self.checked):
-            yield replace(known, packing=known.packing or 'documents')
-            if self.must_pack and not known.packing:
-                yield replace(known, packing='positions')
+    def candidates(self, facts: RowFacts, earlier: CutRules) -> Iterator[CutRules]:
+        """Yields the rules to try on such rows, cheapest first. ``earlier`` are the rules found on other rows."""
+        if earlier.packing or (self._wants_packing and not self.checked):
+            yield replace(earlier, packing=earlier.packing or 'documents')
+            if self.must_pack and not earlier.packing:
+                yield replace(earlier, packing='positions')
             if self.must_pack:
                 return
-        yield from padded_candidates(facts, known)
+        yield from padded_candidates(facts, earlier)
 
-    def assemble(self, facts: RowFacts, rows: Sequence[int], rules: CutRules) -> dict[str, Any]:
-        """Returns the microbatch of the given rows, cut by the given rules and, where asked, packed."""
-        layout = facts.layout
-        if rules.packing and layout.family.coupling:
-            raise RuntimeError(f'rows that are not independent: {layout.family.coupling}')
+    def assemble(self, facts: RowFacts, rows: Sequence[int], rules: CutRules) -> BatchDict:
+        """Returns the microbatch of some rows, cut and packed by the rules."""
+        coupling = facts.layout.family.coupling
+        if rules.packing and coupling:
+            raise RuntimeError(f'rows that are not independent: {coupling}')
         if rules.packing:
             self._attend(rules.packing)
-        piece = Piece.from_facts(facts, rules, replace(self.options, max_image_tokens=None)).take(rows)
+        options = self.options.without_caps()
+        piece = Piece.from_facts(facts, rules, options).take(rows)
         if rules.needs_media:
-            piece = piece._replace(dummies=_first_modality([facts]).missing(facts, rows))
+            piece = replace(piece, dummies=_dummies_of_first_modality([facts]).missing(facts, rows))
         (microbatch,) = build([piece], self._attention)
-        return without_metadata(microbatch)
+        return without_rows(microbatch)
 
-    # The model, as far as it is touched.
+    # The model.
 
     def as_the_model_takes_it(self, batch: Any) -> Any:
         """Returns a microbatch on the device as the model gets it."""
@@ -168,16 +174,18 @@ class MicrobatchSplit:
         return batch if self.layout is None else self.layout.with_media(batch)
 
     def _attend(self, packing: str) -> None:
-        """Has the model's attention take rows that are so packed; called again it changes nothing."""
-        by_positions = packing == 'positions'
+        """Changes the model's attention for rows that are packed in this way, unless it is changed already."""
         if not packing:
-            self.attend_as_before()
-        elif self._model is not None and (self._attention is None or self._attention.has_masks == by_positions):
-            self.attend_as_before()
+            self.restore_attention()
+            return
+        by_positions = packing == 'positions'
+        is_changed = self._attention is not None and self._attention.has_masks != by_positions
+        if self._model is not None and not is_changed:
+            self.restore_attention()
             self._attention = DocumentAttention(self._model, by_positions=by_positions)
 
-    def attend_as_before(self) -> None:
-        """Gives the model its own attention back, where it had to change."""
+    def restore_attention(self) -> None:
+        """Gives the model its own attention back, if it was changed."""
         if self._attention is not None:
             self._attention.undo()
         self._attention = None
@@ -189,72 +197,78 @@ class MicrobatchSplit:
         """Whether a microbatch's rows become one packed row."""
         return bool(self.rules.packing)
 
-    def __call__(self, batch: Batch, microbatch_size: int | float) -> list[dict[str, Any]]:
+    def __call__(self, batch: Batch, microbatch_size: int | float) -> list[BatchDict]:
         """Splits in training; in evaluation (no gradients) rows keep order and ``microbatch_size`` counts rows."""
         if microbatch_size <= 0:
             raise ValueError(f'`device_train_microbatch_size` must be positive, got: {microbatch_size}.')
-        # Those with images have the most entries, and tell the layout.
+        # The microbatch with the most entries has media, and tells the layout.
         layout = self.layout or BatchLayout.infer(max(microbatches_of(batch), key=len))
         if not torch.is_grad_enabled():
-            return self._in_order(layout, batch, max(int(microbatch_size), 1))
-        sources, pre_split = self._described(layout, batch)
+            return self._split_in_order(layout, batch, max(int(microbatch_size), 1))
+        sources = self._describe(layout, batch)
+        stays_pre_split = isinstance(batch, PreSplitBatch) and self._may_stay_pre_split(sources)
+        indices = None
+        if isinstance(batch, PreSplitBatch):
+            if stays_pre_split:
+                indices = batch.indices
+            else:
+                sources = [describe(layout, batch.joined(layout))]
         self._check_packing(sources)
         budget = token_budget(microbatch_size, self._slot_width(sources))
         options = replace(self.options, max_tokens=budget)
-        pieces = self._cut(sources, pre_split, options)
-        empty: list[dict[str, Any]] = []
+        pieces = self._cut(sources, options, indices, stays_pre_split=stays_pre_split)
+        empty: list[BatchDict] = []
         if get_world_size() > 1:
             takes_media = self.layout is None or bool(layout.family.media or layout.extra)
-            takes_media &= self.rules.needs_media or not self.reduces_once
+            # If DDP reduces only once, it does not wait for an unused encoder.
+            takes_media = takes_media and (self.rules.needs_media or not self.reduces_once)
             pieces, empty = in_step(
                 sources, pieces, self.rules, options, takes_media=takes_media, reduces_once=self.reduces_once
             )
         elif self.rules.needs_media:
-            pieces = with_dummies(pieces, _first_modality(sources))
+            pieces = with_dummies(pieces, _dummies_of_first_modality(sources))
         self._warn_of(sources, pieces)
-        microbatches = build(pieces, self._attention)
-        self.made = [with_metadata(one, microbatches=[len(pieces)] * num_rows(one)) for one in microbatches] + empty
-        return self.made
+        microbatches = [*build(pieces, self._attention), *empty]
+        if self.step is not None:
+            self.step.planned = microbatches
+            self.step.num_planned = len(pieces)
+        return microbatches
 
-    def _in_order(self, layout: BatchLayout, batch: Batch, size: int) -> list[dict[str, Any]]:
-        """Returns chunks of rows: the trainer drops a sampler's padding with split_batch(batch, n - 1)[0]."""
-        rules, options = replace(self.rules, packing=''), replace(self.options, max_image_tokens=None)
-        whole = Piece.from_facts(describe(layout, batch), rules, options)
-        starts = range(0, len(whole.rows), size)
-        pieces = [whole.take(range(start, min(start + size, len(whole.rows)))) for start in starts]
+    def _split_in_order(self, layout: BatchLayout, batch: Batch, size: int) -> list[BatchDict]:
+        """Returns runs of rows: the trainer drops repeated samples of a sampler by ``split_batch(batch, n - 1)[0]``."""
+        rules = replace(self.rules, packing='')
+        options = self.options.without_caps()
+        all_rows = Piece.from_facts(describe(layout, batch), rules, options)
+        num_rows = len(all_rows.rows)
+        pieces = []
+        for start in range(0, num_rows, size):
+            pieces.append(all_rows.take(range(start, min(start + size, num_rows))))
         return list(build(pieces))
 
-    def _described(self, layout: BatchLayout, batch: Batch) -> tuple[list[RowFacts], PreSplitBatch | None]:
-        """Returns the facts of the batch's rows: of all, or of each microbatch of a loader, where they may stay so."""
-        if not isinstance(batch, PreSplitBatch):
-            return [self._facts_of(layout, batch)], None
-        if self.options.regroup and not self.packing and self.rules.right == 'trim':
-            sources = describe_all(layout, batch)
-            if self._stand_alone(sources):
-                return sources, batch
-        return [describe(layout, batch.joined(layout))], None
+    def _describe(self, layout: BatchLayout, batch: Batch) -> Sequence[RowFacts]:
+        """Returns the facts of the batch, or of each of its microbatches. The step has them if nothing has changed."""
+        sources = [] if self.step is None else self.step.facts
+        microbatches = microbatches_of(batch)
+        has_facts = len(sources) == len(microbatches)
+        for facts, microbatch in zip(sources, microbatches, strict=False):
+            has_facts = has_facts and facts.describes(layout, microbatch)
+        return sources if has_facts else describe_all(layout, batch)
 
-    def _facts_of(self, layout: BatchLayout, batch: Batch) -> RowFacts:
-        """Returns the facts of a batch: those that the check has asked about, if nothing has changed since."""
-        if self._counted is None:
-            return describe(layout, batch)
-        facts, values = self._counted
-        is_same = facts.batch is batch and facts.layout is layout and len(values) == len(batch)
-        if is_same and all(old is new for old, new in zip(values, batch.values(), strict=True)):
-            return facts
-        return describe(layout, batch)
+    def _may_stay_pre_split(self, sources: Sequence[RowFacts]) -> bool:
+        """Returns whether the microbatches that a loader has collated are good as they are, or each cut by itself.
 
-    def _stand_alone(self, sources: Sequence[RowFacts]) -> bool:
-        """Returns whether microbatches that a loader has collated are good as they are, or at least each for itself.
-
-        Where padding on the left decides positions, or what a first label is predicted from, each of them would mean
-        what it means only beside the others.
+        If padding on the left decides the positions, or predicts a first label, rows must be padded together.
         """
+        if not self.options.regroup or self.packing or self.rules.right != 'trim':
+            return False
         if any(facts.layout.width_matters(facts.batch) for facts in sources):
             return False
-        left = [facts for facts in sources if facts.side == 'left']
-        policy = self.rules.policy(replace(max(sources, key=lambda facts: facts.width), side='left'))
-        return not left or (policy == 'trim' and not any(any(facts.has_label_behind_padding) for facts in left))
+        padded_left = [facts for facts in sources if facts.side == 'left']
+        if not padded_left:
+            return True
+        widest = max(sources, key=lambda facts: facts.width)
+        has_label_behind_padding = any(any(facts.has_label_behind_padding) for facts in padded_left)
+        return self.rules.policy(replace(widest, side='left')) == 'trim' and not has_label_behind_padding
 
     def _check_packing(self, sources: Sequence[RowFacts]) -> None:
         if self.options.packing and not self.checked:
@@ -262,95 +276,231 @@ class MicrobatchSplit:
                 f'`packing={self.options.packing!r}` needs TokenAccumulation, which checks that the model tells packed '
                 'documents apart, got: no such check. Add it to `algorithms`, or set `packing=False`.'
             )
-        if self.packing and any(facts.layout.width_matters(facts.batch) for facts in sources):
+        if not self.packing:
+            return
+        if any(facts.layout.width_matters(facts.batch) for facts in sources):
             raise RuntimeError(
                 f'Rows must not be wider than {sources[0].layout.width_limit} tokens for `packing=True`, got: '
                 f'{max(facts.width for facts in sources)}. Beyond, the rotary embedding of this model changes with the '
                 'width, which packing changes. Set `packing=False`, which keeps it.'
             )
-        self._has_packed = self._has_packed or self.packing
+        self._has_packed = True
 
-    def _cut(self, sources: Sequence[RowFacts], pre_split: PreSplitBatch | None, options: CutOptions) -> list[Piece]:
-        """Returns pieces under the caps; those that a loader has collated, as they are where they fit."""
+    def _cut(
+        self,
+        sources: Sequence[RowFacts],
+        options: CutOptions,
+        indices: Sequence[Sequence[int]] | None,
+        *,
+        stays_pre_split: bool,
+    ) -> list[Piece]:
+        """Returns pieces under the caps. A microbatch that a loader has collated stays as it is if it fits.
+
+        ``indices`` are the places of the rows in the dataset, by source.
+        """
         pieces: list[Piece] = []
-        indices = pre_split.indices if pre_split is not None else None
         has_ranks = get_world_size() > 1
         for number, facts in enumerate(sources):
             piece = Piece.from_facts(facts, self.rules, options)
             piece.check_caps(indices[number] if indices else None)
-            if has_ranks:  # rows that only fill up a rank weigh nothing, and need not be computed
-                samples = samples_of(facts.batch)
-                piece = piece.take([row for row in piece.rows if samples[row]])
-            if piece.rows:
-                pieces += [piece] if pre_split is not None and piece.fits else piece.cut()
+            if has_ranks:
+                # Repeated samples weigh nothing, and need not be computed.
+                rows = rows_of(facts.batch)
+                piece = piece.take([row for row in piece.rows if rows[row].samples])
+            if not piece.rows:
+                continue
+            if stays_pre_split and piece.fits:
+                pieces.append(piece)
+            else:
+                pieces += piece.cut()
         return pieces
 
     def _warn_of(self, sources: Sequence[RowFacts], pieces: Sequence[Piece]) -> None:
-        """Warns of rows that keep their padding, and of dummy rows that find no room."""
-        kept = [
-            is_kept for facts in sources if not self.packing and self.rules.policy(facts) != 'keep'
-            for is_kept in facts.has_label_behind_padding
-        ]  # fmt: skip
-        if any(kept):
+        """Warns of rows that keep their padding, and of dummy rows that do not fit under the caps."""
+        is_kept: list[bool] = []
+        for facts in sources:
+            if not self.packing and self.rules.policy(facts) != 'keep':
+                is_kept += facts.has_label_behind_padding
+        if any(is_kept):
             self._warn(
                 '%d of %d rows have a label on their first token, which padding on the left lets a pad predict. They '
-                'are computed untrimmed. Mask that label (-100), or pad on the right.', sum(kept), len(kept)
-            )  # fmt: skip
+                'are computed untrimmed. Mask that label (-100), or pad on the right.',
+                sum(is_kept),
+                len(is_kept),
+            )
         for piece in pieces:
             if piece.dummies and not piece.fits:
                 self._warn(
                     '%s must fit into a microbatch together with the dummy rows that keep the encoders of all ranks in '
                     'use, got: %d tokens and %d image tokens beside rows of %s tokens, over the caps of %d and %s. '
                     'They are computed over the cap. Raise it by the difference.',
-                    sample_name(piece.facts.batch, piece.rows[0]), piece.widths[0], piece.image_tokens[0],
-                    [row.width for row in piece.dummies], piece.options.max_tokens, piece.options.max_image_tokens,
-                )  # fmt: skip
+                    sample_name(piece.facts.batch, piece.rows[0]),
+                    piece.widths[0],
+                    sum(piece.sizes.get('image_tokens', [])),
+                    [row.width for row in piece.dummies],
+                    piece.options.max_tokens,
+                    piece.options.max_image_tokens,
+                )
 
-    def _warn(self, message: str, *values: Any) -> None:
+    def _warn(self, message: str, *values: object) -> None:
         """Warns once a split."""
         if message not in self._warned:
             self._warned.add(message)
             log.warning(message, *values)
 
 
-def _first_modality(sources: Sequence[RowFacts]) -> DummyRows:
-    """Returns dummy rows of the first modality that the rows have: beside it rows without media have their loss."""
+def _lengths_of(sources: Sequence[RowFacts]) -> list[int]:
+    lengths: list[int] = []
+    for facts in sources:
+        lengths += facts.lengths
+    return lengths
+
+
+# Several ranks in step: all of them use the same encoders, and make equally many microbatches if they must.
+#
+# FSDP gathers the weights of an encoder in every microbatch, and hangs if one rank leaves the encoder unused. DDP waits
+# for gradients when it reduces them, in most runs only in the last microbatch: there `ReductionWatch` gives it zeros.
+
+
+def in_step(
+    sources: Sequence[RowFacts],
+    pieces: Sequence[Piece],
+    rules: CutRules,
+    options: CutOptions,
+    *,
+    takes_media: bool,
+    reduces_once: bool,
+) -> tuple[list[Piece], list[BatchDict]]:
+    """Returns this rank's pieces with their dummy rows, and the empty microbatches behind them; a collective.
+
+    Args:
+        sources: Facts of this rank's batch, or of each of its microbatches.
+        pieces: The pieces of these batches; none if this rank has no sample.
+        rules: How rows may be cut.
+        options: Says whether all ranks make equally many microbatches.
+        takes_media: Whether the model may need dummy rows with media, the same on all ranks.
+        reduces_once: Whether ranks only meet in the last microbatch.
+    """
+    dummies = DummyRows(sources)
+    if takes_media:
+        dummies = _dummies_of_ranks(sources)
+    # A text row must not see an image if no row of the step has one. If ranks meet in each microbatch, one more
+    # microbatch at the end uses the encoder.
+    stays_text = rules.needs_media and not dummies.needed
+    if stays_text or (reduces_once and not rules.needs_media):
+        completed = list(pieces)
+    else:
+        completed = with_dummies(pieces, dummies)
+    count = len(completed)
+    if stays_text and not reduces_once:
+        count += 1
+    count = max(count, 1)
+    if options.equal_counts is True or (options.equal_counts == 'auto' and not reduces_once):
+        (count,) = max_over_ranks([count])
+    num_empty = count - len(completed)
+    if num_empty == 0:
+        return completed, []
+    return completed, [_empty_microbatch(sources, dummies)] * num_empty
+
+
+def _dummies_of_ranks(sources: Sequence[RowFacts]) -> DummyRows:
+    """Returns the dummy rows that this rank needs; a collective."""
+    dummies = DummyRows(sources)
+    has_modality = [modality in dummies.present for modality in MODALITIES]
+    lacks_modality = [not has for has in has_modality]
+    flags = max_over_ranks([*has_modality, *lacks_modality])
+    is_present, is_lacking = flags[: len(MODALITIES)], flags[len(MODALITIES) :]  # on some rank
+    needed = [modality for modality, flag in zip(MODALITIES, is_present, strict=True) if flag]
+    if sources[0].layout.family.one_kind:
+        needed = needed[:1]
+    dummies.needed = needed
+    for modality in needed:
+        if not is_lacking[MODALITIES.index(modality)]:
+            continue
+        # A rank without the modality gets the row of another rank.
+        row = dummies.row(modality)
+        shared = from_any_rank(None if row is None else row.batch)
+        if row is None:
+            dummies.set_row(modality, shared)
+    return dummies
+
+
+def _dummies_of_first_modality(sources: Sequence[RowFacts]) -> DummyRows:
+    """Returns dummy rows of the first modality that the rows have. One is enough to compute text rows as before."""
     dummies = DummyRows(sources)
     dummies.needed = [modality for modality in MODALITIES if modality in dummies.present][:1]
     return dummies
 
 
-# Which split, and which layout, goes with a loader.
+def with_dummies(pieces: Sequence[Piece], dummies: DummyRows) -> list[Piece]:
+    """Returns each piece with dummy rows of the modalities that it lacks, halved until all of it is under the caps."""
+    completed = []
+    pending = list(reversed(pieces))
+    while pending:
+        piece = pending.pop()
+        with_missing = replace(piece, dummies=dummies.missing(piece.facts, piece.rows))
+        num_rows = len(piece.rows)
+        if num_rows > 1 and with_missing.dummies and not with_missing.fits:
+            middle = num_rows // 2
+            pending += [piece.take(range(middle, num_rows)), piece.take(range(middle))]
+        else:
+            completed.append(with_missing)
+    return completed
+
+
+def _empty_microbatch(sources: Sequence[RowFacts], dummies: DummyRows) -> BatchDict:
+    """Returns a microbatch without weight: a row of each needed modality, else a few tokens of the shortest row."""
+    rows = [dummies.row(modality) for modality in dummies.needed]
+    batches = [row.batch for row in rows if row is not None]
+    if batches:
+        return sources[0].layout.concat(batches)
+    facts = min(sources, key=lambda facts: min(facts.lengths))
+    layout = facts.layout
+    shortest = facts.lengths.index(min(facts.lengths))
+    empty = zero_weight(layout.trim(layout.select(facts.batch, [shortest])))
+    width = layout.width(empty)
+    if facts.media[shortest] or 'input_ids' not in empty or width <= FEW_TOKENS:
+        return empty
+    start = width - FEW_TOKENS if facts.side == 'left' else 0
+    return layout.narrow(empty, start, FEW_TOKENS)
+
+
+# Which split, and which layout, belongs to a loader.
 
 _SPLITS: WeakValueDictionary[int, MicrobatchSplit] = WeakValueDictionary()
 
 
 def register_split(dataloader: Any, split: MicrobatchSplit) -> None:
-    """Lets :func:`split_of` find the split of a loader; the split must hold on to its loader."""
+    """Lets :func:`split_of` find the split of a loader. The split must hold its loader."""
     _SPLITS[id(dataloader)] = split
 
 
 def split_of(dataloader: Any) -> MicrobatchSplit | None:
     """Returns the split that ``token_data_spec`` made for a loader.
 
-    The trainer shows an algorithm the loader, not the DataSpec, and nothing of ours may lie in a batch before
-    BATCH_START: Composer's own algorithms clone every entry of it.
+    The trainer shows the loader to an algorithm, not the DataSpec. And before BATCH_START the batch cannot name it,
+    because Composer's own algorithms clone every entry of a batch.
     """
     return _SPLITS.get(id(dataloader))
 
 
 def layout_of(state: State, split: MicrobatchSplit | None) -> BatchLayout | None:
-    """The layout that the user gave, else the model's own, else that of the batch; None: rows cannot be told apart."""
+    """Returns the layout that the user gave, else the layout of the model, else the one that the batch implies.
+
+    Returns None if rows cannot be told apart. A collective.
+    """
     if split is not None and split.given_layout is not None:
         return split.given_layout
     try:
         layout = BatchLayout.for_model(state.model)
-    except TypeError:  # no config; a rank without media sees a text model
-        layout = max(all_gather_object(BatchLayout.infer(state.batch)), key=lambda one: len(one.family.entries))
+    except TypeError:
+        # The model has no config. A rank without media infers the layout of a text model.
+        layouts = all_gather_object(BatchLayout.infer(state.batch))
+        layout = max(layouts, key=lambda layout: len(layout.family.entries))
     if split is None:
         try:
             layout.select(state.batch, [0])
             layout.media_per_row(state.batch)
-        except (KeyError, ValueError):  # only the user's own split knows
-            return None
+        except (KeyError, ValueError):
+            return None  # only the user's own split knows
     return layout

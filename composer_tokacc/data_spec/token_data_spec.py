@@ -30,6 +30,7 @@ def token_data_spec(
     layout: BatchLayout | None = None,
     slot_tokens: int | None = None,
     max_image_tokens: int | None = None,
+    max_loss_tokens: int | None = None,
     regroup: bool = True,
     equal_counts: bool | str = 'auto',
     width_multiple: int = 1,
@@ -44,31 +45,34 @@ def token_data_spec(
     may hold any number of rows as long as ``rows x width <= k x slot_tokens``, a hard cap. In evaluation rows keep
     their order and ``k`` counts rows.
 
-    Layout and counting rule are the model's own: :class:`.TokenAccumulation` finds them on the first batch. Without it,
-    ``model`` gives them, and Composer's own ``accumulate_train_batch_on_tokens`` is refused without a model, because a
-    wrong rule shows nowhere.
+    Layout and loss rule are the model's own: :class:`.TokenAccumulation` finds them on the first batch. If you use
+    Composer's own ``accumulate_train_batch_on_tokens`` instead, give the ``model``: a wrong rule would not be noticed.
 
     Args:
         dataloader: Yields mappings with ``input_ids``, ``attention_mask`` and ``labels`` of shape ``(rows, width)``, as
             a Hugging Face processor makes them.
         model: The model that is trained (a ``HuggingFaceModel``, any ``ComposerModel``, or the Hugging Face model
-            itself), where no :class:`.TokenAccumulation` is there to know it.
+            itself). Only needed without :class:`.TokenAccumulation`, which knows it.
         loss_tokens: Which labels carry loss: ``'causal'``, ``'causal_attended'``, ``'unshifted'``, or ``'auto'``: as
-            the model's own loss. An explicit rule is held to the model's.
+            the model's own loss. A rule that you give is compared with the model's.
         layout: How tensors belong to rows. Default: the model's, else as inferred from each batch.
         slot_tokens: Width of a slot, in tokens. Default: the width of the device batch.
-        max_image_tokens: Most placeholders of images, videos and audios in a microbatch, a second hard cap: where the
-            towers need the memory. Default: no cap.
+        max_image_tokens: Most placeholders of images, videos and audios in a microbatch: a second hard cap, if the
+            vision encoder needs the memory. Default: no cap.
+        max_loss_tokens: Most loss tokens in a microbatch, a third hard cap. If logits are only computed at labels, they
+            are computed for at most so many positions. Default: no cap.
         regroup: Whether to sort rows by real length before cutting. ``False`` keeps their order. Default: ``True``.
         equal_counts: Whether all ranks make the same number of microbatches. ``'auto'``: unless the algorithm has seen
-            that gradients are reduced in the last one alone, as DDP does if left to itself.
+            that gradients are only reduced in the last one, which is DDP's default.
         width_multiple: Round microbatch widths up to a multiple of this, never beyond the batch's own.
-        packing: Whether to string a microbatch's rows into one packed row without any padding, with attention document
-            by document. The model's must go through transformers' ``AttentionInterface``, which the first-batch check
-            proves or refuses. ``'auto'``: where it can, and costs less on the first batch. Default: ``False``.
-        cost: What a microbatch costs on your machine, for the cut of least cost. Default: that of a model of hidden
-            size 4096 on a GPU.
-        on_oversize: A row over a cap by itself: ``'raise'``, naming it, or ``'warn'``: name it and compute it alone.
+        packing: Whether to make one packed row of the rows of a microbatch, without any padding, with attention
+            document by document. The model's attention must go through transformers' ``AttentionInterface``. The
+            first-batch check shows whether packing is exact. ``'auto'``: if it is, and costs less on the first batch.
+            Default: ``False``.
+        cost: Cost of a microbatch on your machine, for the cut of least cost. Default: a model of hidden size 4096 on a
+            GPU.
+        on_oversize: What to do with a single row over a cap: ``'raise'`` an error that names it, or ``'warn'`` and
+            compute it alone.
         **data_spec_kwargs: Passed to :class:`composer.core.DataSpec`.
 
     Returns:
@@ -95,20 +99,27 @@ def token_data_spec(
     if isinstance(dataloader, DataSpec) or not isinstance(dataloader, Iterable):
         got = type(dataloader).__name__
         raise TypeError(f'`dataloader` must be a dataloader, got: {got}. Of a DataSpec, give its `dataloader`')
-    if layout is not None:
-        check_kind('layout', layout, BatchLayout)
-    if model is not None:
-        check_kind('model', model, Module)
     for name in OWN_KWARGS:
         if name in data_spec_kwargs:
             raise ValueError(f'`{name}` must be left to token_data_spec(), which is exact only with its own. Drop it.')
     options = CutOptions(
-        slot_tokens=slot_tokens, regroup=regroup, equal_counts=equal_counts, width_multiple=width_multiple,
-        packing=packing, cost=CostModel() if cost is None else cost, max_image_tokens=max_image_tokens,
+        slot_tokens=slot_tokens,
+        regroup=regroup,
+        equal_counts=equal_counts,
+        width_multiple=width_multiple,
+        packing=packing,
+        cost=cost or CostModel(),
+        max_image_tokens=max_image_tokens,
+        max_loss_tokens=max_loss_tokens,
         on_oversize=on_oversize,
-    )  # fmt: skip
-    if layout is None and model is not None:
-        layout = BatchLayout.for_model(model) if hasattr(getattr(model, 'module', model), 'config') else None
+    )
+    if layout is not None:
+        check_kind('layout', layout, BatchLayout)
+    if model is not None:
+        check_kind('model', model, Module)
+        inner_model = getattr(model, 'module', model)  # of DDP
+        if layout is None and hasattr(inner_model, 'config'):
+            layout = BatchLayout.for_model(inner_model)
     split = MicrobatchSplit(dataloader, layout, options, data_spec_kwargs.pop('microbatch_transforms', None))
     register_split(dataloader, split)
     return CountingDataSpec(dataloader, split, model, loss_tokens, **data_spec_kwargs)

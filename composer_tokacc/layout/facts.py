@@ -14,8 +14,8 @@ from composer_tokacc.batch import (
     IGNORE_INDEX,
     Batch,
     attended_positions,
+    labels_at_text,
     lengths_of,
-    own_labels,
     real_positions,
     sample_name,
     side_of,
@@ -25,7 +25,7 @@ from composer_tokacc.layout.families import Entry
 from composer_tokacc.layout.found import has_audio_along_text
 from composer_tokacc.layout.layout import BatchLayout
 from composer_tokacc.layout.placeholders import stand_at, token_ids
-from composer_tokacc.layout.pre_split import PreSplitBatch
+from composer_tokacc.layout.pre_split import microbatches_of
 
 ZERO_ON_PADDING = ('mm_token_type_ids', 'loss_mask')
 """Keys whose padding value is 0 by every processor. Others have their own: XLNet's `token_type_ids` have 3."""
@@ -36,7 +36,7 @@ class RowFacts:
     """Facts about the rows of one collated batch, as :func:`describe` finds them.
 
     Args:
-        batch: The batch itself, whose rows are selected later.
+        batch: A shallow copy of the batch, whose rows are selected later.
         layout: How its tensors belong to rows.
         side: The side on which rows are padded, ``'left'`` or ``'right'``.
         width: Padded width of the rows.
@@ -50,6 +50,12 @@ class RowFacts:
     width: int
     is_padded: bool
     real: torch.Tensor = field(repr=False)
+
+    def describes(self, layout: BatchLayout, batch: Batch) -> bool:
+        """Returns whether these are the facts of a batch, whose entries nobody has replaced since."""
+        if layout is not self.layout or batch.keys() != self.batch.keys():
+            return False
+        return all(value is self.batch[key] for key, value in batch.items())
 
     @cached_property
     def lengths(self) -> list[int]:
@@ -132,7 +138,7 @@ class RowFacts:
 
         The last pad before it predicts this label, so the row cannot be trimmed.
         """
-        labels = own_labels(self.batch)
+        labels = labels_at_text(self.batch)
         if labels is None or self.side != 'left':
             return [False] * len(self.real)
         first = self.real.int().argmax(dim=1)
@@ -155,7 +161,7 @@ def describe(layout: BatchLayout, batch: Batch) -> RowFacts:
         for key in ZERO_ON_PADDING:
             _check_zero_on_padding(batch, key, real)
         _check_types_of_images(layout, batch)
-    return RowFacts(batch, layout, side, layout.width(batch), is_padded, real)
+    return RowFacts(dict(batch), layout, side, layout.width(batch), is_padded, real)
 
 
 def _check_zero_on_padding(batch: Batch, key: str, real: torch.Tensor) -> None:
@@ -205,25 +211,10 @@ def _check_types_of_images(layout: BatchLayout, batch: Batch) -> None:
 
 
 def describe_all(layout: BatchLayout | None, batch: Batch) -> list[RowFacts]:
-    """Returns the facts of a device batch, or of each of its microbatches; none if rows cannot be told apart.
-
-    A pre-split batch is described once, as long as its microbatches keep their tensors.
-    """
+    """Returns the facts of a device batch, or of each of its microbatches; none if rows cannot be told apart."""
     if layout is None:
         return []
-    if not isinstance(batch, PreSplitBatch):
-        return [describe(layout, batch)]
-    described_by: list[object] = [layout]
-    for microbatch in batch.microbatches:
-        for key in ('input_ids', 'attention_mask', 'labels'):
-            described_by.append(microbatch.get(key))
-    if batch.described is not None:
-        earlier, facts = batch.described
-        if all(old is new for old, new in zip(earlier, described_by, strict=True)):
-            return facts
-    facts = [describe(layout, microbatch) for microbatch in batch.microbatches]
-    batch.described = described_by, facts
-    return facts
+    return [describe(layout, microbatch) for microbatch in microbatches_of(batch)]
 
 
 def media_entries(layout: BatchLayout, batch: Batch) -> dict[str, Entry]:

@@ -16,7 +16,7 @@ import torch
 from composer_tokacc.batch import (
     MODALITIES,
     Batch,
-    span,
+    side_and_lengths,
     text_of,
 )
 from composer_tokacc.layout.families import (
@@ -468,7 +468,7 @@ class BatchLayout:
         check_count('width_multiple', width_multiple)
         if has_audio_along_text(batch, self.config):
             return dict(batch)
-        side, lengths = span(batch)
+        side, lengths = side_and_lengths(batch)
         width = self.width(batch)
         num_multiples = -(-max(lengths) // width_multiple)
         needed = min(num_multiples * width_multiple, width)

@@ -83,34 +83,19 @@ def stand_at(text: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
     return is_there
 
 
-def equal(
-    batch: Batch,
-    config: Any,
-    num_items: int,
-    num_tokens: int,
-) -> list[int]:
+def equal(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
     """All items have one shape: the model itself requires ``num_items`` times the tokens of that shape."""
     if num_tokens % num_items:
         return []
     return [num_tokens // num_items] * num_items
 
 
-def image_grid(
-    batch: Batch,
-    config: Any,
-    num_items: int,
-    num_tokens: int,
-) -> list[int]:
+def image_grid(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
     """Qwen-VL: as many tokens as merged patches."""
     return _merged(batch['image_grid_thw'], config, num_tokens)
 
 
-def video_grid(
-    batch: Batch,
-    config: Any,
-    num_items: int,
-    num_tokens: int,
-) -> list[int]:
+def video_grid(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
     """Qwen-VL: as many tokens as merged patches of all frames. Text between the frames does not count."""
     return _merged(batch['video_grid_thw'], config, num_tokens)
 
@@ -127,12 +112,7 @@ def _merged(grid: torch.Tensor, config: Any, num_tokens: int) -> list[int]:
     return [count // merged for count in patches]
 
 
-def patch_counts(
-    batch: Batch,
-    config: Any,
-    num_items: int,
-    num_tokens: int,
-) -> list[int]:
+def patch_counts(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
     """LLaVA: images of one shape; with ``image_sizes`` (Pixtral) as many tokens as merged patches."""
     sizes = batch.get('image_sizes')
     if sizes is None:
@@ -143,34 +123,19 @@ def patch_counts(
     return (torch.as_tensor(sizes) // side).prod(dim=-1).tolist()
 
 
-def queries(
-    batch: Batch,
-    config: Any,
-    num_items: int,
-    num_tokens: int,
-) -> list[int]:
+def queries(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
     """BLIP: a fixed number of query tokens per image."""
     if config is None:
         return []
     return [config.num_query_tokens] * num_items
 
 
-def frame_queries(
-    batch: Batch,
-    config: Any,
-    num_items: int,
-    num_tokens: int,
-) -> list[int]:
+def frame_queries(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
     """InstructBLIP-Video: a fixed number of query tokens per frame; all clips of a batch have as many frames."""
     return [batch['pixel_values'].shape[1] * size for size in queries(batch, config, num_items, num_tokens)]
 
 
-def audio_frames(
-    batch: Batch,
-    config: Any,
-    num_items: int,
-    num_tokens: int,
-) -> list[int]:
+def audio_frames(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
     """Qwen-Audio: two strided convolutions and a pooling over the real frames."""
     if num_tokens == num_items:  # one token each, which the model itself expands (processors up to transformers 4.45)
         return [1] * num_items
@@ -185,24 +150,14 @@ def audio_frames(
     return tokens_per_item
 
 
-def anyres(
-    batch: Batch,
-    config: Any,
-    num_items: int,
-    num_tokens: int,
-) -> list[int]:
+def anyres(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
     """LLaVA-NeXT: the whole image, and its tiles without the padding, with a token at the end of each line."""
     if config is None:
         return []
     return [_tokens_of_tiles(size, config) for size in torch.as_tensor(batch['image_sizes']).tolist()]
 
 
-def anyres_capped(
-    batch: Batch,
-    config: Any,
-    num_items: int,
-    num_tokens: int,
-) -> list[int]:
+def anyres_capped(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
     """LLaVA-OneVision: like LLaVA-NeXT up to a number of tiles; only the single image of a row is tiled."""
     if config is None:
         return []

@@ -53,8 +53,6 @@ class PreSplitBatch(Mapping[str, Any]):
         self.microbatches = [dict(microbatch) for microbatch in microbatches]
         self.max_tokens = max_tokens
         self.indices = indices
-        self.described: tuple[list[object], list[Any]] | None = None
-        """The layout and the tensors that facts were read from, and the `RowFacts` of each microbatch."""
         self.plan: PlanRecord | None = None
         """What this rank knows of the plan of the global batch, for the comparison of the ranks."""
         self._joined: dict[str, Any] = {}

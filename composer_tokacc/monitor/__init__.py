@@ -1,7 +1,11 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What a run is watched by: padding, balance and speed of each step, and what each source of data gave to it."""
+"""Logs how a run goes: padding, balance of the ranks, speed, and the loss of each source of data.
+
+:class:`TokenMonitor` counts each step on every rank. A :class:`.SourceLedger` sums up rows by their source, and gathers
+all counts in one collective. :class:`.GradientNorm` measures the gradient before it is clipped.
+"""
 
 from composer_tokacc.monitor.token_monitor import Flops, TokenMonitor
 

@@ -1,12 +1,11 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The norm of a step's gradient, as it was before it was clipped."""
+"""The norm of a step's gradient before it is clipped."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from composer.core import Algorithm, Event, State
@@ -16,48 +15,61 @@ from torch.distributed.tensor import DTensor, Replicate
 
 
 class GradientNorm(Algorithm):
-    """Measures the gradient behind the last backward.
+    """Measures the gradient after the last backward of a step.
 
-    An algorithm, because Composer clips in one: callbacks come behind it. Of the algorithms of an ``AFTER_`` event the
-    last of the list is the first.
+    It is an algorithm, because Composer clips the gradient in one, and callbacks run after all algorithms. For an event
+    whose name begins with ``AFTER_`` Composer runs the algorithms from the last of the list to the first. So the last
+    one measures before the gradient is clipped.
     """
 
     def __init__(self) -> None:
         self._norms: list[tuple[torch.Tensor, int]] = []
+        """Norms of this rank's part of the gradient, each with the number of ranks that hold the same part."""
 
     @classmethod
-    def first_of(cls, state: State) -> GradientNorm:
-        """Returns the run's own, which measures before all other algorithms."""
-        found = next((one for one in state.algorithms if isinstance(one, cls)), None)
-        if found is None:
-            state.algorithms.append(found := cls())
-        return found
+    def of_run(cls, state: State) -> GradientNorm:
+        """Returns the one of the run, and appends it to the algorithms if there is none."""
+        for algorithm in state.algorithms:
+            if isinstance(algorithm, cls):
+                return algorithm
+        algorithm = cls()
+        state.algorithms.append(algorithm)
+        return algorithm
 
     def match(self, event: Event, state: State) -> bool:
-        """Before the optimizer's step, gradients unscaled."""
+        """Runs before the optimizer's step, when gradients are unscaled."""
         return event == Event.AFTER_TRAIN_BATCH
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
-        """Takes the norms; nothing waits for the device."""
-        groups: dict[int, list[torch.Tensor]] = {}
+        """Computes the norms on the device, without waiting for it."""
+        gradients: dict[int, list[torch.Tensor]] = {}
         for parameter in state.model.parameters():
-            if (gradient := parameter.grad) is not None:
-                groups.setdefault(_num_copies(gradient), []).append(_local(gradient))
-        self._norms = [(torch.nn.utils.get_total_norm(some), copies) for copies, some in groups.items()]
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            num_copies = _num_copies(gradient)
+            if isinstance(gradient, DTensor):
+                gradient = gradient.to_local()
+            gradients.setdefault(num_copies, []).append(gradient)
+        self._norms = []
+        for num_copies, tensors in gradients.items():
+            self._norms.append((torch.nn.utils.get_total_norm(tensors), num_copies))
 
-    def squares(self) -> float:
-        """This rank's part of the squared norm: all ranks' add up to it. Reads the device."""
-        return sum(float(norm) ** 2 / copies for norm, copies in self._norms) if self._norms else math.nan
+    def square_on_rank(self) -> float:
+        """Returns this rank's part of the squared norm, NaN without a gradient. The parts of all ranks add up to it."""
+        if not self._norms:
+            return math.nan
+        return sum(float(norm) ** 2 / num_copies for norm, num_copies in self._norms)
 
 
-def _num_copies(gradient: Any) -> int:
+def _num_copies(gradient: torch.Tensor) -> int:
     """Returns how many ranks hold the same part of a gradient."""
+    num_ranks = dist.get_world_size()
     if not isinstance(gradient, DTensor):
-        return dist.get_world_size()  # as DDP has reduced it
-    mesh, placements = gradient.device_mesh, gradient.placements
-    held = [mesh.size(dim) for dim, placement in enumerate(placements) if isinstance(placement, Replicate)]
-    return math.prod(held) * dist.get_world_size() // mesh.size()
-
-
-def _local(gradient: Any) -> torch.Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        return num_ranks  # DDP has reduced it
+    mesh = gradient.device_mesh
+    num_copies = num_ranks // mesh.size()
+    for dimension, placement in enumerate(gradient.placements):
+        if isinstance(placement, Replicate):
+            num_copies *= mesh.size(dimension)
+    return num_copies

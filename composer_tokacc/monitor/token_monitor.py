@@ -1,15 +1,15 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What a run pays for padding, how evenly its ranks work, and how far sample weighting would be off."""
+"""The callback that logs padding, balance of the ranks, speed, and the loss of each source of data."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections import deque
-from collections.abc import Mapping
-from typing import Any, Literal, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -18,78 +18,93 @@ from composer.core import Callback, State
 from composer.loggers import Logger, ProgressBarLogger
 
 from composer_tokacc.batch import text_of
-from composer_tokacc.counting import check_rule, count_tokens, loss_mask
+from composer_tokacc.counting import check_rule
 from composer_tokacc.layout import microbatches_of
-from composer_tokacc.metadata import is_annotated, metadata_of, num_samples
 from composer_tokacc.monitor.gradient_norm import GradientNorm
-from composer_tokacc.monitor.source_ledger import SourceLedger
+from composer_tokacc.monitor.source_ledger import SourceLedger, SourceSums
+from composer_tokacc.monitor.step_counts import (
+    DeviceBatchCounts,
+    MicrobatchCounts,
+    StepCounts,
+    count_device_batch,
+    count_microbatch,
+)
 
 WINDOW = 200
-"""Steps of which the percentiles speak."""
-SHORT = {
+"""Number of steps whose seconds the percentiles are taken of."""
+PROGRESS_BAR = {
     'tokens_per_second': ('tok/s', '{:,.0f}'),
     'padding_ratio': ('padding', '{:.0%}'),
     'gradient_norm': ('|grad|', '{:.3g}'),
 }
-"""What stands in the progress bar: its name there, and its form."""
+"""Metrics in Composer's progress bar: their short names and formats."""
 
 
 class Flops(Protocol):
     """Counts the floating point operations of a microbatch, forward and backward."""
 
     def text(self, rows: int, width: int) -> float:
-        """Returns those of the language model."""
+        """Returns the operations of the language model."""
         ...
 
     def media(self, batch: Mapping[str, Any]) -> float:
-        """Returns those of encoders; the batch is on the CPU."""
+        """Returns the operations of the encoders for a batch on the CPU."""
         ...
 
 
+class _PreviousStep(NamedTuple):
+    """A step whose counts over all ranks are known."""
+
+    microbatches: Sequence[MicrobatchCounts]  # of this rank
+    samples: float  # of all ranks
+    loss_tokens: float  # of all ranks
+
+
 class TokenMonitor(Callback):
-    """Logs padding, balance and throughput in real tokens; one small all-gather a step, no sync a microbatch.
+    """Logs padding, balance and throughput in real tokens.
+
+    It takes one small all-gather per step, and does not wait for the device in a microbatch.
 
     ============================================ ====================================================================
-    Key                                          Logged each step, over all ranks
+    Key                                          Logged in each step, over all ranks
     ============================================ ====================================================================
-    ``token_monitor/padding_ratio``              Share of the computed positions that is padding
-    ``token_monitor/dummy_ratio``                Share of them that dummy rows are: a part of the padding
-    ``token_monitor/device_batch_padding_ratio`` The same had no microbatch been trimmed, as stock Composer does not
+    ``token_monitor/padding_ratio``              Share of padding in the computed positions
+    ``token_monitor/dummy_ratio``                Share of dummy rows in the computed positions. They count as padding
+    ``token_monitor/device_batch_padding_ratio`` Share of padding if no microbatch was trimmed, as in stock Composer
     ``token_monitor/loss_generating_share``      Loss-generating tokens over real tokens
     ``token_monitor/real_tokens_per_second``     Real tokens over the step's wall-clock time
-    ``token_monitor/tokens_per_second``          Computed positions over it, padding included
+    ``token_monitor/tokens_per_second``          Computed positions over the time, padding included
     ``token_monitor/seconds_p50``, ``..._p99``   Median and 99th percentile of the seconds of the last 200 steps
-    ``token_monitor/gradient_norm``              Of the step's gradient, before it is clipped
-    ``token_monitor/loader_seconds``             Of the step, the longest that a rank waited for its data
-    ``token_monitor/peak_memory_gib``            The most that a rank's device has held so far (GPU)
-    ``token_monitor/hours_left``                 To the end of the run, at the median of these steps
+    ``token_monitor/gradient_norm``              Norm of the step's gradient before it is clipped
+    ``token_monitor/loader_seconds``             Longest time that a rank waited for the data of the step
+    ``token_monitor/peak_memory_gib``            Largest memory of a rank's device so far (GPU)
+    ``token_monitor/hours_left``                 Time to the end of the run, at the median of these steps
     ``token_monitor/tflops_per_second``          Operations of the model's matrix products, forward and backward, of
                                                  all ranks, over the step's time (``flops``)
-    ``token_monitor/mfu``                        The same over what the devices can do (``device_tflops``)
+    ``token_monitor/mfu``                        The same over the peak rate of the devices (``device_tflops``)
     ``token_monitor/rank_imbalance``             Most positions computed by a rank over the mean; 1 is even
-    ``token_monitor/microbatches``               Microbatches
-    ``token_monitor/empty_microbatches``         Those without loss-generating tokens
+    ``token_monitor/microbatches``               Number of microbatches
+    ``token_monitor/empty_microbatches``         Number of microbatches without loss-generating tokens
     ``token_monitor/sample_weighting_error``     Total variation distance between sample and token weights of the
                                                  *previous* step's microbatches (0: sample weighting is exact)
-    ``token_monitor/source/NAME/loss``           Of each source of data (``sources``): the mean of its tokens'
-                                                 cross-entropies
-    ``token_monitor/source/NAME/tokens``         Its loss-generating tokens
-    ``token_monitor/source/NAME/weight``         The share of the step's weight that they have
-    ``token_monitor/source/NAME/positions``      The share of the computed positions that its rows take
+    ``token_monitor/source/NAME/loss``           Mean cross-entropy of the tokens of a source of data (``sources``)
+    ``token_monitor/source/NAME/tokens``         Loss-generating tokens of the source
+    ``token_monitor/source/NAME/weight``         Share of the source in the weight of the step
+    ``token_monitor/source/NAME/positions``      Share of the source in the computed positions
     ============================================ ====================================================================
 
     Args:
-        loss_tokens (str): The counting rule where no :class:`.TokenAccumulation` has counted already.
+        loss_tokens (str): The counting rule if no :class:`.TokenAccumulation` has counted the tokens.
             Default: ``'causal'``.
-        sources (str | bool): ``'auto'``: where rows carry ``source``, a list of names, one a row, each source is
-            logged by itself. ``False``: never. Default: ``'auto'``.
-        device_tflops (float, optional): What a device can do in a second, for ``mfu``. Default: ``None``, what Composer
-            knows of the GPU and the precision.
-        flops (Flops, optional): Operations of a microbatch. Default: ``None``; ``train`` counts them in a trace of the
-            model, where ``device_tflops`` is given or known.
+        sources (str | bool): ``'auto'``: logs each source by itself if batches have ``source``, a list with a name for
+            each row. ``False``: never. Default: ``'auto'``.
+        device_tflops (float, optional): Peak rate of a device, for ``mfu``. Default: ``None``, the rate that Composer
+            knows for the GPU and the precision.
+        flops (Flops, optional): Operations of a microbatch. Default: ``None``. ``train`` counts them in a trace of the
+            model if ``device_tflops`` is set, or known to Composer.
 
     Raises:
-        ValueError: If there is no such rule.
+        ValueError: If an argument is not one of the above.
     """
 
     def __init__(
@@ -106,149 +121,204 @@ class TokenMonitor(Callback):
         self.sources = sources
         if device_tflops is not None and not (isinstance(device_tflops, int | float) and 0 < device_tflops < math.inf):
             raise ValueError(f'`device_tflops` must be a positive number, got: {device_tflops!r}.')
+        self.device_tflops = device_tflops
         if flops is not None and not hasattr(flops, 'media'):
             raise ValueError(f'`flops` must have the methods `text` and `media`, got: {flops!r}. See FlopModel.')
-        self.device_tflops, self.flops = device_tflops, flops
-        self._ledger, self._norm = SourceLedger(), GradientNorm()
+        self.flops = flops
+        self._device_flops = 0.0  # operations per second; 0: not known
+        self._norm = GradientNorm()
         self._seconds: deque[float] = deque(maxlen=WINDOW)
-        self._loader_began = self._loader_seconds = self._device_flops = 0.0
-        self._step: dict[str, float] = {}  # what this rank contributes to the step's one reduction, in one order on all
-        self._microbatches: list[tuple[int, Any]] = []
-        self._previous: tuple[list[tuple[int, int]], float, float] | None = None
+        self._previous: _PreviousStep | None = None
+        # Of the step.
+        self._wait_began = 0.0
+        self._loader_seconds = 0.0
+        self._device_batch = DeviceBatchCounts(samples=0, real_tokens=0, loss_tokens=0, positions=0)
+        self._media_flops = 0.0
+        # Of an attempt to compute the step.
+        self._microbatches: list[MicrobatchCounts] = []
+        self._text_flops = 0.0
+        self._ledger = SourceLedger()
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Looks up what the device can do, 0 where Composer does not know it, and begins to measure gradients."""
-        self._norm = GradientNorm.first_of(state)
-        known = get_gpu_flops_available(state) if self.flops is not None and self.device_tflops is None else 0
-        self._device_flops = 1e12 * self.device_tflops if self.device_tflops else float(known or 0)
+        """Looks up the peak rate of the device, and begins to measure gradients."""
+        self._norm = GradientNorm.of_run(state)
+        if self.device_tflops is not None:
+            self._device_flops = 1e12 * self.device_tflops
+        elif self.flops is not None:
+            self._device_flops = float(get_gpu_flops_available(state) or 0)
 
     def before_dataloader(self, state: State, logger: Logger) -> None:
-        """Starts the wait for data."""
-        self._loader_began = time.perf_counter()
+        """Notes when the wait for data begins."""
+        self._wait_began = time.perf_counter()
 
     def after_dataloader(self, state: State, logger: Logger) -> None:
-        """Ends it."""
-        self._loader_seconds = time.perf_counter() - self._loader_began
+        """Notes how long the wait was."""
+        self._loader_seconds = time.perf_counter() - self._wait_began
 
     def batch_start(self, state: State, logger: Logger) -> None:
-        """Counts the device batch where nobody has, while it is on the CPU."""
-        facts = metadata_of(state.batch)
-        counts = None if is_annotated(state.batch) else count_tokens(state.batch, self.loss_tokens)
-        self._step = {
-            'real': sum(facts['real_tokens']) if counts is None else counts.num_real,
-            'device_positions': _positions(state.batch),
-            'tokens': sum(facts['loss_tokens']) if counts is None else counts.num_loss_generating,
-            'samples': num_samples(state.batch),
-            'media_flops': 0.0 if self.flops is None else sum(map(self.flops.media, microbatches_of(state.batch))),
-            'loader_seconds': self._loader_seconds,
-        }
+        """Counts the device batch while it is on the CPU."""
+        self._device_batch = count_device_batch(state.batch, self.loss_tokens)
+        self._media_flops = 0.0
+        if self.flops is not None:
+            for microbatch in microbatches_of(state.batch):
+                self._media_flops += self.flops.media(microbatch)
 
     def before_train_batch(self, state: State, logger: Logger) -> None:
         """Forgets an attempt that ran out of memory."""
         self._microbatches = []
+        self._text_flops = 0.0
         self._ledger.begin_attempt()
-        self._step.update(positions=0, dummies=0, microbatches=0, text_flops=0.0)
 
     def before_backward(self, state: State, logger: Logger) -> None:
-        """Notes a microbatch by its shape and counts, which are counted on the device where it carries none."""
-        batch: Mapping[str, Any] = state.batch
-        facts = metadata_of(batch)
-        num_tokens = sum(facts['loss_tokens']) if is_annotated(batch) else loss_mask(batch, self.loss_tokens).sum()
-        self._microbatches.append((num_samples(batch), num_tokens))
-        positions, samples = _positions(batch), facts.get('samples', [1])
-        self._step['positions'] += positions
-        self._step['dummies'] += positions * samples.count(0) / len(samples)
-        self._step['microbatches'] += 1
+        """Counts a microbatch, on the device if it carries no counts."""
+        self._microbatches.append(count_microbatch(state.batch, self.loss_tokens))
         if self.flops is not None:
-            self._step['text_flops'] += self.flops.text(*text_of(batch).shape[:2])
+            rows, width = text_of(state.batch).shape[:2]
+            self._text_flops += self.flops.text(rows, width)
         if self.sources:
-            self._ledger.note(batch, facts, state.outputs, self.loss_tokens)
+            # TokenAccumulation knows whether the loss takes the outputs for logits. They may be hidden states.
+            has_logits = all(getattr(algorithm, 'has_logits', True) for algorithm in state.algorithms)
+            self._ledger.note(state.batch, state.outputs, self.loss_tokens, has_logits=has_logits)
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Reduces and logs."""
-        # Counts of the device are read here, once a step.
-        self._microbatches = [(samples, int(tokens)) for samples, tokens in self._microbatches]
-        self._step |= {
-            'empty': sum(tokens == 0 for _, tokens in self._microbatches),
-            'last_variation': self._variation(),
-            'device_flops': self._device_flops,
-            'peak_memory': torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0,
-            'gradient_squares': self._norm.squares(),
-        }
-        ranks, sources = self._ledger.gather([*self._step.values()], state.device)
-        columns = dict(zip(self._step, ranks.T, strict=True))
-        totals = {field: float(column.sum()) for field, column in columns.items()}
-        metrics = {
-            'padding_ratio': 1 - totals['real'] / max(totals['positions'], 1),
-            'dummy_ratio': totals['dummies'] / max(totals['positions'], 1),
-            'device_batch_padding_ratio': 1 - totals['real'] / max(totals['device_positions'], 1),
-            'loss_generating_share': totals['tokens'] / max(totals['real'], 1),
-            'rank_imbalance': float(columns['positions'].max() / columns['positions'].mean().clamp(min=1)),
-            'microbatches': totals['microbatches'],
-            'empty_microbatches': totals['empty'],
-        }
-        if not math.isnan(totals['gradient_squares']):
-            metrics['gradient_norm'] = math.sqrt(totals['gradient_squares'])
-        metrics |= self._speed(state, totals)
-        metrics['loader_seconds'] = float(columns['loader_seconds'].max())
-        if peak := float(columns['peak_memory'].max()):
-            metrics['peak_memory_gib'] = peak / 2**30
+        """Exchanges the counts with the other ranks, and logs."""
+        # Counts on the device are read here, once a step.
+        microbatches = [counts._replace(loss_tokens=int(counts.loss_tokens)) for counts in self._microbatches]
+        counts = self._step_counts(microbatches)
+        numbers, sources = self._ledger.gather(counts.pack(), state.device)
+        ranks = [StepCounts.unpack(numbers_of_rank) for numbers_of_rank in numbers]
+        total = StepCounts.unpack(numbers.sum(dim=0))
+        metrics = _token_metrics(total)
+        metrics |= _rank_metrics(ranks)
+        if not math.isnan(total.gradient_square):
+            metrics['gradient_norm'] = math.sqrt(total.gradient_square)
+        assert state.timestamp.batch_wct is not None, 'BATCH_END follows the step that sets it'
+        seconds = state.timestamp.batch_wct.total_seconds()
+        if seconds > 0:
+            self._seconds.append(seconds)
+            metrics |= _speed_metrics(total, seconds)
+            metrics |= self._time_metrics(state)
         if self._previous is not None:
-            metrics['sample_weighting_error'] = totals['last_variation']
-        self._previous = (self._microbatches, totals['samples'], totals['tokens'])
-        weight = sum(row['weight'] for row in sources.values())
-        for name, row in sources.items():
-            metrics[f'source/{name}/tokens'] = row['tokens']
-            metrics[f'source/{name}/weight'] = row['weight'] / weight if weight else 0.0
-            metrics[f'source/{name}/positions'] = row['positions'] / max(totals['positions'], 1)
-            if row['tokens'] and math.isfinite(row['loss']):
-                metrics[f'source/{name}/loss'] = row['loss'] / row['tokens']
+            metrics['sample_weighting_error'] = total.weighting_distance
+        self._previous = _PreviousStep(microbatches, total.samples, total.loss_tokens)
+        metrics |= _source_metrics(sources, total.positions)
         logger.log_metrics({f'token_monitor/{name}': value for name, value in metrics.items()})
         _show(metrics, logger)
 
-    def _speed(self, state: State, totals: Mapping[str, float]) -> dict[str, float]:
-        """Returns what is logged of the step's time."""
-        assert state.timestamp.batch_wct is not None, 'BATCH_END follows the step that sets it'
-        seconds = state.timestamp.batch_wct.total_seconds()
-        if seconds <= 0:
-            return {}
-        self._seconds.append(seconds)
+    def _step_counts(self, microbatches: Sequence[MicrobatchCounts]) -> StepCounts:
+        """Returns the counts of this rank. Waits for the device."""
+        positions = 0
+        dummy_positions = 0.0
+        empty_microbatches = 0
+        for counts in microbatches:
+            positions += counts.positions
+            dummy_positions += counts.dummy_positions
+            if counts.loss_tokens == 0:
+                empty_microbatches += 1
+        return StepCounts(
+            samples=self._device_batch.samples,
+            real_tokens=self._device_batch.real_tokens,
+            loss_tokens=self._device_batch.loss_tokens,
+            device_batch_positions=self._device_batch.positions,
+            positions=positions,
+            dummy_positions=dummy_positions,
+            microbatches=len(microbatches),
+            empty_microbatches=empty_microbatches,
+            flops=self._media_flops + self._text_flops,
+            device_flops=self._device_flops,
+            loader_seconds=self._loader_seconds,
+            peak_memory=torch.cuda.max_memory_allocated(),  # 0 without a GPU
+            gradient_square=self._norm.square_on_rank(),
+            weighting_distance=_weighting_distance(self._previous),
+        )
+
+    def _time_metrics(self, state: State) -> dict[str, float]:
+        """Returns the seconds of the last steps, and the time that is left."""
         p50, p99 = np.percentile(self._seconds, [50, 99]).tolist()
-        found = {
-            'real_tokens_per_second': totals['real'] / seconds,
-            'tokens_per_second': totals['positions'] / seconds,
-            'seconds_p50': p50,
-            'seconds_p99': p99,
-        }
+        metrics = {'seconds_p50': p50, 'seconds_p99': p99}
         elapsed = state.get_elapsed_duration()
         if elapsed is not None and elapsed.value > 0:
             steps = state.timestamp.batch.value
-            found['hours_left'] = max(steps / elapsed.value - steps, 0.0) * p50 / 3600
-        if flops := totals['media_flops'] + totals['text_flops']:
-            found['tflops_per_second'] = flops / seconds / 1e12
-            if totals['device_flops']:
-                found['mfu'] = flops / seconds / totals['device_flops']
-        return found
+            steps_left = max(steps / elapsed.value - steps, 0.0)
+            metrics['hours_left'] = steps_left * p50 / 3600
+        return metrics
 
-    def _variation(self) -> float:
-        """This rank's part of the previous step's distance: its totals over ranks are known only by now."""
-        if self._previous is None:
-            return 0.0
-        microbatches, samples, tokens = self._previous
-        if samples == 0 or tokens == 0:
-            return 0.0
-        return sum(abs(n / samples - t / tokens) for n, t in microbatches) / 2
+
+def _token_metrics(total: StepCounts) -> dict[str, float]:
+    """Returns the shares of padding and of loss tokens, and the numbers of microbatches."""
+    positions = max(total.positions, 1)
+    device_batch_positions = max(total.device_batch_positions, 1)
+    return {
+        'padding_ratio': 1 - total.real_tokens / positions,
+        'dummy_ratio': total.dummy_positions / positions,
+        'device_batch_padding_ratio': 1 - total.real_tokens / device_batch_positions,
+        'loss_generating_share': total.loss_tokens / max(total.real_tokens, 1),
+        'microbatches': total.microbatches,
+        'empty_microbatches': total.empty_microbatches,
+    }
+
+
+def _rank_metrics(ranks: Sequence[StepCounts]) -> dict[str, float]:
+    """Returns the balance of the ranks, and their largest values."""
+    positions = [counts.positions for counts in ranks]
+    mean_positions = sum(positions) / len(ranks)
+    metrics = {
+        'rank_imbalance': max(positions) / max(mean_positions, 1),
+        'loader_seconds': max(counts.loader_seconds for counts in ranks),
+    }
+    peak_memory = max(counts.peak_memory for counts in ranks)
+    if peak_memory > 0:
+        metrics['peak_memory_gib'] = peak_memory / 2**30
+    return metrics
+
+
+def _speed_metrics(total: StepCounts, seconds: float) -> dict[str, float]:
+    """Returns the tokens and operations per second."""
+    metrics = {
+        'real_tokens_per_second': total.real_tokens / seconds,
+        'tokens_per_second': total.positions / seconds,
+    }
+    if total.flops:
+        metrics['tflops_per_second'] = total.flops / seconds / 1e12
+        if total.device_flops:
+            metrics['mfu'] = total.flops / seconds / total.device_flops
+    return metrics
+
+
+def _source_metrics(sources: Mapping[str, SourceSums], positions: float) -> dict[str, float]:
+    """Returns the figures of each source. A source without tokens, or without logits, has no mean loss."""
+    total_weight = sum(sums.weight for sums in sources.values()) or 1.0  # 0 over 0 is 0 here
+    metrics = {}
+    for name, sums in sources.items():
+        metrics[f'source/{name}/tokens'] = sums.tokens
+        metrics[f'source/{name}/weight'] = sums.weight / total_weight
+        metrics[f'source/{name}/positions'] = sums.positions / max(positions, 1)
+        if sums.tokens and math.isfinite(sums.loss):
+            metrics[f'source/{name}/loss'] = sums.loss / sums.tokens
+    return metrics
+
+
+def _weighting_distance(step: _PreviousStep | None) -> float:
+    """Returns this rank's part of the distance between sample and token weights of the microbatches of a step.
+
+    Weights are shares in the whole step, whose totals over all ranks are known only after the step.
+    """
+    if step is None or step.samples == 0 or step.loss_tokens == 0:
+        return 0.0
+    distance = 0.0
+    for microbatch in step.microbatches:
+        sample_weight = microbatch.samples / step.samples
+        token_weight = int(microbatch.loss_tokens) / step.loss_tokens
+        distance += abs(sample_weight - token_weight)
+    return distance / 2
 
 
 def _show(metrics: Mapping[str, float], logger: Logger) -> None:
-    """Writes the shortest of it into Composer's progress bar, which has the loss and the time that is left."""
-    found = {short: form.format(metrics[name]) for name, (short, form) in SHORT.items() if name in metrics}
+    """Writes a few metrics into Composer's progress bar, which shows them with the next loss."""
+    bar_metrics = {}
+    for name, (short_name, form) in PROGRESS_BAR.items():
+        if name in metrics:
+            bar_metrics[short_name] = form.format(metrics[name])
     for destination in logger.destinations:
         if isinstance(destination, ProgressBarLogger) and destination.train_pbar is not None:
-            destination.train_pbar.metrics |= found  # shown with the next loss
-
-
-def _positions(batch: Mapping[str, Any]) -> int:
-    """Rows times padded width, of the labels where the main input has no tokens; microbatches as if padded together."""
-    rows, widths = zip(*(text_of(microbatch).shape[:2] for microbatch in microbatches_of(batch)), strict=True)
-    return sum(rows) * max(widths)
+            destination.train_pbar.metrics |= bar_metrics

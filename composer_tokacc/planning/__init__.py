@@ -5,6 +5,7 @@
 
 from composer_tokacc.planning.cuts import cut_rows, pack_lengths
 from composer_tokacc.planning.options import (
+    CAPPED_SIZES,
     CostModel,
     CutOptions,
     Table,
@@ -12,6 +13,7 @@ from composer_tokacc.planning.options import (
     check_count,
     check_kind,
     check_state,
+    mean_samples,
     token_budget,
 )
 from composer_tokacc.planning.plan import (
@@ -22,9 +24,10 @@ from composer_tokacc.planning.plan import (
     plan_microbatches,
     plan_rows,
 )
-from composer_tokacc.planning.rows import Rows, checked_table, padded_widths
+from composer_tokacc.planning.rows import Rows, checked_sizes, checked_table, padded_widths
 
 __all__ = [
+    'CAPPED_SIZES',
     'CostModel',
     'CutOptions',
     'Microbatch',
@@ -36,9 +39,11 @@ __all__ = [
     'check_count',
     'check_kind',
     'check_state',
+    'checked_sizes',
     'checked_table',
     'cut_rows',
     'lower_bound',
+    'mean_samples',
     'pack_lengths',
     'padded_widths',
     'plan_microbatches',

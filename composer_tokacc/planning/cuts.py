@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import heapq
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,13 +32,15 @@ def cut_rows(
     options: CutOptions,
     *,
     image_tokens: Table | None = None,
+    loss_tokens: Table | None = None,
     max_width: int | None = None,
 ) -> list[list[int]]:
     """Cuts the rows of one rank into microbatches of least cost under hard caps, or packs them into the fewest.
 
     A microbatch is as wide as its longest row, rounded up to ``width_multiple`` but not past ``max_width``, the width
     of the collated batch. Rows times width never exceeds ``max_tokens``, the image tokens of its rows never exceed
-    ``max_image_tokens``. A row which breaks a cap by itself is placed alone.
+    ``max_image_tokens``, their loss tokens never ``max_loss_tokens``. A row that breaks a cap by itself is placed
+    alone.
 
     Returns:
         Row indices of each microbatch, ascending. The costliest microbatch comes first; without ``regroup`` they keep
@@ -49,9 +52,9 @@ def cut_rows(
         >>> cut_rows([7, 2, 8, 2, 2], CutOptions(max_tokens=16, regroup=False))
         [[0, 1], [2], [3, 4]]
     """
+    all_rows = Rows(lengths, options, image_tokens=image_tokens, loss_tokens=loss_tokens, max_width=max_width)
     if options.packing is True:
-        return pack_lengths(lengths, options.max_tokens, image_tokens, options.max_image_tokens)
-    all_rows = Rows(lengths, options, image_tokens=image_tokens, max_width=max_width)
+        return _pack(all_rows)
     rows = all_rows.in_order(np.arange(len(all_rows.lengths)))
     if options.regroup:
         rows = all_rows.by_length()
@@ -72,8 +75,10 @@ def pack_lengths(
     max_tokens: int,
     image_tokens: Table | None = None,
     max_image_tokens: int | None = None,
+    loss_tokens: Table | None = None,
+    max_loss_tokens: int | None = None,
 ) -> list[list[int]]:
-    """Groups rows so that their lengths and their image tokens sum to at most the caps: first fit, longest first.
+    """Groups rows so that lengths, image tokens and loss tokens sum to at most their caps: first fit, longest first.
 
     First-fit-decreasing needs at most 11/9 of the fewest groups, plus one (Dosa 2007). A row over the cap goes alone.
 
@@ -85,15 +90,19 @@ def pack_lengths(
         >>> pack_lengths([7, 2, 8, 2, 2], 10)
         [[2, 1], [0, 3], [4]]
     """
-    if image_tokens is None:
-        image_tokens = [0] * len(lengths)
-    sizes = np.array([lengths, image_tokens]).T
-    caps = np.array([max_tokens, np.inf if max_image_tokens is None else max_image_tokens])
+    options = CutOptions(max_tokens=max_tokens, max_image_tokens=max_image_tokens, max_loss_tokens=max_loss_tokens)
+    return _pack(Rows(lengths, options, image_tokens=image_tokens, loss_tokens=loss_tokens))
+
+
+def _pack(rows: Rows) -> list[list[int]]:
+    # A packed row is as long as its documents together. So its length is one more size that adds up to a cap.
+    sizes = np.vstack([rows.lengths, rows.capped_sizes]).T
+    caps = np.array([rows.options.max_tokens, *rows.caps])
     groups: list[list[int]] = []
     room: list[np.ndarray] = []
     # A stable sort: of equally long rows the first one comes first.
-    for row in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
-        # So far: every longer row is in a group, and `room` is what each group has left of both caps.
+    for row in np.argsort(-rows.lengths, kind='stable').tolist():
+        # So far: every longer row is in a group, and `room` is what each group has left of each cap.
         group = _first_with_room(room, sizes[row])
         if group is None:
             group = len(groups)
@@ -105,7 +114,7 @@ def pack_lengths(
 
 
 def _first_with_room(room: list[np.ndarray], size: np.ndarray) -> int | None:
-    """Returns the first group whose room of both kinds is large enough."""
+    """Returns the first group that has room for a row in each size."""
     for group, left in enumerate(room):
         if (size <= left).all():
             return group
@@ -152,7 +161,8 @@ def least_padded_cut(
         # Now `earliest` is the first start that the caps allow. On sorted rows (end - start) * row_costs[start] is a
         # Monge cost, and so the best last microbatch never starts earlier for a later end (Galil and Park 1992):
         # nothing before the previous best start needs a look.
-        is_sorted = is_sorted and (end == 1 or row_costs[end - 1] <= row_costs[end - 2])
+        if end > 1 and row_costs[end - 1] > row_costs[end - 2]:
+            is_sorted = False
         first = max(earliest, last[end - 1]) if is_sorted else earliest
         best = end - 1
         widest = row_costs[best]
@@ -177,6 +187,13 @@ def least_padded_cut(
         bounds[k] = end
         end = last[end]
     return bounds
+
+
+class _Corner(NamedTuple):
+    """A cut at a corner of the curve of :class:`LeastPaddedCuts`."""
+
+    padded_cost: float
+    bounds: np.ndarray
 
 
 class LeastPaddedCuts:
@@ -206,20 +223,23 @@ class LeastPaddedCuts:
     ) -> None:
         self._rows = rows
         self._tolerance = tolerance
-        self._corners: dict[int, tuple[float, np.ndarray]] = {}
+        self._corners: dict[int, _Corner] = {}
+        """By number of microbatches."""
         # The left end of the curve: no saving is worth a price above the cost of all rows at the greatest width.
         cost_at_greatest_width = len(rows) * float(rows.row_costs[0])
         self.fewest = self._try(2.0 * cost_at_greatest_width + 1.0)
         # The right end: one row each.
-        self._corners[len(rows)] = (float(rows.row_costs.sum()), np.arange(len(rows) + 1, dtype=np.int64))
+        bounds_of_single_rows = np.arange(len(rows) + 1, dtype=np.int64)
+        self._corners[len(rows)] = _Corner(float(rows.row_costs.sum()), bounds_of_single_rows)
 
     def _try(self, price: float) -> int:
         """Finds the corner of a price, and returns its number of microbatches."""
         bounds = least_padded_cut(self._rows.row_costs, self._rows.reach, price)
-        padded = float(np.dot(np.diff(bounds), self._rows.row_costs[bounds[:-1]]))
+        cost_of_widest = self._rows.row_costs[bounds[:-1]]
+        padded = float(np.dot(np.diff(bounds), cost_of_widest))
         count = len(bounds) - 1
-        if count not in self._corners or padded < self._corners[count][0]:
-            self._corners[count] = (padded, bounds)
+        if count not in self._corners or padded < self._corners[count].padded_cost:
+            self._corners[count] = _Corner(padded, bounds)
         return count
 
     def exactly(self, count: int) -> np.ndarray:
@@ -231,14 +251,17 @@ class LeastPaddedCuts:
         while count not in self._corners:
             below = max(k for k in self._corners if k < count)
             above = min(k for k in self._corners if k > count)
-            # Both corners are on the curve, and so is everything between them above their chord.
-            saving = self._corners[below][0] - self._corners[above][0]
+            few = self._corners[below]
+            many = self._corners[above]
+            # The price at which both corners cost the same. A cut at this price costs less only at a corner between.
+            saving = few.padded_cost - many.padded_cost
             between = below
-            if saving > self._tolerance * self._corners[above][0]:
+            if saving > self._tolerance * many.padded_cost:
                 between = self._try(saving / (above - below))
-            if not below < between < above:  # a straight piece of the curve, or near enough
-                return _splice(self._corners[below][1], self._corners[above][1], count)
-        return self._corners[count][1]
+            if not below < between < above:
+                # There is no corner between: a straight piece of the curve, or near enough.
+                return _splice(few.bounds, many.bounds, count)
+        return self._corners[count].bounds
 
 
 @compiled
@@ -286,7 +309,8 @@ def fill(
         high = reach[start]
         while low < high:
             middle = (low + high + 1) // 2
-            cost = (middle - start) * row_costs[start] + (vision[middle] - vision[start])
+            padded = (middle - start) * row_costs[start]
+            cost = padded + (vision[middle] - vision[start])
             if cost <= limit:
                 low = middle
             else:
@@ -353,7 +377,10 @@ def split_largest(
         middle = (start + end) // 2  # the shorter half holds the longer rows
         heapq.heapreplace(heap, _by_size(row_costs, start, middle))
         heapq.heappush(heap, _by_size(row_costs, middle, end))
-    return np.array(sorted([0] + [end for _, _, end in heap]))
+    new_bounds = [0]
+    for _, _, end in heap:
+        new_bounds.append(end)
+    return np.array(sorted(new_bounds))
 
 
 @compiled

@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
 Table = Sequence[float] | np.ndarray
 """One number a sample, (n,)."""
+
+CAPPED_SIZES = {'image_tokens': 'max_image_tokens', 'loss_tokens': 'max_loss_tokens'}
+"""Sizes of a sample whose sum over a microbatch has a hard cap, and the option of :class:`CutOptions` that sets it.
+Another cap of this kind is one entry here, one field there and one argument of those who know the sizes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +92,8 @@ class CostModel:
 
     def packed(self, lengths: Sequence[int]) -> float:
         """Returns the cost of a microbatch that is one packed row of documents, without vision."""
-        return float(self.rows(np.array(lengths)).sum()) + self.document * len(lengths) + self.launch
+        cost_of_documents = float(self.rows(np.array(lengths)).sum())
+        return cost_of_documents + self.document * len(lengths) + self.launch
 
 
 def token_budget(microbatch_size: float, slot_tokens: int) -> int:
@@ -96,10 +101,20 @@ def token_budget(microbatch_size: float, slot_tokens: int) -> int:
     return int(microbatch_size * slot_tokens)
 
 
+def mean_samples(lengths: np.ndarray, tokens: int) -> int:
+    """Returns how many samples of mean length have this number of tokens, rounded up."""
+    return -(-len(lengths) * tokens // int(lengths.sum()))
+
+
 def check_count(name: str, value: Any) -> None:
     """Raises ValueError unless an argument is a positive integer."""
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 1 <= value < 2**63:
+    if not _is_integer(value) or not 1 <= value < 2**63:
         raise ValueError(f'`{name}` must be a positive integer, got: {value!r}.')
+
+
+def _is_integer(value: Any) -> bool:
+    """Returns whether a value is an integer of Python or numpy. True and False are none."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
 def check_kind(
@@ -122,18 +137,18 @@ def check_choice(
     # The type is compared, too, because 1 equals True.
     if type(value) in types and value in choices:
         return
-    *first_ones, last = [repr(choice) for choice in choices]
+    *others, last = [repr(choice) for choice in choices]
     allowed = last
-    if first_ones:
-        allowed = f'{", ".join(first_ones)} or {last}'
+    if others:
+        allowed = f'{", ".join(others)} or {last}'
     raise ValueError(f'`{name}` must be {allowed}, got: {value!r}.')
 
 
 def check_state(state: Any, keys: set[str], *, counts: Sequence[str] = ()) -> None:
     """Raises ValueError unless a state to load has these keys, and integers from 0 under those of ``counts``."""
     is_good = isinstance(state, Mapping) and keys <= state.keys()
-    if is_good:
-        is_good = all(isinstance(state[name], (int, np.integer)) and state[name] >= 0 for name in counts)
+    for name in counts:
+        is_good = is_good and _is_integer(state[name]) and state[name] >= 0
     if not is_good:
         integers = f', {" and ".join(counts)} of them integers from 0' if counts else ''
         raise ValueError(
@@ -151,6 +166,7 @@ class CutOptions:
             ``slot_tokens`` (plus the labels of a decoder) times the microbatch size.
         slot_tokens: Width of a slot; None: the width of each device batch.
         max_image_tokens: Image budget of a microbatch; None: no cap.
+        max_loss_tokens: Most loss tokens of a microbatch, for whose positions logits are computed; None: no cap.
         width_multiple: Widths are rounded up to a multiple of this.
         cost: Cost model of a microbatch.
         regroup: Whether rows are sorted by length, or keep their order.
@@ -166,6 +182,7 @@ class CutOptions:
     max_tokens: int = sys.maxsize
     slot_tokens: int | None = None
     max_image_tokens: int | None = None
+    max_loss_tokens: int | None = None
     width_multiple: int = 1
     cost: CostModel = CostModel()
     regroup: bool = True
@@ -179,11 +196,25 @@ class CutOptions:
         check_count('width_multiple', self.width_multiple)
         if self.slot_tokens is not None:
             check_count('slot_tokens', self.slot_tokens)
-        if self.max_image_tokens is not None:
-            check_count('max_image_tokens', self.max_image_tokens)
+        for size in self.caps:
+            check_count(CAPPED_SIZES[size], self.caps[size])
         check_kind('cost', self.cost, CostModel)
         check_choice('regroup', self.regroup, (True, False))
         check_choice('equal_counts', self.equal_counts, (True, False, 'auto'))
         check_choice('packing', self.packing, (True, False, 'auto'))
         check_choice('objective', self.objective, ('ddp', 'fsdp'))
         check_choice('on_oversize', self.on_oversize, ('raise', 'warn'))
+
+    @property
+    def caps(self) -> dict[str, int]:
+        """The caps that are set, by the name of the size in :data:`CAPPED_SIZES`."""
+        caps = {}
+        for size, option in CAPPED_SIZES.items():
+            cap = getattr(self, option)
+            if cap is not None:
+                caps[size] = cap
+        return caps
+
+    def without_caps(self) -> CutOptions:
+        """Returns the options without the caps of :data:`CAPPED_SIZES`; ``max_tokens`` stays."""
+        return replace(self, max_image_tokens=None, max_loss_tokens=None)

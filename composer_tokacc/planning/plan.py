@@ -58,6 +58,8 @@ class Microbatch(NamedTuple):
 class PlanStats:
     """How good a plan is. Ratios of padding are shares of all computed positions."""
 
+    num_tokens: int
+    """Real tokens of the global batch."""
     padding_before: float
     """Padding ratio with all samples padded to the longest."""
     padding_after: float
@@ -92,7 +94,10 @@ class MicrobatchPlan:
         """Tells how good the plan is. Computed on first use."""
         rows = self._rows
         microbatches = [microbatch for rank in self.ranks for microbatch in rank]
-        loads = np.array([sum(microbatch.cost for microbatch in rank) for rank in self.ranks])
+        loads_of_ranks = []
+        for rank in self.ranks:
+            loads_of_ranks.append(sum(microbatch.cost for microbatch in rank))
+        loads = np.array(loads_of_ranks)
         time = float(loads.max())
         if rows.options.objective == 'fsdp':
             time = time_in_slots([self._phases(rank) for rank in self.ranks])
@@ -100,6 +105,7 @@ class MicrobatchPlan:
         tokens_padded_to_longest = len(rows.lengths) * int(rows.lengths.max())
         tokens_computed = sum(microbatch.num_tokens for microbatch in microbatches)
         return PlanStats(
+            num_tokens=num_tokens,
             padding_before=1.0 - num_tokens / tokens_padded_to_longest,
             padding_after=1.0 - num_tokens / tokens_computed,
             rank_imbalance=float(loads.max() / loads.mean()),
@@ -129,7 +135,9 @@ def time_in_slots(costs: Sequence[Sequence[tuple[float, float]]]) -> float:
     """
     time = 0.0
     for slot in zip_longest(*costs, fillvalue=(0.0, 0.0)):
-        time += max(vision for vision, _ in slot) + max(text for _, text in slot)
+        slowest_vision = max(vision for vision, _ in slot)
+        slowest_text = max(text for _, text in slot)
+        time += slowest_vision + slowest_text
     return time
 
 
@@ -139,18 +147,20 @@ def plan_microbatches(
     num_ranks: int,
     max_tokens: int,
     image_tokens: Table | None = None,
+    loss_tokens: Table | None = None,
     vision_cost: Table | None = None,
     max_image_tokens: int | None = None,
+    max_loss_tokens: int | None = None,
     objective: Literal['ddp', 'fsdp'] = 'ddp',
     cost: CostModel | None = None,
     width_multiple: int = 1,
 ) -> MicrobatchPlan:
     """Cuts a global batch into microbatches and assigns them to ranks, for the shortest modelled step.
 
-    Every sample is in exactly one microbatch. Rows times width of a microbatch never exceeds ``max_tokens``, and its
-    image tokens never exceed ``max_image_tokens``. A sample that breaks a cap by itself is placed alone and listed in
-    ``stats.oversize``. Every rank has at least one microbatch. If there are too few samples, it is a dummy, marked
-    ``filled``. The plan only depends on the arguments.
+    Every sample is in exactly one microbatch. Rows times width of a microbatch never exceeds ``max_tokens``, its image
+    tokens never exceed ``max_image_tokens``, and its loss tokens never exceed ``max_loss_tokens``. A sample that breaks
+    a cap by itself is placed alone and listed in ``stats.oversize``. Every rank has at least one microbatch. If there
+    are too few samples, it is a dummy, marked ``filled``. The plan only depends on the arguments.
 
     Args:
         lengths: Real length of each sample in tokens, image placeholders included, (n,).
@@ -158,9 +168,12 @@ def plan_microbatches(
         max_tokens: Token budget of a microbatch, padding included.
         image_tokens: Image tokens of each sample, (n,). With ``'fsdp'`` samples with and without images then never run
             side by side, because a rank that leaves the vision encoder unused hangs the others.
+        loss_tokens: Loss tokens of each sample, (n,).
         vision_cost: Cost of each sample in the vision encoder, (n,), in the unit of :class:`.CostModel`, if image
             tokens do not tell it; see :meth:`.CostModel.vision`. Default: the cost of ``image_tokens``.
         max_image_tokens: Image budget of a microbatch.
+        max_loss_tokens: Most loss tokens of a microbatch. Logits are computed for as many positions if the model
+            computes them only at labels.
         objective: ``'ddp'``: ranks wait for each other once a step, and may have unequal numbers of microbatches.
             ``'fsdp'``: they wait at every microbatch, after its vision encoder and at its end, and have equal numbers.
         cost: Cost model of a microbatch.
@@ -177,11 +190,19 @@ def plan_microbatches(
     options = CutOptions(
         max_tokens=max_tokens,
         max_image_tokens=max_image_tokens,
+        max_loss_tokens=max_loss_tokens,
         width_multiple=width_multiple,
         objective=objective,
         cost=CostModel() if cost is None else cost,
     )
-    return plan_rows(lengths, options, num_ranks=num_ranks, image_tokens=image_tokens, vision_cost=vision_cost)
+    return plan_rows(
+        lengths,
+        options,
+        num_ranks=num_ranks,
+        image_tokens=image_tokens,
+        loss_tokens=loss_tokens,
+        vision_cost=vision_cost,
+    )
 
 
 def plan_rows(
@@ -190,11 +211,12 @@ def plan_rows(
     *,
     num_ranks: int,
     image_tokens: Table | None = None,
+    loss_tokens: Table | None = None,
     vision_cost: Table | None = None,
 ) -> MicrobatchPlan:
     """Plans as :func:`.plan_microbatches`, with options that are checked already."""
     check_count('num_ranks', num_ranks)
-    rows = Rows(lengths, options, image_tokens=image_tokens, vision_cost=vision_cost)
+    rows = Rows(lengths, options, image_tokens=image_tokens, loss_tokens=loss_tokens, vision_cost=vision_cost)
     # Under 'fsdp' the k-th microbatches of all ranks run at the same time: a step slot, in which all wait.
     in_slots = options.objective == 'fsdp'
     # Samples that may run at the same time: all, or under 'fsdp' those with images and those without.
@@ -227,8 +249,8 @@ def lower_bound(rows: Rows, num_ranks: int) -> float:
     row_costs = cost.rows(rows.lengths) + rows.vision_cost
     # Each microbatch has a fixed cost. Any plan needs one microbatch a rank, and as many as fill the budgets.
     fewest = max(num_ranks, _fewest(rows.lengths, options.max_tokens))
-    if options.max_image_tokens is not None:
-        fewest = max(fewest, _fewest(rows.image_tokens, options.max_image_tokens))
+    for number, cap in enumerate(rows.caps.tolist()):
+        fewest = max(fewest, _fewest(rows.capped_sizes[number], cap))
     mean_of_ranks = (float(row_costs.sum()) + fewest * cost.launch) / num_ranks
     costliest_row = float(row_costs.max()) + cost.launch
     return max(mean_of_ranks, costliest_row)
@@ -237,7 +259,9 @@ def lower_bound(rows: Rows, num_ranks: int) -> float:
 def _fewest(sizes: np.ndarray, cap: int) -> int:
     """Returns the fewest microbatches that hold all sizes: one for each over the cap, the others without a gap."""
     is_over = sizes > cap
-    return int(is_over.sum()) + -(-int(sizes[~is_over].sum()) // cap)
+    num_over = int(is_over.sum())
+    total_of_others = int(sizes[~is_over].sum())
+    return num_over + -(-total_of_others // cap)
 
 
 class _Cut(NamedTuple):
@@ -312,9 +336,10 @@ class _CutSearch:
         for k, (start, end) in enumerate(pairwise(cut.bounds.tolist())):
             indices = tuple(sorted(order[start:end]))
             microbatches.append(Microbatch(indices, widths[k], costs[k]))
-        cheapest = self._cheapest
+        row_of_dummy = (order[self._cheapest],)
+        width_of_dummy = int(self._rows.widths[self._cheapest])
         for cost in costs[len(microbatches) :]:
-            microbatches.append(Microbatch((order[cheapest],), int(self._rows.widths[cheapest]), cost, True))
+            microbatches.append(Microbatch(row_of_dummy, width_of_dummy, cost, filled=True))
         return microbatches
 
     def _best(self) -> _Cut:
@@ -355,7 +380,11 @@ class _CutSearch:
         while int(count) <= most:
             yield int(count) * step
             tried += 1
-            count = int(count) + 1 if tried < 3 else max(int(count) + 1, count * growth)
+            next_count = int(count) + 1
+            if tried < 3:
+                count = next_count
+            else:
+                count = max(next_count, count * growth)
 
     def _near(self, cuts: list[_Cut]) -> list[int]:
         """Returns untried numbers of microbatches between that of the best cut and its neighbours."""
@@ -371,14 +400,17 @@ class _CutSearch:
 
     def _least_time(self, count: int) -> float:
         """Returns the time which no plan of ``count`` or more microbatches beats: no padding, perfect balance."""
-        no_padding = float(self._alone.sum()) - len(self._rows) * self._fixed_cost
+        fixed_costs_of_rows = len(self._rows) * self._fixed_cost
+        no_padding = float(self._alone.sum()) - fixed_costs_of_rows
         return (no_padding + count * self._fixed_cost) / self._num_ranks
 
     def _at(self, count: int) -> list[_Cut]:
         """Returns cuts into ``count`` microbatches: of least padded cost, and of most equal cost."""
         rows = self._rows
-        if count > len(rows):  # a row each, and dummies
-            return [self._judge(np.arange(len(rows) + 1, dtype=np.int64), count)]
+        if count > len(rows):
+            # Every row is a microbatch, and there are dummies beside them.
+            bounds_of_single_rows = np.arange(len(rows) + 1, dtype=np.int64)
+            return [self._judge(bounds_of_single_rows, count)]
         cuts = [self._padded.exactly(count)]
         for row_costs, vision in self._equals:
             equal = equal_cost_cut(row_costs, vision, rows.reach, count)
@@ -398,10 +430,11 @@ class _CutSearch:
         num_dummies = count + 1 - len(bounds)
         costs = microbatch_costs(rows.row_costs, rows.vision, bounds, self._fixed_cost)
         # A dummy is the cheapest row again, without weight.
-        costs = np.concatenate([costs, np.full(num_dummies, self._alone[self._cheapest])])
+        costs_of_dummies = np.full(num_dummies, self._alone[self._cheapest])
+        costs = np.concatenate([costs, costs_of_dummies])
         if self._in_slots:
-            vision_of_dummy = np.diff(rows.vision)[self._cheapest]
-            vision = np.concatenate([np.diff(rows.vision[bounds]), np.full(num_dummies, vision_of_dummy)])
+            vision_of_dummies = np.full(num_dummies, np.diff(rows.vision)[self._cheapest])
+            vision = np.concatenate([np.diff(rows.vision[bounds]), vision_of_dummies])
             text = costs - vision
             order_by, time = best_slot_order(text, costs - text, self._num_ranks)
             return _Cut(time, bounds, costs, order_by, None)

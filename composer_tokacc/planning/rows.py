@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from composer_tokacc.planning.compiled import compiled
-from composer_tokacc.planning.options import CutOptions, Table
+from composer_tokacc.planning.options import CAPPED_SIZES, CutOptions, Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,25 +46,30 @@ class Rows:
         options: CutOptions,
         *,
         image_tokens: Table | None = None,
+        loss_tokens: Table | None = None,
         vision_cost: Table | None = None,
         max_width: int | None = None,
     ) -> None:
         self.options = options
         self._max_width = max_width
-        num_rows = 1  # of a scalar: checked_table says what is wrong with it
-        if hasattr(lengths, '__len__'):
-            num_rows = len(lengths)
+        # A scalar has no length. `checked_table` refuses it below.
+        num_rows = len(lengths) if hasattr(lengths, '__len__') else 1
         if num_rows == 0:
             raise ValueError('`lengths` must hold at least one sample, got: none.')
         self.lengths = checked_table('lengths', lengths, num_rows, least=1)
         longest = int(self.lengths.max())
         if max_width is not None and max_width < longest:
             raise ValueError(f'`max_width` must be at least the longest sample, got: {max_width} < {longest}.')
-        if options.max_image_tokens is not None and image_tokens is None:
-            raise ValueError('`image_tokens` must be given with `max_image_tokens`, got: None.')
-        if image_tokens is None:
-            image_tokens = np.zeros(num_rows, dtype=np.int64)
-        self.image_tokens = checked_table('image_tokens', image_tokens, num_rows)
+        tables = checked_sizes({'image_tokens': image_tokens, 'loss_tokens': loss_tokens}, options, num_rows)
+        caps = options.caps
+        self.caps = np.array(list(caps.values()), dtype=np.int64)
+        """Caps on sizes that add up over the rows of a microbatch, int64 (number of caps,)."""
+        self.capped_sizes = np.zeros((len(caps), num_rows), dtype=np.int64)
+        """The size of each row under each of these caps, int64 (number of caps, n)."""
+        for number, size in enumerate(caps):
+            self.capped_sizes[number] = tables[size]
+        no_images = np.zeros(num_rows, dtype=np.int64)
+        self.image_tokens = tables.get('image_tokens', no_images)
         if vision_cost is None:
             vision_cost = options.cost.vision(self.image_tokens)
         self.vision_cost = checked_table('vision_cost', vision_cost, num_rows, dtype=np.float64)
@@ -71,16 +77,15 @@ class Rows:
     @property
     def is_over(self) -> np.ndarray:
         """Which rows break a cap by themselves, and are therefore placed alone, bool (n,)."""
-        is_over = self.lengths > self.options.max_tokens
-        if self.options.max_image_tokens is not None:
-            is_over |= self.image_tokens > self.options.max_image_tokens
-        return is_over
+        breaks_cap = (self.capped_sizes > self.caps[:, np.newaxis]).any(axis=0)
+        return breaks_cap | (self.lengths > self.options.max_tokens)
 
     def by_length(self, members: np.ndarray | None = None) -> OrderedRows:
         """Returns the rows (or the `members` among them) from the longest to the shortest, ties by index."""
         if members is None:
             members = np.arange(len(self.lengths))
-        return self.in_order(members[np.argsort(-self.lengths[members], kind='stable')])
+        longest_first = np.argsort(-self.lengths[members], kind='stable')
+        return self.in_order(members[longest_first])
 
     def in_order(self, order: np.ndarray) -> OrderedRows:
         """Returns the rows in the given order."""
@@ -88,16 +93,16 @@ class Rows:
         # Rounding stops at the collated width, and breaks no cap that the row itself keeps.
         limit = min(options.max_tokens, self._max_width or options.max_tokens)
         widths = padded_widths(self.lengths[order], options.width_multiple, limit)
-        image_sums = np.concatenate([[0], np.cumsum(self.image_tokens[order])])
-        image_cap = options.max_image_tokens
-        if image_cap is None:
-            image_cap = int(image_sums[-1])
+        sizes = self.capped_sizes[:, order]
+        sums = np.zeros((len(self.caps), len(order) + 1), dtype=np.int64)
+        sums[:, 1:] = np.cumsum(sizes, axis=1)
+        vision_of_rows = np.cumsum(self.vision_cost[order])
         return OrderedRows(
             order=order,
             widths=widths,
             row_costs=options.cost.rows(widths),
-            vision=np.concatenate([[0.0], np.cumsum(self.vision_cost[order])]),
-            reach=_reach(widths, image_sums, options.max_tokens, image_cap),
+            vision=np.concatenate([[0.0], vision_of_rows]),
+            reach=_reach(widths, options.max_tokens, sums, self.caps),
         )
 
 
@@ -109,7 +114,8 @@ def padded_widths(
     """Returns lengths rounded up to a multiple, but not past a limit, int64 (n,)."""
     if multiple == 1:
         return lengths
-    return np.maximum(lengths, np.minimum(-(-lengths // multiple) * multiple, limit))
+    rounded_up = -(-lengths // multiple) * multiple
+    return np.maximum(lengths, np.minimum(rounded_up, limit))
 
 
 def checked_table(
@@ -146,25 +152,49 @@ def checked_table(
     return table.astype(dtype)
 
 
+def checked_sizes(
+    tables: Mapping[str, Table | None],
+    options: CutOptions,
+    num_samples: int,
+) -> dict[str, np.ndarray]:
+    """Returns the tables of :data:`CAPPED_SIZES` that are there, int64 (n,). One whose cap is set must be there."""
+    checked = {}
+    for size, table in tables.items():
+        if table is not None:
+            checked[size] = checked_table(size, table, num_samples)
+        elif size in options.caps:
+            raise ValueError(f'`{size}` must be given with `{CAPPED_SIZES[size]}`, got: None.')
+    return checked
+
+
 @compiled
 def _reach(
     widths: np.ndarray,
-    image_sums: np.ndarray,
     max_tokens: int,
-    max_image_tokens: int,
+    sums: np.ndarray,
+    caps: np.ndarray,
 ) -> np.ndarray:
-    """Returns the latest end of a microbatch from each row under the caps, rows in any order, int64 (n,)."""
+    """Returns the latest end of a microbatch from each row under the caps, rows in any order, int64 (n,).
+
+    Args:
+        widths: Width of each row, (n,).
+        max_tokens: Cap on the number of rows times the greatest width.
+        sums: Of each capped size, its sum over all rows before each row, int64 (number of caps, n + 1).
+        caps: Cap on each of these sizes, int64 (number of caps,).
+    """
     n = len(widths)
     reach = np.zeros(n, dtype=np.int64)
-    # A microbatch only grows in width and images with every row, so the first row that breaks a cap ends it.
+    # A microbatch only grows in every size with every row, so the first row that breaks a cap ends it.
     for start in range(n):
         end = start + 1  # a row over a cap is placed alone
         width = widths[start]
         while end < n:
             width = max(width, widths[end])
-            num_tokens = (end + 1 - start) * width
-            num_image_tokens = image_sums[end + 1] - image_sums[start]
-            if num_tokens > max_tokens or num_image_tokens > max_image_tokens:
+            fits = (end + 1 - start) * width <= max_tokens
+            for number in range(len(caps)):
+                size = sums[number, end + 1] - sums[number, start]
+                fits = fits and size <= caps[number]
+            if not fits:
                 break
             end += 1
         reach[start] = end

@@ -77,7 +77,7 @@ class Answers(Callback):
         self._can_generate = True
 
     def eval_end(self, state: State, logger: Logger) -> None:
-        """Answers."""
+        """Lets the model answer, and appends its answers to the file."""
         if dist.get_global_rank() or not self._can_generate:
             return
         try:
@@ -143,6 +143,7 @@ def _answer(
     processor: Processor,
     max_new_tokens: int,
 ) -> Answer:
+    """Generates from the tokens before the last answer of a sample."""
     sample = dataset[index]
     tokenizer = tokenizer_of(processor)
     placeholders = image_token_ids(processor)

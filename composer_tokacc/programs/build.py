@@ -92,7 +92,7 @@ def build_parts(config: TrainConfig) -> RunParts:
         source = source_of(config)
     layout = BatchLayout.for_model(model)
     train_loader = source.build_loader(train_dataset, processor, layout, model=model)
-    if isinstance(train_loader.dataloader, Sized) and not len(train_loader.dataloader):  # Composer would loop for ever
+    if _gives_no_batch(train_loader.dataloader):  # Composer would loop for ever
         raise ConfigError('dataset', 'must give every rank a batch, got: none. Set `loader.drop_last=false`')
     eval_loader = None
     if eval_dataset is not None:
@@ -106,6 +106,16 @@ def build_parts(config: TrainConfig) -> RunParts:
         eval_loader=eval_loader,
         microbatch_size=config.microbatching.device_train_microbatch_size,
     )
+
+
+def _gives_no_batch(dataloader: object) -> bool:
+    """Returns whether a loader is known to give no batch."""
+    if not isinstance(dataloader, Sized):
+        return False
+    try:
+        return len(dataloader) == 0
+    except TypeError:  # its epochs have unequal numbers of batches
+        return False
 
 
 def build_optimizer(model: torch.nn.Module, section: Section) -> torch.optim.Optimizer:
@@ -153,8 +163,10 @@ def build_trainer(
     )
     callbacks = [*trainer_parts.callbacks, same_data]
     if config.trainer.get('spin_dataloaders', True):
+        # A resumed run need not read the batches that Composer discards.
         callbacks.append(SkipReadBatches())
-    if hasattr(parts.train_dataset, 'load_state_dict'):  # as StreamingDataset
+    if hasattr(parts.train_dataset, 'load_state_dict'):
+        # Such as StreamingDataset: Composer discards no batch, and then forgets the random numbers.
         callbacks.append(RestoreRandomState())
     with building('trainer'):
         return Trainer(

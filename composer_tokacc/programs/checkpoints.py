@@ -206,7 +206,8 @@ def remember_unused_parameters(optimizer: torch.optim.Optimizer) -> None:
 
 
 Shape = tuple[int | str, ...]
-"""Sizes of a weight, and a word if it is not of floats: torch would cast an int8 weight without a word."""
+"""Sizes of a weight. Integer weights have one more entry, ``'not of floats'``, because torch would load them into
+weights of floats in silence."""
 
 
 def _shape(sizes: Sequence[int], dtype: torch.dtype) -> Shape:
@@ -341,7 +342,9 @@ class SameData(Callback):
                 # As a checkpoint has it: JSON turns tuples into lists.
                 self._fingerprints[f'optimizer.{name}'] = json.loads(json.dumps(value, default=str))
         self._is_loading = False
+        """Whether Composer asks for :meth:`state_dict` only to know what to load."""
         self._is_compared = False
+        """Whether :meth:`before_load` could read the fingerprints."""
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the fingerprints as one string; nothing while a sharded checkpoint is loaded."""
@@ -377,7 +380,7 @@ class SameData(Callback):
             )
 
     def after_load(self, state: State, logger: Logger) -> None:
-        """Ends what :meth:`before_load` began."""
+        """Lets checkpoints hold the fingerprints again, and forgets the model."""
         self._is_loading = False
         self.model = None
 
@@ -434,33 +437,28 @@ def _checkpoint_to_load(trainer: Section, run_name: str) -> tuple[Path | None, b
 
 def _compare_weights(saved: SavedRun, weights: dict[str, Weight], *, is_strict: bool) -> None:
     """Refuses a checkpoint whose weights have other shapes or, if strict, other names."""
-    other_shapes = []
-    for name, weight in weights.items():
-        if saved.shapes.get(name, weight.shape) != weight.shape:
-            other_shapes.append(name)
     # A head that is tied to the embeddings may be stored once.
     saved_addresses = {weight.address for name, weight in weights.items() if name in saved.shapes}
-    missing, unknown = [], []
+    differing = {}
+    for name, weight in weights.items():
+        saved_shape = saved.shapes.get(name)
+        if saved_shape is None:
+            if is_strict and weight.address not in saved_addresses:
+                differing[name] = 'missing'
+        elif saved_shape != weight.shape:
+            differing[name] = f'{list(saved_shape)} there, {list(weight.shape)} here'
     if is_strict:
-        for name, weight in weights.items():
-            if name not in saved.shapes and weight.address not in saved_addresses:
-                missing.append(name)
-        unknown = [name for name in saved.shapes if name not in weights]
-    counts = []
-    example = ''
-    for names, description in ((unknown, 'unknown'), (missing, 'missing'), (other_shapes, 'of other shapes')):
-        if names:
-            counts.append(f'{len(names)} {description}')
-            example = f'{names[0]}: {description}'
-    if not counts:
+        for name in saved.shapes:
+            if name not in weights:
+                differing[name] = 'unknown'
+    if not differing:
         return
-    if other_shapes:
-        name = other_shapes[0]
-        example = f'{name}: {list(saved.shapes[name])} there, {list(weights[name].shape)} here'
+    name = next(iter(differing))
     raise ConfigError(
         '',
-        f'the checkpoint must be of the same model, got: {saved.path} with {", ".join(counts)} of {len(saved.shapes)} '
-        f'weights ({example}). Give the `model` of that run, or another `trainer.run_name` and `trainer.save_folder`',
+        f'the checkpoint must be of the same model, got: {saved.path} with {len(differing)} others of '
+        f'{len(saved.shapes)} weights ({name}: {differing[name]}). Give the `model` of that run, or another '
+        '`trainer.run_name` and `trainer.save_folder`',
     )
 
 

@@ -18,11 +18,12 @@ from composer_tokacc.programs.machine_faults import fault_of_machine
 
 log = logging.getLogger(__name__)
 
-PACKAGE = str(Path(__file__).parents[1])
 LONGEST_LINE = 1000
 """Characters of a message on the screen: a value may be a whole file."""
 HOSTS = frozenset({'composer', 'torch', 'transformers', 'peft', 'streaming', 'bitsandbytes', 'accelerate'})
-"""Packages whose errors in training are told in one line. Code of the user keeps its traceback."""
+"""Packages whose errors in a run are told in one line. Code of the user keeps its traceback."""
+REFUSALS = (ValueError, RuntimeError)
+"""Classes of the errors by which the plugin refuses a batch, a model or a step."""
 
 
 class ConfigError(ValueError):
@@ -57,73 +58,30 @@ class PartError(ConfigError):
 def building(path: str) -> Iterator[None]:
     """Turns any error while a part of the config is built into one line with its key.
 
-    The traceback is logged at debug level. A bug in a line of this package keeps its type and its traceback, and so
-    does a fault of the machine; see :func:`.fault_of_machine`.
+    The traceback is logged at debug level. A bug of this package keeps its type and its traceback, and a fault of the
+    machine its own message; see :func:`.fault_of_machine`.
     """
     try:
         yield
     except Exception as error:
-        raise_in_one_line(path, error)
-
-
-@contextmanager
-def running(path: str) -> Iterator[None]:
-    """Notes the key of a part on any error that it raises, and leaves the type of the error.
-
-    For a forward, where Composer and the plugin catch errors by their type, such as a lack of memory.
-    """
-    try:
-        yield
-    except Exception as error:
-        if not hasattr(error, 'config_path'):
-            error.config_path = path  # type: ignore[attr-defined]
-        raise
-
-
-@contextmanager
-def training() -> Iterator[None]:
-    """Turns errors of Composer, torch or Transformers in a run into one line, with the key of the part or ``trainer``.
-
-    Errors from other code, such as a dataset or a callback of the user, keep their traceback.
-    """
-    try:
-        yield
-    except Exception as error:
-        if not is_of_host(error):
+        if isinstance(error, ConfigError) or fault_of_machine(error):
             raise
-        raise_in_one_line('trainer', error)
+        if is_refusal(error):
+            raise PartError(path, str(error)) from error
+        # An import in our own line fails if a package of a host is missing. That is not our bug.
+        if _package_that_raised(error) == 'composer_tokacc' and not isinstance(error, ImportError):
+            raise
+        raise PartError(path, f'{type(error).__name__}: {error}') from error
 
 
-def is_of_host(error: Exception) -> bool:
+def is_refusal(error: BaseException) -> bool:
+    """Returns whether this package raised an error to refuse something. It is a bug if the error has another class."""
+    return isinstance(error, REFUSALS) and _package_that_raised(error) == 'composer_tokacc'
+
+
+def is_of_host(error: BaseException) -> bool:
     """Returns whether code of Composer, torch or Transformers raised an error."""
     return _package_that_raised(error) in HOSTS
-
-
-def raise_in_one_line(path: str, error: Exception) -> None:
-    """Raises the error as a :class:`ConfigError` of the key, or unchanged if no key of the config is to blame.
-
-    A part inside, such as a model whose forward an algorithm calls, has noted its own key.
-    """
-    path = getattr(error, 'config_path', path)
-    if isinstance(error, ConfigError) or _names_a_sample(error) or fault_of_machine(error):
-        raise error
-    if raised_here(error):
-        raise PartError(path, str(error)) from error
-    # If a host's package lacks a name, the import in our line fails. That is not our bug.
-    if _package_that_raised(error) == 'composer_tokacc' and not isinstance(error, ImportError):
-        raise error
-    raise PartError(path, f'{type(error).__name__}: {error}') from error
-
-
-def raised_here(error: BaseException) -> bool:
-    """Returns whether a ``raise`` statement of this package raised an error, rather than a line with a bug.
-
-    The plugin refuses with plain ValueError, TypeError and RuntimeError, as its users expect.
-    """
-    if _package_that_raised(error) != 'composer_tokacc':
-        return False
-    frames = traceback.extract_tb(error.__traceback__)
-    return (frames[-1].line or '').startswith('raise ')
 
 
 def _package_that_raised(error: BaseException) -> str:
@@ -135,11 +93,6 @@ def _package_that_raised(error: BaseException) -> str:
             module = str(frame.f_globals.get('__name__'))
     # Torch raises errors of loader processes again from here: the message has the traceback of the user's dataset.
     return '' if module == 'torch._utils' else module.partition('.')[0]
-
-
-def _names_a_sample(error: Exception) -> bool:
-    # The class is in a room that loads torch, which this module must not do.
-    return type(error).__name__ == 'BadSampleError'
 
 
 def local_folder(path: str, folder: str) -> Path:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import torch
+from pydantic import Field
 from torch import nn
 from transformers import BitsAndBytesConfig
 
@@ -19,12 +19,12 @@ from composer_tokacc.cache import fingerprint
 from composer_tokacc.model_structure import cast_model
 from composer_tokacc.programs.errors import ConfigError, building
 from composer_tokacc.programs.host_types import Section
-from composer_tokacc.programs.schema import Count, Fraction, Positive, check_arguments
+from composer_tokacc.programs.schema import Count, Fraction, Name, Positive, check_arguments
 
 PEFT_NAMES = {'alpha': 'lora_alpha', 'dropout': 'lora_dropout'}
-"""Names of the YAML section that peft calls otherwise."""
-BESIDE_WEIGHTS = ('alpha', 'dropout', 'bias', 'use_rslora')
-"""Settings that neither names nor shapes of an adapter's weights tell."""
+"""Keys of the YAML section, and peft's names for them."""
+NOT_IN_WEIGHTS = ('alpha', 'dropout', 'bias', 'use_rslora')
+"""Settings that cannot be read off the names and shapes of an adapter's weights."""
 DEFAULT_TARGETS = (
     r'(?!.*(vision|visual|image|audio|tower|resampler|connector|qformer)).*\.(q|k|v|o|qkv|gate|up|gate_up|down)_proj'
 )
@@ -49,6 +49,9 @@ class LoadedKeys(Protocol):
         ...
 
 
+ModuleNames = Annotated[list[Name], Field(min_length=1)]
+
+
 @dataclass(kw_only=True)
 class LoraSection:
     """Settings of an adapter. A setting that is null counts as left out."""
@@ -57,9 +60,9 @@ class LoraSection:
     alpha: Positive | None = None
     """Default: ``2 r``."""
     dropout: Fraction | None = None
-    target_modules: str | list[str] | None = None
+    target_modules: Name | ModuleNames | None = None
     """Names, or a regular expression of the whole name; default: the language model's linear layers."""
-    modules_to_save: list[str] | None = None
+    modules_to_save: ModuleNames | None = None
     """Trained as a whole, such as ``['multi_modal_projector']``."""
     bias: Literal['none', 'all', 'lora_only'] | None = None
     use_rslora: bool | None = None
@@ -70,24 +73,8 @@ class LoraSection:
 def check_lora(lora: Section, *, pretrained: str | None) -> None:
     """Refuses settings that no model can take, before any is loaded. :func:`with_adapter` refuses the rest."""
     check_arguments('model.lora', LoraSection, lora)
-    for name in ('target_modules', 'modules_to_save'):
-        modules = lora.get(name)
-        if modules is not None and (not modules or not all(modules)):
-            raise ConfigError(f'model.lora.{name}', f'must name modules, got: {modules!r}')
-    _check_package('model.lora', 'peft')
-    if lora.get('bits') is None:
-        return
-    if pretrained is None:
+    if lora.get('bits') is not None and pretrained is None:
         raise ConfigError('model.lora.bits', 'needs the weights of `model.pretrained` to round them')
-    if not torch.cuda.is_available():
-        raise ConfigError('model.lora.bits', 'needs a GPU, got: none. Leave it out to keep the base in `model.dtype`')
-    _check_package('model.lora.bits', 'bitsandbytes')
-    _check_package('model.lora.bits', 'accelerate')
-
-
-def _check_package(path: str, package: str) -> None:
-    if find_spec(package) is None:
-        raise ConfigError(path, f'needs the package {package}, got: none. pip install {package}')
 
 
 def with_adapter(
@@ -269,7 +256,7 @@ def identify_adapter(model: nn.Module) -> dict[str, Any]:
     config = getattr(model, 'peft_config', {}).get('default')
     if config is None:
         return {}
-    identity = {f'model.lora.{name}': getattr(config, PEFT_NAMES.get(name, name)) for name in BESIDE_WEIGHTS}
+    identity = {f'model.lora.{name}': getattr(config, PEFT_NAMES.get(name, name)) for name in NOT_IN_WEIGHTS}
     if config.base_model_name_or_path is not None:
         identity['model.pretrained'] = fingerprint(_ends_of_base(model))
     return identity

@@ -19,6 +19,7 @@ from composer.loggers import Logger, LoggerDestination
 from composer.utils import dist
 
 from composer_tokacc.cache import whole_file
+from composer_tokacc.programs.errors import building
 
 METRICS_FILE = 'metrics.jsonl'
 
@@ -78,7 +79,8 @@ class JsonLines(LoggerDestination):
         if dist.get_global_rank() or self._file is not None:
             return
         path = Path(self.folder.format(run_name=state.run_name)) / METRICS_FILE
-        path.parent.mkdir(parents=True, exist_ok=True)
+        with building('report.folder'):
+            path.parent.mkdir(parents=True, exist_ok=True)
         step = state.timestamp.batch.value
         if step and path.exists():
             _drop_lines_after(path, step)
@@ -146,7 +148,10 @@ def read_metrics(folder: Path) -> dict[str, Series]:
 
 
 def select(metrics: Mapping[str, Series], pattern: str) -> dict[str, Series]:
-    """Returns the metrics that match a pattern, by the text at its star, or else by the last part of the name."""
+    """Returns the metrics that match a pattern.
+
+    Their new names are the text at the star of the pattern. Without a star it is the last part of the name.
+    """
     start, _, end = pattern.partition('*')
     selected = {}
     for name in fnmatch.filter(metrics, pattern):

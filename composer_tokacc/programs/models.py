@@ -25,7 +25,7 @@ from transformers.models.auto import modeling_auto as auto
 
 from composer_tokacc.compat import FakeTensorMode, detect_fake_mode, skip_embedding_resize
 from composer_tokacc.model_structure import cast_model, transformer_blocks
-from composer_tokacc.programs.errors import ConfigError, building, running, unknown_name
+from composer_tokacc.programs.errors import ConfigError, building, unknown_name
 from composer_tokacc.programs.host_types import Processor, Section
 from composer_tokacc.programs.lora import (
     check_lora,
@@ -39,7 +39,7 @@ from composer_tokacc.programs.schema import Count, Fraction, NotNegative, Positi
 log = logging.getLogger(__name__)
 
 FEATURE_LAYER_FAMILIES = ('llava', 'llava_next', 'llava_next_video', 'llava_onevision', 'video_llava', 'vipllava')
-"""They read ``hidden_states[vision_feature_layer]`` of their vision encoder. Later layers get no gradient."""
+"""Model types that read ``hidden_states[vision_feature_layer]`` of their vision encoder, and no later layer."""
 ALWAYS_KNOWN = frozenset({'model_type', 'rope_theta', 'rope_scaling', 'rope_parameters', 'tie_word_embeddings'})
 """Fields that Transformers accepts although not every config class has them as attributes."""
 FIELD_RANGES = {'_size': Annotated[float, Field(ge=1)], '_heads': Count, '_theta': Positive, 'dropout': Fraction}
@@ -211,9 +211,7 @@ def read_config(pretrained: str | None, config: Section | None, processor: Proce
                 text_settings = settings.setdefault('text_config', {})
             _complete_text(text_settings, tokenizer_of(processor))
             _complete_placeholders(settings, default, processor)
-        finished = config_class(**settings)
-    _check_shapes(finished)
-    return finished
+        return config_class(**settings)
 
 
 def _check_fields(settings: Section, default: PretrainedConfig, path: str) -> None:
@@ -269,37 +267,18 @@ def _placeholder_id(processor: Processor, modality: str) -> int | None:
     return token_id
 
 
-def _check_shapes(config: PretrainedConfig) -> None:
-    """Refuses values that would fail only in the first forward: a missing layer, heads that do not divide."""
-    num_layers = getattr(getattr(config, 'vision_config', None), 'num_hidden_layers', None)
-    feature_layers = getattr(config, 'vision_feature_layer', None)
-    if not isinstance(feature_layers, list | tuple):
-        feature_layers = [feature_layers]
-    for layer in feature_layers:
-        if isinstance(layer, int) and isinstance(num_layers, int) and not -num_layers - 1 <= layer <= num_layers:
-            raise ConfigError('model.config.vision_feature_layer', f'must be one of {num_layers} layers, got: {layer}')
-    inner_configs = [value for value in vars(config).values() if isinstance(value, PretrainedConfig)]
-    for part in (config, *inner_configs):
-        num_heads = getattr(part, 'num_attention_heads', None)
-        num_groups = getattr(part, 'num_key_value_heads', None)
-        if isinstance(num_heads, int) and isinstance(num_groups, int) and num_groups > 0 and num_heads % num_groups:
-            raise ConfigError(
-                'model.config',
-                f'must have `num_attention_heads` of {part.model_type} a multiple of `num_key_value_heads`, got: '
-                f'{num_heads} and {num_groups}',
-            )
-
-
 def tokenizer_of(processor: Processor | None) -> Any:
     """Returns the tokenizer inside a processor, or the tokenizer itself, or None."""
     return getattr(processor, 'tokenizer', processor)
 
 
 def _lies_under(parameter_name: str, part_name: str) -> bool:
+    """Returns whether a parameter belongs to a part of the model. A leading ``model.`` makes no difference."""
     if f'{parameter_name}.'.startswith(f'{part_name}.'):
         return True
-    inner, outer = parameter_name.removeprefix('model.'), part_name.removeprefix('model.')
-    return f'{inner}.'.startswith(f'{outer}.')
+    short_name = parameter_name.removeprefix('model.')
+    short_part_name = part_name.removeprefix('model.')
+    return f'{short_name}.'.startswith(f'{short_part_name}.')
 
 
 def auto_class(config: PretrainedConfig) -> Any:
@@ -413,6 +392,11 @@ def _without_gradient(encoder: Any, feature_layers: Sequence[int]) -> list[str]:
     with fake_mode, torch.enable_grad():
         pixels = torch.empty(1, config.num_channels, *sides, dtype=encoder.dtype, device=encoder.device)
         states = functional_call(encoder, weights, (pixels,), {'output_hidden_states': True}).hidden_states
+        for layer in feature_layers:
+            if not -len(states) <= layer < len(states):
+                raise ConfigError(
+                    'model.config.vision_feature_layer', f'must be one of {len(states) - 1} layers, got: {layer}'
+                )
         features = torch.stack([states[layer].sum() for layer in feature_layers]).sum()
         gradients = torch.autograd.grad(features, [weights[name] for name in names], allow_unused=True)
     return [name for name, gradient in zip(names, gradients, strict=True) if gradient is None]
@@ -426,13 +410,6 @@ class _RunModel(HuggingFaceModel):
         # Peft's own filter would leave out `modules_to_save`; see keep_trained_only().
         super().__init__(model, tokenizer=tokenizer_of(processor), should_save_peft_only=False, **options)
         self.processor = processor
-
-    def forward(self, batch: Any) -> Any:
-        """Runs the model. If it fails, the line names the section ``model``."""
-        if torch.compiler.is_compiling():  # which cannot trace the context
-            return super().forward(batch)
-        with running('model'):
-            return super().forward(batch)
 
     def get_metadata(self) -> dict[str, Any]:
         """Returns Composer's metadata with the generation config and every file of the processor."""

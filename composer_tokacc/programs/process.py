@@ -20,6 +20,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 DIST_TIMEOUT = 300.0
 """Composer's own default, in seconds."""
@@ -133,20 +134,8 @@ def quiet_hosts() -> None:
     for words in HARMLESS_WARNINGS:
         warnings.filterwarnings('ignore', message=f'.*{words}')
     for logger_name, words in HARMLESS_LOG_LINES.items():
-        logging.getLogger(logger_name).addFilter(_LacksWords(words))
+        logging.getLogger(logger_name).addFilter(partial(_lacks, words))
 
 
-def end_process(message: str, status: int) -> None:
-    """Ends this process from any thread."""
-    sys.stdout.flush()
-    print(f'\n{message}', file=sys.stderr, flush=True)
-    os._exit(status)
-
-
-class _LacksWords(logging.Filter):
-    def __init__(self, words: str) -> None:
-        super().__init__()
-        self.words = words
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return self.words not in record.getMessage()
+def _lacks(words: str, record: logging.LogRecord) -> bool:
+    return words not in record.getMessage()

@@ -12,23 +12,19 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import wraps
-from types import ModuleType, NoneType
-from typing import Annotated, Any, Literal
+from types import ModuleType
+from typing import Annotated, Any, Literal, TypeAlias
 
 import composer.algorithms
 import composer.callbacks
 import composer.loggers
 import composer.optim
 import torch
-from composer.core import Algorithm, Callback, Precision
-from composer.distributed import DDPSyncStrategy
-from composer.distributed.mosaic_parallelism import SHARDING_MAP
+from composer.core import Algorithm, Callback
 from composer.loggers import LoggerDestination
 from composer.optim import ComposerScheduler
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import Field
 
 from composer_tokacc.programs.errors import ConfigError, building, unknown_name
 from composer_tokacc.programs.host_types import Section
@@ -38,11 +34,12 @@ from composer_tokacc.programs.schema import (
     Duration,
     Fraction,
     Hint,
+    Name,
     Positive,
     TrainConfig,
+    WarmUp,
     check_arguments,
     check_value,
-    is_longer_than_nothing,
     without,
 )
 
@@ -65,7 +62,7 @@ KINDS = {
     'optimizer': Kind(torch.optim.Optimizer, (composer.optim, torch.optim)),
     'scheduler': Kind(ComposerScheduler, (composer.optim,), suffix='scheduler'),
 }
-# Our own classes under the names of their llm-foundry entry points, and names that llm-foundry's users know.
+# Names that users of llm-foundry know, also for our own classes.
 ALIASES = {
     ('algorithms', 'token_accumulation'): 'composer_tokacc.TokenAccumulation',
     ('callbacks', 'token_monitor'): 'composer_tokacc.TokenMonitor',
@@ -74,7 +71,8 @@ ALIASES = {
 }
 UNSUITED = (
     torch.optim.SparseAdam,  # needs sparse gradients
-    composer.algorithms.AugMix,  # this and the following: batches of images and classes, or of tensors only
+    # The algorithms change images or labels of batches that have no other entries.
+    composer.algorithms.AugMix,
     composer.algorithms.ColOut,
     composer.algorithms.CutMix,
     composer.algorithms.CutOut,
@@ -88,96 +86,57 @@ UNSUITED = (
 )
 
 
-def _upper(value: object) -> object:
-    return value.upper() if isinstance(value, str) else value
-
-
-def _choice(*names: str) -> Hint:
-    return Literal[names]  # type: ignore[valid-type]
-
-
-def _upper_choice(*names: str) -> Hint:
-    """A choice that Composer itself puts in capitals."""
-    return Annotated[_choice(*names), BeforeValidator(_upper)]
-
-
 _WEIGHT = Annotated[float, Field(ge=0)]
-_ALL_OR_SOME = Literal[-1] | Count
-# Values that a host would take without a word, or refuse only after the model is loaded; by argument, of any class.
+_ALL_OR_SOME: TypeAlias = Literal[-1] | Count
+_OPTIONAL_ALL_OR_SOME: TypeAlias = Literal[-1] | Count | None
+_OPTIONAL_NAME: TypeAlias = Name | None
 HOST_HINTS: dict[str, Hint] = {
-    'algorithm_passes': NoneType,  # this and the profiler are objects, which no file holds
     'alpha': _WEIGHT,
     'alpha_f': _WEIGHT,
     'alpha_i': _WEIGHT,
     'clipping_threshold': Positive,
-    'clipping_type': _choice('norm', 'value', 'adaptive'),
+    'clipping_type': Literal['norm', 'value', 'adaptive'],
     'console_log_interval': Duration,
-    'data_parallel_replicate_degree': _ALL_OR_SOME | None,
-    'data_parallel_shard_degree': _ALL_OR_SOME | None,
-    'ddp_sync_strategy': _upper_choice(*DDPSyncStrategy.__members__) | None,
+    'data_parallel_replicate_degree': _OPTIONAL_ALL_OR_SOME,
+    'data_parallel_shard_degree': _OPTIONAL_ALL_OR_SOME,
     'dist_timeout': Positive,
     'eval_interval': Duration,
     'eval_subset_num_batches': _ALL_OR_SOME,
-    'load_object_store': NoneType,
-    'lr': _WEIGHT,
+    'load_path': _OPTIONAL_NAME,
     'max_duration': Duration,
-    'mixed_precision': _upper_choice('DEFAULT', 'PURE', 'FULL'),
-    'precision': _choice(*(precision.value for precision in Precision)) | None,
-    'profiler': NoneType,
-    'python_log_level': _upper_choice('DEBUG', 'INFO', 'WARNING', 'ERROR', 'CRITICAL') | None,
+    'run_name': _OPTIONAL_NAME,
+    'save_folder': _OPTIONAL_NAME,
     'save_interval': Duration,
     'save_num_checkpoints_to_keep': Annotated[int, Field(ge=-1)],
     'scale_schedule_ratio': Positive,
-    'sharding_strategy': _upper_choice(*SHARDING_MAP),
     'smoothing': Fraction,
-    'state_dict_type': _choice('full', 'sharded'),
-    't_max': Annotated[str, AfterValidator(is_longer_than_nothing)],
+    'state_dict_type': Literal['full', 'sharded'],
+    't_max': Duration,
+    't_warmup': WarmUp,
     'train_subset_num_batches': _ALL_OR_SOME,
-    'weight_decay': _WEIGHT,
     'window_size': Count,
 }
-
-
-@dataclass(frozen=True)
-class NamedPart:
-    """One algorithm, callback or logger of a config."""
-
-    kind: str
-    path: str
-    """Its key, such as ``callbacks.lr_monitor``."""
-    name: str
-    arguments: Section | None
-
-    def build(self) -> Any:
-        """Builds the object. Composer's own ones name their key if they fail later, in an event."""
-        part = build_part(self.kind, self.path, self.name, self.arguments)
-        if type(part).__module__.startswith(('composer.', 'composer_tokacc.')):
-            _name_in_events(part, self.path)
-        return part
-
-
-def named_parts(config: TrainConfig, kind: str) -> Iterator[NamedPart]:
-    """Gives the algorithms, callbacks or loggers that a config names, in order."""
-    path, section = kind, getattr(config, kind, None)
-    if kind == 'loggers':
-        path, section = 'trainer.loggers', config.trainer.get('loggers')
-    for name, arguments in (check_value(path, section, dict | None) or {}).items():
-        yield NamedPart(kind, f'{path}.{name}', name, arguments)
+"""Ranges of arguments by name, for all classes of hosts. They accept other values in silence, or fail in a step."""
 
 
 def build_all(config: TrainConfig, kind: str) -> list[Any]:
     """Builds the algorithms, callbacks or loggers that a config names, in order."""
-    return [part.build() for part in named_parts(config, kind)]
+    path, section = kind, getattr(config, kind, None)
+    if kind == 'loggers':
+        path = 'trainer.loggers'
+        section = check_value(path, config.trainer.get('loggers'), dict[str, dict[str, Any] | None] | None)
+    parts = []
+    for name, arguments in (section or {}).items():
+        parts.append(_build_part(kind, f'{path}.{name}', name, arguments))
+    return parts
 
 
 def build_section(kind: str, section: Section, *positional: Any) -> Any:
     """Builds the optimizer or the scheduler from its section, a ``name`` and arguments."""
-    if 'name' not in section:
-        raise ConfigError(f'{kind}.name', 'must be given')
-    return build_part(kind, kind, section['name'], without(section, 'name', 'parts'), *positional)
+    return _build_part(kind, kind, section.get('name', ''), without(section, 'name', 'parts'), *positional)
 
 
-def build_part(
+def _build_part(
     kind: str,
     path: str,
     name: str,
@@ -186,42 +145,12 @@ def build_part(
 ) -> Any:
     """Builds one object. ``path`` is its key in the config; ``positional`` comes from the program itself."""
     cls = class_by_name(kind, name)
-    checked = check_part(kind, path, name, arguments, num_positional=len(positional))
-    with without_warnings(), building(path):  # a warning would come without its key
-        return cls(*positional, **checked)
-
-
-def check_part(
-    kind: str,
-    path: str,
-    name: str,
-    arguments: Section | None,
-    *,
-    num_positional: int = 0,
-) -> dict[str, Any]:
-    """Returns the arguments for a class, which must be there and take them."""
-    cls = class_by_name(kind, name)
     # A class without a constructor inherits the one of its base. It takes any argument and drops it.
     has_constructor = cls.__init__ is not KINDS[kind].base.__init__
     signature = cls if has_constructor else object
-    return check_arguments(path, signature, arguments, num_positional=num_positional, hints=HOST_HINTS)
-
-
-def _name_in_events(part: Algorithm | Callback, path: str) -> None:
-    """Turns any error of a part in an event into one line with its key."""
-    for method_name in ('run_event', 'match', 'apply'):
-        method = getattr(part, method_name, None)
-        if method is not None:
-            setattr(part, method_name, _named(method, path))
-
-
-def _named(method: Callable[..., Any], path: str) -> Callable[..., Any]:
-    @wraps(method)
-    def call(*arguments: Any, **keywords: Any) -> Any:
-        with building(path):
-            return method(*arguments, **keywords)
-
-    return call
+    checked = check_arguments(path, signature, arguments, num_positional=len(positional), hints=HOST_HINTS)
+    with without_warnings(), building(path):  # a warning would come without its key
+        return cls(*positional, **checked)
 
 
 def import_by_name(path: str, name: str) -> Any:

@@ -23,11 +23,12 @@ from composer.utils import dist, reproducibility
 from torch.nn.parallel import DistributedDataParallel
 
 from composer_tokacc.algorithm import TokenAccumulation
+from composer_tokacc.batch import Batch
 from composer_tokacc.collectives import from_any_rank, max_over_ranks
 from composer_tokacc.compat import inner_model
+from composer_tokacc.counting import loss_mask
 from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.layout import PreSplitBatch
-from composer_tokacc.metadata import annotate, without_metadata
 from composer_tokacc.planning import CutOptions, Microbatch, cut_rows
 from composer_tokacc.programs.build import RunParts
 from composer_tokacc.programs.errors import ConfigError
@@ -35,9 +36,11 @@ from composer_tokacc.programs.process import say
 from composer_tokacc.programs.schema import TrainConfig
 from composer_tokacc.programs.sources import source_of
 from composer_tokacc.programs.suggest import memory_of_run
+from composer_tokacc.row_counts import with_counts, without_rows
 from composer_tokacc.sampling import RegroupingBatchSampler, RegroupingDataLoader
 from composer_tokacc.sampling.rank_assignment import RankAssignment
 from composer_tokacc.sizing import GIB, BatchShape, MemoryModel
+from composer_tokacc.sizing.shapes import logit_positions
 from composer_tokacc.weights import LOSS_WEIGHTS
 
 log = logging.getLogger(__name__)
@@ -60,19 +63,36 @@ class Candidate(NamedTuple):
     rows: int
     width: int
     image_tokens: int
+    logits: int | None = None
+    """Positions at which logits are computed. None: all."""
     predicted: float = 0.0
     """Bytes at the peak of a rank; 0 without a memory model."""
 
-    def sizes(self) -> tuple[int, int, int]:
-        """Returns the sizes that memory grows with: positions, a full attention matrix, image tokens."""
-        return self.rows * self.width, self.rows * self.width**2, self.image_tokens
+    def sizes(self) -> tuple[int, ...]:
+        """Returns the sizes that memory grows with: positions, a full attention matrix, image tokens, logits."""
+        positions = self.rows * self.width
+        num_logits = positions if self.logits is None else self.logits
+        return positions, self.rows * self.width**2, self.image_tokens, num_logits
 
     def __str__(self) -> str:
-        return f'{self.rows} rows of {self.width} tokens, {self.image_tokens} image tokens'
+        text = f'{self.rows} rows of {self.width} tokens, {self.image_tokens} image tokens'
+        return text if self.logits is None else f'{text}, logits at {self.logits} positions'
 
     def covers(self, other: Candidate) -> bool:
         """Returns whether it is at least as large as another in every way."""
         return all(size >= other_size for size, other_size in zip(self.sizes(), other.sizes(), strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedRun:
+    """A run whose batches are planned ahead, and what is known of its memory."""
+
+    state: State
+    sampler: RegroupingBatchSampler
+    memory: MemoryModel | None
+    """The memory model, on the first rank."""
+    labels_per_sample: np.ndarray | None
+    """Labels of each sample, (n,). None: the run computes logits of all positions, or its labels are unknown."""
 
 
 @dataclass(kw_only=True)
@@ -98,6 +118,9 @@ class Rehearsal(Callback):
 
     Args:
         memory (MemoryModel, optional): Tells which microbatch is the heaviest. Default: ``None``.
+        labels_per_sample (np.ndarray, optional): Loss-generating tokens of each sample, (n,), such as
+            ``LengthTable.loss_tokens``. Without them all logits are computed, also if the run computes them only at
+            labels. Default: ``None``.
         tell: Gets the table. Default: the log.
     """
 
@@ -105,9 +128,11 @@ class Rehearsal(Callback):
         self,
         memory: MemoryModel | None = None,
         *,
+        labels_per_sample: np.ndarray | None = None,
         tell: Callable[[str], None] = log.info,
     ) -> None:
         self.memory = memory
+        self.labels_per_sample = labels_per_sample
         self.tell = tell
         self.report: RehearsalReport | None = None
         self._is_due = True
@@ -121,7 +146,7 @@ class Rehearsal(Callback):
         if not self._is_due:
             return
         self._is_due = False
-        self.report = rehearse(state, self.memory)
+        self.report = rehearse(state, self.memory, labels_per_sample=self.labels_per_sample)
         if self.report is None:
             self.tell('nothing is rehearsed: no batch is planned ahead')
         else:
@@ -138,22 +163,30 @@ def rehearsal_of(config: TrainConfig, parts: RunParts) -> Rehearsal | None:
     if wish == 'none':
         return None
     memory = None
-    if config.microbatching.device_train_microbatch_size == 'suggest':  # its memory model is in the cache by now
+    labels_per_sample = None
+    if isinstance(parts.train_loader.dataloader, RegroupingDataLoader):
         table = source_of(config).measure(parts.train_dataset, parts.processor)  # a collective
-        if dist.get_global_rank() == 0:
+        if table.loss_tokens.any():  # otherwise nobody has counted them
+            labels_per_sample = table.loss_tokens
+        # If the size was suggested, the memory model is in the cache by now.
+        is_suggested = config.microbatching.device_train_microbatch_size == 'suggest'
+        if is_suggested and dist.get_global_rank() == 0:
             memory = memory_of_run(config, parts.train_dataset, parts.processor, table)
-    return Rehearsal(memory, tell=say)
+    return Rehearsal(memory, labels_per_sample=labels_per_sample, tell=say)
 
 
-def rehearse(state: State, memory: MemoryModel | None = None) -> RehearsalReport | None:
+def rehearse(
+    state: State, memory: MemoryModel | None = None, *, labels_per_sample: np.ndarray | None = None
+) -> RehearsalReport | None:
     """Runs forward and backward of the heaviest microbatches that are left of a run; a collective.
 
-    These are at most four: the most positions, the most image tokens, the largest ``rows x width^2``, and the highest
-    peak by the memory model. Weights, gradients, buffers and random numbers are restored.
+    These are at most five: the most positions, the most image tokens, the largest ``rows x width^2``, the most logits,
+    and the highest peak by the memory model. Weights, gradients, buffers and random numbers are restored.
 
     Args:
         state: Of a Trainer whose train loader is a :class:`.RegroupingDataLoader`, at ``Event.BATCH_START``.
         memory: The run's memory model, if there is one.
+        labels_per_sample: See :class:`Rehearsal`.
 
     Returns:
         The report; None if batches are not planned ahead.
@@ -163,21 +196,29 @@ def rehearse(state: State, memory: MemoryModel | None = None) -> RehearsalReport
     """
     if not isinstance(state.dataloader, RegroupingDataLoader):
         return None
-    sampler = cast(RegroupingBatchSampler, state.dataloader.batch_sampler)
+    accumulation = _token_accumulation(state)
+    if accumulation is None or not accumulation.selects_logits(state):
+        labels_per_sample = None
+    run = PlannedRun(
+        state=state,
+        sampler=cast(RegroupingBatchSampler, state.dataloader.batch_sampler),
+        memory=memory,
+        labels_per_sample=labels_per_sample,
+    )
     started = time.monotonic()
     first_size = int(state.device_train_microbatch_size or 1)
     report = RehearsalReport(num_batches=0, microbatch_size=first_size)
     first_failure: Candidate | None = None
     with _undisturbed(state), _room_for_optimizers(state):
         while True:
-            failed = _run_all(state, _candidates(state, sampler, memory, report, first_size), report)
+            failed = _run_all(run, _candidates(run, report, first_size), report)
             if failed is None:
                 break
             first_failure = first_failure or failed
             report.microbatch_size //= 2
             # A budget below the longest row cannot be kept.
-            smallest_budget = first_size * int(sampler.lengths.max())
-            if report.microbatch_size * sampler.planner.options.max_tokens < smallest_budget:
+            smallest_budget = first_size * int(run.sampler.lengths.max())
+            if report.microbatch_size * run.sampler.planner.options.max_tokens < smallest_budget:
                 raise _does_not_fit(state, first_failure, first_size, fitting_size=0)
             report.lines.append(f'with a microbatch size of {report.microbatch_size}:')
     if first_failure is not None:
@@ -188,71 +229,77 @@ def rehearse(state: State, memory: MemoryModel | None = None) -> RehearsalReport
     return report
 
 
-def _candidates(
-    state: State,
-    sampler: RegroupingBatchSampler,
-    memory: MemoryModel | None,
-    report: RehearsalReport,
-    first_size: int,
-) -> list[Candidate]:
+def _token_accumulation(state: State) -> TokenAccumulation | None:
+    for algorithm in state.algorithms:
+        if isinstance(algorithm, TokenAccumulation):
+            return algorithm
+    return None
+
+
+def _candidates(run: PlannedRun, report: RehearsalReport, first_size: int) -> list[Candidate]:
     """Returns the microbatches to run with the size of the report. The first rank chooses for all."""
-    heaviest = None
+    chosen = None
     if dist.get_global_rank() == 0:
-        options = sampler.planner.options
+        options = run.sampler.planner.options
         options = replace(options, max_tokens=options.max_tokens * report.microbatch_size // first_size)
-        split = split_of(state.dataloader)
-        is_packed = split is not None and bool(split.packing)
-        heaviest = _heaviest(state, sampler, options, memory, packed=is_packed)
-    candidates, report.num_batches = from_any_rank(heaviest) or ([], 0)
+        largest, num_batches = largest_candidates(run, options)
+        chosen = heaviest(largest, run.memory), num_batches
+    candidates, report.num_batches = from_any_rank(chosen) or ([], 0)
     return candidates
 
 
-def _heaviest(
-    state: State,
-    sampler: RegroupingBatchSampler,
-    options: CutOptions,
-    memory: MemoryModel | None,
-    *,
-    packed: bool,
-) -> tuple[list[Candidate], int]:
-    """Returns the microbatches that may be the heaviest of the rest of a run, lightest first.
+def largest_candidates(run: PlannedRun, options: CutOptions) -> tuple[list[Candidate], int]:
+    """Returns the microbatches of the rest of a run that no other one covers, and the number of its global batches.
 
-    Args:
-        state: Of the Trainer.
-        sampler: Plans the run.
-        options: With the token budget under which planned microbatches are cut again.
-        memory: The run's memory model, if there is one.
-        packed: Rows will be packed. The split then needs all rows of the rank.
-
-    Returns:
-        The candidates, and the number of global batches that were looked through.
+    ``options`` have the token budget under which planned microbatches are cut again.
     """
-    front: list[Candidate] = []  # no member covers another
+    largest: list[Candidate] = []
     num_batches = 0
-    for step, ranks, window in _plans_left(state, sampler):
+    for step, ranks, window in _plans_left(run):
         num_batches += 1
         for rank in ranks:
-            samples_of_rank = [[window[place] for place in microbatch.indices] for microbatch in rank]
-            for samples, width in _cut_again(samples_of_rank, rank, sampler, options):
-                image_tokens = 0
-                if sampler.image_tokens is not None:
-                    image_tokens = int(sampler.image_tokens[samples].sum())
-                groups = samples_of_rank if packed else [samples]
-                candidate = Candidate(step, groups, len(samples), width, image_tokens)
-                if not any(member.covers(candidate) for member in front):
-                    front = [member for member in front if not candidate.covers(member)]
-                    front.append(candidate)
-    sizes = np.array([candidate.sizes() for candidate in front], dtype=float)
+            for candidate in _candidates_of_rank(run, step, rank, window, options):
+                if not any(member.covers(candidate) for member in largest):
+                    largest = [member for member in largest if not candidate.covers(member)]
+                    largest.append(candidate)
+    return largest, num_batches
+
+
+def _candidates_of_rank(
+    run: PlannedRun,
+    step: int,
+    rank: Sequence[Microbatch],
+    window: list[int],
+    options: CutOptions,
+) -> Iterator[Candidate]:
+    """Gives the microbatches that one rank computes of a global batch, whose samples are ``window``."""
+    split = split_of(run.state.dataloader)
+    samples_of_rank = [[window[place] for place in microbatch.indices] for microbatch in rank]
+    for samples, width in _cut_again(samples_of_rank, rank, run.sampler, options):
+        image_tokens = 0
+        if run.sampler.image_tokens is not None:
+            image_tokens = int(run.sampler.image_tokens[samples].sum())
+        num_logits = None
+        if run.labels_per_sample is not None:
+            num_logits = logit_positions(int(run.labels_per_sample[samples].sum()), len(samples) * width)
+        groups = [samples]
+        if split is not None and split.packing:
+            groups = samples_of_rank  # the split needs all rows of the rank to pack them
+        yield Candidate(step, groups, len(samples), width, image_tokens, num_logits)
+
+
+def heaviest(candidates: list[Candidate], memory: MemoryModel | None) -> list[Candidate]:
+    """Returns the largest candidate of each size, and the one with the highest peak, lightest first."""
+    sizes = np.array([candidate.sizes() for candidate in candidates], dtype=float)
     if memory is None:
-        # The sum of the three relative sizes stands for the peak.
+        # The sum of the relative sizes stands for the peak.
         peaks = (sizes / sizes.max(axis=0).clip(min=1)).sum(axis=1)
     else:
-        front = [candidate._replace(predicted=_predicted(candidate, memory)) for candidate in front]
-        peaks = np.array([candidate.predicted for candidate in front])
-    # The largest in each of the three sizes, and the highest peak.
+        candidates = [candidate._replace(predicted=_predicted(candidate, memory)) for candidate in candidates]
+        peaks = np.array([candidate.predicted for candidate in candidates])
     places = set(np.column_stack([sizes, peaks]).argmax(axis=0).tolist())
     by_peak = sorted(places, key=lambda place: (peaks[place], place))
-    return [front[place] for place in by_peak], num_batches
+    return [candidates[place] for place in by_peak]
 
 
 def _cut_again(
@@ -266,10 +313,16 @@ def _cut_again(
         if microbatch.num_tokens <= options.max_tokens:
             yield samples, microbatch.width
             continue
-        lengths = sampler.lengths[samples]
-        image_tokens = None if sampler.image_tokens is None else sampler.image_tokens[samples]
-        for rows in cut_rows(lengths, options, image_tokens=image_tokens, max_width=microbatch.width):
-            longest = int(lengths[list(rows)].max())
+        tables = sampler.tables.of(np.array(samples))
+        cut = cut_rows(
+            tables.lengths,
+            options,
+            image_tokens=tables.image_tokens,
+            loss_tokens=tables.loss_tokens,
+            max_width=microbatch.width,
+        )
+        for rows in cut:
+            longest = int(tables.lengths[rows].max())
             width = -(-longest // options.width_multiple) * options.width_multiple
             yield [samples[row] for row in rows], width
 
@@ -280,21 +333,22 @@ def _predicted(candidate: Candidate, memory: MemoryModel) -> float:
         width=candidate.width,
         image_tokens=candidate.image_tokens,
         pixel_bytes=int(candidate.image_tokens * memory.pixel_bytes_per_image_token),
+        labels=candidate.logits,
     )
     return memory.peak(shape, num_ranks=dist.get_world_size())
 
 
-def _plans_left(
-    state: State,
-    sampler: RegroupingBatchSampler,
-) -> Iterator[tuple[int, Sequence[Sequence[Microbatch]], list[int]]]:
+def _plans_left(run: PlannedRun) -> Iterator[tuple[int, Sequence[Sequence[Microbatch]], list[int]]]:
     """Gives step, microbatches of each rank, and samples of each global batch that is left of a run."""
-    ahead = copy.copy(sampler)  # whose epoch may be set
-    epoch, batch = int(state.timestamp.epoch), int(state.timestamp.batch_in_epoch)
-    for step in range(min(_batches_left(state, sampler), MOST_BATCHES)):
-        if batch == len(sampler):
-            epoch, batch = epoch + 1, 0
+    ahead = copy.copy(run.sampler)  # so that the epoch of the run stays
+    epoch = int(run.state.timestamp.epoch)
+    batch = int(run.state.timestamp.batch_in_epoch)
+    for step in range(min(_batches_left(run.state, run.sampler), MOST_BATCHES)):
         ahead.set_epoch(epoch)
+        if batch == ahead.num_batches:
+            epoch += 1
+            batch = 0
+            ahead.set_epoch(epoch)
         yield step, ahead.plan(batch).ranks, ahead.window(batch)
         batch += 1
 
@@ -308,16 +362,16 @@ def _batches_left(state: State, sampler: RegroupingBatchSampler) -> int:
         return -(-(end.value - elapsed.sample.value) // sampler.global_batch_size)
     if end.unit == TimeUnit.EPOCH:
         return (end.value - elapsed.epoch.value) * len(sampler) - elapsed.batch_in_epoch.value
-    return len(sampler)  # in tokens or seconds: look through one epoch
+    return sampler.num_batches  # in tokens or seconds: look through one epoch
 
 
-def _run_all(state: State, candidates: list[Candidate], report: RehearsalReport) -> Candidate | None:
+def _run_all(run: PlannedRun, candidates: list[Candidate], report: RehearsalReport) -> Candidate | None:
     """Runs the candidates one after the other. Returns the first that does not fit on some rank."""
     if len(candidates) == 1:
         # The second run finds gradients and logits of the first in memory, as in a step.
         candidates = candidates * 2
     for candidate in candidates:
-        peak = _peak(state, candidate, report.microbatch_size)
+        peak = _peak(run, candidate, report.microbatch_size)
         fails, kibibytes = max_over_ranks([peak is None, (peak or 0) >> 10])
         outcome = 'does not fit' if fails else f'measured {_gib(kibibytes << 10)}'
         report.lines.append(f'step {candidate.step}: {candidate}: predicted {_gib(candidate.predicted)}, {outcome}')
@@ -326,10 +380,13 @@ def _run_all(state: State, candidates: list[Candidate], report: RehearsalReport)
     return None
 
 
-def _peak(state: State, candidate: Candidate, size: int) -> int | None:
+def _peak(run: PlannedRun, candidate: Candidate, size: int) -> int | None:
     """Returns the most bytes that a candidate takes, on a GPU; None if it does not fit."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
     try:
-        _run(state, candidate, size)
+        for microbatch in _heaviest_cuts(run, candidate, size):
+            _run(run, microbatch)
         return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     except RuntimeError as error:
         if not isinstance(error, torch.OutOfMemoryError) and 'out of memory' not in str(error):
@@ -339,38 +396,49 @@ def _peak(state: State, candidate: Candidate, size: int) -> int | None:
     return None
 
 
-def _run(state: State, candidate: Candidate, size: int) -> None:
-    """Runs forward and backward of a candidate, or of the heaviest microbatch that the split makes of it."""
-    batch = state.device.batch_to_device(_model_inputs(state, candidate, size))
+def _run(run: PlannedRun, microbatch: Batch) -> None:
+    """Runs forward and backward of a microbatch, with logits at the positions where the run computes them."""
+    state = run.state
     model = state.model
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
+    inputs = {key: value for key, value in without_rows(microbatch).items() if key != LOSS_WEIGHTS}
+    batch = state.device.batch_to_device(inputs)
+    accumulation = _token_accumulation(state)
     with ExitStack() as stack:
         if isinstance(model, DistributedDataParallel):
             # DDP learns the order of gradients in its first reduction, so the first one must be a real step.
             stack.enter_context(model.no_sync())
         with get_precision_context(state.precision, state.precision_config):
+            # Without the labels of the samples nothing tells which microbatch has most, so all logits are computed.
+            if accumulation is not None and run.labels_per_sample is not None:
+                num_labels = int(loss_mask(microbatch, accumulation.rule or 'causal').sum())
+                accumulation.select_logits(state, batch, num_labels)
             outputs = model(batch)
             loss = inner_model(model).loss(outputs, batch)  # pyright: ignore[reportCallIssue]
         terms = list(loss.values()) if isinstance(loss, Mapping) else [loss]
         torch.stack([term.mean() for term in terms]).sum().backward()
 
 
-def _model_inputs(state: State, candidate: Candidate, size: int) -> dict[str, Any]:
-    """Returns the heaviest microbatch of a candidate as the model gets it."""
+def _heaviest_cuts(run: PlannedRun, candidate: Candidate, size: int) -> list[Batch]:
+    """Returns the largest microbatch that the split makes of a candidate, and the one with most labels."""
+    state = run.state
     dataset: Any = cast(RegroupingDataLoader, state.dataloader).dataset
     batch: PreSplitBatch = dataset.__getitems__(RankAssignment(candidate.samples))
-    weights, rule = 'token', 'causal'
-    for algorithm in state.algorithms:
-        if isinstance(algorithm, TokenAccumulation):
-            weights, rule = algorithm.token_weights, algorithm.rule or 'causal'
+    weights = 'token'
+    rule = 'causal'
+    accumulation = _token_accumulation(state)
+    if accumulation is not None:
+        weights = accumulation.token_weights
+        rule = accumulation.rule or 'causal'
     if weights == 'column' and not any(LOSS_WEIGHTS in microbatch for microbatch in batch.microbatches):
         weights = 'token'  # a loader adds its own column to a step, not to a single microbatch
-    counted = annotate(batch, rule, weights)
+    counted = with_counts(batch, rule, weights)
     split = split_of(state.dataloader)
     microbatches = batch.microbatches if split is None else split(counted, size)
-    heaviest = max(microbatches, key=lambda microbatch: (microbatch['labels'].numel(), len(microbatch)))
-    return {key: value for key, value in without_metadata(heaviest).items() if key != LOSS_WEIGHTS}
+    largest = max(microbatches, key=lambda microbatch: (microbatch['labels'].numel(), len(microbatch)))
+    most_labels = max(microbatches, key=lambda microbatch: int(loss_mask(microbatch, rule).sum()))
+    if run.labels_per_sample is None or most_labels is largest:
+        return [largest]
+    return [largest, most_labels]
 
 
 @contextmanager

@@ -1,44 +1,28 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Takes a program from a YAML file to its exit status, and one message to the screen.
-
-Composer's launcher shows the first rank of a node while it runs, and the others only after the end. When another rank
-fails, the first one waits for it in a collective, or meets a broken connection. So the rank that fails leaves its
-message in the store of torch's rendezvous, where a thread of the first rank reads it.
-"""
+"""Takes a program from a YAML file to its exit status. A mistake of the user is one line on the screen."""
 
 from __future__ import annotations
 
 import logging
-import os
 import sys
-import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from datetime import timedelta
+from collections.abc import Callable, Sequence
 
-import torch.distributed
-from composer.utils import dist, get_device
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  # documented there
+from composer.utils import get_device
 
 from composer_tokacc.data import BadSampleError
 from composer_tokacc.programs.config_checks import check_config, check_folders
-from composer_tokacc.programs.errors import ConfigError, building, is_of_host, one_line, raised_here, refuse
+from composer_tokacc.programs.errors import ConfigError, building, is_of_host, is_refusal, one_line, refuse
 from composer_tokacc.programs.machine_faults import fault_of_machine, has_lost_rank
-from composer_tokacc.programs.process import DIST_TIMEOUT, end_process, keep_what_is_loaded, let_children_die
+from composer_tokacc.programs.process import keep_what_is_loaded, let_children_die
 from composer_tokacc.programs.schema import TrainConfig, load_config
 
 log = logging.getLogger(__name__)
 
-MESSAGE_KEY = 'composer_tokacc/message'
-"""Key in the store for status and message of a rank that failed."""
-SECONDS_TO_PRINT = 10.0
-"""Seconds that a rank gives the first one to print its message. The launcher ends it as soon as the first has ended."""
-INTERVAL = 1.0
-"""Seconds between two looks at the store."""
+SECONDS_FOR_LAUNCHER = 10.0
+"""Composer's launcher ends all ranks within these seconds after one has failed."""
 
 
 def run_program(
@@ -51,6 +35,9 @@ def run_program(
 ) -> int:
     """Runs a program on a YAML file and returns its exit status, 2 with one line for a mistake of the user.
 
+    A bug of this package, and an error of the user's own code, leave their traceback. So does every error at the log
+    level debug.
+
     Args:
         program: Takes the config and returns the status, None for 0.
         path: The YAML file.
@@ -62,9 +49,10 @@ def run_program(
     try:
         config = load_config(path, overrides)
         check_config(config, num_ranks=num_ranks)
-        level = config.trainer.get('python_log_level')
-        if level:
-            logging.getLogger('composer_tokacc').setLevel(level.upper())
+        with building('trainer.python_log_level'):
+            level = config.trainer.get('python_log_level')
+            if level:
+                logging.getLogger('composer_tokacc').setLevel(level.upper())
         if trains:
             with building('trainer.device'):
                 get_device(config.trainer.get('device'))
@@ -72,94 +60,30 @@ def run_program(
     except ConfigError as error:
         return refuse(error, on_all_ranks=True)
     try:
-        with _hearing_other_ranks(config.trainer.get('dist_timeout', DIST_TIMEOUT)):
-            return program(config) or 0
+        return program(config) or 0
     except Exception as error:
         let_children_die()
         log.debug('The run failed here:', exc_info=error)
-        # First of all, because such an error may come from an OSError, which is a fault of the machine by itself.
-        if isinstance(error, ConfigError | BadSampleError):
-            return _end(one_line(error), 2)
-        if has_lost_rank(error):
-            return _end_after_another_rank(fault_of_machine(error))
-        fault = fault_of_machine(error)
-        if fault:
-            return _end(one_line(fault), 2)
-        # With plain errors the plugin says why it cannot train.
-        if raised_here(error):
-            return _end(one_line(error), 2)
-        if hasattr(error, 'config_path') and is_of_host(error):
-            return _end(one_line(f'`{error.config_path}`: {type(error).__name__}: {error}'), 2)  # type: ignore[attr-defined]
-        if not _is_behind_another_rank():
+        message = _message_of(error)
+        if not message:
             raise
-        return _end(traceback.format_exc(), 1)
-
-
-def _is_behind_another_rank() -> bool:
-    """Returns whether another rank of the node writes to the screen of the user."""
-    return torch.distributed.is_initialized() and dist.get_local_rank() > 0
-
-
-def _end(message: str, status: int) -> int:
-    """Prints why this rank ends, on the screen of the first rank of the node."""
-    if _is_behind_another_rank():
-        try:
-            _connect(SECONDS_TO_PRINT).set(MESSAGE_KEY, f'{status} {message}')
-            time.sleep(SECONDS_TO_PRINT)
-        except RuntimeError:  # rank 0 has ended, and its store with it
-            pass
-    print(message, file=sys.stderr, flush=True)
-    return status
-
-
-def _end_after_another_rank(fault: str) -> int:
-    """Ends this rank because another one is gone. The first rank of a node prints the message of that rank."""
-    if _is_behind_another_rank():
-        time.sleep(SECONDS_TO_PRINT)
+        if has_lost_rank(error):
+            # The launcher prints the line of the rank that failed first, and ends this rank before it prints another.
+            time.sleep(SECONDS_FOR_LAUNCHER)
+        print(one_line(message), file=sys.stderr, flush=True)
         return 2
-    status, message = 2, one_line(fault)
-    with suppress(RuntimeError):
-        status, message = _message_in(_connect(SECONDS_TO_PRINT)) or (status, message)
-    print(message, file=sys.stderr, flush=True)
-    return status
 
 
-@contextmanager
-def _hearing_other_ranks(timeout: float) -> Iterator[None]:
-    """Ends this process, if it is the first of its node, with the message of another rank as soon as that fails."""
-    is_over = threading.Event()
-    thread = threading.Thread(target=_listen, args=(is_over, timeout), daemon=True)
-    if dist.get_world_size() > 1 and dist.get_local_rank() == 0 and 'MASTER_ADDR' in os.environ:
-        thread.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        if thread.is_alive():
-            thread.join(timeout=2 * INTERVAL)
-
-
-def _listen(is_over: threading.Event, timeout: float) -> None:
-    try:
-        store = _connect(timeout)  # its own connection: a store answers one question at a time
-        while not is_over.wait(INTERVAL):
-            end = _message_in(store)
-            if end is not None:
-                status, message = end
-                # The main thread may wait in a collective for ever.
-                end_process(message, status)
-    except RuntimeError:  # rank 0 has ended, which the launcher sees too
-        return
-
-
-def _message_in(store: TCPStore) -> tuple[int, str] | None:
-    """Returns status and message of a rank that failed."""
-    if not store.check([MESSAGE_KEY]):  # pyright: ignore[reportAttributeAccessIssue]  # torch's stubs lack it
-        return None
-    status, _, message = store.get(MESSAGE_KEY).decode().partition(' ')
-    return int(status), message
-
-
-def _connect(timeout: float) -> TCPStore:
-    host, port = os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT'])
-    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+def _message_of(error: Exception) -> str:
+    """Returns the message for the user; empty for an error that needs its traceback."""
+    # First of all, because such an error may come from an OSError, which is a fault of the machine by itself.
+    if isinstance(error, ConfigError | BadSampleError):
+        return str(error)
+    fault = fault_of_machine(error)
+    if fault:
+        return fault
+    if is_refusal(error):
+        return str(error)
+    if is_of_host(error):
+        return f'{type(error).__name__}: {error}. `trainer.python_log_level=debug` shows where'
+    return ''

@@ -14,17 +14,18 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass
+from functools import partial
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
+import numpy as np
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
-from composer_tokacc.planning import CostModel
+from composer_tokacc.planning import CostModel, mean_samples
 from composer_tokacc.programs.errors import ConfigError, PartError, shorten, unknown_name
 
 Options = TypeVar('Options')
@@ -37,13 +38,23 @@ NotNegative = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
+
+def _check_name(value: str) -> str:
+    # `key=None` on the command line is a text, because YAML writes null.
+    if value.strip() in ('', 'None'):
+        raise ValueError('a name, or null for none')
+    return value
+
+
+Name = Annotated[str, AfterValidator(_check_name)]
+"""A name of a run, a folder, a file or a module."""
+
 INFINITE_HINTS = {'quadratic': Annotated[float, Field(allow_inf_nan=True)]}
 """Keys that may be ``.inf``: an infinite width switches the term of a cost model off."""
 INVALID_YAML = (yaml.YAMLError, ValueError, OmegaConfBaseException, RecursionError)
 """Errors of OmegaConf for a text that is not YAML."""
-_PLAIN = (bool, int, float, str, dict, list, tuple, NoneType, Iterable, Mapping, Sequence)
 REPORT_KEYS: dict[str, Hint] = {
-    'folder': str,
+    'folder': Name,
     'name': str,
     'export': bool | None,
     'answers': NotNegative,
@@ -80,10 +91,15 @@ class ModelConfig:
 class LoaderConfig:
     """How samples become batches, before anything is cut into microbatches."""
 
-    global_batch_size: Count = 32
-    """Samples of one optimizer step over all ranks."""
+    global_batch_size: Count | list[Any] = 32
+    """Samples of one optimizer step over all ranks. Or a schedule, a list of ``[start, size]``: a start is an optimizer
+    step (``1000ba``) or a number of trained tokens (``5000000tok``), and the first one is 0. Then ``max_duration`` must
+    be in tokens, samples or batches."""
+    global_batch_tokens: Count | None = None
+    """Tokens of one optimizer step over all ranks, up to one sample more or less, instead of ``global_batch_size``,
+    which then only holds for evaluation. Needs ``regroup_ranks``."""
     global_eval_batch_size: Count | None = None
-    """Samples of one evaluation batch over all ranks; null means ``global_batch_size``."""
+    """Samples of one evaluation batch over all ranks; null means ``global_batch_size``, the largest of a schedule."""
     shuffle: bool = True
     """Another order every epoch, the same for a given ``seed``."""
     drop_last: bool = True
@@ -102,11 +118,33 @@ class LoaderConfig:
     ``microbatching.slot_tokens`` or ``dataset.max_length``."""
     modality: Literal['mixed', 'per_step'] = 'mixed'
     """``mixed``, or ``per_step``: every global batch is of samples with images, or of samples without."""
-    lengths_folder: str | None = None
+    lengths_folder: Name | None = None
     """Where lengths of samples are kept between runs; null means the user's cache folder."""
     on_other_data: Literal['raise', 'warn'] = 'raise'
     """A run resumed with other data, another processor or vocabulary than its checkpoint's: ``raise``, or ``warn`` and
     go on."""
+
+    @property
+    def largest_batch(self) -> int:
+        """Samples of a global batch; of the largest one, if there is a schedule."""
+        if isinstance(self.global_batch_size, int):
+            return self.global_batch_size
+        return max(size for _, size in self.global_batch_size)
+
+    def samples_per_batch(self, lengths: np.ndarray) -> int:
+        """Returns ``largest_batch``, or with ``global_batch_tokens`` the samples of a global batch on average."""
+        if self.global_batch_tokens is None:
+            return self.largest_batch
+        return mean_samples(lengths, self.global_batch_tokens)
+
+    @property
+    def planned_key(self) -> str | None:
+        """The setting of the global batch, if only a sampler that plans by a table of lengths can follow it."""
+        if self.global_batch_tokens is not None:
+            return '`loader.global_batch_tokens`'
+        if not isinstance(self.global_batch_size, int):
+            return 'a schedule of `loader.global_batch_size`'
+        return None
 
 
 @dataclass(kw_only=True)
@@ -122,6 +160,9 @@ class MicrobatchingConfig:
     """Width of such a row in tokens; null: the longest sample, without ``regroup_ranks`` in each device batch."""
     max_image_tokens: Count | None = None
     """Most placeholders of images, videos and audios in a microbatch, a second hard cap; null: none."""
+    max_loss_tokens: Count | None = None
+    """Most loss tokens in a microbatch, a third hard cap; null: none. If logits are only computed at labels, they are
+    computed for so many positions."""
     regroup: bool = True
     """Sort rows by length, fill each microbatch up to the token budget, trim it to its own longest row."""
     equal_counts: bool | Literal['auto'] = 'auto'
@@ -158,8 +199,8 @@ class TrainConfig:
     ``parts``: the changes, by name, for each of several datasets, each perhaps with ``epochs`` or ``weight``."""
     loader: LoaderConfig = field(default_factory=LoaderConfig)
     microbatching: MicrobatchingConfig = field(default_factory=MicrobatchingConfig)
-    algorithms: dict[str, Any] = field(default_factory=dict)
-    callbacks: dict[str, Any] = field(default_factory=dict)
+    algorithms: dict[str, dict[str, Any] | None] = field(default_factory=dict)
+    callbacks: dict[str, dict[str, Any] | None] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=lambda: {'name': 'decoupled_adamw'})
     """``name`` of a Composer or torch class, its arguments, and ``parts``: arguments of parts of the model, by name."""
     scheduler: dict[str, Any] = field(default_factory=lambda: {'name': 'constant'})
@@ -173,7 +214,9 @@ class TrainConfig:
 
     def batch_size(self, *, is_eval: bool) -> int:
         """Returns the samples of one batch over all ranks, of training or of evaluation."""
-        return (self.loader.global_eval_batch_size if is_eval else None) or self.loader.global_batch_size
+        if is_eval and self.loader.global_eval_batch_size is not None:
+            return self.loader.global_eval_batch_size
+        return self.loader.largest_batch
 
     @property
     def regroups_ranks(self) -> bool:
@@ -245,7 +288,7 @@ def merge(options: type[Options], *layers: DictConfig, path: str = '') -> Option
     for layer in layers:
         merged = _overlay(merged, OmegaConf.to_container(layer))
     try:
-        values: Any = OmegaConf.to_container(OmegaConf.create(merged), resolve=True, throw_on_missing=True)
+        values = OmegaConf.to_container(OmegaConf.create(merged), resolve=True, throw_on_missing=True)
     except MissingMandatoryValue as error:
         key = _join(path, error.full_key)
         raise ConfigError(key, f'must be given. Write {key}=... after the file on the command line') from error
@@ -256,7 +299,7 @@ def merge(options: type[Options], *layers: DictConfig, path: str = '') -> Option
 
 
 def _overlay(below: object, above: object) -> object:
-    """Returns the later of two values. Mappings are merged key by key."""
+    """Returns the later of two values. Mappings are merged key by key. OmegaConf's own merge fails for other pairs."""
     if not isinstance(below, dict) or not isinstance(above, dict):
         return above
     merged = dict(below)
@@ -300,10 +343,7 @@ def check_arguments(
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, Mapping):
-        where = f'`{path}`' if path else 'the config'
-        raise ConfigError(
-            '', f'{where} must be a mapping, got: {shorten(arguments, 200)}. Leave it out for its defaults'
-        )
+        raise ConfigError(path, f'must be a mapping, got: {shorten(arguments, 200)}. Leave it out for its defaults')
     annotations = {**_annotations_of(target), **(hints or {}), **(extra_keys or {})}
     known_names = list(extra_keys or ())
     takes_any_name = False
@@ -326,8 +366,7 @@ def check_names(path: str, arguments: Iterable[object], known_names: Iterable[st
     known_list = list(known_names)
     for key in arguments:
         if key not in known_list:
-            message = unknown_name('key' if path else 'section', str(key), known_list)
-            raise ConfigError(path, message) if path else ConfigError('', f'the config {message}')
+            raise ConfigError(path or 'config', unknown_name('key', str(key), known_list))
 
 
 def _annotations_of(target: Callable[..., Any]) -> dict[str, Hint]:
@@ -341,11 +380,7 @@ def _annotations_of(target: Callable[..., Any]) -> dict[str, Hint]:
         return {}
 
 
-def check_value(
-    path: str,
-    value: Any,
-    hint: Hint,
-) -> Any:
+def check_value(path: str, value: Any, hint: Hint) -> Any:
     """Returns the value if it fits the annotation. One of our sections becomes its dataclass.
 
     A number or a bool in quotes is refused, because hosts take the text ``no`` for true.
@@ -355,15 +390,28 @@ def check_value(
         return build_section(path, section, value)
     if isinstance(value, list) and any(get_origin(option) is tuple for option in (hint, *get_args(hint))):
         value = tuple(value)  # YAML has no tuples
-    checker = _checker_of(_without_host_objects(hint))
+    checker = _checker_of(hint)
     if checker is None:
         return value
     try:
         checked = checker.validate_python(value)
     except ValidationError as error:
-        raise ConfigError(path, f'must be {_requirement(error)}, got: {_shown(value)}') from error
-    # A list of a host's own type would become an iterator that can be read once.
+        key_path, wrong_value = _place_of(error, path, value)
+        raise ConfigError(key_path, f'must {_requirement(error)}, got: {_shown(wrong_value)}') from error
+    # Pydantic may have put a list into an iterator, which can be read only once.
     return checked if isinstance(checked, bool | int | float | str | tuple) else value
+
+
+def _place_of(error: ValidationError, path: str, value: object) -> tuple[str, object]:
+    """Returns the key of the first wrong value inside a value that may be a mapping, and the wrong value."""
+    keys = error.errors()[0]['loc']
+    if '[key]' in keys:  # the key itself is wrong, which stands before this mark
+        return path, keys[keys.index('[key]') - 1]
+    for key in keys:
+        # Pydantic also names the branch of a union.
+        if isinstance(value, Mapping) and key in value:
+            path, value = _join(path, key), value[key]
+    return path, value
 
 
 def _section_in(hint: Hint) -> Hint:
@@ -372,22 +420,6 @@ def _section_in(hint: Hint) -> Hint:
         if is_dataclass(option) and option.__module__.startswith('composer_tokacc.'):
             return option
     return None
-
-
-def _without_host_objects(hint: Hint) -> Hint:
-    """Returns an annotation without classes of hosts, because no YAML file can hold their objects.
-
-    Composer's ``Time`` stands for texts such as 2ep.
-    """
-    if get_origin(hint) not in (Union, UnionType):
-        return hint
-    options = get_args(hint)
-    plain = [option for option in options if not inspect.isclass(option) or (get_origin(option) or option) in _PLAIN]
-    if not plain:
-        return hint
-    plain_hint = Union[tuple(plain)]  # noqa: UP007 - built at run time
-    is_time = any(getattr(option, '__name__', '') == 'Time' for option in options)
-    return Annotated[plain_hint, AfterValidator(_is_time)] if is_time else plain_hint
 
 
 @functools.lru_cache
@@ -400,15 +432,15 @@ def _checker_of(hint: Hint) -> TypeAdapter | None:
 
 
 def _requirement(error: ValidationError) -> str:
-    """Returns the requirement in words: "greater than or equal to 1, or 'auto'"."""
+    """Returns the requirement in words: "be greater than or equal to 1, or 'auto'"."""
     requirements = []
     for detail in error.errors(include_url=False, include_input=False):
-        reason = detail['msg'].removeprefix('Input should be ').removeprefix('Value error, ')
+        reason = detail['msg'].partition(' should ')[2] or 'be ' + detail['msg'].removeprefix('Value error, ')
         reason = reason.replace('valid dictionary', 'mapping').replace('valid list', 'list')
         # No YAML file can hold an object of a class.
         if reason not in requirements and detail['type'] != 'is_instance_of':
             requirements.append(reason)
-    return ', or '.join(requirements) or 'left out'
+    return ', or '.join(requirements).replace(', or be ', ', or ') or 'be left out'
 
 
 def _shown(value: object) -> str:
@@ -421,8 +453,8 @@ def _shown(value: object) -> str:
     return text
 
 
-def _is_time(value: Any) -> Any:
-    """Refuses a text that Composer cannot read as a time."""
+def _check_time(value: int | str | None, *, may_be_zero: bool) -> int | str | None:
+    """Refuses a text that Composer cannot read as a time, and a time that is too short."""
     from composer.core import TimeUnit, ensure_time
 
     if value is None:
@@ -431,22 +463,15 @@ def _is_time(value: Any) -> Any:
         length = ensure_time(value, TimeUnit.EPOCH).value
     except (ValueError, TypeError, RuntimeError) as error:
         raise ValueError('a time such as 2ep or 500ba') from error
-    if length < 0:
-        raise ValueError('a time that is not negative')
+    if length < 0 or (length == 0 and not may_be_zero):
+        raise ValueError('a time that is not negative' if may_be_zero else 'longer than nothing')
     return value
 
 
-def is_longer_than_nothing(value: Any) -> Any:
-    """Refuses a text that is not a time, and a time of 0."""
-    from composer.core import TimeUnit, ensure_time
-
-    if value is not None and ensure_time(_is_time(value), TimeUnit.EPOCH).value == 0:
-        raise ValueError('longer than nothing')
-    return value
-
-
-Duration = Annotated[int | str | None, AfterValidator(is_longer_than_nothing)]
+Duration = Annotated[int | str | None, AfterValidator(partial(_check_time, may_be_zero=False))]
 """A text such as ``2ep``, as Composer reads it, for a time that a run divides by or must last."""
+WarmUp = Annotated[str, AfterValidator(partial(_check_time, may_be_zero=True))]
+"""The same for a time that may be nothing. It has a unit."""
 
 
 def without(section: Mapping[str, Any], *keys: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Builds what the sections ``dataset`` and ``loader`` describe: processor, datasets, lengths, and loaders.
+"""Builds processor, datasets, length tables and loaders from the sections ``dataset`` and ``loader``.
 
 A run reads its samples by index, from files, tables and dataset classes, or streams them from shards.
 """
@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal, Optional
 
@@ -65,29 +66,31 @@ log = logging.getLogger(__name__)
 
 DATASET_HINTS = {
     'image_size': Count,
-    'max_image_tokens': Optional[Count],  # noqa: UP045 - for pyright
-    'max_length': Optional[Count],  # noqa: UP045
+    'max_length': Optional[Count],  # noqa: UP045 - for pyright
     'model_max_length': Count,
     'num_workers': Optional[Annotated[int, Field(ge=0, le=256)]],  # noqa: UP045
-    'on_error': Literal['raise', 'skip'],
     'patch_size': Count,
+    'video': Optional[VideoSampling],  # noqa: UP045
     'vocab_size': Count,
 }
 """Ranges of the arguments of LlavaDataset and the small processor."""
-_Share = Annotated[float, Field(gt=0, lt=1e9)]
 SHARE_KEYS = {
     'epochs': Annotated[float, Field(gt=0, le=10_000)],
-    'weight': _Share,
-    'loss_share': _Share,
+    'weight': Annotated[float, Field(gt=0, lt=1e9)],
+    'loss_share': Annotated[float, Field(gt=0, le=1)],
 }
 """Keys that say how much of each of several parts is trained."""
 PART_KEYS = {'name': Any, **SHARE_KEYS}
 """Keys of one of several parts that are not arguments of the dataset class."""
-SHARED_KEYS = ('processor', 'eval', 'parts', 'loss_shares_by')
-"""Keys of the section that belong to all parts together."""
-# Arguments of StreamingDataset that come from the loader section, and the ones that name the shards.
+SECTION_KEYS = ('processor', 'eval', 'parts', 'loss_shares_by')
+"""Keys of the section that are not arguments of the dataset class."""
 FROM_LOADER = {'batch_size': 'loader.global_batch_size', 'shuffle': 'loader.shuffle'}
+"""Arguments of StreamingDataset, and the keys that set them."""
 SHARD_PLACES = ('local', 'remote', 'streams')
+"""Arguments of StreamingDataset that name the shards."""
+
+OpenedLoader = tuple[DataLoader, int | None]
+"""A loader, and the width of the slots that it plans with."""
 
 
 class NamedParts(ConcatDataset):
@@ -119,18 +122,11 @@ class Source(ABC):
 
     @abstractmethod
     def build_dataset(self, processor: Processor, *, is_eval: bool = False) -> Any:
-        """Returns the training set, or the eval set, which is None without ``dataset.eval``."""
+        """Returns the training set or the eval set. Without ``dataset.eval`` the eval set is None."""
 
     @abstractmethod
-    def open_loader(
-        self,
-        dataset: Any,
-        processor: Processor,
-        options: Section,
-        *,
-        is_eval: bool,
-    ) -> tuple[DataLoader, int | None]:
-        """Opens a loader with the options of torch's. Returns it with the slot width that it plans with."""
+    def open_loader(self, dataset: Any, processor: Processor, options: Section, *, is_eval: bool) -> OpenedLoader:
+        """Opens a loader with the options of torch's."""
 
     def by_index(self, dataset: Any) -> Any:
         """Returns all samples by their index."""
@@ -241,13 +237,6 @@ def token_data_spec_of(
     return token_data_spec(dataloader, slot_tokens=slot_tokens, layout=layout, model=model, **options)
 
 
-def _check_video(path: str, section: Section) -> None:
-    """Holds the section ``video`` of a dataset to the arguments of :class:`.VideoSampling`."""
-    arguments = check_arguments(f'{path}.video', VideoSampling, section.get('video'))
-    with building(f'{path}.video'):
-        VideoSampling(**arguments)
-
-
 class FileSource(Source):
     """Datasets read by index. A class named in full takes ``processor`` and the section's other keys.
 
@@ -255,12 +244,19 @@ class FileSource(Source):
     texts train a tokenizer.
     """
 
+    def __init__(self, config: TrainConfig) -> None:
+        super().__init__(config)
+        self.shares_by_weights = self.section.get('loss_shares_by') == 'weights'
+        """Whether ``loss_share`` sets the weights of tokens, rather than how often samples are drawn."""
+        options = config.algorithms.get('token_accumulation') or {}
+        self.token_weights = options.get('token_weights')
+
     def check(self) -> None:
         """Refuses unknown datasets and arguments, for training and, if there is one, for the eval set."""
         if 'parts' in self.section:
             self._check_parts()
         else:
-            _check_dataset('dataset', self.section, {'name': Any, 'processor': Any, 'eval': Any})
+            _check_dataset('dataset', self.section, {'name': Any, 'eval': Any})
         if self.section.get('eval') is not None:
             _check_dataset('dataset.eval', self._eval_section(), {'name': Any})
         if self.config.model.pretrained is None:
@@ -272,92 +268,87 @@ class FileSource(Source):
             )
         if self.config.regroups_ranks:
             return
-        # Only a RegroupingBatchSampler gives the parts their shares, or batches of one kind.
-        need = None
+        # Only a RegroupingBatchSampler gives the parts their shares, batches of one modality, or of so many tokens.
+        need = self.config.loader.planned_key
+        if any(part.keys() & SHARE_KEYS.keys() for part in self._parts().values()):
+            need = 'shares of `dataset.parts`'
         if self.config.loader.modality == 'per_step':
             need = '`loader.modality: per_step`'
-        elif 'parts' in self.section and any(part.keys() & SHARE_KEYS.keys() for part in self._parts()):
-            need = 'shares of `dataset.parts`'
         if need:
             raise ConfigError('loader.regroup_ranks', f'and `microbatching.regroup` must be on for {need}, got: off')
 
     def _check_parts(self) -> None:
-        parts = check_value('dataset.parts', self.section['parts'], dict[str, dict[str, Any]])
-        if not parts:
+        if not check_value('dataset.parts', self.section['parts'], dict[str, dict[str, Any]]):
             raise ConfigError('dataset.parts', 'must name at least one dataset, got: {}')
-        for name, part in zip(parts, self._parts(), strict=True):
+        parts = self._parts()
+        for name, part in parts.items():
             _check_dataset(f'dataset.parts.{name}', part, PART_KEYS)
-        self._check_shares(parts)
-        check_value(
-            'dataset.loss_shares_by', self.section.get('loss_shares_by', 'sampling'), Literal['sampling', 'weights']
-        )
-        has_shares = any('loss_share' in part for part in parts.values())
-        if self._shares_by_weights and not (has_shares and self._token_weights == 'column'):
+        check_value('dataset.loss_shares_by', self.section.get('loss_shares_by'), Literal['sampling', 'weights', None])
+        names_by_key = {}
+        for key in SHARE_KEYS:
+            names = [name for name, part in parts.items() if key in part]
+            if names:
+                names_by_key[key] = names
+        self._check_shares(names_by_key, list(parts))
+        has_shares = 'loss_share' in names_by_key
+        if has_shares:
+            total = sum(part['loss_share'] for part in parts.values())
+            if not math.isclose(total, 1, abs_tol=1e-6):
+                raise ConfigError('dataset.parts', f'must have a `loss_share` each that add up to 1, got: {total:g}')
+        if self.shares_by_weights and not (has_shares and self.token_weights == 'column'):
             raise ConfigError(
                 'dataset.loss_shares_by',
                 'set to weights needs a `loss_share` of each part and '
                 '`algorithms.token_accumulation.token_weights: column`, which applies the weights, got: '
-                f'{"shares" if has_shares else "no shares"} and token_weights {self._token_weights}',
+                f'{names_by_key} and token_weights {self.token_weights}',
             )
 
-    def _check_shares(self, parts: Mapping[str, Section]) -> None:
+    def _check_shares(self, names_by_key: Mapping[str, Sequence[str]], names: Sequence[str]) -> None:
         """Refuses parts that say in different ways how much of them is trained."""
-        names_by_key = {}
-        for key in SHARE_KEYS:
-            names = [name for name, part in parts.items() if key in part]
-            # With weights on the loss each part has its share, however often its samples are drawn.
-            if names and not (key == 'epochs' and self._shares_by_weights):
-                names_by_key[key] = names
-        is_partial = any(len(names) < len(parts) for key, names in names_by_key.items() if key != 'epochs')
-        if len(names_by_key) > 1 or is_partial:
+        keys = set(names_by_key)
+        if self.shares_by_weights:
+            # Each part has its share of the weight, however often its samples are drawn.
+            keys.discard('epochs')
+        is_partial = any(key != 'epochs' and len(names_by_key[key]) < len(names) for key in keys)
+        if len(keys) > 1 or is_partial:
             raise ConfigError(
                 'dataset.parts',
                 'must all have a `weight`, or all a `loss_share`, or none of both and perhaps `epochs`, got: '
-                f'{names_by_key}, of {list(parts)}',
+                f'{names_by_key}, of {names}',
             )
-        if 'loss_share' in names_by_key:
-            total = sum(part['loss_share'] for part in parts.values())
-            if not math.isclose(total, 1, abs_tol=1e-6):
-                raise ConfigError('dataset.parts', f'must have a `loss_share` each that add up to 1, got: {total:g}')
 
-    @property
-    def _shares_by_weights(self) -> bool:
-        return self.section.get('loss_shares_by') == 'weights'
-
-    @property
-    def _token_weights(self) -> str | None:
-        return (self.config.algorithms.get('token_accumulation') or {}).get('token_weights')
-
-    def _parts(self) -> list[dict[str, Any]]:
-        """Returns the sections of the training sets. Other keys than ``parts`` hold for each of them."""
-        shared = without(self.section, *SHARED_KEYS)
-        parts = self.section.get('parts', {'only': {}})
-        return [{**shared, **part} for part in parts.values()]
+    def _parts(self) -> dict[str, dict[str, Any]]:
+        """Returns the section of each training set by name. Other keys than ``parts`` hold for each of them."""
+        shared = without(self.section, *SECTION_KEYS)
+        parts = self.section.get('parts', {'': {}})
+        return {name: {**shared, **part} for name, part in parts.items()}
 
     def _eval_section(self) -> dict[str, Any]:
-        return {**without(self.section, *SHARED_KEYS), **self.section['eval']}
+        return {**without(self.section, *SECTION_KEYS), **self.section['eval']}
 
     def small_processor(self, arguments: Section) -> Any:
         """Makes the dataset's own, or one with a tokenizer that is trained on the files."""
-        return self._processor_maker(arguments)(**arguments)
+        return self._processor_maker(arguments)()
 
-    def _processor_maker(self, arguments: Section) -> Callable[..., Any]:
-        """Returns the function that makes a small processor, after a check of its arguments."""
-        parts = [(_dataset_class('dataset', part['name']), part) for part in self._parts()]
-        for cls, _ in parts:
+    def _processor_maker(self, arguments: Section) -> Callable[[], Any]:
+        """Returns a function that makes a small processor. Refuses wrong arguments at once."""
+        parts = list(self._parts().values())
+        classes = [_dataset_class('dataset', part['name']) for part in parts]
+        for cls in classes:
             if hasattr(cls, 'build_processor'):
                 check_arguments('dataset.processor', cls.build_processor, arguments)
-                return cls.build_processor
-        for cls, part in parts:
+                return partial(cls.build_processor, **arguments)
+        for cls in classes:
             if not hasattr(cls, 'texts'):
                 raise ConfigError(
                     'model.pretrained',
-                    f'must be given for `dataset.name` {part["name"]}, which has neither `build_processor` nor '
+                    f'must be given for `dataset.name` {cls.__name__}, which has neither `build_processor` nor '
                     '`texts`. Name a checkpoint',
                 )
         check_arguments('dataset.processor', build_small_processor, arguments, num_positional=1, hints=DATASET_HINTS)
-        texts = (text for cls, part in parts for text in cls.texts(part['path']))
-        return partial(build_small_processor, texts)
+        # Read when the processor is made.
+        texts = chain.from_iterable(cls.texts(part['path']) for cls, part in zip(classes, parts, strict=True))
+        return partial(build_small_processor, texts, **arguments)
 
     def build_dataset(self, processor: Processor, *, is_eval: bool = False) -> Dataset | None:
         """Returns one dataset, or the parts one after the other; None without an eval set."""
@@ -365,13 +356,12 @@ class FileSource(Source):
             if not self.section.get('eval'):
                 return None
             return self._open('dataset.eval', self._eval_section(), processor)
-        datasets = [self._open('dataset', part, processor) for part in self._parts()]
-        if self._token_weights == 'column' and not self._shares_by_weights:
+        parts = self._parts()
+        datasets = [self._open('dataset', part, processor) for part in parts.values()]
+        if self.token_weights == 'column' and not self.shares_by_weights:
             for dataset in datasets:
                 _check_loss_weights(dataset)
-        if 'parts' in self.section:
-            return NamedParts(datasets, list(self.section['parts']))
-        return datasets[0]
+        return NamedParts(datasets, list(parts)) if 'parts' in self.section else datasets[0]
 
     def _open(self, path: str, part: Section, processor: Processor) -> Dataset:
         cls, arguments = _dataset_class(path, part['name']), without(part, *PART_KEYS)
@@ -396,14 +386,7 @@ class FileSource(Source):
             'max_image_tokens': _smaller(part.get('max_image_tokens'), microbatching.max_image_tokens),
         }
 
-    def open_loader(
-        self,
-        dataset: Any,
-        processor: Processor,
-        options: Section,
-        *,
-        is_eval: bool,
-    ) -> tuple[DataLoader, int | None]:
+    def open_loader(self, dataset: Any, processor: Processor, options: Section, *, is_eval: bool) -> OpenedLoader:
         """Opens the regrouping loader, or torch's if rows must keep their order."""
         if not is_eval and self.config.regroups_ranks:
             return self._regrouping_loader(dataset, processor, options)
@@ -414,16 +397,14 @@ class FileSource(Source):
         dataloader = DataLoader(dataset, batch_size=batch_size, sampler=sampler, drop_last=drop_last, **options)
         return dataloader, self.config.microbatching.slot_tokens
 
-    def _regrouping_loader(
-        self,
-        dataset: Any,
-        processor: Processor,
-        options: Section,
-    ) -> tuple[RegroupingDataLoader, int]:
+    def _regrouping_loader(self, dataset: Any, processor: Processor, options: Section) -> OpenedLoader:
         """Opens a loader that assigns the samples of each global batch to ranks by length."""
         loader, microbatching = self.config.loader, self.config.microbatching
         table = self.measure(dataset, processor)
-        longest, size = int(table.lengths.max()), self.rows_of_microbatch
+        longest = int(table.lengths.max())
+        size = microbatching.device_train_microbatch_size
+        if not isinstance(size, int):  # a whole device batch
+            size = -(-loader.samples_per_batch(table.lengths) // dist.get_world_size())
         # The width of a device batch says little, because a rank may get short samples only.
         slot_tokens = microbatching.slot_tokens or longest
         if token_budget(size, slot_tokens) < longest:
@@ -443,9 +424,12 @@ class FileSource(Source):
             lengths=table.lengths,
             image_tokens=table.image_tokens if has_images else None,
             vision_cost=(microbatching.cost or CostModel()).vision(table.image_tokens, table.vision_patches),
-            global_batch_size=loader.global_batch_size,
+            loss_tokens=table.loss_tokens,
+            global_batch_size=loader.global_batch_size if loader.global_batch_tokens is None else None,
+            global_batch_tokens=loader.global_batch_tokens,
             max_tokens=token_budget(size, slot_tokens),
             max_image_tokens=microbatching.max_image_tokens if has_images else None,
+            max_loss_tokens=microbatching.max_loss_tokens,
             seed=self.config.seed,
             shuffle=loader.shuffle,
             drop_last=loader.drop_last,
@@ -453,21 +437,30 @@ class FileSource(Source):
             **shares,
             **self.planning,
         )
+        if loader.global_batch_tokens is not None:
+            tokens = sampler.window_tokens()
+            log.info(
+                'Global batches of %d tokens: %d in this epoch, of %d to %d tokens, %.0f on average.',
+                loader.global_batch_tokens,
+                len(tokens),
+                tokens.min(),
+                tokens.max(),
+                tokens.mean(),
+            )
         return RegroupingDataLoader(dataset, batch_sampler=sampler, **options), slot_tokens
 
     def _shares(self, datasets: Sequence[Any], loss_tokens: Any) -> dict[str, Any]:
         """Returns the sampler's arguments for the shares of the parts."""
-        parts, sizes = self._parts(), [len(dataset) for dataset in datasets]
+        parts = self._parts().values()
+        sizes = [len(dataset) for dataset in datasets]
         weights = [part['weight'] for part in parts if 'weight' in part]
         shares = [part['loss_share'] for part in parts if 'loss_share' in part]
-        if shares and not self._shares_by_weights:
-            return {'mixture': Mixture.from_loss_shares(sizes, shares, loss_tokens)}
         if weights:
-            mixture = Mixture(sizes, weights=weights)
-        else:
-            mixture = Mixture(sizes, epochs=[part.get('epochs', 1) for part in parts])
-        loss_shares = LossShares(sizes, shares, loss_tokens) if shares else None
-        return {'mixture': mixture, 'loss_shares': loss_shares}
+            return {'mixture': Mixture(sizes, weights=weights)}
+        if shares and not self.shares_by_weights:
+            return {'mixture': Mixture.from_loss_shares(sizes, shares, loss_tokens)}
+        mixture = Mixture(sizes, epochs=[part.get('epochs', 1) for part in parts])
+        return {'mixture': mixture, 'loss_shares': LossShares(sizes, shares, loss_tokens) if shares else None}
 
 
 def _smaller(first: int | None, second: int | None) -> int | None:
@@ -498,12 +491,8 @@ def _is_ours(cls: Any) -> bool:
 def _check_dataset(path: str, part: Section, extra_keys: Section) -> None:
     cls = _dataset_class(path, part.get('name'))
     hints = DATASET_HINTS if _is_ours(cls) else None
-    # The processor is given by the program.
-    arguments = {**part, 'processor': None}
-    extra_keys = {**extra_keys, 'processor': Any}
-    check_arguments(path, cls, arguments, extra_keys=extra_keys, hints=hints)
-    if _is_ours(cls):
-        _check_video(path, part)
+    # The program itself gives the processor.
+    check_arguments(path, cls, {**part, 'processor': None}, extra_keys={**extra_keys, 'processor': Any}, hints=hints)
 
 
 class ShardSource(Source):
@@ -525,6 +514,12 @@ class ShardSource(Source):
         self._check_arguments('dataset.eval', self._arguments(is_eval=True))
         if self.config.loader.modality == 'per_step':
             raise ConfigError('loader.modality', 'must be `mixed` for streamed data, got: per_step. Use a JSON file')
+        if self.config.loader.planned_key is not None:
+            raise ConfigError(
+                'loader',
+                'must have one `global_batch_size` for streamed data, whose lengths are not known before, got: '
+                f'{self.config.loader.planned_key}. Use a JSON file',
+            )
         if self.config.loader.exchange_ranks:
             self._check_exchange()
 
@@ -544,7 +539,7 @@ class ShardSource(Source):
         for key, source in FROM_LOADER.items():
             if key in arguments:
                 raise ConfigError(f'{path}.{key}', f'must be left out, got: {arguments[key]}. Set `{source}`')
-        _check_video(path, arguments)
+        check_value(f'{path}.video', arguments.get('video'), DATASET_HINTS['video'])
         own_names = inspect.signature(LlavaStreamingDataset).parameters.keys() - {'processor', 'kwargs'}
         known_names = own_names | inspect.signature(StreamingDataset).parameters.keys()
         check_names(path, arguments, known_names - FROM_LOADER.keys())
@@ -585,20 +580,13 @@ class ShardSource(Source):
             clean_stale_shared_memory()
             return LlavaStreamingDataset(processor=processor, **arguments)
 
-    def open_loader(
-        self,
-        dataset: Any,
-        processor: Processor,
-        options: Section,
-        *,
-        is_eval: bool,
-    ) -> tuple[DataLoader, int | None]:
+    def open_loader(self, dataset: Any, processor: Processor, options: Section, *, is_eval: bool) -> OpenedLoader:
         """Opens StreamingDataLoader, or with ``loader.exchange_ranks`` the one that exchanges samples between ranks."""
         from streaming import StreamingDataLoader  # pyright: ignore[reportMissingImports]
 
         config, batch_size = self.config, self.rank_batch_size(is_eval=is_eval)
         drop_last = self.config.loader.drop_last and not is_eval
-        global_batch_size = config.loader.global_batch_size
+        global_batch_size = config.loader.largest_batch
         if drop_last and dataset.num_samples < global_batch_size:
             raise ConfigError(
                 'loader.global_batch_size',
@@ -620,6 +608,7 @@ class ShardSource(Source):
             max_tokens=token_budget(self.rows_of_microbatch, slot_tokens),
             image_token_ids=image_token_ids(processor),
             max_image_tokens=config.microbatching.max_image_tokens,
+            max_loss_tokens=config.microbatching.max_loss_tokens,
             patches=partial(count_patches, patch_size=self.patch_size(processor)),
             **self.planning,
             **options,

@@ -20,16 +20,17 @@ from composer.models import HuggingFaceModel
 from composer.utils import dist
 from transformers import PretrainedConfig
 
+from composer_tokacc.algorithm import TokenAccumulation
 from composer_tokacc.cache import cache_folder
 from composer_tokacc.collectives import from_any_rank
 from composer_tokacc.data import TABLE_COLUMNS, LengthTable
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.monitor import TokenMonitor
-from composer_tokacc.programs.errors import ConfigError, PartError, raised_here
+from composer_tokacc.programs.errors import ConfigError, PartError, is_refusal
 from composer_tokacc.programs.host_types import Processor, SampleDataset
 from composer_tokacc.programs.models import build_transformers_model
 from composer_tokacc.programs.process import say
-from composer_tokacc.programs.registry import build_section
+from composer_tokacc.programs.registry import build_all, build_section
 from composer_tokacc.programs.schema import TrainConfig, precision_of, without
 from composer_tokacc.programs.sources import source_of
 from composer_tokacc.sizing import (
@@ -92,7 +93,7 @@ def _suggestion(
         memory = memory_of_run(config, dataset, processor, table)
         report = suggest_for_run(config, memory, table, num_ranks=dist.get_world_size(), gib=memory_gib)
     except ValueError as error:
-        if not isinstance(error, ConfigError) and not raised_here(error):  # of a host, which ends the other ranks too
+        if not isinstance(error, ConfigError) and not is_refusal(error):  # of a host, which ends the other ranks too
             raise
         return Suggestion(refusal=str(error))
     if report.too_large:
@@ -112,6 +113,8 @@ def suggest_for_run(
 ) -> SizingReport:
     """Returns :func:`.suggest_microbatching` with the options of the config; see there for the arguments."""
     microbatching = config.microbatching
+    # The ranks share a global batch equally. One by tokens has any number of samples.
+    samples_of_rank = -(-config.loader.samples_per_batch(table.lengths) // num_ranks)
     reports = []
     packings = [bool(microbatching.packing)]
     if microbatching.packing == 'auto':
@@ -120,7 +123,7 @@ def suggest_for_run(
         report = suggest_microbatching(
             table,
             num_ranks=num_ranks,
-            global_batch_size=config.loader.global_batch_size,
+            global_batch_size=samples_of_rank * num_ranks,
             memory=memory,
             device_memory_gib=gib,
             seed=config.seed,
@@ -154,6 +157,7 @@ def memory_of_run(
         'precision': 'amp_bf16' if precision == 'amp_fp8' else precision,
         'strategy': 'fsdp' if config.is_sharded else 'ddp',
         'device': 'cpu' if config.trainer.get('device') == 'cpu' else 'gpu',
+        'logits': _logits_of_run(config),
         'width': width,
         # A video has another number of pixels for a token than an image.
         'samples': [_columns_of(table, index) for index in _probe_samples(table)],
@@ -172,9 +176,21 @@ def memory_of_run(
             precision=key['precision'],
             strategy=key['strategy'],
             on_gpu=key['device'] == 'gpu',
+            logits=key['logits'],
         )
 
     return load_or_calibrate(cache_folder('memory'), key, calibrate)
+
+
+def _logits_of_run(config: TrainConfig) -> str:
+    """Returns where the run computes logits, as an argument of :func:`.calibrate_fake`."""
+    for algorithm in build_all(config, 'algorithms'):
+        if isinstance(algorithm, TokenAccumulation):
+            is_compiled = config.trainer.get('compile_config') is not None
+            if algorithm.why_all_logits is not None or config.model.train_metrics or is_compiled:
+                return 'all'
+            return algorithm.logits
+    return 'all'
 
 
 def _columns_of(table: LengthTable, index: int) -> list[int]:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed
 from torch.utils.data import DataLoader, Dataset
 
+from composer_tokacc.batch import IGNORE_INDEX
 from composer_tokacc.collectives import get_global_rank, get_world_size
 from composer_tokacc.layout import PreSplitBatch
 from composer_tokacc.plan_agreement import RankReport, find_difference, reading_facts
@@ -51,7 +52,8 @@ class ExchangingDataLoader(DataLoader):
         collate_fn: Makes a mapping of the samples of a microbatch.
         max_tokens: Token budget of a microbatch, padding included: ``device_train_microbatch_size * slot_tokens``.
         image_token_ids: Ids of the placeholders in ``input_ids``, for image budget and ``'fsdp'``.
-        max_image_tokens, objective, cost: As for :func:`.plan_microbatches`.
+        max_image_tokens, max_loss_tokens, objective, cost: As for :func:`.plan_microbatches`. For `max_loss_tokens`
+            each sample needs ``labels``.
         patches: Patches that the vision encoder computes for a sample, for `cost`. Default: image tokens tell its cost.
         width_multiple: As given to ``token_data_spec``.
         pin_memory: Whether to copy batches to page-locked memory.
@@ -74,6 +76,7 @@ class ExchangingDataLoader(DataLoader):
         max_tokens: int,
         image_token_ids: Sequence[int] = (),
         max_image_tokens: int | None = None,
+        max_loss_tokens: int | None = None,
         objective: Literal['ddp', 'fsdp'] = 'ddp',
         cost: CostModel | None = None,
         patches: Callable[[Any], int] | None = None,
@@ -82,7 +85,9 @@ class ExchangingDataLoader(DataLoader):
         **kwargs: Any,
     ) -> None:
         # A separate generator, because seeding workers must not change the random numbers of the run.
-        kwargs.setdefault('generator', torch.Generator().manual_seed(torch.initial_seed() + get_global_rank()))
+        generator = torch.Generator()
+        generator.manual_seed(torch.initial_seed() + get_global_rank())
+        kwargs.setdefault('generator', generator)
         # A worker sends each tensor through another file, and there are many samples. So it sends all of them as one.
         pack: Callable[[list[Any]], Any] = list
         if kwargs.get('num_workers'):
@@ -96,6 +101,7 @@ class ExchangingDataLoader(DataLoader):
         options = CutOptions(
             max_tokens=max_tokens,
             max_image_tokens=max_image_tokens,
+            max_loss_tokens=max_loss_tokens,
             width_multiple=width_multiple,
             objective=objective,
             cost=cost or CostModel(),
@@ -145,9 +151,9 @@ class ExchangingDataLoader(DataLoader):
     def _assign(self, sizes: Sequence[SampleSize]) -> list[RankAssignment]:
         """Returns the assignment of each rank. It only depends on the sizes, so it is the same on every rank."""
         # One column for each field of SampleSize.
-        lengths, image_tokens, patches = np.array(sizes).T
+        lengths, image_tokens, patches, loss_tokens = np.array(sizes).T
         vision_cost = self._planner.options.cost.vision(image_tokens, patches)
-        plan = self._planner.plan(lengths, image_tokens, vision_cost)
+        plan = self._planner.plan(lengths, image_tokens, vision_cost, loss_tokens)
         return [RankAssignment.from_plan(microbatches, range(len(sizes))) for microbatches in plan.ranks]
 
     def _read(
@@ -167,12 +173,15 @@ class ExchangingDataLoader(DataLoader):
                 loaded = from_bytes(loaded)
             samples = loaded
             assert self.batch_size is not None
-            samples = samples[: len(samples) - num_repeated_by(self.sampler, self.batch_size, batch_index)]
+            num_repeated = num_repeated_by(self.sampler, self.batch_size, batch_index)
+            samples = samples[: len(samples) - num_repeated]
             report = ReadReport([self._size(sample) for sample in samples])
         except Exception as error:
             failure = error
+            report = ReadReport([], failure=str(error))
             # Bad data is the same error on all ranks. Other errors may not survive the way to another process.
-            report = ReadReport([], failure=error if isinstance(error, ValueError) else str(error))
+            if isinstance(error, ValueError):
+                report.failure = error
         if batch_index == 0:
             report.planned_with = self._report()
         reports = self._exchange.gather(report)
@@ -195,7 +204,10 @@ class ExchangingDataLoader(DataLoader):
         num_patches = 0
         if self._patches is not None:
             num_patches = self._patches(sample)
-        return SampleSize(ids.shape[-1], num_image_tokens, num_patches)
+        num_labels = 0
+        if self._planner.options.max_loss_tokens is not None:
+            num_labels = int((sample['labels'] != IGNORE_INDEX).sum())
+        return SampleSize(ids.shape[-1], num_image_tokens, num_patches, num_labels)
 
 
 class SampleSize(NamedTuple):
@@ -204,6 +216,7 @@ class SampleSize(NamedTuple):
     length: int
     image_tokens: int
     patches: int
+    loss_tokens: int
 
 
 @dataclass
@@ -303,8 +316,9 @@ class SampleExchange:
         num_received = torch.empty_like(num_sent)
         torch.distributed.all_to_all_single(num_received, num_sent, group=self._gloo)
         received = torch.empty(int(num_received.sum()), dtype=torch.uint8)
+        all_sent = torch.cat(list(sending))
         torch.distributed.all_to_all_single(
-            received, torch.cat(list(sending)), num_received.tolist(), num_sent.tolist(), group=self._gloo
+            received, all_sent, num_received.tolist(), num_sent.tolist(), group=self._gloo
         )
         return received.split(num_received.tolist())
 

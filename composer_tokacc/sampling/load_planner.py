@@ -1,19 +1,32 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Planning of global batches, and collating of the samples that a rank has read."""
+"""Planning of global batches, from tables of their samples, and collating of the samples that a rank has read."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
+
+import numpy as np
 
 from composer_tokacc.batch import Batch, sample_name
 from composer_tokacc.layout import PreSplitBatch
 from composer_tokacc.layout.pre_split import widened
-from composer_tokacc.metadata import with_metadata
-from composer_tokacc.planning import CutOptions, Microbatch, MicrobatchPlan, Table, check_count, plan_rows
+from composer_tokacc.planning import (
+    CAPPED_SIZES,
+    CutOptions,
+    Microbatch,
+    MicrobatchPlan,
+    Table,
+    check_count,
+    checked_sizes,
+    checked_table,
+    plan_rows,
+)
+from composer_tokacc.row_counts import RowCounts, with_rows
 from composer_tokacc.sampling.rank_assignment import RankAssignment
 from composer_tokacc.weights import LOSS_WEIGHTS
 
@@ -31,6 +44,55 @@ def check_global_batch(global_batch_size: int, num_ranks: int) -> None:
         )
 
 
+def check_cap(option: str, cap: int, sizes: np.ndarray) -> None:
+    """Raises ValueError if a sample is larger than a cap on several samples."""
+    highest = int(sizes.argmax())
+    if sizes[highest] > cap:
+        raise ValueError(
+            f'`{option}` must be at least the longest sample, got: {cap} < {sizes[highest]} (sample {highest}). '
+            'Raise it, or leave the sample out.'
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleTables:
+    """Sizes and costs of samples for the planner, with one row a sample; see :func:`.plan_microbatches`."""
+
+    lengths: np.ndarray
+    image_tokens: np.ndarray | None = None
+    loss_tokens: np.ndarray | None = None
+    vision_cost: np.ndarray | None = None
+
+    @classmethod
+    def checked(
+        cls,
+        num_samples: int,
+        options: CutOptions,
+        *,
+        lengths: Table,
+        image_tokens: Table | None,
+        loss_tokens: Table | None,
+        vision_cost: Table | None,
+    ) -> SampleTables:
+        """Returns the tables as arrays. Raises ValueError if one has no row for each sample, or breaks a cap."""
+        checked_lengths = checked_table('lengths', lengths, num_samples, least=1)
+        check_cap('max_tokens', options.max_tokens, checked_lengths)
+        sizes = checked_sizes({'image_tokens': image_tokens, 'loss_tokens': loss_tokens}, options, num_samples)
+        for size, cap in options.caps.items():
+            check_cap(CAPPED_SIZES[size], cap, sizes[size])
+        vision = None
+        if vision_cost is not None:
+            vision = checked_table('vision_cost', vision_cost, num_samples, dtype=np.float64)
+        return cls(lengths=checked_lengths, vision_cost=vision, **sizes)
+
+    def of(self, window: np.ndarray) -> SampleTables:
+        """Returns the rows of these samples."""
+        columns: dict[str, Any] = {}
+        for name, column in vars(self).items():
+            columns[name] = None if column is None else column[window]
+        return SampleTables(**columns)
+
+
 @dataclass(frozen=True)
 class LoadPlanner:
     """Plans the global batches of a run, and collates this rank's part of each."""
@@ -43,23 +105,22 @@ class LoadPlanner:
         lengths: Table,
         image_tokens: Table | None,
         vision_cost: Table | None = None,
+        loss_tokens: Table | None = None,
     ) -> MicrobatchPlan:
         """Plans a global batch, with a sample for every rank if there are enough; see :func:`.plan_microbatches`."""
-        plan = self._plan_with(self.options, lengths, image_tokens, vision_cost)
+        plan_with = partial(
+            plan_rows,
+            lengths,
+            num_ranks=self.num_ranks,
+            image_tokens=image_tokens,
+            loss_tokens=loss_tokens,
+            vision_cost=vision_cost,
+        )
+        plan = plan_with(options=self.options)
         # Under 'fsdp' the step slots of one modality can leave a rank without a sample. It could collate nothing then.
         if len(lengths) >= self.num_ranks and _leaves_rank_without_sample(plan):
-            options = replace(self.options, objective='ddp')
-            plan = self._plan_with(options, lengths, image_tokens, vision_cost)
+            plan = plan_with(options=replace(self.options, objective='ddp'))
         return plan
-
-    def _plan_with(
-        self,
-        options: CutOptions,
-        lengths: Table,
-        image_tokens: Table | None,
-        vision_cost: Table | None,
-    ) -> MicrobatchPlan:
-        return plan_rows(lengths, options, num_ranks=self.num_ranks, image_tokens=image_tokens, vision_cost=vision_cost)
 
     def collate(
         self,
@@ -79,7 +140,7 @@ class LoadPlanner:
             if assignment.weights is not None:
                 batch = _with_weights(batch, assignment.weights[number])
             if assignment.is_copy:
-                batch = with_metadata(batch, samples=[0])
+                batch = with_rows(batch, [RowCounts(samples=0)])
             microbatches.append(batch)
         return PreSplitBatch(microbatches, max_tokens=self.options.max_tokens, indices=assignment.microbatches)
 

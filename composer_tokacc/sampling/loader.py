@@ -32,7 +32,8 @@ class SkippedBatch:
 class RegroupingDataLoader(DataLoader):
     """A DataLoader over a :class:`RegroupingBatchSampler`. Composer sees a fixed batch size.
 
-    - ``batch_size`` is ``global_batch_size / num_replicas``, so that Composer finds its initial microbatch size.
+    - ``batch_size`` is ``global_batch_size / num_replicas``, so that Composer finds its initial microbatch size. With a
+      schedule it is that of the largest global batch, with ``global_batch_tokens`` that of a mean one.
     - Batches are pre-split (:class:`.PreSplitBatch`): each planned microbatch is collated by itself, in the worker that
       read it, at its own width. With ``pin_memory=True`` it is page-locked. ``token_data_spec`` passes them on.
     - If a global batch has fewer samples than ranks, the ranks without one get a dummy row, which does not count.
@@ -77,8 +78,8 @@ class RegroupingDataLoader(DataLoader):
         self._generator = torch.Generator()
         kwargs.setdefault('generator', self._generator)
         planned_dataset = _PlannedDataset(dataset, batch_sampler, collate_fn or default_collate)
-        # Parcels only if they are needed: to skip batches, accelerate makes a new loader from the parts of this one,
-        # which would yield parcels.
+        # A parcel is only needed to pin memory. Without it there is none, because accelerate, when it skips batches,
+        # makes a plain DataLoader of the parts of this one. That would yield parcels.
         pack: Any = _Parcel if kwargs.get('pin_memory') else _unchanged
         super().__init__(planned_dataset, batch_sampler=batch_sampler, collate_fn=pack, **kwargs)
         self._passes = Passes()
@@ -87,8 +88,8 @@ class RegroupingDataLoader(DataLoader):
 
     @property
     def batch_size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Samples of a rank and step, on average."""
-        return self._sampler.global_batch_size // self._sampler.num_replicas
+        """Samples of a rank and step, on average and rounded up; with a schedule in its largest global batches."""
+        return -(-self._sampler.global_batch_size // self._sampler.num_replicas)
 
     @batch_size.setter
     def batch_size(self, value: int | None) -> None:
@@ -113,7 +114,7 @@ class RegroupingDataLoader(DataLoader):
         num_skipped = self._batches_to_skip(epoch)
         for _ in range(num_skipped):
             yield SkippedBatch()
-        if num_skipped == len(self):
+        if num_skipped == sampler.num_batches:
             return
         first = num_skipped or sampler.first_batch
         batches = self._read_from(epoch, first)
@@ -125,7 +126,8 @@ class RegroupingDataLoader(DataLoader):
                     batch = batch.batch
                 # The facts stay in this process. Only a mismatch reads them.
                 if batch.plan is not None:
-                    batch.plan = replace(batch.plan, facts=partial(sampler.plan_facts, epoch, number - 1))
+                    facts = partial(sampler.plan_facts, epoch, number - 1)
+                    batch.plan = replace(batch.plan, facts=facts)
                 yield batch
             self._passes.end(current)
             # The sampler does not do this itself, because workers reach the end of the epoch before the run does.
@@ -136,12 +138,13 @@ class RegroupingDataLoader(DataLoader):
 
     def _batches_to_skip(self, epoch: int) -> int:
         resume_epoch, resume_batch = self._resume_at
+        num_batches = self._sampler.num_batches
         if epoch < resume_epoch:
-            return len(self)
+            return num_batches
         if epoch > resume_epoch:
             return 0
         self._resume_at = (0, 0)
-        return min(resume_batch, len(self))
+        return min(resume_batch, num_batches)
 
     def _read_from(
         self,
@@ -153,7 +156,8 @@ class RegroupingDataLoader(DataLoader):
         sampler.start_once = first
         # Workers are seeded with a number that differs between ranks, epochs, and places of resumption.
         entropy = [sampler.seed % 2**32, epoch, sampler.rank, first]
-        self._generator.manual_seed(int(np.random.SeedSequence(entropy).generate_state(1)[0]))
+        seeds = np.random.SeedSequence(entropy).generate_state(1)
+        self._generator.manual_seed(int(seeds[0]))
         # Persistent workers serve one iterator. A look would take them away from the one that is under way.
         needs_own_workers = self.persistent_workers and bool(self._passes)
         with separate_iterator(self) if needs_own_workers else nullcontext():
@@ -202,7 +206,8 @@ class _PlannedDataset(Dataset):
         witness = ''
         if assignment.witnesses:
             witness = witness_of(self._read, assignment.witnesses)
-        batch = self._planner.collate(self._collate, self._read(list(assignment)), assignment)
+        samples = self._read(list(assignment))
+        batch = self._planner.collate(self._collate, samples, assignment)
         batch.plan = PlanRecord(assignment.plan_checksum, self._rank, self._planner.num_ranks, witness)
         return batch
 

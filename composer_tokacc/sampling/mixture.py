@@ -41,7 +41,8 @@ class Mixture:
     weights: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
-        sizes = checked_table('sizes', self.sizes, np.size(self.sizes) or 1, least=1).tolist()
+        num_datasets = np.size(self.sizes) or 1
+        sizes = checked_table('sizes', self.sizes, num_datasets, least=1).tolist()
         object.__setattr__(self, 'sizes', sizes)
         if self.epochs is not None and self.weights is not None:
             raise ValueError('Only one of `epochs` and `weights` must be given, got: both. Drop one.')
@@ -72,7 +73,9 @@ class Mixture:
         """
         shares = checked_table('shares', shares, len(sizes), dtype=np.float64).tolist()
         tokens = checked_table('loss_tokens', loss_tokens, int(np.sum(sizes)), least=0)
-        means = [tokens_of_dataset.mean() for tokens_of_dataset in np.split(tokens, np.cumsum(sizes)[:-1])]
+        ends = np.cumsum(sizes)
+        tokens_of_datasets = np.split(tokens, ends[:-1])
+        means = [tokens_of_dataset.mean() for tokens_of_dataset in tokens_of_datasets]
         if min(means) == 0:
             raise ValueError(f'Every dataset must have `loss_tokens`, got: means of {means}. Leave out those without.')
         weights = np.array(shares) / np.array(means)
@@ -94,6 +97,12 @@ class Mixture:
     def num_samples(self) -> int:
         """Samples of an epoch."""
         return max(round(sum(self.quotas)), 1)
+
+    @property
+    def has_whole_passes(self) -> bool:
+        """Whether an epoch passes each dataset a whole number of times, so that all epochs have the same samples."""
+        parts_of_passes = [quota % size for quota, size in zip(self.quotas, self.sizes, strict=True)]
+        return not any(parts_of_passes)
 
 
 def _check_rates(name: str, values: Sequence[float] | None, num_datasets: int, *, highest: float) -> None:
@@ -128,7 +137,8 @@ class LossShares:
         loss_tokens: Table,
     ) -> None:
         self.shares = checked_table('shares', shares, len(sizes) or 1, dtype=np.float64)
-        if self.shares.min() == 0 or abs(self.shares.sum() - 1) > 1e-6:
+        excess = self.shares.sum() - 1
+        if self.shares.min() == 0 or abs(excess) > 1e-6:
             raise ValueError(f'`shares` must be positive, one for each dataset, and add up to 1, got: {list(shares)}.')
         self.loss_tokens = checked_table('loss_tokens', loss_tokens, sum(sizes), least=0)
         self.sizes = list(sizes)
@@ -154,6 +164,13 @@ class LossShares:
         return weight_of_dataset[datasets]
 
 
+def permutation(size: int, seed: int) -> np.ndarray:
+    """Returns a random order of the numbers below `size`, as torch's DistributedSampler draws it, int64 (size,)."""
+    generator = torch.Generator()
+    generator.manual_seed(seed)
+    return torch.randperm(size, generator=generator).numpy()
+
+
 @dataclass(frozen=True)
 class _Stream:
     """The samples of one dataset (and one modality), pass after pass without end, each in another order."""
@@ -167,11 +184,12 @@ class _Stream:
         if entropy is None:
             return self.samples[items % size]
         passes, starts = np.unique(items // size, return_index=True)
+        items_of_passes = np.split(items, starts[1:])
         pieces = []
         # Every pass has another seed.
-        for number, places in zip(passes.tolist(), np.split(items, starts[1:]), strict=False):
-            seed = int(np.random.SeedSequence([*entropy, number]).generate_state(1)[0])
-            order = torch.randperm(size, generator=torch.Generator().manual_seed(seed)).numpy()
+        for number, places in zip(passes.tolist(), items_of_passes, strict=False):
+            seeds = np.random.SeedSequence([*entropy, number]).generate_state(1)
+            order = permutation(size, int(seeds[0]))
             pieces.append(self.samples[order[places % size]])
         return np.concatenate([items[:0], *pieces])
 
@@ -196,25 +214,50 @@ def mixed_batches(
     With `media`, the modality of each sample, int (n,), every global batch holds samples of one modality. The batches
     of all modalities are merged evenly.
     """
+    samples_to_fill = global_batch_size if drop_last else None
+    batches_of_orders = []
+    for order in mixed_orders(mixture, seed=seed, epoch=epoch, media=media, samples_to_fill=samples_to_fill):
+        batches_of_orders.append(cut_into_batches(order, global_batch_size))
+    return merged_evenly(batches_of_orders)
+
+
+def mixed_orders(
+    mixture: Mixture,
+    *,
+    seed: int | None,
+    epoch: int,
+    media: np.ndarray | None = None,
+    samples_to_fill: int | None = None,
+) -> list[np.ndarray]:
+    """Returns the samples of one epoch in their order, or with `media` one order for each modality.
+
+    With `samples_to_fill`, the size of a global batch, the epoch only has full global batches. The next epoch begins
+    with the samples that are left. See :func:`mixed_batches`.
+    """
     groups = _streams(mixture, media)
     # Exact fractions, so that no rounding moves a sample over thousands of epochs.
     quotas = [_sum_of_quotas(group) for group in groups]
-    begins, ends = _stretches(mixture, quotas, global_batch_size, epoch, drop_last)
-    batches_of_groups = []
+    begins, ends = _stretches(mixture, quotas, epoch, samples_to_fill)
+    orders = []
     for group, begin, end in zip(groups, begins, ends, strict=True):
-        order = _merged(group, begin, end, seed)
-        batches = cut_into_batches(order, global_batch_size)
-        if batches:
-            batches_of_groups.append(batches)
-    # The batches of all modalities, merged evenly.
-    counts = [len(batches) for batches in batches_of_groups]
-    modalities, places = interleave([0] * len(counts), counts, [Fraction(count) for count in counts])
-    return [batches_of_groups[modality][place] for modality, place in zip(modalities, places, strict=True)]
+        orders.append(_merged(group, begin, end, seed))
+    return orders
+
+
+def merged_evenly(batches_of_orders: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
+    """Returns the global batches of several orders (of several modalities) as one list, merged evenly."""
+    not_empty = [batches for batches in batches_of_orders if batches]
+    counts = [len(batches) for batches in not_empty]
+    quotas = [Fraction(count) for count in counts]
+    begins = [0] * len(counts)
+    numbers, places = interleave(begins, counts, quotas)
+    return [not_empty[number][place] for number, place in zip(numbers, places, strict=True)]
 
 
 def cut_into_batches(order: np.ndarray, global_batch_size: int) -> list[np.ndarray]:
     """Returns views of the samples of each global batch. The last one may be smaller."""
-    return [order[start : start + global_batch_size] for start in range(0, len(order), global_batch_size)]
+    starts = range(0, len(order), global_batch_size)
+    return [order[start : start + global_batch_size] for start in starts]
 
 
 def _sum_of_quotas(group: Sequence[_Stream]) -> Fraction:
@@ -224,17 +267,16 @@ def _sum_of_quotas(group: Sequence[_Stream]) -> Fraction:
 def _stretches(
     mixture: Mixture,
     quotas: Sequence[Fraction],
-    global_batch_size: int,
     epoch: int,
-    drop_last: bool,
+    samples_to_fill: int | None,
 ) -> tuple[list[int], list[int]]:
     """Returns where an epoch begins and ends in the endless sequence of each modality."""
-    if drop_last:
+    if samples_to_fill is not None:
         # Only full batches are counted. So an epoch ends where the next one begins, and leaves no samples out.
-        num_batches = mixture.num_samples // global_batch_size
+        num_batches = mixture.num_samples // samples_to_fill
         first_batches = counts_of_first(epoch * num_batches, quotas)
         end_batches = counts_of_first((epoch + 1) * num_batches, quotas)
-        return _times(global_batch_size, first_batches), _times(global_batch_size, end_batches)
+        return _times(samples_to_fill, first_batches), _times(samples_to_fill, end_batches)
     counts = counts_of_first(mixture.num_samples, quotas)
     return _times(epoch, counts), _times(epoch + 1, counts)
 
@@ -246,7 +288,8 @@ def _times(factor: int, counts: Sequence[int]) -> list[int]:
 def _streams(mixture: Mixture, media: np.ndarray | None) -> list[list[_Stream]]:
     """Returns the sequences to merge into each kind of global batch: one kind, or one for each modality."""
     num_samples = sum(mixture.sizes)
-    datasets = np.split(np.arange(num_samples), np.cumsum(mixture.sizes)[:-1])
+    ends = np.cumsum(mixture.sizes)
+    datasets = np.split(np.arange(num_samples), ends[:-1])
     if media is None:
         media = np.zeros(num_samples, dtype=np.int64)
     groups = []
@@ -264,7 +307,9 @@ def _streams(mixture: Mixture, media: np.ndarray | None) -> list[list[_Stream]]:
 def _merged(group: list[_Stream], begin: int, end: int, seed: int | None) -> np.ndarray:
     """Returns samples from place `begin` to `end` of the evenly merged sequences of a group."""
     quotas = [stream.quota for stream in group]
-    sources, items = interleave(counts_of_first(begin, quotas), counts_of_first(end, quotas), quotas)
+    begins = counts_of_first(begin, quotas)
+    ends = counts_of_first(end, quotas)
+    sources, items = interleave(begins, ends, quotas)
     samples = np.empty_like(items)
     for number, stream in enumerate(group):
         is_of_stream = sources == number
@@ -305,11 +350,15 @@ def interleave(
 
     The stretch begins with item ``begins`` of each sequence and stops before item ``ends``.
     """
-    all_sources, all_items, all_places = [], [], []
-    for source, (begin, end, quota) in enumerate(zip(begins, ends, quotas, strict=True)):
-        items = np.arange(begin, end)
+    all_sources = []
+    all_items = []
+    all_places = []
+    for source, quota in enumerate(quotas):
+        items = np.arange(begins[source], ends[source])
         all_items.append(items)
         all_places.append((items + 0.5) / float(quota))
         all_sources.append(np.full(len(items), source))
     order = np.argsort(np.concatenate(all_places), kind='stable')
-    return np.concatenate(all_sources)[order], np.concatenate(all_items)[order]
+    sources = np.concatenate(all_sources)
+    items = np.concatenate(all_items)
+    return sources[order], items[order]

@@ -42,7 +42,8 @@ class Passes:
     ) -> Pass:
         """Returns a new iterator that starts at a batch of an epoch."""
         if self._last is not None and self._last.has_ended and self._last.epoch == epoch:
-            self._last = None  # the same epoch again, so its end stops being the place
+            # The same epoch is read again. So the place is no longer its end.
+            self._last = None
         new = Pass(epoch, batch)
         self._under_way.append(new)
         return new
@@ -56,7 +57,7 @@ class Passes:
         current.batch = batch
         if self._under_way[-1:] == [current]:
             return
-        # It may be missing: the end of another iterator has taken it for a look.
+        # It is missing if another iterator has reached its end in the meantime: that one took this one for a look.
         if current in self._under_way:
             self._under_way.remove(current)
         self._under_way.append(current)

@@ -6,14 +6,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import cached_property
 from typing import Any, Literal, TypeVar
 
 import numpy as np
-import torch
 from torch.utils.data import Dataset, DistributedSampler
 
 from composer_tokacc.collectives import get_global_rank, get_world_size
@@ -29,8 +28,9 @@ from composer_tokacc.planning import (
     check_state,
     checked_table,
 )
-from composer_tokacc.sampling.load_planner import LoadPlanner, check_global_batch
-from composer_tokacc.sampling.mixture import LossShares, Mixture, cut_into_batches, mixed_batches
+from composer_tokacc.sampling.global_batches import BatchSchedule, GlobalBatches, Stages
+from composer_tokacc.sampling.load_planner import LoadPlanner, SampleTables, check_cap, check_global_batch
+from composer_tokacc.sampling.mixture import LossShares, Mixture
 from composer_tokacc.sampling.passes import Passes
 from composer_tokacc.sampling.rank_assignment import RankAssignment
 
@@ -41,11 +41,19 @@ Result = TypeVar('Result')
 class RegroupingBatchSampler(DistributedSampler):
     """Gives each rank equal work, with almost no padding, by assigning the samples of each global batch by length.
 
-    Global batch ``b`` holds exactly the samples that torch's ``DistributedSampler`` (same seed, epoch, `shuffle` and
-    `drop_last`) with ``global_batch_size / num_replicas`` samples a rank gives to all ranks together, for every ``b``
-    and every number of ranks. Only the grouping of samples into microbatches and ranks changes. With exact token
-    accumulation that changes no gradient. The one difference is that no sample is ever repeated: without `drop_last`
-    the last global batch holds the samples that are left, while torch's sampler fills it up to a multiple of the ranks.
+    With one `global_batch_size`, global batch ``b`` holds exactly the samples that torch's ``DistributedSampler`` (same
+    seed, epoch, `shuffle` and `drop_last`) with ``global_batch_size / num_replicas`` samples a rank gives to all ranks
+    together, for every ``b`` and every number of ranks. Only the grouping of samples into microbatches and ranks
+    changes. With exact token accumulation that changes no gradient. The one difference is that no sample is ever
+    repeated: without `drop_last` the last global batch holds the samples that are left, while torch's sampler fills it
+    up to a multiple of the ranks.
+
+    With `global_batch_tokens`, or a schedule of `global_batch_size`, the same order of samples is cut at other places,
+    which are the same for every number of ranks, too. A global batch by tokens takes samples until the next one would
+    lift the tokens of the epoch above the next multiple of `global_batch_tokens`. So every epoch has equally many
+    global batches, and a step differs from the number by less than the longest sample: :meth:`window_tokens` returns
+    the tokens of each. With a schedule, epochs have unequal numbers of global batches. Then ``len()`` raises TypeError,
+    and Composer needs a ``max_duration`` in tokens, samples or batches.
 
     Ranks may get unequal numbers of samples. If there are fewer samples than ranks, some ranks get a copy of another
     rank's sample, which is marked (``RankAssignment.is_copy``) and must weigh nothing.
@@ -56,21 +64,25 @@ class RegroupingBatchSampler(DistributedSampler):
     ``DataLoader(batch_sampler=...)``.
 
     :meth:`state_dict` returns the place of the furthest iterator of the epoch. So a look (``next(iter(sampler))``) does
-    not move it. After :meth:`load_state_dict` or :meth:`skip_to` every iteration of the
-    epoch starts there, until one reaches its end.
+    not move it. After :meth:`load_state_dict` or :meth:`skip_to` every iteration of the epoch starts there, until one
+    reaches its end.
 
     Args:
         dataset: Map-style dataset.
         lengths: Length of each sample in tokens, image tokens included, (n,). Estimates are enough: the split measures
             the rows and cuts a microbatch that would break the cap.
-        global_batch_size: Samples of an optimizer step over all ranks.
+        global_batch_size: Samples of an optimizer step over all ranks. Or its schedule, a list of (start, size): a
+            start is an optimizer step of the run (``1000`` or ``'1000ba'``) or a number of trained tokens
+            (``'5000000tok'``), and the first one is 0. It counts as if every earlier epoch was read to its end.
+        global_batch_tokens: Tokens of an optimizer step over all ranks, by `lengths`, instead of `global_batch_size`.
         max_tokens: Token budget of a microbatch, padding included: ``device_train_microbatch_size * slot_tokens``.
         seed: Seed of the order, the same on all ranks.
         shuffle: Whether each epoch has another order.
         drop_last: Whether the last, smaller global batch of an epoch is left out.
         num_replicas: Number of ranks. Default: as launched.
         rank: This rank. Default: as launched.
-        cost, image_tokens, vision_cost, max_image_tokens, objective: As for :func:`.plan_microbatches`.
+        cost, image_tokens, loss_tokens, vision_cost, max_image_tokens, max_loss_tokens, objective: As for
+            :func:`.plan_microbatches`.
         width_multiple: As given to ``token_data_spec``.
         mixture: Shares of several datasets, `dataset` being their ``ConcatDataset``. Then
             ``sampling.mixture.mixed_batches`` makes the global batches.
@@ -95,7 +107,8 @@ class RegroupingBatchSampler(DistributedSampler):
         dataset: Dataset,
         *,
         lengths: Table,
-        global_batch_size: int,
+        global_batch_size: int | Stages | None = None,
+        global_batch_tokens: int | None = None,
         max_tokens: int,
         seed: int = 0,
         shuffle: bool = True,
@@ -104,8 +117,10 @@ class RegroupingBatchSampler(DistributedSampler):
         rank: int | None = None,
         cost: CostModel | None = None,
         image_tokens: Table | None = None,
+        loss_tokens: Table | None = None,
         vision_cost: Table | None = None,
         max_image_tokens: int | None = None,
+        max_loss_tokens: int | None = None,
         objective: Literal['ddp', 'fsdp'] = 'ddp',
         width_multiple: int = 1,
         mixture: Mixture | None = None,
@@ -118,53 +133,80 @@ class RegroupingBatchSampler(DistributedSampler):
         if rank is None:
             rank = get_global_rank()
         num_samples = length_of(dataset)
-        _check_batch_size(global_batch_size, num_replicas, num_samples, mixture, drop_last)
-        _check_order(rank, num_replicas, seed, shuffle, drop_last)
+        _check_order(num_samples, rank, num_replicas, seed, shuffle, drop_last)
         super().__init__(dataset, num_replicas, rank, shuffle, int(seed), drop_last)
         options = CutOptions(
             max_tokens=max_tokens,
             max_image_tokens=max_image_tokens,
+            max_loss_tokens=max_loss_tokens,
             width_multiple=width_multiple,
             objective=objective,
             cost=cost or CostModel(),
         )
         self.planner = LoadPlanner(num_replicas, options)
-        self.global_batch_size = global_batch_size
         # All tables are checked here, so that bad ones are refused before the first epoch.
-        self._tables = SampleTables.checked(num_samples, options, lengths, image_tokens, vision_cost)
-        self.lengths = self._tables.lengths
-        self.image_tokens = self._tables.image_tokens
+        self.tables = SampleTables.checked(
+            num_samples,
+            options,
+            lengths=lengths,
+            image_tokens=image_tokens,
+            loss_tokens=loss_tokens,
+            vision_cost=vision_cost,
+        )
+        self.lengths = self.tables.lengths
+        self.image_tokens = self.tables.image_tokens
         check_choice('modality', modality, ('mixed', 'per_step'))
         self.modality = modality
         self.media: np.ndarray | None = None
         if modality == 'per_step':
             self.media = _media_of(media, self.image_tokens, num_samples)
             mixture = mixture or Mixture([num_samples])
-        self.mixture = mixture
-        if loss_shares is not None:
-            check_kind('loss_shares', loss_shares, LossShares)
-            checked_table('loss_shares', loss_shares.loss_tokens, num_samples)
-        self.loss_shares = loss_shares
+        self.mixture = _checked_mixture(mixture, num_samples)
+        self._global_batches = GlobalBatches(
+            self.lengths,
+            samples=_checked_size(global_batch_size, global_batch_tokens, num_replicas),
+            tokens=_checked_tokens(global_batch_tokens, self.lengths),
+            seed=self.seed if shuffle else None,
+            drop_last=drop_last,
+            mixture=self.mixture,
+            media=self.media,
+        )
+        self.global_batch_size = self._global_batches.samples_per_batch
+        """Samples of a global batch: of the largest one with a schedule, on average with `global_batch_tokens`."""
+        self.loss_shares = _checked_shares(loss_shares, num_samples)
         self.first_batch = 0
         """The global batch that the next iteration starts at."""
         self.start_once: int | None = None
-        """Set by a loader that keeps the place itself: the global batch that its next iteration starts at."""
+        """The global batch that only the next iteration starts at. Set by a loader, which keeps the place itself."""
         self.passes_of_loaders: list[Passes] = []
         """Iterators of the loaders; they are forgotten if the place is set here."""
         self._passes = Passes()
         self._compared_epoch: int | None = None
-        self._batches_of_epoch: tuple[int, list[np.ndarray]] = (-1, [])
-        # Every epoch has equally many.
-        self._num_batches = len(self._batches())
 
     def __len__(self) -> int:
-        """Global batches of an epoch, the same in every epoch and on all ranks."""
-        return self._num_batches
+        """Global batches of an epoch, the same in every epoch and on all ranks.
+
+        Raises:
+            TypeError: If epochs have unequal numbers of global batches. Composer takes such a loader for one of unknown
+                length, and reads each epoch to its end.
+        """
+        if not self._global_batches.is_same_every_epoch:
+            raise TypeError(
+                'Epochs have unequal numbers of global batches here, because of a schedule of `global_batch_size`, or '
+                'of `global_batch_tokens` with a mixture of parts of datasets. Use `num_batches` for that of the '
+                'present epoch, and give the Trainer a `max_duration` in tokens, samples or batches.'
+            )
+        return self.num_batches
+
+    @property
+    def num_batches(self) -> int:
+        """Global batches of the present epoch, the same on all ranks."""
+        return len(self._batches())
 
     def __iter__(self) -> Iterator[RankAssignment]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Yields this rank's assignment of each global batch of the epoch, from the one that was skipped to."""
         epoch = self.epoch
-        # A loader that fetches ahead reaches the end of the epoch here before the run does: it keeps the place itself.
+        # Workers of a loader reach the end of the epoch here before the run does. So a loader keeps the place itself.
         is_read_by_loader = self.start_once is not None
         first = self.first_batch
         if self.start_once is not None:
@@ -175,12 +217,13 @@ class RegroupingBatchSampler(DistributedSampler):
         current = self._passes.begin(epoch, first)
         windows = self._batches()[first:]
         try:
-            for number, assignment in enumerate(prefetch(self._assign, windows), start=first + 1):
+            assignments = prefetch(self._assign, windows)
+            for number, assignment in enumerate(assignments, start=first + 1):
                 self._passes.advance(current, number)
                 # Later epochs need no witnesses: a dataset does not change its order on the way.
                 if number == first + 1 and self.num_replicas > 1 and epoch == self._compared_epoch:
-                    window = windows[0]
-                    assignment = replace(assignment, witnesses=(int(window[0]), int(window[-1])))
+                    window = windows[0].tolist()
+                    assignment = replace(assignment, witnesses=(window[0], window[-1]))
                 yield assignment
             self._passes.end(current)
             # The resumed epoch is over: the next iteration starts at the beginning of its epoch.
@@ -201,6 +244,11 @@ class RegroupingBatchSampler(DistributedSampler):
         """Returns the samples of global batch `batch` of this epoch over all ranks, in the order of torch's sampler."""
         return self._window(batch).tolist()
 
+    def window_tokens(self) -> np.ndarray:
+        """Returns the tokens of each global batch of this epoch, by `lengths`, int64 (number of global batches,)."""
+        tokens = [self.lengths[window].sum() for window in self._batches()]
+        return np.array(tokens, dtype=np.int64)
+
     def plan(self, batch: int) -> MicrobatchPlan:
         """Returns the plan of global batch `batch` over all ranks; its indices are places in :meth:`window`."""
         return self._plan(self._window(batch))
@@ -212,7 +260,7 @@ class RegroupingBatchSampler(DistributedSampler):
 
     def skip_to(self, batch: int) -> None:
         """Lets the next iterations start at global batch `batch`; earlier ones are not even planned."""
-        _check_within('batch', batch, 0, len(self))
+        _check_within('batch', batch, 0, self.num_batches)
         self.first_batch = batch
         for passes in (self._passes, *self.passes_of_loaders):
             passes.forget()
@@ -263,7 +311,7 @@ class RegroupingBatchSampler(DistributedSampler):
     def _facts(self) -> Facts:
         """Returns the arguments that all plans of the run depend on."""
         facts = {'number of ranks': str(self.num_replicas), 'number of samples': str(len(self.lengths))}
-        tables = {**vars(self._tables), 'media': self.media}
+        tables = {**vars(self.tables), 'media': self.media}
         if self.loss_shares is not None:
             tables['loss_shares'] = self.loss_shares.shares
             tables['loss_tokens'] = self.loss_shares.loss_tokens
@@ -271,7 +319,8 @@ class RegroupingBatchSampler(DistributedSampler):
         for name, table in tables.items():
             if table is not None:
                 facts.update(table_facts(name, table))
-        for name, value in {**self._identity(), **asdict(self.planner.options)}.items():
+        arguments = {**self._identity(), **asdict(self.planner.options)}
+        for name, value in arguments.items():
             facts[name] = str(value)
         return facts
 
@@ -286,32 +335,13 @@ class RegroupingBatchSampler(DistributedSampler):
             identity['quotas'] = [str(quota) for quota in self.mixture.quotas]
             identity['modality'] = self.modality
         identity['num_samples'] = len(self.lengths)
-        for name in ('global_batch_size', 'seed', 'shuffle', 'drop_last'):
+        identity.update(self._global_batches.identity())
+        for name in ('seed', 'shuffle', 'drop_last'):
             identity[name] = getattr(self, name)
         return identity
 
     def _batches(self) -> list[np.ndarray]:
-        # Kept, because they take time in proportion to the dataset. Each is a view of the one order of the epoch.
-        kept_epoch, batches = self._batches_of_epoch
-        if kept_epoch != self.epoch:
-            batches = self._batches_in(self.epoch)
-            self._batches_of_epoch = (self.epoch, batches)
-        return batches
-
-    def _batches_in(self, epoch: int) -> list[np.ndarray]:
-        seed = self.seed if self.shuffle else None
-        if self.mixture is None:
-            return torchs_batches(
-                len(self.lengths), self.global_batch_size, drop_last=self.drop_last, seed=seed, epoch=epoch
-            )
-        return mixed_batches(
-            self.mixture,
-            self.global_batch_size,
-            drop_last=self.drop_last,
-            seed=seed,
-            epoch=epoch,
-            media=self.media,
-        )
+        return self._global_batches.of_epoch(self.epoch)
 
     def _window(self, batch: int) -> np.ndarray:
         batches = self._batches()
@@ -328,75 +358,13 @@ class RegroupingBatchSampler(DistributedSampler):
             groups = []
             for rank in plan.ranks:
                 groups.append([microbatch.indices for microbatch in rank])
-            checksum = extended_checksum(self._checksum, window.tobytes() + repr(groups).encode())
+            planned = window.tobytes() + repr(groups).encode()
+            checksum = extended_checksum(self._checksum, planned)
         return RankAssignment.from_plan(plan.ranks[self.rank], window.tolist(), weights, checksum)
 
     def _plan(self, window: np.ndarray) -> MicrobatchPlan:
-        tables = self._tables.of(window)
-        return self.planner.plan(tables.lengths, tables.image_tokens, tables.vision_cost)
-
-
-@dataclass(frozen=True)
-class SampleTables:
-    """Tables of the samples for the planner, with one row a sample."""
-
-    lengths: np.ndarray
-    image_tokens: np.ndarray | None
-    vision_cost: np.ndarray | None
-
-    @classmethod
-    def checked(
-        cls,
-        num_samples: int,
-        options: CutOptions,
-        lengths: Table,
-        image_tokens: Table | None,
-        vision_cost: Table | None,
-    ) -> SampleTables:
-        """Returns the tables as arrays. Raises ValueError if one has no row for each sample, or breaks a cap."""
-        checked_lengths = checked_table('lengths', lengths, num_samples, least=1)
-        _check_cap(checked_lengths, 'max_tokens', options.max_tokens)
-        images = vision = None
-        if image_tokens is not None:
-            images = checked_table('image_tokens', image_tokens, num_samples)
-            _check_cap(images, 'max_image_tokens', options.max_image_tokens)
-        elif options.max_image_tokens is not None:
-            raise ValueError('`image_tokens` must be given with `max_image_tokens`, got: None.')
-        if vision_cost is not None:
-            vision = checked_table('vision_cost', vision_cost, num_samples, dtype=np.float64)
-        return cls(checked_lengths, images, vision)
-
-    def of(self, window: np.ndarray) -> SampleTables:
-        """Returns the rows of these samples."""
-        images = None if self.image_tokens is None else self.image_tokens[window]
-        vision = None if self.vision_cost is None else self.vision_cost[window]
-        return SampleTables(self.lengths[window], images, vision)
-
-
-def torchs_batches(
-    num_samples: int,
-    global_batch_size: int,
-    *,
-    drop_last: bool,
-    seed: int | None,
-    epoch: int,
-) -> list[np.ndarray]:
-    """Returns the samples of each global batch of one epoch, as torch's DistributedSampler orders them, each once.
-
-    Rank ``r`` of ``W`` gets positions ``r, r + W, ...`` of torch's order, ``G / W`` of them in a batch. So the ranks
-    together get positions ``b * G`` to ``(b + 1) * G``, for every ``W``. Without `drop_last` torch also repeats the
-    start of the order until every rank has equally many samples, so that the last step of an epoch depends on ``W``.
-    That is left out here: the last global batch only holds the samples that are left. Without a seed samples keep the
-    order of the dataset.
-    """
-    if seed is None:
-        order = np.arange(num_samples)
-    else:
-        order = torch.randperm(num_samples, generator=torch.Generator().manual_seed(seed + epoch)).numpy()
-    end = num_samples
-    if drop_last:
-        end -= num_samples % global_batch_size
-    return cut_into_batches(order[:end], global_batch_size)
+        tables = self.tables.of(window)
+        return self.planner.plan(tables.lengths, tables.image_tokens, tables.vision_cost, tables.loss_tokens)
 
 
 def prefetch(
@@ -444,6 +412,7 @@ def _media_of(
 
 
 def _check_order(
+    num_samples: int,
     rank: int,
     num_replicas: int,
     seed: int,
@@ -451,6 +420,9 @@ def _check_order(
     drop_last: bool,
 ) -> None:
     """Raises ValueError for arguments that give torch's sampler no order, or a rank no part of it."""
+    if num_samples < 1:
+        raise ValueError('`dataset` must hold at least one sample, got: none.')
+    check_count('num_replicas', num_replicas)
     check_choice('rank', rank, range(num_replicas))
     check_choice('shuffle', shuffle, (True, False))
     check_choice('drop_last', drop_last, (True, False))
@@ -463,43 +435,57 @@ def _check_within(name: str, value: int, least: int = -(2**62), most: int = 2**6
         raise ValueError(f'`{name}` must be an integer from {least} to {most}, got: {value!r}.')
 
 
-def _check_batch_size(
-    global_batch_size: int,
+def _checked_mixture(mixture: Mixture | None, num_samples: int) -> Mixture | None:
+    """Returns the mixture. Raises ValueError if its datasets have another number of samples."""
+    if mixture is None:
+        return None
+    check_kind('mixture', mixture, Mixture)
+    if sum(mixture.sizes) != num_samples:
+        raise ValueError(
+            f'`mixture` must have the sizes of the datasets in `dataset`, got: {list(mixture.sizes)} for '
+            f'{num_samples} samples. Use torch.utils.data.ConcatDataset.'
+        )
+    return mixture
+
+
+def _checked_shares(loss_shares: LossShares | None, num_samples: int) -> LossShares | None:
+    """Returns the shares. Raises ValueError if they are of another number of samples."""
+    if loss_shares is None:
+        return None
+    check_kind('loss_shares', loss_shares, LossShares)
+    checked_table('loss_shares', loss_shares.loss_tokens, num_samples)
+    return loss_shares
+
+
+def _checked_size(
+    size: int | Stages | None,
+    tokens: int | None,
     num_replicas: int,
-    num_samples: int,
-    mixture: Mixture | None,
-    drop_last: bool,
-) -> None:
-    """Raises ValueError for a global batch that ranks cannot share, or that an epoch cannot fill."""
-    samples_of_epoch = num_samples
-    if mixture is not None:
-        check_kind('mixture', mixture, Mixture)
-        if sum(mixture.sizes) != num_samples:
-            raise ValueError(
-                f'`mixture` must have the sizes of the datasets in `dataset`, got: {list(mixture.sizes)} for '
-                f'{num_samples} samples. Use torch.utils.data.ConcatDataset.'
-            )
-        samples_of_epoch = mixture.num_samples
-    if samples_of_epoch < 1:
-        raise ValueError('`dataset` must hold at least one sample, got: none.')
-    check_count('num_replicas', num_replicas)
-    check_global_batch(global_batch_size, num_replicas)
-    if drop_last and samples_of_epoch < global_batch_size:
+) -> int | BatchSchedule | None:
+    """Returns the samples of a global batch, or their schedule; None if it is measured in tokens.
+
+    Raises:
+        ValueError: If not exactly one of both is given, or if ranks cannot share a global batch.
+    """
+    if (size is None) == (tokens is None):
         raise ValueError(
-            f'`global_batch_size` must be at most the dataset with `drop_last`, got: {global_batch_size} > '
-            f'{samples_of_epoch} samples. Lower it or set drop_last=False.'
+            'Exactly one of `global_batch_size` and `global_batch_tokens` must be given, got: '
+            f'{size!r:.80} and {tokens!r}.'
         )
+    if isinstance(size, Sequence):
+        schedule = BatchSchedule.from_stages(size)
+        for size_of_stage in schedule.sizes:
+            check_global_batch(size_of_stage, num_replicas)
+        return schedule
+    if size is not None:
+        check_global_batch(size, num_replicas)
+    return size
 
 
-def _check_cap(
-    sizes: np.ndarray,
-    name: str,
-    cap: int | None,
-) -> None:
-    """Raises ValueError if a sample is larger than a microbatch may be."""
-    highest = int(sizes.argmax())
-    if cap is not None and sizes[highest] > cap:
-        raise ValueError(
-            f'`{name}` must be at least the longest sample, got: {cap} < {sizes[highest]} (sample {highest}). '
-            'Raise it, or leave the sample out.'
-        )
+def _checked_tokens(tokens: int | None, lengths: np.ndarray) -> int | None:
+    """Returns the tokens of a global batch. Raises ValueError if a sample has more."""
+    if tokens is None:
+        return None
+    check_count('global_batch_tokens', tokens)
+    check_cap('global_batch_tokens', tokens, lengths)
+    return int(tokens)

@@ -1,11 +1,11 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The sizing helper: how large may a microbatch be, and what is gained?
+"""Finds the largest safe microbatch of a run, and predicts what it gains.
 
-Three parts. A run's own model is traced without its memory, which gives a memory model (``shapes``,
-``trace``, ``memory_model``). The memory model says the largest safe microbatch (``suggestion``). Steps of that size are
-simulated with the run's own cuts, and reported (``profile``, ``simulate``, ``report``); ``timing`` speaks of seconds.
+``trace`` runs steps of the run's own model without its memory, and ``memory_model`` predicts the peak of any microbatch
+from them. ``suggestion`` finds the largest microbatch that fits in the worst case. ``simulate`` makes steps of that
+size as the run would cut them, and ``report`` shows the result; with ``timing`` it is in seconds.
 """
 
 from composer_tokacc.sizing.memory_model import GIB, MemoryModel, StaticBytes, load_or_calibrate

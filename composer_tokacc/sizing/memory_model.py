@@ -1,7 +1,11 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The memory model of a run: what a rank holds at its peak, by term, for any microbatch and any number of ranks."""
+"""The memory model of a run: the peak memory of a rank by term, for any microbatch and any number of ranks.
+
+:class:`StaticBytes` is the model itself. :class:`ActivationFit` is fitted to a few traced microbatches and predicts the
+activations of others. :class:`MemoryModel` adds the two up.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +29,12 @@ from composer_tokacc.sizing.shapes import BatchShape
 
 GIB = 1 << 30
 LARGE_RESIDUAL = 0.05
-"""Residual from which a calibration says so: its figures are then rough."""
-CALIBRATION_VERSION = 5
-"""Goes up with every change of what a calibration holds, so that files of older versions are not read."""
+"""From this residual on a report warns that its figures are rough."""
+CALIBRATION_VERSION = 6
+"""Increased when the content of a calibration changes, so that files of older versions are not read."""
 
-# What the bytes of each part can depend on. `logits` are positions of which logits are computed: all tokens, or only
-# those with a label.
+# The sizes that the bytes of each part can depend on. `logits` are the positions at which logits are computed: all
+# tokens, or only those with a label.
 _FEATURES_OF = {
     'text': ('constant', 'tokens', 'area', 'image_tokens', 'labels'),
     'logits': ('logits',),
@@ -46,13 +50,13 @@ class StaticBytes:
     Args:
         parameters: All parameters, frozen ones too.
         buffers: Buffers.
-        gradients: Gradients of the parameters that train.
+        gradients: Gradients of the parameters that are trained.
         optimizer: States of the optimizer.
         optimizer_step: Temporary tensors of the optimizer's step, when no activation is held.
-        block: Numbers of the largest transformer block, which FSDP gathers whole.
-        outside: Numbers outside all blocks (embeddings, head), which FSDP gathers whole and keeps for the step.
-        trained_block: Numbers that train of the block that has most of them.
-        trained_outside: Those outside all blocks that train.
+        block: Numbers of the largest transformer block. FSDP gathers a block at once.
+        outside: Numbers outside of all blocks (embeddings, head). FSDP gathers them and keeps them for the step.
+        trained_block: Trained numbers of the block that has most of them.
+        trained_outside: Trained numbers outside of all blocks.
         compute_bytes: Bytes of a number in the precision of the forward pass.
     """
 
@@ -68,40 +72,49 @@ class StaticBytes:
     compute_bytes: int
 
     @classmethod
-    def from_model(cls, model: nn.Module, *, optimizer: int, optimizer_step: int, compute_bytes: int) -> StaticBytes:
-        """Counts a model after a backward pass; parameters that no loss reaches have no gradient."""
-        blocks = [list(block.parameters()) for block in transformer_blocks(model)] or [[]]
-        inside = {id(parameter) for block in blocks for parameter in block}
+    def from_model(
+        cls,
+        model: nn.Module,
+        *,
+        optimizer: int,
+        optimizer_step: int,
+        compute_bytes: int,
+    ) -> StaticBytes:
+        """Counts a model after a backward pass. Parameters that the loss does not reach have no gradient then."""
+        blocks = [list(block.parameters()) for block in transformer_blocks(model)]
+        in_blocks: set[int] = set()
+        for block in blocks:
+            in_blocks.update(map(id, block))
         parameters = list(model.parameters())
-        outside = [parameter for parameter in parameters if id(parameter) not in inside]
+        outside = [parameter for parameter in parameters if id(parameter) not in in_blocks]
         return cls(
             parameters=_num_bytes(parameters),
             buffers=_num_bytes(model.buffers()),
-            gradients=_num_bytes(parameter.grad for parameter in parameters if parameter.grad is not None),
+            gradients=_num_bytes(parameter.grad for parameter in parameters),
             optimizer=optimizer,
             optimizer_step=optimizer_step,
-            block=max(sum(one.numel() for one in block) for block in blocks),
-            outside=sum(one.numel() for one in outside),
-            trained_block=max(_num_trained(block) for block in blocks),
-            trained_outside=_num_trained(outside),
+            block=max(map(_num_elements, blocks), default=0),
+            outside=_num_elements(outside),
+            trained_block=max((_num_elements(_trained(block)) for block in blocks), default=0),
+            trained_outside=_num_elements(_trained(outside)),
             compute_bytes=compute_bytes,
         )
 
     def terms(self, strategy: str, num_ranks: int) -> dict[str, float]:
         """Returns bytes by name on one of `num_ranks` ranks."""
         check_count('num_ranks', num_ranks)
-        # FSDP holds one part in `num_ranks` of everything.
-        parts = num_ranks if strategy == 'fsdp' else 1
+        num_shards = num_ranks if strategy == 'fsdp' else 1
         terms = {
-            'parameters': self.parameters / parts,
-            'gradients': self.gradients / parts,
-            'optimizer states': self.optimizer / parts,
+            'parameters': self.parameters / num_shards,
+            'gradients': self.gradients / num_shards,
+            'optimizer states': self.optimizer / num_shards,
         }
         if self.buffers:
             terms['buffers'] = float(self.buffers)
         if strategy == 'fsdp':
-            # In the precision of the forward pass: the parameters outside the blocks, two blocks (the one that runs and
-            # the one fetched ahead), and the gradients of what is held. A block's are copied to float32 to be reduced.
+            # In the precision of the forward pass: the parameters outside of the blocks, two blocks (one runs, the next
+            # is fetched), and the gradients of one block and of all outside. Those of the block are copied to float32
+            # to be reduced.
             gathered = self.outside + 2 * self.block + self.trained_outside + self.trained_block
             terms['gathered by FSDP'] = float(gathered * self.compute_bytes + self.trained_block * 4)
         elif num_ranks > 1:
@@ -110,19 +123,28 @@ class StaticBytes:
         return terms
 
     def optimizer_peak(self, strategy: str, num_ranks: int) -> float:
-        """Returns bytes in the optimizer's step, when activations are gone and its temporary tensors are there."""
+        """Returns bytes in the optimizer's step, when activations are freed and its temporary tensors exist."""
         terms = self.terms(strategy, num_ranks)
         terms.pop('gathered by FSDP', None)
-        return sum(terms.values()) + self.optimizer_step / (num_ranks if strategy == 'fsdp' else 1)
+        num_shards = num_ranks if strategy == 'fsdp' else 1
+        return sum(terms.values()) + self.optimizer_step / num_shards
 
 
-def _num_trained(parameters: Iterable[nn.Parameter]) -> int:
-    return sum(parameter.numel() for parameter in parameters if parameter.grad is not None)
+def _trained(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    return [parameter for parameter in parameters if parameter.grad is not None]
 
 
-def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:
+def _num_elements(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(parameter.numel() for parameter in parameters)
+
+
+def _num_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
     """Counts memory that several tensors share once."""
-    return sum({storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+    bytes_of_storages: dict[int, int] = {}
+    for tensor in tensors:
+        if tensor is not None:
+            bytes_of_storages[storage_key(tensor)] = tensor.untyped_storage().nbytes()
+    return sum(bytes_of_storages.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,8 +154,8 @@ class ActivationFit:
     Args:
         coefficients: By part, then by feature.
         area: When attention holds ``rows x width^2`` entries: ``'always'`` (eager), ``'padded'`` (SDPA builds a mask
-            where there is padding), ``'never'`` (flash attention).
-        residual: Largest relative error of the sum over the microbatches it was fitted to.
+            if there is padding), ``'never'`` (flash attention).
+        residual: Largest error of the sum over the microbatches that it was fitted to, relative to their peaks.
     """
 
     coefficients: Mapping[str, Mapping[str, float]]
@@ -143,46 +165,85 @@ class ActivationFit:
     def predict(self, shape: BatchShape) -> dict[str, float]:
         """Returns the bytes of each part."""
         sizes = _features(shape, self.area)
-        return {
-            part: sum(coefficient * sizes[name] for name, coefficient in terms.items())
-            for part, terms in self.coefficients.items()
-        }
+        num_bytes: dict[str, float] = {}
+        for part, coefficients in self.coefficients.items():
+            num_bytes[part] = 0.0
+            for name, coefficient in coefficients.items():
+                num_bytes[part] += coefficient * sizes[name]
+        return num_bytes
 
 
 def _features(shape: BatchShape, area: str) -> dict[str, float]:
-    names = ('tokens', 'area', 'image_tokens', 'pixel_bytes', 'image_area', 'logits')
-    sizes = {'constant': 1.0, 'labels': float(shape.labels or 0)}
-    for name in names:
-        sizes[name] = float(getattr(shape, name))
-    if area == 'never' or (area == 'padded' and not shape.is_padded):
-        sizes['area'] = 0.0
-    return sizes
+    has_mask = area == 'always' or (area == 'padded' and shape.is_padded)
+    return {
+        'constant': 1.0,
+        'tokens': float(shape.tokens),
+        'area': float(shape.area) if has_mask else 0.0,
+        'image_tokens': float(shape.image_tokens),
+        'pixel_bytes': float(shape.pixel_bytes),
+        'image_area': shape.image_area,
+        'logits': float(shape.logits),
+        'labels': float(shape.labels or 0),
+    }
 
 
-def fit_activations(shapes: Sequence[BatchShape], measured: Sequence[Mapping[str, int]], *, area: str) -> ActivationFit:
-    """Fits the measured bytes by part of several microbatches; for `area` see :class:`ActivationFit`."""
-    sizes = [_features(shape, area) for shape in shapes]
-    totals = _totals(measured)
+def fit_activations(
+    shapes: Sequence[BatchShape],
+    measured: Sequence[Mapping[str, int]],
+    *,
+    area: str,
+    peaks: np.ndarray | None = None,
+) -> ActivationFit:
+    """Fits the measured bytes by part of several microbatches.
+
+    Args:
+        shapes: Of the microbatches.
+        measured: Bytes by part of each of them, in one phase of a step.
+        area: See :class:`ActivationFit`.
+        peaks: Bytes of each in the phase that holds most, float64 (microbatches,), which the residual is relative to.
+            Default: those of `measured`.
+    """
+    totals = activation_bytes(measured)
     coefficients: dict[str, dict[str, float]] = {}
     for part in measured[0]:
-        values = np.array([parts[part] for parts in measured], dtype=np.float64)
+        num_bytes = np.array([parts[part] for parts in measured], dtype=np.float64)
         if part == 'weights':
-            # A text-only microbatch does not copy the encoder's weights: the largest counts.
-            coefficients[part] = {'constant': float(values.max())}
-            continue
-        names = _FEATURES_OF[part]
-        features = np.array([[one[name] for name in names] for one in sizes])
-        # Errors count relative to the whole, so that small microbatches weigh as much as large ones.
-        solution = non_negative_fit(features / totals[:, None], values / totals)
-        coefficients[part] = {name: float(x) for name, x in zip(names, solution, strict=True) if x > 0}
-    fitted = ActivationFit(coefficients=coefficients, area=area, residual=0.0)
-    predicted = _totals([fitted.predict(shape) for shape in shapes])
-    return replace(fitted, residual=float(np.abs(predicted / totals - 1).max()))
+            # A microbatch of text does not copy the weights of the encoder, so the largest value counts.
+            coefficients[part] = {'constant': float(num_bytes.max())}
+        else:
+            coefficients[part] = _fit_part(_FEATURES_OF[part], shapes, area, num_bytes, totals)
+    fit = ActivationFit(coefficients=coefficients, area=area, residual=0.0)
+    predicted = activation_bytes([fit.predict(shape) for shape in shapes])
+    if peaks is None:
+        peaks = totals
+    residual = np.abs((predicted - totals) / peaks).max()
+    return replace(fit, residual=float(residual))
 
 
-def _totals(microbatches: Sequence[Mapping[str, float]]) -> np.ndarray:
-    """Returns what each holds besides copies of weights, float64 (microbatches,)."""
-    return np.array([sum(parts.values()) - parts.get('weights', 0) for parts in microbatches], dtype=np.float64)
+def _fit_part(
+    names: Sequence[str],
+    shapes: Sequence[BatchShape],
+    area: str,
+    num_bytes: np.ndarray,
+    totals: np.ndarray,
+) -> dict[str, float]:
+    """Returns the coefficients of the features of one part, by name, without those that are 0."""
+    features = np.zeros((len(shapes), len(names)))
+    for row, shape in enumerate(shapes):
+        sizes = _features(shape, area)
+        features[row] = [sizes[name] for name in names]
+    # Errors are relative to the total, so that small microbatches count as much as large ones.
+    solution = non_negative_fit(features / totals[:, None], num_bytes / totals).tolist()
+    coefficients = dict(zip(names, solution, strict=True))
+    return {name: value for name, value in coefficients.items() if value > 0}
+
+
+def activation_bytes(microbatches: Sequence[Mapping[str, float]]) -> np.ndarray:
+    """Returns the sum of the parts of each microbatch without copies of weights, float64 (microbatches,)."""
+    totals = np.zeros(len(microbatches))
+    for index, parts in enumerate(microbatches):
+        totals[index] = sum(parts.values()) - parts.get('weights', 0)
+    return totals
 
 
 def non_negative_fit(features: np.ndarray, target: np.ndarray) -> np.ndarray:
@@ -190,7 +251,7 @@ def non_negative_fit(features: np.ndarray, target: np.ndarray) -> np.ndarray:
     scale = np.abs(features).max(axis=0)
     scale[scale == 0] = 1.0  # features differ by many orders of magnitude
     solution = nnls(features / scale, target)[0]
-    solution[solution < 1e-9 * solution.max()] = 0.0  # noise of rounding is no term
+    solution[solution < 1e-9 * solution.max()] = 0.0  # rounding noise
     return solution / scale
 
 
@@ -206,10 +267,11 @@ class MemoryModel:
     ``static + a*tokens + b*logits*vocab + v*image_tokens + p*pixel_bytes + q*rows*width^2``
 
     Args:
-        static: What does not depend on the microbatch.
-        phases: Fits of what is held beyond it at the peak of each phase of a step; the highest counts.
-        strategy: ``'ddp'`` or ``'fsdp'``: the activations differ too, because FSDP casts the residual stream as well.
-        logits: ``'all'``, or ``'labels'`` for a run that computes logits only at labels.
+        static: The part that does not depend on the microbatch.
+        phases: Fits of the activations at the peak of each phase of a step. The highest phase counts.
+        strategy: ``'ddp'`` or ``'fsdp'``. FSDP casts the residual stream too, so its activations are smaller.
+        logits: Where the run computes logits: ``'all'`` positions, or only at ``'labels'``. Either model predicts
+            microbatches with all logits as well (``BatchShape(labels=None)``).
         pixel_bytes_per_image_token: The most that a traced microbatch had.
     """
 
@@ -221,12 +283,13 @@ class MemoryModel:
 
     def terms(self, shape: BatchShape, *, num_ranks: int = 1) -> dict[str, float]:
         """Returns bytes by term at the peak of a microbatch of this shape, in the phase that holds most."""
-        parts = max((phase.predict(shape) for phase in self.phases.values()), key=lambda parts: sum(parts.values()))
+        predicted = [phase.predict(shape) for phase in self.phases.values()]
+        parts = max(predicted, key=lambda parts: sum(parts.values()))
         terms = self.static.terms(self.strategy, num_ranks)
-        copies = parts.get('weights', 0.0)
-        if self.strategy == 'ddp' and copies:
-            # FSDP's gathered parameters are in the precision of the forward pass already.
-            terms['autocast copies of weights'] = copies
+        weight_copies = parts.get('weights', 0.0)
+        if self.strategy == 'ddp' and weight_copies:
+            # The parameters that FSDP gathers are in the precision of the forward pass already.
+            terms['autocast copies of weights'] = weight_copies
         return {
             **terms,
             'text activations': parts['text'],
@@ -237,9 +300,9 @@ class MemoryModel:
         }
 
     def peak(self, shape: BatchShape, *, num_ranks: int = 1) -> float:
-        """Returns bytes at the peak of a step made of microbatches of this shape, the optimizer's step included."""
-        held = sum(self.terms(shape, num_ranks=num_ranks).values())
-        return max(held, self.static.optimizer_peak(self.strategy, num_ranks))
+        """Returns bytes at the peak of a step with microbatches of this shape, the optimizer's step included."""
+        at_microbatch = sum(self.terms(shape, num_ranks=num_ranks).values())
+        return max(at_microbatch, self.static.optimizer_peak(self.strategy, num_ranks))
 
     @property
     def residual(self) -> float:
@@ -248,43 +311,45 @@ class MemoryModel:
 
     def save(self, path: str | Path) -> None:
         """Writes the calibration as JSON."""
-        with whole_file(Path(path)) as written:
-            written.write_text(json.dumps(asdict(self), indent=2) + '\n')
+        with whole_file(Path(path)) as unfinished:
+            unfinished.write_text(json.dumps(asdict(self), indent=2) + '\n')
 
     @classmethod
     def load(cls, path: str | Path) -> MemoryModel:
-        """Reads what :meth:`save` wrote."""
+        """Reads the file that :meth:`save` wrote."""
         stored = json.loads(Path(path).read_text())
-        return cls(
-            static=StaticBytes(**stored.pop('static')),
-            phases={name: ActivationFit(**fit) for name, fit in stored.pop('phases').items()},
-            **stored,
-        )
+        static = StaticBytes(**stored.pop('static'))
+        phases = {name: ActivationFit(**fit) for name, fit in stored.pop('phases').items()}
+        return cls(static=static, phases=phases, **stored)
 
 
-def rough_fit(residual: float) -> list[str]:
-    """Returns one line where a fit is rough, else none."""
-    line = (
-        f'The memory model misses its own microbatches by up to {residual:.1%} of the activations '
-        f'(more than {LARGE_RESIDUAL:.0%}): take its figures as rough, and leave room.'
+def warning_of_residual(residual: float) -> str | None:
+    """Returns a warning if a memory model does not fit the microbatches that it was made of."""
+    if residual <= LARGE_RESIDUAL:
+        return None
+    return (
+        f'The memory model misses its own microbatches by up to {residual:.1%} of the activations (more than '
+        f'{LARGE_RESIDUAL:.0%}). Its figures are rough, so leave room.'
     )
-    return [line] * (residual > LARGE_RESIDUAL)
 
 
 def load_or_calibrate(
-    folder: str | Path, key: Mapping[str, Any], calibrate: Callable[[dict[str, Any]], MemoryModel]
+    folder: str | Path,
+    key: Mapping[str, Any],
+    calibrate: Callable[[dict[str, Any]], MemoryModel],
 ) -> MemoryModel:
-    """Returns the stored calibration of `key`, or a new one, which is stored.
+    """Returns the stored calibration of `key`, or makes and stores a new one.
 
     Args:
-        folder: Where calibrations are kept; one that cannot be written keeps none.
-        key: Model, dtype, precision, attention, checkpointing, frozen parts, optimizer, device; versions are added.
-        calibrate: Makes a new one and is given the whole key.
+        folder: Folder of the calibrations. If it cannot be written, nothing is stored.
+        key: Model, dtype, precision, attention, checkpointing, frozen parts, optimizer, device. Versions are added.
+        calibrate: Makes a new one. Its argument is the complete key.
     """
-    full = {**key, 'torch': torch.__version__, 'transformers': transformers.__version__, 'version': CALIBRATION_VERSION}
-    path = Path(folder) / f'memory-{fingerprint(full, length=16)}.json'
+    versions = {'torch': torch.__version__, 'transformers': transformers.__version__, 'version': CALIBRATION_VERSION}
+    complete_key = {**key, **versions}
+    path = Path(folder) / f'memory-{fingerprint(complete_key, length=16)}.json'
     memory = load_kept(path, MemoryModel.load)
     if memory is None:
-        memory = calibrate(full)
+        memory = calibrate(complete_key)
         keep(path, memory.save)
     return memory

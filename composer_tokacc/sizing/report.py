@@ -6,21 +6,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import yaml
 
 from composer_tokacc.planning import CostModel, token_budget
-from composer_tokacc.sizing.memory_model import rough_fit
+from composer_tokacc.sizing.memory_model import warning_of_residual
 from composer_tokacc.sizing.profile import DatasetProfile
 from composer_tokacc.sizing.simulate import METHOD_NAMES, StepFigures
 
-WORTH_SAYING = 0.02
-"""Less than this of a step is within the error of the cost model."""
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+SIGNIFICANT_GAIN = 0.02
+"""A smaller share of a step is within the error of the cost model."""
+METHOD_STYLES = {'stock': 'o-', 'split': 'o-', 'planned': 's--'}
+"""Lines of the picture. Those of the last two methods are often on top of each other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +57,13 @@ class SizingReport:
     """Largest safe size, in rows of ``slot_tokens``."""
     slot_tokens: int
     max_image_tokens: int | None
-    """Image budget of a microbatch, where the run has one."""
+    """Image budget of a microbatch, if the run has one."""
     fitting_image_tokens: int | None
-    """Image tokens that fit into a microbatch of the suggested size; None without images."""
+    """Image tokens that fit into a microbatch of the suggested size. None: the dataset has no images."""
+    logits: str
+    """Where the run computes logits: at ``all`` positions, or only at ``labels``."""
+    most_logits: int
+    """Positions of a microbatch of the suggested size at which logits are computed, at most."""
     stock_microbatch_size: int
     """Rows of stock Composer at the same memory."""
     regroup: bool
@@ -74,9 +83,9 @@ class SizingReport:
     seconds_per_step: float
     sizes: list[SizeRow]
     oversize: list[str]
-    """Samples over a cap of a microbatch; each goes alone."""
+    """Samples over a cap of a microbatch. Each of them is computed alone."""
     too_large: list[str]
-    """Those of them that do not fit into memory even alone."""
+    """Samples that do not fit into memory even alone."""
 
     @property
     def max_tokens(self) -> int:
@@ -85,67 +94,79 @@ class SizingReport:
 
     @property
     def limit_gib(self) -> float:
-        """Memory that is planned for."""
+        """Memory that may be planned for."""
         return self.device_memory_gib * self.safety
 
     def step_seconds(self, method: str) -> float | None:
-        """Returns the seconds of a step, where the cost model was fitted to measured times."""
+        """Returns the seconds of a step. None: no times were measured."""
         return None if self.seconds_per_unit is None else self.time_of(self.figures[method].cost)
 
     def time_of(self, cost: float) -> float:
-        """Returns a step of this cost in seconds where those are known, or over the time of stock Composer's."""
+        """Returns the seconds of a step with this cost, or without measured times its share of a stock step."""
         if self.seconds_per_unit is None:
             return cost / self.figures['stock'].cost
         return cost * self.seconds_per_unit + self.seconds_per_step
 
     def speedup(self, method: str = 'split') -> float:
-        """Returns the step time of stock Composer over that of ``'split'`` or ``'planned'``."""
+        """Returns the step time of stock Composer, divided by that of ``'split'`` or ``'planned'``."""
         return self.time_of(self.figures['stock'].cost) / self.time_of(self.figures[method].cost)
 
     def share_of_bound(self, method: str = 'split') -> float:
-        """Returns how much of what any plan could reach is reached."""
+        """Returns how near a method comes to the best possible plan; 1 is the best."""
         return self.bound / self.figures[method].cost
 
     def identity(self) -> str:
         """Returns the global batch as ``rows x microbatches x ranks`` of stock Composer."""
-        accumulation, rest = divmod(self.global_batch_size // self.num_ranks, self.stock_microbatch_size)
-        cut = f'{self.stock_microbatch_size} x {accumulation}' + (f' + {rest}' if rest else '')
-        return f'({cut}) rows x {self.num_ranks} ranks = {self.global_batch_size} samples a step'
+        num_microbatches, remainder = divmod(self.global_batch_size // self.num_ranks, self.stock_microbatch_size)
+        microbatches = f'{self.stock_microbatch_size} x {num_microbatches}'
+        if remainder:
+            microbatches += f' + {remainder}'
+        return f'({microbatches}) rows x {self.num_ranks} ranks = {self.global_batch_size} samples a step'
 
     def yaml(self) -> str:
         """Returns the lines to paste into a run's YAML file."""
-        unless_default = {'width_multiple': 1, 'max_image_tokens': None, 'packing': False}
-        names = ['device_train_microbatch_size', 'slot_tokens', 'regroup']
-        names += [name for name, default in unless_default.items() if getattr(self, name) != default]
-        section = {name: getattr(self, name) for name in names}
+        section: dict[str, Any] = {
+            'device_train_microbatch_size': self.device_train_microbatch_size,
+            'slot_tokens': self.slot_tokens,
+            'regroup': self.regroup,
+        }
+        if self.width_multiple != 1:
+            section['width_multiple'] = self.width_multiple
+        if self.max_image_tokens is not None:
+            section['max_image_tokens'] = self.max_image_tokens
+        if self.packing:
+            section['packing'] = True
         if self.measured_cost is not None:
-            default = asdict(CostModel(seconds_per_token=self.measured_cost.seconds_per_token))
-            terms = asdict(self.measured_cost).items()
-            section['cost'] = {name: float(f'{value:.4g}') for name, value in terms if value != default[name]}
+            section['cost'] = _changed_terms(self.measured_cost)
         return yaml.safe_dump({'microbatching': section}, sort_keys=False).rstrip()
 
     def warnings(self) -> list[str]:
-        """Returns what a reader must know before trusting the figures."""
-        found = rough_fit(self.memory_residual)
+        """Returns warnings that a reader of the figures must know."""
+        warnings = []
+        warning = warning_of_residual(self.memory_residual)
+        if warning is not None:
+            warnings.append(warning)
         if self.too_large:
-            found.append(
+            warnings.append(
                 f'{len(self.too_large)} samples do not fit even alone ({self.too_large[0]}): lower the context '
                 '(`dataset.max_length`), or switch on checkpointing or sharding.'
             )
         elif self.oversize:
-            one = self.oversize[0]
-            found.append(f'{len(self.oversize)} samples are over a cap of a microbatch and go alone: {one}.')
-        fastest = min((row for row in self.sizes if row.fits), key=lambda row: row.cost['planned'], default=None)
-        if fastest is not None and fastest.cost['planned'] < (1 - WORTH_SAYING) * self.figures['planned'].cost:
-            gain = 1 - fastest.cost['planned'] / self.figures['planned'].cost
-            found.append(
-                f'size {fastest.size} would make a planned step {gain:.0%} shorter than the suggested one, the largest '
-                'that fits: smaller microbatches have less padding.'
+            warnings.append(
+                f'{len(self.oversize)} samples are over a cap of a microbatch and go alone: {self.oversize[0]}.'
             )
-        return found
+        fastest = min((row for row in self.sizes if row.fits), key=lambda row: row.cost['planned'], default=None)
+        if fastest is not None:
+            gain = 1 - fastest.cost['planned'] / self.figures['planned'].cost
+            if gain > SIGNIFICANT_GAIN:
+                warnings.append(
+                    f'size {fastest.size} would make a planned step {gain:.0%} shorter than the suggested one, the '
+                    'largest that fits: smaller microbatches have less padding.'
+                )
+        return warnings
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns everything, with what follows from it."""
+        """Returns all fields, and the values that are computed of them."""
         methods = ('split', 'planned')
         return {
             **asdict(self),
@@ -165,88 +186,131 @@ class SizingReport:
 
     def text(self) -> str:
         """Returns the recommendation, its reasons and the lines to paste, for a terminal."""
-        tables = [_answer(self), _memory(self), _methods(self), _sizes(self)]
-        notes = [f'note: {line}' for line in self.warnings()]
-        return '\n\n'.join([*tables, *notes, 'Paste into the YAML file:', self.yaml()])
+        sections = [_answer(self), _memory(self), _methods(self), _sizes(self)]
+        sections += [f'note: {warning}' for warning in self.warnings()]
+        sections += ['Paste into the YAML file:', self.yaml()]
+        return '\n\n'.join(sections)
+
+
+def _changed_terms(cost: CostModel) -> dict[str, float]:
+    """Returns the terms of a cost model that are not the default, with four digits."""
+    defaults = asdict(CostModel(seconds_per_token=cost.seconds_per_token))
+    changed = {}
+    for name, value in asdict(cost).items():
+        if value != defaults[name]:
+            changed[name] = float(f'{value:.4g}')
+    return changed
 
 
 def _answer(report: SizingReport) -> str:
     profile = report.profile
     length = f'mean {profile.mean:.0f}, median {profile.quantiles["50"]}, 99 % under {profile.quantiles["99"]}'
+    loss_share = 'unknown'
+    if profile.loss_share is not None:
+        loss_share = f'{profile.loss_share:.0%} of the tokens'
+    logits = 'at all positions'
+    if report.most_logits < report.max_tokens:
+        logits = f'only at labels: at most {report.most_logits:,} of {report.max_tokens:,} positions'
+    fitting_images = '-'
+    if report.fitting_image_tokens is not None:
+        fitting_images = f'{report.fitting_image_tokens:,}'
     rows = [
         ('dataset', f'{profile.num_samples:,} samples, {profile.text_only_share:.0%} of them text-only'),
         ('tokens a sample', length),
         ('longest sample', f'{profile.longest} tokens (variation of all {profile.variation:.2f})'),
         ('image tokens', f'{profile.image_share:.0%} of the tokens'),
         ('vision encoder', _vision(profile)),
-        ('carry loss', 'unknown' if profile.loss_share is None else f'{profile.loss_share:.0%} of the tokens'),
+        ('carry loss', loss_share),
+        ('logits', logits),
         ('global batch', report.identity()),
         ('largest safe size', f'{report.device_train_microbatch_size} rows of {report.slot_tokens} tokens'),
         ('token budget', f'{report.max_tokens:,} tokens a microbatch'),
-        ('image tokens that fit', '-' if report.fitting_image_tokens is None else f'{report.fitting_image_tokens:,}'),
+        ('image tokens that fit', fitting_images),
         ('peak memory', f'{report.peak_gib:.2f} of {report.limit_gib:.2f} GiB ({report.safety:.0%} of the device)'),
         ('limited by', report.binds),
     ]
-    return _table('Microbatch size', (), rows)
+    return _table('Microbatch size', [], rows)
 
 
 def _vision(profile: DatasetProfile) -> str:
     if profile.patches_per_sample is None:
         return '-'
-    per_token = profile.patches_per_image_token
-    merged = '' if per_token is None else f', {per_token:.3g} for each image token'
-    return f'{profile.patches_per_sample:.0f} patches a sample with images{merged}'
+    text = f'{profile.patches_per_sample:.0f} patches a sample with images'
+    if profile.patches_per_image_token is not None:
+        text += f', {profile.patches_per_image_token:.3g} for each image token'
+    return text
 
 
 def _memory(report: SizingReport) -> str:
     total = sum(report.terms.values())
     rows = [(name, f'{gib:.3f}', f'{gib / total:.1%}') for name, gib in report.terms.items()]
-    return _table('Memory at the peak of the largest microbatch', (('held by', 'GiB', 'share'),), rows)
+    return _table('Memory at the peak of the largest microbatch', [('held by', 'GiB', 'share')], rows)
 
 
 def _methods(report: SizingReport) -> str:
-    unit, time = _times(report)
-    above = ('', '', 'micro-', 'imbal-', 'time,', 'speed-', 'of the')
-    below = ('method', 'padding', 'batches', 'ance', unit, 'up', 'bound')
+    header = [
+        ('', '', 'micro-', 'imbal-', 'time,', 'speed-', 'of the'),
+        ('method', 'padding', 'batches', 'ance', _unit_of_time(report), 'up', 'bound'),
+    ]
     rows = []
     for method, figures in report.figures.items():
-        counted = f'{figures.padding_ratio:.1%}', f'{figures.microbatches:.1f}', f'{figures.imbalance:.2f}'
-        gained = f'{report.speedup(method):.2f}x', f'{report.share_of_bound(method):.0%}'
-        rows.append((METHOD_NAMES[method], *counted, time(figures.cost), *gained))
-    return _table('A step', (above, below), rows)
+        row = (
+            METHOD_NAMES[method],
+            f'{figures.padding_ratio:.1%}',
+            f'{figures.microbatches:.1f}',
+            f'{figures.imbalance:.2f}',
+            _time(report, figures.cost),
+            f'{report.speedup(method):.2f}x',
+            f'{report.share_of_bound(method):.0%}',
+        )
+        rows.append(row)
+    return _table('A step', header, rows)
 
 
-def _times(report: SizingReport) -> tuple[str, Callable[[float], str]]:
-    """Returns the unit of times, and what writes the time of a cost."""
-    unit, digits = ('x stock', 2) if report.seconds_per_unit is None else ('seconds', 3)
-    return unit, lambda cost: f'{report.time_of(cost):.{digits}f}'
+def _unit_of_time(report: SizingReport) -> str:
+    return 'x stock' if report.seconds_per_unit is None else 'seconds'
+
+
+def _time(report: SizingReport, cost: float) -> str:
+    """Returns the time of a step with this cost, in the unit of the report."""
+    num_digits = 2 if report.seconds_per_unit is None else 3
+    return f'{report.time_of(cost):.{num_digits}f}'
 
 
 def _sizes(report: SizingReport) -> str:
-    unit, time = _times(report)
-    above = ('', 'padding', '', '', f'time, {unit}', '', '', 'peak', '')
-    below = ('size', *METHOD_NAMES, *METHOD_NAMES, 'GiB', '')
+    header = [
+        ('', 'padding', '', '', f'time, {_unit_of_time(report)}', '', '', 'peak', ''),
+        ('size', *METHOD_NAMES, *METHOD_NAMES, 'GiB', ''),
+    ]
     rows = []
     for row in report.sizes:
-        mark = 'suggested' if row.size == report.device_train_microbatch_size else '' if row.fits else 'too large'
+        remark = ''
+        if row.size == report.device_train_microbatch_size:
+            remark = 'suggested'
+        elif not row.fits:
+            remark = 'too large'
         padding = [f'{row.padding[method]:.1%}' for method in METHOD_NAMES]
-        times = [time(row.cost[method]) for method in METHOD_NAMES]
-        rows.append((str(row.size), *padding, *times, f'{row.peak_gib:.2f}', mark))
-    return _table('Microbatch sizes', (above, below), rows)
+        times = [_time(report, row.cost[method]) for method in METHOD_NAMES]
+        rows.append((str(row.size), *padding, *times, f'{row.peak_gib:.2f}', remark))
+    return _table('Microbatch sizes', header, rows)
 
 
-def _table(title: str, header: Sequence[Sequence[str]], rows: Sequence[Sequence[str]]) -> str:
-    """Lays cells out under each other: the first to the left, and figures, which have a header, to the right."""
+def _table(
+    title: str,
+    header: Sequence[Sequence[str]],
+    rows: Sequence[Sequence[str]],
+) -> str:
+    """Aligns the cells of a table. Cells below a header are figures, so they are aligned to the right."""
     lines = [*header, *rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    align = '>' if header else '<'
-
-    def text(line: Sequence[str]) -> str:
-        first, *others = zip(line, widths, strict=True)
-        cells = [f'{first[0]:<{first[1]}}', *(f'{cell:{align}{width}}' for cell, width in others)]
-        return '  '.join(cells).rstrip()
-
-    return '\n'.join([title, '-' * len(title), *map(text, lines)])
+    columns = zip(*lines, strict=True)
+    widths = [max(map(len, column)) for column in columns]
+    aligned_lines = []
+    for line in lines:
+        cells = [line[0].ljust(widths[0])]
+        for cell, width in zip(line[1:], widths[1:], strict=True):
+            cells.append(cell.rjust(width) if header else cell.ljust(width))
+        aligned_lines.append('  '.join(cells).rstrip())
+    return '\n'.join([title, '-' * len(title), *aligned_lines])
 
 
 def draw_report(path: str | Path, report: SizingReport) -> None:
@@ -259,28 +323,48 @@ def draw_report(path: str | Path, report: SizingReport) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.6), layout='constrained')
-    padding, memory = figure.subplots(1, 2)
+    padding_axes, memory_axes = figure.subplots(1, 2)
     figure.suptitle(
         f'Suggested: microbatches of at most {report.max_tokens:,} tokens, {report.speedup("split"):.2f}x as fast as '
         f'stock Composer, {report.speedup("planned"):.2f}x with planned batches\n{report.identity()}'
     )
-    for (method, name), style in zip(METHOD_NAMES.items(), ('o-', 'o-', 's--'), strict=True):
-        padding.plot([100 * row.padding[method] for row in report.sizes], style, label=name)
-    padding.set(title='Computed positions that are padding', ylabel='%', ylim=(0, None))
-    below = np.zeros(len(report.sizes))
-    for part in report.sizes[0].parts_gib:
-        heights = [row.parts_gib[part] for row in report.sizes]
-        bars = memory.bar(range(len(heights)), heights, bottom=below, label=part)
-        below += heights
-    memory.bar_label(bars, [f'{row.peak_gib:.3g}' + '\ntoo large' * (not row.fits) for row in report.sizes])
-    memory.axhline(report.limit_gib, color='black', ls='--', label=f'limit: {report.limit_gib:.3g} GiB')
-    memory.set(title=f'Peak memory of a rank (bound by the {report.binds})', ylabel='GiB')
-    memory.set_ylim(0, 1.45 * below.max())  # the limit may be far above
-    chosen = report.device_train_microbatch_size
-    names = [f'{row.size}' + ' *' * (row.size == chosen) for row in report.sizes]
-    for axis in (padding, memory):
-        axis.set_xticks(range(len(names)), names)
-        axis.set_xlabel(f'device_train_microbatch_size, in rows of {report.slot_tokens} tokens (* suggested)')
-        axis.legend(fontsize=8)
+    _draw_padding(padding_axes, report)
+    _draw_memory(memory_axes, report)
+    names = []
+    for row in report.sizes:
+        is_suggested = row.size == report.device_train_microbatch_size
+        names.append(f'{row.size} *' if is_suggested else str(row.size))
+    for axes in (padding_axes, memory_axes):
+        axes.set_xticks(range(len(names)), names)
+        axes.set_xlabel(f'device_train_microbatch_size, in rows of {report.slot_tokens} tokens (* suggested)')
+        axes.legend(fontsize=8)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
+
+
+def _draw_padding(axes: Axes, report: SizingReport) -> None:
+    for method, name in METHOD_NAMES.items():
+        percent = [100 * row.padding[method] for row in report.sizes]
+        axes.plot(percent, METHOD_STYLES[method], label=name)
+    axes.set(title='Computed positions that are padding', ylabel='%', ylim=(0, None))
+
+
+def _draw_memory(axes: Axes, report: SizingReport) -> None:
+    """Draws a bar for each size, stacked of the parts of its memory."""
+    bottom = np.zeros(len(report.sizes))
+    bars = None
+    for part in report.sizes[0].parts_gib:
+        heights = [row.parts_gib[part] for row in report.sizes]
+        bars = axes.bar(range(len(heights)), heights, bottom=bottom, label=part)
+        bottom += heights
+    remarks = []
+    for row in report.sizes:
+        remark = f'{row.peak_gib:.3g}'
+        if not row.fits:
+            remark += '\ntoo large'
+        remarks.append(remark)
+    if bars is not None:
+        axes.bar_label(bars, remarks)  # on the last part, which ends at the peak
+    axes.axhline(report.limit_gib, color='black', ls='--', label=f'limit: {report.limit_gib:.3g} GiB')
+    axes.set(title=f'Peak memory of a rank (bound by the {report.binds})', ylabel='GiB')
+    axes.set_ylim(0, 1.45 * bottom.max())  # not up to the limit, which may be far above

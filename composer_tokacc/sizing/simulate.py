@@ -1,20 +1,23 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Steps that a run would make, in the units of a cost model: stock Composer, the split alone, and planned batches."""
+"""Simulates the steps of a run and prices them with a cost model.
+
+Three methods are compared: stock Composer, our split by itself, and planned batches. They cut with the functions that
+the run uses.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 from composer_tokacc.planning import CostModel, CutOptions, cut_rows, padded_widths
 from composer_tokacc.planning.plan import time_in_slots
+from composer_tokacc.sampling.global_batches import torchs_batches
 from composer_tokacc.sampling.load_planner import LoadPlanner
-from composer_tokacc.sampling.sampler import torchs_batches
 from composer_tokacc.sizing.profile import SampleSizes
 
 METHOD_NAMES = {'stock': 'stock Composer', 'split': 'split and trimmed', 'planned': 'planned over ranks'}
@@ -32,22 +35,35 @@ class StepFigures:
     microbatches: float
     """Microbatches of the rank that has most."""
     imbalance: float
-    """Cost of the slowest rank over the mean of the ranks."""
+    """Cost of the slowest rank, divided by the mean of the ranks."""
 
 
-class _Computed(NamedTuple):
-    """A microbatch, as far as its cost goes: widths of the rows that are computed, and the samples they are."""
+@dataclass(frozen=True)
+class _Microbatch:
+    """A microbatch as it is computed."""
 
-    widths: list[int]
+    widths: Sequence[int]
+    """Positions of each row, padding included."""
     samples: np.ndarray
     is_packed: bool = False
 
+    def costs(self, price: CostModel, vision_costs: np.ndarray) -> tuple[float, float]:
+        """Returns the cost of the vision encoder, and of everything else."""
+        if self.is_packed:
+            text_cost = price.packed(self.widths)
+        else:
+            text_cost = float(price.rows(np.array(self.widths)).sum()) + price.launch
+        return float(vision_costs[self.samples].sum()), text_cost
 
-Ranks = list[list[_Computed]]
 
-
-def draw_batches(num_samples: int, global_batch_size: int, *, num_batches: int, seed: int = 0) -> list[np.ndarray]:
-    """Returns the samples of the first global batches of a run, int64; of all samples, where they fill none."""
+def draw_batches(
+    num_samples: int,
+    global_batch_size: int,
+    *,
+    num_batches: int,
+    seed: int = 0,
+) -> list[np.ndarray]:
+    """Returns the samples of the first global batches of a run, int64. Fewer samples than a batch make one batch."""
     size = min(global_batch_size, num_samples)
     return torchs_batches(num_samples, size, drop_last=True, seed=seed, epoch=0)[:num_batches]
 
@@ -68,78 +84,137 @@ def simulate_steps(
         table: Length table.
         batches: Sample indices of each global batch.
         method: ``'stock'``, ``'split'`` or ``'planned'``.
-        num_ranks: Ranks; rank r has the samples r, r + num_ranks, ... of a batch, except where batches are planned.
-        microbatch_rows: Rows of a stock microbatch.
+        num_ranks: Ranks. Rank r has the samples r, r + num_ranks, ... of a batch, unless batches are planned.
+        microbatch_rows: Rows of a microbatch of stock Composer.
         options: How the run cuts, its ``max_tokens`` included.
-        price: What a microbatch costs on the machine; the run cuts by ``options.cost``, whatever it costs.
+        price: What a microbatch costs on the machine. The run cuts by ``options.cost``, which may be another model.
     """
-    vision = price.vision(table.image_tokens, table.vision_patches)
-    costs, imbalances, counts, computed = [], [], [], 0
+    vision_costs = price.vision(table.image_tokens, table.vision_patches)
+    step_costs = []
+    imbalances = []
+    num_microbatches = []
+    num_positions = 0
     for batch in batches:
-        ranks = _ranks(table, batch, method, num_ranks, microbatch_rows, options)
-        priced = [[_price(one, price, vision) for one in microbatches] for microbatches in ranks]
-        loads = [sum(map(sum, prices)) for prices in priced]
-        costs.append(time_in_slots(priced) if options.objective == 'fsdp' else max(loads))
-        imbalances.append(costs[-1] * num_ranks / sum(loads))
-        counts.append(max(map(len, ranks)))
-        computed += sum(sum(one.widths) for microbatches in ranks for one in microbatches)
+        ranks = _microbatches_of_ranks(table, batch, method, num_ranks, microbatch_rows, options)
+        costs = []
+        loads = []
+        for microbatches in ranks:
+            costs_of_rank = []
+            for microbatch in microbatches:
+                costs_of_rank.append(microbatch.costs(price, vision_costs))
+                num_positions += sum(microbatch.widths)
+            costs.append(costs_of_rank)
+            loads.append(sum(map(sum, costs_of_rank)))
+        step_cost = max(loads)
+        if options.objective == 'fsdp':
+            step_cost = time_in_slots(costs)
+        step_costs.append(step_cost)
+        imbalances.append(step_cost * num_ranks / sum(loads))
+        num_microbatches.append(max(map(len, ranks)))
+    num_tokens = sum(int(table.tokens[batch].sum()) for batch in batches)
     return StepFigures(
-        cost=float(np.mean(costs)),
-        padding_ratio=1 - sum(int(table.tokens[batch].sum()) for batch in batches) / computed,
-        microbatches=float(np.mean(counts)),
+        cost=float(np.mean(step_costs)),
+        padding_ratio=1 - num_tokens / num_positions,
+        microbatches=float(np.mean(num_microbatches)),
         imbalance=float(np.mean(imbalances)),
     )
 
 
-def _ranks(
-    table: SampleSizes, batch: np.ndarray, method: str, num_ranks: int, microbatch_rows: int, options: CutOptions
-) -> Ranks:
-    dealt = [batch[rank::num_ranks] for rank in range(min(num_ranks, len(batch)))]
+def _microbatches_of_ranks(
+    table: SampleSizes,
+    batch: np.ndarray,
+    method: str,
+    num_ranks: int,
+    microbatch_rows: int,
+    options: CutOptions,
+) -> list[list[_Microbatch]]:
+    """Returns the microbatches that each rank computes of a global batch."""
+    samples_of_ranks = [batch[rank::num_ranks] for rank in range(min(num_ranks, len(batch)))]
     if method == 'stock':
-        return [_stock(table, samples, microbatch_rows) for samples in dealt]
+        return [_cut_by_composer(table, samples, microbatch_rows) for samples in samples_of_ranks]
     if method == 'planned':
-        patches = None if table.vision_patches is None else table.vision_patches[batch]
-        vision = options.cost.vision(table.image_tokens[batch], patches)
-        plan = LoadPlanner(num_ranks, options).plan(table.tokens[batch], table.image_tokens[batch], vision)
+        ranks = _planned(table, batch, num_ranks, options)
         if options.packing is not True:
-            ranks = [[_Computed([m.width] * len(m.indices), batch[list(m.indices)]) for m in r] for r in plan.ranks]
-            return _in_step(table, batch, ranks, options)
-        # The plan says which rank reads which samples, and the split packs those again.
-        dealt = [batch[[index for microbatch in rank for index in microbatch.indices]] for rank in plan.ranks]
-    return _in_step(table, batch, [_split(table, samples, options) for samples in dealt], options)
+            return _with_dummy_rows(table, batch, ranks, options)
+        # The plan says only which rank reads which samples. The split packs them.
+        samples_of_ranks = []
+        for microbatches in ranks:
+            samples_of_ranks.append(np.concatenate([microbatch.samples for microbatch in microbatches]))
+    ranks = [_cut_by_split(table, samples, options) for samples in samples_of_ranks]
+    return _with_dummy_rows(table, batch, ranks, options)
 
 
-def _stock(table: SampleSizes, samples: np.ndarray, rows: int) -> list[_Computed]:
-    # Every microbatch is as wide as the device batch: Composer's split slices rows and trims nothing.
+def _planned(
+    table: SampleSizes,
+    batch: np.ndarray,
+    num_ranks: int,
+    options: CutOptions,
+) -> list[list[_Microbatch]]:
+    """Returns the microbatches of each rank that gets any, as the loader plans them."""
+    patches = None
+    if table.vision_patches is not None:
+        patches = table.vision_patches[batch]
+    image_tokens = table.image_tokens[batch]
+    vision_costs = options.cost.vision(image_tokens, patches)
+    plan = LoadPlanner(num_ranks, options).plan(table.tokens[batch], image_tokens, vision_costs)
+    ranks = []
+    for planned_rank in plan.ranks:
+        microbatches = []
+        for planned in planned_rank:
+            samples = batch[list(planned.indices)]
+            microbatches.append(_Microbatch([planned.width] * len(samples), samples))
+        if microbatches:
+            ranks.append(microbatches)
+    return ranks
+
+
+def _cut_by_composer(
+    table: SampleSizes,
+    samples: np.ndarray,
+    num_rows: int,
+) -> list[_Microbatch]:
+    # Composer's split slices rows and trims nothing, so that every microbatch is as wide as the device batch.
     width = int(table.tokens[samples].max())
-    chunks = [samples[start : start + rows] for start in range(0, len(samples), rows)]
-    return [_Computed([width] * len(chunk), chunk) for chunk in chunks]
+    microbatches = []
+    for start in range(0, len(samples), num_rows):
+        rows = samples[start : start + num_rows]
+        microbatches.append(_Microbatch([width] * len(rows), rows))
+    return microbatches
 
 
-def _split(table: SampleSizes, samples: np.ndarray, options: CutOptions) -> list[_Computed]:
-    lengths, widest = table.tokens[samples], int(table.tokens[samples].max())
+def _cut_by_split(
+    table: SampleSizes,
+    samples: np.ndarray,
+    options: CutOptions,
+) -> list[_Microbatch]:
+    lengths = table.tokens[samples]
+    widest = int(lengths.max())
     groups = cut_rows(lengths, options, image_tokens=table.image_tokens[samples], max_width=widest)
-    if options.packing is True:
-        return [_Computed(lengths[rows].tolist(), samples[rows], is_packed=True) for rows in groups]
-    widths = padded_widths(np.array([lengths[rows].max() for rows in groups]), options.width_multiple, widest)
-    return [_Computed([width] * len(rows), samples[rows]) for width, rows in zip(widths.tolist(), groups, strict=True)]
+    microbatches = []
+    for rows in groups:
+        widths = lengths[rows]
+        if options.packing is not True:
+            longest = np.full(len(rows), widths.max())
+            widths = padded_widths(longest, options.width_multiple, widest)
+        microbatches.append(_Microbatch(widths.tolist(), samples[rows], is_packed=options.packing is True))
+    return microbatches
 
 
-def _in_step(table: SampleSizes, batch: np.ndarray, ranks: Ranks, options: CutOptions) -> Ranks:
-    """Adds a dummy row for every microbatch that a rank lacks, where counts must be equal."""
-    most = max(map(len, ranks))
+def _with_dummy_rows(
+    table: SampleSizes,
+    batch: np.ndarray,
+    ranks: list[list[_Microbatch]],
+    options: CutOptions,
+) -> list[list[_Microbatch]]:
+    """Adds microbatches of one dummy row where the ranks must have equally many."""
     if options.equal_counts is False or (options.equal_counts == 'auto' and options.objective == 'ddp'):
         return ranks
-    # The smallest row; where the step has images one with an image, or a rank would leave the vision encoder unused.
-    with_images = batch[table.image_tokens[batch] > 0]
-    candidates = with_images if len(with_images) else batch
-    smallest = candidates[np.argmin(table.tokens[candidates])]
-    dummy = _Computed([int(table.tokens[smallest])], np.array([smallest]))
-    return [microbatches + [dummy] * (most - len(microbatches)) for microbatches in ranks]
-
-
-def _price(microbatch: _Computed, price: CostModel, vision: np.ndarray) -> tuple[float, float]:
-    """Returns the cost in the vision encoder, and of all the rest."""
-    rows = float(price.rows(np.array(microbatch.widths)).sum()) + price.launch
-    text = price.packed(microbatch.widths) if microbatch.is_packed else rows
-    return float(vision[microbatch.samples].sum()), text
+    most_microbatches = max(map(len, ranks))
+    # The shortest sample. If the batch has images, the shortest with an image, so that every rank uses the vision
+    # encoder.
+    candidates = batch[table.image_tokens[batch] > 0]
+    if not len(candidates):
+        candidates = batch
+    shortest = candidates[np.argmin(table.tokens[candidates])]
+    dummy = _Microbatch([int(table.tokens[shortest])], np.array([shortest]))
+    return [rank + [dummy] * (most_microbatches - len(rank)) for rank in ranks]

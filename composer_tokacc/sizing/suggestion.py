@@ -1,7 +1,11 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The largest safe microbatch of a run, and what it gains over stock Composer."""
+"""Finds the largest safe microbatch of a run, and what it gains over stock Composer.
+
+:class:`Capacity` asks the memory model how many tokens fit in the worst case. :func:`suggest_microbatching` turns that
+into a microbatch size, simulates steps of it and of other sizes, and fills the report.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,11 @@ import math
 from bisect import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 
+from composer_tokacc.label_selector import DENSE
 from composer_tokacc.planning import CostModel, CutOptions, Rows, check_count, check_kind, lower_bound, token_budget
 from composer_tokacc.sampling.load_planner import check_global_batch
 from composer_tokacc.sizing.memory_model import GIB, MemoryModel
@@ -28,14 +32,14 @@ if TYPE_CHECKING:
 NUM_BATCHES = 24
 """Global batches that are simulated for each figure."""
 MOST_TOKENS = 1 << 30
-"""Far beyond any device: where the search for the largest microbatch ends."""
-# Terms of the memory model that a smaller microbatch would lower.
+"""The search for the largest microbatch ends here, far beyond any device."""
+# Terms of the memory model that a smaller microbatch would lower, by their short names.
 SHRINKING_TERMS = {'text': 'text activations', 'logits': 'logits', 'vision': 'vision activations'}
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """What fits on one rank."""
+    """How many tokens fit into the memory of one rank, whichever samples meet in a microbatch."""
 
     memory: MemoryModel
     table: SampleSizes
@@ -45,49 +49,72 @@ class Capacity:
     max_image_tokens: int | None = None
 
     def worst_shape(self, tokens: int, image_tokens: int | None = None) -> BatchShape:
-        """Returns the costliest microbatch of this many positions: the widest rows, and as many image tokens."""
-        images, most = self.table.image_tokens, float(image_tokens or 0)
-        if image_tokens is None:  # as many as if all were the sample with the largest part of them, up to the cap
-            most = min(tokens * (images / self.table.tokens).max(), self.max_image_tokens or math.inf)
-        width = min(int(self.table.tokens.max()), tokens)
+        """Returns the shape that takes most memory of all microbatches with this many positions.
+
+        Its rows are as wide as the longest sample. Image tokens and labels are as many as if every sample had the
+        largest share of them.
+
+        Args:
+            tokens: Positions of the microbatch.
+            image_tokens: Image tokens of the microbatch. Default: the largest share, up to the cap.
+        """
+        table = self.table
+        if image_tokens is None:
+            largest_share = (table.image_tokens / table.tokens).max()
+            image_tokens = int(min(tokens * largest_share, self.max_image_tokens or math.inf))
         labels = None
-        if self.memory.logits == 'labels':  # as many as if all were the sample with the largest share of them
-            labels = math.ceil(tokens * self.table.largest_share_of_labels)
+        if self.memory.logits == 'labels':
+            labels = self.most_logits(tokens)
+        width = min(int(table.tokens.max()), tokens)
         return BatchShape(
-            rows=max(round(tokens / width), 1),
+            rows=tokens / width,
             width=width,
-            image_tokens=int(most),
-            image_area=float(most * images.max()),
-            pixel_bytes=int(most * self.memory.pixel_bytes_per_image_token),
+            image_tokens=image_tokens,
+            image_area=float(image_tokens * table.image_tokens.max()),
+            pixel_bytes=int(image_tokens * self.memory.pixel_bytes_per_image_token),
             labels=labels,
         )
 
+    def most_logits(self, tokens: int) -> int:
+        """Returns at how many positions of a microbatch logits are computed at most."""
+        share = self.table.largest_share_of_labels
+        # If nearly all positions of a microbatch have a label, the run computes all of its logits.
+        if self.memory.logits == 'all' or share >= DENSE:
+            return tokens
+        return math.ceil(tokens * share)
+
     def peak(self, tokens: int, image_tokens: int | None = None) -> float:
-        """Returns bytes at the peak of the costliest microbatch of this many positions."""
+        """Returns bytes at the peak of the worst microbatch with this many positions."""
         return self.memory.peak(self.worst_shape(tokens, image_tokens), num_ranks=self.num_ranks)
 
     def terms(self, tokens: int) -> dict[str, float]:
-        """Returns the same by term."""
+        """Returns the bytes of the same microbatch by term."""
         return self.memory.terms(self.worst_shape(tokens), num_ranks=self.num_ranks)
 
     def max_tokens(self) -> int:
-        """Returns the most positions of a microbatch that fits; 0 where not even one does."""
+        """Returns the most positions of a microbatch that fits; 0 if not even one fits."""
         return _largest(lambda tokens: self.peak(tokens) <= self.limit)
 
     def fitting_image_tokens(self, tokens: int) -> int:
-        """Returns the most image tokens that fit beside this many positions, at most all of them."""
-        return min(_largest(lambda images: self.peak(tokens, images) <= self.limit), tokens)
+        """Returns the most image tokens that fit into a microbatch with this many positions."""
+        return min(_largest(lambda image_tokens: self.peak(tokens, image_tokens) <= self.limit), tokens)
+
+    def of_stock_composer(self) -> Capacity:
+        """Returns the capacity of stock Composer, which has no cap of images and computes all logits."""
+        return replace(self, memory=replace(self.memory, logits='all'), max_image_tokens=None)
 
     def why_nothing_fits(self) -> str:
-        """Returns one line for a model that leaves no room: what is held, and what would help."""
+        """Returns the error for a model that leaves no room: the largest terms, and what would help."""
         terms = self.terms(int(self.table.tokens.min()))
         largest = sorted(terms, key=lambda name: -terms[name])[:3]
-        held = ', '.join(f'{name} {terms[name] / GIB:.2f}' for name in largest)
-        remedies = ['sharding with FSDP over more ranks' if self.memory.strategy == 'fsdp' else 'sharding with FSDP']
-        remedies += ['freezing parts', 'activation checkpointing', 'a shorter context']
+        largest_terms = ', '.join(f'{name} {terms[name] / GIB:.2f}' for name in largest)
+        sharding = 'sharding with FSDP'
+        if self.memory.strategy == 'fsdp':
+            sharding = 'sharding with FSDP over more ranks'
         return (
             f'`device_memory_gib` must hold the model and its shortest sample, got: {self.limit / GIB:.2f} GiB usable '
-            f'for {sum(terms.values()) / GIB:.2f} ({held}). What would help: {", ".join(remedies)}.'
+            f'for {sum(terms.values()) / GIB:.2f} ({largest_terms}). What would help: {sharding}, freezing parts, '
+            'activation checkpointing, a shorter context.'
         )
 
 
@@ -119,133 +146,194 @@ def suggest_microbatching(
         lengths: Length table of the dataset, from :func:`.length_table`, or plain lengths.
         num_ranks: Ranks of the run.
         global_batch_size: Samples of an optimizer step over all ranks.
-        memory: Memory model of the run, which also says whether it shards with FSDP.
+        memory: Memory model of the run. It also says whether the run shards with FSDP, and where it computes logits.
         device_memory_gib: Memory of one device, for one rank.
-        cost: What the run takes a microbatch to cost. Default: the planner's own.
-        measured_cost: What one costs on the machine, fitted to measured times, where seconds are wanted.
-            Default: `cost`.
-        seconds_per_step: Seconds of a step outside its microbatches: optimizer, data, logging.
-        safety: Share of the device memory that may be planned for. The rest is the driver's, the communication
-            buffers' and lost to fragmentation.
-        slot_tokens: Width of a slot; by default the longest sample. This and the next as for :func:`.token_data_spec`.
-        max_image_tokens: Image budget of a microbatch; by default whatever the rows in it have.
+        cost: The cost of a microbatch by which the run cuts. Default: the planner's own.
+        measured_cost: The cost on the machine, fitted to measured times, if seconds are wanted. Default: `cost`.
+        seconds_per_step: Seconds of a step outside of its microbatches: optimizer, data, logging.
+        safety: Share of the device memory that may be planned for. The rest is for the driver, the buffers of the
+            communication, and fragmentation.
+        slot_tokens: Width of a slot. Default: the longest sample. This and the next five as for
+            :func:`.token_data_spec`.
+        max_image_tokens: Image budget of a microbatch. Default: no cap.
         regroup: Whether microbatches may sort rows.
         equal_counts: Whether all ranks make the same number of microbatches. ``'auto'``: with FSDP.
         width_multiple: Widths are rounded up to it.
-        packing: Whether a microbatch's rows become one packed row.
+        packing: Whether the rows of a microbatch become one packed row.
         sample_ids: Names of the samples, for messages.
-        seed: Of the order of the simulated batches.
+        seed: Seed of the order of the simulated batches.
 
     Returns:
-        The report; ``print(report.text())`` shows it, ``print(report.yaml())`` the lines to paste.
+        The report. ``print(report.text())`` shows it, ``print(report.yaml())`` the lines to paste.
 
     Raises:
         ValueError: An argument is out of range, or not even the shortest sample fits.
     """
     table = SampleSizes.from_lengths(lengths, sample_ids)
     check_kind('memory', memory, MemoryModel)
-    _check(num_ranks, global_batch_size, device_memory_gib, safety)
-    options = CutOptions(
-        slot_tokens=slot_tokens, max_image_tokens=max_image_tokens, width_multiple=width_multiple, regroup=regroup,
-        equal_counts=equal_counts, packing=packing, cost=cost or CostModel(),
-        objective=cast(Literal['ddp', 'fsdp'], memory.strategy),
-    )  # fmt: skip
-    limit = safety * device_memory_gib * GIB
-    capacity = Capacity(memory, table, num_ranks, limit, max_image_tokens)
-    batches = draw_batches(len(table), global_batch_size, num_batches=NUM_BATCHES, seed=seed)
-    price = measured_cost or options.cost
-    return SizingReport(
-        profile=table.profile(), num_ranks=num_ranks, global_batch_size=global_batch_size, strategy=memory.strategy,
-        device_memory_gib=device_memory_gib, safety=safety, max_image_tokens=max_image_tokens, regroup=regroup,
-        width_multiple=width_multiple, packing=packing, memory_residual=memory.residual, measured_cost=measured_cost,
-        seconds_per_unit=price.seconds_per_token, seconds_per_step=seconds_per_step,
-        **_report(capacity, options, price, batches, global_batch_size // num_ranks),
-    )  # fmt: skip
-
-
-def _choose(capacity: Capacity, options: CutOptions, rows_per_rank: int) -> tuple[int, int]:
-    """Returns the largest safe microbatch size and the width of its slots."""
-    fitting = capacity.max_tokens()
-    if fitting < int(capacity.table.tokens.min()):
-        raise ValueError(capacity.why_nothing_fits())
-    longest = int(capacity.table.tokens.max())
-    slot = options.slot_tokens or -(-longest // options.width_multiple) * options.width_multiple
-    slot = min(slot, fitting)  # one wider than memory is narrowed to what fits
-    return min(fitting // slot, rows_per_rank), slot
-
-
-def _report(
-    capacity: Capacity, options: CutOptions, price: CostModel, batches: Sequence[np.ndarray], rows_per_rank: int
-) -> dict[str, Any]:
-    """Returns the fields of the report that follow from a size, and from steps of it and of others."""
-    table, num_ranks = capacity.table, capacity.num_ranks
-    size, slot = _choose(capacity, options, rows_per_rank)
-    max_tokens = token_budget(size, slot)
-    terms = capacity.terms(max_tokens)
-    # Stock Composer has no cap of images, and pads every row to the longest.
-    stock_rows = replace(capacity, max_image_tokens=None).max_tokens() // int(table.tokens.max())
-    stock_rows = max(min(stock_rows, rows_per_rank), 1)
-    largest_term = max(SHRINKING_TERMS, key=lambda part: terms[SHRINKING_TERMS[part]])
-    simulate = partial(simulate_steps, table, batches, num_ranks=num_ranks, price=price)
-
-    def figures(size: int, stock_rows: int) -> dict[str, StepFigures]:
-        sized = replace(options, max_tokens=token_budget(size, slot))
-        return {method: simulate(method=method, microbatch_rows=stock_rows, options=sized) for method in METHOD_NAMES}
-
-    compared = {size, *(1 << k for k in range(max(2 * size, 2).bit_length()))}  # powers of two up to twice as much
-    is_over = (table.tokens > max_tokens) | (table.image_tokens > (options.max_image_tokens or max_tokens))
-    return {
-        'device_train_microbatch_size': size,
-        'slot_tokens': slot,
-        'fitting_image_tokens': capacity.fitting_image_tokens(max_tokens) if table.image_tokens.any() else None,
-        'stock_microbatch_size': stock_rows,
-        'binds': 'global batch' if size == rows_per_rank else largest_term,
-        'terms': {name: value / GIB for name, value in terms.items()},
-        'peak_gib': capacity.peak(max_tokens) / GIB,
-        'figures': figures(size, stock_rows),
-        'bound': _bound(table, batches, replace(options, max_tokens=max_tokens, cost=price), num_ranks),
-        'sizes': [
-            _size_row(capacity, one, slot, figures(one, one)) for one in sorted(compared) if one <= rows_per_rank
-        ],
-        'oversize': table.names(is_over),
-        'too_large': table.names(table.tokens > capacity.max_tokens()),
-    }
-
-
-def _bound(table: SampleSizes, batches: Sequence[np.ndarray], options: CutOptions, num_ranks: int) -> float:
-    """Returns the mean cost of a step that no plan beats."""
-    vision = options.cost.vision(table.image_tokens, table.vision_patches)
-    rows = (
-        Rows(table.tokens[batch], options, image_tokens=table.image_tokens[batch], vision_cost=vision[batch])
-        for batch in batches
-    )
-    return float(np.mean([lower_bound(one, num_ranks) for one in rows]))
-
-
-def _size_row(capacity: Capacity, size: int, slot_tokens: int, figures: dict[str, StepFigures]) -> SizeRow:
-    """Returns padding, time and memory of one size."""
-    tokens = token_budget(size, slot_tokens)
-    peak, terms = capacity.peak(tokens), capacity.terms(tokens)
-    parts = {short: terms[name] / GIB for short, name in {**SHRINKING_TERMS, 'inputs': 'inputs'}.items()}
-    return SizeRow(
-        size=size,
-        padding={method: of.padding_ratio for method, of in figures.items()},
-        cost={method: of.cost for method, of in figures.items()},
-        peak_gib=peak / GIB,
-        parts_gib={'model': peak / GIB - sum(parts.values()), **parts},
-        fits=peak <= capacity.limit,
-    )
-
-
-def _check(num_ranks: int, global_batch_size: int, device_memory_gib: float, safety: float) -> None:
     check_count('num_ranks', num_ranks)
     check_global_batch(global_batch_size, num_ranks)
     if not device_memory_gib > 0:
         raise ValueError(f'`device_memory_gib` must be positive, got: {device_memory_gib}.')
     if not 0 < safety <= 1:
         raise ValueError(f'`safety` must be over 0 and at most 1, got: {safety}.')
+    options = CutOptions(
+        slot_tokens=slot_tokens,
+        max_image_tokens=max_image_tokens,
+        width_multiple=width_multiple,
+        regroup=regroup,
+        equal_counts=equal_counts,
+        packing=packing,
+        cost=cost or CostModel(),
+        objective=cast(Literal['ddp', 'fsdp'], memory.strategy),
+    )
+    capacity = Capacity(memory, table, num_ranks, safety * device_memory_gib * GIB, max_image_tokens)
+    rows_per_rank = global_batch_size // num_ranks
+    size, slot = _largest_size(capacity, options, rows_per_rank)
+    max_tokens = token_budget(size, slot)
+    stock_size = capacity.of_stock_composer().max_tokens() // int(table.tokens.max())
+    stock_size = max(min(stock_size, rows_per_rank), 1)
+    simulation = _Simulation(
+        table=table,
+        batches=draw_batches(len(table), global_batch_size, num_batches=NUM_BATCHES, seed=seed),
+        num_ranks=num_ranks,
+        options=options,
+        price=measured_cost or options.cost,
+        slot_tokens=slot,
+    )
+    size_rows = []
+    for compared_size in _compared_sizes(size, rows_per_rank):
+        figures = simulation.figures(compared_size, stock_size=compared_size)
+        size_rows.append(_size_row(capacity, compared_size, slot, figures))
+    fitting_image_tokens = None
+    if table.image_tokens.any():
+        fitting_image_tokens = capacity.fitting_image_tokens(max_tokens)
+    terms = capacity.terms(max_tokens)
+    limited_by = max(SHRINKING_TERMS, key=lambda part: terms[SHRINKING_TERMS[part]])
+    if size == rows_per_rank:
+        limited_by = 'global batch'
+    is_over_a_cap = (table.tokens > max_tokens) | (table.image_tokens > (max_image_tokens or max_tokens))
+    return SizingReport(
+        profile=table.profile(),
+        num_ranks=num_ranks,
+        global_batch_size=global_batch_size,
+        strategy=memory.strategy,
+        device_memory_gib=device_memory_gib,
+        safety=safety,
+        device_train_microbatch_size=size,
+        slot_tokens=slot,
+        max_image_tokens=max_image_tokens,
+        fitting_image_tokens=fitting_image_tokens,
+        logits=memory.logits,
+        most_logits=capacity.most_logits(max_tokens),
+        stock_microbatch_size=stock_size,
+        regroup=regroup,
+        width_multiple=width_multiple,
+        packing=packing,
+        binds=limited_by,
+        terms={name: num_bytes / GIB for name, num_bytes in terms.items()},
+        peak_gib=capacity.peak(max_tokens) / GIB,
+        memory_residual=memory.residual,
+        figures=simulation.figures(size, stock_size=stock_size),
+        bound=simulation.bound(max_tokens),
+        measured_cost=measured_cost,
+        seconds_per_unit=simulation.price.seconds_per_token,
+        seconds_per_step=seconds_per_step,
+        sizes=size_rows,
+        oversize=table.names(is_over_a_cap),
+        too_large=table.names(table.tokens > capacity.max_tokens()),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Simulation:
+    """The steps that are simulated for every microbatch size."""
+
+    table: SampleSizes
+    batches: Sequence[np.ndarray]
+    num_ranks: int
+    options: CutOptions
+    price: CostModel
+    slot_tokens: int
+
+    def figures(self, size: int, *, stock_size: int) -> dict[str, StepFigures]:
+        """Returns the figures of a step by method; `stock_size` is the microbatch size of stock Composer."""
+        options = replace(self.options, max_tokens=token_budget(size, self.slot_tokens))
+        figures = {}
+        for method in METHOD_NAMES:
+            figures[method] = simulate_steps(
+                self.table,
+                self.batches,
+                method=method,
+                num_ranks=self.num_ranks,
+                microbatch_rows=stock_size,
+                options=options,
+                price=self.price,
+            )
+        return figures
+
+    def bound(self, max_tokens: int) -> float:
+        """Returns the mean cost of a step that no plan can beat."""
+        options = replace(self.options, max_tokens=max_tokens, cost=self.price)
+        vision_costs = self.price.vision(self.table.image_tokens, self.table.vision_patches)
+        bounds = []
+        for batch in self.batches:
+            rows = Rows(
+                self.table.tokens[batch],
+                options,
+                image_tokens=self.table.image_tokens[batch],
+                vision_cost=vision_costs[batch],
+            )
+            bounds.append(lower_bound(rows, self.num_ranks))
+        return float(np.mean(bounds))
+
+
+def _largest_size(
+    capacity: Capacity,
+    options: CutOptions,
+    rows_per_rank: int,
+) -> tuple[int, int]:
+    """Returns the largest safe microbatch size and the width of its slots."""
+    fitting_tokens = capacity.max_tokens()
+    if fitting_tokens < int(capacity.table.tokens.min()):
+        raise ValueError(capacity.why_nothing_fits())
+    slot = options.slot_tokens
+    if slot is None:
+        longest = int(capacity.table.tokens.max())
+        slot = -(-longest // options.width_multiple) * options.width_multiple
+    slot = min(slot, fitting_tokens)  # one slot must fit
+    return min(fitting_tokens // slot, rows_per_rank), slot
+
+
+def _compared_sizes(size: int, rows_per_rank: int) -> list[int]:
+    """Returns the suggested size, and the powers of two up to twice as much."""
+    largest = min(2 * size, rows_per_rank)
+    powers = [1 << exponent for exponent in range(largest.bit_length())]
+    return sorted({size, *powers})
+
+
+def _size_row(
+    capacity: Capacity,
+    size: int,
+    slot_tokens: int,
+    figures: dict[str, StepFigures],
+) -> SizeRow:
+    """Returns padding, time and memory of one size."""
+    tokens = token_budget(size, slot_tokens)
+    peak = capacity.peak(tokens)
+    terms = capacity.terms(tokens)
+    parts = {short_name: terms[name] / GIB for short_name, name in SHRINKING_TERMS.items()}
+    parts['inputs'] = terms['inputs'] / GIB
+    return SizeRow(
+        size=size,
+        padding={method: of_method.padding_ratio for method, of_method in figures.items()},
+        cost={method: of_method.cost for method, of_method in figures.items()},
+        peak_gib=peak / GIB,
+        parts_gib={'model': peak / GIB - sum(parts.values()), **parts},
+        fits=peak <= capacity.limit,
+    )
 
 
 def _largest(fits: Callable[[int], bool]) -> int:
-    """Returns the largest number for which a predicate holds that is true up to some number; 0 where it never does."""
+    """Returns the largest number that fits, if all smaller ones fit too; 0 if none fits."""
     return bisect(range(1, MOST_TOKENS), False, key=lambda number: not fits(number))

@@ -1,17 +1,23 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Modes of torch under which a model runs without memory: control flow of real data, types of a GPU, bytes by part."""
+"""Modes of torch under which a model runs without memory.
+
+:class:`RealInputs` computes with the real batch, so that a model can branch on its values. :class:`CudaAutocast` gives
+tensors the types that they have on a GPU. :class:`MemoryTracker` counts their bytes by part.
+"""
 
 from __future__ import annotations
 
 import weakref
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from composer_tokacc.compat import (
     FakeTensor,
@@ -21,71 +27,81 @@ from composer_tokacc.compat import (
     tree_flatten,
     tree_iter,
     tree_map_only,
-    tree_unflatten,
 )
 from composer_tokacc.model_structure import vision_modules
 
 aten: Any = torch.ops.aten
 ask_device: Any = torch.ops.prim.device
-INDEXING = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default)
+INDEXING_OPERATIONS = (
+    aten.index.Tensor,
+    aten.index_put.default,
+    aten.index_put_.default,
+    aten._index_put_impl_.default,
+)
 LARGEST_REAL = 1 << 22
-"""Numbers of a float tensor that stays real: a mask in floats is rows x width^2 of them, and SDPA makes one a layer.
-Gemma 4 looks at 705,600 an image, which say where its patches are pooled."""
+"""Most numbers of a float tensor that stays real. A mask in floats has rows x width^2 numbers, and SDPA makes one for
+each layer, so large ones must not take memory. Gemma 4 reads 705,600 numbers of an image, which say where its patches
+are pooled."""
 TRACKED_PARTS = ('text', 'logits', 'vision', 'weights')
-"""``weights`` are copies that autocast makes of parameters."""
+"""``weights`` are the copies of parameters that autocast makes."""
 
 
 class SharedFakeMode(FakeTensorMode):
-    """A mode of fake tensors that copies of a module share."""
+    """A mode of fake tensors that is shared by copies of a module."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedFakeMode:
-        # peft copies modules, with their tensors and the mode of these, whose memory would be freed twice.
+        # peft copies modules with their tensors, and so their mode. The memory of a copied mode would be freed twice.
         return self
 
 
 class RealInputs(TorchDispatchMode):
-    """Computes for real what no weight enters; everything else is a fake tensor.
+    """Computes results that depend only on the batch for real, and makes everything else a fake tensor.
 
-    Vision-language models look at their inputs: how many image tokens there are, how large each image's grid is, which
-    images are padding, whether any row is padded. ``FakeTensorMode`` alone stops there. A batch is small, so it stays
-    real, and so does what follows from it alone; only large floats that do (masks, cast pixels) are made fake.
+    Vision-language models read their inputs: how many image tokens there are, how large the grid of each image is,
+    which images are padding, whether a row is padded. ``FakeTensorMode`` would stop there. The batch is small, so it
+    stays real, and so do results that depend only on it. Large float tensors among them (masks, cast pixels) are made
+    fake.
     """
 
     def __init__(self, fake_mode: FakeTensorMode) -> None:
         super().__init__()
         self.fake_mode = fake_mode
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        flat, spec = tree_flatten((args, kwargs or {}))
-        tensors = [value for value in flat if isinstance(value, torch.Tensor)]
-        if not any(isinstance(value, FakeTensor) for value in tensors):
-            # No weight has entered yet: the operation runs for real.
-            own = {storage_key(tensor) for tensor in tensors}
-            return tree_map_only(torch.Tensor, lambda made: self._thin(made, own), func(*args, **(kwargs or {})))
-        # A fake index of unknown values gives a result of unknown size; these indices are real, and say where.
-        if func in INDEXING:
-            args = (args[0], _by_position(args[1]), *args[2:])
-            flat, spec = tree_flatten((args, kwargs or {}))
-        elif func is aten.masked_select.default and not isinstance(args[1], FakeTensor):
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        values, _ = tree_flatten((args, kwargs))
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            input_storages = {storage_key(tensor) for tensor in tensors}
+            result = func(*args, **kwargs)
+            return tree_map_only(torch.Tensor, lambda tensor: self._without_memory(tensor, input_storages), result)
+        # The result of indexing with a mask has as many elements as the mask has set. A fake mask has no values, but
+        # these masks are real.
+        if func is aten.masked_select.default and not isinstance(args[1], FakeTensor):
             mask = args[1].expand(args[0].shape)
             return self.__torch_dispatch__(aten.index.Tensor, types, (args[0], [mask]))
+        if func in INDEXING_OPERATIONS:
+            args = (args[0], _without_masks(args[1]), *args[2:])
         with self.fake_mode:
-            flat = [self._fake(value) if isinstance(value, torch.Tensor) else value for value in flat]
-            args, kwargs = tree_unflatten(flat, spec)
+            args, kwargs = tree_map_only(torch.Tensor, self._fake, (args, kwargs))
             return func(*args, **kwargs)
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if isinstance(tensor, FakeTensor) else self.fake_mode.from_tensor(tensor, static_shapes=True)
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        return self.fake_mode.from_tensor(tensor, static_shapes=True)
 
-    def _thin(self, tensor: torch.Tensor, inputs: set[int]) -> torch.Tensor:
-        """Makes a large new tensor of floats fake; a view of an input stays what it is."""
-        large = tensor.is_floating_point() and tensor.numel() > LARGEST_REAL
-        return self._fake(tensor) if large and storage_key(tensor) not in inputs else tensor
+    def _without_memory(self, tensor: torch.Tensor, input_storages: set[int]) -> torch.Tensor:
+        """Makes a large new float tensor fake. A view of an input stays as it is."""
+        is_large = tensor.is_floating_point() and tensor.numel() > LARGEST_REAL
+        if is_large and storage_key(tensor) not in input_storages:
+            return self._fake(tensor)
+        return tensor
 
 
-def _by_position(indices: Any) -> list[Any]:
-    """Returns real boolean indices as positions: the size of the result is then known."""
-    positions: list[Any] = []
+def _without_masks(indices: Sequence[object]) -> list[object]:
+    """Returns the indices with the positions of real masks instead of these masks."""
+    positions: list[object] = []
     for index in indices:
         if isinstance(index, torch.Tensor) and index.dtype == torch.bool and not isinstance(index, FakeTensor):
             positions.extend(index.nonzero().unbind(dim=1))
@@ -95,17 +111,31 @@ def _by_position(indices: Any) -> list[Any]:
 
 
 class CudaAutocast(TorchFunctionMode):
-    """Makes autocast on the CPU compute in float32 what autocast on a GPU does, since its outputs are larger then."""
+    """Has autocast on the CPU compute in float32 where autocast on a GPU does. The outputs are larger there."""
 
-    # torch/amp, "CUDA ops that autocast to float32", as far as transformers use them.
+    # From "CUDA ops that autocast to float32" in the documentation of torch.amp, those that transformers use.
     FLOAT32 = (
-        *(getattr(nn.functional, name) for name in ('layer_norm', 'group_norm', 'softmax', 'log_softmax')),
-        *(getattr(nn.functional, name) for name in ('cross_entropy', 'nll_loss')),
-        *(getattr(torch, name) for name in ('softmax', 'log_softmax', 'layer_norm', 'rsqrt', 'exp', 'log')),
-        *(getattr(owner, name) for owner in (torch, torch.Tensor) for name in ('pow', 'cumsum', 'sum')),
+        F.layer_norm,
+        F.group_norm,
+        F.softmax,
+        F.log_softmax,
+        F.cross_entropy,
+        F.nll_loss,
+        torch.softmax,
+        torch.log_softmax,
+        torch.layer_norm,
+        torch.rsqrt,
+        torch.exp,
+        torch.log,
+        torch.pow,
+        torch.cumsum,
+        torch.sum,
+        torch.Tensor.pow,
+        torch.Tensor.cumsum,
+        torch.Tensor.sum,
     )
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in self.FLOAT32 and torch.is_autocast_enabled('cpu'):
             args, kwargs = tree_map_only(torch.Tensor, _upcast, (args, kwargs))
@@ -119,10 +149,10 @@ def _upcast(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Counts the bytes of every tensor made while it is active, by part, until the tensor dies.
+    """Counts the bytes of tensors by part, from the operation that makes a tensor until its memory is freed.
 
-    torch's own ``MemTracker`` tells activations from gradients, but not text from logits and vision encoder; the tests
-    hold the two against each other. Logits are told by their last dimension, `vocab_size`.
+    torch's own ``MemTracker`` separates activations and gradients, but not text, logits and vision encoder. The tests
+    compare the totals of both. A tensor whose last dimension is `vocab_size` counts as logits.
     """
 
     def __init__(self, model: nn.Module, vocab_size: int) -> None:
@@ -130,14 +160,13 @@ class MemoryTracker(TorchDispatchMode):
         self.vocab_size = vocab_size
         self.current: dict[str, int] = dict.fromkeys(TRACKED_PARTS, 0)
         self.peak = dict(self.current)
-        self._depth = 0  # of encoders that are running, one inside the other
-        # Finalizers by storage, for as long as it lives.
-        self._counted: dict[int, weakref.finalize] = {}
+        self._num_running_encoders = 0  # nested in each other
+        self._finalizers: dict[int, weakref.finalize] = {}  # by storage, until it is freed
         self._parameters = {storage_key(tensor) for tensor in [*model.parameters(), *model.buffers()]}
-        self._handles: list[Any] = []
+        self._handles: list[RemovableHandle] = []
         for module in vision_modules(model):
-            self._handles.append(module.register_forward_pre_hook(partial(self._nest, 1)))
-            self._handles.append(module.register_forward_hook(partial(self._nest, -1)))
+            self._handles.append(module.register_forward_pre_hook(self._enter_encoder))
+            self._handles.append(module.register_forward_hook(self._leave_encoder))
 
     def close(self) -> None:
         """Takes the hooks off the model."""
@@ -145,40 +174,47 @@ class MemoryTracker(TorchDispatchMode):
             handle.remove()
 
     def restart_peak(self) -> None:
-        """Forgets the peak: it is what is held now."""
+        """Sets the peak to the present bytes."""
         self.peak = dict(self.current)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is ask_device.default:  # more than half of all calls; each further mode would take its turn
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        if func is ask_device.default:
+            # More than half of all calls. Answered here, because each of the other modes would handle it as well.
             return args[0].device
         result = func(*args, **(kwargs or {}))
         for tensor in tree_iter(result):
             is_dense = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided
-            if is_dense and storage_key(tensor) not in self._counted:
+            if is_dense and storage_key(tensor) not in self._finalizers:
                 self.enter(tensor, self._part(tensor, func, args))
         if sum(self.current.values()) > sum(self.peak.values()):
             self.restart_peak()
         return result
 
     def enter(self, tensor: torch.Tensor, part: str) -> None:
-        """Counts a tensor under a part, unless its memory is counted already or a parameter's."""
-        storage, key = tensor.untyped_storage(), storage_key(tensor)
-        if key in self._counted or key in self._parameters:
+        """Counts a tensor under a part, unless its memory is counted already or is that of a parameter."""
+        storage = tensor.untyped_storage()
+        key = storage_key(tensor)
+        if key in self._finalizers or key in self._parameters:
             return
         self.current[part] += storage.nbytes()
-        self._counted[key] = weakref.finalize(storage, self._leave, key, part, storage.nbytes())
+        self._finalizers[key] = weakref.finalize(storage, self._leave, key, part, storage.nbytes())
 
     def _leave(self, key: int, part: str, num_bytes: int) -> None:
-        self._counted.pop(key, None)
+        self._finalizers.pop(key, None)
         self.current[part] -= num_bytes
 
     def _part(self, tensor: torch.Tensor, func: Any, args: Any) -> str:
         if func is aten._to_copy.default and storage_key(args[0]) in self._parameters:
             return 'weights'
-        if self._depth:
+        if self._num_running_encoders:
             return 'vision'
-        # Attention over as many positions has four dimensions.
-        return 'logits' if tensor.dim() in (2, 3) and tensor.shape[-1] == self.vocab_size else 'text'
+        # Attention may also have a last dimension of this size, but it has four dimensions.
+        if tensor.dim() in (2, 3) and tensor.shape[-1] == self.vocab_size:
+            return 'logits'
+        return 'text'
 
-    def _nest(self, by: int, *_: Any) -> None:
-        self._depth += by
+    def _enter_encoder(self, *_: object) -> None:
+        self._num_running_encoders += 1
+
+    def _leave_encoder(self, *_: object) -> None:
+        self._num_running_encoders -= 1

@@ -13,6 +13,7 @@ import os
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -23,7 +24,7 @@ from PIL import Image
 from composer_tokacc import RegroupingBatchSampler
 from composer_tokacc.data import LlavaDataset
 from composer_tokacc.planning import CutOptions
-from composer_tokacc.programs.rehearsal import _heaviest
+from composer_tokacc.programs.rehearsal import PlannedRun, heaviest, largest_candidates
 from tests.support.family_media import MEDIA
 
 HERE, GREY, BLUE, RED = Path(__file__).parent, '#b8c4d6', '#3b6fb6', '#c8553d'
@@ -40,8 +41,10 @@ def rehearsal(path: Path) -> None:
         range(2_000), lengths=lengths, image_tokens=images, global_batch_size=64, max_tokens=BUDGET,
         num_replicas=2, rank=0,
     )  # fmt: skip
-    state = SimpleNamespace(max_duration=Time.from_epoch(3), timestamp=Timestamp())
-    chosen, num_steps = _heaviest(state, sampler, CutOptions(max_tokens=BUDGET), None, packed=False)
+    state: Any = SimpleNamespace(dataloader=None, max_duration=Time.from_epoch(3), timestamp=Timestamp())
+    run = PlannedRun(state=state, sampler=sampler, memory=None, labels_per_sample=None)
+    largest, num_steps = largest_candidates(run, CutOptions(max_tokens=BUDGET))
+    chosen = heaviest(largest, None)
     planned = []
     for epoch in range(3):
         sampler.set_epoch(epoch)

@@ -48,7 +48,7 @@ def compiled_run(batches, **options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('packing', [False, True], ids=['padded', 'packed'])
-def test_lognormal_lengths_compile_few_graphs_and_stay_exact(packing, fresh_dynamo):
+def test_lognormal_lengths_compile_few_graphs(packing, fresh_dynamo):
     batches = list(lognormal_batches())
     steps = compiled_run(batches, packing=packing)
     assert 0 < fresh_dynamo['stats']['unique_graphs'] <= MOST_GRAPHS[packing], dict(fresh_dynamo['stats'])

@@ -32,7 +32,7 @@ def test_weights_of_a_step_by_hand():
 
 
 @pytest.mark.parametrize('size', [1, 2, 4])
-def test_a_plain_loop_has_the_gradient_of_the_whole_batch(size):
+def test_plain_loop_is_exact(size):
     model, rows = text_model(), text_rows(RAGGED)
     expected, _ = reference_gradients(model, collate(rows))
     microbatches = [collate(rows[start : start + size]) for start in range(0, len(rows), size)]
@@ -42,7 +42,7 @@ def test_a_plain_loop_has_the_gradient_of_the_whole_batch(size):
     assert relative_error(found, expected) < 1e-6
 
 
-def test_an_unknown_rule_is_refused_rather_than_counted_as_causal():
+def test_unknown_rule_is_refused():
     batch = collate(text_rows(RAGGED))
     with pytest.raises(ValueError, match=r"`loss_tokens` must be one of .*, got: 'auto'"):
         step_loss_weights([batch], loss_tokens='auto')
@@ -50,12 +50,12 @@ def test_an_unknown_rule_is_refused_rather_than_counted_as_causal():
         apply_token_weights(torch.zeros(6, 14, 9), batch, 'sqrt', loss_tokens='shifted')
 
 
-def test_a_microbatch_without_loss_tokens_weighs_nothing():
+def test_microbatch_without_loss_tokens():
     rows = text_rows([(5, 3), (5, 0)])
     assert step_loss_weights([collate(rows[:1]), collate(rows[1:])]) == [1.0, 0.0]
 
 
-def test_labels_that_the_model_does_not_count_are_not_counted():
+def test_labels_that_do_not_count():
     batch = {'labels': torch.tensor([[7, 8, 9, 9]]), 'attention_mask': torch.tensor([[1, 1, 1, 0]])}
     other = {'labels': torch.tensor([[7, 8, -100, -100]]), 'attention_mask': torch.ones(1, 4)}
     # causal 3 and 1, causal_attended 2 and 1, unshifted 4 and 2
@@ -126,7 +126,7 @@ def test_packed_rows_come_back_masked():
 
 
 @pytest.mark.parametrize('function', [step_loss_weights, lambda batches: list(weighted_microbatches(batches))])
-def test_number_of_items_beside_factors_is_refused(function):
+def test_number_of_items_beside_factors(function):
     """The model divides a sum by it, and the factor would weigh this again: 66 % off."""
     microbatches = [collate(text_rows(RAGGED[:2])), collate(text_rows(RAGGED[2:]))]
     microbatches[1]['num_items_in_batch'] = torch.tensor(26)

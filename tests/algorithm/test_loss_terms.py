@@ -10,7 +10,7 @@ import torch
 from composer.models import HuggingFaceModel
 
 from composer_tokacc import TokenAccumulation, token_data_spec
-from composer_tokacc.metadata import with_metadata
+from composer_tokacc.row_counts import RowCounts, with_rows
 from tests.support.text import collate, text_model, text_rows
 from tests.support.training import fit, loader, relative_error
 
@@ -75,8 +75,7 @@ def expected_total(model, batch, microbatch_size, *, absent=()):
     return {'lm': lm, 'contrastive': contrastive, 'router': torch.stack(routers).mean()}
 
 
-@pytest.mark.parametrize('form', ['dict', 'total'])
-@pytest.mark.parametrize('microbatch_size', [1, 2, 3, 5])
+@pytest.mark.parametrize(('form', 'microbatch_size'), [('dict', 1), ('dict', 3), ('total', 2), ('total', 5)])
 def test_every_term_has_its_own_denominator(form, microbatch_size):
     model = text_model()
     batch = collate(text_rows(SHAPE))
@@ -102,7 +101,7 @@ def test_term_absent_in_some_microbatches():
 
 
 @pytest.mark.parametrize('microbatch_size', [1, 2])
-def test_tuple_losses_are_all_means_over_tokens(microbatch_size):
+def test_tuple_losses_are_token_means(microbatch_size):
     model = text_model()
     batch = collate(text_rows(SHAPE))
     expected = gradients_of(model, 3 * expected_total(model, batch, 1)['lm'])
@@ -111,7 +110,7 @@ def test_tuple_losses_are_all_means_over_tokens(microbatch_size):
     assert relative_error(recorder.gradients, expected) < 1e-6
 
 
-def test_number_of_microbatches_of_our_split_is_known():
+def test_number_of_microbatches_is_known():
     model = text_model()
     batch = collate(text_rows(SHAPE))
     # In order, under a budget of 2 x 14 tokens: rows 0 to 2, then 3 with 4.
@@ -127,28 +126,28 @@ def test_number_of_microbatches_of_our_split_is_known():
     assert recorder.logged('loss/train/router') == pytest.approx([terms['router'].item()], rel=1e-6)
 
 
-def test_term_without_unit_is_refused_by_name():
+def test_term_without_unit_is_refused():
     model = TermsModel(text_model())
     units = {'lm': 'tokens', 'router': 'microbatches'}
     with pytest.raises(RuntimeError, match="no unit for 'contrastive'"):
         fit(model, loader(collate(text_rows(SHAPE))), loss_units=units)
 
 
-def test_units_without_a_dict_loss_are_refused():
+def test_units_without_a_dict_loss():
     with pytest.raises(RuntimeError, match='must go with a dict loss'):
         fit(text_model(), loader(collate(text_rows(SHAPE))), loss_units={'lm': 'tokens'})
 
 
-@pytest.mark.parametrize('wrapped', [False, True])
-@pytest.mark.parametrize('microbatch_size', [1, 2, 5])
-@pytest.mark.parametrize('copies', [0, 1])
+@pytest.mark.parametrize(
+    ('copies', 'microbatch_size', 'wrapped'), [(0, 1, False), (0, 2, True), (0, 5, False), (1, 1, True), (1, 2, True)]
+)
 def test_loss_of_samples_alone(copies, microbatch_size, wrapped):
     model, batch = text_model(), collate(text_rows(SHAPE))
     rows = len(SHAPE) - copies
     logits = model(input_ids=batch['input_ids'], attention_mask=batch['attention_mask']).logits
     expected = gradients_of(model, summed_by_row(logits, batch['labels'])[:rows].mean() / 10)
     model.zero_grad()
-    given = with_metadata(batch, samples=[1] * rows + [0] * copies) if copies else batch
+    given = with_rows(batch, [RowCounts()] * rows + [RowCounts(samples=0)] * copies) if copies else batch
     data = token_data_spec(loader(given)) if wrapped or copies else loader(given)
     recorder = fit(
         SequenceLoss(model, use_logits=True), data, loss_units={'lm': 'samples'}, microbatch_size=microbatch_size
@@ -163,17 +162,17 @@ class NormTerm(HuggingFaceModel):
         return {'lm': outputs['loss'], 'norm': outputs['logits'][:, 0].square().mean()}
 
 
-def test_term_of_samples_that_ignores_labels_is_refused_beside_a_row_that_fills_up_a_rank():
+def test_sample_term_beside_a_dummy_row():
     model: HuggingFaceModel = NormTerm(text_model(), shift_labels=True, use_logits=True)
     rows = len(SHAPE)
     batch, algorithm = collate(text_rows(SHAPE)), TokenAccumulation(loss_units={'lm': 'tokens', 'norm': 'samples'})
     fit(model, batch, algorithms=[algorithm], microbatch_size=rows)
-    given = with_metadata(batch, samples=[1] * (rows - 1) + [0])
+    given = with_rows(batch, [RowCounts()] * (rows - 1) + [RowCounts(samples=0)])
     with pytest.raises(RuntimeError, match='got: a gradient in 1 of 5 rows'):
         fit(model, given, algorithms=[algorithm], microbatch_size=rows)
 
 
-def test_noise_that_is_scaled_by_the_width_is_said(caplog):
+def test_noise_scaled_by_width_is_said(caplog):
     model = text_model()
     setattr(model.model.embed_tokens, 'neftune_noise_alpha', 5.0)  # noqa: B010
     with caplog.at_level(logging.WARNING):
@@ -186,6 +185,6 @@ def test_state_holds_what_composers_algorithms_save():
     assert algorithm.state_dict()['repr'] == repr(algorithm)
 
 
-def test_loss_of_samples_alone_takes_no_weights_of_tokens():
+def test_loss_of_samples_without_token_weights():
     with pytest.raises(ValueError, match="`token_weights` must be 'token'"):
         TokenAccumulation(loss_units={'lm': 'samples'}, token_weights='sample')

@@ -42,7 +42,7 @@ def test_rehearsal_of_all_parts(tmp_path, monkeypatch):
     assert methods['stock']['padding'] > methods['ours']['padding'] >= methods['packing']['padding'] == 0
 
 
-def test_failed_part_is_written_with_its_traceback(tmp_path):
+def test_failed_part_keeps_its_traceback(tmp_path):
     def fail():
         raise RuntimeError('no such kernel')
 

@@ -20,7 +20,7 @@ def test_program_is_short_enough_to_copy(program):
     assert len([line for line in lines if line]) <= 25
 
 
-def test_page_shows_the_output_of_the_programs():
+def test_page_shows_output_of_programs():
     rows = prove.rows_there()
     page = prove.PAGE.read_text()
     assert sorted(rows) == prove.programs()

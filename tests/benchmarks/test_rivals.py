@@ -62,7 +62,7 @@ def test_results_have_titles_and_settings():
         assert 'error' in cell or cell['settings']
 
 
-def test_faster_rival_is_named_with_its_cell():
+def test_faster_rival_is_named():
     cells = [cell for cell in copy.deepcopy(report.read()['cells']) if 'rounds' in cell]
     odb = next(cell for cell in cells if cell['rival'] == 'odb')
     for each_round in odb['rounds']:
@@ -80,7 +80,7 @@ def test_contender_over_the_cap_is_named():
     assert 'over the cap, in all sets: none.' not in report.reached_the_model(cells)
 
 
-def test_rounds_of_two_runs_are_not_paired():
+def test_rounds_of_two_runs():
     cells = []
     for name, speeds in (
         ('ours', [10.0, 30.0, 40.0]),
@@ -101,7 +101,7 @@ def test_rounds_of_two_runs_are_not_paired():
     assert report.against(cells, 'odb') == pytest.approx(1.5)
 
 
-def test_packed_rows_are_as_many_as_the_page_says():
+def test_number_of_packed_rows():
     sizes = Sizes(model='llama')
     lengths = Samples(sizes, lengths_of('lognormal 0.9', sizes.mean)).lengths
     cells = report.cells_of_set(report.read()['cells'], report.SHOWN_SET)
@@ -184,7 +184,7 @@ def test_hooks_tell_dummy_rows_from_strangers():
     assert trace.num_dummy_rows == 1
 
 
-def test_documents_of_a_packed_row_are_samples():
+def test_documents_are_samples():
     sizes, samples = small_samples()
     model, optimizer = trained_model(sizes)
     documents = [samples[4], samples[7]]
@@ -230,7 +230,7 @@ def inspected(name, **changes):
         pytest.param('ours_packed', marks=pytest.mark.slow),
     ],
 )
-def test_our_epochs_keep_global_batches_and_cap(name):
+def test_our_epochs_keep_the_cap(name):
     cell = inspected(name)
     assert cell['global_batches'] == 'the same'
     assert cell['every_sample_once']

@@ -31,7 +31,7 @@ def test_lengths_without_tables_are_named_synthetic(monkeypatch):
         assert int((row['labels'] == -100).sum()) == num_image_tokens
 
 
-def test_results_of_other_samples_are_not_merged():
+def test_other_samples_are_not_merged():
     earlier = results()
     ours = [row for row in earlier if row['host'] == 'ours']
     assert token_weights.merged(earlier, ours) == earlier
@@ -40,7 +40,7 @@ def test_results_of_other_samples_are_not_merged():
         token_weights.merged(earlier, on_other_samples)
 
 
-def test_every_trainer_is_measured_on_all_samples():
+def test_trainers_are_measured_on_all_samples():
     rows = results()
     expected = {(host, *case) for host in token_weights.HOSTS for case in token_weights.CASES}
     assert {(row['host'], row['subject'], row['ranks']) for row in rows} == expected

@@ -214,7 +214,7 @@ def test_unweighted_term_is_refused_with_weights(token_weights):
     assert outcome.kind == 'refused', outcome
 
 
-@pytest.mark.parametrize('seed', range(4))
+@pytest.mark.parametrize('seed', range(2))
 @pytest.mark.parametrize('smoothing', [0.0, 0.1])
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
 def test_rounded_gradients_are_no_leak(dtype, smoothing, seed):

@@ -13,7 +13,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from composer_tokacc import token_data_spec
-from composer_tokacc.data_spec.cut_rules import CutRules
+from composer_tokacc.data_spec.pieces import CutRules
 from tests.support.text import VOCABULARY, collate, text_model, text_rows
 from tests.support.training import fit, hugging_face, loader, reference_gradients, relative_error
 
@@ -48,21 +48,21 @@ def test_padding_on_the_right_is_trimmed():
     assert rules_after(text_model(), collate(text_rows(SHAPE))) == CutRules(right='trim', right_width=14)
 
 
-def test_padding_on_the_left_is_trimmed_where_positions_follow_the_mask_or_are_relative():
+def test_padding_on_the_left_is_trimmed():
     assert rules_after(text_model(), collate(text_rows(SHAPE), side='left')) == CutRules(left='trim', left_width=14)
 
 
-def test_positions_from_column_zero_are_written_where_the_model_takes_them():
+def test_positions_are_written_if_taken():
     assert rules_after(gpt2(), collate(text_rows(SHAPE), side='left')) == CutRules(left='shift', left_width=14)
 
 
-def test_padding_that_moves_positions_stays_where_the_model_takes_none():
+def test_padding_stays_if_positions_move():
     model = Deaf(gpt2().config)
     assert rules_after(model, collate(text_rows(SHAPE), side='left')) == CutRules(left='keep', left_width=14)
 
 
 @pytest.mark.parametrize('side', ['left', 'right'])
-def test_padding_that_comes_after_the_first_batch_is_proven_before_the_optimizer_moves(side):
+def test_later_padding_is_proven_first(side):
     model = gpt2()
     batches = [collate(text_rows(EVEN)), collate(text_rows(SHAPE), side=side), collate(text_rows(SHAPE[1:]), side=side)]
     data = token_data_spec(loader(*batches))
@@ -83,7 +83,7 @@ class Writing(GPT2LMHeadModel):
 
 @pytest.mark.parametrize('by', ['model', 'transforms'])
 @pytest.mark.parametrize('shape', [[(9, 3)], [(14, 11), (5, 3)]], ids=['one row', 'longest first'])
-def test_the_check_leaves_the_batch_alone_though_models_and_transforms_write_into_it(by, shape):
+def test_check_leaves_the_batch_alone(by, shape):
     model = (Writing if by == 'model' else GPT2LMHeadModel)(gpt2().config)
     batch, options = collate(text_rows(shape)), {}
     given = {**batch, 'input_ids': (batch['input_ids'] + 1) % VOCABULARY}
@@ -104,7 +104,7 @@ class Meddling(torch.nn.Module):
 
 
 @pytest.mark.parametrize('make', [lambda batch: loader(batch), lambda batch: token_data_spec(loader(batch))])
-def test_rows_that_see_each_other_are_refused_by_name_and_nothing_moves(make):
+def test_coupled_rows_are_refused_by_name(make):
     model = text_model()
     model.model.embed_tokens = torch.nn.Sequential(model.model.embed_tokens, Meddling())
     before = copy.deepcopy(model.state_dict())
@@ -119,7 +119,7 @@ def test_rows_that_see_each_other_are_refused_by_name_and_nothing_moves(make):
 
 
 @pytest.mark.parametrize('logits', [True, False])
-def test_rows_that_see_each_other_are_refused_with_and_without_logits(logits):
+def test_coupled_rows_without_logits(logits):
     model = text_model()
     model.model.embed_tokens = torch.nn.Sequential(model.model.embed_tokens, Meddling())
     wrapped = hugging_face(model)
@@ -130,7 +130,7 @@ def test_rows_that_see_each_other_are_refused_with_and_without_logits(logits):
         fit(wrapped, loader(collate(text_rows(SHAPE))))
 
 
-def test_term_that_depends_on_the_company_is_refused_though_every_token_agrees():
+def test_term_that_couples_rows():
     wrapped = hugging_face(text_model())
     own = type(wrapped).loss
     wrapped.loss = lambda outputs, batch: (
@@ -141,13 +141,13 @@ def test_term_that_depends_on_the_company_is_refused_though_every_token_agrees()
 
 
 @pytest.mark.parametrize('side', ['left', 'right'])
-def test_healthy_model_with_bfloat16_weights_is_not_refused(side):
+def test_healthy_bfloat16_model_is_taken(side):
     model = text_model().to(torch.bfloat16)
     recorder = fit(model, collate(text_rows(SHAPE), side=side))
     assert recorder.gradients
 
 
-def test_label_on_a_first_token_behind_padding_keeps_its_padding_and_is_named_once(caplog):
+def test_label_on_first_token_behind_padding(caplog):
     batch = collate(text_rows([(4, 4), (5, 3), (9, 7), (14, 11)]), side='left')
     model = text_model()
     with caplog.at_level(logging.WARNING, logger='composer_tokacc'):
@@ -156,7 +156,7 @@ def test_label_on_a_first_token_behind_padding_keeps_its_padding_and_is_named_on
     assert sum('have a label on their first token' in record.message for record in caplog.records) == 1
 
 
-def test_the_check_is_logged_with_its_cost(caplog):
+def test_check_is_logged(caplog):
     with caplog.at_level(logging.INFO, logger='composer_tokacc'):
         rules_after(text_model(), collate(text_rows(SHAPE)))
     assert any('The first-batch check took' in record.message for record in caplog.records)

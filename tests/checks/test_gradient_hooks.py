@@ -35,21 +35,21 @@ def test_linear_hooks_stay(name):
 
 
 @pytest.mark.parametrize('name', OTHERS)
-def test_hooks_that_are_not_linear_are_refused_by_the_parameters_name(name):
+def test_nonlinear_hooks_are_refused(name):
     layer = torch.nn.Linear(4, 3)
     layer.weight.register_hook(OTHERS[name])
     with pytest.raises(RuntimeError, match=r"must be linear, got: .* on 'weight'"):
         check_gradient_hooks(layer)
 
 
-def test_an_optimizer_in_the_backward_is_refused():
+def test_optimizer_in_backward_is_refused():
     layer = torch.nn.Linear(4, 3)
     layer.bias.register_post_accumulate_grad_hook(lambda parameter: None)
     with pytest.raises(RuntimeError, match=r"step once a batch, got: .*'bias'"):
         check_gradient_hooks(layer)
 
 
-def test_a_run_with_a_linear_hook_is_exact_and_with_a_clamp_refused():
+def test_run_with_hooks():
     batch = collate(text_rows([(3, 2), (9, 8), (5, 1), (4, 4)]))
     model = text_model()
     weight = model.get_input_embeddings().weight

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from composer.models import ComposerModel
 
+from composer_tokacc import TokenMonitor
 from composer_tokacc.checks.logits import are_logits, targets_of
 from tests.support.text import collate, text_rows
 from tests.support.training import fit, loader, relative_error
@@ -66,6 +67,20 @@ def test_every_step_is_exact(frozen_head, microbatch_size):
     recorder = fit(model, first, second, microbatch_size=microbatch_size)
     for gradients, expected_gradients in zip(recorder.steps, expected, strict=True):
         assert relative_error(gradients, expected_gradients) < 1e-6
+
+
+@pytest.mark.parametrize('has_spec', [True, False])
+def test_monitor_logs_no_loss_of_states(has_spec):
+    """A cross-entropy of the states would be a number that means nothing."""
+    batch = {**collate(text_rows(SHAPE)), 'source': ['a', 'b', 'a', 'b']}
+    is_label = batch['labels'] != -100
+    batch['labels'][is_label] = batch['labels'][is_label] % HIDDEN
+    data = batch if has_spec else loader(batch)
+    recorder = fit(FusedHead(), data, callbacks=[TokenMonitor()], max_duration='1ba')
+    assert recorder.logged('token_monitor/source/a/tokens') == [9]
+    assert recorder.logged('token_monitor/source/a/weight') == [9 / 23]
+    assert recorder.logged('token_monitor/source/b/tokens') == [14]
+    assert 'token_monitor/source/a/loss' not in recorder.memory.data
 
 
 @pytest.mark.parametrize('frozen_head', [False, True])

@@ -85,13 +85,13 @@ def test_rule_is_where_the_gradient_is(loss, rule, with_logits):
     assert find_loss_rule(probe_of(loss, with_logits=with_logits), telling_row()) == rule
 
 
-def test_a_loss_that_is_not_a_number_is_named():
+def test_loss_of_nan_is_named():
     row = {**telling_row(), 'sample_ids': ['first']}
     with pytest.raises(RuntimeError, match=r"must be a number, got: nan \(sample 'first'\)"):
         find_loss_rule(probe_of(lambda logits, batch: causal(logits, batch) * torch.nan), row)
 
 
-def test_the_gradient_nearest_to_the_loss_decides():
+def test_nearest_gradient_decides():
     """The loss uses the states of every position too, but its labels are where the gradient by the logits is."""
     model = text_model()
 
@@ -107,13 +107,13 @@ def test_the_gradient_nearest_to_the_loss_decides():
     assert find_loss_rule(probe, telling_row()) == 'unshifted'
 
 
-def test_a_loss_without_a_gradient_fits_no_rule():
+def test_loss_without_gradient():
     with pytest.raises(RuntimeError, match=r'a gradient at the positions \[\] for labels at \[0, '):
         find_loss_rule(probe_of(lambda logits, batch: causal(logits, batch).detach()), telling_row())
 
 
 @pytest.mark.parametrize(('share', 'is_found'), [(1.0, True), (100.0, False)])
-def test_little_of_the_gradient_may_be_elsewhere(share, is_found):
+def test_little_gradient_elsewhere(share, is_found):
     def with_term(logits, batch):
         return causal(logits, batch) + share * logits.square().mean()
 
@@ -127,18 +127,18 @@ def test_little_of_the_gradient_may_be_elsewhere(share, is_found):
 
 @pytest.mark.parametrize('with_logits', [True, False])
 @pytest.mark.parametrize('loss', [over_all_positions, summed])
-def test_loss_that_is_no_mean_over_its_tokens_is_refused(loss, with_logits):
+def test_loss_that_is_no_mean(loss, with_logits):
     with pytest.raises(RuntimeError, match=r'must be the mean over its loss-generating tokens, got: .* times as much'):
         prove(loss, with_logits=with_logits)
 
 
-def test_labels_that_change_inside_the_forward_are_refused():
+def test_labels_that_change_in_forward():
     with pytest.raises(RuntimeError, match=r'no rule explains\. The model changes labels inside forward'):
         prove(truncated)
 
 
 @pytest.mark.parametrize('with_logits', [True, False])
-def test_rule_that_is_not_the_models_is_refused_with_the_right_one(with_logits):
+def test_wrong_rule_is_told_the_right(with_logits):
     with pytest.raises(RuntimeError, match=r"Set `loss_tokens='unshifted'`"):
         prove(unshifted, with_logits=with_logits, loss_tokens='causal')
 
@@ -146,12 +146,12 @@ def test_rule_that_is_not_the_models_is_refused_with_the_right_one(with_logits):
 @pytest.mark.parametrize(
     ('loss', 'scale'), [(causal, 1.0), (lambda *given: 7 * causal(*given), 7.0), (smoothed, None), (attended, 1.0)]
 )
-def test_tokens_weigh_the_same_or_are_not_measured_in_training(loss, scale):
+def test_scale_of_tokens(loss, scale):
     found = prove(loss).token_scale
     assert found == (scale if scale is None else pytest.approx(scale, rel=1e-5))
 
 
-def test_round_off_is_of_the_order_of_the_models_precision():
+def test_round_off_has_the_models_precision():
     row, found = text_row(40, 30), []
     for dtype in (torch.float32, torch.bfloat16):
         probe = probe_of(causal, model=text_model().to(dtype))
@@ -162,7 +162,7 @@ def test_round_off_is_of_the_order_of_the_models_precision():
     assert 1e-5 < found[1] < 1e-1
 
 
-def test_float32_weights_are_probed_in_float32_whatever_the_autocast():
+def test_float32_weights_are_probed_in_float32():
     row, probe = text_row(40, 30), probe_of(causal)
     expected = probe.run(row)
     with torch.autocast('cpu', dtype=torch.bfloat16):
@@ -171,7 +171,7 @@ def test_float32_weights_are_probed_in_float32_whatever_the_autocast():
     assert found.gradient_eps == torch.finfo(torch.float32).eps
 
 
-def test_kernel_that_knows_half_precision_only_is_probed_in_the_runs_own():
+def test_kernel_of_half_precision_only():
     model = text_model()
 
     def forward(batch):
@@ -186,7 +186,7 @@ def test_kernel_that_knows_half_precision_only_is_probed_in_the_runs_own():
     assert find_loss_rule(probe, telling_row()) == 'causal'
 
 
-def test_no_dropout_drops_whatever_asks_for_it():
+def test_no_dropout_drops():
     """That of attention is an argument of a kernel, and others call the function."""
 
     def loss(logits, batch):
@@ -199,7 +199,7 @@ def test_no_dropout_drops_whatever_asks_for_it():
     assert probe.is_training
 
 
-def test_a_forward_that_is_random_all_the_same_is_looked_at_in_evaluation():
+def test_random_forward_is_probed_in_evaluation():
     model = text_model().train()
     model.model.norm.register_forward_hook(
         lambda module, args, output: output + torch.randn_like(output) * 0.1 if module.training else output
@@ -222,7 +222,7 @@ class Positions(torch.nn.Module):
 
 
 @pytest.mark.parametrize('shape', [(), (1,), (32,), (4, 32)])
-def test_what_a_weight_of_0_hides_is_seen_and_the_weight_left_alone(shape):
+def test_weights_of_0_hide_nothing(shape):
     model = text_model()
     model.model.embed_tokens = torch.nn.Sequential(model.model.embed_tokens, Positions(*shape))
     row = text_row(12, 6)
@@ -234,13 +234,13 @@ def test_what_a_weight_of_0_hides_is_seen_and_the_weight_left_alone(shape):
     assert all(map(torch.equal, model.parameters(), before))
 
 
-def test_a_layer_of_torchscript_is_run_as_it_is():
+def test_layer_of_torchscript():
     model = text_model()
     model.model.embed_tokens = torch.nn.Sequential(model.model.embed_tokens, torch.jit.script(torch.nn.LayerNorm(32)))
     assert find_loss_rule(probe_of(causal, model=model), telling_row()) == 'causal'
 
 
-def test_a_forward_that_fails_leaves_the_weights_alone():
+def test_failed_forward_leaves_weights_alone():
     model = text_model()
     probe, names = probe_of(causal, model=model), [sorted(vars(module)) for module in model.modules()]
     with pytest.raises(IndexError):
@@ -249,7 +249,7 @@ def test_a_forward_that_fails_leaves_the_weights_alone():
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
 
 
-def test_running_leaves_mode_and_random_numbers_alone():
+def test_probe_leaves_mode_alone():
     model = text_model(attention_dropout=0.5).train()
     model.model.layers[0].eval()
     modes = [module.training for module in model.modules()]

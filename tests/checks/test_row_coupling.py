@@ -21,12 +21,12 @@ def with_batch_norm():
 
 
 @pytest.mark.parametrize('regroup', [True, False])
-def test_batch_norm_in_training_mode_is_refused(regroup):
+def test_batch_norm_in_training(regroup):
     with pytest.raises(RuntimeError, match=r"1 BatchNorm in training mode, such as 'model\.extra'.*eval mode"):
         fit(with_batch_norm(), collate(text_rows(SHAPE)), regroup=regroup)
 
 
-def test_batch_norm_frozen_or_accepted_goes_on():
+def test_batch_norm_frozen_or_accepted():
     model = with_batch_norm()
     accepted = TokenAccumulation(loss_tokens='causal', check_loss=False)
     recorder = fit(model, collate(text_rows(SHAPE)), algorithms=[accepted])
@@ -43,9 +43,8 @@ def test_terms_that_couple_rows_refuse_regrouping(unit):
         fit(model, collate(text_rows(SHAPE)), algorithms=[algorithm])
 
 
-@pytest.mark.parametrize('regroup', [True, False])
-@pytest.mark.parametrize('microbatch_size', [1, 2, 3])
-def test_text_rows_beside_images_keep_their_losses_by_a_row_with_an_image(regroup, microbatch_size):
+@pytest.mark.parametrize(('regroup', 'microbatch_size'), [(True, 1), (True, 3), (False, 2)])
+def test_text_rows_beside_images(regroup, microbatch_size):
     """Mllama skips cross-attention without images, and lets a text row beside an image attend to padding."""
     case = FAMILIES['mllama']()
     batch = BatchLayout.for_model(case.config).concat(case.rows, pad_token_id=case.pad_token_id)

@@ -39,7 +39,7 @@ def test_one_token_with_padding(side):
     assert relative_error(recorder.steps[1], expected) < 1e-6
 
 
-def test_masked_models_have_a_loss_on_one_token():
+def test_masked_models_with_one_token():
     model = masked_model('modernbert')
     short, longer = masked_batch([1]), masked_batch([4, 9, 5])
     assert bool((short['labels'] != -100).all())

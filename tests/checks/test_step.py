@@ -17,6 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from composer_tokacc import TokenAccumulation
 from composer_tokacc.checks import step
 from composer_tokacc.checks.step import MicrobatchRecord
+from composer_tokacc.row_counts import RowCounts
 from tests.support.text import collate, text_model, text_rows
 from tests.support.training import fit, hugging_face, loader, reference_gradients, relative_error
 
@@ -78,9 +79,7 @@ class MaskAroundForward(Algorithm):
 @pytest.mark.parametrize(
     ('loss', 'labels_on_pads'), [(mean_of_rows, -100), (without_padding_id, 0), (sum_in_training, -100)]
 )
-def test_loss_that_shows_its_rule_only_later_is_refused_before_the_optimizer_moves(
-    loss, labels_on_pads, microbatch_size
-):
+def test_loss_that_changes_later_is_refused(loss, labels_on_pads, microbatch_size):
     model = with_loss(loss)
     before = copy.deepcopy(model.state_dict())
     first = collate(text_rows([(9, 4)] * 4)) if loss is without_padding_id else collate(text_rows(EVEN))
@@ -91,14 +90,14 @@ def test_loss_that_shows_its_rule_only_later_is_refused_before_the_optimizer_mov
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
-def test_labels_that_are_changed_around_the_forward_are_noticed():
+def test_labels_changed_around_the_forward():
     batch = collate(text_rows(UNEVEN))
     for algorithms in ([MaskAroundForward(), TokenAccumulation()], [TokenAccumulation(), MaskAroundForward()]):
         with pytest.raises(RuntimeError, match='an algorithm changes labels around the forward'):
             fit(text_model(), loader(batch), algorithms=algorithms)
 
 
-def test_healthy_steps_are_looked_at_and_not_refused():
+def test_healthy_steps_are_not_refused():
     batches = [collate(text_rows(UNEVEN)), collate(text_rows(EVEN), side='left')] * 10
     model = text_model()
     recorder = fit(model, *batches, max_duration='20ba')
@@ -107,7 +106,7 @@ def test_healthy_steps_are_looked_at_and_not_refused():
 
 
 @pytest.mark.parametrize(('token_weights', 'later'), [('token', 1), ('sqrt', 2)])
-def test_beside_the_chosen_microbatch_those_with_a_new_label_are_measured(monkeypatch, token_weights, later):
+def test_microbatches_with_new_labels_are_measured(monkeypatch, token_weights, later):
     batches = [collate(text_rows(UNEVEN)) for _ in range(14)]
     batches[8]['labels'][1, -2] = NEW_IN_CHOSEN  # of the first microbatch, which even steps choose
     batches[11]['labels'][1, -2] = NEW
@@ -131,7 +130,7 @@ KEPT = []
 
 
 @pytest.mark.parametrize('is_whole', [True, False])
-def test_tokens_of_a_vocabulary_that_ranks_share_are_measured_as_of_a_whole_one(is_whole, monkeypatch, tmp_path):
+def test_tokens_of_a_sharded_vocabulary(is_whole, monkeypatch, tmp_path):
     monkeypatch.setattr(step, 'NUM_SAMPLED', 100)  # every one, in the same order
     if own_group := not dist.is_initialized():
         dist.init_process_group('gloo', init_method=f'file://{tmp_path}/ranks', rank=0, world_size=1)
@@ -139,7 +138,8 @@ def test_tokens_of_a_vocabulary_that_ranks_share_are_measured_as_of_a_whole_one(
     shared = [distribute_tensor(one, init_device_mesh('cpu', (1,)), [Shard(2)]) for one in whole]
     found = []
     for logits, gradient in (whole, shared):
-        record = MicrobatchRecord(batch={'labels': torch.arange(15).view(3, 5) % 8}, rule='causal', num_tokens=12)
+        rows = [RowCounts(rule='causal', loss_tokens=4)] * 3
+        record = MicrobatchRecord(batch={'labels': torch.arange(15).view(3, 5) % 8}, rows=rows)
         record._measure(logits, None, 0.1, is_whole, gradient)
         found.append(record.deviations)
     if own_group:

@@ -125,7 +125,7 @@ def with_layers(*layers):
         (Settled, r'parametrizations\.weight\.0\._[uv]'),
     ],
 )
-def test_state_that_matters_is_refused_by_name(layer, name):
+def test_state_that_matters_is_refused(layer, name):
     model = with_layers(Statistic(), layer())
     before = {key: value.clone() for key, value in model.named_parameters() if value.requires_grad}
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -161,7 +161,7 @@ def test_state_in_evaluation_is_left_alone():
     assert relative_error(fit(model, batch).gradients, expected) < 1e-6
 
 
-def test_the_check_leaves_state_as_it_was():
+def test_check_leaves_state_alone():
     model = with_layers(Statistic())
     layer = model.model.embed_tokens[1]
     fit(model, collate(text_rows([(9, 4)] * 3)), microbatch_size=1)

@@ -95,16 +95,30 @@ def llava() -> Any:
 
 def llava_next() -> Any:
     images = pixels('LlavaNext', size={'shortest_edge': 16}, crop_size=SQUARE, image_grid_pinpoints=PINPOINTS)
-    return _of('LlavaNext', MISTRAL, _sentences(), image_processor=images, patch_size=4,
-               vision_feature_select_strategy='default', num_additional_image_tokens=1)  # fmt: skip
+    return _of(
+        'LlavaNext',
+        MISTRAL,
+        _sentences(),
+        image_processor=images,
+        patch_size=4,
+        vision_feature_select_strategy='default',
+        num_additional_image_tokens=1,
+    )
 
 
 def llava_onevision() -> Any:
     template = QWEN.replace('<|vision_start|><|image_pad|><|vision_end|>', '<image>')
     words = tokenizer('<video>', '<|im_start|>', '<|im_end|>', eos_token='<|im_end|>')
     images = pixels('LlavaOnevision', size=SQUARE, image_grid_pinpoints=PINPOINTS)
-    return _of('LlavaOnevision', template, words, image_processor=images, num_image_tokens=16,
-               vision_feature_select_strategy='full', videos='LlavaOnevision')  # fmt: skip
+    return _of(
+        'LlavaOnevision',
+        template,
+        words,
+        image_processor=images,
+        num_image_tokens=16,
+        vision_feature_select_strategy='full',
+        videos='LlavaOnevision',
+    )
 
 
 def qwen2_vl(name: str = 'Qwen2VL') -> Any:
@@ -128,19 +142,36 @@ WITHOUT_IMAGES = VICUNA.replace("{{ '<image>\\n' }}", '')
 
 
 def blip2(**options: Any) -> Any:
-    return _of('Blip2', WITHOUT_IMAGES, _sentences(), image_processor=pixels('Blip', size=SQUARE),
-               **{'num_query_tokens': 4, **options})  # fmt: skip
+    return _of(
+        'Blip2',
+        WITHOUT_IMAGES,
+        _sentences(),
+        image_processor=pixels('Blip', size=SQUARE),
+        **{'num_query_tokens': 4, **options},
+    )
 
 
 def instructblip(**options: Any) -> Any:
-    return _of('InstructBlip', WITHOUT_IMAGES, _sentences(), image_processor=pixels('Blip', size=SQUARE),
-               qformer_tokenizer=tokenizer(), **{'num_query_tokens': 4, **options})  # fmt: skip
+    return _of(
+        'InstructBlip',
+        WITHOUT_IMAGES,
+        _sentences(),
+        image_processor=pixels('Blip', size=SQUARE),
+        qformer_tokenizer=tokenizer(),
+        **{'num_query_tokens': 4, **options},
+    )
 
 
 def instructblipvideo() -> Any:
     clips = transformers.InstructBlipVideoVideoProcessor(size=SQUARE, **MEAN_STD)
-    return _of('InstructBlipVideo', WITHOUT_IMAGES, _sentences(), video_processor=clips, qformer_tokenizer=tokenizer(),
-               num_query_tokens=4)  # fmt: skip
+    return _of(
+        'InstructBlipVideo',
+        WITHOUT_IMAGES,
+        _sentences(),
+        video_processor=clips,
+        qformer_tokenizer=tokenizer(),
+        num_query_tokens=4,
+    )
 
 
 # Processor and the token that ends an answer.

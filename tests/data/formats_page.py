@@ -26,12 +26,26 @@ Made by `python -m tests.data.formats_page > docs/formats.md` from the records t
 
 def page() -> str:
     """Markdown: a table of what is used as meant, and one of what is refused."""
-    return '\n'.join([
-        HEAD, '## Used as meant', '', '| format | record | is read as |', '|---|---|---|',
-        *_used('', FORMATS), *_used(', videos and audio', MEDIA), '',
-        '## Refused', '', '| | record, or the part of it | message, behind id, file and line |', '|---|---|---|',
-        *_refused(),
-    ]) + '\n'  # fmt: skip
+    return (
+        '\n'.join(
+            [
+                HEAD,
+                '## Used as meant',
+                '',
+                '| format | record | is read as |',
+                '|---|---|---|',
+                *_used('', FORMATS),
+                *_used(', videos and audio', MEDIA),
+                '',
+                '## Refused',
+                '',
+                '| | record, or the part of it | message, behind id, file and line |',
+                '|---|---|---|',
+                *_refused(),
+            ]
+        )
+        + '\n'
+    )
 
 
 def _used(suffix: str, records: Mapping[str, Any]) -> Iterator[str]:

@@ -55,7 +55,8 @@ def test_lengths_and_errors_by_index():
         assert table.image_tokens[index] == sample['num_images'][0]
 
 
-def test_bad_samples_of_parts_are_left_out_by_their_place_in_the_whole(tmp_path):
+def test_bad_samples_of_parts(tmp_path):
+    """They are left out by their place in the whole."""
     parts = ConcatDataset([WithBadOnes(9), WithBadOnes(20)])
     processor = build_digits_processor()
     for _ in range(2):  # measured, then read again
@@ -75,7 +76,7 @@ def test_workers_find_the_same():
         build(dataset, num_workers=2)
 
 
-def test_other_errors_are_not_taken_for_bad_samples():
+def test_other_errors_are_no_bad_samples():
     class Broken(WithBadOnes):
         def __getitem__(self, index):
             raise KeyError('a programming error')
@@ -93,7 +94,7 @@ def write_records(folder, names, *, broken='bad.png'):
     return folder / 'data.json'
 
 
-def test_a_sample_is_read_once_in_the_life_of_a_run(tmp_path):
+def test_sample_is_read_once(tmp_path):
     path = write_records(tmp_path, ['good.png', 'bad.png', 'good.png'])
     CountingDataset.reads = []
 
@@ -121,7 +122,7 @@ def test_a_fixed_image_is_read_again(tmp_path):
     assert len(LlavaDataset(path, small(), **options)) == 2
 
 
-def test_a_kept_table_with_bad_samples_does_not_hide_them_from_a_run_that_raises(tmp_path):
+def test_kept_table_hides_no_bad_sample(tmp_path):
     path = write_records(tmp_path, ['good.png', 'bad.png'])
     LlavaDataset(path, small(), on_error='skip', lengths_folder=tmp_path / 'lengths')
     strict = LlavaDataset(path, small())
@@ -129,7 +130,7 @@ def test_a_kept_table_with_bad_samples_does_not_hide_them_from_a_run_that_raises
         length_table(strict, strict.encoder.processor, folder=tmp_path / 'lengths')
 
 
-def test_a_fault_of_the_program_is_no_bad_sample(tmp_path, monkeypatch):
+def test_program_fault_is_no_bad_sample(tmp_path, monkeypatch):
     path = write_records(tmp_path, ['good.png'])
     processor = small()
     dataset = LlavaDataset(path, processor)

@@ -59,7 +59,7 @@ def test_dropped_thoughts_are_refused_with_remedy():
         ConversationEncoder(qwen3())(CONVERSATION)
 
 
-def test_last_answer_is_learned_with_its_thought():
+def test_last_answer_with_its_thought():
     """The ids are those of the template, and the labels those of the reply to its generation prompt."""
     words = qwen3()
     sample = ConversationEncoder(words, train_on='last')(CONVERSATION)
@@ -71,7 +71,8 @@ def test_last_answer_is_learned_with_its_thought():
     assert learned(sample, words) == reply == '<think>\nAnother\n</think>\n\nBlue.<|im_end|>'
 
 
-def test_last_answer_without_thought_follows_the_empty_one():
+def test_last_answer_without_thought():
+    """It follows the empty thought that the template writes."""
     words = qwen3()
     conversation = [*CONVERSATION[:3], {'role': 'assistant', 'content': 'Blue.'}]
     sample = ConversationEncoder(words, train_on='last')(conversation)
@@ -80,7 +81,7 @@ def test_last_answer_without_thought_follows_the_empty_one():
     assert learned(sample, words) == 'Blue.<|im_end|>'
 
 
-def test_weight_0_does_the_same_for_a_record():
+def test_weight_0_of_a_record():
     words = qwen3()
     weighted = [CONVERSATION[0], {**CONVERSATION[1], 'weight': 0}, *CONVERSATION[2:]]
     expected = ConversationEncoder(words, train_on='last')(CONVERSATION)
@@ -89,7 +90,7 @@ def test_weight_0_does_the_same_for_a_record():
     assert torch.equal(sample['labels'], expected['labels'])
 
 
-def test_template_that_drops_every_thought_gets_no_such_remedy():
+def test_template_that_drops_every_thought():
     words = qwen3()
     words.chat_template = QWEN3.replace('loop.index0 > ns.last_query and', 'false and')
     for train_on in ('all', 'last'):
@@ -99,7 +100,7 @@ def test_template_that_drops_every_thought_gets_no_such_remedy():
         assert 'training template' in str(raised.value)
 
 
-def test_train_on_last_of_a_plain_template():
+def test_train_on_last_with_plain_template():
     processor = small()
     every, last = (ConversationEncoder(processor, train_on=option) for option in ('all', 'last'))
     plain = [{**message, 'content': message['content'].replace('<think>', '')} for message in CONVERSATION]
@@ -140,7 +141,7 @@ def test_added_end_token_is_named_once(caplog):
     assert learned(encoder(PLAIN), encoder.tokenizer) == 'Red.</s>Red.</s>'
 
 
-def test_text_stays_as_the_template_writes_it(caplog):
+def test_text_stays_as_written(caplog):
     chat_template._warn_of_added_token.cache_clear()
     processor = llava()
     encoder = ConversationEncoder(processor, add_end_token=False)
@@ -151,7 +152,7 @@ def test_text_stays_as_the_template_writes_it(caplog):
     assert not caplog.messages
 
 
-def test_end_token_behind_the_last_turn_only(caplog):
+def test_end_token_behind_last_turn_only(caplog):
     """A template that ends a conversation, not each turn: the token is trained where the template writes it."""
     chat_template._warn_of_added_token.cache_clear()
     processor = llava()
@@ -203,7 +204,7 @@ def test_image_of_a_tool_is_read(make, tmp_path):
     assert torch.equal(sample['pixel_values'], expected['pixel_values'])
 
 
-def test_template_that_drops_images_of_tools_is_refused(tmp_path):
+def test_dropped_images_of_tools_are_refused(tmp_path):
     processor = qwen2_vl()
     image = '{% if content["type"] == "image" %}'
     assert image in QWEN

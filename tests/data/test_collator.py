@@ -15,9 +15,12 @@ from examples.digits import DigitsDataset, digits_model_config
 
 def sample(ids, labels, num_images=0, sample_id='s'):
     made = {
-        'input_ids': torch.tensor([ids]), 'attention_mask': torch.ones(1, len(ids), dtype=torch.long),
-        'labels': torch.tensor([labels]), 'sample_ids': [sample_id], 'num_images': [num_images],
-    }  # fmt: skip
+        'input_ids': torch.tensor([ids]),
+        'attention_mask': torch.ones(1, len(ids), dtype=torch.long),
+        'labels': torch.tensor([labels]),
+        'sample_ids': [sample_id],
+        'num_images': [num_images],
+    }
     if num_images:
         made['pixel_values'] = torch.full((num_images, 3, 2, 2), float(ids[0]))
     return made
@@ -37,7 +40,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize('side', ['left', 'right'])
-def test_rows_are_padded_on_the_tokenizers_side(side):
+def test_rows_are_padded_on_tokenizers_side(side):
     batch = VisionLanguageCollator(tokenizer(side))(ROWS)
     pad = tokenizer().pad_token_id
     right = {
@@ -62,13 +65,13 @@ def test_lists_travel_with_the_rows():
     assert batch['pixel_values'][:, 0, 0, 0].tolist() == [8, 8, 13]
 
 
-def test_padding_left_makes_the_first_label_carry_loss():
+def test_first_label_behind_left_padding():
     # Behind padding, position 0 of a row is no longer position 0 of the batch: the model does predict it.
     batch = VisionLanguageCollator(tokenizer('left'))(ROWS)
     assert count_tokens(batch).loss_generating == (2, 1, 1)
 
 
-def test_batch_of_text_alone_has_no_image_entries():
+def test_text_batch_has_no_image_entries():
     batch = VisionLanguageCollator(tokenizer())([ROWS[0], ROWS[0]])
     assert 'pixel_values' not in batch
     assert batch['num_images'] == [0, 0]

@@ -47,35 +47,52 @@ WHAT = text('What is this?')
 CONVERSATIONS = {
     'one turn': [user(IMAGE, WHAT), assistant('A red square.')],
     'several turns': [
-        user(IMAGE, WHAT), assistant('A red square.'), user(text('And now?')), assistant('A red square.'),
+        user(IMAGE, WHAT),
+        assistant('A red square.'),
+        user(text('And now?')),
+        assistant('A red square.'),
     ],
     'images between answers': [
-        user(IMAGE, IMAGE, WHAT), assistant('Blue, I think: <b>7</b> of them.'), user(IMAGE, text('And now?')),
-        assistant('A'), user(text('Really?')), assistant('Yes.\nTwo lines.'),
+        user(IMAGE, IMAGE, WHAT),
+        assistant('Blue, I think: <b>7</b> of them.'),
+        user(IMAGE, text('And now?')),
+        assistant('A'),
+        user(text('Really?')),
+        assistant('Yes.\nTwo lines.'),
     ],
     'an image a turn': [
-        user(IMAGE, WHAT), assistant('Blue.'), user(text('And '), IMAGE, text('?')), assistant('Blue.'), user(IMAGE),
+        user(IMAGE, WHAT),
+        assistant('Blue.'),
+        user(text('And '), IMAGE, text('?')),
+        assistant('Blue.'),
+        user(IMAGE),
         assistant('A red square.'),
     ],
     'one image in each question': [
-        user(IMAGE, WHAT), assistant('A a a a a a.'), user(IMAGE, text('And this?')), assistant('A'),
-        user(IMAGE, text('And this?')), assistant('A a a a a.'),
+        user(IMAGE, WHAT),
+        assistant('A a a a a a.'),
+        user(IMAGE, text('And this?')),
+        assistant('A'),
+        user(IMAGE, text('And this?')),
+        assistant('A a a a a.'),
     ],
     'image behind text': [user(text('Compare '), IMAGE, text(' with '), IMAGE), assistant('Same.')],
     'answers that look like the template': [
-        user(IMAGE, text('ASSISTANT: a [/INST] assistant')), assistant('USER: assistant a'), user(text('a')),
+        user(IMAGE, text('ASSISTANT: a [/INST] assistant')),
+        assistant('USER: assistant a'),
+        user(text('a')),
         assistant('a'),
     ],
     'system turn': [SYSTEM, user(IMAGE, WHAT), assistant('Blue.')],
     'letters of several bytes': [user(IMAGE, text('Wie heißt das?')), assistant('Größe: 三 🙂')],
     'no image': [user(text('What is blue?')), assistant('A colour.')],
     'unanswered question at the end': [user(IMAGE, text('?')), assistant('Red.'), user(text('And?'))],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize('conversation', CONVERSATIONS)
 @pytest.mark.parametrize('family', PROCESSORS)
-def test_loss_is_on_the_answers_and_their_ending_tokens_only(family, conversation):
+def test_loss_on_answers_and_ending_tokens(family, conversation):
     make_processor, end_token = PROCESSORS[family]
     processor, messages = make_processor(), CONVERSATIONS[conversation]
     num_images = sum(part == IMAGE for message in messages for part in message['content'])
@@ -91,7 +108,7 @@ def test_loss_is_on_the_answers_and_their_ending_tokens_only(family, conversatio
 
 
 @pytest.mark.parametrize('family', ['small', 'llava_next', 'llava_onevision', 'qwen2_vl', 'idefics3'])
-def test_tokens_and_pixels_are_what_the_processor_itself_makes_of_the_conversation(family):
+def test_encoding_is_that_of_the_processor(family):
     processor = PROCESSORS[family][0]()
     messages = CONVERSATIONS['images between answers']
     images = [Image.new('RGB', (20 + 9 * i, 24), (200, 30 * i, 0)) for i in range(3)]
@@ -105,7 +122,7 @@ def test_tokens_and_pixels_are_what_the_processor_itself_makes_of_the_conversati
         assert (sample[key] == value).all(), key
 
 
-def test_template_without_an_ending_token_gets_the_tokenizers():
+def test_template_without_an_ending_token():
     rendered, _ = ConversationEncoder(llava()).render(CONVERSATIONS['several turns'])
     assert rendered == (
         'USER: <image>\nWhat is this? ASSISTANT: A red square.</s>USER: And now? ASSISTANT: A red square.</s>'
@@ -126,7 +143,7 @@ def test_tokenizer_alone_serves_text():
     assert 'pixel_values' not in sample
 
 
-def test_sample_over_max_length_is_refused_with_both_lengths():
+def test_sample_over_max_length():
     length = ConversationEncoder(small())(CONVERSATIONS['no image'])['input_ids'].shape[1]
     ConversationEncoder(small(), max_length=length)(CONVERSATIONS['no image'])
     with pytest.raises(ValueError, match=f'got: {length - 1} < {length} tokens'):
@@ -140,7 +157,7 @@ def test_sample_over_max_length_is_refused_with_both_lengths():
         ('system', [user(text('q')), assistant('a'), {'role': 'system', 'content': [text('a')]}, user(text('b'))]),
     ],
 )
-def test_what_stands_elsewhere_too_is_not_taken_for_written(left_out, messages):
+def test_dropped_turn_that_stands_elsewhere(left_out, messages):
     processor = small()
     ConversationEncoder(processor)(messages)
     processor.chat_template = processor.chat_template.replace(
@@ -150,7 +167,7 @@ def test_what_stands_elsewhere_too_is_not_taken_for_written(left_out, messages):
         ConversationEncoder(processor)(messages)
 
 
-def test_answer_ends_in_the_templates_token_though_the_tokenizer_has_it_as_a_plain_one():
+def test_ending_token_that_is_not_special():
     processor = llava()
     processor.tokenizer.add_tokens([AddedToken('<|im_end|>', special=False, normalized=False)])
     processor.chat_template = QWEN
@@ -166,7 +183,7 @@ STRINGS = [
 
 
 @pytest.mark.parametrize('written', STRINGS)
-def test_template_of_plain_strings_is_given_them(written):
+def test_template_of_plain_strings(written):
     processor = blip2()
     processor.chat_template = '{% for message in messages %}' + written + '{% endfor %}'
     question = user(IMAGE, text("What's this?"))
@@ -176,7 +193,7 @@ def test_template_of_plain_strings_is_given_them(written):
 
 
 @pytest.mark.parametrize('kind', ['image', 'video'])
-def test_media_for_which_the_template_writes_nothing_are_refused_by_name(kind):
+def test_media_without_a_placeholder_are_refused(kind):
     processor = qwen2_vl()  # whose template here knows no videos
     if kind == 'image':
         processor.chat_template = processor.chat_template.replace('<|vision_start|><|image_pad|><|vision_end|>', '')
@@ -206,7 +223,7 @@ SPOKEN = [
 ]
 
 
-def test_control_tokens_become_text_and_those_of_the_template_stay():
+def test_control_tokens_become_text():
     processor = small()
     tokenizer = processor.tokenizer
     vocabulary = tokenizer.get_vocab()
@@ -220,7 +237,7 @@ def test_control_tokens_become_text_and_those_of_the_template_stay():
     assert tokenizer.get_vocab() == vocabulary
 
 
-def test_labels_and_lengths_are_those_of_the_text():
+def test_labels_and_lengths_of_spelled_tokens():
     encoder = ConversationEncoder(small(), control_tokens='text')
     sample = encoder(SPOKEN)
     (unexpanded,) = encoder.encode_unexpanded([SPOKEN])
@@ -266,7 +283,7 @@ def test_error_of_the_processor_names_it():
         ConversationEncoder(processor)([user(IMAGE, WHAT), assistant('A')], [Image.new('RGB', (3000, 2))])
 
 
-def test_long_reason_is_cut_in_the_middle():
+def test_long_reason_loses_its_middle():
     record = Record(sample_id='a', source='data.json', turns=(), media=())
     message = str(record.error('x' * 200_000 + '. Take it out'))
     assert len(message) < 1100

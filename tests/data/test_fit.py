@@ -22,7 +22,6 @@ from tests.support.family_media import MEDIA
 from tests.support.launch import ROOT
 
 SIDES = ((16, 16), (64, 48), (20, 90), (96, 96))
-DYNAMIC = ('qwen2_vl', 'qwen3_vl', 'idefics3', 'mistral3')
 
 
 @pytest.fixture(autouse=True)
@@ -30,9 +29,9 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'cache'))
 
 
-@pytest.fixture(scope='module', params=['qwen2_vl', 'qwen3_vl'])
+@pytest.fixture(scope='module')
 def processor(request):
-    return MEDIA[request.param]().processor
+    return MEDIA[getattr(request, 'param', 'qwen2_vl')]().processor
 
 
 @pytest.fixture
@@ -73,8 +72,9 @@ def open_dataset(path, processor, **options):
     return LlavaDataset(path, processor, video=FRAMES, num_workers=0, **options)
 
 
+@pytest.mark.parametrize('processor', ['qwen2_vl', 'qwen3_vl'], indirect=True)
 @pytest.mark.parametrize('share', [0.9, 0.5])
-def test_no_sample_is_over_the_cap_and_none_is_smaller_than_need_be(path, processor, share):
+def test_samples_just_fit_the_cap(path, processor, share):
     lengths, media = sizes(open_dataset(path, processor), processor)
     cap = int(max(lengths) * share)
     dataset = open_dataset(path, processor, fit=True, max_length=cap)
@@ -97,7 +97,7 @@ def test_no_sample_is_over_the_cap_and_none_is_smaller_than_need_be(path, proces
         assert super(FittingEncoder, larger).encode_record(one, files)['input_ids'].shape[1] > cap
 
 
-def test_the_table_holds_what_the_samples_are_and_every_reading_is_the_same(path, processor, tmp_path):
+def test_table_holds_what_samples_are(path, processor, tmp_path):
     first = open_dataset(path, processor, fit=True, max_length=24, max_image_tokens=16)
     again = open_dataset(path, processor, fit=True, max_length=24, max_image_tokens=16, lengths_folder=tmp_path / 'new')
     table = length_table(first, processor)
@@ -119,7 +119,7 @@ def test_a_video_gives_frames_and_pixels(path, processor):
     assert grids[1][1] * grids[1][2] <= grids[0][1] * grids[0][2]
 
 
-def test_what_is_too_long_by_its_text_is_named_and_may_be_skipped(path, processor, tmp_path):
+def test_text_that_is_too_long(path, processor, tmp_path):
     long = write(tmp_path, [record('short', ['image']), record('long', ['image'], text='bi ' * 60)])
     with pytest.raises(BadSampleError, match=r'"long".*`max_length` must be at least the sample, got: 40 < \d+ tokens'):
         open_dataset(long, processor, fit=True, max_length=40)
@@ -138,7 +138,7 @@ def images_alone(folder, family, **options):
 
 
 @pytest.mark.parametrize('family', ['qwen2_vl', 'idefics3'])
-def test_a_budget_may_be_of_pixels_or_of_the_longest_side(tmp_path, family):
+def test_budget_of_pixels_or_longest_side(tmp_path, family):
     processor, whole = images_alone(tmp_path, family)
     cap = min(sizes(whole, processor)[1]) - 1
     processor, fitted = images_alone(tmp_path, family, fit=True, max_image_tokens=cap)
@@ -147,12 +147,12 @@ def test_a_budget_may_be_of_pixels_or_of_the_longest_side(tmp_path, family):
 
 
 @pytest.mark.parametrize('family', ['small', 'llava', 'llava_next', 'llava_onevision'])
-def test_a_processor_of_fixed_images_is_refused_by_name(tmp_path, family):
+def test_processor_of_fixed_images_is_refused(tmp_path, family):
     with pytest.raises(ValueError, match=r'`fit` must have a processor whose images can be smaller, got: Llava\w*'):
         images_alone(tmp_path, family, fit=True, max_length=30)
 
 
-def test_a_fit_without_a_cap_and_a_cap_without_a_fit_are_refused(tmp_path):
+def test_fit_and_cap_need_each_other(tmp_path):
     with pytest.raises(ValueError, match='`fit` must have a cap'):
         images_alone(tmp_path, 'qwen2_vl', fit=True)
     with pytest.raises(ValueError, match='`max_image_tokens` must be left out without `fit`'):
@@ -160,11 +160,15 @@ def test_a_fit_without_a_cap_and_a_cap_without_a_fit_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(('given', 'cap'), [(['microbatching.slot_tokens=14'], 28), (['dataset.max_length=25'], 25)])
-def test_the_memory_of_a_microbatch_is_a_cap_of_the_program_too(path, processor, tmp_path, given, cap):
+def test_microbatch_memory_is_a_cap(path, processor, tmp_path, given, cap):
     values = [
-        f'dataset.path={path}', 'dataset.fit=true', 'dataset.video={fps: 10, max_frames: 8}',
-        'microbatching.device_train_microbatch_size=2', f'loader.lengths_folder={tmp_path}', 'loader.num_workers=0',
-    ]  # fmt: skip
+        f'dataset.path={path}',
+        'dataset.fit=true',
+        'dataset.video={fps: 10, max_frames: 8}',
+        'microbatching.device_train_microbatch_size=2',
+        f'loader.lengths_folder={tmp_path}',
+        'loader.num_workers=0',
+    ]
     config = load_config(ROOT / 'yamls' / 'llava_json.yaml', [*values, *given])
     dataset = source_of(config).build_dataset(processor)
     assert cap - 4 < max(sizes(dataset, processor)[0]) <= cap
@@ -187,7 +191,7 @@ def test_pixel_coordinates_are_found(answer, expected):
 
 
 @pytest.mark.parametrize('is_shrunk', [True, False])
-def test_coordinates_of_shrunk_images_are_named_once(tmp_path, caplog, is_shrunk):
+def test_coordinates_of_shrunk_images_are_named(tmp_path, caplog, is_shrunk):
     processor = MEDIA['qwen2_vl']().processor
     records = [record(name, ['image']) for name in ('plain', 'box', 'boxes')]
     records[1]['messages'][1]['content'] = 'It is at [120, 40, 150, 90].'
@@ -206,7 +210,7 @@ def test_coordinates_of_shrunk_images_are_named_once(tmp_path, caplog, is_shrunk
     assert '[120, 40, 150, 90], the first of 2' in line
 
 
-def test_fit_is_advised_only_if_it_helps(tmp_path):
+def test_fit_is_advised_if_it_helps(tmp_path):
     _, fixed = images_alone(tmp_path, 'llava', max_length=8)
     with pytest.raises(BadSampleError, match='set on_error=skip') as raised:
         fixed[0]

@@ -84,95 +84,161 @@ SHOWN = {'type': 'image', 'image': 'red.png'}
 # Name -> record, what is said, images. The names of keys are those of each project's own documentation.
 FORMATS = {
     'VILA': (
-        {'id': '1', **RED_IMAGE,
-         'conversations': from_value(('human', '<image>Which colour?'), ('gpt', 'Red.'))},
-        PLAIN, ['red'],
+        {'id': '1', **RED_IMAGE, 'conversations': from_value(('human', '<image>Which colour?'), ('gpt', 'Red.'))},
+        PLAIN,
+        ['red'],
     ),
     'LLaMA-Factory alpaca': (
-        {'instruction': 'Which colour?', 'input': '<image>', 'output': 'Red.', 'system': 'Be brief.',
-         'history': [['Hello?', 'Hi.'], ['Ready?', 'Yes.']], 'images': ['red.png']},
-        [('system', 'Be brief.'), ('user', 'Hello?'), ('assistant', 'Hi.'), ('user', 'Ready?'), ('assistant', 'Yes.'),
-         ('user', 'Which colour?\n<image>'), ('assistant', 'Red.')],
+        {
+            'instruction': 'Which colour?',
+            'input': '<image>',
+            'output': 'Red.',
+            'system': 'Be brief.',
+            'history': [['Hello?', 'Hi.'], ['Ready?', 'Yes.']],
+            'images': ['red.png'],
+        },
+        [
+            ('system', 'Be brief.'),
+            ('user', 'Hello?'),
+            ('assistant', 'Hi.'),
+            ('user', 'Ready?'),
+            ('assistant', 'Yes.'),
+            ('user', 'Which colour?\n<image>'),
+            ('assistant', 'Red.'),
+        ],
         ['red'],
     ),
     'alpaca without input': (
         {'instruction': 'Which colour has blood?', 'input': '', 'output': 'Red.'},
-        [('user', 'Which colour has blood?'), ('assistant', 'Red.')], [],
+        [('user', 'Which colour has blood?'), ('assistant', 'Red.')],
+        [],
     ),
     'LLaMA-Factory ShareGPT with an observation': (
-        {'conversations': from_value(('human', 'Weather?'), ('gpt', 'Let me look.'), ('observation', 'sunny'),
-                                     ('gpt', 'Sunny.')), 'system': ''},
-        [('user', 'Weather?'), ('assistant', 'Let me look.'), ('tool', 'sunny'), ('assistant', 'Sunny.')], [],
+        {
+            'conversations': from_value(
+                ('human', 'Weather?'), ('gpt', 'Let me look.'), ('observation', 'sunny'), ('gpt', 'Sunny.')
+            ),
+            'system': '',
+        },
+        [('user', 'Weather?'), ('assistant', 'Let me look.'), ('tool', 'sunny'), ('assistant', 'Sunny.')],
+        [],
     ),
     'OpenAI image_url': (
-        {'messages': [{'role': 'developer', 'content': 'Be brief.'},
-                      user([TEXT, {'type': 'image_url', 'image_url': {'url': RED_URI, 'detail': 'low'}}]), ANSWER]},
-        [('system', 'Be brief.'), ('user', 'Which colour?<image>'), ('assistant', 'Red.')], ['red'],
+        {
+            'messages': [
+                {'role': 'developer', 'content': 'Be brief.'},
+                user([TEXT, {'type': 'image_url', 'image_url': {'url': RED_URI, 'detail': 'low'}}]),
+                ANSWER,
+            ]
+        },
+        [('system', 'Be brief.'), ('user', 'Which colour?<image>'), ('assistant', 'Red.')],
+        ['red'],
     ),
     'OpenAI input_image': (
         asked_with({'type': 'input_image', 'image_url': RED_URI}, {'type': 'input_text', 'text': 'Which colour?'}),
-        PLAIN, ['red'],
+        PLAIN,
+        ['red'],
     ),
     'Qwen2-VL': (asked_with(SHOWN, TEXT), PLAIN, ['red']),
     'Qwen2-VL base64': (asked_with({'type': 'image', 'image': f'data:image;base64,{RED_TEXT}'}, TEXT), PLAIN, ['red']),
     'transformers': (asked_with({'type': 'image', 'base64': RED_TEXT}, TEXT), PLAIN, ['red']),
     'TRL messages': ({'images': ['red.png'], **asked_with({'type': 'image'}, TEXT)}, PLAIN, ['red']),
     'TRL messages of a table': (
-        {'images': [{'bytes': RED, 'path': None}],
-         **asked_with({'type': 'image', 'text': None, 'index': 0}, {**TEXT, 'index': None})},
-        PLAIN, ['red'],
+        {
+            'images': [{'bytes': RED, 'path': None}],
+            **asked_with({'type': 'image', 'text': None, 'index': 0}, {**TEXT, 'index': None}),
+        },
+        PLAIN,
+        ['red'],
     ),
     'TRL prompt and completion': (
-        {'images': ['red.png', 'blue.png'], 'prompt': [user('Which colour?'), answered('Red?'), user('And?')],
-         'completion': [answered('Blue.')]},
+        {
+            'images': ['red.png', 'blue.png'],
+            'prompt': [user('Which colour?'), answered('Red?'), user('And?')],
+            'completion': [answered('Blue.')],
+        },
         [('user', '<image><image>Which colour?'), ('assistant', 'Red?'), ('user', 'And?'), ('assistant', 'Blue.')],
         ['red', 'blue'],
     ),
     'ms-swift': ({'messages': [QUESTION, ANSWER], 'images': [{'bytes': None, 'path': 'red.png'}]}, PLAIN, ['red']),
     'ms-swift bytes': (
-        {'messages': [QUESTION, ANSWER], 'images': [{'bytes': RED_TEXT, 'path': 'x.png'}]}, PLAIN, ['red'],
+        {'messages': [QUESTION, ANSWER], 'images': [{'bytes': RED_TEXT, 'path': 'x.png'}]},
+        PLAIN,
+        ['red'],
     ),
     'ms-swift query': (
-        {'query': '<image>Which colour?', 'response': 'Red.', 'images': ['red.png'], 'history': []}, PLAIN, ['red'],
+        {'query': '<image>Which colour?', 'response': 'Red.', 'images': ['red.png'], 'history': []},
+        PLAIN,
+        ['red'],
     ),
     'Monkey beside a list': (
-        {'image': 'blue.png', 'conversations': from_value(('user', '<img>red.png</img><image>Which colours?'),
-                                                          ('assistant', 'Red, blue.'))},
-        [('user', '<image><image>Which colours?'), ('assistant', 'Red, blue.')], ['red', 'blue'],
+        {
+            'image': 'blue.png',
+            'conversations': from_value(
+                ('user', '<img>red.png</img><image>Which colours?'), ('assistant', 'Red, blue.')
+            ),
+        },
+        [('user', '<image><image>Which colours?'), ('assistant', 'Red, blue.')],
+        ['red', 'blue'],
     ),
     'The Cauldron': (
-        {'images': [{'bytes': RED, 'path': None}], 'texts': [
-            {'user': 'Which colour?', 'assistant': 'Red.', 'source': 'VQAv2'},
-            {'user': 'Sure?', 'assistant': 'Yes.', 'source': 'VQAv2'},
-        ]},
-        [*PLAIN, ('user', 'Sure?'), ('assistant', 'Yes.')], ['red'],
+        {
+            'images': [{'bytes': RED, 'path': None}],
+            'texts': [
+                {'user': 'Which colour?', 'assistant': 'Red.', 'source': 'VQAv2'},
+                {'user': 'Sure?', 'assistant': 'Yes.', 'source': 'VQAv2'},
+            ],
+        },
+        [*PLAIN, ('user', 'Sure?'), ('assistant', 'Yes.')],
+        ['red'],
     ),
     'The Cauldron with two images': (
-        {'images': ['red.png', {'bytes': BLUE, 'path': None}],
-         'texts': [{'user': 'Which colours?', 'assistant': 'Red, blue.', 'source': 'NLVR2'}]},
-        [('user', '<image><image>Which colours?'), ('assistant', 'Red, blue.')], ['red', 'blue'],
+        {
+            'images': ['red.png', {'bytes': BLUE, 'path': None}],
+            'texts': [{'user': 'Which colours?', 'assistant': 'Red, blue.', 'source': 'NLVR2'}],
+        },
+        [('user', '<image><image>Which colours?'), ('assistant', 'Red, blue.')],
+        ['red', 'blue'],
     ),
     'FineVision': (
-        {'images': [{'bytes': RED, 'path': None}], 'source': 'vqav2', 'relevance_ratings': [5],
-         'texts': [{'user': 'Which colour?', 'assistant': 'Red.'}]},
-        PLAIN, ['red'],
+        {
+            'images': [{'bytes': RED, 'path': None}],
+            'source': 'vqav2',
+            'relevance_ratings': [5],
+            'texts': [{'user': 'Which colour?', 'assistant': 'Red.'}],
+        },
+        PLAIN,
+        ['red'],
     ),
     'VideoChat2 image': (
-        {'image': 'red.png', 'QA': [{'i': '', 'q': 'Which colour?', 'a': 'Red.'}]}, PLAIN, ['red'],
+        {'image': 'red.png', 'QA': [{'i': '', 'q': 'Which colour?', 'a': 'Red.'}]},
+        PLAIN,
+        ['red'],
     ),
     'image of a tool': (
-        {'images': ['red.png', 'blue.png'], 'messages': [
-            QUESTION, ANSWER, {'role': 'tool', 'content': [{'type': 'image'}, {'type': 'text', 'text': 'found'}]},
-            answered('Blue.'),
-        ]},
-        [*PLAIN, ('tool', '<image>found'), ('assistant', 'Blue.')], ['red', 'blue'],
+        {
+            'images': ['red.png', 'blue.png'],
+            'messages': [
+                QUESTION,
+                ANSWER,
+                {'role': 'tool', 'content': [{'type': 'image'}, {'type': 'text', 'text': 'found'}]},
+                answered('Blue.'),
+            ],
+        },
+        [*PLAIN, ('tool', '<image>found'), ('assistant', 'Blue.')],
+        ['red', 'blue'],
     ),
-    'data URI in capitals': ({'image': RED_URI.replace('data:', 'DATA:').replace('base64', 'BASE64'),
-                              'messages': [QUESTION, ANSWER]}, PLAIN, ['red']),
+    'data URI in capitals': (
+        {'image': RED_URI.replace('data:', 'DATA:').replace('base64', 'BASE64'), 'messages': [QUESTION, ANSWER]},
+        PLAIN,
+        ['red'],
+    ),
     'image and images the same': (
-        {'image': 'red.png', 'images': ['red.png'], 'messages': [QUESTION, ANSWER]}, PLAIN, ['red'],
+        {'image': 'red.png', 'images': ['red.png'], 'messages': [QUESTION, ANSWER]},
+        PLAIN,
+        ['red'],
     ),
-}  # fmt: skip
+}
 
 WAV_URI = f'data:audio;base64,{base64.b64encode(b"RIFF").decode()}'
 
@@ -181,49 +247,66 @@ VIDEO, AUDIO, FRAMES = ('video', ['a.mp4']), ('audio', ['a.wav']), ('video', ['f
 EMBEDDED = ('audio', ['data:audio'])
 MEDIA = {
     'LLaMA-Factory ShareGPT': (
-        {**text_of('<image><video>What<audio>?<video>'), 'images': ['a.png'],
-         'videos': ['a.mp4', ['f1.png', 'f2.png']], 'audios': ['a.wav']},
-        '<image><video>What<audio>?<video>', [('image', ['a.png']), VIDEO, AUDIO, FRAMES],
+        {
+            **text_of('<image><video>What<audio>?<video>'),
+            'images': ['a.png'],
+            'videos': ['a.mp4', ['f1.png', 'f2.png']],
+            'audios': ['a.wav'],
+        },
+        '<image><video>What<audio>?<video>',
+        [('image', ['a.png']), VIDEO, AUDIO, FRAMES],
     ),
     'Video-LLaVA': ({'video': 'a.mp4', **text_of('<video>\nWhat?')}, '<video>\nWhat?', [VIDEO]),
     'VideoChat2': (
-        {'video': 'a.mp4', 'QA': [{'i': 'Look at the video.', 'q': 'What happens?', 'a': 'Red.'},
-                                  {'i': 'Look at the video.', 'q': 'And then?', 'a': 'Blue.'}]},
-        '<video>What happens?', [VIDEO],
+        {
+            'video': 'a.mp4',
+            'QA': [
+                {'i': 'Look at the video.', 'q': 'What happens?', 'a': 'Red.'},
+                {'i': 'Look at the video.', 'q': 'And then?', 'a': 'Blue.'},
+            ],
+        },
+        '<video>What happens?',
+        [VIDEO],
     ),
     'VideoChat2 caption': ({'video': 'a.mp4', 'QA': [{'i': 'Describe it.', 'q': '', 'a': 'Red.'}]}, '<video>', [VIDEO]),
     'LLaVA-Video': ({'video': 'a.mp4', **text_of('<image>\nWhat?')}, '<video>\nWhat?', [VIDEO]),
     'VILA': (
-        {'video': 'a.mp4', 'sound': 'a.wav', **text_of('<vila/video><sound>What?')}, '<video><audio>What?',
+        {'video': 'a.mp4', 'sound': 'a.wav', **text_of('<vila/video><sound>What?')},
+        '<video><audio>What?',
         [VIDEO, AUDIO],
     ),
     'Qwen2-VL': (
         asked_with({'type': 'video', 'video': 'file:///tmp/a.mp4'}, {'type': 'video', 'video': ['f1.png', 'f2.png']}),
-        '<video><video>', [('video', ['/tmp/a.mp4']), FRAMES],
+        '<video><video>',
+        [('video', ['/tmp/a.mp4']), FRAMES],
     ),
     'Qwen2-Audio': (asked_with({'type': 'audio', 'audio_url': 'a.wav'}, TEXT), '<audio>Which colour?', [AUDIO]),
     'transformers': (
         asked_with({'type': 'video', 'path': 'a.mp4'}, {'type': 'audio', 'path': 'a.wav'}, TEXT),
-        '<video><audio>Which colour?', [VIDEO, AUDIO],
+        '<video><audio>Which colour?',
+        [VIDEO, AUDIO],
     ),
     'OpenAI input_audio': (
         asked_with({'type': 'input_audio', 'input_audio': {'data': WAV_URI.partition(',')[2], 'format': 'wav'}}, TEXT),
-        '<audio>Which colour?', [EMBEDDED],
+        '<audio>Which colour?',
+        [EMBEDDED],
     ),
     'vLLM': (
         asked_with({'type': 'audio_url', 'audio_url': {'url': WAV_URI}}, {'type': 'video_url', 'video_url': 'a.mp4'}),
-        '<audio><video>', [EMBEDDED, VIDEO],
+        '<audio><video>',
+        [EMBEDDED, VIDEO],
     ),
     'TRL': ({'videos': ['a.mp4'], 'prompt': [user('What?')], 'completion': [ANSWER]}, '<video>What?', [VIDEO]),
     'ms-swift': (
         {'query': '<video><audio>What?', 'response': 'Red.', 'videos': [{'path': 'a.mp4'}], 'audios': ['a.wav']},
-        '<video><audio>What?', [VIDEO, AUDIO],
+        '<video><audio>What?',
+        [VIDEO, AUDIO],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(('data', 'question', 'media'), MEDIA.values(), ids=MEDIA.keys())
-def test_videos_and_audio_are_where_their_project_means_them(data, question, media):
+def test_videos_and_audio_of_each_project(data, question, media):
     record = parse(data)
     turns = [turn for turn in record.turns if turn.role != 'system']
     assert turns[0].text == question
@@ -241,13 +324,13 @@ def test_record_is_what_its_project_means(folder, data, turns, images):
     assert seen(record, folder) == images
 
 
-def test_instruction_of_videochat2_is_the_system_turn():
+def test_instruction_of_videochat2_is_system_turn():
     spoken = said(parse(MEDIA['VideoChat2'][0]))
     assert spoken[0] == ('system', 'Look at the video.')
     assert spoken[2:] == [('assistant', 'Red.'), ('user', 'And then?'), ('assistant', 'Blue.')]
 
 
-def test_line_breaks_are_the_templates_around_a_placeholder_and_the_users_elsewhere():
+def test_line_breaks_around_placeholders():
     question = '\nLines:\n\n<image>\n<image>\nOne.\n\nTwo.\n'
     turns = [{'role': 'system', 'content': 'Rules:\n'}, {'role': 'user', 'content': question}, ANSWER]
     system, user, _ = parse({'messages': turns, 'images': ['a.png', 'b.png']}).messages()
@@ -288,15 +371,19 @@ REFUSED = {
     'short base64': ({**turn(), 'image': RED_TEXT}, 'Write bytes as `data:image/<type>;base64'),
     'JPEG as base64': ({**turn(), 'image': '/9j/4AAQSkZJRgABAQ' + 'A' * 90}, 'Write bytes as `data:image/<type>;'),
     'part of a video': (
-        {'video': 'a.mp4', 'start': 3.5, 'end': 8, 'QA': [{'q': 'What?', 'a': 'Red.'}]}, '`start` is not supported',
+        {'video': 'a.mp4', 'start': 3.5, 'end': 8, 'QA': [{'q': 'What?', 'a': 'Red.'}]},
+        '`start` is not supported',
     ),
     'another instruction': (
-        {'video': 'a.mp4',
-         'QA': [{'i': 'Look.', 'q': 'What?', 'a': 'Red.'}, {'i': 'Listen.', 'q': 'And?', 'a': 'Yes.'}]},
+        {
+            'video': 'a.mp4',
+            'QA': [{'i': 'Look.', 'q': 'What?', 'a': 'Red.'}, {'i': 'Listen.', 'q': 'And?', 'a': 'Yes.'}],
+        },
         '`i` must be the same',
     ),
     'two answers of VideoChat2': (
-        {'video': 'a.mp4', 'QA': [{'q': 'What?', 'a': 'Red.'}, {'q': '', 'a': 'Yes.'}]}, '`q` may be empty only in',
+        {'video': 'a.mp4', 'QA': [{'q': 'What?', 'a': 'Red.'}, {'q': '', 'a': 'Yes.'}]},
+        '`q` may be empty only in',
     ),
     'unknown key of a pair': (
         {'images': ['red.png'], 'texts': [{'user': 'What?', 'assistant': 'Red.', 'reason': 'blood'}]},
@@ -323,7 +410,8 @@ REFUSED = {
     'video in an answer': ({'messages': [QUESTION, answered('<video>')]}, '`<video>` may stand only in turns'),
     'video without its placeholder': ({**text_of('What happens?'), 'videos': ['a.mp4']}, 'got: 1 videos and 0 pl'),
     'as many media of another kind': (
-        {**text_of('<video><audio>?'), 'videos': ['a.mp4', 'b.mp4']}, 'got: 2 videos and 1 placeholders',
+        {**text_of('<video><audio>?'), 'videos': ['a.mp4', 'b.mp4']},
+        'got: 2 videos and 1 placeholders',
     ),
     'image for a video beside an image': (
         {**text_of('<image><image>?'), **RED_IMAGE, 'video': 'a.mp4'},
@@ -353,11 +441,11 @@ REFUSED = {
     'number as image': ({**turn(), 'image': 3}, 'must be a file name or a list of file names, got: 3'),
     'lone surrogate': (text_of('half \ud83d'), r'lone surrogate \\ud83d'),
     'lone surrogate in a name': ({**turn(), 'image': 'a\udc00.png'}, r'lone surrogate \\udc00'),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(('data', 'message'), REFUSED.values(), ids=REFUSED.keys())
-def test_what_would_be_dropped_is_refused_in_one_line(data, message):
+def test_dropped_content_is_refused(data, message):
     with pytest.raises(BadSampleError, match=message) as raised:
         parse({'id': 'a\n\ud800', **data})
     assert str(raised.value).startswith('sample "a \\ud800" (data.json, line 3): ')
@@ -366,7 +454,7 @@ def test_what_would_be_dropped_is_refused_in_one_line(data, message):
     str(raised.value).encode()
 
 
-def test_weight_0_takes_the_loss_from_that_answer_alone(folder):
+def test_weight_0_of_an_answer(folder):
     messages = [
         *(QUESTION, {**ANSWER, 'weight': 0}),
         *(user('Sure?'), {**answered('Yes.'), 'weight': 1}),
@@ -388,7 +476,7 @@ def test_trl_learns_the_completion_only():
     assert [turn.carries_loss for turn in record.turns if turn.role == 'assistant'] == [False, True]
 
 
-def test_template_that_drops_a_role_is_refused(folder):
+def test_dropped_role_is_refused(folder):
     processor = small()
     messages = [QUESTION, ANSWER, {'role': 'tool', 'content': 'sunny'}, answered('Sunny.')]
     path = folder / 'data.json'
@@ -430,14 +518,14 @@ BROKEN_FILES = {
 
 
 @pytest.mark.parametrize(('content', 'message'), BROKEN_FILES.values(), ids=BROKEN_FILES.keys())
-def test_broken_file_is_refused_as_a_whole(folder, content, message):
+def test_broken_file_is_refused(folder, content, message):
     (folder / 'data.json').write_bytes(content)
     with pytest.raises(ValueError, match=message) as raised:
         list(read_raw_records(folder / 'data.json'))
     assert '\n' not in str(raised.value)
 
 
-def test_bad_bytes_and_deep_lines_cost_one_sample_each(folder):
+def test_bad_line_costs_one_sample(folder):
     deep = '{"id": ' + '[' * 100_000
     (folder / 'data.jsonl').write_bytes(b'\n'.join([LINES.encode(), LINES.encode('latin-1'), deep.encode()]))
     dataset = LlavaDataset(folder / 'data.jsonl', small(), on_error='skip', lengths_folder=folder / 'lengths')
@@ -469,17 +557,26 @@ DESCRIBED = {
         {'q': '<image>Which colour?', 'more': '', 'a': 'Red.', 'pics': ['red.png'], 'system': 'not named, so not read'},
     ),
     'sharegpt': (
-        {'formatting': 'sharegpt', 'ranking': False, 'columns': {'messages': 'dialogue', 'images': 'pics'},
-         'tags': {'role_tag': 'who', 'content_tag': 'what', 'user_tag': 'I', 'assistant_tag': 'bot'}},
-        {'dialogue': [{'who': 'I', 'what': '<image>Which colour?'}, {'who': 'bot', 'what': 'Red.'}],
-         'pics': ['red.png']},
+        {
+            'formatting': 'sharegpt',
+            'ranking': False,
+            'columns': {'messages': 'dialogue', 'images': 'pics'},
+            'tags': {'role_tag': 'who', 'content_tag': 'what', 'user_tag': 'I', 'assistant_tag': 'bot'},
+        },
+        {
+            'dialogue': [{'who': 'I', 'what': '<image>Which colour?'}, {'who': 'bot', 'what': 'Red.'}],
+            'pics': ['red.png'],
+        },
     ),
     'openai': (
-        {'formatting': 'sharegpt', 'columns': {'messages': 'messages', 'images': 'images'},
-         'tags': {'role_tag': 'role', 'content_tag': 'content', 'user_tag': 'user', 'assistant_tag': 'assistant'}},
+        {
+            'formatting': 'sharegpt',
+            'columns': {'messages': 'messages', 'images': 'images'},
+            'tags': {'role_tag': 'role', 'content_tag': 'content', 'user_tag': 'user', 'assistant_tag': 'assistant'},
+        },
         {'messages': [QUESTION, ANSWER], 'images': ['red.png']},
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(('entry', 'record'), DESCRIBED.values(), ids=DESCRIBED.keys())
@@ -490,7 +587,7 @@ def test_dataset_info_of_llama_factory(folder, entry, record):
     assert dataset.records[0].source == f'{folder}/own.json, entry 1'
 
 
-def test_dataset_info_names_columns_of_videos_and_audio(folder):
+def test_dataset_info_of_videos_and_audio(folder):
     columns = {'messages': 'dialogue', 'videos': 'films', 'audios': 'sounds'}
     entry = {'file_name': 'own.json', 'formatting': 'sharegpt', 'columns': columns}
     turns = [{'from': 'human', 'value': '<video><audio>?'}, {'from': 'gpt', 'value': 'Red.'}]
@@ -514,12 +611,12 @@ def test_dataset_info_names_columns_of_videos_and_audio(folder):
         ({}, '`file_name` or `hf_hub_url` must be given'),
     ],
 )
-def test_what_an_entry_says_and_nothing_here_does_is_refused(folder, entry, message):
+def test_unsupported_dataset_info_is_refused(folder, entry, message):
     with pytest.raises(ValueError, match=rf'dataset_info\.json#mine: {message}'):
         LlavaDataset(describe(folder, entry, [{}]), small())
 
 
-def test_name_that_is_not_there_is_answered_with_those_that_are(folder):
+def test_missing_dataset_is_told_the_others(folder):
     path = describe(folder, {}, [])
     with pytest.raises(ValueError, match=r"got: 'yours', of: other, mine"):
         LlavaDataset(path.replace('#mine', '#yours'), small())
@@ -542,7 +639,7 @@ def test_16_bits_are_scaled_not_clipped(tmp_path):
         assert [found.getpixel((x, 0)) for x in (0, 1)] == [(100,) * 3, (255,) * 3]
 
 
-def test_image_is_turned_as_the_camera_says(tmp_path):
+def test_image_is_turned_by_its_exif(tmp_path):
     image = Image.new('RGB', (16, 8), (255, 0, 0))
     exif = Image.Exif()
     exif[0x0112] = 6  # the camera was turned by 90 degrees

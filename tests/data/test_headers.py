@@ -165,7 +165,7 @@ def assert_same(table, expected):
 
 @pytest.mark.parametrize('name', PROCESSORS)
 @pytest.mark.parametrize('padding_side', ['right', pytest.param('left', marks=pytest.mark.slow)])
-def test_table_from_headers_is_that_of_the_samples(name, padding_side, path, tmp_path, by_headers):
+def test_table_from_headers_matches_samples(name, padding_side, path, tmp_path, by_headers):
     processor = PROCESSORS[name]()
     getattr(processor, 'tokenizer', processor).padding_side = padding_side
     if name == 'tokenizer':
@@ -192,7 +192,7 @@ def test_workers_find_the_same(path, by_headers, monkeypatch):
     assert_same(build_length_table(dataset, processor, num_workers=2), truth(dataset))
 
 
-def test_headers_say_the_size_of_the_image_that_is_made(tmp_path, path):
+def test_header_sizes_match_decoded_images(tmp_path, path):
     dataset = open_dataset(path, PROCESSORS['llava']())
     for record, folder in zip(dataset.records, dataset.folders, strict=True):
         images = decode_media(record, open_files(record, folder)).get('image', [])
@@ -201,7 +201,7 @@ def test_headers_say_the_size_of_the_image_that_is_made(tmp_path, path):
     assert turned == {'turned1.png': (48, 20), 'turned6.png': (20, 48), 'late.png': (20, 48)}
 
 
-def test_header_of_a_file_without_pixels_is_enough():
+def test_header_without_pixels_is_enough():
     buffer = io.BytesIO()
     picture((300, 200)).save(buffer, 'JPEG', quality=95)
     assert image_size(io.BytesIO(buffer.getvalue()[:1000])) == (300, 200)
@@ -221,7 +221,7 @@ def write_jpegs(folder):
     (folder / 'cut.jpg').write_bytes(buffer.getvalue()[:2000])
 
 
-def test_sizes_that_headers_cannot_tell_are_read(path, by_headers, caplog):
+def test_unknown_sizes_are_read(path, by_headers, caplog):
     processor = gemma3()
     dataset = open_dataset(path, processor)
     table = build_length_table(dataset, processor)
@@ -230,14 +230,14 @@ def test_sizes_that_headers_cannot_tell_are_read(path, by_headers, caplog):
     assert not caplog.messages
 
 
-def test_only_a_sample_is_read_where_headers_agree(path, by_headers):
+def test_few_are_read_if_headers_agree(path, by_headers):
     by_headers(10)
     dataset = open_dataset(path, PROCESSORS['llava']())
     build_length_table(dataset, dataset.encoder.processor)
     assert len(dataset.reads) == len(set(dataset.reads)) == 10
 
 
-def test_all_is_read_where_the_samples_say_something_else(path, by_headers, caplog):
+def test_all_are_read_if_headers_differ(path, by_headers, caplog):
     class Longer(CountingDataset):
         def __getitem__(self, index):
             sample = super().__getitem__(index)
@@ -258,7 +258,7 @@ def test_all_is_read_where_the_samples_say_something_else(path, by_headers, capl
     assert f'so all {len(dataset)} samples are read' in line
 
 
-def test_a_placeholder_in_the_text_sends_the_sample_to_the_processor(tmp_path, by_headers):
+def test_placeholder_in_text_needs_the_processor(tmp_path, by_headers):
     picture((16, 16)).save(tmp_path / 'a.png')
     path = write_rows(tmp_path, ('a.png', '<image>?', 'Red'), ('a.png', '<image>What is <|image_pad|>?', 'Blue'))
     processor = PROCESSORS['qwen2_vl']()
@@ -266,7 +266,7 @@ def test_a_placeholder_in_the_text_sends_the_sample_to_the_processor(tmp_path, b
         build_length_table(LlavaDataset(path, processor), processor)
 
 
-def test_a_file_that_is_no_image_is_named_at_the_start_and_a_cut_one_where_it_is_used(tmp_path, by_headers):
+def test_file_that_is_no_image(tmp_path, by_headers):
     write_jpegs(tmp_path)
     (tmp_path / 'none.jpg').write_bytes(b'no image')
     path = write_rows(tmp_path, ('cut.jpg', '<image>?', 'Red'), ('cut.jpg', '<image>?', 'Blue'))
@@ -281,7 +281,7 @@ def test_a_file_that_is_no_image_is_named_at_the_start_and_a_cut_one_where_it_is
         build_length_table(LlavaDataset(path, processor), processor)
 
 
-def test_a_sample_over_max_length_is_named(path, by_headers):
+def test_sample_over_max_length_is_named(path, by_headers):
     processor = PROCESSORS['llava_next']()
     full = truth(open_dataset(path, processor))
     longest = int(full.lengths.max())
@@ -293,7 +293,7 @@ def test_a_sample_over_max_length_is_named(path, by_headers):
         build_length_table(open_dataset(path, processor, max_length=longest - 1), processor)
 
 
-def test_skip_reads_all_and_takes_no_table_of_headers(tmp_path, by_headers):
+def test_skip_reads_all_samples(tmp_path, by_headers):
     write_jpegs(tmp_path)
     path = write_rows(tmp_path, ('good.jpg', '<image>?', 'Red'), ('cut.jpg', '<image>?', 'Blue'))
     processor = PROCESSORS['llava']()

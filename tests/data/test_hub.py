@@ -62,9 +62,7 @@ def files_asked_of(connections: list[socket.socket]) -> int:
 
 
 @pytest.mark.parametrize('program', [train, size])
-def test_a_model_of_a_hub_that_does_not_answer_is_one_line(
-    program, silent_hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_model_of_a_silent_hub(program, silent_hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / 'data.json').write_text('[]')
     overrides = [f'dataset.path={tmp_path}/data.json', 'trainer.parallelism_config=null', 'trainer.precision=fp32']
     overrides += [f'report.folder={tmp_path}', f'trainer.save_folder={tmp_path}', 'trainer.device=cpu']
@@ -76,14 +74,14 @@ def test_a_model_of_a_hub_that_does_not_answer_is_one_line(
     assert files_asked_of(silent_hub) == 1
 
 
-def test_a_dataset_of_a_hub_that_does_not_answer_is_one_line(silent_hub) -> None:
+def test_dataset_of_a_silent_hub(silent_hub) -> None:
     pytest.importorskip('datasets')
     with pytest.raises(ValueError, match=r'got: hf://datasets/some/data.*does not answer.*Give a folder'):
         list(read_raw_records('hf://datasets/some/data'))
     assert files_asked_of(silent_hub) == 1
 
 
-def test_what_a_hub_lacks_is_said_by_who_reads_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_hub_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     class NotThere(BaseHTTPRequestHandler):
         def do_HEAD(self) -> None:
             self.send_error(404)
@@ -98,9 +96,7 @@ def test_what_a_hub_lacks_is_said_by_who_reads_from_it(monkeypatch: pytest.Monke
         server.shutdown()
 
 
-def test_folders_kept_files_and_offline_runs_ask_nobody(
-    silent_hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_request_for_folders_or_offline(silent_hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ask_hub(str(tmp_path), 'model')
     kept = tmp_path / 'models--some--model' / 'snapshots' / 'abc'
     kept.mkdir(parents=True)
@@ -114,6 +110,6 @@ def test_folders_kept_files_and_offline_runs_ask_nobody(
     assert silent_hub == []
 
 
-def test_a_name_that_is_neither_folder_nor_of_the_hub_is_refused() -> None:
+def test_name_of_neither_folder_nor_hub() -> None:
     with pytest.raises(OSError, match='no such folder'):
         ask_hub('/no/such/folder', 'model')

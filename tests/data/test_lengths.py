@@ -67,7 +67,7 @@ def test_table_says_what_the_samples_say(num_samples):
     assert len(table) == num_samples
 
 
-def test_image_tokens_are_counted_by_patches_of_the_processor():
+def test_image_tokens_by_patches_of_processor():
     processor = build_digits_processor(image_size=16, patch_size=8)
     dataset = DigitsDataset(processor, num_samples=20)
     table = build_length_table(dataset, processor)
@@ -75,7 +75,7 @@ def test_image_tokens_are_counted_by_patches_of_the_processor():
 
 
 @pytest.mark.parametrize('name', IMAGE_FAMILIES)
-def test_vision_patches_are_those_that_the_real_tower_computes(name):
+def test_vision_patches_are_those_computed(name):
     # Six samples with 0, 1, 1, 2, 0 and 3 images of unequal sizes.
     case = FAMILIES[name]()
     patch_size = patch_size_of(case.config)
@@ -86,7 +86,7 @@ def test_vision_patches_are_those_that_the_real_tower_computes(name):
 
 
 @pytest.mark.parametrize('name', ['idefics3', 'smolvlm', 'llava_next', 'mllama'])
-def test_tiles_that_only_fill_up_a_batch_are_counted_where_the_tower_computes_them(name):
+def test_tiles_that_fill_up_a_batch(name):
     case = FAMILIES[name]()
     layout = BatchLayout.for_model(case.model)
     batch = layout.concat([case.rows[row] for row in (1, 5, 3)], pad_token_id=case.pad_token_id)
@@ -97,7 +97,7 @@ def test_tiles_that_only_fill_up_a_batch_are_counted_where_the_tower_computes_th
     assert (num_patches > alone) == (name == 'mllama')
 
 
-def test_margins_of_an_image_that_pixtral_crops_are_not_counted():
+def test_margins_that_pixtral_crops():
     vision = {'hidden_size': 16, 'intermediate_size': 32, 'num_hidden_layers': 1, 'num_attention_heads': 2}
     config = transformers.PixtralVisionConfig(**vision, image_size=32, patch_size=PATCH_SIZE)
     batch = {'pixel_values': torch.ones(2, 3, 32, 24), 'image_sizes': torch.tensor([[32, 16], [8, 24]])}
@@ -107,7 +107,7 @@ def test_margins_of_an_image_that_pixtral_crops_are_not_counted():
     assert count_patches(batch, PATCH_SIZE) == num_positions == 8 * 4 + 2 * 6
 
 
-def test_patch_size_is_the_given_one_or_the_processors_or_the_commonest():
+def test_where_the_patch_size_comes_from():
     case = FAMILIES['idefics3']()
     processor = case.encode.processor
     assert patch_size_of(processor) == 14
@@ -123,7 +123,7 @@ def test_patch_size_is_the_given_one_or_the_processors_or_the_commonest():
     assert [patch_size_of(owner, 8) for owner in named] == [16, 16, 16, 8, 8, 8]
 
 
-def test_a_run_counts_the_patches_of_its_own_model(tmp_path):
+def test_run_counts_patches_of_its_model(tmp_path):
     overrides = ['dataset.num_samples=20', f'loader.lengths_folder={tmp_path}', 'dataset.processor.patch_size=4']
     config = load_config(ROOT / 'yamls' / 'digits.yaml', overrides)
     source = source_of(config)
@@ -134,7 +134,7 @@ def test_a_run_counts_the_patches_of_its_own_model(tmp_path):
     assert (4 * table.vision_patches == table.image_tokens).all()
 
 
-def test_parts_are_measured_one_by_one_and_read_again(tmp_path):
+def test_parts_are_measured_one_by_one(tmp_path):
     case = FAMILIES['qwen2_5_vl']()
     parts = ConcatDataset([case.rows[:4], case.rows[4:]])
     first, again = (length_table(parts, case.encode.processor, folder=tmp_path) for _ in range(2))
@@ -145,7 +145,7 @@ def test_parts_are_measured_one_by_one_and_read_again(tmp_path):
         np.testing.assert_array_equal(getattr(again, name), getattr(whole, name))
 
 
-def test_a_kept_table_may_be_read_by_others_who_share_the_folder(tmp_path):
+def test_kept_table_is_readable_by_others(tmp_path):
     zeros = np.zeros(3, dtype=np.int32)
     before = os.umask(0o022)
     try:
@@ -156,7 +156,7 @@ def test_a_kept_table_may_be_read_by_others_who_share_the_folder(tmp_path):
     assert kept.stat().st_mode & 0o777 == 0o644
 
 
-def test_second_run_reads_only_what_the_fingerprint_needs(tmp_path):
+def test_second_run_reads_for_fingerprint_only(tmp_path):
     dataset = CountReads(num_samples=200)
     CountReads.reads = 0
     first = length_table(dataset, dataset.processor, folder=tmp_path, num_workers=0)
@@ -175,7 +175,7 @@ def changed(change):
     return processor
 
 
-def test_fingerprint_changes_with_data_processor_vocabulary_and_template():
+def test_what_the_fingerprint_depends_on():
     dataset, processor = DigitsDataset(num_samples=20), build_digits_processor()
     same = {table_name(DigitsDataset(num_samples=20), one) for one in (processor, build_digits_processor())}
     assert same == {table_name(dataset, processor, patch_size=8)}  # what the processor declares
@@ -191,7 +191,7 @@ def test_fingerprint_changes_with_data_processor_vocabulary_and_template():
     assert len(others | same) == 8
 
 
-def test_files_of_an_older_version_are_not_read(tmp_path, monkeypatch):
+def test_older_versions_are_not_read(tmp_path, monkeypatch):
     dataset = DigitsDataset(num_samples=8)
     with monkeypatch.context() as older:
         older.setattr(lengths, 'TABLE_VERSION', lengths.TABLE_VERSION - 1)
@@ -202,7 +202,7 @@ def test_files_of_an_older_version_are_not_read(tmp_path, monkeypatch):
     assert table.vision_patches.tolist() == table.image_tokens.tolist()
 
 
-def test_own_fingerprint_of_a_dataset_goes_before_probes():
+def test_datasets_fingerprint_goes_before_probes():
     class Named(CountReads):
         name = 'first'
 
@@ -228,7 +228,7 @@ def test_bad_samples_are_named(tmp_path):
         build_length_table(LlavaDataset(tmp_path / 'data.json', processor), processor)
 
 
-def test_a_kept_table_is_asked_whether_there_are_labels_as_a_new_one_is(tmp_path):
+def test_kept_table_without_labels_is_refused(tmp_path):
     processor = build_digits_processor()
     table = LengthTable(**dict.fromkeys(lengths.TABLE_COLUMNS[:4], np.zeros(3, np.int32)), errors={0: 'no image'})
     dataset = DigitsDataset(num_samples=3)
@@ -237,7 +237,7 @@ def test_a_kept_table_is_asked_whether_there_are_labels_as_a_new_one_is(tmp_path
         length_table(dataset, processor, folder=tmp_path, on_error='skip')
 
 
-def test_processors_without_images_have_no_image_tokens():
+def test_tokenizer_has_no_image_tokens():
     tokenizer = build_digits_processor().tokenizer
     assert image_token_ids(tokenizer) == ()
 
@@ -258,7 +258,7 @@ def test_a_damaged_table_is_measured_again(tmp_path, caplog, content):
     assert not caplog.text
 
 
-def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path, caplog):
+def test_unwritable_folder_costs_a_warning(tmp_path, caplog):
     (tmp_path / 'file').write_text('')
     dataset = DigitsDataset(num_samples=3)
     table = length_table(dataset, dataset.processor, folder=tmp_path / 'file' / 'lengths')

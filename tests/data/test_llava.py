@@ -62,49 +62,7 @@ def shown(sample):
     return [tuple((pixels.mean(dim=(1, 2)) * 0.5 + 0.5).round().int().tolist()) for pixels in sample['pixel_values']]
 
 
-ASKED = turns('<image>Which colour?', 'Red.')
-MESSAGES = [{'role': 'user', 'content': '<image>Which colour?'}, {'role': 'assistant', 'content': 'Red.'}]
-PARTS = [{'type': 'image'}, {'type': 'text', 'text': 'Which colour?'}]
-FORMATS = {
-    'LLaVA': one_image('a'),
-    'placeholder behind the question': {
-        'id': 'a',
-        'image': ['red.png'],
-        'conversations': turns('Which colour?\n<image>', 'Red.'),
-    },
-    'LLaMA-Factory sharegpt': {'images': ['red.png'], 'system': 'Be brief.', 'conversations': ASKED},
-    'LLaMA-Factory messages': {'images': ['red.png'], 'messages': MESSAGES},
-    'content parts': {
-        'id': 7,
-        'images': ['red.png'],
-        'messages': [
-            {'role': 'user', 'content': PARTS},
-            {'role': 'assistant', 'content': [{'type': 'text', 'text': 'Red.'}]},
-        ],
-    },
-    'Monkey': {
-        'id': 'a',
-        'conversations': [
-            {'from': 'user', 'value': '<img>red.png</img> Which colour?'},
-            {'from': 'assistant', 'value': 'Red.'},
-        ],
-    },
-}
-
-
-@pytest.mark.parametrize('name', ['data.json', 'data.jsonl'])
-@pytest.mark.parametrize('record', FORMATS.values(), ids=FORMATS.keys())
-def test_formats_of_other_projects(folder, record, name):
-    dataset = open_dataset(folder, [record], name=name)
-    answer, rest = spoken(dataset, 0)
-    assert answer == 'Red.<|end|>'
-    assert 'Which colour?' in rest
-    assert ('Be brief.' in rest) == ('system' in record)
-    assert rest.count('<image>') == 4
-    assert shown(dataset[0]) == [(1, 0, 0)]
-
-
-def test_images_stand_in_the_order_of_their_placeholders(folder):
+def test_images_in_order_of_their_placeholders(folder):
     record = {
         'id': 'three',
         'image': list(COLOURS),
@@ -117,7 +75,7 @@ def test_images_stand_in_the_order_of_their_placeholders(folder):
 
 
 @pytest.mark.parametrize('family', PROCESSORS)
-def test_any_processor_and_a_batch_of_rows_with_and_without_images(folder, family):
+def test_rows_with_and_without_images(folder, family):
     records = [
         {'id': 'text', 'conversations': turns('What is blue?', 'A colour.')},
         one_image('one'),
@@ -152,26 +110,15 @@ def test_several_files_and_images_beside_them(folder):
 
 STRUCTURAL = {
     'missing file': (one_image('bad', image='none.png'), r'image file .*none\.png does not exist'),
-    'missing folder': (one_image('bad', image='x/none.png'), r'image file .*x/none\.png does not exist'),
     'more images than placeholders': (
         {**one_image('bad'), 'image': ['red.png', 'green.jpg']},
         'got: 2 images and 1 placeholders',
     ),
-    'no image for a placeholder': ({**one_image('bad'), 'image': None}, 'got: 0 images and 1 placeholders'),
-    'placeholder in an answer': (
-        {'id': 'bad', 'image': 'red.png', 'conversations': turns('Draw red.', '<image>')},
-        'only in turns of the user and of tools',
-    ),
-    'no answer': ({'id': 'bad', 'conversations': turns('Hello?')}, 'must alternate'),
-    'unknown role': ({'id': 'bad', 'conversations': [{'from': 'narrator', 'value': ''}]}, "got: 'narrator'"),
-    'video': ({'id': 'bad', 'video': 'a.mp4', 'conversations': turns('a', 'b')}, 'got: 1 videos and 0 placeholders'),
-    'no turns': ({'id': 'bad'}, '`conversations`'),
-    'number as text': ({'id': 'bad', 'conversations': turns(1, 2)}, 'must be a string, got: int'),
 }
 
 
 @pytest.mark.parametrize(('record', 'message'), STRUCTURAL.values(), ids=STRUCTURAL.keys())
-def test_bad_record_is_named_at_the_start_or_skipped_and_counted(folder, record, message):
+def test_bad_record_is_named_or_skipped(folder, record, message):
     records = [one_image('good'), record, one_image('fine', 'green.jpg')]
     with pytest.raises(BadSampleError, match=rf'sample "bad" \(.*data\.json, entry 2\): .*{message}') as raised:
         open_dataset(folder, records)
@@ -190,7 +137,7 @@ def test_bad_line_of_json_lines(folder):
     assert [reason.split('(')[0] for reason in dataset.skipped] == ['sample "line 2" ', 'sample "line 3" ']
 
 
-def test_syntax_error_in_an_array_cannot_be_skipped(folder):
+def test_syntax_error_cannot_be_skipped(folder):
     with pytest.raises(ValueError, match=r'data\.json with a syntax error at line 3'):
         open_dataset(folder, [one_image('good'), '{"id": nonsense}'], on_error='skip')
 
@@ -199,7 +146,7 @@ UNREADABLE = {'text': b'not an image', 'empty': b'', 'cut': None}
 
 
 @pytest.mark.parametrize('content', UNREADABLE.values(), ids=UNREADABLE.keys())
-def test_unreadable_image_is_named_on_reading_or_skipped_at_the_start(folder, content):
+def test_unreadable_image_is_named_or_skipped(folder, content):
     noise = np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)
     Image.fromarray(noise).save(folder / 'images' / 'bad.png')
     whole = (folder / 'images' / 'bad.png').read_bytes()
@@ -214,7 +161,7 @@ def test_unreadable_image_is_named_on_reading_or_skipped_at_the_start(folder, co
     assert dataset.skip_report().startswith('skipped 1 of 2 samples; first: sample "bad"')
 
 
-def test_sample_over_max_length_is_never_cut(folder):
+def test_long_sample_is_never_cut(folder):
     records = [one_image('good'), one_image('long', answer='Red. ' * 50)]
     lengths = [sample['input_ids'].shape[1] for sample in open_dataset(folder, records)]
     dataset = open_dataset(folder, records, max_length=lengths[0])
@@ -225,11 +172,11 @@ def test_sample_over_max_length_is_never_cut(folder):
     assert 'skipped 1 of 2' in dataset.skip_report()
 
 
-def test_good_file_reports_that_nothing_was_skipped(folder):
+def test_good_file_skips_nothing(folder):
     assert open_dataset(folder, [one_image('good')], on_error='skip').skip_report() == 'skipped 0 of 1 samples'
 
 
-def test_file_without_a_good_sample_is_refused(folder):
+def test_file_without_good_sample_is_refused(folder):
     with pytest.raises(ValueError, match=r'at least one good sample, got: .* First: sample "a"'):
         open_dataset(folder, [one_image('a', 'none.png')], on_error='skip')
     with pytest.raises(ValueError, match='does not exist'):
@@ -238,7 +185,7 @@ def test_file_without_a_good_sample_is_refused(folder):
         open_dataset(folder, [one_image('a')], on_error='ignore')
 
 
-def test_small_processor_of_the_files_own_texts(folder):
+def test_small_processor_of_the_files_texts(folder):
     path = write(folder, [one_image('a', answer='Carmine, says the painter.'), '{}'])
     texts = list(LlavaDataset.texts(path))
     assert texts == ['\nWhich colour?', 'Carmine, says the painter.']
@@ -250,13 +197,13 @@ def test_small_processor_of_the_files_own_texts(folder):
     assert len(processor.tokenizer('the painter')['input_ids']) == 2
 
 
-def test_a_name_longer_than_file_systems_allow_is_a_file_that_is_not_there(folder):
+def test_name_longer_than_file_systems_allow(folder):
     for name in ('a/' * 3000 + 'red.png', '字' * 200 + '/red.png'):
         with pytest.raises(BadSampleError, match=r'sample "a" .*red\.png does not exist'):
             open_dataset(folder, [one_image('a', image=name)])
 
 
-def test_names_lead_out_of_the_image_folder_only_where_that_is_allowed(folder):
+def test_names_outside_the_image_folder(folder):
     (folder / 'private').mkdir()
     Image.new('RGB', (24, 20)).save(folder / 'private' / 'key.png')
     (folder / 'images' / 'link.png').symlink_to(folder / 'private' / 'key.png')

@@ -42,16 +42,18 @@ def save_described(rows, folder):
     save_json(rows, folder)
     described = {
         'mine': {
-            'file_name': 'data.json', 'formatting': 'sharegpt', 'columns': {'messages': 'messages'},
+            'file_name': 'data.json',
+            'formatting': 'sharegpt',
+            'columns': {'messages': 'messages'},
             'tags': {'role_tag': 'role', 'content_tag': 'content', 'user_tag': 'user', 'assistant_tag': 'assistant'},
         }
-    }  # fmt: skip
+    }
     (folder / 'dataset_info.json').write_text(json.dumps(described))
     return f'{folder / "dataset_info.json"}#mine'
 
 
 @pytest.mark.parametrize('save', [save_json, save_parquet, save_described])
-def test_weight_of_a_sample_is_that_of_its_tokens(tmp_path, save):
+def test_weight_of_a_samples_tokens(tmp_path, save):
     processor = small()
     dataset = LlavaDataset(save(records(), tmp_path), processor)
     batch = VisionLanguageCollator(processor)([dataset[index] for index in range(3)])
@@ -61,7 +63,7 @@ def test_weight_of_a_sample_is_that_of_its_tokens(tmp_path, save):
         assert torch.equal(weights[row], counted[row] * weight)
 
 
-def test_sample_without_a_weight_is_named_where_weights_are_asked_for(tmp_path):
+def test_sample_without_weight_is_named(tmp_path):
     processor = small()
     dataset = LlavaDataset(save_json(records([0.5, None, 1.0]), tmp_path), processor)
     batch = VisionLanguageCollator(processor)([dataset[index] for index in range(3)])

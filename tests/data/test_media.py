@@ -135,7 +135,7 @@ def test_sampling_that_means_nothing_is_refused(options, message):
         VideoSampling(**options)
 
 
-def test_uneven_times_are_those_of_the_video(tmp_path):
+def test_uneven_times_of_frames(tmp_path):
     times = [0, 100, 150, 500, 510, 2000, 2100, 2200, 2300, 4900]
     path = write_video(tmp_path / 'uneven.mkv', times=times)
     video = read('video', path, video=VideoSampling(num_frames=5))
@@ -160,7 +160,7 @@ def test_uneven_times_are_those_of_the_video(tmp_path):
         ((0, -1, -1, 0), [0, 1, 0, 0]),
     ],
 )
-def test_video_is_turned_and_mirrored_as_the_camera_was(tmp_path, matrix, quarters):
+def test_video_is_turned_and_mirrored(tmp_path, matrix, quarters):
     path = tmp_path / 'turned.mp4'
     with av.open(str(path), 'w') as container:
         stream = container.add_stream('mpeg4', rate=10)
@@ -190,7 +190,7 @@ def test_video_that_begins_late_is_whole(tmp_path):
         assert video.metadata['duration'] == pytest.approx(1.0)
 
 
-def test_what_an_edit_list_cuts_off_is_no_frame(tmp_path):
+def test_frames_outside_the_edit_list(tmp_path):
     path = film(tmp_path, 'h264.mp4')
     content = bytearray(path.read_bytes())
     place = content.index(b'elst') + 12
@@ -202,7 +202,7 @@ def test_what_an_edit_list_cuts_off_is_no_frame(tmp_path):
     assert video.metadata['duration'] == pytest.approx(0.5)
 
 
-def test_place_that_lies_behind_the_frame_is_not_taken_for_it(tmp_path):
+def test_place_behind_the_frame(tmp_path):
     path = film(tmp_path, 'mpeg4_b.avi')
     with videos._open_stream(path, 'video') as (container, stream):
         stamps, keys = videos._read_stamps(container, stream)
@@ -241,7 +241,7 @@ def test_video_in_the_record(tmp_path):
     assert shades_of(video) == close_to(SHADES)
 
 
-def test_images_are_frames_in_the_rhythm_of_the_sampling(tmp_path):
+def test_images_as_frames_of_a_video(tmp_path):
     names = []
     for index, shade in enumerate(SHADES):
         Image.new('RGB', (32, 32), (shade,) * 3).save(tmp_path / f'{index}.png')
@@ -313,7 +313,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(('name', 'make', 'modality', 'message'), BAD.values(), ids=BAD.keys())
-def test_bad_file_is_named_in_one_line(tmp_path, name, make, modality, message):
+def test_bad_file_is_named(tmp_path, name, make, modality, message):
     path = tmp_path / name
     make(path)
     with pytest.raises(BadSampleError, match=message) as raised:
@@ -322,7 +322,7 @@ def test_bad_file_is_named_in_one_line(tmp_path, name, make, modality, message):
     assert '\n' not in str(raised.value)
 
 
-def test_cover_of_a_song_is_no_video(tmp_path):
+def test_song_cover_is_no_video(tmp_path):
     path = tmp_path / 'song.m4a'
     with av.open(str(path), 'w', format='mp4') as container:
         sound = container.add_stream('aac', rate=16000, layout='mono')
@@ -339,7 +339,7 @@ def test_cover_of_a_song_is_no_video(tmp_path):
     assert len(read('audio', path)) == pytest.approx(8000, abs=2100)
 
 
-def test_audio_is_the_mean_of_its_channels(tmp_path):
+def test_audio_is_mean_of_channels(tmp_path):
     left, right = sine(0.2), sine(0.2, pitch=700)
     path = write_sound(tmp_path / 'stereo.wav', np.stack([left, right], axis=1))
     np.testing.assert_allclose(read('audio', path), (left + right) / 2, atol=1e-6)
@@ -392,7 +392,7 @@ def test_compressed_audio(tmp_path, name, codec):
     assert np.sqrt(np.mean(found[1000:7000] ** 2)) == pytest.approx(0.5 / np.sqrt(2), rel=0.05)
 
 
-def test_without_a_decoder_no_sample_is_bad(tmp_path, monkeypatch):
+def test_missing_decoder_is_no_bad_sample(tmp_path, monkeypatch):
     path = write_video(tmp_path / 'a.mp4')
     monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
     with pytest.raises(
@@ -403,7 +403,7 @@ def test_without_a_decoder_no_sample_is_bad(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize('size', [0, 0x7FFFF000, 0xFFFFFFFF])
-def test_size_that_a_pipe_wrote_is_not_believed(tmp_path, size):
+def test_size_written_by_a_pipe(tmp_path, size):
     path = write_sound(tmp_path / 'a.wav', sine(0.5))
     content = path.read_bytes()
     place = content.index(b'data') + 4

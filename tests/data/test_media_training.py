@@ -38,8 +38,15 @@ from tests.support.family_media import MEDIA, SLOT_MEDIA
 from tests.support.training import loader, reference_gradients, relative_error, train
 
 PICTURES = (
-    (), ('video',), ('image', 'video', 'image'), ('video', 'video'), (), ('image', 'image'), ('video',), ('image',),
-)  # fmt: skip
+    (),
+    ('video',),
+    ('image', 'video', 'image'),
+    ('video', 'video'),
+    (),
+    ('image', 'image'),
+    ('video',),
+    ('image',),
+)
 OMNI = ((), ('video',), ('image', 'video'), ('audio',), ('audio', 'image', 'video'), (), ('image',))
 SOUNDS = ((), ('audio',), ('audio', 'audio'), (), ('audio',))
 # Its processor joins neither the pixels of two videos nor those of a video and an image.
@@ -129,7 +136,7 @@ def test_a_sample_says_what_it_holds(tmp_path, name):
 
 
 @pytest.mark.parametrize('name', ['qwen2_vl', 'qwen2_5_vl', 'qwen3_vl', 'llava_onevision', 'internvl'])
-def test_lengths_of_videos_are_found_without_reading_them(tmp_path, name, monkeypatch):
+def test_lengths_of_videos_without_reading(tmp_path, name, monkeypatch):
     case, dataset = load(name, tmp_path)
     expected = build_length_table([dataset[index] for index in range(len(dataset))], case.processor)
     monkeypatch.setattr(lengths, 'FEWEST_FOR_HEADERS', 0)
@@ -140,7 +147,7 @@ def test_lengths_of_videos_are_found_without_reading_them(tmp_path, name, monkey
         assert getattr(table, column).tolist() == getattr(expected, column).tolist()
 
 
-def test_frames_of_other_number_in_one_batch_are_refused(tmp_path):
+def test_unequal_numbers_of_frames_are_refused(tmp_path):
     case, dataset = load('llava_onevision', tmp_path)
     longer = LlavaDataset(tmp_path / 'data.json', case.processor, video={'num_frames': 4})
     collate = VisionLanguageCollator(case.processor, layout=BatchLayout.for_model(case.model))
@@ -155,7 +162,7 @@ def ask(folder, kind, *files, name='data.json'):
     return folder / name
 
 
-def test_model_is_told_when_a_frame_is_shown(tmp_path):
+def test_model_is_told_times_of_frames(tmp_path):
     times = [0, 100, 150, 500, 510, 2000, 2100, 2200, 2300, 4900]
     path = write_video(tmp_path / 'uneven.mkv', times=times)
     file = ask(tmp_path, 'video', path.name)
@@ -170,7 +177,7 @@ def test_model_is_told_when_a_frame_is_shown(tmp_path):
 
 
 @pytest.mark.parametrize('name', ['qwen2_vl', 'qwen3_vl', 'llava_next_video', 'internvl'])
-def test_video_of_one_frame_and_video_of_images(tmp_path, name):
+def test_one_frame_and_images_as_video(tmp_path, name):
     write_video(tmp_path / 'one.mp4', [90])
     write_video(tmp_path / 'many.gif', codec='gif', pixels='rgb8')
     case = MEDIA[name]()
@@ -216,7 +223,7 @@ def test_bad_media_are_skipped_and_counted(tmp_path):
     assert dataset.skip_report().startswith('skipped 7 of 9 samples')
 
 
-def test_audio_that_would_be_cut_off_is_refused(tmp_path):
+def test_audio_that_is_too_long(tmp_path):
     write_sound(tmp_path / 'long.wav', sine(1.2, rate=8000), rate=8000)
     dataset = LlavaDataset(ask(tmp_path, 'audio', 'long.wav'), MEDIA['qwen2_audio']().processor)
     with pytest.raises(BadSampleError, match=r'sample "a" .*an audio must be at most 1\.0 s, .* got: 1\.2 s'):
@@ -231,7 +238,7 @@ def test_processor_of_images_refuses_other_media(tmp_path, kind):
 
 
 @pytest.mark.parametrize('name', ['fingerprint', 'identity'])
-def test_frames_of_the_sampling_are_part_of_the_fingerprint_and_of_the_data_of_a_checkpoint(tmp_path, name):
+def test_video_sampling_changes_the_fingerprint(tmp_path, name):
     write_video(tmp_path / 'a.mp4')
     Image.new('RGB', (16, 16)).save(tmp_path / 'a.png')
     processor, different = MEDIA['qwen2_vl']().processor, {'video': 3, 'image': 1}
@@ -241,7 +248,7 @@ def test_frames_of_the_sampling_are_part_of_the_fingerprint_and_of_the_data_of_a
         assert len({getattr(dataset, name)() for dataset in sampled}) == different[kind]
 
 
-def test_models_that_join_frames_two_by_two_get_two():
+def test_joined_frames_come_in_pairs():
     encoder = ConversationEncoder(MEDIA['qwen3_vl']().processor, video=VideoSampling(fps=1))
     assert encoder.video == VideoSampling(fps=1, min_frames=2)
 
@@ -289,7 +296,7 @@ def test_list_of_images_as_a_video(tmp_path):
 
 
 @pytest.mark.parametrize('kinds', [('video', 'video'), ('video', 'image')])
-def test_pixels_that_its_processor_would_drop_are_refused(tmp_path, kinds):
+def test_pixels_that_would_be_dropped(tmp_path, kinds):
     if not SLOT_MEDIA or IS_TRANSFORMERS_4:
         pytest.skip('its processor wants num2words and Transformers 5')
     path = write_media_folder(tmp_path, [kinds, ('video',)])

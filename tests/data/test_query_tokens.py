@@ -88,7 +88,7 @@ def worst_error(name, batch, side, expected, loss=None):
 
 
 @pytest.mark.parametrize('side', ['left', pytest.param('right', marks=pytest.mark.slow)])
-def test_gradient_is_that_of_one_forward_over_the_whole_batch(family, side):
+def test_gradient_is_that_of_one_forward(family, side):
     name, dataset = family
     samples = [dataset[index] for index in range(len(dataset))]
     expected, loss = reference_gradients(model_of(name), join([tensors(sample) for sample in samples], side=side))
@@ -97,7 +97,7 @@ def test_gradient_is_that_of_one_forward_over_the_whole_batch(family, side):
     assert worst_error(name, batch, side, expected, loss) < 1e-6
 
 
-def test_step_without_any_image_is_that_of_the_language_model_alone(family):
+def test_step_without_any_image(family):
     """The model itself takes no batch without images."""
     name, dataset = family
     text = [dataset[index] for index in (1, 4)]
@@ -141,7 +141,7 @@ def test_table_holds_the_query_tokens(family):
 
 
 @pytest.mark.parametrize('name', PROCESSORS)
-def test_processor_from_a_folder_encodes_the_same(name, tmp_path):
+def test_processor_from_a_folder(name, tmp_path):
     """It has lost its chat template, which its tokenizer still has."""
     processor_of(name).save_pretrained(tmp_path / 'processor')
     loaded = type(processor_of(name)).from_pretrained(tmp_path / 'processor')
@@ -152,14 +152,14 @@ def test_processor_from_a_folder_encodes_the_same(name, tmp_path):
         assert all(torch.equal(found[key], value) for key, value in tensors(expected).items())
 
 
-def test_query_transformer_sees_the_instruction_and_no_answer(tmp_path):
+def test_query_transformer_sees_no_answer(tmp_path):
     processor = processor_of('instructblip')
     sample = LlavaDataset(write(tmp_path), processor)[2]
     assert processor.qformer_tokenizer.decode(sample['qformer_input_ids'][0]).strip() == 'USER: And now? ASSISTANT:'
     assert 'qformer_input_ids' not in LlavaDataset(tmp_path / 'data.json', processor)[1]
 
 
-def test_second_image_of_a_sample_is_refused_by_name(family, tmp_path):
+def test_second_image_of_a_sample(family, tmp_path):
     """The processor writes the tokens of one, and the model would drop the other."""
     name, _ = family
     Image.new('RGB', (9, 9)).save(tmp_path / 'a.png')
@@ -170,7 +170,7 @@ def test_second_image_of_a_sample_is_refused_by_name(family, tmp_path):
         LlavaDataset(tmp_path / 'two.json', processor_of(name))[0]
 
 
-def test_template_that_writes_an_image_is_refused(family):
+def test_template_that_writes_an_image(family):
     name, _ = family
     processor = PROCESSORS[name]()
     processor.chat_template = '<image>' + processor.chat_template
@@ -181,12 +181,12 @@ def test_template_that_writes_an_image_is_refused(family):
 
 
 @pytest.mark.parametrize('name', PROCESSORS)
-def test_processor_without_a_number_of_query_tokens_is_refused(name):
+def test_missing_number_of_query_tokens(name):
     with pytest.raises(ValueError, match='num_query_tokens'):
         ConversationEncoder(PROCESSORS[name](num_query_tokens=None))
 
 
-def test_instruction_over_the_limit_of_its_tokenizer_is_refused():
+def test_instruction_over_the_limit():
     processor = instructblip()
     processor.qformer_tokenizer.model_max_length = 8
     message = {'role': 'user', 'content': [{'type': 'image'}, {'type': 'text', 'text': 'What is this?' * 9}]}
@@ -195,7 +195,7 @@ def test_instruction_over_the_limit_of_its_tokenizer_is_refused():
         ConversationEncoder(processor)([message, answer], [Image.new('RGB', (9, 9))])
 
 
-def test_model_with_another_number_of_query_tokens_is_refused(family):
+def test_model_of_other_query_tokens(family):
     """Its features would go to the placeholders of other rows, without a word."""
     name, dataset = family
     samples = [dataset[index] for index in range(6)]
@@ -207,7 +207,7 @@ def test_model_with_another_number_of_query_tokens_is_refused(family):
         train(model, data, algorithms=[TokenAccumulation()], microbatch_size=2)
 
 
-def test_text_rows_that_bring_instructions_are_refused(family):
+def test_text_rows_with_instructions_are_refused(family):
     """As the processor itself makes them: the model wants one instruction an image, and cannot take such a batch."""
     name, _ = family
     if name != 'instructblip':
@@ -243,7 +243,7 @@ def test_clips_as_the_processor_makes_them(side):
     assert worst_error('instructblipvideo', batch, side, expected) < 1e-6
 
 
-def test_clip_of_other_than_four_frames_is_refused():
+def test_clip_of_other_than_four_frames():
     processor, model = processor_of('instructblipvideo'), model_of('instructblipvideo')
     batch = join([clip_row(processor, 'What is this? A red square.', 5, k) for k in range(2)], side='right')
     with pytest.raises(ValueError, match=r'2 whole videos.*\[16, 16\].*\[20, 20\]'):
@@ -251,7 +251,7 @@ def test_clip_of_other_than_four_frames_is_refused():
 
 
 @pytest.mark.slow
-def test_clips_of_a_file_train_as_one_forward(tmp_path):
+def test_clips_of_a_file(tmp_path):
     """Four frames of each film, whatever its length; rows without one have none."""
     processor, model = processor_of('instructblipvideo'), model_of('instructblipvideo')
     processor.tokenizer.padding_side = 'right'
@@ -268,7 +268,7 @@ def test_clips_of_a_file_train_as_one_forward(tmp_path):
     assert worst_error('instructblipvideo', batch, 'right', expected) < 1e-6
 
 
-def test_video_of_other_than_four_frames_is_refused_by_name(tmp_path):
+def test_video_of_other_than_four_frames(tmp_path):
     path = write_media_folder(tmp_path, [['video']])
     with pytest.raises(ValueError, match=r's0.*must write 20 query tokens.*got: 16.*four frames'):
         LlavaDataset(path, processor_of('instructblipvideo'), video={'num_frames': 5})[0]

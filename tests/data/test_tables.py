@@ -93,7 +93,7 @@ def to_described(found, folder):
 
 @pytest.mark.parametrize('kind', ['names', 'bytes', 'images'])
 @pytest.mark.parametrize('save', [to_parquet, to_folder, to_split, to_described])
-def test_samples_are_those_of_the_json_file(tmp_path, save, kind):
+def test_samples_match_the_json_file(tmp_path, save, kind):
     for name, colour in COLOURS.items():
         (tmp_path / name).write_bytes(png(colour))
     (tmp_path / 'data.json').write_text(json.dumps(ROWS))
@@ -134,7 +134,7 @@ def test_bad_rows_are_named(tmp_path):
         LlavaDataset(path, small())[0]
 
 
-def test_split_must_be_named_where_there_are_several(tmp_path):
+def test_split_of_several_must_be_named(tmp_path):
     path = to_split(table('bytes'), tmp_path).removesuffix('#train')
     assert len(list(read_raw_records(f'{path}#test'))) == 1
     for wrong in (path, f'{path}#dev'):
@@ -146,7 +146,7 @@ def test_split_must_be_named_where_there_are_several(tmp_path):
         list(read_raw_records(f'{to_parquet(table("bytes"), tmp_path)}#train'))
 
 
-def test_folder_and_file_that_are_no_table_are_refused(tmp_path):
+def test_what_is_no_table(tmp_path):
     (tmp_path / 'pictures').mkdir()
     (tmp_path / 'cut.parquet').write_bytes(b'PAR1 and no more')
     for name in ('pictures', 'cut.parquet'):
@@ -163,7 +163,7 @@ def test_folder_and_file_that_are_no_table_are_refused(tmp_path):
         ('hf://datasets/squad', ('squad', None)),
     ],
 )
-def test_hub_is_asked_for_what_the_path_says(monkeypatch, path, arguments):
+def test_path_of_a_hub(monkeypatch, path, arguments):
     asked = []
 
     def load_dataset(*given):
@@ -178,7 +178,7 @@ def test_hub_is_asked_for_what_the_path_says(monkeypatch, path, arguments):
     assert str(image_folder(path)) == '.'
 
 
-def test_without_datasets_one_line_says_what_to_install(tmp_path, monkeypatch):
+def test_missing_package_datasets(tmp_path, monkeypatch):
     path = to_parquet(table('names'), tmp_path)
     monkeypatch.setattr(files_module.importlib.util, 'find_spec', partial(dict.get, {}))
     with pytest.raises(
@@ -188,7 +188,7 @@ def test_without_datasets_one_line_says_what_to_install(tmp_path, monkeypatch):
         list(read_raw_records(path))
 
 
-def test_mixed_content_is_read_from_json_columns(tmp_path):
+def test_mixed_content_of_json_columns(tmp_path):
     """A column whose entries are now strings and now lists is JSON text in the file."""
     if not hasattr(datasets, 'Json'):
         pytest.skip('datasets without Json')

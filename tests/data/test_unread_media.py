@@ -66,7 +66,7 @@ UNREAD = {
     'speech': ({'speech': ['a.mp3']}, 'speech', 'audios'),
     'embedded table bytes': ({'thumbnail': b'\x00\x01'}, 'thumbnail', 'image'),
     'GIF as base64': ({'pic': 'R0lGODlh' + 'A' * 60}, 'pic', 'image'),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(('keys', 'key', 'nearest'), UNREAD.values(), ids=UNREAD.keys())

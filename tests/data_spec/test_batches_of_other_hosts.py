@@ -44,13 +44,13 @@ def test_batch_without_input_ids_is_exact(whisper, seed, regroup):
     assert outcome.kind == 'exact', outcome
 
 
-def test_packed_batch_without_input_ids_is_exact_or_refused(whisper):
+def test_packed_batch_without_input_ids(whisper):
     outcome = measure(whisper, whisper_batch(0), 2, packing=True)
     assert outcome.kind in ('exact', 'refused'), outcome
 
 
 @pytest.mark.parametrize('size', [1, 3])
-def test_rows_without_input_ids_keep_their_number_whatever_their_labels(size):
+def test_rows_without_input_ids(size):
     """What an encoder makes of sound is as large for a short text as for a long one."""
     batch = whisper_batch(0)
     spec = token_data_spec([batch])
@@ -80,16 +80,23 @@ def seq2seq_batch(lengths, widths, *, has_decoder_ids=True):
 @pytest.fixture(scope='module')
 def t5():
     config = transformers.T5Config(
-        vocab_size=VOCABULARY, d_model=32, d_kv=16, d_ff=48, num_layers=2, num_heads=2, dropout_rate=0.0,
-        decoder_start_token_id=0, use_cache=False,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        d_model=32,
+        d_kv=16,
+        d_ff=48,
+        num_layers=2,
+        num_heads=2,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+        use_cache=False,
+    )
     torch.manual_seed(0)
     return HuggingFaceModel(transformers.T5ForConditionalGeneration(config).train(), use_logits=True)
 
 
 @pytest.mark.parametrize('widths', [(24, 24), (24, 30), (32, 12)])
 @pytest.mark.parametrize('has_decoder_ids', [True, False])
-def test_decoder_with_a_text_of_its_own_is_exact(t5, widths, has_decoder_ids):
+def test_decoder_with_its_own_text(t5, widths, has_decoder_ids):
     batch = seq2seq_batch([(5, 12), (24, 1), (3, 3), (4, 2), (9, 7), (2, 1)], widths, has_decoder_ids=has_decoder_ids)
     outcome = measure(t5, batch, 2)
     assert outcome.kind == 'exact', outcome
@@ -97,7 +104,7 @@ def test_decoder_with_a_text_of_its_own_is_exact(t5, widths, has_decoder_ids):
 
 @pytest.mark.parametrize('has_decoder_ids', [True, False])
 @pytest.mark.parametrize('multiple', [1, 8])
-def test_cap_holds_for_the_texts_of_encoder_and_decoder_together(multiple, has_decoder_ids):
+def test_cap_of_encoder_and_decoder_texts(multiple, has_decoder_ids):
     rng = random.Random(0)
     for _ in range(100):
         widths, size = (rng.randint(8, 40), rng.randint(8, 40)), rng.randint(1, 4)
@@ -109,7 +116,7 @@ def test_cap_holds_for_the_texts_of_encoder_and_decoder_together(multiple, has_d
         assert max(one['input_ids'].numel() + one['labels'].numel() for one in microbatches) <= size * sum(widths)
 
 
-def test_sequence_length_warmup_beside_token_data_spec_is_exact():
+def test_sequence_length_warmup_is_exact():
     """It clones every entry of the batch, so nothing of ours may lie in it that is no tensor."""
     rng = random.Random(0)
     rows = [text_row(length, rng.randint(1, length), seed=length) for length in [3, 16, 9, 12, 5, 16, 7, 14] * 4]

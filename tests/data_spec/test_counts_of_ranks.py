@@ -9,7 +9,7 @@ import pytest
 
 from composer_tokacc import token_data_spec
 from composer_tokacc.data_spec.split import split_of
-from composer_tokacc.metadata import num_samples
+from composer_tokacc.row_counts import num_samples
 from tests.support.text import collate, text_rows
 from tests.support.training import loader
 
@@ -31,7 +31,7 @@ def test_counts_are_equal_if_needed(equal_counts, reduces_once, expected, monkey
     """``'auto'``: ranks need equal counts unless DDP reduces in the last microbatch only."""
     monkeypatch.setattr('composer_tokacc.data_spec.split.get_world_size', lambda: 2)
     monkeypatch.setattr(
-        'composer_tokacc.data_spec.in_step.max_over_ranks',
+        'composer_tokacc.data_spec.split.max_over_ranks',
         lambda counts: [max(count, NUM_OF_OTHER_RANK) for count in counts],
     )
     batch = collate(text_rows([(6, 3)] * NUM_OWN))

@@ -6,18 +6,17 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
 
 from composer_tokacc import BatchLayout, token_data_spec
-from composer_tokacc.data_spec.cut_rules import CutRules
-from composer_tokacc.data_spec.dummy_rows import DummyRows, add_rows, smallest_row, zero_weight
-from composer_tokacc.data_spec.pieces import Piece, build
+from composer_tokacc.data_spec.pieces import CutRules, DummyRows, Piece, add_rows, build, smallest_row, zero_weight
 from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.layout import describe
-from composer_tokacc.metadata import annotate, metadata_of, num_samples, with_metadata
 from composer_tokacc.planning import CutOptions, pack_lengths
+from composer_tokacc.row_counts import RowCounts, num_samples, rows_of, with_counts, with_rows
 from tests.matrix.harness import measure_steps
 from tests.matrix.subjects import SUBJECTS
 from tests.support import family_models
@@ -38,7 +37,7 @@ def case_of(name: str) -> FamilyCase:
 def batch_of(case: FamilyCase, rows, side: str):
     """Rows of the whole batch, trimmed: what a split makes."""
     layout = BatchLayout.for_model(case.model)
-    batch = annotate(layout.concat(case.rows, padding_side=side, pad_token_id=case.pad_token_id))
+    batch = with_counts(layout.concat(case.rows, padding_side=side, pad_token_id=case.pad_token_id))
     return layout.trim(layout.select(batch, rows))
 
 
@@ -69,10 +68,9 @@ def own_rows(case: FamilyCase, side: str):
     return batch
 
 
-@pytest.mark.parametrize('side', ['right', 'left'])
-@pytest.mark.parametrize('spare', [1, 5], ids=['narrower', 'wider'])
+@pytest.mark.parametrize(('spare', 'side'), [(1, 'right'), (5, 'left')], ids=['narrower, right', 'wider, left'])
 @pytest.mark.parametrize('name', IMAGE_FAMILIES)
-def test_spare_image_row_changes_neither_loss_nor_gradient(name, spare, side):
+def test_dummy_image_row_changes_no_gradient(name, spare, side):
     case = case_of(name)
     layout = BatchLayout.for_model(case.model)
     loss, gradients = loss_and_gradients(case, own_rows(case, side))
@@ -88,25 +86,24 @@ def test_spare_image_row_changes_neither_loss_nor_gradient(name, spare, side):
 
 @pytest.mark.parametrize('side', ['right', 'left'])
 @pytest.mark.parametrize('name', IMAGE_FAMILIES)
-def test_spare_row_with_its_labels_would_change_the_gradient(name, side):
+def test_labels_of_dummy_row_change_gradient(name, side):
     case = case_of(name)
     layout = BatchLayout.for_model(case.model)
     _, gradients = loss_and_gradients(case, own_rows(case, side))
-    labelled = with_metadata(batch_of(case, [1], side), samples=[0])
+    labelled = with_rows(batch_of(case, [1], side), [RowCounts(samples=0)])
     padded = add_rows(layout, batch_of(case, TEXT_ROWS, side), [labelled], side)
     assert relative_error(loss_and_gradients(case, padded)[1], gradients) > 1e-4
 
 
 @pytest.mark.parametrize('name', IMAGE_FAMILIES)
-def test_added_rows_are_no_samples_and_carry_no_tokens(name):
+def test_added_rows_are_no_samples(name):
     case = case_of(name)
     layout = BatchLayout.for_model(case.model)
     microbatch = batch_of(case, TEXT_ROWS, 'right')
     padded = add_rows(layout, microbatch, [zero_weight(batch_of(case, [1], 'right'))], 'right')
     assert layout.num_rows(padded) == 3
     assert num_samples(padded) == num_samples(microbatch) == 2
-    for name in ('loss_tokens', 'real_tokens', 'samples'):
-        assert metadata_of(padded)[name] == [*metadata_of(microbatch)[name], 0]
+    assert rows_of(padded) == [*rows_of(microbatch), RowCounts(samples=0, rule='causal')]
     spec = token_data_spec(loader(microbatch))
     assert spec.get_num_samples_in_batch(padded) == 2
     assert spec.get_num_tokens_in_batch(padded) == spec.get_num_tokens_in_batch(microbatch)
@@ -128,13 +125,13 @@ def test_row_of_its_own_weighs_nothing():
     case = case_of('llava')
     filler = zero_weight(batch_of(case, [1], 'right'))
     assert num_samples(filler) == 0
-    assert metadata_of(filler)['loss_tokens'] == metadata_of(filler)['real_tokens'] == [0]
+    assert rows_of(filler) == [RowCounts(samples=0, rule='causal')]
     assert (filler['labels'] == -100).all()
     assert (case.rows[1]['labels'] != -100).any()  # the original keeps its labels
 
 
 @pytest.mark.parametrize('name', IMAGE_FAMILIES)
-def test_spare_row_is_the_smallest_of_the_step(name):
+def test_dummy_row_is_the_smallest(name):
     case = case_of(name)
     layout = BatchLayout.for_model(case.model)
     whole = batch_of(case, range(6), 'left')
@@ -146,7 +143,7 @@ def test_spare_row_is_the_smallest_of_the_step(name):
     assert num_samples(row) == 0
 
 
-def test_spare_row_of_another_microbatch_brings_no_lists_that_this_one_lacks():
+def test_dummy_row_brings_no_new_lists():
     case = case_of('llava')
     layout = BatchLayout.for_model(case.model)
     microbatch = batch_of(case, TEXT_ROWS, 'right')
@@ -156,7 +153,7 @@ def test_spare_row_of_another_microbatch_brings_no_lists_that_this_one_lacks():
     assert padded['num_images'] == [0, 0, 1]
 
 
-def test_padding_is_no_placeholder_where_a_row_begins_with_one():
+def test_padding_of_row_beginning_with_placeholder():
     case = MEDIA['video_llava']()
     layout = BatchLayout.for_model(case.model)
     row = next(row for row, truth in zip(case.rows, case.truth, strict=True) if truth == {'image': 2, 'video': 0})
@@ -167,7 +164,7 @@ def test_padding_is_no_placeholder_where_a_row_begins_with_one():
     torch.testing.assert_close(case.loss_sum(batch), case.loss_sum(row), rtol=1e-5, atol=0)
 
 
-def test_dummy_row_beside_a_row_without_padding_is_padded_where_the_batch_was():
+def test_dummy_row_is_padded_as_batch():
     case = case_of('llava')
     layout = BatchLayout.for_model(case.model)
     facts = describe(layout, batch_of(case, range(6), 'left'))
@@ -175,7 +172,7 @@ def test_dummy_row_beside_a_row_without_padding_is_padded_where_the_batch_was():
     dummies = DummyRows([facts])
     dummies.needed = ('image',)
     piece = Piece.from_facts(facts, CutRules(left='trim'), CutOptions()).take([text])
-    (microbatch,) = build([piece._replace(dummies=dummies.missing(facts, [text]))])
+    (microbatch,) = build([replace(piece, dummies=dummies.missing(facts, [text]))])
     assert microbatch['attention_mask'].shape[1] > facts.lengths[text]
     assert microbatch['attention_mask'][0, -facts.lengths[text] :].all()
 
@@ -198,7 +195,7 @@ def glm_row(config, unit):
 
 
 @pytest.mark.parametrize('unit', ['image', 'video'])
-def test_glm_gets_no_video_beside_an_image_where_another_rank_has_the_other_kind(unit, monkeypatch):
+def test_glm_gets_no_video_beside_image(unit, monkeypatch):
     """Its forward takes one kind of placeholders for both, and refuses a batch with both."""
     special = ('<image>', '<video>', '<image_start>', '<image_end>', '<video_start>', '<video_end>')
     model = family_models.MODELS['glm4v'](TokenIds(word_tokenizer(*special)))
@@ -208,10 +205,8 @@ def test_glm_gets_no_video_beside_an_image_where_another_rank_has_the_other_kind
     media = {one: glm_row(model.config, one) for one in ('image', 'video')}
     batch = layout.concat([text, media[unit]])
     monkeypatch.setattr('composer_tokacc.data_spec.split.get_world_size', lambda: 2)
-    monkeypatch.setattr('composer_tokacc.data_spec.in_step.max_over_ranks', images_and_videos_somewhere)
-    monkeypatch.setattr(
-        'composer_tokacc.data_spec.in_step.from_any_rank', lambda own: own or zero_weight(media['image'])
-    )
+    monkeypatch.setattr('composer_tokacc.data_spec.split.max_over_ranks', images_and_videos_somewhere)
+    monkeypatch.setattr('composer_tokacc.data_spec.split.from_any_rank', lambda own: own or zero_weight(media['image']))
     microbatches = token_data_spec(loader(batch), layout=layout).split_batch(batch, 1)
     assert len(microbatches) == 3
     for microbatch in microbatches:
@@ -219,7 +214,7 @@ def test_glm_gets_no_video_beside_an_image_where_another_rank_has_the_other_kind
         assert ('pixel_values' in microbatch) != ('pixel_values_videos' in microbatch)
 
 
-def test_packed_rows_are_halved_only_where_the_added_row_does_not_fit(monkeypatch):
+def test_packed_rows_are_halved_if_needed(monkeypatch):
     case = case_of('llava')
     layout = BatchLayout.for_model(case.model)
     batch = layout.concat([batch_of(case, [1], 'right'), *[batch_of(case, TEXT_ROWS[:1], 'right')] * 8])
@@ -237,21 +232,21 @@ def test_packed_rows_are_halved_only_where_the_added_row_does_not_fit(monkeypatc
 def packed_microbatches(monkeypatch, batch, layout, agreed=list, **options):
     """On a rank of two."""
     monkeypatch.setattr('composer_tokacc.data_spec.split.get_world_size', lambda: 2)
-    monkeypatch.setattr('composer_tokacc.data_spec.in_step.max_over_ranks', agreed)
+    monkeypatch.setattr('composer_tokacc.data_spec.split.max_over_ranks', agreed)
     given = loader(batch)
     spec = token_data_spec(given, layout=layout, packing=True, **options)
     split_of(given).adopt(CutRules(packing='documents'))
     return spec.split_batch(batch, 1)
 
 
-def test_rows_with_media_of_other_ranks_find_room_as_well(monkeypatch):
+def test_media_rows_of_other_ranks_fit(monkeypatch):
     """Rows with images in a step in which only another rank has a video."""
     case = MEDIA['qwen2_5_vl']()
     layout = BatchLayout.for_model(case.model)
     own, other = (case.rows[case.kinds.index(kind)] for kind in ('image', 'video'))
-    batch = annotate(layout.concat([own] * 4))
+    batch = with_counts(layout.concat([own] * 4))
     budget = layout.width(own) + layout.width(other)
-    monkeypatch.setattr('composer_tokacc.data_spec.in_step.from_any_rank', lambda found: found or zero_weight(other))
+    monkeypatch.setattr('composer_tokacc.data_spec.split.from_any_rank', lambda found: found or zero_weight(other))
     microbatches = packed_microbatches(
         monkeypatch, batch, layout, images_and_videos_somewhere, slot_tokens=budget, max_image_tokens=None
     )
@@ -259,7 +254,7 @@ def test_rows_with_media_of_other_ranks_find_room_as_well(monkeypatch):
     assert max(microbatch['input_ids'].numel() for microbatch in microbatches) <= budget
 
 
-def test_a_row_that_leaves_no_room_for_the_added_one_is_named(monkeypatch, caplog):
+def test_row_that_leaves_no_room(monkeypatch, caplog):
     case = case_of('llava')
     layout = BatchLayout.for_model(case.model)
     batch = layout.concat([batch_of(case, [row], 'right') for row in (1, *TEXT_ROWS)])
@@ -270,12 +265,12 @@ def test_a_row_that_leaves_no_room_for_the_added_one_is_named(monkeypatch, caplo
     assert f'over the caps of {budget} and None' in caplog.text
 
 
-def test_where_ddp_reduces_once_no_microbatch_gets_a_row_with_media(monkeypatch):
+def test_no_media_rows_if_reduced_once(monkeypatch):
     case = case_of('llava')
     layout = BatchLayout.for_model(case.model)
     text = layout.concat([batch_of(case, TEXT_ROWS, 'right')] * 4)
     monkeypatch.setattr('composer_tokacc.data_spec.split.get_world_size', lambda: 2)
-    monkeypatch.setattr('composer_tokacc.data_spec.in_step.max_over_ranks', None)  # nothing is agreed upon
+    monkeypatch.setattr('composer_tokacc.data_spec.split.max_over_ranks', None)  # nothing is agreed upon
     given = loader(text)
     spec = token_data_spec(given, layout=layout, slot_tokens=max(describe(layout, text).lengths))
     split = split_of(given)
@@ -286,7 +281,7 @@ def test_where_ddp_reduces_once_no_microbatch_gets_a_row_with_media(monkeypatch)
     assert sum(map(layout.num_rows, microbatches)) == sum(map(num_samples, microbatches)) == 8
 
 
-def test_rows_are_added_where_trimming_has_written_positions():
+def test_rows_added_beside_written_positions():
     """Mllama padded on the left, one of whose microbatches has text alone."""
     subject = SUBJECTS['mllama_mixed']
     batch = subject.batch(499905, side='left')

@@ -52,7 +52,7 @@ class Reached(Callback):
 
 
 @pytest.mark.parametrize('kwargs', [{}, {'regroup': False}])
-def test_a_foreign_batch_is_cut_under_both_caps(kwargs):
+def test_foreign_batch_under_both_caps(kwargs):
     free, capped = (
         token_data_spec([], layout=LAYOUT, max_image_tokens=cap, **kwargs).split_batch(joined(), len(ROWS))
         for cap in (None, CAP)
@@ -63,7 +63,7 @@ def test_a_foreign_batch_is_cut_under_both_caps(kwargs):
 
 
 @pytest.mark.parametrize('size', [len(ROWS), 2])
-def test_ready_microbatches_are_cut_again_under_both_caps_after_halving_too(size):
+def test_pre_split_batch_under_both_caps(size):
     batch = PreSplitBatch([joined(ROWS[:5]), joined(ROWS[5:])], max_tokens=10_000)
     width = max(one['input_ids'].shape[1] for one in batch.microbatches)
     assert min(map(images_in, batch.microbatches)) > CAP
@@ -74,9 +74,9 @@ def test_ready_microbatches_are_cut_again_under_both_caps_after_halving_too(size
     assert ids_of(microbatches) == ids_of(batch.microbatches)
 
 
-def test_a_zero_weight_image_row_finds_room_under_the_cap(monkeypatch):
+def test_dummy_image_row_under_the_cap(monkeypatch):
     monkeypatch.setattr('composer_tokacc.data_spec.split.get_world_size', lambda: 2)
-    monkeypatch.setattr('composer_tokacc.data_spec.in_step.max_over_ranks', list)
+    monkeypatch.setattr('composer_tokacc.data_spec.split.max_over_ranks', list)
     batch = joined([ROWS[0], ROWS[4], ROWS[0], *ROWS[1:4]])
     spec = token_data_spec([], layout=LAYOUT, max_image_tokens=CAP)
     counts = [images_in(one) for one in spec.split_batch(batch, 3)]
@@ -93,7 +93,7 @@ def test_packed_groups_keep_both_caps():
 
 
 @pytest.mark.parametrize('packing', [False, True])
-def test_every_microbatch_that_reaches_the_model_keeps_the_cap_and_the_gradient_is_exact(packing):
+def test_every_microbatch_keeps_the_cap(packing):
     reached = Reached()
     assert_exact(
         CASE.model, joined(), max_image_tokens=CAP, packing=packing, microbatch_size=len(ROWS), callbacks=[reached]
@@ -111,13 +111,19 @@ class Samples(Dataset):
         return ROWS[index]
 
 
-def test_planned_microbatches_keep_it_and_so_do_those_of_a_table_that_promised_less():
+def test_planned_microbatches_keep_the_cap():
     lengths = [row['input_ids'].shape[1] for row in ROWS]
     for table in (list(map(images_in, ROWS)), [0] * len(ROWS)):
         sampler = RegroupingBatchSampler(
-            Samples(), lengths=lengths, image_tokens=table, global_batch_size=len(ROWS), max_image_tokens=CAP,
-            max_tokens=len(ROWS) * max(lengths), num_replicas=1, rank=0,
-        )  # fmt: skip
+            Samples(),
+            lengths=lengths,
+            image_tokens=table,
+            global_batch_size=len(ROWS),
+            max_image_tokens=CAP,
+            max_tokens=len(ROWS) * max(lengths),
+            num_replicas=1,
+            rank=0,
+        )
         collate = partial(LAYOUT.concat, pad_token_id=CASE.pad_token_id)
         dataloader = RegroupingDataLoader(Samples(), batch_sampler=sampler, collate_fn=collate)
         planned = [images_in(one) for one in next(iter(dataloader)).microbatches]
@@ -129,7 +135,7 @@ def test_planned_microbatches_keep_it_and_so_do_those_of_a_table_that_promised_l
         assert max(reached.counts) <= CAP
 
 
-def test_a_row_over_the_cap_is_refused_by_name_or_computed_alone(caplog):
+def test_row_over_the_cap(caplog):
     words = f'of {CAP} image tokens, over the cap of {CAP - 1} '
     with pytest.raises(ValueError, match=words + r'\(`max_image_tokens`\)'):
         token_data_spec([], layout=LAYOUT, max_image_tokens=CAP - 1).split_batch(joined(), 4)
@@ -142,7 +148,7 @@ def test_a_row_over_the_cap_is_refused_by_name_or_computed_alone(caplog):
     assert all(len(one['input_ids']) == 1 for one in over)
 
 
-def test_a_cap_without_the_model_to_count_by_is_refused():
+def test_cap_needs_a_model():
     with pytest.raises(ValueError, match='Image tokens must be known to count them'):
         token_data_spec([], max_image_tokens=4).split_batch(joined(), 4)
     with pytest.raises(ValueError, match='`max_image_tokens` must be a positive integer, got: 0'):

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from composer_tokacc import BatchLayout, TokenMonitor, token_data_spec
-from composer_tokacc.data_spec.cut_rules import CutRules
 from composer_tokacc.data_spec.packing import pack_rows
+from composer_tokacc.data_spec.pieces import CutRules
 from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.planning import pack_lengths
+from composer_tokacc.row_counts import RowCounts, rows_of, with_counts, with_rows
 from tests.support.text import collate, text_model, text_rows
 from tests.support.training import assert_exact, fit, hugging_face, loader, reference_gradients, relative_error
 
@@ -30,9 +31,10 @@ def test_packed_groups_keep_cap_and_rows():
         assert all(len(group) == 1 or sum(lengths[row] for row in group) <= cap for group in groups)
 
 
-@pytest.mark.parametrize('side', ['left', 'right'])
-@pytest.mark.parametrize('attention', ['sdpa', 'eager'])
-@pytest.mark.parametrize('microbatch_size', [1, 2, 6])
+@pytest.mark.parametrize(
+    ('side', 'attention', 'microbatch_size'),
+    [('left', 'sdpa', 1), ('left', 'eager', 2), ('right', 'sdpa', 2), ('right', 'sdpa', 6), ('right', 'eager', 1)],
+)
 def test_packed_text_is_exact(side, attention, microbatch_size):
     model = text_model(attn_implementation=attention)
     batch = collate(text_rows(SHAPE), side=side)
@@ -116,3 +118,14 @@ def test_empty_rows_are_packed(side):
     assert not any(gradient.any() for gradient in recorder.steps[1].values())
     assert relative_error(recorder.steps[2], recorder.steps[0]) < 1e-6
     assert recorder.logged('loss/train/total')[1] == 0
+
+
+def test_packed_row_keeps_the_counts_of_its_documents():
+    batch = {**collate(text_rows([(4, 2), (5, 3), (3, 2)])), 'source': ['a', 'b', 'c']}
+    marked = with_rows(batch, [RowCounts(), RowCounts(), RowCounts(samples=0)])
+    counted = with_counts(marked, token_weights='sqrt')
+    (packed,) = rows_of(pack_rows(BatchLayout.infer(counted), counted))
+    assert packed.documents == tuple(rows_of(counted))
+    assert [document.source for document in packed.documents] == ['a', 'b', None]
+    assert (packed.samples, packed.real_tokens, packed.loss_tokens) == (2, 9, 5)
+    assert packed.loss_weight == pytest.approx(2**0.5 + 3**0.5)

@@ -12,7 +12,7 @@ import transformers
 from composer_tokacc import BatchLayout
 from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.data_spec.packing import pack_rows
-from composer_tokacc.metadata import annotate
+from composer_tokacc.row_counts import with_counts
 from tests.support.launch import launch_json
 from tests.support.masked_text import MODELS, PAD, masked_batch, masked_model
 from tests.support.training import assert_exact, fit, reference_gradients, relative_error
@@ -29,8 +29,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize('microbatch_size', [1, 3, 8])
-@pytest.mark.parametrize('packing', [False, True])
+@pytest.mark.parametrize(('packing', 'microbatch_size'), [(False, 3), (True, 1), (True, 8)])
 @pytest.mark.parametrize('name', PACKABLE)
 def test_masked_models_are_exact(name, packing, microbatch_size):
     assert_exact(masked_model(name), masked_batch(LENGTHS), packing=packing, microbatch_size=microbatch_size)
@@ -73,11 +72,11 @@ def test_labels_stay_where_they_are():
     batch = masked_batch(LENGTHS)
     layout = BatchLayout.infer(batch)
     real = batch['attention_mask'].bool()
-    packed = pack_rows(layout, annotate(batch, 'unshifted'))
+    packed = pack_rows(layout, with_counts(batch, 'unshifted'))
     assert torch.equal(packed['labels'][0], batch['labels'][real])
     assert packed['attention_mask'].sum(dim=1).tolist() == LENGTHS
     # A label of a first token is predicted from the document before it if labels are shifted.
-    shifted = pack_rows(layout, annotate(batch, 'causal'))
+    shifted = pack_rows(layout, with_counts(batch, 'causal'))
     starts = packed['position_ids'][0] == 0
     assert torch.equal(shifted['labels'][0], batch['labels'][real].masked_fill(starts, -100))
 
@@ -117,7 +116,7 @@ def test_wrappers_are_called_once(name):
     wrapper = Wrapper(model)
     batch = masked_batch(LENGTHS)
     attention = DocumentAttention(wrapper)
-    packed = pack_rows(BatchLayout.infer(batch), annotate(batch, 'unshifted'), attention)
+    packed = pack_rows(BatchLayout.infer(batch), with_counts(batch, 'unshifted'), attention)
     inputs = {key: packed[key] for key in ('input_ids', 'attention_mask', 'position_ids', 'labels')}
     outputs = wrapper(**inputs)
     outputs.loss.backward()

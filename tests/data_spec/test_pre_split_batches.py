@@ -14,10 +14,10 @@ import torch
 from torch.utils.data import Dataset
 
 from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, token_data_spec
-from composer_tokacc.data_spec.cut_rules import CutRules
+from composer_tokacc.data_spec.pieces import CutRules
 from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.layout import BatchLayout, PreSplitBatch
-from composer_tokacc.metadata import metadata_of, num_samples
+from composer_tokacc.row_counts import num_samples
 from tests.support.families import FAMILIES
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
 from tests.support.small_batches import LLAVA, TEXT, text_batch
@@ -61,7 +61,7 @@ def names(microbatches):
 def two_ranks(monkeypatch):
     """This process is one of two ranks, which all say what this one says."""
     monkeypatch.setattr('composer_tokacc.data_spec.split.get_world_size', lambda: 2)
-    monkeypatch.setattr('composer_tokacc.data_spec.in_step.max_over_ranks', list)
+    monkeypatch.setattr('composer_tokacc.data_spec.split.max_over_ranks', list)
 
 
 def is_handed_on(microbatches, batch):
@@ -70,24 +70,24 @@ def is_handed_on(microbatches, batch):
     for microbatch, source in zip(microbatches, batch.microbatches, strict=True):
         for key, value in source.items():
             assert microbatch[key] is value if isinstance(value, torch.Tensor) else microbatch[key] == value, key
-        assert metadata_of(microbatch)['microbatches'] == [len(microbatches)] * len(microbatch['names'])
+        assert num_samples(microbatch) == len(microbatch['names'])
 
 
 @pytest.mark.parametrize('side', ['right', 'left'])
-def test_microbatches_are_handed_on_without_a_copy(side):
+def test_microbatches_are_not_copied(side):
     batch, spec = ready(side=side), spec_for()
     if side == 'left':  # a first label is predicted from what stands before it, so it must not be one
         batch = batch.map(lambda one: {**one, 'labels': one['labels'].masked_fill(one['labels'] == 1, -100)})
     is_handed_on(spec.split_batch(spec.batch_transforms(batch), 2), batch)
 
 
-def test_ranks_in_step_copy_no_picture_either(two_ranks):
+def test_ranks_in_step_copy_nothing(two_ranks):
     batch, spec = ready([[9, 8], [5, 4, 4]], images=True), spec_for(images=True)
     batch.microbatches[-1].update(num_images=[1, 0, 0], pixel_values=torch.ones(1, 3, 4, 4))
     is_handed_on(spec.split_batch(batch, 2), batch)
 
 
-def test_ranks_in_step_add_a_picture_where_none_is(two_ranks):
+def test_ranks_in_step_add_a_picture(two_ranks):
     batch, spec = ready([[9, 8], [5, 4], [10]], images=True), spec_for(images=True)
     first, second, last = spec.split_batch(batch, 4)
     assert (len(first['input_ids']), len(second['input_ids']), len(last['input_ids'])) == (2, 2, 2)
@@ -97,7 +97,7 @@ def test_ranks_in_step_add_a_picture_where_none_is(two_ranks):
 
 
 @pytest.mark.parametrize('size', [1, 1.5])
-def test_smaller_microbatches_are_cut_from_those_that_are_too_large(size):
+def test_too_large_microbatches_are_cut(size):
     batch = ready([[9, 8], [5, 4, 4, 3], [10]])
     found = spec_for().split_batch(batch, size)
     for microbatch in found:
@@ -107,14 +107,14 @@ def test_smaller_microbatches_are_cut_from_those_that_are_too_large(size):
     assert whole['input_ids'] is batch.microbatches[2]['input_ids'], 'it was small enough'
 
 
-def test_lengths_that_turn_out_longer_than_planned_never_break_the_cap():
+def test_longer_lengths_keep_the_cap():
     spec = spec_for()
     assert sorted(len(one['names']) for one in spec.split_batch(ready([[9, 9, 9], [4, 4]]), 2)) == [1, 2, 2]
     with pytest.raises(ValueError, match='got: sample number 2 of the dataset of 21 tokens, over the cap of 20'):
         spec.split_batch(ready([[9, 8], [21]]), 2)
 
 
-def test_columns_that_no_row_needs_are_cut_off():
+def test_unneeded_columns_are_cut_off():
     batch = PreSplitBatch([text_batch([4, 3], width=9, names=['a', 'b'])], max_tokens=CAP)
     (microbatch,) = spec_for().split_batch(batch, 2)
     assert microbatch['input_ids'].shape == (2, 4)
@@ -130,7 +130,7 @@ def test_columns_that_no_row_needs_are_cut_off():
         ({'left': 'shift'}, 'left'),
     ],
 )
-def test_where_rows_mean_something_only_side_by_side_they_are_joined_first(kwargs, side):
+def test_rows_are_joined_if_needed(kwargs, side):
     batch, spec = ready(side=side), spec_for(**kwargs)
     plain = batch.joined(BatchLayout(family=TEXT))
     found, expected = spec.split_batch(batch, 5), spec.split_batch(plain, 5)
@@ -140,7 +140,7 @@ def test_where_rows_mean_something_only_side_by_side_they_are_joined_first(kwarg
         assert all(torch.equal(one[key], other[key]) for key in one if isinstance(one[key], torch.Tensor))
 
 
-def test_label_on_a_first_token_behind_padding_is_left_to_the_whole_batch():
+def test_label_on_first_token_behind_padding():
     spec, batch = spec_for(), ready(side='left')
     plain = batch.joined(BatchLayout(family=TEXT))
     assert names(spec.split_batch(batch, 20)) == names(spec.split_batch(plain, 20))
@@ -167,12 +167,17 @@ def test_users_transforms_see_plain_mappings():
 
 
 @pytest.mark.parametrize('width_multiple', [1, 8])
-def test_every_step_has_the_gradient_of_its_global_batch(width_multiple):
+def test_gradient_of_each_global_batch(width_multiple):
     dataset, model = LengthDataset(20), text_model()
     sampler = RegroupingBatchSampler(
-        dataset, lengths=dataset.lengths, global_batch_size=8, max_tokens=2 * LONGEST, num_replicas=1, rank=0,
+        dataset,
+        lengths=dataset.lengths,
+        global_batch_size=8,
+        max_tokens=2 * LONGEST,
+        num_replicas=1,
+        rank=0,
         width_multiple=width_multiple,
-    )  # fmt: skip
+    )
     loader = RegroupingDataLoader(dataset, batch_sampler=sampler, collate_fn=collate_samples)
     widths = {one['input_ids'].shape[1] % width_multiple for batch in loader for one in batch.microbatches}
     assert widths == {0}
@@ -198,7 +203,7 @@ def loader_with_a_stale_table(dataset):
     return RegroupingDataLoader(dataset, batch_sampler=sampler, collate_fn=collate_samples), changed, cap
 
 
-def test_stale_table_of_lengths_stops_the_run_with_the_samples_id():
+def test_stale_lengths_stop_the_run():
     dataset = LengthDataset(20)
     loader, changed, cap = loader_with_a_stale_table(dataset)
     spec = token_data_spec(loader, slot_tokens=cap)
@@ -209,7 +214,7 @@ def test_stale_table_of_lengths_stops_the_run_with_the_samples_id():
         fit(text_model(), spec, microbatch_size=1, max_duration='1ep')
 
 
-def test_stale_table_of_lengths_costs_neither_the_cap_nor_the_gradient_where_asked_to_warn(caplog):
+def test_stale_lengths_may_only_warn(caplog):
     dataset, model = LengthDataset(20), text_model()
     loader, changed, cap = loader_with_a_stale_table(dataset)
     spec = token_data_spec(loader, slot_tokens=cap, on_oversize='warn')

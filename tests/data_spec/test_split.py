@@ -21,7 +21,7 @@ MEDIA = ['llava', 'llava_next', 'qwen2_vl', 'idefics3', 'gemma3']
 
 
 @pytest.mark.parametrize('name', ['llama', *MEDIA])
-def test_microbatches_add_up_to_the_gradient_of_the_batch(name):
+def test_microbatches_add_up(name):
     case = FAMILIES[name]()
     batch = family_batch(case)
     expected = gradients_of(case.model, [batch])
@@ -30,31 +30,31 @@ def test_microbatches_add_up_to_the_gradient_of_the_batch(name):
         assert relative_error(found, expected) < 1e-6, (size, regroup)
 
 
-def test_a_microbatch_is_as_wide_as_its_longest_row():
+def test_microbatch_is_as_wide_as_needed():
     for part in split(collate(text_rows(SHAPE)), 2):
         assert part['input_ids'].shape[1] == int(part['attention_mask'].sum(dim=1).max())
 
 
 @pytest.mark.parametrize('size', [0.5, 1, 1.5, 3])
-def test_the_cap_is_a_number_of_rows_of_so_many_tokens(size):
+def test_cap_is_rows_times_tokens(size):
     for part in split(collate(text_rows(SHAPE)), size, slot_tokens=28):
         assert part['input_ids'].numel() <= size * 28
 
 
-def test_half_the_size_makes_no_fewer_microbatches():
+def test_half_size_makes_no_fewer_microbatches():
     batch = collate(text_rows(SHAPE))
     counts = [len(split(batch, size)) for size in (8, 4, 2, 1)]
     assert counts == sorted(counts)
     assert counts[0] == 1
 
 
-def test_loss_tokens_are_those_of_the_batch_whatever_the_size():
+def test_loss_tokens_add_up():
     batch = collate(text_rows([*SHAPE, (7, 0)]))
     for size in (1, 2, 3, 7):
         assert sum(map(loss_tokens, split(batch, size))) == loss_tokens(batch)
 
 
-def test_the_same_batch_is_cut_alike_again_and_left_as_it_was():
+def test_same_batch_is_cut_alike():
     batch = collate(text_rows(SHAPE))
     before = copy.deepcopy(batch)
     first, second = (split(batch, 2) for _ in range(2))
@@ -64,7 +64,7 @@ def test_the_same_batch_is_cut_alike_again_and_left_as_it_was():
     assert all(torch.equal(batch[key], value) for key, value in before.items())
 
 
-def test_rows_of_one_length_are_neither_trimmed_nor_moved():
+def test_rows_of_one_length_stay():
     batch = collate(text_rows([(6, 3)] * 4))
     parts = split(batch, 2, regroup=False)
     for key in ('input_ids', 'labels', 'attention_mask'):

@@ -13,8 +13,7 @@ from composer.core import Callback
 from composer.metrics import LanguageCrossEntropy
 from torch.utils.data import DataLoader, Dataset
 
-from composer_tokacc import token_data_spec
-from composer_tokacc.metadata import metadata_of
+from composer_tokacc import row_counts, token_data_spec
 from composer_tokacc.planning import CostModel
 from tests.matrix.harness import plain_gradients
 from tests.matrix.native_models import NativeModel
@@ -46,8 +45,8 @@ def test_cap_is_hard_and_rows_complete(side, regroup):
 def test_order_is_kept_without_regrouping():
     batch = collate(text_rows(SHAPE))
     microbatches = split(batch, 2, regroup=False)
-    longest = [metadata_of(microbatch)['real_tokens'] for microbatch in microbatches]
-    assert [count for counts in longest for count in counts] == [length for length, _ in SHAPE]
+    lengths = [row.real_tokens for microbatch in microbatches for row in row_counts.rows_of(microbatch)]
+    assert lengths == [length for length, _ in SHAPE]
 
 
 def test_oversized_row_is_refused():

@@ -170,11 +170,16 @@ def _pip(arguments: Sequence[str]) -> None:
         elif one in ('--target', '--python-version', '--python-platform', '--only-binary'):
             next(given)
         elif one not in ('-e', '--no-deps', '--upgrade', '--system'):
+            assert not one.startswith('composer_tokacc'), f'{one} is on no index; install from a clone'
             wanted = Requirement(re.sub(r'^\.(?=\[|$)', 'composer_tokacc', one))
             extras = setup['options.extras_require'] if wanted.name == setup['metadata']['name'] else ()
             assert wanted.extras <= set(extras), one
 
 
 _READERS: dict[str, Callable[[Sequence[str]], None]] = {
-    'composer': _composer, 'make': _make, 'pip': _pip, 'python': _python, 'uv': lambda arguments: _pip(arguments[1:]),
-}  # fmt: skip
+    'composer': _composer,
+    'make': _make,
+    'pip': _pip,
+    'python': _python,
+    'uv': lambda arguments: _pip(arguments[1:]),
+}

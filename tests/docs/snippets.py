@@ -43,10 +43,14 @@ __all__ = ['LANGUAGES', 'PAGES', 'REASONS', 'Block', 'blocks_of', 'check_as_in',
 
 PAGES = sorted(
     str(path.relative_to(ROOT))
-    for path in (*ROOT.glob('*.md'), *ROOT.glob('docs/**/*.md'), *ROOT.glob('composer_tokacc/*/*.md'),
-                 *ROOT.glob('examples/*/*.md'))
+    for path in (
+        *ROOT.glob('*.md'),
+        *ROOT.glob('docs/**/*.md'),
+        *ROOT.glob('composer_tokacc/*/*.md'),
+        *ROOT.glob('examples/*/*.md'),
+    )
     if '_build' not in path.parts
-)  # fmt: skip
+)
 LANGUAGES = ('python', 'bash', 'yaml')
 _FENCE = re.compile(
     r'^(?P<indent> *)```(?P<language>\S*)[^\n]*\n(?P<text>.*?)^(?P=indent)```$', re.DOTALL | re.MULTILINE
@@ -85,11 +89,15 @@ def blocks_of(page: str) -> list[Block]:
     content, blocks = (ROOT / page).read_text(), []
     for found in _FENCE.finditer(content):
         mark = _MARK.search(content[: found.start()])
-        blocks.append(Block(
-            language=found['language'], text=textwrap.dedent(found['text']),
-            line=content.count('\n', 0, found.start()) + 1,
-            mark=mark[1] if mark else '', reason=' '.join(mark[2].split()) if mark else '',
-        ))  # fmt: skip
+        blocks.append(
+            Block(
+                language=found['language'],
+                text=textwrap.dedent(found['text']),
+                line=content.count('\n', 0, found.start()) + 1,
+                mark=mark[1] if mark else '',
+                reason=' '.join(mark[2].split()) if mark else '',
+            )
+        )
     return blocks
 
 
@@ -154,9 +162,13 @@ def _run_bash(block: Block, page: str, folder: Path) -> None:
             continue
         path = f'{Path(sys.executable).parent}{os.pathsep}{os.environ["PATH"]}'
         done = subprocess.run(
-            ['bash', '-euo', 'pipefail', '-c', '\n'.join(group)], cwd=folder, env={**environment(), 'PATH': path},
-            capture_output=True, text=True, timeout=1200,
-        )  # fmt: skip
+            ['bash', '-euo', 'pipefail', '-c', '\n'.join(group)],
+            cwd=folder,
+            env={**environment(), 'PATH': path},
+            capture_output=True,
+            text=True,
+            timeout=1200,
+        )
         assert done.returncode == 0, f'{page}, line {block.line}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}'
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.encoders import table_of as table_of_encoders
 from benchmarks.token_weights import table_of as table_of_weights
 from tests.data.formats_page import page as formats_page
 from tests.support.launch import ROOT
@@ -131,6 +132,24 @@ def test_what_tokens_weigh():
     span = f'{stock["smallest"]:.2f} to {stock["largest"]:.2f} times their mean'
     assert span in ' '.join((ROOT / 'README.md').read_text().split())
     assert all(row['spread'] < 1 + 1e-5 for row in rows if row['host'] == 'ours')
+
+
+def test_speed_of_encoders():
+    figures = results('encoders')
+    assert table_of_encoders(figures) in (ROOT / 'docs' / 'encoders.md').read_text(), 'python -m benchmarks.encoders'
+    assert figures['variation'] == pytest.approx(0.9, abs=0.05)
+    packed = figures['methods'][-1]
+    assert packed['method'] == 'three lines, packed'
+    assert packed['against_stock'] >= 2.5
+
+
+def test_memory_of_logits():
+    figures = results('logits_memory')
+    selected, everything = figures['labels'], figures['all']
+    ratio = selected['positions_that_fit_in_80_gib'] / everything['positions_that_fit_in_80_gib']
+    text = ' '.join((ROOT / 'README.md').read_text().split())
+    assert f'needs {selected["gib"]:.1f} GiB beyond the model instead of {everything["gib"]:.1f}' in text
+    assert f'{ratio:.1f} times as many positions fit in 80 GiB' in text
 
 
 def test_formats_are_those_of_the_tests():

@@ -41,7 +41,7 @@ def expected_answer(prompt, digits):
 
 
 @pytest.mark.slow
-def test_answers_follow_from_the_scans_that_are_shown(dataset, samples):
+def test_answers_follow_from_the_scans(dataset, samples):
     scans, targets = load_digits().images, load_digits().target
     kinds = set()
     for index, sample in enumerate(samples[:400]):
@@ -63,7 +63,7 @@ def test_from_no_image_to_twelve(samples):
     assert {sample['num_images'][0] for sample in samples} == set(range(13))
 
 
-def test_training_never_shows_a_held_out_scan():
+def test_training_shows_no_held_out_scan():
     train, held_out = set(split_scans('train').tolist()), set(split_scans('eval').tolist())
     assert not train & held_out
     assert train | held_out == set(range(1797))
@@ -74,20 +74,20 @@ def test_training_never_shows_a_held_out_scan():
         assert set(shown.tolist()) <= allowed
 
 
-def test_most_of_a_stock_device_batch_is_padding(dataset, samples):
+def test_most_of_a_batch_is_padding(dataset, samples):
     collate = VisionLanguageCollator(dataset.processor)
     batches = [collate(samples[start : start + 32]) for start in range(0, NUM_SAMPLES, 32)]
     padded = sum(batch['input_ids'].numel() for batch in batches)
     assert 1 - sum(int(batch['attention_mask'].sum()) for batch in batches) / padded >= 0.6
 
 
-def test_a_few_answers_are_far_longer_than_most(samples):
+def test_few_answers_are_very_long(samples):
     lengths = sorted(int((sample['labels'] != -100).sum()) for sample in samples)
     assert lengths[len(lengths) // 2] == 2
     assert lengths[-1] == 13
 
 
-def test_sample_is_a_function_of_seed_split_and_index(dataset, samples):
+def test_sample_depends_on_seed_and_index(dataset, samples):
     again = DigitsDataset(num_samples=10, cache=False)
     other_seed = DigitsDataset(num_samples=10, seed=1)
     held_out = DigitsDataset(split='eval', num_samples=10)
@@ -101,7 +101,7 @@ def test_sample_is_a_function_of_seed_split_and_index(dataset, samples):
     assert held_out[2]['sample_ids'] == ['digits-eval-2']
 
 
-def test_cached_samples_cannot_be_changed_by_the_caller():
+def test_callers_cannot_change_cached_samples():
     dataset = DigitsDataset(num_samples=1)
     dataset[0].pop('input_ids')
     assert 'input_ids' in dataset[0]

@@ -75,7 +75,7 @@ def whole_batches(ragged, model) -> tuple[dict[str, torch.Tensor], list[float]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize('program', PROGRAMS)
-def test_ends_where_whole_batches_end_on_two_ranks_and_resumed_on_one(program, ragged, tmp_path):
+def test_loop_ends_where_whole_batches_end(program, ragged, tmp_path):
     _, weights, name = PROGRAMS[program]
     pytest.importorskip('accelerate')
     checkpoint = tmp_path / 'checkpoint'

@@ -28,10 +28,16 @@ def trainer_of(*, ours=True, microbatch_size=2, max_duration='2ep', **options):
     model = hugging_face(text_model())
     options.setdefault('algorithms', [TokenAccumulation()] if ours else [])
     return Trainer(
-        model=model, train_dataloader=token_data_spec(ragged()) if ours else ragged(), max_duration=max_duration,
-        optimizers=torch.optim.AdamW(model.parameters(), lr=1e-2), device='cpu', seed=1, progress_bar=False,
-        device_train_microbatch_size=microbatch_size, **options,
-    )  # fmt: skip
+        model=model,
+        train_dataloader=token_data_spec(ragged()) if ours else ragged(),
+        max_duration=max_duration,
+        optimizers=torch.optim.AdamW(model.parameters(), lr=1e-2),
+        device='cpu',
+        seed=1,
+        progress_bar=False,
+        device_train_microbatch_size=microbatch_size,
+        **options,
+    )
 
 
 def weights_of(trainer):

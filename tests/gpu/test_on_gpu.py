@@ -18,7 +18,7 @@ from benchmarks.gpu import REHEARSAL, build_llava
 from benchmarks.small_llava import make_rows
 from composer_tokacc import BatchLayout, TokenAccumulation, token_data_spec
 from composer_tokacc.data import VisionLanguageCollator
-from composer_tokacc.data_spec.dummy_rows import add_rows, zero_weight
+from composer_tokacc.data_spec.pieces import add_rows, zero_weight
 from composer_tokacc.programs.models import build_model
 from examples.digits import DigitsDataset, build_digits_processor
 from tests.programs.test_models import LLAVA
@@ -41,7 +41,7 @@ def exact_device() -> DeviceGPU:
 
 @pytest.mark.parametrize('microbatch_size', [1, 2, 3, 8])
 @pytest.mark.parametrize('split', ['stock', 'ordered', 'regrouped', 'packed'])
-def test_text_gradient_is_that_of_one_forward(split, microbatch_size):
+def test_text_gradient_is_exact(split, microbatch_size):
     model, batch = text_model(), collate(text_rows(RAGGED))
     expected, _ = reference_gradients(model, batch)
     data: Any = loader(batch)
@@ -53,7 +53,7 @@ def test_text_gradient_is_that_of_one_forward(split, microbatch_size):
 
 @pytest.mark.parametrize('microbatch_size', [1, 2, 6])
 @pytest.mark.parametrize('family', ['llava', 'qwen2_5_vl', 'idefics3', 'gemma3'])
-def test_image_gradient_is_that_of_one_forward(family, microbatch_size):
+def test_image_gradient_is_exact(family, microbatch_size):
     case = FAMILIES[family]()
     layout = BatchLayout.for_model(case.config)
     batch = layout.concat(case.rows, pad_token_id=case.pad_token_id)
@@ -62,7 +62,7 @@ def test_image_gradient_is_that_of_one_forward(family, microbatch_size):
     assert relative_error(recorder.gradients, expected) < TOLERANCE
 
 
-def test_stock_composer_is_wrong_here_so_the_tests_can_fail():
+def test_stock_composer_is_wrong_here():
     model, batch = text_model(), collate(text_rows(RAGGED))
     expected, _ = reference_gradients(model, batch)
     recorder, _, _ = train(model, loader(batch), microbatch_size=1, device=exact_device())
@@ -70,16 +70,20 @@ def test_stock_composer_is_wrong_here_so_the_tests_can_fail():
 
 
 @pytest.mark.parametrize('precision', ['amp_fp16', 'amp_bf16'])
-def test_half_precision_is_as_near_as_one_forward_in_it(precision):
+def test_half_precision_is_near(precision):
     """AMP_FP16 goes through a GradScaler, whose scale must not be taken for a wrong weight."""
     model, batch = text_model(), collate(text_rows(RAGGED))
     expected, _ = reference_gradients(model, batch)
     errors = []
     for microbatch_size in (1, len(RAGGED)):
         recorder, _, trainer = train(
-            text_model(), token_data_spec(loader(batch)), algorithms=[TokenAccumulation()], precision=precision,
-            microbatch_size=microbatch_size, device='gpu',
-        )  # fmt: skip
+            text_model(),
+            token_data_spec(loader(batch)),
+            algorithms=[TokenAccumulation()],
+            precision=precision,
+            microbatch_size=microbatch_size,
+            device='gpu',
+        )
         assert trainer.state.scaler.is_enabled() == (precision == 'amp_fp16')
         errors.append(relative_error(recorder.gradients, expected))
     accumulated, whole = errors
@@ -158,7 +162,7 @@ def test_page_locked_images_stay_page_locked():
 
 
 @pytest.mark.parametrize('mode', ['default', 'reduce-overhead'])
-def test_compiled_model_has_the_same_gradient_and_few_graphs(mode):
+def test_compiled_model_has_few_graphs(mode):
     """`reduce-overhead` replays CUDA graphs, whose outputs the next microbatch overwrites."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -184,7 +188,7 @@ def peak_mib(model: torch.nn.Module, batch: dict[str, Any]) -> float:
     return (torch.cuda.max_memory_allocated() - before) / MIB
 
 
-def test_zero_weight_row_takes_no_more_memory_than_the_cap():
+def test_dummy_row_takes_no_more_memory():
     """A text-only microbatch with an image row added, against a full one of the same rows x width."""
     config = REHEARSAL.config()
     model, layout = build_llava(config, GPU), BatchLayout.for_model(config)
@@ -196,7 +200,7 @@ def test_zero_weight_row_takes_no_more_memory_than_the_cap():
     assert peak_mib(model, add_rows(layout, text, [spare], 'right')) <= 1.02 * peak_mib(model, full)
 
 
-def test_adapters_beside_a_base_in_four_bits(tmp_path):
+def test_adapters_in_four_bits(tmp_path):
     pytest.importorskip('bitsandbytes')
     processor = build_digits_processor()
     text = {**LLAVA['text_config'], 'hidden_size': 64, 'intermediate_size': 128}
@@ -214,9 +218,14 @@ def test_adapters_beside_a_base_in_four_bits(tmp_path):
         trained = [weight for weight in weights.values() if weight.requires_grad]
         assert all(weight.dtype == torch.float32 for weight in trained)
         recorder, _, trainer = train(
-            model, token_data_spec(loader(batch)), algorithms=[TokenAccumulation()], microbatch_size=microbatch_size,
-            device='gpu', precision='amp_bf16', optimizer=torch.optim.AdamW(trained, lr=1e-3),
-        )  # fmt: skip
+            model,
+            token_data_spec(loader(batch)),
+            algorithms=[TokenAccumulation()],
+            microbatch_size=microbatch_size,
+            device='gpu',
+            precision='amp_bf16',
+            optimizer=torch.optim.AdamW(trained, lr=1e-3),
+        )
         gradients.append(recorder.gradients)
         assert set(trainer.state.state_dict()['model']) == {n for n, weight in weights.items() if weight.requires_grad}
     assert relative_error(*gradients) < 0.05  # bfloat16

@@ -41,7 +41,7 @@ def test_types_padded_on_another_side(side):
         describe(LAYOUT, batch_with_types(side, other))
 
 
-def test_types_that_are_shifted_but_0_on_padding():
+def test_types_shifted_but_0_on_padding():
     """The types of the first row's image stand one token further, which padding does not show."""
     batch = batch_with_types('right', 'right')
     batch['mm_token_type_ids'][1] = torch.tensor([0, 0, 1, 1, 0, 0, 0])
@@ -49,7 +49,7 @@ def test_types_that_are_shifted_but_0_on_padding():
         describe(LAYOUT, batch)
 
 
-def test_types_in_a_hole_of_the_mask_are_healthy():
+def test_types_in_holes_are_healthy():
     batch = batch_with_types('right', 'right')
     batch['attention_mask'][1, 1] = 0
     batch['labels'][1, 1] = -100
@@ -67,3 +67,14 @@ def test_loss_mask_padded_on_another_side():
     batch['loss_mask'] = batch['attention_mask'].flip(1)
     with pytest.raises(ValueError, match=r"batch\['loss_mask'\].*got: 1 in column 0 of row 1"):
         describe(LAYOUT, batch)
+
+
+def test_facts_hold_until_an_entry_is_replaced():
+    batch = batch_with_types('right', 'right')
+    facts = describe(LAYOUT, batch)
+    assert facts.describes(LAYOUT, batch)
+    assert facts.describes(LAYOUT, dict(batch))
+    assert not facts.describes(BatchLayout(family=QWEN, config=LAYOUT.config), batch)
+    assert not facts.describes(LAYOUT, {**batch, 'more': torch.zeros(2)})
+    batch['labels'] = batch['labels'].clone()
+    assert not facts.describes(LAYOUT, batch)

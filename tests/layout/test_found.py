@@ -17,9 +17,13 @@ from tests.support.small_batches import text_batch
 
 IMAGE, VIDEO = 90, 91
 CONFIG = SimpleNamespace(
-    model_type='new_vl', vision_config=SimpleNamespace(), image_token_id=IMAGE, video_token_id=VIDEO,
-    vision_start_token_id=88, image_newline_id=87,
-)  # fmt: skip
+    model_type='new_vl',
+    vision_config=SimpleNamespace(),
+    image_token_id=IMAGE,
+    video_token_id=VIDEO,
+    vision_start_token_id=88,
+    image_newline_id=87,
+)
 TEXT = SimpleNamespace(model_type='new_text')
 
 
@@ -59,7 +63,7 @@ def test_entries_of_images_follow_their_placeholders(key, value, kept):
     assert layout.images_per_row(batch)[1] == 0
 
 
-def test_unequal_images_are_told_by_their_grid():
+def test_unequal_images_told_by_grid():
     text = [[IMAGE] * 6, [1], [IMAGE] * 4]  # 4 + 2 placeholders without anything between them, and 4
     grid = torch.tensor([[1, 4, 4], [1, 2, 4], [1, 4, 4]])
     batch = rows_of(*text, pixel_values=numbered(40, 3), image_grid_thw=grid)
@@ -88,7 +92,7 @@ def test_two_modalities_in_one_batch():
     assert one['pixel_values_videos'].flatten().tolist() == [1] * 6
 
 
-def test_what_two_answers_fit_or_none_is_refused():
+def test_ambiguous_images_are_refused():
     layout = BatchLayout.for_model(CONFIG)
     merged = rows_of([IMAGE, IMAGE, IMAGE, 1], [1, 2], [IMAGE, 1, IMAGE], pixel_values=numbered(3, 3, 4, 4))
     with pytest.raises(ValueError, match=r'3 entries of images.*\[3, 0, 2\] placeholders in \[1, 0, 1\] runs'):
@@ -108,19 +112,19 @@ def test_what_two_answers_fit_or_none_is_refused():
         ('position_ids', torch.arange(6)[None], torch.arange(3)[None]),
     ],
 )
-def test_tensors_of_rows_and_of_all_rows_need_no_registration(key, value, kept):
+def test_unregistered_tensors_of_rows(key, value, kept):
     layout = BatchLayout.for_model(TEXT)
     batch = text_batch([6, 2, 3], **{key: value})
     trimmed = layout.trim(layout.select(batch, [2]))
     torch.testing.assert_close(trimmed[key], kept)
 
 
-def test_tensor_that_is_of_nothing_is_refused_by_name():
+def test_tensor_of_nothing_is_refused():
     with pytest.raises(ValueError, match=r"batch\['boxes'\].*tensor of shape \(5, 4\).*with_entries\(boxes="):
         BatchLayout.for_model(TEXT).select(text_batch([6, 2, 3], boxes=torch.zeros(5, 4)), [0])
 
 
-def test_rows_of_an_encoder_without_placeholders_have_an_image_each():
+def test_encoder_without_placeholders():
     config = SimpleNamespace(model_type='new', vision_config=SimpleNamespace())
     batch = text_batch([3, 2], pixel_values=numbered(2, 3, 2, 2))
     assert BatchLayout.for_model(config).select(batch, [1])['pixel_values'].unique().tolist() == [1]
@@ -131,7 +135,7 @@ def test_a_text_model_has_no_media():
     assert isinstance(describe(BatchLayout.for_model(TEXT), text_batch([3])), RowFacts)
 
 
-def test_patches_that_lie_side_by_side_are_told_by_their_sizes():
+def test_adjacent_patches_told_by_sizes():
     sizes = torch.tensor([[2, 4], [2, 2], [4, 4]])  # two, one and four tokens; patches of 4 pixels
     text = [[IMAGE] * 2 + [1] + [IMAGE], [1], [IMAGE] * 4]
     pixels = torch.arange(4 * 28).expand(1, 3, 4, 4 * 28)  # as MiniCPM-V has them
@@ -143,7 +147,7 @@ def test_patches_that_lie_side_by_side_are_told_by_their_sizes():
     assert 'pixel_values' not in middle
 
 
-def test_numbers_of_patches_are_counted_over_the_rows_that_are_left():
+def test_patches_of_selected_rows():
     pooling = torch.tensor([[0, 1], [2, -1], [4, 5], [6, 7], [8, 9], [10, -1]])  # Molmo 2: two tokens an image
     batch = rows_of(*THREE, pixel_values=numbered(3, 4, 5), image_token_pooling=pooling)
     layout = BatchLayout.for_model(CONFIG)
@@ -154,7 +158,7 @@ def test_numbers_of_patches_are_counted_over_the_rows_that_are_left():
     assert joined['image_token_pooling'].tolist() == pooling.tolist()
 
 
-def test_tiles_that_some_images_lack_and_masks_say_no_sizes():
+def test_tiles_that_some_images_lack():
     mask = torch.tensor([[1, 1, 0], [1, 1, 1], [1, 0, 0]])
     batch = rows_of(*THREE, pixel_values_local=numbered(4, 3, 2, 2), num_local_patches=torch.tensor([4, 0, 0]))
     layout = BatchLayout.for_model(CONFIG)
@@ -163,12 +167,12 @@ def test_tiles_that_some_images_lack_and_masks_say_no_sizes():
     assert layout.select(masked, [2])['pixel_mask'].tolist() == [[1, 0, 0]]
 
 
-def test_rows_without_ids_are_told_by_their_labels():
+def test_rows_without_ids():
     batch = {'labels': torch.ones(3, 2, dtype=torch.long), 'flattened_patches': numbered(3, 4, 5)}  # pix2struct
     assert BatchLayout.for_model(CONFIG).select(batch, [1])['flattened_patches'].unique().tolist() == [1]
 
 
-def test_sizes_of_images_tell_where_their_number_would_fit_twice():
+def test_image_sizes_settle_the_count():
     """One large image and three small ones fill as many placeholders: four images would go two by two."""
     texts = [1, *[IMAGE] * 3, 2], [1, IMAGE, 2, IMAGE, 2, IMAGE]
     batch = rows_of(*texts, image_grid_thw=torch.tensor([[1, 2, 6], [1, 2, 2], [1, 2, 2], [1, 2, 2]]))
@@ -190,14 +194,14 @@ def test_what_a_key_meant_before_decides():
     assert (trimmed['input_ids'].shape, trimmed['memory'].shape) == ((2, 3), (2, 8, 5))
 
 
-def test_key_of_another_meaning_is_refused_by_name():
+def test_key_of_another_meaning():
     layout = BatchLayout.for_model(TEXT)
     layout = layout.with_readings(layout.readings_of(text_batch([6, 2, 3], tags=torch.zeros(3, 4))))
     with pytest.raises(ValueError, match=r"batch\['tags'\].*one value for all rows.*one entry per row"):
         layout.entry_of(text_batch([6, 2, 3], tags=torch.zeros(1)), 'tags')
 
 
-def test_two_batches_agree_on_what_both_allow():
+def test_two_batches_agree():
     layout = BatchLayout.for_model(TEXT)
     alone = layout.readings_of(text_batch([4], tags=torch.zeros(1, 4)))
     both = layout.readings_of(text_batch([4, 3], tags=torch.zeros(1, 4)))
@@ -209,7 +213,7 @@ def test_two_batches_agree_on_what_both_allow():
     [('pixel_values', (3, 6, 12), 'pixel_attention_mask'), ('input_features', (3, 5, 6), 'input_features_mask')],
     ids=['LFM2-VL', 'GLM-ASR'],
 )
-def test_mask_of_media_as_wide_as_the_text(key, shape, mask_key):
+def test_media_mask_as_wide_as_text(key, shape, mask_key):
     """Three items in three rows, with as many patches or frames as the text has columns."""
     is_audio = key == 'input_features'
     layout = BatchLayout.for_model(SimpleNamespace(model_type='asr', audio_token_id=IMAGE) if is_audio else CONFIG)
@@ -221,7 +225,7 @@ def test_mask_of_media_as_wide_as_the_text(key, shape, mask_key):
     torch.testing.assert_close(trimmed[key], batch[key][2:])
 
 
-def test_integers_of_the_text_that_bear_the_name_of_a_modality():
+def test_text_integers_named_after_a_modality():
     layout = BatchLayout.for_model(CONFIG)
     marks = torch.arange(18).view(3, 6)
     batch = rows_of(*THREE, pixel_values=numbered(3, 3, 4, 4), image_marks=marks)
@@ -229,7 +233,7 @@ def test_integers_of_the_text_that_bear_the_name_of_a_modality():
 
 
 @pytest.mark.parametrize('counts', [[2, 0, 1], torch.tensor([0, 3, 0])], ids=['list', 'tensor'])
-def test_carried_counts_come_before_one_image_per_row(counts):
+def test_carried_counts_come_first(counts):
     config = SimpleNamespace(model_type='new', vision_config=SimpleNamespace())
     batch = text_batch([3, 2, 4], pixel_values=numbered(3, 3, 2, 2), num_images=counts)
     assert BatchLayout.for_model(config).images_per_row(batch) == list(counts)

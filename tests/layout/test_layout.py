@@ -22,7 +22,7 @@ IMAGE = 9
 
 
 @pytest.mark.parametrize('model', [3, None, torch.nn.Linear(1, 1)])
-def test_a_layout_is_asked_of_a_model_with_a_config(model):
+def test_layout_needs_a_config(model):
     with pytest.raises(TypeError, match='`model` must have a `config` with a `model_type`, got: '):
         BatchLayout.for_model(model)
 
@@ -45,7 +45,7 @@ def test_lengths_and_trim_on_either_side(side):
 
 
 @pytest.mark.parametrize(('multiple', 'width'), [(1, 5), (2, 6), (4, 8), (7, 7), (16, 9)])
-def test_width_multiple_rounds_up_and_stays_inside_the_batch(multiple, width):
+def test_width_multiple_stays_inside_the_batch(multiple, width):
     layout = BatchLayout(family=TEXT)
     for side in ('left', 'right'):
         batch = text_batch([3, 5, 2], side=side, width=9)
@@ -54,7 +54,7 @@ def test_width_multiple_rounds_up_and_stays_inside_the_batch(multiple, width):
         assert trimmed['attention_mask'].sum() == batch['attention_mask'].sum()
 
 
-def test_pads_are_known_by_the_mask_and_not_by_their_id():
+def test_pads_are_known_by_the_mask():
     layout = BatchLayout(family=TEXT)
     batch = text_batch([3, 5], width=7)
     batch['input_ids'][0, 1] = 0  # a real token with the id of the pads
@@ -78,7 +78,7 @@ def test_labels_on_pads_are_never_trimmed(side, column, length):
     assert (layout.trim(batch)['labels'] != -100).sum() == (batch['labels'] != -100).sum()
 
 
-def test_rows_without_any_real_position_keep_one_column():
+def test_empty_rows_keep_one_column():
     batch, layout = text_batch([0, 0], width=4), BatchLayout(family=TEXT)
     assert describe(layout, batch).lengths == [1, 1]
     assert layout.trim(batch)['input_ids'].shape == (2, 1)
@@ -116,7 +116,7 @@ def test_masks_that_carry_the_width_twice(form, side):
     assert describe(layout, joined).lengths == [3, 5]
 
 
-def test_additive_mask_keeps_the_loss_of_a_real_model():
+def test_additive_mask_keeps_the_loss():
     case = CASES['llama']()
     layout = BatchLayout.for_model(case.model)
     batch = layout.concat(case.rows, pad_token_id=case.pad_token_id)
@@ -136,7 +136,7 @@ def test_additive_mask_keeps_the_loss_of_a_real_model():
 
 
 @pytest.mark.parametrize('side', ['left', 'right'])
-def test_rotary_positions_of_three_axes_go_with_their_rows(side):
+def test_rotary_positions_of_three_axes(side):
     layout = BatchLayout(family=QWEN)
     flat = text_batch([3, 5, 2], side=side, width=6)
     positions = torch.arange(3 * 3 * 6).view(3, 3, 6)
@@ -150,7 +150,7 @@ def test_rotary_positions_of_three_axes_go_with_their_rows(side):
     torch.testing.assert_close(joined['position_ids'][:, 2], positions[:, 1])
 
 
-def test_rotary_positions_keep_the_loss_of_qwen2_vl():
+def test_rotary_positions_keep_the_loss():
     case = CASES['qwen2_vl']()
     layout = BatchLayout.for_model(case.model)
     batch = layout.concat(case.rows, pad_token_id=case.pad_token_id)
@@ -172,7 +172,7 @@ def test_rotary_positions_keep_the_loss_of_qwen2_vl():
 @pytest.mark.parametrize(
     'key', ['token_type_ids', 'mm_token_type_ids', 'loss_mask', 'sequence_id', 'special_tokens_mask']
 )
-def test_token_wise_entries_go_with_their_rows(key):
+def test_token_wise_entries_are_selected(key):
     layout, batch = BatchLayout(family=TEXT), text_batch([3, 5, 2], width=6)
     batch[key] = torch.arange(18).view(3, 6)
     part = layout.trim(layout.select(batch, [2, 0]))
@@ -196,7 +196,7 @@ def test_unknown_tensor_is_refused_by_name(rows):
         layout.select(batch, rows)
 
 
-def test_registered_tensors_are_selected_by_their_unit():
+def test_registered_tensors_are_selected():
     layout = BatchLayout(family=LLAVA).with_entries(
         ocr_boxes=Entry(unit='box'), image_tags=Entry(unit='image'), class_weights=Entry(unit='shared')
     )
@@ -210,13 +210,13 @@ def test_registered_tensors_are_selected_by_their_unit():
 
 
 @pytest.mark.parametrize('value', [['a', 'b'], {'a': 1}, object()])
-def test_values_without_rows_are_refused_by_name(value):
+def test_values_without_rows_are_refused(value):
     layout, batch = BatchLayout(family=TEXT), text_batch([3, 5, 2], boxes=value)
     with pytest.raises(ValueError, match=r"batch\['boxes'\].*got: (list|dict|object)"):
         layout.select(batch, [1])
 
 
-def test_encoder_decoder_labels_keep_their_own_width():
+def test_encoder_decoder_labels_keep_their_width():
     layout = BatchLayout(family=TEXT)
     for width in (4, 8):  # the encoder's width by chance, too
         batch = text_batch([3, 5, 2], width=8)
@@ -247,14 +247,14 @@ def test_padding_side_is_checked():
         BatchLayout(family=TEXT).concat([text_batch([3])], padding_side='middle')
 
 
-def test_entry_that_only_some_samples_have_is_refused():
+def test_entry_of_some_samples_is_refused():
     layout = BatchLayout(family=TEXT)
     for key, value in (('token_type_ids', torch.zeros(1, 3).long()), ('sample_ids', ['a'])):
         with pytest.raises(ValueError, match=f'`{key}` must be in every batch or in none, got: 1 of 2'):
             layout.concat([text_batch([3]), {**text_batch([3]), key: value}])
 
 
-def test_rows_without_images_may_lack_what_only_images_have():
+def test_text_rows_lack_image_entries():
     layout = BatchLayout.for_model(CASES['llava_onevision']().model)
     with_image = {**text_batch([3]), 'pixel_values': torch.ones(1, 3, 3, 2, 2), 'image_sizes': torch.ones(1, 2)}
     with_image['batch_num_images'] = torch.tensor([1])
@@ -276,17 +276,17 @@ def llava_batch(ids, num_pixels, **entries):
     return {**batch, 'pixel_values': torch.rand(num_pixels, 3, 2, 2), **entries}
 
 
-def test_touching_images_of_equal_size_are_told_apart():
+def test_touching_images_of_equal_size():
     batch = llava_batch([[1, 9, 9, 9, 9, 2], [3, 4, 5, 6, 7, 8], [9, 9, 1, 0, 0, 0]], 3)
     assert WITH_ID.images_per_row(batch) == [2, 0, 1]
 
 
-def test_image_broken_over_lines_is_one_image():
+def test_image_over_lines_is_one_image():
     batch = llava_batch([[9, 9, 1, 9, 9, 1], [9, 9, 1, 9, 9, 0]], 2)
     assert WITH_ID.images_per_row(batch) == [1, 1]
 
 
-def test_images_of_unequal_size_are_not_told_apart_by_their_mean():
+def test_touching_images_of_unequal_size():
     """Pixtral: rows of 3 + 3 and 12 placeholders have the same mean size of 6 as rows of one and two images."""
     config = SimpleNamespace(image_token_id=IMAGE, vision_config=SimpleNamespace(patch_size=2))
     first, second = [9] * 3 + [1] + [9] * 3 + [0] * 6, [9] * 12 + [1]
@@ -294,13 +294,13 @@ def test_images_of_unequal_size_are_not_told_apart_by_their_mean():
     assert BatchLayout(family=LLAVA, config=config).images_per_row(batch) == [2, 1]
 
 
-def test_tiles_count_where_the_carried_number_counts_images():
+def test_carried_number_counts_images():
     batch = llava_batch([[9, 9, 9, 1], [9, 1, 2, 3]], 4, num_images=[1, 1])
     assert WITH_ID.images_per_row(batch) == [3, 1]
 
 
 @pytest.mark.parametrize('num_images', [[1, 1], None])
-def test_images_that_nothing_tells_apart_are_refused(num_images):
+def test_images_that_nothing_tells_apart(num_images):
     entries = {} if num_images is None else {'num_images': num_images}
     batch = llava_batch([[9, 9, 9, 1], [9, 9, 1, 2]], 3, **entries)
     with pytest.raises(ValueError, match=r'placeholders of 3 whole images, got: \[3, 2\] by row.*Carry `num_images`'):
@@ -315,7 +315,7 @@ def test_runs_of_placeholders_are_no_proof():
     assert BatchLayout(family=LLAVA, config=config).images_per_row(batch) == [2, 1]
 
 
-def test_image_without_tokens_of_its_own_is_refused():
+def test_image_without_tokens_is_refused():
     """It could belong to either row."""
     config = SimpleNamespace(image_token_id=IMAGE, vision_config=SimpleNamespace(patch_size=4))
     batch = llava_batch([[9, 1], [9, 1]], 3, image_sizes=torch.tensor([[4, 4], [4, 3], [4, 4]]))
@@ -323,12 +323,12 @@ def test_image_without_tokens_of_its_own_is_refused():
         BatchLayout(family=LLAVA, config=config).images_per_row(batch)
 
 
-def test_row_cut_inside_an_image_is_refused():
+def test_row_cut_inside_an_image():
     with pytest.raises(ValueError, match=r'got: \[2, 6\] by row, where the images fill \[4, 4\]'):
         WITH_ID.images_per_row(llava_batch([[9, 9, 1, 1, 1, 1], [9, 9, 9, 9, 9, 9]], 2))
 
 
-def test_qwen_images_are_found_by_their_grids():
+def test_qwen_images_found_by_grids():
     layout = BatchLayout(family=QWEN, config=SimpleNamespace(image_token_id=IMAGE))
     ids = torch.tensor([[9, 9, 9, 1], [1, 2, 3, 4], [9, 1, 9, 9]])
     grid = torch.tensor([[1, 2, 2], [1, 2, 4], [1, 2, 2], [1, 4, 2]])  # 1, 2, 1, 2 tokens
@@ -358,7 +358,7 @@ def test_videos_go_with_their_rows():
         layout.select({**batch, 'num_videos': [0, 1, 1]}, [1])
 
 
-def test_audio_goes_with_its_rows_and_needs_its_counts_or_the_model():
+def test_audio_goes_with_its_rows():
     batch = text_batch([3, 5, 2], num_audios=[1, 0, 2])
     batch |= {'input_features': torch.arange(3.0)[:, None, None].expand(3, 4, 6)}
     batch |= {'feature_attention_mask': torch.ones(3, 6)}
@@ -383,7 +383,7 @@ def test_list_of_media_is_refused():
 # Rows without ids.
 
 
-def test_rows_of_whisper_are_those_of_its_labels():
+def test_rows_of_whisper():
     model = whisper_model().eval()
     labels = torch.tensor([[3, 4, 5, 2], [6, 2, -100, -100], [7, 8, 2, -100]])
     batch = {'input_features': torch.rand(3, 8, 16), 'labels': labels, 'sample_ids': ['a', 'b', 'c']}
@@ -406,7 +406,7 @@ def test_rows_of_whisper_are_those_of_its_labels():
         assert joined['labels'].tolist() == [[6, 2, -100, -100], labels[2].tolist(), labels[0].tolist()]
 
 
-def test_batch_without_any_text_is_refused_in_one_line():
+def test_batch_without_any_text():
     with pytest.raises(ValueError, match=r"must have tensors `input_ids` or `labels`.*got: \['input_features'\]"):
         BatchLayout(family=TEXT).num_rows({'input_features': torch.rand(2, 4, 20)})
 
@@ -418,7 +418,7 @@ def image_batch(num_rows=4):
     return {**text_batch([3] * num_rows), 'num_images': [1] * num_rows, 'pixel_values': torch.rand(num_rows, 3, 2, 2)}
 
 
-def test_split_is_what_select_gives_for_each_group():
+def test_split_equals_select():
     layout, batch = BatchLayout(family=LLAVA), image_batch()
     groups = [[2, 0], [1], [0, 1, 2, 3], [3, 2]]
     for part, rows in zip(layout.split(batch, groups), groups, strict=True):
@@ -429,7 +429,7 @@ def test_split_is_what_select_gives_for_each_group():
         torch.testing.assert_close(part['input_ids'], batch['input_ids'][rows], rtol=0, atol=0)
 
 
-def test_rows_are_counted_once_for_all_groups(monkeypatch):
+def test_rows_are_counted_once(monkeypatch):
     layout, batch, calls = BatchLayout(family=LLAVA), image_batch(), []
     count = BatchLayout.units_per_row
     monkeypatch.setattr(BatchLayout, 'units_per_row', lambda self, *args: calls.append(args[1]) or count(self, *args))
@@ -440,7 +440,7 @@ def test_rows_are_counted_once_for_all_groups(monkeypatch):
 @pytest.mark.parametrize(
     ('to_gpu', 'rows', 'is_view'), [(True, [1, 2], True), (True, [2, 1], False), (False, [1, 2], False)]
 )
-def test_run_of_rows_on_its_way_to_a_gpu_is_a_view(monkeypatch, to_gpu, rows, is_view):
+def test_consecutive_rows_are_a_view(monkeypatch, to_gpu, rows, is_view):
     monkeypatch.setattr(tensors, '_on_the_way_to_a_gpu', lambda value: to_gpu)
     layout, batch = BatchLayout(family=LLAVA), image_batch()
     batch['position_ids'] = torch.arange(36).view(3, 4, 3)
@@ -454,7 +454,7 @@ def test_run_of_rows_on_its_way_to_a_gpu_is_a_view(monkeypatch, to_gpu, rows, is
     assert part['position_ids'].is_contiguous()
 
 
-def test_copies_of_page_locked_tensors_are_page_locked(monkeypatch):
+def test_copies_stay_page_locked(monkeypatch):
     """Without a GPU nothing can be page-locked: the test stands in for the three calls that need one."""
     batch, locked = image_batch(), set()
     batch |= text_batch([3, 1, 1, 2], width=5)

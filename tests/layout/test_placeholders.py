@@ -51,7 +51,7 @@ def assert_same_row(found, row):
 
 
 @pytest.mark.parametrize('name', [*MEDIA, *(name for name in IMAGE_FAMILIES if name not in MEDIA)])
-def test_rows_of_twenty_random_batches_are_those_that_the_processor_made(name):
+def test_rows_of_twenty_random_batches(name):
     case = case_of(name)
     layout = BatchLayout.for_model(case.model)
     num_mixed = 0
@@ -66,7 +66,7 @@ def test_rows_of_twenty_random_batches_are_those_that_the_processor_made(name):
 
 
 @pytest.mark.parametrize('name', MEDIA)
-def test_loss_of_the_parts_is_the_loss_of_the_rows_alone(name):
+def test_loss_of_parts_and_of_rows(name):
     case = case_of(name)
     layout = BatchLayout.for_model(case.model)
     with torch.no_grad():
@@ -78,7 +78,7 @@ def test_loss_of_the_parts_is_the_loss_of_the_rows_alone(name):
 
 
 @pytest.mark.parametrize('name', MEDIA)
-def test_media_in_the_wrong_row_would_show_in_the_loss(name):
+def test_media_in_wrong_row_changes_loss(name):
     case = case_of(name)
     unit = next(iter(reversed(case.truth[0])))
     row = next(row for row, truth in zip(case.rows, case.truth, strict=True) if truth[unit] > 1)
@@ -88,7 +88,7 @@ def test_media_in_the_wrong_row_would_show_in_the_loss(name):
 
 
 @pytest.mark.parametrize('name', ['llava_onevision', 'llava_next_video', 'video_llava', 'qwen2_audio', 'mistral3'])
-def test_without_a_model_one_line_names_the_key_to_carry(name):
+def test_missing_model_names_the_key(name):
     case = case_of(name)
     batch = BatchLayout.for_model(case.model).concat(case.rows, pad_token_id=case.pad_token_id)
     unit = next(unit for unit in ('video', 'audio', 'image') if unit in case.truth[0])
@@ -100,7 +100,7 @@ def test_without_a_model_one_line_names_the_key_to_carry(name):
     assert bare.units_per_row({**batch, f'num_{unit}s': counts}, unit) == counts
 
 
-def test_carried_counts_that_sum_up_wrong_give_way_to_the_placeholders():
+def test_wrong_carried_counts_give_way():
     case = case_of('qwen3_vl')
     layout = BatchLayout.for_model(case.model)
     batch = layout.concat(case.rows, pad_token_id=case.pad_token_id)
@@ -122,7 +122,7 @@ def random_sizes(count):
     return [(rng.randrange(20, 3000), rng.randrange(20, 3000)) for _ in range(count)]
 
 
-def test_llava_next_counts_as_its_processor_for_a_thousand_sizes():
+def test_llava_next_counts_as_its_processor():
     processor = object.__new__(transformers.LlavaNextProcessor)
     processor.patch_size, processor.num_additional_image_tokens = 14, 0
     processor.image_processor = SimpleNamespace(image_grid_pinpoints=PINPOINTS['next'])
@@ -133,7 +133,7 @@ def test_llava_next_counts_as_its_processor_for_a_thousand_sizes():
     assert found == [processor._get_number_of_features(*size, 336, 336) for size in sizes]
 
 
-def test_llava_onevision_counts_as_its_processor_for_a_thousand_sizes():
+def test_llava_onevision_counts_as_its_processor():
     processor = object.__new__(transformers.LlavaOnevisionProcessor)
     processor.num_image_tokens, processor.vision_aspect_ratio = 27**2, 'anyres_max_9'
     processor.image_processor = SimpleNamespace(image_grid_pinpoints=PINPOINTS['onevision'])
@@ -147,7 +147,7 @@ def test_llava_onevision_counts_as_its_processor_for_a_thousand_sizes():
     assert placeholders.anyres_capped(both, config, 3, 0) == [found[0], 27**2 + 1, 27**2 + 1]
 
 
-def test_frames_of_glm_are_told_from_its_images():
+def test_frames_of_glm_are_no_images():
     """GLM-4V writes the frames of a video as images, between the tokens of a video."""
     config = SimpleNamespace(
         model_type='glm4v', image_token_id=9, video_token_id=8, video_start_token_id=7, video_end_token_id=6
@@ -163,7 +163,7 @@ def test_frames_of_glm_are_told_from_its_images():
     assert layout.units_per_row(batch, 'video_patch') == [8, 12, 0]
 
 
-def test_query_tokens_of_blip_are_never_guessed():
+def test_query_tokens_are_never_guessed():
     """BLIP-2 fills as many placeholders as there are, whatever images they were meant for."""
     config = SimpleNamespace(model_type='blip-2', image_token_id=9, num_query_tokens=2)
     layout, ids = BatchLayout.for_model(config), torch.tensor([[9, 9, 1, 1], [9, 9, 9, 9], [1, 2, 3, 4]])
@@ -178,7 +178,7 @@ def test_query_tokens_of_blip_are_never_guessed():
     ('kind', 'unit', 'shape'),
     [('instructblip', 'image', (2, 1, 1, 1)), ('instructblipvideo', 'video', (2, 2, 1, 1, 1))],
 )
-def test_each_instruction_goes_with_the_media_of_its_row(kind, unit, shape):
+def test_instruction_goes_with_its_media(kind, unit, shape):
     config = SimpleNamespace(model_type=kind, num_query_tokens=2, **{f'{unit}_token_id': 9})
     layout = BatchLayout.for_model(config)
     num_tokens = 2 if unit == 'image' else 4
@@ -194,7 +194,7 @@ def test_each_instruction_goes_with_the_media_of_its_row(kind, unit, shape):
         layout.units_per_row({**batch, 'input_ids': torch.cat([ids[1:2], ids[1:]])}, unit)
 
 
-def test_audio_that_the_model_expands_itself_is_one_token():
+def test_audio_expanded_by_the_model():
     config = SimpleNamespace(model_type='qwen2_audio', audio_token_id=9)
     ids = torch.tensor([[1, 9, 1], [2, 3, 4], [9, 1, 9]])
     batch = {'input_ids': ids, 'input_features': torch.rand(3, 4, 40), 'feature_attention_mask': torch.ones(3, 40)}

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from composer_tokacc.layout import BatchLayout, PreSplitBatch
 from composer_tokacc.layout.pre_split import widened
-from composer_tokacc.metadata import annotate, num_samples
+from composer_tokacc.row_counts import ROWS_KEY, RowCounts, num_samples, rows_of, with_counts, with_rows
 
 PAD, IMAGE = 0, 99
 
@@ -27,8 +27,12 @@ def microbatch(lengths, *, left=False, images=()):
     rows = [[PAD] * (width - n) + [10 * n + k for k in range(n)] for n in lengths]
     rows = rows if left else [[*row[width - n :], *row[: width - n]] for row, n in zip(rows, lengths, strict=True)]
     ids = torch.tensor(rows)
-    batch = {'input_ids': ids, 'attention_mask': (ids != PAD).long(), 'labels': ids.masked_fill(ids == PAD, -100),
-             'names': [f'{n}' for n in lengths]}  # fmt: skip
+    batch = {
+        'input_ids': ids,
+        'attention_mask': (ids != PAD).long(),
+        'labels': ids.masked_fill(ids == PAD, -100),
+        'names': [f'{n}' for n in lengths],
+    }
     if images:
         batch['num_images'] = [int(row in images) for row in range(len(lengths))]
         batch['pixel_values'] = torch.ones(len(images), 3, 2, 2, dtype=torch.bfloat16)
@@ -47,7 +51,7 @@ def ready(*microbatches):
 
 
 @pytest.mark.parametrize('left', [False, True])
-def test_read_as_a_whole_it_is_the_batch_of_all_rows_collated_at_once(left):
+def test_joined_batch_is_collated_at_once(left):
     batch = ready(microbatch([5, 5], left=left), microbatch([2, 3, 1], left=left), microbatch([4], left=left))
     together = microbatch([5, 5, 2, 3, 1, 4], left=left)
     equal(dict(batch), together)
@@ -68,15 +72,16 @@ def test_rows_without_media_bring_none():
     assert len(batch) == 6
 
 
-def test_knowing_what_it_holds_and_counting_joins_no_tensor(monkeypatch):
+def test_counting_joins_no_tensor(monkeypatch):
     batch = ready(microbatch([5, 2]), microbatch([3]))
     monkeypatch.setattr(PreSplitBatch, '_joined_tensor', lambda self, key: pytest.fail(f'joined {key}'))
     assert 'labels' in batch
     assert batch['names'] == ['5', '2', '3']
-    counted = annotate(batch)
-    assert counted['composer_tokacc.loss_tokens'] == [4, 1, 2]
+    counted = with_counts(batch)
+    assert [row.loss_tokens for row in rows_of(counted)] == [4, 1, 2]
+    assert counted[ROWS_KEY] == rows_of(counted)
     assert num_samples(counted) == num_samples(batch) == 3
-    assert 'composer_tokacc.samples' not in batch
+    assert ROWS_KEY not in batch
 
 
 def test_deep_copies_share_nothing():
@@ -85,6 +90,15 @@ def test_deep_copies_share_nothing():
     batch.microbatches[0]['labels'].zero_()
     assert copied.microbatches[0]['labels'].any()
     assert (copied.max_tokens, copied.indices) == (20, [[0, 1], [0]])
+
+
+def test_counts_travel_with_their_microbatch():
+    marks = [RowCounts(), RowCounts(samples=0), RowCounts()]
+    counted = with_counts(with_rows(ready(microbatch([5, 2]), microbatch([3])), marks))
+    again = pickle.loads(pickle.dumps(counted))
+    assert rows_of(again) == rows_of(counted)
+    assert [num_samples(part) for part in again.microbatches] == [1, 1]
+    assert [row.loss_tokens for row in rows_of(again)] == [4, 0, 2]
 
 
 def test_pickled_and_back():
@@ -112,7 +126,7 @@ def as_it_is(batch):
     return batch
 
 
-def test_from_workers_it_comes_in_one_piece_and_uncopied():
+def test_batch_from_workers_is_uncopied():
     open_files, batches = len(os.listdir('/proc/self/fd')), []
     for index, batch in enumerate(DataLoader(Made(), batch_size=None, num_workers=2, collate_fn=as_it_is)):
         batches.append(batch)
@@ -138,7 +152,7 @@ def test_page_locking_keeps_the_microbatches(monkeypatch):
 
 
 @pytest.mark.parametrize('left', [False, True])
-def test_widths_round_up_on_the_padded_side(left):
+def test_widths_round_up_when_padded(left):
     batch = {**microbatch([5, 2], left=left, images=[0]), 'position_ids': torch.zeros(3, 2, 5)}
     wide = widened(batch, 8)
     expected = microbatch([8, 5, 2], left=left)

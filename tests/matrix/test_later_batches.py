@@ -104,8 +104,11 @@ def test_labels_behind_padding_come_later(name, regroup):
 # What the first batch hides.
 
 
-@pytest.mark.parametrize('first', [EQUAL, [(6, 4)], [(4, 1), (12, 1), (7, 1)]], ids=['equal', 'one row', 'one label'])
-@pytest.mark.parametrize('logits', ['always', 'never'])
+@pytest.mark.parametrize(
+    ('first', 'logits'),
+    [(EQUAL, 'always'), (EQUAL, 'never'), ([(6, 4)], 'always'), ([(4, 1), (12, 1), (7, 1)], 'never')],
+    ids=['equal', 'equal, no logits', 'one row', 'one label, no logits'],
+)
 def test_mean_of_row_means_is_refused(first, logits):
     batches = [batch_of(first), batch_of(UNEQUAL)]
     assert kinds_of_steps(NativeModel('per row', logits=logits), batches) == ['refused']

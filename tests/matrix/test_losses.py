@@ -41,8 +41,9 @@ def test_oracle_tells_the_losses_apart(batch):
         assert relative_error(plain_gradients(NativeModel(name), batch), causal) > 1e-3, name
 
 
-@pytest.mark.parametrize(('init', 'microbatch_size'), [('large', 1), ('fresh', 2)])
-@pytest.mark.parametrize('logits', ['always', 'eval', 'never'])
+@pytest.mark.parametrize(
+    ('logits', 'init', 'microbatch_size'), [('always', 'large', 1), ('eval', 'fresh', 2), ('never', 'large', 2)]
+)
 @pytest.mark.parametrize('loss', LOSSES)
 def test_loss_is_exact_or_refused(loss, logits, init, microbatch_size, batch):
     outcome = measure(NativeModel(loss, logits=logits, init=init), batch, microbatch_size)
@@ -59,15 +60,6 @@ def test_explicit_rule_of_token_means(loss, batch):
     algorithm = TokenAccumulation(loss_tokens=rule, check_loss=False)
     outcome = measure(NativeModel(loss, logits='never'), batch, 2, algorithms=[algorithm])
     assert outcome.kind == 'exact', outcome
-
-
-@pytest.mark.parametrize('logits', ['always', 'never'])
-@pytest.mark.parametrize('wrong', ['unshifted', 'causal'])
-def test_wrong_explicit_rule_is_refused(wrong, logits, batch):
-    right = 'causal' if wrong == 'unshifted' else 'unshifted'
-    model = NativeModel(right, logits=logits)
-    outcome = measure(model, batch, 2, algorithms=[TokenAccumulation(loss_tokens=wrong)])
-    assert outcome.kind == 'refused', outcome
 
 
 def test_router_loss_changes_the_gradient():
@@ -252,7 +244,7 @@ def share_of_term(model, term, over, weight):
     return float(added / plain)
 
 
-WEIGHTS = (1e-2, 1e-3, 1e-4)
+WEIGHTS = (1e-2, 1e-4)
 FIRST_BATCHES = {
     'one row': [(14, 8)],
     'no padding': [(9, 8), (9, 4), (9, 7), (9, 2)],
@@ -261,9 +253,8 @@ FIRST_BATCHES = {
 }
 
 
-@pytest.mark.parametrize('init', ['large', 'fresh'])
 @pytest.mark.parametrize('over', [over_all, over_padding, over_rows])
-@pytest.mark.parametrize('term', TERMS)
+@pytest.mark.parametrize(('term', 'init'), [*((term, 'fresh') for term in TERMS), ('entropy', 'large')])
 def test_small_term_elsewhere_is_refused(term, over, init):
     for weight in WEIGHTS:
         model = native(with_term(term, over, weight), init=init)
@@ -274,11 +265,10 @@ def test_small_term_elsewhere_is_refused(term, over, init):
         assert outcome.kind == 'refused' or outcome.error < 5e-6, (weight, outcome)
 
 
-@pytest.mark.parametrize('init', ['large', 'fresh'])
 @pytest.mark.parametrize('term', TERMS)
-def test_term_over_loss_tokens_is_exact(term, init):
+def test_term_over_loss_tokens_is_exact(term):
     for weight in (1.0, 1e-3):
-        outcome = outcome_of(native(with_term(term, over_tokens, weight), init=init))
+        outcome = outcome_of(native(with_term(term, over_tokens, weight), init='fresh'))
         assert outcome.kind == 'exact', (weight, outcome)
 
 
@@ -432,7 +422,7 @@ def test_named_term_of_microbatches():
 
 def test_rule_in_half_precision():
     """Means by several rules are near enough to a loss that is rounded to bfloat16."""
-    for seed in range(6):
+    for seed in range(2):
         model, algorithm = SUBJECTS['bert'].model('fresh').to(torch.bfloat16), TokenAccumulation()
         batch = SUBJECTS['bert'].batch(seed, side='right')
         fit(model, batch, algorithms=[algorithm])
@@ -447,8 +437,6 @@ def test_rule_in_half_precision():
     ],
 )
 def test_healthy_weights_of_other_precision(family, dtype):
-    for seed in range(3):
-        model = SUBJECTS[family].model('fresh').to(dtype)
-        batch = SUBJECTS[family].batch(seed, side='right')
-        recorder = fit(model, batch)
-        assert recorder.gradients
+    model = SUBJECTS[family].model('fresh').to(dtype)
+    recorder = fit(model, SUBJECTS[family].batch(0, side='right'))
+    assert recorder.gradients

@@ -12,7 +12,7 @@ from tests.matrix.native_models import NativeModel
 from tests.matrix.subjects import SUBJECTS
 
 FLAG = {'accumulate_train_batch_on_tokens': True}
-NUM_BATCHES = 5
+NUM_BATCHES = 2
 
 
 def run(model, batch, /, **options):
@@ -27,10 +27,9 @@ def batches(name):
         yield batch
 
 
-@pytest.mark.parametrize('init', ['large', 'fresh'])
 @pytest.mark.parametrize('name', ['llama', 't5', 'bert'])
-def test_flag_is_exact_with_the_model_at_hand(name, init):
-    model = SUBJECTS[name].model(init)
+def test_flag_with_a_model_is_exact(name):
+    model = SUBJECTS[name].model('large')
     for batch in batches(name):
         outcome = run(model, batch, model=model)
         assert outcome.kind == 'exact', outcome
@@ -38,7 +37,7 @@ def test_flag_is_exact_with_the_model_at_hand(name, init):
 
 @pytest.mark.parametrize('rule', ['causal', 'auto'])
 @pytest.mark.parametrize('name', ['t5', 'bert'])
-def test_flag_with_a_wrong_or_unknown_rule_is_refused(name, rule):
+def test_flag_with_a_wrong_rule(name, rule):
     model = SUBJECTS[name].model('large')
     for batch in batches(name):
         outcome = run(model, batch, loss_tokens=rule)
@@ -46,7 +45,7 @@ def test_flag_with_a_wrong_or_unknown_rule_is_refused(name, rule):
         assert 'model=' in outcome.message, outcome
 
 
-def test_flag_with_a_model_that_never_returns_logits():
+def test_flag_without_logits():
     model = NativeModel('unshifted', logits='never')
     batch = SUBJECTS['llama'].batch(0, side='right')
     batch['labels'][:, 0] = batch['input_ids'][:, 0]

@@ -21,7 +21,6 @@ from tests.support.text import collate, text_rows
 from tests.support.weights import column, weighted_gradients
 
 SHAPE = [(4, 2), (9, 0), (5, 5), (14, 11), (6, 1), (3, 2)]
-CASES = [('sqrt', 'right', False), ('column', 'left', False), ('column', 'right', False), ('sample', 'right', True)]
 UNSHIFTED = ('bert', 't5')
 
 
@@ -34,10 +33,22 @@ def weighted(token_weights, **options):
 
 # Shifted by the model, left padding and absolute positions, masked language model, encoder-decoder, MoE, media.
 @pytest.mark.parametrize(
-    'family',
-    ['gpt2', 'bert', 't5', 'mixtral', 'gemma3', 'qwen2_vl', 'mllama_mixed', 'blip2', 'idefics3', 'qwen2_audio'],
+    ('family', 'token_weights', 'side', 'packing'),
+    [
+        ('gpt2', 'column', 'left', False),
+        ('gpt2', 'sample', 'right', True),
+        ('bert', 'sqrt', 'right', False),
+        ('t5', 'column', 'right', False),
+        ('mixtral', 'sqrt', 'right', False),
+        ('gemma3', 'sample', 'right', True),
+        ('qwen2_vl', 'column', 'left', False),
+        ('qwen2_vl', 'sample', 'right', True),
+        ('mllama_mixed', 'column', 'right', False),
+        ('blip2', 'sqrt', 'right', False),
+        ('idefics3', 'column', 'left', False),
+        ('qwen2_audio', 'sqrt', 'right', False),
+    ],
 )
-@pytest.mark.parametrize(('token_weights', 'side', 'packing'), CASES)
 def test_weighted_families_are_exact_or_refused(family, token_weights, side, packing):
     subject = SUBJECTS[family]
     batch = subject.batch(1, side=side)
@@ -50,8 +61,9 @@ def test_weighted_families_are_exact_or_refused(family, token_weights, side, pac
 
 
 @pytest.mark.parametrize('check_loss', [True, False])
-@pytest.mark.parametrize('logits', ['always', 'eval', 'never'])
-@pytest.mark.parametrize('loss', LOSSES)
+@pytest.mark.parametrize(
+    ('loss', 'logits'), [*((loss, 'always') for loss in LOSSES), ('causal', 'eval'), ('fused', 'never')]
+)
 def test_loss_is_exact_or_refused(loss, logits, check_loss):
     model, batch = NativeModel(loss, logits=logits), collate(text_rows(SHAPE))
     batch['loss_weights'] = column(batch)

@@ -84,7 +84,7 @@ def records_of(data):
 
 
 @pytest.mark.parametrize('make', [tensorboard, mlflow, wandb])
-def test_a_logger_that_writes_to_disk_has_the_numbers_that_were_logged(make, tmp_path, monkeypatch):
+def test_loggers_on_disk_have_the_numbers(make, tmp_path, monkeypatch):
     monkeypatch.setenv('WANDB_DIR', str(tmp_path))
     destination, read = make(tmp_path)
     batch = {**collate(text_rows([(4, 2), (9, 7), (6, 1)])), 'source': ['a', 'b c', 'a/ä']}

@@ -9,7 +9,7 @@ from composer.core import Algorithm, Callback, Event
 from composer.loggers import ProgressBarLogger
 
 from composer_tokacc import TokenAccumulation, TokenMonitor, token_data_spec
-from composer_tokacc.metadata import with_metadata
+from composer_tokacc.row_counts import RowCounts, with_rows
 from tests.support.launch import ROOT
 from tests.support.text import collate, text_model, text_rows
 from tests.support.training import assert_exact, fit, loader, reference_gradients
@@ -70,7 +70,7 @@ def test_regrouping_split_computes_less_padding():
 
 
 def test_rows_that_are_no_samples_are_told_apart_and_hold_no_real_tokens():
-    batch = with_metadata(collate(text_rows(SHAPE)), samples=[1, 1, 1, 1, 1, 0])
+    batch = with_rows(collate(text_rows(SHAPE)), [RowCounts()] * 5 + [RowCounts(samples=0)])
     # Each row by itself, at its own width, but for the first two, which share one.
     data = token_data_spec(loader(batch, batch), slot_tokens=WIDTH, regroup=False)
     recorder = run(data, algorithms=[TokenAccumulation()], microbatch_size=1)

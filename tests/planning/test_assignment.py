@@ -21,7 +21,7 @@ def _loads(costs, ranks, num_ranks) -> np.ndarray:
 
 @settings(max_examples=80, deadline=None)
 @given(COSTS, st.integers(1, 6))
-def test_longest_first_goes_to_the_least_loaded_rank(costs, num_ranks):
+def test_longest_goes_to_least_loaded_rank(costs, num_ranks):
     loads, expected = [0.0] * num_ranks, [0] * len(costs)
     for k in sorted(range(len(costs)), key=lambda k: -costs[k]):
         rank = loads.index(min(loads))
@@ -34,7 +34,7 @@ def test_longest_first_goes_to_the_least_loaded_rank(costs, num_ranks):
 
 @settings(max_examples=80, deadline=None)
 @given(COSTS, st.integers(1, 6))
-def test_rebalancing_never_slows_the_slowest_rank_nor_empties_one(costs, num_ranks):
+def test_rebalancing_slows_no_rank(costs, num_ranks):
     costs = np.concatenate([costs, np.full(num_ranks, 1.0)])
     ranks, slowest = assign_longest_first(costs, num_ranks)
     better, reached = rebalance(costs, ranks, num_ranks)
@@ -43,14 +43,14 @@ def test_rebalancing_never_slows_the_slowest_rank_nor_empties_one(costs, num_ran
     assert set(better.tolist()) == set(range(num_ranks))
 
 
-def test_rebalancing_gives_away_what_no_swap_helps():
+def test_rebalancing_without_a_swap():
     costs, ranks = np.array([2.0, 2.0, 2.0, 1.0]), np.array([0, 0, 0, 1])
     better, slowest = rebalance(costs, ranks, 2)
     assert slowest == 4.0
     assert _loads(costs, better, 2).tolist() == [4.0, 3.0]
 
 
-def test_rebalancing_finds_the_swap_that_longest_first_misses():
+def test_rebalancing_finds_a_swap():
     costs = np.array([3.0, 3.0, 2.0, 2.0, 2.0])
     ranks, slowest = assign_longest_first(costs, 2)
     assert slowest == 7.0
@@ -79,7 +79,7 @@ def test_no_other_slots_are_faster(seed):
         ([5.5, 5.5, 0.0, 0.0], 'vision', 8.0 + 5.5 + 7.0 + 0.0),
     ],
 )
-def test_slots_wait_for_the_slowest_encoder_and_then_for_the_slowest_rest(vision, order_by, time):
+def test_slots_wait_for_the_slowest(vision, order_by, time):
     text, vision = np.array([8.0, 1.0, 2.0, 7.0]), np.array(vision)
     by, found = best_slot_order(text, vision, 2)
     assert found == time

@@ -49,7 +49,7 @@ def _caps_hold(rows, bounds) -> bool:
 
 @settings(max_examples=80, deadline=None)
 @given(LENGTHS, st.integers(1, 90), st.randoms(use_true_random=False))
-def test_every_count_costs_what_exhaustive_search_finds(lengths, max_tokens, random):
+def test_cost_matches_exhaustive_search(lengths, max_tokens, random):
     rows = sorted_rows(lengths, max_tokens)
     truth = least_padded(sorted(lengths, reverse=True), max_tokens, _price)
     cuts = LeastPaddedCuts(rows)
@@ -157,7 +157,7 @@ def _cost(rows, start, end) -> float:
     st.integers(0, 9),
 )
 @example([(1, 0), (4, 7), (5, 9)], 8, 0)  # the two rows that fill the cap are the limit itself, but for rounding
-def test_costliest_microbatch_is_as_cheap_as_exhaustive_search_makes_it(samples, max_tokens, more):
+def test_costliest_microbatch_matches_exhaustive_search(samples, max_tokens, more):
     lengths, images = map(list, zip(*samples, strict=True))
     rows = sorted_rows(lengths, max_tokens, images, 25, cost=COST)
     count = len(fill(rows.row_costs, rows.vision, rows.reach, np.inf)) - 1 + more
@@ -202,7 +202,7 @@ def test_cap_is_hard(regroup):
 @pytest.mark.parametrize('regroup', [True, False])
 @settings(max_examples=100, deadline=None)
 @given(SAMPLES, st.integers(1, 120), st.integers(1, 20))
-def test_caps_hold_and_every_row_is_there_once(regroup, samples, max_tokens, max_images):
+def test_caps_hold_for_all_rows(regroup, samples, max_tokens, max_images):
     lengths, images = map(list, zip(*samples, strict=True))
     options = CutOptions(max_tokens=max_tokens, regroup=regroup, max_image_tokens=max_images, cost=COST)
     microbatches = cut_rows(lengths, options, image_tokens=images)
@@ -239,12 +239,12 @@ def test_rounding_stops_at_the_collated_width():
     assert sorted(cut_rows([9, 9], CutOptions(max_tokens=20, width_multiple=8), max_width=10)) == [[0, 1]]
 
 
-def test_rounding_alone_does_not_make_a_row_oversize():
+def test_rounding_makes_no_row_oversize():
     assert cut_rows([9], CutOptions(max_tokens=10, width_multiple=8)) == [[0]]
 
 
 @pytest.mark.parametrize('regroup', [True, False])
-def test_row_over_a_cap_is_placed_alone(regroup):
+def test_row_over_a_cap_stands_alone(regroup):
     options = CutOptions(max_tokens=20, regroup=regroup)
     assert [1] in cut_rows([3, 50, 3], options)
     assert [1] in cut_rows([3, 3, 3], replace(options, max_image_tokens=4), image_tokens=[1, 9, 1])

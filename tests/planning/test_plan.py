@@ -118,7 +118,7 @@ def test_columns_hold_one_modality():
     assert {any(images[row] for row in microbatch.indices) for microbatch in plan.ranks[0]} == {True, False}
 
 
-def test_one_image_and_many_ranks_fills_the_column_with_copies_of_it():
+def test_one_image_and_many_ranks():
     lengths, images = [20, 5, 6, 7, 8], [16, 0, 0, 0, 0]
     plan = plan_microbatches(lengths, num_ranks=4, max_tokens=70, image_tokens=images, objective='fsdp')
     check_plan(plan, lengths, 4, 70, images)
@@ -158,7 +158,7 @@ def _every_time(lengths, num_ranks, max_tokens, cost):
 
 
 @pytest.mark.parametrize('seed', range(6))
-def test_bound_and_plan_against_every_possible_plan(seed):
+def test_plan_against_every_possible_plan(seed):
     rng = np.random.default_rng(seed)
     lengths = rng.integers(3, 40, 6).tolist()
     max_tokens, cost = int(rng.integers(40, 120)), CostModel(launch=4.0)
@@ -200,7 +200,7 @@ def test_stats_by_hand():
     assert (stats.oversize, stats.filled) == ((), 0)
 
 
-def test_stats_wait_until_they_are_asked_for(monkeypatch):
+def test_stats_are_computed_on_demand(monkeypatch):
     def refuse(*_):
         raise AssertionError('stats were computed')
 
@@ -213,7 +213,7 @@ def test_stats_wait_until_they_are_asked_for(monkeypatch):
     assert plan.stats is plan.stats
 
 
-def test_few_long_samples_with_images_are_not_put_together():
+def test_few_long_samples_with_images():
     """Four samples a rank: of least padded cost alone, four long rows become one microbatch and one rank waits for it.
 
     The least time is that of the best cut of equal cost at the least; the planner once was 1.5 times slower there.
@@ -232,7 +232,7 @@ def test_few_long_samples_with_images_are_not_put_together():
     ('objective', 'global_batch', 'least'),
     [('ddp', 32, 0.85), ('ddp', 256, 0.93), ('ddp', 1024, 0.96), ('fsdp', 256, 0.88), ('fsdp', 1024, 0.93)],
 )
-def test_share_of_the_bound_on_lognormal_lengths(objective, global_batch, least):
+def test_share_of_bound_on_lognormal_lengths(objective, global_batch, least):
     """Mean of ten global batches at a coefficient of variation of 0.92, the hardest set of the benchmark."""
     shares = []
     for seed in range(10):
@@ -261,7 +261,7 @@ def test_bad_input(options, message):
         plan_microbatches(arguments.pop('lengths'), **arguments)
 
 
-def test_with_waits_after_the_tower_its_cost_is_balanced_too():
+def test_encoder_cost_is_balanced_for_waits():
     rng = np.random.default_rng(0)
     tiles = rng.choice([1, 3, 4, 5], 512, p=[0.2, 0.1, 0.1, 0.6])
     lengths = 256 * tiles + rng.integers(40, 500, 512)
@@ -294,7 +294,7 @@ def test_with_waits_after_the_tower_its_cost_is_balanced_too():
 
 
 @pytest.mark.parametrize('num_ranks', [8, 32])
-def test_towers_of_which_lengths_know_nothing_are_balanced_as_well(num_ranks):
+def test_encoder_cost_unrelated_to_lengths(num_ranks):
     """Text attends to images from outside: columns of like text alone waited 1.4 to 1.5 times the mean."""
     rng = np.random.default_rng(1)
     lengths, towers = rng.integers(40, 400, 1024), 400.0 * rng.choice([1, 3, 4, 5], 1024)

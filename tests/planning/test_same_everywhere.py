@@ -50,7 +50,7 @@ def _run(script: str, root: Path = PACKAGE.parent, **environment: str) -> str:
 
 
 @pytest.mark.slow
-def test_hash_seed_does_not_matter_nor_does_compilation():
+def test_hash_seed_and_compilation_change_nothing():
     """Interpreted, an index out of bounds raises; compiled, it reads whatever lies there."""
     compiled = _run(PLANS, PYTHONHASHSEED='1')
     assert len(compiled) > 1000

@@ -43,7 +43,7 @@ def answered(model, dataset, processor, folder, *, steps=(3,), **options):
     return answers.last
 
 
-def test_an_answer_is_what_plain_generation_says(model, processor, tmp_path):
+def test_answer_is_that_of_plain_generation(model, processor, tmp_path):
     dataset = DigitsDataset(processor, split='eval', num_samples=8, max_images=3)
     last = answered(model, dataset, processor, tmp_path, steps=(3, 6))
     assert model.training
@@ -67,7 +67,7 @@ def test_an_answer_is_what_plain_generation_says(model, processor, tmp_path):
         assert answer.generated == line['generated'] == told.strip()
 
 
-def test_the_page_has_each_answer_with_its_images(model, processor, tmp_path):
+def test_page_has_answers_and_images(model, processor, tmp_path):
     dataset = DigitsDataset(processor, split='eval', num_samples=8, max_images=3)
     last = answered(model, dataset, processor, tmp_path)
     write_page(tmp_path / 'report.html', 'run', [], {}, last)
@@ -78,7 +78,7 @@ def test_the_page_has_each_answer_with_its_images(model, processor, tmp_path):
     assert all(answer.expected in text and answer.sample_id in text for answer in last)
 
 
-def test_images_that_the_processor_cuts_to_patches_are_shown_as_they_lie_in_the_file(tmp_path):
+def test_images_in_patches_are_shown_whole(tmp_path):
     processor = PROCESSORS['qwen2_vl'][0]()
     dataset = LlavaDataset(write_llava_folder(tmp_path, 8), processor, image_dir=tmp_path / 'images')
     index = next(index for index, record in enumerate(dataset.records) if record.count('image'))
@@ -92,7 +92,7 @@ def test_images_that_the_processor_cuts_to_patches_are_shown_as_they_lie_in_the_
     assert np.allclose(shown * 255, np.asarray(images[0]))
 
 
-def test_a_model_that_cannot_generate_is_said_once_and_trains_on(processor, tmp_path, caplog):
+def test_model_that_cannot_generate(processor, tmp_path, caplog):
     dataset = DigitsDataset(processor, split='eval', num_samples=8)
     broken = torch.nn.Module()
     broken.model, broken.model_forward_args = None, ()

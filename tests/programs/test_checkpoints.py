@@ -42,7 +42,7 @@ def empty(path: Path) -> None:
 
 
 @pytest.mark.parametrize('break_it', [truncate, flip_a_byte_of_the_weights, empty, Path.unlink])
-def test_the_newest_whole_checkpoint_takes_the_place_of_a_damaged_one(break_it, tmp_path):
+def test_newest_intact_checkpoint_is_taken(break_it, tmp_path):
     saved(tmp_path / 'ep0-ba2-rank0.pt', age=30)
     older = saved(tmp_path / 'ep0-ba4-rank0.pt', age=20)
     latest = saved(tmp_path / 'ep0-ba6-rank0.pt', age=10)
@@ -54,7 +54,7 @@ def test_the_newest_whole_checkpoint_takes_the_place_of_a_damaged_one(break_it, 
     assert (tmp_path / 'latest-rank0.pt').resolve() == older.resolve()
 
 
-def test_no_whole_checkpoint_is_said_in_one_line(tmp_path):
+def test_no_intact_checkpoint_is_one_line(tmp_path):
     latest = saved(tmp_path / 'ep0-ba2-rank0.pt', age=0)
     trainer = trainer_of(tmp_path, latest)
     truncate(latest)
@@ -64,7 +64,7 @@ def test_no_whole_checkpoint_is_said_in_one_line(tmp_path):
     assert '\n' not in str(caught.value)
 
 
-def test_a_run_that_does_not_resume_or_saves_elsewhere_is_left_alone(tmp_path):
+def test_run_that_does_not_resume(tmp_path):
     latest = saved(tmp_path / 'ep0-ba2-rank0.pt', age=0)
     trainer = trainer_of(tmp_path, latest)
     truncate(latest)
@@ -72,7 +72,7 @@ def test_a_run_that_does_not_resume_or_saves_elsewhere_is_left_alone(tmp_path):
     assert find_checkpoint_to_resume({**trainer, 'save_folder': 's3://bucket/run'}) == ''
 
 
-def test_a_part_of_a_sharded_checkpoint_that_was_cut_off_is_named(tmp_path):
+def test_damaged_part_of_sharded_checkpoint(tmp_path):
     folder = tmp_path / 'ep0-ba2'
     alone = {'no_dist': True} if 'no_dist' in inspect.signature(dcp.save).parameters else {}  # from torch 2.7 on
     dcp.save({'weight': torch.randn(100)}, storage_writer=dcp.FileSystemWriter(folder), **alone)
@@ -84,7 +84,7 @@ def test_a_part_of_a_sharded_checkpoint_that_was_cut_off_is_named(tmp_path):
     assert '.metadata' in damage(folder)
 
 
-def test_a_folder_belongs_to_one_run_at_a_time(tmp_path):
+def test_folder_belongs_to_one_run(tmp_path):
     with lock_folder(tmp_path), pytest.raises(ConfigError, match='another run is writing'), lock_folder(tmp_path):
         pass
     with lock_folder(tmp_path):
@@ -93,7 +93,7 @@ def test_a_folder_belongs_to_one_run_at_a_time(tmp_path):
         pass
 
 
-def test_a_latest_checkpoint_that_is_a_cut_file_itself_gives_way_to_a_whole_one(tmp_path):
+def test_damaged_latest_checkpoint_gives_way(tmp_path):
     older = saved(tmp_path / 'ep0-ba4-rank0.pt', age=20)
     truncate(saved(tmp_path / 'latest-rank0.pt', age=10))
     trainer = {'autoresume': True, 'save_folder': str(tmp_path), 'run_name': 'run'}
@@ -101,7 +101,7 @@ def test_a_latest_checkpoint_that_is_a_cut_file_itself_gives_way_to_a_whole_one(
     assert (tmp_path / 'latest-rank0.pt').resolve() == older.resolve()
 
 
-def test_a_folder_that_cannot_be_locked_is_one_line(tmp_path):
+def test_folder_that_cannot_be_locked(tmp_path):
     (tmp_path / 'file').write_text('')
     with pytest.raises(ConfigError, match='must be a folder that can be written'), lock_folder(tmp_path / 'file'):
         pass

@@ -5,24 +5,41 @@
 
 from __future__ import annotations
 
+import errno
 import pickle
 
 import pytest
 import torch
-from composer.core import Callback, Event
 
 from composer_tokacc import train
 from composer_tokacc.data import BadSampleError
 from composer_tokacc.planning import CostModel
-from composer_tokacc.programs import ConfigError, models, registry
-from composer_tokacc.programs.errors import LONGEST_LINE, building, one_line, refuse, training
+from composer_tokacc.programs import ConfigError, TrainConfig, models, runner
+from composer_tokacc.programs.errors import LONGEST_LINE, building, one_line, refuse
 from tests.support.programs import DIGITS, TINY_DIGITS
-from tests.support.text import text_model
 
 
 def fail(source: str, module: str = 'my_package.part') -> None:
     """Runs a line in a module of that name."""
     exec(compile(source, module, 'exec'), {'__name__': module, 'torch': torch})
+
+
+def caught_from(call):
+    """Returns the error that a call raises."""
+    with pytest.raises(Exception) as caught:
+        call()
+    return caught.value
+
+
+def run_and_raise(error, monkeypatch):
+    """Returns the exit status of a program that raises an error while it runs."""
+    monkeypatch.setattr(runner, 'load_config', lambda *_: TrainConfig())
+    monkeypatch.setattr(runner, 'check_config', lambda *_, **__: None)
+
+    def program(config):
+        raise error
+
+    return runner.run_program(program, 'a.yaml', [])
 
 
 @pytest.mark.parametrize(
@@ -42,65 +59,41 @@ def test_what_a_part_raises_is_one_line(raise_it, expected, caplog):
     assert caught.value.__cause__ is not None
 
 
-@pytest.mark.parametrize(
-    ('raise_it', 'kind'),
-    [
-        (lambda: fail('torch.empty(2).expand(3, 3)', 'composer_tokacc.owner'), RuntimeError),
-        (lambda: fail('int("no number")', 'composer_tokacc.owner'), ValueError),
-        (lambda: fail('{}["a key"]', 'composer_tokacc.owner'), KeyError),
-        (lambda: (_ for _ in ()).throw(BadSampleError('sample "7"')), BadSampleError),
-    ],
-)
-def test_bugs_of_ours_keep_their_kind(raise_it, kind):
-    with pytest.raises(kind) as caught, building('optimizer'):
-        raise_it()
-    assert caught.type is kind
-
-
-def test_in_training_only_hosts_are_told_in_one_line():
-    with pytest.raises(ConfigError, match=r'^`trainer`: '), training():
-        torch.nn.Linear(2, 2)(torch.zeros(3, 3))
-    with pytest.raises(KeyError), training():
-        fail('{}["a key"]')
+def test_a_bug_of_ours_keeps_its_kind():
+    with pytest.raises(KeyError) as caught, building('optimizer'):
+        fail('{}["a key"]', 'composer_tokacc.owner')
+    assert caught.type is KeyError
 
 
 def test_a_bug_of_ours_keeps_its_traceback(monkeypatch):
     def broken(*_, **__):
-        fail('int("no number")', 'composer_tokacc.owner')
+        fail('{}["a key"]', 'composer_tokacc.owner')
 
     monkeypatch.setattr(models, 'set_cache', broken)
-    with pytest.raises(ValueError, match='invalid literal'):
+    with pytest.raises(KeyError, match='a key'):
         train.main([DIGITS, *TINY_DIGITS, 'dataset.eval=null'])
 
 
-def test_a_forward_is_blamed_for_what_it_raises_and_not_for_a_hook_of_ours():
-    inner = text_model()
-    model = models._RunModel(inner, None, use_logits=True)
-    ids = torch.tensor([[3, 4]])
-    with pytest.raises(IndexError):
-        model({'input_ids': ids + 10**6})
-    with pytest.raises(ConfigError, match=r'^`model`: IndexError: '), training():
-        model({'input_ids': ids + 10**6})
-    bug = 'torch.zeros(2) + torch.zeros(3)'
-    inner.model.layers[0].register_forward_pre_hook(lambda *_: fail(bug, 'composer_tokacc.owner'))
-    with pytest.raises(RuntimeError) as caught, training():
-        model({'input_ids': ids})
-    assert caught.type is RuntimeError
+@pytest.mark.parametrize(
+    ('error', 'message'),
+    [
+        (ConfigError('loader', 'must be less'), '`loader` must be less'),
+        (BadSampleError('sample "7" is broken'), 'sample "7" is broken'),
+        (OSError(errno.ENOSPC, 'No space left'), 'the disk must have room'),
+        (caught_from(lambda: fail('raise RuntimeError("no")', 'composer_tokacc.checks')), 'no'),
+        (caught_from(lambda: torch.nn.Linear(2, 2)(torch.zeros(3, 3))), 'RuntimeError: mat1 and mat2'),
+    ],
+)
+def test_what_ends_a_run_is_one_line(error, message, monkeypatch, capsys):
+    assert run_and_raise(error, monkeypatch) == 2
+    assert capsys.readouterr().err.startswith(f'error: {message}')
 
 
-class Failing(Callback):
-    """Stands for one of Composer's."""
-
-    def batch_end(self, state, logger):
-        raise AttributeError('no such thing')
-
-
-def test_a_part_that_fails_in_an_event_is_named(monkeypatch):
-    monkeypatch.setattr(Failing, '__module__', 'composer.callbacks.failing')
-    monkeypatch.setattr(registry, 'class_by_name', lambda kind, name: Failing)
-    callback = registry.NamedPart('callbacks', 'callbacks.failing', 'failing', {}).build()
-    with pytest.raises(ConfigError, match=r'^`callbacks.failing`: AttributeError: no such thing'):
-        callback.run_event(Event.BATCH_END, None, None)
+@pytest.mark.parametrize('module', ['my_package.callback', 'composer_tokacc.algorithm'])
+def test_a_key_error_of_a_user_or_of_ours_keeps_its_traceback(module, monkeypatch):
+    error = caught_from(lambda: fail('{}["a key"]', module))
+    with pytest.raises(KeyError):
+        run_and_raise(error, monkeypatch)
 
 
 def test_an_error_survives_the_way_between_ranks():

@@ -32,7 +32,7 @@ class Fatal(Dataset):
         return torch.zeros(1)
 
 
-def test_a_loader_process_that_was_killed_is_named_with_a_remedy():
+def test_killed_loader_process_is_named():
     samples = iter(DataLoader(Fatal(), num_workers=1))
     # Torch's handler raises wherever this process happens to be, perhaps in pytest.
     handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -48,7 +48,7 @@ def test_a_loader_process_that_was_killed_is_named_with_a_remedy():
     assert fault_of_machine(ConnectionResetError(errno.ECONNRESET, 'of another connection')) == ''
 
 
-def test_as_many_files_as_the_machine_allows_may_be_open():
+def test_open_files_up_to_the_limit():
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(64, limits[1]), limits[1]))
     allow_open_files()
@@ -56,7 +56,7 @@ def test_as_many_files_as_the_machine_allows_may_be_open():
     resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_a_full_disk_is_told_from_other_errors():
+def test_full_disk_is_recognised():
     error = RuntimeError('PytorchStreamWriter failed')
     error.__cause__ = OSError(errno.ENOSPC, 'No space left on device')
     assert 'No space left on device' in fault_of_machine(error)
@@ -66,7 +66,7 @@ def test_a_full_disk_is_told_from_other_errors():
     assert fault_of_machine(OSError(errno.ENOENT, 'No such file or directory')) == ''
 
 
-def test_a_port_that_another_program_has_taken_is_named(monkeypatch):
+def test_taken_port_is_named(monkeypatch):
     with socket.socket() as taken:
         taken.bind(('', 0))
         taken.listen()

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from composer.core import Precision, Time, Timestamp
+from composer.core import Callback, Precision, Time, Timestamp
 from composer.devices import DeviceCPU
 
 from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, TokenAccumulation, token_data_spec
@@ -64,6 +64,48 @@ def test_a_run_is_bitwise_the_same_with_and_without_a_rehearsal():
     assert rehearsal.report.num_batches == 7
     assert 1 <= len(rehearsal.report.lines) <= 4
     assert len(dataset.read) > 7 * 8, 'samples were read twice'
+
+
+class Phase(Callback):
+    """Tells apart the forwards of the first-batch check, of the rehearsal behind this callback, and of the steps."""
+
+    name = 'check'
+
+    def batch_start(self, state, logger):
+        self.name = 'rehearsal'
+
+    def before_train_batch(self, state, logger):
+        self.name = 'step'
+
+    def batch_end(self, state, logger):
+        self.name = 'check'
+
+
+@pytest.mark.parametrize('are_labels_known', [True, False])
+@pytest.mark.parametrize('logits', ['auto', 'all'])
+def test_logits_are_rehearsed_as_in_the_run(logits, are_labels_known):
+    """With the labels of all samples the microbatch with most logits is run; without them logits of all positions."""
+    torch.manual_seed(3)
+    model = hugging_face(text_model())
+    spec, dataset = data_of(60, size=4, batch=12)
+    phase = Phase()
+    num_logits = {'check': [], 'rehearsal': [], 'step': []}
+
+    def count(module, args, output):
+        num_logits[phase.name].append(output.shape[0] * output.shape[1])
+
+    model.model.lm_head.register_forward_hook(count)
+    labels = np.array([int((dataset[index]['labels'][:, 1:] >= 0).sum()) for index in range(60)])
+    rehearsal = Rehearsal(labels_per_sample=labels if are_labels_known else None)
+    algorithm = TokenAccumulation(loss_tokens='causal', logits=logits)
+    train(model, spec, algorithms=[algorithm], callbacks=[phase, rehearsal], microbatch_size=4, max_duration='5ba')
+    assert len(num_logits['step']) >= 5
+    assert rehearsal.report.num_batches == 5
+    if logits == 'all' or are_labels_known:
+        assert max(num_logits['rehearsal']) == max(num_logits['step'])
+    else:
+        assert max(num_logits['rehearsal']) > max(num_logits['step'])
+    assert ('logits at' in rehearsal.report.text()) == (logits == 'auto' and are_labels_known)
 
 
 def stub(spec, model, *, size=2, epochs=2, batch=0, auto=True):

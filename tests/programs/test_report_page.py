@@ -13,6 +13,7 @@ import pytest
 from composer.core import Callback, Timestamp
 
 from composer_tokacc import TokenMonitor
+from composer_tokacc.programs import ConfigError
 from composer_tokacc.programs.metrics_file import JsonLines, read_metrics
 from composer_tokacc.programs.report_page import MOST_POINTS, write_page
 from tests.support.text import collate, text_model, text_rows
@@ -61,14 +62,17 @@ def run(tmp_path_factory):
     batch = {**collate(text_rows(SHAPE)), 'source': ['a', 'b<', 'a']}
     lines = JsonLines(str(folder))
     _, memory, trainer = train(
-        text_model(), loader(*[batch] * 5), callbacks=[TokenMonitor(), lines, Attached(lines)], max_duration='5ba',
+        text_model(),
+        loader(*[batch] * 5),
+        callbacks=[TokenMonitor(), lines, Attached(lines)],
+        max_duration='5ba',
         microbatch_size=3,
-    )  # fmt: skip
+    )
     trainer.close()
     return folder, memory
 
 
-def test_lines_hold_the_numbers_of_every_other_logger(run):
+def test_lines_match_other_loggers(run):
     folder, memory = run
     lines = [json.loads(line) for line in (folder / 'metrics.jsonl').read_text().splitlines()]
     for name in ('loss/train/total', 'token_monitor/seconds_p99', 'token_monitor/source/a/loss'):
@@ -76,7 +80,7 @@ def test_lines_hold_the_numbers_of_every_other_logger(run):
         assert found == list(enumerate((float(value) for _, value in memory.data[name]), start=1))
 
 
-def test_page_needs_no_network_and_draws_what_was_logged(run, tmp_path):
+def test_page_draws_what_was_logged(run, tmp_path):
     folder, _ = run
     (tmp_path / 'result.png').write_bytes(b'PNG')
     write_page(tmp_path / 'report.html', 'a <b>', [('loss', '1 < 2')], read_metrics(folder))
@@ -91,7 +95,7 @@ def test_page_needs_no_network_and_draws_what_was_logged(run, tmp_path):
     assert {len(line) for line in page.points} == {5}
 
 
-def test_a_long_run_is_drawn_by_means(tmp_path):
+def test_long_run_is_drawn_by_means(tmp_path):
     metrics = {'loss/train/total': (list(range(5000)), [float(step) for step in range(5000)])}
     write_page(tmp_path / 'report.html', 'long', [], metrics)
     (line,) = Page((tmp_path / 'report.html').read_text()).points
@@ -104,7 +108,7 @@ def state_at(step):
     return SimpleNamespace(run_name='run', timestamp=Timestamp(batch=step))
 
 
-def test_a_resumed_run_replaces_the_lines_after_its_checkpoint(tmp_path):
+def test_resumed_run_replaces_later_lines(tmp_path):
     lines = JsonLines(str(tmp_path))
     lines.fit_start(state_at(0), None)
     for step in (1, 2, 3):
@@ -129,3 +133,9 @@ def test_a_full_disk_is_met_once(tmp_path):
     with pytest.raises(OSError, match='No space left'):
         lines.batch_end(state_at(1), None)
     lines.close(state_at(1), None)  # Composer calls it at exit
+
+
+def test_a_report_folder_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / 'file').write_text('')
+    with pytest.raises(ConfigError, match=r'^`report.folder`: FileExistsError: '):
+        JsonLines(str(tmp_path / 'file')).fit_start(SimpleNamespace(run_name='run'), None)

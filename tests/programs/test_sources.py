@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import sys
 
 import pytest
@@ -24,9 +25,14 @@ from tests.support.launch import ROOT
 def build(tmp_path, *overrides, is_eval=False):
     config = load_config(
         ROOT / 'yamls' / 'digits.yaml',
-        ['dataset.num_samples=60', 'dataset.eval.num_samples=20', 'loader.global_batch_size=16',
-         f'loader.lengths_folder={tmp_path}', *overrides],
-    )  # fmt: skip
+        [
+            'dataset.num_samples=60',
+            'dataset.eval.num_samples=20',
+            'loader.global_batch_size=16',
+            f'loader.lengths_folder={tmp_path}',
+            *overrides,
+        ],
+    )
     source = source_of(config)
     processor = source.build_processor()
     dataset = source.build_dataset(processor, is_eval=is_eval)
@@ -34,7 +40,7 @@ def build(tmp_path, *overrides, is_eval=False):
     return source.build_loader(dataset, processor, BatchLayout.infer(sample), is_eval=is_eval), dataset
 
 
-def test_a_dataset_read_by_index_is_measured_as_it_is(tmp_path):
+def test_dataset_read_by_index(tmp_path):
     _, dataset = build(tmp_path)
     assert source_of(load_config(ROOT / 'yamls' / 'digits.yaml')).by_index(dataset) is dataset
 
@@ -43,7 +49,7 @@ def names(spec):
     return [sorted(batch['sample_ids']) for batch in spec.dataloader]
 
 
-def test_regrouping_is_the_default_and_changes_no_global_batch(tmp_path):
+def test_regrouping_changes_no_global_batch(tmp_path):
     ours, _ = build(tmp_path)
     stock, _ = build(tmp_path, 'loader.regroup_ranks=false')
     assert isinstance(ours.dataloader, RegroupingDataLoader)
@@ -53,7 +59,7 @@ def test_regrouping_is_the_default_and_changes_no_global_batch(tmp_path):
     assert ours.dataloader.batch_size == 16
 
 
-def test_budget_is_that_of_rows_as_wide_as_the_longest_sample(tmp_path):
+def test_budget_of_rows_of_longest_sample(tmp_path):
     spec, dataset = build(tmp_path, 'microbatching.device_train_microbatch_size=2')
     longest = max(sample['input_ids'].shape[1] for sample in dataset)
     widths = []
@@ -65,7 +71,7 @@ def test_budget_is_that_of_rows_as_wide_as_the_longest_sample(tmp_path):
     assert longest < max(widths) <= 2 * longest
 
 
-def test_plans_are_made_with_the_cost_of_the_patches_of_each_sample(tmp_path):
+def test_plans_use_the_cost_of_patches(tmp_path):
     priced = 'microbatching.cost={vision_per_image: 3, vision_per_patch: 2, vision_per_square: 5, launch: 1}'
     spec, dataset = build(tmp_path, priced, 'microbatching.device_train_microbatch_size=2')
     sampler = spec.dataloader.batch_sampler
@@ -74,15 +80,19 @@ def test_plans_are_made_with_the_cost_of_the_patches_of_each_sample(tmp_path):
         images = [dataset[index]['num_images'][0] for index in window]  # one patch each
         lengths = [dataset[index]['input_ids'].shape[1] for index in window]
         expected = plan_microbatches(
-            lengths, num_ranks=1, max_tokens=sampler.planner.options.max_tokens, image_tokens=images,
-            vision_cost=[3.0 * (n > 0) + 2.0 * n + 5.0 * n * n for n in images], cost=CostModel(launch=1.0),
-        )  # fmt: skip
+            lengths,
+            num_ranks=1,
+            max_tokens=sampler.planner.options.max_tokens,
+            image_tokens=images,
+            vision_cost=[3.0 * (n > 0) + 2.0 * n + 5.0 * n * n for n in images],
+            cost=CostModel(launch=1.0),
+        )
         planned = sampler.plan(step)
         assert [one.indices for one in planned.ranks[0]] == [one.indices for one in expected.ranks[0]]
         assert [one.cost for one in planned.ranks[0]] == pytest.approx([one.cost for one in expected.ranks[0]])
 
 
-def test_image_cap_of_the_config_is_that_of_the_plans_and_of_the_split(tmp_path):
+def test_image_cap_of_plans_and_split(tmp_path):
     free, dataset = build(tmp_path)
     token_id = source_of(load_config(ROOT / 'yamls' / 'digits.yaml')).build_processor().image_token_id
     cap = max(int((sample['input_ids'] == token_id).sum()) for sample in dataset)
@@ -95,7 +105,7 @@ def test_image_cap_of_the_config_is_that_of_the_plans_and_of_the_split(tmp_path)
     assert capped.split_batch.__self__._split.options.max_image_tokens == cap
 
 
-def test_a_package_that_a_dataset_lacks_is_one_line(tmp_path, monkeypatch):
+def test_package_that_a_dataset_lacks(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, 'sklearn.datasets', None)  # as where scikit-learn is not installed
     load_scans.cache_clear()
     split_scans.cache_clear()
@@ -103,7 +113,7 @@ def test_a_package_that_a_dataset_lacks_is_one_line(tmp_path, monkeypatch):
         build(tmp_path)
 
 
-def test_held_out_set_and_ordered_rows_use_the_stock_sampler(tmp_path):
+def test_held_out_set_uses_stock_sampler(tmp_path):
     for spec in (build(tmp_path, is_eval=True)[0], build(tmp_path, 'microbatching.regroup=false')[0]):
         assert not isinstance(spec.dataloader, RegroupingDataLoader)
     assert not list(tmp_path.iterdir()), 'lengths were measured for nothing'
@@ -117,7 +127,7 @@ def test_workers_give_the_same_batches(tmp_path):
         torch.testing.assert_close(first['input_ids'], second['input_ids'])
 
 
-def test_budget_under_the_longest_sample_is_refused_in_the_words_of_the_config(tmp_path):
+def test_budget_under_the_longest_sample(tmp_path):
     with pytest.raises(ConfigError, match=r'must be at least the longest sample, got: 1 x 12 < \d+ \(sample \d+\)'):
         build(tmp_path, 'microbatching.device_train_microbatch_size=1', 'microbatching.slot_tokens=12')
 
@@ -125,7 +135,7 @@ def test_budget_under_the_longest_sample_is_refused_in_the_words_of_the_config(t
 PARTS = 'dataset.parts={scans: {num_samples: 40}, more: {num_samples: 6, seed: 5, epochs: 3}}'
 
 
-def test_parts_are_mixed_by_their_epochs_and_measured_one_by_one(tmp_path):
+def test_parts_are_mixed_by_their_epochs(tmp_path):
     spec, dataset = build(tmp_path, PARTS)
     assert [len(part) for part in dataset.datasets] == [40, 6]
     assert len(list(tmp_path.glob('*.npz'))) == 2
@@ -136,7 +146,7 @@ def test_parts_are_mixed_by_their_epochs_and_measured_one_by_one(tmp_path):
     assert all(4 <= count <= 6 for count in counts), 'each step has its share of 18 in 58'
 
 
-def test_parts_name_themselves_and_get_their_share_of_the_loss_tokens(tmp_path):
+def test_parts_get_their_share_of_tokens(tmp_path):
     shares = (
         'dataset.parts={scans: {num_samples: 40, loss_share: 0.8}, more: {num_samples: 6, seed: 5, loss_share: 0.2}}'
     )
@@ -152,7 +162,7 @@ def test_parts_name_themselves_and_get_their_share_of_the_loss_tokens(tmp_path):
     assert tokens['scans'] / sum(tokens.values()) == pytest.approx(0.8, abs=0.02)
 
 
-def test_parts_have_their_share_of_the_weight_of_every_step(tmp_path):
+def test_parts_get_their_share_of_weight(tmp_path):
     parts = (
         'dataset.parts={scans: {num_samples: 40, loss_share: 0.3}, more: {num_samples: 6, epochs: 3, loss_share: 0.7}}'
     )
@@ -173,7 +183,53 @@ def test_one_modality_a_step(tmp_path):
     assert {frozenset(kind) for kind in kinds} == {frozenset([True]), frozenset([False])}
 
 
+def test_steps_of_so_many_tokens(tmp_path, caplog):
+    with caplog.at_level(logging.INFO, logger='composer_tokacc'):
+        spec, dataset = build(tmp_path, 'loader.global_batch_tokens=600', 'loader.drop_last=false')
+    lengths = [sample['input_ids'].shape[1] for sample in dataset]
+    sampler = spec.dataloader.batch_sampler
+    assert len(spec.dataloader) == -(-sum(lengths) // 600)
+    tokens = [int(batch['attention_mask'].sum()) for batch in spec.dataloader]
+    assert tokens == sampler.window_tokens().tolist()
+    assert sum(tokens) == sum(lengths)
+    assert all(abs(number - 600) < max(lengths) for number in tokens[:-1])
+    assert f'{len(tokens)} in this epoch, of {min(tokens)} to {max(tokens)} tokens' in caplog.text
+    # Without a microbatch size one microbatch may hold a whole step of mean length.
+    assert spec.dataloader.batch_size == -(-600 * len(lengths) // sum(lengths))
+    stock, _ = build(tmp_path, 'loader.drop_last=false')
+    trained = [name for batch in spec.dataloader for name in batch['sample_ids']]
+    assert sorted(trained) == sorted(name for batch in stock.dataloader for name in batch['sample_ids'])
+
+
+def test_a_schedule_of_the_global_batch(tmp_path):
+    spec, _ = build(tmp_path, 'loader.global_batch_size=[[0,4],[3ba,16]]', 'loader.drop_last=false')
+    assert [len(batch['sample_ids']) for batch in spec.dataloader] == [4, 4, 4, 16, 16, 16]
+    spec.dataloader.batch_sampler.set_epoch(1)
+    assert [len(batch['sample_ids']) for batch in spec.dataloader] == [16, 16, 16, 12]
+    assert spec.dataloader.batch_size == 16
+
+
+def test_loss_cap_reaches_sampler_and_split(tmp_path):
+    free, dataset = build(tmp_path)
+    labels = [int((sample['labels'] != -100).sum()) for sample in dataset]
+    capped, _ = build(tmp_path, f'microbatching.max_loss_tokens={max(labels)}')
+    assert names(free) == names(capped)
+    most = {}
+    for name, spec in {'free': free, 'capped': capped}.items():
+        for batch in spec.dataloader:
+            microbatches = spec.split_batch(batch, 16)
+            assert len(microbatches) == len(batch.microbatches), 'cut as planned'
+            counts = [int((microbatch['labels'] != -100).sum()) for microbatch in microbatches]
+            most[name] = max(most.get(name, 0), *counts)
+    assert most['capped'] <= max(labels) < most['free']
+
+
 MISTAKES = [
+    (['loader.global_batch_tokens=99', 'loader.regroup_ranks=false'], 'must be on for `loader.global_batch_tokens`'),
+    (['loader.global_batch_size=[[0,4]]', 'microbatching.regroup=false'], 'must be on for a schedule of'),
+    (['loader.global_batch_size=[[1,4]]'], r'`loader.global_batch_size`.* or a list of \(start, size\)'),
+    (['loader.global_batch_size=[[0,4],[8ba,8]]', 'trainer.max_duration=2ep'], 'must be in tokens, samples or batches'),
+    (['loader.global_batch_tokens=0'], '`loader.global_batch_tokens` must be greater than or equal to 1'),
     (['dataset.parts={a: {weight: 1}, b: {}}'], r"must all have a `weight`.*got: {'weight': \['a'\]}"),
     (['dataset.parts={a: {weight: 1}, b: {weight: 2, epochs: 1}}'], r"'epochs': \['b'\]"),
     (['dataset.parts={a: {loss_share: 0.3}, b: {weight: 1}}'], r"'weight': \['b'\], 'loss_share': \['a'\]"),
@@ -212,7 +268,7 @@ VIDEO_MISTAKES = [
     ('file', 'overrides', 'message'),
     [*(('digits', *one) for one in MISTAKES), *(('llava_json', *one) for one in VIDEO_MISTAKES)],
 )
-def test_mistakes_are_refused_in_the_words_of_the_config(file, overrides, message):
+def test_mistakes_are_named_by_their_key(file, overrides, message):
     path = ['dataset.path=a.json'] if file == 'llava_json' else []
     with pytest.raises(ConfigError, match=message):
         check_config(load_config(ROOT / 'yamls' / f'{file}.yaml', [*path, *overrides]), num_ranks=1)
@@ -228,13 +284,13 @@ class _HasABug(torch.utils.data.Dataset):
         from torch import no_such_name  # noqa: F401 # pyright: ignore
 
 
-def test_a_package_that_a_dataset_needs_is_named():
+def test_package_that_a_dataset_needs():
     config = load_config(ROOT / 'yamls' / 'digits.yaml', [f'dataset.name={__name__}.{_NeedsAPackage.__name__}'])
     with pytest.raises(ConfigError, match="`dataset`: ModuleNotFoundError: No module named 'no_such_package'"):
         source_of(config).build_dataset(None)
 
 
-def test_a_bug_of_a_dataset_is_named_and_kept():
+def test_bug_of_a_dataset_is_kept():
     config = load_config(ROOT / 'yamls' / 'digits.yaml', [f'dataset.name={__name__}.{_HasABug.__name__}'])
     with pytest.raises(ConfigError, match=r'`dataset`: ImportError: .*no_such_name') as caught:
         source_of(config).build_dataset(None)

@@ -29,8 +29,10 @@ class CountCollectives(Callback):
         elif step == 3:
             self.profiler.stop()
             events = [event.key for event in self.profiler.events() or []]
-            self.counts = {kind: sum(kind in key for key in events) for kind in ('c10d::allreduce', 'c10d::allgather',
-                                                                                'c10d::broadcast')}  # fmt: skip
+            self.counts = {
+                kind: sum(kind in key for key in events)
+                for kind in ('c10d::allreduce', 'c10d::allgather', 'c10d::broadcast')
+            }
 
 
 def count(size: int, algorithms: list[Any], callbacks: list[Any]) -> dict[str, int]:

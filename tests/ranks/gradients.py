@@ -45,11 +45,10 @@ SHAPE = [(4, 2), (14, 11), (9, 9), (3, 0), (6, 1), (7, 2)]  # 22 loss tokens aga
 # or makes one of them a rank of its own.
 ORDERS = {'mixed': (0, 1, 2, 3, 4, 5), 'text_rank': (0, 4, 1, 2, 3, 5)}
 # How many of the six rows each rank takes: uneven, so that ranks make different numbers of microbatches.
-SHARES = {'mixed': {1: (6,), 2: (4, 2), 4: (2, 2, 1, 1)}, 'text_rank': {1: (6,), 2: (2, 4), 4: (1, 1, 2, 2)}}
+SHARES = {'mixed': {2: (4, 2), 4: (2, 2, 1, 1)}, 'text_rank': {2: (2, 4), 4: (1, 1, 2, 2)}}
 MEAN = 'token_accumulation/token_mean_loss'
 LARGE = ('llava', 'qwen2_5_vl')
-"""Two families take every size and are packed as well, one with multimodal rotary positions; the others show that their
-image rows are split as exactly."""
+"""Two families that are packed as well, one with multimodal rotary positions."""
 
 Case = tuple[str, Callable[[], Any]]
 
@@ -103,8 +102,8 @@ def of_family(name: str) -> Iterator[Case]:
         )
         return measure(case.model, whole, token_data_spec(loader(own), layout=layout, packing=packing), size)
 
-    sizes, packings = ((1, 2, 3, 6), (False, True)) if name in LARGE else ((1, 3), (False,))
-    for packing, side, order, size in itertools.product(packings, ('right', 'left'), ORDERS, sizes):
+    packings = (False, True) if name in LARGE else (False,)
+    for packing, side, order, size in itertools.product(packings, ('right', 'left'), ORDERS, (1, 3)):
         label = f'{name} {side} {order} microbatch {size}{" packed" * packing}'
         yield label, lambda given=(order, side, size, packing): of(*given)
 
@@ -131,7 +130,7 @@ def of_text() -> Iterator[Case]:
             data = token_data_spec(data, regroup=split != 'ordered', equal_counts=equal, packing=split == 'packed')
         return measure(model, whole, data, size)
 
-    for split, size in itertools.product(('stock', 'ordered', 'regrouped', 'free', 'packed'), (1, 2, 3, 6)):
+    for split, size in itertools.product(('stock', 'ordered', 'regrouped', 'free', 'packed'), (1, 2, 6)):
         yield f'text {split} microbatch {size}', lambda given=(split, size): cut(*given)
 
     def empty_rank() -> dict[str, Any]:
@@ -143,9 +142,7 @@ def of_text() -> Iterator[Case]:
     def plain_loop() -> dict[str, Any]:
         """Without a Trainer: DistributedDataParallel and the functional form alone."""
         expected, _ = reference_gradients(model, whole)
-        parallel: Any = copy.deepcopy(model)
-        if dist.get_world_size() > 1:
-            parallel = torch.nn.parallel.DistributedDataParallel(parallel)
+        parallel: Any = torch.nn.parallel.DistributedDataParallel(copy.deepcopy(model))
         microbatches = [collate([row]) for row in share_of(rows) if bool((row['labels'] != -100).any())]
         for index, weight in enumerate(step_loss_weights(microbatches)):
             parallel.require_backward_grad_sync = index == len(microbatches) - 1
@@ -174,10 +171,10 @@ def with_column(rows: Any, zero: Any = ()) -> list[dict[str, Any]]:
 
 def of_weights(name: str) -> Iterator[Case]:
     if name == 'text':
-        rows, model, pad, order, sizes = text_rows(SHAPE), text_model(), 0, 'mixed', (1, 2, 3, 6)
+        rows, model, pad, order = text_rows(SHAPE), text_model(), 0, 'mixed'
     else:
         case = FAMILIES[name]()
-        rows, model, pad, order, sizes = case.rows, case.model, case.pad_token_id, 'text_rank', (1, 3)
+        rows, model, pad, order = case.rows, case.model, case.pad_token_id, 'text_rank'
     layout = BatchLayout.for_model(model)
 
     def weighted(rows: Any, order: str, weights: str, size: int, **options: Any) -> dict[str, Any]:
@@ -185,13 +182,12 @@ def of_weights(name: str) -> Iterator[Case]:
         return measure(model, whole, token_data_spec(loader(own), **options), size, weights=weights)
 
     ordered, packings = with_column([rows[index] for index in ORDERS[order]]), (False, True)[: 1 + (name != LARGE[1])]
-    for packing, size, weights in itertools.product(packings, sizes, ('sqrt', 'sample', 'column')):
+    for packing, size, weights in itertools.product(packings, (1, 3), ('sqrt', 'sample', 'column')):
         label = f'{name} {weights} microbatch {size}{" packed" * packing}'
         yield label, lambda given=(weights, size), packing=packing: weighted(ordered, order, *given, packing=packing)
 
     without = with_column(rows, zero=range(SHARES['mixed'][dist.get_world_size()][0]))
-    if dist.get_world_size() > 1:
-        yield f'{name} rank without weight', lambda: weighted(without, 'mixed', 'column', 2)
+    yield f'{name} rank without weight', lambda: weighted(without, 'mixed', 'column', 2)
 
     def router() -> dict[str, Any]:
         mixtral, seen = weighted_mixture('mixtral', 0.1), Microbatches()

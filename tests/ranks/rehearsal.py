@@ -61,10 +61,16 @@ def run(*, fsdp: bool, limit: int | None = None, rehearses: bool = True) -> dict
     callbacks = [TokenMonitor(), *([MayLower()] if limit is not None else []), *([rehearsal] if rehearses else [])]
     algorithm = TokenAccumulation(loss_tokens='causal', check_loss=limit is None)
     _, memory, trainer = train(
-        model, spec, algorithms=[algorithm], callbacks=callbacks,
-        microbatch_size=SIZE, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2), max_duration=f'{BATCHES}ba',
-        seed=5, **(FSDP if fsdp else {}),
-    )  # fmt: skip
+        model,
+        spec,
+        algorithms=[algorithm],
+        callbacks=callbacks,
+        microbatch_size=SIZE,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2),
+        max_duration=f'{BATCHES}ba',
+        seed=5,
+        **(FSDP if fsdp else {}),
+    )
     reports.append(rehearsal.report)
     if limit is None:
         trainer.fit(duration=f'{BATCHES}ba')

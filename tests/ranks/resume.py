@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader
 
 from composer_tokacc import token_data_spec
 from composer_tokacc.sampling import RegroupingBatchSampler, RegroupingDataLoader, SkipReadBatches
-from tests.support.killer import KillRank
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
 from tests.support.text import text_model
 from tests.support.training import fit, hugging_face, saving, state_of, write_runs
@@ -50,7 +49,6 @@ def run(
     num_workers: int = 0,
     stock: bool = False,
     skip: bool = True,
-    kill_at: int | None = None,
     random: bool = True,
 ) -> dict[str, Any]:
     """One Trainer; `durations` after the first are those of further calls of ``fit``."""
@@ -62,8 +60,6 @@ def run(
     callbacks: list[Any] = [steps]
     if skip:
         callbacks.append(SkipReadBatches())
-    if kill_at is not None:
-        callbacks.append(KillRank(rank=dist.get_world_size() - 1, batch=kill_at))
     options = {'callbacks': callbacks, 'load_path': load_path, 'seed': 5, 'max_duration': durations[0]}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     data = token_data_spec(loader, slot_tokens=LONGEST)
@@ -80,17 +76,18 @@ def regrouping_loader(dataset: LengthDataset, num_workers: int) -> DataLoader:
         dataset, lengths=dataset.lengths, global_batch_size=GLOBAL_BATCH, max_tokens=2 * LONGEST, seed=SEED
     )
     return RegroupingDataLoader(
-        dataset, batch_sampler=sampler, collate_fn=collate_samples, num_workers=num_workers,
+        dataset,
+        batch_sampler=sampler,
+        collate_fn=collate_samples,
+        num_workers=num_workers,
         persistent_workers=num_workers > 0,
-    )  # fmt: skip
+    )
 
 
 def stock_loader(dataset: LengthDataset, num_workers: int) -> DataLoader:
     sampler = dist.get_sampler(dataset, shuffle=True, seed=SEED)
     size = GLOBAL_BATCH // dist.get_world_size()
-    return DataLoader(
-        dataset, batch_size=size, sampler=sampler, collate_fn=collate_samples, num_workers=num_workers
-    )  # fmt: skip
+    return DataLoader(dataset, batch_size=size, sampler=sampler, collate_fn=collate_samples, num_workers=num_workers)
 
 
 if __name__ == '__main__':

@@ -40,14 +40,23 @@ GLOBAL_BATCH, SLOT_TOKENS = 8, 160
 CONFIG = {
     'model_type': 'llava',
     'vision_config': {
-        'model_type': 'clip_vision_model', 'image_size': 32, 'patch_size': 16, 'hidden_size': 16,
-        'intermediate_size': 32, 'num_hidden_layers': 2, 'num_attention_heads': 2,
+        'model_type': 'clip_vision_model',
+        'image_size': 32,
+        'patch_size': 16,
+        'hidden_size': 16,
+        'intermediate_size': 32,
+        'num_hidden_layers': 2,
+        'num_attention_heads': 2,
     },
     'text_config': {
-        'model_type': 'llama', 'hidden_size': 32, 'intermediate_size': 64, 'num_hidden_layers': 2,
-        'num_attention_heads': 2, 'num_key_value_heads': 2,
+        'model_type': 'llama',
+        'hidden_size': 32,
+        'intermediate_size': 64,
+        'num_hidden_layers': 2,
+        'num_attention_heads': 2,
+        'num_key_value_heads': 2,
     },
-}  # fmt: skip
+}
 
 
 class SeeSteps(Callback):

@@ -24,7 +24,7 @@ from tests.support.training import fit, relative_error
 SHARES = (0.15, 0.25, 0.6)
 
 
-def test_weights_add_up_to_the_shares_of_any_global_batch():
+def test_weights_add_up_to_shares():
     rng = np.random.default_rng(0)
     sizes, tokens = [30, 200, 7], rng.integers(0, 90, 237)
     shares, owners = LossShares(sizes, SHARES, tokens), np.repeat([0, 1, 2], sizes)
@@ -38,7 +38,7 @@ def test_weights_add_up_to_the_shares_of_any_global_batch():
             assert own / total == pytest.approx(share, rel=1e-12)
 
 
-def test_a_dataset_without_tokens_in_a_step_leaves_its_share_to_the_others_and_says_so_once(caplog):
+def test_dataset_without_tokens_in_a_step(caplog):
     shares = LossShares([2, 1, 1], SHARES, [3, 5, 4, 0])
     for _ in range(2):
         assert shares.weights(np.array([0, 2, 3])).tolist() == pytest.approx([0.375 * 7 / 3, 0.625 * 7 / 4, 0])
@@ -75,15 +75,20 @@ def collate_named(samples):
 
 
 @pytest.mark.parametrize('packing', [False, True])
-def test_the_gradient_of_a_step_is_that_of_the_shared_means(packing):
+def test_gradient_of_the_shared_means(packing):
     dataset = ConcatDataset([Named('a', 20), Named('b', 12, seed=1), Named('c', 8, seed=2)])
     samples = [dataset[index] for index in range(40)]
     tokens = [int((one['labels'][:, 1:] != -100).sum()) for one in samples]
     lengths = [one['input_ids'].shape[1] for one in samples]
     sampler = RegroupingBatchSampler(
-        dataset, lengths=lengths, global_batch_size=20, max_tokens=2 * LONGEST, num_replicas=1, rank=0,
+        dataset,
+        lengths=lengths,
+        global_batch_size=20,
+        max_tokens=2 * LONGEST,
+        num_replicas=1,
+        rank=0,
         loss_shares=LossShares([20, 12, 8], SHARES, tokens),
-    )  # fmt: skip
+    )
     loader = RegroupingDataLoader(dataset, batch_sampler=sampler, collate_fn=collate_named)
     model = text_model()
     terms = []

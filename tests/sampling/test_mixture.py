@@ -40,7 +40,7 @@ def test_every_sample_once_an_epoch(sizes, global_batch_size, seed):
 
 @settings(deadline=None, max_examples=8)
 @given(sizes=sizes_lists, multiple=st.integers(1, 2), per_step=st.booleans(), epoch=st.integers(0, 2))
-def test_every_number_of_ranks_makes_the_same_steps_without_repeating_a_sample(sizes, multiple, per_step, epoch):
+def test_ranks_make_the_same_steps(sizes, multiple, per_step, epoch):
     # Until the last batch of a medium was filled up to a multiple of the ranks, as torch's sampler does, one and
     # two ranks trained other last steps.
     media = np.arange(sum(sizes)) % 3 if per_step else None
@@ -67,7 +67,7 @@ def test_every_number_of_ranks_makes_the_same_steps_without_repeating_a_sample(s
 
 @settings(deadline=None, max_examples=50)
 @given(sizes=st.lists(st.integers(5, 40), min_size=1, max_size=4), global_batch_size=st.integers(1, 20))
-def test_without_the_last_batch_nothing_is_lost_over_epochs(sizes, global_batch_size):
+def test_drop_last_loses_nothing_over_epochs(sizes, global_batch_size):
     if sum(sizes) < global_batch_size:
         return
     counts = Counter()
@@ -83,7 +83,7 @@ def test_without_the_last_batch_nothing_is_lost_over_epochs(sizes, global_batch_
     assert np.abs(per_sample - per_sample.mean()).max() <= 1 + len(sizes) / min(sizes)
 
 
-def test_a_dataset_smaller_than_the_global_batch_is_in_its_share_of_batches():
+def test_small_dataset_keeps_its_share():
     # VILA's sampler gives such a dataset no sample at all.
     mixture = Mixture([1000, 3])
     found = samples(batch for epoch in range(20) for batch in batches(mixture, 64, epoch, drop_last=True))
@@ -93,7 +93,7 @@ def test_a_dataset_smaller_than_the_global_batch_is_in_its_share_of_batches():
 
 
 @pytest.mark.parametrize('media', [None, 'two'])
-def test_every_global_batch_holds_each_datasets_share(media):
+def test_global_batches_hold_each_share(media):
     sizes, weights = [500, 80, 900], [1.0, 2.0, 1.0]
     kinds = None if media is None else np.repeat([0, 1, 0], sizes)
     mixture = Mixture(sizes, weights=weights)
@@ -107,7 +107,7 @@ def test_every_global_batch_holds_each_datasets_share(media):
                 assert found.tolist() == [0, 40, 0] or np.abs(found - [20, 0, 20]).max() <= 1
 
 
-def test_fractions_of_a_pass_go_on_where_the_last_epoch_ended():
+def test_fractions_of_a_pass_go_on():
     mixture = Mixture([10, 8], epochs=[0.5, 2])
     epochs = [Counter(samples(batches(mixture, 7, epoch))) for epoch in range(4)]
     for first, second in ((0, 1), (2, 3)):
@@ -115,7 +115,7 @@ def test_fractions_of_a_pass_go_on_where_the_last_epoch_ended():
     assert all(epoch[sample] == 2 for epoch in epochs for sample in range(10, 18))
 
 
-def test_epochs_and_seeds_give_other_orders_and_the_same_ones_again():
+def test_epochs_and_seeds_give_other_orders():
     mixture = Mixture([30, 20])
     first = batches(mixture, 10, 0)
     assert first == batches(mixture, 10, 0)
@@ -131,7 +131,7 @@ def test_epochs_and_seeds_give_other_orders_and_the_same_ones_again():
     kinds=st.integers(1, 3),
     seed=st.integers(0, 99),
 )
-def test_one_medium_a_step_and_nothing_lost(sizes, global_batch_size, drop_last, kinds, seed):
+def test_one_modality_a_step(sizes, global_batch_size, drop_last, kinds, seed):
     media = np.random.default_rng(seed).integers(0, kinds, sum(sizes))
     if drop_last and sum(sizes) < global_batch_size:
         return
@@ -154,7 +154,7 @@ def test_one_medium_a_step_and_nothing_lost(sizes, global_batch_size, drop_last,
 
 
 @pytest.mark.parametrize('modality', ['mixed', 'per_step'])
-def test_ranks_together_train_on_the_mixtures_batches_whatever_their_number(modality):
+def test_ranks_share_the_mixtures_batches(modality):
     rng = np.random.default_rng(0)
     sizes = [40, 7]
     lengths = rng.integers(5, 60, 47)
@@ -186,7 +186,7 @@ def test_ranks_together_train_on_the_mixtures_batches_whatever_their_number(moda
     assert per_world == [expected] * 3
 
 
-def test_resumes_in_the_middle_of_a_mixture():
+def test_resume_in_mid_mixture():
     def build(**kwargs):
         return RegroupingBatchSampler(
             range(50),
@@ -259,14 +259,14 @@ def merge_one_by_one(num_items, quotas):
 
 @settings(deadline=None, max_examples=100)
 @given(quotas=quotas_lists, num_items=st.integers(0, 120))
-def test_counts_are_those_of_the_divisor_method(quotas, num_items):
+def test_counts_of_the_divisor_method(quotas, num_items):
     merged = merge_one_by_one(num_items, quotas)
     assert counts_of_first(num_items, quotas) == [merged.count(index) for index in range(len(quotas))]
 
 
 @settings(deadline=None, max_examples=100)
 @given(quotas=quotas_lists, begin=st.integers(0, 60), length=st.integers(0, 60))
-def test_a_stretch_holds_the_items_of_the_merged_sequence(quotas, begin, length):
+def test_stretch_of_the_merged_sequence(quotas, begin, length):
     begins, ends = counts_of_first(begin, quotas), counts_of_first(begin + length, quotas)
     sources, items = interleave(begins, ends, quotas)
     merged = merge_one_by_one(begin + length, quotas)
@@ -280,7 +280,7 @@ def test_integer_quotas_are_met_exactly():
 
 @settings(deadline=None, max_examples=10)
 @given(sizes=st.lists(st.integers(30, 90), min_size=2, max_size=3), seed=st.integers(0, 9))
-def test_shares_of_loss_tokens_are_what_was_asked_for(sizes, seed):
+def test_shares_of_loss_tokens(sizes, seed):
     """Counted sample by sample: short answers in one dataset, long ones in another, some without any."""
     rng = np.random.default_rng(seed)
     tokens = np.concatenate([rng.integers(0, 10 ** (1 + k), size) + k for k, size in enumerate(sizes)])
@@ -300,6 +300,6 @@ def test_shares_of_loss_tokens_are_what_was_asked_for(sizes, seed):
         assert abs(found[which] / found.sum() - share) <= (max(most) + most[which]) / found.sum()
 
 
-def test_loss_shares_of_a_dataset_without_loss_are_refused():
+def test_loss_shares_without_loss_tokens():
     with pytest.raises(ValueError, match='Every dataset must have `loss_tokens`'):
         Mixture.from_loss_shares([2, 1], [0.5, 0.5], [3, 4, 0])

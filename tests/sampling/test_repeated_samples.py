@@ -26,9 +26,7 @@ from composer_tokacc.sampling import RegroupingBatchSampler
     drop_last=st.booleans(),
     epoch=st.integers(0, 2),
 )
-def test_without_the_repeated_samples_every_sample_is_there_once(
-    num_samples, ranks, batch_size, shuffle, drop_last_batch, drop_last, epoch
-):
+def test_repeated_samples_are_left_out(num_samples, ranks, batch_size, shuffle, drop_last_batch, drop_last, epoch):
     counts, dropped = Counter(), Counter()
     for rank in range(ranks):
         sampler = DistributedSampler(range(num_samples), ranks, rank, shuffle, drop_last=drop_last)
@@ -49,14 +47,14 @@ def test_without_the_repeated_samples_every_sample_is_there_once(
         assert sum(dropped.values()) == -num_samples % ranks
 
 
-def test_sampler_that_reads_its_part_of_the_dataset():
+def test_sampler_of_a_part():
     dataset = Subset(range(100), list(range(5)))
     loader = DataLoader(dataset, batch_size=2, sampler=DistributedSampler(dataset, 3, 2), collate_fn=list)
     assert [num_repeated(loader, batch) for batch in range(2)] == [1, 0], 'its two rows are of positions 2 and 5 of 5'
 
 
 @pytest.mark.parametrize('ranks', [1, 2, 3, 4])
-def test_ranks_that_the_regrouping_sampler_leaves_without_a_sample(ranks):
+def test_ranks_without_a_sample(ranks):
     copies = []
     for rank in range(ranks):
         sampler = RegroupingBatchSampler(
@@ -67,7 +65,7 @@ def test_ranks_that_the_regrouping_sampler_leaves_without_a_sample(ranks):
     assert [sum(step) for step in zip(*copies, strict=True)] == [0, 0, max(ranks - 2, 0)]
 
 
-def test_other_samplers_and_loaders_have_no_repeated_samples():
+def test_other_samplers_repeat_nothing():
     class Stream(IterableDataset):
         def __iter__(self):
             return iter(range(5))

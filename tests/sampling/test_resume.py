@@ -15,7 +15,7 @@ def draw():
     return random.random(), random.gauss(0, 1), np.random.rand(), np.random.normal(), torch.rand(3).tolist()
 
 
-def test_all_generators_go_on_where_they_were_and_are_restored_once():
+def test_generators_go_on_after_resume():
     draw()  # the odd half of a pair of normal numbers is part of the state
     saved = RestoreRandomState().state_dict()
     assert all(isinstance(value, str) for value in saved.values())

@@ -41,7 +41,7 @@ NAMES = {
 
 
 @pytest.mark.slow
-def test_unlike_ranks_are_refused_before_a_step():
+def test_unlike_ranks_are_refused():
     results = launch_json('tests/ranks/unlike_plans.py', ranks=2)
     assert results['unlike'].keys() == NAMES.keys()
     for name, run in results['unlike'].items():
@@ -62,7 +62,7 @@ def test_unlike_ranks_are_refused_before_a_step():
 
 @settings(deadline=None, max_examples=200)
 @given(st.lists(st.integers(0, 2**20 - 1), min_size=2, max_size=40), st.booleans())
-def test_sums_tell_whether_all_checksums_are_equal(checksums, are_equal):
+def test_sums_tell_equal_checksums(checksums, are_equal):
     if are_equal:
         checksums = [checksums[0]] * len(checksums)
     records = [PlanRecord(checksum, rank, len(checksums)) for rank, checksum in enumerate(checksums)]
@@ -78,7 +78,7 @@ def test_sums_tell_whether_all_checksums_are_equal(checksums, are_equal):
 
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.integers(1, 100), min_size=2, max_size=30), st.randoms())
-def test_table_facts_tell_a_permutation_from_other_numbers(numbers, random):
+def test_table_facts_tell_permutations(numbers, random):
     shuffled = random.sample(numbers, len(numbers))
     facts = table_facts('lengths', np.array(numbers))
     other = table_facts('lengths', np.array(shuffled))

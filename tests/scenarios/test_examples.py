@@ -11,7 +11,7 @@ from composer_tokacc.examples import main
 from tests.support.launch import ROOT
 
 
-def test_every_yaml_and_example_is_copied_and_a_second_time_nothing(tmp_path, capsys):
+def test_everything_is_copied_once(tmp_path, capsys):
     assert main([str(tmp_path)]) == 0
     for folder in ('yamls', 'examples'):
         expected = {path.relative_to(ROOT) for path in (ROOT / folder).rglob('*.*') if path.suffix != '.pyc'}
@@ -20,7 +20,7 @@ def test_every_yaml_and_example_is_copied_and_a_second_time_nothing(tmp_path, ca
     assert '0 files written' in capsys.readouterr().out
 
 
-def test_a_file_that_was_changed_is_left_and_named(tmp_path, capsys):
+def test_changed_file_is_left(tmp_path, capsys):
     changed = tmp_path / 'yamls' / 'digits.yaml'
     changed.parent.mkdir()
     changed.write_text('mine')
@@ -30,7 +30,7 @@ def test_a_file_that_was_changed_is_left_and_named(tmp_path, capsys):
     assert (tmp_path / 'yamls' / 'llava_json.yaml').exists()
 
 
-def test_a_pipe_in_the_way_is_left_and_named(tmp_path, capsys):
+def test_pipe_in_the_way_is_left(tmp_path, capsys):
     os.mkfifo(tmp_path / 'overrides.txt')
     assert main([str(tmp_path)]) == 1
     assert str(tmp_path / 'overrides.txt') in capsys.readouterr().err

@@ -46,7 +46,7 @@ def run(ranks, runs):
 
 
 @pytest.mark.slow
-def test_two_ranks_of_ddp_whatever_each_has():
+def test_two_ranks_of_ddp():
     steps = {
         'qwen2_5_vl': PAIRS,
         'llava_onevision': PAIRS,

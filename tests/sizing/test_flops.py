@@ -24,7 +24,7 @@ def llama_by_hand(config, rows, width):
     return 6 * (weights * rows * width + attention)
 
 
-def test_a_llama_costs_what_is_counted_by_hand():
+def test_llama_costs_as_counted_by_hand():
     config = LlamaConfig(
         vocab_size=500,
         hidden_size=64,
@@ -41,7 +41,7 @@ def test_a_llama_costs_what_is_counted_by_hand():
 
 
 @pytest.mark.slow
-def test_the_demo_costs_what_is_counted_by_hand():
+def test_demo_costs_as_counted_by_hand():
     """A vision encoder as well, whose last layer is not its own: the projector reads the one before the last norm."""
     processor = build_digits_processor()
     config = digits_model_config(processor)

@@ -55,14 +55,14 @@ def test_coefficients_come_back_from_exact_measurements() -> None:
     assert fit.predict(unseen) == pytest.approx(expected)
 
 
-def test_residual_tells_that_no_sum_of_terms_fits() -> None:
+def test_residual_tells_a_bad_fit() -> None:
     measured = [
         {'text': shape.tokens**3, 'logits': 0, 'vision': 0, 'weights': 0} for shape in SHAPES
     ]  # no term grows like this
     assert fit_activations(SHAPES, measured, area='never').residual > 0.05
 
 
-def test_area_counts_only_where_attention_holds_one() -> None:
+def test_area_counts_if_attention_holds_it() -> None:
     measured = [{'text': shape.area, 'logits': 0, 'vision': 0, 'weights': 0} for shape in SHAPES]
     fit = fit_activations(SHAPES, measured, area='padded')
     padded = BatchShape(rows=2, width=50)
@@ -70,7 +70,7 @@ def test_area_counts_only_where_attention_holds_one() -> None:
     assert fit.predict(BatchShape(rows=2, width=50, is_padded=False))['text'] == pytest.approx(0, abs=1e-6)
 
 
-def test_widened_batch_keeps_its_images_and_is_padded() -> None:
+def test_widened_batch_keeps_its_images() -> None:
     case = FAMILIES['qwen2_5_vl']()
     layout = BatchLayout.for_model(case.model)
     batch = batch_of_width(layout, [case.rows[3], case.rows[5]], 150)
@@ -84,7 +84,7 @@ def test_widened_batch_keeps_its_images_and_is_padded() -> None:
     assert all(value.shape[1] == 150 for key, value in batch.items() if key in ('labels', 'attention_mask'))
 
 
-def test_rows_of_equal_length_are_padded_too_and_those_that_do_not_fit_are_refused() -> None:
+def test_rows_of_equal_length_are_padded() -> None:
     layout = BatchLayout.infer(text_row(5, 2))
     assert BatchShape.from_batch(batch_of_width(layout, [text_row(5, 2)] * 2, 5), layout).is_padded
     with pytest.raises(ValueError, match='`width` must be at least the longest sample, got: 4 < 5'):
@@ -93,16 +93,22 @@ def test_rows_of_equal_length_are_padded_too_and_those_that_do_not_fit_are_refus
 
 MEMORY = MemoryModel(
     static=StaticBytes(
-        parameters=10, buffers=0, gradients=10, optimizer=20, optimizer_step=0, block=1, outside=2, trained_block=1,
-        trained_outside=2, compute_bytes=4,
+        parameters=10,
+        buffers=0,
+        gradients=10,
+        optimizer=20,
+        optimizer_step=0,
+        block=1,
+        outside=2,
+        trained_block=1,
+        trained_outside=2,
+        compute_bytes=4,
     ),
     phases={'head': fit_activations(SHAPES, [{'text': shape.tokens} for shape in SHAPES], area='never')},
-)  # fmt: skip
+)
 
 
-def test_calibration_is_kept_for_its_key_and_made_anew_where_its_file_is_damaged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_calibration_is_kept_for_its_key(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     made = []
 
     def calibrate(key: dict[str, object]) -> MemoryModel:

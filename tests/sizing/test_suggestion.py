@@ -31,13 +31,23 @@ PARAMETERS, PER_TOKEN, PER_LOGIT_ROW, PER_IMAGE_TOKEN = GIB, 1 << 20, 1 << 19, 1
 def memory_model(**changes: Any) -> MemoryModel:
     """4 GiB of model in float32 with AdamW, 1.5 MiB a token, a quarter MiB an image token."""
     static = StaticBytes(
-        parameters=PARAMETERS, buffers=0, gradients=PARAMETERS, optimizer=2 * PARAMETERS, optimizer_step=0,
-        block=10_000_000, outside=20_000_000, trained_block=10_000_000, trained_outside=20_000_000, compute_bytes=2,
-    )  # fmt: skip
+        parameters=PARAMETERS,
+        buffers=0,
+        gradients=PARAMETERS,
+        optimizer=2 * PARAMETERS,
+        optimizer_step=0,
+        block=10_000_000,
+        outside=20_000_000,
+        trained_block=10_000_000,
+        trained_outside=20_000_000,
+        compute_bytes=2,
+    )
     coefficients = {
-        'text': {'tokens': PER_TOKEN}, 'logits': {'tokens': PER_LOGIT_ROW},
-        'vision': {'image_tokens': PER_IMAGE_TOKEN}, 'weights': {},
-    }  # fmt: skip
+        'text': {'tokens': PER_TOKEN},
+        'logits': {'tokens': PER_LOGIT_ROW},
+        'vision': {'image_tokens': PER_IMAGE_TOKEN},
+        'weights': {},
+    }
     fit = ActivationFit(coefficients=coefficients, area='never', residual=0.01)
     return replace(MemoryModel(static=static, phases={'head': fit}), **changes)
 
@@ -82,6 +92,78 @@ def test_no_microbatch_that_the_budget_allows_is_over_the_limit() -> None:
     share = float((sizes.image_tokens / sizes.lengths).max())
     larger = replace(larger, image_tokens=int(larger.tokens * share))
     assert memory.peak(larger, num_ranks=4) > 0.92 * 7 * GIB
+
+
+@pytest.mark.parametrize('slot_tokens', [16, 300])
+def test_budget_of_any_slot_fits(slot_tokens: int) -> None:
+    """Rows as wide as the longest sample fit, and so do as many positions of shorter rows."""
+    sizes = table()
+    report = suggest(sizes, device_memory_gib=6.65, global_batch_size=512, slot_tokens=slot_tokens)
+    assert 1 < report.max_tokens / sizes.lengths.max() < 1.5
+    images = int(report.max_tokens * (sizes.image_tokens / sizes.lengths).max())
+    for width in np.unique(sizes.lengths).tolist():
+        shape = BatchShape(rows=report.max_tokens // width, width=width, image_tokens=images)
+        assert memory_model().peak(shape, num_ranks=4) <= 0.92 * 6.65 * GIB
+
+
+def at_labels(**changes: Any) -> MemoryModel:
+    """Half a MiB for each position at which logits are computed."""
+    coefficients = {'text': {'tokens': PER_TOKEN}, 'logits': {'logits': PER_LOGIT_ROW}, 'vision': {}, 'weights': {}}
+    fit = ActivationFit(coefficients=coefficients, area='never', residual=0.01)
+    return memory_model(phases={'head': fit}, logits='labels', **changes)
+
+
+def labelled_table(loss_tokens: list[int]) -> LengthTable:
+    """Samples of 100 tokens."""
+    lengths = np.full(len(loss_tokens), 100)
+    return LengthTable(
+        lengths=lengths, image_tokens=0 * lengths, loss_tokens=np.array(loss_tokens), vision_patches=0 * lengths
+    )
+
+
+@pytest.mark.parametrize(
+    ('loss_tokens', 'share'),
+    [
+        ([9] * 63 + [19], 0.2),  # one more for each sample: a model that does not shift counts its first label
+        ([9] * 63 + [95], 1.0),  # a microbatch of such samples computes all logits
+        ([0] * 64, 1.0),  # unknown
+    ],
+)
+def test_logits_count_by_the_largest_share(loss_tokens: list[int], share: float) -> None:
+    sizes = labelled_table(loss_tokens)
+    report = suggest(sizes, memory=at_labels(), num_ranks=1, global_batch_size=256, device_memory_gib=20.0)
+    usable = (0.92 * 20 - 4) * GIB
+    tokens = int(usable / (PER_TOKEN + share * PER_LOGIT_ROW + 48))
+    assert report.device_train_microbatch_size == tokens // 100
+    assert report.most_logits == pytest.approx(share * report.max_tokens, abs=1)
+    assert (report.logits, report.as_dict()['most_logits']) == ('labels', report.most_logits)
+    assert (f'at most {report.most_logits:,} of' in report.text()) == (share < 1)
+    # Stock Composer computes all logits.
+    assert report.stock_microbatch_size == int(usable / (PER_TOKEN + PER_LOGIT_ROW + 48)) // 100
+
+
+def test_any_microbatch_fits_with_its_labels() -> None:
+    rng = np.random.default_rng(2)
+    sizes = table()
+    loss_tokens = np.minimum(rng.integers(0, 64, len(sizes)), sizes.lengths // 4)
+    sizes = replace(sizes, loss_tokens=loss_tokens)
+    memory = at_labels()
+    arguments = {'num_ranks': 1, 'global_batch_size': 512, 'device_memory_gib': 6.0, 'slot_tokens': 16}
+    report = suggest(sizes, memory=memory, **arguments)
+    with_all_logits = suggest(sizes, memory=replace(memory, logits='all'), **arguments)
+    assert report.max_tokens > 1.1 * with_all_logits.max_tokens
+    most_labels = np.argsort(-loss_tokens / sizes.lengths)
+    for start in range(0, 200, 7):
+        samples = []
+        # The samples with most labels, for as long as they fit.
+        for sample in most_labels[start:]:
+            width = int(sizes.lengths[[*samples, sample]].max())
+            if (len(samples) + 1) * width > report.max_tokens:
+                break
+            samples.append(sample)
+        width = int(sizes.lengths[samples].max())
+        shape = BatchShape(rows=len(samples), width=width, labels=int(loss_tokens[samples].sum()) + 1)
+        assert memory.peak(shape) <= 0.92 * 6 * GIB
 
 
 def test_profile_and_padding_against_a_plain_count() -> None:
@@ -139,9 +221,13 @@ def test_a_measured_tower_is_in_the_seconds_the_bound_and_the_lines_to_paste() -
         lengths=np.full(4, 100), image_tokens=patches // 10, loss_tokens=patches, vision_patches=patches
     )
     timed = CostModel(
-        quadratic=1000.0, launch=5.0, vision_per_image=3.0, vision_per_patch=0.5, vision_per_square=0.01,
+        quadratic=1000.0,
+        launch=5.0,
+        vision_per_image=3.0,
+        vision_per_patch=0.5,
+        vision_per_square=0.01,
         seconds_per_token=1e-2,
-    )  # fmt: skip
+    )
     report = suggest(sizes, num_ranks=1, global_batch_size=4, measured_cost=timed)
     tower = 2 * 3.0 + 0.5 * 40 + 0.01 * (100 + 900)
     assert report.step_seconds('stock') == pytest.approx((445 + tower) * 1e-2)

@@ -45,7 +45,7 @@ def test_terms_come_back_from_exact_times() -> None:
     assert outside == 0.02
 
 
-def test_microbatches_that_were_held_up_do_not_count() -> None:
+def test_delayed_microbatches_do_not_count() -> None:
     cost, _ = fit_cost([timed(num_late=3)], quadratic=QUADRATIC)
     assert cost.seconds_per_token == pytest.approx(PER_TOKEN, rel=0.05)
     assert cost.launch == pytest.approx(PER_LAUNCH / PER_TOKEN, rel=0.05)
@@ -54,7 +54,7 @@ def test_microbatches_that_were_held_up_do_not_count() -> None:
 @pytest.mark.parametrize(
     ('family', 'kind'), [pytest.param('qwen2_vl', 'video', marks=pytest.mark.slow), ('qwen2_audio', 'audio')]
 )
-def test_placeholders_of_videos_and_sounds_are_noted(family: str, kind: str) -> None:
+def test_placeholders_of_videos_and_sounds(family: str, kind: str) -> None:
     case = MEDIA[family]()
     row = case.rows[case.kinds.index(kind)]
     timer = MicrobatchTimer(BatchLayout.for_model(case.model), skip=0)
@@ -65,7 +65,7 @@ def test_placeholders_of_videos_and_sounds_are_noted(family: str, kind: str) -> 
     assert timer.image_tokens[0] > 0
 
 
-def test_the_encoder_has_terms_of_its_own() -> None:
+def test_encoder_has_its_own_terms() -> None:
     rng = np.random.default_rng(1)
     timer = timed()
     timer.row_patches = [rng.integers(16, 4096, int(rng.integers(1, 5))).tolist() for _ in timer.seconds]
@@ -84,7 +84,7 @@ def test_the_encoder_has_terms_of_its_own() -> None:
 
 
 @pytest.mark.parametrize('frozen', [False, True])
-def test_what_passes_in_the_encoder_is_told_from_the_rest(frozen: bool) -> None:
+def test_time_in_the_encoder(frozen: bool) -> None:
     """Our own clock: a linear layer of the encoder takes 1 forward and 10 backward, one of the text 100 and 1000."""
     case = FAMILIES['qwen2_vl']()
     encoders = [module for name, module in case.model.named_modules() if name.endswith('visual')]

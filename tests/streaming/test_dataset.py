@@ -36,7 +36,7 @@ def names(samples):
 
 
 @pytest.mark.parametrize('family', PROCESSORS)
-def test_every_tensor_of_every_sample_equals_that_of_the_map_style_dataset(tmp_path, family):
+def test_samples_equal_the_map_style_datasets(tmp_path, family):
     path, local = shards(tmp_path)
     processor = PROCESSORS[family][0]()
     expected = LlavaDataset(path, processor, image_dir=tmp_path / 'in' / 'images')
@@ -55,7 +55,7 @@ def test_every_tensor_of_every_sample_equals_that_of_the_map_style_dataset(tmp_p
     assert next(iter(batch)) == 'input_ids'
 
 
-def test_embedded_images_and_weights_of_turns_go_with_the_record(tmp_path):
+def test_embedded_images_and_weights_of_turns(tmp_path):
     path, _ = shards(tmp_path)
     record = next(record for record in json.loads(path.read_text()) if isinstance(record.get('image'), str))
     content = (tmp_path / 'in' / 'images' / record['image']).read_bytes()
@@ -72,7 +72,7 @@ def test_embedded_images_and_weights_of_turns_go_with_the_record(tmp_path):
     assert small().tokenizer.decode(found['labels'][found['labels'] != -100]) == 'Yes.<|end|>'
 
 
-def test_samples_are_those_of_the_file_whatever_the_order(tmp_path):
+def test_samples_are_those_of_the_file(tmp_path):
     _, local = shards(tmp_path)
     in_order = [f's{k}' for k in range(12)]
     shuffled = stream(local, shuffle=True, shuffle_seed=1)
@@ -84,7 +84,7 @@ def test_samples_are_those_of_the_file_whatever_the_order(tmp_path):
     assert stream(local)[7]['sample_ids'] == ['s7']
 
 
-def test_shards_are_downloaded_from_a_remote_folder(tmp_path):
+def test_shards_of_a_remote_folder(tmp_path):
     _, remote = shards(tmp_path)
     dataset = stream(str(tmp_path / 'cache'), remote=remote, predownload=4, cache_limit='1mb')
     assert sorted(names(dataset)) == sorted(f's{k}' for k in range(12))
@@ -93,8 +93,10 @@ def test_shards_are_downloaded_from_a_remote_folder(tmp_path):
 
 def test_streams_are_mixed_by_their_proportions(tmp_path):
     locals_ = [shards(tmp_path / name, number)[1] for name, number in (('a', 30), ('b', 10))]
-    streams = {name: {'local': local, 'proportion': share} for name, local, share in zip('ab', locals_, (0.25, 0.75),
-                                                                                       strict=True)}  # fmt: skip
+    streams = {
+        name: {'local': local, 'proportion': share}
+        for name, local, share in zip('ab', locals_, (0.25, 0.75), strict=True)
+    }
     dataset = LlavaStreamingDataset(processor=small(), streams=streams, epoch_size=40, batch_size=4, shuffle=True)
     found = names(dataset)
     assert len(found) == 40
@@ -141,7 +143,7 @@ def test_texts_are_those_of_the_turns(tmp_path):
 
 
 @pytest.mark.parametrize('position', [0, 4, 8])
-def test_state_leads_to_the_samples_that_follow(tmp_path, position):
+def test_state_leads_to_following_samples(tmp_path, position):
     _, local = shards(tmp_path)
     options = {'shuffle': True, 'num_canonical_nodes': 1}
     dataset = stream(local, **options)
@@ -156,7 +158,7 @@ def test_state_leads_to_the_samples_that_follow(tmp_path, position):
     assert len(rest) == 12 - position
 
 
-def test_state_between_two_epochs_is_that_of_the_second(tmp_path):
+def test_state_between_two_epochs(tmp_path):
     """StreamingDataset's own says the first, from its start."""
     _, local = shards(tmp_path)
     options = {'shuffle': True, 'num_canonical_nodes': 1}

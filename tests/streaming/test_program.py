@@ -28,9 +28,11 @@ SMALL = [
     'intermediate_size: 32, num_hidden_layers: 2, num_attention_heads: 2}',
     'model.config.text_config={model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, '
     'num_attention_heads: 2, num_key_value_heads: 2}',
-    'dataset.processor.vocab_size=300', 'loader.global_batch_size=8', 'microbatching.slot_tokens=160',
+    'dataset.processor.vocab_size=300',
+    'loader.global_batch_size=8',
+    'microbatching.slot_tokens=160',
     'trainer.device=cpu',
-]  # fmt: skip
+]
 
 
 @pytest.fixture
@@ -61,7 +63,7 @@ def names(spec):
 EVERY = sorted(f's{k}' for k in range(20))
 
 
-def test_exchange_is_an_option_and_changes_no_global_batch(shards):
+def test_exchange_changes_no_global_batch(shards):
     exchanging = build(config_of(shards)).dataloader
     plain = build(config_of(shards, 'loader.exchange_ranks=false', 'microbatching.slot_tokens=null')).dataloader
     assert isinstance(exchanging, ExchangingDataLoader)
@@ -72,12 +74,13 @@ def test_exchange_is_an_option_and_changes_no_global_batch(shards):
     assert exchanging.batch_size == plain.batch_size == 8
 
 
-def test_held_out_set_has_its_own_shards_in_their_order(shards):
+def test_held_out_set_has_its_shards(shards):
     spec = build(config_of(shards, f'dataset.eval.local={shards}/held_out'), is_eval=True)
     assert type(spec.dataloader) is streaming.StreamingDataLoader
     assert [name for batch in spec.dataloader for name in batch['sample_ids']] == [f's{k}' for k in range(20)]
-    spec = build(config_of(shards, f'dataset.local={shards}', 'dataset.split=train', 'dataset.eval.split=held_out'),
-                 is_eval=True)  # fmt: skip
+    spec = build(
+        config_of(shards, f'dataset.local={shards}', 'dataset.split=train', 'dataset.eval.split=held_out'), is_eval=True
+    )
     assert names(spec) == EVERY
 
 
@@ -87,7 +90,7 @@ def test_streams_of_a_mapping(shards):
     assert len(names(build(config))) == 40
 
 
-def test_measuring_sees_every_sample_whatever_the_epoch_and_the_ranks(shards, tmp_path):
+def test_measuring_sees_every_sample(shards, tmp_path):
     config = config_of(shards, 'dataset.epoch_size=10')
     source = source_of(config)
     processor = source.build_processor()
@@ -100,7 +103,7 @@ def test_measuring_sees_every_sample_whatever_the_epoch_and_the_ranks(shards, tm
     assert len(tables[0]) == 20
 
 
-def test_run_after_a_killed_one_takes_its_folder_over(shards, tmp_path):
+def test_run_takes_over_killed_runs_folder(shards, tmp_path):
     config = config_of(shards, f'dataset.remote={shards}/train', f'dataset.local={tmp_path}/cache')
     killed = open_plain(config)  # its shared memory looks as that of a run that was killed before it read anything
     with pytest.raises(ValueError, match='Reused local directory'):
@@ -134,7 +137,7 @@ def test_mistakes_are_said_in_one_line(shards, override):
     assert '\n' not in str(caught.value)
 
 
-def test_exchange_needs_the_width_of_a_slot(shards):
+def test_exchange_needs_a_slot_width(shards):
     config = config_of(shards, 'microbatching.slot_tokens=null', 'dataset.max_length=null')
     with pytest.raises(ConfigError, match='needs the width of a slot before a batch is read'):
         check_config(config, num_ranks=2)
@@ -142,7 +145,7 @@ def test_exchange_needs_the_width_of_a_slot(shards):
     check_config(config, num_ranks=2)
 
 
-def test_dataset_smaller_than_a_batch_is_refused_with_drop_last(shards):
+def test_dataset_smaller_than_a_batch(shards):
     config = config_of(shards, 'loader.drop_last=true', 'loader.global_batch_size=32')
     with pytest.raises(ConfigError, match='got: 32 > 20 samples'):
         build(config)
@@ -151,10 +154,17 @@ def test_dataset_smaller_than_a_batch_is_refused_with_drop_last(shards):
 @pytest.mark.slow
 def test_program_trains_evaluates_and_resumes(shards, tmp_path):
     arguments = [
-        '-m', 'composer_tokacc.train', str(FILE), f'dataset.local={shards}/train', *SMALL,
-        f'dataset.eval.local={shards}/held_out', f'trainer.save_folder={tmp_path}/checkpoints',
-        f'report.folder={tmp_path}/report', 'trainer.save_interval=1ba', 'trainer.progress_bar=false',
-    ]  # fmt: skip
+        '-m',
+        'composer_tokacc.train',
+        str(FILE),
+        f'dataset.local={shards}/train',
+        *SMALL,
+        f'dataset.eval.local={shards}/held_out',
+        f'trainer.save_folder={tmp_path}/checkpoints',
+        f'report.folder={tmp_path}/report',
+        'trainer.save_interval=1ba',
+        'trainer.progress_bar=false',
+    ]
     results = []
     for duration in ('4ba', '3ep'):
         done = launch([*arguments, f'trainer.max_duration={duration}'], ranks=2)
@@ -167,14 +177,14 @@ def test_program_trains_evaluates_and_resumes(shards, tmp_path):
 
 
 @pytest.mark.slow
-def test_verify_finds_the_run_exact_though_ranks_have_unequal_numbers_of_samples(shards):
+def test_verify_with_unequal_ranks(shards):
     done = launch(['-m', 'composer_tokacc.verify', str(FILE), f'dataset.local={shards}/train', *SMALL], ranks=2)
     assert done.returncode == 0, done.stderr[-3000:]
     assert 'exact: largest relative gradient error' in done.stdout
 
 
 @pytest.mark.slow
-def test_bad_sample_ends_the_run_with_its_name_and_no_traceback(shards):
+def test_bad_sample_ends_the_run(shards):
     arguments = [f'dataset.local={shards}/train', *SMALL, 'dataset.max_length=30', 'trainer.save_folder=null']
     done = launch(['-m', 'composer_tokacc.train', str(FILE), *arguments, 'trainer.autoresume=false'], ranks=2)
     assert done.returncode != 0

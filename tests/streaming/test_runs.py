@@ -40,12 +40,17 @@ def samples(run):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('ranks', [1, 2, 4])
-def test_exchange_changes_no_step_and_every_gradient_is_that_of_one_forward(shards, ranks):
+def test_exchange_changes_no_step(shards, ranks):
     exact = {'learn': False, 'dropout': 0.0}
     exchanged, rank_local, in_order, workers, dropping = runs(
-        shards, exact, {**exact, 'exchange': False}, {'exchange': False, 'shuffle': False, 'duration': '1ep'},
-        {'num_workers': 2}, {'drop_last': True, 'duration': '2ep'}, ranks=ranks,
-    )  # fmt: skip
+        shards,
+        exact,
+        {**exact, 'exchange': False},
+        {'exchange': False, 'shuffle': False, 'duration': '1ep'},
+        {'num_workers': 2},
+        {'drop_last': True, 'duration': '2ep'},
+        ranks=ranks,
+    )
     for run in (exchanged, rank_local):
         assert len(run['errors']) == NUM_STEPS
         assert max(map(max, run['errors'])) < 1e-6, run['errors']
@@ -68,7 +73,7 @@ def test_exchange_changes_no_step_and_every_gradient_is_that_of_one_forward(shar
 
 @pytest.mark.slow
 @pytest.mark.parametrize('exchange', [True, False], ids=['exchange', 'rank-local'])
-def test_resumed_at_every_batch_runs_are_bitwise_equal(shards, tmp_path, exchange):
+def test_resumed_runs_are_bitwise_equal(shards, tmp_path, exchange):
     first, *others = runs(
         shards,
         {'folder': str(tmp_path), 'exchange': exchange},
@@ -82,7 +87,7 @@ def test_resumed_at_every_batch_runs_are_bitwise_equal(shards, tmp_path, exchang
 
 
 @pytest.mark.slow
-def test_run_resumed_between_two_epochs_does_not_repeat_the_first(shards, tmp_path):
+def test_run_resumed_between_two_epochs(shards, tmp_path):
     first, whole = runs(shards, {'folder': str(tmp_path), 'duration': '1ep'}, {}, ranks=2)
     (resumed,) = runs(shards, {'load_path': f'{tmp_path}/latest-rank0.pt'}, ranks=2)
     assert samples({'steps': {**first['steps'], **resumed['steps']}}) == samples(whole)
@@ -90,7 +95,7 @@ def test_run_resumed_between_two_epochs_does_not_repeat_the_first(shards, tmp_pa
 
 
 @pytest.mark.slow
-def test_other_numbers_of_ranks_and_no_exchange_go_on_with_the_same_steps(shards, tmp_path):
+def test_other_ranks_resume_the_same_steps(shards, tmp_path):
     run = {'dropout': 0.0}
     from_4 = {**run, 'load_path': f'{tmp_path}/ba4.pt'}
     unbroken, local = runs(shards, {**run, 'folder': str(tmp_path)}, {**from_4, 'exchange': False}, ranks=2)
@@ -103,7 +108,7 @@ def test_other_numbers_of_ranks_and_no_exchange_go_on_with_the_same_steps(shards
 
 
 @pytest.mark.slow
-def test_killed_rank_ends_the_run_and_the_last_checkpoint_leads_to_the_same_parameters(shards, tmp_path):
+def test_killed_rank_and_resumption(shards, tmp_path):
     killed = [{'folder': str(tmp_path / 'unbroken')}, {'folder': str(tmp_path / 'killed'), 'kill_at': 8}]
     result = tmp_path / 'result.json'
     done = launch([SCRIPT, shards, json.dumps(killed), str(result)], ranks=2)

@@ -29,7 +29,7 @@ def convert(path, out, **kwargs):
     return write_shards(path, path.parent / 'images', out, **kwargs)
 
 
-def test_every_record_comes_back_with_the_bytes_of_its_files(tmp_path):
+def test_records_come_back_with_their_files(tmp_path):
     path = write_llava_folder(tmp_path / 'in', 600)  # more than is read at once
     written = convert(path, tmp_path / 'out', size_limit='200kb')
     found, shards = rows(tmp_path / 'out')
@@ -53,7 +53,7 @@ def test_every_record_comes_back_with_the_bytes_of_its_files(tmp_path):
     assert num_images == {0, 1, 2}
 
 
-def test_sample_over_the_size_limit_has_a_shard_of_its_own(tmp_path):
+def test_sample_over_the_size_limit(tmp_path):
     path = write_llava_folder(tmp_path / 'in', 3)
     written = convert(path, tmp_path / 'out', size_limit=500)
     found, shards = rows(tmp_path / 'out')
@@ -83,7 +83,7 @@ REASONS = {
 }
 
 
-def test_bad_samples_are_named_and_counted_or_stop_it(broken, tmp_path, capsys):
+def test_bad_samples_are_named_and_counted(broken, tmp_path, capsys):
     with pytest.raises(BadSampleError, match=rf'sample "s0" \(.*data\.json, line 1\): {REASONS["s0"]}'):
         convert(broken, tmp_path / 'out')
     assert not (tmp_path / 'out').exists()
@@ -101,7 +101,7 @@ def test_bad_samples_are_named_and_counted_or_stop_it(broken, tmp_path, capsys):
     assert [row['record']['id'] for row in rows(tmp_path / 'out')[0]] == ['s1', 's2', 's4', 's6']
 
 
-def test_names_lead_out_of_the_folder_only_where_that_is_allowed(tmp_path, capsys):
+def test_names_outside_the_folder(tmp_path, capsys):
     """As for LlavaDataset: shards may be shared with others."""
     path = write_llava_folder(tmp_path / 'in', 2)
     (tmp_path / 'in' / 'images' / '0_0.png').rename(tmp_path / 'private.png')
@@ -134,7 +134,7 @@ def test_program_ends_with_one_line(broken, tmp_path, capsys, name):
     assert not (tmp_path / 'out').exists()
 
 
-def test_folder_that_holds_something_is_refused_and_left_alone(tmp_path):
+def test_full_folder_is_refused(tmp_path):
     path = write_llava_folder(tmp_path / 'in', 2)
     (tmp_path / 'out').mkdir()
     convert(path, tmp_path / 'out')
@@ -144,7 +144,7 @@ def test_folder_that_holds_something_is_refused_and_left_alone(tmp_path):
     assert sorted(file.name for file in (tmp_path / 'out').iterdir()) == before
 
 
-def test_file_without_a_good_sample_is_refused(tmp_path):
+def test_file_without_good_sample_is_refused(tmp_path):
     path = write_llava_folder(tmp_path / 'in', 1)
     (tmp_path / 'in' / 'images' / '0_0.png').write_bytes(b'')
     with pytest.raises(ValueError, match='at least one good sample'):

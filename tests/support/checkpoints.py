@@ -40,16 +40,17 @@ def _gemma() -> Any:
     tokenizer = word_tokenizer('<|video|>', *QWEN3_WORDS, ':', *ROLES, **named)
     sizes = dict(patch_size=PATCH, max_soft_tokens=70, **MEAN_STD)
     return transformers.Gemma4Processor(
-        transformers.Gemma4AudioFeatureExtractor(), transformers.Gemma4ImageProcessor(**sizes), tokenizer,
-        transformers.Gemma4VideoProcessor(**{**sizes, 'num_frames': 4}), TEMPLATE % ('<|image|>', '<|video|>'),
-    )  # fmt: skip
+        transformers.Gemma4AudioFeatureExtractor(),
+        transformers.Gemma4ImageProcessor(**sizes),
+        tokenizer,
+        transformers.Gemma4VideoProcessor(**{**sizes, 'num_frames': 4}),
+        TEMPLATE % ('<|image|>', '<|video|>'),
+    )
 
 
 _GEMMA_EXPERTS = dict(enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=32)
 CHECKPOINTS: dict[str, tuple[str, Any, dict[str, Any]]] = {
-    'qwen3_5': ('qwen3_5', _qwen, {}),
     'qwen3_5_moe': ('qwen3_5_moe', _qwen, dict(output_router_logits=True, router_aux_loss_coef=0.5)),
-    'gemma4': ('gemma4', _gemma, {}),
     'gemma4_moe': ('gemma4', _gemma, _GEMMA_EXPERTS),
 }
 """Type, processor and what its text part has beside a dense one's."""

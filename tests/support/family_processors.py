@@ -59,23 +59,42 @@ def _llava_next() -> Any:
 
 def _llava_next_video() -> Any:
     images = pixels('LlavaNext', **CROPPED, image_grid_pinpoints=PINPOINTS)
-    return _processor('LlavaNextVideo', '<image>', '<video>', words='LlamaTokenizerFast', image_processor=images,
-                      video=('LlavaNextVideo', CROPPED), **CLIP_TOKENS)  # fmt: skip
+    return _processor(
+        'LlavaNextVideo',
+        '<image>',
+        '<video>',
+        words='LlamaTokenizerFast',
+        image_processor=images,
+        video=('LlavaNextVideo', CROPPED),
+        **CLIP_TOKENS,
+    )
 
 
 def _llava_onevision() -> Any:
     images = pixels('LlavaOnevision', size=SQUARE, image_grid_pinpoints=PINPOINTS)
-    return _processor('LlavaOnevision', '<image>', '<video>', image_processor=images,
-                      video=('LlavaOnevision', dict(size=SQUARE)), num_image_tokens=(IMAGE_SIZE // PATCH_SIZE) ** 2,
-                      vision_feature_select_strategy='full')  # fmt: skip
+    return _processor(
+        'LlavaOnevision',
+        '<image>',
+        '<video>',
+        image_processor=images,
+        video=('LlavaOnevision', dict(size=SQUARE)),
+        num_image_tokens=(IMAGE_SIZE // PATCH_SIZE) ** 2,
+        vision_feature_select_strategy='full',
+    )
 
 
 def _video_llava() -> Any:
     # Up to transformers 4 its images have a class of their own.
     name = 'VideoLlava' if hasattr(transformers, 'VideoLlavaImageProcessor') else 'CLIP'
     square = dict(size=SQUARE, crop_size=SQUARE)
-    return _processor('VideoLlava', '<image>', '<video>', image_processor=pixels(name, **square),
-                      video=('VideoLlava', square), patch_size=PATCH_SIZE)  # fmt: skip
+    return _processor(
+        'VideoLlava',
+        '<image>',
+        '<video>',
+        image_processor=pixels(name, **square),
+        video=('VideoLlava', square),
+        patch_size=PATCH_SIZE,
+    )
 
 
 def _qwen(name: str) -> Any:
@@ -92,9 +111,14 @@ def _sounds() -> Any:
 def _omni() -> Any:
     named = {f'{kind}_token': f'<|{kind.upper()}|>' for kind in ('image', 'audio', 'video')}
     named |= {f'{mark}_token': f'<|{mark}|>' for mark in ('vision_bos', 'vision_eos', 'audio_bos', 'audio_eos')}
-    processor = _processor('Qwen2_5Omni', words='Qwen2TokenizerFast', named=named, feature_extractor=_sounds(),
-                           image_processor=pixels('Qwen2VL', min_pixels=64, max_pixels=512, **GRID),
-                           video=('Qwen2VL', dict(size=VIDEO_SIZES, do_sample_frames=False, **GRID)))  # fmt: skip
+    processor = _processor(
+        'Qwen2_5Omni',
+        words='Qwen2TokenizerFast',
+        named=named,
+        feature_extractor=_sounds(),
+        image_processor=pixels('Qwen2VL', min_pixels=64, max_pixels=512, **GRID),
+        video=('Qwen2VL', dict(size=VIDEO_SIZES, do_sample_frames=False, **GRID)),
+    )
     # Its class has sizes of its own, which win over those of the video processor.
     processor.videos_kwargs = {'size': VIDEO_SIZES}
     return processor
@@ -117,9 +141,14 @@ def _idefics3() -> Any:
 def _smolvlm_video() -> Any:
     special = ('<image>', '<video>', '<fake_token_around_image>', '<global-img>', '<end_of_utterance>')
     sizes = dict(size={'longest_edge': IMAGE_SIZE}, max_image_size={'longest_edge': IMAGE_SIZE})
-    processor = _processor('SmolVLM', *special, *SMOLVLM_WORDS, video=('SmolVLM', sizes),
-                           image_processor=pixels('SmolVLM', do_image_splitting=False, **sizes),
-                           image_seq_len=(IMAGE_SIZE // PATCH_SIZE) ** 2 // 4)  # fmt: skip
+    processor = _processor(
+        'SmolVLM',
+        *special,
+        *SMOLVLM_WORDS,
+        video=('SmolVLM', sizes),
+        image_processor=pixels('SmolVLM', do_image_splitting=False, **sizes),
+        image_seq_len=(IMAGE_SIZE // PATCH_SIZE) ** 2 // 4,
+    )
     processor.tokenizer.eos_token = '<end_of_utterance>'
     return processor
 
@@ -132,8 +161,13 @@ def _paligemma() -> Any:
 
 def _gemma3() -> Any:
     named = dict(image_token='<image_soft_token>', boi_token='<start_of_image>', eoi_token='<end_of_image>')
-    return _processor('Gemma3', words='GemmaTokenizerFast', named=named, image_processor=pixels('Gemma3', size=SQUARE),
-                      image_seq_length=(IMAGE_SIZE // PATCH_SIZE) ** 2 // 4)  # fmt: skip
+    return _processor(
+        'Gemma3',
+        words='GemmaTokenizerFast',
+        named=named,
+        image_processor=pixels('Gemma3', size=SQUARE),
+        image_seq_length=(IMAGE_SIZE // PATCH_SIZE) ** 2 // 4,
+    )
 
 
 def _mllama() -> Any:
@@ -143,22 +177,36 @@ def _mllama() -> Any:
 
 def _internvl() -> Any:
     """Tiles of images, besides the whole image, and frames of videos come in one tensor, in their order in the text."""
-    named = dict(start_image_token='<img>', end_image_token='</img>', context_image_token='<IMG_CONTEXT>',
-                 video_token='<video>')  # fmt: skip
+    named = dict(
+        start_image_token='<img>', end_image_token='</img>', context_image_token='<IMG_CONTEXT>', video_token='<video>'
+    )
     images = getattr(transformers, 'GotOcr2ImageProcessor' + ('Fast' if IS_OLD else ''))(
         size=SQUARE, crop_to_patches=True, min_patches=1, max_patches=3, **MEAN_STD
     )
-    return _processor('InternVL', *INTERNVL_WORDS, words='Qwen2TokenizerFast', named=named, image_processor=images,
-                      video=('InternVL', dict(size=SQUARE)),
-                      image_seq_length=(IMAGE_SIZE // PATCH_SIZE) ** 2 // 4)  # fmt: skip
+    return _processor(
+        'InternVL',
+        *INTERNVL_WORDS,
+        words='Qwen2TokenizerFast',
+        named=named,
+        image_processor=images,
+        video=('InternVL', dict(size=SQUARE)),
+        image_seq_length=(IMAGE_SIZE // PATCH_SIZE) ** 2 // 4,
+    )
 
 
 def _pixtral(merge: int) -> Any:
     """Mistral3, whose patches are merged, and LLaVA with Pixtral's tower, whose are not."""
     patches = {'height': PATCH_SIZE, 'width': PATCH_SIZE}
     images = pixels('Pixtral', size={'longest_edge': 32}, patch_size=patches)
-    return _processor('Pixtral', '[IMG]', '[IMG_BREAK]', '[IMG_END]', image_processor=images, patch_size=PATCH_SIZE,
-                      spatial_merge_size=merge)  # fmt: skip
+    return _processor(
+        'Pixtral',
+        '[IMG]',
+        '[IMG_BREAK]',
+        '[IMG_END]',
+        image_processor=images,
+        patch_size=PATCH_SIZE,
+        spatial_merge_size=merge,
+    )
 
 
 PROCESSORS: dict[str, Callable[[], Any]] = {

@@ -9,7 +9,6 @@ import os
 import resource
 import signal
 
-import psutil
 from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
@@ -35,14 +34,6 @@ class StopRank(KillRank):
     def batch_start(self, state: State, logger: Logger) -> None:
         if dist.get_global_rank() == self.rank and int(state.timestamp.batch) == self.batch:
             os.kill(os.getpid(), signal.SIGSTOP)
-
-
-class KillLoader(KillRank):
-    """Kills a process that reads samples for one rank at the start of a batch."""
-
-    def batch_start(self, state: State, logger: Logger) -> None:
-        if dist.get_global_rank() == self.rank and int(state.timestamp.batch) == self.batch:
-            psutil.Process().children()[0].kill()
 
 
 class FailOnRank(KillRank):

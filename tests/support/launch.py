@@ -43,9 +43,13 @@ def launch(arguments: Sequence[str], *, ranks: int, timeout: float = 540) -> sub
     """``composer -n RANKS arguments``, from the repository's root."""
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
-            command(folder, arguments, ranks), cwd=ROOT, env=environment(), capture_output=True, text=True,
+            command(folder, arguments, ranks),
+            cwd=ROOT,
+            env=environment(),
+            capture_output=True,
+            text=True,
             timeout=timeout,
-        )  # fmt: skip
+        )
         for path in sorted(Path(folder).iterdir()):
             text = f'\n--- {path.name}\n{path.read_text()}'
             if path.suffix == '.out':
@@ -58,15 +62,28 @@ def launch(arguments: Sequence[str], *, ranks: int, timeout: float = 540) -> sub
 def launch_nodes(arguments: Sequence[str], *, nodes: int, ranks: int, timeout: float = 540) -> list[str]:
     """As many launchers on this machine as nodes, with so many ranks each; the screens of all, which must end well."""
     composer = Path(sys.executable).with_name('composer')
-    common = [str(composer), '-n', str(ranks), '--world_size', str(nodes * ranks), '--master_addr', '127.0.0.1',
-              '--master_port', str(free_port())]  # fmt: skip
+    common = [
+        str(composer),
+        '-n',
+        str(ranks),
+        '--world_size',
+        str(nodes * ranks),
+        '--master_addr',
+        '127.0.0.1',
+        '--master_port',
+        str(free_port()),
+    ]
     started = [
         subprocess.Popen(
-            [*common, '--node_rank', str(node), *arguments], cwd=ROOT, env=environment(), text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            [*common, '--node_rank', str(node), *arguments],
+            cwd=ROOT,
+            env=environment(),
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
         )
         for node in range(nodes)
-    ]  # fmt: skip
+    ]
     with ThreadPoolExecutor(nodes) as readers:  # a full pipe would stop its writer
         screens = list(readers.map(lambda process: process.communicate(timeout=timeout)[0], started))
     for process, screen in zip(started, screens, strict=True):
@@ -112,9 +129,13 @@ class _Ranks:
             server.listen(num_ranks)
             server.settimeout(300)
             self._launcher = subprocess.Popen(
-                command(folder, ['-m', 'tests.support.serve', f'{folder}/socket'], num_ranks), cwd=ROOT,
-                env=environment(), stdout=output, stderr=output, start_new_session=True,
-            )  # fmt: skip
+                command(folder, ['-m', 'tests.support.serve', f'{folder}/socket'], num_ranks),
+                cwd=ROOT,
+                env=environment(),
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
             self._connections = [server.accept()[0] for _ in range(num_ranks)]
 
     def run(self, script: str, *arguments: str) -> Any:

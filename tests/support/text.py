@@ -18,10 +18,15 @@ def text_model(seed: int = 0, **config: Any) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-            use_cache=False, **config,
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            use_cache=False,
+            **config,
         )
-    )  # fmt: skip
+    )
 
 
 def whisper_model() -> WhisperForConditionalGeneration:
@@ -29,10 +34,21 @@ def whisper_model() -> WhisperForConditionalGeneration:
     layers = {'layers': 2, 'attention_heads': 2, 'ffn_dim': 48}
     sizes = {f'{part}_{name}': value for part in ('encoder', 'decoder') for name, value in layers.items()}
     config = WhisperConfig(
-        vocab_size=VOCABULARY, d_model=32, num_mel_bins=8, max_source_positions=8, max_target_positions=32,
-        pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1, suppress_tokens=None,
-        begin_suppress_tokens=None, dropout=0.0, use_cache=False, **sizes,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        d_model=32,
+        num_mel_bins=8,
+        max_source_positions=8,
+        max_target_positions=32,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=1,
+        suppress_tokens=None,
+        begin_suppress_tokens=None,
+        dropout=0.0,
+        use_cache=False,
+        **sizes,
+    )
     torch.manual_seed(0)
     return WhisperForConditionalGeneration(config)
 

@@ -165,14 +165,20 @@ FILES: dict[str, tuple[str, str, Write, str]] = {
     **{
         f'a cut {ending}': (IMAGE, f'a.{ending}', cut(noise, share), SAMPLE)
         for ending, share in [
-            ('jpg', 0.98), ('png', 0.95), *((name, 0.9) for name in ('webp', 'bmp', 'tiff', 'gif', 'ppm', 'tga')),
-            ('jp2', 0.5), ('avif', 0.9),
+            ('jpg', 0.98),
+            ('png', 0.95),
+            *((name, 0.9) for name in ('webp', 'bmp', 'tiff', 'gif', 'ppm', 'tga')),
+            ('jp2', 0.5),
+            ('avif', 0.9),
         ]
     },
     'a JPEG with damaged pixels, which say nothing of it': (IMAGE, 'a.jpg', with_zeros(noise), WORKS),
     'a picture with 16 bits': (IMAGE, 'a.png', lambda path: Image.new('I;16', (16, 16), 60000).save(path), WORKS),
     'a picture of 32 bits a pixel': (
-        IMAGE, 'a.tiff', lambda path: Image.new('I', (16, 16), 200).save(path), 'no known white',
+        IMAGE,
+        'a.tiff',
+        lambda path: Image.new('I', (16, 16), 200).save(path),
+        'no known white',
     ),
     'a picture of floats': (IMAGE, 'a.tiff', lambda path: Image.new('F', (16, 16), 0.5).save(path), 'no known white'),
     'a picture of two colours': (IMAGE, 'a.png', lambda path: Image.new('1', (16, 16), 1).save(path), WORKS),
@@ -184,7 +190,6 @@ FILES: dict[str, tuple[str, str, Write, str]] = {
     'a GIF of one frame as a video': (VIDEO, 'a.gif', lambda path: GIF(path, [9]), WORKS),
     'an animated PNG as a video': (VIDEO, 'a.png', animated, WORKS),
     'an animated WebP as a video': (VIDEO, 'a.webp', pages, NO_CONTAINER),
-    'a JPEG as a video': (VIDEO, 'a.jpg', picture, NO_CONTAINER),
     'a name that is a pattern': (VIDEO, '%03d.png', picture, NO_CONTAINER),
     'a whole transport stream': (VIDEO, 'a.ts', transport_stream, NO_CONTAINER),
     'a script that joins files': (VIDEO, 'a.txt', of(b"ffconcat version 1.0\nfile '../x.ts'\n"), NO_CONTAINER),
@@ -195,9 +200,7 @@ FILES: dict[str, tuple[str, str, Write, str]] = {
     'an animated PNG that is cut': (VIDEO, 'a.png', cut(animated, 0.6), 'end is missing'),
     'a MP4 without its last bytes': (VIDEO, 'a.mp4', cut(MPEG4, 0.98), SAMPLE),
     'a MOV without its index': (VIDEO, 'a.mov', cut(MPEG4, 0.9), SAMPLE),
-    'a Matroska without its last bytes': (VIDEO, 'a.mkv', cut(MPEG4, 0.98), 'end is missing'),
     'a WebM without its last bytes': (VIDEO, 'a.webm', cut(WEBM, 0.85), 'end is missing'),
-    'an AVI without its last bytes': (VIDEO, 'a.avi', cut(MPEG4, 0.85), SAMPLE),
     'a FLV without its last bytes': (VIDEO, 'a.flv', cut(FLV, 0.85), SAMPLE),
     'a MP4 with zeros behind it': (VIDEO, 'a.mp4', followed_by(MPEG4, bytes(5000)), WORKS),
     'a video of 2 x 2 pixels': (VIDEO, 'a.mp4', partial(MPEG4, size=(2, 2)), WORKS),
@@ -209,9 +212,7 @@ FILES: dict[str, tuple[str, str, Write, str]] = {
     'a FLV that lost bytes': (VIDEO, 'a.flv', with_zeros(partial(FLV, size=(256, 256))), 'is damaged'),
     'a bare stream of H.264': (VIDEO, 'a.h264', partial(MPEG4, codec='libx264'), NO_CONTAINER),
     'a bare video of Y4M': (VIDEO, 'a.y4m', partial(MPEG4, codec='rawvideo'), NO_CONTAINER),
-    'a sound as a video': (VIDEO, 'a.mp3', MP3, 'no video'),
     # sounds
-    'a video as a sound': (AUDIO, 'a.mp4', MPEG4, 'no audio'),
     'a MP3': (AUDIO, 'a.mp3', MP3, WORKS),
     'half a MP3': (AUDIO, 'a.mp3', half(MP3), 'it ends after'),
     'a cut FLAC': (AUDIO, 'a.flac', cut(FLAC, 0.7), SAMPLE),
@@ -223,7 +224,6 @@ FILES: dict[str, tuple[str, str, Write, str]] = {
     'a WAV of rate 384,000': (AUDIO, 'a.wav', pcm_with(24, '<I', 384000, frames=200_000), WORKS),
     'a WAV of a codec that nobody knows': (AUDIO, 'a.wav', pcm_with(20, '<H', 99), 'codec that is not known'),
     'a WAV that says it is shorter': (AUDIO, 'a.wav', pcm_with(40, '<I', 10), 'at least'),
-    'a WAV of no samples': (AUDIO, 'a.wav', partial(pcm, frames=0), 'no audio'),
     'a FLAC that lost bytes': (AUDIO, 'a.flac', with_zeros(FLAC), SAMPLE),
     'a FLAC with another bit': (AUDIO, 'a.flac', changed(FLAC, with_another_bit), 'CRC error'),
     'half a MP3 that does not say how long it is': (AUDIO, 'a.mp3', half(BARE_MP3), WORKS),
@@ -237,12 +237,11 @@ FILES: dict[str, tuple[str, str, Write, str]] = {
     'a WAV of 24 bits': (AUDIO, 'a.wav', partial(pcm, width=3), WORKS),
     'a FLAC of 8 channels': (AUDIO, 'a.flac', partial(FLAC, channels=8), WORKS),
     'a sound of silence': (AUDIO, 'a.wav', values(0), WORKS),
-    'a sound of no numbers': (AUDIO, 'a.wav', values(np.nan), 'finite'),
     'a sound of 1e30': (AUDIO, 'a.wav', values(1e30), 'finite'),
     'a list of sounds': (AUDIO, 'a.pls', of(b'[playlist]\nFile1=/etc/passwd\n'), SAMPLE),
     'a MIDI': (AUDIO, 'a.mid', of(b'MThd\0\0\0\6\0\0\0\1\0\x60MTrk\0\0\0\4\0\xff\x2f\0'), SAMPLE),
     'a gzip of a sound': (AUDIO, 'a.wav', changed(long_wav, gzip.compress), SAMPLE),
-}  # fmt: skip
+}
 KINDS = {IMAGE: 'image', VIDEO: 'video', AUDIO: 'audio'}
 LARGE = {'video': {'num_frames': 9000, 'max_frames': 9000}}
 MEDIA: dict[str, tuple[Any, ...]] = {
@@ -255,6 +254,9 @@ MEDIA: dict[str, tuple[Any, ...]] = {
     'frames of one size': (VIDEO, frames((32, 32), (32, 32)), WORKS),
     'a list of one frame': (VIDEO, frames((32, 32)), WORKS),
     'more pixels of a video than a machine holds': (
-        VIDEO, of_file('video', 'a.mp4', partial(MPEG4, size=(512, 512))), LARGE, 'pixels',
+        VIDEO,
+        of_file('video', 'a.mp4', partial(MPEG4, size=(512, 512))),
+        LARGE,
+        'pixels',
     ),
-}  # fmt: skip
+}

@@ -65,7 +65,7 @@ LAYOUT = BatchLayout.infer(batch())
 
 def sampler(**options: Any) -> RegroupingBatchSampler:
     """Of two global batches of two samples."""
-    return RegroupingBatchSampler([0] * 4, lengths=[4] * 4, global_batch_size=2, max_tokens=8, **options)  # pyright: ignore
+    return RegroupingBatchSampler([0] * 4, lengths=[4] * 4, global_batch_size=2, max_tokens=8, **options)
 
 
 class Named(HuggingFaceModel):
@@ -128,41 +128,47 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     'positions of another width': (step({**batch(), 'position_ids': torch.arange(5).expand(3, 5)}), 'position_ids'),
     'a mask of booleans': (step(batch(attention_mask=torch.Tensor.bool)), WORKS),
     'a mask of floats': (step(batch(attention_mask=torch.Tensor.float)), WORKS),
-    'a key that is a number': (step({**batch(), 3: torch.ones(3)}), WORKS),  # pyright: ignore
+    'a key that is a number': (step({**batch(), 3: torch.ones(3)}), WORKS),
     'labels that ignore -1': (step(batch(labels=lambda labels: labels.clamp(min=-1))), '-100'),
-    'a batch in a tuple': (step(tuple(batch().values())), 'mappings'),  # pyright: ignore
+    'a batch in a tuple': (step(tuple(batch().values())), 'mappings'),
     'a set in a batch': (step({**batch(), 'extra': {1, 2}}), "`batch['extra']`"),
     'weights that are not finite': (
-        step({**batch(), 'loss_weights': torch.tensor([1.0, float('inf'), 1.0])},
-             algorithms=lambda: [TokenAccumulation(token_weights='column')]),
+        step(
+            {**batch(), 'loss_weights': torch.tensor([1.0, float('inf'), 1.0])},
+            algorithms=lambda: [TokenAccumulation(token_weights='column')],
+        ),
         'loss_weights',
     ),
     **{
         f'a state of {kind}': (lambda given=given: TokenAccumulation().load_state_dict(given), 'num_empty_steps')
         for kind, given in {
-            'nothing': None, 'a list': [1], 'another class': {'x': 1}, 'a word': {'num_empty_steps': 'a'},
+            'nothing': None,
+            'a list': [1],
+            'another class': {'x': 1},
+            'a word': {'num_empty_steps': 'a'},
             'less than nothing': {'num_empty_steps': -1},
         }.items()
     },
     'a mask that is no number': (step(batch(attention_mask=lambda mask: mask * float('nan'))), 'attention_mask'),
     'an inverted mask': (step(batch(attention_mask=lambda mask: 1 - mask)), 'must be 1 where tokens are'),
     'an additive mask of two dimensions': (
-        step(batch(attention_mask=lambda mask: (1.0 - mask) * -1e9)), 'must be 1 where tokens are',
+        step(batch(attention_mask=lambda mask: (1.0 - mask) * -1e9)),
+        'must be 1 where tokens are',
     ),
     'a mask that hides all': (step(batch(attention_mask=lambda mask: mask * 0)), 'no token in row 0'),
     'positions that are floats': (step({**batch(), 'position_ids': torch.arange(9.0).expand(3, 9)}), WORKS),
     'weights that are integers': (
-        step({**batch(), 'loss_weights': torch.ones(3, dtype=torch.long)},
-             algorithms=lambda: [TokenAccumulation(token_weights='column')]),
+        step(
+            {**batch(), 'loss_weights': torch.ones(3, dtype=torch.long)},
+            algorithms=lambda: [TokenAccumulation(token_weights='column')],
+        ),
         WORKS,
     ),
     'shares of losses that are a number': (lambda: sampler(loss_shares=3), '`loss_shares`'),
     'an epoch of 70 bits': (lambda: sampler(num_replicas=1, rank=0).set_epoch(2**70), '`epoch`'),
-    'gradients that are no function': (
-        lambda: verify_invariance(3, text_rows([(6, 3), (9, 2)])), '`gradients`'  # pyright: ignore
-    ),
+    'gradients that are no function': (lambda: verify_invariance(3, text_rows([(6, 3), (9, 2)])), '`gradients`'),
     'microbatches of one and a half rows': (
-        lambda: verify_invariance(lambda cut: {}, text_rows([(6, 3), (9, 2)]), microbatch_sizes=[1.5]),  # pyright: ignore
+        lambda: verify_invariance(lambda cut: {}, text_rows([(6, 3), (9, 2)]), microbatch_sizes=[1.5]),
         '`microbatch_sizes`',
     ),
     'half a document': (
@@ -170,33 +176,37 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         '`documents`',
     ),
     'sizes of a word': (
-        lambda: suggest_microbatching(
-            'x', num_ranks=1, global_batch_size=2, memory=None, device_memory_gib=1.0  # pyright: ignore
-        ),
+        lambda: suggest_microbatching('x', num_ranks=1, global_batch_size=2, memory=None, device_memory_gib=1.0),
         '`lengths`',
     ),
     'lengths that are dates': (
-        lambda: plan_microbatches(np.array(['2020'], dtype='datetime64[D]'), num_ranks=1, max_tokens=8),  # pyright: ignore
+        lambda: plan_microbatches(np.array(['2020'], dtype='datetime64[D]'), num_ranks=1, max_tokens=8),
         'must be integers',
     ),
     'a loader that shuffles': (
-        lambda: RegroupingDataLoader([0] * 4, batch_sampler=sampler(num_replicas=1, rank=0), shuffle=True),  # pyright: ignore
+        lambda: RegroupingDataLoader([0] * 4, batch_sampler=sampler(num_replicas=1, rank=0), shuffle=True),
         'shuffle',
     ),
     'a model of which nothing is trained': (frozen, 'requires a gradient'),
     'a collator that is a word': (
-        lambda: RegroupingDataLoader([0] * 4, batch_sampler=sampler(), collate_fn='pad'), '`collate_fn`'  # pyright: ignore
+        lambda: RegroupingDataLoader([0] * 4, batch_sampler=sampler(), collate_fn='pad'),
+        '`collate_fn`',
     ),
-    'lengths of lists': (lambda: plan_microbatches([[3], [4, 5]], num_ranks=1, max_tokens=8), '`lengths`'),  # pyright: ignore
+    'lengths of lists': (lambda: plan_microbatches([[3], [4, 5]], num_ranks=1, max_tokens=8), '`lengths`'),
     'a sampler with a word for a seed': (lambda: sampler(seed='a'), '`seed`'),
     'a sampler with a seed of 70 bits': (lambda: sampler(seed=2**70), '`seed`'),
     'a sampler that drops maybe': (lambda: sampler(drop_last='maybe'), '`drop_last`'),
-    'a sampler that skips to a word': (lambda: sampler(num_replicas=1, rank=0).skip_to('a'), '`batch`'),  # pyright: ignore
+    'a sampler that skips to a word': (lambda: sampler(num_replicas=1, rank=0).skip_to('a'), '`batch`'),
     'a collator that loses a sample': (
-        lambda: next(iter(RegroupingDataLoader(
-            [0] * 4, batch_sampler=sampler(num_replicas=1, rank=0),  # pyright: ignore
-            collate_fn=lambda samples: {'input_ids': torch.ones(1, 4, dtype=torch.long)},
-        ))),
+        lambda: next(
+            iter(
+                RegroupingDataLoader(
+                    [0] * 4,
+                    batch_sampler=sampler(num_replicas=1, rank=0),
+                    collate_fn=lambda samples: {'input_ids': torch.ones(1, 4, dtype=torch.long)},
+                )
+            )
+        ),
         'a row for each sample',
     ),
     'a mask of numbers with two parts': (step(batch(attention_mask=lambda mask: mask.to(torch.complex64))), 'real'),
@@ -206,35 +216,44 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     'a mask in a list': (step(batch(attention_mask=torch.Tensor.tolist)), 'attention_mask'),
     'a mask of four dimensions and another width': (
-        step(batch(attention_mask=lambda mask: torch.ones(3, 1, 5, 5))), 'as wide as',
+        step(batch(attention_mask=lambda mask: torch.ones(3, 1, 5, 5))),
+        'as wide as',
     ),
     'a mask of four dimensions for two of three rows': (
-        step(batch(attention_mask=lambda mask: torch.ones(2, 1, 9, 9))), 'attention_mask',
+        step(batch(attention_mask=lambda mask: torch.ones(2, 1, 9, 9))),
+        'attention_mask',
     ),
     'complex weights': (
-        step({**batch(), 'loss_weights': torch.ones(3, dtype=torch.complex64)},
-             algorithms=lambda: [TokenAccumulation(token_weights='column')]),
+        step(
+            {**batch(), 'loss_weights': torch.ones(3, dtype=torch.complex64)},
+            algorithms=lambda: [TokenAccumulation(token_weights='column')],
+        ),
         'real tensor',
     ),
-    'a BatchEncoding': (step(BatchEncoding(batch())), WORKS),  # pyright: ignore
+    'a BatchEncoding': (step(BatchEncoding(batch())), WORKS),
     'vectors that are no numbers': (
-        step({**{key: value for key, value in batch().items() if key != 'input_ids'},
-              'inputs_embeds': torch.full((3, 9, 32), float('nan'))}),
+        step(
+            {
+                **{key: value for key, value in batch().items() if key != 'input_ids'},
+                'inputs_embeds': torch.full((3, 9, 32), float('nan')),
+            }
+        ),
         'must be a number, got: nan (row 0)',
     ),
     'a model that is a word': (lambda: token_data_spec(loader(batch()), model='llava'), '`model`'),
     'a sampler of data without a length': (
-        lambda: RegroupingBatchSampler(iter([0]), lengths=[4], global_batch_size=1, max_tokens=8),  # pyright: ignore
+        lambda: RegroupingBatchSampler(iter([0]), lengths=[4], global_batch_size=1, max_tokens=8),
         '`dataset`',
     ),
     'a rank that is not there': (lambda: sampler(num_replicas=2, rank=5), '`rank`'),
-    'an epoch and a half': (lambda: sampler(num_replicas=1, rank=0).set_epoch(0.5), '`epoch`'),  # pyright: ignore
+    'an epoch and a half': (lambda: sampler(num_replicas=1, rank=0).set_epoch(0.5), '`epoch`'),
     'lengths in a tensor': (lambda: plan_microbatches(torch.tensor([3, 4]), num_ranks=1, max_tokens=8), WORKS),
     'rows by what is true': (lambda: LAYOUT.select(batch(), [True, False, True]), '`rows`'),
-    'weights of nothing at all': (lambda: step_loss_weights(None), '`microbatches`'),  # pyright: ignore
+    'weights of nothing at all': (lambda: step_loss_weights(None), '`microbatches`'),
     **{
         f'random numbers kept as {given!r}': (
-            lambda given=given: RestoreRandomState().load_state_dict({'generators': given}), 'generators',
+            lambda given=given: RestoreRandomState().load_state_dict({'generators': given}),
+            'generators',
         )
         for given in (None, 'no JSON', 3)
     },
@@ -260,54 +279,53 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     'a loader that is none': (lambda: token_data_spec(3), 'dataloader'),
     'token_data_spec twice': (lambda: token_data_spec(token_data_spec(loader(batch()))), 'DataSpec'),
     'the algorithm twice': (step(batch(), algorithms=lambda: [TokenAccumulation(), TokenAccumulation()]), 'once'),
-    'a rule of another name': (step(batch(), algorithms=lambda: [TokenAccumulation(loss_tokens='all')]), 'loss_tokens'),
-    'a weight of another name': (
-        step(batch(), algorithms=lambda: [TokenAccumulation(token_weights='squared')]), 'token_weights',
-    ),
     'a loss of samples alone': (samples_alone, WORKS),
     'a head that classifies rows': (classified, 'classifies whole rows'),
     'a cap below the longest row': (step(batch(), slot_tokens=3), 'slot_tokens'),
     'a plan of one and a half ranks': (lambda: plan_microbatches([2], num_ranks=1.5, max_tokens=8), 'num_ranks'),
     'a plan of nothing': (lambda: plan_microbatches(None, num_ranks=1, max_tokens=8), 'lengths'),
     'a plan of a word': (lambda: plan_microbatches('abc', num_ranks=1, max_tokens=8), 'lengths'),
-    'a plan of a set': (lambda: plan_microbatches({3, 4}, num_ranks=1, max_tokens=8), 'in a set'),  # pyright: ignore
-    'a cost that is a word': (lambda: CostModel(launch='1'), '`launch`'),  # pyright: ignore
+    'a plan of a set': (lambda: plan_microbatches({3, 4}, num_ranks=1, max_tokens=8), 'in a set'),
+    'a cost that is a word': (lambda: CostModel(launch='1'), '`launch`'),
     'a sampler for no ranks': (lambda: sampler(num_replicas=0, rank=0), '`num_replicas`'),
     'a budget of 70 bits': (lambda: plan_microbatches([3], num_ranks=1, max_tokens=2**70), '`max_tokens`'),
     'a sample of 62 bits': (
-        lambda: plan_microbatches([2**62], num_ranks=1, max_tokens=2**62), 'finite and below 2147483648',
+        lambda: plan_microbatches([2**62], num_ranks=1, max_tokens=2**62),
+        'finite and below 2147483648',
     ),
     'a length that wraps around': (
-        lambda: plan_microbatches(np.array([2**63 + 5], np.uint64), num_ranks=1, max_tokens=9), 'below 2147483648',
+        lambda: plan_microbatches(np.array([2**63 + 5], np.uint64), num_ranks=1, max_tokens=9),
+        'below 2147483648',
     ),
     'a rank below the first': (lambda: sampler(num_replicas=1, rank=-1), '`rank` must be 0, got: -1'),
     'a seed of numpy': (lambda: next(iter(sampler(num_replicas=1, rank=0, seed=np.int64(3)))), WORKS),
-    'a window of a word': (lambda: sampler().window('a'), '`batch` must be an integer'),  # pyright: ignore
+    'a window of a word': (lambda: sampler().window('a'), '`batch` must be an integer'),
     'shares of other data': (
-        lambda: sampler(loss_shares=LossShares([1], [1.0], [3])), '`loss_shares` must have one entry per sample',
+        lambda: sampler(loss_shares=LossShares([1], [1.0], [3])),
+        '`loss_shares` must have one entry per sample',
     ),
     'shares that are no numbers': (lambda: LossShares([2, 2], [float('nan'), 1], [1] * 4), '`shares`'),
     'shares of nothing': (lambda: LossShares([], [], []), '`shares`'),
-    'a mixture of half samples': (lambda: Mixture([1.5, 2.5]), '`sizes` must be integers'),  # pyright: ignore
-    'a mixture of an array': (lambda: Mixture(np.array([2, 2])), WORKS),  # pyright: ignore
-    'a mixture of one number': (lambda: Mixture(3), '`sizes`'),  # pyright: ignore
-    'passes of a mixture that are words': (lambda: Mixture([2, 2], epochs=['a', 'b']), '`epochs`'),  # pyright: ignore
+    'a mixture of half samples': (lambda: Mixture([1.5, 2.5]), '`sizes` must be integers'),
+    'a mixture of an array': (lambda: Mixture(np.array([2, 2])), WORKS),
+    'a mixture of one number': (lambda: Mixture(3), '`sizes`'),
+    'passes of a mixture that are words': (lambda: Mixture([2, 2], epochs=['a', 'b']), '`epochs`'),
     'a hundred thousand passes from Python': (lambda: Mixture([2], epochs=[1e5]), '`epochs` must be above 0'),
-    'a cost in seconds that is a word': (
-        lambda: CostModel(seconds_per_token='fast'), '`seconds_per_token`',  # pyright: ignore
-    ),
+    'a cost in seconds that is a word': (lambda: CostModel(seconds_per_token='fast'), '`seconds_per_token`'),
     'a config as the model': (lambda: token_data_spec(loader(batch()), model=text_model().config), '`model` must be'),
     'a transform that returns nothing': (
-        step(batch(), microbatch_transforms=lambda batch: None), '`microbatch_transforms` must be a Mapping, got: None',
+        step(batch(), microbatch_transforms=lambda batch: None),
+        '`microbatch_transforms` must be a Mapping, got: None',
     ),
-    'a family by its name': (lambda: BatchLayout(family='llava'), '`family` must be a Family'),  # pyright: ignore
-    'an entry by its name': (lambda: LAYOUT.with_entries(boxes='row'), '`boxes` must be a Entry'),  # pyright: ignore
+    'a family by its name': (lambda: BatchLayout(family='llava'), '`family` must be a Family'),
+    'an entry by its name': (lambda: LAYOUT.with_entries(boxes='row'), '`boxes` must be a Entry'),
     'a conversation as one text': (encoded('A?'), '`messages`'),
     'a turn of nobody': (encoded({'content': 'A?'}), '`messages`'),
     'a turn of nothing': (encoded({'role': 'user', 'content': None}), '`messages`'),
     'a part of another type': (encoded({'role': 'user', 'content': [{'type': 'imag'}]}), '`messages`'),
     'an answer that weighs twice': (
-        encoded(QUESTION, {'role': 'assistant', 'content': 'B.', 'weight': 2}), '`weight` of 0 or 1',
+        encoded(QUESTION, {'role': 'assistant', 'content': 'B.', 'weight': 2}),
+        '`weight` of 0 or 1',
     ),
     'a choice of frames in a dict': (encoded(QUESTION, video={'fps': 2}), '`video` must be a VideoSampling'),
     'a sample that stands alone': (
@@ -315,52 +333,49 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         '`samples`',
     ),
     'lengths of another archive': (loaded(a=np.zeros(2)), '`path` must be a saved length table'),
-    'a generator of microbatches': (lambda: step_loss_weights(one for one in [batch()]), WORKS),  # pyright: ignore
+    'a generator of microbatches': (lambda: step_loss_weights(one for one in [batch()]), WORKS),
     'a size of a row and a half': (step(batch(), slot_tokens=9.0), '`slot_tokens`'),
     'a mixture that is a word': (lambda: sampler(mixture='x'), '`mixture`'),
     'a plan of a batch that is not there': (lambda: sampler().plan(1000), '`batch` must be an integer from 0 to 1'),
     'a memory of nothing': (
-        lambda: suggest_microbatching(
-            [5, 6], num_ranks=1, global_batch_size=2, memory=None, device_memory_gib=1.0  # pyright: ignore
-        ),
+        lambda: suggest_microbatching([5, 6], num_ranks=1, global_batch_size=2, memory=None, device_memory_gib=1.0),
         '`memory`',
     ),
     'a row that is not there': (lambda: LAYOUT.select(batch(), [99]), '`rows`'),
     'the last row counted from the end': (lambda: LAYOUT.select(batch(), [-1]), '`rows`'),
     'widths of nothing': (lambda: LAYOUT.trim(batch(), width_multiple=0), '`width_multiple`'),
-    'rows of nothing': (lambda: LAYOUT.num_rows(None), '`batch`'),  # pyright: ignore
+    'rows of nothing': (lambda: LAYOUT.num_rows(None), '`batch`'),
     'a layout that is a word': (
-        lambda: verify_invariance(lambda cut: {}, text_rows([(6, 3), (9, 2)]), layout='x'), '`layout`'  # pyright: ignore
+        lambda: verify_invariance(lambda cut: {}, text_rows([(6, 3), (9, 2)]), layout='x'),
+        '`layout`',
     ),
     'isolation of a number': (
-        lambda: verify_isolation(3, {'input_ids': torch.ones(1, 3)}, torch.tensor([[0, 0, 1]])), '`model`'  # pyright: ignore
+        lambda: verify_isolation(3, {'input_ids': torch.ones(1, 3)}, torch.tensor([[0, 0, 1]])),
+        '`model`',
     ),
     'isolation of no ids': (
-        lambda: verify_isolation(text_model(), {'x': torch.ones(1, 3)}, torch.tensor([[0, 0, 1]])), 'input_ids'
+        lambda: verify_isolation(text_model(), {'x': torch.ones(1, 3)}, torch.tensor([[0, 0, 1]])),
+        'input_ids',
     ),
-    'weights of a word': (lambda: step_loss_weights(['a']), '`batch`'),  # pyright: ignore
-    'twenty closures of LBFGS': (
-        lambda: train(model := text_model(), token_data_spec(loader(batch())), algorithms=[TokenAccumulation()],
-                      optimizer=torch.optim.LBFGS(model.parameters(), lr=0.01)),
-        WORKS,
-    ),
+    'weights of a word': (lambda: step_loss_weights(['a']), '`batch`'),
     'weights of labels that are true or false': (
-        lambda: step_loss_weights([batch(labels=lambda labels: labels > 0)]), '`labels` must be integers'
+        lambda: step_loss_weights([batch(labels=lambda labels: labels > 0)]),
+        '`labels` must be integers',
     ),
     'weights on logits of another width': (
-        lambda: apply_token_weights(torch.zeros(3, 8, 5, requires_grad=True) * 1, batch(), 'sqrt'), '`logits`'
+        lambda: apply_token_weights(torch.zeros(3, 8, 5, requires_grad=True) * 1, batch(), 'sqrt'),
+        '`logits`',
     ),
     'a weight on no rank': (lambda: token_weight(3, 9, world_size=0), '`world_size`'),
     'a weight of more than the step': (lambda: token_weight(9, 3), '`num_tokens`'),
     'a weight of nothing known': (lambda: token_weight(1, float('nan')), '`num_tokens`'),
     'isolation of an id outside of the vocabulary': (
-        lambda: verify_isolation(
-            text_model(), {'input_ids': torch.tensor([[1, 10**6, 3]])}, torch.tensor([[0, 0, 1]])
-        ),
+        lambda: verify_isolation(text_model(), {'input_ids': torch.tensor([[1, 10**6, 3]])}, torch.tensor([[0, 0, 1]])),
         '`packed`',
     ),
     'invariance on no side': (
-        lambda: verify_invariance(lambda cut: {}, text_rows([(6, 3), (9, 2)]), padding_sides=()), '`padding_sides`'
+        lambda: verify_invariance(lambda cut: {}, text_rows([(6, 3), (9, 2)]), padding_sides=()),
+        '`padding_sides`',
     ),
     'a join of no batches': (lambda: LAYOUT.concat([]), '`batches`'),
     'lengths of more samples than labels': (
@@ -372,46 +387,53 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     'weights of another scheme': (lambda: step_loss_weights([batch()], token_weights='squared'), 'token_weights'),
     'a loader of another dataset': (
         lambda: RegroupingDataLoader(
-            [1, 2, 3], batch_sampler=RegroupingBatchSampler([1, 2], lengths=[4, 4], global_batch_size=2, max_tokens=8)  # pyright: ignore
+            [1, 2, 3], batch_sampler=RegroupingBatchSampler([1, 2], lengths=[4, 4], global_batch_size=2, max_tokens=8)
         ),
         'of 2 samples',
     ),
     'gradients that nobody returns': (
-        lambda: verify_invariance(lambda cut: None, text_rows([(6, 3), (9, 2)])), 'by name'  # pyright: ignore
+        lambda: verify_invariance(lambda cut: None, text_rows([(6, 3), (9, 2)])),
+        'by name',
     ),
     'a tolerance that is no number': (
-        lambda: verify_invariance(lambda cut: {}, text_rows([(6, 3), (9, 2)]), tolerance=float('nan')), 'tolerance'
+        lambda: verify_invariance(lambda cut: {}, text_rows([(6, 3), (9, 2)]), tolerance=float('nan')),
+        'tolerance',
     ),
     'isolation of a layer': (
         lambda: verify_isolation(torch.nn.Linear(2, 2), {'input_ids': torch.ones(1, 3)}, torch.tensor([[0, 0, 1]])),
         'Hugging Face model',
     ),
     'documents in a list': (
-        lambda: verify_isolation(text_model(), {'input_ids': torch.tensor([[3, 4, 5]])}, [[0, 0, 1]]), WORKS  # pyright: ignore
+        lambda: verify_isolation(text_model(), {'input_ids': torch.tensor([[3, 4, 5]])}, [[0, 0, 1]]),
+        WORKS,
     ),
     'a batch of lists': (step({key: value.tolist() for key, value in batch().items()}), 'tensors'),
     'weights of no model': (lambda: measure_token_weights(3).__enter__(), '`model`'),
     'counts of no batch': (lambda: count_tokens(3), '`batch`'),
     'a collator of no samples': (lambda: VisionLanguageCollator(small())([]), '`samples`'),
     'a collator of samples of one dimension': (
-        lambda: VisionLanguageCollator(small())([{'input_ids': torch.ones(3, dtype=torch.long)}]), '`samples`',
+        lambda: VisionLanguageCollator(small())([{'input_ids': torch.ones(3, dtype=torch.long)}]),
+        '`samples`',
     ),
     'a conversation of nobody': (lambda: ConversationEncoder(small())([]), '`messages`'),
     'a conversation of plain texts': (
-        lambda: ConversationEncoder(small())([
-            {'role': 'user', 'content': 'A?'}, {'role': 'assistant', 'content': 'B.'}
-        ]),
+        lambda: ConversationEncoder(small())(
+            [{'role': 'user', 'content': 'A?'}, {'role': 'assistant', 'content': 'B.'}]
+        ),
         WORKS,
     ),
     'lengths of no samples': (lambda: length_table([], small()), '`dataset`'),
     'lengths of samples without labels': (
-        lambda: build_length_table([{'input_ids': torch.ones(1, 3)}], small()), 'labels',
+        lambda: build_length_table([{'input_ids': torch.ones(1, 3)}], small()),
+        'labels',
     ),
     'samples whose labels are all ignored': (
-        lambda: build_length_table([{**batch(), 'labels': torch.full((3, 9), -100)}], small()), 'labels to learn',
+        lambda: build_length_table([{**batch(), 'labels': torch.full((3, 9), -100)}], small()),
+        'labels to learn',
     ),
     'a second fit with a loader of nothing': (fitted_again_with_nothing, 'at least one batch'),
     'a loader of nothing': (
-        lambda: train(text_model(), token_data_spec(loader()), algorithms=[TokenAccumulation()]), 'batch',
+        lambda: train(text_model(), token_data_spec(loader()), algorithms=[TokenAccumulation()]),
+        'batch',
     ),
-}  # fmt: skip
+}

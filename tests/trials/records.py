@@ -165,10 +165,6 @@ def eps(path: Path) -> None:
     path.write_text('%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 16 16\n%%EndComments\n0 0 16 16 rectfill\nshowpage\n')
 
 
-def pipe(path: Path) -> None:
-    os.mkfifo(path)
-
-
 def in_a_folder(make: Make) -> Make:
     """Files lie a folder deeper than the trial's own, so that there is an outside."""
 
@@ -195,7 +191,6 @@ RECORDS: dict[str, tuple[Any, ...]] = {
     'a conversation about a picture': (IMAGE, of_file('image', 'a.png', picture), WORKS),
     'a second key conversations': (IMAGE, of_text(TWICE), 'conversations'),
     'an empty answer': (IMAGE, of_record(answer=''), SAMPLE),
-    'a blank answer': (IMAGE, of_record(answer=' \n'), SAMPLE),
     'an empty list': (IMAGE, of_text('[]'), 'data.json'),
     'an empty file': (IMAGE, of_text(''), 'data.json'),
     'no JSON': (IMAGE, of_text('not json'), 'data.json'),
@@ -214,19 +209,18 @@ RECORDS: dict[str, tuple[Any, ...]] = {
     'a dangling link under skip': (IMAGE, beside_a_good_one(of_file('image', 'a.png', dangling_link)), SKIP, WORKS),
     'a looping link under skip': (IMAGE, beside_a_good_one(of_file('image', 'a.png', looping_link)), SKIP, WORKS),
     'half a picture': (IMAGE, of_file('image', 'a.png', half(picture)), SAMPLE),
-    'a pipe as a picture': (IMAGE, of_file('image', 'a.png', pipe), SAMPLE),
-    'an animated GIF as a picture': (IMAGE, of_file('image', 'a.gif', pages), SAMPLE),
     'an animated PNG as a picture': (IMAGE, of_file('image', 'a.png', pages), SAMPLE),
     'an animated WebP as a picture': (IMAGE, of_file('image', 'a.webp', pages), SAMPLE),
     'a TIFF of many pages': (IMAGE, of_file('image', 'a.tiff', pages), SAMPLE),
     'an EPS, which calls a program': (IMAGE, of_file('image', 'a.eps', eps), 'EPS'),
     # videos
     'a clip': (VIDEO, of_file('video', 'a.mp4', write_video), WORKS),
-    'a PNG as a video': (VIDEO, of_file('video', 'a.png', picture), SAMPLE),
     'half a transport stream': (VIDEO, of_file('video', 'a.ts', half(transport_stream)), SAMPLE),
     'half a GIF': (VIDEO, of_file('video', 'a.gif', half(animation)), SAMPLE),
     'a playlist of a file elsewhere': (
-        VIDEO, in_a_folder(of_file('video', 'v.m3u8', playlist_to('{outside}'))), SAMPLE,
+        VIDEO,
+        in_a_folder(of_file('video', 'v.m3u8', playlist_to('{outside}'))),
+        SAMPLE,
     ),
     'a playlist that climbs': (VIDEO, in_a_folder(of_file('video', 'v.m3u8', playlist_to('../outside.ts'))), SAMPLE),
     # sounds
@@ -235,14 +229,16 @@ RECORDS: dict[str, tuple[Any, ...]] = {
     'a sound of seven channels': (AUDIO, of_file('audio', 'a.wav', functools.partial(long_wav, channels=7)), WORKS),
     'a sound of eight channels': (AUDIO, of_file('audio', 'a.wav', functools.partial(long_wav, channels=8)), WORKS),
     'a sound of one value': (AUDIO, of_file('audio', 'a.wav', lambda path: write_sound(path, sine(0.6)[:1])), SAMPLE),
-    'half a WAV': (AUDIO, of_file('audio', 'a.wav', half(long_wav)), SAMPLE),
     'half an Ogg Opus': (AUDIO, of_file('audio', 'a.ogg', half(functools.partial(encoded, codec='libopus'))), SAMPLE),
     # control tokens in a user's text
     'control tokens in an answer': (IMAGE, of_record(answer=CONTROL), WORKS),
     'control tokens in an answer, refused': (IMAGE, of_record(answer=CONTROL), {'control_tokens': 'refuse'}, '<|end|>'),
     'control tokens in an answer, as text': (IMAGE, of_record(answer=CONTROL), {'control_tokens': 'text'}, WORKS),
     'control tokens that the tokenizer cannot write': (
-        VIDEO, of_record(answer='A</s>'), {'control_tokens': 'text'}, '</s>',
+        VIDEO,
+        of_record(answer='A</s>'),
+        {'control_tokens': 'text'},
+        '</s>',
     ),
     'control tokens of another word': (IMAGE, of_record(), {'control_tokens': 'drop'}, 'control_tokens'),
-}  # fmt: skip
+}

@@ -19,14 +19,19 @@ from tests.trials.records import RECORDS, read_records
 from tests.trials.texts import TEXTS
 
 TABLES = [
-    (check_overrides, CONFIGS), (read_records, RECORDS), (read_records, TEXTS), (read_records, MEDIA),
-    (call_program, PROGRAMS), (call_in_environment, ENVIRONMENTS), (call, CALLS),
-]  # fmt: skip
+    (check_overrides, CONFIGS),
+    (read_records, RECORDS),
+    (read_records, TEXTS),
+    (read_records, MEDIA),
+    (call_program, PROGRAMS),
+    (call_in_environment, ENVIRONMENTS),
+    (call, CALLS),
+]
 TRIALS = [(name, run, *entry) for run, table in TABLES for name, entry in table.items()]
 
 
 @pytest.mark.parametrize('trial', [pytest.param(trial, id=trial[0]) for trial in TRIALS])
-def test_an_input_works_or_is_refused_in_one_line(trial, tmp_path):
+def test_input_works_or_is_refused(trial, tmp_path):
     _, run, *given, expected = trial
     line = run(tmp_path, *given)
     if expected == WORKS:

@@ -1,0 +1,141 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Counts of a rank in a step.
+
+The counts that :class:`.TokenAccumulation` has written into a batch are read here, and nowhere else in this room. If a
+batch has none, its tokens are counted here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+from typing import NamedTuple
+
+import torch
+
+from composer_tokacc.batch import Batch, text_of
+from composer_tokacc.counting import loss_mask
+from composer_tokacc.layout import microbatches_of
+from composer_tokacc.row_counts import count_rows, is_counted, rows_of, sources_of, summed
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """Counts of one rank, or their sum over all ranks.
+
+    Ranks exchange them as a list of numbers in the order of the fields.
+    """
+
+    samples: float
+    real_tokens: float
+    loss_tokens: float
+    device_batch_positions: float  # before the batch was split
+    positions: float  # that were computed, padding included
+    dummy_positions: float  # of dummy rows
+    microbatches: float
+    empty_microbatches: float  # without loss tokens
+    flops: float  # operations of the model
+    device_flops: float  # operations that the device can do in a second; 0: not known
+    loader_seconds: float
+    peak_memory: float  # bytes of the device
+    gradient_square: float  # NaN without a gradient
+    weighting_distance: float  # of the step before, see `sample_weighting_error`
+
+    def pack(self) -> list[float]:
+        """Returns the numbers that are sent to the other ranks."""
+        return list(astuple(self))
+
+    @classmethod
+    def unpack(cls, numbers: torch.Tensor) -> StepCounts:
+        """Returns the counts from the numbers of one rank, or from their sums over ranks."""
+        return cls(*numbers.tolist())
+
+
+class DeviceBatchCounts(NamedTuple):
+    """Counts of a rank's batch before it is split."""
+
+    samples: int
+    real_tokens: int
+    loss_tokens: int
+    positions: int
+
+
+class MicrobatchCounts(NamedTuple):
+    """Counts of a microbatch."""
+
+    samples: int
+    loss_tokens: int | torch.Tensor  # a tensor if they were counted on the device
+    positions: int
+    dummy_positions: float
+
+
+class SourcePart(NamedTuple):
+    """Counts of a row, or of a document of a packed row."""
+
+    source: str | None
+    loss_tokens: int
+    loss_weight: float
+    positions: int
+
+
+def count_device_batch(batch: Batch, rule: str) -> DeviceBatchCounts:
+    """Counts a batch that is still on the CPU. ``rule`` is used if nobody has counted its tokens."""
+    rows = rows_of(batch) if is_counted(batch) else count_rows(batch, rule)
+    counts = summed(rows)
+    return DeviceBatchCounts(counts.samples, counts.real_tokens, counts.loss_tokens, num_positions(batch))
+
+
+def count_microbatch(batch: Batch, rule: str) -> MicrobatchCounts:
+    """Counts a microbatch without waiting for the device. ``rule`` is used if nobody has counted its tokens."""
+    rows = rows_of(batch)
+    counts = summed(rows)
+    loss_tokens = counts.loss_tokens
+    if not is_counted(batch):
+        loss_tokens = loss_mask(batch, rule).sum()
+    positions = num_positions(batch)
+    num_dummies = [row.samples for row in rows].count(0)
+    dummy_positions = positions * num_dummies / len(rows)
+    return MicrobatchCounts(counts.samples, loss_tokens, positions, dummy_positions)
+
+
+def num_positions(batch: Batch) -> int:
+    """Returns rows times padded width. The microbatches of a pre-split batch count as if they were padded together."""
+    num_rows = 0
+    largest_width = 0
+    for microbatch in microbatches_of(batch):
+        rows, width = text_of(microbatch).shape[:2]
+        num_rows += rows
+        largest_width = max(largest_width, width)
+    return num_rows * largest_width
+
+
+def rule_of(batch: Batch) -> str | None:
+    """Returns the loss rule that the tokens of a batch were counted by; None if nobody has counted them."""
+    if not is_counted(batch):
+        return None
+    return rows_of(batch)[0].rule
+
+
+def source_parts(batch: Batch, rule: str) -> list[SourcePart]:
+    """Returns the rows, or documents, of a microbatch in their order; none if it has no sources.
+
+    If nobody has counted the tokens, they are counted by ``rule``, and the host waits for the device.
+    """
+    if is_counted(batch):
+        rows = rows_of(batch)
+    elif sources_of(batch) is not None:
+        rows = count_rows(batch, rule)
+    else:
+        return []
+    width = text_of(batch).shape[1]
+    parts = []
+    for row in rows:
+        if not row.documents:
+            parts.append(SourcePart(row.source, row.loss_tokens, row.loss_weight, width))
+        for document in row.documents:
+            # The padding of a packed row belongs to none of its documents.
+            positions = document.real_tokens
+            parts.append(SourcePart(document.source, document.loss_tokens, document.loss_weight, positions))
+    has_source = any(part.source is not None for part in parts)
+    return parts if has_source else []

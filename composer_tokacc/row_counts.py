@@ -1,0 +1,190 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Counts of the rows of a batch, which travel with the batch.
+
+A batch is counted once, on the CPU: :func:`with_counts` adds one list, with a :class:`RowCounts` for each row. When
+rows are selected, packed or added later, the list follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Any, overload
+
+import torch
+
+from composer_tokacc.batch import IGNORE_INDEX, Batch, BatchDict, labels_of, text_of
+from composer_tokacc.counting import count_tokens, mask_document_starts
+from composer_tokacc.layout import PreSplitBatch
+from composer_tokacc.weights import LOSS_WEIGHTS, token_weights_of
+
+ROWS_KEY = 'composer_tokacc.rows'
+"""Key of the counts in a batch. This package adds no other key.
+
+A list, because Composer cuts lists with the rows, counts them as samples, and does not touch them when it moves a batch
+to the device. So reading the counts never waits for the device. ``HuggingFaceModel.forward`` drops the key.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowCounts:
+    """Counts of one row of a batch, or of several rows together.
+
+    Args:
+        samples: Samples of the dataset: 0 for a dummy row or a repeated sample, several for a packed row.
+        real_tokens: Attended positions; 0 if ``samples`` is 0.
+        loss_tokens: Loss-generating tokens.
+        loss_weight: Sum of the weights of these tokens. It is their number if all have weight 1.
+        rule: Loss rule of the counts; empty if the row was not counted.
+        source: Source of the data, if the batch names it.
+        has_new_label: Whether the row has a label that no batch had before.
+        documents: The rows that a packed row was made of.
+    """
+
+    samples: int = 1
+    real_tokens: int = 0
+    loss_tokens: int = 0
+    loss_weight: float = 0.0
+    rule: str = ''
+    source: str | None = None
+    has_new_label: bool = False
+    documents: tuple[RowCounts, ...] = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RowCounts:
+        """Returns the row itself, which never changes. Composer deep-copies every microbatch."""
+        return self
+
+
+def summed(rows: Sequence[RowCounts]) -> RowCounts:
+    """Returns the counts of several rows together, which become its documents."""
+    return RowCounts(
+        samples=sum(row.samples for row in rows),
+        real_tokens=sum(row.real_tokens for row in rows),
+        loss_tokens=sum(row.loss_tokens for row in rows),
+        loss_weight=sum(row.loss_weight for row in rows),
+        rule=rows[0].rule,
+        has_new_label=any(row.has_new_label for row in rows),
+        documents=tuple(rows),
+    )
+
+
+def with_counts(batch: Batch, loss_tokens: str = 'causal', token_weights: str = 'token') -> Batch:
+    """Returns the batch with the counts of its rows. It should be on the CPU, so that nothing waits for the device.
+
+    Masks the labels of rows without samples, and in packed rows the label of the first token of each further document.
+
+    Args:
+        batch: A batch with ``labels``.
+        loss_tokens: The loss rule, see :func:`.loss_mask`.
+        token_weights: Weights of the tokens, see :data:`.TOKEN_WEIGHTS`. If they are not all 1, the batch gets them.
+    """
+    if isinstance(batch, PreSplitBatch):
+        return batch.map(partial(with_counts, loss_tokens=loss_tokens, token_weights=token_weights))
+    batch = _without_labels_of_added_rows(batch)
+    if loss_tokens != 'unshifted':
+        batch = mask_document_starts(batch)
+    weights = None
+    if token_weights != 'token':
+        weights, _ = token_weights_of(batch, token_weights, loss_tokens)
+        batch = {**batch, LOSS_WEIGHTS: weights}
+    return with_rows(batch, count_rows(batch, loss_tokens, weights))
+
+
+def _without_labels_of_added_rows(batch: Batch) -> Batch:
+    labels = labels_of(batch)
+    is_added = [row.samples == 0 for row in rows_of(batch)]
+    if not any(is_added):
+        return batch
+    added_rows = torch.tensor(is_added, device=labels.device)
+    return {**batch, 'labels': labels.masked_fill(added_rows[:, None], IGNORE_INDEX)}
+
+
+def count_rows(batch: Batch, loss_tokens: str = 'causal', weights: torch.Tensor | None = None) -> list[RowCounts]:
+    """Counts the tokens of each row of a batch.
+
+    Args:
+        batch: A batch with ``labels``. Rows that are marked with 0 samples stay so.
+        loss_tokens: The loss rule, see :func:`.loss_mask`.
+        weights: Weights of the tokens, ``(rows, width)``; None: all are 1.
+    """
+    counts = count_tokens(batch, loss_tokens)
+    loss_weights: Sequence[float] = counts.loss_generating
+    if weights is not None:
+        loss_weights = weights.sum(dim=1, dtype=torch.float64).tolist()
+    sources = sources_of(batch)
+    counted = []
+    for number, row in enumerate(rows_of(batch)):
+        if row.samples == 0:
+            counted.append(RowCounts(samples=0, rule=loss_tokens))
+            continue
+        counted.append(
+            RowCounts(
+                samples=row.samples,
+                real_tokens=counts.real[number],
+                loss_tokens=counts.loss_generating[number],
+                loss_weight=loss_weights[number],
+                rule=loss_tokens,
+                source=None if sources is None else sources[number],
+                has_new_label=row.has_new_label,
+            )
+        )
+    return counted
+
+
+def sources_of(batch: Batch) -> Sequence[str | None] | None:
+    """Returns the source of each row, by the list ``source`` of names; None if the batch has no such list."""
+    names = batch.get('source')
+    if not isinstance(names, (list, tuple)) or len(names) != num_rows(batch):
+        return None
+    return names if all(isinstance(name, str | None) for name in names) else None
+
+
+@overload
+def with_rows(batch: PreSplitBatch, rows: Iterable[RowCounts]) -> PreSplitBatch: ...
+
+
+@overload
+def with_rows(batch: Batch, rows: Iterable[RowCounts]) -> BatchDict: ...
+
+
+def with_rows(batch: Batch, rows: Iterable[RowCounts]) -> Batch:
+    """Returns the batch with these counts of its rows."""
+    if isinstance(batch, PreSplitBatch):
+        remaining = iter(rows)
+        return batch.map(lambda microbatch: with_rows(microbatch, islice(remaining, num_rows(microbatch))))
+    return {**batch, ROWS_KEY: list(rows)}
+
+
+def without_rows(batch: Batch) -> BatchDict:
+    """Returns the batch as its loader made it."""
+    return {key: value for key, value in batch.items() if key != ROWS_KEY}
+
+
+def rows_of(batch: Batch) -> list[RowCounts]:
+    """Returns the counts of each row. Without counts each row is one sample."""
+    if isinstance(batch, PreSplitBatch):
+        return [row for microbatch in batch.microbatches for row in rows_of(microbatch)]
+    rows = batch.get(ROWS_KEY)
+    return [RowCounts()] * num_rows(batch) if rows is None else rows
+
+
+def is_counted(batch: object) -> bool:
+    """Returns whether the batch carries the counts of its rows."""
+    rows = batch.get(ROWS_KEY) if isinstance(batch, Mapping) else None
+    return bool(rows) and all(row.rule for row in rows)
+
+
+def num_rows(batch: Batch) -> int:
+    """Returns the number of rows, by ``input_ids`` or, if the main input is another one, by ``labels``."""
+    if isinstance(batch, PreSplitBatch):
+        return sum(num_rows(microbatch) for microbatch in batch.microbatches)
+    return text_of(batch).shape[0]
+
+
+def num_samples(batch: Batch) -> int:
+    """Returns the number of samples of the dataset in the batch."""
+    return sum(row.samples for row in rows_of(batch))

@@ -1,0 +1,89 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Durations and warm-up in ``'tok'`` count real tokens, with or without a label: no padding, no dummy rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from composer.core import Callback
+from composer.optim import LinearWithWarmupScheduler
+
+from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, token_data_spec
+from tests.support.text import collate, text_model, text_rows
+from tests.support.training import fit, hugging_face, loader
+
+ROWS = [(4, 2), (14, 11), (9, 9), (5, 0), (6, 1), (7, 2), (3, 1), (12, 3), (8, 8), (10, 2), (2, 1), (16, 4)]
+ROWS_PER_STEP = 3
+WARMUP = 40
+DURATION = 80
+
+
+class Clock(Callback):
+    """Notes the tokens and the learning rate at the start of each step."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.rates: list[float] = []
+
+    def batch_start(self, state: Any, logger: Any) -> None:
+        self.tokens.append(state.timestamp.token.value)
+        self.rates.append(state.optimizers[0].param_groups[0]['lr'])
+
+
+def batches() -> list[dict[str, torch.Tensor]]:
+    rows = text_rows(ROWS)
+    return [collate(rows[start : start + ROWS_PER_STEP]) for start in range(0, len(rows), ROWS_PER_STEP)]
+
+
+def planned() -> Any:
+    rows = text_rows(ROWS)
+    lengths = [length for length, _ in ROWS]
+    sampler = RegroupingBatchSampler(
+        rows, lengths=lengths, global_batch_size=ROWS_PER_STEP, max_tokens=32, shuffle=False
+    )
+    return token_data_spec(RegroupingDataLoader(rows, batch_sampler=sampler, collate_fn=collate), slot_tokens=16)
+
+
+DATA = {
+    'padded': lambda: token_data_spec(loader(*batches())),
+    'packed': lambda: token_data_spec(loader(*batches()), packing=True),
+    'planned': planned,
+}
+
+
+def train(data: Any) -> Clock:
+    clock = Clock()
+    model = hugging_face(text_model())
+    fit(
+        model,
+        data,
+        callbacks=[clock],
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        schedulers=LinearWithWarmupScheduler(t_warmup=f'{WARMUP}tok'),
+        max_duration=f'{DURATION}tok',
+    )
+    return clock
+
+
+@pytest.mark.parametrize('kind', DATA)
+def test_real_tokens_count(kind):
+    clock = train(DATA[kind]())
+    tokens_of_steps = [int(batch['attention_mask'].sum()) for batch in batches()]
+    starts = [0, *torch.tensor(tokens_of_steps).cumsum(0).tolist()]
+    num_steps = sum(start < DURATION for start in starts)
+    assert clock.tokens == starts[:num_steps]
+    # Composer's schedulers step before its clock does: a step has the rate of the time at which the last one began.
+    factors = []
+    for tokens in [0, *clock.tokens][:num_steps]:
+        after_warmup = 1 - (tokens - WARMUP) / (DURATION - WARMUP)
+        factors.append(tokens / WARMUP if tokens < WARMUP else after_warmup)
+    assert clock.rates == pytest.approx(factors)
+
+
+def test_composers_own_counter_counts_padding():
+    clock = train(loader(*batches()))
+    assert clock.tokens[1] == batches()[0]['attention_mask'].numel()

@@ -1,0 +1,25 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""``examples/masked_lm.py`` against a plain loop over whole batches. ``docs/encoders.md`` runs the program itself."""
+
+from __future__ import annotations
+
+import pytest
+import transformers
+
+from tests.support.launch import launch_json
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(transformers.__version__.startswith('4.'), reason='encoders of Transformers 4 are not packed')
+@pytest.mark.parametrize('ranks', [1, 2])
+def test_every_cut_trains_as_whole_batches(ranks):
+    results = launch_json('tests/ranks/masked_lm.py', ranks=ranks)
+    assert len(results['errors']) == 6
+    assert max(results['errors'].values()) < 1e-6, results['errors']
+    expected = results['curves'].pop('one forward a step')
+    # The losses fall by more than what is allowed between the curves.
+    assert expected[0] - expected[-1] > 0.1
+    for name, losses in results['curves'].items():
+        assert losses == pytest.approx(expected, rel=2e-6), name

@@ -1,0 +1,301 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Global batches cut by tokens or by a schedule, held to loops over torch's own order, and trained by Composer."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+
+import numpy as np
+import pytest
+from torch.utils.data import DistributedSampler
+
+from composer_tokacc.sampling import Mixture, RegroupingBatchSampler
+from tests.ranks.windows import NUM_SAMPLES, run
+from tests.support.launch import launch_json
+from tests.support.length_dataset import LengthDataset
+
+LONGEST = 64
+RISING = [(0, 8), (5, 16), (9, 24)]
+BY_TOKENS = [(0, 8), ('250tok', 16), ('1_000tok', 24)]
+
+
+def random_table(rng, least=1):
+    lengths = rng.lognormal(2.5, 0.8, rng.integers(least, 80)).astype(int) + 1
+    return np.minimum(lengths, LONGEST)
+
+
+def build(lengths, *, ranks=1, rank=0, **kwargs):
+    return RegroupingBatchSampler(
+        range(len(lengths)), lengths=lengths, num_replicas=ranks, rank=rank, max_tokens=3 * LONGEST, **kwargs
+    )
+
+
+def windows_of(sampler, epoch):
+    sampler.set_epoch(epoch)
+    return [sampler.window(batch) for batch in range(sampler.num_batches)]
+
+
+def torchs_own_order(num_samples, epoch, seed=0):
+    sampler = DistributedSampler(range(num_samples), 1, 0, shuffle=True, seed=seed)
+    sampler.set_epoch(epoch)
+    return list(sampler)
+
+
+def closed_by_tokens(order, lengths, tokens, drop_last=False):
+    """The rule in words: a window is closed before the sample that would lead past the next multiple of the number."""
+    windows, window, trained, target = [], [], 0, tokens
+    for sample in order:
+        if trained + lengths[sample] > target:
+            windows.append(window)
+            window = []
+            target += tokens
+        window.append(sample)
+        trained += lengths[sample]
+    if trained == target or not drop_last:
+        windows.append(window)
+    return windows
+
+
+def closed_by_schedule(lengths, schedule, num_epochs, drop_last=False):
+    """Windows of each epoch, sample by sample; counts steps and tokens through the whole run."""
+    steps = tokens = 0
+    epochs = []
+    for epoch in range(num_epochs):
+        windows, rest = [], torchs_own_order(len(lengths), epoch)
+        while rest:
+            for start, number in schedule:
+                reached = tokens if str(start).endswith('tok') else steps
+                if reached >= int(str(start).removesuffix('tok').replace('_', '')):
+                    size = number
+            window, rest = rest[:size], rest[size:]
+            if drop_last and len(window) < size:
+                break
+            windows.append(window)
+            steps += 1
+            tokens += sum(lengths[sample] for sample in window)
+        epochs.append(windows)
+    return epochs
+
+
+def samples_of_steps(samplers):
+    """Samples of each step over all ranks, sorted, without marked copies."""
+    steps = []
+    for assignments in zip(*samplers, strict=True):
+        samples = []
+        for assignment in assignments:
+            if not assignment.is_copy:
+                samples += assignment
+        steps.append(sorted(samples))
+    return steps
+
+
+def test_windows_of_2000_random_tables():
+    rng = np.random.default_rng(0)
+    for table in range(2000):
+        lengths, drop_last, epoch = random_table(rng), bool(rng.integers(2)), int(rng.integers(4))
+        tokens = int(lengths.max() + rng.integers(0, 150))
+        if drop_last and tokens > lengths.sum():
+            continue
+        order = torchs_own_order(len(lengths), epoch)
+        expected = closed_by_tokens(order, lengths, tokens, drop_last)
+        for ranks in (1, 2, 8):
+            sampler = build(lengths, ranks=ranks, global_batch_tokens=tokens, drop_last=drop_last)
+            assert windows_of(sampler, epoch) == expected
+            assert len(sampler) == len(expected), 'as many in every epoch'
+            if table % 20 == 0:
+                samplers = [
+                    build(lengths, ranks=ranks, rank=rank, global_batch_tokens=tokens, drop_last=drop_last)
+                    for rank in range(ranks)
+                ]
+                for other in samplers:
+                    other.set_epoch(epoch)
+                assert samples_of_steps(samplers) == [sorted(window) for window in expected]
+        trained = list(itertools.chain(*expected))
+        assert trained == order[: len(trained)]
+        assert drop_last or len(trained) == len(lengths), 'every sample once'
+        if not drop_last:
+            assert len(expected) == -(-int(lengths.sum()) // tokens)
+
+
+def test_steps_differ_by_less_than_samples():
+    lengths = random_table(np.random.default_rng(1), least=60)
+    sampler = build(lengths, global_batch_tokens=150)
+    for epoch in range(5):
+        windows = windows_of(sampler, epoch)
+        tokens = sampler.window_tokens()
+        assert tokens.tolist() == [lengths[window].sum() for window in windows]
+        assert [sampler.plan(batch).stats.num_tokens for batch in range(len(windows))] == tokens.tolist()
+        assert np.abs(tokens[:-1] - 150).max() < lengths.max()
+        # An excess of one step does not move the next ones.
+        behind = 150 * np.arange(1, len(tokens)) - np.cumsum(tokens)[:-1]
+        assert 0 <= behind.min() <= behind.max() < lengths.max()
+
+
+@pytest.mark.parametrize('schedule', [RISING, BY_TOKENS, [(0, 24), (3, 8)], [('0ba', 8)]])
+@pytest.mark.parametrize('drop_last', [False, True])
+def test_scheduled_windows_match_a_loop(schedule, drop_last):
+    plain = [(int(str(start).removesuffix('ba')) if 'ba' in str(start) else start, size) for start, size in schedule]
+    for seed in range(40):
+        lengths = random_table(np.random.default_rng(seed), least=24)
+        expected = closed_by_schedule(lengths, plain, 5, drop_last)
+        for ranks in (1, 2, 8):
+            sampler = build(lengths, ranks=ranks, global_batch_size=schedule, drop_last=drop_last)
+            # The last epoch first: its windows depend on all epochs before it.
+            for epoch in (4, 0, 2, 1, 3):
+                assert windows_of(sampler, epoch) == expected[epoch]
+
+
+def test_scheduled_epochs_have_no_length():
+    sampler = build(np.full(48, 5), global_batch_size=RISING)
+    assert [len(windows_of(sampler, epoch)) for epoch in range(3)] == [6, 3, 2]
+    with pytest.raises(TypeError, match='unequal numbers of global batches'):
+        len(sampler)
+    assert sampler.global_batch_size == 24
+
+
+WINDOWS = [
+    {'global_batch_tokens': 120},
+    {'global_batch_tokens': 120, 'drop_last': True},
+    {'global_batch_size': RISING},
+    {'global_batch_size': BY_TOKENS},
+    {'global_batch_tokens': 120, 'mixture': Mixture([30, 30], epochs=[2, 1])},
+    {'global_batch_tokens': 120, 'mixture': Mixture([30, 30], weights=[3, 1])},
+    {'global_batch_tokens': 120, 'modality': 'per_step', 'media': [0, 1, 0] * 20},
+    {'global_batch_size': RISING, 'mixture': Mixture([30, 30], epochs=[0.5, 1])},
+]
+
+
+@pytest.mark.parametrize('windows', WINDOWS)
+@pytest.mark.parametrize('epoch', [0, 2])
+def test_state_continues_on_other_ranks(windows, epoch):
+    lengths = np.minimum(np.random.default_rng(5).lognormal(2.5, 0.8, 60).astype(int) + 1, LONGEST)
+    expected = [sorted(window) for window in windows_of(build(lengths, **windows), epoch)]
+    for position in range(len(expected)):
+        sampler = build(lengths, ranks=2, rank=1, **windows)
+        sampler.set_epoch(epoch)
+        iterator = iter(sampler)
+        for _ in range(position):
+            next(iterator)
+        state = json.loads(json.dumps(sampler.state_dict()))
+        for ranks in (1, 2, 8):
+            resumed = [build(lengths, ranks=ranks, rank=rank, **windows) for rank in range(ranks)]
+            for other in resumed:
+                other.load_state_dict(state)
+            assert samples_of_steps(resumed) == expected[position:]
+
+
+def test_whole_passes_give_equal_epochs():
+    lengths = random_table(np.random.default_rng(2), least=60)[:60]
+    for windows, num_passes in ((WINDOWS[4], [2, 1]), (WINDOWS[6], [1, 1])):
+        sampler = build(lengths, **windows)
+        for epoch in range(4):
+            found = windows_of(sampler, epoch)
+            assert len(found) == len(sampler)
+            counts = np.bincount(list(itertools.chain(*found)), minlength=60)
+            assert counts.tolist() == np.repeat(num_passes, 30).tolist()
+            tokens = sampler.window_tokens()
+            assert np.abs(np.sort(tokens)[2:] - 120).max() < LONGEST, 'all but the last of each modality'
+    with pytest.raises(TypeError, match='unequal numbers'):
+        len(build(lengths, **WINDOWS[5]))
+
+
+def test_state_of_other_windows_is_refused():
+    lengths = np.arange(1, 41)
+    state = build(lengths, global_batch_tokens=100).state_dict()
+    with pytest.raises(ValueError, match='`global_batch_tokens` must be that of the saved run'):
+        build(lengths, global_batch_tokens=101).load_state_dict(state)
+    with pytest.raises(ValueError, match='`checksum_of_lengths` must be that of the saved run'):
+        build(lengths[::-1], global_batch_tokens=100).load_state_dict(state)
+    with pytest.raises(ValueError, match='must have the keys'):
+        build(lengths, global_batch_size=8).load_state_dict(state)
+    state = build(lengths, global_batch_size=RISING).state_dict()
+    build(lengths[::-1], global_batch_size=RISING).load_state_dict(state)  # steps do not depend on lengths
+    with pytest.raises(ValueError, match='`global_batch_size` must be that of the saved run'):
+        build(lengths, global_batch_size=[*RISING, (20, 32)]).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ('kwargs', 'message'),
+    [
+        ({}, 'Exactly one of `global_batch_size` and `global_batch_tokens`'),
+        ({'global_batch_size': 8, 'global_batch_tokens': 80}, 'Exactly one of'),
+        ({'global_batch_tokens': 0}, '`global_batch_tokens` must be a positive integer'),
+        ({'global_batch_tokens': 19}, r'`global_batch_tokens` must be at least the longest sample, got: 19 < 20 '),
+        ({'global_batch_tokens': 1000, 'drop_last': True}, 'at most the tokens of an epoch .* got: 1000 > 210'),
+        ({'global_batch_size': []}, r'list of \(start, size\)'),
+        ({'global_batch_size': [(1, 8)]}, r'list of \(start, size\)'),
+        ({'global_batch_size': [(0, 8), (4, 16), (4, 24)]}, r'list of \(start, size\)'),
+        ({'global_batch_size': [(0, 8), ('4ba', 16), ('90tok', 24)]}, r'list of \(start, size\)'),
+        ({'global_batch_size': [(0, 8), ('4ep', 16)]}, r'list of \(start, size\)'),
+        ({'global_batch_size': [0, 8]}, r'list of \(start, size\)'),
+        ({'global_batch_size': [(0, 8), (4, 0)]}, '`global_batch_size` must be a positive integer'),
+        ({'global_batch_size': [(0, 8), (4, 9)], 'ranks': 2}, 'multiple of the number of ranks, got: 9 on 2 ranks'),
+        ({'global_batch_size': [(0, 8), (4, 24)], 'drop_last': True}, 'got: 24 > 20 samples'),
+        ({'global_batch_size': [(0, 8), (4, 16)], 'modality': 'per_step', 'media': [0, 1] * 10}, 'per_step'),
+    ],
+)
+def test_bad_windows_are_refused(kwargs, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        build(np.arange(1, 21), **kwargs)
+    assert '\n' not in str(caught.value)
+
+
+# Trained by Composer.
+
+TOKENS = {'windows': {'global_batch_tokens': 100}, 'duration': '2ep'}
+STEPS = {'windows': {'global_batch_size': [[0, 4], ['6ba', 8]]}, 'duration': '14ba'}
+MEASURED = {'windows': {'global_batch_size': [[0, 4], ['150tok', 8]]}, 'duration': '700tok'}
+
+
+def check_run(result, num_epochs):
+    """Every sample of an epoch is trained once, and every gradient is exact."""
+    assert max(result['errors']) < 1e-6
+    windows = list(result['windows'].values())
+    starts = [0, *result['ends_of_epochs']]
+    assert len(result['ends_of_epochs']) == num_epochs
+    for start, end in itertools.pairwise(starts):
+        assert sorted(itertools.chain(*windows[start:end])) == list(range(NUM_SAMPLES))
+
+
+def test_composer_ends_epochs_by_tokens():
+    result = run(**TOKENS)
+    check_run(result, num_epochs=2)
+    lengths = LengthDataset(NUM_SAMPLES).lengths
+    num_batches = -(-int(lengths.sum()) // 100)
+    assert result['ends_of_epochs'] == [num_batches, 2 * num_batches]
+    assert result['tokens'] == 2 * lengths.sum()
+
+
+def test_composer_ends_epochs_of_a_schedule(tmp_path):
+    result = run(**STEPS, folder=str(tmp_path))
+    check_run(result, num_epochs=1)
+    assert result['ends_of_epochs'] == [9]
+    assert [len(samples) for samples in result['windows'].values()] == [*[4] * 6, 8, 8, 4, *[8] * 5]
+    for step in (3, 8, 9, 12):
+        resumed = run(**STEPS, load_path=f'{tmp_path}/ba{step}.pt')
+        assert resumed['windows'] == {str(k): result['windows'][str(k)] for k in range(step, 14)}
+        assert max(resumed['errors']) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('case', [TOKENS, STEPS, MEASURED])
+def test_composer_resumes_windows_on_other_ranks(case, tmp_path):
+    (unbroken,) = launch_json('tests/ranks/windows.py', json.dumps([{**case, 'folder': str(tmp_path)}]), ranks=2)
+    check_run(unbroken, num_epochs=2 if case is TOKENS else 1)
+    num_steps = len(unbroken['windows'])
+    for ranks in (1, 4):
+        resumed = [{**case, 'load_path': f'{tmp_path}/ba{step}.pt'} for step in (2, num_steps - 2)]
+        results = launch_json('tests/ranks/windows.py', json.dumps(resumed), ranks=ranks)
+        for step, result in zip((2, num_steps - 2), results, strict=True):
+            assert result['windows'] == {str(k): unbroken['windows'][str(k)] for k in range(step, num_steps)}
+            assert result['ends_of_epochs'] == [end for end in unbroken['ends_of_epochs'] if end > step]
+            assert max(result['errors']) < 1e-6
+
+
+def test_composer_refuses_epochs_with_schedule(caplog):
+    with caplog.at_level(logging.ERROR), pytest.raises(ValueError, match='max_duration cannot be specified in epochs'):
+        run(windows=STEPS['windows'], duration='1ep')
