@@ -39,7 +39,7 @@ class StepFigures:
 
 
 @dataclass(frozen=True)
-class _Microbatch:
+class _ComputedMicrobatch:
     """A microbatch as it is computed."""
 
     widths: Sequence[int]
@@ -127,7 +127,7 @@ def _microbatches_of_ranks(
     num_ranks: int,
     microbatch_rows: int,
     options: CutOptions,
-) -> list[list[_Microbatch]]:
+) -> list[list[_ComputedMicrobatch]]:
     """Returns the microbatches that each rank computes of a global batch."""
     samples_of_ranks = [batch[rank::num_ranks] for rank in range(min(num_ranks, len(batch)))]
     if method == 'stock':
@@ -149,7 +149,7 @@ def _planned(
     batch: np.ndarray,
     num_ranks: int,
     options: CutOptions,
-) -> list[list[_Microbatch]]:
+) -> list[list[_ComputedMicrobatch]]:
     """Returns the microbatches of each rank that gets any, as the loader plans them."""
     patches = None
     if table.vision_patches is not None:
@@ -162,7 +162,7 @@ def _planned(
         microbatches = []
         for planned in planned_rank:
             samples = batch[list(planned.indices)]
-            microbatches.append(_Microbatch([planned.width] * len(samples), samples))
+            microbatches.append(_ComputedMicrobatch([planned.width] * len(samples), samples))
         if microbatches:
             ranks.append(microbatches)
     return ranks
@@ -172,13 +172,13 @@ def _cut_by_composer(
     table: SampleSizes,
     samples: np.ndarray,
     num_rows: int,
-) -> list[_Microbatch]:
+) -> list[_ComputedMicrobatch]:
     # Composer's split slices rows and trims nothing, so that every microbatch is as wide as the device batch.
     width = int(table.tokens[samples].max())
     microbatches = []
     for start in range(0, len(samples), num_rows):
         rows = samples[start : start + num_rows]
-        microbatches.append(_Microbatch([width] * len(rows), rows))
+        microbatches.append(_ComputedMicrobatch([width] * len(rows), rows))
     return microbatches
 
 
@@ -186,7 +186,7 @@ def _cut_by_split(
     table: SampleSizes,
     samples: np.ndarray,
     options: CutOptions,
-) -> list[_Microbatch]:
+) -> list[_ComputedMicrobatch]:
     lengths = table.tokens[samples]
     widest = int(lengths.max())
     groups = cut_rows(lengths, options, image_tokens=table.image_tokens[samples], max_width=widest)
@@ -196,16 +196,16 @@ def _cut_by_split(
         if options.packing is not True:
             longest = np.full(len(rows), widths.max())
             widths = padded_widths(longest, options.width_multiple, widest)
-        microbatches.append(_Microbatch(widths.tolist(), samples[rows], is_packed=options.packing is True))
+        microbatches.append(_ComputedMicrobatch(widths.tolist(), samples[rows], is_packed=options.packing is True))
     return microbatches
 
 
 def _with_dummy_rows(
     table: SampleSizes,
     batch: np.ndarray,
-    ranks: list[list[_Microbatch]],
+    ranks: list[list[_ComputedMicrobatch]],
     options: CutOptions,
-) -> list[list[_Microbatch]]:
+) -> list[list[_ComputedMicrobatch]]:
     """Adds microbatches of one dummy row where the ranks must have equally many."""
     if options.equal_counts is False or (options.equal_counts == 'auto' and options.objective == 'ddp'):
         return ranks
@@ -216,5 +216,5 @@ def _with_dummy_rows(
     if not len(candidates):
         candidates = batch
     shortest = candidates[np.argmin(table.tokens[candidates])]
-    dummy = _Microbatch([int(table.tokens[shortest])], np.array([shortest]))
+    dummy = _ComputedMicrobatch([int(table.tokens[shortest])], np.array([shortest]))
     return [rank + [dummy] * (most_microbatches - len(rank)) for rank in ranks]

@@ -246,12 +246,6 @@ def test_what_is_trained_is_kept_in_float32(processor):
     assert types == {True: torch.float32, False: torch.bfloat16}
 
 
-def test_half_precision_without_autocast_is_one_line(tmp_path, capsys):
-    settings = ['model.lora={r: 4}', 'model.dtype=bfloat16', 'trainer.precision=fp32', f'report.folder={tmp_path}']
-    assert train_program.main([DIGITS, *TINY_DIGITS, *settings]) == 2
-    assert 'dtype' in capsys.readouterr().err.splitlines()[-1]
-
-
 def test_what_no_loss_reaches_is_not_trained_by_an_adapter_either(processor):
     # The features are those before the last of three layers.
     config = {**LLAVA, 'vision_feature_layer': -2}

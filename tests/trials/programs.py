@@ -496,7 +496,7 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
         None,
         '`trainer.python_log_level`',
     ),
-    'precision of another name': ('train', [*RUN, 'trainer.precision=fp8ish'], None, 'precision'),
+    'precision of another name': ('train', [*RUN, 'trainer.precision=fp8ish'], None, 'Precision'),
     'a folder that a shell would find': ('train', [*RUN, 'trainer.save_folder=~/x'], None, '`trainer.save_folder`'),
     'an activation that is not there': (
         'train',
