@@ -110,7 +110,8 @@ def microbatch_rows(rounds: int) -> list[Row]:
     for name, depths in LAYERS.items():
         for num_layers in depths:
             model = new_model(Sizes(model=name, layers=num_layers))
-            rows.append({'model': name, 'layers': num_layers, **time_microbatch(model, rounds)})
+            seconds = time_microbatch(model, rounds)
+            rows.append({'model': name, 'layers': num_layers, **seconds, 'machine': machine()})
     return rows
 
 
@@ -284,7 +285,6 @@ def main() -> None:
         results = json.loads(path.read_text())
         results['microbatches'] = microbatch_rows(arguments.rounds)
         results['work'] = work_rows()
-        results['machine'] = [machine()]
         write_rows(path, results)
     results = json.loads(path.read_text())
     print(speed_table(results))
