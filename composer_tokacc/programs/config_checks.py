@@ -235,15 +235,26 @@ RESULT_FILES = ('metrics.jsonl', 'answers.jsonl', 'result.json', 'report.html')
 
 
 def check_folders(config: TrainConfig) -> None:
-    """Refuses folders that would not be the ones meant, or whose files would be waited for. Others fail when opened."""
-    report_folder, save_folder = config.report['folder'], config.trainer.get('save_folder')
-    local_folder('report.folder', report_folder)
-    if config.loader.lengths_folder is not None:
-        local_folder('loader.lengths_folder', config.loader.lengths_folder)
-    if save_folder is not None and '://' not in save_folder:  # Composer also writes to object stores
-        local_folder('trainer.save_folder', save_folder)
+    """Refuses folders that cannot be made, or that are not the ones meant, before anything is read."""
     run_name = str(config.trainer.get('run_name'))
-    check_regular_files('report.folder', Path(report_folder.replace('{run_name}', run_name)), RESULT_FILES)
+    folders = {'report.folder': config.report['folder'], 'loader.lengths_folder': config.loader.lengths_folder}
+    save_folder = config.trainer.get('save_folder')
+    if save_folder is not None and '://' not in save_folder:  # Composer also writes to object stores
+        folders['trainer.save_folder'] = save_folder
+    for path, folder in folders.items():
+        if folder is not None:
+            _check_can_be_made(path, local_folder(path, folder.replace('{run_name}', run_name)))
+    report_folder = Path(config.report['folder'].replace('{run_name}', run_name))
+    check_regular_files('report.folder', report_folder, RESULT_FILES)
+
+
+def _check_can_be_made(path: str, folder: Path) -> None:
+    """Makes nothing, because a dry run writes nothing."""
+    existing = folder
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise ConfigError(path, f'must be a folder that can be made, got: {folder}, as {existing} is not writable')
 
 
 def check_regular_files(path: str, folder: Path, names: tuple[str, ...]) -> None:
