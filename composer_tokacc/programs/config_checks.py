@@ -251,8 +251,11 @@ def check_folders(config: TrainConfig) -> None:
 def _check_can_be_made(path: str, folder: Path) -> None:
     """Makes nothing, because a dry run writes nothing."""
     existing = folder
-    while not existing.exists():
-        existing = existing.parent
+    try:
+        while not existing.exists():
+            existing = existing.parent
+    except OSError as error:
+        raise ConfigError(path, f'must be a folder that can be made, got: {folder} ({error.strerror})') from error
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise ConfigError(path, f'must be a folder that can be made, got: {folder}, as {existing} is not writable')
 

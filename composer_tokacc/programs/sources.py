@@ -42,7 +42,7 @@ from composer_tokacc.data import (
 from composer_tokacc.data_spec import token_data_spec
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.planning import CostModel, token_budget
-from composer_tokacc.programs.errors import ConfigError, building, unknown_name
+from composer_tokacc.programs.errors import ConfigError, PartError, building, unknown_name
 from composer_tokacc.programs.host_types import Processor, Section
 from composer_tokacc.programs.models import read_config
 from composer_tokacc.programs.registry import import_by_name
@@ -147,8 +147,11 @@ class Source(ABC):
     def _pretrained_processor(self, pretrained: str, arguments: Section) -> Any:
         # Without trust_remote_code Transformers would ask on the terminal, once for each class.
         load = partial(AutoProcessor.from_pretrained, pretrained, trust_remote_code=False)
-        with building('model.pretrained'):
+        try:
             ask_hub(pretrained, 'model')
+        except OSError as error:
+            raise PartError('model.pretrained', str(error)) from error
+        with building('model.pretrained'):
             processor = load()
         if not arguments:
             return processor
