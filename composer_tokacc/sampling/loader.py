@@ -163,7 +163,7 @@ class RegroupingDataLoader(DataLoader):
         self._generator.manual_seed(int(seeds[0]))
         # Persistent workers serve one iterator. A look (`next(iter(loader))`) would take them away from the one that is
         # under way.
-        needs_own_workers = self.persistent_workers and bool(self._passes)
+        needs_own_workers = self.persistent_workers and self._passes.are_under_way
         with separate_iterator(self) if needs_own_workers else nullcontext():
             return super().__iter__()
 

@@ -31,8 +31,9 @@ class Passes:
         self._furthest_done: Pass | None = None
         """The furthest one that has ended or was given up."""
 
-    def __bool__(self) -> bool:
-        """Whether an iterator is under way."""
+    @property
+    def are_under_way(self) -> bool:
+        """Whether an iterator is under way: begun, and neither ended nor given up."""
         return bool(self._under_way)
 
     def begin(

@@ -155,7 +155,7 @@ def _planned(
     num_ranks: int,
     options: CutOptions,
 ) -> list[list[_ComputedMicrobatch]]:
-    """Returns the microbatches of each rank that gets any, as the sampler plans them."""
+    """Returns the microbatches of each rank, as the sampler plans them."""
     patches = None
     if table.vision_patches is not None:
         patches = table.vision_patches[batch]
@@ -168,8 +168,7 @@ def _planned(
         for planned in planned_rank:
             samples = batch[list(planned.indices)]
             microbatches.append(_ComputedMicrobatch([planned.width] * len(samples), samples))
-        if microbatches:
-            ranks.append(microbatches)
+        ranks.append(microbatches)
     return ranks
 
 

@@ -173,7 +173,7 @@ class TracedStep:
         autocast_of_gpu = CudaAutocast() if self._on_gpu else nullcontext()
         # Also around the backward pass, where checkpointing computes again under the autocast of the forward pass.
         with self._tracked(), autocast_of_gpu:
-            # As in Composer, whose `state.outputs` holds the logits of the previous microbatch until the new ones exist.
+            # As in Composer, whose `state.outputs` holds the logits of the last microbatch until the new ones exist.
             previous = None
             if self._logits_dtype is not None:
                 with self._mode:
