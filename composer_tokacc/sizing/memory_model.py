@@ -53,11 +53,11 @@ class StaticBytes:
         gradients: Gradients of the parameters that are trained.
         optimizer: States of the optimizer.
         optimizer_step: Temporary tensors of the optimizer's step, when no activation is held.
-        block: Weights in the largest transformer block (their number, as in the next three). FSDP gathers a block at
-            once.
-        outside: Weights outside of all blocks (embeddings, head). FSDP gathers them and keeps them for the step.
-        trained_block: Trained weights of the block that has most of them.
-        trained_outside: Trained weights outside of all blocks.
+        block: Number of weights in the largest transformer block. FSDP gathers a block at once.
+        outside: Number of weights outside of all blocks (embeddings, head). FSDP gathers them and keeps them for the
+            step.
+        trained_block: Number of trained weights in the block that has most of them.
+        trained_outside: Number of trained weights outside of all blocks.
         compute_bytes: Bytes of one weight in the precision of the forward pass.
     """
 
