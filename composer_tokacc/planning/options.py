@@ -36,7 +36,7 @@ class CostModel:
         vision_per_image: Cost of the vision encoder that does not depend on the patches of an image.
         vision_per_patch: Cost of each patch.
         vision_per_square: Cost of the patches squared: attention over the whole image.
-        launch: Cost of starting a microbatch, whatever is in it. Zero would make microbatches of one row free.
+        launch: Cost of starting a microbatch of any size. Zero would make microbatches of one row free.
         document: Cost of starting attention for one document of a packed row.
         seconds_per_token: Seconds of one unit, if the model was fitted to measured times. Plans do not use it.
 
@@ -167,7 +167,7 @@ class CutOptions:
             ``slot_tokens`` (plus the labels of a decoder) times the microbatch size.
         slot_tokens: Width of a slot; None: the width of each device batch.
         max_image_tokens: Image budget of a microbatch; None: no cap.
-        max_loss_tokens: Most loss tokens of a microbatch, for whose positions logits are computed; None: no cap.
+        max_loss_tokens: Most loss tokens of a microbatch, a cap on logits that are computed only at labels; None: no cap.
         width_multiple: Widths are rounded up to a multiple of this.
         cost: Cost model of a microbatch.
         regroup: Whether rows are sorted by length, or keep their order.

@@ -47,7 +47,7 @@ class Microbatch(NamedTuple):
     cost: float
     """Modelled cost, the fixed cost included."""
     filled: bool = False
-    """True for a dummy: a copy of a sample that weighs nothing, added where a rank would have too few microbatches."""
+    """True for a dummy: a copy of a sample that weighs nothing, added if a rank would have too few microbatches."""
 
     @property
     def num_tokens(self) -> int:
@@ -312,7 +312,7 @@ class _CutSearch:
             self._costs_to_equalize = [(rows.row_costs, zeros), (zeros[1:], rows.vision)]
         self._padded = LeastPaddedCuts(rows, TOLERANCE)
         self._costs_alone = rows.row_costs + np.diff(rows.vision) + cost.launch
-        """Cost of each row as a microbatch of its own, float64 (n,)."""
+        """Cost of a microbatch of each row alone, float64 (n,)."""
         self._cheapest = int(np.argmin(self._costs_alone))
         """The row that dummies copy."""
 
@@ -389,7 +389,7 @@ class _CutSearch:
                 count = max(next_count, count * growth)
 
     def _counts_near_best(self, cuts: list[_Cut]) -> list[int]:
-        """Returns untried numbers of microbatches between that of the best cut and its neighbours."""
+        """Returns untried numbers of microbatches between the best number and its tried neighbours."""
         tried = sorted({len(cut.costs) for cut in cuts})
         best = len(min(cuts, key=_TIME).costs)
         place = tried.index(best)

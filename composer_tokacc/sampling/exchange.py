@@ -88,7 +88,7 @@ class ExchangingDataLoader(DataLoader):
         generator = torch.Generator()
         generator.manual_seed(torch.initial_seed() + get_global_rank())
         kwargs.setdefault('generator', generator)
-        # A worker sends each tensor through a file of its own. There are many samples, so they are sent as one tensor.
+        # A worker sends each tensor through a separate file. There are many samples, so they are sent as one tensor.
         pack: Callable[[list[Any]], Any] = list
         if kwargs.get('num_workers'):
             pack = to_bytes

@@ -144,7 +144,7 @@ class GlobalBatches:
     Args:
         lengths: Tokens of each sample, int64 (n,).
         samples: Samples of a global batch, or their schedule. None: `tokens` decides.
-        tokens: Tokens of a global batch, at least those of the longest sample; see :func:`cut_by_tokens`.
+        tokens: Tokens of a global batch, at least as many as the longest sample has; see :func:`cut_by_tokens`.
         seed: Seed of the order. None: samples keep the order of the dataset.
         drop_last: Whether samples that do not fill the last global batch of an epoch are left out.
         mixture: Shares of several datasets.
@@ -295,7 +295,7 @@ def cut_by_tokens(
 
     Global batch ``b`` takes samples until the next one would lift the tokens of the epoch above ``(b + 1) * tokens``.
     So a step differs from `tokens` by less than the longest sample, and the steps together stay within one sample of
-    ``(b + 1) * tokens``: the next step gets what one step lacks. The number of global batches is
+    ``(b + 1) * tokens``: tokens that one step lacks go to the next. The number of global batches is
     ``ceil(sum / tokens)``, or ``floor(sum / tokens)`` with `drop_last`, for every order of the samples. So all epochs
     have equally many steps, which trainers expect. The usual rule counts each global batch from zero. It keeps no such
     bound, and the number of its global batches depends on the order.

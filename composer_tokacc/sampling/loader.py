@@ -230,7 +230,7 @@ def _unchanged(batch: PreSplitBatch) -> PreSplitBatch:
 class _Parcel:
     """A batch on its way from torch to this loader.
 
-    Torch calls `pin_memory` only of objects that are no mappings. A batch is one, and torch would pin its entries.
+    A PreSplitBatch is a mapping. Torch would pin its entries, and not call its `pin_memory`.
     """
 
     def __init__(self, batch: PreSplitBatch) -> None:

@@ -192,7 +192,7 @@ class _Stream:
         passes, starts = np.unique(items // size, return_index=True)
         items_of_passes = np.split(items, starts[1:])
         pieces = []
-        # Not strict: without items there is no pass, but `np.split` returns one empty part.
+        # Not strict: without items no pass is read, but `np.split` returns one empty part.
         for number, places in zip(passes.tolist(), items_of_passes, strict=False):
             # Every pass has another seed.
             seeds = np.random.SeedSequence([*entropy, number]).generate_state(1)

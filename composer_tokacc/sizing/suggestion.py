@@ -93,11 +93,11 @@ class Capacity:
         return self.memory.terms(self.worst_shape(tokens), num_ranks=self.num_ranks)
 
     def max_tokens(self) -> int:
-        """Returns the most positions with which the worst microbatch fits; 0 if not even one fits."""
+        """Returns the most positions at which the worst microbatch still fits; 0 if not even one fits."""
         return _largest(lambda tokens: self.peak(tokens) <= self.limit)
 
     def fitting_image_tokens(self, tokens: int) -> int:
-        """Returns the most image tokens with which the worst microbatch of this many positions fits."""
+        """Returns the most image tokens at which a microbatch with this many positions still fits."""
         return min(_largest(lambda image_tokens: self.peak(tokens, image_tokens) <= self.limit), tokens)
 
     def of_stock_composer(self) -> Capacity:

@@ -369,7 +369,7 @@ def count_flops(
     """Counts the matrix products of four to six microbatches without computing them; see :func:`.calibrate_fake`.
 
     Build the model with eager attention, whose products can be seen, and without activation checkpointing, whose
-    second forward is no useful work.
+    second forward is not useful work.
     """
     batches = probe_batches(BatchLayout.for_model(config), samples, width)
     step = TracedStep(build, batches[0], on_gpu=False)
