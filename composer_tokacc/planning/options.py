@@ -167,7 +167,7 @@ class CutOptions:
             ``slot_tokens`` (plus the labels of a decoder) times the microbatch size.
         slot_tokens: Width of a slot; None: the width of each device batch.
         max_image_tokens: Image budget of a microbatch; None: no cap.
-        max_loss_tokens: Most loss tokens of a microbatch, a cap on logits that are computed only at labels; None: no cap.
+        max_loss_tokens: Most loss tokens of a microbatch. It caps logits that are computed at labels. None: no cap.
         width_multiple: Widths are rounded up to a multiple of this.
         cost: Cost model of a microbatch.
         regroup: Whether rows are sorted by length, or keep their order.
