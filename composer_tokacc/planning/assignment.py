@@ -28,15 +28,15 @@ def assign_longest_first(
     """Gives the costliest remaining microbatch to the least loaded rank (Graham 1969), in O(K log K)."""
     ranks = np.zeros(len(costs), dtype=np.int64)
     heap = [(0.0, rank) for rank in range(num_ranks)]  # ties go to the lower rank
-    slowest = 0.0
+    greatest_load = 0.0
     for k in np.argsort(-costs, kind='mergesort'):
         # So far: all costlier microbatches are placed, and the top of the heap is the least loaded rank.
         load, rank = heap[0]
         load += float(costs[k])
         ranks[k] = rank
-        slowest = max(slowest, load)
+        greatest_load = max(greatest_load, load)
         heapq.heapreplace(heap, (load, rank))
-    return ranks, slowest
+    return ranks, greatest_load
 
 
 @compiled
@@ -47,8 +47,9 @@ def rebalance(
 ) -> tuple[np.ndarray, float]:
     """Swaps a microbatch of the slowest rank for a cheaper one elsewhere, or gives it away, as long as that helps.
 
-    Every round takes the exchange after which the slower of the two ranks is fastest, so the slowest rank never becomes
-    slower. Rounds are limited to four a rank. Every rank has at least one microbatch, before and after.
+    An exchange changes two ranks. Every round takes the exchange after which the slower of these two is fastest, so the
+    slowest rank never becomes slower. There are at most four rounds a rank. Every rank has at least one microbatch,
+    before and after.
     """
     ranks = ranks.copy()
     loads = np.zeros(num_ranks)
@@ -58,11 +59,11 @@ def rebalance(
         loads[ranks[k]] += costs[k]
         counts[ranks[k]] += 1
         total += costs[k]
-    enough = total / num_ranks * (1.0 + CLOSE_ENOUGH)
+    close_to_mean = total / num_ranks * (1.0 + CLOSE_ENOUGH)
     for _ in range(4 * num_ranks):
         # So far: loads and counts agree with ranks, and no rank is slower than the slowest one was at the start.
         slowest = np.argmax(loads)
-        if loads[slowest] <= enough:
+        if loads[slowest] <= close_to_mean:
             break
         outgoing, incoming, target = _best_exchange(costs, ranks, loads, slowest, counts[slowest] > 1)
         if outgoing < 0:
@@ -86,10 +87,13 @@ def _best_exchange(
     ranks: np.ndarray,
     loads: np.ndarray,
     slowest: int | np.intp,
-    may_move: bool | np.bool_,
+    may_give_away: bool | np.bool_,
 ) -> tuple[int, int, int | np.intp]:
-    """Returns the microbatch to give, the one to take (-1: none) and the other rank; all -1 if nothing helps."""
-    best = loads[slowest] * (1.0 - 1e-9)
+    """Returns the microbatch that the slowest rank gives, the one that it gets, and the other rank.
+
+    The second is -1 if it gets none. All are -1 if no exchange helps.
+    """
+    best = loads[slowest] * (1.0 - 1e-9)  # a gain that is only rounding does not count
     outgoing = -1
     incoming = -1
     target = -1
@@ -109,9 +113,9 @@ def _best_exchange(
                 outgoing = k
                 incoming = other
                 target = rank
-        # Given away without return, to the least loaded rank.
+        # Given to the least loaded rank, for nothing.
         slower = max(loads[slowest] - costs[k], loads[idlest] + costs[k])
-        if may_move and slower < best:
+        if may_give_away and slower < best:
             best = slower
             outgoing = k
             incoming = -1
@@ -128,11 +132,15 @@ def best_slot_order(
     """Returns the cost, (K,), by which sorted microbatches make the fastest step slots, and the time of all slots.
 
     Ranks that gather each layer's weights together wait at the end of the vision encoder, and again at the end of the
-    microbatch. So a slot takes the time of its slowest encoder and of its slowest rest: ``vision`` is the cost of each
-    microbatch in the encoder, ``text`` all other cost, float64 (K,). Without images sorting by cost is optimal: in any
-    slots, the k-th costliest of their slowest microbatches is at least the one in place k * num_ranks of all
-    microbatches sorted by cost. With images all three orders are tried, by text, by vision and by their sum. If all
-    images are equal the text is best, and vice versa.
+    microbatch. So a slot takes the time of its slowest encoder plus that of its slowest rest: ``vision`` is the cost of
+    each microbatch in the encoder, ``text`` all other cost, float64 (K,).
+
+    Without images, sorting by cost is optimal. Take any slots, the slowest first. The first k of them hold
+    k * num_ranks microbatches, so at least one of the k * num_ranks + 1 costliest is in a later slot. So the next slot
+    costs at least as much as place k * num_ranks of all microbatches sorted by cost. Sorted slots cost just that.
+
+    With images three orders are tried: by text, by vision and by their sum. By text is best if all images are equal,
+    and by vision if all texts are.
     """
     best = text
     least = _slots_time(text, text, vision, num_ranks)
@@ -152,7 +160,7 @@ def _slots_time(
     vision: np.ndarray,
     num_ranks: int,
 ) -> float:
-    """Returns the time of the slots that microbatches in order of one cost make."""
+    """Returns the time of all slots if microbatches are sorted by one cost, the greatest first."""
     order = np.argsort(-order_by, kind='mergesort')
     time = 0.0
     # Every slot takes the next `num_ranks` microbatches, one a rank.
@@ -167,11 +175,11 @@ def _slots_time(
 
 
 def assign_slots(costs: np.ndarray, num_ranks: int) -> np.ndarray:
-    """Assigns microbatches of similar cost to a slot, in snake order, so that the sums of the ranks stay close, too.
+    """Returns ranks so that microbatches of similar cost share a slot, and the loads of the ranks stay close, too.
 
     K is a multiple of `num_ranks`. The k-th costliest microbatches of all ranks are a slot.
     """
-    # Ranks 0, 1, 2, 2, 1, 0, 0, ...: the rank with the costliest of one slot gets the cheapest of the next.
+    # In snake order (0, 1, 2, 2, 1, 0, 0, ...) the rank with the costliest of one slot gets the cheapest of the next.
     slot, place = np.divmod(np.arange(len(costs)), num_ranks)
     snake = np.where(slot % 2 == 0, place, num_ranks - 1 - place)
     ranks = np.empty(len(costs), dtype=np.int64)

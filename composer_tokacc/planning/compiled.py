@@ -21,21 +21,22 @@ Function = TypeVar('Function', bound=Callable[..., Any])
 def compiled(function: Function) -> Function:
     """Compiles a function of numpy arrays on its first call. Keeps the machine code on disk if that is possible.
 
-    Without numba, which a loop without Composer may lack, the function stays as it is. Plans are the same, and take
-    10 ms for 64 samples on 2 ranks, 0.2 s for 512 on 8, instead of 1 ms.
+    Without numba the function stays as it is, so that the planner can be used without it. Plans are then the same, but
+    take 10 ms for 64 samples on 2 ranks and 0.2 s for 512 on 8, instead of 1 ms.
     """
     if njit is None:
         return function
     dispatcher: Any = njit(function)
-    # As `cache=True` does, but with our class. numba raises RuntimeError if neither the folder of the package nor the
-    # user's cache folder can be written. Then there is no cache. `_cache` is private: tests/test_compat.py checks it.
+    # As `njit(cache=True)` does, but with our class. numba raises RuntimeError if neither the folder of the package nor
+    # the user's cache folder can be written. Then there is no cache. `_cache` is private: tests/test_compat.py checks
+    # it.
     with suppress(RuntimeError):
         dispatcher._cache = _ForgivingCache(function)
     return cast(Function, dispatcher)
 
 
 class _ForgivingCache(FunctionCache):  # pyright: ignore[reportGeneralTypeIssues]
-    """A cache that ends no run. After a damaged file or a full disk the function is compiled again."""
+    """A cache whose errors stop no run. If a file is damaged or the disk is full, the function is compiled again."""
 
     def load_overload(self, *arguments: Any) -> Any:
         """Returns the machine code on disk, or None."""
@@ -45,5 +46,5 @@ class _ForgivingCache(FunctionCache):  # pyright: ignore[reportGeneralTypeIssues
 
     def save_overload(self, *arguments: Any) -> None:
         """Writes the machine code if that is possible."""
-        with suppress(Exception):  # reads the index before, which may be damaged, too
+        with suppress(Exception):  # numba reads the index first, which may be damaged, too
             super().save_overload(*arguments)

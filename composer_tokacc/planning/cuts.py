@@ -115,8 +115,8 @@ def _pack(rows: Rows) -> list[list[int]]:
 
 def _first_with_room(room: list[np.ndarray], size: np.ndarray) -> int | None:
     """Returns the first group that has room for a row in each size."""
-    for group, left in enumerate(room):
-        if (size <= left).all():
+    for group, room_of_group in enumerate(room):
+        if (size <= room_of_group).all():
             return group
     return None
 
@@ -272,9 +272,9 @@ def _splice(
 ) -> np.ndarray:
     """Follows `few`, then changes over to `many` inside one microbatch of `few`, for `count` microbatches in all.
 
-    If both cuts are best at the same price, so is the result: it and the splice the other way round together cost no
-    more than the two cuts (exchange argument on a Monge cost). The microbatch of the change lies inside one of `few`,
-    so it keeps the caps.
+    If both cuts are best at the same price, so is the result. The reason: this splice and the one from `many` to `few`
+    together cost no more than the two cuts (exchange argument on a Monge cost). The microbatch of the change lies
+    inside one of `few`, so it keeps the caps.
     """
     # With t microbatches of `few` first, `many` still has to make count - t, which start at place t + shift.
     shift = len(many) - 1 - count
@@ -295,9 +295,10 @@ def fill(
     reach: np.ndarray,
     limit: float,
 ) -> np.ndarray:
-    """Fills one microbatch of sorted rows after the other, up to caps and limit. No cut under both has fewer.
+    """Fills one microbatch of sorted rows after the other, up to the caps and the limit.
 
-    A microbatch of two or more rows may cost at most the limit, without its fixed cost.
+    A microbatch of two or more rows costs at most the limit, without its fixed cost. No cut that keeps the caps and the
+    limit has fewer microbatches.
     """
     n = len(row_costs)
     bounds = np.zeros(n + 1, dtype=np.int64)
@@ -333,18 +334,19 @@ def equal_cost_cut(
 
     ``count`` is at least the number of :func:`fill` without a limit.
     """
-    # Added up in the order of `fill`. With other rounding the costliest microbatch could exceed its own cost as limit.
+    # Both limits are added up in the order of `fill`. With other rounding, a microbatch could cost more there than the
+    # limit that was computed from it.
     cost_of_each_row = row_costs + (vision[1:] - vision[:-1])
     low = cost_of_each_row.max()
     most_rows = reach - np.arange(len(reach))
     cost_of_most_rows = most_rows * row_costs + (vision[reach] - vision[:-1])
     high = cost_of_most_rows.max()
-    # No limit below the costliest row does better than that row's own cost.
+    # The costliest row cannot be cut, so no lower limit does better than its own cost.
     bounds = fill(row_costs, vision, reach, low)
     if len(bounds) - 1 <= count:
         return bounds
-    # A single row cannot be cut, so more microbatches help only above it: bisection between the two limits.
-    # Now `low` is too low, and `high`, the costliest microbatch that the caps allow, is high enough.
+    # Bisection: `low` needs more than `count` microbatches. `high` does not, because no microbatch that the caps allow
+    # costs more.
     while high - low > PRECISION * high:
         middle = 0.5 * (low + high)
         if len(fill(row_costs, vision, reach, middle)) - 1 <= count:
@@ -363,15 +365,15 @@ def split_largest(
     """Splits the largest microbatch of sorted rows, halfway down its rows, until there are ``count``, or one row each.
 
     Returns:
-        Bounds of ``min(count, n)`` microbatches, or of the K that there are if that is more. The given bounds are among
-        them.
+        Bounds of ``min(count, n)`` microbatches, or the given bounds if these are of more. The given bounds are always
+        among them.
     """
-    # Negative size, start and end. The first entry only tells numba the types.
+    # Each entry is minus the size of a microbatch, its start and its end. The first one only tells numba the types.
     heap = [(0.0, 0, 0)]
     heap.pop()
     for k in range(len(bounds) - 1):
         heapq.heappush(heap, _by_size(row_costs, bounds[k], bounds[k + 1]))
-    # The largest is at the top. A microbatch of one row is above zero: at the top there is nothing left to split.
+    # The largest is at the top. Single rows have a positive entry, so once one is at the top nothing is left to split.
     while len(heap) < count and heap[0][0] < 0.0:
         start, end = heap[0][1], heap[0][2]
         middle = (start + end) // 2  # the shorter half holds the longer rows
@@ -389,7 +391,7 @@ def _by_size(
     start: int,
     end: int,
 ) -> tuple[float, int, int]:
-    """Entry of a heap whose top is the largest microbatch that can be split."""
+    """Returns the entry of a microbatch in a heap whose top is the largest one that can be split."""
     num_rows = end - start
     if num_rows == 1:
         return (1.0, start, end)

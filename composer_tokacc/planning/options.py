@@ -20,7 +20,7 @@ Table = Sequence[float] | np.ndarray
 
 CAPPED_SIZES = {'image_tokens': 'max_image_tokens', 'loss_tokens': 'max_loss_tokens'}
 """Sizes of a sample whose sum over a microbatch has a hard cap, and the option of :class:`CutOptions` that sets it.
-Another cap of this kind is one entry here, one field there and one argument of those who know the sizes."""
+To add such a cap, add an entry here, a field there, and an argument to the functions that are given the sizes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class CostModel:
         vision_per_image: Cost of the vision encoder that does not depend on the patches of an image.
         vision_per_patch: Cost of each patch.
         vision_per_square: Cost of the patches squared: attention over the whole image.
-        launch: Cost of starting a microbatch, whatever is in it. Zero would make microbatches of one row free.
+        launch: Cost of starting a microbatch of any size. Zero would make microbatches of one row free.
         document: Cost of starting attention for one document of a packed row.
         seconds_per_token: Seconds of one unit, if the model was fitted to measured times. Plans do not use it.
 
@@ -77,7 +77,8 @@ class CostModel:
 
         Args:
             image_tokens: Image tokens of each sample, (n,).
-            patches: Patches that the encoder computes for it, (n,), as if they were one image; None if unknown.
+            patches: Patches that the encoder computes for each sample, (n,); None if unknown. All patches of a sample
+                are priced as one image.
 
         Example:
             >>> CostModel(vision_per_image=5.0, vision_per_patch=0.1).vision(np.array([64, 0]), np.array([256, 0]))
@@ -102,7 +103,7 @@ def token_budget(microbatch_size: float, slot_tokens: int) -> int:
 
 
 def mean_samples(lengths: np.ndarray, tokens: int) -> int:
-    """Returns how many samples of mean length have this number of tokens, rounded up."""
+    """Returns how many samples of mean length hold this number of tokens together, rounded up."""
     return -(-len(lengths) * tokens // int(lengths.sum()))
 
 
@@ -113,7 +114,7 @@ def check_count(name: str, value: Any) -> None:
 
 
 def _is_integer(value: Any) -> bool:
-    """Returns whether a value is an integer of Python or numpy. True and False are none."""
+    """Returns whether a value is an integer of Python or numpy. True and False do not count."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
@@ -145,7 +146,7 @@ def check_choice(
 
 
 def check_state(state: Any, keys: set[str], *, counts: Sequence[str] = ()) -> None:
-    """Raises ValueError unless a state to load has these keys, and integers from 0 under those of ``counts``."""
+    """Raises ValueError unless a state to load has these keys, and integers from 0 under the keys in ``counts``."""
     is_good = isinstance(state, Mapping) and keys <= state.keys()
     for name in counts:
         is_good = is_good and _is_integer(state[name]) and state[name] >= 0
@@ -166,7 +167,7 @@ class CutOptions:
             ``slot_tokens`` (plus the labels of a decoder) times the microbatch size.
         slot_tokens: Width of a slot; None: the width of each device batch.
         max_image_tokens: Image budget of a microbatch; None: no cap.
-        max_loss_tokens: Most loss tokens of a microbatch, for whose positions logits are computed; None: no cap.
+        max_loss_tokens: Most loss tokens of a microbatch. It caps logits that are computed at labels. None: no cap.
         width_multiple: Widths are rounded up to a multiple of this.
         cost: Cost model of a microbatch.
         regroup: Whether rows are sorted by length, or keep their order.

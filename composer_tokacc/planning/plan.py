@@ -22,22 +22,23 @@ from composer_tokacc.planning.rows import OrderedRows, Rows
 # Chosen on 460 plans for each objective: 16 to 2,048 samples of AI2D, ChartQA, DocVQA and of lognormal length, 2 to 64
 # ranks, memory of 1 to 8 rows. Other values are given with the modelled time of a step, relative to the chosen value.
 STEPS = 8
-"""Numbers of microbatches tried between the fewest and one a sample. 4: 0.05 % slower in the mean, 3.6 % at worst; 12:
-as fast to 0.1 %."""
+"""How many numbers of microbatches are tried between the fewest and one a sample. 4: 0.05 % slower in the mean, 3.6 %
+at worst; 12: as fast to 0.1 %."""
 NEAR = 4
-"""Numbers tried on each side of the best of those, in slots. 2: 0.6 % slower at worst; none: 1.7 %."""
+"""With step slots: how many further numbers are tried on each side of the best one. 2: 0.6 % slower at worst; none:
+1.7 %."""
 TOLERANCE = 0.001
 """Relative excess of padded cost that is accepted of a cut. 0.01: 0.1 % slower under ``'ddp'``; 0: as fast to 0.02 %,
 for more trials."""
 PROMISING = 8
-"""Cuts that are rebalanced, of those that were assigned longest first. 4: 0.08 % slower; 1: 0.3 %, 4.7 % at worst;
+"""How many of the best cuts, assigned longest first, are also rebalanced. 4: 0.08 % slower; 1: 0.3 %, 4.7 % at worst;
 16: 0.02 % faster, and the time of the plan grows."""
 
 _TIME = attrgetter('time')
 
 
 class Microbatch(NamedTuple):
-    """Rows that go through the model together (a tuple, because a plan makes hundreds of them a step)."""
+    """Rows that go through the model together. A tuple, which is fast to make: a plan makes hundreds of them a step."""
 
     indices: tuple[int, ...]
     """Which samples of ``lengths``, ascending."""
@@ -46,7 +47,7 @@ class Microbatch(NamedTuple):
     cost: float
     """Modelled cost, the fixed cost included."""
     filled: bool = False
-    """True for a dummy: a copy of a sample that weighs nothing, added where a rank would have too few microbatches."""
+    """True for a dummy: a copy of a sample that weighs nothing, added if a rank would have too few microbatches."""
 
     @property
     def num_tokens(self) -> int:
@@ -86,7 +87,7 @@ class MicrobatchPlan:
     """The microbatches of each rank in one global batch."""
 
     ranks: tuple[tuple[Microbatch, ...], ...]
-    """Microbatches of each rank, costliest first; for ``'fsdp'`` the k-th of all ranks run side by side."""
+    """Microbatches of each rank, costliest first; for ``'fsdp'`` the k-th of all ranks run at the same time."""
     _rows: Rows = field(repr=False, compare=False)
 
     @cached_property
@@ -115,11 +116,8 @@ class MicrobatchPlan:
             filled=sum(microbatch.filled for microbatch in microbatches),
         )
 
-    def _phases(
-        self,
-        rank: Sequence[Microbatch],
-    ) -> list[tuple[float, float]]:
-        """Returns the cost of each microbatch of a rank in the vision encoder, and all other cost."""
+    def _phases(self, rank: Sequence[Microbatch]) -> list[tuple[float, float]]:
+        """Returns two costs of each microbatch of a rank: in the vision encoder, and all other cost."""
         phases = []
         for microbatch in rank:
             vision = float(self._rows.vision_cost[list(microbatch.indices)].sum())
@@ -131,7 +129,7 @@ def time_in_slots(costs: Sequence[Sequence[tuple[float, float]]]) -> float:
     """Returns the time of ranks that wait in each step slot, for the slowest vision encoder and for the slowest rest.
 
     Args:
-        costs: For each rank the two costs of each of its microbatches.
+        costs: For each rank the two costs of each of its microbatches: in the vision encoder, and all other cost.
     """
     time = 0.0
     for slot in zip_longest(*costs, fillvalue=(0.0, 0.0)):
@@ -167,7 +165,7 @@ def plan_microbatches(
         num_ranks: Number of ranks.
         max_tokens: Token budget of a microbatch, padding included.
         image_tokens: Image tokens of each sample, (n,). With ``'fsdp'`` samples with and without images then never run
-            side by side, because a rank that leaves the vision encoder unused hangs the others.
+            at the same time, because a rank that leaves the vision encoder unused hangs the others.
         loss_tokens: Loss tokens of each sample, (n,).
         vision_cost: Cost of each sample in the vision encoder, (n,), in the unit of :class:`.CostModel`, if image
             tokens do not tell it; see :meth:`.CostModel.vision`. Default: the cost of ``image_tokens``.
@@ -228,9 +226,9 @@ def plan_rows(
     for members in groups:
         search = _CutSearch(rows.by_length(members), num_ranks, options.cost, in_slots)
         ranks_of_groups.append(search.ranks())
-    ranks: Iterable[Sequence[Microbatch]] = ranks_of_groups[0]
+    ranks: Iterable[Sequence[Microbatch]] = ranks_of_groups[0]  # without slots there is one group
     if in_slots:
-        # The slots of all groups in one order, the costliest first.
+        # The slots of all groups in one order, the costliest first. Then back from slots to ranks.
         slots: list[tuple[Microbatch, ...]] = []
         for ranks_of_group in ranks_of_groups:
             slots.extend(zip(*ranks_of_group, strict=True))
@@ -245,7 +243,8 @@ def _cost_of_slot(slot: Sequence[Microbatch]) -> float:
 
 def lower_bound(rows: Rows, num_ranks: int) -> float:
     """Returns the time that no plan can beat: ``max(sum cost / num_ranks, max cost)`` with zero padding."""
-    options, cost = rows.options, rows.options.cost
+    options = rows.options
+    cost = options.cost
     row_costs = cost.rows(rows.lengths) + rows.vision_cost
     # Each microbatch has a fixed cost. Any plan needs one microbatch a rank, and as many as fill the budgets.
     fewest = max(num_ranks, _fewest(rows.lengths, options.max_tokens))
@@ -257,7 +256,7 @@ def lower_bound(rows: Rows, num_ranks: int) -> float:
 
 
 def _fewest(sizes: np.ndarray, cap: int) -> int:
-    """Returns the fewest microbatches that hold all sizes: one for each over the cap, the others without a gap."""
+    """Returns the fewest microbatches that hold all sizes: one for each size over the cap, the others filled up."""
     is_over = sizes > cap
     num_over = int(is_over.sum())
     total_of_others = int(sizes[~is_over].sum())
@@ -265,7 +264,7 @@ def _fewest(sizes: np.ndarray, cap: int) -> int:
 
 
 class _Cut(NamedTuple):
-    """A cut of sorted rows, as judged by the objective."""
+    """A cut of sorted rows, with the time of a step under the objective."""
 
     time: float
     """Modelled time of the step."""
@@ -274,9 +273,9 @@ class _Cut(NamedTuple):
     costs: np.ndarray
     """Cost of each microbatch, and after them of the dummies, float64 (K + dummies,)."""
     order_by: np.ndarray
-    """The cost by which they are assigned, the greatest first, float64 (K + dummies,)."""
+    """The cost by which microbatches are assigned, the greatest first, float64 (K + dummies,)."""
     ranks: np.ndarray | None
-    """Rank of each of them, int64 (K + dummies,); None for step slots, which are assigned at the end."""
+    """Rank of each microbatch, int64 (K + dummies,); None for step slots, which are assigned at the end."""
 
 
 class _CutSearch:
@@ -306,24 +305,27 @@ class _CutSearch:
         self._fixed_cost = cost.launch
         self._in_slots = in_slots
         zeros = np.zeros_like(rows.vision)
-        self._equals = [(rows.row_costs, rows.vision)]
-        """Costs that a cut makes equal: of the rows, and in the vision encoder."""
+        self._costs_to_equalize = [(rows.row_costs, rows.vision)]
+        """Row costs and vision costs of each equal-cost cut that is tried, as for :func:`.equal_cost_cut`."""
         if in_slots and rows.vision[-1] > 0.0:
-            self._equals = [(rows.row_costs, zeros), (zeros[1:], rows.vision)]
+            # One cut ignores the vision encoder, the other one all other cost.
+            self._costs_to_equalize = [(rows.row_costs, zeros), (zeros[1:], rows.vision)]
         self._padded = LeastPaddedCuts(rows, TOLERANCE)
-        self._alone = rows.row_costs + np.diff(rows.vision) + cost.launch
-        self._cheapest = int(np.argmin(self._alone))
+        self._costs_alone = rows.row_costs + np.diff(rows.vision) + cost.launch
+        """Cost of a microbatch of each row alone, float64 (n,)."""
+        self._cheapest = int(np.argmin(self._costs_alone))
+        """The row that dummies copy."""
 
     def ranks(self) -> list[list[Microbatch]]:
         """Returns the microbatches of each rank under the best cut, costliest first."""
         best = self._best()
-        rank_of = best.ranks
-        if rank_of is None:
-            rank_of = assign_slots(best.order_by, self._num_ranks)
+        rank_of_microbatch = best.ranks
+        if rank_of_microbatch is None:
+            rank_of_microbatch = assign_slots(best.order_by, self._num_ranks)
         microbatches = self._microbatches(best)
         ranks: list[list[Microbatch]] = [[] for _ in range(self._num_ranks)]
         for k in np.argsort(-best.order_by, kind='stable').tolist():
-            ranks[rank_of[k]].append(microbatches[k])
+            ranks[rank_of_microbatch[k]].append(microbatches[k])
         return ranks
 
     def _microbatches(self, cut: _Cut) -> list[Microbatch]:
@@ -346,16 +348,16 @@ class _CutSearch:
         """Finds the cut of least modelled time."""
         cuts: list[_Cut] = []
         # Few microbatches pay few fixed costs and pad much, many the other way round: in between is the best count.
-        for count in self._counts():
-            cuts.extend(self._at(count))
-            # So far: all cuts of the counts tried. Fixed costs grow with the count, so the bound does, too: once it
+        for count in self._counts_to_try():
+            cuts.extend(self._cuts_into(count))
+            # So far: all cuts of the counts tried. Fixed costs grow with the count, and so does the least time. Once it
             # reaches the best time, no greater count can win.
             if self._least_time(count) >= min(cut.time for cut in cuts):
                 break
         if self._in_slots:
             # The time jumps from slot to slot, so the counts that were passed over near the best one matter.
-            for count in self._near(cuts):
-                cuts.extend(self._at(count))
+            for count in self._counts_near_best(cuts):
+                cuts.extend(self._cuts_into(count))
         cuts.sort(key=_TIME)
         if not self._in_slots:
             # The best cut assigned longest first is not always the best one rebalanced, but it is among the first.
@@ -365,11 +367,11 @@ class _CutSearch:
                 cuts[k] = cut._replace(ranks=ranks, time=time)
         return min(cuts[:PROMISING], key=_TIME)
 
-    def _counts(self) -> Iterator[int]:
+    def _counts_to_try(self) -> Iterator[int]:
         """Yields numbers of microbatches to try, rising: the fewest and the next two, then by steps that grow.
 
-        Close together at first, where one microbatch more or less changes the load of a rank most. Slots are full:
-        there the numbers are multiples of the number of ranks.
+        They are close together at first, where one microbatch more or less changes the load of a rank most. With step
+        slots they are multiples of the number of ranks, because every slot is full.
         """
         step = self._num_ranks if self._in_slots else 1
         fewest = -(-max(self._padded.fewest, self._num_ranks) // step)
@@ -386,8 +388,8 @@ class _CutSearch:
             else:
                 count = max(next_count, count * growth)
 
-    def _near(self, cuts: list[_Cut]) -> list[int]:
-        """Returns untried numbers of microbatches between that of the best cut and its neighbours."""
+    def _counts_near_best(self, cuts: list[_Cut]) -> list[int]:
+        """Returns untried numbers of microbatches between the best number and its tried neighbours."""
         tried = sorted({len(cut.costs) for cut in cuts})
         best = len(min(cuts, key=_TIME).costs)
         place = tried.index(best)
@@ -399,38 +401,34 @@ class _CutSearch:
         return [*fewer[:NEAR], *more[:NEAR]]
 
     def _least_time(self, count: int) -> float:
-        """Returns the time which no plan of ``count`` or more microbatches beats: no padding, perfect balance."""
+        """Returns a time that no plan of ``count`` or more microbatches beats: no padding, perfect balance."""
         fixed_costs_of_rows = len(self._rows) * self._fixed_cost
-        no_padding = float(self._alone.sum()) - fixed_costs_of_rows
-        return (no_padding + count * self._fixed_cost) / self._num_ranks
+        cost_without_padding = float(self._costs_alone.sum()) - fixed_costs_of_rows
+        return (cost_without_padding + count * self._fixed_cost) / self._num_ranks
 
-    def _at(self, count: int) -> list[_Cut]:
+    def _cuts_into(self, count: int) -> list[_Cut]:
         """Returns cuts into ``count`` microbatches: of least padded cost, and of most equal cost."""
         rows = self._rows
         if count > len(rows):
-            # Every row is a microbatch, and there are dummies beside them.
+            # Every row is a microbatch, and dummies are added.
             bounds_of_single_rows = np.arange(len(rows) + 1, dtype=np.int64)
-            return [self._judge(bounds_of_single_rows, count)]
+            return [self._timed(bounds_of_single_rows, count)]
         cuts = [self._padded.exactly(count)]
-        for row_costs, vision in self._equals:
+        for row_costs, vision in self._costs_to_equalize:
             equal = equal_cost_cut(row_costs, vision, rows.reach, count)
-            # Filled up to a limit, a cut may have fewer microbatches than asked for. Then the largest are split.
+            # The cut may have fewer microbatches than `count`. Then the largest are split.
             if len(equal) - 1 != count:
                 equal = split_largest(rows.row_costs, equal, count)
             cuts.append(equal)
-        return [self._judge(bounds, count) for bounds in cuts]
+        return [self._timed(bounds, count) for bounds in cuts]
 
-    def _judge(
-        self,
-        bounds: np.ndarray,
-        count: int,
-    ) -> _Cut:
+    def _timed(self, bounds: np.ndarray, count: int) -> _Cut:
         """Returns the cut with its modelled time. If it has fewer microbatches than `count`, dummies are added."""
         rows = self._rows
         num_dummies = count + 1 - len(bounds)
         costs = microbatch_costs(rows.row_costs, rows.vision, bounds, self._fixed_cost)
         # A dummy is the cheapest row again, without weight.
-        costs_of_dummies = np.full(num_dummies, self._alone[self._cheapest])
+        costs_of_dummies = np.full(num_dummies, self._costs_alone[self._cheapest])
         costs = np.concatenate([costs, costs_of_dummies])
         if self._in_slots:
             vision_of_dummies = np.full(num_dummies, np.diff(rows.vision)[self._cheapest])

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The rows of one plan: checked, and in an order, with the last row that a microbatch from each row can hold."""
+"""The rows of one plan: checked, and in the order in which they are cut, with the ends that the caps allow."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Rows:
     def in_order(self, order: np.ndarray) -> OrderedRows:
         """Returns the rows in the given order."""
         options = self.options
-        # Rounding stops at the collated width, and breaks no cap that the row itself keeps.
+        # Widths are not rounded up beyond the collated width, nor beyond the token budget.
         limit = min(options.max_tokens, self._max_width or options.max_tokens)
         widths = padded_widths(self.lengths[order], options.width_multiple, limit)
         sizes = self.capped_sizes[:, order]
@@ -111,7 +111,7 @@ def padded_widths(
     multiple: int,
     limit: int,
 ) -> np.ndarray:
-    """Returns lengths rounded up to a multiple, but not past a limit, int64 (n,)."""
+    """Returns lengths rounded up to a multiple, but not past a limit, int64 (n,). Lengths over the limit stay."""
     if multiple == 1:
         return lengths
     rounded_up = -(-lengths // multiple) * multiple
@@ -126,7 +126,7 @@ def checked_table(
     least: int = 0,
     dtype: type = np.int64,
 ) -> np.ndarray:
-    """Returns one number per sample, (n,), after a check that all are finite and at least so large."""
+    """Returns one number per sample, (n,). Raises ValueError unless all are finite and at least `least`."""
     try:
         table = np.asarray(values)
     except ValueError as error:  # ragged
@@ -137,10 +137,12 @@ def checked_table(
             f'{type(values).__name__}.'
         )
     if dtype is np.int64:
-        kinds, expected = 'iu', 'integers'
+        kinds = 'iu'
+        expected = 'integers'
         end = 2**31  # products of two must not overflow
     else:
-        kinds, expected = 'iuf', 'numbers'
+        kinds = 'iuf'
+        expected = 'numbers'
         end = np.inf
     if table.dtype.kind not in kinds:
         raise ValueError(f'`{name}` must be {expected}, got: {table.dtype}. Pass token counts.')
@@ -157,7 +159,7 @@ def checked_sizes(
     options: CutOptions,
     num_samples: int,
 ) -> dict[str, np.ndarray]:
-    """Returns the tables of :data:`CAPPED_SIZES` that are there, int64 (n,). One whose cap is set must be there."""
+    """Returns the given tables, int64 (n,), by name. Raises ValueError if the table of a cap that is set is None."""
     checked = {}
     for size, table in tables.items():
         if table is not None:

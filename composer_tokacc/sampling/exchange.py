@@ -66,7 +66,7 @@ class ExchangingDataLoader(DataLoader):
     """
 
     marks_added_rows = True
-    """Copies that fill up the ranks weigh nothing here: ``num_repeated`` finds none."""
+    """Tells ``num_repeated`` that this loader itself gives weight 0 to copies that fill up the ranks."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class ExchangingDataLoader(DataLoader):
         generator = torch.Generator()
         generator.manual_seed(torch.initial_seed() + get_global_rank())
         kwargs.setdefault('generator', generator)
-        # A worker sends each tensor through another file, and there are many samples. So it sends all of them as one.
+        # A worker sends each tensor through a separate file. There are many samples, so they are sent as one tensor.
         pack: Callable[[list[Any]], Any] = list
         if kwargs.get('num_workers'):
             pack = to_bytes
@@ -111,6 +111,7 @@ class ExchangingDataLoader(DataLoader):
         self._patches = None if cost is None else patches
         self._exchange = SampleExchange()
         self._num_samples = 0
+        """Samples of all ranks in the batches that the newest iterator has yielded."""
 
     def __iter__(self) -> Iterator[PreSplitBatch]:
         """Yields this rank's part of each global batch, until no rank has samples left."""
@@ -119,15 +120,15 @@ class ExchangingDataLoader(DataLoader):
         reading = super().__iter__()
         # The ranks may run out of samples at different times. All of them go on until the last one has.
         for batch_index in count():
-            samples, sizes = self._read(reading, batch_index)
-            sizes_of_all = list(chain.from_iterable(sizes))
+            samples, sizes_of_ranks = self._read(reading, batch_index)
+            sizes_of_all = list(chain.from_iterable(sizes_of_ranks))
             if not sizes_of_all:
                 return
             assignments = self._assign(sizes_of_all)
             rank = get_global_rank()
-            num_before = sum(len(sizes_of_rank) for sizes_of_rank in sizes[:rank])
+            first_of_rank = sum(len(sizes) for sizes in sizes_of_ranks[:rank])
             numbers_of_ranks = [list(assignment) for assignment in assignments]
-            to_compute = self._exchange.swap(samples, num_before, numbers_of_ranks)
+            to_compute = self._exchange.swap(samples, first_of_rank, numbers_of_ranks)
             self._num_samples += len(sizes_of_all)
             batch = self._planner.collate(self._collate, to_compute, assignments[rank])
             batch.indices = None  # they number the samples of this step, which tells a user nothing
@@ -136,7 +137,7 @@ class ExchangingDataLoader(DataLoader):
             yield batch
 
     def state_dict(self) -> dict[str, Any] | None:
-        """State of the dataset after the batches that were yielded, as StreamingDataLoader has it."""
+        """Returns the state of the dataset after the batches that were yielded, as StreamingDataLoader does."""
         if not hasattr(self.dataset, 'state_dict'):
             return None
         return cast(ResumableDataset, self.dataset).state_dict(self._num_samples, False)
@@ -145,7 +146,7 @@ class ExchangingDataLoader(DataLoader):
         self,
         state: dict[str, Any],
     ) -> None:
-        """The next iteration continues where :meth:`state_dict` was taken."""
+        """Lets the next iteration continue where :meth:`state_dict` was taken."""
         cast(ResumableDataset, self.dataset).load_state_dict(state)
 
     def _assign(self, sizes: Sequence[SampleSize]) -> list[RankAssignment]:
@@ -163,7 +164,7 @@ class ExchangingDataLoader(DataLoader):
     ) -> tuple[list[LoadedRow], list[list[SampleSize]]]:
         """Returns this rank's samples, and the sizes of the samples of every rank.
 
-        A rank that fails tells the others, which would wait for it otherwise.
+        A rank whose reading fails tells the others, which would wait for it otherwise. Then all ranks raise.
         """
         samples: list[LoadedRow] = []
         failure = None
@@ -179,18 +180,19 @@ class ExchangingDataLoader(DataLoader):
         except Exception as error:
             failure = error
             report = ReadReport([], failure=str(error))
-            # Bad data is the same error on all ranks. Other errors may not survive the way to another process.
+            # A ValueError is about the data, and all ranks raise it. Other errors may not survive pickling, so the
+            # other ranks get their text.
             if isinstance(error, ValueError):
                 report.failure = error
         if batch_index == 0:
-            report.planned_with = self._report()
+            report.planned_with = self._arguments()
         reports = self._exchange.gather(report)
         if failure is not None:
             raise failure
         _raise_failures(reports)
         return samples, [report.sizes for report in reports]
 
-    def _report(self) -> RankReport:
+    def _arguments(self) -> RankReport:
         """Returns the arguments that must be the same on all ranks."""
         facts = reading_facts(self)
         for name, value in asdict(self._planner.options).items():
@@ -221,12 +223,12 @@ class SampleSize(NamedTuple):
 
 @dataclass
 class ReadReport:
-    """Message of a rank to the others about the samples that it has read for a step."""
+    """The message of a rank to the others about the samples that it has read for a step."""
 
     sizes: list[SampleSize]
     failure: ValueError | str | None = None
     planned_with: RankReport | None = None
-    """With the first batch: the arguments, which must be the same on all ranks."""
+    """The arguments, which must be the same on all ranks. Only sent with the first batch of an iteration."""
 
 
 class ResumableDataset(Protocol):
@@ -249,14 +251,13 @@ class ResumableDataset(Protocol):
 
 
 def _raise_failures(reports: Sequence[ReadReport]) -> None:
-    """Raises the error of the first rank that could not read its samples, or that planned with other arguments."""
+    """Raises the error of the first rank that could not read its samples, or RuntimeError if arguments differ."""
     for rank, report in enumerate(reports):
         if isinstance(report.failure, ValueError):
             raise report.failure
         if report.failure is not None:
             raise RuntimeError(f'every rank must read its samples, got: an error on rank {rank}: {report.failure}')
     planned_with = [report.planned_with for report in reports if report.planned_with is not None]
-    # Only the first batch of an iteration brings them.
     if len(planned_with) < len(reports):
         return
     difference = find_difference(planned_with)
@@ -265,14 +266,15 @@ def _raise_failures(reports: Sequence[ReadReport]) -> None:
 
 
 class SampleExchange:
-    """A process group on the CPU, made at its first use. Every rank must make the same calls in the same order."""
+    """Exchanges values and samples between ranks. Every rank must make the same calls in the same order."""
 
     @cached_property
     def _gloo(self) -> Any:
+        """The process group on the CPU, made on first use."""
         return torch.distributed.new_group(backend='gloo')
 
     def gather(self, value: Value) -> list[Value]:
-        """Returns the values of all ranks, by rank; for small ones."""
+        """Returns the small values of all ranks, in the order of the ranks."""
         values = [value] * get_world_size()
         if len(values) > 1:
             torch.distributed.all_gather_object(values, value, group=self._gloo)
@@ -295,7 +297,7 @@ class SampleExchange:
         this_rank = get_global_rank()
         sending = []
         for receiver, numbers in enumerate(assigned):
-            # A rank keeps its own samples, and sends nothing to ranks that compute none of them.
+            # Nothing is sent to this rank itself, nor to ranks that compute none of its samples.
             parcel = {}
             if receiver != this_rank:
                 parcel = {number: sample_of[number] for number in numbers if number in sample_of}
@@ -309,7 +311,7 @@ class SampleExchange:
         return [sample_of[number] for number in assigned[this_rank]]
 
     def _all_to_all(self, sending: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Swaps bytes from every rank for bytes to every rank. The numbers of bytes are sent before them."""
+        """Sends a parcel of bytes to every rank, and returns the one from every rank. Their lengths are sent first."""
         if len(sending) == 1:
             return sending
         num_sent = torch.tensor([len(parcel) for parcel in sending])

@@ -84,7 +84,7 @@ class BatchSchedule:
         return self.stage_at(place) == len(self.starts) - 1
 
     def plain(self) -> list[list[Any]]:
-        """Returns the stages as they are kept in a checkpoint."""
+        """Returns the stages as plain values, for a checkpoint."""
         stages: list[list[Any]] = []
         for start, size in zip(self.starts, self.sizes, strict=True):
             stages.append([f'{start}{self.unit}', size])
@@ -143,8 +143,8 @@ class GlobalBatches:
 
     Args:
         lengths: Tokens of each sample, int64 (n,).
-        samples: Samples of a global batch, or the schedule of it. None: `tokens` decides.
-        tokens: Tokens of a global batch, at least those of the longest sample; see :func:`cut_by_tokens`.
+        samples: Samples of a global batch, or their schedule. None: `tokens` decides.
+        tokens: Tokens of a global batch, at least as many as the longest sample has; see :func:`cut_by_tokens`.
         seed: Seed of the order. None: samples keep the order of the dataset.
         drop_last: Whether samples that do not fill the last global batch of an epoch are left out.
         mixture: Shares of several datasets.
@@ -200,22 +200,22 @@ class GlobalBatches:
         """Whether every epoch has equally many global batches."""
         if isinstance(self._samples, BatchSchedule):
             return False
-        # Windows by tokens are equally many if every epoch has the same samples.
+        # Cut by tokens, epochs have equally many global batches if they have the same samples.
         return self._tokens is None or self._mixture is None or self._mixture.has_whole_passes
 
     def identity(self) -> dict[str, Any]:
         """Returns the arguments that decide which samples a global batch holds, as plain values."""
         identity: dict[str, Any] = {}
-        reads_lengths = True
+        depends_on_lengths = True
         if isinstance(self._samples, BatchSchedule):
             identity['global_batch_size'] = self._samples.plain()
-            reads_lengths = self._samples.unit == 'tok'
+            depends_on_lengths = self._samples.unit == 'tok'
         elif self._samples is not None:
             identity['global_batch_size'] = self._samples
-            reads_lengths = False
+            depends_on_lengths = False
         else:
             identity['global_batch_tokens'] = self._tokens
-        if reads_lengths:
+        if depends_on_lengths:
             identity['checksum_of_lengths'] = zlib.crc32(np.ascontiguousarray(self._lengths).tobytes())
         return identity
 
@@ -266,7 +266,7 @@ class GlobalBatches:
         return self._places[epoch]
 
     def _check_fills_one(self) -> None:
-        """Raises ValueError if an epoch has less than one global batch, which `drop_last` would leave out."""
+        """Raises ValueError if an epoch does not fill a global batch, because `drop_last` would leave nothing of it."""
         if self._tokens is not None:
             for order in self._orders(epoch=0):
                 tokens = int(self._lengths[order].sum())
@@ -295,10 +295,10 @@ def cut_by_tokens(
 
     Global batch ``b`` takes samples until the next one would lift the tokens of the epoch above ``(b + 1) * tokens``.
     So a step differs from `tokens` by less than the longest sample, and the steps together stay within one sample of
-    ``(b + 1) * tokens``: what one step lacks, the next one gets. The usual rule, which counts each global batch from
-    zero, has neither property, and the number of its global batches depends on the order. Here it is
+    ``(b + 1) * tokens``: tokens that one step lacks go to the next. The number of global batches is
     ``ceil(sum / tokens)``, or ``floor(sum / tokens)`` with `drop_last`, for every order of the samples. So all epochs
-    have equally many steps, which trainers expect.
+    have equally many steps, which trainers expect. The usual rule counts each global batch from zero. It keeps no such
+    bound, and the number of its global batches depends on the order.
 
     Args:
         order: Samples of the epoch, each with at most `tokens` tokens.

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Planning of global batches, from tables of their samples, and collating of the samples that a rank has read."""
+"""Plans global batches from tables of their samples, and collates the samples that a rank has read."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def check_global_batch(global_batch_size: int, num_ranks: int) -> None:
 
 
 def check_cap(option: str, cap: int, sizes: np.ndarray) -> None:
-    """Raises ValueError if a sample is larger than a cap on several samples."""
+    """Raises ValueError if one sample alone is larger than a cap on the sum of several."""
     highest = int(sizes.argmax())
     if sizes[highest] > cap:
         raise ValueError(
@@ -117,7 +117,8 @@ class LoadPlanner:
             vision_cost=vision_cost,
         )
         plan = plan_with(options=self.options)
-        # Under 'fsdp' the step slots of one modality can leave a rank without a sample. It could collate nothing then.
+        # Under 'fsdp' a step slot holds samples with images, or samples without. So a rank may get only dummies, even
+        # if there are enough samples. It would have nothing to collate, so the batch is planned as for 'ddp'.
         if len(lengths) >= self.num_ranks and _leaves_rank_without_sample(plan):
             plan = plan_with(options=replace(self.options, objective='ddp'))
         return plan
@@ -128,7 +129,7 @@ class LoadPlanner:
         samples: Sequence[LoadedSample],
         assignment: RankAssignment,
     ) -> PreSplitBatch:
-        """Collates each microbatch of an assignment by itself; `samples` belong to all microbatches, in order."""
+        """Collates each microbatch of an assignment by itself; `samples` are those of all microbatches, in order."""
         microbatches: list[Batch] = []
         start = 0
         for number, indices in enumerate(assignment.microbatches):

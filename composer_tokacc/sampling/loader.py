@@ -53,7 +53,7 @@ class RegroupingDataLoader(DataLoader):
     """
 
     marks_added_rows = True
-    """Copies that fill up the ranks weigh nothing here: ``num_repeated`` finds none."""
+    """Tells ``num_repeated`` that this loader itself gives weight 0 to copies that fill up the ranks."""
 
     def __init__(
         self,
@@ -66,7 +66,8 @@ class RegroupingDataLoader(DataLoader):
         check_kind('batch_sampler', batch_sampler, RegroupingBatchSampler)
         if collate_fn is not None and not callable(collate_fn):
             raise ValueError(f'`collate_fn` must be a function of a list of samples, got: {collate_fn!r:.80}.')
-        num_samples, num_planned = length_of(dataset), length_of(batch_sampler.dataset)
+        num_samples = length_of(dataset)
+        num_planned = length_of(batch_sampler.dataset)
         if num_samples != num_planned:
             raise ValueError(
                 f'`dataset` must be that of `batch_sampler`, of {num_planned} samples, got: one of {num_samples}.'
@@ -78,13 +79,14 @@ class RegroupingDataLoader(DataLoader):
         self._generator = torch.Generator()
         kwargs.setdefault('generator', self._generator)
         planned_dataset = _PlannedDataset(dataset, batch_sampler, collate_fn or default_collate)
-        # A parcel is only needed to pin memory. Without it there is none, because accelerate, when it skips batches,
-        # makes a plain DataLoader of the parts of this one. That would yield parcels.
+        # Only batches to pin are parcels. When accelerate skips batches, it makes a plain DataLoader of the parts of
+        # this one, which does not unpack parcels.
         pack: Any = _Parcel if kwargs.get('pin_memory') else _unchanged
         super().__init__(planned_dataset, batch_sampler=batch_sampler, collate_fn=pack, **kwargs)
         self._passes = Passes()
         batch_sampler.passes_of_loaders.append(self._passes)
         self._resume_at = (0, 0)
+        """Epoch and batch before which batches are skipped."""
 
     @property
     def batch_size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -116,17 +118,17 @@ class RegroupingDataLoader(DataLoader):
             yield SkippedBatch()
         if num_skipped == sampler.num_batches:
             return
-        first = num_skipped or sampler.first_batch
+        first = num_skipped or sampler.first_batch  # the place that was skipped to, or that the sampler has loaded
         batches = self._read_from(epoch, first)
         current = self._passes.begin(epoch, first)
         try:
-            for number, batch in enumerate(batches, start=first + 1):
-                self._passes.advance(current, number)
+            for index, batch in enumerate(batches, start=first):
+                self._passes.advance(current, index + 1)
                 if isinstance(batch, _Parcel):
                     batch = batch.batch
-                # The facts stay in this process. Only a mismatch reads them.
+                # Added here, so that workers need not send them. They are computed only if plans differ.
                 if batch.plan is not None:
-                    facts = partial(sampler.plan_facts, epoch, number - 1)
+                    facts = partial(sampler.plan_facts, epoch, index)
                     batch.plan = replace(batch.plan, facts=facts)
                 yield batch
             self._passes.end(current)
@@ -137,6 +139,7 @@ class RegroupingDataLoader(DataLoader):
             self._passes.give_up(current)
 
     def _batches_to_skip(self, epoch: int) -> int:
+        """Returns how many batches of an epoch were trained on before; see :meth:`skip_to`."""
         resume_epoch, resume_batch = self._resume_at
         num_batches = self._sampler.num_batches
         if epoch < resume_epoch:
@@ -158,13 +161,14 @@ class RegroupingDataLoader(DataLoader):
         entropy = [sampler.seed % 2**32, epoch, sampler.rank, first]
         seeds = np.random.SeedSequence(entropy).generate_state(1)
         self._generator.manual_seed(int(seeds[0]))
-        # Persistent workers serve one iterator. A look would take them away from the one that is under way.
-        needs_own_workers = self.persistent_workers and bool(self._passes)
+        # Persistent workers serve one iterator. A look (`next(iter(loader))`) would take them away from the one that is
+        # under way.
+        needs_own_workers = self.persistent_workers and self._passes.are_under_way
         with separate_iterator(self) if needs_own_workers else nullcontext():
             return super().__iter__()
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the sampler after the furthest batch that was yielded, not after those that workers fetched ahead.
+        """Returns the state of the sampler after the furthest batch that was yielded. Workers have read further.
 
         A look (``next(iter(loader))``) does not change it, unless it is the first batch of the epoch that is read.
         """
@@ -180,9 +184,10 @@ class RegroupingDataLoader(DataLoader):
 
 
 class _PlannedDataset(Dataset):
-    """Reads the samples of an assignment and makes a batch of them at once. The collate function only sees samples.
+    """Reads the samples of an assignment and collates them at once, in the worker.
 
-    It has no ``state_dict``: Composer would stop discarding batches on resumption, and not restore random numbers.
+    It has no ``state_dict``. With one, Composer would discard no batches when it resumes a run, and would not restore
+    random numbers then.
     """
 
     def __init__(
@@ -223,7 +228,10 @@ def _unchanged(batch: PreSplitBatch) -> PreSplitBatch:
 
 
 class _Parcel:
-    """A batch on its way to the trainer. Torch calls `pin_memory` of an object that is not a mapping."""
+    """A batch on its way from torch to this loader.
+
+    A PreSplitBatch is a mapping. Torch would pin its entries, and not call its `pin_memory`.
+    """
 
     def __init__(self, batch: PreSplitBatch) -> None:
         self.batch = batch

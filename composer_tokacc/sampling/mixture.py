@@ -28,7 +28,7 @@ class Mixture:
 
     Args:
         sizes: Samples of each dataset.
-        epochs: How often each is passed in one epoch of the run; 0.5 gives one half in one epoch and the other half in
+        epochs: How often each is read in one epoch of the run; 0.5 gives one half in one epoch and the other half in
             the next. Default: once each.
         weights: Instead, the relative share of each in every global batch; an epoch then has ``sum(sizes)`` samples.
 
@@ -41,7 +41,7 @@ class Mixture:
     weights: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
-        num_datasets = np.size(self.sizes) or 1
+        num_datasets = np.size(self.sizes) or 1  # an empty list is then refused below
         sizes = checked_table('sizes', self.sizes, num_datasets, least=1).tolist()
         object.__setattr__(self, 'sizes', sizes)
         if self.epochs is not None and self.weights is not None:
@@ -72,7 +72,7 @@ class Mixture:
             ValueError: If a dataset has no loss tokens, or an argument is out of range.
         """
         shares = checked_table('shares', shares, len(sizes), dtype=np.float64).tolist()
-        tokens = checked_table('loss_tokens', loss_tokens, int(np.sum(sizes)), least=0)
+        tokens = checked_table('loss_tokens', loss_tokens, int(np.sum(sizes)))
         ends = np.cumsum(sizes)
         tokens_of_datasets = np.split(tokens, ends[:-1])
         means = [tokens_of_dataset.mean() for tokens_of_dataset in tokens_of_datasets]
@@ -88,10 +88,10 @@ class Mixture:
             weights = [Fraction(weight) for weight in self.weights]
             samples_per_weight = Fraction(sum(self.sizes)) / sum(weights, Fraction(0))
             return [samples_per_weight * weight for weight in weights]
-        passes = self.epochs
-        if passes is None:
-            passes = [1] * len(self.sizes)
-        return [size * Fraction(number) for size, number in zip(self.sizes, passes, strict=True)]
+        epochs = self.epochs
+        if epochs is None:
+            epochs = [1] * len(self.sizes)
+        return [size * Fraction(times) for size, times in zip(self.sizes, epochs, strict=True)]
 
     @property
     def num_samples(self) -> int:
@@ -100,7 +100,7 @@ class Mixture:
 
     @property
     def has_whole_passes(self) -> bool:
-        """Whether an epoch passes each dataset a whole number of times, so that all epochs have the same samples."""
+        """Whether an epoch reads each dataset a whole number of times, so that all epochs have the same samples."""
         parts_of_passes = [quota % size for quota, size in zip(self.quotas, self.sizes, strict=True)]
         return not any(parts_of_passes)
 
@@ -140,7 +140,7 @@ class LossShares:
         excess = self.shares.sum() - 1
         if self.shares.min() == 0 or abs(excess) > 1e-6:
             raise ValueError(f'`shares` must be positive, one for each dataset, and add up to 1, got: {list(shares)}.')
-        self.loss_tokens = checked_table('loss_tokens', loss_tokens, sum(sizes), least=0)
+        self.loss_tokens = checked_table('loss_tokens', loss_tokens, sum(sizes))
         self.sizes = list(sizes)
         self._dataset_of_sample = np.repeat(np.arange(len(sizes)), sizes)
         self._has_warned = False
@@ -159,6 +159,7 @@ class LossShares:
                 int(is_absent.argmax()),
             )
         shares = np.where(is_absent, 0, self.shares)
+        # The lower limits only avoid a division by zero: then the weight is 0.
         total_share = max(shares.sum(), 1e-9)
         weight_of_dataset = shares * tokens.sum() / np.maximum(tokens, 1) / total_share
         return weight_of_dataset[datasets]
@@ -179,15 +180,21 @@ class _Stream:
     quota: Fraction
 
     def read(self, items: np.ndarray, entropy: Sequence[int] | None) -> np.ndarray:
-        """Returns the samples at these places of the endless sequence, which ascend; None keeps samples in order."""
+        """Returns the samples at some places of the endless sequence.
+
+        Args:
+            items: The places, ascending, int64.
+            entropy: Seeds of the order. None: every pass keeps the order of the dataset.
+        """
         size = len(self.samples)
         if entropy is None:
             return self.samples[items % size]
         passes, starts = np.unique(items // size, return_index=True)
         items_of_passes = np.split(items, starts[1:])
         pieces = []
-        # Every pass has another seed.
+        # Not strict: without items no pass is read, but `np.split` returns one empty part.
         for number, places in zip(passes.tolist(), items_of_passes, strict=False):
+            # Every pass has another seed.
             seeds = np.random.SeedSequence([*entropy, number]).generate_state(1)
             order = permutation(size, int(seeds[0]))
             pieces.append(self.samples[order[places % size]])
@@ -205,10 +212,10 @@ def mixed_batches(
 ) -> list[np.ndarray]:
     """Returns the samples of each global batch of one epoch, int64; every epoch has equally many.
 
-    Each dataset is a sequence without end, and so is the run: the datasets' sequences, merged evenly, so that every
-    global batch has each dataset's share to within one or two samples. Epochs are stretches of it. Nothing is lost
-    between them. With `drop_last` the next epoch begins with the samples that did not fill a global batch, so that a
-    dataset smaller than a global batch is passed as often as any other. Without it the last global batch holds the
+    Each dataset is a sequence without end. The run is one, too: the sequences of the datasets, merged evenly, so that
+    every global batch has each dataset's share to within one or two samples. Epochs are stretches of it, one after the
+    other. With `drop_last` the next epoch begins with the samples that did not fill a global batch. So a dataset
+    smaller than a global batch is read as often as any other. Without `drop_last` the last global batch holds the
     samples that are left. Without a seed datasets keep their order.
 
     With `media`, the modality of each sample, int (n,), every global batch holds samples of one modality. The batches
@@ -255,7 +262,7 @@ def merged_evenly(batches_of_orders: Sequence[Sequence[np.ndarray]]) -> list[np.
 
 
 def cut_into_batches(order: np.ndarray, global_batch_size: int) -> list[np.ndarray]:
-    """Returns views of the samples of each global batch. The last one may be smaller."""
+    """Returns the samples of each global batch, as views of the order. The last one may be smaller."""
     starts = range(0, len(order), global_batch_size)
     return [order[start : start + global_batch_size] for start in starts]
 
@@ -272,7 +279,7 @@ def _stretches(
 ) -> tuple[list[int], list[int]]:
     """Returns where an epoch begins and ends in the endless sequence of each modality."""
     if samples_to_fill is not None:
-        # Only full batches are counted. So an epoch ends where the next one begins, and leaves no samples out.
+        # Full batches are counted over the whole run, so an epoch begins where the last one ended.
         num_batches = mixture.num_samples // samples_to_fill
         first_batches = counts_of_first(epoch * num_batches, quotas)
         end_batches = counts_of_first((epoch + 1) * num_batches, quotas)
@@ -286,7 +293,7 @@ def _times(factor: int, counts: Sequence[int]) -> list[int]:
 
 
 def _streams(mixture: Mixture, media: np.ndarray | None) -> list[list[_Stream]]:
-    """Returns the sequences to merge into each kind of global batch: one kind, or one for each modality."""
+    """Returns the sequences to merge: one group of them, or one group for each modality."""
     num_samples = sum(mixture.sizes)
     ends = np.cumsum(mixture.sizes)
     datasets = np.split(np.arange(num_samples), ends[:-1])
@@ -315,6 +322,7 @@ def _merged(group: list[_Stream], begin: int, end: int, seed: int | None) -> np.
         is_of_stream = sources == number
         entropy = None
         if seed is not None:
+            # The first sample tells the stream from all others. SeedSequence takes no negative numbers.
             entropy = (seed % 2**32, int(stream.samples[0]))
         samples[is_of_stream] = stream.read(items[is_of_stream], entropy)
     return samples
@@ -327,14 +335,14 @@ def counts_of_first(num_items: int, quotas: Sequence[Fraction]) -> list[int]:
     """Returns how many of the first items of the merged sequence each sequence has given.
 
     Item ``j`` of a sequence with quota ``q`` stands at ``(j + 1/2) / q`` (Sainte-Laguë's divisor method), so counts
-    never fall when `num_items` grows, and add up to it. ``sum(quotas)`` items hold exactly ``quotas``, where these are
-    integers; ties go to the earlier sequence.
+    never fall when `num_items` grows, and add up to it. If quotas are integers, ``sum(quotas)`` items hold exactly
+    ``quotas``. Ties go to the earlier sequence.
     """
     half = Fraction(1, 2)
-    # All items up to this place, which are at most `num_items`.
+    # First all items up to a place so early that they cannot be more than `num_items`.
     place = Fraction(max(num_items - len(quotas), 0)) / sum(quotas)
     counts = [int(place * quota + half) for quota in quotas]
-    # The few that are missing come one by one: each time the item that stands first.
+    # Then the few that are missing, one by one: each time the item that stands first.
     for _ in range(num_items - sum(counts)):
         places = [(count + half) / quota for count, quota in zip(counts, quotas, strict=True)]
         counts[places.index(min(places))] += 1

@@ -27,12 +27,13 @@ class Passes:
 
     def __init__(self) -> None:
         self._under_way: list[Pass] = []
-        """The one that moved last stands at the end."""
-        self._last: Pass | None = None
-        """The furthest one that ended or was given up."""
+        """In the order in which they moved last."""
+        self._furthest_done: Pass | None = None
+        """The furthest one that has ended or was given up."""
 
-    def __bool__(self) -> bool:
-        """Whether an iterator is under way."""
+    @property
+    def are_under_way(self) -> bool:
+        """Whether an iterator is under way: begun, and neither ended nor given up."""
         return bool(self._under_way)
 
     def begin(
@@ -41,9 +42,10 @@ class Passes:
         batch: int,
     ) -> Pass:
         """Returns a new iterator that starts at a batch of an epoch."""
-        if self._last is not None and self._last.has_ended and self._last.epoch == epoch:
+        done = self._furthest_done
+        if done is not None and done.has_ended and done.epoch == epoch:
             # The same epoch is read again. So the place is no longer its end.
-            self._last = None
+            self._furthest_done = None
         new = Pass(epoch, batch)
         self._under_way.append(new)
         return new
@@ -57,7 +59,7 @@ class Passes:
         current.batch = batch
         if self._under_way[-1:] == [current]:
             return
-        # It is missing if another iterator has reached its end in the meantime: that one took this one for a look.
+        # It is missing if another iterator has reached the end of the epoch since: `end` took this one for a look.
         if current in self._under_way:
             self._under_way.remove(current)
         self._under_way.append(current)
@@ -66,7 +68,7 @@ class Passes:
         """Notes that an iterator has reached the end of its epoch. All others are looks that stayed behind."""
         if ended in self._under_way:
             ended.has_ended = True
-            self._last = ended
+            self._furthest_done = ended
             self._under_way.clear()
 
     def give_up(self, left: Pass) -> None:
@@ -74,13 +76,14 @@ class Passes:
         if left not in self._under_way:
             return
         self._under_way.remove(left)
-        if self._last is None or self._last.epoch != left.epoch or self._last.batch < left.batch:
-            self._last = left
+        done = self._furthest_done
+        if done is None or done.epoch != left.epoch or done.batch < left.batch:
+            self._furthest_done = left
 
     def forget(self) -> None:
         """Forgets all iterators, because the place is set from outside."""
         self._under_way.clear()
-        self._last = None
+        self._furthest_done = None
 
     def place(
         self,
@@ -95,8 +98,8 @@ class Passes:
         if self._under_way:
             epoch = self._under_way[-1].epoch
         candidates = list(self._under_way)
-        if self._last is not None:
-            candidates.append(self._last)
+        if self._furthest_done is not None:
+            candidates.append(self._furthest_done)
         # Iterators of other epochs are looks, or remains of an epoch that was left early.
         batches = [candidate.batch for candidate in candidates if candidate.epoch == epoch]
         return epoch, max(batches, default=next_batch)

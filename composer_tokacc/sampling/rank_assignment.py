@@ -16,16 +16,19 @@ Value = TypeVar('Value')
 
 @dataclass(frozen=True)
 class RankAssignment:
-    """The samples that one rank loads. The split adds dummy rows where needed, but it needs a row to copy."""
+    """The samples that one rank loads, at least one.
+
+    Dummies of the plan are not among them: the split makes dummy rows itself, from a row that it has.
+    """
 
     microbatches: list[list[int]]
-    """Samples of each microbatch. A rank without any gets one that another rank computes."""
+    """Samples of each microbatch. A rank that computes no sample gets a copy of one that another rank computes."""
     is_copy: bool = False
-    """Whether it is such a copy, which must weigh nothing."""
+    """Whether its only sample is such a copy, which must weigh nothing."""
     weights: list[list[float]] | None = None
     """Weight of a token of each sample; None if all tokens of the step weigh the same."""
     plan_checksum: int = 0
-    """Of the plan of all ranks, see :class:`.PlanRecord`."""
+    """Checksum of the plan of all ranks, see :class:`.PlanRecord`."""
     witnesses: tuple[int, ...] = field(default=(), compare=False)
     """Samples that every rank reads in addition, to compare the datasets of the ranks."""
 
@@ -49,7 +52,7 @@ class RankAssignment:
         computed = [microbatch for microbatch in planned if not microbatch.filled]
         is_copy = not computed
         if is_copy:
-            computed = list(planned[:1])
+            computed = list(planned[:1])  # a dummy, which is a copy of a sample
         samples = [_picked(members, microbatch) for microbatch in computed]
         weights_of_samples = None
         if weights is not None:

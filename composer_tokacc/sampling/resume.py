@@ -51,7 +51,7 @@ class RestoreRandomState(Callback):
     def state_dict(self) -> dict[str, Any]:
         """Returns the generators of all ranks; a collective, as Composer's own is.
 
-        All are one string, because a sharded checkpoint is loaded entry by entry, and the number of ranks may change.
+        They are one string, because a sharded checkpoint is loaded entry by entry, and the number of ranks may change.
         """
         states = [_plain(state) for state in reproducibility.get_rng_state()]
         return {'generators': json.dumps(states)}
@@ -60,7 +60,7 @@ class RestoreRandomState(Callback):
         self,
         state: dict[str, Any],
     ) -> None:
-        """Keeps them until the first batch."""
+        """Keeps the saved generators until the first batch."""
         check_state(state, {'generators'})
         try:
             self._saved = [_restored(entries) for entries in json.loads(state['generators'])]
@@ -75,7 +75,7 @@ class RestoreRandomState(Callback):
         state: State,
         logger: Logger,
     ) -> None:
-        """Restores them once; the loader must not draw from them when it starts."""
+        """Restores the saved generators once. The loader must not draw from them when it starts."""
         if self._saved is not None:
             reproducibility.load_rng_state(self._saved)
             self._saved = None

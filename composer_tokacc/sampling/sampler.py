@@ -182,6 +182,7 @@ class RegroupingBatchSampler(DistributedSampler):
         """Iterators of the loaders; they are forgotten if the place is set here."""
         self._passes = Passes()
         self._compared_epoch: int | None = None
+        """The epoch in which the datasets of the ranks are compared by witnesses: the first one that is iterated."""
 
     def __len__(self) -> int:
         """Global batches of an epoch, the same in every epoch and on all ranks.
@@ -207,10 +208,10 @@ class RegroupingBatchSampler(DistributedSampler):
         """Yields this rank's assignment of each global batch of the epoch, from the one that was skipped to."""
         epoch = self.epoch
         # Workers of a loader reach the end of the epoch here before the run does. So a loader keeps the place itself.
-        is_read_by_loader = self.start_once is not None
-        first = self.first_batch
-        if self.start_once is not None:
-            first = self.start_once
+        first = self.start_once
+        is_read_by_loader = first is not None
+        if first is None:
+            first = self.first_batch
         self.start_once = None
         if self._compared_epoch is None:
             self._compared_epoch = epoch
@@ -218,10 +219,10 @@ class RegroupingBatchSampler(DistributedSampler):
         windows = self._batches()[first:]
         try:
             assignments = prefetch(self._assign, windows)
-            for number, assignment in enumerate(assignments, start=first + 1):
-                self._passes.advance(current, number)
+            for batch, assignment in enumerate(assignments, start=first):
+                self._passes.advance(current, batch + 1)
                 # Later epochs need no witnesses: a dataset does not change its order on the way.
-                if number == first + 1 and self.num_replicas > 1 and epoch == self._compared_epoch:
+                if batch == first and self.num_replicas > 1 and epoch == self._compared_epoch:
                     window = windows[0].tolist()
                     assignment = replace(assignment, witnesses=(window[0], window[-1]))
                 yield assignment
@@ -254,19 +255,19 @@ class RegroupingBatchSampler(DistributedSampler):
         return self._plan(self._window(batch))
 
     def has_only_copies(self, batch: int) -> bool:
-        """Whether this rank has no sample of global batch `batch` of this epoch, but a copy that must weigh nothing."""
+        """Whether this rank only has a copy, which must weigh nothing, in global batch `batch` of this epoch."""
         window = self._window(batch)
         return len(window) < self.num_replicas and self._assign(window).is_copy
 
     def skip_to(self, batch: int) -> None:
-        """Lets the next iterations start at global batch `batch`; earlier ones are not even planned."""
+        """Lets the next iterations start at global batch `batch`. Those before it are not planned either."""
         _check_within('batch', batch, 0, self.num_batches)
         self.first_batch = batch
         for passes in (self._passes, *self.passes_of_loaders):
             passes.forget()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the place of the sampler. It has plain values only, and holds for any number of ranks."""
+        """Returns the place of the sampler as plain values, which are valid for any number of ranks."""
         epoch, batch = self._passes.place(self.epoch, self.first_batch)
         return {'epoch': epoch, 'batch': batch, **self._identity()}
 
@@ -277,7 +278,7 @@ class RegroupingBatchSampler(DistributedSampler):
         """Continues where :meth:`state_dict` was taken, also on another number of ranks.
 
         Raises:
-            ValueError: If the state is of other global batches, or has keys missing or left over.
+            ValueError: If the state is of other global batches, lacks a key, or has an unknown one.
         """
         identity = self._identity()
         expected = {'epoch', 'batch', *identity}
@@ -354,11 +355,11 @@ class RegroupingBatchSampler(DistributedSampler):
         if self.loss_shares is not None:
             weights = self.loss_shares.weights(window).tolist()
         checksum = 0
-        if self.num_replicas > 1:  # one rank alone has nobody to compare with
-            groups = []
+        if self.num_replicas > 1:  # a single rank has no other to compare with
+            indices_of_ranks = []
             for rank in plan.ranks:
-                groups.append([microbatch.indices for microbatch in rank])
-            planned = window.tobytes() + repr(groups).encode()
+                indices_of_ranks.append([microbatch.indices for microbatch in rank])
+            planned = window.tobytes() + repr(indices_of_ranks).encode()
             checksum = extended_checksum(self._checksum, planned)
         return RankAssignment.from_plan(plan.ranks[self.rank], window.tolist(), weights, checksum)
 
@@ -419,7 +420,7 @@ def _check_order(
     shuffle: bool,
     drop_last: bool,
 ) -> None:
-    """Raises ValueError for arguments that give torch's sampler no order, or a rank no part of it."""
+    """Raises ValueError unless the arguments describe an order of samples, and a rank that reads a part of it."""
     if num_samples < 1:
         raise ValueError('`dataset` must hold at least one sample, got: none.')
     check_count('num_replicas', num_replicas)
@@ -430,7 +431,7 @@ def _check_order(
 
 
 def _check_within(name: str, value: int, least: int = -(2**62), most: int = 2**62) -> None:
-    """Raises ValueError unless an integer is in a range. By default it is a seed for torch, plus room for an epoch."""
+    """Raises ValueError unless a value is an integer in a range. By default it may be a seed plus an epoch."""
     if not isinstance(value, (int, np.integer)) or not least <= value <= most:
         raise ValueError(f'`{name}` must be an integer from {least} to {most}, got: {value!r}.')
 

@@ -18,11 +18,11 @@ def witness_of(
     read: Callable[[list[int]], Sequence[object]],
     indices: Sequence[int],
 ) -> str:
-    """Returns a digest of samples that is equal in all processes with the same dataset; empty if nothing can be told.
+    """Returns a digest of samples that is equal in all processes with the same dataset; empty if there is none.
 
     Only token ids count, or texts if a sample has none: pixels may be augmented, and paths may differ between nodes.
-    Everything is read twice with the same random numbers. If the two digests differ, the dataset has another source of
-    randomness, and nothing can be told.
+    The samples are read twice with the same random numbers. If the two digests differ, the dataset has another source
+    of randomness, and other processes cannot be compared.
     """
     try:
         with _fixed_random_numbers():
@@ -38,8 +38,9 @@ def witness_of(
 
 @contextmanager
 def _fixed_random_numbers() -> Iterator[None]:
-    """Seeds the global generators, and puts them back at the end, so that a run draws the numbers it would draw."""
-    python_state, numpy_state = random.getstate(), np.random.get_state()
+    """Seeds the global generators, and restores them at the end, so that the run draws the same numbers as before."""
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         random.seed(0)
         np.random.seed(0)
@@ -66,7 +67,7 @@ def _token_ids(value: object) -> Iterator[bytes]:
     """Yields the integers of a sample, one piece for each entry. Bytes (uint8) are pixels."""
     if isinstance(value, torch.Tensor):
         if value.device.type != 'cpu' or value.dtype == torch.bfloat16:
-            return
+            return  # numpy cannot read it
         value = value.numpy()
     elif isinstance(value, list) and value and all(isinstance(item, int) for item in value):
         value = np.array(value)

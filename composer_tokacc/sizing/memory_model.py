@@ -29,7 +29,7 @@ from composer_tokacc.sizing.shapes import BatchShape
 
 GIB = 1 << 30
 LARGE_RESIDUAL = 0.05
-"""From this residual on a report warns that its figures are rough."""
+"""If the residual is larger, a report warns that its figures are rough."""
 CALIBRATION_VERSION = 6
 """Increased when the content of a calibration changes, so that files of older versions are not read."""
 
@@ -53,11 +53,12 @@ class StaticBytes:
         gradients: Gradients of the parameters that are trained.
         optimizer: States of the optimizer.
         optimizer_step: Temporary tensors of the optimizer's step, when no activation is held.
-        block: Numbers of the largest transformer block. FSDP gathers a block at once.
-        outside: Numbers outside of all blocks (embeddings, head). FSDP gathers them and keeps them for the step.
-        trained_block: Trained numbers of the block that has most of them.
-        trained_outside: Trained numbers outside of all blocks.
-        compute_bytes: Bytes of a number in the precision of the forward pass.
+        block: Number of weights in the largest transformer block. FSDP gathers a block at once.
+        outside: Number of weights outside of all blocks (embeddings, head). FSDP gathers them and keeps them for the
+            step.
+        trained_block: Number of trained weights in the block that has most of them.
+        trained_outside: Number of trained weights outside of all blocks.
+        compute_bytes: Bytes of one weight in the precision of the forward pass.
     """
 
     parameters: int
@@ -80,7 +81,7 @@ class StaticBytes:
         optimizer_step: int,
         compute_bytes: int,
     ) -> StaticBytes:
-        """Counts a model after a backward pass. Parameters that the loss does not reach have no gradient then."""
+        """Counts a model after a backward pass. Parameters that it gave no gradient do not count as trained."""
         blocks = [list(block.parameters()) for block in transformer_blocks(model)]
         in_blocks: set[int] = set()
         for block in blocks:
@@ -113,10 +114,11 @@ class StaticBytes:
             terms['buffers'] = float(self.buffers)
         if strategy == 'fsdp':
             # In the precision of the forward pass: the parameters outside of the blocks, two blocks (one runs, the next
-            # is fetched), and the gradients of one block and of all outside. Those of the block are copied to float32
-            # to be reduced.
+            # is fetched), and the gradients of one block and of all parameters outside. In float32: a copy of the
+            # gradients of the block, to be reduced.
             gathered = self.outside + 2 * self.block + self.trained_outside + self.trained_block
-            terms['gathered by FSDP'] = float(gathered * self.compute_bytes + self.trained_block * 4)
+            float32_bytes = 4
+            terms['gathered by FSDP'] = float(gathered * self.compute_bytes + self.trained_block * float32_bytes)
         elif num_ranks > 1:
             # DDP copies every gradient, because Composer leaves `gradient_as_bucket_view` off.
             terms['DDP buckets'] = float(self.gradients)
@@ -139,7 +141,7 @@ def _num_elements(parameters: Iterable[nn.Parameter]) -> int:
 
 
 def _num_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
-    """Counts memory that several tensors share once."""
+    """Returns the bytes of tensors. Memory that several of them share counts once."""
     bytes_of_storages: dict[int, int] = {}
     for tensor in tensors:
         if tensor is not None:
@@ -149,7 +151,7 @@ def _num_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationFit:
-    """Bytes of each part as a sum of coefficients times sizes.
+    """Bytes of the activations of each part, as a sum of coefficients times sizes of the microbatch.
 
     Args:
         coefficients: By part, then by feature.
@@ -194,14 +196,14 @@ def fit_activations(
     area: str,
     peaks: np.ndarray | None = None,
 ) -> ActivationFit:
-    """Fits the measured bytes by part of several microbatches.
+    """Fits a sum of coefficients times sizes to the measured bytes of several microbatches, part by part.
 
     Args:
-        shapes: Of the microbatches.
-        measured: Bytes by part of each of them, in one phase of a step.
+        shapes: Shape of each microbatch.
+        measured: Bytes by part of each microbatch, in one phase of a step.
         area: See :class:`ActivationFit`.
-        peaks: Bytes of each in the phase that holds most, float64 (microbatches,), which the residual is relative to.
-            Default: those of `measured`.
+        peaks: Bytes of each microbatch in the phase that holds most, float64 (microbatches,). The residual is relative
+            to them. Default: the sums of `measured`.
     """
     totals = activation_bytes(measured)
     coefficients: dict[str, dict[str, float]] = {}
@@ -248,15 +250,16 @@ def activation_bytes(microbatches: Sequence[Mapping[str, float]]) -> np.ndarray:
 
 def non_negative_fit(features: np.ndarray, target: np.ndarray) -> np.ndarray:
     """Returns the solution (n,) of ``min |features @ x - target|`` with ``x >= 0``, features (m, n), target (m,)."""
+    # Scaled, because features differ by many orders of magnitude.
     scale = np.abs(features).max(axis=0)
-    scale[scale == 0] = 1.0  # features differ by many orders of magnitude
+    scale[scale == 0] = 1.0
     solution = nnls(features / scale, target)[0]
     solution[solution < 1e-9 * solution.max()] = 0.0  # rounding noise
     return solution / scale
 
 
 def relative_fit(features: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Returns the same solution for relative errors: of ``features @ x / target - 1``."""
+    """Returns the solution (n,) of ``min |features @ x / target - 1|``, of relative errors, with ``x >= 0``."""
     return non_negative_fit(features / target[:, None], np.ones(len(target)))
 
 
@@ -284,11 +287,11 @@ class MemoryModel:
     def terms(self, shape: BatchShape, *, num_ranks: int = 1) -> dict[str, float]:
         """Returns bytes by term at the peak of a microbatch of this shape, in the phase that holds most."""
         predicted = [phase.predict(shape) for phase in self.phases.values()]
-        parts = max(predicted, key=lambda parts: sum(parts.values()))
+        parts = max(predicted, key=lambda parts_of_phase: sum(parts_of_phase.values()))
         terms = self.static.terms(self.strategy, num_ranks)
         weight_copies = parts.get('weights', 0.0)
         if self.strategy == 'ddp' and weight_copies:
-            # The parameters that FSDP gathers are in the precision of the forward pass already.
+            # FSDP has none: the parameters that it gathers are in the precision of the forward pass already.
             terms['autocast copies of weights'] = weight_copies
         return {
             **terms,
@@ -324,7 +327,7 @@ class MemoryModel:
 
 
 def warning_of_residual(residual: float) -> str | None:
-    """Returns a warning if a memory model does not fit the microbatches that it was made of."""
+    """Returns a warning if a memory model does not fit the microbatches that it was fitted to, else None."""
     if residual <= LARGE_RESIDUAL:
         return None
     return (
@@ -342,8 +345,9 @@ def load_or_calibrate(
 
     Args:
         folder: Folder of the calibrations. If it cannot be written, nothing is stored.
-        key: Model, dtype, precision, attention, checkpointing, frozen parts, optimizer, device. Versions are added.
-        calibrate: Makes a new one. Its argument is the complete key.
+        key: All that the calibration depends on: model, dtype, precision, attention, checkpointing, frozen parts,
+            optimizer, device. Versions are added.
+        calibrate: Makes a new one. Its argument is the key with the versions.
     """
     versions = {'torch': torch.__version__, 'transformers': transformers.__version__, 'version': CALIBRATION_VERSION}
     complete_key = {**key, **versions}

@@ -22,7 +22,7 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 
 @dataclass(frozen=True, kw_only=True)
 class SampleSizes:
-    """Sizes of all samples, by index. They come from a length table, or from plain lengths, of which less is known."""
+    """Sizes of all samples, by index. They come from a length table, or from plain lengths, which tell less."""
 
     tokens: np.ndarray
     """Length in tokens, image tokens included, int64 (n,)."""
@@ -43,6 +43,7 @@ class SampleSizes:
         if not len(lengths):
             raise ValueError('`lengths` must hold at least one sample, got: none.')
         if isinstance(lengths, Sequence | np.ndarray):
+            # Any length passes this check, because the one below names the sample.
             tokens = checked_table('lengths', lengths, len(lengths), least=-sys.maxsize)
             sizes = cls(tokens=tokens, image_tokens=np.zeros_like(tokens), sample_ids=sample_ids)
         else:
@@ -127,7 +128,7 @@ class DatasetProfile:
     variation: float
     """Standard deviation of the lengths, divided by their mean."""
     loss_share: float | None
-    """Share of the tokens that carry loss."""
+    """Share of the tokens that carry loss. None: unknown."""
     image_share: float
     """Share of the tokens that stand for images."""
     text_only_share: float
@@ -135,4 +136,5 @@ class DatasetProfile:
     patches_per_sample: float | None
     """Mean number of patches of the samples that have any. None: no images, or unknown."""
     patches_per_image_token: float | None
-    """Patches that become one image token: 4 if the model merges squares of 2 x 2, and many for a resampler."""
+    """Patches that become one image token: 4 if the model merges squares of 2 x 2, and more for a resampler. None: no
+    images, or unknown."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 SIGNIFICANT_GAIN = 0.02
-"""A smaller share of a step is within the error of the cost model."""
+"""A gain that is a smaller share of a step is within the error of the cost model."""
 METHOD_STYLES = {'stock': 'o-', 'split': 'o-', 'planned': 's--'}
 """Lines of the picture. Those of the last two methods are often on top of each other."""
 
@@ -34,12 +34,12 @@ class SizeRow:
 
     size: int
     padding: dict[str, float]
-    """By method: ``stock``, ``split``, ``planned``."""
+    """Padding ratio by method: ``stock``, ``split``, ``planned``."""
     cost: dict[str, float]
-    """Of a step, by method, in units of the cost model."""
+    """Cost of a step by method, in units of the cost model."""
     peak_gib: float
     parts_gib: dict[str, float]
-    """``model`` (parameters, gradients, optimizer), ``text``, ``logits``, ``vision``, ``inputs``."""
+    """Memory by part: ``model`` (parameters, gradients, optimizer), ``text``, ``logits``, ``vision``, ``inputs``."""
     fits: bool
 
 
@@ -75,7 +75,7 @@ class SizingReport:
     peak_gib: float
     memory_residual: float
     figures: dict[str, StepFigures]
-    """Of a step by method: ``stock``, ``split``, ``planned``."""
+    """Figures of a step by method: ``stock``, ``split``, ``planned``."""
     bound: float
     """Cost of a step that no plan beats."""
     measured_cost: CostModel | None
@@ -102,7 +102,7 @@ class SizingReport:
         return None if self.seconds_per_unit is None else self.time_of(self.figures[method].cost)
 
     def time_of(self, cost: float) -> float:
-        """Returns the seconds of a step with this cost, or without measured times its share of a stock step."""
+        """Returns the seconds of a step with this cost. If no times were measured, relative to a stock step."""
         if self.seconds_per_unit is None:
             return cost / self.figures['stock'].cost
         return cost * self.seconds_per_unit + self.seconds_per_step
@@ -112,7 +112,7 @@ class SizingReport:
         return self.time_of(self.figures['stock'].cost) / self.time_of(self.figures[method].cost)
 
     def share_of_bound(self, method: str = 'split') -> float:
-        """Returns how near a method comes to the best possible plan; 1 is the best."""
+        """Returns how near a method comes to the best possible plan; 1 is as good as can be."""
         return self.bound / self.figures[method].cost
 
     def identity(self) -> str:
@@ -166,7 +166,7 @@ class SizingReport:
         return warnings
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns all fields, and the values that are computed of them."""
+        """Returns all fields, and the values that are computed from them."""
         methods = ('split', 'planned')
         return {
             **asdict(self),
@@ -300,7 +300,7 @@ def _table(
     header: Sequence[Sequence[str]],
     rows: Sequence[Sequence[str]],
 ) -> str:
-    """Aligns the cells of a table. Cells below a header are figures, so they are aligned to the right."""
+    """Returns a table as text. Cells below a header are figures, so they are aligned to the right."""
     lines = [*header, *rows]
     columns = zip(*lines, strict=True)
     widths = [max(map(len, column)) for column in columns]
@@ -350,7 +350,7 @@ def _draw_padding(axes: Axes, report: SizingReport) -> None:
 
 
 def _draw_memory(axes: Axes, report: SizingReport) -> None:
-    """Draws a bar for each size, stacked of the parts of its memory."""
+    """Draws a bar for each size: the parts of its memory, stacked."""
     bottom = np.zeros(len(report.sizes))
     bars = None
     for part in report.sizes[0].parts_gib:

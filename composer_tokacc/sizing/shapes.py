@@ -21,7 +21,7 @@ class BatchShape:
     """The sizes of a microbatch that its memory depends on."""
 
     rows: float
-    """A fraction if the shape is an upper bound."""
+    """Not always an integer: an upper bound may have a part of a row."""
     width: int
     """Padded width in tokens, image placeholders included."""
     image_tokens: int = 0
@@ -84,19 +84,19 @@ def _image_area(
     """Returns the sum of squared image tokens over the images of a batch."""
     grids = [batch[key] for key in ('image_grid_thw', 'video_grid_thw') if key in batch]
     if not grids:
-        # Their sizes are not in the batch, so they count as equally large.
+        # The sizes of the images are not in the batch, so they count as equally large.
         num_images = max(sum(layout.media_per_row(batch)), 1)
         return image_tokens**2 / num_images
     num_frames, height, width = torch.cat(grids).unbind(dim=1)
     vision_config = getattr(layout.config, 'vision_config', None)
     merge_size = getattr(vision_config, 'spatial_merge_size', 2)  # of Qwen-VL
-    # Each frame attends only to itself.
+    # Each frame of a video attends only to itself. An image is one frame.
     tokens_per_frame = height * width // merge_size**2
     return float((num_frames * tokens_per_frame.double().square()).sum())
 
 
 def logit_positions(num_labels: int, num_positions: int) -> int:
-    """Returns at how many positions a run with logits at labels computes logits of a microbatch.
+    """Returns the number of positions of a microbatch at which logits are computed in a run with logits at labels.
 
     It is one more than there are labels, because a model that shifts labels drops the last position. If nearly all
     positions have a label, the run computes all logits.
@@ -123,7 +123,7 @@ def batch_of_width(
                 widened[key] = cat_padded([value], entry, width, 'right')
     mask = widened['attention_mask']
     if len(mask) > 1 and bool((mask != 0).all()):
-        # All samples have this length. One masked position stands for the padding that real batches have.
+        # No row needed padding. One masked position stands for the padding that real batches have.
         mask = mask.clone()
         mask[-1, -1] = 0
         widened['attention_mask'] = mask
@@ -140,9 +140,9 @@ def probe_batches(
     The first batch is small, and has an image if any sample has one.
 
     Args:
-        layout: Of the model.
-        samples: As the processor returns them. Some should have images and some not, if the dataset has both, and the
-            images should have different sizes.
+        layout: Layout of the model's batches.
+        samples: Samples as the processor returns them. Some should have images and some not, if the dataset has both,
+            and the images should have different sizes.
         width: Width of the widest batch.
     """
     if not samples:
@@ -155,7 +155,7 @@ def probe_batches(
         else:
             without_images.append(sample)
     # Sample, rows and width of each batch. They vary independently, so that tokens, rows x width^2 and image tokens are
-    # no multiples of each other.
+    # not in proportion, and a fit can tell them apart.
     if with_images:
         small, large = with_images[0], with_images[-1]
         widest = max(width, 2 * _length(small), _length(large) + 1)

@@ -21,7 +21,8 @@ from composer_tokacc.sampling.load_planner import LoadPlanner
 from composer_tokacc.sizing.profile import SampleSizes
 
 METHOD_NAMES = {'stock': 'stock Composer', 'split': 'split and trimmed', 'planned': 'planned over ranks'}
-"""Composer's own split of padded device batches; :func:`.token_data_spec`; :class:`.RegroupingBatchSampler` as well."""
+"""Composer's own split of padded device batches; :func:`.token_data_spec`; and that with
+:class:`.RegroupingBatchSampler`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,7 @@ class _ComputedMicrobatch:
     widths: Sequence[int]
     """Positions of each row, padding included."""
     samples: np.ndarray
+    """Index of each row's sample in the dataset, int64 (rows,)."""
     is_packed: bool = False
 
     def costs(self, price: CostModel, vision_costs: np.ndarray) -> tuple[float, float]:
@@ -81,10 +83,10 @@ def simulate_steps(
     """Simulates the steps of some global batches.
 
     Args:
-        table: Length table.
+        table: Sizes of all samples of the dataset.
         batches: Sample indices of each global batch.
         method: ``'stock'``, ``'split'`` or ``'planned'``.
-        num_ranks: Ranks. Rank r has the samples r, r + num_ranks, ... of a batch, unless batches are planned.
+        num_ranks: Number of ranks. Rank r has samples r, r + num_ranks, ... of a batch, unless batches are planned.
         microbatch_rows: Rows of a microbatch of stock Composer.
         options: How the run cuts, its ``max_tokens`` included.
         price: What a microbatch costs on the machine. The run cuts by ``options.cost``, which may be another model.
@@ -96,18 +98,21 @@ def simulate_steps(
     num_positions = 0
     for batch in batches:
         ranks = _microbatches_of_ranks(table, batch, method, num_ranks, microbatch_rows, options)
-        costs = []
+        costs_of_ranks = []
         loads = []
         for microbatches in ranks:
             costs_of_rank = []
+            load = 0.0
             for microbatch in microbatches:
-                costs_of_rank.append(microbatch.costs(price, vision_costs))
+                vision_cost, text_cost = microbatch.costs(price, vision_costs)
+                costs_of_rank.append((vision_cost, text_cost))
+                load += vision_cost + text_cost
                 num_positions += sum(microbatch.widths)
-            costs.append(costs_of_rank)
-            loads.append(sum(map(sum, costs_of_rank)))
+            costs_of_ranks.append(costs_of_rank)
+            loads.append(load)
         step_cost = max(loads)
         if options.objective == 'fsdp':
-            step_cost = time_in_slots(costs)
+            step_cost = time_in_slots(costs_of_ranks)
         step_costs.append(step_cost)
         imbalances.append(step_cost * num_ranks / sum(loads))
         num_microbatches.append(max(map(len, ranks)))
@@ -150,7 +155,7 @@ def _planned(
     num_ranks: int,
     options: CutOptions,
 ) -> list[list[_ComputedMicrobatch]]:
-    """Returns the microbatches of each rank that gets any, as the loader plans them."""
+    """Returns the microbatches of each rank, as the sampler plans them."""
     patches = None
     if table.vision_patches is not None:
         patches = table.vision_patches[batch]
@@ -163,8 +168,7 @@ def _planned(
         for planned in planned_rank:
             samples = batch[list(planned.indices)]
             microbatches.append(_ComputedMicrobatch([planned.width] * len(samples), samples))
-        if microbatches:
-            ranks.append(microbatches)
+        ranks.append(microbatches)
     return ranks
 
 
@@ -206,7 +210,7 @@ def _with_dummy_rows(
     ranks: list[list[_ComputedMicrobatch]],
     options: CutOptions,
 ) -> list[list[_ComputedMicrobatch]]:
-    """Adds microbatches of one dummy row where the ranks must have equally many."""
+    """Adds microbatches of one dummy row if the ranks must have equally many microbatches."""
     if options.equal_counts is False or (options.equal_counts == 'auto' and options.objective == 'ddp'):
         return ranks
     most_microbatches = max(map(len, ranks))

@@ -39,7 +39,7 @@ SHRINKING_TERMS = {'text': 'text activations', 'logits': 'logits', 'vision': 'vi
 
 @dataclass(frozen=True)
 class Capacity:
-    """How many tokens fit into the memory of one rank, whichever samples meet in a microbatch."""
+    """How many tokens fit into the memory of one rank, whichever samples are in a microbatch together."""
 
     memory: MemoryModel
     table: SampleSizes
@@ -49,7 +49,7 @@ class Capacity:
     max_image_tokens: int | None = None
 
     def worst_shape(self, tokens: int, image_tokens: int | None = None) -> BatchShape:
-        """Returns the shape that takes most memory of all microbatches with this many positions.
+        """Returns the shape of the microbatch with this many positions that takes most memory.
 
         Its rows are as wide as the longest sample. Image tokens and labels are as many as if every sample had the
         largest share of them.
@@ -70,6 +70,7 @@ class Capacity:
             rows=tokens / width,
             width=width,
             image_tokens=image_tokens,
+            # An upper bound of the sum of squares, because no image has more tokens than the most of a sample.
             image_area=float(image_tokens * table.image_tokens.max()),
             pixel_bytes=int(image_tokens * self.memory.pixel_bytes_per_image_token),
             labels=labels,
@@ -88,15 +89,15 @@ class Capacity:
         return self.memory.peak(self.worst_shape(tokens, image_tokens), num_ranks=self.num_ranks)
 
     def terms(self, tokens: int) -> dict[str, float]:
-        """Returns the bytes of the same microbatch by term."""
+        """Returns bytes by term at the peak of the worst microbatch with this many positions."""
         return self.memory.terms(self.worst_shape(tokens), num_ranks=self.num_ranks)
 
     def max_tokens(self) -> int:
-        """Returns the most positions of a microbatch that fits; 0 if not even one fits."""
+        """Returns the most positions at which the worst microbatch still fits; 0 if not even one fits."""
         return _largest(lambda tokens: self.peak(tokens) <= self.limit)
 
     def fitting_image_tokens(self, tokens: int) -> int:
-        """Returns the most image tokens that fit into a microbatch with this many positions."""
+        """Returns the most image tokens at which a microbatch with this many positions still fits."""
         return min(_largest(lambda image_tokens: self.peak(tokens, image_tokens) <= self.limit), tokens)
 
     def of_stock_composer(self) -> Capacity:
@@ -104,7 +105,7 @@ class Capacity:
         return replace(self, memory=replace(self.memory, logits='all'), max_image_tokens=None)
 
     def why_nothing_fits(self) -> str:
-        """Returns the error for a model that leaves no room: the largest terms, and what would help."""
+        """Returns the error for a shortest sample that does not fit: the largest terms, and what would help."""
         terms = self.terms(int(self.table.tokens.min()))
         largest = sorted(terms, key=lambda name: -terms[name])[:3]
         largest_terms = ', '.join(f'{name} {terms[name] / GIB:.2f}' for name in largest)
@@ -306,7 +307,7 @@ def _largest_size(
 
 
 def _compared_sizes(size: int, rows_per_rank: int) -> list[int]:
-    """Returns the suggested size, and the powers of two up to twice as much."""
+    """Returns the suggested size and the powers of two up to twice as much, but at most the rows of a rank."""
     largest = min(2 * size, rows_per_rank)
     powers = [1 << exponent for exponent in range(largest.bit_length())]
     return sorted({size, *powers})
@@ -326,8 +327,8 @@ def _size_row(
     parts['inputs'] = terms['inputs'] / GIB
     return SizeRow(
         size=size,
-        padding={method: of_method.padding_ratio for method, of_method in figures.items()},
-        cost={method: of_method.cost for method, of_method in figures.items()},
+        padding={method: step.padding_ratio for method, step in figures.items()},
+        cost={method: step.cost for method, step in figures.items()},
         peak_gib=peak / GIB,
         parts_gib={'model': peak / GIB - sum(parts.values()), **parts},
         fits=peak <= capacity.limit,
@@ -336,4 +337,5 @@ def _size_row(
 
 def _largest(fits: Callable[[int], bool]) -> int:
     """Returns the largest number that fits, if all smaller ones fit too; 0 if none fits."""
+    # The keys are False for all numbers that fit, and True above. `bisect` counts the False ones, which begin at 1.
     return bisect(range(1, MOST_TOKENS), False, key=lambda number: not fits(number))

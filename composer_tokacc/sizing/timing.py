@@ -55,7 +55,7 @@ class MicrobatchTimer(Callback):
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Puts hooks on the vision encoder and its projector."""
-        # Encoders may run before the first step.
+        # Set here, because encoders may run before the first step, and the hooks read them.
         self._num_running_encoders = 0
         self._encoder_seconds = 0.0
         self._first_gradient: float | None = None
@@ -68,7 +68,7 @@ class MicrobatchTimer(Callback):
     def _enter_encoder(self, *_: object) -> None:
         self._num_running_encoders += 1
         if self._num_running_encoders == 1:
-            self._entered = self._now()
+            self._encoder_started = self._now()
 
     def _leave_encoder(
         self,
@@ -79,7 +79,7 @@ class MicrobatchTimer(Callback):
         self._num_running_encoders -= 1
         if self._num_running_encoders:
             return
-        self._encoder_seconds += self._now() - self._entered
+        self._encoder_seconds += self._now() - self._encoder_started
         for tensor in tree_iter(output):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 tensor.register_hook(self._gradient_arrives)
@@ -91,16 +91,16 @@ class MicrobatchTimer(Callback):
             self._first_gradient = self._now()
 
     def batch_start(self, state: State, logger: Logger) -> None:
-        """Ends the previous step."""
+        """Ends the previous step and starts the next."""
         now = self._now()
         if int(state.timestamp.batch) > self.skip:
-            self.outside.append(now - self._step_started - self._inside)
+            self.outside.append(now - self._step_started - self._seconds_in_microbatches)
         self._step_started = now
-        self._inside = 0.0
+        self._seconds_in_microbatches = 0.0
 
     def before_train_batch(self, state: State, logger: Logger) -> None:
         """Starts the first microbatch."""
-        self._started = self._now()
+        self._microbatch_started = self._now()
 
     def before_forward(self, state: State, logger: Logger) -> None:
         """Notes the sizes of the microbatch."""
@@ -116,17 +116,17 @@ class MicrobatchTimer(Callback):
                 self._patches = [self.patches(row) for row in self.layout.split(batch, rows)]
         self._encoder_seconds = 0.0
         self._first_gradient = None
-        # The counting above is no part of the run.
+        # The counting above is not part of the run, so its time is left out.
         seconds_here = self._now() - before
-        self._started += seconds_here
+        self._microbatch_started += seconds_here
         self._step_started += seconds_here
 
     def after_backward(self, state: State, logger: Logger) -> None:
         """Ends a microbatch and starts the next."""
         now = self._now()
-        seconds = now - self._started
-        self._started = now
-        self._inside += seconds
+        seconds = now - self._microbatch_started
+        self._microbatch_started = now
+        self._seconds_in_microbatches += seconds
         if int(state.timestamp.batch) < self.skip:
             return
         vision_seconds = self._encoder_seconds
@@ -141,6 +141,7 @@ class MicrobatchTimer(Callback):
         self.seconds.append(seconds)
 
     def _now(self) -> float:
+        """Returns the time in seconds, after the GPU has done all its work."""
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.synchronize()
         return time.perf_counter()
@@ -153,7 +154,7 @@ def fit_cost(timers: Sequence[MicrobatchTimer], *, quadratic: float) -> tuple[Co
     microbatch costs by its text. Otherwise images cost by their tokens.
 
     Args:
-        timers: Of runs with microbatches of many shapes.
+        timers: Timers of runs with microbatches of many shapes.
         quadratic: Width at which attention costs as much as the dense layers: six times the hidden size. It is not
             fitted, because a few noisy times do not separate the quadratic term from the linear one.
 
@@ -168,11 +169,12 @@ def fit_cost(timers: Sequence[MicrobatchTimer], *, quadratic: float) -> tuple[Co
     seconds_outside = _joined(timers, 'outside')
     if len(seconds) == 0:
         raise ValueError('`timers` must hold at least one microbatch, got: none. Run more steps.')
-    patch_sums = _patch_sums(timers)
-    has_patches = patch_sums[:, 1] > 0
+    patch_features = _patch_features(timers)
+    has_patches = patch_features[:, 1] > 0
     per_square = per_patch = per_image = 0.0
     if has_patches.any() and vision_seconds[has_patches].all():
-        per_square, per_patch, per_image = _fit(patch_sums[has_patches], vision_seconds[has_patches]).tolist()
+        per_square, per_patch, per_image = _fit(patch_features[has_patches], vision_seconds[has_patches]).tolist()
+        # Patches now price the images. So the fit below must not price them again by their tokens.
         seconds = seconds - vision_seconds
         image_tokens = np.zeros_like(image_tokens)
     text_cost = rows * (widths + widths**2 / quadratic)
@@ -202,7 +204,7 @@ def _joined(timers: Sequence[MicrobatchTimer], name: str) -> np.ndarray:
     return np.array(values, dtype=np.float64)
 
 
-def _patch_sums(timers: Sequence[MicrobatchTimer]) -> np.ndarray:
+def _patch_features(timers: Sequence[MicrobatchTimer]) -> np.ndarray:
     """Returns three sums over the rows of each microbatch, (n, 3): squared patches, patches, and rows with patches."""
     sums = []
     for timer in timers:
@@ -213,7 +215,7 @@ def _patch_sums(timers: Sequence[MicrobatchTimer]) -> np.ndarray:
 
 
 def _fit(features: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Returns non-negative least squares of relative errors, (terms,)."""
+    """Returns the costs of the features, (terms,): non-negative least squares of relative errors."""
     solution = np.zeros(features.shape[1])
     # A busy machine delays some microbatches. They are left out, and the others are fitted again.
     is_on_time = np.ones(len(seconds), dtype=bool)

@@ -39,23 +39,23 @@ INDEXING_OPERATIONS = (
     aten._index_put_impl_.default,
 )
 LARGEST_REAL = 1 << 22
-"""Most numbers of a float tensor that stays real. A mask in floats has rows x width^2 numbers, and SDPA makes one for
-each layer, so large ones must not take memory. Gemma 4 reads 705,600 numbers of an image, which say where its patches
-are pooled."""
+"""Float tensors with more numbers are made fake. A mask in floats has rows x width^2 numbers, and SDPA makes one for
+each layer, so large ones must not take memory. Gemma 4 needs the values of 705,600 numbers of an image, which say where
+its patches are pooled."""
 TRACKED_PARTS = ('text', 'logits', 'vision', 'weights')
 """``weights`` are the copies of parameters that autocast makes."""
 
 
 class SharedFakeMode(FakeTensorMode):
-    """A mode of fake tensors that is shared by copies of a module."""
+    """A mode of fake tensors. Copies of a module use the same one."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedFakeMode:
-        # peft copies modules with their tensors, and so their mode. The memory of a copied mode would be freed twice.
+        # peft copies modules, and with their tensors the mode. The memory of a copied mode would be freed twice.
         return self
 
 
 class RealInputs(TorchDispatchMode):
-    """Computes results that depend only on the batch for real, and makes everything else a fake tensor.
+    """Computes real results if they depend only on the batch, and makes all other results fake tensors.
 
     Vision-language models read their inputs: how many image tokens there are, how large the grid of each image is,
     which images are padding, whether a row is padded. ``FakeTensorMode`` would stop there. The batch is small, so it
@@ -75,8 +75,8 @@ class RealInputs(TorchDispatchMode):
             input_storages = {storage_key(tensor) for tensor in tensors}
             result = func(*args, **kwargs)
             return tree_map_only(torch.Tensor, lambda tensor: self._without_memory(tensor, input_storages), result)
-        # The result of indexing with a mask has as many elements as the mask has set. A fake mask has no values, but
-        # these masks are real.
+        # The result of indexing with a mask has an element for each True of it. The fake mode could not count these.
+        # But the masks here are real, so indices replace them.
         if func is aten.masked_select.default and not isinstance(args[1], FakeTensor):
             mask = args[1].expand(args[0].shape)
             return self.__torch_dispatch__(aten.index.Tensor, types, (args[0], [mask]))
@@ -111,7 +111,7 @@ def _without_masks(indices: Sequence[object]) -> list[object]:
 
 
 class CudaAutocast(TorchFunctionMode):
-    """Has autocast on the CPU compute in float32 where autocast on a GPU does. The outputs are larger there."""
+    """Makes autocast on the CPU compute in float32 where autocast on a GPU does, whose outputs are larger."""
 
     # From "CUDA ops that autocast to float32" in the documentation of torch.amp, those that transformers use.
     FLOAT32 = (
@@ -160,7 +160,7 @@ class MemoryTracker(TorchDispatchMode):
         self.vocab_size = vocab_size
         self.current: dict[str, int] = dict.fromkeys(TRACKED_PARTS, 0)
         self.peak = dict(self.current)
-        self._num_running_encoders = 0  # nested in each other
+        self._num_running_encoders = 0  # several, if one is nested in another
         self._finalizers: dict[int, weakref.finalize] = {}  # by storage, until it is freed
         self._parameters = {storage_key(tensor) for tensor in [*model.parameters(), *model.buffers()]}
         self._handles: list[RemovableHandle] = []

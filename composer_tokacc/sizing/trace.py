@@ -46,10 +46,13 @@ log = logging.getLogger(__name__)
 
 AUTOCAST = {'fp32': None, 'amp_bf16': torch.bfloat16, 'amp_fp16': torch.float16}
 """The types that Composer's precisions compute in."""
-FLOP_TERMS = ('tokens', 'area', 'image_tokens', 'image_area')
-"""The sizes that operations depend on: of linear layers, attention, the vision encoder, and the attention in it."""
+TEXT_TERMS = ('tokens', 'area')
+"""The sizes that operations of the language model depend on: of its linear layers, and of attention."""
+MEDIA_TERMS = ('image_tokens', 'image_area')
+"""The same of the vision encoder."""
+FLOP_TERMS = TEXT_TERMS + MEDIA_TERMS
 TRACED_LOGITS = ('all', 'labels', 'auto')
-"""Positions at which logits are computed. ``auto``: only labels, if the model can be traced so."""
+"""Positions at which logits are computed. ``auto``: only those with a label, if the model can be traced so."""
 LABEL_SPACINGS = (4, 16, 1, 32, 2, 8)
 """For logits at labels, each traced microbatch has a label at every n-th position. So the numbers of labels and of
 positions vary independently. One microbatch has a label at every position, because a run may also need all logits."""
@@ -102,7 +105,7 @@ class TracedStep:
         self._dtype = AUTOCAST[precision]
         self._on_gpu = on_gpu
         self._argument_names = _argument_names(self.model)
-        self._logits_dtype: torch.dtype | None = None  # of the step before; None: there was no step
+        self._logits_dtype: torch.dtype | None = None  # of the logits that the step before left behind, if any
         self._counter: FlopCounterMode | None = None
         self._selector: LabelSelector | None = None
         if logits == 'labels':
@@ -110,6 +113,7 @@ class TracedStep:
         self._warm_up(first_batch)
         self.static = self._count_static(make_optimizer)
         if strategy == 'fsdp' and self._dtype is not None:
+            # FSDP computes with parameters that are cast. Optimizer states are counted above, of those that are not.
             self._tracker.close()
             with self._mode:
                 cast_model(self.model, self._dtype)
@@ -121,13 +125,13 @@ class TracedStep:
         self._logits_dtype = self._step(first_batch)
 
     def measure(self, batch: Batch) -> MicrobatchPeaks:
-        """Runs one microbatch of a step that has gradients from an earlier one."""
+        """Returns the peaks of one microbatch. Gradients exist already, as after the first microbatch of a step."""
         bytes_before = dict(self._tracker.current)
         phases: dict[str, dict[str, int]] = {}
 
         def end_phase(name: str, *_: object) -> None:
-            if name in phases:  # the model calls its output embedding again
-                return
+            if name in phases:
+                return  # the model calls its output embedding more than once
             phases[name] = {part: num_bytes - bytes_before[part] for part, num_bytes in self._tracker.peak.items()}
             self._tracker.restart_peak()
 
@@ -169,7 +173,7 @@ class TracedStep:
         autocast_of_gpu = CudaAutocast() if self._on_gpu else nullcontext()
         # Also around the backward pass, where checkpointing computes again under the autocast of the forward pass.
         with self._tracked(), autocast_of_gpu:
-            # Composer's state.outputs holds the logits of the previous microbatch until the new ones exist.
+            # As in Composer, whose `state.outputs` holds the logits of the last microbatch until the new ones exist.
             previous = None
             if self._logits_dtype is not None:
                 with self._mode:
@@ -202,7 +206,7 @@ class TracedStep:
             ) from error
 
     def _count_static(self, make_optimizer: MakeOptimizer) -> StaticBytes:
-        """Counts the model, and the states and temporary tensors of a step of its optimizer."""
+        """Returns the bytes of the model, and of the states and temporary tensors of its optimizer."""
         optimizer = make_optimizer([parameter for parameter in self.model.parameters() if parameter.requires_grad])
         for group in optimizer.param_groups:
             if self._on_gpu and group.get('foreach', True) is None and not group.get('fused'):
@@ -281,7 +285,7 @@ def calibrate_fake(
     if logits == 'auto':
         try:
             memory = _traced_memory(make_step, batches, 'labels', has_mask=has_mask)
-        # The first-batch check catches the same errors of a model that needs all logits.
+        # A model that needs all logits fails with one of these. The check of the first batch catches the same ones.
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             log.info('Memory is counted with logits of all positions: %s', error)
             logits = 'all'
@@ -307,6 +311,7 @@ def _traced_memory(
     measured = []
     for batch in batches:
         if not has_mask:
+            # Without padding attention builds no mask.
             batch = {**batch, 'attention_mask': torch.ones_like(batch['attention_mask'])}
         measured.append(step.measure(batch))
     shapes = [peaks.shape for peaks in measured]
@@ -319,10 +324,10 @@ def _traced_memory(
     bytes_of_phases = {}
     for name in measured[0].phases:
         bytes_of_phases[name] = [peaks.phases[name] for peaks in measured]
-    highest = np.max([activation_bytes(parts) for parts in bytes_of_phases.values()], axis=0)
+    highest = np.max([activation_bytes(measured_bytes) for measured_bytes in bytes_of_phases.values()], axis=0)
     phases = {}
-    for name, parts in bytes_of_phases.items():
-        phases[name] = fit_activations(shapes, parts, area=area, peaks=highest)
+    for name, measured_bytes in bytes_of_phases.items():
+        phases[name] = fit_activations(shapes, measured_bytes, area=area, peaks=highest)
     return MemoryModel(
         static=step.static,
         phases=phases,
@@ -334,20 +339,21 @@ def _traced_memory(
 
 @dataclass(frozen=True, kw_only=True)
 class FlopModel:
-    """Operations of forward and backward, by ``FLOP_TERMS``. Padding is computed too, so it counts."""
+    """Operations of forward and backward, as a sum of coefficients times sizes. Padding is computed, so it counts."""
 
     coefficients: Mapping[str, float]
+    """By the names in ``FLOP_TERMS``."""
     layout: BatchLayout
     residual: float
     """Largest relative error over the traced microbatches."""
 
     def text(self, rows: int, width: int) -> float:
         """Returns the operations of the language model."""
-        return self._sum(BatchShape(rows=rows, width=width), FLOP_TERMS[:2])
+        return self._sum(BatchShape(rows=rows, width=width), TEXT_TERMS)
 
     def media(self, batch: Batch) -> float:
         """Returns the operations of encoders and of the layers behind them."""
-        return self._sum(BatchShape.from_batch(batch, self.layout), FLOP_TERMS[2:])
+        return self._sum(BatchShape.from_batch(batch, self.layout), MEDIA_TERMS)
 
     def _sum(self, shape: BatchShape, names: Sequence[str]) -> float:
         return sum(self.coefficients[name] * getattr(shape, name) for name in names)
@@ -363,7 +369,7 @@ def count_flops(
     """Counts the matrix products of four to six microbatches without computing them; see :func:`.calibrate_fake`.
 
     Build the model with eager attention, whose products can be seen, and without activation checkpointing, whose
-    second forward is no useful work.
+    second forward is not useful work.
     """
     batches = probe_batches(BatchLayout.for_model(config), samples, width)
     step = TracedStep(build, batches[0], on_gpu=False)

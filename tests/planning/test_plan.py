@@ -178,12 +178,12 @@ def test_bound_that_ends_the_search(objective):
 
     equal = search([8] * 12)
     for count in (3, 6, 12):
-        assert equal._least_time(count) == pytest.approx(min(cut.time for cut in equal._at(count)), rel=1e-12)
+        assert equal._least_time(count) == pytest.approx(min(cut.time for cut in equal._cuts_into(count)), rel=1e-12)
     rng = np.random.default_rng(0)
     for _ in range(50):
         some = search(rng.integers(1, 40, 12))
         counts = range(some._padded.fewest, 13, 1)
-        times = {count: min(cut.time for cut in some._at(count)) for count in counts if count % 3 == 0}
+        times = {count: min(cut.time for cut in some._cuts_into(count)) for count in counts if count % 3 == 0}
         for count in times:
             assert some._least_time(count) <= min(time for more, time in times.items() if more >= count) * (1 + 1e-12)
 
