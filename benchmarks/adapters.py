@@ -41,7 +41,7 @@ def hugging_face(model: Any) -> Step:
 
     def step(microbatches: list[Batch]) -> Gradients:
         recorder = GradientRecorder()
-        # Ranks take samples in turn, so each microbatch is repeated and every rank finds its own.
+        # The Trainer deals samples to the ranks in turn. So each microbatch of this rank is there once for each rank.
         samples = [batch for batch in microbatches for _ in range(dist.get_world_size())]
         with tempfile.TemporaryDirectory() as folder:
             arguments = TrainingArguments(
@@ -61,9 +61,9 @@ def hugging_face(model: Any) -> Step:
                 logging_strategy='no',
             )
             Trainer(
-                model,
-                arguments,
-                lambda batches: batches[0],
+                model=model,
+                args=arguments,
+                data_collator=lambda batches: batches[0],
                 train_dataset=samples,  # pyright: ignore[reportArgumentType]
                 callbacks=[recorder],
             ).train()
@@ -120,7 +120,7 @@ def gradients_of(model: Any) -> Gradients:
 
 
 def inputs_of(model: Any, batch: Batch) -> Batch:
-    """Returns the part of the batch that the model's forward has arguments for."""
+    """Returns the entries of the batch that the model's forward takes."""
     arguments = inspect.signature(model.forward).parameters
     return {key: value for key, value in batch.items() if key in arguments}
 
