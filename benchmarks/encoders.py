@@ -130,7 +130,7 @@ def main() -> None:
     for method, name in METHODS.items():
         seconds = [sum(clock.whole) for clock in clocks[method]]
         stock_seconds = [sum(clock.whole) for clock in clocks['stock']]
-        ratios = [stock / ours for stock, ours in zip(stock_seconds, seconds, strict=True)]
+        ratios = [stock / measured for stock, measured in zip(stock_seconds, seconds, strict=True)]
         rows.append(
             {
                 'method': name,
