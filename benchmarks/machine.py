@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.record import ROOT
 
-# Composer leaves these in the environment of a process that has trained.
+# A Trainer leaves these in the environment of a process that has trained.
 RANK_VARIABLES = {
     'RANK',
     'WORLD_SIZE',
