@@ -203,7 +203,7 @@ class RowSizes:
         texts = self._measure_texts(indices, map_samples)
         expansion = ImageExpansion(self)
         if len({expansion(((width, height),)) for width, height in ODD_SIZES}) == 1:
-            # To this processor, all images have the same size. So the additions are computed for one size only.
+            # Every image adds the same row with this processor, so one size stands for all.
             texts = [(row, ODD_SIZES[:1] * len(sizes)) for row, sizes in texts]
         # The expensive part: one call of the processor for each distinct list of sizes.
         additions = _measure_additions(expansion, texts, map_samples)

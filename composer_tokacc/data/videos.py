@@ -359,7 +359,10 @@ def read_video(file: MediaFile, sampling: VideoSampling, *, shapes_only: bool = 
         # Not the rate in the header, which may be that of another stream, or of a clock.
         unit = float(stream.time_base)
         span = (stamps[-1] - stamps[0]) * unit
-        step = span / (len(stamps) - 1) if span else 1 / float(stream.average_rate or 1)
+        if span:
+            step = span / (len(stamps) - 1)
+        else:  # one frame
+            step = 1 / float(stream.average_rate or 1)
     times = [(stamp - stamps[0]) * unit for stamp in stamps]
     duration = times[-1] + step
     chosen = sampling.choose(times, duration)
