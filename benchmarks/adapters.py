@@ -42,7 +42,9 @@ def hugging_face(model: Any) -> Step:
     def step(microbatches: list[Batch]) -> Gradients:
         recorder = GradientRecorder()
         # The Trainer deals samples to the ranks in turn. So each microbatch of this rank is there once for each rank.
-        samples = [batch for batch in microbatches for _ in range(dist.get_world_size())]
+        samples = []
+        for batch in microbatches:
+            samples += [batch] * dist.get_world_size()
         with tempfile.TemporaryDirectory() as folder:
             arguments = TrainingArguments(
                 output_dir=folder,
