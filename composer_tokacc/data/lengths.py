@@ -3,7 +3,8 @@
 
 """Measures all samples of a dataset with the run's processor, and keeps the lengths and the bad samples in a file.
 
-All samples are read once. In a large dataset, most are measured from the headers of their images, see :mod:`.sizes`.
+In a small dataset, all samples are read once. In a large one, most are measured from the headers of their images, see
+:mod:`.sizes`.
 """
 
 from __future__ import annotations
