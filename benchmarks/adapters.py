@@ -41,8 +41,10 @@ def hugging_face(model: Any) -> Step:
 
     def step(microbatches: list[Batch]) -> Gradients:
         recorder = GradientRecorder()
-        # Ranks take samples in turn, so each microbatch is repeated and every rank finds its own.
-        samples = [batch for batch in microbatches for _ in range(dist.get_world_size())]
+        # The Trainer deals samples to the ranks in turn. So each microbatch of this rank is there once for each rank.
+        samples = []
+        for batch in microbatches:
+            samples += [batch] * dist.get_world_size()
         with tempfile.TemporaryDirectory() as folder:
             arguments = TrainingArguments(
                 output_dir=folder,
@@ -61,9 +63,9 @@ def hugging_face(model: Any) -> Step:
                 logging_strategy='no',
             )
             Trainer(
-                model,
-                arguments,
-                lambda batches: batches[0],
+                model=model,
+                args=arguments,
+                data_collator=lambda batches: batches[0],
                 train_dataset=samples,  # pyright: ignore[reportArgumentType]
                 callbacks=[recorder],
             ).train()
@@ -120,7 +122,7 @@ def gradients_of(model: Any) -> Gradients:
 
 
 def inputs_of(model: Any, batch: Batch) -> Batch:
-    """Returns the part of the batch that the model's forward has arguments for."""
+    """Returns the entries of the batch that the model's forward takes."""
     arguments = inspect.signature(model.forward).parameters
     return {key: value for key, value in batch.items() if key in arguments}
 

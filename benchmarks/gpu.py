@@ -9,7 +9,7 @@
 
 exactness: the gradient in fp32, and in bf16 against the noise of bf16 itself. out_of_memory: the microbatch size
 'auto' through a real out-of-memory. speed: real tokens a second and peak memory of four ways to cut the same batches,
-for lognormal lengths of three variations and for real tables. memory: predicted against measured peaks.
+for lognormal lengths with three coefficients of variation, and for real tables. memory: predicted and measured peaks.
 
 Each result is written to results/gpu/ as soon as it is measured, with the machine and its versions. DIR holds tables
 `tokens,image_tiles` as .csv.gz. Without it, synthetic tables are used.
@@ -62,12 +62,13 @@ from composer_tokacc.sizing.shapes import batch_of_width
 Gradients = dict[str, torch.Tensor]
 Measure = Callable[[], dict[str, Any]]
 
-# Times stock that ODB publishes for Qwen3-VL, by the coefficient of variation of the lengths.
+# Speed over stock that ODB publishes for Qwen3-VL, by the coefficient of variation of the lengths.
 TARGETS = {0.29: 1.73, 0.48: 1.77, 1.0: 2.46}
 
 EXACTNESS_LENGTHS = (40, 9, 300, 17, 120, 64, 33, 511, 12, 75, 260, 28)
 EXACT_IN_FP32 = 1e-5
-# One forward in bf16 is off by its rounding. In another order of sums, the rounding falls elsewhere.
+# Noise: the error of one forward in bf16, by rounding. Another order of sums is rounded in another way, so the error of
+# a cut may be this many times as large.
 BF16_NOISE_FACTOR = 2.0
 
 # Rows and widths whose memory is predicted and measured; the calibration uses other shapes.
@@ -120,7 +121,7 @@ class Scale:
         return llava_config(text, vision, image_token=3)
 
     def lengths_of(self, variation: float | None) -> np.ndarray:
-        """Returns lognormal lengths with this variation, or those of the tables for None."""
+        """Returns lognormal lengths with this coefficient of variation. None: the lengths of the tables."""
         if variation is None:
             tables, _ = read_tables(self.lengths)
             return np.maximum(tables.lengths // self.table_divisor, 4)
@@ -169,8 +170,8 @@ REHEARSAL = Scale(
 def for_memory(scale: Scale, total_bytes: int) -> Scale:
     """Returns the scale for a GPU with this much memory.
 
-    Parameters, gradients and bf16 copies take 10 GiB. A row of 8,192 tokens keeps about 15 GiB for the backward, or 3
-    with checkpointing, and 3 for its logits.
+    Parameters, gradients and bf16 copies take 10 GiB. A row of 8,192 tokens keeps about 15 GiB of activations for the
+    backward, or 3 GiB with checkpointing. Its logits take 3 GiB more.
     """
     if total_bytes > 110 * GIB:
         return scale
@@ -248,7 +249,7 @@ def small_config(device: ComputeDevice) -> LlavaConfig:
 
 
 def measure_exactness(scale: Scale) -> dict[str, Any]:
-    """Returns the errors of all cuts, relative to one forward in fp32."""
+    """Returns the gradient errors of all ways to cut a batch, relative to one forward in fp32."""
     device = scale.device
     if device.is_gpu:
         torch.backends.cuda.matmul.allow_tf32 = False
@@ -259,7 +260,10 @@ def measure_exactness(scale: Scale) -> dict[str, Any]:
     expected = gradients_of_one_forward(config, batch, device, torch.float32)
     noise, _ = relative_error(gradients_of_one_forward(config, batch, device, torch.bfloat16), expected)
     errors: dict[str, dict[str, float]] = {}
-    for precision in ('fp32', 'amp_bf16') if device.is_gpu else ('fp32',):
+    precisions = ['fp32']
+    if device.is_gpu:
+        precisions.append('amp_bf16')
+    for precision in precisions:
         errors[precision] = {}
         for method in ('stock', 'ours', 'packing'):
             for size in (1, 2, 4):
@@ -276,7 +280,7 @@ def measure_exactness(scale: Scale) -> dict[str, Any]:
 
 
 class Attempts(Callback):
-    """Notes the microbatch size of each attempt at the step."""
+    """Records the microbatch size of each attempt at the step."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -286,10 +290,10 @@ class Attempts(Callback):
 
 
 class SimulatedOutOfMemory(Callback):
-    """Fails the first attempts of a rehearsal as a GPU would. Composer refuses the size 'auto' on a CPU."""
+    """Fails the first attempts of a rehearsal as a GPU would."""
 
     def before_loss(self, state: State, logger: Logger) -> None:
-        state.auto_microbatching = True
+        state.auto_microbatching = True  # Composer refuses the size 'auto' on a CPU
         if (state.device_train_microbatch_size or 0) > OUT_OF_MEMORY_ROWS // 4:
             raise RuntimeError('CUDA out of memory')
 
@@ -309,7 +313,7 @@ def limited_memory(limit: float, device: ComputeDevice) -> Iterator[None]:
 
 
 def measure_out_of_memory(scale: Scale) -> dict[str, Any]:
-    """Compares the gradient at a size that fits with the one of 'auto', which first runs out of memory."""
+    """Compares the gradient at a microbatch size that fits with that of 'auto', which first runs out of memory."""
     device = scale.device
     config = small_config(device)
     longest = 2048 if device.is_gpu else 24
@@ -322,7 +326,8 @@ def measure_out_of_memory(scale: Scale) -> dict[str, Any]:
     attempts = Attempts()
     callbacks = (attempts,) if device.is_gpu else (attempts, SimulatedOutOfMemory())
     size = 'auto' if device.is_gpu else OUT_OF_MEMORY_ROWS
-    # The caching allocator wastes some of it. Twice the rows need nearly twice as much.
+    # More than a size that fits needs, because the caching allocator wastes some memory. Less than twice as many rows
+    # need, which is nearly twice as much.
     with limited_memory(before + 1.4 * fitting_bytes, device):
         gradients = gradients_of_trainer(config, rows, 'ours', size, device, callbacks=callbacks)
     error, _ = relative_error(gradients, expected)
@@ -431,7 +436,7 @@ def measure_memory(checkpointing: bool, scale: Scale) -> dict[str, Any]:
         rows.append(row)
     result = {'checkpointing': checkpointing, 'residual': memory.residual, 'shapes': rows}
     if model is not None:
-        # A prediction below the truth would end a run, so it fails.
+        # A prediction below the measured peak fails, because a run would end with out-of-memory.
         result['holds'] = all(0 <= row['error'] <= MEMORY_LIMIT for row in rows)
     return result
 
@@ -447,14 +452,14 @@ def record(folder: Path, name: str, device: ComputeDevice, measure: Measure) -> 
         }
     write(folder / f'{name}.json', {'machine': device.report(), 'result': result})
     print(f'{name}: {json.dumps(result)[:2000]}', flush=True)
-    # A traceback, or Composer, may keep the last model.
+    # A traceback, or Composer, may still hold the last model.
     gc.collect()
     if device.is_gpu:
         torch.cuda.empty_cache()
 
 
 def measurements(scale: Scale) -> dict[str, dict[str, Measure]]:
-    """Returns the measurements of each part by name, the quick ones first."""
+    """Returns the measurements by part and name, the quick ones first."""
     speed: dict[str, Measure] = {}
     for variation in (*scale.variations, None):
         speed[f'speed_{variation or "tables"}'] = partial(measure_speed, variation, scale)

@@ -27,6 +27,7 @@ class LengthSet:
 
     @property
     def variation(self) -> float:
+        """The coefficient of variation of the lengths."""
         return float(self.lengths.std() / self.lengths.mean())
 
     def draw(self, num_samples: int, seed: int) -> LengthSet:
@@ -77,12 +78,15 @@ def read_tables(folder: Path | None = None) -> tuple[LengthSet, str]:
 
 @dataclass(frozen=True)
 class TableShape:
-    """Number of samples, shares of the tile counts, and mean and deviation of the text tokens of a real table."""
+    """What synthetic lengths need to resemble a real table."""
 
     num_samples: int
     shares: tuple[float, float, float, float]
+    """Share of the samples with each of the TILE_COUNTS."""
     mean: float
+    """Mean of the text tokens."""
     deviation: float
+    """Standard deviation of the text tokens."""
 
 
 AI2D = TableShape(12_000, (0.47, 0.30, 0.05, 0.18), 54, 13)
@@ -114,12 +118,13 @@ def lognormal(
     longest: int = 4096,
     num_samples: int = 40_000,
 ) -> LengthSet:
-    """Returns lognormal lengths from 8 to `longest`. The variation is the one before they are clipped."""
+    """Returns lognormal lengths, clipped to 8 and `longest`. Clipping makes their coefficient of variation smaller."""
     drawn = _draw_lognormal(np.random.default_rng(1), mean, variation, num_samples)
     lengths = np.clip(drawn, 8, longest).astype(np.int64)
     return LengthSet(f'lognormal {variation}', lengths, np.zeros(num_samples, dtype=np.int64))
 
 
 def _draw_lognormal(rng: np.random.Generator, mean: float, variation: float, count: int) -> np.ndarray:
+    """Draws numbers with a mean and a coefficient of variation. `spread` is the deviation of their logarithms."""
     spread = np.sqrt(np.log(1 + variation**2))
     return rng.lognormal(np.log(mean) - spread**2 / 2, spread, count)

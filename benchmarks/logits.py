@@ -1,15 +1,15 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Speed of trainers on data where few positions have a label, and where the time of a microbatch goes.
+"""Speed of trainers on data with few labels, and how the time of a microbatch divides into layers and logits.
 
     .venv-rivals/bin/python -m benchmarks.logits [--ranks 1 2] [--rounds 5]
     python -m benchmarks.logits --report     # only the picture and the tables of docs/logits.md, from the results
 
 Two text models have the ratio of vocabulary to hidden size of SmolVLM-256M (85) and Qwen2.5-VL-3B (74). They are small
-enough for two cores, and have a sixth of the layers. Image tokens are tokens without a label. The lengths
-are those of the real tables (folder COMPOSER_TOKACC_LENGTHS), a quarter as wide, and answers have 4 to 48 tokens. The
-contenders are those of `benchmarks.rivals`, and take turns in each round. A microbatch is timed at the full depth, too.
+enough for two cores, and have a sixth of the layers. Image tokens are tokens without a label. The lengths are a quarter
+of those in the real tables (folder COMPOSER_TOKACC_LENGTHS), and answers have 4 to 48 tokens. The contenders are those
+of `benchmarks.rivals`, and take turns in each round. A microbatch is also timed with all layers of the real models.
 
 Writes results/logits.json. The memory in the picture is that of results/logits_memory.json.
 """
@@ -42,7 +42,7 @@ PAGE = ROOT / 'docs' / 'logits.md'
 PICTURE = ROOT / 'docs' / 'figures' / 'logits.svg'
 RESULTS_FILE = RESULTS / 'logits.json'
 CONTENDERS = ('composer', 'hf', 'hf_rebalance', 'odb', 'trl', 'ours_all_logits', 'ours_sampler')
-# Layers of the models that are trained, and of the known ones.
+# Layers of the models that are trained, and of the real models.
 LAYERS = {'smolvlm': (5, 30), 'qwen': (6, 36)}
 ANSWER = (4, 48)
 MICROBATCH = (4, 290)
@@ -68,11 +68,11 @@ def sizes_of(model: str) -> Row:
 
 
 def time_microbatch(model: LlamaForCausalLM, rounds: int, shape: tuple[int, int] = MICROBATCH) -> dict[str, float]:
-    """Returns the seconds of forward and backward of a microbatch: of the layers alone, and with head and loss.
+    """Returns the seconds of forward and backward of a microbatch: for the layers only, and with head and loss.
 
     Args:
         model: A model on the CPU.
-        rounds: How often each is timed. They take turns. The first time does not count.
+        rounds: How often each is timed, after a first time that does not count. They take turns.
         shape: Rows and width.
     """
     rows, width = shape
@@ -92,14 +92,14 @@ def time_microbatch(model: LlamaForCausalLM, rounds: int, shape: tuple[int, int]
         selector.arm('causal', rows * answer)
         return model(input_ids=ids, labels=labels).loss
 
-    seconds: dict[str, list[float]] = {'layers_seconds': [], 'all_seconds': [], 'labels_seconds': []}
-    forwards = (layers, all_logits, logits_at_labels)
+    forwards = {'layers_seconds': layers, 'all_seconds': all_logits, 'labels_seconds': logits_at_labels}
+    seconds: dict[str, list[float]] = {name: [] for name in forwards}
     for _ in range(rounds + 1):
-        for times, forward in zip(seconds.values(), forwards, strict=True):
+        for name, forward in forwards.items():
             model.zero_grad()
             start = time.perf_counter()
             forward().backward()
-            times.append(time.perf_counter() - start)
+            seconds[name].append(time.perf_counter() - start)
     selector.remove()
     return {name: statistics.median(times[1:]) for name, times in seconds.items()}
 
@@ -116,7 +116,7 @@ def microbatch_rows(rounds: int) -> list[Row]:
 
 
 def smolvlm_config() -> transformers.SmolVLMConfig:
-    """Returns the sizes of SmolVLM-256M-Instruct."""
+    """Returns the config of SmolVLM-256M-Instruct."""
     text = {
         'model_type': 'llama',
         'vocab_size': 49_280,
@@ -138,12 +138,13 @@ def smolvlm_config() -> transformers.SmolVLMConfig:
 
 
 def work_rows() -> list[Row]:
-    """Returns the share of the head in the multiplications of the known models, for rows as in AI2D.
+    """Returns the share of the head in the multiplications of the real models, for rows as in AI2D.
 
-    Each weight of a matrix is used once for each position, or patch of an image. Attention scores are left out.
+    Each weight of a matrix is used once for each position, or for each patch of an image. Attention scores are not
+    counted.
     """
     cases = {
-        # Image tokens of a row, and patches of an image token.
+        # Config, image tokens of a row, and patches of an image token.
         'smolvlm': (smolvlm_config(), 640, 16),
         'qwen': (model_config(), IMAGE_TOKENS, 4),
     }
@@ -166,13 +167,13 @@ def work_rows() -> list[Row]:
 
 
 def ratio(cells: dict[str, Row], rival: str, figure: str) -> float:
-    """Returns how many times as fast as a rival ours is with logits at labels: the median over the rounds."""
+    """Returns the speed of ours with logits only at labels over that of a rival: the median over the rounds."""
     pairs = zip(cells['ours_sampler']['rounds'], cells[rival]['rounds'], strict=False)
     return statistics.median(our[figure] / their[figure] for our, their in pairs)
 
 
 def speed_table(results: Row) -> str:
-    """Shows real tokens a second, and how many times as fast ours is with logits at labels."""
+    """Returns the table of real tokens a second, and the speed of ours over each rival by time and processor time."""
     cases: dict[str, list[Row]] = {}
     for cell in results['cells']:
         if 'rounds' not in cell:
@@ -187,7 +188,8 @@ def speed_table(results: Row) -> str:
             if name not in cells:
                 texts.append('')
                 continue
-            text = f'{cells[name]["tokens_per_second"][1]:,.0f}'
+            _, median, _ = cells[name]['tokens_per_second']
+            text = f'{median:,.0f}'
             if name != 'ours_sampler':
                 by_time = ratio(cells, name, 'tokens_per_second')
                 by_processor_time = ratio(cells, name, 'tokens_per_processor_second')
@@ -199,19 +201,23 @@ def speed_table(results: Row) -> str:
 
 
 def share_table(results: Row) -> str:
-    """Shows the share of head and loss in the time of a microbatch, and in the work of the known models."""
+    """Returns the table of the share of head and loss in the time of a microbatch, and in the work of real models."""
     work = {row['model']: row for row in results['work']}
     rows = []
     for row in results['microbatches']:
         name = row['model']
-        is_known_depth = row['layers'] == LAYERS[name][1]
+        of_text = ''
+        of_all = ''
+        if row['layers'] == LAYERS[name][1]:  # the depth of the real model
+            of_text = f'{work[name]["of_text"]:.0%}'
+            of_all = f'{work[name]["of_all"]:.0%}'
         rows.append(
             [
                 f'{SHAPES[name].title}, {row["layers"]} layers',
                 f'{1 - row["layers_seconds"] / row["all_seconds"]:.0%}',
                 f'{row["all_seconds"] / row["labels_seconds"]:.2f}',
-                f'{work[name]["of_text"]:.0%}' if is_known_depth else '',
-                f'{work[name]["of_all"]:.0%}' if is_known_depth else '',
+                of_text,
+                of_all,
             ]
         )
     columns = ('', 'head and loss', 'times as fast at labels', 'work of the real text model', 'with vision encoder')
@@ -219,12 +225,12 @@ def share_table(results: Row) -> str:
 
 
 def parts_of(results: Row) -> dict[str, Callable[[], str]]:
-    """Returns a function for each table of the page."""
+    """Returns a function that makes it for each table of the page."""
     return {'logits_speed': lambda: speed_table(results), 'logits_shares': lambda: share_table(results)}
 
 
 def draw(results: Row, memory: Row, path: Path) -> None:
-    """Draws where the time of a microbatch goes, measured, and where its memory goes, computed."""
+    """Draws how the measured time of a microbatch, and its computed memory, divide into parts."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 

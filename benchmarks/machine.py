@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.record import ROOT
 
 # A Trainer leaves these in the environment of a process that has trained.
-OF_A_RANK = {
+RANK_VARIABLES = {
     'RANK',
     'WORLD_SIZE',
     'LOCAL_RANK',
@@ -55,11 +55,11 @@ def versions(packages: tuple[str, ...]) -> dict[str, str]:
 
 def environment_of_no_rank() -> dict[str, str]:
     """Returns the environment of this process without the variables of a rank."""
-    return {key: value for key, value in os.environ.items() if key not in OF_A_RANK}
+    return {key: value for key, value in os.environ.items() if key not in RANK_VARIABLES}
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """Returns an environment with one thread a rank, which imports the modules of this checkout."""
+    """Returns an environment for ranks of one thread each, in which Python imports the modules of this checkout."""
     return {
         **environment_of_no_rank(),
         'OMP_NUM_THREADS': '1',
@@ -69,7 +69,7 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 def on_ranks(ranks: int, module: str, *arguments: str) -> Any:
-    """Runs a module under the composer launcher and returns the JSON that it wrote into its first argument."""
+    """Runs a module under the composer launcher. Returns the JSON that it wrote to the path in its first argument."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / 'results.json'
         command = [
@@ -88,8 +88,8 @@ def on_ranks(ranks: int, module: str, *arguments: str) -> Any:
 def free_port() -> int:
     """Returns a port at which ranks can meet.
 
-    It is not a port that the system hands out, as Composer's launcher takes. The system may give such a port to
-    another run before rank 0 has loaded torch and listens there.
+    Composer's launcher takes a free port from the system. But the system may give the same port to another run before
+    rank 0 has loaded torch and listens there. So this port is outside the range that the system chooses from.
     """
     while True:
         port = random.SystemRandom().randrange(12_000, 32_000)

@@ -5,7 +5,7 @@
 
     .venv-rivals/bin/python -m benchmarks.prove
 
-The line of a trainer that is not installed stays as it is. Writes results/prove.json.
+A trainer that is not installed keeps its row. Writes results/prove.json.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ COLUMNS = (
 
 
 def programs() -> list[str]:
-    """Returns the names of the programs. `subject` is the model and the rows that all of them import."""
+    """Returns the names of the programs. `subject` is not one: it has the model and the rows that they import."""
     return sorted(path.stem for path in PROGRAMS.glob('*.py') if path.stem != 'subject')
 
 
-def printed(program: str) -> str | None:
-    """Runs a program and returns what it prints. None: a package that it imports is not installed."""
+def run_program(program: str) -> str | None:
+    """Runs a program and returns its output. None: a package that it imports is not installed."""
     path = PROGRAMS / f'{program}.py'
     imported = set(re.findall(r'^(?:from|import) (\w+)', path.read_text(), re.MULTILINE)) - {'subject'}
     if not all(find_spec(package) for package in imported):
@@ -53,8 +53,8 @@ def printed(program: str) -> str | None:
     return completed.stdout
 
 
-def rows_there() -> dict[str, list[str]]:
-    """Returns the rows of the results file."""
+def saved_rows() -> dict[str, list[str]]:
+    """Returns the rows of the results file by program. Empty if there is no such file."""
     if not RESULTS_FILE.exists():
         return {}
     return json.loads(RESULTS_FILE.read_text())['programs']
@@ -79,9 +79,9 @@ def table_of(rows: dict[str, list[str]]) -> str:
 
 def main() -> None:
     parser_of(__doc__, results=None).parse_args()
-    rows = rows_there()
+    rows = saved_rows()
     for program in programs():
-        output = printed(program)
+        output = run_program(program)
         if output is None:
             print(f'{program}: not installed', flush=True)
         else:

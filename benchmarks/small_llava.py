@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""A small LLaVA, rows of given lengths for it, and made-up samples for models without data."""
+"""A small LLaVA, random rows of given lengths for it, and made-up samples for text models and LLaVA-1.5."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VOCABULARY = 512
 IMAGE_TOKEN = 3
 IMAGE_LENGTH = 4
 IMAGE_SIDE = 16
-# The id of a word that stands for any text. Ids of special tokens lie at the ends of a vocabulary.
+# The id of the word that made-up texts repeat. Special tokens have other ids, at the ends of a vocabulary.
 WORD_ID = 11
 Row = dict[str, Any]
 
@@ -31,7 +31,7 @@ def build_model(*, hidden_size: int = 512, num_layers: int = 4) -> LlavaForCondi
     text = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=hidden_size,
-        intermediate_size=hidden_size * 43 // 16,
+        intermediate_size=hidden_size * 43 // 16,  # the ratio of Llama-7B
         num_hidden_layers=num_layers,
         num_attention_heads=hidden_size // 64,
         num_key_value_heads=hidden_size // 64,
@@ -50,7 +50,7 @@ def build_model(*, hidden_size: int = 512, num_layers: int = 4) -> LlavaForCondi
 
 
 def llava_config(text: LlamaConfig, vision: CLIPVisionConfig, image_token: int) -> LlavaConfig:
-    """Joins both configs. The last vision layer is read, so that every layer gets a gradient."""
+    """Joins both configs. LLaVA reads the last vision layer, so that every layer gets a gradient."""
     config = LlavaConfig(
         vision_config=vision,
         text_config=text,
@@ -64,14 +64,14 @@ def llava_config(text: LlamaConfig, vision: CLIPVisionConfig, image_token: int) 
 
 
 def freeze_unused(model: LlavaForConditionalGeneration) -> None:
-    """Freezes the last norm of the vision encoder: LLaVA reads the layer before it, and DDP waits for gradients."""
+    """Freezes the last norm of the vision encoder. LLaVA does not read it, so DDP would wait for its gradient."""
     for name, parameter in model.named_parameters():
         if 'post_layernorm' in name:
             parameter.requires_grad_(False)
 
 
 def make_rows(lengths: Sequence[int], seed: int, config: Any = None) -> list[Row]:
-    """Returns batches of one row. Every other row begins with an image, if it is long enough.
+    """Returns batches of one row with random tokens. Every other row begins with an image, if it is long enough.
 
     Args:
         lengths: The tokens of each row, image tokens included.
@@ -91,7 +91,7 @@ def make_rows(lengths: Sequence[int], seed: int, config: Any = None) -> list[Row
     rows = []
     for index, length in enumerate(lengths):
         ids = torch.randint(4, vocabulary, (1, int(length)), generator=generator)
-        # A placeholder that was drawn by chance would ask for an image that is not there.
+        # A placeholder that was drawn by chance would need an image.
         ids[ids == placeholder] = 4
         row: Row = {
             'input_ids': ids,
@@ -109,7 +109,7 @@ def make_rows(lengths: Sequence[int], seed: int, config: Any = None) -> list[Row
 
 
 def image_token_of(config: Any) -> int:
-    """Returns the id of the image placeholder, whose key differs between versions of Transformers."""
+    """Returns the id of the image placeholder. Its key differs between versions of Transformers."""
     token = getattr(config, 'image_token_id', None)
     return config.image_token_index if token is None else token
 

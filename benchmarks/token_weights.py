@@ -154,15 +154,20 @@ def measure(subject: str, host: str) -> Row:
     weights_of_ranks = dist.all_gather_object(report.weights)
     residual = max(dist.all_gather_object(report.residual))
     weights = torch.cat([*chain.from_iterable(weights_of_ranks)])
-    # The first label of a row is not trained: no token comes before it.
-    trained = [length - max(images, 1) for length, images in zip(lengths, image_tokens, strict=True)]
-    if len(weights) != sum(trained):
-        raise SystemExit(f'{host} repeated or dropped samples: it trained {len(weights)} of {sum(trained)} tokens.')
+    expected = 0
+    for length, num_image_tokens in zip(lengths, image_tokens, strict=True):
+        # The first label of a row is not trained, because no token comes before it.
+        expected += length - max(num_image_tokens, 1)
+    if len(weights) != expected:
+        raise SystemExit(f'{host} repeated or dropped samples: it trained {len(weights)} of {expected} tokens.')
     mean = weights.mean()
-    # Tokens, smallest and largest weight of each microbatch.
+    # By rank and microbatch: number of tokens, smallest and largest weight.
     summaries = []
-    for of_rank in weights_of_ranks:
-        summaries.append([[len(part), float(part.min() / mean), float(part.max() / mean)] for part in of_rank])
+    for weights_of_rank in weights_of_ranks:
+        summaries_of_rank = []
+        for part in weights_of_rank:
+            summaries_of_rank.append([len(part), float(part.min() / mean), float(part.max() / mean)])
+        summaries.append(summaries_of_rank)
     package = HOSTS[host][1]
     return {
         'subject': subject,
@@ -181,8 +186,8 @@ def measure(subject: str, host: str) -> Row:
     }
 
 
-def work(hosts: list[str], path: Path) -> None:
-    """Runs all cases of this number of ranks under the composer launcher."""
+def measure_on_ranks(hosts: list[str], path: Path) -> None:
+    """Measures all cases of this number of ranks. Rank 0 writes the rows. Runs under the composer launcher."""
     warnings.simplefilter('ignore')
     torch.set_num_threads(1)
     dist.initialize_dist(get_device('cpu'))
@@ -195,7 +200,7 @@ def work(hosts: list[str], path: Path) -> None:
 
 
 def merged(earlier: list[Row], measured: list[Row]) -> list[Row]:
-    """Returns the newest row of each trainer and case. Refuses to hold rows on different samples."""
+    """Returns the newest row of each trainer and case. Refuses rows of one subject on different samples."""
     rows = {(row['subject'], row['ranks'], row['host']): row for row in [*earlier, *measured]}
     for subject in SUBJECTS:
         samples = {str((row['lengths'], row['microbatch'])) for row in rows.values() if row['subject'] == subject}
@@ -235,7 +240,7 @@ def span_text(row: Row | None) -> str:
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """Draws a block for each microbatch, as wide as its tokens and as high as their weight."""
+    """Draws a block for each microbatch of one rank. Its width is its number of tokens, its height their weight."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -268,8 +273,10 @@ def draw(rows: list[Row], path: Path) -> None:
             axes.spines[['top', 'right']].set_visible(False)
             name = 'TokenAccumulation'
             if host == 'composer':
-                is_synthetic = 'SYNTHETIC' in row['source']
-                name = f'{"32 samples of synthetic lengths" if is_synthetic else SUBJECTS[subject]}: stock Composer'
+                samples = SUBJECTS[subject]
+                if 'SYNTHETIC' in row['source']:
+                    samples = '32 samples of synthetic lengths'
+                name = f'{samples}: stock Composer'
             axes.set_title(f'{name}, {span_text(row)}', loc='left', fontsize=9)
             axes.set_xlabel(f'{row["tokens"]:,} tokens, a block a microbatch', fontsize=8)
             axes.tick_params(labelsize=8)
@@ -279,19 +286,21 @@ def draw(rows: list[Row], path: Path) -> None:
 
 def main() -> None:
     parser = parser_of(__doc__, results=RESULTS_FILE)
+    # argparse checks the empty list of a bare `--hosts` against the choices, too.
     parser.add_argument('--hosts', nargs='*', choices=[*HOSTS, []], default=list(HOSTS))
     parser.add_argument('--ranks', type=int, nargs='+', choices=(1, 2), default=[1, 2])
     parser.add_argument('work_results', type=Path, nargs='?', help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.work_results:
-        work(arguments.hosts, arguments.work_results)
+        measure_on_ranks(arguments.hosts, arguments.work_results)
         return
-    rows = json.loads(arguments.results.read_text())['rows'] if arguments.results.exists() else []
-    for ranks in arguments.ranks if arguments.hosts else ():
-        rows = merged(
-            rows,
-            on_ranks(ranks, 'benchmarks.token_weights', '--hosts', *arguments.hosts),
-        )
+    rows: list[Row] = []
+    if arguments.results.exists():
+        rows = json.loads(arguments.results.read_text())['rows']
+    if arguments.hosts:
+        for ranks in arguments.ranks:
+            measured = on_ranks(ranks, 'benchmarks.token_weights', '--hosts', *arguments.hosts)
+            rows = merged(rows, measured)
     write_rows(arguments.results, {'rows': rows})
     print(table_of(rows))
     if arguments.results.resolve() == RESULTS_FILE:

@@ -125,6 +125,7 @@ class ChatTemplate:
         return self._writes_media[key]
 
     def _try_media(self, role: str, modality: str) -> bool:
+        """Renders a turn with no, one and two media. Each medium must make the text longer."""
         lengths = []
         for count in range(3):
             media = [{'type': modality}] * count
@@ -156,13 +157,14 @@ class ChatTemplate:
         # Answers without loss may be changed: the model reads them as the template writes them.
         if rendered is None and learned != answers:
             rendered = self._render_around_markers(messages, learned, text)
-        # A marker has no thought, so the template would write an empty one before it, and then the real one again.
+        # Templates of reasoning models write an empty thought before a marker, because a marker has none. The real
+        # answer brings its own thought, so it does not fit between the texts around the marker.
         if rendered is None and learned == [len(messages) - 1]:
             rendered = self._render_after_prompt(messages, text)
         return rendered
 
     def _render_around_markers(self, messages: Sequence[Message], marked: Sequence[int], text: str) -> Rendered | None:
-        """Puts answers together with the text around their markers. None if the template writes another text.
+        """Puts the answers between the texts around their markers. None if that is not what the template writes.
 
         Args:
             messages: The conversation.
@@ -171,7 +173,7 @@ class ChatTemplate:
         """
         before_first, *text_after = self._text_around(messages, marked)
         as_written = before_first
-        as_learned = before_first  # the same, with the ending tokens that the template does not write
+        as_learned = before_first  # the same, plus the ending tokens that the template does not write
         spans = []
         for index, after in zip(marked, text_after, strict=True):
             answer = text_of(messages[index])
@@ -196,15 +198,15 @@ class ChatTemplate:
             return ending, after[len(ending) :]
         if not self._adds_end_token:
             return '', after
-        # LLaVA-1.5's template writes a space there, and LLaVA's own training code the token without one.
+        # LLaVA-1.5's template writes a space after an answer. LLaVA's training code writes the token without a space.
         return self.end_token, after.lstrip(' ')
 
     def _render_after_prompt(self, messages: Sequence[Message], text: str) -> Rendered | None:
         """Finds the last answer as a model would write it: after the generation prompt.
 
-        Templates of reasoning models write the thoughts of the last answer, with line breaks of their own. So white
-        space is left out of the comparison. Everything after the prompt must belong to the answer, or it would be
-        learned too.
+        Templates of reasoning models write the thoughts of the last answer, with line breaks of their own. So the
+        comparison ignores white space. Everything after the prompt must belong to the answer, because all of it is
+        learned.
         """
         prompt = self.apply(messages[:-1], add_generation_prompt=True)
         if not text.startswith(prompt):
@@ -216,10 +218,11 @@ class ChatTemplate:
             text_after = text[len(prompt) + len(reply) :]
         else:
             text_after = ''
-        answer_letters = ''.join(answer.split())
-        # The prompt may hold the first letters of the answer: some end in `<think>`.
-        is_complete = ''.join((prompt + reply).split()).endswith(answer_letters)
-        if not is_complete or len(''.join(reply.split())) > len(answer_letters):
+        answer_letters = _without_space(answer)
+        # The prompt may hold the first letters of the answer: some prompts end in `<think>`.
+        is_complete = _without_space(prompt + reply).endswith(answer_letters)
+        has_other_text = len(_without_space(reply)) > len(answer_letters)
+        if not is_complete or has_other_text:
             return None
         if not reply.endswith(self.end_token) and self._adds_end_token:
             reply += self.end_token
@@ -238,12 +241,12 @@ class ChatTemplate:
         return f'{problem}. Use a training template'
 
     def _check_all_written(self, messages: Sequence[Message], text: str) -> None:
-        """Checks that no turn is left out. Templates do so in silence with a role that they do not know."""
+        """Checks that no turn is left out. Templates silently drop turns of roles that they do not know."""
         for message in messages:
             if message['role'] != 'assistant':  # answers were compared with the text already
                 _check_written(message, text)
-        # The text of a turn may stand elsewhere too; a marker may not. One conversation stands for all with the same
-        # roles.
+        # The text of a turn may also occur elsewhere in the conversation. A marker cannot. So the conversation is
+        # rendered again with markers, once for all conversations with the same roles.
         roles = tuple(message['role'] for message in messages)
         if roles in self._checked_roles:
             return
@@ -256,14 +259,14 @@ class ChatTemplate:
         self._checked_roles.add(roles)
 
     def _accepts_parts(self) -> bool:
-        """Tells whether the template takes lists of parts. One for strings fails, or writes them as Python does."""
-        self._takes_parts = True
+        """Tells whether the template takes lists of parts. One for strings fails, or writes the list as Python does."""
+        self._takes_parts = True  # `apply` reads it
         with suppress(TypeError, ValueError):
             return "'text': 'q'" not in self.apply([text_message('user', 'q')])
         return False
 
     def _text_around(self, messages: Sequence[Message], marked: Sequence[int]) -> list[str]:
-        """Returns the text before the first of some answers, between two of them, and after the last."""
+        """Returns the text before the first marked answer, between marked answers, and after the last."""
         with_markers = list(messages)
         for index in marked:
             with_markers[index] = _with_markers(messages[index], index)
@@ -299,13 +302,11 @@ class ChatTemplate:
 
     def _ends_every_answer(self) -> bool:
         """Tells whether the template writes the ending token after each of two answers."""
-        question, answer = (
-            text_message('user', 'q'),
-            text_message('assistant', 'a'),
-        )
+        question = text_message('user', 'q')
+        answer = text_message('assistant', 'a')
         try:
             _, *text_after = self._text_around([question, answer, question, answer], [1, 3])
-        except ValueError:  # the template refuses two turns, and says so for a sample that has them
+        except ValueError:  # the template refuses a second question; a sample that has one gets the error
             return True
         return all(after.lstrip().startswith(self.end_token) for after in text_after)
 
@@ -334,6 +335,10 @@ def only_last_learned(messages: Sequence[Message]) -> list[Message]:
     for index in answers[:-1]:
         changed[index] = {**messages[index], 'weight': 0}
     return changed
+
+
+def _without_space(text: str) -> str:
+    return ''.join(text.split())
 
 
 def _indices_of_answers(messages: Sequence[Message]) -> list[int]:

@@ -37,12 +37,12 @@ class VisionLanguageCollator:
         """Joins samples into a batch.
 
         Args:
-            samples: The entries of a processor for one sample each, with ``labels``, ``sample_ids`` and ``num_images``,
-                perhaps ``num_videos`` and ``num_audios``.
+            samples: What a processor returns for one sample each, with ``labels``, ``sample_ids`` and ``num_images``.
+                Possibly also ``num_videos`` and ``num_audios``.
 
         Returns:
-            The batch, ``input_ids`` of shape ``(len(samples), width)`` first, with the lists ``sample_ids``,
-            ``num_images``, ...
+            The batch. Its first entry is ``input_ids`` of shape ``(len(samples), width)``. It also has the lists
+            ``sample_ids``, ``num_images``, ...
         """
         _check_samples(samples)
         layout = self.layout
@@ -59,7 +59,7 @@ class VisionLanguageCollator:
 
 
 def _check_samples(samples: Sequence[EncodedSample]) -> None:
-    """Raises ValueError if the samples are none, a single one, or not of shape ``(1, length)``."""
+    """Raises ValueError unless the samples are a list of at least one, each of shape ``(1, length)``."""
     shapes: list[tuple[int, ...]] = []
     if not isinstance(samples, Mapping):
         for sample in samples:

@@ -18,7 +18,8 @@ from composer_tokacc.batch import IGNORE_INDEX
 from composer_tokacc.data.records import Message, Record
 
 ControlTokens = Literal['warn', 'text', 'refuse']
-"""Encode them as control tokens and name the first sample; encode them as text; refuse the sample."""
+"""``warn``: encode them as control tokens, and name the first sample. ``text``: encode the characters that they are
+written with. ``refuse`` the sample."""
 STAND_IN = '\ue002{}\ue003'
 """Stands for a control token. Like the marker of an answer, no text holds it and no template changes it."""
 
@@ -26,11 +27,11 @@ log = logging.getLogger(__name__)
 
 
 class ControlTokenPolicy:
-    """Finds control tokens in the text of users. Those of the chat template are not touched.
+    """Finds control tokens in the text of users. The ones that the chat template writes are not touched.
 
-    With ``text``, each control token in a text goes through template and processor as a token of its own, a stand-in.
-    Then the tokens of its spelling replace the stand-in. So no other token of the sample changes, and the processor
-    needs to support nothing.
+    With ``text``, a stand-in replaces each control token before the template and the processor run. The stand-in is a
+    token of its own. Afterwards the tokens of the control token's characters (its spelling) replace the stand-in. So no
+    other token of the sample changes, and the processor needs no support for it.
 
     Args:
         option: One of ``ControlTokens``.
@@ -95,10 +96,10 @@ class ControlTokenPolicy:
         return {**message, 'content': content}
 
     def spell(self, sample: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Returns a sample with the tokens of a control token's text in the place of each stand-in.
+        """Returns a sample in which the tokens of its spelling replace each stand-in.
 
         Args:
-            sample: Its entries of shape ``(1, length)`` are per token, and get longer.
+            sample: An encoded sample. Its entries of shape ``(1, length)`` have a value for each token, and get longer.
         """
         ids = sample['input_ids'][0].tolist()
         if self._spellings.keys().isdisjoint(ids):
@@ -110,16 +111,18 @@ class ControlTokenPolicy:
             if value.shape == (1, len(ids)):
                 spelled[key] = value.repeat_interleave(counts, dim=1)
         spelled['input_ids'] = torch.cat(pieces)[None]
+        # A stand-in that carried loss gives it to all tokens of its spelling.
         labels = spelled['labels']
         spelled['labels'] = labels.where(labels == IGNORE_INDEX, spelled['input_ids'])
         return spelled
 
     def _stand_in(self, match: re.Match[str]) -> str:
-        """Returns the stand-in of a control token. Adds it to the tokenizer when it is met first."""
+        """Returns the stand-in of a control token. Adds it to the tokenizer the first time."""
         token = match[0]
         if token in self._stand_ins:
             return self._stand_ins[token]
         ids = self.tokenizer(token, add_special_tokens=False, split_special_tokens=True)['input_ids']
+        # Some tokenizers do not split control tokens, or have no tokens for their characters.
         is_split = self.tokenizer.convert_tokens_to_ids(token) not in ids and self.tokenizer.unk_token_id not in ids
         if not ids or not is_split:
             raise ValueError(f'the tokenizer must have tokens for the text {token}, got: none. Take it out')

@@ -106,7 +106,7 @@ class ConversationEncoder:
         template_owner = processor if getattr(processor, 'chat_template', None) else tokenizer
         _check_processor(processor, tokenizer, template_owner)
         self.max_length = max_length
-        self.max_image_tokens: int | None = None
+        self.max_image_tokens: int | None = None  # only a FittingEncoder sets it
         self.train_on = train_on
         self.adds_end_token = add_end_token
         self.media_options: Mapping[str, Mapping[str, Any]] = {}
@@ -163,9 +163,10 @@ class ConversationEncoder:
             ValueError: If the sample is longer than ``max_length``, or an audio is longer than the processor takes.
         """
         checked_messages = []
-        for message in messages or [None]:
+        if not messages:
+            check_message(None)  # raises
+        for message in messages:
             check_message(message)
-            assert message is not None  # `check_message` refuses None
             if isinstance(message['content'], str):
                 message = {
                     **message,
@@ -179,7 +180,8 @@ class ConversationEncoder:
         encoded = self._encode(rendered.text, media, add_special_tokens)
         if self._has_query_tokens:
             end_of_question = rendered.answers[0].start if rendered.answers else len(rendered.text)
-            encoded = self._check_query_tokens(encoded, rendered.text[:end_of_question])
+            self._check_query_tokens(encoded)
+            encoded = self._hide_answers_from_qformer(encoded, rendered.text[:end_of_question])
         spans = self._find_token_spans(rendered, encoded['input_ids'][0], add_special_tokens)
         encoded['labels'] = _labels_of(encoded['input_ids'], spans)
         sample: EncodedSample = {
@@ -284,7 +286,7 @@ class ConversationEncoder:
         return samples
 
     def has_room(self, num_tokens: int, num_image_tokens: int) -> bool:
-        """Tells whether a sample with these numbers of tokens, and of tokens of its media, is under the caps."""
+        """Tells whether a sample is under the caps, by the number of its tokens and of the image tokens among them."""
         if self.max_length is not None and num_tokens > self.max_length:
             return False
         return self.max_image_tokens is None or num_image_tokens <= self.max_image_tokens
@@ -362,7 +364,7 @@ class ConversationEncoder:
         try:
             encoded = dict(self.processor(text=[text], **arguments, **options))
         except (ValueError, ArithmeticError) as error:
-            # Named, because a message such as 'math domain error' would be taken for one about the sample.
+            # The message names the processor: 'math domain error' alone would seem to be about the sample.
             raise ValueError(f'{type(self.processor).__name__} cannot encode it: {error}') from error
         if not self._has_query_tokens:
             self._check_joined_pixels(encoded, media)
@@ -373,7 +375,7 @@ class ConversationEncoder:
         """Returns the media as arguments of the processor's call. Adds the options that they need."""
         arguments: dict[str, Any] = {}
         if media['image']:
-            # A list of the images of the one text: OneVision cuts an image into tiles only if its text has no other.
+            # One list, because there is one text: OneVision cuts an image into tiles only if it is alone in its text.
             arguments['images'] = [list(media['image'])]
         if media['video']:
             arguments['videos'] = []
@@ -400,9 +402,9 @@ class ConversationEncoder:
             raise ValueError(f'`processor` must join the pixels of all media, got: {got}. Split the conversation')
 
     def _set_seconds_per_grid(self, encoded: dict[str, torch.Tensor], videos: Sequence[Video]) -> None:
-        """Writes the real time between frames. Qwen-Omni's processor takes all frames for two a second.
+        """Writes the real time between frames. Qwen-Omni's processor assumes two frames a second.
 
-        So did Qwen2.5-VL's in Transformers 4.57.
+        Qwen2.5-VL's processor in Transformers 4.57 did so too.
         """
         for key in ('video_second_per_grid', 'second_per_grid_ts'):
             if key not in encoded:
@@ -413,11 +415,10 @@ class ConversationEncoder:
                 seconds.append(frames_per_grid * video.metadata['duration'] / len(video.frames))
             encoded[key] = torch.tensor(seconds)
 
-    def _check_query_tokens(self, encoded: dict[str, torch.Tensor], instruction: str) -> dict[str, torch.Tensor]:
-        """Checks the tokens of a processor with query tokens (BLIP), and hides answers from its query transformer.
+    def _check_query_tokens(self, encoded: Mapping[str, torch.Tensor]) -> None:
+        """Checks the number of query tokens (BLIP).
 
-        Such a processor writes the queries of one image, whatever the number of images, and its model does not count
-        them. It takes the whole text as the instruction, answers included, and also for samples without images.
+        The processor writes the query tokens of one image, whatever the number of images. The model does not check it.
         """
         pixels = encoded.get('pixel_values')
         expected = 0
@@ -432,14 +433,21 @@ class ConversationEncoder:
                 f'`processor` must write {expected} query tokens for the media of a sample, got: {num_tokens}. It '
                 'takes one image, or one clip of four frames, for which the chat template must write nothing.'
             )
+
+    def _hide_answers_from_qformer(self, encoded: dict[str, torch.Tensor], instruction: str) -> dict[str, torch.Tensor]:
+        """Gives the query transformer (InstructBLIP) the text before the first answer as its instruction.
+
+        The processor gives it the whole text, with the answers. It does so for samples without images, too, which need
+        no instruction.
+        """
         if 'qformer_input_ids' not in encoded:
             return encoded
-        checked = {}
+        changed = {}
         for key, value in encoded.items():
             if not key.startswith('qformer_'):
-                checked[key] = value
-        if pixels is None:
-            return checked
+                changed[key] = value
+        if encoded.get('pixel_values') is None:
+            return changed
         tokenizer = self.processor.qformer_tokenizer
         instruction_tokens = tokenizer([instruction], return_tensors='pt', verbose=False)
         length = instruction_tokens['input_ids'].shape[1]
@@ -447,8 +455,8 @@ class ConversationEncoder:
             got = f'{length} tokens, over its limit of {tokenizer.model_max_length}. Shorten it'
             raise ValueError(f'`qformer_tokenizer` must have room for all before the first answer, got: {got}.')
         for key in ('input_ids', 'attention_mask'):
-            checked[f'qformer_{key}'] = instruction_tokens[key]
-        return checked
+            changed[f'qformer_{key}'] = instruction_tokens[key]
+        return changed
 
     def _find_token_spans(
         self,
@@ -459,7 +467,7 @@ class ConversationEncoder:
         """Finds positions ``[start, end)`` of each answer in ``input_ids``, whose placeholders are expanded.
 
         The tokenizer knows the characters of each token of the text. So the answer is first found in the tokens of the
-        text, and from there in ``input_ids``, by its last token: this ends the answer, and no medium consists of it.
+        text, and from there in ``input_ids``, by its last token. No medium expands to this token.
         Example: ``U <image> A Red.`` is ``[U, I, A, Red, .]``. Expanded, with three tokens an image, it is
         ``[U, I, I, I, A, Red, .]``. The only ``.`` moves from 4 to 6.
         """
@@ -472,7 +480,7 @@ class ConversationEncoder:
             places_in_text = (text_ids == last_token).nonzero()[:, 0]
             places_in_ids = (input_ids == last_token).nonzero()[:, 0]
             # The k-th such token of the text is the k-th in `input_ids`, if the media have added none.
-            expanded_end = 0
+            expanded_end = 0  # else: the comparison below fails
             if len(places_in_text) == len(places_in_ids):
                 expanded_end = int(places_in_ids[places_in_text == end - 1]) + 1
             expanded_start = expanded_end - (end - start)
@@ -497,7 +505,7 @@ def _check_processor(processor: Any, tokenizer: Any, template_owner: Any) -> Non
         raise ValueError(f'`processor` must have a chat template, got: {name} without. Set `processor.chat_template`.')
     if not getattr(tokenizer, 'is_fast', False):
         raise ValueError(f'`processor` must have a fast tokenizer, got: {name} without. Load it with use_fast=True.')
-    if getattr(processor, 'num_query_tokens', 0) is None:  # then BLIP's processor would drop the images
+    if getattr(processor, 'num_query_tokens', 0) is None:  # BLIP's processor drops the images then
         raise ValueError(f'`processor` must have `num_query_tokens`, got: {name} without. Set it as in the model.')
 
 
@@ -513,7 +521,7 @@ def _check_pixel_budget(part: Any, attribute: str) -> None:
 
 
 def _sampling_for(video_processor: Any, sampling: VideoSampling | None) -> VideoSampling:
-    """Returns the sampling with enough frames for the processor: one that joins frames in pairs refuses a single."""
+    """Returns the sampling with enough frames for a patch: a processor that joins frames in pairs refuses one frame."""
     if sampling is None:
         sampling = VideoSampling()
     check_kind('video', sampling, VideoSampling)
@@ -522,7 +530,7 @@ def _sampling_for(video_processor: Any, sampling: VideoSampling | None) -> Video
 
 
 def _arguments_of_query_processor(media: MediaOfModality) -> dict[str, Any]:
-    """Returns the media as BLIP's processors take them: a clip is an image to them."""
+    """Returns the media as arguments of BLIP's processors, which take a clip as an image."""
     images = [*media['image'], *(video.frames for video in media['video'])]
     if not images:
         return {}
@@ -546,7 +554,7 @@ def _tokens_of(encoding: Encoding, answer: AnswerSpan) -> tuple[int, int]:
 
 
 def _first_token(encoding: Encoding, characters: Iterable[int]) -> int:
-    """Returns the token of the first character that is in one. A space may be in no token."""
+    """Returns the first token that holds one of the characters. A space may be in no token."""
     for character in characters:
         token = encoding.char_to_token(character)
         if token is not None:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 HUB = 'hf://datasets/'
 """Start of the name of a dataset of the hub: ``hf://datasets/owner/name``, or with ``/subset`` behind it."""
 MAX_BYTES = 2**32
-"""Of an unpacked text in memory. A small gzip file may hold more than the memory of a machine."""
+"""Limit for a text in memory, unpacked. A small gzip file may unpack to more than the memory of a machine."""
 GZIP_SIGNATURE = b'\x1f\x8b'
 PARQUET_SIGNATURE = b'PAR1'
 
@@ -53,7 +53,7 @@ def read_records(
 ) -> Iterator[tuple[Record, Path] | BadSampleError]:
     """Yields the records of files with the folder of their media, or the error of a bad record.
 
-    The media files of a good record are there. They are not opened.
+    The media files of a good record exist. They were not opened.
 
     Args:
         paths: As for :class:`.LlavaDataset`.
@@ -125,12 +125,13 @@ def _is_parquet(file: str) -> bool:
     try:
         with regular_file(Path(file)).open('rb') as opened:
             signature = opened.read(len(PARQUET_SIGNATURE))
-    except (OSError, ValueError):  # the reader of JSON gives the reason
+    except (OSError, ValueError):  # `_read_json` reports why the file cannot be read
         return False
     return file.endswith('.parquet') or signature == PARQUET_SIGNATURE
 
 
-# JSON.
+# JSON. The decoder `JSON` returns an error in the place of a wrong value, and does not raise it. So only the entry that
+# holds the value is refused, and the other entries of the array are read.
 
 
 def _read_text(file: str) -> str:
@@ -215,10 +216,6 @@ def _decode_line(line: str) -> object:
     return _first_error(content) or content
 
 
-# The decoder returns a wrong value as an error instead of raising it. So the entry that holds it is refused, and the
-# other entries of the array are read.
-
-
 def _decode_object(
     pairs: list[tuple[str, object]],
 ) -> dict[str, object] | ValueError:
@@ -235,7 +232,7 @@ def _decode_object(
 
 
 def _decode_integer(digits: str) -> int | ValueError:
-    """Returns an integer, or an error for one of thousands of digits, which Python refuses."""
+    """Returns an integer. An error if it has thousands of digits, which Python refuses to convert."""
     try:
         return int(digits)
     except ValueError as error:
@@ -270,7 +267,7 @@ def _read_described_dataset(file: str, name: str) -> Iterator[RawRecord]:
         else:
             path = entry.path_from(Path(file).parent)
             _, name_in_path = _split_name(path)
-            if name_in_path is not None:  # it could be this entry again, without end
+            if name_in_path is not None:  # `file#name` could be this entry again, and so without end
                 raise ValueError(f'`file_name` must be the name of a file, got: {shorten(entry.file_name)}')
     except ValueError as error:
         raise ValueError(f'`path` must name a dataset that can be read, got: {file}#{name}: {error}.') from error
@@ -287,12 +284,13 @@ def _read_table(path: str, split: str | None) -> Iterator[RawRecord]:
     """Yields the rows of a table. Their media stay in the table until they are decoded."""
     table = _open_table(path, split)
     features = type(table.features)(_without_decoding(dict(table.features)))
-    # Arrow's own values, because `datasets` would decode every image. Records are read at the start, all of them.
+    # Arrow's values, because `datasets` would decode every image, and all rows are read at the start.
     arrow_table = table.with_format('arrow')
     read_cell = partial(_read_cell, arrow_table, features)
     for index in range(len(arrow_table)):
-        row = _replace_bytes(read_cell(index), partial(read_cell, index), ())
-        yield RawRecord(path, f'row {index}', row)
+        row = read_cell(index)
+        read_again = partial(read_cell, index)
+        yield RawRecord(path, f'row {index}', _replace_bytes(row, read_again, ()))
 
 
 def _open_table(path: str, split: str | None) -> Dataset:
@@ -326,14 +324,15 @@ def _load_table(path: str) -> Any:
     import pyarrow.parquet
 
     if path.startswith(HUB):
-        owner_and_name = path.removeprefix(HUB).split('/')[:2]
-        subset = path.removeprefix(HUB).split('/')[2:]
-        ask_hub('/'.join(owner_and_name), 'dataset')
-        return datasets.load_dataset('/'.join(owner_and_name), '/'.join(subset) or None)
+        parts = path.removeprefix(HUB).split('/')
+        name = '/'.join(parts[:2])
+        subset = '/'.join(parts[2:])
+        ask_hub(name, 'dataset')
+        return datasets.load_dataset(name, subset or None)
     if Path(path).is_dir():
         for file in Path(path).rglob('*'):
             if not file.is_dir():
-                regular_file(file)
+                regular_file(file)  # raises for a pipe, which would block `datasets`
         return datasets.load_from_disk(path)
     # `datasets` reads as many rows at a time as the first row group has, and fails if it has none.
     if pyarrow.parquet.read_metadata(path).num_rows == 0:
@@ -360,7 +359,7 @@ def _read_cell(
     index: int,
     keys: tuple[str | int, ...] = (),
 ) -> Any:
-    """Returns the value in a row of a table behind some keys."""
+    """Returns the value in a row of a table, or the part of it that the keys lead to."""
     value = features.decode_example(arrow_table[index].to_pylist()[0])
     for key in keys:
         value = value[key]
@@ -368,7 +367,13 @@ def _read_cell(
 
 
 def _replace_bytes(value: object, read_cell: Callable[..., bytes], keys: tuple[str | int, ...]) -> object:
-    """Returns a value of a row, with a file that is read on demand in the place of bytes."""
+    """Returns a value of a row in which files replace all bytes. Their content stays in the table until it is read.
+
+    Args:
+        value: The row, or a part of it.
+        read_cell: Reads the part of the row that some keys lead to.
+        keys: The keys that lead from the row to the value.
+    """
     if isinstance(value, bytes):
         if not value:
             return None

@@ -30,7 +30,7 @@ from composer_tokacc.data.videos import VideoSampling, make_video
 STEPS_TO_HALF = 16
 """Steps that halve a budget. One step takes off 4 %, so little of a cap stays unused."""
 MOST_STEPS = 16 * STEPS_TO_HALF
-"""After these every budget is 1 / 65,536 of itself, below the minimum of every processor."""
+"""With this number of steps, 1 / 65,536 of a budget is left: less than the minimum of every processor."""
 BUDGETS = (
     'max_pixels',
     'max_patches',
@@ -44,8 +44,8 @@ PROBE_SIDE, PROBE_FRAMES = 1024, 8
 """Size of the image, and frames of the video, that show whether a budget changes the number of tokens."""
 PROCESSOR_ERRORS = (ValueError, TypeError, RuntimeError, ZeroDivisionError)
 """Errors of processors for sizes that they cannot compute with, or arguments that they do not take."""
-FRAMES_OF_ONE_CLIP = 5
-"""Dimensions of the pixels of processors whose videos must all have as many frames."""
+DIMENSIONS_OF_CLIPS = 5
+"""Dimensions of the pixels if the processor stacks clips. Then all videos must have the same number of frames."""
 
 _NUMBER = r'\s*(\d+(?:\.\d+)?)\s*'
 # A box as [x1, y1, x2, y2] or (x1, y1), (x2, y2), and Qwen2.5-VL's points.
@@ -72,7 +72,7 @@ def find_pixel_coordinates(text: str) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class ThinnedSampling(VideoSampling):
-    """Takes a share of the frames."""
+    """Takes a share of the frames that :class:`.VideoSampling` takes."""
 
     share: float = 1.0
 
@@ -140,13 +140,13 @@ class FittingEncoder(ConversationEncoder):
             record: As for :meth:`.ConversationEncoder.encode_record`.
             files: The same.
             shapes_only: The same.
-            steps: Steps that are known to be needed. They are not searched again.
+            steps: The number of steps, if it is known. Then it is not searched for.
         """
         encode = partial(self._encode_after, record, files)
         sample = encode(steps, shapes_only=shapes_only)
-        if not self._fits(sample):
-            has_visual_media = record.count('image') + record.count('video') > 0
-            steps = self._fewest_steps(encode) if has_visual_media else 0
+        has_visual_media = record.count('image') + record.count('video') > 0
+        if has_visual_media and not self._fits(sample):
+            steps = self._fewest_steps(encode)
             sample = encode(steps, shapes_only=shapes_only)
         if not self._fits(sample):
             raise record.error(self._refusal(record, sample))
@@ -165,11 +165,12 @@ class FittingEncoder(ConversationEncoder):
             if isinstance(file, IOBase):
                 file.seek(0)  # an attempt before this one has read it
         encoder = self._encoder_after(steps)
+        # The method of the base class, because this class's own would search for steps again.
         return ConversationEncoder.encode_record(encoder, record, files, shapes_only=shapes_only)
 
     def _fewest_steps(self, encode: Callable[..., EncodedSample]) -> int:
         """Finds the fewest steps with which a sample fits, by bisection. Media are not decoded for it."""
-        # More steps never make a sample longer, so the steps that fit are all those from some number on.
+        # More steps never make a sample longer. So if some number of steps fits, every larger number fits.
         low, high = 1, MOST_STEPS
         while low < high:
             middle = (low + high) // 2
@@ -213,13 +214,14 @@ class FittingEncoder(ConversationEncoder):
         return self._count_media_tokens(few) < self._count_media_tokens(many)
 
     def _frames_reduce_tokens(self) -> bool:
-        """Tells whether fewer frames make fewer tokens. No for processors whose videos must all have as many."""
-        # With the fewest pixels, because some processors share one budget among all frames.
+        """Tells whether fewer frames make fewer tokens. No if all videos must have the same number of frames."""
+        # At the minimum of the budgets: some processors share one budget among all frames, so that fewer frames would
+        # only be larger.
         budgets = self._budgets['video']
         many = self._probe('video', budgets, num_frames=PROBE_FRAMES)
         few = self._probe('video', budgets, num_frames=self.video.min_frames)
         pixels = many.get('pixel_values_videos')
-        if pixels is None or pixels.dim() == FRAMES_OF_ONE_CLIP:
+        if pixels is None or pixels.dim() == DIMENSIONS_OF_CLIPS:
             return False
         return few['input_ids'].shape[1] < many['input_ids'].shape[1]
 

@@ -3,8 +3,8 @@
 
 """Makes records of conversations as other projects write them.
 
-Read are the formats of LLaVA, VILA, LLaMA-Factory, TRL, OpenAI, ms-swift, Monkey, The Cauldron and VideoChat2. Every
-key of a record is used as its own project means it, or the record is refused: nothing is dropped in silence.
+Reads the formats of LLaVA, VILA, LLaMA-Factory, TRL, OpenAI, ms-swift, Monkey, The Cauldron and VideoChat2. Every key
+of a record is used as its own project means it, or the record is refused: nothing is dropped in silence.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from composer_tokacc.data.unread_media import (
 
 MODALITY_OF_TAG = {f'<{modality}>': modality for modality in MODALITIES}
 MODALITY_OF_TAG |= {'<vila/video>': 'video', '<sound>': 'audio'}
-# A tag, or the file's name inside the text as Qwen-VL and Monkey write it. A name ends before the next `<img>`:
-# otherwise a text of many unclosed ones would be searched to its end for each of them.
+# A tag, or the file's name inside the text as Qwen-VL and Monkey write it. A name may not contain `<img>`: otherwise a
+# text with many unclosed `<img>` would be searched to its end for each of them.
 MEDIUM_IN_TEXT = re.compile(rf'<img>((?:(?!</?img>).)*)</img>|{"|".join(MODALITY_OF_TAG)}', re.DOTALL)
 
 
@@ -65,8 +65,8 @@ PART_TYPES = {
     'audio_url': PartType('audio', ('audio_url',)),
     'input_audio': PartType('audio', ('input_audio',)),
 }
-# Keys of a part, and of a file in it, that change nothing in training. `detail` is for OpenAI's API. `index` numbers
-# the images of a TRL table; it is checked against their order.
+# Keys of a part, and of a file in it, that are accepted but change nothing in training. `detail` is for OpenAI's API.
+# `index` numbers the images of a TRL table; `_parse_part` checks that they are in order.
 PART_NOTES = ('type', 'detail', 'index')
 FILE_NOTES = ('detail', 'format')
 TURN_KEYS = {
@@ -98,20 +98,21 @@ FOLLOWS = {
     'assistant': ('user', 'tool'),
     'tool': ('assistant', 'tool'),
 }
-"""Roles that may follow a role. The result of a tool takes the place of a question. A system turn may be anywhere."""
+"""Roles that may follow a role; '' is the start. The result of a tool may replace a question. System turns may be
+anywhere."""
 
 _NO_TOOLS = "write what the model's own template makes of it into the text of the turns"
-_NO_PAIRS = 'this is training on answers, not on preferences'
+_NO_PREFERENCES = 'this is training on answers, not on preferences'
 _WEIGHT_OF_SAMPLE = 'call the weight of a whole sample `loss_weights`'
 REFUSED_KEYS = {
     'tools': _NO_TOOLS,
     'functions': _NO_TOOLS,
     'tool_calls': _NO_TOOLS,
     'function_call': _NO_TOOLS,
-    'chosen': _NO_PAIRS,
-    'rejected': _NO_PAIRS,
-    'rejected_response': _NO_PAIRS,
-    'kto_tag': _NO_PAIRS,
+    'chosen': _NO_PREFERENCES,
+    'rejected': _NO_PREFERENCES,
+    'rejected_response': _NO_PREFERENCES,
+    'kto_tag': _NO_PREFERENCES,
     'weight': _WEIGHT_OF_SAMPLE,
     'loss_weight': _WEIGHT_OF_SAMPLE,
 }
@@ -144,7 +145,7 @@ class RecordFormat:
     further_keys: tuple[str, ...] = ()
     """Other keys that ``read_turns`` reads."""
     keys_of_entry: tuple[str, ...] = ()
-    """Keys of each object in the list under ``keys``, for formats whose key may have another meaning elsewhere."""
+    """Keys that each object in the list under ``keys`` must have. For formats whose key other projects use, too."""
 
     @property
     def quoted_keys(self) -> str:
@@ -157,11 +158,12 @@ class RecordFormat:
             value = data.get(key)
             if value is None or value == []:
                 return False
-            if self.keys_of_entry:
-                if not _is_list_of_objects(value):
-                    return False
-                if not all(name in entry for entry in value for name in self.keys_of_entry):
-                    return False
+            if not self.keys_of_entry:
+                continue
+            if not _is_list_of_objects(value):
+                return False
+            if not all(entry.keys() >= set(self.keys_of_entry) for entry in value):
+                return False
         return True
 
 
@@ -197,7 +199,7 @@ def _parse_data(data: object, record: Record) -> Record:
     slots: list[Slot] = []
     turns = [_parse_turn(turn, slots) for turn in _raw_turns(data, record_format)]
     listed = {modality: _listed_media(data, modality) for modality in MODALITIES}
-    # Before the slots are filled: a medium under an unread key is the cause of a wrong number of media.
+    # Before the slots are filled: if a medium is under an unread key, this message says more than a wrong number.
     _check_unread(data, record_format, slots, listed)
     if listed['video'] and not listed['image'] and set(slots) == {Slot('image')}:
         # LLaVA-Video writes `<image>` for a video.
@@ -275,7 +277,9 @@ def _read_prompt_and_completion(data: JsonObject) -> list[JsonObject]:
     for turn in prompt:
         name = turn.get('role', turn.get('from'))
         is_answer = isinstance(name, str) and ROLES.get(name) == 'assistant'
-        turns.append({**turn, 'weight': 0} if is_answer else turn)
+        if is_answer:
+            turn = {**turn, 'weight': 0}
+        turns.append(turn)
     return [*_with_media_first(turns, data), *completion]
 
 
@@ -357,7 +361,7 @@ FORMATS = (
     ),
     RecordFormat(
         ('query', 'response'),
-        partial(_read_alpaca, question='query', detail='', answer='response'),
+        partial(_read_alpaca, question='query', detail='', answer='response'),  # '': this format has no detail
         further_keys=('history',),
     ),
     RecordFormat(('texts',), _read_cauldron, keys_of_entry=('user', 'assistant')),
@@ -426,10 +430,12 @@ def _parse_turn(raw_turn: JsonObject, slots: list[Slot]) -> Turn:
 
 
 def _parse_weight(turn: JsonObject, role: str) -> bool:
-    """Tells whether a turn carries loss: reads ``weight`` of OpenAI and ShareGPT, and ``loss`` of ms-swift."""
+    """Returns ``carries_loss`` of a turn. Reads ``weight`` of OpenAI and ShareGPT, and ``loss`` of ms-swift."""
     weights = {key: turn[key] for key in ('weight', 'loss') if key in turn}
+    if not weights:
+        return True
     if all(value == 0 for value in weights.values()):
-        return role != 'assistant' or not weights
+        return role != 'assistant'  # other roles never carry loss, and keep the default
     if role == 'assistant' and all(value == 1 for value in weights.values()):
         return True
     got = f'{shorten(weights)} for a turn of the {role}'
@@ -464,7 +470,10 @@ def _parse_part(part: object, slots: list[Slot]) -> str:
     value = _only_value(values, keys)
     if 'base64' in values:
         value = f'data:{modality};base64,{value}'
-    slots.append(Slot(modality, None if value is None else _parse_medium(modality, value)))
+    medium = None
+    if value is not None:
+        medium = _parse_medium(modality, value)
+    slots.append(Slot(modality, medium))
     return f'<{modality}>'
 
 
@@ -473,14 +482,16 @@ def _parse_text(text: str, slots: list[Slot]) -> str:
     if '<' not in text:
         return text
 
-    def placeholder(match: re.Match[str]) -> str:
+    def add_slot(match: re.Match[str]) -> str:
         modality = MODALITY_OF_TAG.get(match[0], 'image')
         file_name = match[1]
-        medium = None if file_name is None else _parse_medium(modality, file_name.strip())
+        medium = None
+        if file_name is not None:
+            medium = _parse_medium(modality, file_name.strip())
         slots.append(Slot(modality, medium))
         return f'<{modality}>'
 
-    text = MEDIUM_IN_TEXT.sub(placeholder, text)
+    text = MEDIUM_IN_TEXT.sub(add_slot, text)
     if '<img>' in text:
         raise ValueError('`<img>` in a text stands for an image, and `</img>` must end its name')
     return text
@@ -506,7 +517,7 @@ def _listed_media(data: JsonObject, modality: str) -> list[Medium]:
 
 
 def _fill_slots(slots: Sequence[Slot], listed: Mapping[str, Sequence[Medium]]) -> list[Medium]:
-    """Returns the media in the order of their slots. Media of the record's lists go into the empty slots."""
+    """Returns the media in the order of their slots. The media that the record lists go into the empty slots."""
     for modality, media in listed.items():
         num_media = len(media)
         num_slots = 0
@@ -574,7 +585,7 @@ def _parse_file_object(modality: str, value: JsonObject) -> str | EmbeddedFile:
     for key in ('bytes', 'path', 'url'):
         if key in entries:
             return _parse_file(modality, entries[key])
-    return _parse_file(modality, None)
+    return _parse_file(modality, None)  # raises: the object names no file
 
 
 def _decode_data_uri(modality: str, uri: str) -> EmbeddedFile:
@@ -626,7 +637,7 @@ def _check_turns(turns: Sequence[Turn]) -> None:
 
 
 def _check_characters(text: str) -> None:
-    """Refuses lone surrogates, which no tokenizer takes. Bytes that are not UTF-8 were decoded to such."""
+    """Refuses lone surrogates, which no tokenizer takes. Bytes that are not UTF-8 were decoded to surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -649,7 +660,7 @@ def _only_value(values: JsonObject, keys: Iterable[str]) -> Any:
 
 
 def _is_given(value: object) -> bool:
-    """Tells whether a value says something. Tables and files write null, '' or [] for a missing one."""
+    """Tells whether a value is given. Tables and files write null, '' or [] for a missing value."""
     if value is None:
         return False
     return not isinstance(value, str | bytes | list | dict) or len(value) > 0

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Asks the Hugging Face hub once whether it answers. Its own clients try for minutes."""
+"""Asks the Hugging Face hub once whether it answers. Its own clients would try again for minutes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FILE_OF_KIND = {'model': 'config.json', 'dataset': 'README.md'}
 
 
 def ask_hub(name: str, kind: Literal['model', 'dataset']) -> None:
-    """Asks the hub for one file, without a second try. Does nothing for a folder, or a name in the hub's cache.
+    """Asks the hub for one file, once. Does nothing offline, for a folder, or for a name in the hub's cache.
 
     Raises:
         OSError: If the hub does not answer, or the name cannot be one of the hub.
@@ -35,7 +35,7 @@ def ask_hub(name: str, kind: Literal['model', 'dataset']) -> None:
         is_cached = isinstance(try_to_load_from_cache(name, file, repo_type=kind), str)
         if not is_cached:
             get_hf_file_metadata(hf_hub_url(name, file, repo_type=kind), timeout=PATIENCE)
-    except HfHubHTTPError:  # an answer: a repository that is missing is reported when it is read
+    except HfHubHTTPError:  # the hub answers. A missing repository is reported when it is loaded
         return
     except HFValidationError as error:
         raise OSError('there is no such folder, and the hub has no such names') from error

@@ -14,15 +14,15 @@ from composer_tokacc.cache import fingerprint
 from composer_tokacc.data.records import BadSampleError
 
 NUM_READ = 64
-"""Samples that stand for a dataset without an ``identity`` method."""
+"""Samples that are read to identify a dataset without an ``identity`` method."""
 
 
 def identify_data(dataset: Any) -> str:
     """Returns a fingerprint of the data. It does not depend on the folder.
 
     The dataset gives it as ``dataset.identity()`` or ``dataset.fingerprint()``. If it has no such method, the
-    fingerprint is made of the number of samples and the token ids of 64 of them, evenly spread. A change of the samples
-    between these goes unnoticed. For a bad sample the reason is taken, which is reported when the sample is read.
+    fingerprint is made of the number of samples and the token ids of 64 of them, evenly spread. A change of any other
+    sample goes unnoticed. For a bad sample the fingerprint holds the error. The error is raised when a run reads it.
     """
     if isinstance(dataset, ConcatDataset):
         return fingerprint([identify_data(part) for part in dataset.datasets])

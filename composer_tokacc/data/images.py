@@ -18,9 +18,9 @@ from composer_tokacc.data.records import MediaFile
 
 MAX_16_BIT = 65535
 MAX_PIXELS = 89_478_485
-"""Of one image. PIL warns of a decompression bomb above it, and 100 million pixels take 1.9 GiB."""
+"""Limit for one image. PIL warns of a decompression bomb above it, and 100 million pixels take 1.9 GiB."""
 SIZE_IN_HEADER = ('JPEG', 'MPO', 'PNG', 'WEBP', 'GIF', 'BMP')
-"""Formats whose header has the size of the image, before an EXIF entry turns it."""
+"""Formats whose header has the size of the image. An EXIF entry may still turn the image."""
 IMAGE_FORMATS = (
     'AVIF',
     'BMP',
@@ -35,7 +35,7 @@ IMAGE_FORMATS = (
     'TIFF',
     'WEBP',
 )
-"""Formats of PIL that are read. Others start programs (EPS), hold several sizes, or are known by name only."""
+"""Formats of PIL that are read. Others start programs (EPS), hold several sizes, or are recognized only by name."""
 HEIF_BRANDS = (
     b'heic',
     b'heix',
@@ -55,7 +55,7 @@ PNG_SIGNATURE = b'\x89PNG\r\n\x1a\n'
 def read_image(file: MediaFile) -> Image.Image:
     """Returns an image in RGB, turned as its EXIF entry says."""
     with _open_image(file) as image:
-        has_32_bits = image.format == 'TIFF' and image.mode == 'I'
+        has_32_bits = image.format == 'TIFF' and image.mode == 'I'  # in a PNG, this mode has 16 bits
         return _to_rgb(ImageOps.exif_transpose(image), has_32_bits=has_32_bits)
 
 
@@ -65,8 +65,8 @@ def image_size(file: MediaFile) -> tuple[int, int]:
         if image.format not in SIZE_IN_HEADER:
             return ImageOps.exif_transpose(image).size
         if image.format == 'PNG' and _has_metadata_after_pixels(cast(BinaryIO, image.fp)):
-            image.load()  # reads these metadata, which may turn the image
-        # The method of the base class: PNG's own decodes the image to look for metadata after the pixels.
+            image.load()  # reads this metadata too, which may turn the image
+        # The method of the base class, because that for PNG decodes the image to find metadata after the pixels.
         orientation = Image.Image.getexif(image).get(ExifTags.Base.Orientation)
         width, height = image.size
         if orientation in QUARTER_TURNS:
@@ -85,7 +85,7 @@ def _open_image(file: MediaFile) -> Iterator[Image.Image]:
             raise ValueError('it is a HEIF image, which needs another package: pip install pillow-heif') from error
         raise ValueError(f'it is no image of a known format ({", ".join(formats)}; no EPS), or damaged') from error
     with opened as image:
-        # Cameras put previews behind the image of an MPO file.
+        # An MPO file holds several images too, but those after the first are a camera's previews.
         if image.format != 'MPO' and getattr(image, 'is_animated', False):
             raise ValueError('it holds several images, of which a model would see the first. Save one, or make a video')
         if image.width * image.height > MAX_PIXELS:
@@ -134,7 +134,7 @@ def _has_metadata_after_pixels(file: BinaryIO) -> bool:
 
 
 def _to_rgb(image: Image.Image, *, has_32_bits: bool) -> Image.Image:
-    """Converts to RGB, and scales 16 bits a channel to 8: PIL itself would clip values above 255 to white."""
+    """Converts to RGB, and scales 16 bits a channel to 8. PIL itself would turn all values above 255 white."""
     if image.mode == 'F' or image.mode.startswith('I'):
         values = np.asarray(image)
         is_16_bit = values.min(initial=0) >= 0 and values.max(initial=0) <= MAX_16_BIT

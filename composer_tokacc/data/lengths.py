@@ -3,7 +3,8 @@
 
 """Measures all samples of a dataset with the run's processor, and keeps the lengths and the bad samples in a file.
 
-Samples are read once, or most of them are measured from the headers of their images, see :mod:`.sizes`.
+In a small dataset, all samples are read once. In a large one, most are measured from the headers of their images, see
+:mod:`.sizes`.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ FEWEST_FOR_WORKERS = 512
 FEWEST_FOR_HEADERS = 512
 """Up to this number of samples, all are read, so that the bad ones are known at the start."""
 NUM_CHECKED = 64
-"""Samples that are read even so, to check the sizes from headers."""
+"""Samples that are also read if headers are used, to check the sizes from headers."""
 
 log = logging.getLogger(__name__)
 
@@ -197,7 +198,7 @@ def length_table(
         if measured_patch_size == patch_size:
             return table
         if table.shrink_steps.any():
-            # The samples are read with these steps, and their lengths alone would not show the steps.
+            # The dataset reads its samples with these steps, but the samples do not hold them. So they are copied.
             return replace(
                 build_length_table(dataset, processor, **options),
                 shrink_steps=table.shrink_steps,
@@ -206,11 +207,11 @@ def length_table(
     folder = Path(cache_folder('lengths') if folder is None else folder)
     paths = [folder / f'{name}.npz']
     if _uses_headers(dataset, on_error):
-        # A file of its own: a table from headers does not know all bad samples.
+        # Under another name, because a table from headers may lack some bad samples.
         paths.append(folder / f'{name}-headers.npz')
     for path in paths:
         table = load_kept(path, LengthTable.load)
-        # All ranks, because all must take part in the measurement if one of them has no file.
+        # If one rank has no file, all ranks must take part in the measurement.
         if all(_gather(table is not None)):
             assert table is not None
             return _check_table(table, on_error)
@@ -233,10 +234,10 @@ def build_length_table(
     on_error: OnError = 'raise',
 ) -> LengthTable:
     """Measures every sample of a dataset once, in parallel. Arguments as for :func:`length_table`."""
+    # Without a process group, as in a script under the launcher, each rank reads all samples.
     rank, num_ranks = 0, 1
     if dist.is_initialized():
         rank, num_ranks = dist.get_global_rank(), dist.get_world_size()
-    # Without a process group, as in a script under the launcher, each rank reads all samples.
     if num_workers is None:
         num_workers = (os.cpu_count() or 1) // dist.get_local_world_size()
     mapper = SampleMapper(num_workers, shows_bar=rank == 0)
@@ -270,7 +271,7 @@ def _measure_rows(
     for place, row in zip(unknown_places, rows_read, strict=False):
         rows[place] = row
         if isinstance(row, str) and on_error == 'raise':
-            break  # not raised here: the other ranks wait in the exchange of rows, and learn of it there
+            break  # not raised here: all ranks raise it together, after they have exchanged their rows
     return rows
 
 
@@ -278,8 +279,8 @@ def table_name(dataset: Any, processor: Any, *, patch_size: int | None = None) -
     """Returns a name that changes with the data, the processor, its tokenizer, the chat template, or the patch size.
 
     The data's part is ``dataset.fingerprint()`` if there is such a method, or :func:`.identify_data`. If that overlooks
-    a change, a length may be wrong. This costs balance among ranks and no more, because the split measures every row
-    and keeps the cap.
+    a change, a length may be wrong. Then the ranks are balanced less well, but nothing else is wrong: the split
+    measures every row and keeps the cap.
     """
     own_fingerprint = getattr(dataset, 'fingerprint', None)
     parts = [
@@ -308,7 +309,7 @@ class SampleMapper:
         fewest: int,
         /,
     ) -> Iterator[MapResult]:
-        """Yields the results in order. Up to ``fewest`` items no processes are started."""
+        """Yields the results in order. Starts no processes for ``fewest`` items or less."""
         loader: Any = DataLoader(
             items,  # pyright: ignore[reportArgumentType]  # a sequence will do
             batch_size=None,
@@ -326,12 +327,12 @@ class SampleMapper:
 
 
 def _uses_headers(dataset: Any, on_error: OnError) -> bool:
-    """Tells whether most samples need not be read. To skip bad ones, all ranks must know them, so all are read."""
+    """Tells whether most samples are measured from headers. Not with ``'skip'``: only reading finds all bad ones."""
     return on_error == 'raise' and len(dataset) > FEWEST_FOR_HEADERS and hasattr(dataset, 'unexpanded')
 
 
 def _check_rows(rows: Sequence[TableRow | None], indices: Sequence[int], row_sizes: RowSizes) -> list[MeasuredRow]:
-    """Compares the rows of some random samples with those of reading, on all ranks. Drops all rows if one differs."""
+    """Reads some random samples and compares their rows. If one differs on any rank, drops all rows on all ranks."""
     num_samples = len(row_sizes.dataset)
     # The same samples on every rank and in every run, so that the result does not change between starts.
     chosen = set(np.random.default_rng(0).choice(num_samples, NUM_CHECKED, replace=False).tolist())
@@ -357,7 +358,7 @@ def _check_rows(rows: Sequence[TableRow | None], indices: Sequence[int], row_siz
 
 
 def _check_table(table: LengthTable, on_error: OnError) -> LengthTable:
-    """Returns the table. Raises if a run cannot be planned by it."""
+    """Returns the table. Raises if it has a bad sample (``'raise'``), or no token that carries loss."""
     if table.errors and on_error == 'raise':
         raise BadSampleError(table.errors[min(table.errors)])
     has_good_samples = len(table.errors) < len(table)

@@ -32,7 +32,8 @@ DEFAULT_COLUMNS = {
     'sharegpt': {'messages': 'conversations'},
     'openai': {'messages': 'messages'},
 }
-# Tags name the keys of a turn, and the speakers. First the default in a file, then the key or role of a turn.
+# Tags name the keys of a turn, and the speakers. These are the names in a file that gives no tags; below are the key or
+# the role that `formats.py` reads.
 DEFAULT_TAGS = {
     'role_tag': 'from',
     'content_tag': 'value',
@@ -104,7 +105,7 @@ class DatasetEntry:
         )
 
     def path_from(self, folder: Path) -> str:
-        """Returns the path of a file of this dataset."""
+        """Returns the path of the file. Only for a dataset with a ``file_name``."""
         assert self.file_name is not None
         return str(folder / self.file_name)
 

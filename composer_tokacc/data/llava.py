@@ -147,7 +147,7 @@ class LlavaDataset(Dataset):
         for entry in records:
             try:
                 if isinstance(entry, BadSampleError):
-                    raise entry
+                    raise entry  # skipped or raised like an error of the encoder
                 record, folder = entry
                 self.encoder.check_takes_media(record)
             except BadSampleError as error:
@@ -176,7 +176,8 @@ class LlavaDataset(Dataset):
             _, table = self.measured
             steps = int(table.shrink_steps[index])
             sample = self.encoder.encode_record(record, files, shapes_only=shapes_only, steps=steps)
-            # The table has the steps. Other parts of a mixture have no such entry, and a batch needs the same of all.
+            # The table has the steps. All samples of a batch need the same entries, and those of other datasets of a
+            # mixture have no steps.
             sample.pop(SHRINK_STEPS)
         else:
             sample = self.encoder.encode_record(record, files, shapes_only=shapes_only)
@@ -201,14 +202,14 @@ class LlavaDataset(Dataset):
             record = self.records[index]
             result = None
             if sample is not None and record.count('image') == len(record.media):
-                with suppress(Exception):  # not an image: the reason is given when the sample is read
+                with suppress(Exception):  # a file that is not an image raises when the sample is read
                     files = open_files(record, self.folders[index])
                     result = sample, tuple(image_size(file) for file in files)
             results.append(result)
         return results
 
     def shapes_of_videos(self, index: int) -> EncodedSample | None:
-        """Returns a sample of the right shapes, with one frame of each video decoded. None if it has no video."""
+        """Returns a sample of the right shapes. Decodes one frame of each video. None if the sample has no video."""
         if not self.records[index].count('video'):
             return None
         return self._encode(index, shapes_only=True)
@@ -227,8 +228,8 @@ class LlavaDataset(Dataset):
         """Returns a fingerprint of the data a model is trained on.
 
         It depends on the turns, on names and sizes of files (of embedded ones on the content), and on the frames taken
-        of videos. It does not depend on the place of files, the ids of samples, or ``max_length``, because no sample is
-        left out in silence.
+        of videos. It does not depend on the folder of files, or the ids of samples. It does not depend on
+        ``max_length`` without ``fit``, because no sample is left out in silence.
         """
         return _fingerprint_of(self._identity_parts())
 
@@ -243,7 +244,7 @@ class LlavaDataset(Dataset):
                 yield record.turns, media, sampling
             else:
                 yield record.turns, media, sampling, record.loss_weights
-        # Options add nothing with their default, so that checkpoints of earlier releases still have the same data.
+        # An option with its default adds nothing, so that the data of checkpoints of earlier releases are recognized.
         yield from self.encoder.identity_of_options()
         if self.fits:
             yield 'fit', self.encoder.max_length, self.encoder.max_image_tokens
@@ -272,10 +273,10 @@ class LlavaDataset(Dataset):
         if self.measured is None:
             return []
         _, table = self.measured
-        fitted = []
+        changed_samples = []
         for index in table.shrink_steps.nonzero()[0].tolist():
             record = self.records[index]
-            fitted.append(
+            changed_samples.append(
                 {
                     'sample': record.sample_id,
                     'source': record.source,
@@ -283,7 +284,7 @@ class LlavaDataset(Dataset):
                     'share': round(share_of(int(table.shrink_steps[index])), 4),
                 }
             )
-        return fitted
+        return changed_samples
 
     def _measure(
         self,
@@ -293,7 +294,7 @@ class LlavaDataset(Dataset):
         folder: PathLike | None,
         num_workers: int | None,
     ) -> None:
-        """Reads all samples once, and leaves out the bad ones."""
+        """Measures all samples, and leaves out the bad ones."""
         processor = self.encoder.processor
         patch_size = patch_size_of(patch_size, processor)
         table = length_table(
@@ -320,7 +321,7 @@ class LlavaDataset(Dataset):
         self._warn_of_pixel_coordinates()
 
     def _warn_of_pixel_coordinates(self) -> None:
-        """Warns of the first sample whose image was made smaller, but whose answers may have pixel coordinates."""
+        """Warns if a sample's media were made smaller and its answers may hold pixel coordinates. Names the first."""
         assert self.measured is not None
         _, table = self.measured
         first = ''
@@ -353,7 +354,7 @@ class LlavaDataset(Dataset):
 
 
 def _fingerprint_of(parts: Iterable[tuple[Any, ...]]) -> str:
-    """Returns a fingerprint in the form that checkpoints of every release have."""
+    """Returns a fingerprint in the form that the checkpoints of all releases hold."""
     return fingerprint((repr(part).encode() for part in parts), length=64)
 
 

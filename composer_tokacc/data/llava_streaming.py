@@ -24,7 +24,7 @@ from composer_tokacc.data.videos import VideoSampling
 class LlavaStreamingDataset(StreamingDataset):
     """Reads the shards of ``python -m composer_tokacc.data.to_mds``. A sample equals that of :class:`.LlavaDataset`.
 
-    StreamingDataset does the order, the sharing among ranks, downloads, caching and resumption.
+    The order, the division among ranks, downloads, caching and resumption are those of StreamingDataset.
 
     Args:
         processor: Hugging Face processor. For text only, a tokenizer is enough.
@@ -80,7 +80,7 @@ class LlavaStreamingDataset(StreamingDataset):
 
     @staticmethod
     def texts(*folders: PathLike) -> Iterator[str]:
-        """Yields the text of every turn, from the first of some folders that has all shards, not compressed."""
+        """Yields the text of every turn. Reads the first folder that has all shards, not compressed."""
         for folder in map(Path, folders):
             shards = _read_index(folder)
             if not shards:
@@ -99,9 +99,9 @@ class LlavaStreamingDataset(StreamingDataset):
         )
 
     def identity(self) -> str:
-        """Returns a text that changes with the samples and bytes of each shard, in order, and the frames of videos.
+        """Returns a text that identifies the data: the samples and bytes of each shard, and the frames taken of videos.
 
-        It does not depend on the place of the shards.
+        It does not depend on the folder of the shards.
         """
         shards = [(shard.samples, shard.get_raw_size()) for shard in self.shards]
         # Only the values, as checkpoints of earlier releases have them.
@@ -111,8 +111,8 @@ class LlavaStreamingDataset(StreamingDataset):
     def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:
         """Returns StreamingDataset's state, corrected between two epochs.
 
-        There Composer has begun to count the next epoch, from 0 samples. StreamingDataset would attribute these to the
-        epoch that it iterated last, so that a resumed run goes through the same order a second time.
+        Between two epochs, Composer already counts 0 samples of the next one. StreamingDataset would take these as 0
+        samples of the epoch that it iterated last, and a resumed run would repeat the order of that epoch.
         """
         state = super().state_dict(num_samples, from_beginning)
         if from_beginning and num_samples == 0:

@@ -48,9 +48,9 @@ class Listing(NamedTuple):
     """The names in a folder."""
 
     real_path: Path
-    """The folder without links."""
+    """The folder, with links resolved."""
     is_link: dict[str, bool]
-    """Whether a name is a link, by name. Empty if there is no such folder."""
+    """Whether each name is a link. Empty if there is no such folder."""
 
 
 class MediaFolders:
@@ -74,7 +74,7 @@ class MediaFolders:
                 raise record.error(f'{modality} file {folder / file} {problem}')
 
     def _problem_of(self, file: Path, folder: Path) -> str:
-        """Returns what is wrong with a file, '' if nothing."""
+        """Returns what is wrong with a file. '' if nothing is wrong."""
         try:
             listing = self._list_folder(file.parent)
             root = self._list_folder(folder).real_path
@@ -85,7 +85,7 @@ class MediaFolders:
             if similar_name is not None:
                 return f'does not exist, but {similar_name!a} does; rename one of them'
             return 'does not exist; is `image_dir` right?'
-        # The folder was listed once. Only links need a question to the file system for each file.
+        # The listing is enough for a file that is not a link. Only a link needs a call to the file system.
         place = listing.real_path
         if listing.is_link[file.name]:
             if not os.path.exists(file):
@@ -98,7 +98,7 @@ class MediaFolders:
 
 
 def _similar_name(name: str, names: Iterable[str]) -> str | None:
-    """Returns a name that looks the same: in another Unicode form (macOS writes ü as two characters), or case."""
+    """Returns a name that differs only in case or Unicode form: macOS writes ü as two characters."""
 
     def normalized(text: str) -> str:
         return unicodedata.normalize('NFC', text).casefold()
@@ -112,7 +112,7 @@ def _similar_name(name: str, names: Iterable[str]) -> str | None:
 
 def _list_folder(folder: Path) -> Listing:
     is_link = {}
-    if os.path.isdir(folder):  # False too if a file system allows no name as long
+    if os.path.isdir(folder):  # also False if the name is too long for the file system
         with os.scandir(folder) as entries:
             for entry in entries:
                 is_link[entry.name] = entry.is_symlink()
@@ -120,7 +120,7 @@ def _list_folder(folder: Path) -> Listing:
 
 
 def open_files(record: Record, folder: Path) -> list[Path | BinaryIO]:
-    """Returns the files of all media of a record, in their order: paths, and embedded ones as open files."""
+    """Returns the files of all media of a record, in order. Embedded files are opened, others are paths."""
     opened: list[Path | BinaryIO] = []
     for modality, file in record.files:
         try:
@@ -137,7 +137,8 @@ def open_files(record: Record, folder: Path) -> list[Path | BinaryIO]:
 def check_decoder(record: Record) -> None:
     """Raises ValueError if the record needs PyAV and it cannot be imported.
 
-    This is no fault of the sample: ``on_error=skip`` must not leave it out for that.
+    This is not a fault of the sample, so ``on_error=skip`` must not skip the sample. A video that is a list of images
+    needs no PyAV.
     """
     needs_decoder = any(medium.modality != 'image' and len(medium.files) == 1 for medium in record.media)
     if not needs_decoder:
@@ -147,7 +148,7 @@ def check_decoder(record: Record) -> None:
         raise ValueError(f'videos and audio must have PyAV to read them, got: none. {remedy}')
     try:
         importlib.import_module('av.container')
-        _ = importlib.import_module('av.stream').Disposition  # not in old releases
+        _ = importlib.import_module('av.stream').Disposition  # old releases do not have it
     except Exception as error:  # a shared library that is missing, or of another version
         reason = f'{type(error).__name__}: {error}'
         raise ValueError(f'videos and audio need PyAV, which cannot be imported ({reason}). {remedy}') from error

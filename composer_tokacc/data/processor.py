@@ -31,7 +31,8 @@ RESERVED_TOKENS = (
     '<|end|>',
 )
 
-# Every role has a token of its own, which also ends the turn before. Only an answer needs an ending token.
+# Every role has a token of its own. It begins a turn, and so ends the turn before. Only an answer has an ending token,
+# because the model must learn to stop.
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}{{- '<|' + message['role'] + '|>' -}}"
     "{%- if message['content'] is string -%}{{- message['content'] -}}{%- else -%}"
@@ -106,7 +107,7 @@ def small_llava_processor(
         image_processor=image_processor,
         tokenizer=tokenizer,
         patch_size=patch_size,
-        # Leaves out CLIP's class token. The processor counts it first, and then takes it away again.
+        # The model drops CLIP's class token. The processor adds 1 token for it, and takes it away with 'default'.
         vision_feature_select_strategy='default',
         num_additional_image_tokens=1,
         chat_template=CHAT_TEMPLATE,

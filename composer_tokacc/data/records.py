@@ -34,7 +34,7 @@ PLACEHOLDER = re.compile(f'<({"|".join(MODALITIES)})>')
 _PLACEHOLDER_ON_LINES = re.compile(rf'\n*{PLACEHOLDER.pattern}\n*')
 
 MAX_REASON = 1000
-"""Characters of an error about a sample. Chat templates and decoders may put a whole text into their messages."""
+"""Longest reason in characters. Chat templates and decoders may put a whole text into their messages."""
 
 
 class BadSampleError(ValueError):
@@ -59,7 +59,7 @@ class Turn(NamedTuple):
     text: str
     """``<image>``, ``<video>`` or ``<audio>`` marks the place of a medium."""
     carries_loss: bool = True
-    """False for an answer that the model reads and does not learn."""
+    """False for an answer that the model reads and does not learn. True for all turns of other roles."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class EmbeddedFile:
     """Used in messages."""
     checksum: int
     read: Callable[[], bytes]
-    """Returns the content. A record of a table on disk reads it only then."""
+    """Returns the content. That of a file in a table stays on disk until then."""
 
     @classmethod
     def from_bytes(cls, name: str, content: bytes) -> EmbeddedFile:
@@ -83,7 +83,7 @@ class Medium(NamedTuple):
 
     modality: str
     files: tuple[str | EmbeddedFile, ...]
-    """One file, named from the media folder or embedded. Several images are the frames of a video."""
+    """One file: a name relative to the media folder, or an embedded file. Several images are the frames of a video."""
 
     @property
     def names(self) -> list[str]:
@@ -137,7 +137,7 @@ class Record:
         text = f'sample "{self.sample_id}" ({self.source}): {shorten_middle(str(reason), MAX_REASON)}'
         characters = []
         for character in text:
-            # A line break or a control character would break the one line of the message.
+            # The message is one line, so line breaks and control characters are escaped.
             characters.append(character if character.isprintable() else ascii(character)[1:-1])
         return BadSampleError(''.join(characters))
 
@@ -149,7 +149,7 @@ class Record:
         messages = []
         for turn in self.turns:
             content = []
-            # `split` with one group gives text and modality in turns.
+            # The pattern has one group, the modality. So `split` alternates between texts and modalities.
             for position, piece in enumerate(_PLACEHOLDER_ON_LINES.split(turn.text)):
                 if position % 2 == 1:
                     content.append({'type': piece})

@@ -5,8 +5,8 @@
 
 Headers are much faster. This rests on one assumption, which is checked: the tokens and patches that images add to a
 sample depend only on the sizes of the images, not on the text. So the processor runs once for each distinct list of
-sizes, with black images, and a fast tokenizer counts the tokens of all texts. A sample for which this cannot be known
-has to be read.
+sizes, with black images, and a fast tokenizer counts the tokens of all texts. A sample that cannot be measured in this
+way has to be read.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MapItem = TypeVar('MapItem')
 MapResult = TypeVar('MapResult')
 
 SHRINK_STEPS = 'shrink_steps'
-"""Entry of a sample whose media were made smaller, a list of one number, while its dataset is measured."""
+"""Entry of a sample while a dataset with ``fit`` is measured: a list of one number, the steps that it needs."""
 DEFAULT_PATCH_SIZE = 14
 """The most common side of a patch, in pixels, if neither model nor processor names one."""
 TEXTS_TOGETHER = 128
@@ -38,7 +38,7 @@ TEXTS_TOGETHER = 128
 FEWEST_CHUNKS, FEWEST_SIZES, FEWEST_VIDEOS = 16, 128, 32
 """Up to these numbers of items, no processes are started, because starting them takes longer than the work."""
 ODD_SIZES = ((57, 33), (640, 427), (1280, 96), (97, 1280), (1500, 1500))
-"""Small, usual, wide, tall and large. If a processor makes the same of all of these, it makes the same of any image."""
+"""Small, usual, wide, tall and large. If all of these add the same row, every image does."""
 
 
 class TableRow(NamedTuple):
@@ -93,10 +93,11 @@ def image_token_ids(processor: Any) -> tuple[int, ...]:
 
 
 def patch_size_of(*owners: Any) -> int:
-    """Returns the side of a patch in pixels that the first of some owners names, else the most common one.
+    """Returns the side of a patch in pixels, as the first owner says that has one. Otherwise the most common side.
 
     Args:
-        *owners: A number; a model's config, or its ``vision_config``; a processor, or its ``image_processor``; None.
+        *owners: Each is a number, a model's config, its ``vision_config``, a processor, its ``image_processor``, or
+            None.
     """
     for owner in owners:
         candidates = [owner]
@@ -202,7 +203,7 @@ class RowSizes:
         texts = self._measure_texts(indices, map_samples)
         expansion = ImageExpansion(self)
         if len({expansion(((width, height),)) for width, height in ODD_SIZES}) == 1:
-            # All images are the same to this processor, so one size stands for all.
+            # Every image adds the same row with this processor, so one size stands for all.
             texts = [(row, ODD_SIZES[:1] * len(sizes)) for row, sizes in texts]
         # The expensive part: one call of the processor for each distinct list of sizes.
         additions = _measure_additions(expansion, texts, map_samples)
@@ -210,14 +211,14 @@ class RowSizes:
         for row, sizes in texts:
             rows.append(self._add_images(row, sizes, additions, expansion.num_marks))
         # Samples with videos: decoding one frame of each gives their shapes.
-        open_places = []
-        open_indices = []
+        unknown_places = []
+        unknown_indices = []
         for place, row in enumerate(rows):
             if row is None:
-                open_places.append(place)
-                open_indices.append(indices[place])
-        rows_of_videos = map_samples(self._measure_videos, open_indices, FEWEST_VIDEOS)
-        for place, row in zip(open_places, rows_of_videos, strict=True):
+                unknown_places.append(place)
+                unknown_indices.append(indices[place])
+        rows_of_videos = map_samples(self._measure_videos, unknown_indices, FEWEST_VIDEOS)
+        for place, row in zip(unknown_places, rows_of_videos, strict=True):
             rows[place] = row
         return rows
 
@@ -250,7 +251,7 @@ class RowSizes:
         additions: Mapping[ImageSizes, TableRow | None],
         num_marks: int,
     ) -> TableRow | None:
-        """Returns the row of a text with its images. None if that is not known, or over a cap.
+        """Returns the row of a text with its images. None if it is not known, or over a cap.
 
         Args:
             row: Row of the text, None if the sample must be read.
@@ -260,20 +261,20 @@ class RowSizes:
         """
         if row is None:
             return None
-        for separate_sizes in _each_alone(sizes):
-            if additions[separate_sizes] is None:
+        for single_size in _each_alone(sizes):
+            if additions[single_size] is None:
                 return None
         added = additions[sizes]
-        # Another number of placeholders: the text of the user holds one.
+        # With another number of placeholder tokens, the user's text holds such a token.
         if added is None or row.image_tokens != num_marks * len(sizes):
             return None
         total = row.plus(added)
         if not self.dataset.encoder.has_room(total.length, total.image_tokens):
-            return None  # a bad sample: reading it gives the message
+            return None  # a bad sample: reading it raises the error
         return total
 
     def _measure_videos(self, index: int) -> TableRow | None:
-        with suppress(Exception):  # the reason is given when the sample is read
+        with suppress(Exception):  # the error is raised again when the sample is read
             sample = self.dataset.shapes_of_videos(index)
             if sample is not None:
                 return self.of(sample)
@@ -295,7 +296,7 @@ def _measure_additions(
 
 
 def _each_alone(sizes: ImageSizes) -> list[ImageSizes]:
-    """Returns the size of each image as that of a sample with one image, which can be told apart from its text."""
+    """Returns a list of one size for each image. ``ImageExpansion`` checks only single images with ``_is_separate``."""
     return [(size,) for size in sizes]
 
 
@@ -326,13 +327,13 @@ class ImageExpansion:
         if len(sizes) < 2 and not self._is_separate(text['input_ids'][0], sample['input_ids'][0]):
             return None
         added = self._row_of(sample).minus(self._row_of(text))
-        if added.loss_tokens:
+        if added.loss_tokens:  # images never carry loss
             return None
         return added
 
     def _encode(self, conversation: Sequence[Message], sizes: ImageSizes) -> EncodedSample | None:
-        # Images of several sizes may get tiles that only fill up. They are recognized by their content, which meta
-        # tensors do not have.
+        # For images of several sizes, a processor may add tiles of padding. `count_patches` recognizes these by their
+        # content, which meta tensors do not have.
         if len(set(sizes)) < 2:
             with suppress(Exception):  # this processor needs real images
                 return self._encoder(conversation, [_meta_image(size) for size in sizes])
@@ -341,10 +342,10 @@ class ImageExpansion:
         return None
 
     def _is_separate(self, text: torch.Tensor, expanded: torch.Tensor) -> bool:
-        """Tells whether the exchanged tokens begin and end with tokens that are never joined with a neighbour.
+        """Tells whether the tokens of an image begin and end with tokens that never merge with the text around them.
 
-        Only then do placeholders grow by the same number in another text. Gemma 3, for example, puts line breaks
-        there, which a tokenizer joins with those of the text.
+        Only then does an image add the same number of tokens to every text. Gemma 3, for example, puts line breaks
+        around an image. The tokenizer merges them with line breaks of the text.
         """
         num_before = _num_equal(text, expanded)
         num_behind = _num_equal(text[num_before:].flip(0), expanded[num_before:].flip(0))

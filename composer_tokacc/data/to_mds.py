@@ -36,16 +36,16 @@ if TYPE_CHECKING:
     from streaming import MDSWriter  # pyright: ignore[reportMissingImports]
 
 SHARD_COLUMNS = {'media': 'bytes', 'record': 'json'}
-"""Columns of a shard and their MDS encodings: the files of a record one behind the other, and everything else."""
+"""Columns of a shard and their MDS encodings. ``media`` holds the joined files of a record, ``record`` the rest."""
 SAMPLES_AT_ONCE = 256
-"""Samples that are read together, and so held in memory."""
+"""Samples that are read together and held in memory."""
 
 ShardRow = dict[str, Any]
 """A row of a shard: ``media`` and ``record``."""
 
 
 class Written(NamedTuple):
-    """The numbers of a conversion. ``skipped`` has the reason of each bad sample that was left out."""
+    """The result of a conversion. ``skipped`` has the reason of each bad sample that was left out."""
 
     num_samples: int
     num_shards: int
@@ -97,7 +97,7 @@ def write_shards(
         writer.finish()
     except BaseException:
         writer.cancel_future_jobs()
-        shutil.rmtree(out)  # it was empty before
+        shutil.rmtree(out)  # it was empty or absent before
         raise
     sizes = [shard['raw_data']['bytes'] for shard in writer.shards]
     return Written(len(records) - len(skipped), len(sizes), sum(sizes), tuple(skipped))
@@ -133,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action='store_true',
         help='let names of media lead out of their folder',
     )
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)  # named as the arguments of `write_shards`
     try:
         written = write_shards(**vars(options))
     except (ValueError, OSError, ImportError) as error:
@@ -147,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _open_writer(out: Path, size_limit: int | str) -> MDSWriter:
-    """Returns a writer that never writes an empty shard. MDSWriter does so before a sample over the size limit."""
+    """Returns a writer without empty shards. MDSWriter writes one before a sample over the size limit."""
     from streaming import MDSWriter  # pyright: ignore[reportMissingImports]
     from streaming.base.util import bytes_to_int  # pyright: ignore[reportMissingImports]
 
@@ -190,7 +190,7 @@ def _write_rows(
 def _read_rows(
     records: Sequence[tuple[Record, Path] | BadSampleError],
 ) -> Iterator[ShardRow | BadSampleError]:
-    """Yields rows in order. Several threads read them: file systems and image decoders do not hold Python's lock."""
+    """Yields rows in order. Threads read them, because reading and decoding release Python's lock."""
     with ThreadPoolExecutor() as pool:
         for start in range(0, len(records), SAMPLES_AT_ONCE):
             yield from pool.map(_read_row, records[start : start + SAMPLES_AT_ONCE])
@@ -215,7 +215,7 @@ def _read_row(
 
 
 def _to_row(record: Record, contents: Sequence[bytes]) -> ShardRow:
-    """Returns the row of a record and of the contents of its files, in their order."""
+    """Returns the row of a record with the contents of its files, in order."""
     turns = []
     for turn in record.turns:
         raw_turn: dict[str, Any] = {'from': turn.role, 'value': turn.text}

@@ -36,7 +36,7 @@ MODALITY_OF_ENDING = {
     **dict.fromkeys(_AUDIO_ENDINGS.split(), 'audio'),
 }
 
-# The first bytes of common formats, in base64. MP4 has the size of its first box before its name.
+# The first bytes of common formats, in base64. The four free characters of MP4 are the size of its first box.
 _IMAGE_STARTS = r'/9j/|iVBORw0KGgo|R0lGOD|UklGR.{7}XRUJQ|SUkqA|TU0AK'
 _VIDEO_STARTS = r'AAAA.{4}ZnR5c|GkXfo|UklGR.{7}QVZJI'
 _AUDIO_STARTS = r'SUQz|ZkxhQ|T2dnUw|UklGR'
@@ -49,21 +49,23 @@ _DATA_URI = re.compile(r'data:(\w*)(/[\w.+-]+)?(;[\w=-]+)*,', re.IGNORECASE)
 _SCHEME = re.compile(r'[A-Za-z][A-Za-z0-9+.-]*://')
 _BASE64 = re.compile(r'[A-Za-z0-9+/\s]+={0,2}\s*')
 MIN_BASE64 = 40
-"""Characters. A shorter text is rather a word or a name: no image file is so small."""
+"""Fewest characters of a file. A shorter text is a word or a name, because no image file is so small."""
 
-_KINDS_OF_FILES = 'id|name|file|file_?name|file_?path|path|ur[il]|src|list|data|bytes|b64|base64'
+# An announcing key is such a word, perhaps with one of these suffixes, a plural and a number: `img_paths_2`.
+_FILE_SUFFIXES = 'id|name|file|file_?name|file_?path|path|ur[il]|src|list|data|bytes|b64|base64'
 _ANNOUNCING_KEYS = {
-    'image': re.compile(rf'(image|img|picture|pic|photo|jpe?g|png)(_?({_KINDS_OF_FILES}))?s?(_?\d+)?'),
-    'video': re.compile(rf'(video|clip|film|movie|frame|mp4)(_?({_KINDS_OF_FILES}))?s?(_?\d+)?'),
-    'audio': re.compile(rf'(audio|speech|wav|mp3)(_?({_KINDS_OF_FILES}))?s?(_?\d+)?'),
+    'image': re.compile(rf'(image|img|picture|pic|photo|jpe?g|png)(_?({_FILE_SUFFIXES}))?s?(_?\d+)?'),
+    'video': re.compile(rf'(video|clip|film|movie|frame|mp4)(_?({_FILE_SUFFIXES}))?s?(_?\d+)?'),
+    'audio': re.compile(rf'(audio|speech|wav|mp3)(_?({_FILE_SUFFIXES}))?s?(_?\d+)?'),
     '': re.compile(r'(media|medium|visual|vision|attachment)s?(_?(path|file|url|list))?s?'),
 }
 """Names of keys that announce a medium, by modality; '' if the name does not say which."""
-_NUMBER_IS_ID = re.compile(r'.*_?ids?')
+_ID_KEY = re.compile(r'.*_?ids?')
+"""Names of keys whose number is the id of a medium. The number of any other key is a count."""
 
 
 class Likeness(NamedTuple):
-    """A value that looks like a medium."""
+    """A value that looks like a medium: a file, or an address of a file."""
 
     modality: str
     """'' if the value does not say which."""
@@ -97,11 +99,13 @@ def check_unread_keys(
             continue
         for likeness in find_media(value):
             is_source = likeness.is_address and likeness.modality in modalities_read
-            if not is_source and (not likeness.file_name or likeness.file_name not in names_read):
+            is_read = likeness.file_name != '' and likeness.file_name in names_read
+            if not is_source and not is_read:
                 raise ValueError(_refusal(str(key), value, likeness.modality))
         announced = announced_modality(str(key), value)
         if announced is None:
             continue
+        # Any medium will do for '', which announces no modality in particular.
         if not modalities_read or (announced and announced not in modalities_read):
             raise ValueError(_refusal(str(key), value, announced))
 
@@ -167,7 +171,7 @@ def announced_modality(key: str, value: object) -> str | None:
         return None
     if isinstance(value, str) and len(value.split()) != 1:
         return None
-    if isinstance(value, int) and not _NUMBER_IS_ID.fullmatch(key.lower()):
+    if isinstance(value, int) and not _ID_KEY.fullmatch(key.lower()):
         return None
     for modality, pattern in _ANNOUNCING_KEYS.items():
         if pattern.fullmatch(key.lower()):

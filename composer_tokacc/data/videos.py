@@ -13,7 +13,7 @@ import os
 import sys
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from os import PathLike
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from av.video.stream import VideoStream
 
 CUT_SHARE = 0.05
-"""Share that may be missing at the end: durations in headers are round, and the audio of a video may end first."""
+"""Share that may be missing at the end: headers hold rounded durations, and the audio of a video may end early."""
 MEDIA_CONTAINERS = (
     'aiff,apng,asf,au,avi,caf,flac,flv,gif,ivf,matroska,mov,mp3,mxf,nistsphere,nut,ogg,tta,voc,w64,wav,wv'
 )
 """FFmpeg's names of containers that are one file and say where it ends. Playlists name other files, also outside of the
-media folder. A transport stream or an elementary stream may end anywhere, so nobody would see that half is missing."""
+media folder. A transport stream or an elementary stream may end anywhere, so a missing half would go unnoticed."""
 STEADY_CONTAINERS = (
     'aiff',
     'caf',
@@ -55,17 +55,17 @@ OGG_PAGE = 27 + 255 + 255 * 255
 MIN_UNKNOWN_SIZE = 2**31 - 2**16
 """Programs that write a WAV file to a pipe do not know its size, and write one near 2**31 or 2**32 into the header."""
 MAX_SAMPLE = 2**20
-"""Full scale is 1, or 2**15 if a writer forgot to scale. Far above it, features overflow."""
+"""Largest value of a sample. Full scale is 1, or 2**15 if a writer forgot to scale. Far above it, features overflow."""
 MAX_SECONDS, MIN_SECONDS = 6 * 3600, 0.05
-"""Of an audio. More would fill the memory, less is no token to any model."""
+"""Limits for an audio. More would fill the memory, and no model makes a token of less."""
 DEFAULT_FPS = 2.0
 MAX_PIXELS_OF_VIDEO = 2**31
-"""Of all frames that are taken: 6 GiB."""
+"""Limit for all frames that are taken together: 6 GiB."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VideoSampling:
-    """Chooses the frames that a model sees: evenly spread over the time of the video, whatever its rhythm.
+    """Chooses the frames that a model sees. They are evenly spread over time, even if those of the video are not.
 
     Args:
         num_frames: Frames of every video. Those of a shorter video are repeated.
@@ -117,6 +117,7 @@ class VideoSampling:
         count = self.count(len(times), duration)
         chosen = []
         for step in range(count):
+            # The small number is for rounding here, too.
             moment = step * duration / count + 1e-6
             frame_on_screen = bisect_right(times, moment) - 1
             chosen.append(max(frame_on_screen, 0))
@@ -160,11 +161,15 @@ def _open_stream(file: MediaFile, modality: Literal['video', 'audio']) -> Iterat
     import av
     from av.stream import Disposition
 
-    with open(file, 'rb') if isinstance(file, PathLike) else nullcontext(file) as opened:
-        _check_last_bytes(opened)
-        opened.seek(0)
-    # The absolute path, because FFmpeg takes a name such as `12:30.mp4` for an address.
-    source = os.path.abspath(file) if isinstance(file, PathLike) else file
+    if isinstance(file, PathLike):
+        with open(file, 'rb') as opened:
+            _check_last_bytes(opened)
+        # The absolute path, because FFmpeg takes a name such as `12:30.mp4` for an address.
+        source = os.path.abspath(file)
+    else:
+        _check_last_bytes(file)
+        file.seek(0)
+        source = file
     try:
         container = av.open(source, mode='r', options={'format_whitelist': MEDIA_CONTAINERS})
     except ValueError as error:
@@ -175,14 +180,14 @@ def _open_stream(file: MediaFile, modality: Literal['video', 'audio']) -> Iterat
         ) from error
     with container:
         streams = getattr(container.streams, modality)
-        # The cover of a song is a stream of video too.
+        # The picture on the cover of a song is also a stream of video.
         candidates = [stream for stream in streams if not stream.disposition & Disposition.attached_pic]
         if not candidates:
             raise ValueError(f'it holds no {modality}')
         stream = candidates[0]
         if stream.codec_context is None:
             raise ValueError('it is in a codec that is not known. Convert it to mp4, flac or wav')
-        # The decoder's own threads may block: they wait for Python to write a log line, and Python for their end.
+        # One thread, because several may deadlock: they wait for Python to write a log line, and Python waits for them.
         stream.codec_context.thread_count = 1
         yield container, stream
 
@@ -282,12 +287,12 @@ def read_audio(file: MediaFile, sampling_rate: int) -> np.ndarray:
     import av
 
     with _open_stream(file, 'audio') as (container, stream):
-        stream.codec_context.options = {'err_detect': 'crccheck+explode'}  # check sums of FLAC's frames
-        # Not planar, because PyAV's arrays of eight planes or more end the process.
+        stream.codec_context.options = {'err_detect': 'crccheck+explode'}  # checks the checksums of FLAC's frames
+        # Not planar, because PyAV crashes for arrays of eight planes or more.
         resampler = av.AudioResampler(format='flt', rate=sampling_rate)
         pieces = []
         num_samples = 0
-        for frame in chain(_audio_frames(container), [None]):  # None: give out the samples that are still held
+        for frame in chain(_audio_frames(container), [None]):  # None: return the samples that it still holds
             for piece in resampler.resample(frame):
                 samples = piece.to_ndarray().reshape(-1, piece.layout.nb_channels)
                 pieces.append(samples.mean(axis=1))
@@ -307,7 +312,7 @@ def read_audio(file: MediaFile, sampling_rate: int) -> np.ndarray:
 
 
 def _audio_frames(container: InputContainer) -> Iterator[AudioFrame]:
-    """Yields the frames of the audio. A decoder leaves out damaged frames, so the next one starts too late."""
+    """Yields the frames of the audio. Refuses a gap: the decoder leaves out damaged frames without an error."""
     end = None
     for frame in container.decode(audio=0):
         seconds = frame.samples / frame.sample_rate
@@ -333,7 +338,7 @@ class KeyFrame(NamedTuple):
 
 
 def read_frames(files: Sequence[MediaFile], sampling: VideoSampling) -> Video:
-    """Returns a video whose frames are images: the chosen ones, a frame for each time step of the sampling."""
+    """Returns a video whose frames are images. The images follow one another at the rate of the sampling."""
     step = 1 / (sampling.fps or DEFAULT_FPS)
     times = [number * step for number in range(len(files))]
     chosen = sampling.choose(times, len(files) * step)
@@ -348,19 +353,22 @@ def read_frames(files: Sequence[MediaFile], sampling: VideoSampling) -> Video:
 
 
 def read_video(file: MediaFile, sampling: VideoSampling, *, shapes_only: bool = False) -> Video:
-    """Returns the chosen frames of a video, turned as the camera was. With ``shapes_only`` all are the first one."""
+    """Returns the chosen frames of a video, turned as the camera was. ``shapes_only`` repeats the first one instead."""
     with _open_stream(file, 'video') as (container, stream):
         stamps, key_frames = _read_stamps(container, stream)
-        # Computed from the stamps: the container's own rate may be that of another stream, or of a clock.
+        # Not the rate in the header, which may be that of another stream, or of a clock.
         unit = float(stream.time_base)
         span = (stamps[-1] - stamps[0]) * unit
-        step = span / (len(stamps) - 1) if span else 1 / float(stream.average_rate or 1)
+        if span:
+            step = span / (len(stamps) - 1)
+        else:  # one frame
+            step = 1 / float(stream.average_rate or 1)
     times = [(stamp - stamps[0]) * unit for stamp in stamps]
     duration = times[-1] + step
     chosen = sampling.choose(times, duration)
     _check_pixels(len(chosen), stream.width, stream.height)
     chosen_stamps = sorted({stamps[number] for number in chosen})
-    # The first opening has read all packets to the end. The frames are decoded with a second one.
+    # All packets were read to the end. So the file is opened again to decode frames.
     if shapes_only:
         first_frame = _read_frames(file, chosen_stamps[:1], key_frames)[chosen_stamps[0]]
         frames = dict.fromkeys(chosen_stamps, first_frame)
@@ -368,7 +376,7 @@ def read_video(file: MediaFile, sampling: VideoSampling, *, shapes_only: bool = 
         frames = _read_frames(file, chosen_stamps, key_frames)
     gaps = [gap for gap in np.diff(times).tolist() if gap > 0]
     if gaps and max(gaps) > 1.5 * step:
-        # The rhythm is uneven: frame numbers count steps of the smallest gap, so that they say when a frame is shown.
+        # The gaps are uneven. Frame numbers count steps of the smallest gap, and so say when a frame is shown.
         step = min(gaps)
     numbers = [round(times[number] / step) for number in chosen]
     return make_video(
@@ -386,7 +394,7 @@ def _check_pixels(num_frames: int, width: int, height: int) -> None:
 
 
 def _read_stamps(container: InputContainer, stream: VideoStream) -> tuple[list[int], list[KeyFrame]]:
-    """Returns the stamps of all frames, and the key frames, in order. Decodes nothing."""
+    """Returns the stamps of all frames, and the key frames, both sorted. Decodes nothing."""
     stamps = []
     key_frames = []
     end = 0.0
@@ -421,18 +429,19 @@ def _read_frames(file: MediaFile, stamps: Sequence[int], key_frames: Sequence[Ke
 def _seek_frames(
     file: MediaFile, stamps: Sequence[int], key_frames: Sequence[KeyFrame]
 ) -> dict[int, np.ndarray] | None:
-    """Reads frames, jumping to key frames. None if a jump has passed a frame."""
+    """Reads frames, with jumps to key frames. None if a jump went past a frame. Without key frames it never jumps."""
     frames = {}
     size: dict[str, int] = {}
     with _open_stream(file, 'video') as (container, stream):
         start = key_frames[0].shown if key_frames else stamps[0]
         reader = FrameReader(container, stream, start)
         for stamp in stamps:
+            # The last key frame that is shown at the stamp or before it.
             index = bisect_right(key_frames, (stamp, sys.maxsize)) - 1
             if index >= 0:
                 reader.jump(key_frames[index], stamp)
             frame = reader.next_from(stamp)
-            # The stamp is that of a frame, so a later frame means that the jump went too far.
+            # Some frame has this stamp. If the reader gives a later frame, the jump went too far.
             if key_frames and (frame is None or frame.pts is None or frame.pts > stamp):
                 return None
             if frame is None:
@@ -463,10 +472,10 @@ class FrameReader:
         """Stamp of the frame that was read last."""
 
     def jump(self, key_frame: KeyFrame, stamp: int) -> None:
-        """Jumps to the key frame before a stamp, unless it was passed: then the frames between are skipped."""
+        """Jumps to the key frame before a stamp. Does nothing if the reader is already there or past it."""
         if key_frame.shown <= self._position:
             return
-        # Some containers look for the time at which a frame is shown, others for that at which it is decoded.
+        # Some containers seek by the time at which a frame is shown, others by the time at which it is decoded.
         for place in (key_frame.shown, key_frame.decoded):
             self._container.seek(place, stream=self._stream)
             self._frames = _undamaged_frames(self._container.decode(self._stream), key_frame.shown)
@@ -493,7 +502,7 @@ class FrameReader:
 def _undamaged_frames(frames: Iterator[VideoFrame], start: int) -> Iterator[VideoFrame]:
     """Yields frames, and refuses those that their decoder marks as damaged.
 
-    Frames before the start may be marked: they may need a key frame before the one that was jumped to.
+    Frames before the start may be marked, because they may need a key frame that the jump went past.
     """
     for frame in frames:
         if frame.is_corrupt and frame.pts is not None and frame.pts >= start:

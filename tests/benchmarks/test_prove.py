@@ -21,7 +21,7 @@ def test_program_is_short_enough_to_copy(program):
 
 
 def test_page_shows_output_of_programs():
-    rows = prove.rows_there()
+    rows = prove.saved_rows()
     page = prove.PAGE.read_text()
     assert sorted(rows) == prove.programs()
     assert filled(page, {'prove': lambda: prove.table_of(rows)}) == page
@@ -30,11 +30,11 @@ def test_page_shows_output_of_programs():
 @pytest.mark.slow
 @pytest.mark.parametrize('program', prove.programs())
 def test_program_prints_its_row(program):
-    output = prove.printed(program)
+    output = prove.run_program(program)
     if output is None:
         pytest.skip('the trainer is not installed')
     trainer, _, weights, _, verdict = prove.row_of(output)
-    expected = prove.rows_there()[program]
+    expected = prove.saved_rows()[program]
     assert trainer == expected[0]
     assert weights == expected[2]
     assert verdict == expected[4]
