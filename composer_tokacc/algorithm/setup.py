@@ -89,7 +89,7 @@ class AlgorithmOptions:
 
     @property
     def checks_loss(self) -> bool:
-        """Whether the model's loss is compared with its rule. With token weights it always is, as they need the rule."""
+        """Whether the model's loss is compared with its rule. Token weights need the rule, so they always ask for it."""
         return self.check_loss or self.is_weighted
 
     @property
@@ -208,7 +208,7 @@ class RunContext:
             self.split.restore_attention()
 
     def check_norms(self) -> None:
-        """Raises RuntimeError if a BatchNorm is in training mode. Each evaluation puts the whole model into it again."""
+        """Raises RuntimeError if a BatchNorm is in training mode. Each evaluation puts the model into it again."""
         training = [name for name, module in self._norms.items() if module.training]
         if training:
             raise RuntimeError(
