@@ -89,7 +89,7 @@ class AlgorithmOptions:
 
     @property
     def checks_loss(self) -> bool:
-        """Whether the model's loss is compared with its rule. Token weights need the rule, so they always ask for it."""
+        """Whether the model's loss is compared with its rule. Token weights need the rule, so they ask for it too."""
         return self.check_loss or self.is_weighted
 
     @property

@@ -361,7 +361,7 @@ class TokenAccumulation(Algorithm):
             state.loss = run.terms.changed(state.loss, lambda name, unit, term: term + no_gradient)
 
     def _lacks_gradient(self, state: State) -> bool:
-        """Returns whether a microbatch without media trains nothing, because only the vision encoder is trained."""
+        """Returns whether a microbatch without media trains nothing, because only an encoder of media is trained."""
         if any(term.requires_grad for term in tensors_in(state.loss)):
             return False
         layout = self._run.check.layout
@@ -499,7 +499,7 @@ class TokenAccumulation(Algorithm):
 
 
 class HiddenEntries:
-    """Hides entries of a microbatch from the model. A compiled model would be compiled again for each new value of them.
+    """Hides entries of a microbatch from the model. A compiled model would be compiled again for each new value.
 
     Args:
         batch: The microbatch.
