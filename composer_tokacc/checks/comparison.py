@@ -209,7 +209,7 @@ class RowComparison(Generic[RulesT]):
 
         Args:
             cutter: Proposes rules, and cuts by them.
-            rules: The rules of today.
+            rules: The current rules.
             packed_total: The most tokens that packed rows have in training.
 
         Raises:
