@@ -190,7 +190,7 @@ class MicrobatchRecord:
 
     @property
     def _has_all_logits(self) -> bool:
-        """Whether logits were computed at all positions. Otherwise labels cannot be counted: their number was given."""
+        """Whether logits were computed at all positions. If not, the number of labels was known before the selection."""
         return self.positions_of_logits is None
 
     def _measure_some(
@@ -387,7 +387,7 @@ class StepCheck:
         *,
         tolerance: float,
     ) -> None:
-        """Compares a value of each microbatch with its count at BATCH_START. If tokens have no weights, none is given."""
+        """Compares a value of each microbatch with its count at BATCH_START. Without weights ``values`` is empty."""
         for index, (record, value) in enumerate(
             zip(
                 self._step.microbatches,
