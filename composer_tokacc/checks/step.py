@@ -190,7 +190,7 @@ class MicrobatchRecord:
 
     @property
     def _has_all_logits(self) -> bool:
-        """Whether logits were computed at all positions. If not, the number of labels was known before the selection."""
+        """Whether logits were computed at all positions. If not, the number of labels was given before."""
         return self.positions_of_logits is None
 
     def _measure_some(
