@@ -57,8 +57,8 @@ LOOK_AGAIN = 16
 """Rows are checked again in this step, and in each step of twice the number: 32, 64 and so on. Models and losses may
 change in a way that steps do not measure: rows begin to see each other, or a term of inner states begins."""
 MAX_ROWS = 6
-"""Most rows of a check. In a probe a row takes half of its memory in training, so a microbatch of k rows leaves room for
-2 k rows. At least four rows are needed to show how rows differ."""
+"""Most rows of a check. A row of a probe takes about half of its memory in training, so a microbatch of k rows leaves
+room for 2 k rows. At least four rows are needed to show how rows differ."""
 MIN_ROWS = 4
 """Fewest rows of a check, if the batch has as many. They differ in length and media, so each may show another fault."""
 NUM_TIED_TOKENS = 3

@@ -22,11 +22,11 @@ from composer_tokacc.compat import inner_model, is_in_backward
 from composer_tokacc.counting import with_one_label
 
 SURE = 1e-3
-"""The model is sure of a label if the norm of softmax - onehot, which is about 1 - p of the label, is smaller than this.
-Then the gradient is mostly round-off."""
+"""The model is sure of a label if the norm of softmax - onehot is smaller than this. The norm is about 1 - p of the
+label. Then the gradient is mostly round-off."""
 OTHER = 0.5
-"""A position with a larger residual has a gradient that is not of a label: of a z-loss at a position without a label, or
-of soft labels."""
+"""A position with a larger residual has a gradient that does not come from a label, but from a z-loss at a position
+without a label, or from soft labels."""
 MOST_LISTED = 8
 """Number of unequal tokens that a line names."""
 
@@ -134,7 +134,7 @@ class TokenWeightsReport:
         return f'{tokens} of {len(ratios):,} tokens with loss: {span} times the median'
 
     def __deepcopy__(self, memo: object) -> TokenWeightsReport:
-        # A copy of the model, such as an average of weights, keeps these hooks. Its report must close with this one.
+        # A copy of the model, such as an average of weights, has copies of the hooks. They must end with this report.
         return self
 
     def __str__(self) -> str:
