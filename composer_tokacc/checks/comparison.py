@@ -293,8 +293,8 @@ class RowComparison(Generic[RulesT]):
         cut_kind = CutKind.PACKED if is_packed else CutKind.SINGLE_ROW
         errors: list[type[Exception]] = [AttributeError, IndexError, TypeError, ValueError]
         if is_packed:
-            errors += [RuntimeError, KeyError]
             # A model that does not accept packed rows may also raise these errors.
+            errors += [RuntimeError, KeyError]
             groups = self._packed_groups(packed_total)
         else:
             groups = [[row] for row in self._all_rows]
