@@ -171,7 +171,7 @@ class TokenWeightsReport:
         return '\n'.join(lines)
 
     def _extremes(self) -> Tensor:
-        """Returns the largest size of a weight, and the smallest one negated, so that one maximum over ranks does both."""
+        """Returns the largest size of a weight, and the smallest one negated: one maximum over ranks finds both."""
         if not self._backwards:
             return torch.full((2,), -torch.inf)
         sizes = torch.cat([weights.abs().cpu() for weights in self.weights])
