@@ -65,12 +65,12 @@ def step_loss_weights(
 ) -> list[float]:
     """Returns the factor of each microbatch's mean loss in one optimizer step; a collective over the ranks.
 
-    Every label counts that is not -100, as in the loss of the caller: in packed rows also the first token of a
-    document, which the document before it predicts. Mask it in the collator, or use :func:`weighted_microbatches`,
-    which returns the batches with these labels masked.
+    Every label counts that is not -100, as in the loss of the caller. In packed rows this includes the first label of
+    each document, which the model predicts from the document before it. Mask these labels in the collator, or use
+    :func:`weighted_microbatches`, which masks them in the batches that it returns.
 
     A microbatch without loss-generating tokens has factor 0, and in most models a loss of NaN. Do not compute it. If
-    DDP waits for it, give it a label, as :func:`weighted_microbatches` does.
+    DDP waits for its backward, give it a label, as :func:`weighted_microbatches` does.
 
     Args:
         microbatches: This rank's part of the step. Each has ``labels`` of shape ``(rows, width)``. A batch of a
@@ -86,13 +86,14 @@ def step_loss_weights(
             for microbatch, weight in zip(microbatches, step_loss_weights(microbatches)):
                 (model(**microbatch).loss * weight).backward()
     """
-    sums = []
+    weight_sums = []
     for microbatch in _as_list(microbatches):
-        counted = loss_mask(microbatch, loss_tokens)
-        is_sample = torch.tensor([row.samples > 0 for row in rows_of(microbatch)], device=counted.device)
-        weights = weights_at(microbatch, token_weights, counted & is_sample[:, None])
-        sums.append(float(weights.sum(dtype=torch.float64)))
-    return _factors(sums, device, getattr(microbatches, 'plan', None))
+        is_counted = loss_mask(microbatch, loss_tokens)
+        # Repeated samples, which only fill up a rank, do not count.
+        is_sample = torch.tensor([row.samples > 0 for row in rows_of(microbatch)], device=is_counted.device)
+        weights = weights_at(microbatch, token_weights, is_counted & is_sample[:, None])
+        weight_sums.append(float(weights.sum(dtype=torch.float64)))
+    return _factors(weight_sums, device, getattr(microbatches, 'plan', None))
 
 
 def weighted_microbatches(
@@ -114,14 +115,16 @@ def weighted_microbatches(
             for microbatch, weight in weighted_microbatches(batch):
                 (model(**microbatch).loss * weight).backward()
     """
-    counted = [with_counts(microbatch, loss_tokens) for microbatch in _as_list(microbatches)]
-    sums = [sum(row.loss_tokens for row in rows_of(microbatch)) for microbatch in counted]
-    factors = _factors(sums, device, getattr(microbatches, 'plan', None))
-    for microbatch, num_tokens, factor in zip(counted, sums, factors, strict=True):
-        plain = without_rows(microbatch)
+    counted_microbatches = [with_counts(microbatch, loss_tokens) for microbatch in _as_list(microbatches)]
+    token_counts = []
+    for microbatch in counted_microbatches:
+        token_counts.append(sum(row.loss_tokens for row in rows_of(microbatch)))
+    factors = _factors(token_counts, device, getattr(microbatches, 'plan', None))
+    for microbatch, num_tokens, factor in zip(counted_microbatches, token_counts, factors, strict=True):
+        model_batch = without_rows(microbatch)
         if num_tokens == 0:
-            plain = with_one_label(plain)
-        yield plain, factor
+            model_batch = with_one_label(model_batch)
+        yield model_batch, factor
 
 
 def _as_list(microbatches: Sequence[Batch] | PreSplitBatch) -> list[Batch]:
@@ -144,15 +147,22 @@ def _as_list(microbatches: Sequence[Batch] | PreSplitBatch) -> list[Batch]:
     return microbatches
 
 
-def _factors(sums: Sequence[float], device: torch.device | str, plan: PlanRecord | None) -> list[float]:
-    """Returns the factor of each microbatch, given the sums of their weights; a collective.
+def _factors(weight_sums: Sequence[float], device: torch.device | str, plan: PlanRecord | None) -> list[float]:
+    """Returns the factor of each microbatch's mean loss; a collective.
 
-    Raises RuntimeError on all ranks if they planned unlike batches; None: the microbatches have no plan.
+    Args:
+        weight_sums: The sum of the weights of the tokens of each microbatch.
+        device: The device on which the process group reduces.
+        plan: This rank's plan of the step; None: the microbatches were not planned.
+
+    Raises:
+        RuntimeError: On all ranks, if they have planned different batches.
     """
-    numbers = torch.tensor([sum(sums), *numbers_to_sum(plan)], dtype=torch.float64, device=device)
+    numbers = torch.tensor([sum(weight_sums), *numbers_to_sum(plan)], dtype=torch.float64, device=device)
     step_sum, *plan_sums = RankSum(numbers).read()
     check_plans(plan_sums, plan)
-    return [token_weight(weight, step_sum, world_size=get_world_size()) for weight in sums]
+    world_size = get_world_size()
+    return [token_weight(weight_sum, step_sum, world_size=world_size) for weight_sum in weight_sums]
 
 
 def apply_token_weights(

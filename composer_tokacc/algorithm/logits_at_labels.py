@@ -27,14 +27,14 @@ from composer_tokacc.layout import BatchLayout
 
 
 class LogitsAtLabels:
-    """Has a model compute logits only at positions that predict a label, in any training loop.
+    """Makes a model compute logits only at positions that predict a label, in any training loop.
 
-    Acts on forwards in training mode that are given ``labels`` by keyword. Loss and gradient stay the same, and
-    ``outputs.logits`` has one row with the logits of labelled positions, in the order of the batch read row by row (and
-    one more position at its end, if the model shifts labels). Evaluation and generation compute all logits.
+    It acts on forwards in training mode that get ``labels`` by keyword. Loss and gradient stay the same.
+    ``outputs.logits`` then has a single row: the logits of the labelled positions, row after row of the batch. If the
+    model shifts labels, one more position follows at the end. Evaluation and generation compute all logits.
 
-    At the first such forward loss and gradient are compared with those of all logits, on its own batch. That takes
-    three forwards more, without gradients; with FSDP all ranks must make that forward at the same time.
+    The first such forward compares loss and gradient with those of all logits, on its own batch. That takes three more
+    forwards, without gradients. With FSDP all ranks must make that forward at the same time.
 
     Args:
         model: A Hugging Face model that computes its own loss; it may be wrapped by Composer, DDP or accelerate.
@@ -61,14 +61,15 @@ class LogitsAtLabels:
                 '`get_output_embeddings()` gives none. Take a class with a head, such as `AutoModelForCausalLM`.'
             )
         self._shifts_labels = shifts_labels
-        self._rule: str | None = None  # once it is proven
+        self._rule: str | None = None  # the loss rule of the model; None until the first forward has proven it
         self._is_probing = False
         self._handle: Any = None
         self._selector: LabelSelector | None = None
 
     def __enter__(self) -> LogitsAtLabels:
         """Hooks into the model."""
-        # This hook comes first: it says how many labels the selector's hook selects.
+        # Hooks run in the order of their registration. This one tells the selector the number of labels of a batch, so
+        # it comes before the selector's own hook.
         self._handle = self._model.register_forward_pre_hook(self._begin_forward, with_kwargs=True)
         self._selector = LabelSelector(self._model)
         return self
@@ -82,6 +83,7 @@ class LogitsAtLabels:
         self._selector.remove()
 
     def _begin_forward(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Tells the selector how many labels the batch has; a forward pre-hook. The first batch proves the rule."""
         if self._is_probing or not module.training or kwargs.get('labels') is None:
             return
         assert self._selector is not None
@@ -92,7 +94,7 @@ class LogitsAtLabels:
             self._selector.arm(self._rule, num_labels)
 
     def _proven_rule(self, batch: Mapping[str, Any]) -> str:
-        """Returns the rule of the model's loss, once logits at labels leave its loss and gradient the same."""
+        """Returns the loss rule of the model. Raises if logits at labels change the loss or its gradient."""
         assert self._selector is not None
         self._is_probing = True
         try:
@@ -100,6 +102,7 @@ class LogitsAtLabels:
             tensors: Batch = {key: value for key, value in batch.items() if value is not None}
             rule = self._rule_of(probe, tensors)
             layout = BatchLayout.for_model(self._model)
+            # The batch is on the device already.
             comparison = RowComparison(probe, layout, lambda rows: rows, rule, tensors, check_loss=True)
             failure = comparison.selection_failure(self._selector)
         finally:

@@ -33,7 +33,7 @@ class Term(NamedTuple):
 
 
 class SplitLoss(dict):
-    """The one number that Hugging Face's mixtures of experts return, by its terms."""
+    """The loss of a mixture of experts from Hugging Face, split into its terms. The model returns only their sum."""
 
     units: ClassVar = {'tokens': 'tokens', 'router': 'microbatches'}
 
@@ -57,7 +57,7 @@ class LossTerms:
         return [name for name, unit in self.units.items() if unit in ('coupled_samples', 'microbatches')]
 
     def named(self, loss: Any) -> dict[Any, Term]:
-        """Returns each term but Composer's ``'total'``, by its name, or by its place in a sequence.
+        """Returns the terms by their names, or by their places in a sequence. Composer's ``'total'`` is left out.
 
         Raises:
             RuntimeError: If the terms are not those of ``loss_units``.
@@ -92,7 +92,10 @@ class LossTerms:
         return self.units or dict.fromkeys(loss, 'tokens')
 
     def of_unit(self, loss: Any, unit: str) -> list[torch.Tensor]:
-        """Returns the terms of a unit, which a microbatch may lack; of a dict without ``loss_units`` its total."""
+        """Returns the terms of a unit; none if the microbatch has none. Without ``loss_units`` a total is the only one.
+
+        Composer takes the gradient of a dict's total, so the total is the mean over tokens if no unit is named.
+        """
         if unit == 'tokens' and not self.units and isinstance(loss, Mapping) and 'total' in loss:
             return [loss['total']]
         return [term.value for term in self.named(loss).values() if term.unit == unit]
@@ -116,8 +119,8 @@ class LossTerms:
     def scaled(self, loss: Any, scales: Mapping[str, float], observe: Callable[[torch.Tensor], None]) -> Any:
         """Returns the loss with each term multiplied by the factor of its unit.
 
-        The products are new tensors, because Composer multiplies what it is given in place. ``observe`` is called once
-        a microbatch, in the backward, with the gradient that reaches the scaled loss.
+        The products are new tensors, because Composer multiplies the loss in place. In the backward ``observe`` gets
+        the gradient that reaches the scaled loss. It is called once, as Composer multiplies all terms by one number.
         """
         scaled = self.changed(loss, lambda name, unit, value: value.float() * scales[unit])
         if isinstance(scaled, Mapping) and self.units and scaled.keys() - {'total'}:
@@ -144,9 +147,10 @@ class LossTerms:
         return complete
 
     def split(self, loss: Any, outputs: Any) -> Any:
-        """Returns the loss of a mixture of experts by its terms: the mean over tokens, and the balance of its router.
+        """Returns the loss of a mixture of experts as two terms: the mean over tokens, and the balance of its router.
 
-        The balance is a statistic of the microbatch and no mean over tokens. Every microbatch's own weighs the same.
+        The balance is a statistic of the microbatch, not a mean over tokens, so all microbatches get the same weight.
+        Any other loss is returned as it is.
         """
         router = router_loss_of(outputs)
         if router is None or self.router_coefficient is None or not isinstance(loss, torch.Tensor):
@@ -157,15 +161,15 @@ class LossTerms:
     def check_coefficient(self, loss: Any, outputs: Any) -> None:
         """Raises RuntimeError unless the model adds its load-balancing loss times the coefficient to its loss.
 
-        This is checked exactly, however small the coefficient is: even if the rest were below every tolerance, it would
-        be no mean over tokens.
+        This is checked exactly, however small the coefficient is. The part that another coefficient leaves in the loss
+        may be below every tolerance, but it is not a mean over tokens.
         """
         router = router_loss_of(outputs)
         coefficient = self.router_coefficient
         if router is None or not isinstance(loss, torch.Tensor) or not router.requires_grad:
             return
         if router.grad_fn is loss.grad_fn:
-            # One node of a compiled forward, which does not tell its terms. Without a coefficient it is refused.
+            # One node of a compiled forward computes both, so the factor cannot be measured. The config must name it.
             added = math.nan if coefficient is None else coefficient
         else:
             (gradient,) = torch.autograd.grad(loss, router, retain_graph=True, allow_unused=True)
@@ -178,13 +182,15 @@ class LossTerms:
             )
 
     def probed(self, loss: Any, outputs: Any) -> dict[str, torch.Tensor]:
-        """Returns the sums of the terms that no cut may change: by tokens, and by samples if there are any.
+        """Returns sums of terms that no cut may change: of the means over tokens, and of the means over samples.
 
-        Terms of rows that see each other are left out: a split that regroups rows is refused with them.
+        Terms in which rows see each other are left out, because a split that regroups rows refuses them anyway. If no
+        other terms exist, their sum is returned.
         """
         loss = self.split(loss, outputs)
         values = [term.value for term in self.named(loss).values()]
-        if isinstance(loss, Mapping) and not (self.units or isinstance(loss, SplitLoss)) and len(values) > 1:
+        has_units = bool(self.units) or isinstance(loss, SplitLoss)
+        if isinstance(loss, Mapping) and not has_units and len(values) > 1:
             raise RuntimeError(
                 f'One term of the loss must be the mean over tokens, got: {sorted(loss)}. Name the unit of each in '
                 '`loss_units`, or set `check_loss=False` with an explicit `loss_tokens` (docs/errors.md#model-loss).'
@@ -193,9 +199,9 @@ class LossTerms:
             _check_total(loss['total'].float(), _sum([value.float() for value in values]))
         sums = {}
         for unit in ('tokens', 'samples'):
-            of_unit = self.of_unit(loss, unit)
-            if of_unit:
-                sums[unit] = _sum(of_unit)
+            terms_of_unit = self.of_unit(loss, unit)
+            if terms_of_unit:
+                sums[unit] = _sum(terms_of_unit)
         return sums or {'tokens': _sum(values)}
 
 
@@ -208,9 +214,10 @@ def _check_total(total: torch.Tensor, summed: torch.Tensor) -> None:
 
 
 def router_coefficient(model: torch.nn.Module) -> float | None:
-    """Returns what a Hugging Face model, or Composer's around it, multiplies its load-balancing loss by.
+    """Returns the factor of a model's load-balancing loss; None if the model names none.
 
-    The attribute of the model comes first, because modules copy what they need of their config.
+    The model may be of Hugging Face, or Composer's wrapper of it. An attribute of the model is used before the config,
+    because modules copy values of the config.
     """
     model = getattr(model, 'model', model)
     config: Any = getattr(model, 'config', None)
@@ -225,10 +232,10 @@ def router_coefficient(model: torch.nn.Module) -> float | None:
 
 
 def attached_zero(outputs: Any, loss: Any) -> torch.Tensor:
-    """Returns a zero in the graph of the outputs, whose backward reaches every parameter with zeros.
+    """Returns a zero in the graph of the outputs. Its backward gives every parameter a gradient of zero.
 
-    It hangs on the outputs and not on the loss, because a masked sum over no tokens has NaN gradients. It uses none of
-    their entries, because 0 * NaN would be NaN.
+    It is computed from the outputs and not from the loss, because a masked sum over no tokens has NaN gradients. It is
+    the sum of empty slices, because 0 * NaN would be NaN.
     """
     losses = [value for value in tensors_in(loss) if value.requires_grad]
     sources = []
@@ -256,6 +263,6 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _sum(terms: Collection[torch.Tensor]) -> torch.Tensor:
-    """Sums the terms of a loss as Composer does, in the coarsest of their dtypes."""
+    """Sums the terms of a loss as Composer does. The result has the least precise of their dtypes."""
     coarsest = max((term.dtype for term in terms), key=lambda dtype: torch.finfo(dtype).eps)
     return torch.stack([term.float().mean() for term in terms]).sum().to(coarsest)

@@ -24,9 +24,9 @@ log = logging.getLogger(__name__)
 
 
 class ReductionWatch:
-    """Watches in which microbatches of a step DDP reduces gradients.
+    """Watches in which microbatches of a step DDP reduces gradients, and gives DDP the gradients that it waits for.
 
-    Does nothing without DDP.
+    It does nothing without DDP.
 
     Args:
         state: The trainer's.
@@ -44,24 +44,25 @@ class ReductionWatch:
             and not is_coupled  # the loss may gather rows of other ranks
             and not has_synchronized_norms  # ranks meet within the forward
         )
-        """Whether ranks may meet only in the last microbatch of a step, so that they may make unequally many."""
+        """Whether ranks need to meet only in the last microbatch of a step. Then their numbers of microbatches may
+        differ."""
 
     def start_attempt(self) -> None:
-        """Forgets an attempt that failed half-way."""
-        self._reduces: list[bool] = []  # of each microbatch so far
-        # What each parameter's gradient was before a backward that reduces.
+        """Forgets an earlier attempt of this step, which may have failed half-way."""
+        self._reduces: list[bool] = []  # of each microbatch so far: whether its backward reduces gradients
+        # Of each parameter: its gradient before the backward that reduces, as a pair that changes with the gradient.
         self._states_before: list[tuple[torch.nn.Parameter, tuple[int, int]]] = []
 
     def see(self, num_microbatches: int, *, has_unequal_counts: bool, reduced_once: bool) -> None:
         """Notes whether the backward of the microbatch that comes now reduces gradients.
 
         Args:
-            num_microbatches: How many microbatches this rank makes of the step; 0 if a split does not say.
+            num_microbatches: How many microbatches this rank makes of the step; 0 if the split does not say.
             has_unequal_counts: Whether the user said that ranks may make different numbers of microbatches.
             reduced_once: Whether DDP reduced gradients only in the last microbatch in earlier steps.
 
         Raises:
-            RuntimeError: If gradients are reduced before the last microbatch, and ranks may not have equally many.
+            RuntimeError: If gradients are reduced before the last microbatch, but ranks may have unequal numbers.
         """
         if self._ddp is None:
             return
@@ -70,6 +71,7 @@ class ReductionWatch:
         if not reduces:
             return
         if not (self._ddp.find_unused_parameters or self._ddp.static_graph):
+            # Otherwise DDP itself finds the parameters that a backward leaves out.
             self._states_before = [(parameter, state_of_gradient(parameter)) for parameter in self._parameters]
         if len(self._reduces) >= num_microbatches:
             return
@@ -87,7 +89,7 @@ class ReductionWatch:
             )
 
     def reach_all(self) -> None:
-        """Gives parameters that the backward left out a gradient of zero: DDP waits for one of each, on every rank."""
+        """Gives parameters that the backward left out a gradient of zero. DDP waits for all of them, on every rank."""
         states_before, self._states_before = self._states_before, []
         if self._ddp is None or not states_before:
             return
@@ -95,16 +97,18 @@ class ReductionWatch:
         for parameter, state_before in states_before:
             if state_of_gradient(parameter) == state_before:
                 left_out.append(parameter)
-        # A backward that reaches no parameter leaves DDP as it was before it, which looks as if it had reduced.
+        # After a backward that reached no parameter at all, DDP also looks as if it had reduced. Then it still waits.
         if is_reduced(self._ddp) and len(left_out) < len(states_before):
             return
+        # Sums of nothing: their backward reaches the hooks of DDP and adds zeros.
         zeros = [parameter.flatten()[:0].sum() for parameter in left_out if parameter.requires_grad]
         torch.autograd.backward(zeros)
 
     def reach_all_by_hand(self) -> None:
-        """Gives every parameter a gradient, if DDP leaves the last microbatch of a step to the trainer.
+        """Gives every parameter a gradient, if Composer instead of DDP reduces them after the last microbatch.
 
-        Composer's ``forced_sync`` reduces gradients that are not None, one after the other. Ranks must have the same.
+        Composer's ``forced_sync`` reduces the gradients that are not None, one after the other. So the ranks must have
+        gradients of the same parameters.
         """
         if self._ddp is None or self._reduces[-1]:
             return
@@ -113,7 +117,7 @@ class ReductionWatch:
                 parameter.grad = torch.zeros_like(parameter)
 
     def reduced_once(self) -> bool | None:
-        """Returns whether this step reduced only in its last microbatch; None: that cannot be told of it."""
+        """Returns whether this step reduced only in its last microbatch; None: this step does not show it."""
         if len(self._reduces) < 2 or not self.may_meet_once:
             return None
         return not any(self._reduces[:-1])

@@ -31,20 +31,20 @@ from composer_tokacc.weights import LOSS_WEIGHTS
 ROUTER_BALANCES = ('microbatch', 'step')
 VALUE_TOLERANCE = 1e-4
 """Largest relative difference between the model's own load-balancing loss of a microbatch and the one computed here.
-Another number of experts for a token changes it by more than a hundredth."""
+A wrong number of experts for a token changes it by more than a hundredth."""
 CHOICE_TOLERANCE = 1e-3
-"""Share of the choices of experts that may differ in training from the count before. Kernels that add up in no fixed
-order change a few, if two experts are equally good."""
+"""Largest share of the choices of experts that may differ between the count and the forward in training. If two experts
+are equally good, kernels that sum in no fixed order change a few choices."""
 FEW_CHOICES = 2
-"""Number of choices that may differ in any case."""
+"""Number of choices that may differ even if there are only a few."""
 OTHERWISE = "Otherwise leave `router_balance='microbatch'` (docs/weights.md#mixtures-of-experts)."
 
 
 class CountedMicrobatch(NamedTuple):
     """What was counted of a microbatch before it is trained."""
 
-    positions: torch.Tensor  # which of them count, (rows, width) bool
-    choices: torch.Tensor  # how often each expert was chosen there, (experts,) int64
+    positions: torch.Tensor  # whether a position counts, (rows, width) bool
+    choices: torch.Tensor  # how often each expert was chosen at these positions, (experts,) int64
 
 
 class StepBalance:
@@ -95,9 +95,9 @@ class StepBalance:
         self._coefficient = terms.router_coefficient
         self._to_device = to_device
         self._precision = precision
-        self._top_k = 0  # experts of a position, once a forward has shown it
-        self._counted: deque[CountedMicrobatch] = deque()  # this rank's microbatches that are to be computed yet
-        self._sums: RankSum | None = None  # of the step: positions times layers, then choices of each expert
+        self._top_k = 0  # number of experts of a position; 0 until the first forward has shown it
+        self._counted: deque[CountedMicrobatch] = deque()  # this rank's microbatches that are still to be trained
+        self._sums: RankSum | None = None  # over the step: positions times layers, then the choices of each expert
         self._value_deviations: list[torch.Tensor] = []
         self._choice_deviations: list[torch.Tensor] = []
 
@@ -124,10 +124,10 @@ class StepBalance:
         self._sums = RankSum(self._device.tensor_to_device(sums))
 
     def _checked_logits(self, outputs: Any, batch: Batch) -> Sequence[torch.Tensor]:
-        """Returns the router's logits of each layer, if the model's own loss is the statistic of them.
+        """Returns the router's logits of each layer. Notes how far their load-balancing loss is from the model's own.
 
-        Configs use many names for the number of experts of a position. The loss grows with it, so the first forward
-        shows it: it is the number whose loss is nearest to the model's own.
+        Configs use many names for the number of experts of a position. The loss grows with this number. So the first
+        forward finds the number for which the loss is nearest to the model's own.
         """
         own_loss = router_loss_of(outputs)
         attended = _attended(batch)
@@ -142,17 +142,18 @@ class StepBalance:
         is_first = self._top_k == 0
         most_experts = logits[0].shape[-1] if is_first else self._top_k
         choices, probabilities = _routed(logits, attended, most_experts)
-        losses = _balances(choices, probabilities, len(logits) * attended.sum())
+        losses = _balances(choices, probabilities, len(logits) * attended.sum())  # for 1, 2, ... experts of a position
         if is_first:
             self._top_k = int((losses - own_loss).abs().argmin()) + 1
         tolerance = max(VALUE_TOLERANCE, 4 * torch.finfo(logits[0].dtype).eps)
         self._value_deviations.append((losses[self._top_k - 1] / own_loss - 1).abs() / tolerance)
+        # Only the first forward is checked at once. The others are checked together at the end of the step.
         if is_first:
             self.check()
         return logits
 
     def applied(self, loss: SplitLoss, outputs: Any, num_microbatches: int) -> SplitLoss:
-        """Returns the loss of the next microbatch with its part of the step's balance instead of its own.
+        """Returns the loss of the next microbatch, with its part of the step's balance instead of its own balance.
 
         Args:
             loss: The loss of the microbatch by its terms.
@@ -163,21 +164,22 @@ class StepBalance:
         counted = self._counted.popleft()
         with self._precision():
             choices, probabilities = _routed(_router_logits(outputs), counted.positions, self._top_k)
-        num_turned = (choices.sum(dim=0) - counted.choices).abs().sum() / 2
+        # A position that goes to another expert changes the counts of two experts.
+        num_changed = (choices.sum(dim=0) - counted.choices).abs().sum() / 2
         num_allowed = (CHOICE_TOLERANCE * choices.sum()).clamp(min=FEW_CHOICES)
-        self._choice_deviations.append(num_turned / num_allowed)
+        self._choice_deviations.append(num_changed / num_allowed)
         num_positions, *choices_of_experts = self._sums.read()
         factor = len(choices_of_experts) / max(num_positions, 1) ** 2
         weights = [factor * count for count in choices_of_experts]
         balance = (probabilities.new_tensor(weights) * probabilities).sum()
-        # The balance is a sum over microbatches, but terms of microbatches are averaged over those of all ranks.
+        # Composer averages terms over the microbatches of all ranks, but this one is a sum.
         num_averaged = num_microbatches * get_world_size()
         return SplitLoss(tokens=loss['tokens'], router=self._coefficient * num_averaged * balance)
 
     def check(self) -> None:
-        """Raises RuntimeError unless the model's own loss and its routing in training are as this class computes them.
+        """Raises RuntimeError if the model's own loss, or its routing in training, differs from what was computed here.
 
-        Reads the device, once a step.
+        It reads the device, so it is called once a step.
         """
         worst_value, worst_choice = _largest(self._value_deviations, self._choice_deviations)
         if worst_value > 1:
@@ -198,7 +200,7 @@ def _largest(*groups: Sequence[torch.Tensor]) -> list[float]:
     """Returns the largest deviation of each group, 0 of an empty one; reads the device once."""
     largest = []
     for group in groups:
-        # NaN is the loss of a microbatch without positions, which says nothing.
+        # The loss of a microbatch without positions is NaN, which says nothing.
         largest.append(torch.stack(list(group)).nan_to_num(nan=0.0).amax() if group else torch.zeros(()))
     device = largest[0].device
     return torch.stack([value.to(device) for value in largest]).tolist()
@@ -209,20 +211,25 @@ def _refusal(what: str) -> RuntimeError:
 
 
 def counted_positions(microbatch: Batch) -> torch.Tensor:
-    """Returns which positions of a microbatch are attended and belong to a sample, ``(rows, width)`` bool."""
+    """Returns whether each position of a microbatch is attended and belongs to a sample, ``(rows, width)`` bool."""
     attended = _attended(microbatch)
     real_tokens = torch.tensor([row.real_tokens for row in rows_of(microbatch)], device=attended.device)[:, None]
-    if len(real_tokens) > 1 or not bool(attended.all()):
-        return attended & (real_tokens > 0)  # dummy rows have none
-    # In a packed row, dummy rows come last.
-    counted = torch.arange(attended.shape[1], device=real_tokens.device) < real_tokens
-    if 'position_ids' in microbatch and len(counted) == 1:
+    has_padding = not bool(attended.all())
+    if len(real_tokens) > 1 or has_padding:
+        # The rows are not packed. A dummy row has no real token.
+        return attended & (real_tokens > 0)
+    # A single row, which may be packed. Then dummy rows are its last documents.
+    is_counted = torch.arange(attended.shape[1], device=real_tokens.device) < real_tokens
+    if 'position_ids' in microbatch:
         _check_document_ends(microbatch, end=int(real_tokens))
-    return counted
+    return is_counted
 
 
 def _check_document_ends(packed: Batch, *, end: int) -> None:
-    """Raises RuntimeError if no document of a packed row ends at a position: it has padding with a label inside."""
+    """Raises RuntimeError if a packed row contains padding, because a label was on it.
+
+    ``end`` is the number of real tokens of the row. Without such padding a document ends there.
+    """
     documents = documents_of(packed)[0]
     if 0 < end < len(documents) and documents[end] == documents[end - 1]:
         raise _refusal(
@@ -232,7 +239,10 @@ def _check_document_ends(packed: Batch, *, end: int) -> None:
 
 
 def _attended(batch: Batch) -> torch.Tensor:
-    """Returns which positions are no padding, ``(rows, width)`` bool; the mask of a packed row has a row a document."""
+    """Returns whether each position is attended, ``(rows, width)`` bool.
+
+    The mask of a packed row has one row for each document. They are joined to one row.
+    """
     attended = attended_positions(batch)
     if len(attended) == len(text_of(batch)):
         return attended
@@ -240,21 +250,24 @@ def _attended(batch: Batch) -> torch.Tensor:
 
 
 def _router_logits(outputs: Any) -> Sequence[torch.Tensor]:
-    """Returns those of each layer with experts, ``(positions, experts)`` each; none for a model without experts."""
+    """Returns the router's logits of each layer with experts, ``(positions, experts)`` each.
+
+    A model without experts has none.
+    """
     logits = entry_of(outputs, 'router_logits') or ()
     return [layer.flatten(0, -2) for layer in logits if isinstance(layer, torch.Tensor)]
 
 
-def _routed(logits: Sequence[torch.Tensor], counted: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _routed(logits: Sequence[torch.Tensor], is_counted: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Sums choices and probabilities over layers and counted positions, by the operations of the models' own loss.
 
     Returns:
-        How often each expert was chosen first, second and so on, int64 ``(top_k, experts)``, and its probability,
-        ``(experts,)``.
+        How often each expert was chosen first, second and so on, int64 ``(top_k, experts)``, and the sum of the
+        probabilities of each expert, ``(experts,)``.
     """
     num_experts = logits[0].shape[-1]
     device = logits[0].device
-    counted = counted.flatten().to(device)
+    counted = is_counted.flatten().to(device)
     choices = torch.zeros(top_k * num_experts, dtype=torch.int64, device=device)
     probabilities = []
     for layer in logits:
@@ -268,6 +281,6 @@ def _routed(logits: Sequence[torch.Tensor], counted: torch.Tensor, top_k: int) -
 
 
 def _balances(choices: torch.Tensor, probabilities: torch.Tensor, num_positions: torch.Tensor) -> torch.Tensor:
-    """Returns the load-balancing loss of some positions, if each is sent to one expert, to two and so on."""
+    """Returns the load-balancing loss of some positions if each goes to 1, 2, ... experts, ``(top_k,)``."""
     parts = choices.cumsum(dim=0) / num_positions
     return choices.shape[1] * (parts * probabilities / num_positions).sum(dim=1)

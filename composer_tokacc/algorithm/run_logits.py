@@ -12,7 +12,8 @@ from composer_tokacc.compat import is_compiled
 from composer_tokacc.label_selector import LabelSelector, is_worth_selecting, output_embedding
 
 LOGITS = ('auto', 'all', 'labels')
-"""Only at labels if that is proven, at all positions, or only at labels or not at all."""
+"""``'auto'``: only at labels if that is proven exact, otherwise at all positions. ``'all'``: at all positions.
+``'labels'``: only at labels, or an error."""
 
 
 class RunLogits:
@@ -21,15 +22,13 @@ class RunLogits:
     Args:
         choice: One of :data:`LOGITS`.
         model: The model, not wrapped by DDP.
-        obstacle: Why the rest of the run needs all logits, if it does.
+        obstacle: Why the arguments or other parts of the run need all logits; None: they do not.
     """
 
     def __init__(self, choice: str, model: torch.nn.Module, obstacle: str | None) -> None:
         self._choice = choice
         self.why_all = obstacle or _obstacle(model)
         """Why logits of all positions are computed; None: they are computed only at labels."""
-        if choice == 'all':
-            self.why_all = '`logits` is set to all'
         self.selector: LabelSelector | None = None
         if self.why_all is None and isinstance(model, HuggingFaceModel):
             self.selector = LabelSelector(model.model)
@@ -53,7 +52,7 @@ class RunLogits:
             self.selector.arm(rule, num_labels)
 
     def end_forward(self) -> None:
-        """Leaves forwards of others (evaluation) as they are."""
+        """Lets the forwards of others, such as evaluation, compute all logits."""
         if self.selector is not None:
             self.selector.disarm()
 
@@ -72,7 +71,7 @@ class RunLogits:
 
 
 def _obstacle(model: torch.nn.Module) -> str | None:
-    """Returns why a model can only compute all logits; None: it may do otherwise."""
+    """Returns why a model has to compute all logits; None: nothing is known that demands it."""
     if not isinstance(model, HuggingFaceModel):
         return 'the model is no HuggingFaceModel, which computes its own loss'
     if output_embedding(model.model) is None:

@@ -89,7 +89,7 @@ class AlgorithmOptions:
 
     @property
     def checks_loss(self) -> bool:
-        """Whether the model's loss is compared with its rule. Token weights rest on it, so they always ask for it."""
+        """Whether the model's loss is compared with its rule. Token weights need the rule, so they ask for it too."""
         return self.check_loss or self.is_weighted
 
     @property
@@ -119,7 +119,7 @@ class AlgorithmOptions:
 
 
 class RunContext:
-    """What is known of a model and its loader from the first batch of a fit on. Building one is a collective.
+    """The parts that the algorithm needs during a fit, set up at its first batch. Building them is a collective.
 
     Args:
         state: The trainer's state, with that batch.
@@ -157,10 +157,10 @@ class RunContext:
         self.balance: StepBalance | None = None
         if options.router_balance == 'step':
             self.balance = StepBalance(state, self.split, self.terms, to_device, precision)
-        self._has_said_why = False
-        self.logits = RunLogits(options.logits, model, self._why_all_logits(state, layout, options))
+        self._has_logged_why = False
+        self.logits = RunLogits(options.logits, model, _why_all_logits(state, layout, options))
         self.check = FirstBatchCheck(
-            Probe(model, model.loss, model, precision, self.terms.probed),
+            Probe(forward=model, loss=model.loss, model=model, precision=precision, terms=self.terms.probed),
             layout,
             to_device,
             loss_tokens=options.loss_tokens,
@@ -168,22 +168,24 @@ class RunContext:
             microbatch_size=microbatch_size,
             selector=self.logits.selector,
         )
+        # With `check_loss=False` the user accepts that the run depends on how batches are cut.
         self._norms: dict[str, torch.nn.Module] = {}
-        if options.check_loss:  # without it the user accepts that the run depends on how batches are cut
+        if options.check_loss:
             self._norms = {name: module for name, module in model.named_modules() if isinstance(module, BatchNorm)}
         self.check_norms()
 
     def begin_step(self, step: Step) -> None:
-        """Begins a step. The split notes in it what it makes of the batch."""
+        """Begins a step. The split writes into it which microbatches it has made of the batch."""
         self.step = step
         if self.split is not None:
             self.split.step = step
 
     def prove(self, batch: Batch, *, reduces_once: bool) -> None:
-        """Checks rows of every kind that is new on any rank, and has the split cut by the rules that this finds."""
+        """Checks the kinds of rows that are new on any rank. Then the split cuts by the rules that were found."""
         try:
             rules = self.check.prove(batch, self.split)
         except BaseException:
+            # FIT_END does not come after an error, so the model is given back here.
             self.end()
             raise
         if self.split is not None and rules is not None:
@@ -195,18 +197,18 @@ class RunContext:
         """Computes all logits from now on if the check found that it must, and says why once."""
         self.logits.adopt(self.check.selection_failure)
         self.check.selector = self.logits.selector
-        if self.logits.why_all is not None and not self._has_said_why:
-            self._has_said_why = True
+        if self.logits.why_all is not None and not self._has_logged_why:
+            self._has_logged_why = True
             log.info('Logits are computed at all positions: %s.', self.logits.why_all)
 
     def end(self) -> None:
-        """Leaves the model as the user gave it."""
+        """Gives the model back as the user passed it."""
         self.logits.remove()
         if self.split is not None:
             self.split.restore_attention()
 
     def check_norms(self) -> None:
-        """Raises RuntimeError if a BatchNorm is in training mode; each evaluation puts the whole model back into it."""
+        """Raises RuntimeError if a BatchNorm is in training mode. Each evaluation puts the model into it again."""
         training = [name for name, module in self._norms.items() if module.training]
         if training:
             raise RuntimeError(
@@ -223,15 +225,16 @@ class RunContext:
                 '(docs/errors.md#row-coupling).'
             )
 
-    def _why_all_logits(self, state: State, layout: BatchLayout | None, options: AlgorithmOptions) -> str | None:
-        """Returns why this run needs logits of all positions; None: nothing but the model may need them."""
-        if options.why_all_logits is not None:
-            return options.why_all_logits
-        if state.train_metrics:
-            return 'metrics of training compare all logits with all labels'
-        if layout is None:
-            return 'rows of the batch cannot be told apart, so that nothing is proven of them'
-        return None
+
+def _why_all_logits(state: State, layout: BatchLayout | None, options: AlgorithmOptions) -> str | None:
+    """Returns why the run needs logits at all positions; None: no reason outside of the model is known."""
+    if options.why_all_logits is not None:
+        return options.why_all_logits
+    if state.train_metrics:
+        return 'metrics of training compare all logits with all labels'
+    if layout is None:
+        return 'rows of the batch cannot be told apart, so that nothing is proven of them'
+    return None
 
 
 def _unwrapped(model: torch.nn.Module) -> ComposerModel:
@@ -246,7 +249,7 @@ def _to_device(state: State, split: MicrobatchSplit | None, batch: Batch) -> Any
 
 
 def _warn_of_surprises(state: State, token_weights: str) -> None:
-    """Warns if a run is exact, but the user may have meant another."""
+    """Warns of settings with which the run is exact, but perhaps not what the user wants."""
     has_weights = any(LOSS_WEIGHTS in microbatch for microbatch in microbatches_of(state.batch))
     if has_weights and token_weights != 'column':
         log.warning('The data have `%s`, which is not used without `token_weights=column`.', LOSS_WEIGHTS)
@@ -255,12 +258,12 @@ def _warn_of_surprises(state: State, token_weights: str) -> None:
 
 
 def check_microbatches(model: torch.nn.Module, microbatches: Sequence[Batch], vocabulary: int | None) -> None:
-    """Raises ValueError if labels or ids are outside of the model's vocabulary.
+    """Raises ValueError if labels or ids lie outside of the model's vocabulary.
 
     Args:
         model: The model, in DDP or not.
-        microbatches: Of one device batch, on the CPU.
-        vocabulary: The number of logits of a position; None if no forward has shown it yet.
+        microbatches: The microbatches of one device batch, on the CPU.
+        vocabulary: The number of logits of a position; None: no forward has shown it yet.
     """
     model = getattr(model, 'module', model)
     is_hugging_face = isinstance(model, HuggingFaceModel)

@@ -120,11 +120,11 @@ class TokenAccumulation(Algorithm):
         self.logits = logits
         self.check_loss = check_loss
         self.num_empty_steps = 0
-        self._reduces_once = False
-        self._measuring = TokenChoice()
-        self._context: RunContext | None = None  # from the first batch on
+        self._reduces_once = False  # whether ranks meet only in the last microbatch of a step
+        self._token_choice = TokenChoice()
+        self._context: RunContext | None = None  # made at the first batch of a fit
         self._hidden: HiddenEntries | None = None  # of the microbatch that is computed now
-        self._raw_loss: Any = None  # the model's own
+        self._raw_loss: Any = None  # the model's own loss, while `state.loss` is the scaled one
         self._actions = {
             Event.FIT_START: self._start_fit,
             Event.BATCH_START: self._begin_step,
@@ -166,7 +166,7 @@ class TokenAccumulation(Algorithm):
 
     @property
     def has_logits(self) -> bool:
-        """Whether the model returns logits. If not, it returns hidden states, and its loss has the head."""
+        """Whether the model returns logits. If not, it returns hidden states, and the head is part of its loss."""
         return self._context is None or self._context.check.has_logits
 
     @property
@@ -176,11 +176,11 @@ class TokenAccumulation(Algorithm):
 
     def selects_logits(self, state: State) -> bool:
         """Returns whether microbatches compute logits only at labels. It is known from the first batch on."""
-        # Metrics of training, which may be set at any time, read all logits.
+        # Metrics of training read all logits. They may be set at any time.
         return self._context is not None and self._context.logits.selector is not None and not state.train_metrics
 
     def select_logits(self, state: State, batch: Batch, num_labels: int) -> None:
-        """Has the next forward of the model compute logits of a microbatch at the positions where the run needs them.
+        """Makes the next forward of the model compute logits only at the labels of a microbatch, if the run does so.
 
         Args:
             state: The trainer's state.
@@ -188,7 +188,7 @@ class TokenAccumulation(Algorithm):
             num_labels: How many of its labels count.
         """
         if self.selects_logits(state):
-            # A microbatch without labels gets one, because a model cannot compute a loss of none.
+            # A microbatch without labels gets one (see HiddenEntries), because a model cannot compute a loss of none.
             self._run.logits.begin_forward(self.rule or '', max(num_labels, 1), labels_of(batch).numel())
 
     def match(self, event: Event, state: State) -> bool:
@@ -224,7 +224,7 @@ class TokenAccumulation(Algorithm):
         self._context = None
 
     def _end_epoch(self, state: State, logger: Logger) -> None:
-        """EPOCH_END: if batches are counted and no epoch has one, Composer would start new epochs without end."""
+        """EPOCH_END: if no epoch has a batch, a run whose duration is in batches would start new epochs forever."""
         if state.previous_timestamp is not None and state.previous_timestamp.batch_in_epoch == 0:
             raise RuntimeError(
                 'The train dataloader must give at least one batch on every rank, got: an epoch of none.'
@@ -238,7 +238,7 @@ class TokenAccumulation(Algorithm):
     # Before the step.
 
     def _begin_step(self, state: State, logger: Logger) -> None:
-        """BATCH_START: counts. ``state.batch`` is the whole device batch, still on the CPU, so nothing waits."""
+        """BATCH_START: counts the tokens of the step. ``state.batch`` is still on the CPU, so nothing waits."""
         microbatches = microbatches_of(state.batch)
         vocabulary = None if self._context is None else self._context.check.vocabulary
         check_microbatches(state.model, microbatches, vocabulary)
@@ -260,7 +260,7 @@ class TokenAccumulation(Algorithm):
             has_bypass=run.has_bypass,
         )
         has_new_rows = run.check.has_new_rows(step.facts, run.split)
-        # Summed before the batch is cut, so that rows of a new size are cut by rules that were shown for them.
+        # The sums come before the cut, so that rows of a new size are cut only by rules that were proven for them.
         is_any_new = self._sum_over_ranks(state, step, plan, has_new_rows=has_new_rows)
         if step.totals.loss_weight == 0 and step.totals.loss_tokens:
             raise RuntimeError(
@@ -268,13 +268,13 @@ class TokenAccumulation(Algorithm):
                 f'loss-generating tokens, {sample_name(state.batch, 0)} among them. Fix `{LOSS_WEIGHTS}` '
                 '(docs/errors.md#counts).'
             )
-        if run.check.is_due(self._measuring.step, has_new_rows=is_any_new):
+        if run.check.is_due(self._token_choice.step, has_new_rows=is_any_new):
             run.prove(state.batch, reduces_once=self._reduces_once)
         run.begin_step(step)
 
     def _with_marks(self, batch: Batch, num_copies: int) -> Batch:
-        """Marks rows with new labels, and the copies at the end of the batch, which do not count as samples."""
-        has_new_label = self._measuring.rows_with_new_labels(batch)
+        """Marks rows with new labels, and the repeated samples at the end of the batch, which do not count."""
+        has_new_label = self._token_choice.rows_with_new_labels(batch)
         if not num_copies and not any(has_new_label):
             return batch
         first_copy = len(has_new_label) - num_copies
@@ -285,9 +285,9 @@ class TokenAccumulation(Algorithm):
         return with_rows(batch, marked_rows)
 
     def _sum_over_ranks(self, state: State, step: Step, plan: PlanRecord | None, *, has_new_rows: bool) -> bool:
-        """Sums the counts of a step over the ranks. Returns whether any rank has new rows. One all-reduce.
+        """Sums the counts of a step over the ranks by one all-reduce. Returns whether any rank has new rows.
 
-        Raises RuntimeError on all ranks if they planned unlike batches.
+        Raises RuntimeError on all ranks if they have planned different batches.
         """
         counts = step.counts
         numbers = [counts.loss_tokens, counts.samples, counts.loss_weight, has_new_rows, *numbers_to_sum(plan)]
@@ -301,7 +301,7 @@ class TokenAccumulation(Algorithm):
         return num_with_new_rows > 0
 
     def _start_attempt(self, state: State, logger: Logger) -> None:
-        """BEFORE_TRAIN_BATCH: once for each attempt. After OOM, or in a closure that is called again, it is afresh."""
+        """BEFORE_TRAIN_BATCH: forgets earlier attempts of the step. After OOM, or in a closure, a step runs again."""
         run = self._run
         step = run.step
         run.check_norms()
@@ -324,26 +324,28 @@ class TokenAccumulation(Algorithm):
         _check_carries_counts(batch, is_weighted=self.is_weighted)
         record = MicrobatchRecord(batch=batch, rows=rows_of(batch))
         step.microbatches.append(record)
-        is_of_tokens = set(run.terms.units.values()) <= {'tokens'}
-        self._hidden = HiddenEntries(batch, hides_weights=self.is_weighted, adds_label=is_of_tokens and record.is_empty)
+        has_only_token_terms = set(run.terms.units.values()) <= {'tokens'}
+        adds_label = record.is_empty and has_only_token_terms
+        self._hidden = HiddenEntries(batch, hides_weights=self.is_weighted, adds_label=adds_label)
         state.batch = self._hidden.batch
         self.select_logits(state, batch, record.counts.loss_tokens)
 
     def _end_forward(self, state: State, logger: Logger) -> None:
-        """AFTER_FORWARD: forwards of others, such as evaluation, compute all logits."""
+        """AFTER_FORWARD: lets the forwards of others, such as evaluation, compute all logits."""
         self._run.logits.end_forward()
 
     def _replace_loss(self, state: State, logger: Logger) -> None:
-        """AFTER_LOSS: a microbatch without tokens gets a loss of zero. Callbacks see our entries of the batch again."""
+        """AFTER_LOSS: gives a microbatch without tokens a loss of 0. Callbacks see our entries of the batch again."""
         run = self._run
         record = run.step.microbatches[-1]
-        number = self._measuring.step
+        step_number = self._token_choice.step
         state.batch = self._put_back(state.batch)
-        # In steps 0, 1, 2, 4, 8 and so on, because schedules may change it.
-        if number & (number - 1) == 0 and (self.check_loss or run.terms.router_coefficient is not None):
+        # In steps 0, 1, 2, 4, 8 and so on, because a schedule may change the coefficient.
+        is_power_of_two = step_number & (step_number - 1) == 0
+        if is_power_of_two and (self.check_loss or run.terms.router_coefficient is not None):
             run.terms.check_coefficient(state.loss, state.outputs)
         state.loss = run.terms.split(state.loss, state.outputs)
-        is_first = number == 0 and len(run.step.microbatches) == 1
+        is_first = step_number == 0 and len(run.step.microbatches) == 1
         if is_first and isinstance(state.loss, SplitLoss) and run.balance is None:
             log.warning(
                 'The mean over tokens is exact. The load-balancing loss of the router is a statistic of microbatches, '
@@ -353,13 +355,13 @@ class TokenAccumulation(Algorithm):
             zero = attached_zero(state.outputs, state.loss)
             state.loss = run.terms.changed(state.loss, lambda name, unit, term: zero if unit == 'tokens' else term)
         if self._lacks_gradient(state):
-            # Zero times a trained parameter: an encoder learns nothing from text, but backward would raise.
+            # Adds an empty sum of a trained parameter: an encoder learns nothing from text, but backward would raise.
             parameter = next(parameter for parameter in state.model.parameters() if parameter.requires_grad)
             no_gradient = parameter.flatten()[:0].sum()
             state.loss = run.terms.changed(state.loss, lambda name, unit, term: term + no_gradient)
 
     def _lacks_gradient(self, state: State) -> bool:
-        """Returns whether nothing in a microbatch without media is trained, because the language model is frozen."""
+        """Returns whether a microbatch without media trains nothing, because only an encoder of media is trained."""
         if any(term.requires_grad for term in tensors_in(state.loss)):
             return False
         layout = self._run.check.layout
@@ -370,7 +372,7 @@ class TokenAccumulation(Algorithm):
         return self._hidden.put_back(batch)
 
     def _scale(self, state: State, logger: Logger) -> None:
-        """BEFORE_BACKWARD: the last point where ``state.loss`` matters, so nothing may rescale it afterwards."""
+        """BEFORE_BACKWARD: scales the loss. The backward follows, so nothing can rescale the loss any more."""
         run = self._run
         step = run.step
         record = step.microbatches[-1]
@@ -385,7 +387,7 @@ class TokenAccumulation(Algorithm):
         if self.is_weighted and record.counts.loss_tokens:
             terms = [term.detach().float().mean() for term in run.terms.of_unit(state.loss, 'tokens')]
             record.token_loss = torch.stack(terms).sum() * record.counts.loss_tokens
-        is_chosen = self.is_weighted or self._measuring.has(len(step.microbatches) - 1, record.counts)
+        is_chosen = self.is_weighted or self._token_choice.has(len(step.microbatches) - 1, record.counts)
         if record.has_weight and is_chosen and run.check.has_logits:
             self._watch_tokens(state, record, share=share * step.gradient_scale)
         self._raw_loss = sum(state.loss.values()) if isinstance(state.loss, SplitLoss) else state.loss
@@ -410,7 +412,7 @@ class TokenAccumulation(Algorithm):
         ``share`` is the weight that the mean over its tokens must have in the step, times the loss scale.
         """
         run = self._run
-        is_whole = self._measuring.is_whole()
+        is_whole = self._token_choice.is_whole()
         logits = logits_of(state.outputs)
         if logits is None or logits.grad_fn is None:
             return
@@ -428,22 +430,24 @@ class TokenAccumulation(Algorithm):
             relative = selected[LOSS_WEIGHTS] * (num_tokens / record.counts.loss_weight)
             weights = at_predictions(relative, rule)
             weigh_tokens(logits, weights)
+            # weigh_tokens() changes only the gradient. This adds the same change to the value of the loss.
             changes = token_losses(logits, targets_of(selected, rule)) * (weights - 1)
             state.loss = _with_added(state.loss, run.terms, changes.sum() / num_tokens)
-        # If the loss has other terms than one mean over tokens, they may go through the logits as well.
+        # A single token is measured only if the loss is one mean over tokens: other terms may also use the logits.
         unit = None
         if run.check.token_scale is not None and list(run.terms.units.values()) in ([], ['tokens']):
             unit = run.check.token_scale * share / num_tokens
         record.watch(logits, weights, unit, is_whole=is_whole, selected=selected)
 
     def _restore(self, state: State, logger: Logger) -> None:
-        """AFTER_BACKWARD: callbacks read ``state.loss`` at the end of the batch and expect the model's own."""
+        """AFTER_BACKWARD: gives back the model's own loss, which callbacks read at the end of the batch."""
         run = self._run
         step = run.step
         run.reductions.reach_all()
         num_samples = sum(record.counts.samples for record in step.microbatches)
-        is_last = run.split is None or len(step.microbatches) == len(step.planned)
-        if num_samples == step.counts.samples and is_last:
+        has_all_samples = num_samples == step.counts.samples
+        has_all_planned = run.split is None or len(step.microbatches) == len(step.planned)
+        if has_all_samples and has_all_planned:
             run.reductions.reach_all_by_hand()
         state.loss = self._raw_loss
         self._raw_loss = None
@@ -455,7 +459,7 @@ class TokenAccumulation(Algorithm):
         run = self._run
         step = run.step
         check_reduced(state.model)
-        if self._measuring.step == 0 and not (self.is_weighted or step.is_measured):
+        if self._token_choice.step == 0 and not (self.is_weighted or step.is_measured):
             why = 'no gradient comes by the logits' if run.check.token_scale else 'the loss is no plain mean of them'
             log.info('What tokens weigh is not measured in training, as %s. All are counted in every step.', why)
         StepCheck(step).check()
@@ -466,9 +470,10 @@ class TokenAccumulation(Algorithm):
         if run.split is not None and reduced_once is not None:
             self._reduces_once = reduced_once
             run.split.adopt(run.split.rules, reduces_once=reduced_once)
-        self._measuring.end_step(len(step.microbatches))
-        if step.totals.loss_tokens == 0 and (not run.terms.units or 'tokens' in run.terms.units.values()):
-            # Zero gradients would still decay weights and move momentum; no gradients move nothing.
+        self._token_choice.end_step(len(step.microbatches))
+        has_token_terms = not run.terms.units or 'tokens' in run.terms.units.values()
+        if step.totals.loss_tokens == 0 and has_token_terms:
+            # With gradients of zero an optimizer would still decay weights and move by its momentum.
             for optimizer in state.optimizers:
                 optimizer.zero_grad(set_to_none=True)
             self.num_empty_steps += 1
@@ -494,14 +499,15 @@ class TokenAccumulation(Algorithm):
 
 
 class HiddenEntries:
-    """Entries of a microbatch that the model does not see: a compiled one would be compiled again for each list.
+    """Hides entries of a microbatch from the model. A compiled model would be compiled again for each new value.
 
     Args:
         batch: The microbatch.
-        hides_weights: Whether the weights of tokens are ours, and not a column that the model may read.
-        adds_label: Whether the model gets one label more. A loss that divides by their number, and computes its
-            gradient in the forward as fused ones do, would make NaNs of none, which no factor of zero removes. Only if
-            all terms of the loss are means over tokens: a term over samples would see the label.
+        hides_weights: Whether this package computed the weights of tokens. If not, they may be a column of the batch
+            that the model reads.
+        adds_label: Whether the model gets one more label, because it has none. A fused loss computes its gradient in
+            the forward. Divided by zero labels this gradient is NaN, which a factor of zero does not remove. Only for
+            losses whose terms are all means over tokens, because a term over samples would see the label.
     """
 
     def __init__(self, batch: Batch, *, hides_weights: bool, adds_label: bool) -> None:
@@ -516,8 +522,9 @@ class HiddenEntries:
         self._labels_of_model = self.batch.get('labels')
 
     def put_back(self, batch: Batch) -> BatchDict:
-        """Returns the batch with the hidden entries. Other changes stay, so that the check sees them."""
-        complete = {'labels': self._own_labels, **batch, **self._hidden}  # a model may take labels out of its batch
+        """Returns the batch with the hidden entries and its own labels. Other changes stay, so that checks see them."""
+        # The model may have taken the labels out of its batch.
+        complete = {'labels': self._own_labels, **batch, **self._hidden}
         if self._own_labels is not None and complete.get('labels') is self._labels_of_model:
             complete['labels'] = self._own_labels
         return complete

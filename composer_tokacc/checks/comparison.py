@@ -99,15 +99,17 @@ class Failure:
 
 @dataclass(frozen=True)
 class _LossPart:
-    rows: Sequence[int]
-    losses: Mapping[str, float]
+    """The losses of one microbatch of a cut."""
+
+    rows: Sequence[int]  # numbers of its rows
+    losses: Mapping[str, float]  # by unit
 
 
 class RowComparison(Generic[RulesT]):
     """Compares every cut of some rows with all of them together, as the loader padded them.
 
     Args:
-        probe: Of the model.
+        probe: The probe of the model.
         layout: How the tensors of the rows belong to rows.
         on_device: Returns a batch as the model gets it.
         rule: The loss rule of the model.
@@ -134,8 +136,9 @@ class RowComparison(Generic[RulesT]):
         self._facts = describe(layout, self._rows)
         self._counts: list[int] = loss_mask(rows, rule).sum(dim=1).tolist()
         self._all_rows = list(range(len(self._counts)))
-        self._width = rows['labels'].shape[1]  # of the labels, which may be the text of a decoder
-        self._narrowest = self._width
+        # The width of the labels. In a model with an encoder these are the text of the decoder.
+        self._width = rows['labels'].shape[1]
+        self._narrowest = self._width  # the smallest width at which a row was computed so far
         self.batch = on_device(self._rows)
         """The rows as the model gets them."""
         self._check_labels_kept()
@@ -206,7 +209,7 @@ class RowComparison(Generic[RulesT]):
 
         Args:
             cutter: Proposes rules, and cuts by them.
-            rules: The rules of today.
+            rules: The current rules.
             packed_total: The most tokens that packed rows have in training.
 
         Raises:
@@ -214,11 +217,11 @@ class RowComparison(Generic[RulesT]):
         """
         failures: list[Failure] = []
         for candidate in cutter.candidates(self._facts, rules):
-            failure = self._failure(cutter, candidate, packed_total)
+            failure = self._first_failure(cutter, candidate, packed_total)
             if failure is None:
                 if self.has_shown_trimming:
                     return candidate
-                # A label behind padding keeps a row at its width. Then nothing was learnt about trimming.
+                # A label behind the padding kept every row at full width. So nothing was learnt about trimming.
                 return candidate.with_side_of(rules, self._facts.side)
             log.info('%s: %s', candidate, failure.text)
             failures.append(failure)
@@ -228,28 +231,28 @@ class RowComparison(Generic[RulesT]):
 
     def check_single_rows(self) -> None:
         """Raises RuntimeError if a row by itself, not cut, has another gradient than with the others."""
-        failure = self._failure(None, None, packed_total=0)
+        failure = self._first_failure(None, None, packed_total=0)
         if failure is not None:
             raise RuntimeError(failure.text)
 
     def check_media(self, media: Mapping[int, Batch]) -> None:
         """Raises RuntimeError if the gradient of a row depends on the padding of its media.
 
-        ``media`` are the media of a row as its own microbatch pads them, by row.
+        ``media`` maps the number of a row to its media, padded as in the row's own microbatch.
         """
         for row, row_media in media.items():
             batch = {**self._layout.select(self._rows, [row]), **row_media}
             result = self._probe.run(self._on_device(batch))
             gradients = self._aligned(batch, result, [row])
-            failure = self._difference(gradients, [row], CutKind.OTHER_PADDING)
+            failure = self._gradient_failure(gradients, [row], CutKind.OTHER_PADDING)
             if failure is not None:
                 raise RuntimeError(failure.text)
 
     def selection_failure(self, selector: LabelSelector) -> str | None:
-        """Returns why the loss or its gradient is another one with logits only at labels; None: both are the same.
+        """Returns why logits only at labels change the loss or its gradient; None: both stay the same.
 
-        The gradient by the logits is compared. The output embedding is applied to each position by itself, so that the
-        same gradient at the same positions is the same gradient by the hidden states.
+        The gradients by the logits are compared. That is enough: the output embedding is applied to each position by
+        itself, so equal gradients by the logits give equal gradients by the hidden states.
         """
         if selector.num_head_calls != 1:
             return 'the model computes its loss without one call of its output embedding, as a fused kernel does'
@@ -265,6 +268,7 @@ class RowComparison(Generic[RulesT]):
         if len(gradients) != num_expected or not gradients or gradients[-1] is None:
             return 'no gradient by the logits can be compared'
         height, width = self.batch['labels'].shape
+        # Gradients of the selected positions go back to the columns of the batch.
         placed: list[Tensor | None] = []
         for gradient in gradients:
             if gradient is not None and tuple(gradient.shape[:2]) == positions.shape:
@@ -272,23 +276,24 @@ class RowComparison(Generic[RulesT]):
             placed.append(gradient)
         result = replace(result, gradients={**result.gradients, 'tokens': placed})
         row_gradients = self._aligned(self._rows, result, self._all_rows)
-        if self._difference(row_gradients, self._all_rows, CutKind.AT_LABELS) is not None:
+        if self._gradient_failure(row_gradients, self._all_rows, CutKind.AT_LABELS) is not None:
             return 'the gradient by the logits changes'
         if self._loss_failure([_LossPart(self._all_rows, result.losses)]) is not None:
             return 'the loss changes'
         return None
 
-    def _failure(
+    def _first_failure(
         self,
         cutter: Cutter[RulesT] | None,
         rules: RulesT | None,
         packed_total: int,
     ) -> Failure | None:
-        """Returns the failure of the first microbatch that has one. Without a cutter rows are only selected."""
+        """Returns the first failure of a cut; None: it is exact. Without a cutter each row is computed by itself."""
         is_packed = rules is not None and bool(rules.packing)
         cut_kind = CutKind.PACKED if is_packed else CutKind.SINGLE_ROW
         errors: list[type[Exception]] = [AttributeError, IndexError, TypeError, ValueError]
         if is_packed:
+            # A model that does not accept packed rows may also raise these errors.
             errors += [RuntimeError, KeyError]
             groups = self._packed_groups(packed_total)
         else:
@@ -312,7 +317,7 @@ class RowComparison(Generic[RulesT]):
                 text = f'{num_tokens} loss-generating tokens {cut_kind} instead of {num_expected}'
                 return Failure(FailureKind.TOKENS, self._explained(text, cut_kind))
             gradients = self._aligned(batch, result, rows)
-            failure = self._difference(gradients, rows, cut_kind)
+            failure = self._gradient_failure(gradients, rows, cut_kind)
             if failure is not None:
                 return failure
             parts.append(_LossPart(rows, result.losses))
@@ -322,10 +327,11 @@ class RowComparison(Generic[RulesT]):
         return None
 
     def _packed_groups(self, packed_total: int) -> list[list[int]]:
-        """Returns the rows in both orders: a leak runs from one document into the next, so each must follow the others.
+        """Returns microbatches of rows to pack: all rows in their order, and all rows in the opposite order.
 
-        A model may change with the number of packed tokens, so the rows are repeated until they are as many as in
-        training. Other rows would need more memory, because they are compared with themselves padded.
+        A leak runs from one document into the next, so each row must follow the others once. A model may change with
+        the number of packed tokens, so the rows are repeated until they have as many tokens as in training. Other rows
+        would need more memory, because each row is also computed padded.
         """
         num_copies = max(math.ceil(packed_total / sum(self._facts.lengths)), 1)
         return [self._all_rows * num_copies, self._all_rows[::-1] * num_copies]
@@ -350,9 +356,11 @@ class RowComparison(Generic[RulesT]):
         result: ProbeResult,
         rows: Sequence[int],
     ) -> RowGradients:
-        """Returns the gradients of each row, in the columns of the uncut rows, times the denominator of the unit."""
+        """Returns the gradients of each row, in the columns of the uncut rows, times the denominator of the unit.
+
+        A row of a microbatch may be narrower than the uncut row, or be one document of a packed row.
+        """
         aligned: RowGradients = {}
-        # Rows of a microbatch are narrower than the uncut rows, or follow each other in one packed row.
         for unit, points in result.gradients.items():
             for index, gradient in enumerate(points):
                 # A loss that does not depend on an output has the gradient 0 there.
@@ -363,7 +371,7 @@ class RowComparison(Generic[RulesT]):
                     continue
                 # A microbatch may have dummy rows after its own rows, but never fewer rows, unless it is packed.
                 if len(gradient) < len(rows):
-                    # One packed row of documents.
+                    # A packed row. Each of its documents is a row.
                     documents = documents_of(batch)[0]
                     for place, row in enumerate(rows):
                         row_gradients[place, self._facts.real[row]] = gradient[0, documents == place]
@@ -376,21 +384,21 @@ class RowComparison(Generic[RulesT]):
 
     # The differences.
 
-    def _difference(
+    def _gradient_failure(
         self,
         gradients: RowGradients,
         rows: Sequence[int],
         cut_kind: CutKind,
     ) -> Failure | None:
-        """Returns the failure if gradients of rows differ from the expected ones by more than round-off."""
+        """Returns the failure if a row's gradient differs from the expected one by more than round-off, or None."""
         for point, row_gradients in gradients.items():
             all_expected = self._expected[point]
             largest = float(all_expected.flatten(1).norm(dim=1).max())
             expected = all_expected[rows]
-            # Split the change into a factor on the whole row and the remainder.
+            # The change of a row's gradient is a factor on all of it, and a remainder.
             factors = _factors(row_gradients, expected)
             unscaled = row_gradients / factors[:, None, None]
-            # Without a check of the loss, weights of tokens may be unequal. A factor is not a leak.
+            # Without a check of the loss tokens may have other weights, so the factor is removed.
             compared = row_gradients if self._check_loss else unscaled
             errors = _relative_errors(compared, expected, largest)
             worst = int(errors.argmax())
@@ -399,7 +407,7 @@ class RowComparison(Generic[RulesT]):
             if error <= allowed:
                 continue
             name = sample_name(self._rows, rows[worst])
-            # Without the factor almost nothing is left: the row has another weight.
+            # If almost nothing is left without the factor, the row only has another weight.
             unscaled_error = float(_relative_errors(unscaled[worst][None], expected[worst][None]))
             if point[0] == 'samples':
                 text = (
@@ -418,9 +426,9 @@ class RowComparison(Generic[RulesT]):
         return None
 
     def _allowed(self, point: Point, error: float) -> float:
-        """Returns by how much a row's gradient may change through round-off, given that it has changed by ``error``."""
+        """Returns the largest change of a row's gradient that round-off explains. ``error`` is the change so far."""
         if error <= GRADIENT_TOLERANCE:
-            return GRADIENT_TOLERANCE  # without the forward that measures the noise
+            return GRADIENT_TOLERANCE  # so that small changes need no forward that measures the noise
         # The gradient itself is rounded. A change that no round-off reaches is a fault, such as a stale state.
         eps = self.reference.gradient_eps
         # The measured noise has limits of its own, because a random forward would make it as large as any fault.
@@ -441,11 +449,11 @@ class RowComparison(Generic[RulesT]):
                 total += denominator
                 if denominator:
                     weighted_sum += part.losses[unit] * denominator
-            # A term that is absent for one row says nothing about the others.
+            # If a microbatch lacks a term over samples, the mean of the others is not the mean over all rows.
             is_incomplete = unit == 'samples' and num_parts < len(self._counts)
             if total == 0 or is_incomplete:
                 continue
-            # This is the formula of the package, with one microbatch for each row.
+            # The formula of the package, with each microbatch of the cut as one microbatch of a step.
             mean = weighted_sum / total
             if self._is_same_loss(unit, mean):
                 continue
@@ -503,8 +511,8 @@ class RowComparison(Generic[RulesT]):
 def _why_not_packed(failures: Sequence[Failure]) -> str:
     """Returns why no packing is exact.
 
-    Attention document by document is tried first. If the model has no such attention, it may find the documents by
-    their positions. Then both failures are told.
+    Attention by document is tried first. If the model does not accept it, the model may still find the documents by
+    their positions. If that fails too, the message names both failures.
     """
     first = failures[0]
     for failure in failures:
@@ -516,7 +524,7 @@ def _why_not_packed(failures: Sequence[Failure]) -> str:
 
 
 def _factors(gradients: Tensor, expected: Tensor) -> Tensor:
-    """Returns how much longer each row's gradient is than expected, along the expected one; ``(rows,)``."""
+    """Returns the factor on each row's gradient, by projection on the expected gradient; ``(rows,)``."""
     products = (gradients * expected).flatten(1).sum(dim=1)
     squares = expected.square().flatten(1).sum(dim=1)
     has_factor = (squares > 0) & (products != 0)
@@ -550,6 +558,7 @@ def documents_of(packed: Batch) -> Tensor:
     """Returns the number of the document of each position of a packed row, ``(1, width)``."""
     mask = packed.get('attention_mask')
     if mask is not None:
+        # The mask has one row for each document: argmax finds the document of each position.
         return mask.int().argmax(dim=0)[None]
     positions = packed['position_ids'].flatten(0, -2)[:1]  # positions of text come first
     # Positions restart at 0, or at the place behind padding in the tables of RoBERTa.

@@ -23,11 +23,11 @@ class Rules(Protocol):
         ...
 
     def with_side_of(self: RulesT, earlier: RulesT, side: str) -> RulesT:
-        """Returns these rules with the earlier ones for rows that are padded on a side."""
+        """Returns these rules, but with the earlier rules for rows that are padded on that side."""
         ...
 
     def cuts_like(self: RulesT, other: RulesT) -> bool:
-        """Returns whether both cut in the same way, whatever the width up to which that was shown."""
+        """Returns whether both cut in the same way. The widths up to which this was proven may differ."""
         ...
 
 
@@ -36,12 +36,12 @@ class Cutter(Protocol[RulesT]):
 
     @property
     def rules(self) -> RulesT:
-        """The rules of today."""
+        """The current rules."""
         ...
 
     @property
     def must_pack(self) -> bool:
-        """Whether the run stops if rows cannot be packed."""
+        """Whether the user demands packed rows. Then the run stops if rows cannot be packed."""
         ...
 
     def candidates(self, facts: RowFacts, earlier: RulesT) -> Iterator[RulesT]:
@@ -49,7 +49,7 @@ class Cutter(Protocol[RulesT]):
         ...
 
     def largest_packed_row(self, sources: Sequence[RowFacts], microbatch_size: float) -> int:
-        """Returns the most tokens that a packed row of a batch can have; 0: its rows are not packed."""
+        """Returns the largest number of tokens that a packed row of a batch can have; 0: rows are not packed."""
         ...
 
     def assemble(

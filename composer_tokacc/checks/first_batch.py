@@ -57,16 +57,16 @@ LOOK_AGAIN = 16
 """Rows are checked again in this step, and in each step of twice the number: 32, 64 and so on. Models and losses may
 change in a way that steps do not measure: rows begin to see each other, or a term of inner states begins."""
 MAX_ROWS = 6
-"""Most rows of a check. Without gradients a row takes about half of its memory in training, so a microbatch of k rows
-leaves room for 2 k. At least four rows are needed to show how rows differ."""
+"""Most rows of a check. A row of a probe takes about half of its memory in training, so a microbatch of k rows leaves
+room for 2 k rows. At least four rows are needed to show how rows differ."""
 MIN_ROWS = 4
-"""Fewest rows of a check, if the batch has as many: each sees something else of the others."""
+"""Fewest rows of a check, if the batch has as many. They differ in length and media, so each may show another fault."""
 NUM_TIED_TOKENS = 3
-"""Distinct tokens of a row with ties."""
+"""Number of distinct tokens in a row of :func:`rows_with_ties`."""
 NUM_LABELS = 4
 """Number of labels of the row that shows the loss rule."""
 ENOUGH_TOKENS = 4
-"""Number of tokens of a row that was lengthened."""
+"""Number of tokens that :func:`lengthened` gives a row."""
 LARGEST_ELSEWHERE = 0.1
 """Largest part of a gradient that may be at positions without a label. More means that another rule is the model's."""
 GRADIENT_SIZES = (1e-4, 1.0, 1e4)
@@ -81,23 +81,23 @@ class SharedRows(NamedTuple):
     """The rows of one rank that all ranks probe."""
 
     rows: BatchDict
-    media: dict[int, BatchDict]  # of some of the rows, see :func:`media_as_collated`
+    media: dict[int, BatchDict]  # media of some of the rows, see :func:`media_as_collated`
     tied: BatchDict | None  # see :func:`rows_with_ties`
-    packed_total: int  # the most tokens of a packed row in training; 0: rows are not packed
+    packed_total: int  # most tokens of a packed row in training; 0: rows are not packed
 
 
 @dataclass(frozen=True)
 class RowOffer:
-    """What a rank has to be looked at."""
+    """What a check could learn from the rows of one rank."""
 
-    can_show_rule: bool  # a row whose label has a token before it
-    num_missing: int  # of the ranges that were proven
+    can_show_rule: bool  # whether a row has a label with a token before it
+    num_missing: int  # how many properties of its rows lie outside of the ranges that were proven
     num_rows: int
     ranges: RowRanges
 
     @property
     def value(self) -> tuple[bool, int, int]:
-        """The larger, the more the rows of the rank show."""
+        """A key to compare offers. The offer with the largest one is checked."""
         return self.can_show_rule, self.num_missing, self.num_rows
 
 
@@ -120,7 +120,7 @@ class FirstBatchCheck:
     vocabulary: int | None = field(default=None, init=False)
     """Number of ids that a label may have, from the model's logits."""
     selector: LabelSelector | None = field(default=None)
-    """Has the model compute logits only at labels, if that is to be tried."""
+    """Makes the model compute logits only at labels. None: that is not tried."""
     selection_failure: str | None = field(default=None, init=False)
     """Why logits only at labels would change the loss or its gradient; None: they do not, or nothing was tried."""
     has_logits: bool = field(default=True, init=False)
@@ -128,21 +128,23 @@ class FirstBatchCheck:
     _proven: RowRanges = field(default_factory=RowRanges, init=False)
     """Ranges of the rows that were compared, the same on all ranks."""
     _was_run: bool = field(default=False, init=False)
+    """Whether rows were checked, and are not due to be checked again."""
     _num_harmless: int = field(default=0, init=False)
     """Number of harmless states that were named in a warning."""
 
     def __post_init__(self) -> None:
-        # Without a check the given rule is taken for true.
+        # Without a check the given rule is taken for granted.
         self.rule = None if self.check_loss else self.loss_tokens
 
     def _ranges_of(self, sources: Sequence[RowFacts], cutter: Cutter[RulesT] | None) -> RowRanges:
+        """Returns the ranges of the rows of a batch, from the facts of its microbatches."""
         packed_total = 0
         if cutter is not None:
             packed_total = cutter.largest_packed_row(sources, self.microbatch_size)
         return ranges_of(sources, packed_total)
 
     def has_new_rows(self, sources: Sequence[RowFacts], cutter: Cutter[RulesT] | None) -> bool:
-        """Returns whether this rank has a row outside of the ranges that were proven, by the facts of its batch."""
+        """Returns whether this rank has rows outside of the proven ranges. ``sources`` are the facts of its batch."""
         return bool(self._proven.missing(self._ranges_of(sources, cutter)))
 
     def is_due(self, step: int, *, has_new_rows: bool) -> bool:
@@ -157,28 +159,31 @@ class FirstBatchCheck:
         batch: Batch,
         cutter: Cutter[RulesT] | None,
     ) -> RulesT | None:
-        """Returns the rules by which rows may be cut. It checks rows outside of the ranges that were proven.
+        """Checks rows outside of the proven ranges. Returns the rules by which rows may be cut. A collective.
 
-        A collective. ``batch`` is the batch of this rank, on the CPU. Without a cutter rows are only compared with
-        themselves alone. Raises RuntimeError on all ranks if no cut keeps the gradients of the rows.
+        ``batch`` is the batch of this rank, on the CPU. Without a cutter each row is only compared with itself alone.
+        Raises RuntimeError on all ranks if no cut keeps the gradients of the rows.
         """
         rules = None if cutter is None else cutter.rules
+        # Each pass checks rows of one rank, until no rank has rows outside of the proven ranges.
         while True:
-            local = self._ranges_of(describe_all(self.layout, batch), cutter)
-            missing = self._proven.missing(local)
-            # FSDP needs the same forwards on all ranks, so ranks agree on whether there are any.
+            local_ranges = self._ranges_of(describe_all(self.layout, batch), cutter)
+            missing = self._proven.missing(local_ranges)
+            # FSDP needs the same forwards on all ranks, so the ranks agree on whether to check.
             (is_any_missing,) = max_over_ranks([bool(missing)])
             if self._was_run and not is_any_missing:
                 return rules
             # A rank whose rows have one token each cannot show the loss rule.
-            offers = all_gather_object(RowOffer(_has_label_to_predict(batch), len(missing), num_rows(batch), local))
-            offer = max(offers, key=lambda offer: offer.value)  # of several that are equal, that of the first rank
+            offers = all_gather_object(
+                RowOffer(_has_label_to_predict(batch), len(missing), num_rows(batch), local_ranges)
+            )
+            offer = max(offers, key=lambda offer: offer.value)  # of equal offers, the one of the first rank
             self._learn_readings(offers)
             is_sender = offers[get_global_rank()] is offer
             try:
                 new_rules, shown = self._run(batch, cutter, rules, missing, is_sender=is_sender)
             except IndexError as error:
-                # An id that is out of range, a target that is out of bounds. On a GPU the process stops instead.
+                # An id or a target is out of range. A GPU stops the process instead.
                 if 'out of' not in str(error):
                     raise
                 raise RuntimeError(
@@ -192,11 +197,12 @@ class FirstBatchCheck:
             rules = new_rules
             self._proven = self._proven.joined(shown)
             if len(self._proven.missing(offer.ranges)) >= offer.num_missing:
-                # The chosen rows may not show everything: the layout may not be able to tell media from each other.
+                # The check has shown nothing new, for example because the layout cannot tell media from each other. The
+                # ranges count as proven, or this loop would not end.
                 self._proven = self._proven.joined(offer.ranges)
 
     def _learn_readings(self, offers: Sequence[RowOffer]) -> None:
-        """Rules out what a key cannot mean by the batch of some rank, on all ranks alike."""
+        """Drops readings of keys that contradict the batch of any rank, so that all ranks read keys in the same way."""
         readings = self._proven.readings
         for offer in offers:
             readings = joined_readings(readings, offer.ranges.readings)
@@ -213,10 +219,10 @@ class FirstBatchCheck:
         *,
         is_sender: bool,
     ) -> tuple[RulesT | None, RowRanges]:
-        """Finds the loss rule, if it is not known yet, and the rules of the cut for rows like those of ``batch``.
+        """Checks rows like those of ``batch``. Returns the rules of the cut, and the ranges of the checked rows.
 
-        All ranks probe the rows of one rank, because FSDP hangs if only some ranks have images. It is the rank with the
-        most that is new. Returns the rules, and the ranges of the probed rows.
+        It also finds the loss rule, if it is not known yet. All ranks probe the rows of the sender, the rank with most
+        that is new, because FSDP hangs if only some ranks have images.
         """
         started = time.perf_counter()
         shared = self._shared_rows(batch, cutter, missing, is_sender=is_sender)
@@ -248,7 +254,7 @@ class FirstBatchCheck:
         self._check_written_state(comparison.batch)
         self._check_ties(shared.tied)
         rules = _exact_rules(comparison, cutter, rules, shared.packed_total)
-        # Microbatches that the loader collated may pad media to other sizes.
+        # Microbatches that the loader has collated may pad media to other sizes than the batch.
         comparison.check_media(shared.media)
         failure = None if self.selector is None else comparison.selection_failure(self.selector)
         # Ranks must agree on what they measure and check again later, and on which logits they compute.
@@ -265,14 +271,14 @@ class FirstBatchCheck:
     def _shown(
         self, comparison: RowComparison[RulesT], rows: Batch, rules: RulesT | None, packed_total: int
     ) -> RowRanges:
-        """Returns the ranges of rows that were compared under some rules."""
+        """Returns the ranges of the rows that were compared under the rules."""
         is_packed = rules is not None and bool(rules.packing)
         shown = ranges_of(describe_all(self.layout, rows), packed_total if is_packed else 0)
-        # If no row was narrower, nothing is known about padding.
+        # If no row was computed narrower, nothing was learnt about padding.
         return shown if comparison.has_shown_trimming else shown.without_padding()
 
     def _check_written_state(self, rows: Batch) -> None:
-        """Raises RuntimeError if forwards write state that their result depends on."""
+        """Raises RuntimeError if the result of a forward depends on state that forwards write. Warns of other state."""
         self.probe.judge_written_state(rows)
         name = self.probe.state_dependence
         if name is not None:
@@ -292,7 +298,7 @@ class FirstBatchCheck:
             )
 
     def _check_ties(self, rows: BatchDict | None) -> None:
-        """Raises RuntimeError if the model chooses between positions with equal scores in rows of repeated tokens.
+        """Raises RuntimeError if the model chooses between positions with equal scores, in rows of repeated tokens.
 
         Round-off decides such a choice, and every microbatch rounds in another way.
         """
@@ -311,7 +317,7 @@ class FirstBatchCheck:
     def _shared_rows(
         self, batch: Batch, cutter: Cutter[RulesT] | None, missing: Sequence[str], *, is_sender: bool
     ) -> SharedRows:
-        """Returns the rows that all ranks probe: those of the sender."""
+        """Returns the rows that all ranks probe. The sender selects them and sends them to the others."""
         shared = from_any_rank(self._selected_rows(batch, cutter, missing) if is_sender else None)
         assert shared is not None
         return shared
@@ -340,7 +346,7 @@ def _exact_rules(
     rules: RulesT | None,
     packed_total: int,
 ) -> RulesT | None:
-    """Returns the first exact rules. Without a cutter rows are only compared with themselves alone."""
+    """Returns the first exact rules. Without a cutter each row is only compared with itself alone."""
     if cutter is None or rules is None:
         comparison.check_single_rows()
         return rules
@@ -356,31 +362,33 @@ def find_loss_rule(
     *,
     loss_tokens: str = 'auto',
 ) -> str:
-    """Finds the rule by which the model counts labels, or confirms the given one: the gradient is at these labels.
+    """Finds the rule by which the model counts labels, or confirms the given one.
 
-    The rule depends on the model class and the version of transformers, and a wrong rule shows nowhere else.
+    The gradient shows it: it is at the positions that predict the counted labels. The rule depends on the model class
+    and the version of transformers. Nothing else shows a wrong rule.
 
     Args:
-        probe: Of the model.
+        probe: The probe of the model.
         row: As returned by :func:`rule_batch`, on the device of the model.
         loss_tokens: The given rule, or ``'auto'``.
 
     Raises:
-        RuntimeError: If no rule, or not the given one, is the model's.
+        RuntimeError: If no rule fits the model, or not the given one.
     """
     result = probe.run(row)
     if result.is_nan:
         raise RuntimeError(NOT_A_NUMBER.format(sample_name(row, 0)))
     first_unit = next(iter(result.gradients.values()))
     norms = torch.zeros(row['labels'].shape)
+    # The last gradient counts, because its output is nearest to the loss.
     for gradient in first_unit:
         if gradient is not None:
-            norms = gradient.norm(dim=-1)  # the last one is nearest to the loss
+            norms = gradient.norm(dim=-1)
     matching: dict[str, float] = {}  # the part of the gradient that a rule does not explain, by rule
     # A rule fits if the gradient is at the positions that it names, at each of them, and nowhere else.
     for rule in LOSS_RULES:
         predicts = targets_of(row, rule).cpu() != IGNORE_INDEX
-        # The rest is round-off, or another loss term, which the comparison refuses later.
+        # A small part elsewhere is round-off, or another loss term, which the comparison refuses later.
         elsewhere = float(norms[~predicts].norm() / norms[predicts].norm().clamp(min=TINY))
         if elsewhere < LARGEST_ELSEWHERE and bool((norms[predicts] > 0).all()):
             matching[rule] = elsewhere
@@ -392,7 +400,7 @@ def find_loss_rule(
             'no rule explains. The model changes labels inside forward, or its loss holds a term over other positions. '
             f'{NAME_TERMS}'
         )
-    # Rules may agree even here (without an attention mask). Then they count the same, and the first is taken.
+    # Several rules may fit even here (without an attention mask). They count the same labels, so any of them is right.
     best_rule = min(matching, key=lambda rule: matching[rule])
     if loss_tokens == 'auto':
         return best_rule
@@ -406,10 +414,10 @@ def find_loss_rule(
 
 
 def rule_batch(layout: BatchLayout | None, rows: Batch) -> BatchDict:
-    """Returns one of the rows with labels that tell the rules apart: on its first position, and on an unattended one.
+    """Returns one of the rows, with labels that tell the rules apart: on its first position, and on an unattended one.
 
-    All labels are the same token, so that the model can be sure of one position at most. If the layout is unknown the
-    other rows stay, without labels.
+    All labels are the same token, so that the model can be sure of at most one of them. It has no gradient where it is
+    sure. If the layout is unknown, the other rows stay in the batch without labels.
     """
     if layout is not None:
         rows = layout.select(rows, [_row_for_rule(layout, rows)])
@@ -422,18 +430,18 @@ def rule_batch(layout: BatchLayout | None, rows: Batch) -> BatchDict:
         attended = torch.ones_like(labels) if mask is None else mask
         positions = (attended[0, 1:] != 0).nonzero().flatten() + 1
     label_positions = positions[-NUM_LABELS:].tolist() or [labels.shape[1] - 1]
-    # The first label is counted only by unshifted rules, the last one only if padding is counted.
     changed = {**rows, 'labels': torch.full_like(labels, IGNORE_INDEX)}
+    # Only the unshifted rule counts the label of the first position.
     changed['labels'][0, [0, *label_positions]] = _any_token(rows)
     if mask is not None and len(label_positions) > 1:
         changed['attention_mask'] = mask.clone()
-        # The last label is on a position that is not attended now.
+        # Some rules do not count the last label, because its position is not attended now.
         changed['attention_mask'][0, label_positions[-1]] = 0
     return changed
 
 
 def _row_for_rule(layout: BatchLayout, rows: Batch) -> int:
-    """Returns the number of a row with enough labels, with media if possible: some models cannot compute others."""
+    """Returns the number of a row with enough labels, and with media if possible: some models cannot do without."""
     num_labels = (labels_of(rows)[:, 1:] != IGNORE_INDEX).sum(dim=1).tolist()
     num_media = layout.media_per_row(rows)
 
@@ -456,7 +464,7 @@ def _any_token(rows: Batch) -> int:
 
 
 def _listed(is_marked: Tensor) -> str:
-    """Returns the marked columns, for a message."""
+    """Returns the marked columns as text for a message."""
     columns = is_marked.nonzero()[:, 1].tolist()
     if len(columns) <= 8:
         return str(columns)
@@ -464,7 +472,7 @@ def _listed(is_marked: Tensor) -> str:
 
 
 def _ids_of(batch: Batch) -> str:
-    """Returns the range of the ids of a batch, for a message."""
+    """Returns the ranges of the ids of a batch as text for a message."""
     ranges = []
     for key in ('labels', 'input_ids'):
         parts = []
@@ -484,11 +492,10 @@ def _ids_of(batch: Batch) -> str:
 
 @dataclass(frozen=True)
 class Criterion:
-    """One way in which a row is worth a check."""
+    """A reason to check a row. The row with the lowest cost is checked."""
 
     reason: str
-    costs: Sequence[Cost]
-    """Of each row: the row of the lowest cost is chosen."""
+    costs: Sequence[Cost]  # of each row
 
 
 def chosen_rows(
@@ -502,8 +509,8 @@ def chosen_rows(
     Args:
         layout: How the tensors of the batch belong to rows.
         batch: The batch of a rank.
-        wanted: What is new of it, as returned by :meth:`.RowRanges.missing`.
-        max_rows: The most rows, but those that media ask for.
+        wanted: What is new in the batch, as returned by :meth:`.RowRanges.missing`.
+        max_rows: The most rows. Rows with wanted media may exceed it.
     """
     facts = describe(layout, batch)
     labels = labels_of(batch)
@@ -512,6 +519,7 @@ def chosen_rows(
     # A row with labels is better than one that gets them for the check.
     has_no_label = (labels[:, 1:] == IGNORE_INDEX).all(dim=1).tolist()
     rows: list[int] = []
+    # Each criterion chooses its cheapest row.
     for criterion in _criteria(facts, wanted):
 
         def cost(row: int, costs: Sequence[Cost] = criterion.costs) -> tuple[bool, Cost, int]:
@@ -530,6 +538,7 @@ def chosen_rows(
 
 
 def _wanted_modalities(wanted: Iterable[str]) -> list[str]:
+    """Returns the modalities that are new. A name about images, videos or audios begins with that word."""
     names = list(wanted)
     return [modality for modality in MODALITIES if any(name.startswith(modality) for name in names)]
 
@@ -550,11 +559,11 @@ def _criteria(facts: RowFacts, wanted: Sequence[str]) -> list[Criterion]:
     if {'holes', 'holes beside media'}.intersection(wanted):
         criteria.append(Criterion('a row with a hole', [not has_hole for has_hole in facts.has_hole]))
     if any(facts.has_label_behind_padding):
-        # The padding before it predicts this label, so it is the hardest one to keep.
+        # The padding before it predicts this label, so it is the easiest one to get wrong.
         not_behind_padding = [not has_label for has_label in facts.has_label_behind_padding]
         criteria.append(Criterion('a label on the first token behind padding', not_behind_padding))
-    # A row as wide as the batch is not trimmed. Only long rows with little padding, and rows with as much padding as
-    # tokens, show a model that changes above some width.
+    # A model may change its computation above some width. Rows as wide as the batch do not show that, because they are
+    # not trimmed. Long rows with little padding show it, and rows with as much padding as tokens.
     about_half = (min(lengths) + facts.width) / 2
     criteria_of_widths = [
         Criterion('a long row with little padding', [-length if length < facts.width else 0 for length in lengths]),
@@ -568,10 +577,10 @@ def _criteria(facts: RowFacts, wanted: Sequence[str]) -> list[Criterion]:
 
 
 def rows_with_ties(layout: BatchLayout, batch: Batch) -> BatchDict | None:
-    """Returns the longest row of text, with only a few distinct tokens. None: the batch has no row of text.
+    """Returns the longest row of text, changed to a few distinct tokens. None: the batch has no row of text.
 
-    Equal tokens have equal keys in a model whose keys have no positions. If such a model attends to the best k keys, it
-    has to choose between equal ones everywhere in this row, and in other rows only by chance.
+    In a model whose keys have no positions, equal tokens have equal keys. If the model attends to the best k keys, it
+    must choose between equal ones everywhere in this row. In other rows it must do so only by chance.
     """
     ids = batch.get('input_ids')
     if ids is None or ids.shape != labels_of(batch).shape or 'decoder_input_ids' in batch:
@@ -595,9 +604,9 @@ def media_as_collated(
     batch: Batch,
     rows: Sequence[int],
 ) -> dict[int, BatchDict]:
-    """Returns the media of rows whose pre-split microbatch pads them to another size than the whole batch.
+    """Returns the media of rows that their pre-split microbatch pads to another size than the whole batch does.
 
-    The keys are places among ``rows``.
+    The result is by the place of a row in ``rows``.
     """
     microbatches = microbatches_of(batch)
     if len(microbatches) < 2:
@@ -616,7 +625,7 @@ def media_as_collated(
 
 
 def _has_label_to_predict(batch: Batch) -> bool:
-    """Returns whether a row has a label behind its first token, or a second token that a label can be put on."""
+    """Returns whether a row has a label behind its first token, or a second token to put a label on."""
     for microbatch in microbatches_of(batch):
         has_label = (labels_of(microbatch)[:, 1:] != IGNORE_INDEX).any()
         has_two_tokens = (real_positions(microbatch).sum(dim=1) > 1).any()
@@ -652,11 +661,11 @@ def lengthened(layout: BatchLayout, rows: BatchDict) -> BatchDict:
 
 
 def _with_labels(layout: BatchLayout, batch: BatchDict) -> BatchDict:
-    """Puts labels on all tokens of a row except the first: a leak may show only at some of them.
+    """Puts labels on all tokens of a row except the first, because a leak may show only at some tokens.
 
-    Rows with media keep their labels, because a model may not count placeholders. So does the row with the longest
-    prompt, which shows a loss term over positions without a label. If such a row has no label it gets one on its last
-    token.
+    Rows with media keep their labels, because a model may not count placeholders. The row with the longest prompt keeps
+    its labels too: it shows a loss term over positions without a label. If one of these rows has no label, its last
+    token gets one.
     """
     labels = batch['labels']
     ids = batch.get('input_ids')
@@ -670,7 +679,7 @@ def _with_labels(layout: BatchLayout, batch: BatchDict) -> BatchDict:
     for row in range(len(labels)):
         columns = real[row].nonzero().flatten()[1:]
         row_labels = labels[row, 1:]
-        # New labels repeat labels of the row, as ids may be placeholders without an embedding of the head.
+        # New labels repeat labels of the row. Its ids may be placeholders, for which the head has no logit.
         tokens = row_labels[row_labels != IGNORE_INDEX]
         if not tokens.numel():
             if len(columns):
@@ -684,23 +693,25 @@ def _with_labels(layout: BatchLayout, batch: BatchDict) -> BatchDict:
 def with_unequal_row(layout: BatchLayout, rows: BatchDict, rule: str) -> BatchDict:
     """Adds a row with fewer or more labels, if the rows have nearly the same number.
 
-    If rows have the same number of tokens a mean of the rows' means is a mean over tokens, and the check shows nothing.
+    If all rows have the same number of tokens, a mean over tokens equals a mean over the means of rows. Then the check
+    could not tell them apart.
     """
     counts = loss_mask(rows, rule).sum(dim=1).tolist()
     if max(counts) >= 2 * min(counts) and max(counts) > min(counts):
         return rows
     lengths = describe(layout, rows).lengths
-    # The first row that is long enough for several labels.
+    # The copy is of the first row that is long enough for several labels.
     copied_row = min(range(len(counts)), key=lambda row: lengths[row] < 4)
     copied = layout.select(rows, [*range(len(counts)), copied_row])
-    labels = copied['labels'] = copied['labels'].clone()
+    labels = copied['labels'].clone()
+    copied['labels'] = labels
     counted_columns = loss_mask(copied, rule)[-1].nonzero().flatten().tolist()
     ids = copied.get('input_ids')
     if len(counted_columns) > 1:
         labels[-1, counted_columns[:-1]] = IGNORE_INDEX
     elif counted_columns and ids is not None and ids.shape == labels.shape:
-        # Not on the first token, which may be predicted from padding. The label is the row's own, as ids may be
-        # placeholders.
+        # The first token gets no label, because it may be predicted from padding. The label is one of the row, because
+        # ids may be placeholders.
         columns = real_positions(copied)[-1].nonzero().flatten().tolist()[1:]
         labels[-1, columns] = int(labels[-1, counted_columns[0]])
     return copied
@@ -731,14 +742,13 @@ def check_gradient_hooks(model: torch.nn.Module) -> None:
 
 
 def _is_linear(hook: GradientHook, parameter: Tensor) -> bool:
-    """Returns whether a hook changes a sum of gradients as it changes each of them."""
+    """Returns whether a hook changes a sum of gradients into the sum of the changed gradients."""
     generator = torch.Generator().manual_seed(0)
     # A hook of FSDP gets the part of this rank.
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     for size in GRADIENT_SIZES:
         first = torch.randn(local.shape, generator=generator).to(local) * size
         second = torch.randn(local.shape, generator=generator).to(local) * size
-        # Linear: the change of a sum is the sum of the changes.
         changed_sum = _changed(hook, first + second)
         sum_of_changed = _changed(hook, first) + _changed(hook, second)
         difference = float((changed_sum - sum_of_changed).float().norm())

@@ -38,7 +38,7 @@ ZERO_SUM = 1e-3
 entries of a gradient by n hidden states sum to about 1.25 / sqrt(n) of it, 2e-2 for 4096 states."""
 SKETCH_WIDTH = 64
 """Number of random sums that stand for a gradient in a comparison. Differences keep their size to 18 % (Johnson and
-Lindenstrauss). The compared values are two to five orders of magnitude apart."""
+Lindenstrauss). The compared values are two to five orders of magnitude apart, so that is enough."""
 SKETCH_BLOCK = 128
 """Number of entries that one kernel sums. For 1 to 3 positions a CPU sums all entries in one pass, which is wrong by
 5e-6 (a vocabulary of 32,000) to 1e-5 (262,144), because the label's entry is near -1 and the others are tiny. With
@@ -61,7 +61,7 @@ class MeasuredTokens(NamedTuple):
 
     @property
     def residual(self) -> Tensor:
-        """The part of the gradient, over all positions, that no cross-entropy explains, ``()``; 0 for a zero one."""
+        """The part of the gradient's norm, over all positions, that no cross-entropy explains, ``()``."""
         return self.rests.norm() / self.norms.norm().clamp(min=TINY)
 
 
@@ -145,11 +145,12 @@ def at_predictions(values: Tensor, rule: str) -> Tensor:
     """Moves a value of each label, ``(rows, width)``, to the position whose logits predict the label."""
     if rule == 'unshifted':
         return values
-    return values.roll(-1, dims=1)  # column 0 never counts
+    # The value of column 0 moves to the last column. It never counts, because nothing predicts the first token.
+    return values.roll(-1, dims=1)
 
 
 def targets_of(batch: Batch, rule: str) -> Tensor:
-    """Returns the token that each position should predict, ``(rows, width)``, or -100."""
+    """Returns the token that each position should predict, ``(rows, width)``; -100 where no token counts."""
     counted_labels = labels_of(batch).masked_fill(~loss_mask(batch, rule), IGNORE_INDEX)
     return at_predictions(counted_labels, rule)
 
@@ -209,9 +210,10 @@ def deviations(
     targets: Tensor,
     weights: Tensor | None,
 ) -> Tensor:
-    """Returns by how much the gradient at each position differs from the expected one, in parts of ``unit``.
+    """Returns how far the gradient at each position is from the expected one, as a multiple of ``unit``.
 
-    Expected is the gradient of a token that has the weight ``unit`` times its own of ``weights``.
+    ``unit`` is the weight of a plain token in the loss. A token is expected to have this weight, times its own entry of
+    ``weights`` if there are weights.
     """
     parts = []
     for part, part_logits, part_gradient in _float_part_pairs(logits, gradient):
@@ -224,7 +226,10 @@ def deviations(
 
 
 def sketch(gradient: Tensor) -> Tensor:
-    """Returns random sums of the last dimension, on the CPU. They stand for gradients that are too large to keep."""
+    """Returns random sums of the last dimension, on the CPU. They replace gradients that are too large to keep.
+
+    See :data:`SKETCH_WIDTH`.
+    """
     size = gradient.shape[-1]
     if size <= SKETCH_WIDTH:
         return gradient.float().cpu()
@@ -270,7 +275,10 @@ def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def weigh_tokens(logits: Tensor, weights: Tensor) -> None:
-    """Multiplies the weight of each token in any loss of these logits. ``weights``: ``(rows, width)``, as predicted."""
+    """Multiplies the weight of each token in any loss of these logits. Only the gradient changes, not the loss.
+
+    ``weights`` are ``(rows, width)``, each at the position that predicts the token.
+    """
     on_gradient(logits, lambda gradient: gradient * weights[..., None].to(gradient))
 
 
@@ -298,7 +306,7 @@ def on_gradient(logits: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None
 def node_of(logits: Tensor) -> tuple[Node | None, int]:
     """Returns the node of the graph that makes the logits, and the number of the logits among its outputs.
 
-    accelerate and FSDP hand out a copy of the logits in another type. The loss is made of the tensor before the copy.
+    accelerate and FSDP return a copy of the logits in another type. The loss may use the tensor before the copy.
     """
     node = logits.grad_fn
     index = logits.output_nr

@@ -3,8 +3,8 @@
 
 """Runs the model of a run on a few rows, as it will train, and leaves no trace.
 
-The result is the loss and its gradient at the end of the layers. The forward has no graph before these last layers, so
-a probe takes about half of the memory of training.
+The result is the loss and its gradient at the end of the layers. The forward has no graph before the last two layers,
+so a probe takes about half of the memory of training.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ class AtLabels:
 class ProbeResult:
     """The result of one forward of a few rows."""
 
-    # Sum of the loss terms of each unit that must not depend on the cut: ``'tokens'``, ``'samples'``.
+    # Sums of the loss terms that must not depend on the cut, by unit: ``'tokens'``, ``'samples'``.
     losses: Mapping[str, float]
-    # Gradients of these sums by the outputs of the last layers, ``(rows, width, entries)`` each: by the states before
-    # the logits, as far as the loss uses them in another way than through the logits, and by the logits. None if the
-    # loss does not use an output.
+    # Gradients of these sums by the outputs of the last layers, ``(rows, width, entries)`` each. The last one is by the
+    # logits. The one before is by the states before the logits, as far as the loss uses them in another
+    # way than through the logits. None if the loss does not use an output.
     gradients: Mapping[str, Sequence[Tensor | None]]
     # The weights of tokens, if targets were passed and the loss is made of the logits.
     measured: MeasuredTokens | None
@@ -111,14 +111,14 @@ class ProbeResult:
             ):
                 if gradient is None or other_gradient is None:
                     continue
-                # The gradients are sketches, which keep the size of differences to 18 %.
+                # The gradients are sketches. Their differences have the right size up to 18 %.
                 difference = float((other_gradient - gradient).norm())
                 distances.append(difference / max(float(gradient.norm()), torch.finfo(torch.float32).tiny))
         return max(math.inf if math.isnan(distance) else distance for distance in distances)
 
 
 class _LayerOutput(NamedTuple):
-    """Size and address of an output that has a vector for every position."""
+    """The module, size and address of an output that has a vector for every position."""
 
     module: Module
     size: int
@@ -159,23 +159,23 @@ class Probe:
         self.is_random = False
         """Whether the forward is random even in evaluation."""
         self._written: dict[str, WrittenState] = {}
-        """State of the model that forwards have written and that was not judged yet, by name."""
+        """State of the model that forwards have written and that is still to be judged, by name."""
         self.harmless_states: list[str] = []
         """Names of states that every forward writes, and that the result does not depend on."""
-        self._judged: set[str] = set()
+        self._judged: set[str] = set()  # names of states that were judged, or are judged now
         self.state_dependence: str | None = None
         """Name of a state that every forward writes and that the result depends on."""
-        self._knows_layers = False
+        self._knows_layers = False  # whether the last layers were looked for
         self._layers: list[Module] = []
         """The module that makes the states before the logits, often a norm, and the module that makes the logits."""
-        self._output_size: int | None = None
-        self._output_address: int | None = None
+        self._output_size: int | None = None  # number of logits at a position, in the last forward
+        self._output_address: int | None = None  # address of these logits
         # Modules of TorchScript take no hooks.
         self._modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
         self._varied_weights = _VariedWeights(self._modules)
         # The type of the first parameter stands for all.
         parameter = next(model.parameters(), None)
-        self._in_full = parameter is not None and parameter.dtype == torch.float32
+        self._uses_float32 = parameter is not None and parameter.dtype == torch.float32
         self._device_type = parameter.device.type if parameter is not None else 'cpu'
 
     @classmethod
@@ -220,22 +220,23 @@ class Probe:
         return self._run(batch, targets=targets, rounded=rounded, at_labels=at_labels)
 
     def _find_last_layers(self, batch: Batch) -> None:
-        """Runs twice. This shows which layers are the last, and whether the loss is random."""
+        """Finds the last layers by two forwards, which also show whether the loss is random."""
         outputs: list[_LayerOutput] = []
 
         def note(module: Module, args: object, output: object) -> None:
-            # Not the output itself, so that its memory is freed.
+            # Only the size and the address are kept, so that the memory of the output is freed.
             if _is_of_positions(output, batch):
                 outputs.append(_LayerOutput(module, output.shape[-1], output.data_ptr()))
 
         with _hooked(_leaves(self._modules), note):
             first = self._run(batch, seed=1)
-        # The output of the model may be changed once more, and the head of a teacher may come after the model's own.
+        # The last layer is the one whose output has the address of the logits. The size alone may be that of another
+        # layer, such as the head of a teacher. It decides only if the model changes the output of its head once more.
         same_size = [place for place, output in enumerate(outputs) if output.size == self._output_size]
-        same_memory = [place for place in same_size if outputs[place].address == self._output_address]
-        last = (same_memory or same_size or [len(outputs)])[-1]
+        same_address = [place for place in same_size if outputs[place].address == self._output_address]
+        last = (same_address or same_size or [len(outputs)])[-1]
         self._layers = [output.module for output in outputs[max(last - 1, 0) : last + 1]]
-        # Now with a graph at the last layers, and with other random numbers.
+        # This forward has a graph at the last layers and other random numbers.
         second = self._run(batch)
         self.is_random = not all(second.is_same_loss(unit, loss) for unit, loss in first.losses.items())
         self.judge_written_state(batch)
@@ -247,7 +248,7 @@ class Probe:
         self._knows_layers = True
 
     def judge_written_state(self, batch: Batch) -> None:
-        """Finds out if the result depends on state that every forward writes. See :attr:`state_dependence`.
+        """Finds out whether the result depends on state that every forward writes. See :attr:`state_dependence`.
 
         A cache is written once and not again by the next forward of the same rows. A statistic for logs is written
         again, but the result does not depend on it.
@@ -275,11 +276,11 @@ class Probe:
             snapshot.restore()
             return result.distance(perturbed) > tolerance
 
-        # All states at once first, as most models with such state are healthy.
+        # First all states at once, because in most models the result depends on none of them.
         if not changes_result(rewritten):
             self.harmless_states += [state.name for state in rewritten]
             return
-        # Then one by one, to name the right one.
+        # Then one by one, to find which state it is.
         self.state_dependence = rewritten[0].name
         for state in rewritten:
             if changes_result([state]):
@@ -296,7 +297,8 @@ class Probe:
         seed: int = 0,
         keeps_state: bool = False,
     ) -> ProbeResult:
-        """Runs a batch as in training. ``keeps_state``: leaves the state of the model as the forward wrote it."""
+        """Runs a batch as in training. ``keeps_state``: the model keeps the state that the forward has written."""
+        # An error that is known changes one setting, and the forward runs again.
         while True:
             guard = undisturbed(self.model, restores_buffers=not keeps_state)
             try:
@@ -304,9 +306,9 @@ class Probe:
                     forward = self._watched_forward(batch, rounded=rounded, at_labels=at_labels)
                     return self._result(forward, targets, breaks_ties=ties.is_broken)
             except RuntimeError as error:
-                if self._in_full:
-                    # Some kernels know only half precision, such as flash attention.
-                    self._in_full = False
+                if self._uses_float32:
+                    # Some kernels accept only half precision, such as flash attention.
+                    self._uses_float32 = False
                 elif 'in-place' in str(error) and len(self._layers) > 1:
                     # Chameleon writes into its logits, which is not allowed for a leaf.
                     self._layers = self._layers[:1]
@@ -314,7 +316,7 @@ class Probe:
                     raise
 
     def _watched_forward(self, batch: Batch, *, rounded: bool, at_labels: AtLabels | None) -> _Forward:
-        """Runs the forward and notes the state that it writes for the first time."""
+        """Runs the forward and notes state that was written and not judged before."""
         snapshot = StateSnapshot.of_model(self.model)
         forward = self._forward(batch, rounded=rounded, at_labels=at_labels)
         for state in snapshot.written():
@@ -323,8 +325,8 @@ class Probe:
         return forward
 
     def _forward(self, batch: Batch, *, rounded: bool, at_labels: AtLabels | None) -> _Forward:
-        precision = torch.autocast(self._device_type, enabled=False) if self._in_full else self._precision()
-        # A copy, the same one for forward and loss as in training: a model that writes into it changes no other run.
+        precision = torch.autocast(self._device_type, enabled=False) if self._uses_float32 else self._precision()
+        # Forward and loss get the same copy, as in training. If the model writes into it, no other forward sees that.
         copied = with_copied_tensors(batch)
         rounded_layers = _leaves(self._modules) if rounded else []
         shapes = [tuple(labels_of(batch).shape)]
@@ -347,7 +349,7 @@ class Probe:
             self._output_size = logits.shape[-1]
             if not isinstance(logits, DTensor):
                 self._output_address = logits.data_ptr()
-        # A layer may not have run in this batch, such as the one of another modality.
+        # A layer may not have run in this batch, such as a layer of another modality.
         points = [leaves[layer] for layer in self._layers if layer in leaves]
         if logits is not None and logits.requires_grad and not any(logits is leaf for leaf in points):
             points.append(logits)
@@ -384,9 +386,9 @@ class Probe:
 
     @contextmanager
     def _as_probed(self, seed: int) -> Iterator[None]:
-        """Leaves modules in their training mode, except BatchNorm, and switches dropout off."""
-        evaluated = BatchNorm if self.is_training else Module
-        modules = [module for module in self._modules if module.training and isinstance(module, evaluated)]
+        """Switches dropout off, and BatchNorm to evaluation. If the forward is random, all modules are switched."""
+        switched_kind = BatchNorm if self.is_training else Module
+        modules = [module for module in self._modules if module.training and isinstance(module, switched_kind)]
         # The same random numbers for every forward, so that forwards can be compared.
         random.seed(0)
         np.random.seed(0)
@@ -404,15 +406,16 @@ class Probe:
 
 
 class _VariedWeights:
-    """Lets modules compute as if no two entries of a weight were equal, for weights whose entries are all equal.
+    """Makes modules compute as if all entries of a weight were different, for weights whose entries are all equal.
 
-    The weights of a fresh norm are all 1. In the loss and the logits they hide that a norm behind the rotary embedding
-    (HunYuan) makes attention depend on absolute positions. The gradient is wrong nevertheless. A scale of positions
-    that begins at 0 (Mistral Large 4) hides it too. Without this, such a fault would show only after the weights have
-    moved, in a later step. If a cut is exact, it is exact with any weights.
+    The weights of a fresh norm are all 1. They may hide a fault: with a norm behind the rotary embedding (HunYuan)
+    attention depends on absolute positions, but while its weights are equal, loss and logits do not show it. The
+    gradient is wrong nevertheless. A scale of positions that begins at 0 (Mistral Large 4) hides it too. Without this
+    class such a fault would show only in a later step, after the weights have moved. A cut that is exact is exact with
+    any weights.
 
-    Nothing is written into the weights of the model, of which FSDP may hold parts: an attribute of the same name is
-    found before the parameter.
+    Nothing is written into the weights of the model, because FSDP may hold parts of them. Instead the module gets an
+    attribute of the same name, which Python finds before the parameter.
     """
 
     def __init__(self, modules: Sequence[Module]) -> None:
@@ -422,7 +425,7 @@ class _VariedWeights:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Shows the varied weights to the forwards inside of the context."""
+        """Makes forwards inside of the context use the varied weights."""
         with ExitStack() as hooks:
             for module in self._modules:
                 has_equal_weights = bool(self._names[module]) if module in self._names else True
@@ -433,10 +436,10 @@ class _VariedWeights:
 
     def _show(self, module: Module, args: object) -> None:
         if module not in self._names:
-            # Not before a forward has reached the module: FSDP has the whole weight only then.
+            # This waits until a forward has reached the module, because FSDP has the whole weight only then.
             names = []
             for name, weight in module.named_parameters(recurse=False):
-                # A frozen weight stays as it is, so it hides nothing.
+                # A frozen weight will not move, so it hides nothing.
                 if weight.requires_grad and name not in vars(module) and _has_equal_entries(weight):
                     names.append(name)
             self._names[module] = names
@@ -474,7 +477,7 @@ def _has_equal_entries(weight: Tensor) -> bool:
 
 
 def _varied(weight: Tensor) -> Tensor:
-    """Returns a weight with another positive number added to each entry. It is smaller the more inputs there are."""
+    """Returns a weight with a different positive number added to each entry. More inputs give smaller numbers."""
     if weight.dim() < 2:
         numbers = _golden_numbers(weight.numel(), weight.dtype, weight.device)
         return weight + VARIATION * numbers.view(weight.shape)
@@ -534,7 +537,7 @@ class _NoDropout(TorchFunctionMode):
 
 
 class _TieWatch(TorchFunctionMode):
-    """Notes whether a top-k over positions had to leave out a position whose score equals that of a chosen one.
+    """Notes whether a top-k over positions left out a position whose score equals that of a chosen one.
 
     Kernels break such a tie in an order that depends on the width of the batch, so padding changes the result.
     """
@@ -573,7 +576,7 @@ class _TieWatch(TorchFunctionMode):
         chosen = result.values if largest else -result.values
         last_chosen = chosen.amin(dim=dim, keepdim=True)
         is_tied = (scores >= last_chosen).sum(dim=dim, keepdim=True) > k
-        # Masked positions have the lowest number there is. It makes no difference which of them are chosen.
+        # Masked positions have the lowest possible score. It makes no difference which of them are chosen.
         is_masked = last_chosen < torch.finfo(scores.dtype).min / 2
         self.is_broken |= bool((is_tied & ~is_masked).any())
 
@@ -585,8 +588,8 @@ def _graph_from(layers: Sequence[Module], shapes: Sequence[tuple[int, ...]]) -> 
     Only outputs of one of the ``shapes`` (rows, columns) count.
 
     The forward runs without gradients until the last of the layers has run. A hook switches gradients on there, and
-    they stay on until the context ends, which sets the mode that was before. Between the layers is no graph, because
-    FSDP has the whole weights of a layer only during its own forward.
+    they stay on until the context ends, which restores the mode from before. No graph connects the layers, because FSDP
+    has the whole weights of a layer only during its own forward.
     """
     leaves: dict[Module, Tensor] = {}
 
@@ -613,7 +616,7 @@ def _rounded(
     """Returns a layer's output with each entry moved by its last digit, up or down; a forward hook."""
     if not isinstance(output, Tensor) or not output.dtype.is_floating_point:
         return None
-    # Up or down at random: a change in one direction would be a scale, which norms remove.
+    # The signs are random, because a change in one direction would be a scale, which norms remove.
     signs = 2 * (torch.rand_like(output) < 0.5) - 1
     factors = 1 + torch.finfo(output.dtype).eps * signs
     return output * factors.to(output.dtype)
@@ -696,6 +699,7 @@ def _hooked(modules: Iterable[Module], hook: ForwardHook) -> Iterator[None]:
 
 @contextmanager
 def _random_state_kept() -> Iterator[None]:
+    """Restores the random numbers of Python, numpy and torch after the context."""
     python_state = random.getstate()
     numpy_state = np.random.get_state()
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
@@ -723,6 +727,6 @@ def undisturbed(model: Module, *, restores_buffers: bool = True) -> Iterator[Non
             for buffer, copied in buffers:
                 buffer.copy_(copied)
         for module in modules:
-            # A forward without gradients leaves the root whole until a backward.
+            # FSDP keeps the weights of the root gathered after a forward without gradients, until a backward.
             if isinstance(module, FSDPModule):
                 module.reshard()

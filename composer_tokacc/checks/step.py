@@ -15,6 +15,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -52,20 +53,20 @@ CHOICE = random.Random(0)
 class TokenChoice:
     """Chooses which tokens of a run are measured: all in the first step, later some of one microbatch of each step.
 
-    Some tokens of a microbatch are measured too if it has a label that no batch had before. If a loss treats some
-    labels in another way, the first step that has these labels shows it.
+    Some tokens are also measured in each microbatch with a label that no batch had before. If a loss treats some labels
+    differently, the first step with these labels shows it.
     """
 
     def __init__(self) -> None:
         self.step = 0
-        self._is_known = torch.zeros(0, dtype=torch.bool)  # of each id: whether a batch had it as a label
-        self._num_microbatches = 1
+        self._is_known = torch.zeros(0, dtype=torch.bool)  # by token id: whether a batch had it as a label
+        self._num_microbatches = 1  # of the last step
 
     def rows_with_new_labels(self, batch: Batch) -> list[bool]:
         """Returns which rows have a label that no batch had before, and remembers it. The batch is on the CPU."""
         labels_of_microbatches = [labels_of(microbatch) for microbatch in microbatches_of(batch)]
         labels = torch.cat([labels.flatten() for labels in labels_of_microbatches])
-        labels.clamp_min_(0)
+        labels.clamp_min_(0)  # a copy, made by torch.cat; -100 becomes 0
         # The table of known labels grows with the largest label.
         num_missing = int(labels.max()) + 1 - len(self._is_known)
         if num_missing > 0:
@@ -79,7 +80,7 @@ class TokenChoice:
         return has_new_label
 
     def has(self, number: int, counts: RowCounts) -> bool:
-        """Returns whether a token of a microbatch is measured, by its number in the step and its counts."""
+        """Returns whether tokens of a microbatch are measured. ``number`` is its place in the step, from 0."""
         return self.step == 0 or number == self.step % self._num_microbatches or counts.has_new_label
 
     def is_whole(self) -> bool:
@@ -87,7 +88,7 @@ class TokenChoice:
         return self.step == 0 or CHOICE.random() < WHOLE_SHARE
 
     def end_step(self, num_microbatches: int) -> None:
-        """Goes on to the next step. ``num_microbatches``: of the step that ends."""
+        """Goes on to the next step. ``num_microbatches`` is the number of microbatches of the step that ends."""
         self.step += 1
         self._num_microbatches = max(num_microbatches, 1)
 
@@ -105,11 +106,11 @@ class MicrobatchRecord:
     factor: Tensor | None = None  # the factor that was applied to its loss
     token_loss: Tensor | None = None  # the sum of the losses of its tokens, if tokens have weights
     was_reached: bool = False  # whether a gradient came to its logits
-    # By how much the gradient of each measured token is off, in parts of a plain token's weight, ``(tokens,)``.
+    # How far the gradient of each measured token is off, as a multiple of a plain token's weight, ``(tokens,)``.
     deviations: Tensor | None = None
-    # Where the measured tokens are predicted, counted through all rows. None: every position was measured.
+    # Positions that predict the measured tokens, as indices into the flattened rows. None: every position was measured.
     positions: Tensor | None = None
-    count: Tensor | None = None  # number of all loss-generating tokens, ``()``
+    count: Tensor | None = None  # number of its loss-generating tokens, counted on the device, ``()``
     tolerance: float = 0.0  # largest deviation that round-off explains
     positions_of_logits: LabelledPositions | None = None  # where logits were computed; None: at every position
     counts: RowCounts = field(init=False)  # of all rows together
@@ -130,11 +131,11 @@ class MicrobatchRecord:
         is_whole: bool,
         selected: Batch | None = None,
     ) -> None:
-        """Measures tokens when the gradient by the logits comes.
+        """Adds a hook that measures tokens when the gradient by the logits comes.
 
         Args:
             logits: ``(rows, width, vocabulary)``; only at labels: ``(1, labels (+ 1), vocabulary)``.
-            weights: Relative weights of the tokens, of the first two dimensions of the logits; None: they are equal.
+            weights: Relative weights of the tokens, ``(rows, width)`` of the logits; None: they are equal.
             unit: The weight of a plain token; None: nothing is measured.
             is_whole: Whether to measure all tokens, or only some.
             selected: The labels in the shape of the logits, see :func:`.batch_at_logits`; None: those of the batch.
@@ -167,6 +168,7 @@ class MicrobatchRecord:
         *,
         selected: Batch | None = None,
     ) -> None:
+        """Measures tokens by the gradient of their logits, or only notes that it came if there is no ``unit``."""
         self.was_reached = True
         if unit is None:
             return
@@ -188,7 +190,7 @@ class MicrobatchRecord:
 
     @property
     def _has_all_logits(self) -> bool:
-        """Whether logits are of all positions. Selected labels do not say how many there are."""
+        """Whether logits were computed at all positions. If not, the number of labels was given before."""
         return self.positions_of_logits is None
 
     def _measure_some(
@@ -199,17 +201,15 @@ class MicrobatchRecord:
         unit: float,
         gradient: Tensor,
     ) -> None:
+        """Measures every n-th token, from a random first one, so that the tokens lie evenly over the rows."""
+        # The number of each label, from 1. Other positions have the number of the label before them.
         ordinals = loss_mask(batch, self.counts.rule).flatten().cumsum(dim=0)
         if self._has_all_logits:
             self.count = ordinals[-1]
-        # Tokens are chosen by their number, because the host knows how many there are. So nothing waits for the device.
-        # Every step-th token from a random first one: evenly over the rows.
-        step = -(-self.counts.loss_tokens // NUM_SAMPLED)
-        numbers = range(
-            1 + CHOICE.randrange(step),
-            self.counts.loss_tokens + 1,
-            step,
-        )
+        # Tokens are chosen by their number. The host knows how many there are, so nothing waits for the device.
+        stride = -(-self.counts.loss_tokens // NUM_SAMPLED)
+        first_number = 1 + CHOICE.randrange(stride)
+        numbers = range(first_number, self.counts.loss_tokens + 1, stride)
         label_positions = places_of(ordinals, numbers)
         # The position before a label is in the same row, because column 0 never counts.
         self.positions = label_positions if self.counts.rule == 'unshifted' else label_positions - 1
@@ -222,15 +222,15 @@ class MicrobatchRecord:
         ).flatten()
 
     def worst(self) -> tuple[str, int]:
-        """Returns sample and label of the token that is off the most."""
+        """Returns the name of the sample and the label of the token that is off the most."""
         assert self.deviations is not None
         position = int(self.deviations.argmax())
         if self.positions is not None:
             position = int(self.positions[position])
         if self.positions_of_logits is not None:
+            # The logits were selected. Find the position in the whole rows.
             position = int(self.positions_of_logits.of_predictions[position])
         targets = targets_of(self.batch, self.counts.rule)
-        # Positions are counted through all rows.
         row = position // targets.shape[1]
         return sample_name(self.batch, row), int(targets.flatten()[position])
 
@@ -357,7 +357,12 @@ class StepCheck:
         groups = (tokens, weights, factors, largest_deviations)
         stacked = [torch.stack(group).double() for group in groups if group]
         numbers = iter(torch.cat(stacked).tolist() if stacked else ())
-        return _Observed(*([next(numbers) for _ in group] for group in groups))
+        return _Observed(
+            tokens=list(islice(numbers, len(tokens))),
+            weights=list(islice(numbers, len(weights))),
+            factors=list(islice(numbers, len(factors))),
+            deviations=list(islice(numbers, len(largest_deviations))),
+        )
 
     def _check_totals(self, observed: _Observed) -> None:
         counted = self._step.counts
@@ -382,7 +387,7 @@ class StepCheck:
         *,
         tolerance: float,
     ) -> None:
-        """Checks values of each microbatch against the counts of BATCH_START. Without weights there are no values."""
+        """Compares a value of each microbatch with its count at BATCH_START. Without weights ``values`` is empty."""
         for index, (record, value) in enumerate(
             zip(
                 self._step.microbatches,
@@ -399,6 +404,7 @@ class StepCheck:
                 )
 
     def _check_factors(self, factors: Sequence[float]) -> None:
+        """Compares the factors that Composer has applied with those of its rule."""
         if not factors and self._step.counts.loss_tokens == 0:
             return  # nothing required a gradient
         expected = [record.composers_weight for record in self._step.microbatches]
@@ -419,6 +425,10 @@ class StepCheck:
             )
 
     def _check_tokens(self, largest_deviations: Sequence[float]) -> None:
+        """Raises RuntimeError if a measured token has a wrong weight, or if the loss has a new term.
+
+        The first step notes in the record whether the loss has terms that are not made of the logits.
+        """
         remaining = iter(largest_deviations)
         for record in self._step.with_weight:
             if record.has_bypass and self._step.has_bypass is False:

@@ -22,10 +22,11 @@ from composer_tokacc.compat import inner_model, is_in_backward
 from composer_tokacc.counting import with_one_label
 
 SURE = 1e-3
-"""A gradient is mostly round-off if softmax - onehot, which is about 1 - p of the label, is smaller than this."""
+"""The model is sure of a label if the norm of softmax - onehot is smaller than this. The norm is about 1 - p of the
+label. Then the gradient is mostly round-off."""
 OTHER = 0.5
-"""A position with a larger residual has the gradient of something else than a label: a z-loss at a position without a
-label, or soft labels."""
+"""A position with a larger residual has a gradient that does not come from a label, but from a z-loss at a position
+without a label, or from soft labels."""
 MOST_LISTED = 8
 """Number of unequal tokens that a line names."""
 
@@ -34,9 +35,9 @@ class _Backward(NamedTuple):
     """Numbers from one gradient of logits. They stay on the device, because reading them would make the host wait."""
 
     weights: Tensor  # float32 (positions,)
-    tells: Tensor  # bool (positions,), whether the position says something about weights
-    num_left_out: Tensor
-    residual: Tensor
+    tells: Tensor  # bool (positions,), whether the weight at a position was measured well enough to count
+    num_left_out: Tensor  # number of positions with a loss that do not tell
+    residual: Tensor  # part of the gradient that no token's cross-entropy explains
     forward: int  # number of the watched forward, from 0
     has_weight: Tensor  # bool (), whether any token adds to the gradient
 
@@ -46,9 +47,9 @@ class _WatchedForward:
     """A forward whose logits are watched."""
 
     in_backward: bool
-    """Activation checkpoints compute a forward again in the backward. It may have no gradient."""
+    """Whether it runs in a backward, as activation checkpoints compute a forward again. Then it may get no gradient."""
     has_labels: Tensor | None
-    """Bool ``()``, left on its device: whether a label counts by every rule. None: the forward sees no labels."""
+    """Whether a label counts by every rule; bool ``()``, left on its device. None: the forward sees no labels."""
 
 
 class TokenWeightsReport:
@@ -72,7 +73,7 @@ class TokenWeightsReport:
 
         If ``torch.distributed`` is initialised, every rank must read it.
         """
-        # Two numbers, so that one reduction is enough.
+        # The smallest size is negated, so that one reduction is enough.
         extremes = self._extremes()
         if dist.is_available() and dist.is_initialized():
             extremes = extremes.to('cuda' if 'nccl' in dist.get_backend() else 'cpu')
@@ -89,11 +90,11 @@ class TokenWeightsReport:
 
     @property
     def known_to(self) -> float:
-        """How far above 1 round-off may bring the spread of equal weights: one is too large, another one too small."""
+        """How far above 1 round-off may bring the spread of equal weights: it may enlarge one and shrink another."""
         return 2 * (self._tolerance + self.residual)
 
     def forwards_without_weight(self) -> list[str]:
-        """Names the forwards of this rank that have labels, as far as they show, and add nothing to the gradient."""
+        """Returns a sentence for each forward of this rank that adds nothing to the gradient, except empty ones."""
         reached = {backward.forward for backward in self._backwards}
         weighed = {backward.forward for backward in self._backwards if backward.has_weight}
         sentences = []
@@ -117,6 +118,7 @@ class TokenWeightsReport:
         return '\n'.join(lines)
 
     def _line_of_unequal(self, ratios: Tensor) -> str:
+        """Names the tokens with another weight than the median, and the range of their weights; empty if none has."""
         unequal = ((ratios - 1).abs() > self.known_to).nonzero().flatten()
         if not len(unequal):
             return ''
@@ -132,7 +134,7 @@ class TokenWeightsReport:
         return f'{tokens} of {len(ratios):,} tokens with loss: {span} times the median'
 
     def __deepcopy__(self, memo: object) -> TokenWeightsReport:
-        # A copy of the model, such as an average of weights, keeps its hooks. They must end with these ones.
+        # A copy of the model, such as an average of weights, has copies of the hooks. They must end with this report.
         return self
 
     def __str__(self) -> str:
@@ -169,7 +171,7 @@ class TokenWeightsReport:
         return '\n'.join(lines)
 
     def _extremes(self) -> Tensor:
-        """Returns the largest size of a weight, and the smallest negated, so that the maximum over ranks is right."""
+        """Returns the largest size of a weight, and the smallest one negated: one maximum over ranks finds both."""
         if not self._backwards:
             return torch.full((2,), -torch.inf)
         sizes = torch.cat([weights.abs().cpu() for weights in self.weights])
@@ -202,7 +204,7 @@ class TokenWeightsReport:
         if node is None:
             return
         has_labels = _has_labels(kwargs if 'labels' in kwargs else next(iter(args), None))
-        # A module around this one returns the same logits again.
+        # A module around this one returns the same logits again. A note at the node shows that they are watched.
         watchers: Any = node.metadata
         if (self, index) in watchers:
             forward = self._watched[watchers[self, index]]
@@ -218,7 +220,7 @@ class TokenWeightsReport:
     def _measure(
         self, logits: Tensor, mask: Tensor | None, index: int, number: int, gradients: Sequence[Tensor | None]
     ) -> None:
-        """Measures, and leaves the gradients as they are; a hook of the graph."""
+        """Measures a gradient of logits and leaves it as it is; a hook of the graph."""
         gradient = gradients[index]
         if gradient is None or not self._is_open:
             return
@@ -232,10 +234,10 @@ class TokenWeightsReport:
             return
         measured = measure(logits, gradient)
         has_loss = measured.targets != IGNORE_INDEX
-        # Both kinds of positions say nothing about weights.
+        # Neither kind of position says anything about weights.
         is_sure = measured.sizes < SURE
         is_other = measured.rests > OTHER * measured.norms
-        tells = has_loss & ~is_sure & ~is_other  # a NaN is neither, so it is shown
+        tells = has_loss & ~is_sure & ~is_other  # a NaN is in neither kind, so it is shown
         num_left_out = has_loss.sum() - tells.sum()
         weights = measured.weights.flatten()
         self._backwards.append(
@@ -243,6 +245,7 @@ class TokenWeightsReport:
         )
 
     def _why_empty(self) -> str:
+        """Returns why nothing was measured."""
         if not self._had_forward:
             return 'it made no forward with gradients. Give the module that is trained, whose forward makes the logits'
         if not self._watched:
@@ -319,7 +322,7 @@ def _logits_in(outputs: Any, *, is_outer: bool) -> Tensor | None:
 def _has_labels(batch: Any) -> Tensor | None:
     """Returns whether a batch has a label that counts by every rule, bool ``()``; None if it shows no labels.
 
-    The label that :func:`.with_one_label` gives to an empty microbatch, whose factor is 0, is not one.
+    The label that :func:`.with_one_label` gives to an empty microbatch does not count, because its factor is 0.
     """
     labels = batch.get('labels') if isinstance(batch, Mapping) else None
     if not isinstance(labels, Tensor) or labels.dim() != 2:

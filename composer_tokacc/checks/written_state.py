@@ -5,8 +5,7 @@
 
 If the result of a forward depends on such state, it depends on the number of forwards before it, so on the number of
 microbatches. Examples are the vectors of a spectral norm, a running mean and the counter of a warm-up. A cache or a
-statistic for logs is harmless.
-:meth:`.Probe.judge_written_state` tells them apart.
+statistic for logs is harmless. :meth:`.Probe.judge_written_state` tells them apart.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ SMALLEST_STATE = 1e-2
 
 
 class WrittenState(NamedTuple):
-    """A state that was written, with its new value."""
+    """A state that was written, with its new value: ``container[key]`` of a module."""
 
     name: str
     container: Namespace
@@ -44,12 +43,14 @@ class WrittenState(NamedTuple):
 
 @dataclass
 class _StateEntry:
+    """A state at the moment of a snapshot."""
+
     name: str
     container: Namespace
     key: str
     value: Tensor | float
-    version: int | None = None  # number of writes of a tensor so far
-    copy: Tensor | None = None
+    version: int | None = None  # number of writes into a tensor up to the snapshot
+    copy: Tensor | None = None  # content of a tensor; None: it was not copied
 
     def is_written(self) -> bool:
         # The module may have replaced or deleted the object.
@@ -106,7 +107,7 @@ class StateSnapshot:
         return snapshot
 
     def written(self) -> list[WrittenState]:
-        """Returns the states that have been written since."""
+        """Returns the states that were written after the snapshot, with copies of their new values."""
         states = []
         for entry in self._entries:
             value = entry.container.get(entry.key)
@@ -134,10 +135,10 @@ class StateSnapshot:
 
     @torch.no_grad()
     def perturb(self, states: Iterable[WrittenState]) -> None:
-        """Changes some states: floating point ones by noise, others to the value that a forward has written.
+        """Changes some states: floating point tensors by noise, others to the value that a forward has written.
 
-        Noise shows a dependence even if the state does not move any more, such as the vectors of a spectral norm that
-        have converged. Other values may be indices, for which noise could be out of range.
+        Noise also shows a dependence on a state that no longer moves, such as the vectors of a spectral norm that have
+        converged. Other states may be indices, and noise could move them out of range.
         """
         # A generator of its own, so that the random numbers of the run stay the same.
         generator = torch.Generator().manual_seed(0)
@@ -157,9 +158,10 @@ class StateSnapshot:
 
 
 def _entries_of(model: Module) -> Iterator[_StateEntry]:
+    """Yields an entry for each tensor and number that a forward of the model may write."""
     for module_name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
-            continue  # it cannot be looked into
+            continue  # its attributes cannot be read
         prefix = f'{module_name}.' if module_name else ''
         attributes = vars(module)
         parameters, buffers = own_tensors(module)
