@@ -440,7 +440,7 @@ def _half_kernel(*, has_dropout: bool) -> Callable[..., Tensor] | None:
     with suppress(ImportError):
         from torch.nn.attention.varlen import varlen_attn  # type: ignore[import-not-found]
 
-        # The first release of the kernel lacks these arguments.
+        # The first release of the kernel lacks these arguments. A window of -1 columns has no limit.
         has_arguments = {'window_size', 'enable_gqa'} <= inspect.signature(varlen_attn).parameters.keys()
         if has_arguments and not has_dropout:
             return lambda *states, causal, scale, dropout: varlen_attn(

@@ -544,7 +544,7 @@ class BatchLayout:
             key = f'num_{modality}s'
             if key not in joined:
                 continue
-            # A one-row sample has all tiles of its tensors. Of joined rows only the placeholders would tell the tiles.
+            # In a one-row sample all tiles are of that row. Once rows are joined, only placeholders tell their tiles.
             joined[key] = []
             for batch in batches:
                 joined[key] += self._carried_or_counted(batch, modality)
