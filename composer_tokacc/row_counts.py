@@ -171,8 +171,7 @@ def without_rows(batch: Batch) -> BatchDict:
 def rows_of(batch: Batch) -> list[RowCounts]:
     """Returns the counts of each row. Without counts each row is one sample."""
     if isinstance(batch, PreSplitBatch):
-        rows_of_microbatches = map(rows_of, batch.microbatches)
-        return list(chain.from_iterable(rows_of_microbatches))
+        return list(chain.from_iterable(map(rows_of, batch.microbatches)))
     rows = batch.get(ROWS_KEY)
     if rows is None:
         return [RowCounts()] * num_rows(batch)

@@ -100,10 +100,9 @@ class CountingDataSpec(DataSpec):
         # Two specs may share a loader. The trainer uses this one, so the algorithm must find the split of this one.
         register_split(self.dataloader, self._split)
         self._split.step = None  # the algorithm, if there is one, sets the step of this batch
-        if 'labels' not in batch:
+        # In training with_counts() masks the labels, because it knows the loss rule.
+        if 'labels' not in batch or torch.is_grad_enabled():
             return batch
-        if torch.is_grad_enabled():
-            return batch  # in training with_counts() masks the labels, because it knows the loss rule
         return _mapped(mask_document_starts, batch)
 
     def _count_and_split(self, batch: Batch, microbatch_size: int | float) -> list[BatchDict]:

@@ -405,8 +405,7 @@ def in_step(
     if rules.needs_media or not reduces_once:
         completed = with_dummies(pieces, dummies)
     num_microbatches = len(completed)
-    stays_text = rules.needs_media and not dummies.needed
-    if stays_text and not reduces_once:
+    if rules.needs_media and not dummies.needed and not reduces_once:
         num_microbatches += 1
     num_microbatches = max(num_microbatches, 1)
     if options.equal_counts is True or (options.equal_counts == 'auto' and not reduces_once):

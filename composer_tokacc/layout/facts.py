@@ -125,8 +125,7 @@ class RowFacts:
             if not isinstance(text, torch.Tensor) or text.dim() != 2:
                 continue
             # Only a decoder's text does not lie along `input_ids`.
-            lies_along_ids = bool(self.layout.entry_of(self.batch, key).seq_dims)
-            if not lies_along_ids:
+            if not self.layout.entry_of(self.batch, key).seq_dims:
                 widths.append(text.shape[1])
         return max(widths)
 

@@ -211,9 +211,7 @@ class _Format(NamedTuple):
     def __call__(self, batch: Batch) -> bool:
         for key, num_dims in self.has.items():
             value = batch.get(key)
-            if not isinstance(value, torch.Tensor):
-                return False
-            if num_dims != 1 and num_dims != value.dim():
+            if not isinstance(value, torch.Tensor) or num_dims not in (1, value.dim()):
                 return False
         return all(batch.get(key) is None for key in self.lacks)
 

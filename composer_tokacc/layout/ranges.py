@@ -313,7 +313,7 @@ def _media_range(modality: str, sources: Sequence[RowFacts]) -> MediaRange | Non
         in_several_rows=len(counts) > 1,
         smallest=smallest,
         largest=largest,
-        is_ragged=len(sources) > 1 and _is_ragged(modality, sources),
+        is_ragged=_is_ragged(modality, sources),
     )
 
 
