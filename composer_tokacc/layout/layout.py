@@ -214,8 +214,7 @@ class BatchLayout:
         is_of_decoder = 'input_ids' not in batch
         if key in ('labels', 'loss_weights') and 'decoder_input_ids' in batch:
             is_of_decoder = True
-        has_other_width = any(value.shape[dim] != width for dim in entry.seq_dims)
-        if is_of_decoder or has_other_width:
+        if is_of_decoder or any(value.shape[dim] != width for dim in entry.seq_dims):
             return replace(entry, seq_dims=())
         return entry
 

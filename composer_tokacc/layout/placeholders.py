@@ -136,8 +136,8 @@ def queries(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[
 
 def frame_queries(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
     """InstructBLIP-Video: a fixed number of query tokens per frame; all clips of a batch have as many frames."""
-    num_frames = batch['pixel_values'].shape[1]
-    return [num_frames * size for size in queries(batch, config, num_items, num_tokens)]
+    queries_per_frame = queries(batch, config, num_items, num_tokens)
+    return [batch['pixel_values'].shape[1] * count for count in queries_per_frame]
 
 
 def audio_frames(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
