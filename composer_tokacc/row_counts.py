@@ -4,7 +4,7 @@
 """Counts of the rows of a batch, which travel with the batch.
 
 A batch is counted once, on the CPU: :func:`with_counts` adds one list, with a :class:`RowCounts` for each row. When
-rows are selected, packed or added later, the list follows.
+rows are selected, packed or added later, the same is done with the list.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, overload
 
 import torch
@@ -25,8 +25,8 @@ from composer_tokacc.weights import LOSS_WEIGHTS, token_weights_of
 ROWS_KEY = 'composer_tokacc.rows'
 """Key of the counts in a batch. This package adds no other key.
 
-A list, because Composer cuts lists with the rows, counts them as samples, and does not touch them when it moves a batch
-to the device. So reading the counts never waits for the device. ``HuggingFaceModel.forward`` drops the key.
+The value is a list, because Composer cuts lists with the rows, and does not touch them when it moves a batch to the
+device. So reading the counts never waits for the device. ``HuggingFaceModel.forward`` drops the key.
 """
 
 
@@ -41,7 +41,7 @@ class RowCounts:
         loss_weight: Sum of the weights of these tokens. It is their number if all have weight 1.
         rule: Loss rule of the counts; empty if the row was not counted.
         source: Source of the data, if the batch names it.
-        has_new_label: Whether the row has a label that no batch had before.
+        has_new_label: Whether the row has a label that no earlier batch had.
         documents: The rows that a packed row was made of.
     """
 
@@ -55,12 +55,12 @@ class RowCounts:
     documents: tuple[RowCounts, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowCounts:
-        """Returns the row itself, which never changes. Composer deep-copies every microbatch."""
+        """Returns the row itself, because it never changes, and Composer deep-copies every microbatch."""
         return self
 
 
 def summed(rows: Sequence[RowCounts]) -> RowCounts:
-    """Returns the counts of several rows together, which become its documents."""
+    """Returns the counts of several rows together. These rows become its documents."""
     return RowCounts(
         samples=sum(row.samples for row in rows),
         real_tokens=sum(row.real_tokens for row in rows),
@@ -75,12 +75,14 @@ def summed(rows: Sequence[RowCounts]) -> RowCounts:
 def with_counts(batch: Batch, loss_tokens: str = 'causal', token_weights: str = 'token') -> Batch:
     """Returns the batch with the counts of its rows. It should be on the CPU, so that nothing waits for the device.
 
-    Masks the labels of rows without samples, and in packed rows the label of the first token of each further document.
+    Masks the labels of dummy rows and of repeated samples. In packed rows masks the label of the first token of each
+    document after the first, because the document before it would predict that label.
 
     Args:
         batch: A batch with ``labels``.
         loss_tokens: The loss rule, see :func:`.loss_mask`.
-        token_weights: Weights of the tokens, see :data:`.TOKEN_WEIGHTS`. If they are not all 1, the batch gets them.
+        token_weights: Weights of the tokens, see :data:`.TOKEN_WEIGHTS`. If it is not ``'token'``, the batch gets
+            ``loss_weights``.
     """
     if isinstance(batch, PreSplitBatch):
         return batch.map(partial(with_counts, loss_tokens=loss_tokens, token_weights=token_weights))
@@ -95,19 +97,20 @@ def with_counts(batch: Batch, loss_tokens: str = 'causal', token_weights: str = 
 
 
 def _without_labels_of_added_rows(batch: Batch) -> Batch:
+    """Masks the labels of rows that count as no sample: dummy rows and repeated samples."""
     labels = labels_of(batch)
-    is_added = [row.samples == 0 for row in rows_of(batch)]
-    if not any(is_added):
+    added_rows = [row.samples == 0 for row in rows_of(batch)]
+    if not any(added_rows):
         return batch
-    added_rows = torch.tensor(is_added, device=labels.device)
-    return {**batch, 'labels': labels.masked_fill(added_rows[:, None], IGNORE_INDEX)}
+    is_added = torch.tensor(added_rows, device=labels.device)
+    return {**batch, 'labels': labels.masked_fill(is_added[:, None], IGNORE_INDEX)}
 
 
 def count_rows(batch: Batch, loss_tokens: str = 'causal', weights: torch.Tensor | None = None) -> list[RowCounts]:
     """Counts the tokens of each row of a batch.
 
     Args:
-        batch: A batch with ``labels``. Rows that are marked with 0 samples stay so.
+        batch: A batch with ``labels``. Rows that it marks with 0 samples keep this mark.
         loss_tokens: The loss rule, see :func:`.loss_mask`.
         weights: Weights of the tokens, ``(rows, width)``; None: all are 1.
     """
@@ -136,11 +139,12 @@ def count_rows(batch: Batch, loss_tokens: str = 'causal', weights: torch.Tensor 
 
 
 def sources_of(batch: Batch) -> Sequence[str | None] | None:
-    """Returns the source of each row, by the list ``source`` of names; None if the batch has no such list."""
+    """Returns the list ``source``, a name or None for each row; None if the batch has no such list."""
     names = batch.get('source')
     if not isinstance(names, (list, tuple)) or len(names) != num_rows(batch):
         return None
-    return names if all(isinstance(name, str | None) for name in names) else None
+    are_names = all(isinstance(name, str | None) for name in names)
+    return names if are_names else None
 
 
 @overload
@@ -154,22 +158,24 @@ def with_rows(batch: Batch, rows: Iterable[RowCounts]) -> BatchDict: ...
 def with_rows(batch: Batch, rows: Iterable[RowCounts]) -> Batch:
     """Returns the batch with these counts of its rows."""
     if isinstance(batch, PreSplitBatch):
-        remaining = iter(rows)
+        remaining = iter(rows)  # each microbatch takes the next rows
         return batch.map(lambda microbatch: with_rows(microbatch, islice(remaining, num_rows(microbatch))))
     return {**batch, ROWS_KEY: list(rows)}
 
 
 def without_rows(batch: Batch) -> BatchDict:
-    """Returns the batch as its loader made it."""
+    """Returns the batch without the counts, as its loader made it."""
     return {key: value for key, value in batch.items() if key != ROWS_KEY}
 
 
 def rows_of(batch: Batch) -> list[RowCounts]:
     """Returns the counts of each row. Without counts each row is one sample."""
     if isinstance(batch, PreSplitBatch):
-        return [row for microbatch in batch.microbatches for row in rows_of(microbatch)]
+        return list(chain.from_iterable(map(rows_of, batch.microbatches)))
     rows = batch.get(ROWS_KEY)
-    return [RowCounts()] * num_rows(batch) if rows is None else rows
+    if rows is None:
+        return [RowCounts()] * num_rows(batch)
+    return rows
 
 
 def is_counted(batch: object) -> bool:
@@ -179,7 +185,7 @@ def is_counted(batch: object) -> bool:
 
 
 def num_rows(batch: Batch) -> int:
-    """Returns the number of rows, by ``input_ids`` or, if the main input is another one, by ``labels``."""
+    """Returns the number of rows of ``input_ids``, or of ``labels`` if there are no ids."""
     if isinstance(batch, PreSplitBatch):
         return sum(num_rows(microbatch) for microbatch in batch.microbatches)
     return text_of(batch).shape[0]

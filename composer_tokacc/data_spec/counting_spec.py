@@ -27,9 +27,9 @@ class CountingDataSpec(DataSpec):
     Args:
         dataloader: Yields the batches.
         split: Cuts them.
-        model: The model, if no algorithm is there to know it.
+        model: The model. Only needed without :class:`.TokenAccumulation`, which knows it.
         loss_tokens: The loss rule, or ``'auto'``.
-        batch_transforms: The user's own, which are applied to the whole batch.
+        batch_transforms: The user's own transforms of the whole batch.
         **kwargs: Passed to :class:`composer.core.DataSpec`.
     """
 
@@ -47,7 +47,8 @@ class CountingDataSpec(DataSpec):
         self._rule = loss_tokens
         self._batch_transforms = batch_transforms
         self._first_batch: FirstBatchCheck | None = None
-        # Labels and counts of the microbatch that the model computes, if its counts were taken out.
+        # Labels and counts of the microbatch that the model computes now, set if the counts were taken out of it. The
+        # labels tell it from other batches.
         self._computed_labels: ref[torch.Tensor] | None = None
         self._computed_rows: Sequence[RowCounts] = ()
         super().__init__(
@@ -61,7 +62,13 @@ class CountingDataSpec(DataSpec):
         )
 
     def get_num_tokens_in_batch(self, batch: Any, token_type: str = 'total') -> int:
-        """As Composer's, which asks for ``'loss_generating'`` only if ``accumulate_train_batch_on_tokens`` is on."""
+        """Returns the number of tokens of a batch.
+
+        Composer asks for ``'loss_generating'`` only if ``accumulate_train_batch_on_tokens`` is on.
+
+        Raises:
+            RuntimeError: If loss tokens were counted by a rule that nobody has compared with the model's.
+        """
         if token_type == 'loss_generating' and is_counted(batch) and not self._split.checked:
             raise RuntimeError(
                 '`token_data_spec` must know the model to count for `accumulate_train_batch_on_tokens`, got: no '
@@ -69,8 +76,12 @@ class CountingDataSpec(DataSpec):
                 '`model=`, or use TokenAccumulation with the flag off.'
             )
         if token_type == 'total' and not self._has_counts(batch):
-            # Composer asks before the algorithm counts. Counting the labels here would count them twice.
-            return sum(sum(real_tokens(part)) for part in microbatches_of(batch) if num_samples(part))
+            # Composer asks before the algorithm counts the batch. To count the labels here too would be wasted time.
+            total = 0
+            for microbatch in microbatches_of(batch):
+                if num_samples(microbatch):
+                    total += sum(real_tokens(microbatch))
+            return total
         return super().get_num_tokens_in_batch(batch, token_type)
 
     # Before the split.
@@ -83,18 +94,19 @@ class CountingDataSpec(DataSpec):
             raise ValueError(
                 f'The dataloader must yield mappings with `input_ids` and `labels`, got: {type(batch).__name__}.'
             )
-        for part in microbatches_of(batch):
-            check_dense(part)
-            check_ids(part)
-        # Two specs may share a loader. The algorithm asks for the split of the one that the trainer uses.
+        for microbatch in microbatches_of(batch):
+            check_dense(microbatch)
+            check_ids(microbatch)
+        # Two specs may share a loader. The trainer uses this one, so the algorithm must find the split of this one.
         register_split(self.dataloader, self._split)
         self._split.step = None  # the algorithm, if there is one, sets the step of this batch
+        # In training with_counts() masks the labels, because it knows the loss rule.
         if 'labels' not in batch or torch.is_grad_enabled():
-            return batch  # in training with_counts() masks, which knows the rule
+            return batch
         return _mapped(mask_document_starts, batch)
 
     def _count_and_split(self, batch: Batch, microbatch_size: int | float) -> list[BatchDict]:
-        """Is Composer's ``split_batch``: counts the batch if no algorithm has, then splits it."""
+        """Counts the batch if no algorithm has counted it, then splits it. This is Composer's ``split_batch``."""
         if not is_counted(batch):
             if self._model is not None and torch.is_grad_enabled():
                 self._check(self._model, batch, microbatch_size)
@@ -121,7 +133,7 @@ class CountingDataSpec(DataSpec):
                 microbatch_size=microbatch_size,
             )
         check = self._first_batch
-        # If the model does not tell the layout, each batch does. The readings of earlier batches stay.
+        # If the model does not tell the layout, it is inferred from each batch. The readings of earlier batches stay.
         readings = {} if check.layout is None else check.layout.readings
         check.layout = layout.with_readings(readings)
         rules = check.prove(batch, self._split)
@@ -149,11 +161,12 @@ class CountingDataSpec(DataSpec):
         batch = self._split.as_the_model_takes_it(batch)
         step = self._split.step
         if step is not None:
-            needs_no_copy = type(batch) is dict and not step.copies_microbatches()
-            return _Uncopied(batch) if needs_no_copy else batch
+            if type(batch) is dict and not step.copies_microbatches():
+                return _Uncopied(batch)
+            return batch
         if self._model is None or not is_counted(batch):
             return batch
-        # No algorithm hides the counts from the model. A compiled one would be compiled again for each list.
+        # No algorithm hides the counts from the model. A compiled model would be compiled again for each list.
         self._computed_labels = ref(batch['labels'])
         self._computed_rows = rows_of(batch)
         return without_rows(batch)
@@ -161,6 +174,7 @@ class CountingDataSpec(DataSpec):
     # Called by Composer.
 
     def _rows_of(self, batch: Any) -> Sequence[RowCounts]:
+        """Returns the counts of each row, also if :meth:`_transform_microbatch` has taken them out."""
         labels = None if self._computed_labels is None else self._computed_labels()
         if labels is not None and labels is batch.get('labels'):
             return self._computed_rows
@@ -179,7 +193,7 @@ class CountingDataSpec(DataSpec):
                 'total': sum(row.real_tokens for row in rows),
                 'loss_generating': sum(row.loss_tokens for row in rows),
             }
-        counts = [count_tokens(part, self._known_rule) for part in microbatches_of(batch)]
+        counts = [count_tokens(microbatch, self._known_rule) for microbatch in microbatches_of(batch)]
         return {
             'total': sum(count.num_real for count in counts),
             'loss_generating': sum(count.num_loss_generating for count in counts),

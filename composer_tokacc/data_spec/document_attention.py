@@ -8,10 +8,10 @@ hands it to the mask function of the model's attention. Ours makes one mask for 
 needs none. The layers hand these masks on to the attention function. Ours calls the plain one for each document.
 
 Layers with a state or a convolution, and embeddings that look at the mask, receive the mask itself. They are called
-once for each document. The load-balancing loss of a router receives no mask.
+once for each document. The load-balancing loss of a router gets no mask, because packed rows have no padding.
 
-The documents travel as arguments of the forward. So a layer that is computed again in the backward, or a model that is
-called twice before its backward, sees its own documents.
+The documents are passed as arguments of the forward, not kept in the model. So a layer that is computed again in the
+backward, or a model that is called twice before its backward, sees the right documents.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache, partial, wraps
-from itertools import accumulate, groupby, islice, pairwise
+from itertools import accumulate, islice, pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -34,10 +34,10 @@ from composer_tokacc.compat import attention_of
 PREFIX = 'documents_'
 """Our attention is registered under the name of the plain one with this prefix."""
 LARGEST_HEAD = 256
-"""Largest head size of both kernels for half precision."""
+"""Largest head size that both kernels for half precision take."""
 
 HostFunction: TypeAlias = Callable[..., Any]
-"""A function of a host. Transformers has no types for its masks and attention."""
+"""A function of Transformers, which has no types for its masks and attention."""
 HostMask: TypeAlias = Any
 
 
@@ -59,18 +59,18 @@ class DocumentAttention:
     ) -> None:
         from transformers import PreTrainedModel
 
-        # A multimodal model holds several hosts. Only text hosts attend document by document.
+        # A multimodal model consists of several transformers models. Only those of text attend document by document.
         hosts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
         if not hosts:
             raise RuntimeError(f"The model must be one of transformers', got: {type(model).__name__}.")
         text_config = type(hosts[0].config.get_text_config(decoder=True))
-        self._parts = [host for host in hosts if type(host.config) is text_config]
-        config = self._parts[0].config
+        self._text_hosts = [host for host in hosts if type(host.config) is text_config]
+        config = self._text_hosts[0].config
         if 'chunked_attention' in (getattr(config, 'layer_types', None) or ()):
             raise RuntimeError('Attention must not be in chunks that are counted from column 0, got: such layers.')
         self._plain = attention_of(config).removeprefix(PREFIX)
         self.has_masks = self._plain in ('sdpa', 'eager') and not by_positions
-        """Whether packed rows have a mask of their documents. Flash and flex attention take no mask. They find the
+        """Whether packed rows have a mask of their documents. Flash and flex attention have none. They find the
         documents by ``position_ids`` that restart at 0."""
         self._rope_index = _rope_index_of(model)
         self._padding_position = _padding_position_of(model)
@@ -79,15 +79,10 @@ class DocumentAttention:
         # A cache would carry states from one document to the next, and with a cache Transformers does not look for
         # positions that restart. It is switched off in the config, because the forward of Qwen3.5 has no argument
         # `use_cache` that Composer could pass.
-        self._cached_configs = [
-            part.config
-            for part in self._parts
-            if getattr(
-                part.config,
-                'use_cache',
-                False,
-            )
-        ]
+        self._cached_configs: list[Any] = []
+        for host in self._text_hosts:
+            if getattr(host.config, 'use_cache', False):
+                self._cached_configs.append(host.config)
         for cached_config in self._cached_configs:
             cached_config.use_cache = False
         if self.has_masks:
@@ -103,16 +98,16 @@ class DocumentAttention:
             self._set_attention(self._plain)
 
     def positions(self, batch: Batch, real: Tensor) -> Tensor:
-        """Returns the position of each real token in its own row, ``(rows, width)``, as the model counts positions.
+        """Returns the position of each real token in its own row, as the model counts positions, ``(rows, width)``.
 
-        ``real`` marks the tokens of each row, ``(rows, width)``.
+        ``real`` marks the tokens of each row, ``(rows, width)`` bool. Other positions of the result mean nothing.
         """
         padding_position = self._padding_position
         if padding_position is None:
             return real.cumsum(dim=1) - 1
         if 'input_ids' not in batch:
             return real.cumsum(dim=1) + padding_position
-        # RoBERTa and ESM do not count ids of padding, wherever they stand, and begin behind the place of padding.
+        # RoBERTa and ESM never count the padding id, not even within the text, and begin behind the padding position.
         counted = real & (batch['input_ids'] != padding_position)
         return counted.cumsum(dim=1) * counted + padding_position
 
@@ -134,17 +129,17 @@ class DocumentAttention:
         self._set_attention(name)
 
     def _set_attention(self, name: str) -> None:
-        for part in self._parts:
-            part.set_attn_implementation({'': name})
-            if attention_of(part.config) != name:
+        for host in self._text_hosts:
+            host.set_attn_implementation({'': name})
+            if attention_of(host.config) != name:
                 raise RuntimeError(
                     "The model's attention must go through transformers' AttentionInterface, got: that of "
-                    f'{type(part).__name__} does not.'
+                    f'{type(host).__name__} does not.'
                 )
 
 
 def _rope_index_of(model: nn.Module) -> HostFunction | None:
-    """Returns the function with which a multimodal model counts its rotary positions."""
+    """Returns the function with which a multimodal model counts its rotary positions; None if it has none."""
     for module in model.modules():
         rope_index: Any = getattr(module, 'get_rope_index', None)
         if rope_index is not None:
@@ -153,10 +148,10 @@ def _rope_index_of(model: nn.Module) -> HostFunction | None:
 
 
 def _padding_position_of(model: nn.Module) -> int | None:
-    """Returns the place of padding in the table of positions, or None if the table has no such place.
+    """Returns the position that the model's table of positions keeps for padding, or None if it keeps none.
 
-    A table with such a place counts positions from the place behind it. This is the convention of fairseq, which
-    RoBERTa, XLM-R, CamemBERT, MPNet and ESM follow.
+    A model with such a position counts its tokens from the next one. This is the convention of fairseq, which RoBERTa,
+    XLM-R, CamemBERT, MPNet and ESM follow.
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and name.endswith('position_embeddings'):
@@ -168,7 +163,7 @@ def _padding_position_of(model: nn.Module) -> int | None:
 
 
 class _Run(NamedTuple):
-    """Consecutive documents of the same length without a mask, or one document with or without a mask."""
+    """Consecutive documents with the same length and the same mask: several without a mask, or one with a mask."""
 
     length: int
     count: int
@@ -184,21 +179,17 @@ class _Documents:
         masks: Sequence[HostMask],
     ) -> None:
         self.runs: list[_Run] = []
-        documents = zip(lengths, masks, strict=True)
-        for (length, _), group in groupby(documents, key=lambda document: (document[0], id(document[1]))):
-            members = list(group)
-            self.runs.append(
-                _Run(
-                    length,
-                    len(members),
-                    members[0][1],
-                )
-            )
+        for length, mask in zip(lengths, masks, strict=True):
+            last = self.runs[-1] if self.runs else None
+            if last is not None and last.length == length and last.mask is mask:
+                self.runs[-1] = last._replace(count=last.count + 1)
+            else:
+                self.runs.append(_Run(length, 1, mask))
         self.lengths = lengths
         self._ends: Tensor | None = None
 
     def ends(self, device: torch.device) -> Tensor:
-        """Returns where documents end, int32 ``(documents + 1,)``. It is moved to the device once for all layers."""
+        """Returns a 0 and where each document ends, int32 ``(documents + 1,)``. It is moved to the device only once."""
         if self._ends is None:
             ends = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32)
             self._ends = ends.to(device, non_blocking=True)
@@ -206,7 +197,7 @@ class _Documents:
 
     def split(self, states: Tensor) -> list[Tensor]:
         """Splits ``(1, heads, tokens, size)`` without a copy: ``(documents, heads, length, size)`` for each run."""
-        # Not narrow(): for each document its gradient is as large as the whole row.
+        # narrow() would be wrong: for each document its gradient is as large as the whole row.
         parts = states[0].split([run.length * run.count for run in self.runs], dim=1)
         batches = []
         for part, run in zip(parts, self.runs, strict=True):
@@ -218,8 +209,8 @@ class _Documents:
 
 
 def _lengths_of(documents: Tensor) -> list[int]:
-    """Returns the length of each document of a mask. The device is read once, not once for each layer."""
-    # The mask keeps its lengths, as all layers receive the same tensor.
+    """Returns the length of each document of a mask. Waits for the device only once, not once for each layer."""
+    # The tensor keeps its lengths as an attribute, because all layers receive the same tensor.
     cached: list[int] | None = getattr(documents, 'lengths_of_documents', None)
     if cached is None:
         cached = documents.sum(dim=1).tolist()
@@ -242,14 +233,16 @@ def _masks(plain: str, **arguments: Any) -> HostMask:
     lengths = _lengths_of(documents)
     masks = []
     for start, end in pairwise([0, *accumulate(lengths)]):
-        # Columns keep their numbers, because a mask may look up its columns in the batch: which are tokens of images.
-        document = {**arguments, 'batch_size': 1, 'attention_mask': None, 'kv_length': end - start, 'kv_offset': start}
+        document_arguments = {**arguments, 'batch_size': 1, 'attention_mask': None}
+        # The columns keep their numbers in the packed row. Some masks look up which columns of the batch are images.
+        document_arguments['kv_length'] = end - start
+        document_arguments['kv_offset'] = start
         if 'cache_position' in arguments:  # transformers 4
-            document['cache_position'] = arguments['cache_position'][start:end]
+            document_arguments['cache_position'] = arguments['cache_position'][start:end]
         else:
-            document['q_length'] = end - start
-            document['q_offset'] = start
-        masks.append(make(**document))
+            document_arguments['q_length'] = end - start
+            document_arguments['q_offset'] = start
+        masks.append(make(**document_arguments))
     return _Documents(lengths, masks)
 
 
@@ -266,15 +259,8 @@ def _call_layers_by_document(model: nn.Module) -> None:
             if hasattr(layer.forward, 'by_document'):
                 continue
             plain_forward = layer.forward
-            forward: Any = wraps(plain_forward)(
-                _in_plain_python(
-                    partial(
-                        _forward_by_document,
-                        plain_forward,
-                        states,
-                    )
-                )
-            )
+            by_document = partial(_forward_by_document, plain_forward, states)
+            forward: Any = wraps(plain_forward)(_in_plain_python(by_document))
             forward.by_document = True
             layer.forward = forward
 
@@ -282,8 +268,8 @@ def _call_layers_by_document(model: nn.Module) -> None:
 def _innermost(model: nn.Module, states: str) -> Iterator[nn.Module]:
     """Yields the innermost modules that take ``states`` and a mask: mixers of hybrids, embeddings that see the mask.
 
-    Attention modules (``is_causal``) are left out. They receive :class:`_Documents`, and ``torch.compile`` can take
-    them whole. Models, and wrappers of models such as PEFT's, are left out too: they take ids and mask themselves.
+    Attention modules (``is_causal``) are left out. They receive :class:`_Documents`, and ``torch.compile`` can compile
+    them. Models, and wrappers of models such as PEFT's, are left out too, although they take ids and a mask.
     """
     from transformers import PreTrainedModel
 
@@ -309,7 +295,7 @@ def _forward_by_document(plain_forward: HostFunction, states: str, *args: Any, *
     if not isinstance(documents, Tensor) or not isinstance(inputs, Tensor):
         return plain_forward(*args, **kwargs)
     if documents.dim() != 2 or len(documents) == len(inputs):
-        return plain_forward(*args, **kwargs)  # a mask of rows
+        return plain_forward(*args, **kwargs)  # a mask with one row per row of the batch: nothing is packed
     lengths = _lengths_of(documents)
     split_arguments = {states: inputs.split(lengths, dim=1)}
     if states == 'input_ids':
@@ -331,7 +317,7 @@ def _forward_by_document(plain_forward: HostFunction, states: str, *args: Any, *
 
 
 def _balance_routers_without_mask(hosts: Sequence[nn.Module]) -> None:
-    """Changes the load-balancing loss in the files of the models, so that it accepts a mask of documents."""
+    """Changes the load-balancing loss in the modules of Transformers, so that it accepts a mask of documents."""
     for host in hosts:
         names = vars(sys.modules[type(host).__module__])
         balance = names.get('load_balancing_loss_func')
@@ -343,7 +329,7 @@ def _balance_routers_without_mask(hosts: Sequence[nn.Module]) -> None:
 
 
 def _balance(plain: HostFunction, logits: Any, *args: Any, **kwargs: Any) -> Any:
-    """Computes the load-balancing loss of a router. It takes only a mask of rows; packed rows have no padding."""
+    """Computes the load-balancing loss of a router, without a mask if rows are packed, because they have no padding."""
     call = inspect.signature(plain).bind(logits, *args, **kwargs)
     mask = call.arguments.get('attention_mask')
     if logits and mask is not None and mask.numel() != logits[0].shape[:-1].numel():
@@ -352,7 +338,7 @@ def _balance(plain: HostFunction, logits: Any, *args: Any, **kwargs: Any) -> Any
 
 
 def _in_plain_python(function: HostFunction) -> HostFunction:
-    """Hides a function from a compiler: number and lengths of documents are new in every batch."""
+    """Hides a function from ``torch.compile``, because the lengths of documents are new in every batch."""
     return torch.compiler.disable(lambda *args, **kwargs: function(*args, **kwargs))
 
 
@@ -368,7 +354,7 @@ def _attend(
     attention_mask: HostMask,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Is our attention function, as transformers calls it. States are ``(1, heads, tokens, size)``."""
+    """Attends document by document. Transformers calls it; states are ``(1, heads, tokens, size)``."""
     attend = _plain_attention(plain, module)
     documents = attention_mask
     if not isinstance(documents, _Documents):
@@ -377,26 +363,12 @@ def _attend(
     if _on_gpu(query) and plain == 'sdpa' and not has_mask:
         return _attend_at_once(documents, module, query, key, value, **kwargs), None
     outputs = []
-    # Consecutive documents of the same length are one batch.
-    run_states = zip(
-        documents.split(query),
-        documents.split(key),
-        documents.split(value),
-        strict=True,
-    )
-    for run, (run_query, run_key, run_value) in zip(
-        documents.runs,
-        run_states,
-        strict=True,
-    ):
-        attended, _ = attend(
-            module,
-            run_query,
-            run_key,
-            run_value,
-            run.mask,
-            **kwargs,
-        )
+    # Consecutive documents of the same length are computed as one batch.
+    queries = documents.split(query)
+    keys = documents.split(key)
+    values = documents.split(value)
+    for run, run_query, run_key, run_value in zip(documents.runs, queries, keys, values, strict=True):
+        attended, _ = attend(module, run_query, run_key, run_value, run.mask, **kwargs)
         outputs.append(attended.flatten(0, 1))  # (documents, length, heads, size) to (tokens, heads, size)
     if len(outputs) == 1:
         return outputs[0][None], None
@@ -419,7 +391,7 @@ def _attend_at_once(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """Attends in all documents by one kernel of a GPU for documents of any length; ``(1, tokens, heads, size)``."""
+    """Attends in all documents with one call of a GPU kernel; returns ``(1, tokens, heads, size)``."""
     if is_causal is None:
         is_causal = bool(getattr(module, 'is_causal', True))
     ends = documents.ends(query.device)
@@ -432,14 +404,8 @@ def _attend_at_once(
         if attend is not None:
             token_states = [states[0].transpose(0, 1) for states in (query, key, value)]  # (tokens, heads, size)
             options = {'causal': is_causal, 'scale': scaling, 'dropout': dropout}
-            return attend(
-                *token_states,
-                ends,
-                ends,
-                longest,
-                longest,
-                **options,
-            )[None]
+            # Queries and keys are of the same documents, so both get the same ends and the same longest length.
+            return attend(*token_states, ends, ends, longest, longest, **options)[None]
     num_heads = query.shape[1]
     attended = F.scaled_dot_product_attention(
         _nested(query, num_heads, documents),
@@ -454,29 +420,27 @@ def _attend_at_once(
 
 def _nested(states: Tensor, num_heads: int, documents: _Documents) -> Tensor:
     """Returns states as a nested tensor of documents, with as many heads as the query has."""
-    # The kernel for nested tensors does not know groups of heads.
+    # The kernel for nested tensors does not support groups of heads.
     states = states.repeat_interleave(num_heads // states.shape[1], dim=1)
     # Nested tensors have the tokens of all documents in the first dimension.
     token_states = states[0].transpose(0, 1).contiguous()
     ends = documents.ends(states.device).long()
     shortest = min(documents.lengths)
     longest = max(documents.lengths)
-    nested = torch.nested.nested_tensor_from_jagged(
-        token_states,
-        ends,
-        min_seqlen=shortest,
-        max_seqlen=longest,
-    )
+    nested = torch.nested.nested_tensor_from_jagged(token_states, ends, min_seqlen=shortest, max_seqlen=longest)
     return nested.transpose(1, 2)
 
 
 @cache
 def _half_kernel(*, has_dropout: bool) -> Callable[..., Tensor] | None:
-    """Returns the first installed kernel that takes groups of heads: the one of torch, or the one of ``flash_attn``."""
+    """Returns the first installed kernel that supports groups of heads: torch's or ``flash_attn``'s; None without one.
+
+    The kernel of torch has no dropout.
+    """
     with suppress(ImportError):
         from torch.nn.attention.varlen import varlen_attn  # type: ignore[import-not-found]
 
-        # The first release of the kernel lacks these arguments.
+        # The first release of the kernel lacks these arguments. A window of -1 columns has no limit.
         has_arguments = {'window_size', 'enable_gqa'} <= inspect.signature(varlen_attn).parameters.keys()
         if has_arguments and not has_dropout:
             return lambda *states, causal, scale, dropout: varlen_attn(
@@ -492,7 +456,7 @@ def _half_kernel(*, has_dropout: bool) -> Callable[..., Tensor] | None:
 
 
 def _plain_attention(plain: str, module: nn.Module) -> HostFunction:
-    """Returns the plain attention function. The eager one is a function of the file that defines the layer."""
+    """Returns the plain attention function. The eager one is defined in the module that defines the layer."""
     from transformers import AttentionInterface
 
     if plain != 'eager':

@@ -28,8 +28,8 @@ def pack_rows(
 
     Args:
         layout: How the tensors of the batch belong to its rows.
-        batch: Rows without holes. Its counts name the loss rule; without counts the rule is causal.
-        attention: The model's. The default takes masks and counts positions of text from 0.
+        batch: Rows without holes. Its counts name the loss rule. Without counts the rule is causal.
+        attention: The attention of the model. None: one that takes masks and counts positions from 0.
 
     Returns:
         ``input_ids`` ``(1, total)``; ``attention_mask`` bool ``(documents, total)``, True at the tokens of a document;
@@ -43,7 +43,7 @@ def pack_rows(
     real = real_positions(batch)
     _check_rows(batch, real, is_shifted=is_shifted)
     if not bool(real.any()):
-        # A model cannot compute a row without tokens.
+        # A model cannot compute a row without tokens, so one padding token is kept.
         real = torch.zeros_like(real)
         real[0, 0] = True
     packed: BatchDict = {}
@@ -55,15 +55,15 @@ def pack_rows(
                 packed[key] = _pack_tensor(layout, batch, key, real)
         else:
             packed[key] = _pack_value(value, num_rows=len(real))
-    # The first real token of each row starts a document.
+    # The first real token of each row starts a document. `[real]` takes the real tokens, row after row.
     is_start = (real.cumsum(dim=1) == 1)[real][None]
     if is_shifted:
         packed['labels'] = packed['labels'].masked_fill(is_start, IGNORE_INDEX)
     if attention is None or attention.has_masks:
-        documents = is_start.cumsum(dim=1) - 1
-        # One row of the mask for each document.
-        numbers = torch.arange(int(documents[0, -1]) + 1, device=documents.device)
-        packed['attention_mask'] = documents == numbers[:, None]
+        document_of_token = is_start.cumsum(dim=1) - 1
+        num_documents = int(document_of_token[0, -1]) + 1
+        documents = torch.arange(num_documents, device=real.device)
+        packed['attention_mask'] = document_of_token == documents[:, None]
     packed['position_ids'] = _pack_positions(batch, real, attention)
     return packed
 
@@ -74,7 +74,7 @@ def _check_rows(
     *,
     is_shifted: bool,
 ) -> None:
-    """Refuses rows with holes or with labels on padding, because these positions would become tokens."""
+    """Raises ValueError if a row has holes, or labels on padding, because these positions would become tokens."""
     mask = batch.get('attention_mask')
     if mask is not None and mask.dim() != 2:
         raise ValueError(f'`attention_mask` must be 2-D for packing, got: {mask.dim()}-D. Set `packing=False`.')
@@ -83,13 +83,13 @@ def _check_rows(
     attended = torch.ones_like(real)
     if mask is not None:
         attended = mask != 0
-    attended_before = torch.nn.functional.pad(attended[:, :-1], (1, 0))
-    # A run starts at an attended position behind one that is not.
-    num_runs = (attended & ~attended_before).sum(dim=1)
+    follows_attended = torch.nn.functional.pad(attended[:, :-1], (1, 0))
+    starts_run = attended & ~follows_attended
+    num_runs = starts_run.sum(dim=1)
     labelled_padding = real & ~attended
     if is_shifted:
         # The last token predicts a label right behind it. A label further on is predicted from padding.
-        labelled_padding &= ~attended_before
+        labelled_padding &= ~follows_attended
     is_wrong = (num_runs > 1) | labelled_padding.any(dim=1)
     if bool(is_wrong.any()):
         name = sample_name(batch, int(is_wrong.int().argmax()))
@@ -106,19 +106,24 @@ def _pack_tensor(
     key: str,
     real: Tensor,
 ) -> Tensor:
+    """Returns a tensor of the one packed row."""
     value = batch[key]
     entry = layout.entry_of(batch, key)
     if entry.slot_dim == 1 and not entry.seq_dims:
         return value.flatten(0, 1)[None]  # the image slots of the rows one after the other
     if entry.unit != 'row' or entry.is_media:
-        return value  # images are in the order of the rows already
+        return value  # images are already in the order of the rows
     if value.shape == real.shape and entry.seq_dims:
         return value[real][None]
     raise ValueError(f'`batch[{key!r}]` must be of shape {tuple(real.shape)} for packing, got: {tuple(value.shape)}.')
 
 
 def _pack_value(value: Any, *, num_rows: int) -> Any:
-    """Returns the entry of one row: the sum of numbers of rows, a list of other values of rows, or the value itself."""
+    """Returns a value of the one packed row.
+
+    A list of numbers, one per row, becomes a list with their sum. Any other list with one value per row becomes a list
+    with that list. What is not a list of rows stays as it is.
+    """
     if not isinstance(value, (list, tuple)) or len(value) != num_rows:
         return value
     if all(isinstance(item, (int, float)) for item in value):
@@ -131,6 +136,7 @@ def _pack_positions(
     real: Tensor,
     attention: DocumentAttention | None,
 ) -> Tensor:
+    """Returns the position of each token of the packed row in its own document."""
     if attention is None:
         return (real.cumsum(dim=1) - 1)[real][None]
     positions = attention.positions(batch, real)[real][None]

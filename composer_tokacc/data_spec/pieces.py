@@ -4,8 +4,8 @@
 """Pieces: rows of a batch that go through the model together, and the microbatches that are built of them.
 
 :class:`CutRules` say how rows may be cut. A :class:`Piece` is some rows of a batch, with their widths under these
-rules. :class:`DummyRows` are rows without weight, which keep ranks in step and encoders in use. Pieces only hold
-numbers; :func:`build` makes microbatches of them, and is the first to touch a tensor.
+rules. :class:`DummyRows` are rows without weight. They keep ranks in step and encoders in use. Pieces only hold
+numbers. :func:`build` makes microbatches of them, and is the first to touch a tensor.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ RIGHT_POLICIES = ('trim', 'keep')
 class CutRules:
     """How rows may be cut so that their losses stay the same as in the device batch.
 
-    A policy holds up to the width at which it was shown. Wider batches keep their padding until the check has looked at
-    one of them.
+    A policy holds up to the width of the batches on which the first-batch check has shown it. Wider batches keep their
+    padding until the check has looked at one of them.
 
     Args:
         left: For rows padded on the left: ``'trim'``; ``'shift'``: trim, and write the numbers of the remaining columns
             as ``position_ids``, for models that count positions from column 0; ``'keep'`` the padding.
         left_width: Width up to which ``left`` was shown to hold.
-        given: The same for rows padded on the left in a batch that brings ``position_ids``.
+        given: As ``left``, but for batches that bring ``position_ids``.
         given_width: Width up to which ``given`` was shown to hold.
         right: For rows padded on the right: ``'trim'`` or ``'keep'``.
         right_width: Width up to which ``right`` was shown to hold.
         needs_media: Whether a microbatch without media needs a dummy row with media if others of the step have media.
             (Mllama skips its cross-attention in a batch without images, but in a batch with an image its text rows
-            attend to padding.)
+            attend to padding images.)
         packing: How a microbatch's rows become one packed row: ``''``: not at all; ``'documents'``: the model's own
             attention is computed document by document; ``'positions'``: it finds documents by ``position_ids`` itself.
     """
@@ -79,19 +79,19 @@ class CutRules:
             return [facts.width] * len(facts.lengths)
         widths = []
         for length, has_label in zip(facts.lengths, facts.has_label_behind_padding, strict=True):
-            # The last pad before such a row predicts its first label, and would be gone.
+            # Trimming would remove the last pad before the row, which predicts the row's first label.
             widths.append(facts.width if has_label else length)
         return widths
 
     def cuts_like(self, other: CutRules) -> bool:
-        """Returns whether both cut in the same way. The widths up to which that was shown may differ."""
+        """Returns whether both rules have the same policies. The widths up to which these hold may differ."""
         names = ('left', 'given', 'right', 'needs_media', 'packing')
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
     def with_side_of(self, earlier: CutRules, side: str) -> CutRules:
-        """Returns these rules with the earlier policies of that side, because no row was trimmed on it.
+        """Returns these rules with the earlier policies of a side on which the check has not trimmed any row.
 
-        If the padding must be kept, trimming was tried and has failed: that stays.
+        A policy ``'keep'`` stays: it means that trimming was tried and has failed.
         """
         names = ('right',) if side == 'right' else ('left', 'given')
         changed = {}
@@ -105,12 +105,13 @@ class CutRules:
 def _policy_name(facts: RowFacts) -> str:
     if facts.side == 'right':
         return 'right'
-    # Positions of the batch stay as they are when columns are cut off. Positions that the model counts may not.
+    # If the batch brings positions, tokens keep them when columns are cut off. If the model counts positions, they may
+    # change.
     return 'given' if facts.has_positions else 'left'
 
 
 def padded_candidates(facts: RowFacts, earlier: CutRules) -> Iterator[CutRules]:
-    """Yields the rules of padded microbatches to try on such rows, cheapest first.
+    """Yields the rules without packing to try on these rows, cheapest first.
 
     ``earlier`` are the rules that were found on other rows.
     """
@@ -125,9 +126,10 @@ def padded_candidates(facts: RowFacts, earlier: CutRules) -> Iterator[CutRules]:
 
 
 def _padding_rules(facts: RowFacts, earlier: CutRules) -> Iterator[CutRules]:
-    """Yields the rules with each padding policy that may hold for such rows."""
+    """Yields the earlier rules with each padding policy that may hold for these rows."""
     if not facts.is_padded or not facts.may_be_trimmed:
-        yield earlier  # nothing can be trimmed, so nothing is learnt about trimming
+        # Nothing can be trimmed, so nothing is learnt about trimming.
+        yield earlier
         return
     name = _policy_name(facts)
     policies: Sequence[str] = RIGHT_POLICIES if name == 'right' else LEFT_POLICIES
@@ -135,6 +137,7 @@ def _padding_rules(facts: RowFacts, earlier: CutRules) -> Iterator[CutRules]:
     earlier_width: int = getattr(earlier, f'{name}_width')
     was_shown = earlier_width != sys.maxsize
     if was_shown:
+        # Cheaper policies have failed on other rows.
         policies = policies[policies.index(earlier_policy) :]
     for policy in policies:
         width = facts.width
@@ -148,7 +151,7 @@ def _padding_rules(facts: RowFacts, earlier: CutRules) -> Iterator[CutRules]:
 
 @dataclass(frozen=True, eq=False)
 class DummyRow:
-    """A row without weight that has media, and its share of the caps."""
+    """A row without weight that has media, and what it uses of the caps."""
 
     batch: Batch
     width: int
@@ -156,9 +159,9 @@ class DummyRow:
 
 
 class DummyRows:
-    """The smallest row with each modality in the batches of this rank, without weight.
+    """For each modality the smallest row of this rank's batches that has it, without weight.
 
-    They change neither gradient nor number of samples.
+    Dummy rows change neither the gradient nor the number of samples.
 
     Args:
         sources: Facts of this rank's batch, or of each of its microbatches.
@@ -174,6 +177,7 @@ class DummyRows:
     @cached_property
     def present(self) -> set[str]:
         """Modalities that some row has."""
+        # Entries that the user registered may be of any modality.
         possible = set(MODALITIES if self._layout.extra else self._layout.family.media)
         present: set[str] = set()
         for facts in self._sources:
@@ -196,7 +200,7 @@ class DummyRows:
         return [row for row in missing if row is not None]
 
     def row(self, modality: str) -> DummyRow | None:
-        """Returns the dummy row with a modality: of this rank, or the one that was set; None: there is none."""
+        """Returns the dummy row with a modality: the one that was set, else one of this rank; None if it has none."""
         if modality not in self._rows:
             row = None
             if modality in self.present:
@@ -205,18 +209,18 @@ class DummyRows:
         return self._rows[modality]
 
     def set_row(self, modality: str, row: Batch | None) -> None:
-        """Sets the dummy row with a modality."""
+        """Sets the dummy row with a modality, a batch of one row."""
         if row is None:
             self._rows[modality] = None
             return
-        tokens = 0
+        image_tokens = 0
         if self._layout.config is not None:
-            tokens = sum(self._layout.image_tokens_per_row(row))
-        self._rows[modality] = DummyRow(row, self._layout.width(row), tokens)
+            image_tokens = sum(self._layout.image_tokens_per_row(row))
+        self._rows[modality] = DummyRow(row, self._layout.width(row), image_tokens)
 
 
 def zero_weight(batch: Batch) -> BatchDict:
-    """Returns a copy without labels, whose rows count as no sample."""
+    """Returns a copy in which all labels are masked and no row counts as a sample."""
     labels = torch.full_like(batch['labels'], IGNORE_INDEX)
     rows = [RowCounts(samples=0, rule=row.rule) for row in rows_of(batch)]
     return with_rows({**batch, 'labels': labels}, rows)
@@ -224,36 +228,34 @@ def zero_weight(batch: Batch) -> BatchDict:
 
 def smallest_row(sources: Sequence[RowFacts], modality: str) -> BatchDict | None:
     """Returns the row with the fewest items of a modality, and of these the shortest, without weight."""
-    smallest: tuple[int, int] | None = None
-    row_batch = None
+    candidates: list[tuple[int, int, RowFacts, int]] = []
     for facts in sources:
         for row, num_items in enumerate(facts.counts.get(modality, ())):
-            size = num_items, facts.lengths[row]
-            if num_items and (smallest is None or size < smallest):
-                smallest = size
-                row_batch = facts, row
-    if row_batch is None:
+            if num_items:
+                candidates.append((num_items, facts.lengths[row], facts, row))
+    if not candidates:
         return None
-    facts, row = row_batch
-    return zero_weight(facts.layout.trim(facts.layout.select(facts.batch, [row])))
+    _, _, facts, row = min(candidates, key=lambda candidate: candidate[:2])
+    selected = facts.layout.select(facts.batch, [row])
+    return zero_weight(facts.layout.trim(selected))
 
 
 def add_rows(layout: BatchLayout, microbatch: Batch, rows: Sequence[Batch], side: str) -> BatchDict:
     """Returns the microbatch with dummy rows behind its own.
 
     Args:
-        layout: Of the microbatch.
+        layout: Layout of the microbatch.
         microbatch: The rows with weight.
         rows: The dummy rows, each a batch of one row.
-        side: Padding side of the device batch. Trimmed rows of one width do not show it, and the cut may only have been
-            shown for it.
+        side: Padding side of the device batch. A trimmed microbatch may have no padding that shows it, and the check
+            may only have shown that this side is exact.
     """
     fitting = [_with_lists_of(microbatch, row) for row in rows]
     positions = microbatch.get('position_ids')
     if positions is not None and positions.dim() == 2:
-        # Trimming has written them. A row without weight may have any.
+        # Trimming has written positions. A row without weight may have any.
         fitting = [{'position_ids': torch.arange(layout.width(row))[None], **row} for row in fitting]
-    # Any id may stand on padding except a placeholder. A row may begin with one.
+    # Padding may have any id except a placeholder.
     ids = microbatch['input_ids']
     is_text = torch.ones_like(ids, dtype=torch.bool)
     if layout.config is not None:
@@ -263,7 +265,7 @@ def add_rows(layout: BatchLayout, microbatch: Batch, rows: Sequence[Batch], side
 
 
 def _with_lists_of(microbatch: Batch, row: Batch) -> BatchDict:
-    """Returns a dummy row with the same lists as a microbatch. Unknown values are None, unknown counts 0."""
+    """Returns a dummy row with the lists of a microbatch. Unknown values are None, unknown counts are 0."""
     fitting = {key: value for key, value in row.items() if not isinstance(value, (list, tuple))}
     for key, value in microbatch.items():
         if not isinstance(value, (list, tuple)):
@@ -309,7 +311,7 @@ class Piece:
         return cls(facts, rules, options, rows, rules.widths(facts), _capped_sizes(facts, options))
 
     def take(self, places: Iterable[int]) -> Piece:
-        """Returns some of these rows, by their places in this piece."""
+        """Returns a piece of some of these rows, given by their places in this piece."""
         chosen = list(places)
         sizes = {}
         for name, values in self.sizes.items():
@@ -323,19 +325,20 @@ class Piece:
 
     @property
     def width(self) -> int:
-        """Width of the trimmed rows."""
+        """Width of the trimmed rows, rounded up to ``width_multiple``."""
         return self._rounded_up(max(self.widths))
 
     def _rounded_up(self, width: int) -> int:
         multiple = self.options.width_multiple
-        return min(-(-width // multiple) * multiple, self.facts.width)
+        num_multiples = -(-width // multiple)
+        return min(num_multiples * multiple, self.facts.width)
 
     @property
     def fits(self) -> bool:
-        """Whether the rows are within the caps, together with their dummy rows."""
+        """Whether the rows and their dummy rows together are within the caps."""
         dummy_widths = [row.width for row in self.dummies]
         if self.rules.packing:
-            # One row of them all, as wide as they are together.
+            # All rows become one row, as wide as they are together.
             num_tokens = sum(self.widths) + sum(dummy_widths)
         else:
             widest = max([self.width, *dummy_widths]) + self.facts.decoder_width
@@ -344,11 +347,11 @@ class Piece:
 
     @property
     def _fits_capped_sizes(self) -> bool:
-        # Dummy rows have no loss tokens.
+        # Dummy rows have image tokens, but no loss tokens.
         sizes_of_dummies = {'image_tokens': sum(row.image_tokens for row in self.dummies)}
         for name, cap in self.options.caps.items():
             total = sum(self.sizes[name])
-            # If the dummy rows alone are over the cap, fewer rows would not help.
+            # Rows without such tokens fit. If the dummy rows are over the cap, fewer rows would not help.
             if total > 0 and total + sizes_of_dummies.get(name, 0) > cap:
                 return False
         return True
@@ -362,16 +365,16 @@ class Piece:
             decoder_width = self.facts.decoder_width
             max_width = self.facts.width + decoder_width
             if decoder_width:
-                # Widths are rounded up without the decoder's text, so the cut must not round them again.
+                # Only the encoder's text is rounded up, so it is rounded here. The cut must not round the sum again.
                 widths = [self._rounded_up(width) + decoder_width for width in widths]
                 options = replace(options, width_multiple=1)
         groups = cut_rows(widths, options, max_width=max_width, **self.sizes)
         return [self.take(group) for group in groups]
 
     def check_caps(self, indices: Sequence[int] | None) -> None:
-        """Raises ValueError for the row that is furthest over a cap, or warns of it.
+        """Raises ValueError if the largest row is over a cap. With ``on_oversize='warn'`` it logs a warning.
 
-        ``indices`` are the places of the rows in the dataset, if they are known.
+        ``indices`` are the indices of the rows in the dataset, if they are known.
         """
         num_tokens = [width + self.facts.decoder_width for width in self.widths]
         setting = '`device_train_microbatch_size` x `slot_tokens`'
@@ -409,7 +412,7 @@ def _capped_sizes(facts: RowFacts, options: CutOptions) -> dict[str, Sequence[in
 
 
 def _loss_tokens(batch: Batch) -> list[int]:
-    """Returns the loss tokens of each row. If the batch is not counted yet, all labels count."""
+    """Returns the number of loss tokens of each row. If the batch is not counted yet, every label counts."""
     if is_counted(batch):
         return [row.loss_tokens for row in rows_of(batch)]
     return (labels_of(batch) != IGNORE_INDEX).sum(dim=1).tolist()
@@ -419,11 +422,15 @@ def _loss_tokens(batch: Batch) -> list[int]:
 
 
 def build(pieces: Sequence[Piece], attention: DocumentAttention | None = None) -> Iterator[BatchDict]:
-    """Yields the microbatch of each piece. Pieces of one batch lie together, so that its media are counted once."""
+    """Yields the microbatch of each piece.
+
+    Consecutive pieces of the same batch are selected together, so that the media of the batch are counted once.
+    """
     for _, group in groupby(pieces, key=lambda piece: id(piece.facts)):
         pieces_of_batch = list(group)
         facts = pieces_of_batch[0].facts
-        if len(pieces_of_batch) == 1 and list(pieces_of_batch[0].rows) == list(range(len(facts.lengths))):
+        all_rows = list(range(len(facts.lengths)))
+        if len(pieces_of_batch) == 1 and list(pieces_of_batch[0].rows) == all_rows:
             selected = [dict(facts.batch)]
         else:
             selected = facts.layout.split(facts.batch, [piece.rows for piece in pieces_of_batch])
@@ -451,7 +458,8 @@ def _trimmed(piece: Piece, rows: BatchDict) -> BatchDict:
     start = facts.width - width if facts.side == 'left' else 0
     trimmed = facts.layout.narrow(rows, start, width)
     if start and piece.rules.policy(facts) == 'shift' and not facts.has_positions:
-        # The model would count positions from its first column. They must stay the same as in the device batch.
+        # The model would count positions from the first remaining column. Tokens must keep the positions that they have
+        # in the device batch.
         positions = torch.arange(start, start + width)
         trimmed['position_ids'] = positions.expand(len(piece.rows), width).contiguous()
     return trimmed

@@ -5,7 +5,7 @@
 
 :class:`MicrobatchSplit` describes the rows, cuts them into pieces under the caps (:mod:`.pieces`) and builds the
 microbatches. On several ranks :func:`in_step` first adds dummy rows and empty microbatches, so that no rank waits for
-another without end. The functions at the end find the split and the layout that belong to a loader.
+another without end. The functions at the end find the split and the layout of a loader.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FEW_TOKENS = 8
-"""Tokens of a text that only keeps a rank in step. Models with convolutions need as many."""
+"""Width of an empty microbatch of text, which only keeps a rank in step. Models with convolutions need 8 tokens."""
 
 MicrobatchTransforms = Callable[[Any], Any]
 
 
 class MicrobatchSplit:
-    """Composer's ``split_batch``: a microbatch size of ``k`` is a memory of ``k`` rows of ``slot_tokens``.
+    """Composer's ``split_batch``. A microbatch size of ``k`` means the memory of ``k`` rows of ``slot_tokens`` tokens.
 
     Args:
-        dataloader: The loader whose batches are split. The algorithm finds the split by it.
+        dataloader: The loader whose batches are split. The algorithm finds the split by its loader.
         layout: How tensors belong to rows. None: the model's own layout, as soon as the model is known.
         options: The caps, and how to cut under them.
-        microbatch_transforms: The user's own, which are applied on the device.
+        microbatch_transforms: The user's own transforms of a microbatch on the device.
     """
 
     def __init__(
@@ -61,13 +61,14 @@ class MicrobatchSplit:
         self.given_layout = layout
         self.layout = layout
         self.rules = CutRules(right='trim')
-        """How rows are cut. Before the first-batch check only padding on the right is trimmed, which no causal model
-        can see. Trimming on the left may move positions."""
+        """How rows are cut. Before the first-batch check only padding on the right is trimmed, because no causal model
+        can see it. Trimming on the left may change positions."""
         self.checked = False
         """Whether the first-batch check has seen the model."""
         self.reduces_once = False
         """Whether DDP reduces gradients only in the last microbatch of a step. Then ranks may leave an encoder unused
-        and make different numbers of microbatches. The algorithm sees it happen, and gives DDP zeros."""
+        and make different numbers of microbatches. The algorithm observes this, and gives DDP zeros for what is
+        unused."""
         self.step: Step | None = None
         """The step whose batch is split next; None: no algorithm counts it."""
         self._microbatch_transforms = microbatch_transforms
@@ -80,7 +81,7 @@ class MicrobatchSplit:
     # Called by the algorithm.
 
     def start(self, model: torch.nn.Module, layout: BatchLayout | None, batch: Batch, microbatch_size: float) -> None:
-        """Begins with a model, knowing only its layout; a collective."""
+        """Takes a model whose rules are not known yet, and decides whether to try packing. A collective."""
         self.restore_attention()
         self._model = model
         self.layout = layout or self.given_layout
@@ -97,6 +98,7 @@ class MicrobatchSplit:
         slot_tokens = self.options.slot_tokens or max(facts.width for facts in sources)
         budget = token_budget(microbatch_size, slot_tokens)
         options = replace(self.options.without_caps(), max_tokens=max(budget, longest), packing=False)
+        # Cut the lengths in both ways, and add up the cost of the microbatches.
         cost = options.cost
         padded_cost = 0.0
         for rows in cut_rows(lengths, options, max_width=longest):
@@ -105,9 +107,12 @@ class MicrobatchSplit:
         packed_cost = 0.0
         for rows in pack_lengths(lengths, budget):
             packed_cost += cost.packed(lengths[rows].tolist())
-        costs = np.array(all_gather_object((packed_cost, padded_cost))).sum(axis=0)
-        costs_less = bool(costs[0] < costs[1])
-        log.info('packing=%s: the first batch costs %.0f packed and %.0f padded.', costs_less, *costs)
+        costs_of_ranks = np.array(all_gather_object((packed_cost, padded_cost)))
+        total_packed, total_padded = costs_of_ranks.sum(axis=0)
+        costs_less = bool(total_packed < total_padded)
+        log.info(
+            'packing=%s: the first batch costs %.0f packed and %.0f padded.', costs_less, total_packed, total_padded
+        )
         return costs_less
 
     def adopt(self, rules: CutRules, *, reduces_once: bool = False) -> None:
@@ -128,10 +133,11 @@ class MicrobatchSplit:
             return 0
         lengths = _lengths_of(sources)
         budget = token_budget(microbatch_size, self._slot_width(sources))
+        # A row over the budget is packed alone.
         return max(min(budget, sum(lengths)), *lengths)
 
     def _slot_width(self, sources: Sequence[RowFacts]) -> int:
-        """Returns the tokens of one row of the microbatch size: a slot, and the text of a decoder if there is one."""
+        """Returns the tokens of a slot, plus the width of the decoder's text if there is one."""
         width = self.options.slot_tokens or max(facts.width for facts in sources)
         return width + max(facts.decoder_width for facts in sources)
 
@@ -151,7 +157,7 @@ class MicrobatchSplit:
         yield from padded_candidates(facts, earlier)
 
     def assemble(self, facts: RowFacts, rows: Sequence[int], rules: CutRules) -> BatchDict:
-        """Returns the microbatch of some rows, cut and packed by the rules."""
+        """Returns the microbatch of some rows, cut and packed by the rules. The check computes its gradient."""
         coupling = facts.layout.family.coupling
         if rules.packing and coupling:
             raise RuntimeError(f'rows that are not independent: {coupling}')
@@ -174,7 +180,7 @@ class MicrobatchSplit:
         return batch if self.layout is None else self.layout.with_media(batch)
 
     def _attend(self, packing: str) -> None:
-        """Changes the model's attention for rows that are packed in this way, unless it is changed already."""
+        """Changes the model's attention for rows that are packed in this way, if it is not changed yet."""
         if not packing:
             self.restore_attention()
             return
@@ -185,7 +191,7 @@ class MicrobatchSplit:
             self._attention = DocumentAttention(self._model, by_positions=by_positions)
 
     def restore_attention(self) -> None:
-        """Gives the model its own attention back, if it was changed."""
+        """Restores the model's own attention if it was changed."""
         if self._attention is not None:
             self._attention.undo()
         self._attention = None
@@ -198,20 +204,25 @@ class MicrobatchSplit:
         return bool(self.rules.packing)
 
     def __call__(self, batch: Batch, microbatch_size: int | float) -> list[BatchDict]:
-        """Splits in training; in evaluation (no gradients) rows keep order and ``microbatch_size`` counts rows."""
+        """Splits a batch into microbatches under the caps.
+
+        In evaluation (no gradients) rows keep their order, and ``microbatch_size`` counts rows.
+        """
         if microbatch_size <= 0:
             raise ValueError(f'`device_train_microbatch_size` must be positive, got: {microbatch_size}.')
-        # The microbatch with the most entries has media, and tells the layout.
+        # Without a layout the batch tells it. The microbatch with the most keys has media.
         layout = self.layout or BatchLayout.infer(max(microbatches_of(batch), key=len))
         if not torch.is_grad_enabled():
             return self._split_in_order(layout, batch, max(int(microbatch_size), 1))
         sources = self._describe(layout, batch)
-        stays_pre_split = isinstance(batch, PreSplitBatch) and self._may_stay_pre_split(sources)
+        stays_pre_split = False
         indices = None
         if isinstance(batch, PreSplitBatch):
+            stays_pre_split = self._may_stay_pre_split(sources)
             if stays_pre_split:
                 indices = batch.indices
             else:
+                # All rows are joined into one batch and cut again.
                 sources = [describe(layout, batch.joined(layout))]
         self._check_packing(sources)
         budget = token_budget(microbatch_size, self._slot_width(sources))
@@ -219,9 +230,9 @@ class MicrobatchSplit:
         pieces = self._cut(sources, options, indices, stays_pre_split=stays_pre_split)
         empty: list[BatchDict] = []
         if get_world_size() > 1:
-            takes_media = self.layout is None or bool(layout.family.media or layout.extra)
+            may_have_media = self.layout is None or bool(layout.family.media or layout.extra)
             # If DDP reduces only once, it does not wait for an unused encoder.
-            takes_media = takes_media and (self.rules.needs_media or not self.reduces_once)
+            takes_media = may_have_media and (self.rules.needs_media or not self.reduces_once)
             pieces, empty = in_step(
                 sources, pieces, self.rules, options, takes_media=takes_media, reduces_once=self.reduces_once
             )
@@ -235,7 +246,10 @@ class MicrobatchSplit:
         return microbatches
 
     def _split_in_order(self, layout: BatchLayout, batch: Batch, size: int) -> list[BatchDict]:
-        """Returns runs of rows: the trainer drops repeated samples of a sampler by ``split_batch(batch, n - 1)[0]``."""
+        """Returns microbatches of ``size`` rows, in order.
+
+        The trainer drops repeated samples by ``split_batch(batch, n - 1)[0]``, so the order must stay.
+        """
         rules = replace(self.rules, packing='')
         options = self.options.without_caps()
         all_rows = Piece.from_facts(describe(layout, batch), rules, options)
@@ -246,7 +260,7 @@ class MicrobatchSplit:
         return list(build(pieces))
 
     def _describe(self, layout: BatchLayout, batch: Batch) -> Sequence[RowFacts]:
-        """Returns the facts of the batch, or of each of its microbatches. The step has them if nothing has changed."""
+        """Returns the facts of the batch, or of each microbatch. Reuses those of the step if they still hold."""
         sources = [] if self.step is None else self.step.facts
         microbatches = microbatches_of(batch)
         has_facts = len(sources) == len(microbatches)
@@ -255,9 +269,10 @@ class MicrobatchSplit:
         return sources if has_facts else describe_all(layout, batch)
 
     def _may_stay_pre_split(self, sources: Sequence[RowFacts]) -> bool:
-        """Returns whether the microbatches that a loader has collated are good as they are, or each cut by itself.
+        """Returns whether the microbatches of a loader need not be joined. If so, each is used as it is, or cut alone.
 
-        If padding on the left decides the positions, or predicts a first label, rows must be padded together.
+        Rows padded on the left must be joined if their positions depend on the padding, or if a pad predicts a first
+        label.
         """
         if not self.options.regroup or self.packing or self.rules.right != 'trim':
             return False
@@ -296,7 +311,7 @@ class MicrobatchSplit:
     ) -> list[Piece]:
         """Returns pieces under the caps. A microbatch that a loader has collated stays as it is if it fits.
 
-        ``indices`` are the places of the rows in the dataset, by source.
+        ``indices`` are the indices of the rows of each source in the dataset.
         """
         pieces: list[Piece] = []
         has_ranks = get_world_size() > 1
@@ -304,7 +319,7 @@ class MicrobatchSplit:
             piece = Piece.from_facts(facts, self.rules, options)
             piece.check_caps(indices[number] if indices else None)
             if has_ranks:
-                # Repeated samples weigh nothing, and need not be computed.
+                # Repeated samples have no weight, and need not be computed.
                 rows = rows_of(facts.batch)
                 piece = piece.take([row for row in piece.rows if rows[row].samples])
             if not piece.rows:
@@ -343,7 +358,7 @@ class MicrobatchSplit:
                 )
 
     def _warn(self, message: str, *values: object) -> None:
-        """Warns once a split."""
+        """Warns, but only once for each message."""
         if message not in self._warned:
             self._warned.add(message)
             log.warning(message, *values)
@@ -359,7 +374,8 @@ def _lengths_of(sources: Sequence[RowFacts]) -> list[int]:
 # Several ranks in step: all of them use the same encoders, and make equally many microbatches if they must.
 #
 # FSDP gathers the weights of an encoder in every microbatch, and hangs if one rank leaves the encoder unused. DDP waits
-# for gradients when it reduces them, in most runs only in the last microbatch: there `ReductionWatch` gives it zeros.
+# for gradients when it reduces them. In most runs it reduces only in the last microbatch, where `ReductionWatch` gives
+# it zeros.
 
 
 def in_step(
@@ -378,62 +394,66 @@ def in_step(
         pieces: The pieces of these batches; none if this rank has no sample.
         rules: How rows may be cut.
         options: Says whether all ranks make equally many microbatches.
-        takes_media: Whether the model may need dummy rows with media, the same on all ranks.
-        reduces_once: Whether ranks only meet in the last microbatch.
+        takes_media: Whether the model may need dummy rows with media. It is the same on all ranks.
+        reduces_once: Whether ranks wait for each other only in the last microbatch.
     """
     dummies = DummyRows(sources)
     if takes_media:
         dummies = _dummies_of_ranks(sources)
-    # A text row must not see an image if no row of the step has one. If ranks meet in each microbatch, one more
-    # microbatch at the end uses the encoder.
-    stays_text = rules.needs_media and not dummies.needed
-    if stays_text or (reduces_once and not rules.needs_media):
-        completed = list(pieces)
-    else:
+    # If no row of the step has media, `dummies.needed` is empty and no piece gets a dummy row.
+    completed = list(pieces)
+    if rules.needs_media or not reduces_once:
         completed = with_dummies(pieces, dummies)
-    count = len(completed)
-    if stays_text and not reduces_once:
-        count += 1
-    count = max(count, 1)
+    num_microbatches = len(completed)
+    if rules.needs_media and not dummies.needed and not reduces_once:
+        num_microbatches += 1
+    num_microbatches = max(num_microbatches, 1)
     if options.equal_counts is True or (options.equal_counts == 'auto' and not reduces_once):
-        (count,) = max_over_ranks([count])
-    num_empty = count - len(completed)
+        (num_microbatches,) = max_over_ranks([num_microbatches])
+    num_empty = num_microbatches - len(completed)
     if num_empty == 0:
         return completed, []
     return completed, [_empty_microbatch(sources, dummies)] * num_empty
 
 
 def _dummies_of_ranks(sources: Sequence[RowFacts]) -> DummyRows:
-    """Returns the dummy rows that this rank needs; a collective."""
+    """Returns dummy rows of all modalities that some rank has; a collective."""
     dummies = DummyRows(sources)
     has_modality = [modality in dummies.present for modality in MODALITIES]
     lacks_modality = [not has for has in has_modality]
     flags = max_over_ranks([*has_modality, *lacks_modality])
-    is_present, is_lacking = flags[: len(MODALITIES)], flags[len(MODALITIES) :]  # on some rank
-    needed = [modality for modality, flag in zip(MODALITIES, is_present, strict=True) if flag]
+    some_rank_has = dict(zip(MODALITIES, flags[: len(MODALITIES)], strict=True))
+    some_rank_lacks = dict(zip(MODALITIES, flags[len(MODALITIES) :], strict=True))
+    needed = [modality for modality in MODALITIES if some_rank_has[modality]]
     if sources[0].layout.family.one_kind:
         needed = needed[:1]
     dummies.needed = needed
     for modality in needed:
-        if not is_lacking[MODALITIES.index(modality)]:
+        if not some_rank_lacks[modality]:
             continue
         # A rank without the modality gets the row of another rank.
         row = dummies.row(modality)
-        shared = from_any_rank(None if row is None else row.batch)
+        shared_row = from_any_rank(None if row is None else row.batch)
         if row is None:
-            dummies.set_row(modality, shared)
+            dummies.set_row(modality, shared_row)
     return dummies
 
 
 def _dummies_of_first_modality(sources: Sequence[RowFacts]) -> DummyRows:
-    """Returns dummy rows of the first modality that the rows have. One is enough to compute text rows as before."""
+    """Returns dummy rows of the first modality that the rows have.
+
+    One modality is enough for ``CutRules.needs_media``: text rows only depend on whether the batch has media.
+    """
     dummies = DummyRows(sources)
     dummies.needed = [modality for modality in MODALITIES if modality in dummies.present][:1]
     return dummies
 
 
 def with_dummies(pieces: Sequence[Piece], dummies: DummyRows) -> list[Piece]:
-    """Returns each piece with dummy rows of the modalities that it lacks, halved until all of it is under the caps."""
+    """Returns each piece with dummy rows of the modalities that it lacks.
+
+    If a piece with its dummy rows is over a cap, it is halved until it fits or has one row.
+    """
     completed = []
     pending = list(reversed(pieces))
     while pending:
@@ -442,6 +462,7 @@ def with_dummies(pieces: Sequence[Piece], dummies: DummyRows) -> list[Piece]:
         num_rows = len(piece.rows)
         if num_rows > 1 and with_missing.dummies and not with_missing.fits:
             middle = num_rows // 2
+            # The last of `pending` is taken first, so the halves stay in order.
             pending += [piece.take(range(middle, num_rows)), piece.take(range(middle))]
         else:
             completed.append(with_missing)
@@ -449,9 +470,9 @@ def with_dummies(pieces: Sequence[Piece], dummies: DummyRows) -> list[Piece]:
 
 
 def _empty_microbatch(sources: Sequence[RowFacts], dummies: DummyRows) -> BatchDict:
-    """Returns a microbatch without weight: a row of each needed modality, else a few tokens of the shortest row."""
-    rows = [dummies.row(modality) for modality in dummies.needed]
-    batches = [row.batch for row in rows if row is not None]
+    """Returns a microbatch without weight: a dummy row of each needed modality, else a part of the shortest row."""
+    dummy_rows = [dummies.row(modality) for modality in dummies.needed]
+    batches = [row.batch for row in dummy_rows if row is not None]
     if batches:
         return sources[0].layout.concat(batches)
     facts = min(sources, key=lambda facts: min(facts.lengths))
@@ -471,15 +492,18 @@ _SPLITS: WeakValueDictionary[int, MicrobatchSplit] = WeakValueDictionary()
 
 
 def register_split(dataloader: Any, split: MicrobatchSplit) -> None:
-    """Lets :func:`split_of` find the split of a loader. The split must hold its loader."""
+    """Lets :func:`split_of` find the split of a loader.
+
+    The split must hold its loader. Otherwise another loader could get the same ``id``.
+    """
     _SPLITS[id(dataloader)] = split
 
 
 def split_of(dataloader: Any) -> MicrobatchSplit | None:
     """Returns the split that ``token_data_spec`` made for a loader.
 
-    The trainer shows the loader to an algorithm, not the DataSpec. And before BATCH_START the batch cannot name it,
-    because Composer's own algorithms clone every entry of a batch.
+    An algorithm gets the loader from the trainer, but not the DataSpec. The batch cannot carry the split either,
+    because before BATCH_START Composer's own algorithms clone every entry of a batch.
     """
     return _SPLITS.get(id(dataloader))
 

@@ -19,6 +19,7 @@ from composer_tokacc.planning import CostModel, CutOptions, check_kind
 if TYPE_CHECKING:
     from composer.core import DataSpec
 
+# Functions of a DataSpec that token_data_spec() provides.
 OWN_KWARGS = ('split_batch', 'get_num_samples_in_batch', 'get_num_tokens_in_batch')
 
 

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Facts about the rows of a collated batch: everything that a cut has to know about them, described once."""
+"""Facts about the rows of a collated batch: everything that a cut must know about them, found once per batch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from composer_tokacc.layout.placeholders import stand_at, token_ids
 from composer_tokacc.layout.pre_split import microbatches_of
 
 ZERO_ON_PADDING = ('mm_token_type_ids', 'loss_mask')
-"""Keys whose padding value is 0 by every processor. Others have their own: XLNet's `token_type_ids` have 3."""
+"""Keys that every processor pads with 0. Other keys differ by processor: XLNet pads `token_type_ids` with 3."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class RowFacts:
     """Facts about the rows of one collated batch, as :func:`describe` finds them.
 
     Args:
-        batch: A shallow copy of the batch, whose rows are selected later.
+        batch: A shallow copy of the batch. Its rows are selected later.
         layout: How its tensors belong to rows.
         side: The side on which rows are padded, ``'left'`` or ``'right'``.
         width: Padded width of the rows.
@@ -52,19 +52,19 @@ class RowFacts:
     real: torch.Tensor = field(repr=False)
 
     def describes(self, layout: BatchLayout, batch: Batch) -> bool:
-        """Returns whether these are the facts of a batch, whose entries nobody has replaced since."""
+        """Returns whether these facts hold for a batch: same layout, and no entry was replaced since."""
         if layout is not self.layout or batch.keys() != self.batch.keys():
             return False
         return all(value is self.batch[key] for key, value in batch.items())
 
     @cached_property
     def lengths(self) -> list[int]:
-        """Number of columns that each row needs by itself."""
+        """Width of each row without its padding, at least 1."""
         return lengths_of(self.real, self.side)
 
     @property
     def has_ids(self) -> bool:
-        """Whether the rows are those of ``input_ids``, and not of the labels only (Whisper)."""
+        """Whether the batch has ``input_ids``. If not (Whisper), its rows are those of ``labels``."""
         return self.batch.get('input_ids') is not None
 
     @property
@@ -74,7 +74,7 @@ class RowFacts:
 
     @cached_property
     def may_be_trimmed(self) -> bool:
-        """Whether the text may lose columns: not if positions depend on the width, nor if audio lies along the text."""
+        """Whether columns may be cut off: not if positions depend on the width, nor if audio lies along the text."""
         if not self.has_ids or self.layout.width_matters(self.batch):
             return False
         return not has_audio_along_text(self.batch, self.layout.config)
@@ -100,10 +100,10 @@ class RowFacts:
         if not any(counts):
             return [None] * len(self.real)
         is_placeholder = stand_at(text_of(self.batch), token_ids(self.layout.config, modality))
-        num_tokens = is_placeholder.sum(dim=1).tolist()
+        tokens_per_row = is_placeholder.sum(dim=1).tolist()
         sizes: list[float | None] = []
-        for tokens, count in zip(num_tokens, counts, strict=True):
-            sizes.append(tokens / count if count else None)
+        for num_tokens, num_items in zip(tokens_per_row, counts, strict=True):
+            sizes.append(num_tokens / num_items if num_items else None)
         return sizes
 
     @cached_property
@@ -113,7 +113,10 @@ class RowFacts:
 
     @cached_property
     def decoder_width(self) -> int:
-        """Width of the decoder's text if the rows are an encoder's, else 0. It is never trimmed."""
+        """Width of a decoder's text in an encoder-decoder model with ``input_ids``, else 0.
+
+        It is never trimmed.
+        """
         if not self.has_ids:
             return 0
         widths = [0]
@@ -121,14 +124,16 @@ class RowFacts:
             text = self.batch.get(key)
             if not isinstance(text, torch.Tensor) or text.dim() != 2:
                 continue
+            # Only a decoder's text does not lie along `input_ids`.
             if not self.layout.entry_of(self.batch, key).seq_dims:
                 widths.append(text.shape[1])
         return max(widths)
 
     @cached_property
     def has_hole(self) -> list[bool]:
-        """Which rows have positions that are not attended between attended ones: some models count them."""
+        """Which rows have a position without attention between attended ones. Some models count such positions."""
         attended = attended_positions(self.batch)
+        # A run of attended positions starts in the first column, or behind a position without attention.
         num_runs = (attended[:, 1:] > attended[:, :-1]).sum(dim=1) + attended[:, 0]
         return (num_runs > 1).tolist()
 
@@ -141,18 +146,19 @@ class RowFacts:
         labels = labels_at_text(self.batch)
         if labels is None or self.side != 'left':
             return [False] * len(self.real)
-        first = self.real.int().argmax(dim=1)
-        is_labelled = labels.gather(1, first[:, None])[:, 0] != IGNORE_INDEX
-        return (is_labelled & (first > 0)).tolist()
+        first_real = self.real.int().argmax(dim=1)
+        is_labelled = labels.gather(1, first_real[:, None])[:, 0] != IGNORE_INDEX
+        has_padding = first_real > 0
+        return (is_labelled & has_padding).tolist()
 
 
 def describe(layout: BatchLayout, batch: Batch) -> RowFacts:
     """Returns the facts about a batch's rows.
 
-    Reads masks and labels now, and media when they are asked for.
+    Reads masks and labels now. Media are counted on first use.
 
     Raises:
-        ValueError: If the types of the tokens are padded in another way than the tokens.
+        ValueError: If ``mm_token_type_ids`` or ``loss_mask`` are padded on another side than the ids.
     """
     real = real_positions(batch)
     side = side_of(real)
@@ -167,7 +173,7 @@ def describe(layout: BatchLayout, batch: Batch) -> RowFacts:
 def _check_zero_on_padding(batch: Batch, key: str, real: torch.Tensor) -> None:
     """Raises ValueError, naming the row, if a tensor of the text's shape is not 0 on padding.
 
-    A trimmed microbatch would hide that the tensor is padded on another side than the ids.
+    Otherwise the tensor may be padded on another side than the ids, and a trimmed microbatch would hide that.
     """
     value = batch.get(key)
     if not isinstance(value, torch.Tensor) or value.shape != real.shape:
@@ -175,7 +181,7 @@ def _check_zero_on_padding(batch: Batch, key: str, real: torch.Tensor) -> None:
     is_wrong = (value != 0) & ~real
     if not bool(is_wrong.any()):
         return
-    # A hole between real positions is not padding: there the value is the collator's business.
+    # A hole between real positions is not padding. There the collator may write any value.
     has_real_before = real.cumsum(dim=1) > 0
     has_real_after = real.flip(1).cumsum(dim=1).flip(1) > 0
     is_wrong &= ~(has_real_before & has_real_after)
@@ -189,9 +195,9 @@ def _check_zero_on_padding(batch: Batch, key: str, real: torch.Tensor) -> None:
 
 
 def _check_types_of_images(layout: BatchLayout, batch: Batch) -> None:
-    """Raises ValueError, naming the row, if ``mm_token_type_ids`` mark other positions than the images'.
+    """Raises ValueError, naming the row, if ``mm_token_type_ids`` are 0 at a placeholder of an image.
 
-    Types that are padded on another side than the ids can still be 0 on all padding.
+    Types that are padded on another side than the ids can still be 0 on all padding. This check finds them.
     """
     ids, types = batch.get('input_ids'), batch.get('mm_token_type_ids')
     if not isinstance(ids, torch.Tensor) or not isinstance(types, torch.Tensor) or types.shape != ids.shape:
@@ -199,7 +205,7 @@ def _check_types_of_images(layout: BatchLayout, batch: Batch) -> None:
     is_unmarked = stand_at(ids, token_ids(layout.config, 'image')) & (types == 0)
     if not bool(is_unmarked.any()):
         return
-    # Some processors mark nothing at all; then the model does not read the types.
+    # Some processors mark nothing in a row. Then the model does not read the types.
     is_unmarked &= (types != 0).any(dim=1, keepdim=True)
     if bool(is_unmarked.any()):
         row = int(is_unmarked.any(dim=1).int().argmax())
@@ -211,7 +217,7 @@ def _check_types_of_images(layout: BatchLayout, batch: Batch) -> None:
 
 
 def describe_all(layout: BatchLayout | None, batch: Batch) -> list[RowFacts]:
-    """Returns the facts of a device batch, or of each of its microbatches; none if rows cannot be told apart."""
+    """Returns the facts of a batch, or of each microbatch of a pre-split one; an empty list without a layout."""
     if layout is None:
         return []
     return [describe(layout, microbatch) for microbatch in microbatches_of(batch)]

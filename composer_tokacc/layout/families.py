@@ -19,11 +19,11 @@ from composer_tokacc.layout import placeholders
 
 
 class PartUnit(NamedTuple):
-    """A unit that is a part of an item."""
+    """A unit that is a part of an item, such as a patch of an image."""
 
     modality: str
     grid_key: str
-    """Key of the tensor whose products say how many parts each item has."""
+    """Key of the grid, ``(items, 3)``. The product of a row is the number of parts of that item."""
 
 
 PART_UNITS = {
@@ -39,14 +39,16 @@ class Entry:
     Args:
         unit: What dimension 0 (or ``row_dim``) enumerates: ``'row'`` (one per row), ``'image'``, ``'patch'``,
             ``'video'``, ``'video_patch'``, ``'audio'`` (several per row, or none, in row order), or ``'shared'`` (no
-            rows at all). Any other name will do as well, if the batch carries a list ``num_<name>s``.
+            rows at all). Any other name will do as well, if the batch carries a list ``num_<name>s``. ``found.py``
+            also writes ``'image/12'``: 12 entries of images, whose rows are inferred.
         row_dim: The dimension that enumerates the units.
         seq_dims: Dimensions as long as the row's tokens; they are padded and trimmed together.
         slot_dim: A dimension padded to the largest number of images of any row (Idefics3 style).
         fill: Padding value.
         absent: Value for the rows of a batch that lacks the entry, if it is joined with one that has it; None: such
             batches cannot be joined. Media entries need none.
-        points_into: Key of the pixels whose patches the values number, counted over the batch; negative ones are none.
+        points_into: Key of the pixels whose patches the values point to, by numbers counted over the whole batch. A
+            negative value points to none.
     """
 
     unit: str = 'row'
@@ -64,7 +66,7 @@ class Entry:
 
     @property
     def modality(self) -> str:
-        """The modality whose items or parts it enumerates; the unit itself if that is another one."""
+        """The modality of the items or parts that are enumerated. Another unit, such as ``'row'``, stays as it is."""
         if self.slot_dim is not None:
             return 'image'
         if self.unit in PART_UNITS:
@@ -84,8 +86,8 @@ class Media:
         sizes: Placeholder tokens of each item, ``(batch, config, num_items, num_tokens) -> list[int]``: see
             ``layout.placeholders``. None: placeholders do not tell the items apart.
         token_type: The value of ``mm_token_type_ids`` at its placeholders; 0: it has none.
-        frames: Whether its placeholders are those between the tokens that start and end a video, or those outside;
-            None: they have an id of their own.
+        frames: If frames of videos have the placeholder of an image: True for the placeholders between the tokens that
+            start and end a video, False for those outside. None: the modality has a placeholder of its own.
     """
 
     sizes: Callable[[Batch, Any, int, int], list[int]] | None = None
@@ -103,10 +105,13 @@ class Media:
         None: neither config nor batch tells their id.
         """
         ids: torch.Tensor = batch['input_ids']
-        placeholder_ids = placeholders.token_ids(config, unit if self.frames is None else 'image')
+        modality = unit if self.frames is None else 'image'
+        placeholder_ids = placeholders.token_ids(config, modality)
         if not placeholder_ids:
             types = batch.get('mm_token_type_ids')
-            return types == self.token_type if self.token_type and types is not None else None
+            if types is None or not self.token_type:
+                return None
+            return types == self.token_type
         is_placeholder = placeholders.stand_at(ids, placeholder_ids)
         if self.frames is None:
             return is_placeholder
@@ -127,10 +132,10 @@ class Family:
         media: Its modalities, by the names ``'image'``, ``'video'`` and ``'audio'``.
         matches: Whether a batch has this format, if there is no model.
         slots: ``(rows, slots)`` bool, which slots hold an image and which are padding, for families with slots.
-        one_kind: Whether a forward takes images or videos, never both.
+        one_kind: Whether a forward takes only images or only videos, never both.
         has_queries: Whether query tokens of a transformer stand for its media. Such models take no batch without media,
             and do not notice if there are too few placeholders.
-        coupling: Reason why a row with an image changes the loss of a row without one; empty: it does not.
+        coupling: Why a row with an image changes the loss of a row without one; empty: it does not change it.
     """
 
     name: str
@@ -146,7 +151,7 @@ class Family:
 
 TEXT_ENTRIES: dict[str, Entry] = {
     'input_ids': Entry(seq_dims=(1,)),
-    'attention_mask': Entry(seq_dims=(1,)),  # or (rows, heads, width, width): see BatchLayout.entry_of
+    'attention_mask': Entry(seq_dims=(1,)),  # entry_of() changes it for (rows, heads, width, width)
     'labels': Entry(seq_dims=(1,), fill=IGNORE_INDEX),
     # (rows,) or (rows, width). A sample without weights is refused by name, but only if weights are used.
     'loss_weights': Entry(seq_dims=(1,), absent=float('nan')),
@@ -188,7 +193,7 @@ _AUDIOS = {
 
 
 def _instructed(entry: Entry) -> dict[str, Entry]:
-    """Returns the entries of pixels that go through a query transformer, each with the instruction of its row."""
+    """Returns the entries of a query transformer: pixels, and one instruction for each image or video."""
     return {'pixel_values': entry, 'qformer_input_ids': entry, 'qformer_attention_mask': entry}
 
 
@@ -220,11 +225,12 @@ def _has_tiles_or_clips(batch: Batch) -> bool:
 
 
 def _masked_slots(batch: Batch) -> torch.Tensor:
-    # Images are padded on the right and at the bottom, so a real one has its first pixel.
     mask = batch.get('pixel_attention_mask')
     if mask is None:
         return (batch['pixel_values'].flatten(2) != 0).any(dim=2)
-    return mask.reshape(*mask.shape[:2], -1)[:, :, 0] != 0  # of pixels, or one of each image (Granite Docling)
+    # The mask has one value per pixel, or one per image (Granite Docling). Images are padded on the right and at the
+    # bottom, so the first pixel of a real image is real.
+    return mask.reshape(*mask.shape[:2], -1)[:, :, 0] != 0
 
 
 def _aspect_ratio_slots(batch: Batch) -> torch.Tensor:
@@ -347,7 +353,7 @@ FAMILIES: tuple[Family, ...] = (
         media={'video': Media(sizes=placeholders.frame_queries)},
         matches=_Format({'qformer_input_ids': 1, 'pixel_values': 5}),
     ),
-    # Without it the type dies on text alone, which gets a dummy image by `has_queries`.
+    # Without it the type dies on a batch of text only, to which `has_queries` adds a dummy image.
     Family(
         name='BLIP-2',
         model_types=('blip-2',),
@@ -355,7 +361,7 @@ FAMILIES: tuple[Family, ...] = (
         entries={'pixel_values': _IMAGE},
         media={'image': Media(sizes=placeholders.queries)},
     ),
-    # Needed without a model. Both types are exact without the entry, by the runs of placeholders.
+    # Needed without a model. Both types are exact without the entry, because `found.py` counts runs of placeholders.
     Family(
         name='LLaVA-NeXT',
         model_types=(
@@ -391,8 +397,8 @@ FAMILIES: tuple[Family, ...] = (
         model_types=('llava_onevision',),
         entries={
             **_TILES,
-            'batch_num_images': Entry(absent=0),
-        },  # images of each row: only a single one is tiled
+            'batch_num_images': Entry(absent=0),  # images of each row: only a single one is tiled
+        },
         media={
             'image': Media(sizes=placeholders.anyres_capped),
             'video': Media(sizes=placeholders.equal),

@@ -49,11 +49,11 @@ ORDER = list(Reading)
 
 
 def inferred_family(config: Any) -> Family:
-    """Returns the family of a model that has no entry: its modalities, as its config names them."""
-    parts = {'image': getattr(config, 'vision_config', None), 'audio': getattr(config, 'audio_config', None)}
+    """Returns the family of a model that is not in ``FAMILIES``. Its config names its modalities."""
+    encoders = {'image': getattr(config, 'vision_config', None), 'audio': getattr(config, 'audio_config', None)}
     media = {}
     for modality in MODALITIES:
-        if placeholder_ids(config, modality) or parts.get(modality) is not None:
+        if placeholder_ids(config, modality) or encoders.get(modality) is not None:
             media[modality] = Media()
     if not media:
         return TEXT_FAMILY
@@ -69,7 +69,7 @@ def possible_readings(
     num_rows: int,
     width: int,
 ) -> tuple[Reading, ...]:
-    """Returns how a tensor of an unknown name can belong to rows, the most likely reading first; maybe none."""
+    """Returns the possible readings of an unregistered tensor, the most likely one first; empty if there is none."""
     value: torch.Tensor = batch[key]
     shape = tuple(value.shape)
     if not shape:
@@ -77,7 +77,7 @@ def possible_readings(
     has_text_shape = shape[:2] == (num_rows, width)
     modality = modality_of(key)
     if modality is not None:
-        # Pixels are floats. Only integers, such as a mask of the text, can be of the text despite such a name.
+        # Pixels are floats. Integers can be a mask over the text, although the name speaks of media.
         if value.is_floating_point() or not has_text_shape:
             return (Reading.MEDIA,)
         if _masks_media(batch, value, modality):
@@ -96,20 +96,24 @@ def possible_readings(
 
 
 def agreed_readings(earlier: Sequence[Reading], later: Sequence[Reading]) -> tuple[Reading, ...]:
-    """Returns the readings that two batches both allow, the most likely one first."""
+    """Returns the readings that two batches both allow, the most likely one first.
+
+    A reading is as unlikely as in the batch that ranks it lower.
+    """
     common = [reading for reading in earlier if reading in later]
 
     def unlikeliness(reading: Reading) -> tuple[int, int]:
-        return max(earlier.index(reading), later.index(reading)), ORDER.index(reading)
+        lower_rank = max(earlier.index(reading), later.index(reading))
+        return lower_rank, ORDER.index(reading)
 
     return tuple(sorted(common, key=unlikeliness))
 
 
 def joined_readings(first: Readings, second: Readings) -> Readings:
-    """Returns the readings of each key that both allow.
+    """Returns the readings of each key that both allow. A key of only one of them keeps its readings.
 
     Raises:
-        ValueError: If a key has none left, because it means one thing in one batch and another in the next.
+        ValueError: If a key has none left, because it means different things in two batches.
     """
     joined = dict(first)
     for key, possible in second.items():
@@ -123,10 +127,10 @@ def joined_readings(first: Readings, second: Readings) -> Readings:
 def meaning_has_changed(key: str, earlier: Sequence[Reading], possible: Sequence[Reading]) -> str:
     """Returns the message for a key that can no longer mean the same as in earlier batches."""
     now = ' or '.join(reading.value for reading in possible) or 'none of these'
+    before = ' or '.join(reading.value for reading in earlier)
     return (
-        f'`batch[{key!r}]` must mean the same in every batch, got: {now}, where earlier batches hold '
-        f'{" or ".join(reading.value for reading in earlier)}. Register it: '
-        f'`layout.with_entries({key}=Entry(unit=...))`.'
+        f'`batch[{key!r}]` must mean the same in every batch, got: {now}, where earlier batches hold {before}. '
+        f'Register it: `layout.with_entries({key}=Entry(unit=...))`.'
     )
 
 
@@ -149,7 +153,7 @@ def _entry_of_media(batch: Batch, key: str) -> Entry:
     assert modality is not None
     row_dim = -1 if _lies_side_by_side(batch, value, modality) else 0
     pixels = 'pixel_values_videos' if modality == 'video' else 'pixel_values'
-    # Molmo 2: such a tensor holds numbers of patches, counted over the batch.
+    # In Molmo 2 such a tensor holds numbers of patches, counted over the batch.
     has_patch_numbers = key.endswith('_token_pooling') and pixels in batch
     return Entry(
         unit=f'{modality}/{value.shape[row_dim]}',
@@ -159,27 +163,32 @@ def _entry_of_media(batch: Batch, key: str) -> Entry:
 
 
 def _masks_media(batch: Batch, mask: torch.Tensor, modality: str) -> bool:
-    """Returns whether the mask has the entries, and as its second dimension one, of floats of the same modality.
+    """Returns whether the shape of a mask fits a float tensor of the same modality.
 
-    LFM2-VL masks the patches of a tile, GLM-ASR the frames of a sound. Such a mask can be as wide as the text.
+    LFM2-VL masks the patches of a tile, GLM-ASR the frames of an audio. Such a mask can be as wide as the text.
     """
+    num_entries, mask_width = mask.shape[:2]
     for key, value in batch.items():
         if not isinstance(value, torch.Tensor) or not value.is_floating_point() or modality_of(key) != modality:
             continue
-        if value.dim() > mask.dim() and len(value) == len(mask) and mask.shape[1] in value.shape[1:]:
+        if value.dim() > mask.dim() and len(value) == num_entries and mask_width in value.shape[1:]:
             return True
     return False
 
 
 def _lies_side_by_side(batch: Batch, value: torch.Tensor, modality: str) -> bool:
-    """Returns whether the patches of all images lie along the last dimension; the first one is 1 (MiniCPM-V)."""
+    """Returns whether the patches of all images lie side by side, ``(1, channels, side, patches x side)`` (MiniCPM-V).
+
+    Then another tensor holds the height and the width of each image, in patches.
+    """
     if value.dim() < 3 or value.shape[0] != 1:
         return False
+    patch_side = value.shape[-2]
     for key, sizes in batch.items():
         if key == 'input_ids' or modality_of(key) != modality:
             continue
         is_height_and_width = isinstance(sizes, torch.Tensor) and sizes.shape[1:] == (2,)
-        if is_height_and_width and int(sizes.prod(dim=1).sum()) * value.shape[-2] == value.shape[-1]:
+        if is_height_and_width and int(sizes.prod(dim=1).sum()) * patch_side == value.shape[-1]:
             return True
     return False
 
@@ -198,11 +207,11 @@ def has_audio_along_text(batch: Batch, config: Any) -> bool:
     return False
 
 
-# How many entries of media each row has.
+# How many images, videos or audios each row has.
 
 
 def carried_counts(batch: Batch, modality: str) -> list[int] | None:
-    """Returns the list ``num_images`` (or videos, audios) of a batch, one number per row; None if there is none."""
+    """Returns the list ``num_images`` (or ``num_videos``, ...) of a batch, one number per row; None if it has none."""
     carried = batch.get(f'num_{modality}s')
     if carried is None:
         return None
@@ -250,13 +259,13 @@ def entries_per_row(
     """
     if num_rows == 1:
         return [num_entries]
-    # The batch itself says it. This comes before all that shapes suggest.
+    # What the batch itself says comes before anything that shapes suggest.
     carried = carried_counts(batch, modality)
     if carried is not None and len(carried) == num_rows and sum(carried) == num_entries:
         return carried
     placeholders = _Placeholders.of(batch, config, modality)
     num_tokens = sum(placeholders.tokens)
-    # An encoder that every row attends to. Without a config there may be placeholders that are not known.
+    # A model without placeholders attends to one item per row. Without a config the placeholders may just be unknown.
     if num_tokens == 0 and num_entries == num_rows and config is not None:
         return [1] * num_rows
     answers: dict[str, list[int]] = {}
@@ -266,10 +275,11 @@ def entries_per_row(
         entries = _entries_by_sizes(value, num_entries, placeholders)
         if entries is not None:
             answers[key] = entries
-    # Without sizes all items are taken to be of one size.
-    is_even = bool(num_tokens) and all(num_entries * tokens % num_tokens == 0 for tokens in placeholders.tokens)
-    if is_even and not answers:
-        answers['placeholders'] = [num_entries * tokens // num_tokens for tokens in placeholders.tokens]
+    # If no tensor holds sizes, all items are taken to be equally large.
+    if num_tokens and not answers:
+        scaled = [num_entries * tokens for tokens in placeholders.tokens]
+        if all(count % num_tokens == 0 for count in scaled):
+            answers['placeholders'] = [count // num_tokens for count in scaled]
     if sum(placeholders.runs) == num_entries:
         answers['runs of placeholders'] = placeholders.runs
     distinct_answers = {tuple(entries) for entries in answers.values()}
@@ -284,13 +294,16 @@ def entries_per_row(
 
 
 def _entries_by_sizes(value: torch.Tensor, num_entries: int, placeholders: _Placeholders) -> list[int] | None:
-    """Returns the entries of each row if a tensor holds the size of each item: grids of patches, numbers of tiles."""
+    """Returns the entries of each row if ``value`` holds the size of each item; None if it does not seem to.
+
+    Sizes are grids of patches, ``(items, 2 or 3)``, or numbers of tiles, ``(items,)``.
+    """
     if value.dim() not in (1, 2) or not len(value):
         return None
     is_grid = value.dim() == 2
     patches: list[int] = (value.prod(dim=1) if is_grid else value).tolist()
     num_patches = sum(patches)
-    is_mask = is_grid and min(patches) < 1
+    is_mask = is_grid and min(patches) < 1  # a grid has no 0
     if not num_patches or is_mask:
         return None
     items = _items_by_sizes(patches, placeholders)
@@ -305,14 +318,18 @@ def _entries_by_sizes(value: torch.Tensor, num_entries: int, placeholders: _Plac
 
 
 def _items_by_sizes(patches: Sequence[int], placeholders: _Placeholders) -> list[int] | None:
-    """Returns the items of each row; the first hypothesis about placeholders that fits the totals decides."""
+    """Returns the items of each row. Tries three meanings of the placeholders; the first that fits the totals decides.
+
+    ``patches`` is the number of patches (or tiles, or frames) of each item.
+    """
     num_tokens = sum(placeholders.tokens)
     num_patches = sum(patches)
     # A placeholder stands for a fixed number of merged patches.
     if num_tokens and num_patches % num_tokens == 0:
-        merged = num_patches // num_tokens
-        if all(count % merged == 0 for count in patches):
-            return items_of_rows(placeholders.tokens, [count // merged for count in patches])
+        patches_per_token = num_patches // num_tokens
+        if all(count % patches_per_token == 0 for count in patches):
+            tokens_per_item = [count // patches_per_token for count in patches]
+            return items_of_rows(placeholders.tokens, tokens_per_item)
     # Each item has one run of placeholders, of any length.
     if sum(placeholders.runs) == len(patches):
         return list(placeholders.runs)
@@ -333,9 +350,14 @@ def sums_of_runs(values: Sequence[int], counts: Sequence[int]) -> list[int]:
 
 
 def items_of_rows(tokens: Sequence[int], sizes: Sequence[int]) -> list[int] | None:
-    """Returns the items of each row if each row holds whole items: 20 and 10 tokens of items of 10 are 2 and 1.
+    """Returns the number of items of each row; None if an item would lie in two rows.
 
-    There is at most one answer, because every item has tokens and items come in the order of the rows.
+    Rows with 20 and 10 tokens, and items of 10 tokens each: the rows have 2 items and 1. There is at most one answer,
+    because every item has tokens, and items come in the order of the rows.
+
+    Args:
+        tokens: Placeholders of each row.
+        sizes: Placeholders of each item.
     """
     if not sizes or min(sizes) < 1 or sum(sizes) != sum(tokens):
         return None

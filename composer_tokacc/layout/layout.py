@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -64,8 +64,8 @@ class BatchLayout:
 
     Args:
         family: The media tensors of the model's family.
-        config: The model's config. Its placeholder ids and sizes tell the images of one row from those of the next.
-            None: only the batch itself tells.
+        config: The model's config. Its placeholder ids and sizes tell which images belong to which row. None: only the
+            batch itself tells.
         extra: Further registered entries, by key: see :meth:`with_entries`.
     """
 
@@ -73,7 +73,7 @@ class BatchLayout:
     config: Any = None
     extra: Mapping[str, Entry] = field(default_factory=dict)
     readings: Readings = field(default_factory=dict, init=False, repr=False, compare=False)
-    """How the batches of a fit allow to read the keys that are not registered; filled by :meth:`with_readings`."""
+    """Possible readings of unregistered keys after the batches of the fit so far; set by :meth:`with_readings`."""
 
     def __post_init__(self) -> None:
         check_kind('family', self.family, Family)
@@ -91,8 +91,8 @@ class BatchLayout:
 
     @classmethod
     def for_model(cls, model: Any) -> BatchLayout:
-        """The layout of a Hugging Face model (or its config, or a Composer ``HuggingFaceModel``, in DDP or not)."""
-        model = getattr(model, 'module', model)
+        """Returns the layout of a Hugging Face model, of its config, or of a Composer model around it."""
+        model = getattr(model, 'module', model)  # of DDP
         config = getattr(model, 'config', model)
         if not hasattr(config, 'model_type'):
             raise TypeError(f'`model` must have a `config` with a `model_type`, got: {type(model).__name__}.')
@@ -102,11 +102,11 @@ class BatchLayout:
         return cls(family=inferred_family(config), config=config)
 
     def with_entries(self, **entries: Entry) -> BatchLayout:
-        """Returns a layout that knows further entries, e.g. ``with_entries(ocr_boxes=Entry(unit='image'))``."""
+        """Returns a layout that knows more entries, e.g. ``with_entries(ocr_boxes=Entry(unit='image'))``."""
         return replace(self, extra={**self.extra, **entries})
 
     def with_readings(self, readings: Readings) -> BatchLayout:
-        """Returns a layout that reads unregistered keys as the batches so far allow: see :meth:`readings_of`."""
+        """Returns a layout that reads unregistered keys only in these ways: see :meth:`readings_of`."""
         layout = replace(self)
         object.__setattr__(layout, 'readings', readings)
         return layout
@@ -140,7 +140,7 @@ class BatchLayout:
 
     @cached_property  # read for every microbatch, and reading a config is slow
     def width_limit(self) -> int | None:
-        """Width from which on the rotary embedding depends on the width of the batch; None: it never does."""
+        """Widest batch whose width the rotary embedding does not depend on; None: it never depends on the width."""
         config = self.config
         if hasattr(config, 'get_text_config'):
             config = config.get_text_config()
@@ -149,7 +149,8 @@ class BatchLayout:
         nested = [value for value in rope.values() if isinstance(value, Mapping)]
         limits: list[int] = []
         for scaling in [rope, *nested]:
-            if scaling.get('rope_type', scaling.get('type')) in SCALED_ROTARY_TYPES:
+            rotary_type = scaling.get('rope_type', scaling.get('type'))
+            if rotary_type in SCALED_ROTARY_TYPES:
                 limit = scaling.get('original_max_position_embeddings')
                 limit = limit or getattr(config, 'original_max_position_embeddings', None)
                 limits.append(limit or config.max_position_embeddings)
@@ -171,11 +172,11 @@ class BatchLayout:
         return text_of(batch).shape[0]
 
     def width(self, batch: Batch) -> int:
-        """Returns the number of columns of the rows' text."""
+        """Returns the padded width of the rows' text."""
         return text_of(batch).shape[1]
 
     def readings_of(self, batch: Batch) -> Readings:
-        """Returns how the shapes of this batch allow to read each tensor that is not registered."""
+        """Returns the possible readings of each unregistered tensor of this batch."""
         readings = {}
         num_rows, width = text_of(batch).shape[:2]
         for key, value in batch.items():
@@ -187,7 +188,10 @@ class BatchLayout:
         return readings
 
     def entry_of(self, batch: Batch, key: str) -> Entry:
-        """Returns how a tensor belongs to rows; one with a width of its own (a decoder's labels) has no columns.
+        """Returns how a tensor belongs to rows.
+
+        A tensor that is not as wide as the rows, such as a decoder's labels, gets no ``seq_dims``. So it is not trimmed
+        with them.
 
         Raises:
             ValueError: If the key is not registered and its shape does not tell, or tells something else than before.
@@ -205,16 +209,17 @@ class BatchLayout:
             fill = torch.finfo(value.dtype).min if value.dtype.is_floating_point else 0
             entry = Entry(seq_dims=(-2, -1), fill=fill)
         if key == 'position_ids' and value.shape == (1, width):
-            entry = Entry(unit='row' if self.num_rows(batch) == 1 else 'shared', seq_dims=(1,))
-        is_decoders = 'input_ids' not in batch
+            unit = 'row' if self.num_rows(batch) == 1 else 'shared'
+            entry = Entry(unit=unit, seq_dims=(1,))
+        is_of_decoder = 'input_ids' not in batch
         if key in ('labels', 'loss_weights') and 'decoder_input_ids' in batch:
-            is_decoders = True
-        if is_decoders or any(value.shape[dim] != width for dim in entry.seq_dims):
+            is_of_decoder = True
+        if is_of_decoder or any(value.shape[dim] != width for dim in entry.seq_dims):
             return replace(entry, seq_dims=())
         return entry
 
     def _inferred_entry(self, batch: Batch, key: str) -> Entry:
-        """Returns the entry of a key that is not registered, as all batches of the fit allow to read it."""
+        """Returns the entry of an unregistered key, by the most likely reading that all batches of the fit allow."""
         possible = possible_readings(batch, key, self.num_rows(batch), self.width(batch))
         if not possible:
             raise ValueError(
@@ -229,10 +234,10 @@ class BatchLayout:
             raise ValueError(meaning_has_changed(key, earlier, possible))
         return entry_of_reading(agreed[0], batch, key)
 
-    def _media_entries(self, batch: Batch) -> dict[str, Entry]:
-        """Returns how the tensors that are not text belong to rows.
+    def _non_text_entries(self, batch: Batch) -> dict[str, Entry]:
+        """Returns how the tensors that are not text belong to rows, by key.
 
-        Called for every microbatch, so text is recognised by its key.
+        This is called for every microbatch. To save time it recognises text by its key.
         """
         entries = {}
         for key, value in batch.items():
@@ -242,22 +247,22 @@ class BatchLayout:
         return entries
 
     def tensors_of(self, batch: Batch, unit: str) -> dict[str, torch.Tensor]:
-        """Returns the tensors that have one entry per image, video, audio or part of one, by key."""
+        """Returns the tensors that have one entry per unit, such as an image or a patch, by key."""
         tensors = {}
-        for key, entry in self._media_entries(batch).items():
+        for key, entry in self._non_text_entries(batch).items():
             if entry.unit == unit:
                 tensors[key] = batch[key]
         return tensors
 
     def media_of(self, batch: Batch) -> list[str]:
         """Returns the modalities that have tensors in the batch."""
-        present = {entry.modality for entry in self._media_entries(batch).values()}
+        present = {entry.modality for entry in self._non_text_entries(batch).values()}
         return [modality for modality in MODALITIES if modality in present]
 
     # How many items each row has.
 
     def images_per_row(self, batch: Batch) -> list[int]:
-        """Number of images of each row; if the processor cuts an image into tiles (InternVL), each tile is an image."""
+        """Returns the number of images of each row. Tiles count as images if the processor makes them (InternVL)."""
         return self.units_per_row(batch, 'image')
 
     def media_per_row(self, batch: Batch) -> list[int]:
@@ -268,8 +273,9 @@ class BatchLayout:
     def units_per_row(self, batch: Batch, unit: str) -> list[int]:
         """Returns how many of a unit (``'image'``, ``'video'``, ``'audio'``, ``'patch'``, ...) every row has.
 
-        The family's slots tell it, or the list ``num_<unit>s`` of the batch if it adds up to the items of the batch, or
-        the placeholders: a row has whole items, and config and batch tell the placeholders of each item, in order.
+        Asks in this order: the slots of the family; the list ``num_<unit>s`` of the batch, if it adds up to the items
+        of the batch; the placeholders. A row has whole items in order, and config and batch tell the placeholders of
+        each item.
 
         Raises:
             ValueError: If nothing tells which of them belong to which row.
@@ -280,13 +286,14 @@ class BatchLayout:
             return self._parts_per_row(batch, unit)
         if unit == 'image' and self.family.slots is not None and batch.get('pixel_values') is not None:
             return self._occupied_slots_per_row(batch, self.family.slots(batch))
+        # An unregistered tensor has a unit like 'image/12': see `found.py`.
         modality, _, num_entries = unit.partition('/')
         if num_entries:
             return entries_per_row(batch, self.config, modality, int(num_entries), self.num_rows(batch))
         return self._items_per_row(batch, unit)
 
     def _parts_per_row(self, batch: Batch, unit: str) -> list[int]:
-        """Returns the number of patches of each row."""
+        """Returns the number of patches of each row, by the grid of each item."""
         part = PART_UNITS[unit]
         parts_per_item = batch[part.grid_key].prod(dim=1).tolist()
         items_per_row = self.units_per_row(batch, part.modality)
@@ -306,35 +313,35 @@ class BatchLayout:
     def _items_per_row(self, batch: Batch, unit: str) -> list[int]:
         num_rows = self.num_rows(batch)
         carried = carried_counts(batch, unit)
-        sizes = {key: value.shape[0] for key, value in self.tensors_of(batch, unit).items()}
-        if not sizes:
+        num_entries = {key: value.shape[0] for key, value in self.tensors_of(batch, unit).items()}
+        if not num_entries:
             return self._inferred_items_per_row(batch, unit) or carried or [0] * num_rows
-        num_items = max(sizes.values())
-        if min(sizes.values()) < num_items:
-            raise ValueError(f'The tensors of {unit}s must have one entry per {unit} each, got: {sizes}.')
-        has_placeholders_only = self.family.has_queries and token_ids(self.config, unit)
-        if not has_placeholders_only:
+        num_items = max(num_entries.values())
+        if min(num_entries.values()) < num_items:
+            raise ValueError(f'The tensors of {unit}s must have one entry per {unit} each, got: {num_entries}.')
+        # Models with queries do not notice if there are too few placeholders. So these are always counted.
+        must_count_placeholders = self.family.has_queries and token_ids(self.config, unit)
+        if not must_count_placeholders:
             if num_rows == 1:
                 return [num_items]
-            # The user counts images. If the processor cuts them into tiles, his numbers do not add up to the tiles.
+            # The user counts images. If the processor cuts them into tiles, the numbers do not add up to the tiles.
             if carried is not None and len(carried) == num_rows and sum(carried) == num_items:
                 return carried
         return self._items_by_placeholders(batch, unit, num_items)
 
     def _inferred_items_per_row(self, batch: Batch, modality: str) -> list[int] | None:
-        """Returns the items of each row by unregistered tensors of a modality; None: there are none.
+        """Returns the items of each row by the unregistered tensors of a modality; None if there are none.
 
-        The tensor with the fewest entries counts: it has items, others have tiles or patches.
+        The tensor with the fewest entries has one per item. The others have one per tile or patch.
         """
-        fewest = None
-        for entry in self._media_entries(batch).values():
+        entry_counts = []
+        for entry in self._non_text_entries(batch).values():
             unit_modality, _, num_entries = entry.unit.partition('/')
             if unit_modality == modality and num_entries:
-                count = int(num_entries)
-                fewest = count if fewest is None else min(fewest, count)
-        if fewest is None:
+                entry_counts.append(int(num_entries))
+        if not entry_counts:
             return None
-        return self.units_per_row(batch, f'{modality}/{fewest}')
+        return self.units_per_row(batch, f'{modality}/{min(entry_counts)}')
 
     def _items_by_placeholders(
         self,
@@ -347,7 +354,9 @@ class BatchLayout:
         carry = f'Carry `num_{unit}s` in the batch, one int per row'
         if unit == 'image':
             carry += ' (tiles counted)'
-        is_placeholder = media.placeholders(batch, self.config, unit) if media is not None else None
+        is_placeholder = None
+        if media is not None:
+            is_placeholder = media.placeholders(batch, self.config, unit)
         if media is None or media.sizes is None or is_placeholder is None:
             model = '' if self.config is not None else ', or pass `layout=BatchLayout.for_model(model)`'
             raise ValueError(
@@ -391,7 +400,7 @@ class BatchLayout:
     # New batches from existing ones.
 
     def select(self, batch: Batch, rows: Sequence[int]) -> dict[str, Any]:
-        """Returns the batch of the given rows, in the given order, with exactly their images; the width stays.
+        """Returns a batch of some rows, in the given order, with exactly their images. The width stays.
 
         Raises:
             ValueError: If the layout does not know an entry, or cannot tell its rows.
@@ -402,10 +411,10 @@ class BatchLayout:
         return selected
 
     def split(self, batch: Batch, groups: Iterable[Sequence[int]]) -> list[dict[str, Any]]:
-        """Returns the batches of several groups of rows: like :meth:`select` for each, but units are counted once.
+        """Returns a batch for each group of rows, as :meth:`select` does, but counts the items of the rows only once.
 
-        Each row's media are copied once, or not at all if a group is a run of rows in order and the batch is on its way
-        to a GPU. Page-locked tensors stay page-locked.
+        Each row's media are copied once. They are not copied if a group is a run of rows in order and the batch is on
+        its way to a GPU. Page-locked tensors stay page-locked.
         """
         entries: dict[str, Entry] = {}
         for key, value in batch.items():
@@ -423,13 +432,14 @@ class BatchLayout:
             if rows == all_rows:
                 selected.append(dict(batch))
                 continue
-            if ends is None:  # counting media takes a while
+            # Counting media takes a while, and a group of all rows does not need it.
+            if ends is None:
                 ends = self._ends_of_rows(batch, entries)
             selected.append(select_rows(batch, entries, ends, rows))
         return selected
 
     def _ends_of_rows(self, batch: Batch, entries: Mapping[str, Entry]) -> dict[str, list[int]]:
-        """Returns for each unit 0, then how many of it the rows up to each row have together."""
+        """Returns for each unit where the entries of each row end: see :data:`.UnitEnds`."""
         units = {'row'}
         for entry in entries.values():
             units.add('image' if entry.slot_dim is not None else entry.unit)
@@ -452,10 +462,10 @@ class BatchLayout:
         registered = self.family.entries.get(key)
         is_media = registered is not None and registered.is_media
         if not has_entry_per_row or is_media:
+            shown_value = 'list of media' if has_entry_per_row else type(value).__name__
             raise ValueError(
                 f'`batch[{key!r}]` must be a tensor, a list with one entry per row, or a plain value, got: '
-                f'{"list of media" if has_entry_per_row else type(value).__name__}. Turn it into one of these in the '
-                'collator.'
+                f'{shown_value}. Turn it into one of these in the collator.'
             )
 
     def trim(
@@ -464,16 +474,16 @@ class BatchLayout:
         *,
         width_multiple: int = 1,
     ) -> dict[str, Any]:
-        """Cuts off the columns that no row needs; widths round up to ``width_multiple``, never beyond the batch's."""
+        """Cuts off the columns that no row needs. Rounds up to ``width_multiple``, but not beyond the batch's width."""
         check_count('width_multiple', width_multiple)
         if has_audio_along_text(batch, self.config):
             return dict(batch)
         side, lengths = side_and_lengths(batch)
         width = self.width(batch)
         num_multiples = -(-max(lengths) // width_multiple)
-        needed = min(num_multiples * width_multiple, width)
-        start = width - needed if side == 'left' else 0
-        return self.narrow(batch, start, needed)
+        trimmed_width = min(num_multiples * width_multiple, width)
+        start = width - trimmed_width if side == 'left' else 0
+        return self.narrow(batch, start, trimmed_width)
 
     def narrow(
         self,
@@ -526,14 +536,14 @@ class BatchLayout:
                 joined[key] = self._joined_tensor(key, batches, padding_side, pad_token_id)
             elif isinstance(first, (list, tuple)):
                 _check_present(key, present, batches)
-                joined[key] = [value for batch in batches for value in batch[key]]
+                joined[key] = list(chain.from_iterable(batch[key] for batch in batches))
             else:
                 joined[key] = first
         for modality in MODALITIES:
             key = f'num_{modality}s'
             if key not in joined:
                 continue
-            # The shapes of a one-row sample tell its tiles; once rows are joined, only the placeholders would.
+            # In a one-row sample all tiles are of that row. Once rows are joined, only placeholders tell their tiles.
             joined[key] = []
             for batch in batches:
                 joined[key] += self._carried_or_counted(batch, modality)
@@ -551,13 +561,14 @@ class BatchLayout:
         side: str,
         pad_token_id: int,
     ) -> torch.Tensor:
-        """Returns a tensor of all batches, made of those that have it."""
+        """Returns one tensor for all rows, joined from the batches that have it."""
         present = [batch for batch in batches if batch.get(key) is not None]
-        # It lies along the text only if it does in every batch: a decoder's labels can have the encoder's width by
-        # chance.
         entries = [self.entry_of(batch, key) for batch in present]
+        # The batches can disagree. If the tensor is shared in one of them, it is shared. Without `seq_dims` in one of
+        # them, it has none: a decoder's labels can have the encoder's width by chance.
         entry = min(entries, key=lambda entry: (entry.unit != 'shared', bool(entry.seq_dims)))
         if entry.unit == 'shared':
+            # The widest one serves all rows.
             return max((batch[key] for batch in present), key=torch.Tensor.numel)
         if entry.unit == 'video' and present[0][key].dim() == 5:
             _check_equal_clips(self.family.name, key, present)
@@ -571,6 +582,7 @@ class BatchLayout:
         joined = cat_padded(values, entry, width, side)
         if entry.points_into is None:
             return joined
+        # Each batch counts its patches from 0. The patches of the batches before come first now.
         num_entries = [len(batch[key]) for batch in present]
         num_patches = [batch[entry.points_into].shape[:2].numel() for batch in present]
         first_patches = [0, *accumulate(num_patches)][:-1]
@@ -579,9 +591,9 @@ class BatchLayout:
     def _with_absent(
         self, key: str, present: Sequence[Batch], batches: Sequence[Batch], entry: Entry
     ) -> list[torch.Tensor]:
-        """Returns the tensors to join.
+        """Returns the tensors of all batches, to be joined.
 
-        A batch without the tensor gets no slots, or rows of the entry's ``absent`` value.
+        For a batch without the tensor one is made: with 0 slots, or with rows of the entry's ``absent`` value.
         """
         if entry.slot_dim is None and entry.absent is None:
             _check_present(key, present, batches)
@@ -615,12 +627,12 @@ def _check_equal_clips(family: str, key: str, batches: Sequence[Batch]) -> None:
 
     Clips are in one tensor without a mask, so the model would compute the frames that pad a shorter clip.
     """
-    batch_of_count = {batch[key].shape[1]: batch for batch in batches}
-    if len(batch_of_count) > 1:
+    batch_by_frames = {batch[key].shape[1]: batch for batch in batches}
+    if len(batch_by_frames) > 1:
         names = []
-        for count in sorted(batch_of_count):
-            sample_ids = batch_of_count[count].get('sample_ids')
-            names.append(f'{count} (sample {sample_ids})')
+        for num_frames in sorted(batch_by_frames):
+            sample_ids = batch_by_frames[num_frames].get('sample_ids')
+            names.append(f'{num_frames} (sample {sample_ids})')
         raise ValueError(
             f'Videos of a batch must be of one number of frames for {family}, got: {", ".join(names)}. Take as many of '
             'each: `dataset.video.num_frames`.'

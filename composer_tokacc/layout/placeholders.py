@@ -3,9 +3,9 @@
 
 """Ids of placeholder tokens, and how many of them each image, video and audio has, computed as the models do it.
 
-The functions that a family names are ``(batch, config, num_items, num_tokens) -> list[int]``. They return the number of
-placeholders of each item, if the batch has ``num_items`` items and ``num_tokens`` placeholders in all. An empty list
-means that the batch does not tell.
+The functions from :func:`equal` on are the ``sizes`` of :class:`.Media`:
+``(batch, config, num_items, num_tokens) -> list[int]``. They return the number of placeholders of each item. The batch
+has ``num_items`` items and ``num_tokens`` placeholders in all. An empty list means that the batch does not tell.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ MODALITY_WORDS = {
     'audio': re.compile('audio|speech|sound|chunk_|input_features|feature_attention|^input_values|^padding_mask'),
     'image': re.compile('image|pixel|patch|vision|visual|grid|tile|crop|aspect_ratio|spatial_shapes|target_sizes'),
 }
-"""Words in the names of tensors and of config entries, by modality; the first that fits."""
+"""Words in the names of tensors and of config entries, by modality. The first modality that fits counts."""
 ID_SUFFIX = re.compile('_(id|index)$')
 _NO_PLACEHOLDER = re.compile(
     'start|end|begin|boi|eoi|boa|eoa|bos|eos|newline|break|row|col|sep|pad_token|base|num_|size|length'
 )
-"""Words in the names of ids that mark the edges of an item or the lines of an image."""
+"""Words in the names of other ids: those that mark the edges of an item or the lines of an image."""
 
 
 @cache  # called for every key of every microbatch
@@ -43,16 +43,18 @@ def modality_of(name: str) -> str | None:
 
 
 def placeholder_ids(config: Any, modality: str) -> tuple[int, ...]:
-    """Returns the ids that a config names as placeholders of a modality, without ids of edges and lines."""
+    """Returns all ids that a config names as placeholders of a modality, without ids of edges and lines."""
     ids: dict[str, int] = {}
     for part in (config, getattr(config, 'vision_config', None), getattr(config, 'audio_config', None)):
         values = dict(getattr(part, '__dict__', {}))
+        # `__dict__` lacks aliases, such as `image_token_index` for `image_token_id`.
         for alias in getattr(part, 'attribute_map', ()):
             values[alias] = getattr(part, alias, None)
         for name, value in values.items():
             is_id = isinstance(value, int) and not isinstance(value, bool) and ID_SUFFIX.search(name)
             if not is_id or _NO_PLACEHOLDER.search(name):
                 continue
+            # Kimi-VL calls it `media_placeholder_token_id`.
             if modality_of(name.replace('media', 'image')) == modality:
                 ids[name] = value
     return tuple(dict.fromkeys(ids.values()))
@@ -67,7 +69,7 @@ def all_placeholders(config: Any) -> list[int]:
 
 
 def token_ids(config: Any, modality: str) -> tuple[int, ...]:
-    """Returns the id that a config gives a modality's placeholder by its usual name, else all ids by other names."""
+    """Returns the id with the usual name, ``image_token_id``. If there is none, all ids of :func:`placeholder_ids`."""
     for suffix in ('id', 'index'):  # older configs call it an index
         token_id = getattr(config, f'{modality}_token_{suffix}', None)
         if token_id is not None:
@@ -76,9 +78,10 @@ def token_ids(config: Any, modality: str) -> tuple[int, ...]:
 
 
 def stand_at(text: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
-    """Returns the positions of the ids in a text, bool of its shape."""
+    """Returns where one of the ids stands in a text, bool of its shape."""
     is_there = torch.zeros_like(text, dtype=torch.bool)
-    for token_id in ids:  # there are few, and `torch.isin` takes four times as long for one
+    # There are few ids. For one id `torch.isin` takes four times as long.
+    for token_id in ids:
         is_there |= text == token_id
     return is_there
 
@@ -92,24 +95,25 @@ def equal(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[in
 
 def image_grid(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
     """Qwen-VL: as many tokens as merged patches."""
-    return _merged(batch['image_grid_thw'], config, num_tokens)
+    return _tokens_of_grid(batch['image_grid_thw'], config, num_tokens)
 
 
 def video_grid(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
     """Qwen-VL: as many tokens as merged patches of all frames. Text between the frames does not count."""
-    return _merged(batch['video_grid_thw'], config, num_tokens)
+    return _tokens_of_grid(batch['video_grid_thw'], config, num_tokens)
 
 
-def _merged(grid: torch.Tensor, config: Any, num_tokens: int) -> list[int]:
-    """Returns the placeholders of each item of a grid: its patches over those that are merged into one token."""
+def _tokens_of_grid(grid: torch.Tensor, config: Any, num_tokens: int) -> list[int]:
+    """Returns the placeholders of each item of a grid. The model merges a few patches into one token."""
     patches = grid.prod(dim=1).tolist()
     if config is not None and hasattr(config, 'vision_config'):
-        merged = config.vision_config.spatial_merge_size**2
-    else:  # the model requires that all tokens together stand for all patches
-        merged = sum(patches) // num_tokens if num_tokens else 0
-    if not merged or any(count % merged for count in patches):
+        patches_per_token = config.vision_config.spatial_merge_size**2
+    else:
+        # The model requires that all tokens together stand for all patches.
+        patches_per_token = sum(patches) // num_tokens if num_tokens else 0
+    if not patches_per_token or any(count % patches_per_token for count in patches):
         return []
-    return [count // merged for count in patches]
+    return [count // patches_per_token for count in patches]
 
 
 def patch_counts(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
@@ -132,12 +136,14 @@ def queries(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[
 
 def frame_queries(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
     """InstructBLIP-Video: a fixed number of query tokens per frame; all clips of a batch have as many frames."""
-    return [batch['pixel_values'].shape[1] * size for size in queries(batch, config, num_items, num_tokens)]
+    queries_per_frame = queries(batch, config, num_items, num_tokens)
+    return [batch['pixel_values'].shape[1] * count for count in queries_per_frame]
 
 
 def audio_frames(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
     """Qwen-Audio: two strided convolutions and a pooling over the real frames."""
-    if num_tokens == num_items:  # one token each, which the model itself expands (processors up to transformers 4.45)
+    # Processors up to transformers 4.45 write one token per audio, and the model expands it.
+    if num_tokens == num_items:
         return [1] * num_items
     frames_per_item: list[int] = [batch['input_features'].shape[-1]] * num_items
     mask = batch.get('feature_attention_mask')
@@ -161,7 +167,7 @@ def anyres_capped(batch: Batch, config: Any, num_items: int, num_tokens: int) ->
     """LLaVA-OneVision: like LLaVA-NeXT up to a number of tiles; only the single image of a row is tiled."""
     if config is None:
         return []
-    cap = int(getattr(config, 'vision_aspect_ratio', 'anyres_max_9').removeprefix('anyres_max_'))
+    max_tiles = int(getattr(config, 'vision_aspect_ratio', 'anyres_max_9').removeprefix('anyres_max_'))
     counts = batch.get('batch_num_images')
     images_per_row = [1] * num_items if counts is None else torch.as_tensor(counts).tolist()
     is_tiled: list[bool] = []
@@ -172,9 +178,9 @@ def anyres_capped(batch: Batch, config: Any, num_items: int, num_tokens: int) ->
     tokens = []
     for size, tiled in zip(torch.as_tensor(batch['image_sizes']).tolist(), is_tiled, strict=True):
         if tiled:
-            tokens.append(_tokens_of_tiles(size, config, cap=cap))
+            tokens.append(_tokens_of_tiles(size, config, max_tiles=max_tiles))
         else:
-            tokens.append(_side(config) ** 2 + 1)
+            tokens.append(_side(config) ** 2 + 1)  # one token ends the image
     return tokens
 
 
@@ -187,17 +193,19 @@ def _tokens_of_tiles(
     size: Sequence[int],
     config: Any,
     *,
-    cap: int | None = None,
+    max_tiles: int | None = None,
 ) -> int:
-    """Returns the tokens of one image as ``pack_image_features`` of the models makes them, by their own functions."""
+    """Returns the tokens of one tiled image, computed as in ``pack_image_features``, with the models' own functions."""
     from transformers.models.llava_next.modeling_llava_next import get_anyres_image_grid_shape, unpad_image
 
     side = _side(config)
     tiles = get_anyres_image_grid_shape(size, config.image_grid_pinpoints, config.vision_config.image_size)
-    patches = torch.empty(1, tiles[0] * side, tiles[1] * side, device='meta')
+    patches = torch.empty(1, tiles[0] * side, tiles[1] * side, device='meta')  # only its shape is needed
     height, width = unpad_image(patches, size).shape[1:]
-    if cap is not None:
-        ratio = math.sqrt(height * width / (cap * side**2))
-        if ratio > 1.1:  # as the model does it
+    if max_tiles is not None:
+        ratio = math.sqrt(height * width / (max_tiles * side**2))
+        if ratio > 1.1:  # the threshold of the model
             height, width = int(height // ratio), int(width // ratio)
-    return side**2 + height * (width + 1)
+    tokens_of_whole_image = side**2
+    tokens_of_tiles = height * (width + 1)  # one token ends each line
+    return tokens_of_whole_image + tokens_of_tiles

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""A batch that consists of microbatches, which a loader collates one by one and which are never joined on the way."""
+"""A batch that consists of microbatches. A loader collates them one by one, and they are never joined for the model."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from composer_tokacc.plan_agreement import PlanRecord
 ALIGNMENT = 64
 """Bytes. A tensor of any type may begin at a multiple of it."""
 TEXT_KEYS = frozenset({'input_ids', 'attention_mask', 'labels', 'decoder_input_ids'})
-"""What :class:`.BatchLayout` needs to know rows, widths and padding."""
+"""Keys that tell :class:`.BatchLayout` the rows, their widths and their padding."""
 
 
 class PreSplitBatch(Mapping[str, Any]):
     """One rank's part of a global batch, in the planned microbatches, each collated by itself.
 
     The model is trained on the microbatches. For callbacks that look at the whole batch it is also a mapping:
-    ``batch['input_ids']`` is the tensor of all rows, as if they had been collated together. It is made, and copied,
-    when it is first read. The model does not see it, so changing it has no effect, and items cannot be set. Lists with
-    one value per row are joined without copying a tensor.
+    ``batch['input_ids']`` is the tensor of all rows, as if they had been collated together. This tensor is a copy, made
+    when it is first read. The model does not see it, so a change has no effect, and items cannot be set. Lists with one
+    value per row are joined too.
 
     A worker process sends all microbatches in one piece of shared memory. The receiver copies nothing.
 
@@ -69,7 +69,7 @@ class PreSplitBatch(Mapping[str, Any]):
         return batch
 
     def joined(self, layout: BatchLayout) -> dict[str, Any]:
-        """One plain batch of all rows, padded to the widest, on the side that the microbatches are padded on."""
+        """Returns one plain batch of all rows, padded to the widest one on the side of the microbatches' padding."""
         sides = {padding_side(microbatch) for microbatch in self.microbatches}
         side = 'left' if 'left' in sides else 'right'
         return layout.concat(self.microbatches, padding_side=side, pad_token_id=_pad_token_id(self.microbatches))
@@ -79,7 +79,7 @@ class PreSplitBatch(Mapping[str, Any]):
         return self.map(_pinned)
 
     def __iter__(self) -> Iterator[str]:
-        """Iterates over the keys of all microbatches: those with images have more."""
+        """Iterates over the keys of all microbatches. Microbatches with images have more keys than others."""
         keys: dict[str, None] = {}  # a dict keeps their order
         for microbatch in self.microbatches:
             keys |= dict.fromkeys(microbatch)
@@ -87,42 +87,51 @@ class PreSplitBatch(Mapping[str, Any]):
 
     def __len__(self) -> int:
         """Returns the number of keys."""
-        return sum(1 for _ in self)  # not len(list(self)), which asks for the length itself
+        return sum(1 for _ in self)  # not len(list(self)), because list() calls __len__()
 
     def __contains__(self, key: object) -> bool:
-        """Returns whether a microbatch has the key; joins nothing."""
+        """Returns whether a microbatch has the key. Joins nothing."""
         return any(key in microbatch for microbatch in self.microbatches)
 
     def __getitem__(self, key: str) -> Any:
-        """Returns the entry for all rows, joined on the first reading."""
+        """Returns the entry for all rows, joined when it is first read."""
         if key not in self:
             raise KeyError(key)
         if key not in self._joined:
-            values = [microbatch[key] for microbatch in self.microbatches if microbatch.get(key) is not None]
-            if values and isinstance(values[0], torch.Tensor):
-                self._joined[key] = self._joined_tensor(key)
-            elif values and isinstance(values[0], list):
-                self._joined[key] = list(chain.from_iterable(values))
-            else:
-                self._joined[key] = values[0] if values else None
+            self._joined[key] = self._joined_entry(key)
         return self._joined[key]
 
+    def _joined_entry(self, key: str) -> Any:
+        values = [microbatch[key] for microbatch in self.microbatches if microbatch.get(key) is not None]
+        if not values:
+            return None
+        if isinstance(values[0], torch.Tensor):
+            return self._joined_tensor(key)
+        if isinstance(values[0], list):
+            return list(chain.from_iterable(values))
+        return values[0]  # the same for all rows
+
     def _joined_tensor(self, key: str) -> torch.Tensor:
+        # A microbatch without the key may have no images, and would not tell the family.
         microbatch_with_key = next(microbatch for microbatch in self.microbatches if microbatch.get(key) is not None)
         layout = BatchLayout.infer(microbatch_with_key)
+        needed_keys = TEXT_KEYS | {key}
         parts = []
         for microbatch in self.microbatches:
-            parts.append({name: value for name, value in microbatch.items() if name == key or name in TEXT_KEYS})
+            parts.append({name: value for name, value in microbatch.items() if name in needed_keys})
         return PreSplitBatch(parts, max_tokens=self.max_tokens).joined(layout)[key]
 
     # On the way from a worker process.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PreSplitBatch:
-        """Copies the tensors, not by way of shared memory."""
+        """Returns a deep copy. Without this method a copy would go through shared memory, by :meth:`__reduce__`."""
         return self.map(lambda microbatch: copy.deepcopy(microbatch, memo))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Puts all tensors into one: torch opens a file for each tensor that it sends, and a process has a limit."""
+        """Puts all tensors into one piece of memory to send them.
+
+        Torch opens a file for each tensor that it sends, and the open files of a process are limited.
+        """
         memory, places = _packed(self.microbatches)
         return _unpacked, (memory, places, self.max_tokens, self.indices, self.plan)
 
@@ -136,17 +145,18 @@ def _pinned(microbatch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def microbatches_of(batch: Batch) -> Sequence[Batch]:
-    """Returns the microbatches of a pre-split batch; any other batch is one itself."""
+    """Returns the microbatches of a pre-split batch. Any other batch counts as its only microbatch."""
     return batch.microbatches if isinstance(batch, PreSplitBatch) else [batch]
 
 
 def widened(batch: Batch, width_multiple: int) -> Batch:
-    """Pads the text of a batch to a multiple of a width, on the side of its padding."""
+    """Returns the batch with its text padded to a multiple of ``width_multiple``, on the side of its padding."""
     if width_multiple == 1 or batch.get('input_ids') is None:
         return batch
     layout = BatchLayout(family=TEXT_FAMILY)
     old_width = layout.width(batch)
-    new_width = -(-old_width // width_multiple) * width_multiple
+    num_multiples = -(-old_width // width_multiple)  # rounded up
+    new_width = num_multiples * width_multiple
     if new_width == old_width:
         return batch
     side = padding_side(batch)
@@ -161,7 +171,10 @@ def widened(batch: Batch, width_multiple: int) -> Batch:
 
 
 def _pad_token_id(batches: Sequence[Batch]) -> int:
-    """Returns an id to pad with: one of existing padding, else the last id of a row, which is no image placeholder."""
+    """Returns an id to pad with: the id of existing padding. If there is none, the last id of the first row.
+
+    A placeholder of an image would be wrong, and no row ends with one.
+    """
     text_batches = [batch for batch in batches if batch.get('input_ids') is not None]
     for batch in text_batches:
         ids = batch['input_ids']
@@ -172,7 +185,7 @@ def _pad_token_id(batches: Sequence[Batch]) -> int:
 
 
 class _Place(NamedTuple):
-    """Place of a tensor in the memory that is sent."""
+    """Where a tensor lies in the memory that is sent; ``start`` in bytes."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -183,24 +196,26 @@ class _Place(NamedTuple):
         count = self.shape.numel()
         if count == 0:
             return torch.empty(self.shape, dtype=self.dtype)
-        # Not a view of one tensor: Composer deep-copies microbatches for metrics, and the copy of a view copies the
-        # whole tensor behind it.
+        # A view of `memory` would be wrong: Composer deep-copies microbatches for metrics, and a deep copy of a view
+        # copies the whole tensor behind it.
         return torch.frombuffer(memory.numpy(), dtype=self.dtype, count=count, offset=self.start).view(self.shape)
 
 
 def _packed(microbatches: Sequence[Mapping[str, Any]]) -> tuple[torch.Tensor, list[dict[str, Any]]]:
-    """Returns shared memory with all tensors, uint8 ``(bytes,)``, and the microbatches with places for tensors."""
+    """Returns shared memory with all tensors, uint8 ``(bytes,)``, and the microbatches with a place for each tensor."""
     size = 0
     packed = [dict(microbatch) for microbatch in microbatches]
     tensors: list[tuple[_Place, torch.Tensor]] = []
     for microbatch in packed:
         for key, value in microbatch.items():
+            # Other tensors are sent as they are.
             if type(value) is torch.Tensor and value.device.type == 'cpu' and value.layout == torch.strided:
                 place = _Place(value.dtype, value.shape, size)
                 microbatch[key] = place
                 tensors.append((place, value))
-                size += -(-value.nbytes // ALIGNMENT) * ALIGNMENT
-    # As torch's own default_collate does it in a worker: storage that is shared from the start is sent without a copy.
+                num_blocks = -(-value.nbytes // ALIGNMENT)  # rounded up
+                size += num_blocks * ALIGNMENT
+    # Storage that is shared from the start is sent without a copy. Torch's default_collate does the same in a worker.
     memory = torch.empty(0, dtype=torch.uint8).set_(new_shared_storage(max(size, 1)))
     for place, value in tensors:
         place.of(memory).copy_(value)
@@ -214,7 +229,7 @@ def _unpacked(
     indices: list[list[int]] | None,
     plan: PlanRecord | None,
 ) -> PreSplitBatch:
-    """Returns the batch; its tensors are windows on the memory that arrived."""
+    """Returns the batch that :func:`_packed` packed. Its tensors use the memory that arrived, without a copy."""
     microbatches = [dict(microbatch) for microbatch in packed]
     for microbatch in microbatches:
         for key, value in microbatch.items():

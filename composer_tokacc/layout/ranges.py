@@ -6,12 +6,12 @@
 The check shows on a few rows that no cut changes their gradient. This holds for other rows only if the model treats
 them alike. But models change at some size. DeepSeek-V3.2 attends to the best k keys as soon as there are more than k
 columns, Llama 4 scales attention from some column on, HunYuan-VL numbers the images of a batch, Qwen3-Omni pads short
-audios to the longest one, and GLM-ASR hears the padding. Nobody knows these thresholds beforehand.
+audios to the longest one, and in GLM-ASR the padding changes the output. Nobody knows these thresholds beforehand.
 
 So the ranges are exact: a row outside of them is looked at before the step is cut, and the ranges grow to include it. A
 range ends at the smallest and the largest value that was seen, never at a rounded one, because a threshold could lie in
-between. A running maximum of random lengths is exceeded about log(n) times in n steps: with the lengths of AI2D,
-ChartQA and DocVQA, a range is left in 8 to 12 of the first 200 steps.
+between. Random lengths set a new maximum about log(n) times in n steps: with the lengths of AI2D, ChartQA and DocVQA,
+rows lie outside of a range in 8 to 12 of the first 200 steps.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Padding(Enum):
 
 
 class RotaryCase(Enum):
-    """Rows that are wider than the width limit of the rotary embedding: see :attr:`.BatchLayout.width_limit`."""
+    """How a padded batch exceeds the width limit of the rotary embedding: see :attr:`.BatchLayout.width_limit`."""
 
     COLUMNS_ABOUT_LIMIT = 'some rows wider than the rotary limit'
     COLUMNS_OVER_LIMIT = 'all rows wider than the rotary limit'
@@ -64,7 +64,7 @@ class PaddedRange:
 
     Args:
         shortest: Tokens of the shortest row, the least that a trimmed row can have.
-        longest: Tokens of the longest row that has padding. A longer row without padding shows nothing of trimming.
+        longest: Tokens of the longest row that has padding. A row without padding shows nothing about trimming.
         width: Padded width, the widest that was seen.
     """
 
@@ -108,8 +108,8 @@ class MediaRange:
     Args:
         most_items: The most items of one row.
         in_several_rows: Whether two rows of one batch have any.
-        smallest: Placeholders of the smallest item in a batch with items of several sizes; None: no batch had such.
-        largest: Placeholders of the largest item in such a batch.
+        smallest: Placeholders of the smallest item in a batch with items of several sizes; None: no batch had several.
+        largest: Placeholders of the largest item in a batch with items of several sizes.
         is_ragged: Whether microbatches that a loader collates one by one pad items to different sizes.
     """
 
@@ -144,7 +144,7 @@ class RowRanges:
         padded: Widths, for each kind of padding.
         packed: Sizes of packed rows; None: none were packed.
         media: Items by modality, ``'image'``, ``'video'`` and ``'audio'``.
-        rotary: Cases of rows that are wider than the rotary embedding leaves alone.
+        rotary: How batches exceeded the width limit of the rotary embedding.
         has_mixed_rows: Whether a batch had rows with media and rows without any.
         has_holes: Whether a row had positions that are not attended between attended ones.
         has_holes_beside_media: The same in a batch with media.
@@ -188,12 +188,13 @@ class RowRanges:
         return missing
 
     def _keys_of_another_meaning(self, readings: Readings) -> list[str]:
-        keys = []
+        """Returns names of the keys that are new, or whose most likely reading would change."""
+        names = []
         for key, possible in readings.items():
             earlier = self.readings.get(key)
             if earlier is None or agreed_readings(earlier, possible)[:1] != earlier[:1]:
-                keys.append(f'the key {key!r}')
-        return keys
+                names.append(f'the key {key!r}')
+        return names
 
     def joined(self, other: RowRanges) -> RowRanges:
         """Returns the smallest ranges that cover both."""
@@ -218,7 +219,7 @@ class RowRanges:
         )
 
     def without_padding(self) -> RowRanges:
-        """Returns the ranges as if no row had padding: nothing was learnt of trimming."""
+        """Returns the ranges as if no row had padding. For rows on which trimming was not tried."""
         return replace(self, padded={})
 
 
@@ -260,7 +261,7 @@ def ranges_of(sources: Sequence[RowFacts], packed_total: int = 0) -> RowRanges:
 
 
 def _padded_ranges(sources: Sequence[RowFacts]) -> dict[Padding, PaddedRange]:
-    """Returns the range of padded widths, of all sources together: microbatches are cuts of one padded batch."""
+    """Returns the range of widths of all sources together, as if they were one padded batch; empty without padding."""
     lengths: list[int] = []
     width = 0
     side = 'right'
@@ -268,7 +269,8 @@ def _padded_ranges(sources: Sequence[RowFacts]) -> dict[Padding, PaddedRange]:
     for facts in sources:
         lengths += facts.lengths
         width = max(width, facts.width)
-        if facts.side == 'left':  # the right side is also that of rows without padding
+        # Rows without padding have the side 'right', so one 'left' decides.
+        if facts.side == 'left':
             side = 'left'
         has_positions = has_positions or facts.has_positions
     padded_lengths = [length for length in lengths if length < width]
@@ -302,7 +304,7 @@ def _media_range(modality: str, sources: Sequence[RowFacts]) -> MediaRange | Non
         return None
     smallest = None
     largest = None
-    # Items of one size pad nothing, so their size is of no importance.
+    # Items of one size need no padding, so their size does not matter.
     if min(sizes) < max(sizes):
         smallest = min(sizes)
         largest = max(sizes)
@@ -311,7 +313,7 @@ def _media_range(modality: str, sources: Sequence[RowFacts]) -> MediaRange | Non
         in_several_rows=len(counts) > 1,
         smallest=smallest,
         largest=largest,
-        is_ragged=len(sources) > 1 and _is_ragged(modality, sources),
+        is_ragged=_is_ragged(modality, sources),
     )
 
 

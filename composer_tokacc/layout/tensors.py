@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Copies of tensors that a cut makes: the entries of some rows, and those of several batches one after the other."""
+"""Selects the entries of some rows from tensors, and joins the tensors of several batches. Copies only if it must."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def _empty(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
 
 def take(value: torch.Tensor, dim: int, index: list[int]) -> torch.Tensor:
     """Returns the entries at the indices: a view if possible, otherwise one copy, page-locked if the tensor was."""
-    is_run = bool(index) and index == list(range(index[0], index[-1] + 1))
-    if is_run:
+    is_without_gaps = bool(index) and index == list(range(index[0], index[-1] + 1))
+    if is_without_gaps:
         view = value.narrow(dim, index[0], len(index))
         if view.is_contiguous() and _on_the_way_to_a_gpu(value):
             return view
@@ -60,14 +60,15 @@ def cat_padded(
     width: int,
     side: str,
 ) -> torch.Tensor:
-    """Concatenates along the rows, with every other dimension padded to the largest.
+    """Joins tensors along ``entry.row_dim``, with every other dimension padded to its largest size.
 
-    Dimensions along the text are padded to ``width``, on the side of the text's padding; all others at their end.
+    Dimensions along the text are padded to ``width``, on the side ``side``; all others at their end.
     """
     num_dims = values[0].dim()
     row_dim = entry.row_dim % num_dims
     seq_dims = {dim % num_dims for dim in entry.seq_dims}
-    shape = [max(sizes) for sizes in zip(*(value.shape for value in values), strict=True)]
+    shapes = [value.shape for value in values]
+    shape = [max(sizes) for sizes in zip(*shapes, strict=True)]
     for dim in seq_dims:
         shape[dim] = width
     shape[row_dim] = sum(value.shape[row_dim] for value in values)
@@ -87,7 +88,7 @@ def cat_padded(
 
 
 UnitEnds = Mapping[str, Sequence[int]]
-"""For each unit: 0, then how many of it the rows up to each row have together."""
+"""For each unit a 0, then where the entries of each row end: those of row i are ``ends[i]`` to ``ends[i + 1]``."""
 
 
 def select_rows(
@@ -108,7 +109,7 @@ def select_rows(
             patches_per_item = batch[entry.points_into].shape[1]
             item_ends = ends[entries[entry.points_into].unit]
             chosen = _repointed(chosen, ends[entry.unit], item_ends, patches_per_item, rows)
-        # A model takes no image entries for no images, rather than empty ones.
+        # Rows without images get no image tensors at all. Models do not take empty ones.
         if not entry.is_media or chosen.numel() > 0:
             selected[key] = chosen
     return selected
@@ -121,7 +122,7 @@ def _repointed(
     patches_per_item: int,
     rows: Sequence[int],
 ) -> torch.Tensor:
-    """Returns numbers of patches of the batch as numbers of patches of the chosen rows.
+    """Returns pointers to patches, renumbered: counted over the patches of the chosen rows, not of the whole batch.
 
     ``pointers`` are those of the chosen rows; ``pointer_ends`` and ``item_ends`` are of all rows.
     """
@@ -130,8 +131,10 @@ def _repointed(
     new_first_patch = 0
     for row in rows:
         num_pointers.append(pointer_ends[row + 1] - pointer_ends[row])
-        shifts.append(new_first_patch - patches_per_item * item_ends[row])
-        new_first_patch += patches_per_item * (item_ends[row + 1] - item_ends[row])
+        old_first_patch = patches_per_item * item_ends[row]
+        shifts.append(new_first_patch - old_first_patch)
+        num_items = item_ends[row + 1] - item_ends[row]
+        new_first_patch += patches_per_item * num_items
     return renumber(pointers, num_pointers, shifts)
 
 
@@ -165,7 +168,7 @@ def _select_units(
 
 
 def renumber(value: torch.Tensor, counts: Sequence[int], shifts: Sequence[int]) -> torch.Tensor:
-    """Adds a shift to each run of entries, ``counts`` long; negative numbers stay as they are."""
+    """Adds ``shifts[0]`` to the first ``counts[0]`` entries, and so on. Negative numbers stay as they are."""
     shift_of_entry = torch.repeat_interleave(torch.tensor(shifts), torch.tensor(counts)).to(value)
     inner_dims = [1] * (value.dim() - 1)
     return torch.where(value < 0, value, value + shift_of_entry.view(-1, *inner_dims))

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor, Replicate
 class GradientNorm(Algorithm):
     """Measures the gradient after the last backward of a step.
 
-    It is an algorithm, because Composer clips the gradient in one, and callbacks run after all algorithms. For an event
-    whose name begins with ``AFTER_`` Composer runs the algorithms from the last of the list to the first. So the last
-    one measures before the gradient is clipped.
+    It is an algorithm, because Composer clips the gradient in an algorithm, and callbacks run after all algorithms. For
+    an event whose name begins with ``AFTER_`` Composer runs the list of algorithms backwards. This one is appended at
+    the end, so it measures before the gradient is clipped.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class GradientNorm(Algorithm):
 
     @classmethod
     def of_run(cls, state: State) -> GradientNorm:
-        """Returns the one of the run, and appends it to the algorithms if there is none."""
+        """Returns the ``GradientNorm`` among the algorithms of a run. Appends one if there is none."""
         for algorithm in state.algorithms:
             if isinstance(algorithm, cls):
                 return algorithm
@@ -37,11 +37,12 @@ class GradientNorm(Algorithm):
         return algorithm
 
     def match(self, event: Event, state: State) -> bool:
-        """Runs before the optimizer's step, when gradients are unscaled."""
+        """Returns whether to run: before the optimizer's step, when gradients are already unscaled."""
         return event == Event.AFTER_TRAIN_BATCH
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         """Computes the norms on the device, without waiting for it."""
+        # Gradients of which equally many ranks hold the same part are measured together.
         gradients: dict[int, list[torch.Tensor]] = {}
         for parameter in state.model.parameters():
             gradient = parameter.grad
@@ -56,7 +57,10 @@ class GradientNorm(Algorithm):
             self._norms.append((torch.nn.utils.get_total_norm(tensors), num_copies))
 
     def square_on_rank(self) -> float:
-        """Returns this rank's part of the squared norm, NaN without a gradient. The parts of all ranks add up to it."""
+        """Returns this rank's share of the squared norm; NaN without a gradient. The shares of all ranks add up to it.
+
+        If several ranks hold the same part of the gradient, each takes an equal share of it. Waits for the device.
+        """
         if not self._norms:
             return math.nan
         return sum(float(norm) ** 2 / num_copies for norm, num_copies in self._norms)
@@ -66,7 +70,7 @@ def _num_copies(gradient: torch.Tensor) -> int:
     """Returns how many ranks hold the same part of a gradient."""
     num_ranks = dist.get_world_size()
     if not isinstance(gradient, DTensor):
-        return num_ranks  # DDP has reduced it
+        return num_ranks  # DDP has made it the same on all ranks
     mesh = gradient.device_mesh
     num_copies = num_ranks // mesh.size()
     for dimension, placement in enumerate(gradient.placements):

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Sums of each source of data in a step: losses of its tokens, their number and weight, and computed positions."""
+"""Sums for each source of data in a step: losses of its tokens, their number and weight, and computed positions."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from composer_tokacc.monitor.step_counts import SourcePart, rule_of, source_part
 log = logging.getLogger(__name__)
 
 MOST_SOURCES = 64
-"""Number of sources that have sums of their own. A collator may write another ``source`` for every row."""
+"""Most sources that are logged by name. Needed because a collator may write another ``source`` for every row."""
 OTHERS = 'others'
-"""Name of all further sources together."""
+"""Name under which all further sources are logged together."""
 MOST_UNREAD = 2**20
-"""Number of logits that may be kept until the end of a step: 4 MiB."""
+"""Most logits that are kept before their losses are computed: 4 MiB."""
 
 
 @dataclass
@@ -44,7 +44,7 @@ class SourceSums:
     positions: float = 0.0
 
     def add(self, loss: float, tokens: float, weight: float, positions: float) -> None:
-        """Adds to each sum."""
+        """Adds a number to each sum."""
         self.loss += loss
         self.tokens += tokens
         self.weight += weight
@@ -55,13 +55,13 @@ class SourceSums:
         return [self.loss, self.tokens, self.weight, self.positions]
 
 
-class _Unread(NamedTuple):
-    """Logits whose losses are not computed yet."""
+class _KeptLogits(NamedTuple):
+    """Logits of a microbatch whose losses are not computed yet."""
 
     logits: torch.Tensor
     labels: torch.Tensor
-    is_counted: torch.Tensor  # labels that carry loss
-    num_tokens: int  # number of these
+    is_counted: torch.Tensor  # which labels carry loss
+    num_tokens: int  # how many labels carry loss
     rule: str
 
 
@@ -70,15 +70,17 @@ class SourceLedger:
 
     def __init__(self) -> None:
         self.names: list[str] = []
-        """Sources that any rank has seen so far, the same list on all ranks."""
+        """Sources that any rank has seen so far. The list is the same on all ranks."""
         self.begin_attempt()
 
     def begin_attempt(self) -> None:
         """Forgets the microbatches of the step."""
         self._parts: list[SourcePart] = []
-        self._losses: list[torch.Tensor] = []  # of each token of these parts, on the device
-        self._unread: list[_Unread] = []  # microbatches whose losses will be next
-        self._num_unread = 0  # logits
+        # Losses of the tokens of these parts, on the device, in the same order. The last ones may still be missing:
+        # those of the kept logits.
+        self._losses: list[torch.Tensor] = []
+        self._kept: list[_KeptLogits] = []
+        self._num_kept = 0  # number of kept logits
 
     def note(self, batch: Batch, outputs: Any, rule: str, *, has_logits: bool) -> None:
         """Notes a microbatch if its rows have sources. If its tokens were counted, nothing waits for the device.
@@ -94,24 +96,27 @@ class SourceLedger:
             return
         self._parts += parts
         num_tokens = sum(part.loss_tokens for part in parts)
-        unread = None
+        kept = None
         if has_logits:
-            unread = _unread(batch, outputs, rule, num_tokens)
-        if unread is None:
-            self._read()
+            kept = _kept_logits(batch, outputs, rule, num_tokens)
+        if kept is None:
+            self._compute_losses()
             self._losses.append(torch.full((num_tokens,), math.nan))
             return
-        self._unread.append(unread)
-        self._num_unread += unread.logits.numel()
-        if self._num_unread > MOST_UNREAD:
-            self._read()
+        self._kept.append(kept)
+        self._num_kept += kept.logits.numel()
+        if self._num_kept > MOST_UNREAD:
+            self._compute_losses()
 
-    def _read(self) -> None:
-        """Computes the losses of the logits that were kept. Beside a small model the number of calls is the cost."""
-        if self._unread:
-            self._losses.append(_token_losses(self._unread))
-            self._unread = []
-            self._num_unread = 0
+    def _compute_losses(self) -> None:
+        """Computes the losses of the kept logits.
+
+        Small logits are kept and computed together, because with a small model the time goes into the number of calls.
+        """
+        if self._kept:
+            self._losses.append(_token_losses(self._kept))
+            self._kept = []
+            self._num_kept = 0
 
     def gather(self, numbers: Sequence[float], device: Device) -> tuple[torch.Tensor, dict[str, SourceSums]]:
         """Gathers the numbers of a step from all ranks, in one collective.
@@ -120,21 +125,23 @@ class SourceLedger:
         again.
 
         Args:
-            numbers: Further numbers of this rank, equally many on all ranks.
+            numbers: Other numbers of this rank, to be sent along. All ranks have equally many.
             device: Composer's device, on which the process group works.
 
         Returns:
-            The further numbers of each rank, float64 ``(ranks, numbers)``, and the sums of each source over all ranks.
+            The other numbers of each rank, float64 ``(ranks, numbers)``, and the sums of each source over all ranks.
         """
         rank_sums = self._sums()
         num_numbers = len(numbers)
         while True:
             new_names = sorted(rank_sums.keys() - set(self.names))
             if OTHERS in self.names:
-                new_names = []
+                new_names = []  # there are enough names
+            # A rank sends its other numbers, how many new names it has, and its sums.
             packed = torch.tensor([*numbers, len(new_names), *self._table(rank_sums)], dtype=torch.float64)
             ranks = torch.stack(list(dist.all_gather(device.tensor_to_device(packed)))).cpu()
-            if not ranks[:, num_numbers].any():
+            num_new_names = ranks[:, num_numbers]
+            if not num_new_names.any():
                 break
             self._learn(dist.all_gather_object(new_names))
         total = ranks[:, num_numbers + 1 :].sum(dim=0).view(-1, len(fields(SourceSums)))
@@ -143,13 +150,13 @@ class SourceLedger:
 
     def _sums(self) -> dict[str, SourceSums]:
         """Returns the sums of each source on this rank. Waits for the device."""
-        self._read()
+        self._compute_losses()
         losses: list[float] = []
         for tensor in self._losses:
             losses += tensor.tolist()
         sums: dict[str, SourceSums] = {}
         start = 0
-        # A plain loop: for a few rows calls of numpy take longer.
+        # This is a plain loop, because for a few rows numpy takes longer.
         for part in self._parts:
             end = start + part.loss_tokens
             loss = sum(losses[start:end])
@@ -160,7 +167,10 @@ class SourceLedger:
         return sums
 
     def _table(self, rank_sums: Mapping[str, SourceSums]) -> list[float]:
-        """Returns the sums of this rank in the order of the names, as one list. New names are left out."""
+        """Returns the sums of this rank as one list, in the order of ``names``. Other sources count as ``OTHERS``.
+
+        Without ``OTHERS`` among the names, other sources are left out.
+        """
         table = {name: SourceSums() for name in self.names}
         for name, sums in rank_sums.items():
             row = table.get(name, table.get(OTHERS))
@@ -172,7 +182,7 @@ class SourceLedger:
         return numbers
 
     def _learn(self, names_of_ranks: Iterable[Sequence[str]]) -> None:
-        """Adds new names, on all ranks the same. Names beyond the most are replaced by one."""
+        """Adds new names, the same on all ranks. Replaces the names beyond ``MOST_SOURCES`` by ``OTHERS``."""
         new_names = set().union(*names_of_ranks) - set(self.names)
         self.names += sorted(new_names)
         if len(self.names) > MOST_SOURCES:
@@ -185,8 +195,8 @@ class SourceLedger:
             )
 
 
-def _unread(batch: Batch, outputs: Any, rule: str, num_tokens: int) -> _Unread | None:
-    """Returns the logits of a microbatch with its labels; None if the outputs have no logits of its labels."""
+def _kept_logits(batch: Batch, outputs: Any, rule: str, num_tokens: int) -> _KeptLogits | None:
+    """Returns the logits of a microbatch with its labels; None if the outputs have no logits that fit the labels."""
     logits = logits_of(outputs)
     if logits is None:
         return None
@@ -199,38 +209,39 @@ def _unread(batch: Batch, outputs: Any, rule: str, num_tokens: int) -> _Unread |
     if counted_rule is None:
         is_counted = counted_tokens(labelled, rule)
     else:
-        # The labels between documents are masked already. To look for them would wait for the device.
+        # The first labels of documents are masked already. To look for documents would wait for the device.
         is_counted = loss_mask(labelled, rule)
-    return _Unread(logits.detach(), labels_of(labelled), is_counted, num_tokens, rule)
+    return _KeptLogits(logits.detach(), labels_of(labelled), is_counted, num_tokens, rule)
 
 
-def _token_losses(unread: Sequence[_Unread]) -> torch.Tensor:
+def _token_losses(microbatches: Sequence[_KeptLogits]) -> torch.Tensor:
     """Returns the loss of each token, float32 ``(tokens,)``, row after row.
 
     The number of tokens is known, so nothing waits for the device.
     """
-    logits = _joined([part.logits.flatten(0, 1) for part in unread])
-    labels = _joined([part.labels.flatten() for part in unread])
-    is_counted = _joined([part.is_counted.flatten() for part in unread])
-    num_tokens = sum(part.num_tokens for part in unread)
-    of_labels = places_of(is_counted.cumsum(dim=0), range(1, num_tokens + 1))
-    of_predictions = of_labels
-    if unread[0].rule != 'unshifted':
-        of_predictions = of_labels - 1  # in the same row, because labels in column 0 do not count
+    logits = _joined([microbatch.logits.flatten(0, 1) for microbatch in microbatches])
+    labels = _joined([microbatch.labels.flatten() for microbatch in microbatches])
+    is_counted = _joined([microbatch.is_counted.flatten() for microbatch in microbatches])
+    num_tokens = sum(microbatch.num_tokens for microbatch in microbatches)
+    label_places = places_of(is_counted.cumsum(dim=0), range(1, num_tokens + 1))
+    logit_places = label_places
+    if microbatches[0].rule != 'unshifted':
+        logit_places = label_places - 1  # in the same row, because labels in column 0 do not count
+    # Logits in float32 take much memory, so they are computed in chunks.
     chunk_size = max(CHUNK // logits.shape[-1], 1)
     losses = []
-    for predictions, targets in zip(of_predictions.split(chunk_size), of_labels.split(chunk_size), strict=True):
-        chunk_logits = whole_vocabulary(logits[predictions]).float()
-        losses.append(F.cross_entropy(chunk_logits, labels[targets], reduction='none'))
+    for at_logits, at_labels in zip(logit_places.split(chunk_size), label_places.split(chunk_size), strict=True):
+        chunk_logits = whole_vocabulary(logits[at_logits]).float()
+        losses.append(F.cross_entropy(chunk_logits, labels[at_labels], reduction='none'))
     return _joined(losses)
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Concatenates tensors. A single one, such as the logits of a large model, is not copied."""
+    """Concatenates tensors. A single tensor, such as the logits of a large model, is not copied."""
     return torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]
 
 
 @lru_cache(maxsize=4096)
 def _loggable(source: str) -> str:
-    """Returns the name with characters that every logger accepts. MLflow refuses others."""
+    """Returns the name with only those characters that every logger accepts. MLflow refuses others."""
     return re.sub(r'[^\w\-. ]', '_', source, flags=re.ASCII) or '_'

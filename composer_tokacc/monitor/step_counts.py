@@ -3,8 +3,8 @@
 
 """Counts of a rank in a step.
 
-The counts that :class:`.TokenAccumulation` has written into a batch are read here, and nowhere else in this room. If a
-batch has none, its tokens are counted here.
+Only this file of the room reads the counts that :class:`.TokenAccumulation` has written into a batch. If a batch has
+none, its tokens are counted here.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ class StepCounts:
     samples: float
     real_tokens: float
     loss_tokens: float
-    device_batch_positions: float  # before the batch was split
-    positions: float  # that were computed, padding included
-    dummy_positions: float  # of dummy rows
+    device_batch_positions: float  # positions before the batch was split
+    positions: float  # computed positions, padding included
+    dummy_positions: float  # computed positions of dummy rows
     microbatches: float
     empty_microbatches: float  # without loss tokens
-    flops: float  # operations of the model
+    flops: float  # operations of the model in this step
     device_flops: float  # operations that the device can do in a second; 0: not known
     loader_seconds: float
     peak_memory: float  # bytes of the device
     gradient_square: float  # NaN without a gradient
-    weighting_distance: float  # of the step before, see `sample_weighting_error`
+    weighting_distance: float  # of the previous step, see `sample_weighting_error`
 
     def pack(self) -> list[float]:
         """Returns the numbers that are sent to the other ranks."""
@@ -95,23 +95,23 @@ def count_microbatch(batch: Batch, rule: str) -> MicrobatchCounts:
         loss_tokens = loss_mask(batch, rule).sum()
     positions = num_positions(batch)
     num_dummies = [row.samples for row in rows].count(0)
-    dummy_positions = positions * num_dummies / len(rows)
+    dummy_positions = positions * num_dummies / len(rows)  # all rows are equally wide
     return MicrobatchCounts(counts.samples, loss_tokens, positions, dummy_positions)
 
 
 def num_positions(batch: Batch) -> int:
     """Returns rows times padded width. The microbatches of a pre-split batch count as if they were padded together."""
-    num_rows = 0
+    total_rows = 0
     largest_width = 0
     for microbatch in microbatches_of(batch):
-        rows, width = text_of(microbatch).shape[:2]
-        num_rows += rows
+        num_rows, width = text_of(microbatch).shape[:2]
+        total_rows += num_rows
         largest_width = max(largest_width, width)
-    return num_rows * largest_width
+    return total_rows * largest_width
 
 
 def rule_of(batch: Batch) -> str | None:
-    """Returns the loss rule that the tokens of a batch were counted by; None if nobody has counted them."""
+    """Returns the loss rule by which the tokens of a batch were counted; None if nobody has counted them."""
     if not is_counted(batch):
         return None
     return rows_of(batch)[0].rule
@@ -134,7 +134,7 @@ def source_parts(batch: Batch, rule: str) -> list[SourcePart]:
         if not row.documents:
             parts.append(SourcePart(row.source, row.loss_tokens, row.loss_weight, width))
         for document in row.documents:
-            # The padding of a packed row belongs to none of its documents.
+            # A document of a packed row has no padding, so its positions are its tokens.
             positions = document.real_tokens
             parts.append(SourcePart(document.source, document.loss_tokens, document.loss_weight, positions))
     has_source = any(part.source is not None for part in parts)

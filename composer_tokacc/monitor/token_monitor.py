@@ -31,7 +31,7 @@ from composer_tokacc.monitor.step_counts import (
 )
 
 WINDOW = 200
-"""Number of steps whose seconds the percentiles are taken of."""
+"""Number of last steps of which the percentiles of the seconds are taken."""
 PROGRESS_BAR = {
     'tokens_per_second': ('tok/s', '{:,.0f}'),
     'padding_ratio': ('padding', '{:.0%}'),
@@ -44,7 +44,7 @@ class Flops(Protocol):
     """Counts the floating point operations of a microbatch, forward and backward."""
 
     def text(self, rows: int, width: int) -> float:
-        """Returns the operations of the language model."""
+        """Returns the operations of the language model for rows of a width."""
         ...
 
     def media(self, batch: Mapping[str, Any]) -> float:
@@ -53,7 +53,7 @@ class Flops(Protocol):
 
 
 class _PreviousStep(NamedTuple):
-    """A step whose counts over all ranks are known."""
+    """The step before. Its counts over all ranks are known."""
 
     microbatches: Sequence[MicrobatchCounts]  # of this rank
     samples: float  # of all ranks
@@ -129,12 +129,12 @@ class TokenMonitor(Callback):
         self._norm = GradientNorm()
         self._seconds: deque[float] = deque(maxlen=WINDOW)
         self._previous: _PreviousStep | None = None
-        # Of the step.
+        # Counts of the step.
         self._wait_began = 0.0
         self._loader_seconds = 0.0
         self._device_batch = DeviceBatchCounts(samples=0, real_tokens=0, loss_tokens=0, positions=0)
         self._media_flops = 0.0
-        # Of an attempt to compute the step.
+        # Counts of an attempt to compute the step. If it runs out of memory, Composer makes another one.
         self._microbatches: list[MicrobatchCounts] = []
         self._text_flops = 0.0
         self._ledger = SourceLedger()
@@ -152,7 +152,7 @@ class TokenMonitor(Callback):
         self._wait_began = time.perf_counter()
 
     def after_dataloader(self, state: State, logger: Logger) -> None:
-        """Notes how long the wait was."""
+        """Notes how long this rank has waited for data."""
         self._loader_seconds = time.perf_counter() - self._wait_began
 
     def batch_start(self, state: State, logger: Logger) -> None:
@@ -176,13 +176,13 @@ class TokenMonitor(Callback):
             rows, width = text_of(state.batch).shape[:2]
             self._text_flops += self.flops.text(rows, width)
         if self.sources:
-            # TokenAccumulation knows whether the loss takes the outputs for logits. They may be hidden states.
+            # The outputs may be hidden states in place of logits. TokenAccumulation knows this.
             has_logits = all(getattr(algorithm, 'has_logits', True) for algorithm in state.algorithms)
             self._ledger.note(state.batch, state.outputs, self.loss_tokens, has_logits=has_logits)
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Exchanges the counts with the other ranks, and logs."""
-        # Counts on the device are read here, once a step.
+        # `int` waits for counts that are on the device. This happens once per step.
         microbatches = [counts._replace(loss_tokens=int(counts.loss_tokens)) for counts in self._microbatches]
         counts = self._step_counts(microbatches)
         numbers, sources = self._ledger.gather(counts.pack(), state.device)
@@ -286,8 +286,8 @@ def _speed_metrics(total: StepCounts, seconds: float) -> dict[str, float]:
 
 
 def _source_metrics(sources: Mapping[str, SourceSums], positions: float) -> dict[str, float]:
-    """Returns the figures of each source. A source without tokens, or without logits, has no mean loss."""
-    total_weight = sum(sums.weight for sums in sources.values()) or 1.0  # 0 over 0 is 0 here
+    """Returns the metrics of each source. A source without tokens, or without logits, has no mean loss."""
+    total_weight = sum(sums.weight for sums in sources.values()) or 1.0  # so that 0 / 0 gives 0
     metrics = {}
     for name, sums in sources.items():
         metrics[f'source/{name}/tokens'] = sums.tokens
@@ -301,7 +301,7 @@ def _source_metrics(sources: Mapping[str, SourceSums], positions: float) -> dict
 def _weighting_distance(step: _PreviousStep | None) -> float:
     """Returns this rank's part of the distance between sample and token weights of the microbatches of a step.
 
-    Weights are shares in the whole step, whose totals over all ranks are known only after the step.
+    The step must be over, because a weight is a share in the total over all ranks. The parts of all ranks are added.
     """
     if step is None or step.samples == 0 or step.loss_tokens == 0:
         return 0.0
@@ -316,9 +316,9 @@ def _weighting_distance(step: _PreviousStep | None) -> float:
 def _show(metrics: Mapping[str, float], logger: Logger) -> None:
     """Writes a few metrics into Composer's progress bar, which shows them with the next loss."""
     bar_metrics = {}
-    for name, (short_name, form) in PROGRESS_BAR.items():
+    for name, (short_name, number_format) in PROGRESS_BAR.items():
         if name in metrics:
-            bar_metrics[short_name] = form.format(metrics[name])
+            bar_metrics[short_name] = number_format.format(metrics[name])
     for destination in logger.destinations:
         if isinstance(destination, ProgressBarLogger) and destination.train_pbar is not None:
             destination.train_pbar.metrics |= bar_metrics
