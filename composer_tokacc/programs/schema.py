@@ -235,12 +235,18 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     Raises:
         ConfigError: For an unreadable file, an unknown key (it names the nearest), a wrong type or range.
     """
-    for override in overrides:  # one by one, to name the wrong one
+    above = read_overrides(overrides)
+    below = _read_file(path)
+    _spell_out_size(below)
+    _spell_out_size(above)
+    return merge(TrainConfig, below, above)
+
+
+def read_overrides(overrides: Sequence[str]) -> DictConfig:
+    """Returns the values of ``key=value`` texts. Refuses the first one that cannot be read."""
+    for override in overrides:
         _check_override(override)
-    layers = [_read_file(path), OmegaConf.from_dotlist(list(overrides))]
-    for layer in layers:
-        _spell_out_size(layer)
-    return merge(TrainConfig, *layers)
+    return OmegaConf.from_dotlist(list(overrides))
 
 
 def _read_file(path: str | Path) -> DictConfig:
