@@ -222,7 +222,7 @@ class _VerifiedRun:
         return _WholeStep(gradients, has_router_loss=router_loss_of(outputs) is not None)
 
     def round_off(self, padding: str, expected: Gradients) -> float:
-        """Returns the relative change of the gradient if the rows come in reverse order, on the left with more padding."""
+        """Returns the change of the gradient if the rows come in reverse order and, on the left, with more padding."""
         batch = self.layout.concat(self.rows_of_all_ranks[::-1], padding_side=padding)
         if padding == 'left':
             batch = widened(batch, self.layout.width(batch) + COLUMNS_BEFORE)

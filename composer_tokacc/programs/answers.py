@@ -217,7 +217,7 @@ def _images(sample: Row, processor: Processor) -> list[np.ndarray]:
 
 
 def _images_of_file(dataset: Any, index: int) -> list[np.ndarray]:
-    """Returns thumbnails of the images and of the first frame of each video, from their files. Only LlavaDataset can."""
+    """Returns thumbnails from the files: the images and the first frame of each video. Only LlavaDataset has them."""
     if not hasattr(dataset, 'decoded'):
         return []
     media = dataset.decoded(index)
