@@ -301,7 +301,7 @@ def merge(options: type[Options], *layers: DictConfig, path: str = '') -> Option
     except OmegaConfBaseException as error:
         key = _join(path, error.full_key) or 'values'
         raise ConfigError(key, f'must be valid, got: {shorten(str(error).splitlines()[0])}') from error
-    return build_section(path, options, values)
+    return build_dataclass(path, options, values)
 
 
 def _overlay(below: object, above: object) -> object:
@@ -318,7 +318,7 @@ def _join(path: str, key: object) -> str:
     return '.'.join(str(part) for part in (path, key) if part not in ('', None))
 
 
-def build_section(path: str, section: type[Options], values: object) -> Options:
+def build_dataclass(path: str, section: type[Options], values: object) -> Options:
     """Returns a dataclass with checked values, and dataclasses inside it."""
     checked = check_arguments(path, section, values, hints=INFINITE_HINTS)
     try:
@@ -393,7 +393,7 @@ def check_value(path: str, value: Any, hint: Hint) -> Any:
     """
     section = _section_in(hint)
     if section is not None and value is not None:
-        return build_section(path, section, value)
+        return build_dataclass(path, section, value)
     if isinstance(value, list) and any(get_origin(option) is tuple for option in (hint, *get_args(hint))):
         value = tuple(value)  # YAML has no tuples
     checker = _checker_of(hint)
