@@ -55,7 +55,8 @@ def copy_examples(folder: Path) -> tuple[list[Path], list[Path]]:
     sources = _sources()
     if not sources:
         raise FileNotFoundError('examples must come with the package, got: none. Install composer_tokacc from a wheel')
-    written, different = [], []
+    written = []
+    different = []
     for name, source in sorted(sources.items()):
         path = folder / name
         content = source.read_bytes()
@@ -70,7 +71,7 @@ def copy_examples(folder: Path) -> tuple[list[Path], list[Path]]:
 
 
 def _sources() -> dict[Path, Path]:
-    """Returns each file by its path below the target folder: from a checkout, or from an installed wheel."""
+    """Returns the file to copy for each path below the target folder, from a checkout or from an installed wheel."""
     checkout = Path(__file__).resolve().parents[1]
     if (checkout / 'yamls' / 'llava_json.yaml').exists():
         return _sources_of_checkout(checkout)
@@ -81,6 +82,7 @@ def _sources() -> dict[Path, Path]:
     sources = {}
     for path in installed:
         if INSTALLED[0] in path.parts and INSTALLED[1] in path.parts and path.suffix != '.pyc':
+            # ../../../share/composer_tokacc/yamls/digits.yaml -> yamls/digits.yaml
             start = path.parts.index(INSTALLED[1]) + 1
             sources[Path(*path.parts[start:])] = Path(str(path.locate()))
     return sources

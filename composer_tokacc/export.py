@@ -28,8 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments[:1] in (['-h'], ['--help']):
         print(__doc__)
         return 0
-    merges = 'merge=true' in arguments[2:]
-    if len(arguments) != (3 if merges else 2):
+    merges = arguments[2:] == ['merge=true']
+    if len(arguments) != 2 and not merges:
         print(USAGE, file=sys.stderr)
         return 2
     quiet_hosts()

@@ -22,11 +22,7 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
-from composer_tokacc.programs.process import (
-    command_line,
-    prepare,
-    while_somebody_reads,
-)
+from composer_tokacc.programs.process import command_line, prepare, while_somebody_reads
 
 if __name__ == '__main__':
     prepare(__doc__)  # before the imports that take seconds
@@ -38,13 +34,16 @@ from torch.utils.data import ConcatDataset
 from composer_tokacc.batch import IGNORE_INDEX, MODALITIES
 from composer_tokacc.programs import ConfigError, TrainConfig
 from composer_tokacc.programs.errors import refuse
+from composer_tokacc.programs.models import tokenizer_of
 from composer_tokacc.programs.runner import run_program
 from composer_tokacc.programs.sources import source_of
 
 MAX_WRITTEN_OUT = 4
 """Repetitions of one token that are written out. Longer runs are placeholders of media."""
-MAX_NUMBERS = 12
-"""Numbers of a tensor that are written out."""
+MAX_INTEGERS = 12
+"""Integers of a tensor that are written out, such as the sizes of images."""
+MAX_FLOATS = 6
+"""Floats of a tensor that are written out. A larger tensor is pixels, of which only the range is shown."""
 MAX_READ_FOR_KINDS = 64
 """Samples that are read to find one of each kind of media, if the dataset does not know the kinds."""
 
@@ -69,18 +68,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def look(config: TrainConfig, *, count: int = 12, is_eval: bool = False) -> None:
-    """Prints the samples."""
+    """Prints ``count`` samples of the training set or of the eval set."""
     source = source_of(config)
     processor = source.build_processor()
-    opened = source.build_dataset(processor, is_eval=is_eval)
-    if opened is None:
+    dataset = source.build_dataset(processor, is_eval=is_eval)
+    if dataset is None:
         raise ConfigError('dataset.eval', 'must be given for eval=true, got: none')
-    dataset = source.by_index(opened)
-    tokenizer = getattr(processor, 'tokenizer', processor)
-    lengths = source.measure(opened, processor).lengths
+    lengths = source.measure(dataset, processor).lengths
+    samples = source.by_index(dataset)
     with while_somebody_reads():
-        for index in choose_samples(dataset, lengths, count):
-            print(f'\n{described(dataset[index], tokenizer, index)}', flush=True)
+        for index in choose_samples(samples, lengths, count):
+            print(f'\n{described(samples[index], tokenizer_of(processor), index)}', flush=True)
 
 
 def choose_samples(dataset: Any, lengths: np.ndarray, count: int) -> list[int]:
@@ -145,6 +143,7 @@ def described(sample: Mapping[str, Any], tokenizer: Any, index: int) -> str:
     source = f' of {sample["source"][0]}' if 'source' in sample else ''
     lines = [f'== sample {sample_ids[0]!r}{source}: {len(ids)} tokens, {sum(has_loss)} of them learned']
     for key, value in sample.items():
+        # Tensors with an entry for each token, such as the attention mask, say nothing that the text does not.
         if isinstance(value, torch.Tensor) and value.shape[:2] != sample['input_ids'].shape:
             data_type = str(value.dtype).removeprefix('torch.')
             lines.append(f'   {key}: {tuple(value.shape)} {data_type}, {_values_of(value)}')
@@ -153,14 +152,14 @@ def described(sample: Mapping[str, Any], tokenizer: Any, index: int) -> str:
 
 
 def _values_of(value: torch.Tensor) -> str:
-    """Returns the numbers of a small tensor, or their range."""
-    if value.numel() <= MAX_NUMBERS // 2 or not value.is_floating_point():
-        return str(value.flatten()[:MAX_NUMBERS].tolist())
+    """Returns the first integers of a tensor, the floats of a small one, or the range of many floats."""
+    if value.numel() <= MAX_FLOATS or not value.is_floating_point():
+        return str(value.flatten()[:MAX_INTEGERS].tolist())
     return f'from {float(value.min()):.2f} to {float(value.max()):.2f}'
 
 
 def _pieces(ids: Sequence[int], has_loss: Sequence[bool], tokenizer: Any) -> Iterator[str]:
-    """Yields the text of each run of tokens with loss, or without."""
+    """Splits the tokens where loss starts or ends, and yields the text of each part, marked if it carries loss."""
     tokens_and_loss = zip(ids, has_loss, strict=True)
     for is_learned, run in groupby(tokens_and_loss, key=lambda pair: pair[1]):
         text = _decode([token for token, _ in run], tokenizer)

@@ -42,7 +42,6 @@ if __name__ == '__main__':
 import torch
 from composer.loggers import InMemoryLogger
 from composer.utils import reproducibility
-from omegaconf import OmegaConf
 
 from composer_tokacc.data import count_patches, patch_size_of
 from composer_tokacc.layout import BatchLayout
@@ -55,7 +54,7 @@ from composer_tokacc.programs.length_tables import lengths_of
 from composer_tokacc.programs.models import read_config
 from composer_tokacc.programs.process import command_line, without_warnings
 from composer_tokacc.programs.runner import run_program
-from composer_tokacc.programs.schema import Count, merge, without
+from composer_tokacc.programs.schema import Count, merge, read_overrides, without
 from composer_tokacc.programs.sources import source_of
 from composer_tokacc.programs.stand_ins import StandIns
 from composer_tokacc.programs.suggest import device_memory_gib, memory_of_run, suggest_for_run
@@ -86,7 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the program; see ``run_program`` for the exit status."""
     parsed, overrides = command_line(__doc__).parse_known_args(arguments)
     option_names = {option.name for option in fields(SizeOptions)}
-    own_overrides, config_overrides = [], []
+    own_overrides = []
+    config_overrides = []
     for override in overrides:
         key = re.split('[.=]', override)[0]
         if key in option_names:
@@ -96,7 +96,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             config_overrides.append(override)
     try:
-        options = merge(SizeOptions, OmegaConf.from_dotlist(own_overrides))
+        options = merge(SizeOptions, read_overrides(own_overrides))
+        # `lengths=` with nothing behind it must not read the data instead.
         if options.lengths is None and any(override.startswith('lengths') for override in own_overrides):
             raise ConfigError('lengths', 'must be a CSV file, or figures such as lengths.mean=150, got: nothing')
     except ConfigError as error:
@@ -110,11 +111,12 @@ def _report(options: SizeOptions, config: TrainConfig) -> None:
     """Prints the report, and writes `size.json` and, if matplotlib is installed, `size.png`."""
     started = time.monotonic()
     folder = local_folder('folder', options.folder)
+    # A folder that cannot be written is refused now, and not after minutes of work.
     with building('folder'):
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     check_regular_files('folder', folder, ('size.json', 'size.png'))
-    was_there = (folder / 'size.json').exists()
+    overwrites = (folder / 'size.json').exists()
     with without_warnings():  # they would stand between the lines of the report
         report = size(config, options)
     print(report.text())
@@ -125,13 +127,13 @@ def _report(options: SizeOptions, config: TrainConfig) -> None:
         written += f' and {folder / "size.png"}'
     except ImportError:
         written += ' (no picture: matplotlib is not installed)'
-    if was_there:
+    if overwrites:
         written += ', over those of the `size` before (folder=... keeps both)'
     print(f'\nsized in {time.monotonic() - started:.0f} s; written to {written}', flush=True)
 
 
 def size(config: TrainConfig, options: SizeOptions) -> SizingReport:
-    """Returns the sizing report of a run."""
+    """Returns the sizing report of a run. With ``time_steps`` its costs and seconds are measured on this machine."""
     reproducibility.seed_all(config.seed)
     source = source_of(config)
     if options.lengths is not None:
@@ -183,7 +185,8 @@ def time_steps(
         size: Rows of ``slot_tokens`` in a microbatch.
         slot_tokens: Width of such a row.
         num_steps: Steps to train.
-        width_multiple: Widths are rounded up to a multiple of it. With ``slot_tokens`` nothing is trimmed.
+        width_multiple: Widths are rounded up to a multiple of it. A multiple of ``slot_tokens`` keeps every row at its
+            full width. None takes the one of the config.
     """
     microbatching = replace(
         config.microbatching,
@@ -223,7 +226,7 @@ def time_shapes(
     """
     timers = []
     for timed_size in sorted({max(size // fraction, 1) for fraction in TIMED_FRACTIONS}):
-        for width_multiple in (None, slot_tokens):
+        for width_multiple in (None, slot_tokens):  # trimmed, and at full width
             timer = time_steps(
                 config,
                 size=timed_size,
@@ -232,6 +235,7 @@ def time_shapes(
                 width_multiple=width_multiple,
             )
             timers.append(timer)
+    # At six times the hidden size, attention costs as much as the dense layers; see fit_cost().
     return fit_cost(timers, quadratic=6.0 * timers[0].hidden_size)
 
 

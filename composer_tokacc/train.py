@@ -57,12 +57,12 @@ def run(config: TrainConfig) -> None:
     share_cores(dist.get_local_world_size())
     allow_open_files()
     if config.dry_run:
-        _rehearse_all(config)
+        _dry_run(config)
         return
-    # One process writes for all. The others wait for it when the ranks meet.
+    # The first rank locks the folder for all. The others wait for it when they join the process group.
     folder = checkpoint_folder(config.trainer) if dist.get_global_rank() == 0 else None
     with lock_folder(folder):
-        if dist.get_local_rank() == 0:
+        if dist.get_local_rank() == 0:  # once on each node, because each may have its own disk
             message = find_checkpoint_to_resume(config.trainer)
             if message:
                 say(message)
@@ -74,14 +74,14 @@ class _DryRunEnd(Exception):
 
 
 class _StopBeforeStep(Callback):
-    """Ends a dry run after the first-batch check and the rehearsal."""
+    """Ends a dry run after the first-batch check and the rehearsal, which happen at the start of the first batch."""
 
     def before_train_batch(self, state: State, logger: Logger) -> None:
         raise _DryRunEnd
 
 
-def _rehearse_all(config: TrainConfig) -> None:
-    """Does everything but training, and writes nothing."""
+def _dry_run(config: TrainConfig) -> None:
+    """Does everything but training, and writes nothing. Rehearses even if the config switches that off."""
     trainer_arguments = without(config.trainer, 'save_folder', 'autoresume', 'loggers')
     microbatching = replace(config.microbatching, rehearse='heaviest')
     config = replace(config, trainer=trainer_arguments, microbatching=microbatching)
@@ -96,8 +96,9 @@ def _rehearse_all(config: TrainConfig) -> None:
     with suppress(_DryRunEnd):
         trainer.fit()
     trainer.close()
-    steps = trainer.state.dataloader_len
-    say(f'dry run: all but training went well; an epoch has {"?" if steps is None else steps.value} steps')
+    epoch_length = trainer.state.dataloader_len
+    num_steps = '?' if epoch_length is None else epoch_length.value
+    say(f'dry run: all but training went well; an epoch has {num_steps} steps')
 
 
 def _train(config: TrainConfig) -> None:
@@ -136,7 +137,8 @@ def _train(config: TrainConfig) -> None:
 
 def _fit(trainer: Trainer, first_step: int) -> None:
     """Trains the rest of the run. Composer's ``fit`` would raise if nothing is left."""
-    duration, elapsed = trainer.state.max_duration, trainer.state.timestamp
+    duration = trainer.state.max_duration
+    elapsed = trainer.state.timestamp
     if duration is not None and elapsed.get(duration.unit) >= duration:
         return
     say(f'training from step {first_step + 1}, after a check of the model on the first batch ...')

@@ -55,9 +55,9 @@ from composer_tokacc.weights import token_weights_of
 
 SIDES = ('right', 'left')
 COLUMNS_BEFORE = 8
-"""Further columns of padding on the left with which the round-off of a model is measured."""
+"""Positions of padding that are added on the left to measure the round-off of a model."""
 MOST_ROUND_OFF = 2e-4
-"""Largest round-off that is accepted as a tolerance. That of Gemma 4, padded on the left, is 1.1e-4. A cut that moves
+"""Largest round-off that is accepted as a tolerance. For Gemma 4, padded on the left, it is 1.1e-4. A cut that moves
 positions has an error of 1e-2."""
 ROUND_OFF_NOTE = (
     'Round-off of this model is larger: the tolerance is what one forward over the same rows differs by, the last row '
@@ -102,8 +102,8 @@ def _report(max_rows: int, tolerance: float, config: TrainConfig) -> int:
 
 @contextmanager
 def _without_logs_of_split() -> Iterator[None]:
-    """Hides what the split logs about its caps: they are one to three rows here, and not those of the run."""
-    split_logger = logging.getLogger(token_data_spec.__module__.rpartition('.')[0])
+    """Hides the log of the split about its caps, because they are one to three rows here, unlike in the run."""
+    split_logger = logging.getLogger('composer_tokacc.data_spec')
     level = split_logger.level
     split_logger.setLevel(logging.ERROR)
     try:
@@ -117,8 +117,8 @@ def verify(config: TrainConfig, *, max_rows: int = 8, tolerance: float = 1e-6) -
 
     Args:
         config: The run.
-        max_rows: Rows of each rank, at most: every rank computes one forward over the whole global batch. If a rank has
-            fewer rows, all ranks take as many as this one.
+        max_rows: Rows of each rank, at most, because every rank computes one forward over the rows of all. If a rank
+            has fewer rows, all ranks take as many as that rank has.
         tolerance: Largest relative error that is taken for round-off.
     """
     run = _VerifiedRun.from_config(config, max_rows)
@@ -163,7 +163,7 @@ class _VerifiedRun:
     token_weights: str
     router_balance: str
     loss_rule: str
-    """The rule by which the model averages. Only needed, and found, if tokens have different weights."""
+    """The rule by which the model averages. Empty if all tokens weigh the same, because then nothing needs it."""
 
     @classmethod
     def from_config(cls, config: TrainConfig, max_rows: int) -> _VerifiedRun:
@@ -222,7 +222,7 @@ class _VerifiedRun:
         return _WholeStep(gradients, has_router_loss=router_loss_of(outputs) is not None)
 
     def round_off(self, padding: str, expected: Gradients) -> float:
-        """Returns by how much the gradient changes if the rows come in another order, with more padding on the left."""
+        """Returns the change of the gradient if the rows come in reverse order and, on the left, with more padding."""
         batch = self.layout.concat(self.rows_of_all_ranks[::-1], padding_side=padding)
         if padding == 'left':
             batch = widened(batch, self.layout.width(batch) + COLUMNS_BEFORE)
@@ -277,7 +277,7 @@ def _find_loss_rule(model: HuggingFaceModel, layout: BatchLayout, rows: Sequence
 
 
 def _rows(batch: Batch, layout: BatchLayout, max_rows: int) -> list[dict[str, Any]]:
-    """Returns single rows of this rank's batch, as many on every rank, so that all go through the same cases."""
+    """Returns single rows of this rank's batch, equally many on every rank, so that all compute the same cases."""
     num_rows = layout.num_rows(batch)
     num_chosen = min(max_rows, *dist.all_gather_object(num_rows))
     # Evenly spread, because rows of similar length lie next to each other in a planned batch.
@@ -356,9 +356,9 @@ def _gradients_of(model: torch.nn.Module) -> Gradients:
 
 
 def _make_deterministic(model: torch.nn.Module) -> None:
-    """Switches off dropout, whose masks would differ, and moves trained parameters that are all zero.
+    """Switches off dropout, whose masks would differ, and replaces trained parameters that are all zero.
 
-    A new adapter's B is zero, and then A has no gradient that could be wrong.
+    The matrix B of a new LoRA adapter is zero. Then the gradient of A is zero too, and no error could show in it.
     """
     for module in model.modules():
         if isinstance(module, Dropout):

@@ -32,7 +32,7 @@ from composer_tokacc.programs.sources import source_of
 log = logging.getLogger(__name__)
 
 THUMBNAIL_SIDE = 224
-"""Largest side of an image of a file on the page, in pixels."""
+"""Largest side of an image on the page, in pixels, if it was read from its file."""
 
 
 @dataclass(kw_only=True)
@@ -53,7 +53,7 @@ class Answer:
 
     def as_json(self) -> dict[str, Any]:
         """Returns it without images."""
-        return without(vars(self), 'images')
+        return without(vars(self), 'images')  # `report.html` shows them
 
 
 class Answers(Callback):
@@ -123,7 +123,7 @@ def answer_eval_samples(
     num_samples: int,
     max_new_tokens: int = 64,
 ) -> list[Answer]:
-    """Lets a model that is not sharded answer the last turn of evenly spaced samples, greedily."""
+    """Lets the model answer the last turn of evenly spaced samples, greedily. The model must not be sharded."""
     if num_samples < 1:
         return []
     step = max(len(dataset) // num_samples, 1)
@@ -191,7 +191,7 @@ def _inputs_before(
 
 
 def _last_answer(labels: Sequence[int]) -> tuple[int, int]:
-    """Returns start and end of the last run of labels. All images of a conversation stand before it."""
+    """Returns start and end of the last answer, the last unbroken run of labels. All images stand before it."""
     end = len(labels)
     while labels[end - 1] == IGNORE_INDEX:
         end -= 1
@@ -202,7 +202,7 @@ def _last_answer(labels: Sequence[int]) -> tuple[int, int]:
 
 
 def _images(sample: Row, processor: Processor) -> list[np.ndarray]:
-    """Returns images as the model sees them, if its pixel values are images."""
+    """Returns the images as the model sees them. Empty if its pixel values are patches or tiles."""
     pixels = sample.get('pixel_values')
     image_processor = getattr(processor, 'image_processor', None)
     if pixels is None or pixels.dim() != 4 or image_processor is None:
@@ -217,7 +217,7 @@ def _images(sample: Row, processor: Processor) -> list[np.ndarray]:
 
 
 def _images_of_file(dataset: Any, index: int) -> list[np.ndarray]:
-    """Returns the images in the files of a :class:`.LlavaDataset`, and the first frame of each video, made smaller."""
+    """Returns thumbnails from the files: the images and the first frame of each video. Only LlavaDataset has them."""
     if not hasattr(dataset, 'decoded'):
         return []
     media = dataset.decoded(index)

@@ -56,9 +56,10 @@ class RunParts:
 
 
 def build_trainer_parts(config: TrainConfig, *, with_loggers: bool) -> TrainerParts:
-    """Builds algorithms, callbacks, scheduler and loggers: first of all, as their mistakes show when they are made.
+    """Builds algorithms, callbacks, scheduler and loggers.
 
-    Some loggers lack a package, or open a connection.
+    Called before the data is read, because their constructors may refuse the config. Loggers can be left out, because
+    some open a connection.
     """
     return TrainerParts(
         loggers=build_all(config, 'loggers') if with_loggers else [],
@@ -89,7 +90,7 @@ def build_parts(config: TrainConfig) -> RunParts:
             size, slot_tokens = apply_suggestion(config, train_dataset, processor)
         microbatching = replace(config.microbatching, device_train_microbatch_size=size, slot_tokens=slot_tokens)
         config = replace(config, microbatching=microbatching)
-        source = source_of(config)
+        source = source_of(config)  # because the loader plans with the suggested size
     layout = BatchLayout.for_model(model)
     train_loader = source.build_loader(train_dataset, processor, layout, model=model)
     if _gives_no_batch(train_loader.dataloader):  # Composer would loop for ever
@@ -120,10 +121,11 @@ def _gives_no_batch(dataloader: object) -> bool:
 
 def build_optimizer(model: torch.nn.Module, section: Section) -> torch.optim.Optimizer:
     """Builds the optimizer of a run, with a group of parameters for each of ``optimizer.parts``."""
-    groups = parameter_groups(model, section.get('parts') or {})
-    parameters: Any = groups
-    if len(groups) == 1:
-        parameters = groups[0]['params']
+    parts = section.get('parts')
+    if parts:
+        parameters: Any = parameter_groups(model, parts)
+    else:
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = build_section('optimizer', section, parameters)
     remember_unused_parameters(optimizer)
     return optimizer
@@ -140,8 +142,8 @@ def build_trainer(
     Args:
         config: The run.
         parts: Its data and model.
-        history: Another logger.
-        trainer_parts: Default: as the config says, without its loggers.
+        history: Logs the run in memory, in addition to the loggers of ``trainer_parts``.
+        trainer_parts: Default: the parts that the config names, without its loggers.
     """
     trainer_parts = trainer_parts or build_trainer_parts(config, with_loggers=False)
     arguments = without(config.trainer, 'loggers')
@@ -166,7 +168,7 @@ def build_trainer(
         # A resumed run need not read the batches that Composer discards.
         callbacks.append(SkipReadBatches())
     if hasattr(parts.train_dataset, 'load_state_dict'):
-        # Such as StreamingDataset: Composer discards no batch, and then forgets the random numbers.
+        # Such a dataset, for example StreamingDataset, resumes by itself. Then Composer restores no random numbers.
         callbacks.append(RestoreRandomState())
     with building('trainer'):
         return Trainer(

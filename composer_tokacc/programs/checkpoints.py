@@ -44,7 +44,7 @@ def checkpoint_folder(trainer: Section) -> Path | None:
 
 
 def latest_checkpoint(trainer: Section) -> Path | None:
-    """Returns Composer's link to this rank's latest checkpoint, there or not; None without ``autoresume``."""
+    """Returns Composer's link to this rank's latest checkpoint. It may not exist yet. None without ``autoresume``."""
     folder = checkpoint_folder(trainer)
     if folder is None or not trainer.get('autoresume'):
         return None
@@ -54,7 +54,7 @@ def latest_checkpoint(trainer: Section) -> Path | None:
 
 @contextmanager
 def lock_folder(folder: Path | None) -> Iterator[None]:
-    """Keeps other runs out of a folder while this one goes on. The lock of a killed process is gone with it."""
+    """Keeps other runs out of a folder in this block. The system drops the lock of a killed process. None: no lock."""
     if folder is None:
         yield
         return
@@ -117,12 +117,12 @@ def _older_checkpoints(latest: Path) -> list[Path]:
 def resume_on_shared_folder(trainer: Section) -> dict[str, Any]:
     """Returns arguments of the Trainer for nodes that share the checkpoint folder; none if ``autoresume`` works.
 
-    With ``autoresume`` each node removes the same file from the folder, and all nodes but one die of it.
+    With ``autoresume`` each node removes the same file from the folder, so all nodes but the first one to do so crash.
     """
     link = latest_checkpoint(trainer)
     if link is None or dist.get_world_size() == dist.get_local_world_size():
         return {}
-    latest = dist.all_gather_object(os.path.abspath(link))[0]  # of rank 0 for all, as in Composer
+    latest = dist.all_gather_object(os.path.abspath(link))[0]  # all ranks load the one of rank 0, as Composer does
     is_there = dist.all_gather_object(os.path.exists(latest))
     if all(is_there):
         return {
@@ -131,9 +131,9 @@ def resume_on_shared_folder(trainer: Section) -> dict[str, Any]:
             'load_weights_only': False,
             'load_strict_model_weights': True,
         }
-    if any(is_there):  # each node has its own folder
+    if any(is_there):  # each node has its own folder, so `autoresume` works
         return {}
-    return {'autoresume': False}
+    return {'autoresume': False}  # no checkpoint yet: a fresh run
 
 
 def damage(path: Path) -> str:
@@ -194,7 +194,7 @@ def read_state(path: Path, *, mmap: bool = False) -> dict[str, Any]:
 
 
 def remember_unused_parameters(optimizer: torch.optim.Optimizer) -> None:
-    """Makes the optimizer's checkpoints name parameters that never had a gradient. Torch cannot load others."""
+    """Gives parameters that never had a gradient an empty state, because torch cannot load checkpoints that lack it."""
 
     def complete(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         for group in state['param_groups']:
@@ -206,8 +206,8 @@ def remember_unused_parameters(optimizer: torch.optim.Optimizer) -> None:
 
 
 Shape = tuple[int | str, ...]
-"""Sizes of a weight. Integer weights have one more entry, ``'not of floats'``, because torch would load them into
-weights of floats in silence."""
+"""Sizes of a weight. Integer weights have one more entry, ``'not of floats'``, so that they differ from weights of
+floats of the same size. Torch would load one as the other in silence."""
 
 
 def _shape(sizes: Sequence[int], dtype: torch.dtype) -> Shape:
@@ -242,7 +242,7 @@ class SavedRun:
     fingerprints: str
     """JSON that :class:`SameData` saved; empty if there was none."""
     shapes: dict[str, Shape]
-    """Of the weights."""
+    """Shapes of the model's weights, by name."""
     optimizers: list[str]
     """Class names of the optimizers that have a state."""
 
@@ -253,6 +253,7 @@ class SavedRun:
 
     @classmethod
     def _read_folder(cls, path: Path) -> SavedRun:
+        # Torch fills in the entries that this mapping has, and reads no others.
         saved: dict[str, Any] = {'state': {'callbacks': {SameData.__qualname__: {'fingerprints': ''}}}}
         load(saved, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=True))
         entries: Section = FileSystemReader(path).read_metadata().state_dict_metadata
@@ -277,7 +278,7 @@ class SavedRun:
         for name, value in (state.get('model') or {}).items():
             if isinstance(value, torch.Tensor):
                 shapes[name] = _shape(value.shape, value.dtype)
-        # Without a time Composer would start the optimizer at step 0.
+        # A state without its timestamp counts as none, because Composer would use it from step 0.
         optimizers = []
         if state.get('timestamp'):
             optimizers = sorted(state.get('optimizers') or {})
@@ -285,6 +286,7 @@ class SavedRun:
 
 
 def _fingerprints_of(state: Section, path: Path) -> str:
+    """Returns the fingerprints that :class:`SameData` saved; empty if there are none."""
     try:
         callbacks = dict(state.get('callbacks') or {})
     except ValueError as error:
@@ -294,8 +296,8 @@ def _fingerprints_of(state: Section, path: Path) -> str:
     return (callbacks.get(SameData.__qualname__) or {}).get('fingerprints', '')
 
 
-WAYS_TO_COMPUTE = ('foreach', 'fused', 'capturable', 'differentiable')
-"""Settings of an optimizer that do not change its result."""
+SPEED_SETTINGS = ('foreach', 'fused', 'capturable', 'differentiable')
+"""Settings of an optimizer that do not change its result. A resumed run may have other ones."""
 
 
 class SameData(Callback):
@@ -308,8 +310,9 @@ class SameData(Callback):
         dataset: The training set.
         processor: Its processor or tokenizer.
         adapter: See :func:`.identify_adapter`.
-        optimizer: Settings by name. The checkpoint would replace other ones without a word.
-        model: Before the Trainer has it; None compares none.
+        optimizer: Settings of the optimizer by name. They are compared, because the checkpoint's own replace them
+            without a word.
+        model: The model before the Trainer wraps it. None: no weights are compared.
         trainer: Arguments of the Trainer, which name the checkpoint.
         on_other_data: ``'raise'``, or ``'warn'`` to go on.
     """
@@ -338,25 +341,25 @@ class SameData(Callback):
             **adapter,
         }
         for name, value in (optimizer or {}).items():
-            if name not in WAYS_TO_COMPUTE:
-                # As a checkpoint has it: JSON turns tuples into lists.
+            if name not in SPEED_SETTINGS:
+                # Through JSON and back, as a checkpoint has it: tuples become lists.
                 self._fingerprints[f'optimizer.{name}'] = json.loads(json.dumps(value, default=str))
         self._is_loading = False
-        """Whether Composer asks for :meth:`state_dict` only to know what to load."""
+        """Whether Composer calls :meth:`state_dict` only to learn what to load."""
         self._is_compared = False
-        """Whether :meth:`before_load` could read the fingerprints."""
+        """Whether :meth:`before_load` has read the checkpoint, so that :meth:`load_state_dict` compares nothing."""
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the fingerprints as one string; nothing while a sharded checkpoint is loaded."""
         return {} if self._is_loading else {'fingerprints': json.dumps(self._fingerprints)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Compares the fingerprints if the checkpoint could not be read before, as in an object store."""
+        """Compares the fingerprints if :meth:`before_load` could not read the checkpoint, as in an object store."""
         if not self._is_compared:
             self._compare_fingerprints(state.get('fingerprints', ''))
 
     def before_load(self, state: State, logger: Logger) -> None:
-        """Compares before Composer loads, whose own error would be of shapes that do not fit."""
+        """Compares before Composer loads, because Composer's error would only say which shapes do not fit."""
         self._is_loading = True
         path, weights_only = _checkpoint_to_load(self.trainer, state.run_name)
         if path is None:
@@ -367,7 +370,7 @@ class SameData(Callback):
             self._compare_fingerprints(saved.fingerprints)
         if self.model is None or self.trainer.get('load_ignore_keys'):
             return
-        # Algorithms may have changed the model since.
+        # Read again if they are not divided by FSDP, because algorithms may have changed the model since.
         weights = self._weights if state.fsdp_enabled else Weight.of_model(self.model)
         is_strict = not weights_only or bool(self.trainer.get('load_strict_model_weights', True))
         _compare_weights(saved, weights, is_strict=is_strict)
@@ -393,21 +396,21 @@ class SameData(Callback):
             ) from error
         differing = []
         for name in saved:
-            # Releases of torch have other settings.
-            is_known = name in self._fingerprints or not name.startswith('optimizer.')
-            if is_known and saved[name] != self._fingerprints.get(name):
+            # Another release of torch may have saved settings of the optimizer that this release does not have.
+            is_old_setting = name.startswith('optimizer.') and name not in self._fingerprints
+            if saved[name] != self._fingerprints.get(name) and not is_old_setting:
                 differing.append(name)
         if not differing:
             return
         details = ', '.join(
             f'{name} {_short(saved[name])} there, {_short(self._fingerprints.get(name))} here' for name in differing
         )
-        self._refuse(
+        self._refuse_or_warn(
             'a resumed run must have the data, processor, vocabulary, adapter and optimizer of its checkpoint, got: '
             f'other {" and ".join(differing)} ({details})'
         )
 
-    def _refuse(self, message: str) -> None:
+    def _refuse_or_warn(self, message: str) -> None:
         if self.on_other_data == 'warn':
             log.warning('%s; goes on because of `loader.on_other_data`.', message)
             return
@@ -423,7 +426,7 @@ def _checkpoint_to_load(trainer: Section, run_name: str) -> tuple[Path | None, b
     """Returns the local checkpoint that the Trainer will load, if any, and whether only its weights."""
     latest = latest_checkpoint({**trainer, 'run_name': run_name})
     if latest is not None:
-        latest = dist.all_gather_object(latest)[0]  # of rank 0 for all, as sharded ones have it
+        latest = dist.all_gather_object(latest)[0]  # all ranks read the one of rank 0, as Composer does
         if latest.exists():
             return latest, False
     weights_only = bool(trainer.get('load_weights_only'))
@@ -437,7 +440,7 @@ def _checkpoint_to_load(trainer: Section, run_name: str) -> tuple[Path | None, b
 
 def _compare_weights(saved: SavedRun, weights: dict[str, Weight], *, is_strict: bool) -> None:
     """Refuses a checkpoint whose weights have other shapes or, if strict, other names."""
-    # A head that is tied to the embeddings may be stored once.
+    # Tied weights, such as head and embeddings, may be stored under one of their names. Then none of them is missing.
     saved_addresses = {weight.address for name, weight in weights.items() if name in saved.shapes}
     differing = {}
     for name, weight in weights.items():

@@ -81,8 +81,9 @@ def _check_launcher() -> int:
     for name, default in values.items():
         with building(name):
             values[name] = int(os.environ.get(name, default))
-    rank, world_size = values['RANK'], values['WORLD_SIZE']
-    if rank >= world_size:  # such a rank would take itself for one that writes nothing
+    rank = values['RANK']
+    world_size = values['WORLD_SIZE']
+    if rank >= world_size:  # for example RANK=1 alone: without a rank 0 nobody would write checkpoints and results
         raise ConfigError('RANK', f'of the environment must be below WORLD_SIZE, got: {rank} of {world_size}. Unset it')
     return world_size
 
@@ -125,7 +126,7 @@ def _check_trainer(trainer: Section) -> None:
     for name, section in FILLED_ELSEWHERE.items():
         if name in trainer:
             raise ConfigError(f'trainer.{name}', f'must be set in its own section, got: {trainer[name]}. Use {section}')
-    arguments = {**without(trainer, 'loggers'), 'model': None}
+    arguments = {**without(trainer, 'loggers'), 'model': None}  # the program gives the model, which has no default
     check_arguments('trainer', Trainer, arguments, hints={**HOST_HINTS, 'model': Any})
     if trainer.get('max_duration') is None:
         raise ConfigError('trainer.max_duration', 'must be given. For example 2ep or 500ba')
@@ -151,9 +152,9 @@ def _check_trainer(trainer: Section) -> None:
 
 
 def _check_optimizer(optimizer: Section) -> None:
-    """Builds the optimizer for one weight, with the arguments of each part of the model.
+    """Builds the optimizer for a single weight, once with the arguments of each part of the model.
 
-    The one of the run is built after the model, which may take minutes to load.
+    The optimizer of the run would show a mistake only after the model is loaded, which may take minutes.
     """
     parts = check_value('optimizer.parts', optimizer.get('parts'), dict[str, dict[str, Any]] | None) or {}
     for arguments in ({}, *parts.values()):
@@ -162,7 +163,7 @@ def _check_optimizer(optimizer: Section) -> None:
 
 
 def _check_stoppers(config: TrainConfig) -> None:
-    """Refuses a stopper that watches a metric which nobody computes: it would wait for ever."""
+    """Refuses a stopper of a metric that the run does not compute, because it would never stop the run."""
     eval_metrics = EVAL_METRICS if config.dataset.get('eval') else ()
     train_metrics = TRAIN_METRICS if config.model.train_metrics else ()
     metrics = {
@@ -171,7 +172,8 @@ def _check_stoppers(config: TrainConfig) -> None:
     }
     for name in ('early_stopper', 'threshold_stopper'):
         arguments = config.callbacks.get(name) or {}
-        monitor, label = arguments.get('monitor'), arguments.get('dataloader_label')
+        monitor = arguments.get('monitor')
+        label = arguments.get('dataloader_label')
         if name in config.callbacks and monitor not in metrics.get(str(label), ()):
             raise ConfigError(
                 f'callbacks.{name}',
@@ -212,6 +214,7 @@ def _check_report(config: TrainConfig) -> None:
     if 'name' in report:
         function = import_by_name('report.name', str(report['name']))
         module = str(getattr(function, '__module__', ''))
+        # A config of somebody else must not name a function such as os.system.
         if module.partition('.')[0] in sys.stdlib_module_names:
             raise ConfigError('report.name', f'must be a function that takes a FinishedRun, got: {report["name"]}')
     check_arguments('report', function, report, num_positional=1, extra_keys=REPORT_KEYS)
@@ -228,7 +231,7 @@ def _check_report(config: TrainConfig) -> None:
 
 
 def _no_function(run: object) -> None:
-    """Stands for the function that ``report.name`` does not name."""
+    """Has the signature to check ``report`` by if it names no function: a finished run, and no further arguments."""
 
 
 RESULT_FILES = ('metrics.jsonl', 'answers.jsonl', 'result.json', 'report.html')
@@ -249,7 +252,7 @@ def check_folders(config: TrainConfig) -> None:
 
 
 def _check_can_be_made(path: str, folder: Path) -> None:
-    """Makes nothing, because a dry run writes nothing."""
+    """Refuses a folder whose nearest parent is not writable. Does not make it, because a dry run writes nothing."""
     existing = folder
     try:
         while not existing.exists():
@@ -261,7 +264,7 @@ def _check_can_be_made(path: str, folder: Path) -> None:
 
 
 def check_regular_files(path: str, folder: Path, names: tuple[str, ...]) -> None:
-    """Refuses anything but a file in the way of a file to be written: a pipe would be waited for."""
+    """Refuses a folder, pipe or device under the name of a file to be written. Opening a pipe could wait for ever."""
     for name in names:
         file = folder / name
         if file.exists() and not file.is_file():

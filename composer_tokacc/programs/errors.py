@@ -46,9 +46,10 @@ class ConfigError(ValueError):
 
 
 class PartError(ConfigError):
-    """An error of a part of a host: ``optimizer: TypeError: ...``."""
+    """An error that was raised while a part of the config was built: ``optimizer: TypeError: ...``."""
 
     def __init__(self, path: str, message: str) -> None:
+        # With a colon, because the message is a sentence of its own.
         super().__init__('', f'`{path}`: {message}')
         self.path = path
         self.message = message
@@ -58,8 +59,8 @@ class PartError(ConfigError):
 def building(path: str) -> Iterator[None]:
     """Turns any error while a part of the config is built into one line with its key.
 
-    The traceback is logged at debug level. A bug of this package keeps its type and its traceback, and a fault of the
-    machine its own message; see :func:`.fault_of_machine`.
+    The traceback is logged at debug level. Two kinds pass unchanged: bugs of this package, which need their traceback,
+    and faults of the machine, which have a message of their own; see :func:`.fault_of_machine`.
     """
     try:
         yield
@@ -88,15 +89,15 @@ def _package_that_raised(error: BaseException) -> str:
     """Returns the top package of the innermost frame."""
     module = ''
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        # A mode of this package stands between a model and each function of torch.
+        # In a trace or a probe, a mode of this package calls the functions of torch. It does not cause their errors.
         if not frame.f_code.co_name.startswith('__torch_'):
             module = str(frame.f_globals.get('__name__'))
-    # Torch raises errors of loader processes again from here: the message has the traceback of the user's dataset.
+    # Torch raises the errors of loader processes again, from this module. They may come from the user's dataset.
     return '' if module == 'torch._utils' else module.partition('.')[0]
 
 
 def local_folder(path: str, folder: str) -> Path:
-    """Returns the folder that a user names. Refuses a name that only a shell or an object store can read."""
+    """Returns a folder by its name. Refuses ``~`` and URLs, because Python would make a folder of that very name."""
     if folder.startswith('~') or '://' in folder:
         raise ConfigError(path, f'must be written out, got: {folder}, which would be a folder of that name')
     return Path(folder)
@@ -135,9 +136,9 @@ def refuse(error: Exception, *, on_all_ranks: bool = False) -> int:
 
     Args:
         error: The mistake.
-        on_all_ranks: Every rank is certain to meet it, as it is in a config before anything is built. Then only the
-            first rank of a node prints it and returns 2. The others return 0, because Composer's launcher ends all
-            ranks as soon as one fails, perhaps before the first has spoken.
+        on_all_ranks: Whether every rank meets the mistake, such as a wrong key of the config. Then only the first rank
+            of a node prints it and returns 2. The others return 0: Composer's launcher ends all ranks as soon as one
+            fails, and that might be before the first rank has printed the line.
     """
     log.debug('The mistake was found here:', exc_info=error)
     local_rank = os.environ.get('LOCAL_RANK', '0')

@@ -33,16 +33,16 @@ def export_checkpoint(checkpoint: Path, folder: Path, *, merge: bool = False) ->
     """Writes a folder, absent or empty before, that ``from_pretrained`` loads without Composer and this package.
 
     Args:
-        checkpoint: Of a ``HuggingFaceModel``: a file, or the folder of a sharded (FSDP) one.
+        checkpoint: A checkpoint of a ``HuggingFaceModel``: a file, or the folder of a sharded (FSDP) one.
         folder: Where to write.
-        merge: Adds a LoRA adapter to its base, which is loaded for it.
+        merge: Whether to load the base of a LoRA adapter and add the adapter to it.
     """
     folder = folder.resolve()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError('', f'the folder to export to must be absent or empty, got: {folder}. Give another one')
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        # Under another name until it is complete, on the same disk, because it may be large.
+        # Written under another name until it is complete. On the same disk, so that the rename copies nothing.
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f'{folder.name}-') as scratch:
             unfinished = Path(scratch) / 'folder'
             unfinished.mkdir()
@@ -88,7 +88,7 @@ def _export(
 
 
 def export_model(model: HuggingFaceModel, folder: Path) -> None:
-    """Writes a model in memory that is not sharded, like :func:`export_checkpoint`. Overwrites."""
+    """Writes a model in memory like :func:`export_checkpoint`, over an earlier one. The model must not be sharded."""
     inner_model: Any = model.model
     _check_finite(dict(inner_model.named_parameters()), 'the trained model')
     for pattern in ('*.safetensors*', '*config.json'):  # of an earlier run, perhaps of another kind of model
@@ -124,9 +124,9 @@ def _check_finite(weights: Mapping[str, torch.Tensor], owner: str) -> None:
 
 
 def _save_pretrained(model: Any, folder: Path) -> None:
-    """Saves the model, with any generation config.
+    """Saves the model, and its generation config separately.
 
-    Transformers refuses to write some that it reads, such as Vicuna's, which is greedy and has a temperature.
+    Transformers refuses to write some generation configs that it reads, such as Vicuna's: greedy, with a temperature.
     """
     set_cache(model, on=True)
     generation_config = getattr(model, 'generation_config', None)
@@ -156,7 +156,7 @@ def _save_adapter(
     model = with_saved_adapter(empty_model(config), content, weights, assign=True)
     adapter_weights = {}
     for name, value in peft.get_peft_model_state_dict(model, save_embedding_layers=False).items():
-        # With `bias: all` peft also names biases that no loss reaches. They are the base's, and empty here.
+        # With `bias: all` peft also lists biases that were not trained. They belong to the base and have no data here.
         if not value.is_meta:
             adapter_weights[name] = value.contiguous()
     save_file(adapter_weights, folder / 'adapter_model.safetensors', metadata={'format': 'pt'})
@@ -177,6 +177,7 @@ def _with_weights(config: PretrainedConfig, adapter: Section | None, weights: Ma
 
 def _merged(config: PretrainedConfig, content: Section, weights: Mapping[str, torch.Tensor]) -> Any:
     """Returns the base with an adapter merged into it."""
+    # Only a base with random weights is in the checkpoint itself.
     has_base = any('.base_layer.' in name for name in weights)
     if has_base:
         model = auto_class(config).from_config(config)
@@ -192,6 +193,7 @@ def _merged(config: PretrainedConfig, content: Section, weights: Mapping[str, to
         head.weight = nn.Parameter(head.weight.detach().clone())
     merged: Any = with_saved_adapter(model, content, weights).merge_and_unload()
     if was_tied:
+        # Tied again only if the merge has left both the same.
         is_tied = torch.equal(merged.get_output_embeddings().weight, merged.get_input_embeddings().weight)
         merged.config.tie_word_embeddings = is_tied
         merged.config.get_text_config().tie_word_embeddings = is_tied
@@ -213,7 +215,7 @@ def _write_processor(metadata: Section, folder: Path) -> None:
 
 
 def _bytes_of(file: Section) -> bytes:
-    """Returns the content of a file. Composer keeps a vocabulary as its lines, and JSON as the parsed value."""
+    """Returns the bytes of a file of a processor. Composer itself saves a vocabulary as lines and JSON as a value."""
     content = file['content']
     if isinstance(content, bytes):
         return content

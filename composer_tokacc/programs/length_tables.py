@@ -19,7 +19,7 @@ from pydantic import Field
 from composer_tokacc.data import LengthTable
 from composer_tokacc.programs.errors import ConfigError, shorten
 from composer_tokacc.programs.host_types import Section
-from composer_tokacc.programs.schema import build_section
+from composer_tokacc.programs.schema import build_dataclass
 
 CSV_COLUMNS = {
     'tokens': 'lengths',
@@ -27,9 +27,10 @@ CSV_COLUMNS = {
     'loss_tokens': 'loss_tokens',
     'vision_patches': 'vision_patches',
 }
-"""Columns of the file, and of the table."""
+"""Columns of the file, and the field of :class:`.LengthTable` for each."""
 LONGEST_SAMPLE = 2**24
-"""Tokens, far more than any model takes. With a hundred times as many the simulation fills the memory."""
+"""Most tokens of a sample, far more than any model takes. With a hundred times as many the simulation fills the
+memory."""
 
 
 @dataclass(kw_only=True)
@@ -50,23 +51,21 @@ class LengthDistribution:
     """Samples to draw."""
 
     def draw(self, *, longest: int | None, seed: int) -> LengthTable:
-        """Returns a table of drawn samples."""
-        if self.longest is not None:
-            longest = self.longest
-        longest = longest or LONGEST_SAMPLE
+        """Returns a table of drawn samples. ``longest`` is the limit of the config, if the distribution has none."""
+        longest = self.longest or longest or LONGEST_SAMPLE
         if self.image_tokens >= longest:
             raise ConfigError(
                 'lengths.image_tokens', f'must be below the longest sample, got: {self.image_tokens} of {longest}'
             )
         generator = np.random.default_rng(seed)
-        # Of a lognormal distribution with this mean and this deviation over the mean.
+        # Parameters of the lognormal distribution that has this mean and this deviation over the mean.
         sigma = math.sqrt(math.log1p(self.variation**2))
         mu = math.log(self.mean) - sigma**2 / 2
         text_tokens = generator.lognormal(mu, sigma, self.samples)
         has_images = generator.random(self.samples) < self.with_images
         image_tokens = np.where(has_images, self.image_tokens, 0)
         lengths = np.clip(np.rint(text_tokens), 1, longest - image_tokens) + image_tokens
-        unknown = np.zeros(self.samples, dtype=np.int32)
+        unknown = np.zeros(self.samples, dtype=np.int32)  # zeros everywhere: nobody has counted them
         return LengthTable(
             lengths=lengths.astype(np.int32),
             image_tokens=image_tokens.astype(np.int32),
@@ -78,7 +77,7 @@ class LengthDistribution:
 def lengths_of(source: str | Section, *, longest: int | None, seed: int) -> LengthTable:
     """Returns the table of a CSV file, or one drawn from the figures of a :class:`LengthDistribution`."""
     if isinstance(source, Mapping):
-        return build_section('lengths', LengthDistribution, source).draw(longest=longest, seed=seed)
+        return build_dataclass('lengths', LengthDistribution, source).draw(longest=longest, seed=seed)
     return read_lengths(str(source))
 
 
@@ -120,6 +119,7 @@ def _check_header(names: list[str], path: str) -> None:
 
 
 def _row(line: list[str], num_columns: int, place: str) -> list[int]:
+    """Returns the numbers of a line; ``place`` names the line in the error."""
     try:
         values = [int(value) for value in line]
     except ValueError:

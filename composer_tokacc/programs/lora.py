@@ -111,7 +111,7 @@ def with_adapter(
         model = _attach(model, LoraConfig(**settings), base)
     for module in model.modules():
         if isinstance(module, ModulesToSaveWrapper):
-            # As peft does with its adapters: the eight bits of a bfloat16 lose the small steps of AdamW.
+            # In float32, as peft does with its adapters: bfloat16 rounds the small steps of AdamW away.
             cast_model(module.modules_to_save, torch.float32)
     for name, parameter in model.named_parameters():
         if _name_in_base(name) in never_trained:
@@ -135,14 +135,19 @@ def with_saved_adapter(
     *,
     assign: bool = False,
 ) -> Any:
-    """Returns the base with the adapter of a checkpoint, whose config is ``content``, as peft writes it.
+    """Returns the base with the adapter of a checkpoint.
 
-    Weights of the base in ``weights`` replace its own. With ``assign`` the tensors themselves become the parameters.
+    Args:
+        model: The base.
+        content: Config of the adapter, as peft writes it.
+        weights: Weights of the checkpoint. If some of them belong to the base, they replace its own.
+        assign: Whether these tensors become the parameters, instead of being copied into them.
     """
     import peft
 
     model = _attach(model, peft.get_peft_config(dict(content)), content.get('base_model_name_or_path'))
     loaded = load_weights(model, weights, assign=assign)
+    # A checkpoint may leave out the base, but not a part of the base or of the adapter.
     has_base = any('.base_layer.' in name for name in weights)
     missing = [name for name in loaded.missing_keys if has_base or IN_ADAPTER.search(name)]
     refuse_partial('a whole adapter of its base', missing, loaded.unexpected_keys)
@@ -182,7 +187,7 @@ def load_weights(
 
 
 def four_bit_options(lora: Section, empty_model: nn.Module, dtype: torch.dtype) -> dict[str, Any]:
-    """Returns arguments of ``from_pretrained`` for a base in 4 bits, as in QLoRA: normal floats, rounded twice.
+    """Returns arguments of ``from_pretrained`` for a base in 4 bits, as in QLoRA: NF4 with double quantization.
 
     Only the language model's linear layers are rounded. Encoders, head and ``modules_to_save`` stay as they are.
     """
@@ -230,6 +235,7 @@ def keep_trained_only(composer_model: nn.Module) -> None:
         prefix: str,
         *args: Any,
     ) -> None:
+        # Strict loading asks for every weight, so the frozen ones are loaded from the model itself.
         for name, value in _frozen_weights(module).items():
             state_dict.setdefault(prefix + name, value)
 
@@ -238,7 +244,7 @@ def keep_trained_only(composer_model: nn.Module) -> None:
 
 
 def _frozen_weights(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns the frozen weights of a base. An adapter is kept whole, also the part that no loss reaches."""
+    """Returns the frozen weights of the base. Weights of an adapter are never among them, even if they are frozen."""
     weights = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if not parameter.requires_grad and not IN_ADAPTER.search(name):
@@ -247,22 +253,25 @@ def _frozen_weights(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def identify_adapter(model: nn.Module) -> dict[str, Any]:
-    """Returns the settings of an adapter that the weights in a checkpoint do not tell, by their keys in the config.
+    """Returns what the weights in a checkpoint do not tell of an adapter, by keys of the config.
 
-    These are the settings of how it is applied, and a fingerprint of the base that it was trained on, from some values
-    of each frozen matrix: the base may have moved or have another type. A base with random weights (``model.config``)
-    is in the checkpoint itself.
+    These are the settings ``NOT_IN_WEIGHTS``, and a fingerprint of the pretrained base. The fingerprint is made from
+    some values of each frozen matrix, so it stays the same if the base moves to another folder or type. A base with
+    random weights (``model.config``) has none, because it is in the checkpoint itself.
     """
     config = getattr(model, 'peft_config', {}).get('default')
     if config is None:
         return {}
-    identity = {f'model.lora.{name}': getattr(config, PEFT_NAMES.get(name, name)) for name in NOT_IN_WEIGHTS}
+    identity = {}
+    for name in NOT_IN_WEIGHTS:
+        identity[f'model.lora.{name}'] = getattr(config, PEFT_NAMES.get(name, name))
     if config.base_model_name_or_path is not None:
         identity['model.pretrained'] = fingerprint(_ends_of_base(model))
     return identity
 
 
 def _ends_of_base(model: nn.Module) -> Iterator[bytes]:
+    """Yields name, first and last values of each frozen matrix of the base."""
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1 and not parameter.requires_grad and not IN_ADAPTER.search(name):
             values = parameter.detach().flatten()
@@ -273,7 +282,7 @@ def _ends_of_base(model: nn.Module) -> Iterator[bytes]:
 
 
 def _name_in_base(name: str) -> str:
-    """Returns the parameter of the model without an adapter that a parameter replaces or adds to."""
+    """Returns the name in the plain model of the parameter that this one is, replaces or adds to."""
     name = name.removeprefix('base_model.model.')
     name = re.sub(r'\.(modules_to_save\.default|original_module|base_layer)', '', name)
     return re.sub(r'\.lora_.*', '.weight', name)

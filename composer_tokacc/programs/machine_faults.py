@@ -17,23 +17,22 @@ class MachineFault:
     """One kind of fault. An error is of this kind if any of the fields matches."""
 
     message: str
-    """With ``{text}`` for the words of the error, ``{limit}`` for the limit of open files, ``{port}`` for the port."""
+    """The line for the user. It may contain ``{text}`` (of the error), ``{limit}`` (of open files) and ``{port}``."""
     errnos: tuple[int, ...] = ()
-    """Numbers of an OSError."""
+    """Numbers of an OSError. Torch has them only in the text of its own errors."""
     words: tuple[str, ...] = ()
     """Parts of the error's text. Torch raises plain RuntimeErrors for most faults."""
     classes: tuple[str, ...] = ()
     """Classes of the error, by name because this table must not load torch."""
     below: str = ''
-    """The module of torch that the error must have passed through, for ``classes``."""
+    """Module of torch. An error of ``classes`` only counts if its traceback goes through this module."""
 
     def matches(self, error: BaseException, text: str) -> bool:
-        """Returns whether an error, given with its text, is of this kind."""
+        """Returns whether an error is of this kind. ``text`` is its message on one line."""
         if isinstance(error, OSError) and error.errno in self.errnos:
             return True
         if any(phrase in text for phrase in self.words):
             return True
-        # Torch writes the number of an error of the system into its own text.
         if any(f'[Errno {number}]' in text or f'errno: {number} ' in text for number in self.errnos):
             return True
         class_names = [cls.__name__ for cls in type(error).__mro__]
@@ -102,7 +101,7 @@ FAULTS = (
 
 
 def fault_of_machine(error: BaseException) -> str:
-    """Returns the fault of the machine in one line; empty if neither the error nor its causes say so."""
+    """Returns the line for the user if a fault of the machine caused the error, else an empty text."""
     fault, text = _matching_fault(error)
     if fault is None:
         return ''

@@ -30,7 +30,7 @@ Series = tuple[list[int], list[float]]
 class JsonLines(LoggerDestination):
     """Writes the numbers that are logged in a step as one line of ``metrics.jsonl``, on the first rank.
 
-    A resumed run goes on after the step of its checkpoint. Lines of later steps, which a killed run has left, go away.
+    A resumed run goes on after the step of its checkpoint. Lines of later steps that a killed run has left are removed.
 
     Args:
         folder: Where the file goes. May contain ``{run_name}``.
@@ -46,17 +46,15 @@ class JsonLines(LoggerDestination):
         self._open(state)
 
     def eval_start(self, state: State, logger: Logger) -> None:
-        """Opens the file if a run that is finished evaluates."""
+        """Opens the file if it is closed: a run that has nothing left to train may still be evaluated."""
         self._open(state)
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Takes numbers for the line. NaN and infinity become null, because JSON has no word for them."""
+        """Adds numbers to the next line. NaN and infinity become null, because JSON has no word for them."""
         for name, value in metrics.items():
             if np.ndim(value) == 0:
                 number = float(value)
-                self._line[name] = None
-                if math.isfinite(number):
-                    self._line[name] = number
+                self._line[name] = number if math.isfinite(number) else None
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Writes the line of the step."""
@@ -67,7 +65,7 @@ class JsonLines(LoggerDestination):
         self._write(state)
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        """Writes the values of the end of the fit."""
+        """Writes numbers that callbacks have logged after the last step."""
         self._write(state)
 
     def close(self, state: State, logger: Logger) -> None:
@@ -119,6 +117,7 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _drop_lines_after(path: Path, step: int) -> None:
+    """Writes the file again without the lines of steps after ``step``."""
     text = ''
     for line in _read_lines(path):
         if line['step'] <= step:
@@ -148,9 +147,10 @@ def read_metrics(folder: Path) -> dict[str, Series]:
 
 
 def select(metrics: Mapping[str, Series], pattern: str) -> dict[str, Series]:
-    """Returns the metrics that match a pattern.
+    """Returns the metrics that match a pattern, under short names.
 
-    Their new names are the text at the star of the pattern. Without a star it is the last part of the name.
+    A short name is the text that the star stands for: ``loss`` for ``eval/loss`` and ``eval/*``. Without a star in the
+    pattern it is the last part of the name.
     """
     start, _, end = pattern.partition('*')
     selected = {}

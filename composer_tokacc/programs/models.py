@@ -43,7 +43,7 @@ FEATURE_LAYER_FAMILIES = ('llava', 'llava_next', 'llava_next_video', 'llava_onev
 ALWAYS_KNOWN = frozenset({'model_type', 'rope_theta', 'rope_scaling', 'rope_parameters', 'tie_word_embeddings'})
 """Fields that Transformers accepts although not every config class has them as attributes."""
 FIELD_RANGES = {'_size': Annotated[float, Field(ge=1)], '_heads': Count, '_theta': Positive, 'dropout': Fraction}
-"""Ranges of the fields of a config, by the end of their names: Transformers takes any number."""
+"""Ranges of the fields of a config, by the end of their names. Transformers itself accepts any number."""
 TRAIN_METRICS = (LanguageCrossEntropy,)
 EVAL_METRICS = (LanguageCrossEntropy, MaskedAccuracy)
 
@@ -83,7 +83,7 @@ def build_transformers_model(
     seed: int = 0,
     load_weights: bool = True,
 ) -> Any:
-    """Builds the Transformers model of a run, frozen and marked for FSDP; see :class:`.ModelConfig`.
+    """Builds the Transformers model of a run, with frozen parts and FSDP units; see :class:`.ModelConfig`.
 
     Vocabulary size and special token ids that ``config`` leaves out come from ``processor``. ``seed`` is for fresh
     weights, and for rows of the embeddings that are added for new tokens; global generators stay untouched. Without
@@ -103,7 +103,7 @@ def build_transformers_model(
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         if pretrained is not None and load_weights:
-            model = _from_checkpoint(pretrained, tokenizer_of(processor), torch_dtype, options)
+            model = _from_checkpoint(pretrained, torch_dtype, options)
             _fit_embeddings(model, tokenizer_of(processor), has_lora=lora is not None)
         else:
             model = _fresh(read_config(pretrained, config, processor), torch_dtype, options)
@@ -120,7 +120,7 @@ def build_transformers_model(
     if activation_checkpointing:
         # Not reentrant: the reentrant kind breaks DDP's hooks and needs inputs with gradients.
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})
-    # Composer's FSDP calls this with every module. All others stay in the root unit.
+    # Composer calls these with every module. Each block becomes a unit of FSDP, all other modules are in the root unit.
     blocks = set(transformer_blocks(model))
     model.fsdp_wrap_fn = model.activation_checkpointing_fn = blocks.__contains__
     return model
@@ -230,6 +230,7 @@ def _check_fields(settings: Section, default: PretrainedConfig, path: str) -> No
                 check_value(f'{path}.{key}', value, allowed)
         inner = getattr(default, key, None)
         if isinstance(value, dict) and isinstance(inner, PretrainedConfig):
+            # The settings may name another class than the default has.
             inner_type = str(value.get('model_type', inner.model_type))
             if inner_type in CONFIG_MAPPING:
                 inner = CONFIG_MAPPING[inner_type]()
@@ -237,7 +238,7 @@ def _check_fields(settings: Section, default: PretrainedConfig, path: str) -> No
 
 
 def _complete_text(settings: dict[str, Any], tokenizer: Any) -> None:
-    """Adds the vocabulary of the tokenizer to the config of the language model."""
+    """Adds vocabulary size and special tokens of the tokenizer to the settings of the language model."""
     num_tokens = len(tokenizer)
     vocab_size = settings.setdefault('vocab_size', num_tokens)
     if vocab_size < num_tokens:
@@ -245,7 +246,7 @@ def _complete_text(settings: dict[str, Any], tokenizer: Any) -> None:
             'model.config.text_config.vocab_size', f"must be at least the tokenizer's {num_tokens}, got: {vocab_size}"
         )
     for name in ('pad_token_id', 'bos_token_id', 'eos_token_id'):
-        # None too: Llama's default ids belong to another vocabulary.
+        # Set to None if the tokenizer has none, because the defaults of the config class are ids of another vocabulary.
         settings.setdefault(name, getattr(tokenizer, name, None))
 
 
@@ -299,19 +300,15 @@ def empty_model(config: PretrainedConfig) -> Any:
         return auto_class(config).from_config(config, trust_remote_code=False)
 
 
-def _from_checkpoint(
-    path: str,
-    tokenizer: Any,
-    dtype: torch.dtype,
-    options: dict[str, Any],
-) -> Any:
+def _from_checkpoint(path: str, dtype: torch.dtype, options: dict[str, Any]) -> Any:
+    """Loads a model, and refuses a folder that lacks some of its weights. Transformers would make random ones."""
     config = read_config(path, None)
     with building('model.pretrained'):
         model, loading = auto_class(config).from_pretrained(
             path, **options, dtype=dtype, output_loading_info=True, trust_remote_code=False
         )
         if (Path(path) / 'generation_config.json').is_file():
-            # Transformers takes a damaged file for a missing one.
+            # Read only to refuse a damaged file, which Transformers treats as a missing one.
             GenerationConfig.from_pretrained(path)
     refuse_partial(f'in {path} the weights of a {type(model).__name__}', sorted(loading['missing_keys']), [])
     return model
@@ -323,7 +320,7 @@ def _fit_embeddings(model: Any, tokenizer: Any, *, has_lora: bool) -> None:
     num_tokens = 0 if tokenizer is None else len(tokenizer)
     if num_tokens <= num_rows:
         return
-    if has_lora:  # an exported adapter is loaded on its base as that is
+    if has_lora:  # an exported adapter is loaded on its base, which has the old size
         raise ConfigError(
             'model.pretrained',
             f'must have embeddings for all tokens of the processor with `lora`, got: {num_rows} < {num_tokens}. Call '
@@ -334,6 +331,7 @@ def _fit_embeddings(model: Any, tokenizer: Any, *, has_lora: bool) -> None:
 
 
 def _fresh(config: PretrainedConfig, dtype: torch.dtype, options: dict[str, Any]) -> Any:
+    """Builds a model with random weights. ``options`` hold at most ``attn_implementation``, the likely mistake."""
     with building('model.attn_implementation' if options else 'model.config'):
         model = auto_class(config).from_config(config, **options, trust_remote_code=False)
     cast_model(model, dtype)
@@ -341,10 +339,10 @@ def _fresh(config: PretrainedConfig, dtype: torch.dtype, options: dict[str, Any]
 
 
 def set_cache(model: nn.Module, on: bool) -> None:
-    """Switches the key-value cache of all parts of a model, which only generation reads.
+    """Switches the key-value cache of all parts of a model on or off. Only generation needs it.
 
-    Training keeps it off, because packed documents would see each other through it. Before transformers 4.52 each part
-    had its own config.
+    In training it is off, because packed documents would see each other through it. Configs inside configs are changed
+    too, and those of all modules: before transformers 4.52 each part of a model had its own config.
     """
     configs: list[Any] = [getattr(module, 'config', None) for module in model.modules()]
     while configs:
@@ -355,16 +353,16 @@ def set_cache(model: nn.Module, on: bool) -> None:
 
 
 def _freeze_unreached_vision_layers(model: Any) -> set[str]:
-    """Freezes the parameters after the vision feature layer, and returns their names.
+    """Freezes the parameters after the vision feature layer, and returns their names. No loss reaches them.
 
-    Without gradients they would have no optimizer state on one rank, which torch misses when a run is resumed. On
-    several ranks DDP gives them gradients of zero, and weight decay would shrink them. A backward on tensors without
-    data finds them, because releases differ: some give the normed output as the last state.
+    On one rank they would have no gradient and so no optimizer state, which torch asks for when a run is resumed. On
+    several ranks DDP would give them gradients of zero, and weight decay would shrink them. A backward on tensors
+    without data finds them, because releases of Transformers differ: in some the last state is the normed output.
     """
     if getattr(model.config, 'model_type', None) not in FEATURE_LAYER_FAMILIES:
         return set()
-    encoder_names = [name for name, _ in model.named_modules() if name.endswith(('vision_tower', 'image_tower'))]
-    encoder_name = encoder_names[0]
+    module_names = [name for name, _ in model.named_modules()]
+    encoder_name = next(name for name in module_names if name.endswith(('vision_tower', 'image_tower')))
     encoder = model.get_submodule(encoder_name)
     feature_layers = getattr(model.config, 'vision_feature_layer', None)
     if feature_layers is None:
@@ -404,10 +402,10 @@ def _without_gradient(encoder: Any, feature_layers: Sequence[int]) -> list[str]:
 
 @skip_embedding_resize
 class _RunModel(HuggingFaceModel):
-    """HuggingFaceModel whose checkpoints hold all that :mod:`composer_tokacc.export` needs, the image processor too."""
+    """A HuggingFaceModel whose checkpoints hold all that :mod:`composer_tokacc.export` needs, such as the processor."""
 
     def __init__(self, model: Any, processor: Processor, **options: Any) -> None:
-        # Peft's own filter would leave out `modules_to_save`; see keep_trained_only().
+        # Composer's filter for peft would leave out `modules_to_save`; see keep_trained_only().
         super().__init__(model, tokenizer=tokenizer_of(processor), should_save_peft_only=False, **options)
         self.processor = processor
 
@@ -424,9 +422,9 @@ class _RunModel(HuggingFaceModel):
 
 
 def _files_of(processor: Processor) -> dict[str, dict[str, Any]]:
-    """Returns the files of a saved processor as Composer's metadata has files.
+    """Returns the files of a saved processor by name, in the form that files have in Composer's metadata.
 
-    The tokenizer's too: Composer keeps them as parsed JSON, and sharded checkpoints lose empty mappings.
+    Composer saves those of the tokenizer too, but as parsed JSON, and sharded checkpoints lose empty mappings in it.
     """
     files = {}
     with tempfile.TemporaryDirectory() as folder:

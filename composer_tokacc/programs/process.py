@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Settings of a program's process: garbage collection, signals, limits and warnings. No other module does.
+"""Settings of a program's process: garbage collection, signals, limits and warnings. No other module changes them.
 
 Heavy imports are made when they are needed, so that ``--help`` appears at once.
 """
@@ -31,20 +31,20 @@ HARMLESS_WARNINGS = (
     '`is_gradient_checkpointing` is deprecated',  # peft with Transformers 5
     'resource_tracker: There appear to be',  # shared memory of loader processes, freed with the process
 )
-"""Warnings of hosts that appear in a healthy run and call for nothing, by their words."""
+"""Words of the warnings of hosts that appear in a healthy run. The user can do nothing about them."""
 HARMLESS_LOG_LINES = {
     'transformers.configuration_utils': '`use_return_dict` is deprecated',
     'transformers.modeling_utils': '`loss_type=None` was set in the config',
     'composer.utils.reproducibility': 'Setting seed to',
 }
-"""The same for lines of loggers, by the logger."""
+"""The same for lines of the log, by the name of their logger."""
 
 
 def prepare(description: str | None, *, announces: bool = False) -> None:
     """Answers ``--help`` and usage errors, and switches off garbage collection until everything is loaded.
 
-    Called by a program before its imports, which take ten seconds and more. A fifth of that time would go to a search
-    for garbage, without any result.
+    Called by a program before its imports, which take ten seconds and more. Garbage collection would take a fifth of
+    that time and find nothing.
     """
     if description is not None:
         command_line(description).parse_known_args()
@@ -60,7 +60,7 @@ def prepare(description: str | None, *, announces: bool = False) -> None:
 
 
 def command_line(description: str | None) -> argparse.ArgumentParser:
-    """Returns a parser with the YAML file as ``config``. Overrides are left over by ``parse_known_args``."""
+    """Returns a parser with the YAML file as ``config``. Overrides are the rest that ``parse_known_args`` returns."""
     lines = (description or '').splitlines()
     usage = next(line.strip() for line in lines if '-m composer_tokacc.' in line)
     parser = argparse.ArgumentParser(
@@ -90,10 +90,10 @@ def while_somebody_reads() -> Iterator[None]:
 
 
 def keep_what_is_loaded() -> None:
-    """Switches garbage collection on again, without the modules that :func:`prepare` has loaded since.
+    """Switches garbage collection on again, except for everything that was loaded since :func:`prepare`.
 
-    They are never garbage. At its end Python would look through all that Composer and Transformers hold, several
-    times: 8 seconds with nothing on the screen.
+    Modules are never garbage. At exit nothing is collected at all: Python would look through all that Composer and
+    Transformers hold, several times, which takes 8 seconds with nothing on the screen.
     """
     if not gc.isenabled():
         gc.freeze()
@@ -102,7 +102,7 @@ def keep_what_is_loaded() -> None:
 
 
 def let_children_die() -> None:
-    """Removes torch's signal handler, which would report a killed loader process again and again, anywhere."""
+    """Removes torch's signal handler. It raises an error for a killed loader process at any line, again and again."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 

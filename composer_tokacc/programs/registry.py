@@ -116,15 +116,17 @@ HOST_HINTS: dict[str, Hint] = {
     'train_subset_num_batches': _ALL_OR_SOME,
     'window_size': Count,
 }
-"""Ranges of arguments by name, for all classes of hosts. They accept other values in silence, or fail in a step."""
+"""Ranges of arguments by name, for all classes of hosts. The hosts accept any value, and fail in a step or never."""
 
 
 def build_all(config: TrainConfig, kind: str) -> list[Any]:
     """Builds the algorithms, callbacks or loggers that a config names, in order."""
-    path, section = kind, getattr(config, kind, None)
     if kind == 'loggers':
         path = 'trainer.loggers'
         section = check_value(path, config.trainer.get('loggers'), dict[str, dict[str, Any] | None] | None)
+    else:
+        path = kind
+        section = getattr(config, kind)
     parts = []
     for name, arguments in (section or {}).items():
         parts.append(_build_part(kind, f'{path}.{name}', name, arguments))
@@ -145,11 +147,11 @@ def _build_part(
 ) -> Any:
     """Builds one object. ``path`` is its key in the config; ``positional`` comes from the program itself."""
     cls = class_by_name(kind, name)
-    # A class without a constructor inherits the one of its base. It takes any argument and drops it.
+    # A class without a constructor has the one of its base, which drops any argument. Then no argument is allowed.
     has_constructor = cls.__init__ is not KINDS[kind].base.__init__
     signature = cls if has_constructor else object
     checked = check_arguments(path, signature, arguments, num_positional=len(positional), hints=HOST_HINTS)
-    with without_warnings(), building(path):  # a warning would come without its key
+    with without_warnings(), building(path):  # a warning would not name the key
         return cls(*positional, **checked)
 
 
@@ -165,13 +167,13 @@ def import_by_name(path: str, name: str) -> Any:
 
 
 def class_by_name(kind: str, name: str) -> Any:
-    """Returns the class that ``name`` stands for in a section. The error names the nearest that exists."""
+    """Returns the class that ``name`` stands for in a section. The error for an unknown name suggests the nearest."""
     name = str(name)
     target = ALIASES.get((kind, name), name)
     base = KINDS[kind].base
     if '.' in target:
         cls = import_by_name(kind, target)
-        # Checked before it is called: the name of a function such as os.system would run.
+        # Checked before the call, because a config could name os.system. Composer takes any callable as a scheduler.
         is_part = inspect.isclass(cls) and (base is ComposerScheduler or issubclass(cls, base))
         if not is_part:
             raise ConfigError(f'{kind}.{name}', f'must be a class derived from {base.__name__}, got: {cls!r}')
@@ -188,7 +190,8 @@ def class_by_name(kind: str, name: str) -> Any:
 
 def _classes_of(kind: str) -> dict[str, type]:
     """Returns the classes of a kind by their names in a YAML file."""
-    base, suffix = KINDS[kind].base, KINDS[kind].suffix
+    base = KINDS[kind].base
+    suffix = KINDS[kind].suffix
     classes = {}
     # A later entry replaces an earlier one, so the first module comes last.
     for module in reversed(KINDS[kind].modules):

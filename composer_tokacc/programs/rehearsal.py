@@ -59,7 +59,7 @@ class Candidate(NamedTuple):
     step: int
     """Global batch, counted from the present step."""
     samples: list[list[int]]
-    """Indices of the samples of this microbatch. If rows are packed, of each microbatch of the rank."""
+    """One list with the samples of this microbatch. If rows are packed, a list for each microbatch of the rank."""
     rows: int
     width: int
     image_tokens: int
@@ -92,7 +92,7 @@ class PlannedRun:
     memory: MemoryModel | None
     """The memory model, on the first rank."""
     labels_per_sample: np.ndarray | None
-    """Labels of each sample, (n,). None: the run computes logits of all positions, or its labels are unknown."""
+    """Labels of each sample, (n,). None: the run computes all logits, or nobody has counted the labels."""
 
 
 @dataclass(kw_only=True)
@@ -155,12 +155,9 @@ class Rehearsal(Callback):
 
 def rehearsal_of(config: TrainConfig, parts: RunParts) -> Rehearsal | None:
     """Returns the callback for ``microbatching.rehearse``. Without a value there, only GPUs get one."""
-    wish = config.microbatching.rehearse
-    if wish is None:
-        has_gpu = config.trainer.get('device') != 'cpu' and torch.cuda.is_available()
-        if not has_gpu:
-            return None
-    if wish == 'none':
+    setting = config.microbatching.rehearse
+    has_gpu = config.trainer.get('device') != 'cpu' and torch.cuda.is_available()
+    if setting == 'none' or (setting is None and not has_gpu):
         return None
     memory = None
     labels_per_sample = None
@@ -168,7 +165,7 @@ def rehearsal_of(config: TrainConfig, parts: RunParts) -> Rehearsal | None:
         table = source_of(config).measure(parts.train_dataset, parts.processor)  # a collective
         if table.loss_tokens.any():  # otherwise nobody has counted them
             labels_per_sample = table.loss_tokens
-        # If the size was suggested, the memory model is in the cache by now.
+        # Only then is the memory model in the cache by now. To trace the model for it would take long.
         is_suggested = config.microbatching.device_train_microbatch_size == 'suggest'
         if is_suggested and dist.get_global_rank() == 0:
             memory = memory_of_run(config, parts.train_dataset, parts.processor, table)
@@ -180,8 +177,10 @@ def rehearse(
 ) -> RehearsalReport | None:
     """Runs forward and backward of the heaviest microbatches that are left of a run; a collective.
 
-    These are at most five: the most positions, the most image tokens, the largest ``rows x width^2``, the most logits,
-    and the highest peak by the memory model. Weights, gradients, buffers and random numbers are restored.
+    These are at most five: the ones with the most positions, the most image tokens, the largest ``rows x width^2``, the
+    most logits, and the highest peak by the memory model. If one does not fit, all are run again with half the
+    microbatch size, until a size fits. If the size is ``auto``, the run goes on with it, else it is refused. Weights do
+    not change; gradients, buffers and random numbers are restored.
 
     Args:
         state: Of a Trainer whose train loader is a :class:`.RegroupingDataLoader`, at ``Event.BATCH_START``.
@@ -209,17 +208,21 @@ def rehearse(
     first_size = int(state.device_train_microbatch_size or 1)
     report = RehearsalReport(num_batches=0, microbatch_size=first_size)
     first_failure: Candidate | None = None
+    options = run.sampler.planner.options
+    planned_tokens = options.max_tokens
+    longest_sample = int(run.sampler.lengths.max())
     with _undisturbed(state), _room_for_optimizers(state):
         while True:
-            failed = _run_all(run, _candidates(run, report, first_size), report)
+            candidates, report.num_batches = _heaviest_of_run(run, options)
+            failed = _run_all(run, candidates, report)
             if failed is None:
                 break
             first_failure = first_failure or failed
             report.microbatch_size //= 2
-            # A budget below the longest row cannot be kept.
-            smallest_budget = first_size * int(run.sampler.lengths.max())
-            if report.microbatch_size * run.sampler.planner.options.max_tokens < smallest_budget:
+            max_tokens = planned_tokens * report.microbatch_size // first_size
+            if max_tokens < longest_sample:
                 raise _does_not_fit(state, first_failure, first_size, fitting_size=0)
+            options = replace(options, max_tokens=max_tokens)
             report.lines.append(f'with a microbatch size of {report.microbatch_size}:')
     if first_failure is not None:
         if not state.auto_microbatching:
@@ -236,16 +239,15 @@ def _token_accumulation(state: State) -> TokenAccumulation | None:
     return None
 
 
-def _candidates(run: PlannedRun, report: RehearsalReport, first_size: int) -> list[Candidate]:
-    """Returns the microbatches to run with the size of the report. The first rank chooses for all."""
+def _heaviest_of_run(run: PlannedRun, options: CutOptions) -> tuple[list[Candidate], int]:
+    """Returns the microbatches to run, and the number of global batches to choose from. Rank 0 chooses for all."""
     chosen = None
     if dist.get_global_rank() == 0:
-        options = run.sampler.planner.options
-        options = replace(options, max_tokens=options.max_tokens * report.microbatch_size // first_size)
         largest, num_batches = largest_candidates(run, options)
         chosen = heaviest(largest, run.memory), num_batches
-    candidates, report.num_batches = from_any_rank(chosen) or ([], 0)
-    return candidates
+    chosen = from_any_rank(chosen)
+    assert chosen is not None, 'rank 0 has chosen'
+    return chosen
 
 
 def largest_candidates(run: PlannedRun, options: CutOptions) -> tuple[list[Candidate], int]:
@@ -272,9 +274,19 @@ def _candidates_of_rank(
     window: list[int],
     options: CutOptions,
 ) -> Iterator[Candidate]:
-    """Gives the microbatches that one rank computes of a global batch, whose samples are ``window``."""
+    """Yields the microbatches that a rank computes in one step.
+
+    Args:
+        run: The run.
+        step: The step.
+        rank: Planned microbatches of the rank. Their indices are places in ``window``.
+        window: Samples of the global batch.
+        options: See :func:`largest_candidates`.
+    """
     split = split_of(run.state.dataloader)
-    samples_of_rank = [[window[place] for place in microbatch.indices] for microbatch in rank]
+    samples_of_rank = []
+    for microbatch in rank:
+        samples_of_rank.append([window[place] for place in microbatch.indices])
     for samples, width in _cut_again(samples_of_rank, rank, run.sampler, options):
         image_tokens = 0
         if run.sampler.image_tokens is not None:
@@ -289,7 +301,7 @@ def _candidates_of_rank(
 
 
 def heaviest(candidates: list[Candidate], memory: MemoryModel | None) -> list[Candidate]:
-    """Returns the largest candidate of each size, and the one with the highest peak, lightest first."""
+    """Returns the candidate that is largest in each of its sizes, and the one with the highest peak; lightest first."""
     sizes = np.array([candidate.sizes() for candidate in candidates], dtype=float)
     if memory is None:
         # The sum of the relative sizes stands for the peak.
@@ -308,7 +320,14 @@ def _cut_again(
     sampler: RegroupingBatchSampler,
     options: CutOptions,
 ) -> Iterator[tuple[list[int], int]]:
-    """Gives samples and width of each microbatch. One over the budget is cut as the split will cut it."""
+    """Yields samples and width of each microbatch. One over the budget is cut as the split will cut it in the run.
+
+    Args:
+        groups: Samples of each planned microbatch.
+        planned: The planned microbatches.
+        sampler: Knows the lengths of the samples.
+        options: Have the budget.
+    """
     for samples, microbatch in zip(groups, planned, strict=True):
         if microbatch.num_tokens <= options.max_tokens:
             yield samples, microbatch.width
@@ -339,22 +358,23 @@ def _predicted(candidate: Candidate, memory: MemoryModel) -> float:
 
 
 def _plans_left(run: PlannedRun) -> Iterator[tuple[int, Sequence[Sequence[Microbatch]], list[int]]]:
-    """Gives step, microbatches of each rank, and samples of each global batch that is left of a run."""
-    ahead = copy.copy(run.sampler)  # so that the epoch of the run stays
+    """Yields step, microbatches of each rank, and samples of each global batch that is left of a run."""
+    sampler = copy.copy(run.sampler)  # a copy, because the run's own must stay in its epoch
     epoch = int(run.state.timestamp.epoch)
     batch = int(run.state.timestamp.batch_in_epoch)
+    sampler.set_epoch(epoch)
     for step in range(min(_batches_left(run.state, run.sampler), MOST_BATCHES)):
-        ahead.set_epoch(epoch)
-        if batch == ahead.num_batches:
+        if batch == sampler.num_batches:
             epoch += 1
             batch = 0
-            ahead.set_epoch(epoch)
-        yield step, ahead.plan(batch).ranks, ahead.window(batch)
+            sampler.set_epoch(epoch)
+        yield step, sampler.plan(batch).ranks, sampler.window(batch)
         batch += 1
 
 
 def _batches_left(state: State, sampler: RegroupingBatchSampler) -> int:
-    end, elapsed = state.max_duration, state.timestamp
+    end = state.max_duration
+    elapsed = state.timestamp
     assert end is not None, 'a fit has an end'
     if end.unit == TimeUnit.BATCH:
         return end.value - elapsed.batch.value
@@ -372,8 +392,8 @@ def _run_all(run: PlannedRun, candidates: list[Candidate], report: RehearsalRepo
         candidates = candidates * 2
     for candidate in candidates:
         peak = _peak(run, candidate, report.microbatch_size)
-        fails, kibibytes = max_over_ranks([peak is None, (peak or 0) >> 10])
-        outcome = 'does not fit' if fails else f'measured {_gib(kibibytes << 10)}'
+        fails, num_bytes = max_over_ranks([peak is None, peak or 0])
+        outcome = 'does not fit' if fails else f'measured {_gib(num_bytes)}'
         report.lines.append(f'step {candidate.step}: {candidate}: predicted {_gib(candidate.predicted)}, {outcome}')
         if fails:
             return candidate
@@ -381,7 +401,7 @@ def _run_all(run: PlannedRun, candidates: list[Candidate], report: RehearsalRepo
 
 
 def _peak(run: PlannedRun, candidate: Candidate, size: int) -> int | None:
-    """Returns the most bytes that a candidate takes, on a GPU; None if it does not fit."""
+    """Returns the bytes at the peak of a candidate, 0 without a GPU; None if it does not fit."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     try:
@@ -408,7 +428,7 @@ def _run(run: PlannedRun, microbatch: Batch) -> None:
             # DDP learns the order of gradients in its first reduction, so the first one must be a real step.
             stack.enter_context(model.no_sync())
         with get_precision_context(state.precision, state.precision_config):
-            # Without the labels of the samples nothing tells which microbatch has most, so all logits are computed.
+            # If the labels are not counted, the microbatch with the most is not known. Then all logits are computed.
             if accumulation is not None and run.labels_per_sample is not None:
                 num_labels = int(loss_mask(microbatch, accumulation.rule or 'causal').sum())
                 accumulation.select_logits(state, batch, num_labels)
@@ -419,7 +439,10 @@ def _run(run: PlannedRun, microbatch: Batch) -> None:
 
 
 def _heaviest_cuts(run: PlannedRun, candidate: Candidate, size: int) -> list[Batch]:
-    """Returns the largest microbatch that the split makes of a candidate, and the one with most labels."""
+    """Reads the samples of a candidate and cuts them as in the run.
+
+    Returns the largest microbatch and, if the run computes logits only at labels, the one with the most labels.
+    """
     state = run.state
     dataset: Any = cast(RegroupingDataLoader, state.dataloader).dataset
     batch: PreSplitBatch = dataset.__getitems__(RankAssignment(candidate.samples))
@@ -461,7 +484,7 @@ def _undisturbed(state: State) -> Iterator[None]:
 
 @contextmanager
 def _room_for_optimizers(state: State) -> Iterator[None]:
-    """Holds the memory that optimizers will take in their first step."""
+    """Occupies, in this block, the memory that optimizers will take in their first step."""
     reserved = []
     if torch.cuda.is_available():
         for optimizer in state.optimizers:

@@ -18,11 +18,11 @@ from composer_tokacc.programs.answers import Answer
 from composer_tokacc.programs.metrics_file import Series, select
 
 MOST_POINTS = 400
-"""Points of a curve. Of a longer run each is the mean of several steps."""
+"""Points of a curve. If a run has more steps, each point is the mean of several."""
 MOST_IMAGES = 12
 """Images that are shown of an answered sample."""
 SMALLEST_SHOWN = 48
-"""Smaller images are magnified to this number of pixels. A scan of eight pixels can then be seen."""
+"""Smaller images are magnified by a whole factor, to at most this many pixels. A scan of eight pixels then shows."""
 LINE_COLORS = ('#2a78b5', '#c0392b', '#1f9d6b', '#8e5ea2', '#d98c1f', '#5f6b7a')
 WIDTH, HEIGHT, MARGIN = 640, 200, 46
 TOP, BOTTOM = 10, 20
@@ -59,7 +59,7 @@ def write_page(
     answers: Sequence[Answer] = (),
 ) -> None:
     """Writes the page: the summary, a chart for each of ``PANELS`` that was logged, ``result.png`` and the answers."""
-    rows = ''.join(f'<tr><th>{html.escape(name)}</th><td>{html.escape(text)}</td></tr>' for name, text in lines)
+    rows = ''.join(_row(name, text) for name, text in lines)
     figures = []
     for caption, patterns in PANELS:
         curves: dict[str, Series] = {}
@@ -78,15 +78,16 @@ def write_page(
     path.write_text(f'{head}<h1>{name}</h1><table>{rows}</table>{"".join(figures)}</html>\n', encoding='utf-8')
 
 
+def _row(name: str, text: str) -> str:
+    return f'<tr><th>{html.escape(name)}</th><td>{html.escape(text)}</td></tr>'
+
+
 def _answered(answer: Answer) -> str:
-    """Returns a sample with its images, its question, the expected text and the model's."""
+    """Returns a figure of a sample: its images, its question, the expected text and the text of the model."""
     pictures = []
     for image in answer.images[:MOST_IMAGES]:
         pictures.append(_embedded(_as_png(image), f'image of {answer.sample_id}'))
-    rows = ''
-    texts = {'question': answer.question, 'expected': answer.expected, 'answer': answer.generated}
-    for name, text in texts.items():
-        rows += f'<tr><th>{name}</th><td>{html.escape(text)}</td></tr>'
+    rows = _row('question', answer.question) + _row('expected', answer.expected) + _row('answer', answer.generated)
     mark = '&#10003;' if answer.is_right else '&#10007;'
     caption = f'<figcaption>{html.escape(answer.sample_id)} {mark}</figcaption>'
     return f'<figure class="answer">{caption}{" ".join(pictures)}<table>{rows}</table></figure>'
@@ -107,17 +108,18 @@ def _embedded(data: bytes, text: str) -> str:
 
 
 def _chart(title: str, curves: Mapping[str, Series]) -> str:
-    """Returns a figure with the curves, the least and largest value of all, and the last value of each."""
+    """Returns a figure with the curves. Its axes name the range of steps and values, its legend the last values."""
     all_steps = np.concatenate([steps for steps, _ in curves.values()])
     all_values = np.concatenate([values for _, values in curves.values()])
     first_step, last_step = all_steps.min(), all_steps.max()
     low, high = all_values.min(), all_values.max()
-    lines, legends = [], []
+    lines = []
+    legends = []
     for number, (name, (steps, values)) in enumerate(curves.items()):
         color = LINE_COLORS[number % len(LINE_COLORS)]
         points = []
         for step, value in _thinned(steps, values):
-            # A constant curve, or a single step, has no extent to divide by.
+            # A single step or a constant curve must not divide by zero.
             across = (step - first_step) / max(last_step - first_step, 1)
             up = (value - low) / ((high - low) or 1)
             x = MARGIN + (WIDTH - 2 * MARGIN) * across

@@ -43,7 +43,7 @@ MONITOR_LINES = (
 
 @dataclass(kw_only=True)
 class FinishedRun:
-    """The argument of a function under ``report.name``, on rank 0. It returns lines of the summary."""
+    """The argument of the function under ``report.name``, which runs on rank 0 and returns lines of the summary."""
 
     result: dict[str, Any]
     """Figures of the run. Additions go to ``result.json``."""
@@ -77,13 +77,13 @@ def summarize(
     first_step: int,
     seconds: float,
 ) -> dict[str, Any]:
-    """Returns the result of a run as JSON has it: ``eval`` of the last evaluation, ``token_monitor`` as means.
+    """Returns the values for ``result.json``. ``eval`` is the last evaluation, ``token_monitor`` are means over steps.
 
     Args:
-        state: Of the Trainer.
-        metrics: All that was logged, also before the run was resumed.
+        state: The state of the Trainer.
+        metrics: Everything that was logged, also before the run was resumed.
         parts: Data and model.
-        first_step: At which this process began.
+        first_step: The step at which this process began.
         seconds: Time that this process trained.
     """
     _, losses = metrics.get('loss/train/total', ([], []))
@@ -94,7 +94,8 @@ def summarize(
         if not name.startswith('source/'):
             means[name] = float(np.mean(values))
     datasets = [*_datasets_of(parts.train_dataset), parts.eval_dataset]
-    skipped, fitted = [], []
+    skipped = []
+    fitted = []
     for dataset in datasets:
         if getattr(dataset, 'skipped', None):
             skipped.append(dataset.skip_report())
@@ -122,7 +123,7 @@ def _datasets_of(dataset: Any) -> list[Any]:
 
 
 def _sources(metrics: Mapping[str, Series]) -> dict[str, dict[str, float]]:
-    """Returns for each source its tokens in all, its mean shares of the steps, and its loss first and last."""
+    """Returns for each source its total of tokens, its mean shares of weight and cost, and its first and last loss."""
     sources = {}
     for name, (_, tokens) in sorted(select(metrics, 'token_monitor/source/*/tokens').items()):
         logged = select(metrics, f'token_monitor/source/{name}/*')
@@ -146,9 +147,9 @@ def write_report(
     history: InMemoryLogger,
     answers: Sequence[Answer],
 ) -> str:
-    """Writes ``result.json``, after the function under ``report.name`` has added to it, and the page.
+    """Writes ``result.json``, perhaps the exported model, and the page; returns the summary for the screen.
 
-    Returns the summary.
+    Before that, the function under ``report.name`` may add to the result and to the summary.
     """
     folder = result_folder(config, result['run_name'])
     folder.mkdir(parents=True, exist_ok=True)
@@ -177,9 +178,13 @@ def write_report(
 
 
 def _lines(result: Section) -> list[tuple[str, str]]:
-    """Returns the summary as pairs of words and figure."""
-    monitor, evaluation, loss = result['token_monitor'], result['eval'], result['loss']
-    steps, samples, seconds = result['steps'], result['samples'], f'{result["seconds"]:.0f} s'
+    """Returns the lines of the summary: pairs of words and figure."""
+    monitor = result['token_monitor']
+    evaluation = result['eval']
+    loss = result['loss']
+    steps = result['steps']
+    samples = result['samples']
+    seconds = f'{result["seconds"]:.0f} s'
     lines = []
     if result['first_step']:
         lines.append(('steps', f'{steps} ({samples} samples)'))

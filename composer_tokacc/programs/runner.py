@@ -76,7 +76,7 @@ def run_program(
 
 def _message_of(error: Exception) -> str:
     """Returns the message for the user; empty for an error that needs its traceback."""
-    # First of all, because such an error may come from an OSError, which is a fault of the machine by itself.
+    # Before the faults of the machine: such an error may have an OSError as its cause, which would count as a fault.
     if isinstance(error, ConfigError | BadSampleError):
         return str(error)
     fault = fault_of_machine(error)

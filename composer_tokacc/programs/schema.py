@@ -3,8 +3,8 @@
 
 """The YAML file of a run: its sections, how file and command line become one config, and the values that it may have.
 
-Each of our sections is a dataclass. Its annotations hold types, choices and ranges. Arguments of hosts are held to
-the annotations of the host's class. Pydantic checks both.
+Each of our sections is a dataclass, whose annotations are types, choices and ranges. Arguments of hosts are checked
+against the annotations of the host's class. Pydantic checks both.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ Hint = Any
 """An annotation: a class, a union, ``Annotated`` or ``Literal``."""
 
 Count = Annotated[int, Field(ge=1)]
-"""A number of things; there must be one."""
+"""A number of things, at least one."""
 NotNegative = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 def _check_name(value: str) -> str:
-    # `key=None` on the command line is a text, because YAML writes null.
+    # `key=None` on the command line is the text None. In YAML the value would be null.
     if value.strip() in ('', 'None'):
         raise ValueError('a name, or null for none')
     return value
@@ -139,7 +139,7 @@ class LoaderConfig:
 
     @property
     def planned_key(self) -> str | None:
-        """The setting of the global batch, if only a sampler that plans by a table of lengths can follow it."""
+        """The setting of the global batch that needs a sampler with a table of lengths; None if any sampler will do."""
         if self.global_batch_tokens is not None:
             return '`loader.global_batch_tokens`'
         if not isinstance(self.global_batch_size, int):
@@ -230,17 +230,25 @@ class TrainConfig:
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
-    """Reads a YAML file and lays ``key=value`` overrides over it. ``check_config`` checks the sections together.
+    """Reads a YAML file, changes it by ``key=value`` overrides, and checks each value.
+
+    Whether the sections go together is checked later, by ``check_config``.
 
     Raises:
         ConfigError: For an unreadable file, an unknown key (it names the nearest), a wrong type or range.
     """
-    for override in overrides:  # one by one, to name the wrong one
+    above = read_overrides(overrides)
+    below = _read_file(path)
+    _spell_out_size(below)
+    _spell_out_size(above)
+    return merge(TrainConfig, below, above)
+
+
+def read_overrides(overrides: Sequence[str]) -> DictConfig:
+    """Returns the values of ``key=value`` texts. Refuses the first one that cannot be read."""
+    for override in overrides:
         _check_override(override)
-    layers = [_read_file(path), OmegaConf.from_dotlist(list(overrides))]
-    for layer in layers:
-        _spell_out_size(layer)
-    return merge(TrainConfig, *layers)
+    return OmegaConf.from_dotlist(list(overrides))
 
 
 def _read_file(path: str | Path) -> DictConfig:
@@ -273,7 +281,7 @@ def _check_override(override: str) -> None:
 
 
 def _spell_out_size(layer: DictConfig) -> None:
-    """Replaces ``microbatching.size`` by the name that Composer's users know."""
+    """Replaces ``microbatching.size``, our short name, by ``microbatching.device_train_microbatch_size``."""
     section = layer.get('microbatching')
     if not isinstance(section, DictConfig) or 'size' not in section:
         return
@@ -283,7 +291,13 @@ def _spell_out_size(layer: DictConfig) -> None:
 
 
 def merge(options: type[Options], *layers: DictConfig, path: str = '') -> Options:
-    """Returns a checked dataclass with the values of the last layer that names them; ``path`` is its section."""
+    """Returns a checked dataclass. Each value comes from the last layer that has it, or is the default.
+
+    Args:
+        options: The dataclass.
+        *layers: Values, such as those of the file and of the command line.
+        path: The section of the config that the dataclass stands for; empty for the whole config.
+    """
     merged: Any = asdict(options())  # type: ignore[arg-type]
     for layer in layers:
         merged = _overlay(merged, OmegaConf.to_container(layer))
@@ -295,11 +309,14 @@ def merge(options: type[Options], *layers: DictConfig, path: str = '') -> Option
     except OmegaConfBaseException as error:
         key = _join(path, error.full_key) or 'values'
         raise ConfigError(key, f'must be valid, got: {shorten(str(error).splitlines()[0])}') from error
-    return build_section(path, options, values)
+    return build_dataclass(path, options, values)
 
 
 def _overlay(below: object, above: object) -> object:
-    """Returns the later of two values. Mappings are merged key by key. OmegaConf's own merge fails for other pairs."""
+    """Returns ``above``. Two mappings are merged key by key.
+
+    OmegaConf's own merge fails if a mapping meets another kind of value.
+    """
     if not isinstance(below, dict) or not isinstance(above, dict):
         return above
     merged = dict(below)
@@ -312,8 +329,8 @@ def _join(path: str, key: object) -> str:
     return '.'.join(str(part) for part in (path, key) if part not in ('', None))
 
 
-def build_section(path: str, section: type[Options], values: object) -> Options:
-    """Returns a dataclass with checked values, and dataclasses inside it."""
+def build_dataclass(path: str, section: type[Options], values: object) -> Options:
+    """Returns a dataclass with checked values. Fields that are dataclasses themselves are built in the same way."""
     checked = check_arguments(path, section, values, hints=INFINITE_HINTS)
     try:
         return section(**checked)
@@ -330,7 +347,7 @@ def check_arguments(
     hints: Mapping[str, Hint] | None = None,
     extra_keys: Mapping[str, Hint] | None = None,
 ) -> dict[str, Any]:
-    """Returns the arguments for a class or function, held to its signature and annotations.
+    """Checks arguments for a class or function against its signature and annotations, and returns them.
 
     Args:
         path: The section that they come from.
@@ -356,9 +373,10 @@ def check_arguments(
                 raise ConfigError(_join(path, parameter.name), 'must be given, because it has no default')
     if not takes_any_name:
         check_names(path, arguments, known_names)
-    return {
-        name: check_value(_join(path, name), value, annotations.get(name, Any)) for name, value in arguments.items()
-    }
+    checked = {}
+    for name, value in arguments.items():
+        checked[name] = check_value(_join(path, name), value, annotations.get(name, Any))
+    return checked
 
 
 def check_names(path: str, arguments: Iterable[object], known_names: Iterable[str]) -> None:
@@ -370,7 +388,7 @@ def check_names(path: str, arguments: Iterable[object], known_names: Iterable[st
 
 
 def _annotations_of(target: Callable[..., Any]) -> dict[str, Hint]:
-    """Returns annotations by name; none if one of them names something that cannot be imported."""
+    """Returns annotations by name. An empty mapping, if one of them names something that cannot be imported."""
     owner = target
     if inspect.isclass(target) and not is_dataclass(target):
         owner = target.__init__
@@ -381,13 +399,13 @@ def _annotations_of(target: Callable[..., Any]) -> dict[str, Hint]:
 
 
 def check_value(path: str, value: Any, hint: Hint) -> Any:
-    """Returns the value if it fits the annotation. One of our sections becomes its dataclass.
+    """Returns the value if it fits the annotation. A mapping for one of our dataclasses becomes this dataclass.
 
-    A number or a bool in quotes is refused, because hosts take the text ``no`` for true.
+    A number or a bool in quotes does not fit, because hosts treat the text ``'no'`` as true.
     """
     section = _section_in(hint)
     if section is not None and value is not None:
-        return build_section(path, section, value)
+        return build_dataclass(path, section, value)
     if isinstance(value, list) and any(get_origin(option) is tuple for option in (hint, *get_args(hint))):
         value = tuple(value)  # YAML has no tuples
     checker = _checker_of(hint)
@@ -403,14 +421,15 @@ def check_value(path: str, value: Any, hint: Hint) -> Any:
 
 
 def _place_of(error: ValidationError, path: str, value: object) -> tuple[str, object]:
-    """Returns the key of the first wrong value inside a value that may be a mapping, and the wrong value."""
+    """Returns key and value of the first mistake. It may lie inside ``value``, if that is a mapping."""
     keys = error.errors()[0]['loc']
-    if '[key]' in keys:  # the key itself is wrong, which stands before this mark
+    if '[key]' in keys:  # the key before this mark is wrong, and not its value
         return path, keys[keys.index('[key]') - 1]
     for key in keys:
-        # Pydantic also names the branch of a union.
+        # Skips the names of branches of a union, which pydantic has among the keys.
         if isinstance(value, Mapping) and key in value:
-            path, value = _join(path, key), value[key]
+            path = _join(path, key)
+            value = value[key]
     return path, value
 
 
@@ -424,10 +443,11 @@ def _section_in(hint: Hint) -> Hint:
 
 @functools.lru_cache
 def _checker_of(hint: Hint) -> TypeAdapter | None:
+    """Returns pydantic's checker of an annotation; None if pydantic cannot check it."""
     config = ConfigDict(strict=True, arbitrary_types_allowed=True, allow_inf_nan=False)
     try:
         return TypeAdapter(hint, config=config)
-    except (PydanticUserError, NameError):  # pydantic has no rule for such an annotation
+    except (PydanticUserError, NameError):
         return None
 
 
@@ -469,9 +489,9 @@ def _check_time(value: int | str | None, *, may_be_zero: bool) -> int | str | No
 
 
 Duration = Annotated[int | str | None, AfterValidator(partial(_check_time, may_be_zero=False))]
-"""A text such as ``2ep``, as Composer reads it, for a time that a run divides by or must last."""
+"""A time as Composer reads it, such as ``2ep``, longer than nothing. A number without a unit means epochs."""
 WarmUp = Annotated[str, AfterValidator(partial(_check_time, may_be_zero=True))]
-"""The same for a time that may be nothing. It has a unit."""
+"""A time that may also be nothing, such as ``0ba``. It must have a unit."""
 
 
 def without(section: Mapping[str, Any], *keys: str) -> dict[str, Any]:

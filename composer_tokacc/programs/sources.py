@@ -79,13 +79,13 @@ SHARE_KEYS = {
     'weight': Annotated[float, Field(gt=0, lt=1e9)],
     'loss_share': Annotated[float, Field(gt=0, le=1)],
 }
-"""Keys that say how much of each of several parts is trained."""
+"""Keys of a dataset in ``dataset.parts`` that say how much of it is trained."""
 PART_KEYS = {'name': Any, **SHARE_KEYS}
-"""Keys of one of several parts that are not arguments of the dataset class."""
+"""Keys of a dataset in ``dataset.parts`` that are not arguments of its class."""
 SECTION_KEYS = ('processor', 'eval', 'parts', 'loss_shares_by')
-"""Keys of the section that are not arguments of the dataset class."""
+"""Keys of the section ``dataset`` that hold for the whole section, and not for each dataset in it."""
 FROM_LOADER = {'batch_size': 'loader.global_batch_size', 'shuffle': 'loader.shuffle'}
-"""Arguments of StreamingDataset, and the keys that set them."""
+"""Arguments of StreamingDataset that other keys of the config set, and these keys."""
 SHARD_PLACES = ('local', 'remote', 'streams')
 """Arguments of StreamingDataset that name the shards."""
 
@@ -126,14 +126,14 @@ class Source(ABC):
 
     @abstractmethod
     def open_loader(self, dataset: Any, processor: Processor, options: Section, *, is_eval: bool) -> OpenedLoader:
-        """Opens a loader with the options of torch's."""
+        """Opens the loader of this rank. ``options`` are arguments of torch's DataLoader."""
 
     def by_index(self, dataset: Any) -> Any:
-        """Returns all samples by their index."""
+        """Returns all samples of a dataset, to be read by index, also those of other ranks."""
         return dataset
 
     def build_processor(self) -> Any:
-        """Returns the processor of the checkpoint, or for a fresh model a small one with images of its size."""
+        """Returns the processor of the checkpoint. A fresh model gets a small one, with the image size of the model."""
         arguments = dict(self.section.get('processor') or {})
         if self.config.model.pretrained is not None:
             return self._pretrained_processor(self.config.model.pretrained, arguments)
@@ -155,7 +155,7 @@ class Source(ABC):
             processor = load()
         if not arguments:
             return processor
-        # Transformers takes any name without a word.
+        # Transformers ignores unknown names in silence, so they are refused here.
         known_names = {'use_fast'}
         for part in (processor, *vars(processor).values()):
             known_names.update(name for name in dir(part) if name[0].islower())
@@ -184,8 +184,8 @@ class Source(ABC):
     ) -> DataSpec:
         """Returns a loader of this rank's samples, wrapped so that Composer counts, splits and trims by the config.
 
-        Evaluation keeps its rows in order. The model is needed for Composer's own token weights, which nothing else
-        compares with the model's loss.
+        Evaluation keeps its rows in order. The model is only passed on with ``accumulate_train_batch_on_tokens``,
+        because then no :class:`.TokenAccumulation` compares the counted tokens with the model's loss.
         """
         loader = self.config.loader
         options = {
@@ -212,7 +212,7 @@ class Source(ABC):
 
     @property
     def rows_of_microbatch(self) -> int:
-        """Rows of ``slot_tokens``: a whole device batch if the config has no number."""
+        """Rows of ``slot_tokens`` in a microbatch. If the config has no number, a whole device batch."""
         size = self.config.microbatching.device_train_microbatch_size
         return size if isinstance(size, int) else self.rank_batch_size()
 
@@ -234,17 +234,18 @@ def token_data_spec_of(
     layout: BatchLayout | None = None,
     model: Any = None,
 ) -> DataSpec:
-    """Returns :func:`.token_data_spec` with the ``microbatching`` section."""
+    """Calls :func:`.token_data_spec` with the ``microbatching`` section, without the keys that other code reads."""
     keys_of_others = ('device_train_microbatch_size', 'device_memory_gib', 'slot_tokens', 'rehearse')
     options = without(vars(config.microbatching), *keys_of_others)
     return token_data_spec(dataloader, slot_tokens=slot_tokens, layout=layout, model=model, **options)
 
 
 class FileSource(Source):
-    """Datasets read by index. A class named in full takes ``processor`` and the section's other keys.
+    """Datasets that are read by index: ``llava``, or classes of the user.
 
-    For a fresh model it also has ``build_processor(**arguments)``, a static method, or ``texts(path)``, whose
-    texts train a tokenizer.
+    A class of the user gets ``processor`` and the other keys of the section as arguments. If the model is fresh, the
+    class must also have ``build_processor(**arguments)``, a static method, or ``texts(path)``, whose texts train a
+    tokenizer.
     """
 
     def __init__(self, config: TrainConfig) -> None:
@@ -263,7 +264,7 @@ class FileSource(Source):
         if self.section.get('eval') is not None:
             _check_dataset('dataset.eval', self._eval_section(), {'name': Any})
         if self.config.model.pretrained is None:
-            self._processor_maker(self.section.get('processor') or {})
+            self._processor_maker(self.section.get('processor') or {})  # for its refusals
         if self.config.loader.exchange_ranks:
             raise ConfigError(
                 'loader.exchange_ranks',
@@ -271,7 +272,7 @@ class FileSource(Source):
             )
         if self.config.regroups_ranks:
             return
-        # Only a RegroupingBatchSampler gives the parts their shares, batches of one modality, or of so many tokens.
+        # Only a RegroupingBatchSampler can follow these three settings.
         need = self.config.loader.planned_key
         if any(part.keys() & SHARE_KEYS.keys() for part in self._parts().values()):
             need = 'shares of `dataset.parts`'
@@ -307,10 +308,15 @@ class FileSource(Source):
             )
 
     def _check_shares(self, names_by_key: Mapping[str, Sequence[str]], names: Sequence[str]) -> None:
-        """Refuses parts that say in different ways how much of them is trained."""
+        """Refuses parts that say in different ways how much of them is trained.
+
+        Args:
+            names_by_key: For each of ``SHARE_KEYS`` that is used, the parts that have it.
+            names: All parts.
+        """
         keys = set(names_by_key)
         if self.shares_by_weights:
-            # Each part has its share of the weight, however often its samples are drawn.
+            # The shares are kept by weights then, so `epochs` may say how often samples are drawn.
             keys.discard('epochs')
         is_partial = any(key != 'epochs' and len(names_by_key[key]) < len(names) for key in keys)
         if len(keys) > 1 or is_partial:
@@ -321,16 +327,17 @@ class FileSource(Source):
             )
 
     def _parts(self) -> dict[str, dict[str, Any]]:
-        """Returns the section of each training set by name. Other keys than ``parts`` hold for each of them."""
+        """Returns the complete settings of each training set by name. A single training set has the name ''."""
         shared = without(self.section, *SECTION_KEYS)
         parts = self.section.get('parts', {'': {}})
         return {name: {**shared, **part} for name, part in parts.items()}
 
     def _eval_section(self) -> dict[str, Any]:
+        """Returns the complete settings of the eval set."""
         return {**without(self.section, *SECTION_KEYS), **self.section['eval']}
 
     def small_processor(self, arguments: Section) -> Any:
-        """Makes the dataset's own, or one with a tokenizer that is trained on the files."""
+        """Makes the processor that a dataset class builds, or one with a tokenizer that is trained on the files."""
         return self._processor_maker(arguments)()
 
     def _processor_maker(self, arguments: Section) -> Callable[[], Any]:
@@ -349,7 +356,7 @@ class FileSource(Source):
                     '`texts`. Name a checkpoint',
                 )
         check_arguments('dataset.processor', build_small_processor, arguments, num_positional=1, hints=DATASET_HINTS)
-        # Read when the processor is made.
+        # A generator, because the files are read only when the processor is made.
         texts = chain.from_iterable(cls.texts(part['path']) for cls, part in zip(classes, parts, strict=True))
         return partial(build_small_processor, texts, **arguments)
 
@@ -367,7 +374,9 @@ class FileSource(Source):
         return NamedParts(datasets, list(parts)) if 'parts' in self.section else datasets[0]
 
     def _open(self, path: str, part: Section, processor: Processor) -> Dataset:
-        cls, arguments = _dataset_class(path, part['name']), without(part, *PART_KEYS)
+        """Builds one dataset from its complete settings; ``path`` is its key in the config."""
+        cls = _dataset_class(path, part['name'])
+        arguments = without(part, *PART_KEYS)
         if _is_ours(cls) and (arguments.get('fit') or arguments.get('on_error') == 'skip'):
             # It reads all samples to see which are bad or too long, and measures them for the sampler on the way.
             arguments.setdefault('lengths_folder', self.config.loader.lengths_folder)
@@ -378,9 +387,10 @@ class FileSource(Source):
             return cls(processor=processor, **arguments)
 
     def _caps(self, part: Section) -> dict[str, int | None]:
-        """Returns the largest row: the limits of the dataset's section, or the room in a microbatch if that is less."""
+        """Returns the limits of a sample: those of the dataset, or those of a microbatch if they are lower."""
         microbatching = self.config.microbatching
-        size, width = microbatching.device_train_microbatch_size, microbatching.slot_tokens
+        size = microbatching.device_train_microbatch_size
+        width = microbatching.slot_tokens
         room = None
         if isinstance(size, int) and width:
             room = token_budget(size, width)
@@ -402,13 +412,14 @@ class FileSource(Source):
 
     def _regrouping_loader(self, dataset: Any, processor: Processor, options: Section) -> OpenedLoader:
         """Opens a loader that assigns the samples of each global batch to ranks by length."""
-        loader, microbatching = self.config.loader, self.config.microbatching
+        loader = self.config.loader
+        microbatching = self.config.microbatching
         table = self.measure(dataset, processor)
         longest = int(table.lengths.max())
         size = microbatching.device_train_microbatch_size
         if not isinstance(size, int):  # a whole device batch
             size = -(-loader.samples_per_batch(table.lengths) // dist.get_world_size())
-        # The width of a device batch says little, because a rank may get short samples only.
+        # Not the width of each device batch, because a rank may get only short samples.
         slot_tokens = microbatching.slot_tokens or longest
         if token_budget(size, slot_tokens) < longest:
             raise ConfigError(
@@ -463,10 +474,13 @@ class FileSource(Source):
         if shares and not self.shares_by_weights:
             return {'mixture': Mixture.from_loss_shares(sizes, shares, loss_tokens)}
         mixture = Mixture(sizes, epochs=[part.get('epochs', 1) for part in parts])
-        return {'mixture': mixture, 'loss_shares': LossShares(sizes, shares, loss_tokens) if shares else None}
+        if shares:
+            return {'mixture': mixture, 'loss_shares': LossShares(sizes, shares, loss_tokens)}
+        return {'mixture': mixture}
 
 
 def _smaller(first: int | None, second: int | None) -> int | None:
+    """Returns the smaller of two limits, each of which may be missing."""
     limits = [limit for limit in (first, second) if limit]
     return min(limits, default=None)
 
@@ -502,7 +516,7 @@ class ShardSource(Source):
     """MDS shards that each rank streams its own samples from. mosaicml-streaming is imported when it is used."""
 
     def check(self) -> None:
-        """Refuses values that LlavaStreamingDataset would take without a word, and a missing mosaicml-streaming."""
+        """Refuses values that LlavaStreamingDataset would accept in silence, and a missing mosaicml-streaming."""
         if importlib.util.find_spec('streaming') is None:
             raise ConfigError(
                 'dataset.name',
@@ -532,7 +546,7 @@ class ShardSource(Source):
         if (self.section.get('replication') or 1) > 1:
             raise ConfigError('loader.exchange_ranks', 'must be false with `dataset.replication`, got: true')
         if self.config.microbatching.device_train_microbatch_size != 'suggest':  # which sets the width as well
-            self._slot_tokens()
+            self._slot_tokens()  # for its refusal
 
     def _check_arguments(self, path: str, arguments: Section) -> None:
         from streaming import Stream, StreamingDataset  # pyright: ignore[reportMissingImports]
@@ -578,7 +592,7 @@ class ShardSource(Source):
                 # If there is an eval set, the memory of the training set is in use.
                 if is_eval or 'Reused local directory' not in str(error):
                     raise
-            # A killed run cannot be told from a living one, but no two may download to one folder anyway.
+            # The memory may belong to a killed run or to a living one. A living one must not share our folder anyway.
             log.warning('Removing the shared memory that an earlier run of mosaicml-streaming has left behind.')
             clean_stale_shared_memory()
             return LlavaStreamingDataset(processor=processor, **arguments)
@@ -587,8 +601,9 @@ class ShardSource(Source):
         """Opens StreamingDataLoader, or with ``loader.exchange_ranks`` the one that exchanges samples between ranks."""
         from streaming import StreamingDataLoader  # pyright: ignore[reportMissingImports]
 
-        config, batch_size = self.config, self.rank_batch_size(is_eval=is_eval)
-        drop_last = self.config.loader.drop_last and not is_eval
+        config = self.config
+        batch_size = self.rank_batch_size(is_eval=is_eval)
+        drop_last = config.loader.drop_last and not is_eval
         global_batch_size = config.loader.largest_batch
         if drop_last and dataset.num_samples < global_batch_size:
             raise ConfigError(
@@ -644,7 +659,7 @@ class ShardSource(Source):
         return slot_tokens
 
     def _texts(self) -> Iterator[str]:
-        """Gives the text of every turn in the shards."""
+        """Yields the text of every turn in the shards."""
         from composer_tokacc.data.llava_streaming import LlavaStreamingDataset
 
         for stream in (self.section.get('streams') or {'': self.section}).values():

@@ -18,20 +18,20 @@ from composer_tokacc.programs.host_types import Row
 from composer_tokacc.programs.models import tokenizer_of
 
 CLASS_TOKENS = {'clip_vision_model': 1, 'siglip_vision_model': 0}
-"""Features that an encoder with one image size has in addition to its patches."""
+"""Features in addition to the patches, for the encoders that have one fixed image size."""
 SMALL_SIDE, LARGE_SIDE = 336, 1344
-"""Pixels of a small and a large image, which differ in tokens wherever the size decides."""
+"""Side of a small and a large image, in pixels. If tokens depend on the size, these two differ in their number."""
 
 
 class StandIns:
-    """Samples with the shapes that the memory model must see: no image, a small one, a large one.
+    """Samples with the shapes that the memory model must see: no image, a small image, a large image.
 
-    Without a processor the model's config must tell the shape of an image.
+    Their lengths are not those of the table, because the memory model brings its batches to a width of its own.
 
     Args:
-        table: The lengths of the samples.
-        processor: Of the run; None for a fresh model.
-        config: Of the model.
+        table: The lengths of the samples. They decide which samples have an image.
+        processor: The processor of the run; None for a fresh model.
+        config: The config of the model. Without a processor it must tell the shape of an image.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class StandIns:
 def _image_sample_of(config: Any) -> dict[str, torch.Tensor] | None:
     """Returns a sample of one image for LLaVA with an encoder of one image size; None for other models.
 
-    The smallest image of an encoder of any size, or of tiles, says nothing of real ones.
+    If an encoder takes images of any size, or cuts them into tiles, its config does not tell how large they are.
     """
     vision_config: Any = getattr(config, 'vision_config', None)
     token_id = BatchLayout.for_model(config).image_token_id

@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 
 class DataAndModel(Protocol):
-    """The part of :class:`.RunParts` that is used here; its module imports this one."""
+    """The part of :class:`.RunParts` that is used here. Its module imports this one, so it cannot be imported."""
 
     processor: Processor
     model: HuggingFaceModel
@@ -57,11 +57,12 @@ class DataAndModel(Protocol):
 
 @dataclass(frozen=True)
 class Suggestion:
-    """The answer of rank 0: two figures, or the reason for having none."""
+    """The answer of rank 0: a size and a width, or a refusal."""
 
     microbatch_size: int = 0
     slot_tokens: int = 0
     refusal: str = ''
+    """Why there is no answer; empty if there is one."""
 
 
 def apply_suggestion(config: TrainConfig, dataset: SampleDataset, processor: Processor) -> tuple[int, int]:
@@ -89,12 +90,13 @@ def _suggestion(
     table: LengthTable,
     memory_gib: float,
 ) -> Suggestion:
+    """Returns the suggestion. A refusal is returned too, so that the other ranks, which wait for it, refuse as well."""
     try:
         memory = memory_of_run(config, dataset, processor, table)
         report = suggest_for_run(config, memory, table, num_ranks=dist.get_world_size(), gib=memory_gib)
     except ValueError as error:
-        if not isinstance(error, ConfigError) and not is_refusal(error):  # of a host, which ends the other ranks too
-            raise
+        if not isinstance(error, ConfigError) and not is_refusal(error):
+            raise  # an error of a host, which ends this rank; then the launcher ends the others
         return Suggestion(refusal=str(error))
     if report.too_large:
         return Suggestion(refusal=report.warnings()[-1])
@@ -111,9 +113,12 @@ def suggest_for_run(
     gib: float,
     **measured: Any,
 ) -> SizingReport:
-    """Returns :func:`.suggest_microbatching` with the options of the config; see there for the arguments."""
+    """Calls :func:`.suggest_microbatching` with the options of the config; see there for the arguments.
+
+    With ``packing: auto`` it returns the cheaper of the reports with and without packing.
+    """
     microbatching = config.microbatching
-    # The ranks share a global batch equally. One by tokens has any number of samples.
+    # Rounded up, because a global batch by tokens may have any number of samples, and all ranks get the same number.
     samples_of_rank = -(-config.loader.samples_per_batch(table.lengths) // num_ranks)
     reports = []
     packings = [bool(microbatching.packing)]
@@ -154,12 +159,12 @@ def memory_of_run(
     key = {
         'model': asdict(config.model),
         'optimizer': config.optimizer,
-        'precision': 'amp_bf16' if precision == 'amp_fp8' else precision,
+        'precision': 'amp_bf16' if precision == 'amp_fp8' else precision,  # the memory model has no fp8
         'strategy': 'fsdp' if config.is_sharded else 'ddp',
         'device': 'cpu' if config.trainer.get('device') == 'cpu' else 'gpu',
         'logits': _logits_of_run(config),
         'width': width,
-        # A video has another number of pixels for a token than an image.
+        # The traced samples, because pixels per token differ between images and videos.
         'samples': [_columns_of(table, index) for index in _probe_samples(table)],
     }
 
@@ -183,7 +188,7 @@ def memory_of_run(
 
 
 def _logits_of_run(config: TrainConfig) -> str:
-    """Returns where the run computes logits, as an argument of :func:`.calibrate_fake`."""
+    """Returns at which positions the run computes logits; an argument of :func:`.calibrate_fake`."""
     for algorithm in build_all(config, 'algorithms'):
         if isinstance(algorithm, TokenAccumulation):
             is_compiled = config.trainer.get('compile_config') is not None
@@ -194,11 +199,15 @@ def _logits_of_run(config: TrainConfig) -> str:
 
 
 def _columns_of(table: LengthTable, index: int) -> list[int]:
+    """Returns the row of the table for one sample."""
     return [int(getattr(table, name)[index]) for name in TABLE_COLUMNS]
 
 
 def watch_flops(config: TrainConfig, parts: DataAndModel, state: State) -> None:
-    """Lets the run's :class:`.TokenMonitor` count operations, if it knows the speed of a device; a collective."""
+    """Lets the run's :class:`.TokenMonitor` log MFU, if the speed of the device is known; a collective.
+
+    The operations are counted in a trace on rank 0.
+    """
     monitors = [callback for callback in state.callbacks if isinstance(callback, TokenMonitor)]
     if not monitors or not (monitors[0].device_tflops or get_gpu_flops_available(state)):
         return
