@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForImageTextToText
 
 from composer_tokacc.model_structure import transformer_blocks
+from composer_tokacc.programs.build import build_optimizer
 from composer_tokacc.programs.models import build_model, build_transformers_model, freeze_parameters, parameter_groups
 from tests.support.text import VOCABULARY, text_model
 
@@ -270,3 +271,10 @@ def test_learning_rates_of_parts(processor):
     assert sum(len(group['params']) for group in groups) == len(expected), 'each once'
     with pytest.raises(ValueError, match='must name parts of the model that are trained, got: multi_modal_projector'):
         parameter_groups(model, {'multi_modal_projector': {'lr': 1}})
+
+
+def test_a_part_of_all_parameters_keeps_its_arguments():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    optimizer = build_optimizer(model, {'name': 'adamw', 'lr': 1e-3, 'parts': {'0': {'lr': 5e-4}}})
+    assert {group['lr'] for group in optimizer.param_groups} == {5e-4}
+    assert sum(len(group['params']) for group in optimizer.param_groups) == 2
