@@ -47,8 +47,8 @@ class Entry:
         fill: Padding value.
         absent: Value for the rows of a batch that lacks the entry, if it is joined with one that has it; None: such
             batches cannot be joined. Media entries need none.
-        points_into: Key of the pixels whose patches the values point to, by numbers counted over the whole batch. A
-            negative value points to none.
+        points_into: Key of the pixel tensor, if the values are patch numbers counted over the whole batch. They are
+            renumbered when rows are selected or joined. Negative: no patch.
     """
 
     unit: str = 'row'
@@ -133,8 +133,9 @@ class Family:
         matches: Whether a batch has this format, if there is no model.
         slots: ``(rows, slots)`` bool, which slots hold an image and which are padding, for families with slots.
         one_kind: Whether a forward takes only images or only videos, never both.
-        has_queries: Whether query tokens of a transformer stand for its media. Such models take no batch without media,
-            and do not notice if there are too few placeholders.
+        has_queries: Whether query tokens of a transformer stand for its media. Such models need media in every batch,
+            so ``BatchLayout.with_media()`` adds a dummy. They also do not notice missing placeholders, so
+            ``BatchLayout`` always counts them.
         coupling: Why a row with an image changes the loss of a row without one; empty: it does not change it.
     """
 
@@ -162,7 +163,8 @@ TEXT_ENTRIES: dict[str, Entry] = {
     'special_tokens_mask': Entry(seq_dims=(1,)),
     'loss_mask': Entry(seq_dims=(1,)),
     'sequence_id': Entry(seq_dims=(1,), fill=-1),  # llm-foundry: which document of a packed row, -1 for padding
-    # Encoder-decoder: the decoder has another width, and the mask is of the encoder.
+    # Encoder-decoder: the decoder's text has its own width, so it is not padded with `input_ids`. `attention_mask`
+    # belongs to the encoder.
     'decoder_input_ids': Entry(),
     'decoder_attention_mask': Entry(),
 }
@@ -201,17 +203,17 @@ class _Format(NamedTuple):
     """Matches batches by the keys of their tensors.
 
     Args:
-        has: Number of dimensions of each tensor that the batch must have; 1: any number.
+        has: Number of dimensions of each tensor that the batch must have; None: any number.
         lacks: Keys that it must not have.
     """
 
-    has: Mapping[str, int] = {}
+    has: Mapping[str, int | None] = {}
     lacks: tuple[str, ...] = ()
 
     def __call__(self, batch: Batch) -> bool:
         for key, num_dims in self.has.items():
             value = batch.get(key)
-            if not isinstance(value, torch.Tensor) or num_dims not in (1, value.dim()):
+            if not isinstance(value, torch.Tensor) or num_dims not in (None, value.dim()):
                 return False
         return all(batch.get(key) is None for key in self.lacks)
 
@@ -221,12 +223,13 @@ def _has_grid(batch: Batch) -> bool:
 
 
 def _has_tiles_or_clips(batch: Batch) -> bool:
-    return _Format({'image_sizes': 1, 'pixel_values': 5})(batch) or _Format({'pixel_values_videos': 5})(batch)
+    return _Format({'image_sizes': None, 'pixel_values': 5})(batch) or _Format({'pixel_values_videos': 5})(batch)
 
 
 def _masked_slots(batch: Batch) -> torch.Tensor:
     mask = batch.get('pixel_attention_mask')
     if mask is None:
+        # Without a mask only the pixels tell: padding images are all 0.
         return (batch['pixel_values'].flatten(2) != 0).any(dim=2)
     # The mask has one value per pixel, or one per image (Granite Docling). Images are padded on the right and at the
     # bottom, so the first pixel of a real image is real.
@@ -316,7 +319,7 @@ FAMILIES: tuple[Family, ...] = (
         # MllamaCrossAttentionDecoderLayer masks its MLP for such rows, but not its attention.
         coupling='Mllama skips cross-attention in a batch without images, but beside a row with an image lets a row '
         'without one attend to padding images',
-        matches=_Format({'aspect_ratio_ids': 1}),
+        matches=_Format({'aspect_ratio_ids': None}),
     ),
     # Without it all types are refused, because a row of slots is taken for one image.
     Family(
@@ -333,7 +336,8 @@ FAMILIES: tuple[Family, ...] = (
         },
         media={'image': Media()},
         slots=_masked_slots,
-        matches=_Format({'pixel_attention_mask': 1, 'pixel_values': 5}),  # LFM2-VL's has no slots
+        # LFM2-VL has `pixel_attention_mask` too, but no slots.
+        matches=_Format({'pixel_attention_mask': None, 'pixel_values': 5}),
     ),
     # Without it the type is refused: only the entry tells that instructions belong to images.
     Family(
@@ -342,7 +346,7 @@ FAMILIES: tuple[Family, ...] = (
         has_queries=True,
         entries=_instructed(_IMAGE),
         media={'image': Media(sizes=placeholders.queries)},
-        matches=_Format({'qformer_input_ids': 1, 'pixel_values': 4}),
+        matches=_Format({'qformer_input_ids': None, 'pixel_values': 4}),
     ),
     # Without it the type dies in the forward: only the entry tells that instructions belong to videos.
     Family(
@@ -351,7 +355,7 @@ FAMILIES: tuple[Family, ...] = (
         has_queries=True,
         entries=_instructed(_VIDEO),
         media={'video': Media(sizes=placeholders.frame_queries)},
-        matches=_Format({'qformer_input_ids': 1, 'pixel_values': 5}),
+        matches=_Format({'qformer_input_ids': None, 'pixel_values': 5}),
     ),
     # Without it the type dies on a batch of text only, to which `has_queries` adds a dummy image.
     Family(
@@ -374,7 +378,7 @@ FAMILIES: tuple[Family, ...] = (
             'video': Media(sizes=placeholders.equal),
         },
         # LLaVA-OneVision also has `batch_num_images`, and is the only other format with clips.
-        matches=_Format({'image_sizes': 1, 'pixel_values': 5}, lacks=('batch_num_images',)),
+        matches=_Format({'image_sizes': None, 'pixel_values': 5}, lacks=('batch_num_images',)),
     ),
     # Needed without a model. The type is exact without the entry.
     Family(
@@ -389,7 +393,7 @@ FAMILIES: tuple[Family, ...] = (
             'image': Media(sizes=placeholders.equal),
             'video': Media(sizes=placeholders.equal),
         },
-        matches=_Format({'pixel_values_images': 1}),
+        matches=_Format({'pixel_values_images': None}),
     ),
     # Without it batches with several images in a row are refused.
     Family(
@@ -425,7 +429,7 @@ FAMILIES: tuple[Family, ...] = (
         model_types=('qwen2_audio',),
         entries=_AUDIOS,
         media={'audio': Media(sizes=placeholders.audio_frames)},
-        matches=_Format({'input_features': 1}, lacks=('pixel_values',)),
+        matches=_Format({'input_features': None}, lacks=('pixel_values',)),
     ),
     TEXT_FAMILY,
 )

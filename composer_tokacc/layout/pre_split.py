@@ -71,6 +71,7 @@ class PreSplitBatch(Mapping[str, Any]):
     def joined(self, layout: BatchLayout) -> dict[str, Any]:
         """Returns one plain batch of all rows, padded to the widest one on the side of the microbatches' padding."""
         sides = {padding_side(microbatch) for microbatch in self.microbatches}
+        # A microbatch without padding reads as 'right', so one 'left' decides.
         side = 'left' if 'left' in sides else 'right'
         return layout.concat(self.microbatches, padding_side=side, pad_token_id=_pad_token_id(self.microbatches))
 
@@ -150,7 +151,10 @@ def microbatches_of(batch: Batch) -> Sequence[Batch]:
 
 
 def widened(batch: Batch, width_multiple: int) -> Batch:
-    """Returns the batch with its text padded to a multiple of ``width_multiple``, on the side of its padding."""
+    """Returns the batch with its text padded to a multiple of ``width_multiple``, on the side of its padding.
+
+    So a ``width_multiple`` above the width is the new width itself.
+    """
     if width_multiple == 1 or batch.get('input_ids') is None:
         return batch
     layout = BatchLayout(family=TEXT_FAMILY)
@@ -173,7 +177,7 @@ def widened(batch: Batch, width_multiple: int) -> Batch:
 def _pad_token_id(batches: Sequence[Batch]) -> int:
     """Returns an id to pad with: the id of existing padding. If there is none, the last id of the first row.
 
-    A placeholder of an image would be wrong, and no row ends with one.
+    The fallback must not be an image placeholder. A row's last token never is one.
     """
     text_batches = [batch for batch in batches if batch.get('input_ids') is not None]
     for batch in text_batches:
@@ -196,8 +200,8 @@ class _Place(NamedTuple):
         count = self.shape.numel()
         if count == 0:
             return torch.empty(self.shape, dtype=self.dtype)
-        # A view of `memory` would be wrong: Composer deep-copies microbatches for metrics, and a deep copy of a view
-        # copies the whole tensor behind it.
+        # `frombuffer` makes a storage that covers only this tensor. A slice of `memory` would share the whole storage,
+        # and Composer's deep copy for metrics would copy all of it.
         return torch.frombuffer(memory.numpy(), dtype=self.dtype, count=count, offset=self.start).view(self.shape)
 
 
@@ -208,7 +212,7 @@ def _packed(microbatches: Sequence[Mapping[str, Any]]) -> tuple[torch.Tensor, li
     tensors: list[tuple[_Place, torch.Tensor]] = []
     for microbatch in packed:
         for key, value in microbatch.items():
-            # Other tensors are sent as they are.
+            # Subclasses, sparse tensors and tensors on a GPU are sent by torch.
             if type(value) is torch.Tensor and value.device.type == 'cpu' and value.layout == torch.strided:
                 place = _Place(value.dtype, value.shape, size)
                 microbatch[key] = place
