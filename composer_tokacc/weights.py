@@ -14,11 +14,13 @@ LOSS_WEIGHTS = 'loss_weights'
 """Key of the tokens' weights in a batch. A collator gives a float per row or per position. After BATCH_START, if tokens
 have different weights, it holds float32 of the labels' shape, 0 where no loss is generated."""
 TOKEN_WEIGHTS: dict[str, float | None] = {'token': 0.0, 'sqrt': 0.5, 'sample': 1.0, 'column': None}
-"""Schemes: the weight is the number of loss tokens of the sample to the power -p. None: the batch holds the weights."""
+"""Schemes. The number is p: a token weighs n ** -p, where n is the number of loss tokens of its sample. None: the batch
+holds the weights."""
 
 
 def check_token_weights(token_weights: str) -> None:
     """Raises ValueError if there is no scheme of this name."""
+    # A tuple, because a value from a config may be a list, which a dict cannot look up.
     if token_weights not in tuple(TOKEN_WEIGHTS):
         raise ValueError(f'`token_weights` must be one of {tuple(TOKEN_WEIGHTS)}, got: {token_weights!r}.')
 
@@ -64,6 +66,7 @@ def _documents(batch: Batch, counted: torch.Tensor) -> torch.Tensor:
     positions = batch.get('position_ids')
     sequences = batch.get('sequence_id')  # llm-foundry's packed rows
     begins = torch.zeros_like(counted)
+    # Positions of shape (3, rows, width) are not read. Without `sequence_id` such a row counts as one document.
     if isinstance(positions, torch.Tensor) and positions.shape == counted.shape:
         # A padding position may count as a document. It has no labels, so its weight does not matter.
         begins |= positions == 0

@@ -110,6 +110,7 @@ class StepBalance:
         with torch.no_grad(), undisturbed(self._model):
             for microbatch in microbatches:
                 batch = without_rows(microbatch)
+                # As in training, the model gets no counts. Weights do not change the choice of experts.
                 batch.pop(LOSS_WEIGHTS, None)
                 batch = self._to_device(with_copied_tensors(batch))
                 with self._precision():
@@ -216,7 +217,8 @@ def counted_positions(microbatch: Batch) -> torch.Tensor:
     real_tokens = torch.tensor([row.real_tokens for row in rows_of(microbatch)], device=attended.device)[:, None]
     has_padding = not bool(attended.all())
     if len(real_tokens) > 1 or has_padding:
-        # The rows are not packed. A dummy row has no real token.
+        # Several rows, or padding: not packed, because a packed row is alone and has no padding. A dummy row has no
+        # real token.
         return attended & (real_tokens > 0)
     # A single row, which may be packed. Then dummy rows are its last documents.
     is_counted = torch.arange(attended.shape[1], device=real_tokens.device) < real_tokens
@@ -226,9 +228,9 @@ def counted_positions(microbatch: Batch) -> torch.Tensor:
 
 
 def _check_document_ends(packed: Batch, *, end: int) -> None:
-    """Raises RuntimeError if a packed row contains padding, because a label was on it.
+    """Refuses a packed row that took in a padding position.
 
-    ``end`` is the number of real tokens of the row. Without such padding a document ends there.
+    Packing keeps padding only if a label is on it. Then no document ends after the ``end`` real tokens.
     """
     documents = documents_of(packed)[0]
     if 0 < end < len(documents) and documents[end] == documents[end - 1]:

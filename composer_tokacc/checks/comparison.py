@@ -182,7 +182,7 @@ class RowComparison(Generic[RulesT]):
         return self._narrowest < self._width
 
     def token_scale(self) -> float | None:
-        """Returns the weight of a token in the loss, times the number of tokens.
+        """Returns the weight of a token in the loss, times the number of tokens: 1 for a plain mean of cross-entropies.
 
         None: weights are unequal, or the loss has other terms.
         """
@@ -221,13 +221,14 @@ class RowComparison(Generic[RulesT]):
             if failure is None:
                 if self.has_shown_trimming:
                     return candidate
-                # A label behind the padding kept every row at full width. So nothing was learnt about trimming.
+                # No row was trimmed: none has padding, or each has a label behind it. So nothing was learnt about
+                # trimming, and this side keeps its earlier policy.
                 return candidate.with_side_of(rules, self._facts.side)
             log.info('%s: %s', candidate, failure.text)
             failures.append(failure)
         if cutter.must_pack:
             raise RuntimeError(_why_not_packed(failures))
-        raise RuntimeError(failures[-1].text)  # of the least strict cut
+        raise RuntimeError(failures[-1].text)  # of the last cut, which changes the rows least
 
     def check_single_rows(self) -> None:
         """Raises RuntimeError if a row by itself, not cut, has another gradient than with the others."""
@@ -254,6 +255,7 @@ class RowComparison(Generic[RulesT]):
         The gradients by the logits are compared. That is enough: the output embedding is applied to each position by
         itself, so equal gradients by the logits give equal gradients by the hidden states.
         """
+        # Counted in the last forward with all logits, so a full run() must come before.
         if selector.num_head_calls != 1:
             return 'the model computes its loss without one call of its output embedding, as a fused kernel does'
         positions = LabelledPositions.from_batch(self.batch, self._rule, sum(self._counts))
@@ -265,6 +267,7 @@ class RowComparison(Generic[RulesT]):
             selector.disarm()
         gradients = result.gradients.get('tokens', ())
         num_expected = len(self.reference.gradients['tokens'])
+        # The last gradient is the one by the logits.
         if len(gradients) != num_expected or not gradients or gradients[-1] is None:
             return 'no gradient by the logits can be compared'
         height, width = self.batch['labels'].shape
@@ -398,7 +401,7 @@ class RowComparison(Generic[RulesT]):
             # The change of a row's gradient is a factor on all of it, and a remainder.
             factors = _factors(row_gradients, expected)
             unscaled = row_gradients / factors[:, None, None]
-            # Without a check of the loss tokens may have other weights, so the factor is removed.
+            # If the loss is not checked, tokens may have other weights, so the factor is removed.
             compared = row_gradients if self._check_loss else unscaled
             errors = _relative_errors(compared, expected, largest)
             worst = int(errors.argmax())
@@ -426,7 +429,10 @@ class RowComparison(Generic[RulesT]):
         return None
 
     def _allowed(self, point: Point, error: float) -> float:
-        """Returns the largest change of a row's gradient that round-off explains. ``error`` is the change so far."""
+        """Returns the largest change of a row's gradient that round-off explains.
+
+        ``error`` is the measured change. Noise is only measured if it exceeds GRADIENT_TOLERANCE.
+        """
         if error <= GRADIENT_TOLERANCE:
             return GRADIENT_TOLERANCE  # so that small changes need no forward that measures the noise
         # The gradient itself is rounded. A change that no round-off reaches is a fault, such as a stale state.
@@ -449,7 +455,8 @@ class RowComparison(Generic[RulesT]):
                 total += denominator
                 if denominator:
                     weighted_sum += part.losses[unit] * denominator
-            # If a microbatch lacks a term over samples, the mean of the others is not the mean over all rows.
+            # A term over samples is only checked if as many microbatches have it as there are rows: each is a single
+            # row, and none lacks the term. The mean over fewer is not the mean over all rows.
             is_incomplete = unit == 'samples' and num_parts < len(self._counts)
             if total == 0 or is_incomplete:
                 continue
@@ -561,6 +568,6 @@ def documents_of(packed: Batch) -> Tensor:
         # The mask has one row for each document: argmax finds the document of each position.
         return mask.int().argmax(dim=0)[None]
     positions = packed['position_ids'].flatten(0, -2)[:1]  # positions of text come first
-    # Positions restart at 0, or at the place behind padding in the tables of RoBERTa.
+    # Positions restart at 0, or at padding_idx + 1 (RoBERTa).
     restarts = positions.diff(dim=1) != 1
     return torch.nn.functional.pad(restarts.cumsum(dim=1), (1, 0))
