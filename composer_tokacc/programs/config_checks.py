@@ -53,7 +53,10 @@ _FSDP = 'trainer.parallelism_config.fsdp'
 
 
 def check_config(config: TrainConfig, *, num_ranks: int | None = None) -> None:
-    """Raises ConfigError for the first mistake that the config itself shows, in one line with the remedy."""
+    """Raises ConfigError for the first mistake that the config itself shows, in one line with the remedy.
+
+    ``num_ranks``: ranks that the run is planned for. Default: those of this launch.
+    """
     world_size = _check_launcher()
     num_ranks = num_ranks or world_size
     check_value('dataset.processor', config.dataset.get('processor'), dict | None)
@@ -76,7 +79,7 @@ def check_config(config: TrainConfig, *, num_ranks: int | None = None) -> None:
 
 
 def _check_launcher() -> int:
-    """Returns the number of ranks that the launcher has set in the environment."""
+    """Returns WORLD_SIZE. Refuses values that are no numbers (of LOCAL_RANK, too), and RANK >= WORLD_SIZE."""
     values = {'RANK': 0, 'LOCAL_RANK': 0, 'WORLD_SIZE': 1}
     for name, default in values.items():
         with building(name):
@@ -126,11 +129,14 @@ def _check_trainer(trainer: Section) -> None:
     for name, section in FILLED_ELSEWHERE.items():
         if name in trainer:
             raise ConfigError(f'trainer.{name}', f'must be set in its own section, got: {trainer[name]}. Use {section}')
-    arguments = {**without(trainer, 'loggers'), 'model': None}  # the program gives the model, which has no default
+    # The registry checks `loggers`, a mapping here and objects in the Trainer. The program gives the model, which has
+    # no default.
+    arguments = {**without(trainer, 'loggers'), 'model': None}
     check_arguments('trainer', Trainer, arguments, hints={**HOST_HINTS, 'model': Any})
     if trainer.get('max_duration') is None:
         raise ConfigError('trainer.max_duration', 'must be given. For example 2ep or 500ba')
     unit = ensure_time(trainer['max_duration'], TimeUnit.EPOCH).unit
+    # Composer refuses seconds only after the model is loaded, and ends no iteration unless it was given a length.
     if unit in (TimeUnit.SECOND, TimeUnit.ITERATION):
         raise ConfigError(
             'trainer.max_duration',
@@ -145,6 +151,7 @@ def _check_trainer(trainer: Section) -> None:
     if is_compressed_pt(file_name):
         raise ConfigError('trainer.save_filename', f'must end in .pt, got: {file_name}. No run resumes compressed ones')
     load_path = trainer.get('load_path')
+    # A URL is not looked up before the run. Composer fills in {rank} and the like later.
     if load_path is not None and '://' not in load_path and '{' not in load_path:
         check_checkpoint('trainer.load_path', Path(load_path))
     if '{run_name}' in (trainer.get('save_folder') or '') and trainer.get('run_name') is None:
@@ -186,7 +193,8 @@ def _check_sharding(config: TrainConfig) -> None:
     """Refuses settings of FSDP that Composer drops without a word or refuses in the first step."""
     settings = config.trainer['parallelism_config']['fsdp']
     settings = check_value(_FSDP, settings, dict)
-    # FSDP2's settings (FSDP_VERSION=2) come from the same mapping. The classes themselves take any name.
+    # FSDP2's settings (FSDP_VERSION=2) come from the same mapping. Names are checked here, because FSDPConfig takes any
+    # name. check_arguments() checks the values.
     known_names = {setting.name for cls in (FSDPConfig, FSDP2Config) for setting in dataclasses.fields(cls)}
     check_names(_FSDP, settings, known_names)
     check_arguments(_FSDP, FSDPConfig, settings, hints=HOST_HINTS)
@@ -238,7 +246,10 @@ RESULT_FILES = ('metrics.jsonl', 'answers.jsonl', 'result.json', 'report.html')
 
 
 def check_folders(config: TrainConfig) -> None:
-    """Refuses folders that cannot be made, or that are not the ones meant, before anything is read."""
+    """Refuses folders that cannot be made, before anything is read.
+
+    Also refuses names that Python would take literally (``~``, URLs), and result files that are no regular files.
+    """
     run_name = str(config.trainer.get('run_name'))
     folders = {'report.folder': config.report['folder'], 'loader.lengths_folder': config.loader.lengths_folder}
     save_folder = config.trainer.get('save_folder')

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class MachineFault:
-    """One kind of fault. An error is of this kind if any of the fields matches."""
+    """One kind of fault. It matches an error by number, text or class. ``below`` narrows ``classes``."""
 
     message: str
     """The line for the user. It may contain ``{text}`` (of the error), ``{limit}`` (of open files) and ``{port}``."""
@@ -56,6 +56,7 @@ LOST_RANK = MachineFault(
     ),
     classes=('DistBackendError', 'DistNetworkError'),
 )
+# The first match wins: a port in use before rendezvous in general; a lost loader process before a lost rank.
 FAULTS = (
     MachineFault(
         'the disk must have room for checkpoints and results, got: {text}',
@@ -107,6 +108,7 @@ def fault_of_machine(error: BaseException) -> str:
         return ''
     return fault.message.format(
         text=text,
+        # The soft limit. In a run allow_open_files() has set it to the hard one.
         limit=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         port=os.environ.get('MASTER_PORT', ''),
     )
