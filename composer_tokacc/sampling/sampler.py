@@ -51,9 +51,9 @@ class RegroupingBatchSampler(DistributedSampler):
     With `global_batch_tokens`, or a schedule of `global_batch_size`, the same order of samples is cut at other places,
     which are the same for every number of ranks, too. A global batch by tokens takes samples until the next one would
     lift the tokens of the epoch above the next multiple of `global_batch_tokens`. So every epoch has equally many
-    global batches, and a step differs from the number by less than the longest sample: :meth:`window_tokens` returns
-    the tokens of each. With a schedule, epochs have unequal numbers of global batches. Then ``len()`` raises TypeError,
-    and Composer needs a ``max_duration`` in tokens, samples or batches.
+    global batches, and a step differs from `global_batch_tokens` by less than the longest sample. :meth:`window_tokens`
+    returns the tokens of each. With a schedule, epochs have unequal numbers of global batches. Then ``len()`` raises
+    TypeError, and Composer needs a ``max_duration`` in tokens, samples or batches.
 
     Ranks may get unequal numbers of samples. If there are fewer samples than ranks, some ranks get a copy of another
     rank's sample, which is marked (``RankAssignment.is_copy``) and must weigh nothing.
@@ -63,9 +63,9 @@ class RegroupingBatchSampler(DistributedSampler):
     a background thread while the loader reads. Use it with :class:`composer_tokacc.RegroupingDataLoader`, or as
     ``DataLoader(batch_sampler=...)``.
 
-    :meth:`state_dict` returns the place of the furthest iterator of the epoch. So a look (``next(iter(sampler))``) does
-    not move it. After :meth:`load_state_dict` or :meth:`skip_to` every iteration of the epoch starts there, until one
-    reaches its end.
+    :meth:`state_dict` returns the place of the furthest iterator of the epoch. So a look (``next(iter(sampler))``)
+    behind the run's iterator does not move it. After :meth:`load_state_dict` or :meth:`skip_to` every iteration of the
+    epoch starts there, until one reaches its end.
 
     Args:
         dataset: Map-style dataset.
@@ -73,7 +73,8 @@ class RegroupingBatchSampler(DistributedSampler):
             the rows and cuts a microbatch that would break the cap.
         global_batch_size: Samples of an optimizer step over all ranks. Or its schedule, a list of (start, size): a
             start is an optimizer step of the run (``1000`` or ``'1000ba'``) or a number of trained tokens
-            (``'5000000tok'``), and the first one is 0. It counts as if every earlier epoch was read to its end.
+            (``'5000000tok'``), and the first one is 0. A start is counted as if every earlier epoch was read to its
+            end.
         global_batch_tokens: Tokens of an optimizer step over all ranks, by `lengths`, instead of `global_batch_size`.
         max_tokens: Token budget of a microbatch, padding included: ``device_train_microbatch_size * slot_tokens``.
         seed: Seed of the order, the same on all ranks.
@@ -182,7 +183,10 @@ class RegroupingBatchSampler(DistributedSampler):
         """Iterators of the loaders; they are forgotten if the place is set here."""
         self._passes = Passes()
         self._compared_epoch: int | None = None
-        """The epoch in which the datasets of the ranks are compared by witnesses: the first one that is iterated."""
+        """The epoch in which the datasets of the ranks are compared: the first one that is iterated.
+
+        All ranks read a few samples in addition, the witnesses. That is needed once, because a dataset keeps its order.
+        """
 
     def __len__(self) -> int:
         """Global batches of an epoch, the same in every epoch and on all ranks.
@@ -207,7 +211,7 @@ class RegroupingBatchSampler(DistributedSampler):
     def __iter__(self) -> Iterator[RankAssignment]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Yields this rank's assignment of each global batch of the epoch, from the one that was skipped to."""
         epoch = self.epoch
-        # Workers of a loader reach the end of the epoch here before the run does. So a loader keeps the place itself.
+        # A loader reads ahead, so it keeps the place itself and sets `start_once`.
         first = self.start_once
         is_read_by_loader = first is not None
         if first is None:
@@ -221,7 +225,7 @@ class RegroupingBatchSampler(DistributedSampler):
             assignments = prefetch(self._assign, windows)
             for batch, assignment in enumerate(assignments, start=first):
                 self._passes.advance(current, batch + 1)
-                # Later epochs need no witnesses: a dataset does not change its order on the way.
+                # All ranks read the witnesses in addition, to compare their datasets. See `_compared_epoch`.
                 if batch == first and self.num_replicas > 1 and epoch == self._compared_epoch:
                     window = windows[0].tolist()
                     assignment = replace(assignment, witnesses=(window[0], window[-1]))
@@ -296,7 +300,10 @@ class RegroupingBatchSampler(DistributedSampler):
         self.skip_to(state['batch'])
 
     def plan_record(self, batch: int) -> PlanRecord:
-        """Returns a record of the plan of global batch `batch`, for the comparison of the ranks."""
+        """Returns a record of the plan of global batch `batch`, for the comparison of the ranks.
+
+        The checksum covers the arguments and the samples. The plan follows from them, and is not made again.
+        """
         epoch = self.epoch
         checksum = extended_checksum(self._checksum, self._window(batch).tobytes())
         return PlanRecord(checksum, self.rank, self.num_replicas, facts=lambda: self.plan_facts(epoch, batch))
@@ -431,7 +438,7 @@ def _check_order(
 
 
 def _check_within(name: str, value: int, least: int = -(2**62), most: int = 2**62) -> None:
-    """Raises ValueError unless a value is an integer in a range. By default it may be a seed plus an epoch."""
+    """Raises ValueError unless a value is an integer in a range. The default keeps seed + epoch within 64 bits."""
     if not isinstance(value, (int, np.integer)) or not least <= value <= most:
         raise ValueError(f'`{name}` must be an integer from {least} to {most}, got: {value!r}.')
 
