@@ -30,7 +30,7 @@ from composer_tokacc.data.records import (
     PathLike,
     RawRecord,
     Record,
-    shorten,
+    short_repr,
 )
 from composer_tokacc.planning import check_kind
 
@@ -223,7 +223,7 @@ def _decode_object(
     decoded: dict[str, object] = {}
     for key, value in pairs:
         if key in decoded:
-            return ValueError(f'the key {shorten(key)} stands twice in one object. Remove one')
+            return ValueError(f'the key {short_repr(key)} stands twice in one object. Remove one')
         error = _first_error(value)
         if error is not None:
             return error
@@ -268,7 +268,7 @@ def _read_described_dataset(file: str, name: str) -> Iterator[RawRecord]:
             path = entry.path_from(Path(file).parent)
             _, name_in_path = _split_name(path)
             if name_in_path is not None:  # `file#name` could be this entry again, and so without end
-                raise ValueError(f'`file_name` must be the name of a file, got: {shorten(entry.file_name)}')
+                raise ValueError(f'`file_name` must be the name of a file, got: {short_repr(entry.file_name)}')
     except ValueError as error:
         raise ValueError(f'`path` must name a dataset that can be read, got: {file}#{name}: {error}.') from error
     for raw_record in read_raw_records(path):

@@ -28,7 +28,7 @@ from composer_tokacc.data.records import (
     RawRecord,
     Record,
     Turn,
-    shorten,
+    short_repr,
 )
 from composer_tokacc.data.unread_media import (
     MEDIA_KEYS,
@@ -227,7 +227,7 @@ def _parse_loss_weights(value: Any) -> float | None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if is_number and (value == 0 or MIN_LOSS_WEIGHT < value < MAX_LOSS_WEIGHT):
         return float(value)
-    raise ValueError(f'`loss_weights` must be a finite number, 0 or more, got: {shorten(value)}')
+    raise ValueError(f'`loss_weights` must be a finite number, 0 or more, got: {short_repr(value)}')
 
 
 def _check_unread(
@@ -254,12 +254,12 @@ def _read_alpaca(data: JsonObject, *, question: str, detail: str, answer: str) -
     """Reads one question and answer, after a ``history`` of pairs. The detail goes on a line of its own."""
     history = data.get('history') or []
     if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
-        raise ValueError(f'`history` must be a list of pairs of question and answer, got: {shorten(history)}')
+        raise ValueError(f'`history` must be a list of pairs of question and answer, got: {short_repr(history)}')
     lines = [data[question]]
     if _is_given(data.get(detail)):
         lines.append(data[detail])
     if not all(isinstance(line, str) for line in lines):
-        raise ValueError(f'`{question}` and `{detail}` must be strings, got: {shorten(lines)}')
+        raise ValueError(f'`{question}` and `{detail}` must be strings, got: {short_repr(lines)}')
     full_question = '\n'.join(line for line in lines if line)
     turns = []
     for user_text, answer_text in [*history, [full_question, data[answer]]]:
@@ -314,7 +314,7 @@ def _read_videochat2(data: JsonObject) -> list[JsonObject]:
             # VideoChat2 writes two answers in a row here, which most chat templates refuse.
             raise ValueError('`q` may be empty only in the first entry of `QA`. Write a question, or join the answers')
         if _is_given(entry.get('i')) and entry['i'] != instruction:
-            problem = f'`i` must be the same in all entries of `QA`, got: {shorten(entry["i"])}'
+            problem = f'`i` must be the same in all entries of `QA`, got: {short_repr(entry["i"])}'
             raise ValueError(f'{problem}. VideoChat2 reads only the first. Write the others into `q`')
         turns.append({'role': 'user', 'content': entry['q']})
         turns.append({'role': 'assistant', 'content': entry['a']})
@@ -380,13 +380,13 @@ def _format_of(data: JsonObject) -> RecordFormat:
     if not matching:
         keys = sorted(str(key) for key in data if _is_given(data[key]))
     expected = ', or '.join(record_format.quoted_keys for record_format in FORMATS)
-    raise ValueError(f'must hold one conversation: {expected}, got the keys: {shorten(keys, 200)}')
+    raise ValueError(f'must hold one conversation: {expected}, got the keys: {short_repr(keys, 200)}')
 
 
 def _raw_turns(data: JsonObject, record_format: RecordFormat) -> list[JsonObject]:
     turns = record_format.read_turns(data)
     if not isinstance(turns, list) or not turns or not _is_list_of_objects(turns):
-        raise ValueError(f'{record_format.quoted_keys} must be a non-empty list of turns, got: {shorten(turns)}')
+        raise ValueError(f'{record_format.quoted_keys} must be a non-empty list of turns, got: {short_repr(turns)}')
     if _is_given(data.get('system')):
         return [{'role': 'system', 'content': data['system']}, *turns]
     return turns
@@ -415,7 +415,7 @@ def _parse_turn(raw_turn: JsonObject, slots: list[Slot]) -> Turn:
     if role_name == 'function_call':
         raise ValueError(f'the role of a turn must not be function_call, {_NO_TOOLS}')
     if not isinstance(role_name, str) or role_name not in ROLES:
-        raise ValueError(f'the role of a turn must be one of {sorted(ROLES)}, got: {shorten(role_name)}')
+        raise ValueError(f'the role of a turn must be one of {sorted(ROLES)}, got: {short_repr(role_name)}')
     if isinstance(content, str):
         text = _parse_text(content, slots)
     elif isinstance(content, list):
@@ -438,31 +438,31 @@ def _parse_weight(turn: JsonObject, role: str) -> bool:
         return role != 'assistant'  # other roles never carry loss, and keep the default
     if role == 'assistant' and all(value == 1 for value in weights.values()):
         return True
-    got = f'{shorten(weights)} for a turn of the {role}'
+    got = f'{short_repr(weights)} for a turn of the {role}'
     raise ValueError(f'`weight` (or `loss`) of a turn must be 0 or 1, and 1 only for an answer, got: {got}')
 
 
 def _parse_part(part: object, slots: list[Slot]) -> str:
     """Returns the text of one part of a content list: its placeholder if it is a medium."""
     if not isinstance(part, dict):
-        raise ValueError(f'a part of `content` must be an object, got: {shorten(part)}')
+        raise ValueError(f'a part of `content` must be an object, got: {short_repr(part)}')
     values = {key: value for key, value in part.items() if value is not None}
     part_type = values.get('type')
     if part_type is None and len(values) == 1:
         part_type = next(iter(values))  # Qwen-VL writes {'text': ...} and {'image': ...}
     if not isinstance(part_type, str) or part_type not in PART_TYPES:
-        raise ValueError(f'a part of `content` must be of type {sorted(PART_TYPES)}, got: {shorten(part_type)}')
+        raise ValueError(f'a part of `content` must be of type {sorted(PART_TYPES)}, got: {short_repr(part_type)}')
     modality, keys = PART_TYPES[part_type]
     unknown_keys = values.keys() - {*keys, *PART_NOTES}
     if unknown_keys:
         raise ValueError(f'`{min(unknown_keys)[:60]}` of a part of type {part_type} is not supported; take it out')
     if modality == 'text':
         if not isinstance(values.get('text'), str):
-            raise ValueError(f'`text` of a part of `content` must be a string, got: {shorten(values.get("text"))}')
+            raise ValueError(f'`text` of a part of `content` must be a string, got: {short_repr(values.get("text"))}')
         return _parse_text(values['text'], slots)
     number = sum(slot.modality == modality for slot in slots)
     if values.get('index', number) != number:
-        got = f'{shorten(values["index"])} for {modality} {number}'
+        got = f'{short_repr(values["index"])} for {modality} {number}'
         raise ValueError(f'`index` of {modality} parts must count up from 0, got: {got}')
     has_file = any(key in values for key in keys)
     if not has_file and part_type != modality:
@@ -554,19 +554,19 @@ def _parse_file(modality: str, value: object) -> str | EmbeddedFile:
     if isinstance(value, bytes):
         return EmbeddedFile.from_bytes('in the record', value)
     if not isinstance(value, str) or not value:
-        raise ValueError(f'`{modality}` must be a file name or a list of file names, got: {shorten(value)}')
+        raise ValueError(f'`{modality}` must be a file name or a list of file names, got: {short_repr(value)}')
     scheme, colon, _ = value[:10].lower().partition(':')
     if colon and scheme == 'data':
         return _decode_data_uri(modality, value)
     if value[:7].lower() == 'file://':
         return url2pathname(urlsplit(value).path)
     if re.match(r'[A-Za-z][A-Za-z0-9+.-]*://', value):
-        raise ValueError(f'`{modality}` must be a file, got: {shorten(value)}, which is on a network. Download it')
+        raise ValueError(f'`{modality}` must be a file, got: {short_repr(value)}, which is on a network. Download it')
     longest_name = max(len(name) for name in value.split(os.sep))
     is_too_long = longest_name > 255  # the limit of common file systems
     if is_too_long or modality_of_base64(value) is not None:
         remedy = f'Write bytes as `data:{modality}/<type>;base64,...`'
-        raise ValueError(f'`{modality}` must be a file name, got: {shorten(value)}. {remedy}')
+        raise ValueError(f'`{modality}` must be a file name, got: {short_repr(value)}. {remedy}')
     return value
 
 
@@ -592,14 +592,14 @@ def _decode_data_uri(modality: str, uri: str) -> EmbeddedFile:
     subject = f'a data: URI of {_with_article(modality)}'
     header, _, payload = uri.partition(',')
     if not payload:  # cut short, or made of an empty `base64` or `bytes`
-        raise ValueError(f'{subject} must hold base64, got: {shorten(uri)}')
+        raise ValueError(f'{subject} must hold base64, got: {short_repr(uri)}')
     media_type, semicolon, encoding = header.rpartition(';')
     if not semicolon or encoding.lower() != 'base64':
-        raise ValueError(f'{subject} must be base64, got: {shorten(header)}')
+        raise ValueError(f'{subject} must be base64, got: {short_repr(header)}')
     try:
         content = base64.b64decode(''.join(payload.split()), validate=True)
     except ValueError as error:
-        raise ValueError(f'{subject} must be base64, got: {shorten(uri)}: {error}') from error
+        raise ValueError(f'{subject} must be base64, got: {short_repr(uri)}: {error}') from error
     return EmbeddedFile.from_bytes(media_type[:60], content)
 
 
@@ -622,7 +622,7 @@ def _check_turns(turns: Sequence[Turn]) -> None:
         is_in_order = is_in_order and role in FOLLOWS[previous]
         previous = role
     if not is_in_order:
-        got = shorten(roles, 200)
+        got = short_repr(roles, 200)
         raise ValueError(f'turns must alternate between user (or tool) and assistant, user first, got: {got}')
     answers = []
     for turn in turns:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from composer_tokacc.data.records import JsonObject, shorten
+from composer_tokacc.data.records import JsonObject, short_repr
 
 # LLaMA-Factory's name of a column -> the key of a record that `formats.py` reads.
 KEY_OF_COLUMN = {
@@ -78,13 +78,13 @@ class DatasetEntry:
         """
         for key in ENTRY_TEXTS:
             if not isinstance(entry.get(key), str | None):
-                raise ValueError(f'`{key}` must be a string, got: {shorten(entry[key])}')
+                raise ValueError(f'`{key}` must be a string, got: {short_repr(entry[key])}')
         for key in NAME_MAPS:
             if entry.get(key) and not _maps_names(entry[key]):
-                raise ValueError(f'`{key}` must map names to names, got: {shorten(entry[key])}')
+                raise ValueError(f'`{key}` must map names to names, got: {short_repr(entry[key])}')
         formatting = entry.get('formatting') or 'alpaca'
         if formatting not in DEFAULT_COLUMNS:
-            raise ValueError(f'`formatting` must be one of {list(DEFAULT_COLUMNS)}, got: {shorten(formatting)}')
+            raise ValueError(f'`formatting` must be one of {list(DEFAULT_COLUMNS)}, got: {short_repr(formatting)}')
         columns = {
             **DEFAULT_COLUMNS[formatting],
             **(entry.get('columns') or {}),

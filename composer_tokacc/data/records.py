@@ -69,12 +69,14 @@ class EmbeddedFile:
     name: str
     """Used in messages."""
     checksum: int
+    """CRC-32 of the content, for the fingerprint of the data."""
     read: Callable[[], bytes]
-    """Returns the content. That of a file in a table stays on disk until then."""
+    """Reads the content. In a table, such as parquet, it stays on disk until then."""
 
     @classmethod
     def from_bytes(cls, name: str, content: bytes) -> EmbeddedFile:
         """Returns a file whose content stays in memory."""
+        # Not a lambda, which cannot be pickled for worker processes.
         return cls(name, zlib.crc32(content), partial(bytes, content))
 
 
@@ -101,7 +103,7 @@ class Record:
     sample_id: str
     """The record's ``id``, or its place, such as ``line 3``."""
     source: str
-    """File and line, for messages."""
+    """``PATH, line 3``, for messages. :attr:`file_name` reads the path from it."""
     turns: tuple[Turn, ...]
     media: tuple[Medium, ...]
     """In the order of the placeholders."""
@@ -186,8 +188,8 @@ def _is_list_of_parts(content: object) -> bool:
     return True
 
 
-def shorten(value: object, limit: int = 60) -> str:
-    """Returns a value as printable text of one line, cut at the limit. For messages."""
+def short_repr(value: object, limit: int = 60) -> str:
+    """Returns ``repr()`` in ASCII, on one line and cut at the limit. For messages."""
     text = ' '.join(ascii(value).split())
     if len(text) <= limit:
         return text

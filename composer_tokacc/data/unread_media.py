@@ -18,7 +18,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from composer_tokacc.batch import MODALITIES
-from composer_tokacc.data.records import EmbeddedFile, Medium, shorten
+from composer_tokacc.data.records import EmbeddedFile, Medium, short_repr
 
 MEDIA_KEYS = {
     'image': ('image', 'images'),
@@ -192,5 +192,5 @@ def nearest_key(key: str, value: object, modality: str) -> str:
 
 def _refusal(key: str, value: object, modality: str) -> str:
     kind = {'image': 'an image', 'video': 'a video', 'audio': 'an audio'}.get(modality, 'an image, a video or an audio')
-    problem = f'`{key[:60]}` looks like {kind}, but this key is not read, got: {shorten(value)}'
+    problem = f'`{key[:60]}` looks like {kind}, but this key is not read, got: {short_repr(value)}'
     return f'{problem}. Call it `{nearest_key(key, value, modality)}`, or take it out'
