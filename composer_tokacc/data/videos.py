@@ -176,7 +176,7 @@ def _open_stream(file: MediaFile, modality: Literal['video', 'audio']) -> Iterat
         if 'whitelist' not in str(error):
             raise
         raise ValueError(
-            f'it is in a container that is not supported. Convert it to mp4, mkv or wav; read: {MEDIA_CONTAINERS}'
+            f'it is in a container that is not supported. Convert it to mp4, mkv or wav. Supported: {MEDIA_CONTAINERS}'
         ) from error
     with container:
         streams = getattr(container.streams, modality)
@@ -266,7 +266,7 @@ def _check_end(container: InputContainer, end: float) -> None:
 
     Args:
         container: The open file.
-        end: Time of the last sample or frame that could be read, in seconds.
+        end: Time at which the last packet or sample that could be read ends, in seconds.
     """
     start = (container.start_time or 0) / 1e6
     duration = (container.duration or 0) / 1e6
@@ -283,7 +283,7 @@ def _check_end(container: InputContainer, end: float) -> None:
 
 
 def read_audio(file: MediaFile, sampling_rate: int) -> np.ndarray:
-    """Returns the mean of the channels, float32 ``(samples,)``, at a rate of samples a second."""
+    """Returns the audio as mono, float32 ``(samples,)``, resampled to `sampling_rate` samples a second."""
     import av
 
     with _open_stream(file, 'audio') as (container, stream):
@@ -292,7 +292,7 @@ def read_audio(file: MediaFile, sampling_rate: int) -> np.ndarray:
         resampler = av.AudioResampler(format='flt', rate=sampling_rate)
         pieces = []
         num_samples = 0
-        for frame in chain(_audio_frames(container), [None]):  # None: return the samples that it still holds
+        for frame in chain(_audio_frames(container), [None]):  # None flushes the resampler
             for piece in resampler.resample(frame):
                 samples = piece.to_ndarray().reshape(-1, piece.layout.nb_channels)
                 pieces.append(samples.mean(axis=1))
@@ -353,10 +353,13 @@ def read_frames(files: Sequence[MediaFile], sampling: VideoSampling) -> Video:
 
 
 def read_video(file: MediaFile, sampling: VideoSampling, *, shapes_only: bool = False) -> Video:
-    """Returns the chosen frames of a video, turned as the camera was. ``shapes_only`` repeats the first one instead."""
+    """Returns the chosen frames of a video, upright.
+
+    ``shapes_only`` decodes only the first frame and repeats it for all, to measure lengths.
+    """
     with _open_stream(file, 'video') as (container, stream):
         stamps, key_frames = _read_stamps(container, stream)
-        # Not the rate in the header, which may be that of another stream, or of a clock.
+        # Not the rate in the header, which may be that of another stream, or the tick rate of a clock.
         unit = float(stream.time_base)
         span = (stamps[-1] - stamps[0]) * unit
         if span:
@@ -370,10 +373,10 @@ def read_video(file: MediaFile, sampling: VideoSampling, *, shapes_only: bool = 
     chosen_stamps = sorted({stamps[number] for number in chosen})
     # All packets were read to the end. So the file is opened again to decode frames.
     if shapes_only:
-        first_frame = _read_frames(file, chosen_stamps[:1], key_frames)[chosen_stamps[0]]
+        first_frame = _decode_frames(file, chosen_stamps[:1], key_frames)[chosen_stamps[0]]
         frames = dict.fromkeys(chosen_stamps, first_frame)
     else:
-        frames = _read_frames(file, chosen_stamps, key_frames)
+        frames = _decode_frames(file, chosen_stamps, key_frames)
     gaps = [gap for gap in np.diff(times).tolist() if gap > 0]
     if gaps and max(gaps) > 1.5 * step:
         # The gaps are uneven. Frame numbers count steps of the smallest gap, and so say when a frame is shown.
@@ -404,6 +407,7 @@ def _read_stamps(container: InputContainer, stream: VideoStream) -> tuple[list[i
         stamp = packet.dts if packet.pts is None else packet.pts
         if not packet.size or stamp is None:
             continue
+        # The end of any stream, because the duration in the header is that of the longest one.
         end = max(end, float((stamp + (packet.duration or 0)) * packet.time_base))
         if packet.stream is not stream or packet.is_discard:
             continue
@@ -417,8 +421,8 @@ def _read_stamps(container: InputContainer, stream: VideoStream) -> tuple[list[i
     return sorted(stamps), sorted(key_frames)
 
 
-def _read_frames(file: MediaFile, stamps: Sequence[int], key_frames: Sequence[KeyFrame]) -> dict[int, np.ndarray]:
-    """Reads the frames of some stamps, by stamp, ``(height, width, 3)`` each."""
+def _decode_frames(file: MediaFile, stamps: Sequence[int], key_frames: Sequence[KeyFrame]) -> dict[int, np.ndarray]:
+    """Returns the frames of some stamps, by stamp, ``(height, width, 3)`` each."""
     frames = _seek_frames(file, stamps, key_frames) if key_frames else None
     if frames is None:  # the container has no index, or a wrong one: decode everything
         frames = _seek_frames(file, stamps, [])
@@ -433,6 +437,7 @@ def _seek_frames(
     frames = {}
     size: dict[str, int] = {}
     with _open_stream(file, 'video') as (container, stream):
+        # Frames before the first key frame may be broken. Decoding begins at or before it, so no jump to it is needed.
         start = key_frames[0].shown if key_frames else stamps[0]
         reader = FrameReader(container, stream, start)
         for stamp in stamps:
@@ -469,13 +474,14 @@ class FrameReader:
         self._frames = _undamaged_frames(container.decode(stream), start)
         self._frame: VideoFrame | None = None
         self._position = start
-        """Stamp of the frame that was read last."""
+        """Stamp of the frame that was read last. At first it is ``start``, to which no jump is needed."""
 
     def jump(self, key_frame: KeyFrame, stamp: int) -> None:
         """Jumps to the key frame before a stamp. Does nothing if the reader is already there or past it."""
         if key_frame.shown <= self._position:
             return
         # Some containers seek by the time at which a frame is shown, others by the time at which it is decoded.
+        # If both land too late, next_from() returns a later frame or none, and the caller reads again without jumps.
         for place in (key_frame.shown, key_frame.decoded):
             self._container.seek(place, stream=self._stream)
             self._frames = _undamaged_frames(self._container.decode(self._stream), key_frame.shown)
@@ -511,7 +517,7 @@ def _undamaged_frames(frames: Iterator[VideoFrame], start: int) -> Iterator[Vide
 
 
 def _turn_upright(frame: np.ndarray, matrix: bytes | None) -> np.ndarray:
-    """Turns a frame as the camera was turned, and mirrors it if the camera filmed as a mirror shows.
+    """Rotates and mirrors a frame as the display matrix says.
 
     Args:
         frame: ``(height, width, 3)``.

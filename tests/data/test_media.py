@@ -208,7 +208,7 @@ def test_place_behind_the_frame(tmp_path):
         stamps, keys = videos._read_stamps(container, stream)
     wrong = [videos.KeyFrame(stamp, stamp) for stamp, _ in keys]  # this container looks for times of decoding
     assert wrong != keys
-    frames, expected = (videos._read_frames(path, stamps[5:6], places) for places in (wrong, []))
+    frames, expected = (videos._decode_frames(path, stamps[5:6], places) for places in (wrong, []))
     assert (frames[stamps[5]] == expected[stamps[5]]).all()
 
 
