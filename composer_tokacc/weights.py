@@ -68,8 +68,10 @@ def _documents(batch: Batch, counted: torch.Tensor) -> torch.Tensor:
     begins = torch.zeros_like(counted)
     # Positions of shape (3, rows, width) are not read. Without `sequence_id` such a row counts as one document.
     if isinstance(positions, torch.Tensor) and positions.shape == counted.shape:
-        # A padding position may count as a document. It has no labels, so its weight does not matter.
-        begins |= positions == 0
+        # A padding position may count as a document. It has no labels, so its weight does not matter. A row whose
+        # positions are all 0 is one document: see `document_starts`.
+        has_positions = positions.amax(dim=1, keepdim=True) > 0
+        begins |= (positions == 0) & has_positions
     if isinstance(sequences, torch.Tensor) and sequences.shape == counted.shape:
         begins[:, 1:] |= sequences[:, 1:] != sequences[:, :-1]
     begins[:, :1] = True

@@ -167,6 +167,13 @@ def test_padded_packed_documents_are_samples(told_by):
     torch.testing.assert_close(weights, torch.tensor([[0, third, third, third, 0, 1, 0, 0]]))
 
 
+def test_positions_of_zero_are_one_sample():
+    labels = torch.tensor([[-100, 5, 6, 7]])
+    weights, _ = token_weights_of({'labels': labels, 'position_ids': torch.zeros(1, 4, dtype=torch.long)}, 'sample')
+    third = 1 / 3
+    torch.testing.assert_close(weights, torch.tensor([[0, third, third, third]]))
+
+
 # Mistakes, each beside a healthy neighbour above.
 
 
