@@ -423,8 +423,8 @@ def _dummies_of_ranks(sources: Sequence[RowFacts]) -> DummyRows:
     lacks_modality = [not has for has in has_modality]
     flags = max_over_ranks([*has_modality, *lacks_modality])
     some_rank_has = dict(zip(MODALITIES, flags[: len(MODALITIES)], strict=True))
-    some_rank_lacks = dict(zip(MODALITIES, flags[len(MODALITIES) :], strict=True))
-    needed = [modality for modality in MODALITIES if some_rank_has[modality]]
+    some_rank_lacks: dict[str, int] = dict(zip(MODALITIES, flags[len(MODALITIES) :], strict=True))
+    needed: list[str] = [modality for modality in MODALITIES if some_rank_has[modality]]
     if sources[0].layout.family.one_kind:
         needed = needed[:1]
     dummies.needed = needed
