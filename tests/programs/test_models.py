@@ -7,6 +7,7 @@ import copy
 
 import pytest
 import torch
+import transformers
 from torch.nn import functional as F
 from transformers import AutoModelForImageTextToText
 
@@ -246,7 +247,11 @@ def test_tokenizer_travels_in_the_checkpoint(processor):
 @pytest.mark.parametrize(
     ('text', 'expected'),
     [
-        ({'num_attention_heads': 5}, '5'),
+        pytest.param(
+            {'num_attention_heads': 5},
+            '5',
+            marks=pytest.mark.skipif(transformers.__version__.startswith('4.'), reason='refused in the first forward'),
+        ),
         ({'num_hidden_layers': 'two'}, "two|'str'"),
         ({'hidden_size': -4}, '`model.config.hidden_size` must be greater than or equal to 1, got: -4'),
     ],
