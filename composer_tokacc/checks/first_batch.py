@@ -302,7 +302,7 @@ class FirstBatchCheck:
 
         Round-off decides such a choice, and every microbatch rounds in another way.
         """
-        if rows is not None and self.probe.run(self._on_device(rows)).breaks_ties:
+        if rows is not None and self.probe.breaks_ties(self._on_device(rows)):
             width = rows['labels'].shape[1]
             raise RuntimeError(
                 f'The model must not choose between keys with equal scores, got: a top-k of them in rows of {width} '

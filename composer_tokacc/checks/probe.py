@@ -78,7 +78,6 @@ class ProbeResult:
     measured: MeasuredTokens | None
     vocabulary: int | None  # number of logits at a position, if targets were passed and the model returns logits
     has_logits: bool | None  # whether the loss treats the output as logits. None: nothing can be said
-    breaks_ties: bool  # whether the model selected some of several positions with equal scores
     eps: float  # machine epsilon of the loss, the one of float32 or a coarser one
     gradient_eps: float  # machine epsilon of the coarsest gradient
 
@@ -219,6 +218,12 @@ class Probe:
             self._find_last_layers(batch)
         return self._run(batch, targets=targets, rounded=rounded, at_labels=at_labels)
 
+    def breaks_ties(self, batch: Batch) -> bool:
+        """Returns whether the model selects some of several positions with equal scores."""
+        with _TieWatch(labels_of(batch).shape[1]) as watch:
+            self.run(batch)
+        return watch.is_broken
+
     def _find_last_layers(self, batch: Batch) -> None:
         """Finds the last layers by two forwards, which also show whether the loss is random."""
         outputs: list[_LayerOutput] = []
@@ -302,9 +307,9 @@ class Probe:
         while True:
             guard = undisturbed(self.model, restores_buffers=not keeps_state)
             try:
-                with torch.no_grad(), guard, self._as_probed(seed), _TieWatch(labels_of(batch).shape[1]) as ties:
+                with torch.no_grad(), guard, self._as_probed(seed):
                     forward = self._watched_forward(batch, rounded=rounded, at_labels=at_labels)
-                    return self._result(forward, targets, breaks_ties=ties.is_broken)
+                    return self._result(forward, targets)
             except RuntimeError as error:
                 if self._uses_float32:
                     # Some kernels accept only half precision, such as flash attention.
@@ -355,7 +360,7 @@ class Probe:
             points.append(logits)
         return _Forward(terms, points, logits)
 
-    def _result(self, forward: _Forward, targets: Tensor | None, *, breaks_ties: bool) -> ProbeResult:
+    def _result(self, forward: _Forward, targets: Tensor | None) -> ProbeResult:
         logits = forward.logits
         gradients: dict[str, list[Tensor | None]] = {}
         # Gradients are reduced to sketches at once, except the one by the logits, which is measured.
@@ -379,7 +384,6 @@ class Probe:
             measured=measured,
             vocabulary=logits.shape[-1] if logits is not None and knows_vocabulary else None,
             has_logits=has_logits,
-            breaks_ties=breaks_ties,
             eps=_coarsest_eps(forward.terms.values()),
             gradient_eps=_coarsest_eps(forward.points),
         )
