@@ -26,9 +26,8 @@ from composer_tokacc.algorithm import TokenAccumulation
 from composer_tokacc.batch import Batch
 from composer_tokacc.collectives import from_any_rank, max_over_ranks
 from composer_tokacc.compat import inner_model
-from composer_tokacc.counting import loss_mask
 from composer_tokacc.data_spec.split import split_of
-from composer_tokacc.layout import PreSplitBatch
+from composer_tokacc.layout import PreSplitBatch, microbatches_of
 from composer_tokacc.planning import CutOptions, Microbatch, cut_rows
 from composer_tokacc.programs.build import RunParts
 from composer_tokacc.programs.errors import ConfigError
@@ -36,7 +35,7 @@ from composer_tokacc.programs.process import say
 from composer_tokacc.programs.schema import TrainConfig
 from composer_tokacc.programs.sources import source_of
 from composer_tokacc.programs.suggest import memory_of_run
-from composer_tokacc.row_counts import with_counts, without_rows
+from composer_tokacc.row_counts import rows_of, summed, with_counts, without_rows
 from composer_tokacc.sampling import RegroupingBatchSampler, RegroupingDataLoader
 from composer_tokacc.sampling.rank_assignment import RankAssignment
 from composer_tokacc.sizing import GIB, BatchShape, MemoryModel
@@ -88,6 +87,7 @@ class PlannedRun:
     """A run whose batches are planned ahead, and what is known of its memory."""
 
     state: State
+    accumulation: TokenAccumulation | None
     sampler: RegroupingBatchSampler
     memory: MemoryModel | None
     """The memory model, on the first rank."""
@@ -200,6 +200,7 @@ def rehearse(
         labels_per_sample = None
     run = PlannedRun(
         state=state,
+        accumulation=accumulation,
         sampler=cast(RegroupingBatchSampler, state.dataloader.batch_sampler),
         memory=memory,
         labels_per_sample=labels_per_sample,
@@ -422,16 +423,14 @@ def _run(run: PlannedRun, microbatch: Batch) -> None:
     model = state.model
     inputs = {key: value for key, value in without_rows(microbatch).items() if key != LOSS_WEIGHTS}
     batch = state.device.batch_to_device(inputs)
-    accumulation = _token_accumulation(state)
     with ExitStack() as stack:
         if isinstance(model, DistributedDataParallel):
             # DDP learns the order of gradients in its first reduction, so the first one must be a real step.
             stack.enter_context(model.no_sync())
         with get_precision_context(state.precision, state.precision_config):
             # If the labels are not counted, the microbatch with the most is not known. Then all logits are computed.
-            if accumulation is not None and run.labels_per_sample is not None:
-                num_labels = int(loss_mask(microbatch, accumulation.rule or 'causal').sum())
-                accumulation.select_logits(state, batch, num_labels)
+            if run.accumulation is not None and run.labels_per_sample is not None:
+                run.accumulation.select_logits(state, batch, _num_labels(microbatch))
             outputs = model(batch)
             loss = inner_model(model).loss(outputs, batch)  # pyright: ignore[reportCallIssue]
         terms = list(loss.values()) if isinstance(loss, Mapping) else [loss]
@@ -448,20 +447,23 @@ def _heaviest_cuts(run: PlannedRun, candidate: Candidate, size: int) -> list[Bat
     batch: PreSplitBatch = dataset.__getitems__(RankAssignment(candidate.samples))
     weights = 'token'
     rule = 'causal'
-    accumulation = _token_accumulation(state)
-    if accumulation is not None:
-        weights = accumulation.token_weights
-        rule = accumulation.rule or 'causal'
+    if run.accumulation is not None:
+        weights = run.accumulation.token_weights
+        rule = run.accumulation.rule or 'causal'
     if weights == 'column' and not any(LOSS_WEIGHTS in microbatch for microbatch in batch.microbatches):
         weights = 'token'  # a loader adds its own column to a step, not to a single microbatch
     counted = with_counts(batch, rule, weights)
     split = split_of(state.dataloader)
-    microbatches = batch.microbatches if split is None else split(counted, size)
+    microbatches = microbatches_of(counted) if split is None else split(counted, size)
     largest = max(microbatches, key=lambda microbatch: (microbatch['labels'].numel(), len(microbatch)))
-    most_labels = max(microbatches, key=lambda microbatch: int(loss_mask(microbatch, rule).sum()))
+    most_labels = max(microbatches, key=_num_labels)
     if run.labels_per_sample is None or most_labels is largest:
         return [largest]
     return [largest, most_labels]
+
+
+def _num_labels(microbatch: Batch) -> int:
+    return summed(rows_of(microbatch)).loss_tokens
 
 
 @contextmanager
