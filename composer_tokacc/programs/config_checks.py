@@ -255,11 +255,13 @@ def check_folders(config: TrainConfig) -> None:
     save_folder = config.trainer.get('save_folder')
     if save_folder is not None and '://' not in save_folder:  # Composer also writes to object stores
         folders['trainer.save_folder'] = save_folder
-    for path, folder in folders.items():
-        if folder is not None:
-            _check_can_be_made(path, local_folder(path, folder.replace('{run_name}', run_name)))
-    report_folder = Path(config.report['folder'].replace('{run_name}', run_name))
-    check_regular_files('report.folder', report_folder, RESULT_FILES)
+    for path, name in folders.items():
+        if name is None:
+            continue
+        folder = local_folder(path, name.replace('{run_name}', run_name))
+        _check_can_be_made(path, folder)
+        if path == 'report.folder':
+            check_regular_files(path, folder, RESULT_FILES)
 
 
 def _check_can_be_made(path: str, folder: Path) -> None:
