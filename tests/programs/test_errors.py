@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import pickle
+import re
 
 import pytest
 import torch
@@ -81,12 +82,12 @@ def test_a_bug_of_ours_keeps_its_traceback(monkeypatch):
         (BadSampleError('sample "7" is broken'), 'sample "7" is broken'),
         (OSError(errno.ENOSPC, 'No space left'), 'the disk must have room'),
         (caught_from(lambda: fail('raise RuntimeError("no")', 'composer_tokacc.checks')), 'no'),
-        (caught_from(lambda: torch.nn.Linear(2, 2)(torch.zeros(3, 3))), 'RuntimeError: '),
+        (caught_from(lambda: torch.nn.Linear(2, 2)(torch.zeros(3, 3))), 'RuntimeError: .*mat1 and mat2'),
     ],
 )
 def test_what_ends_a_run_is_one_line(error, message, monkeypatch, capsys):
     assert run_and_raise(error, monkeypatch) == 2
-    assert capsys.readouterr().err.startswith(f'error: {message}')
+    assert re.match(f'error: {message}', capsys.readouterr().err)
 
 
 @pytest.mark.parametrize('module', ['my_package.callback', 'composer_tokacc.algorithm'])
