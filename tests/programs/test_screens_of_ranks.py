@@ -18,6 +18,9 @@ from tests.support.programs import DIGITS, TINY_DIGITS
 
 pytestmark = pytest.mark.slow
 
+ENDED_BY_LAUNCHER = 143
+"""The launcher's status is that of the first rank, which it has ended by SIGTERM (15). Composer exits with 128 + 15."""
+
 
 def screen(folder: Path, ending: str, *overrides: str, **arguments: Any) -> tuple[int, list[str]]:
     """Exit status, and what a run of two ranks with the given callback leaves on the screen, without empty lines."""
@@ -54,14 +57,14 @@ def errors(lines: list[str]) -> list[str]:
 
 def test_bad_sample_on_another_rank(tmp_path):
     status, lines = screen(tmp_path, 'FailOnRank', rank=1, bad_sample=True)
-    assert status != 0
+    assert status in (2, ENDED_BY_LAUNCHER)
     assert [line for line in lines if 'Traceback' in line] == []
     assert errors(lines) == ['error: sample "s7" cannot be read']
 
 
 def test_bug_on_another_rank(tmp_path):
     status, lines = screen(tmp_path, 'FailOnRank', rank=1, bad_sample=False)
-    assert status != 0
+    assert status in (1, ENDED_BY_LAUNCHER)
     assert sum('Traceback' in line for line in lines) == 1
     # Torch begins each line with the rank.
     assert sum(line.endswith("KeyError: 'a bug of ours'") for line in lines) == 1
