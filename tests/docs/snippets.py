@@ -37,7 +37,7 @@ from omegaconf import OmegaConf
 from composer_tokacc.programs import TrainConfig, load_config
 from composer_tokacc.programs.config_checks import check_config
 from tests.docs.dry_run import commands_of, dry_run
-from tests.support.launch import ROOT, environment, launch_json
+from tests.support.launch import ROOT, environment, launch_program
 
 __all__ = ['LANGUAGES', 'PAGES', 'REASONS', 'Block', 'blocks_of', 'check_as_in', 'check_lines', 'run_page']
 
@@ -180,7 +180,7 @@ def _run_program(line: str, folder: Path) -> None:
         assert importlib.import_module(module).main(arguments) == 0, line
         return
     dry_run(line)  # which reads the launcher's own arguments
-    launch_json('tests/docs/on_ranks.py', str(folder), module, *arguments, ranks=int(found['ranks']))
+    launch_program(module, *arguments, ranks=int(found['ranks']), folder=folder)
 
 
 def _check_yaml(block: Block, folder: Path) -> None:

@@ -24,16 +24,16 @@ class NativeModel(ComposerModel):
     """A Llama whose loss is its own.
 
     Args:
-        loss: ``loss(logits, labels)``.
+        loss: ``loss(logits, labels)``, or its name in :data:`LOSSES`.
         logits: ``'always'``, ``'eval'`` (as fused losses that save the memory of the logits in training) or
             ``'never'``.
         init: First weights.
     """
 
-    def __init__(self, loss: str, *, logits: str = 'always', init: str = 'large') -> None:
+    def __init__(self, loss: str | Loss, *, logits: str = 'always', init: str = 'large') -> None:
         super().__init__()
         self.model = SUBJECTS['llama'].model(init).model
-        self.loss_of: Loss = LOSSES[loss]
+        self.loss_of: Loss = LOSSES[loss] if isinstance(loss, str) else loss
         self.logits = logits
 
     def forward(self, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:

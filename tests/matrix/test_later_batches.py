@@ -115,41 +115,34 @@ def test_mean_of_row_means_is_refused(first, logits):
     assert kinds_of_steps(NativeModel('causal', logits=logits), batches) == ['exact', 'exact']
 
 
-def rope(**parameters):
-    config = {**LLAMA, 'num_attention_heads': 2, 'num_key_value_heads': 2}
-    if parameters['rope_type'] == 'dynamic':
-        model = transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(**config, max_position_embeddings=10, rope_parameters=parameters)
-        )
-    else:
-        config |= {'original_max_position_embeddings': 10, 'max_position_embeddings': 64}
-        model = transformers.Phi3ForCausalLM(transformers.Phi3Config(**config, rope_parameters=parameters))
+def large(prefix, **settings):
+    """A model with large weights, so that positions matter."""
+    config = getattr(transformers, f'{prefix}Config')(**LLAMA, num_attention_heads=2, num_key_value_heads=2, **settings)
+    torch.manual_seed(0)
+    model = getattr(transformers, f'{prefix}ForCausalLM')(config)
     for parameter in model.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.15)
     return HuggingFaceModel(model, shift_labels=True, use_logits=True)
 
 
+def dynamic_rope():
+    parameters = {'rope_type': 'dynamic', 'factor': 4.0, 'rope_theta': 100.0}
+    return large('Llama', max_position_embeddings=10, rope_parameters=parameters)
+
+
+def long_rope():
+    positions = {'original_max_position_embeddings': 10}
+    parameters = {'rope_type': 'longrope', 'rope_theta': 100.0, 'short_factor': [1.0] * 8, 'long_factor': [4.0] * 8}
+    return large('Phi3', max_position_embeddings=64, **positions, rope_parameters={**parameters, **positions})
+
+
 @pytest.mark.skipif(transformers.__version__.startswith('4.'), reason='names its parameters otherwise')
 @pytest.mark.parametrize('options', [{}, {'packing': True}], ids=['padded', 'packed'])
-@pytest.mark.parametrize(
-    'parameters',
-    [
-        {'rope_type': 'dynamic', 'factor': 4.0, 'rope_theta': 100.0},
-        {
-            'rope_type': 'longrope',
-            'rope_theta': 100.0,
-            'short_factor': [1.0] * 8,
-            'long_factor': [4.0] * 8,
-            'original_max_position_embeddings': 10,
-        },
-    ],
-    ids=['dynamic', 'longrope'],
-)
-def test_rotary_embedding_by_width(parameters, options):
-    torch.manual_seed(0)
+@pytest.mark.parametrize('build', [dynamic_rope, long_rope])
+def test_rotary_embedding_by_width(build, options):
     short, long = batch_of([(4, 2), (8, 5), (7, 3)]), batch_of([(4, 2), (30, 9), (7, 3), (3, 2)])
-    kinds = kinds_of_steps(rope(**parameters), [short, long, short], **options)
+    kinds = kinds_of_steps(build(), [short, long, short], **options)
     assert kinds == (['exact', 'refused'] if options else ['exact'] * 3)
 
 
@@ -157,13 +150,10 @@ def test_rotary_embedding_by_width(parameters, options):
 @pytest.mark.parametrize('first', [[(4, 2), (8, 5)], [(30, 9), (12, 3)]], ids=['short rows first', 'long rows first'])
 def test_rotary_embedding_by_largest_position(first):
     """A short row has another embedding beside a long one than alone, and its padded width does not tell."""
-    factors = {'short_factor': [1.0] * 8, 'long_factor': [4.0] * 8, 'original_max_position_embeddings': 10}
     batches = [batch_of(first), batch_of([(4, 2), (30, 9), (7, 3), (3, 2)])]
     for batch in batches:
         batch['position_ids'] = (batch['attention_mask'].cumsum(dim=1) - 1).clamp(min=0)
-    torch.manual_seed(0)
-    model = rope(rope_type='longrope', rope_theta=100.0, **factors)
-    assert kinds_of_steps(model, batches) == ['exact', 'refused']
+    assert kinds_of_steps(long_rope(), batches) == ['exact', 'refused']
 
 
 def scaled_by_column(scale: Callable[[torch.Tensor], torch.Tensor]) -> HuggingFaceModel:
@@ -224,14 +214,8 @@ def test_left_padding_is_trimmed_by_width():
 
 @pytest.mark.skipif(transformers.__version__.startswith('4.'), reason='not there yet')
 def test_norm_behind_rotary_embedding():
-    config = transformers.HunYuanDenseV1Config(**LLAMA, num_attention_heads=2, num_key_value_heads=2, head_dim=16)
-    torch.manual_seed(0)
-    hunyuan = transformers.HunYuanDenseV1ForCausalLM(config)
-    for parameter in hunyuan.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.15)
-    model = HuggingFaceModel(hunyuan, shift_labels=True, use_logits=True)
-    assert kinds_of_steps(model, [batch_of(UNEQUAL, side='left'), batch_of(UNEQUAL)]) == ['exact', 'exact']
+    batches = [batch_of(UNEQUAL, side='left'), batch_of(UNEQUAL)]
+    assert kinds_of_steps(large('HunYuanDenseV1', head_dim=16), batches) == ['exact', 'exact']
 
 
 def test_flag_heeds_later_padding():

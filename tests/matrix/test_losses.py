@@ -224,12 +224,6 @@ def with_term(term: str, over: Callable[..., torch.Tensor], weight: float) -> Ca
     return lambda logits, labels: causal(logits, labels) + weight * over(TERMS[term](logits, labels), labels)
 
 
-def native(loss: Callable[..., torch.Tensor], **options: Any) -> NativeModel:
-    model = NativeModel('causal', **options)
-    model.loss_of = loss
-    return model
-
-
 def outcome_of(model, *, rows=LABELLED, microbatch_size=2, side='right', **options):
     return measure(model, collate(text_rows(rows), side=side), microbatch_size, **options)
 
@@ -257,7 +251,7 @@ FIRST_BATCHES = {
 @pytest.mark.parametrize(('term', 'init'), [*((term, 'fresh') for term in TERMS), ('entropy', 'large')])
 def test_small_term_elsewhere_is_refused(term, over, init):
     for weight in WEIGHTS:
-        model = native(with_term(term, over, weight), init=init)
+        model = NativeModel(with_term(term, over, weight), init=init)
         outcome = outcome_of(model)
         # What moves the gradient by the logits by less than that is below what is promised.
         expected = 'refused' if share_of_term(model, term, over, weight) > 3e-6 else outcome.kind
@@ -268,7 +262,7 @@ def test_small_term_elsewhere_is_refused(term, over, init):
 @pytest.mark.parametrize('term', TERMS)
 def test_term_over_loss_tokens_is_exact(term):
     for weight in (1.0, 1e-3):
-        outcome = outcome_of(native(with_term(term, over_tokens, weight), init='fresh'))
+        outcome = outcome_of(NativeModel(with_term(term, over_tokens, weight), init='fresh'))
         assert outcome.kind == 'exact', (weight, outcome)
 
 
@@ -276,7 +270,7 @@ def test_term_over_loss_tokens_is_exact(term):
 @pytest.mark.parametrize('rows', FIRST_BATCHES.values(), ids=FIRST_BATCHES)
 def test_whatever_the_first_batch_is_like(rows, side):
     for over, kind in ((over_all, 'refused'), (over_rows, 'refused'), (over_tokens, 'exact')):
-        outcome = outcome_of(native(with_term('entropy', over, 1e-3)), rows=rows, side=side)
+        outcome = outcome_of(NativeModel(with_term('entropy', over, 1e-3)), rows=rows, side=side)
         assert outcome.kind == kind, (over, outcome)
 
 
@@ -285,7 +279,7 @@ def test_whatever_the_first_batch_is_like(rows, side):
 def test_terms_of_loss_without_logits(logits, init):
     """Round-off of all layers is in it, so what is smaller than a thousandth of the loss may not show."""
     for over, kind in ((over_all, 'refused'), (over_rows, 'refused'), (over_tokens, 'exact')):
-        outcome = outcome_of(native(with_term('entropy', over, 1e-2), logits=logits, init=init))
+        outcome = outcome_of(NativeModel(with_term('entropy', over, 1e-2), logits=logits, init=init))
         assert outcome.kind == kind, (over, outcome)
 
 

@@ -86,14 +86,6 @@ def test_loss_is_exact_or_refused(loss, logits, check_loss):
     assert outcome.kind == ('exact' if is_mean and logits == 'always' else 'refused'), outcome
 
 
-class OwnLoss(NativeModel):
-    """Computes its loss in ``of(logits, labels)``, in the ways that models write it."""
-
-    def __init__(self, of: Any) -> None:
-        super().__init__('causal')
-        self.loss_of = of
-
-
 def masked_sum(logits, labels):
     mask = (labels[:, 1:] != -100).float()
     losses = F.cross_entropy(logits[:, :-1].transpose(1, 2), labels[:, 1:].clamp(min=0), reduction='none')
@@ -177,7 +169,7 @@ def test_copied_logits_are_weighted(token_weights, caplog):
     ],
 )
 def test_ways_to_write_token_means(of):
-    model, batch = OwnLoss(of), collate(text_rows(SHAPE))
+    model, batch = NativeModel(of), collate(text_rows(SHAPE))
     assert measure(model, batch, 2).kind == 'exact'
     outcome = measure(model, {**batch, 'loss_weights': column(batch)}, 2, **weighted('column'))
     assert outcome.kind == 'exact', outcome

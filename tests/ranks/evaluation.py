@@ -3,22 +3,19 @@
 
 """Compares the metrics of an evaluation with a reference, for many batch sizes, on the ranks of this launch.
 
-    composer -n 2 -m tests.ranks.evaluation [result.json]
+    composer -n 2 -m tests.ranks.evaluation
 
 A small LLaVA evaluates 13 rows with 0 to 3 images (one of them without a label) and then 3 of them, in device batches
 of 1 to 32 and microbatches of 1 row to all, through the real Trainer. Torch's DistributedSampler repeats samples if the
 ranks cannot share them evenly. The reference is one float64 forward of each row. The mean of the mean losses of the
-batches is also compared, because some trainers log it. Rank 0 prints a table and writes the file.
+batches is also compared, because some trainers log it. Rank 0 prints a table.
 """
 
 from __future__ import annotations
 
 import copy
-import json
-import sys
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -128,9 +125,7 @@ def compare(case: FamilyCase, layout: BatchLayout, rows: Sequence[Row], size: in
     return differences
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    dist.initialize_dist('cpu')
+def main() -> dict[str, dict[str, float]]:
     case = FAMILIES['llava']()
     layout = BatchLayout.for_model(case.model)
     results = {}
@@ -138,13 +133,14 @@ def main() -> None:
         rows = held_out(case, count)
         for size in DEVICE_BATCHES:
             results[f'{count} rows, device batch {size}'] = compare(case, layout, rows, size)
-    if dist.get_global_rank() == 0:
-        print(f'relative difference from the reference, {dist.get_world_size()} ranks')
-        for name, differences in results.items():
-            print(f'{name:24}', '  '.join(f'{metric} {value:.1e}' for metric, value in differences.items()))
-        if len(sys.argv) > 1:
-            Path(sys.argv[1]).write_text(json.dumps(results))
+    return results
 
 
 if __name__ == '__main__':
-    main()
+    torch.set_num_threads(1)
+    dist.initialize_dist('cpu')
+    found = main()
+    if dist.get_global_rank() == 0:
+        print(f'relative difference from the reference, {dist.get_world_size()} ranks')
+        for name, differences in found.items():
+            print(f'{name:24}', '  '.join(f'{metric} {value:.1e}' for metric, value in differences.items()))

@@ -1,11 +1,10 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Under the composer launcher: what each rank gets from the exchanging loader, step by step; rank 0 writes it."""
+"""Under the composer launcher: what each rank gets from the exchanging loader, step by step; it."""
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any
@@ -20,7 +19,7 @@ from composer_tokacc.row_counts import num_samples
 from composer_tokacc.sampling import ExchangingDataLoader
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
 from tests.support.text import text_model
-from tests.support.training import TOTAL, fit, reference_gradients, relative_error, write_result
+from tests.support.training import TOTAL, fit, reference_gradients, relative_error
 
 BATCH, EPOCH = 3, 31
 SAMPLES = LengthDataset(200)
@@ -116,9 +115,7 @@ def gradients(objective: str) -> list[dict[str, float]]:
     return found
 
 
-def results() -> dict[str, Any]:
-    # One import for all workers of a rank.
-    multiprocessing.set_forkserver_preload(['tests.ranks.exchange'])
+def main() -> dict[str, Any]:
     return {
         'uneven': steps(build(Shares())),
         'sampler': by_sampler(),
@@ -130,7 +127,3 @@ def results() -> dict[str, Any]:
         'ddp': gradients('ddp'),
         'fsdp': gradients('fsdp'),
     }
-
-
-if __name__ == '__main__':
-    write_result(results)

@@ -3,7 +3,7 @@
 
 """Under the composer launcher: types whose layout is found, with steps of text alone and media on one rank only.
 
-Arguments: a JSON list of runs (the keyword arguments of :func:`run`), result file. Gradients of every step are held to
+Arguments: a JSON list of runs (the keyword arguments of :func:`run`). Gradients of every step are held to
 each rank's batch by itself, weighed by its loss-generating tokens.
 """
 
@@ -19,7 +19,7 @@ from composer.utils import dist
 from tests.matrix.harness import plain_gradients, quiet
 from tests.model_types.trial import maker_of
 from tests.support.fsdp import FSDP, repair_average, sharded
-from tests.support.training import fit, relative_error, saving, state_of, write_runs
+from tests.support.training import each_run, fit, relative_error, saving, state_of
 
 
 def run(
@@ -93,5 +93,4 @@ def _weighted(model, batches):
     return total
 
 
-if __name__ == '__main__':
-    write_runs(run)
+main = each_run(run)

@@ -3,8 +3,8 @@
 
 """Under the composer launcher: a sharded ``HuggingFaceModel`` as the user makes it, then with the line of the warning.
 
-Rank 0 writes the warnings and the error of the gradient of each of the two runs, and the number of FSDP2 units. FSDP1
-shards such models as well, and its warnings are written.
+Returns the warnings and the error of the gradient of each of the two runs, and the number of FSDP2 units. FSDP1 shards
+such models as well: its warnings are returned.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from composer_tokacc.algorithm import reduction
 from composer_tokacc.model_structure import fsdp_units
 from tests.support.fsdp import FSDP, repair_average
 from tests.support.text import collate, text_model, text_rows
-from tests.support.training import fit, loader, rank_share, reference_gradients, relative_error, write_result
+from tests.support.training import fit, loader, rank_share, reference_gradients, relative_error
 
 ROWS = [(4, 2), (14, 11), (9, 9), (5, 1), (6, 1), (7, 2)]
 
@@ -72,7 +72,7 @@ def warnings_of_fsdp1(line: str) -> list[str]:
     return messages.texts
 
 
-def results() -> dict[str, Any]:
+def main() -> dict[str, Any]:
     repair_average()
     as_it_is = train('')
     # Only the first rank warns, and all ranks must shard alike.
@@ -85,7 +85,3 @@ def results() -> dict[str, Any]:
         'fsdp1_as_it_is': warnings_of_fsdp1(''),
         'fsdp1_with_line': warnings_of_fsdp1(match[0]),
     }
-
-
-if __name__ == '__main__':
-    write_result(results)

@@ -1,9 +1,9 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Under the composer launcher: every rank takes its share of one global batch; rank 0 writes the relative errors.
+"""Under the composer launcher: every rank takes its share of one global batch; the relative errors.
 
-Arguments: groups of cases (``text``, ``weights llava``, ``fsdp llava``, ``router``, ...), result file. What must be
+Arguments: groups of cases (``text``, ``weights llava``, ``fsdp llava``, ``router``, ...). What must be
 refused is written with its message.
 """
 
@@ -36,7 +36,6 @@ from tests.support.training import (
     rank_share,
     reference_gradients,
     relative_error,
-    write_result,
 )
 from tests.support.weights import column, weighted_reference
 
@@ -263,5 +262,9 @@ def cases(group: str) -> Iterator[Case]:
     return {'text': of_text, 'router': of_router}.get(group, lambda: of_family(group))()
 
 
-if __name__ == '__main__':
-    write_result(lambda *groups: {label: run() for group in groups for label, run in cases(group)})
+def main(*groups: str) -> dict[str, Any]:
+    results = {}
+    for group in groups:
+        for label, run in cases(group):
+            results[label] = run()
+    return results

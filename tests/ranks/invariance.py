@@ -14,7 +14,7 @@ from composer.utils import dist
 
 from composer_tokacc import verify_invariance
 from tests.support.text import text_model, text_rows
-from tests.support.training import rank_share, write_result
+from tests.support.training import rank_share
 
 Loop = Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]]
 
@@ -68,7 +68,7 @@ def mean_of_means(model: Any) -> Loop:
     return gradients
 
 
-def results() -> dict[str, Any]:
+def main() -> dict[str, Any]:
     model = text_model()
     rows = rank_share(text_rows([(4, 2), (14, 11), (9, 9), (6, 1), (5, 3), (3, 2)]), [3, 3])
     found: dict[str, Any] = {
@@ -85,7 +85,3 @@ def results() -> dict[str, Any]:
     except ValueError as error:
         found['refused'] = str(error)
     return found
-
-
-if __name__ == '__main__':
-    write_result(results)

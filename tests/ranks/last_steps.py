@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Under the composer launcher: two epochs that no number of ranks divides; rank 0 writes errors and counts.
+"""Under the composer launcher: two epochs that no number of ranks divides; errors and counts.
 
 Each step's gradient is held to one forward over the samples that a run on one rank trains in it.
 """
@@ -14,11 +14,11 @@ from composer.core import Callback
 from composer.utils import dist
 from torch.utils.data import DataLoader, DistributedSampler
 
-from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, token_data_spec
+from composer_tokacc import token_data_spec
 from composer_tokacc.sampling import ExchangingDataLoader
-from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
+from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples, regrouping_loader
 from tests.support.text import text_model
-from tests.support.training import fit, reference_gradients, relative_error, write_result
+from tests.support.training import fit, reference_gradients, relative_error
 
 SEED = 3
 CASES = {'seven': (7, 4), 'one is left': (9, 4), 'many': (151, 16)}
@@ -40,15 +40,7 @@ class CountSamples(Callback):
 
 
 def regrouping(dataset: LengthDataset, global_batch: int, objective: Any) -> DataLoader:
-    sampler = RegroupingBatchSampler(
-        dataset,
-        lengths=dataset.lengths,
-        global_batch_size=global_batch,
-        max_tokens=2 * LONGEST,
-        seed=SEED,
-        objective=objective,
-    )
-    return RegroupingDataLoader(dataset, batch_sampler=sampler, collate_fn=collate_samples)
+    return regrouping_loader(dataset, global_batch_size=global_batch, seed=SEED, objective=objective)
 
 
 def exchanging(dataset: LengthDataset, global_batch: int, objective: Any) -> DataLoader:
@@ -88,7 +80,7 @@ def run(loader: DataLoader, dataset: LengthDataset, global_batch: int) -> dict[s
     }
 
 
-def results() -> dict[str, Any]:
+def main() -> dict[str, Any]:
     found = {}
     for name, (num_samples, global_batch) in CASES.items():
         dataset = LengthDataset(num_samples)
@@ -97,7 +89,3 @@ def results() -> dict[str, Any]:
                 loader = build(dataset, global_batch, objective)
                 found[f'{name}, {build.__name__}, {objective}'] = run(loader, dataset, global_batch)
     return found
-
-
-if __name__ == '__main__':
-    write_result(results)

@@ -3,7 +3,7 @@
 
 """Under the composer launcher: ``examples/masked_lm.py`` in several cuts.
 
-Rank 0 writes the gradient of the first step and the loss of every step, held to a plain loop over whole batches.
+The gradient of the first step and the loss of every step are held to a plain loop over whole batches.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from composer.utils import dist
 
 from examples import masked_lm
-from tests.support.training import GradientRecorder, reference_gradients, relative_error, write_result
+from tests.support.training import GradientRecorder, reference_gradients, relative_error
 
 WARMUP = 2000
 DURATION = 6000
@@ -59,7 +59,7 @@ def whole_batches() -> list[dict[str, torch.Tensor]]:
     return batches
 
 
-def results() -> dict[str, Any]:
+def main() -> dict[str, Any]:
     batches = whole_batches()
     expected, _ = reference_gradients(masked_lm.build_model(), batches[0])
     errors = {}
@@ -80,7 +80,3 @@ def results() -> dict[str, Any]:
             errors[name] = relative_error(recorder.steps[0], expected)
             curves[name] = [float(loss) for _, loss in memory.data['loss/train/total']]
     return {'errors': errors, 'curves': curves}
-
-
-if __name__ == '__main__':
-    write_result(results)

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Under the composer launcher: what tokens weigh on ranks of unlike numbers of them; rank 0 writes what each saw."""
+"""Under the composer launcher: what tokens weigh on ranks of unlike numbers of them; what each saw."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from composer.utils import dist
 
 from composer_tokacc import measure_token_weights
 from tests.support.text import collate, text_model, text_rows
-from tests.support.training import fit, write_result
+from tests.support.training import fit
 
 LENGTHS = [[5, 9], [3, 3]]
 """Rows of each rank; the second row of rank 1 carries no loss."""
@@ -25,7 +25,7 @@ def seen(report: Any) -> dict[str, Any]:
     return {key: [one[key] for one in of_ranks] for key in of_ranks[0]}
 
 
-def results() -> dict[str, Any]:
+def main() -> dict[str, Any]:
     rank = dist.get_global_rank()
     rows = text_rows([(length, length) for length in LENGTHS[rank]])
     if rank == 1:
@@ -43,7 +43,3 @@ def results() -> dict[str, Any]:
         fit(llama, batch, microbatch_size=1)
     found['ours'] = seen(report)
     return found
-
-
-if __name__ == '__main__':
-    write_result(results)

@@ -3,7 +3,7 @@
 
 """Under the composer launcher: images on one rank, videos or sounds on another, several, or none; the errors.
 
-Arguments: a JSON list of runs (the keyword arguments of :func:`run`), result file. The rows are those that the
+Arguments: a JSON list of runs (the keyword arguments of :func:`run`). The rows are those that the
 families' own processors make, with nothing in them that counts media.
 """
 
@@ -20,7 +20,7 @@ from tests.matrix.collator import join
 from tests.support.families import freeze_unreached
 from tests.support.family_media import MEDIA, SLOT_MEDIA, MediaCase
 from tests.support.fsdp import FSDP, repair_average, sharded
-from tests.support.training import TOLERANCE, fit, loader, reference_gradients, relative_error, write_runs
+from tests.support.training import TOLERANCE, each_run, fit, loader, reference_gradients, relative_error
 
 
 def run(
@@ -70,5 +70,4 @@ def rows_of(case: MediaCase, kinds: str) -> list[dict[str, Any]]:
     return rows
 
 
-if __name__ == '__main__':
-    write_runs(run)
+main = each_run(run)

@@ -1,37 +1,30 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Under the composer launcher: a program that ends well, sharded by FSDP2; rank 0 writes what it prints.
+"""Under the composer launcher: a program that ends well, sharded by FSDP2 if its arguments say so; what it prints.
 
-Arguments: its module, its own arguments, result file.
+Arguments: the folder in which it runs, its module, its own arguments.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
-import sys
 from importlib import import_module
 from pathlib import Path
-
-from composer.utils import dist, get_device
 
 from tests.support.fsdp import repair_average
 
 
-def main() -> None:
-    program, *arguments, path = sys.argv[1:]
-    if any('.fsdp=' in one for one in arguments):
-        os.environ['FSDP_VERSION'] = '2'
-        dist.initialize_dist(get_device('cpu'))
+def main(folder: str, program: str, *arguments: str) -> str:
+    if any('.fsdp=' in argument for argument in arguments):
         repair_average()
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        assert import_module(program).main(arguments) == 0
-    if dist.get_global_rank() == 0:
-        Path(path).write_text(json.dumps(printed.getvalue()))
-
-
-if __name__ == '__main__':
-    main()
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            assert import_module(program).main(list(arguments)) == 0
+    finally:
+        os.chdir(before)
+    return printed.getvalue()

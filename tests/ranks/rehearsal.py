@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Under the composer launcher: rehearsals under DDP and FSDP2, memory simulated; rank 0 writes what was seen."""
+"""Under the composer launcher: rehearsals under DDP and FSDP2, memory simulated; what was seen."""
 
 from __future__ import annotations
 
@@ -12,18 +12,12 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
 
-from composer_tokacc import (
-    RegroupingBatchSampler,
-    RegroupingDataLoader,
-    TokenAccumulation,
-    TokenMonitor,
-    token_data_spec,
-)
+from composer_tokacc import TokenAccumulation, TokenMonitor, token_data_spec
 from composer_tokacc.programs.rehearsal import Rehearsal
 from tests.support.fsdp import FSDP, repair_average
-from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
+from tests.support.length_dataset import LONGEST, LengthDataset, regrouping_loader
 from tests.support.text import text_model
-from tests.support.training import hugging_face, logged, train, write_runs
+from tests.support.training import each_run, hugging_face, logged, train
 
 SIZE, BATCHES = 4, 3
 
@@ -39,10 +33,8 @@ def run(*, fsdp: bool, limit: int | None = None, rehearses: bool = True) -> dict
     """Some steps, and as many behind them in a second fit; every forward of more positions than the limit fails."""
     repair_average()
     dataset = LengthDataset(48, seed=3)
-    sampler = RegroupingBatchSampler(dataset, lengths=dataset.lengths, global_batch_size=16, max_tokens=SIZE * LONGEST)
-    spec = token_data_spec(
-        RegroupingDataLoader(dataset, batch_sampler=sampler, collate_fn=collate_samples), slot_tokens=LONGEST
-    )
+    loader = regrouping_loader(dataset, global_batch_size=16, max_tokens=SIZE * LONGEST)
+    spec = token_data_spec(loader, slot_tokens=LONGEST)
     torch.manual_seed(3)
     model, seen = hugging_face(text_model(attention_dropout=0.2)), []
     rehearsal = Rehearsal()
@@ -86,5 +78,4 @@ def run(*, fsdp: bool, limit: int | None = None, rehearses: bool = True) -> dict
     }
 
 
-if __name__ == '__main__':
-    write_runs(run)
+main = each_run(run)

@@ -1,9 +1,9 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Under the composer launcher: runs one after the other with the regrouping loader; writes what each of them saw.
+"""Under the composer launcher: runs one after the other with the regrouping loader; what each of them saw.
 
-Arguments: a JSON list of runs (the keyword arguments of :func:`run`), result file.
+Arguments: a JSON list of runs (the keyword arguments of :func:`run`).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from composer.utils import dist
 from torch.utils.data import DataLoader
 
 from composer_tokacc import token_data_spec
-from composer_tokacc.sampling import RegroupingBatchSampler, RegroupingDataLoader, SkipReadBatches
-from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
+from composer_tokacc.sampling import SkipReadBatches
+from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples, regrouping_loader
 from tests.support.text import text_model
-from tests.support.training import fit, hugging_face, saving, state_of, write_runs
+from tests.support.training import each_run, fit, hugging_face, saving, state_of
 
 NUM_SAMPLES, GLOBAL_BATCH, SEED = 44, 8, 3
 """Six steps an epoch, the last one of four samples."""
@@ -53,7 +53,10 @@ def run(
 ) -> dict[str, Any]:
     """One Trainer; `durations` after the first are those of further calls of ``fit``."""
     dataset = LengthDataset(NUM_SAMPLES, random_labels=random)
-    loader = (stock_loader if stock else regrouping_loader)(dataset, num_workers)
+    if stock:
+        loader = stock_loader(dataset, num_workers)
+    else:
+        loader = regrouping_loader(dataset, num_workers=num_workers, global_batch_size=GLOBAL_BATCH, seed=SEED)
     # Dropout makes the parameters depend on the state of the random number generators.
     model = hugging_face(text_model(attention_dropout=0.2 if random else 0.0))
     steps = SeeSteps()
@@ -71,24 +74,10 @@ def run(
     return {'steps': steps.steps, 'reads': sum(len(read) for read in dist.all_gather_object(dataset.read))}
 
 
-def regrouping_loader(dataset: LengthDataset, num_workers: int) -> DataLoader:
-    sampler = RegroupingBatchSampler(
-        dataset, lengths=dataset.lengths, global_batch_size=GLOBAL_BATCH, max_tokens=2 * LONGEST, seed=SEED
-    )
-    return RegroupingDataLoader(
-        dataset,
-        batch_sampler=sampler,
-        collate_fn=collate_samples,
-        num_workers=num_workers,
-        persistent_workers=num_workers > 0,
-    )
-
-
 def stock_loader(dataset: LengthDataset, num_workers: int) -> DataLoader:
     sampler = dist.get_sampler(dataset, shuffle=True, seed=SEED)
     size = GLOBAL_BATCH // dist.get_world_size()
     return DataLoader(dataset, batch_size=size, sampler=sampler, collate_fn=collate_samples, num_workers=num_workers)
 
 
-if __name__ == '__main__':
-    write_runs(run)
+main = each_run(run)

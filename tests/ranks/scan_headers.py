@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Under the composer launcher: ranks make a length table from headers together; rank 0 writes what each of them has."""
+"""Under the composer launcher: ranks make a length table from headers together; what each of them has."""
 
 from __future__ import annotations
 
@@ -13,17 +13,12 @@ from composer.utils import dist
 
 from composer_tokacc.data import lengths
 from tests.data.test_headers import PROCESSORS, open_dataset
-from tests.support.training import write_result
 
 
-def tables(path: str, num_checked: str) -> list[dict[str, Any]]:
+def main(path: str, num_checked: str) -> list[dict[str, Any]]:
     """Gathers the tables, and which samples each rank has read."""
     dataset = open_dataset(Path(path), PROCESSORS['llava_next']())
     with mock.patch.multiple(lengths, FEWEST_FOR_HEADERS=0, NUM_CHECKED=int(num_checked)):
         table = lengths.build_length_table(dataset, dataset.encoder.processor, num_workers=0)
     columns = {name: getattr(table, name).tolist() for name in lengths.TABLE_COLUMNS}
     return dist.all_gather_object({'columns': columns, 'reads': dataset.reads})
-
-
-if __name__ == '__main__':
-    write_result(tables)

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Under the composer launcher: every rank opens the same file with on_error=skip; rank 0 writes what each one kept."""
+"""Under the composer launcher: every rank opens the same file with on_error=skip; what each one kept."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch.utils.data import Dataset
 from composer_tokacc.data import BadSampleError, LlavaDataset
 from composer_tokacc.data.lengths import build_length_table
 from tests.data.chat_processors import small
-from tests.support.training import write_result
 
 
 class CountingDataset(LlavaDataset):
@@ -42,7 +41,7 @@ class _Everything(Dataset):
         return self.good[index]
 
 
-def kept(path: str, folder: str) -> list[dict[str, Any]]:
+def main(path: str, folder: str) -> list[dict[str, Any]]:
     """Gathers what each rank kept, skipped, read, and what it raises where nothing is skipped."""
     dataset = CountingDataset(path, small(), on_error='skip', lengths_folder=folder)
     raised = ''
@@ -57,7 +56,3 @@ def kept(path: str, folder: str) -> list[dict[str, Any]]:
         'raised': raised,
     }
     return dist.all_gather_object(found)
-
-
-if __name__ == '__main__':
-    write_result(kept)

@@ -3,8 +3,8 @@
 
 """Under the composer launcher: runs of a YAML file under FSDP2 that end with sharded checkpoints.
 
-For each run rank 0 writes the logits of the trained model, still sharded, to ``logits.pt`` in its ``report.folder``.
-Arguments: a JSON list of lists of overrides, the YAML file, result file, which gets the paths of the logits.
+For each run rank 0 saves the logits of the trained model, still sharded, as ``logits.pt`` in its ``report.folder``.
+Arguments: a JSON list of lists of overrides, the YAML file; returns the paths of the logits.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from composer.utils import dist
 
 from composer_tokacc.programs.build import build_parts, build_trainer
 from composer_tokacc.programs.schema import load_config
-from tests.support.training import write_result
 
 
-def trained(overrides_of_runs: str, path: str) -> list[str]:
+def main(overrides_of_runs: str, path: str) -> list[str]:
     files = []
     for overrides in json.loads(overrides_of_runs):
         config = load_config(path, overrides)
@@ -40,7 +39,3 @@ def trained(overrides_of_runs: str, path: str) -> list[str]:
             torch.save(logits, files[-1])
         trainer.close()
     return files
-
-
-if __name__ == '__main__':
-    write_result(trained)

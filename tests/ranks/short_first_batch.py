@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Under the composer launcher: the first rank begins with a row of one token; rank 0 writes the error."""
+"""Under the composer launcher: the first rank begins with a row of one token; the error."""
 
 from __future__ import annotations
 
@@ -9,19 +9,15 @@ from composer.utils import dist
 
 from composer_tokacc import token_data_spec
 from tests.support.text import collate, text_model, text_rows
-from tests.support.training import fit, loader, reference_gradients, relative_error, write_result
+from tests.support.training import fit, loader, reference_gradients, relative_error
 
 LENGTHS = [(1, 1), (9, 4)]
 
 
-def results() -> dict[str, float]:
+def main() -> dict[str, float]:
     rows = text_rows(LENGTHS)
     model = text_model()
     expected, _ = reference_gradients(model, collate(rows))
     data = token_data_spec(loader(collate([rows[dist.get_global_rank()]])))
     recorder = fit(model, data)
     return {'error': relative_error(recorder.gradients, expected)}
-
-
-if __name__ == '__main__':
-    write_result(results)

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Under the composer launcher: sources that only some ranks have; rank 0 writes what was logged, and plain losses."""
+"""Under the composer launcher: sources that only some ranks have; what was logged, and plain losses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from composer.utils import dist
 
 from composer_tokacc import TokenMonitor
 from tests.support.text import collate, text_model, text_rows
-from tests.support.training import fit, rank_share, reference_gradients, write_runs
+from tests.support.training import each_run, fit, rank_share, reference_gradients
 
 SHAPE = [(4, 2), (5, 0), (9, 7), (14, 11), (6, 1), (3, 2), (12, 5), (7, 3)]
 STEPS = ('aaaaaaaa', 'abcaaaad', 'dddddddd', 'eabbabba')
@@ -42,5 +42,4 @@ def run(**options: Any) -> dict[str, Any]:
     return {'logged': logged, 'losses': losses, 'norms': norms, 'first_norm': norm}
 
 
-if __name__ == '__main__':
-    write_runs(run)
+main = each_run(run)

@@ -1,9 +1,10 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Under the composer launcher: runs of a small LLaVA on shards, one after the other; writes what each of them saw.
+"""Under the composer launcher: runs of a small LLaVA on shards, one after the other; what each of them saw.
 
-Arguments: folder of shards, a JSON list of runs (the keyword arguments of :func:`run`), result file.
+Arguments: folder of shards, a JSON list of runs (the keyword arguments of :func:`run`) and, if it is launched by
+itself, the file for what they saw.
 """
 
 from __future__ import annotations
@@ -146,16 +147,16 @@ def errors(
     return found
 
 
-def main() -> None:
-    shards, runs, path = sys.argv[1:]
-    dist.initialize_dist(get_device('cpu'), timeout=60.0)
+def main(shards: str, runs: str, path: str = '') -> list[dict[str, Any]]:
     clean_stale_shared_memory()
     results = []
     for arguments in json.loads(runs):
         results.append(run(shards, **arguments))
-        if dist.get_global_rank() == 0:  # after each, because a later one may be killed
+        if path and dist.get_global_rank() == 0:  # after each, because a later one may be killed
             Path(path).write_text(json.dumps(results))
+    return results
 
 
 if __name__ == '__main__':
-    main()
+    dist.initialize_dist(get_device('cpu'), timeout=60.0)
+    main(*sys.argv[1:])

@@ -3,9 +3,9 @@
 
 """Under the composer launcher: steps without any image, video or sound, before the process has seen one.
 
-Arguments: a JSON list of runs (the keyword arguments of :func:`run`), result file. Each has a loader of its own: none
-has seen the media of those before. Gradients of every step are held to one forward over the global batch; rank 0 writes
-the errors and a hash of the last parameters.
+Arguments: a JSON list of runs (the keyword arguments of :func:`run`). Each has a loader of its own: none
+has seen the media of those before. Gradients of every step are held to one forward over the global batch; the
+results have the errors and a hash of the last parameters.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from composer_tokacc.row_counts import num_rows, num_samples
 from tests.matrix.collator import join
 from tests.matrix.harness import plain_gradients
 from tests.matrix.subjects import SUBJECTS, Subject
-from tests.support.training import fit, rank_share, relative_error, saving, state_of, write_runs
+from tests.support.training import each_run, fit, rank_share, relative_error, saving, state_of
 
 MEDIA = ('pixel_values', 'pixel_values_videos', 'input_features')
 
@@ -108,5 +108,4 @@ def run_or_refused(**arguments: Any) -> dict[str, Any]:
         return {'refused': str(error)}
 
 
-if __name__ == '__main__':
-    write_runs(run_or_refused)
+main = each_run(run_or_refused)

@@ -1,9 +1,9 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Under the composer launcher: ranks that plan unlike batches; rank 0 writes what each rank raised, and how it trained.
+"""Under the composer launcher: ranks that plan unlike batches; what each rank raised, and how it trained.
 
-Arguments: names of cases, result file. Without names all cases run.
+Arguments: names of cases. Without names all cases run.
 """
 
 from __future__ import annotations
@@ -15,31 +15,16 @@ import numpy as np
 import torch
 from composer.core import Callback
 from composer.utils import dist
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler
 
-from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, token_data_spec, weighted_microbatches
+from composer_tokacc import token_data_spec, weighted_microbatches
 from composer_tokacc.planning import CostModel
 from composer_tokacc.sampling import ExchangingDataLoader
-from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
+from tests.support.length_dataset import LONGEST, LengthDataset, Reversed, collate_samples, regrouping_loader
 from tests.support.text import text_model
-from tests.support.training import fit, hugging_face, reference_gradients, relative_error, write_result
+from tests.support.training import fit, hugging_face, reference_gradients, relative_error
 
 NUM_SAMPLES, GLOBAL_BATCH = 30, 8
-
-
-class Reordered(Dataset):
-    """The samples of a dataset in another order, as an unsorted glob lists them."""
-
-    def __init__(self, dataset: LengthDataset, order: list[int]) -> None:
-        self.dataset = dataset
-        self.order = order
-        self.lengths = dataset.lengths[order]
-
-    def __len__(self) -> int:
-        return len(self.order)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.dataset[self.order[index]]
 
 
 class DrawsItsOwnNumbers(LengthDataset):
@@ -53,18 +38,11 @@ class DrawsItsOwnNumbers(LengthDataset):
         return sample
 
 
-def regrouping(dataset: Any = None, *, lengths: Any = None, num_workers: int = 0, **options: Any) -> DataLoader:
-    dataset = dataset or LengthDataset(NUM_SAMPLES)
-    lengths = dataset.lengths if lengths is None else lengths
-    options = {'global_batch_size': GLOBAL_BATCH, 'max_tokens': 2 * LONGEST, **options}
-    sampler = RegroupingBatchSampler(dataset, lengths=lengths, **options)
-    return RegroupingDataLoader(
-        dataset,
-        batch_sampler=sampler,
-        collate_fn=collate_samples,
-        num_workers=num_workers,
-        multiprocessing_context='forkserver' if num_workers else None,
-    )
+def regrouping(dataset: Any = None, *, num_workers: int = 0, **options: Any) -> DataLoader:
+    options = {'global_batch_size': GLOBAL_BATCH, **options}
+    if num_workers:
+        options |= {'num_workers': num_workers, 'multiprocessing_context': 'forkserver'}
+    return regrouping_loader(dataset or LengthDataset(NUM_SAMPLES), **options)
 
 
 def plain(**options: Any) -> DataLoader:
@@ -98,10 +76,11 @@ def at_batch(batch: int) -> DataLoader:
     return loader
 
 
-def reordered(rank: int, lengths: Any = None, **options: Any) -> DataLoader:
-    order = list(range(NUM_SAMPLES))
-    dataset = Reordered(LengthDataset(NUM_SAMPLES), order[::-1] if rank else order)
-    return regrouping(dataset, lengths=lengths, **options)
+def reordered(rank: int, **options: Any) -> DataLoader:
+    dataset = LengthDataset(NUM_SAMPLES)
+    if rank:
+        dataset = Reversed(dataset)
+    return regrouping(dataset, **options)
 
 
 def other_lengths(rank: int) -> np.ndarray:
@@ -214,7 +193,7 @@ def exact() -> list[float]:
     return errors
 
 
-def results() -> dict[str, Any]:
+def main() -> dict[str, Any]:
     return {
         'unlike': {name: run(build) for name, build in UNLIKE.items()},
         'alike': {name: run(build) for name, build in ALIKE.items()},
@@ -223,7 +202,3 @@ def results() -> dict[str, Any]:
         'later': differs_later(),
         'exact': exact(),
     }
-
-
-if __name__ == '__main__':
-    write_result(results)

@@ -1,10 +1,10 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Under the composer launcher: runs whose global batches are cut by tokens or by a schedule; writes what each trained.
+"""Under the composer launcher: runs whose global batches are cut by tokens or by a schedule; what each trained.
 
 Each step's gradient is held to one forward over its samples. Arguments: a JSON list of runs (the keyword arguments of
-:func:`run`), result file.
+:func:`run`).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 from composer.core import Callback
 from composer.utils import dist
 
-from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, token_data_spec
+from composer_tokacc import RegroupingBatchSampler, token_data_spec
 from composer_tokacc.sampling import SkipReadBatches
-from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
+from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples, regrouping_loader
 from tests.support.text import text_model
-from tests.support.training import fit, reference_gradients, relative_error, saving, write_runs
+from tests.support.training import each_run, fit, reference_gradients, relative_error, saving
 
 NUM_SAMPLES, SEED = 44, 3
 
@@ -58,9 +58,8 @@ def run(
 ) -> dict[str, Any]:
     """One Trainer, with the weights standing still; `windows` are arguments of the sampler."""
     dataset, model = LengthDataset(NUM_SAMPLES), text_model()
-    sampler = RegroupingBatchSampler(dataset, lengths=dataset.lengths, max_tokens=2 * LONGEST, seed=SEED, **windows)
-    loader = RegroupingDataLoader(dataset, batch_sampler=sampler, collate_fn=collate_samples)
-    seen = SeeWindows(sampler)
+    loader = regrouping_loader(dataset, seed=SEED, **windows)
+    seen = SeeWindows(loader.batch_sampler)
     recorder = fit(
         model,
         token_data_spec(loader, slot_tokens=LONGEST),
@@ -82,5 +81,4 @@ def run(
     }
 
 
-if __name__ == '__main__':
-    write_runs(run)
+main = each_run(run)

@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from composer_tokacc.train import main
-from tests.support.launch import launch_json, launch_nodes
+from tests.support.launch import launch_nodes, launch_program
 from tests.support.programs import DIGITS, TINY_DIGITS
 
 pytestmark = pytest.mark.slow
@@ -57,8 +57,9 @@ def one_rank(tmp_path_factory):
 
 
 def train_sharded(folder, *, steps, ranks):
-    fsdp = 'trainer.parallelism_config={fsdp: {state_dict_type: sharded}}'
-    return launch_json('tests/ranks/fsdp_training.py', *arguments(folder, steps), fsdp, ranks=ranks)
+    fsdp = 'trainer.parallelism_config.fsdp={state_dict_type: sharded}'
+    launch_program('composer_tokacc.train', *arguments(folder, steps), fsdp, ranks=ranks)
+    return result_of(folder)
 
 
 @pytest.fixture(scope='session')

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Text rows of lognormal lengths, read by index; every read is counted."""
+"""Text rows of lognormal lengths, read by index; every read is counted. And a loader that regroups them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader
 from tests.support.text import collate, text_row
 
 LONGEST = 48
@@ -38,5 +39,34 @@ class LengthDataset(Dataset):
         return {**text_row(length, labelled, seed=index), 'sample_ids': [str(index)]}
 
 
+class Reversed(Dataset):
+    """The samples of a dataset in another order, as an unsorted glob may list them."""
+
+    def __init__(self, dataset: LengthDataset) -> None:
+        self.dataset = dataset
+        self.lengths = dataset.lengths[::-1]
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.dataset[len(self.dataset) - 1 - index]
+
+
 def collate_samples(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {**collate(samples), 'sample_ids': [sample['sample_ids'][0] for sample in samples]}
+
+
+def regrouping_loader(
+    dataset: Any, *, num_workers: int = 0, multiprocessing_context: str | None = None, **options: Any
+) -> RegroupingDataLoader:
+    """Returns a loader over a sampler with these options."""
+    options = {'lengths': dataset.lengths, 'max_tokens': 2 * LONGEST, **options}
+    return RegroupingDataLoader(
+        dataset,
+        batch_sampler=RegroupingBatchSampler(dataset, **options),
+        collate_fn=collate_samples,
+        num_workers=num_workers,
+        persistent_workers=num_workers > 0,
+        multiprocessing_context=multiprocessing_context,
+    )

@@ -5,27 +5,38 @@
 
 from __future__ import annotations
 
+import importlib
 import json
-import runpy
+import multiprocessing
 import socket
 import sys
-
-from composer.utils import dist, get_device
-
-from tests.support.lookups import shorten_lookups
+from pathlib import Path
 
 
-def main(path: str) -> None:
-    """Each line is a script with its arguments; an error ends this rank, and so all of them."""
+def serve(address: str) -> None:
+    """Each line is a script, the arguments of its ``main``, and a file for what ``main`` returns on rank 0.
+
+    An error ends this rank, and so all of them.
+    """
+    # Loaded here, as this module is also the main one of workers of loaders.
+    from composer.utils import dist, get_device
+
+    from tests.support.lookups import shorten_lookups
+
     shorten_lookups()
+    # One import for all workers of a rank.
+    multiprocessing.set_forkserver_preload(['tests.support.length_dataset'])
     dist.initialize_dist(get_device('cpu'), timeout=120.0)
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(path)
+        connection.connect(address)
         for line in connection.makefile():
-            sys.argv = json.loads(line)
-            runpy.run_path(sys.argv[0], run_name='__main__')
+            script, *arguments, path = json.loads(line)
+            module = importlib.import_module(script.removesuffix('.py').replace('/', '.'))
+            result = module.main(*arguments)
+            if dist.get_global_rank() == 0:
+                Path(path).write_text(json.dumps(result))
             connection.sendall(b'.')
 
 
 if __name__ == '__main__':
-    main(sys.argv[1])
+    serve(sys.argv[1])

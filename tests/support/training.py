@@ -9,10 +9,8 @@ import copy
 import hashlib
 import inspect
 import json
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +18,7 @@ from composer import Trainer
 from composer.core import Callback, DataSpec, Event, State
 from composer.loggers import InMemoryLogger, Logger
 from composer.models import HuggingFaceModel
-from composer.utils import dist, get_device
+from composer.utils import dist
 from torch.utils.data import DataLoader, IterableDataset
 
 from composer_tokacc import TokenAccumulation, token_data_spec
@@ -230,27 +228,9 @@ def logged(memory: InMemoryLogger, name: str) -> list[float]:
     return [float(value) for _, value in memory.data[name]]
 
 
-def write_result(run: Callable[..., Any]) -> None:
-    """Main of a script under the launcher: rank 0 writes what ``run`` makes of the arguments to the last of them."""
-    dist.initialize_dist(get_device('cpu'), timeout=60.0)
-    *arguments, path = sys.argv[1:]
-    result = run(*arguments)
-    if dist.get_global_rank() == 0:
-        Path(path).write_text(json.dumps(result))
-
-
-def write_runs(run: Callable[..., Any]) -> None:
-    """The same with a JSON list of the arguments of several runs."""
-
-    def runs(given: str) -> list[Any]:
-        results = []
-        for arguments in json.loads(given):
-            results.append(run(**arguments))
-            if dist.get_global_rank() == 0:  # after each, because a later one may hang, crash or be killed
-                Path(sys.argv[2]).write_text(json.dumps(results))
-        return results
-
-    write_result(runs)
+def each_run(run: Callable[..., Any]) -> Callable[[str], list[Any]]:
+    """Makes a ``main`` for :func:`.launch_json`: it takes a JSON list of the arguments of several runs."""
+    return lambda runs: [run(**arguments) for arguments in json.loads(runs)]
 
 
 def rank_share(items: Sequence[Any], sizes: Sequence[int]) -> list[Any]:

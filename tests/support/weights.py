@@ -23,21 +23,29 @@ def column(batch: dict[str, Any], *, seed: int = 0, zeros: bool = True) -> torch
 
 
 def weighted_losses(
-    logits: torch.Tensor, batch: dict[str, Any], token_weights: str, *, shift: int = 1
+    logits: torch.Tensor,
+    batch: dict[str, Any],
+    token_weights: str,
+    *,
+    shift: int = 1,
+    label_smoothing: float = 0.0,
+    z_weight: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weighted mean and plain mean of the tokens' losses, one position after the other."""
+    """Weighted mean and plain mean of the tokens' losses, row by row; column 0 counts without shift."""
     labels = batch['labels']
     losses, weights = [], []
     for row in range(len(labels)):
         places = [place for place in range(shift, labels.shape[1]) if int(labels[row, place]) != -100]
-        for place in places:
-            losses.append(-logits[row, place - shift].log_softmax(dim=-1)[labels[row, place]])
-            if token_weights == 'column':
-                given = batch['loss_weights']
-                weights.append(float(given[row] if given.dim() == 1 else given[row, place]))
-            else:
-                weights.append(len(places) ** -POWERS[token_weights])
-    loss, weight = torch.stack(losses), torch.tensor(weights, dtype=torch.float64)
+        predicted = logits[row, [place - shift for place in places]]
+        of_row = F.cross_entropy(predicted, labels[row, places], reduction='none', label_smoothing=label_smoothing)
+        losses.append(of_row + z_weight * predicted.logsumexp(dim=-1).square())
+        if token_weights == 'column':
+            given = batch['loss_weights'][row]
+            weights.append(given[places] if given.dim() else given.expand(len(places)))
+        else:
+            weight_of_row = max(len(places), 1) ** -POWERS[token_weights]
+            weights.append(torch.full((len(places),), weight_of_row, dtype=logits.dtype))
+    loss, weight = torch.cat(losses), torch.cat(weights).to(logits.dtype)
     return (loss * weight).sum() / weight.sum(), loss.mean()
 
 
@@ -56,31 +64,11 @@ def weighted_reference(
     return gradients, loss.item(), token_mean.item()
 
 
-def weighted_gradients(
-    model: Any,
-    batch: dict[str, Any],
-    token_weights: str,
-    *,
-    shift: int = 1,
-    label_smoothing: float = 0.0,
-    z_weight: float = 0.0,
-) -> Gradients:
-    """Of one plain forward of a Composer model over the whole batch, for its logits; column 0 counts without shift."""
+def weighted_gradients(model: Any, batch: dict[str, Any], token_weights: str, **options: Any) -> Gradients:
+    """Of one plain forward of a Composer model over the whole batch; options of :func:`weighted_losses`."""
     model.zero_grad(set_to_none=True)
     outputs = model({key: value for key, value in batch.items() if key != 'loss_weights'})
-    logits, labels = outputs['logits'], batch['labels']
-    losses, weights = [], []
-    for row in range(len(labels)):
-        places = [place for place in range(shift, labels.shape[1]) if int(labels[row, place]) != -100]
-        predicted = logits[row, [place - shift for place in places]]
-        of_row = F.cross_entropy(predicted, labels[row, places], reduction='none', label_smoothing=label_smoothing)
-        losses.append(of_row + z_weight * predicted.logsumexp(dim=-1).square())
-        if token_weights == 'column':
-            weights.append(batch['loss_weights'][row, places])
-        else:
-            weights.append(torch.full((len(places),), max(len(places), 1) ** -POWERS[token_weights]))
-    loss, weight = torch.cat(losses), torch.cat(weights)
-    ((loss * weight).sum() / weight.sum()).backward()
+    weighted_losses(outputs['logits'], batch, token_weights, **options)[0].backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
     return gradients

@@ -52,12 +52,22 @@ def batch(**changes: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
     return {**whole, **{key: change(whole[key]) for key, change in changes.items()}}
 
 
-def step(given: dict[str, Any], *, algorithms: Any = None, **options: Any) -> Callable[[], Any]:
+def without(key: str) -> dict[str, Any]:
+    kept = batch()
+    del kept[key]
+    return kept
+
+
+def step(*given: dict[str, Any], algorithms: Any = None, **options: Any) -> Callable[[], Any]:
     def run() -> None:
         chosen = [TokenAccumulation()] if algorithms is None else algorithms()
-        train(text_model(), token_data_spec(loader(given), **options), algorithms=chosen)
+        train(text_model(), token_data_spec(loader(*given), **options), algorithms=chosen)
 
     return run
+
+
+def weighted(weights: torch.Tensor) -> Callable[[], Any]:
+    return step({**batch(), 'loss_weights': weights}, algorithms=lambda: [TokenAccumulation(token_weights='column')])
 
 
 LAYOUT = BatchLayout.infer(batch())
@@ -66,6 +76,35 @@ LAYOUT = BatchLayout.infer(batch())
 def sampler(**options: Any) -> RegroupingBatchSampler:
     """Of two global batches of two samples."""
     return RegroupingBatchSampler([0] * 4, lengths=[4] * 4, global_batch_size=2, max_tokens=8, **options)
+
+
+def plan(lengths: Any, *, num_ranks: Any = 1, max_tokens: int = 8) -> Callable[[], Any]:
+    return lambda: plan_microbatches(lengths, num_ranks=num_ranks, max_tokens=max_tokens)
+
+
+def regrouping(**options: Any) -> Callable[[], Any]:
+    """Takes the first batch of a loader of the sampler."""
+
+    def read() -> None:
+        loader = RegroupingDataLoader([0] * 4, batch_sampler=sampler(num_replicas=1, rank=0), **options)
+        next(iter(loader))
+
+    return read
+
+
+def invariance(gradients: Any = lambda cut: {}, **options: Any) -> Callable[[], Any]:
+    return lambda: verify_invariance(gradients, text_rows([(6, 3), (9, 2)]), **options)
+
+
+def isolation(model: Any = None, documents: Any = None, **inputs: Any) -> Callable[[], Any]:
+    """Of two documents in a row of three ids, and a Llama, unless told otherwise."""
+    inputs = inputs or {'input_ids': torch.tensor([[3, 4, 5]])}
+    documents = torch.tensor([[0, 0, 1]]) if documents is None else documents
+    return lambda: verify_isolation(text_model() if model is None else model, inputs, documents)
+
+
+def suggestion(lengths: Any) -> Callable[[], Any]:
+    return lambda: suggest_microbatching(lengths, num_ranks=1, global_batch_size=2, memory=None, device_memory_gib=1.0)
 
 
 class Named(HuggingFaceModel):
@@ -132,13 +171,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     'labels that ignore -1': (step(batch(labels=lambda labels: labels.clamp(min=-1))), '-100'),
     'a batch in a tuple': (step(tuple(batch().values())), 'mappings'),
     'a set in a batch': (step({**batch(), 'extra': {1, 2}}), "`batch['extra']`"),
-    'weights that are not finite': (
-        step(
-            {**batch(), 'loss_weights': torch.tensor([1.0, float('inf'), 1.0])},
-            algorithms=lambda: [TokenAccumulation(token_weights='column')],
-        ),
-        'loss_weights',
-    ),
+    'weights that are not finite': (weighted(torch.tensor([1.0, float('inf'), 1.0])), 'loss_weights'),
     **{
         f'a state of {kind}': (lambda given=given: TokenAccumulation().load_state_dict(given), 'num_empty_steps')
         for kind, given in {
@@ -157,56 +190,24 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     'a mask that hides all': (step(batch(attention_mask=lambda mask: mask * 0)), 'no token in row 0'),
     'positions that are floats': (step({**batch(), 'position_ids': torch.arange(9.0).expand(3, 9)}), WORKS),
-    'weights that are integers': (
-        step(
-            {**batch(), 'loss_weights': torch.ones(3, dtype=torch.long)},
-            algorithms=lambda: [TokenAccumulation(token_weights='column')],
-        ),
-        WORKS,
-    ),
+    'weights that are integers': (weighted(torch.ones(3, dtype=torch.long)), WORKS),
     'shares of losses that are a number': (lambda: sampler(loss_shares=3), '`loss_shares`'),
     'an epoch of 70 bits': (lambda: sampler(num_replicas=1, rank=0).set_epoch(2**70), '`epoch`'),
-    'gradients that are no function': (lambda: verify_invariance(3, text_rows([(6, 3), (9, 2)])), '`gradients`'),
-    'microbatches of one and a half rows': (
-        lambda: verify_invariance(lambda cut: {}, text_rows([(6, 3), (9, 2)]), microbatch_sizes=[1.5]),
-        '`microbatch_sizes`',
-    ),
-    'half a document': (
-        lambda: verify_isolation(text_model(), {'input_ids': torch.tensor([[3, 4, 5]])}, torch.tensor([[0, 0.5, 1]])),
-        '`documents`',
-    ),
-    'sizes of a word': (
-        lambda: suggest_microbatching('x', num_ranks=1, global_batch_size=2, memory=None, device_memory_gib=1.0),
-        '`lengths`',
-    ),
-    'lengths that are dates': (
-        lambda: plan_microbatches(np.array(['2020'], dtype='datetime64[D]'), num_ranks=1, max_tokens=8),
-        'must be integers',
-    ),
-    'a loader that shuffles': (
-        lambda: RegroupingDataLoader([0] * 4, batch_sampler=sampler(num_replicas=1, rank=0), shuffle=True),
-        'shuffle',
-    ),
+    'gradients that are no function': (invariance(3), '`gradients`'),
+    'microbatches of one and a half rows': (invariance(microbatch_sizes=[1.5]), '`microbatch_sizes`'),
+    'half a document': (isolation(documents=torch.tensor([[0, 0.5, 1]])), '`documents`'),
+    'sizes of a word': (suggestion('x'), '`lengths`'),
+    'lengths that are dates': (plan(np.array(['2020'], dtype='datetime64[D]')), 'must be integers'),
+    'a loader that shuffles': (regrouping(shuffle=True), 'shuffle'),
     'a model of which nothing is trained': (frozen, 'requires a gradient'),
-    'a collator that is a word': (
-        lambda: RegroupingDataLoader([0] * 4, batch_sampler=sampler(), collate_fn='pad'),
-        '`collate_fn`',
-    ),
-    'lengths of lists': (lambda: plan_microbatches([[3], [4, 5]], num_ranks=1, max_tokens=8), '`lengths`'),
+    'a collator that is a word': (regrouping(collate_fn='pad'), '`collate_fn`'),
+    'lengths of lists': (plan([[3], [4, 5]]), '`lengths`'),
     'a sampler with a word for a seed': (lambda: sampler(seed='a'), '`seed`'),
     'a sampler with a seed of 70 bits': (lambda: sampler(seed=2**70), '`seed`'),
     'a sampler that drops maybe': (lambda: sampler(drop_last='maybe'), '`drop_last`'),
     'a sampler that skips to a word': (lambda: sampler(num_replicas=1, rank=0).skip_to('a'), '`batch`'),
     'a collator that loses a sample': (
-        lambda: next(
-            iter(
-                RegroupingDataLoader(
-                    [0] * 4,
-                    batch_sampler=sampler(num_replicas=1, rank=0),
-                    collate_fn=lambda samples: {'input_ids': torch.ones(1, 4, dtype=torch.long)},
-                )
-            )
-        ),
+        regrouping(collate_fn=lambda samples: {'input_ids': torch.ones(1, 4, dtype=torch.long)}),
         'a row for each sample',
     ),
     'a mask of numbers with two parts': (step(batch(attention_mask=lambda mask: mask.to(torch.complex64))), 'real'),
@@ -223,21 +224,10 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         step(batch(attention_mask=lambda mask: torch.ones(2, 1, 9, 9))),
         'attention_mask',
     ),
-    'complex weights': (
-        step(
-            {**batch(), 'loss_weights': torch.ones(3, dtype=torch.complex64)},
-            algorithms=lambda: [TokenAccumulation(token_weights='column')],
-        ),
-        'real tensor',
-    ),
+    'complex weights': (weighted(torch.ones(3, dtype=torch.complex64)), 'real tensor'),
     'a BatchEncoding': (step(BatchEncoding(batch())), WORKS),
     'vectors that are no numbers': (
-        step(
-            {
-                **{key: value for key, value in batch().items() if key != 'input_ids'},
-                'inputs_embeds': torch.full((3, 9, 32), float('nan')),
-            }
-        ),
+        step({**without('input_ids'), 'inputs_embeds': torch.full((3, 9, 32), float('nan'))}),
         'must be a number, got: nan (row 0)',
     ),
     'a model that is a word': (lambda: token_data_spec(loader(batch()), model='llava'), '`model`'),
@@ -247,7 +237,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     'a rank that is not there': (lambda: sampler(num_replicas=2, rank=5), '`rank`'),
     'an epoch and a half': (lambda: sampler(num_replicas=1, rank=0).set_epoch(0.5), '`epoch`'),
-    'lengths in a tensor': (lambda: plan_microbatches(torch.tensor([3, 4]), num_ranks=1, max_tokens=8), WORKS),
+    'lengths in a tensor': (plan(torch.tensor([3, 4])), WORKS),
     'rows by what is true': (lambda: LAYOUT.select(batch(), [True, False, True]), '`rows`'),
     'weights of nothing at all': (lambda: step_loss_weights(None), '`microbatches`'),
     **{
@@ -257,8 +247,8 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         )
         for given in (None, 'no JSON', 3)
     },
-    'a batch without labels': (step({key: value for key, value in batch().items() if key != 'labels'}), 'labels'),
-    'a batch without ids': (step({key: value for key, value in batch().items() if key != 'input_ids'}), 'input_ids'),
+    'a batch without labels': (step(without('labels')), 'labels'),
+    'a batch without ids': (step(without('input_ids')), 'input_ids'),
     **{
         f'numbers of images that are {kind}': (step({**batch(), 'num_images': given}), 'num_images')
         for kind, given in {
@@ -282,21 +272,15 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     'a loss of samples alone': (samples_alone, WORKS),
     'a head that classifies rows': (classified, 'classifies whole rows'),
     'a cap below the longest row': (step(batch(), slot_tokens=3), 'slot_tokens'),
-    'a plan of one and a half ranks': (lambda: plan_microbatches([2], num_ranks=1.5, max_tokens=8), 'num_ranks'),
-    'a plan of nothing': (lambda: plan_microbatches(None, num_ranks=1, max_tokens=8), 'lengths'),
-    'a plan of a word': (lambda: plan_microbatches('abc', num_ranks=1, max_tokens=8), 'lengths'),
-    'a plan of a set': (lambda: plan_microbatches({3, 4}, num_ranks=1, max_tokens=8), 'in a set'),
+    'a plan of one and a half ranks': (plan([2], num_ranks=1.5), 'num_ranks'),
+    'a plan of nothing': (plan(None), 'lengths'),
+    'a plan of a word': (plan('abc'), 'lengths'),
+    'a plan of a set': (plan({3, 4}), 'in a set'),
     'a cost that is a word': (lambda: CostModel(launch='1'), '`launch`'),
     'a sampler for no ranks': (lambda: sampler(num_replicas=0, rank=0), '`num_replicas`'),
-    'a budget of 70 bits': (lambda: plan_microbatches([3], num_ranks=1, max_tokens=2**70), '`max_tokens`'),
-    'a sample of 62 bits': (
-        lambda: plan_microbatches([2**62], num_ranks=1, max_tokens=2**62),
-        'finite and below 2147483648',
-    ),
-    'a length that wraps around': (
-        lambda: plan_microbatches(np.array([2**63 + 5], np.uint64), num_ranks=1, max_tokens=9),
-        'below 2147483648',
-    ),
+    'a budget of 70 bits': (plan([3], max_tokens=2**70), '`max_tokens`'),
+    'a sample of 62 bits': (plan([2**62], max_tokens=2**62), 'finite and below 2147483648'),
+    'a length that wraps around': (plan(np.array([2**63 + 5], np.uint64), max_tokens=9), 'below 2147483648'),
     'a rank below the first': (lambda: sampler(num_replicas=1, rank=-1), '`rank` must be 0, got: -1'),
     'a seed of numpy': (lambda: next(iter(sampler(num_replicas=1, rank=0, seed=np.int64(3)))), WORKS),
     'a window of a word': (lambda: sampler().window('a'), '`batch` must be an integer'),
@@ -337,26 +321,14 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     'a size of a row and a half': (step(batch(), slot_tokens=9.0), '`slot_tokens`'),
     'a mixture that is a word': (lambda: sampler(mixture='x'), '`mixture`'),
     'a plan of a batch that is not there': (lambda: sampler().plan(1000), '`batch` must be an integer from 0 to 1'),
-    'a memory of nothing': (
-        lambda: suggest_microbatching([5, 6], num_ranks=1, global_batch_size=2, memory=None, device_memory_gib=1.0),
-        '`memory`',
-    ),
+    'a memory of nothing': (suggestion([5, 6]), '`memory`'),
     'a row that is not there': (lambda: LAYOUT.select(batch(), [99]), '`rows`'),
     'the last row counted from the end': (lambda: LAYOUT.select(batch(), [-1]), '`rows`'),
     'widths of nothing': (lambda: LAYOUT.trim(batch(), width_multiple=0), '`width_multiple`'),
     'rows of nothing': (lambda: LAYOUT.num_rows(None), '`batch`'),
-    'a layout that is a word': (
-        lambda: verify_invariance(lambda cut: {}, text_rows([(6, 3), (9, 2)]), layout='x'),
-        '`layout`',
-    ),
-    'isolation of a number': (
-        lambda: verify_isolation(3, {'input_ids': torch.ones(1, 3)}, torch.tensor([[0, 0, 1]])),
-        '`model`',
-    ),
-    'isolation of no ids': (
-        lambda: verify_isolation(text_model(), {'x': torch.ones(1, 3)}, torch.tensor([[0, 0, 1]])),
-        'input_ids',
-    ),
+    'a layout that is a word': (invariance(layout='x'), '`layout`'),
+    'isolation of a number': (isolation(3), '`model`'),
+    'isolation of no ids': (isolation(x=torch.ones(1, 3)), 'input_ids'),
     'weights of a word': (lambda: step_loss_weights(['a']), '`batch`'),
     'weights of labels that are true or false': (
         lambda: step_loss_weights([batch(labels=lambda labels: labels > 0)]),
@@ -369,14 +341,8 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     'a weight on no rank': (lambda: token_weight(3, 9, world_size=0), '`world_size`'),
     'a weight of more than the step': (lambda: token_weight(9, 3), '`num_tokens`'),
     'a weight of nothing known': (lambda: token_weight(1, float('nan')), '`num_tokens`'),
-    'isolation of an id outside of the vocabulary': (
-        lambda: verify_isolation(text_model(), {'input_ids': torch.tensor([[1, 10**6, 3]])}, torch.tensor([[0, 0, 1]])),
-        '`packed`',
-    ),
-    'invariance on no side': (
-        lambda: verify_invariance(lambda cut: {}, text_rows([(6, 3), (9, 2)]), padding_sides=()),
-        '`padding_sides`',
-    ),
+    'isolation of an id outside of the vocabulary': (isolation(input_ids=torch.tensor([[1, 10**6, 3]])), '`packed`'),
+    'invariance on no side': (invariance(padding_sides=()), '`padding_sides`'),
     'a join of no batches': (lambda: LAYOUT.concat([]), '`batches`'),
     'lengths of more samples than labels': (
         lambda: LengthTable(
@@ -385,28 +351,11 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         'of one shape',
     ),
     'weights of another scheme': (lambda: step_loss_weights([batch()], token_weights='squared'), 'token_weights'),
-    'a loader of another dataset': (
-        lambda: RegroupingDataLoader(
-            [1, 2, 3], batch_sampler=RegroupingBatchSampler([1, 2], lengths=[4, 4], global_batch_size=2, max_tokens=8)
-        ),
-        'of 2 samples',
-    ),
-    'gradients that nobody returns': (
-        lambda: verify_invariance(lambda cut: None, text_rows([(6, 3), (9, 2)])),
-        'by name',
-    ),
-    'a tolerance that is no number': (
-        lambda: verify_invariance(lambda cut: {}, text_rows([(6, 3), (9, 2)]), tolerance=float('nan')),
-        'tolerance',
-    ),
-    'isolation of a layer': (
-        lambda: verify_isolation(torch.nn.Linear(2, 2), {'input_ids': torch.ones(1, 3)}, torch.tensor([[0, 0, 1]])),
-        'Hugging Face model',
-    ),
-    'documents in a list': (
-        lambda: verify_isolation(text_model(), {'input_ids': torch.tensor([[3, 4, 5]])}, [[0, 0, 1]]),
-        WORKS,
-    ),
+    'a loader of another dataset': (lambda: RegroupingDataLoader([0] * 3, batch_sampler=sampler()), 'of 4 samples'),
+    'gradients that nobody returns': (invariance(lambda cut: None), 'by name'),
+    'a tolerance that is no number': (invariance(tolerance=float('nan')), 'tolerance'),
+    'isolation of a layer': (isolation(torch.nn.Linear(2, 2)), 'Hugging Face model'),
+    'documents in a list': (isolation(documents=[[0, 0, 1]]), WORKS),
     'a batch of lists': (step({key: value.tolist() for key, value in batch().items()}), 'tensors'),
     'weights of no model': (lambda: measure_token_weights(3).__enter__(), '`model`'),
     'counts of no batch': (lambda: count_tokens(3), '`batch`'),
@@ -415,13 +364,8 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: VisionLanguageCollator(small())([{'input_ids': torch.ones(3, dtype=torch.long)}]),
         '`samples`',
     ),
-    'a conversation of nobody': (lambda: ConversationEncoder(small())([]), '`messages`'),
-    'a conversation of plain texts': (
-        lambda: ConversationEncoder(small())(
-            [{'role': 'user', 'content': 'A?'}, {'role': 'assistant', 'content': 'B.'}]
-        ),
-        WORKS,
-    ),
+    'a conversation of nobody': (encoded(), '`messages`'),
+    'a conversation of plain texts': (encoded(QUESTION, {'role': 'assistant', 'content': 'B.'}), WORKS),
     'lengths of no samples': (lambda: length_table([], small()), '`dataset`'),
     'lengths of samples without labels': (
         lambda: build_length_table([{'input_ids': torch.ones(1, 3)}], small()),
@@ -432,8 +376,5 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         'labels to learn',
     ),
     'a second fit with a loader of nothing': (fitted_again_with_nothing, 'at least one batch'),
-    'a loader of nothing': (
-        lambda: train(text_model(), token_data_spec(loader()), algorithms=[TokenAccumulation()]),
-        'batch',
-    ),
+    'a loader of nothing': (step(), 'batch'),
 }
