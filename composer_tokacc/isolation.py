@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 
@@ -142,7 +141,13 @@ def _leaks_of_gradient(
 ) -> Leaks:
     """Returns the norm of the gradient of each document's logits by the embeddings of another document, if not 0."""
     leaks: Leaks = {}
-    with _watched_output(embedding) as embedded:
+    embedded: list[torch.Tensor] = []
+
+    def start_graph(module: torch.nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
+        embedded.append(output.detach().requires_grad_())
+        return embedded[-1]
+
+    with embedding.register_forward_hook(start_graph):
         logits = _logits(model, inputs)
     # Random factors, so that no two parts of a sum cancel.
     factors = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0)).to(logits)
@@ -154,22 +159,6 @@ def _leaks_of_gradient(
             if size != 0.0:
                 leaks[document.row, document.number, other.number] = size
     return leaks
-
-
-@contextmanager
-def _watched_output(module: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
-    """Collects the outputs of a module as leaves of the graph."""
-    outputs: list[torch.Tensor] = []
-
-    def replace(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        outputs.append(output.detach().requires_grad_())
-        return outputs[-1]
-
-    hook = module.register_forward_hook(replace)
-    try:
-        yield outputs
-    finally:
-        hook.remove()
 
 
 @torch.no_grad()

@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from composer_tokacc import BatchLayout, verify_invariance, verify_isolation
 from composer_tokacc.invariance import relative_error
+from tests.checks.test_written_state import RunningMean, with_layers
 from tests.ranks.invariance import mean_of_means, step_mean
 from tests.support.families import FAMILIES
 from tests.support.launch import launch_json
@@ -263,30 +262,14 @@ def test_random_logits_are_refused():
         verify_isolation(model, {**PACKED, 'use_cache': False}, DOCUMENTS)
 
 
-@pytest.mark.parametrize('kind', ['spectral norm', 'running mean'])
-def test_state_that_forwards_write_is_named(kind):
+@pytest.mark.parametrize(
+    ('layer', 'name'), [('spectral norm', '_SpectralNorm._u'), ('running mean', 'RunningMean.running')]
+)
+def test_state_that_forwards_write_is_named(layer, name):
     """Each forward writes it, so the gradient of a step depends on the number of its microbatches."""
-
-    class Running(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.embedding, self.head = torch.nn.Embedding(64, 8), torch.nn.Linear(8, 64)
-            if kind == 'spectral norm':
-                torch.nn.utils.parametrizations.spectral_norm(self.head)
-            self.register_buffer('mean', torch.zeros(8))
-
-        def forward(self, input_ids, labels, **_):
-            hidden = self.embedding(input_ids)
-            if kind == 'running mean':
-                self.mean.lerp_(hidden.detach().mean(dim=(0, 1)), 0.5)
-                hidden = hidden - self.mean
-            logits = self.head(hidden)
-            loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-            return SimpleNamespace(loss=loss)
-
-    report = verify_invariance(step_mean(Running()), text_rows(ROWS))
+    spectral_norm = torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(32, 32))
+    model = with_layers(spectral_norm if layer == 'spectral norm' else RunningMean())
+    report = verify_invariance(step_mean(model), text_rows(ROWS))
     assert not report.is_exact
-    name = '_SpectralNorm._u' if kind == 'spectral norm' else 'Running.mean'
     assert f'`{name}`' in report.note
     assert report.note in str(report)

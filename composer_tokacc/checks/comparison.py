@@ -57,8 +57,8 @@ LARGEST_FACTOR_ERROR = 0.1
 
 NOT_ACCEPTED = (AttributeError, IndexError, TypeError, ValueError)
 """Errors of a model that cannot compute some rows."""
-NOT_ACCEPTED_PACKED = (*NOT_ACCEPTED, RuntimeError, KeyError)
-"""Errors of a model that does not accept packed rows."""
+NOT_COMPUTED = (*NOT_ACCEPTED, RuntimeError, KeyError)
+"""Errors of a model that does not accept packed rows, or logits at labels."""
 
 MEAN = "The model's own loss must be the mean over its loss-generating tokens, got: "
 SAMPLES = "The terms that `loss_units` calls 'samples' must be means over samples, got: "
@@ -259,8 +259,10 @@ class RowComparison(Generic[RulesT]):
         positions = LabelledPositions.from_batch(self.batch, self._rule, sum(self._counts))
         try:
             result = self._probe.run(self.batch, at_labels=AtLabels(selector, self._rule, positions))
-        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-            return _first_line(error)
+        except NOT_COMPUTED as error:
+            # Without the rest of a long message of the host.
+            first_line, *_ = str(error).strip().splitlines() or ['']
+            return f'{type(error).__name__}: {first_line}'
         finally:
             selector.disarm()
         gradients = result.gradients.get('tokens', ())
@@ -297,7 +299,7 @@ class RowComparison(Generic[RulesT]):
         else:
             cut_kind = CutKind.PACKED
             groups = self._packed_groups(packed_total)
-            errors = NOT_ACCEPTED_PACKED
+            errors = NOT_COMPUTED
         # The losses of all microbatches, for the check of the formula at the end.
         parts: list[_LossPart] = []
         for rows in groups:
@@ -539,11 +541,6 @@ def _relative_errors(
     smallest_size = SMALL_ROW * largest or 1e-30
     differences = (gradients - expected).flatten(1).norm(dim=1)
     return (differences / sizes.clamp(min=smallest_size)).nan_to_num(nan=torch.inf)
-
-
-def _first_line(error: Exception) -> str:
-    """Returns what an error says, without the rest of a long message of the host."""
-    return f'{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}'
 
 
 def documents_of(packed: Batch) -> Tensor:

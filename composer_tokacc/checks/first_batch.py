@@ -129,8 +129,6 @@ class FirstBatchCheck:
     """Ranges of the rows that were compared, the same on all ranks."""
     _was_run: bool = field(default=False, init=False)
     """Whether rows were checked, and are not due to be checked again."""
-    _num_harmless: int = field(default=0, init=False)
-    """Number of harmless states that were named in a warning."""
 
     def __post_init__(self) -> None:
         # Without a check the given rule is taken for granted.
@@ -298,15 +296,15 @@ class FirstBatchCheck:
                 'writes and the result depends on. A step would depend on its number of microbatches. Put its module '
                 'in eval mode, or write it once a step, outside of the forward (docs/errors.md#row-coupling).'
             )
-        new_names = self.probe.harmless_states[self._num_harmless :]
-        self._num_harmless += len(new_names)
-        if new_names:
+        names = self.probe.harmless_states
+        if names:
             log.warning(
                 'Every forward writes %d states of the model, such as %r. Gradients do not depend on them. The states '
                 'depend on the number of microbatches.',
-                len(new_names),
-                new_names[0],
+                len(names),
+                names[0],
             )
+            self.probe.harmless_states = []
 
     def _check_ties(self, rows: BatchDict | None) -> None:
         """Raises RuntimeError if the model chooses between positions with equal scores, in rows of repeated tokens.
@@ -446,12 +444,9 @@ def _any_token(rows: Batch) -> int:
     """Returns a token that the model knows: a label of the rows, or one of their ids."""
     labels = labels_of(rows)
     tokens = labels[labels != IGNORE_INDEX]
-    if tokens.numel():
-        return int(tokens[-1])
-    ids = rows.get('input_ids')
-    if ids is not None and ids.shape == labels.shape:
-        return int(ids.flatten()[-1])
-    return 0
+    if not tokens.numel():
+        tokens = rows.get('input_ids', torch.zeros(1)).flatten()
+    return int(tokens[-1])
 
 
 def _columns(is_marked: Tensor) -> list[int]:

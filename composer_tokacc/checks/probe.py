@@ -162,7 +162,7 @@ class Probe:
         self._written: dict[str, State] = {}
         """State of the model that forwards have written and that is still to be judged, by name."""
         self.harmless_states: list[str] = []
-        """Names of states that every forward writes, and that the result does not depend on."""
+        """Names of states that every forward writes and that the result does not depend on, still to be reported."""
         self._judged: set[str] = set()  # names of states that were judged, or are judged now
         self.state_dependence: str | None = None
         """Name of a state that every forward writes and that the result depends on."""
@@ -372,12 +372,18 @@ def _result_of(forward: _Forward, targets: Tensor | None, *, has_broken_tie: boo
         has_logits = are_logits(logit_gradient, targets)
         if has_logits is not False:
             measured = measure(logits, logit_gradient)
+    output_size = None
+    output_address = None
+    if logits is not None:
+        output_size = logits.shape[-1]
+        if not isinstance(logits, DTensor):
+            output_address = logits.data_ptr()
     return ProbeResult(
         losses={unit: loss.float().mean().item() for unit, loss in forward.terms.items()},
         gradients=gradients,
         measured=measured,
-        output_size=None if logits is None else logits.shape[-1],
-        output_address=None if logits is None or isinstance(logits, DTensor) else logits.data_ptr(),
+        output_size=output_size,
+        output_address=output_address,
         has_logits=has_logits,
         has_broken_tie=has_broken_tie,
         eps=_coarsest_eps(forward.terms.values()),
@@ -408,8 +414,8 @@ class _VariedWeights:
         """Makes forwards inside of the context use the varied weights."""
         with ExitStack() as hooks:
             for module in self._modules:
-                has_equal_weights = bool(self._names[module]) if module in self._names else True
-                if has_equal_weights:
+                # Modules that were not reached yet may have such weights.
+                if self._names.get(module, True):
                     hooks.enter_context(module.register_forward_pre_hook(self._show))
                     hooks.enter_context(module.register_forward_hook(self._hide, always_call=True))
             yield

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import copy
-import doctest
 import weakref
 from types import SimpleNamespace
 
@@ -16,7 +15,6 @@ import torch.nn.functional as F
 from composer import DataSpec
 
 from composer_tokacc import TokenAccumulation, measure_token_weights, token_data_spec
-from composer_tokacc.checks import token_weights
 from tests.support.launch import launch_json
 from tests.support.text import collate, text_model, text_rows
 from tests.support.training import hugging_face, loader, train
@@ -328,10 +326,6 @@ def test_fused_head_with_log_probabilities():
     with measure_token_weights(model) as report:
         (-model(**BATCH).log_probs.sum() / 7).backward()
     torch.testing.assert_close(report.weights, [torch.full((sum(TARGETS),), 1 / 7)])
-
-
-def test_the_example_of_the_docstring_runs():
-    assert doctest.testmod(token_weights) == (0, 5)
 
 
 def test_backward_after_the_end():
