@@ -199,7 +199,12 @@ class RowComparison(Generic[RulesT]):
 
     # The cuts.
 
-    def first_exact(self, cutter: Cutter[RulesT], rules: RulesT, packed_total: int = 0) -> RulesT:
+    def first_exact(
+        self,
+        cutter: Cutter[RulesT],
+        rules: RulesT,
+        packed_total: int = 0,
+    ) -> RulesT:
         """Returns the first rules under which every row keeps its gradient.
 
         Args:
@@ -338,7 +343,12 @@ class RowComparison(Generic[RulesT]):
         num_copies = max(math.ceil(packed_total / sum(self._facts.lengths)), 1)
         return [self._all_rows * num_copies, self._all_rows[::-1] * num_copies]
 
-    def _not_accepted(self, rows: Sequence[int], error: Exception, cut_kind: CutKind) -> Failure:
+    def _not_accepted(
+        self,
+        rows: Sequence[int],
+        error: Exception,
+        cut_kind: CutKind,
+    ) -> Failure:
         reason = str(error).rstrip('.')
         if cut_kind is CutKind.PACKED:
             text = f'The model must take packed rows, got: {reason}. Set `packing=False` (docs/errors.md#packing).'

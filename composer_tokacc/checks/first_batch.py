@@ -179,7 +179,13 @@ class FirstBatchCheck:
             self._learn_readings(offers)
             is_sender = offers[get_global_rank()] is offer
             try:
-                new_rules, shown = self._run(batch, cutter, rules, missing, is_sender=is_sender)
+                new_rules, shown = self._run(
+                    batch,
+                    cutter,
+                    rules,
+                    missing,
+                    is_sender=is_sender,
+                )
             except IndexError as error:
                 # An id or a target is out of range. A GPU stops the process instead.
                 if 'out of' not in str(error):
@@ -323,7 +329,12 @@ class FirstBatchCheck:
     def _on_device(self, batch: Batch) -> Batch:
         return self.to_device(with_copied_tensors(without_rows(batch)))
 
-    def _selected_rows(self, batch: Batch, cutter: Cutter[RulesT] | None, missing: Sequence[str]) -> SharedRows:
+    def _selected_rows(
+        self,
+        batch: Batch,
+        cutter: Cutter[RulesT] | None,
+        missing: Sequence[str],
+    ) -> SharedRows:
         """Returns the rows of this rank that all ranks probe."""
         if self.layout is None:
             return SharedRows(dict(batch), {}, None, 0)
@@ -640,7 +651,11 @@ def _with_labels(layout: BatchLayout, batch: BatchDict) -> BatchDict:
     return {**batch, 'labels': labels}
 
 
-def with_unequal_row(layout: BatchLayout, rows: BatchDict, rule: str) -> BatchDict:
+def with_unequal_row(
+    layout: BatchLayout,
+    rows: BatchDict,
+    rule: str,
+) -> BatchDict:
     """Adds a row with fewer or more labels, if the rows have nearly the same number.
 
     If all rows have the same number of tokens, a mean over tokens equals a mean over the means of rows. Then the check

@@ -251,7 +251,11 @@ class Probe:
         outputs: list[_LayerOutput] = []
         shapes = [tuple(labels_of(batch).shape)]
 
-        def note(module: Module, args: object, output: object) -> None:
+        def note(
+            module: Module,
+            args: object,
+            output: object,
+        ) -> None:
             # Only the size and the address are kept, so that the memory of the output is freed.
             if _is_of_shape(output, shapes):
                 outputs.append(_LayerOutput(module, output.shape[-1], output.data_ptr()))
@@ -314,7 +318,13 @@ class Probe:
         decisive = next((state for state in rewritten if changes_result([state])), rewritten[0])
         self.state_dependence = decisive.name
 
-    def _forward(self, batch: Batch, *, rounded: bool, at_labels: AtLabels | None) -> _Forward:
+    def _forward(
+        self,
+        batch: Batch,
+        *,
+        rounded: bool,
+        at_labels: AtLabels | None,
+    ) -> _Forward:
         precision = torch.autocast(self._device_type, enabled=False) if self._uses_float32 else self._precision()
         # Forward and loss get the same copy, as in training. If the model writes into it, no other forward sees that.
         copied = with_copied_tensors(batch)
@@ -356,7 +366,12 @@ class Probe:
                 module.training = True
 
 
-def _result_of(forward: _Forward, targets: Tensor | None, *, has_broken_tie: bool) -> ProbeResult:
+def _result_of(
+    forward: _Forward,
+    targets: Tensor | None,
+    *,
+    has_broken_tie: bool,
+) -> ProbeResult:
     logits = forward.logits
     gradients: dict[str, list[Tensor | None]] = {}
     # Gradients are reduced to sketches at once, except the one by the logits, which is measured.

@@ -190,7 +190,13 @@ class MicrobatchRecord:
             gradient = _at(self.positions, gradient)
             targets = _at(self.positions, targets)
             weights = None if weights is None else _at(self.positions, weights)
-        self.deviations = deviations(unit, logits, gradient, targets, weights).flatten()
+        self.deviations = deviations(
+            unit,
+            logits,
+            gradient,
+            targets,
+            weights,
+        ).flatten()
 
     def worst(self) -> tuple[str, int]:
         """Returns the name of the sample and the label of the token that is off the most."""
@@ -268,10 +274,22 @@ class StepCheck:
         self._read()
         self._check_totals()
         for index, record in enumerate(self._step.microbatches):
-            _check_unchanged('Labels', index, record.observed['tokens'], record.counts.loss_tokens, tolerance=0)
+            _check_unchanged(
+                'Labels',
+                index,
+                record.observed['tokens'],
+                record.counts.loss_tokens,
+                tolerance=0,
+            )
             if 'weight' in record.observed:
                 weight = record.counts.loss_weight
-                _check_unchanged('Weights', index, record.observed['weight'], weight, tolerance=WEIGHT_TOLERANCE)
+                _check_unchanged(
+                    'Weights',
+                    index,
+                    record.observed['weight'],
+                    weight,
+                    tolerance=WEIGHT_TOLERANCE,
+                )
         self._check_factors()
         self._check_tokens()
         self._check_number()
@@ -382,7 +400,14 @@ class StepCheck:
                 )
 
 
-def _check_unchanged(subject: str, index: int, value: float, expected: float, *, tolerance: float) -> None:
+def _check_unchanged(
+    subject: str,
+    index: int,
+    value: float,
+    expected: float,
+    *,
+    tolerance: float,
+) -> None:
     """Compares a value of a microbatch with its count at BATCH_START."""
     if not math.isclose(value, expected, rel_tol=tolerance):
         raise RuntimeError(

@@ -215,7 +215,15 @@ class TokenWeightsReport:
         watchers[self, index] = number
         self._watched.append(_WatchedForward(is_in_backward(), has_labels))
         # Detached, because a graph whose hook holds its own logits is never freed.
-        node.register_prehook(partial(self._measure, logits.detach(), mask, index, number))
+        node.register_prehook(
+            partial(
+                self._measure,
+                logits.detach(),
+                mask,
+                index,
+                number,
+            )
+        )
 
     def _measure(
         self, logits: Tensor, mask: Tensor | None, index: int, number: int, gradients: Sequence[Tensor | None]
@@ -230,7 +238,16 @@ class TokenWeightsReport:
             weights = -gradient.float().flatten()
             zero = gradient.new_zeros(())
             tells = mask.flatten() & (weights != 0)
-            self._backwards.append(_Backward(weights, tells, zero.long(), zero, number, tells.any()))
+            self._backwards.append(
+                _Backward(
+                    weights,
+                    tells,
+                    zero.long(),
+                    zero,
+                    number,
+                    tells.any(),
+                )
+            )
             return
         measured = measure(logits, gradient)
         has_loss = measured.targets != IGNORE_INDEX
@@ -241,7 +258,14 @@ class TokenWeightsReport:
         num_left_out = has_loss.sum() - tells.sum()
         weights = measured.weights.flatten()
         self._backwards.append(
-            _Backward(weights, tells.flatten(), num_left_out, measured.residual, number, has_loss.any())
+            _Backward(
+                weights,
+                tells.flatten(),
+                num_left_out,
+                measured.residual,
+                number,
+                has_loss.any(),
+            )
         )
 
     def _why_empty(self) -> str:

@@ -44,15 +44,36 @@ class State:
     version: int | None  # number of writes into a tensor
 
     @classmethod
-    def now(cls, name: str, container: Namespace, key: str, *, copies: bool = True) -> State:
+    def now(
+        cls,
+        name: str,
+        container: Namespace,
+        key: str,
+        *,
+        copies: bool = True,
+    ) -> State:
         """Returns the state as it is now, with a copy of a tensor's content if ``copies``."""
         value = container[key]
         if not isinstance(value, Tensor):
-            return cls(name, container, key, value, content=value, version=None)
+            return cls(
+                name,
+                container,
+                key,
+                value,
+                content=value,
+                version=None,
+            )
         content = value.detach().clone() if copies else None
         # Tensors made in inference mode do not count their writes.
         version = None if value.is_inference() else num_writes(value)
-        return cls(name, container, key, value, content, version)
+        return cls(
+            name,
+            container,
+            key,
+            value,
+            content,
+            version,
+        )
 
     def is_written(self) -> bool:
         """Returns whether the state has changed since."""

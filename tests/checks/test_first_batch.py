@@ -127,23 +127,6 @@ def test_coupled_rows_without_logits():
         fit(wrapped, loader(collate(text_rows(SHAPE))))
 
 
-def test_term_that_couples_rows():
-    wrapped = hugging_face(text_model())
-    own = type(wrapped).loss
-    wrapped.loss = lambda outputs, batch: (
-        own(wrapped, outputs, batch) + 0.1 * outputs['logits'].std(dim=0, unbiased=False).mean()
-    )
-    with pytest.raises(RuntimeError, match='a mean over other positions in the loss'):
-        fit(wrapped, loader(collate(text_rows(SHAPE))))
-
-
-@pytest.mark.parametrize('side', ['left', 'right'])
-def test_healthy_bfloat16_model_is_taken(side):
-    model = text_model().to(torch.bfloat16)
-    recorder = fit(model, collate(text_rows(SHAPE), side=side))
-    assert recorder.gradients
-
-
 def test_label_on_first_token_behind_padding(caplog):
     batch = collate(text_rows([(4, 4), (5, 3), (9, 7), (14, 11)]), side='left')
     model = text_model()
