@@ -543,8 +543,7 @@ def rows_with_ties(layout: BatchLayout, batch: Batch) -> BatchDict | None:
     In a model whose keys have no positions, equal tokens have equal keys. If the model attends to the best k keys, it
     must choose between equal ones everywhere in this row. In other rows it must do so only by chance.
     """
-    ids = batch.get('input_ids')
-    if ids is None or ids.shape != labels_of(batch).shape or 'decoder_input_ids' in batch:
+    if _ids_at_labels(batch) is None:
         return None
     facts = describe(layout, batch)
     rows_of_text = [row for row, num_media in enumerate(facts.media) if not num_media]
@@ -585,6 +584,11 @@ def media_as_collated(
     return collated
 
 
+def _ids_at_labels(batch: Batch) -> Tensor | None:
+    """Returns the ids of the text, if the labels lie at their positions."""
+    return None if labels_at_text(batch) is None else batch.get('input_ids')
+
+
 def _has_label_to_predict(batch: Batch) -> bool:
     """Returns whether a row has a label behind its first token, or a second token to put a label on."""
     for microbatch in microbatches_of(batch):
@@ -600,8 +604,7 @@ def lengthened(layout: BatchLayout, rows: BatchDict) -> BatchDict:
 
     Rows with media stay as they are, because a placeholder cannot be repeated.
     """
-    ids = rows.get('input_ids')
-    if _has_label_to_predict(rows) or labels_at_text(rows) is None or ids is None or any(layout.media_per_row(rows)):
+    if _has_label_to_predict(rows) or _ids_at_labels(rows) is None or any(layout.media_per_row(rows)):
         return rows
     real = real_positions(rows)
     with_token = real.any(dim=1).nonzero().flatten().tolist()
@@ -628,11 +631,10 @@ def _with_labels(layout: BatchLayout, batch: BatchDict) -> BatchDict:
     its labels too: it shows a loss term over positions without a label. If one of these rows has no label, its last
     token gets one.
     """
-    labels = batch['labels']
-    ids = batch.get('input_ids')
-    if ids is None or ids.shape != labels.shape or 'decoder_input_ids' in batch:
+    ids = _ids_at_labels(batch)
+    if ids is None:
         return batch
-    labels = labels.clone()
+    labels = batch['labels'].clone()
     real = real_positions(batch)
     num_media = layout.media_per_row(batch)
     num_unlabelled = (real & (labels == IGNORE_INDEX)).sum(dim=1)
@@ -671,10 +673,9 @@ def with_unequal_row(
     labels = copied['labels'].clone()
     copied['labels'] = labels
     counted_columns = loss_mask(copied, rule)[-1].nonzero().flatten().tolist()
-    ids = copied.get('input_ids')
     if len(counted_columns) > 1:
         labels[-1, counted_columns[:-1]] = IGNORE_INDEX
-    elif counted_columns and ids is not None and ids.shape == labels.shape:
+    elif counted_columns and _ids_at_labels(copied) is not None:
         # The first token gets no label, because it may be predicted from padding. The label is one of the row, because
         # ids may be placeholders.
         columns = real_positions(copied)[-1].nonzero().flatten().tolist()[1:]

@@ -79,7 +79,7 @@ class State:
         """Returns whether the state has changed since."""
         current = self.container.get(self.key)
         if not isinstance(current, Tensor) or not isinstance(self.value, Tensor):
-            return type(current) is not type(self.value) or current != self.value
+            return type(current) is not type(self.value) or bool(current != self.value)
         if current is self.value and not current.is_inference() and num_writes(current) != self.version:
             return True
         # `buffer.data.copy_(...)` writes without a new version, and a new tensor may be equal to the old one.
