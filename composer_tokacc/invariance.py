@@ -396,12 +396,23 @@ class _StepInCuts:
         other_rows = self.layout.select(batch, range(1, num_rows))
         yield self._cut('uneven', padding, 1, [first_row, other_rows])
 
-    def _split(self, batch: Batch, rows: Sequence[int], size: int) -> list[SingleRow]:
+    def _split(
+        self,
+        batch: Batch,
+        rows: Sequence[int],
+        size: int,
+    ) -> list[SingleRow]:
         """Returns microbatches of these rows."""
         starts = range(0, len(rows), size)
         return [self.layout.select(batch, rows[start : start + size]) for start in starts]
 
-    def _cut(self, name: str, padding: str, size: int, microbatches: Sequence[Batch]) -> StepCut:
+    def _cut(
+        self,
+        name: str,
+        padding: str,
+        size: int,
+        microbatches: Sequence[Batch],
+    ) -> StepCut:
         def gradients() -> Gradients:
             return self.gradients([self._copied(microbatch) for microbatch in microbatches])
 

@@ -63,7 +63,11 @@ Leaks = dict[tuple[int, int, int], float]
 """Sizes of leaks by row, document, and the document that it sees."""
 
 
-def verify_isolation(model: torch.nn.Module, packed: Batch, documents: torch.Tensor) -> IsolationReport:
+def verify_isolation(
+    model: torch.nn.Module,
+    packed: Batch,
+    documents: torch.Tensor,
+) -> IsolationReport:
     """Tells whether documents of packed rows see each other, in any model, with any packing.
 
     The gradient of each document's logits by the input embeddings of the others must be exactly 0. Masked attention
@@ -143,7 +147,11 @@ def _leaks_of_gradient(
     leaks: Leaks = {}
     embedded: list[torch.Tensor] = []
 
-    def start_graph(module: torch.nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
+    def start_graph(
+        module: torch.nn.Module,
+        args: object,
+        output: torch.Tensor,
+    ) -> torch.Tensor:
         embedded.append(output.detach().requires_grad_())
         return embedded[-1]
 

@@ -126,7 +126,12 @@ class StepWatch:
         self._gradients_at_last = gradients_now
         self._in_backward = False
 
-    def _on_optimizer_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    def _on_optimizer_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        args: object,
+        kwargs: object,
+    ) -> None:
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group['params']}
         if not stepped & self._trained:
             return
@@ -148,7 +153,13 @@ class StepWatch:
         if module is self._model and not self._has_repeated:
             self._buffers_before = buffer_versions(module)
 
-    def _after_forward(self, module: torch.nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
+    def _after_forward(
+        self,
+        module: torch.nn.Module,
+        args: Any,
+        kwargs: Any,
+        outputs: Any,
+    ) -> None:
         """Watches for the backward. Repeats the first forward, to see whether one depends on those before it."""
         logits = logits_of(outputs)
         is_copy = module is not self._model
@@ -171,7 +182,11 @@ class StepWatch:
             )
 
 
-def _difference_of_forwards(module: torch.nn.Module, args: Any, kwargs: Any) -> float:
+def _difference_of_forwards(
+    module: torch.nn.Module,
+    args: Any,
+    kwargs: Any,
+) -> float:
     """Returns the relative difference of the logits of two equal forwards; leaves buffers as they are."""
     logits = []
     with torch.no_grad(), copied_buffers(module):
@@ -195,7 +210,11 @@ def written_buffers() -> Iterator[set[str]]:
         if not torch.compiler.is_compiling():
             before[id(module)] = buffer_versions(module, recurse=False)
 
-    def after_forward(module: torch.nn.Module, args: object, outputs: object) -> None:
+    def after_forward(
+        module: torch.nn.Module,
+        args: object,
+        outputs: object,
+    ) -> None:
         if torch.compiler.is_compiling():
             return
         versions = before.pop(id(module), {})

@@ -173,7 +173,12 @@ class FirstBatchCheck:
                 return rules
             # A rank whose rows have one token each cannot show the loss rule.
             offers = all_gather_object(
-                RowOffer(_has_label_to_predict(batch), len(missing), num_rows(batch), local_ranges)
+                RowOffer(
+                    _has_label_to_predict(batch),
+                    len(missing),
+                    num_rows(batch),
+                    local_ranges,
+                )
             )
             offer = max(offers, key=lambda offer: offer.value)  # of equal offers, the one of the first rank
             self._learn_readings(offers)
