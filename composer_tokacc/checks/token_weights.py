@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,10 +17,11 @@ from torch import Tensor
 
 from composer_tokacc.batch import IGNORE_INDEX
 from composer_tokacc.checks.logits import logits_of, measure, node_of, tolerance_of
-from composer_tokacc.collectives import get_world_size
+from composer_tokacc.collectives import all_gather_object, get_world_size
 from composer_tokacc.compat import inner_model, is_in_backward
 from composer_tokacc.counting import with_one_label
 
+Gathered = TypeVar('Gathered')
 SURE = 1e-3
 """The model is sure of a label if the norm of softmax - onehot is smaller than this. The norm is about 1 - p of the
 label. Then the gradient is mostly round-off."""
@@ -73,12 +74,8 @@ class TokenWeightsReport:
 
         If ``torch.distributed`` is initialised, every rank must read it.
         """
-        # The smallest size is negated, so that one reduction is enough.
-        extremes = self._extremes()
-        if dist.is_available() and dist.is_initialized():
-            extremes = extremes.to('cuda' if 'nccl' in dist.get_backend() else 'cpu')
-            dist.all_reduce(extremes, dist.ReduceOp.MAX)
-        return float(extremes[0] / -extremes[1])
+        extremes = torch.tensor(values_of_ranks(self._extremes()))
+        return float(extremes[:, 0].max() / extremes[:, 1].min())
 
     @property
     def residual(self) -> float:
@@ -154,7 +151,7 @@ class TokenWeightsReport:
             columns = f'{number:>8}{len(weights):>10,}{low:>15.7g}{mean:>15.7g}{high:>15.7g}'
             lines.append(f'{columns}{float(backward.residual):>10.1e}')
         # Of this rank, without a collective: a loop that prints only on rank 0 must not wait for the others.
-        largest, smallest = self._extremes().abs().tolist()
+        largest, smallest = self._extremes()
         if smallest != torch.inf:
             place = ' on this rank (`.spread` asks all)' if get_world_size() > 1 else ''
             verb = 'weigh' if largest <= smallest * (1 + self.known_to) else 'do NOT weigh'
@@ -170,14 +167,12 @@ class TokenWeightsReport:
             lines.append(f'{num_unread:,} of {len(self._watched):,} forwards had no gradient at their logits')
         return '\n'.join(lines)
 
-    def _extremes(self) -> Tensor:
-        """Returns the largest size of a weight, and the smallest one negated: one maximum over ranks finds both."""
-        if not self._backwards:
-            return torch.full((2,), -torch.inf)
-        sizes = torch.cat([weights.abs().cpu() for weights in self.weights])
+    def _extremes(self) -> tuple[float, float]:
+        """Returns the largest and the smallest size of a weight on this rank; -inf and inf without a weight."""
+        sizes = torch.cat([torch.zeros(0), *(weights.abs().cpu() for weights in self.weights)])
         if not len(sizes):
-            return torch.full((2,), -torch.inf)
-        return torch.stack([sizes.max(), -sizes.min()])
+            return -torch.inf, torch.inf
+        return float(sizes.max()), float(sizes.min())
 
     def _watch(
         self,
@@ -328,6 +323,12 @@ def measure_token_weights(model: torch.nn.Module) -> Iterator[TokenWeightsReport
     if not report._backwards:
         name = type(inner).__name__
         raise RuntimeError(f'No token weight was measured of {name}: {report._why_empty()}. See docs/token_weights.md')
+
+
+def values_of_ranks(value: Gathered) -> list[Gathered]:
+    """Returns the values of all ranks, or only of this one if there is no process group; a collective."""
+    has_group = dist.is_available() and dist.is_initialized()
+    return all_gather_object(value) if has_group else [value]
 
 
 def _logits_in(outputs: Any, *, is_outer: bool) -> Tensor | None:
