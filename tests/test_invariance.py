@@ -114,21 +114,21 @@ def test_lost_or_nan_parameter_is_off():
     assert verify_invariance(breaks, text_rows(ROWS)).worst.error == float('inf')
 
 
-def test_rows_that_prove_nothing_are_refused():
-    right = step_mean(text_model())
-    with pytest.raises(ValueError, match=r'differ in their numbers of labels, got: 3 in each of 2 rows'):
-        verify_invariance(right, text_rows([(4, 3), (9, 3)]))
-    # The label of a first token is counted by few models.
-    with pytest.raises(ValueError, match=r'numbers of labels, got: 3 in each of 2 rows, counted causal'):
-        verify_invariance(right, text_rows([(4, 4), (9, 3)]))
-    with pytest.raises(ValueError, match=r'`microbatch_sizes` must be a positive integer, got: -1'):
-        verify_invariance(right, text_rows(ROWS), microbatch_sizes=[-1])
-    with pytest.raises(ValueError, match=r'at least 2, got: \[1\]'):
-        verify_invariance(right, text_rows([(4, 3)]))
-    with pytest.raises(ValueError, match=r'at least 2, got: \[0\]'):
-        verify_invariance(right, [])
-    with pytest.raises(ValueError, match='reference gradient must be above zero'):
-        verify_invariance(lambda microbatches: {'a': torch.zeros(2)}, text_rows(ROWS))
+@pytest.mark.parametrize(
+    ('rows', 'options', 'message'),
+    [
+        ([(4, 3), (9, 3)], {}, r'differ in their numbers of labels, got: 3 in each of 2 rows'),
+        # The label of a first token is counted by few models.
+        ([(4, 4), (9, 3)], {}, r'numbers of labels, got: 3 in each of 2 rows, counted causal'),
+        (ROWS, {'microbatch_sizes': [-1]}, r'`microbatch_sizes` must be a positive integer, got: -1'),
+        ([(4, 3)], {}, r'at least 2, got: \[1\]'),
+        ([], {}, r'at least 2, got: \[0\]'),
+        (ROWS, {}, 'reference gradient must be above zero'),
+    ],
+)
+def test_rows_that_prove_nothing_are_refused(rows, options, message):
+    with pytest.raises(ValueError, match=message):
+        verify_invariance(lambda microbatches: {'a': torch.zeros(2)}, text_rows(rows), **options)
 
 
 @pytest.mark.slow
