@@ -323,7 +323,11 @@ class RowComparison(Generic[RulesT]):
         return None if text is None else Failure(text)
 
     def _microbatch_failure(
-        self, batch: Batch, result: ProbeResult, rows: Sequence[int], cut_kind: CutKind
+        self,
+        batch: Batch,
+        result: ProbeResult,
+        rows: Sequence[int],
+        cut_kind: CutKind,
     ) -> str | None:
         """Returns the message if a microbatch of the rows has lost a label, or if a row has another gradient."""
         num_tokens = int(loss_mask(batch, self._rule).sum())

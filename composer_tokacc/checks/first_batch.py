@@ -182,15 +182,12 @@ class FirstBatchCheck:
             )
             offer = max(offers, key=lambda offer: offer.value)  # of equal offers, the one of the first rank
             self._learn_readings(offers)
+            # All ranks probe the rows of one of them, because FSDP hangs if only some ranks have images.
             is_sender = offers[get_global_rank()] is offer
+            shared = from_any_rank(self._selected_rows(batch, local_ranges, missing) if is_sender else None)
+            assert shared is not None
             try:
-                new_rules, shown = self._run(
-                    batch,
-                    cutter,
-                    rules,
-                    missing,
-                    is_sender=is_sender,
-                )
+                new_rules, shown = self._run(shared, cutter, rules)
             except IndexError as error:
                 # An id or a target is out of range. A GPU stops the process instead.
                 if 'out of' not in str(error):
@@ -221,21 +218,15 @@ class FirstBatchCheck:
 
     def _run(
         self,
-        batch: Batch,
+        shared: SharedRows,
         cutter: Cutter[RulesT] | None,
         rules: RulesT | None,
-        missing: Sequence[str],
-        *,
-        is_sender: bool,
     ) -> tuple[RulesT | None, RowRanges]:
-        """Checks rows like those of ``batch``. Returns the rules of the cut, and the ranges of the checked rows.
+        """Checks the rows. Returns the rules of the cut, and the ranges of the checked rows.
 
-        It also finds the loss rule, if it is not known yet. All ranks probe the rows of the sender, the rank with most
-        that is new, because FSDP hangs if only some ranks have images.
+        It also finds the loss rule, if it is not known yet.
         """
         started = time.perf_counter()
-        shared = from_any_rank(self._selected_rows(batch, cutter, missing) if is_sender else None)
-        assert shared is not None
         if self.rule is None:
             # One row is enough for the rule.
             row = self._on_device(rule_batch(self.layout, shared.rows))
@@ -289,7 +280,11 @@ class FirstBatchCheck:
         self.vocabulary = comparison.reference.output_size if self.has_logits else None
 
     def _shown(
-        self, comparison: RowComparison[RulesT], rows: Batch, rules: RulesT | None, packed_total: int
+        self,
+        comparison: RowComparison[RulesT],
+        rows: Batch,
+        rules: RulesT | None,
+        packed_total: int,
     ) -> RowRanges:
         """Returns the ranges of the rows that were compared under the rules."""
         is_packed = rules is not None and bool(rules.packing)
@@ -337,7 +332,7 @@ class FirstBatchCheck:
     def _selected_rows(
         self,
         batch: Batch,
-        cutter: Cutter[RulesT] | None,
+        ranges: RowRanges,
         missing: Sequence[str],
     ) -> SharedRows:
         """Returns the rows of this rank that all ranks probe."""
@@ -349,12 +344,11 @@ class FirstBatchCheck:
         loader_batch = without_rows(batch)
         rows = lengthened(self.layout, self.layout.select(loader_batch, chosen))
         has_new_widths = any(name.startswith(('rows padded', 'packed rows')) for name in missing)
-        packed = self._ranges_of(describe_all(self.layout, batch), cutter).packed
         return SharedRows(
             rows=_with_labels(self.layout, rows),
             media=media_as_collated(self.layout, batch, chosen),
             tied=rows_with_ties(self.layout, batch) if has_new_widths else None,
-            packed_total=0 if packed is None else packed.total,
+            packed_total=0 if ranges.packed is None else ranges.packed.total,
         )
 
 

@@ -221,7 +221,12 @@ class TokenWeightsReport:
         )
 
     def _measure(
-        self, logits: Tensor, mask: Tensor | None, index: int, number: int, gradients: Sequence[Tensor | None]
+        self,
+        logits: Tensor,
+        mask: Tensor | None,
+        index: int,
+        number: int,
+        gradients: Sequence[Tensor | None],
     ) -> None:
         """Measures a gradient of logits and leaves it as it is; a hook of the graph."""
         gradient = gradients[index]

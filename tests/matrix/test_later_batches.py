@@ -115,6 +115,15 @@ def test_mean_of_row_means_is_refused(first, logits):
     assert kinds_of_steps(NativeModel('causal', logits=logits), batches) == ['exact', 'exact']
 
 
+LONGROPE = {
+    'rope_type': 'longrope',
+    'rope_theta': 100.0,
+    'short_factor': [1.0] * 8,
+    'long_factor': [4.0] * 8,
+    'original_max_position_embeddings': 10,
+}
+
+
 def rope(**parameters):
     config = {**LLAMA, 'num_attention_heads': 2, 'num_key_value_heads': 2}
     if parameters['rope_type'] == 'dynamic':
@@ -136,13 +145,7 @@ def rope(**parameters):
     'parameters',
     [
         {'rope_type': 'dynamic', 'factor': 4.0, 'rope_theta': 100.0},
-        {
-            'rope_type': 'longrope',
-            'rope_theta': 100.0,
-            'short_factor': [1.0] * 8,
-            'long_factor': [4.0] * 8,
-            'original_max_position_embeddings': 10,
-        },
+        LONGROPE,
     ],
     ids=['dynamic', 'longrope'],
 )
@@ -157,12 +160,11 @@ def test_rotary_embedding_by_width(parameters, options):
 @pytest.mark.parametrize('first', [[(4, 2), (8, 5)], [(30, 9), (12, 3)]], ids=['short rows first', 'long rows first'])
 def test_rotary_embedding_by_largest_position(first):
     """A short row has another embedding beside a long one than alone, and its padded width does not tell."""
-    factors = {'short_factor': [1.0] * 8, 'long_factor': [4.0] * 8, 'original_max_position_embeddings': 10}
     batches = [batch_of(first), batch_of([(4, 2), (30, 9), (7, 3), (3, 2)])]
     for batch in batches:
         batch['position_ids'] = (batch['attention_mask'].cumsum(dim=1) - 1).clamp(min=0)
     torch.manual_seed(0)
-    model = rope(rope_type='longrope', rope_theta=100.0, **factors)
+    model = rope(**LONGROPE)
     assert kinds_of_steps(model, batches) == ['exact', 'refused']
 
 
