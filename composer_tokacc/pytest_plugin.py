@@ -37,7 +37,8 @@ def token_exact() -> Callable[[torch.nn.Module], AbstractContextManager[TokenWei
 @contextmanager
 def _weighs_the_same(model: torch.nn.Module) -> Iterator[TokenWeightsReport]:
     # Imported here, because pytest loads this module in every run.
-    from composer_tokacc.checks.token_weights import measure_token_weights, values_of_ranks
+    from composer_tokacc.checks.token_weights import measure_token_weights
+    from composer_tokacc.collectives import values_of_ranks
     from composer_tokacc.step_watch import StepWatch
 
     with measure_token_weights(model) as report, StepWatch(model) as watch:

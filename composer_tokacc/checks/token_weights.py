@@ -9,19 +9,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from composer_tokacc.batch import IGNORE_INDEX
 from composer_tokacc.checks.logits import logits_of, measure, node_of, tolerance_of
-from composer_tokacc.collectives import all_gather_object, get_world_size
+from composer_tokacc.collectives import get_world_size, values_of_ranks
 from composer_tokacc.compat import inner_model, is_in_backward
 from composer_tokacc.counting import with_one_label
 
-Gathered = TypeVar('Gathered')
 SURE = 1e-3
 """The model is sure of a label if the norm of softmax - onehot is smaller than this. The norm is about 1 - p of the
 label. Then the gradient is mostly round-off."""
@@ -328,12 +326,6 @@ def measure_token_weights(model: torch.nn.Module) -> Iterator[TokenWeightsReport
     if not report._backwards:
         name = type(inner).__name__
         raise RuntimeError(f'No token weight was measured of {name}: {report._why_empty()}. See docs/token_weights.md')
-
-
-def values_of_ranks(value: Gathered) -> list[Gathered]:
-    """Returns the values of all ranks, or only of this one if there is no process group; a collective."""
-    has_group = dist.is_available() and dist.is_initialized()
-    return all_gather_object(value) if has_group else [value]
 
 
 def _logits_in(outputs: Any, *, is_outer: bool) -> Tensor | None:
