@@ -53,6 +53,11 @@ def all_gather_object(value: T) -> list[T]:
     return values
 
 
+def values_of_ranks(value: T) -> list[T]:
+    """Returns the values of all ranks, or only the one of this rank if there is no process group; a collective."""
+    return all_gather_object(value) if _has_group() else [value]
+
+
 def from_any_rank(value: T | None) -> T | None:
     """Returns the value of the first rank that has one, None if no rank has one; a collective."""
     num_ranks = get_world_size()

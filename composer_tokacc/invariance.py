@@ -9,6 +9,7 @@ program ``composer_tokacc.verify`` calls it with runs of Composer's Trainer.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from composer_tokacc.isolation import IsolationReport, verify_isolation
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.planning import check_count, check_kind
 from composer_tokacc.row_counts import without_rows
-from composer_tokacc.step_watch import BufferWatch
+from composer_tokacc.step_watch import written_buffers
 
 __all__ = [
     'Gradients',
@@ -160,10 +161,11 @@ def compare_cuts(
         tolerance: Largest relative error that is taken for round-off.
     """
     cases = []
-    state = BufferWatch()
+    written: set[str] = set()
     for padding in padding_sides:
-        with state:
+        with written_buffers() as names:
             expected = reference(padding)
+        written |= names
         for cut in cuts(padding):
             case = InvarianceCase.from_gradients(
                 cut.gradients(),
@@ -175,7 +177,7 @@ def compare_cuts(
             )
             cases.append(case)
     report = InvarianceReport(cases=tuple(cases), tolerance=tolerance)
-    written = set().union(*all_gather_object(state.written))
+    written = set().union(*all_gather_object(written))
     if written and not report.is_exact:
         # A counter that nothing reads is written as well, so this is no fault by itself.
         names = '`, `'.join(sorted(written))
@@ -193,8 +195,7 @@ def relative_error(found: Gradients, expected: Gradients) -> tuple[float, str]:
     for name in sorted(found.keys() | expected.keys()):
         difference = found.get(name, zero).cpu().double() - expected.get(name, zero).cpu().double()
         square = float(difference.square().sum())
-        is_nan = square != square
-        squares[name] = float('inf') if is_nan else square  # NaN cannot be compared
+        squares[name] = math.inf if math.isnan(square) else square  # NaN cannot be compared
     squared_norm = _squared_norm(expected)
     if not squared_norm > 0.0:
         raise ValueError(
@@ -395,12 +396,23 @@ class _StepInCuts:
         other_rows = self.layout.select(batch, range(1, num_rows))
         yield self._cut('uneven', padding, 1, [first_row, other_rows])
 
-    def _split(self, batch: Batch, rows: Sequence[int], size: int) -> list[SingleRow]:
+    def _split(
+        self,
+        batch: Batch,
+        rows: Sequence[int],
+        size: int,
+    ) -> list[SingleRow]:
         """Returns microbatches of these rows."""
         starts = range(0, len(rows), size)
         return [self.layout.select(batch, rows[start : start + size]) for start in starts]
 
-    def _cut(self, name: str, padding: str, size: int, microbatches: Sequence[Batch]) -> StepCut:
+    def _cut(
+        self,
+        name: str,
+        padding: str,
+        size: int,
+        microbatches: Sequence[Batch],
+    ) -> StepCut:
         def gradients() -> Gradients:
             return self.gradients([self._copied(microbatch) for microbatch in microbatches])
 

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 
@@ -64,7 +63,11 @@ Leaks = dict[tuple[int, int, int], float]
 """Sizes of leaks by row, document, and the document that it sees."""
 
 
-def verify_isolation(model: torch.nn.Module, packed: Batch, documents: torch.Tensor) -> IsolationReport:
+def verify_isolation(
+    model: torch.nn.Module,
+    packed: Batch,
+    documents: torch.Tensor,
+) -> IsolationReport:
     """Tells whether documents of packed rows see each other, in any model, with any packing.
 
     The gradient of each document's logits by the input embeddings of the others must be exactly 0. Masked attention
@@ -105,7 +108,8 @@ def verify_isolation(model: torch.nn.Module, packed: Batch, documents: torch.Ten
     leaks = _leaks_of_gradient(model, embedding, inputs, numbered)
     ids = inputs.get('input_ids')
     if isinstance(ids, torch.Tensor):
-        replacements = _ReplacementIds(ids, numbered, getattr(inner_model, 'config', None), embedding)
+        reserved = _reserved_ids(getattr(inner_model, 'config', None))
+        replacements = _with_other_ids(ids, numbered, reserved, getattr(embedding, 'num_embeddings', 0))
         # A pair that the gradient shows keeps the size of the gradient.
         leaks = _leaks_of_ids(model, inputs, numbered, replacements) | leaks
     return IsolationReport(leaks=tuple((*place, leaks[place]) for place in sorted(leaks)))
@@ -142,7 +146,17 @@ def _leaks_of_gradient(
 ) -> Leaks:
     """Returns the norm of the gradient of each document's logits by the embeddings of another document, if not 0."""
     leaks: Leaks = {}
-    with _watched_output(embedding) as embedded:
+    embedded: list[torch.Tensor] = []
+
+    def start_graph(
+        module: torch.nn.Module,
+        args: object,
+        output: torch.Tensor,
+    ) -> torch.Tensor:
+        embedded.append(output.detach().requires_grad_())
+        return embedded[-1]
+
+    with embedding.register_forward_hook(start_graph):
         logits = _logits(model, inputs)
     # Random factors, so that no two parts of a sum cancel.
     factors = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0)).to(logits)
@@ -156,25 +170,12 @@ def _leaks_of_gradient(
     return leaks
 
 
-@contextmanager
-def _watched_output(module: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
-    """Collects the outputs of a module as leaves of the graph."""
-    outputs: list[torch.Tensor] = []
-
-    def replace(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        outputs.append(output.detach().requires_grad_())
-        return outputs[-1]
-
-    hook = module.register_forward_hook(replace)
-    try:
-        yield outputs
-    finally:
-        hook.remove()
-
-
 @torch.no_grad()
 def _leaks_of_ids(
-    model: torch.nn.Module, inputs: Batch, numbered: Sequence[_Document], replacements: _ReplacementIds
+    model: torch.nn.Module,
+    inputs: Batch,
+    numbered: Sequence[_Document],
+    replacements: Iterator[tuple[_Document, torch.Tensor]],
 ) -> Leaks:
     """Returns the relative change of the logits of each document if another document gets other ids, if not 0."""
     expected = _logits(model, inputs)
@@ -186,16 +187,15 @@ def _leaks_of_ids(
             'Switch off what is random or counts its forwards.'
         )
     leaks: Leaks = {}
-    for document in numbered:
-        for ids in replacements.of(document):
-            logits = _logits(model, {**inputs, 'input_ids': ids})
-            for other in _others(document, numbered):
-                before = expected[other.row][other.positions]
-                after = logits[other.row][other.positions]
-                change = relative_difference(before, after)
-                if not change <= tolerance:
-                    place = (other.row, other.number, document.number)
-                    leaks[place] = max(change, leaks.get(place, 0.0))
+    for document, ids in replacements:
+        logits = _logits(model, {**inputs, 'input_ids': ids})
+        for other in _others(document, numbered):
+            before = expected[other.row][other.positions]
+            after = logits[other.row][other.positions]
+            change = relative_difference(before, after)
+            if not change <= tolerance:
+                place = (other.row, other.number, document.number)
+                leaks[place] = max(change, leaks.get(place, 0.0))
     return leaks
 
 
@@ -213,47 +213,44 @@ def _logits(model: torch.nn.Module, inputs: Batch) -> torch.Tensor:
     return logits
 
 
-class _ReplacementIds:
-    """Replaces the ids of a document by other ids. It uses ids that are ordinary text somewhere in the rows."""
+def _with_other_ids(
+    ids: torch.Tensor,
+    numbered: Sequence[_Document],
+    reserved: set[int],
+    num_embeddings: int,
+) -> Iterator[tuple[_Document, torch.Tensor]]:
+    """Yields each document with the ids of all rows in which this document has other ids.
 
-    def __init__(
-        self, ids: torch.Tensor, numbered: Sequence[_Document], config: object, embedding: torch.nn.Embedding
-    ) -> None:
-        self._ids = ids
-        texts = [ids[document.row][document.positions].tolist() for document in numbered]
-        reserved = _reserved_ids(config)
-        # In some models the first token of every document, or the last one, separates documents.
-        for tokens in ({text[0] for text in texts}, {text[-1] for text in texts}):
-            if len(tokens) == 1:
-                reserved |= tokens
-        ordinary = set().union(*texts) - reserved
-        # If the rows repeat a single token, other tokens of the vocabulary are used.
-        for token in range(getattr(embedding, 'num_embeddings', 0)):
-            if len(ordinary) < 2 and token not in reserved:
-                ordinary.add(token)
-        self._ordinary = sorted(ordinary)
-        self._is_reserved = torch.isin(ids, torch.tensor(sorted(reserved), dtype=ids.dtype, device=ids.device))
-
-    def of(self, document: _Document) -> Iterator[torch.Tensor]:
-        """Yields the ids of all rows with other ids in this document.
-
-        First each id is replaced by the next one in the list of ordinary ids, then all of them by the same one.
-        """
-        pool = torch.tensor(self._ordinary, dtype=self._ids.dtype, device=self._ids.device)
-        if len(pool) < 2:
-            return
-        is_changed = document.positions.to(self._ids.device) & ~self._is_reserved[document.row]
-        row = self._ids[document.row]
+    The other ids are ordinary text somewhere in the rows. First each id is replaced by the next one in the list of
+    ordinary ids, then all of them by the same one.
+    """
+    texts = [ids[document.row][document.positions].tolist() for document in numbered]
+    # In some models the first token of every document, or the last one, separates documents.
+    for tokens in ({text[0] for text in texts}, {text[-1] for text in texts}):
+        if len(tokens) == 1:
+            reserved |= tokens
+    ordinary = set().union(*texts) - reserved
+    # If the rows repeat a single token, other tokens of the vocabulary are used.
+    for token in range(num_embeddings):
+        if len(ordinary) < 2 and token not in reserved:
+            ordinary.add(token)
+    if len(ordinary) < 2:
+        return
+    pool = torch.tensor(sorted(ordinary), dtype=ids.dtype, device=ids.device)
+    is_reserved = torch.isin(ids, torch.tensor(sorted(reserved), dtype=ids.dtype, device=ids.device))
+    for document in numbered:
+        is_changed = document.positions.to(ids.device) & ~is_reserved[document.row]
+        row = ids[document.row]
         # Ids that are not ordinary get a place as well. They stay as they are, see `is_changed`.
         places = torch.searchsorted(pool, row).clamp(max=len(pool) - 1)
         candidates = [pool[(places + 1) % len(pool)]]
         for number in range(NUM_CONSTANTS):
-            constant = pool[number * (len(pool) - 1) // max(NUM_CONSTANTS - 1, 1)]
+            constant = pool[number * (len(pool) - 1) // (NUM_CONSTANTS - 1)]
             candidates.append(constant.expand_as(row))
         for candidate in candidates:
-            changed = self._ids.clone()
+            changed = ids.clone()
             changed[document.row] = torch.where(is_changed, candidate, row)
-            yield changed
+            yield document, changed
 
 
 def _reserved_ids(config: object) -> set[int]:

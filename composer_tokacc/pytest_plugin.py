@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     import torch
 
     from composer_tokacc.checks.token_weights import TokenWeightsReport
-
-Gathered = TypeVar('Gathered')
 
 
 @pytest.fixture
@@ -40,15 +38,16 @@ def token_exact() -> Callable[[torch.nn.Module], AbstractContextManager[TokenWei
 def _weighs_the_same(model: torch.nn.Module) -> Iterator[TokenWeightsReport]:
     # Imported here, because pytest loads this module in every run.
     from composer_tokacc.checks.token_weights import measure_token_weights
+    from composer_tokacc.collectives import values_of_ranks
     from composer_tokacc.step_watch import StepWatch
 
     with measure_token_weights(model) as report, StepWatch(model) as watch:
         yield report
     # These are collectives, so no rank may fail before them.
     spread = report.spread
-    has_negative = any(_by_rank(any(bool((weights < 0).any()) for weights in report.weights)))
-    has_others = any(_by_rank(any(bool((weights >= 0).any()) for weights in report.weights)))
-    faults_by_rank = _by_rank([*report.forwards_without_weight(), *watch.faults])
+    has_negative = any(values_of_ranks(any(bool((weights < 0).any()) for weights in report.weights)))
+    has_others = any(values_of_ranks(any(bool((weights >= 0).any()) for weights in report.weights)))
+    faults_by_rank = values_of_ranks([*report.forwards_without_weight(), *watch.faults])
     faults = []
     if not spread <= 1 + report.known_to:
         faults.append(
@@ -63,13 +62,3 @@ def _weighs_the_same(model: torch.nn.Module) -> Iterator[TokenWeightsReport]:
         faults += [f'{name}{sentence}' for sentence in sentences]
     if faults:
         pytest.fail('\n'.join(faults), pytrace=False)
-
-
-def _by_rank(value: Gathered) -> list[Gathered]:
-    """Returns the values of all ranks; a collective if there are several."""
-    import torch.distributed
-
-    from composer_tokacc.collectives import all_gather_object
-
-    has_group = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return all_gather_object(value) if has_group else [value]

@@ -9,21 +9,19 @@ Weights of tokens are measured at the logits. They do not show a later change of
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from composer_tokacc.checks.logits import TINY, logits_of, node_of, tolerance_of
+from composer_tokacc.checks.probe import kept_random_state, seed_everything
 from composer_tokacc.compat import buffer_versions, inner_model, when_backward_ends
 
 Versions = dict[str, tuple[int, int]]
@@ -44,7 +42,7 @@ class StepWatch:
         self._trained = {id(parameter) for parameter in self._model.parameters() if parameter.requires_grad}
         """Identities of all trained parameters, also if FSDP1 moves them."""
         self._parameters = _followed_parameters(self._model)
-        self._handles: list[RemovableHandle] = []
+        self._hooks = ExitStack()
         self._gradient_nodes: list[torch.autograd.graph.Node] = []
         self._num_backwards = 0
         self._in_backward = False
@@ -69,19 +67,16 @@ class StepWatch:
             # Not a hook of the tensor: `TokenAccumulation` refuses hooks that may change a gradient.
             node = get_gradient_edge(parameter).node
             self._gradient_nodes.append(node)  # kept alive: the graph holds it only while it is used
-            self._handles.append(node.register_prehook(self._on_backward))
-        self._handles += [
-            register_optimizer_step_pre_hook(self._on_optimizer_step),
-            self._model.register_forward_pre_hook(self._before_forward),
-            self._model.register_forward_hook(self._after_forward, with_kwargs=True),
-        ]
+            self._hooks.enter_context(node.register_prehook(self._on_backward))
+        self._hooks.enter_context(register_optimizer_step_pre_hook(self._on_optimizer_step))
+        self._hooks.enter_context(self._model.register_forward_pre_hook(self._before_forward))
+        self._hooks.enter_context(self._model.register_forward_hook(self._after_forward, with_kwargs=True))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for handle in self._handles:
-            handle.remove()
+        self._hooks.close()
 
     def _on_backward(self, gradients: object) -> None:
         """Compares weights and gradients with those of the last backward, before this one adds to a gradient."""
@@ -131,7 +126,12 @@ class StepWatch:
         self._gradients_at_last = gradients_now
         self._in_backward = False
 
-    def _on_optimizer_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    def _on_optimizer_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        args: object,
+        kwargs: object,
+    ) -> None:
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group['params']}
         if not stepped & self._trained:
             return
@@ -153,7 +153,13 @@ class StepWatch:
         if module is self._model and not self._has_repeated:
             self._buffers_before = buffer_versions(module)
 
-    def _after_forward(self, module: torch.nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
+    def _after_forward(
+        self,
+        module: torch.nn.Module,
+        args: Any,
+        kwargs: Any,
+        outputs: Any,
+    ) -> None:
         """Watches for the backward. Repeats the first forward, to see whether one depends on those before it."""
         logits = logits_of(outputs)
         is_copy = module is not self._model
@@ -176,7 +182,11 @@ class StepWatch:
             )
 
 
-def _difference_of_forwards(module: torch.nn.Module, args: Any, kwargs: Any) -> float:
+def _difference_of_forwards(
+    module: torch.nn.Module,
+    args: Any,
+    kwargs: Any,
+) -> float:
     """Returns the relative difference of the logits of two equal forwards; leaves buffers as they are."""
     logits = []
     with torch.no_grad(), copied_buffers(module):
@@ -186,54 +196,41 @@ def _difference_of_forwards(module: torch.nn.Module, args: Any, kwargs: Any) -> 
     return relative_difference(*logits)
 
 
-class BufferWatch:
-    """Records which buffers forwards write, in all modules that run inside of this context."""
+@contextmanager
+def written_buffers() -> Iterator[set[str]]:
+    """Collects which buffers forwards write, in all modules that run inside of this context.
 
-    def __init__(self) -> None:
-        self.written: set[str] = set()
-        """Buffers by the class of their module: names in the model are not known here."""
-        self._before: dict[int, Versions] = {}
-        self._handles: Sequence[RemovableHandle] = ()
+    They are named by the class of their module, because names in the model are not known here.
+    """
+    written: set[str] = set()
+    before: dict[int, Versions] = {}
 
-    def __enter__(self) -> BufferWatch:
-        self._handles = (
-            register_module_forward_pre_hook(self._before_forward),
-            register_module_forward_hook(self._after_forward),
-        )
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def _before_forward(self, module: torch.nn.Module, args: object) -> None:
+    def before_forward(module: torch.nn.Module, args: object) -> None:
         # A compiled model would have the hooks in its graph.
         if not torch.compiler.is_compiling():
-            self._before[id(module)] = buffer_versions(module, recurse=False)
+            before[id(module)] = buffer_versions(module, recurse=False)
 
-    def _after_forward(self, module: torch.nn.Module, args: object, outputs: object) -> None:
+    def after_forward(
+        module: torch.nn.Module,
+        args: object,
+        outputs: object,
+    ) -> None:
         if torch.compiler.is_compiling():
             return
-        before = self._before.pop(id(module), {})
-        for name in _written(before, buffer_versions(module, recurse=False)):
-            self.written.add(f'{type(module).__name__}.{name}')
+        versions = before.pop(id(module), {})
+        for name in _written(versions, buffer_versions(module, recurse=False)):
+            written.add(f'{type(module).__name__}.{name}')
+
+    with register_module_forward_pre_hook(before_forward), register_module_forward_hook(after_forward):
+        yield written
 
 
 @contextmanager
 def same_random_numbers() -> Iterator[None]:
     """Draws the same random numbers each time: two forwards then have the same dropout."""
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-        random.seed(0)
-        np.random.seed(0)
-        torch.manual_seed(0)
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
+    with kept_random_state():
+        seed_everything(0)
+        yield
 
 
 @contextmanager

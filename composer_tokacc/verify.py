@@ -36,7 +36,7 @@ from pydantic import Field
 from torch.utils.data import DataLoader, IterableDataset
 
 from composer_tokacc.algorithm import TokenAccumulation
-from composer_tokacc.batch import IGNORE_INDEX, Batch
+from composer_tokacc.batch import Batch
 from composer_tokacc.checks.first_batch import find_loss_rule, rule_batch
 from composer_tokacc.checks.logits import at_predictions, router_loss_of, targets_of
 from composer_tokacc.checks.probe import Probe
@@ -270,9 +270,8 @@ class _VerifiedRun:
 
 
 def _find_loss_rule(model: HuggingFaceModel, layout: BatchLayout, rows: Sequence[Batch]) -> str:
-    """Returns the rule by which the model averages, from the row with the most labels."""
-    most_labelled = max(rows, key=lambda row: int((row['labels'] != IGNORE_INDEX).sum()))
-    row = layout.with_media(rule_batch(layout, most_labelled))
+    """Returns the rule by which the model averages, from a row with enough labels."""
+    row = layout.with_media(rule_batch(layout, layout.concat(rows)))
     return find_loss_rule(Probe.from_model(model), _on_device(model, row))
 
 

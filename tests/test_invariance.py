@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from composer_tokacc import BatchLayout, verify_invariance, verify_isolation
 from composer_tokacc.invariance import relative_error
+from tests.checks.test_written_state import RunningMean, with_layers
 from tests.ranks.invariance import mean_of_means, step_mean
 from tests.support.families import FAMILIES
 from tests.support.launch import launch_json
@@ -115,21 +114,21 @@ def test_lost_or_nan_parameter_is_off():
     assert verify_invariance(breaks, text_rows(ROWS)).worst.error == float('inf')
 
 
-def test_rows_that_prove_nothing_are_refused():
-    right = step_mean(text_model())
-    with pytest.raises(ValueError, match=r'differ in their numbers of labels, got: 3 in each of 2 rows'):
-        verify_invariance(right, text_rows([(4, 3), (9, 3)]))
-    # The label of a first token is counted by few models.
-    with pytest.raises(ValueError, match=r'numbers of labels, got: 3 in each of 2 rows, counted causal'):
-        verify_invariance(right, text_rows([(4, 4), (9, 3)]))
-    with pytest.raises(ValueError, match=r'`microbatch_sizes` must be a positive integer, got: -1'):
-        verify_invariance(right, text_rows(ROWS), microbatch_sizes=[-1])
-    with pytest.raises(ValueError, match=r'at least 2, got: \[1\]'):
-        verify_invariance(right, text_rows([(4, 3)]))
-    with pytest.raises(ValueError, match=r'at least 2, got: \[0\]'):
-        verify_invariance(right, [])
-    with pytest.raises(ValueError, match='reference gradient must be above zero'):
-        verify_invariance(lambda microbatches: {'a': torch.zeros(2)}, text_rows(ROWS))
+@pytest.mark.parametrize(
+    ('rows', 'options', 'message'),
+    [
+        ([(4, 3), (9, 3)], {}, r'differ in their numbers of labels, got: 3 in each of 2 rows'),
+        # The label of a first token is counted by few models.
+        ([(4, 4), (9, 3)], {}, r'numbers of labels, got: 3 in each of 2 rows, counted causal'),
+        (ROWS, {'microbatch_sizes': [-1]}, r'`microbatch_sizes` must be a positive integer, got: -1'),
+        ([(4, 3)], {}, r'at least 2, got: \[1\]'),
+        ([], {}, r'at least 2, got: \[0\]'),
+        (ROWS, {}, 'reference gradient must be above zero'),
+    ],
+)
+def test_rows_that_prove_nothing_are_refused(rows, options, message):
+    with pytest.raises(ValueError, match=message):
+        verify_invariance(lambda microbatches: {'a': torch.zeros(2)}, text_rows(rows), **options)
 
 
 @pytest.mark.slow
@@ -263,30 +262,14 @@ def test_random_logits_are_refused():
         verify_isolation(model, {**PACKED, 'use_cache': False}, DOCUMENTS)
 
 
-@pytest.mark.parametrize('kind', ['spectral norm', 'running mean'])
-def test_state_that_forwards_write_is_named(kind):
+@pytest.mark.parametrize(
+    ('layer', 'name'), [('spectral norm', '_SpectralNorm._u'), ('running mean', 'RunningMean.running')]
+)
+def test_state_that_forwards_write_is_named(layer, name):
     """Each forward writes it, so the gradient of a step depends on the number of its microbatches."""
-
-    class Running(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.embedding, self.head = torch.nn.Embedding(64, 8), torch.nn.Linear(8, 64)
-            if kind == 'spectral norm':
-                torch.nn.utils.parametrizations.spectral_norm(self.head)
-            self.register_buffer('mean', torch.zeros(8))
-
-        def forward(self, input_ids, labels, **_):
-            hidden = self.embedding(input_ids)
-            if kind == 'running mean':
-                self.mean.lerp_(hidden.detach().mean(dim=(0, 1)), 0.5)
-                hidden = hidden - self.mean
-            logits = self.head(hidden)
-            loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-            return SimpleNamespace(loss=loss)
-
-    report = verify_invariance(step_mean(Running()), text_rows(ROWS))
+    spectral_norm = torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(32, 32))
+    model = with_layers(spectral_norm if layer == 'spectral norm' else RunningMean())
+    report = verify_invariance(step_mean(model), text_rows(ROWS))
     assert not report.is_exact
-    name = '_SpectralNorm._u' if kind == 'spectral norm' else 'Running.mean'
     assert f'`{name}`' in report.note
     assert report.note in str(report)

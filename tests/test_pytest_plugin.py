@@ -48,10 +48,14 @@ def test_one_token_counts_twice(token_exact):
 """
 
 
-def test_exact_steps_pass_and_others_fail(pytester):
-    pytester.makepyfile(LOOPS)
+def run_pytest(pytester, source):
+    pytester.makepyfile(source)
     plugins = ('no:composer_tokacc', 'composer_tokacc.pytest_plugin', 'no:cacheprovider')  # installed with it or before
-    done = pytester.runpytest_inprocess(*(word for plugin in plugins for word in ('-p', plugin)))
+    return pytester.runpytest_inprocess(*(word for plugin in plugins for word in ('-p', plugin)))
+
+
+def test_exact_steps_pass_and_others_fail(pytester):
+    done = run_pytest(pytester, LOOPS)
     done.assert_outcomes(passed=1, failed=2)
     done.stdout.fnmatch_lines(
         [
@@ -192,12 +196,6 @@ FAULTS = {
     'zero_before_step': 'Gradients were set to 0 between the last backward and the step of the optimizer.',
     'stale_gradient': 'Gradients were not 0 before the first backward: `weight`.*',
 }
-
-
-def run_pytest(pytester, source):
-    pytester.makepyfile(source)
-    plugins = ('no:composer_tokacc', 'composer_tokacc.pytest_plugin', 'no:cacheprovider')
-    return pytester.runpytest_inprocess(*(word for plugin in plugins for word in ('-p', plugin)))
 
 
 @pytest.mark.parametrize('name', FAULTS)

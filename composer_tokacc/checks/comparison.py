@@ -15,8 +15,8 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum, auto
-from functools import cached_property
+from enum import Enum
+from functools import cached_property, partial
 from typing import Generic, TypeAlias
 
 import torch
@@ -55,6 +55,11 @@ row, little more than round-off is left of its gradient."""
 LARGEST_FACTOR_ERROR = 0.1
 """If a factor explains a change to this part, the change is a wrong weight and not a leak."""
 
+NOT_ACCEPTED = (AttributeError, IndexError, TypeError, ValueError)
+"""Errors of a model that cannot compute some rows."""
+NOT_COMPUTED = (*NOT_ACCEPTED, RuntimeError, KeyError)
+"""Errors of a model that does not accept packed rows, or logits at labels."""
+
 MEAN = "The model's own loss must be the mean over its loss-generating tokens, got: "
 SAMPLES = "The terms that `loss_units` calls 'samples' must be means over samples, got: "
 NOT_A_NUMBER = (
@@ -79,22 +84,12 @@ class CutKind(Enum):
         return self.value
 
 
-class FailureKind(Enum):
-    """Why a cut is not exact."""
-
-    NOT_ACCEPTED = auto()  # the model raises an error
-    TOKENS = auto()  # the cut has other loss-generating tokens
-    GRADIENT = auto()  # a row has another gradient
-    LOSS = auto()  # the loss is not the mean of the losses of the microbatches
-
-
 @dataclass(frozen=True)
 class Failure:
     """The first difference between a cut and the uncut rows."""
 
-    kind: FailureKind
     text: str
-    reason: str = ''  # of the model, if it raised an error
+    reason: str | None = None  # of the model, if it did not accept the rows
 
 
 @dataclass(frozen=True)
@@ -204,7 +199,12 @@ class RowComparison(Generic[RulesT]):
 
     # The cuts.
 
-    def first_exact(self, cutter: Cutter[RulesT], rules: RulesT, packed_total: int = 0) -> RulesT:
+    def first_exact(
+        self,
+        cutter: Cutter[RulesT],
+        rules: RulesT,
+        packed_total: int = 0,
+    ) -> RulesT:
         """Returns the first rules under which every row keeps its gradient.
 
         Args:
@@ -217,7 +217,10 @@ class RowComparison(Generic[RulesT]):
         """
         failures: list[Failure] = []
         for candidate in cutter.candidates(self._facts, rules):
-            failure = self._first_failure(cutter, candidate, packed_total)
+            failure = self._first_failure(
+                partial(cutter.assemble, self._facts, rules=candidate),
+                packed_total=packed_total if candidate.packing else None,
+            )
             if failure is None:
                 if self.has_shown_trimming:
                     return candidate
@@ -232,7 +235,7 @@ class RowComparison(Generic[RulesT]):
 
     def check_single_rows(self) -> None:
         """Raises RuntimeError if a row by itself, not cut, has another gradient than with the others."""
-        failure = self._first_failure(None, None, packed_total=0)
+        failure = self._first_failure(partial(self._layout.select, self._rows), packed_total=None)
         if failure is not None:
             raise RuntimeError(failure.text)
 
@@ -245,9 +248,9 @@ class RowComparison(Generic[RulesT]):
             batch = {**self._layout.select(self._rows, [row]), **row_media}
             result = self._probe.run(self._on_device(batch))
             gradients = self._aligned(batch, result, [row])
-            failure = self._gradient_failure(gradients, [row], CutKind.OTHER_PADDING)
-            if failure is not None:
-                raise RuntimeError(failure.text)
+            text = self._gradient_failure(gradients, [row], CutKind.OTHER_PADDING)
+            if text is not None:
+                raise RuntimeError(text)
 
     def selection_failure(self, selector: LabelSelector) -> str | None:
         """Returns why logits only at labels change the loss or its gradient; None: both stay the same.
@@ -261,8 +264,10 @@ class RowComparison(Generic[RulesT]):
         positions = LabelledPositions.from_batch(self.batch, self._rule, sum(self._counts))
         try:
             result = self._probe.run(self.batch, at_labels=AtLabels(selector, self._rule, positions))
-        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-            return _first_line(error)
+        except NOT_COMPUTED as error:
+            # Without the rest of a long message of the host.
+            first_line, *_ = str(error).strip().splitlines() or ['']
+            return f'{type(error).__name__}: {first_line}'
         finally:
             selector.disarm()
         gradients = result.gradients.get('tokens', ())
@@ -285,49 +290,52 @@ class RowComparison(Generic[RulesT]):
             return 'the loss changes'
         return None
 
-    def _first_failure(
-        self,
-        cutter: Cutter[RulesT] | None,
-        rules: RulesT | None,
-        packed_total: int,
-    ) -> Failure | None:
-        """Returns the first failure of a cut; None: it is exact. Without a cutter each row is computed by itself."""
-        is_packed = rules is not None and bool(rules.packing)
-        cut_kind = CutKind.PACKED if is_packed else CutKind.SINGLE_ROW
-        errors: list[type[Exception]] = [AttributeError, IndexError, TypeError, ValueError]
-        if is_packed:
-            # A model that does not accept packed rows may also raise these errors.
-            errors += [RuntimeError, KeyError]
-            groups = self._packed_groups(packed_total)
-        else:
+    def _first_failure(self, assemble: Callable[[list[int]], Batch], *, packed_total: int | None) -> Failure | None:
+        """Returns the first failure of a cut; None: it is exact.
+
+        Args:
+            assemble: Returns the microbatch of some rows.
+            packed_total: The most tokens that packed rows have in training. None: rows are not packed.
+        """
+        if packed_total is None:
+            cut_kind = CutKind.SINGLE_ROW
             groups = [[row] for row in self._all_rows]
+            errors = NOT_ACCEPTED
+        else:
+            cut_kind = CutKind.PACKED
+            groups = self._packed_groups(packed_total)
+            errors = NOT_COMPUTED
         # The losses of all microbatches, for the check of the formula at the end.
         parts: list[_LossPart] = []
         for rows in groups:
             try:
-                if cutter is None or rules is None:
-                    batch = self._layout.select(self._rows, rows)
-                else:
-                    batch = cutter.assemble(self._facts, rows, rules)
+                batch = assemble(rows)
                 result = self._probe.run(self._on_device(batch))
-            except tuple(errors) as error:
+            except errors as error:
                 # Some models cannot compute such a batch. BLIP-2 needs images.
-                return self._not_accepted(rows, error, is_packed=is_packed)
-            # Packing and trimming must not lose a label.
-            num_tokens = int(loss_mask(batch, self._rule).sum())
-            num_expected = self._denominator('tokens', rows)
-            if num_tokens != num_expected:
-                text = f'{num_tokens} loss-generating tokens {cut_kind} instead of {num_expected}'
-                return Failure(FailureKind.TOKENS, self._explained(text, cut_kind))
-            gradients = self._aligned(batch, result, rows)
-            failure = self._gradient_failure(gradients, rows, cut_kind)
-            if failure is not None:
-                return failure
+                return self._not_accepted(rows, error, cut_kind)
+            text = self._microbatch_failure(batch, result, rows, cut_kind)
+            if text is not None:
+                return Failure(text)
             parts.append(_LossPart(rows, result.losses))
             self._narrowest = min(self._narrowest, batch['labels'].shape[1])
-        if self._check_loss:
-            return self._loss_failure(parts)
-        return None
+        text = self._loss_failure(parts) if self._check_loss else None
+        return None if text is None else Failure(text)
+
+    def _microbatch_failure(
+        self,
+        batch: Batch,
+        result: ProbeResult,
+        rows: Sequence[int],
+        cut_kind: CutKind,
+    ) -> str | None:
+        """Returns the message if a microbatch of the rows has lost a label, or if a row has another gradient."""
+        num_tokens = int(loss_mask(batch, self._rule).sum())
+        num_expected = self._denominator('tokens', rows)
+        if num_tokens != num_expected:
+            text = f'{num_tokens} loss-generating tokens {cut_kind} instead of {num_expected}'
+            return self._explained(text, cut_kind)
+        return self._gradient_failure(self._aligned(batch, result, rows), rows, cut_kind)
 
     def _packed_groups(self, packed_total: int) -> list[list[int]]:
         """Returns microbatches of rows to pack: all rows in their order, and all rows in the opposite order.
@@ -343,15 +351,14 @@ class RowComparison(Generic[RulesT]):
         self,
         rows: Sequence[int],
         error: Exception,
-        *,
-        is_packed: bool,
+        cut_kind: CutKind,
     ) -> Failure:
         reason = str(error).rstrip('.')
-        if is_packed:
+        if cut_kind is CutKind.PACKED:
             text = f'The model must take packed rows, got: {reason}. Set `packing=False` (docs/errors.md#packing).'
         else:
             text = f'The model must take {sample_name(self._rows, rows[0])} by itself, got: {reason}.'
-        return Failure(FailureKind.NOT_ACCEPTED, text, reason)
+        return Failure(text, reason)
 
     def _aligned(
         self,
@@ -392,8 +399,8 @@ class RowComparison(Generic[RulesT]):
         gradients: RowGradients,
         rows: Sequence[int],
         cut_kind: CutKind,
-    ) -> Failure | None:
-        """Returns the failure if a row's gradient differs from the expected one by more than round-off, or None."""
+    ) -> str | None:
+        """Returns the message if a row's gradient differs from the expected one by more than round-off, or None."""
         for point, row_gradients in gradients.items():
             all_expected = self._expected[point]
             largest = float(all_expected.flatten(1).norm(dim=1).max())
@@ -425,7 +432,7 @@ class RowComparison(Generic[RulesT]):
             else:
                 change = f'the gradient at its logits changes by {error:.1e} {cut_kind} (round-off is {allowed:.0e})'
                 text = self._explained(f'{name}: {change}', cut_kind)
-            return Failure(FailureKind.GRADIENT, text)
+            return text
         return None
 
     def _allowed(self, point: Point, error: float) -> float:
@@ -441,7 +448,7 @@ class RowComparison(Generic[RulesT]):
         noise = min(self._noise[point], MOST_ROUNDINGS * eps, MOST_NOISE)
         return max(GRADIENT_TOLERANCE, eps, noise)
 
-    def _loss_failure(self, parts: Sequence[_LossPart]) -> Failure | None:
+    def _loss_failure(self, parts: Sequence[_LossPart]) -> str | None:
         """Checks the formula itself: the loss of all rows is the mean of the losses of the microbatches."""
         for unit, expected in self.reference.losses.items():
             weighted_sum = 0.0
@@ -466,12 +473,8 @@ class RowComparison(Generic[RulesT]):
                 continue
             difference = f'{expected:.6f} for {len(self._counts)} rows together, and {mean:.6f} as their mean by row'
             if unit == 'samples':
-                text = f'{SAMPLES}{difference}. Give their own unit (docs/errors.md#model-loss).'
-            else:
-                text = (
-                    f'{MEAN}{difference}. It holds a term that depends on which rows share a microbatch. {NAME_TERMS}'
-                )
-            return Failure(FailureKind.LOSS, text)
+                return f'{SAMPLES}{difference}. Give their own unit (docs/errors.md#model-loss).'
+            return f'{MEAN}{difference}. It holds a term that depends on which rows share a microbatch. {NAME_TERMS}'
         return None
 
     def _is_same_loss(self, unit: str, mean: float) -> bool:
@@ -522,12 +525,10 @@ def _why_not_packed(failures: Sequence[Failure]) -> str:
     their positions. If that fails too, the message names both failures.
     """
     first = failures[0]
-    for failure in failures:
-        if failure.kind is not FailureKind.NOT_ACCEPTED:
-            if failure is first:
-                return failure.text
-            return f'{failure.text} Attention document by document was not possible: {first.reason}.'
-    return first.text
+    computed = next((failure for failure in failures if failure.reason is None), first)
+    if computed is first:
+        return first.text
+    return f'{computed.text} Attention document by document was not possible: {first.reason}.'
 
 
 def _factors(gradients: Tensor, expected: Tensor) -> Tensor:
@@ -554,11 +555,6 @@ def _relative_errors(
     smallest_size = SMALL_ROW * largest or 1e-30
     differences = (gradients - expected).flatten(1).norm(dim=1)
     return (differences / sizes.clamp(min=smallest_size)).nan_to_num(nan=torch.inf)
-
-
-def _first_line(error: Exception) -> str:
-    """Returns what an error says, without the rest of a long message of the host."""
-    return f'{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}'
 
 
 def documents_of(packed: Batch) -> Tensor:

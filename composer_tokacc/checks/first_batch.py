@@ -129,8 +129,6 @@ class FirstBatchCheck:
     """Ranges of the rows that were compared, the same on all ranks."""
     _was_run: bool = field(default=False, init=False)
     """Whether rows were checked, and are not due to be checked again."""
-    _num_harmless: int = field(default=0, init=False)
-    """Number of harmless states that were named in a warning."""
 
     def __post_init__(self) -> None:
         # Without a check the given rule is taken for granted.
@@ -175,21 +173,29 @@ class FirstBatchCheck:
                 return rules
             # A rank whose rows have one token each cannot show the loss rule.
             offers = all_gather_object(
-                RowOffer(_has_label_to_predict(batch), len(missing), num_rows(batch), local_ranges)
+                RowOffer(
+                    _has_label_to_predict(batch),
+                    len(missing),
+                    num_rows(batch),
+                    local_ranges,
+                )
             )
             offer = max(offers, key=lambda offer: offer.value)  # of equal offers, the one of the first rank
             self._learn_readings(offers)
+            # All ranks probe the rows of one of them, because FSDP hangs if only some ranks have images.
             is_sender = offers[get_global_rank()] is offer
+            shared = from_any_rank(self._selected_rows(batch, local_ranges, missing) if is_sender else None)
+            assert shared is not None
             try:
-                new_rules, shown = self._run(batch, cutter, rules, missing, is_sender=is_sender)
+                new_rules, shown = self._run(shared, cutter, rules)
             except IndexError as error:
                 # An id or a target is out of range. A GPU stops the process instead.
                 if 'out of' not in str(error):
                     raise
                 raise RuntimeError(
-                    f'The model must take the batch, got: {error}, for {_ids_of(batch)}. Labels must be -100 or ids of '
-                    "the model's vocabulary, and its embedding must hold every token. Take the tokenizer that belongs "
-                    'to the model (docs/errors.md#counts).'
+                    f"The model must take the batch, got: {error}. Labels must be -100 or ids of the model's "
+                    'vocabulary, and its embedding must hold every token. Take the tokenizer that belongs to the model '
+                    '(docs/errors.md#counts).'
                 ) from error
             if rules is not None and new_rules is not None and not new_rules.cuts_like(rules):
                 # What was shown for one cut says nothing about another.
@@ -212,34 +218,22 @@ class FirstBatchCheck:
 
     def _run(
         self,
-        batch: Batch,
+        shared: SharedRows,
         cutter: Cutter[RulesT] | None,
         rules: RulesT | None,
-        missing: Sequence[str],
-        *,
-        is_sender: bool,
     ) -> tuple[RulesT | None, RowRanges]:
-        """Checks rows like those of ``batch``. Returns the rules of the cut, and the ranges of the checked rows.
+        """Checks the rows. Returns the rules of the cut, and the ranges of the checked rows.
 
-        It also finds the loss rule, if it is not known yet. All ranks probe the rows of the sender, the rank with most
-        that is new, because FSDP hangs if only some ranks have images.
+        It also finds the loss rule, if it is not known yet.
         """
         started = time.perf_counter()
-        shared = self._shared_rows(batch, cutter, missing, is_sender=is_sender)
         if self.rule is None:
             # One row is enough for the rule.
             row = self._on_device(rule_batch(self.layout, shared.rows))
             self.rule = find_loss_rule(self.probe, row, loss_tokens=self.loss_tokens)
-            if self.layout is None:
-                result = self.probe.run(row, targets=targets_of(row, self.rule))
-                self.has_logits = result.has_logits is not False
-                self._check_written_state(row)
         self._was_run = True
         if self.layout is None:
-            log.warning(
-                'Rows of the batch could not be told apart, so it was not checked that they are independent of each '
-                'other. Use token_data_spec(), with a `layout` that knows every entry.'
-            )
+            self._check_unknown_rows(shared.rows, self.rule)
             return rules, RowRanges()
         # From here on rows are compared with each other.
         rows = with_unequal_row(self.layout, shared.rows, self.rule)
@@ -253,23 +247,44 @@ class FirstBatchCheck:
         )
         self._check_written_state(comparison.batch)
         self._check_ties(shared.tied)
-        rules = _exact_rules(comparison, cutter, rules, shared.packed_total)
+        if cutter is None or rules is None:
+            comparison.check_single_rows()
+        else:
+            rules = comparison.first_exact(cutter, rules, shared.packed_total)
         # Microbatches that the loader has collated may pad media to other sizes than the batch.
         comparison.check_media(shared.media)
+        self._learn_loss(comparison)
+        log.info('The first-batch check took %.2f s. %s', time.perf_counter() - started, rules)
+        return rules, self._shown(comparison, rows, rules, shared.packed_total)
+
+    def _check_unknown_rows(self, rows: Batch, rule: str) -> None:
+        """Checks what can be checked of rows that cannot be told apart."""
+        log.warning(
+            'Rows of the batch could not be told apart, so it was not checked that they are independent of each '
+            'other. Use token_data_spec(), with a `layout` that knows every entry.'
+        )
+        if self.check_loss:
+            row = self._on_device(rule_batch(None, rows))
+            result = self.probe.run(row, targets=targets_of(row, rule))
+            self.has_logits = result.has_logits is not False
+            self._check_written_state(row)
+
+    def _learn_loss(self, comparison: RowComparison[RulesT]) -> None:
+        """Learns how tokens weigh in the loss, and whether logits at labels are enough; a collective."""
         failure = None if self.selector is None else comparison.selection_failure(self.selector)
         # Ranks must agree on what they measure and check again later, and on which logits they compute.
-        answers = all_gather_object((comparison.token_scale(), failure))
-        scales = [scale for scale, _ in answers]
+        scales, failures = zip(*all_gather_object((comparison.token_scale(), failure)), strict=True)
         self.token_scale = None if None in scales else scales[0]
-        self.selection_failure = next((failure for _, failure in answers if failure is not None), None)
-        self.vocabulary = comparison.reference.vocabulary
+        self.selection_failure = next((failure for failure in failures if failure is not None), None)
         self.has_logits = comparison.reference.has_logits is not False
-        shown = self._shown(comparison, rows, rules, shared.packed_total)
-        log.info('The first-batch check took %.2f s. %s', time.perf_counter() - started, rules)
-        return rules, shown
+        self.vocabulary = comparison.reference.output_size if self.has_logits else None
 
     def _shown(
-        self, comparison: RowComparison[RulesT], rows: Batch, rules: RulesT | None, packed_total: int
+        self,
+        comparison: RowComparison[RulesT],
+        rows: Batch,
+        rules: RulesT | None,
+        packed_total: int,
     ) -> RowRanges:
         """Returns the ranges of the rows that were compared under the rules."""
         is_packed = rules is not None and bool(rules.packing)
@@ -287,22 +302,22 @@ class FirstBatchCheck:
                 'writes and the result depends on. A step would depend on its number of microbatches. Put its module '
                 'in eval mode, or write it once a step, outside of the forward (docs/errors.md#row-coupling).'
             )
-        new_names = self.probe.harmless_states[self._num_harmless :]
-        self._num_harmless += len(new_names)
-        if new_names:
+        names = self.probe.harmless_states
+        if names:
             log.warning(
                 'Every forward writes %d states of the model, such as %r. Gradients do not depend on them. The states '
                 'depend on the number of microbatches.',
-                len(new_names),
-                new_names[0],
+                len(names),
+                names[0],
             )
+            self.probe.harmless_states = []
 
     def _check_ties(self, rows: BatchDict | None) -> None:
         """Raises RuntimeError if the model chooses between positions with equal scores, in rows of repeated tokens.
 
         Round-off decides such a choice, and every microbatch rounds in another way.
         """
-        if rows is not None and self.probe.breaks_ties(self._on_device(rows)):
+        if rows is not None and self.probe.run(self._on_device(rows)).has_broken_tie:
             width = rows['labels'].shape[1]
             raise RuntimeError(
                 f'The model must not choose between keys with equal scores, got: a top-k of them in rows of {width} '
@@ -314,15 +329,13 @@ class FirstBatchCheck:
     def _on_device(self, batch: Batch) -> Batch:
         return self.to_device(with_copied_tensors(without_rows(batch)))
 
-    def _shared_rows(
-        self, batch: Batch, cutter: Cutter[RulesT] | None, missing: Sequence[str], *, is_sender: bool
+    def _selected_rows(
+        self,
+        batch: Batch,
+        ranges: RowRanges,
+        missing: Sequence[str],
     ) -> SharedRows:
-        """Returns the rows that all ranks probe. The sender selects them and sends them to the others."""
-        shared = from_any_rank(self._selected_rows(batch, cutter, missing) if is_sender else None)
-        assert shared is not None
-        return shared
-
-    def _selected_rows(self, batch: Batch, cutter: Cutter[RulesT] | None, missing: Sequence[str]) -> SharedRows:
+        """Returns the rows of this rank that all ranks probe."""
         if self.layout is None:
             return SharedRows(dict(batch), {}, None, 0)
         # Rows of a probe take about half of the memory of training.
@@ -331,26 +344,12 @@ class FirstBatchCheck:
         loader_batch = without_rows(batch)
         rows = lengthened(self.layout, self.layout.select(loader_batch, chosen))
         has_new_widths = any(name.startswith(('rows padded', 'packed rows')) for name in missing)
-        packed = self._ranges_of(describe_all(self.layout, batch), cutter).packed
         return SharedRows(
             rows=_with_labels(self.layout, rows),
             media=media_as_collated(self.layout, batch, chosen),
             tied=rows_with_ties(self.layout, batch) if has_new_widths else None,
-            packed_total=0 if packed is None else packed.total,
+            packed_total=0 if ranges.packed is None else ranges.packed.total,
         )
-
-
-def _exact_rules(
-    comparison: RowComparison[RulesT],
-    cutter: Cutter[RulesT] | None,
-    rules: RulesT | None,
-    packed_total: int,
-) -> RulesT | None:
-    """Returns the first exact rules. Without a cutter each row is only compared with itself alone."""
-    if cutter is None or rules is None:
-        comparison.check_single_rows()
-        return rules
-    return comparison.first_exact(cutter, rules, packed_total)
 
 
 # The loss rule.
@@ -392,11 +391,11 @@ def find_loss_rule(
         elsewhere = float(norms[~predicts].norm() / norms[predicts].norm().clamp(min=TINY))
         if elsewhere < LARGEST_ELSEWHERE and bool((norms[predicts] > 0).all()):
             matching[rule] = elsewhere
-    positions = _listed(norms)
+    positions = _columns(norms)
     if not matching:
         raise RuntimeError(
             f'{MEAN}a gradient at the positions {positions} for labels at '
-            f'{_listed(row["labels"] != IGNORE_INDEX)}, which '
+            f'{_columns(row["labels"] != IGNORE_INDEX)}, which '
             'no rule explains. The model changes labels inside forward, or its loss holds a term over other positions. '
             f'{NAME_TERMS}'
         )
@@ -455,47 +454,17 @@ def _any_token(rows: Batch) -> int:
     """Returns a token that the model knows: a label of the rows, or one of their ids."""
     labels = labels_of(rows)
     tokens = labels[labels != IGNORE_INDEX]
-    if tokens.numel():
-        return int(tokens[-1])
-    ids = rows.get('input_ids')
-    if ids is not None and ids.shape == labels.shape:
-        return int(ids.flatten()[-1])
-    return 0
+    if not tokens.numel():
+        tokens = rows.get('input_ids', torch.zeros(1)).flatten()
+    return int(tokens[-1])
 
 
-def _listed(is_marked: Tensor) -> str:
-    """Returns the marked columns as text for a message."""
-    columns = is_marked.nonzero()[:, 1].tolist()
-    if len(columns) <= 8:
-        return str(columns)
-    return str(columns[:8])[:-1] + ', ...]'
-
-
-def _ids_of(batch: Batch) -> str:
-    """Returns the ranges of the ids of a batch as text for a message."""
-    ranges = []
-    for key in ('labels', 'input_ids'):
-        parts = []
-        for microbatch in microbatches_of(batch):
-            ids = microbatch.get(key)
-            if ids is not None:
-                parts.append(ids[ids != IGNORE_INDEX])
-        if parts:
-            joined = torch.cat(parts)
-            if joined.numel():
-                ranges.append(f'`{key}` of {int(joined.min())} to {int(joined.max())}')
-    return ' and '.join(ranges)
+def _columns(is_marked: Tensor) -> list[int]:
+    """Returns the first eight marked columns, for a message."""
+    return is_marked.nonzero()[:8, 1].tolist()
 
 
 # The rows of a check.
-
-
-@dataclass(frozen=True)
-class Criterion:
-    """A reason to check a row. The row with the lowest cost is checked."""
-
-    reason: str
-    costs: Sequence[Cost]  # of each row
 
 
 def chosen_rows(
@@ -506,6 +475,8 @@ def chosen_rows(
 ) -> list[int]:
     """Returns the numbers of a few rows that differ from each other.
 
+    Each criterion chooses the row with the lowest cost.
+
     Args:
         layout: How the tensors of the batch belong to rows.
         batch: The batch of a rank.
@@ -514,25 +485,19 @@ def chosen_rows(
     """
     facts = describe(layout, batch)
     labels = labels_of(batch)
-    lengths = facts.lengths
-    row_numbers = range(len(lengths))
     # A row with labels is better than one that gets them for the check.
     has_no_label = (labels[:, 1:] == IGNORE_INDEX).all(dim=1).tolist()
     rows: list[int] = []
-    # Each criterion chooses its cheapest row.
-    for criterion in _criteria(facts, wanted):
-
-        def cost(row: int, costs: Sequence[Cost] = criterion.costs) -> tuple[bool, Cost, int]:
-            return has_no_label[row], costs[row], lengths[row]
-
-        row = min(row_numbers, key=cost)
-        if row not in rows:
-            rows.append(row)
+    for costs in _criteria(facts, wanted):
+        keys = list(zip(has_no_label, costs, facts.lengths, strict=True))
+        cheapest = keys.index(min(keys))
+        if cheapest not in rows:
+            rows.append(cheapest)
     # All rows for wanted media are kept, because they are why this check runs.
     num_media_criteria = 2 * len(_wanted_modalities(wanted))
     rows = rows[: max(max_rows, 2 + num_media_criteria)]
     # Fill up with short rows, which cost little.
-    others = sorted(set(row_numbers) - set(rows), key=lambda row: (has_no_label[row], lengths[row]))
+    others = sorted(set(range(len(labels))) - set(rows), key=lambda row: (has_no_label[row], facts.lengths[row]))
     num_missing = max(MIN_ROWS - len(rows), 0)
     return rows + others[:num_missing]
 
@@ -543,36 +508,31 @@ def _wanted_modalities(wanted: Iterable[str]) -> list[str]:
     return [modality for modality in MODALITIES if any(name.startswith(modality) for name in names)]
 
 
-def _criteria(facts: RowFacts, wanted: Sequence[str]) -> list[Criterion]:
-    """Returns why rows are worth a check, the most important reason first."""
+def _criteria(facts: RowFacts, wanted: Sequence[str]) -> list[Sequence[Cost]]:
+    """Returns the costs of all rows by each criterion, the most important criterion first."""
     lengths = facts.lengths
-    criteria = [
-        Criterion('the longest row: it has no padding', [-length for length in lengths]),
-        Criterion('the shortest row: it loses the most padding', lengths),
-    ]
+    longest_first = [-length for length in lengths]  # the longest row has no padding
+    criteria: list[Sequence[Cost]] = [longest_first, lengths]  # and the shortest row loses the most
     for modality in _wanted_modalities(wanted):
         sizes = facts.media_sizes(modality)
-        smallest = [(size is None, size or 0) for size in sizes]
-        largest = [(size is None, -(size or 0)) for size in sizes]
-        criteria.append(Criterion(f'the smallest {modality}', smallest))
-        criteria.append(Criterion(f'the largest {modality}', largest))
+        criteria.append([(size is None, size or 0) for size in sizes])
+        criteria.append([(size is None, -(size or 0)) for size in sizes])
     if {'holes', 'holes beside media'}.intersection(wanted):
-        criteria.append(Criterion('a row with a hole', [not has_hole for has_hole in facts.has_hole]))
+        criteria.append([not has_hole for has_hole in facts.has_hole])
     if any(facts.has_label_behind_padding):
         # The padding before it predicts this label, so it is the easiest one to get wrong.
-        not_behind_padding = [not has_label for has_label in facts.has_label_behind_padding]
-        criteria.append(Criterion('a label on the first token behind padding', not_behind_padding))
+        criteria.append([not has_label for has_label in facts.has_label_behind_padding])
     # A model may change its computation above some width. Rows as wide as the batch do not show that, because they are
     # not trimmed. Long rows with little padding show it, and rows with as much padding as tokens.
     about_half = (min(lengths) + facts.width) / 2
-    criteria_of_widths = [
-        Criterion('a long row with little padding', [-length if length < facts.width else 0 for length in lengths]),
-        Criterion('as much padding as tokens', [abs(length - about_half) for length in lengths]),
+    criteria_of_widths: list[Sequence[Cost]] = [
+        [-length if length < facts.width else 0 for length in lengths],
+        [abs(length - about_half) for length in lengths],
     ]
     if any(name.startswith('rows padded') for name in wanted):
         criteria += criteria_of_widths
-    criteria.append(Criterion('a row without media', [count > 0 for count in facts.media]))
-    criteria.append(Criterion('the most media', [-count for count in facts.media]))
+    criteria.append([count > 0 for count in facts.media])
+    criteria.append([-count for count in facts.media])
     return criteria + criteria_of_widths
 
 
@@ -582,8 +542,7 @@ def rows_with_ties(layout: BatchLayout, batch: Batch) -> BatchDict | None:
     In a model whose keys have no positions, equal tokens have equal keys. If the model attends to the best k keys, it
     must choose between equal ones everywhere in this row. In other rows it must do so only by chance.
     """
-    ids = batch.get('input_ids')
-    if ids is None or ids.shape != labels_of(batch).shape or 'decoder_input_ids' in batch:
+    if _ids_at_labels(batch) is None:
         return None
     facts = describe(layout, batch)
     rows_of_text = [row for row, num_media in enumerate(facts.media) if not num_media]
@@ -624,6 +583,11 @@ def media_as_collated(
     return collated
 
 
+def _ids_at_labels(batch: Batch) -> Tensor | None:
+    """Returns the ids of the text, if the labels lie at their positions."""
+    return None if labels_at_text(batch) is None else batch.get('input_ids')
+
+
 def _has_label_to_predict(batch: Batch) -> bool:
     """Returns whether a row has a label behind its first token, or a second token to put a label on."""
     for microbatch in microbatches_of(batch):
@@ -639,8 +603,7 @@ def lengthened(layout: BatchLayout, rows: BatchDict) -> BatchDict:
 
     Rows with media stay as they are, because a placeholder cannot be repeated.
     """
-    ids = rows.get('input_ids')
-    if _has_label_to_predict(rows) or labels_at_text(rows) is None or ids is None or any(layout.media_per_row(rows)):
+    if _has_label_to_predict(rows) or _ids_at_labels(rows) is None or any(layout.media_per_row(rows)):
         return rows
     real = real_positions(rows)
     with_token = real.any(dim=1).nonzero().flatten().tolist()
@@ -667,11 +630,10 @@ def _with_labels(layout: BatchLayout, batch: BatchDict) -> BatchDict:
     its labels too: it shows a loss term over positions without a label. If one of these rows has no label, its last
     token gets one.
     """
-    labels = batch['labels']
-    ids = batch.get('input_ids')
-    if ids is None or ids.shape != labels.shape or 'decoder_input_ids' in batch:
+    ids = _ids_at_labels(batch)
+    if ids is None:
         return batch
-    labels = labels.clone()
+    labels = batch['labels'].clone()
     real = real_positions(batch)
     num_media = layout.media_per_row(batch)
     num_unlabelled = (real & (labels == IGNORE_INDEX)).sum(dim=1)
@@ -690,7 +652,11 @@ def _with_labels(layout: BatchLayout, batch: BatchDict) -> BatchDict:
     return {**batch, 'labels': labels}
 
 
-def with_unequal_row(layout: BatchLayout, rows: BatchDict, rule: str) -> BatchDict:
+def with_unequal_row(
+    layout: BatchLayout,
+    rows: BatchDict,
+    rule: str,
+) -> BatchDict:
     """Adds a row with fewer or more labels, if the rows have nearly the same number.
 
     If all rows have the same number of tokens, a mean over tokens equals a mean over the means of rows. Then the check
@@ -706,10 +672,9 @@ def with_unequal_row(layout: BatchLayout, rows: BatchDict, rule: str) -> BatchDi
     labels = copied['labels'].clone()
     copied['labels'] = labels
     counted_columns = loss_mask(copied, rule)[-1].nonzero().flatten().tolist()
-    ids = copied.get('input_ids')
     if len(counted_columns) > 1:
         labels[-1, counted_columns[:-1]] = IGNORE_INDEX
-    elif counted_columns and ids is not None and ids.shape == labels.shape:
+    elif counted_columns and _ids_at_labels(copied) is not None:
         # The first token gets no label, because it may be predicted from padding. The label is one of the row, because
         # ids may be placeholders.
         columns = real_positions(copied)[-1].nonzero().flatten().tolist()[1:]

@@ -101,7 +101,7 @@ def are_logits(gradient: Tensor, targets: Tensor) -> bool | None:
     num_positions = 0
     num_like_logits = 0
     flat_targets = targets.flatten()
-    for part, part_gradient in _float_parts(gradient):
+    for part, (part_gradient,) in _float_parts(gradient):
         part_targets = flat_targets[part]
         # Positions without a target look up entry 0, which is not counted.
         label_entries = part_gradient.gather(1, part_targets.clamp(min=0)[:, None])[:, 0]
@@ -158,49 +158,25 @@ def targets_of(batch: Batch, rule: str) -> Tensor:
 # Measurements.
 
 
-def measure(
-    logits: Tensor,
-    gradient: Tensor,
-    targets: Tensor | None = None,
-) -> MeasuredTokens:
-    """Measures the weight of each token in a loss.
+def measure(logits: Tensor, gradient: Tensor) -> MeasuredTokens:
+    """Measures the weight of each token in a loss, and reads which tokens they are off the gradient.
 
     Args:
         logits: ``(rows, width, vocabulary)``.
         gradient: Of the loss by the logits.
-        targets: As returned by :func:`targets_of`. None: they are read off the gradient, see :func:`_read_targets`.
     """
     tolerance = ALIKE + 2.5 * torch.finfo(gradient.dtype).eps
     parts: list[MeasuredTokens] = []
-    for part, part_logits, part_gradient in _float_part_pairs(logits, gradient):
-        part_targets = None if targets is None else targets.flatten()[part]
-        if part_targets is None:
-            part_targets = _read_targets(part_gradient, tolerance=tolerance)
+    for _, (part_logits, part_gradient) in _float_parts(logits, gradient):
+        targets = _read_targets(part_gradient, tolerance=tolerance)
         # Project the gradient on the gradient of a plain cross-entropy.
-        direction = _plain_gradient(part_logits, part_targets)
+        direction = _plain_gradient(part_logits, targets)
         square = direction.square().sum(dim=-1)  # norm() of 32,000 numbers has an error of 3e-6 on a CPU
         weights = torch.linalg.vecdot(part_gradient, direction) / square.clamp(min=TINY)
-        remainder = torch.addcmul(
-            part_gradient,
-            weights[:, None],
-            direction,
-            value=-1,
-        )
-        parts.append(
-            MeasuredTokens(
-                weights,
-                part_targets,
-                square.sqrt(),
-                remainder.norm(dim=-1),
-            )
-        )
-    shape = logits.shape[:2]
-    return MeasuredTokens(
-        weights=torch.cat([part.weights for part in parts]).view(shape),
-        targets=torch.cat([part.targets for part in parts]).view(shape),
-        sizes=torch.cat([part.sizes for part in parts]).view(shape),
-        rests=torch.cat([part.rests for part in parts]).view(shape),
-    )
+        remainder = torch.addcmul(part_gradient, weights[:, None], direction, value=-1)
+        parts.append(MeasuredTokens(weights, targets, square.sqrt(), remainder.norm(dim=-1)))
+    fields = [torch.cat(pieces).view(logits.shape[:2]) for pieces in zip(*parts, strict=True)]
+    return MeasuredTokens(*fields)
 
 
 def deviations(
@@ -216,7 +192,7 @@ def deviations(
     ``weights`` if there are weights.
     """
     parts = []
-    for part, part_logits, part_gradient in _float_part_pairs(logits, gradient):
+    for part, (part_logits, part_gradient) in _float_parts(logits, gradient):
         difference = _plain_gradient(part_logits, targets.flatten()[part])
         if weights is not None:
             difference.mul_(weights.flatten()[part][:, None])
@@ -235,20 +211,12 @@ def sketch(gradient: Tensor) -> Tensor:
         return gradient.float().cpu()
     # The same signs for every gradient of this size.
     generator = torch.Generator().manual_seed(size)
-    signs = (
-        torch.randint(
-            2,
-            (size, SKETCH_WIDTH),
-            generator=generator,
-        )
-        .mul_(2)
-        .sub_(1)
-    )
+    signs = 2 * torch.randint(2, (size, SKETCH_WIDTH), generator=generator) - 1
     num_missing = -size % SKETCH_BLOCK
     padded_signs = F.pad(signs.to(gradient.device).float(), (0, 0, 0, num_missing))
     blocks_of_signs = padded_signs.unflatten(0, (-1, SKETCH_BLOCK))  # (blocks, entries, sums)
     parts = []
-    for _, part_gradient in _float_parts(gradient):
+    for _, (part_gradient,) in _float_parts(gradient):
         padded = F.pad(part_gradient, (0, num_missing))
         blocks = padded.unflatten(1, (-1, SKETCH_BLOCK)).transpose(0, 1)  # (blocks, positions, entries)
         parts.append((blocks @ blocks_of_signs).sum(dim=0))
@@ -260,14 +228,8 @@ def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
     """Returns the cross-entropy at each position, float32 ``(rows, width)``. It is 0 at positions without a target."""
     flat_targets = targets.flatten()
     parts = []
-    for part, part_logits in _float_parts(logits):
-        parts.append(
-            F.cross_entropy(
-                part_logits,
-                flat_targets[part],
-                reduction='none',
-            )
-        )
+    for part, (part_logits,) in _float_parts(logits):
+        parts.append(F.cross_entropy(part_logits, flat_targets[part], reduction='none'))
     return torch.cat(parts).view(targets.shape)
 
 
@@ -374,20 +336,10 @@ def _plain_gradient(logits: Tensor, targets: Tensor) -> Tensor:
     return direction.mul_((targets != IGNORE_INDEX)[:, None])
 
 
-def _float_parts(tensor: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Yields some positions at a time of a tensor ``(rows, width, entries)``: which they are, and their float32."""
-    flat = tensor.detach().flatten(0, 1)
-    size = max(CHUNK // tensor.shape[-1], 1)
-    for start in range(0, len(flat), size):
+def _float_parts(*tensors: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
+    """Yields some positions at a time of tensors ``(rows, width, entries)``: which they are, and their float32."""
+    flat = [tensor.detach().flatten(0, 1) for tensor in tensors]
+    size = max(CHUNK // tensors[0].shape[-1], 1)
+    for start in range(0, len(flat[0]), size):
         part = slice(start, start + size)
-        yield part, whole_vocabulary(flat[part]).float()
-
-
-def _float_part_pairs(logits: Tensor, gradient: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yields some positions at a time of logits and their gradient."""
-    for (part, part_logits), (_, part_gradient) in zip(
-        _float_parts(logits),
-        _float_parts(gradient),
-        strict=True,
-    ):
-        yield part, part_logits, part_gradient
+        yield part, [whole_vocabulary(tensor[part]).float() for tensor in flat]

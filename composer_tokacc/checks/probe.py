@@ -28,8 +28,8 @@ from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 
 from composer_tokacc.batch import Batch, labels_of, with_copied_tensors
-from composer_tokacc.checks.logits import MeasuredTokens, are_logits, logits_of, measure, sketch
-from composer_tokacc.checks.written_state import StateSnapshot, WrittenState
+from composer_tokacc.checks.logits import TINY, MeasuredTokens, are_logits, logits_of, measure, sketch
+from composer_tokacc.checks.written_state import State, StateSnapshot
 from composer_tokacc.compat import BatchNorm
 from composer_tokacc.label_selector import LabelSelector
 from composer_tokacc.labelled import LabelledPositions
@@ -76,8 +76,10 @@ class ProbeResult:
     gradients: Mapping[str, Sequence[Tensor | None]]
     # The weights of tokens, if targets were passed and the loss is made of the logits.
     measured: MeasuredTokens | None
-    vocabulary: int | None  # number of logits at a position, if targets were passed and the model returns logits
+    output_size: int | None  # number of logits at a position
+    output_address: int | None  # address of the logits
     has_logits: bool | None  # whether the loss treats the output as logits. None: nothing can be said
+    has_broken_tie: bool  # whether the model selected some of several positions with equal scores
     eps: float  # machine epsilon of the loss, the one of float32 or a coarser one
     gradient_eps: float  # machine epsilon of the coarsest gradient
 
@@ -112,7 +114,7 @@ class ProbeResult:
                     continue
                 # The gradients are sketches. Their differences have the right size up to 18 %.
                 difference = float((other_gradient - gradient).norm())
-                distances.append(difference / max(float(gradient.norm()), torch.finfo(torch.float32).tiny))
+                distances.append(difference / max(float(gradient.norm()), TINY))
         return max(math.inf if math.isnan(distance) else distance for distance in distances)
 
 
@@ -157,18 +159,16 @@ class Probe:
         """Whether the layers run as in training."""
         self.is_random = False
         """Whether the forward is random even in evaluation."""
-        self._written: dict[str, WrittenState] = {}
+        self._written: dict[str, State] = {}
         """State of the model that forwards have written and that is still to be judged, by name."""
         self.harmless_states: list[str] = []
-        """Names of states that every forward writes, and that the result does not depend on."""
+        """Names of states that every forward writes and that the result does not depend on, still to be reported."""
         self._judged: set[str] = set()  # names of states that were judged, or are judged now
         self.state_dependence: str | None = None
         """Name of a state that every forward writes and that the result depends on."""
         self._knows_layers = False  # whether the last layers were looked for
         self._layers: list[Module] = []
         """The module that makes the states before the logits, often a norm, and the module that makes the logits."""
-        self._output_size: int | None = None  # number of logits at a position, in the last forward
-        self._output_address: int | None = None  # address of these logits
         # Modules of TorchScript take no hooks.
         self._modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
         self._varied_weights = _VariedWeights(self._modules)
@@ -201,6 +201,8 @@ class Probe:
         targets: Tensor | None = None,
         rounded: bool = False,
         at_labels: AtLabels | None = None,
+        seed: int = 0,
+        keeps_state: bool = False,
     ) -> ProbeResult:
         """Runs a batch eagerly. Random numbers, modes and buffers stay as they were.
 
@@ -212,37 +214,62 @@ class Probe:
                 then compute the same sums.
             at_labels: Computes logits only where a label is. The gradient by them then has the shape of the selected
                 positions.
+            seed: Of the random numbers that the forward draws.
+            keeps_state: Whether the model keeps the state that the forward has written.
         """
         # Layers are found on the first batch. Later batches use the same ones.
         if not self._knows_layers:
+            self._knows_layers = True
             self._find_last_layers(batch)
-        return self._run(batch, targets=targets, rounded=rounded, at_labels=at_labels)
+        # An error that is known changes one setting, and the forward runs again.
+        while True:
+            guard = undisturbed(self.model, restores_buffers=not keeps_state)
+            try:
+                with torch.no_grad(), guard, self._as_probed(seed, labels_of(batch).shape[1]) as mode:
+                    snapshot = StateSnapshot.of_model(self.model)
+                    forward = self._forward(batch, rounded=rounded, at_labels=at_labels)
+                    self._note_written(snapshot)
+                    return _result_of(forward, targets, has_broken_tie=mode.has_broken_tie)
+            except RuntimeError as error:
+                if self._uses_float32:
+                    # Some kernels accept only half precision, such as flash attention.
+                    self._uses_float32 = False
+                elif 'in-place' in str(error) and len(self._layers) > 1:
+                    # Chameleon writes into its logits, which is not allowed for a leaf.
+                    self._layers = self._layers[:1]
+                else:
+                    raise
 
-    def breaks_ties(self, batch: Batch) -> bool:
-        """Returns whether the model selects some of several positions with equal scores."""
-        with _TieWatch(labels_of(batch).shape[1]) as watch:
-            self.run(batch)
-        return watch.is_broken
+    def _note_written(self, snapshot: StateSnapshot) -> None:
+        """Notes state that a forward has written since the snapshot, and that was not judged before."""
+        for state in snapshot.written():
+            if state.name not in self._judged:
+                self._written.setdefault(state.name, state)
 
     def _find_last_layers(self, batch: Batch) -> None:
         """Finds the last layers by two forwards, which also show whether the loss is random."""
         outputs: list[_LayerOutput] = []
+        shapes = [tuple(labels_of(batch).shape)]
 
-        def note(module: Module, args: object, output: object) -> None:
+        def note(
+            module: Module,
+            args: object,
+            output: object,
+        ) -> None:
             # Only the size and the address are kept, so that the memory of the output is freed.
-            if _is_of_positions(output, batch):
+            if _is_of_shape(output, shapes):
                 outputs.append(_LayerOutput(module, output.shape[-1], output.data_ptr()))
 
         with _hooked(_leaves(self._modules), note):
-            first = self._run(batch, seed=1)
+            first = self.run(batch, seed=1)
         # The last layer is the one whose output has the address of the logits. The size alone may be that of another
         # layer, such as the head of a teacher. It decides only if the model changes the output of its head once more.
-        same_size = [place for place, output in enumerate(outputs) if output.size == self._output_size]
-        same_address = [place for place in same_size if outputs[place].address == self._output_address]
+        same_size = [place for place, output in enumerate(outputs) if output.size == first.output_size]
+        same_address = [place for place in same_size if outputs[place].address == first.output_address]
         last = (same_address or same_size or [len(outputs)])[-1]
         self._layers = [output.module for output in outputs[max(last - 1, 0) : last + 1]]
         # This forward has a graph at the last layers and other random numbers.
-        second = self._run(batch)
+        second = self.run(batch)
         self.is_random = not all(second.is_same_loss(unit, loss) for unit, loss in first.losses.items())
         self.judge_written_state(batch)
         if self.is_random and self.is_training and self.state_dependence is None:
@@ -250,7 +277,6 @@ class Probe:
             self.is_training = False
             self._layers = []
             self._find_last_layers(batch)
-        self._knows_layers = True
 
     def judge_written_state(self, batch: Batch) -> None:
         """Finds out whether the result depends on state that every forward writes. See :attr:`state_dependence`.
@@ -262,74 +288,43 @@ class Probe:
             return
         # Each state is judged once.
         self._judged.update(self._written)
-        snapshot = StateSnapshot(self._written.values())
+        snapshot = StateSnapshot.of_states(self._written.values())
         self._written = {}
-        result = self._run(batch, seed=1, keeps_state=True)
+
+        def result() -> ProbeResult:
+            return self.run(batch, seed=1, keeps_state=True)
+
+        expected = result()
         # A cache that is filled already is not written again.
         rewritten = snapshot.written()
         snapshot.restore()
         if not rewritten:
             return
         # On a GPU two forwards of the same rows may differ by round-off.
-        repeated = self._run(batch, seed=1, keeps_state=True)
+        tolerance = max(NOISE_FACTOR * expected.distance(result()), STATE_TOLERANCE)
         snapshot.restore()
-        tolerance = max(NOISE_FACTOR * result.distance(repeated), STATE_TOLERANCE)
 
-        def changes_result(states: Sequence[WrittenState]) -> bool:
+        def changes_result(states: Sequence[State]) -> bool:
             snapshot.perturb(states)
-            perturbed = self._run(batch, seed=1, keeps_state=True)
+            distance = expected.distance(result())
             snapshot.restore()
-            return result.distance(perturbed) > tolerance
+            return distance > tolerance
 
         # First all states at once, because in most models the result depends on none of them.
         if not changes_result(rewritten):
             self.harmless_states += [state.name for state in rewritten]
             return
         # Then one by one, to find which state it is.
-        self.state_dependence = rewritten[0].name
-        for state in rewritten:
-            if changes_result([state]):
-                self.state_dependence = state.name
-                return
+        decisive = next((state for state in rewritten if changes_result([state])), rewritten[0])
+        self.state_dependence = decisive.name
 
-    def _run(
+    def _forward(
         self,
         batch: Batch,
         *,
-        targets: Tensor | None = None,
-        rounded: bool = False,
-        at_labels: AtLabels | None = None,
-        seed: int = 0,
-        keeps_state: bool = False,
-    ) -> ProbeResult:
-        """Runs a batch as in training. ``keeps_state``: the model keeps the state that the forward has written."""
-        # An error that is known changes one setting, and the forward runs again.
-        while True:
-            guard = undisturbed(self.model, restores_buffers=not keeps_state)
-            try:
-                with torch.no_grad(), guard, self._as_probed(seed):
-                    forward = self._watched_forward(batch, rounded=rounded, at_labels=at_labels)
-                    return self._result(forward, targets)
-            except RuntimeError as error:
-                if self._uses_float32:
-                    # Some kernels accept only half precision, such as flash attention.
-                    self._uses_float32 = False
-                elif 'in-place' in str(error) and len(self._layers) > 1:
-                    # Chameleon writes into its logits, which is not allowed for a leaf.
-                    self._layers = self._layers[:1]
-                else:
-                    raise
-
-    def _watched_forward(self, batch: Batch, *, rounded: bool, at_labels: AtLabels | None) -> _Forward:
-        """Runs the forward and notes state that was written and not judged before."""
-        snapshot = StateSnapshot.of_model(self.model)
-        forward = self._forward(batch, rounded=rounded, at_labels=at_labels)
-        for state in snapshot.written():
-            if state.name not in self._judged:
-                self._written.setdefault(state.name, state)
-        return forward
-
-    def _forward(self, batch: Batch, *, rounded: bool, at_labels: AtLabels | None) -> _Forward:
+        rounded: bool,
+        at_labels: AtLabels | None,
+    ) -> _Forward:
         precision = torch.autocast(self._device_type, enabled=False) if self._uses_float32 else self._precision()
         # Forward and loss get the same copy, as in training. If the model writes into it, no other forward sees that.
         copied = with_copied_tensors(batch)
@@ -348,65 +343,67 @@ class Probe:
             loss = _loss_of(self._loss, outputs, copied)  # once, because a loss may add up counts
             terms = self._terms(loss, outputs)
         logits = logits_of(outputs) if at_labels is not None else _checked_logits(outputs, batch)
-        self._output_size = None
-        self._output_address = None
-        if logits is not None:
-            self._output_size = logits.shape[-1]
-            if not isinstance(logits, DTensor):
-                self._output_address = logits.data_ptr()
         # A layer may not have run in this batch, such as a layer of another modality.
         points = [leaves[layer] for layer in self._layers if layer in leaves]
         if logits is not None and logits.requires_grad and not any(logits is leaf for leaf in points):
             points.append(logits)
         return _Forward(terms, points, logits)
 
-    def _result(self, forward: _Forward, targets: Tensor | None) -> ProbeResult:
-        logits = forward.logits
-        gradients: dict[str, list[Tensor | None]] = {}
-        # Gradients are reduced to sketches at once, except the one by the logits, which is measured.
-        logit_gradient = None
-        for unit, loss in forward.terms.items():
-            unit_gradients = _gradients(loss, forward.points)
-            if unit == 'tokens' and forward.points and forward.points[-1] is logits:
-                logit_gradient = unit_gradients[-1]
-            gradients[unit] = [None if gradient is None else sketch(gradient) for gradient in unit_gradients]
-        measured = None
-        has_logits = None
-        if targets is not None and logits is not None and logit_gradient is not None:
-            has_logits = are_logits(logit_gradient, targets)
-            if has_logits is not False:
-                measured = measure(logits, logit_gradient)
-        # Without targets nothing shows whether the output holds logits.
-        knows_vocabulary = targets is not None and logits is not None and has_logits is not False
-        return ProbeResult(
-            losses={unit: loss.float().mean().item() for unit, loss in forward.terms.items()},
-            gradients=gradients,
-            measured=measured,
-            vocabulary=logits.shape[-1] if logits is not None and knows_vocabulary else None,
-            has_logits=has_logits,
-            eps=_coarsest_eps(forward.terms.values()),
-            gradient_eps=_coarsest_eps(forward.points),
-        )
-
     @contextmanager
-    def _as_probed(self, seed: int) -> Iterator[None]:
+    def _as_probed(self, seed: int, width: int) -> Iterator[_ProbeMode]:
         """Switches dropout off, and BatchNorm to evaluation. If the forward is random, all modules are switched."""
         switched_kind = BatchNorm if self.is_training else Module
         modules = [module for module in self._modules if module.training and isinstance(module, switched_kind)]
         # The same random numbers for every forward, so that forwards can be compared.
-        random.seed(0)
-        np.random.seed(0)
-        torch.default_generator.manual_seed(seed)
-        if torch.cuda.is_initialized():
-            torch.cuda.manual_seed_all(seed)
+        seed_everything(seed)
         for module in modules:
             module.training = False
         try:
-            with _NoDropout(), torch.compiler.set_stance('force_eager'):
-                yield
+            with _ProbeMode(width) as mode, torch.compiler.set_stance('force_eager'):
+                yield mode
         finally:
             for module in modules:
                 module.training = True
+
+
+def _result_of(
+    forward: _Forward,
+    targets: Tensor | None,
+    *,
+    has_broken_tie: bool,
+) -> ProbeResult:
+    logits = forward.logits
+    gradients: dict[str, list[Tensor | None]] = {}
+    # Gradients are reduced to sketches at once, except the one by the logits, which is measured.
+    logit_gradient = None
+    for unit, loss in forward.terms.items():
+        unit_gradients = _gradients(loss, forward.points)
+        if unit == 'tokens' and forward.points and forward.points[-1] is logits:
+            logit_gradient = unit_gradients[-1]
+        gradients[unit] = [None if gradient is None else sketch(gradient) for gradient in unit_gradients]
+    measured = None
+    has_logits = None
+    if targets is not None and logits is not None and logit_gradient is not None:
+        has_logits = are_logits(logit_gradient, targets)
+        if has_logits is not False:
+            measured = measure(logits, logit_gradient)
+    output_size = None
+    output_address = None
+    if logits is not None:
+        output_size = logits.shape[-1]
+        if not isinstance(logits, DTensor):
+            output_address = logits.data_ptr()
+    return ProbeResult(
+        losses={unit: loss.float().mean().item() for unit, loss in forward.terms.items()},
+        gradients=gradients,
+        measured=measured,
+        output_size=output_size,
+        output_address=output_address,
+        has_logits=has_logits,
+        has_broken_tie=has_broken_tie,
+        eps=_coarsest_eps(forward.terms.values()),
+        gradient_eps=_coarsest_eps(forward.points),
+    )
 
 
 class _VariedWeights:
@@ -432,8 +429,8 @@ class _VariedWeights:
         """Makes forwards inside of the context use the varied weights."""
         with ExitStack() as hooks:
             for module in self._modules:
-                has_equal_weights = bool(self._names[module]) if module in self._names else True
-                if has_equal_weights:
+                # Modules that were not reached yet may have such weights.
+                if self._names.get(module, True):
                     hooks.enter_context(module.register_forward_pre_hook(self._show))
                     hooks.enter_context(module.register_forward_hook(self._hide, always_call=True))
             yield
@@ -511,44 +508,16 @@ def _golden_numbers(
 # Helpers of a forward.
 
 
-class _NoDropout(TorchFunctionMode):
-    """Switches off every dropout of torch, in attention too."""
+class _ProbeMode(TorchFunctionMode):
+    """Switches off every dropout of torch, in attention too. Notes whether a top-k over positions had a tie.
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: object,
-        args: Any = (),
-        kwargs: Any = None,
-    ) -> Any:
-        """Calls the function with a dropout probability of 0."""
-        kwargs = kwargs or {}
-        name = getattr(func, '__name__', '')
-        if 'dropout' in name:
-            return args[0] if args else kwargs['input']
-        if name == 'scaled_dot_product_attention':
-            options = dict(
-                zip(
-                    ('dropout_p', 'is_causal'),
-                    args[4:],
-                    strict=False,
-                )
-            )
-            options.update(kwargs)
-            options['dropout_p'] = 0.0
-            return func(*args[:4], **options)
-        return func(*args, **kwargs)
-
-
-class _TieWatch(TorchFunctionMode):
-    """Notes whether a top-k over positions left out a position whose score equals that of a chosen one.
-
-    Kernels break such a tie in an order that depends on the width of the batch, so padding changes the result.
+    If a position that was left out has the same score as a chosen one, kernels break the tie in an order that depends
+    on the width of the batch, so padding changes the result.
     """
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.is_broken = False
+        self.has_broken_tie = False
         self._width = width
 
     def __torch_function__(
@@ -558,10 +527,18 @@ class _TieWatch(TorchFunctionMode):
         args: Any = (),
         kwargs: Any = None,
     ) -> Any:
-        """Calls the function, and looks at the result if it is a top-k."""
+        """Calls the function with a dropout probability of 0, and looks at the result if it is a top-k."""
         kwargs = kwargs or {}
+        name = getattr(func, '__name__', '')
+        if 'dropout' in name:
+            return args[0] if args else kwargs['input']
+        if name == 'scaled_dot_product_attention':
+            # The arguments behind query, key, value and mask.
+            options = dict(zip(('dropout_p', 'is_causal'), args[4:], strict=False))
+            options |= {**kwargs, 'dropout_p': 0.0}
+            return func(*args[:4], **options)
         result = func(*args, **kwargs)
-        if getattr(func, '__name__', '') == 'topk':
+        if name == 'topk':
             self._look_at(result, *args, **kwargs)
         return result
 
@@ -582,7 +559,7 @@ class _TieWatch(TorchFunctionMode):
         is_tied = (scores >= last_chosen).sum(dim=dim, keepdim=True) > k
         # Masked positions have the lowest possible score. It makes no difference which of them are chosen.
         is_masked = last_chosen < torch.finfo(scores.dtype).min / 2
-        self.is_broken |= bool((is_tied & ~is_masked).any())
+        self.has_broken_tie |= bool((is_tied & ~is_masked).any())
 
 
 @contextmanager
@@ -675,11 +652,6 @@ def _coarsest_eps(tensors: Iterable[Tensor]) -> float:
     return coarsest
 
 
-def _is_of_positions(output: object, batch: Batch) -> TypeGuard[Tensor]:
-    """Returns whether a layer's output has a vector for every position of the labels."""
-    return _is_of_shape(output, [tuple(labels_of(batch).shape)])
-
-
 def _is_of_shape(output: object, shapes: Sequence[tuple[int, ...]]) -> TypeGuard[Tensor]:
     """Returns whether a layer's output has a vector for every position of one of some shapes (rows, columns)."""
     if not isinstance(output, Tensor) or not output.dtype.is_floating_point or output.dim() != 3:
@@ -701,8 +673,17 @@ def _hooked(modules: Iterable[Module], hook: ForwardHook) -> Iterator[None]:
         yield
 
 
+def seed_everything(seed: int) -> None:
+    """Sets the random numbers of Python, numpy and torch."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
+
+
 @contextmanager
-def _random_state_kept() -> Iterator[None]:
+def kept_random_state() -> Iterator[None]:
     """Restores the random numbers of Python, numpy and torch after the context."""
     python_state = random.getstate()
     numpy_state = np.random.get_state()
@@ -724,7 +705,7 @@ def undisturbed(model: Module, *, restores_buffers: bool = True) -> Iterator[Non
         for module in modules:
             buffers += [(buffer, buffer.clone()) for buffer in module.buffers(recurse=False)]
     try:
-        with _random_state_kept():
+        with kept_random_state():
             yield
     finally:
         with torch.no_grad():

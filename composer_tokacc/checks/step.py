@@ -15,7 +15,6 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -113,6 +112,7 @@ class MicrobatchRecord:
     count: Tensor | None = None  # number of its loss-generating tokens, counted on the device, ``()``
     tolerance: float = 0.0  # largest deviation that round-off explains
     positions_of_logits: LabelledPositions | None = None  # where logits were computed; None: at every position
+    observed: dict[str, float] = field(default_factory=dict)  # numbers that were read from the device, by name
     counts: RowCounts = field(init=False)  # of all rows together
     is_empty: bool = field(init=False)  # whether no token of a sample carries loss
     has_weight: bool = field(init=False)  # whether it changes the gradient of the step
@@ -140,16 +140,17 @@ class MicrobatchRecord:
             is_whole: Whether to measure all tokens, or only some.
             selected: The labels in the shape of the logits, see :func:`.batch_at_logits`; None: those of the batch.
         """
+        batch = self.batch if selected is None else selected
         # Detached, because a graph whose hook holds its own logits is never freed.
         on_gradient(
             logits,
             partial(
                 self._measure,
+                batch,
                 logits.detach(),
                 weights,
                 unit,
                 is_whole,
-                selected=selected,
             ),
         )
 
@@ -160,65 +161,41 @@ class MicrobatchRecord:
 
     def _measure(
         self,
+        batch: Batch,
         logits: Tensor,
         weights: Tensor | None,
         unit: float | None,
         is_whole: bool,
         gradient: Tensor,
-        *,
-        selected: Batch | None = None,
     ) -> None:
         """Measures tokens by the gradient of their logits, or only notes that it came if there is no ``unit``."""
         self.was_reached = True
         if unit is None:
             return
         self.tolerance = tolerance_of(gradient.dtype)
-        batch = self.batch if selected is None else selected
-        if is_whole:
-            targets = targets_of(batch, self.counts.rule)
-            if self._has_all_logits:
-                self.count = (targets != IGNORE_INDEX).sum()
-            self.deviations = deviations(
-                unit,
-                logits,
-                gradient,
-                targets,
-                weights,
-            ).flatten()
-        else:
-            self._measure_some(batch, logits, weights, unit, gradient)
-
-    @property
-    def _has_all_logits(self) -> bool:
-        """Whether logits were computed at all positions. If not, the number of labels was given before."""
-        return self.positions_of_logits is None
-
-    def _measure_some(
-        self,
-        batch: Batch,
-        logits: Tensor,
-        weights: Tensor | None,
-        unit: float,
-        gradient: Tensor,
-    ) -> None:
-        """Measures every n-th token, from a random first one, so that the tokens lie evenly over the rows."""
-        # The number of each label, from 1. Other positions have the number of the label before them.
-        ordinals = loss_mask(batch, self.counts.rule).flatten().cumsum(dim=0)
-        if self._has_all_logits:
+        targets = targets_of(batch, self.counts.rule)
+        # The number of each token, from 1. Other positions have the number of the token before them.
+        ordinals = (targets != IGNORE_INDEX).flatten().cumsum(dim=0)
+        # If logits were computed only at labels, the number of labels was given before.
+        if self.positions_of_logits is None:
             self.count = ordinals[-1]
-        # Tokens are chosen by their number. The host knows how many there are, so nothing waits for the device.
-        stride = -(-self.counts.loss_tokens // NUM_SAMPLED)
-        first_number = 1 + CHOICE.randrange(stride)
-        numbers = range(first_number, self.counts.loss_tokens + 1, stride)
-        label_positions = places_of(ordinals, numbers)
-        # The position before a label is in the same row, because column 0 never counts.
-        self.positions = label_positions if self.counts.rule == 'unshifted' else label_positions - 1
+        if not is_whole:
+            # Every n-th token, from a random first one, so that they lie evenly over the rows. Tokens are chosen by
+            # their number. The host knows how many there are, so nothing waits for the device.
+            stride = -(-self.counts.loss_tokens // NUM_SAMPLED)
+            first_number = 1 + CHOICE.randrange(stride)
+            numbers = range(first_number, self.counts.loss_tokens + 1, stride)
+            self.positions = places_of(ordinals, numbers)
+            logits = _at(self.positions, logits)
+            gradient = _at(self.positions, gradient)
+            targets = _at(self.positions, targets)
+            weights = None if weights is None else _at(self.positions, weights)
         self.deviations = deviations(
             unit,
-            _at(self.positions, logits),
-            _at(self.positions, gradient),
-            labels_of(batch).flatten()[label_positions][None],
-            None if weights is None else _at(self.positions, weights),
+            logits,
+            gradient,
+            targets,
+            weights,
         ).flatten()
 
     def worst(self) -> tuple[str, int]:
@@ -238,15 +215,6 @@ class MicrobatchRecord:
 def _at(positions: Tensor, values: Tensor) -> Tensor:
     """Returns values ``(rows, width, ...)`` at some positions, as one row."""
     return whole_vocabulary(values).flatten(0, 1)[positions][None]
-
-
-class _Observed(NamedTuple):
-    """Numbers that a step left on the device."""
-
-    tokens: Sequence[float]  # loss-generating tokens of each microbatch
-    weights: Sequence[float]  # sum of weights of each microbatch, if tokens have weights
-    factors: Sequence[float]  # that Composer applied
-    deviations: Sequence[float]  # the largest of each microbatch that was measured
 
 
 class StepTotals(NamedTuple):
@@ -303,22 +271,27 @@ class StepCheck:
         """Raises RuntimeError unless all samples and tokens were computed with their weights."""
         if self._step.is_weighted:
             self._check_reached()
-        observed = self._read()
-        self._check_totals(observed)
-        self._check_each(
-            'Labels',
-            observed.tokens,
-            lambda record: record.counts.loss_tokens,
-            tolerance=0,
-        )
-        self._check_each(
-            'Weights',
-            observed.weights,
-            lambda record: record.counts.loss_weight,
-            tolerance=WEIGHT_TOLERANCE,
-        )
-        self._check_factors([factor / self._step.gradient_scale for factor in observed.factors])
-        self._check_tokens(observed.deviations)
+        self._read()
+        self._check_totals()
+        for index, record in enumerate(self._step.microbatches):
+            _check_unchanged(
+                'Labels',
+                index,
+                record.observed['tokens'],
+                record.counts.loss_tokens,
+                tolerance=0,
+            )
+            if 'weight' in record.observed:
+                weight = record.counts.loss_weight
+                _check_unchanged(
+                    'Weights',
+                    index,
+                    record.observed['weight'],
+                    weight,
+                    tolerance=WEIGHT_TOLERANCE,
+                )
+        self._check_factors()
+        self._check_tokens()
         self._check_number()
 
     def _check_reached(self) -> None:
@@ -332,39 +305,32 @@ class StepCheck:
                 "`token_weights='token'` (docs/errors.md#model-loss)."
             )
 
-    def _read(self) -> _Observed:
+    def _read(self) -> None:
         """Reads everything from the device at once. Composer reads the loss at this point and waits anyway."""
-        tokens: list[Tensor] = []
-        weights: list[Tensor] = []
-        factors: list[Tensor] = []
-        largest_deviations: list[Tensor] = []
+        on_device: list[Tensor] = []
         for record in self._step.microbatches:
+            values: dict[str, Tensor] = {}
             counted = None
             if record.count is None or self._step.is_weighted:
                 counted = loss_mask(record.batch, record.counts.rule)
+                values['tokens'] = counted.sum()
             if record.count is not None:
-                tokens.append(record.count)
-            elif counted is not None:
-                tokens.append(counted.sum())
-            if self._step.is_weighted and counted is not None:
-                weights.append((record.batch[LOSS_WEIGHTS] * counted).sum())
+                values['tokens'] = record.count
+            if self._step.is_weighted:
+                values['weight'] = (record.batch[LOSS_WEIGHTS] * counted).sum()
             if record.factor is not None:
-                factors.append(record.factor)
-        for record in self._step.with_weight:
+                values['factor'] = record.factor
             if record.deviations is not None:
-                largest_deviations.append(record.deviations.amax())
+                values['deviation'] = record.deviations.amax()
+            record.observed = dict.fromkeys(values, 0.0)
+            on_device += values.values()
         # One tensor for all numbers, so that the device is read once.
-        groups = (tokens, weights, factors, largest_deviations)
-        stacked = [torch.stack(group).double() for group in groups if group]
-        numbers = iter(torch.cat(stacked).tolist() if stacked else ())
-        return _Observed(
-            tokens=list(islice(numbers, len(tokens))),
-            weights=list(islice(numbers, len(weights))),
-            factors=list(islice(numbers, len(factors))),
-            deviations=list(islice(numbers, len(largest_deviations))),
-        )
+        numbers = iter(torch.stack([value.double() for value in on_device]).tolist() if on_device else ())
+        for record in self._step.microbatches:
+            for name in record.observed:
+                record.observed[name] = next(numbers)
 
-    def _check_totals(self, observed: _Observed) -> None:
+    def _check_totals(self) -> None:
         counted = self._step.counts
         num_samples = sum(record.counts.samples for record in self._step.microbatches)
         num_tokens = sum(record.counts.loss_tokens for record in self._step.microbatches)
@@ -379,43 +345,16 @@ class StepCheck:
                 'token_data_spec(), and put TokenAccumulation last (docs/errors.md#counts).'
             )
 
-    def _check_each(
-        self,
-        subject: str,
-        values: Sequence[float],
-        counted: Callable[[MicrobatchRecord], float],
-        *,
-        tolerance: float,
-    ) -> None:
-        """Compares a value of each microbatch with its count at BATCH_START. Without weights ``values`` is empty."""
-        for index, (record, value) in enumerate(
-            zip(
-                self._step.microbatches,
-                values,
-                strict=False,
-            )
-        ):
-            expected = counted(record)
-            if not math.isclose(value, expected, rel_tol=tolerance):
-                raise RuntimeError(
-                    f'{subject} must not change after BATCH_START, got: {value:g} in microbatch {index}, where '
-                    f'{expected:g} was counted of its loss-generating tokens. Change them in `batch_transforms`, '
-                    'not in `microbatch_transforms` or an algorithm (docs/errors.md#counts).'
-                )
-
-    def _check_factors(self, factors: Sequence[float]) -> None:
+    def _check_factors(self) -> None:
         """Compares the factors that Composer has applied with those of its rule."""
+        records = self._step.microbatches
+        factors = [
+            record.observed['factor'] / self._step.gradient_scale for record in records if record.factor is not None
+        ]
         if not factors and self._step.counts.loss_tokens == 0:
             return  # nothing required a gradient
-        expected = [record.composers_weight for record in self._step.microbatches]
-        are_close = len(factors) == len(expected)
-        for factor, weight in zip(factors, expected, strict=False):
-            are_close = are_close and math.isclose(
-                factor,
-                weight,
-                rel_tol=RELATIVE_TOLERANCE,
-                abs_tol=1e-9,
-            )
+        expected = [record.composers_weight for record in records]
+        are_close = len(factors) == len(expected) and np.allclose(factors, expected, rtol=RELATIVE_TOLERANCE, atol=1e-9)
         if not are_close:
             raise RuntimeError(
                 f'Composer must weight microbatches by their samples {np.round(expected[:8], 6).tolist()}, got: '
@@ -424,12 +363,11 @@ class StepCheck:
                 '(docs/errors.md#composers-weights).'
             )
 
-    def _check_tokens(self, largest_deviations: Sequence[float]) -> None:
+    def _check_tokens(self) -> None:
         """Raises RuntimeError if a measured token has a wrong weight, or if the loss has a new term.
 
         The first step notes in the record whether the loss has terms that are not made of the logits.
         """
-        remaining = iter(largest_deviations)
         for record in self._step.with_weight:
             if record.has_bypass and self._step.has_bypass is False:
                 raise RuntimeError(
@@ -437,9 +375,7 @@ class StepCheck:
                     f'which began in a microbatch with {sample_name(record.batch, 0)}. Have it in the loss from the '
                     'first batch on, or name the terms of a dict in `loss_units` (docs/errors.md#model-loss).'
                 )
-            if record.deviations is None:
-                continue
-            deviation = next(remaining)
+            deviation = record.observed.get('deviation', 0.0)
             # A loss of NaN is the business of the trainer's callbacks.
             if math.isfinite(deviation) and deviation > record.tolerance:
                 sample, token = record.worst()
@@ -462,3 +398,20 @@ class StepCheck:
                     f"A term in units of 'microbatches' needs their number beforehand, got: {number} microbatches "
                     f'where {record.num_microbatches} were expected. Split with token_data_spec().'
                 )
+
+
+def _check_unchanged(
+    subject: str,
+    index: int,
+    value: float,
+    expected: float,
+    *,
+    tolerance: float,
+) -> None:
+    """Compares a value of a microbatch with its count at BATCH_START."""
+    if not math.isclose(value, expected, rel_tol=tolerance):
+        raise RuntimeError(
+            f'{subject} must not change after BATCH_START, got: {value:g} in microbatch {index}, where '
+            f'{expected:g} was counted of its loss-generating tokens. Change them in `batch_transforms`, '
+            'not in `microbatch_transforms` or an algorithm (docs/errors.md#counts).'
+        )

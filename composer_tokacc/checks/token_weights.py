@@ -12,12 +12,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from composer_tokacc.batch import IGNORE_INDEX
 from composer_tokacc.checks.logits import logits_of, measure, node_of, tolerance_of
-from composer_tokacc.collectives import get_world_size
+from composer_tokacc.collectives import get_world_size, values_of_ranks
 from composer_tokacc.compat import inner_model, is_in_backward
 from composer_tokacc.counting import with_one_label
 
@@ -73,12 +72,8 @@ class TokenWeightsReport:
 
         If ``torch.distributed`` is initialised, every rank must read it.
         """
-        # The smallest size is negated, so that one reduction is enough.
-        extremes = self._extremes()
-        if dist.is_available() and dist.is_initialized():
-            extremes = extremes.to('cuda' if 'nccl' in dist.get_backend() else 'cpu')
-            dist.all_reduce(extremes, dist.ReduceOp.MAX)
-        return float(extremes[0] / -extremes[1])
+        extremes = torch.tensor(values_of_ranks(self._extremes()))
+        return float(extremes[:, 0].max() / extremes[:, 1].min())
 
     @property
     def residual(self) -> float:
@@ -154,7 +149,7 @@ class TokenWeightsReport:
             columns = f'{number:>8}{len(weights):>10,}{low:>15.7g}{mean:>15.7g}{high:>15.7g}'
             lines.append(f'{columns}{float(backward.residual):>10.1e}')
         # Of this rank, without a collective: a loop that prints only on rank 0 must not wait for the others.
-        largest, smallest = self._extremes().abs().tolist()
+        largest, smallest = self._extremes()
         if smallest != torch.inf:
             place = ' on this rank (`.spread` asks all)' if get_world_size() > 1 else ''
             verb = 'weigh' if largest <= smallest * (1 + self.known_to) else 'do NOT weigh'
@@ -170,14 +165,12 @@ class TokenWeightsReport:
             lines.append(f'{num_unread:,} of {len(self._watched):,} forwards had no gradient at their logits')
         return '\n'.join(lines)
 
-    def _extremes(self) -> Tensor:
-        """Returns the largest size of a weight, and the smallest one negated: one maximum over ranks finds both."""
-        if not self._backwards:
-            return torch.full((2,), -torch.inf)
-        sizes = torch.cat([weights.abs().cpu() for weights in self.weights])
+    def _extremes(self) -> tuple[float, float]:
+        """Returns the largest and the smallest size of a weight on this rank; -inf and inf without a weight."""
+        sizes = torch.cat([torch.zeros(0), *(weights.abs().cpu() for weights in self.weights)])
         if not len(sizes):
-            return torch.full((2,), -torch.inf)
-        return torch.stack([sizes.max(), -sizes.min()])
+            return -torch.inf, torch.inf
+        return float(sizes.max()), float(sizes.min())
 
     def _watch(
         self,
@@ -215,10 +208,23 @@ class TokenWeightsReport:
         watchers[self, index] = number
         self._watched.append(_WatchedForward(is_in_backward(), has_labels))
         # Detached, because a graph whose hook holds its own logits is never freed.
-        node.register_prehook(partial(self._measure, logits.detach(), mask, index, number))
+        node.register_prehook(
+            partial(
+                self._measure,
+                logits.detach(),
+                mask,
+                index,
+                number,
+            )
+        )
 
     def _measure(
-        self, logits: Tensor, mask: Tensor | None, index: int, number: int, gradients: Sequence[Tensor | None]
+        self,
+        logits: Tensor,
+        mask: Tensor | None,
+        index: int,
+        number: int,
+        gradients: Sequence[Tensor | None],
     ) -> None:
         """Measures a gradient of logits and leaves it as it is; a hook of the graph."""
         gradient = gradients[index]
@@ -230,7 +236,16 @@ class TokenWeightsReport:
             weights = -gradient.float().flatten()
             zero = gradient.new_zeros(())
             tells = mask.flatten() & (weights != 0)
-            self._backwards.append(_Backward(weights, tells, zero.long(), zero, number, tells.any()))
+            self._backwards.append(
+                _Backward(
+                    weights,
+                    tells,
+                    zero.long(),
+                    zero,
+                    number,
+                    tells.any(),
+                )
+            )
             return
         measured = measure(logits, gradient)
         has_loss = measured.targets != IGNORE_INDEX
@@ -241,7 +256,14 @@ class TokenWeightsReport:
         num_left_out = has_loss.sum() - tells.sum()
         weights = measured.weights.flatten()
         self._backwards.append(
-            _Backward(weights, tells.flatten(), num_left_out, measured.residual, number, has_loss.any())
+            _Backward(
+                weights,
+                tells.flatten(),
+                num_left_out,
+                measured.residual,
+                number,
+                has_loss.any(),
+            )
         )
 
     def _why_empty(self) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, MutableMapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias, TypeGuard
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -32,109 +32,97 @@ SMALLEST_STATE = 1e-2
 """Entries of a state near 0 get noise as if they were of this size."""
 
 
-class WrittenState(NamedTuple):
-    """A state that was written, with its new value: ``container[key]`` of a module."""
+@dataclass(frozen=True, eq=False)
+class State:
+    """A tensor or a number of a module, ``container[key]``, as it was at one moment."""
 
     name: str
     container: Namespace
     key: str
     value: Tensor | float
+    content: Tensor | float | None  # a copy of the value; None: it was not copied
+    version: int | None  # number of writes into a tensor
 
-
-@dataclass
-class _StateEntry:
-    """A state at the moment of a snapshot."""
-
-    name: str
-    container: Namespace
-    key: str
-    value: Tensor | float
-    version: int | None = None  # number of writes into a tensor up to the snapshot
-    copy: Tensor | None = None  # content of a tensor; None: it was not copied
+    @classmethod
+    def now(
+        cls,
+        name: str,
+        container: Namespace,
+        key: str,
+        *,
+        copies: bool = True,
+    ) -> State:
+        """Returns the state as it is now, with a copy of a tensor's content if ``copies``."""
+        value = container[key]
+        if not isinstance(value, Tensor):
+            return cls(
+                name,
+                container,
+                key,
+                value,
+                content=value,
+                version=None,
+            )
+        content = value.detach().clone() if copies else None
+        # Tensors made in inference mode do not count their writes.
+        version = None if value.is_inference() else num_writes(value)
+        return cls(
+            name,
+            container,
+            key,
+            value,
+            content,
+            version,
+        )
 
     def is_written(self) -> bool:
-        # The module may have replaced or deleted the object.
+        """Returns whether the state has changed since."""
         current = self.container.get(self.key)
-        if not isinstance(self.value, Tensor):
-            return current != self.value
-        if not isinstance(current, Tensor):
-            return current is not None
-        if current is self.value:
-            return _version_of(current) != self.version or not self._equals_copy(current)
-        # A new tensor in the same place, which may be equal to the old one.
-        return not self._equals_copy(current)
-
-    def _equals_copy(self, current: Tensor) -> bool:
-        # `buffer.data.copy_(...)` writes without a new version, so values are compared too.
-        if self.copy is None:
+        if not isinstance(current, Tensor) or not isinstance(self.value, Tensor):
+            return type(current) is not type(self.value) or bool(current != self.value)
+        if current is self.value and not current.is_inference() and num_writes(current) != self.version:
             return True
-        return current.shape == self.copy.shape and torch.equal(current, self.copy)
+        # `buffer.data.copy_(...)` writes without a new version, and a new tensor may be equal to the old one.
+        if not isinstance(self.content, Tensor):
+            return False
+        return current.shape != self.content.shape or not torch.equal(current, self.content)
 
 
 class StateSnapshot:
-    """The state of a model at one moment."""
+    """The state of a model, or some of its states, at one moment."""
 
-    def __init__(self, states: Iterable[WrittenState]) -> None:
-        """Takes a snapshot of some states, with copies of their tensors."""
-        self._entries = []
+    def __init__(self, states: Iterable[State]) -> None:
+        self.states = list(states)
+
+    @classmethod
+    def of_states(cls, states: Iterable[State]) -> StateSnapshot:
+        """Takes a new snapshot of some states, with copies. Leaves out states that the module has deleted."""
+        snapshot = []
         for state in states:
-            current = state.container.get(state.key)
-            if isinstance(current, Tensor):
-                self._entries.append(
-                    _tensor_entry(
-                        state.name,
-                        state.container,
-                        state.key,
-                        current,
-                        copies=True,
-                    )
-                )
-            elif isinstance(current, (int, float)):
-                self._entries.append(
-                    _StateEntry(
-                        state.name,
-                        state.container,
-                        state.key,
-                        current,
-                    )
-                )
+            if isinstance(state.container.get(state.key), (Tensor, int, float)):
+                snapshot.append(State.now(state.name, state.container, state.key))
+        return cls(snapshot)
 
     @classmethod
     def of_model(cls, model: Module) -> StateSnapshot:
-        """Takes a snapshot of everything that a forward may write. Parameters are not copied."""
-        snapshot = cls(())
-        snapshot._entries = list(_entries_of(model))
-        return snapshot
+        """Takes a snapshot of everything that a forward may write. Parameters and large tensors are not copied."""
+        return cls(_states_of(model))
 
-    def written(self) -> list[WrittenState]:
-        """Returns the states that were written after the snapshot, with copies of their new values."""
-        states = []
-        for entry in self._entries:
-            value = entry.container.get(entry.key)
-            if isinstance(value, (Tensor, int, float)) and entry.is_written():
-                # A copy, because the next forward writes into the same tensor.
-                copied = value.detach().clone() if isinstance(value, Tensor) else value
-                states.append(
-                    WrittenState(
-                        entry.name,
-                        entry.container,
-                        entry.key,
-                        copied,
-                    )
-                )
-        return states
+    def written(self) -> list[State]:
+        """Returns the states that were written after the snapshot, as they are now."""
+        return StateSnapshot.of_states(state for state in self.states if state.is_written()).states
 
     @torch.no_grad()
     def restore(self) -> None:
         """Puts all states back."""
-        for entry in self._entries:
+        for state in self.states:
             # The old object comes back, with its old content.
-            entry.container[entry.key] = entry.value
-            if isinstance(entry.value, Tensor) and entry.copy is not None:
-                entry.value.copy_(entry.copy)
+            state.container[state.key] = state.value
+            if isinstance(state.value, Tensor) and isinstance(state.content, Tensor):
+                state.value.copy_(state.content)
 
     @torch.no_grad()
-    def perturb(self, states: Iterable[WrittenState]) -> None:
+    def perturb(self, states: Iterable[State]) -> None:
         """Changes some states: floating point tensors by noise, others to the value that a forward has written.
 
         Noise also shows a dependence on a state that no longer moves, such as the vectors of a spectral norm that have
@@ -144,58 +132,32 @@ class StateSnapshot:
         generator = torch.Generator().manual_seed(0)
         for state in states:
             current = state.container[state.key]
-            if not isinstance(current, Tensor) or not isinstance(state.value, Tensor):
-                state.container[state.key] = state.value
-            elif current.is_floating_point() and current.numel():
+            if isinstance(current, Tensor) and current.is_floating_point() and current.numel():
                 # A vector of zeros must move too.
                 sizes = current.abs() + current.abs().mean() + SMALLEST_STATE
                 noise = torch.randn(current.shape, generator=generator).to(current)
                 current.add_(PERTURBATION * sizes * noise)
-            elif current.shape == state.value.shape:
-                current.copy_(state.value)
             else:
-                state.container[state.key] = state.value.clone()
+                # A copy, because the next forward may write into it.
+                written = state.content
+                state.container[state.key] = written.clone() if isinstance(written, Tensor) else written
 
 
-def _entries_of(model: Module) -> Iterator[_StateEntry]:
-    """Yields an entry for each tensor and number that a forward of the model may write."""
+def _states_of(model: Module) -> Iterator[State]:
+    """Yields each tensor and number that a forward of the model may write."""
     for module_name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             continue  # its attributes cannot be read
         prefix = f'{module_name}.' if module_name else ''
-        attributes = vars(module)
         parameters, buffers = own_tensors(module)
-        # Parameters may be large, so they are not copied. Their number of writes tells.
-        for key, value in parameters.items():
-            if _is_plain(value):
-                yield _tensor_entry(prefix + key, parameters, key, value, copies=False)
-        for key, value in buffers.items():
-            if _is_plain(value):
-                yield _tensor_entry(prefix + key, buffers, key, value, copies=True)
-        for key, value in attributes.items():
-            if _is_plain(value):
-                yield _tensor_entry(prefix + key, attributes, key, value, copies=True)
-            elif isinstance(value, (int, float)) and not isinstance(value, bool):
-                yield _StateEntry(prefix + key, attributes, key, value)
-
-
-def _tensor_entry(
-    name: str,
-    container: Namespace,
-    key: str,
-    value: Tensor,
-    *,
-    copies: bool,
-) -> _StateEntry:
-    copied = value.detach().clone() if copies and value.numel() <= LARGEST_COPY else None
-    return _StateEntry(name, container, key, value, _version_of(value), copied)
-
-
-def _version_of(tensor: Tensor) -> int | None:
-    # Tensors made in inference mode do not count their writes.
-    return None if tensor.is_inference() else num_writes(tensor)
-
-
-def _is_plain(value: object) -> TypeGuard[Tensor]:
-    # Ranks hold parts of a DTensor, and FSDP replaces it during a forward.
-    return isinstance(value, Tensor) and not isinstance(value, DTensor) and not value.is_meta
+        for container in (parameters, buffers, vars(module)):
+            for key, value in container.items():
+                if isinstance(value, Tensor):
+                    # Ranks hold parts of a DTensor, and FSDP replaces it during a forward.
+                    if isinstance(value, DTensor) or value.is_meta:
+                        continue
+                    # The number of writes tells of tensors that are too large to copy, such as parameters.
+                    copies = container is not parameters and value.numel() <= LARGEST_COPY
+                    yield State.now(prefix + key, container, key, copies=copies)
+                elif isinstance(value, (int, float)) and not isinstance(value, bool):
+                    yield State.now(prefix + key, container, key)

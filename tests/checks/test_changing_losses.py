@@ -16,7 +16,7 @@ from composer.core import Callback
 from composer.models import ComposerModel
 
 from composer_tokacc import TokenAccumulation
-from tests.matrix.harness import measure
+from tests.matrix.harness import measure, plain_gradients
 from tests.matrix.native_models import NativeModel
 from tests.matrix.subjects import SUBJECTS
 from tests.support.text import collate, text_model, text_rows
@@ -146,57 +146,37 @@ CELLS = [
 ]
 
 
+def steps(model: Any, data: Any, *, callbacks: Any = (), **options: Any) -> list[dict[str, torch.Tensor]]:
+    """The gradients of the steps of a run until its end, or until it was refused."""
+
+    class Recording(Callback):
+        def batch_start(self, state, logger):
+            model.step = int(state.timestamp.batch)
+
+        def after_train_batch(self, state, logger):
+            gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+
+    gradients: list[dict[str, torch.Tensor]] = []
+    refusal = ''
+    try:
+        fit(model, *data, callbacks=[Recording(), *callbacks], **options)
+    except RuntimeError as error:
+        refusal = str(error)
+    # Nothing but a refusal ends a run before its time.
+    assert len(gradients) == len(data) or ' must ' in refusal
+    return gradients
+
+
 @pytest.mark.parametrize(('loss', 'begins'), CELLS)
 def test_every_step_is_exact_or_refused(loss, begins):
     model, data = Changing(loss, begins), list(batches())
     if begins == 0:
         data = [{**batch, 'labels': batch['labels'].masked_fill(batch['labels'] == 5, RARE)} for batch in data]
-
-    class Counting(Callback):
-        def batch_start(self, state, logger):
-            model.step = int(state.timestamp.batch)
-
-    class Recording(Callback):
-        def after_train_batch(self, state, logger):
-            found.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
-
-    found: list[dict[str, torch.Tensor]] = []
-    refused = None
-    try:
-        fit(model, *data, callbacks=[Counting(), Recording()])
-    except RuntimeError as error:
-        refused = str(error)
-        assert 'must' in refused
+    found = steps(model, data)
     for step, gradients in enumerate(found):
         model.step = step
-        model.zero_grad()
-        model(data[step])['loss'].backward()
-        expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        assert relative_error(gradients, expected) < 1e-6, step
-    assert len(found) == NUM_STEPS or refused
+        assert relative_error(gradients, plain_gradients(model, data[step])) < 1e-6, step
     assert begins == 0 or len(found) >= BEGINS  # what is healthy until then is not refused before
-
-
-def steps(model: Any, *, num_steps: int, callbacks: Any = (), **options: Any) -> int:
-    """How many steps a run took before it was refused."""
-    done = 0
-
-    class Counting(Callback):
-        def batch_start(self, state, logger):
-            model.step = int(state.timestamp.batch)
-
-        def batch_end(self, state, logger):
-            nonlocal done
-            done += 1
-
-    refusal = ''
-    try:
-        fit(model, *list(batches())[:num_steps], callbacks=[Counting(), *callbacks], **options)
-    except RuntimeError as error:
-        refusal = str(error)
-    # Nothing but a refusal ends a run before its time.
-    assert done == num_steps or ' must ' in refusal
-    return done
 
 
 @pytest.mark.parametrize('token_weights', ['sqrt', 'column'])
@@ -276,7 +256,7 @@ def test_norms_thawed_later_are_refused():
         def epoch_start(self, state, logger):
             model.norm.eval()
 
-    assert steps(model, num_steps=6, callbacks=[Frozen(), AsEvaluationDoes()]) == 3
+    assert len(steps(model, list(batches())[:6], callbacks=[Frozen(), AsEvaluationDoes()])) == 3
 
 
 @pytest.mark.parametrize('units', [None, {'lm': 'tokens', 'rows': 'samples'}])
@@ -296,15 +276,16 @@ def test_rows_coupled_later_are_refused(units):
             return {'lm': outputs['loss'], 'rows': 1e-2 * outputs['logits'][:, -1].square().mean(dim=-1).mean()}
 
     model = Seeing(lambda *given: None, 0)
-    assert 12 <= steps(model, num_steps=20, loss_units=units) == 16
+    assert len(steps(model, list(batches())[:20], loss_units=units)) == 16
 
 
 def test_unchecked_loss_may_change():
     def of(logits, states, labels, heads, has_begun):
         return token_losses(logits, labels) * (2.0 if has_begun else 1.0)
 
-    assert steps(Changing(of, 12), num_steps=16) == 12
-    assert steps(Changing(of, 12), num_steps=16, check_loss=False, loss_tokens='causal') == 16
+    data = list(batches())[:16]
+    assert len(steps(Changing(of, 12), data)) == 12
+    assert len(steps(Changing(of, 12), data, check_loss=False, loss_tokens='causal')) == 16
 
 
 @pytest.mark.parametrize('term', [None, 0.5])

@@ -14,6 +14,7 @@ from composer.models import ComposerModel
 
 from composer_tokacc import TokenMonitor
 from composer_tokacc.checks.logits import are_logits, targets_of
+from tests.matrix.harness import plain_gradients
 from tests.support.text import collate, text_rows
 from tests.support.training import fit, loader, relative_error
 
@@ -44,14 +45,6 @@ class FusedHead(ComposerModel):
 
     def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
         return outputs if outputs is not None else self(batch)
-
-
-def plain_gradients(model, batch):
-    model.zero_grad(set_to_none=True)
-    model.loss(model(batch), batch).backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad(set_to_none=True)
-    return gradients
 
 
 @pytest.mark.parametrize('frozen_head', [False, True])

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import copy
-import doctest
 import weakref
 from types import SimpleNamespace
 
@@ -16,7 +15,6 @@ import torch.nn.functional as F
 from composer import DataSpec
 
 from composer_tokacc import TokenAccumulation, measure_token_weights, token_data_spec
-from composer_tokacc.checks import token_weights
 from tests.support.launch import launch_json
 from tests.support.text import collate, text_model, text_rows
 from tests.support.training import hugging_face, loader, train
@@ -26,6 +24,7 @@ TARGETS = [length - 1 for length in LENGTHS]  # the model shifts its labels
 BATCH = collate(text_rows([(length, length) for length in LENGTHS]))
 FLOAT32 = {'rtol': 3e-6, 'atol': 0}
 MICROBATCHES = [slice(0, 3), slice(3, 6), slice(6, 8)]
+EQUAL = torch.full((sum(TARGETS),), 1 / sum(TARGETS))
 
 
 def shifted(model, batch=BATCH):
@@ -64,8 +63,7 @@ def test_stock_composer_weights():
 def test_algorithm_weighs_tokens_alike(make, dropout):
     model = hugging_face(text_model(attention_dropout=dropout).train())
     report = fit(model, make(BATCH), algorithms=[TokenAccumulation()])
-    weights = torch.cat(report.weights)
-    torch.testing.assert_close(weights, torch.full((sum(TARGETS),), 1 / sum(TARGETS)), **FLOAT32)
+    torch.testing.assert_close(torch.cat(report.weights), EQUAL, **FLOAT32)
     assert report.spread < 1 + 1e-5
     assert report.residual < 1e-6
     assert 'tokens weigh the same' in str(report)
@@ -164,8 +162,7 @@ def test_short_floats_up_to_round_off(run):
     model = text_model()
     with measure_token_weights(model) as report:
         run(model, BATCH)
-    expected = torch.full((sum(TARGETS),), 1 / sum(TARGETS))
-    torch.testing.assert_close(report.weights, [expected], rtol=1e-2, atol=0)
+    torch.testing.assert_close(report.weights, [EQUAL], rtol=1e-2, atol=0)
     assert 1e-4 < report.residual < 1e-2
     assert 'tokens weigh the same' in str(report)
 
@@ -191,7 +188,7 @@ def test_models_of_ones_own(bare):
         if bare:
             outputs = None, F.cross_entropy(outputs[:, :-1].flatten(0, 1), BATCH['labels'][:, 1:].flatten())
         outputs[1].backward()
-    torch.testing.assert_close(report.weights, [torch.full((sum(TARGETS),), 1 / sum(TARGETS))], **FLOAT32)
+    torch.testing.assert_close(report.weights, [EQUAL], **FLOAT32)
 
 
 def peft(model):
@@ -218,7 +215,7 @@ def test_wrapped_models_are_measured_once(wrap):
     model = wrap(text_model())
     with measure_token_weights(model) as report:
         (model(BATCH) if wrap is hugging_face else model(**BATCH)).loss.backward()
-    torch.testing.assert_close(report.weights, [torch.full((sum(TARGETS),), 1 / sum(TARGETS))], **FLOAT32)
+    torch.testing.assert_close(report.weights, [EQUAL], **FLOAT32)
     assert 'had no gradient' not in str(report)
 
 
@@ -328,10 +325,6 @@ def test_fused_head_with_log_probabilities():
     with measure_token_weights(model) as report:
         (-model(**BATCH).log_probs.sum() / 7).backward()
     torch.testing.assert_close(report.weights, [torch.full((sum(TARGETS),), 1 / 7)])
-
-
-def test_the_example_of_the_docstring_runs():
-    assert doctest.testmod(token_weights) == (0, 5)
 
 
 def test_backward_after_the_end():

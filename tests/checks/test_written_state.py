@@ -10,6 +10,7 @@ import logging
 import pytest
 import torch
 
+from composer_tokacc.checks import written_state
 from composer_tokacc.checks.probe import Probe
 from tests.support.text import collate, text_model, text_row, text_rows
 from tests.support.training import fit, reference_gradients, relative_error
@@ -161,12 +162,18 @@ def test_state_in_evaluation_is_left_alone():
     assert relative_error(fit(model, batch).gradients, expected) < 1e-6
 
 
-def test_check_leaves_state_alone():
+@pytest.mark.parametrize('largest_copy', [0, written_state.LARGEST_COPY])
+def test_check_leaves_state_alone(largest_copy, monkeypatch):
+    monkeypatch.setattr(written_state, 'LARGEST_COPY', largest_copy)
     model = with_layers(Statistic())
     layer = model.model.embed_tokens[1]
-    fit(model, collate(text_rows([(9, 4)] * 3)), microbatch_size=1)
+    layer.load += 0.5
+    batch = collate(text_rows([(9, 4)] * 3))
+    fit(model, batch, microbatch_size=1)
     # Only the forwards of training count, one for each of the microbatches of one row.
     assert int(layer.number) == 3
+    counts = (model.model.embed_tokens[0](batch['input_ids']) > 0).sum(dim=(0, 1))
+    assert torch.equal(layer.load, counts + 0.5)
 
 
 def test_random_numbers_of_the_run_stay():

@@ -116,26 +116,6 @@ def test_dropout_hides_no_training_loss():
     assert kinds_of_steps(model, [collate(text_rows(LABELLED))]) == ['refused']
 
 
-def test_probe_in_training_keeps_buffers():
-    model = SUBJECTS['llama'].model('large')
-    norm = model.model.model.norm
-
-    class Counting(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = norm
-            self.register_buffer('calls', torch.zeros(()))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if self.training:
-                self.calls += 1
-            return self.norm(x)
-
-    model.model.model.norm = counting = Counting()
-    fit(model, collate(text_rows(LABELLED)), microbatch_size=6)
-    assert counting.calls == 1
-
-
 def summed(loss):
     if isinstance(loss, dict):
         return loss['total'] if 'total' in loss else torch.stack(list(loss.values())).sum()
