@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from functools import partial
 
 import pytest
 import torch
@@ -43,52 +44,20 @@ HEADS = {'num_attention_heads': 4, 'num_key_value_heads': 4}
 RAGGED = [(14, 2), (5, 3), (19, 7), (24, 4), (16, 1), (13, 2)]
 
 
-def llama(**options):
+def make(name, **config):
     torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, **HEADS, **options))
+    model_class = getattr(transformers, name)
+    return model_class(model_class.config_class(**SMALL, **config))
 
 
-def mixtral():
-    torch.manual_seed(0)
-    config = transformers.MixtralConfig(
-        **SMALL, **HEADS, num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.1
-    )
-    return transformers.MixtralForCausalLM(config)
-
-
-def gemma2():
-    """Scales its embeddings, ties them to the head, and caps its logits."""
-    torch.manual_seed(0)
-    config = transformers.Gemma2Config(
-        **SMALL,
-        **HEADS,
-        head_dim=8,
-        final_logit_softcapping=5.0,
-    )
-    return transformers.Gemma2ForCausalLM(config)
-
-
-def modern_bert(**options):
-    torch.manual_seed(0)
-    config = transformers.ModernBertConfig(
-        **SMALL,
-        num_attention_heads=4,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        cls_token_id=1,
-        sep_token_id=2,
-        **options,
-    )
-    return transformers.ModernBertForMaskedLM(config)
-
-
-def t5():
-    torch.manual_seed(0)
-    config = transformers.T5Config(
-        vocab_size=64, d_model=32, d_ff=48, num_layers=2, num_heads=4, d_kv=8, decoder_start_token_id=0, dropout_rate=0
-    )
-    return transformers.T5ForConditionalGeneration(config)
+llama = partial(make, 'LlamaForCausalLM', **HEADS)
+mixture = {'num_local_experts': 4, 'output_router_logits': True, 'router_aux_loss_coef': 0.1}
+mixtral = partial(make, 'MixtralForCausalLM', **HEADS, **mixture)
+# Scales its embeddings, ties them to the head, and caps its logits.
+gemma2 = partial(make, 'Gemma2ForCausalLM', **HEADS, head_dim=8, final_logit_softcapping=5.0)
+special_ids = {'pad_token_id': 0, 'bos_token_id': 1, 'eos_token_id': 2, 'cls_token_id': 1, 'sep_token_id': 2}
+modern_bert = partial(make, 'ModernBertForMaskedLM', num_attention_heads=4, **special_ids)
+t5 = partial(make, 'T5ForConditionalGeneration', d_ff=48, num_heads=4, d_kv=8, decoder_start_token_id=0, dropout_rate=0)
 
 
 def resized():
