@@ -39,7 +39,6 @@ from composer_tokacc.planning import check_state
 from composer_tokacc.repeated_samples import num_repeated
 from composer_tokacc.row_counts import (
     ROWS_KEY,
-    is_counted,
     num_samples,
     rows_of,
     with_counts,
@@ -321,7 +320,7 @@ class TokenAccumulation(Algorithm):
         run = self._run
         step = run.step
         has_unequal_counts = run.split is not None and run.split.options.equal_counts is False
-        run.reductions.see(len(step.planned), has_unequal_counts=has_unequal_counts, reduced_once=self._reduces_once)
+        run.reductions.see(len(step.planned), must_reduce_once=self._reduces_once or has_unequal_counts)
         batch: Batch = state.batch
         _check_carries_counts(batch, is_weighted=self.is_weighted)
         record = MicrobatchRecord(batch=batch, rows=rows_of(batch))
@@ -524,15 +523,12 @@ class ModelBatch:
 
 
 def _check_carries_counts(batch: Batch, *, is_weighted: bool) -> None:
-    missing = ''
-    if not is_counted(batch):
-        missing = f'counts (`{ROWS_KEY}`)'
-    elif is_weighted and batch.get(LOSS_WEIGHTS) is None:
-        missing = f'`{LOSS_WEIGHTS}`'
+    keys = [ROWS_KEY, LOSS_WEIGHTS] if is_weighted else [ROWS_KEY]
+    missing = [f'`{key}`' for key in keys if batch.get(key) is None]
     if missing:
         raise RuntimeError(
-            f'Microbatches must carry the {missing} written at BATCH_START, got: {sorted(batch)}. A custom '
-            '`split_batch` or `microbatch_transforms` drops them: use token_data_spec() (docs/errors.md#counts).'
+            f'Microbatches must carry the {" and ".join(missing)} written at BATCH_START, got: {sorted(batch)}. A '
+            'custom `split_batch` or `microbatch_transforms` drops them: use token_data_spec() (docs/errors.md#counts).'
         )
 
 
