@@ -10,6 +10,7 @@ from torch import Tensor
 
 from composer_tokacc.batch import Batch, sample_name
 from composer_tokacc.counting import counted_tokens
+from composer_tokacc.planning import check_choice
 
 LOSS_WEIGHTS = 'loss_weights'
 """Key of the tokens' weights in a batch. A collator gives a float per row or per position. After BATCH_START, if tokens
@@ -17,13 +18,6 @@ have different weights, it holds float32 of the labels' shape, 0 where no loss i
 TOKEN_WEIGHTS: dict[str, float | None] = {'token': 0.0, 'sqrt': 0.5, 'sample': 1.0, 'column': None}
 """Schemes. The number is p: a token weighs n ** -p, where n is the number of loss tokens of its sample. None: the batch
 holds the weights."""
-
-
-def check_token_weights(token_weights: str) -> None:
-    """Raises ValueError if there is no scheme of this name."""
-    # A tuple, because a value from a config may be a list, which a dict cannot look up.
-    if token_weights not in tuple(TOKEN_WEIGHTS):
-        raise ValueError(f'`token_weights` must be one of {tuple(TOKEN_WEIGHTS)}, got: {token_weights!r}.')
 
 
 def token_weights_of(batch: Batch, token_weights: str, loss_tokens: str = 'causal') -> Tensor:
@@ -48,7 +42,7 @@ def weights_at(batch: Batch, token_weights: str, counted: Tensor) -> Tensor:
     ``'token'``, ``'sqrt'`` and ``'sample'`` are the number of counted tokens of the sample to the power 0, -1/2 and -1.
     A document of a packed row is a sample. ``'column'`` reads ``batch['loss_weights']``.
     """
-    check_token_weights(token_weights)
+    check_choice('token_weights', token_weights, tuple(TOKEN_WEIGHTS))
     power = TOKEN_WEIGHTS[token_weights]
     if power is None:
         return _weights_in(batch, counted).masked_fill(~counted, 0)

@@ -10,7 +10,7 @@ mean over tokens. :class:`LossTerms` finds the terms, changes them by their unit
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -109,7 +109,7 @@ class LossTerms:
             return tuple(values.values())
         if 'total' in loss:
             if self.units and values:
-                values['total'] = _sum([value.float() for value in values.values()])
+                values['total'] = sum_of_means(values.values())
             else:
                 values['total'] = change('total', 'tokens', loss['total'])
         return SplitLoss(values) if isinstance(loss, SplitLoss) else values
@@ -121,28 +121,19 @@ class LossTerms:
         the gradient that reaches the scaled loss. It is called once, as Composer multiplies all terms by one number.
         """
         scaled = self.changed(loss, lambda name, unit, value: value.float() * scales[unit])
-        if isinstance(scaled, Mapping) and self.units and scaled.keys() - {'total'}:
-            scaled = self._with_absent_terms(scaled)
+        if isinstance(scaled, Mapping) and self.units and scaled:
+            # Composer pairs terms by their position over the ranks, so all ranks need the same names in the same order.
+            zero = next(iter(scaled.values())).new_zeros(())
+            names = [*self.units, 'total'] if 'total' in scaled else self.units
+            scaled = {name: scaled.get(name, zero) for name in names}
+        observed = scaled
         if isinstance(scaled, Mapping) and 'total' in scaled:
-            observed = [scaled['total']]
-        else:
-            observed = list(tensors_in(scaled))
-        for value in observed:
+            observed = scaled['total']
+        for value in tensors_in(observed):
             if value.requires_grad:
                 value.register_hook(observe)
                 break
         return scaled
-
-    def _with_absent_terms(self, scaled: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns all terms in the order of ``loss_units``, zeros for those that this microbatch does not have.
-
-        Composer pairs terms by their position over the ranks, so all ranks need the same names in the same order.
-        """
-        zero = next(iter(scaled.values())).new_zeros(())
-        complete = {name: scaled.get(name, zero) for name in self.units}
-        if 'total' in scaled:
-            complete['total'] = scaled['total']
-        return complete
 
     def split(self, loss: Any, outputs: Any) -> Any:
         """Returns the loss of a mixture of experts as two terms: the mean over tokens, and the balance of its router.
@@ -194,7 +185,7 @@ class LossTerms:
                 '`loss_units`, or set `check_loss=False` with an explicit `loss_tokens` (docs/errors.md#model-loss).'
             )
         if values and self.units and 'total' in loss:
-            _check_total(loss['total'].float(), _sum([value.float() for value in values]))
+            _check_total(loss['total'].float(), sum_of_means(values))
         sums = {}
         for unit in ('tokens', 'samples'):
             terms_of_unit = self.of_unit(loss, unit)
@@ -260,7 +251,12 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
+def sum_of_means(terms: Iterable[Tensor]) -> Tensor:
+    """Sums the means of some terms, float32 ``()``."""
+    return torch.stack([term.float().mean() for term in terms]).sum()
+
+
 def _sum(terms: Collection[Tensor]) -> Tensor:
     """Sums the terms of a loss as Composer does. The result has the least precise of their dtypes."""
     coarsest = max((term.dtype for term in terms), key=lambda dtype: torch.finfo(dtype).eps)
-    return torch.stack([term.float().mean() for term in terms]).sum().to(coarsest)
+    return sum_of_means(terms).to(coarsest)

@@ -38,7 +38,7 @@ from composer_tokacc.label_selector import LabelSelector, is_worth_selecting, ou
 from composer_tokacc.layout import BatchLayout, microbatches_of
 from composer_tokacc.layout.placeholders import all_placeholders
 from composer_tokacc.planning import check_choice
-from composer_tokacc.weights import LOSS_WEIGHTS, check_token_weights
+from composer_tokacc.weights import LOSS_WEIGHTS, TOKEN_WEIGHTS
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class AlgorithmOptions:
         check_choice('router_balance', self.router_balance, ROUTER_BALANCES)
         check_choice('logits', self.logits, LOGITS)
         check_choice('check_loss', self.check_loss, (True, False))
-        check_token_weights(self.token_weights)
+        check_choice('token_weights', self.token_weights, tuple(TOKEN_WEIGHTS))
         check_rule(self.loss_tokens, allow_auto=True)
         units = self.loss_units or {}
         if self.router_balance == 'step' and units:
@@ -118,8 +118,7 @@ class AlgorithmOptions:
         if 'total' in self.loss_units:
             raise ValueError("`loss_units` must name terms, got: 'total', which Composer reserves for their sum.")
         for name, unit in self.loss_units.items():
-            if unit not in LOSS_UNITS:
-                raise ValueError(f'`loss_units[{name!r}]` must be one of {LOSS_UNITS}, got: {unit!r}.')
+            check_choice(f'loss_units[{name!r}]', unit, LOSS_UNITS)
 
 
 class RunContext:

@@ -16,7 +16,14 @@ from composer.core import Algorithm, Event, State
 from composer.loggers import Logger
 
 from composer_tokacc.algorithm.functional import sample_weight, token_weight
-from composer_tokacc.algorithm.loss_terms import LOSS_UNITS, LossTerms, SplitLoss, attached_zero, tensors_in
+from composer_tokacc.algorithm.loss_terms import (
+    LOSS_UNITS,
+    LossTerms,
+    SplitLoss,
+    attached_zero,
+    sum_of_means,
+    tensors_in,
+)
 from composer_tokacc.algorithm.reduction import check_reduced, check_sharding, warn_of_large_units
 from composer_tokacc.algorithm.setup import AlgorithmOptions, RunContext, check_microbatches
 from composer_tokacc.batch import Batch, BatchDict, labels_of, sample_name
@@ -378,8 +385,8 @@ class TokenAccumulation(Algorithm):
         share = token_weight(record.counts.loss_weight, step.totals.loss_weight, world_size=run.world_size)
         _check_added_rows(state, record, run.terms)
         if self.is_weighted and record.counts.loss_tokens:
-            terms = [term.detach().float().mean() for term in run.terms.of_unit(state.loss, 'tokens')]
-            record.token_loss = torch.stack(terms).sum() * record.counts.loss_tokens
+            loss_of_tokens = sum_of_means(run.terms.of_unit(state.loss, 'tokens'))
+            record.token_loss = loss_of_tokens.detach() * record.counts.loss_tokens
         is_chosen = self.is_weighted or self._token_choice.has(len(step.microbatches) - 1, record.counts)
         if record.has_weight and is_chosen and run.check.has_logits:
             self._watch_tokens(state, record, share=share * step.gradient_scale)
@@ -542,8 +549,8 @@ def _check_added_rows(state: State, record: MicrobatchRecord, terms: LossTerms) 
     terms_of_samples = terms.of_unit(state.loss, 'samples')
     if not terms_of_samples:
         return
-    total = torch.stack([term.sum() for term in terms_of_samples]).sum()
-    (gradient,) = torch.autograd.grad(total, logits, retain_graph=True, allow_unused=True)
+    loss = sum_of_means(terms_of_samples)
+    (gradient,) = torch.autograd.grad(loss, logits, retain_graph=True, allow_unused=True)
     if gradient is not None and len(gradient) == num_rows and gradient[added].any():
         raise RuntimeError(
             f'Terms over samples must be 0 for rows without labels, which fill up ranks, got: a gradient in '

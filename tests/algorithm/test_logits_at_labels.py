@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 import torch
 import transformers
-from composer.core import Callback
+from composer.core import Event
 from composer.metrics import LanguageCrossEntropy
 from torch.utils.data import DataLoader
 
@@ -29,6 +29,7 @@ from tests.support.families import FAMILIES
 from tests.support.text import collate, text_rows
 from tests.support.training import (
     TOLERANCE,
+    On,
     assert_exact,
     fit,
     hugging_face,
@@ -88,14 +89,8 @@ CAUSAL = {
 }
 
 
-class ShapesOfLogits(Callback):
-    """Keeps the shape of the logits of each microbatch."""
-
-    def __init__(self):
-        self.shapes = []
-
-    def before_backward(self, state, logger):
-        self.shapes.append(tuple(state.outputs['logits'].shape[:2]))
+def shape_of_logits(state):
+    return tuple(state.outputs['logits'].shape[:2])
 
 
 def batch_of(side='right', shape=RAGGED, **entries):
@@ -127,11 +122,11 @@ def masked_batch():
     ],
 )
 def test_gradient_of_causal_models(name, side, microbatch_size):
-    shapes = ShapesOfLogits()
+    shapes = On(Event.BEFORE_BACKWARD, shape_of_logits)
     assert_exact(CAUSAL[name](), batch_of(side), logits='labels', microbatch_size=microbatch_size, callbacks=[shapes])
     # Each microbatch has one row: its labels, and one position more that the model shifts away.
-    assert all(rows == 1 for rows, _ in shapes.shapes)
-    assert sum(width - 1 for _, width in shapes.shapes) == sum(labels for _, labels in RAGGED)
+    assert all(rows == 1 for rows, _ in shapes.values)
+    assert sum(width - 1 for _, width in shapes.values) == sum(labels for _, labels in RAGGED)
 
 
 @pytest.mark.parametrize('packing', [False, True])
@@ -154,10 +149,10 @@ def test_gradient_of_an_adapted_head(microbatch_size):
 @pytest.mark.parametrize(('make', 'microbatch_size'), [(modern_bert, 1), (modern_bert, 6), (t5, 2)])
 def test_gradient_of_unshifted_labels(make, microbatch_size):
     model = make().eval()
-    shapes = ShapesOfLogits()
+    shapes = On(Event.BEFORE_BACKWARD, shape_of_logits)
     batch = masked_batch()
     assert_exact(model, batch, logits='labels', microbatch_size=microbatch_size, callbacks=[shapes])
-    assert sum(width for _, width in shapes.shapes) == int((batch['labels'] != -100).sum())
+    assert sum(width for _, width in shapes.values) == int((batch['labels'] != -100).sum())
 
 
 def test_gradient_is_that_of_sparse_prediction():
@@ -238,12 +233,10 @@ def test_losses_by_source():
     assert logged[1] == pytest.approx(logged[0], rel=1e-5)
 
 
-class DoubleLater(Callback):
+def double_later(state):
     """In the second step lets the second label of a batch weigh double; the value of the loss stays the mean."""
-
-    def after_forward(self, state, logger):
-        if state.timestamp.batch == 1:
-            state.outputs['logits'].register_hook(doubled)
+    if state.timestamp.batch == 1:
+        state.outputs['logits'].register_hook(doubled)
 
 
 def doubled(gradient):
@@ -260,9 +253,9 @@ def test_error_names_sample_and_label():
     second['input_ids'] = (second['input_ids'] + 1) % 64  # new labels, so that the microbatch is measured
     second['labels'] = second['labels'].where(second['labels'] == -100, (second['labels'] + 1) % 64)
     first_row = [int(label) for label in second['labels'][0] if label != -100]
-    options = {'logits': 'labels', 'microbatch_size': 5, 'slot_tokens': 19, 'callbacks': [DoubleLater()]}
+    options = {'logits': 'labels', 'microbatch_size': 5, 'slot_tokens': 19}
     with pytest.raises(RuntimeError, match=f'sample-0.*label is {first_row[1]} '):
-        fit(llama(), first, second, **options)
+        fit(llama(), first, second, callbacks=[On(Event.AFTER_FORWARD, double_later)], **options)
 
 
 class Waits(TorchDispatchMode):
@@ -320,18 +313,18 @@ def test_other_shapes_are_not_compared():
     ],
 )
 def test_all_logits_if_unproven(options, reason, caplog):
-    shapes = ShapesOfLogits()
+    shapes = On(Event.BEFORE_BACKWARD, shape_of_logits)
     with caplog.at_level(logging.INFO):
         assert_exact(llama(), batch_of(), microbatch_size=2, callbacks=[shapes], **options)
-    assert sum(rows for rows, _ in shapes.shapes) == len(RAGGED)
+    assert sum(rows for rows, _ in shapes.values) == len(RAGGED)
     assert sum('Logits are computed at all positions' in line and reason in line for line in caplog.messages) == 1
 
 
 def test_metrics_of_training_get_all_logits():
     model = hugging_face(llama(), metrics=[LanguageCrossEntropy()])
-    shapes = ShapesOfLogits()
+    shapes = On(Event.BEFORE_BACKWARD, shape_of_logits)
     fit(model, batch_of(), callbacks=[shapes], microbatch_size=6)
-    assert shapes.shapes == [(6, 24)]
+    assert shapes.values == [(6, 24)]
 
 
 def test_labels_are_refused_if_unproven():
@@ -364,10 +357,10 @@ def test_model_that_does_not_call_head(caplog):
 
 def test_dense_labels_compute_all_logits():
     """Nothing is gained by selecting nearly all positions."""
-    shapes = ShapesOfLogits()
+    shapes = On(Event.BEFORE_BACKWARD, shape_of_logits)
     shape = [(19, 19), (19, 19), (19, 19)]
     assert_exact(llama(), batch_of(shape=shape), logits='labels', callbacks=[shapes], microbatch_size=3)
-    assert shapes.shapes == [(3, 19)]
+    assert shapes.values == [(3, 19)]
 
 
 def test_evaluation_computes_all_logits():

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from composer.core import Callback, Event
+from composer.core import Event
 from torch.utils.data import Dataset
 
 from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, token_data_spec
@@ -24,7 +24,7 @@ from composer_tokacc.layout import BatchLayout, PreSplitBatch
 from composer_tokacc.sampling import ExchangingDataLoader
 from tests.support.families import FAMILIES
 from tests.support.text import text_model, text_rows
-from tests.support.training import assert_exact, fit
+from tests.support.training import On, assert_exact, fit
 
 LLAVA = FAMILIES['llava']()
 
@@ -84,15 +84,9 @@ def ids_of(microbatches):
     return sorted(name for microbatch in microbatches for name in microbatch['sample_ids'])
 
 
-class Reached(Callback):
+def reached_sizes(given):
     """Keeps the size of every microbatch that reaches the model."""
-
-    def __init__(self, given):
-        self.count, self.sizes = given.count, []
-
-    def run_event(self, event, state, logger):
-        if event == Event.BEFORE_FORWARD and state.model.training:
-            self.sizes.append(self.count(state.batch))
+    return On(Event.BEFORE_FORWARD, lambda state: given.count(state.batch))
 
 
 @both
@@ -131,12 +125,12 @@ def test_dummy_image_row_is_under_the_cap(monkeypatch):
 @pytest.mark.parametrize('packing', [False, True])
 @pytest.mark.parametrize(('given', 'logits'), [(IMAGES, 'auto'), (LABELS, 'all'), (LABELS, 'labels')])
 def test_capped_microbatches_are_exact(given, logits, packing):
-    reached = Reached(given)
+    reached = reached_sizes(given)
     options = {f'max_{given.size}': given.cap, 'packing': packing, 'logits': logits}
     assert_exact(given.model, given.batch(), microbatch_size=len(given), callbacks=[reached], **options)
-    assert len(reached.sizes) > 1
-    assert sum(reached.sizes) == sum(given.sizes)
-    assert max(reached.sizes) <= given.cap
+    assert len(reached.values) > 1
+    assert sum(reached.values) == sum(given.sizes)
+    assert max(reached.values) <= given.cap
 
 
 @both
@@ -158,13 +152,13 @@ def test_planned_microbatches_keep_the_cap(given, objective, is_known):
     dataloader = RegroupingDataLoader(given, batch_sampler=sampler, collate_fn=given.batch)
     planned = [given.count(microbatch) for microbatch in next(iter(dataloader)).microbatches]
     assert (max(planned) <= given.cap) == is_known
-    reached = Reached(given)
+    reached = reached_sizes(given)
     data = token_data_spec(dataloader, slot_tokens=max(given.lengths), **{option: given.cap})
     fit(given.model, data, microbatch_size=len(given), callbacks=[reached])
-    assert sum(reached.sizes) == sum(given.sizes)
-    assert max(reached.sizes) <= given.cap
+    assert sum(reached.values) == sum(given.sizes)
+    assert max(reached.values) <= given.cap
     if is_known:
-        assert len(reached.sizes) == len(planned)
+        assert len(reached.values) == len(planned)
         with pytest.raises(ValueError, match=rf'`{option}` must be at least the longest sample'):
             plan(**{option: given.cap - 1})
 

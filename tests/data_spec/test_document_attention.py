@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from composer.core import Callback, Evaluator
+from composer.core import Evaluator, Event
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
@@ -23,7 +23,7 @@ from tests.matrix.packed import FAMILIES as PACKED
 from tests.matrix.packed import cell
 from tests.support.families import FAMILIES
 from tests.support.text import VOCABULARY, collate, text_model, text_rows
-from tests.support.training import fit, loader, reference_gradients, relative_error
+from tests.support.training import On, fit, loader, reference_gradients, relative_error
 
 SHAPE = [(4, 2), (5, 3), (9, 7), (1, 0), (14, 11), (9, 3), (9, 2), (1, 1)]
 SIZES: dict[str, Any] = {
@@ -168,25 +168,16 @@ def test_attention_is_restored_after_training(tmp_path):
     assert 'documents' not in (tmp_path / 'config.json').read_text()
 
 
-class EvalLogits(Callback):
-    def __init__(self):
-        self.found = []
-
-    def eval_after_forward(self, state, logger):
-        assert isinstance(state.outputs, torch.Tensor)
-        self.found.append(state.outputs.clone())
-
-
 def test_evaluation_between_steps():
     batch = collate(text_rows(SHAPE))
     found = []
     for packing in (False, True):
-        logits = EvalLogits()
+        logits = On(Event.EVAL_AFTER_FORWARD, lambda state: state.outputs.clone())
         padded = token_data_spec(loader(collate(text_rows(SHAPE), side='left')))
         held = Evaluator(label='eval', dataloader=padded, device_eval_microbatch_size=1)
         options = {'eval_dataloader': held, 'eval_interval': '1ba', 'callbacks': [logits]}
         fit(text_model(), batch, batch, packing=packing, **options)
-        found.append(torch.cat(logits.found, dim=1))
+        found.append(torch.cat(logits.values, dim=1))
     assert found[0].numel()
     assert torch.equal(*found)
 
