@@ -150,26 +150,24 @@ def test_functional_form_in_a_plain_loop(model, token_weights):
     assert relative_error(found, expected) < TOLERANCE
 
 
-@pytest.mark.parametrize('told_by', ['position_ids', 'sequence_id'])
-def test_padded_packed_documents_are_samples(told_by):
+@pytest.mark.parametrize(
+    ('key', 'values', 'last_weight'),
+    [
+        ('position_ids', [0, 1, 2, 3, 0, 1, 0, 0], 1),
+        ('sequence_id', [0, 0, 0, 0, 1, 1, -1, -1], 1),
+        ('position_ids', [0, 0, 0, 0, 0, 0, 0, 0], 1 / 4),  # positions of zero tell no documents
+    ],
+)
+def test_padded_packed_documents_are_samples(key, values, last_weight):
     """Two documents of 3 and 1 loss tokens and some padding, as other collators pack them."""
-    labels = torch.tensor([[-100, 5, 6, 7, -100, 8, -100, -100]])
     batch = {
-        'labels': labels,
+        'labels': torch.tensor([[-100, 5, 6, 7, -100, 8, -100, -100]]),
         'attention_mask': torch.tensor([[1, 1, 1, 1, 1, 1, 0, 0]]),
-        'position_ids': torch.tensor([[0, 1, 2, 3, 0, 1, 0, 0]]),
-        'sequence_id': torch.tensor([[0, 0, 0, 0, 1, 1, -1, -1]]),
+        key: torch.tensor([values]),
     }
-    weights = token_weights_of({key: batch[key] for key in ('labels', 'attention_mask', told_by)}, 'sample')
-    third = 1 / 3
-    torch.testing.assert_close(weights, torch.tensor([[0, third, third, third, 0, 1, 0, 0]]))
-
-
-def test_positions_of_zero_are_one_sample():
-    labels = torch.tensor([[-100, 5, 6, 7]])
-    weights = token_weights_of({'labels': labels, 'position_ids': torch.zeros(1, 4, dtype=torch.long)}, 'sample')
-    third = 1 / 3
-    torch.testing.assert_close(weights, torch.tensor([[0, third, third, third]]))
+    first_weight = 1 / 3 if last_weight == 1 else last_weight
+    expected = torch.tensor([[0, first_weight, first_weight, first_weight, 0, last_weight, 0, 0]])
+    torch.testing.assert_close(token_weights_of(batch, 'sample'), expected)
 
 
 # Mistakes, each beside a healthy neighbour above.
