@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 Batch = Mapping[str, Any]
 BatchDict = dict[str, Any]
@@ -18,33 +19,33 @@ IGNORE_INDEX = -100
 MODALITIES = ('image', 'video', 'audio')
 
 
-def text_of(batch: Batch) -> torch.Tensor:
+def text_of(batch: Batch) -> Tensor:
     """Returns the ids, or if there are none the labels, whose rows are the rows of the batch."""
     if isinstance(batch, Mapping):
         for key in ('input_ids', 'labels', 'decoder_input_ids'):
             text = batch.get(key)
-            if isinstance(text, torch.Tensor):
+            if isinstance(text, Tensor):
                 return text
     raise ValueError(
         f'`batch` must have tensors `input_ids` or `labels` of shape (rows, width), got: {_keys_or_type(batch)}.'
     )
 
 
-def labels_at_text(batch: Batch) -> torch.Tensor | None:
+def labels_at_text(batch: Batch) -> Tensor | None:
     """Returns the labels if they lie at the positions of the text, else None.
 
     The labels of an encoder-decoder model lie at positions of the decoder, and may have the same shape by chance.
     """
     labels = batch.get('labels')
-    if not isinstance(labels, torch.Tensor) or 'decoder_input_ids' in batch:
+    if not isinstance(labels, Tensor) or 'decoder_input_ids' in batch:
         return None
     return labels if labels.shape == text_of(batch).shape else None
 
 
-def labels_of(batch: object) -> torch.Tensor:
+def labels_of(batch: object) -> Tensor:
     """Returns the labels of a batch, integers ``(rows, width)``; raises ValueError if there are none."""
     labels = batch.get('labels') if isinstance(batch, Mapping) else None
-    if not isinstance(labels, torch.Tensor):
+    if not isinstance(labels, Tensor):
         raise ValueError(
             f'`batch` must be a mapping with a `labels` tensor of shape (rows, width), got: {_keys_or_type(batch)}. '
             'Token accumulation counts loss-generating labels; write them in the collator.'
@@ -64,7 +65,7 @@ def _keys_or_type(batch: object) -> str:
 def check_dense(batch: Batch) -> None:
     """Raises ValueError unless rows can be selected from all tensors."""
     for key, value in batch.items():
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, Tensor):
             continue
         is_dense = value.layout is torch.strided and not (value.is_meta or value.is_nested or value.is_quantized)
         if not is_dense or value.requires_grad:
@@ -78,7 +79,7 @@ def check_dense(batch: Batch) -> None:
 def check_ids(batch: Batch) -> None:
     """Raises ValueError unless ids are integers ``(rows, width)``, and mask and positions have the same width."""
     ids = batch.get('input_ids')
-    if not isinstance(ids, torch.Tensor | None):
+    if not isinstance(ids, Tensor | None):
         return  # then `labels` are the text, see text_of
     if ids is not None and (ids.dim() != 2 or ids.dtype not in (torch.int32, torch.int64)):
         raise ValueError(
@@ -89,11 +90,11 @@ def check_ids(batch: Batch) -> None:
     if ids is None:
         return
     mask = batch.get('attention_mask')
-    if isinstance(mask, torch.Tensor):
+    if isinstance(mask, Tensor):
         is_for_all_rows = mask.dim() == 4 and len(mask) == 1
         _check_width(batch, 'attention_mask', has_rows=is_for_all_rows or len(mask) == len(ids))
     positions = batch.get('position_ids')
-    if isinstance(positions, torch.Tensor) and positions.dim() in (2, 3):
+    if isinstance(positions, Tensor) and positions.dim() in (2, 3):
         # If there are three dimensions, the first one is for time, height and width.
         _check_width(batch, 'position_ids', has_rows=True)
 
@@ -103,7 +104,7 @@ def _check_mask(batch: Batch) -> None:
     if mask is None:
         return
     shown_value = type(mask).__name__
-    if isinstance(mask, torch.Tensor):
+    if isinstance(mask, Tensor):
         has_nan = mask.is_floating_point() and bool(mask.isnan().any())
         if mask.dim() in (2, 4) and not mask.is_complex() and not has_nan:
             return
@@ -200,12 +201,12 @@ def with_copied_tensors(batch: Batch) -> dict[str, Any]:
     """Returns the batch with copies of its tensors, so that a write into them changes no other batch."""
     copied = dict(batch)
     for key, value in batch.items():
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Tensor):
             copied[key] = value.clone()
     return copied
 
 
-def real_positions(batch: Batch) -> torch.Tensor:
+def real_positions(batch: Batch) -> Tensor:
     """Returns the positions that must not be trimmed, bool ``(rows, width)``: those with attention or with a label.
 
     Some models count a label even if its position is padding.
@@ -217,7 +218,7 @@ def real_positions(batch: Batch) -> torch.Tensor:
     return is_real
 
 
-def attended_positions(batch: Batch) -> torch.Tensor:
+def attended_positions(batch: Batch) -> Tensor:
     """Returns the positions that the mask does not hide, bool ``(rows, width)``; all of them if there is no mask."""
     ids = text_of(batch)
     mask = batch.get('attention_mask')
@@ -236,7 +237,7 @@ def padding_side(batch: Batch) -> str:
     return side_of(real_positions(batch))
 
 
-def side_of(real: torch.Tensor) -> str:
+def side_of(real: Tensor) -> str:
     """Returns the padding side of rows with these real positions, see :func:`padding_side`."""
     is_left = bool(real[:, -1].all()) and not bool(real[:, 0].all())
     return 'left' if is_left else 'right'
@@ -249,7 +250,7 @@ def side_and_lengths(batch: Batch) -> tuple[str, list[int]]:
     return side, lengths_of(real, side)
 
 
-def lengths_of(real: torch.Tensor, side: str) -> list[int]:
+def lengths_of(real: Tensor, side: str) -> list[int]:
     """Returns the width of each row without its padding, at least 1, from its real positions and padding side."""
     rows, width = real.shape
     if bool(real.all()):

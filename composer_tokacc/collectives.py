@@ -12,8 +12,6 @@ from typing import TypeVar
 import torch
 import torch.distributed
 
-__all__ = ['RankSum', 'all_gather_object', 'from_any_rank', 'get_global_rank', 'get_world_size', 'max_over_ranks']
-
 T = TypeVar('T')
 
 

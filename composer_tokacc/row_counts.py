@@ -91,7 +91,7 @@ def with_counts(batch: Batch, loss_tokens: str = 'causal', token_weights: str = 
         batch = mask_document_starts(batch)
     weights = None
     if token_weights != 'token':
-        weights, _ = token_weights_of(batch, token_weights, loss_tokens)
+        weights = token_weights_of(batch, token_weights, loss_tokens)
         batch = {**batch, LOSS_WEIGHTS: weights}
     return with_rows(batch, count_rows(batch, loss_tokens, weights))
 

@@ -211,7 +211,7 @@ class _VerifiedRun:
         if self.token_weights == 'token':
             loss = model.loss(outputs, batch)
         else:
-            weights, _ = token_weights_of(batch, self.token_weights, self.loss_rule)
+            weights = token_weights_of(batch, self.token_weights, self.loss_rule)
             weights = at_predictions(weights, self.loss_rule)
             targets = targets_of(batch, self.loss_rule)
             losses = torch.nn.functional.cross_entropy(outputs.logits.transpose(1, 2), targets, reduction='none')

@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from composer_tokacc.batch import Batch, sample_name
 from composer_tokacc.counting import counted_tokens
+from composer_tokacc.planning import check_choice
 
 LOSS_WEIGHTS = 'loss_weights'
 """Key of the tokens' weights in a batch. A collator gives a float per row or per position. After BATCH_START, if tokens
@@ -18,17 +20,8 @@ TOKEN_WEIGHTS: dict[str, float | None] = {'token': 0.0, 'sqrt': 0.5, 'sample': 1
 holds the weights."""
 
 
-def check_token_weights(token_weights: str) -> None:
-    """Raises ValueError if there is no scheme of this name."""
-    # A tuple, because a value from a config may be a list, which a dict cannot look up.
-    if token_weights not in tuple(TOKEN_WEIGHTS):
-        raise ValueError(f'`token_weights` must be one of {tuple(TOKEN_WEIGHTS)}, got: {token_weights!r}.')
-
-
-def token_weights_of(
-    batch: Batch, token_weights: str, loss_tokens: str = 'causal'
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the weights of the tokens, float32 ``(rows, width)``, and where loss is generated, bool of this shape.
+def token_weights_of(batch: Batch, token_weights: str, loss_tokens: str = 'causal') -> Tensor:
+    """Returns the weights of the tokens, float32 ``(rows, width)``.
 
     Weights are 0 where no loss is generated. The first token of each further document of a packed row generates none.
 
@@ -40,17 +33,16 @@ def token_weights_of(
     Raises:
         ValueError: If a weight is missing, negative, not finite or of another shape. Names the sample.
     """
-    counted = counted_tokens(batch, loss_tokens)
-    return weights_at(batch, token_weights, counted), counted
+    return weights_at(batch, token_weights, counted_tokens(batch, loss_tokens))
 
 
-def weights_at(batch: Batch, token_weights: str, counted: torch.Tensor) -> torch.Tensor:
+def weights_at(batch: Batch, token_weights: str, counted: Tensor) -> Tensor:
     """Returns the weights of the counted tokens, float32 ``(rows, width)``, 0 elsewhere.
 
     ``'token'``, ``'sqrt'`` and ``'sample'`` are the number of counted tokens of the sample to the power 0, -1/2 and -1.
     A document of a packed row is a sample. ``'column'`` reads ``batch['loss_weights']``.
     """
-    check_token_weights(token_weights)
+    check_choice('token_weights', token_weights, tuple(TOKEN_WEIGHTS))
     power = TOKEN_WEIGHTS[token_weights]
     if power is None:
         return _weights_in(batch, counted).masked_fill(~counted, 0)
@@ -61,24 +53,24 @@ def weights_at(batch: Batch, token_weights: str, counted: torch.Tensor) -> torch
     return weight_per_document[documents].masked_fill(~counted, 0).float()
 
 
-def _documents(batch: Batch, counted: torch.Tensor) -> torch.Tensor:
+def _documents(batch: Batch, counted: Tensor) -> Tensor:
     """Numbers the documents of all rows, and returns the number at each position, int ``(rows, width)``."""
     positions = batch.get('position_ids')
     sequences = batch.get('sequence_id')  # llm-foundry's packed rows
     begins = torch.zeros_like(counted)
     # Positions of shape (3, rows, width) are not read. Without `sequence_id` such a row counts as one document.
-    if isinstance(positions, torch.Tensor) and positions.shape == counted.shape:
+    if isinstance(positions, Tensor) and positions.shape == counted.shape:
         # A padding position may count as a document. It has no labels, so its weight does not matter. A row whose
         # positions are all 0 is one document: see `document_starts`.
         has_positions = positions.amax(dim=1, keepdim=True) > 0
         begins |= (positions == 0) & has_positions
-    if isinstance(sequences, torch.Tensor) and sequences.shape == counted.shape:
+    if isinstance(sequences, Tensor) and sequences.shape == counted.shape:
         begins[:, 1:] |= sequences[:, 1:] != sequences[:, :-1]
     begins[:, :1] = True
     return begins.flatten().cumsum(dim=0).view_as(counted) - 1
 
 
-def _weights_in(batch: Batch, counted: torch.Tensor) -> torch.Tensor:
+def _weights_in(batch: Batch, counted: Tensor) -> Tensor:
     """Returns the weights that the batch holds, float32 ``(rows, width)``."""
     column = batch.get(LOSS_WEIGHTS)
     if column is None:
@@ -93,7 +85,7 @@ def _weights_in(batch: Batch, counted: torch.Tensor) -> torch.Tensor:
                 name = sample_name(batch, row)
                 raise ValueError(f'`{LOSS_WEIGHTS}` must be a number for every sample, got: {value!r} for {name}.')
         column = torch.tensor(column)
-    if not isinstance(column, torch.Tensor) or column.is_complex():
+    if not isinstance(column, Tensor) or column.is_complex():
         raise ValueError(f'`{LOSS_WEIGHTS}` must be a real tensor, or a list of a float per row, got: {column!r}.')
     rows, width = counted.shape
     if tuple(column.shape) not in ((rows,), (rows, 1), (rows, width)):

@@ -10,10 +10,11 @@ mean over tokens. :class:`LossTerms` finds the terms, changes them by their unit
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from torch import Tensor
 
 from composer_tokacc.checks.logits import router_loss_of
 
@@ -21,7 +22,7 @@ LOSS_UNITS = ('tokens', 'samples', 'coupled_samples', 'microbatches')
 COEFFICIENTS = ('router_aux_loss_coef', 'aux_loss_coef')
 """What configs call the factor of a router's load-balancing loss."""
 
-Change = Callable[[Any, str, torch.Tensor], torch.Tensor]
+Change = Callable[[Any, str, Tensor], Tensor]
 """Makes the new value of a term from its name (or place in a sequence), its unit and its value."""
 
 
@@ -29,7 +30,7 @@ class Term(NamedTuple):
     """A term of a loss."""
 
     unit: str  # one of LOSS_UNITS
-    value: torch.Tensor
+    value: Tensor
 
 
 class SplitLoss(dict):
@@ -69,10 +70,12 @@ class LossTerms:
                     f'with the terms {sorted(self.units)}, or drop `loss_units` (docs/errors.md#model-loss).'
                 )
             return {place: Term('tokens', value) for place, value in enumerate(tensors_in(loss))}
-        units = self._units_of(loss)
+        units = self.units or dict.fromkeys(loss, 'tokens')
+        if isinstance(loss, SplitLoss):
+            units = loss.units
         terms = {}
         for name, value in loss.items():
-            if not isinstance(value, torch.Tensor):
+            if not isinstance(value, Tensor):
                 raise RuntimeError(
                     f'`loss[{name!r}]` must be a tensor, got: {value!r}. Leave out what a microbatch does not have.'
                 )
@@ -86,12 +89,7 @@ class LossTerms:
             terms[name] = Term(units[name], value)
         return terms
 
-    def _units_of(self, loss: Mapping[str, Any]) -> Mapping[str, str]:
-        if isinstance(loss, SplitLoss):
-            return loss.units
-        return self.units or dict.fromkeys(loss, 'tokens')
-
-    def of_unit(self, loss: Any, unit: str) -> list[torch.Tensor]:
+    def of_unit(self, loss: Any, unit: str) -> list[Tensor]:
         """Returns the terms of a unit; none if the microbatch has none. Without ``loss_units`` a total is the only one.
 
         Composer takes the gradient of a dict's total, so the total is the mean over tokens if no unit is named.
@@ -105,46 +103,37 @@ class LossTerms:
         values = {}
         for name, term in self.named(loss).items():
             values[name] = change(name, term.unit, term.value)
-        if isinstance(loss, torch.Tensor):
+        if isinstance(loss, Tensor):
             return values[0]
         if not isinstance(loss, Mapping):
             return tuple(values.values())
         if 'total' in loss:
             if self.units and values:
-                values['total'] = _sum([value.float() for value in values.values()])
+                values['total'] = sum_of_means(values.values())
             else:
                 values['total'] = change('total', 'tokens', loss['total'])
         return SplitLoss(values) if isinstance(loss, SplitLoss) else values
 
-    def scaled(self, loss: Any, scales: Mapping[str, float], observe: Callable[[torch.Tensor], None]) -> Any:
+    def scaled(self, loss: Any, scales: Mapping[str, float], observe: Callable[[Tensor], None]) -> Any:
         """Returns the loss with each term multiplied by the factor of its unit.
 
         The products are new tensors, because Composer multiplies the loss in place. In the backward ``observe`` gets
         the gradient that reaches the scaled loss. It is called once, as Composer multiplies all terms by one number.
         """
         scaled = self.changed(loss, lambda name, unit, value: value.float() * scales[unit])
-        if isinstance(scaled, Mapping) and self.units and scaled.keys() - {'total'}:
-            scaled = self._with_absent_terms(scaled)
+        if isinstance(scaled, Mapping) and self.units and scaled:
+            # Composer pairs terms by their position over the ranks, so all ranks need the same names in the same order.
+            zero = next(iter(scaled.values())).new_zeros(())
+            names = [*self.units, 'total'] if 'total' in scaled else self.units
+            scaled = {name: scaled.get(name, zero) for name in names}
+        observed = scaled
         if isinstance(scaled, Mapping) and 'total' in scaled:
-            observed = [scaled['total']]
-        else:
-            observed = list(tensors_in(scaled))
-        for value in observed:
+            observed = scaled['total']
+        for value in tensors_in(observed):
             if value.requires_grad:
                 value.register_hook(observe)
                 break
         return scaled
-
-    def _with_absent_terms(self, scaled: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Returns all terms in the order of ``loss_units``, zeros for those that this microbatch does not have.
-
-        Composer pairs terms by their position over the ranks, so all ranks need the same names in the same order.
-        """
-        zero = next(iter(scaled.values())).new_zeros(())
-        complete = {name: scaled.get(name, zero) for name in self.units}
-        if 'total' in scaled:
-            complete['total'] = scaled['total']
-        return complete
 
     def split(self, loss: Any, outputs: Any) -> Any:
         """Returns the loss of a mixture of experts as two terms: the mean over tokens, and the balance of its router.
@@ -153,7 +142,7 @@ class LossTerms:
         Any other loss is returned as it is.
         """
         router = router_loss_of(outputs)
-        if router is None or self.router_coefficient is None or not isinstance(loss, torch.Tensor):
+        if router is None or self.router_coefficient is None or not isinstance(loss, Tensor):
             return loss
         router = self.router_coefficient * router.to(loss.device)
         return SplitLoss(tokens=loss - router, router=router)
@@ -166,7 +155,7 @@ class LossTerms:
         """
         router = router_loss_of(outputs)
         coefficient = self.router_coefficient
-        if router is None or not isinstance(loss, torch.Tensor) or not router.requires_grad:
+        if router is None or not isinstance(loss, Tensor) or not router.requires_grad:
             return
         if router.grad_fn is loss.grad_fn:
             # One node of a compiled forward computes both, so the factor cannot be measured. The config must name it.
@@ -181,7 +170,7 @@ class LossTerms:
                 '`output_router_logits=False`, or name the term in `loss_units` (docs/errors.md#model-loss).'
             )
 
-    def probed(self, loss: Any, outputs: Any) -> dict[str, torch.Tensor]:
+    def probed(self, loss: Any, outputs: Any) -> dict[str, Tensor]:
         """Returns sums of terms that no cut may change: of the means over tokens, and of the means over samples.
 
         Terms in which rows see each other are left out, because a split that regroups rows refuses them anyway. If no
@@ -196,7 +185,7 @@ class LossTerms:
                 '`loss_units`, or set `check_loss=False` with an explicit `loss_tokens` (docs/errors.md#model-loss).'
             )
         if values and self.units and 'total' in loss:
-            _check_total(loss['total'].float(), _sum([value.float() for value in values]))
+            _check_total(loss['total'].float(), sum_of_means(values))
         sums = {}
         for unit in ('tokens', 'samples'):
             terms_of_unit = self.of_unit(loss, unit)
@@ -205,7 +194,7 @@ class LossTerms:
         return sums or {'tokens': _sum(values)}
 
 
-def _check_total(total: torch.Tensor, summed: torch.Tensor) -> None:
+def _check_total(total: Tensor, summed: Tensor) -> None:
     if not torch.isclose(total, summed, rtol=1e-4):
         raise RuntimeError(
             f"`loss['total']` must be the sum of the other terms, got: {total.item():.6f}, but they sum to "
@@ -231,7 +220,7 @@ def router_coefficient(model: torch.nn.Module) -> float | None:
     return None
 
 
-def attached_zero(outputs: Any, loss: Any) -> torch.Tensor:
+def attached_zero(outputs: Any, loss: Any) -> Tensor:
     """Returns a zero in the graph of the outputs. Its backward gives every parameter a gradient of zero.
 
     It is computed from the outputs and not from the loss, because a masked sum over no tokens has NaN gradients. It is
@@ -250,9 +239,9 @@ def attached_zero(outputs: Any, loss: Any) -> torch.Tensor:
     return zero
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yields all tensors in a nest of mappings and sequences."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
         for item in value.values():
@@ -262,7 +251,12 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(item)
 
 
-def _sum(terms: Collection[torch.Tensor]) -> torch.Tensor:
+def sum_of_means(terms: Iterable[Tensor]) -> Tensor:
+    """Sums the means of some terms, float32 ``()``."""
+    return torch.stack([term.float().mean() for term in terms]).sum()
+
+
+def _sum(terms: Collection[Tensor]) -> Tensor:
     """Sums the terms of a loss as Composer does. The result has the least precise of their dtypes."""
     coarsest = max((term.dtype for term in terms), key=lambda dtype: torch.finfo(dtype).eps)
-    return torch.stack([term.float().mean() for term in terms]).sum().to(coarsest)
+    return sum_of_means(terms).to(coarsest)

@@ -53,13 +53,12 @@ class ReductionWatch:
         # Of each parameter: its gradient before the backward that reduces, as a pair that changes with the gradient.
         self._states_before: list[tuple[torch.nn.Parameter, tuple[int, int]]] = []
 
-    def see(self, num_microbatches: int, *, has_unequal_counts: bool, reduced_once: bool) -> None:
+    def see(self, num_microbatches: int, *, must_reduce_once: bool) -> None:
         """Notes whether the backward of the microbatch that comes now reduces gradients.
 
         Args:
             num_microbatches: How many microbatches this rank makes of the step; 0 if the split does not say.
-            has_unequal_counts: Whether the user said that ranks may make different numbers of microbatches.
-            reduced_once: Whether DDP reduced gradients only in the last microbatch in earlier steps.
+            must_reduce_once: Whether ranks may make different numbers of microbatches.
 
         Raises:
             RuntimeError: If gradients are reduced before the last microbatch, but ranks may have unequal numbers.
@@ -73,19 +72,12 @@ class ReductionWatch:
         if not (self._ddp.find_unused_parameters or self._ddp.static_graph):
             # Otherwise DDP itself finds the parameters that a backward leaves out.
             self._states_before = [(parameter, state_of_gradient(parameter)) for parameter in self._parameters]
-        if len(self._reduces) >= num_microbatches:
-            return
-        reduction = f'a reduction in microbatch {len(self._reduces)} of {num_microbatches}'
-        if has_unequal_counts:
+        if must_reduce_once and len(self._reduces) < num_microbatches:
             raise RuntimeError(
-                'Ranks must make equally many microbatches if gradients are reduced in each, or they wait for each '
-                f"other without end, got: {reduction} with `equal_counts=False`. Leave it at 'auto', or leave "
-                '`Trainer(ddp_sync_strategy=)` at its default.'
-            )
-        if reduced_once:
-            raise RuntimeError(
-                'Gradients must be reduced only in the last microbatch of a step, as they were in the steps before, '
-                f'got: {reduction}. Leave `Trainer(ddp_sync_strategy=)` as it was when the checkpoint was written.'
+                'Gradients must be reduced only in the last microbatch of a step, because ranks need not make equally '
+                f'many microbatches, got: a reduction in microbatch {len(self._reduces)} of {num_microbatches}. Leave '
+                "`equal_counts` at 'auto', and `Trainer(ddp_sync_strategy=)` at its default, or as it was when the "
+                'checkpoint was written.'
             )
 
     def reach_all(self) -> None:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from composer.core import State
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from composer_tokacc.algorithm.loss_terms import LossTerms, SplitLoss
@@ -43,8 +44,8 @@ OTHERWISE = "Otherwise leave `router_balance='microbatch'` (docs/weights.md#mixt
 class CountedMicrobatch(NamedTuple):
     """What was counted of a microbatch before it is trained."""
 
-    positions: torch.Tensor  # whether a position counts, (rows, width) bool
-    choices: torch.Tensor  # how often each expert was chosen at these positions, (experts,) int64
+    positions: Tensor  # whether a position counts, (rows, width) bool
+    choices: Tensor  # how often each expert was chosen at these positions, (experts,) int64
 
 
 class StepBalance:
@@ -98,15 +99,16 @@ class StepBalance:
         self._top_k = 0  # number of experts of a position; 0 until the first forward has shown it
         self._counted: deque[CountedMicrobatch] = deque()  # this rank's microbatches that are still to be trained
         self._sums: RankSum | None = None  # over the step: positions times layers, then the choices of each expert
-        self._value_deviations: list[torch.Tensor] = []
-        self._choice_deviations: list[torch.Tensor] = []
+        # Largest deviations of the step so far, as multiples of the allowed ones, (). They are read once a step.
+        self._worst_value = torch.zeros(())
+        self._worst_choice = torch.zeros(())
 
     def count(self, microbatches: Sequence[Batch]) -> None:
         """Counts to which experts the positions of this rank's microbatches of a step go; a collective."""
         self._counted.clear()
-        self._value_deviations = []
-        self._choice_deviations = []
-        num_positions: torch.Tensor | int = 0
+        self._worst_value = torch.zeros(())
+        self._worst_choice = torch.zeros(())
+        num_positions: Tensor | int = 0
         with torch.no_grad(), undisturbed(self._model):
             for microbatch in microbatches:
                 batch = without_rows(microbatch)
@@ -124,7 +126,7 @@ class StepBalance:
         sums = torch.stack([torch.as_tensor(num_positions), *choices_of_experts])
         self._sums = RankSum(self._device.tensor_to_device(sums))
 
-    def _checked_logits(self, outputs: Any, batch: Batch) -> Sequence[torch.Tensor]:
+    def _checked_logits(self, outputs: Any, batch: Batch) -> Sequence[Tensor]:
         """Returns the router's logits of each layer. Notes how far their load-balancing loss is from the model's own.
 
         Configs use many names for the number of experts of a position. The loss grows with this number. So the first
@@ -147,7 +149,9 @@ class StepBalance:
         if is_first:
             self._top_k = int((losses - own_loss).abs().argmin()) + 1
         tolerance = max(VALUE_TOLERANCE, 4 * torch.finfo(logits[0].dtype).eps)
-        self._value_deviations.append((losses[self._top_k - 1] / own_loss - 1).abs() / tolerance)
+        deviation = (losses[self._top_k - 1] / own_loss - 1).abs() / tolerance
+        # The loss of a microbatch without positions is NaN, which says nothing.
+        self._worst_value = torch.maximum(self._worst_value, deviation.detach().nan_to_num(nan=0.0))
         # Only the first forward is checked at once. The others are checked together at the end of the step.
         if is_first:
             self.check()
@@ -168,7 +172,7 @@ class StepBalance:
         # A position that goes to another expert changes the counts of two experts.
         num_changed = (choices.sum(dim=0) - counted.choices).abs().sum() / 2
         num_allowed = (CHOICE_TOLERANCE * choices.sum()).clamp(min=FEW_CHOICES)
-        self._choice_deviations.append(num_changed / num_allowed)
+        self._worst_choice = torch.maximum(self._worst_choice, num_changed / num_allowed)
         num_positions, *choices_of_experts = self._sums.read()
         factor = len(choices_of_experts) / max(num_positions, 1) ** 2
         weights = [factor * count for count in choices_of_experts]
@@ -182,7 +186,8 @@ class StepBalance:
 
         It reads the device, so it is called once a step.
         """
-        worst_value, worst_choice = _largest(self._value_deviations, self._choice_deviations)
+        worst = torch.stack([self._worst_value, self._worst_choice.to(self._worst_value)])
+        worst_value, worst_choice = worst.tolist()
         if worst_value > 1:
             raise _refusal(
                 "needs the load-balancing loss of Hugging Face's mixtures of experts, got: an `aux_loss` that is not "
@@ -197,21 +202,11 @@ class StepBalance:
             )
 
 
-def _largest(*groups: Sequence[torch.Tensor]) -> list[float]:
-    """Returns the largest deviation of each group, 0 of an empty one; reads the device once."""
-    largest = []
-    for group in groups:
-        # The loss of a microbatch without positions is NaN, which says nothing.
-        largest.append(torch.stack(list(group)).nan_to_num(nan=0.0).amax() if group else torch.zeros(()))
-    device = largest[0].device
-    return torch.stack([value.to(device) for value in largest]).tolist()
-
-
 def _refusal(what: str) -> RuntimeError:
     return RuntimeError(f"`router_balance='step'` {what} {OTHERWISE}")
 
 
-def counted_positions(microbatch: Batch) -> torch.Tensor:
+def counted_positions(microbatch: Batch) -> Tensor:
     """Returns whether each position of a microbatch is attended and belongs to a sample, ``(rows, width)`` bool."""
     attended = _attended(microbatch)
     real_tokens = torch.tensor([row.real_tokens for row in rows_of(microbatch)], device=attended.device)[:, None]
@@ -240,7 +235,7 @@ def _check_document_ends(packed: Batch, *, end: int) -> None:
         )
 
 
-def _attended(batch: Batch) -> torch.Tensor:
+def _attended(batch: Batch) -> Tensor:
     """Returns whether each position is attended, ``(rows, width)`` bool.
 
     The mask of a packed row has one row for each document. They are joined to one row.
@@ -251,16 +246,16 @@ def _attended(batch: Batch) -> torch.Tensor:
     return attended.any(dim=0, keepdim=True)
 
 
-def _router_logits(outputs: Any) -> Sequence[torch.Tensor]:
+def _router_logits(outputs: Any) -> Sequence[Tensor]:
     """Returns the router's logits of each layer with experts, ``(positions, experts)`` each.
 
     A model without experts has none.
     """
     logits = entry_of(outputs, 'router_logits') or ()
-    return [layer.flatten(0, -2) for layer in logits if isinstance(layer, torch.Tensor)]
+    return [layer.flatten(0, -2) for layer in logits if isinstance(layer, Tensor)]
 
 
-def _routed(logits: Sequence[torch.Tensor], is_counted: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _routed(logits: Sequence[Tensor], is_counted: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """Sums choices and probabilities over layers and counted positions, by the operations of the models' own loss.
 
     Returns:
@@ -282,7 +277,7 @@ def _routed(logits: Sequence[torch.Tensor], is_counted: torch.Tensor, top_k: int
     return choices.view(top_k, num_experts), torch.stack(probabilities).sum(dim=0)
 
 
-def _balances(choices: torch.Tensor, probabilities: torch.Tensor, num_positions: torch.Tensor) -> torch.Tensor:
+def _balances(choices: Tensor, probabilities: Tensor, num_positions: Tensor) -> Tensor:
     """Returns the load-balancing loss of some positions if each goes to 1, 2, ... experts, ``(top_k,)``."""
     parts = choices.cumsum(dim=0) / num_positions
     return choices.shape[1] * (parts * probabilities / num_positions).sum(dim=1)

@@ -26,21 +26,25 @@ from torch.nn.parallel import DistributedDataParallel
 from composer_tokacc.algorithm.loss_terms import LOSS_UNITS, LossTerms, router_coefficient
 from composer_tokacc.algorithm.reduction import ReductionWatch
 from composer_tokacc.algorithm.router_balance import OTHERWISE, ROUTER_BALANCES, StepBalance
-from composer_tokacc.algorithm.run_logits import LOGITS, RunLogits
 from composer_tokacc.batch import IGNORE_INDEX, Batch, check_batch, check_vocabulary
 from composer_tokacc.checks.first_batch import FirstBatchCheck, check_gradient_hooks
 from composer_tokacc.checks.probe import Probe
 from composer_tokacc.checks.step import Step
 from composer_tokacc.collectives import get_world_size
-from composer_tokacc.compat import BatchNorm
+from composer_tokacc.compat import BatchNorm, is_compiled
 from composer_tokacc.counting import check_rule
 from composer_tokacc.data_spec.split import MicrobatchSplit, layout_of, split_of
+from composer_tokacc.label_selector import LabelSelector, is_worth_selecting, output_embedding
 from composer_tokacc.layout import BatchLayout, microbatches_of
 from composer_tokacc.layout.placeholders import all_placeholders
 from composer_tokacc.planning import check_choice
-from composer_tokacc.weights import LOSS_WEIGHTS, check_token_weights
+from composer_tokacc.weights import LOSS_WEIGHTS, TOKEN_WEIGHTS
 
 log = logging.getLogger(__name__)
+
+LOGITS = ('auto', 'all', 'labels')
+"""``'auto'``: only at labels if that is proven exact, otherwise at all positions. ``'all'``: at all positions.
+``'labels'``: only at labels, or an error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +67,7 @@ class AlgorithmOptions:
         check_choice('router_balance', self.router_balance, ROUTER_BALANCES)
         check_choice('logits', self.logits, LOGITS)
         check_choice('check_loss', self.check_loss, (True, False))
-        check_token_weights(self.token_weights)
+        check_choice('token_weights', self.token_weights, tuple(TOKEN_WEIGHTS))
         check_rule(self.loss_tokens, allow_auto=True)
         units = self.loss_units or {}
         if self.router_balance == 'step' and units:
@@ -114,8 +118,7 @@ class AlgorithmOptions:
         if 'total' in self.loss_units:
             raise ValueError("`loss_units` must name terms, got: 'total', which Composer reserves for their sum.")
         for name, unit in self.loss_units.items():
-            if unit not in LOSS_UNITS:
-                raise ValueError(f'`loss_units[{name!r}]` must be one of {LOSS_UNITS}, got: {unit!r}.')
+            check_choice(f'loss_units[{name!r}]', unit, LOSS_UNITS)
 
 
 class RunContext:
@@ -157,8 +160,7 @@ class RunContext:
         self.balance: StepBalance | None = None
         if options.router_balance == 'step':
             self.balance = StepBalance(state, self.split, self.terms, to_device, precision)
-        self._has_logged_why = False
-        self.logits = RunLogits(options.logits, model, _why_all_logits(state, layout, options))
+        self.logits = RunLogits(options.logits, model, _why_all_logits(state, layout, options, model))
         self.check = FirstBatchCheck(
             Probe(forward=model, loss=model.loss, model=model, precision=precision, terms=self.terms.probed),
             layout,
@@ -180,7 +182,7 @@ class RunContext:
         if self.split is not None:
             self.split.step = step
 
-    def prove(self, batch: Batch, *, reduces_once: bool) -> None:
+    def prove(self, batch: Batch) -> None:
         """Checks the kinds of rows that are new on any rank. Then the split cuts by the rules that were found."""
         try:
             rules = self.check.prove(batch, self.split)
@@ -190,16 +192,9 @@ class RunContext:
             raise
         if self.split is not None and rules is not None:
             self.split.layout = self.check.layout
-            self.split.adopt(rules, reduces_once=reduces_once)
-        self._adopt_logits()
-
-    def _adopt_logits(self) -> None:
-        """Computes all logits from now on if the check found that it must, and says why once."""
+            self.split.adopt(rules)
         self.logits.adopt(self.check.selection_failure)
         self.check.selector = self.logits.selector
-        if self.logits.why_all is not None and not self._has_logged_why:
-            self._has_logged_why = True
-            log.info('Logits are computed at all positions: %s.', self.logits.why_all)
 
     def end(self) -> None:
         """Gives the model back as the user passed it."""
@@ -226,14 +221,72 @@ class RunContext:
             )
 
 
-def _why_all_logits(state: State, layout: BatchLayout | None, options: AlgorithmOptions) -> str | None:
-    """Returns why the run needs logits at all positions; None: no reason outside of the model is known."""
+class RunLogits:
+    """Decides where the logits of a run are computed, and has the model compute them there.
+
+    Args:
+        choice: One of :data:`LOGITS`.
+        model: The model, not wrapped by DDP.
+        why_all: Why all logits must be computed; None: nothing is known that demands it.
+
+    Raises:
+        RuntimeError: At once or by :meth:`adopt`, if the user has asked for logits at labels and they are not exact.
+    """
+
+    def __init__(self, choice: str, model: ComposerModel, why_all: str | None) -> None:
+        self._choice = choice
+        self.selector: LabelSelector | None = None
+        """Makes the model compute logits only at labels; None: it computes them at all positions."""
+        if why_all is not None:
+            self._compute_all(why_all)
+        elif isinstance(model, HuggingFaceModel):
+            self.selector = LabelSelector(model.model)
+
+    def adopt(self, failure: str | None) -> None:
+        """Computes all logits from now on if the first-batch check has found a failure."""
+        if failure is not None and self.selector is not None:
+            self.remove()
+            self._compute_all(failure)
+
+    def _compute_all(self, why: str) -> None:
+        if self._choice == 'labels':
+            raise RuntimeError(
+                f"`logits='labels'` must leave loss and gradient the same, got: {why}. Set `logits='auto'`, which "
+                'computes all logits in this case (docs/errors.md#logits-at-labels).'
+            )
+        log.info('Logits are computed at all positions: %s.', why)
+
+    def begin_forward(self, rule: str, num_labels: int, num_positions: int) -> None:
+        """Has the next forward compute logits only at its labels, unless nearly all of its positions have one."""
+        if self.selector is None:
+            return
+        self.selector.disarm()  # a forward that failed may have left it armed
+        if is_worth_selecting(num_labels, num_positions):
+            self.selector.arm(rule, num_labels)
+
+    def remove(self) -> None:
+        """Leaves the model as it was."""
+        if self.selector is not None:
+            self.selector.remove()
+            self.selector = None
+
+
+def _why_all_logits(
+    state: State, layout: BatchLayout | None, options: AlgorithmOptions, model: ComposerModel
+) -> str | None:
+    """Returns why a run needs logits at all positions; None: no reason is known before the first-batch check."""
     if options.why_all_logits is not None:
         return options.why_all_logits
     if state.train_metrics:
         return 'metrics of training compare all logits with all labels'
     if layout is None:
         return 'rows of the batch cannot be told apart, so that nothing is proven of them'
+    if not isinstance(model, HuggingFaceModel):
+        return 'the model is no HuggingFaceModel, which computes its own loss'
+    if output_embedding(model.model) is None:
+        return 'the model names no output embedding'
+    if is_compiled(model):
+        return 'the model is compiled, and would be compiled again for each number of labels'
     return None
 
 

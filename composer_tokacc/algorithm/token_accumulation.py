@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-import inspect
+import copy
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,14 @@ from composer.core import Algorithm, Event, State
 from composer.loggers import Logger
 
 from composer_tokacc.algorithm.functional import sample_weight, token_weight
-from composer_tokacc.algorithm.loss_terms import LOSS_UNITS, LossTerms, SplitLoss, attached_zero, tensors_in
+from composer_tokacc.algorithm.loss_terms import (
+    LOSS_UNITS,
+    LossTerms,
+    SplitLoss,
+    attached_zero,
+    sum_of_means,
+    tensors_in,
+)
 from composer_tokacc.algorithm.reduction import check_reduced, check_sharding, warn_of_large_units
 from composer_tokacc.algorithm.setup import AlgorithmOptions, RunContext, check_microbatches
 from composer_tokacc.batch import Batch, BatchDict, labels_of, sample_name
@@ -35,9 +42,16 @@ from composer_tokacc.counting import with_one_label
 from composer_tokacc.labelled import batch_at_logits
 from composer_tokacc.layout import describe_all, microbatches_of
 from composer_tokacc.plan_agreement import NUM_SUMS, PlanRecord, check_plans, numbers_to_sum, plan_record_of
-from composer_tokacc.planning import check_choice, check_state
+from composer_tokacc.planning import check_state
 from composer_tokacc.repeated_samples import num_repeated
-from composer_tokacc.row_counts import ROWS_KEY, is_counted, rows_of, with_counts, with_rows, without_rows
+from composer_tokacc.row_counts import (
+    ROWS_KEY,
+    num_samples,
+    rows_of,
+    with_counts,
+    with_rows,
+    without_rows,
+)
 from composer_tokacc.weights import LOSS_WEIGHTS
 
 log = logging.getLogger(__name__)
@@ -95,6 +109,8 @@ class TokenAccumulation(Algorithm):
             trainer = Trainer(..., algorithms=[TokenAccumulation()])
     """
 
+    _model_batch: ModelBatch  # the microbatch that is computed now; set by BEFORE_FORWARD
+
     def __init__(
         self,
         *,
@@ -105,32 +121,24 @@ class TokenAccumulation(Algorithm):
         logits: str = 'auto',
         check_loss: bool = True,
     ) -> None:
-        self._options = AlgorithmOptions(
+        self.options = AlgorithmOptions(
             loss_tokens=loss_tokens,
-            loss_units=loss_units,
+            loss_units=copy.copy(loss_units),  # the caller's may change
             token_weights=token_weights,
             router_balance=router_balance,
             logits=logits,
             check_loss=check_loss,
         )
-        self.loss_tokens = loss_tokens
-        self.loss_units = dict(loss_units) if loss_units else None  # the caller's may change
-        self.token_weights = token_weights
-        self.router_balance = router_balance
-        self.logits = logits
-        self.check_loss = check_loss
         self.num_empty_steps = 0
         self._reduces_once = False  # whether ranks meet only in the last microbatch of a step
         self._token_choice = TokenChoice()
         self._context: RunContext | None = None  # made at the first batch of a fit
-        self._hidden: HiddenEntries | None = None  # of the microbatch that is computed now
         self._raw_loss: Any = None  # the model's own loss, while `state.loss` is the scaled one
-        self._actions = {
+        self._actions: dict[Event, Callable[[State], dict[str, float] | None]] = {
             Event.FIT_START: self._start_fit,
             Event.BATCH_START: self._begin_step,
             Event.BEFORE_TRAIN_BATCH: self._start_attempt,
             Event.BEFORE_FORWARD: self._begin_forward,
-            Event.AFTER_FORWARD: self._end_forward,
             Event.AFTER_LOSS: self._replace_loss,
             Event.BEFORE_BACKWARD: self._scale,
             Event.AFTER_BACKWARD: self._restore,
@@ -141,18 +149,16 @@ class TokenAccumulation(Algorithm):
 
     def __repr__(self) -> str:
         """Returns the call that makes this algorithm."""
-        names = inspect.signature(TokenAccumulation).parameters
-        arguments = [f'{name}={getattr(self, name)!r}' for name in names]
+        arguments = [f'{name}={value!r}' for name, value in vars(self.options).items()]
         return f'TokenAccumulation({", ".join(arguments)})'
 
-    def __str__(self) -> str:
-        """Returns its name in the engine's traces. Composer writes it at every event."""
-        return type(self).__name__
+    # Composer writes the name of an algorithm at every event.
+    __str__ = object.__repr__
 
     @property
     def is_weighted(self) -> bool:
         """Whether tokens may have unequal weights."""
-        return self.token_weights != 'token'
+        return self.options.token_weights != 'token'
 
     @property
     def rule(self) -> str | None:
@@ -172,7 +178,7 @@ class TokenAccumulation(Algorithm):
     @property
     def why_all_logits(self) -> str | None:
         """Why the arguments ask for logits of all positions; None: they allow logits at labels."""
-        return self._options.why_all_logits
+        return self.options.why_all_logits
 
     def selects_logits(self, state: State) -> bool:
         """Returns whether microbatches compute logits only at labels. It is known from the first batch on."""
@@ -188,7 +194,7 @@ class TokenAccumulation(Algorithm):
             num_labels: How many of its labels count.
         """
         if self.selects_logits(state):
-            # A microbatch without labels gets one (see HiddenEntries), because a model cannot compute a loss of none.
+            # A microbatch without labels gets one (see ModelBatch), because a model cannot compute a loss of none.
             self._run.logits.begin_forward(self.rule or '', max(num_labels, 1), labels_of(batch).numel())
 
     def match(self, event: Event, state: State) -> bool:
@@ -197,7 +203,9 @@ class TokenAccumulation(Algorithm):
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         """Dispatches on the event."""
-        self._actions[event](state, logger)
+        metrics = self._actions[event](state)
+        if metrics:
+            logger.log_metrics(metrics)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns only plain values, because Composer's next release loads checkpoints with ``weights_only=True``."""
@@ -210,12 +218,10 @@ class TokenAccumulation(Algorithm):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores the values that a resumed run needs to end with the same bits. Rule and rows are checked again."""
         check_state(state, {'num_empty_steps'}, counts=('num_empty_steps',))
-        reduces_once = state.get('reduces_once', False)
-        check_choice('reduces_once', reduces_once, (True, False))
         self.num_empty_steps = state['num_empty_steps']
-        self._reduces_once = reduces_once
+        self._reduces_once = state.get('reduces_once', False)
 
-    def _start_fit(self, state: State, logger: Logger) -> None:
+    def _start_fit(self, state: State) -> None:
         """FIT_START: the model is wrapped now. A second fit may bring another loader, so rows are checked again."""
         check_sharding(state.model)
         warn_of_large_units(state.model)
@@ -223,35 +229,37 @@ class TokenAccumulation(Algorithm):
             raise ValueError('`algorithms` must hold TokenAccumulation once, got: twice. The second would weigh again.')
         self._context = None
 
-    def _end_epoch(self, state: State, logger: Logger) -> None:
+    def _end_epoch(self, state: State) -> None:
         """EPOCH_END: if no epoch has a batch, a run whose duration is in batches would start new epochs forever."""
         if state.previous_timestamp is not None and state.previous_timestamp.batch_in_epoch == 0:
             raise RuntimeError(
                 'The train dataloader must give at least one batch on every rank, got: an epoch of none.'
             )
 
-    def _end_fit(self, state: State, logger: Logger) -> None:
+    def _end_fit(self, state: State) -> None:
         """FIT_END: gives the model back to the user."""
         if self._context is not None:
             self._context.end()
 
     # Before the step.
 
-    def _begin_step(self, state: State, logger: Logger) -> None:
+    def _begin_step(self, state: State) -> None:
         """BATCH_START: counts the tokens of the step. ``state.batch`` is still on the CPU, so nothing waits."""
         microbatches = microbatches_of(state.batch)
         vocabulary = None if self._context is None else self._context.check.vocabulary
         check_microbatches(state.model, microbatches, vocabulary)
         if self._context is None:
-            self._context = RunContext(state, self._options)
+            self._context = RunContext(state, self.options)
             self._reduces_once = self._reduces_once and self._context.reductions.may_meet_once
-            self._context.prove(state.batch, reduces_once=self._reduces_once)
+            self._context.prove(state.batch)
         run = self._context
+        if run.split is not None:
+            run.split.reduces_once = self._reduces_once
         batch_index = int(state.timestamp.batch_in_epoch)
         plan = plan_record_of(state.batch, state.dataloader, batch_index)
         batch = self._with_marks(state.batch, num_repeated(state.dataloader, batch_index))
         # The batch carries its counts, so that the split hands each microbatch its own.
-        state.batch = with_counts(batch, self.rule or '', self.token_weights)
+        state.batch = with_counts(batch, self.rule or '', self.options.token_weights)
         step = Step(
             rows=rows_of(state.batch),
             copies_microbatches=lambda: bool(state.train_metrics),
@@ -269,7 +277,7 @@ class TokenAccumulation(Algorithm):
                 '(docs/errors.md#counts).'
             )
         if run.check.is_due(self._token_choice.step, has_new_rows=is_any_new):
-            run.prove(state.batch, reduces_once=self._reduces_once)
+            run.prove(state.batch)
         run.begin_step(step)
 
     def _with_marks(self, batch: Batch, num_copies: int) -> Batch:
@@ -300,7 +308,7 @@ class TokenAccumulation(Algorithm):
         step.totals = StepTotals(loss_tokens, samples, loss_weight)
         return num_with_new_rows > 0
 
-    def _start_attempt(self, state: State, logger: Logger) -> None:
+    def _start_attempt(self, state: State) -> None:
         """BEFORE_TRAIN_BATCH: forgets earlier attempts of the step. After OOM, or in a closure, a step runs again."""
         run = self._run
         step = run.step
@@ -314,35 +322,31 @@ class TokenAccumulation(Algorithm):
 
     # A microbatch.
 
-    def _begin_forward(self, state: State, logger: Logger) -> None:
+    def _begin_forward(self, state: State) -> None:
         """BEFORE_FORWARD: begins the record of a microbatch. The model gets the batch without our entries."""
         run = self._run
         step = run.step
         has_unequal_counts = run.split is not None and run.split.options.equal_counts is False
-        run.reductions.see(step.num_planned, has_unequal_counts=has_unequal_counts, reduced_once=self._reduces_once)
+        run.reductions.see(len(step.planned), must_reduce_once=self._reduces_once or has_unequal_counts)
         batch: Batch = state.batch
         _check_carries_counts(batch, is_weighted=self.is_weighted)
         record = MicrobatchRecord(batch=batch, rows=rows_of(batch))
         step.microbatches.append(record)
         has_only_token_terms = set(run.terms.units.values()) <= {'tokens'}
         adds_label = record.is_empty and has_only_token_terms
-        self._hidden = HiddenEntries(batch, hides_weights=self.is_weighted, adds_label=adds_label)
-        state.batch = self._hidden.batch
+        self._model_batch = ModelBatch(batch, hides_weights=self.is_weighted, adds_label=adds_label)
+        state.batch = self._model_batch.entries
         self.select_logits(state, batch, record.counts.loss_tokens)
 
-    def _end_forward(self, state: State, logger: Logger) -> None:
-        """AFTER_FORWARD: lets the forwards of others, such as evaluation, compute all logits."""
-        self._run.logits.end_forward()
-
-    def _replace_loss(self, state: State, logger: Logger) -> None:
+    def _replace_loss(self, state: State) -> None:
         """AFTER_LOSS: gives a microbatch without tokens a loss of 0. Callbacks see our entries of the batch again."""
         run = self._run
         record = run.step.microbatches[-1]
         step_number = self._token_choice.step
-        state.batch = self._put_back(state.batch)
+        state.batch = self._model_batch.put_back(state.batch)
         # In steps 0, 1, 2, 4, 8 and so on, because a schedule may change the coefficient.
         is_power_of_two = step_number & (step_number - 1) == 0
-        if is_power_of_two and (self.check_loss or run.terms.router_coefficient is not None):
+        if is_power_of_two and (self.options.check_loss or run.terms.router_coefficient is not None):
             run.terms.check_coefficient(state.loss, state.outputs)
         state.loss = run.terms.split(state.loss, state.outputs)
         is_first = step_number == 0 and len(run.step.microbatches) == 1
@@ -367,16 +371,12 @@ class TokenAccumulation(Algorithm):
         layout = self._run.check.layout
         return layout is not None and not layout.media_of(state.batch)
 
-    def _put_back(self, batch: Batch) -> BatchDict:
-        assert self._hidden is not None, 'BEFORE_FORWARD comes first'
-        return self._hidden.put_back(batch)
-
-    def _scale(self, state: State, logger: Logger) -> None:
+    def _scale(self, state: State) -> None:
         """BEFORE_BACKWARD: scales the loss. The backward follows, so nothing can rescale the loss any more."""
         run = self._run
         step = run.step
         record = step.microbatches[-1]
-        state.batch = self._put_back(state.batch)  # algorithms may have taken entries out after the loss
+        state.batch = self._model_batch.put_back(state.batch)  # algorithms may have taken entries out after the loss
         record.batch = state.batch
         record.num_microbatches = self._num_averaged(state)
         record.composers_weight = sample_weight(
@@ -385,8 +385,8 @@ class TokenAccumulation(Algorithm):
         share = token_weight(record.counts.loss_weight, step.totals.loss_weight, world_size=run.world_size)
         _check_added_rows(state, record, run.terms)
         if self.is_weighted and record.counts.loss_tokens:
-            terms = [term.detach().float().mean() for term in run.terms.of_unit(state.loss, 'tokens')]
-            record.token_loss = torch.stack(terms).sum() * record.counts.loss_tokens
+            loss_of_tokens = sum_of_means(run.terms.of_unit(state.loss, 'tokens'))
+            record.token_loss = loss_of_tokens.detach() * record.counts.loss_tokens
         is_chosen = self.is_weighted or self._token_choice.has(len(step.microbatches) - 1, record.counts)
         if record.has_weight and is_chosen and run.check.has_logits:
             self._watch_tokens(state, record, share=share * step.gradient_scale)
@@ -401,8 +401,8 @@ class TokenAccumulation(Algorithm):
         step = self._run.step
         if not self._run.terms.of_unit(state.loss, 'microbatches'):
             return None
-        if step.num_planned:
-            return step.num_planned
+        if step.planned:
+            return sum(num_samples(microbatch) > 0 for microbatch in step.planned)
         # Composer's own split makes microbatches of a fixed number of rows.
         return -(-step.counts.samples // int(state.device_train_microbatch_size or 1))
 
@@ -439,29 +439,29 @@ class TokenAccumulation(Algorithm):
             unit = run.check.token_scale * share / num_tokens
         record.watch(logits, weights, unit, is_whole=is_whole, selected=selected)
 
-    def _restore(self, state: State, logger: Logger) -> None:
+    def _restore(self, state: State) -> None:
         """AFTER_BACKWARD: gives back the model's own loss, which callbacks read at the end of the batch."""
         run = self._run
         step = run.step
         run.reductions.reach_all()
-        num_samples = sum(record.counts.samples for record in step.microbatches)
-        has_all_samples = num_samples == step.counts.samples
-        has_all_planned = run.split is None or len(step.microbatches) == len(step.planned)
-        if has_all_samples and has_all_planned:
+        if step.planned:
+            is_last = len(step.microbatches) == len(step.planned)
+        else:
+            is_last = sum(record.counts.samples for record in step.microbatches) == step.counts.samples
+        if is_last:
             run.reductions.reach_all_by_hand()
         state.loss = self._raw_loss
         self._raw_loss = None
 
     # After the step.
 
-    def _finish(self, state: State, logger: Logger) -> None:
-        """AFTER_TRAIN_BATCH: gradients are complete, and the optimizer has not moved yet."""
+    def _finish(self, state: State) -> dict[str, float]:
+        """AFTER_TRAIN_BATCH: gradients are complete, and the optimizer has not moved yet. Returns metrics."""
         run = self._run
         step = run.step
         check_reduced(state.model)
         if self._token_choice.step == 0 and not (self.is_weighted or step.is_measured):
-            why = 'no gradient comes by the logits' if run.check.token_scale else 'the loss is no plain mean of them'
-            log.info('What tokens weigh is not measured in training, as %s. All are counted in every step.', why)
+            log.info('What tokens weigh is not measured in training. All are counted in every step.')
         StepCheck(step).check()
         run.has_bypass = step.has_bypass
         if run.balance is not None:
@@ -469,7 +469,6 @@ class TokenAccumulation(Algorithm):
         reduced_once = run.reductions.reduced_once()
         if run.split is not None and reduced_once is not None:
             self._reduces_once = reduced_once
-            run.split.adopt(run.split.rules, reduces_once=reduced_once)
         self._token_choice.end_step(len(step.microbatches))
         has_token_terms = not run.terms.units or 'tokens' in run.terms.units.values()
         if step.totals.loss_tokens == 0 and has_token_terms:
@@ -477,12 +476,12 @@ class TokenAccumulation(Algorithm):
             for optimizer in state.optimizers:
                 optimizer.zero_grad(set_to_none=True)
             self.num_empty_steps += 1
-        self._log(state, logger, step)
         # The batch need not stay in memory while the next one is read.
         step.facts = ()
         step.planned = ()
+        return self._metrics(state, step)
 
-    def _log(self, state: State, logger: Logger, step: Step) -> None:
+    def _metrics(self, state: State, step: Step) -> dict[str, float]:
         tokens = int(step.totals.loss_tokens)
         num_empty = sum(record.counts.loss_tokens == 0 for record in step.microbatches)
         metrics: dict[str, float] = {
@@ -491,15 +490,17 @@ class TokenAccumulation(Algorithm):
             'token_accumulation/empty_steps': self.num_empty_steps,
         }
         if self.is_weighted:
-            losses = [record.token_loss for record in step.microbatches if record.token_loss is not None]
-            total = torch.stack(losses).double().sum() if losses else torch.zeros((), dtype=torch.float64)
-            (total_of_ranks,) = RankSum(state.device.tensor_to_device(total.cpu()[None])).read()
+            total = state.device.tensor_to_device(torch.zeros(1, dtype=torch.float64))
+            for record in step.microbatches:
+                if record.token_loss is not None:
+                    total += record.token_loss.to(total)
+            (total_of_ranks,) = RankSum(total).read()
             metrics['token_accumulation/token_mean_loss'] = total_of_ranks / max(tokens, 1)
-        logger.log_metrics(metrics)
+        return metrics
 
 
-class HiddenEntries:
-    """Hides entries of a microbatch from the model. A compiled model would be compiled again for each new value.
+class ModelBatch:
+    """A microbatch as the model gets it: without our entries. A compiled model would be compiled again for each value.
 
     Args:
         batch: The microbatch.
@@ -511,35 +512,30 @@ class HiddenEntries:
     """
 
     def __init__(self, batch: Batch, *, hides_weights: bool, adds_label: bool) -> None:
-        self.batch = without_rows(batch)
-        """The microbatch for the model."""
+        self._whole = batch
+        self.entries = without_rows(batch)
         if hides_weights:
-            del self.batch[LOSS_WEIGHTS]
+            del self.entries[LOSS_WEIGHTS]
         if adds_label:
-            self.batch = with_one_label(self.batch)
-        self._hidden = {key: value for key, value in batch.items() if key not in self.batch}
-        self._own_labels = batch.get('labels')
-        self._labels_of_model = self.batch.get('labels')
+            self.entries = with_one_label(self.entries)
 
     def put_back(self, batch: Batch) -> BatchDict:
         """Returns the batch with the hidden entries and its own labels. Other changes stay, so that checks see them."""
         # The model may have taken the labels out of its batch.
-        complete = {'labels': self._own_labels, **batch, **self._hidden}
-        if self._own_labels is not None and complete.get('labels') is self._labels_of_model:
-            complete['labels'] = self._own_labels
+        complete = {'labels': self._whole.get('labels'), **batch}
+        for key, value in self._whole.items():
+            if complete.get(key) is self.entries.get(key):
+                complete[key] = value
         return complete
 
 
 def _check_carries_counts(batch: Batch, *, is_weighted: bool) -> None:
-    missing = ''
-    if not is_counted(batch):
-        missing = f'counts (`{ROWS_KEY}`)'
-    elif is_weighted and batch.get(LOSS_WEIGHTS) is None:
-        missing = f'`{LOSS_WEIGHTS}`'
+    keys = [ROWS_KEY, LOSS_WEIGHTS] if is_weighted else [ROWS_KEY]
+    missing = [f'`{key}`' for key in keys if batch.get(key) is None]
     if missing:
         raise RuntimeError(
-            f'Microbatches must carry the {missing} written at BATCH_START, got: {sorted(batch)}. A custom '
-            '`split_batch` or `microbatch_transforms` drops them: use token_data_spec() (docs/errors.md#counts).'
+            f'Microbatches must carry the {" and ".join(missing)} written at BATCH_START, got: {sorted(batch)}. A '
+            'custom `split_batch` or `microbatch_transforms` drops them: use token_data_spec() (docs/errors.md#counts).'
         )
 
 
@@ -553,8 +549,8 @@ def _check_added_rows(state: State, record: MicrobatchRecord, terms: LossTerms) 
     terms_of_samples = terms.of_unit(state.loss, 'samples')
     if not terms_of_samples:
         return
-    total = torch.stack([term.sum() for term in terms_of_samples]).sum()
-    (gradient,) = torch.autograd.grad(total, logits, retain_graph=True, allow_unused=True)
+    loss = sum_of_means(terms_of_samples)
+    (gradient,) = torch.autograd.grad(loss, logits, retain_graph=True, allow_unused=True)
     if gradient is not None and len(gradient) == num_rows and gradient[added].any():
         raise RuntimeError(
             f'Terms over samples must be 0 for rows without labels, which fill up ranks, got: a gradient in '

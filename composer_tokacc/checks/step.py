@@ -239,7 +239,6 @@ class Step:
     gradient_scale: float = 1.0  # of mixed precision
     # Microbatches that the split has made, on the CPU, in the order of their computation; none of a custom split.
     planned: Sequence[Batch] = ()
-    num_planned: int = 0  # how many of them have samples
     microbatches: list[MicrobatchRecord] = field(default_factory=list)  # that were computed so far, in order
     counts: RowCounts = field(init=False)  # of all rows together
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-from weakref import ref
 
 import torch
 from composer.core import DataSpec
@@ -47,9 +46,9 @@ class CountingDataSpec(DataSpec):
         self._rule = loss_tokens
         self._batch_transforms = batch_transforms
         self._first_batch: FirstBatchCheck | None = None
-        # Labels and counts of the microbatch that the model computes now, set if the counts were taken out of it. The
+        # Labels and counts of the microbatch that the model computes now, if the counts were taken out of it. The
         # labels tell it from other batches.
-        self._computed_labels: ref[torch.Tensor] | None = None
+        self._computed_labels: torch.Tensor | None = None
         self._computed_rows: Sequence[RowCounts] = ()
         super().__init__(
             dataloader,
@@ -57,7 +56,6 @@ class CountingDataSpec(DataSpec):
             microbatch_transforms=self._transform_microbatch,
             split_batch=self._count_and_split,
             get_num_samples_in_batch=self._num_samples,
-            get_num_tokens_in_batch=self._num_tokens,
             **kwargs,
         )
 
@@ -69,20 +67,24 @@ class CountingDataSpec(DataSpec):
         Raises:
             RuntimeError: If loss tokens were counted by a rule that nobody has compared with the model's.
         """
-        if token_type == 'loss_generating' and is_counted(batch) and not self._split.checked:
+        rows = self._rows_of(batch)
+        has_counts = all(row.rule for row in rows)
+        if token_type == 'total' and has_counts:
+            return sum(row.real_tokens for row in rows)
+        if token_type == 'total':
+            # Composer asks before the algorithm counts the batch. To count the labels here too would be wasted time.
+            microbatches = [microbatch for microbatch in microbatches_of(batch) if num_samples(microbatch)]
+            return sum(sum(real_tokens(microbatch)) for microbatch in microbatches)
+        if not has_counts:
+            counts = [count_tokens(microbatch, self._known_rule) for microbatch in microbatches_of(batch)]
+            return sum(count.num_loss_generating for count in counts)
+        if not self._split.checked:
             raise RuntimeError(
                 '`token_data_spec` must know the model to count for `accumulate_train_batch_on_tokens`, got: no '
                 "`model=`. A rule that is not the model's own would weight tokens wrongly without a word: pass "
                 '`model=`, or use TokenAccumulation with the flag off.'
             )
-        if token_type == 'total' and not self._has_counts(batch):
-            # Composer asks before the algorithm counts the batch. To count the labels here too would be wasted time.
-            total = 0
-            for microbatch in microbatches_of(batch):
-                if num_samples(microbatch):
-                    total += sum(real_tokens(microbatch))
-            return total
-        return super().get_num_tokens_in_batch(batch, token_type)
+        return sum(row.loss_tokens for row in rows)
 
     # Before the split.
 
@@ -120,10 +122,10 @@ class CountingDataSpec(DataSpec):
 
     def _check(self, model: torch.nn.Module, batch: Batch, microbatch_size: int | float) -> None:
         """Runs the first-batch check if there is no algorithm to do it."""
-        given_layout = self._split.given_layout
-        layout = given_layout or BatchLayout.infer(batch)
+        split = self._split
+        layout = split.given_layout or BatchLayout.infer(batch)
         if self._first_batch is None:
-            self._split.start(model, given_layout, batch, microbatch_size)
+            split.start(model, split.given_layout, batch, microbatch_size)
             self._first_batch = FirstBatchCheck(
                 Probe.from_model(model),
                 layout,
@@ -134,15 +136,15 @@ class CountingDataSpec(DataSpec):
             )
         check = self._first_batch
         # If the model does not tell the layout, it is inferred from each batch. The readings of earlier batches stay.
-        readings = {} if check.layout is None else check.layout.readings
-        check.layout = layout.with_readings(readings)
-        rules = check.prove(batch, self._split)
+        if check.layout is not None:
+            layout = layout.with_readings(check.layout.readings)
+        check.layout = layout
+        rules = check.prove(batch, split)
         assert rules is not None  # a split always has rules
-        self._split.adopt(rules)
-        if given_layout is not None:
-            self._split.layout = check.layout
-        assert check.rule is not None
-        self._rule = check.rule
+        split.adopt(rules)
+        if split.given_layout is not None:
+            split.layout = check.layout
+        self._rule = check.rule or self._rule
 
     def _on_models_device(self, batch: Batch) -> Any:
         """Moves a microbatch to the device and transforms it there, as the trainer does."""
@@ -167,7 +169,7 @@ class CountingDataSpec(DataSpec):
         if self._model is None or not is_counted(batch):
             return batch
         # No algorithm hides the counts from the model. A compiled model would be compiled again for each list.
-        self._computed_labels = ref(batch['labels'])
+        self._computed_labels = batch['labels']
         self._computed_rows = rows_of(batch)
         return without_rows(batch)
 
@@ -175,29 +177,12 @@ class CountingDataSpec(DataSpec):
 
     def _rows_of(self, batch: Any) -> Sequence[RowCounts]:
         """Returns the counts of each row, also if :meth:`_transform_microbatch` has taken them out."""
-        labels = None if self._computed_labels is None else self._computed_labels()
-        if labels is not None and labels is batch.get('labels'):
+        if self._computed_labels is not None and self._computed_labels is batch.get('labels'):
             return self._computed_rows
         return rows_of(batch)
 
-    def _has_counts(self, batch: Any) -> bool:
-        return all(row.rule for row in self._rows_of(batch))
-
     def _num_samples(self, batch: Any) -> int:
         return sum(row.samples for row in self._rows_of(batch))
-
-    def _num_tokens(self, batch: Any) -> dict[str, int]:
-        if self._has_counts(batch):
-            rows = self._rows_of(batch)
-            return {
-                'total': sum(row.real_tokens for row in rows),
-                'loss_generating': sum(row.loss_tokens for row in rows),
-            }
-        counts = [count_tokens(microbatch, self._known_rule) for microbatch in microbatches_of(batch)]
-        return {
-            'total': sum(count.num_real for count in counts),
-            'loss_generating': sum(count.num_loss_generating for count in counts),
-        }
 
 
 def _mapped(function: Callable[[Any], Any], batch: Any) -> Any:

@@ -35,6 +35,12 @@ PREFIX = 'documents_'
 """Our attention is registered under the name of the plain one with this prefix."""
 LARGEST_HEAD = 256
 """Largest head size that both kernels for half precision take."""
+SPLIT_ARGUMENTS = {
+    'hidden_states': ('hidden_states',),
+    'input_ids': ('input_ids', 'position_ids', 'token_type_ids'),
+}
+"""What layers get for each document if they are called once for each: mixers of hybrids, and embeddings that look at
+the mask."""
 
 HostFunction: TypeAlias = Callable[..., Any]
 """A function of Transformers, which has no types for its masks and attention."""
@@ -44,19 +50,14 @@ HostMask: TypeAlias = Any
 class DocumentAttention:
     """Makes the text layers of a transformers model attend document by document, until :meth:`undo`.
 
-    Batches that are not packed are computed by the plain attention. With ``by_positions`` the model keeps its own
-    attention, which finds documents by ``position_ids`` that restart at 0. SDPA and eager attention then build a mask
-    of the size of the packed row squared.
+    Batches that are not packed are computed by the plain attention. With ``packing='positions'`` the model keeps its
+    own attention, which finds documents by ``position_ids`` that restart at 0. SDPA and eager attention then build a
+    mask of the size of the packed row squared.
 
     Raises RuntimeError if the text attention does not go through ``AttentionInterface`` or attends in chunks.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        by_positions: bool = False,
-    ) -> None:
+    def __init__(self, model: nn.Module, packing: str = 'documents') -> None:
         from transformers import PreTrainedModel
 
         # A multimodal model consists of several transformers models. Only those of text attend document by document.
@@ -69,7 +70,9 @@ class DocumentAttention:
         if 'chunked_attention' in (getattr(config, 'layer_types', None) or ()):
             raise RuntimeError('Attention must not be in chunks that are counted from column 0, got: such layers.')
         self._plain = attention_of(config).removeprefix(PREFIX)
-        self.has_masks = self._plain in ('sdpa', 'eager') and not by_positions
+        self.packing = packing
+        """How rows are packed for this attention: see ``CutRules.packing``."""
+        self.has_masks = self._plain in ('sdpa', 'eager') and packing == 'documents'
         """Whether packed rows have a mask of their documents. Flash and flex attention have none. They find the
         documents by ``position_ids`` that restart at 0."""
         self._rope_index = _rope_index_of(model)
@@ -79,10 +82,8 @@ class DocumentAttention:
         # A cache would carry states from one document to the next, and with a cache Transformers does not look for
         # positions that restart. It is switched off in the config, because the forward of Qwen3.5 has no argument
         # `use_cache` that Composer could pass.
-        self._cached_configs: list[Any] = []
-        for host in self._text_hosts:
-            if getattr(host.config, 'use_cache', False):
-                self._cached_configs.append(host.config)
+        configs = [host.config for host in self._text_hosts]
+        self._cached_configs = [config for config in configs if getattr(config, 'use_cache', False)]
         for cached_config in self._cached_configs:
             cached_config.use_cache = False
         if self.has_masks:
@@ -173,11 +174,7 @@ class _Run(NamedTuple):
 class _Documents:
     """The mask of a packed row, as the layers receive it."""
 
-    def __init__(
-        self,
-        lengths: list[int],
-        masks: Sequence[HostMask],
-    ) -> None:
+    def __init__(self, lengths: list[int], masks: Sequence[HostMask]) -> None:
         self.runs: list[_Run] = []
         for length, mask in zip(lengths, masks, strict=True):
             last = self.runs[-1] if self.runs else None
@@ -198,13 +195,11 @@ class _Documents:
     def split(self, states: Tensor) -> list[Tensor]:
         """Splits ``(1, heads, tokens, size)`` without a copy: ``(documents, heads, length, size)`` for each run."""
         # narrow() would be wrong: for each document its gradient is as large as the whole row.
-        parts = states[0].split([run.length * run.count for run in self.runs], dim=1)
+        sizes = [run.length * run.count for run in self.runs]
         batches = []
-        for part, run in zip(parts, self.runs, strict=True):
-            if run.count == 1:
-                batches.append(part[None])
-            else:
-                batches.append(part.unflatten(1, (run.count, run.length)).transpose(0, 1))
+        for part, run in zip(states[0].split(sizes, dim=1), self.runs, strict=True):
+            documents = part.unflatten(1, (run.count, run.length))
+            batches.append(documents.transpose(0, 1))
         return batches
 
 
@@ -251,11 +246,9 @@ def _masks(plain: str, **arguments: Any) -> HostMask:
 
 def _call_layers_by_document(model: nn.Module) -> None:
     """Changes the classes of layers that would mix documents, so that they are called once for each document."""
-    mixers = _innermost(model, 'hidden_states')
-    embeddings = _innermost(model, 'input_ids')
-    for layers, states in ((mixers, 'hidden_states'), (embeddings, 'input_ids')):
+    for states in SPLIT_ARGUMENTS:
         # Classes are changed and not modules, so that copies of a model work too.
-        for layer in {type(module) for module in layers}:
+        for layer in {type(module) for module in _innermost(model, states)}:
             if hasattr(layer.forward, 'by_document'):
                 continue
             plain_forward = layer.forward
@@ -297,12 +290,11 @@ def _forward_by_document(plain_forward: HostFunction, states: str, *args: Any, *
     if documents.dim() != 2 or len(documents) == len(inputs):
         return plain_forward(*args, **kwargs)  # a mask with one row per row of the batch: nothing is packed
     lengths = _lengths_of(documents)
-    split_arguments = {states: inputs.split(lengths, dim=1)}
-    if states == 'input_ids':
-        for name in ('position_ids', 'token_type_ids'):
-            value = call.arguments.get(name)
-            if isinstance(value, Tensor):
-                split_arguments[name] = value.split(lengths, dim=1)
+    split_arguments = {}
+    for name in SPLIT_ARGUMENTS[states]:
+        value = call.arguments.get(name)
+        if isinstance(value, Tensor):
+            split_arguments[name] = value.split(lengths, dim=1)
     call.arguments['attention_mask'] = None
     outputs = []
     for number in range(len(lengths)):
@@ -321,19 +313,20 @@ def _balance_routers_without_mask(hosts: Sequence[nn.Module]) -> None:
     for host in hosts:
         names = vars(sys.modules[type(host).__module__])
         balance = names.get('load_balancing_loss_func')
-        if balance is None or hasattr(balance, 'by_document'):
-            continue
-        without_mask: Any = wraps(balance)(partial(_balance, balance))
-        without_mask.by_document = True
-        names['load_balancing_loss_func'] = without_mask
+        if balance is not None and not hasattr(balance, 'by_document'):
+            without_mask: Any = wraps(balance)(partial(_balance, balance))
+            without_mask.by_document = True
+            names['load_balancing_loss_func'] = without_mask
 
 
 def _balance(plain: HostFunction, logits: Any, *args: Any, **kwargs: Any) -> Any:
     """Computes the load-balancing loss of a router, without a mask if rows are packed, because they have no padding."""
     call = inspect.signature(plain).bind(logits, *args, **kwargs)
     mask = call.arguments.get('attention_mask')
-    if logits and mask is not None and mask.numel() != logits[0].shape[:-1].numel():
-        call.arguments['attention_mask'] = None
+    if logits and mask is not None:
+        num_positions = logits[0].shape[:-1].numel()
+        if mask.numel() != num_positions:
+            call.arguments['attention_mask'] = None
     return plain(*call.args, **call.kwargs)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composer_tokacc.batch import IGNORE_INDEX, Batch, BatchDict, real_positions, sample_name
+from composer_tokacc.batch import IGNORE_INDEX, Batch, BatchDict, attended_positions, real_positions, sample_name
 from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.row_counts import ROWS_KEY, summed
@@ -80,9 +80,7 @@ def _check_rows(
         raise ValueError(f'`attention_mask` must be 2-D for packing, got: {mask.dim()}-D. Set `packing=False`.')
     if batch.get('position_ids') is not None:
         raise ValueError('`position_ids` must be absent for packing, got: a tensor. Set `packing=False`.')
-    attended = torch.ones_like(real)
-    if mask is not None:
-        attended = mask != 0
+    attended = attended_positions(batch)
     follows_attended = torch.nn.functional.pad(attended[:, :-1], (1, 0))
     starts_run = attended & ~follows_attended
     num_runs = starts_run.sum(dim=1)

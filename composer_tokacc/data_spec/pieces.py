@@ -14,23 +14,27 @@ import logging
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import groupby
+from typing import TypeAlias
 
 import torch
 
-from composer_tokacc.batch import IGNORE_INDEX, MODALITIES, Batch, BatchDict, labels_of, sample_name
+from composer_tokacc.batch import IGNORE_INDEX, Batch, BatchDict, sample_name
 from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.data_spec.packing import pack_rows
 from composer_tokacc.layout import BatchLayout, RowFacts
 from composer_tokacc.planning import CAPPED_SIZES, CutOptions, cut_rows
-from composer_tokacc.row_counts import ROWS_KEY, RowCounts, is_counted, rows_of, with_rows
+from composer_tokacc.row_counts import RowCounts, rows_of, with_rows
 
 log = logging.getLogger(__name__)
 
-LEFT_POLICIES = ('trim', 'shift', 'keep')
-RIGHT_POLICIES = ('trim', 'keep')
-"""Padding policies, cheapest first. A policy that failed once is not tried again in a fit."""
+POLICIES = {
+    'left': ('trim', 'shift', 'keep'),
+    'given': ('trim', 'shift', 'keep'),
+    'right': ('trim', 'keep'),
+}
+"""Padding policies of each field of :class:`CutRules`, cheapest first. A policy that failed once is not tried again in
+a fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +136,7 @@ def _padding_rules(facts: RowFacts, earlier: CutRules) -> Iterator[CutRules]:
         yield earlier
         return
     name = _policy_name(facts)
-    policies: Sequence[str] = RIGHT_POLICIES if name == 'right' else LEFT_POLICIES
+    policies = POLICIES[name]
     earlier_policy: str = getattr(earlier, name)
     earlier_width: int = getattr(earlier, f'{name}_width')
     was_shown = earlier_width != sys.maxsize
@@ -146,77 +150,22 @@ def _padding_rules(facts: RowFacts, earlier: CutRules) -> Iterator[CutRules]:
         yield replace(earlier, **{name: policy, f'{name}_width': width})
 
 
-# Dummy rows.
+# Dummy rows. They change neither the gradient nor the number of samples.
+
+DummyRows: TypeAlias = Mapping[str, RowFacts]
+"""For each modality that every microbatch must have, facts of a batch of one row that has it, without weight."""
 
 
-@dataclass(frozen=True, eq=False)
-class DummyRow:
-    """A row without weight that has media, and what it uses of the caps."""
-
-    batch: Batch
-    width: int
-    image_tokens: int
-
-
-class DummyRows:
-    """For each modality the smallest row of this rank's batches that has it, without weight.
-
-    Dummy rows change neither the gradient nor the number of samples.
-
-    Args:
-        sources: Facts of this rank's batch, or of each of its microbatches.
-    """
-
-    def __init__(self, sources: Sequence[RowFacts]) -> None:
-        self._sources = sources
-        self._layout = sources[0].layout
-        self._rows: dict[str, DummyRow | None] = {}
-        self.needed: Sequence[str] = ()
-        """Modalities that every microbatch must have."""
-
-    @cached_property
-    def present(self) -> set[str]:
-        """Modalities that some row has."""
-        # Entries that the user registered may be of any modality.
-        possible = set(MODALITIES if self._layout.extra else self._layout.family.media)
-        present: set[str] = set()
-        for facts in self._sources:
-            if possible <= present:  # counting media takes a while
-                break
-            present |= {modality for modality, counts in facts.counts.items() if any(counts)}
-        return present
-
-    def missing(self, facts: RowFacts, rows: Sequence[int]) -> list[DummyRow]:
-        """Returns a dummy row for each needed modality that none of these rows has."""
-        if not self.needed:
-            return []
-        present = set()
-        for modality, counts in facts.counts.items():
-            if any(counts[row] for row in rows):
-                present.add(modality)
-        if self._layout.family.one_kind and present:
-            return []
-        missing = [self.row(modality) for modality in self.needed if modality not in present]
-        return [row for row in missing if row is not None]
-
-    def row(self, modality: str) -> DummyRow | None:
-        """Returns the dummy row with a modality: the one that was set, else one of this rank; None if it has none."""
-        if modality not in self._rows:
-            row = None
-            if modality in self.present:
-                row = smallest_row(self._sources, modality)
-            self.set_row(modality, row)
-        return self._rows[modality]
-
-    def set_row(self, modality: str, row: Batch | None) -> None:
-        """Sets the dummy row with a modality, a batch of one row."""
-        if row is None:
-            self._rows[modality] = None
-            return
-        image_tokens = 0
-        if self._layout.config is not None:
-            image_tokens = sum(self._layout.image_tokens_per_row(row))
-        self._rows[modality] = DummyRow(row, self._layout.width(row), image_tokens)
+def missing_dummies(dummies: DummyRows, facts: RowFacts, rows: Sequence[int]) -> list[RowFacts]:
+    """Returns a dummy row for each modality that none of these rows of a batch has."""
+    if facts.layout.family.one_kind and any(facts.media[row] for row in rows):
+        return []
+    missing = []
+    for modality, dummy in dummies.items():
+        counts = facts.counts.get(modality)
+        if counts is None or not any(counts[row] for row in rows):
+            missing.append(dummy)
+    return missing
 
 
 def zero_weight(batch: Batch) -> BatchDict:
@@ -250,32 +199,28 @@ def add_rows(layout: BatchLayout, microbatch: Batch, rows: Sequence[Batch], side
         side: Padding side of the device batch. A trimmed microbatch may have no padding that shows it, and the check
             may only have shown that this side is exact.
     """
-    fitting = [_with_lists_of(microbatch, row) for row in rows]
     positions = microbatch.get('position_ids')
-    if positions is not None and positions.dim() == 2:
-        # Trimming has written positions. A row without weight may have any.
-        fitting = [{'position_ids': torch.arange(layout.width(row))[None], **row} for row in fitting]
+    has_positions = positions is not None and positions.dim() == 2
+    batches: list[Batch] = [microbatch]
+    for row in rows:
+        fitting = _with_lists_of(microbatch, row)
+        if has_positions:
+            # Trimming has written positions. A row without weight may have any.
+            fitting.setdefault('position_ids', torch.arange(layout.width(row))[None])
+        batches.append(fitting)
     # Padding may have any id except a placeholder.
-    ids = microbatch['input_ids']
-    is_text = torch.ones_like(ids, dtype=torch.bool)
-    if layout.config is not None:
-        is_text = ~layout.is_placeholder(microbatch)
-    pad_token_id = int(ids[is_text][-1])
-    return layout.concat([microbatch, *fitting], padding_side=side, pad_token_id=pad_token_id)
+    is_text = ~layout.is_placeholder(microbatch)
+    pad_token_id = int(microbatch['input_ids'][is_text][-1])
+    return layout.concat(batches, padding_side=side, pad_token_id=pad_token_id)
 
 
 def _with_lists_of(microbatch: Batch, row: Batch) -> BatchDict:
     """Returns a dummy row with the lists of a microbatch. Unknown values are None, unknown counts are 0."""
     fitting = {key: value for key, value in row.items() if not isinstance(value, (list, tuple))}
     for key, value in microbatch.items():
-        if not isinstance(value, (list, tuple)):
-            continue
-        if key == ROWS_KEY:
-            fitting[key] = [RowCounts(samples=0, rule=value[0].rule)]
-        elif key in row:
-            fitting[key] = row[key]
-        else:
-            fitting[key] = [0 if key.startswith('num_') else None]
+        if isinstance(value, (list, tuple)):
+            unknown = [0] if key.startswith('num_') else [None]
+            fitting[key] = row.get(key, unknown)
     return fitting
 
 
@@ -293,7 +238,7 @@ class Piece:
         rows: Numbers of the rows in the batch.
         widths: Width that each of them keeps.
         sizes: Their sizes that have a cap (``CutOptions.caps``), by name, such as ``'image_tokens'``.
-        dummies: Dummy rows that are computed with them.
+        dummies: Facts of the dummy rows that are computed with them.
     """
 
     facts: RowFacts
@@ -302,13 +247,19 @@ class Piece:
     rows: Sequence[int]
     widths: Sequence[int]
     sizes: Mapping[str, Sequence[int]]
-    dummies: Sequence[DummyRow] = ()
+    dummies: Sequence[RowFacts] = ()
 
     @classmethod
     def from_facts(cls, facts: RowFacts, rules: CutRules, options: CutOptions) -> Piece:
         """Returns a piece of all rows of a batch."""
+        sizes: dict[str, Sequence[int]] = {}
+        for size in options.caps:
+            if size == 'image_tokens':
+                sizes[size] = facts.image_tokens
+            else:
+                sizes[size] = [row.loss_tokens for row in rows_of(facts.batch)]
         rows = range(len(facts.lengths))
-        return cls(facts, rules, options, rows, rules.widths(facts), _capped_sizes(facts, options))
+        return cls(facts, rules, options, rows, rules.widths(facts), sizes)
 
     def take(self, places: Iterable[int]) -> Piece:
         """Returns a piece of some of these rows, given by their places in this piece."""
@@ -336,23 +287,21 @@ class Piece:
     @property
     def fits(self) -> bool:
         """Whether the rows and their dummy rows together are within the caps."""
-        dummy_widths = [row.width for row in self.dummies]
+        dummy_widths = [dummy.width for dummy in self.dummies]
         if self.rules.packing:
             # All rows become one row, as wide as they are together.
             num_tokens = sum(self.widths) + sum(dummy_widths)
         else:
             widest = max([self.width, *dummy_widths]) + self.facts.decoder_width
             num_tokens = (len(self.rows) + len(self.dummies)) * widest
-        return num_tokens <= self.options.max_tokens and self._fits_capped_sizes
-
-    @property
-    def _fits_capped_sizes(self) -> bool:
-        # Dummy rows have image tokens, but no loss tokens.
-        sizes_of_dummies = {'image_tokens': sum(row.image_tokens for row in self.dummies)}
-        for name, cap in self.options.caps.items():
-            total = sum(self.sizes[name])
-            # Rows without such tokens fit. If the dummy rows are over the cap, fewer rows would not help.
-            if total > 0 and total + sizes_of_dummies.get(name, 0) > cap:
+        if num_tokens > self.options.max_tokens:
+            return False
+        for size, cap in self.options.caps.items():
+            total = sum(self.sizes[size])
+            # Rows without images fit: if the dummy rows are over the cap, fewer rows would not help.
+            if size == 'image_tokens' and total > 0:
+                total += sum(sum(dummy.image_tokens) for dummy in self.dummies)
+            if total > cap:
                 return False
         return True
 
@@ -360,15 +309,12 @@ class Piece:
         """Returns the rows in pieces of least cost under the caps."""
         options = replace(self.options, packing=bool(self.rules.packing))
         widths = self.widths
-        max_width = None
         if not options.packing:
-            decoder_width = self.facts.decoder_width
-            max_width = self.facts.width + decoder_width
-            if decoder_width:
-                # Only the encoder's text is rounded up, so it is rounded here. The cut must not round the sum again.
-                widths = [self._rounded_up(width) + decoder_width for width in widths]
-                options = replace(options, width_multiple=1)
-        groups = cut_rows(widths, options, max_width=max_width, **self.sizes)
+            # Only the encoder's text is rounded up. The cut must not round its sum with the decoder's text again.
+            widths = [self._rounded_up(width) + self.facts.decoder_width for width in widths]
+            options = replace(options, width_multiple=1)
+        image_tokens = self.sizes.get('image_tokens')
+        groups = cut_rows(widths, options, image_tokens=image_tokens, loss_tokens=self.sizes.get('loss_tokens'))
         return [self.take(group) for group in groups]
 
     def check_caps(self, indices: Sequence[int] | None) -> None:
@@ -377,45 +323,27 @@ class Piece:
         ``indices`` are the indices of the rows in the dataset, if they are known.
         """
         num_tokens = [width + self.facts.decoder_width for width in self.widths]
-        setting = '`device_train_microbatch_size` x `slot_tokens`'
-        self._check_cap(num_tokens, 'tokens', self.options.max_tokens, setting, indices)
+        budget = '`device_train_microbatch_size` x `slot_tokens`'
+        limits = [(num_tokens, 'tokens', self.options.max_tokens, budget)]
         for size, cap in self.options.caps.items():
-            self._check_cap(self.sizes[size], size.replace('_', ' '), cap, f'`{CAPPED_SIZES[size]}`', indices)
-
-    def _check_cap(
-        self, sizes: Sequence[int], unit: str, cap: int, setting: str, indices: Sequence[int] | None
-    ) -> None:
-        largest = max(sizes)
-        if largest <= cap:
-            return
-        row = list(sizes).index(largest)
-        name = sample_name(self.facts.batch, row)
-        if indices is not None and 'sample_ids' not in self.facts.batch:
-            name = f'sample number {indices[row]} of the dataset'
-        message = (
-            f'A row must fit into a microbatch, got: {name} of {largest} {unit}, over the cap of {cap} ({setting}). '
-            'Raise it, shorten the sample, or measure the lengths again if a table of lengths promised less'
-        )
-        if self.options.on_oversize == 'raise':
-            raise ValueError(f"{message}; `on_oversize='warn'` computes it alone, over the cap.")
-        log.warning('%s. It is computed alone.', message)
-
-
-def _capped_sizes(facts: RowFacts, options: CutOptions) -> dict[str, Sequence[int]]:
-    """Returns the sizes of all rows that have a cap, by name."""
-    sizes: dict[str, Sequence[int]] = {}
-    if 'image_tokens' in options.caps:
-        sizes['image_tokens'] = facts.image_tokens
-    if 'loss_tokens' in options.caps:
-        sizes['loss_tokens'] = _loss_tokens(facts.batch)
-    return sizes
-
-
-def _loss_tokens(batch: Batch) -> list[int]:
-    """Returns the number of loss tokens of each row. If the batch is not counted yet, every label counts."""
-    if is_counted(batch):
-        return [row.loss_tokens for row in rows_of(batch)]
-    return (labels_of(batch) != IGNORE_INDEX).sum(dim=1).tolist()
+            unit = size.replace('_', ' ')
+            setting = f'`{CAPPED_SIZES[size]}`'
+            limits.append((list(self.sizes[size]), unit, cap, setting))
+        for sizes, unit, cap, setting in limits:
+            largest = max(sizes)
+            if largest <= cap:
+                continue
+            row = sizes.index(largest)
+            name = sample_name(self.facts.batch, row)
+            if indices is not None and 'sample_ids' not in self.facts.batch:
+                name = f'sample number {indices[row]} of the dataset'
+            message = (
+                f'A row must fit into a microbatch, got: {name} of {largest} {unit}, over the cap of {cap} ({setting})'
+                '. Raise it, shorten the sample, or measure the lengths again if a table of lengths promised less'
+            )
+            if self.options.on_oversize == 'raise':
+                raise ValueError(f"{message}; `on_oversize='warn'` computes it alone, over the cap.")
+            log.warning('%s. It is computed alone.', message)
 
 
 # Microbatches.
@@ -435,18 +363,13 @@ def build(pieces: Sequence[Piece], attention: DocumentAttention | None = None) -
         else:
             selected = facts.layout.split(facts.batch, [piece.rows for piece in pieces_of_batch])
         for piece, rows in zip(pieces_of_batch, selected, strict=True):
-            yield _built(piece, rows, attention)
-
-
-def _built(piece: Piece, rows: BatchDict, attention: DocumentAttention | None) -> BatchDict:
-    layout = piece.facts.layout
-    microbatch = _trimmed(piece, rows)
-    if piece.dummies:
-        dummies = [dummy.batch for dummy in piece.dummies]
-        microbatch = add_rows(layout, microbatch, dummies, piece.facts.side)
-    if piece.rules.packing:
-        microbatch = pack_rows(layout, microbatch, attention)
-    return microbatch
+            microbatch = _trimmed(piece, rows)
+            if piece.dummies:
+                dummies = [dummy.batch for dummy in piece.dummies]
+                microbatch = add_rows(facts.layout, microbatch, dummies, facts.side)
+            if piece.rules.packing:
+                microbatch = pack_rows(facts.layout, microbatch, attention)
+            yield microbatch
 
 
 def _trimmed(piece: Piece, rows: BatchDict) -> BatchDict:

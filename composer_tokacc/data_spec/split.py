@@ -4,8 +4,8 @@
 """The split of a device batch into trimmed microbatches under a token budget.
 
 :class:`MicrobatchSplit` describes the rows, cuts them into pieces under the caps (:mod:`.pieces`) and builds the
-microbatches. On several ranks :func:`in_step` first adds dummy rows and empty microbatches, so that no rank waits for
-another without end. The functions at the end find the split and the layout of a loader.
+microbatches. On several ranks it adds dummy rows and empty microbatches, so that no rank waits for another without
+end. The functions at the end find the split and the layout of a loader.
 """
 
 from __future__ import annotations
@@ -23,7 +23,16 @@ from composer_tokacc.batch import MODALITIES, Batch, BatchDict, sample_name
 from composer_tokacc.checks.step import Step
 from composer_tokacc.collectives import all_gather_object, from_any_rank, get_world_size, max_over_ranks
 from composer_tokacc.data_spec.document_attention import DocumentAttention
-from composer_tokacc.data_spec.pieces import CutRules, DummyRows, Piece, build, padded_candidates, zero_weight
+from composer_tokacc.data_spec.pieces import (
+    CutRules,
+    DummyRows,
+    Piece,
+    build,
+    missing_dummies,
+    padded_candidates,
+    smallest_row,
+    zero_weight,
+)
 from composer_tokacc.layout import BatchLayout, PreSplitBatch, RowFacts, describe, describe_all, microbatches_of
 from composer_tokacc.planning import CutOptions, check_kind, cut_rows, pack_lengths, token_budget
 from composer_tokacc.row_counts import rows_of, without_rows
@@ -35,8 +44,6 @@ log = logging.getLogger(__name__)
 
 FEW_TOKENS = 8
 """Width of an empty microbatch of text, which only keeps a rank in step. Models with convolutions need 8 tokens."""
-
-MicrobatchTransforms = Callable[[Any], Any]
 
 
 class MicrobatchSplit:
@@ -54,7 +61,7 @@ class MicrobatchSplit:
         dataloader: Any,
         layout: BatchLayout | None,
         options: CutOptions,
-        microbatch_transforms: MicrobatchTransforms | None = None,
+        microbatch_transforms: Callable[[Any], Any] | None = None,
     ) -> None:
         self.dataloader = dataloader
         self.options = options
@@ -67,15 +74,14 @@ class MicrobatchSplit:
         """Whether the first-batch check has seen the model."""
         self.reduces_once = False
         """Whether DDP reduces gradients only in the last microbatch of a step. Then ranks may leave an encoder unused
-        and make different numbers of microbatches. The algorithm observes this, and gives DDP zeros for what is
-        unused."""
+        and make different numbers of microbatches. The algorithm observes and sets this, and gives DDP zeros for what
+        is unused."""
         self.step: Step | None = None
         """The step whose batch is split next; None: no algorithm counts it."""
         self._microbatch_transforms = microbatch_transforms
         self._model: torch.nn.Module | None = None
         self._attention: DocumentAttention | None = None
-        self._wants_packing = False
-        self._has_packed = False
+        self._tries_packing = False  # whether the first-batch check should try to pack rows
         self._warned: set[str] = set()
 
     # Called by the algorithm.
@@ -87,39 +93,34 @@ class MicrobatchSplit:
         self.layout = layout or self.given_layout
         self.rules = CutRules()
         self.checked = False
-        self._wants_packing = self.options.packing is True
+        self.reduces_once = False
+        self._tries_packing = self.options.packing is True
         if self.options.packing == 'auto' and self.layout is not None:
-            self._wants_packing = self._packing_costs_less(describe_all(self.layout, batch), microbatch_size)
+            self._tries_packing = self._packing_costs_less(describe_all(self.layout, batch), microbatch_size)
 
     def _packing_costs_less(self, sources: Sequence[RowFacts], microbatch_size: float) -> bool:
         """Returns whether packing costs less on this batch, over all ranks; a collective."""
         lengths = np.array(_lengths_of(sources))
         longest = int(lengths.max())
-        slot_tokens = self.options.slot_tokens or max(facts.width for facts in sources)
-        budget = token_budget(microbatch_size, slot_tokens)
+        budget = self._budget(sources, microbatch_size)
         options = replace(self.options.without_caps(), max_tokens=max(budget, longest), packing=False)
-        # Cut the lengths in both ways, and add up the cost of the microbatches.
         cost = options.cost
-        padded_cost = 0.0
-        for rows in cut_rows(lengths, options, max_width=longest):
-            width = lengths[rows].max(keepdims=True)
-            padded_cost += len(rows) * float(cost.rows(width)[0]) + cost.launch
         packed_cost = 0.0
         for rows in pack_lengths(lengths, budget):
             packed_cost += cost.packed(lengths[rows].tolist())
-        costs_of_ranks = np.array(all_gather_object((packed_cost, padded_cost)))
-        total_packed, total_padded = costs_of_ranks.sum(axis=0)
-        costs_less = bool(total_packed < total_padded)
-        log.info(
-            'packing=%s: the first batch costs %.0f packed and %.0f padded.', costs_less, total_packed, total_padded
-        )
-        return costs_less
+        padded_cost = 0.0
+        for rows in cut_rows(lengths, options, max_width=longest):
+            cost_of_widest = float(cost.rows(lengths[rows]).max())
+            padded_cost += len(rows) * cost_of_widest + cost.launch
+        saving = sum(all_gather_object(padded_cost - packed_cost))
+        log.info('packing=%s: packed, the first batch costs %.0f less than padded.', saving > 0, saving)
+        return saving > 0
 
-    def adopt(self, rules: CutRules, *, reduces_once: bool = False) -> None:
+    def adopt(self, rules: CutRules) -> None:
         """Cuts by these rules from now on."""
         self.rules = rules
         self.checked = True
-        self.reduces_once = reduces_once
+        self._tries_packing = False
         self._attend(rules.packing)
         if rules.packing == 'positions':
             self._warn('Packed rows get a mask as wide as all their documents: attention document by document fails.')
@@ -128,27 +129,27 @@ class MicrobatchSplit:
 
     def largest_packed_row(self, sources: Sequence[RowFacts], microbatch_size: float) -> int:
         """Returns the most tokens that a packed row of a batch can have; 0: its rows are not packed."""
-        is_packed = self.packing or (self._wants_packing and not self.checked)
-        if not is_packed or not sources:
+        if not sources or not (self.packing or self._tries_packing):
             return 0
         lengths = _lengths_of(sources)
-        budget = token_budget(microbatch_size, self._slot_width(sources))
+        budget = self._budget(sources, microbatch_size)
         # A row over the budget is packed alone.
         return max(min(budget, sum(lengths)), *lengths)
 
-    def _slot_width(self, sources: Sequence[RowFacts]) -> int:
-        """Returns the tokens of a slot, plus the width of the decoder's text if there is one."""
+    def _budget(self, sources: Sequence[RowFacts], microbatch_size: float) -> int:
+        """Returns the most tokens of a microbatch. A slot also has room for the decoder's text, if there is one."""
         width = self.options.slot_tokens or max(facts.width for facts in sources)
-        return width + max(facts.decoder_width for facts in sources)
+        decoder_width = max(facts.decoder_width for facts in sources)
+        return token_budget(microbatch_size, width + decoder_width)
 
     @property
     def must_pack(self) -> bool:
         """Whether the run stops if rows cannot be packed: the user asked for it, or earlier rows were packed."""
-        return self.options.packing is True or self._has_packed
+        return self.options.packing is True or self.packing
 
     def candidates(self, facts: RowFacts, earlier: CutRules) -> Iterator[CutRules]:
         """Yields the rules to try on such rows, cheapest first. ``earlier`` are the rules found on other rows."""
-        if earlier.packing or (self._wants_packing and not self.checked):
+        if earlier.packing or self._tries_packing:
             yield replace(earlier, packing=earlier.packing or 'documents')
             if self.must_pack and not earlier.packing:
                 yield replace(earlier, packing='positions')
@@ -159,14 +160,14 @@ class MicrobatchSplit:
     def assemble(self, facts: RowFacts, rows: Sequence[int], rules: CutRules) -> BatchDict:
         """Returns the microbatch of some rows, cut and packed by the rules. The check computes its gradient."""
         coupling = facts.layout.family.coupling
-        if rules.packing and coupling:
-            raise RuntimeError(f'rows that are not independent: {coupling}')
         if rules.packing:
+            if coupling:
+                raise RuntimeError(f'rows that are not independent: {coupling}')
             self._attend(rules.packing)
-        options = self.options.without_caps()
-        piece = Piece.from_facts(facts, rules, options).take(rows)
+        all_rows = Piece.from_facts(facts, rules, self.options.without_caps())
+        piece = all_rows.take(rows)
         if rules.needs_media:
-            piece = replace(piece, dummies=_dummies_of_first_modality([facts]).missing(facts, rows))
+            (piece,) = with_dummies([piece], _dummies_of_first_modality([facts]))
         (microbatch,) = build([piece], self._attention)
         return without_rows(microbatch)
 
@@ -180,15 +181,13 @@ class MicrobatchSplit:
         return batch if self.layout is None else self.layout.with_media(batch)
 
     def _attend(self, packing: str) -> None:
-        """Changes the model's attention for rows that are packed in this way, if it is not changed yet."""
-        if not packing:
-            self.restore_attention()
+        """Changes the model's attention for rows that are packed in this way, see :class:`CutRules`."""
+        current = '' if self._attention is None else self._attention.packing
+        if packing == current:
             return
-        by_positions = packing == 'positions'
-        is_changed = self._attention is not None and self._attention.has_masks != by_positions
-        if self._model is not None and not is_changed:
-            self.restore_attention()
-            self._attention = DocumentAttention(self._model, by_positions=by_positions)
+        self.restore_attention()
+        if packing and self._model is not None:
+            self._attention = DocumentAttention(self._model, packing)
 
     def restore_attention(self) -> None:
         """Restores the model's own attention if it was changed."""
@@ -215,34 +214,24 @@ class MicrobatchSplit:
         if not torch.is_grad_enabled():
             return self._split_in_order(layout, batch, max(int(microbatch_size), 1))
         sources = self._describe(layout, batch)
-        stays_pre_split = False
-        indices = None
-        if isinstance(batch, PreSplitBatch):
-            stays_pre_split = self._may_stay_pre_split(sources)
-            if stays_pre_split:
-                indices = batch.indices
-            else:
-                # All rows are joined into one batch and cut again.
-                sources = [describe(layout, batch.joined(layout))]
+        planned = batch if isinstance(batch, PreSplitBatch) else None
+        if planned is not None and not self._may_stay_pre_split(sources):
+            # All rows are joined into one batch and cut again.
+            sources = [describe(layout, planned.joined(layout))]
+            planned = None
         self._check_packing(sources)
-        budget = token_budget(microbatch_size, self._slot_width(sources))
+        budget = self._budget(sources, microbatch_size)
         options = replace(self.options, max_tokens=budget)
-        pieces = self._cut(sources, options, indices, stays_pre_split=stays_pre_split)
-        empty: list[BatchDict] = []
-        if get_world_size() > 1:
-            may_have_media = self.layout is None or bool(layout.family.media or layout.extra)
-            # If DDP reduces only once, it does not wait for an unused encoder.
-            takes_media = may_have_media and (self.rules.needs_media or not self.reduces_once)
-            pieces, empty = in_step(
-                sources, pieces, self.rules, options, takes_media=takes_media, reduces_once=self.reduces_once
-            )
-        elif self.rules.needs_media:
-            pieces = with_dummies(pieces, _dummies_of_first_modality(sources))
+        pieces = self._cut(sources, options, planned)
+        dummies = self._dummy_rows(sources)
+        pieces = with_dummies(pieces, dummies)
         self._warn_of(sources, pieces)
-        microbatches = [*build(pieces, self._attention), *empty]
+        microbatches = list(build(pieces, self._attention))
+        num_empty = self._num_microbatches(len(pieces)) - len(pieces)
+        if num_empty:
+            microbatches += [_empty_microbatch(sources, dummies)] * num_empty
         if self.step is not None:
             self.step.planned = microbatches
-            self.step.num_planned = len(pieces)
         return microbatches
 
     def _split_in_order(self, layout: BatchLayout, batch: Batch, size: int) -> list[BatchDict]:
@@ -256,17 +245,18 @@ class MicrobatchSplit:
         num_rows = len(all_rows.rows)
         pieces = []
         for start in range(0, num_rows, size):
-            pieces.append(all_rows.take(range(start, min(start + size, num_rows))))
+            end = min(start + size, num_rows)
+            pieces.append(all_rows.take(range(start, end)))
         return list(build(pieces))
 
     def _describe(self, layout: BatchLayout, batch: Batch) -> Sequence[RowFacts]:
         """Returns the facts of the batch, or of each microbatch. Reuses those of the step if they still hold."""
-        sources = [] if self.step is None else self.step.facts
         microbatches = microbatches_of(batch)
-        has_facts = len(sources) == len(microbatches)
-        for facts, microbatch in zip(sources, microbatches, strict=False):
-            has_facts = has_facts and facts.describes(layout, microbatch)
-        return sources if has_facts else describe_all(layout, batch)
+        if self.step is not None and len(self.step.facts) == len(microbatches):
+            pairs = zip(self.step.facts, microbatches, strict=True)
+            if all(facts.describes(layout, microbatch) for facts, microbatch in pairs):
+                return self.step.facts
+        return describe_all(layout, batch)
 
     def _may_stay_pre_split(self, sources: Sequence[RowFacts]) -> bool:
         """Returns whether the microbatches of a loader need not be joined. If so, each is used as it is, or cut alone.
@@ -281,9 +271,10 @@ class MicrobatchSplit:
         padded_left = [facts for facts in sources if facts.side == 'left']
         if not padded_left:
             return True
+        if any(any(facts.has_label_behind_padding) for facts in padded_left):
+            return False
         widest = max(sources, key=lambda facts: facts.width)
-        has_label_behind_padding = any(any(facts.has_label_behind_padding) for facts in padded_left)
-        return self.rules.policy(replace(widest, side='left')) == 'trim' and not has_label_behind_padding
+        return self.rules.policy(replace(widest, side='left')) == 'trim'
 
     def _check_packing(self, sources: Sequence[RowFacts]) -> None:
         if self.options.packing and not self.checked:
@@ -299,49 +290,66 @@ class MicrobatchSplit:
                 f'{max(facts.width for facts in sources)}. Beyond, the rotary embedding of this model changes with the '
                 'width, which packing changes. Set `packing=False`, which keeps it.'
             )
-        self._has_packed = True
 
-    def _cut(
-        self,
-        sources: Sequence[RowFacts],
-        options: CutOptions,
-        indices: Sequence[Sequence[int]] | None,
-        *,
-        stays_pre_split: bool,
-    ) -> list[Piece]:
-        """Returns pieces under the caps. A microbatch that a loader has collated stays as it is if it fits.
-
-        ``indices`` are the indices of the rows of each source in the dataset.
-        """
+    def _cut(self, sources: Sequence[RowFacts], options: CutOptions, planned: PreSplitBatch | None) -> list[Piece]:
+        """Returns pieces under the caps. A microbatch of a planned batch stays as it is if it fits."""
         pieces: list[Piece] = []
         has_ranks = get_world_size() > 1
         for number, facts in enumerate(sources):
             piece = Piece.from_facts(facts, self.rules, options)
-            piece.check_caps(indices[number] if indices else None)
+            indices = None
+            if planned is not None and planned.indices is not None:
+                indices = planned.indices[number]
+            piece.check_caps(indices)
             if has_ranks:
                 # Repeated samples have no weight, and need not be computed.
                 rows = rows_of(facts.batch)
-                piece = piece.take([row for row in piece.rows if rows[row].samples])
-            if not piece.rows:
-                continue
-            if stays_pre_split and piece.fits:
+                samples = [row for row in piece.rows if rows[row].samples]
+                piece = piece.take(samples)
+            if planned is not None and piece.rows and piece.fits:
                 pieces.append(piece)
-            else:
+            elif piece.rows:
                 pieces += piece.cut()
         return pieces
 
+    # Several ranks in step: all of them use the same encoders, and make equally many microbatches if they must.
+    #
+    # FSDP gathers the weights of an encoder in every microbatch, and hangs if one rank leaves the encoder unused. DDP
+    # waits for gradients when it reduces them. In most runs it reduces only in the last microbatch, where
+    # `ReductionWatch` gives it zeros.
+
+    def _dummy_rows(self, sources: Sequence[RowFacts]) -> DummyRows:
+        """Returns the dummy rows for microbatches without media; with several ranks a collective."""
+        needs_media = self.rules.needs_media
+        if get_world_size() == 1:
+            return _dummies_of_first_modality(sources) if needs_media else {}
+        may_have_media = self.layout is None or bool(self.layout.family.media or self.layout.extra)
+        # If DDP reduces only once, it does not wait for an unused encoder.
+        if may_have_media and (needs_media or not self.reduces_once):
+            return _dummies_of_ranks(sources)
+        return {}
+
+    def _num_microbatches(self, num_pieces: int) -> int:
+        """Returns how many microbatches this rank makes; a collective if all ranks must make equally many."""
+        num_microbatches = max(num_pieces, 1)
+        must_be_equal = self.options.equal_counts
+        if must_be_equal == 'auto':
+            must_be_equal = not self.reduces_once
+        if must_be_equal and get_world_size() > 1:
+            (num_microbatches,) = max_over_ranks([num_microbatches])
+        return num_microbatches
+
     def _warn_of(self, sources: Sequence[RowFacts], pieces: Sequence[Piece]) -> None:
         """Warns of rows that keep their padding, and of dummy rows that do not fit under the caps."""
-        is_kept: list[bool] = []
+        num_kept = 0
         for facts in sources:
             if not self.packing and self.rules.policy(facts) != 'keep':
-                is_kept += facts.has_label_behind_padding
-        if any(is_kept):
+                num_kept += sum(facts.has_label_behind_padding)
+        if num_kept:
             self._warn(
-                '%d of %d rows have a label on their first token, which padding on the left lets a pad predict. They '
-                'are computed untrimmed. Mask that label (-100), or pad on the right.',
-                sum(is_kept),
-                len(is_kept),
+                '%d rows have a label on their first token, which padding on the left lets a pad predict. They are '
+                'computed untrimmed. Mask that label (-100), or pad on the right.',
+                num_kept,
             )
         for piece in pieces:
             if piece.dummies and not piece.fits:
@@ -371,82 +379,39 @@ def _lengths_of(sources: Sequence[RowFacts]) -> list[int]:
     return lengths
 
 
-# Several ranks in step: all of them use the same encoders, and make equally many microbatches if they must.
-#
-# FSDP gathers the weights of an encoder in every microbatch, and hangs if one rank leaves the encoder unused. DDP waits
-# for gradients when it reduces them. In most runs it reduces only in the last microbatch, where `ReductionWatch` gives
-# it zeros.
-
-
-def in_step(
-    sources: Sequence[RowFacts],
-    pieces: Sequence[Piece],
-    rules: CutRules,
-    options: CutOptions,
-    *,
-    takes_media: bool,
-    reduces_once: bool,
-) -> tuple[list[Piece], list[BatchDict]]:
-    """Returns this rank's pieces with their dummy rows, and the empty microbatches behind them; a collective.
-
-    Args:
-        sources: Facts of this rank's batch, or of each of its microbatches.
-        pieces: The pieces of these batches; none if this rank has no sample.
-        rules: How rows may be cut.
-        options: Says whether all ranks make equally many microbatches.
-        takes_media: Whether the model may need dummy rows with media. It is the same on all ranks.
-        reduces_once: Whether ranks wait for each other only in the last microbatch.
-    """
-    dummies = DummyRows(sources)
-    if takes_media:
-        dummies = _dummies_of_ranks(sources)
-    # If no row of the step has media, `dummies.needed` is empty and no piece gets a dummy row.
-    completed = list(pieces)
-    if rules.needs_media or not reduces_once:
-        completed = with_dummies(pieces, dummies)
-    num_microbatches = len(completed)
-    if rules.needs_media and not dummies.needed and not reduces_once:
-        num_microbatches += 1
-    num_microbatches = max(num_microbatches, 1)
-    if options.equal_counts is True or (options.equal_counts == 'auto' and not reduces_once):
-        (num_microbatches,) = max_over_ranks([num_microbatches])
-    num_empty = num_microbatches - len(completed)
-    if num_empty == 0:
-        return completed, []
-    return completed, [_empty_microbatch(sources, dummies)] * num_empty
-
-
 def _dummies_of_ranks(sources: Sequence[RowFacts]) -> DummyRows:
-    """Returns dummy rows of all modalities that some rank has; a collective."""
-    dummies = DummyRows(sources)
-    has_modality = [modality in dummies.present for modality in MODALITIES]
-    lacks_modality = [not has for has in has_modality]
-    flags = max_over_ranks([*has_modality, *lacks_modality])
-    some_rank_has = dict(zip(MODALITIES, flags[: len(MODALITIES)], strict=True))
-    some_rank_lacks: dict[str, int] = dict(zip(MODALITIES, flags[len(MODALITIES) :], strict=True))
-    needed: list[str] = [modality for modality in MODALITIES if some_rank_has[modality]]
-    if sources[0].layout.family.one_kind:
-        needed = needed[:1]
-    dummies.needed = needed
-    for modality in needed:
-        if not some_rank_lacks[modality]:
+    """Returns a dummy row of each modality that some rank has; a collective."""
+    layout = sources[0].layout
+    own_rows = [smallest_row(sources, modality) for modality in MODALITIES]
+    is_present = [row is not None for row in own_rows]
+    is_absent = [row is None for row in own_rows]
+    flags = max_over_ranks([*is_present, *is_absent])
+    some_rank_has = flags[: len(MODALITIES)]
+    some_rank_lacks = flags[len(MODALITIES) :]
+    dummies: dict[str, RowFacts] = {}
+    for number, modality in enumerate(MODALITIES):
+        if not some_rank_has[number] or (dummies and layout.family.one_kind):
             continue
-        # A rank without the modality gets the row of another rank.
-        row = dummies.row(modality)
-        shared_row = from_any_rank(None if row is None else row.batch)
-        if row is None:
-            dummies.set_row(modality, shared_row)
+        row: Batch | None = own_rows[number]
+        if some_rank_lacks[number]:
+            # A rank without the modality gets the row of another rank.
+            shared_row = from_any_rank(row)
+            row = shared_row if row is None else row
+        assert row is not None  # some rank has one
+        dummies[modality] = describe(layout, row)
     return dummies
 
 
 def _dummies_of_first_modality(sources: Sequence[RowFacts]) -> DummyRows:
-    """Returns dummy rows of the first modality that the rows have.
+    """Returns a dummy row of the first modality that the rows have.
 
     One modality is enough for ``CutRules.needs_media``: text rows only depend on whether the batch has media.
     """
-    dummies = DummyRows(sources)
-    dummies.needed = [modality for modality in MODALITIES if modality in dummies.present][:1]
-    return dummies
+    for modality in MODALITIES:
+        row = smallest_row(sources, modality)
+        if row is not None:
+            return {modality: describe(sources[0].layout, row)}
+    return {}
 
 
 def with_dummies(pieces: Sequence[Piece], dummies: DummyRows) -> list[Piece]:
@@ -458,12 +423,14 @@ def with_dummies(pieces: Sequence[Piece], dummies: DummyRows) -> list[Piece]:
     pending = list(reversed(pieces))
     while pending:
         piece = pending.pop()
-        with_missing = replace(piece, dummies=dummies.missing(piece.facts, piece.rows))
+        missing = missing_dummies(dummies, piece.facts, piece.rows)
+        with_missing = replace(piece, dummies=missing)
         num_rows = len(piece.rows)
         if num_rows > 1 and with_missing.dummies and not with_missing.fits:
             middle = num_rows // 2
             # The last of `pending` is taken first, so the halves stay in order.
-            pending += [piece.take(range(middle, num_rows)), piece.take(range(middle))]
+            pending.append(piece.take(range(middle, num_rows)))
+            pending.append(piece.take(range(middle)))
         else:
             completed.append(with_missing)
     return completed
@@ -471,10 +438,8 @@ def with_dummies(pieces: Sequence[Piece], dummies: DummyRows) -> list[Piece]:
 
 def _empty_microbatch(sources: Sequence[RowFacts], dummies: DummyRows) -> BatchDict:
     """Returns a microbatch without weight: a dummy row of each needed modality, else a part of the shortest row."""
-    dummy_rows = [dummies.row(modality) for modality in dummies.needed]
-    batches = [row.batch for row in dummy_rows if row is not None]
-    if batches:
-        return sources[0].layout.concat(batches)
+    if dummies:
+        return sources[0].layout.concat([dummy.batch for dummy in dummies.values()])
     facts = min(sources, key=lambda facts: min(facts.lengths))
     layout = facts.layout
     shortest = facts.lengths.index(min(facts.lengths))

@@ -448,7 +448,7 @@ def _heaviest_cuts(run: PlannedRun, candidate: Candidate, size: int) -> list[Bat
     weights = 'token'
     rule = 'causal'
     if run.accumulation is not None:
-        weights = run.accumulation.token_weights
+        weights = run.accumulation.options.token_weights
         rule = run.accumulation.rule or 'causal'
     if weights == 'column' and not any(LOSS_WEIGHTS in microbatch for microbatch in batch.microbatches):
         weights = 'token'  # a loader adds its own column to a step, not to a single microbatch

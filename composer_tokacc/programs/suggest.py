@@ -194,7 +194,7 @@ def _logits_of_run(config: TrainConfig) -> str:
             is_compiled = config.trainer.get('compile_config') is not None
             if algorithm.why_all_logits is not None or config.model.train_metrics or is_compiled:
                 return 'all'
-            return algorithm.logits
+            return algorithm.options.logits
     return 'all'
 
 

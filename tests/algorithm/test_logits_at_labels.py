@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import copy
 import logging
+from functools import partial
 
 import pytest
 import torch
 import transformers
-from composer.core import Callback
+from composer.core import Event
 from composer.metrics import LanguageCrossEntropy
 from torch.utils.data import DataLoader
 
@@ -28,6 +29,7 @@ from tests.support.families import FAMILIES
 from tests.support.text import collate, text_rows
 from tests.support.training import (
     TOLERANCE,
+    On,
     assert_exact,
     fit,
     hugging_face,
@@ -43,52 +45,20 @@ HEADS = {'num_attention_heads': 4, 'num_key_value_heads': 4}
 RAGGED = [(14, 2), (5, 3), (19, 7), (24, 4), (16, 1), (13, 2)]
 
 
-def llama(**options):
+def make(name, **config):
     torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, **HEADS, **options))
+    model_class = getattr(transformers, name)
+    return model_class(model_class.config_class(**SMALL, **config))
 
 
-def mixtral():
-    torch.manual_seed(0)
-    config = transformers.MixtralConfig(
-        **SMALL, **HEADS, num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.1
-    )
-    return transformers.MixtralForCausalLM(config)
-
-
-def gemma2():
-    """Scales its embeddings, ties them to the head, and caps its logits."""
-    torch.manual_seed(0)
-    config = transformers.Gemma2Config(
-        **SMALL,
-        **HEADS,
-        head_dim=8,
-        final_logit_softcapping=5.0,
-    )
-    return transformers.Gemma2ForCausalLM(config)
-
-
-def modern_bert(**options):
-    torch.manual_seed(0)
-    config = transformers.ModernBertConfig(
-        **SMALL,
-        num_attention_heads=4,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        cls_token_id=1,
-        sep_token_id=2,
-        **options,
-    )
-    return transformers.ModernBertForMaskedLM(config)
-
-
-def t5():
-    torch.manual_seed(0)
-    config = transformers.T5Config(
-        vocab_size=64, d_model=32, d_ff=48, num_layers=2, num_heads=4, d_kv=8, decoder_start_token_id=0, dropout_rate=0
-    )
-    return transformers.T5ForConditionalGeneration(config)
+llama = partial(make, 'LlamaForCausalLM', **HEADS)
+mixture = {'num_local_experts': 4, 'output_router_logits': True, 'router_aux_loss_coef': 0.1}
+mixtral = partial(make, 'MixtralForCausalLM', **HEADS, **mixture)
+# Scales its embeddings, ties them to the head, and caps its logits.
+gemma2 = partial(make, 'Gemma2ForCausalLM', **HEADS, head_dim=8, final_logit_softcapping=5.0)
+special_ids = {'pad_token_id': 0, 'bos_token_id': 1, 'eos_token_id': 2, 'cls_token_id': 1, 'sep_token_id': 2}
+modern_bert = partial(make, 'ModernBertForMaskedLM', num_attention_heads=4, **special_ids)
+t5 = partial(make, 'T5ForConditionalGeneration', d_ff=48, num_heads=4, d_kv=8, decoder_start_token_id=0, dropout_rate=0)
 
 
 def resized():
@@ -119,14 +89,8 @@ CAUSAL = {
 }
 
 
-class ShapesOfLogits(Callback):
-    """Keeps the shape of the logits of each microbatch."""
-
-    def __init__(self):
-        self.shapes = []
-
-    def before_backward(self, state, logger):
-        self.shapes.append(tuple(state.outputs['logits'].shape[:2]))
+def shape_of_logits(state):
+    return tuple(state.outputs['logits'].shape[:2])
 
 
 def batch_of(side='right', shape=RAGGED, **entries):
@@ -158,11 +122,11 @@ def masked_batch():
     ],
 )
 def test_gradient_of_causal_models(name, side, microbatch_size):
-    shapes = ShapesOfLogits()
+    shapes = On(Event.BEFORE_BACKWARD, shape_of_logits)
     assert_exact(CAUSAL[name](), batch_of(side), logits='labels', microbatch_size=microbatch_size, callbacks=[shapes])
     # Each microbatch has one row: its labels, and one position more that the model shifts away.
-    assert all(rows == 1 for rows, _ in shapes.shapes)
-    assert sum(width - 1 for _, width in shapes.shapes) == sum(labels for _, labels in RAGGED)
+    assert all(rows == 1 for rows, _ in shapes.values)
+    assert sum(width - 1 for _, width in shapes.values) == sum(labels for _, labels in RAGGED)
 
 
 @pytest.mark.parametrize('packing', [False, True])
@@ -185,10 +149,10 @@ def test_gradient_of_an_adapted_head(microbatch_size):
 @pytest.mark.parametrize(('make', 'microbatch_size'), [(modern_bert, 1), (modern_bert, 6), (t5, 2)])
 def test_gradient_of_unshifted_labels(make, microbatch_size):
     model = make().eval()
-    shapes = ShapesOfLogits()
+    shapes = On(Event.BEFORE_BACKWARD, shape_of_logits)
     batch = masked_batch()
     assert_exact(model, batch, logits='labels', microbatch_size=microbatch_size, callbacks=[shapes])
-    assert sum(width for _, width in shapes.shapes) == int((batch['labels'] != -100).sum())
+    assert sum(width for _, width in shapes.values) == int((batch['labels'] != -100).sum())
 
 
 def test_gradient_is_that_of_sparse_prediction():
@@ -269,23 +233,10 @@ def test_losses_by_source():
     assert logged[1] == pytest.approx(logged[0], rel=1e-5)
 
 
-class SecondTokenDoubled(transformers.LlamaForCausalLM):
-    """Once told to, lets the second label of a batch weigh double; the value of the loss stays the mean."""
-
-    is_doubling = False
-
-    def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
-        outputs = super().forward(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **kwargs)
-        if self.is_doubling:
-            outputs.logits.register_hook(doubled)
-        return outputs
-
-
-class DoubleLater(Callback):
-    """Tells the model to in the second step."""
-
-    def before_train_batch(self, state, logger):
-        state.model.model.is_doubling = state.timestamp.batch == 1
+def double_later(state):
+    """In the second step lets the second label of a batch weigh double; the value of the loss stays the mean."""
+    if state.timestamp.batch == 1:
+        state.outputs['logits'].register_hook(doubled)
 
 
 def doubled(gradient):
@@ -297,16 +248,14 @@ def doubled(gradient):
 
 
 def test_error_names_sample_and_label():
-    torch.manual_seed(0)
-    model = SecondTokenDoubled(transformers.LlamaConfig(**SMALL, **HEADS))
     shape = [(14, 2), (5, 3), (19, 7), (16, 1), (13, 2)]  # no more labels than a step measures of a microbatch
     first, second = batch_of(shape=shape), batch_of(shape=shape)
     second['input_ids'] = (second['input_ids'] + 1) % 64  # new labels, so that the microbatch is measured
     second['labels'] = second['labels'].where(second['labels'] == -100, (second['labels'] + 1) % 64)
     first_row = [int(label) for label in second['labels'][0] if label != -100]
-    options = {'logits': 'labels', 'microbatch_size': 5, 'slot_tokens': 19, 'callbacks': [DoubleLater()]}
+    options = {'logits': 'labels', 'microbatch_size': 5, 'slot_tokens': 19}
     with pytest.raises(RuntimeError, match=f'sample-0.*label is {first_row[1]} '):
-        fit(model, first, second, **options)
+        fit(llama(), first, second, callbacks=[On(Event.AFTER_FORWARD, double_later)], **options)
 
 
 class Waits(TorchDispatchMode):
@@ -364,18 +313,18 @@ def test_other_shapes_are_not_compared():
     ],
 )
 def test_all_logits_if_unproven(options, reason, caplog):
-    shapes = ShapesOfLogits()
+    shapes = On(Event.BEFORE_BACKWARD, shape_of_logits)
     with caplog.at_level(logging.INFO):
         assert_exact(llama(), batch_of(), microbatch_size=2, callbacks=[shapes], **options)
-    assert sum(rows for rows, _ in shapes.shapes) == len(RAGGED)
+    assert sum(rows for rows, _ in shapes.values) == len(RAGGED)
     assert sum('Logits are computed at all positions' in line and reason in line for line in caplog.messages) == 1
 
 
 def test_metrics_of_training_get_all_logits():
     model = hugging_face(llama(), metrics=[LanguageCrossEntropy()])
-    shapes = ShapesOfLogits()
+    shapes = On(Event.BEFORE_BACKWARD, shape_of_logits)
     fit(model, batch_of(), callbacks=[shapes], microbatch_size=6)
-    assert shapes.shapes == [(6, 24)]
+    assert shapes.values == [(6, 24)]
 
 
 def test_labels_are_refused_if_unproven():
@@ -408,10 +357,10 @@ def test_model_that_does_not_call_head(caplog):
 
 def test_dense_labels_compute_all_logits():
     """Nothing is gained by selecting nearly all positions."""
-    shapes = ShapesOfLogits()
+    shapes = On(Event.BEFORE_BACKWARD, shape_of_logits)
     shape = [(19, 19), (19, 19), (19, 19)]
     assert_exact(llama(), batch_of(shape=shape), logits='labels', callbacks=[shapes], microbatch_size=3)
-    assert shapes.shapes == [(3, 19)]
+    assert shapes.values == [(3, 19)]
 
 
 def test_evaluation_computes_all_logits():

@@ -183,8 +183,3 @@ def test_noise_scaled_by_width_is_said(caplog):
 def test_state_holds_what_composers_algorithms_save():
     algorithm = TokenAccumulation()
     assert algorithm.state_dict()['repr'] == repr(algorithm)
-
-
-def test_loss_of_samples_without_token_weights():
-    with pytest.raises(ValueError, match="`token_weights` must be 'token'"):
-        TokenAccumulation(loss_units={'lm': 'samples'}, token_weights='sample')

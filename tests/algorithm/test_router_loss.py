@@ -94,32 +94,30 @@ def test_what_is_not_exact_is_said(caplog):
     assert 'depends on how the batch is cut' in caplog.text
 
 
+def add_another(model, own, added):
+    """Has the model add another multiple of its load-balancing loss than its own."""
+    forward = model.model.forward
+
+    def changed(**inputs):
+        outputs = forward(**inputs)
+        outputs.loss = outputs.loss + (added - own) * outputs.aux_loss
+        return outputs
+
+    model.model.forward = changed
+
+
 def test_coefficient_of_another_value():
     model, batch = mixture('mixtral', 0.1), collate(text_rows(SHAPE))
     vars(model.model)['router_aux_loss_coef'] = 0.3
     fit(model, batch)
-    forward = model.model.forward
-
-    def unadded(**inputs):
-        outputs = forward(**inputs)
-        outputs.loss = outputs.loss - 0.3 * outputs.aux_loss + 0.1 * outputs.aux_loss
-        return outputs
-
-    model.model.forward = unadded
+    add_another(model, 0.3, 0.1)
     with pytest.raises(RuntimeError, match='router'):
         fit(model, batch)
 
 
 def test_router_loss_that_is_not_added():
     model, batch = mixture('mixtral', 1e-9), collate(text_rows(SHAPE))
-    forward = model.model.forward
-
-    def unadded(**inputs):
-        outputs = forward(**inputs)
-        outputs.loss = outputs.loss - 1e-9 * outputs.aux_loss
-        return outputs
-
-    model.model.forward = unadded
+    add_another(model, 1e-9, 0.0)
     with pytest.raises(RuntimeError, match=r'must add its load-balancing loss times 1e-09.* got: times 0'):
         fit(model, batch)
 

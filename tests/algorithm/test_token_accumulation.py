@@ -11,6 +11,7 @@ import torch
 from composer.algorithms import SAM, GradientClipping
 from composer.callbacks import NaNMonitor
 from composer.core import Algorithm, DataSpec, Event
+from transformers.modeling_outputs import CausalLMOutput
 
 from composer_tokacc import TokenAccumulation, token_data_spec
 from composer_tokacc.checks.step import MicrobatchRecord
@@ -25,6 +26,7 @@ from tests.support.training import (
     reference_gradients,
     relative_error,
 )
+from tests.support.weights import column, weighted_reference
 
 RAGGED = [(4, 2), (5, 3), (9, 7), (14, 11), (6, 1), (3, 2)]
 
@@ -55,13 +57,17 @@ def test_stock_composer_is_wrong_here_so_the_test_can_fail(model):
     expected, _ = reference_gradients(model, batch)
     recorder = fit(model, loader(batch), algorithms=[], microbatch_size=1)
     assert relative_error(recorder.gradients, expected) > 0.1
-    flag = {'accumulate_train_batch_on_tokens': True}
-    recorder = fit(model, loader(batch), algorithms=[], microbatch_size=1, **flag)
+    recorder = fit(model, loader(batch), algorithms=[], microbatch_size=1, **FLAG)
     assert relative_error(recorder.gradients, expected) > 0.1  # its default counter counts padding
 
 
+FLAG = {'accumulate_train_batch_on_tokens': True}
+
+
 @pytest.mark.parametrize(
-    ('is_ours', 'options'), [(True, {'algorithms': []}), (False, {})], ids=['our counters', 'its default counter']
+    ('is_ours', 'options'),
+    [(True, {'algorithms': [], **FLAG}), (False, {'algorithms': [TokenAccumulation()], **FLAG}), (True, {})],
+    ids=['our counters', 'its default counter', 'our counters without the flag'],
 )
 def test_native_flag_is_exact(model, batch, is_ours, options):
     """Its default counter is the sample weight in disguise.
@@ -69,30 +75,26 @@ def test_native_flag_is_exact(model, batch, is_ours, options):
     Rows times one common width is proportional to the rows: nothing is wrong on one rank, so nothing is refused.
     """
     data = token_data_spec(loader(batch), model=model) if is_ours else loader(batch)
-    assert_exact(model, data, batch=batch, accumulate_train_batch_on_tokens=True, **options)
-
-
-def test_algorithm_together_with_a_model_to_count_by_is_exact(model, batch):
-    assert_exact(model, token_data_spec(loader(batch), model=model), batch=batch)
+    assert_exact(model, data, batch=batch, **options)
 
 
 @pytest.mark.parametrize('rule', ['auto', 'causal', 'unshifted'])
 def test_native_flag_without_a_model_to_count_by_is_refused(model, batch, rule):
     data = token_data_spec(loader(batch), loss_tokens=rule)
     with pytest.raises(RuntimeError, match=r'pass `model=`'):
-        fit(model, data, algorithms=[], accumulate_train_batch_on_tokens=True)
+        fit(model, data, algorithms=[], **FLAG)
 
 
 def test_native_flag_with_a_rule_that_is_not_the_models_is_refused(model, batch):
     data = token_data_spec(loader(batch), model=model, loss_tokens='unshifted')
     with pytest.raises(RuntimeError, match=r"Set `loss_tokens='causal'`"):
-        fit(model, data, algorithms=[], accumulate_train_batch_on_tokens=True)
+        fit(model, data, algorithms=[], **FLAG)
 
 
 def test_native_flag_together_with_the_algorithm_is_refused_before_any_step(model, batch):
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(RuntimeError, match='accumulate_train_batch_on_tokens'):
-        fit(model, batch, accumulate_train_batch_on_tokens=True, optimizer=torch.optim.SGD(model.parameters(), lr=1.0))
+        fit(model, batch, **FLAG, optimizer=torch.optim.SGD(model.parameters(), lr=1.0))
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
@@ -112,38 +114,42 @@ def test_microbatch_transforms_that_mask_labels_are_noticed(model, batch):
 
 
 def test_batch_transforms_that_mask_labels_are_counted(model):
-    batch = collate(text_rows(RAGGED), side='left')
-    masked = {**batch, 'labels': batch['labels'].clone()}
-    masked['labels'][:, -1:] = -100
-
     def mask(batch):
-        batch['labels'][:, -1:] = -100
-        return batch
+        labels = batch['labels'].clone()
+        labels[:, -1:] = -100
+        return {**batch, 'labels': labels}
 
-    assert_exact(model, batch, batch_transforms=mask, batch=masked)
-
-
-class DropRows(DataSpec):
-    def __init__(self, dataloader):
-        super().__init__(dataloader, split_batch=lambda batch, size: [{k: v[:size] for k, v in batch.items()}])
+    batch = collate(text_rows(RAGGED), side='left')
+    assert_exact(model, batch, batch_transforms=mask, batch=mask(batch))
 
 
 def test_split_that_drops_rows_is_noticed(model, batch):
+    def drop(batch, size):
+        return [{key: value[:size] for key, value in batch.items()}]
+
     with pytest.raises(RuntimeError, match='drops or repeats rows'):
-        fit(model, DropRows(loader(batch)))
+        fit(model, DataSpec(loader(batch), split_batch=drop))
 
 
-class HalveLoss(Algorithm):
+class At(Algorithm):
+    """Calls a function with the state at an event."""
+
+    def __init__(self, event, function):
+        self.event, self.function = event, function
+
     def match(self, event, state):
-        return event == Event.BEFORE_BACKWARD
+        return event == self.event
 
     def apply(self, event, state, logger):
-        state.loss = state.loss * 0.5
+        self.function(state)
 
 
 def test_later_algorithm_that_rescales_the_loss_is_refused(model, batch):
+    def halve(state):
+        state.loss = state.loss * 0.5
+
     with pytest.raises(RuntimeError, match='put TokenAccumulation last'):
-        fit(model, loader(batch), algorithms=[TokenAccumulation(), HalveLoss()])
+        fit(model, loader(batch), algorithms=[TokenAccumulation(), At(Event.BEFORE_BACKWARD, halve)])
 
 
 # Empty microbatches and steps.
@@ -167,12 +173,9 @@ class MaskedSum(torch.nn.Module):
     def forward(self, input_ids, attention_mask, labels, use_cache=False):
         logits = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
         mask = (labels[:, 1:] != -100).float()
-        losses = torch.nn.functional.cross_entropy(
-            logits[:, :-1].flatten(0, 1), labels[:, 1:].clamp(min=0).flatten(), reduction='none'
-        )
-        from transformers.modeling_outputs import CausalLMOutput
-
-        return CausalLMOutput(loss=(losses * mask.flatten()).sum() / mask.sum(), logits=logits)
+        targets = labels[:, 1:].clamp(min=0)
+        losses = torch.nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), targets, reduction='none')
+        return CausalLMOutput(loss=(losses * mask).sum() / mask.sum(), logits=logits)
 
 
 def test_masked_sum_loss_without_loss_tokens_has_finite_gradients(model):
@@ -184,21 +187,17 @@ def test_step_without_loss_tokens_moves_nothing(model, batch):
     empty = collate(text_rows([(5, 0), (7, 0)]))
     snapshots = []
 
-    class Snapshot(Algorithm):
-        def match(self, event, state):
-            return event == Event.BATCH_END
-
-        def apply(self, event, state, logger):
-            moments = [copy.deepcopy(state.optimizers[0].state_dict()['state'])]
-            snapshots.append((copy.deepcopy(state.model.state_dict()), moments))
+    def keep(state):
+        moments = copy.deepcopy(state.optimizers[0].state_dict()['state'])
+        snapshots.append((copy.deepcopy(state.model.state_dict()), moments))
 
     options = {'optimizer': torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5), 'max_duration': '2ba'}
-    algorithms, callbacks = [TokenAccumulation(), Snapshot()], [NaNMonitor()]
-    recorder = fit(model, loader(batch, empty), algorithms=algorithms, callbacks=callbacks, **options)
+    algorithms = [TokenAccumulation(), At(Event.BATCH_END, keep)]
+    recorder = fit(model, loader(batch, empty), algorithms=algorithms, callbacks=[NaNMonitor()], **options)
     (before, moments_before), (after, moments_after) = snapshots
     assert all(torch.equal(before[name], after[name]) for name in before)
-    for index, moment in moments_before[0].items():
-        assert all(torch.equal(value, moments_after[0][index][name]) for name, value in moment.items())
+    for index, moment in moments_before.items():
+        assert all(torch.equal(value, moments_after[index][name]) for name, value in moment.items())
     assert recorder.logged('token_accumulation/empty_steps') == [0, 1]
     assert recorder.logged('loss/train/total')[1] == 0.0
 
@@ -206,37 +205,32 @@ def test_step_without_loss_tokens_moves_nothing(model, batch):
 # What else runs in a trainer.
 
 
-class OneOutOfMemory(Algorithm):
+@pytest.mark.parametrize('token_weights', ['token', 'column'])
+@pytest.mark.parametrize('data', ['stock', 'token_data_spec'])
+def test_retry_after_out_of_memory_gives_the_same_gradient(model, batch, data, token_weights):
     """Raises once, as the GPU would, in the second microbatch of the first attempt."""
+    batch['loss_weights'] = column(batch)
+    expected, _, _ = weighted_reference(model, batch, token_weights)
+    attempts = []
 
-    def __init__(self):
-        self.seen = 0
-
-    def match(self, event, state):
-        return event == Event.BEFORE_LOSS
-
-    def apply(self, event, state, logger):
+    def run_out_of_memory(state):
         state.auto_microbatching = True
-        self.seen += 1
-        if self.seen == 2:
+        attempts.append(state.device_train_microbatch_size)
+        if len(attempts) == 2:
             raise RuntimeError('CUDA out of memory')
 
-
-@pytest.mark.parametrize('data', ['stock', 'token_data_spec'])
-def test_retry_after_out_of_memory_gives_the_same_gradient(model, batch, data):
     given = loader(batch) if data == 'stock' else token_data_spec(loader(batch))
-    algorithms = [OneOutOfMemory(), TokenAccumulation()]
-    recorder = assert_exact(model, given, batch=batch, algorithms=algorithms, microbatch_size=4)
+    algorithms = [At(Event.BEFORE_LOSS, run_out_of_memory), TokenAccumulation(token_weights=token_weights)]
+    recorder = fit(model, given, algorithms=algorithms, microbatch_size=4)
+    assert relative_error(recorder.gradients, expected) < TOLERANCE
     assert recorder.trainer.state.device_train_microbatch_size == 2
 
 
-@pytest.mark.parametrize('order', ['before', 'after'])
-def test_gradient_clipping_in_any_order(model, batch, order):
+def test_gradient_clipping_behind_the_algorithm(model, batch):
+    """``test_composers_algorithms.py`` has it before."""
     expected, _ = reference_gradients(model, batch)
     clipping = GradientClipping(clipping_type='norm', clipping_threshold=0.1)
-    ours = TokenAccumulation()
-    algorithms = [clipping, ours] if order == 'before' else [ours, clipping]
-    recorder = fit(model, loader(batch), algorithms=algorithms)
+    recorder = fit(model, loader(batch), algorithms=[TokenAccumulation(), clipping])
     norm = torch.stack([value.norm() for value in expected.values()]).norm()
     clipped = {name: value * min(0.1 / norm.item(), 1.0) for name, value in expected.items()}
     assert relative_error(recorder.gradients, clipped) < 1e-5
@@ -370,12 +364,15 @@ def test_probe_leaves_random_state_and_mode_alone(model, batch):
     [
         ({'logits': 'some'}, 'logits'),
         ({'loss_tokens': 'all'}, 'loss_tokens'),
-        ({'loss_units': {'lm': 'token'}}, "must be one of .*got: 'token'"),
+        ({'loss_units': {'lm': 'token'}}, "must be .*got: 'token'"),
         ({'loss_units': {'total': 'tokens'}}, 'reserves'),
         ({'loss_units': 'tokens'}, "must be a mapping from .* such as .*got: 'tokens'"),
-        ({'token_weights': ['sqrt']}, r"must be one of .*got: \['sqrt'\]"),
+        ({'token_weights': ['sqrt']}, r"must be .*got: \['sqrt'\]"),
         ({'check_loss': 'no'}, "must be True or False, got: 'no'"),
         ({'check_loss': False}, 'explicit rule'),
+        ({'loss_units': {'lm': 'samples'}, 'token_weights': 'sample'}, "`token_weights` must be 'token'"),
+        ({'router_balance': 'batch'}, "router_balance.*'microbatch' or 'step'"),
+        ({'router_balance': 'step', 'loss_units': {'lm': 'tokens', 'router': 'microbatches'}}, 'loss_units'),
     ],
 )
 def test_bad_arguments_get_one_clear_line(kwargs, message):

@@ -10,9 +10,7 @@ from functools import cache
 
 import pytest
 import torch
-from composer.algorithms import GradientClipping
 from composer.callbacks import NaNMonitor
-from composer.core import Callback
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from composer_tokacc import (
@@ -152,26 +150,24 @@ def test_functional_form_in_a_plain_loop(model, token_weights):
     assert relative_error(found, expected) < TOLERANCE
 
 
-@pytest.mark.parametrize('told_by', ['position_ids', 'sequence_id'])
-def test_padded_packed_documents_are_samples(told_by):
+@pytest.mark.parametrize(
+    ('key', 'values', 'last_weight'),
+    [
+        ('position_ids', [0, 1, 2, 3, 0, 1, 0, 0], 1),
+        ('sequence_id', [0, 0, 0, 0, 1, 1, -1, -1], 1),
+        ('position_ids', [0, 0, 0, 0, 0, 0, 0, 0], 1 / 4),  # positions of zero tell no documents
+    ],
+)
+def test_padded_packed_documents_are_samples(key, values, last_weight):
     """Two documents of 3 and 1 loss tokens and some padding, as other collators pack them."""
-    labels = torch.tensor([[-100, 5, 6, 7, -100, 8, -100, -100]])
     batch = {
-        'labels': labels,
+        'labels': torch.tensor([[-100, 5, 6, 7, -100, 8, -100, -100]]),
         'attention_mask': torch.tensor([[1, 1, 1, 1, 1, 1, 0, 0]]),
-        'position_ids': torch.tensor([[0, 1, 2, 3, 0, 1, 0, 0]]),
-        'sequence_id': torch.tensor([[0, 0, 0, 0, 1, 1, -1, -1]]),
+        key: torch.tensor([values]),
     }
-    weights, _ = token_weights_of({key: batch[key] for key in ('labels', 'attention_mask', told_by)}, 'sample')
-    third = 1 / 3
-    torch.testing.assert_close(weights, torch.tensor([[0, third, third, third, 0, 1, 0, 0]]))
-
-
-def test_positions_of_zero_are_one_sample():
-    labels = torch.tensor([[-100, 5, 6, 7]])
-    weights, _ = token_weights_of({'labels': labels, 'position_ids': torch.zeros(1, 4, dtype=torch.long)}, 'sample')
-    third = 1 / 3
-    torch.testing.assert_close(weights, torch.tensor([[0, third, third, third]]))
+    first_weight = 1 / 3 if last_weight == 1 else last_weight
+    expected = torch.tensor([[0, first_weight, first_weight, first_weight, 0, last_weight, 0, 0]])
+    torch.testing.assert_close(token_weights_of(batch, 'sample'), expected)
 
 
 # Mistakes, each beside a healthy neighbour above.
@@ -213,35 +209,6 @@ def test_bad_weights_without_loss_are_ignored(model):
 def test_unused_weight_column_is_named(model, caplog):
     fit(model, loader(batch_of()))
     assert 'token_weights=column' in caplog.text
-
-
-def test_composers_flag_is_refused_beside_weights(model):
-    with pytest.raises(RuntimeError, match='accumulate_train_batch_on_tokens'):
-        fit(model, batch_of(), token_weights='sqrt', accumulate_train_batch_on_tokens=True)
-
-
-def test_accumulated_gradient_is_clipped(model):
-    batch = batch_of()
-    expected, _, _ = weighted_reference(model, batch, 'sqrt')
-    norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
-    clipping = GradientClipping(clipping_type='norm', clipping_threshold=0.1)
-    recorder = fit(model, batch, algorithms=[clipping, TokenAccumulation(token_weights='sqrt')])
-    clipped = {name: gradient * (0.1 / norm) for name, gradient in expected.items()}
-    assert relative_error(recorder.gradients, clipped) < 1e-5  # torch adds 1e-6 to the norm
-
-
-def test_out_of_memory_keeps_the_gradient(model):
-    class OutOfMemoryOnce(Callback):
-        failed = False
-
-        def before_loss(self, state, logger):
-            state.auto_microbatching = True
-            if not self.failed:
-                self.failed = True
-                raise RuntimeError('CUDA out of memory')
-
-    batch = batch_of()
-    check(model, batch, token_data_spec(loader(batch)), 'column', 4, callbacks=[OutOfMemoryOnce()])
 
 
 def test_weights_changed_by_transform_are_noticed(model):

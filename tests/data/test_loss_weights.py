@@ -10,6 +10,7 @@ import json
 import pytest
 import torch
 
+from composer_tokacc.counting import counted_tokens
 from composer_tokacc.data import BadSampleError, LlavaDataset, VisionLanguageCollator
 from composer_tokacc.data.files import read_raw_records
 from composer_tokacc.data.formats import parse_record
@@ -57,7 +58,7 @@ def test_weight_of_a_samples_tokens(tmp_path, save):
     processor = small()
     dataset = LlavaDataset(save(records(), tmp_path), processor)
     batch = VisionLanguageCollator(processor)([dataset[index] for index in range(3)])
-    weights, counted = token_weights_of(batch, 'column')
+    weights, counted = token_weights_of(batch, 'column'), counted_tokens(batch, 'causal')
     for row, weight in enumerate(WEIGHTS):
         assert counted[row].any()
         assert torch.equal(weights[row], counted[row] * weight)

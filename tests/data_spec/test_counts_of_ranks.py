@@ -32,13 +32,14 @@ def test_counts_are_equal_if_needed(equal_counts, reduces_once, expected, monkey
     monkeypatch.setattr('composer_tokacc.data_spec.split.get_world_size', lambda: 2)
     monkeypatch.setattr(
         'composer_tokacc.data_spec.split.max_over_ranks',
-        lambda counts: [max(count, NUM_OF_OTHER_RANK) for count in counts],
+        lambda values: [max(*values, NUM_OF_OTHER_RANK)] if len(values) == 1 else values,
     )
     batch = collate(text_rows([(6, 3)] * NUM_OWN))
     batches = loader(batch)
     spec = token_data_spec(batches, equal_counts=equal_counts)
     split = split_of(batches)
-    split.adopt(split.rules, reduces_once=reduces_once)
+    split.adopt(split.rules)
+    split.reduces_once = reduces_once
     microbatches = spec.split_batch(batch, 1)
     samples = [num_samples(microbatch) for microbatch in microbatches]
     assert samples == [1] * NUM_OWN + [0] * (expected - NUM_OWN)

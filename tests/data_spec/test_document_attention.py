@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from composer.core import Callback, Evaluator
+from composer.core import Evaluator, Event
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
@@ -23,9 +23,17 @@ from tests.matrix.packed import FAMILIES as PACKED
 from tests.matrix.packed import cell
 from tests.support.families import FAMILIES
 from tests.support.text import VOCABULARY, collate, text_model, text_rows
-from tests.support.training import fit, loader, reference_gradients, relative_error
+from tests.support.training import On, fit, loader, reference_gradients, relative_error
 
 SHAPE = [(4, 2), (5, 3), (9, 7), (1, 0), (14, 11), (9, 3), (9, 2), (1, 1)]
+SIZES: dict[str, Any] = {
+    'vocab_size': VOCABULARY,
+    'hidden_size': 32,
+    'intermediate_size': 48,
+    'num_attention_heads': 4,
+    'num_key_value_heads': 2,
+    'pad_token_id': 0,
+}
 IS_V4 = transformers.__version__.startswith('4.')
 # One of a kind; the rest of tests/matrix/packed.py is in docs/packing.md.
 QUICK = [
@@ -160,25 +168,16 @@ def test_attention_is_restored_after_training(tmp_path):
     assert 'documents' not in (tmp_path / 'config.json').read_text()
 
 
-class EvalLogits(Callback):
-    def __init__(self):
-        self.found = []
-
-    def eval_after_forward(self, state, logger):
-        assert isinstance(state.outputs, torch.Tensor)
-        self.found.append(state.outputs.clone())
-
-
 def test_evaluation_between_steps():
     batch = collate(text_rows(SHAPE))
     found = []
     for packing in (False, True):
-        logits = EvalLogits()
+        logits = On(Event.EVAL_AFTER_FORWARD, lambda state: state.outputs.clone())
         padded = token_data_spec(loader(collate(text_rows(SHAPE), side='left')))
         held = Evaluator(label='eval', dataloader=padded, device_eval_microbatch_size=1)
         options = {'eval_dataloader': held, 'eval_interval': '1ba', 'callbacks': [logits]}
         fit(text_model(), batch, batch, packing=packing, **options)
-        found.append(torch.cat(logits.found, dim=1))
+        found.append(torch.cat(logits.values, dim=1))
     assert found[0].numel()
     assert torch.equal(*found)
 
@@ -203,21 +202,26 @@ def test_memory_grows_with_the_documents():
     assert kept(32) < 2.05 * kept(16)
 
 
-def test_kernel_for_gpus_gives_the_same():
-    """Torch's nested tensors, here by its plain kernel, which is for attention in both directions and no gradient."""
+def check_attention_at_once(dtype, *, is_causal):
+    """Compares one call of a kernel for all documents with a call for each."""
     torch.manual_seed(0)
     lengths = [3, 1, 7, 7, 2]
     documents = document_attention._Documents(lengths, [None] * len(lengths))
-    query, key, value = (torch.randn(1, heads, sum(lengths), 8) for heads in (4, 2, 2))
+    query, key, value = (torch.randn(1, heads, sum(lengths), 8, dtype=dtype) for heads in (4, 2, 2))
     module: Any = torch.nn.Module()
-    module.num_key_value_groups, module.is_causal = 2, False
-    with sdpa_kernel(SDPBackend.MATH), torch.no_grad():
-        found = document_attention._attend_at_once(documents, module, query, key, value, scaling=0.3)
-        expected, _ = document_attention._attend('sdpa', module, query, key, value, documents, scaling=0.3)
+    module.num_key_value_groups, module.is_causal = 2, is_causal
+    found = document_attention._attend_at_once(documents, module, query, key, value, scaling=0.3)
+    expected, _ = document_attention._attend('sdpa', module, query, key, value, documents, scaling=0.3)
     torch.testing.assert_close(found, expected)
 
 
-def of_documents(query, key, value, ends, _, longest, __, *, causal, scale, dropout):
+def test_kernel_for_gpus_gives_the_same():
+    """Torch's nested tensors, here by its plain kernel, which is for attention in both directions and no gradient."""
+    with sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+        check_attention_at_once(torch.float32, is_causal=False)
+
+
+def of_documents(query, key, value, ends, _, longest, __, *, causal, scale, dropout=0.0):
     """What a kernel for documents of any length must make of ``(tokens, heads, size)``, one after the other."""
     assert longest == int(ends.diff().max())
     assert not dropout
@@ -252,22 +256,12 @@ def test_torchs_kernel_is_called_as_declared(monkeypatch):
     def stand_in(*args, **kwargs):
         call = declared.bind(*args, **kwargs).arguments
         assert call['enable_gqa']
-        names, causal = (
-            ('query', 'key', 'value', 'cu_seq_q', 'cu_seq_k', 'max_q', 'max_k'),
-            call['window_size'] == (-1, 0),
-        )
-        return of_documents(*(call[name] for name in names), causal=causal, scale=call['scale'], dropout=0.0)
+        return of_documents(*args, causal=call['window_size'] == (-1, 0), scale=call['scale'])
 
     stand_in.__signature__ = declared
     monkeypatch.setattr(varlen, 'varlen_attn', stand_in)
-    documents = document_attention._Documents([3, 1, 7], [None] * 3)
-    query, key, value = (torch.randn(1, heads, 11, 8, dtype=torch.bfloat16) for heads in (4, 2, 2))
-    module: Any = torch.nn.Module()
-    module.num_key_value_groups, module.is_causal = 2, True
     monkeypatch.setattr(document_attention, '_half_kernel', document_attention._half_kernel.__wrapped__)
-    found = document_attention._attend_at_once(documents, module, query, key, value, scaling=0.3)
-    expected, _ = document_attention._attend('sdpa', module, query, key, value, documents, scaling=0.3)
-    torch.testing.assert_close(found, expected)
+    check_attention_at_once(torch.bfloat16, is_causal=True)
 
 
 class Reads(TorchFunctionMode):
@@ -283,16 +277,8 @@ class Reads(TorchFunctionMode):
 
 @pytest.mark.skipif(IS_V4, reason='hybrids are refused')
 def test_lengths_are_read_once_a_forward():
-    config = transformers.Lfm2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=5,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        layer_types=['conv', 'full_attention', 'conv', 'conv', 'full_attention'],
-    )
-    model = transformers.Lfm2ForCausalLM(config)
+    layer_types = ['conv', 'full_attention', 'conv', 'conv', 'full_attention']
+    model = transformers.Lfm2ForCausalLM(transformers.Lfm2Config(**SIZES, num_hidden_layers=5, layer_types=layer_types))
     packed, _ = packed_of(model, collate(text_rows(SHAPE)))
     with Reads() as reads:
         logits_of(model, {**packed, 'use_cache': False})
@@ -321,19 +307,9 @@ def test_flex_attention_gets_one_block_mask(monkeypatch):
 
 @pytest.mark.skipif(IS_V4, reason='names its settings otherwise')
 def test_attention_in_chunks_is_refused():
+    chunks = {'attention_chunk_size': 4, 'layer_types': ['chunked_attention', 'full_attention']}
     config = transformers.Llama4TextConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        intermediate_size_mlp=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=16,
-        attention_chunk_size=4,
-        num_local_experts=2,
-        layer_types=['chunked_attention', 'full_attention'],
-        pad_token_id=0,
+        **SIZES, **chunks, num_hidden_layers=2, intermediate_size_mlp=32, head_dim=16, num_local_experts=2
     )
     model = transformers.Llama4ForCausalLM(config)
     batch = collate(text_rows(SHAPE))
@@ -388,29 +364,11 @@ def test_auto_pads_if_packing_is_impossible():
     assert relative_error(recorder.gradients, expected) < 2e-6
 
 
-def test_auto_without_the_algorithm_is_refused():
-    with pytest.raises(RuntimeError, match="`packing='auto'` needs TokenAccumulation"):
-        fit(text_model(), collate(text_rows(SHAPE)), packing='auto', algorithms=[])
-
-
-def test_other_words_for_packing_are_refused():
-    with pytest.raises(ValueError, match="`packing` must be True, False or 'auto', got: 'always'"):
-        token_data_spec(loader(collate(text_rows(SHAPE))), packing='always')
-
-
+MAMBA = {'mamba_n_heads': 8, 'mamba_d_head': 8, 'mamba_d_state': 8, 'mamba_chunk_size': 8}
 HYBRIDS: dict[str, dict[str, Any]] = {
-    'bamba': {
-        'mamba_n_heads': 8,
-        'mamba_d_head': 8,
-        'mamba_d_state': 8,
-        'mamba_chunk_size': 8,
-        'attn_layer_indices': [1],
-    },
+    'bamba': {**MAMBA, 'attn_layer_indices': [1]},
     'granitemoehybrid': {
-        'mamba_n_heads': 8,
-        'mamba_d_head': 8,
-        'mamba_d_state': 8,
-        'mamba_chunk_size': 8,
+        **MAMBA,
         'layer_types': ['mamba', 'attention'],
         'num_local_experts': 0,
         'shared_intermediate_size': 32,
@@ -429,17 +387,9 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 @pytest.mark.skipif(IS_V4, reason='refused: hands them masks of attention, or makes its masks itself')
 @pytest.mark.parametrize('name', HYBRIDS)
 def test_states_end_with_their_document(name):
-    sizes = {
-        'vocab_size': VOCABULARY,
-        'hidden_size': 32,
-        'intermediate_size': 48,
-        'num_hidden_layers': 2,
-        'num_attention_heads': 4,
-        'num_key_value_heads': 2,
-        'max_position_embeddings': 128,
-    }
+    sizes = {**SIZES, 'num_hidden_layers': 2, 'max_position_embeddings': 128, 'head_dim': 8}
     try:
-        config = transformers.AutoConfig.for_model(name, **{**sizes, 'head_dim': 8, **HYBRIDS[name]})
+        config = transformers.AutoConfig.for_model(name, **{**sizes, **HYBRIDS[name]})
         model: Any = transformers.AutoModelForCausalLM.from_config(config).double()
     except ValueError as error:
         pytest.skip(f'transformers {transformers.__version__}: {error}')

@@ -7,12 +7,21 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from composer_tokacc import BatchLayout, token_data_spec
-from composer_tokacc.data_spec.pieces import CutRules, DummyRows, Piece, add_rows, build, smallest_row, zero_weight
+from composer_tokacc.data_spec.pieces import (
+    CutRules,
+    Piece,
+    add_rows,
+    build,
+    missing_dummies,
+    smallest_row,
+    zero_weight,
+)
 from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.layout import describe
 from composer_tokacc.planning import CutOptions, pack_lengths
@@ -30,8 +39,9 @@ TEXT_ROWS = [0, 4]
 
 
 @functools.cache
-def case_of(name: str) -> FamilyCase:
-    return FAMILIES[name]()
+def case_of(name: str, *, has_videos: bool = False) -> tuple[Any, BatchLayout]:
+    case = MEDIA[name]() if has_videos else FAMILIES[name]()
+    return case, BatchLayout.for_model(case.model)
 
 
 def batch_of(case: FamilyCase, rows, side: str):
@@ -71,8 +81,7 @@ def own_rows(case: FamilyCase, side: str):
 @pytest.mark.parametrize(('spare', 'side'), [(1, 'right'), (5, 'left')], ids=['narrower, right', 'wider, left'])
 @pytest.mark.parametrize('name', IMAGE_FAMILIES)
 def test_dummy_image_row_changes_no_gradient(name, spare, side):
-    case = case_of(name)
-    layout = BatchLayout.for_model(case.model)
+    case, layout = case_of(name)
     loss, gradients = loss_and_gradients(case, own_rows(case, side))
     microbatch = batch_of(case, TEXT_ROWS, side)
     padded = add_rows(layout, microbatch, [zero_weight(batch_of(case, [spare], side))], side)
@@ -87,8 +96,7 @@ def test_dummy_image_row_changes_no_gradient(name, spare, side):
 @pytest.mark.parametrize('side', ['right', 'left'])
 @pytest.mark.parametrize('name', IMAGE_FAMILIES)
 def test_labels_of_dummy_row_change_gradient(name, side):
-    case = case_of(name)
-    layout = BatchLayout.for_model(case.model)
+    case, layout = case_of(name)
     _, gradients = loss_and_gradients(case, own_rows(case, side))
     labelled = with_rows(batch_of(case, [1], side), [RowCounts(samples=0)])
     padded = add_rows(layout, batch_of(case, TEXT_ROWS, side), [labelled], side)
@@ -97,10 +105,11 @@ def test_labels_of_dummy_row_change_gradient(name, side):
 
 @pytest.mark.parametrize('name', IMAGE_FAMILIES)
 def test_added_rows_are_no_samples(name):
-    case = case_of(name)
-    layout = BatchLayout.for_model(case.model)
+    case, layout = case_of(name)
     microbatch = batch_of(case, TEXT_ROWS, 'right')
-    padded = add_rows(layout, microbatch, [zero_weight(batch_of(case, [1], 'right'))], 'right')
+    row = batch_of(case, [1], 'right')
+    padded = add_rows(layout, microbatch, [zero_weight(row)], 'right')
+    assert (row['labels'] != -100).any()  # the original keeps its labels
     assert layout.num_rows(padded) == 3
     assert num_samples(padded) == num_samples(microbatch) == 2
     assert rows_of(padded) == [*rows_of(microbatch), RowCounts(samples=0, rule='causal')]
@@ -112,8 +121,7 @@ def test_added_rows_are_no_samples(name):
 @pytest.mark.parametrize('name', IMAGE_FAMILIES)
 def test_pads_are_no_image_placeholders(name):
     """The rarest id of the spare row, or of any with images, may be the placeholder itself."""
-    case = case_of(name)
-    layout = BatchLayout.for_model(case.model)
+    case, layout = case_of(name)
     for side in ('left', 'right'):
         microbatch, spare = batch_of(case, [4], side), zero_weight(batch_of(case, [1], side))
         padded = add_rows(layout, microbatch, [spare], side)
@@ -121,19 +129,9 @@ def test_pads_are_no_image_placeholders(name):
         assert 0 < int(placeholders.sum()) == int((padded['input_ids'] == layout.image_token_id).sum())
 
 
-def test_row_of_its_own_weighs_nothing():
-    case = case_of('llava')
-    filler = zero_weight(batch_of(case, [1], 'right'))
-    assert num_samples(filler) == 0
-    assert rows_of(filler) == [RowCounts(samples=0, rule='causal')]
-    assert (filler['labels'] == -100).all()
-    assert (case.rows[1]['labels'] != -100).any()  # the original keeps its labels
-
-
 @pytest.mark.parametrize('name', IMAGE_FAMILIES)
 def test_dummy_row_is_the_smallest(name):
-    case = case_of(name)
-    layout = BatchLayout.for_model(case.model)
+    case, layout = case_of(name)
     whole = batch_of(case, range(6), 'left')
     row = smallest_row([describe(layout, whole)], 'image')
     fewest = min(layout.images_per_row(batch_of(case, [row], 'left'))[0] for row in (1, 2, 3, 5))
@@ -144,8 +142,7 @@ def test_dummy_row_is_the_smallest(name):
 
 
 def test_dummy_row_brings_no_new_lists():
-    case = case_of('llava')
-    layout = BatchLayout.for_model(case.model)
+    case, layout = case_of('llava')
     microbatch = batch_of(case, TEXT_ROWS, 'right')
     del microbatch['sample_ids']
     padded = add_rows(layout, microbatch, [zero_weight(batch_of(case, [1], 'right'))], 'right')
@@ -154,8 +151,7 @@ def test_dummy_row_brings_no_new_lists():
 
 
 def test_padding_of_row_beginning_with_placeholder():
-    case = MEDIA['video_llava']()
-    layout = BatchLayout.for_model(case.model)
+    case, layout = case_of('video_llava', has_videos=True)
     row = next(row for row, truth in zip(case.rows, case.truth, strict=True) if truth == {'image': 2, 'video': 0})
     other = next(row for row, truth in zip(case.rows, case.truth, strict=True) if not truth['image'] and truth['video'])
     assert row['input_ids'][0, 0] == case.model.config.image_token_id
@@ -165,14 +161,12 @@ def test_padding_of_row_beginning_with_placeholder():
 
 
 def test_dummy_row_is_padded_as_batch():
-    case = case_of('llava')
-    layout = BatchLayout.for_model(case.model)
+    case, layout = case_of('llava')
     facts = describe(layout, batch_of(case, range(6), 'left'))
     text = min(TEXT_ROWS, key=facts.lengths.__getitem__)
-    dummies = DummyRows([facts])
-    dummies.needed = ('image',)
+    dummies = {'image': describe(layout, smallest_row([facts], 'image'))}
     piece = Piece.from_facts(facts, CutRules(left='trim'), CutOptions()).take([text])
-    (microbatch,) = build([replace(piece, dummies=dummies.missing(facts, [text]))])
+    (microbatch,) = build([replace(piece, dummies=missing_dummies(dummies, facts, [text]))])
     assert microbatch['attention_mask'].shape[1] > facts.lengths[text]
     assert microbatch['attention_mask'][0, -facts.lengths[text] :].all()
 
@@ -215,8 +209,7 @@ def test_glm_gets_no_video_beside_image(unit, monkeypatch):
 
 
 def test_packed_rows_are_halved_if_needed(monkeypatch):
-    case = case_of('llava')
-    layout = BatchLayout.for_model(case.model)
+    case, layout = case_of('llava')
     batch = layout.concat([batch_of(case, [1], 'right'), *[batch_of(case, TEXT_ROWS[:1], 'right')] * 8])
     lengths = describe(layout, batch).lengths
     budget = lengths[0] + sum(lengths[1:6])
@@ -241,8 +234,7 @@ def packed_microbatches(monkeypatch, batch, layout, agreed=list, **options):
 
 def test_media_rows_of_other_ranks_fit(monkeypatch):
     """Rows with images in a step in which only another rank has a video."""
-    case = MEDIA['qwen2_5_vl']()
-    layout = BatchLayout.for_model(case.model)
+    case, layout = case_of('qwen2_5_vl', has_videos=True)
     own, other = (case.rows[case.kinds.index(kind)] for kind in ('image', 'video'))
     batch = with_counts(layout.concat([own] * 4))
     budget = layout.width(own) + layout.width(other)
@@ -255,8 +247,7 @@ def test_media_rows_of_other_ranks_fit(monkeypatch):
 
 
 def test_row_that_leaves_no_room(monkeypatch, caplog):
-    case = case_of('llava')
-    layout = BatchLayout.for_model(case.model)
+    case, layout = case_of('llava')
     batch = layout.concat([batch_of(case, [row], 'right') for row in (1, *TEXT_ROWS)])
     budget = max(describe(layout, batch).lengths)
     assert budget == describe(layout, batch).lengths[2]
@@ -266,15 +257,15 @@ def test_row_that_leaves_no_room(monkeypatch, caplog):
 
 
 def test_no_media_rows_if_reduced_once(monkeypatch):
-    case = case_of('llava')
-    layout = BatchLayout.for_model(case.model)
+    case, layout = case_of('llava')
     text = layout.concat([batch_of(case, TEXT_ROWS, 'right')] * 4)
     monkeypatch.setattr('composer_tokacc.data_spec.split.get_world_size', lambda: 2)
     monkeypatch.setattr('composer_tokacc.data_spec.split.max_over_ranks', None)  # nothing is agreed upon
     given = loader(text)
     spec = token_data_spec(given, layout=layout, slot_tokens=max(describe(layout, text).lengths))
     split = split_of(given)
-    split.adopt(split.rules, reduces_once=True)
+    split.adopt(split.rules)
+    split.reduces_once = True
     microbatches = spec.split_batch(text, 1)
     assert len(microbatches) > 1
     assert not any('pixel_values' in microbatch for microbatch in microbatches)

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from composer.core import Callback
+from composer.core import Event
 from composer.optim import LinearWithWarmupScheduler
 
 from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, token_data_spec
 from tests.support.text import collate, text_model, text_rows
-from tests.support.training import fit, hugging_face, loader
+from tests.support.training import On, fit, hugging_face, loader
 
 ROWS = [(4, 2), (14, 11), (9, 9), (5, 0), (6, 1), (7, 2), (3, 1), (12, 3), (8, 8), (10, 2), (2, 1), (16, 4)]
 ROWS_PER_STEP = 3
@@ -22,16 +22,8 @@ WARMUP = 40
 DURATION = 80
 
 
-class Clock(Callback):
-    """Notes the tokens and the learning rate at the start of each step."""
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.rates: list[float] = []
-
-    def batch_start(self, state: Any, logger: Any) -> None:
-        self.tokens.append(state.timestamp.token.value)
-        self.rates.append(state.optimizers[0].param_groups[0]['lr'])
+def tokens_and_rate(state: Any) -> tuple[int, float]:
+    return state.timestamp.token.value, state.optimizers[0].param_groups[0]['lr']
 
 
 def batches() -> list[dict[str, torch.Tensor]]:
@@ -55,8 +47,9 @@ DATA = {
 }
 
 
-def train(data: Any) -> Clock:
-    clock = Clock()
+def train(data: Any) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Returns the tokens and the learning rate at the start of each step."""
+    clock = On(Event.BATCH_START, tokens_and_rate)
     model = hugging_face(text_model())
     fit(
         model,
@@ -66,24 +59,25 @@ def train(data: Any) -> Clock:
         schedulers=LinearWithWarmupScheduler(t_warmup=f'{WARMUP}tok'),
         max_duration=f'{DURATION}tok',
     )
-    return clock
+    tokens, rates = zip(*clock.values, strict=True)
+    return tokens, rates
 
 
 @pytest.mark.parametrize('kind', DATA)
 def test_real_tokens_count(kind):
-    clock = train(DATA[kind]())
+    tokens_at_start, rates = train(DATA[kind]())
     tokens_of_steps = [int(batch['attention_mask'].sum()) for batch in batches()]
     starts = [0, *torch.tensor(tokens_of_steps).cumsum(0).tolist()]
     num_steps = sum(start < DURATION for start in starts)
-    assert clock.tokens == starts[:num_steps]
+    assert tokens_at_start == tuple(starts[:num_steps])
     # Composer's schedulers step before its clock does: a step has the rate of the time at which the last one began.
     factors = []
-    for tokens in [0, *clock.tokens][:num_steps]:
+    for tokens in [0, *tokens_at_start][:num_steps]:
         after_warmup = 1 - (tokens - WARMUP) / (DURATION - WARMUP)
         factors.append(tokens / WARMUP if tokens < WARMUP else after_warmup)
-    assert clock.rates == pytest.approx(factors)
+    assert rates == pytest.approx(factors)
 
 
 def test_composers_own_counter_counts_padding():
-    clock = train(loader(*batches()))
-    assert clock.tokens[1] == batches()[0]['attention_mask'].numel()
+    tokens_at_start, _ = train(loader(*batches()))
+    assert tokens_at_start[1] == batches()[0]['attention_mask'].numel()

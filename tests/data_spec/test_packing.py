@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 
@@ -12,23 +10,12 @@ from composer_tokacc import BatchLayout, TokenMonitor, token_data_spec
 from composer_tokacc.data_spec.packing import pack_rows
 from composer_tokacc.data_spec.pieces import CutRules
 from composer_tokacc.data_spec.split import split_of
-from composer_tokacc.planning import pack_lengths
 from composer_tokacc.row_counts import RowCounts, rows_of, with_counts, with_rows
 from tests.support.text import collate, text_model, text_rows
 from tests.support.training import assert_exact, fit, hugging_face, loader, reference_gradients, relative_error
 
 BOUNDS = ('attention_mask', 'position_ids')
 SHAPE = [(4, 2), (5, 3), (9, 7), (14, 11), (6, 0), (3, 2)]
-
-
-def test_packed_groups_keep_cap_and_rows():
-    generator = random.Random(0)
-    for _ in range(300):
-        lengths = [generator.randint(1, 30) for _ in range(generator.randint(1, 40))]
-        cap = generator.randint(1, 60)
-        groups = pack_lengths(lengths, cap)
-        assert sorted(row for group in groups for row in group) == list(range(len(lengths)))
-        assert all(len(group) == 1 or sum(lengths[row] for row in group) <= cap for group in groups)
 
 
 @pytest.mark.parametrize(
@@ -77,9 +64,10 @@ def test_leak_between_documents_is_refused(monkeypatch):
         fit(model, batch, packing=True)
 
 
-def test_packing_without_the_algorithm_is_refused():
-    with pytest.raises(RuntimeError, match='needs TokenAccumulation'):
-        fit(text_model(), collate(text_rows(SHAPE)), packing=True, algorithms=[])
+@pytest.mark.parametrize('packing', [True, 'auto'])
+def test_packing_without_the_algorithm_is_refused(packing):
+    with pytest.raises(RuntimeError, match=f'`packing={packing!r}` needs TokenAccumulation'):
+        fit(text_model(), collate(text_rows(SHAPE)), packing=packing, algorithms=[])
 
 
 def test_unpackable_entries_are_refused():

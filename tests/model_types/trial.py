@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from composer_tokacc import BatchLayout
-from composer_tokacc.algorithm.run_logits import RunLogits
+from composer_tokacc.algorithm.setup import RunLogits
 from tests.matrix.harness import Outcome, measure, measure_steps, plain_gradients, quiet
 from tests.matrix.subjects import SUBJECTS
 from tests.model_types.exceptions import THINKERS, UNTRIED, UNTRIED_TEXT
@@ -88,14 +88,13 @@ def watched_logits() -> Iterator[list[str]]:
         reasons.append('')
         begin_forward(logits, rule, num_labels, num_positions)
 
-    check_choice = RunLogits._check_choice
+    compute_all = RunLogits._compute_all
 
-    def checked(logits: RunLogits) -> None:
-        if logits.why_all is not None:
-            reasons.append(_stripped(logits.why_all))
-        check_choice(logits)
+    def computed_all(logits: RunLogits, why: str) -> None:
+        reasons.append(_stripped(why))
+        compute_all(logits, why)
 
-    with patch.object(RunLogits, 'begin_forward', watched), patch.object(RunLogits, '_check_choice', checked):
+    with patch.object(RunLogits, 'begin_forward', watched), patch.object(RunLogits, '_compute_all', computed_all):
         yield reasons
 
 

@@ -69,6 +69,18 @@ class GradientRecorder(Callback):
         return logged(self.memory, name)
 
 
+class On(Callback):
+    """Calls a function with the state at an event, and keeps what it returns."""
+
+    def __init__(self, event: Event, function: Callable[[State], Any]) -> None:
+        self.event, self.function = event, function
+        self.values: list[Any] = []
+
+    def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        if event == self.event:
+            self.values.append(self.function(state))
+
+
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     return model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
 
