@@ -331,12 +331,14 @@ class FirstBatchCheck:
         loader_batch = without_rows(batch)
         rows = lengthened(self.layout, self.layout.select(loader_batch, chosen))
         has_new_widths = any(name.startswith(('rows padded', 'packed rows')) for name in missing)
-        packed = self._ranges_of(describe_all(self.layout, batch), cutter).packed
+        packed_total = 0
+        if cutter is not None:
+            packed_total = cutter.largest_packed_row(describe_all(self.layout, batch), self.microbatch_size)
         return SharedRows(
             rows=_with_labels(self.layout, rows),
             media=media_as_collated(self.layout, batch, chosen),
             tied=rows_with_ties(self.layout, batch) if has_new_widths else None,
-            packed_total=0 if packed is None else packed.total,
+            packed_total=packed_total,
         )
 
 

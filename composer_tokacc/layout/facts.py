@@ -21,7 +21,6 @@ from composer_tokacc.batch import (
     side_of,
     text_of,
 )
-from composer_tokacc.layout.families import Entry
 from composer_tokacc.layout.found import has_audio_along_text
 from composer_tokacc.layout.layout import BatchLayout
 from composer_tokacc.layout.placeholders import stand_at, token_ids
@@ -186,8 +185,7 @@ def _check_zero_on_padding(batch: Batch, key: str, real: torch.Tensor) -> None:
     has_real_after = real.flip(1).cumsum(dim=1).flip(1) > 0
     is_wrong &= ~(has_real_before & has_real_after)
     if bool(is_wrong.any()):
-        row = int(is_wrong.any(dim=1).int().argmax())
-        column = int(is_wrong[row].int().argmax())
+        row, column = is_wrong.nonzero()[0].tolist()
         raise ValueError(
             f'`batch[{key!r}]` must be 0 where `attention_mask` is 0, got: {value[row, column].item()} in column '
             f'{column} of {sample_name(batch, row)}. Pad it on the side on which `input_ids` are padded.'
@@ -208,8 +206,7 @@ def _check_types_of_images(layout: BatchLayout, batch: Batch) -> None:
     # Some processors mark nothing in a row. Then the model does not read the types.
     is_unmarked &= (types != 0).any(dim=1, keepdim=True)
     if bool(is_unmarked.any()):
-        row = int(is_unmarked.any(dim=1).int().argmax())
-        column = int(is_unmarked[row].int().argmax())
+        row, column = is_unmarked.nonzero()[0].tolist()
         raise ValueError(
             f'`mm_token_type_ids` must mark the placeholders of images, got: 0 at the placeholder in column {column} '
             f'of {sample_name(batch, row)}. Pad it on the side on which `input_ids` are padded.'
@@ -221,14 +218,3 @@ def describe_all(layout: BatchLayout | None, batch: Batch) -> list[RowFacts]:
     if layout is None:
         return []
     return [describe(layout, microbatch) for microbatch in microbatches_of(batch)]
-
-
-def media_entries(layout: BatchLayout, batch: Batch) -> dict[str, Entry]:
-    """Returns how the tensors of images, videos and audios of a batch belong to rows, by key."""
-    entries = {}
-    for key, value in batch.items():
-        if isinstance(value, torch.Tensor):
-            entry = layout.entry_of(batch, key)
-            if entry.is_media:
-                entries[key] = entry
-    return entries

@@ -16,211 +16,66 @@ rows lie outside of a range in 8 to 12 of the first 200 steps.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from dataclasses import dataclass, field
 
 import torch
 
 from composer_tokacc.batch import MODALITIES
 from composer_tokacc.layout.facts import RowFacts
-from composer_tokacc.layout.families import TEXT_ENTRIES
 from composer_tokacc.layout.found import Readings, agreed_readings, joined_readings
+from composer_tokacc.layout.layout import media_entries
 
-
-class Padding(Enum):
-    """Side of the padding, and whether the batch gives positions. The value completes the phrase "rows padded ..."."""
-
-    RIGHT = 'on the right'
-    RIGHT_WITH_POSITIONS = 'on the right, with position_ids'
-    LEFT = 'on the left'
-    LEFT_WITH_POSITIONS = 'on the left, with position_ids'
-
-    @classmethod
-    def of(
-        cls,
-        side: str,
-        *,
-        has_positions: bool,
-    ) -> Padding:
-        """Returns the member for a side, ``'left'`` or ``'right'``."""
-        if side == 'left':
-            return cls.LEFT_WITH_POSITIONS if has_positions else cls.LEFT
-        return cls.RIGHT_WITH_POSITIONS if has_positions else cls.RIGHT
-
-
-class RotaryCase(Enum):
-    """How a padded batch exceeds the width limit of the rotary embedding: see :attr:`.BatchLayout.width_limit`."""
-
-    COLUMNS_ABOUT_LIMIT = 'some rows wider than the rotary limit'
-    COLUMNS_OVER_LIMIT = 'all rows wider than the rotary limit'
-    POSITIONS_ABOUT_LIMIT = 'some rows wider than the rotary limit, with position_ids'
-    POSITIONS_OVER_LIMIT = 'all rows wider than the rotary limit, with position_ids'
-
-
-@dataclass(frozen=True)
-class PaddedRange:
-    """Widths of padded rows.
-
-    Args:
-        shortest: Tokens of the shortest row, the least that a trimmed row can have.
-        longest: Tokens of the longest row that has padding. A row without padding shows nothing about trimming.
-        width: Padded width, the widest that was seen.
-    """
-
-    shortest: int
-    longest: int
-    width: int
-
-    def covers(self, other: PaddedRange) -> bool:
-        """Returns whether the other range lies inside of this one."""
-        return self.shortest <= other.shortest and self.longest >= other.longest and self.width >= other.width
-
-    def joined(self, other: PaddedRange) -> PaddedRange:
-        """Returns the smallest range that covers both."""
-        return PaddedRange(
-            shortest=min(self.shortest, other.shortest),
-            longest=max(self.longest, other.longest),
-            width=max(self.width, other.width),
-        )
-
-
-@dataclass(frozen=True)
-class PackedRange:
-    """Sizes of packed rows: tokens of the longest document, and of all documents of a row together."""
-
-    longest: int
-    total: int
-
-    def covers(self, other: PackedRange) -> bool:
-        """Returns whether the other range lies inside of this one."""
-        return self.longest >= other.longest and self.total >= other.total
-
-    def joined(self, other: PackedRange) -> PackedRange:
-        """Returns the smallest range that covers both."""
-        return PackedRange(longest=max(self.longest, other.longest), total=max(self.total, other.total))
-
-
-@dataclass(frozen=True)
-class MediaRange:
-    """Images, videos or audios of some rows.
-
-    Args:
-        most_items: The most items of one row.
-        in_several_rows: Whether two rows of one batch have any.
-        smallest: Placeholders of the smallest item in a batch with items of several sizes; None: no batch had several.
-        largest: Placeholders of the largest item in a batch with items of several sizes.
-        is_ragged: Whether microbatches that a loader collates one by one pad items to different sizes.
-    """
-
-    most_items: int
-    in_several_rows: bool = False
-    smallest: float | None = None
-    largest: float | None = None
-    is_ragged: bool = False
-
-    def covers(self, other: MediaRange) -> bool:
-        """Returns whether the other range lies inside of this one."""
-        return self.joined(other) == self
-
-    def joined(self, other: MediaRange) -> MediaRange:
-        """Returns the smallest range that covers both."""
-        smallest = [size for size in (self.smallest, other.smallest) if size is not None]
-        largest = [size for size in (self.largest, other.largest) if size is not None]
-        return MediaRange(
-            most_items=max(self.most_items, other.most_items),
-            in_several_rows=self.in_several_rows or other.in_several_rows,
-            smallest=min(smallest, default=None),
-            largest=max(largest, default=None),
-            is_ragged=self.is_ragged or other.is_ragged,
-        )
+PADDED = 'rows padded'
+"""How the names of all limits of padded rows begin."""
+Limit = tuple[float, ...]
+"""The largest values of a property that were seen. A smallest value is kept as its negative."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowRanges:
-    """Ranges of the rows of some batches.
+    """What the rows of some batches were like.
 
     Args:
-        padded: Widths, for each kind of padding.
-        packed: Sizes of packed rows; None: none were packed.
-        media: Items by modality, ``'image'``, ``'video'`` and ``'audio'``.
-        rotary: How batches exceeded the width limit of the rotary embedding.
-        has_mixed_rows: Whether a batch had rows with media and rows without any.
-        has_holes: Whether a row had positions that are not attended between attended ones.
-        has_holes_beside_media: The same in a batch with media.
+        limits: Limits of the properties that a batch had, by name. It is empty if it is enough to have seen one such
+            batch. A name about images, videos or audios begins with that word.
         readings: Possible readings of the tensors that no family registers.
     """
 
-    padded: Mapping[Padding, PaddedRange] = field(default_factory=dict)
-    packed: PackedRange | None = None
-    media: Mapping[str, MediaRange] = field(default_factory=dict)
-    rotary: frozenset[RotaryCase] = frozenset()
-    has_mixed_rows: bool = False
-    has_holes: bool = False
-    has_holes_beside_media: bool = False
+    limits: Mapping[str, Limit] = field(default_factory=dict)
     readings: Readings = field(default_factory=dict)
 
     def missing(self, rows: RowRanges) -> list[str]:
-        """Returns names of the properties in which the other rows lie outside of these ranges.
-
-        A name about images, videos or audios begins with that word.
-        """
+        """Returns names of the properties in which the other rows lie outside of these ranges."""
         missing = []
-        for padding, needed in rows.padded.items():
-            padded = self.padded.get(padding)
-            if padded is None or not padded.covers(needed):
-                missing.append(f'rows padded {padding.value}')
-        if rows.packed is not None and (self.packed is None or not self.packed.covers(rows.packed)):
-            missing.append('packed rows')
-        for modality, needed in rows.media.items():
-            media = self.media.get(modality)
-            if media is None or not media.covers(needed):
-                missing.append(f'{modality}s')
-        missing += [case.value for case in rows.rotary - self.rotary]
-        # For these it is enough to have seen one such batch.
-        if rows.has_mixed_rows and not self.has_mixed_rows:
-            missing.append('rows with and without media')
-        if rows.has_holes and not self.has_holes:
-            missing.append('holes')
-        if rows.has_holes_beside_media and not self.has_holes_beside_media:
-            missing.append('holes beside media')
-        missing += self._keys_of_another_meaning(rows.readings)
-        return missing
-
-    def _keys_of_another_meaning(self, readings: Readings) -> list[str]:
-        """Returns names of the keys that are new, or whose most likely reading would change."""
-        names = []
-        for key, possible in readings.items():
+        for name, needed in rows.limits.items():
+            limit = self.limits.get(name)
+            if limit is None or _larger(limit, needed) != limit:
+                missing.append(name)
+        for key, possible in rows.readings.items():
+            # A key that is new, or whose most likely reading would change.
             earlier = self.readings.get(key)
             if earlier is None or agreed_readings(earlier, possible)[:1] != earlier[:1]:
-                names.append(f'the key {key!r}')
-        return names
+                missing.append(f'the key {key!r}')
+        return missing
 
     def joined(self, other: RowRanges) -> RowRanges:
         """Returns the smallest ranges that cover both."""
-        padded = dict(self.padded)
-        for padding, padded_range in other.padded.items():
-            padded[padding] = padded_range.joined(padded.get(padding, padded_range))
-        media = dict(self.media)
-        for modality, media_range in other.media.items():
-            media[modality] = media_range.joined(media.get(modality, media_range))
-        packed = self.packed or other.packed
-        if packed is not None and other.packed is not None:
-            packed = packed.joined(other.packed)
-        return RowRanges(
-            padded=padded,
-            packed=packed,
-            media=media,
-            rotary=self.rotary | other.rotary,
-            has_mixed_rows=self.has_mixed_rows or other.has_mixed_rows,
-            has_holes=self.has_holes or other.has_holes,
-            has_holes_beside_media=self.has_holes_beside_media or other.has_holes_beside_media,
-            readings=joined_readings(self.readings, other.readings),
-        )
+        limits = dict(self.limits)
+        for name, limit in other.limits.items():
+            limits[name] = _larger(limits.get(name, limit), limit)
+        return RowRanges(limits=limits, readings=joined_readings(self.readings, other.readings))
 
     def without_padding(self) -> RowRanges:
         """Returns the ranges as if no row had padding. For rows on which trimming was not tried."""
-        return replace(self, padded={})
+        limits = {name: limit for name, limit in self.limits.items() if not name.startswith(PADDED)}
+        return RowRanges(limits=limits, readings=self.readings)
+
+
+def _larger(first: Limit, second: Limit) -> Limit:
+    """Returns the larger of each two values."""
+    return tuple(map(max, first, second))
 
 
 def ranges_of(sources: Sequence[RowFacts], packed_total: int = 0) -> RowRanges:
@@ -230,71 +85,61 @@ def ranges_of(sources: Sequence[RowFacts], packed_total: int = 0) -> RowRanges:
         sources: Facts of the batch, or of each of its microbatches.
         packed_total: The most tokens that a packed row made of these rows can have; 0: they are not packed.
     """
-    media = {}
-    for modality in MODALITIES:
-        media_range = _media_range(modality, sources)
-        if media_range is not None:
-            media[modality] = media_range
+    lengths: list[int] = []
     media_per_row: list[int] = []
     has_holes = False
-    longest = 0
     readings: Readings = {}
     for facts in sources:
+        lengths += facts.lengths
         media_per_row += facts.media
         has_holes = has_holes or any(facts.has_hole)
-        longest = max([longest, *facts.lengths])
         readings = joined_readings(readings, facts.layout.readings_of(facts.batch))
-    has_media = any(media_per_row)
-    packed = None
+    limits = _padded_limits([facts for facts in sources if facts.has_ids])
     if packed_total:
-        packed = PackedRange(longest=longest, total=packed_total)
-    return RowRanges(
-        padded=_padded_ranges([facts for facts in sources if facts.has_ids]),
-        packed=packed,
-        media=media,
-        rotary=frozenset(_rotary_cases(sources)),
-        has_mixed_rows=has_media and not all(media_per_row),
-        has_holes=has_holes and not has_media,
-        has_holes_beside_media=has_holes and has_media,
-        readings=readings,
-    )
+        limits['packed rows'] = (max(lengths), packed_total)
+    for modality in MODALITIES:
+        limit = _media_limit(modality, sources)
+        if limit is not None:
+            limits[f'{modality}s'] = limit
+    has_media = any(media_per_row)
+    if has_media and not all(media_per_row):
+        limits['rows with and without media'] = ()
+    if has_holes:
+        limits['holes beside media' if has_media else 'holes'] = ()
+    return RowRanges(limits=limits, readings=readings)
 
 
-def _padded_ranges(sources: Sequence[RowFacts]) -> dict[Padding, PaddedRange]:
-    """Returns the range of widths of all sources together, as if they were one padded batch; empty without padding."""
+def _padded_limits(sources: Sequence[RowFacts]) -> dict[str, Limit]:
+    """Returns the limits of the widths of all sources together, as if they were one padded batch."""
+    limits: dict[str, Limit] = {}
     lengths: list[int] = []
     width = 0
     side = 'right'
-    has_positions = False
+    with_positions = ''
     for facts in sources:
         lengths += facts.lengths
         width = max(width, facts.width)
         # Rows without padding have the side 'right', so one 'left' decides.
         if facts.side == 'left':
             side = 'left'
-        has_positions = has_positions or facts.has_positions
+        positions = ', with position_ids' if facts.has_positions else ''
+        with_positions = with_positions or positions
+        if facts.is_padded and facts.layout.width_matters(facts.batch):
+            rows = 'all rows' if min(facts.lengths) > (facts.layout.width_limit or 0) else 'some rows'
+            limits[f'{rows} wider than the rotary limit{positions}'] = ()
+    # A row without padding shows nothing about trimming.
     padded_lengths = [length for length in lengths if length < width]
-    if not padded_lengths:
-        return {}
-    padding = Padding.of(side, has_positions=has_positions)
-    return {padding: PaddedRange(shortest=min(lengths), longest=max(padded_lengths), width=width)}
+    if padded_lengths:
+        limits[f'{PADDED} on the {side}{with_positions}'] = (-min(lengths), max(padded_lengths), width)
+    return limits
 
 
-def _rotary_cases(sources: Sequence[RowFacts]) -> set[RotaryCase]:
-    cases = set()
-    for facts in sources:
-        if not (facts.has_ids and facts.is_padded and facts.layout.width_matters(facts.batch)):
-            continue
-        is_over = min(facts.lengths) > (facts.layout.width_limit or 0)
-        if facts.has_positions:
-            cases.add(RotaryCase.POSITIONS_OVER_LIMIT if is_over else RotaryCase.POSITIONS_ABOUT_LIMIT)
-        else:
-            cases.add(RotaryCase.COLUMNS_OVER_LIMIT if is_over else RotaryCase.COLUMNS_ABOUT_LIMIT)
-    return cases
+def _media_limit(modality: str, sources: Sequence[RowFacts]) -> Limit | None:
+    """Returns the limit of a modality's items; None: no row has any.
 
-
-def _media_range(modality: str, sources: Sequence[RowFacts]) -> MediaRange | None:
-    """Returns the range of a modality's items; None: no row has any."""
+    It has the most items of a row, whether several rows have any, the sizes of the smallest and the largest item, and
+    whether microbatches that a loader collates one by one pad items to different sizes.
+    """
     counts: list[int] = []
     sizes: list[float] = []
     for facts in sources:
@@ -302,31 +147,19 @@ def _media_range(modality: str, sources: Sequence[RowFacts]) -> MediaRange | Non
         sizes += [size for size in facts.media_sizes(modality) if size is not None]
     if not counts:
         return None
-    smallest = None
-    largest = None
+    smallest, largest = min(sizes), max(sizes)
     # Items of one size need no padding, so their size does not matter.
-    if min(sizes) < max(sizes):
-        smallest = min(sizes)
-        largest = max(sizes)
-    return MediaRange(
-        most_items=max(counts),
-        in_several_rows=len(counts) > 1,
-        smallest=smallest,
-        largest=largest,
-        is_ragged=_is_ragged(modality, sources),
-    )
+    if smallest == largest:
+        smallest, largest = math.inf, -math.inf
+    return max(counts), len(counts) > 1, -smallest, largest, _is_ragged(modality, sources)
 
 
 def _is_ragged(modality: str, sources: Sequence[RowFacts]) -> bool:
     """Returns whether microbatches pad a tensor of the modality to different sizes."""
     first_shapes: dict[str, torch.Size] = {}
     for facts in sources:
-        for key, value in facts.batch.items():
-            if key in TEXT_ENTRIES or not isinstance(value, torch.Tensor):
-                continue
-            item_shape = value.shape[1:]
-            if item_shape != first_shapes.setdefault(key, item_shape):
-                entry = facts.layout.entry_of(facts.batch, key)
-                if entry.is_media and entry.modality == modality:
-                    return True
+        for key, entry in media_entries(facts.layout, facts.batch).items():
+            item_shape = facts.batch[key].shape[1:]
+            if entry.modality == modality and item_shape != first_shapes.setdefault(key, item_shape):
+                return True
     return False
