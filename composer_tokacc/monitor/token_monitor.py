@@ -23,8 +23,7 @@ from composer_tokacc.layout import microbatches_of
 from composer_tokacc.monitor.gradient_norm import GradientNorm
 from composer_tokacc.monitor.source_ledger import SourceLedger, SourceSums
 from composer_tokacc.monitor.step_counts import (
-    DeviceBatchCounts,
-    MicrobatchCounts,
+    BatchCounts,
     StepCounts,
     count_device_batch,
     count_microbatch,
@@ -55,7 +54,7 @@ class Flops(Protocol):
 class _PreviousStep(NamedTuple):
     """The step before. Its counts over all ranks are known."""
 
-    microbatches: Sequence[MicrobatchCounts]  # of this rank
+    microbatches: Sequence[BatchCounts]  # of this rank
     samples: float  # of all ranks
     loss_tokens: float  # of all ranks
 
@@ -132,10 +131,10 @@ class TokenMonitor(Callback):
         # Counts of the step.
         self._wait_began = 0.0
         self._loader_seconds = 0.0
-        self._device_batch = DeviceBatchCounts(samples=0, real_tokens=0, loss_tokens=0, positions=0)
+        self._device_batch = BatchCounts(0, 0, 0, 0, 0.0)
         self._media_flops = 0.0
         # Counts of an attempt to compute the step. If it runs out of memory, Composer makes another one.
-        self._microbatches: list[MicrobatchCounts] = []
+        self._microbatches: list[BatchCounts] = []
         self._text_flops = 0.0
         self._ledger = SourceLedger()
 
@@ -205,7 +204,7 @@ class TokenMonitor(Callback):
         logger.log_metrics({f'token_monitor/{name}': value for name, value in metrics.items()})
         _show(metrics, logger)
 
-    def _step_counts(self, microbatches: Sequence[MicrobatchCounts]) -> StepCounts:
+    def _step_counts(self, microbatches: Sequence[BatchCounts]) -> StepCounts:
         """Returns the counts of this rank. Waits for the device."""
         positions = 0
         dummy_positions = 0.0
@@ -218,7 +217,7 @@ class TokenMonitor(Callback):
         return StepCounts(
             samples=self._device_batch.samples,
             real_tokens=self._device_batch.real_tokens,
-            loss_tokens=self._device_batch.loss_tokens,
+            loss_tokens=float(self._device_batch.loss_tokens),
             device_batch_positions=self._device_batch.positions,
             positions=positions,
             dummy_positions=dummy_positions,
