@@ -47,8 +47,8 @@ from composer_tokacc.layout import (
     media_entries,
     microbatches_of,
 )
+from composer_tokacc.layout.facts import RowRanges, ranges_of
 from composer_tokacc.layout.found import joined_readings
-from composer_tokacc.layout.ranges import RowRanges, ranges_of
 from composer_tokacc.row_counts import num_rows, without_rows
 
 log = logging.getLogger(__name__)

@@ -201,8 +201,6 @@ class BatchLayout:
         if entry is None:
             entry = self._inferred_entry(batch, key)
         width = self.width(batch)
-        if key == 'loss_weights' and value.dim() == 1:
-            return Entry(absent=entry.absent)  # one weight per row
         if key == 'attention_mask' and value.dim() > 2:
             # (rows, width, width) and (rows, heads, width, width) have the width twice. In an additive mask 0 means
             # "attend", so it is filled with the lowest number.
@@ -214,7 +212,9 @@ class BatchLayout:
         is_of_decoder = 'input_ids' not in batch
         if key in ('labels', 'loss_weights') and 'decoder_input_ids' in batch:
             is_of_decoder = True
-        if is_of_decoder or any(value.shape[dim] != width for dim in entry.seq_dims):
+        # `loss_weights` may have one weight per row.
+        lies_along_text = all(dim < value.dim() and value.shape[dim] == width for dim in entry.seq_dims)
+        if is_of_decoder or not lies_along_text:
             return replace(entry, seq_dims=())
         return entry
 
