@@ -168,7 +168,7 @@ def test_media_in_wrong_row_changes_loss(name):
     has_slots = 'aspect_ratio_ids' in row or 'pixel_attention_mask' in row
     with torch.no_grad():
         mixed = {**row, PIXELS[modality]: pixels.flip(1 if has_slots else 0)}
-        assert abs(case.loss(mixed) / case.loss(row) - 1) > 1e-4
+        assert abs(case.loss(mixed) / case.loss(row) - 1) > (1e-4 if name in MEDIA else 1e-3)
 
 
 @pytest.mark.parametrize(
