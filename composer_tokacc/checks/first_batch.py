@@ -47,8 +47,8 @@ from composer_tokacc.layout import (
     media_entries,
     microbatches_of,
 )
+from composer_tokacc.layout.facts import RowRanges, ranges_of
 from composer_tokacc.layout.found import joined_readings
-from composer_tokacc.layout.ranges import RowRanges, ranges_of
 from composer_tokacc.row_counts import num_rows, without_rows
 
 log = logging.getLogger(__name__)
@@ -184,7 +184,7 @@ class FirstBatchCheck:
             self._learn_readings(offers)
             # All ranks probe the rows of one of them, because FSDP hangs if only some ranks have images.
             is_sender = offers[get_global_rank()] is offer
-            shared = from_any_rank(self._selected_rows(batch, local_ranges, missing) if is_sender else None)
+            shared = from_any_rank(self._selected_rows(batch, cutter, missing) if is_sender else None)
             assert shared is not None
             try:
                 new_rules, shown = self._run(shared, cutter, rules)
@@ -332,7 +332,7 @@ class FirstBatchCheck:
     def _selected_rows(
         self,
         batch: Batch,
-        ranges: RowRanges,
+        cutter: Cutter[RulesT] | None,
         missing: Sequence[str],
     ) -> SharedRows:
         """Returns the rows of this rank that all ranks probe."""
@@ -344,11 +344,14 @@ class FirstBatchCheck:
         loader_batch = without_rows(batch)
         rows = lengthened(self.layout, self.layout.select(loader_batch, chosen))
         has_new_widths = any(name.startswith(('rows padded', 'packed rows')) for name in missing)
+        packed_total = 0
+        if cutter is not None:
+            packed_total = cutter.largest_packed_row(describe_all(self.layout, batch), self.microbatch_size)
         return SharedRows(
             rows=_with_labels(self.layout, rows),
             media=media_as_collated(self.layout, batch, chosen),
             tied=rows_with_ties(self.layout, batch) if has_new_widths else None,
-            packed_total=0 if ranges.packed is None else ranges.packed.total,
+            packed_total=packed_total,
         )
 
 

@@ -4,9 +4,9 @@
 """How the entries of a multimodal batch belong to its rows, family by family."""
 
 from composer_tokacc.batch import Batch
-from composer_tokacc.layout.facts import RowFacts, describe, describe_all, media_entries
+from composer_tokacc.layout.facts import RowFacts, describe, describe_all
 from composer_tokacc.layout.families import FAMILIES, Entry, Family, Media
-from composer_tokacc.layout.layout import BatchLayout
+from composer_tokacc.layout.layout import BatchLayout, media_entries
 from composer_tokacc.layout.pre_split import PreSplitBatch, microbatches_of
 
 __all__ = [

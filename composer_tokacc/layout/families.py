@@ -404,7 +404,7 @@ FAMILIES: tuple[Family, ...] = (
             'batch_num_images': Entry(absent=0),  # images of each row: only a single one is tiled
         },
         media={
-            'image': Media(sizes=placeholders.anyres_capped),
+            'image': Media(sizes=placeholders.anyres),
             'video': Media(sizes=placeholders.equal),
         },
         matches=_has_tiles_or_clips,

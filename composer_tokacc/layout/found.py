@@ -15,9 +15,8 @@ batch with no answer, or with two, is refused.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -46,6 +45,14 @@ Readings = Mapping[str, tuple[Reading, ...]]
 
 ORDER = list(Reading)
 """Decides between readings that two batches put in opposite orders."""
+
+ENTRIES = {
+    Reading.TEXT: Entry(seq_dims=(1,)),
+    Reading.ROWS: Entry(),
+    Reading.SHARED_TEXT: Entry(unit='shared', seq_dims=(1,)),
+    Reading.SHARED: Entry(unit='shared'),
+}
+"""How a tensor belongs to rows, by its reading; a tensor of media depends on the batch."""
 
 
 def inferred_family(config: Any) -> Family:
@@ -136,15 +143,9 @@ def meaning_has_changed(key: str, earlier: Sequence[Reading], possible: Sequence
 
 def entry_of_reading(reading: Reading, batch: Batch, key: str) -> Entry:
     """Returns how the tensor belongs to rows if it is read in that way."""
-    if reading is Reading.TEXT:
-        return Entry(seq_dims=(1,))
-    if reading is Reading.ROWS:
-        return Entry()
-    if reading is Reading.SHARED_TEXT:
-        return Entry(unit='shared', seq_dims=(1,))
-    if reading is Reading.SHARED:
-        return Entry(unit='shared')
-    return _entry_of_media(batch, key)
+    if reading is Reading.MEDIA:
+        return _entry_of_media(batch, key)
+    return ENTRIES[reading]
 
 
 def _entry_of_media(batch: Batch, key: str) -> Entry:
@@ -225,24 +226,11 @@ def carried_counts(batch: Batch, modality: str) -> list[int] | None:
     return [int(count) for count in counts]
 
 
-@dataclass(frozen=True)
-class _Placeholders:
+class _Placeholders(NamedTuple):
     """The placeholders of a modality in each row: how many there are, and how many runs without a gap."""
 
     tokens: list[int]
     runs: list[int]
-
-    @classmethod
-    def of(
-        cls,
-        batch: Batch,
-        config: Any,
-        modality: str,
-    ) -> _Placeholders:
-        is_placeholder = stand_at(text_of(batch), placeholder_ids(config, modality))
-        follows_placeholder = torch.nn.functional.pad(is_placeholder[:, :-1], (1, 0))
-        starts = is_placeholder & ~follows_placeholder
-        return cls(is_placeholder.sum(dim=1).tolist(), starts.sum(dim=1).tolist())
 
 
 def entries_per_row(
@@ -250,21 +238,18 @@ def entries_per_row(
     config: Any,
     modality: str,
     num_entries: int,
-    num_rows: int,
 ) -> list[int]:
     """Returns how many entries of a modality's tensors belong to each row.
 
     Raises:
         ValueError: If nothing tells, or if there are two answers.
     """
-    if num_rows == 1:
-        return [num_entries]
-    # What the batch itself says comes before anything that shapes suggest.
-    carried = carried_counts(batch, modality)
-    if carried is not None and len(carried) == num_rows and sum(carried) == num_entries:
-        return carried
-    placeholders = _Placeholders.of(batch, config, modality)
+    is_placeholder = stand_at(text_of(batch), placeholder_ids(config, modality))
+    follows_placeholder = torch.nn.functional.pad(is_placeholder[:, :-1], (1, 0))
+    starts = is_placeholder & ~follows_placeholder
+    placeholders = _Placeholders(is_placeholder.sum(dim=1).tolist(), starts.sum(dim=1).tolist())
     num_tokens = sum(placeholders.tokens)
+    num_rows = len(placeholders.tokens)
     # A model without placeholders attends to one item per row. Without a config the placeholders may just be unknown.
     if num_tokens == 0 and num_entries == num_rows and config is not None:
         return [1] * num_rows

@@ -201,8 +201,6 @@ class BatchLayout:
         if entry is None:
             entry = self._inferred_entry(batch, key)
         width = self.width(batch)
-        if key == 'loss_weights' and value.dim() == 1:
-            return Entry(absent=entry.absent)  # one weight per row
         if key == 'attention_mask' and value.dim() > 2:
             # (rows, width, width) and (rows, heads, width, width) have the width twice. In an additive mask 0 means
             # "attend", so it is filled with the lowest number.
@@ -214,7 +212,9 @@ class BatchLayout:
         is_of_decoder = 'input_ids' not in batch
         if key in ('labels', 'loss_weights') and 'decoder_input_ids' in batch:
             is_of_decoder = True
-        if is_of_decoder or any(value.shape[dim] != width for dim in entry.seq_dims):
+        # `loss_weights` may have one weight per row.
+        lies_along_text = all(dim < value.dim() and value.shape[dim] == width for dim in entry.seq_dims)
+        if is_of_decoder or not lies_along_text:
             return replace(entry, seq_dims=())
         return entry
 
@@ -234,29 +234,17 @@ class BatchLayout:
             raise ValueError(meaning_has_changed(key, earlier, possible))
         return entry_of_reading(agreed[0], batch, key)
 
-    def _non_text_entries(self, batch: Batch) -> dict[str, Entry]:
-        """Returns how the tensors that are not text belong to rows, by key.
-
-        This is called for every microbatch. To save time it recognises text by its key.
-        """
-        entries = {}
-        for key, value in batch.items():
-            is_text = key in TEXT_ENTRIES and key not in self.extra and key not in self.family.entries
-            if isinstance(value, torch.Tensor) and not is_text:
-                entries[key] = self.entry_of(batch, key)
-        return entries
-
     def tensors_of(self, batch: Batch, unit: str) -> dict[str, torch.Tensor]:
-        """Returns the tensors that have one entry per unit, such as an image or a patch, by key."""
+        """Returns the tensors that have one entry per image, patch or another unit of media, by key."""
         tensors = {}
-        for key, entry in self._non_text_entries(batch).items():
+        for key, entry in media_entries(self, batch).items():
             if entry.unit == unit:
                 tensors[key] = batch[key]
         return tensors
 
     def media_of(self, batch: Batch) -> list[str]:
         """Returns the modalities that have tensors in the batch."""
-        present = {entry.modality for entry in self._non_text_entries(batch).values()}
+        present = {entry.modality for entry in media_entries(self, batch).values()}
         return [modality for modality in MODALITIES if modality in present]
 
     # How many items each row has.
@@ -286,10 +274,6 @@ class BatchLayout:
             return self._parts_per_row(batch, unit)
         if unit == 'image' and self.family.slots is not None and batch.get('pixel_values') is not None:
             return self._occupied_slots_per_row(batch, self.family.slots(batch))
-        # An unregistered tensor has a unit like 'image/12': see `found.py`.
-        modality, _, num_entries = unit.partition('/')
-        if num_entries:
-            return entries_per_row(batch, self.config, modality, int(num_entries), self.num_rows(batch))
         return self._items_per_row(batch, unit)
 
     def _parts_per_row(self, batch: Batch, unit: str) -> list[int]:
@@ -312,21 +296,31 @@ class BatchLayout:
 
     def _items_per_row(self, batch: Batch, unit: str) -> list[int]:
         num_rows = self.num_rows(batch)
-        carried = carried_counts(batch, unit)
-        num_entries = {key: value.shape[0] for key, value in self.tensors_of(batch, unit).items()}
-        if not num_entries:
-            return self._inferred_items_per_row(batch, unit) or carried or [0] * num_rows
-        num_items = max(num_entries.values())
-        if min(num_entries.values()) < num_items:
-            raise ValueError(f'The tensors of {unit}s must have one entry per {unit} each, got: {num_entries}.')
+        # An unregistered tensor has a unit like 'image/12': see `found.py`.
+        modality, _, num_inferred = unit.partition('/')
+        carried = carried_counts(batch, modality)
+        if carried is not None and len(carried) != num_rows:
+            carried = None
+        if num_inferred:
+            num_items = int(num_inferred)
+        else:
+            num_entries = {key: value.shape[0] for key, value in self.tensors_of(batch, unit).items()}
+            if not num_entries:
+                # Without a tensor nothing is cut by these numbers.
+                return self._inferred_items_per_row(batch, unit) or carried or [0] * num_rows
+            num_items = max(num_entries.values())
+            if min(num_entries.values()) < num_items:
+                raise ValueError(f'The tensors of {unit}s must have one entry per {unit} each, got: {num_entries}.')
         # Models with queries do not notice if there are too few placeholders. So these are always counted.
         must_count_placeholders = self.family.has_queries and token_ids(self.config, unit)
         if not must_count_placeholders:
             if num_rows == 1:
                 return [num_items]
             # The user counts images. If the processor cuts them into tiles, the numbers do not add up to the tiles.
-            if carried is not None and len(carried) == num_rows and sum(carried) == num_items:
+            if carried is not None and sum(carried) == num_items:
                 return carried
+        if num_inferred:
+            return entries_per_row(batch, self.config, modality, num_items)
         return self._items_by_placeholders(batch, unit, num_items)
 
     def _inferred_items_per_row(self, batch: Batch, modality: str) -> list[int] | None:
@@ -335,7 +329,7 @@ class BatchLayout:
         The tensor with the fewest entries has one per item. The others have one per tile or patch.
         """
         entry_counts = []
-        for entry in self._non_text_entries(batch).values():
+        for entry in media_entries(self, batch).values():
             unit_modality, _, num_entries = entry.unit.partition('/')
             if unit_modality == modality and num_entries:
                 entry_counts.append(int(num_entries))
@@ -611,6 +605,21 @@ class BatchLayout:
                 shape[entry.slot_dim] = 0
             values.append(like.new_full(shape, entry.absent or 0))
         return values
+
+
+def media_entries(layout: BatchLayout, batch: Batch) -> dict[str, Entry]:
+    """Returns how the tensors of images, videos and audios of a batch belong to rows, by key.
+
+    This is called for every microbatch. To save time it recognises text by its key.
+    """
+    entries = {}
+    for key, value in batch.items():
+        is_text = key in TEXT_ENTRIES and key not in layout.extra and key not in layout.family.entries
+        if isinstance(value, torch.Tensor) and not is_text:
+            entry = layout.entry_of(batch, key)
+            if entry.is_media:
+                entries[key] = entry
+    return entries
 
 
 def _check_present(key: str, present: Sequence[Batch], batches: Sequence[Batch]) -> None:

@@ -157,17 +157,16 @@ def audio_frames(batch: Batch, config: Any, num_items: int, num_tokens: int) -> 
 
 
 def anyres(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
-    """LLaVA-NeXT: the whole image, and its tiles without the padding, with a token at the end of each line."""
+    """LLaVA-NeXT: the whole image, and its tiles without the padding, with a token at the end of each line.
+
+    LLaVA-OneVision has a largest number of tiles, and only the single image of a row is tiled.
+    """
     if config is None:
         return []
-    return [_tokens_of_tiles(size, config) for size in torch.as_tensor(batch['image_sizes']).tolist()]
-
-
-def anyres_capped(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
-    """LLaVA-OneVision: like LLaVA-NeXT up to a number of tiles; only the single image of a row is tiled."""
-    if config is None:
-        return []
-    max_tiles = int(getattr(config, 'vision_aspect_ratio', 'anyres_max_9').removeprefix('anyres_max_'))
+    max_tiles = None
+    aspect_ratio = getattr(config, 'vision_aspect_ratio', None)  # such as 'anyres_max_9'
+    if aspect_ratio is not None:
+        max_tiles = int(aspect_ratio.removeprefix('anyres_max_'))
     counts = batch.get('batch_num_images')
     images_per_row = [1] * num_items if counts is None else torch.as_tensor(counts).tolist()
     is_tiled: list[bool] = []

@@ -117,10 +117,8 @@ class PreSplitBatch(Mapping[str, Any]):
         microbatch_with_key = next(microbatch for microbatch in self.microbatches if microbatch.get(key) is not None)
         layout = BatchLayout.infer(microbatch_with_key)
         needed_keys = TEXT_KEYS | {key}
-        parts = []
-        for microbatch in self.microbatches:
-            parts.append({name: value for name, value in microbatch.items() if name in needed_keys})
-        return PreSplitBatch(parts, max_tokens=self.max_tokens).joined(layout)[key]
+        parts = self.map(lambda microbatch: {name: microbatch[name] for name in needed_keys & microbatch.keys()})
+        return parts.joined(layout)[key]
 
     # On the way from a worker process.
 

@@ -9,8 +9,9 @@ import logging
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
 from functools import lru_cache
+from itertools import chain
+from operator import add
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,8 @@ from composer_tokacc.batch import Batch, labels_of
 from composer_tokacc.checks.logits import CHUNK, logits_of, whole_vocabulary
 from composer_tokacc.counting import counted_tokens, loss_mask
 from composer_tokacc.labelled import batch_at_logits, places_of
-from composer_tokacc.monitor.step_counts import SourcePart, rule_of, source_parts
+from composer_tokacc.monitor.step_counts import counts_by_source, rule_of
+from composer_tokacc.row_counts import RowCounts
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +36,7 @@ MOST_UNREAD = 2**20
 """Most logits that are kept before their losses are computed: 4 MiB."""
 
 
-@dataclass
-class SourceSums:
+class SourceSums(NamedTuple):
     """Sums of one source. Ranks exchange them as a list of numbers in the order of the fields."""
 
     loss: float = 0.0  # NaN if the model gives no logits
@@ -43,16 +44,9 @@ class SourceSums:
     weight: float = 0.0
     positions: float = 0.0
 
-    def add(self, loss: float, tokens: float, weight: float, positions: float) -> None:
-        """Adds a number to each sum."""
-        self.loss += loss
-        self.tokens += tokens
-        self.weight += weight
-        self.positions += positions
-
-    def pack(self) -> list[float]:
-        """Returns the numbers that are sent to the other ranks."""
-        return [self.loss, self.tokens, self.weight, self.positions]
+    def plus(self, numbers: Sequence[float]) -> SourceSums:
+        """Returns the sums with a number added to each."""
+        return SourceSums(*map(add, self, numbers))
 
 
 class _KeptLogits(NamedTuple):
@@ -75,8 +69,8 @@ class SourceLedger:
 
     def begin_attempt(self) -> None:
         """Forgets the microbatches of the step."""
-        self._parts: list[SourcePart] = []
-        # Losses of the tokens of these parts, on the device, in the same order. The last ones may still be missing:
+        self._rows: list[tuple[RowCounts, int]] = []
+        # Losses of the tokens of these rows, on the device, in the same order. The last ones may still be missing:
         # those of the kept logits.
         self._losses: list[torch.Tensor] = []
         self._kept: list[_KeptLogits] = []
@@ -91,11 +85,11 @@ class SourceLedger:
             rule: The loss rule, if nobody has counted the tokens.
             has_logits: False if the outputs hold hidden states where others hold logits.
         """
-        parts = source_parts(batch, rule)
-        if not parts:
+        rows = counts_by_source(batch, rule)
+        if not rows:
             return
-        self._parts += parts
-        num_tokens = sum(part.loss_tokens for part in parts)
+        self._rows += rows
+        num_tokens = sum(row.loss_tokens for row, _ in rows)
         kept = None
         if has_logits:
             kept = _kept_logits(batch, outputs, rule, num_tokens)
@@ -144,7 +138,7 @@ class SourceLedger:
             if not num_new_names.any():
                 break
             self._learn(dist.all_gather_object(new_names))
-        total = ranks[:, num_numbers + 1 :].sum(dim=0).view(-1, len(fields(SourceSums)))
+        total = ranks[:, num_numbers + 1 :].sum(dim=0).view(-1, len(SourceSums._fields))
         sums = {name: SourceSums(*row) for name, row in zip(self.names, total.tolist(), strict=True)}
         return ranks[:, :num_numbers], sums
 
@@ -157,13 +151,14 @@ class SourceLedger:
         sums: dict[str, SourceSums] = {}
         start = 0
         # This is a plain loop, because for a few rows numpy takes longer.
-        for part in self._parts:
-            end = start + part.loss_tokens
+        for row, positions in self._rows:
+            end = start + row.loss_tokens
             loss = sum(losses[start:end])
             start = end
-            if part.source is not None:
-                source_sums = sums.setdefault(_loggable(part.source), SourceSums())
-                source_sums.add(loss, part.loss_tokens, part.loss_weight, part.positions)
+            if row.source is not None:
+                name = _loggable(row.source)
+                numbers = (loss, row.loss_tokens, row.loss_weight, positions)
+                sums[name] = sums.get(name, SourceSums()).plus(numbers)
         return sums
 
     def _table(self, rank_sums: Mapping[str, SourceSums]) -> list[float]:
@@ -173,13 +168,10 @@ class SourceLedger:
         """
         table = {name: SourceSums() for name in self.names}
         for name, sums in rank_sums.items():
-            row = table.get(name, table.get(OTHERS))
-            if row is not None:
-                row.add(*sums.pack())
-        numbers: list[float] = []
-        for row in table.values():
-            numbers += row.pack()
-        return numbers
+            row = name if name in table else OTHERS
+            if row in table:
+                table[row] = table[row].plus(sums)
+        return list(chain.from_iterable(table.values()))
 
     def _learn(self, names_of_ranks: Iterable[Sequence[str]]) -> None:
         """Adds new names, the same on all ranks. Replaces the names beyond ``MOST_SOURCES`` by ``OTHERS``."""

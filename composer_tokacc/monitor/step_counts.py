@@ -9,6 +9,7 @@ none, its tokens are counted here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ import torch
 from composer_tokacc.batch import Batch, text_of
 from composer_tokacc.counting import loss_mask
 from composer_tokacc.layout import microbatches_of
-from composer_tokacc.row_counts import count_rows, is_counted, rows_of, sources_of, summed
+from composer_tokacc.row_counts import RowCounts, count_rows, is_counted, rows_of, sources_of, summed
 
 
 @dataclass(frozen=True)
@@ -52,51 +53,36 @@ class StepCounts:
         return cls(*numbers.tolist())
 
 
-class DeviceBatchCounts(NamedTuple):
-    """Counts of a rank's batch before it is split."""
+class BatchCounts(NamedTuple):
+    """Counts of a rank's batch, or of a microbatch."""
 
     samples: int
-    real_tokens: int
-    loss_tokens: int
-    positions: int
-
-
-class MicrobatchCounts(NamedTuple):
-    """Counts of a microbatch."""
-
-    samples: int
+    real_tokens: int  # 0 in a microbatch whose tokens nobody has counted
     loss_tokens: int | torch.Tensor  # a tensor if they were counted on the device
     positions: int
     dummy_positions: float
 
 
-class SourcePart(NamedTuple):
-    """Counts of a row, or of a document of a packed row."""
-
-    source: str | None
-    loss_tokens: int
-    loss_weight: float
-    positions: int
-
-
-def count_device_batch(batch: Batch, rule: str) -> DeviceBatchCounts:
+def count_device_batch(batch: Batch, rule: str) -> BatchCounts:
     """Counts a batch that is still on the CPU. ``rule`` is used if nobody has counted its tokens."""
     rows = rows_of(batch) if is_counted(batch) else count_rows(batch, rule)
-    counts = summed(rows)
-    return DeviceBatchCounts(counts.samples, counts.real_tokens, counts.loss_tokens, num_positions(batch))
+    return _counts_of(batch, rows)
 
 
-def count_microbatch(batch: Batch, rule: str) -> MicrobatchCounts:
+def count_microbatch(batch: Batch, rule: str) -> BatchCounts:
     """Counts a microbatch without waiting for the device. ``rule`` is used if nobody has counted its tokens."""
-    rows = rows_of(batch)
+    counts = _counts_of(batch, rows_of(batch))
+    if is_counted(batch):
+        return counts
+    return counts._replace(loss_tokens=loss_mask(batch, rule).sum())
+
+
+def _counts_of(batch: Batch, rows: Sequence[RowCounts]) -> BatchCounts:
     counts = summed(rows)
-    loss_tokens = counts.loss_tokens
-    if not is_counted(batch):
-        loss_tokens = loss_mask(batch, rule).sum()
     positions = num_positions(batch)
     num_dummies = [row.samples for row in rows].count(0)
     dummy_positions = positions * num_dummies / len(rows)  # all rows are equally wide
-    return MicrobatchCounts(counts.samples, loss_tokens, positions, dummy_positions)
+    return BatchCounts(counts.samples, counts.real_tokens, counts.loss_tokens, positions, dummy_positions)
 
 
 def num_positions(batch: Batch) -> int:
@@ -117,8 +103,8 @@ def rule_of(batch: Batch) -> str | None:
     return rows_of(batch)[0].rule
 
 
-def source_parts(batch: Batch, rule: str) -> list[SourcePart]:
-    """Returns the rows, or documents, of a microbatch in their order; none if it has no sources.
+def counts_by_source(batch: Batch, rule: str) -> list[tuple[RowCounts, int]]:
+    """Returns the rows, or documents, of a microbatch in their order, with their positions; none without sources.
 
     If nobody has counted the tokens, they are counted by ``rule``, and the host waits for the device.
     """
@@ -129,13 +115,12 @@ def source_parts(batch: Batch, rule: str) -> list[SourcePart]:
     else:
         return []
     width = text_of(batch).shape[1]
-    parts = []
+    counts = []
     for row in rows:
         if not row.documents:
-            parts.append(SourcePart(row.source, row.loss_tokens, row.loss_weight, width))
+            counts.append((row, width))
         for document in row.documents:
             # A document of a packed row has no padding, so its positions are its tokens.
-            positions = document.real_tokens
-            parts.append(SourcePart(document.source, document.loss_tokens, document.loss_weight, positions))
-    has_source = any(part.source is not None for part in parts)
-    return parts if has_source else []
+            counts.append((document, document.real_tokens))
+    has_source = any(row.source is not None for row, _ in counts)
+    return counts if has_source else []

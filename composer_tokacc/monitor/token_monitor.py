@@ -14,17 +14,17 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 import torch
 from composer.callbacks.speed_monitor import get_gpu_flops_available
-from composer.core import Callback, State
+from composer.core import Algorithm, Callback, Event, State
 from composer.loggers import Logger, ProgressBarLogger
+from composer.utils import dist
+from torch.distributed.tensor import DTensor, Replicate
 
 from composer_tokacc.batch import text_of
 from composer_tokacc.counting import check_rule
 from composer_tokacc.layout import microbatches_of
-from composer_tokacc.monitor.gradient_norm import GradientNorm
 from composer_tokacc.monitor.source_ledger import SourceLedger, SourceSums
 from composer_tokacc.monitor.step_counts import (
-    DeviceBatchCounts,
-    MicrobatchCounts,
+    BatchCounts,
     StepCounts,
     count_device_batch,
     count_microbatch,
@@ -55,7 +55,7 @@ class Flops(Protocol):
 class _PreviousStep(NamedTuple):
     """The step before. Its counts over all ranks are known."""
 
-    microbatches: Sequence[MicrobatchCounts]  # of this rank
+    microbatches: Sequence[BatchCounts]  # of this rank
     samples: float  # of all ranks
     loss_tokens: float  # of all ranks
 
@@ -132,10 +132,10 @@ class TokenMonitor(Callback):
         # Counts of the step.
         self._wait_began = 0.0
         self._loader_seconds = 0.0
-        self._device_batch = DeviceBatchCounts(samples=0, real_tokens=0, loss_tokens=0, positions=0)
+        self._device_batch = BatchCounts(0, 0, 0, 0, 0.0)
         self._media_flops = 0.0
         # Counts of an attempt to compute the step. If it runs out of memory, Composer makes another one.
-        self._microbatches: list[MicrobatchCounts] = []
+        self._microbatches: list[BatchCounts] = []
         self._text_flops = 0.0
         self._ledger = SourceLedger()
 
@@ -205,7 +205,7 @@ class TokenMonitor(Callback):
         logger.log_metrics({f'token_monitor/{name}': value for name, value in metrics.items()})
         _show(metrics, logger)
 
-    def _step_counts(self, microbatches: Sequence[MicrobatchCounts]) -> StepCounts:
+    def _step_counts(self, microbatches: Sequence[BatchCounts]) -> StepCounts:
         """Returns the counts of this rank. Waits for the device."""
         positions = 0
         dummy_positions = 0.0
@@ -218,7 +218,7 @@ class TokenMonitor(Callback):
         return StepCounts(
             samples=self._device_batch.samples,
             real_tokens=self._device_batch.real_tokens,
-            loss_tokens=self._device_batch.loss_tokens,
+            loss_tokens=float(self._device_batch.loss_tokens),
             device_batch_positions=self._device_batch.positions,
             positions=positions,
             dummy_positions=dummy_positions,
@@ -322,3 +322,68 @@ def _show(metrics: Mapping[str, float], logger: Logger) -> None:
     for destination in logger.destinations:
         if isinstance(destination, ProgressBarLogger) and destination.train_pbar is not None:
             destination.train_pbar.metrics |= bar_metrics
+
+
+class GradientNorm(Algorithm):
+    """Measures the gradient after the last backward of a step.
+
+    It is an algorithm, because Composer clips the gradient in an algorithm, and callbacks run after all algorithms. For
+    an event whose name begins with ``AFTER_`` Composer runs the list of algorithms backwards. This one is appended at
+    the end, so it measures before the gradient is clipped.
+    """
+
+    def __init__(self) -> None:
+        self._norms: list[tuple[torch.Tensor, int]] = []
+        """Norms of this rank's part of the gradient, each with the number of ranks that hold the same part."""
+
+    @classmethod
+    def of_run(cls, state: State) -> GradientNorm:
+        """Returns the ``GradientNorm`` among the algorithms of a run. Appends one if there is none."""
+        for algorithm in state.algorithms:
+            if isinstance(algorithm, cls):
+                return algorithm
+        algorithm = cls()
+        state.algorithms.append(algorithm)
+        return algorithm
+
+    def match(self, event: Event, state: State) -> bool:
+        """Returns whether to run: before the optimizer's step, when gradients are already unscaled."""
+        return event == Event.AFTER_TRAIN_BATCH
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        """Computes the norms on the device, without waiting for it."""
+        # Gradients of which equally many ranks hold the same part are measured together.
+        gradients: dict[int, list[torch.Tensor]] = {}
+        for parameter in state.model.parameters():
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            num_copies = _num_copies(gradient)
+            if isinstance(gradient, DTensor):
+                gradient = gradient.to_local()
+            gradients.setdefault(num_copies, []).append(gradient)
+        self._norms = []
+        for num_copies, tensors in gradients.items():
+            self._norms.append((torch.nn.utils.get_total_norm(tensors), num_copies))
+
+    def square_on_rank(self) -> float:
+        """Returns this rank's share of the squared norm; NaN without a gradient. The shares of all ranks add up to it.
+
+        If several ranks hold the same part of the gradient, each takes an equal share of it. Waits for the device.
+        """
+        if not self._norms:
+            return math.nan
+        return sum(float(norm) ** 2 / num_copies for norm, num_copies in self._norms)
+
+
+def _num_copies(gradient: torch.Tensor) -> int:
+    """Returns how many ranks hold the same part of a gradient."""
+    num_ranks = dist.get_world_size()
+    if not isinstance(gradient, DTensor):
+        return num_ranks  # DDP has made it the same on all ranks
+    mesh = gradient.device_mesh
+    num_copies = num_ranks // mesh.size()
+    for dimension, placement in enumerate(gradient.placements):
+        if isinstance(placement, Replicate):
+            num_copies *= mesh.size(dimension)
+    return num_copies

@@ -194,17 +194,27 @@ def suggest_microbatching(
     max_tokens = token_budget(size, slot)
     stock_size = capacity.of_stock_composer().max_tokens() // int(table.tokens.max())
     stock_size = max(min(stock_size, rows_per_rank), 1)
-    simulation = _Simulation(
-        table=table,
-        batches=draw_batches(len(table), global_batch_size, num_batches=NUM_BATCHES, seed=seed),
-        num_ranks=num_ranks,
-        options=options,
-        price=measured_cost or options.cost,
-        slot_tokens=slot,
-    )
+    batches = draw_batches(len(table), global_batch_size, num_batches=NUM_BATCHES, seed=seed)
+    price = measured_cost or options.cost
+
+    def figures_of(size: int, stock_size: int) -> dict[str, StepFigures]:
+        """Returns the figures of a step by method; `stock_size` is the microbatch size of stock Composer."""
+        figures = {}
+        for method in METHOD_NAMES:
+            figures[method] = simulate_steps(
+                table,
+                batches,
+                method=method,
+                num_ranks=num_ranks,
+                microbatch_rows=stock_size,
+                options=replace(options, max_tokens=token_budget(size, slot)),
+                price=price,
+            )
+        return figures
+
     size_rows = []
     for compared_size in _compared_sizes(size, rows_per_rank):
-        figures = simulation.figures(compared_size, stock_size=compared_size)
+        figures = figures_of(compared_size, stock_size=compared_size)
         size_rows.append(_size_row(capacity, compared_size, slot, figures))
     fitting_image_tokens = None
     if table.image_tokens.any():
@@ -235,10 +245,10 @@ def suggest_microbatching(
         terms={name: num_bytes / GIB for name, num_bytes in terms.items()},
         peak_gib=capacity.peak(max_tokens) / GIB,
         memory_residual=memory.residual,
-        figures=simulation.figures(size, stock_size=stock_size),
-        bound=simulation.bound(max_tokens),
+        figures=figures_of(size, stock_size),
+        bound=_bound(table, batches, num_ranks, replace(options, max_tokens=max_tokens, cost=price)),
         measured_cost=measured_cost,
-        seconds_per_unit=simulation.price.seconds_per_token,
+        seconds_per_unit=price.seconds_per_token,
         seconds_per_step=seconds_per_step,
         sizes=size_rows,
         oversize=table.names(is_over_a_cap),
@@ -246,47 +256,16 @@ def suggest_microbatching(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Simulation:
-    """The steps that are simulated for every microbatch size."""
-
-    table: SampleSizes
-    batches: Sequence[np.ndarray]
-    num_ranks: int
-    options: CutOptions
-    price: CostModel
-    slot_tokens: int
-
-    def figures(self, size: int, *, stock_size: int) -> dict[str, StepFigures]:
-        """Returns the figures of a step by method; `stock_size` is the microbatch size of stock Composer."""
-        options = replace(self.options, max_tokens=token_budget(size, self.slot_tokens))
-        figures = {}
-        for method in METHOD_NAMES:
-            figures[method] = simulate_steps(
-                self.table,
-                self.batches,
-                method=method,
-                num_ranks=self.num_ranks,
-                microbatch_rows=stock_size,
-                options=options,
-                price=self.price,
-            )
-        return figures
-
-    def bound(self, max_tokens: int) -> float:
-        """Returns the mean cost of a step that no plan can beat."""
-        options = replace(self.options, max_tokens=max_tokens, cost=self.price)
-        vision_costs = self.price.vision(self.table.image_tokens, self.table.vision_patches)
-        bounds = []
-        for batch in self.batches:
-            rows = Rows(
-                self.table.tokens[batch],
-                options,
-                image_tokens=self.table.image_tokens[batch],
-                vision_cost=vision_costs[batch],
-            )
-            bounds.append(lower_bound(rows, self.num_ranks))
-        return float(np.mean(bounds))
+def _bound(table: SampleSizes, batches: Sequence[np.ndarray], num_ranks: int, options: CutOptions) -> float:
+    """Returns the mean cost of a step that no plan can beat."""
+    vision_costs = options.cost.vision(table.image_tokens, table.vision_patches)
+    bounds = []
+    for batch in batches:
+        rows = Rows(
+            table.tokens[batch], options, image_tokens=table.image_tokens[batch], vision_cost=vision_costs[batch]
+        )
+        bounds.append(lower_bound(rows, num_ranks))
+    return float(np.mean(bounds))
 
 
 def _largest_size(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +24,19 @@ from composer_tokacc.sizing.memory_model import relative_fit
 
 LATE = 1.5
 """A microbatch that took this many times the fitted time was delayed by something else."""
+
+
+class TimedMicrobatch(NamedTuple):
+    """Sizes and seconds of a microbatch."""
+
+    rows: int
+    width: int
+    image_tokens: int
+    seconds: float
+    vision_seconds: float = 0.0
+    """The part of ``seconds`` in the vision encoder, forward and backward."""
+    patches: Sequence[int] = ()
+    """Patches of each row."""
 
 
 @dataclass(eq=False)  # Composer keeps callbacks in dictionaries
@@ -42,14 +55,7 @@ class MicrobatchTimer(Callback):
     hidden_size: int = 4096
     patches: Callable[[Batch], int] | None = None
     skip: int = 2
-    rows: list[int] = field(default_factory=list)
-    widths: list[int] = field(default_factory=list)
-    image_tokens: list[int] = field(default_factory=list)
-    row_patches: list[list[int]] = field(default_factory=list)
-    """Patches of each row of a microbatch."""
-    vision_seconds: list[float] = field(default_factory=list)
-    """The part of ``seconds`` in the vision encoder, forward and backward."""
-    seconds: list[float] = field(default_factory=list)
+    microbatches: list[TimedMicrobatch] = field(default_factory=list)
     outside: list[float] = field(default_factory=list)
     """Seconds of each step outside of its microbatches: data, optimizer, logging."""
 
@@ -132,13 +138,8 @@ class MicrobatchTimer(Callback):
         vision_seconds = self._encoder_seconds
         if self._first_gradient is not None:
             vision_seconds += now - self._first_gradient
-        num_rows, width = self._shape
-        self.rows.append(num_rows)
-        self.widths.append(width)
-        self.image_tokens.append(self._num_image_tokens)
-        self.row_patches.append(self._patches)
-        self.vision_seconds.append(vision_seconds)
-        self.seconds.append(seconds)
+        microbatch = TimedMicrobatch(*self._shape, self._num_image_tokens, seconds, vision_seconds, self._patches)
+        self.microbatches.append(microbatch)
 
     def _now(self) -> float:
         """Returns the time in seconds, after the GPU has done all its work."""
@@ -161,15 +162,22 @@ def fit_cost(timers: Sequence[MicrobatchTimer], *, quadratic: float) -> tuple[Co
     Raises:
         ValueError: Nothing was timed, or times do not grow with tokens.
     """
-    rows = _joined(timers, 'rows')
-    widths = _joined(timers, 'widths')
-    image_tokens = _joined(timers, 'image_tokens')
-    seconds = _joined(timers, 'seconds')
-    vision_seconds = _joined(timers, 'vision_seconds')
-    seconds_outside = _joined(timers, 'outside')
-    if len(seconds) == 0:
+    microbatches: list[TimedMicrobatch] = []
+    seconds_outside: list[float] = []
+    for timer in timers:
+        microbatches += timer.microbatches
+        seconds_outside += timer.outside
+    if not microbatches:
         raise ValueError('`timers` must hold at least one microbatch, got: none. Run more steps.')
-    patch_features = _patch_features(timers)
+    table = []
+    for microbatch in microbatches:
+        patches = np.array(microbatch.patches)
+        # The three sums over the rows that the vision encoder is priced by.
+        sums = ((patches**2).sum(), patches.sum(), (patches > 0).sum())
+        table.append((*microbatch[:5], *sums))
+    columns = np.array(table, dtype=np.float64)
+    rows, widths, image_tokens, seconds, vision_seconds = columns.T[:5]
+    patch_features = columns[:, 5:]
     has_patches = patch_features[:, 1] > 0
     per_square = per_patch = per_image = 0.0
     if has_patches.any() and vision_seconds[has_patches].all():
@@ -191,27 +199,7 @@ def fit_cost(timers: Sequence[MicrobatchTimer], *, quadratic: float) -> tuple[Co
         launch=per_microbatch / per_token,
         seconds_per_token=per_token,
     )
-    if not len(seconds_outside):
-        return cost, 0.0
-    return cost, float(np.median(seconds_outside))
-
-
-def _joined(timers: Sequence[MicrobatchTimer], name: str) -> np.ndarray:
-    """Returns one of the lists of all timers, float64."""
-    values = []
-    for timer in timers:
-        values += getattr(timer, name)
-    return np.array(values, dtype=np.float64)
-
-
-def _patch_features(timers: Sequence[MicrobatchTimer]) -> np.ndarray:
-    """Returns three sums over the rows of each microbatch, (n, 3): squared patches, patches, and rows with patches."""
-    sums = []
-    for timer in timers:
-        for patches_per_row in timer.row_patches:
-            patches = np.array(patches_per_row)
-            sums.append([(patches**2).sum(), patches.sum(), (patches > 0).sum()])
-    return np.array(sums).reshape(-1, 3)
+    return cost, float(np.median(seconds_outside or [0.0]))
 
 
 def _fit(features: np.ndarray, seconds: np.ndarray) -> np.ndarray:

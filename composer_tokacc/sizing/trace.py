@@ -106,7 +106,6 @@ class TracedStep:
         self._on_gpu = on_gpu
         self._argument_names = _argument_names(self.model)
         self._logits_dtype: torch.dtype | None = None  # of the logits that the step before left behind, if any
-        self._counter: FlopCounterMode | None = None
         self._selector: LabelSelector | None = None
         if logits == 'labels':
             self._selector = LabelSelector(self.model)
@@ -160,19 +159,17 @@ class TracedStep:
     def count_flops(self, batch: Batch) -> int:
         """Returns the floating point operations of a microbatch's matrix products, forward and backward."""
         counter = FlopCounterMode(display=False)
-        self._counter = counter
-        self._step(batch)
-        self._counter = None
+        self._step(batch, counter)
         return counter.get_total_flops()
 
-    def _step(self, batch: Batch) -> torch.dtype | None:
+    def _step(self, batch: Batch, counter: FlopCounterMode | None = None) -> torch.dtype | None:
         """Runs forward and backward as the Trainer does, and returns the type of the logits."""
         with_media = self.layout.with_media(batch)
         inputs = {key: value for key, value in with_media.items() if key in self._argument_names}
         num_logits = self._num_logits(batch)  # before the modes are entered, under which tensors are fake
         autocast_of_gpu = CudaAutocast() if self._on_gpu else nullcontext()
         # Also around the backward pass, where checkpointing computes again under the autocast of the forward pass.
-        with self._tracked(), autocast_of_gpu:
+        with self._tracked(), counter or nullcontext(), autocast_of_gpu:
             # As in Composer, whose `state.outputs` holds the logits of the last microbatch until the new ones exist.
             previous = None
             if self._logits_dtype is not None:
@@ -196,7 +193,7 @@ class TracedStep:
     def _tracked(self) -> Iterator[None]:
         """Enters the modes of a step."""
         try:
-            with RealInputs(self._mode), self._tracker, self._counter or nullcontext():
+            with RealInputs(self._mode), self._tracker:
                 yield
         except (DataDependentOutputException, RuntimeError) as error:
             raise ValueError(

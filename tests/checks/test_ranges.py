@@ -17,7 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from composer_tokacc import BatchLayout
 from composer_tokacc.layout import Family, Media, describe
-from composer_tokacc.layout.ranges import RowRanges, ranges_of
+from composer_tokacc.layout.facts import RowRanges, ranges_of
 from tests.matrix.harness import measure_steps
 from tests.matrix.subjects import SUBJECTS
 from tests.model_types.tiny import tiny_config

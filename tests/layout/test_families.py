@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import functools
+import random
 from itertools import cycle
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +16,10 @@ import torch
 from composer_tokacc import BatchLayout
 from composer_tokacc.layout.families import FAMILIES as LAYOUTS
 from tests.support.families import FAMILIES, IMAGE_FAMILIES, FamilyCase
+from tests.support.family_media import MEDIA, Case
 
 TEXT_ROWS, IMAGE_ROWS = [0, 4], [1, 2, 3, 5]
+PIXELS = {'video': 'pixel_values_videos', 'image': 'pixel_values', 'audio': 'input_features'}
 # Which rows the model's own loss couples cannot be told apart by any layout: see test_mllama_couples_rows.
 ROW_SETS = {'mllama': [IMAGE_ROWS]}
 
@@ -25,7 +29,7 @@ def case_of(name: str) -> FamilyCase:
     return FAMILIES[name]()
 
 
-def joined(case: FamilyCase, layout: BatchLayout, rows, side: str = 'right'):
+def joined(case: Case, layout: BatchLayout, rows, side: str = 'right'):
     return layout.concat([case.rows[row] for row in rows], padding_side=side, pad_token_id=case.pad_token_id)
 
 
@@ -44,6 +48,44 @@ def assert_same_batch(found, expected):
             )
         else:
             assert found[key] == value, key
+
+
+@functools.cache
+def uncounted(name: str) -> tuple[Case, list[dict[str, int]]]:
+    """A case without carried counts, and the number of media of each row by modality."""
+    if name in MEDIA:
+        media_case = MEDIA[name]()
+        return media_case, media_case.truth
+    case = FAMILIES[name]()
+    layout = BatchLayout.for_model(case.model)
+    truth = [{'image': layout.images_per_row(row)[0]} for row in case.rows]
+    assert [row['image'] > 0 for row in truth] == [bool(sample.images) for sample in case.samples]
+    for row in case.rows:
+        del row['num_images'], row['sample_ids']
+    return case, truth
+
+
+UNCOUNTED = [*MEDIA, *(name for name in IMAGE_FAMILIES if name not in MEDIA)]
+
+
+def drawn_batches(case: Case, layout: BatchLayout, count: int):
+    """Random rows, some of them twice, in random order, with the rows that each batch was made of."""
+    rng = random.Random(0)
+    for index in range(count):
+        chosen = [rng.randrange(len(case.rows)) for _ in range(rng.randrange(2, 7))]
+        side = ('left', 'right')[index % 2]
+        yield joined(case, layout, chosen, side), chosen
+
+
+def assert_same_row(found: dict[str, Any], row: dict[str, Any]):
+    """Equal tensors; what was padded to the batch's largest (tiles, height, width) is padded with zeros."""
+    assert found.keys() - row.keys() <= {'batch_num_images'}
+    for key, expected in row.items():
+        value = found[key].clone()
+        inside = tuple(slice(0, size) for size in expected.shape)
+        torch.testing.assert_close(value[inside], expected, rtol=0, atol=0, check_dtype=False, msg=key)
+        value[inside] = 0
+        assert not value.any(), key
 
 
 @pytest.mark.parametrize('side', ['right', 'left'])
@@ -79,17 +121,6 @@ def test_row_losses_add_up(name, side):
             torch.testing.assert_close(torch.stack(grouped).sum(), sum(alone[:4]), rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize('name', IMAGE_FAMILIES)
-def test_image_in_wrong_row_changes_loss(name):
-    case = case_of(name)
-    row = dict(case.rows[3])
-    mixed = {**row, 'pixel_values': row['pixel_values'].flip(0 if 'aspect_ratio_ids' not in row else 1)}
-    if 'pixel_attention_mask' in row:
-        mixed['pixel_values'] = row['pixel_values'].flip(1)
-    with torch.no_grad():
-        assert abs(case.loss(mixed) / case.loss(row) - 1) > 1e-3
-
-
 @pytest.mark.parametrize('name', FAMILIES)
 @pytest.mark.parametrize('groups', [[[0], [1], [2], [3], [4], [5]], [[0, 1, 2], [3, 4, 5]], [[0, 1], [2, 3, 4, 5]]])
 def test_splits_rejoin_to_the_batch(name, groups):
@@ -100,53 +131,71 @@ def test_splits_rejoin_to_the_batch(name, groups):
         assert_same_batch(layout.concat(parts, pad_token_id=case.pad_token_id), batch)
 
 
-@pytest.mark.parametrize('name', FAMILIES)
-def test_rows_in_another_order_and_back(name):
-    case = case_of(name)
+@pytest.mark.parametrize('name', UNCOUNTED)
+def test_rows_of_twenty_random_batches(name):
+    case, truth = uncounted(name)
     layout = BatchLayout.for_model(case.model)
-    batch = joined(case, layout, range(6))
-    order = [4, 2, 5, 0, 3, 1]
-    back = [order.index(row) for row in range(6)]
-    shuffled = layout.select(batch, order)
-    assert shuffled['sample_ids'] == [f'sample-{row}' for row in order]
-    assert_same_batch(layout.select(shuffled, back), batch)
+    num_mixed = 0
+    for batch, chosen in drawn_batches(case, layout, 20):
+        for unit in truth[0]:
+            assert layout.units_per_row(batch, unit) == [truth[row][unit] for row in chosen]
+        parts = layout.split(batch, [[index] for index in range(len(chosen))])
+        for part, row in zip(parts, chosen, strict=True):
+            assert_same_row(layout.trim(part), case.rows[row])
+        num_mixed += len({sum(truth[row].values()) for row in chosen}) > 1
+    assert num_mixed > 10
 
 
-@pytest.mark.parametrize('name', IMAGE_FAMILIES)
-def test_no_pixel_is_lost_or_doubled(name):
-    case = case_of(name)
+@pytest.mark.parametrize('name', MEDIA)
+def test_loss_of_parts_and_of_rows(name):
+    case, _ = uncounted(name)
     layout = BatchLayout.for_model(case.model)
-    batch = joined(case, layout, range(6))
-    parts = [layout.select(batch, rows) for rows in ([5, 0], [4], [3, 1, 2])]
-
-    def pixels(batches):
-        values = torch.cat([part['pixel_values'].flatten().double() for part in batches if 'pixel_values' in part])
-        return values[values != 0].sort().values
-
-    torch.testing.assert_close(pixels(parts), pixels(case.rows[row] for row in IMAGE_ROWS), rtol=0, atol=0)
-    assert not {'pixel_values', 'image_grid_thw', 'image_sizes', 'cross_attention_mask'} & parts[1].keys()
+    with torch.no_grad():
+        for batch, chosen in drawn_batches(case, layout, 3):
+            own = sum(case.loss_sum(case.rows[row]) for row in chosen)
+            parts = layout.split(batch, [range(0, len(chosen), 2), range(1, len(chosen), 2)])
+            found = sum(case.loss_sum(layout.trim(part)) for part in parts)
+            torch.testing.assert_close(found, own, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize('name', FAMILIES)
-def test_images_are_found_by_placeholders(name):
-    case = case_of(name)
-    layout = BatchLayout.for_model(case.model)
-    batch = joined(case, layout, range(6))
-    truth = layout.images_per_row(batch)
-    assert [count > 0 for count in truth] == [bool(sample.images) for sample in case.samples]
-    del batch['num_images']
-    assert layout.images_per_row(batch) == truth
-    assert layout.images_per_row(layout.select(batch, [3, 1, 0])) == [truth[3], truth[1], truth[0]]
+@pytest.mark.parametrize('name', UNCOUNTED)
+def test_media_in_wrong_row_changes_loss(name):
+    """Otherwise the sums of losses would show nothing."""
+    case, truth = uncounted(name)
+    modality = next(iter(reversed(truth[0])))
+    row = next(row for row, counts in zip(case.rows, truth, strict=True) if counts[modality] > 1)
+    pixels = row[PIXELS[modality]]
+    has_slots = 'aspect_ratio_ids' in row or 'pixel_attention_mask' in row
+    with torch.no_grad():
+        mixed = {**row, PIXELS[modality]: pixels.flip(1 if has_slots else 0)}
+        assert abs(case.loss(mixed) / case.loss(row) - 1) > (1e-4 if name in MEDIA else 1e-3)
 
 
-@pytest.mark.parametrize('name', ['llava', 'llava_next', 'paligemma'])
-def test_images_that_cannot_be_counted(name):
-    case = case_of(name)
-    layout = BatchLayout.infer(case.rows[1])
-    batch = joined(case, layout, range(6))
-    del batch['num_images']
-    with pytest.raises(ValueError, match=r'which of 7 images belong to which of 6 rows.*Carry `num_images`.*for_model'):
-        layout.select(batch, [1])
+@pytest.mark.parametrize(
+    'name',
+    [
+        'llava',
+        'llava_next',
+        'paligemma',
+        'llava_onevision',
+        'llava_next_video',
+        'video_llava',
+        'qwen2_audio',
+        'mistral3',
+    ],
+)
+def test_missing_model_names_the_key(name):
+    case, truth = uncounted(name)
+    batch = joined(case, BatchLayout.for_model(case.model), range(len(case.rows)))
+    modality = next(modality for modality in PIXELS if modality in truth[0])
+    bare = BatchLayout.infer(batch)
+    with pytest.raises(
+        ValueError, match=f'which of .* {modality}s belong to .*Carry `num_{modality}s` .*for_model'
+    ) as refusal:
+        bare.units_per_row(batch, modality)
+    assert '\n' not in str(refusal.value)
+    counts = [row[modality] for row in truth]
+    assert bare.units_per_row({**batch, f'num_{modality}s': counts}, modality) == counts
 
 
 def test_token_types_tell_images_of_qwen():
@@ -156,6 +205,15 @@ def test_token_types_tell_images_of_qwen():
     batch = joined(case, BatchLayout.infer(case.rows[1]), range(6))
     del batch['num_images']
     assert BatchLayout.infer(batch).images_per_row(batch) == [0, 1, 1, 2, 0, 3]
+
+
+def test_wrong_carried_counts_give_way():
+    case, truth = uncounted('qwen3_vl')
+    layout = BatchLayout.for_model(case.model)
+    batch = joined(case, layout, range(len(case.rows)))
+    videos = [row['video'] for row in truth]
+    assert layout.units_per_row({**batch, 'num_videos': [1] * len(videos)}, 'video') == videos
+    assert layout.units_per_row({**batch, 'num_videos': videos[:-1]}, 'video') == videos
 
 
 @pytest.mark.parametrize('name', FAMILIES)

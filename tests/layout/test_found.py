@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from composer_tokacc import BatchLayout
-from composer_tokacc.layout import RowFacts, describe
+from composer_tokacc.layout import describe
 from composer_tokacc.layout.found import Reading, joined_readings
 from tests.support.small_batches import text_batch
 
@@ -119,20 +119,10 @@ def test_unregistered_tensors_of_rows(key, value, kept):
     torch.testing.assert_close(trimmed[key], kept)
 
 
-def test_tensor_of_nothing_is_refused():
-    with pytest.raises(ValueError, match=r"batch\['boxes'\].*tensor of shape \(5, 4\).*with_entries\(boxes="):
-        BatchLayout.for_model(TEXT).select(text_batch([6, 2, 3], boxes=torch.zeros(5, 4)), [0])
-
-
 def test_encoder_without_placeholders():
     config = SimpleNamespace(model_type='new', vision_config=SimpleNamespace())
     batch = text_batch([3, 2], pixel_values=numbered(2, 3, 2, 2))
     assert BatchLayout.for_model(config).select(batch, [1])['pixel_values'].unique().tolist() == [1]
-
-
-def test_a_text_model_has_no_media():
-    assert BatchLayout.for_model(TEXT).family.media == {}
-    assert isinstance(describe(BatchLayout.for_model(TEXT), text_batch([3])), RowFacts)
 
 
 def test_adjacent_patches_told_by_sizes():

@@ -54,34 +54,30 @@ def test_width_multiple_stays_inside_the_batch(multiple, width):
         assert trimmed['attention_mask'].sum() == batch['attention_mask'].sum()
 
 
-def test_pads_are_known_by_the_mask():
-    layout = BatchLayout(family=TEXT)
-    batch = text_batch([3, 5], width=7)
-    batch['input_ids'][0, 1] = 0  # a real token with the id of the pads
-    batch['input_ids'][:, 5:] = 4  # pads with the id of a real token
-    assert describe(layout, batch).lengths == [3, 5]
-
-
-def test_first_pad_that_is_attended_stays():
-    """Monkey and other Qwen-7B trainings attend to the end token they also pad with."""
-    batch, layout = text_batch([3, 5], width=7), BatchLayout(family=TEXT)
-    batch['attention_mask'][0, 3] = batch['attention_mask'][1, 5] = 1
-    assert describe(layout, batch).lengths == [4, 6]
-    assert layout.trim(batch)['attention_mask'].sum() == batch['attention_mask'].sum()
-
-
-@pytest.mark.parametrize(('side', 'column', 'length'), [('right', 6, 7), ('left', 1, 7), ('right', 4, 5)])
-def test_labels_on_pads_are_never_trimmed(side, column, length):
-    batch, layout = text_batch([3, 2], side=side, width=8), BatchLayout(family=TEXT)
-    batch['labels'][0, column] = 1
-    assert describe(layout, batch).lengths == [length, 2]
-    assert (layout.trim(batch)['labels'] != -100).sum() == (batch['labels'] != -100).sum()
-
-
-def test_empty_rows_keep_one_column():
-    batch, layout = text_batch([0, 0], width=4), BatchLayout(family=TEXT)
-    assert describe(layout, batch).lengths == [1, 1]
-    assert layout.trim(batch)['input_ids'].shape == (2, 1)
+@pytest.mark.parametrize(
+    ('lengths', 'width', 'changes', 'expected'),
+    [
+        # A real token with the id of the pads, and pads with the id of a real token.
+        ([3, 5], 7, [('input_ids', (0, 1), 0), ('input_ids', (slice(None), slice(5, 7)), 4)], [3, 5]),
+        # The first pad is attended: Monkey and other Qwen-7B trainings pad with the end token.
+        ([3, 5], 7, [('attention_mask', (0, 3), 1), ('attention_mask', (1, 5), 1)], [4, 6]),
+        ([3, 2], 8, [('labels', (0, 6), 1)], [7, 2]),  # a label on a pad is never trimmed
+        ([3, 2], 8, [('labels', (0, 4), 1)], [5, 2]),
+        ([0, 0], 4, [], [1, 1]),  # an empty row keeps a column
+    ],
+)
+@pytest.mark.parametrize('side', ['right', 'left'])
+def test_lengths_of_unusual_padding(lengths, width, changes, expected, side):
+    batch, layout = text_batch(lengths, width=width), BatchLayout(family=TEXT)
+    for key, place, value in changes:
+        batch[key][place] = value
+    if side == 'left':
+        batch = {key: value.flip(1) for key, value in batch.items()}
+    assert describe(layout, batch).lengths == expected
+    trimmed = layout.trim(batch)
+    assert trimmed['input_ids'].shape == (2, max(expected))
+    assert trimmed['attention_mask'].sum() == batch['attention_mask'].sum()
+    assert (trimmed['labels'] != -100).sum() == (batch['labels'] != -100).sum()
 
 
 def test_batch_without_mask_is_never_trimmed():
@@ -116,6 +112,16 @@ def test_masks_that_carry_the_width_twice(form, side):
     assert describe(layout, joined).lengths == [3, 5]
 
 
+def assert_parts_keep_the_loss(case, layout, batch):
+    """The loss of parts, of rows by themselves and of parts joined again."""
+    with torch.no_grad():
+        parts = [layout.trim(layout.select(batch, rows)) for rows in ([4, 0], [1, 5, 3], [2])]
+        own = sum(case.loss_sum(row) for row in case.rows)
+        rejoined = layout.concat(parts, pad_token_id=case.pad_token_id)
+        for loss in (case.loss_sum(batch), sum(map(case.loss_sum, parts)), case.loss_sum(rejoined)):
+            torch.testing.assert_close(loss, own, rtol=1e-5, atol=0)
+
+
 def test_additive_mask_keeps_the_loss():
     case = CASES['llama']()
     layout = BatchLayout.for_model(case.model)
@@ -123,13 +129,7 @@ def test_additive_mask_keeps_the_loss():
     width = batch['input_ids'].shape[1]
     allowed = (torch.ones(width, width).tril().bool() & batch['attention_mask'].bool()[:, None, :])[:, None]
     square = torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)
-    batch = {**batch, 'attention_mask': square}
-    with torch.no_grad():
-        own = sum(case.loss_sum(row) for row in case.rows)
-        parts = [layout.trim(layout.select(batch, rows)) for rows in ([4, 0], [1, 5, 3], [2])]
-        torch.testing.assert_close(sum(case.loss_sum(part) for part in parts), own, rtol=1e-5, atol=0)
-        rejoined = layout.concat(parts, pad_token_id=case.pad_token_id)
-        torch.testing.assert_close(case.loss_sum(rejoined), own, rtol=1e-5, atol=0)
+    assert_parts_keep_the_loss(case, layout, {**batch, 'attention_mask': square})
 
 
 # Entries.
@@ -160,13 +160,8 @@ def test_rotary_positions_keep_the_loss():
     positions, _ = core.get_rope_index(
         batch['input_ids'], image_grid_thw=batch['image_grid_thw'], attention_mask=batch['attention_mask'], **named
     )
-    batch = {**batch, 'position_ids': positions}
     assert positions.shape == (3, 6, batch['input_ids'].shape[1])
-    with torch.no_grad():
-        parts = [layout.trim(layout.select(batch, rows)) for rows in ([4, 0], [1, 5, 3], [2])]
-        whole = case.loss_sum(batch)
-        torch.testing.assert_close(sum(case.loss_sum(part) for part in parts), whole, rtol=1e-5, atol=0)
-        torch.testing.assert_close(sum(case.loss_sum(row) for row in case.rows), whole, rtol=1e-5, atol=0)
+    assert_parts_keep_the_loss(case, layout, {**batch, 'position_ids': positions})
 
 
 @pytest.mark.parametrize(
@@ -267,65 +262,55 @@ def test_text_rows_lack_image_entries():
 # Media.
 
 
-WITH_ID = BatchLayout(family=LLAVA, config=SimpleNamespace(image_token_id=IMAGE))
-
-
 def llava_batch(ids, num_pixels, **entries):
     ids = torch.tensor(ids)
     batch = {'input_ids': ids, 'attention_mask': (ids != 0).long(), 'labels': ids}
     return {**batch, 'pixel_values': torch.rand(num_pixels, 3, 2, 2), **entries}
 
 
-def test_touching_images_of_equal_size():
-    batch = llava_batch([[1, 9, 9, 9, 9, 2], [3, 4, 5, 6, 7, 8], [9, 9, 1, 0, 0, 0]], 3)
-    assert WITH_ID.images_per_row(batch) == [2, 0, 1]
+def layout_with_id(patch_size=2):
+    config = SimpleNamespace(image_token_id=IMAGE, vision_config=SimpleNamespace(patch_size=patch_size))
+    return BatchLayout(family=LLAVA, config=config)
 
 
-def test_image_over_lines_is_one_image():
-    batch = llava_batch([[9, 9, 1, 9, 9, 1], [9, 9, 1, 9, 9, 0]], 2)
-    assert WITH_ID.images_per_row(batch) == [1, 1]
-
-
-def test_touching_images_of_unequal_size():
-    """Pixtral: rows of 3 + 3 and 12 placeholders have the same mean size of 6 as rows of one and two images."""
-    config = SimpleNamespace(image_token_id=IMAGE, vision_config=SimpleNamespace(patch_size=2))
-    first, second = [9] * 3 + [1] + [9] * 3 + [0] * 6, [9] * 12 + [1]
-    batch = llava_batch([first, second], 3, image_sizes=torch.tensor([[2, 6], [6, 2], [4, 12]]))
-    assert BatchLayout(family=LLAVA, config=config).images_per_row(batch) == [2, 1]
+@pytest.mark.parametrize(
+    ('ids', 'sizes', 'expected'),
+    [
+        # Touching images of equal size.
+        ([[1, 9, 9, 9, 9, 2], [3, 4, 5, 6, 7, 8], [9, 9, 1, 0, 0, 0]], None, [2, 0, 1]),
+        # An image over two lines is one image.
+        ([[9, 9, 1, 9, 9, 1], [9, 9, 1, 9, 9, 0]], None, [1, 1]),
+        # Pixtral: rows of 3 + 3 and 12 placeholders have the same mean size of 6 as rows of one and two images.
+        ([[9] * 3 + [1] + [9] * 3 + [0] * 6, [9] * 12 + [1]], [[2, 6], [6, 2], [4, 12]], [2, 1]),
+        # Two touching images, and one over two lines: as many runs as one and two images would be.
+        ([[9, 9, 9, 9, 1, 1, 1], [9, 9, 9, 1, 9, 9, 9]], [[2, 4], [2, 4], [4, 6]], [2, 1]),
+    ],
+)
+def test_images_told_by_placeholders(ids, sizes, expected):
+    entries = {} if sizes is None else {'image_sizes': torch.tensor(sizes)}
+    assert layout_with_id().images_per_row(llava_batch(ids, sum(expected), **entries)) == expected
 
 
 def test_carried_number_counts_images():
+    """The processor has cut them into tiles."""
     batch = llava_batch([[9, 9, 9, 1], [9, 1, 2, 3]], 4, num_images=[1, 1])
-    assert WITH_ID.images_per_row(batch) == [3, 1]
+    assert layout_with_id().images_per_row(batch) == [3, 1]
 
 
-@pytest.mark.parametrize('num_images', [[1, 1], None])
-def test_images_that_nothing_tells_apart(num_images):
-    entries = {} if num_images is None else {'num_images': num_images}
-    batch = llava_batch([[9, 9, 9, 1], [9, 9, 1, 2]], 3, **entries)
-    with pytest.raises(ValueError, match=r'placeholders of 3 whole images, got: \[3, 2\] by row.*Carry `num_images`'):
-        WITH_ID.images_per_row(batch)
-
-
-def test_runs_of_placeholders_are_no_proof():
-    """Two adjacent images and one broken over two lines are as many runs as one and two images would be."""
-    config = SimpleNamespace(image_token_id=IMAGE, vision_config=SimpleNamespace(patch_size=1))
-    ids = [[9, 9, 9, 9, 1, 1, 1], [9, 9, 9, 1, 9, 9, 9]]
-    batch = llava_batch(ids, 3, image_sizes=torch.tensor([[1, 2], [1, 2], [2, 3]]))
-    assert BatchLayout(family=LLAVA, config=config).images_per_row(batch) == [2, 1]
-
-
-def test_image_without_tokens_is_refused():
-    """It could belong to either row."""
-    config = SimpleNamespace(image_token_id=IMAGE, vision_config=SimpleNamespace(patch_size=4))
-    batch = llava_batch([[9, 1], [9, 1]], 3, image_sizes=torch.tensor([[4, 4], [4, 3], [4, 4]]))
-    with pytest.raises(ValueError, match='Carry `num_images`'):
-        BatchLayout(family=LLAVA, config=config).images_per_row(batch)
-
-
-def test_row_cut_inside_an_image():
-    with pytest.raises(ValueError, match=r'got: \[2, 6\] by row, where the images fill \[4, 4\]'):
-        WITH_ID.images_per_row(llava_batch([[9, 9, 1, 1, 1, 1], [9, 9, 9, 9, 9, 9]], 2))
+@pytest.mark.parametrize(
+    ('ids', 'num_images', 'entries', 'message'),
+    [
+        ([[9, 9, 9, 1], [9, 9, 1, 2]], 3, {}, r'placeholders of 3 whole images, got: \[3, 2\] by row'),
+        ([[9, 9, 9, 1], [9, 9, 1, 2]], 3, {'num_images': [1, 1]}, r'of 3 whole images, got: \[3, 2\] by row'),
+        # A row is cut inside of an image.
+        ([[9, 9, 1, 1, 1, 1], [9] * 6], 2, {}, r'got: \[2, 6\] by row, where the images fill \[4, 4\]'),
+        # An image without placeholders could belong to either row.
+        ([[9, 1], [9, 1]], 3, {'image_sizes': torch.tensor([[2, 2], [2, 1], [2, 2]])}, 'whole images'),
+    ],
+)
+def test_images_that_nothing_tells_apart(ids, num_images, entries, message):
+    with pytest.raises(ValueError, match=f'{message}.*Carry `num_images`'):
+        layout_with_id().images_per_row(llava_batch(ids, num_images, **entries))
 
 
 def test_qwen_images_found_by_grids():

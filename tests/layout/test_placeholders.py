@@ -1,11 +1,10 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Which images, videos and audios belong to which row, from placeholders and config alone, without carried counts."""
+"""Placeholders of each item, at the real models' sizes; ``test_families.py`` tries them on real batches."""
 
 from __future__ import annotations
 
-import functools
 import random
 from types import SimpleNamespace
 
@@ -15,101 +14,6 @@ import transformers
 
 from composer_tokacc import BatchLayout
 from composer_tokacc.layout import placeholders
-from tests.support.families import FAMILIES, IMAGE_FAMILIES
-from tests.support.family_media import MEDIA, MediaCase
-
-
-@functools.cache
-def case_of(name: str) -> MediaCase:
-    if name in MEDIA:
-        return MEDIA[name]()
-    case = FAMILIES[name]()
-    rows = [{key: value for key, value in row.items() if isinstance(value, torch.Tensor)} for row in case.rows]
-    truth = [{'image': BatchLayout.for_model(case.model).images_per_row(row)[0]} for row in rows]
-    return MediaCase(model=case.model, rows=rows, truth=truth, pad_token_id=case.pad_token_id)
-
-
-def drawn_batches(case: MediaCase, layout: BatchLayout, count: int):
-    """Random rows, some of them twice, in random order, with the rows that each batch was made of."""
-    rng = random.Random(0)
-    for index in range(count):
-        chosen = [rng.randrange(len(case.rows)) for _ in range(rng.randrange(2, 7))]
-        side = ('left', 'right')[index % 2]
-        rows = [case.rows[row] for row in chosen]
-        yield layout.concat(rows, padding_side=side, pad_token_id=case.pad_token_id), chosen
-
-
-def assert_same_row(found, row):
-    """Equal tensors; what was padded to the batch's largest (tiles, height, width) is padded with zeros."""
-    assert found.keys() - row.keys() <= {'batch_num_images'}
-    for key, expected in row.items():
-        value = found[key].clone()
-        inside = tuple(slice(0, size) for size in expected.shape)
-        torch.testing.assert_close(value[inside], expected, rtol=0, atol=0, check_dtype=False, msg=key)
-        value[inside] = 0
-        assert not value.any(), key
-
-
-@pytest.mark.parametrize('name', [*MEDIA, *(name for name in IMAGE_FAMILIES if name not in MEDIA)])
-def test_rows_of_twenty_random_batches(name):
-    case = case_of(name)
-    layout = BatchLayout.for_model(case.model)
-    num_mixed = 0
-    for batch, chosen in drawn_batches(case, layout, 20):
-        for unit in case.truth[0]:
-            assert layout.units_per_row(batch, unit) == [case.truth[row][unit] for row in chosen]
-        parts = layout.split(batch, [[index] for index in range(len(chosen))])
-        for part, row in zip(parts, chosen, strict=True):
-            assert_same_row(layout.trim(part), case.rows[row])
-        num_mixed += len({sum(case.truth[row].values()) for row in chosen}) > 1
-    assert num_mixed > 10
-
-
-@pytest.mark.parametrize('name', MEDIA)
-def test_loss_of_parts_and_of_rows(name):
-    case = case_of(name)
-    layout = BatchLayout.for_model(case.model)
-    with torch.no_grad():
-        for batch, chosen in drawn_batches(case, layout, 3):
-            own = sum(case.loss_sum(case.rows[row]) for row in chosen)
-            parts = layout.split(batch, [range(0, len(chosen), 2), range(1, len(chosen), 2)])
-            found = sum(case.loss_sum(layout.trim(part)) for part in parts)
-            torch.testing.assert_close(found, own, rtol=1e-5, atol=0)
-
-
-@pytest.mark.parametrize('name', MEDIA)
-def test_media_in_wrong_row_changes_loss(name):
-    case = case_of(name)
-    unit = next(iter(reversed(case.truth[0])))
-    row = next(row for row, truth in zip(case.rows, case.truth, strict=True) if truth[unit] > 1)
-    key = {'video': 'pixel_values_videos', 'image': 'pixel_values', 'audio': 'input_features'}[unit]
-    with torch.no_grad():
-        assert abs(case.loss({**row, key: row[key].flip(0)}) / case.loss(row) - 1) > 1e-4
-
-
-@pytest.mark.parametrize('name', ['llava_onevision', 'llava_next_video', 'video_llava', 'qwen2_audio', 'mistral3'])
-def test_missing_model_names_the_key(name):
-    case = case_of(name)
-    batch = BatchLayout.for_model(case.model).concat(case.rows, pad_token_id=case.pad_token_id)
-    unit = next(unit for unit in ('video', 'audio', 'image') if unit in case.truth[0])
-    bare = BatchLayout.infer(batch)
-    with pytest.raises(ValueError, match=f'Carry `num_{unit}s` .*for_model') as refusal:
-        bare.units_per_row(batch, unit)
-    assert '\n' not in str(refusal.value)
-    counts = [truth[unit] for truth in case.truth]
-    assert bare.units_per_row({**batch, f'num_{unit}s': counts}, unit) == counts
-
-
-def test_wrong_carried_counts_give_way():
-    case = case_of('qwen3_vl')
-    layout = BatchLayout.for_model(case.model)
-    batch = layout.concat(case.rows, pad_token_id=case.pad_token_id)
-    videos = [truth['video'] for truth in case.truth]
-    assert layout.units_per_row({**batch, 'num_videos': [1] * len(videos)}, 'video') == videos
-    assert layout.units_per_row({**batch, 'num_videos': videos[:-1]}, 'video') == videos
-
-
-# The sizes themselves, at the real models' sizes.
 
 PINPOINTS = {
     'next': [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]],
@@ -138,13 +42,15 @@ def test_llava_onevision_counts_as_its_processor():
     processor.num_image_tokens, processor.vision_aspect_ratio = 27**2, 'anyres_max_9'
     processor.image_processor = SimpleNamespace(image_grid_pinpoints=PINPOINTS['onevision'])
     vision = SimpleNamespace(image_size=384, patch_size=14)
-    config = SimpleNamespace(vision_config=vision, image_grid_pinpoints=PINPOINTS['onevision'])
+    config = SimpleNamespace(
+        vision_config=vision, image_grid_pinpoints=PINPOINTS['onevision'], vision_aspect_ratio='anyres_max_9'
+    )
     sizes = random_sizes(1000)
-    found = placeholders.anyres_capped({'image_sizes': torch.tensor(sizes)}, config, len(sizes), 0)
+    found = placeholders.anyres({'image_sizes': torch.tensor(sizes)}, config, len(sizes), 0)
     assert found == [processor._get_number_of_features(*size, 384, 384) for size in sizes]
     assert max(found) < 27**2 * 12  # the cap was met
     both = {'image_sizes': torch.tensor(sizes[:3]), 'batch_num_images': torch.tensor([1, 0, 2])}
-    assert placeholders.anyres_capped(both, config, 3, 0) == [found[0], 27**2 + 1, 27**2 + 1]
+    assert placeholders.anyres(both, config, 3, 0) == [found[0], 27**2 + 1, 27**2 + 1]
 
 
 def test_frames_of_glm_are_no_images():

@@ -90,6 +90,11 @@ class RealRun:
             work()
         return tracker.get_tracker_snapshot('peak')[CPU]['Total']
 
+    def error_of(self, memory: MemoryModel, batch: dict[str, Any], shape: BatchShape) -> float:
+        """By how much the prediction is off, relative to what the microbatch itself takes."""
+        predicted = sum(memory.terms(shape).values()) - self.static_bytes()
+        return predicted / (self.microbatch_peak(batch) - self.static_bytes()) - 1
+
     def static_bytes(self) -> int:
         """Parameters, buffers, gradients and states, by hand."""
         tensors = [*self.model.parameters(), *self.model.buffers()]
@@ -101,7 +106,7 @@ class RealRun:
 def errors(
     case: FamilyCase | MediaCase, attention: str, checkpointing: bool, precision: str = 'fp32'
 ) -> dict[str, float]:
-    """By how much the prediction is off, relative to what the microbatch itself takes: the model is counted by hand."""
+    """By how much the prediction of each microbatch is off."""
     build = builder(case, attention, checkpointing)
     memory = calibrate_fake(
         build, case.model.config, case.rows, width=PROBE_WIDTH, make_optimizer=adamw, precision=precision, on_gpu=False
@@ -112,14 +117,10 @@ def errors(
     found = {}
     for rows, width in SHAPES:
         batch = batch_of_width(layout, [case.rows[row] for row in rows], width)
-        assert BatchShape.from_batch(batch, layout) not in probed
-        found[f'{rows} x {width}'] = error(memory, run, batch)
+        shape = BatchShape.from_batch(batch, layout)
+        assert shape not in probed
+        found[f'{rows} x {width}'] = run.error_of(memory, batch, shape)
     return found
-
-
-def error(memory: MemoryModel, run: RealRun, batch: dict[str, Any]) -> float:
-    predicted = sum(memory.terms(BatchShape.from_batch(batch, BatchLayout.for_model(run.model))).values())
-    return (predicted - run.static_bytes()) / (run.microbatch_peak(batch) - run.static_bytes()) - 1
 
 
 def num_labels(batch: dict[str, Any]) -> int:
@@ -149,10 +150,8 @@ def test_peak_with_logits_at_labels(family: str) -> None:
             if spacing is not None:
                 batch = with_spaced_labels(batch, spacing)
                 shape = replace(shape, labels=num_labels(batch) + 1)
-            terms = memory.terms(shape)
-            logits_bytes[spacing] = terms['logits']
-            activations = run.microbatch_peak(batch) - run.static_bytes()
-            error = (sum(terms.values()) - run.static_bytes()) / activations - 1
+            logits_bytes[spacing] = memory.terms(shape)['logits']
+            error = run.error_of(memory, batch, shape)
             assert abs(error) < 0.06, f'a label in {spacing} positions, {shape}: {error:+.2%}'
     assert logits_bytes[20] < logits_bytes[3] / 4
     assert logits_bytes[3] < logits_bytes[None] / 2
@@ -187,17 +186,31 @@ class FusedHead(torch.nn.Module):
         return torch.nn.functional.linear(hidden_states, self.weight)
 
 
-def assert_within(found: dict[str, float], limit: float) -> None:
-    worst = max(found, key=lambda name: abs(found[name]))
-    assert abs(found[worst]) < limit, f'{worst}: {found[worst]:+.2%}'
+SLOW = pytest.mark.slow
+ROUGH = (-0.08, 0.1)
+"""So small a model holds little when blocks are recomputed. Too little is predicted by no more than what ``safety``
+leaves free; measured were -6 % (Llama, eager) to +8 % (Qwen2.5-VL, 21 images in a microbatch)."""
 
 
 @pytest.mark.parametrize(
-    'family', ['llama', *(pytest.param(name, marks=pytest.mark.slow) for name in ('llava', 'qwen2_5_vl'))]
+    ('family', 'attention', 'checkpointing', 'precision', 'limits'),
+    [
+        ('llama', 'sdpa', False, 'fp32', (-0.05, 0.05)),
+        pytest.param('llama', 'sdpa', False, 'amp_bf16', (-0.05, 0.05), marks=SLOW),
+        *(pytest.param(name, 'sdpa', False, 'fp32', (-0.05, 0.05), marks=SLOW) for name in ('llava', 'qwen2_5_vl')),
+        *(
+            pytest.param(name, attention, checkpointing, 'fp32', ROUGH, marks=SLOW)
+            for name in ('llama', 'llava', 'qwen2_5_vl')
+            for attention, checkpointing in (('eager', False), ('eager', True), ('sdpa', True))
+        ),
+    ],
 )
-def test_peak_of_unseen_microbatches(family: str) -> None:
-    found = errors(FAMILIES[family](), 'sdpa', checkpointing=False)
-    assert_within(found, 0.05)
+def test_peak_of_unseen_microbatches(
+    family: str, attention: str, checkpointing: bool, precision: str, limits: tuple[float, float]
+) -> None:
+    found = errors(FAMILIES[family](), attention, checkpointing, precision)
+    assert min(found.values()) > limits[0], found
+    assert max(found.values()) < limits[1], found
 
 
 @pytest.mark.slow
@@ -208,24 +221,8 @@ def test_peak_of_videos_alone(family: str) -> None:
         [row for row, held in zip(case.rows, case.kinds, strict=True) if held == kind] for kind in ('none', 'video')
     )
     rows = [plain[0], films[0], films[1], films[0], plain[1], films[1]]
-    assert_within(errors(replace(case, rows=rows), 'sdpa', checkpointing=False), 0.05)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(('attention', 'checkpointing'), [('eager', False), ('eager', True), ('sdpa', True)])
-@pytest.mark.parametrize('family', ['llama', 'llava', 'qwen2_5_vl'])
-def test_peak_with_eager_attention(family: str, attention: str, checkpointing: bool) -> None:
-    """Rougher: so small a model holds little when blocks are recomputed. Too little is predicted by no more than what
-    ``safety`` leaves free; measured were -6 % (Llama, eager) to +8 % (Qwen2.5-VL, 21 images in a microbatch).
-    """
-    found = errors(FAMILIES[family](), attention, checkpointing)
-    assert min(found.values()) > -0.08, found
-    assert max(found.values()) < 0.1, found
-
-
-@pytest.mark.slow
-def test_peak_under_autocast() -> None:
-    assert_within(errors(FAMILIES['llama'](), 'sdpa', checkpointing=False, precision='amp_bf16'), 0.05)
+    found = errors(replace(case, rows=rows), 'sdpa', checkpointing=False)
+    assert max(map(abs, found.values())) < 0.05, found
 
 
 def test_packed_row_takes_what_rows_take() -> None:

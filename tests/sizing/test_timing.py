@@ -12,7 +12,7 @@ import torch
 
 from composer_tokacc import BatchLayout, token_data_spec
 from composer_tokacc.data import count_patches
-from composer_tokacc.sizing.timing import MicrobatchTimer, fit_cost
+from composer_tokacc.sizing.timing import MicrobatchTimer, TimedMicrobatch, fit_cost
 from tests.data.test_lengths import computed_patches
 from tests.support.families import FAMILIES
 from tests.support.family_media import MEDIA
@@ -27,12 +27,10 @@ def timed(num_late: int = 0) -> MicrobatchTimer:
     for _ in range(40):
         rows, width, images = int(rng.integers(1, 30)), int(rng.integers(5, 60)), int(rng.integers(0, 50))
         seconds = PER_TOKEN * rows * (width + width**2 / QUADRATIC) + PER_IMAGE_TOKEN * images + PER_LAUNCH
-        timer.rows.append(rows)
-        timer.widths.append(width)
-        timer.image_tokens.append(images)
-        timer.seconds.append(seconds)
-    for index in range(num_late):
-        timer.seconds[7 * index] *= 6
+        timer.microbatches.append(TimedMicrobatch(rows, width, images, seconds))
+    for index in range(0, 7 * num_late, 7):
+        late = timer.microbatches[index]
+        timer.microbatches[index] = late._replace(seconds=6 * late.seconds)
     timer.outside.extend([0.01, 0.02, 0.9])
     return timer
 
@@ -61,21 +59,19 @@ def test_placeholders_of_videos_and_sounds(family: str, kind: str) -> None:
     train(case.model, token_data_spec(loader(row)), callbacks=[timer])
     config: Any = case.model.config
     token_id = config.video_token_id if kind == 'video' else config.audio_token_id
-    assert timer.image_tokens == [int((row['input_ids'] == token_id).sum())]
-    assert timer.image_tokens[0] > 0
+    (microbatch,) = timer.microbatches
+    assert microbatch.image_tokens == int((row['input_ids'] == token_id).sum()) > 0
 
 
 def test_encoder_has_its_own_terms() -> None:
     rng = np.random.default_rng(1)
     timer = timed()
-    timer.row_patches = [rng.integers(16, 4096, int(rng.integers(1, 5))).tolist() for _ in timer.seconds]
-    timer.row_patches[3] = [0, 0]
-    timer.vision_seconds = [
-        sum(4e-9 * patches**2 + 1e-6 * patches + 2e-4 for patches in rows if patches) for rows in timer.row_patches
-    ]
-    images = np.array(timer.image_tokens)
-    timer.seconds = (np.array(timer.seconds) - PER_IMAGE_TOKEN * images + np.array(timer.vision_seconds)).tolist()
-    timer.seconds[20] *= 5
+    for index, microbatch in enumerate(timer.microbatches):
+        patches = [0, 0] if index == 3 else rng.integers(16, 4096, int(rng.integers(1, 5))).tolist()
+        in_encoder = sum(4e-9 * count**2 + 1e-6 * count + 2e-4 for count in patches if count)
+        seconds = microbatch.seconds - PER_IMAGE_TOKEN * microbatch.image_tokens + in_encoder
+        seconds *= 5 if index == 20 else 1
+        timer.microbatches[index] = microbatch._replace(seconds=seconds, vision_seconds=in_encoder, patches=patches)
     cost, _ = fit_cost([timer], quadratic=QUADRATIC)
     assert cost.seconds_per_token == pytest.approx(PER_TOKEN, rel=0.05)
     found = (cost.vision_per_square, cost.vision_per_patch, cost.vision_per_image)
@@ -111,10 +107,11 @@ def test_time_in_the_encoder(frozen: bool) -> None:
     layout = BatchLayout.for_model(case.model)
     batch = layout.concat(case.rows, pad_token_id=case.pad_token_id)
     train(case.model, token_data_spec(loader(batch)), callbacks=[timer], microbatch_size=len(case.rows))
-    assert timer.row_patches == [[computed_patches(case.model, row) for row in case.rows]]
+    (microbatch,) = timer.microbatches
+    assert microbatch.patches == [computed_patches(case.model, row) for row in case.rows]
     in_encoder = sum(id(module) in inside for module in linear)
-    assert timer.vision_seconds == [in_encoder * (1.0 if frozen else 11.0)]
-    assert timer.seconds[0] > 100.0 * (len(linear) - in_encoder)
+    assert microbatch.vision_seconds == in_encoder * (1.0 if frozen else 11.0)
+    assert microbatch.seconds > 100.0 * (len(linear) - in_encoder)
 
 
 def test_nothing_timed_is_refused() -> None:
