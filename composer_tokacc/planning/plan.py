@@ -193,38 +193,24 @@ def plan_microbatches(
         objective=objective,
         cost=CostModel() if cost is None else cost,
     )
-    return plan_rows(
-        lengths,
-        options,
-        num_ranks=num_ranks,
-        image_tokens=image_tokens,
-        loss_tokens=loss_tokens,
-        vision_cost=vision_cost,
-    )
-
-
-def plan_rows(
-    lengths: Table,
-    options: CutOptions,
-    *,
-    num_ranks: int,
-    image_tokens: Table | None = None,
-    loss_tokens: Table | None = None,
-    vision_cost: Table | None = None,
-) -> MicrobatchPlan:
-    """Plans as :func:`.plan_microbatches`, with options that are checked already."""
     check_count('num_ranks', num_ranks)
-    rows = Rows(lengths, options, image_tokens=image_tokens, loss_tokens=loss_tokens, vision_cost=vision_cost)
+    rows = Rows.checked(lengths, options, image_tokens=image_tokens, loss_tokens=loss_tokens, vision_cost=vision_cost)
+    return plan_rows(rows, num_ranks)
+
+
+def plan_rows(rows: Rows, num_ranks: int) -> MicrobatchPlan:
+    """Plans rows that are checked already, as :func:`.plan_microbatches`."""
+    options = rows.options
     # Under 'fsdp' the k-th microbatches of all ranks run at the same time: a step slot, in which all wait.
     in_slots = options.objective == 'fsdp'
     # Samples that may run at the same time: all, or under 'fsdp' those with images and those without.
-    groups: list[np.ndarray | None] = [None]
+    groups = [np.arange(len(rows.lengths))]
     has_images = rows.image_tokens > 0
     if in_slots and has_images.any() and not has_images.all():
         groups = [np.flatnonzero(has_images), np.flatnonzero(~has_images)]
     ranks_of_groups = []
     for members in groups:
-        search = _CutSearch(rows.by_length(members), num_ranks, options.cost, in_slots)
+        search = _CutSearch(rows.longest_first(members), num_ranks, options.cost, in_slots)
         ranks_of_groups.append(search.ranks())
     ranks: Iterable[Sequence[Microbatch]] = ranks_of_groups[0]  # without slots there is one group
     if in_slots:
@@ -428,13 +414,12 @@ class _CutSearch:
         num_dummies = count + 1 - len(bounds)
         costs = microbatch_costs(rows.row_costs, rows.vision, bounds, self._fixed_cost)
         # A dummy is the cheapest row again, without weight.
-        costs_of_dummies = np.full(num_dummies, self._costs_alone[self._cheapest])
-        costs = np.concatenate([costs, costs_of_dummies])
+        cheapest = self._cheapest
+        costs = np.append(costs, [self._costs_alone[cheapest]] * num_dummies)
         if self._in_slots:
-            vision_of_dummies = np.full(num_dummies, np.diff(rows.vision)[self._cheapest])
-            vision = np.concatenate([np.diff(rows.vision[bounds]), vision_of_dummies])
-            text = costs - vision
-            order_by, time = best_slot_order(text, costs - text, self._num_ranks)
+            vision_of_dummy = rows.vision[cheapest + 1] - rows.vision[cheapest]
+            vision = np.append(np.diff(rows.vision[bounds]), [vision_of_dummy] * num_dummies)
+            order_by, time = best_slot_order(costs - vision, vision, self._num_ranks)
             return _Cut(time, bounds, costs, order_by, None)
         ranks, time = assign_longest_first(costs, self._num_ranks)
         return _Cut(time, bounds, costs, costs, ranks)

@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -37,42 +36,73 @@ class OrderedRows:
         return len(self.order)
 
 
+@dataclass(frozen=True, kw_only=True)
 class Rows:
-    """Checked rows with the caps and costs of their microbatches. See :func:`.cut_rows` for the arguments."""
+    """Checked sizes of rows, and the options of their microbatches."""
 
-    def __init__(
-        self,
+    lengths: np.ndarray
+    """Length of each row in tokens, int64 (n,)."""
+    options: CutOptions
+    sizes: dict[str, np.ndarray]
+    """Sizes of :data:`.CAPPED_SIZES` that are given, int64 (n,), and every one that has a cap."""
+    given_vision_cost: np.ndarray | None = None
+    """Cost of each row in the vision encoder, float64 (n,). None: that of its image tokens."""
+
+    @classmethod
+    def checked(
+        cls,
         lengths: Table,
         options: CutOptions,
         *,
+        num_rows: int | None = None,
         image_tokens: Table | None = None,
         loss_tokens: Table | None = None,
         vision_cost: Table | None = None,
-        max_width: int | None = None,
-    ) -> None:
-        self.options = options
-        self._max_width = max_width
-        # A scalar has no length. `checked_table` refuses it below.
-        num_rows = len(lengths) if hasattr(lengths, '__len__') else 1
-        if num_rows == 0:
-            raise ValueError('`lengths` must hold at least one sample, got: none.')
-        self.lengths = checked_table('lengths', lengths, num_rows, least=1)
-        longest = int(self.lengths.max())
-        if max_width is not None and max_width < longest:
-            raise ValueError(f'`max_width` must be at least the longest sample, got: {max_width} < {longest}.')
-        tables = checked_sizes({'image_tokens': image_tokens, 'loss_tokens': loss_tokens}, options, num_rows)
-        caps = options.caps
-        self.caps = np.array(list(caps.values()), dtype=np.int64)
+    ) -> Rows:
+        """Returns the rows. Raises ValueError if a table has not one number per row, or that of a cap is missing."""
+        checked_lengths = checked_table('lengths', lengths, num_rows, least=1)
+        num_rows = len(checked_lengths)
+        sizes = {}
+        for size, table in (('image_tokens', image_tokens), ('loss_tokens', loss_tokens)):
+            if table is not None:
+                sizes[size] = checked_table(size, table, num_rows)
+            elif size in options.caps:
+                raise ValueError(f'`{size}` must be given with `{CAPPED_SIZES[size]}`, got: None.')
+        vision = None
+        if vision_cost is not None:
+            vision = checked_table('vision_cost', vision_cost, num_rows, dtype=np.float64)
+        return cls(lengths=checked_lengths, options=options, sizes=sizes, given_vision_cost=vision)
+
+    def of(self, indices: np.ndarray) -> Rows:
+        """Returns the rows with these indices."""
+        sizes = {size: table[indices] for size, table in self.sizes.items()}
+        vision = self.given_vision_cost
+        if vision is not None:
+            vision = vision[indices]
+        return replace(self, lengths=self.lengths[indices], sizes=sizes, given_vision_cost=vision)
+
+    @property
+    def image_tokens(self) -> np.ndarray:
+        """Image tokens of each row, int64 (n,)."""
+        return self.sizes.get('image_tokens', np.zeros_like(self.lengths))
+
+    @property
+    def vision_cost(self) -> np.ndarray:
+        """Cost of each row in the vision encoder, float64 (n,)."""
+        if self.given_vision_cost is None:
+            return self.options.cost.vision(self.image_tokens)
+        return self.given_vision_cost
+
+    @property
+    def caps(self) -> np.ndarray:
         """Caps on sizes that add up over the rows of a microbatch, int64 (number of caps,)."""
-        self.capped_sizes = np.zeros((len(caps), num_rows), dtype=np.int64)
+        return np.array(list(self.options.caps.values()), dtype=np.int64)
+
+    @property
+    def capped_sizes(self) -> np.ndarray:
         """The size of each row under each of these caps, int64 (number of caps, n)."""
-        for number, size in enumerate(caps):
-            self.capped_sizes[number] = tables[size]
-        no_images = np.zeros(num_rows, dtype=np.int64)
-        self.image_tokens = tables.get('image_tokens', no_images)
-        if vision_cost is None:
-            vision_cost = options.cost.vision(self.image_tokens)
-        self.vision_cost = checked_table('vision_cost', vision_cost, num_rows, dtype=np.float64)
+        tables = [self.sizes[size] for size in self.options.caps]
+        return np.array(tables, dtype=np.int64).reshape(len(tables), len(self.lengths))
 
     @property
     def is_over(self) -> np.ndarray:
@@ -80,22 +110,19 @@ class Rows:
         breaks_cap = (self.capped_sizes > self.caps[:, np.newaxis]).any(axis=0)
         return breaks_cap | (self.lengths > self.options.max_tokens)
 
-    def by_length(self, members: np.ndarray | None = None) -> OrderedRows:
-        """Returns the rows (or the `members` among them) from the longest to the shortest, ties by index."""
-        if members is None:
-            members = np.arange(len(self.lengths))
-        longest_first = np.argsort(-self.lengths[members], kind='stable')
-        return self.in_order(members[longest_first])
+    def longest_first(self, members: np.ndarray, max_width: int | None = None) -> OrderedRows:
+        """Returns some of the rows from the longest to the shortest, ties in the order of `members`."""
+        order = np.argsort(-self.lengths[members], kind='stable')
+        return self.in_order(members[order], max_width)
 
-    def in_order(self, order: np.ndarray) -> OrderedRows:
-        """Returns the rows in the given order."""
+    def in_order(self, order: np.ndarray, max_width: int | None = None) -> OrderedRows:
+        """Returns the rows in the given order. They are collated at most `max_width` wide, if that is not None."""
         options = self.options
         # Widths are not rounded up beyond the collated width, nor beyond the token budget.
-        limit = min(options.max_tokens, self._max_width or options.max_tokens)
+        limit = min(options.max_tokens, max_width or options.max_tokens)
         widths = padded_widths(self.lengths[order], options.width_multiple, limit)
-        sizes = self.capped_sizes[:, order]
         sums = np.zeros((len(self.caps), len(order) + 1), dtype=np.int64)
-        sums[:, 1:] = np.cumsum(sizes, axis=1)
+        sums[:, 1:] = np.cumsum(self.capped_sizes[:, order], axis=1)
         vision_of_rows = np.cumsum(self.vision_cost[order])
         return OrderedRows(
             order=order,
@@ -121,21 +148,28 @@ def padded_widths(
 def checked_table(
     name: str,
     values: Table,
-    num_samples: int,
+    num_samples: int | None = None,
     *,
     least: int = 0,
     dtype: type = np.int64,
 ) -> np.ndarray:
-    """Returns one number per sample, (n,). Raises ValueError unless all are finite and at least `least`."""
+    """Returns one number per sample, (n,). Raises ValueError unless all are finite and at least `least`.
+
+    The number of samples is that of the table if it is not given.
+    """
     try:
         table = np.asarray(values)
     except ValueError as error:  # ragged
         raise ValueError(f'`{name}` must have one number per sample, got: {values!r:.80} ({error}).') from error
+    if num_samples is None:
+        num_samples = table.size
     if table.shape != (num_samples,):
         raise ValueError(
             f'`{name}` must have one entry per sample, got: shape {table.shape} for {num_samples} samples, in a '
             f'{type(values).__name__}.'
         )
+    if num_samples == 0:
+        raise ValueError(f'`{name}` must hold at least one sample, got: none.')
     if dtype is np.int64:
         kinds = 'iu'
         expected = 'integers'
@@ -152,21 +186,6 @@ def checked_table(
         bound = f'below {end}' if table[first_bad] >= end else f'at least {least}'
         raise ValueError(f'`{name}` must be finite and {bound}, got: {table[first_bad]} at sample {first_bad}.')
     return table.astype(dtype)
-
-
-def checked_sizes(
-    tables: Mapping[str, Table | None],
-    options: CutOptions,
-    num_samples: int,
-) -> dict[str, np.ndarray]:
-    """Returns the given tables, int64 (n,), by name. Raises ValueError if the table of a cap that is set is None."""
-    checked = {}
-    for size, table in tables.items():
-        if table is not None:
-            checked[size] = checked_table(size, table, num_samples)
-        elif size in options.caps:
-            raise ValueError(f'`{size}` must be given with `{CAPPED_SIZES[size]}`, got: None.')
-    return checked
 
 
 @compiled

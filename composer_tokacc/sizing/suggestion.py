@@ -19,7 +19,7 @@ import numpy as np
 
 from composer_tokacc.label_selector import DENSE
 from composer_tokacc.planning import CostModel, CutOptions, Rows, check_count, check_kind, lower_bound, token_budget
-from composer_tokacc.sampling.load_planner import check_global_batch
+from composer_tokacc.sampling.global_batches import check_global_batch
 from composer_tokacc.sizing.memory_model import GIB, MemoryModel
 from composer_tokacc.sizing.profile import SampleSizes
 from composer_tokacc.sizing.report import SizeRow, SizingReport
@@ -279,7 +279,7 @@ class _Simulation:
         vision_costs = self.price.vision(self.table.image_tokens, self.table.vision_patches)
         bounds = []
         for batch in self.batches:
-            rows = Rows(
+            rows = Rows.checked(
                 self.table.tokens[batch],
                 options,
                 image_tokens=self.table.image_tokens[batch],

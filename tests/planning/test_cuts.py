@@ -260,7 +260,6 @@ def test_row_over_a_cap_stands_alone(regroup):
         ([3.5], 8, {}, 'must be integers'),
         ([3], 0, {}, '`max_tokens` must be a positive integer, got: 0'),
         ([3], 8, {'width_multiple': 0}, '`width_multiple` must be a positive integer'),
-        ([3], 8, {'max_width': 2}, '`max_width` must be at least the longest'),
         ([3, 4], 8, {'image_tokens': [1]}, r'one entry per sample, got: shape \(1,\) for 2'),
         ([3], 8, {'image_tokens': [-1]}, '`image_tokens` must be finite and at least 0, got: -1'),
         ([3], 8, {'max_image_tokens': 4}, '`image_tokens` must be given'),

@@ -174,7 +174,8 @@ def test_bound_that_ends_the_search(objective):
 
     def search(lengths):
         options = CutOptions(max_tokens=80, cost=CostModel(launch=5.0))
-        return _CutSearch(Rows(lengths, options).by_length(), 3, options.cost, objective == 'fsdp')
+        rows = Rows.checked(lengths, options).longest_first(np.arange(len(lengths)))
+        return _CutSearch(rows, 3, options.cost, objective == 'fsdp')
 
     equal = search([8] * 12)
     for count in (3, 6, 12):

@@ -14,16 +14,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_tokacc.sampling import RegroupingBatchSampler
-from composer_tokacc.sampling.mixture import Mixture, counts_of_first, interleave, mixed_batches
+from composer_tokacc.sampling.global_batches import GlobalBatches
+from composer_tokacc.sampling.mixture import Mixture, counts_of_first, interleave
 
 sizes_lists = st.lists(st.integers(1, 40), min_size=1, max_size=4)
 
 
 def batches(mixture, global_batch_size, epoch, *, drop_last=False, seed=3, media=None):
-    options = {'drop_last': drop_last, 'seed': seed, 'media': media}
-    found, first = (mixed_batches(mixture, global_batch_size, epoch=number, **options) for number in (epoch, 0))
-    assert len(found) == len(first)
-    return [batch.tolist() for batch in found]
+    lengths = np.ones(sum(mixture.sizes), dtype=int)
+    run = GlobalBatches(
+        lengths, samples=global_batch_size, drop_last=drop_last, seed=seed, mixture=mixture, media=media
+    )
+    assert len(run.of_epoch(epoch)) == len(run.of_epoch(0))
+    return [batch.tolist() for batch in run.of_epoch(epoch)]
 
 
 def samples(found):
@@ -214,7 +217,7 @@ def test_resume_in_mid_mixture():
     ('arguments', 'message'),
     [
         ({'sizes': [3, 0]}, '`sizes` must be .* at least 1, .*got: 0'),
-        ({'sizes': []}, '`sizes` must have one entry'),
+        ({'sizes': []}, '`sizes` must hold at least one'),
         ({'sizes': [3], 'epochs': [1], 'weights': [1]}, 'got: both'),
         ({'sizes': [3, 4], 'epochs': [1]}, r'`epochs` must have one entry .* shape \(1,\) for 2'),
         ({'sizes': [3, 4], 'weights': [1, -1]}, '`weights` must be .* got: -1'),

@@ -236,7 +236,9 @@ def test_state_of_other_global_batches():
             build(96, 12, **kwargs).load_state_dict(state)
     with pytest.raises(ValueError, match=r'`global_batch_size` .*, got: 24, saved: 12'):
         build(96, 24).load_state_dict(state)
-    for wrong in ({**state, 'more': 1}, None, [1], {'x': 1}, {**state, 'epoch': 'two'}, {**state, 'batch': -1}):
+    with pytest.raises(ValueError, match=r'`more` .*, got: None, saved: 1'):
+        build(96, 12).load_state_dict({**state, 'more': 1})
+    for wrong in (None, [1], {'x': 1}, {**state, 'epoch': 'two'}, {**state, 'batch': -1}):
         with pytest.raises(ValueError, match='must have the keys'):
             build(96, 12).load_state_dict(wrong)
     with pytest.raises(ValueError, match='`batch` must be an integer from 0 to 8, got: 9'):
@@ -258,7 +260,7 @@ def test_state_of_other_global_batches():
         ({'vision_cost': ['a', 'b', 'c', 'd']}, '`vision_cost` must be numbers, got: <U1'),
         ({'max_image_tokens': 6}, '`image_tokens` must be given'),
         ({'image_tokens': [0, -2, 7, 0]}, '`image_tokens` must be finite and at least 0, got: -2 at sample 1'),
-        ({'global_batch_size': 8, 'drop_last': True}, 'at most the dataset with `drop_last`, got: 8 > 4 samples'),
+        ({'global_batch_size': 8, 'drop_last': True}, 'at most the samples of an epoch .* got: 8 > 4 samples'),
         ({'objective': 'zero'}, "`objective` must be 'ddp' or 'fsdp', got: 'zero'"),
         ({'width_multiple': 0}, '`width_multiple` must be a positive integer, got: 0'),
     ],
@@ -279,7 +281,7 @@ def test_sample_as_large_as_the_cap(name):
 
 
 def test_empty_dataset_is_refused():
-    with pytest.raises(ValueError, match='`dataset` must hold at least one sample'):
+    with pytest.raises(ValueError, match='`lengths` must hold at least one sample'):
         build(0, 4, lengths=[])
 
 
