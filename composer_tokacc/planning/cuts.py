@@ -97,9 +97,8 @@ def pack_lengths(
 
 
 def _pack(rows: Rows) -> list[list[int]]:
-    # A packed row is as long as its documents together. So its length is one more size that adds up to a cap.
-    sizes = np.vstack([rows.lengths, rows.capped_sizes]).T
-    caps = np.array([rows.options.max_tokens, *rows.caps])
+    # A packed row is as long as its documents together. So its length is one of the sizes that add up to a cap.
+    sizes = rows.capped_sizes.T
     groups: list[list[int]] = []
     room: list[np.ndarray] = []
     # A stable sort: of equally long rows the first one comes first.
@@ -109,7 +108,7 @@ def _pack(rows: Rows) -> list[list[int]]:
         if group is None:
             group = len(groups)
             groups.append([])
-            room.append(caps)
+            room.append(rows.caps)
         groups[group].append(row)
         room[group] = room[group] - sizes[row]
     return groups

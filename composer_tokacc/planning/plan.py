@@ -229,13 +229,12 @@ def _cost_of_slot(slot: Sequence[Microbatch]) -> float:
 
 def lower_bound(rows: Rows, num_ranks: int) -> float:
     """Returns the time that no plan can beat: ``max(sum cost / num_ranks, max cost)`` with zero padding."""
-    options = rows.options
-    cost = options.cost
+    cost = rows.options.cost
     row_costs = cost.rows(rows.lengths) + rows.vision_cost
     # Each microbatch has a fixed cost. Any plan needs one microbatch a rank, and as many as fill the budgets.
-    fewest = max(num_ranks, _fewest(rows.lengths, options.max_tokens))
-    for number, cap in enumerate(rows.caps.tolist()):
-        fewest = max(fewest, _fewest(rows.capped_sizes[number], cap))
+    fewest = num_ranks
+    for sizes, cap in zip(rows.capped_sizes, rows.caps.tolist(), strict=True):
+        fewest = max(fewest, _fewest(sizes, cap))
     mean_of_ranks = (float(row_costs.sum()) + fewest * cost.launch) / num_ranks
     costliest_row = float(row_costs.max()) + cost.launch
     return max(mean_of_ranks, costliest_row)
@@ -408,7 +407,11 @@ class _CutSearch:
             cuts.append(equal)
         return [self._timed(bounds, count) for bounds in cuts]
 
-    def _timed(self, bounds: np.ndarray, count: int) -> _Cut:
+    def _timed(
+        self,
+        bounds: np.ndarray,
+        count: int,
+    ) -> _Cut:
         """Returns the cut with its modelled time. If it has fewer microbatches than `count`, dummies are added."""
         rows = self._rows
         num_dummies = count + 1 - len(bounds)

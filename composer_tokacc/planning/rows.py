@@ -95,27 +95,36 @@ class Rows:
 
     @property
     def caps(self) -> np.ndarray:
-        """Caps on sizes that add up over the rows of a microbatch, int64 (number of caps,)."""
-        return np.array(list(self.options.caps.values()), dtype=np.int64)
+        """Caps on the sizes of a microbatch, the token budget first, int64 (number of caps,)."""
+        return np.array([self.options.max_tokens, *self.options.caps.values()], dtype=np.int64)
 
     @property
     def capped_sizes(self) -> np.ndarray:
-        """The size of each row under each of these caps, int64 (number of caps, n)."""
-        tables = [self.sizes[size] for size in self.options.caps]
-        return np.array(tables, dtype=np.int64).reshape(len(tables), len(self.lengths))
+        """The size of each row under each of these caps, int64 (number of caps, n). The first ones are the lengths."""
+        tables = [self.lengths]
+        for size in self.options.caps:
+            tables.append(self.sizes[size])
+        return np.stack(tables)
 
     @property
     def is_over(self) -> np.ndarray:
         """Which rows break a cap by themselves, and are therefore placed alone, bool (n,)."""
-        breaks_cap = (self.capped_sizes > self.caps[:, np.newaxis]).any(axis=0)
-        return breaks_cap | (self.lengths > self.options.max_tokens)
+        return (self.capped_sizes > self.caps[:, np.newaxis]).any(axis=0)
 
-    def longest_first(self, members: np.ndarray, max_width: int | None = None) -> OrderedRows:
+    def longest_first(
+        self,
+        members: np.ndarray,
+        max_width: int | None = None,
+    ) -> OrderedRows:
         """Returns some of the rows from the longest to the shortest, ties in the order of `members`."""
         order = np.argsort(-self.lengths[members], kind='stable')
         return self.in_order(members[order], max_width)
 
-    def in_order(self, order: np.ndarray, max_width: int | None = None) -> OrderedRows:
+    def in_order(
+        self,
+        order: np.ndarray,
+        max_width: int | None = None,
+    ) -> OrderedRows:
         """Returns the rows in the given order. They are collated at most `max_width` wide, if that is not None."""
         options = self.options
         # Widths are not rounded up beyond the collated width, nor beyond the token budget.
@@ -129,7 +138,7 @@ class Rows:
             widths=widths,
             row_costs=options.cost.rows(widths),
             vision=np.concatenate([[0.0], vision_of_rows]),
-            reach=_reach(widths, options.max_tokens, sums, self.caps),
+            reach=_reach(widths, sums, self.caps),
         )
 
 
@@ -191,7 +200,6 @@ def checked_table(
 @compiled
 def _reach(
     widths: np.ndarray,
-    max_tokens: int,
     sums: np.ndarray,
     caps: np.ndarray,
 ) -> np.ndarray:
@@ -199,9 +207,9 @@ def _reach(
 
     Args:
         widths: Width of each row, (n,).
-        max_tokens: Cap on the number of rows times the greatest width.
         sums: Of each capped size, its sum over all rows before each row, int64 (number of caps, n + 1).
-        caps: Cap on each of these sizes, int64 (number of caps,).
+        caps: Cap on each of these sizes, int64 (number of caps,). The first one is on padded tokens: the number of rows
+            times the greatest width.
     """
     n = len(widths)
     reach = np.zeros(n, dtype=np.int64)
@@ -211,8 +219,8 @@ def _reach(
         width = widths[start]
         while end < n:
             width = max(width, widths[end])
-            fits = (end + 1 - start) * width <= max_tokens
-            for number in range(len(caps)):
+            fits = (end + 1 - start) * width <= caps[0]
+            for number in range(1, len(caps)):
                 size = sums[number, end + 1] - sums[number, start]
                 fits = fits and size <= caps[number]
             if not fits:

@@ -192,17 +192,19 @@ class ExchangingDataLoader(DataLoader):
             failure = error
         # A ValueError is about the data, and all ranks raise it. Other errors may not survive pickling, so the other
         # ranks get their text.
-        told = failure
+        reported = failure
         if failure is not None and not isinstance(failure, ValueError):
             rank = get_global_rank()
-            told = RuntimeError(f'every rank must read its samples, got: an error on rank {rank}: {failure}')
-        reports = self._exchange.gather((sizes, told))
+            reported = RuntimeError(f'every rank must read its samples, got: an error on rank {rank}: {failure}')
+        reports = self._exchange.gather((sizes, reported))
         if failure is not None:
             raise failure
-        for _, failure_of_rank in reports:
+        sizes_of_ranks = []
+        for sizes_of_rank, failure_of_rank in reports:
             if failure_of_rank is not None:
                 raise failure_of_rank
-        return samples, [sizes_of_rank for sizes_of_rank, _ in reports]
+            sizes_of_ranks.append(sizes_of_rank)
+        return samples, sizes_of_ranks
 
     def _arguments(self) -> RankReport:
         """Returns the arguments that must be the same on all ranks."""

@@ -206,8 +206,10 @@ class GlobalBatches:
         elif len(schedule.sizes) == 1:
             identity['global_batch_size'] = schedule.sizes[0]
         else:
-            starts = [f'{start}{schedule.unit}' for start in schedule.starts]
-            identity['global_batch_size'] = [list(stage) for stage in zip(starts, schedule.sizes, strict=True)]
+            stages = []
+            for start, size in zip(schedule.starts, schedule.sizes, strict=True):
+                stages.append([f'{start}{schedule.unit}', size])
+            identity['global_batch_size'] = stages
         if schedule is None or schedule.unit == 'tok':
             identity['checksum_of_lengths'] = zlib.crc32(np.ascontiguousarray(self._lengths).tobytes())
         return identity
@@ -232,16 +234,25 @@ class GlobalBatches:
         """Returns the samples of an epoch in their order: all of them, or those of each modality."""
         if self._mixture is not None:
             # Samples that fill no global batch of the epoch begin the next one. That needs a size that never changes.
-            has_one_size = self._schedule is not None and len(self.sizes) == 1
-            samples_to_fill = self.sizes[0] if self._drop_last and has_one_size else None
+            samples_to_fill = None
+            if self._drop_last and self._schedule is not None and len(self.sizes) == 1:
+                samples_to_fill = self.sizes[0]
             return mixed_orders(
-                self._mixture, seed=self._seed, epoch=epoch, media=self._media, samples_to_fill=samples_to_fill
+                self._mixture,
+                seed=self._seed,
+                epoch=epoch,
+                media=self._media,
+                samples_to_fill=samples_to_fill,
             )
         if self._seed is None:
             return [np.arange(len(self._lengths))]
         return [permutation(len(self._lengths), self._seed + epoch)]
 
-    def _place_of(self, epoch: int, schedule: BatchSchedule) -> RunPlace:
+    def _place_of(
+        self,
+        epoch: int,
+        schedule: BatchSchedule,
+    ) -> RunPlace:
         """Returns how far the run is when an epoch starts, if all epochs before it are read to their end."""
         while len(self._places) <= epoch:
             place = self._places[-1]
@@ -263,7 +274,9 @@ class GlobalBatches:
             option = 'global_batch_size'
             unit = 'samples'
             size = max(self.sizes)
-            available = len(self._lengths) if self._mixture is None else self._mixture.num_samples
+            available = len(self._lengths)
+            if self._mixture is not None:
+                available = self._mixture.num_samples
         if available < size:
             raise ValueError(
                 f'`{option}` must be at most the {unit} of an epoch with `drop_last` (of each modality with `per_step` '
@@ -282,7 +295,11 @@ def check_global_batch(global_batch_size: int, num_ranks: int) -> None:
         )
 
 
-def check_cap(option: str, cap: int, sizes: np.ndarray) -> None:
+def check_cap(
+    option: str,
+    cap: int,
+    sizes: np.ndarray,
+) -> None:
     """Raises ValueError if one sample alone is larger than a cap on the sum of several."""
     highest = int(sizes.argmax())
     if sizes[highest] > cap:

@@ -70,15 +70,13 @@ class Mixture:
         Raises:
             ValueError: If a dataset has no loss tokens, or an argument is out of range.
         """
-        shares = checked_table('shares', shares, len(sizes), dtype=np.float64).tolist()
+        shares = checked_table('shares', shares, len(sizes), dtype=np.float64)
         tokens = checked_table('loss_tokens', loss_tokens, int(np.sum(sizes)))
-        ends = np.cumsum(sizes)
-        tokens_of_datasets = np.split(tokens, ends[:-1])
+        tokens_of_datasets = np.split(tokens, np.cumsum(sizes)[:-1])
         means = [tokens_of_dataset.mean() for tokens_of_dataset in tokens_of_datasets]
         if min(means) == 0:
             raise ValueError(f'Every dataset must have `loss_tokens`, got: means of {means}. Leave out those without.')
-        weights = np.array(shares) / np.array(means)
-        return cls(sizes, weights=weights.tolist())
+        return cls(sizes, weights=(shares / np.array(means)).tolist())
 
     @property
     def quotas(self) -> list[Fraction]:
@@ -87,9 +85,7 @@ class Mixture:
             weights = [Fraction(weight) for weight in self.weights]
             samples_per_weight = Fraction(sum(self.sizes)) / sum(weights, Fraction(0))
             return [samples_per_weight * weight for weight in weights]
-        epochs = self.epochs
-        if epochs is None:
-            epochs = [1] * len(self.sizes)
+        epochs = self.epochs or [1] * len(self.sizes)
         return [size * Fraction(times) for size, times in zip(self.sizes, epochs, strict=True)]
 
     @property
@@ -104,7 +100,13 @@ class Mixture:
         return not any(parts_of_passes)
 
 
-def _check_rates(name: str, values: Sequence[float] | None, num_datasets: int, *, highest: float) -> None:
+def _check_rates(
+    name: str,
+    values: Sequence[float] | None,
+    num_datasets: int,
+    *,
+    highest: float,
+) -> None:
     """Raises ValueError unless each dataset has a positive number up to the highest one."""
     if values is None:
         return
@@ -136,8 +138,7 @@ class LossShares:
         loss_tokens: Table,
     ) -> None:
         self.shares = checked_table('shares', shares, len(sizes), dtype=np.float64)
-        excess = self.shares.sum() - 1
-        if self.shares.min() == 0 or abs(excess) > 1e-6:
+        if self.shares.min() == 0 or abs(self.shares.sum() - 1) > 1e-6:
             raise ValueError(f'`shares` must be positive, one for each dataset, and add up to 1, got: {list(shares)}.')
         self.loss_tokens = checked_table('loss_tokens', loss_tokens, sum(sizes))
         self.sizes = list(sizes)
@@ -178,7 +179,11 @@ class _Stream:
     samples: np.ndarray
     quota: Fraction
 
-    def read(self, items: np.ndarray, entropy: Sequence[int] | None) -> np.ndarray:
+    def read(
+        self,
+        items: np.ndarray,
+        entropy: Sequence[int] | None,
+    ) -> np.ndarray:
         """Returns the samples at some places of the endless sequence.
 
         Args:
@@ -247,12 +252,11 @@ def mixed_orders(
 
 def merged_evenly(batches_of_orders: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
     """Returns the global batches of several orders (of several modalities) as one list, merged evenly."""
-    not_empty = [batches for batches in batches_of_orders if batches]
-    counts = [len(batches) for batches in not_empty]
-    quotas = [Fraction(count) for count in counts]
+    counts = [len(batches) for batches in batches_of_orders]
     begins = [0] * len(counts)
+    quotas = [Fraction(count) for count in counts]
     numbers, places = interleave(begins, counts, quotas)
-    return [not_empty[number][place] for number, place in zip(numbers, places, strict=True)]
+    return [batches_of_orders[number][place] for number, place in zip(numbers, places, strict=True)]
 
 
 def _streams(mixture: Mixture, media: np.ndarray | None) -> list[list[_Stream]]:
@@ -274,7 +278,12 @@ def _streams(mixture: Mixture, media: np.ndarray | None) -> list[list[_Stream]]:
     return groups
 
 
-def _merged(group: list[_Stream], begin: int, end: int, seed: int | None) -> np.ndarray:
+def _merged(
+    group: list[_Stream],
+    begin: int,
+    end: int,
+    seed: int | None,
+) -> np.ndarray:
     """Returns samples from place `begin` to `end` of the evenly merged sequences of a group."""
     quotas = [stream.quota for stream in group]
     begins = counts_of_first(begin, quotas)
@@ -321,15 +330,9 @@ def interleave(
 
     The stretch begins with item ``begins`` of each sequence and stops before item ``ends``.
     """
-    all_sources = []
-    all_items = []
-    all_places = []
-    for source, quota in enumerate(quotas):
-        items = np.arange(begins[source], ends[source])
-        all_items.append(items)
-        all_places.append((items + 0.5) / float(quota))
-        all_sources.append(np.full(len(items), source))
-    order = np.argsort(np.concatenate(all_places), kind='stable')
-    sources = np.concatenate(all_sources)
-    items = np.concatenate(all_items)
+    counts = np.subtract(ends, begins)
+    sources = np.repeat(np.arange(len(quotas)), counts)
+    items = np.concatenate([np.arange(begin, end) for begin, end in zip(begins, ends, strict=True)])
+    quota_of_item = np.array(quotas, dtype=np.float64)[sources]
+    order = np.argsort((items + 0.5) / quota_of_item, kind='stable')
     return sources[order], items[order]

@@ -40,7 +40,12 @@ class Passes:
         """Whether an iterator is under way: begun, and neither ended nor given up."""
         return bool(self._under_way)
 
-    def follow(self, batches: Iterable[Item], epoch: int, first: int) -> Iterator[Item]:
+    def follow(
+        self,
+        batches: Iterable[Item],
+        epoch: int,
+        first: int,
+    ) -> Iterator[Item]:
         """Yields the batches of an epoch from batch `first` on, and notes how far they were taken."""
         done = self._furthest_done
         if done is not None and done.has_ended and done.epoch == epoch:

@@ -60,12 +60,14 @@ class RankAssignment:
         is_copy = not computed
         if is_copy:
             computed = planned[:1]  # a dummy, which is a copy of a sample
-        places = [list(microbatch.indices) for microbatch in computed]
-        samples = [members[indices].tolist() for indices in places]
-        weights_of_samples = None
-        if weights is not None:
-            weights_of_samples = [weights[indices].tolist() for indices in places]
-        return cls(samples, is_copy, weights_of_samples, plan_checksum)
+        samples = []
+        weights_of_samples = []
+        for microbatch in computed:
+            indices = list(microbatch.indices)
+            samples.append(members[indices].tolist())
+            if weights is not None:
+                weights_of_samples.append(weights[indices].tolist())
+        return cls(samples, is_copy, weights_of_samples or None, plan_checksum)
 
 
 def plan_batch(rows: Rows, num_ranks: int) -> MicrobatchPlan:

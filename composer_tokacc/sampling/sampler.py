@@ -236,14 +236,23 @@ class RegroupingBatchSampler(DistributedSampler):
         first = self.first_batch
         return self.follow(self._assignments(self.epoch, first), self.epoch, first)
 
-    def follow(self, batches: Iterable[Item], epoch: int, first: int) -> Iterator[Item]:
+    def follow(
+        self,
+        batches: Iterable[Item],
+        epoch: int,
+        first: int,
+    ) -> Iterator[Item]:
         """Yields the batches of an epoch from batch `first` on, and keeps the place of the run."""
         yield from self.passes.follow(batches, epoch, first)
         # The resumed epoch is over: the next iteration starts at the beginning of its epoch.
         if epoch == self.epoch:
             self.first_batch = 0
 
-    def _assignments(self, epoch: int, first: int) -> Iterator[RankAssignment]:
+    def _assignments(
+        self,
+        epoch: int,
+        first: int,
+    ) -> Iterator[RankAssignment]:
         windows = self._global_batches.of_epoch(epoch)[first:]
         # All ranks read the witnesses in addition, to compare their datasets. See `_compared_epoch`.
         needs_witnesses = self.num_replicas > 1 and epoch == self._compared_epoch
@@ -272,7 +281,7 @@ class RegroupingBatchSampler(DistributedSampler):
 
     def plan(self, batch: int) -> MicrobatchPlan:
         """Returns the plan of global batch `batch` over all ranks; its indices are places in :meth:`window`."""
-        return self._plan(self._window(batch))
+        return plan_batch(self.rows.of(self._window(batch)), self.num_replicas)
 
     def has_only_copies(self, batch: int) -> bool:
         """Whether this rank only has a copy, which must weigh nothing, in global batch `batch` of this epoch."""
@@ -370,7 +379,7 @@ class RegroupingBatchSampler(DistributedSampler):
         return batches[batch]
 
     def _assign(self, window: np.ndarray) -> RankAssignment:
-        plan = self._plan(window)
+        plan = plan_batch(self.rows.of(window), self.num_replicas)
         weights = None
         if self.loss_shares is not None:
             weights = self.loss_shares.weights(window)
@@ -382,9 +391,6 @@ class RegroupingBatchSampler(DistributedSampler):
             planned = window.tobytes() + repr(indices_of_ranks).encode()
             checksum = extended_checksum(self._checksum, planned)
         return RankAssignment.from_plan(plan.ranks[self.rank], window, weights, checksum)
-
-    def _plan(self, window: np.ndarray) -> MicrobatchPlan:
-        return plan_batch(self.rows.of(window), self.num_replicas)
 
 
 def prefetch(
