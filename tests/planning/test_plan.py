@@ -253,6 +253,8 @@ def test_share_of_bound_on_lognormal_lengths(objective, global_batch, least):
         ({'max_tokens': 0}, '`max_tokens` must be a positive integer, got: 0'),
         ({'lengths': []}, '`lengths` must hold at least one sample'),
         ({'lengths': [4, 0]}, '`lengths` must be finite and at least 1, got: 0'),
+        ({'lengths': [4, 3.5]}, '`lengths` must be integers'),
+        ({'width_multiple': 0}, '`width_multiple` must be a positive integer'),
         ({'image_tokens': [1, 2, 3]}, r'`image_tokens` must have one entry per sample, got: shape \(3,\) for 2'),
     ],
 )

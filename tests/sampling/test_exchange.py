@@ -94,18 +94,9 @@ def test_state_is_that_of_the_dataset_in_samples_of_all_ranks():
     assert build().state_dict() is None
 
 
-@pytest.mark.parametrize(
-    ('arguments', 'message'),
-    [
-        ({'batch_size': None}, '`batch_size` must be what each rank reads'),
-        ({'max_tokens': 0}, '`max_tokens` must be'),
-        ({'max_image_tokens': 0}, '`max_image_tokens` must be a positive integer'),
-        ({'objective': 'zero'}, "`objective` must be 'ddp' or 'fsdp', got: 'zero'"),
-    ],
-)
-def test_arguments_out_of_range_are_refused_at_once(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        build(**arguments)
+def test_batch_size_is_needed():
+    with pytest.raises(ValueError, match='`batch_size` must be what each rank reads'):
+        build(batch_size=None)
 
 
 @pytest.mark.slow
