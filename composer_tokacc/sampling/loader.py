@@ -20,7 +20,7 @@ from composer_tokacc.layout import PreSplitBatch
 from composer_tokacc.plan_agreement import PlanRecord
 from composer_tokacc.planning import check_kind
 from composer_tokacc.sampling.rank_assignment import RankAssignment, collate
-from composer_tokacc.sampling.sampler import RegroupingBatchSampler, length_of
+from composer_tokacc.sampling.sampler import RegroupingBatchSampler, follow, length_of
 from composer_tokacc.sampling.witness import witness_of
 
 
@@ -114,7 +114,7 @@ class RegroupingDataLoader(DataLoader):
             return
         first = num_skipped or sampler.first_batch  # the place that was skipped to, or that the sampler has loaded
         batches = self._read_from(epoch, first)
-        for index, batch in enumerate(sampler.follow(batches, epoch, first), start=first):
+        for index, batch in enumerate(follow(sampler, batches, epoch, first), start=first):
             if isinstance(batch, _Parcel):
                 batch = batch.batch
             # Added here, so that workers need not send them. They are computed only if plans differ.

@@ -234,19 +234,7 @@ class RegroupingBatchSampler(DistributedSampler):
         if self.start_of_loader is not None:
             return self._assignments(self.epoch, self.start_of_loader)
         first = self.first_batch
-        return self.follow(self._assignments(self.epoch, first), self.epoch, first)
-
-    def follow(
-        self,
-        batches: Iterable[Item],
-        epoch: int,
-        first: int,
-    ) -> Iterator[Item]:
-        """Yields the batches of an epoch from batch `first` on, and keeps the place of the run."""
-        yield from self.passes.follow(batches, epoch, first)
-        # The resumed epoch is over: the next iteration starts at the beginning of its epoch.
-        if epoch == self.epoch:
-            self.first_batch = 0
+        return follow(self, self._assignments(self.epoch, first), self.epoch, first)
 
     def _assignments(
         self,
@@ -391,6 +379,19 @@ class RegroupingBatchSampler(DistributedSampler):
             planned = window.tobytes() + repr(indices_of_ranks).encode()
             checksum = extended_checksum(self._checksum, planned)
         return RankAssignment.from_plan(plan.ranks[self.rank], window, weights, checksum)
+
+
+def follow(
+    sampler: RegroupingBatchSampler,
+    batches: Iterable[Item],
+    epoch: int,
+    first: int,
+) -> Iterator[Item]:
+    """Yields the batches of an epoch from batch `first` on, and keeps the place of the run in the sampler."""
+    yield from sampler.passes.follow(batches, epoch, first)
+    # The resumed epoch is over: the next iteration starts at the beginning of its epoch.
+    if epoch == sampler.epoch:
+        sampler.first_batch = 0
 
 
 def prefetch(
