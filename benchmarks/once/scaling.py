@@ -131,7 +131,7 @@ def simulate(length_set: LengthSet, num_ranks: int, per_rank: int, steps: int) -
         options = CutOptions(max_tokens=max_tokens_of(batch), cost=cost)
         bounds.append(
             lower_bound(
-                Rows.checked(batch.lengths, options, image_tokens=batch.image_tokens),
+                Rows(batch.lengths, options, image_tokens=batch.image_tokens),
                 num_ranks,
             )
         )

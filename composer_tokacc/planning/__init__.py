@@ -24,7 +24,7 @@ from composer_tokacc.planning.plan import (
     plan_microbatches,
     plan_rows,
 )
-from composer_tokacc.planning.rows import Rows, checked_table, padded_widths
+from composer_tokacc.planning.rows import Rows, checked_sizes, checked_table, padded_widths
 
 __all__ = [
     'CAPPED_SIZES',
@@ -39,6 +39,7 @@ __all__ = [
     'check_count',
     'check_kind',
     'check_state',
+    'checked_sizes',
     'checked_table',
     'cut_rows',
     'lower_bound',

@@ -52,14 +52,13 @@ def cut_rows(
         >>> cut_rows([7, 2, 8, 2, 2], CutOptions(max_tokens=16, regroup=False))
         [[0, 1], [2], [3, 4]]
     """
-    all_rows = Rows.checked(lengths, options, image_tokens=image_tokens, loss_tokens=loss_tokens)
+    all_rows = Rows(lengths, options, image_tokens=image_tokens, loss_tokens=loss_tokens, max_width=max_width)
     if options.packing is True:
         return _pack(all_rows)
-    order = np.arange(len(all_rows.lengths))
     if options.regroup:
-        rows = all_rows.longest_first(order, max_width)
+        rows = all_rows.by_length()
     else:
-        rows = all_rows.in_order(order, max_width)
+        rows = all_rows.in_order(np.arange(len(all_rows.lengths)))
     fixed_cost = options.cost.launch
     bounds = least_padded_cut(rows.row_costs, rows.reach, fixed_cost)
     microbatches = []
@@ -93,7 +92,7 @@ def pack_lengths(
         [[2, 1], [0, 3], [4]]
     """
     options = CutOptions(max_tokens=max_tokens, max_image_tokens=max_image_tokens, max_loss_tokens=max_loss_tokens)
-    return _pack(Rows.checked(lengths, options, image_tokens=image_tokens, loss_tokens=loss_tokens))
+    return _pack(Rows(lengths, options, image_tokens=image_tokens, loss_tokens=loss_tokens))
 
 
 def _pack(rows: Rows) -> list[list[int]]:

@@ -193,13 +193,33 @@ def plan_microbatches(
         objective=objective,
         cost=CostModel() if cost is None else cost,
     )
+    return plan_rows(
+        lengths,
+        options,
+        num_ranks=num_ranks,
+        image_tokens=image_tokens,
+        loss_tokens=loss_tokens,
+        vision_cost=vision_cost,
+    )
+
+
+def plan_rows(
+    lengths: Table,
+    options: CutOptions,
+    *,
+    num_ranks: int,
+    image_tokens: Table | None = None,
+    loss_tokens: Table | None = None,
+    vision_cost: Table | None = None,
+) -> MicrobatchPlan:
+    """Plans as :func:`.plan_microbatches`, with options that are checked already."""
     check_count('num_ranks', num_ranks)
-    rows = Rows.checked(lengths, options, image_tokens=image_tokens, loss_tokens=loss_tokens, vision_cost=vision_cost)
-    return plan_rows(rows, num_ranks)
+    rows = Rows(lengths, options, image_tokens=image_tokens, loss_tokens=loss_tokens, vision_cost=vision_cost)
+    return plan_checked_rows(rows, num_ranks)
 
 
-def plan_rows(rows: Rows, num_ranks: int) -> MicrobatchPlan:
-    """Plans rows that are checked already, as :func:`.plan_microbatches`."""
+def plan_checked_rows(rows: Rows, num_ranks: int) -> MicrobatchPlan:
+    """Plans as :func:`.plan_microbatches`, with rows that are checked already."""
     options = rows.options
     # Under 'fsdp' the k-th microbatches of all ranks run at the same time: a step slot, in which all wait.
     in_slots = options.objective == 'fsdp'
@@ -210,7 +230,7 @@ def plan_rows(rows: Rows, num_ranks: int) -> MicrobatchPlan:
         groups = [np.flatnonzero(has_images), np.flatnonzero(~has_images)]
     ranks_of_groups = []
     for members in groups:
-        search = _CutSearch(rows.longest_first(members), num_ranks, options.cost, in_slots)
+        search = _CutSearch(rows.by_length(members), num_ranks, options.cost, in_slots)
         ranks_of_groups.append(search.ranks())
     ranks: Iterable[Sequence[Microbatch]] = ranks_of_groups[0]  # without slots there is one group
     if in_slots:

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -36,50 +38,44 @@ class OrderedRows:
         return len(self.order)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Rows:
-    """Checked sizes of rows, and the options of their microbatches."""
+    """Checked rows with the caps and costs of their microbatches. See :func:`.cut_rows` for the arguments."""
 
-    lengths: np.ndarray
-    """Length of each row in tokens, int64 (n,)."""
-    options: CutOptions
-    sizes: dict[str, np.ndarray]
-    """Sizes of :data:`.CAPPED_SIZES` that are given, int64 (n,), and every one that has a cap."""
-    given_vision_cost: np.ndarray | None = None
-    """Cost of each row in the vision encoder, float64 (n,). None: that of its image tokens."""
-
-    @classmethod
-    def checked(
-        cls,
+    def __init__(
+        self,
         lengths: Table,
         options: CutOptions,
         *,
-        num_rows: int | None = None,
         image_tokens: Table | None = None,
         loss_tokens: Table | None = None,
         vision_cost: Table | None = None,
-    ) -> Rows:
-        """Returns the rows. Raises ValueError if a table has not one number per row, or that of a cap is missing."""
-        checked_lengths = checked_table('lengths', lengths, num_rows, least=1)
-        num_rows = len(checked_lengths)
-        sizes = {}
-        for size, table in (('image_tokens', image_tokens), ('loss_tokens', loss_tokens)):
-            if table is not None:
-                sizes[size] = checked_table(size, table, num_rows)
-            elif size in options.caps:
-                raise ValueError(f'`{size}` must be given with `{CAPPED_SIZES[size]}`, got: None.')
-        vision = None
+        max_width: int | None = None,
+    ) -> None:
+        self.options = options
+        self._max_width = max_width
+        self.lengths = checked_table('lengths', lengths, least=1)
+        num_rows = len(self.lengths)
+        self.sizes = checked_sizes({'image_tokens': image_tokens, 'loss_tokens': loss_tokens}, options, num_rows)
+        """Sizes of :data:`.CAPPED_SIZES` that are given, int64 (n,), and every one that has a cap."""
+        self.given_vision_cost: np.ndarray | None = None
+        """Cost of each row in the vision encoder, float64 (n,). None: that of its image tokens."""
         if vision_cost is not None:
-            vision = checked_table('vision_cost', vision_cost, num_rows, dtype=np.float64)
-        return cls(lengths=checked_lengths, options=options, sizes=sizes, given_vision_cost=vision)
+            self.given_vision_cost = checked_table('vision_cost', vision_cost, num_rows, dtype=np.float64)
 
     def of(self, indices: np.ndarray) -> Rows:
         """Returns the rows with these indices."""
-        sizes = {size: table[indices] for size, table in self.sizes.items()}
-        vision = self.given_vision_cost
-        if vision is not None:
-            vision = vision[indices]
-        return replace(self, lengths=self.lengths[indices], sizes=sizes, given_vision_cost=vision)
+        rows = copy.copy(self)
+        rows.lengths = self.lengths[indices]
+        rows.sizes = {size: table[indices] for size, table in self.sizes.items()}
+        if self.given_vision_cost is not None:
+            rows.given_vision_cost = self.given_vision_cost[indices]
+        return rows
+
+    def with_options(self, options: CutOptions) -> Rows:
+        """Returns the same rows with other options."""
+        rows = copy.copy(self)
+        rows.options = options
+        return rows
 
     @property
     def image_tokens(self) -> np.ndarray:
@@ -111,24 +107,18 @@ class Rows:
         """Which rows break a cap by themselves, and are therefore placed alone, bool (n,)."""
         return (self.capped_sizes > self.caps[:, np.newaxis]).any(axis=0)
 
-    def longest_first(
-        self,
-        members: np.ndarray,
-        max_width: int | None = None,
-    ) -> OrderedRows:
-        """Returns some of the rows from the longest to the shortest, ties in the order of `members`."""
-        order = np.argsort(-self.lengths[members], kind='stable')
-        return self.in_order(members[order], max_width)
+    def by_length(self, members: np.ndarray | None = None) -> OrderedRows:
+        """Returns the rows (or the `members` among them) from the longest to the shortest, ties by index."""
+        if members is None:
+            members = np.arange(len(self.lengths))
+        longest_first = np.argsort(-self.lengths[members], kind='stable')
+        return self.in_order(members[longest_first])
 
-    def in_order(
-        self,
-        order: np.ndarray,
-        max_width: int | None = None,
-    ) -> OrderedRows:
-        """Returns the rows in the given order. They are collated at most `max_width` wide, if that is not None."""
+    def in_order(self, order: np.ndarray) -> OrderedRows:
+        """Returns the rows in the given order."""
         options = self.options
         # Widths are not rounded up beyond the collated width, nor beyond the token budget.
-        limit = min(options.max_tokens, max_width or options.max_tokens)
+        limit = min(options.max_tokens, self._max_width or options.max_tokens)
         widths = padded_widths(self.lengths[order], options.width_multiple, limit)
         sums = np.zeros((len(self.caps), len(order) + 1), dtype=np.int64)
         sums[:, 1:] = np.cumsum(self.capped_sizes[:, order], axis=1)
@@ -195,6 +185,21 @@ def checked_table(
         bound = f'below {end}' if table[first_bad] >= end else f'at least {least}'
         raise ValueError(f'`{name}` must be finite and {bound}, got: {table[first_bad]} at sample {first_bad}.')
     return table.astype(dtype)
+
+
+def checked_sizes(
+    tables: Mapping[str, Table | None],
+    options: CutOptions,
+    num_samples: int,
+) -> dict[str, np.ndarray]:
+    """Returns the given tables, int64 (n,), by name. Raises ValueError if the table of a cap that is set is None."""
+    checked = {}
+    for size, table in tables.items():
+        if table is not None:
+            checked[size] = checked_table(size, table, num_samples)
+        elif size in options.caps:
+            raise ValueError(f'`{size}` must be given with `{CAPPED_SIZES[size]}`, got: None.')
+    return checked
 
 
 @compiled

@@ -157,7 +157,7 @@ class ExchangingDataLoader(DataLoader):
         """Returns the assignment of each rank. It only depends on the sizes, so it is the same on every rank."""
         # One column for each field of SampleSize.
         lengths, image_tokens, patches, loss_tokens = np.array(sizes).T
-        rows = Rows.checked(
+        rows = Rows(
             lengths,
             self._options,
             image_tokens=image_tokens,

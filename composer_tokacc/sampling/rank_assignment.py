@@ -14,7 +14,8 @@ import numpy as np
 from composer_tokacc.batch import Batch, sample_name
 from composer_tokacc.layout import PreSplitBatch
 from composer_tokacc.layout.pre_split import widened
-from composer_tokacc.planning import CutOptions, Microbatch, MicrobatchPlan, Rows, plan_rows
+from composer_tokacc.planning import CutOptions, Microbatch, MicrobatchPlan, Rows
+from composer_tokacc.planning.plan import plan_checked_rows
 from composer_tokacc.row_counts import RowCounts, with_rows
 from composer_tokacc.weights import LOSS_WEIGHTS
 
@@ -72,12 +73,12 @@ class RankAssignment:
 
 def plan_batch(rows: Rows, num_ranks: int) -> MicrobatchPlan:
     """Plans a global batch, with a sample for every rank if there are enough; see :func:`.plan_microbatches`."""
-    plan = plan_rows(rows, num_ranks)
+    plan = plan_checked_rows(rows, num_ranks)
     # Under 'fsdp' a step slot holds samples with images, or samples without. So a rank may get only dummies, even if
     # there are enough samples. It would have nothing to collate, so the batch is planned as for 'ddp'.
     if len(rows.lengths) >= num_ranks and any(_has_only_dummies(rank) for rank in plan.ranks):
         options = replace(rows.options, objective='ddp')
-        plan = plan_rows(replace(rows, options=options), num_ranks)
+        plan = plan_checked_rows(rows.with_options(options), num_ranks)
     return plan
 
 

@@ -148,10 +148,9 @@ class RegroupingBatchSampler(DistributedSampler):
             cost=cost or CostModel(),
         )
         # All tables are checked here, so that bad ones are refused before the first epoch.
-        self.rows = Rows.checked(
-            lengths,
+        self.rows = Rows(
+            checked_table('lengths', lengths, num_samples),
             options,
-            num_rows=num_samples,
             image_tokens=image_tokens,
             loss_tokens=loss_tokens,
             vision_cost=vision_cost,

@@ -162,7 +162,7 @@ def _planned(
         patches = table.vision_patches[batch]
     image_tokens = table.image_tokens[batch]
     vision_costs = options.cost.vision(image_tokens, patches)
-    rows = Rows.checked(table.tokens[batch], options, image_tokens=image_tokens, vision_cost=vision_costs)
+    rows = Rows(table.tokens[batch], options, image_tokens=image_tokens, vision_cost=vision_costs)
     plan = plan_batch(rows, num_ranks)
     ranks = []
     for planned_rank in plan.ranks:

@@ -279,7 +279,7 @@ class _Simulation:
         vision_costs = self.price.vision(self.table.image_tokens, self.table.vision_patches)
         bounds = []
         for batch in self.batches:
-            rows = Rows.checked(
+            rows = Rows(
                 self.table.tokens[batch],
                 options,
                 image_tokens=self.table.image_tokens[batch],

@@ -174,7 +174,7 @@ def test_bound_that_ends_the_search(objective):
 
     def search(lengths):
         options = CutOptions(max_tokens=80, cost=CostModel(launch=5.0))
-        rows = Rows.checked(lengths, options).longest_first(np.arange(len(lengths)))
+        rows = Rows(lengths, options).by_length()
         return _CutSearch(rows, 3, options.cost, objective == 'fsdp')
 
     equal = search([8] * 12)
