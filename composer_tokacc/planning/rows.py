@@ -71,12 +71,6 @@ class Rows:
             rows.given_vision_cost = self.given_vision_cost[indices]
         return rows
 
-    def with_options(self, options: CutOptions) -> Rows:
-        """Returns the same rows with other options."""
-        rows = copy.copy(self)
-        rows.options = options
-        return rows
-
     @property
     def image_tokens(self) -> np.ndarray:
         """Image tokens of each row, int64 (n,)."""
@@ -105,7 +99,7 @@ class Rows:
     @property
     def is_over(self) -> np.ndarray:
         """Which rows break a cap by themselves, and are therefore placed alone, bool (n,)."""
-        return (self.capped_sizes > self.caps[:, np.newaxis]).any(axis=0)
+        return np.any(self.capped_sizes > self.caps[:, np.newaxis], axis=0)
 
     def by_length(self, members: np.ndarray | None = None) -> OrderedRows:
         """Returns the rows (or the `members` among them) from the longest to the shortest, ties by index."""

@@ -70,13 +70,13 @@ class Mixture:
         Raises:
             ValueError: If a dataset has no loss tokens, or an argument is out of range.
         """
-        shares = checked_table('shares', shares, len(sizes), dtype=np.float64)
+        checked_shares = checked_table('shares', shares, len(sizes), dtype=np.float64)
         tokens = checked_table('loss_tokens', loss_tokens, int(np.sum(sizes)))
         tokens_of_datasets = np.split(tokens, np.cumsum(sizes)[:-1])
         means = [tokens_of_dataset.mean() for tokens_of_dataset in tokens_of_datasets]
         if min(means) == 0:
             raise ValueError(f'Every dataset must have `loss_tokens`, got: means of {means}. Leave out those without.')
-        return cls(sizes, weights=(shares / np.array(means)).tolist())
+        return cls(sizes, weights=(checked_shares / np.array(means)).tolist())
 
     @property
     def quotas(self) -> list[Fraction]:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -77,8 +78,9 @@ def plan_batch(rows: Rows, num_ranks: int) -> MicrobatchPlan:
     # Under 'fsdp' a step slot holds samples with images, or samples without. So a rank may get only dummies, even if
     # there are enough samples. It would have nothing to collate, so the batch is planned as for 'ddp'.
     if len(rows.lengths) >= num_ranks and any(_has_only_dummies(rank) for rank in plan.ranks):
-        options = replace(rows.options, objective='ddp')
-        plan = plan_checked_rows(rows.with_options(options), num_ranks)
+        rows = copy.copy(rows)
+        rows.options = replace(rows.options, objective='ddp')
+        plan = plan_checked_rows(rows, num_ranks)
     return plan
 
 

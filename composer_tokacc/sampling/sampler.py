@@ -149,7 +149,7 @@ class RegroupingBatchSampler(DistributedSampler):
         )
         # All tables are checked here, so that bad ones are refused before the first epoch.
         self.rows = Rows(
-            checked_table('lengths', lengths, num_samples),
+            checked_table('lengths', lengths, num_samples, least=1),
             options,
             image_tokens=image_tokens,
             loss_tokens=loss_tokens,
