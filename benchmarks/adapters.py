@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from composer import Callback, DataSpec
+from composer import Callback, DataSpec, Logger, State
 from composer import Trainer as ComposerTrainer
 from composer.models import HuggingFaceModel
 from composer.utils import dist
@@ -78,12 +78,8 @@ def composer(model: Any, *, flag: bool = False, exact: bool = False) -> Step:
     """Stock Composer, with its ``accumulate_train_batch_on_tokens``, or with TokenAccumulation."""
     layout = BatchLayout.for_model(model)
 
-    class GradientRecorder(Callback):
-        def after_train_batch(self, *args: Any) -> None:
-            self.gradients = gradients_of(model)
-
     def step(microbatches: list[Batch]) -> Gradients:
-        recorder = GradientRecorder()
+        recorder = FirstGradient()
         parts: list[range] = []
         start = 0
         for batch in microbatches:
@@ -114,6 +110,19 @@ def composer(model: Any, *, flag: bool = False, exact: bool = False) -> Step:
         return recorder.gradients
 
     return step
+
+
+class FirstGradient(Callback):
+    """Copies the gradients of the first step, before the optimizer uses them."""
+
+    def __init__(self) -> None:
+        self.gradients: Gradients = {}
+
+    def after_train_batch(self, state: State, logger: Logger) -> None:
+        if not self.gradients:
+            # DDP wraps the model if there are several ranks.
+            model = getattr(state.model, 'module', state.model)
+            self.gradients = gradients_of(model.model)
 
 
 def gradients_of(model: Any) -> Gradients:

@@ -24,7 +24,7 @@ from transformers import ModernBertConfig, ModernBertForMaskedLM
 
 from benchmarks.length_sets import lognormal
 from benchmarks.machine import machine
-from benchmarks.record import RESULTS, ROOT, filled, parser_of, table, write
+from benchmarks.record import RESULTS, ROOT, fill_page, parser_of, table, write
 from benchmarks.timed_steps import Row, StepClock, data_of, fit
 from composer_tokacc import BatchLayout, TokenAccumulation
 
@@ -149,7 +149,7 @@ def main() -> None:
     print(table_of(results))
     write(arguments.results, results)
     if not arguments.quick:
-        PAGE.write_text(filled(PAGE.read_text(), {'encoders': lambda: table_of(results)}))
+        fill_page(PAGE, 'encoders', table_of(results))
 
 
 if __name__ == '__main__':

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from composer.utils import dist, get_device
+from composer.utils import dist
 
 from benchmarks.adapters import (
     ADAPTERS,
@@ -31,15 +30,8 @@ from benchmarks.adapters import (
     gradients_of,
     inputs_of,
 )
-from benchmarks.machine import machine, on_ranks, versions
-from benchmarks.record import (
-    RESULTS,
-    ROOT,
-    filled,
-    parser_of,
-    table,
-    write_rows,
-)
+from benchmarks.machine import join_ranks, machine, on_ranks, versions
+from benchmarks.record import RESULTS, ROOT, fill_page, parser_of, table, write_rows
 from composer_tokacc import BatchLayout, verify_invariance
 from tests.support.families import FAMILIES, ragged_samples
 from tests.support.text import text_model, text_rows
@@ -149,9 +141,7 @@ def cell_text(row: Row, accumulation: int) -> str:
 
 def work(subjects: list[str], path: Path) -> None:
     """Runs under the composer launcher."""
-    warnings.simplefilter('ignore')
-    torch.set_num_threads(1)
-    dist.initialize_dist(get_device('cpu'))
+    join_ranks()
     rows = [check(subject, trainer) for subject in subjects for trainer in ADAPTERS]
     if dist.get_global_rank() == 0:
         path.write_text(json.dumps(rows))
@@ -175,12 +165,7 @@ def main() -> None:
             print(f'{row["subject"]}, {ranks} ranks, {row["trainer"]}: {cell_text(row, ACCUMULATIONS[-1])}')
     write_rows(path, {'rows': list(rows.values())})
     if path == RESULTS_FILE:
-        PAGE.write_text(
-            filled(
-                PAGE.read_text(),
-                {'exactness': lambda: tables_of(list(rows.values()))},
-            )
-        )
+        fill_page(PAGE, 'exactness', tables_of(list(rows.values())))
 
 
 if __name__ == '__main__':

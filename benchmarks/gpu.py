@@ -37,11 +37,11 @@ from torch.utils.data import DataLoader
 from transformers import (
     CLIPVisionConfig,
     LlamaConfig,
-    LlamaForCausalLM,
     LlavaConfig,
     LlavaForConditionalGeneration,
 )
 
+from benchmarks.adapters import FirstGradient, Gradients, gradients_of
 from benchmarks.device import CPU, GIB, GPU, ComputeDevice
 from benchmarks.length_sets import lognormal, read_tables
 from benchmarks.record import RESULTS, parser_of, write
@@ -59,7 +59,6 @@ from composer_tokacc.layout import describe
 from composer_tokacc.sizing import BatchShape, calibrate_fake
 from composer_tokacc.sizing.shapes import batch_of_width
 
-Gradients = dict[str, torch.Tensor]
 Measure = Callable[[], dict[str, Any]]
 
 # Speed over stock that ODB publishes for Qwen3-VL, by the coefficient of variation of the lengths.
@@ -180,7 +179,12 @@ def for_memory(scale: Scale, total_bytes: int) -> Scale:
     return replace(scale, microbatch=1, checkpointing=True)
 
 
-def build_llava(config: LlavaConfig, device: ComputeDevice, *, checkpointing: bool = False) -> Any:
+def build_llava(
+    config: LlavaConfig,
+    device: ComputeDevice,
+    *,
+    checkpointing: bool = False,
+) -> Any:
     """Returns a model with the same float32 weights at every call, in training mode, made on the device."""
     torch.manual_seed(0)
     with torch.device(device.name):
@@ -192,26 +196,19 @@ def build_llava(config: LlavaConfig, device: ComputeDevice, *, checkpointing: bo
     return model
 
 
-class GradientRecorder(Callback):
-    """Copies the gradients before the optimizer uses them."""
-
-    gradients: Gradients
-
-    def after_train_batch(self, state: State, logger: Logger) -> None:
-        self.gradients = {}
-        for name, parameter in state.model.named_parameters():
-            if parameter.grad is not None:
-                self.gradients[name.removeprefix('model.')] = parameter.grad.clone()
-
-
-def gradients_of_one_forward(config: LlavaConfig, batch: Row, device: ComputeDevice, dtype: torch.dtype) -> Gradients:
+def gradients_of_one_forward(
+    config: LlavaConfig,
+    batch: Row,
+    device: ComputeDevice,
+    dtype: torch.dtype,
+) -> Gradients:
     """Returns the gradients of one plain forward over all rows."""
     model = build_llava(config, device)
     inputs = {key: value.to(device.name) for key, value in batch.items() if isinstance(value, torch.Tensor)}
     with torch.autocast(device.name, dtype, enabled=dtype != torch.float32):
         loss = model(**inputs).loss
     loss.backward()
-    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return gradients_of(model)
 
 
 def gradients_of_trainer(
@@ -225,7 +222,7 @@ def gradients_of_trainer(
 ) -> Gradients:
     """Returns the gradients of a step of the Trainer over all rows, without TF32."""
     model = build_llava(config, device)
-    recorder = GradientRecorder()
+    recorder = FirstGradient()
     layout = BatchLayout.for_model(config)
     # The microbatch size 'auto' begins with the batch size of the loader.
     loader = DataLoader(rows, batch_size=len(rows), collate_fn=layout.concat)  # pyright: ignore[reportArgumentType]
@@ -285,14 +282,22 @@ class Attempts(Callback):
     def __init__(self) -> None:
         self.sizes: list[int] = []
 
-    def before_train_batch(self, state: State, logger: Logger) -> None:
+    def before_train_batch(
+        self,
+        state: State,
+        logger: Logger,
+    ) -> None:
         self.sizes.append(int(state.device_train_microbatch_size or 0))
 
 
 class SimulatedOutOfMemory(Callback):
     """Fails the first attempts of a rehearsal as a GPU would."""
 
-    def before_loss(self, state: State, logger: Logger) -> None:
+    def before_loss(
+        self,
+        state: State,
+        logger: Logger,
+    ) -> None:
         state.auto_microbatching = True  # Composer refuses the size 'auto' on a CPU
         if (state.device_train_microbatch_size or 0) > OUT_OF_MEMORY_ROWS // 4:
             raise RuntimeError('CUDA out of memory')
@@ -342,7 +347,12 @@ def measure_out_of_memory(scale: Scale) -> dict[str, Any]:
     }
 
 
-def measure_method(method: str, model: Any, batches: list[Row], scale: Scale) -> dict[str, Any]:
+def measure_method(
+    method: str,
+    model: Any,
+    batches: list[Row],
+    scale: Scale,
+) -> dict[str, Any]:
     """Times one way to cut the batches."""
     layout = BatchLayout.for_model(model)
     width = max(batch['input_ids'].shape[1] for batch in batches)
@@ -384,20 +394,11 @@ def measure_speed(variation: float | None, scale: Scale) -> dict[str, Any]:
     }
 
 
-def builder(config: Any, checkpointing: bool = False) -> Callable[[], Any]:
-    """Returns a function that makes a Llama or LLaVA in training mode."""
-    model_class = LlavaForConditionalGeneration if config.model_type == 'llava' else LlamaForCausalLM
-
-    def build() -> Any:
-        model = model_class(config).train()
-        if checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})
-        return model
-
-    return build
-
-
-def shape_batch(config: Any, rows: int, width: int) -> Row:
+def shape_batch(
+    config: Any,
+    rows: int,
+    width: int,
+) -> Row:
     """Returns a batch in which two rows of three have an image."""
     samples = [made_up_sample(config, 40, num_images=int(row % 3 != 2)) for row in range(rows)]
     return batch_of_width(BatchLayout.for_model(config), samples, width)
@@ -408,7 +409,7 @@ def measure_memory(checkpointing: bool, scale: Scale) -> dict[str, Any]:
     config = scale.config()
     device = scale.device
     layout = BatchLayout.for_model(config)
-    build = builder(config, checkpointing)
+    build = partial(build_llava, config, CPU, checkpointing=checkpointing)
     samples = [made_up_sample(config, 30), made_up_sample(config, 50, num_images=1)]
     memory = calibrate_fake(
         build,
@@ -441,7 +442,12 @@ def measure_memory(checkpointing: bool, scale: Scale) -> dict[str, Any]:
     return result
 
 
-def record(folder: Path, name: str, device: ComputeDevice, measure: Measure) -> None:
+def record(
+    folder: Path,
+    name: str,
+    device: ComputeDevice,
+    measure: Measure,
+) -> None:
     """Measures a result and writes it. A failure is written with its traceback, and the other parts go on."""
     try:
         result = measure()

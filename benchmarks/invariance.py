@@ -18,21 +18,19 @@ from __future__ import annotations
 import argparse
 import json
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 from composer import Trainer
-from composer.core import Callback, State
-from composer.loggers import InMemoryLogger, Logger
+from composer.loggers import InMemoryLogger
 from composer.models import HuggingFaceModel
-from composer.utils import dist, get_device
+from composer.utils import dist
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 from transformers import AutoModelForImageTextToText
 
-from benchmarks.adapters import gradients_of
-from benchmarks.machine import machine, on_ranks
+from benchmarks.adapters import FirstGradient, gradients_of
+from benchmarks.machine import join_ranks, machine, on_ranks
 from benchmarks.record import parser_of, show, write
 from benchmarks.small_llava import freeze_unused
 from benchmarks.timed_steps import data_of
@@ -64,18 +62,6 @@ COLUMNS = (
 Row = dict[str, Any]
 
 
-class FirstGradient(Callback):
-    """Copies the gradient of the first step."""
-
-    def __init__(self) -> None:
-        self.gradient: dict[str, torch.Tensor] = {}
-
-    def after_train_batch(self, state: State, logger: Logger) -> None:
-        if not self.gradient:
-            # DDP wraps the model if there are several ranks.
-            self.gradient = gradients_of(getattr(state.model, 'module', state.model))
-
-
 def build_model(processor: Any) -> HuggingFaceModel:
     """Returns a model with the same weights at every call."""
     torch.manual_seed(17)
@@ -94,7 +80,7 @@ def reference(processor: Any, dataset: Subset) -> tuple[dict[str, torch.Tensor],
     batch = collate([dataset[index] for index in range(GLOBAL_BATCH)])
     loss = model.loss(model(batch), batch)
     loss.backward()
-    return gradients_of(model), loss.item()
+    return gradients_of(model.model), loss.item()
 
 
 def train(
@@ -136,15 +122,12 @@ def train(
     )
     trainer.fit()
     losses = [float(loss) for _, loss in memory.data['loss/train/total']]
-    return losses, first_gradient.gradient
+    return losses, first_gradient.gradients
 
 
 def work(steps: int, microbatches: list[int], path: Path) -> None:
     """Runs all methods and microbatches on the ranks of this launch."""
-    warnings.simplefilter('ignore')
-    # More threads only slow down a model of this size.
-    torch.set_num_threads(1)
-    dist.initialize_dist(get_device('cpu'))
+    join_ranks()
     processor = build_digits_processor()
     digits = DigitsDataset(processor, num_samples=4096)
     dataset = Subset(digits, [index % 4096 for index in range(steps * GLOBAL_BATCH)])

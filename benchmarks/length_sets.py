@@ -56,17 +56,9 @@ def read_tables(folder: Path | None = None) -> tuple[LengthSet, str]:
     """
     if folder is None and os.environ.get(FOLDER):
         folder = Path(os.environ[FOLDER])
-    if folder is None:
-        return (
-            _synthetic(),
-            'SYNTHETIC tables (no folder given): figures are not those of real data',
-        )
-    files = sorted(folder.glob('*.csv.gz'))
+    files = sorted(folder.glob('*.csv.gz')) if folder is not None else []
     if not files:
-        return (
-            _synthetic(),
-            f'SYNTHETIC tables (no *.csv.gz in {folder.name}/): figures are not those of real data',
-        )
+        return _synthetic(), f'SYNTHETIC tables (no *.csv.gz in {folder}): figures are not those of real data'
     parts = []
     for file in files:
         with gzip.open(file, 'rt') as lines:

@@ -14,9 +14,13 @@ import socket
 import subprocess
 import sys
 import tempfile
+import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import torch
+from composer.utils import dist, get_device
 
 from benchmarks.record import ROOT
 
@@ -83,6 +87,13 @@ def on_ranks(ranks: int, module: str, *arguments: str) -> Any:
         ]
         subprocess.run(command, check=True, cwd=ROOT, env=environment())
         return json.loads(path.read_text())
+
+
+def join_ranks() -> None:
+    """Joins the ranks of this launch, with one thread each: more only slow down small models."""
+    warnings.simplefilter('ignore')
+    torch.set_num_threads(1)
+    dist.initialize_dist(get_device('cpu'))
 
 
 def free_port() -> int:

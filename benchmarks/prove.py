@@ -17,7 +17,7 @@ import sys
 from importlib.util import find_spec
 
 from benchmarks.machine import environment, machine
-from benchmarks.record import RESULTS, ROOT, filled, parser_of, table, write
+from benchmarks.record import RESULTS, ROOT, fill_page, parser_of, table, write
 
 RESULTS_FILE = RESULTS / 'prove.json'
 PAGE = ROOT / 'docs' / 'prove.md'
@@ -88,7 +88,7 @@ def main() -> None:
             print(output, flush=True)
             rows[program] = row_of(output)
     write(RESULTS_FILE, {'machine': machine(), 'programs': rows})
-    PAGE.write_text(filled(PAGE.read_text(), {'prove': lambda: table_of(rows)}))
+    fill_page(PAGE, 'prove', table_of(rows))
 
 
 if __name__ == '__main__':

@@ -87,6 +87,11 @@ def filled(page: str, parts: dict[str, Callable[[], str]]) -> str:
     return MADE_PART.sub(replacement, page)
 
 
+def fill_page(page: Path, name: str, part: str) -> None:
+    """Writes one part of a page again."""
+    page.write_text(filled(page.read_text(), {name: lambda: part}))
+
+
 def _cell(value: object) -> str:
     if value is None:
         return ''

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import warnings
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
@@ -28,17 +27,17 @@ from unittest import mock
 import torch
 from composer import Trainer
 from composer.models import HuggingFaceModel
-from composer.utils import dist, get_device
+from composer.utils import dist
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.adapters import ADAPTERS, Batch
 from benchmarks.length_sets import read_tables
-from benchmarks.machine import machine, on_ranks
+from benchmarks.machine import join_ranks, machine, on_ranks
 from benchmarks.record import (
     RESULTS,
     ROOT,
-    filled,
+    fill_page,
     parser_of,
     table,
     write_rows,
@@ -188,9 +187,7 @@ def measure(subject: str, host: str) -> Row:
 
 def measure_on_ranks(hosts: list[str], path: Path) -> None:
     """Measures all cases of this number of ranks. Rank 0 writes the rows. Runs under the composer launcher."""
-    warnings.simplefilter('ignore')
-    torch.set_num_threads(1)
-    dist.initialize_dist(get_device('cpu'))
+    join_ranks()
     rows = []
     for subject, ranks in CASES:
         if ranks == dist.get_world_size():
@@ -305,7 +302,7 @@ def main() -> None:
     print(table_of(rows))
     if arguments.results.resolve() == RESULTS_FILE:
         draw(rows, PICTURE)
-        PAGE.write_text(filled(PAGE.read_text(), {'weights': lambda: table_of(rows)}))
+        fill_page(PAGE, 'weights', table_of(rows))
 
 
 if __name__ == '__main__':

@@ -56,7 +56,8 @@ class PlanRecord:
     """Summary of one rank's plan of a global batch."""
 
     plan_checksum: int
-    """Checksum of the samples of the global batch, with the microbatch and the rank of each."""
+    """Checksum of the arguments of the plan and of the samples of the global batch. A pre-split batch adds the
+    microbatch and the rank of each sample."""
     rank: int
     """The rank whose part of the plan this process computes."""
     num_ranks: int

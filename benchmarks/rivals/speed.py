@@ -14,7 +14,6 @@ import os
 import statistics
 import sys
 import traceback
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import chain
@@ -23,9 +22,10 @@ from typing import Any, NoReturn
 from unittest import mock
 
 import torch
-from composer.utils import dist, get_device
+from composer.utils import dist
 
 from benchmarks.adapters import Gradients, gradients_of
+from benchmarks.machine import join_ranks
 from benchmarks.rivals.contenders import CONTENDERS, Task
 from benchmarks.rivals.data import Samples, Sizes, collate, lengths_of, new_model
 from benchmarks.rivals.probe import UNKNOWN, Trace, watched
@@ -227,14 +227,12 @@ def say(line: str) -> None:
 
 def begin() -> argparse.Namespace:
     """Reads the command line of this launch, joins the ranks and quiets the packages."""
-    warnings.simplefilter('ignore')
     parser = argparse.ArgumentParser()
     parser.add_argument('results', type=Path)
     parser.add_argument('plan', type=json.loads)
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
     torch.multiprocessing.set_sharing_strategy('file_system')
-    dist.initialize_dist(get_device('cpu'))
+    join_ranks()
     for package in ('transformers', 'composer', 'accelerate'):
         logging.getLogger(package).setLevel(logging.ERROR)
     return arguments

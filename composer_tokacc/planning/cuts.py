@@ -55,9 +55,10 @@ def cut_rows(
     all_rows = Rows(lengths, options, image_tokens=image_tokens, loss_tokens=loss_tokens, max_width=max_width)
     if options.packing is True:
         return _pack(all_rows)
-    rows = all_rows.in_order(np.arange(len(all_rows.lengths)))
     if options.regroup:
         rows = all_rows.by_length()
+    else:
+        rows = all_rows.in_order(np.arange(len(all_rows.lengths)))
     fixed_cost = options.cost.launch
     bounds = least_padded_cut(rows.row_costs, rows.reach, fixed_cost)
     microbatches = []
@@ -95,9 +96,8 @@ def pack_lengths(
 
 
 def _pack(rows: Rows) -> list[list[int]]:
-    # A packed row is as long as its documents together. So its length is one more size that adds up to a cap.
-    sizes = np.vstack([rows.lengths, rows.capped_sizes]).T
-    caps = np.array([rows.options.max_tokens, *rows.caps])
+    # A packed row is as long as its documents together. So its length is one of the sizes that add up to a cap.
+    sizes = rows.capped_sizes.T
     groups: list[list[int]] = []
     room: list[np.ndarray] = []
     # A stable sort: of equally long rows the first one comes first.
@@ -107,7 +107,7 @@ def _pack(rows: Rows) -> list[list[int]]:
         if group is None:
             group = len(groups)
             groups.append([])
-            room.append(caps)
+            room.append(rows.caps)
         groups[group].append(row)
         room[group] = room[group] - sizes[row]
     return groups

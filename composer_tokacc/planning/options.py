@@ -136,13 +136,9 @@ def check_choice(
     """Raises ValueError unless an argument is one of the choices."""
     types = [type(choice) for choice in choices]
     # The type is compared, too, because 1 equals True.
-    if type(value) in types and value in choices:
-        return
-    *others, last = [repr(choice) for choice in choices]
-    allowed = last
-    if others:
-        allowed = f'{", ".join(others)} or {last}'
-    raise ValueError(f'`{name}` must be {allowed}, got: {value!r}.')
+    if type(value) not in types or value not in choices:
+        *others, last = [repr(choice) for choice in choices]
+        raise ValueError(f'`{name}` must be {", ".join(others)} or {last}, got: {value!r}.')
 
 
 def check_state(state: Any, keys: set[str], *, counts: Sequence[str] = ()) -> None:

@@ -215,10 +215,16 @@ def plan_rows(
     """Plans as :func:`.plan_microbatches`, with options that are checked already."""
     check_count('num_ranks', num_ranks)
     rows = Rows(lengths, options, image_tokens=image_tokens, loss_tokens=loss_tokens, vision_cost=vision_cost)
+    return plan_checked_rows(rows, num_ranks)
+
+
+def plan_checked_rows(rows: Rows, num_ranks: int) -> MicrobatchPlan:
+    """Plans as :func:`.plan_microbatches`, with rows that are checked already."""
+    options = rows.options
     # Under 'fsdp' the k-th microbatches of all ranks run at the same time: a step slot, in which all wait.
     in_slots = options.objective == 'fsdp'
     # Samples that may run at the same time: all, or under 'fsdp' those with images and those without.
-    groups: list[np.ndarray | None] = [None]
+    groups = [np.arange(len(rows.lengths))]
     has_images = rows.image_tokens > 0
     if in_slots and has_images.any() and not has_images.all():
         groups = [np.flatnonzero(has_images), np.flatnonzero(~has_images)]
@@ -243,13 +249,12 @@ def _cost_of_slot(slot: Sequence[Microbatch]) -> float:
 
 def lower_bound(rows: Rows, num_ranks: int) -> float:
     """Returns the time that no plan can beat: ``max(sum cost / num_ranks, max cost)`` with zero padding."""
-    options = rows.options
-    cost = options.cost
+    cost = rows.options.cost
     row_costs = cost.rows(rows.lengths) + rows.vision_cost
     # Each microbatch has a fixed cost. Any plan needs one microbatch a rank, and as many as fill the budgets.
-    fewest = max(num_ranks, _fewest(rows.lengths, options.max_tokens))
-    for number, cap in enumerate(rows.caps.tolist()):
-        fewest = max(fewest, _fewest(rows.capped_sizes[number], cap))
+    fewest = num_ranks
+    for sizes, cap in zip(rows.capped_sizes, rows.caps.tolist(), strict=True):
+        fewest = max(fewest, _fewest(sizes, cap))
     mean_of_ranks = (float(row_costs.sum()) + fewest * cost.launch) / num_ranks
     costliest_row = float(row_costs.max()) + cost.launch
     return max(mean_of_ranks, costliest_row)
@@ -422,19 +427,22 @@ class _CutSearch:
             cuts.append(equal)
         return [self._timed(bounds, count) for bounds in cuts]
 
-    def _timed(self, bounds: np.ndarray, count: int) -> _Cut:
+    def _timed(
+        self,
+        bounds: np.ndarray,
+        count: int,
+    ) -> _Cut:
         """Returns the cut with its modelled time. If it has fewer microbatches than `count`, dummies are added."""
         rows = self._rows
         num_dummies = count + 1 - len(bounds)
         costs = microbatch_costs(rows.row_costs, rows.vision, bounds, self._fixed_cost)
         # A dummy is the cheapest row again, without weight.
-        costs_of_dummies = np.full(num_dummies, self._costs_alone[self._cheapest])
-        costs = np.concatenate([costs, costs_of_dummies])
+        cheapest = self._cheapest
+        costs = np.append(costs, [self._costs_alone[cheapest]] * num_dummies)
         if self._in_slots:
-            vision_of_dummies = np.full(num_dummies, np.diff(rows.vision)[self._cheapest])
-            vision = np.concatenate([np.diff(rows.vision[bounds]), vision_of_dummies])
-            text = costs - vision
-            order_by, time = best_slot_order(text, costs - text, self._num_ranks)
+            vision_of_dummy = rows.vision[cheapest + 1] - rows.vision[cheapest]
+            vision = np.append(np.diff(rows.vision[bounds]), [vision_of_dummy] * num_dummies)
+            order_by, time = best_slot_order(costs - vision, vision, self._num_ranks)
             return _Cut(time, bounds, costs, order_by, None)
         ranks, time = assign_longest_first(costs, self._num_ranks)
         return _Cut(time, bounds, costs, costs, ranks)

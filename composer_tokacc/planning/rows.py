@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -52,33 +53,53 @@ class Rows:
     ) -> None:
         self.options = options
         self._max_width = max_width
-        # A scalar has no length. `checked_table` refuses it below.
-        num_rows = len(lengths) if hasattr(lengths, '__len__') else 1
-        if num_rows == 0:
-            raise ValueError('`lengths` must hold at least one sample, got: none.')
-        self.lengths = checked_table('lengths', lengths, num_rows, least=1)
-        longest = int(self.lengths.max())
-        if max_width is not None and max_width < longest:
-            raise ValueError(f'`max_width` must be at least the longest sample, got: {max_width} < {longest}.')
-        tables = checked_sizes({'image_tokens': image_tokens, 'loss_tokens': loss_tokens}, options, num_rows)
-        caps = options.caps
-        self.caps = np.array(list(caps.values()), dtype=np.int64)
-        """Caps on sizes that add up over the rows of a microbatch, int64 (number of caps,)."""
-        self.capped_sizes = np.zeros((len(caps), num_rows), dtype=np.int64)
-        """The size of each row under each of these caps, int64 (number of caps, n)."""
-        for number, size in enumerate(caps):
-            self.capped_sizes[number] = tables[size]
-        no_images = np.zeros(num_rows, dtype=np.int64)
-        self.image_tokens = tables.get('image_tokens', no_images)
-        if vision_cost is None:
-            vision_cost = options.cost.vision(self.image_tokens)
-        self.vision_cost = checked_table('vision_cost', vision_cost, num_rows, dtype=np.float64)
+        self.lengths = checked_table('lengths', lengths, least=1)
+        num_rows = len(self.lengths)
+        self.sizes = checked_sizes({'image_tokens': image_tokens, 'loss_tokens': loss_tokens}, options, num_rows)
+        """Sizes of :data:`.CAPPED_SIZES` that are given, int64 (n,), and every one that has a cap."""
+        self.given_vision_cost: np.ndarray | None = None
+        """Cost of each row in the vision encoder, float64 (n,). None: that of its image tokens."""
+        if vision_cost is not None:
+            self.given_vision_cost = checked_table('vision_cost', vision_cost, num_rows, dtype=np.float64)
+
+    def of(self, indices: np.ndarray) -> Rows:
+        """Returns the rows with these indices."""
+        rows = copy.copy(self)
+        rows.lengths = self.lengths[indices]
+        rows.sizes = {size: table[indices] for size, table in self.sizes.items()}
+        if self.given_vision_cost is not None:
+            rows.given_vision_cost = self.given_vision_cost[indices]
+        return rows
+
+    @property
+    def image_tokens(self) -> np.ndarray:
+        """Image tokens of each row, int64 (n,)."""
+        return self.sizes.get('image_tokens', np.zeros_like(self.lengths))
+
+    @property
+    def vision_cost(self) -> np.ndarray:
+        """Cost of each row in the vision encoder, float64 (n,)."""
+        if self.given_vision_cost is None:
+            return self.options.cost.vision(self.image_tokens)
+        return self.given_vision_cost
+
+    @property
+    def caps(self) -> np.ndarray:
+        """Caps on the sizes of a microbatch, the token budget first, int64 (number of caps,)."""
+        return np.array([self.options.max_tokens, *self.options.caps.values()], dtype=np.int64)
+
+    @property
+    def capped_sizes(self) -> np.ndarray:
+        """The size of each row under each of these caps, int64 (number of caps, n). The first ones are the lengths."""
+        tables = [self.lengths]
+        for size in self.options.caps:
+            tables.append(self.sizes[size])
+        return np.stack(tables)
 
     @property
     def is_over(self) -> np.ndarray:
         """Which rows break a cap by themselves, and are therefore placed alone, bool (n,)."""
-        breaks_cap = (self.capped_sizes > self.caps[:, np.newaxis]).any(axis=0)
-        return breaks_cap | (self.lengths > self.options.max_tokens)
+        return np.any(self.capped_sizes > self.caps[:, np.newaxis], axis=0)
 
     def by_length(self, members: np.ndarray | None = None) -> OrderedRows:
         """Returns the rows (or the `members` among them) from the longest to the shortest, ties by index."""
@@ -93,16 +114,15 @@ class Rows:
         # Widths are not rounded up beyond the collated width, nor beyond the token budget.
         limit = min(options.max_tokens, self._max_width or options.max_tokens)
         widths = padded_widths(self.lengths[order], options.width_multiple, limit)
-        sizes = self.capped_sizes[:, order]
         sums = np.zeros((len(self.caps), len(order) + 1), dtype=np.int64)
-        sums[:, 1:] = np.cumsum(sizes, axis=1)
+        sums[:, 1:] = np.cumsum(self.capped_sizes[:, order], axis=1)
         vision_of_rows = np.cumsum(self.vision_cost[order])
         return OrderedRows(
             order=order,
             widths=widths,
             row_costs=options.cost.rows(widths),
             vision=np.concatenate([[0.0], vision_of_rows]),
-            reach=_reach(widths, options.max_tokens, sums, self.caps),
+            reach=_reach(widths, sums, self.caps),
         )
 
 
@@ -121,21 +141,28 @@ def padded_widths(
 def checked_table(
     name: str,
     values: Table,
-    num_samples: int,
+    num_samples: int | None = None,
     *,
     least: int = 0,
     dtype: type = np.int64,
 ) -> np.ndarray:
-    """Returns one number per sample, (n,). Raises ValueError unless all are finite and at least `least`."""
+    """Returns one number per sample, (n,). Raises ValueError unless all are finite and at least `least`.
+
+    The number of samples is that of the table if it is not given.
+    """
     try:
         table = np.asarray(values)
     except ValueError as error:  # ragged
         raise ValueError(f'`{name}` must have one number per sample, got: {values!r:.80} ({error}).') from error
+    if num_samples is None:
+        num_samples = table.size
     if table.shape != (num_samples,):
         raise ValueError(
             f'`{name}` must have one entry per sample, got: shape {table.shape} for {num_samples} samples, in a '
             f'{type(values).__name__}.'
         )
+    if num_samples == 0:
+        raise ValueError(f'`{name}` must hold at least one sample, got: none.')
     if dtype is np.int64:
         kinds = 'iu'
         expected = 'integers'
@@ -172,7 +199,6 @@ def checked_sizes(
 @compiled
 def _reach(
     widths: np.ndarray,
-    max_tokens: int,
     sums: np.ndarray,
     caps: np.ndarray,
 ) -> np.ndarray:
@@ -180,9 +206,9 @@ def _reach(
 
     Args:
         widths: Width of each row, (n,).
-        max_tokens: Cap on the number of rows times the greatest width.
         sums: Of each capped size, its sum over all rows before each row, int64 (number of caps, n + 1).
-        caps: Cap on each of these sizes, int64 (number of caps,).
+        caps: Cap on each of these sizes, int64 (number of caps,). The first one is on padded tokens: the number of rows
+            times the greatest width.
     """
     n = len(widths)
     reach = np.zeros(n, dtype=np.int64)
@@ -192,8 +218,8 @@ def _reach(
         width = widths[start]
         while end < n:
             width = max(width, widths[end])
-            fits = (end + 1 - start) * width <= max_tokens
-            for number in range(len(caps)):
+            fits = (end + 1 - start) * width <= caps[0]
+            for number in range(1, len(caps)):
                 size = sums[number, end + 1] - sums[number, start]
                 fits = fits and size <= caps[number]
             if not fits:

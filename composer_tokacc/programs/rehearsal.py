@@ -209,7 +209,7 @@ def rehearse(
     first_size = int(state.device_train_microbatch_size or 1)
     report = RehearsalReport(num_batches=0, microbatch_size=first_size)
     first_failure: Candidate | None = None
-    options = run.sampler.planner.options
+    options = run.sampler.rows.options
     planned_tokens = options.max_tokens
     longest_sample = int(run.sampler.lengths.max())
     with _undisturbed(state), _room_for_optimizers(state):
@@ -289,9 +289,8 @@ def _candidates_of_rank(
     for microbatch in rank:
         samples_of_rank.append([window[place] for place in microbatch.indices])
     for samples, width in _cut_again(samples_of_rank, rank, run.sampler, options):
-        image_tokens = 0
-        if run.sampler.image_tokens is not None:
-            image_tokens = int(run.sampler.image_tokens[samples].sum())
+        rows = run.sampler.rows.of(np.array(samples))
+        image_tokens = int(rows.image_tokens.sum())
         num_logits = None
         if run.labels_per_sample is not None:
             num_logits = logit_positions(int(run.labels_per_sample[samples].sum()), len(samples) * width)
@@ -333,16 +332,11 @@ def _cut_again(
         if microbatch.num_tokens <= options.max_tokens:
             yield samples, microbatch.width
             continue
-        tables = sampler.tables.of(np.array(samples))
-        cut = cut_rows(
-            tables.lengths,
-            options,
-            image_tokens=tables.image_tokens,
-            loss_tokens=tables.loss_tokens,
-            max_width=microbatch.width,
-        )
+        rows_of_samples = sampler.rows.of(np.array(samples))
+        lengths = rows_of_samples.lengths
+        cut = cut_rows(lengths, options, **rows_of_samples.sizes, max_width=microbatch.width)
         for rows in cut:
-            longest = int(tables.lengths[rows].max())
+            longest = int(lengths[rows].max())
             width = -(-longest // options.width_multiple) * options.width_multiple
             yield [samples[row] for row in rows], width
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cached_property
 from itertools import chain, count
-from typing import Any, Literal, NamedTuple, Protocol, cast
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -24,11 +24,11 @@ from composer_tokacc.batch import IGNORE_INDEX
 from composer_tokacc.collectives import get_global_rank, get_world_size
 from composer_tokacc.layout import PreSplitBatch
 from composer_tokacc.plan_agreement import RankReport, find_difference, reading_facts
-from composer_tokacc.planning import CostModel, CutOptions
+from composer_tokacc.planning import CostModel, CutOptions, Rows
 from composer_tokacc.repeated_samples import num_repeated_by
-from composer_tokacc.sampling.load_planner import LoadPlanner
-from composer_tokacc.sampling.rank_assignment import RankAssignment, Value
+from composer_tokacc.sampling.rank_assignment import RankAssignment, collate, plan_batch
 
+Value = TypeVar('Value')
 LoadedRow = Mapping[str, torch.Tensor]
 """A sample as the dataset returns it."""
 
@@ -98,7 +98,7 @@ class ExchangingDataLoader(DataLoader):
         self._collate = collate_fn
         self._pin = pin_memory
         self._image_token_ids = torch.tensor(list(image_token_ids))
-        options = CutOptions(
+        self._options = CutOptions(
             max_tokens=max_tokens,
             max_image_tokens=max_image_tokens,
             max_loss_tokens=max_loss_tokens,
@@ -106,7 +106,6 @@ class ExchangingDataLoader(DataLoader):
             objective=objective,
             cost=cost or CostModel(),
         )
-        self._planner = LoadPlanner(get_world_size(), options)
         # Without a cost model the vision encoder costs nothing, so its patches need no counting.
         self._patches = None if cost is None else patches
         self._exchange = SampleExchange()
@@ -117,7 +116,11 @@ class ExchangingDataLoader(DataLoader):
         """Yields this rank's part of each global batch, until no rank has samples left."""
         # A streamed dataset begins its next epoch with every iterator, so only the newest one counts.
         self._num_samples = 0
+        difference = find_difference(self._exchange.gather(self._arguments()))
+        if difference is not None:
+            raise RuntimeError(difference)
         reading = super().__iter__()
+        rank = get_global_rank()
         # The ranks may run out of samples at different times. All of them go on until the last one has.
         for batch_index in count():
             samples, sizes_of_ranks = self._read(reading, batch_index)
@@ -125,12 +128,11 @@ class ExchangingDataLoader(DataLoader):
             if not sizes_of_all:
                 return
             assignments = self._assign(sizes_of_all)
-            rank = get_global_rank()
             first_of_rank = sum(len(sizes) for sizes in sizes_of_ranks[:rank])
             numbers_of_ranks = [list(assignment) for assignment in assignments]
             to_compute = self._exchange.swap(samples, first_of_rank, numbers_of_ranks)
             self._num_samples += len(sizes_of_all)
-            batch = self._planner.collate(self._collate, to_compute, assignments[rank])
+            batch = collate(self._collate, to_compute, assignments[rank], self._options)
             batch.indices = None  # they number the samples of this step, which tells a user nothing
             if self._pin:
                 batch = batch.pin_memory()
@@ -138,24 +140,33 @@ class ExchangingDataLoader(DataLoader):
 
     def state_dict(self) -> dict[str, Any] | None:
         """Returns the state of the dataset after the batches that were yielded, as StreamingDataLoader does."""
-        if not hasattr(self.dataset, 'state_dict'):
+        dataset: Any = self.dataset
+        if not hasattr(dataset, 'state_dict'):
             return None
-        return cast(ResumableDataset, self.dataset).state_dict(self._num_samples, False)
+        return dataset.state_dict(self._num_samples, False)
 
     def load_state_dict(
         self,
         state: dict[str, Any],
     ) -> None:
         """Lets the next iteration continue where :meth:`state_dict` was taken."""
-        cast(ResumableDataset, self.dataset).load_state_dict(state)
+        dataset: Any = self.dataset
+        dataset.load_state_dict(state)
 
     def _assign(self, sizes: Sequence[SampleSize]) -> list[RankAssignment]:
         """Returns the assignment of each rank. It only depends on the sizes, so it is the same on every rank."""
         # One column for each field of SampleSize.
         lengths, image_tokens, patches, loss_tokens = np.array(sizes).T
-        vision_cost = self._planner.options.cost.vision(image_tokens, patches)
-        plan = self._planner.plan(lengths, image_tokens, vision_cost, loss_tokens)
-        return [RankAssignment.from_plan(microbatches, range(len(sizes))) for microbatches in plan.ranks]
+        rows = Rows(
+            lengths,
+            self._options,
+            image_tokens=image_tokens,
+            loss_tokens=loss_tokens,
+            vision_cost=self._options.cost.vision(image_tokens, patches),
+        )
+        plan = plan_batch(rows, get_world_size())
+        numbers = np.arange(len(sizes))
+        return [RankAssignment.from_plan(microbatches, numbers) for microbatches in plan.ranks]
 
     def _read(
         self,
@@ -167,38 +178,41 @@ class ExchangingDataLoader(DataLoader):
         A rank whose reading fails tells the others, which would wait for it otherwise. Then all ranks raise.
         """
         samples: list[LoadedRow] = []
-        failure = None
+        sizes: list[SampleSize] = []
+        failure: Exception | None = None
         try:
             loaded = next(reading, [])
             if isinstance(loaded, torch.Tensor):
                 loaded = from_bytes(loaded)
-            samples = loaded
             assert self.batch_size is not None
             num_repeated = num_repeated_by(self.sampler, self.batch_size, batch_index)
-            samples = samples[: len(samples) - num_repeated]
-            report = ReadReport([self._size(sample) for sample in samples])
+            samples = loaded[: len(loaded) - num_repeated]
+            sizes = [self._size(sample) for sample in samples]
         except Exception as error:
             failure = error
-            report = ReadReport([], failure=str(error))
-            # A ValueError is about the data, and all ranks raise it. Other errors may not survive pickling, so the
-            # other ranks get their text.
-            if isinstance(error, ValueError):
-                report.failure = error
-        if batch_index == 0:
-            report.planned_with = self._arguments()
-        reports = self._exchange.gather(report)
+        # A ValueError is about the data, and all ranks raise it. Other errors may not survive pickling, so the other
+        # ranks get their text.
+        reported = failure
+        if failure is not None and not isinstance(failure, ValueError):
+            rank = get_global_rank()
+            reported = RuntimeError(f'every rank must read its samples, got: an error on rank {rank}: {failure}')
+        reports = self._exchange.gather((sizes, reported))
         if failure is not None:
             raise failure
-        _raise_failures(reports)
-        return samples, [report.sizes for report in reports]
+        sizes_of_ranks = []
+        for sizes_of_rank, failure_of_rank in reports:
+            if failure_of_rank is not None:
+                raise failure_of_rank
+            sizes_of_ranks.append(sizes_of_rank)
+        return samples, sizes_of_ranks
 
     def _arguments(self) -> RankReport:
         """Returns the arguments that must be the same on all ranks."""
         facts = reading_facts(self)
-        for name, value in asdict(self._planner.options).items():
+        for name, value in asdict(self._options).items():
             facts[name] = str(value)
         facts['image_token_ids'] = str(self._image_token_ids.tolist())
-        return RankReport(get_global_rank(), self._planner.num_ranks, facts=facts)
+        return RankReport(get_global_rank(), get_world_size(), facts=facts)
 
     def _size(self, sample: LoadedRow) -> SampleSize:
         ids = sample['input_ids']
@@ -207,7 +221,7 @@ class ExchangingDataLoader(DataLoader):
         if self._patches is not None:
             num_patches = self._patches(sample)
         num_labels = 0
-        if self._planner.options.max_loss_tokens is not None:
+        if self._options.max_loss_tokens is not None:
             num_labels = int((sample['labels'] != IGNORE_INDEX).sum())
         return SampleSize(ids.shape[-1], num_image_tokens, num_patches, num_labels)
 
@@ -219,50 +233,6 @@ class SampleSize(NamedTuple):
     image_tokens: int
     patches: int
     loss_tokens: int
-
-
-@dataclass
-class ReadReport:
-    """The message of a rank to the others about the samples that it has read for a step."""
-
-    sizes: list[SampleSize]
-    failure: ValueError | str | None = None
-    planned_with: RankReport | None = None
-    """The arguments, which must be the same on all ranks. Only sent with the first batch of an iteration."""
-
-
-class ResumableDataset(Protocol):
-    """A dataset that continues where it stopped, such as StreamingDataset."""
-
-    def state_dict(
-        self,
-        num_samples: int,
-        from_beginning: bool,
-    ) -> dict[str, Any]:
-        """Returns the state after this number of samples of all ranks."""
-        ...
-
-    def load_state_dict(
-        self,
-        state: dict[str, Any],
-    ) -> None:
-        """Continues from a state."""
-        ...
-
-
-def _raise_failures(reports: Sequence[ReadReport]) -> None:
-    """Raises the error of the first rank that could not read its samples, or RuntimeError if arguments differ."""
-    for rank, report in enumerate(reports):
-        if isinstance(report.failure, ValueError):
-            raise report.failure
-        if report.failure is not None:
-            raise RuntimeError(f'every rank must read its samples, got: an error on rank {rank}: {report.failure}')
-    planned_with = [report.planned_with for report in reports if report.planned_with is not None]
-    if len(planned_with) < len(reports):
-        return
-    difference = find_difference(planned_with)
-    if difference is not None:
-        raise RuntimeError(difference)
 
 
 class SampleExchange:

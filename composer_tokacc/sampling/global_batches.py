@@ -12,26 +12,19 @@ import re
 import zlib
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from composer_tokacc.planning import check_count, mean_samples
-from composer_tokacc.sampling.mixture import (
-    Mixture,
-    cut_into_batches,
-    merged_evenly,
-    mixed_batches,
-    mixed_orders,
-    permutation,
-)
+from composer_tokacc.sampling.mixture import Mixture, merged_evenly, mixed_orders, permutation
 
 Stages = Sequence[tuple[int | str, int]]
 """Start and size of each stage of a schedule. A start is a step, or a text: ``'1000ba'`` or ``'5000000tok'``."""
 
-_START = re.compile(r'(\d[\d_]*)(ba|tok)')
+_START = re.compile(r'(\d[\d_]*)(ba|tok)?')
 
 
 class RunPlace(NamedTuple):
@@ -43,36 +36,39 @@ class RunPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """Sizes of the global batch in the course of a run."""
+    """Sizes of the global batch in the course of a run. A size that never changes is a schedule of one stage."""
 
-    unit: Literal['ba', 'tok']
-    """Whether `starts` are optimizer steps or trained tokens."""
-    starts: tuple[int, ...]
+    unit: str
+    """Whether `starts` are optimizer steps ('ba') or trained tokens ('tok')."""
+    starts: list[int]
     """Where each stage starts: 0 for the first one, and rising."""
-    sizes: tuple[int, ...]
+    sizes: list[int]
     """Samples of a global batch in each stage."""
 
     @classmethod
-    def from_stages(cls, stages: Stages) -> BatchSchedule:
-        """Returns the schedule that a list of (start, size) describes. Raises ValueError if the list is malformed."""
-        starts: list[int] = []
-        sizes: list[int] = []
+    def from_stages(cls, stages: int | Stages) -> BatchSchedule:
+        """Returns the schedule of a size, or of a list of (start, size). Raises ValueError if the list is malformed."""
+        if not isinstance(stages, Sequence):
+            stages = [(0, stages)]
+        schedule = cls('ba', [], [])
         units: set[str] = set()
         for stage in stages:
-            if not isinstance(stage, (list, tuple)) or len(stage) != 2:
+            match = None
+            if isinstance(stage, (list, tuple)) and len(stage) == 2:
+                match = _START.fullmatch(str(stage[0]))
+            if match is None:
                 raise _not_a_schedule(stages)
-            start, unit = _parsed_start(stage[0], stages)
+            start = int(match[1])
             if start > 0:  # 0 is the same in every unit
-                units.add(unit)
-            starts.append(start)
-            sizes.append(stage[1])
-        is_rising = all(start < next_start for start, next_start in pairwise(starts))
-        if starts[:1] != [0] or not is_rising or len(units) > 1:
+                units.add(match[2] or 'ba')
+            schedule.starts.append(start)
+            schedule.sizes.append(stage[1])
+        is_rising = all(start < next_start for start, next_start in pairwise(schedule.starts))
+        if schedule.starts[:1] != [0] or not is_rising or len(units) > 1:
             raise _not_a_schedule(stages)
-        for size in sizes:
+        for size in schedule.sizes:
             check_count('global_batch_size', size)
-        unit = 'tok' if 'tok' in units else 'ba'
-        return cls(unit, tuple(starts), tuple(int(size) for size in sizes))
+        return replace(schedule, unit=next(iter(units), 'ba'))
 
     def stage_at(self, place: RunPlace) -> int:
         """Returns the number of the stage of the step that starts at a place."""
@@ -82,13 +78,6 @@ class BatchSchedule:
     def is_last_stage(self, place: RunPlace) -> bool:
         """Whether the size does not change any more."""
         return self.stage_at(place) == len(self.starts) - 1
-
-    def plain(self) -> list[list[Any]]:
-        """Returns the stages as plain values, for a checkpoint."""
-        stages: list[list[Any]] = []
-        for start, size in zip(self.starts, self.sizes, strict=True):
-            stages.append([f'{start}{self.unit}', size])
-        return stages
 
     def cut(
         self,
@@ -121,17 +110,7 @@ class BatchSchedule:
         return batches, RunPlace(steps, tokens)
 
 
-def _parsed_start(start: object, stages: Stages) -> tuple[int, str]:
-    """Returns the number and the unit of a start."""
-    if isinstance(start, (int, np.integer)) and not isinstance(start, bool) and start >= 0:
-        return int(start), 'ba'
-    match = _START.fullmatch(start) if isinstance(start, str) else None
-    if match is None:
-        raise _not_a_schedule(stages)
-    return int(match[1].replace('_', '')), match[2]
-
-
-def _not_a_schedule(stages: Stages) -> ValueError:
+def _not_a_schedule(stages: object) -> ValueError:
     return ValueError(
         '`global_batch_size` must be a number, or a list of (start, size) whose starts rise from 0 and are all steps '
         f"or all tokens, got: {stages!r:.200}. For example [(0, 768), ('5000000tok', 1536)]."
@@ -141,10 +120,16 @@ def _not_a_schedule(stages: Stages) -> ValueError:
 class GlobalBatches:
     """The samples of each global batch of a run: a pure function of these arguments and the epoch.
 
+    Without a mixture an epoch has the order of torch's DistributedSampler. There rank ``r`` of ``W`` gets positions
+    ``r, r + W, ...``, ``G / W`` of them in a batch. So the ranks together get positions ``b * G`` to ``(b + 1) * G``,
+    for every ``W``. Without `drop_last` torch also repeats the start of the order until every rank has equally many
+    samples, so that the last step of an epoch depends on ``W``. That is left out here: the last global batch only holds
+    the samples that are left.
+
     Args:
         lengths: Tokens of each sample, int64 (n,).
-        samples: Samples of a global batch, or their schedule. None: `tokens` decides.
-        tokens: Tokens of a global batch, at least as many as the longest sample has; see :func:`cut_by_tokens`.
+        samples: Samples of a global batch, or their schedule.
+        tokens: Tokens of a global batch instead; see :func:`cut_by_tokens`.
         seed: Seed of the order. None: samples keep the order of the dataset.
         drop_last: Whether samples that do not fill the last global batch of an epoch are left out.
         mixture: Shares of several datasets.
@@ -158,21 +143,33 @@ class GlobalBatches:
         self,
         lengths: np.ndarray,
         *,
-        samples: int | BatchSchedule | None = None,
+        samples: int | Stages | None = None,
         tokens: int | None = None,
         seed: int | None = None,
         drop_last: bool = False,
         mixture: Mixture | None = None,
         media: np.ndarray | None = None,
     ) -> None:
+        if (samples is None) == (tokens is None):
+            raise ValueError(
+                'Exactly one of `global_batch_size` and `global_batch_tokens` must be given, got: '
+                f'{samples!r:.80} and {tokens!r}.'
+            )
         self._lengths = lengths
-        self._samples = samples
-        self._tokens = tokens
         self._seed = seed
         self._drop_last = drop_last
         self._mixture = mixture
         self._media = media
-        if isinstance(samples, BatchSchedule) and media is not None:
+        self._tokens = 0
+        self._schedule: BatchSchedule | None = None
+        """None: `_tokens` decides."""
+        if samples is not None:
+            self._schedule = BatchSchedule.from_stages(samples)
+        else:
+            check_count('global_batch_tokens', tokens)
+            self._tokens = int(tokens or 0)
+            check_cap('global_batch_tokens', self._tokens, lengths)
+        if media is not None and len(self.sizes) > 1:
             raise ValueError(
                 "`global_batch_size` must be one number with modality='per_step', got: a schedule. Leave one of them "
                 'out.'
@@ -186,36 +183,34 @@ class GlobalBatches:
             self._check_fills_one()
 
     @property
-    def samples_per_batch(self) -> int:
-        """Samples of a global batch. With a schedule of the largest one; with `tokens` on average, rounded up."""
-        if isinstance(self._samples, BatchSchedule):
-            return max(self._samples.sizes)
-        if self._samples is not None:
-            return self._samples
-        assert self._tokens is not None
-        return mean_samples(self._lengths, self._tokens)
+    def sizes(self) -> list[int]:
+        """Samples of a global batch in each stage of the run; with `tokens` on average, rounded up."""
+        if self._schedule is not None:
+            return self._schedule.sizes
+        return [mean_samples(self._lengths, self._tokens)]
 
     @property
     def is_same_every_epoch(self) -> bool:
         """Whether every epoch has equally many global batches."""
-        if isinstance(self._samples, BatchSchedule):
-            return False
+        if self._schedule is not None:
+            return len(self.sizes) == 1
         # Cut by tokens, epochs have equally many global batches if they have the same samples.
-        return self._tokens is None or self._mixture is None or self._mixture.has_whole_passes
+        return self._mixture is None or self._mixture.has_whole_passes
 
     def identity(self) -> dict[str, Any]:
         """Returns the arguments that decide which samples a global batch holds, as plain values."""
         identity: dict[str, Any] = {}
-        depends_on_lengths = True
-        if isinstance(self._samples, BatchSchedule):
-            identity['global_batch_size'] = self._samples.plain()
-            depends_on_lengths = self._samples.unit == 'tok'
-        elif self._samples is not None:
-            identity['global_batch_size'] = self._samples
-            depends_on_lengths = False
-        else:
+        schedule = self._schedule
+        if schedule is None:
             identity['global_batch_tokens'] = self._tokens
-        if depends_on_lengths:
+        elif len(schedule.sizes) == 1:
+            identity['global_batch_size'] = schedule.sizes[0]
+        else:
+            stages = []
+            for start, size in zip(schedule.starts, schedule.sizes, strict=True):
+                stages.append([f'{start}{schedule.unit}', size])
+            identity['global_batch_size'] = stages
+        if schedule is None or schedule.unit == 'tok':
             identity['checksum_of_lengths'] = zlib.crc32(np.ascontiguousarray(self._lengths).tobytes())
         return identity
 
@@ -223,65 +218,95 @@ class GlobalBatches:
         """Returns the samples of each global batch of an epoch."""
         # Kept, because they take time in proportion to the dataset.
         if epoch != self._kept_epoch:
-            self._kept_batches = self._cut(epoch)
+            batches_of_orders = []
+            for order in self._orders(epoch):
+                if self._schedule is None:
+                    batches = cut_by_tokens(order, self._lengths, self._tokens, drop_last=self._drop_last)
+                else:
+                    place = self._place_of(epoch, self._schedule)
+                    batches, _ = self._schedule.cut(order, self._lengths, place, self._drop_last)
+                batches_of_orders.append(batches)
+            self._kept_batches = merged_evenly(batches_of_orders)
             self._kept_epoch = epoch
         return self._kept_batches
 
-    def _cut(self, epoch: int) -> list[np.ndarray]:
-        if isinstance(self._samples, BatchSchedule):
-            (order,) = self._orders(epoch)
-            place = self._place_of(epoch)
-            batches, _ = self._samples.cut(order, self._lengths, place, self._drop_last)
-            return batches
-        if self._samples is None:
-            assert self._tokens is not None
-            batches_of_orders = []
-            for order in self._orders(epoch):
-                batches_of_orders.append(cut_by_tokens(order, self._lengths, self._tokens, drop_last=self._drop_last))
-            return merged_evenly(batches_of_orders)
-        if self._mixture is None:
-            return torchs_batches(
-                len(self._lengths), self._samples, drop_last=self._drop_last, seed=self._seed, epoch=epoch
-            )
-        return mixed_batches(
-            self._mixture, self._samples, drop_last=self._drop_last, seed=self._seed, epoch=epoch, media=self._media
-        )
-
     def _orders(self, epoch: int) -> list[np.ndarray]:
         """Returns the samples of an epoch in their order: all of them, or those of each modality."""
-        if self._mixture is None:
-            return [torchs_order(len(self._lengths), self._seed, epoch)]
-        return mixed_orders(self._mixture, seed=self._seed, epoch=epoch, media=self._media)
+        if self._mixture is not None:
+            # Samples that fill no global batch of the epoch begin the next one. That needs a size that never changes.
+            samples_to_fill = None
+            if self._drop_last and self._schedule is not None and len(self.sizes) == 1:
+                samples_to_fill = self.sizes[0]
+            return mixed_orders(
+                self._mixture,
+                seed=self._seed,
+                epoch=epoch,
+                media=self._media,
+                samples_to_fill=samples_to_fill,
+            )
+        if self._seed is None:
+            return [np.arange(len(self._lengths))]
+        return [permutation(len(self._lengths), self._seed + epoch)]
 
-    def _place_of(self, epoch: int) -> RunPlace:
+    def _place_of(
+        self,
+        epoch: int,
+        schedule: BatchSchedule,
+    ) -> RunPlace:
         """Returns how far the run is when an epoch starts, if all epochs before it are read to their end."""
-        assert isinstance(self._samples, BatchSchedule)
         while len(self._places) <= epoch:
             place = self._places[-1]
-            if self._samples.is_last_stage(place):
+            if schedule.is_last_stage(place):
                 return place  # later places give the same size
             (order,) = self._orders(len(self._places) - 1)
-            _, next_place = self._samples.cut(order, self._lengths, place, self._drop_last)
+            _, next_place = schedule.cut(order, self._lengths, place, self._drop_last)
             self._places.append(next_place)
         return self._places[epoch]
 
     def _check_fills_one(self) -> None:
         """Raises ValueError if an epoch does not fill a global batch, because `drop_last` would leave nothing of it."""
-        if self._tokens is not None:
-            for order in self._orders(epoch=0):
-                tokens = int(self._lengths[order].sum())
-                if tokens < self._tokens:
-                    raise ValueError(
-                        '`global_batch_tokens` must be at most the tokens of an epoch with `drop_last` (of each '
-                        f'modality with `per_step`), got: {self._tokens} > {tokens}. Lower it or set drop_last=False.'
-                    )
-            return
-        samples = len(self._lengths) if self._mixture is None else self._mixture.num_samples
-        if samples < self.samples_per_batch:
+        if self._schedule is None:
+            option = 'global_batch_tokens'
+            unit = 'tokens'
+            size = self._tokens
+            available = min(int(self._lengths[order].sum()) for order in self._orders(epoch=0))
+        else:
+            option = 'global_batch_size'
+            unit = 'samples'
+            size = max(self.sizes)
+            available = len(self._lengths)
+            if self._mixture is not None:
+                available = self._mixture.num_samples
+        if available < size:
             raise ValueError(
-                f'`global_batch_size` must be at most the dataset with `drop_last`, got: {self.samples_per_batch} > '
-                f'{samples} samples. Lower it or set drop_last=False.'
+                f'`{option}` must be at most the {unit} of an epoch with `drop_last` (of each modality with `per_step` '
+                f'and tokens), got: {size} > {available} {unit}. Lower it or set drop_last=False.'
             )
+
+
+def check_global_batch(global_batch_size: int, num_ranks: int) -> None:
+    """Raises ValueError unless the global batch is a multiple of the number of ranks."""
+    check_count('global_batch_size', global_batch_size)
+    if global_batch_size % num_ranks:
+        next_multiple = -(-global_batch_size // num_ranks) * num_ranks
+        raise ValueError(
+            f'`global_batch_size` must be a positive multiple of the number of ranks, got: {global_batch_size} on '
+            f'{num_ranks} ranks. Set it to {next_multiple}, or launch another number of ranks.'
+        )
+
+
+def check_cap(
+    option: str,
+    cap: int,
+    sizes: np.ndarray,
+) -> None:
+    """Raises ValueError if one sample alone is larger than a cap on the sum of several."""
+    highest = int(sizes.argmax())
+    if sizes[highest] > cap:
+        raise ValueError(
+            f'`{option}` must be at least the longest sample, got: {cap} < {sizes[highest]} (sample {highest}). '
+            'Raise it, or leave the sample out.'
+        )
 
 
 def cut_by_tokens(
@@ -314,33 +339,3 @@ def cut_by_tokens(
     ends = np.searchsorted(tokens_so_far, multiples, side='right').tolist()
     starts = [0, *ends][:-1]
     return [order[start:end] for start, end in zip(starts, ends, strict=True)]
-
-
-def torchs_order(num_samples: int, seed: int | None, epoch: int) -> np.ndarray:
-    """Returns the samples as torch's DistributedSampler orders them. Without a seed they keep the dataset's order."""
-    if seed is None:
-        return np.arange(num_samples)
-    return permutation(num_samples, seed + epoch)
-
-
-def torchs_batches(
-    num_samples: int,
-    global_batch_size: int,
-    *,
-    drop_last: bool,
-    seed: int | None,
-    epoch: int,
-) -> list[np.ndarray]:
-    """Returns the samples of each global batch of one epoch, as torch's DistributedSampler orders them, each once.
-
-    Rank ``r`` of ``W`` gets positions ``r, r + W, ...`` of torch's order, ``G / W`` of them in a batch. So the ranks
-    together get positions ``b * G`` to ``(b + 1) * G``, for every ``W``. Without `drop_last` torch also repeats the
-    start of the order until every rank has equally many samples, so that the last step of an epoch depends on ``W``.
-    That is left out here: the last global batch only holds the samples that are left. Without a seed samples keep the
-    order of the dataset.
-    """
-    order = torchs_order(num_samples, seed, epoch)
-    end = num_samples
-    if drop_last:
-        end -= num_samples % global_batch_size
-    return cut_into_batches(order[:end], global_batch_size)

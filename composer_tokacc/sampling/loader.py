@@ -19,9 +19,8 @@ from composer_tokacc.compat import separate_iterator
 from composer_tokacc.layout import PreSplitBatch
 from composer_tokacc.plan_agreement import PlanRecord
 from composer_tokacc.planning import check_kind
-from composer_tokacc.sampling.passes import Passes
-from composer_tokacc.sampling.rank_assignment import RankAssignment
-from composer_tokacc.sampling.sampler import RegroupingBatchSampler, length_of
+from composer_tokacc.sampling.rank_assignment import RankAssignment, collate
+from composer_tokacc.sampling.sampler import RegroupingBatchSampler, follow, length_of
 from composer_tokacc.sampling.witness import witness_of
 
 
@@ -49,7 +48,7 @@ class RegroupingDataLoader(DataLoader):
         **kwargs: Further arguments of :class:`torch.utils.data.DataLoader`.
 
     Raises:
-        ValueError: If an argument is given that the sampler decides.
+        ValueError: If an argument is given that the sampler decides, or the dataset is not that of the sampler.
     """
 
     marks_added_rows = True
@@ -72,9 +71,6 @@ class RegroupingDataLoader(DataLoader):
             raise ValueError(
                 f'`dataset` must be that of `batch_sampler`, of {num_planned} samples, got: one of {num_samples}.'
             )
-        for name in ('batch_size', 'shuffle', 'sampler', 'drop_last'):
-            if name in kwargs:
-                raise ValueError(f'`{name}` must be left to the batch sampler, got: {kwargs[name]}. Drop it.')
         self._sampler = batch_sampler
         self._generator = torch.Generator()
         kwargs.setdefault('generator', self._generator)
@@ -83,8 +79,6 @@ class RegroupingDataLoader(DataLoader):
         # this one, which does not unpack parcels.
         pack: Any = _Parcel if kwargs.get('pin_memory') else _unchanged
         super().__init__(planned_dataset, batch_sampler=batch_sampler, collate_fn=pack, **kwargs)
-        self._passes = Passes()
-        batch_sampler.passes_of_loaders.append(self._passes)
         self._resume_at = (0, 0)
         """Epoch and batch before which batches are skipped."""
 
@@ -120,23 +114,14 @@ class RegroupingDataLoader(DataLoader):
             return
         first = num_skipped or sampler.first_batch  # the place that was skipped to, or that the sampler has loaded
         batches = self._read_from(epoch, first)
-        current = self._passes.begin(epoch, first)
-        try:
-            for index, batch in enumerate(batches, start=first):
-                self._passes.advance(current, index + 1)
-                if isinstance(batch, _Parcel):
-                    batch = batch.batch
-                # Added here, so that workers need not send them. They are computed only if plans differ.
-                if batch.plan is not None:
-                    facts = partial(sampler.plan_facts, epoch, index)
-                    batch.plan = replace(batch.plan, facts=facts)
-                yield batch
-            self._passes.end(current)
-            # The sampler does not do this itself, because workers reach the end of the epoch before the run does.
-            if epoch == sampler.epoch:
-                sampler.first_batch = 0
-        finally:
-            self._passes.give_up(current)
+        for index, batch in enumerate(follow(sampler, batches, epoch, first), start=first):
+            if isinstance(batch, _Parcel):
+                batch = batch.batch
+            # Added here, so that workers need not send them. They are computed only if plans differ.
+            if batch.plan is not None:
+                facts = partial(sampler.plan_facts, epoch, index)
+                batch.plan = replace(batch.plan, facts=facts)
+            yield batch
 
     def _batches_to_skip(self, epoch: int) -> int:
         """Returns how many batches of an epoch were trained on before; see :meth:`skip_to`."""
@@ -156,24 +141,26 @@ class RegroupingDataLoader(DataLoader):
     ) -> Iterator[PreSplitBatch | _Parcel]:
         """Returns an iterator over the batches of the epoch from `first` on."""
         sampler = self._sampler
-        sampler.start_once = first
         # Workers are seeded with a number that differs between ranks, epochs, and places of resumption.
         entropy = [sampler.seed % 2**32, epoch, sampler.rank, first]
         seeds = np.random.SeedSequence(entropy).generate_state(1)
         self._generator.manual_seed(int(seeds[0]))
         # Persistent workers serve one iterator. A look (`next(iter(loader))`) would take them away from the one that is
         # under way.
-        needs_own_workers = self.persistent_workers and self._passes.are_under_way
-        with separate_iterator(self) if needs_own_workers else nullcontext():
-            return super().__iter__()
+        needs_own_workers = self.persistent_workers and sampler.passes.are_under_way
+        sampler.start_of_loader = first
+        try:
+            with separate_iterator(self) if needs_own_workers else nullcontext():
+                return super().__iter__()
+        finally:
+            sampler.start_of_loader = None
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of the sampler after the furthest batch that was yielded. Workers have read further.
 
         A look (``next(iter(loader))``) does not change it, unless it is the first batch of the epoch that is read.
         """
-        epoch, batch = self._passes.place(self._sampler.epoch, self._sampler.first_batch)
-        return {**self._sampler.state_dict(), 'epoch': epoch, 'batch': batch}
+        return self._sampler.state_dict()
 
     def load_state_dict(
         self,
@@ -197,8 +184,9 @@ class _PlannedDataset(Dataset):
         collate_fn: Callable[[list[Any]], Any],
     ) -> None:
         self.dataset = dataset
-        self._planner = sampler.planner
+        self._options = sampler.rows.options
         self._rank = sampler.rank
+        self._num_ranks = sampler.num_replicas
         self._collate = collate_fn
 
     def __len__(self) -> int:
@@ -212,8 +200,8 @@ class _PlannedDataset(Dataset):
         if assignment.witnesses:
             witness = witness_of(self._read, assignment.witnesses)
         samples = self._read(list(assignment))
-        batch = self._planner.collate(self._collate, samples, assignment)
-        batch.plan = PlanRecord(assignment.plan_checksum, self._rank, self._planner.num_ranks, witness)
+        batch = collate(self._collate, samples, assignment, self._options)
+        batch.plan = PlanRecord(assignment.plan_checksum, self._rank, self._num_ranks, witness)
         return batch
 
     def _read(self, indices: list[int]) -> Sequence[object]:

@@ -41,8 +41,7 @@ class Mixture:
     weights: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
-        num_datasets = np.size(self.sizes) or 1  # an empty list is then refused below
-        sizes = checked_table('sizes', self.sizes, num_datasets, least=1).tolist()
+        sizes = checked_table('sizes', self.sizes, least=1).tolist()
         object.__setattr__(self, 'sizes', sizes)
         if self.epochs is not None and self.weights is not None:
             raise ValueError('Only one of `epochs` and `weights` must be given, got: both. Drop one.')
@@ -71,15 +70,13 @@ class Mixture:
         Raises:
             ValueError: If a dataset has no loss tokens, or an argument is out of range.
         """
-        shares = checked_table('shares', shares, len(sizes), dtype=np.float64).tolist()
+        checked_shares = checked_table('shares', shares, len(sizes), dtype=np.float64)
         tokens = checked_table('loss_tokens', loss_tokens, int(np.sum(sizes)))
-        ends = np.cumsum(sizes)
-        tokens_of_datasets = np.split(tokens, ends[:-1])
+        tokens_of_datasets = np.split(tokens, np.cumsum(sizes)[:-1])
         means = [tokens_of_dataset.mean() for tokens_of_dataset in tokens_of_datasets]
         if min(means) == 0:
             raise ValueError(f'Every dataset must have `loss_tokens`, got: means of {means}. Leave out those without.')
-        weights = np.array(shares) / np.array(means)
-        return cls(sizes, weights=weights.tolist())
+        return cls(sizes, weights=(checked_shares / np.array(means)).tolist())
 
     @property
     def quotas(self) -> list[Fraction]:
@@ -88,9 +85,7 @@ class Mixture:
             weights = [Fraction(weight) for weight in self.weights]
             samples_per_weight = Fraction(sum(self.sizes)) / sum(weights, Fraction(0))
             return [samples_per_weight * weight for weight in weights]
-        epochs = self.epochs
-        if epochs is None:
-            epochs = [1] * len(self.sizes)
+        epochs = self.epochs or [1] * len(self.sizes)
         return [size * Fraction(times) for size, times in zip(self.sizes, epochs, strict=True)]
 
     @property
@@ -105,7 +100,13 @@ class Mixture:
         return not any(parts_of_passes)
 
 
-def _check_rates(name: str, values: Sequence[float] | None, num_datasets: int, *, highest: float) -> None:
+def _check_rates(
+    name: str,
+    values: Sequence[float] | None,
+    num_datasets: int,
+    *,
+    highest: float,
+) -> None:
     """Raises ValueError unless each dataset has a positive number up to the highest one."""
     if values is None:
         return
@@ -136,9 +137,8 @@ class LossShares:
         shares: Sequence[float],
         loss_tokens: Table,
     ) -> None:
-        self.shares = checked_table('shares', shares, len(sizes) or 1, dtype=np.float64)
-        excess = self.shares.sum() - 1
-        if self.shares.min() == 0 or abs(excess) > 1e-6:
+        self.shares = checked_table('shares', shares, len(sizes), dtype=np.float64)
+        if self.shares.min() == 0 or abs(self.shares.sum() - 1) > 1e-6:
             raise ValueError(f'`shares` must be positive, one for each dataset, and add up to 1, got: {list(shares)}.')
         self.loss_tokens = checked_table('loss_tokens', loss_tokens, sum(sizes))
         self.sizes = list(sizes)
@@ -179,7 +179,11 @@ class _Stream:
     samples: np.ndarray
     quota: Fraction
 
-    def read(self, items: np.ndarray, entropy: Sequence[int] | None) -> np.ndarray:
+    def read(
+        self,
+        items: np.ndarray,
+        entropy: Sequence[int] | None,
+    ) -> np.ndarray:
         """Returns the samples at some places of the endless sequence.
 
         Args:
@@ -201,33 +205,6 @@ class _Stream:
         return np.concatenate([items[:0], *pieces])
 
 
-def mixed_batches(
-    mixture: Mixture,
-    global_batch_size: int,
-    *,
-    drop_last: bool,
-    seed: int | None,
-    epoch: int,
-    media: np.ndarray | None = None,
-) -> list[np.ndarray]:
-    """Returns the samples of each global batch of one epoch, int64; every epoch has equally many.
-
-    Each dataset is a sequence without end. The run is one, too: the sequences of the datasets, merged evenly, so that
-    every global batch has each dataset's share to within one or two samples. Epochs are stretches of it, one after the
-    other. With `drop_last` the next epoch begins with the samples that did not fill a global batch. So a dataset
-    smaller than a global batch is read as often as any other. Without `drop_last` the last global batch holds the
-    samples that are left. Without a seed datasets keep their order.
-
-    With `media`, the modality of each sample, int (n,), every global batch holds samples of one modality. The batches
-    of all modalities are merged evenly.
-    """
-    samples_to_fill = global_batch_size if drop_last else None
-    batches_of_orders = []
-    for order in mixed_orders(mixture, seed=seed, epoch=epoch, media=media, samples_to_fill=samples_to_fill):
-        batches_of_orders.append(cut_into_batches(order, global_batch_size))
-    return merged_evenly(batches_of_orders)
-
-
 def mixed_orders(
     mixture: Mixture,
     *,
@@ -238,58 +215,48 @@ def mixed_orders(
 ) -> list[np.ndarray]:
     """Returns the samples of one epoch in their order, or with `media` one order for each modality.
 
-    With `samples_to_fill`, the size of a global batch, the epoch only has full global batches. The next epoch begins
-    with the samples that are left. See :func:`mixed_batches`.
+    Each dataset is a sequence without end. The run is one, too: the sequences of the datasets, merged evenly, so that
+    every stretch of it has each dataset's share to within one or two samples. Epochs are stretches of it, one after the
+    other. So a dataset smaller than a global batch is read as often as any other.
+
+    Args:
+        mixture: Shares of the datasets.
+        seed: Seed of the orders. None: datasets keep their order.
+        epoch: Number of the epoch.
+        media: Modality of each sample, int (n,).
+        samples_to_fill: Size of a global batch, if the epoch only has full ones. The next epoch begins with the samples
+            that are left.
     """
+    orders = []
     groups = _streams(mixture, media)
     # Exact fractions, so that no rounding moves a sample over thousands of epochs.
-    quotas = [_sum_of_quotas(group) for group in groups]
-    begins, ends = _stretches(mixture, quotas, epoch, samples_to_fill)
-    orders = []
+    quotas = []
+    for group in groups:
+        quotas.append(sum((stream.quota for stream in group), Fraction(0)))
+    # An epoch has a number of pieces of the run: of single samples, or of full batches. These are counted over the
+    # whole run, so that an epoch begins where the last one ended.
+    if samples_to_fill is None:
+        size_of_piece = 1
+        counts = counts_of_first(mixture.num_samples, quotas)
+        begins = [epoch * count for count in counts]
+        ends = [(epoch + 1) * count for count in counts]
+    else:
+        size_of_piece = samples_to_fill
+        num_batches = mixture.num_samples // samples_to_fill
+        begins = counts_of_first(epoch * num_batches, quotas)
+        ends = counts_of_first((epoch + 1) * num_batches, quotas)
     for group, begin, end in zip(groups, begins, ends, strict=True):
-        orders.append(_merged(group, begin, end, seed))
+        orders.append(_merged(group, begin * size_of_piece, end * size_of_piece, seed))
     return orders
 
 
 def merged_evenly(batches_of_orders: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
     """Returns the global batches of several orders (of several modalities) as one list, merged evenly."""
-    not_empty = [batches for batches in batches_of_orders if batches]
-    counts = [len(batches) for batches in not_empty]
-    quotas = [Fraction(count) for count in counts]
+    counts = [len(batches) for batches in batches_of_orders]
     begins = [0] * len(counts)
+    quotas = [Fraction(count) for count in counts]
     numbers, places = interleave(begins, counts, quotas)
-    return [not_empty[number][place] for number, place in zip(numbers, places, strict=True)]
-
-
-def cut_into_batches(order: np.ndarray, global_batch_size: int) -> list[np.ndarray]:
-    """Returns the samples of each global batch, as views of the order. The last one may be smaller."""
-    starts = range(0, len(order), global_batch_size)
-    return [order[start : start + global_batch_size] for start in starts]
-
-
-def _sum_of_quotas(group: Sequence[_Stream]) -> Fraction:
-    return sum((stream.quota for stream in group), Fraction(0))
-
-
-def _stretches(
-    mixture: Mixture,
-    quotas: Sequence[Fraction],
-    epoch: int,
-    samples_to_fill: int | None,
-) -> tuple[list[int], list[int]]:
-    """Returns where an epoch begins and ends in the endless sequence of each modality."""
-    if samples_to_fill is not None:
-        # Full batches are counted over the whole run, so an epoch begins where the last one ended.
-        num_batches = mixture.num_samples // samples_to_fill
-        first_batches = counts_of_first(epoch * num_batches, quotas)
-        end_batches = counts_of_first((epoch + 1) * num_batches, quotas)
-        return _times(samples_to_fill, first_batches), _times(samples_to_fill, end_batches)
-    counts = counts_of_first(mixture.num_samples, quotas)
-    return _times(epoch, counts), _times(epoch + 1, counts)
-
-
-def _times(factor: int, counts: Sequence[int]) -> list[int]:
-    return [factor * count for count in counts]
+    return [batches_of_orders[number][place] for number, place in zip(numbers, places, strict=True)]
 
 
 def _streams(mixture: Mixture, media: np.ndarray | None) -> list[list[_Stream]]:
@@ -311,7 +278,12 @@ def _streams(mixture: Mixture, media: np.ndarray | None) -> list[list[_Stream]]:
     return groups
 
 
-def _merged(group: list[_Stream], begin: int, end: int, seed: int | None) -> np.ndarray:
+def _merged(
+    group: list[_Stream],
+    begin: int,
+    end: int,
+    seed: int | None,
+) -> np.ndarray:
     """Returns samples from place `begin` to `end` of the evenly merged sequences of a group."""
     quotas = [stream.quota for stream in group]
     begins = counts_of_first(begin, quotas)
@@ -358,15 +330,9 @@ def interleave(
 
     The stretch begins with item ``begins`` of each sequence and stops before item ``ends``.
     """
-    all_sources = []
-    all_items = []
-    all_places = []
-    for source, quota in enumerate(quotas):
-        items = np.arange(begins[source], ends[source])
-        all_items.append(items)
-        all_places.append((items + 0.5) / float(quota))
-        all_sources.append(np.full(len(items), source))
-    order = np.argsort(np.concatenate(all_places), kind='stable')
-    sources = np.concatenate(all_sources)
-    items = np.concatenate(all_items)
+    counts = np.subtract(ends, begins)
+    sources = np.repeat(np.arange(len(quotas)), counts)
+    items = np.concatenate([np.arange(begin, end) for begin, end in zip(begins, ends, strict=True)])
+    quota_of_item = np.array(quotas, dtype=np.float64)[sources]
+    order = np.argsort((items + 0.5) / quota_of_item, kind='stable')
     return sources[order], items[order]

@@ -5,7 +5,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
+
+Item = TypeVar('Item')
 
 
 @dataclass(eq=False)
@@ -19,7 +23,7 @@ class Pass:
 
 
 class Passes:
-    """The iterators of a sampler or loader, and the place in the data that a checkpoint must hold.
+    """The iterators of a sampler and its loaders, and the place in the data that a checkpoint must hold.
 
     A run has one iterator that it trains on. A look (``next(iter(loader))``) makes another one, which must not move the
     place. So the furthest iterator of the epoch holds the place, until an epoch ends.
@@ -36,42 +40,37 @@ class Passes:
         """Whether an iterator is under way: begun, and neither ended nor given up."""
         return bool(self._under_way)
 
-    def begin(
+    def follow(
         self,
+        batches: Iterable[Item],
         epoch: int,
-        batch: int,
-    ) -> Pass:
-        """Returns a new iterator that starts at a batch of an epoch."""
+        first: int,
+    ) -> Iterator[Item]:
+        """Yields the batches of an epoch from batch `first` on, and notes how far they were taken."""
         done = self._furthest_done
         if done is not None and done.has_ended and done.epoch == epoch:
             # The same epoch is read again. So the place is no longer its end.
             self._furthest_done = None
-        new = Pass(epoch, batch)
-        self._under_way.append(new)
-        return new
-
-    def advance(
-        self,
-        current: Pass,
-        batch: int,
-    ) -> None:
-        """Notes how many batches of the epoch lie behind an iterator."""
-        current.batch = batch
-        if self._under_way[-1:] == [current]:
-            return
-        # It is missing if another iterator has reached the end of the epoch since: `end` took this one for a look.
-        if current in self._under_way:
-            self._under_way.remove(current)
+        current = Pass(epoch, first)
         self._under_way.append(current)
+        try:
+            for batch in batches:
+                current.batch += 1
+                # It is missing if another iterator has reached the end of the epoch since, which takes all others for
+                # looks.
+                if current in self._under_way:
+                    self._under_way.remove(current)
+                self._under_way.append(current)
+                yield batch
+            if current in self._under_way:
+                current.has_ended = True
+                self._furthest_done = current
+                self._under_way.clear()  # all others are looks that stayed behind
+        finally:
+            # Also reached if the iterator is closed or garbage collected in the middle of the epoch.
+            self._give_up(current)
 
-    def end(self, ended: Pass) -> None:
-        """Notes that an iterator has reached the end of its epoch. All others are looks that stayed behind."""
-        if ended in self._under_way:
-            ended.has_ended = True
-            self._furthest_done = ended
-            self._under_way.clear()
-
-    def give_up(self, left: Pass) -> None:
+    def _give_up(self, left: Pass) -> None:
         """Notes that an iterator will not go on. Does nothing for one that has ended."""
         if left not in self._under_way:
             return

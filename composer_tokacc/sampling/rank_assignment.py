@@ -1,17 +1,26 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The samples of a global batch that one rank loads, microbatch by microbatch."""
+"""The samples of a global batch that one rank loads: planned with all ranks, and collated by microbatch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import TypeVar
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
-from composer_tokacc.planning import Microbatch
+import numpy as np
 
-Value = TypeVar('Value')
+from composer_tokacc.batch import Batch, sample_name
+from composer_tokacc.layout import PreSplitBatch
+from composer_tokacc.layout.pre_split import widened
+from composer_tokacc.planning import CutOptions, Microbatch, MicrobatchPlan, Rows
+from composer_tokacc.planning.plan import plan_checked_rows
+from composer_tokacc.row_counts import RowCounts, with_rows
+from composer_tokacc.weights import LOSS_WEIGHTS
+
+LoadedSample = TypeVar('LoadedSample')
 
 
 @dataclass(frozen=True)
@@ -44,21 +53,88 @@ class RankAssignment:
     def from_plan(
         cls,
         planned: Sequence[Microbatch],
-        members: Sequence[int],
-        weights: Sequence[float] | None = None,
+        members: np.ndarray,
+        weights: np.ndarray | None = None,
         plan_checksum: int = 0,
     ) -> RankAssignment:
         """Returns the assignment of a rank with these planned microbatches, whose indices are places in `members`."""
         computed = [microbatch for microbatch in planned if not microbatch.filled]
         is_copy = not computed
         if is_copy:
-            computed = list(planned[:1])  # a dummy, which is a copy of a sample
-        samples = [_picked(members, microbatch) for microbatch in computed]
-        weights_of_samples = None
-        if weights is not None:
-            weights_of_samples = [_picked(weights, microbatch) for microbatch in computed]
-        return cls(samples, is_copy, weights_of_samples, plan_checksum)
+            computed = planned[:1]  # a dummy, which is a copy of a sample
+        samples = []
+        weights_of_samples = []
+        for microbatch in computed:
+            indices = list(microbatch.indices)
+            samples.append(members[indices].tolist())
+            if weights is not None:
+                weights_of_samples.append(weights[indices].tolist())
+        return cls(samples, is_copy, weights_of_samples or None, plan_checksum)
 
 
-def _picked(values: Sequence[Value], microbatch: Microbatch) -> list[Value]:
-    return [values[place] for place in microbatch.indices]
+def plan_batch(rows: Rows, num_ranks: int) -> MicrobatchPlan:
+    """Plans a global batch, with a sample for every rank if there are enough; see :func:`.plan_microbatches`."""
+    plan = plan_checked_rows(rows, num_ranks)
+    # Under 'fsdp' a step slot holds samples with images, or samples without. So a rank may get only dummies, even if
+    # there are enough samples. It would have nothing to collate, so the batch is planned as for 'ddp'.
+    if len(rows.lengths) >= num_ranks and any(_has_only_dummies(rank) for rank in plan.ranks):
+        rows = copy.copy(rows)
+        rows.options = replace(rows.options, objective='ddp')
+        plan = plan_checked_rows(rows, num_ranks)
+    return plan
+
+
+def _has_only_dummies(rank: Sequence[Microbatch]) -> bool:
+    return all(microbatch.filled for microbatch in rank)
+
+
+def collate(
+    collate_fn: Callable[[list[LoadedSample]], Any],
+    samples: Sequence[LoadedSample],
+    assignment: RankAssignment,
+    options: CutOptions,
+) -> PreSplitBatch:
+    """Collates each microbatch of an assignment by itself; `samples` are those of all microbatches, in order."""
+    microbatches: list[Batch] = []
+    start = 0
+    for number, indices in enumerate(assignment.microbatches):
+        end = start + len(indices)
+        batch = _as_mapping(collate_fn(list(samples[start:end])))
+        start = end
+        batch = widened(batch, options.width_multiple)
+        _check_rows(batch, len(indices))
+        if assignment.weights is not None:
+            batch = _with_weights(batch, assignment.weights[number])
+        if assignment.is_copy:
+            batch = with_rows(batch, [RowCounts(samples=0)])
+        microbatches.append(batch)
+    return PreSplitBatch(microbatches, max_tokens=options.max_tokens, indices=assignment.microbatches)
+
+
+def _as_mapping(batch: Any) -> dict[str, Any]:
+    # A tokenizer's BatchEncoding has keys, but its type is not Mapping.
+    if not hasattr(batch, 'keys'):
+        raise ValueError(f'`collate_fn` must return a mapping, got: {type(batch).__name__}. Name its entries.')
+    return {key: batch[key] for key in batch.keys()}  # noqa: SIM118
+
+
+def _check_rows(batch: Batch, num_samples: int) -> None:
+    """Raises ValueError unless the batch has a row for each sample."""
+    text = batch.get('input_ids', batch.get('labels'))
+    if text is not None and len(text) != num_samples:
+        raise ValueError(
+            f'`collate_fn` must return a row for each sample, got: {len(text)} rows for {num_samples} samples, from '
+            f'{sample_name(batch, 0)} on. Pack rows with `token_data_spec(..., packing=True)`.'
+        )
+
+
+def _with_weights(
+    batch: Batch,
+    weights: list[float],
+) -> dict[str, Any]:
+    if LOSS_WEIGHTS in batch:
+        raise ValueError(
+            f'`{LOSS_WEIGHTS}` must be left out of the batch if the sampler has `loss_shares`, got: both for '
+            f'{sample_name(batch, 0)}. Remove one of them.'
+        )
+    return {**batch, LOSS_WEIGHTS: weights}

@@ -53,8 +53,8 @@ class RestoreRandomState(Callback):
 
         They are one string, because a sharded checkpoint is loaded entry by entry, and the number of ranks may change.
         """
-        states = [_plain(state) for state in reproducibility.get_rng_state()]
-        return {'generators': json.dumps(states)}
+        # Tensors and arrays become lists.
+        return {'generators': json.dumps(reproducibility.get_rng_state(), default=lambda array: array.tolist())}
 
     def load_state_dict(
         self,
@@ -81,29 +81,11 @@ class RestoreRandomState(Callback):
             self._saved = None
 
 
-# States of the generators of Python, numpy and torch on one rank, as Composer keeps them.
-GeneratorStates = dict[str, Any]
-
-
-def _plain(state: GeneratorStates) -> GeneratorStates:
-    """Returns the states as numbers, strings and lists of them."""
-    version, numbers, gauss = state['python']
-    name, keys, *position = state['numpy']
-    plain: GeneratorStates = {
-        'python': [version, list(numbers), gauss],
-        'numpy': [name, keys.tolist(), *position],
-    }
-    for key, value in state.items():
-        if isinstance(value, torch.Tensor):
-            plain[key] = value.tolist()
-    return plain
-
-
-def _restored(plain: GeneratorStates) -> GeneratorStates:
-    """Returns the inverse of :func:`_plain`."""
+def _restored(plain: dict[str, Any]) -> dict[str, Any]:
+    """Returns the states of the generators of a rank, as Composer keeps them."""
     version, numbers, gauss = plain['python']
     name, keys, *position = plain['numpy']
-    restored: GeneratorStates = {
+    restored: dict[str, Any] = {
         'python': (version, tuple(numbers), gauss),
         'numpy': (name, np.array(keys, dtype=np.uint32), *position),
     }

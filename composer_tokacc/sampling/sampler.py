@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import cached_property
@@ -18,9 +18,11 @@ from torch.utils.data import Dataset, DistributedSampler
 from composer_tokacc.collectives import get_global_rank, get_world_size
 from composer_tokacc.plan_agreement import Facts, PlanRecord, checksum_of, extended_checksum, table_facts
 from composer_tokacc.planning import (
+    CAPPED_SIZES,
     CostModel,
     CutOptions,
     MicrobatchPlan,
+    Rows,
     Table,
     check_choice,
     check_count,
@@ -28,13 +30,11 @@ from composer_tokacc.planning import (
     check_state,
     checked_table,
 )
-from composer_tokacc.sampling.global_batches import BatchSchedule, GlobalBatches, Stages
-from composer_tokacc.sampling.load_planner import LoadPlanner, SampleTables, check_cap, check_global_batch
+from composer_tokacc.sampling.global_batches import GlobalBatches, Stages, check_cap, check_global_batch
 from composer_tokacc.sampling.mixture import LossShares, Mixture
-from composer_tokacc.sampling.passes import Passes
-from composer_tokacc.sampling.rank_assignment import RankAssignment
+from composer_tokacc.sampling.passes import Item, Passes
+from composer_tokacc.sampling.rank_assignment import RankAssignment, plan_batch
 
-Item = TypeVar('Item')
 Result = TypeVar('Result')
 
 
@@ -86,9 +86,8 @@ class RegroupingBatchSampler(DistributedSampler):
             :func:`.plan_microbatches`.
         width_multiple: As given to ``token_data_spec``.
         mixture: Shares of several datasets, `dataset` being their ``ConcatDataset``. Then
-            ``sampling.mixture.mixed_batches`` makes the global batches.
-        modality: ``'mixed'``, or ``'per_step'`` for global batches of one modality each: with images, or without. Then
-            ``mixed_batches`` makes the global batches, too.
+            every global batch has each dataset's share.
+        modality: ``'mixed'``, or ``'per_step'`` for global batches of one modality each: with images, or without.
         media: Modality of each sample for ``'per_step'``, (n,) ints. Default: whether it has `image_tokens`.
         loss_shares: Weights of tokens, so that each dataset has its share of a step. Batches then have
             ``loss_weights``, for ``TokenAccumulation(token_weights='column')``.
@@ -134,7 +133,11 @@ class RegroupingBatchSampler(DistributedSampler):
         if rank is None:
             rank = get_global_rank()
         num_samples = length_of(dataset)
-        _check_order(num_samples, rank, num_replicas, seed, shuffle, drop_last)
+        check_count('num_replicas', num_replicas)
+        _check_within('rank', rank, 0, num_replicas - 1)
+        check_choice('shuffle', shuffle, (True, False))
+        check_choice('drop_last', drop_last, (True, False))
+        _check_within('seed', seed)
         super().__init__(dataset, num_replicas, rank, shuffle, int(seed), drop_last)
         options = CutOptions(
             max_tokens=max_tokens,
@@ -144,44 +147,59 @@ class RegroupingBatchSampler(DistributedSampler):
             objective=objective,
             cost=cost or CostModel(),
         )
-        self.planner = LoadPlanner(num_replicas, options)
         # All tables are checked here, so that bad ones are refused before the first epoch.
-        self.tables = SampleTables.checked(
-            num_samples,
+        self.rows = Rows(
+            checked_table('lengths', lengths, num_samples, least=1),
             options,
-            lengths=lengths,
             image_tokens=image_tokens,
             loss_tokens=loss_tokens,
             vision_cost=vision_cost,
         )
-        self.lengths = self.tables.lengths
-        self.image_tokens = self.tables.image_tokens
+        self.lengths = self.rows.lengths
+        check_cap('max_tokens', max_tokens, self.lengths)
+        for size, cap in options.caps.items():
+            check_cap(CAPPED_SIZES[size], cap, self.rows.sizes[size])
         check_choice('modality', modality, ('mixed', 'per_step'))
         self.modality = modality
         self.media: np.ndarray | None = None
         if modality == 'per_step':
-            self.media = _media_of(media, self.image_tokens, num_samples)
+            if media is None and 'image_tokens' in self.rows.sizes:
+                media = np.sign(self.rows.image_tokens)
+            if media is None:
+                raise ValueError("`image_tokens` or `media` must be given with modality='per_step', got: neither.")
+            self.media = checked_table('media', media, num_samples)
             mixture = mixture or Mixture([num_samples])
-        self.mixture = _checked_mixture(mixture, num_samples)
+        if mixture is not None:
+            check_kind('mixture', mixture, Mixture)
+            if sum(mixture.sizes) != num_samples:
+                raise ValueError(
+                    f'`mixture` must have the sizes of the datasets in `dataset`, got: {list(mixture.sizes)} for '
+                    f'{num_samples} samples. Use torch.utils.data.ConcatDataset.'
+                )
+        self.mixture = mixture
         self._global_batches = GlobalBatches(
             self.lengths,
-            samples=_checked_size(global_batch_size, global_batch_tokens, num_replicas),
-            tokens=_checked_tokens(global_batch_tokens, self.lengths),
+            samples=global_batch_size,
+            tokens=global_batch_tokens,
             seed=self.seed if shuffle else None,
             drop_last=drop_last,
-            mixture=self.mixture,
+            mixture=mixture,
             media=self.media,
         )
-        self.global_batch_size = self._global_batches.samples_per_batch
+        self.global_batch_size = max(self._global_batches.sizes)
         """Samples of a global batch: of the largest one with a schedule, on average with `global_batch_tokens`."""
-        self.loss_shares = _checked_shares(loss_shares, num_samples)
+        if global_batch_tokens is None:
+            for size in self._global_batches.sizes:
+                check_global_batch(size, num_replicas)
+        if loss_shares is not None:
+            check_kind('loss_shares', loss_shares, LossShares)
+            checked_table('loss_shares', loss_shares.loss_tokens, num_samples)
+        self.loss_shares = loss_shares
         self.first_batch = 0
         """The global batch that the next iteration starts at."""
-        self.start_once: int | None = None
-        """The global batch that only the next iteration starts at. Set by a loader, which keeps the place itself."""
-        self.passes_of_loaders: list[Passes] = []
-        """Iterators of the loaders; they are forgotten if the place is set here."""
-        self._passes = Passes()
+        self.start_of_loader: int | None = None
+        """Where to start while a loader makes an iterator. It reads ahead, so it keeps the place itself."""
+        self.passes = Passes()
         self._compared_epoch: int | None = None
         """The epoch in which the datasets of the ranks are compared: the first one that is iterated.
 
@@ -209,34 +227,28 @@ class RegroupingBatchSampler(DistributedSampler):
         return len(self._batches())
 
     def __iter__(self) -> Iterator[RankAssignment]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Yields this rank's assignment of each global batch of the epoch, from the one that was skipped to."""
-        epoch = self.epoch
-        # A loader reads ahead, so it keeps the place itself and sets `start_once`.
-        first = self.start_once
-        is_read_by_loader = first is not None
-        if first is None:
-            first = self.first_batch
-        self.start_once = None
+        """Returns this rank's assignment of each global batch of the epoch, from the one that was skipped to."""
         if self._compared_epoch is None:
-            self._compared_epoch = epoch
-        current = self._passes.begin(epoch, first)
-        windows = self._batches()[first:]
-        try:
-            assignments = prefetch(self._assign, windows)
-            for batch, assignment in enumerate(assignments, start=first):
-                self._passes.advance(current, batch + 1)
-                # All ranks read the witnesses in addition, to compare their datasets. See `_compared_epoch`.
-                if batch == first and self.num_replicas > 1 and epoch == self._compared_epoch:
-                    window = windows[0].tolist()
-                    assignment = replace(assignment, witnesses=(window[0], window[-1]))
-                yield assignment
-            self._passes.end(current)
-            # The resumed epoch is over: the next iteration starts at the beginning of its epoch.
-            if epoch == self.epoch and not is_read_by_loader:
-                self.first_batch = 0
-        finally:
-            # Also reached if the iterator is closed or garbage collected in the middle of the epoch.
-            self._passes.give_up(current)
+            self._compared_epoch = self.epoch
+        if self.start_of_loader is not None:
+            return self._assignments(self.epoch, self.start_of_loader)
+        first = self.first_batch
+        return follow(self, self._assignments(self.epoch, first), self.epoch, first)
+
+    def _assignments(
+        self,
+        epoch: int,
+        first: int,
+    ) -> Iterator[RankAssignment]:
+        windows = self._global_batches.of_epoch(epoch)[first:]
+        # All ranks read the witnesses in addition, to compare their datasets. See `_compared_epoch`.
+        needs_witnesses = self.num_replicas > 1 and epoch == self._compared_epoch
+        for assignment in prefetch(self._assign, windows):
+            if needs_witnesses:
+                window = windows[0].tolist()
+                assignment = replace(assignment, witnesses=(window[0], window[-1]))
+                needs_witnesses = False
+            yield assignment
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of the next iteration. Another epoch than the present one starts at its beginning."""
@@ -256,7 +268,7 @@ class RegroupingBatchSampler(DistributedSampler):
 
     def plan(self, batch: int) -> MicrobatchPlan:
         """Returns the plan of global batch `batch` over all ranks; its indices are places in :meth:`window`."""
-        return self._plan(self._window(batch))
+        return plan_batch(self.rows.of(self._window(batch)), self.num_replicas)
 
     def has_only_copies(self, batch: int) -> bool:
         """Whether this rank only has a copy, which must weigh nothing, in global batch `batch` of this epoch."""
@@ -267,12 +279,11 @@ class RegroupingBatchSampler(DistributedSampler):
         """Lets the next iterations start at global batch `batch`. Those before it are not planned either."""
         _check_within('batch', batch, 0, self.num_batches)
         self.first_batch = batch
-        for passes in (self._passes, *self.passes_of_loaders):
-            passes.forget()
+        self.passes.forget()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the place of the sampler as plain values, which are valid for any number of ranks."""
-        epoch, batch = self._passes.place(self.epoch, self.first_batch)
+        epoch, batch = self.passes.place(self.epoch, self.first_batch)
         return {'epoch': epoch, 'batch': batch, **self._identity()}
 
     def load_state_dict(
@@ -284,17 +295,14 @@ class RegroupingBatchSampler(DistributedSampler):
         Raises:
             ValueError: If the state is of other global batches, lacks a key, or has an unknown one.
         """
+        check_state(state, {'epoch', 'batch'}, counts=('epoch', 'batch'))
         identity = self._identity()
-        expected = {'epoch', 'batch', *identity}
-        check_state(state, expected, counts=('epoch', 'batch'))
-        left_over = state.keys() - expected
-        if left_over:
-            raise ValueError(f'`state` must have the keys {sorted(expected)} and no others, got: {sorted(left_over)}.')
-        for name, value in identity.items():
-            if state[name] != value:
+        for name in sorted({*identity, *state} - {'epoch', 'batch'}):
+            # Also if only one of both has the key.
+            if state.get(name) != identity.get(name):
                 raise ValueError(
-                    f'`{name}` must be that of the saved run for the same global batches, got: {value}, saved: '
-                    f'{state[name]}. Restore it, or start without the saved state.'
+                    f'`{name}` must be that of the saved run for the same global batches, got: {identity.get(name)}, '
+                    f'saved: {state.get(name)}. Restore it, or start without the saved state.'
                 )
         super().set_epoch(state['epoch'])
         self.skip_to(state['batch'])
@@ -319,15 +327,16 @@ class RegroupingBatchSampler(DistributedSampler):
     def _facts(self) -> Facts:
         """Returns the arguments that all plans of the run depend on."""
         facts = {'number of ranks': str(self.num_replicas), 'number of samples': str(len(self.lengths))}
-        tables = {**vars(self.tables), 'media': self.media}
+        tables = {'lengths': self.lengths, **self.rows.sizes, 'media': self.media}
+        tables['vision_cost'] = self.rows.given_vision_cost
         if self.loss_shares is not None:
             tables['loss_shares'] = self.loss_shares.shares
-            tables['loss_tokens'] = self.loss_shares.loss_tokens
-            tables['loss_sizes'] = np.array(self.loss_shares.sizes)
+            tables['loss_tokens of loss_shares'] = self.loss_shares.loss_tokens
+            tables['sizes of loss_shares'] = np.array(self.loss_shares.sizes)
         for name, table in tables.items():
             if table is not None:
                 facts.update(table_facts(name, table))
-        arguments = {**self._identity(), **asdict(self.planner.options)}
+        arguments = {**self._identity(), **asdict(self.rows.options)}
         for name, value in arguments.items():
             facts[name] = str(value)
         return facts
@@ -357,10 +366,10 @@ class RegroupingBatchSampler(DistributedSampler):
         return batches[batch]
 
     def _assign(self, window: np.ndarray) -> RankAssignment:
-        plan = self._plan(window)
+        plan = plan_batch(self.rows.of(window), self.num_replicas)
         weights = None
         if self.loss_shares is not None:
-            weights = self.loss_shares.weights(window).tolist()
+            weights = self.loss_shares.weights(window)
         checksum = 0
         if self.num_replicas > 1:  # a single rank has no other to compare with
             indices_of_ranks = []
@@ -368,11 +377,20 @@ class RegroupingBatchSampler(DistributedSampler):
                 indices_of_ranks.append([microbatch.indices for microbatch in rank])
             planned = window.tobytes() + repr(indices_of_ranks).encode()
             checksum = extended_checksum(self._checksum, planned)
-        return RankAssignment.from_plan(plan.ranks[self.rank], window.tolist(), weights, checksum)
+        return RankAssignment.from_plan(plan.ranks[self.rank], window, weights, checksum)
 
-    def _plan(self, window: np.ndarray) -> MicrobatchPlan:
-        tables = self.tables.of(window)
-        return self.planner.plan(tables.lengths, tables.image_tokens, tables.vision_cost, tables.loss_tokens)
+
+def follow(
+    sampler: RegroupingBatchSampler,
+    batches: Iterable[Item],
+    epoch: int,
+    first: int,
+) -> Iterator[Item]:
+    """Yields the batches of an epoch from batch `first` on, and keeps the place of the run in the sampler."""
+    yield from sampler.passes.follow(batches, epoch, first)
+    # The resumed epoch is over: the next iteration starts at the beginning of its epoch.
+    if epoch == sampler.epoch:
+        sampler.first_batch = 0
 
 
 def prefetch(
@@ -406,94 +424,7 @@ def length_of(dataset: object) -> int:
     return len(dataset)
 
 
-def _media_of(
-    media: Table | None,
-    image_tokens: np.ndarray | None,
-    num_samples: int,
-) -> np.ndarray:
-    """Returns the modality of each sample, int64 (n,); by default whether it has image tokens."""
-    if media is None and image_tokens is not None:
-        media = np.sign(image_tokens)
-    if media is None:
-        raise ValueError("`image_tokens` or `media` must be given with modality='per_step', got: neither.")
-    return checked_table('media', media, num_samples)
-
-
-def _check_order(
-    num_samples: int,
-    rank: int,
-    num_replicas: int,
-    seed: int,
-    shuffle: bool,
-    drop_last: bool,
-) -> None:
-    """Raises ValueError unless the arguments describe an order of samples, and a rank that reads a part of it."""
-    if num_samples < 1:
-        raise ValueError('`dataset` must hold at least one sample, got: none.')
-    check_count('num_replicas', num_replicas)
-    check_choice('rank', rank, range(num_replicas))
-    check_choice('shuffle', shuffle, (True, False))
-    check_choice('drop_last', drop_last, (True, False))
-    _check_within('seed', seed)
-
-
 def _check_within(name: str, value: int, least: int = -(2**62), most: int = 2**62) -> None:
     """Raises ValueError unless a value is an integer in a range. The default keeps seed + epoch within 64 bits."""
     if not isinstance(value, (int, np.integer)) or not least <= value <= most:
         raise ValueError(f'`{name}` must be an integer from {least} to {most}, got: {value!r}.')
-
-
-def _checked_mixture(mixture: Mixture | None, num_samples: int) -> Mixture | None:
-    """Returns the mixture. Raises ValueError if its datasets have another number of samples."""
-    if mixture is None:
-        return None
-    check_kind('mixture', mixture, Mixture)
-    if sum(mixture.sizes) != num_samples:
-        raise ValueError(
-            f'`mixture` must have the sizes of the datasets in `dataset`, got: {list(mixture.sizes)} for '
-            f'{num_samples} samples. Use torch.utils.data.ConcatDataset.'
-        )
-    return mixture
-
-
-def _checked_shares(loss_shares: LossShares | None, num_samples: int) -> LossShares | None:
-    """Returns the shares. Raises ValueError if they are of another number of samples."""
-    if loss_shares is None:
-        return None
-    check_kind('loss_shares', loss_shares, LossShares)
-    checked_table('loss_shares', loss_shares.loss_tokens, num_samples)
-    return loss_shares
-
-
-def _checked_size(
-    size: int | Stages | None,
-    tokens: int | None,
-    num_replicas: int,
-) -> int | BatchSchedule | None:
-    """Returns the samples of a global batch, or their schedule; None if it is measured in tokens.
-
-    Raises:
-        ValueError: If not exactly one of both is given, or if ranks cannot share a global batch.
-    """
-    if (size is None) == (tokens is None):
-        raise ValueError(
-            'Exactly one of `global_batch_size` and `global_batch_tokens` must be given, got: '
-            f'{size!r:.80} and {tokens!r}.'
-        )
-    if isinstance(size, Sequence):
-        schedule = BatchSchedule.from_stages(size)
-        for size_of_stage in schedule.sizes:
-            check_global_batch(size_of_stage, num_replicas)
-        return schedule
-    if size is not None:
-        check_global_batch(size, num_replicas)
-    return size
-
-
-def _checked_tokens(tokens: int | None, lengths: np.ndarray) -> int | None:
-    """Returns the tokens of a global batch. Raises ValueError if a sample has more."""
-    if tokens is None:
-        return None
-    check_count('global_batch_tokens', tokens)
-    check_cap('global_batch_tokens', tokens, lengths)
-    return int(tokens)

@@ -24,16 +24,14 @@ def witness_of(
     The samples are read twice with the same random numbers. If the two digests differ, the dataset has another source
     of randomness, and other processes cannot be compared.
     """
+    digests = set()
     try:
-        with _fixed_random_numbers():
-            first = _digest(read(list(indices)))
-        with _fixed_random_numbers():
-            second = _digest(read(list(indices)))
+        for _ in range(2):
+            with _fixed_random_numbers():
+                digests.add(_digest(read(list(indices))))
     except Exception:  # the rank that trains the sample reports it
         return ''
-    if first != second:
-        return ''
-    return first
+    return digests.pop() if len(digests) == 1 else ''
 
 
 @contextmanager
@@ -53,41 +51,33 @@ def _fixed_random_numbers() -> Iterator[None]:
 
 
 def _digest(samples: Sequence[object]) -> str:
+    arrays: list[bytes] = []
+    texts: list[bytes] = []
+    for leaf in _leaves(tuple(samples)):
+        if isinstance(leaf, np.ndarray):
+            arrays.append(leaf.astype(np.int64).tobytes())
+        else:
+            texts.append(leaf.encode())
     checksum = 0
-    has_content = False
-    for sample in samples:
-        pieces = list(_token_ids(sample)) or list(_texts(sample))
-        has_content |= bool(pieces)
-        for piece in pieces:
-            checksum = zlib.crc32(piece, checksum)
-    return f'{checksum:08x}' if has_content else ''
+    for piece in arrays or texts:
+        checksum = zlib.crc32(piece, checksum)
+    return f'{checksum:08x}' if arrays or texts else ''
 
 
-def _token_ids(value: object) -> Iterator[bytes]:
-    """Yields the integers of a sample, one piece for each entry. Bytes (uint8) are pixels."""
-    if isinstance(value, torch.Tensor):
-        if value.device.type != 'cpu' or value.dtype == torch.bfloat16:
-            return  # numpy cannot read it
+def _leaves(value: object) -> Iterator[np.ndarray | str]:
+    """Yields the integers of a sample, one array for each entry, and its texts without paths. Bytes are pixels."""
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
+    if isinstance(value, torch.Tensor) and value.device.type == 'cpu' and value.dtype != torch.bfloat16:
         value = value.numpy()
-    elif isinstance(value, list) and value and all(isinstance(item, int) for item in value):
+    if isinstance(value, list) and value and all(isinstance(item, int) for item in value):
         value = np.array(value)
     if isinstance(value, np.ndarray):
         if value.dtype.kind in 'iu' and value.dtype.itemsize > 1:
-            yield value.astype(np.int64).tobytes()
-        return
-    for entry in _entries(value):
-        yield from _token_ids(entry)
-
-
-def _texts(value: object) -> Iterator[bytes]:
-    """Yields the texts of a sample, without paths."""
-    if isinstance(value, str) and '/' not in value and '\\' not in value:
-        yield value.encode()
-    for entry in _entries(value):
-        yield from _texts(entry)
-
-
-def _entries(value: object) -> Sequence[object]:
-    if isinstance(value, Mapping):
-        return list(value.values())
-    return value if isinstance(value, list | tuple) else ()
+            yield value
+    elif isinstance(value, str):
+        if '/' not in value and '\\' not in value:
+            yield value
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            yield from _leaves(entry)

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from composer_tokacc.planning import CostModel, CutOptions, cut_rows, padded_widths
+from composer_tokacc.planning import CostModel, CutOptions, Rows, cut_rows, padded_widths
 from composer_tokacc.planning.plan import time_in_slots
-from composer_tokacc.sampling.global_batches import torchs_batches
-from composer_tokacc.sampling.load_planner import LoadPlanner
+from composer_tokacc.sampling.global_batches import GlobalBatches
+from composer_tokacc.sampling.rank_assignment import plan_batch
 from composer_tokacc.sizing.profile import SampleSizes
 
 METHOD_NAMES = {'stock': 'stock Composer', 'split': 'split and trimmed', 'planned': 'planned over ranks'}
@@ -67,7 +67,8 @@ def draw_batches(
 ) -> list[np.ndarray]:
     """Returns the samples of the first global batches of a run, int64. Fewer samples than a batch make one batch."""
     size = min(global_batch_size, num_samples)
-    return torchs_batches(num_samples, size, drop_last=True, seed=seed, epoch=0)[:num_batches]
+    lengths = np.ones(num_samples, dtype=np.int64)  # of no consequence here
+    return GlobalBatches(lengths, samples=size, drop_last=True, seed=seed).of_epoch(0)[:num_batches]
 
 
 def simulate_steps(
@@ -161,7 +162,8 @@ def _planned(
         patches = table.vision_patches[batch]
     image_tokens = table.image_tokens[batch]
     vision_costs = options.cost.vision(image_tokens, patches)
-    plan = LoadPlanner(num_ranks, options).plan(table.tokens[batch], image_tokens, vision_costs)
+    rows = Rows(table.tokens[batch], options, image_tokens=image_tokens, vision_cost=vision_costs)
+    plan = plan_batch(rows, num_ranks)
     ranks = []
     for planned_rank in plan.ranks:
         microbatches = []

@@ -19,7 +19,7 @@ import numpy as np
 
 from composer_tokacc.label_selector import DENSE
 from composer_tokacc.planning import CostModel, CutOptions, Rows, check_count, check_kind, lower_bound, token_budget
-from composer_tokacc.sampling.load_planner import check_global_batch
+from composer_tokacc.sampling.global_batches import check_global_batch
 from composer_tokacc.sizing.memory_model import GIB, MemoryModel
 from composer_tokacc.sizing.profile import SampleSizes
 from composer_tokacc.sizing.report import SizeRow, SizingReport

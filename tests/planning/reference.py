@@ -16,7 +16,8 @@ from composer_tokacc.planning.rows import OrderedRows
 
 def sorted_rows(lengths, max_tokens, images=None, max_images=None, cost=None) -> OrderedRows:
     options = CutOptions(max_tokens=max_tokens, max_image_tokens=max_images, cost=cost or CostModel())
-    return Rows(lengths, options, image_tokens=images).by_length()
+    rows = Rows(lengths, options, image_tokens=images)
+    return rows.by_length()
 
 
 def price_of(cost: CostModel, num_rows: int, width: int, image_tokens: int = 0) -> float:

@@ -96,13 +96,16 @@ def test_cut_under_caps_costs_least(regroup, samples):
     microbatches = cut_rows(samples.lengths, options, **samples.tables)
     samples.check(microbatches)
     order = list(range(len(samples.lengths)))
-    if regroup:
-        order.sort(key=lambda row: -samples.lengths[row])
-    cost = 0.0
+    costs = []
     for rows in microbatches:
         width = max(samples.lengths[row] for row in rows)
-        cost += len(rows) * float(COST.rows(np.array([width]))[0]) + COST.launch
-    assert cost == pytest.approx(samples.least_cost(order))
+        costs.append(len(rows) * float(COST.rows(np.array([width]))[0]) + COST.launch)
+    if regroup:
+        order.sort(key=lambda row: -samples.lengths[row])
+        assert costs == sorted(costs, reverse=True), 'costliest microbatch first'
+    else:
+        assert [row for rows in microbatches for row in rows] == order
+    assert sum(costs) == pytest.approx(samples.least_cost(order))
 
 
 @settings(max_examples=100, deadline=None)

@@ -174,7 +174,8 @@ def test_bound_that_ends_the_search(objective):
 
     def search(lengths):
         options = CutOptions(max_tokens=80, cost=CostModel(launch=5.0))
-        return _CutSearch(Rows(lengths, options).by_length(), 3, options.cost, objective == 'fsdp')
+        rows = Rows(lengths, options).by_length()
+        return _CutSearch(rows, 3, options.cost, objective == 'fsdp')
 
     equal = search([8] * 12)
     for count in (3, 6, 12):
@@ -252,6 +253,8 @@ def test_share_of_bound_on_lognormal_lengths(objective, global_batch, least):
         ({'max_tokens': 0}, '`max_tokens` must be a positive integer, got: 0'),
         ({'lengths': []}, '`lengths` must hold at least one sample'),
         ({'lengths': [4, 0]}, '`lengths` must be finite and at least 1, got: 0'),
+        ({'lengths': [4, 3.5]}, '`lengths` must be integers'),
+        ({'width_multiple': 0}, '`width_multiple` must be a positive integer'),
         ({'image_tokens': [1, 2, 3]}, r'`image_tokens` must have one entry per sample, got: shape \(3,\) for 2'),
     ],
 )

@@ -158,6 +158,8 @@ def test_scheduled_epochs_have_no_length():
 
 
 WINDOWS = [
+    {'global_batch_size': 8},
+    {'global_batch_size': 8, 'mixture': Mixture([20, 40])},
     {'global_batch_tokens': 120},
     {'global_batch_tokens': 120, 'drop_last': True},
     {'global_batch_size': RISING},
@@ -190,7 +192,7 @@ def test_state_continues_on_other_ranks(windows, epoch):
 
 def test_whole_passes_give_equal_epochs():
     lengths = random_table(np.random.default_rng(2), least=60)[:60]
-    for windows, num_passes in ((WINDOWS[4], [2, 1]), (WINDOWS[6], [1, 1])):
+    for windows, num_passes in ((WINDOWS[6], [2, 1]), (WINDOWS[8], [1, 1])):
         sampler = build(lengths, **windows)
         for epoch in range(4):
             found = windows_of(sampler, epoch)
@@ -200,7 +202,7 @@ def test_whole_passes_give_equal_epochs():
             tokens = sampler.window_tokens()
             assert np.abs(np.sort(tokens)[2:] - 120).max() < LONGEST, 'all but the last of each modality'
     with pytest.raises(TypeError, match='unequal numbers'):
-        len(build(lengths, **WINDOWS[5]))
+        len(build(lengths, **WINDOWS[7]))
 
 
 def test_state_of_other_windows_is_refused():
@@ -210,8 +212,11 @@ def test_state_of_other_windows_is_refused():
         build(lengths, global_batch_tokens=101).load_state_dict(state)
     with pytest.raises(ValueError, match='`checksum_of_lengths` must be that of the saved run'):
         build(lengths[::-1], global_batch_tokens=100).load_state_dict(state)
-    with pytest.raises(ValueError, match='must have the keys'):
+    with pytest.raises(ValueError, match=r'`checksum_of_lengths` .*, got: None, saved: '):
         build(lengths, global_batch_size=8).load_state_dict(state)
+    state = build(lengths, global_batch_size=8, mixture=Mixture([20, 20])).state_dict()
+    with pytest.raises(ValueError, match='`quotas` must be that of the saved run'):
+        build(lengths, global_batch_size=8, mixture=Mixture([20, 20], weights=[1, 3])).load_state_dict(state)
     state = build(lengths, global_batch_size=RISING).state_dict()
     build(lengths[::-1], global_batch_size=RISING).load_state_dict(state)  # steps do not depend on lengths
     with pytest.raises(ValueError, match='`global_batch_size` must be that of the saved run'):
