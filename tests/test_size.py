@@ -150,7 +150,7 @@ def test_lengths_are_as_the_figures_say() -> None:
     ('arguments', 'message'),
     [
         (['lengths.mean=-3'], '`lengths.mean` must be greater than or equal to 1, got: -3'),
-        (['lengths.mean=nan'], '`lengths.mean` must be a valid number, got: nan'),
+        (['lengths.mean=nan'], "`lengths.mean` must be a valid number, got: 'nan'"),
         (['lengths.variation=1'], '`lengths.mean` must be given'),
         (
             ['lengths.mean=200', 'lengths.image_tokens=4000'],
@@ -197,13 +197,13 @@ def test_images_of_any_size_need_a_processor(capsys: pytest.CaptureFixture[str])
     ('content', 'message'),
     [
         (None, 'must be a CSV file, plain or .gz, got: '),
-        ('tokens,image_tiles\n5,1\n', 'must have the column tokens once, and perhaps image_tokens, loss_tokens,'),
+        ('tokens,image_tiles\n5,1\n', 'must have the columns tokens, image_tokens, loss_tokens,'),
         ('image_tokens\n5\n', 'got: image_tokens in '),
-        ('', 'must have the column tokens'),
+        ('', 'must have the columns tokens'),
         ('tokens\n', 'must hold at least one sample, got: none'),
-        ('tokens,image_tokens\n5,1\n6\n', 'must have 2 whole numbers up to 16777216 a line, got: 6 (line 3 of '),
-        ('tokens\n5\nabc\n', 'got: abc (line 3 of '),
-        ('tokens\n-5\n', 'got: -5 (line 2 of '),
+        ('tokens,image_tokens\n5,1\n6\n', 'the number of columns changed from 2 to 1 at row 2'),
+        ('tokens\n5\nabc\n', "could not convert string 'abc' to float64 at row 1, column 1"),
+        ('tokens\n-5\n', 'got: -5 tokens in row 1 of '),
         ('tokens\n0\n', 'must be at least 1, got: 0'),
     ],
 )
@@ -251,7 +251,7 @@ def test_the_lora_recipe_fits_a_gpu_of_24_gib(tmp_path: Path) -> None:
     ('arguments', 'message'),
     [
         (['num_ranks=0'], '`num_ranks` must be greater than or equal to 1, got: 0'),
-        (['num_ranks=two'], '`num_ranks` must be a valid integer, got: two'),
+        (['num_ranks=two'], "`num_ranks` must be a valid integer, got: 'two'"),
         (['num_ranks=3'], 'must be divisible by the number of ranks, got: 32 on 3 ranks'),
         (['device_memory_gib=-1'], '`microbatching.device_memory_gib` must be greater than 0, got: -1'),
         (['device_memory_gib=0.01'], 'What would help: sharding with FSDP'),
@@ -297,14 +297,14 @@ class MostLogits(Callback):
 @pytest.mark.slow
 def test_a_run_computes_no_more_logits_than_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rehearsed: list[int | None] = []
-    choose_heaviest = rehearsal.heaviest
+    choose_heaviest = rehearsal.heaviest_of_run
 
-    def noted(*arguments: Any) -> list[rehearsal.Candidate]:
-        candidates = choose_heaviest(*arguments)
+    def noted(*arguments: Any) -> tuple[list[rehearsal.Candidate], int]:
+        candidates, num_batches = choose_heaviest(*arguments)
         rehearsed.extend(candidate.logits for candidate in candidates)
-        return candidates
+        return candidates, num_batches
 
-    monkeypatch.setattr(rehearsal, 'heaviest', noted)
+    monkeypatch.setattr(rehearsal, 'heaviest_of_run', noted)
     sized = run_size(tmp_path, 'device_memory_gib=8')
     MostLogits.num_logits.clear()
     arguments = [

@@ -75,7 +75,8 @@ def build_parts(config: TrainConfig) -> RunParts:
     # Before the data, because the ranks read it together.
     if dist.get_world_size() > 1:
         say(f'waiting for {dist.get_world_size()} ranks ...')
-    device = get_device(config.trainer.get('device'))
+    with building('trainer.device'):
+        device = get_device(config.trainer.get('device'))
     dist.initialize_dist(device, config.trainer.get('dist_timeout', DIST_TIMEOUT))
     say('reading the data ...')
     source = source_of(config)
@@ -86,8 +87,7 @@ def build_parts(config: TrainConfig) -> RunParts:
     with building('model'):
         model = build_model(processor=processor, seed=config.seed, **asdict(config.model))
     if config.microbatching.device_train_microbatch_size == 'suggest':
-        with building('microbatching.device_train_microbatch_size'):
-            size, slot_tokens = apply_suggestion(config, train_dataset, processor)
+        size, slot_tokens = apply_suggestion(config, train_dataset, processor)
         microbatching = replace(config.microbatching, device_train_microbatch_size=size, slot_tokens=slot_tokens)
         config = replace(config, microbatching=microbatching)
         source = source_of(config)  # because the loader plans with the suggested size

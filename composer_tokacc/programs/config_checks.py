@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ def check_config(config: TrainConfig, *, num_ranks: int | None = None) -> None:
         # The same call as in the run, without data: it refuses options that do not go together.
         token_data_spec_of(config, [], slot_tokens=config.microbatching.slot_tokens)
     _check_trainer(config.trainer)
-    _check_unequal_epochs(config)
+    _check_duration(config)
     _check_optimizer(config.optimizer)
     _check_stoppers(config)
     if config.is_sharded:
@@ -113,18 +114,6 @@ def _check_batch_sizes(config: TrainConfig, num_ranks: int) -> None:
         )
 
 
-def _check_unequal_epochs(config: TrainConfig) -> None:
-    """Refuses a duration in epochs with a schedule of the global batch, as Composer would after the data was read."""
-    duration = config.trainer['max_duration']
-    is_in_epochs = ensure_time(duration, TimeUnit.EPOCH).unit == TimeUnit.EPOCH
-    if is_in_epochs and not isinstance(config.loader.global_batch_size, int):
-        raise ConfigError(
-            'trainer.max_duration',
-            'must be in tokens, samples or batches with a schedule of `loader.global_batch_size`, which gives epochs '
-            f'unequal numbers of batches, got: {duration}',
-        )
-
-
 def _check_trainer(trainer: Section) -> None:
     for name, section in FILLED_ELSEWHERE.items():
         if name in trainer:
@@ -133,16 +122,6 @@ def _check_trainer(trainer: Section) -> None:
     # no default.
     arguments = {**without(trainer, 'loggers'), 'model': None}
     check_arguments('trainer', Trainer, arguments, hints={**HOST_HINTS, 'model': Any})
-    if trainer.get('max_duration') is None:
-        raise ConfigError('trainer.max_duration', 'must be given. For example 2ep or 500ba')
-    unit = ensure_time(trainer['max_duration'], TimeUnit.EPOCH).unit
-    # Composer refuses seconds only after the model is loaded, and ends no iteration unless it was given a length.
-    if unit in (TimeUnit.SECOND, TimeUnit.ITERATION):
-        raise ConfigError(
-            'trainer.max_duration',
-            'must be in epochs, batches, samples or tokens (2ep, 500ba, 10000sp, 5000000tok), got: '
-            f'{trainer["max_duration"]}',
-        )
     parallelism = trainer.get('parallelism_config') or {}
     # `tp` takes Python objects, and the Trainer drops `fsdp2`.
     keys = [key for key, value in parallelism.items() if value is not None]
@@ -158,6 +137,21 @@ def _check_trainer(trainer: Section) -> None:
         raise ConfigError('trainer.run_name', 'must be given, because `trainer.save_folder` has {run_name} in it')
 
 
+def _check_duration(config: TrainConfig) -> None:
+    """Refuses units that Composer refuses after the model is loaded. A run in iterations would never end."""
+    duration = config.trainer.get('max_duration')
+    if duration is None:
+        raise ConfigError('trainer.max_duration', 'must be given. For example 2ep or 500ba')
+    unit = ensure_time(duration, TimeUnit.EPOCH).unit
+    units = [TimeUnit.BATCH, TimeUnit.SAMPLE, TimeUnit.TOKEN]
+    # With a schedule of the global batch, epochs have unequal numbers of batches.
+    if isinstance(config.loader.global_batch_size, int):
+        units.append(TimeUnit.EPOCH)
+    if unit not in units:
+        names = ', '.join(f'{unit.name.lower()} ({unit.value})' for unit in units)
+        raise ConfigError('trainer.max_duration', f'must be in one of the units {names}, got: {duration}')
+
+
 def _check_optimizer(optimizer: Section) -> None:
     """Builds the optimizer for a single weight, once with the arguments of each part of the model.
 
@@ -171,28 +165,25 @@ def _check_optimizer(optimizer: Section) -> None:
 
 def _check_stoppers(config: TrainConfig) -> None:
     """Refuses a stopper of a metric that the run does not compute, because it would never stop the run."""
-    eval_metrics = EVAL_METRICS if config.dataset.get('eval') else ()
-    train_metrics = TRAIN_METRICS if config.model.train_metrics else ()
-    metrics = {
-        'eval': [metric.__name__ for metric in eval_metrics],
-        'train': [metric.__name__ for metric in train_metrics],
-    }
+    metrics = set()
+    if config.dataset.get('eval'):
+        metrics |= {('eval', metric.__name__) for metric in EVAL_METRICS}
+    if config.model.train_metrics:
+        metrics |= {('train', metric.__name__) for metric in TRAIN_METRICS}
     for name in ('early_stopper', 'threshold_stopper'):
         arguments = config.callbacks.get(name) or {}
-        monitor = arguments.get('monitor')
-        label = arguments.get('dataloader_label')
-        if name in config.callbacks and monitor not in metrics.get(str(label), ()):
+        watched = str(arguments.get('dataloader_label')), str(arguments.get('monitor'))
+        if name in config.callbacks and watched not in metrics:
             raise ConfigError(
                 f'callbacks.{name}',
-                f'must watch a metric of this run, got: {monitor} of {label}. The metrics are {metrics}. Give '
-                '`dataset.eval` or `model.train_metrics`, and the name of a metric as it stands here',
+                f'must have `dataloader_label` and `monitor` of a metric of this run, got: {watched}. The metrics are '
+                f'{sorted(metrics)}. `dataset.eval` and `model.train_metrics` add some',
             )
 
 
 def _check_sharding(config: TrainConfig) -> None:
     """Refuses settings of FSDP that Composer drops without a word or refuses in the first step."""
-    settings = config.trainer['parallelism_config']['fsdp']
-    settings = check_value(_FSDP, settings, dict)
+    settings = check_value(_FSDP, config.trainer['parallelism_config']['fsdp'], dict)
     # FSDP2's settings (FSDP_VERSION=2) come from the same mapping. Names are checked here, because FSDPConfig takes any
     # name. check_arguments() checks the values.
     known_names = {setting.name for cls in (FSDPConfig, FSDP2Config) for setting in dataclasses.fields(cls)}
@@ -202,17 +193,10 @@ def _check_sharding(config: TrainConfig) -> None:
     shards = settings.get('data_parallel_shard_degree', -1)
     if os.environ.get('FSDP_VERSION') == '2':
         if replicas is not None or shards != -1:
-            raise ConfigError(
-                _FSDP,
-                'must be without `data_parallel_replicate_degree` and `data_parallel_shard_degree` with '
-                f'FSDP_VERSION=2, which shards over all ranks and ignores them, got: {replicas} and {shards}',
-            )
-        return
-    if replicas is None and 'HYBRID' in str(settings.get('sharding_strategy')).upper():
+            raise ConfigError(_FSDP, f'must be without degrees with FSDP_VERSION=2, got: {replicas} and {shards}')
+    elif replicas is None and 'HYBRID' in str(settings.get('sharding_strategy')).upper():
         raise ConfigError(
-            f'{_FSDP}.data_parallel_replicate_degree',
-            f'must be given with {settings["sharding_strategy"]}, which shards over all ranks without it. Set it to '
-            'the number of nodes',
+            f'{_FSDP}.data_parallel_replicate_degree', 'must be given with HYBRID. Set it to the number of nodes'
         )
 
 
@@ -245,12 +229,9 @@ def _no_function(run: object) -> None:
 RESULT_FILES = ('metrics.jsonl', 'answers.jsonl', 'result.json', 'report.html')
 
 
-def check_folders(config: TrainConfig) -> None:
-    """Refuses folders that cannot be made, before anything is read.
-
-    Also refuses names that Python would take literally (``~``, URLs), and result files that are no regular files.
-    """
-    run_name = str(config.trainer.get('run_name'))
+def make_folders(config: TrainConfig) -> None:
+    """Makes the folders of the run before anything is read. A dry run writes nothing, and only checks their names."""
+    run_name = config.trainer.get('run_name')
     folders = {'report.folder': config.report['folder'], 'loader.lengths_folder': config.loader.lengths_folder}
     save_folder = config.trainer.get('save_folder')
     if save_folder is not None and '://' not in save_folder:  # Composer also writes to object stores
@@ -258,22 +239,22 @@ def check_folders(config: TrainConfig) -> None:
     for path, name in folders.items():
         if name is None:
             continue
-        folder = local_folder(path, name.replace('{run_name}', run_name))
-        _check_can_be_made(path, folder)
+        if run_name is not None:
+            name = name.replace('{run_name}', run_name)
+        folder = local_folder(path, name)
+        if '{' not in name and not config.dry_run:  # Composer knows the rest only later
+            make_folder(path, folder)
         if path == 'report.folder':
             check_regular_files(path, folder, RESULT_FILES)
 
 
-def _check_can_be_made(path: str, folder: Path) -> None:
-    """Refuses a folder whose nearest parent is not writable. Does not make it, because a dry run writes nothing."""
-    existing = folder
+def make_folder(path: str, folder: Path) -> None:
+    """Makes a folder unless it is there. ``path`` is its key in the config."""
     try:
-        while not existing.exists():
-            existing = existing.parent
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise ConfigError(path, f'must be a folder that can be made, got: {folder} ({error.strerror})') from error
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise ConfigError(path, f'must be a folder that can be made, got: {folder}, as {existing} is not writable')
+        raise ConfigError(path, f'must be a folder that can be written, got: {folder} ({error.strerror})') from error
 
 
 def check_regular_files(path: str, folder: Path, names: tuple[str, ...]) -> None:

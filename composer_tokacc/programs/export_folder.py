@@ -168,10 +168,10 @@ def _with_weights(config: PretrainedConfig, adapter: Section | None, weights: Ma
     if adapter is not None:
         return _merged(config, adapter['content'], weights)
     model = empty_model(config)
-    loaded = load_weights(model, weights, assign=True)
+    _, unknown = load_weights(model, weights, assign=True)
     model.tie_weights()  # a head that is tied to the embeddings may be stored once
     missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    refuse_partial(f'the weights of a {type(model).__name__}', missing, loaded.unexpected_keys)
+    refuse_partial(f'the weights of a {type(model).__name__}', missing, unknown)
     return model
 
 

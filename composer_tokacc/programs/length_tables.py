@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-import csv
-import gzip
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 from pydantic import Field
@@ -19,6 +18,7 @@ from pydantic import Field
 from composer_tokacc.data import LengthTable
 from composer_tokacc.programs.errors import ConfigError, shorten
 from composer_tokacc.programs.host_types import Section
+from composer_tokacc.programs.process import without_warnings
 from composer_tokacc.programs.schema import build_dataclass
 
 CSV_COLUMNS = {
@@ -85,60 +85,33 @@ def read_lengths(path: str) -> LengthTable:
     """Reads a line for each sample: ``tokens``, and perhaps ``image_tokens``, ``loss_tokens``, ``vision_patches``."""
     if not Path(path).is_file():  # reading a pipe would wait for somebody to write to it
         raise ConfigError('lengths', f'must be a CSV file, plain or .gz, got: {path}')
+    read = partial(np.loadtxt, path, delimiter=',', comments=None, quotechar='"', encoding='utf-8-sig', ndmin=2)
     try:
-        opener = gzip.open if path.endswith('.gz') else open
-        with opener(path, 'rt', encoding='utf-8-sig') as file:
-            lines = csv.reader(file)
-            names = [name.strip() for name in next(lines, [])]
-            _check_header(names, path)
-            rows = []
-            for line in lines:
-                if line:
-                    rows.append(_row(line, len(names), f'line {lines.line_num} of {path}'))
-    except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError('lengths', f'must be a CSV file, plain or .gz, got: {path} ({error})') from error
-    if not rows:
+        with without_warnings():  # of an empty file
+            header = read(dtype=str, max_rows=1).ravel()
+            # As floats, because numpy would read 1.5 as the integer 1.
+            columns = read(dtype=float, skiprows=1).T
+    except (OSError, EOFError, ValueError) as error:
+        raise ConfigError('lengths', f'must be a CSV file of numbers, plain or .gz, got: {path} ({error})') from error
+    names = [name.strip() for name in header]
+    if 'tokens' not in names or not set(names) <= CSV_COLUMNS.keys() or len(names) != len(set(names)):
+        known = ', '.join(CSV_COLUMNS)
+        got = shorten(', '.join(names), 300)
+        raise ConfigError('lengths', f'must have the columns {known}, or only some with tokens, got: {got} in {path}')
+    if not columns.size:
         raise ConfigError('lengths', f'must hold at least one sample, got: none in {path}')
-    table: dict[str, Any] = dict.fromkeys(CSV_COLUMNS.values(), np.zeros(len(rows), dtype=np.int32))
-    for name, values in zip(names, zip(*rows, strict=True), strict=True):
-        table[CSV_COLUMNS[name]] = np.array(values, dtype=np.int32)
-    for name in ('image_tokens', 'loss_tokens'):
-        _check_at_most_tokens(table, name, path)
+    if len(columns) != len(names):
+        raise ConfigError('lengths', f'must have {len(names)} numbers a line, got: {len(columns)} in {path}')
+    table = dict.fromkeys(CSV_COLUMNS.values(), np.zeros(columns.shape[1], dtype=np.int32))
+    for name, values in zip(names, columns, strict=True):
+        most = columns[names.index('tokens')] if name in ('image_tokens', 'loss_tokens') else LONGEST_SAMPLE
+        is_valid = (values >= 0) & (values <= most) & (values % 1 == 0)
+        if not is_valid.all():
+            row = int(is_valid.argmin())
+            raise ConfigError(
+                'lengths',
+                f'must have whole numbers up to {LONGEST_SAMPLE}, and no more {name} than tokens, got: {values[row]:g} '
+                f'{name} in row {row + 1} of {path}',
+            )
+        table[CSV_COLUMNS[name]] = values.astype(np.int32)
     return LengthTable(**table)
-
-
-def _check_header(names: list[str], path: str) -> None:
-    if 'tokens' in names and set(names) <= CSV_COLUMNS.keys() and len(names) == len(set(names)):
-        return
-    optional = [name for name in CSV_COLUMNS if name != 'tokens']
-    raise ConfigError(
-        'lengths',
-        f'must have the column tokens once, and perhaps {", ".join(optional)}, got: {shorten(", ".join(names), 300)} '
-        f'in {path}. Rename or remove the others',
-    )
-
-
-def _row(line: list[str], num_columns: int, place: str) -> list[int]:
-    """Returns the numbers of a line; ``place`` names the line in the error."""
-    try:
-        values = [int(value) for value in line]
-    except ValueError:
-        values = []
-    if len(values) == num_columns and min(values) >= 0 and max(values) <= LONGEST_SAMPLE:
-        return values
-    raise ConfigError(
-        'lengths',
-        f'must have {num_columns} whole numbers up to {LONGEST_SAMPLE} a line, got: {shorten(",".join(line), 300)} '
-        f'({place})',
-    )
-
-
-def _check_at_most_tokens(table: Mapping[str, np.ndarray], name: str, path: str) -> None:
-    over = table[name] > table['lengths']
-    if over.any():
-        row = int(over.argmax())
-        raise ConfigError(
-            'lengths',
-            f'must have at most as many {name} as tokens, got: {table[name][row]} of {table["lengths"][row]} in row '
-            f'{row + 1} of {path}',
-        )

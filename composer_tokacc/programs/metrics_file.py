@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
-from composer.core import State
+from composer.core import Event, State
 from composer.loggers import Logger, LoggerDestination
 from composer.utils import dist
 
@@ -41,13 +41,12 @@ class JsonLines(LoggerDestination):
         self._file: TextIO | None = None
         self._line: dict[str, float | None] = {}
 
-    def fit_start(self, state: State, logger: Logger) -> None:
-        """Opens the file."""
-        self._open(state)
-
-    def eval_start(self, state: State, logger: Logger) -> None:
-        """Opens the file if it is closed: a run that has nothing left to train may still be evaluated."""
-        self._open(state)
+    def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        """Opens the file at the start of a fit or an evaluation, and writes a line for each step and evaluation."""
+        if event in (Event.FIT_START, Event.EVAL_START):  # a run with nothing left to train may still be evaluated
+            self._open(state)
+        elif event in (Event.BATCH_END, Event.EVAL_END, Event.FIT_END):
+            self._write(state)
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         """Adds numbers to the next line. NaN and infinity become null, because JSON has no word for them."""
@@ -55,18 +54,6 @@ class JsonLines(LoggerDestination):
             if np.ndim(value) == 0:
                 number = float(value)
                 self._line[name] = number if math.isfinite(number) else None
-
-    def batch_end(self, state: State, logger: Logger) -> None:
-        """Writes the line of the step."""
-        self._write(state)
-
-    def eval_end(self, state: State, logger: Logger) -> None:
-        """Writes the line of an evaluation."""
-        self._write(state)
-
-    def fit_end(self, state: State, logger: Logger) -> None:
-        """Writes numbers that callbacks have logged after the last step."""
-        self._write(state)
 
     def close(self, state: State, logger: Logger) -> None:
         """Closes the file."""

@@ -128,13 +128,8 @@ def build_transformers_model(
 
 def check_model(pretrained: str | None, config: Section | None, lora: Section | None = None) -> None:
     """Refuses a model from nowhere or from two places, and a bad adapter, before anything is loaded."""
-    if pretrained is not None and config:
-        raise ConfigError('model', 'must have exactly one of `pretrained` and `config`, got: both. Remove one')
-    if pretrained is None and not config:
-        raise ConfigError(
-            'model',
-            'must have exactly one of `pretrained` and `config`, got: none. Name a checkpoint or a `model_type`',
-        )
+    if (pretrained is not None) == bool(config):
+        raise ConfigError('model', f'must have exactly one of `pretrained` and `config`, got: {pretrained}, {config}')
     if config:
         read_config(None, config)
     if lora is not None:
@@ -169,22 +164,17 @@ def parameter_groups(model: nn.Module, parts: Mapping[str, Section]) -> list[dic
     Parts are named as in :func:`freeze_parameters`. A parameter belongs to the longest name that it lies under.
     """
     groups: dict[str, dict[str, Any]] = {}
-    for name, arguments in parts.items():
+    for name, arguments in (*parts.items(), ('', {})):  # the last one is for all other parameters
         groups[name] = {**arguments, 'params': []}
-    other_group: dict[str, Any] = {'params': []}
     for full_name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        names = [name for name in parts if _lies_under(full_name, name)]
-        if names:
-            longest_name = max(names, key=len)
+        if parameter.requires_grad:
+            names = [name for name in parts if _lies_under(full_name, name)]
+            longest_name = max(names, key=len, default='')
             groups[longest_name]['params'].append(parameter)
-        else:
-            other_group['params'].append(parameter)
     for name, group in groups.items():
-        if not group['params']:
+        if name and not group['params']:
             raise ConfigError('optimizer.parts', f'must name parts of the model that are trained, got: {name}')
-    return [group for group in (*groups.values(), other_group) if group['params']]
+    return [group for group in groups.values() if group['params']]
 
 
 def read_config(pretrained: str | None, config: Section | None, processor: Processor | None = None) -> PretrainedConfig:

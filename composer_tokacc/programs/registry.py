@@ -121,12 +121,9 @@ HOST_HINTS: dict[str, Hint] = {
 
 def build_all(config: TrainConfig, kind: str) -> list[Any]:
     """Builds the algorithms, callbacks or loggers that a config names, in order."""
-    if kind == 'loggers':
-        path = 'trainer.loggers'
-        section = check_value(path, config.trainer.get('loggers'), dict[str, dict[str, Any] | None] | None)
-    else:
-        path = kind
-        section = getattr(config, kind)
+    path = 'trainer.loggers' if kind == 'loggers' else kind
+    section = config.trainer.get(kind) if kind == 'loggers' else getattr(config, kind)
+    section = check_value(path, section, dict[str, dict[str, Any] | None] | None)
     parts = []
     for name, arguments in (section or {}).items():
         parts.append(_build_part(kind, f'{path}.{name}', name, arguments))
@@ -179,8 +176,7 @@ def class_by_name(kind: str, name: str) -> Any:
             raise ConfigError(f'{kind}.{name}', f'must be a class derived from {base.__name__}, got: {cls!r}')
         return cls
     classes = _classes_of(kind)
-    suffix = KINDS[kind].suffix
-    target_letters = target.replace('_', '').lower().removesuffix(suffix)
+    target_letters = target.replace('_', '').lower().removesuffix(KINDS[kind].suffix)
     for snake_name, cls in classes.items():
         if snake_name.replace('_', '') == target_letters:
             return cls

@@ -9,6 +9,7 @@ import copy
 import gc
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -46,8 +47,6 @@ log = logging.getLogger(__name__)
 
 MOST_BATCHES = 10_000
 """Global batches that are planned ahead, which takes some ten seconds."""
-ADAM_STATES = 2
-"""Bytes of optimizer states for a byte of parameters, for an optimizer that cannot be tried on a small parameter."""
 NAMED_SAMPLES = 4
 """Samples that an error names."""
 
@@ -67,19 +66,19 @@ class Candidate(NamedTuple):
     predicted: float = 0.0
     """Bytes at the peak of a rank; 0 without a memory model."""
 
-    def sizes(self) -> tuple[int, ...]:
-        """Returns the sizes that memory grows with: positions, a full attention matrix, image tokens, logits."""
+    def sizes(self) -> tuple[float, ...]:
+        """Returns the sizes that memory grows with: positions, a full attention matrix, image tokens, logits, and all.
+
+        The last one is the predicted peak, or without a memory model the sum of tokens of all kinds.
+        """
         positions = self.rows * self.width
         num_logits = positions if self.logits is None else self.logits
-        return positions, self.rows * self.width**2, self.image_tokens, num_logits
+        total = self.predicted or positions + self.image_tokens + num_logits
+        return positions, self.rows * self.width**2, self.image_tokens, num_logits, total
 
     def __str__(self) -> str:
         text = f'{self.rows} rows of {self.width} tokens, {self.image_tokens} image tokens'
         return text if self.logits is None else f'{text}, logits at {self.logits} positions'
-
-    def covers(self, other: Candidate) -> bool:
-        """Returns whether it is at least as large as another in every way."""
-        return all(size >= other_size for size, other_size in zip(self.sizes(), other.sizes(), strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,7 +213,10 @@ def rehearse(
     longest_sample = int(run.sampler.lengths.max())
     with _undisturbed(state), _room_for_optimizers(state):
         while True:
-            candidates, report.num_batches = _heaviest_of_run(run, options)
+            chosen = heaviest_of_run(run, options) if dist.get_global_rank() == 0 else None
+            chosen = from_any_rank(chosen)  # rank 0 chooses for all
+            assert chosen is not None, 'rank 0 has chosen'
+            candidates, report.num_batches = chosen
             failed = _run_all(run, candidates, report)
             if failed is None:
                 break
@@ -240,32 +242,23 @@ def _token_accumulation(state: State) -> TokenAccumulation | None:
     return None
 
 
-def _heaviest_of_run(run: PlannedRun, options: CutOptions) -> tuple[list[Candidate], int]:
-    """Returns the microbatches to run, and the number of global batches to choose from. Rank 0 chooses for all."""
-    chosen = None
-    if dist.get_global_rank() == 0:
-        largest, num_batches = largest_candidates(run, options)
-        chosen = heaviest(largest, run.memory), num_batches
-    chosen = from_any_rank(chosen)
-    assert chosen is not None, 'rank 0 has chosen'
-    return chosen
-
-
-def largest_candidates(run: PlannedRun, options: CutOptions) -> tuple[list[Candidate], int]:
-    """Returns the microbatches of the rest of a run that no other one covers, and the number of its global batches.
+def heaviest_of_run(run: PlannedRun, options: CutOptions) -> tuple[list[Candidate], int]:
+    """Returns the microbatches that are largest in one of their sizes, and the number of global batches.
 
     ``options`` have the token budget under which planned microbatches are cut again.
     """
-    largest: list[Candidate] = []
+    largest: dict[int, tuple[float, Candidate]] = {}
     num_batches = 0
     for step, ranks, window in _plans_left(run):
         num_batches += 1
         for rank in ranks:
             for candidate in _candidates_of_rank(run, step, rank, window, options):
-                if not any(member.covers(candidate) for member in largest):
-                    largest = [member for member in largest if not candidate.covers(member)]
-                    largest.append(candidate)
-    return largest, num_batches
+                for place, size in enumerate(candidate.sizes()):
+                    if place not in largest or size > largest[place][0]:
+                        largest[place] = size, candidate
+    distinct = {id(candidate): candidate for _, candidate in largest.values()}
+    # Lightest first, so that the lines show how far it goes.
+    return sorted(distinct.values(), key=lambda candidate: candidate.sizes()[-1]), num_batches
 
 
 def _candidates_of_rank(
@@ -288,63 +281,42 @@ def _candidates_of_rank(
     samples_of_rank = []
     for microbatch in rank:
         samples_of_rank.append([window[place] for place in microbatch.indices])
-    for samples, width in _cut_again(samples_of_rank, rank, run.sampler, options):
-        image_tokens = 0
-        if run.sampler.image_tokens is not None:
-            image_tokens = int(run.sampler.image_tokens[samples].sum())
-        num_logits = None
-        if run.labels_per_sample is not None:
-            num_logits = logit_positions(int(run.labels_per_sample[samples].sum()), len(samples) * width)
-        groups = [samples]
-        if split is not None and split.packing:
-            groups = samples_of_rank  # the split needs all rows of the rank to pack them
-        yield Candidate(step, groups, len(samples), width, image_tokens, num_logits)
-
-
-def heaviest(candidates: list[Candidate], memory: MemoryModel | None) -> list[Candidate]:
-    """Returns the candidate that is largest in each of its sizes, and the one with the highest peak; lightest first."""
-    sizes = np.array([candidate.sizes() for candidate in candidates], dtype=float)
-    if memory is None:
-        # The sum of the relative sizes stands for the peak.
-        peaks = (sizes / sizes.max(axis=0).clip(min=1)).sum(axis=1)
-    else:
-        candidates = [candidate._replace(predicted=_predicted(candidate, memory)) for candidate in candidates]
-        peaks = np.array([candidate.predicted for candidate in candidates])
-    places = set(np.column_stack([sizes, peaks]).argmax(axis=0).tolist())
-    by_peak = sorted(places, key=lambda place: (peaks[place], place))
-    return [candidates[place] for place in by_peak]
+    for planned_samples, microbatch in zip(samples_of_rank, rank, strict=True):
+        for samples, width in _cut_again(planned_samples, microbatch, run.sampler, options):
+            image_tokens = 0
+            if run.sampler.image_tokens is not None:
+                image_tokens = int(run.sampler.image_tokens[samples].sum())
+            num_logits = None
+            if run.labels_per_sample is not None:
+                num_logits = logit_positions(int(run.labels_per_sample[samples].sum()), len(samples) * width)
+            groups = [samples]
+            if split is not None and split.packing:
+                groups = samples_of_rank  # the split needs all rows of the rank to pack them
+            candidate = Candidate(step, groups, len(samples), width, image_tokens, num_logits)
+            if run.memory is not None:
+                candidate = candidate._replace(predicted=_predicted(candidate, run.memory))
+            yield candidate
 
 
 def _cut_again(
-    groups: list[list[int]],
-    planned: Sequence[Microbatch],
-    sampler: RegroupingBatchSampler,
-    options: CutOptions,
+    samples: list[int], planned: Microbatch, sampler: RegroupingBatchSampler, options: CutOptions
 ) -> Iterator[tuple[list[int], int]]:
-    """Yields samples and width of each microbatch. One over the budget is cut as the split will cut it in the run.
-
-    Args:
-        groups: Samples of each planned microbatch.
-        planned: The planned microbatches.
-        sampler: Knows the lengths of the samples.
-        options: Have the budget.
-    """
-    for samples, microbatch in zip(groups, planned, strict=True):
-        if microbatch.num_tokens <= options.max_tokens:
-            yield samples, microbatch.width
-            continue
-        tables = sampler.tables.of(np.array(samples))
-        cut = cut_rows(
-            tables.lengths,
-            options,
-            image_tokens=tables.image_tokens,
-            loss_tokens=tables.loss_tokens,
-            max_width=microbatch.width,
-        )
-        for rows in cut:
-            longest = int(tables.lengths[rows].max())
-            width = -(-longest // options.width_multiple) * options.width_multiple
-            yield [samples[row] for row in rows], width
+    """Yields samples and width of a microbatch, or of its parts if it is over the budget, as the split will cut it."""
+    if planned.num_tokens <= options.max_tokens:
+        yield samples, planned.width
+        return
+    tables = sampler.tables.of(np.array(samples))
+    cut = cut_rows(
+        tables.lengths,
+        options,
+        image_tokens=tables.image_tokens,
+        loss_tokens=tables.loss_tokens,
+        max_width=planned.width,
+    )
+    for rows in cut:
+        longest = int(tables.lengths[rows].max())
+        width = -(-longest // options.width_multiple) * options.width_multiple
+        yield [samples[row] for row in rows], width
 
 
 def _predicted(candidate: Candidate, memory: MemoryModel) -> float:
@@ -498,18 +470,17 @@ def _room_for_optimizers(state: State) -> Iterator[None]:
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Returns the bytes of the states that an optimizer will have, measured on a small parameter."""
-    parameter_bytes = 0
+    parameters = []
     for group in optimizer.param_groups:
         for parameter in group['params']:
-            local = parameter.to_local() if hasattr(parameter, 'to_local') else parameter
-            parameter_bytes += local.nbytes
-    small = torch.nn.Parameter(torch.zeros(64, 64))
+            parameters.append(parameter.to_local() if hasattr(parameter, 'to_local') else parameter)
+    parameter_bytes = sum(parameter.nbytes for parameter in parameters)
+    small = torch.nn.Parameter(torch.zeros(64, 64, device=parameters[0].device))
     small.grad = torch.zeros_like(small)
-    try:
-        trial = type(optimizer)([small], **optimizer.defaults)
-        trial.step()
-    except (TypeError, ValueError, RuntimeError):
-        return parameter_bytes * ADAM_STATES
+    trial = copy.copy(optimizer)
+    trial.state = defaultdict(dict)
+    trial.param_groups = [{**optimizer.param_groups[0], 'params': [small]}]
+    trial.step()
     state_bytes = 0
     for state_of_parameter in trial.state.values():
         state_bytes += sum(value.nbytes for value in state_of_parameter.values() if isinstance(value, torch.Tensor))

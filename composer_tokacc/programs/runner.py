@@ -10,10 +10,8 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from composer.utils import get_device
-
 from composer_tokacc.data import BadSampleError
-from composer_tokacc.programs.config_checks import check_config, check_folders
+from composer_tokacc.programs.config_checks import check_config, make_folders
 from composer_tokacc.programs.errors import ConfigError, building, is_of_host, is_refusal, one_line, refuse
 from composer_tokacc.programs.machine_faults import fault_of_machine, has_lost_rank
 from composer_tokacc.programs.process import keep_what_is_loaded, let_children_die
@@ -54,9 +52,7 @@ def run_program(
             if level:
                 logging.getLogger('composer_tokacc').setLevel(level.upper())
         if trains:
-            with building('trainer.device'):
-                get_device(config.trainer.get('device'))
-            check_folders(config)
+            make_folders(config)
     except ConfigError as error:
         return refuse(error, on_all_ranks=True)
     try:

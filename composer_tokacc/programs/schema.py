@@ -12,8 +12,9 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -246,9 +247,28 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
 
 def read_overrides(overrides: Sequence[str]) -> DictConfig:
     """Returns the values of ``key=value`` texts. Refuses the first one that cannot be read."""
+    values = OmegaConf.create()
     for override in overrides:
-        _check_override(override)
-    return OmegaConf.from_dotlist(list(overrides))
+        key, separator, value = override.partition('=')
+        if not separator or not key or key.startswith('-'):
+            raise ConfigError('', f'arguments after the file must be key=value, got: {shorten(override)}')
+        try:
+            values.merge_with_dotlist([override])
+        except INVALID_YAML as error:
+            raise ConfigError(
+                shorten(key, 60),
+                f'must be valid YAML, got: {shorten(value, 200)} ({shorten(error, 200)}). Quote a text that has '
+                'special characters',
+            ) from error
+    return values
+
+
+def read_options(options: type[Options], overrides: Sequence[str]) -> tuple[Options, list[str]]:
+    """Returns the keys of a program's own, as a dataclass, and the overrides that are for the config."""
+    names = {option.name for option in fields(options)}  # type: ignore[arg-type]
+    own_overrides = [override for override in overrides if re.split('[.=]', override)[0] in names]
+    config_overrides = [override for override in overrides if override not in own_overrides]
+    return merge(options, read_overrides(own_overrides)), config_overrides
 
 
 def _read_file(path: str | Path) -> DictConfig:
@@ -264,20 +284,6 @@ def _read_file(path: str | Path) -> DictConfig:
     if not isinstance(content, DictConfig):
         raise ConfigError('', f'`{path}` must hold sections (`model:`, `loader:`, ...), got: no mapping')
     return content
-
-
-def _check_override(override: str) -> None:
-    key, separator, value = override.partition('=')
-    if not separator or not key or key.startswith('-'):
-        raise ConfigError('', f'arguments after the file must be key=value, got: {shorten(override)}')
-    try:
-        OmegaConf.from_dotlist([override])
-    except INVALID_YAML as error:
-        raise ConfigError(
-            key,
-            f'must be valid YAML, got: {shorten(value, 200)} ({shorten(error, 200)}). Quote a text that has special '
-            f'characters, once for YAML and once for the shell: \'{shorten(key, 60)}="..."\'',
-        ) from error
 
 
 def _spell_out_size(layer: DictConfig) -> None:
@@ -415,7 +421,7 @@ def check_value(path: str, value: Any, hint: Hint) -> Any:
         checked = checker.validate_python(value)
     except ValidationError as error:
         key_path, wrong_value = _place_of(error, path, value)
-        raise ConfigError(key_path, f'must {_requirement(error)}, got: {_shown(wrong_value)}') from error
+        raise ConfigError(key_path, f'must {_requirement(error)}, got: {shorten(repr(wrong_value), 300)}') from error
     # Pydantic may have put a list into an iterator, which can be read only once.
     return checked if isinstance(checked, bool | int | float | str | tuple) else value
 
@@ -461,16 +467,6 @@ def _requirement(error: ValidationError) -> str:
         if reason not in requirements and detail['type'] != 'is_instance_of':
             requirements.append(reason)
     return ', or '.join(requirements).replace(', or be ', ', or ') or 'be left out'
-
-
-def _shown(value: object) -> str:
-    """Returns a value as it goes into a message, with quotes if they tell a text from a number."""
-    text = shorten(value if isinstance(value, str) else repr(value), 300)
-    if isinstance(value, str) and (value[:1].isdigit() or value in ('', 'true', 'false', 'null')):
-        return repr(text)
-    if isinstance(value, dict) and list(value.values()) == [None]:
-        return f'{text}. Quote a text that has braces'
-    return text
 
 
 def _check_time(value: int | str | None, *, may_be_zero: bool) -> int | str | None:

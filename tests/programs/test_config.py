@@ -108,7 +108,7 @@ def test_unknown_names_are_refused_with_the_nearest_valid_one(override, expected
         ('model.freeze=vision_tower', '`model.freeze`'),
         ('seed=null', '`seed`'),
         ('trainer.max_duration=3xx', '`trainer.max_duration` must be a time such as 2ep or 500ba, got: '),
-        ('model.dtype=fp16', "`model.dtype` must be 'float32', 'bfloat16' or 'float16', got: fp16"),
+        ('model.dtype=fp16', "`model.dtype` must be 'float32', 'bfloat16' or 'float16', got: 'fp16'"),
     ],
 )
 def test_wrong_types_are_refused_by_key(override, expected):
@@ -137,15 +137,15 @@ def test_wrong_types_are_refused_by_key(override, expected):
         ('dataset.path=', '`dataset.path` must be'),
         ('dataset.path=[a.json,2]', '`dataset.path` must be'),
         ('dataset.image_dir=[a,b]', "`dataset.image_dir` must be a valid string, got: ['a', 'b']"),
-        ('report.export=flase', '`report.export` must be a valid boolean, got: flase'),
+        ('report.export=flase', "`report.export` must be a valid boolean, got: 'flase'"),
         ('model.lora=[]', '`model.lora` must be a mapping, got: []'),
-        ('model.config=x', '`model.config` must be a mapping, got: x'),
+        ('model.config=x', "`model.config` must be a mapping, got: 'x'"),
         ('microbatching.cost=3', '`microbatching.cost` must be a mapping, got: 3'),
         (
             'algorithms.gradient_clipping.clipping_type=nrom',
-            "clipping_type` must be 'norm', 'value' or 'adaptive', got: nrom",
+            "clipping_type` must be 'norm', 'value' or 'adaptive', got: 'nrom'",
         ),
-        ('algorithms.gradient_clipping.clipping_type=NORM', 'got: NORM'),
+        ('algorithms.gradient_clipping.clipping_type=NORM', "got: 'NORM'"),
         ('seed=-1', '`seed` must be greater than or equal to 0, got: -1'),
         ('seed=99999999999', '`seed` must be less than 4294967296'),
     ],
@@ -161,7 +161,7 @@ def test_values_that_a_class_refuses_are_refused_before_anything_is_built(overri
         ('{data_parallel_replicate_degree: 0}', '1', 'degree` must be'),
         ('{data_parallel_replicate_degree: two}', '1', 'degree` must be'),
         ('{sharding_strategy: HYBRID_SHARD}', '1', '`trainer.parallelism_config.fsdp.data_parallel_replicate_degree` '),
-        ('{data_parallel_replicate_degree: 2}', '2', 'FSDP_VERSION=2, which shards over all ranks'),
+        ('{data_parallel_replicate_degree: 2}', '2', 'without degrees with FSDP_VERSION=2, got: 2 and -1'),
     ],
 )
 def test_groups_of_ranks_that_fsdp_would_not_make_are_refused(fsdp, version, expected, monkeypatch):
@@ -204,7 +204,7 @@ def test_a_binary_file_is_no_config(tmp_path):
         (
             'microbatching.device_train_microbatch_size=automatic',
             1,
-            "must be a valid integer, or 'auto' or 'suggest', got: automatic",
+            "must be a valid integer, or 'auto' or 'suggest', got: 'automatic'",
         ),
         ('microbatching.slot_tokens=0', 1, '`microbatching.slot_tokens` must be greater than or equal to 1, got: 0'),
         (
@@ -220,12 +220,12 @@ def test_a_binary_file_is_no_config(tmp_path):
         (
             'microbatching.equal_counts=maybe',
             1,
-            "`microbatching.equal_counts` must be a valid boolean, or 'auto', got: maybe",
+            "`microbatching.equal_counts` must be a valid boolean, or 'auto', got: 'maybe'",
         ),
         (
             'microbatching.on_oversize=ignore',
             1,
-            "`microbatching.on_oversize` must be 'raise' or 'warn', got: ignore",
+            "`microbatching.on_oversize` must be 'raise' or 'warn', got: 'ignore'",
         ),
         ('report.name=examples.digits.nothing', 1, 'can be imported, got: examples.digits.nothing'),
         ('dataset.name=no.such.Dataset', 1, 'can be imported, got: no.such.Dataset'),
@@ -233,8 +233,8 @@ def test_a_binary_file_is_no_config(tmp_path):
         ('trainer.seed=1', 1, 'Use `seed`'),
         ('trainer.device_train_microbatch_size=4', 1, 'Use `microbatching.device_train_microbatch_size`'),
         ('trainer.load_path=no/such.pt', 1, 'got: no/such.pt, which is not there'),
-        ('model.pretrained=folder', 1, 'got: both'),
-        ('model.config=null', 1, 'got: none. Name a checkpoint'),
+        ('model.pretrained=folder', 1, 'got: folder, {'),
+        ('model.config=null', 1, 'got: None, None'),
     ],
 )
 def test_values_that_cannot_work_are_refused_with_the_remedy(override, num_ranks, expected):

@@ -303,7 +303,7 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
             'train',
             LOAD,
             changed(lambda state, key=key: state.update({key: 'x'})),
-            f'whose {key} is damaged',
+            'one that Composer wrote',
         )
         for key in ('model', 'optimizers', 'timestamp')
     },
@@ -365,7 +365,7 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
         'train',
         LOAD,
         changed(lambda state: state.update(callbacks='x')),
-        'callbacks are damaged',
+        'one that Composer wrote',
     ),
     'export of a type of model that is not known': (
         'export',
