@@ -47,7 +47,7 @@ from composer_tokacc.layout import BatchLayout
 from composer_tokacc.planning import CostModel
 from composer_tokacc.programs import ConfigError, TrainConfig
 from composer_tokacc.programs.build import build_parts, build_trainer
-from composer_tokacc.programs.config_checks import check_regular_files, make_folder
+from composer_tokacc.programs.config_checks import check_folder
 from composer_tokacc.programs.errors import local_folder, refuse
 from composer_tokacc.programs.length_tables import lengths_of
 from composer_tokacc.programs.models import read_config
@@ -102,8 +102,8 @@ def _report(options: SizeOptions, config: TrainConfig) -> None:
     started = time.monotonic()
     folder = local_folder('folder', options.folder)
     # A folder that cannot be written is refused now, and not after minutes of work.
-    make_folder('folder', folder)
-    check_regular_files('folder', folder, ('size.json', 'size.png'))
+    check_folder('folder', folder, ('size.json', 'size.png'))
+    folder.mkdir(parents=True, exist_ok=True)
     overwrites = (folder / 'size.json').exists()
     with without_warnings():  # they would stand between the lines of the report
         report = size(config, options)

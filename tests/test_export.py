@@ -148,40 +148,6 @@ def test_exported_demo_gives_reported_answers(tmp_path):
 
 
 @pytest.mark.slow
-def test_adapter_is_exported_and_merged(trained, tmp_path):
-    pytest.importorskip('peft')
-    _, base = trained
-    arguments = [argument for argument in TINY_DIGITS if not argument.startswith('model.')]
-    lora = {'r': 4, 'modules_to_save': ['multi_modal_projector']}
-    arguments += [
-        f'model.pretrained={base}',
-        'model.config=null',
-        f'model.lora={lora}',
-        'optimizer.lr=0.01',
-        'trainer.max_duration=3ba',
-        f'trainer.save_folder={tmp_path / "checkpoints"}',
-        'scheduler.t_warmup=0ba',
-        f'report.folder={tmp_path / "report"}',
-    ]
-    assert train([DIGITS, *arguments]) == 0
-    checkpoint = tmp_path / 'checkpoints' / 'latest-rank0.pt'
-    weights = torch.load(checkpoint, weights_only=False)['state']['model']
-    assert all('lora_' in name or 'modules_to_save' in name for name in weights)
-
-    model = build_model(pretrained=str(base), processor=build_digits_processor(), lora=lora)
-    before = model.model.eval()(**a_batch()).logits.detach()
-    model.load_state_dict(weights, strict=True)
-    expected = model.model.eval()(**a_batch()).logits.detach()
-    assert (expected - before).abs().max() > 1e-3, 'three steps have moved the adapter'
-
-    assert main([str(checkpoint), str(tmp_path / 'adapter')]) == 0
-    assert main([str(checkpoint), str(tmp_path / 'merged'), 'merge=true']) == 0
-    kept, merged = logits_of_exports(tmp_path, f'{base} with {tmp_path}/adapter', tmp_path / 'merged')
-    torch.testing.assert_close(kept, expected, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(merged, expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.slow
 def test_sharded_checkpoints_are_exported(trained, tmp_path):
     pytest.importorskip('peft')
     _, base = trained
@@ -356,7 +322,7 @@ def test_damaged_checkpoint_leaves_nothing(tmp_path, capsys):
         torch.save(content, tmp_path / f'narrow_{part}.pt')
         damages |= {
             f'without_{part}': 'must hold a whole adapter of its base, got: 1 missing',
-            f'narrow_{part}': 'must fit its',
+            f'narrow_{part}': 'size mismatch',
         }
     for name, message in damages.items():
         for merge in ([], ['merge=true']):

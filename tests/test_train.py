@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -316,26 +315,6 @@ def test_two_ranks_train_as_one(unbroken, tmp_path):
     assert two['samples'] == one['samples']
     # Evaluation leaves out what the sampler repeats to give both ranks as many.
     assert two['eval']['LanguageCrossEntropy'] == pytest.approx(one['eval']['LanguageCrossEntropy'], rel=1e-4)
-
-
-@pytest.mark.slow
-def test_resume_after_a_cut_checkpoint(tmp_path):
-    config = yaml.safe_load(Path(DIGITS).read_text())
-    config['callbacks']['tests.support.killer.KillInWrite'] = {'batch': 6, 'num_bytes': 100_000}
-    deadly = tmp_path / 'deadly.yaml'
-    deadly.write_text(yaml.safe_dump(config))
-    common = [*TINY_DIGITS, 'trainer.autoresume=true', 'trainer.save_interval=3ba']
-    straight = [*common, f'trainer.save_folder={tmp_path}/straight']
-    launch_training(DIGITS, *straight, folder=tmp_path, ranks=2)
-    broken = [*common, f'trainer.save_folder={tmp_path}/broken']
-    done = launch(['-m', 'composer_tokacc.train', str(deadly), *broken], ranks=2)
-    assert done.returncode != 0
-    assert f'Rank 0 crashed with exit code -{signal.SIGXFSZ.value}' in done.stderr
-    assert (tmp_path / 'broken' / 'ep1-ba6-rank0.pt').stat().st_size <= 100_000
-    assert launch_training(DIGITS, *broken, folder=tmp_path, ranks=2)['first_step'] == 3
-    resumed, expected = (checkpoint(tmp_path / name / 'ep2-ba12-rank0.pt') for name in ('broken', 'straight'))
-    assert_equal_bitwise(resumed['model'], expected['model'])
-    assert_equal_bitwise(resumed['optimizers'], expected['optimizers'])
 
 
 @pytest.mark.slow

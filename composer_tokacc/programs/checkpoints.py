@@ -421,7 +421,7 @@ def _compare_shapes(saved: SavedRun, shapes: Mapping[str, Shape], required: Sequ
         shape = shapes.get(name)
         if shape is None and is_strict:
             differing[name] = 'unknown'
-        elif shape not in (None, saved_shape):
+        elif shape is not None and shape != saved_shape:
             differing[name] = f'{list(saved_shape)} there, {list(shape)} here'
     if differing:
         name = next(iter(differing))

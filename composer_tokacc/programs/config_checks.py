@@ -229,37 +229,31 @@ def _no_function(run: object) -> None:
 RESULT_FILES = ('metrics.jsonl', 'answers.jsonl', 'result.json', 'report.html')
 
 
-def make_folders(config: TrainConfig) -> None:
-    """Makes the folders of the run before anything is read. A dry run writes nothing, and only checks their names."""
-    run_name = config.trainer.get('run_name')
+def check_folders(config: TrainConfig) -> None:
+    """Refuses folders that cannot be written, before anything is read."""
+    run_name = str(config.trainer.get('run_name'))
     folders = {'report.folder': config.report['folder'], 'loader.lengths_folder': config.loader.lengths_folder}
     save_folder = config.trainer.get('save_folder')
     if save_folder is not None and '://' not in save_folder:  # Composer also writes to object stores
         folders['trainer.save_folder'] = save_folder
     for path, name in folders.items():
-        if name is None:
-            continue
-        if run_name is not None:
-            name = name.replace('{run_name}', run_name)
-        folder = local_folder(path, name)
-        if '{' not in name and not config.dry_run:  # Composer knows the rest only later
-            make_folder(path, folder)
-        if path == 'report.folder':
-            check_regular_files(path, folder, RESULT_FILES)
+        if name is not None:
+            folder = local_folder(path, name.replace('{run_name}', run_name))
+            files = RESULT_FILES if path == 'report.folder' else ()
+            check_folder(path, folder, files)
 
 
-def make_folder(path: str, folder: Path) -> None:
-    """Makes a folder unless it is there. ``path`` is its key in the config."""
+def check_folder(path: str, folder: Path, files: tuple[str, ...] = ()) -> None:
+    """Refuses a folder that cannot be written, or made. Does not make it, because a dry run writes nothing.
+
+    Also refuses a folder, pipe or device under the name of one of ``files``. Opening a pipe could wait for ever.
+    """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
+        existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+        tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
         raise ConfigError(path, f'must be a folder that can be written, got: {folder} ({error.strerror})') from error
-
-
-def check_regular_files(path: str, folder: Path, names: tuple[str, ...]) -> None:
-    """Refuses a folder, pipe or device under the name of a file to be written. Opening a pipe could wait for ever."""
-    for name in names:
+    for name in files:
         file = folder / name
         if file.exists() and not file.is_file():
             raise ConfigError(path, f'must have no folder, pipe or device in the way of its files, got: {file}')

@@ -10,7 +10,6 @@ import inspect
 import logging
 import tempfile
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,11 +18,10 @@ from composer.metrics import LanguageCrossEntropy, MaskedAccuracy
 from composer.models import HuggingFaceModel
 from pydantic import Field
 from torch import nn
-from torch.func import functional_call
 from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig, PretrainedConfig
 from transformers.models.auto import modeling_auto as auto
 
-from composer_tokacc.compat import FakeTensorMode, detect_fake_mode, skip_embedding_resize
+from composer_tokacc.compat import skip_embedding_resize
 from composer_tokacc.model_structure import cast_model, transformer_blocks
 from composer_tokacc.programs.errors import ConfigError, building, unknown_name
 from composer_tokacc.programs.host_types import Processor, Section
@@ -346,8 +344,7 @@ def _freeze_unreached_vision_layers(model: Any) -> set[str]:
     """Freezes the parameters after the vision feature layer, and returns their names. No loss reaches them.
 
     On one rank they would have no gradient and so no optimizer state, which torch asks for when a run is resumed. On
-    several ranks DDP would give them gradients of zero, and weight decay would shrink them. A backward on tensors
-    without data finds them, because releases of Transformers differ: in some the last state is the normed output.
+    several ranks DDP would give them gradients of zero, and weight decay would shrink them.
     """
     if getattr(model.config, 'model_type', None) not in FEATURE_LAYER_FAMILIES:
         return set()
@@ -367,27 +364,26 @@ def _freeze_unreached_vision_layers(model: Any) -> set[str]:
 
 
 def _without_gradient(encoder: Any, feature_layers: Sequence[int]) -> list[str]:
-    """Returns the trained parameters of a vision encoder that its hidden states at some layers do not depend on."""
-    config = encoder.config
+    """Returns the parameters of a vision encoder that its hidden states at some layers do not depend on.
+
+    A backward of an encoder without memory finds them, because releases of Transformers differ: in some the last state
+    is the normed output.
+    """
+    config = copy.deepcopy(encoder.config)
+    config._attn_implementation = 'eager'  # flash attention needs a GPU
     sides = config.image_size
     if not isinstance(sides, list | tuple):
         sides = (sides, sides)
-    fake_mode = detect_fake_mode() or FakeTensorMode()
-    weights: dict[str, torch.Tensor] = {}
-    for name, value in chain(encoder.named_parameters(), encoder.named_buffers()):
-        weights[name] = fake_mode.from_tensor(value)
-    names = [name for name, parameter in encoder.named_parameters() if parameter.requires_grad]
-    with fake_mode, torch.enable_grad():
-        pixels = torch.empty(1, config.num_channels, *sides, dtype=encoder.dtype, device=encoder.device)
-        states = functional_call(encoder, weights, (pixels,), {'output_hidden_states': True}).hidden_states
+    with torch.device('meta'), torch.enable_grad():
+        twin = type(encoder)(config)
+        states = twin(torch.empty(1, config.num_channels, *sides), output_hidden_states=True).hidden_states
         for layer in feature_layers:
             if not -len(states) <= layer < len(states):
                 raise ConfigError(
                     'model.config.vision_feature_layer', f'must be one of {len(states) - 1} layers, got: {layer}'
                 )
-        features = torch.stack([states[layer].sum() for layer in feature_layers]).sum()
-        gradients = torch.autograd.grad(features, [weights[name] for name in names], allow_unused=True)
-    return [name for name, gradient in zip(names, gradients, strict=True) if gradient is None]
+        torch.stack([states[layer].sum() for layer in feature_layers]).sum().backward()
+    return [name for name, parameter in twin.named_parameters() if parameter.grad is None]
 
 
 @skip_embedding_resize

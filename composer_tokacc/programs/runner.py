@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from composer_tokacc.data import BadSampleError
-from composer_tokacc.programs.config_checks import check_config, make_folders
+from composer_tokacc.programs.config_checks import check_config, check_folders
 from composer_tokacc.programs.errors import ConfigError, building, is_of_host, is_refusal, one_line, refuse
 from composer_tokacc.programs.machine_faults import fault_of_machine, has_lost_rank
 from composer_tokacc.programs.process import keep_what_is_loaded, let_children_die
@@ -52,7 +52,7 @@ def run_program(
             if level:
                 logging.getLogger('composer_tokacc').setLevel(level.upper())
         if trains:
-            make_folders(config)
+            check_folders(config)
     except ConfigError as error:
         return refuse(error, on_all_ranks=True)
     try:

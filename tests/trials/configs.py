@@ -81,6 +81,7 @@ CONFIGS = {
     'a value that names nothing': ('optimizer.lr=${foo.bar}', '`optimizer.lr`'),
     'a callback that is a number': ('callbacks={1: {}}', '`callbacks`'),
     'callbacks in a list': ('callbacks=[speed_monitor]', '`callbacks`'),
+    'a switch of another word': ('loader.on_other_data=maybe', "must be 'raise' or 'warn', got: 'maybe'"),
     'half a batch': ('trainer.max_duration=1.5ba', '`trainer.max_duration`'),
     'a report in braces of no name': ('report.folder={nope}/x', '`report.folder`'),
     'loggers in a list': ('trainer.loggers=[tensorboard]', '`trainer.loggers`'),
