@@ -85,7 +85,7 @@ def _dry_run(config: TrainConfig) -> None:
     trainer_arguments = without(config.trainer, 'save_folder', 'autoresume', 'loggers')
     microbatching = replace(config.microbatching, rehearse='heaviest')
     config = replace(config, trainer=trainer_arguments, microbatching=microbatching)
-    trainer_parts = build_trainer_parts(config, with_loggers=False)
+    trainer_parts = build_trainer_parts(config)
     parts = build_parts(config)
     say('starting the Trainer ...')
     trainer = build_trainer(config, parts, InMemoryLogger(), trainer_parts)
@@ -103,7 +103,7 @@ def _dry_run(config: TrainConfig) -> None:
 
 def _train(config: TrainConfig) -> None:
     """Builds the run, trains and evaluates it, and writes its report on the first rank."""
-    trainer_parts = build_trainer_parts(config, with_loggers=True)
+    trainer_parts = build_trainer_parts(config)
     trainer_parts.loggers.append(JsonLines(config.report['folder']))
     history = InMemoryLogger()
     parts = build_parts(config)

@@ -221,18 +221,9 @@ def test_the_lora_recipe_fits_a_gpu_of_24_gib(tmp_path: Path) -> None:
     pytest.importorskip('peft')
     processor = build_small_processor(['a picture'], vocab_size=300, image_size=336, patch_size=14)
     processor.save_pretrained(tmp_path)
-    LlavaConfig(  # LLaVA-1.5 7B
-        text_config=LlamaConfig(vocab_size=32064),  # whose other defaults are those of Llama 7B
-        vision_config=CLIPVisionConfig(
-            hidden_size=1024,
-            intermediate_size=4096,
-            num_hidden_layers=24,
-            num_attention_heads=16,
-            image_size=336,
-            patch_size=14,
-        ),
-        image_token_index=processor.image_token_id,
-    ).save_pretrained(tmp_path)
+    # LLaVA-1.5 7B: the other defaults are those of Llama 7B and of CLIP's large encoder.
+    text_config = LlamaConfig(vocab_size=32064)
+    LlavaConfig(text_config=text_config, image_token_index=processor.image_token_id).save_pretrained(tmp_path)
     lengths = tmp_path / 'lengths.csv'
     lengths.write_text('tokens,image_tokens\n' + '2048,576\n700,576\n90,0\n' * 100)
     recipe = str(YAML_OF_FILES.with_name('llava15_7b_lora.yaml'))

@@ -100,18 +100,12 @@ def _check_batch_sizes(config: TrainConfig, num_ranks: int) -> None:
     else:
         with building('loader.global_batch_size'):
             schedule = BatchSchedule.from_stages(loader.global_batch_size)
-        for size in schedule.sizes:
-            sizes.append(('global_batch_size', size))
+        sizes += [('global_batch_size', size) for size in schedule.sizes]
     for name, size in sizes:
-        if size % num_ranks == 0:
-            continue
-        below = size // num_ranks * num_ranks
-        suggestions = f'{below} or {below + num_ranks}' if below else f'{num_ranks}'
-        raise ConfigError(
-            f'loader.{name}',
-            f'must be divisible by the number of ranks, got: {size} on {num_ranks} ranks. Set it to {suggestions}, or '
-            'launch another number of ranks',
-        )
+        if size % num_ranks:
+            raise ConfigError(
+                f'loader.{name}', f'must be divisible by the number of ranks, got: {size} on {num_ranks} ranks'
+            )
 
 
 def _check_trainer(trainer: Section) -> None:

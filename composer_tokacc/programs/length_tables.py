@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import Field
@@ -102,7 +102,7 @@ def read_lengths(path: str) -> LengthTable:
         raise ConfigError('lengths', f'must hold at least one sample, got: none in {path}')
     if len(columns) != len(names):
         raise ConfigError('lengths', f'must have {len(names)} numbers a line, got: {len(columns)} in {path}')
-    table = dict.fromkeys(CSV_COLUMNS.values(), np.zeros(columns.shape[1], dtype=np.int32))
+    table: dict[str, Any] = dict.fromkeys(CSV_COLUMNS.values(), np.zeros(columns.shape[1], dtype=np.int32))
     for name, values in zip(names, columns, strict=True):
         most = columns[names.index('tokens')] if name in ('image_tokens', 'loss_tokens') else LONGEST_SAMPLE
         is_valid = (values >= 0) & (values <= most) & (values % 1 == 0)

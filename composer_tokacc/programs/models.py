@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,7 +33,7 @@ from composer_tokacc.programs.lora import (
     refuse_partial,
     with_adapter,
 )
-from composer_tokacc.programs.schema import Count, Fraction, NotNegative, Positive, check_value
+from composer_tokacc.programs.schema import Count, Fraction, Positive, check_names, check_value
 
 log = logging.getLogger(__name__)
 
@@ -40,8 +41,14 @@ FEATURE_LAYER_FAMILIES = ('llava', 'llava_next', 'llava_next_video', 'llava_onev
 """Model types that read ``hidden_states[vision_feature_layer]`` of their vision encoder, and no later layer."""
 ALWAYS_KNOWN = frozenset({'model_type', 'rope_theta', 'rope_scaling', 'rope_parameters', 'tie_word_embeddings'})
 """Fields that Transformers accepts although not every config class has them as attributes."""
-FIELD_RANGES = {'_size': Annotated[float, Field(ge=1)], '_heads': Count, '_theta': Positive, 'dropout': Fraction}
-"""Ranges of the fields of a config, by the end of their names. Transformers itself accepts any number."""
+FIELD_RANGES = {
+    '^num_': Annotated[float, Field(ge=0)],
+    '_size$': Annotated[float, Field(ge=1)],
+    '_heads$': Count,
+    '_theta$': Positive,
+    'dropout$': Fraction,
+}
+"""Ranges of the fields of a config, by patterns of their names. Transformers itself accepts any number."""
 TRAIN_METRICS = (LanguageCrossEntropy,)
 EVAL_METRICS = (LanguageCrossEntropy, MaskedAccuracy)
 
@@ -206,15 +213,10 @@ def _check_fields(settings: Section, default: PretrainedConfig, path: str) -> No
     """Refuses fields that the class does not know and numbers that are out of range, also in configs inside it."""
     known_names = ALWAYS_KNOWN | set(default.to_dict()) | set(default.attribute_map)
     known_names |= set(inspect.signature(type(default).__init__).parameters) - {'self', 'kwargs'}
+    check_names(path, settings, known_names)
     for key, value in settings.items():
-        if key not in known_names:
-            raise ConfigError(path, unknown_name('key', key, known_names))
-        if isinstance(value, int | float):
-            allowed = NotNegative if key.startswith('num_') and isinstance(value, int) else None
-            for ending, hint in FIELD_RANGES.items():
-                if key.endswith(ending):
-                    allowed = hint
-            if allowed is not None:
+        for pattern, allowed in FIELD_RANGES.items():
+            if isinstance(value, int | float) and re.search(pattern, key):
                 check_value(f'{path}.{key}', value, allowed)
         inner = getattr(default, key, None)
         if isinstance(value, dict) and isinstance(inner, PretrainedConfig):
@@ -369,14 +371,14 @@ def _without_gradient(encoder: Any, feature_layers: Sequence[int]) -> list[str]:
     A backward of an encoder without memory finds them, because releases of Transformers differ: in some the last state
     is the normed output.
     """
-    config = copy.deepcopy(encoder.config)
-    config._attn_implementation = 'eager'  # flash attention needs a GPU
+    config = encoder.config
     sides = config.image_size
     if not isinstance(sides, list | tuple):
         sides = (sides, sides)
     with torch.device('meta'), torch.enable_grad():
-        twin = type(encoder)(config)
-        states = twin(torch.empty(1, config.num_channels, *sides), output_hidden_states=True).hidden_states
+        twin = type(encoder)(config).to(encoder.dtype)  # flash attention takes no float32
+        pixels = torch.empty(1, config.num_channels, *sides, dtype=encoder.dtype)
+        states = twin(pixels, output_hidden_states=True).hidden_states
         for layer in feature_layers:
             if not -len(states) <= layer < len(states):
                 raise ConfigError(

@@ -378,7 +378,7 @@ def _peak(run: PlannedRun, candidate: Candidate, size: int) -> int | None:
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     try:
-        for microbatch in _heaviest_cuts(run, candidate, size):
+        for microbatch in _cuts_of(run, candidate, size):
             _run(run, microbatch)
         return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     except RuntimeError as error:
@@ -402,18 +402,15 @@ def _run(run: PlannedRun, microbatch: Batch) -> None:
         with get_precision_context(state.precision, state.precision_config):
             # If the labels are not counted, the microbatch with the most is not known. Then all logits are computed.
             if run.accumulation is not None and run.labels_per_sample is not None:
-                run.accumulation.select_logits(state, batch, _num_labels(microbatch))
+                run.accumulation.select_logits(state, batch, summed(rows_of(microbatch)).loss_tokens)
             outputs = model(batch)
             loss = inner_model(model).loss(outputs, batch)  # pyright: ignore[reportCallIssue]
         terms = list(loss.values()) if isinstance(loss, Mapping) else [loss]
         torch.stack([term.mean() for term in terms]).sum().backward()
 
 
-def _heaviest_cuts(run: PlannedRun, candidate: Candidate, size: int) -> list[Batch]:
-    """Reads the samples of a candidate and cuts them as in the run.
-
-    Returns the largest microbatch and, if the run computes logits only at labels, the one with the most labels.
-    """
+def _cuts_of(run: PlannedRun, candidate: Candidate, size: int) -> list[Batch]:
+    """Reads the samples of a candidate and cuts them into microbatches as in the run."""
     state = run.state
     dataset: Any = cast(RegroupingDataLoader, state.dataloader).dataset
     batch: PreSplitBatch = dataset.__getitems__(RankAssignment(candidate.samples))
@@ -426,16 +423,7 @@ def _heaviest_cuts(run: PlannedRun, candidate: Candidate, size: int) -> list[Bat
         weights = 'token'  # a loader adds its own column to a step, not to a single microbatch
     counted = with_counts(batch, rule, weights)
     split = split_of(state.dataloader)
-    microbatches = microbatches_of(counted) if split is None else split(counted, size)
-    largest = max(microbatches, key=lambda microbatch: (microbatch['labels'].numel(), len(microbatch)))
-    most_labels = max(microbatches, key=_num_labels)
-    if run.labels_per_sample is None or most_labels is largest:
-        return [largest]
-    return [largest, most_labels]
-
-
-def _num_labels(microbatch: Batch) -> int:
-    return summed(rows_of(microbatch)).loss_tokens
+    return list(microbatches_of(counted) if split is None else split(counted, size))
 
 
 @contextmanager

@@ -15,7 +15,6 @@ import numpy as np
 from composer.core import State
 from composer.loggers import InMemoryLogger
 from composer.models import HuggingFaceModel
-from torch.utils.data import ConcatDataset
 
 from composer_tokacc.programs.answers import Answer
 from composer_tokacc.programs.build import RunParts
@@ -93,10 +92,10 @@ def summarize(
     for name, (_, values) in monitored.items():
         if not name.startswith('source/'):
             means[name] = float(np.mean(values))
-    datasets = [*_datasets_of(parts.train_dataset), parts.eval_dataset]
+    training_sets = getattr(parts.train_dataset, 'datasets', [parts.train_dataset])
     skipped = []
     fitted = []
-    for dataset in datasets:
+    for dataset in (*training_sets, parts.eval_dataset):
         if getattr(dataset, 'skipped', None):
             skipped.append(dataset.skip_report())
         if hasattr(dataset, 'fitted'):
@@ -116,10 +115,6 @@ def summarize(
         'skipped': skipped,
         'fitted': fitted,
     }
-
-
-def _datasets_of(dataset: Any) -> list[Any]:
-    return list(dataset.datasets) if isinstance(dataset, ConcatDataset) else [dataset]
 
 
 def _sources(metrics: Mapping[str, Series]) -> dict[str, dict[str, float]]:

@@ -27,7 +27,7 @@ def mistake(path: Path, *overrides: str, num_ranks: int = 2) -> str:
     def check():
         config = load_config(path, overrides)
         check_config(config, num_ranks=num_ranks)
-        build_trainer_parts(config, with_loggers=True)
+        build_trainer_parts(config)
 
     with pytest.raises(ConfigError) as caught:
         check()
@@ -185,8 +185,8 @@ def test_a_binary_file_is_no_config(tmp_path):
 @pytest.mark.parametrize(
     ('override', 'num_ranks', 'expected'),
     [
-        ('loader.global_batch_size=63', 2, 'got: 63 on 2 ranks. Set it to 62 or 64'),
-        ('loader.global_batch_size=2', 4, 'got: 2 on 4 ranks. Set it to 4,'),
+        ('loader.global_batch_size=63', 2, 'got: 63 on 2 ranks'),
+        ('loader.global_batch_size=2', 4, 'got: 2 on 4 ranks'),
         ('loader.global_eval_batch_size=5', 2, '`loader.global_eval_batch_size` must be divisible'),
         ('microbatching.device_train_microbatch_size=0', 1, "or 'auto' or 'suggest', got: 0"),
         (
@@ -229,7 +229,7 @@ def test_a_logger_whose_package_is_missing_is_refused_before_data_and_model(monk
     monkeypatch.setitem(sys.modules, 'wandb', None)
     config = load_config(DIGITS, ['trainer.loggers.wandb={project: p}'])
     with pytest.raises(ConfigError, match=r'`trainer.loggers.wandb`: .*mosaicml\[wandb\]'):
-        build_trainer_parts(config, with_loggers=True)
+        build_trainer_parts(config)
 
 
 def test_the_loggers_that_a_yaml_file_shows_are_known(tmp_path):
@@ -274,7 +274,7 @@ def test_missing_file_and_bad_arguments_are_refused():
 
 def test_number_of_ranks_comes_from_the_launcher(monkeypatch):
     monkeypatch.setenv('WORLD_SIZE', '3')
-    with pytest.raises(ConfigError, match=r'64 on 3 ranks\. Set it to 63 or 66'):
+    with pytest.raises(ConfigError, match='64 on 3 ranks'):
         check_config(load_config(DIGITS))
 
 

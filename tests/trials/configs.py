@@ -19,7 +19,7 @@ def check_overrides(folder: Path, overrides: str) -> str:
     def check() -> None:
         config = load_config(LLAVA, [f'dataset.path={folder}/data.json', overrides])
         check_config(config, num_ranks=1)
-        build_trainer_parts(config, with_loggers=True)
+        build_trainer_parts(config)
 
     return refusal(check, ConfigError)
 
