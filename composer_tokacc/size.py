@@ -49,13 +49,12 @@ from composer_tokacc.programs import ConfigError, TrainConfig
 from composer_tokacc.programs.build import build_parts, build_trainer
 from composer_tokacc.programs.config_checks import check_folder
 from composer_tokacc.programs.errors import local_folder, refuse
-from composer_tokacc.programs.length_tables import lengths_of
+from composer_tokacc.programs.length_tables import StandIns, lengths_of
 from composer_tokacc.programs.models import read_config
 from composer_tokacc.programs.process import command_line, without_warnings
 from composer_tokacc.programs.runner import run_program
 from composer_tokacc.programs.schema import Count, read_options, without
 from composer_tokacc.programs.sources import source_of
-from composer_tokacc.programs.stand_ins import StandIns
 from composer_tokacc.programs.suggest import device_memory_gib, memory_of_run, suggest_for_run
 from composer_tokacc.sizing import MicrobatchTimer, SizingReport, draw_report, fit_cost
 

@@ -241,7 +241,7 @@ def test_adapter_without_a_base(tmp_path, capsys):
     found = logits_of(AutoModelForImageTextToText.from_pretrained(tmp_path / 'merged'))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     assert train([DIGITS, 'model.lora={r: 2}', 'report.export=true']) == 2
-    assert '`report.export` must be false for `model.lora` on a base' in capsys.readouterr().err
+    assert '`report.export` must be false with FSDP, and for `model.lora` on a base' in capsys.readouterr().err
 
 
 def test_export_replaces_an_earlier_one(tmp_path):

@@ -20,9 +20,8 @@ from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, SiglipVisio
 from composer_tokacc import size, train
 from composer_tokacc.data import LengthTable, build_small_processor
 from composer_tokacc.programs import load_config, rehearsal
-from composer_tokacc.programs.length_tables import lengths_of, read_lengths
+from composer_tokacc.programs.length_tables import StandIns, lengths_of, read_lengths
 from composer_tokacc.programs.models import build_model
-from composer_tokacc.programs.stand_ins import StandIns
 from composer_tokacc.sizing.profile import SampleSizes
 from examples.digits import build_digits_processor
 

@@ -21,6 +21,7 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist, format_name_with_dist, partial_format
 from filelock import FileLock, Timeout
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -172,22 +173,30 @@ def check_checkpoint(key: str, path: Path) -> None:
         raise ConfigError(key, message if key else f'the checkpoint {message}')
 
 
+@contextmanager
+def reading_checkpoint(path: Path) -> Iterator[None]:
+    """Turns any error while a checkpoint is read into one line, because a file of another program may hold anything."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception
+        reason = str(error).partition('. ')[0]  # torch goes on to say how code in the file could be run
+        raise ConfigError(
+            '',
+            'the checkpoint must be complete and written by Composer for a HuggingFaceModel, and hold only tensors and '
+            f'plain values, got: {path} ({type(error).__name__}: {shorten(reason)})',
+        ) from error
+
+
 def read_state(path: Path, *, mmap: bool = False) -> dict[str, Any]:
     """Returns the state in a checkpoint file without running code that it may hold.
 
     Raises:
         ConfigError: If another program wrote it, or it holds objects of classes that ``compat`` does not list.
     """
-    try:
-        with torch.serialization.safe_globals(composer_state_types()):
-            return dict(torch.load(path, map_location='cpu', mmap=mmap, weights_only=True)['state'])
-    except Exception as error:
-        reason = shorten(str(error).partition('. ')[0])  # torch goes on to say how its code could be run
-        raise ConfigError(
-            '',
-            'the checkpoint must be complete and written by Composer, and hold only tensors and plain values, got: '
-            f'{path} ({reason})',
-        ) from error
+    with reading_checkpoint(path), torch.serialization.safe_globals(composer_state_types()):
+        return dict(torch.load(path, map_location='cpu', mmap=mmap, weights_only=True)['state'])
 
 
 def remember_unused_parameters(optimizer: torch.optim.Optimizer) -> None:
@@ -237,14 +246,8 @@ class SavedRun:
     @classmethod
     def read(cls, path: Path) -> SavedRun:
         """Reads a checkpoint file, or the folder of a sharded one, without its weights."""
-        try:
+        with reading_checkpoint(path):
             return cls._read_folder(path) if path.is_dir() else cls._read_file(path)
-        except ConfigError:
-            raise
-        except Exception as error:  # a file of another program may hold anything
-            raise ConfigError(
-                '', f'the checkpoint must be one that Composer wrote, got: {path} ({type(error).__name__}: {error})'
-            ) from error
 
     @classmethod
     def _read_folder(cls, path: Path) -> SavedRun:

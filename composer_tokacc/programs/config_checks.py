@@ -38,18 +38,18 @@ from composer_tokacc.programs.schema import (
 from composer_tokacc.programs.sources import source_of, token_data_spec_of
 from composer_tokacc.sampling.global_batches import BatchSchedule
 
-# Arguments of the Trainer that other sections fill.
-FILLED_ELSEWHERE = {
-    'model': '`model`',
-    'train_dataloader': '`dataset` and `loader`',
-    'eval_dataloader': '`dataset.eval`',
-    'algorithms': '`algorithms`',
-    'callbacks': '`callbacks`',
-    'optimizers': '`optimizer`',
-    'schedulers': '`scheduler`',
-    'device_train_microbatch_size': '`microbatching.device_train_microbatch_size`',
-    'seed': '`seed`',
-}
+FILLED_ELSEWHERE = (
+    'model',
+    'train_dataloader',
+    'eval_dataloader',
+    'algorithms',
+    'callbacks',
+    'optimizers',
+    'schedulers',
+    'device_train_microbatch_size',
+    'seed',
+)
+"""Arguments of the Trainer that other sections of the file fill."""
 _FSDP = 'trainer.parallelism_config.fsdp'
 
 
@@ -81,12 +81,11 @@ def check_config(config: TrainConfig, *, num_ranks: int | None = None) -> None:
 
 def _check_launcher() -> int:
     """Returns WORLD_SIZE. Refuses values that are no numbers (of LOCAL_RANK, too), and RANK >= WORLD_SIZE."""
-    values = {'RANK': 0, 'LOCAL_RANK': 0, 'WORLD_SIZE': 1}
-    for name, default in values.items():
-        with building(name):
-            values[name] = int(os.environ.get(name, default))
-    rank = values['RANK']
-    world_size = values['WORLD_SIZE']
+    environment = {'RANK': '0', 'LOCAL_RANK': '0', 'WORLD_SIZE': '1', **os.environ}
+    with building('RANK, LOCAL_RANK and WORLD_SIZE'):
+        rank = int(environment['RANK'])
+        int(environment['LOCAL_RANK'])
+        world_size = int(environment['WORLD_SIZE'])
     if rank >= world_size:  # for example RANK=1 alone: without a rank 0 nobody would write checkpoints and results
         raise ConfigError('RANK', f'of the environment must be below WORLD_SIZE, got: {rank} of {world_size}. Unset it')
     return world_size
@@ -109,9 +108,9 @@ def _check_batch_sizes(config: TrainConfig, num_ranks: int) -> None:
 
 
 def _check_trainer(trainer: Section) -> None:
-    for name, section in FILLED_ELSEWHERE.items():
+    for name in FILLED_ELSEWHERE:
         if name in trainer:
-            raise ConfigError(f'trainer.{name}', f'must be set in its own section, got: {trainer[name]}. Use {section}')
+            raise ConfigError(f'trainer.{name}', f'must be set in its own section of the file, got: {trainer[name]}')
     # The registry checks `loggers`, a mapping here and objects in the Trainer. The program gives the model, which has
     # no default.
     arguments = {**without(trainer, 'loggers'), 'model': None}
@@ -204,15 +203,12 @@ def _check_report(config: TrainConfig) -> None:
         if module.partition('.')[0] in sys.stdlib_module_names:
             raise ConfigError('report.name', f'must be a function that takes a FinishedRun, got: {report["name"]}')
     check_arguments('report', function, report, num_positional=1, extra_keys=REPORT_KEYS)
-    if not report.get('export'):
-        return
-    remedy = 'Export the checkpoint afterwards: python -m composer_tokacc.export CHECKPOINT FOLDER'
-    if config.is_sharded:
-        raise ConfigError('report.export', f'must be false with FSDP, which shards the weights, got: true. {remedy}')
-    if config.model.lora is not None and config.model.pretrained is None:
+    is_random_base = config.model.lora is not None and config.model.pretrained is None
+    if report.get('export') and (config.is_sharded or is_random_base):
         raise ConfigError(
             'report.export',
-            f'must be false for `model.lora` on a base with random weights, got: true. {remedy} merge=true',
+            'must be false with FSDP, and for `model.lora` on a base with random weights, got: true. Export the '
+            'checkpoint afterwards: python -m composer_tokacc.export CHECKPOINT FOLDER merge=true',
         )
 
 

@@ -216,8 +216,8 @@ def test_a_binary_file_is_no_config(tmp_path):
         ),
         ('report.name=examples.digits.nothing', 1, 'can be imported, got: examples.digits.nothing'),
         ('trainer.max_duration=0ba', 1, 'must be longer than nothing'),
-        ('trainer.seed=1', 1, 'Use `seed`'),
-        ('trainer.device_train_microbatch_size=4', 1, 'Use `microbatching.device_train_microbatch_size`'),
+        ('trainer.seed=1', 1, '`trainer.seed` must be set in its own section'),
+        ('trainer.device_train_microbatch_size=4', 1, 'must be set in its own section of the file, got: 4'),
         ('trainer.load_path=no/such.pt', 1, 'got: no/such.pt, which is not there'),
     ],
 )

@@ -258,8 +258,8 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
         changed(lambda state: state.update(model={key: one.cfloat() for key, one in state['model'].items()})),
         'must be finite numbers',
     ),
-    'export of weights alone': exporting(saved({'lm_head.weight': torch.zeros(2)}), "('state')"),
-    'export of a whole module': exporting(saved(torch.nn.Linear(2, 2)), '(Weights only load failed)'),
+    'export of weights alone': exporting(saved({'lm_head.weight': torch.zeros(2)}), "(KeyError: 'state')"),
+    'export of a whole module': exporting(saved(torch.nn.Linear(2, 2)), 'Weights only load failed)'),
     'export of a compiled model': exporting(a_compiled_model, 'a.pt'),
     'export of a link to itself': exporting(lambda folder: (folder / 'a.pt').symlink_to('a.pt'), 'which is not there'),
     'export of a folder whose index is damaged': exporting(a_damaged_index, 'a.pt'),
@@ -296,7 +296,7 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
     'resume without the model': loading(changed(without('model')), 'a.pt'),
     **{
         f'resume from a checkpoint whose {key} is a word': loading(
-            changed(lambda state, key=key: state.update({key: 'x'})), 'one that Composer wrote'
+            changed(lambda state, key=key: state.update({key: 'x'})), 'written by Composer'
         )
         for key in ('model', 'optimizers', 'timestamp')
     },
@@ -330,11 +330,11 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
     ),
     'resume with another learning rate': loading(whole, 'lr 0.001 there, 0.1 here', 'optimizer.lr=0.1'),
     'resume with callbacks that are a word': loading(
-        changed(lambda state: state.update(callbacks='x')), 'one that Composer wrote'
+        changed(lambda state: state.update(callbacks='x')), 'written by Composer'
     ),
     'export of a type of model that is not known': exporting(
         changed(lambda state: metadata(state)['model']['config']['content'].update(model_type='x')),
-        'one of a HuggingFaceModel',
+        'for a HuggingFaceModel',
     ),
     **{
         f'a checkpoint of Transformers with {kind}': ('train', PRETRAINED, a_model(change), expected)
