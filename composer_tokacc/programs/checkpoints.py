@@ -60,20 +60,17 @@ def lock_folder(folder: Path | None) -> Iterator[None]:
     if folder is None:
         yield
         return
-    lock = FileLock(folder / '.lock')
+    folder.mkdir(parents=True, exist_ok=True)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=0)
+        acquired = FileLock(folder / '.lock').acquire(timeout=0)
     except Timeout as error:
         raise ConfigError(
             'trainer.save_folder',
             f'must be free, got: {folder}, into which another run is writing. Wait for it, or give this one a '
             '`trainer.run_name` and a `trainer.save_folder` of its own',
         ) from error
-    try:
+    with acquired:
         yield
-    finally:
-        lock.release()
 
 
 def find_checkpoint_to_resume(trainer: Section) -> str:

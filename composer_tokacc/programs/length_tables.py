@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Lengths of samples that are not at hand, from a CSV file or a few figures, and samples for them: ``size lengths=...``."""
+"""For ``size lengths=...``: lengths of samples that are not at hand, and samples that stand for them."""
 
 from __future__ import annotations
 

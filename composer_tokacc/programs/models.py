@@ -243,19 +243,14 @@ def _complete_text(settings: dict[str, Any], tokenizer: Any) -> None:
 def _complete_placeholders(settings: dict[str, Any], default: PretrainedConfig, processor: Processor) -> None:
     """Adds the ids of the processor's placeholder tokens, under the names that the class has for them."""
     for modality in ('image', 'video', 'audio'):
+        token_id = getattr(processor, f'{modality}_token_id', None)
+        token = getattr(processor, f'{modality}_token', None)
+        if token_id is None and isinstance(token, str):
+            token_id = tokenizer_of(processor).convert_tokens_to_ids(token)
         names = [f'{modality}_token_index', f'{modality}_token_id']
         known_names = [name for name in names if name in default.to_dict()]
-        token_id = _placeholder_id(processor, modality)
         if known_names and token_id is not None and not settings.keys() & set(names):
             settings[known_names[0]] = token_id
-
-
-def _placeholder_id(processor: Processor, modality: str) -> int | None:
-    token_id = getattr(processor, f'{modality}_token_id', None)
-    token = getattr(processor, f'{modality}_token', None)
-    if token_id is None and isinstance(token, str):
-        return tokenizer_of(processor).convert_tokens_to_ids(token)
-    return token_id
 
 
 def tokenizer_of(processor: Processor | None) -> Any:

@@ -191,10 +191,9 @@ def _classes_of(kind: str) -> dict[str, type]:
     classes = {}
     # A later entry replaces an earlier one, so the first module comes last.
     for module in reversed(KINDS[kind].modules):
-        for cls in vars(module).values():
-            if not inspect.isclass(cls) or not issubclass(cls, base):
-                continue
-            if cls is base or cls in UNSUITED or inspect.isabstract(cls):
+        for _, cls in inspect.getmembers(module, inspect.isclass):
+            is_part = issubclass(cls, base) and cls is not base and not inspect.isabstract(cls)
+            if not is_part or cls in UNSUITED:
                 continue
             # LRMonitor -> lr_monitor, DecoupledAdamW -> decoupled_adamw
             snake_name = re.sub(r'(?<=[A-Za-z])(?=[A-Z][a-z])', '_', cls.__name__).lower()

@@ -102,11 +102,11 @@ def summarize(
             fitted += dataset.fitted()
     return {
         'run_name': state.run_name,
-        'steps': int(state.timestamp.batch.value),
+        'steps': state.timestamp.batch.value,
         'first_step': first_step,
-        'epochs': int(state.timestamp.epoch.value),
-        'samples': int(state.timestamp.sample.value),
-        'tokens': int(state.timestamp.token.value),
+        'epochs': state.timestamp.epoch.value,
+        'samples': state.timestamp.sample.value,
+        'tokens': state.timestamp.token.value,
         'seconds': round(seconds, 3),
         'loss': {'first': losses[0], 'last': losses[-1]} if losses else {},
         'eval': {name: values[-1] for name, (_, values) in evaluation.items()},

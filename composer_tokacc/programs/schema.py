@@ -290,13 +290,12 @@ def _spell_out_size(layer: DictConfig) -> None:
     section.device_train_microbatch_size = section.pop('size')
 
 
-def merge(options: type[Options], *layers: DictConfig, path: str = '') -> Options:
+def merge(options: type[Options], *layers: DictConfig) -> Options:
     """Returns a checked dataclass. Each value comes from the last layer that has it, or is the default.
 
     Args:
         options: The dataclass.
         *layers: Values, such as those of the file and of the command line.
-        path: The section of the config that the dataclass stands for; empty for the whole config.
     """
     merged: Any = asdict(options())  # type: ignore[arg-type]
     for layer in layers:
@@ -304,12 +303,12 @@ def merge(options: type[Options], *layers: DictConfig, path: str = '') -> Option
     try:
         values = OmegaConf.to_container(OmegaConf.create(merged), resolve=True, throw_on_missing=True)
     except MissingMandatoryValue as error:
-        key = _join(path, error.full_key)
+        key = str(error.full_key)
         raise ConfigError(key, f'must be given. Write {key}=... after the file on the command line') from error
     except OmegaConfBaseException as error:
-        key = _join(path, error.full_key) or 'values'
-        raise ConfigError(key, f'must be valid, got: {shorten(str(error).splitlines()[0])}') from error
-    return build_dataclass(path, options, values)
+        message = shorten(str(error).splitlines()[0])
+        raise ConfigError(str(error.full_key or 'values'), f'must be valid, got: {message}') from error
+    return build_dataclass('', options, values)
 
 
 def _overlay(below: object, above: object) -> object:

@@ -361,7 +361,7 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
     'look at less than nothing': ('look', [DIGITS, 'samples=-1'], '`samples`'),
     'no samples to evaluate': running('`num_samples`', 'dataset.eval.num_samples=0'),
     'a second run into the folder of the first': running(
-        '`trainer.save_folder`', 'trainer.save_folder={folder}', write=lambda folder: whole(folder, 'ep0-ba1-rank0.pt')
+        'ep0-ba1-rank0.pt may', 'trainer.save_folder={folder}', write=lambda folder: whole(folder, 'ep0-ba1-rank0.pt')
     ),
     'a pipe as the YAML file': ('train', ['{folder}/a.pt'], a_pipe, 'a.pt'),
     'a picture as the YAML file': ('train', ['{folder}/a.pt'], a_picture, 'YAML'),
