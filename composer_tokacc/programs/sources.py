@@ -208,11 +208,7 @@ class Source(ABC):
 
     def rank_batch_size(self, *, is_eval: bool = False) -> int:
         """Returns the samples of a batch of one rank."""
-        loader = self.config.loader
-        size = loader.largest_batch
-        if is_eval and loader.global_eval_batch_size is not None:
-            size = loader.global_eval_batch_size
-        return size // dist.get_world_size()
+        return self.config.batch_size(is_eval=is_eval) // dist.get_world_size()
 
     @property
     def rows_of_microbatch(self) -> int:
