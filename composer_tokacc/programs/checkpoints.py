@@ -153,7 +153,7 @@ def _damage_of_folder(path: Path) -> str:
 
 
 def check_checkpoint(key: str, path: Path) -> None:
-    """Refuses a path that cannot be a checkpoint: another folder, a pipe, a text. ``key`` is its key in a config."""
+    """Refuses a path that cannot be a checkpoint: another folder, a pipe, a text. ``key`` names it in the error."""
     reason = ''
     if not path.exists():
         reason = 'which is not there'
@@ -166,8 +166,7 @@ def check_checkpoint(key: str, path: Path) -> None:
     elif not path.is_file() or not zipfile.is_zipfile(path):
         reason = 'which is compressed, incomplete or not written by Composer'
     if reason:
-        message = f'must be a checkpoint file, or the folder of a sharded one, got: {path}, {reason}'
-        raise ConfigError(key, message if key else f'the checkpoint {message}')
+        raise ConfigError(key, f'must be a checkpoint file, or the folder of a sharded one, got: {path}, {reason}')
 
 
 @contextmanager
@@ -266,7 +265,9 @@ class SavedRun:
         state = read_state(path, mmap=True)  # mapped: the weights stay on the disk
         shapes = _shapes_of(state.get('model') or {})
         # A state without its timestamp counts as none, because Composer would use it from step 0.
-        optimizers = dict(state.get('optimizers') or {}) if dict(state.get('timestamp') or {}) else {}
+        optimizers: dict[str, Any] = {}
+        if dict(state.get('timestamp') or {}):
+            optimizers = dict(state.get('optimizers') or {})
         return cls(path, _fingerprints_of(state), shapes, sorted(optimizers))
 
 
@@ -414,7 +415,13 @@ def _checkpoint_to_load(trainer: Section, run_name: str) -> tuple[Path | None, b
     return None, weights_only
 
 
-def _compare_shapes(saved: SavedRun, shapes: Mapping[str, Shape], required: Sequence[str], *, is_strict: bool) -> None:
+def _compare_shapes(
+    saved: SavedRun,
+    shapes: Mapping[str, Shape],
+    required: Sequence[str],
+    *,
+    is_strict: bool,
+) -> None:
     """Refuses a checkpoint whose weights have other shapes, which lacks required weights or, if strict, has others."""
     differing = {name: 'missing' for name in required if name not in saved.shapes}
     for name, saved_shape in saved.shapes.items():

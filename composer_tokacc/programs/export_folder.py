@@ -90,7 +90,7 @@ def export_model(model: HuggingFaceModel, folder: Path) -> None:
 
 def _read(checkpoint: Path, scratch: Path) -> dict[str, Any]:
     """Reads the ``state`` of a checkpoint. A sharded one is put together in ``scratch``."""
-    check_checkpoint('', checkpoint)
+    check_checkpoint('CHECKPOINT', checkpoint)
     if not checkpoint.is_dir():
         return read_state(checkpoint)
     with reading_checkpoint(checkpoint):
@@ -149,7 +149,11 @@ def _save_adapter(
     peft.get_peft_config(dict(content)).save_pretrained(str(folder))
 
 
-def _with_weights(config: PretrainedConfig, adapter: Section | None, weights: Mapping[str, torch.Tensor]) -> Any:
+def _with_weights(
+    config: PretrainedConfig,
+    adapter: Section | None,
+    weights: Mapping[str, torch.Tensor],
+) -> Any:
     """Returns the model with its weights. An adapter, if there is one, is merged into the base."""
     if adapter is not None:
         return _merged(config, adapter['content'], weights)
@@ -161,7 +165,11 @@ def _with_weights(config: PretrainedConfig, adapter: Section | None, weights: Ma
     return model
 
 
-def _merged(config: PretrainedConfig, content: Section, weights: Mapping[str, torch.Tensor]) -> Any:
+def _merged(
+    config: PretrainedConfig,
+    content: Section,
+    weights: Mapping[str, torch.Tensor],
+) -> Any:
     """Returns the base with an adapter merged into it."""
     # Only a base with random weights is in the checkpoint itself.
     has_base = any('.base_layer.' in name for name in weights)

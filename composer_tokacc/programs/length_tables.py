@@ -92,28 +92,24 @@ def lengths_of(source: str | Section, *, longest: int | None, seed: int) -> Leng
 
 def read_lengths(path: str) -> LengthTable:
     """Reads a line for each sample: ``tokens``, and perhaps ``image_tokens``, ``loss_tokens``, ``vision_patches``."""
-    if not Path(path).is_file():  # reading a pipe would wait for somebody to write to it
-        raise ConfigError('lengths', f'must be a CSV file, plain or .gz, got: {path}')
-    read = partial(np.loadtxt, path, delimiter=',', comments=None, quotechar='"', encoding='utf-8-sig', ndmin=2)
-    try:
-        with without_warnings():  # of an empty file
-            header = read(dtype=str, max_rows=1).ravel()
-            # As floats, because numpy would read 1.5 as the integer 1.
-            columns = read(dtype=float, skiprows=1).T
-    except (OSError, EOFError, ValueError) as error:
-        raise ConfigError('lengths', f'must be a CSV file of numbers, plain or .gz, got: {path} ({error})') from error
-    names = [name.strip() for name in header]
+    names, columns = _read_csv(path)
     if 'tokens' not in names or not set(names) <= CSV_COLUMNS.keys() or len(names) != len(set(names)):
-        known = ', '.join(CSV_COLUMNS)
-        got = shorten(', '.join(names), 300)
-        raise ConfigError('lengths', f'must have the columns {known}, or only some with tokens, got: {got} in {path}')
+        allowed_names = ', '.join(CSV_COLUMNS)
+        raise ConfigError(
+            'lengths',
+            f'must have the columns {allowed_names}, or only some with tokens, got: {shorten(", ".join(names), 300)} '
+            f'in {path}',
+        )
     if not columns.size:
         raise ConfigError('lengths', f'must hold at least one sample, got: none in {path}')
     if len(columns) != len(names):
         raise ConfigError('lengths', f'must have {len(names)} numbers a line, got: {len(columns)} in {path}')
-    table: dict[str, Any] = dict.fromkeys(CSV_COLUMNS.values(), np.zeros(columns.shape[1], dtype=np.int32))
+    tokens = columns[names.index('tokens')]
+    table: dict[str, Any] = dict.fromkeys(CSV_COLUMNS.values(), np.zeros(len(tokens), dtype=np.int32))
     for name, values in zip(names, columns, strict=True):
-        most = columns[names.index('tokens')] if name in ('image_tokens', 'loss_tokens') else LONGEST_SAMPLE
+        most: Any = LONGEST_SAMPLE
+        if name in ('image_tokens', 'loss_tokens'):
+            most = tokens
         is_valid = (values >= 0) & (values <= most) & (values % 1 == 0)
         if not is_valid.all():
             row = int(is_valid.argmin())
@@ -124,6 +120,30 @@ def read_lengths(path: str) -> LengthTable:
             )
         table[CSV_COLUMNS[name]] = values.astype(np.int32)
     return LengthTable(**table)
+
+
+def _read_csv(path: str) -> tuple[list[str], np.ndarray]:
+    """Returns the names in the first line, and the numbers of each column."""
+    if not Path(path).is_file():  # reading a pipe would wait for somebody to write to it
+        raise ConfigError('lengths', f'must be a CSV file, plain or .gz, got: {path}')
+    read = partial(
+        np.loadtxt,
+        path,
+        delimiter=',',
+        comments=None,
+        quotechar='"',
+        encoding='utf-8-sig',
+        ndmin=2,
+    )
+    try:
+        with without_warnings():  # of an empty file
+            header = read(dtype=str, max_rows=1)
+            # As floats, because numpy would read 1.5 as the integer 1.
+            lines = read(dtype=float, skiprows=1)
+    except (OSError, EOFError, ValueError) as error:
+        raise ConfigError('lengths', f'must be a CSV file of numbers, plain or .gz, got: {path} ({error})') from error
+    names = [name.strip() for name in header.ravel()]
+    return names, lines.T
 
 
 class StandIns:

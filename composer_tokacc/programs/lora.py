@@ -147,14 +147,23 @@ def refuse_partial(content: str, missing: Sequence[str], unknown: Sequence[str])
         )
 
 
-def load_weights(model: nn.Module, weights: Mapping[str, torch.Tensor], *, assign: bool) -> tuple[list[str], list[str]]:
+def load_weights(
+    model: nn.Module,
+    weights: Mapping[str, torch.Tensor],
+    *,
+    assign: bool,
+) -> tuple[list[str], list[str]]:
     """Loads the weights of a checkpoint and returns the names that were missing and those that are unknown."""
     with building('the weights of the checkpoint'):
         missing, unknown = model.load_state_dict(dict(weights), strict=False, assign=assign)
     return missing, unknown
 
 
-def four_bit_options(lora: Section, empty_model: nn.Module, dtype: torch.dtype) -> dict[str, Any]:
+def four_bit_options(
+    lora: Section,
+    empty_model: nn.Module,
+    dtype: torch.dtype,
+) -> dict[str, Any]:
     """Returns arguments of ``from_pretrained`` for a base in 4 bits, as in QLoRA: NF4 with double quantization.
 
     Only the language model's linear layers are rounded. Encoders, head and ``modules_to_save`` stay as they are.

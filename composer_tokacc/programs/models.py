@@ -131,7 +131,11 @@ def build_transformers_model(
     return model
 
 
-def check_model(pretrained: str | None, config: Section | None, lora: Section | None = None) -> None:
+def check_model(
+    pretrained: str | None,
+    config: Section | None,
+    lora: Section | None = None,
+) -> None:
     """Refuses a model from nowhere or from two places, and a bad adapter, before anything is loaded."""
     if (pretrained is not None) == bool(config):
         raise ConfigError('model', f'must have exactly one of `pretrained` and `config`, got: {pretrained}, {config}')
@@ -182,7 +186,11 @@ def parameter_groups(model: nn.Module, parts: Mapping[str, Section]) -> list[dic
     return [group for group in groups.values() if group['params']]
 
 
-def read_config(pretrained: str | None, config: Section | None, processor: Processor | None = None) -> PretrainedConfig:
+def read_config(
+    pretrained: str | None,
+    config: Section | None,
+    processor: Processor | None = None,
+) -> PretrainedConfig:
     """Returns the config of a checkpoint, or of a fresh model with the given fields, without the model.
 
     Refuses names that the config class does not know, unlike Transformers itself. Vocabulary size, special tokens and
@@ -240,7 +248,11 @@ def _complete_text(settings: dict[str, Any], tokenizer: Any) -> None:
         settings.setdefault(name, getattr(tokenizer, name, None))
 
 
-def _complete_placeholders(settings: dict[str, Any], default: PretrainedConfig, processor: Processor) -> None:
+def _complete_placeholders(
+    settings: dict[str, Any],
+    default: PretrainedConfig,
+    processor: Processor,
+) -> None:
     """Adds the ids of the processor's placeholder tokens, under the names that the class has for them."""
     for modality in ('image', 'video', 'audio'):
         token_id = getattr(processor, f'{modality}_token_id', None)

@@ -121,8 +121,11 @@ HOST_HINTS: dict[str, Hint] = {
 
 def build_all(config: TrainConfig, kind: str) -> list[Any]:
     """Builds the algorithms, callbacks or loggers that a config names, in order."""
-    path = 'trainer.loggers' if kind == 'loggers' else kind
-    section = config.trainer.get(kind) if kind == 'loggers' else getattr(config, kind)
+    path = kind
+    section = getattr(config, kind, None)
+    if kind == 'loggers':
+        path = 'trainer.loggers'
+        section = config.trainer.get('loggers')
     section = check_value(path, section, dict[str, dict[str, Any] | None] | None)
     parts = []
     for name, arguments in (section or {}).items():
@@ -192,8 +195,9 @@ def _classes_of(kind: str) -> dict[str, type]:
     # A later entry replaces an earlier one, so the first module comes last.
     for module in reversed(KINDS[kind].modules):
         for _, cls in inspect.getmembers(module, inspect.isclass):
-            is_part = issubclass(cls, base) and cls is not base and not inspect.isabstract(cls)
-            if not is_part or cls in UNSUITED:
+            if not issubclass(cls, base) or inspect.isabstract(cls):
+                continue
+            if cls is base or cls in UNSUITED:
                 continue
             # LRMonitor -> lr_monitor, DecoupledAdamW -> decoupled_adamw
             snake_name = re.sub(r'(?<=[A-Za-z])(?=[A-Z][a-z])', '_', cls.__name__).lower()

@@ -358,7 +358,11 @@ def _batches_left(state: State, sampler: RegroupingBatchSampler) -> int:
     return sampler.num_batches  # in tokens or seconds: look through one epoch
 
 
-def _run_all(run: PlannedRun, candidates: list[Candidate], report: RehearsalReport) -> Candidate | None:
+def _run_all(
+    run: PlannedRun,
+    candidates: list[Candidate],
+    report: RehearsalReport,
+) -> Candidate | None:
     """Runs the candidates one after the other. Returns the first that does not fit on some rank."""
     if len(candidates) == 1:
         # The second run finds gradients and logits of the first in memory, as in a step.

@@ -384,7 +384,11 @@ def check_arguments(
     return checked
 
 
-def check_names(path: str, arguments: Iterable[object], known_names: Iterable[str]) -> None:
+def check_names(
+    path: str,
+    arguments: Iterable[object],
+    known_names: Iterable[str],
+) -> None:
     """Refuses the first of ``arguments`` that is not known; ``path`` is the section that they stand in."""
     known_list = list(known_names)
     for key in arguments:

@@ -125,7 +125,14 @@ class Source(ABC):
         """Returns the training set or the eval set. Without ``dataset.eval`` the eval set is None."""
 
     @abstractmethod
-    def open_loader(self, dataset: Any, processor: Processor, options: Section, *, is_eval: bool) -> OpenedLoader:
+    def open_loader(
+        self,
+        dataset: Any,
+        processor: Processor,
+        options: Section,
+        *,
+        is_eval: bool,
+    ) -> OpenedLoader:
         """Opens the loader of this rank. ``options`` are arguments of torch's DataLoader."""
 
     def by_index(self, dataset: Any) -> Any:
@@ -387,7 +394,14 @@ class FileSource(Source):
             'max_image_tokens': _smaller(part.get('max_image_tokens'), microbatching.max_image_tokens),
         }
 
-    def open_loader(self, dataset: Any, processor: Processor, options: Section, *, is_eval: bool) -> OpenedLoader:
+    def open_loader(
+        self,
+        dataset: Any,
+        processor: Processor,
+        options: Section,
+        *,
+        is_eval: bool,
+    ) -> OpenedLoader:
         """Opens the regrouping loader, or torch's if rows must keep their order."""
         if not is_eval and self.config.regroups_ranks:
             return self._regrouping_loader(dataset, processor, options)
@@ -398,7 +412,12 @@ class FileSource(Source):
         dataloader = DataLoader(dataset, batch_size=batch_size, sampler=sampler, drop_last=drop_last, **options)
         return dataloader, self.config.microbatching.slot_tokens
 
-    def _regrouping_loader(self, dataset: Any, processor: Processor, options: Section) -> OpenedLoader:
+    def _regrouping_loader(
+        self,
+        dataset: Any,
+        processor: Processor,
+        options: Section,
+    ) -> OpenedLoader:
         """Opens a loader that assigns the samples of each global batch to ranks by length."""
         loader = self.config.loader
         microbatching = self.config.microbatching
@@ -572,7 +591,14 @@ class ShardSource(Source):
             clean_stale_shared_memory()
             return LlavaStreamingDataset(processor=processor, **arguments)
 
-    def open_loader(self, dataset: Any, processor: Processor, options: Section, *, is_eval: bool) -> OpenedLoader:
+    def open_loader(
+        self,
+        dataset: Any,
+        processor: Processor,
+        options: Section,
+        *,
+        is_eval: bool,
+    ) -> OpenedLoader:
         """Opens StreamingDataLoader, or with ``loader.exchange_ranks`` the one that exchanges samples between ranks."""
         from streaming import StreamingDataLoader  # pyright: ignore[reportMissingImports]
 

@@ -55,7 +55,11 @@ class DataAndModel(Protocol):
     train_dataset: Any
 
 
-def apply_suggestion(config: TrainConfig, dataset: SampleDataset, processor: Processor) -> tuple[int, int]:
+def apply_suggestion(
+    config: TrainConfig,
+    dataset: SampleDataset,
+    processor: Processor,
+) -> tuple[int, int]:
     """Returns ``device_train_microbatch_size`` and ``slot_tokens`` for ``suggest``; a collective.
 
     Rank 0 decides for the smallest device of all ranks. If it refuses, all ranks do.

@@ -106,9 +106,26 @@ def test_unknown_names_are_refused_with_the_nearest_valid_one(override, expected
         ('model.freeze=vision_tower', '`model.freeze`'),
         ('seed=null', '`seed`'),
         ('model.dtype=fp16', "`model.dtype` must be 'float32', 'bfloat16' or 'float16', got: 'fp16'"),
+        ('microbatching.device_train_microbatch_size=0', "or 'auto' or 'suggest', got: 0"),
+        (
+            'microbatching.device_train_microbatch_size=automatic',
+            "must be a valid integer, or 'auto' or 'suggest', got: 'automatic'",
+        ),
+        ('microbatching.width_multiple=0', '`microbatching.width_multiple` must be greater than or equal to 1, got: 0'),
+        ('microbatching.loss_tokens=all', "`microbatching.loss_tokens` must be 'auto', 'causal'"),
+        (
+            'microbatching.equal_counts=maybe',
+            "`microbatching.equal_counts` must be a valid boolean, or 'auto', got: 'maybe'",
+        ),
+        ('microbatching.on_oversize=ignore', "`microbatching.on_oversize` must be 'raise' or 'warn', got: 'ignore'"),
+        ('report.name=examples.digits.nothing', 'can be imported, got: examples.digits.nothing'),
+        ('trainer.max_duration=0ba', 'must be longer than nothing'),
+        ('trainer.seed=1', '`trainer.seed` must be set in its own section'),
+        ('trainer.device_train_microbatch_size=4', 'must be set in its own section of the file, got: 4'),
+        ('trainer.load_path=no/such.pt', 'got: no/such.pt, which is not there'),
     ],
 )
-def test_wrong_types_are_refused_by_key(override, expected):
+def test_values_that_cannot_work_are_refused_by_key(override, expected):
     assert expected in mistake(DIGITS, override)
 
 
@@ -188,40 +205,9 @@ def test_a_binary_file_is_no_config(tmp_path):
         ('loader.global_batch_size=63', 2, 'got: 63 on 2 ranks'),
         ('loader.global_batch_size=2', 4, 'got: 2 on 4 ranks'),
         ('loader.global_eval_batch_size=5', 2, '`loader.global_eval_batch_size` must be divisible'),
-        ('microbatching.device_train_microbatch_size=0', 1, "or 'auto' or 'suggest', got: 0"),
-        (
-            'microbatching.device_train_microbatch_size=automatic',
-            1,
-            "must be a valid integer, or 'auto' or 'suggest', got: 'automatic'",
-        ),
-        (
-            'microbatching.width_multiple=0',
-            1,
-            '`microbatching.width_multiple` must be greater than or equal to 1, got: 0',
-        ),
-        (
-            'microbatching.loss_tokens=all',
-            1,
-            "`microbatching.loss_tokens` must be 'auto', 'causal'",
-        ),
-        (
-            'microbatching.equal_counts=maybe',
-            1,
-            "`microbatching.equal_counts` must be a valid boolean, or 'auto', got: 'maybe'",
-        ),
-        (
-            'microbatching.on_oversize=ignore',
-            1,
-            "`microbatching.on_oversize` must be 'raise' or 'warn', got: 'ignore'",
-        ),
-        ('report.name=examples.digits.nothing', 1, 'can be imported, got: examples.digits.nothing'),
-        ('trainer.max_duration=0ba', 1, 'must be longer than nothing'),
-        ('trainer.seed=1', 1, '`trainer.seed` must be set in its own section'),
-        ('trainer.device_train_microbatch_size=4', 1, 'must be set in its own section of the file, got: 4'),
-        ('trainer.load_path=no/such.pt', 1, 'got: no/such.pt, which is not there'),
     ],
 )
-def test_values_that_cannot_work_are_refused_with_the_remedy(override, num_ranks, expected):
+def test_batches_that_ranks_cannot_share_are_refused(override, num_ranks, expected):
     assert expected in mistake(DIGITS, override, num_ranks=num_ranks)
 
 
