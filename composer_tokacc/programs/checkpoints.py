@@ -373,17 +373,16 @@ class SameData(Callback):
     def _compare_fingerprints(self, fingerprints: str) -> None:
         with building('fingerprints'):  # of the checkpoint, which somebody may have changed
             saved = check_value('fingerprints', json.loads(fingerprints or '{}'), dict)
-        differing = []
-        for name in saved:
+        differing = {}
+        for name, saved_value in saved.items():
             # Another release of torch may have saved settings of the optimizer that this release does not have.
             is_old_setting = name.startswith('optimizer.') and name not in self._fingerprints
-            if saved[name] != self._fingerprints.get(name) and not is_old_setting:
-                differing.append(name)
+            value = self._fingerprints.get(name)
+            if saved_value != value and not is_old_setting:
+                differing[name] = f'{name} {_short(saved_value)} there, {_short(value)} here'
         if not differing:
             return
-        details = ', '.join(
-            f'{name} {_short(saved[name])} there, {_short(self._fingerprints.get(name))} here' for name in differing
-        )
+        details = ', '.join(differing.values())
         message = (
             'a resumed run must have the data, processor, vocabulary, adapter and optimizer of its checkpoint, got: '
             f'other {" and ".join(differing)} ({details})'

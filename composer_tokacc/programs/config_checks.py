@@ -29,6 +29,7 @@ from composer_tokacc.programs.models import EVAL_METRICS, TRAIN_METRICS, check_m
 from composer_tokacc.programs.registry import HOST_HINTS, build_section, import_by_name
 from composer_tokacc.programs.schema import (
     REPORT_KEYS,
+    Sections,
     TrainConfig,
     check_arguments,
     check_names,
@@ -150,7 +151,7 @@ def _check_optimizer(optimizer: Section) -> None:
 
     The optimizer of the run would show a mistake only after the model is loaded, which may take minutes.
     """
-    parts = check_value('optimizer.parts', optimizer.get('parts'), dict[str, dict[str, Any]] | None) or {}
+    parts = check_value('optimizer.parts', optimizer.get('parts'), Sections | None) or {}
     for arguments in ({}, *parts.values()):
         parameter = torch.nn.Parameter(torch.zeros(1))
         build_section('optimizer', {**optimizer, **arguments}, [parameter])

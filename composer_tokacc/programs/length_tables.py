@@ -105,7 +105,8 @@ def read_lengths(path: str) -> LengthTable:
     if len(columns) != len(names):
         raise ConfigError('lengths', f'must have {len(names)} numbers a line, got: {len(columns)} in {path}')
     tokens = columns[names.index('tokens')]
-    table: dict[str, Any] = dict.fromkeys(CSV_COLUMNS.values(), np.zeros(len(tokens), dtype=np.int32))
+    unknown = np.zeros(len(tokens), dtype=np.int32)
+    table: dict[str, Any] = dict.fromkeys(CSV_COLUMNS.values(), unknown)
     for name, values in zip(names, columns, strict=True):
         most: Any = LONGEST_SAMPLE
         if name in ('image_tokens', 'loss_tokens'):

@@ -74,12 +74,10 @@ def fault_of_machine(error: BaseException) -> str:
     fault, text = _matching_fault(error)
     if fault is None:
         return ''
-    return fault.message.format(
-        text=text,
-        # The soft limit. In a run allow_open_files() has set it to the hard one.
-        limit=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        port=os.environ.get('MASTER_PORT', ''),
-    )
+    # The soft limit. In a run allow_open_files() has set it to the hard one.
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    port = os.environ.get('MASTER_PORT', '')
+    return fault.message.format(text=text, limit=limit, port=port)
 
 
 def has_lost_rank(error: BaseException) -> bool:

@@ -9,9 +9,9 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-import numpy as np
 from composer.core import State
 from composer.loggers import InMemoryLogger
 from composer.models import HuggingFaceModel
@@ -91,7 +91,7 @@ def summarize(
     means = {}
     for name, (_, values) in monitored.items():
         if not name.startswith('source/'):
-            means[name] = float(np.mean(values))
+            means[name] = fmean(values)
     training_sets = getattr(parts.train_dataset, 'datasets', [parts.train_dataset])
     skipped = []
     fitted = []
@@ -124,8 +124,8 @@ def _sources(metrics: Mapping[str, Series]) -> dict[str, dict[str, float]]:
         logged = select(metrics, f'token_monitor/source/{name}/*')
         source = {
             'tokens': sum(tokens),
-            'weight': float(np.mean(logged['weight'][1])),
-            'positions': float(np.mean(logged['positions'][1])),
+            'weight': fmean(logged['weight'][1]),
+            'positions': fmean(logged['positions'][1]),
         }
         if 'loss' in logged:
             _, losses = logged['loss']

@@ -33,6 +33,8 @@ Options = TypeVar('Options')
 Hint = Any
 """An annotation: a class, a union, ``Annotated`` or ``Literal``."""
 
+Sections = dict[str, dict[str, Any]]
+"""Settings of several things, by name."""
 Count = Annotated[int, Field(ge=1)]
 """A number of things, at least one."""
 NotNegative = Annotated[int, Field(ge=0)]

@@ -48,6 +48,7 @@ from composer_tokacc.programs.models import read_config
 from composer_tokacc.programs.registry import import_by_name
 from composer_tokacc.programs.schema import (
     Count,
+    Sections,
     TrainConfig,
     check_arguments,
     check_names,
@@ -289,8 +290,7 @@ class FileSource(Source):
             raise ConfigError('loader.regroup_ranks', f'and `microbatching.regroup` must be on for {need}, got: off')
 
     def _check_parts(self) -> None:
-        parts_hint = Annotated[dict[str, dict[str, Any]], Field(min_length=1)]
-        check_value('dataset.parts', self.section['parts'], parts_hint)
+        check_value('dataset.parts', self.section['parts'], Annotated[Sections, Field(min_length=1)])
         check_value('dataset.loss_shares_by', self.section.get('loss_shares_by'), Literal['sampling', 'weights', None])
         parts = self._parts()
         keys_by_part = {}
@@ -556,7 +556,7 @@ class ShardSource(Source):
         check_names(path, arguments, known_names - FROM_LOADER)
         if not any(arguments.get(place) for place in SHARD_PLACES):
             raise ConfigError(path, f'must name its shards by one of {", ".join(SHARD_PLACES)}. Give `{path}.local`')
-        streams = check_value(f'{path}.streams', arguments.get('streams'), dict[str, dict[str, Any]] | None)
+        streams = check_value(f'{path}.streams', arguments.get('streams'), Sections | None)
         for name, stream in (streams or {}).items():
             check_names(f'{path}.streams.{name}', stream, inspect.signature(Stream).parameters)
 
