@@ -177,9 +177,9 @@ def rehearse(
     """Runs forward and backward of the heaviest microbatches that are left of a run; a collective.
 
     These are at most five: the ones with the most positions, the most image tokens, the largest ``rows x width^2``, the
-    most logits, and the highest peak by the memory model. If one does not fit, all are run again with half the
-    microbatch size, until a size fits. If the size is ``auto``, the run goes on with it, else it is refused. Weights do
-    not change; gradients, buffers and random numbers are restored.
+    most logits, and the highest peak by the memory model, or without one the most tokens of all kinds. If one does not
+    fit, all are run again with half the microbatch size, until a size fits. If the size is ``auto``, the run goes on
+    with it, else it is refused. Weights do not change; gradients, buffers and random numbers are restored.
 
     Args:
         state: Of a Trainer whose train loader is a :class:`.RegroupingDataLoader`, at ``Event.BATCH_START``.
