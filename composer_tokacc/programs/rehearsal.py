@@ -247,15 +247,17 @@ def heaviest_of_run(run: PlannedRun, options: CutOptions) -> tuple[list[Candidat
 
     ``options`` have the token budget under which planned microbatches are cut again.
     """
-    largest: dict[int, tuple[float, Candidate]] = {}
+    largest: dict[int, tuple[tuple[float, float], Candidate]] = {}
     num_batches = 0
     for step, ranks, window in _plans_left(run):
         num_batches += 1
         for rank in ranks:
             for candidate in _candidates_of_rank(run, step, rank, window, options):
-                for place, size in enumerate(candidate.sizes()):
-                    if place not in largest or size > largest[place][0]:
-                        largest[place] = size, candidate
+                sizes = candidate.sizes()
+                for place, size in enumerate(sizes):
+                    size_and_all = (size, sizes[-1])  # of two of one size, the one that is larger in all
+                    if place not in largest or size_and_all > largest[place][0]:
+                        largest[place] = size_and_all, candidate
     distinct = {id(candidate): candidate for _, candidate in largest.values()}
     # Lightest first, so that the lines show how far it goes.
     return sorted(distinct.values(), key=lambda candidate: candidate.sizes()[-1]), num_batches
