@@ -22,7 +22,6 @@ import numpy as np
 import torch
 
 # Tensors of torch.compile that have a shape but no data: they trace a model that does not fit into memory.
-from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 
 # The common bases of the layers for one, two and three dimensions; for BatchNorm also of SyncBatchNorm.
@@ -44,7 +43,6 @@ __all__ = [
     'FakeTensor',
     'FakeTensorMode',
     'TorchDispatchMode',
-    'detect_fake_mode',
     'tree_flatten',
     'tree_iter',
     'tree_map_only',

@@ -18,6 +18,7 @@ from __future__ import annotations
 import sys
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -36,6 +37,7 @@ from composer_tokacc.programs import ConfigError, TrainConfig
 from composer_tokacc.programs.errors import refuse
 from composer_tokacc.programs.models import tokenizer_of
 from composer_tokacc.programs.runner import run_program
+from composer_tokacc.programs.schema import NotNegative, read_options
 from composer_tokacc.programs.sources import source_of
 
 MAX_WRITTEN_OUT = 4
@@ -48,36 +50,35 @@ MAX_READ_FOR_KINDS = 64
 """Samples that are read to find one of each kind of media, if the dataset does not know the kinds."""
 
 
+@dataclass(kw_only=True)
+class LookOptions:
+    """The program's own keys; see the module's docstring."""
+
+    samples: NotNegative = 12
+    eval: bool = False
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the program. See ``run_program`` for the exit status."""
     parsed, overrides = command_line(__doc__).parse_known_args(arguments)
-    own_arguments = {}
-    config_overrides = []
-    for override in overrides:
-        if override.startswith(('samples=', 'eval=')):
-            key, _, value = override.partition('=')
-            own_arguments[key] = value
-        else:
-            config_overrides.append(override)
-    count = own_arguments.get('samples', '12')
-    is_eval = own_arguments.get('eval', 'false')
-    if not count.isdecimal() or is_eval not in ('true', 'false'):
-        return refuse(ConfigError('samples', f'must be a number and `eval` true or false, got: {own_arguments}'))
-    program = partial(look, count=int(count), is_eval=is_eval == 'true')
-    return run_program(program, parsed.config, config_overrides)
+    try:
+        options, config_overrides = read_options(LookOptions, overrides)
+    except ConfigError as error:
+        return refuse(error)
+    return run_program(partial(look, options), parsed.config, config_overrides)
 
 
-def look(config: TrainConfig, *, count: int = 12, is_eval: bool = False) -> None:
-    """Prints ``count`` samples of the training set or of the eval set."""
+def look(options: LookOptions, config: TrainConfig) -> None:
+    """Prints samples of the training set or of the eval set."""
     source = source_of(config)
     processor = source.build_processor()
-    dataset = source.build_dataset(processor, is_eval=is_eval)
+    dataset = source.build_dataset(processor, is_eval=options.eval)
     if dataset is None:
         raise ConfigError('dataset.eval', 'must be given for eval=true, got: none')
     lengths = source.measure(dataset, processor).lengths
     samples = source.by_index(dataset)
     with while_somebody_reads():
-        for index in choose_samples(samples, lengths, count):
+        for index in choose_samples(samples, lengths, options.samples):
             print(f'\n{described(samples[index], tokenizer_of(processor), index)}', flush=True)
 
 

@@ -27,10 +27,9 @@ from __future__ import annotations
 
 import re
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -48,15 +47,14 @@ from composer_tokacc.layout import BatchLayout
 from composer_tokacc.planning import CostModel
 from composer_tokacc.programs import ConfigError, TrainConfig
 from composer_tokacc.programs.build import build_parts, build_trainer
-from composer_tokacc.programs.config_checks import check_regular_files
-from composer_tokacc.programs.errors import building, local_folder, refuse
-from composer_tokacc.programs.length_tables import lengths_of
+from composer_tokacc.programs.config_checks import check_folder
+from composer_tokacc.programs.errors import local_folder, refuse
+from composer_tokacc.programs.length_tables import StandIns, lengths_of
 from composer_tokacc.programs.models import read_config
 from composer_tokacc.programs.process import command_line, without_warnings
 from composer_tokacc.programs.runner import run_program
-from composer_tokacc.programs.schema import Count, merge, read_overrides, without
+from composer_tokacc.programs.schema import Count, read_options, without
 from composer_tokacc.programs.sources import source_of
-from composer_tokacc.programs.stand_ins import StandIns
 from composer_tokacc.programs.suggest import device_memory_gib, memory_of_run, suggest_for_run
 from composer_tokacc.sizing import MicrobatchTimer, SizingReport, draw_report, fit_cost
 
@@ -84,21 +82,12 @@ class SizeOptions:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the program; see ``run_program`` for the exit status."""
     parsed, overrides = command_line(__doc__).parse_known_args(arguments)
-    option_names = {option.name for option in fields(SizeOptions)}
-    own_overrides = []
-    config_overrides = []
-    for override in overrides:
-        key = re.split('[.=]', override)[0]
-        if key in option_names:
-            own_overrides.append(override)
-        elif key == 'device_memory_gib':
-            config_overrides.append(f'microbatching.{override}')
-        else:
-            config_overrides.append(override)
+    # Our name for it is without its section.
+    overrides = [re.sub(r'^device_memory_gib\b', 'microbatching.device_memory_gib', text) for text in overrides]
     try:
-        options = merge(SizeOptions, read_overrides(own_overrides))
+        options, config_overrides = read_options(SizeOptions, overrides)
         # `lengths=` with nothing behind it must not read the data instead.
-        if options.lengths is None and any(override.startswith('lengths') for override in own_overrides):
+        if options.lengths is None and 'lengths=' in overrides:
             raise ConfigError('lengths', 'must be a CSV file, or figures such as lengths.mean=150, got: nothing')
     except ConfigError as error:
         return refuse(error)
@@ -112,10 +101,8 @@ def _report(options: SizeOptions, config: TrainConfig) -> None:
     started = time.monotonic()
     folder = local_folder('folder', options.folder)
     # A folder that cannot be written is refused now, and not after minutes of work.
-    with building('folder'):
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    check_regular_files('folder', folder, ('size.json', 'size.png'))
+    check_folder('folder', folder, ('size.json', 'size.png'))
+    folder.mkdir(parents=True, exist_ok=True)
     overwrites = (folder / 'size.json').exists()
     with without_warnings():  # they would stand between the lines of the report
         report = size(config, options)

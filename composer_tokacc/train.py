@@ -24,7 +24,7 @@ from composer.core import Callback, State
 from composer.loggers import InMemoryLogger, Logger
 from composer.utils import dist
 
-from composer_tokacc.programs import ConfigError, TrainConfig
+from composer_tokacc.programs import TrainConfig
 from composer_tokacc.programs.answers import answers_of
 from composer_tokacc.programs.build import build_parts, build_trainer, build_trainer_parts
 from composer_tokacc.programs.checkpoints import checkpoint_folder, find_checkpoint_to_resume, lock_folder
@@ -85,7 +85,7 @@ def _dry_run(config: TrainConfig) -> None:
     trainer_arguments = without(config.trainer, 'save_folder', 'autoresume', 'loggers')
     microbatching = replace(config.microbatching, rehearse='heaviest')
     config = replace(config, trainer=trainer_arguments, microbatching=microbatching)
-    trainer_parts = build_trainer_parts(config, with_loggers=False)
+    trainer_parts = build_trainer_parts(config)
     parts = build_parts(config)
     say('starting the Trainer ...')
     trainer = build_trainer(config, parts, InMemoryLogger(), trainer_parts)
@@ -103,7 +103,7 @@ def _dry_run(config: TrainConfig) -> None:
 
 def _train(config: TrainConfig) -> None:
     """Builds the run, trains and evaluates it, and writes its report on the first rank."""
-    trainer_parts = build_trainer_parts(config, with_loggers=True)
+    trainer_parts = build_trainer_parts(config)
     trainer_parts.loggers.append(JsonLines(config.report['folder']))
     history = InMemoryLogger()
     parts = build_parts(config)
@@ -142,14 +142,7 @@ def _fit(trainer: Trainer, first_step: int) -> None:
     if duration is not None and elapsed.get(duration.unit) >= duration:
         return
     say(f'training from step {first_step + 1}, after a check of the model on the first batch ...')
-    try:
-        trainer.fit()
-    except FileExistsError as error:
-        raise ConfigError(
-            'trainer.save_folder',
-            f'must hold no checkpoint that this run would write, got: {error}. Remove it, or go on from it: '
-            'trainer.autoresume=true',
-        ) from error
+    trainer.fit()
 
 
 if __name__ == '__main__':

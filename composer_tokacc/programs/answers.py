@@ -56,29 +56,23 @@ class Answer:
         return without(vars(self), 'images')  # `report.html` shows them
 
 
+@dataclass(eq=False)
 class Answers(Callback):
     """Lets the model answer samples after each evaluation, on the first rank. ``answers.jsonl`` holds all answers."""
 
-    def __init__(
-        self,
-        dataset: SampleDataset,
-        processor: Processor,
-        *,
-        folder: str,
-        num_samples: int,
-        max_new_tokens: int,
-    ) -> None:
-        self.dataset = dataset
-        self.processor = processor
-        self.folder = folder
-        self.num_samples = num_samples
-        self.max_new_tokens = max_new_tokens
-        self.last: list[Answer] = []
-        self._can_generate = True
+    dataset: SampleDataset
+    processor: Processor
+    folder: str
+    num_samples: int
+    max_new_tokens: int
+    last: list[Answer] = field(default_factory=list)
+    """The answers of the last evaluation."""
+    can_generate: bool = True
+    """False once the model has failed to."""
 
     def eval_end(self, state: State, logger: Logger) -> None:
         """Lets the model answer, and appends its answers to the file."""
-        if dist.get_global_rank() or not self._can_generate:
+        if dist.get_global_rank() or not self.can_generate:
             return
         try:
             self.last = answer_eval_samples(
@@ -89,7 +83,7 @@ class Answers(Callback):
                 max_new_tokens=self.max_new_tokens,
             )
         except Exception as error:  # a model that cannot generate can still be trained
-            self._can_generate = False
+            self.can_generate = False
             log.warning('Nothing is answered at evaluations: %s: %s', type(error).__name__, error)
             return
         path = Path(self.folder.format(run_name=state.run_name)) / 'answers.jsonl'

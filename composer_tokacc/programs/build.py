@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sized
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ class TrainerParts:
     algorithms: list[Algorithm]
     callbacks: list[Callback]
     scheduler: ComposerScheduler
-    loggers: list[LoggerDestination] = field(default_factory=list)
+    loggers: list[LoggerDestination]
 
 
 @dataclass(kw_only=True)
@@ -55,14 +55,13 @@ class RunParts:
     """``device_train_microbatch_size`` of the run, after ``suggest`` was answered."""
 
 
-def build_trainer_parts(config: TrainConfig, *, with_loggers: bool) -> TrainerParts:
+def build_trainer_parts(config: TrainConfig) -> TrainerParts:
     """Builds algorithms, callbacks, scheduler and loggers.
 
-    Called before the data is read, because their constructors may refuse the config. Loggers can be left out, because
-    some open a connection.
+    Called before the data is read, because their constructors may refuse the config.
     """
     return TrainerParts(
-        loggers=build_all(config, 'loggers') if with_loggers else [],
+        loggers=build_all(config, 'loggers'),
         algorithms=build_all(config, 'algorithms'),
         callbacks=build_all(config, 'callbacks'),
         scheduler=build_section('scheduler', config.scheduler),
@@ -75,7 +74,8 @@ def build_parts(config: TrainConfig) -> RunParts:
     # Before the data, because the ranks read it together.
     if dist.get_world_size() > 1:
         say(f'waiting for {dist.get_world_size()} ranks ...')
-    device = get_device(config.trainer.get('device'))
+    with building('trainer.device'):
+        device = get_device(config.trainer.get('device'))
     dist.initialize_dist(device, config.trainer.get('dist_timeout', DIST_TIMEOUT))
     say('reading the data ...')
     source = source_of(config)
@@ -86,8 +86,7 @@ def build_parts(config: TrainConfig) -> RunParts:
     with building('model'):
         model = build_model(processor=processor, seed=config.seed, **asdict(config.model))
     if config.microbatching.device_train_microbatch_size == 'suggest':
-        with building('microbatching.device_train_microbatch_size'):
-            size, slot_tokens = apply_suggestion(config, train_dataset, processor)
+        size, slot_tokens = apply_suggestion(config, train_dataset, processor)
         microbatching = replace(config.microbatching, device_train_microbatch_size=size, slot_tokens=slot_tokens)
         config = replace(config, microbatching=microbatching)
         source = source_of(config)  # because the loader plans with the suggested size
@@ -143,9 +142,9 @@ def build_trainer(
         config: The run.
         parts: Its data and model.
         history: Logs the run in memory, in addition to the loggers of ``trainer_parts``.
-        trainer_parts: Default: the parts that the config names, without its loggers.
+        trainer_parts: Default: the parts that the config names.
     """
-    trainer_parts = trainer_parts or build_trainer_parts(config, with_loggers=False)
+    trainer_parts = trainer_parts or build_trainer_parts(config)
     arguments = without(config.trainer, 'loggers')
     if parts.microbatch_size is not None:
         arguments['device_train_microbatch_size'] = parts.microbatch_size

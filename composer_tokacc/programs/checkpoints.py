@@ -21,6 +21,7 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist, format_name_with_dist, partial_format
 from filelock import FileLock, Timeout
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -29,8 +30,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from composer_tokacc.cache import whole_file
 from composer_tokacc.compat import composer_state_types
 from composer_tokacc.data import identify_data, identify_processor, identify_vocabulary
-from composer_tokacc.programs.errors import ConfigError, shorten
+from composer_tokacc.programs.errors import ConfigError, building, shorten
 from composer_tokacc.programs.host_types import Processor, Section
+from composer_tokacc.programs.schema import check_value
 
 log = logging.getLogger(__name__)
 
@@ -58,24 +60,17 @@ def lock_folder(folder: Path | None) -> Iterator[None]:
     if folder is None:
         yield
         return
-    lock = FileLock(folder / '.lock')
+    folder.mkdir(parents=True, exist_ok=True)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=0)
+        acquired = FileLock(folder / '.lock').acquire(timeout=0)
     except Timeout as error:
         raise ConfigError(
             'trainer.save_folder',
             f'must be free, got: {folder}, into which another run is writing. Wait for it, or give this one a '
             '`trainer.run_name` and a `trainer.save_folder` of its own',
         ) from error
-    except OSError as error:
-        raise ConfigError(
-            'trainer.save_folder', f'must be a folder that can be written, got: {folder} ({error.strerror})'
-        ) from error
-    try:
+    with acquired:
         yield
-    finally:
-        lock.release()
 
 
 def find_checkpoint_to_resume(trainer: Section) -> str:
@@ -158,7 +153,7 @@ def _damage_of_folder(path: Path) -> str:
 
 
 def check_checkpoint(key: str, path: Path) -> None:
-    """Refuses a path that cannot be a checkpoint: another folder, a pipe, a text. ``key`` is its key in a config."""
+    """Refuses a path that cannot be a checkpoint: another folder, a pipe, a text. ``key`` names it in the error."""
     reason = ''
     if not path.exists():
         reason = 'which is not there'
@@ -171,8 +166,23 @@ def check_checkpoint(key: str, path: Path) -> None:
     elif not path.is_file() or not zipfile.is_zipfile(path):
         reason = 'which is compressed, incomplete or not written by Composer'
     if reason:
-        message = f'must be a checkpoint file, or the folder of a sharded one, got: {path}, {reason}'
-        raise ConfigError(key, message if key else f'the checkpoint {message}')
+        raise ConfigError(key, f'must be a checkpoint file, or the folder of a sharded one, got: {path}, {reason}')
+
+
+@contextmanager
+def reading_checkpoint(path: Path) -> Iterator[None]:
+    """Turns any error while a checkpoint is read into one line, because a file of another program may hold anything."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception
+        reason = str(error).partition('. ')[0]  # torch goes on to say how code in the file could be run
+        raise ConfigError(
+            '',
+            'the checkpoint must be complete and written by Composer for a HuggingFaceModel, and hold only tensors and '
+            f'plain values, got: {path} ({type(error).__name__}: {shorten(reason)})',
+        ) from error
 
 
 def read_state(path: Path, *, mmap: bool = False) -> dict[str, Any]:
@@ -181,16 +191,8 @@ def read_state(path: Path, *, mmap: bool = False) -> dict[str, Any]:
     Raises:
         ConfigError: If another program wrote it, or it holds objects of classes that ``compat`` does not list.
     """
-    try:
-        with torch.serialization.safe_globals(composer_state_types()):
-            return dict(torch.load(path, map_location='cpu', mmap=mmap, weights_only=True)['state'])
-    except Exception as error:
-        reason = shorten(str(error).partition('. ')[0])  # torch goes on to say how its code could be run
-        raise ConfigError(
-            '',
-            'the checkpoint must be complete and written by Composer, and hold only tensors and plain values, got: '
-            f'{path} ({reason})',
-        ) from error
+    with reading_checkpoint(path), torch.serialization.safe_globals(composer_state_types()):
+        return dict(torch.load(path, map_location='cpu', mmap=mmap, weights_only=True)['state'])
 
 
 def remember_unused_parameters(optimizer: torch.optim.Optimizer) -> None:
@@ -216,22 +218,13 @@ def _shape(sizes: Sequence[int], dtype: torch.dtype) -> Shape:
     return (*sizes, 'not of floats')
 
 
-@dataclass(frozen=True)
-class Weight:
-    """A weight of the model in memory."""
-
-    shape: Shape
-    address: int
-    """Place in memory. Tied weights share it."""
-
-    @classmethod
-    def of_model(cls, model: torch.nn.Module) -> dict[str, Weight]:
-        """Returns the weights of a model by name."""
-        weights = {}
-        for name, value in model.state_dict().items():
-            if isinstance(value, torch.Tensor):
-                weights[name] = cls(_shape(value.shape, value.dtype), value.data_ptr())
-        return weights
+def _shapes_of(weights: Mapping[str, Any]) -> dict[str, Shape]:
+    """Returns the shapes of the tensors among the weights, by name."""
+    shapes = {}
+    for name, value in weights.items():
+        if isinstance(value, torch.Tensor):
+            shapes[name] = _shape(value.shape, value.dtype)
+    return shapes
 
 
 @dataclass(frozen=True)
@@ -249,7 +242,8 @@ class SavedRun:
     @classmethod
     def read(cls, path: Path) -> SavedRun:
         """Reads a checkpoint file, or the folder of a sharded one, without its weights."""
-        return cls._read_folder(path) if path.is_dir() else cls._read_file(path)
+        with reading_checkpoint(path):
+            return cls._read_folder(path) if path.is_dir() else cls._read_file(path)
 
     @classmethod
     def _read_folder(cls, path: Path) -> SavedRun:
@@ -264,35 +258,22 @@ class SavedRun:
                 shapes[key.removeprefix('state.model.')] = _shape(entry.size, entry.properties.dtype)
             elif key.startswith('state.optimizers.'):
                 optimizers.add(key.split('.')[2])
-        return cls(path, _fingerprints_of(saved['state'], path), shapes, sorted(optimizers))
+        return cls(path, _fingerprints_of(saved['state']), shapes, sorted(optimizers))
 
     @classmethod
     def _read_file(cls, path: Path) -> SavedRun:
         state = read_state(path, mmap=True)  # mapped: the weights stay on the disk
-        for key in ('model', 'optimizers', 'timestamp'):
-            if not isinstance(state.get(key) or {}, Mapping):
-                raise ConfigError(
-                    '', f'the checkpoint must be one that Composer wrote, got: {path} whose {key} is damaged'
-                )
-        shapes = {}
-        for name, value in (state.get('model') or {}).items():
-            if isinstance(value, torch.Tensor):
-                shapes[name] = _shape(value.shape, value.dtype)
+        shapes = _shapes_of(state.get('model') or {})
         # A state without its timestamp counts as none, because Composer would use it from step 0.
-        optimizers = []
-        if state.get('timestamp'):
-            optimizers = sorted(state.get('optimizers') or {})
-        return cls(path, _fingerprints_of(state, path), shapes, optimizers)
+        optimizers: dict[str, Any] = {}
+        if dict(state.get('timestamp') or {}):
+            optimizers = dict(state.get('optimizers') or {})
+        return cls(path, _fingerprints_of(state), shapes, sorted(optimizers))
 
 
-def _fingerprints_of(state: Section, path: Path) -> str:
+def _fingerprints_of(state: Section) -> str:
     """Returns the fingerprints that :class:`SameData` saved; empty if there are none."""
-    try:
-        callbacks = dict(state.get('callbacks') or {})
-    except ValueError as error:
-        raise ConfigError(
-            '', f'the checkpoint must be one that Composer wrote, got: {path} whose callbacks are damaged'
-        ) from error
+    callbacks = dict(state.get('callbacks') or {})
     return (callbacks.get(SameData.__qualname__) or {}).get('fingerprints', '')
 
 
@@ -331,7 +312,7 @@ class SameData(Callback):
         self.model = model
         self.trainer = trainer
         self.on_other_data = on_other_data
-        self._weights = {} if model is None else Weight.of_model(model)  # before FSDP divides them
+        self._shapes = {} if model is None else _shapes_of(model.state_dict())  # before FSDP divides them
         size = getattr(dataset, 'size', None)  # StreamingDataset's length counts one rank
         num_samples = size if isinstance(size, int) else len(dataset)
         self._fingerprints = {
@@ -371,9 +352,11 @@ class SameData(Callback):
         if self.model is None or self.trainer.get('load_ignore_keys'):
             return
         # Read again if they are not divided by FSDP, because algorithms may have changed the model since.
-        weights = self._weights if state.fsdp_enabled else Weight.of_model(self.model)
+        shapes = self._shapes if state.fsdp_enabled else _shapes_of(self.model.state_dict())
         is_strict = not weights_only or bool(self.trainer.get('load_strict_model_weights', True))
-        _compare_weights(saved, weights, is_strict=is_strict)
+        # Tied weights, such as head and embeddings, may be stored under one of their names.
+        required = [name for name, _ in self.model.named_parameters() if name in shapes]
+        _compare_shapes(saved, shapes, required if is_strict else [], is_strict=is_strict)
         optimizer = type(state.optimizers[0]).__qualname__
         if not weights_only and optimizer not in saved.optimizers:  # Composer would start it from nothing
             raise ConfigError(
@@ -388,29 +371,22 @@ class SameData(Callback):
         self.model = None
 
     def _compare_fingerprints(self, fingerprints: str) -> None:
-        try:
-            saved = dict(json.loads(fingerprints or '{}'))
-        except (TypeError, ValueError) as error:
-            raise ConfigError(
-                '', f'`fingerprints` of a checkpoint must be those that a run wrote, got: {fingerprints!r}'
-            ) from error
-        differing = []
-        for name in saved:
+        with building('fingerprints'):  # of the checkpoint, which somebody may have changed
+            saved = check_value('fingerprints', json.loads(fingerprints or '{}'), dict)
+        differing = {}
+        for name, saved_value in saved.items():
             # Another release of torch may have saved settings of the optimizer that this release does not have.
             is_old_setting = name.startswith('optimizer.') and name not in self._fingerprints
-            if saved[name] != self._fingerprints.get(name) and not is_old_setting:
-                differing.append(name)
+            value = self._fingerprints.get(name)
+            if saved_value != value and not is_old_setting:
+                differing[name] = f'{name} {_short(saved_value)} there, {_short(value)} here'
         if not differing:
             return
-        details = ', '.join(
-            f'{name} {_short(saved[name])} there, {_short(self._fingerprints.get(name))} here' for name in differing
-        )
-        self._refuse_or_warn(
+        details = ', '.join(differing.values())
+        message = (
             'a resumed run must have the data, processor, vocabulary, adapter and optimizer of its checkpoint, got: '
             f'other {" and ".join(differing)} ({details})'
         )
-
-    def _refuse_or_warn(self, message: str) -> None:
         if self.on_other_data == 'warn':
             log.warning('%s; goes on because of `loader.on_other_data`.', message)
             return
@@ -438,31 +414,29 @@ def _checkpoint_to_load(trainer: Section, run_name: str) -> tuple[Path | None, b
     return None, weights_only
 
 
-def _compare_weights(saved: SavedRun, weights: dict[str, Weight], *, is_strict: bool) -> None:
-    """Refuses a checkpoint whose weights have other shapes or, if strict, other names."""
-    # Tied weights, such as head and embeddings, may be stored under one of their names. Then none of them is missing.
-    saved_addresses = {weight.address for name, weight in weights.items() if name in saved.shapes}
-    differing = {}
-    for name, weight in weights.items():
-        saved_shape = saved.shapes.get(name)
-        if saved_shape is None:
-            if is_strict and weight.address not in saved_addresses:
-                differing[name] = 'missing'
-        elif saved_shape != weight.shape:
-            differing[name] = f'{list(saved_shape)} there, {list(weight.shape)} here'
-    if is_strict:
-        for name in saved.shapes:
-            if name not in weights:
-                differing[name] = 'unknown'
-    if not differing:
-        return
-    name = next(iter(differing))
-    raise ConfigError(
-        '',
-        f'the checkpoint must be of the same model, got: {saved.path} with {len(differing)} others of '
-        f'{len(saved.shapes)} weights ({name}: {differing[name]}). Give the `model` of that run, or another '
-        '`trainer.run_name` and `trainer.save_folder`',
-    )
+def _compare_shapes(
+    saved: SavedRun,
+    shapes: Mapping[str, Shape],
+    required: Sequence[str],
+    *,
+    is_strict: bool,
+) -> None:
+    """Refuses a checkpoint whose weights have other shapes, which lacks required weights or, if strict, has others."""
+    differing = {name: 'missing' for name in required if name not in saved.shapes}
+    for name, saved_shape in saved.shapes.items():
+        shape = shapes.get(name)
+        if shape is None and is_strict:
+            differing[name] = 'unknown'
+        elif shape is not None and shape != saved_shape:
+            differing[name] = f'{list(saved_shape)} there, {list(shape)} here'
+    if differing:
+        name = next(iter(differing))
+        raise ConfigError(
+            '',
+            f'the checkpoint must be of the same model, got: {saved.path} with {len(differing)} others of '
+            f'{len(saved.shapes)} weights ({name}: {differing[name]}). Give the `model` of that run, or another '
+            '`trainer.run_name` and `trainer.save_folder`',
+        )
 
 
 def _short(value: Any) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from composer_tokacc.programs.models import EVAL_METRICS, TRAIN_METRICS, check_m
 from composer_tokacc.programs.registry import HOST_HINTS, build_section, import_by_name
 from composer_tokacc.programs.schema import (
     REPORT_KEYS,
+    Sections,
     TrainConfig,
     check_arguments,
     check_names,
@@ -37,18 +39,18 @@ from composer_tokacc.programs.schema import (
 from composer_tokacc.programs.sources import source_of, token_data_spec_of
 from composer_tokacc.sampling.global_batches import BatchSchedule
 
-# Arguments of the Trainer that other sections fill.
-FILLED_ELSEWHERE = {
-    'model': '`model`',
-    'train_dataloader': '`dataset` and `loader`',
-    'eval_dataloader': '`dataset.eval`',
-    'algorithms': '`algorithms`',
-    'callbacks': '`callbacks`',
-    'optimizers': '`optimizer`',
-    'schedulers': '`scheduler`',
-    'device_train_microbatch_size': '`microbatching.device_train_microbatch_size`',
-    'seed': '`seed`',
-}
+FILLED_ELSEWHERE = (
+    'model',
+    'train_dataloader',
+    'eval_dataloader',
+    'algorithms',
+    'callbacks',
+    'optimizers',
+    'schedulers',
+    'device_train_microbatch_size',
+    'seed',
+)
+"""Arguments of the Trainer that other sections of the file fill."""
 _FSDP = 'trainer.parallelism_config.fsdp'
 
 
@@ -70,7 +72,7 @@ def check_config(config: TrainConfig, *, num_ranks: int | None = None) -> None:
         # The same call as in the run, without data: it refuses options that do not go together.
         token_data_spec_of(config, [], slot_tokens=config.microbatching.slot_tokens)
     _check_trainer(config.trainer)
-    _check_unequal_epochs(config)
+    _check_duration(config)
     _check_optimizer(config.optimizer)
     _check_stoppers(config)
     if config.is_sharded:
@@ -80,12 +82,11 @@ def check_config(config: TrainConfig, *, num_ranks: int | None = None) -> None:
 
 def _check_launcher() -> int:
     """Returns WORLD_SIZE. Refuses values that are no numbers (of LOCAL_RANK, too), and RANK >= WORLD_SIZE."""
-    values = {'RANK': 0, 'LOCAL_RANK': 0, 'WORLD_SIZE': 1}
-    for name, default in values.items():
-        with building(name):
-            values[name] = int(os.environ.get(name, default))
-    rank = values['RANK']
-    world_size = values['WORLD_SIZE']
+    environment = {'RANK': '0', 'LOCAL_RANK': '0', 'WORLD_SIZE': '1', **os.environ}
+    with building('RANK, LOCAL_RANK and WORLD_SIZE'):
+        rank = int(environment['RANK'])
+        int(environment['LOCAL_RANK'])
+        world_size = int(environment['WORLD_SIZE'])
     if rank >= world_size:  # for example RANK=1 alone: without a rank 0 nobody would write checkpoints and results
         raise ConfigError('RANK', f'of the environment must be below WORLD_SIZE, got: {rank} of {world_size}. Unset it')
     return world_size
@@ -99,50 +100,22 @@ def _check_batch_sizes(config: TrainConfig, num_ranks: int) -> None:
     else:
         with building('loader.global_batch_size'):
             schedule = BatchSchedule.from_stages(loader.global_batch_size)
-        for size in schedule.sizes:
-            sizes.append(('global_batch_size', size))
+        sizes += [('global_batch_size', size) for size in schedule.sizes]
     for name, size in sizes:
-        if size % num_ranks == 0:
-            continue
-        below = size // num_ranks * num_ranks
-        suggestions = f'{below} or {below + num_ranks}' if below else f'{num_ranks}'
-        raise ConfigError(
-            f'loader.{name}',
-            f'must be divisible by the number of ranks, got: {size} on {num_ranks} ranks. Set it to {suggestions}, or '
-            'launch another number of ranks',
-        )
-
-
-def _check_unequal_epochs(config: TrainConfig) -> None:
-    """Refuses a duration in epochs with a schedule of the global batch, as Composer would after the data was read."""
-    duration = config.trainer['max_duration']
-    is_in_epochs = ensure_time(duration, TimeUnit.EPOCH).unit == TimeUnit.EPOCH
-    if is_in_epochs and not isinstance(config.loader.global_batch_size, int):
-        raise ConfigError(
-            'trainer.max_duration',
-            'must be in tokens, samples or batches with a schedule of `loader.global_batch_size`, which gives epochs '
-            f'unequal numbers of batches, got: {duration}',
-        )
+        if size % num_ranks:
+            raise ConfigError(
+                f'loader.{name}', f'must be divisible by the number of ranks, got: {size} on {num_ranks} ranks'
+            )
 
 
 def _check_trainer(trainer: Section) -> None:
-    for name, section in FILLED_ELSEWHERE.items():
+    for name in FILLED_ELSEWHERE:
         if name in trainer:
-            raise ConfigError(f'trainer.{name}', f'must be set in its own section, got: {trainer[name]}. Use {section}')
+            raise ConfigError(f'trainer.{name}', f'must be set in its own section of the file, got: {trainer[name]}')
     # The registry checks `loggers`, a mapping here and objects in the Trainer. The program gives the model, which has
     # no default.
     arguments = {**without(trainer, 'loggers'), 'model': None}
     check_arguments('trainer', Trainer, arguments, hints={**HOST_HINTS, 'model': Any})
-    if trainer.get('max_duration') is None:
-        raise ConfigError('trainer.max_duration', 'must be given. For example 2ep or 500ba')
-    unit = ensure_time(trainer['max_duration'], TimeUnit.EPOCH).unit
-    # Composer refuses seconds only after the model is loaded, and ends no iteration unless it was given a length.
-    if unit in (TimeUnit.SECOND, TimeUnit.ITERATION):
-        raise ConfigError(
-            'trainer.max_duration',
-            'must be in epochs, batches, samples or tokens (2ep, 500ba, 10000sp, 5000000tok), got: '
-            f'{trainer["max_duration"]}',
-        )
     parallelism = trainer.get('parallelism_config') or {}
     # `tp` takes Python objects, and the Trainer drops `fsdp2`.
     keys = [key for key, value in parallelism.items() if value is not None]
@@ -158,12 +131,27 @@ def _check_trainer(trainer: Section) -> None:
         raise ConfigError('trainer.run_name', 'must be given, because `trainer.save_folder` has {run_name} in it')
 
 
+def _check_duration(config: TrainConfig) -> None:
+    """Refuses units that Composer refuses after the model is loaded. A run in iterations would never end."""
+    duration = config.trainer.get('max_duration')
+    if duration is None:
+        raise ConfigError('trainer.max_duration', 'must be given. For example 2ep or 500ba')
+    unit = ensure_time(duration, TimeUnit.EPOCH).unit
+    units = [TimeUnit.BATCH, TimeUnit.SAMPLE, TimeUnit.TOKEN]
+    # With a schedule of the global batch, epochs have unequal numbers of batches.
+    if isinstance(config.loader.global_batch_size, int):
+        units.append(TimeUnit.EPOCH)
+    if unit not in units:
+        names = ', '.join(f'{unit.name.lower()} ({unit.value})' for unit in units)
+        raise ConfigError('trainer.max_duration', f'must be in one of the units {names}, got: {duration}')
+
+
 def _check_optimizer(optimizer: Section) -> None:
     """Builds the optimizer for a single weight, once with the arguments of each part of the model.
 
     The optimizer of the run would show a mistake only after the model is loaded, which may take minutes.
     """
-    parts = check_value('optimizer.parts', optimizer.get('parts'), dict[str, dict[str, Any]] | None) or {}
+    parts = check_value('optimizer.parts', optimizer.get('parts'), Sections | None) or {}
     for arguments in ({}, *parts.values()):
         parameter = torch.nn.Parameter(torch.zeros(1))
         build_section('optimizer', {**optimizer, **arguments}, [parameter])
@@ -171,28 +159,25 @@ def _check_optimizer(optimizer: Section) -> None:
 
 def _check_stoppers(config: TrainConfig) -> None:
     """Refuses a stopper of a metric that the run does not compute, because it would never stop the run."""
-    eval_metrics = EVAL_METRICS if config.dataset.get('eval') else ()
-    train_metrics = TRAIN_METRICS if config.model.train_metrics else ()
-    metrics = {
-        'eval': [metric.__name__ for metric in eval_metrics],
-        'train': [metric.__name__ for metric in train_metrics],
-    }
+    metrics = set()
+    if config.dataset.get('eval'):
+        metrics |= {('eval', metric.__name__) for metric in EVAL_METRICS}
+    if config.model.train_metrics:
+        metrics |= {('train', metric.__name__) for metric in TRAIN_METRICS}
     for name in ('early_stopper', 'threshold_stopper'):
         arguments = config.callbacks.get(name) or {}
-        monitor = arguments.get('monitor')
-        label = arguments.get('dataloader_label')
-        if name in config.callbacks and monitor not in metrics.get(str(label), ()):
+        watched = str(arguments.get('dataloader_label')), str(arguments.get('monitor'))
+        if name in config.callbacks and watched not in metrics:
             raise ConfigError(
                 f'callbacks.{name}',
-                f'must watch a metric of this run, got: {monitor} of {label}. The metrics are {metrics}. Give '
-                '`dataset.eval` or `model.train_metrics`, and the name of a metric as it stands here',
+                f'must have `dataloader_label` and `monitor` of a metric of this run, got: {watched}. The metrics are '
+                f'{sorted(metrics)}. `dataset.eval` and `model.train_metrics` add some',
             )
 
 
 def _check_sharding(config: TrainConfig) -> None:
     """Refuses settings of FSDP that Composer drops without a word or refuses in the first step."""
-    settings = config.trainer['parallelism_config']['fsdp']
-    settings = check_value(_FSDP, settings, dict)
+    settings = check_value(_FSDP, config.trainer['parallelism_config']['fsdp'], dict)
     # FSDP2's settings (FSDP_VERSION=2) come from the same mapping. Names are checked here, because FSDPConfig takes any
     # name. check_arguments() checks the values.
     known_names = {setting.name for cls in (FSDPConfig, FSDP2Config) for setting in dataclasses.fields(cls)}
@@ -202,17 +187,10 @@ def _check_sharding(config: TrainConfig) -> None:
     shards = settings.get('data_parallel_shard_degree', -1)
     if os.environ.get('FSDP_VERSION') == '2':
         if replicas is not None or shards != -1:
-            raise ConfigError(
-                _FSDP,
-                'must be without `data_parallel_replicate_degree` and `data_parallel_shard_degree` with '
-                f'FSDP_VERSION=2, which shards over all ranks and ignores them, got: {replicas} and {shards}',
-            )
-        return
-    if replicas is None and 'HYBRID' in str(settings.get('sharding_strategy')).upper():
+            raise ConfigError(_FSDP, f'must be without degrees with FSDP_VERSION=2, got: {replicas} and {shards}')
+    elif replicas is None and 'HYBRID' in str(settings.get('sharding_strategy')).upper():
         raise ConfigError(
-            f'{_FSDP}.data_parallel_replicate_degree',
-            f'must be given with {settings["sharding_strategy"]}, which shards over all ranks without it. Set it to '
-            'the number of nodes',
+            f'{_FSDP}.data_parallel_replicate_degree', 'must be given with HYBRID. Set it to the number of nodes'
         )
 
 
@@ -226,15 +204,12 @@ def _check_report(config: TrainConfig) -> None:
         if module.partition('.')[0] in sys.stdlib_module_names:
             raise ConfigError('report.name', f'must be a function that takes a FinishedRun, got: {report["name"]}')
     check_arguments('report', function, report, num_positional=1, extra_keys=REPORT_KEYS)
-    if not report.get('export'):
-        return
-    remedy = 'Export the checkpoint afterwards: python -m composer_tokacc.export CHECKPOINT FOLDER'
-    if config.is_sharded:
-        raise ConfigError('report.export', f'must be false with FSDP, which shards the weights, got: true. {remedy}')
-    if config.model.lora is not None and config.model.pretrained is None:
+    is_random_base = config.model.lora is not None and config.model.pretrained is None
+    if report.get('export') and (config.is_sharded or is_random_base):
         raise ConfigError(
             'report.export',
-            f'must be false for `model.lora` on a base with random weights, got: true. {remedy} merge=true',
+            'must be false with FSDP, and for `model.lora` on a base with random weights, got: true. Export the '
+            'checkpoint afterwards: python -m composer_tokacc.export CHECKPOINT FOLDER merge=true',
         )
 
 
@@ -246,39 +221,30 @@ RESULT_FILES = ('metrics.jsonl', 'answers.jsonl', 'result.json', 'report.html')
 
 
 def check_folders(config: TrainConfig) -> None:
-    """Refuses folders that cannot be made, before anything is read.
-
-    Also refuses names that Python would take literally (``~``, URLs), and result files that are no regular files.
-    """
+    """Refuses folders that cannot be written, before anything is read."""
     run_name = str(config.trainer.get('run_name'))
     folders = {'report.folder': config.report['folder'], 'loader.lengths_folder': config.loader.lengths_folder}
     save_folder = config.trainer.get('save_folder')
     if save_folder is not None and '://' not in save_folder:  # Composer also writes to object stores
         folders['trainer.save_folder'] = save_folder
     for path, name in folders.items():
-        if name is None:
-            continue
-        folder = local_folder(path, name.replace('{run_name}', run_name))
-        _check_can_be_made(path, folder)
-        if path == 'report.folder':
-            check_regular_files(path, folder, RESULT_FILES)
+        if name is not None:
+            folder = local_folder(path, name.replace('{run_name}', run_name))
+            files = RESULT_FILES if path == 'report.folder' else ()
+            check_folder(path, folder, files)
 
 
-def _check_can_be_made(path: str, folder: Path) -> None:
-    """Refuses a folder whose nearest parent is not writable. Does not make it, because a dry run writes nothing."""
-    existing = folder
+def check_folder(path: str, folder: Path, files: tuple[str, ...] = ()) -> None:
+    """Refuses a folder that cannot be written, or made. Does not make it, because a dry run writes nothing.
+
+    Also refuses a folder, pipe or device under the name of one of ``files``. Opening a pipe could wait for ever.
+    """
     try:
-        while not existing.exists():
-            existing = existing.parent
+        existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+        tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
-        raise ConfigError(path, f'must be a folder that can be made, got: {folder} ({error.strerror})') from error
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise ConfigError(path, f'must be a folder that can be made, got: {folder}, as {existing} is not writable')
-
-
-def check_regular_files(path: str, folder: Path, names: tuple[str, ...]) -> None:
-    """Refuses a folder, pipe or device under the name of a file to be written. Opening a pipe could wait for ever."""
-    for name in names:
+        raise ConfigError(path, f'must be a folder that can be written, got: {folder} ({error.strerror})') from error
+    for name in files:
         file = folder / name
         if file.exists() and not file.is_file():
             raise ConfigError(path, f'must have no folder, pipe or device in the way of its files, got: {file}')

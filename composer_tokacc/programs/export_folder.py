@@ -18,11 +18,10 @@ from composer.models import HuggingFaceModel
 from composer.models.huggingface import get_hf_config_from_composer_state_dict
 from safetensors import SafetensorError
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from composer_tokacc.programs.checkpoints import check_checkpoint, read_state
+from composer_tokacc.programs.checkpoints import check_checkpoint, read_state, reading_checkpoint
 from composer_tokacc.programs.errors import ConfigError, building
 from composer_tokacc.programs.host_types import Section
 from composer_tokacc.programs.lora import load_weights, refuse_partial, with_saved_adapter
@@ -59,7 +58,7 @@ def _export(
     *,
     merge: bool,
 ) -> None:
-    try:
+    with reading_checkpoint(checkpoint):
         metadata = state['integrations']['huggingface']
         adapter = metadata['model'].get('peft_config')
         generation_config = metadata['model'].get('generation_config')
@@ -67,16 +66,7 @@ def _export(
             generation_config = GenerationConfig.from_dict(generation_config['content'])
         weights = {name.removeprefix('model.'): value for name, value in state['model'].items()}
         _check_finite(weights, str(checkpoint))
-        # Composer raises anything for a type of model that Transformers does not know.
         config = get_hf_config_from_composer_state_dict({'state': dict(state)})
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(
-            '',
-            f'the checkpoint must be one of a HuggingFaceModel, got: {checkpoint} with {sorted(state)} '
-            f'({type(error).__name__}: {error})',
-        ) from error
     if adapter is not None and not merge:
         _save_adapter(config, adapter['content'], weights, folder)
     else:
@@ -100,15 +90,11 @@ def export_model(model: HuggingFaceModel, folder: Path) -> None:
 
 def _read(checkpoint: Path, scratch: Path) -> dict[str, Any]:
     """Reads the ``state`` of a checkpoint. A sharded one is put together in ``scratch``."""
-    check_checkpoint('', checkpoint)
+    check_checkpoint('CHECKPOINT', checkpoint)
     if not checkpoint.is_dir():
         return read_state(checkpoint)
-    try:
+    with reading_checkpoint(checkpoint):
         dcp_to_torch_save(checkpoint.resolve(), scratch / 'whole.pt')
-    except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception
-        raise ConfigError(
-            '', f'the checkpoint must be complete and written by Composer, got: {checkpoint} ({error})'
-        ) from error
     return read_state(scratch / 'whole.pt')
 
 
@@ -163,19 +149,27 @@ def _save_adapter(
     peft.get_peft_config(dict(content)).save_pretrained(str(folder))
 
 
-def _with_weights(config: PretrainedConfig, adapter: Section | None, weights: Mapping[str, torch.Tensor]) -> Any:
+def _with_weights(
+    config: PretrainedConfig,
+    adapter: Section | None,
+    weights: Mapping[str, torch.Tensor],
+) -> Any:
     """Returns the model with its weights. An adapter, if there is one, is merged into the base."""
     if adapter is not None:
         return _merged(config, adapter['content'], weights)
     model = empty_model(config)
-    loaded = load_weights(model, weights, assign=True)
+    _, unknown = load_weights(model, weights, assign=True)
     model.tie_weights()  # a head that is tied to the embeddings may be stored once
     missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    refuse_partial(f'the weights of a {type(model).__name__}', missing, loaded.unexpected_keys)
+    refuse_partial(f'the weights of a {type(model).__name__}', missing, unknown)
     return model
 
 
-def _merged(config: PretrainedConfig, content: Section, weights: Mapping[str, torch.Tensor]) -> Any:
+def _merged(
+    config: PretrainedConfig,
+    content: Section,
+    weights: Mapping[str, torch.Tensor],
+) -> Any:
     """Returns the base with an adapter merged into it."""
     # Only a base with random weights is in the checkpoint itself.
     has_base = any('.base_layer.' in name for name in weights)

@@ -1,24 +1,29 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Lengths of samples that are not at hand: from a CSV file, or drawn from a few figures. For ``size lengths=...``."""
+"""For ``size lengths=...``: lengths of samples that are not at hand, and samples that stand for them."""
 
 from __future__ import annotations
 
-import csv
-import gzip
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
+import torch
+from PIL import Image
 from pydantic import Field
+from transformers import PretrainedConfig
 
 from composer_tokacc.data import LengthTable
+from composer_tokacc.layout import BatchLayout
 from composer_tokacc.programs.errors import ConfigError, shorten
-from composer_tokacc.programs.host_types import Section
+from composer_tokacc.programs.host_types import Row, Section
+from composer_tokacc.programs.models import tokenizer_of
+from composer_tokacc.programs.process import without_warnings
 from composer_tokacc.programs.schema import build_dataclass
 
 CSV_COLUMNS = {
@@ -31,6 +36,10 @@ CSV_COLUMNS = {
 LONGEST_SAMPLE = 2**24
 """Most tokens of a sample, far more than any model takes. With a hundred times as many the simulation fills the
 memory."""
+CLASS_TOKENS = {'clip_vision_model': 1, 'siglip_vision_model': 0}
+"""Features in addition to the patches, for the encoders that have one fixed image size."""
+SMALL_SIDE, LARGE_SIDE = 336, 1344
+"""Side of a small and a large image, in pixels. If tokens depend on the size, these two differ in their number."""
 
 
 @dataclass(kw_only=True)
@@ -83,62 +92,135 @@ def lengths_of(source: str | Section, *, longest: int | None, seed: int) -> Leng
 
 def read_lengths(path: str) -> LengthTable:
     """Reads a line for each sample: ``tokens``, and perhaps ``image_tokens``, ``loss_tokens``, ``vision_patches``."""
-    if not Path(path).is_file():  # reading a pipe would wait for somebody to write to it
-        raise ConfigError('lengths', f'must be a CSV file, plain or .gz, got: {path}')
-    try:
-        opener = gzip.open if path.endswith('.gz') else open
-        with opener(path, 'rt', encoding='utf-8-sig') as file:
-            lines = csv.reader(file)
-            names = [name.strip() for name in next(lines, [])]
-            _check_header(names, path)
-            rows = []
-            for line in lines:
-                if line:
-                    rows.append(_row(line, len(names), f'line {lines.line_num} of {path}'))
-    except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError('lengths', f'must be a CSV file, plain or .gz, got: {path} ({error})') from error
-    if not rows:
+    names, columns = _read_csv(path)
+    if 'tokens' not in names or not set(names) <= CSV_COLUMNS.keys() or len(names) != len(set(names)):
+        allowed_names = ', '.join(CSV_COLUMNS)
+        raise ConfigError(
+            'lengths',
+            f'must have the columns {allowed_names}, or only some with tokens, got: {shorten(", ".join(names), 300)} '
+            f'in {path}',
+        )
+    if not columns.size:
         raise ConfigError('lengths', f'must hold at least one sample, got: none in {path}')
-    table: dict[str, Any] = dict.fromkeys(CSV_COLUMNS.values(), np.zeros(len(rows), dtype=np.int32))
-    for name, values in zip(names, zip(*rows, strict=True), strict=True):
-        table[CSV_COLUMNS[name]] = np.array(values, dtype=np.int32)
-    for name in ('image_tokens', 'loss_tokens'):
-        _check_at_most_tokens(table, name, path)
+    if len(columns) != len(names):
+        raise ConfigError('lengths', f'must have {len(names)} numbers a line, got: {len(columns)} in {path}')
+    tokens = columns[names.index('tokens')]
+    unknown = np.zeros(len(tokens), dtype=np.int32)
+    table: dict[str, Any] = dict.fromkeys(CSV_COLUMNS.values(), unknown)
+    for name, values in zip(names, columns, strict=True):
+        most: Any = LONGEST_SAMPLE
+        if name in ('image_tokens', 'loss_tokens'):
+            most = tokens
+        is_valid = (values >= 0) & (values <= most) & (values % 1 == 0)
+        if not is_valid.all():
+            row = int(is_valid.argmin())
+            raise ConfigError(
+                'lengths',
+                f'must have whole numbers up to {LONGEST_SAMPLE}, and no more {name} than tokens, got: {values[row]:g} '
+                f'{name} in row {row + 1} of {path}',
+            )
+        table[CSV_COLUMNS[name]] = values.astype(np.int32)
     return LengthTable(**table)
 
 
-def _check_header(names: list[str], path: str) -> None:
-    if 'tokens' in names and set(names) <= CSV_COLUMNS.keys() and len(names) == len(set(names)):
-        return
-    optional = [name for name in CSV_COLUMNS if name != 'tokens']
-    raise ConfigError(
-        'lengths',
-        f'must have the column tokens once, and perhaps {", ".join(optional)}, got: {shorten(", ".join(names), 300)} '
-        f'in {path}. Rename or remove the others',
+def _read_csv(path: str) -> tuple[list[str], np.ndarray]:
+    """Returns the names in the first line, and the numbers of each column."""
+    if not Path(path).is_file():  # reading a pipe would wait for somebody to write to it
+        raise ConfigError('lengths', f'must be a CSV file, plain or .gz, got: {path}')
+    read = partial(
+        np.loadtxt,
+        path,
+        delimiter=',',
+        comments=None,
+        quotechar='"',
+        encoding='utf-8-sig',
+        ndmin=2,
     )
-
-
-def _row(line: list[str], num_columns: int, place: str) -> list[int]:
-    """Returns the numbers of a line; ``place`` names the line in the error."""
     try:
-        values = [int(value) for value in line]
-    except ValueError:
-        values = []
-    if len(values) == num_columns and min(values) >= 0 and max(values) <= LONGEST_SAMPLE:
-        return values
-    raise ConfigError(
-        'lengths',
-        f'must have {num_columns} whole numbers up to {LONGEST_SAMPLE} a line, got: {shorten(",".join(line), 300)} '
-        f'({place})',
-    )
+        with without_warnings():  # of an empty file
+            header = read(dtype=str, max_rows=1)
+            # As floats, because numpy would read 1.5 as the integer 1.
+            lines = read(dtype=float, skiprows=1)
+    except (OSError, EOFError, ValueError) as error:
+        raise ConfigError('lengths', f'must be a CSV file of numbers, plain or .gz, got: {path} ({error})') from error
+    names = [name.strip() for name in header.ravel()]
+    return names, lines.T
 
 
-def _check_at_most_tokens(table: Mapping[str, np.ndarray], name: str, path: str) -> None:
-    over = table[name] > table['lengths']
-    if over.any():
-        row = int(over.argmax())
-        raise ConfigError(
-            'lengths',
-            f'must have at most as many {name} as tokens, got: {table[name][row]} of {table["lengths"][row]} in row '
-            f'{row + 1} of {path}',
-        )
+class StandIns:
+    """Samples with the shapes that the memory model must see: no image, a small image, a large image.
+
+    Their lengths are not those of the table, because the memory model brings its batches to a width of its own.
+
+    Args:
+        table: The lengths of the samples. They decide which samples have an image.
+        processor: The processor of the run; None for a fresh model.
+        config: The config of the model. Without a processor it must tell the shape of an image.
+    """
+
+    def __init__(
+        self,
+        table: LengthTable,
+        processor: Any,
+        config: PretrainedConfig,
+    ) -> None:
+        self.image_tokens = table.image_tokens
+        self.processor = processor
+        self._image_sample: dict[str, torch.Tensor] | None = None
+        if processor is None and table.image_tokens.any():
+            self._image_sample = _image_sample_of(config)
+            if self._image_sample is None:
+                raise ConfigError(
+                    'lengths',
+                    f'with images of any size needs `model.pretrained`, got: a `model.config` of {config.model_type}. '
+                    'Name a checkpoint; its folder needs no weights',
+                )
+
+    def __len__(self) -> int:
+        return len(self.image_tokens)
+
+    def __getitem__(self, index: int) -> Row:
+        """Returns a sample, with an image if the table has one. The row with the most tokens has the large image."""
+        has_image = bool(self.image_tokens[index])
+        if self.processor is not None:
+            sample = self._processed(index)
+        elif has_image and self._image_sample is not None:
+            sample = dict(self._image_sample)
+        else:
+            token = torch.ones(1, 1, dtype=torch.long)
+            sample = {'input_ids': token, 'attention_mask': token}
+        return {**sample, 'labels': sample['input_ids'].clone(), 'num_images': [int(has_image)]}
+
+    def _processed(self, index: int) -> Row:
+        content = [{'type': 'text', 'text': 'a'}]
+        has_image = bool(self.image_tokens[index])
+        if has_image:
+            content.insert(0, {'type': 'image'})
+        text = self.processor.apply_chat_template([{'role': 'user', 'content': content}], tokenize=False)
+        if not has_image:
+            return dict(tokenizer_of(self.processor)(text=text, return_tensors='pt'))
+        is_largest = self.image_tokens[index] == self.image_tokens.max()
+        side = LARGE_SIDE if is_largest else SMALL_SIDE
+        image = Image.new('RGB', (side, side))
+        return dict(self.processor(text=text, return_tensors='pt', images=[image]))
+
+
+def _image_sample_of(config: Any) -> dict[str, torch.Tensor] | None:
+    """Returns a sample of one image for LLaVA with an encoder of one image size; None for other models.
+
+    If an encoder takes images of any size, or cuts them into tiles, its config does not tell how large they are.
+    """
+    vision_config: Any = getattr(config, 'vision_config', None)
+    token_id = BatchLayout.for_model(config).image_token_id
+    if config.model_type != 'llava' or vision_config.model_type not in CLASS_TOKENS or token_id is None:
+        return None
+    side = vision_config.image_size
+    num_tokens = (side // vision_config.patch_size) ** 2 + CLASS_TOKENS[vision_config.model_type]
+    if config.vision_feature_select_strategy == 'default':  # drops the first feature
+        num_tokens -= 1
+    token_ids = torch.full((1, num_tokens), token_id)
+    return {
+        'input_ids': token_ids,
+        'attention_mask': torch.ones_like(token_ids),
+        'pixel_values': torch.zeros(1, vision_config.num_channels, side, side),
+    }

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
@@ -33,20 +33,6 @@ IN_ADAPTER = re.compile(r'\.(lora_|modules_to_save\.)')
 """Matches the name of a parameter that belongs to an adapter."""
 NUM_VALUES = 32
 """Values at both ends of a frozen tensor that identify a base. The last rows belong to added tokens."""
-
-
-class LoadedKeys(Protocol):
-    """The result of ``load_state_dict``."""
-
-    @property
-    def missing_keys(self) -> list[str]:
-        """Weights of the model that were not loaded."""
-        ...
-
-    @property
-    def unexpected_keys(self) -> list[str]:
-        """Weights that the model does not have."""
-        ...
 
 
 ModuleNames = Annotated[list[Name], Field(min_length=1)]
@@ -97,13 +83,10 @@ def with_adapter(
         if value is not None and name != 'bits':
             settings[PEFT_NAMES.get(name, name)] = value
     settings.setdefault('lora_alpha', 2 * settings['r'])
-    _check_modules_to_save(model, settings.get('modules_to_save', ()))
-    linear_layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    widest = max((max(layer.weight.shape) for layer in linear_layers), default=0)
-    if settings['r'] > widest > 0:
-        raise ConfigError(
-            'model.lora.r', f'must be at most the width of the widest layer, got: {settings["r"]} > {widest}'
-        )
+    module_names = [name for name, _ in model.named_modules()]
+    for name in settings.get('modules_to_save', ()):  # peft would drop it in silence
+        if not any(f'.{full_name}'.endswith(f'.{name}') for full_name in module_names):
+            raise ConfigError('model.lora.modules_to_save', f'must name modules of the model, got: {name!r}')
     with building('model.lora'):
         from peft import LoraConfig
         from peft.utils import ModulesToSaveWrapper
@@ -117,15 +100,6 @@ def with_adapter(
         if _name_in_base(name) in never_trained:
             parameter.requires_grad_(False)
     return model
-
-
-def _check_modules_to_save(model: nn.Module, names: Sequence[str]) -> None:
-    module_names = [name for name, _ in model.named_modules()]
-    for name in names:
-        if not any(full_name == name or full_name.endswith(f'.{name}') for full_name in module_names):
-            raise ConfigError(
-                'model.lora.modules_to_save', f'must name modules of the model, got: {name!r}, which fits none'
-            )
 
 
 def with_saved_adapter(
@@ -146,11 +120,11 @@ def with_saved_adapter(
     import peft
 
     model = _attach(model, peft.get_peft_config(dict(content)), content.get('base_model_name_or_path'))
-    loaded = load_weights(model, weights, assign=assign)
+    missing, unknown = load_weights(model, weights, assign=assign)
     # A checkpoint may leave out the base, but not a part of the base or of the adapter.
     has_base = any('.base_layer.' in name for name in weights)
-    missing = [name for name in loaded.missing_keys if has_base or IN_ADAPTER.search(name)]
-    refuse_partial('a whole adapter of its base', missing, loaded.unexpected_keys)
+    needed = [name for name in missing if has_base or IN_ADAPTER.search(name)]
+    refuse_partial('a whole adapter of its base', needed, unknown)
     return model
 
 
@@ -178,15 +152,18 @@ def load_weights(
     weights: Mapping[str, torch.Tensor],
     *,
     assign: bool,
-) -> LoadedKeys:
-    """Loads the weights of a checkpoint and returns the names that were missing or unknown."""
-    try:
-        return model.load_state_dict(dict(weights), strict=False, assign=assign)
-    except RuntimeError as error:
-        raise ConfigError('', f'the checkpoint must fit its model, got: {error}') from error
+) -> tuple[list[str], list[str]]:
+    """Loads the weights of a checkpoint and returns the names that were missing and those that are unknown."""
+    with building('the weights of the checkpoint'):
+        missing, unknown = model.load_state_dict(dict(weights), strict=False, assign=assign)
+    return missing, unknown
 
 
-def four_bit_options(lora: Section, empty_model: nn.Module, dtype: torch.dtype) -> dict[str, Any]:
+def four_bit_options(
+    lora: Section,
+    empty_model: nn.Module,
+    dtype: torch.dtype,
+) -> dict[str, Any]:
     """Returns arguments of ``from_pretrained`` for a base in 4 bits, as in QLoRA: NF4 with double quantization.
 
     Only the language model's linear layers are rounded. Encoders, head and ``modules_to_save`` stay as they are.

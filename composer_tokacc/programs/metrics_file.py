@@ -9,12 +9,11 @@ import fnmatch
 import json
 import math
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
-from composer.core import State
+from composer.core import Event, State
 from composer.loggers import Logger, LoggerDestination
 from composer.utils import dist
 
@@ -38,16 +37,16 @@ class JsonLines(LoggerDestination):
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
-        self._file: TextIO | None = None
+        self._path: Path | None = None
+        """The file; None before the first event, and on other ranks."""
         self._line: dict[str, float | None] = {}
 
-    def fit_start(self, state: State, logger: Logger) -> None:
-        """Opens the file."""
-        self._open(state)
-
-    def eval_start(self, state: State, logger: Logger) -> None:
-        """Opens the file if it is closed: a run that has nothing left to train may still be evaluated."""
-        self._open(state)
+    def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        """Prepares the file at the start of a fit or an evaluation, and writes a line for each step and evaluation."""
+        if event in (Event.FIT_START, Event.EVAL_START):  # a run with nothing left to train may still be evaluated
+            self._open(state)
+        elif event in (Event.BATCH_END, Event.EVAL_END, Event.FIT_END):
+            self._write(state)
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         """Adds numbers to the next line. NaN and infinity become null, because JSON has no word for them."""
@@ -56,25 +55,12 @@ class JsonLines(LoggerDestination):
                 number = float(value)
                 self._line[name] = number if math.isfinite(number) else None
 
-    def batch_end(self, state: State, logger: Logger) -> None:
-        """Writes the line of the step."""
-        self._write(state)
-
-    def eval_end(self, state: State, logger: Logger) -> None:
-        """Writes the line of an evaluation."""
-        self._write(state)
-
-    def fit_end(self, state: State, logger: Logger) -> None:
-        """Writes numbers that callbacks have logged after the last step."""
-        self._write(state)
-
     def close(self, state: State, logger: Logger) -> None:
-        """Closes the file."""
+        """Writes numbers that were logged at last."""
         self._write(state)
-        self._close()
 
     def _open(self, state: State) -> None:
-        if dist.get_global_rank() or self._file is not None:
+        if dist.get_global_rank() or self._path is not None:
             return
         path = Path(self.folder.format(run_name=state.run_name)) / METRICS_FILE
         with building('report.folder'):
@@ -82,25 +68,17 @@ class JsonLines(LoggerDestination):
         step = state.timestamp.batch.value
         if step and path.exists():
             _drop_lines_after(path, step)
-        self._file = path.open('a' if step else 'w', encoding='utf-8')
+        else:
+            path.write_text('')
+        self._path = path
 
     def _write(self, state: State) -> None:
-        if self._file is not None and self._line:
-            try:
-                line = {'step': state.timestamp.batch.value, **self._line}
-                self._file.write(json.dumps(line) + '\n')
-                self._file.flush()
-            except OSError:
-                # Closed here, or Composer would close it at exit and log a second traceback.
-                self._close()
-                raise
-        self._line = {}
-
-    def _close(self) -> None:
-        file, self._file = self._file, None
-        if file is not None:
-            with suppress(OSError):  # on a full disk the buffer cannot be written either
-                file.close()
+        line = {'step': state.timestamp.batch.value, **self._line}
+        has_numbers = bool(self._line)
+        self._line = {}  # before writing: on a full disk Composer calls close() afterwards
+        if self._path is not None and has_numbers:
+            with self._path.open('a', encoding='utf-8') as file:
+                file.write(json.dumps(line) + '\n')
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,11 +19,10 @@ from composer.metrics import LanguageCrossEntropy, MaskedAccuracy
 from composer.models import HuggingFaceModel
 from pydantic import Field
 from torch import nn
-from torch.func import functional_call
 from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig, PretrainedConfig
 from transformers.models.auto import modeling_auto as auto
 
-from composer_tokacc.compat import FakeTensorMode, detect_fake_mode, skip_embedding_resize
+from composer_tokacc.compat import skip_embedding_resize
 from composer_tokacc.model_structure import cast_model, transformer_blocks
 from composer_tokacc.programs.errors import ConfigError, building, unknown_name
 from composer_tokacc.programs.host_types import Processor, Section
@@ -34,7 +33,7 @@ from composer_tokacc.programs.lora import (
     refuse_partial,
     with_adapter,
 )
-from composer_tokacc.programs.schema import Count, Fraction, NotNegative, Positive, check_value
+from composer_tokacc.programs.schema import Count, Fraction, Positive, check_names, check_value
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +41,14 @@ FEATURE_LAYER_FAMILIES = ('llava', 'llava_next', 'llava_next_video', 'llava_onev
 """Model types that read ``hidden_states[vision_feature_layer]`` of their vision encoder, and no later layer."""
 ALWAYS_KNOWN = frozenset({'model_type', 'rope_theta', 'rope_scaling', 'rope_parameters', 'tie_word_embeddings'})
 """Fields that Transformers accepts although not every config class has them as attributes."""
-FIELD_RANGES = {'_size': Annotated[float, Field(ge=1)], '_heads': Count, '_theta': Positive, 'dropout': Fraction}
-"""Ranges of the fields of a config, by the end of their names. Transformers itself accepts any number."""
+FIELD_RANGES = {
+    '^num_': Annotated[float, Field(ge=0)],
+    '_size$': Annotated[float, Field(ge=1)],
+    '_heads$': Count,
+    '_theta$': Positive,
+    'dropout$': Fraction,
+}
+"""Ranges of the fields of a config, by patterns of their names. Transformers itself accepts any number."""
 TRAIN_METRICS = (LanguageCrossEntropy,)
 EVAL_METRICS = (LanguageCrossEntropy, MaskedAccuracy)
 
@@ -126,15 +131,14 @@ def build_transformers_model(
     return model
 
 
-def check_model(pretrained: str | None, config: Section | None, lora: Section | None = None) -> None:
+def check_model(
+    pretrained: str | None,
+    config: Section | None,
+    lora: Section | None = None,
+) -> None:
     """Refuses a model from nowhere or from two places, and a bad adapter, before anything is loaded."""
-    if pretrained is not None and config:
-        raise ConfigError('model', 'must have exactly one of `pretrained` and `config`, got: both. Remove one')
-    if pretrained is None and not config:
-        raise ConfigError(
-            'model',
-            'must have exactly one of `pretrained` and `config`, got: none. Name a checkpoint or a `model_type`',
-        )
+    if (pretrained is not None) == bool(config):
+        raise ConfigError('model', f'must have exactly one of `pretrained` and `config`, got: {pretrained}, {config}')
     if config:
         read_config(None, config)
     if lora is not None:
@@ -169,25 +173,24 @@ def parameter_groups(model: nn.Module, parts: Mapping[str, Section]) -> list[dic
     Parts are named as in :func:`freeze_parameters`. A parameter belongs to the longest name that it lies under.
     """
     groups: dict[str, dict[str, Any]] = {}
-    for name, arguments in parts.items():
+    for name, arguments in (*parts.items(), ('', {})):  # the last one is for all other parameters
         groups[name] = {**arguments, 'params': []}
-    other_group: dict[str, Any] = {'params': []}
     for full_name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        names = [name for name in parts if _lies_under(full_name, name)]
-        if names:
-            longest_name = max(names, key=len)
+        if parameter.requires_grad:
+            names = [name for name in parts if _lies_under(full_name, name)]
+            longest_name = max(names, key=len, default='')
             groups[longest_name]['params'].append(parameter)
-        else:
-            other_group['params'].append(parameter)
     for name, group in groups.items():
-        if not group['params']:
+        if name and not group['params']:
             raise ConfigError('optimizer.parts', f'must name parts of the model that are trained, got: {name}')
-    return [group for group in (*groups.values(), other_group) if group['params']]
+    return [group for group in groups.values() if group['params']]
 
 
-def read_config(pretrained: str | None, config: Section | None, processor: Processor | None = None) -> PretrainedConfig:
+def read_config(
+    pretrained: str | None,
+    config: Section | None,
+    processor: Processor | None = None,
+) -> PretrainedConfig:
     """Returns the config of a checkpoint, or of a fresh model with the given fields, without the model.
 
     Refuses names that the config class does not know, unlike Transformers itself. Vocabulary size, special tokens and
@@ -218,15 +221,10 @@ def _check_fields(settings: Section, default: PretrainedConfig, path: str) -> No
     """Refuses fields that the class does not know and numbers that are out of range, also in configs inside it."""
     known_names = ALWAYS_KNOWN | set(default.to_dict()) | set(default.attribute_map)
     known_names |= set(inspect.signature(type(default).__init__).parameters) - {'self', 'kwargs'}
+    check_names(path, settings, known_names)
     for key, value in settings.items():
-        if key not in known_names:
-            raise ConfigError(path, unknown_name('key', key, known_names))
-        if isinstance(value, int | float):
-            allowed = NotNegative if key.startswith('num_') and isinstance(value, int) else None
-            for ending, hint in FIELD_RANGES.items():
-                if key.endswith(ending):
-                    allowed = hint
-            if allowed is not None:
+        for pattern, allowed in FIELD_RANGES.items():
+            if isinstance(value, int | float) and re.search(pattern, key):
                 check_value(f'{path}.{key}', value, allowed)
         inner = getattr(default, key, None)
         if isinstance(value, dict) and isinstance(inner, PretrainedConfig):
@@ -250,22 +248,21 @@ def _complete_text(settings: dict[str, Any], tokenizer: Any) -> None:
         settings.setdefault(name, getattr(tokenizer, name, None))
 
 
-def _complete_placeholders(settings: dict[str, Any], default: PretrainedConfig, processor: Processor) -> None:
+def _complete_placeholders(
+    settings: dict[str, Any],
+    default: PretrainedConfig,
+    processor: Processor,
+) -> None:
     """Adds the ids of the processor's placeholder tokens, under the names that the class has for them."""
     for modality in ('image', 'video', 'audio'):
+        token_id = getattr(processor, f'{modality}_token_id', None)
+        token = getattr(processor, f'{modality}_token', None)
+        if token_id is None and isinstance(token, str):
+            token_id = tokenizer_of(processor).convert_tokens_to_ids(token)
         names = [f'{modality}_token_index', f'{modality}_token_id']
         known_names = [name for name in names if name in default.to_dict()]
-        token_id = _placeholder_id(processor, modality)
         if known_names and token_id is not None and not settings.keys() & set(names):
             settings[known_names[0]] = token_id
-
-
-def _placeholder_id(processor: Processor, modality: str) -> int | None:
-    token_id = getattr(processor, f'{modality}_token_id', None)
-    token = getattr(processor, f'{modality}_token', None)
-    if token_id is None and isinstance(token, str):
-        return tokenizer_of(processor).convert_tokens_to_ids(token)
-    return token_id
 
 
 def tokenizer_of(processor: Processor | None) -> Any:
@@ -356,8 +353,7 @@ def _freeze_unreached_vision_layers(model: Any) -> set[str]:
     """Freezes the parameters after the vision feature layer, and returns their names. No loss reaches them.
 
     On one rank they would have no gradient and so no optimizer state, which torch asks for when a run is resumed. On
-    several ranks DDP would give them gradients of zero, and weight decay would shrink them. A backward on tensors
-    without data finds them, because releases of Transformers differ: in some the last state is the normed output.
+    several ranks DDP would give them gradients of zero, and weight decay would shrink them.
     """
     if getattr(model.config, 'model_type', None) not in FEATURE_LAYER_FAMILIES:
         return set()
@@ -377,27 +373,26 @@ def _freeze_unreached_vision_layers(model: Any) -> set[str]:
 
 
 def _without_gradient(encoder: Any, feature_layers: Sequence[int]) -> list[str]:
-    """Returns the trained parameters of a vision encoder that its hidden states at some layers do not depend on."""
+    """Returns the parameters of a vision encoder that its hidden states at some layers do not depend on.
+
+    A backward of an encoder without memory finds them, because releases of Transformers differ: in some the last state
+    is the normed output.
+    """
     config = encoder.config
     sides = config.image_size
     if not isinstance(sides, list | tuple):
         sides = (sides, sides)
-    fake_mode = detect_fake_mode() or FakeTensorMode()
-    weights: dict[str, torch.Tensor] = {}
-    for name, value in chain(encoder.named_parameters(), encoder.named_buffers()):
-        weights[name] = fake_mode.from_tensor(value)
-    names = [name for name, parameter in encoder.named_parameters() if parameter.requires_grad]
-    with fake_mode, torch.enable_grad():
-        pixels = torch.empty(1, config.num_channels, *sides, dtype=encoder.dtype, device=encoder.device)
-        states = functional_call(encoder, weights, (pixels,), {'output_hidden_states': True}).hidden_states
+    with torch.device('meta'), torch.enable_grad():
+        twin = type(encoder)(config).to(encoder.dtype)  # flash attention takes no float32
+        pixels = torch.empty(1, config.num_channels, *sides, dtype=encoder.dtype)
+        states = twin(pixels, output_hidden_states=True).hidden_states
         for layer in feature_layers:
             if not -len(states) <= layer < len(states):
                 raise ConfigError(
                     'model.config.vision_feature_layer', f'must be one of {len(states) - 1} layers, got: {layer}'
                 )
-        features = torch.stack([states[layer].sum() for layer in feature_layers]).sum()
-        gradients = torch.autograd.grad(features, [weights[name] for name in names], allow_unused=True)
-    return [name for name, gradient in zip(names, gradients, strict=True) if gradient is None]
+        torch.stack([states[layer].sum() for layer in feature_layers]).sum().backward()
+    return [name for name, parameter in twin.named_parameters() if parameter.grad is None]
 
 
 @skip_embedding_resize

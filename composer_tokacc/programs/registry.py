@@ -121,12 +121,12 @@ HOST_HINTS: dict[str, Hint] = {
 
 def build_all(config: TrainConfig, kind: str) -> list[Any]:
     """Builds the algorithms, callbacks or loggers that a config names, in order."""
+    path = kind
+    section = getattr(config, kind, None)
     if kind == 'loggers':
         path = 'trainer.loggers'
-        section = check_value(path, config.trainer.get('loggers'), dict[str, dict[str, Any] | None] | None)
-    else:
-        path = kind
-        section = getattr(config, kind)
+        section = config.trainer.get('loggers')
+    section = check_value(path, section, dict[str, dict[str, Any] | None] | None)
     parts = []
     for name, arguments in (section or {}).items():
         parts.append(_build_part(kind, f'{path}.{name}', name, arguments))
@@ -179,8 +179,7 @@ def class_by_name(kind: str, name: str) -> Any:
             raise ConfigError(f'{kind}.{name}', f'must be a class derived from {base.__name__}, got: {cls!r}')
         return cls
     classes = _classes_of(kind)
-    suffix = KINDS[kind].suffix
-    target_letters = target.replace('_', '').lower().removesuffix(suffix)
+    target_letters = target.replace('_', '').lower().removesuffix(KINDS[kind].suffix)
     for snake_name, cls in classes.items():
         if snake_name.replace('_', '') == target_letters:
             return cls
@@ -195,10 +194,10 @@ def _classes_of(kind: str) -> dict[str, type]:
     classes = {}
     # A later entry replaces an earlier one, so the first module comes last.
     for module in reversed(KINDS[kind].modules):
-        for cls in vars(module).values():
-            if not inspect.isclass(cls) or not issubclass(cls, base):
+        for _, cls in inspect.getmembers(module, inspect.isclass):
+            if not issubclass(cls, base) or inspect.isabstract(cls):
                 continue
-            if cls is base or cls in UNSUITED or inspect.isabstract(cls):
+            if cls is base or cls in UNSUITED:
                 continue
             # LRMonitor -> lr_monitor, DecoupledAdamW -> decoupled_adamw
             snake_name = re.sub(r'(?<=[A-Za-z])(?=[A-Z][a-z])', '_', cls.__name__).lower()

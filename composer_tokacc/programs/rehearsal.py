@@ -9,6 +9,7 @@ import copy
 import gc
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -46,8 +47,6 @@ log = logging.getLogger(__name__)
 
 MOST_BATCHES = 10_000
 """Global batches that are planned ahead, which takes some ten seconds."""
-ADAM_STATES = 2
-"""Bytes of optimizer states for a byte of parameters, for an optimizer that cannot be tried on a small parameter."""
 NAMED_SAMPLES = 4
 """Samples that an error names."""
 
@@ -67,19 +66,19 @@ class Candidate(NamedTuple):
     predicted: float = 0.0
     """Bytes at the peak of a rank; 0 without a memory model."""
 
-    def sizes(self) -> tuple[int, ...]:
-        """Returns the sizes that memory grows with: positions, a full attention matrix, image tokens, logits."""
+    def sizes(self) -> tuple[float, ...]:
+        """Returns the sizes that memory grows with: positions, a full attention matrix, image tokens, logits, and all.
+
+        The last one is the predicted peak, or without a memory model the sum of tokens of all kinds.
+        """
         positions = self.rows * self.width
         num_logits = positions if self.logits is None else self.logits
-        return positions, self.rows * self.width**2, self.image_tokens, num_logits
+        total = self.predicted or positions + self.image_tokens + num_logits
+        return positions, self.rows * self.width**2, self.image_tokens, num_logits, total
 
     def __str__(self) -> str:
         text = f'{self.rows} rows of {self.width} tokens, {self.image_tokens} image tokens'
         return text if self.logits is None else f'{text}, logits at {self.logits} positions'
-
-    def covers(self, other: Candidate) -> bool:
-        """Returns whether it is at least as large as another in every way."""
-        return all(size >= other_size for size, other_size in zip(self.sizes(), other.sizes(), strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,9 +177,9 @@ def rehearse(
     """Runs forward and backward of the heaviest microbatches that are left of a run; a collective.
 
     These are at most five: the ones with the most positions, the most image tokens, the largest ``rows x width^2``, the
-    most logits, and the highest peak by the memory model. If one does not fit, all are run again with half the
-    microbatch size, until a size fits. If the size is ``auto``, the run goes on with it, else it is refused. Weights do
-    not change; gradients, buffers and random numbers are restored.
+    most logits, and the highest peak by the memory model, or without one the most tokens of all kinds. If one does not
+    fit, all are run again with half the microbatch size, until a size fits. If the size is ``auto``, the run goes on
+    with it, else it is refused. Weights do not change; gradients, buffers and random numbers are restored.
 
     Args:
         state: Of a Trainer whose train loader is a :class:`.RegroupingDataLoader`, at ``Event.BATCH_START``.
@@ -214,7 +213,10 @@ def rehearse(
     longest_sample = int(run.sampler.lengths.max())
     with _undisturbed(state), _room_for_optimizers(state):
         while True:
-            candidates, report.num_batches = _heaviest_of_run(run, options)
+            chosen = heaviest_of_run(run, options) if dist.get_global_rank() == 0 else None
+            chosen = from_any_rank(chosen)  # rank 0 chooses for all
+            assert chosen is not None, 'rank 0 has chosen'
+            candidates, report.num_batches = chosen
             failed = _run_all(run, candidates, report)
             if failed is None:
                 break
@@ -240,32 +242,25 @@ def _token_accumulation(state: State) -> TokenAccumulation | None:
     return None
 
 
-def _heaviest_of_run(run: PlannedRun, options: CutOptions) -> tuple[list[Candidate], int]:
-    """Returns the microbatches to run, and the number of global batches to choose from. Rank 0 chooses for all."""
-    chosen = None
-    if dist.get_global_rank() == 0:
-        largest, num_batches = largest_candidates(run, options)
-        chosen = heaviest(largest, run.memory), num_batches
-    chosen = from_any_rank(chosen)
-    assert chosen is not None, 'rank 0 has chosen'
-    return chosen
-
-
-def largest_candidates(run: PlannedRun, options: CutOptions) -> tuple[list[Candidate], int]:
-    """Returns the microbatches of the rest of a run that no other one covers, and the number of its global batches.
+def heaviest_of_run(run: PlannedRun, options: CutOptions) -> tuple[list[Candidate], int]:
+    """Returns the microbatches that are largest in one of their sizes, and the number of global batches.
 
     ``options`` have the token budget under which planned microbatches are cut again.
     """
-    largest: list[Candidate] = []
+    largest: dict[int, tuple[tuple[float, float], Candidate]] = {}
     num_batches = 0
     for step, ranks, window in _plans_left(run):
         num_batches += 1
         for rank in ranks:
             for candidate in _candidates_of_rank(run, step, rank, window, options):
-                if not any(member.covers(candidate) for member in largest):
-                    largest = [member for member in largest if not candidate.covers(member)]
-                    largest.append(candidate)
-    return largest, num_batches
+                sizes = candidate.sizes()
+                for place, size in enumerate(sizes):
+                    size_and_all = (size, sizes[-1])  # of two of one size, the one that is larger in all
+                    if place not in largest or size_and_all > largest[place][0]:
+                        largest[place] = size_and_all, candidate
+    distinct = {id(candidate): candidate for _, candidate in largest.values()}
+    # Lightest first, so that the lines show how far it goes.
+    return sorted(distinct.values(), key=lambda candidate: candidate.sizes()[-1]), num_batches
 
 
 def _candidates_of_rank(
@@ -288,57 +283,35 @@ def _candidates_of_rank(
     samples_of_rank = []
     for microbatch in rank:
         samples_of_rank.append([window[place] for place in microbatch.indices])
-    for samples, width in _cut_again(samples_of_rank, rank, run.sampler, options):
-        rows = run.sampler.rows.of(np.array(samples))
-        image_tokens = int(rows.image_tokens.sum())
-        num_logits = None
-        if run.labels_per_sample is not None:
-            num_logits = logit_positions(int(run.labels_per_sample[samples].sum()), len(samples) * width)
-        groups = [samples]
-        if split is not None and split.packing:
-            groups = samples_of_rank  # the split needs all rows of the rank to pack them
-        yield Candidate(step, groups, len(samples), width, image_tokens, num_logits)
-
-
-def heaviest(candidates: list[Candidate], memory: MemoryModel | None) -> list[Candidate]:
-    """Returns the candidate that is largest in each of its sizes, and the one with the highest peak; lightest first."""
-    sizes = np.array([candidate.sizes() for candidate in candidates], dtype=float)
-    if memory is None:
-        # The sum of the relative sizes stands for the peak.
-        peaks = (sizes / sizes.max(axis=0).clip(min=1)).sum(axis=1)
-    else:
-        candidates = [candidate._replace(predicted=_predicted(candidate, memory)) for candidate in candidates]
-        peaks = np.array([candidate.predicted for candidate in candidates])
-    places = set(np.column_stack([sizes, peaks]).argmax(axis=0).tolist())
-    by_peak = sorted(places, key=lambda place: (peaks[place], place))
-    return [candidates[place] for place in by_peak]
+    for planned_samples, microbatch in zip(samples_of_rank, rank, strict=True):
+        for samples, width in _cut_again(planned_samples, microbatch, run.sampler, options):
+            image_tokens = int(run.sampler.rows.of(np.array(samples)).image_tokens.sum())
+            num_logits = None
+            if run.labels_per_sample is not None:
+                num_logits = logit_positions(int(run.labels_per_sample[samples].sum()), len(samples) * width)
+            groups = [samples]
+            if split is not None and split.packing:
+                groups = samples_of_rank  # the split needs all rows of the rank to pack them
+            candidate = Candidate(step, groups, len(samples), width, image_tokens, num_logits)
+            if run.memory is not None:
+                candidate = candidate._replace(predicted=_predicted(candidate, run.memory))
+            yield candidate
 
 
 def _cut_again(
-    groups: list[list[int]],
-    planned: Sequence[Microbatch],
-    sampler: RegroupingBatchSampler,
-    options: CutOptions,
+    samples: list[int], planned: Microbatch, sampler: RegroupingBatchSampler, options: CutOptions
 ) -> Iterator[tuple[list[int], int]]:
-    """Yields samples and width of each microbatch. One over the budget is cut as the split will cut it in the run.
-
-    Args:
-        groups: Samples of each planned microbatch.
-        planned: The planned microbatches.
-        sampler: Knows the lengths of the samples.
-        options: Have the budget.
-    """
-    for samples, microbatch in zip(groups, planned, strict=True):
-        if microbatch.num_tokens <= options.max_tokens:
-            yield samples, microbatch.width
-            continue
-        rows_of_samples = sampler.rows.of(np.array(samples))
-        lengths = rows_of_samples.lengths
-        cut = cut_rows(lengths, options, **rows_of_samples.sizes, max_width=microbatch.width)
-        for rows in cut:
-            longest = int(lengths[rows].max())
-            width = -(-longest // options.width_multiple) * options.width_multiple
-            yield [samples[row] for row in rows], width
+    """Yields samples and width of a microbatch, or of its parts if it is over the budget, as the split will cut it."""
+    if planned.num_tokens <= options.max_tokens:
+        yield samples, planned.width
+        return
+    rows_of_samples = sampler.rows.of(np.array(samples))
+    lengths = rows_of_samples.lengths
+    cut = cut_rows(lengths, options, **rows_of_samples.sizes, max_width=planned.width)
+    for rows in cut:
+        longest = int(lengths[rows].max())
+        width = -(-longest // options.width_multiple) * options.width_multiple
+        yield [samples[row] for row in rows], width
 
 
 def _predicted(candidate: Candidate, memory: MemoryModel) -> float:
@@ -380,7 +353,11 @@ def _batches_left(state: State, sampler: RegroupingBatchSampler) -> int:
     return sampler.num_batches  # in tokens or seconds: look through one epoch
 
 
-def _run_all(run: PlannedRun, candidates: list[Candidate], report: RehearsalReport) -> Candidate | None:
+def _run_all(
+    run: PlannedRun,
+    candidates: list[Candidate],
+    report: RehearsalReport,
+) -> Candidate | None:
     """Runs the candidates one after the other. Returns the first that does not fit on some rank."""
     if len(candidates) == 1:
         # The second run finds gradients and logits of the first in memory, as in a step.
@@ -400,7 +377,7 @@ def _peak(run: PlannedRun, candidate: Candidate, size: int) -> int | None:
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     try:
-        for microbatch in _heaviest_cuts(run, candidate, size):
+        for microbatch in _cuts_of(run, candidate, size):
             _run(run, microbatch)
         return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     except RuntimeError as error:
@@ -424,18 +401,15 @@ def _run(run: PlannedRun, microbatch: Batch) -> None:
         with get_precision_context(state.precision, state.precision_config):
             # If the labels are not counted, the microbatch with the most is not known. Then all logits are computed.
             if run.accumulation is not None and run.labels_per_sample is not None:
-                run.accumulation.select_logits(state, batch, _num_labels(microbatch))
+                run.accumulation.select_logits(state, batch, summed(rows_of(microbatch)).loss_tokens)
             outputs = model(batch)
             loss = inner_model(model).loss(outputs, batch)  # pyright: ignore[reportCallIssue]
         terms = list(loss.values()) if isinstance(loss, Mapping) else [loss]
         torch.stack([term.mean() for term in terms]).sum().backward()
 
 
-def _heaviest_cuts(run: PlannedRun, candidate: Candidate, size: int) -> list[Batch]:
-    """Reads the samples of a candidate and cuts them as in the run.
-
-    Returns the largest microbatch and, if the run computes logits only at labels, the one with the most labels.
-    """
+def _cuts_of(run: PlannedRun, candidate: Candidate, size: int) -> list[Batch]:
+    """Reads the samples of a candidate and cuts them into microbatches as in the run."""
     state = run.state
     dataset: Any = cast(RegroupingDataLoader, state.dataloader).dataset
     batch: PreSplitBatch = dataset.__getitems__(RankAssignment(candidate.samples))
@@ -448,16 +422,7 @@ def _heaviest_cuts(run: PlannedRun, candidate: Candidate, size: int) -> list[Bat
         weights = 'token'  # a loader adds its own column to a step, not to a single microbatch
     counted = with_counts(batch, rule, weights)
     split = split_of(state.dataloader)
-    microbatches = microbatches_of(counted) if split is None else split(counted, size)
-    largest = max(microbatches, key=lambda microbatch: (microbatch['labels'].numel(), len(microbatch)))
-    most_labels = max(microbatches, key=_num_labels)
-    if run.labels_per_sample is None or most_labels is largest:
-        return [largest]
-    return [largest, most_labels]
-
-
-def _num_labels(microbatch: Batch) -> int:
-    return summed(rows_of(microbatch)).loss_tokens
+    return list(microbatches_of(counted) if split is None else split(counted, size))
 
 
 @contextmanager
@@ -492,18 +457,17 @@ def _room_for_optimizers(state: State) -> Iterator[None]:
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Returns the bytes of the states that an optimizer will have, measured on a small parameter."""
-    parameter_bytes = 0
+    parameters = []
     for group in optimizer.param_groups:
         for parameter in group['params']:
-            local = parameter.to_local() if hasattr(parameter, 'to_local') else parameter
-            parameter_bytes += local.nbytes
-    small = torch.nn.Parameter(torch.zeros(64, 64))
+            parameters.append(parameter.to_local() if hasattr(parameter, 'to_local') else parameter)
+    parameter_bytes = sum(parameter.nbytes for parameter in parameters)
+    small = torch.nn.Parameter(torch.zeros(64, 64, device=parameters[0].device))
     small.grad = torch.zeros_like(small)
-    try:
-        trial = type(optimizer)([small], **optimizer.defaults)
-        trial.step()
-    except (TypeError, ValueError, RuntimeError):
-        return parameter_bytes * ADAM_STATES
+    trial = copy.copy(optimizer)
+    trial.state = defaultdict(dict)
+    trial.param_groups = [{**optimizer.param_groups[0], 'params': [small]}]
+    trial.step()
     state_bytes = 0
     for state_of_parameter in trial.state.values():
         state_bytes += sum(value.nbytes for value in state_of_parameter.values() if isinstance(value, torch.Tensor))

@@ -9,13 +9,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-import numpy as np
 from composer.core import State
 from composer.loggers import InMemoryLogger
 from composer.models import HuggingFaceModel
-from torch.utils.data import ConcatDataset
 
 from composer_tokacc.programs.answers import Answer
 from composer_tokacc.programs.build import RunParts
@@ -92,22 +91,22 @@ def summarize(
     means = {}
     for name, (_, values) in monitored.items():
         if not name.startswith('source/'):
-            means[name] = float(np.mean(values))
-    datasets = [*_datasets_of(parts.train_dataset), parts.eval_dataset]
+            means[name] = fmean(values)
+    training_sets = getattr(parts.train_dataset, 'datasets', [parts.train_dataset])
     skipped = []
     fitted = []
-    for dataset in datasets:
+    for dataset in (*training_sets, parts.eval_dataset):
         if getattr(dataset, 'skipped', None):
             skipped.append(dataset.skip_report())
         if hasattr(dataset, 'fitted'):
             fitted += dataset.fitted()
     return {
         'run_name': state.run_name,
-        'steps': int(state.timestamp.batch.value),
+        'steps': state.timestamp.batch.value,
         'first_step': first_step,
-        'epochs': int(state.timestamp.epoch.value),
-        'samples': int(state.timestamp.sample.value),
-        'tokens': int(state.timestamp.token.value),
+        'epochs': state.timestamp.epoch.value,
+        'samples': state.timestamp.sample.value,
+        'tokens': state.timestamp.token.value,
         'seconds': round(seconds, 3),
         'loss': {'first': losses[0], 'last': losses[-1]} if losses else {},
         'eval': {name: values[-1] for name, (_, values) in evaluation.items()},
@@ -118,10 +117,6 @@ def summarize(
     }
 
 
-def _datasets_of(dataset: Any) -> list[Any]:
-    return list(dataset.datasets) if isinstance(dataset, ConcatDataset) else [dataset]
-
-
 def _sources(metrics: Mapping[str, Series]) -> dict[str, dict[str, float]]:
     """Returns for each source its total of tokens, its mean shares of weight and cost, and its first and last loss."""
     sources = {}
@@ -129,8 +124,8 @@ def _sources(metrics: Mapping[str, Series]) -> dict[str, dict[str, float]]:
         logged = select(metrics, f'token_monitor/source/{name}/*')
         source = {
             'tokens': sum(tokens),
-            'weight': float(np.mean(logged['weight'][1])),
-            'positions': float(np.mean(logged['positions'][1])),
+            'weight': fmean(logged['weight'][1]),
+            'positions': fmean(logged['positions'][1]),
         }
         if 'loss' in logged:
             _, losses = logged['loss']

@@ -10,8 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from composer.utils import get_device
-
 from composer_tokacc.data import BadSampleError
 from composer_tokacc.programs.config_checks import check_config, check_folders
 from composer_tokacc.programs.errors import ConfigError, building, is_of_host, is_refusal, one_line, refuse
@@ -54,8 +52,6 @@ def run_program(
             if level:
                 logging.getLogger('composer_tokacc').setLevel(level.upper())
         if trains:
-            with building('trainer.device'):
-                get_device(config.trainer.get('device'))
             check_folders(config)
     except ConfigError as error:
         return refuse(error, on_all_ranks=True)

@@ -12,8 +12,9 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -32,6 +33,8 @@ Options = TypeVar('Options')
 Hint = Any
 """An annotation: a class, a union, ``Annotated`` or ``Literal``."""
 
+Sections = dict[str, dict[str, Any]]
+"""Settings of several things, by name."""
 Count = Annotated[int, Field(ge=1)]
 """A number of things, at least one."""
 NotNegative = Annotated[int, Field(ge=0)]
@@ -246,9 +249,28 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
 
 def read_overrides(overrides: Sequence[str]) -> DictConfig:
     """Returns the values of ``key=value`` texts. Refuses the first one that cannot be read."""
+    values = OmegaConf.create()
     for override in overrides:
-        _check_override(override)
-    return OmegaConf.from_dotlist(list(overrides))
+        key, separator, value = override.partition('=')
+        if not separator or not key or key.startswith('-'):
+            raise ConfigError('', f'arguments after the file must be key=value, got: {shorten(override)}')
+        try:
+            values.merge_with_dotlist([override])
+        except INVALID_YAML as error:
+            raise ConfigError(
+                shorten(key, 60),
+                f'must be valid YAML, got: {shorten(value, 200)} ({shorten(error, 200)}). Quote a text that has '
+                'special characters',
+            ) from error
+    return values
+
+
+def read_options(options: type[Options], overrides: Sequence[str]) -> tuple[Options, list[str]]:
+    """Returns the keys of a program's own, as a dataclass, and the overrides that are for the config."""
+    names = {option.name for option in fields(options)}  # type: ignore[arg-type]
+    own_overrides = [override for override in overrides if re.split('[.=]', override)[0] in names]
+    config_overrides = [override for override in overrides if override not in own_overrides]
+    return merge(options, read_overrides(own_overrides)), config_overrides
 
 
 def _read_file(path: str | Path) -> DictConfig:
@@ -266,20 +288,6 @@ def _read_file(path: str | Path) -> DictConfig:
     return content
 
 
-def _check_override(override: str) -> None:
-    key, separator, value = override.partition('=')
-    if not separator or not key or key.startswith('-'):
-        raise ConfigError('', f'arguments after the file must be key=value, got: {shorten(override)}')
-    try:
-        OmegaConf.from_dotlist([override])
-    except INVALID_YAML as error:
-        raise ConfigError(
-            key,
-            f'must be valid YAML, got: {shorten(value, 200)} ({shorten(error, 200)}). Quote a text that has special '
-            f'characters, once for YAML and once for the shell: \'{shorten(key, 60)}="..."\'',
-        ) from error
-
-
 def _spell_out_size(layer: DictConfig) -> None:
     """Replaces ``microbatching.size``, our short name, by ``microbatching.device_train_microbatch_size``."""
     section = layer.get('microbatching')
@@ -290,13 +298,12 @@ def _spell_out_size(layer: DictConfig) -> None:
     section.device_train_microbatch_size = section.pop('size')
 
 
-def merge(options: type[Options], *layers: DictConfig, path: str = '') -> Options:
+def merge(options: type[Options], *layers: DictConfig) -> Options:
     """Returns a checked dataclass. Each value comes from the last layer that has it, or is the default.
 
     Args:
         options: The dataclass.
         *layers: Values, such as those of the file and of the command line.
-        path: The section of the config that the dataclass stands for; empty for the whole config.
     """
     merged: Any = asdict(options())  # type: ignore[arg-type]
     for layer in layers:
@@ -304,12 +311,12 @@ def merge(options: type[Options], *layers: DictConfig, path: str = '') -> Option
     try:
         values = OmegaConf.to_container(OmegaConf.create(merged), resolve=True, throw_on_missing=True)
     except MissingMandatoryValue as error:
-        key = _join(path, error.full_key)
+        key = str(error.full_key)
         raise ConfigError(key, f'must be given. Write {key}=... after the file on the command line') from error
     except OmegaConfBaseException as error:
-        key = _join(path, error.full_key) or 'values'
-        raise ConfigError(key, f'must be valid, got: {shorten(str(error).splitlines()[0])}') from error
-    return build_dataclass(path, options, values)
+        message = shorten(str(error).splitlines()[0])
+        raise ConfigError(str(error.full_key or 'values'), f'must be valid, got: {message}') from error
+    return build_dataclass('', options, values)
 
 
 def _overlay(below: object, above: object) -> object:
@@ -379,7 +386,11 @@ def check_arguments(
     return checked
 
 
-def check_names(path: str, arguments: Iterable[object], known_names: Iterable[str]) -> None:
+def check_names(
+    path: str,
+    arguments: Iterable[object],
+    known_names: Iterable[str],
+) -> None:
     """Refuses the first of ``arguments`` that is not known; ``path`` is the section that they stand in."""
     known_list = list(known_names)
     for key in arguments:
@@ -415,7 +426,7 @@ def check_value(path: str, value: Any, hint: Hint) -> Any:
         checked = checker.validate_python(value)
     except ValidationError as error:
         key_path, wrong_value = _place_of(error, path, value)
-        raise ConfigError(key_path, f'must {_requirement(error)}, got: {_shown(wrong_value)}') from error
+        raise ConfigError(key_path, f'must {_requirement(error)}, got: {shorten(repr(wrong_value), 300)}') from error
     # Pydantic may have put a list into an iterator, which can be read only once.
     return checked if isinstance(checked, bool | int | float | str | tuple) else value
 
@@ -461,16 +472,6 @@ def _requirement(error: ValidationError) -> str:
         if reason not in requirements and detail['type'] != 'is_instance_of':
             requirements.append(reason)
     return ', or '.join(requirements).replace(', or be ', ', or ') or 'be left out'
-
-
-def _shown(value: object) -> str:
-    """Returns a value as it goes into a message, with quotes if they tell a text from a number."""
-    text = shorten(value if isinstance(value, str) else repr(value), 300)
-    if isinstance(value, str) and (value[:1].isdigit() or value in ('', 'true', 'false', 'null')):
-        return repr(text)
-    if isinstance(value, dict) and list(value.values()) == [None]:
-        return f'{text}. Quote a text that has braces'
-    return text
 
 
 def _check_time(value: int | str | None, *, may_be_zero: bool) -> int | str | None:

@@ -14,7 +14,7 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -48,6 +48,7 @@ from composer_tokacc.programs.models import read_config
 from composer_tokacc.programs.registry import import_by_name
 from composer_tokacc.programs.schema import (
     Count,
+    Sections,
     TrainConfig,
     check_arguments,
     check_names,
@@ -84,8 +85,8 @@ PART_KEYS = {'name': Any, **SHARE_KEYS}
 """Keys of a dataset in ``dataset.parts`` that are not arguments of its class."""
 SECTION_KEYS = ('processor', 'eval', 'parts', 'loss_shares_by')
 """Keys of the section ``dataset`` that hold for the whole section, and not for each dataset in it."""
-FROM_LOADER = {'batch_size': 'loader.global_batch_size', 'shuffle': 'loader.shuffle'}
-"""Arguments of StreamingDataset that other keys of the config set, and these keys."""
+FROM_LOADER = {'batch_size', 'shuffle'}
+"""Arguments of StreamingDataset that the section ``loader`` sets."""
 SHARD_PLACES = ('local', 'remote', 'streams')
 """Arguments of StreamingDataset that name the shards."""
 
@@ -125,7 +126,14 @@ class Source(ABC):
         """Returns the training set or the eval set. Without ``dataset.eval`` the eval set is None."""
 
     @abstractmethod
-    def open_loader(self, dataset: Any, processor: Processor, options: Section, *, is_eval: bool) -> OpenedLoader:
+    def open_loader(
+        self,
+        dataset: Any,
+        processor: Processor,
+        options: Section,
+        *,
+        is_eval: bool,
+    ) -> OpenedLoader:
         """Opens the loader of this rank. ``options`` are arguments of torch's DataLoader."""
 
     def by_index(self, dataset: Any) -> Any:
@@ -282,49 +290,36 @@ class FileSource(Source):
             raise ConfigError('loader.regroup_ranks', f'and `microbatching.regroup` must be on for {need}, got: off')
 
     def _check_parts(self) -> None:
-        if not check_value('dataset.parts', self.section['parts'], dict[str, dict[str, Any]]):
-            raise ConfigError('dataset.parts', 'must name at least one dataset, got: {}')
+        check_value('dataset.parts', self.section['parts'], Annotated[Sections, Field(min_length=1)])
+        check_value('dataset.loss_shares_by', self.section.get('loss_shares_by'), Literal['sampling', 'weights', None])
         parts = self._parts()
+        keys_by_part = {}
         for name, part in parts.items():
             _check_dataset(f'dataset.parts.{name}', part, PART_KEYS)
-        check_value('dataset.loss_shares_by', self.section.get('loss_shares_by'), Literal['sampling', 'weights', None])
-        names_by_key = {}
-        for key in SHARE_KEYS:
-            names = [name for name, part in parts.items() if key in part]
-            if names:
-                names_by_key[key] = names
-        self._check_shares(names_by_key, list(parts))
-        has_shares = 'loss_share' in names_by_key
-        if has_shares:
-            total = sum(part['loss_share'] for part in parts.values())
-            if not math.isclose(total, 1, abs_tol=1e-6):
-                raise ConfigError('dataset.parts', f'must have a `loss_share` each that add up to 1, got: {total:g}')
-        if self.shares_by_weights and not (has_shares and self.token_weights == 'column'):
-            raise ConfigError(
-                'dataset.loss_shares_by',
-                'set to weights needs a `loss_share` of each part and '
-                '`algorithms.token_accumulation.token_weights: column`, which applies the weights, got: '
-                f'{names_by_key} and token_weights {self.token_weights}',
-            )
-
-    def _check_shares(self, names_by_key: Mapping[str, Sequence[str]], names: Sequence[str]) -> None:
-        """Refuses parts that say in different ways how much of them is trained.
-
-        Args:
-            names_by_key: For each of ``SHARE_KEYS`` that is used, the parts that have it.
-            names: All parts.
-        """
-        keys = set(names_by_key)
+            keys_by_part[name] = part.keys() & SHARE_KEYS.keys()
+        used_keys = set().union(*keys_by_part.values())
+        has_shares = 'loss_share' in used_keys
         if self.shares_by_weights:
+            if not has_shares or self.token_weights != 'column':
+                raise ConfigError(
+                    'dataset.loss_shares_by',
+                    'set to weights needs a `loss_share` of each part and '
+                    '`algorithms.token_accumulation.token_weights: column`, which applies the weights, got: '
+                    f'{keys_by_part} and token_weights {self.token_weights}',
+                )
             # The shares are kept by weights then, so `epochs` may say how often samples are drawn.
-            keys.discard('epochs')
-        is_partial = any(key != 'epochs' and len(names_by_key[key]) < len(names) for key in keys)
-        if len(keys) > 1 or is_partial:
+            used_keys.discard('epochs')
+        needed_keys = used_keys - {'epochs'}
+        is_complete = all(keys >= needed_keys for keys in keys_by_part.values())
+        if len(used_keys) > 1 or not is_complete:
             raise ConfigError(
                 'dataset.parts',
                 'must all have a `weight`, or all a `loss_share`, or none of both and perhaps `epochs`, got: '
-                f'{names_by_key}, of {names}',
+                f'{keys_by_part}',
             )
+        total = sum(part.get('loss_share', 0) for part in parts.values())
+        if has_shares and not math.isclose(total, 1, abs_tol=1e-6):
+            raise ConfigError('dataset.parts', f'must have a `loss_share` each that add up to 1, got: {total:g}')
 
     def _parts(self) -> dict[str, dict[str, Any]]:
         """Returns the complete settings of each training set by name. A single training set has the name ''."""
@@ -399,7 +394,14 @@ class FileSource(Source):
             'max_image_tokens': _smaller(part.get('max_image_tokens'), microbatching.max_image_tokens),
         }
 
-    def open_loader(self, dataset: Any, processor: Processor, options: Section, *, is_eval: bool) -> OpenedLoader:
+    def open_loader(
+        self,
+        dataset: Any,
+        processor: Processor,
+        options: Section,
+        *,
+        is_eval: bool,
+    ) -> OpenedLoader:
         """Opens the regrouping loader, or torch's if rows must keep their order."""
         if not is_eval and self.config.regroups_ranks:
             return self._regrouping_loader(dataset, processor, options)
@@ -410,7 +412,12 @@ class FileSource(Source):
         dataloader = DataLoader(dataset, batch_size=batch_size, sampler=sampler, drop_last=drop_last, **options)
         return dataloader, self.config.microbatching.slot_tokens
 
-    def _regrouping_loader(self, dataset: Any, processor: Processor, options: Section) -> OpenedLoader:
+    def _regrouping_loader(
+        self,
+        dataset: Any,
+        processor: Processor,
+        options: Section,
+    ) -> OpenedLoader:
         """Opens a loader that assigns the samples of each global batch to ranks by length."""
         loader = self.config.loader
         microbatching = self.config.microbatching
@@ -451,16 +458,6 @@ class FileSource(Source):
             **shares,
             **self.planning,
         )
-        if loader.global_batch_tokens is not None:
-            tokens = sampler.window_tokens()
-            log.info(
-                'Global batches of %d tokens: %d in this epoch, of %d to %d tokens, %.0f on average.',
-                loader.global_batch_tokens,
-                len(tokens),
-                tokens.min(),
-                tokens.max(),
-                tokens.mean(),
-            )
         return RegroupingDataLoader(dataset, batch_sampler=sampler, **options), slot_tokens
 
     def _shares(self, datasets: Sequence[Any], loss_tokens: Any) -> dict[str, Any]:
@@ -553,16 +550,13 @@ class ShardSource(Source):
 
         from composer_tokacc.data.llava_streaming import LlavaStreamingDataset
 
-        for key, source in FROM_LOADER.items():
-            if key in arguments:
-                raise ConfigError(f'{path}.{key}', f'must be left out, got: {arguments[key]}. Set `{source}`')
         check_value(f'{path}.video', arguments.get('video'), DATASET_HINTS['video'])
         own_names = inspect.signature(LlavaStreamingDataset).parameters.keys() - {'processor', 'kwargs'}
         known_names = own_names | inspect.signature(StreamingDataset).parameters.keys()
-        check_names(path, arguments, known_names - FROM_LOADER.keys())
+        check_names(path, arguments, known_names - FROM_LOADER)
         if not any(arguments.get(place) for place in SHARD_PLACES):
             raise ConfigError(path, f'must name its shards by one of {", ".join(SHARD_PLACES)}. Give `{path}.local`')
-        streams = check_value(f'{path}.streams', arguments.get('streams'), dict[str, dict[str, Any]] | None)
+        streams = check_value(f'{path}.streams', arguments.get('streams'), Sections | None)
         for name, stream in (streams or {}).items():
             check_names(f'{path}.streams.{name}', stream, inspect.signature(Stream).parameters)
 
@@ -597,20 +591,20 @@ class ShardSource(Source):
             clean_stale_shared_memory()
             return LlavaStreamingDataset(processor=processor, **arguments)
 
-    def open_loader(self, dataset: Any, processor: Processor, options: Section, *, is_eval: bool) -> OpenedLoader:
+    def open_loader(
+        self,
+        dataset: Any,
+        processor: Processor,
+        options: Section,
+        *,
+        is_eval: bool,
+    ) -> OpenedLoader:
         """Opens StreamingDataLoader, or with ``loader.exchange_ranks`` the one that exchanges samples between ranks."""
         from streaming import StreamingDataLoader  # pyright: ignore[reportMissingImports]
 
         config = self.config
         batch_size = self.rank_batch_size(is_eval=is_eval)
         drop_last = config.loader.drop_last and not is_eval
-        global_batch_size = config.loader.largest_batch
-        if drop_last and dataset.num_samples < global_batch_size:
-            raise ConfigError(
-                'loader.global_batch_size',
-                f'must be at most the dataset with `loader.drop_last`, got: {global_batch_size} > '
-                f'{dataset.num_samples} samples',
-            )
         if is_eval or not config.loader.exchange_ranks:
             # With a separate generator, because seeding workers must not move the random numbers of the run.
             generator = torch.Generator().manual_seed(config.seed + dist.get_global_rank())

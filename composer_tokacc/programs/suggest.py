@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from typing import Any, Protocol
 
@@ -26,7 +26,7 @@ from composer_tokacc.collectives import from_any_rank
 from composer_tokacc.data import TABLE_COLUMNS, LengthTable
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.monitor import TokenMonitor
-from composer_tokacc.programs.errors import ConfigError, PartError, is_refusal
+from composer_tokacc.programs.errors import ConfigError, PartError, building
 from composer_tokacc.programs.host_types import Processor, SampleDataset
 from composer_tokacc.programs.models import build_transformers_model
 from composer_tokacc.programs.process import say
@@ -55,17 +55,11 @@ class DataAndModel(Protocol):
     train_dataset: Any
 
 
-@dataclass(frozen=True)
-class Suggestion:
-    """The answer of rank 0: a size and a width, or a refusal."""
-
-    microbatch_size: int = 0
-    slot_tokens: int = 0
-    refusal: str = ''
-    """Why there is no answer; empty if there is one."""
-
-
-def apply_suggestion(config: TrainConfig, dataset: SampleDataset, processor: Processor) -> tuple[int, int]:
+def apply_suggestion(
+    config: TrainConfig,
+    dataset: SampleDataset,
+    processor: Processor,
+) -> tuple[int, int]:
     """Returns ``device_train_microbatch_size`` and ``slot_tokens`` for ``suggest``; a collective.
 
     Rank 0 decides for the smallest device of all ranks. If it refuses, all ranks do.
@@ -73,14 +67,17 @@ def apply_suggestion(config: TrainConfig, dataset: SampleDataset, processor: Pro
     table = source_of(config).measure(dataset, processor)
     own_memory = config.microbatching.device_memory_gib or device_memory_gib(config)
     smallest_memory = min(dist.all_gather_object(own_memory))
-    suggestion = None
+    answer: tuple[int, int] | ConfigError | None = None
     if dist.get_global_rank() == 0:
-        suggestion = _suggestion(config, dataset, processor, table, smallest_memory)
-    suggestion = from_any_rank(suggestion)
-    assert suggestion is not None, 'rank 0 has one'
-    if suggestion.refusal:
-        raise PartError('microbatching.device_train_microbatch_size', suggestion.refusal)
-    return suggestion.microbatch_size, suggestion.slot_tokens
+        try:
+            answer = _suggestion(config, dataset, processor, table, smallest_memory)
+        except ConfigError as error:
+            answer = error  # raised below, because the other ranks wait for an answer
+    answer = from_any_rank(answer)
+    assert answer is not None, 'rank 0 has one'
+    if isinstance(answer, ConfigError):
+        raise answer
+    return answer
 
 
 def _suggestion(
@@ -89,19 +86,16 @@ def _suggestion(
     processor: Processor | None,
     table: LengthTable,
     memory_gib: float,
-) -> Suggestion:
-    """Returns the suggestion. A refusal is returned too, so that the other ranks, which wait for it, refuse as well."""
-    try:
+) -> tuple[int, int]:
+    """Returns the microbatch size and the width, or raises ConfigError."""
+    path = 'microbatching.device_train_microbatch_size'
+    with building(path):
         memory = memory_of_run(config, dataset, processor, table)
         report = suggest_for_run(config, memory, table, num_ranks=dist.get_world_size(), gib=memory_gib)
-    except ValueError as error:
-        if not isinstance(error, ConfigError) and not is_refusal(error):
-            raise  # an error of a host, which ends this rank; then the launcher ends the others
-        return Suggestion(refusal=str(error))
     if report.too_large:
-        return Suggestion(refusal=report.warnings()[-1])
+        raise PartError(path, report.warnings()[-1])
     log.info('Suggested microbatch size: %s', report.yaml())
-    return Suggestion(report.device_train_microbatch_size, report.slot_tokens)
+    return report.device_train_microbatch_size, report.slot_tokens
 
 
 def suggest_for_run(

@@ -24,7 +24,7 @@ from PIL import Image
 from composer_tokacc import RegroupingBatchSampler
 from composer_tokacc.data import LlavaDataset
 from composer_tokacc.planning import CutOptions
-from composer_tokacc.programs.rehearsal import PlannedRun, heaviest, largest_candidates
+from composer_tokacc.programs.rehearsal import PlannedRun, heaviest_of_run
 from tests.support.family_media import MEDIA
 
 HERE, GREY, BLUE, RED = Path(__file__).parent, '#b8c4d6', '#3b6fb6', '#c8553d'
@@ -42,9 +42,8 @@ def rehearsal(path: Path) -> None:
         num_replicas=2, rank=0,
     )  # fmt: skip
     state: Any = SimpleNamespace(dataloader=None, max_duration=Time.from_epoch(3), timestamp=Timestamp())
-    run = PlannedRun(state=state, sampler=sampler, memory=None, labels_per_sample=None)
-    largest, num_steps = largest_candidates(run, CutOptions(max_tokens=BUDGET))
-    chosen = heaviest(largest, None)
+    run = PlannedRun(state=state, accumulation=None, sampler=sampler, memory=None, labels_per_sample=None)
+    chosen, num_steps = heaviest_of_run(run, CutOptions(max_tokens=BUDGET))
     planned = []
     for epoch in range(3):
         sampler.set_epoch(epoch)

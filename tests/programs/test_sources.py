@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import sys
 
 import pytest
@@ -183,9 +182,8 @@ def test_one_modality_a_step(tmp_path):
     assert {frozenset(kind) for kind in kinds} == {frozenset([True]), frozenset([False])}
 
 
-def test_steps_of_so_many_tokens(tmp_path, caplog):
-    with caplog.at_level(logging.INFO, logger='composer_tokacc'):
-        spec, dataset = build(tmp_path, 'loader.global_batch_tokens=600', 'loader.drop_last=false')
+def test_steps_of_so_many_tokens(tmp_path):
+    spec, dataset = build(tmp_path, 'loader.global_batch_tokens=600', 'loader.drop_last=false')
     lengths = [sample['input_ids'].shape[1] for sample in dataset]
     sampler = spec.dataloader.batch_sampler
     assert len(spec.dataloader) == -(-sum(lengths) // 600)
@@ -193,7 +191,6 @@ def test_steps_of_so_many_tokens(tmp_path, caplog):
     assert tokens == sampler.window_tokens().tolist()
     assert sum(tokens) == sum(lengths)
     assert all(abs(number - 600) < max(lengths) for number in tokens[:-1])
-    assert f'{len(tokens)} in this epoch, of {min(tokens)} to {max(tokens)} tokens' in caplog.text
     # Without a microbatch size one microbatch may hold a whole step of mean length.
     assert spec.dataloader.batch_size == -(-600 * len(lengths) // sum(lengths))
     stock, _ = build(tmp_path, 'loader.drop_last=false')
@@ -228,17 +225,23 @@ MISTAKES = [
     (['loader.global_batch_tokens=99', 'loader.regroup_ranks=false'], 'must be on for `loader.global_batch_tokens`'),
     (['loader.global_batch_size=[[0,4]]', 'microbatching.regroup=false'], 'must be on for a schedule of'),
     (['loader.global_batch_size=[[1,4]]'], r'`loader.global_batch_size`.* or a list of \(start, size\)'),
-    (['loader.global_batch_size=[[0,4],[8ba,8]]', 'trainer.max_duration=2ep'], 'must be in tokens, samples or batches'),
+    (
+        ['loader.global_batch_size=[[0,4],[8ba,8]]', 'trainer.max_duration=2ep'],
+        r'must be in one of the units batch \(ba\), sample \(sp\), token \(tok\), got: 2ep',
+    ),
     (['loader.global_batch_tokens=0'], '`loader.global_batch_tokens` must be greater than or equal to 1'),
-    (['dataset.parts={a: {weight: 1}, b: {}}'], r"must all have a `weight`.*got: {'weight': \['a'\]}"),
-    (['dataset.parts={a: {weight: 1}, b: {weight: 2, epochs: 1}}'], r"'epochs': \['b'\]"),
-    (['dataset.parts={a: {loss_share: 0.3}, b: {weight: 1}}'], r"'weight': \['b'\], 'loss_share': \['a'\]"),
+    (['dataset.parts={a: {weight: 1}, b: {}}'], r"must all have a `weight`.*got: {'a': {'weight'}, 'b': set\(\)}"),
+    (
+        ['dataset.parts={a: {weight: 1}, b: {weight: 2, epochs: 1}}'],
+        "'b': {'epochs', 'weight'}|'b': {'weight', 'epochs'}",
+    ),
+    (['dataset.parts={a: {loss_share: 0.3}, b: {weight: 1}}'], "'a': {'loss_share'}, 'b': {'weight'}"),
     (['dataset.parts={a: {loss_share: 0.3}, b: {loss_share: 0.6}}'], '`loss_share` .* add up to 1, got: 0.9'),
     (['dataset.parts={a: {loss_share: 1}}', 'dataset.loss_shares_by=weights'], 'needs a `loss_share`.*column'),
     (['dataset.parts={a: {loss_share: 1}}', 'dataset.loss_shares_by=luck'], '`dataset.loss_shares_by` must be .*luck'),
     (['dataset.loss_shares_by=weights'], '`dataset` has no key loss_shares_by'),
     (['dataset.parts={a: {epochs: 0}}'], '`dataset.parts.a.epochs` must be greater than 0, got: 0'),
-    (['dataset.parts={a: {epochs: often}}'], '`dataset.parts.a.epochs` must be a valid number, got: often'),
+    (['dataset.parts={a: {epochs: often}}'], "`dataset.parts.a.epochs` must be a valid number, got: 'often'"),
     (['dataset.parts={a: {epoch: 1}}'], '`dataset.parts.a` has no key epoch. Did you mean epochs'),
     (['dataset.parts={a: {name: lava}}'], '`dataset.parts.a.name` has no dataset lava. Did you mean llava'),
     (['dataset.parts=[1]'], '`dataset.parts` must be a mapping'),
@@ -249,12 +252,12 @@ MISTAKES = [
         '`microbatching.cost` has no key lunch. Did you mean launch',
     ),
     (['microbatching.cost={launch: -3}'], '`microbatching.cost`: `launch` must be finite and not negative, got: -3'),
-    (['loader.modality=video'], "`loader.modality` must be 'mixed' or 'per_step', got: video"),
+    (['loader.modality=video'], "`loader.modality` must be 'mixed' or 'per_step', got: 'video'"),
 ]
 VIDEO_MISTAKES = [
     (['dataset.video.num_frame=8'], '`dataset.video` has no key num_frame. Did you mean num_f'),
     (['dataset.video=8'], '`dataset.video` must be a mapping, got: 8'),
-    (['dataset.video.fps=often'], '`dataset.video.fps` must be a valid number, got: often'),
+    (['dataset.video.fps=often'], "`dataset.video.fps` must be a valid number, got: 'often'"),
     (['dataset.video={fps: 1, num_frames: 8}'], '`dataset.video`: `fps` must be left out beside `num_frames`'),
     (['dataset.eval={path: b.json, video: {fps: 0}}'], '`dataset.eval.video`: `fps` must be a positive number'),
     (

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import signal
 
 from composer.core import Callback, State
@@ -46,17 +45,3 @@ class FailOnRank(KillRank):
     def batch_start(self, state: State, logger: Logger) -> None:
         if dist.get_global_rank() == self.rank and int(state.timestamp.batch) == self.batch:
             raise BadSampleError('sample "s7" cannot be read') if self.bad_sample else KeyError('a bug of ours')
-
-
-class KillInWrite(Callback):
-    """Has the system kill this process once it has written so many bytes of the checkpoint behind a step."""
-
-    def __init__(self, *, batch: int, num_bytes: int) -> None:
-        self.batch = batch
-        self.num_bytes = num_bytes
-
-    def batch_end(self, state: State, logger: Logger) -> None:
-        if dist.get_global_rank() == 0 and int(state.timestamp.batch) == self.batch:
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            resource.setrlimit(resource.RLIMIT_FSIZE, (self.num_bytes, self.num_bytes))
-            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)

@@ -19,7 +19,7 @@ def check_overrides(folder: Path, overrides: str) -> str:
     def check() -> None:
         config = load_config(LLAVA, [f'dataset.path={folder}/data.json', overrides])
         check_config(config, num_ranks=1)
-        build_trainer_parts(config, with_loggers=True)
+        build_trainer_parts(config)
 
     return refusal(check, ConfigError)
 
@@ -81,6 +81,7 @@ CONFIGS = {
     'a value that names nothing': ('optimizer.lr=${foo.bar}', '`optimizer.lr`'),
     'a callback that is a number': ('callbacks={1: {}}', '`callbacks`'),
     'callbacks in a list': ('callbacks=[speed_monitor]', '`callbacks`'),
+    'a switch of another word': ('loader.on_other_data=maybe', "must be 'raise' or 'warn', got: 'maybe'"),
     'half a batch': ('trainer.max_duration=1.5ba', '`trainer.max_duration`'),
     'a report in braces of no name': ('report.folder={nope}/x', '`report.folder`'),
     'loggers in a list': ('trainer.loggers=[tensorboard]', '`trainer.loggers`'),
@@ -110,11 +111,11 @@ CONFIGS = {
     'an argument that a callback would drop': ('callbacks.nan_monitor={patience: 3}', 'patience'),
     'early stopping on data that nobody has': (
         'callbacks.early_stopper={monitor: LanguageCrossEntropy, dataloader_label: val}',
-        'of val',
+        "('val', 'LanguageCrossEntropy')",
     ),
     'a threshold of a metric that nobody computes': (
         'callbacks.threshold_stopper={monitor: loss, dataloader_label: eval, threshold: 1}',
-        'loss of eval',
+        "('eval', 'loss')",
     ),
     'groups of no head': ('model.config.text_config.num_key_value_heads=0', 'num_key_value_heads'),
     'a dropout of twice all': ('model.config.text_config.attention_dropout=2.0', 'attention_dropout'),
@@ -143,7 +144,7 @@ CONFIGS = {
         '`trainer.run_name` must be given',
     ),
     'a star that YAML takes for an alias': ('dataset.path=*.json', 'Quote a text that has special characters'),
-    'braces that YAML takes for a mapping': ('report.folder={run_name}', 'Quote a text that has braces'),
+    'braces that YAML takes for a mapping': ('report.folder={run_name}', "got: {'run_name': None}"),
     'a command as a callback': ('callbacks={os.system: {command: "true"}}', 'must be a class derived from Callback'),
     'positions turned by nothing': ('model.config.text_config.rope_theta=0', 'rope_theta'),
 }

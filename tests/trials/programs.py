@@ -228,44 +228,45 @@ PRETRAINED = [
     'trainer.max_duration=1ba',
     'scheduler.t_warmup=1ba',
 ]
+
+
+def exporting(write: Callable[[Path], Any], line: str) -> tuple[Any, ...]:
+    return 'export', EXPORT, write, line
+
+
+def loading(write: Callable[[Path], Any], line: str, *overrides: str) -> tuple[Any, ...]:
+    return 'train', [*LOAD, *overrides], write, line
+
+
+def running(line: str, *overrides: str, write: Callable[[Path], Any] | None = None) -> tuple[Any, ...]:
+    return 'train', [*RUN, *overrides], write, line
+
+
 PROGRAMS: dict[str, tuple[Any, ...]] = {
     # name: (program, arguments, perhaps what writes files, what the line names)
-    'export of a checkpoint': ('export', EXPORT, whole, WORKS),
-    'export of half a checkpoint': ('export', EXPORT, cut, 'a.pt'),
-    'export of a text': ('export', EXPORT, of_bytes(b'no checkpoint'), 'a.pt'),
-    'export of a folder': ('export', EXPORT, a_folder, 'a.pt'),
-    'export of a pipe': ('export', EXPORT, a_pipe, 'a.pt'),
-    'export of a pickle that runs code': ('export', EXPORT, pickled_code, 'a.pt'),
-    'export of a checkpoint that runs code': (
-        'export',
-        EXPORT,
-        lambda folder: torch.save({'state': Running(folder)}, folder / 'a.pt'),
-        'must be complete and written',
+    'export of a checkpoint': exporting(whole, WORKS),
+    'export of half a checkpoint': exporting(cut, 'a.pt'),
+    'export of a text': exporting(of_bytes(b'no checkpoint'), 'a.pt'),
+    'export of a folder': exporting(a_folder, 'a.pt'),
+    'export of a pipe': exporting(a_pipe, 'a.pt'),
+    'export of a pickle that runs code': exporting(pickled_code, 'a.pt'),
+    'export of a checkpoint that runs code': exporting(
+        lambda folder: torch.save({'state': Running(folder)}, folder / 'a.pt'), 'must be complete and written'
     ),
-    'export of NaN weights': ('export', EXPORT, changed(with_nan), 'must be finite numbers'),
-    'export of complex weights': (
-        'export',
-        EXPORT,
+    'export of NaN weights': exporting(changed(with_nan), 'must be finite numbers'),
+    'export of complex weights': exporting(
         changed(lambda state: state.update(model={key: one.cfloat() for key, one in state['model'].items()})),
         'must be finite numbers',
     ),
-    'export of weights alone': ('export', EXPORT, saved({'lm_head.weight': torch.zeros(2)}), "('state')"),
-    'export of a whole module': ('export', EXPORT, saved(torch.nn.Linear(2, 2)), '(Weights only load failed)'),
-    'export of a compiled model': ('export', EXPORT, a_compiled_model, 'a.pt'),
-    'export of a link to itself': (
-        'export',
-        EXPORT,
-        lambda folder: (folder / 'a.pt').symlink_to('a.pt'),
-        'which is not there',
-    ),
-    'export of a folder whose index is damaged': ('export', EXPORT, a_damaged_index, 'a.pt'),
-    'export of a file outside of the target': ('export', EXPORT, changed(with_a_file_outside), 'evil.txt'),
+    'export of weights alone': exporting(saved({'lm_head.weight': torch.zeros(2)}), "(KeyError: 'state')"),
+    'export of a whole module': exporting(saved(torch.nn.Linear(2, 2)), 'Weights only load failed)'),
+    'export of a compiled model': exporting(a_compiled_model, 'a.pt'),
+    'export of a link to itself': exporting(lambda folder: (folder / 'a.pt').symlink_to('a.pt'), 'which is not there'),
+    'export of a folder whose index is damaged': exporting(a_damaged_index, 'a.pt'),
+    'export of a file outside of the target': exporting(changed(with_a_file_outside), 'evil.txt'),
     **{
-        f'export of a checkpoint whose {key} is {given!r}': (
-            'export',
-            EXPORT,
-            changed(lambda state, key=key, given=given: state.update({key: given})),
-            'HuggingFaceModel',
+        f'export of a checkpoint whose {key} is {given!r}': exporting(
+            changed(lambda state, key=key, given=given: state.update({key: given})), 'HuggingFaceModel'
         )
         for key, given in (
             ('integrations', None),
@@ -277,101 +278,63 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
         )
     },
     'export to a store of objects': ('export', ['{folder}/a.pt', 's3://bucket/x'], whole, 'must be written out'),
-    'export without the model': ('export', EXPORT, changed(without('model')), 'a.pt'),
+    'export without the model': exporting(changed(without('model')), 'a.pt'),
     'a column of weights that some samples lack': (
         'train',
         [LLAVA, 'dataset.path={folder}/data.json', 'algorithms.token_accumulation.token_weights=column'],
         half_weighted,
         'sample "b"',
     ),
-    'resume from a checkpoint': ('train', LOAD, whole, WORKS),
-    'resume from half a checkpoint': ('train', LOAD, cut, 'a.pt'),
-    'resume from a folder': ('train', LOAD, a_folder, 'a.pt'),
-    'resume from weights alone': ('train', LOAD, saved({'lm_head.weight': torch.zeros(2)}), 'written by Composer'),
-    'resume from a Hugging Face folder': (
-        'train',
-        LOAD,
-        lambda folder: LlamaConfig().save_pretrained(folder / 'a.pt'),
-        'a.pt',
-    ),
-    'resume from a folder whose index is damaged': ('train', LOAD, a_damaged_index, 'damaged'),
-    'resume from a pickle that runs code': ('train', LOAD, pickled_code, 'a.pt'),
-    'resume without the state of the optimizer': ('train', LOAD, changed(without('optimizers')), 'optimizer'),
-    'resume without the model': ('train', LOAD, changed(without('model')), 'a.pt'),
+    'resume from a checkpoint': loading(whole, WORKS),
+    'resume from half a checkpoint': loading(cut, 'a.pt'),
+    'resume from a folder': loading(a_folder, 'a.pt'),
+    'resume from weights alone': loading(saved({'lm_head.weight': torch.zeros(2)}), 'written by Composer'),
+    'resume from a Hugging Face folder': loading(lambda folder: LlamaConfig().save_pretrained(folder / 'a.pt'), 'a.pt'),
+    'resume from a folder whose index is damaged': loading(a_damaged_index, 'damaged'),
+    'resume from a pickle that runs code': loading(pickled_code, 'a.pt'),
+    'resume without the state of the optimizer': loading(changed(without('optimizers')), 'optimizer'),
+    'resume without the model': loading(changed(without('model')), 'a.pt'),
     **{
-        f'resume from a checkpoint whose {key} is a word': (
-            'train',
-            LOAD,
-            changed(lambda state, key=key: state.update({key: 'x'})),
-            f'whose {key} is damaged',
+        f'resume from a checkpoint whose {key} is a word': loading(
+            changed(lambda state, key=key: state.update({key: 'x'})), 'written by Composer'
         )
         for key in ('model', 'optimizers', 'timestamp')
     },
-    'resume without the time': ('train', LOAD, changed(without('timestamp')), 'timestamp'),
-    'resume from NaN weights': ('train', LOAD, changed(with_nan), 'must be a number, got: nan (sample'),
+    'resume without the time': loading(changed(without('timestamp')), 'timestamp'),
+    'resume from NaN weights': loading(changed(with_nan), 'must be a number, got: nan (sample'),
     **{
-        f'resume with fingerprints {given!r}': (
-            'train',
-            LOAD,
+        f'resume with fingerprints {given!r}': loading(
             changed(lambda state, given=given: dict(state['callbacks'])['SameData'].update(fingerprints=given)),
             '`fingerprints`',
         )
         for given in (3, 'no JSON', '[1]')
     },
-    'resume from a pickle of another ending': (
-        'train',
-        [*RUN, 'trainer.load_path={folder}/a.ckpt'],
-        lambda folder: (folder / 'a.ckpt').write_bytes(pickle.dumps(Running(folder))),
+    'resume from a pickle of another ending': running(
         'a.ckpt',
+        'trainer.load_path={folder}/a.ckpt',
+        write=lambda folder: (folder / 'a.ckpt').write_bytes(pickle.dumps(Running(folder))),
     ),
-    'resume from a compressed pickle': (
-        'train',
-        [*RUN, 'trainer.load_path={folder}/a.pt.gz'],
-        lambda folder: (folder / 'a.pt.gz').write_bytes(gzip.compress(pickle.dumps(Running(folder)))),
+    'resume from a compressed pickle': running(
         'compressed',
+        'trainer.load_path={folder}/a.pt.gz',
+        write=lambda folder: (folder / 'a.pt.gz').write_bytes(gzip.compress(pickle.dumps(Running(folder)))),
     ),
-    'saving compressed checkpoints': (
-        'train',
-        [*RUN, 'trainer.save_folder={folder}', 'trainer.save_filename=a.pt.gz'],
-        None,
-        'must end in .pt',
+    'saving compressed checkpoints': running(
+        'must end in .pt', 'trainer.save_folder={folder}', 'trainer.save_filename=a.pt.gz'
     ),
-    'resume with the state of another optimizer': (
-        'train',
-        LOAD,
-        changed(lambda state: state.update(optimizers={'SGD': state['optimizers']['AdamW']})),
-        "['SGD']",
+    'resume with the state of another optimizer': loading(
+        changed(lambda state: state.update(optimizers={'SGD': state['optimizers']['AdamW']})), "['SGD']"
     ),
-    'resume with the state of an optimizer that is empty': (
-        'train',
-        LOAD,
-        changed(lambda state: state.update(optimizers={'AdamW': {}})),
-        '`trainer`: ',
+    'resume with the state of an optimizer that is empty': loading(
+        changed(lambda state: state.update(optimizers={'AdamW': {}})), '`trainer`: '
     ),
-    'resume with another learning rate': ('train', [*LOAD, 'optimizer.lr=0.1'], whole, 'lr 0.001 there, 0.1 here'),
-    'resume with another learning rate, warned': (
-        'train',
-        [*LOAD, 'optimizer.lr=0.1', 'loader.on_other_data=warn'],
-        whole,
-        WORKS,
+    'resume with another learning rate': loading(whole, 'lr 0.001 there, 0.1 here', 'optimizer.lr=0.1'),
+    'resume with callbacks that are a word': loading(
+        changed(lambda state: state.update(callbacks='x')), 'written by Composer'
     ),
-    'weights alone with another learning rate': (
-        'train',
-        [*LOAD, 'optimizer.lr=0.1', 'trainer.load_weights_only=true'],
-        whole,
-        WORKS,
-    ),
-    'resume with callbacks that are a word': (
-        'train',
-        LOAD,
-        changed(lambda state: state.update(callbacks='x')),
-        'callbacks are damaged',
-    ),
-    'export of a type of model that is not known': (
-        'export',
-        EXPORT,
+    'export of a type of model that is not known': exporting(
         changed(lambda state: metadata(state)['model']['config']['content'].update(model_type='x')),
-        'one of a HuggingFaceModel',
+        'for a HuggingFaceModel',
     ),
     **{
         f'a checkpoint of Transformers with {kind}': ('train', PRETRAINED, a_model(change), expected)
@@ -396,119 +359,61 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
         'Did you mean do_resize?',
     ),
     'look at less than nothing': ('look', [DIGITS, 'samples=-1'], '`samples`'),
-    'no samples to evaluate': ('train', [*RUN, 'dataset.eval.num_samples=0'], None, '`num_samples`'),
-    'a second run into the folder of the first': (
-        'train',
-        [*RUN, 'trainer.save_folder={folder}'],
-        lambda folder: whole(folder, 'ep0-ba1-rank0.pt'),
-        '`trainer.save_folder`',
+    'no samples to evaluate': running('`num_samples`', 'dataset.eval.num_samples=0'),
+    'a second run into the folder of the first': running(
+        'ep0-ba1-rank0.pt may', 'trainer.save_folder={folder}', write=lambda folder: whole(folder, 'ep0-ba1-rank0.pt')
     ),
     'a pipe as the YAML file': ('train', ['{folder}/a.pt'], a_pipe, 'a.pt'),
     'a picture as the YAML file': ('train', ['{folder}/a.pt'], a_picture, 'YAML'),
     'a folder as the YAML file': ('train', ['{folder}/a.pt'], a_folder, 'a.pt'),
     'a dataset of the user that does not know a word': ('look', [DIGITS, 'dataset.split=tset'], None, '`split`'),
-    'an algorithm for another model': (
-        'train',
-        [*RUN, 'algorithms.gated_linear_units={}'],
-        None,
-        '`trainer`: ',
+    'an algorithm for another model': running('`trainer`: ', 'algorithms.gated_linear_units={}'),
+    'a callback that fails in a hook of the model': running(
+        'shows where', 'callbacks.activation_monitor={interval: 1ba}'
     ),
-    'a callback that fails in a hook of the model': (
-        'train',
-        [*RUN, 'callbacks.activation_monitor={interval: 1ba}'],
-        None,
-        'shows where',
+    'an algorithm whose labels are elsewhere': running('shows where', 'algorithms.label_smoothing={smoothing: 0.1}'),
+    'an optimizer for GPUs': running('capturable', 'optimizer.capturable=true'),
+    'a checkpoint of a name that is not there': running(
+        "KeyError: 'nope'", 'trainer.save_folder={folder}', 'trainer.save_filename="{nope}.pt"'
     ),
-    'an algorithm whose labels are elsewhere': (
-        'train',
-        [*RUN, 'algorithms.label_smoothing={smoothing: 0.1}'],
-        None,
-        'shows where',
+    'pictures of three colours for a model of one': running('channels', 'model.config.vision_config.num_channels=1'),
+    'placeholders of another token': running('shows where', 'model.config.image_token_index=5'),
+    'a callback that is none': running(
+        '`callbacks.mine.C` must be a class', 'callbacks={mine.C: {}}', write=mine('class C: pass')
     ),
-    'an optimizer for GPUs': ('train', [*RUN, 'optimizer.capturable=true'], None, 'capturable'),
-    'a checkpoint of a name that is not there': (
-        'train',
-        [*RUN, 'trainer.save_folder={folder}', 'trainer.save_filename="{nope}.pt"'],
-        None,
-        "KeyError: 'nope'",
-    ),
-    'pictures of three colours for a model of one': (
-        'train',
-        [*RUN, 'model.config.vision_config.num_channels=1'],
-        None,
-        'channels',
-    ),
-    'placeholders of another token': ('train', [*RUN, 'model.config.image_token_index=5'], None, 'shows where'),
-    'a callback that is none': (
-        'train',
-        [*RUN, 'callbacks={mine.C: {}}'],
-        mine('class C: pass'),
-        '`callbacks.mine.C` must be a class',
-    ),
-    'samples in lists': (
-        'train',
-        [*RUN, 'dataset.name=mine.Lists'],
-        mine(f'{OWN_DATA}class Lists(DigitsDataset):\n    def __getitem__(self, index): return [1, 2]'),
+    'samples in lists': running(
         'got: list',
+        'dataset.name=mine.Lists',
+        write=mine(f'{OWN_DATA}class Lists(DigitsDataset):\n    def __getitem__(self, index): return [1, 2]'),
     ),
-    'samples of one dimension': (
-        'train',
-        [*RUN, 'dataset.name=mine.Flat'],
-        mine(
+    'samples of one dimension': running(
+        '`input_ids` must be',
+        'dataset.name=mine.Flat',
+        write=mine(
             f'{OWN_DATA}class Flat(DigitsDataset):\n    def __getitem__(self, index):\n'
             '        return {key: value[0] for key, value in super().__getitem__(index).items()}'
         ),
-        '`input_ids` must be',
     ),
-    'a result that is a folder': (
-        'train',
-        RUN,
-        lambda folder: (folder / 'report' / 'result.json').mkdir(parents=True),
-        'result.json',
+    'a result that is a folder': running(
+        'result.json', write=lambda folder: (folder / 'report' / 'result.json').mkdir(parents=True)
     ),
-    'a run name longer than any file may have': (
-        'train',
-        [*RUN, 'trainer.save_folder={folder}/{run_name}', f'trainer.run_name={"x" * 300}'],
-        None,
-        '`trainer.save_folder`',
+    'a run name longer than any file may have': running(
+        '`trainer.save_folder`', 'trainer.save_folder={folder}/{run_name}', f'trainer.run_name={"x" * 300}'
     ),
-    'checkpoints in a folder below a file': (
-        'train',
-        [*RUN, 'trainer.save_folder={folder}/a.pt/x'],
-        of_bytes(b''),
-        '`trainer.save_folder`',
+    'checkpoints in a folder below a file': running(
+        '`trainer.save_folder`', 'trainer.save_folder={folder}/a.pt/x', write=of_bytes(b'')
     ),
-    'a layer of the vision encoder that is not there': (
-        'train',
-        [*RUN, 'model.config.vision_feature_layer=-99'],
-        None,
-        '`model.config.vision_feature_layer`',
+    'a layer of the vision encoder that is not there': running(
+        '`model.config.vision_feature_layer`', 'model.config.vision_feature_layer=-99'
     ),
-    'groups that do not divide heads': (
-        'train',
-        [*RUN, 'model.config.text_config.num_key_value_heads=3'],
-        None,
-        'shows where',
-    ),
-    'a level of logging of another name': (
-        'train',
-        [*RUN, 'trainer.python_log_level=loud'],
-        None,
-        '`trainer.python_log_level`',
-    ),
-    'precision of another name': ('train', [*RUN, 'trainer.precision=fp8ish'], None, 'Precision'),
-    'a folder that a shell would find': ('train', [*RUN, 'trainer.save_folder=~/x'], None, '`trainer.save_folder`'),
-    'an activation that is not there': (
-        'train',
-        [*RUN, 'model.config.text_config.hidden_act=swishy'],
-        None,
-        "KeyError: 'swishy'",
-    ),
-    'a metrics file that is a pipe': (
-        'train',
-        RUN,
-        lambda folder: (folder / 'report').mkdir() or os.mkfifo(folder / 'report' / 'metrics.jsonl'),
+    'groups that do not divide heads': running('shows where', 'model.config.text_config.num_key_value_heads=3'),
+    'a level of logging of another name': running('`trainer.python_log_level`', 'trainer.python_log_level=loud'),
+    'precision of another name': running('Precision', 'trainer.precision=fp8ish'),
+    'a folder that a shell would find': running('`trainer.save_folder`', 'trainer.save_folder=~/x'),
+    'an activation that is not there': running("KeyError: 'swishy'", 'model.config.text_config.hidden_act=swishy'),
+    'a metrics file that is a pipe': running(
         'metrics.jsonl',
+        write=lambda folder: (folder / 'report').mkdir() or os.mkfifo(folder / 'report' / 'metrics.jsonl'),
     ),
     'a size file that is a pipe': (
         'size',
@@ -516,24 +421,14 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
         lambda folder: (folder / 'size').mkdir() or os.mkfifo(folder / 'size' / 'size.json'),
         'size.json',
     ),
-    'a value of 200 kB': ('train', [*RUN, f'dataset.split={"x" * 200_000}'], None, '`split`'),
-    'a warm-up in another unit than the run': (
-        'train',
-        [*RUN, 'trainer.max_duration=30sp', 'trainer.eval_interval=30sp'],
-        None,
-        'arm',
-    ),
-    'a mode of compilation that is not there': ('train', [*RUN, 'trainer.compile_config={mode: fast}'], None, 'fast'),
-    'to go on without a name': ('train', [*RUN, 'trainer.autoresume=true'], None, '`trainer`: '),
-    'prefetching without workers': ('train', [*RUN, 'loader.prefetch_factor=2'], None, '`loader`: '),
-    'a device that nobody has': ('train', [*RUN, 'trainer.device=abacus'], None, '`trainer.device`'),
-    'half precision on a CPU': ('train', [*RUN, 'trainer.precision=amp_fp16'], None, 'AMP_FP16'),
-    'microbatches by trial on a CPU': (
-        'train',
-        [*RUN, 'microbatching.device_train_microbatch_size=auto'],
-        None,
-        '`trainer`: ',
-    ),
+    'a value of 200 kB': running('`split`', f'dataset.split={"x" * 200_000}'),
+    'a warm-up in another unit than the run': running('arm', 'trainer.max_duration=30sp', 'trainer.eval_interval=30sp'),
+    'a mode of compilation that is not there': running('fast', 'trainer.compile_config={mode: fast}'),
+    'to go on without a name': running('`trainer`: ', 'trainer.autoresume=true'),
+    'prefetching without workers': running('`loader`: ', 'loader.prefetch_factor=2'),
+    'a device that nobody has': running('`trainer.device`', 'trainer.device=abacus'),
+    'half precision on a CPU': running('AMP_FP16', 'trainer.precision=amp_fp16'),
+    'microbatches by trial on a CPU': running('`trainer`: ', 'microbatching.device_train_microbatch_size=auto'),
     'verify of one row': ('verify', [*RUN, '--rows', '1'], None, '--rows'),
     'verify of rows below 0': ('verify', [*RUN, '--rows', '-3'], '--rows'),
     'verify with a tolerance that is no number': ('verify', [*RUN, '--tolerance', 'nan'], '--tolerance'),
