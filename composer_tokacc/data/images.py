@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import BinaryIO, cast
@@ -36,20 +35,10 @@ IMAGE_FORMATS = (
     'WEBP',
 )
 """Formats of PIL that are read. Others start programs (EPS), hold several sizes, or are recognized only by name."""
-HEIF_BRANDS = (
-    b'heic',
-    b'heix',
-    b'heim',
-    b'heis',
-    b'hevc',
-    b'hevx',
-    b'mif1',
-    b'msf1',
-)
-"""Bytes 8 to 12 of a HEIF file, after ``ftyp``."""
 QUARTER_TURNS = (5, 6, 7, 8)
 """Values of EXIF's orientation that exchange width and height."""
-PNG_SIGNATURE = b'\x89PNG\r\n\x1a\n'
+METADATA_OF_PNG = (b'eXIf', b'Raw profile type exif', b'XML:com.adobe.xmp')
+"""Names of the entries of a PNG that may turn the image."""
 
 
 def read_image(file: MediaFile) -> Image.Image:
@@ -64,8 +53,8 @@ def image_size(file: MediaFile) -> tuple[int, int]:
     with _open_image(file) as image:
         if image.format not in SIZE_IN_HEADER:
             return ImageOps.exif_transpose(image).size
-        if image.format == 'PNG' and _has_metadata_after_pixels(cast(BinaryIO, image.fp)):
-            image.load()  # reads this metadata too, which may turn the image
+        if image.format == 'PNG' and _has_metadata(cast(BinaryIO, image.fp)):
+            image.load()  # the entry may stand behind the pixels
         # The method of the base class, because that for PNG decodes the image to find metadata after the pixels.
         orientation = Image.Image.getexif(image).get(ExifTags.Base.Orientation)
         width, height = image.size
@@ -81,9 +70,10 @@ def _open_image(file: MediaFile) -> Iterator[Image.Image]:
     try:
         opened = Image.open(file, formats=formats)
     except UnidentifiedImageError as error:
-        if 'HEIF' not in formats and _is_heif(file):
-            raise ValueError('it is a HEIF image, which needs another package: pip install pillow-heif') from error
-        raise ValueError(f'it is no image of a known format ({", ".join(formats)}; no EPS), or damaged') from error
+        remedy = 'a HEIF image needs `pip install pillow-heif`'
+        raise ValueError(
+            f'it is no image of a known format ({", ".join(formats)}; no EPS; {remedy}), or damaged'
+        ) from error
     with opened as image:
         # An MPO file holds several images too, but those after the first are a camera's previews.
         if image.format != 'MPO' and getattr(image, 'is_animated', False):
@@ -103,34 +93,13 @@ def _known_formats() -> list[str]:
     return [name for name in IMAGE_FORMATS if name in Image.OPEN]
 
 
-def _is_heif(file: MediaFile) -> bool:
-    if isinstance(file, os.PathLike):
-        with open(file, 'rb') as opened:
-            head = opened.read(12)
-    else:
-        file.seek(0)
-        head = file.read(12)
-    return head[4:8] == b'ftyp' and head[8:12] in HEIF_BRANDS
-
-
-def _has_metadata_after_pixels(file: BinaryIO) -> bool:
-    """Tells whether a PNG file has chunks behind its pixels. Skips the content of the chunks."""
+def _has_metadata(file: BinaryIO) -> bool:
+    """Tells whether a PNG file may have an entry that turns the image. Leaves the file where it was."""
     start = file.tell()
-    seen_pixels = False
-    seen_metadata = False
-    file.seek(len(PNG_SIGNATURE))
-    while not seen_metadata:
-        head = file.read(8)  # four bytes of length, four of the chunk's type
-        if len(head) < 8:
-            break
-        length, chunk_type = int.from_bytes(head[:4], 'big'), head[4:]
-        if chunk_type == b'IDAT':
-            seen_pixels = True
-        elif seen_pixels and chunk_type != b'IEND':
-            seen_metadata = True
-        file.seek(length + 4, os.SEEK_CUR)  # the content and a checksum
+    file.seek(0)
+    content = file.read()
     file.seek(start)
-    return seen_metadata
+    return any(name in content for name in METADATA_OF_PNG)
 
 
 def _to_rgb(image: Image.Image, *, has_32_bits: bool) -> Image.Image:

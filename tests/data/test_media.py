@@ -22,7 +22,7 @@ import av
 
 from composer_tokacc.data import BadSampleError, VideoSampling, videos
 from composer_tokacc.data.media import MediaFolders, decode_media, open_files
-from composer_tokacc.data.records import EmbeddedFile, Medium, Record, Turn
+from composer_tokacc.data.records import Medium, Record, Turn
 from tests.support.clips import SHADES, sine, write_sound, write_video
 
 ALL = VideoSampling(num_frames=len(SHADES))
@@ -234,13 +234,6 @@ def test_name_that_looks_like_an_address(tmp_path, monkeypatch):
     assert shades_of(read('video', '12:30 %d.mp4', video=ALL)) == close_to(SHADES)
 
 
-def test_video_in_the_record(tmp_path):
-    content = write_video(tmp_path / 'a.mp4').read_bytes()
-    record = record_of('video', EmbeddedFile.from_bytes('videos.0.bytes', content))
-    (video,) = decode_media(record, open_files(record, Path()), video=ALL)['video']
-    assert shades_of(video) == close_to(SHADES)
-
-
 def test_images_as_frames_of_a_video(tmp_path):
     names = []
     for index, shade in enumerate(SHADES):
@@ -287,28 +280,19 @@ BAD = {
     'cut mkv': ('a.mkv', lambda path: cut(long_video(path), 0.6), 'video', 'its end is missing'),
     'cut avi': ('a.avi', lambda path: cut(long_video(path), 0.6), 'video', 'it ends after|middle of a frame'),
     'picture as video': ('a.mp4', lambda path: Image.new('L', (9, 9)).save(path, 'PNG'), 'video', 'not supported'),
-    'long gif': ('a.gif', lambda path: write_video(path, codec='gif', pixels='rgb8'), 'image', 'several images'),
     'head of an mp4': ('a.mp4', lambda path: cut(write_video(path), 0.02), 'video', 'Invalid data'),
     'no frames': ('a.avi', lambda path: write_video(path, []), 'video', 'it holds no frames that have a time'),
     'empty': ('a.mp4', lambda path: write_file(path, b''), 'video', 'Invalid data|End of file'),
     'text': ('a.mp4', lambda path: write_file(path, b'film ' * 99), 'video', 'Invalid data'),
-    'text by name too': ('a.txt', lambda path: write_file(path, b'film ' * 99), 'video', 'that is not supported'),
     'audio as video': ('a.wav', lambda path: write_sound(path, sine(0.1)), 'video', 'it holds no video'),
     'video as audio': ('a.mp4', write_video, 'audio', 'it holds no audio'),
     'video as image': ('a.mp4', write_video, 'image', 'no image of a known format'),
     'cut audio': ('a.wav', lambda path: cut(write_sound(path, sine(2)), 0.5), 'audio', 'its end is missing'),
-    'cut short audio': (
-        'a.wav',
-        lambda path: cut(write_sound(path, sine(1 / 6, rate=48000), rate=48000), 0.5),
-        'audio',
-        'its end is missing',
-    ),
     'cut aiff': ('a.aiff', lambda path: cut(write_aiff(path), 0.5), 'audio', 'its end is missing'),
     'silent file': ('a.wav', lambda path: write_sound(path, sine(0)), 'audio', 'it holds no audio'),
     'no numbers': ('a.wav', lambda path: write_sound(path, NO_NUMBERS), 'audio', 'no finite numbers'),
     'folder': ('a', Path.mkdir, 'video', 'it is no regular file'),
     'pipe': ('a.mp4', os.mkfifo, 'video', 'it is no regular file'),
-    'pipe as image': ('a', os.mkfifo, 'image', 'it is no regular file'),
 }
 
 
@@ -377,31 +361,6 @@ def test_audio_of_another_rate_is_resampled(tmp_path, rate):
     np.testing.assert_allclose(found[middle], expected[middle], atol=0.01)
 
 
-@pytest.mark.parametrize(('name', 'codec'), [('a.mp3', 'libmp3lame'), ('a.flac', 'flac'), ('a.ogg', 'libopus')])
-def test_compressed_audio(tmp_path, name, codec):
-    if codec not in av.codecs_available:
-        pytest.skip(f'PyAV without {codec}')
-    tone = sine(0.5, rate=48000)
-    with av.open(str(tmp_path / name), 'w') as container:
-        stream = container.add_stream(codec, rate=48000, layout='mono')
-        frame = av.AudioFrame.from_ndarray(np.round(tone * 32767).astype(np.int16)[None], format='s16', layout='mono')
-        frame.sample_rate = 48000
-        container.mux([*stream.encode(frame), *stream.encode()])
-    found = read('audio', tmp_path / name)
-    assert len(found) == pytest.approx(8000, abs=500)
-    assert np.sqrt(np.mean(found[1000:7000] ** 2)) == pytest.approx(0.5 / np.sqrt(2), rel=0.05)
-
-
-def test_missing_decoder_is_no_bad_sample(tmp_path, monkeypatch):
-    path = write_video(tmp_path / 'a.mp4')
-    monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
-    with pytest.raises(
-        ValueError, match=r"PyAV to read them, got: none\. pip install 'composer_tokacc\[media\]'"
-    ) as raised:
-        read('video', path)
-    assert not isinstance(raised.value, BadSampleError)
-
-
 @pytest.mark.parametrize('size', [0, 0x7FFFF000, 0xFFFFFFFF])
 def test_size_written_by_a_pipe(tmp_path, size):
     path = write_sound(tmp_path / 'a.wav', sine(0.5))
@@ -412,11 +371,14 @@ def test_size_written_by_a_pipe(tmp_path, size):
     assert len(read('audio', write_aiff(tmp_path / 'whole.aiff'))) == pytest.approx(16000 / 6, abs=1)
 
 
-def test_broken_decoder_is_no_bad_sample(tmp_path, monkeypatch):
-    """As with a shared library that is missing: the decoder is named, and not the file."""
+@pytest.mark.parametrize('missing', ['av', 'av.container'])
+def test_missing_decoder_is_no_bad_sample(tmp_path, monkeypatch, missing):
+    """The decoder is named, and not the file, also if only a shared library of it is missing."""
     path = write_video(tmp_path / 'a.mp4')
-    monkeypatch.setitem(sys.modules, 'av.container', None)
-    with pytest.raises(ValueError, match=r'PyAV, which cannot be imported \(.*pip install') as raised:
+    for name in [name for name in sys.modules if name.partition('.')[0] == 'av']:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(ValueError, match=r"PyAV, which cannot be imported \(.*pip install 'composer") as raised:
         read('video', path)
     assert not isinstance(raised.value, BadSampleError)
     assert 'a.mp4' not in str(raised.value)
@@ -429,7 +391,9 @@ def test_heif_names_the_package(tmp_path):
     if importlib.util.find_spec('pillow_heif'):
         pytest.skip('pillow-heif is installed')
     path = write_file(tmp_path / 'a.heic', HEIF)
-    with pytest.raises(BadSampleError, match=r'a\.heic cannot be read: it is a HEIF image.*pip install pillow-heif'):
+    with pytest.raises(
+        BadSampleError, match=r'a\.heic cannot be read: it is no image of a known format.*pip install pillow-heif'
+    ):
         read('image', path)
 
 

@@ -32,7 +32,7 @@ from composer_tokacc.data import (
 from composer_tokacc.data.files import read_records
 from composer_tokacc.data.lengths import build_length_table
 from composer_tokacc.layout import BatchLayout
-from tests.data.chat_processors import assert_same, small
+from tests.data.chat_processors import assert_same
 from tests.support.clips import sine, write_media_folder, write_sound, write_video
 from tests.support.family_media import MEDIA, SLOT_MEDIA
 from tests.support.training import loader, reference_gradients, relative_error, train
@@ -228,13 +228,6 @@ def test_audio_that_is_too_long(tmp_path):
     dataset = LlavaDataset(ask(tmp_path, 'audio', 'long.wav'), MEDIA['qwen2_audio']().processor)
     with pytest.raises(BadSampleError, match=r'sample "a" .*an audio must be at most 1\.0 s, .* got: 1\.2 s'):
         dataset[0]
-
-
-@pytest.mark.parametrize('kind', ['video', 'audio'])
-def test_processor_of_images_refuses_other_media(tmp_path, kind):
-    (tmp_path / 'file').write_bytes(b'')
-    with pytest.raises(BadSampleError, match=f'sample "a" .*has {kind}s, but the processor takes none'):
-        LlavaDataset(ask(tmp_path, kind, 'file'), small())
 
 
 @pytest.mark.parametrize('name', ['fingerprint', 'identity'])
