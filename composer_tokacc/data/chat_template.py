@@ -90,7 +90,11 @@ class ChatTemplate:
         text = self.apply(messages)
         rendered = self._find_answers(messages, text)
         if rendered is None:
-            raise ValueError(self._refusal_of_changed_answers(messages))
+            problem = (
+                '`chat_template` must write the assistant turns as they are, got: one that changes them, or the text '
+            )
+            remedy = 'Set another, or train only the last answer with `dataset.train_on=last`: templates of reasoning '
+            raise ValueError(f'{problem}around them. {remedy}models change earlier answers')
         self._check_all_written(messages, text)
         return rendered
 
@@ -228,17 +232,6 @@ class ChatTemplate:
             reply += self.end_token
         span = AnswerSpan(len(prompt), len(prompt) + len(reply))
         return Rendered(prompt + reply + text_after, [span])
-
-    def _refusal_of_changed_answers(self, messages: Sequence[Message]) -> str:
-        problem = '`chat_template` must write the assistant turns as they are, got: one that changes them, or the text '
-        problem += 'around them'
-        # The remedy is named only if it works for this conversation.
-        with suppress(ValueError):
-            last_only = only_last_learned(messages)
-            if self._find_answers(last_only, self.apply(last_only)) is not None:
-                reason = 'this template, as those of reasoning models, changes earlier answers'
-                return f'{problem}. Train only the last answer with `dataset.train_on=last` ({reason})'
-        return f'{problem}. Use a training template'
 
     def _check_all_written(self, messages: Sequence[Message], text: str) -> None:
         """Checks that no turn is left out. Templates silently drop turns of roles that they do not know."""

@@ -251,26 +251,11 @@ class FittingEncoder(ConversationEncoder):
 
     def _refusal(self, record: Record, sample: EncodedSample) -> str:
         length = sample['input_ids'].shape[1]
-        num_media_tokens = self._count_media_tokens(sample)
-        if self.max_length is not None and length > self.max_length:
-            name = 'max_length'
-            excess = f'{self.max_length} < {length}'
-        else:
-            name = 'max_image_tokens'
-            excess = f'{self.max_image_tokens} < {num_media_tokens}'
-        name_of_processor = type(self.processor).__name__
-        least = f'{num_media_tokens} of them for {len(record.media)} media, the fewest of {name_of_processor}'
-        remedy = 'Raise it, shorten the sample, or set on_error=skip'
-        return f'`{name}` must be at least the sample, got: {excess} tokens, {least}. {remedy}.'
-
-
-def can_shrink_media(processor: Any) -> bool:
-    """Tells whether ``fit`` could make images or videos of a processor smaller."""
-    try:
-        FittingEncoder(processor, max_length=1)
-    except PROCESSOR_ERRORS:
-        return False
-    return True
+        got = f'{length} tokens, {self._count_media_tokens(sample)} of them for {len(record.media)} media'
+        caps = f'`max_length`={self.max_length} and `max_image_tokens`={self.max_image_tokens}'
+        name = type(self.processor).__name__
+        remedy = 'Raise them, shorten the sample, or set on_error=skip'
+        return f'{caps} must have room for the sample, got: {got}, the fewest of {name}. {remedy}.'
 
 
 def _budgets_of(part: Any) -> list[str]:

@@ -16,6 +16,8 @@ from huggingface_hub import (
 )
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
+HUB = 'hf://datasets/'
+"""Start of the name of a dataset of the hub: ``hf://datasets/owner/name``, or with ``/subset`` behind it."""
 PATIENCE = 5.0
 """Seconds to wait for an answer."""
 FILE_OF_KIND = {'model': 'config.json', 'dataset': 'README.md'}

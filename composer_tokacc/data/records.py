@@ -164,14 +164,15 @@ class Record:
         return messages
 
 
-def check_message(message: object) -> None:
-    """Raises ValueError if a message is not one that chat templates can write."""
+def check_message(message: object) -> Message:
+    """Returns a message with a list of parts as its content. Raises ValueError if chat templates cannot write it."""
     if isinstance(message, Mapping):
         content = message.get('content')
-        has_role = isinstance(message.get('role'), str)
+        if isinstance(content, str):
+            content = [{'type': 'text', 'text': content}]
         has_weight = message.get('weight', 1) in (0, 1)
-        if has_role and has_weight and (isinstance(content, str) or _is_list_of_parts(content)):
-            return
+        if isinstance(message.get('role'), str) and has_weight and _is_list_of_parts(content):
+            return {**message, 'content': content}
     expected = 'with a `role`, text, image, video or audio as `content`, and a `weight` of 0 or 1'
     raise ValueError(f'`messages` must hold turns {expected}, got: {message!r:.200}.')
 

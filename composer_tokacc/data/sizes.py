@@ -12,15 +12,19 @@ way has to be read.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
-from typing import Any, NamedTuple, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from PIL import Image
+from torch.utils.data import DataLoader
+from tqdm.auto import tqdm
 
 from composer_tokacc.batch import IGNORE_INDEX, MODALITIES, check_ids
+from composer_tokacc.data.chat_template import text_message
 from composer_tokacc.data.identity import check_sample
 from composer_tokacc.data.records import BadSampleError, EncodedSample, Message
 
@@ -62,8 +66,12 @@ class TableRow(NamedTuple):
         return TableRow(*map(operator.sub, self, other))
 
 
-class MapSamples(Protocol):
-    """Runs a function on items, in several processes if there are more than ``fewest``."""
+@dataclass(frozen=True)
+class SampleMapper:
+    """Runs a function on items, in worker processes if there are many."""
+
+    num_workers: int
+    shows_bar: bool
 
     def __call__(
         self,
@@ -71,9 +79,34 @@ class MapSamples(Protocol):
         items: Sequence[MapItem],
         fewest: int,
         /,
-    ) -> Iterable[MapResult]:
-        """Returns the results in order."""
-        ...
+    ) -> Iterator[MapResult]:
+        """Yields the results in order. Starts no processes for ``fewest`` items or less."""
+        loader: Any = DataLoader(
+            items,  # pyright: ignore[reportArgumentType]  # a sequence will do
+            batch_size=None,
+            num_workers=self.num_workers if len(items) > fewest else 0,
+            generator=torch.Generator(),  # its own, so that the random numbers of the run do not change
+            collate_fn=function,  # pyright: ignore[reportArgumentType]  # runs in the workers, on one item
+        )
+        # None: the bar is hidden if the output is not a terminal.
+        yield from tqdm(
+            loader,
+            desc='measuring samples',
+            disable=None if self.shows_bar else True,
+            leave=False,
+        )
+
+    def missing(
+        self,
+        rows: Sequence[object],
+        function: Callable[[MapItem], MapResult],
+        items: Sequence[MapItem],
+        fewest: int,
+    ) -> Iterator[tuple[int, MapResult]]:
+        """Runs the function on the items whose row is None. Yields their places and results."""
+        places = [place for place, row in enumerate(rows) if row is None]
+        results = self(function, [items[place] for place in places], fewest)
+        yield from zip(places, results, strict=True)
 
 
 def image_token_ids(processor: Any) -> tuple[int, ...]:
@@ -198,7 +231,7 @@ class RowSizes:
         except BadSampleError as error:
             return str(error)
 
-    def from_headers(self, indices: Sequence[int], map_samples: MapSamples) -> list[TableRow | None]:
+    def from_headers(self, indices: Sequence[int], map_samples: SampleMapper) -> list[TableRow | None]:
         """Returns the rows of samples without reading them. None for a sample that must be read."""
         texts = self._measure_texts(indices, map_samples)
         expansion = ImageExpansion(self)
@@ -211,19 +244,12 @@ class RowSizes:
         for row, sizes in texts:
             rows.append(self._add_images(row, sizes, additions, expansion.num_marks))
         # Samples with videos: decoding one frame of each gives their shapes.
-        unknown_places = []
-        unknown_indices = []
-        for place, row in enumerate(rows):
-            if row is None:
-                unknown_places.append(place)
-                unknown_indices.append(indices[place])
-        rows_of_videos = map_samples(self._measure_videos, unknown_indices, FEWEST_VIDEOS)
-        for place, row in zip(unknown_places, rows_of_videos, strict=True):
+        for place, row in map_samples.missing(rows, self._measure_videos, indices, FEWEST_VIDEOS):
             rows[place] = row
         return rows
 
     def _measure_texts(
-        self, indices: Sequence[int], map_samples: MapSamples
+        self, indices: Sequence[int], map_samples: SampleMapper
     ) -> list[tuple[TableRow | None, ImageSizes]]:
         """Returns the rows of samples whose placeholders are not expanded, with the sizes of their images."""
         chunks = []
@@ -284,7 +310,7 @@ class RowSizes:
 def _measure_additions(
     expansion: ImageExpansion,
     texts: Sequence[tuple[TableRow | None, ImageSizes]],
-    map_samples: MapSamples,
+    map_samples: SampleMapper,
 ) -> dict[ImageSizes, TableRow | None]:
     """Returns the rows that images add, for each distinct list of sizes, and for each of these sizes alone."""
     distinct = set()
@@ -336,7 +362,10 @@ class ImageExpansion:
         # content, which meta tensors do not have.
         if len(set(sizes)) < 2:
             with suppress(Exception):  # this processor needs real images
-                return self._encoder(conversation, [_meta_image(size) for size in sizes])
+                meta_images = []
+                for width, height in sizes:
+                    meta_images.append(torch.empty(3, height, width, dtype=torch.uint8, device='meta'))
+                return self._encoder(conversation, meta_images)
         with suppress(Exception):  # the reason is given when a sample with such images is read
             return self._encoder(conversation, [Image.new('RGB', size) for size in sizes])
         return None
@@ -361,17 +390,10 @@ class ImageExpansion:
 
 def _conversation_of(num_images: int) -> list[Message]:
     content: list[dict[str, str]] = [{'type': 'image'}] * num_images
-    question = {
-        'role': 'user',
-        'content': [*content, {'type': 'text', 'text': 'q'}],
-    }
-    answer = {'role': 'assistant', 'content': [{'type': 'text', 'text': 'a'}]}
-    return [question, answer]
-
-
-def _meta_image(size: tuple[int, int]) -> torch.Tensor:
-    width, height = size
-    return torch.empty(3, height, width, dtype=torch.uint8, device='meta')
+    return [
+        {'role': 'user', 'content': [*content, {'type': 'text', 'text': 'q'}]},
+        text_message('assistant', 'a'),
+    ]
 
 
 def _num_equal(first: torch.Tensor, second: torch.Tensor) -> int:

@@ -31,6 +31,7 @@ from composer_tokacc.data.records import (
     Record,
     Turn,
 )
+from composer_tokacc.planning import check_choice
 
 if TYPE_CHECKING:
     from streaming import MDSWriter  # pyright: ignore[reportMissingImports]
@@ -81,8 +82,7 @@ def write_shards(
             videos is installed.
         ImportError: If mosaicml-streaming is not installed.
     """
-    if on_error not in ('raise', 'skip'):
-        raise ValueError(f"`on_error` must be 'raise' or 'skip', got: {on_error!r:.100}.")
+    check_choice('on_error', on_error, ('raise', 'skip'))
     if find_spec('streaming') is None:
         raise ImportError("shards need mosaicml-streaming, got: none. pip install 'composer_tokacc[streaming]'")
     out = Path(out)

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from PIL import Image
 from torch.utils.data import ConcatDataset, Dataset
@@ -15,6 +13,7 @@ from composer_tokacc.data import BadSampleError, LlavaDataset
 from composer_tokacc.data.lengths import build_length_table, length_table
 from examples.digits import DigitsDataset, build_digits_processor
 from tests.data.chat_processors import small
+from tests.support.conversations import turns, write_json
 from tests.support.launch import launch_json
 
 
@@ -88,10 +87,8 @@ def test_other_errors_are_no_bad_samples():
 def write_records(folder, names, *, broken='bad.png'):
     Image.new('RGB', (8, 8)).save(folder / 'good.png')
     (folder / broken).write_bytes(b'not an image')
-    turns = [{'from': 'human', 'value': '<image>What is this?'}, {'from': 'gpt', 'value': 'A red square.'}]
-    records = [{'id': str(i), 'image': name, 'conversations': turns} for i, name in enumerate(names)]
-    (folder / 'data.json').write_text(json.dumps(records))
-    return folder / 'data.json'
+    spoken = turns('<image>What is this?', 'A red square.')
+    return write_json(folder, [{'id': str(i), 'image': name, 'conversations': spoken} for i, name in enumerate(names)])
 
 
 def test_sample_is_read_once(tmp_path):

@@ -11,9 +11,8 @@ from tokenizers import AddedToken
 from composer_tokacc.batch import IGNORE_INDEX
 from composer_tokacc.data.conversation import ConversationEncoder
 from composer_tokacc.data.formats import parse_record
-from composer_tokacc.data.processor import train_tokenizer
 from composer_tokacc.data.records import BadSampleError, RawRecord, Record, Turn
-from tests.data.chat_processors import PROCESSORS, QWEN, TEXTS, blip2, llava, qwen2_vl, small
+from tests.data.chat_processors import PROCESSORS, QWEN, blip2, llava, qwen2_vl, small
 
 
 def text(value):
@@ -133,14 +132,6 @@ def test_first_token_is_written_once():
     processor = PROCESSORS['idefics3'][0]()
     ids = ConversationEncoder(processor)(CONVERSATIONS['no image'])['input_ids'][0].tolist()
     assert ids.count(processor.tokenizer.bos_token_id) == 1
-
-
-def test_tokenizer_alone_serves_text():
-    tokenizer = train_tokenizer(TEXTS, vocab_size=512)
-    sample = ConversationEncoder(tokenizer)(CONVERSATIONS['no image'])
-    assert tokenizer.decode(sample['labels'][0][sample['labels'][0] != -100]) == 'A colour.<|end|>'
-    assert sample['num_images'] == [0]
-    assert 'pixel_values' not in sample
 
 
 def test_sample_over_max_length():
@@ -268,18 +259,12 @@ def test_missing_tokenizer_is_named():
         ConversationEncoder(processor)
 
 
-def test_pixel_budget_below_one_is_named():
-    processor = qwen2_vl()
-    processor.image_processor.size = {'shortest_edge': 64, 'longest_edge': -1}
-    with pytest.raises(ValueError, match='`image_processor` must have a positive `longest_edge`, got: -1'):
-        ConversationEncoder(processor)
-
-
-def test_error_of_the_processor_names_it():
+@pytest.mark.parametrize('longest_edge', [-1, 512])
+def test_error_of_the_processor_names_it(longest_edge):
     """A message about its own arithmetic would else be taken for one about the sample."""
     processor = qwen2_vl()
-    processor.image_processor.size = {'shortest_edge': 64, 'longest_edge': 512}
-    with pytest.raises(ValueError, match=r'Qwen2VLProcessor cannot encode it: absolute aspect ratio'):
+    processor.image_processor.size = {'shortest_edge': 64, 'longest_edge': longest_edge}
+    with pytest.raises(ValueError, match=r'Qwen2VLProcessor cannot encode it: '):
         ConversationEncoder(processor)([user(IMAGE, WHAT), assistant('A')], [Image.new('RGB', (3000, 2))])
 
 

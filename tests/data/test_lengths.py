@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from types import SimpleNamespace
 
@@ -13,10 +12,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from PIL import Image
 from torch.utils.data import ConcatDataset
 
-from composer_tokacc.data import LengthTable, LlavaDataset, count_patches, image_token_ids, lengths, patch_size_of
+from composer_tokacc.data import LengthTable, count_patches, image_token_ids, lengths, patch_size_of
 from composer_tokacc.data.lengths import build_length_table, length_table, table_name
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.programs import load_config
@@ -215,17 +213,6 @@ def test_datasets_fingerprint_goes_before_probes():
     dataset.name = 'second'
     assert table_name(dataset, processor) != first
     assert CountReads.reads == 0
-
-
-def test_bad_samples_are_named(tmp_path):
-    Image.new('RGB', (8, 8)).save(tmp_path / 'good.png')
-    (tmp_path / 'bad.png').write_bytes(b'no image')
-    turns = [{'from': 'human', 'value': '<image>\nhow many digits'}, {'from': 'gpt', 'value': 'one'}]
-    records = [{'id': name, 'image': f'{name}.png', 'conversations': turns} for name in ('good', 'bad')]
-    (tmp_path / 'data.json').write_text(json.dumps(records))
-    processor = build_digits_processor()
-    with pytest.raises(ValueError, match=r'bad.*cannot be read'):
-        build_length_table(LlavaDataset(tmp_path / 'data.json', processor), processor)
 
 
 def test_kept_table_without_labels_is_refused(tmp_path):

@@ -6,31 +6,16 @@
 from __future__ import annotations
 
 import base64
-import io
 
 import pytest
-from PIL import Image
 
 from composer_tokacc.data import BadSampleError
-from composer_tokacc.data.formats import parse_record
-from composer_tokacc.data.records import RawRecord
-
-
-def png():
-    stream = io.BytesIO()
-    Image.new('RGB', (8, 8), (255, 0, 0)).save(stream, 'PNG')
-    return stream.getvalue()
-
+from tests.support.conversations import parse, png, turns
 
 PNG = png()
 BASE64 = base64.b64encode(PNG).decode()
-TURNS = [{'from': 'human', 'value': 'What is this?'}, {'from': 'gpt', 'value': 'A red square.'}]
-WITH_IMAGE = [{'from': 'human', 'value': '<image>What is this?'}, {'from': 'gpt', 'value': 'A red square.'}]
-
-
-def parse(data):
-    return parse_record(RawRecord('data.json', 'line 3', data))
-
+TURNS = turns('What is this?', 'A red square.')
+WITH_IMAGE = turns('<image>What is this?', 'A red square.')
 
 # Name -> keys beside the turns, the key that is refused, and the key that the message names instead.
 UNREAD = {
@@ -71,9 +56,9 @@ UNREAD = {
 
 @pytest.mark.parametrize(('keys', 'key', 'nearest'), UNREAD.values(), ids=UNREAD.keys())
 def test_unread_medium_is_refused(keys, key, nearest):
-    turns = WITH_IMAGE if 'image' in keys else TURNS
+    conversation = WITH_IMAGE if 'image' in keys else TURNS
     with pytest.raises(BadSampleError) as raised:
-        parse({'id': 'a', 'conversations': turns, **keys})
+        parse({'id': 'a', 'conversations': conversation, **keys})
     message = str(raised.value)
     assert message.startswith(f'sample "a" (data.json, line 3): `{key}` looks like ')
     assert f'Call it `{nearest}`, or take it out' in message
