@@ -121,11 +121,9 @@ class ChatTemplate:
 
     def writes_media(self, role: str, modality: str) -> bool:
         """Tells whether the template writes a placeholder for every medium of a modality in a turn of a role."""
-        if self._writes_no_placeholders:
-            return True
         key = (role, modality)
         if key not in self._writes_media:
-            self._writes_media[key] = self._try_media(role, modality)
+            self._writes_media[key] = self._writes_no_placeholders or self._try_media(role, modality)
         return self._writes_media[key]
 
     def _try_media(self, role: str, modality: str) -> bool:

@@ -78,9 +78,15 @@ class DatasetEntry:
         }
         self._keys_of_turn: dict[str, str] = {}
         self._roles: dict[str, str] = {}
-        for tag, name in {**DEFAULT_TAGS, **_names_of(entry, 'tags', DEFAULT_TAGS)}.items():
-            renamed = self._keys_of_turn if tag in TAGS_OF_KEYS else self._roles
-            renamed[name] = DEFAULT_TAGS[tag]
+        tags = {
+            **DEFAULT_TAGS,
+            **_names_of(entry, 'tags', DEFAULT_TAGS),
+        }
+        for tag, name in tags.items():
+            if tag in TAGS_OF_KEYS:
+                self._keys_of_turn[name] = DEFAULT_TAGS[tag]
+            else:
+                self._roles[name] = DEFAULT_TAGS[tag]
 
     def locate(self, folder: Path) -> tuple[str, str | None]:
         """Returns the file, whose name is relative to the folder, or the name of a hub's dataset with its split."""
@@ -90,7 +96,10 @@ class DatasetEntry:
 
     def rename(self, data: JsonObject) -> JsonObject:
         """Returns a record with the keys that `formats.py` knows. A column that the entry does not name is left out."""
-        record = {key: data.get(key) for key in ('id', 'loss_weights')}
+        record = {
+            'id': data.get('id'),
+            'loss_weights': data.get('loss_weights'),
+        }
         for column, name in self._columns.items():
             if name in data:
                 record[KEY_OF_COLUMN[column]] = data[name]
@@ -100,7 +109,9 @@ class DatasetEntry:
         return record
 
     def _rename_turn(self, turn: JsonObject) -> JsonObject:
-        renamed = {self._keys_of_turn.get(key, key): value for key, value in turn.items()}
+        renamed = {}
+        for key, value in turn.items():
+            renamed[self._keys_of_turn.get(key, key)] = value
         role = renamed.get('from')
         if isinstance(role, str):
             renamed['from'] = self._roles.get(role, role)

@@ -291,12 +291,15 @@ class LlavaDataset(Dataset):
             patch_size=patch_size,
             **options,
         )
+        records, folders = self.records, self.folders
+        self.records = []
+        self.folders = []
         good_indices = []
-        for index in range(len(table)):
+        for index, record in enumerate(records):
             if index not in table.errors:
                 good_indices.append(index)
-        self.records = [self.records[index] for index in good_indices]
-        self.folders = [self.folders[index] for index in good_indices]
+                self.records.append(record)
+                self.folders.append(folders[index])
         self.skipped.extend(table.errors.values())
         self.measured = patch_size, table.select(good_indices)
         if self.skipped:

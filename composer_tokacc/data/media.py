@@ -53,7 +53,7 @@ class MediaFolders:
     def __init__(self, *, allow_outside: bool = False) -> None:
         self._allows_outside = allow_outside
         # Resolving a path asks for each folder in it, so each folder is resolved once.
-        self._real_path = cache(os.path.realpath)
+        self._real_path = cache(_real_path)
 
     def check(self, record: Record, folder: Path) -> None:
         """Checks that all files of a record are there, and inside its folder."""
@@ -69,10 +69,18 @@ class MediaFolders:
         if not os.path.exists(file):
             raise ValueError(f'does not exist{_hint_for(file)}')
         # Only a link needs to be resolved itself.
-        real_folder = os.path.dirname(os.path.realpath(file)) if file.is_symlink() else self._real_path(file.parent)
-        if not self._allows_outside and not Path(real_folder).is_relative_to(self._real_path(folder)):
+        if os.path.islink(file):
+            real_folder = _real_path(file).parent
+        else:
+            real_folder = self._real_path(file.parent)
+        is_inside = real_folder.is_relative_to(self._real_path(folder))
+        if not is_inside and not self._allows_outside:
             remedy = 'Set another `image_dir`, or `allow_outside=true` for files that you know'
             raise ValueError(f'must lie under {folder}, got: {real_folder}. {remedy}')
+
+
+def _real_path(path: Path) -> Path:
+    return Path(os.path.realpath(path))
 
 
 def _hint_for(missing: Path) -> str:

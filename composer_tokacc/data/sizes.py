@@ -104,8 +104,13 @@ class SampleMapper:
         fewest: int,
     ) -> Iterator[tuple[int, MapResult]]:
         """Runs the function on the items whose row is None. Yields their places and results."""
-        places = [place for place, row in enumerate(rows) if row is None]
-        results = self(function, [items[place] for place in places], fewest)
+        places = []
+        items_without = []
+        for place, row in enumerate(rows):
+            if row is None:
+                places.append(place)
+                items_without.append(items[place])
+        results = self(function, items_without, fewest)
         yield from zip(places, results, strict=True)
 
 

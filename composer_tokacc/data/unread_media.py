@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Container, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from composer_tokacc.batch import MODALITIES
@@ -90,7 +91,7 @@ def check_unread_keys(
     for key, value in data.items():
         if key in keys_read:
             continue
-        for likeness in [*find_media(value), *_announced_medium(str(key), value)]:
+        for likeness in chain(find_media(value), _announced_medium(str(key), value)):
             is_source = likeness.may_be_source and likeness.modality in modalities_read
             if not is_source and likeness.file_name not in names_read:
                 raise ValueError(_refusal(str(key), value, likeness.modality))
@@ -119,8 +120,10 @@ def _likeness_of_text(text: str) -> Iterator[Likeness]:
     elif is_base64_of_file(text):
         yield Likeness('')
     elif '\n' not in text and (address or '://' not in text):  # otherwise a text, not a path
-        path = re.split('[?#]', text)[0] if address else text
-        file_name = os.path.basename(path.strip())
+        path = text.strip()
+        if address:
+            path = re.split('[?#]', path)[0]
+        file_name = os.path.basename(path)
         _, dot, ending = file_name.rpartition('.')
         modality = MODALITY_OF_ENDING.get(ending.lower())
         if dot and modality:
