@@ -90,11 +90,11 @@ class ChatTemplate:
         text = self.apply(messages)
         rendered = self._find_answers(messages, text)
         if rendered is None:
-            problem = (
-                '`chat_template` must write the assistant turns as they are, got: one that changes them, or the text '
+            raise ValueError(
+                '`chat_template` must write the assistant turns as they are, got: one that changes them, '
+                'or the text around them. Set another, or train only the last answer with '
+                '`dataset.train_on=last`: templates of reasoning models change earlier answers'
             )
-            remedy = 'Set another, or train only the last answer with `dataset.train_on=last`: templates of reasoning '
-            raise ValueError(f'{problem}around them. {remedy}models change earlier answers')
         self._check_all_written(messages, text)
         return rendered
 
@@ -363,7 +363,7 @@ def _with_markers(message: Message, index: int) -> Mapping[str, Any]:
 def _check_written(message: Message, text: str) -> None:
     for part in message['content']:
         if part['type'] == 'text' and part['text'].strip() not in text:
-            remedy = 'Set another, or write the text into the turn of another role'
             raise ValueError(
-                f'`chat_template` must write what the {message["role"]} says, got: one that leaves it out. {remedy}.'
+                f'`chat_template` must write what the {message["role"]} says, got: one that leaves it '
+                'out. Set another, or write the text into the turn of another role.'
             )

@@ -272,12 +272,14 @@ class ConversationEncoder:
             for placeholder in PLACEHOLDER.finditer(turn.text):
                 modality = placeholder[1]
                 if modality not in self.parts:
-                    remedy = f'use one with `{PROCESSOR_PARTS[modality]}`'
-                    raise record.error(f'has {modality}s, but the processor takes none; {remedy}')
+                    raise record.error(
+                        f'has {modality}s, but the processor takes none; use one with `{PROCESSOR_PARTS[modality]}`'
+                    )
                 if not self.template.writes_media(turn.role, modality):
                     place = ' in the turn of a tool' if turn.role == 'tool' else ''
-                    reason = 'the chat template writes no placeholder for each; set another'
-                    raise record.error(f'has {modality}s{place}, but {reason}')
+                    raise record.error(
+                        f'has {modality}s{place}, but the chat template writes no placeholder for each; set another'
+                    )
 
     def render(self, messages: Sequence[Message]) -> Rendered:
         """Writes a conversation as text, without expanding its placeholders, and finds the answers in it."""
@@ -301,8 +303,10 @@ class ConversationEncoder:
         for audio in audios:
             if window is not None and len(audio) > window:
                 rate = self.parts['audio'].sampling_rate
-                limit = f'{round(window / rate, 3)} s, the window of this processor'
-                raise ValueError(f'an audio must be at most {limit}, got: {round(len(audio) / rate, 3)} s. Cut it')
+                raise ValueError(
+                    f'an audio must be at most {round(window / rate, 3)} s, the window of this processor, '
+                    f'got: {round(len(audio) / rate, 3)} s. Cut it'
+                )
 
     def _check_length(self, sample: EncodedSample, media: MediaOfModality) -> None:
         length = sample['input_ids'].shape[1]
@@ -310,10 +314,10 @@ class ConversationEncoder:
             return
         num_media = sum(len(items) for items in media.values())
         got = f'{self.max_length} < {length} tokens with {num_media} media'
-        remedy = (
-            'Raise it, or leave the sample out. `dataset` has options for this: on_error=skip, or fit=true for media'
+        raise ValueError(
+            f'`max_length` must be at least the sample, got: {got}. Raise it, or leave the sample out. '
+            '`dataset` has options for this: on_error=skip, or fit=true for media.'
         )
-        raise ValueError(f'`max_length` must be at least the sample, got: {got}. {remedy}.')
 
     def _adds_special_tokens(self, text: str) -> bool:
         """Tells whether the tokenizer must add the first token, because the template has not written it."""
@@ -468,8 +472,10 @@ class ConversationEncoder:
 def _check_processor(processor: Any, tokenizer: Any, template_owner: Any) -> None:
     name = type(processor).__name__
     if tokenizer is None:
-        remedy = 'Its folder has no tokenizer files: copy them there, or set `processor.tokenizer`'
-        raise ValueError(f'`processor` must have a tokenizer, got: {name} without. {remedy}.')
+        raise ValueError(
+            f'`processor` must have a tokenizer, got: {name} without. Its folder has no tokenizer files: '
+            'copy them there, or set `processor.tokenizer`.'
+        )
     if not getattr(template_owner, 'chat_template', None):
         raise ValueError(f'`processor` must have a chat template, got: {name} without. Set `processor.chat_template`.')
     if not getattr(tokenizer, 'is_fast', False):

@@ -155,8 +155,10 @@ def _read_text(file: str) -> str:
         errors = 'surrogateescape' if encoding.startswith('utf-8') else 'strict'
         return content.decode(encoding, errors)
     except FileNotFoundError as error:
-        expected = f'a JSON, JSONL or parquet file, a folder that `datasets` saved, or {HUB}owner/name'
-        raise ValueError(f'`path` must be {expected}, got: {file[:300]}, which does not exist.') from error
+        raise ValueError(
+            '`path` must be a JSON, JSONL or parquet file, a folder that `datasets` saved, or '
+            f'{HUB}owner/name, got: {file[:300]}, which does not exist.'
+        ) from error
     except (OSError, EOFError, zlib.error, ValueError) as error:
         reason = getattr(error, 'strerror', None) or error
         raise ValueError(f'`path` must be a file that can be read, got: {file[:300]}: {reason}.') from error
@@ -177,8 +179,10 @@ def _read_array(text: str, file: str) -> Iterator[RawRecord]:
     try:
         entries = [_first_error(entry) or entry for entry in JSON.decode(text)]
     except (json.JSONDecodeError, RecursionError) as error:
-        remedy = 'Fix it, or write JSON lines: there one bad line costs one sample'
-        raise ValueError(f'`path` must hold one valid JSON array, got: {file}: {error}. {remedy}.') from error
+        raise ValueError(
+            f'`path` must hold one valid JSON array, got: {file}: {error}. Fix it, or write JSON lines: '
+            'there one bad line costs one sample.'
+        ) from error
     for number, entry in enumerate(entries, start=1):
         yield RawRecord(file, f'entry {number}', entry)
 

@@ -271,8 +271,10 @@ def _read_videochat2(data: JsonObject) -> list[JsonObject]:
     """
     for key in ('start', 'end'):
         if _is_given(data.get(key)):
-            remedy = 'Cut the video (`ffmpeg -ss START -to END -i a.mp4 b.mp4`), and take the key out'
-            raise ValueError(f'`{key}` is not supported, because a video is read as a whole. {remedy}')
+            raise ValueError(
+                f'`{key}` is not supported, because a video is read as a whole. Cut the video (`ffmpeg '
+                '-ss START -to END -i a.mp4 b.mp4`), and take the key out'
+            )
     entries = data['QA']
     instruction = entries[0].get('i')
     turns = []
@@ -284,8 +286,10 @@ def _read_videochat2(data: JsonObject) -> list[JsonObject]:
             # VideoChat2 writes two answers in a row here, which most chat templates refuse.
             raise ValueError('`q` may be empty only in the first entry of `QA`. Write a question, or join the answers')
         if _is_given(entry.get('i')) and entry['i'] != instruction:
-            problem = f'`i` must be the same in all entries of `QA`, got: {short_repr(entry["i"])}'
-            raise ValueError(f'{problem}. VideoChat2 reads only the first. Write the others into `q`')
+            raise ValueError(
+                f'`i` must be the same in all entries of `QA`, got: {short_repr(entry["i"])}. VideoChat2 '
+                'reads only the first. Write the others into `q`'
+            )
         turns.append({'role': 'user', 'content': entry['q']})
         turns.append({'role': 'assistant', 'content': entry['a']})
     return _with_media_first(turns, data)
@@ -506,8 +510,10 @@ def _parse_file(modality: str, value: object) -> str | EmbeddedFile:
     if ADDRESS.match(value):
         raise ValueError(f'`{modality}` must be a file, got: {short_repr(value)}, which is on a network. Download it')
     if is_base64_of_file(value):
-        remedy = f'Write bytes as `data:{modality}/<type>;base64,...`'
-        raise ValueError(f'`{modality}` must be a file name, got: {short_repr(value)}. {remedy}')
+        raise ValueError(
+            f'`{modality}` must be a file name, got: {short_repr(value)}. Write bytes as '
+            f'`data:{modality}/<type>;base64,...`'
+        )
     return value
 
 

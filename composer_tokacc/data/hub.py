@@ -43,5 +43,7 @@ def ask_hub(name: str, kind: Literal['model', 'dataset']) -> None:
         raise OSError('there is no such folder, and the hub has no such names') from error
     except Exception as error:  # of the HTTP client that huggingface_hub uses
         reason = ' '.join(str(error).split()) or type(error).__name__
-        remedy = 'Give a folder of this machine, or set HF_HUB_OFFLINE=1 for what an earlier run has kept'
-        raise OSError(f'{constants.ENDPOINT} does not answer: {reason}. {remedy}') from error
+        raise OSError(
+            f'{constants.ENDPOINT} does not answer: {reason}. Give a folder of this machine, or set '
+            'HF_HUB_OFFLINE=1 for what an earlier run has kept'
+        ) from error

@@ -70,9 +70,9 @@ def _open_image(file: MediaFile) -> Iterator[Image.Image]:
     try:
         opened = Image.open(file, formats=formats)
     except UnidentifiedImageError as error:
-        remedy = 'a HEIF image needs `pip install pillow-heif`'
         raise ValueError(
-            f'it is no image of a known format ({", ".join(formats)}; no EPS; {remedy}), or damaged'
+            f'it is no image of a known format ({", ".join(formats)}; no EPS; a HEIF image needs `pip '
+            'install pillow-heif`), or damaged'
         ) from error
     with opened as image:
         # An MPO file holds several images too, but those after the first are a camera's previews.

@@ -318,8 +318,10 @@ def _check_table(table: LengthTable, on_error: OnError) -> LengthTable:
         raise BadSampleError(table.errors[min(table.errors)])
     has_good_samples = len(table.errors) < len(table)
     if has_good_samples and not table.loss_tokens.any():
-        remedy = 'Mask fewer of them, or add turns of the assistant'
-        raise ValueError(f'`dataset` must have labels to learn, got: samples whose labels are all -100. {remedy}.')
+        raise ValueError(
+            '`dataset` must have labels to learn, got: samples whose labels are all -100. Mask fewer of '
+            'them, or add turns of the assistant.'
+        )
     return table
 
 

@@ -75,8 +75,10 @@ class MediaFolders:
             real_folder = self._real_path(file.parent)
         is_inside = real_folder.is_relative_to(self._real_path(folder))
         if not is_inside and not self._allows_outside:
-            remedy = 'Set another `image_dir`, or `allow_outside=true` for files that you know'
-            raise ValueError(f'must lie under {folder}, got: {real_folder}. {remedy}')
+            raise ValueError(
+                f'must lie under {folder}, got: {real_folder}. Set another `image_dir`, or '
+                '`allow_outside=true` for files that you know'
+            )
 
 
 def _real_path(path: Path) -> Path:
@@ -127,8 +129,9 @@ def check_decoder(record: Record) -> None:
         _ = importlib.import_module('av.stream').Disposition  # old releases do not have it
     except Exception as error:  # it is not installed, or a shared library is missing
         remedy = "pip install 'composer_tokacc[media]'"
-        reason = f'{type(error).__name__}: {error}'
-        raise ValueError(f'videos and audio need PyAV, which cannot be imported ({reason}). {remedy}') from error
+        raise ValueError(
+            f'videos and audio need PyAV, which cannot be imported ({type(error).__name__}: {error}). {remedy}'
+        ) from error
 
 
 def decode_media(

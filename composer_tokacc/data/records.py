@@ -173,8 +173,10 @@ def check_message(message: object) -> Message:
         has_weight = message.get('weight', 1) in (0, 1)
         if isinstance(message.get('role'), str) and has_weight and _is_list_of_parts(content):
             return {**message, 'content': content}
-    expected = 'with a `role`, text, image, video or audio as `content`, and a `weight` of 0 or 1'
-    raise ValueError(f'`messages` must hold turns {expected}, got: {message!r:.200}.')
+    raise ValueError(
+        '`messages` must hold turns with a `role`, text, image, video or audio as `content`, and a '
+        f'`weight` of 0 or 1, got: {message!r:.200}.'
+    )
 
 
 def _is_list_of_parts(content: object) -> bool:

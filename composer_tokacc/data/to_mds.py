@@ -237,8 +237,10 @@ def _to_row(record: Record, contents: Sequence[bytes]) -> ShardRow:
 def from_row(row: JsonObject) -> tuple[Record, list[bytes]]:
     """Returns the record of a row of a shard, and the contents of its files."""
     if row.keys() != SHARD_COLUMNS.keys():
-        remedy = 'Write them with `python -m composer_tokacc.data.to_mds`'
-        raise ValueError(f'shards must have the columns {sorted(SHARD_COLUMNS)}, got: {sorted(row)}. {remedy}.')
+        raise ValueError(
+            f'shards must have the columns {sorted(SHARD_COLUMNS)}, got: {sorted(row)}. Write them with '
+            '`python -m composer_tokacc.data.to_mds`.'
+        )
     raw_record = row['record']
     turns = []
     for raw_turn in raw_record['conversations']:

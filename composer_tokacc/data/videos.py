@@ -86,8 +86,9 @@ class VideoSampling:
         for name, value in vars(self).items():
             is_number = type(value) is int or (name == 'fps' and type(value) is float)
             if value is not None and not (is_number and 0 < value < 1e6):
-                rule = 'a positive number (only `fps` may have a fraction)'
-                raise ValueError(f'`{name}` must be {rule}, got: {value!r:.100}')
+                raise ValueError(
+                    f'`{name}` must be a positive number (only `fps` may have a fraction), got: {value!r:.100}'
+                )
         if self.num_frames is not None and self.fps is not None:
             raise ValueError(f'`fps` must be left out beside `num_frames`, got: {self.fps}. Remove one')
         fewest = max(self.min_frames, self.num_frames or 0)

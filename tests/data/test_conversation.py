@@ -121,19 +121,6 @@ def test_encoding_is_that_of_the_processor(family):
         assert (sample[key] == value).all(), key
 
 
-def test_template_without_an_ending_token():
-    rendered, _ = ConversationEncoder(llava()).render(CONVERSATIONS['several turns'])
-    assert rendered == (
-        'USER: <image>\nWhat is this? ASSISTANT: A red square.</s>USER: And now? ASSISTANT: A red square.</s>'
-    )
-
-
-def test_first_token_is_written_once():
-    processor = PROCESSORS['idefics3'][0]()
-    ids = ConversationEncoder(processor)(CONVERSATIONS['no image'])['input_ids'][0].tolist()
-    assert ids.count(processor.tokenizer.bos_token_id) == 1
-
-
 def test_sample_over_max_length():
     length = ConversationEncoder(small())(CONVERSATIONS['no image'])['input_ids'].shape[1]
     ConversationEncoder(small(), max_length=length)(CONVERSATIONS['no image'])
@@ -192,13 +179,6 @@ def test_media_without_a_placeholder_are_refused(kind):
     record = parse_record(RawRecord('data.json', 'line 1', data))
     with pytest.raises(BadSampleError, match=f'sample "a" .*has {kind}s, but the chat template writes no placeholder'):
         ConversationEncoder(processor).check_takes_media(record)
-
-
-def test_template_that_rewrites_answers_is_refused():
-    processor = small()
-    processor.chat_template = processor.chat_template.replace("part['text']", "part['text'] | upper")
-    with pytest.raises(ValueError, match='must write the assistant turns as they are'):
-        ConversationEncoder(processor)(CONVERSATIONS['one turn'], [Image.new('RGB', (8, 8))])
 
 
 def test_processor_without_template_is_refused():

@@ -180,14 +180,6 @@ FORMATS = {
         [*PLAIN, ('user', 'Sure?'), ('assistant', 'Yes.')],
         ['red'],
     ),
-    'The Cauldron with two images': (
-        {
-            'images': ['red.png', {'bytes': BLUE, 'path': None}],
-            'texts': [{'user': 'Which colours?', 'assistant': 'Red, blue.', 'source': 'NLVR2'}],
-        },
-        [('user', '<image><image>Which colours?'), ('assistant', 'Red, blue.')],
-        ['red', 'blue'],
-    ),
     'FineVision': (
         {
             'images': [{'bytes': RED, 'path': None}],
@@ -216,8 +208,12 @@ FORMATS = {
         [*PLAIN, ('tool', '<image>found'), ('assistant', 'Blue.')],
         ['red', 'blue'],
     ),
-    'data URI in capitals': (
-        {'image': RED_URI.replace('data:', 'DATA:').replace('base64', 'BASE64'), 'messages': [QUESTION, ANSWER]},
+    'data URI in capitals, image and images the same': (
+        {
+            'image': RED_URI.replace('data:', 'DATA:').replace('base64', 'BASE64'),
+            'images': [RED_URI.replace('data:', 'DATA:').replace('base64', 'BASE64')],
+            'messages': [QUESTION, ANSWER],
+        },
         PLAIN,
         ['red'],
     ),
@@ -444,17 +440,6 @@ def test_trl_learns_the_completion_only():
     assert [turn.carries_loss for turn in record.turns if turn.role == 'assistant'] == [False, True]
 
 
-def test_dropped_role_is_refused(folder):
-    processor = small()
-    messages = [QUESTION, ANSWER, {'role': 'tool', 'content': 'sunny'}, answered('Sunny.')]
-    path = write_json(folder, [{'id': 'a', 'image': 'red.png', 'messages': messages}])
-    assert 'sunny' in processor.tokenizer.decode(LlavaDataset(path, processor)[0]['input_ids'][0])
-    silent = "{%- for message in messages if message['role'] != 'tool' -%}"
-    processor.chat_template = processor.chat_template.replace('{%- for message in messages -%}', silent)
-    with pytest.raises(BadSampleError, match=r'sample "a" .*`chat_template` must write what the tool says'):
-        LlavaDataset(path, processor)[0]
-
-
 RECORDS = [{'id': f'r{i}', 'image': 'red.png', 'messages': [QUESTION, {**ANSWER, 'content': 'Rød.'}]} for i in range(3)]
 LINES = '\n'.join(json.dumps(record, ensure_ascii=False) for record in RECORDS)
 ENCODED = {
@@ -603,14 +588,6 @@ def test_16_bits_are_scaled_not_clipped(tmp_path):
         image.save(tmp_path / 'deep.png')
         found = decoded(tmp_path / 'deep.png')
         assert [found.getpixel((x, 0)) for x in (0, 1)] == [(100,) * 3, (255,) * 3]
-
-
-def test_image_is_turned_by_its_exif(tmp_path):
-    image = Image.new('RGB', (16, 8), (255, 0, 0))
-    exif = Image.Exif()
-    exif[0x0112] = 6  # the camera was turned by 90 degrees
-    image.save(tmp_path / 'turned.jpg', exif=exif)
-    assert decoded(tmp_path / 'turned.jpg').size == (8, 16)
 
 
 def test_embedded_images_change_the_fingerprint(folder):

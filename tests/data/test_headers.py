@@ -195,12 +195,6 @@ def test_header_sizes_match_decoded_images(tmp_path, path):
     assert turned == {'turned1.png': (48, 20), 'turned6.png': (20, 48), 'late.png': (20, 48)}
 
 
-def test_header_without_pixels_is_enough():
-    buffer = io.BytesIO()
-    picture((300, 200)).save(buffer, 'JPEG', quality=95)
-    assert image_size(io.BytesIO(buffer.getvalue()[:1000])) == (300, 200)
-
-
 def write_rows(folder, *rows):
     records = [{'id': f's{i}', 'image': name, 'conversations': turns(*texts)} for i, (name, *texts) in enumerate(rows)]
     return write_json(folder, records)

@@ -323,12 +323,6 @@ def test_song_cover_is_no_video(tmp_path):
     assert len(read('audio', path)) == pytest.approx(8000, abs=2100)
 
 
-def test_audio_is_mean_of_channels(tmp_path):
-    left, right = sine(0.2), sine(0.2, pitch=700)
-    path = write_sound(tmp_path / 'stereo.wav', np.stack([left, right], axis=1))
-    np.testing.assert_allclose(read('audio', path), (left + right) / 2, atol=1e-6)
-
-
 @pytest.mark.parametrize(
     ('name', 'subtype', 'error'),
     [

@@ -191,7 +191,6 @@ RECORDS: dict[str, tuple[Any, ...]] = {
     'a conversation about a picture': (IMAGE, of_file('image', 'a.png', picture), WORKS),
     'an empty answer': (IMAGE, of_record(answer=''), SAMPLE),
     'an empty file': (IMAGE, of_text(''), 'data.json'),
-    'a record that is a number': (IMAGE, of_text('[3]'), 'entry 1'),
     'a file that is not there': (IMAGE, lambda folder: folder / 'none.json', 'none.json'),
     'a folder as the file': (IMAGE, lambda folder: folder, 'table'),
     'an empty parquet': (IMAGE, of_bytes(b'', 'a.parquet'), 'a.parquet'),
