@@ -241,8 +241,9 @@ def _read_described_dataset(file: str, name: str) -> Iterator[RawRecord]:
     """Yields the records of a dataset of a ``dataset_info.json``, with the keys that `formats.py` knows."""
     datasets = _decode_line(_read_text(file))
     if not isinstance(datasets, dict) or not isinstance(datasets.get(name), dict):
-        names = ', '.join(datasets)[:300] if isinstance(datasets, dict) else 'no JSON object'
-        raise ValueError(f'`path` must name a dataset of {file} behind the #, got: {name!r}, of: {names}.')
+        raise ValueError(
+            f'`path` must name a dataset of {file} behind the #, got: {name!r}, of: {short_repr(datasets, 300)}.'
+        )
     try:
         entry = DatasetEntry(datasets[name])
     except ValueError as error:

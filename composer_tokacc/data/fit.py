@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from PIL import Image
 
+from composer_tokacc.data.chat_template import example_conversation
 from composer_tokacc.data.conversation import ConversationEncoder
 from composer_tokacc.data.records import (
     EncodedSample,
     MediaFile,
-    Message,
     Record,
 )
 from composer_tokacc.data.sizes import SHRINK_STEPS, image_token_ids
@@ -132,7 +132,7 @@ class FittingEncoder(ConversationEncoder):
         files: Sequence[MediaFile],
         *,
         shapes_only: bool = False,
-        steps: int = 0,
+        steps: int | None = None,
     ) -> EncodedSample:
         """Encodes a record at the largest share that fits. ``shrink_steps`` of the sample is the number of steps.
 
@@ -140,9 +140,13 @@ class FittingEncoder(ConversationEncoder):
             record: As for :meth:`.ConversationEncoder.encode_record`.
             files: The same.
             shapes_only: The same.
-            steps: The number of steps, if it is known. Then it is not searched for.
+            steps: The number of steps, if it is known. Then it is not searched for, and not in the sample: all samples
+                of a batch need the same entries, and those of other datasets of a mixture have no steps.
         """
         encode = partial(self._encode_after, record, files)
+        if steps is not None:
+            return encode(steps, shapes_only=shapes_only)
+        steps = 0
         sample = encode(steps, shapes_only=shapes_only)
         has_visual_media = record.count('image') + record.count('video') > 0
         if has_visual_media and not self._fits(sample):
@@ -237,11 +241,7 @@ class FittingEncoder(ConversationEncoder):
         encoder.max_length = None
         least = _lowered(self.parts[modality], lowered, share_of(MOST_STEPS))
         encoder.media_options = {OPTIONS_OF_MODALITY[modality]: least}
-        content = [{'type': modality}, {'type': 'text', 'text': 'q'}]
-        messages: list[Message] = [
-            {'role': 'user', 'content': content},
-            {'role': 'assistant', 'content': 'a'},
-        ]
+        messages = example_conversation([modality])
         if modality == 'image':
             return encoder(messages, [Image.new('RGB', (PROBE_SIDE, PROBE_SIDE))])
         frame = np.zeros((PROBE_SIDE // 2, PROBE_SIDE // 2, 3), np.uint8)

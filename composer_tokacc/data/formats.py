@@ -232,10 +232,15 @@ def _read_pairs(data: JsonObject, question: object, answer: object) -> list[Json
     history = data.get('history') or []
     if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
         raise ValueError(f'`history` must be a list of pairs of question and answer, got: {short_repr(history)}')
+    return _turns_of([*history, [question, answer]])
+
+
+def _turns_of(pairs: Iterable[Sequence[object]]) -> list[JsonObject]:
+    """Returns the turns of pairs of question and answer."""
     turns = []
-    for user_text, answer_text in [*history, [question, answer]]:
-        turns.append({'role': 'user', 'content': user_text})
-        turns.append({'role': 'assistant', 'content': answer_text})
+    for question, answer in pairs:
+        turns.append({'role': 'user', 'content': question})
+        turns.append({'role': 'assistant', 'content': answer})
     return turns
 
 
@@ -255,12 +260,11 @@ def _read_prompt_and_completion(data: JsonObject) -> list[JsonObject]:
 
 def _read_cauldron(data: JsonObject) -> list[JsonObject]:
     """Reads The Cauldron's ``texts``, a list of pairs. All images of a record come before the first question."""
-    turns = []
+    pairs = []
     for pair in data['texts']:
         _check_keys(pair, ('user', 'assistant', 'source'), 'an entry of `texts`')
-        turns.append({'role': 'user', 'content': pair['user']})
-        turns.append({'role': 'assistant', 'content': pair['assistant']})
-    return _with_media_first(turns, data)
+        pairs.append((pair['user'], pair['assistant']))
+    return _with_media_first(_turns_of(pairs), data)
 
 
 def _read_videochat2(data: JsonObject) -> list[JsonObject]:
@@ -280,6 +284,7 @@ def _read_videochat2(data: JsonObject) -> list[JsonObject]:
     turns = []
     if _is_given(instruction):
         turns.append({'role': 'system', 'content': instruction})
+    pairs = []
     for index, entry in enumerate(entries):
         _check_keys(entry, ('i', 'q', 'a'), 'an entry of `QA`')
         if index > 0 and not _is_given(entry['q']):
@@ -290,9 +295,8 @@ def _read_videochat2(data: JsonObject) -> list[JsonObject]:
                 f'`i` must be the same in all entries of `QA`, got: {short_repr(entry["i"])}. VideoChat2 '
                 'reads only the first. Write the others into `q`'
             )
-        turns.append({'role': 'user', 'content': entry['q']})
-        turns.append({'role': 'assistant', 'content': entry['a']})
-    return _with_media_first(turns, data)
+        pairs.append((entry['q'], entry['a']))
+    return _with_media_first([*turns, *_turns_of(pairs)], data)
 
 
 def _with_media_first(turns: Sequence[JsonObject], data: JsonObject) -> list[JsonObject]:

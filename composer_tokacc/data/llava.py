@@ -36,7 +36,7 @@ from composer_tokacc.data.records import (
     PathLike,
     Record,
 )
-from composer_tokacc.data.sizes import SHRINK_STEPS, ImageSizes, patch_size_of
+from composer_tokacc.data.sizes import ImageSizes, patch_size_of
 from composer_tokacc.data.videos import VideoSampling
 from composer_tokacc.planning import check_choice
 
@@ -169,15 +169,11 @@ class LlavaDataset(Dataset):
     def _encode(self, index: int, *, shapes_only: bool = False) -> EncodedSample:
         record = self.records[index]
         files = open_files(record, self.folders[index])
+        options = {}
         if self.measured is not None and isinstance(self.encoder, FittingEncoder):
             _, table = self.measured
-            steps = int(table.shrink_steps[index])
-            sample = self.encoder.encode_record(record, files, shapes_only=shapes_only, steps=steps)
-            # The table has the steps. All samples of a batch need the same entries, and those of other datasets of a
-            # mixture have no steps.
-            sample.pop(SHRINK_STEPS)
-        else:
-            sample = self.encoder.encode_record(record, files, shapes_only=shapes_only)
+            options['steps'] = int(table.shrink_steps[index])
+        sample = self.encoder.encode_record(record, files, shapes_only=shapes_only, **options)
         if self._has_several_files:
             sample['source'] = [record.file_name]
         return sample

@@ -11,9 +11,7 @@ from __future__ import annotations
 import importlib
 import os
 import stat
-import unicodedata
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import cache
 from io import BytesIO
 from pathlib import Path
@@ -60,45 +58,26 @@ class MediaFolders:
         for modality, file in record.files:
             if isinstance(file, EmbeddedFile):
                 continue
-            try:
-                self._check_file(folder / file, folder)
-            except (OSError, ValueError) as error:
-                raise record.error(f'{modality} file {folder / file} {error}') from error
-
-    def _check_file(self, file: Path, folder: Path) -> None:
-        if not os.path.exists(file):
-            raise ValueError(f'does not exist{_hint_for(file)}')
-        # Only a link needs to be resolved itself.
-        if os.path.islink(file):
-            real_folder = _real_path(file).parent
-        else:
-            real_folder = self._real_path(file.parent)
-        is_inside = real_folder.is_relative_to(self._real_path(folder))
-        if not is_inside and not self._allows_outside:
-            raise ValueError(
-                f'must lie under {folder}, got: {real_folder}. Set another `image_dir`, or '
-                '`allow_outside=true` for files that you know'
-            )
+            path = folder / file
+            if not os.path.exists(path):
+                raise record.error(
+                    f'{modality} file {path} does not exist, or is a link to nothing; is `image_dir` right?'
+                )
+            # Only a link needs to be resolved itself.
+            if os.path.islink(path):
+                real_folder = _real_path(path).parent
+            else:
+                real_folder = self._real_path(path.parent)
+            is_inside = real_folder.is_relative_to(self._real_path(folder))
+            if not is_inside and not self._allows_outside:
+                raise record.error(
+                    f'{modality} file {path} must lie under {folder}, got: {real_folder}. Set another '
+                    '`image_dir`, or `allow_outside=true` for files that you know'
+                )
 
 
 def _real_path(path: Path) -> Path:
     return Path(os.path.realpath(path))
-
-
-def _hint_for(missing: Path) -> str:
-    """Returns what may help to find a file: another name that is there, or the option that names the folder."""
-
-    def normalized(text: str) -> str:
-        """Ignores case and Unicode form: macOS writes ü as two characters."""
-        return unicodedata.normalize('NFC', text).casefold()
-
-    if os.path.islink(missing):
-        return ': it is a link to nothing'
-    with suppress(OSError):
-        for name in os.listdir(missing.parent):
-            if normalized(name) == normalized(missing.name):
-                return f', but {name!a} does; rename one of them'
-    return '; is `image_dir` right?'
 
 
 def open_files(record: Record, folder: Path) -> list[Path | BinaryIO]:

@@ -192,11 +192,8 @@ def _is_list_of_parts(content: object) -> bool:
 
 
 def short_repr(value: object, limit: int = 60) -> str:
-    """Returns ``repr()`` in ASCII, on one line and cut at the limit. For messages."""
-    text = ' '.join(ascii(value).split())
-    if len(text) <= limit:
-        return text
-    return f'{text[:limit]}...'
+    """Returns ``repr()`` in ASCII, on one line and without its middle if it is too long. For messages."""
+    return shorten_middle(' '.join(ascii(value).split()), limit)
 
 
 def shorten_middle(text: str, limit: int) -> str:

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from composer_tokacc.batch import IGNORE_INDEX, MODALITIES, check_ids
-from composer_tokacc.data.chat_template import text_message
+from composer_tokacc.data.chat_template import example_conversation
 from composer_tokacc.data.identity import check_sample
 from composer_tokacc.data.records import BadSampleError, EncodedSample, Message
 
@@ -344,13 +344,13 @@ class ImageExpansion:
         self.num_marks = 0
         """Placeholders that the template writes for one image."""
         if 'image' in self._encoder.parts:
-            text = self._encoder.encode_unexpanded([_conversation_of(1)])[0]
+            text = self._encoder.encode_unexpanded([example_conversation(['image'])])[0]
             if text is not None:
                 self.num_marks = self._row_of(text).image_tokens
 
     def __call__(self, sizes: ImageSizes) -> TableRow | None:
         """Returns the row that the images add. None if only reading the sample can tell."""
-        conversation = _conversation_of(len(sizes))
+        conversation = example_conversation(['image'] * len(sizes))
         text = self._encoder.encode_unexpanded([conversation])[0]
         sample = self._encode(conversation, sizes)
         if text is None or sample is None:
@@ -391,14 +391,6 @@ class ImageExpansion:
             if token is None or token.lstrip or token.rstrip:
                 return False
         return True
-
-
-def _conversation_of(num_images: int) -> list[Message]:
-    content: list[dict[str, str]] = [{'type': 'image'}] * num_images
-    return [
-        {'role': 'user', 'content': [*content, {'type': 'text', 'text': 'q'}]},
-        text_message('assistant', 'a'),
-    ]
 
 
 def _num_equal(first: torch.Tensor, second: torch.Tensor) -> int:

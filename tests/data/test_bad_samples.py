@@ -61,6 +61,9 @@ def test_bad_samples_of_parts(tmp_path):
     for _ in range(2):  # measured, then read again
         table = length_table(parts, processor, folder=tmp_path, on_error='skip')
         assert table.errors == {7: 'sample "7"', 16: 'sample "7"'}
+        lengths = [parts[i]['input_ids'].shape[1] if i not in table.errors else 0 for i in range(29)]
+        assert table.lengths.tolist() == lengths
+    assert len(list(tmp_path.iterdir())) == 2
     with pytest.raises(BadSampleError, match=r'^sample "7"$'):
         length_table(parts, processor, folder=tmp_path)
 

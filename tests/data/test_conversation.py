@@ -45,12 +45,6 @@ def runs(labels):
 WHAT = text('What is this?')
 CONVERSATIONS = {
     'one turn': [user(IMAGE, WHAT), assistant('A red square.')],
-    'several turns': [
-        user(IMAGE, WHAT),
-        assistant('A red square.'),
-        user(text('And now?')),
-        assistant('A red square.'),
-    ],
     'images between answers': [
         user(IMAGE, IMAGE, WHAT),
         assistant('Blue, I think: <b>7</b> of them.'),

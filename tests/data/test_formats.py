@@ -569,7 +569,7 @@ def test_unsupported_dataset_info_is_refused(folder, entry, message):
 
 def test_missing_dataset_is_told_the_others(folder):
     path = describe(folder, {}, [])
-    with pytest.raises(ValueError, match=r"got: 'yours', of: other, mine"):
+    with pytest.raises(ValueError, match=r"got: 'yours', of: .*'mine'"):
         LlavaDataset(path.replace('#mine', '#yours'), small())
     with pytest.raises(BadSampleError, match=r'not valid JSON.*A file holds one array, or an object in each line'):
         LlavaDataset(path.replace('#mine', ''), small())
@@ -598,11 +598,3 @@ def test_embedded_images_change_the_fingerprint(folder):
         assert seen(dataset.records[0], folder) == ['red' if content == RED else 'blue']
         prints.add(dataset.fingerprint())
     assert len(prints) == 2
-
-
-@pytest.mark.parametrize('content', [b'nonsense', RED[:40]])
-def test_broken_embedded_image_is_named(folder, content):
-    image = {'bytes': base64.b64encode(content).decode()}
-    path = write_json(folder, [{'id': 'a', 'image': image, 'messages': [QUESTION, ANSWER]}])
-    with pytest.raises(BadSampleError, match=r'sample "a" \(.*entry 1\): image file data:image cannot be read'):
-        LlavaDataset(path, small())[0]

@@ -21,7 +21,7 @@ pytest.importorskip('av')
 import av
 
 from composer_tokacc.data import BadSampleError, VideoSampling, videos
-from composer_tokacc.data.media import MediaFolders, decode_media, open_files
+from composer_tokacc.data.media import decode_media, open_files
 from composer_tokacc.data.records import Medium, Record, Turn
 from tests.support.clips import SHADES, sine, write_sound, write_video
 
@@ -396,14 +396,3 @@ def test_heif_is_read(tmp_path):
     picture = Image.new('RGB', (64, 48), (200, 20, 20))
     pillow_heif.from_pillow(picture).save(tmp_path / 'a.heic', quality=100)
     assert np.abs(np.asarray(read('image', tmp_path / 'a.heic')).astype(int) - np.asarray(picture)).max() < 12
-
-
-SIMILAR = {'another Unicode form': ('ü.png', 'u\u0308.png'), 'another case': ('A.PNG', 'a.png')}
-
-
-@pytest.mark.parametrize(('on_disk', 'named'), SIMILAR.values(), ids=SIMILAR.keys())
-def test_similar_name_is_named(tmp_path, on_disk, named):
-    Image.new('RGB', (8, 8)).save(tmp_path / on_disk)
-    with pytest.raises(BadSampleError, match=r'does not exist, but .* does; rename') as raised:
-        MediaFolders().check(record_of('image', named), tmp_path)
-    assert ascii(on_disk) in str(raised.value)

@@ -133,15 +133,6 @@ def test_split_of_several_must_be_named(tmp_path):
         list(read_raw_records(f'{to_parquet(table("bytes"), tmp_path)}#train'))
 
 
-def test_what_is_no_table(tmp_path):
-    (tmp_path / 'pictures').mkdir()
-    (tmp_path / 'cut.parquet').write_bytes(b'PAR1 and no more')
-    for name in ('pictures', 'cut.parquet'):
-        with pytest.raises(ValueError, match=f'a table that `datasets` reads, got: .*{name}') as raised:
-            list(read_raw_records(tmp_path / name))
-        assert '\n' not in str(raised.value)
-
-
 @pytest.mark.parametrize(
     ('path', 'arguments'),
     [
