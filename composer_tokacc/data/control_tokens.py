@@ -113,7 +113,8 @@ class ControlTokenPolicy:
             return self._stand_ins[token]
         ids = self.tokenizer(token, add_special_tokens=False, split_special_tokens=True)['input_ids']
         # Some tokenizers do not split control tokens, or have no tokens for their characters.
-        is_split = self.tokenizer.convert_tokens_to_ids(token) not in ids and self.tokenizer.unk_token_id not in ids
+        token_id = self.tokenizer.convert_tokens_to_ids(token)
+        is_split = token_id not in ids and self.tokenizer.unk_token_id not in ids
         if not ids or not is_split:
             raise ValueError(f'the tokenizer must have tokens for the text {token}, got: none. Take it out')
         stand_in = STAND_IN.format(len(self._stand_ins))

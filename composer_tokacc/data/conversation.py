@@ -202,7 +202,8 @@ class ConversationEncoder:
         except ValueError as error:
             raise record.error(error) from error
         except Exception as error:  # a fault of the program, which on_error=skip must not hide
-            raise RuntimeError(str(record.error(f'{type(error).__name__}: {error}'))) from error
+            named_error = record.error(f'{type(error).__name__}: {error}')
+            raise RuntimeError(str(named_error)) from error
         if record.loss_weights is not None:
             sample[LOSS_WEIGHTS] = torch.full(sample['labels'].shape, record.loss_weights)
         return sample
@@ -303,9 +304,10 @@ class ConversationEncoder:
         for audio in audios:
             if window is not None and len(audio) > window:
                 rate = self.parts['audio'].sampling_rate
+                limit = round(window / rate, 3)
+                seconds = round(len(audio) / rate, 3)
                 raise ValueError(
-                    f'an audio must be at most {round(window / rate, 3)} s, the window of this processor, '
-                    f'got: {round(len(audio) / rate, 3)} s. Cut it'
+                    f'an audio must be at most {limit} s, the window of this processor, got: {seconds} s. Cut it'
                 )
 
     def _check_length(self, sample: EncodedSample, media: MediaOfModality) -> None:
@@ -334,8 +336,11 @@ class ConversationEncoder:
             return dict(self.tokenizer([text], **options))
         for name, values in self.media_options.items():
             options[name] = dict(values)
-        if self._has_query_tokens:
-            arguments = _arguments_of_query_processor(media)
+        if self._has_query_tokens:  # BLIP's processors take a clip as an image
+            arguments = {}
+            images = [*media['image'], *(video.frames for video in media['video'])]
+            if images:
+                arguments['images'] = images
         else:
             arguments = self._arguments_of_processor(media, options)
         try:
@@ -491,14 +496,6 @@ def _sampling_for(video_processor: Any, sampling: VideoSampling | None) -> Video
     check_kind('video', sampling, VideoSampling)
     frames_per_patch = getattr(video_processor, 'temporal_patch_size', None) or 1
     return replace(sampling, min_frames=max(sampling.min_frames, frames_per_patch))
-
-
-def _arguments_of_query_processor(media: MediaOfModality) -> dict[str, Any]:
-    """Returns the media as arguments of BLIP's processors, which take a clip as an image."""
-    images = [*media['image'], *(video.frames for video in media['video'])]
-    if not images:
-        return {}
-    return {'images': images}
 
 
 def _labels_of(input_ids: torch.Tensor, spans: Sequence[tuple[int, int]]) -> torch.Tensor:

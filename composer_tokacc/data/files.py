@@ -177,14 +177,15 @@ def _read_json(file: str) -> Iterator[RawRecord]:
 def _read_array(text: str, file: str) -> Iterator[RawRecord]:
     """Reads a JSON array. Its entries are named by their number, because ``json`` does not tell their lines."""
     try:
-        entries = [_first_error(entry) or entry for entry in JSON.decode(text)]
+        entries = JSON.decode(text)
+        errors = [_first_error(entry) for entry in entries]
     except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(
             f'`path` must hold one valid JSON array, got: {file}: {error}. Fix it, or write JSON lines: '
             'there one bad line costs one sample.'
         ) from error
     for number, entry in enumerate(entries, start=1):
-        yield RawRecord(file, f'entry {number}', entry)
+        yield RawRecord(file, f'entry {number}', errors[number - 1] or entry)
 
 
 def _decode_line(line: str) -> object:

@@ -81,10 +81,9 @@ class ThinnedSampling(VideoSampling):
 
     def count(self, num_frames: int, duration: float) -> int:
         """Returns the number of frames to take."""
-        return max(
-            int(super().count(num_frames, duration) * self.share),
-            self.min_frames,
-        )
+        full_count = super().count(num_frames, duration)
+        count = int(full_count * self.share)
+        return max(count, self.min_frames)
 
 
 class FittingEncoder(ConversationEncoder):

@@ -186,7 +186,8 @@ def _parse_data(data: object, record: Record) -> Record:
         *record_format.further_keys,
     }
     check_unread_keys(data, keys_read, media)
-    if listed['video'] and not listed['image'] and set(slots) == {Slot('image')}:
+    has_videos_only = listed['video'] and not listed['image']
+    if has_videos_only and set(slots) == {Slot('image')}:
         # LLaVA-Video writes `<image>` for a video.
         slots = [Slot('video')] * len(slots)
         turns = [turn._replace(text=turn.text.replace('<image>', '<video>')) for turn in turns]
@@ -196,11 +197,12 @@ def _parse_data(data: object, record: Record) -> Record:
         _check_characters(turn.text)
     for medium in media:
         _check_characters(''.join(medium.names))
+    loss_weights = _parse_loss_weights(data.get('loss_weights'))
     return replace(
         record,
         turns=tuple(turns),
         media=tuple(media),
-        loss_weights=_parse_loss_weights(data.get('loss_weights')),
+        loss_weights=loss_weights,
     )
 
 
@@ -230,9 +232,13 @@ def _read_alpaca(data: JsonObject) -> list[JsonObject]:
 def _read_pairs(data: JsonObject, question: object, answer: object) -> list[JsonObject]:
     """Reads one question and answer, after a ``history`` of pairs."""
     history = data.get('history') or []
-    if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
-        raise ValueError(f'`history` must be a list of pairs of question and answer, got: {short_repr(history)}')
-    return _turns_of([*history, [question, answer]])
+    if not isinstance(history, list):
+        history = [history]
+    for pair in history:
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise ValueError(f'`history` must hold pairs of question and answer, got: {short_repr(pair)}')
+    pairs = [*history, [question, answer]]
+    return _turns_of(pairs)
 
 
 def _turns_of(pairs: Iterable[Sequence[object]]) -> list[JsonObject]:
@@ -359,7 +365,12 @@ def _is_list_of_objects(value: object, keys: Iterable[str] = ()) -> bool:
     """Tells whether a value is a list of objects that have all these keys."""
     if not isinstance(value, list):
         return False
-    return all(isinstance(item, dict) and item.keys() >= set(keys) for item in value)
+    for item in value:
+        if not isinstance(item, dict):
+            return False
+        if not item.keys() >= set(keys):
+            return False
+    return True
 
 
 # Turns and their parts. A medium in a turn adds a slot to the list `slots`.
@@ -555,7 +566,10 @@ def _check_turns(turns: Sequence[Turn]) -> None:
     if WRONG_ORDER.search(' '.join(roles)):
         got = short_repr(roles, 200)
         raise ValueError(f'turns must alternate between user (or tool) and assistant, user first, got: {got}')
-    answers = [turn.text for turn in turns if turn.role == 'assistant' and turn.carries_loss]
+    answers = []
+    for turn in turns:
+        if turn.role == 'assistant' and turn.carries_loss:
+            answers.append(turn.text)
     if not answers:
         raise ValueError('at least one answer must carry loss, got: `weight` 0 for all. Take the sample out')
     for answer in answers:

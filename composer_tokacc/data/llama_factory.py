@@ -91,8 +91,10 @@ class DatasetEntry:
     def locate(self, folder: Path) -> tuple[str, str | None]:
         """Returns the file, whose name is relative to the folder, or the name of a hub's dataset with its split."""
         if self._hub_name:
-            return f'{HUB}{self._hub_name}/{self._subset}'.rstrip('/'), self._split
-        return str(folder / str(self._file_name)), None
+            name = f'{HUB}{self._hub_name}/{self._subset}'
+            return name.rstrip('/'), self._split
+        path = folder / str(self._file_name)
+        return str(path), None
 
     def rename(self, data: JsonObject) -> JsonObject:
         """Returns a record with the keys that `formats.py` knows. A column that the entry does not name is left out."""
@@ -104,11 +106,13 @@ class DatasetEntry:
             if name in data:
                 record[KEY_OF_COLUMN[column]] = data[name]
         turns = record.get('conversations')
-        if isinstance(turns, list) and all(isinstance(turn, Mapping) for turn in turns):
+        if isinstance(turns, list):
             record['conversations'] = [self._rename_turn(turn) for turn in turns]
         return record
 
-    def _rename_turn(self, turn: JsonObject) -> JsonObject:
+    def _rename_turn(self, turn: object) -> object:
+        if not isinstance(turn, Mapping):
+            return turn  # refused later, by its record
         renamed = {}
         for key, value in turn.items():
             renamed[self._keys_of_turn.get(key, key)] = value
@@ -121,9 +125,11 @@ class DatasetEntry:
 def _names_of(entry: JsonObject, key: str, supported: JsonObject) -> JsonObject:
     """Returns the names under ``columns`` or ``tags``."""
     names = entry.get(key) or {}
-    if not isinstance(names, Mapping) or not all(isinstance(name, str | None) for name in names.values()):
+    if not isinstance(names, Mapping):
         raise ValueError(f'`{key}` must map names to names, got: {short_repr(names)}')
-    for name in names:
+    for name, name_in_file in names.items():
         if name not in supported:
             raise ValueError(f'`{name[:60]}` is not supported')
+        if not isinstance(name_in_file, str | None):
+            raise ValueError(f'`{key}` must map names to names, got: {short_repr(names)}')
     return names

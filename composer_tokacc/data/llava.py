@@ -189,7 +189,8 @@ class LlavaDataset(Dataset):
         This is enough to compute the length of a sample, see `sizes.py`. None for a sample that must be read: one with
         videos or audio, or a bad one.
         """
-        samples = self.encoder.encode_unexpanded([self.records[index].messages() for index in indices])
+        conversations = [self.records[index].messages() for index in indices]
+        samples = self.encoder.encode_unexpanded(conversations)
         results: list[tuple[EncodedSample, ImageSizes] | None] = []
         for index, sample in zip(indices, samples, strict=True):
             record = self.records[index]
@@ -269,12 +270,14 @@ class LlavaDataset(Dataset):
         changed_samples = []
         for index in table.shrink_steps.nonzero()[0].tolist():
             record = self.records[index]
+            steps = int(table.shrink_steps[index])
+            num_tokens = int(table.lengths[index])
             changed_samples.append(
                 {
                     'sample': record.sample_id,
                     'source': record.source,
-                    'tokens': int(table.lengths[index]),
-                    'share': round(share_of(int(table.shrink_steps[index])), 4),
+                    'tokens': num_tokens,
+                    'share': round(share_of(steps), 4),
                 }
             )
         return changed_samples

@@ -101,7 +101,11 @@ def check_decoder(record: Record) -> None:
     This is not a fault of the sample, so ``on_error=skip`` must not skip the sample. A video that is a list of images
     needs no PyAV.
     """
-    if all(medium.modality == 'image' or len(medium.files) > 1 for medium in record.media):
+    needs_decoder = False
+    for medium in record.media:
+        if medium.modality != 'image' and len(medium.files) == 1:
+            needs_decoder = True
+    if not needs_decoder:
         return
     try:
         importlib.import_module('av.container')

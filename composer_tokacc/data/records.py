@@ -140,7 +140,9 @@ class Record:
         characters = []
         for character in text:
             # The message is one line, so line breaks and control characters are escaped.
-            characters.append(character if character.isprintable() else ascii(character)[1:-1])
+            if not character.isprintable():
+                character = ascii(character).strip("'")
+            characters.append(character)
         return BadSampleError(''.join(characters))
 
     def messages(self) -> list[dict[str, Any]]:

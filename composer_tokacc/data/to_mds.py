@@ -100,7 +100,8 @@ def write_shards(
         shutil.rmtree(out)  # it was empty or absent before
         raise
     sizes = [shard['raw_data']['bytes'] for shard in writer.shards]
-    return Written(len(records) - len(skipped), len(sizes), sum(sizes), tuple(skipped))
+    num_samples = len(records) - len(skipped)
+    return Written(num_samples, len(sizes), sum(sizes), tuple(skipped))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -222,12 +223,14 @@ def _to_row(record: Record, contents: Sequence[bytes]) -> ShardRow:
         if not turn.carries_loss:
             raw_turn['weight'] = 0
         turns.append(raw_turn)
+    media = [[medium.modality, medium.names] for medium in record.media]
+    sizes = [len(content) for content in contents]
     raw_record = {
         'id': record.sample_id,
         'source': record.source,
         'conversations': turns,
-        'media': [[medium.modality, medium.names] for medium in record.media],
-        'bytes': [len(content) for content in contents],
+        'media': media,
+        'bytes': sizes,
     }
     if record.loss_weights is not None:
         raw_record['loss_weights'] = record.loss_weights

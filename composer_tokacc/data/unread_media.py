@@ -145,7 +145,9 @@ def _announced_medium(key: str, value: object) -> Iterator[Likeness]:
     match = _ANNOUNCING_KEY.fullmatch(key.lower())
     is_sentence = isinstance(value, str) and len(value.split()) != 1
     is_count = isinstance(value, int) and not _ID_KEY.fullmatch(key.lower())
-    if match is None or is_sentence or is_count or isinstance(value, bool | float) or value in (None, [], {}):
+    if match is None or is_sentence or is_count:
+        return
+    if isinstance(value, bool | float) or value in (None, [], {}):
         return
     modality = ''
     for name in MODALITIES:

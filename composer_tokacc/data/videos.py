@@ -378,12 +378,9 @@ def read_video(file: MediaFile, sampling: VideoSampling, *, shapes_only: bool = 
         # The gaps are uneven. Frame numbers count steps of the smallest gap, and so say when a frame is shown.
         step = min(gaps)
     numbers = [round(times[number] / step) for number in chosen]
-    return make_video(
-        [frames[stamps[number]] for number in chosen],
-        numbers,
-        round(duration / step),
-        step,
-    )
+    chosen_frames = [frames[stamps[number]] for number in chosen]
+    total = round(duration / step)
+    return make_video(chosen_frames, numbers, total, step)
 
 
 def _check_pixels(num_frames: int, width: int, height: int) -> None:
@@ -422,7 +419,8 @@ def _decode_frames(file: MediaFile, stamps: Sequence[int], key_frames: Sequence[
 
     def index_of_key_frame(stamp: int) -> int:
         """Returns the last key frame that is shown at a stamp or before it. 0, the first, if there is none."""
-        return max(bisect_right(key_frames, (stamp, sys.maxsize)) - 1, 0)
+        num_before = bisect_right(key_frames, (stamp, sys.maxsize))
+        return max(num_before - 1, 0)
 
     frames: dict[int, VideoFrame] = {}
     with _open_stream(file, 'video') as (container, stream):
@@ -437,8 +435,8 @@ def _decode_frames(file: MediaFile, stamps: Sequence[int], key_frames: Sequence[
         with _open_stream(file, 'video') as (container, stream):
             frames = _take_frames(container.decode(stream), stamps, stamps[0])
     if len(frames) < len(stamps):
-        missing = stamps[len(frames)] * stream.time_base
-        raise ValueError(f'its frame at {float(missing):.2f} s cannot be decoded')
+        missing = float(stamps[len(frames)] * stream.time_base)
+        raise ValueError(f'its frame at {missing:.2f} s cannot be decoded')
     # The size may change within the video.
     first_frame = frames[stamps[0]]
     upright = {}

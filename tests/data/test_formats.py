@@ -400,7 +400,7 @@ REFUSED = {
     'two conversations': ({**turn(), 'conversations': [{'from': 'human', 'value': 'x'}]}, 'must hold one conversation'),
     'no conversation': ({'text': 'x', 'label': 3}, r"got the keys: \['id', 'label', 'text'\]"),
     'prompt as text': ({'prompt': 'Hello?', 'completion': 'Hi.'}, 'must be lists of turns'),
-    'history': ({'instruction': 'a', 'output': 'b', 'history': [['a']]}, '`history` must be a list of pairs'),
+    'history': ({'instruction': 'a', 'output': 'b', 'history': [['a']]}, '`history` must hold pairs'),
     'two answers': ({'messages': [QUESTION, ANSWER, ANSWER], **RED_IMAGE}, 'must alternate'),
     'tool before an answer': ({'messages': [QUESTION, {'role': 'tool', 'content': '4'}], **RED_IMAGE}, 'alternate'),
     'number as image': ({**turn(), 'image': 3}, 'must be a file name or a list of file names, got: 3'),

@@ -178,7 +178,7 @@ def test_table_from_headers_matches_samples(name, padding_side, path, tmp_path, 
 
 @pytest.mark.slow
 def test_workers_find_the_same(path, by_headers, monkeypatch):
-    monkeypatch.setattr(sizes, 'FEWEST_CHUNKS', 0)
+    monkeypatch.setattr(sizes, 'FEWEST_TEXTS', 0)
     monkeypatch.setattr(sizes, 'FEWEST_SIZES', 0)
     monkeypatch.setattr(sizes, 'TEXTS_TOGETHER', 7)
     processor = PROCESSORS['llava_next']()
