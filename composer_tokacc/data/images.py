@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import BinaryIO, cast
@@ -37,8 +38,6 @@ IMAGE_FORMATS = (
 """Formats of PIL that are read. Others start programs (EPS), hold several sizes, or are recognized only by name."""
 QUARTER_TURNS = (5, 6, 7, 8)
 """Values of EXIF's orientation that exchange width and height."""
-METADATA_OF_PNG = (b'eXIf', b'Raw profile type exif', b'XML:com.adobe.xmp')
-"""Names of the entries of a PNG that may turn the image."""
 
 
 def read_image(file: MediaFile) -> Image.Image:
@@ -53,8 +52,8 @@ def image_size(file: MediaFile) -> tuple[int, int]:
     with _open_image(file) as image:
         if image.format not in SIZE_IN_HEADER:
             return ImageOps.exif_transpose(image).size
-        if image.format == 'PNG' and _has_metadata(cast(BinaryIO, image.fp)):
-            image.load()  # the entry may stand behind the pixels
+        if image.format == 'PNG' and _has_metadata_after_pixels(cast(BinaryIO, image.fp)):
+            image.load()  # reads this metadata too, which may turn the image
         # The method of the base class, because that for PNG decodes the image to find metadata after the pixels.
         orientation = Image.Image.getexif(image).get(ExifTags.Base.Orientation)
         width, height = image.size
@@ -93,13 +92,20 @@ def _known_formats() -> list[str]:
     return [name for name in IMAGE_FORMATS if name in Image.OPEN]
 
 
-def _has_metadata(file: BinaryIO) -> bool:
-    """Tells whether a PNG file may have an entry that turns the image. Leaves the file where it was."""
+def _has_metadata_after_pixels(file: BinaryIO) -> bool:
+    """Tells whether a PNG file has chunks behind its pixels. Skips the content of the chunks."""
     start = file.tell()
-    file.seek(0)
-    content = file.read()
+    file.seek(8)  # behind the signature
+    chunk_types = set()
+    head = file.read(8)
+    while len(head) == 8:
+        length, chunk_type = int.from_bytes(head[:4], 'big'), head[4:]
+        if chunk_types or chunk_type == b'IDAT':
+            chunk_types.add(chunk_type)
+        file.seek(length + 4, os.SEEK_CUR)  # the content and a checksum
+        head = file.read(8)
     file.seek(start)
-    return any(name in content for name in METADATA_OF_PNG)
+    return bool(chunk_types - {b'IDAT', b'IEND'})
 
 
 def _to_rgb(image: Image.Image, *, has_32_bits: bool) -> Image.Image:

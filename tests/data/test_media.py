@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import struct
 import sys
@@ -23,7 +22,7 @@ import av
 from composer_tokacc.data import BadSampleError, VideoSampling, videos
 from composer_tokacc.data.media import decode_media, open_files
 from composer_tokacc.data.records import Medium, Record, Turn
-from tests.support.clips import SHADES, sine, write_sound, write_video
+from tests.support.clips import SHADES, sine, write_encoded_sound, write_sound, write_video
 
 ALL = VideoSampling(num_frames=len(SHADES))
 
@@ -263,16 +262,6 @@ def write_file(path, content):
     return path
 
 
-def write_aiff(path):
-    with av.open(str(path), 'w') as container:
-        stream = container.add_stream('pcm_s16be', rate=48000, layout='mono')
-        samples = (sine(1 / 6, rate=48000) * 32767).astype(np.int16)
-        frame = av.AudioFrame.from_ndarray(samples[None], format='s16', layout='mono')
-        frame.sample_rate = 48000
-        container.mux([*stream.encode(frame), *stream.encode()])
-    return path
-
-
 NO_NUMBERS = np.full(999, np.nan, np.float32)
 # Name of the file, what makes it of a path, modality, message.
 BAD = {
@@ -286,9 +275,14 @@ BAD = {
     'text': ('a.mp4', lambda path: write_file(path, b'film ' * 99), 'video', 'Invalid data'),
     'audio as video': ('a.wav', lambda path: write_sound(path, sine(0.1)), 'video', 'it holds no video'),
     'video as audio': ('a.mp4', write_video, 'audio', 'it holds no audio'),
-    'video as image': ('a.mp4', write_video, 'image', 'no image of a known format'),
+    'video as image': ('a.mp4', write_video, 'image', 'no image of a known format.*pip install pillow-heif'),
     'cut audio': ('a.wav', lambda path: cut(write_sound(path, sine(2)), 0.5), 'audio', 'its end is missing'),
-    'cut aiff': ('a.aiff', lambda path: cut(write_aiff(path), 0.5), 'audio', 'its end is missing'),
+    'cut aiff': (
+        'a.aiff',
+        lambda path: cut(write_encoded_sound(path, codec='pcm_s16be'), 0.5),
+        'audio',
+        'its end is missing',
+    ),
     'silent file': ('a.wav', lambda path: write_sound(path, sine(0)), 'audio', 'it holds no audio'),
     'no numbers': ('a.wav', lambda path: write_sound(path, NO_NUMBERS), 'audio', 'no finite numbers'),
     'folder': ('a', Path.mkdir, 'video', 'it is no regular file'),
@@ -362,7 +356,8 @@ def test_size_written_by_a_pipe(tmp_path, size):
     place = content.index(b'data') + 4
     path.write_bytes(content[:place] + struct.pack('<I', size) + content[place + 4 :])
     assert len(read('audio', path)) == 8000
-    assert len(read('audio', write_aiff(tmp_path / 'whole.aiff'))) == pytest.approx(16000 / 6, abs=1)
+    aiff = write_encoded_sound(tmp_path / 'whole.aiff', codec='pcm_s16be')
+    assert len(read('audio', aiff)) == pytest.approx(16000 * 0.6, abs=1)
 
 
 @pytest.mark.parametrize('missing', ['av', 'av.container'])
@@ -376,19 +371,6 @@ def test_missing_decoder_is_no_bad_sample(tmp_path, monkeypatch, missing):
         read('video', path)
     assert not isinstance(raised.value, BadSampleError)
     assert 'a.mp4' not in str(raised.value)
-
-
-HEIF = struct.pack('>I', 24) + b'ftypheic' + bytes(4) + b'mif1heic' + bytes(200)
-
-
-def test_heif_names_the_package(tmp_path):
-    if importlib.util.find_spec('pillow_heif'):
-        pytest.skip('pillow-heif is installed')
-    path = write_file(tmp_path / 'a.heic', HEIF)
-    with pytest.raises(
-        BadSampleError, match=r'a\.heic cannot be read: it is no image of a known format.*pip install pillow-heif'
-    ):
-        read('image', path)
 
 
 def test_heif_is_read(tmp_path):

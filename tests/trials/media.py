@@ -18,7 +18,7 @@ import numpy as np
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from tests.support.clips import write_sound, write_video
+from tests.support.clips import write_encoded_sound, write_sound, write_video
 from tests.trials.outcomes import WORKS
 from tests.trials.records import (
     AUDIO,
@@ -29,7 +29,6 @@ from tests.trials.records import (
     Write,
     changed,
     cut,
-    encoded,
     half,
     long_wav,
     of_file,
@@ -140,7 +139,7 @@ def values(value: float) -> Write:
 GIF, MPEG4 = partial(write_video, codec='gif', pixels='rgb8'), write_video
 FFV1 = partial(write_video, codec='ffv1')
 FLV, WEBM = partial(write_video, codec='flv'), partial(write_video, codec='libvpx')
-OPUS, MP3, FLAC = (partial(encoded, codec=codec) for codec in ('libopus', 'libmp3lame', 'flac'))
+OPUS, MP3, FLAC = (partial(write_encoded_sound, codec=codec) for codec in ('libopus', 'libmp3lame', 'flac'))
 BARE_MP3 = partial(MP3, rate=16000, write_xing='0', id3v2_version='0')
 NO_IMAGE, NO_CONTAINER = 'no image of a known format', 'container that is not supported'
 

@@ -12,14 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import av
 import numpy as np
 import pyarrow.parquet
 from PIL import Image
 
 from composer_tokacc.data import BadSampleError, LlavaDataset
 from tests.data.chat_processors import small
-from tests.support.clips import sine, write_sound, write_video
+from tests.support.clips import sine, write_encoded_sound, write_sound, write_video
 from tests.support.family_media import MEDIA
 from tests.trials.outcomes import WORKS, refusal
 
@@ -132,19 +131,6 @@ def long_wav(path: Path, *, channels: int = 1) -> None:
     write_sound(path, sound if channels == 1 else np.repeat(sound[:, None], channels, axis=1))
 
 
-def encoded(path: Path, *, codec: str, rate: int = 48000, channels: int = 1, **options: str) -> None:
-    """A sound of 0.6 s by PyAV."""
-    # Without a duration of pages one page of an Ogg file would hold all.
-    with av.open(str(path), 'w', options={'page_duration': '20000', **options}) as container:
-        stream: Any = container.add_stream(codec, rate=rate, layout='mono' if channels == 1 else '7.1')
-        for samples in sine(0.6, rate=rate).reshape(-1, 960):
-            values = np.repeat((samples * 32767).astype(np.int16), channels)[None]
-            frame = av.AudioFrame.from_ndarray(values, format='s16', layout=stream.layout.name)
-            frame.sample_rate = rate
-            container.mux(stream.encode(frame))
-        container.mux(stream.encode())
-
-
 def transport_stream(path: Path) -> None:
     write_video(path, [10 * shade for shade in range(25)] * 2, codec='mpeg2video')
 
@@ -215,7 +201,11 @@ RECORDS: dict[str, tuple[Any, ...]] = {
     # sounds
     'a sound of eight channels': (AUDIO, of_file('audio', 'a.wav', functools.partial(long_wav, channels=8)), WORKS),
     'a sound of one value': (AUDIO, of_file('audio', 'a.wav', lambda path: write_sound(path, sine(0.6)[:1])), SAMPLE),
-    'half an Ogg Opus': (AUDIO, of_file('audio', 'a.ogg', half(functools.partial(encoded, codec='libopus'))), SAMPLE),
+    'half an Ogg Opus': (
+        AUDIO,
+        of_file('audio', 'a.ogg', half(functools.partial(write_encoded_sound, codec='libopus'))),
+        SAMPLE,
+    ),
     # control tokens in a user's text
     'control tokens in an answer': (IMAGE, of_record(answer=CONTROL), WORKS),
     'control tokens in an answer, refused': (IMAGE, of_record(answer=CONTROL), {'control_tokens': 'refuse'}, '<|end|>'),
