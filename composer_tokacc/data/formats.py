@@ -310,7 +310,7 @@ def _with_media_first(turns: Sequence[JsonObject], data: JsonObject) -> list[Jso
     for turn in turns:
         content = turn.get('content')
         if not isinstance(content, str) or MEDIUM_IN_TEXT.search(content):
-            return [dict(turn) for turn in turns]
+            return list(turns)
     placeholders = ''
     for modality in MODALITIES:
         placeholders += f'<{modality}>' * len(_listed_media(data, modality))
@@ -319,7 +319,7 @@ def _with_media_first(turns: Sequence[JsonObject], data: JsonObject) -> list[Jso
         if ROLES.get(str(turn.get('role'))) == 'user':
             turn = {**turn, 'content': placeholders + turn['content']}
             placeholders = ''
-        placed.append(dict(turn))
+        placed.append(turn)
     return placed
 
 
