@@ -88,9 +88,25 @@ class ChatTemplate:
             ValueError: If the template changes an answer that carries loss, or leaves out a turn.
         """
         text = self.apply(messages)
-        rendered = self._find_answers(messages, text)
+        answers = _indices_of_answers(messages)
+        learned = []
+        for index in answers:
+            if messages[index].get('weight', 1):
+                learned.append(index)
+        rendered = self._render_around_markers(messages, answers, text)
+        # Answers without loss may be changed: the model reads them as the template writes them.
+        if rendered is None and learned != answers:
+            rendered = self._render_around_markers(messages, learned, text)
+        # Templates of reasoning models write an empty thought before a marker, because a marker has none. The real
+        # answer brings its own thought, so it does not fit between the texts around the marker.
+        if rendered is None and learned == [len(messages) - 1]:
+            rendered = self._render_after_prompt(messages, text)
         if rendered is None:
-            raise ValueError(self._refusal_of_changed_answers(messages))
+            raise ValueError(
+                '`chat_template` must write the assistant turns as they are, got: one that changes them, '
+                'or the text around them. Set another, or train only the last answer with '
+                '`dataset.train_on=last`: templates of reasoning models change earlier answers'
+            )
         self._check_all_written(messages, text)
         return rendered
 
@@ -117,51 +133,25 @@ class ChatTemplate:
 
     def writes_media(self, role: str, modality: str) -> bool:
         """Tells whether the template writes a placeholder for every medium of a modality in a turn of a role."""
-        if self._writes_no_placeholders:
-            return True
         key = (role, modality)
         if key not in self._writes_media:
-            self._writes_media[key] = self._try_media(role, modality)
+            self._writes_media[key] = self._writes_no_placeholders or self._try_media(role, modality)
         return self._writes_media[key]
 
     def _try_media(self, role: str, modality: str) -> bool:
         """Renders a turn with no, one and two media. Each medium must make the text longer."""
+        question_without_media, _ = example_conversation()
         lengths = []
         for count in range(3):
-            media = [{'type': modality}] * count
-            message = {
-                'role': role,
-                'content': [*media, {'type': 'text', 'text': 'q'}],
-            }
-            conversation = [message]
+            question, answer = example_conversation([modality] * count)
+            conversation = [question]
             if role == 'tool':  # a tool answers a request of the assistant
-                conversation = [
-                    text_message('user', 'q'),
-                    text_message('assistant', 'a'),
-                    message,
-                ]
+                conversation = [question_without_media, answer, {**question, 'role': role}]
             try:
                 lengths.append(len(self.apply(conversation)))
             except (TypeError, ValueError):
                 return False
         return lengths[0] < lengths[1] < lengths[2]
-
-    def _find_answers(self, messages: Sequence[Message], text: str) -> Rendered | None:
-        """Returns the conversation with its answers, by the first way that works. None if none does."""
-        answers = _indices_of_answers(messages)
-        learned = []
-        for index in answers:
-            if messages[index].get('weight', 1):
-                learned.append(index)
-        rendered = self._render_around_markers(messages, answers, text)
-        # Answers without loss may be changed: the model reads them as the template writes them.
-        if rendered is None and learned != answers:
-            rendered = self._render_around_markers(messages, learned, text)
-        # Templates of reasoning models write an empty thought before a marker, because a marker has none. The real
-        # answer brings its own thought, so it does not fit between the texts around the marker.
-        if rendered is None and learned == [len(messages) - 1]:
-            rendered = self._render_after_prompt(messages, text)
-        return rendered
 
     def _render_around_markers(self, messages: Sequence[Message], marked: Sequence[int], text: str) -> Rendered | None:
         """Puts the answers between the texts around their markers. None if that is not what the template writes.
@@ -229,17 +219,6 @@ class ChatTemplate:
         span = AnswerSpan(len(prompt), len(prompt) + len(reply))
         return Rendered(prompt + reply + text_after, [span])
 
-    def _refusal_of_changed_answers(self, messages: Sequence[Message]) -> str:
-        problem = '`chat_template` must write the assistant turns as they are, got: one that changes them, or the text '
-        problem += 'around them'
-        # The remedy is named only if it works for this conversation.
-        with suppress(ValueError):
-            last_only = only_last_learned(messages)
-            if self._find_answers(last_only, self.apply(last_only)) is not None:
-                reason = 'this template, as those of reasoning models, changes earlier answers'
-                return f'{problem}. Train only the last answer with `dataset.train_on=last` ({reason})'
-        return f'{problem}. Use a training template'
-
     def _check_all_written(self, messages: Sequence[Message], text: str) -> None:
         """Checks that no turn is left out. Templates silently drop turns of roles that they do not know."""
         for message in messages:
@@ -262,7 +241,7 @@ class ChatTemplate:
         """Tells whether the template takes lists of parts. One for strings fails, or writes the list as Python does."""
         self._takes_parts = True  # `apply` reads it
         with suppress(TypeError, ValueError):
-            return "'text': 'q'" not in self.apply([text_message('user', 'q')])
+            return "'text': 'q'" not in self.apply(example_conversation()[:1])
         return False
 
     def _text_around(self, messages: Sequence[Message], marked: Sequence[int]) -> list[str]:
@@ -279,11 +258,7 @@ class ChatTemplate:
 
     def _find_end_token(self, tokenizer: Any) -> str:
         """Returns the token that the template writes after an answer, or the tokenizer's ``eos_token``."""
-        conversation = [
-            text_message('user', 'q'),
-            text_message('assistant', 'a'),
-        ]
-        _, after_answer = self._text_around(conversation, [1])
+        _, after_answer = self._text_around(example_conversation(), [1])
         # Special or not: some tokenizers have ChatML's tokens as plain added ones.
         tokens = {
             *map(str, tokenizer.added_tokens_decoder.values()),
@@ -302,10 +277,9 @@ class ChatTemplate:
 
     def _ends_every_answer(self) -> bool:
         """Tells whether the template writes the ending token after each of two answers."""
-        question = text_message('user', 'q')
-        answer = text_message('assistant', 'a')
+        conversation = example_conversation() + example_conversation()
         try:
-            _, *text_after = self._text_around([question, answer, question, answer], [1, 3])
+            _, *text_after = self._text_around(conversation, [1, 3])
         except ValueError:  # the template refuses a second question; a sample that has one gets the error
             return True
         return all(after.lstrip().startswith(self.end_token) for after in text_after)
@@ -354,6 +328,16 @@ def text_message(role: str, text: str) -> dict[str, Any]:
     return {'role': role, 'content': [{'type': 'text', 'text': text}]}
 
 
+def example_conversation(modalities: Sequence[str] = ()) -> list[Message]:
+    """Returns a question about media of these modalities, and an answer."""
+    content = [{'type': modality} for modality in modalities]
+    content.append({'type': 'text', 'text': 'q'})
+    return [
+        {'role': 'user', 'content': content},
+        text_message('assistant', 'a'),
+    ]
+
+
 def text_of(message: Message) -> str:
     """Returns the text of a message, without its media."""
     return ''.join(part['text'] for part in message['content'] if part['type'] == 'text')
@@ -372,7 +356,7 @@ def _with_markers(message: Message, index: int) -> Mapping[str, Any]:
 def _check_written(message: Message, text: str) -> None:
     for part in message['content']:
         if part['type'] == 'text' and part['text'].strip() not in text:
-            remedy = 'Set another, or write the text into the turn of another role'
             raise ValueError(
-                f'`chat_template` must write what the {message["role"]} says, got: one that leaves it out. {remedy}.'
+                f'`chat_template` must write what the {message["role"]} says, got: one that leaves it '
+                'out. Set another, or write the text into the turn of another role.'
             )

@@ -27,8 +27,10 @@ class VisionLanguageCollator:
     def __init__(self, tokenizer: Any, *, layout: BatchLayout | None = None) -> None:
         tokenizer = getattr(tokenizer, 'tokenizer', tokenizer)
         if getattr(tokenizer, 'pad_token_id', None) is None:
-            remedy = 'Set it: `tokenizer.pad_token = tokenizer.eos_token` (padding is masked, so any will do)'
-            raise ValueError(f'`tokenizer` must have a pad token, got: none. {remedy}.')
+            raise ValueError(
+                '`tokenizer` must have a pad token, got: none. Set it: `tokenizer.pad_token = '
+                'tokenizer.eos_token` (padding is masked, so any will do).'
+            )
         self.pad_token_id: int = tokenizer.pad_token_id
         self.padding_side: str = tokenizer.padding_side
         self.layout = layout

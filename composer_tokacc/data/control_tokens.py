@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping
-from copy import copy, deepcopy
+from copy import deepcopy
 from typing import Any, Literal, get_args
 
 import torch
@@ -16,6 +16,7 @@ from tokenizers import AddedToken
 
 from composer_tokacc.batch import IGNORE_INDEX
 from composer_tokacc.data.records import Message, Record
+from composer_tokacc.planning import check_choice
 
 ControlTokens = Literal['warn', 'text', 'refuse']
 """``warn``: encode them as control tokens, and name the first sample. ``text``: encode the characters that they are
@@ -40,29 +41,18 @@ class ControlTokenPolicy:
     """
 
     def __init__(self, option: ControlTokens, processor: Any, *, end_token: str) -> None:
-        if option not in get_args(ControlTokens):
-            raise ValueError(f'`control_tokens` must be one of {get_args(ControlTokens)}, got: {option!r:.100}.')
+        check_choice('control_tokens', option, get_args(ControlTokens))
         self.option = option
         self.processor = processor
-        self.tokenizer = getattr(processor, 'tokenizer', processor)
+        if option == 'text':
+            self.processor = deepcopy(processor)  # the tokenizer of the run must not know the stand-ins
+        self.tokenizer = getattr(self.processor, 'tokenizer', self.processor)
         self._pattern = _pattern_of_control_tokens(self.tokenizer, end_token)
         self._has_warned = False
         self._stand_ins: dict[str, str] = {}
         """Stand-in of each control token that was met."""
         self._spellings: dict[int, torch.Tensor] = {}
         """Ids of the text of a control token, by the id of its stand-in."""
-        if option == 'text':
-            self._copy_tokenizer()
-
-    def _copy_tokenizer(self) -> None:
-        """Copies the tokenizer, because the one of the run must not know the stand-ins."""
-        is_tokenizer = self.tokenizer is self.processor
-        self.tokenizer = deepcopy(self.tokenizer)
-        if is_tokenizer:
-            self.processor = self.tokenizer
-        else:
-            self.processor = copy(self.processor)
-            self.processor.tokenizer = self.tokenizer
 
     def check(self, record: Record) -> None:
         """Refuses a record with control tokens in its text, or warns of the first."""
@@ -123,7 +113,8 @@ class ControlTokenPolicy:
             return self._stand_ins[token]
         ids = self.tokenizer(token, add_special_tokens=False, split_special_tokens=True)['input_ids']
         # Some tokenizers do not split control tokens, or have no tokens for their characters.
-        is_split = self.tokenizer.convert_tokens_to_ids(token) not in ids and self.tokenizer.unk_token_id not in ids
+        token_id = self.tokenizer.convert_tokens_to_ids(token)
+        is_split = token_id not in ids and self.tokenizer.unk_token_id not in ids
         if not ids or not is_split:
             raise ValueError(f'the tokenizer must have tokens for the text {token}, got: none. Take it out')
         stand_in = STAND_IN.format(len(self._stand_ins))

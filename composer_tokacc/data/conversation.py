@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -48,20 +48,12 @@ MediaOfModality = Mapping[str, Sequence[Any]]
 """Decoded media by modality: PIL images, :class:`.Video`, float32 arrays of audio."""
 
 
-class ProcessorPart(NamedTuple):
-    """How a processor takes the media of a modality."""
-
-    attribute: str
-    """The part of the processor that computes them."""
-    argument: str
-    """The argument of the processor's call."""
-
-
 PROCESSOR_PARTS = {
-    'image': ProcessorPart('image_processor', 'images'),
-    'video': ProcessorPart('video_processor', 'videos'),
-    'audio': ProcessorPart('feature_extractor', 'audio'),
+    'image': 'image_processor',
+    'video': 'video_processor',
+    'audio': 'feature_extractor',
 }
+"""The part of a processor that computes the media of a modality."""
 # Lists of masks and types would take a third of the time of tokenizing, and are not used.
 _ONLY_IDS = {'return_attention_mask': False, 'return_token_type_ids': False}
 
@@ -111,15 +103,12 @@ class ConversationEncoder:
         self.adds_end_token = add_end_token
         self.media_options: Mapping[str, Mapping[str, Any]] = {}
         """Further ``images_kwargs`` and ``videos_kwargs`` of every call of the processor."""
-        self.advice_for_long_samples: Callable[[], str] = _default_advice
-        """Returns the remedies for a sample over ``max_length``. A dataset knows more of them than this class."""
         self.parts: dict[str, Any] = {}
         """The processor's parts by modality. A modality without one cannot be trained on."""
-        for modality, names in PROCESSOR_PARTS.items():
-            part = getattr(processor, names.attribute, None)
+        for modality, attribute in PROCESSOR_PARTS.items():
+            part = getattr(processor, attribute, None)
             if part is not None:
                 self.parts[modality] = part
-                _check_pixel_budget(part, names.attribute)
         self.video = _sampling_for(self.parts.get('video'), video)
         self._has_query_tokens = hasattr(processor, 'num_query_tokens')
         self.template = ChatTemplate(
@@ -162,17 +151,9 @@ class ConversationEncoder:
         Raises:
             ValueError: If the sample is longer than ``max_length``, or an audio is longer than the processor takes.
         """
-        checked_messages = []
         if not messages:
             check_message(None)  # raises
-        for message in messages:
-            check_message(message)
-            if isinstance(message['content'], str):
-                message = {
-                    **message,
-                    **text_message(message['role'], message['content']),
-                }
-            checked_messages.append(message)
+        checked_messages = [check_message(message) for message in messages]
         media = {'image': images, 'video': videos, 'audio': audios}
         self._check_audio_lengths(audios)
         rendered = self.render(checked_messages)
@@ -221,7 +202,8 @@ class ConversationEncoder:
         except ValueError as error:
             raise record.error(error) from error
         except Exception as error:  # a fault of the program, which on_error=skip must not hide
-            raise RuntimeError(str(record.error(f'{type(error).__name__}: {error}'))) from error
+            named_error = record.error(f'{type(error).__name__}: {error}')
+            raise RuntimeError(str(named_error)) from error
         if record.loss_weights is not None:
             sample[LOSS_WEIGHTS] = torch.full(sample['labels'].shape, record.loss_weights)
         return sample
@@ -260,26 +242,19 @@ class ConversationEncoder:
         Returns:
             ``input_ids`` and ``labels`` of each, ``(1, length)``. None for a conversation that must be refused.
         """
-        rendered: list[Rendered | None] = [None] * len(conversations)
+        groups: dict[bool, list[tuple[int, Rendered]]] = {}
         for index, messages in enumerate(conversations):
             with suppress(Exception):  # the reason is given when the whole sample is encoded
-                rendered[index] = self.render(messages)
-        samples: list[dict[str, torch.Tensor] | None] = [None] * len(rendered)
+                rendered = self.render(messages)
+                group = groups.setdefault(self._adds_special_tokens(rendered.text), [])
+                group.append((index, rendered))
+        samples: list[dict[str, torch.Tensor] | None] = [None] * len(conversations)
         # At most two calls of the tokenizer: it is much faster for many texts at once.
-        for add_special_tokens in (True, False):
-            indices = []
-            texts = []
-            for index, conversation in enumerate(rendered):
-                if conversation and self._adds_special_tokens(conversation.text) is add_special_tokens:
-                    indices.append(index)
-                    texts.append(conversation.text)
-            if not indices:
-                continue
+        for add_special_tokens, group in groups.items():
+            texts = [rendered.text for _, rendered in group]
             tokens = self.tokenizer(texts, add_special_tokens=add_special_tokens, **_ONLY_IDS)
-            for index, ids, encoding in zip(indices, tokens['input_ids'], tokens.encodings, strict=True):
-                conversation = rendered[index]
-                assert conversation is not None
-                spans = [_tokens_of(encoding, answer) for answer in conversation.answers]
+            for (index, rendered), ids, encoding in zip(group, tokens['input_ids'], tokens.encodings, strict=True):
+                spans = [_tokens_of(encoding, answer) for answer in rendered.answers]
                 input_ids = torch.tensor([ids])
                 labels = _labels_of(input_ids, spans)
                 samples[index] = self.control.spell({'input_ids': input_ids, 'labels': labels})
@@ -298,12 +273,14 @@ class ConversationEncoder:
             for placeholder in PLACEHOLDER.finditer(turn.text):
                 modality = placeholder[1]
                 if modality not in self.parts:
-                    attribute = PROCESSOR_PARTS[modality].attribute
-                    raise record.error(f'has {modality}s, but the processor takes none; use one with `{attribute}`')
+                    raise record.error(
+                        f'has {modality}s, but the processor takes none; use one with `{PROCESSOR_PARTS[modality]}`'
+                    )
                 if not self.template.writes_media(turn.role, modality):
                     place = ' in the turn of a tool' if turn.role == 'tool' else ''
-                    reason = 'the chat template writes no placeholder for each; set another'
-                    raise record.error(f'has {modality}s{place}, but {reason}')
+                    raise record.error(
+                        f'has {modality}s{place}, but the chat template writes no placeholder for each; set another'
+                    )
 
     def render(self, messages: Sequence[Message]) -> Rendered:
         """Writes a conversation as text, without expanding its placeholders, and finds the answers in it."""
@@ -323,15 +300,15 @@ class ConversationEncoder:
     def _check_audio_lengths(self, audios: Sequence[np.ndarray]) -> None:
         """Refuses an audio longer than the window of the feature extractor, which would cut it off in silence."""
         extractor = self.parts.get('audio')
-        limit = getattr(extractor, 'n_samples', None)
-        if limit is None or not audios:
-            return
-        longest = max(len(audio) for audio in audios)
-        if longest > limit:
-            sampling_rate = getattr(extractor, 'sampling_rate', 1)
-            window = round(limit / sampling_rate, 3)
-            got = round(longest / sampling_rate, 3)
-            raise ValueError(f'an audio must be at most {window} s, the window of this processor, got: {got} s. Cut it')
+        window = getattr(extractor, 'n_samples', None)
+        for audio in audios:
+            if window is not None and len(audio) > window:
+                rate = self.parts['audio'].sampling_rate
+                limit = round(window / rate, 3)
+                seconds = round(len(audio) / rate, 3)
+                raise ValueError(
+                    f'an audio must be at most {limit} s, the window of this processor, got: {seconds} s. Cut it'
+                )
 
     def _check_length(self, sample: EncodedSample, media: MediaOfModality) -> None:
         length = sample['input_ids'].shape[1]
@@ -339,8 +316,10 @@ class ConversationEncoder:
             return
         num_media = sum(len(items) for items in media.values())
         got = f'{self.max_length} < {length} tokens with {num_media} media'
-        advice = self.advice_for_long_samples() if num_media else _default_advice()
-        raise ValueError(f'`max_length` must be at least the sample, got: {got}. {advice}.')
+        raise ValueError(
+            f'`max_length` must be at least the sample, got: {got}. Raise it, or leave the sample out. '
+            '`dataset` has options for this: on_error=skip, or fit=true for media.'
+        )
 
     def _adds_special_tokens(self, text: str) -> bool:
         """Tells whether the tokenizer must add the first token, because the template has not written it."""
@@ -357,8 +336,11 @@ class ConversationEncoder:
             return dict(self.tokenizer([text], **options))
         for name, values in self.media_options.items():
             options[name] = dict(values)
-        if self._has_query_tokens:
-            arguments = _arguments_of_query_processor(media)
+        if self._has_query_tokens:  # BLIP's processors take a clip as an image
+            arguments = {}
+            images = [*media['image'], *(video.frames for video in media['video'])]
+            if images:
+                arguments['images'] = images
         else:
             arguments = self._arguments_of_processor(media, options)
         try:
@@ -492,32 +474,19 @@ class ConversationEncoder:
         return spans
 
 
-def _default_advice() -> str:
-    return 'Raise it, or leave the sample out'
-
-
 def _check_processor(processor: Any, tokenizer: Any, template_owner: Any) -> None:
     name = type(processor).__name__
     if tokenizer is None:
-        remedy = 'Its folder has no tokenizer files: copy them there, or set `processor.tokenizer`'
-        raise ValueError(f'`processor` must have a tokenizer, got: {name} without. {remedy}.')
+        raise ValueError(
+            f'`processor` must have a tokenizer, got: {name} without. Its folder has no tokenizer files: '
+            'copy them there, or set `processor.tokenizer`.'
+        )
     if not getattr(template_owner, 'chat_template', None):
         raise ValueError(f'`processor` must have a chat template, got: {name} without. Set `processor.chat_template`.')
     if not getattr(tokenizer, 'is_fast', False):
         raise ValueError(f'`processor` must have a fast tokenizer, got: {name} without. Load it with use_fast=True.')
     if getattr(processor, 'num_query_tokens', 0) is None:  # BLIP's processor drops the images then
         raise ValueError(f'`processor` must have `num_query_tokens`, got: {name} without. Set it as in the model.')
-
-
-def _check_pixel_budget(part: Any, attribute: str) -> None:
-    """Refuses sizes below 1, for which processors raise errors about their own arithmetic."""
-    budgets = dict(getattr(part, 'size', None) or {})
-    for name in ('min_pixels', 'max_pixels'):
-        budgets[name] = getattr(part, name, None)
-    for name, value in budgets.items():
-        if isinstance(value, int | float) and value < 1:
-            remedy = 'Set it in preprocessor_config.json, or leave it out'
-            raise ValueError(f'`{attribute}` must have a positive `{name}`, got: {value}. {remedy}.')
 
 
 def _sampling_for(video_processor: Any, sampling: VideoSampling | None) -> VideoSampling:
@@ -527,14 +496,6 @@ def _sampling_for(video_processor: Any, sampling: VideoSampling | None) -> Video
     check_kind('video', sampling, VideoSampling)
     frames_per_patch = getattr(video_processor, 'temporal_patch_size', None) or 1
     return replace(sampling, min_frames=max(sampling.min_frames, frames_per_patch))
-
-
-def _arguments_of_query_processor(media: MediaOfModality) -> dict[str, Any]:
-    """Returns the media as arguments of BLIP's processors, which take a clip as an image."""
-    images = [*media['image'], *(video.frames for video in media['video'])]
-    if not images:
-        return {}
-    return {'images': images}
 
 
 def _labels_of(input_ids: torch.Tensor, spans: Sequence[tuple[int, int]]) -> torch.Tensor:

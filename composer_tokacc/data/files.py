@@ -13,7 +13,7 @@ import importlib.util
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer_tokacc.data.formats import parse_record
-from composer_tokacc.data.hub import ask_hub
+from composer_tokacc.data.hub import HUB, ask_hub
 from composer_tokacc.data.llama_factory import DatasetEntry
 from composer_tokacc.data.media import MediaFolders, check_decoder, regular_file
 from composer_tokacc.data.records import (
@@ -37,8 +37,6 @@ from composer_tokacc.planning import check_kind
 if TYPE_CHECKING:
     from datasets import Dataset
 
-HUB = 'hf://datasets/'
-"""Start of the name of a dataset of the hub: ``hf://datasets/owner/name``, or with ``/subset`` behind it."""
 MAX_BYTES = 2**32
 """Limit for a text in memory, unpacked. A small gzip file may unpack to more than the memory of a machine."""
 GZIP_SIGNATURE = b'\x1f\x8b'
@@ -97,10 +95,15 @@ def read_raw_records(path: PathLike) -> Iterator[RawRecord]:
     A line that is not JSON is yielded as the error that it raised.
     """
     file, name = _split_name(path)
-    if file.startswith(HUB) or os.path.isdir(file) or _is_parquet(file):
-        yield from _read_table(file, name)
-    elif name is not None:
+    if name is not None and not _is_table(file):
         yield from _read_described_dataset(file, name)
+    else:
+        yield from _read_file(file, name)
+
+
+def _read_file(file: str, split: str | None) -> Iterator[RawRecord]:
+    if _is_table(file):
+        yield from _read_table(file, split)
     else:
         yield from _read_json(file)
 
@@ -121,7 +124,9 @@ def _split_name(path: PathLike) -> tuple[str, str | None]:
     return file, name
 
 
-def _is_parquet(file: str) -> bool:
+def _is_table(file: str) -> bool:
+    if file.startswith(HUB) or os.path.isdir(file):
+        return True
     try:
         with regular_file(Path(file)).open('rb') as opened:
             signature = opened.read(len(PARQUET_SIGNATURE))
@@ -150,12 +155,10 @@ def _read_text(file: str) -> str:
         errors = 'surrogateescape' if encoding.startswith('utf-8') else 'strict'
         return content.decode(encoding, errors)
     except FileNotFoundError as error:
-        expected = f'a JSON, JSONL or parquet file, a folder that `datasets` saved, or {HUB}owner/name'
-        raise ValueError(f'`path` must be {expected}, got: {file[:300]}, which does not exist.') from error
-    except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b'\n') + 1
-        got = f'{file} with a wrong byte at line {line}'
-        raise ValueError(f'`path` must be UTF-8, or UTF-16 throughout, got: {got}.') from error
+        raise ValueError(
+            '`path` must be a JSON, JSONL or parquet file, a folder that `datasets` saved, or '
+            f'{HUB}owner/name, got: {file[:300]}, which does not exist.'
+        ) from error
     except (OSError, EOFError, zlib.error, ValueError) as error:
         reason = getattr(error, 'strerror', None) or error
         raise ValueError(f'`path` must be a file that can be read, got: {file[:300]}: {reason}.') from error
@@ -163,72 +166,49 @@ def _read_text(file: str) -> str:
 
 def _read_json(file: str) -> Iterator[RawRecord]:
     text = _read_text(file)
-    first_character = text.lstrip()[:1]
-    if first_character == '[':
+    if text.lstrip().startswith('['):
         yield from _read_array(text, file)
         return
-    if first_character == '{':
-        _check_lines(text, file)
     for number, line in enumerate(text.split('\n'), start=1):
         if line.strip():
             yield RawRecord(file, f'line {number}', _decode_line(line))
-
-
-def _check_lines(text: str, file: str) -> None:
-    """Refuses a text that is one object over several lines instead of an object in each line."""
-    first_line, _, _ = text.lstrip().partition('\n')
-    if not isinstance(_decode_line(first_line), ValueError):
-        return
-    content = _decode_line(text)
-    if isinstance(content, dict):
-        got = f'{file} with one object of the keys {", ".join(content)[:200]}'
-        remedy = f'For a dataset_info.json add the name of a dataset: {file}#name'
-        raise ValueError(f'`path` must be a JSON array or JSON lines, got: {got}. {remedy}.')
 
 
 def _read_array(text: str, file: str) -> Iterator[RawRecord]:
     """Reads a JSON array. Its entries are named by their number, because ``json`` does not tell their lines."""
     try:
         entries = JSON.decode(text)
-    except RecursionError as error:
-        raise ValueError(f'`path` must be a valid JSON file, got: {file} with brackets nested too deep.') from error
-    except json.JSONDecodeError as error:
-        if error.msg == 'Extra data':
-            rest = text[error.pos :].strip()
-            got = f'{file} with {rest[:20]!r} behind its end, at line {error.lineno}'
-            remedy = 'Join the arrays, or name each file by itself'
-            raise ValueError(f'`path` must hold one JSON array, got: {got}. {remedy}.') from error
-        got = f'{file} with a syntax error at line {error.lineno}, column {error.colno} ({error.msg})'
-        remedy = 'Fix it, or write JSON lines: there one bad line costs one sample'
-        raise ValueError(f'`path` must be a valid JSON file, got: {got}. {remedy}.') from error
+        errors = [_first_error(entry) for entry in entries]
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(
+            f'`path` must hold one valid JSON array, got: {file}: {error}. Fix it, or write JSON lines: '
+            'there one bad line costs one sample.'
+        ) from error
     for number, entry in enumerate(entries, start=1):
-        yield RawRecord(file, f'entry {number}', _first_error(entry) or entry)
+        yield RawRecord(file, f'entry {number}', errors[number - 1] or entry)
 
 
 def _decode_line(line: str) -> object:
     """Returns the object of a line, or the error of decoding it."""
     try:
         content = JSON.decode(line)
+        return _first_error(content) or content
     except json.JSONDecodeError as error:
         return ValueError(f'{error.msg} at column {error.colno}')
     except RecursionError:
         return ValueError('brackets within brackets, too deep')
-    return _first_error(content) or content
 
 
 def _decode_object(
     pairs: list[tuple[str, object]],
 ) -> dict[str, object] | ValueError:
     """Returns an object, or an error if a key stands twice in it: one of the two values would be lost."""
-    decoded: dict[str, object] = {}
-    for key, value in pairs:
-        if key in decoded:
-            return ValueError(f'the key {short_repr(key)} stands twice in one object. Remove one')
-        error = _first_error(value)
-        if error is not None:
-            return error
-        decoded[key] = value
-    return decoded
+    decoded = dict(pairs)
+    if len(decoded) == len(pairs):
+        return decoded
+    keys = [key for key, _ in pairs]
+    most_frequent = max(keys, key=keys.count)
+    return ValueError(f'the key {short_repr(most_frequent)} stands twice in one object. Remove one')
 
 
 def _decode_integer(digits: str) -> int | ValueError:
@@ -240,14 +220,18 @@ def _decode_integer(digits: str) -> int | ValueError:
 
 
 def _first_error(value: object) -> ValueError | None:
-    """Returns the first error in a decoded value. Objects with an error inside have become errors themselves."""
+    """Returns the first error in a decoded value."""
     if isinstance(value, ValueError):
         return value
-    if isinstance(value, list):
-        for item in value:
-            error = _first_error(item)
-            if error is not None:
-                return error
+    children: Iterable[object] = ()
+    if isinstance(value, dict):
+        children = value.values()
+    elif isinstance(value, list):
+        children = value
+    for child in children:
+        error = _first_error(child)
+        if error is not None:
+            return error
     return None
 
 
@@ -258,20 +242,14 @@ def _read_described_dataset(file: str, name: str) -> Iterator[RawRecord]:
     """Yields the records of a dataset of a ``dataset_info.json``, with the keys that `formats.py` knows."""
     datasets = _decode_line(_read_text(file))
     if not isinstance(datasets, dict) or not isinstance(datasets.get(name), dict):
-        names = ', '.join(datasets)[:300] if isinstance(datasets, dict) else 'no JSON object'
-        raise ValueError(f'`path` must name a dataset of {file} behind the #, got: {name!r}, of: {names}.')
+        raise ValueError(
+            f'`path` must name a dataset of {file} behind the #, got: {name!r}, of: {short_repr(datasets, 300)}.'
+        )
     try:
-        entry = DatasetEntry.parse(datasets[name])
-        if entry.hub_name is not None:
-            path = f'{HUB}{entry.hub_name}#{entry.split}'
-        else:
-            path = entry.path_from(Path(file).parent)
-            _, name_in_path = _split_name(path)
-            if name_in_path is not None:  # `file#name` could be this entry again, and so without end
-                raise ValueError(f'`file_name` must be the name of a file, got: {short_repr(entry.file_name)}')
+        entry = DatasetEntry(datasets[name])
     except ValueError as error:
         raise ValueError(f'`path` must name a dataset that can be read, got: {file}#{name}: {error}.') from error
-    for raw_record in read_raw_records(path):
+    for raw_record in _read_file(*entry.locate(Path(file).parent)):
         if isinstance(raw_record.data, Mapping):
             raw_record = raw_record._replace(data=entry.rename(raw_record.data))
         yield raw_record
@@ -321,7 +299,6 @@ def _open_table(path: str, split: str | None) -> Dataset:
 def _load_table(path: str) -> Any:
     """Loads a dataset of the hub, a folder of `datasets`, or a parquet file. Returns a table, or tables by split."""
     import datasets
-    import pyarrow.parquet
 
     if path.startswith(HUB):
         parts = path.removeprefix(HUB).split('/')
@@ -334,9 +311,6 @@ def _load_table(path: str) -> Any:
             if not file.is_dir():
                 regular_file(file)  # raises for a pipe, which would block `datasets`
         return datasets.load_from_disk(path)
-    # `datasets` reads as many rows at a time as the first row group has, and fails if it has none.
-    if pyarrow.parquet.read_metadata(path).num_rows == 0:
-        return datasets.Dataset.from_dict({})
     return datasets.Dataset.from_parquet(path)
 
 

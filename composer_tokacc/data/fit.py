@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from PIL import Image
 
+from composer_tokacc.data.chat_template import example_conversation
 from composer_tokacc.data.conversation import ConversationEncoder
 from composer_tokacc.data.records import (
     EncodedSample,
     MediaFile,
-    Message,
     Record,
 )
 from composer_tokacc.data.sizes import SHRINK_STEPS, image_token_ids
@@ -81,10 +81,9 @@ class ThinnedSampling(VideoSampling):
 
     def count(self, num_frames: int, duration: float) -> int:
         """Returns the number of frames to take."""
-        return max(
-            int(super().count(num_frames, duration) * self.share),
-            self.min_frames,
-        )
+        full_count = super().count(num_frames, duration)
+        count = int(full_count * self.share)
+        return max(count, self.min_frames)
 
 
 class FittingEncoder(ConversationEncoder):
@@ -132,7 +131,7 @@ class FittingEncoder(ConversationEncoder):
         files: Sequence[MediaFile],
         *,
         shapes_only: bool = False,
-        steps: int = 0,
+        steps: int | None = None,
     ) -> EncodedSample:
         """Encodes a record at the largest share that fits. ``shrink_steps`` of the sample is the number of steps.
 
@@ -140,9 +139,13 @@ class FittingEncoder(ConversationEncoder):
             record: As for :meth:`.ConversationEncoder.encode_record`.
             files: The same.
             shapes_only: The same.
-            steps: The number of steps, if it is known. Then it is not searched for.
+            steps: The number of steps, if it is known. Then it is not searched for, and not in the sample: all samples
+                of a batch need the same entries, and those of other datasets of a mixture have no steps.
         """
         encode = partial(self._encode_after, record, files)
+        if steps is not None:
+            return encode(steps, shapes_only=shapes_only)
+        steps = 0
         sample = encode(steps, shapes_only=shapes_only)
         has_visual_media = record.count('image') + record.count('video') > 0
         if has_visual_media and not self._fits(sample):
@@ -237,11 +240,7 @@ class FittingEncoder(ConversationEncoder):
         encoder.max_length = None
         least = _lowered(self.parts[modality], lowered, share_of(MOST_STEPS))
         encoder.media_options = {OPTIONS_OF_MODALITY[modality]: least}
-        content = [{'type': modality}, {'type': 'text', 'text': 'q'}]
-        messages: list[Message] = [
-            {'role': 'user', 'content': content},
-            {'role': 'assistant', 'content': 'a'},
-        ]
+        messages = example_conversation([modality])
         if modality == 'image':
             return encoder(messages, [Image.new('RGB', (PROBE_SIDE, PROBE_SIDE))])
         frame = np.zeros((PROBE_SIDE // 2, PROBE_SIDE // 2, 3), np.uint8)
@@ -251,26 +250,11 @@ class FittingEncoder(ConversationEncoder):
 
     def _refusal(self, record: Record, sample: EncodedSample) -> str:
         length = sample['input_ids'].shape[1]
-        num_media_tokens = self._count_media_tokens(sample)
-        if self.max_length is not None and length > self.max_length:
-            name = 'max_length'
-            excess = f'{self.max_length} < {length}'
-        else:
-            name = 'max_image_tokens'
-            excess = f'{self.max_image_tokens} < {num_media_tokens}'
-        name_of_processor = type(self.processor).__name__
-        least = f'{num_media_tokens} of them for {len(record.media)} media, the fewest of {name_of_processor}'
-        remedy = 'Raise it, shorten the sample, or set on_error=skip'
-        return f'`{name}` must be at least the sample, got: {excess} tokens, {least}. {remedy}.'
-
-
-def can_shrink_media(processor: Any) -> bool:
-    """Tells whether ``fit`` could make images or videos of a processor smaller."""
-    try:
-        FittingEncoder(processor, max_length=1)
-    except PROCESSOR_ERRORS:
-        return False
-    return True
+        got = f'{length} tokens, {self._count_media_tokens(sample)} of them for {len(record.media)} media'
+        caps = f'`max_length`={self.max_length} and `max_image_tokens`={self.max_image_tokens}'
+        name = type(self.processor).__name__
+        remedy = 'Raise them, shorten the sample, or set on_error=skip'
+        return f'{caps} must have room for the sample, got: {got}, the fewest of {name}. {remedy}.'
 
 
 def _budgets_of(part: Any) -> list[str]:

@@ -10,11 +10,9 @@ of a record is used as its own project means it, or the record is refused: nothi
 from __future__ import annotations
 
 import base64
-import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
@@ -31,9 +29,10 @@ from composer_tokacc.data.records import (
     short_repr,
 )
 from composer_tokacc.data.unread_media import (
+    ADDRESS,
     MEDIA_KEYS,
     check_unread_keys,
-    modality_of_base64,
+    is_base64_of_file,
 )
 
 MODALITY_OF_TAG = {f'<{modality}>': modality for modality in MODALITIES}
@@ -43,33 +42,20 @@ MODALITY_OF_TAG |= {'<vila/video>': 'video', '<sound>': 'audio'}
 MEDIUM_IN_TEXT = re.compile(rf'<img>((?:(?!</?img>).)*)</img>|{"|".join(MODALITY_OF_TAG)}', re.DOTALL)
 
 
-class PartType(NamedTuple):
-    """A type of content part."""
-
-    modality: str
-    """``text``, or the modality of the medium."""
-    keys: tuple[str, ...]
-    """Keys that may hold the text or the file."""
-
-
-PART_TYPES = {
-    'text': PartType('text', ('text',)),
-    'input_text': PartType('text', ('text',)),
-    'output_text': PartType('text', ('text',)),
-    'image': PartType('image', ('image', 'url', 'path', 'base64')),
-    'image_url': PartType('image', ('image_url',)),
-    'input_image': PartType('image', ('image_url',)),
-    'video': PartType('video', ('video', 'url', 'path', 'base64')),
-    'video_url': PartType('video', ('video_url',)),
-    'audio': PartType('audio', ('audio', 'audio_url', 'url', 'path', 'base64')),
-    'audio_url': PartType('audio', ('audio_url',)),
-    'input_audio': PartType('audio', ('input_audio',)),
-}
+FILE_KEYS: dict[str, tuple[str, ...]] = {}
+"""Keys of a content part that may hold its file, by modality."""
+MODALITY_OF_PART = {'text': 'text', 'input_text': 'text', 'output_text': 'text'}
+"""``text``, or the modality of the medium, by type of a content part."""
+for modality in MODALITIES:
+    part_types = (modality, f'{modality}_url', f'input_{modality}')
+    FILE_KEYS[modality] = (*part_types, 'url', 'path', 'base64')
+    MODALITY_OF_PART.update(dict.fromkeys(part_types, modality))
 # Keys of a part, and of a file in it, that are accepted but change nothing in training. `detail` is for OpenAI's API.
 # `index` numbers the images of a TRL table; `_parse_part` checks that they are in order.
 PART_NOTES = ('type', 'detail', 'index')
 FILE_NOTES = ('detail', 'format')
-TURN_KEYS = {
+FILE_OBJECT_KEYS = ('bytes', 'data', 'path', 'url')
+TURN_KEYS = (
     'role',
     'from',
     'content',
@@ -79,7 +65,7 @@ TURN_KEYS = {
     'id',
     'index',
     'timestamp',
-}
+)
 ROLES = {
     'system': 'system',
     'developer': 'system',
@@ -92,14 +78,9 @@ ROLES = {
     'observation': 'tool',
 }
 ROLES_WITH_MEDIA = ('user', 'tool')
-FOLLOWS = {
-    '': ('user',),
-    'user': ('assistant',),
-    'assistant': ('user', 'tool'),
-    'tool': ('assistant', 'tool'),
-}
-"""Roles that may follow a role; '' is the start. The result of a tool may replace a question. System turns may be
-anywhere."""
+WRONG_ORDER = re.compile('^(?!user )|user user|user tool|tool user|assistant assistant')
+"""Finds a mistake in the roles of the turns, without system turns, which may be anywhere. The first must be a question
+with an answer. The result of a tool may replace a question."""
 
 _NO_TOOLS = "write what the model's own template makes of it into the text of the turns"
 _NO_PREFERENCES = 'this is training on answers, not on preferences'
@@ -158,11 +139,7 @@ class RecordFormat:
             value = data.get(key)
             if value is None or value == []:
                 return False
-            if not self.keys_of_entry:
-                continue
-            if not _is_list_of_objects(value):
-                return False
-            if not all(entry.keys() >= set(self.keys_of_entry) for entry in value):
+            if self.keys_of_entry and not _is_list_of_objects(value, self.keys_of_entry):
                 return False
         return True
 
@@ -189,7 +166,7 @@ def parse_record(raw: RawRecord) -> Record:
 def _parse_data(data: object, record: Record) -> Record:
     """Returns the record with the content of an entry."""
     if isinstance(data, Exception):
-        raise ValueError(f'not valid JSON: {data}')
+        raise ValueError(f'not valid JSON: {data}. A file holds one array, or an object in each line')
     if not isinstance(data, dict):
         raise ValueError(f'must be a JSON object, got: {type(data).__name__}')
     for key, value in data.items():
@@ -200,8 +177,17 @@ def _parse_data(data: object, record: Record) -> Record:
     turns = [_parse_turn(turn, slots) for turn in _raw_turns(data, record_format)]
     listed = {modality: _listed_media(data, modality) for modality in MODALITIES}
     # Before the slots are filled: if a medium is under an unread key, this message says more than a wrong number.
-    _check_unread(data, record_format, slots, listed)
-    if listed['video'] and not listed['image'] and set(slots) == {Slot('image')}:
+    media = [slot.medium for slot in slots if slot.medium is not None]
+    for media_of_modality in listed.values():
+        media.extend(media_of_modality)
+    keys_read = {
+        *KEYS_OF_EVERY_FORMAT,
+        *record_format.keys,
+        *record_format.further_keys,
+    }
+    check_unread_keys(data, keys_read, media)
+    has_videos_only = listed['video'] and not listed['image']
+    if has_videos_only and set(slots) == {Slot('image')}:
         # LLaVA-Video writes `<image>` for a video.
         slots = [Slot('video')] * len(slots)
         turns = [turn._replace(text=turn.text.replace('<image>', '<video>')) for turn in turns]
@@ -210,8 +196,7 @@ def _parse_data(data: object, record: Record) -> Record:
     for turn in turns:
         _check_characters(turn.text)
     for medium in media:
-        for name in medium.names:
-            _check_characters(name)
+        _check_characters(''.join(medium.names))
     loss_weights = _parse_loss_weights(data.get('loss_weights'))
     return replace(
         record,
@@ -230,41 +215,38 @@ def _parse_loss_weights(value: Any) -> float | None:
     raise ValueError(f'`loss_weights` must be a finite number, 0 or more, got: {short_repr(value)}')
 
 
-def _check_unread(
-    data: JsonObject,
-    record_format: RecordFormat,
-    slots: Sequence[Slot],
-    listed: Mapping[str, Sequence[Medium]],
-) -> None:
-    media = [slot.medium for slot in slots if slot.medium is not None]
-    for media_of_modality in listed.values():
-        media.extend(media_of_modality)
-    keys_read = {
-        *KEYS_OF_EVERY_FORMAT,
-        *record_format.keys,
-        *record_format.further_keys,
-    }
-    check_unread_keys(data, keys_read, media)
-
-
 # The formats: each function returns the turns of a record.
 
 
-def _read_alpaca(data: JsonObject, *, question: str, detail: str, answer: str) -> list[JsonObject]:
-    """Reads one question and answer, after a ``history`` of pairs. The detail goes on a line of its own."""
-    history = data.get('history') or []
-    if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
-        raise ValueError(f'`history` must be a list of pairs of question and answer, got: {short_repr(history)}')
-    lines = [data[question]]
-    if _is_given(data.get(detail)):
-        lines.append(data[detail])
+def _read_alpaca(data: JsonObject) -> list[JsonObject]:
+    """Reads an instruction with its input on a line of its own, and the answer."""
+    lines = [data['instruction']]
+    if _is_given(data.get('input')):
+        lines.append(data['input'])
     if not all(isinstance(line, str) for line in lines):
-        raise ValueError(f'`{question}` and `{detail}` must be strings, got: {short_repr(lines)}')
-    full_question = '\n'.join(line for line in lines if line)
+        raise ValueError(f'`instruction` and `input` must be strings, got: {short_repr(lines)}')
+    question = '\n'.join(line for line in lines if line)
+    return _read_pairs(data, question, data['output'])
+
+
+def _read_pairs(data: JsonObject, question: object, answer: object) -> list[JsonObject]:
+    """Reads one question and answer, after a ``history`` of pairs."""
+    history = data.get('history') or []
+    if not isinstance(history, list):
+        history = [history]
+    for pair in history:
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise ValueError(f'`history` must hold pairs of question and answer, got: {short_repr(pair)}')
+    pairs = [*history, [question, answer]]
+    return _turns_of(pairs)
+
+
+def _turns_of(pairs: Iterable[Sequence[object]]) -> list[JsonObject]:
+    """Returns the turns of pairs of question and answer."""
     turns = []
-    for user_text, answer_text in [*history, [full_question, data[answer]]]:
-        turns.append({'role': 'user', 'content': user_text})
-        turns.append({'role': 'assistant', 'content': answer_text})
+    for question, answer in pairs:
+        turns.append({'role': 'user', 'content': question})
+        turns.append({'role': 'assistant', 'content': answer})
     return turns
 
 
@@ -276,8 +258,7 @@ def _read_prompt_and_completion(data: JsonObject) -> list[JsonObject]:
     turns = []
     for turn in prompt:
         name = turn.get('role', turn.get('from'))
-        is_answer = isinstance(name, str) and ROLES.get(name) == 'assistant'
-        if is_answer:
+        if ROLES.get(str(name)) == 'assistant':
             turn = {**turn, 'weight': 0}
         turns.append(turn)
     return [*_with_media_first(turns, data), *completion]
@@ -285,12 +266,11 @@ def _read_prompt_and_completion(data: JsonObject) -> list[JsonObject]:
 
 def _read_cauldron(data: JsonObject) -> list[JsonObject]:
     """Reads The Cauldron's ``texts``, a list of pairs. All images of a record come before the first question."""
-    turns = []
+    pairs = []
     for pair in data['texts']:
-        _check_keys_of_entry(pair, ('user', 'assistant', 'source'), 'texts')
-        turns.append({'role': 'user', 'content': pair['user']})
-        turns.append({'role': 'assistant', 'content': pair['assistant']})
-    return _with_media_first(turns, data)
+        _check_keys(pair, ('user', 'assistant', 'source'), 'an entry of `texts`')
+        pairs.append((pair['user'], pair['assistant']))
+    return _with_media_first(_turns_of(pairs), data)
 
 
 def _read_videochat2(data: JsonObject) -> list[JsonObject]:
@@ -301,30 +281,28 @@ def _read_videochat2(data: JsonObject) -> list[JsonObject]:
     """
     for key in ('start', 'end'):
         if _is_given(data.get(key)):
-            remedy = 'Cut the video (`ffmpeg -ss START -to END -i a.mp4 b.mp4`), and take the key out'
-            raise ValueError(f'`{key}` is not supported, because a video is read as a whole. {remedy}')
+            raise ValueError(
+                f'`{key}` is not supported, because a video is read as a whole. Cut the video (`ffmpeg '
+                '-ss START -to END -i a.mp4 b.mp4`), and take the key out'
+            )
     entries = data['QA']
     instruction = entries[0].get('i')
     turns = []
     if _is_given(instruction):
         turns.append({'role': 'system', 'content': instruction})
+    pairs = []
     for index, entry in enumerate(entries):
-        _check_keys_of_entry(entry, ('i', 'q', 'a'), 'QA')
+        _check_keys(entry, ('i', 'q', 'a'), 'an entry of `QA`')
         if index > 0 and not _is_given(entry['q']):
             # VideoChat2 writes two answers in a row here, which most chat templates refuse.
             raise ValueError('`q` may be empty only in the first entry of `QA`. Write a question, or join the answers')
         if _is_given(entry.get('i')) and entry['i'] != instruction:
-            problem = f'`i` must be the same in all entries of `QA`, got: {short_repr(entry["i"])}'
-            raise ValueError(f'{problem}. VideoChat2 reads only the first. Write the others into `q`')
-        turns.append({'role': 'user', 'content': entry['q']})
-        turns.append({'role': 'assistant', 'content': entry['a']})
-    return _with_media_first(turns, data)
-
-
-def _check_keys_of_entry(entry: JsonObject, keys: Sequence[str], list_name: str) -> None:
-    for key, value in entry.items():
-        if key not in keys and _is_given(value):
-            raise ValueError(f'`{key[:60]}` of an entry of `{list_name}` is not supported; take it out')
+            raise ValueError(
+                f'`i` must be the same in all entries of `QA`, got: {short_repr(entry["i"])}. VideoChat2 '
+                'reads only the first. Write the others into `q`'
+            )
+        pairs.append((entry['q'], entry['a']))
+    return _with_media_first([*turns, *_turns_of(pairs)], data)
 
 
 def _with_media_first(turns: Sequence[JsonObject], data: JsonObject) -> list[JsonObject]:
@@ -332,7 +310,7 @@ def _with_media_first(turns: Sequence[JsonObject], data: JsonObject) -> list[Jso
     for turn in turns:
         content = turn.get('content')
         if not isinstance(content, str) or MEDIUM_IN_TEXT.search(content):
-            return [dict(turn) for turn in turns]
+            return list(turns)
     placeholders = ''
     for modality in MODALITIES:
         placeholders += f'<{modality}>' * len(_listed_media(data, modality))
@@ -341,7 +319,7 @@ def _with_media_first(turns: Sequence[JsonObject], data: JsonObject) -> list[Jso
         if ROLES.get(str(turn.get('role'))) == 'user':
             turn = {**turn, 'content': placeholders + turn['content']}
             placeholders = ''
-        placed.append(dict(turn))
+        placed.append(turn)
     return placed
 
 
@@ -351,17 +329,12 @@ FORMATS = (
     RecordFormat(('prompt', 'completion'), _read_prompt_and_completion),
     RecordFormat(
         ('instruction', 'output'),
-        partial(
-            _read_alpaca,
-            question='instruction',
-            detail='input',
-            answer='output',
-        ),
+        _read_alpaca,
         further_keys=('input', 'history'),
     ),
     RecordFormat(
         ('query', 'response'),
-        partial(_read_alpaca, question='query', detail='', answer='response'),  # '': this format has no detail
+        lambda data: _read_pairs(data, data['query'], data['response']),
         further_keys=('history',),
     ),
     RecordFormat(('texts',), _read_cauldron, keys_of_entry=('user', 'assistant')),
@@ -374,11 +347,7 @@ def _format_of(data: JsonObject) -> RecordFormat:
     matching = [record_format for record_format in FORMATS if record_format.matches(data)]
     if len(matching) == 1:
         return matching[0]
-    keys: list[str] = []
-    for record_format in matching:
-        keys.extend(record_format.keys)
-    if not matching:
-        keys = sorted(str(key) for key in data if _is_given(data[key]))
+    keys = sorted(str(key) for key in data if _is_given(data[key]))
     expected = ', or '.join(record_format.quoted_keys for record_format in FORMATS)
     raise ValueError(f'must hold one conversation: {expected}, got the keys: {short_repr(keys, 200)}')
 
@@ -392,8 +361,16 @@ def _raw_turns(data: JsonObject, record_format: RecordFormat) -> list[JsonObject
     return turns
 
 
-def _is_list_of_objects(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(item, dict) for item in value)
+def _is_list_of_objects(value: object, keys: Iterable[str] = ()) -> bool:
+    """Tells whether a value is a list of objects that have all these keys."""
+    if not isinstance(value, list):
+        return False
+    for item in value:
+        if not isinstance(item, dict):
+            return False
+        if not item.keys() >= set(keys):
+            return False
+    return True
 
 
 # Turns and their parts. A medium in a turn adds a slot to the list `slots`.
@@ -407,13 +384,7 @@ def _parse_turn(raw_turn: JsonObject, slots: list[Slot]) -> Turn:
             turn[key] = value
     role_name = _only_value(turn, ('role', 'from'))
     content = _only_value(turn, ('content', 'value'))
-    unknown_keys = turn.keys() - TURN_KEYS
-    if unknown_keys:
-        key = min(unknown_keys)
-        reason = REFUSED_KEYS.get(key, 'no model would see it; take it out or write it into the text')
-        raise ValueError(f'`{key[:60]}` of a turn is not supported, {reason}')
-    if role_name == 'function_call':
-        raise ValueError(f'the role of a turn must not be function_call, {_NO_TOOLS}')
+    _check_keys(turn, TURN_KEYS, 'a turn')
     if not isinstance(role_name, str) or role_name not in ROLES:
         raise ValueError(f'the role of a turn must be one of {sorted(ROLES)}, got: {short_repr(role_name)}')
     if isinstance(content, str):
@@ -450,12 +421,13 @@ def _parse_part(part: object, slots: list[Slot]) -> str:
     part_type = values.get('type')
     if part_type is None and len(values) == 1:
         part_type = next(iter(values))  # Qwen-VL writes {'text': ...} and {'image': ...}
-    if not isinstance(part_type, str) or part_type not in PART_TYPES:
-        raise ValueError(f'a part of `content` must be of type {sorted(PART_TYPES)}, got: {short_repr(part_type)}')
-    modality, keys = PART_TYPES[part_type]
-    unknown_keys = values.keys() - {*keys, *PART_NOTES}
-    if unknown_keys:
-        raise ValueError(f'`{min(unknown_keys)[:60]}` of a part of type {part_type} is not supported; take it out')
+    if not isinstance(part_type, str) or part_type not in MODALITY_OF_PART:
+        raise ValueError(
+            f'a part of `content` must be of type {sorted(MODALITY_OF_PART)}, got: {short_repr(part_type)}'
+        )
+    modality = MODALITY_OF_PART[part_type]
+    keys = FILE_KEYS.get(modality, ('text',))
+    _check_keys(values, (*keys, *PART_NOTES), f'a part of type {part_type}')
     if modality == 'text':
         if not isinstance(values.get('text'), str):
             raise ValueError(f'`text` of a part of `content` must be a string, got: {short_repr(values.get("text"))}')
@@ -464,12 +436,9 @@ def _parse_part(part: object, slots: list[Slot]) -> str:
     if values.get('index', number) != number:
         got = f'{short_repr(values["index"])} for {modality} {number}'
         raise ValueError(f'`index` of {modality} parts must count up from 0, got: {got}')
-    has_file = any(key in values for key in keys)
-    if not has_file and part_type != modality:
-        raise ValueError(f'a part of type {part_type} must have `{keys[0]}`, got: none (files by id cannot be read)')
     value = _only_value(values, keys)
     if 'base64' in values:
-        value = f'data:{modality};base64,{value}'
+        value = {'data': value}
     medium = None
     if value is not None:
         medium = _parse_medium(modality, value)
@@ -502,31 +471,25 @@ def _parse_text(text: str, slots: list[Slot]) -> str:
 
 def _listed_media(data: JsonObject, modality: str) -> list[Medium]:
     """Returns the media that a record lists under the keys of a modality, such as ``image`` or ``images``."""
-    lists = {}
+    lists = []
     for key in MEDIA_KEYS[modality]:
         value = data.get(key)
         if _is_given(value):
-            lists[key] = value if isinstance(value, list) else [value]
+            lists.append(value if isinstance(value, list) else [value])
     if not lists:
         return []
-    first_list = next(iter(lists.values()))
-    if any(values != first_list for values in lists.values()):
-        names = ' and '.join(f'`{key}`' for key in lists)
-        raise ValueError(f'{names} must name the same, got: lists that differ. Keep one of them')
-    return [_parse_medium(modality, value) for value in first_list]
+    if any(values != lists[0] for values in lists):
+        raise ValueError(f'the keys {MEDIA_KEYS[modality]} must name the same, got: lists that differ. Keep one')
+    return [_parse_medium(modality, value) for value in lists[0]]
 
 
 def _fill_slots(slots: Sequence[Slot], listed: Mapping[str, Sequence[Medium]]) -> list[Medium]:
     """Returns the media in the order of their slots. The media that the record lists go into the empty slots."""
     for modality, media in listed.items():
-        num_media = len(media)
-        num_slots = 0
-        for slot in slots:
-            if slot.modality == modality:
-                num_slots += 1
-                num_media += slot.medium is not None
-        if num_media != num_slots:
-            got = f'{num_media} {modality}s and {num_slots} placeholders'
+        num_empty = slots.count(Slot(modality))
+        if len(media) != num_empty:
+            num_slots = sum(slot.modality == modality for slot in slots)
+            got = f'{num_slots - num_empty + len(media)} {modality}s and {num_slots} placeholders'
             raise ValueError(f'the number of {modality}s must match the `<{modality}>` placeholders, got: {got}')
     next_media = {modality: iter(media) for modality, media in listed.items()}
     filled = []
@@ -546,65 +509,52 @@ def _parse_medium(modality: str, value: object) -> Medium:
 
 
 def _parse_file(modality: str, value: object) -> str | EmbeddedFile:
-    """Reads a file: a name, a URL, bytes, or an object with ``path``, ``url``, ``bytes`` or ``data``."""
+    """Reads a file: a name, a URL, bytes, or an object of FILE_OBJECT_KEYS."""
+    if isinstance(value, dict):
+        value = _file_of_object(modality, value)
     if isinstance(value, EmbeddedFile):
         return value
-    if isinstance(value, dict):
-        return _parse_file_object(modality, value)
     if isinstance(value, bytes):
         return EmbeddedFile.from_bytes('in the record', value)
     if not isinstance(value, str) or not value:
         raise ValueError(f'`{modality}` must be a file name or a list of file names, got: {short_repr(value)}')
-    scheme, colon, _ = value[:10].lower().partition(':')
-    if colon and scheme == 'data':
+    if value[:5].lower() == 'data:':
         return _decode_data_uri(modality, value)
     if value[:7].lower() == 'file://':
         return url2pathname(urlsplit(value).path)
-    if re.match(r'[A-Za-z][A-Za-z0-9+.-]*://', value):
+    if ADDRESS.match(value):
         raise ValueError(f'`{modality}` must be a file, got: {short_repr(value)}, which is on a network. Download it')
-    longest_name = max(len(name) for name in value.split(os.sep))
-    is_too_long = longest_name > 255  # the limit of common file systems
-    if is_too_long or modality_of_base64(value) is not None:
-        remedy = f'Write bytes as `data:{modality}/<type>;base64,...`'
-        raise ValueError(f'`{modality}` must be a file name, got: {short_repr(value)}. {remedy}')
+    if is_base64_of_file(value):
+        raise ValueError(
+            f'`{modality}` must be a file name, got: {short_repr(value)}. Write bytes as '
+            f'`data:{modality}/<type>;base64,...`'
+        )
     return value
 
 
-def _parse_file_object(modality: str, value: JsonObject) -> str | EmbeddedFile:
-    """Reads the objects of ms-swift and `datasets`, and OpenAI's ``image_url`` and ``input_audio``."""
-    entries = {}
-    for key, item in value.items():
-        if _is_given(item) and key not in FILE_NOTES:
-            entries[key] = item
-    unknown_keys = entries.keys() - {'path', 'url', 'bytes', 'data'}
-    if unknown_keys:
-        raise ValueError(f'`{min(unknown_keys)[:60]}` of {_with_article(modality)} is not supported; take it out')
-    for key in ('bytes', 'data'):
-        if isinstance(entries.get(key), str):
-            return _decode_data_uri(modality, f'data:{modality};base64,{entries[key]}')
-    for key in ('bytes', 'path', 'url'):
-        if key in entries:
-            return _parse_file(modality, entries[key])
-    return _parse_file(modality, None)  # raises: the object names no file
+def _file_of_object(modality: str, value: JsonObject) -> object:
+    """Returns the file in an object of ms-swift or `datasets`, or in OpenAI's ``image_url`` and ``input_audio``."""
+    _check_keys(value, (*FILE_OBJECT_KEYS, *FILE_NOTES), f'a file object ({modality})')
+    for key in FILE_OBJECT_KEYS:
+        content = value.get(key)
+        if not _is_given(content):
+            continue
+        if key in ('bytes', 'data') and isinstance(content, str):
+            return f'data:{modality};base64,{content}'
+        return content
+    return None
 
 
 def _decode_data_uri(modality: str, uri: str) -> EmbeddedFile:
-    subject = f'a data: URI of {_with_article(modality)}'
     header, _, payload = uri.partition(',')
-    if not payload:  # cut short, or made of an empty `base64` or `bytes`
-        raise ValueError(f'{subject} must hold base64, got: {short_repr(uri)}')
-    media_type, semicolon, encoding = header.rpartition(';')
-    if not semicolon or encoding.lower() != 'base64':
-        raise ValueError(f'{subject} must be base64, got: {short_repr(header)}')
+    media_type, _, encoding = header.rpartition(';')
     try:
+        if encoding.lower() != 'base64':
+            raise ValueError('another encoding')
         content = base64.b64decode(''.join(payload.split()), validate=True)
     except ValueError as error:
-        raise ValueError(f'{subject} must be base64, got: {short_repr(uri)}: {error}') from error
+        raise ValueError(f'a data: URI of {modality} must be base64, got: {short_repr(uri)}: {error}') from error
     return EmbeddedFile.from_bytes(media_type[:60], content)
-
-
-def _with_article(modality: str) -> str:
-    return 'a video' if modality == 'video' else f'an {modality}'
 
 
 # Checks of a whole record.
@@ -612,16 +562,8 @@ def _with_article(modality: str) -> str:
 
 def _check_turns(turns: Sequence[Turn]) -> None:
     """Raises ValueError if the turns are out of order or teach nothing."""
-    roles = []
-    for turn in turns:
-        if turn.role != 'system':
-            roles.append(turn.role)
-    previous = ''
-    is_in_order = len(roles) >= 2
-    for role in roles:
-        is_in_order = is_in_order and role in FOLLOWS[previous]
-        previous = role
-    if not is_in_order:
+    roles = [turn.role for turn in turns if turn.role != 'system']
+    if WRONG_ORDER.search(' '.join(roles)):
         got = short_repr(roles, 200)
         raise ValueError(f'turns must alternate between user (or tool) and assistant, user first, got: {got}')
     answers = []
@@ -641,11 +583,17 @@ def _check_characters(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        code = ord(text[error.start])
-        got = f'the lone surrogate \\u{code:04x}, half a character. Take it out'
-        if 0xDC80 <= code <= 0xDCFF:  # made by Python's 'surrogateescape'
-            got = f'the byte 0x{code - 0xDC00:02x}, which is no UTF-8. Save the file as UTF-8'
-        raise ValueError(f'text must be valid Unicode, got: {got}') from error
+        # A byte 0x80 to 0xff became a surrogate from \udc80 to \udcff.
+        got = f'the lone surrogate {text[error.start]!a}'
+        raise ValueError(f'text must be valid Unicode, got: {got}. Save the file as UTF-8, or take it out') from error
+
+
+def _check_keys(values: JsonObject, known: Container[str], place: str) -> None:
+    """Raises ValueError if an object has a value under a key that is not read."""
+    for key, value in values.items():
+        if key not in known and _is_given(value):
+            reason = REFUSED_KEYS.get(key, 'it would be dropped; take it out or write it into the text')
+            raise ValueError(f'`{key[:60]}` of {place} is not supported, {reason}')
 
 
 def _only_value(values: JsonObject, keys: Iterable[str]) -> Any:

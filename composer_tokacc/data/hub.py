@@ -16,6 +16,8 @@ from huggingface_hub import (
 )
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
+HUB = 'hf://datasets/'
+"""Start of the name of a dataset of the hub: ``hf://datasets/owner/name``, or with ``/subset`` behind it."""
 PATIENCE = 5.0
 """Seconds to wait for an answer."""
 FILE_OF_KIND = {'model': 'config.json', 'dataset': 'README.md'}
@@ -41,5 +43,7 @@ def ask_hub(name: str, kind: Literal['model', 'dataset']) -> None:
         raise OSError('there is no such folder, and the hub has no such names') from error
     except Exception as error:  # of the HTTP client that huggingface_hub uses
         reason = ' '.join(str(error).split()) or type(error).__name__
-        remedy = 'Give a folder of this machine, or set HF_HUB_OFFLINE=1 for what an earlier run has kept'
-        raise OSError(f'{constants.ENDPOINT} does not answer: {reason}. {remedy}') from error
+        raise OSError(
+            f'{constants.ENDPOINT} does not answer: {reason}. Give a folder of this machine, or set '
+            'HF_HUB_OFFLINE=1 for what an earlier run has kept'
+        ) from error

@@ -36,20 +36,8 @@ IMAGE_FORMATS = (
     'WEBP',
 )
 """Formats of PIL that are read. Others start programs (EPS), hold several sizes, or are recognized only by name."""
-HEIF_BRANDS = (
-    b'heic',
-    b'heix',
-    b'heim',
-    b'heis',
-    b'hevc',
-    b'hevx',
-    b'mif1',
-    b'msf1',
-)
-"""Bytes 8 to 12 of a HEIF file, after ``ftyp``."""
 QUARTER_TURNS = (5, 6, 7, 8)
 """Values of EXIF's orientation that exchange width and height."""
-PNG_SIGNATURE = b'\x89PNG\r\n\x1a\n'
 
 
 def read_image(file: MediaFile) -> Image.Image:
@@ -81,9 +69,10 @@ def _open_image(file: MediaFile) -> Iterator[Image.Image]:
     try:
         opened = Image.open(file, formats=formats)
     except UnidentifiedImageError as error:
-        if 'HEIF' not in formats and _is_heif(file):
-            raise ValueError('it is a HEIF image, which needs another package: pip install pillow-heif') from error
-        raise ValueError(f'it is no image of a known format ({", ".join(formats)}; no EPS), or damaged') from error
+        raise ValueError(
+            f'it is no image of a known format ({", ".join(formats)}; no EPS; a HEIF image needs `pip '
+            'install pillow-heif`), or damaged'
+        ) from error
     with opened as image:
         # An MPO file holds several images too, but those after the first are a camera's previews.
         if image.format != 'MPO' and getattr(image, 'is_animated', False):
@@ -103,34 +92,20 @@ def _known_formats() -> list[str]:
     return [name for name in IMAGE_FORMATS if name in Image.OPEN]
 
 
-def _is_heif(file: MediaFile) -> bool:
-    if isinstance(file, os.PathLike):
-        with open(file, 'rb') as opened:
-            head = opened.read(12)
-    else:
-        file.seek(0)
-        head = file.read(12)
-    return head[4:8] == b'ftyp' and head[8:12] in HEIF_BRANDS
-
-
 def _has_metadata_after_pixels(file: BinaryIO) -> bool:
     """Tells whether a PNG file has chunks behind its pixels. Skips the content of the chunks."""
     start = file.tell()
-    seen_pixels = False
-    seen_metadata = False
-    file.seek(len(PNG_SIGNATURE))
-    while not seen_metadata:
-        head = file.read(8)  # four bytes of length, four of the chunk's type
-        if len(head) < 8:
-            break
+    file.seek(8)  # behind the signature
+    chunk_types = set()
+    head = file.read(8)
+    while len(head) == 8:
         length, chunk_type = int.from_bytes(head[:4], 'big'), head[4:]
-        if chunk_type == b'IDAT':
-            seen_pixels = True
-        elif seen_pixels and chunk_type != b'IEND':
-            seen_metadata = True
+        if chunk_types or chunk_type == b'IDAT':
+            chunk_types.add(chunk_type)
         file.seek(length + 4, os.SEEK_CUR)  # the content and a checksum
+        head = file.read(8)
     file.seek(start)
-    return seen_metadata
+    return bool(chunk_types - {b'IDAT', b'IEND'})
 
 
 def _to_rgb(image: Image.Image, *, has_32_bits: bool) -> Image.Image:

@@ -11,16 +11,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import numpy as np
-import torch
 from composer.utils import dist
-from torch.utils.data import ConcatDataset, DataLoader
-from tqdm.auto import tqdm
+from torch.utils.data import ConcatDataset
 
 from composer_tokacc.cache import (
     cache_folder,
@@ -38,9 +36,8 @@ from composer_tokacc.data.identity import (
 from composer_tokacc.data.records import BadSampleError
 from composer_tokacc.data.sizes import (
     SHRINK_STEPS,
-    MapItem,
-    MapResult,
     RowSizes,
+    SampleMapper,
     TableRow,
     patch_size_of,
 )
@@ -197,12 +194,8 @@ def length_table(
         measured_patch_size, table = measured
         if measured_patch_size == patch_size:
             return table
-        if table.shrink_steps.any():
-            # The dataset reads its samples with these steps, but the samples do not hold them. So they are copied.
-            return replace(
-                build_length_table(dataset, processor, **options),
-                shrink_steps=table.shrink_steps,
-            )
+        # Not kept in a file, because samples that were made to fit do not hold their steps.
+        return build_length_table(dataset, processor, **options)
     name = table_name(dataset, processor, patch_size=patch_size)
     folder = Path(cache_folder('lengths') if folder is None else folder)
     paths = [folder / f'{name}.npz']
@@ -261,14 +254,7 @@ def _measure_rows(
     rows: list[MeasuredRow] = [None] * len(indices)
     if _uses_headers(row_sizes.dataset, on_error):
         rows = _check_rows(row_sizes.from_headers(indices, mapper), indices, row_sizes)
-    unknown_places = []
-    unknown_indices = []
-    for place, row in enumerate(rows):
-        if row is None:
-            unknown_places.append(place)
-            unknown_indices.append(indices[place])
-    rows_read = mapper(row_sizes.read, unknown_indices, FEWEST_FOR_WORKERS)
-    for place, row in zip(unknown_places, rows_read, strict=False):
+    for place, row in mapper.missing(rows, row_sizes.read, indices, FEWEST_FOR_WORKERS):
         rows[place] = row
         if isinstance(row, str) and on_error == 'raise':
             break  # not raised here: all ranks raise it together, after they have exchanged their rows
@@ -293,37 +279,6 @@ def table_name(dataset: Any, processor: Any, *, patch_size: int | None = None) -
         identify_data(dataset) if own_fingerprint is None else own_fingerprint(),
     ]
     return fingerprint(parts)
-
-
-@dataclass(frozen=True)
-class SampleMapper:
-    """Runs a function on items, in worker processes if there are many."""
-
-    num_workers: int
-    shows_bar: bool
-
-    def __call__(
-        self,
-        function: Callable[[MapItem], MapResult],
-        items: Sequence[MapItem],
-        fewest: int,
-        /,
-    ) -> Iterator[MapResult]:
-        """Yields the results in order. Starts no processes for ``fewest`` items or less."""
-        loader: Any = DataLoader(
-            items,  # pyright: ignore[reportArgumentType]  # a sequence will do
-            batch_size=None,
-            num_workers=self.num_workers if len(items) > fewest else 0,
-            generator=torch.Generator(),  # its own, so that the random numbers of the run do not change
-            collate_fn=function,  # pyright: ignore[reportArgumentType]  # runs in the workers, on one item
-        )
-        # None: the bar is hidden if the output is not a terminal.
-        yield from tqdm(
-            loader,
-            desc='measuring samples',
-            disable=None if self.shows_bar else True,
-            leave=False,
-        )
 
 
 def _uses_headers(dataset: Any, on_error: OnError) -> bool:
@@ -363,8 +318,10 @@ def _check_table(table: LengthTable, on_error: OnError) -> LengthTable:
         raise BadSampleError(table.errors[min(table.errors)])
     has_good_samples = len(table.errors) < len(table)
     if has_good_samples and not table.loss_tokens.any():
-        remedy = 'Mask fewer of them, or add turns of the assistant'
-        raise ValueError(f'`dataset` must have labels to learn, got: samples whose labels are all -100. {remedy}.')
+        raise ValueError(
+            '`dataset` must have labels to learn, got: samples whose labels are all -100. Mask fewer of '
+            'them, or add turns of the assistant.'
+        )
     return table
 
 

@@ -22,7 +22,6 @@ from composer_tokacc.data.conversation import ConversationEncoder, TrainOn
 from composer_tokacc.data.files import read_records, read_texts
 from composer_tokacc.data.fit import (
     FittingEncoder,
-    can_shrink_media,
     find_pixel_coordinates,
     share_of,
 )
@@ -37,7 +36,7 @@ from composer_tokacc.data.records import (
     PathLike,
     Record,
 )
-from composer_tokacc.data.sizes import SHRINK_STEPS, ImageSizes, patch_size_of
+from composer_tokacc.data.sizes import ImageSizes, patch_size_of
 from composer_tokacc.data.videos import VideoSampling
 from composer_tokacc.planning import check_choice
 
@@ -114,8 +113,6 @@ class LlavaDataset(Dataset):
             self.encoder: ConversationEncoder = FittingEncoder(processor, max_image_tokens=max_image_tokens, **options)
         else:
             self.encoder = ConversationEncoder(processor, **options)
-            self.encoder.advice_for_long_samples = self._advice_for_long_samples
-        self.fits = fit
         self.measured: tuple[int, LengthTable] | None = None
         """Patch size and length table, once the samples were measured for ``skip`` or ``fit``."""
         self.records: list[Record] = []
@@ -129,7 +126,7 @@ class LlavaDataset(Dataset):
         )
         if self.records and (on_error == 'skip' or fit):
             self._measure(
-                patch_size,
+                patch_size_of(patch_size, processor),
                 on_error=on_error,
                 folder=lengths_folder,
                 num_workers=num_workers,
@@ -172,15 +169,11 @@ class LlavaDataset(Dataset):
     def _encode(self, index: int, *, shapes_only: bool = False) -> EncodedSample:
         record = self.records[index]
         files = open_files(record, self.folders[index])
+        options = {}
         if self.measured is not None and isinstance(self.encoder, FittingEncoder):
             _, table = self.measured
-            steps = int(table.shrink_steps[index])
-            sample = self.encoder.encode_record(record, files, shapes_only=shapes_only, steps=steps)
-            # The table has the steps. All samples of a batch need the same entries, and those of other datasets of a
-            # mixture have no steps.
-            sample.pop(SHRINK_STEPS)
-        else:
-            sample = self.encoder.encode_record(record, files, shapes_only=shapes_only)
+            options['steps'] = int(table.shrink_steps[index])
+        sample = self.encoder.encode_record(record, files, shapes_only=shapes_only, **options)
         if self._has_several_files:
             sample['source'] = [record.file_name]
         return sample
@@ -196,7 +189,8 @@ class LlavaDataset(Dataset):
         This is enough to compute the length of a sample, see `sizes.py`. None for a sample that must be read: one with
         videos or audio, or a bad one.
         """
-        samples = self.encoder.encode_unexpanded([self.records[index].messages() for index in indices])
+        conversations = [self.records[index].messages() for index in indices]
+        samples = self.encoder.encode_unexpanded(conversations)
         results: list[tuple[EncodedSample, ImageSizes] | None] = []
         for index, sample in zip(indices, samples, strict=True):
             record = self.records[index]
@@ -246,7 +240,7 @@ class LlavaDataset(Dataset):
                 yield record.turns, media, sampling, record.loss_weights
         # An option with its default adds nothing, so that the data of checkpoints of earlier releases are recognized.
         yield from self.encoder.identity_of_options()
-        if self.fits:
+        if isinstance(self.encoder, FittingEncoder):
             yield 'fit', self.encoder.max_length, self.encoder.max_image_tokens
 
     def fingerprint(self) -> str:
@@ -276,44 +270,35 @@ class LlavaDataset(Dataset):
         changed_samples = []
         for index in table.shrink_steps.nonzero()[0].tolist():
             record = self.records[index]
+            steps = int(table.shrink_steps[index])
+            num_tokens = int(table.lengths[index])
             changed_samples.append(
                 {
                     'sample': record.sample_id,
                     'source': record.source,
-                    'tokens': int(table.lengths[index]),
-                    'share': round(share_of(int(table.shrink_steps[index])), 4),
+                    'tokens': num_tokens,
+                    'share': round(share_of(steps), 4),
                 }
             )
         return changed_samples
 
-    def _measure(
-        self,
-        patch_size: int | None,
-        *,
-        on_error: OnError,
-        folder: PathLike | None,
-        num_workers: int | None,
-    ) -> None:
-        """Measures all samples, and leaves out the bad ones."""
-        processor = self.encoder.processor
-        patch_size = patch_size_of(patch_size, processor)
+    def _measure(self, patch_size: int, **options: Any) -> None:
+        """Measures all samples, and leaves out the bad ones. The options are those of :func:`.length_table`."""
         table = length_table(
             self,
-            processor,
+            self.encoder.processor,
             patch_size=patch_size,
-            on_error=on_error,
-            folder=folder,
-            num_workers=num_workers,
+            **options,
         )
         records, folders = self.records, self.folders
         self.records = []
         self.folders = []
         good_indices = []
-        for index, (record, folder) in enumerate(zip(records, folders, strict=True)):
+        for index, record in enumerate(records):
             if index not in table.errors:
-                self.records.append(record)
-                self.folders.append(folder)
                 good_indices.append(index)
+                self.records.append(record)
+                self.folders.append(folders[index])
         self.skipped.extend(table.errors.values())
         self.measured = patch_size, table.select(good_indices)
         if self.skipped:
@@ -324,33 +309,18 @@ class LlavaDataset(Dataset):
         """Warns if a sample's media were made smaller and its answers may hold pixel coordinates. Names the first."""
         assert self.measured is not None
         _, table = self.measured
-        first = ''
-        count = 0
         for index in table.shrink_steps.nonzero()[0].tolist():
             record = self.records[index]
             answers = [turn.text for turn in record.turns if turn.role == 'assistant']
             coordinates = find_pixel_coordinates('\n'.join(answers))
             if coordinates is not None:
-                count += 1
-                first = first or f'sample "{record.sample_id}" ({record.source}) has {coordinates[:60]}'
-        if count:
-            log.warning(
-                '`fit` has made media smaller whose answers may hold pixel coordinates, which it does not change: %s, '
-                'the first of %d. If these are pixels of the original image, they are wrong now: see "Coordinates in '
-                'answers" in docs/data.md.',
-                first,
-                count,
-            )
-
-    def _advice_for_long_samples(self) -> str:
-        advice = 'Raise it, or set on_error=skip'
-        if self._could_fit:
-            advice += ' or fit=true'
-        return advice
-
-    @cached_property
-    def _could_fit(self) -> bool:
-        return can_shrink_media(self.encoder.processor)
+                log.warning(
+                    '`fit` has made media smaller whose answers may hold pixel coordinates, which it does not change. '
+                    'The first: %s. If these are pixels of the original image, they are wrong now: see "Coordinates in '
+                    'answers" in docs/data.md.',
+                    f'sample "{record.sample_id}" ({record.source}) has {coordinates[:60]}',
+                )
+                return
 
 
 def _fingerprint_of(parts: Iterable[tuple[Any, ...]]) -> str:

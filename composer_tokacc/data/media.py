@@ -9,15 +9,13 @@ A file must be there, be a regular file, and lie inside the folder of the media.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import stat
-import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from io import BytesIO
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO
 
 from PIL import Image
 
@@ -26,7 +24,6 @@ from composer_tokacc.data.records import (
     DecodedMedia,
     EmbeddedFile,
     MediaFile,
-    Medium,
     Record,
 )
 from composer_tokacc.data.videos import (
@@ -44,17 +41,8 @@ def regular_file(path: Path) -> Path:
     return path
 
 
-class Listing(NamedTuple):
-    """The names in a folder."""
-
-    real_path: Path
-    """The folder, with links resolved."""
-    is_link: dict[str, bool]
-    """Whether each name is a link. Empty if there is no such folder."""
-
-
 class MediaFolders:
-    """Checks that files of media are there. Lists each folder once, instead of asking for every file.
+    """Checks that files of media are there.
 
     Args:
         allow_outside: Whether names may lead out of the folder: ``../``, absolute ones, links.
@@ -62,61 +50,34 @@ class MediaFolders:
 
     def __init__(self, *, allow_outside: bool = False) -> None:
         self._allows_outside = allow_outside
-        self._list_folder = cache(_list_folder)
+        # Resolving a path asks for each folder in it, so each folder is resolved once.
+        self._real_path = cache(_real_path)
 
     def check(self, record: Record, folder: Path) -> None:
         """Checks that all files of a record are there, and inside its folder."""
         for modality, file in record.files:
             if isinstance(file, EmbeddedFile):
                 continue
-            problem = self._problem_of(folder / file, folder)
-            if problem:
-                raise record.error(f'{modality} file {folder / file} {problem}')
-
-    def _problem_of(self, file: Path, folder: Path) -> str:
-        """Returns what is wrong with a file. '' if nothing is wrong."""
-        try:
-            listing = self._list_folder(file.parent)
-            root = self._list_folder(folder).real_path
-        except OSError as error:
-            return f'cannot be read: {error}'
-        if file.name not in listing.is_link:
-            similar_name = _similar_name(file.name, listing.is_link)
-            if similar_name is not None:
-                return f'does not exist, but {similar_name!a} does; rename one of them'
-            return 'does not exist; is `image_dir` right?'
-        # The listing is enough for a file that is not a link. Only a link needs a call to the file system.
-        place = listing.real_path
-        if listing.is_link[file.name]:
-            if not os.path.exists(file):
-                return 'cannot be read: it is a link to nothing'
-            place = Path(os.path.realpath(file)).parent
-        if self._allows_outside or place.is_relative_to(root):
-            return ''
-        remedy = 'Set another `image_dir`, or `allow_outside=true` for files that you know'
-        return f'must lie under {folder}, got: {place}. {remedy}'
+            path = folder / file
+            if not os.path.exists(path):
+                raise record.error(
+                    f'{modality} file {path} does not exist, or is a link to nothing; is `image_dir` right?'
+                )
+            # Only a link needs to be resolved itself.
+            if os.path.islink(path):
+                real_folder = _real_path(path).parent
+            else:
+                real_folder = self._real_path(path.parent)
+            is_inside = real_folder.is_relative_to(self._real_path(folder))
+            if not is_inside and not self._allows_outside:
+                raise record.error(
+                    f'{modality} file {path} must lie under {folder}, got: {real_folder}. Set another '
+                    '`image_dir`, or `allow_outside=true` for files that you know'
+                )
 
 
-def _similar_name(name: str, names: Iterable[str]) -> str | None:
-    """Returns a name that differs only in case or Unicode form: macOS writes ü as two characters."""
-
-    def normalized(text: str) -> str:
-        return unicodedata.normalize('NFC', text).casefold()
-
-    looked_for = normalized(name)
-    for candidate in names:
-        if normalized(candidate) == looked_for:
-            return candidate
-    return None
-
-
-def _list_folder(folder: Path) -> Listing:
-    is_link = {}
-    if os.path.isdir(folder):  # also False if the name is too long for the file system
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                is_link[entry.name] = entry.is_symlink()
-    return Listing(Path(os.path.realpath(folder)), is_link)
+def _real_path(path: Path) -> Path:
+    return Path(os.path.realpath(path))
 
 
 def open_files(record: Record, folder: Path) -> list[Path | BinaryIO]:
@@ -140,18 +101,20 @@ def check_decoder(record: Record) -> None:
     This is not a fault of the sample, so ``on_error=skip`` must not skip the sample. A video that is a list of images
     needs no PyAV.
     """
-    needs_decoder = any(medium.modality != 'image' and len(medium.files) == 1 for medium in record.media)
+    needs_decoder = False
+    for medium in record.media:
+        if medium.modality != 'image' and len(medium.files) == 1:
+            needs_decoder = True
     if not needs_decoder:
         return
-    remedy = "pip install 'composer_tokacc[media]'"
-    if importlib.util.find_spec('av') is None:
-        raise ValueError(f'videos and audio must have PyAV to read them, got: none. {remedy}')
     try:
         importlib.import_module('av.container')
         _ = importlib.import_module('av.stream').Disposition  # old releases do not have it
-    except Exception as error:  # a shared library that is missing, or of another version
-        reason = f'{type(error).__name__}: {error}'
-        raise ValueError(f'videos and audio need PyAV, which cannot be imported ({reason}). {remedy}') from error
+    except Exception as error:  # it is not installed, or a shared library is missing
+        remedy = "pip install 'composer_tokacc[media]'"
+        raise ValueError(
+            f'videos and audio need PyAV, which cannot be imported ({type(error).__name__}: {error}). {remedy}'
+        ) from error
 
 
 def decode_media(
@@ -177,40 +140,24 @@ def decode_media(
         channels.
     """
     check_decoder(record)
+    sampling = video or VideoSampling()
     decoded: DecodedMedia = {}
     next_file = iter(files)
     for medium in record.media:
-        files_of_medium = [next(next_file) for _ in medium.files]
+        first, *others = [next(next_file) for _ in medium.files]
         try:
-            content = _decode(
-                medium,
-                files_of_medium,
-                video or VideoSampling(),
-                sampling_rate,
-                shapes_only,
-            )
+            if medium.modality == 'audio':
+                content = read_audio(first, sampling_rate)
+            elif others:
+                content = read_frames([first, *others], sampling)
+            elif medium.modality == 'video':
+                content = read_video(first, sampling, shapes_only=shapes_only)
+            elif shapes_only:
+                content = Image.new('RGB', image_size(first))
+            else:
+                content = read_image(first)
         except Exception as error:  # PIL raises OSError, SyntaxError, ValueError, struct.error, ... on broken files
-            names = []
-            for file, name in zip(files_of_medium, medium.names, strict=True):
-                names.append(str(file) if isinstance(file, os.PathLike) else name)
-            raise record.error(f'{medium.modality} file {", ".join(names)} cannot be read: {error}') from error
+            names = ', '.join(medium.names)
+            raise record.error(f'{medium.modality} file {names} cannot be read: {error}') from error
         decoded.setdefault(medium.modality, []).append(content)
     return decoded
-
-
-def _decode(
-    medium: Medium,
-    files: Sequence[MediaFile],
-    video: VideoSampling,
-    sampling_rate: int,
-    shapes_only: bool,
-) -> Any:
-    if medium.modality == 'audio':
-        return read_audio(files[0], sampling_rate)
-    if medium.modality == 'video':
-        if len(files) > 1:
-            return read_frames(files, video)
-        return read_video(files[0], video, shapes_only=shapes_only)
-    if shapes_only:
-        return Image.new('RGB', image_size(files[0]))
-    return read_image(files[0])

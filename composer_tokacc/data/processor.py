@@ -54,8 +54,9 @@ def train_tokenizer(
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     smallest_size = len(RESERVED_TOKENS) + len(alphabet)
     if vocab_size < smallest_size:
-        expected = f'at least {smallest_size} (special tokens and bytes)'
-        raise ValueError(f'`vocab_size` must be {expected}, got: {vocab_size}.')
+        raise ValueError(
+            f'`vocab_size` must be at least {smallest_size} (special tokens and bytes), got: {vocab_size}.'
+        )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -140,7 +140,9 @@ class Record:
         characters = []
         for character in text:
             # The message is one line, so line breaks and control characters are escaped.
-            characters.append(character if character.isprintable() else ascii(character)[1:-1])
+            if not character.isprintable():
+                character = ascii(character).strip("'")
+            characters.append(character)
         return BadSampleError(''.join(characters))
 
     def messages(self) -> list[dict[str, Any]]:
@@ -164,16 +166,19 @@ class Record:
         return messages
 
 
-def check_message(message: object) -> None:
-    """Raises ValueError if a message is not one that chat templates can write."""
+def check_message(message: object) -> Message:
+    """Returns a message with a list of parts as its content. Raises ValueError if chat templates cannot write it."""
     if isinstance(message, Mapping):
         content = message.get('content')
-        has_role = isinstance(message.get('role'), str)
+        if isinstance(content, str):
+            content = [{'type': 'text', 'text': content}]
         has_weight = message.get('weight', 1) in (0, 1)
-        if has_role and has_weight and (isinstance(content, str) or _is_list_of_parts(content)):
-            return
-    expected = 'with a `role`, text, image, video or audio as `content`, and a `weight` of 0 or 1'
-    raise ValueError(f'`messages` must hold turns {expected}, got: {message!r:.200}.')
+        if isinstance(message.get('role'), str) and has_weight and _is_list_of_parts(content):
+            return {**message, 'content': content}
+    raise ValueError(
+        '`messages` must hold turns with a `role`, text, image, video or audio as `content`, and a '
+        f'`weight` of 0 or 1, got: {message!r:.200}.'
+    )
 
 
 def _is_list_of_parts(content: object) -> bool:
@@ -189,11 +194,8 @@ def _is_list_of_parts(content: object) -> bool:
 
 
 def short_repr(value: object, limit: int = 60) -> str:
-    """Returns ``repr()`` in ASCII, on one line and cut at the limit. For messages."""
-    text = ' '.join(ascii(value).split())
-    if len(text) <= limit:
-        return text
-    return f'{text[:limit]}...'
+    """Returns ``repr()`` in ASCII, on one line and without its middle if it is too long. For messages."""
+    return shorten_middle(' '.join(ascii(value).split()), limit)
 
 
 def shorten_middle(text: str, limit: int) -> str:

@@ -12,15 +12,19 @@ way has to be read.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
-from typing import Any, NamedTuple, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from PIL import Image
+from torch.utils.data import DataLoader
+from tqdm.auto import tqdm
 
 from composer_tokacc.batch import IGNORE_INDEX, MODALITIES, check_ids
+from composer_tokacc.data.chat_template import example_conversation
 from composer_tokacc.data.identity import check_sample
 from composer_tokacc.data.records import BadSampleError, EncodedSample, Message
 
@@ -35,7 +39,7 @@ DEFAULT_PATCH_SIZE = 14
 """The most common side of a patch, in pixels, if neither model nor processor names one."""
 TEXTS_TOGETHER = 128
 """Texts that go through the tokenizer together."""
-FEWEST_CHUNKS, FEWEST_SIZES, FEWEST_VIDEOS = 16, 128, 32
+FEWEST_TEXTS, FEWEST_SIZES, FEWEST_VIDEOS = 2048, 128, 32
 """Up to these numbers of items, no processes are started, because starting them takes longer than the work."""
 ODD_SIZES = ((57, 33), (640, 427), (1280, 96), (97, 1280), (1500, 1500))
 """Small, usual, wide, tall and large. If all of these add the same row, every image does."""
@@ -62,18 +66,56 @@ class TableRow(NamedTuple):
         return TableRow(*map(operator.sub, self, other))
 
 
-class MapSamples(Protocol):
-    """Runs a function on items, in several processes if there are more than ``fewest``."""
+@dataclass(frozen=True)
+class SampleMapper:
+    """Runs a function on items, in worker processes if there are many."""
+
+    num_workers: int
+    shows_bar: bool
 
     def __call__(
         self,
+        function: Callable[[Any], MapResult],
+        items: Sequence[MapItem],
+        fewest: int,
+        *,
+        together: int | None = None,
+    ) -> Iterator[MapResult]:
+        """Yields the results in order. Starts no processes for ``fewest`` items or less.
+
+        The function gets one item, or, if ``together`` is set, a list of so many.
+        """
+        loader: Any = DataLoader(
+            items,  # pyright: ignore[reportArgumentType]  # a sequence will do
+            batch_size=together,
+            num_workers=self.num_workers if len(items) > fewest else 0,
+            generator=torch.Generator(),  # its own, so that the random numbers of the run do not change
+            collate_fn=function,  # pyright: ignore[reportArgumentType]  # runs in the workers
+        )
+        # None: the bar is hidden if the output is not a terminal.
+        yield from tqdm(
+            loader,
+            desc='measuring samples',
+            disable=None if self.shows_bar else True,
+            leave=False,
+        )
+
+    def missing(
+        self,
+        rows: Sequence[object],
         function: Callable[[MapItem], MapResult],
         items: Sequence[MapItem],
         fewest: int,
-        /,
-    ) -> Iterable[MapResult]:
-        """Returns the results in order."""
-        ...
+    ) -> Iterator[tuple[int, MapResult]]:
+        """Runs the function on the items whose row is None. Yields their places and results."""
+        places = []
+        items_without = []
+        for place, row in enumerate(rows):
+            if row is None:
+                places.append(place)
+                items_without.append(items[place])
+        results = self(function, items_without, fewest)
+        yield from zip(places, results, strict=True)
 
 
 def image_token_ids(processor: Any) -> tuple[int, ...]:
@@ -183,12 +225,14 @@ class RowSizes:
         check_ids(sample)
         is_image_token = torch.isin(sample['input_ids'], self.token_ids)
         has_loss = sample['labels'][:, 1:] != IGNORE_INDEX
+        vision_patches = count_patches(sample, self.patch_size)
+        (shrink_steps,) = sample.get(SHRINK_STEPS, [0])
         return TableRow(
             length=sample['input_ids'].shape[1],
             image_tokens=int(is_image_token.sum()),
             loss_tokens=int(has_loss.sum()),
-            vision_patches=count_patches(sample, self.patch_size),
-            shrink_steps=sample.get(SHRINK_STEPS, [0])[0],
+            vision_patches=vision_patches,
+            shrink_steps=shrink_steps,
         )
 
     def read(self, index: int) -> TableRow | str:
@@ -198,43 +242,34 @@ class RowSizes:
         except BadSampleError as error:
             return str(error)
 
-    def from_headers(self, indices: Sequence[int], map_samples: MapSamples) -> list[TableRow | None]:
+    def from_headers(self, indices: Sequence[int], map_samples: SampleMapper) -> list[TableRow | None]:
         """Returns the rows of samples without reading them. None for a sample that must be read."""
-        texts = self._measure_texts(indices, map_samples)
+        texts: list[tuple[TableRow | None, ImageSizes]] = []
+        for measured in map_samples(self._measure_texts, indices, FEWEST_TEXTS, together=TEXTS_TOGETHER):
+            texts.extend(measured)
         expansion = ImageExpansion(self)
-        if len({expansion(((width, height),)) for width, height in ODD_SIZES}) == 1:
+        rows_of_odd_sizes = {expansion((size,)) for size in ODD_SIZES}
+        if len(rows_of_odd_sizes) == 1:
             # Every image adds the same row with this processor, so one size stands for all.
             texts = [(row, ODD_SIZES[:1] * len(sizes)) for row, sizes in texts]
+        distinct = set()
+        for _, sizes in texts:
+            distinct.add(sizes)
+            distinct.update((size,) for size in sizes)
         # The expensive part: one call of the processor for each distinct list of sizes.
-        additions = _measure_additions(expansion, texts, map_samples)
+        ordered = sorted(distinct)
+        measured_sizes = map_samples(expansion, ordered, FEWEST_SIZES)
+        additions = dict(zip(ordered, measured_sizes, strict=True))
         rows: list[TableRow | None] = []
         for row, sizes in texts:
-            rows.append(self._add_images(row, sizes, additions, expansion.num_marks))
+            rows.append(self._add_images(row, sizes, additions))
         # Samples with videos: decoding one frame of each gives their shapes.
-        unknown_places = []
-        unknown_indices = []
-        for place, row in enumerate(rows):
-            if row is None:
-                unknown_places.append(place)
-                unknown_indices.append(indices[place])
-        rows_of_videos = map_samples(self._measure_videos, unknown_indices, FEWEST_VIDEOS)
-        for place, row in zip(unknown_places, rows_of_videos, strict=True):
+        for place, row in map_samples.missing(rows, self._measure_videos, indices, FEWEST_VIDEOS):
             rows[place] = row
         return rows
 
-    def _measure_texts(
-        self, indices: Sequence[int], map_samples: MapSamples
-    ) -> list[tuple[TableRow | None, ImageSizes]]:
+    def _measure_texts(self, indices: Sequence[int]) -> list[tuple[TableRow | None, ImageSizes]]:
         """Returns the rows of samples whose placeholders are not expanded, with the sizes of their images."""
-        chunks = []
-        for start in range(0, len(indices), TEXTS_TOGETHER):
-            chunks.append(indices[start : start + TEXTS_TOGETHER])
-        texts = []
-        for measured_chunk in map_samples(self._measure_chunk, chunks, FEWEST_CHUNKS):
-            texts.extend(measured_chunk)
-        return texts
-
-    def _measure_chunk(self, indices: Sequence[int]) -> list[tuple[TableRow | None, ImageSizes]]:
         texts: list[tuple[TableRow | None, ImageSizes]] = []
         for result in self.dataset.unexpanded(indices):
             if result is None:
@@ -248,8 +283,7 @@ class RowSizes:
         self,
         row: TableRow | None,
         sizes: ImageSizes,
-        additions: Mapping[ImageSizes, TableRow | None],
-        num_marks: int,
+        additions: Mapping[ImageSizes, AddedRow | None],
     ) -> TableRow | None:
         """Returns the row of a text with its images. None if it is not known, or over a cap.
 
@@ -257,18 +291,17 @@ class RowSizes:
             row: Row of the text, None if the sample must be read.
             sizes: Sizes of its images.
             additions: Rows that images of some sizes add.
-            num_marks: Placeholders that the template writes for one image.
         """
         if row is None:
             return None
-        for single_size in _each_alone(sizes):
-            if additions[single_size] is None:
+        for size in sizes:
+            if additions[(size,)] is None:
                 return None
         added = additions[sizes]
         # With another number of placeholder tokens, the user's text holds such a token.
-        if added is None or row.image_tokens != num_marks * len(sizes):
+        if added is None or row.image_tokens != added.num_marks:
             return None
-        total = row.plus(added)
+        total = row.plus(added.row)
         if not self.dataset.encoder.has_room(total.length, total.image_tokens):
             return None  # a bad sample: reading it raises the error
         return total
@@ -281,23 +314,12 @@ class RowSizes:
         return None
 
 
-def _measure_additions(
-    expansion: ImageExpansion,
-    texts: Sequence[tuple[TableRow | None, ImageSizes]],
-    map_samples: MapSamples,
-) -> dict[ImageSizes, TableRow | None]:
-    """Returns the rows that images add, for each distinct list of sizes, and for each of these sizes alone."""
-    distinct = set()
-    for _, sizes in texts:
-        distinct.add(sizes)
-        distinct.update(_each_alone(sizes))
-    ordered = sorted(distinct)
-    return dict(zip(ordered, map_samples(expansion, ordered, FEWEST_SIZES), strict=True))
+class AddedRow(NamedTuple):
+    """What images add to the row of a text."""
 
-
-def _each_alone(sizes: ImageSizes) -> list[ImageSizes]:
-    """Returns a list of one size for each image. ``ImageExpansion`` checks only single images with ``_is_separate``."""
-    return [(size,) for size in sizes]
+    row: TableRow
+    num_marks: int
+    """Placeholder tokens that the template writes for them."""
 
 
 class ImageExpansion:
@@ -310,33 +332,33 @@ class ImageExpansion:
         self._row_of = row_sizes.of
         self._encoder = copy(row_sizes.dataset.encoder)
         self._encoder.max_length = None
-        self.num_marks = 0
-        """Placeholders that the template writes for one image."""
-        if 'image' in self._encoder.parts:
-            text = self._encoder.encode_unexpanded([_conversation_of(1)])[0]
-            if text is not None:
-                self.num_marks = self._row_of(text).image_tokens
 
-    def __call__(self, sizes: ImageSizes) -> TableRow | None:
+    def __call__(self, sizes: ImageSizes) -> AddedRow | None:
         """Returns the row that the images add. None if only reading the sample can tell."""
-        conversation = _conversation_of(len(sizes))
+        conversation = example_conversation(['image'] * len(sizes))
         text = self._encoder.encode_unexpanded([conversation])[0]
         sample = self._encode(conversation, sizes)
         if text is None or sample is None:
             return None
-        if len(sizes) < 2 and not self._is_separate(text['input_ids'][0], sample['input_ids'][0]):
-            return None
-        added = self._row_of(sample).minus(self._row_of(text))
+        if len(sizes) < 2:  # `_add_images` looks up each image of several alone
+            is_separate = self._is_separate(text['input_ids'][0], sample['input_ids'][0])
+            if not is_separate:
+                return None
+        text_row = self._row_of(text)
+        added = self._row_of(sample).minus(text_row)
         if added.loss_tokens:  # images never carry loss
             return None
-        return added
+        return AddedRow(added, text_row.image_tokens)
 
     def _encode(self, conversation: Sequence[Message], sizes: ImageSizes) -> EncodedSample | None:
         # For images of several sizes, a processor may add tiles of padding. `count_patches` recognizes these by their
         # content, which meta tensors do not have.
         if len(set(sizes)) < 2:
             with suppress(Exception):  # this processor needs real images
-                return self._encoder(conversation, [_meta_image(size) for size in sizes])
+                meta_images = []
+                for width, height in sizes:
+                    meta_images.append(torch.empty(3, height, width, dtype=torch.uint8, device='meta'))
+                return self._encoder(conversation, meta_images)
         with suppress(Exception):  # the reason is given when a sample with such images is read
             return self._encoder(conversation, [Image.new('RGB', size) for size in sizes])
         return None
@@ -357,21 +379,6 @@ class ImageExpansion:
             if token is None or token.lstrip or token.rstrip:
                 return False
         return True
-
-
-def _conversation_of(num_images: int) -> list[Message]:
-    content: list[dict[str, str]] = [{'type': 'image'}] * num_images
-    question = {
-        'role': 'user',
-        'content': [*content, {'type': 'text', 'text': 'q'}],
-    }
-    answer = {'role': 'assistant', 'content': [{'type': 'text', 'text': 'a'}]}
-    return [question, answer]
-
-
-def _meta_image(size: tuple[int, int]) -> torch.Tensor:
-    width, height = size
-    return torch.empty(3, height, width, dtype=torch.uint8, device='meta')
 
 
 def _num_equal(first: torch.Tensor, second: torch.Tensor) -> int:

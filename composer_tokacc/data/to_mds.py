@@ -31,6 +31,7 @@ from composer_tokacc.data.records import (
     Record,
     Turn,
 )
+from composer_tokacc.planning import check_choice
 
 if TYPE_CHECKING:
     from streaming import MDSWriter  # pyright: ignore[reportMissingImports]
@@ -81,8 +82,7 @@ def write_shards(
             videos is installed.
         ImportError: If mosaicml-streaming is not installed.
     """
-    if on_error not in ('raise', 'skip'):
-        raise ValueError(f"`on_error` must be 'raise' or 'skip', got: {on_error!r:.100}.")
+    check_choice('on_error', on_error, ('raise', 'skip'))
     if find_spec('streaming') is None:
         raise ImportError("shards need mosaicml-streaming, got: none. pip install 'composer_tokacc[streaming]'")
     out = Path(out)
@@ -100,7 +100,8 @@ def write_shards(
         shutil.rmtree(out)  # it was empty or absent before
         raise
     sizes = [shard['raw_data']['bytes'] for shard in writer.shards]
-    return Written(len(records) - len(skipped), len(sizes), sum(sizes), tuple(skipped))
+    num_samples = len(records) - len(skipped)
+    return Written(num_samples, len(sizes), sum(sizes), tuple(skipped))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -222,12 +223,14 @@ def _to_row(record: Record, contents: Sequence[bytes]) -> ShardRow:
         if not turn.carries_loss:
             raw_turn['weight'] = 0
         turns.append(raw_turn)
+    media = [[medium.modality, medium.names] for medium in record.media]
+    sizes = [len(content) for content in contents]
     raw_record = {
         'id': record.sample_id,
         'source': record.source,
         'conversations': turns,
-        'media': [[medium.modality, medium.names] for medium in record.media],
-        'bytes': [len(content) for content in contents],
+        'media': media,
+        'bytes': sizes,
     }
     if record.loss_weights is not None:
         raw_record['loss_weights'] = record.loss_weights
@@ -237,8 +240,10 @@ def _to_row(record: Record, contents: Sequence[bytes]) -> ShardRow:
 def from_row(row: JsonObject) -> tuple[Record, list[bytes]]:
     """Returns the record of a row of a shard, and the contents of its files."""
     if row.keys() != SHARD_COLUMNS.keys():
-        remedy = 'Write them with `python -m composer_tokacc.data.to_mds`'
-        raise ValueError(f'shards must have the columns {sorted(SHARD_COLUMNS)}, got: {sorted(row)}. {remedy}.')
+        raise ValueError(
+            f'shards must have the columns {sorted(SHARD_COLUMNS)}, got: {sorted(row)}. Write them with '
+            '`python -m composer_tokacc.data.to_mds`.'
+        )
     raw_record = row['record']
     turns = []
     for raw_turn in raw_record['conversations']:

@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, groupby
 from os import PathLike
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple
 
@@ -84,14 +84,11 @@ class VideoSampling:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value is None:
-                continue
-            is_number = isinstance(value, int)
-            if name == 'fps':
-                is_number = isinstance(value, int | float)
-            if not is_number or isinstance(value, bool) or not 0 < value < 1e6:
-                rule = 'a positive number (only `fps` may have a fraction)'
-                raise ValueError(f'`{name}` must be {rule}, got: {value!r:.100}')
+            is_number = type(value) is int or (name == 'fps' and type(value) is float)
+            if value is not None and not (is_number and 0 < value < 1e6):
+                raise ValueError(
+                    f'`{name}` must be a positive number (only `fps` may have a fraction), got: {value!r:.100}'
+                )
         if self.num_frames is not None and self.fps is not None:
             raise ValueError(f'`fps` must be left out beside `num_frames`, got: {self.fps}. Remove one')
         fewest = max(self.min_frames, self.num_frames or 0)
@@ -359,14 +356,13 @@ def read_video(file: MediaFile, sampling: VideoSampling, *, shapes_only: bool = 
     """
     with _open_stream(file, 'video') as (container, stream):
         stamps, key_frames = _read_stamps(container, stream)
+        first_stamp = stamps[0]
+        times = [float((stamp - first_stamp) * stream.time_base) for stamp in stamps]
         # Not the rate in the header, which may be that of another stream, or the tick rate of a clock.
-        unit = float(stream.time_base)
-        span = (stamps[-1] - stamps[0]) * unit
-        if span:
-            step = span / (len(stamps) - 1)
+        if times[-1]:
+            step = times[-1] / (len(times) - 1)
         else:  # one frame
             step = 1 / float(stream.average_rate or 1)
-    times = [(stamp - stamps[0]) * unit for stamp in stamps]
     duration = times[-1] + step
     chosen = sampling.choose(times, duration)
     _check_pixels(len(chosen), stream.width, stream.height)
@@ -382,12 +378,9 @@ def read_video(file: MediaFile, sampling: VideoSampling, *, shapes_only: bool = 
         # The gaps are uneven. Frame numbers count steps of the smallest gap, and so say when a frame is shown.
         step = min(gaps)
     numbers = [round(times[number] / step) for number in chosen]
-    return make_video(
-        [frames[stamps[number]] for number in chosen],
-        numbers,
-        round(duration / step),
-        step,
-    )
+    chosen_frames = [frames[stamps[number]] for number in chosen]
+    total = round(duration / step)
+    return make_video(chosen_frames, numbers, total, step)
 
 
 def _check_pixels(num_frames: int, width: int, height: int) -> None:
@@ -423,97 +416,86 @@ def _read_stamps(container: InputContainer, stream: VideoStream) -> tuple[list[i
 
 def _decode_frames(file: MediaFile, stamps: Sequence[int], key_frames: Sequence[KeyFrame]) -> dict[int, np.ndarray]:
     """Returns the frames of some stamps, by stamp, ``(height, width, 3)`` each."""
-    frames = _seek_frames(file, stamps, key_frames) if key_frames else None
-    if frames is None:  # the container has no index, or a wrong one: decode everything
-        frames = _seek_frames(file, stamps, [])
-    assert frames is not None
-    return frames
 
+    def index_of_key_frame(stamp: int) -> int:
+        """Returns the last key frame that is shown at a stamp or before it. 0, the first, if there is none."""
+        num_before = bisect_right(key_frames, (stamp, sys.maxsize))
+        return max(num_before - 1, 0)
 
-def _seek_frames(
-    file: MediaFile, stamps: Sequence[int], key_frames: Sequence[KeyFrame]
-) -> dict[int, np.ndarray] | None:
-    """Reads frames, with jumps to key frames. None if a jump went past a frame. Without key frames it never jumps."""
-    frames = {}
-    size: dict[str, int] = {}
+    frames: dict[int, VideoFrame] = {}
     with _open_stream(file, 'video') as (container, stream):
-        # Frames before the first key frame may be broken. Decoding begins at or before it, so no jump to it is needed.
-        start = key_frames[0].shown if key_frames else stamps[0]
-        reader = FrameReader(container, stream, start)
-        for stamp in stamps:
-            # The last key frame that is shown at the stamp or before it.
-            index = bisect_right(key_frames, (stamp, sys.maxsize)) - 1
-            if index >= 0:
-                reader.jump(key_frames[index], stamp)
-            frame = reader.next_from(stamp)
-            # Some frame has this stamp. If the reader gives a later frame, the jump went too far.
-            if key_frames and (frame is None or frame.pts is None or frame.pts > stamp):
-                return None
-            if frame is None:
-                raise ValueError(f'its frame at {float(stamp * stream.time_base):.2f} s cannot be decoded')
-            if not size:
-                # The size may change within the video.
-                size = {'width': frame.width, 'height': frame.height}
-            pixels = frame.reformat(format='rgb24', **size).to_ndarray()
-            frames[stamp] = _turn_upright(pixels, frame.side_data.get('DISPLAYMATRIX'))
+        for index, group in groupby(stamps, index_of_key_frame):
+            if index == 0:  # decoding begins at the first key frame or before it, so no jump is needed
+                start = key_frames[0].shown if key_frames else stamps[0]
+                frames |= _take_frames(container.decode(stream), list(group), start)
+            else:
+                frames |= _jump_to_frames(container, stream, key_frames[index], list(group))
+    if not _has_frames_of(frames, stamps):
+        # A jump went past a frame, because the container has no index, or a wrong one. So everything is decoded.
+        with _open_stream(file, 'video') as (container, stream):
+            frames = _take_frames(container.decode(stream), stamps, stamps[0])
+    if len(frames) < len(stamps):
+        missing = float(stamps[len(frames)] * stream.time_base)
+        raise ValueError(f'its frame at {missing:.2f} s cannot be decoded')
+    # The size may change within the video.
+    first_frame = frames[stamps[0]]
+    upright = {}
+    for stamp, frame in frames.items():
+        resized = frame.reformat(
+            format='rgb24',
+            width=first_frame.width,
+            height=first_frame.height,
+        )
+        upright[stamp] = _turn_upright(resized.to_ndarray(), frame.side_data.get('DISPLAYMATRIX'))
+    return upright
+
+
+def _has_frames_of(frames: dict[int, VideoFrame], stamps: Sequence[int]) -> bool:
+    """Tells whether there is a frame of exactly each stamp."""
+    stamps_of_frames = [frame.pts for frame in frames.values()]
+    return stamps_of_frames == list(stamps)
+
+
+def _jump_to_frames(
+    container: InputContainer,
+    stream: VideoStream,
+    key_frame: KeyFrame,
+    stamps: Sequence[int],
+) -> dict[int, VideoFrame]:
+    """Returns the frames of some stamps behind a key frame. If the jump went too far, they are not those."""
+    frames: dict[int, VideoFrame] = {}
+    # Some containers seek by the time at which a frame is shown, others by the time at which it is decoded.
+    for place in (key_frame.shown, key_frame.decoded):
+        container.seek(place, stream=stream)
+        frames = _take_frames(container.decode(stream), stamps, key_frame.shown)
+        if _has_frames_of(frames, stamps):
+            break
     return frames
 
 
-class FrameReader:
-    """Decodes the frames of an open video forwards, and can jump to key frames.
+def _take_frames(
+    frames: Iterator[VideoFrame],
+    stamps: Sequence[int],
+    start: int,
+) -> dict[int, VideoFrame]:
+    """Returns the first frame at each stamp or after it. Leaves out stamps behind the last frame.
 
-    Args:
-        container: The open file.
-        stream: Its stream of video.
-        start: Stamp of the first frame that must not be damaged.
+    Frames from ``start`` on must not be marked as damaged by their decoder. Those before it may be, because they may
+    need a key frame that the jump went past.
     """
-
-    def __init__(self, container: InputContainer, stream: VideoStream, start: int) -> None:
-        self._container = container
-        self._stream = stream
-        self._frames = _undamaged_frames(container.decode(stream), start)
-        self._frame: VideoFrame | None = None
-        self._position = start
-        """Stamp of the frame that was read last. At first it is ``start``, to which no jump is needed."""
-
-    def jump(self, key_frame: KeyFrame, stamp: int) -> None:
-        """Jumps to the key frame before a stamp. Does nothing if the reader is already there or past it."""
-        if key_frame.shown <= self._position:
-            return
-        # Some containers seek by the time at which a frame is shown, others by the time at which it is decoded.
-        # If both land too late, next_from() returns a later frame or none, and the caller reads again without jumps.
-        for place in (key_frame.shown, key_frame.decoded):
-            self._container.seek(place, stream=self._stream)
-            self._frames = _undamaged_frames(self._container.decode(self._stream), key_frame.shown)
-            self._set_frame(next(self._frames, None))
-            if self._frame is not None and self._frame.pts is not None and self._frame.pts <= stamp:
-                return
-
-    def next_from(self, stamp: int) -> VideoFrame | None:
-        """Returns the first frame at a stamp or after it. None if there is none."""
-        while self._frame is None or self._frame.pts is None or self._frame.pts < stamp:
-            frame = next(self._frames, None)
-            if frame is None:
-                self._frame = None
-                return None
-            self._set_frame(frame)
-        return self._frame
-
-    def _set_frame(self, frame: VideoFrame | None) -> None:
-        self._frame = frame
-        if frame is not None and frame.pts is not None:
-            self._position = frame.pts
-
-
-def _undamaged_frames(frames: Iterator[VideoFrame], start: int) -> Iterator[VideoFrame]:
-    """Yields frames, and refuses those that their decoder marks as damaged.
-
-    Frames before the start may be marked, because they may need a key frame that the jump went past.
-    """
+    taken: dict[int, VideoFrame] = {}
     for frame in frames:
-        if frame.is_corrupt and frame.pts is not None and frame.pts >= start:
+        if frame.pts is None:
+            continue
+        if frame.is_corrupt and frame.pts >= start:
             raise ValueError(f'its frame at {frame.time:.2f} s is damaged')
-        yield frame
+        for stamp in stamps[len(taken) :]:
+            if stamp > frame.pts:
+                break
+            taken[stamp] = frame
+        if len(taken) == len(stamps):
+            break
+    return taken
 
 
 def _turn_upright(frame: np.ndarray, matrix: bytes | None) -> np.ndarray:

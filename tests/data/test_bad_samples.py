@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from PIL import Image
 from torch.utils.data import ConcatDataset, Dataset
@@ -15,6 +13,7 @@ from composer_tokacc.data import BadSampleError, LlavaDataset
 from composer_tokacc.data.lengths import build_length_table, length_table
 from examples.digits import DigitsDataset, build_digits_processor
 from tests.data.chat_processors import small
+from tests.support.conversations import turns, write_json
 from tests.support.launch import launch_json
 
 
@@ -62,6 +61,9 @@ def test_bad_samples_of_parts(tmp_path):
     for _ in range(2):  # measured, then read again
         table = length_table(parts, processor, folder=tmp_path, on_error='skip')
         assert table.errors == {7: 'sample "7"', 16: 'sample "7"'}
+        lengths = [parts[i]['input_ids'].shape[1] if i not in table.errors else 0 for i in range(29)]
+        assert table.lengths.tolist() == lengths
+    assert len(list(tmp_path.iterdir())) == 2
     with pytest.raises(BadSampleError, match=r'^sample "7"$'):
         length_table(parts, processor, folder=tmp_path)
 
@@ -88,10 +90,8 @@ def test_other_errors_are_no_bad_samples():
 def write_records(folder, names, *, broken='bad.png'):
     Image.new('RGB', (8, 8)).save(folder / 'good.png')
     (folder / broken).write_bytes(b'not an image')
-    turns = [{'from': 'human', 'value': '<image>What is this?'}, {'from': 'gpt', 'value': 'A red square.'}]
-    records = [{'id': str(i), 'image': name, 'conversations': turns} for i, name in enumerate(names)]
-    (folder / 'data.json').write_text(json.dumps(records))
-    return folder / 'data.json'
+    spoken = turns('<image>What is this?', 'A red square.')
+    return write_json(folder, [{'id': str(i), 'image': name, 'conversations': spoken} for i, name in enumerate(names)])
 
 
 def test_sample_is_read_once(tmp_path):

@@ -11,9 +11,8 @@ from tokenizers import AddedToken
 from composer_tokacc.batch import IGNORE_INDEX
 from composer_tokacc.data.conversation import ConversationEncoder
 from composer_tokacc.data.formats import parse_record
-from composer_tokacc.data.processor import train_tokenizer
 from composer_tokacc.data.records import BadSampleError, RawRecord, Record, Turn
-from tests.data.chat_processors import PROCESSORS, QWEN, TEXTS, blip2, llava, qwen2_vl, small
+from tests.data.chat_processors import PROCESSORS, QWEN, blip2, llava, qwen2_vl, small
 
 
 def text(value):
@@ -46,12 +45,6 @@ def runs(labels):
 WHAT = text('What is this?')
 CONVERSATIONS = {
     'one turn': [user(IMAGE, WHAT), assistant('A red square.')],
-    'several turns': [
-        user(IMAGE, WHAT),
-        assistant('A red square.'),
-        user(text('And now?')),
-        assistant('A red square.'),
-    ],
     'images between answers': [
         user(IMAGE, IMAGE, WHAT),
         assistant('Blue, I think: <b>7</b> of them.'),
@@ -122,27 +115,6 @@ def test_encoding_is_that_of_the_processor(family):
         assert (sample[key] == value).all(), key
 
 
-def test_template_without_an_ending_token():
-    rendered, _ = ConversationEncoder(llava()).render(CONVERSATIONS['several turns'])
-    assert rendered == (
-        'USER: <image>\nWhat is this? ASSISTANT: A red square.</s>USER: And now? ASSISTANT: A red square.</s>'
-    )
-
-
-def test_first_token_is_written_once():
-    processor = PROCESSORS['idefics3'][0]()
-    ids = ConversationEncoder(processor)(CONVERSATIONS['no image'])['input_ids'][0].tolist()
-    assert ids.count(processor.tokenizer.bos_token_id) == 1
-
-
-def test_tokenizer_alone_serves_text():
-    tokenizer = train_tokenizer(TEXTS, vocab_size=512)
-    sample = ConversationEncoder(tokenizer)(CONVERSATIONS['no image'])
-    assert tokenizer.decode(sample['labels'][0][sample['labels'][0] != -100]) == 'A colour.<|end|>'
-    assert sample['num_images'] == [0]
-    assert 'pixel_values' not in sample
-
-
 def test_sample_over_max_length():
     length = ConversationEncoder(small())(CONVERSATIONS['no image'])['input_ids'].shape[1]
     ConversationEncoder(small(), max_length=length)(CONVERSATIONS['no image'])
@@ -203,13 +175,6 @@ def test_media_without_a_placeholder_are_refused(kind):
         ConversationEncoder(processor).check_takes_media(record)
 
 
-def test_template_that_rewrites_answers_is_refused():
-    processor = small()
-    processor.chat_template = processor.chat_template.replace("part['text']", "part['text'] | upper")
-    with pytest.raises(ValueError, match='must write the assistant turns as they are'):
-        ConversationEncoder(processor)(CONVERSATIONS['one turn'], [Image.new('RGB', (8, 8))])
-
-
 def test_processor_without_template_is_refused():
     processor = small()
     processor.chat_template = processor.tokenizer.chat_template = None
@@ -268,18 +233,12 @@ def test_missing_tokenizer_is_named():
         ConversationEncoder(processor)
 
 
-def test_pixel_budget_below_one_is_named():
-    processor = qwen2_vl()
-    processor.image_processor.size = {'shortest_edge': 64, 'longest_edge': -1}
-    with pytest.raises(ValueError, match='`image_processor` must have a positive `longest_edge`, got: -1'):
-        ConversationEncoder(processor)
-
-
-def test_error_of_the_processor_names_it():
+@pytest.mark.parametrize('longest_edge', [-1, 512])
+def test_error_of_the_processor_names_it(longest_edge):
     """A message about its own arithmetic would else be taken for one about the sample."""
     processor = qwen2_vl()
-    processor.image_processor.size = {'shortest_edge': 64, 'longest_edge': 512}
-    with pytest.raises(ValueError, match=r'Qwen2VLProcessor cannot encode it: absolute aspect ratio'):
+    processor.image_processor.size = {'shortest_edge': 64, 'longest_edge': longest_edge}
+    with pytest.raises(ValueError, match=r'Qwen2VLProcessor cannot encode it: '):
         ConversationEncoder(processor)([user(IMAGE, WHAT), assistant('A')], [Image.new('RGB', (3000, 2))])
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 import logging
 import struct
 import zlib
@@ -23,6 +22,7 @@ from composer_tokacc.data.images import image_size
 from composer_tokacc.data.lengths import build_length_table, length_table
 from composer_tokacc.data.media import decode_media, open_files
 from tests.data import chat_processors
+from tests.support.conversations import turns, write_json
 from tests.support.family_processors import SQUARE
 from tests.support.launch import launch_json
 
@@ -102,10 +102,6 @@ def write_pictures(folder):
     return names
 
 
-def turns(*texts):
-    return [{'from': ('human', 'gpt')[i % 2], 'value': text} for i, text in enumerate(texts)]
-
-
 def write_data(folder, *, with_images=True):
     """Every picture alone, then rows of several, of none, over several turns, embedded, with odd text around."""
     rng = np.random.default_rng(0)
@@ -130,9 +126,7 @@ def write_data(folder, *, with_images=True):
         add(names[2:4], 'What is <image>?', 'A red', 'And <image>?', 'square', 'And now?', '7 of them')
         content = base64.b64encode((folder / 'images' / names[3]).read_bytes()).decode()
         add([f'data:image/jpeg;base64,{content}'], '<image>?', 'Red')
-    path = folder / 'data.json'
-    path.write_text(json.dumps(records))
-    return path
+    return write_json(folder, records)
 
 
 @pytest.fixture(scope='module')
@@ -184,7 +178,7 @@ def test_table_from_headers_matches_samples(name, padding_side, path, tmp_path, 
 
 @pytest.mark.slow
 def test_workers_find_the_same(path, by_headers, monkeypatch):
-    monkeypatch.setattr(sizes, 'FEWEST_CHUNKS', 0)
+    monkeypatch.setattr(sizes, 'FEWEST_TEXTS', 0)
     monkeypatch.setattr(sizes, 'FEWEST_SIZES', 0)
     monkeypatch.setattr(sizes, 'TEXTS_TOGETHER', 7)
     processor = PROCESSORS['llava_next']()
@@ -201,16 +195,9 @@ def test_header_sizes_match_decoded_images(tmp_path, path):
     assert turned == {'turned1.png': (48, 20), 'turned6.png': (20, 48), 'late.png': (20, 48)}
 
 
-def test_header_without_pixels_is_enough():
-    buffer = io.BytesIO()
-    picture((300, 200)).save(buffer, 'JPEG', quality=95)
-    assert image_size(io.BytesIO(buffer.getvalue()[:1000])) == (300, 200)
-
-
 def write_rows(folder, *rows):
     records = [{'id': f's{i}', 'image': name, 'conversations': turns(*texts)} for i, (name, *texts) in enumerate(rows)]
-    (folder / 'data.json').write_text(json.dumps(records))
-    return folder / 'data.json'
+    return write_json(folder, records)
 
 
 def write_jpegs(folder):

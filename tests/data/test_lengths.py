@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from types import SimpleNamespace
 
@@ -13,10 +12,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from PIL import Image
-from torch.utils.data import ConcatDataset
 
-from composer_tokacc.data import LengthTable, LlavaDataset, count_patches, image_token_ids, lengths, patch_size_of
+from composer_tokacc.data import LengthTable, count_patches, image_token_ids, lengths, patch_size_of
 from composer_tokacc.data.lengths import build_length_table, length_table, table_name
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.programs import load_config
@@ -65,13 +62,6 @@ def test_table_says_what_the_samples_say(num_samples):
     assert table.loss_tokens.tolist() == [int((sample['labels'][0, 1:] != -100).sum()) for sample in samples]
     assert (table.image_tokens == 0).any()
     assert len(table) == num_samples
-
-
-def test_image_tokens_by_patches_of_processor():
-    processor = build_digits_processor(image_size=16, patch_size=8)
-    dataset = DigitsDataset(processor, num_samples=20)
-    table = build_length_table(dataset, processor)
-    assert table.image_tokens.tolist() == [4 * dataset[index]['num_images'][0] for index in range(20)]
 
 
 @pytest.mark.parametrize('name', IMAGE_FAMILIES)
@@ -132,17 +122,6 @@ def test_run_counts_patches_of_its_model(tmp_path):
     # The model's patches are as large as an image of 8 x 8; the processor was told otherwise.
     assert table.image_tokens.any()
     assert (4 * table.vision_patches == table.image_tokens).all()
-
-
-def test_parts_are_measured_one_by_one(tmp_path):
-    case = FAMILIES['qwen2_5_vl']()
-    parts = ConcatDataset([case.rows[:4], case.rows[4:]])
-    first, again = (length_table(parts, case.encode.processor, folder=tmp_path) for _ in range(2))
-    whole = build_length_table(case.rows, case.encode.processor)
-    assert len(list(tmp_path.iterdir())) == 2
-    for name in lengths.TABLE_COLUMNS:
-        np.testing.assert_array_equal(getattr(first, name), getattr(whole, name))
-        np.testing.assert_array_equal(getattr(again, name), getattr(whole, name))
 
 
 def test_kept_table_is_readable_by_others(tmp_path):
@@ -215,17 +194,6 @@ def test_datasets_fingerprint_goes_before_probes():
     dataset.name = 'second'
     assert table_name(dataset, processor) != first
     assert CountReads.reads == 0
-
-
-def test_bad_samples_are_named(tmp_path):
-    Image.new('RGB', (8, 8)).save(tmp_path / 'good.png')
-    (tmp_path / 'bad.png').write_bytes(b'no image')
-    turns = [{'from': 'human', 'value': '<image>\nhow many digits'}, {'from': 'gpt', 'value': 'one'}]
-    records = [{'id': name, 'image': f'{name}.png', 'conversations': turns} for name in ('good', 'bad')]
-    (tmp_path / 'data.json').write_text(json.dumps(records))
-    processor = build_digits_processor()
-    with pytest.raises(ValueError, match=r'bad.*cannot be read'):
-        build_length_table(LlavaDataset(tmp_path / 'data.json', processor), processor)
 
 
 def test_kept_table_without_labels_is_refused(tmp_path):

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -13,12 +12,9 @@ from PIL import Image
 from composer_tokacc.data import BadSampleError, LlavaDataset, VisionLanguageCollator, build_small_processor
 from composer_tokacc.data.processor import train_tokenizer
 from tests.data.chat_processors import PROCESSORS, TEXTS, small
+from tests.support.conversations import turns
 
 COLOURS = {'red.png': (255, 0, 0), 'green.jpg': (0, 255, 0), 'sub/blue.png': (0, 0, 255)}
-
-
-def turns(*texts):
-    return [{'from': ('human', 'gpt')[i % 2], 'value': text} for i, text in enumerate(texts)]
 
 
 def one_image(sample_id, image='red.png', answer='Red.'):
@@ -128,39 +124,6 @@ def test_bad_record_is_named_or_skipped(folder, record, message):
     assert dataset.skip_report() == f'skipped 1 of 3 samples; first: {raised.value}'
 
 
-def test_bad_line_of_json_lines(folder):
-    records = [one_image('good'), '{"id": "cut', '17', one_image('fine')]
-    with pytest.raises(BadSampleError, match=r'sample "line 2" \(.*data\.jsonl, line 2\): not valid JSON'):
-        open_dataset(folder, records, name='data.jsonl')
-    dataset = open_dataset(folder, records, name='data.jsonl', on_error='skip')
-    assert len(dataset) == 2
-    assert [reason.split('(')[0] for reason in dataset.skipped] == ['sample "line 2" ', 'sample "line 3" ']
-
-
-def test_syntax_error_cannot_be_skipped(folder):
-    with pytest.raises(ValueError, match=r'data\.json with a syntax error at line 3'):
-        open_dataset(folder, [one_image('good'), '{"id": nonsense}'], on_error='skip')
-
-
-UNREADABLE = {'text': b'not an image', 'empty': b'', 'cut': None}
-
-
-@pytest.mark.parametrize('content', UNREADABLE.values(), ids=UNREADABLE.keys())
-def test_unreadable_image_is_named_or_skipped(folder, content):
-    noise = np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)
-    Image.fromarray(noise).save(folder / 'images' / 'bad.png')
-    whole = (folder / 'images' / 'bad.png').read_bytes()
-    (folder / 'images' / 'bad.png').write_bytes(whole[: len(whole) // 2] if content is None else content)
-    records = [one_image('good'), one_image('bad', 'bad.png')]
-    dataset = open_dataset(folder, records)
-    assert dataset[0]['sample_ids'] == ['good']
-    with pytest.raises(BadSampleError, match=r'sample "bad" \(.*data\.json, entry 2\): image file .*bad\.png cannot'):
-        dataset[1]
-    dataset = open_dataset(folder, records, on_error='skip')
-    assert len(dataset) == 1
-    assert dataset.skip_report().startswith('skipped 1 of 2 samples; first: sample "bad"')
-
-
 def test_long_sample_is_never_cut(folder):
     records = [one_image('good'), one_image('long', answer='Red. ' * 50)]
     lengths = [sample['input_ids'].shape[1] for sample in open_dataset(folder, records)]
@@ -170,10 +133,6 @@ def test_long_sample_is_never_cut(folder):
     dataset = open_dataset(folder, records, max_length=lengths[0], on_error='skip')
     assert len(dataset) == 1
     assert 'skipped 1 of 2' in dataset.skip_report()
-
-
-def test_good_file_skips_nothing(folder):
-    assert open_dataset(folder, [one_image('good')], on_error='skip').skip_report() == 'skipped 0 of 1 samples'
 
 
 def test_file_without_good_sample_is_refused(folder):

@@ -16,21 +16,21 @@ from composer_tokacc.data.files import read_raw_records
 from composer_tokacc.data.formats import parse_record
 from composer_tokacc.weights import token_weights_of
 from tests.data.chat_processors import small
+from tests.support.conversations import turns, write_json
 
 WEIGHTS = [0.5, 2.0, 0.0]
 
 
 def records(weights=WEIGHTS):
-    turns = [{'role': 'user', 'content': 'Which colour has blood?'}, {'role': 'assistant', 'content': 'Red.'}]
+    spoken = turns('Which colour has blood?', 'Red.')
     return [
-        {'id': f's{index}', 'messages': turns, **({} if weight is None else {'loss_weights': weight})}
+        {'id': f's{index}', 'conversations': spoken, **({} if weight is None else {'loss_weights': weight})}
         for index, weight in enumerate(weights)
     ]
 
 
 def save_json(rows, folder):
-    (folder / 'data.json').write_text(json.dumps(rows))
-    return folder / 'data.json'
+    return write_json(folder, rows)
 
 
 def save_parquet(rows, folder):
@@ -41,14 +41,7 @@ def save_parquet(rows, folder):
 
 def save_described(rows, folder):
     save_json(rows, folder)
-    described = {
-        'mine': {
-            'file_name': 'data.json',
-            'formatting': 'sharegpt',
-            'columns': {'messages': 'messages'},
-            'tags': {'role_tag': 'role', 'content_tag': 'content', 'user_tag': 'user', 'assistant_tag': 'assistant'},
-        }
-    }
+    described = {'mine': {'file_name': 'data.json', 'formatting': 'sharegpt'}}
     (folder / 'dataset_info.json').write_text(json.dumps(described))
     return f'{folder / "dataset_info.json"}#mine'
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import struct
 import sys
@@ -21,9 +20,9 @@ pytest.importorskip('av')
 import av
 
 from composer_tokacc.data import BadSampleError, VideoSampling, videos
-from composer_tokacc.data.media import MediaFolders, decode_media, open_files
-from composer_tokacc.data.records import EmbeddedFile, Medium, Record, Turn
-from tests.support.clips import SHADES, sine, write_sound, write_video
+from composer_tokacc.data.media import decode_media, open_files
+from composer_tokacc.data.records import Medium, Record, Turn
+from tests.support.clips import SHADES, sine, write_encoded_sound, write_sound, write_video
 
 ALL = VideoSampling(num_frames=len(SHADES))
 
@@ -234,13 +233,6 @@ def test_name_that_looks_like_an_address(tmp_path, monkeypatch):
     assert shades_of(read('video', '12:30 %d.mp4', video=ALL)) == close_to(SHADES)
 
 
-def test_video_in_the_record(tmp_path):
-    content = write_video(tmp_path / 'a.mp4').read_bytes()
-    record = record_of('video', EmbeddedFile.from_bytes('videos.0.bytes', content))
-    (video,) = decode_media(record, open_files(record, Path()), video=ALL)['video']
-    assert shades_of(video) == close_to(SHADES)
-
-
 def test_images_as_frames_of_a_video(tmp_path):
     names = []
     for index, shade in enumerate(SHADES):
@@ -270,16 +262,6 @@ def write_file(path, content):
     return path
 
 
-def write_aiff(path):
-    with av.open(str(path), 'w') as container:
-        stream = container.add_stream('pcm_s16be', rate=48000, layout='mono')
-        samples = (sine(1 / 6, rate=48000) * 32767).astype(np.int16)
-        frame = av.AudioFrame.from_ndarray(samples[None], format='s16', layout='mono')
-        frame.sample_rate = 48000
-        container.mux([*stream.encode(frame), *stream.encode()])
-    return path
-
-
 NO_NUMBERS = np.full(999, np.nan, np.float32)
 # Name of the file, what makes it of a path, modality, message.
 BAD = {
@@ -287,28 +269,24 @@ BAD = {
     'cut mkv': ('a.mkv', lambda path: cut(long_video(path), 0.6), 'video', 'its end is missing'),
     'cut avi': ('a.avi', lambda path: cut(long_video(path), 0.6), 'video', 'it ends after|middle of a frame'),
     'picture as video': ('a.mp4', lambda path: Image.new('L', (9, 9)).save(path, 'PNG'), 'video', 'not supported'),
-    'long gif': ('a.gif', lambda path: write_video(path, codec='gif', pixels='rgb8'), 'image', 'several images'),
     'head of an mp4': ('a.mp4', lambda path: cut(write_video(path), 0.02), 'video', 'Invalid data'),
     'no frames': ('a.avi', lambda path: write_video(path, []), 'video', 'it holds no frames that have a time'),
     'empty': ('a.mp4', lambda path: write_file(path, b''), 'video', 'Invalid data|End of file'),
     'text': ('a.mp4', lambda path: write_file(path, b'film ' * 99), 'video', 'Invalid data'),
-    'text by name too': ('a.txt', lambda path: write_file(path, b'film ' * 99), 'video', 'that is not supported'),
     'audio as video': ('a.wav', lambda path: write_sound(path, sine(0.1)), 'video', 'it holds no video'),
     'video as audio': ('a.mp4', write_video, 'audio', 'it holds no audio'),
-    'video as image': ('a.mp4', write_video, 'image', 'no image of a known format'),
+    'video as image': ('a.mp4', write_video, 'image', 'no image of a known format.*pip install pillow-heif'),
     'cut audio': ('a.wav', lambda path: cut(write_sound(path, sine(2)), 0.5), 'audio', 'its end is missing'),
-    'cut short audio': (
-        'a.wav',
-        lambda path: cut(write_sound(path, sine(1 / 6, rate=48000), rate=48000), 0.5),
+    'cut aiff': (
+        'a.aiff',
+        lambda path: cut(write_encoded_sound(path, codec='pcm_s16be'), 0.5),
         'audio',
         'its end is missing',
     ),
-    'cut aiff': ('a.aiff', lambda path: cut(write_aiff(path), 0.5), 'audio', 'its end is missing'),
     'silent file': ('a.wav', lambda path: write_sound(path, sine(0)), 'audio', 'it holds no audio'),
     'no numbers': ('a.wav', lambda path: write_sound(path, NO_NUMBERS), 'audio', 'no finite numbers'),
     'folder': ('a', Path.mkdir, 'video', 'it is no regular file'),
     'pipe': ('a.mp4', os.mkfifo, 'video', 'it is no regular file'),
-    'pipe as image': ('a', os.mkfifo, 'image', 'it is no regular file'),
 }
 
 
@@ -337,12 +315,6 @@ def test_song_cover_is_no_video(tmp_path):
     with pytest.raises(BadSampleError, match='it holds no video'):
         read('video', path)
     assert len(read('audio', path)) == pytest.approx(8000, abs=2100)
-
-
-def test_audio_is_mean_of_channels(tmp_path):
-    left, right = sine(0.2), sine(0.2, pitch=700)
-    path = write_sound(tmp_path / 'stereo.wav', np.stack([left, right], axis=1))
-    np.testing.assert_allclose(read('audio', path), (left + right) / 2, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -377,31 +349,6 @@ def test_audio_of_another_rate_is_resampled(tmp_path, rate):
     np.testing.assert_allclose(found[middle], expected[middle], atol=0.01)
 
 
-@pytest.mark.parametrize(('name', 'codec'), [('a.mp3', 'libmp3lame'), ('a.flac', 'flac'), ('a.ogg', 'libopus')])
-def test_compressed_audio(tmp_path, name, codec):
-    if codec not in av.codecs_available:
-        pytest.skip(f'PyAV without {codec}')
-    tone = sine(0.5, rate=48000)
-    with av.open(str(tmp_path / name), 'w') as container:
-        stream = container.add_stream(codec, rate=48000, layout='mono')
-        frame = av.AudioFrame.from_ndarray(np.round(tone * 32767).astype(np.int16)[None], format='s16', layout='mono')
-        frame.sample_rate = 48000
-        container.mux([*stream.encode(frame), *stream.encode()])
-    found = read('audio', tmp_path / name)
-    assert len(found) == pytest.approx(8000, abs=500)
-    assert np.sqrt(np.mean(found[1000:7000] ** 2)) == pytest.approx(0.5 / np.sqrt(2), rel=0.05)
-
-
-def test_missing_decoder_is_no_bad_sample(tmp_path, monkeypatch):
-    path = write_video(tmp_path / 'a.mp4')
-    monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
-    with pytest.raises(
-        ValueError, match=r"PyAV to read them, got: none\. pip install 'composer_tokacc\[media\]'"
-    ) as raised:
-        read('video', path)
-    assert not isinstance(raised.value, BadSampleError)
-
-
 @pytest.mark.parametrize('size', [0, 0x7FFFF000, 0xFFFFFFFF])
 def test_size_written_by_a_pipe(tmp_path, size):
     path = write_sound(tmp_path / 'a.wav', sine(0.5))
@@ -409,28 +356,21 @@ def test_size_written_by_a_pipe(tmp_path, size):
     place = content.index(b'data') + 4
     path.write_bytes(content[:place] + struct.pack('<I', size) + content[place + 4 :])
     assert len(read('audio', path)) == 8000
-    assert len(read('audio', write_aiff(tmp_path / 'whole.aiff'))) == pytest.approx(16000 / 6, abs=1)
+    aiff = write_encoded_sound(tmp_path / 'whole.aiff', codec='pcm_s16be')
+    assert len(read('audio', aiff)) == pytest.approx(16000 * 0.6, abs=1)
 
 
-def test_broken_decoder_is_no_bad_sample(tmp_path, monkeypatch):
-    """As with a shared library that is missing: the decoder is named, and not the file."""
+@pytest.mark.parametrize('missing', ['av', 'av.container'])
+def test_missing_decoder_is_no_bad_sample(tmp_path, monkeypatch, missing):
+    """The decoder is named, and not the file, also if only a shared library of it is missing."""
     path = write_video(tmp_path / 'a.mp4')
-    monkeypatch.setitem(sys.modules, 'av.container', None)
-    with pytest.raises(ValueError, match=r'PyAV, which cannot be imported \(.*pip install') as raised:
+    for name in [name for name in sys.modules if name.partition('.')[0] == 'av']:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(ValueError, match=r"PyAV, which cannot be imported \(.*pip install 'composer") as raised:
         read('video', path)
     assert not isinstance(raised.value, BadSampleError)
     assert 'a.mp4' not in str(raised.value)
-
-
-HEIF = struct.pack('>I', 24) + b'ftypheic' + bytes(4) + b'mif1heic' + bytes(200)
-
-
-def test_heif_names_the_package(tmp_path):
-    if importlib.util.find_spec('pillow_heif'):
-        pytest.skip('pillow-heif is installed')
-    path = write_file(tmp_path / 'a.heic', HEIF)
-    with pytest.raises(BadSampleError, match=r'a\.heic cannot be read: it is a HEIF image.*pip install pillow-heif'):
-        read('image', path)
 
 
 def test_heif_is_read(tmp_path):
@@ -438,14 +378,3 @@ def test_heif_is_read(tmp_path):
     picture = Image.new('RGB', (64, 48), (200, 20, 20))
     pillow_heif.from_pillow(picture).save(tmp_path / 'a.heic', quality=100)
     assert np.abs(np.asarray(read('image', tmp_path / 'a.heic')).astype(int) - np.asarray(picture)).max() < 12
-
-
-SIMILAR = {'another Unicode form': ('ü.png', 'u\u0308.png'), 'another case': ('A.PNG', 'a.png')}
-
-
-@pytest.mark.parametrize(('on_disk', 'named'), SIMILAR.values(), ids=SIMILAR.keys())
-def test_similar_name_is_named(tmp_path, on_disk, named):
-    Image.new('RGB', (8, 8)).save(tmp_path / on_disk)
-    with pytest.raises(BadSampleError, match=r'does not exist, but .* does; rename') as raised:
-        MediaFolders().check(record_of('image', named), tmp_path)
-    assert ascii(on_disk) in str(raised.value)

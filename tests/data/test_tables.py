@@ -5,13 +5,11 @@
 
 from __future__ import annotations
 
-import io
 import json
 import pickle
 from functools import partial
 
 import pytest
-from PIL import Image
 
 from composer_tokacc.data import BadSampleError, LlavaDataset
 from composer_tokacc.data import files as files_module
@@ -19,6 +17,7 @@ from composer_tokacc.data.files import image_folder, read_raw_records
 from composer_tokacc.data.formats import parse_record
 from composer_tokacc.data.records import EmbeddedFile
 from tests.data.chat_processors import assert_same, small
+from tests.support.conversations import png, turns, write_json
 
 datasets = pytest.importorskip('datasets')
 
@@ -28,12 +27,6 @@ COLOURS = {'red.png': (255, 0, 0), 'blue.png': (0, 0, 255)}
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, 'HF_DATASETS_CACHE', tmp_path / 'cache')
-
-
-def png(colour):
-    stream = io.BytesIO()
-    Image.new('RGB', (8, 8), colour).save(stream, 'PNG')
-    return stream.getvalue()
 
 
 def messages(*content):
@@ -96,8 +89,7 @@ def to_described(found, folder):
 def test_samples_match_the_json_file(tmp_path, save, kind):
     for name, colour in COLOURS.items():
         (tmp_path / name).write_bytes(png(colour))
-    (tmp_path / 'data.json').write_text(json.dumps(ROWS))
-    expected = LlavaDataset(tmp_path / 'data.json', small())
+    expected = LlavaDataset(write_json(tmp_path, ROWS), small())
     found = LlavaDataset(save(table(kind), tmp_path), small(), image_dir=tmp_path)
     assert len(found) == len(expected) == 3
     for one, other in zip(found, expected, strict=True):
@@ -118,14 +110,9 @@ def test_records_hold_no_image(tmp_path):
 
 def test_bad_rows_are_named(tmp_path):
     rows = [
-        {
-            'image': {'bytes': png((1, 1, 1))[:40], 'path': None},
-            'conversations': [{'from': 'human', 'value': '<image>?'}],
-        },
-        {'image': {'bytes': png((1, 1, 1)), 'path': None}, 'conversations': [{'from': 'human', 'value': 'blind?'}]},
+        {'image': {'bytes': png()[:40], 'path': None}, 'conversations': turns('<image>?', 'No.')},
+        {'image': {'bytes': png(), 'path': None}, 'conversations': turns('blind?', 'No.')},
     ]
-    for row in rows:
-        row['conversations'].append({'from': 'gpt', 'value': 'No.'})
     path = to_parquet(datasets.Dataset.from_list(rows), tmp_path)
     with pytest.raises(BadSampleError, match=r'sample "row 1" \(.*table\.parquet, row 1\): the number of images'):
         LlavaDataset(path, small())
@@ -144,15 +131,6 @@ def test_split_of_several_must_be_named(tmp_path):
             list(read_raw_records(wrong))
     with pytest.raises(ValueError, match='must not name a split of a table without'):
         list(read_raw_records(f'{to_parquet(table("bytes"), tmp_path)}#train'))
-
-
-def test_what_is_no_table(tmp_path):
-    (tmp_path / 'pictures').mkdir()
-    (tmp_path / 'cut.parquet').write_bytes(b'PAR1 and no more')
-    for name in ('pictures', 'cut.parquet'):
-        with pytest.raises(ValueError, match=f'a table that `datasets` reads, got: .*{name}') as raised:
-            list(read_raw_records(tmp_path / name))
-        assert '\n' not in str(raised.value)
 
 
 @pytest.mark.parametrize(

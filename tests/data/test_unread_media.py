@@ -6,31 +6,16 @@
 from __future__ import annotations
 
 import base64
-import io
 
 import pytest
-from PIL import Image
 
 from composer_tokacc.data import BadSampleError
-from composer_tokacc.data.formats import parse_record
-from composer_tokacc.data.records import RawRecord
-
-
-def png():
-    stream = io.BytesIO()
-    Image.new('RGB', (8, 8), (255, 0, 0)).save(stream, 'PNG')
-    return stream.getvalue()
-
+from tests.support.conversations import parse, png, turns
 
 PNG = png()
 BASE64 = base64.b64encode(PNG).decode()
-TURNS = [{'from': 'human', 'value': 'What is this?'}, {'from': 'gpt', 'value': 'A red square.'}]
-WITH_IMAGE = [{'from': 'human', 'value': '<image>What is this?'}, {'from': 'gpt', 'value': 'A red square.'}]
-
-
-def parse(data):
-    return parse_record(RawRecord('data.json', 'line 3', data))
-
+TURNS = turns('What is this?', 'A red square.')
+WITH_IMAGE = turns('<image>What is this?', 'A red square.')
 
 # Name -> keys beside the turns, the key that is refused, and the key that the message names instead.
 UNREAD = {
@@ -65,27 +50,27 @@ UNREAD = {
     'nested': ({'meta': {'files': {'left': 'a.HEIC'}}}, 'meta', 'image'),
     'speech': ({'speech': ['a.mp3']}, 'speech', 'audios'),
     'embedded table bytes': ({'thumbnail': b'\x00\x01'}, 'thumbnail', 'image'),
+    'JPEG as base64': ({'pic': '/9j/4AAQSkZJRgABAQ' + 'A' * 60}, 'pic', 'image'),
+    'MP4 as base64': ({'clip': base64.b64encode(b'\0\0\0\x20ftypmp42' + bytes(40)).decode()}, 'clip', 'video'),
     'GIF as base64': ({'pic': 'R0lGODlh' + 'A' * 60}, 'pic', 'image'),
 }
 
 
 @pytest.mark.parametrize(('keys', 'key', 'nearest'), UNREAD.values(), ids=UNREAD.keys())
 def test_unread_medium_is_refused(keys, key, nearest):
-    turns = WITH_IMAGE if 'image' in keys else TURNS
+    conversation = WITH_IMAGE if 'image' in keys else TURNS
     with pytest.raises(BadSampleError) as raised:
-        parse({'id': 'a', 'conversations': turns, **keys})
+        parse({'id': 'a', 'conversations': conversation, **keys})
     message = str(raised.value)
     assert message.startswith(f'sample "a" (data.json, line 3): `{key}` looks like ')
     assert f'Call it `{nearest}`, or take it out' in message
     assert len(message) < 300
 
 
-@pytest.mark.parametrize('key', [key for keys, key, _ in UNREAD.values() if len(keys) == 1 and 'image' not in keys])
-def test_key_is_named_before_the_placeholder(key):
+def test_key_is_named_before_the_placeholder():
     """The text has a placeholder: the unread key is the cause, not the number of images."""
-    value = next(keys[key] for keys, name, _ in UNREAD.values() if name == key)
-    with pytest.raises(BadSampleError, match=f'`{key}` looks like'):
-        parse({'conversations': WITH_IMAGE, key: value})
+    with pytest.raises(BadSampleError, match='`jpg` looks like'):
+        parse({'conversations': WITH_IMAGE, 'jpg': 'a.jpg'})
 
 
 # Keys that say something about a sample, and hold no medium of it.

@@ -19,7 +19,7 @@ from scipy.io import wavfile
 
 from tests.support.sample_encoder import WORDS
 
-__all__ = ['SHADES', 'sine', 'write_media_folder', 'write_sound', 'write_video']
+__all__ = ['SHADES', 'sine', 'write_encoded_sound', 'write_media_folder', 'write_sound', 'write_video']
 
 SHADES = [20, 120, 60, 220, 180, 90, 250, 40, 150, 200]
 """Grey of the frames of a film, by which a test knows them again."""
@@ -81,6 +81,20 @@ def write_sound(path: Path, samples: np.ndarray, *, rate: int = 16000) -> Path:
     """A WAV file, whatever it is called; of several channels where ``samples`` is ``(samples, channels)``."""
     with path.open('wb') as file:
         wavfile.write(file, rate, samples)
+    return path
+
+
+def write_encoded_sound(path: Path, *, codec: str, rate: int = 48000, channels: int = 1, **options: str) -> Path:
+    """A tone of 0.6 s that PyAV has encoded."""
+    # Without a duration of pages one page of an Ogg file would hold all.
+    with av.open(str(path), 'w', options={'page_duration': '20000', **options}) as container:
+        stream: Any = container.add_stream(codec, rate=rate, layout='mono' if channels == 1 else '7.1')
+        for samples in sine(0.6, rate=rate).reshape(-1, 960):
+            values = np.repeat((samples * 32767).astype(np.int16), channels)[None]
+            frame = av.AudioFrame.from_ndarray(values, format='s16', layout=stream.layout.name)
+            frame.sample_rate = rate
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
     return path
 
 

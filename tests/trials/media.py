@@ -18,7 +18,7 @@ import numpy as np
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from tests.support.clips import write_sound, write_video
+from tests.support.clips import write_encoded_sound, write_sound, write_video
 from tests.trials.outcomes import WORKS
 from tests.trials.records import (
     AUDIO,
@@ -29,7 +29,6 @@ from tests.trials.records import (
     Write,
     changed,
     cut,
-    encoded,
     half,
     long_wav,
     of_file,
@@ -140,14 +139,13 @@ def values(value: float) -> Write:
 GIF, MPEG4 = partial(write_video, codec='gif', pixels='rgb8'), write_video
 FFV1 = partial(write_video, codec='ffv1')
 FLV, WEBM = partial(write_video, codec='flv'), partial(write_video, codec='libvpx')
-OPUS, MP3, FLAC = (partial(encoded, codec=codec) for codec in ('libopus', 'libmp3lame', 'flac'))
+OPUS, MP3, FLAC = (partial(write_encoded_sound, codec=codec) for codec in ('libopus', 'libmp3lame', 'flac'))
 BARE_MP3 = partial(MP3, rate=16000, write_xing='0', id3v2_version='0')
 NO_IMAGE, NO_CONTAINER = 'no image of a known format', 'container that is not supported'
 
 FILES: dict[str, tuple[str, str, Write, str]] = {
     # name: (processor, file, what writes it, what the line names)
     'a picture of 0 columns': (IMAGE, 'a.png', png_of(0, 16), SAMPLE),
-    'a picture of 2 thousand million columns': (IMAGE, 'a.png', png_of(2**31 - 1, 1), 'pixels'),
     'a picture of 60,000 x 60,000': (IMAGE, 'a.png', png_of(60000, 60000), 'pixels'),
     'a picture of one pixel': (VIDEO, 'a.png', lambda path: Image.new('RGB', (1, 1)).save(path), WORKS),
     'a picture of 20,000 x 1': (VIDEO, 'a.png', lambda path: Image.new('RGB', (20000, 1)).save(path), SAMPLE),
@@ -155,12 +153,9 @@ FILES: dict[str, tuple[str, str, Write, str]] = {
     'a picture with 70 MB of text': (IMAGE, 'a.png', with_70_megabytes_of_text, SAMPLE),
     'a picture with a damaged EXIF': (IMAGE, 'a.jpg', partial(picture, exif=b'Exif\0\0MM\0*\xff\xff\xff\xff'), WORKS),
     'a picture in CMYK': (IMAGE, 'a.tiff', lambda path: Image.new('CMYK', (16, 16)).save(path), WORKS),
+    'an empty picture': (IMAGE, 'a.png', of(b''), NO_IMAGE),
     'an icon': (IMAGE, 'a.ico', picture, NO_IMAGE),
-    'an SVG': (IMAGE, 'a.svg', of(b'<svg xmlns="http://www.w3.org/2000/svg"/>'), NO_IMAGE),
-    'a PDF': (IMAGE, 'a.pdf', picture, NO_IMAGE),
     'an error page as a picture': (IMAGE, 'a.jpg', of(b'<html>404</html>'), NO_IMAGE),
-    'a pointer of Git LFS': (IMAGE, 'a.jpg', of(b'version https://git-lfs.github.com/spec/v1\n'), NO_IMAGE),
-    'a gzip of a picture': (IMAGE, 'a.png', changed(picture, gzip.compress), NO_IMAGE),
     'a sequence of AVIF': (IMAGE, 'a.avif', pages, 'several images'),
     **{
         f'a cut {ending}': (IMAGE, f'a.{ending}', cut(noise, share), SAMPLE)
@@ -173,7 +168,6 @@ FILES: dict[str, tuple[str, str, Write, str]] = {
         ]
     },
     'a JPEG with damaged pixels, which say nothing of it': (IMAGE, 'a.jpg', with_zeros(noise), WORKS),
-    'a picture with 16 bits': (IMAGE, 'a.png', lambda path: Image.new('I;16', (16, 16), 60000).save(path), WORKS),
     'a picture of 32 bits a pixel': (
         IMAGE,
         'a.tiff',
@@ -184,23 +178,19 @@ FILES: dict[str, tuple[str, str, Write, str]] = {
     'a picture of two colours': (IMAGE, 'a.png', lambda path: Image.new('1', (16, 16), 1).save(path), WORKS),
     'a picture of which nothing shows': (IMAGE, 'a.png', lambda path: Image.new('LA', (16, 16)).save(path), WORKS),
     'a picture of 3,000 x 10': (VIDEO, 'a.png', lambda path: Image.new('RGB', (3000, 10)).save(path), 'aspect ratio'),
-    'a picture that lost bytes': (IMAGE, 'a.png', with_zeros(noise), SAMPLE),
     # videos
-    'a GIF as a video': (VIDEO, 'a.gif', GIF, WORKS),
     'a GIF of one frame as a video': (VIDEO, 'a.gif', lambda path: GIF(path, [9]), WORKS),
     'an animated PNG as a video': (VIDEO, 'a.png', animated, WORKS),
     'an animated WebP as a video': (VIDEO, 'a.webp', pages, NO_CONTAINER),
     'a name that is a pattern': (VIDEO, '%03d.png', picture, NO_CONTAINER),
     'a whole transport stream': (VIDEO, 'a.ts', transport_stream, NO_CONTAINER),
     'a script that joins files': (VIDEO, 'a.txt', of(b"ffconcat version 1.0\nfile '../x.ts'\n"), NO_CONTAINER),
-    'a description of a session': (VIDEO, 'a.sdp', of(b'v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nt=0 0\n'), SAMPLE),
     'a manifest of DASH': (VIDEO, 'a.mpd', of(b'<?xml version="1.0"?><MPD><Period/></MPD>'), SAMPLE),
-    'subtitles as a video': (VIDEO, 'a.srt', of(b'1\n00:00:00,000 --> 00:00:05,000\nHi\n'), NO_CONTAINER),
+    'half a GIF': (VIDEO, 'a.gif', half(GIF), SAMPLE),
     'a video that a browser recorded': (VIDEO, 'a.webm', live, 'how long it is'),
     'an animated PNG that is cut': (VIDEO, 'a.png', cut(animated, 0.6), 'end is missing'),
     'a MP4 without its last bytes': (VIDEO, 'a.mp4', cut(MPEG4, 0.98), SAMPLE),
     'a MOV without its index': (VIDEO, 'a.mov', cut(MPEG4, 0.9), SAMPLE),
-    'a WebM without its last bytes': (VIDEO, 'a.webm', cut(WEBM, 0.85), 'end is missing'),
     'a FLV without its last bytes': (VIDEO, 'a.flv', cut(FLV, 0.85), SAMPLE),
     'a MP4 with zeros behind it': (VIDEO, 'a.mp4', followed_by(MPEG4, bytes(5000)), WORKS),
     'a video of 2 x 2 pixels': (VIDEO, 'a.mp4', partial(MPEG4, size=(2, 2)), WORKS),
@@ -211,11 +201,8 @@ FILES: dict[str, tuple[str, str, Write, str]] = {
     'a video that lost bytes': (VIDEO, 'a.mkv', with_zeros(MPEG4), SAMPLE),
     'a FLV that lost bytes': (VIDEO, 'a.flv', with_zeros(partial(FLV, size=(256, 256))), 'is damaged'),
     'a bare stream of H.264': (VIDEO, 'a.h264', partial(MPEG4, codec='libx264'), NO_CONTAINER),
-    'a bare video of Y4M': (VIDEO, 'a.y4m', partial(MPEG4, codec='rawvideo'), NO_CONTAINER),
     # sounds
-    'a MP3': (AUDIO, 'a.mp3', MP3, WORKS),
     'half a MP3': (AUDIO, 'a.mp3', half(MP3), 'it ends after'),
-    'a cut FLAC': (AUDIO, 'a.flac', cut(FLAC, 0.7), SAMPLE),
     'an Ogg Opus': (AUDIO, 'a.ogg', OPUS, WORKS),
     'an Ogg Opus without its last bytes': (AUDIO, 'a.ogg', cut(OPUS, 0.95), 'end is missing'),
     'an Ogg Opus with zeros behind it': (AUDIO, 'a.ogg', followed_by(OPUS, bytes(900)), WORKS),
@@ -228,15 +215,9 @@ FILES: dict[str, tuple[str, str, Write, str]] = {
     'a FLAC with another bit': (AUDIO, 'a.flac', changed(FLAC, with_another_bit), 'CRC error'),
     'half a MP3 that does not say how long it is': (AUDIO, 'a.mp3', half(BARE_MP3), WORKS),
     'a WAV of a rate without end': (AUDIO, 'a.wav', pcm_with(24, '<I', 2**32 - 1), SAMPLE),
-    'a WAV of no channels': (AUDIO, 'a.wav', pcm_with(22, '<H', 0), SAMPLE),
     'a WAV that says 65,535 channels': (AUDIO, 'a.wav', pcm_with(22, '<H', 65535), SAMPLE),
     'a WAV of 100 channels': (AUDIO, 'a.wav', partial(pcm, channels=100), SAMPLE),
-    'a WAV of 12 channels': (AUDIO, 'a.wav', partial(pcm, channels=12), WORKS),
-    'a WAV that says 4 GiB, as a stream does': (AUDIO, 'a.wav', pcm_with(40, '<I', 2**32 - 1), WORKS),
-    'a WAV of 8 bits': (AUDIO, 'a.wav', partial(pcm, width=1), WORKS),
-    'a WAV of 24 bits': (AUDIO, 'a.wav', partial(pcm, width=3), WORKS),
     'a FLAC of 8 channels': (AUDIO, 'a.flac', partial(FLAC, channels=8), WORKS),
-    'a sound of silence': (AUDIO, 'a.wav', values(0), WORKS),
     'a sound of 1e30': (AUDIO, 'a.wav', values(1e30), 'finite'),
     'a list of sounds': (AUDIO, 'a.pls', of(b'[playlist]\nFile1=/etc/passwd\n'), SAMPLE),
     'a MIDI': (AUDIO, 'a.mid', of(b'MThd\0\0\0\6\0\0\0\1\0\x60MTrk\0\0\0\4\0\xff\x2f\0'), SAMPLE),
@@ -251,7 +232,6 @@ MEDIA: dict[str, tuple[Any, ...]] = {
         for name, (processor, file, write, expected) in FILES.items()
     },
     'frames of unlike sizes': (VIDEO, frames((32, 32), (16, 16)), 'of one size'),
-    'frames of one size': (VIDEO, frames((32, 32), (32, 32)), WORKS),
     'a list of one frame': (VIDEO, frames((32, 32)), WORKS),
     'more pixels of a video than a machine holds': (
         VIDEO,
