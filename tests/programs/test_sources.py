@@ -81,7 +81,7 @@ def test_plans_use_the_cost_of_patches(tmp_path):
         expected = plan_microbatches(
             lengths,
             num_ranks=1,
-            max_tokens=sampler.planner.options.max_tokens,
+            max_tokens=sampler.rows.options.max_tokens,
             image_tokens=images,
             vision_cost=[3.0 * (n > 0) + 2.0 * n + 5.0 * n * n for n in images],
             cost=CostModel(launch=1.0),
