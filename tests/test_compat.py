@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from composer_tokacc import compat
 from tests.support.launch import ROOT, environment
 
-PUBLIC_UNDERSCORES = {'_replace', '_exit'}
+PUBLIC_UNDERSCORES = {'_replace', '_fields', '_exit'}
 """Of named tuples and of ``os``."""
 
 

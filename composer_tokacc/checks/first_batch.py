@@ -192,8 +192,9 @@ class FirstBatchCheck:
                 # An id or a target is out of range. A GPU stops the process instead.
                 if 'out of' not in str(error):
                     raise
+                message = str(error).rstrip('.')
                 raise RuntimeError(
-                    f"The model must take the batch, got: {error}. Labels must be -100 or ids of the model's "
+                    f"The model must take the batch, got: {message}. Labels must be -100 or ids of the model's "
                     'vocabulary, and its embedding must hold every token. Take the tokenizer that belongs to the model '
                     '(docs/errors.md#counts).'
                 ) from error

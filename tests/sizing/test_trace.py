@@ -6,12 +6,19 @@
 from __future__ import annotations
 
 import resource
+from collections.abc import Callable
 
 import pytest
 import torch
-from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, PreTrainedModel
+from transformers import (
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    PreTrainedModel,
+)
 
-from benchmarks.gpu import builder
 from benchmarks.small_llava import made_up_sample
 from composer_tokacc.sizing import GIB, BatchShape, calibrate_fake
 from composer_tokacc.sizing.memory_model import LARGE_RESIDUAL
@@ -30,6 +37,19 @@ def small_config(**changes: object) -> LlamaConfig:
         'use_cache': False,
     }
     return LlamaConfig(**{**sizes, **changes})
+
+
+def builder(config: LlamaConfig | LlavaConfig, *, checkpointing: bool = False) -> Callable[[], PreTrainedModel]:
+    """Returns a function that makes a Llama or LLaVA in training mode."""
+    model_class = LlavaForConditionalGeneration if isinstance(config, LlavaConfig) else LlamaForCausalLM
+
+    def build() -> PreTrainedModel:
+        model = model_class(config).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})
+        return model
+
+    return build
 
 
 BLOCK = 4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER + 2 * HIDDEN

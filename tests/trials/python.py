@@ -281,7 +281,10 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     'a budget of 70 bits': (plan([3], max_tokens=2**70), '`max_tokens`'),
     'a sample of 62 bits': (plan([2**62], max_tokens=2**62), 'finite and below 2147483648'),
     'a length that wraps around': (plan(np.array([2**63 + 5], np.uint64), max_tokens=9), 'below 2147483648'),
-    'a rank below the first': (lambda: sampler(num_replicas=1, rank=-1), '`rank` must be 0, got: -1'),
+    'a rank below the first': (
+        lambda: sampler(num_replicas=1, rank=-1),
+        'integer from 0 to 0, got: -1',
+    ),
     'a seed of numpy': (lambda: next(iter(sampler(num_replicas=1, rank=0, seed=np.int64(3)))), WORKS),
     'a window of a word': (lambda: sampler().window('a'), '`batch` must be an integer'),
     'shares of other data': (
