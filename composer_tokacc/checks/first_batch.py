@@ -192,11 +192,10 @@ class FirstBatchCheck:
                 # An id or a target is out of range. A GPU stops the process instead.
                 if 'out of' not in str(error):
                     raise
-                message = str(error).rstrip('.')
                 raise RuntimeError(
-                    f"The model must take the batch, got: {message}. Labels must be -100 or ids of the model's "
-                    'vocabulary, and its embedding must hold every token. Take the tokenizer that belongs to the model '
-                    '(docs/errors.md#counts).'
+                    f'The model must take the batch, got: {error}, for {_ids_of(batch)}. Labels must be -100 or ids of '
+                    "the model's vocabulary, and its embedding must hold every token. Take the tokenizer that belongs "
+                    'to the model (docs/errors.md#counts).'
                 ) from error
             if rules is not None and new_rules is not None and not new_rules.cuts_like(rules):
                 # What was shown for one cut says nothing about another.
@@ -466,6 +465,22 @@ def _any_token(rows: Batch) -> int:
 def _columns(is_marked: Tensor) -> list[int]:
     """Returns the first eight marked columns, for a message."""
     return is_marked.nonzero()[:8, 1].tolist()
+
+
+def _ids_of(batch: Batch) -> str:
+    """Returns the ranges of the ids of a batch as text for a message."""
+    ranges = []
+    for key in ('labels', 'input_ids'):
+        parts = []
+        for microbatch in microbatches_of(batch):
+            ids = microbatch.get(key)
+            if ids is not None:
+                parts.append(ids[ids != IGNORE_INDEX])
+        if parts:
+            joined = torch.cat(parts)
+            if joined.numel():
+                ranges.append(f'`{key}` of {int(joined.min())} to {int(joined.max())}')
+    return ' and '.join(ranges)
 
 
 # The rows of a check.
