@@ -605,6 +605,13 @@ class ShardSource(Source):
         config = self.config
         batch_size = self.rank_batch_size(is_eval=is_eval)
         drop_last = config.loader.drop_last and not is_eval
+        global_batch_size = config.loader.largest_batch
+        if drop_last and dataset.num_samples < global_batch_size:
+            raise ConfigError(
+                'loader.global_batch_size',
+                f'must be at most the dataset with `loader.drop_last`, got: {global_batch_size} > '
+                f'{dataset.num_samples} samples',
+            )
         if is_eval or not config.loader.exchange_ranks:
             # With a separate generator, because seeding workers must not move the random numbers of the run.
             generator = torch.Generator().manual_seed(config.seed + dist.get_global_rank())
