@@ -152,8 +152,9 @@ class TokenAccumulation(Algorithm):
         arguments = [f'{name}={value!r}' for name, value in vars(self.options).items()]
         return f'TokenAccumulation({", ".join(arguments)})'
 
-    # Composer writes the name of an algorithm at every event.
-    __str__ = object.__repr__
+    def __str__(self) -> str:
+        """Returns its name in the engine's traces. Composer writes it at every event."""
+        return type(self).__name__
 
     @property
     def is_weighted(self) -> bool:

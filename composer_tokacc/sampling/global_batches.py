@@ -68,7 +68,8 @@ class BatchSchedule:
             raise _not_a_schedule(stages)
         for size in schedule.sizes:
             check_count('global_batch_size', size)
-        return replace(schedule, unit=next(iter(units), 'ba'))
+        sizes = [int(size) for size in schedule.sizes]  # numbers of numpy would stand in checkpoints
+        return replace(schedule, unit=next(iter(units), 'ba'), sizes=sizes)
 
     def stage_at(self, place: RunPlace) -> int:
         """Returns the number of the stage of the step that starts at a place."""
