@@ -22,7 +22,7 @@ from composer_tokacc.train import main as train
 from examples.digits import DigitsDataset, build_digits_processor
 from tests.programs.test_models import LLAVA
 from tests.support.launch import launch_json
-from tests.support.programs import DIGITS, TINY_DIGITS
+from tests.support.programs import DIGITS, QUIET, TINY_DIGITS
 from tests.support.training import fit
 
 LOAD_ALONE = """
@@ -47,6 +47,25 @@ torch.save(logits, sys.argv[2])
 assert not {'composer', 'composer_tokacc'} & set(sys.modules), 'loaded by transformers alone'
 """
 
+ANSWER_ALONE = """
+import json, sys
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor
+folder, questions = sys.argv[1], json.load(open(sys.argv[2]))
+processor, model = AutoProcessor.from_pretrained(folder), AutoModelForImageTextToText.from_pretrained(folder).eval()
+answers = []
+for question in questions:
+    text = processor.apply_chat_template(question['messages'], add_generation_prompt=True)
+    images = [Image.open(path) for path in question['images']] or None
+    inputs = processor(text=text, images=images, return_tensors='pt', add_special_tokens=False)
+    generated = model.generate(**inputs, max_new_tokens=32, do_sample=False)
+    answer = processor.decode(generated[0, inputs['input_ids'].shape[1]:], skip_special_tokens=True)
+    answers.append(answer.strip())
+json.dump(answers, open(sys.argv[3], 'w'))
+assert not {'composer', 'composer_tokacc', 'examples'} & set(sys.modules), 'loaded by transformers alone'
+"""
+
 
 @pytest.fixture(scope='session')
 def trained(tmp_path_factory):
@@ -64,12 +83,17 @@ def a_batch():
     return {key: value for key, value in batch.items() if isinstance(value, torch.Tensor)}
 
 
-def logits_of_exports(folder, *exports):
-    """Logits of each folder, or of an adapter, ``'BASE with ADAPTER'``, in a process without Composer."""
-    torch.save(a_batch(), folder / 'batch.pt')
-    command = [sys.executable, '-c', LOAD_ALONE, 'batch.pt', 'logits.pt', *map(str, exports)]
+def run_alone(code, *arguments, folder):
+    """In a process that imports neither Composer nor this package."""
+    command = [sys.executable, '-c', code, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def logits_of_exports(folder, *exports):
+    """Logits of each folder, or of an adapter: ``'BASE with ADAPTER'``."""
+    torch.save(a_batch(), folder / 'batch.pt')
+    run_alone(LOAD_ALONE, 'batch.pt', 'logits.pt', *exports, folder=folder)
     return torch.load(folder / 'logits.pt')
 
 
@@ -306,3 +330,32 @@ def test_full_folder_is_left_alone(tmp_path, capsys):
 def test_a_mistyped_command_says_how(capsys):
     assert main(['only-one']) == 2
     assert 'usage' in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_exported_demo_gives_reported_answers(tmp_path):
+    quick = [
+        'trainer.max_duration=150ba',
+        'trainer.eval_interval=150ba',
+        'report.num_samples=48',
+        'report.picture=false',
+        'report.export=true',
+        f'report.folder={tmp_path}',
+        'dataset.num_samples=2048',
+        'dataset.eval.num_samples=96',
+    ]
+    assert train([DIGITS, *quick, *QUIET]) == 0
+    reported = json.loads((tmp_path / 'result.json').read_text())['answers']
+    dataset, questions = DigitsDataset(split='eval', num_samples=96), []
+    for answer in reported:
+        index = int(answer['sample_id'].rpartition('-')[2])
+        messages, images, _ = dataset.conversation(index)
+        paths = [str(tmp_path / f'{index}-{number}.png') for number in range(len(images))]
+        for image, path in zip(images, paths, strict=True):
+            image.save(path)
+        questions.append({'messages': messages[:-1], 'images': paths})
+    (tmp_path / 'questions.json').write_text(json.dumps(questions))
+    run_alone(ANSWER_ALONE, 'exported', 'questions.json', 'answers.json', folder=tmp_path)
+    assert json.loads((tmp_path / 'answers.json').read_text()) == [answer['generated'] for answer in reported]
+    num_right = sum(answer['generated'] == answer['expected'] for answer in reported)
+    assert num_right >= 6, 'it has learnt something, so that answers differ'

@@ -273,6 +273,26 @@ def test_planning_thread_ends_with_the_iterator():
     assert planning_threads() <= before
 
 
+def test_prefetched_results_come_in_order():
+    drawn, threads = [], set()
+
+    def square(item):
+        threads.add(threading.current_thread())
+        return item * item
+
+    def items():
+        for item in range(10):
+            drawn.append(item)
+            yield item
+
+    results = prefetch(square, items(), depth=3)
+    for expected in range(10):
+        assert next(results) == expected**2
+        assert len(drawn) <= expected + 4
+    assert next(results, None) is None
+    assert threading.current_thread() not in threads
+
+
 def test_planning_errors_reach_the_loader():
     def divide(item):
         return 6 // item
