@@ -78,9 +78,14 @@ ROLES = {
     'observation': 'tool',
 }
 ROLES_WITH_MEDIA = ('user', 'tool')
-WRONG_ORDER = re.compile('^(?!user )|user user|user tool|tool user|assistant assistant')
-"""Finds a mistake in the roles of the turns, without system turns, which may be anywhere. The first must be a question
-with an answer. The result of a tool may replace a question."""
+FOLLOWS = {
+    '': ('user',),
+    'user': ('assistant',),
+    'assistant': ('user', 'tool'),
+    'tool': ('assistant', 'tool'),
+}
+"""Roles that may follow a role; '' is the start. The result of a tool may replace a question. System turns may be
+anywhere."""
 
 _NO_TOOLS = "write what the model's own template makes of it into the text of the turns"
 _NO_PREFERENCES = 'this is training on answers, not on preferences'
@@ -563,7 +568,10 @@ def _decode_data_uri(modality: str, uri: str) -> EmbeddedFile:
 def _check_turns(turns: Sequence[Turn]) -> None:
     """Raises ValueError if the turns are out of order or teach nothing."""
     roles = [turn.role for turn in turns if turn.role != 'system']
-    if WRONG_ORDER.search(' '.join(roles)):
+    is_in_order = len(roles) >= 2
+    for previous, role in zip(['', *roles], roles, strict=False):
+        is_in_order = is_in_order and role in FOLLOWS[previous]
+    if not is_in_order:
         got = short_repr(roles, 200)
         raise ValueError(f'turns must alternate between user (or tool) and assistant, user first, got: {got}')
     answers = []
