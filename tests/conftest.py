@@ -26,12 +26,16 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if _needs_ranks(item):
             item.add_marker(pytest.mark.xdist_group('ranks'))
-    # Those of ranks take longest; last the matrix, whose many short tests keep all workers busy.
-    items.sort(key=lambda item: (not _needs_ranks(item), 'tests.matrix' in item.module.__name__))
+    # By their number, so that few have to be started; last the matrix, whose many short tests keep all workers busy.
+    items.sort(key=lambda item: (not _needs_ranks(item), _num_ranks(item), 'tests.matrix' in item.module.__name__))
 
 
 def _needs_ranks(item) -> bool:
     return bool(item.get_closest_marker('slow') and {'launch_json', 'launch_program'} & vars(item.module).keys())
+
+
+def _num_ranks(item) -> int:
+    return item.callspec.params.get('ranks', 0) if _needs_ranks(item) and hasattr(item, 'callspec') else 0
 
 
 @pytest.fixture(scope='session', autouse=True)
