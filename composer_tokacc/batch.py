@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from composer_tokacc.refusals import InvalidInputError
+
 Batch = Mapping[str, Any]
 BatchDict = dict[str, Any]
 """A new batch, which may be changed."""
@@ -26,7 +28,7 @@ def text_of(batch: Batch) -> Tensor:
             text = batch.get(key)
             if isinstance(text, Tensor):
                 return text
-    raise ValueError(
+    raise InvalidInputError(
         f'`batch` must have tensors `input_ids` or `labels` of shape (rows, width), got: {_keys_or_type(batch)}.'
     )
 
@@ -46,12 +48,12 @@ def labels_of(batch: object) -> Tensor:
     """Returns the labels of a batch, integers ``(rows, width)``; raises ValueError if there are none."""
     labels = batch.get('labels') if isinstance(batch, Mapping) else None
     if not isinstance(labels, Tensor):
-        raise ValueError(
+        raise InvalidInputError(
             f'`batch` must be a mapping with a `labels` tensor of shape (rows, width), got: {_keys_or_type(batch)}. '
             'Token accumulation counts loss-generating labels; write them in the collator.'
         )
     if labels.dim() != 2 or labels.is_floating_point() or labels.dtype == torch.bool:
-        raise ValueError(
+        raise InvalidInputError(
             f'`labels` must be integers of shape (rows, width), one for each token, got: {labels.dtype} of shape '
             f'{tuple(labels.shape)}. Losses of whole rows or of several codes a token are no means over tokens.'
         )
@@ -69,7 +71,7 @@ def check_dense(batch: Batch) -> None:
             continue
         is_dense = value.layout is torch.strided and not (value.is_meta or value.is_nested or value.is_quantized)
         if not is_dense or value.requires_grad:
-            raise ValueError(
+            raise InvalidInputError(
                 f'`batch[{key!r}]` must be a dense tensor without a gradient, got: {value.dtype}, {value.layout}, on '
                 f'{value.device}, beginning with {sample_name(batch, 0)}. Make it one in the collator (`to_dense`, '
                 '`to_padded_tensor`, `dequantize`, `detach`).'
@@ -82,7 +84,7 @@ def check_ids(batch: Batch) -> None:
     if not isinstance(ids, Tensor | None):
         return  # then `labels` are the text, see text_of
     if ids is not None and (ids.dim() != 2 or ids.dtype not in (torch.int32, torch.int64)):
-        raise ValueError(
+        raise InvalidInputError(
             f'`input_ids` must be integers of shape (rows, width), got: {ids.dtype} of shape {tuple(ids.shape)}. Give '
             'vectors as `inputs_embeds`, and one row as `ids[None]`.'
         )
@@ -109,7 +111,7 @@ def _check_mask(batch: Batch) -> None:
         if mask.dim() in (2, 4) and not mask.is_complex() and not has_nan:
             return
         shown_value = f'{mask.dtype} of shape {tuple(mask.shape)}'
-    raise ValueError(
+    raise InvalidInputError(
         f'`attention_mask` must be real numbers, (rows, width) or (rows, heads, width, width), got: {shown_value}, '
         f'beginning with {sample_name(batch, 0)}. Give one mask for all heads as `mask[:, None]`.'
     )
@@ -119,7 +121,7 @@ def _check_width(batch: Batch, key: str, *, has_rows: bool) -> None:
     ids = batch['input_ids']
     value = batch[key]
     if value.shape[-1] != ids.shape[1] or not has_rows:
-        raise ValueError(
+        raise InvalidInputError(
             f'`{key}` must be as wide as `input_ids`, {tuple(ids.shape)}, got: {tuple(value.shape)}, beginning '
             f'with {sample_name(batch, 0)}.'
         )
@@ -135,15 +137,15 @@ def check_batch(batch: Batch, *, is_decoder: bool = False) -> None:
     check_ids(batch)
     ids = batch.get('input_ids')
     if is_decoder and ids is not None and labels.shape != ids.shape:
-        raise ValueError(
+        raise InvalidInputError(
             f'`labels` must be of the shape of `input_ids`, {tuple(ids.shape)}, one for each token, '
             f'got: {tuple(labels.shape)}, beginning with {sample_name(batch, 0)}. A head that classifies whole rows '
             'has no mean over tokens: train it without TokenAccumulation.'
         )
     if labels.dtype != torch.int64:
-        raise ValueError(f'`labels` must be int64 for cross-entropy, got: {labels.dtype}. Give it `.long()`.')
+        raise InvalidInputError(f'`labels` must be int64 for cross-entropy, got: {labels.dtype}. Give it `.long()`.')
     if labels.numel() == 0:
-        raise ValueError(
+        raise InvalidInputError(
             f'A batch must hold at least one row of one token, got: labels of shape {tuple(labels.shape)}. Have the '
             'loader leave such batches out, on all ranks alike.'
         )
@@ -153,7 +155,7 @@ def check_batch(batch: Batch, *, is_decoder: bool = False) -> None:
     loses_labels = is_hidden_row & (labels != IGNORE_INDEX).any(dim=1)
     if bool(loses_labels.any()):
         first_row = int(loses_labels.int().argmax())
-        raise ValueError(
+        raise InvalidInputError(
             f'`attention_mask` must be 1 where tokens are and 0 on padding, got: no token in '
             f'{sample_name(batch, first_row)}, which has labels. Is the mask inverted, or additive?'
         )
@@ -183,7 +185,7 @@ def check_vocabulary(batch: Batch, key: str, size: int | None, others: Callable[
     allowed = 'ids of the vocabulary' if size is None else f'ids from 0 to {size - 1}'
     if key == 'labels':
         allowed = f'{IGNORE_INDEX} or {allowed}'
-    raise ValueError(
+    raise InvalidInputError(
         f'`{key}` must be {allowed}, got: {first_bad} in {sample_name(batch, row)}. Take the tokenizer that belongs to '
         'the model, mask labels of media, and resize the embedding for new tokens.'
     )

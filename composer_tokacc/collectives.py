@@ -12,6 +12,8 @@ from typing import TypeVar
 import torch
 import torch.distributed
 
+from composer_tokacc.refusals import NotExactError
+
 T = TypeVar('T')
 
 
@@ -36,7 +38,7 @@ def _has_group() -> bool:
 def _can_communicate() -> bool:
     """Returns whether there is a process group. Raises RuntimeError if several ranks were launched without one."""
     if not _has_group() and get_world_size() > 1:
-        raise RuntimeError(
+        raise NotExactError(
             f'{get_world_size()} ranks were launched, but they have no process group to sum over. Call '
             '`torch.distributed.init_process_group` first (with Composer: `dist.initialize_dist`).'
         )

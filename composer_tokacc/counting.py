@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from composer_tokacc.batch import IGNORE_INDEX, attended_positions, labels_of, text_of
+from composer_tokacc.refusals import InvalidInputError
 
 # With a cache, a second call with the same message does nothing.
 _warn_once = cache(logging.getLogger(__name__).warning)
@@ -56,7 +57,7 @@ def check_rule(loss_tokens: str, *, allow_auto: bool = False) -> str:
     """Returns the rule; raises ValueError if it does not exist. ``'auto'`` exists if it is allowed."""
     allowed = ('auto', *LOSS_RULES) if allow_auto else LOSS_RULES
     if loss_tokens not in allowed:
-        raise ValueError(f'`loss_tokens` must be one of {allowed}, got: {loss_tokens!r}.')
+        raise InvalidInputError(f'`loss_tokens` must be one of {allowed}, got: {loss_tokens!r}.')
     return loss_tokens
 
 

@@ -24,6 +24,7 @@ from composer_tokacc.counting import loss_mask
 from composer_tokacc.isolation import IsolationReport, verify_isolation
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.planning import check_count, check_kind
+from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.row_counts import without_rows
 from composer_tokacc.step_watch import written_buffers
 
@@ -198,7 +199,7 @@ def relative_error(found: Gradients, expected: Gradients) -> tuple[float, str]:
         squares[name] = math.inf if math.isnan(square) else square  # NaN cannot be compared
     squared_norm = _squared_norm(expected)
     if not squared_norm > 0.0:
-        raise ValueError(
+        raise InvalidInputError(
             f'The reference gradient must be above zero, got: norm {squared_norm} over {len(expected)} parameters. '
             'Rows need labels that are not ignored, and parameters `requires_grad`.'
         )
@@ -276,13 +277,13 @@ def verify_invariance(
     batches = [rows] if isinstance(rows, Mapping) else list(rows)
     layout, rows_by_rank = _rows_of_all_ranks(layout, batches)
     if not callable(gradients):
-        raise ValueError(f'`gradients` must be a function of microbatches, got: {gradients!r:.80}.')
+        raise InvalidInputError(f'`gradients` must be a function of microbatches, got: {gradients!r:.80}.')
     for size in microbatch_sizes or ():
         check_count('microbatch_sizes', size)
     if not padding_sides:
-        raise ValueError(f"`padding_sides` must be 'right', 'left' or both, got: {padding_sides!r}.")
+        raise InvalidInputError(f"`padding_sides` must be 'right', 'left' or both, got: {padding_sides!r}.")
     if not tolerance >= 0:
-        raise ValueError(f'`tolerance` must be at least 0, got: {tolerance}.')
+        raise InvalidInputError(f'`tolerance` must be at least 0, got: {tolerance}.')
     if isinstance(padding_sides, str):
         padding_sides = [padding_sides]
     step = _StepInCuts(
@@ -301,7 +302,9 @@ def _rows_of_all_ranks(layout: BatchLayout | None, batches: Sequence[Batch]) -> 
     num_rows = sum(len(labels_of(batch)) for batch in batches)
     num_rows_by_rank = all_gather_object(num_rows)
     if len(set(num_rows_by_rank)) > 1 or num_rows_by_rank[0] < 2:
-        raise ValueError(f'`rows` must hold as many rows on every rank, and at least 2, got: {num_rows_by_rank}.')
+        raise InvalidInputError(
+            f'`rows` must hold as many rows on every rank, and at least 2, got: {num_rows_by_rank}.'
+        )
     if layout is None:
         # Batches with media have the most keys, and tell the layout.
         most_keys = max(batches, key=len)
@@ -329,7 +332,7 @@ def _with_unequal_ranks(rows_by_rank: list[SingleRows]) -> list[SingleRows]:
         different_counts = set().union(*labels_by_rank)
         if len(different_counts) == 1:
             num_rows = sum(len(labels) for labels in labels_by_rank)
-            raise ValueError(
+            raise InvalidInputError(
                 f'`rows` must differ in their numbers of labels, got: {different_counts.pop()} in each of {num_rows} '
                 f'rows, counted {rule}. Among such rows a mean of means is the mean over all tokens, and nothing is '
                 'proven.'

@@ -16,6 +16,7 @@ from composer_tokacc.batch import Batch, text_of
 from composer_tokacc.checks.logits import logits_of, tolerance_of
 from composer_tokacc.layout.placeholders import all_placeholders
 from composer_tokacc.planning import check_kind
+from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.step_watch import copied_buffers, relative_difference, same_random_numbers
 
 NUM_CONSTANTS = 3
@@ -123,7 +124,7 @@ def _numbered(documents: torch.Tensor, ids: torch.Tensor) -> list[_Document]:
         numbers_by_row.append([number for number in numbers if number >= 0])
     most_documents = max(map(len, numbers_by_row), default=0)
     if documents.is_floating_point() or documents.shape != ids.shape or most_documents < 2:
-        raise ValueError(
+        raise InvalidInputError(
             f'`documents` must number those of a packed row, of shape {tuple(ids.shape)} as `input_ids`, got: '
             f'{numbers_by_row} of shape {tuple(documents.shape)}.'
         )
@@ -182,7 +183,7 @@ def _leaks_of_ids(
     tolerance = tolerance_of(expected.dtype)
     change = relative_difference(expected, _logits(model, inputs))
     if not change <= tolerance:
-        raise ValueError(
+        raise InvalidInputError(
             f'`model` must give the same rows the same logits, got: a change of {change:.1e} in a second forward. '
             'Switch off what is random or counts its forwards.'
         )
@@ -206,7 +207,7 @@ def _logits(model: torch.nn.Module, inputs: Batch) -> torch.Tensor:
             # Models of Composer take the batch as one argument.
             outputs = model(dict(inputs)) if hasattr(model, 'eval_forward') else model(**inputs)
     except IndexError as error:  # torch's word on a CPU for an id that the embedding does not have
-        raise ValueError(f'`packed` must hold what the model takes, got: {error}.') from error
+        raise InvalidInputError(f'`packed` must hold what the model takes, got: {error}.') from error
     logits = logits_of(outputs)
     if logits is None:
         raise TypeError(f'`model` must return logits (rows, width, vocabulary), got: {type(outputs).__name__}.')

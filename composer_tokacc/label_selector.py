@@ -16,6 +16,7 @@ import torch
 
 from composer_tokacc.batch import IGNORE_INDEX
 from composer_tokacc.labelled import LabelledPositions
+from composer_tokacc.refusals import InvalidInputError, NotExactError
 
 DENSE = 0.9
 """Above this share of labelled positions all logits are computed: selecting copies hidden states, and gains little."""
@@ -34,7 +35,9 @@ class LabelSelector:
     def __init__(self, model: torch.nn.Module) -> None:
         head = output_embedding(model)
         if head is None:
-            raise ValueError(f'{type(model).__name__} has no output embedding: `get_output_embeddings()` finds none.')
+            raise InvalidInputError(
+                f'{type(model).__name__} has no output embedding: `get_output_embeddings()` finds none.'
+            )
         self._rule = 'causal'
         self._num_labels: int | None = None  # of the next forward; None: it computes all logits
         # Of the forward that runs now.
@@ -82,7 +85,7 @@ class LabelSelector:
         if labels is None or num_labels is None:
             return args, kwargs
         if kwargs.get('shift_labels') is not None:
-            raise RuntimeError(
+            raise NotExactError(
                 'Logits at labels need `labels` only, got: `shift_labels` as well, which are not selected.'
             )
         positions = LabelledPositions.from_batch(kwargs, self._rule, num_labels)
@@ -101,7 +104,7 @@ class LabelSelector:
             return None
         hidden_states = args[0]
         if hidden_states.shape[:2] != self._labels_shape:
-            raise RuntimeError(
+            raise NotExactError(
                 f'Logits at labels need hidden states of every position of the labels {tuple(self._labels_shape)}, '
                 f'got: {tuple(hidden_states.shape[:2])} at the output embedding. The model changes the sequence on the '
                 'way.'
@@ -114,7 +117,7 @@ class LabelSelector:
         if not has_selected:
             self.num_head_calls = self._num_calls
         elif self._num_calls != 1:
-            raise RuntimeError(
+            raise NotExactError(
                 'Logits at labels need one call of the output embedding in each forward, got: '
                 f'{self._num_calls} calls. The model computes its loss in another way (a fused kernel, or more '
                 'than one head).'

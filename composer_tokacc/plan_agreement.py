@@ -22,6 +22,7 @@ import numpy as np
 from torch.utils.data import DataLoader
 
 from composer_tokacc.collectives import all_gather_object, get_global_rank, get_world_size
+from composer_tokacc.refusals import NotExactError
 from composer_tokacc.repeated_samples import has_torchs_order
 
 Facts = dict[str, str]
@@ -142,7 +143,7 @@ def compare_plans(record: PlanRecord | None) -> None:
         report = RankReport(record.rank, record.num_ranks, record.plan_checksum, record.witness, record.facts())
     difference = find_difference(all_gather_object(report))
     if difference is not None:
-        raise RuntimeError(difference)
+        raise NotExactError(difference)
 
 
 def checksum_of(facts: Facts) -> int:

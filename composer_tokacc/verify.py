@@ -47,10 +47,11 @@ from composer_tokacc.layout import BatchLayout
 from composer_tokacc.layout.pre_split import widened
 from composer_tokacc.programs import ConfigError, TrainConfig
 from composer_tokacc.programs.build import RunParts, build_parts
-from composer_tokacc.programs.errors import is_refusal, refuse
+from composer_tokacc.programs.errors import refuse
 from composer_tokacc.programs.process import command_line, without_warnings
 from composer_tokacc.programs.runner import run_program
 from composer_tokacc.programs.schema import Count, check_value
+from composer_tokacc.refusals import NotExactError
 from composer_tokacc.weights import token_weights_of
 
 SIDES = ('right', 'left')
@@ -89,10 +90,7 @@ def _report(max_rows: int, tolerance: float, config: TrainConfig) -> int:
         # There is a Trainer for every case, and each would warn and log.
         with without_warnings(), _without_logs_of_split():
             report = verify(config, max_rows=max_rows, tolerance=tolerance)
-    except RuntimeError as error:
-        # A plain RuntimeError of this package says why the run cannot be exact. Other errors are no verdict.
-        if type(error) is not RuntimeError or not is_refusal(error):
-            raise
+    except NotExactError as error:
         print(f'NOT exact: {error}', file=sys.stderr, flush=True)
         return 1
     if dist.get_global_rank() == 0:

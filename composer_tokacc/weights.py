@@ -11,6 +11,7 @@ from torch import Tensor
 from composer_tokacc.batch import Batch, sample_name
 from composer_tokacc.counting import counted_tokens
 from composer_tokacc.planning import check_choice
+from composer_tokacc.refusals import InvalidInputError
 
 LOSS_WEIGHTS = 'loss_weights'
 """Key of the tokens' weights in a batch. A collator gives a float per row or per position. After BATCH_START, if tokens
@@ -74,7 +75,7 @@ def _weights_in(batch: Batch, counted: Tensor) -> Tensor:
     """Returns the weights that the batch holds, float32 ``(rows, width)``."""
     column = batch.get(LOSS_WEIGHTS)
     if column is None:
-        raise ValueError(
+        raise InvalidInputError(
             f"`token_weights='column'` needs `{LOSS_WEIGHTS}` in every batch, a float per row or per position of the "
             f'labels, got: {sorted(map(str, batch))}, beginning with {sample_name(batch, 0)}. Give the data '
             'such a column, or take other weights.'
@@ -83,13 +84,17 @@ def _weights_in(batch: Batch, counted: Tensor) -> Tensor:
         for row, value in enumerate(column):
             if not isinstance(value, (int, float)):
                 name = sample_name(batch, row)
-                raise ValueError(f'`{LOSS_WEIGHTS}` must be a number for every sample, got: {value!r} for {name}.')
+                raise InvalidInputError(
+                    f'`{LOSS_WEIGHTS}` must be a number for every sample, got: {value!r} for {name}.'
+                )
         column = torch.tensor(column)
     if not isinstance(column, Tensor) or column.is_complex():
-        raise ValueError(f'`{LOSS_WEIGHTS}` must be a real tensor, or a list of a float per row, got: {column!r}.')
+        raise InvalidInputError(
+            f'`{LOSS_WEIGHTS}` must be a real tensor, or a list of a float per row, got: {column!r}.'
+        )
     rows, width = counted.shape
     if tuple(column.shape) not in ((rows,), (rows, 1), (rows, width)):
-        raise ValueError(
+        raise InvalidInputError(
             f'`{LOSS_WEIGHTS}` must be of shape ({rows},) or {rows, width}, as the labels, got: {tuple(column.shape)}, '
             f'beginning with {sample_name(batch, 0)}.'
         )
@@ -98,7 +103,7 @@ def _weights_in(batch: Batch, counted: Tensor) -> Tensor:
     if bool(is_bad.any()):
         row = int(is_bad.any(dim=1).int().argmax())
         first_bad = weights[row][is_bad[row]][0].item()
-        raise ValueError(
+        raise InvalidInputError(
             f'`{LOSS_WEIGHTS}` must be finite and not negative, got: {first_bad} for {sample_name(batch, row)} (nan: '
             'the sample has no weight). Correct it, or leave the sample out.'
         )

@@ -47,7 +47,7 @@ def test_the_package_alone_loads_nothing_of_the_hosts():
 
 def test_the_planner_loads_neither_torch_nor_composer():
     modules = loaded('from composer_tokacc import plan_microbatches\nimport composer_tokacc.planning')
-    assert rooms(modules) == {'faces', 'planning'}
+    assert rooms(modules) == {'faces', 'planning', 'refusals'}
     assert not modules & {'torch', 'composer', 'transformers'}
 
 
@@ -111,6 +111,7 @@ def test_the_structure_of_a_model_is_known_without_the_sizing_helper():
 
 ORDER = (
     'faces',
+    'refusals',
     'compat',
     'model_structure',
     'batch',

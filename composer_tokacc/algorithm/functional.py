@@ -18,6 +18,7 @@ from composer_tokacc.counting import loss_mask, with_one_label
 from composer_tokacc.layout import PreSplitBatch
 from composer_tokacc.plan_agreement import PlanRecord, check_plans, numbers_to_sum
 from composer_tokacc.planning import check_count
+from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.row_counts import rows_of, with_counts, without_rows
 from composer_tokacc.weights import weights_at
 
@@ -45,7 +46,7 @@ def token_weight(num_tokens: float, step_tokens: float, *, world_size: int = 1) 
     # Sums of weights are rounded, so a single microbatch may be a little above the step.
     is_part = 0 <= num_tokens <= step_tokens * (1 + 1e-6) < math.inf
     if not is_part:
-        raise ValueError(f'`num_tokens` must be a part of the step, from 0 to {step_tokens}, got: {num_tokens}.')
+        raise InvalidInputError(f'`num_tokens` must be a part of the step, from 0 to {step_tokens}, got: {num_tokens}.')
     if step_tokens == 0:
         return 0.0
     return num_tokens * world_size / step_tokens
@@ -139,7 +140,7 @@ def _as_list(microbatches: Sequence[Batch] | PreSplitBatch) -> list[Batch]:
     microbatches = list(microbatches)
     for microbatch in microbatches:
         if isinstance(microbatch, Mapping) and microbatch.get('num_items_in_batch') is not None:
-            raise ValueError(
+            raise InvalidInputError(
                 f'`microbatches` must not hold `num_items_in_batch`, got: {microbatch["num_items_in_batch"]}. With it '
                 'the model returns a sum divided by this number instead of a mean, and the factor would weigh it '
                 'twice. Remove the key, or use it without these factors.'
@@ -181,7 +182,7 @@ def apply_token_weights(
     counted = loss_mask(batch, loss_tokens)
     weights = weights_at(batch, token_weights, counted)
     if logits.shape[:-1] != weights.shape:
-        raise ValueError(
+        raise InvalidInputError(
             f'`logits` must be of shape {(*weights.shape, "vocabulary")}, as `labels`, got: {tuple(logits.shape)}.'
         )
     total = weights.sum(dtype=torch.float64).clamp(min=1e-30)

@@ -24,6 +24,7 @@ from composer_tokacc.compat import inner_model
 from composer_tokacc.counting import loss_mask
 from composer_tokacc.label_selector import LabelSelector, is_worth_selecting, output_embedding
 from composer_tokacc.layout import BatchLayout
+from composer_tokacc.refusals import InvalidInputError, NotExactError
 
 
 class LogitsAtLabels:
@@ -56,7 +57,7 @@ class LogitsAtLabels:
     def __init__(self, model: torch.nn.Module, *, shifts_labels: bool | None = None) -> None:
         self._model = _language_model(inner_model(model))
         if output_embedding(self._model) is None:
-            raise ValueError(
+            raise InvalidInputError(
                 f'The model must have an output embedding, got: {type(self._model).__name__}, whose '
                 '`get_output_embeddings()` gives none. Take a class with a head, such as `AutoModelForCausalLM`.'
             )
@@ -108,7 +109,7 @@ class LogitsAtLabels:
         finally:
             self._is_probing = False
         if failure is not None:
-            raise RuntimeError(
+            raise NotExactError(
                 f'Logits at labels must leave loss and gradient the same, got: {failure}. Train this model without '
                 'LogitsAtLabels (docs/errors.md#logits-at-labels).'
             )

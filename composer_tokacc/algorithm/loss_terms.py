@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from composer_tokacc.checks.logits import router_loss_of
+from composer_tokacc.refusals import NotExactError
 
 LOSS_UNITS = ('tokens', 'samples', 'coupled_samples', 'microbatches')
 COEFFICIENTS = ('router_aux_loss_coef', 'aux_loss_coef')
@@ -65,7 +66,7 @@ class LossTerms:
         """
         if not isinstance(loss, Mapping):
             if self.units:
-                raise RuntimeError(
+                raise NotExactError(
                     f'`loss_units` must go with a dict loss, got: a loss of type {type(loss).__name__}. Return a dict '
                     f'with the terms {sorted(self.units)}, or drop `loss_units` (docs/errors.md#model-loss).'
                 )
@@ -76,13 +77,13 @@ class LossTerms:
         terms = {}
         for name, value in loss.items():
             if not isinstance(value, Tensor):
-                raise RuntimeError(
+                raise NotExactError(
                     f'`loss[{name!r}]` must be a tensor, got: {value!r}. Leave out what a microbatch does not have.'
                 )
             if name == 'total':
                 continue
             if name not in units:
-                raise RuntimeError(
+                raise NotExactError(
                     f'`loss_units` must name every term of the loss, got: no unit for {name!r}. Add '
                     f"`'{name}': 'tokens'`, 'samples', 'coupled_samples' or 'microbatches' (docs/errors.md#model-loss)."
                 )
@@ -164,7 +165,7 @@ class LossTerms:
             (gradient,) = torch.autograd.grad(loss, router, retain_graph=True, allow_unused=True)
             added = 0.0 if gradient is None else float(gradient)
         if not math.isclose(added, coefficient or 0.0, rel_tol=1e-5):
-            raise RuntimeError(
+            raise NotExactError(
                 f'The model must add its load-balancing loss times {coefficient or 0:g}, as its config says, got: '
                 f'times {added:g}. Set `router_aux_loss_coef` of model and config to the same, set '
                 '`output_router_logits=False`, or name the term in `loss_units` (docs/errors.md#model-loss).'
@@ -180,7 +181,7 @@ class LossTerms:
         values = [term.value for term in self.named(loss).values()]
         has_units = bool(self.units) or isinstance(loss, SplitLoss)
         if isinstance(loss, Mapping) and not has_units and len(values) > 1:
-            raise RuntimeError(
+            raise NotExactError(
                 f'One term of the loss must be the mean over tokens, got: {sorted(loss)}. Name the unit of each in '
                 '`loss_units`, or set `check_loss=False` with an explicit `loss_tokens` (docs/errors.md#model-loss).'
             )
@@ -196,7 +197,7 @@ class LossTerms:
 
 def _check_total(total: Tensor, summed: Tensor) -> None:
     if not torch.isclose(total, summed, rtol=1e-4):
-        raise RuntimeError(
+        raise NotExactError(
             f"`loss['total']` must be the sum of the other terms, got: {total.item():.6f}, but they sum to "
             f'{summed.item():.6f}. Return each term with its weight (docs/errors.md#model-loss).'
         )

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from composer_tokacc.collectives import get_global_rank
 from composer_tokacc.compat import is_reduced, state_of_gradient
 from composer_tokacc.model_structure import fsdp_units, transformer_blocks, unwrapped_block
+from composer_tokacc.refusals import NotExactError
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ class ReductionWatch:
             # Otherwise DDP itself finds the parameters that a backward leaves out.
             self._states_before = [(parameter, state_of_gradient(parameter)) for parameter in self._parameters]
         if must_reduce_once and len(self._reduces) < num_microbatches:
-            raise RuntimeError(
+            raise NotExactError(
                 'Gradients must be reduced only in the last microbatch of a step, because ranks need not make equally '
                 f'many microbatches, got: a reduction in microbatch {len(self._reduces)} of {num_microbatches}. Leave '
                 "`equal_counts` at 'auto', and `Trainer(ddp_sync_strategy=)` at its default, or as it was when the "
@@ -120,7 +121,7 @@ def check_sharding(model: torch.nn.Module) -> None:
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     unsharded = [name for name, parameter in trained.items() if not isinstance(parameter, DTensor)]
     if 0 < len(unsharded) < len(trained):
-        raise RuntimeError(
+        raise NotExactError(
             f'FSDP must shard every trained parameter, got: {len(unsharded)} that no rank shares, such as '
             f'{unsharded[:3]}. Let Composer wrap the model itself (no `_fsdp_wrap = False` on it), or freeze them.'
         )
@@ -150,7 +151,7 @@ def warn_of_large_units(model: torch.nn.Module) -> None:
 def check_reduced(model: torch.nn.Module) -> None:
     """Raises RuntimeError if DDP left gradients unreduced, which it says itself only at the next forward."""
     if isinstance(model, DistributedDataParallel) and not is_reduced(model):
-        raise RuntimeError(
+        raise NotExactError(
             'DDP must have reduced every gradient at the end of a step, got: some that it still waits for. Leave DDP '
             'as Composer makes it, without `static_graph` (docs/errors.md#ranks).'
         )

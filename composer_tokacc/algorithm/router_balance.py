@@ -26,6 +26,7 @@ from composer_tokacc.checks.logits import entry_of, router_loss_of
 from composer_tokacc.checks.probe import undisturbed
 from composer_tokacc.collectives import RankSum, get_world_size
 from composer_tokacc.data_spec.split import MicrobatchSplit
+from composer_tokacc.refusals import NotExactError
 from composer_tokacc.row_counts import rows_of, without_rows
 from composer_tokacc.weights import LOSS_WEIGHTS
 
@@ -202,8 +203,8 @@ class StepBalance:
             )
 
 
-def _refusal(what: str) -> RuntimeError:
-    return RuntimeError(f"`router_balance='step'` {what} {OTHERWISE}")
+def _refusal(what: str) -> NotExactError:
+    return NotExactError(f"`router_balance='step'` {what} {OTHERWISE}")
 
 
 def counted_positions(microbatch: Batch) -> Tensor:

@@ -38,6 +38,7 @@ from composer_tokacc.label_selector import LabelSelector, is_worth_selecting, ou
 from composer_tokacc.layout import BatchLayout, microbatches_of
 from composer_tokacc.layout.placeholders import all_placeholders
 from composer_tokacc.planning import check_choice
+from composer_tokacc.refusals import InvalidInputError, NotExactError
 from composer_tokacc.weights import LOSS_WEIGHTS, TOKEN_WEIGHTS
 
 log = logging.getLogger(__name__)
@@ -71,17 +72,17 @@ class AlgorithmOptions:
         check_rule(self.loss_tokens, allow_auto=True)
         units = self.loss_units or {}
         if self.router_balance == 'step' and units:
-            raise ValueError(
+            raise InvalidInputError(
                 "`router_balance='step'` must go with the one number that a Hugging Face mixture of experts returns, "
                 f'got: the terms {sorted(units)} of `loss_units`. {OTHERWISE}'
             )
         if self.is_weighted and units and 'tokens' not in units.values():
-            raise ValueError(
+            raise InvalidInputError(
                 "`token_weights` must be 'token' if no term of `loss_units` is a mean over tokens, got: "
                 f'{self.token_weights!r}.'
             )
         if self.loss_tokens == 'auto' and not self.check_loss:
-            raise ValueError(
+            raise InvalidInputError(
                 "`loss_tokens` must be an explicit rule with `check_loss=False`, got: 'auto'. Only the check finds the "
                 "rule. Give 'causal' (most decoders), 'causal_attended' or 'unshifted' (docs/errors.md#loss-rule)."
             )
@@ -111,12 +112,14 @@ class AlgorithmOptions:
         if self.loss_units is None:
             return
         if not isinstance(self.loss_units, Mapping):
-            raise ValueError(
+            raise InvalidInputError(
                 f"`loss_units` must be a mapping from the terms of the loss to units, such as {{'lm': 'tokens'}}, got: "
                 f'{self.loss_units!r}.'
             )
         if 'total' in self.loss_units:
-            raise ValueError("`loss_units` must name terms, got: 'total', which Composer reserves for their sum.")
+            raise InvalidInputError(
+                "`loss_units` must name terms, got: 'total', which Composer reserves for their sum."
+            )
         for name, unit in self.loss_units.items():
             check_choice(f'loss_units[{name!r}]', unit, LOSS_UNITS)
 
@@ -139,7 +142,7 @@ class RunContext:
         _warn_of_surprises(state, options.token_weights)
         model = _unwrapped(state.model)
         if not any(parameter.requires_grad for parameter in model.parameters()):
-            raise RuntimeError('No parameter of the model requires a gradient, so nothing is trained. Unfreeze one.')
+            raise NotExactError('No parameter of the model requires a gradient, so nothing is trained. Unfreeze one.')
         check_gradient_hooks(model)
         self.world_size = get_world_size()
         self.terms = LossTerms(options.loss_units, None if options.loss_units else router_coefficient(model))
@@ -206,7 +209,7 @@ class RunContext:
         """Raises RuntimeError if a BatchNorm is in training mode. Each evaluation puts the model into it again."""
         training = [name for name, module in self._norms.items() if module.training]
         if training:
-            raise RuntimeError(
+            raise NotExactError(
                 f'Rows must be independent of the rows beside them, got: {len(training)} BatchNorm in training mode, '
                 f'such as {training[0]!r}, which normalises by the statistics of its microbatch. Freeze it in eval '
                 'mode, again after each evaluation (docs/errors.md#row-coupling).'
@@ -214,7 +217,7 @@ class RunContext:
 
     def _check_coupled_terms(self, split: MicrobatchSplit) -> None:
         if self.terms.coupled and (split.options.regroup or split.options.packing):
-            raise RuntimeError(
+            raise NotExactError(
                 f'Rows must be independent to be regrouped, got: the terms {self.terms.coupled} of `loss_units`, whose '
                 'value depends on which rows share a microbatch. Set `token_data_spec(..., regroup=False)` '
                 '(docs/errors.md#row-coupling).'
@@ -250,7 +253,7 @@ class RunLogits:
 
     def _compute_all(self, why: str) -> None:
         if self._choice == 'labels':
-            raise RuntimeError(
+            raise NotExactError(
                 f"`logits='labels'` must leave loss and gradient the same, got: {why}. Set `logits='auto'`, which "
                 'computes all logits in this case (docs/errors.md#logits-at-labels).'
             )

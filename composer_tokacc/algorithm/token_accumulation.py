@@ -43,6 +43,7 @@ from composer_tokacc.labelled import batch_at_logits
 from composer_tokacc.layout import describe_all, microbatches_of
 from composer_tokacc.plan_agreement import NUM_SUMS, PlanRecord, check_plans, numbers_to_sum, plan_record_of
 from composer_tokacc.planning import check_state
+from composer_tokacc.refusals import InvalidInputError, NotExactError
 from composer_tokacc.repeated_samples import num_repeated
 from composer_tokacc.row_counts import (
     ROWS_KEY,
@@ -227,13 +228,15 @@ class TokenAccumulation(Algorithm):
         check_sharding(state.model)
         warn_of_large_units(state.model)
         if sum(isinstance(algorithm, TokenAccumulation) for algorithm in state.algorithms) > 1:
-            raise ValueError('`algorithms` must hold TokenAccumulation once, got: twice. The second would weigh again.')
+            raise InvalidInputError(
+                '`algorithms` must hold TokenAccumulation once, got: twice. The second would weigh again.'
+            )
         self._context = None
 
     def _end_epoch(self, state: State) -> None:
         """EPOCH_END: if no epoch has a batch, a run whose duration is in batches would start new epochs forever."""
         if state.previous_timestamp is not None and state.previous_timestamp.batch_in_epoch == 0:
-            raise RuntimeError(
+            raise NotExactError(
                 'The train dataloader must give at least one batch on every rank, got: an epoch of none.'
             )
 
@@ -272,7 +275,7 @@ class TokenAccumulation(Algorithm):
         # The sums come before the cut, so that rows of a new size are cut only by rules that were proven for them.
         is_any_new = self._sum_over_ranks(state, step, plan, has_new_rows=has_new_rows)
         if step.totals.loss_weight == 0 and step.totals.loss_tokens:
-            raise RuntimeError(
+            raise NotExactError(
                 f'The weights of a step must not all be 0, got: 0 for each of its {step.totals.loss_tokens:.0f} '
                 f'loss-generating tokens, {sample_name(state.batch, 0)} among them. Fix `{LOSS_WEIGHTS}` '
                 '(docs/errors.md#counts).'
@@ -534,7 +537,7 @@ def _check_carries_counts(batch: Batch, *, is_weighted: bool) -> None:
     keys = [ROWS_KEY, LOSS_WEIGHTS] if is_weighted else [ROWS_KEY]
     missing = [f'`{key}`' for key in keys if batch.get(key) is None]
     if missing:
-        raise RuntimeError(
+        raise NotExactError(
             f'Microbatches must carry the {" and ".join(missing)} written at BATCH_START, got: {sorted(batch)}. A '
             'custom `split_batch` or `microbatch_transforms` drops them: use token_data_spec() (docs/errors.md#counts).'
         )
@@ -553,7 +556,7 @@ def _check_added_rows(state: State, record: MicrobatchRecord, terms: LossTerms) 
     loss = sum_of_means(terms_of_samples)
     (gradient,) = torch.autograd.grad(loss, logits, retain_graph=True, allow_unused=True)
     if gradient is not None and len(gradient) == num_rows and gradient[added].any():
-        raise RuntimeError(
+        raise NotExactError(
             f'Terms over samples must be 0 for rows without labels, which fill up ranks, got: a gradient in '
             f'{len(added)} of {num_rows} rows. Multiply what a row adds by `(labels != -100).any(dim=1)`, or give '
             'every rank as many samples (`drop_last=True`).'

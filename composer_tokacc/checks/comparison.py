@@ -30,6 +30,7 @@ from composer_tokacc.counting import loss_mask
 from composer_tokacc.label_selector import LabelSelector
 from composer_tokacc.labelled import LabelledPositions
 from composer_tokacc.layout import BatchLayout, describe
+from composer_tokacc.refusals import NotExactError
 from composer_tokacc.row_counts import RowCounts, num_rows, with_rows
 
 log = logging.getLogger(__name__)
@@ -144,7 +145,7 @@ class RowComparison(Generic[RulesT]):
     def _check_labels_kept(self) -> None:
         counts = loss_mask(self.batch, self._rule).sum(dim=1).tolist()
         if counts != self._counts:
-            raise RuntimeError(
+            raise NotExactError(
                 f'`microbatch_transforms` must leave labels alone, got: {sum(counts)} loss-generating tokens where '
                 f'{sum(self._counts)} were counted. Change labels in `batch_transforms` (docs/errors.md#counts).'
             )
@@ -230,14 +231,14 @@ class RowComparison(Generic[RulesT]):
             log.info('%s: %s', candidate, failure.text)
             failures.append(failure)
         if cutter.must_pack:
-            raise RuntimeError(_why_not_packed(failures))
-        raise RuntimeError(failures[-1].text)  # of the last cut, which changes the rows least
+            raise NotExactError(_why_not_packed(failures))
+        raise NotExactError(failures[-1].text)  # of the last cut, which changes the rows least
 
     def check_single_rows(self) -> None:
         """Raises RuntimeError if a row by itself, not cut, has another gradient than with the others."""
         failure = self._first_failure(partial(self._layout.select, self._rows), packed_total=None)
         if failure is not None:
-            raise RuntimeError(failure.text)
+            raise NotExactError(failure.text)
 
     def check_media(self, media: Mapping[int, Batch]) -> None:
         """Raises RuntimeError if the gradient of a row depends on the padding of its media.
@@ -250,7 +251,7 @@ class RowComparison(Generic[RulesT]):
             gradients = self._aligned(batch, result, [row])
             text = self._gradient_failure(gradients, [row], CutKind.OTHER_PADDING)
             if text is not None:
-                raise RuntimeError(text)
+                raise NotExactError(text)
 
     def selection_failure(self, selector: LabelSelector) -> str | None:
         """Returns why logits only at labels change the loss or its gradient; None: both stay the same.

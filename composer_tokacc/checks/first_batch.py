@@ -49,6 +49,7 @@ from composer_tokacc.layout import (
 )
 from composer_tokacc.layout.facts import RowRanges, ranges_of
 from composer_tokacc.layout.found import joined_readings
+from composer_tokacc.refusals import NotExactError
 from composer_tokacc.row_counts import num_rows, without_rows
 
 log = logging.getLogger(__name__)
@@ -192,7 +193,7 @@ class FirstBatchCheck:
                 # An id or a target is out of range. A GPU stops the process instead.
                 if 'out of' not in str(error):
                     raise
-                raise RuntimeError(
+                raise NotExactError(
                     f'The model must take the batch, got: {error}, for {_ids_of(batch)}. Labels must be -100 or ids of '
                     "the model's vocabulary, and its embedding must hold every token. Take the tokenizer that belongs "
                     'to the model (docs/errors.md#counts).'
@@ -297,7 +298,7 @@ class FirstBatchCheck:
         self.probe.judge_written_state(rows)
         name = self.probe.state_dependence
         if name is not None:
-            raise RuntimeError(
+            raise NotExactError(
                 f'A forward must not change the result of the next one, got: {name!r}, which every forward in training '
                 'writes and the result depends on. A step would depend on its number of microbatches. Put its module '
                 'in eval mode, or write it once a step, outside of the forward (docs/errors.md#row-coupling).'
@@ -319,7 +320,7 @@ class FirstBatchCheck:
         """
         if rows is not None and self.probe.run(self._on_device(rows)).has_broken_tie:
             width = rows['labels'].shape[1]
-            raise RuntimeError(
+            raise NotExactError(
                 f'The model must not choose between keys with equal scores, got: a top-k of them in rows of {width} '
                 'positions with repeated tokens. Round-off decides which ones it attends to, so a loss depends on the '
                 'other rows of a microbatch. Train rows that are no longer than its window of keys, or use another '
@@ -379,7 +380,7 @@ def find_loss_rule(
     """
     result = probe.run(row)
     if result.is_nan:
-        raise RuntimeError(NOT_A_NUMBER.format(sample_name(row, 0)))
+        raise NotExactError(NOT_A_NUMBER.format(sample_name(row, 0)))
     first_unit = next(iter(result.gradients.values()))
     norms = torch.zeros(row['labels'].shape)
     # The last gradient counts, because its output is nearest to the loss.
@@ -396,7 +397,7 @@ def find_loss_rule(
             matching[rule] = elsewhere
     positions = _columns(norms)
     if not matching:
-        raise RuntimeError(
+        raise NotExactError(
             f'{MEAN}a gradient at the positions {positions} for labels at '
             f'{_columns(row["labels"] != IGNORE_INDEX)}, which '
             'no rule explains. The model changes labels inside forward, or its loss holds a term over other positions. '
@@ -407,7 +408,7 @@ def find_loss_rule(
     if loss_tokens == 'auto':
         return best_rule
     if loss_tokens not in matching:
-        raise RuntimeError(
+        raise NotExactError(
             f'`loss_tokens` must be the rule by which the model averages its loss, got: {loss_tokens!r}, but the model '
             f'averages by {best_rule!r} (the gradient of its loss is at the positions {positions}). Set '
             f'`loss_tokens={best_rule!r}` (docs/errors.md#loss-rule).'
@@ -712,14 +713,14 @@ def check_gradient_hooks(model: torch.nn.Module) -> None:
     """
     for name, parameter in model.named_parameters():
         if steps_after_gradients(parameter):
-            raise RuntimeError(
+            raise NotExactError(
                 'Optimizers must step once a batch, got: a `register_post_accumulate_grad_hook` on '
                 f'{name!r}. Give the optimizer to the Trainer (docs/errors.md#gradient-hooks).'
             )
         for hook in gradient_hooks(parameter):
             if not _is_linear(hook, parameter):
                 hook_name = getattr(hook, '__qualname__', hook)
-                raise RuntimeError(
+                raise NotExactError(
                     f'Gradient hooks must be linear, got: {hook_name} on {name!r}. Clip in '
                     'the algorithm `gradient_clipping`, which sees the whole step (docs/errors.md#gradient-hooks).'
                 )

@@ -33,6 +33,7 @@ from composer_tokacc.checks.written_state import State, StateSnapshot
 from composer_tokacc.compat import BatchNorm
 from composer_tokacc.label_selector import LabelSelector
 from composer_tokacc.labelled import LabelledPositions
+from composer_tokacc.refusals import InvalidInputError, NotExactError
 
 log = logging.getLogger(__name__)
 
@@ -613,7 +614,7 @@ def _loss_of(
     except KeyError as error:
         if error.args != ('loss',):
             raise
-        raise ValueError(
+        raise InvalidInputError(
             f"The model's forward must give a loss for `labels`, got: {', '.join(outputs)}. Take a class with "
             'a head that computes one, such as `AutoModelForCausalLM`.'
         ) from error
@@ -623,7 +624,7 @@ def _checked_logits(outputs: Outputs, batch: Batch) -> Tensor | None:
     logits = logits_of(outputs)
     labels = labels_of(batch)
     if logits is not None and logits.shape[:2] != labels.shape:
-        raise RuntimeError(
+        raise NotExactError(
             f"The model's logits must be as wide as the labels, got: {tuple(logits.shape[:2])} for labels of "
             f'{tuple(labels.shape)}. The model expands or truncates the sequence inside forward. Expand image '
             'placeholders in the processor instead (docs/errors.md#loss-rule).'

@@ -32,6 +32,7 @@ from composer_tokacc.checks.logits import (
 from composer_tokacc.counting import loss_mask
 from composer_tokacc.labelled import LabelledPositions, places_of
 from composer_tokacc.layout import RowFacts, microbatches_of
+from composer_tokacc.refusals import NotExactError
 from composer_tokacc.row_counts import RowCounts, summed
 from composer_tokacc.weights import LOSS_WEIGHTS
 
@@ -297,7 +298,7 @@ class StepCheck:
         for record in self._step.with_weight:
             if record.was_reached and not record.has_bypass:
                 continue
-            raise RuntimeError(
+            raise NotExactError(
                 "The model's own loss must be made of the logits that it returns for `token_weights`, got: one whose "
                 'gradient does not come by them, or not all of it (a fused kernel, a compiled forward, another term). '
                 'Switch the kernel off, leave out `compile_config` or the term, or set '
@@ -337,7 +338,7 @@ class StepCheck:
         # Nothing may be lost or repeated between BATCH_START and the backwards.
         has_all = (num_samples, num_tokens) == (counted.samples, counted.loss_tokens)
         if not has_all or not math.isclose(weight, counted.loss_weight, rel_tol=RELATIVE_TOLERANCE):
-            raise RuntimeError(
+            raise NotExactError(
                 f'The microbatches of a step must hold its {counted.samples} samples and {counted.loss_tokens} '
                 f'loss-generating tokens of weight {counted.loss_weight:g}, got: {num_samples} and {num_tokens} of '
                 f'weight {weight:g}. `split_batch` drops or repeats rows, or a later algorithm does: use '
@@ -355,7 +356,7 @@ class StepCheck:
         expected = [record.composers_weight for record in records]
         are_close = len(factors) == len(expected) and np.allclose(factors, expected, rtol=RELATIVE_TOLERANCE, atol=1e-9)
         if not are_close:
-            raise RuntimeError(
+            raise NotExactError(
                 f'Composer must weight microbatches by their samples {np.round(expected[:8], 6).tolist()}, got: '
                 f'{np.round(factors[:8], 6).tolist()}. Set `accumulate_train_batch_on_tokens` to False, use '
                 'token_data_spec() for another `get_num_samples_in_batch`, and put TokenAccumulation last '
@@ -369,7 +370,7 @@ class StepCheck:
         """
         for record in self._step.with_weight:
             if record.has_bypass and self._step.has_bypass is False:
-                raise RuntimeError(
+                raise NotExactError(
                     "The model's own loss must be made of its logits alone, as it was before, got: another term, "
                     f'which began in a microbatch with {sample_name(record.batch, 0)}. Have it in the loss from the '
                     'first batch on, or name the terms of a dict in `loss_units` (docs/errors.md#model-loss).'
@@ -378,7 +379,7 @@ class StepCheck:
             # A loss of NaN is the business of the trainer's callbacks.
             if math.isfinite(deviation) and deviation > record.tolerance:
                 sample, token = record.worst()
-                raise RuntimeError(
+                raise NotExactError(
                     "The model's own loss must stay the mean over its loss-generating tokens, got: a gradient by its "
                     f'logits that is {deviation:.1e} of a token off in {sample}, where the label is {token} (round-off '
                     f'is {record.tolerance:.0e}). It changes in training, or an algorithm changes labels around the '
@@ -393,7 +394,7 @@ class StepCheck:
         number = sum(record.counts.samples > 0 for record in self._step.microbatches)
         for record in self._step.microbatches:
             if record.num_microbatches not in (None, number):
-                raise RuntimeError(
+                raise NotExactError(
                     f"A term in units of 'microbatches' needs their number beforehand, got: {number} microbatches "
                     f'where {record.num_microbatches} were expected. Split with token_data_spec().'
                 )
@@ -409,7 +410,7 @@ def _check_unchanged(
 ) -> None:
     """Compares a value of a microbatch with its count at BATCH_START."""
     if not math.isclose(value, expected, rel_tol=tolerance):
-        raise RuntimeError(
+        raise NotExactError(
             f'{subject} must not change after BATCH_START, got: {value:g} in microbatch {index}, where '
             f'{expected:g} was counted of its loss-generating tokens. Change them in `batch_transforms`, '
             'not in `microbatch_transforms` or an algorithm (docs/errors.md#counts).'

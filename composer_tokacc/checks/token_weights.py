@@ -19,6 +19,7 @@ from composer_tokacc.checks.logits import logits_of, measure, node_of, tolerance
 from composer_tokacc.collectives import get_world_size, values_of_ranks
 from composer_tokacc.compat import inner_model, is_in_backward
 from composer_tokacc.counting import with_one_label
+from composer_tokacc.refusals import NotExactError
 
 SURE = 1e-3
 """The model is sure of a label if the norm of softmax - onehot is smaller than this. The norm is about 1 - p of the
@@ -325,7 +326,7 @@ def measure_token_weights(model: torch.nn.Module) -> Iterator[TokenWeightsReport
             hook.remove()
     if not report._backwards:
         name = type(inner).__name__
-        raise RuntimeError(f'No token weight was measured of {name}: {report._why_empty()}. See docs/token_weights.md')
+        raise NotExactError(f'No token weight was measured of {name}: {report._why_empty()}. See docs/token_weights.md')
 
 
 def _logits_in(outputs: Any, *, is_outer: bool) -> Tensor | None:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from jinja2 import TemplateError
 
 from composer_tokacc.data.records import Message
+from composer_tokacc.refusals import InvalidInputError
 
 MARKER = '\ue000{}\ue001'
 """Stands for a text. Its private-use characters are in no text, and no template strips them."""
@@ -102,7 +103,7 @@ class ChatTemplate:
         if rendered is None and learned == [len(messages) - 1]:
             rendered = self._render_after_prompt(messages, text)
         if rendered is None:
-            raise ValueError(
+            raise InvalidInputError(
                 '`chat_template` must write the assistant turns as they are, got: one that changes them, '
                 'or the text around them. Set another, or train only the last answer with '
                 '`dataset.train_on=last`: templates of reasoning models change earlier answers'
@@ -129,7 +130,7 @@ class ChatTemplate:
             )
         except (TemplateError, ArithmeticError) as error:
             got = f'{type(error).__name__}: {error}'
-            raise ValueError(f'`chat_template` must write such messages, got: {got}. Set another.') from error
+            raise InvalidInputError(f'`chat_template` must write such messages, got: {got}. Set another.') from error
 
     def writes_media(self, role: str, modality: str) -> bool:
         """Tells whether the template writes a placeholder for every medium of a modality in a turn of a role."""
@@ -272,7 +273,7 @@ class ChatTemplate:
             return longest_match
         if tokenizer.eos_token is None:
             got = 'none, of template or tokenizer. Set `processor.tokenizer.eos_token`'
-            raise ValueError(f'`processor` must have an ending token, got: {got}.')
+            raise InvalidInputError(f'`processor` must have an ending token, got: {got}.')
         return tokenizer.eos_token
 
     def _ends_every_answer(self) -> bool:
@@ -304,7 +305,9 @@ def only_last_learned(messages: Sequence[Message]) -> list[Message]:
     """
     answers = _indices_of_answers(messages)
     if answers and not messages[answers[-1]].get('weight', 1):
-        raise ValueError('the last answer must carry loss with train_on=last, got: `weight` 0. Take the sample out')
+        raise InvalidInputError(
+            'the last answer must carry loss with train_on=last, got: `weight` 0. Take the sample out'
+        )
     changed = list(messages)
     for index in answers[:-1]:
         changed[index] = {**messages[index], 'weight': 0}
@@ -356,7 +359,7 @@ def _with_markers(message: Message, index: int) -> Mapping[str, Any]:
 def _check_written(message: Message, text: str) -> None:
     for part in message['content']:
         if part['type'] == 'text' and part['text'].strip() not in text:
-            raise ValueError(
+            raise InvalidInputError(
                 f'`chat_template` must write what the {message["role"]} says, got: one that leaves it '
                 'out. Set another, or write the text into the turn of another role.'
             )

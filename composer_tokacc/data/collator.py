@@ -11,6 +11,7 @@ from typing import Any
 from composer_tokacc.batch import MODALITIES, check_ids
 from composer_tokacc.data.records import EncodedSample
 from composer_tokacc.layout import BatchLayout
+from composer_tokacc.refusals import InvalidInputError
 
 
 class VisionLanguageCollator:
@@ -27,7 +28,7 @@ class VisionLanguageCollator:
     def __init__(self, tokenizer: Any, *, layout: BatchLayout | None = None) -> None:
         tokenizer = getattr(tokenizer, 'tokenizer', tokenizer)
         if getattr(tokenizer, 'pad_token_id', None) is None:
-            raise ValueError(
+            raise InvalidInputError(
                 '`tokenizer` must have a pad token, got: none. Set it: `tokenizer.pad_token = '
                 'tokenizer.eos_token` (padding is masked, so any will do).'
             )
@@ -69,7 +70,9 @@ def _check_samples(samples: Sequence[EncodedSample]) -> None:
             shapes.append(tuple(getattr(input_ids, 'shape', ())))
     if not shapes or any(len(shape) != 2 for shape in shapes):
         remedy = "Call the processor with return_tensors='pt'"
-        raise ValueError(f'`samples` must each hold `input_ids` of shape (1, length), got: {shapes[:3]}. {remedy}.')
+        raise InvalidInputError(
+            f'`samples` must each hold `input_ids` of shape (1, length), got: {shapes[:3]}. {remedy}.'
+        )
     for sample in samples:
         check_ids(sample)
 

@@ -17,6 +17,7 @@ from tokenizers import AddedToken
 from composer_tokacc.batch import IGNORE_INDEX
 from composer_tokacc.data.records import Message, Record
 from composer_tokacc.planning import check_choice
+from composer_tokacc.refusals import InvalidInputError
 
 ControlTokens = Literal['warn', 'text', 'refuse']
 """``warn``: encode them as control tokens, and name the first sample. ``text``: encode the characters that they are
@@ -116,7 +117,7 @@ class ControlTokenPolicy:
         token_id = self.tokenizer.convert_tokens_to_ids(token)
         is_split = token_id not in ids and self.tokenizer.unk_token_id not in ids
         if not ids or not is_split:
-            raise ValueError(f'the tokenizer must have tokens for the text {token}, got: none. Take it out')
+            raise InvalidInputError(f'the tokenizer must have tokens for the text {token}, got: none. Take it out')
         stand_in = STAND_IN.format(len(self._stand_ins))
         self.tokenizer.add_tokens([AddedToken(stand_in, normalized=False)])
         self._stand_ins[token] = stand_in

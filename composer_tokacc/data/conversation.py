@@ -40,6 +40,7 @@ from composer_tokacc.data.records import (
 )
 from composer_tokacc.data.videos import Video, VideoSampling
 from composer_tokacc.planning import check_choice, check_count, check_kind
+from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.weights import LOSS_WEIGHTS
 
 TrainOn = Literal['all', 'last']
@@ -306,7 +307,7 @@ class ConversationEncoder:
                 rate = self.parts['audio'].sampling_rate
                 limit = round(window / rate, 3)
                 seconds = round(len(audio) / rate, 3)
-                raise ValueError(
+                raise InvalidInputError(
                     f'an audio must be at most {limit} s, the window of this processor, got: {seconds} s. Cut it'
                 )
 
@@ -316,7 +317,7 @@ class ConversationEncoder:
             return
         num_media = sum(len(items) for items in media.values())
         got = f'{self.max_length} < {length} tokens with {num_media} media'
-        raise ValueError(
+        raise InvalidInputError(
             f'`max_length` must be at least the sample, got: {got}. Raise it, or leave the sample out. '
             '`dataset` has options for this: on_error=skip, or fit=true for media.'
         )
@@ -347,7 +348,7 @@ class ConversationEncoder:
             encoded = dict(self.processor(text=[text], **arguments, **options))
         except (ValueError, ArithmeticError) as error:
             # The message names the processor: 'math domain error' alone would seem to be about the sample.
-            raise ValueError(f'{type(self.processor).__name__} cannot encode it: {error}') from error
+            raise InvalidInputError(f'{type(self.processor).__name__} cannot encode it: {error}') from error
         if not self._has_query_tokens:
             self._check_joined_pixels(encoded, media)
             self._set_seconds_per_grid(encoded, media['video'])
@@ -381,7 +382,9 @@ class ConversationEncoder:
         if encoded['pixel_values'].dim() == 5:
             name = type(self.processor).__name__
             got = f'{name}, which takes one video in a conversation and no image with it'
-            raise ValueError(f'`processor` must join the pixels of all media, got: {got}. Split the conversation')
+            raise InvalidInputError(
+                f'`processor` must join the pixels of all media, got: {got}. Split the conversation'
+            )
 
     def _set_seconds_per_grid(self, encoded: dict[str, torch.Tensor], videos: Sequence[Video]) -> None:
         """Writes the real time between frames. Qwen-Omni's processor assumes two frames a second.
@@ -411,7 +414,7 @@ class ConversationEncoder:
         token_id = self.tokenizer.convert_tokens_to_ids(str(token))
         num_tokens = int((encoded['input_ids'] == token_id).sum())
         if num_tokens != expected:
-            raise ValueError(
+            raise InvalidInputError(
                 f'`processor` must write {expected} query tokens for the media of a sample, got: {num_tokens}. It '
                 'takes one image, or one clip of four frames, for which the chat template must write nothing.'
             )
@@ -435,7 +438,7 @@ class ConversationEncoder:
         length = instruction_tokens['input_ids'].shape[1]
         if length > tokenizer.model_max_length:
             got = f'{length} tokens, over its limit of {tokenizer.model_max_length}. Shorten it'
-            raise ValueError(f'`qformer_tokenizer` must have room for all before the first answer, got: {got}.')
+            raise InvalidInputError(f'`qformer_tokenizer` must have room for all before the first answer, got: {got}.')
         for key in ('input_ids', 'attention_mask'):
             changed[f'qformer_{key}'] = instruction_tokens[key]
         return changed
@@ -469,7 +472,7 @@ class ConversationEncoder:
             if not torch.equal(input_ids[expanded_start:expanded_end], text_ids[start:end]):
                 answer_text = rendered.text[answer.start : answer.end]
                 got = f'{type(self.processor).__name__}, which writes other tokens for {answer_text[:200]!r}'
-                raise ValueError(f'`processor` must expand nothing but placeholders, got: {got}.')
+                raise InvalidInputError(f'`processor` must expand nothing but placeholders, got: {got}.')
             spans.append((expanded_start, expanded_end))
         return spans
 
@@ -477,16 +480,22 @@ class ConversationEncoder:
 def _check_processor(processor: Any, tokenizer: Any, template_owner: Any) -> None:
     name = type(processor).__name__
     if tokenizer is None:
-        raise ValueError(
+        raise InvalidInputError(
             f'`processor` must have a tokenizer, got: {name} without. Its folder has no tokenizer files: '
             'copy them there, or set `processor.tokenizer`.'
         )
     if not getattr(template_owner, 'chat_template', None):
-        raise ValueError(f'`processor` must have a chat template, got: {name} without. Set `processor.chat_template`.')
+        raise InvalidInputError(
+            f'`processor` must have a chat template, got: {name} without. Set `processor.chat_template`.'
+        )
     if not getattr(tokenizer, 'is_fast', False):
-        raise ValueError(f'`processor` must have a fast tokenizer, got: {name} without. Load it with use_fast=True.')
+        raise InvalidInputError(
+            f'`processor` must have a fast tokenizer, got: {name} without. Load it with use_fast=True.'
+        )
     if getattr(processor, 'num_query_tokens', 0) is None:  # BLIP's processor drops the images then
-        raise ValueError(f'`processor` must have `num_query_tokens`, got: {name} without. Set it as in the model.')
+        raise InvalidInputError(
+            f'`processor` must have `num_query_tokens`, got: {name} without. Set it as in the model.'
+        )
 
 
 def _sampling_for(video_processor: Any, sampling: VideoSampling | None) -> VideoSampling:
@@ -520,4 +529,4 @@ def _first_token(encoding: Encoding, characters: Iterable[int]) -> int:
         token = encoding.char_to_token(character)
         if token is not None:
             return token
-    raise ValueError('an answer must have tokens, got: none')
+    raise InvalidInputError('an answer must have tokens, got: none')

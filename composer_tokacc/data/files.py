@@ -33,6 +33,7 @@ from composer_tokacc.data.records import (
     short_repr,
 )
 from composer_tokacc.planning import check_kind
+from composer_tokacc.refusals import InvalidInputError
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -150,18 +151,20 @@ def _read_text(file: str) -> str:
             with gzip.open(opened) if is_packed else opened as unpacked:
                 content = unpacked.read(MAX_BYTES + 1)
         if len(content) > MAX_BYTES:
-            raise ValueError(f'it holds more than {MAX_BYTES} bytes. Cut it into several files, or make it a parquet')
+            raise InvalidInputError(
+                f'it holds more than {MAX_BYTES} bytes. Cut it into several files, or make it a parquet'
+            )
         encoding = json.detect_encoding(content)
         errors = 'surrogateescape' if encoding.startswith('utf-8') else 'strict'
         return content.decode(encoding, errors)
     except FileNotFoundError as error:
-        raise ValueError(
+        raise InvalidInputError(
             '`path` must be a JSON, JSONL or parquet file, a folder that `datasets` saved, or '
             f'{HUB}owner/name, got: {file[:300]}, which does not exist.'
         ) from error
     except (OSError, EOFError, zlib.error, ValueError) as error:
         reason = getattr(error, 'strerror', None) or error
-        raise ValueError(f'`path` must be a file that can be read, got: {file[:300]}: {reason}.') from error
+        raise InvalidInputError(f'`path` must be a file that can be read, got: {file[:300]}: {reason}.') from error
 
 
 def _read_json(file: str) -> Iterator[RawRecord]:
@@ -180,7 +183,7 @@ def _read_array(text: str, file: str) -> Iterator[RawRecord]:
         entries = JSON.decode(text)
         errors = [_first_error(entry) for entry in entries]
     except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(
+        raise InvalidInputError(
             f'`path` must hold one valid JSON array, got: {file}: {error}. Fix it, or write JSON lines: '
             'there one bad line costs one sample.'
         ) from error
@@ -242,13 +245,13 @@ def _read_described_dataset(file: str, name: str) -> Iterator[RawRecord]:
     """Yields the records of a dataset of a ``dataset_info.json``, with the keys that `formats.py` knows."""
     datasets = _decode_line(_read_text(file))
     if not isinstance(datasets, dict) or not isinstance(datasets.get(name), dict):
-        raise ValueError(
+        raise InvalidInputError(
             f'`path` must name a dataset of {file} behind the #, got: {name!r}, of: {short_repr(datasets, 300)}.'
         )
     try:
         entry = DatasetEntry(datasets[name])
     except ValueError as error:
-        raise ValueError(f'`path` must name a dataset that can be read, got: {file}#{name}: {error}.') from error
+        raise InvalidInputError(f'`path` must name a dataset that can be read, got: {file}#{name}: {error}.') from error
     for raw_record in _read_file(*entry.locate(Path(file).parent)):
         if isinstance(raw_record.data, Mapping):
             raw_record = raw_record._replace(data=entry.rename(raw_record.data))
@@ -274,7 +277,9 @@ def _read_table(path: str, split: str | None) -> Iterator[RawRecord]:
 def _open_table(path: str, split: str | None) -> Dataset:
     if importlib.util.find_spec('datasets') is None:
         remedy = "pip install 'composer_tokacc[datasets]'"
-        raise ValueError(f'`path` must be JSON or JSONL where `datasets` is not installed, got: {path}. {remedy}')
+        raise InvalidInputError(
+            f'`path` must be JSON or JSONL where `datasets` is not installed, got: {path}. {remedy}'
+        )
     import datasets.exceptions
 
     try:
@@ -284,15 +289,15 @@ def _open_table(path: str, split: str | None) -> Dataset:
             error = error.__cause__ or error  # the outer one says only that there is an error
         reason = ' '.join(str(error).split()) or type(error).__name__
         reason = reason.rstrip('.')[:1000]
-        raise ValueError(f'`path` must be a table that `datasets` reads, got: {path}: {reason}.') from error
+        raise InvalidInputError(f'`path` must be a table that `datasets` reads, got: {path}: {reason}.') from error
     if isinstance(table, datasets.Dataset):
         if split is not None:
-            raise ValueError(f'`path` must not name a split of a table without, got: {path}#{split}.')
+            raise InvalidInputError(f'`path` must not name a split of a table without, got: {path}#{split}.')
         return table
     if split is None and len(table) == 1:
         return next(iter(table.values()))
     if split not in table:
-        raise ValueError(f'`path` must name a split, {path}#one of {list(table)}, got: {split or "none"}.')
+        raise InvalidInputError(f'`path` must name a split, {path}#one of {list(table)}, got: {split or "none"}.')
     return table[split]
 
 

@@ -26,6 +26,7 @@ from composer_tokacc.data.records import (
 )
 from composer_tokacc.data.sizes import SHRINK_STEPS, image_token_ids
 from composer_tokacc.data.videos import VideoSampling, make_video
+from composer_tokacc.refusals import InvalidInputError
 
 STEPS_TO_HALF = 16
 """Steps that halve a budget. One step takes off 4 %, so little of a cap stays unused."""
@@ -112,7 +113,7 @@ class FittingEncoder(ConversationEncoder):
     ) -> None:
         super().__init__(processor, max_length=max_length, **options)
         if max_length is None and max_image_tokens is None:
-            raise ValueError('`fit` must have a cap, got: true without. Set `max_length` or `max_image_tokens`.')
+            raise InvalidInputError('`fit` must have a cap, got: true without. Set `max_length` or `max_image_tokens`.')
         self.max_image_tokens = max_image_tokens
         self._media_ids = torch.tensor(image_token_ids(processor))
         self._budgets: dict[str, list[str]] = {}
@@ -123,7 +124,9 @@ class FittingEncoder(ConversationEncoder):
         self._thins_videos = 'video' in self._budgets and self._frames_reduce_tokens()
         if not self._thins_videos and not any(self._budgets.values()):
             got = f'{type(processor).__name__}, which makes as many tokens of every image'
-            raise ValueError(f'`fit` must have a processor whose images can be smaller, got: {got}. Leave it out.')
+            raise InvalidInputError(
+                f'`fit` must have a processor whose images can be smaller, got: {got}. Leave it out.'
+            )
 
     def encode_record(
         self,

@@ -34,6 +34,7 @@ from composer_tokacc.data.unread_media import (
     check_unread_keys,
     is_base64_of_file,
 )
+from composer_tokacc.refusals import InvalidInputError
 
 MODALITY_OF_TAG = {f'<{modality}>': modality for modality in MODALITIES}
 MODALITY_OF_TAG |= {'<vila/video>': 'video', '<sound>': 'audio'}
@@ -171,12 +172,12 @@ def parse_record(raw: RawRecord) -> Record:
 def _parse_data(data: object, record: Record) -> Record:
     """Returns the record with the content of an entry."""
     if isinstance(data, Exception):
-        raise ValueError(f'not valid JSON: {data}. A file holds one array, or an object in each line')
+        raise InvalidInputError(f'not valid JSON: {data}. A file holds one array, or an object in each line')
     if not isinstance(data, dict):
-        raise ValueError(f'must be a JSON object, got: {type(data).__name__}')
+        raise InvalidInputError(f'must be a JSON object, got: {type(data).__name__}')
     for key, value in data.items():
         if key in REFUSED_KEYS and _is_given(value):
-            raise ValueError(f'`{key}` is not supported, {REFUSED_KEYS[key]}')
+            raise InvalidInputError(f'`{key}` is not supported, {REFUSED_KEYS[key]}')
     record_format = _format_of(data)
     slots: list[Slot] = []
     turns = [_parse_turn(turn, slots) for turn in _raw_turns(data, record_format)]
@@ -217,7 +218,7 @@ def _parse_loss_weights(value: Any) -> float | None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if is_number and (value == 0 or MIN_LOSS_WEIGHT < value < MAX_LOSS_WEIGHT):
         return float(value)
-    raise ValueError(f'`loss_weights` must be a finite number, 0 or more, got: {short_repr(value)}')
+    raise InvalidInputError(f'`loss_weights` must be a finite number, 0 or more, got: {short_repr(value)}')
 
 
 # The formats: each function returns the turns of a record.
@@ -229,7 +230,7 @@ def _read_alpaca(data: JsonObject) -> list[JsonObject]:
     if _is_given(data.get('input')):
         lines.append(data['input'])
     if not all(isinstance(line, str) for line in lines):
-        raise ValueError(f'`instruction` and `input` must be strings, got: {short_repr(lines)}')
+        raise InvalidInputError(f'`instruction` and `input` must be strings, got: {short_repr(lines)}')
     question = '\n'.join(line for line in lines if line)
     return _read_pairs(data, question, data['output'])
 
@@ -241,7 +242,7 @@ def _read_pairs(data: JsonObject, question: object, answer: object) -> list[Json
         history = [history]
     for pair in history:
         if not isinstance(pair, list) or len(pair) != 2:
-            raise ValueError(f'`history` must hold pairs of question and answer, got: {short_repr(pair)}')
+            raise InvalidInputError(f'`history` must hold pairs of question and answer, got: {short_repr(pair)}')
     pairs = [*history, [question, answer]]
     return _turns_of(pairs)
 
@@ -259,7 +260,7 @@ def _read_prompt_and_completion(data: JsonObject) -> list[JsonObject]:
     """Reads TRL's format. Only the completion carries loss."""
     prompt, completion = data['prompt'], data['completion']
     if not (_is_list_of_objects(prompt) and _is_list_of_objects(completion)):
-        raise ValueError('`prompt` and `completion` must be lists of turns (a plain string names no speaker)')
+        raise InvalidInputError('`prompt` and `completion` must be lists of turns (a plain string names no speaker)')
     turns = []
     for turn in prompt:
         name = turn.get('role', turn.get('from'))
@@ -286,7 +287,7 @@ def _read_videochat2(data: JsonObject) -> list[JsonObject]:
     """
     for key in ('start', 'end'):
         if _is_given(data.get(key)):
-            raise ValueError(
+            raise InvalidInputError(
                 f'`{key}` is not supported, because a video is read as a whole. Cut the video (`ffmpeg '
                 '-ss START -to END -i a.mp4 b.mp4`), and take the key out'
             )
@@ -300,9 +301,11 @@ def _read_videochat2(data: JsonObject) -> list[JsonObject]:
         _check_keys(entry, ('i', 'q', 'a'), 'an entry of `QA`')
         if index > 0 and not _is_given(entry['q']):
             # VideoChat2 writes two answers in a row here, which most chat templates refuse.
-            raise ValueError('`q` may be empty only in the first entry of `QA`. Write a question, or join the answers')
+            raise InvalidInputError(
+                '`q` may be empty only in the first entry of `QA`. Write a question, or join the answers'
+            )
         if _is_given(entry.get('i')) and entry['i'] != instruction:
-            raise ValueError(
+            raise InvalidInputError(
                 f'`i` must be the same in all entries of `QA`, got: {short_repr(entry["i"])}. VideoChat2 '
                 'reads only the first. Write the others into `q`'
             )
@@ -354,13 +357,15 @@ def _format_of(data: JsonObject) -> RecordFormat:
         return matching[0]
     keys = sorted(str(key) for key in data if _is_given(data[key]))
     expected = ', or '.join(record_format.quoted_keys for record_format in FORMATS)
-    raise ValueError(f'must hold one conversation: {expected}, got the keys: {short_repr(keys, 200)}')
+    raise InvalidInputError(f'must hold one conversation: {expected}, got the keys: {short_repr(keys, 200)}')
 
 
 def _raw_turns(data: JsonObject, record_format: RecordFormat) -> list[JsonObject]:
     turns = record_format.read_turns(data)
     if not isinstance(turns, list) or not turns or not _is_list_of_objects(turns):
-        raise ValueError(f'{record_format.quoted_keys} must be a non-empty list of turns, got: {short_repr(turns)}')
+        raise InvalidInputError(
+            f'{record_format.quoted_keys} must be a non-empty list of turns, got: {short_repr(turns)}'
+        )
     if _is_given(data.get('system')):
         return [{'role': 'system', 'content': data['system']}, *turns]
     return turns
@@ -391,17 +396,17 @@ def _parse_turn(raw_turn: JsonObject, slots: list[Slot]) -> Turn:
     content = _only_value(turn, ('content', 'value'))
     _check_keys(turn, TURN_KEYS, 'a turn')
     if not isinstance(role_name, str) or role_name not in ROLES:
-        raise ValueError(f'the role of a turn must be one of {sorted(ROLES)}, got: {short_repr(role_name)}')
+        raise InvalidInputError(f'the role of a turn must be one of {sorted(ROLES)}, got: {short_repr(role_name)}')
     if isinstance(content, str):
         text = _parse_text(content, slots)
     elif isinstance(content, list):
         text = ''.join(_parse_part(part, slots) for part in content)
     else:
-        raise ValueError(f'the text of a turn must be a string, got: {type(content).__name__}')
+        raise InvalidInputError(f'the text of a turn must be a string, got: {type(content).__name__}')
     role = ROLES[role_name]
     placeholder = PLACEHOLDER.search(text)
     if placeholder and role not in ROLES_WITH_MEDIA:
-        raise ValueError(f'`{placeholder[0]}` may stand only in turns of the user and of tools')
+        raise InvalidInputError(f'`{placeholder[0]}` may stand only in turns of the user and of tools')
     return Turn(role, text, _parse_weight(turn, role))
 
 
@@ -415,19 +420,19 @@ def _parse_weight(turn: JsonObject, role: str) -> bool:
     if role == 'assistant' and all(value == 1 for value in weights.values()):
         return True
     got = f'{short_repr(weights)} for a turn of the {role}'
-    raise ValueError(f'`weight` (or `loss`) of a turn must be 0 or 1, and 1 only for an answer, got: {got}')
+    raise InvalidInputError(f'`weight` (or `loss`) of a turn must be 0 or 1, and 1 only for an answer, got: {got}')
 
 
 def _parse_part(part: object, slots: list[Slot]) -> str:
     """Returns the text of one part of a content list: its placeholder if it is a medium."""
     if not isinstance(part, dict):
-        raise ValueError(f'a part of `content` must be an object, got: {short_repr(part)}')
+        raise InvalidInputError(f'a part of `content` must be an object, got: {short_repr(part)}')
     values = {key: value for key, value in part.items() if value is not None}
     part_type = values.get('type')
     if part_type is None and len(values) == 1:
         part_type = next(iter(values))  # Qwen-VL writes {'text': ...} and {'image': ...}
     if not isinstance(part_type, str) or part_type not in MODALITY_OF_PART:
-        raise ValueError(
+        raise InvalidInputError(
             f'a part of `content` must be of type {sorted(MODALITY_OF_PART)}, got: {short_repr(part_type)}'
         )
     modality = MODALITY_OF_PART[part_type]
@@ -435,12 +440,14 @@ def _parse_part(part: object, slots: list[Slot]) -> str:
     _check_keys(values, (*keys, *PART_NOTES), f'a part of type {part_type}')
     if modality == 'text':
         if not isinstance(values.get('text'), str):
-            raise ValueError(f'`text` of a part of `content` must be a string, got: {short_repr(values.get("text"))}')
+            raise InvalidInputError(
+                f'`text` of a part of `content` must be a string, got: {short_repr(values.get("text"))}'
+            )
         return _parse_text(values['text'], slots)
     number = sum(slot.modality == modality for slot in slots)
     if values.get('index', number) != number:
         got = f'{short_repr(values["index"])} for {modality} {number}'
-        raise ValueError(f'`index` of {modality} parts must count up from 0, got: {got}')
+        raise InvalidInputError(f'`index` of {modality} parts must count up from 0, got: {got}')
     value = _only_value(values, keys)
     if 'base64' in values:
         value = {'data': value}
@@ -467,7 +474,7 @@ def _parse_text(text: str, slots: list[Slot]) -> str:
 
     text = MEDIUM_IN_TEXT.sub(add_slot, text)
     if '<img>' in text:
-        raise ValueError('`<img>` in a text stands for an image, and `</img>` must end its name')
+        raise InvalidInputError('`<img>` in a text stands for an image, and `</img>` must end its name')
     return text
 
 
@@ -484,7 +491,7 @@ def _listed_media(data: JsonObject, modality: str) -> list[Medium]:
     if not lists:
         return []
     if any(values != lists[0] for values in lists):
-        raise ValueError(f'the keys {MEDIA_KEYS[modality]} must name the same, got: lists that differ. Keep one')
+        raise InvalidInputError(f'the keys {MEDIA_KEYS[modality]} must name the same, got: lists that differ. Keep one')
     return [_parse_medium(modality, value) for value in lists[0]]
 
 
@@ -495,7 +502,7 @@ def _fill_slots(slots: Sequence[Slot], listed: Mapping[str, Sequence[Medium]]) -
         if len(media) != num_empty:
             num_slots = sum(slot.modality == modality for slot in slots)
             got = f'{num_slots - num_empty + len(media)} {modality}s and {num_slots} placeholders'
-            raise ValueError(f'the number of {modality}s must match the `<{modality}>` placeholders, got: {got}')
+            raise InvalidInputError(f'the number of {modality}s must match the `<{modality}>` placeholders, got: {got}')
     next_media = {modality: iter(media) for modality, media in listed.items()}
     filled = []
     for slot in slots:
@@ -522,15 +529,17 @@ def _parse_file(modality: str, value: object) -> str | EmbeddedFile:
     if isinstance(value, bytes):
         return EmbeddedFile.from_bytes('in the record', value)
     if not isinstance(value, str) or not value:
-        raise ValueError(f'`{modality}` must be a file name or a list of file names, got: {short_repr(value)}')
+        raise InvalidInputError(f'`{modality}` must be a file name or a list of file names, got: {short_repr(value)}')
     if value[:5].lower() == 'data:':
         return _decode_data_uri(modality, value)
     if value[:7].lower() == 'file://':
         return url2pathname(urlsplit(value).path)
     if ADDRESS.match(value):
-        raise ValueError(f'`{modality}` must be a file, got: {short_repr(value)}, which is on a network. Download it')
+        raise InvalidInputError(
+            f'`{modality}` must be a file, got: {short_repr(value)}, which is on a network. Download it'
+        )
     if is_base64_of_file(value):
-        raise ValueError(
+        raise InvalidInputError(
             f'`{modality}` must be a file name, got: {short_repr(value)}. Write bytes as '
             f'`data:{modality}/<type>;base64,...`'
         )
@@ -555,10 +564,10 @@ def _decode_data_uri(modality: str, uri: str) -> EmbeddedFile:
     media_type, _, encoding = header.rpartition(';')
     try:
         if encoding.lower() != 'base64':
-            raise ValueError('another encoding')
+            raise InvalidInputError('another encoding')
         content = base64.b64decode(''.join(payload.split()), validate=True)
     except ValueError as error:
-        raise ValueError(f'a data: URI of {modality} must be base64, got: {short_repr(uri)}: {error}') from error
+        raise InvalidInputError(f'a data: URI of {modality} must be base64, got: {short_repr(uri)}: {error}') from error
     return EmbeddedFile.from_bytes(media_type[:60], content)
 
 
@@ -573,17 +582,19 @@ def _check_turns(turns: Sequence[Turn]) -> None:
         is_in_order = is_in_order and role in FOLLOWS[previous]
     if not is_in_order:
         got = short_repr(roles, 200)
-        raise ValueError(f'turns must alternate between user (or tool) and assistant, user first, got: {got}')
+        raise InvalidInputError(f'turns must alternate between user (or tool) and assistant, user first, got: {got}')
     answers = []
     for turn in turns:
         if turn.role == 'assistant' and turn.carries_loss:
             answers.append(turn.text)
     if not answers:
-        raise ValueError('at least one answer must carry loss, got: `weight` 0 for all. Take the sample out')
+        raise InvalidInputError('at least one answer must carry loss, got: `weight` 0 for all. Take the sample out')
     for answer in answers:
         # Zero-width spaces are neither white space nor printable.
         if not any(character.isprintable() for character in answer.strip()):
-            raise ValueError('an answer must say something, got: a blank one. Take it out, or give it `weight` 0')
+            raise InvalidInputError(
+                'an answer must say something, got: a blank one. Take it out, or give it `weight` 0'
+            )
 
 
 def _check_characters(text: str) -> None:
@@ -593,7 +604,9 @@ def _check_characters(text: str) -> None:
     except UnicodeEncodeError as error:
         # A byte 0x80 to 0xff became a surrogate from \udc80 to \udcff.
         got = f'the lone surrogate {text[error.start]!a}'
-        raise ValueError(f'text must be valid Unicode, got: {got}. Save the file as UTF-8, or take it out') from error
+        raise InvalidInputError(
+            f'text must be valid Unicode, got: {got}. Save the file as UTF-8, or take it out'
+        ) from error
 
 
 def _check_keys(values: JsonObject, known: Container[str], place: str) -> None:
@@ -601,7 +614,7 @@ def _check_keys(values: JsonObject, known: Container[str], place: str) -> None:
     for key, value in values.items():
         if key not in known and _is_given(value):
             reason = REFUSED_KEYS.get(key, 'it would be dropped; take it out or write it into the text')
-            raise ValueError(f'`{key[:60]}` of {place} is not supported, {reason}')
+            raise InvalidInputError(f'`{key[:60]}` of {place} is not supported, {reason}')
 
 
 def _only_value(values: JsonObject, keys: Iterable[str]) -> Any:
@@ -609,7 +622,7 @@ def _only_value(values: JsonObject, keys: Iterable[str]) -> Any:
     keys_given = [key for key in keys if values.get(key) is not None]
     if len(keys_given) > 1:
         names = ', '.join(f'`{key}`' for key in keys_given)
-        raise ValueError(f'only one of {names} may be given, got: all of them')
+        raise InvalidInputError(f'only one of {names} may be given, got: all of them')
     if not keys_given:
         return None
     return values[keys_given[0]]

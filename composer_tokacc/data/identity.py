@@ -12,6 +12,7 @@ from torch.utils.data import ConcatDataset
 
 from composer_tokacc.cache import fingerprint
 from composer_tokacc.data.records import BadSampleError
+from composer_tokacc.refusals import InvalidInputError
 
 NUM_READ = 64
 """Samples that are read to identify a dataset without an ``identity`` method."""
@@ -47,7 +48,7 @@ def check_sample(sample: Any, *keys: str) -> None:
     missing = set(keys) - keys_of_sample
     if missing:
         got = f'one without {min(missing)}' if keys_of_sample else type(sample).__name__
-        raise ValueError(f'`dataset` must give samples with `input_ids` and `labels`, got: {got}.')
+        raise InvalidInputError(f'`dataset` must give samples with `input_ids` and `labels`, got: {got}.')
 
 
 def identify_processor(processor: Any) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from composer_tokacc.data.records import MediaFile
+from composer_tokacc.refusals import InvalidInputError
 
 MAX_16_BIT = 65535
 MAX_PIXELS = 89_478_485
@@ -69,16 +70,20 @@ def _open_image(file: MediaFile) -> Iterator[Image.Image]:
     try:
         opened = Image.open(file, formats=formats)
     except UnidentifiedImageError as error:
-        raise ValueError(
+        raise InvalidInputError(
             f'it is no image of a known format ({", ".join(formats)}; no EPS; a HEIF image needs `pip '
             'install pillow-heif`), or damaged'
         ) from error
     with opened as image:
         # An MPO file holds several images too, but those after the first are a camera's previews.
         if image.format != 'MPO' and getattr(image, 'is_animated', False):
-            raise ValueError('it holds several images, of which a model would see the first. Save one, or make a video')
+            raise InvalidInputError(
+                'it holds several images, of which a model would see the first. Save one, or make a video'
+            )
         if image.width * image.height > MAX_PIXELS:
-            raise ValueError(f'it has {image.width} x {image.height} pixels, more than {MAX_PIXELS}; make it smaller')
+            raise InvalidInputError(
+                f'it has {image.width} x {image.height} pixels, more than {MAX_PIXELS}; make it smaller'
+            )
         yield image
 
 
@@ -114,6 +119,8 @@ def _to_rgb(image: Image.Image, *, has_32_bits: bool) -> Image.Image:
         values = np.asarray(image)
         is_16_bit = values.min(initial=0) >= 0 and values.max(initial=0) <= MAX_16_BIT
         if has_32_bits or image.mode == 'F' or not is_16_bit:
-            raise ValueError(f'an image of mode {image.mode} has no known white; save it with 8 or 16 bits a channel')
+            raise InvalidInputError(
+                f'an image of mode {image.mode} has no known white; save it with 8 or 16 bits a channel'
+            )
         image = Image.fromarray((values // (MAX_16_BIT // 255)).astype(np.uint8))
     return image.convert('RGB')

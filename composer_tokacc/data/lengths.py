@@ -41,6 +41,7 @@ from composer_tokacc.data.sizes import (
     TableRow,
     patch_size_of,
 )
+from composer_tokacc.refusals import InvalidInputError
 
 TABLE_VERSION = 7
 """Increased when the content of a table changes, so that files of older versions are not read."""
@@ -88,7 +89,7 @@ class LengthTable:
             object.__setattr__(self, SHRINK_STEPS, np.zeros_like(self.lengths))
         shapes = {np.shape(getattr(self, name)) for name in TABLE_COLUMNS}
         if len(shapes) > 1:
-            raise ValueError(f'The columns of a length table must be of one shape (n,), got: {sorted(shapes)}.')
+            raise InvalidInputError(f'The columns of a length table must be of one shape (n,), got: {sorted(shapes)}.')
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -112,7 +113,7 @@ class LengthTable:
         with np.load(path, allow_pickle=False) as arrays:
             missing = {'bad', 'reasons', *TABLE_COLUMNS} - set(arrays)
             if missing:
-                raise ValueError(f'`path` must be a saved length table, got: {path} without {sorted(missing)}.')
+                raise InvalidInputError(f'`path` must be a saved length table, got: {path} without {sorted(missing)}.')
             indices = arrays['bad'].tolist()
             reasons = arrays['reasons'].tolist()
             errors = dict(zip(indices, reasons, strict=True))
@@ -179,7 +180,7 @@ def length_table(
         BadSampleError: For the first bad sample (``'raise'``), on all ranks.
     """
     if not len(dataset):
-        raise ValueError('`dataset` must hold at least one sample, got: none.')
+        raise InvalidInputError('`dataset` must hold at least one sample, got: none.')
     patch_size = patch_size_of(patch_size, processor)
     options: dict[str, Any] = {
         'patch_size': patch_size,
@@ -318,7 +319,7 @@ def _check_table(table: LengthTable, on_error: OnError) -> LengthTable:
         raise BadSampleError(table.errors[min(table.errors)])
     has_good_samples = len(table.errors) < len(table)
     if has_good_samples and not table.loss_tokens.any():
-        raise ValueError(
+        raise InvalidInputError(
             '`dataset` must have labels to learn, got: samples whose labels are all -100. Mask fewer of '
             'them, or add turns of the assistant.'
         )

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from composer_tokacc.data.hub import HUB
 from composer_tokacc.data.records import JsonObject, short_repr
+from composer_tokacc.refusals import InvalidInputError
 
 # LLaMA-Factory's name of a column -> the key of a record that `formats.py` reads.
 KEY_OF_COLUMN = {
@@ -60,16 +61,18 @@ class DatasetEntry:
     def __init__(self, entry: JsonObject) -> None:
         for key, value in entry.items():
             if value and key not in ENTRY_TEXTS and key not in NAME_MAPS:  # `ranking: false` asks for nothing
-                raise ValueError(f'`{key[:60]}` is not supported')
+                raise InvalidInputError(f'`{key[:60]}` is not supported')
             if key in ENTRY_TEXTS and not isinstance(value, str | None):
-                raise ValueError(f'`{key}` must be a string, got: {short_repr(value)}')
+                raise InvalidInputError(f'`{key}` must be a string, got: {short_repr(value)}')
         formatting = entry.get('formatting') or 'alpaca'
         if formatting not in DEFAULT_COLUMNS:
-            raise ValueError(f'`formatting` must be one of {list(DEFAULT_COLUMNS)}, got: {short_repr(formatting)}')
+            raise InvalidInputError(
+                f'`formatting` must be one of {list(DEFAULT_COLUMNS)}, got: {short_repr(formatting)}'
+            )
         self._file_name = entry.get('file_name')
         self._hub_name = entry.get('hf_hub_url')
         if not self._file_name and not self._hub_name:
-            raise ValueError('`file_name` or `hf_hub_url` must be given')
+            raise InvalidInputError('`file_name` or `hf_hub_url` must be given')
         self._subset = entry.get('subset') or ''
         self._split = entry.get('split') or 'train'
         self._columns = {
@@ -126,10 +129,10 @@ def _names_of(entry: JsonObject, key: str, supported: JsonObject) -> JsonObject:
     """Returns the names under ``columns`` or ``tags``."""
     names = entry.get(key) or {}
     if not isinstance(names, Mapping):
-        raise ValueError(f'`{key}` must map names to names, got: {short_repr(names)}')
+        raise InvalidInputError(f'`{key}` must map names to names, got: {short_repr(names)}')
     for name, name_in_file in names.items():
         if name not in supported:
-            raise ValueError(f'`{name[:60]}` is not supported')
+            raise InvalidInputError(f'`{name[:60]}` is not supported')
         if not isinstance(name_in_file, str | None):
-            raise ValueError(f'`{key}` must map names to names, got: {short_repr(names)}')
+            raise InvalidInputError(f'`{key}` must map names to names, got: {short_repr(names)}')
     return names

@@ -39,6 +39,7 @@ from composer_tokacc.data.records import (
 from composer_tokacc.data.sizes import ImageSizes, patch_size_of
 from composer_tokacc.data.videos import VideoSampling
 from composer_tokacc.planning import check_choice
+from composer_tokacc.refusals import InvalidInputError
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +102,7 @@ class LlavaDataset(Dataset):
         check_choice('on_error', on_error, ('raise', 'skip'))
         check_choice('allow_outside', allow_outside, (True, False))
         if max_image_tokens is not None and not fit:
-            raise ValueError(f'`max_image_tokens` must be left out without `fit`, got: {max_image_tokens}.')
+            raise InvalidInputError(f'`max_image_tokens` must be left out without `fit`, got: {max_image_tokens}.')
         options: dict[str, Any] = {
             'max_length': max_length,
             'video': VideoSampling(**(video or {})),
@@ -133,7 +134,9 @@ class LlavaDataset(Dataset):
             )
         if not self.records:
             first = f' First: {self.skipped[0]}' if self.skipped else ''
-            raise ValueError(f'`path` must hold at least one good sample, got: {str(path)[:300]} with none.{first}')
+            raise InvalidInputError(
+                f'`path` must hold at least one good sample, got: {str(path)[:300]} with none.{first}'
+            )
 
     def _read(
         self,

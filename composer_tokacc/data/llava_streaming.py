@@ -19,6 +19,7 @@ from composer_tokacc.data.conversation import ConversationEncoder, TrainOn
 from composer_tokacc.data.records import EncodedSample, PathLike
 from composer_tokacc.data.to_mds import from_row
 from composer_tokacc.data.videos import VideoSampling
+from composer_tokacc.refusals import InvalidInputError
 
 
 class LlavaStreamingDataset(StreamingDataset):
@@ -93,7 +94,7 @@ class LlavaStreamingDataset(StreamingDataset):
             return
         names = ', '.join(str(folder) for folder in folders)
         remedy = 'Copy them there, or set `model.pretrained`, which has a tokenizer'
-        raise ValueError(
+        raise InvalidInputError(
             '`local` or `remote` must be a folder with all shards to train a tokenizer on their text, got: '
             f'{names}. {remedy}.'
         )

@@ -32,12 +32,13 @@ from composer_tokacc.data.videos import (
     read_frames,
     read_video,
 )
+from composer_tokacc.refusals import InvalidInputError
 
 
 def regular_file(path: Path) -> Path:
     """Returns the path of a regular file. Raises ValueError for a pipe or a device, which could block for ever."""
     if not stat.S_ISREG(os.stat(path).st_mode):
-        raise ValueError('it is no regular file')
+        raise InvalidInputError('it is no regular file')
     return path
 
 
@@ -112,7 +113,7 @@ def check_decoder(record: Record) -> None:
         _ = importlib.import_module('av.stream').Disposition  # old releases do not have it
     except Exception as error:  # it is not installed, or a shared library is missing
         remedy = "pip install 'composer_tokacc[media]'"
-        raise ValueError(
+        raise InvalidInputError(
             f'videos and audio need PyAV, which cannot be imported ({type(error).__name__}: {error}). {remedy}'
         ) from error
 

@@ -21,6 +21,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from composer_tokacc.refusals import InvalidInputError
+
 RESERVED_TOKENS = (
     '<pad>',
     '<unk>',
@@ -54,7 +56,7 @@ def train_tokenizer(
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     smallest_size = len(RESERVED_TOKENS) + len(alphabet)
     if vocab_size < smallest_size:
-        raise ValueError(
+        raise InvalidInputError(
             f'`vocab_size` must be at least {smallest_size} (special tokens and bytes), got: {vocab_size}.'
         )
     tokenizer = Tokenizer(models.BPE())
@@ -94,7 +96,7 @@ def small_llava_processor(
 ) -> LlavaProcessor:
     """Returns a processor with a tokenizer: square images, ``(image_size / patch_size)**2`` tokens each."""
     if image_size % patch_size:
-        raise ValueError(f'`image_size` must be a multiple of `patch_size`={patch_size}, got: {image_size}.')
+        raise InvalidInputError(f'`image_size` must be a multiple of `patch_size`={patch_size}, got: {image_size}.')
     square = {'height': image_size, 'width': image_size}
     half = [0.5, 0.5, 0.5]
     image_processor = CLIPImageProcessor(

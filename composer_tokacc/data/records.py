@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any, BinaryIO, NamedTuple
 
 from composer_tokacc.batch import MODALITIES
+from composer_tokacc.refusals import InvalidInputError
 
 PathLike = str | os.PathLike[str]
 MediaFile = os.PathLike[str] | BinaryIO
@@ -37,7 +38,7 @@ MAX_REASON = 1000
 """Longest reason in characters. Chat templates and decoders may put a whole text into their messages."""
 
 
-class BadSampleError(ValueError):
+class BadSampleError(InvalidInputError):
     """A sample that cannot be used. The message names its id, its file and its line."""
 
 
@@ -175,7 +176,7 @@ def check_message(message: object) -> Message:
         has_weight = message.get('weight', 1) in (0, 1)
         if isinstance(message.get('role'), str) and has_weight and _is_list_of_parts(content):
             return {**message, 'content': content}
-    raise ValueError(
+    raise InvalidInputError(
         '`messages` must hold turns with a `role`, text, image, video or audio as `content`, and a '
         f'`weight` of 0 or 1, got: {message!r:.200}.'
     )

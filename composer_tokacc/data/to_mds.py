@@ -32,6 +32,7 @@ from composer_tokacc.data.records import (
     Turn,
 )
 from composer_tokacc.planning import check_choice
+from composer_tokacc.refusals import InvalidInputError
 
 if TYPE_CHECKING:
     from streaming import MDSWriter  # pyright: ignore[reportMissingImports]
@@ -87,13 +88,15 @@ def write_shards(
         raise ImportError("shards need mosaicml-streaming, got: none. pip install 'composer_tokacc[streaming]'")
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f'`out_folder` must be empty or absent, got: {out}, which is not. Name another, or remove it.')
+        raise InvalidInputError(
+            f'`out_folder` must be empty or absent, got: {out}, which is not. Name another, or remove it.'
+        )
     records = list(read_records(path, image_dir=image_dir, allow_outside=allow_outside))
     writer = _open_writer(out, size_limit)
     try:
         skipped = _write_rows(writer, records, on_error)
         if len(skipped) == len(records):
-            raise ValueError(f'`path` must hold at least one good sample, got: {path} with none.')
+            raise InvalidInputError(f'`path` must hold at least one good sample, got: {path} with none.')
         writer.finish()
     except BaseException:
         writer.cancel_future_jobs()
@@ -159,7 +162,7 @@ def _open_writer(out: Path, size_limit: int | str) -> MDSWriter:
 
     limit = bytes_to_int(size_limit)
     if not 0 < limit < 2**32:
-        raise ValueError(f'`size_limit` must be above 0 and below 4gb (offsets are 32 bits), got: {size_limit}.')
+        raise InvalidInputError(f'`size_limit` must be above 0 and below 4gb (offsets are 32 bits), got: {size_limit}.')
     return Writer(columns=SHARD_COLUMNS, out=str(out), size_limit=limit)
 
 
@@ -240,7 +243,7 @@ def _to_row(record: Record, contents: Sequence[bytes]) -> ShardRow:
 def from_row(row: JsonObject) -> tuple[Record, list[bytes]]:
     """Returns the record of a row of a shard, and the contents of its files."""
     if row.keys() != SHARD_COLUMNS.keys():
-        raise ValueError(
+        raise InvalidInputError(
             f'shards must have the columns {sorted(SHARD_COLUMNS)}, got: {sorted(row)}. Write them with '
             '`python -m composer_tokacc.data.to_mds`.'
         )

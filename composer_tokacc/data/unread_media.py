@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from composer_tokacc.batch import MODALITIES
 from composer_tokacc.data.records import EmbeddedFile, Medium, short_repr
+from composer_tokacc.refusals import InvalidInputError
 
 MEDIA_KEYS = {
     'image': ('image', 'images'),
@@ -94,7 +95,7 @@ def check_unread_keys(
         for likeness in chain(find_media(value), _announced_medium(str(key), value)):
             is_source = likeness.may_be_source and likeness.modality in modalities_read
             if not is_source and likeness.file_name not in names_read:
-                raise ValueError(_refusal(str(key), value, likeness.modality))
+                raise InvalidInputError(_refusal(str(key), value, likeness.modality))
 
 
 def find_media(value: object) -> Iterator[Likeness]:

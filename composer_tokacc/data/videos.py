@@ -24,6 +24,7 @@ import torch
 
 from composer_tokacc.data.images import read_image
 from composer_tokacc.data.records import MediaFile
+from composer_tokacc.refusals import InvalidInputError
 
 if TYPE_CHECKING:
     from av import AudioFrame, VideoFrame
@@ -86,14 +87,16 @@ class VideoSampling:
         for name, value in vars(self).items():
             is_number = type(value) is int or (name == 'fps' and type(value) is float)
             if value is not None and not (is_number and 0 < value < 1e6):
-                raise ValueError(
+                raise InvalidInputError(
                     f'`{name}` must be a positive number (only `fps` may have a fraction), got: {value!r:.100}'
                 )
         if self.num_frames is not None and self.fps is not None:
-            raise ValueError(f'`fps` must be left out beside `num_frames`, got: {self.fps}. Remove one')
+            raise InvalidInputError(f'`fps` must be left out beside `num_frames`, got: {self.fps}. Remove one')
         fewest = max(self.min_frames, self.num_frames or 0)
         if self.max_frames < fewest:
-            raise ValueError(f'`max_frames` must be at least the frames asked for, got: {self.max_frames} < {fewest}')
+            raise InvalidInputError(
+                f'`max_frames` must be at least the frames asked for, got: {self.max_frames} < {fewest}'
+            )
 
     def count(self, num_frames: int, duration: float) -> int:
         """Returns the number of frames to take of a video with this number of frames and seconds."""
@@ -172,7 +175,7 @@ def _open_stream(file: MediaFile, modality: Literal['video', 'audio']) -> Iterat
     except ValueError as error:
         if 'whitelist' not in str(error):
             raise
-        raise ValueError(
+        raise InvalidInputError(
             f'it is in a container that is not supported. Convert it to mp4, mkv or wav. Supported: {MEDIA_CONTAINERS}'
         ) from error
     with container:
@@ -180,10 +183,10 @@ def _open_stream(file: MediaFile, modality: Literal['video', 'audio']) -> Iterat
         # The picture on the cover of a song is also a stream of video.
         candidates = [stream for stream in streams if not stream.disposition & Disposition.attached_pic]
         if not candidates:
-            raise ValueError(f'it holds no {modality}')
+            raise InvalidInputError(f'it holds no {modality}')
         stream = candidates[0]
         if stream.codec_context is None:
-            raise ValueError('it is in a codec that is not known. Convert it to mp4, flac or wav')
+            raise InvalidInputError('it is in a codec that is not known. Convert it to mp4, flac or wav')
         # One thread, because several may deadlock: they wait for Python to write a log line, and Python waits for them.
         stream.codec_context.thread_count = 1
         yield container, stream
@@ -210,7 +213,7 @@ def _check_last_bytes(file: BinaryIO) -> None:
     elif head.startswith(b'\x89PNG'):
         is_complete = last_bytes.rstrip(b'\0').endswith(b'IEND\xaeB`\x82')
     if not is_complete:
-        raise ValueError('its end is missing')
+        raise InvalidInputError('its end is missing')
 
 
 def _is_last_ogg_page(last_bytes: bytes) -> bool:
@@ -270,10 +273,10 @@ def _check_end(container: InputContainer, end: float) -> None:
     if container.format.name.startswith('matroska'):
         start = 0  # its duration may count from 0, even if the video begins later
     if container.duration is None and container.format.name != 'apng':  # APNG marks its end, which was checked
-        raise ValueError('it does not say how long it is. Write it again: `ffmpeg -i it -c copy other.mkv`')
+        raise InvalidInputError('it does not say how long it is. Write it again: `ffmpeg -i it -c copy other.mkv`')
     tolerance = 0.5 if container.streams.video else 0.1
     if end - start < duration * (1 - CUT_SHARE) - tolerance:
-        raise ValueError(f'it ends after {end - start:.1f} of {duration:.1f} s')
+        raise InvalidInputError(f'it ends after {end - start:.1f} of {duration:.1f} s')
 
 
 # Audio.
@@ -295,14 +298,14 @@ def read_audio(file: MediaFile, sampling_rate: int) -> np.ndarray:
                 pieces.append(samples.mean(axis=1))
                 num_samples += len(samples)
             if num_samples > MAX_SECONDS * sampling_rate:
-                raise ValueError(f'it must be at most {MAX_SECONDS} s, got: more. Cut it')
+                raise InvalidInputError(f'it must be at most {MAX_SECONDS} s, got: more. Cut it')
         if num_samples == 0:
-            raise ValueError('it holds no audio')
+            raise InvalidInputError('it holds no audio')
         if num_samples < MIN_SECONDS * sampling_rate:
-            raise ValueError(f'it must be at least {MIN_SECONDS} s, got: {num_samples / sampling_rate} s')
+            raise InvalidInputError(f'it must be at least {MIN_SECONDS} s, got: {num_samples / sampling_rate} s')
         audio = np.concatenate(pieces)
         if not (np.abs(audio) < MAX_SAMPLE).all():
-            raise ValueError(f'it holds samples that are no finite numbers, or above {MAX_SAMPLE}')
+            raise InvalidInputError(f'it holds samples that are no finite numbers, or above {MAX_SAMPLE}')
         start = (container.start_time or 0) / 1e6
         _check_end(container, start + num_samples / sampling_rate)
         return audio
@@ -316,7 +319,7 @@ def _audio_frames(container: InputContainer) -> Iterator[AudioFrame]:
         if end is not None and frame.time is not None:
             gap = frame.time - end
             if gap > seconds / 2 and container.format.name in STEADY_CONTAINERS:
-                raise ValueError(f'{gap:.3f} s of it cannot be decoded, at {end:.2f} s: it is damaged')
+                raise InvalidInputError(f'{gap:.3f} s of it cannot be decoded, at {end:.2f} s: it is damaged')
         start = frame.time
         if start is None:
             start = end or 0.0
@@ -342,7 +345,7 @@ def read_frames(files: Sequence[MediaFile], sampling: VideoSampling) -> Video:
     images = {number: read_image(files[number]) for number in set(chosen)}
     sizes = {image.size for image in images.values()}
     if len(sizes) > 1:
-        raise ValueError(f'frames of a video must be of one size, got: {sorted(sizes)[:3]}. Resize them')
+        raise InvalidInputError(f'frames of a video must be of one size, got: {sorted(sizes)[:3]}. Resize them')
     width, height = images[chosen[0]].size
     _check_pixels(len(chosen), width, height)
     frames = [np.asarray(images[number]) for number in chosen]
@@ -386,7 +389,7 @@ def read_video(file: MediaFile, sampling: VideoSampling, *, shapes_only: bool = 
 def _check_pixels(num_frames: int, width: int, height: int) -> None:
     if num_frames * width * height > MAX_PIXELS_OF_VIDEO:
         got = f'{num_frames} frames of {width} x {height}. Take fewer, or make it smaller'
-        raise ValueError(f'a video must have at most {MAX_PIXELS_OF_VIDEO} pixels, got: {got}')
+        raise InvalidInputError(f'a video must have at most {MAX_PIXELS_OF_VIDEO} pixels, got: {got}')
 
 
 def _read_stamps(container: InputContainer, stream: VideoStream) -> tuple[list[int], list[KeyFrame]]:
@@ -396,7 +399,7 @@ def _read_stamps(container: InputContainer, stream: VideoStream) -> tuple[list[i
     end = 0.0
     for packet in container.demux():
         if packet.is_corrupt:
-            raise ValueError('it is cut in the middle of a frame, or damaged')
+            raise InvalidInputError('it is cut in the middle of a frame, or damaged')
         stamp = packet.dts if packet.pts is None else packet.pts
         if not packet.size or stamp is None:
             continue
@@ -409,7 +412,7 @@ def _read_stamps(container: InputContainer, stream: VideoStream) -> tuple[list[i
             decoded = stamp if packet.dts is None else packet.dts
             key_frames.append(KeyFrame(stamp, decoded))
     if not stamps:
-        raise ValueError('it holds no frames that have a time')
+        raise InvalidInputError('it holds no frames that have a time')
     _check_end(container, end)
     return sorted(stamps), sorted(key_frames)
 
@@ -436,7 +439,7 @@ def _decode_frames(file: MediaFile, stamps: Sequence[int], key_frames: Sequence[
             frames = _take_frames(container.decode(stream), stamps, stamps[0])
     if len(frames) < len(stamps):
         missing = float(stamps[len(frames)] * stream.time_base)
-        raise ValueError(f'its frame at {missing:.2f} s cannot be decoded')
+        raise InvalidInputError(f'its frame at {missing:.2f} s cannot be decoded')
     # The size may change within the video.
     first_frame = frames[stamps[0]]
     upright = {}
@@ -488,7 +491,7 @@ def _take_frames(
         if frame.pts is None:
             continue
         if frame.is_corrupt and frame.pts >= start:
-            raise ValueError(f'its frame at {frame.time:.2f} s is damaged')
+            raise InvalidInputError(f'its frame at {frame.time:.2f} s is damaged')
         for stamp in stamps[len(taken) :]:
             if stamp > frame.pts:
                 break

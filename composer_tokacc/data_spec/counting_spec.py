@@ -17,6 +17,7 @@ from composer_tokacc.checks.probe import Probe
 from composer_tokacc.counting import count_tokens, mask_document_starts, real_tokens
 from composer_tokacc.data_spec.split import MicrobatchSplit, register_split
 from composer_tokacc.layout import BatchLayout, PreSplitBatch, microbatches_of
+from composer_tokacc.refusals import InvalidInputError, NotExactError
 from composer_tokacc.row_counts import RowCounts, is_counted, num_samples, rows_of, with_counts, without_rows
 
 
@@ -79,7 +80,7 @@ class CountingDataSpec(DataSpec):
             counts = [count_tokens(microbatch, self._known_rule) for microbatch in microbatches_of(batch)]
             return sum(count.num_loss_generating for count in counts)
         if not self._split.checked:
-            raise RuntimeError(
+            raise NotExactError(
                 '`token_data_spec` must know the model to count for `accumulate_train_batch_on_tokens`, got: no '
                 "`model=`. A rule that is not the model's own would weight tokens wrongly without a word: pass "
                 '`model=`, or use TokenAccumulation with the flag off.'
@@ -93,7 +94,7 @@ class CountingDataSpec(DataSpec):
         if self._batch_transforms is not None:
             batch = _mapped(self._batch_transforms, batch)
         if not isinstance(batch, Mapping):
-            raise ValueError(
+            raise InvalidInputError(
                 f'The dataloader must yield mappings with `input_ids` and `labels`, got: {type(batch).__name__}.'
             )
         for microbatch in microbatches_of(batch):

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from composer_tokacc.batch import Batch
 from composer_tokacc.compat import attention_of
+from composer_tokacc.refusals import NotExactError
 
 PREFIX = 'documents_'
 """Our attention is registered under the name of the plain one with this prefix."""
@@ -63,12 +64,12 @@ class DocumentAttention:
         # A multimodal model consists of several transformers models. Only those of text attend document by document.
         hosts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
         if not hosts:
-            raise RuntimeError(f"The model must be one of transformers', got: {type(model).__name__}.")
+            raise NotExactError(f"The model must be one of transformers', got: {type(model).__name__}.")
         text_config = type(hosts[0].config.get_text_config(decoder=True))
         self._text_hosts = [host for host in hosts if type(host.config) is text_config]
         config = self._text_hosts[0].config
         if 'chunked_attention' in (getattr(config, 'layer_types', None) or ()):
-            raise RuntimeError('Attention must not be in chunks that are counted from column 0, got: such layers.')
+            raise NotExactError('Attention must not be in chunks that are counted from column 0, got: such layers.')
         self._plain = attention_of(config).removeprefix(PREFIX)
         self.packing = packing
         """How rows are packed for this attention: see ``CutRules.packing``."""
@@ -133,7 +134,7 @@ class DocumentAttention:
         for host in self._text_hosts:
             host.set_attn_implementation({'': name})
             if attention_of(host.config) != name:
-                raise RuntimeError(
+                raise NotExactError(
                     "The model's attention must go through transformers' AttentionInterface, got: that of "
                     f'{type(host).__name__} does not.'
                 )
@@ -458,4 +459,4 @@ def _plain_attention(plain: str, module: nn.Module) -> HostFunction:
         names = vars(sys.modules[layer.__module__])
         if 'eager_attention_forward' in names:
             return names['eager_attention_forward']
-    raise RuntimeError(f'No `eager_attention_forward` was found in the file of {type(module).__name__}.')
+    raise NotExactError(f'No `eager_attention_forward` was found in the file of {type(module).__name__}.')

@@ -13,6 +13,7 @@ from torch import Tensor
 from composer_tokacc.batch import IGNORE_INDEX, Batch, BatchDict, attended_positions, real_positions, sample_name
 from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.layout import BatchLayout
+from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.row_counts import ROWS_KEY, summed
 
 
@@ -77,9 +78,9 @@ def _check_rows(
     """Raises ValueError if a row has holes, or labels on padding, because these positions would become tokens."""
     mask = batch.get('attention_mask')
     if mask is not None and mask.dim() != 2:
-        raise ValueError(f'`attention_mask` must be 2-D for packing, got: {mask.dim()}-D. Set `packing=False`.')
+        raise InvalidInputError(f'`attention_mask` must be 2-D for packing, got: {mask.dim()}-D. Set `packing=False`.')
     if batch.get('position_ids') is not None:
-        raise ValueError('`position_ids` must be absent for packing, got: a tensor. Set `packing=False`.')
+        raise InvalidInputError('`position_ids` must be absent for packing, got: a tensor. Set `packing=False`.')
     attended = attended_positions(batch)
     follows_attended = torch.nn.functional.pad(attended[:, :-1], (1, 0))
     starts_run = attended & ~follows_attended
@@ -92,7 +93,7 @@ def _check_rows(
     if bool(is_wrong.any()):
         name = sample_name(batch, int(is_wrong.int().argmax()))
         allowed = 'with at most one label behind it' if is_shifted else 'without labels on padding'
-        raise ValueError(
+        raise InvalidInputError(
             f'Rows must be one run of tokens, {allowed}, to be packed, got: another '
             f'`attention_mask` or labels on padding in {name}. Set `packing=False`.'
         )
@@ -113,7 +114,9 @@ def _pack_tensor(
         return value  # images are already in the order of the rows
     if value.shape == real.shape and entry.seq_dims:
         return value[real][None]
-    raise ValueError(f'`batch[{key!r}]` must be of shape {tuple(real.shape)} for packing, got: {tuple(value.shape)}.')
+    raise InvalidInputError(
+        f'`batch[{key!r}]` must be of shape {tuple(real.shape)} for packing, got: {tuple(value.shape)}.'
+    )
 
 
 def _pack_value(value: Any, *, num_rows: int) -> Any:

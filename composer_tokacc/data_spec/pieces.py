@@ -24,6 +24,7 @@ from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.data_spec.packing import pack_rows
 from composer_tokacc.layout import BatchLayout, RowFacts
 from composer_tokacc.planning import CAPPED_SIZES, CutOptions, cut_rows
+from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.row_counts import RowCounts, rows_of, with_rows
 
 log = logging.getLogger(__name__)
@@ -342,7 +343,7 @@ class Piece:
                 '. Raise it, shorten the sample, or measure the lengths again if a table of lengths promised less'
             )
             if self.options.on_oversize == 'raise':
-                raise ValueError(f"{message}; `on_oversize='warn'` computes it alone, over the cap.")
+                raise InvalidInputError(f"{message}; `on_oversize='warn'` computes it alone, over the cap.")
             log.warning('%s. It is computed alone.', message)
 
 

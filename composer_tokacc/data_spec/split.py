@@ -35,6 +35,7 @@ from composer_tokacc.data_spec.pieces import (
 )
 from composer_tokacc.layout import BatchLayout, PreSplitBatch, RowFacts, describe, describe_all, microbatches_of
 from composer_tokacc.planning import CutOptions, check_kind, cut_rows, pack_lengths, token_budget
+from composer_tokacc.refusals import InvalidInputError, NotExactError
 from composer_tokacc.row_counts import rows_of, without_rows
 
 if TYPE_CHECKING:
@@ -162,7 +163,7 @@ class MicrobatchSplit:
         coupling = facts.layout.family.coupling
         if rules.packing:
             if coupling:
-                raise RuntimeError(f'rows that are not independent: {coupling}')
+                raise NotExactError(f'rows that are not independent: {coupling}')
             self._attend(rules.packing)
         all_rows = Piece.from_facts(facts, rules, self.options.without_caps())
         piece = all_rows.take(rows)
@@ -208,7 +209,7 @@ class MicrobatchSplit:
         In evaluation (no gradients) rows keep their order, and ``microbatch_size`` counts rows.
         """
         if microbatch_size <= 0:
-            raise ValueError(f'`device_train_microbatch_size` must be positive, got: {microbatch_size}.')
+            raise InvalidInputError(f'`device_train_microbatch_size` must be positive, got: {microbatch_size}.')
         # Without a layout the batch tells it. The microbatch with the most keys has media.
         layout = self.layout or BatchLayout.infer(max(microbatches_of(batch), key=len))
         if not torch.is_grad_enabled():
@@ -278,14 +279,14 @@ class MicrobatchSplit:
 
     def _check_packing(self, sources: Sequence[RowFacts]) -> None:
         if self.options.packing and not self.checked:
-            raise RuntimeError(
+            raise NotExactError(
                 f'`packing={self.options.packing!r}` needs TokenAccumulation, which checks that the model tells packed '
                 'documents apart, got: no such check. Add it to `algorithms`, or set `packing=False`.'
             )
         if not self.packing:
             return
         if any(facts.layout.width_matters(facts.batch) for facts in sources):
-            raise RuntimeError(
+            raise NotExactError(
                 f'Rows must not be wider than {sources[0].layout.width_limit} tokens for `packing=True`, got: '
                 f'{max(facts.width for facts in sources)}. Beyond, the rotary embedding of this model changes with the '
                 'width, which packing changes. Set `packing=False`, which keeps it.'

@@ -15,6 +15,7 @@ from composer_tokacc.counting import check_rule
 from composer_tokacc.data_spec.split import MicrobatchSplit, register_split
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.planning import CostModel, CutOptions, check_kind
+from composer_tokacc.refusals import InvalidInputError
 
 if TYPE_CHECKING:
     from composer.core import DataSpec
@@ -102,7 +103,9 @@ def token_data_spec(
         raise TypeError(f'`dataloader` must be a dataloader, got: {got}. Of a DataSpec, give its `dataloader`')
     for name in OWN_KWARGS:
         if name in data_spec_kwargs:
-            raise ValueError(f'`{name}` must be left to token_data_spec(), which is exact only with its own. Drop it.')
+            raise InvalidInputError(
+                f'`{name}` must be left to token_data_spec(), which is exact only with its own. Drop it.'
+            )
     options = CutOptions(
         slot_tokens=slot_tokens,
         regroup=regroup,

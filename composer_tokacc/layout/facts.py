@@ -28,6 +28,7 @@ from composer_tokacc.layout.found import Readings, agreed_readings, has_audio_al
 from composer_tokacc.layout.layout import BatchLayout, media_entries
 from composer_tokacc.layout.placeholders import stand_at, token_ids
 from composer_tokacc.layout.pre_split import microbatches_of
+from composer_tokacc.refusals import InvalidInputError
 
 PADDED = 'rows padded'
 """How the names of all limits of padded rows begin."""
@@ -193,7 +194,7 @@ def _check_zero_on_padding(batch: Batch, key: str, real: torch.Tensor) -> None:
     is_wrong &= ~(has_real_before & has_real_after)
     if bool(is_wrong.any()):
         row, column = is_wrong.nonzero()[0].tolist()
-        raise ValueError(
+        raise InvalidInputError(
             f'`batch[{key!r}]` must be 0 where `attention_mask` is 0, got: {value[row, column].item()} in column '
             f'{column} of {sample_name(batch, row)}. Pad it on the side on which `input_ids` are padded.'
         )
@@ -214,7 +215,7 @@ def _check_types_of_images(layout: BatchLayout, batch: Batch) -> None:
     is_unmarked &= (types != 0).any(dim=1, keepdim=True)
     if bool(is_unmarked.any()):
         row, column = is_unmarked.nonzero()[0].tolist()
-        raise ValueError(
+        raise InvalidInputError(
             f'`mm_token_type_ids` must mark the placeholders of images, got: 0 at the placeholder in column {column} '
             f'of {sample_name(batch, row)}. Pad it on the side on which `input_ids` are padded.'
         )

@@ -28,6 +28,7 @@ from composer_tokacc.layout.families import (
     Media,
 )
 from composer_tokacc.layout.placeholders import modality_of, placeholder_ids, stand_at
+from composer_tokacc.refusals import InvalidInputError
 
 
 class Reading(Enum):
@@ -127,7 +128,7 @@ def joined_readings(first: Readings, second: Readings) -> Readings:
         earlier = joined.get(key, possible)
         joined[key] = agreed_readings(earlier, possible)
         if not joined[key]:
-            raise ValueError(meaning_has_changed(key, earlier, possible))
+            raise InvalidInputError(meaning_has_changed(key, earlier, possible))
     return joined
 
 
@@ -219,7 +220,7 @@ def carried_counts(batch: Batch, modality: str) -> list[int] | None:
     counts = carried.flatten().tolist() if isinstance(carried, torch.Tensor) else carried
     is_list = isinstance(counts, Sequence)
     if not is_list or not all(hasattr(count, '__index__') and count >= 0 for count in counts):
-        raise ValueError(
+        raise InvalidInputError(
             f'`num_{modality}s` must be a list of ints from 0, one per row, got: {carried}. Count the {modality}s of '
             'each row again.'
         )
@@ -269,7 +270,7 @@ def entries_per_row(
         answers['runs of placeholders'] = placeholders.runs
     distinct_answers = {tuple(entries) for entries in answers.values()}
     if len(distinct_answers) != 1:
-        raise ValueError(
+        raise InvalidInputError(
             f'`layout` must tell which of {num_entries} entries of {modality}s belong to which of {num_rows} rows, '
             f'got: {placeholders.tokens} placeholders in {placeholders.runs} runs by row, and '
             f'{answers or "no way to share them"}. Carry `num_{modality}s` in the batch, one int per row, or register '

@@ -47,6 +47,7 @@ from composer_tokacc.layout.tensors import (
     select_rows,
 )
 from composer_tokacc.planning import check_choice, check_count, check_kind
+from composer_tokacc.refusals import InvalidInputError
 
 SCALED_ROTARY_TYPES = ('dynamic', 'longrope')
 """Rotary embeddings that change with the largest position of the batch, once that is over a limit."""
@@ -125,7 +126,7 @@ class BatchLayout:
             ValueError: If the layout has no config, which names the placeholders.
         """
         if self.config is None:
-            raise ValueError(
+            raise InvalidInputError(
                 'Image tokens must be known to count them, got: a layout without the model. Pass `model=`, or use '
                 'TokenAccumulation.'
             )
@@ -222,7 +223,7 @@ class BatchLayout:
         """Returns the entry of an unregistered key, by the most likely reading that all batches of the fit allow."""
         possible = possible_readings(batch, key, self.num_rows(batch), self.width(batch))
         if not possible:
-            raise ValueError(
+            raise InvalidInputError(
                 f'`batch[{key!r}]` must be an entry that the {self.family.name} layout knows, or of the rows, got: a '
                 f'tensor of shape {tuple(batch[key].shape)}. Register it: '
                 f'`layout.with_entries({key}=Entry(unit=...))`, '
@@ -231,7 +232,7 @@ class BatchLayout:
         earlier = self.readings.get(key, possible)
         agreed = agreed_readings(earlier, possible)
         if not agreed:
-            raise ValueError(meaning_has_changed(key, earlier, possible))
+            raise InvalidInputError(meaning_has_changed(key, earlier, possible))
         return entry_of_reading(agreed[0], batch, key)
 
     def tensors_of(self, batch: Batch, unit: str) -> dict[str, torch.Tensor]:
@@ -287,7 +288,7 @@ class BatchLayout:
         """Returns the number of the last occupied slot of each row; ``is_occupied`` is ``(rows, slots)`` bool."""
         num_rows = self.num_rows(batch)
         if len(is_occupied) != num_rows:
-            raise ValueError(
+            raise InvalidInputError(
                 f'`pixel_values` must have a row of slots for each of {num_rows} rows, got: {len(is_occupied)}. Put '
                 'all images, or frames of videos, of a row into its slots.'
             )
@@ -310,7 +311,9 @@ class BatchLayout:
                 return self._inferred_items_per_row(batch, unit) or carried or [0] * num_rows
             num_items = max(num_entries.values())
             if min(num_entries.values()) < num_items:
-                raise ValueError(f'The tensors of {unit}s must have one entry per {unit} each, got: {num_entries}.')
+                raise InvalidInputError(
+                    f'The tensors of {unit}s must have one entry per {unit} each, got: {num_entries}.'
+                )
         # Models with queries do not notice if there are too few placeholders. So these are always counted.
         must_count_placeholders = self.family.has_queries and token_ids(self.config, unit)
         if not must_count_placeholders:
@@ -353,7 +356,7 @@ class BatchLayout:
             is_placeholder = media.placeholders(batch, self.config, unit)
         if media is None or media.sizes is None or is_placeholder is None:
             model = '' if self.config is not None else ', or pass `layout=BatchLayout.for_model(model)`'
-            raise ValueError(
+            raise InvalidInputError(
                 f'`layout` must tell which of {num_items} {unit}s belong to which of {num_rows} rows, got: no '
                 f'placeholder id, and `num_{unit}s`={batch.get(f"num_{unit}s")}. {carry}{model}.'
             )
@@ -364,7 +367,7 @@ class BatchLayout:
             remedy = f'{carry}, or do not cut rows inside their media'
             if self.family.has_queries:
                 remedy = f'Give processor and model the same `num_query_tokens`, and write no {unit} into the text'
-            raise ValueError(
+            raise InvalidInputError(
                 f'`input_ids` must hold the placeholders of {num_items} whole {unit}s, got: {tokens} by row, where the '
                 f'{unit}s fill {sizes or "an unknown number"}. {remedy}.'
             )
@@ -400,7 +403,9 @@ class BatchLayout:
             ValueError: If the layout does not know an entry, or cannot tell its rows.
         """
         if any(isinstance(row, bool) for row in rows):
-            raise ValueError(f'`rows` must be numbers of rows, got: {rows}. Give the numbers of those that are true.')
+            raise InvalidInputError(
+                f'`rows` must be numbers of rows, got: {rows}. Give the numbers of those that are true.'
+            )
         (selected,) = self.split(batch, [rows])
         return selected
 
@@ -419,7 +424,7 @@ class BatchLayout:
         row_groups = [list(rows) for rows in groups]
         unknown_rows = set().union(*row_groups) - set(all_rows)
         if unknown_rows:
-            raise ValueError(f'`rows` must be of the {len(all_rows)} of the batch, from 0, got: {unknown_rows}.')
+            raise InvalidInputError(f'`rows` must be of the {len(all_rows)} of the batch, from 0, got: {unknown_rows}.')
         ends: dict[str, list[int]] | None = None
         selected = []
         for rows in row_groups:
@@ -457,7 +462,7 @@ class BatchLayout:
         is_media = registered is not None and registered.is_media
         if not has_entry_per_row or is_media:
             shown_value = 'list of media' if has_entry_per_row else type(value).__name__
-            raise ValueError(
+            raise InvalidInputError(
                 f'`batch[{key!r}]` must be a tensor, a list with one entry per row, or a plain value, got: '
                 f'{shown_value}. Turn it into one of these in the collator.'
             )
@@ -518,7 +523,7 @@ class BatchLayout:
         """
         check_choice('padding_side', padding_side, ('left', 'right'))
         if not batches:
-            raise ValueError('`batches` must hold at least one batch, got: none.')
+            raise InvalidInputError('`batches` must hold at least one batch, got: none.')
         keys: dict[str, None] = {}  # a dict keeps their order
         for batch in batches:
             keys |= dict.fromkeys(batch)
@@ -625,7 +630,7 @@ def media_entries(layout: BatchLayout, batch: Batch) -> dict[str, Entry]:
 def _check_present(key: str, present: Sequence[Batch], batches: Sequence[Batch]) -> None:
     """Raises ValueError if some batches lack the key."""
     if len(present) < len(batches):
-        raise ValueError(
+        raise InvalidInputError(
             f'`{key}` must be in every batch or in none, got: {len(present)} of {len(batches)}. Encode all samples '
             'with the same processor.'
         )
@@ -642,7 +647,7 @@ def _check_equal_clips(family: str, key: str, batches: Sequence[Batch]) -> None:
         for num_frames in sorted(batch_by_frames):
             sample_ids = batch_by_frames[num_frames].get('sample_ids')
             names.append(f'{num_frames} (sample {sample_ids})')
-        raise ValueError(
+        raise InvalidInputError(
             f'Videos of a batch must be of one number of frames for {family}, got: {", ".join(names)}. Take as many of '
             'each: `dataset.video.num_frames`.'
         )

@@ -14,6 +14,7 @@ import torch
 
 from composer_tokacc.batch import Batch
 from composer_tokacc.layout.families import Entry
+from composer_tokacc.refusals import InvalidInputError
 
 # Only the next four names ask about a GPU, so that tests can replace them.
 
@@ -150,7 +151,7 @@ def _select_units(
     unit_ends = ends[entry.unit]
     if unit_ends[-1] != value.shape[entry.row_dim]:
         units_per_row = [end - start for start, end in pairwise(unit_ends)]
-        raise ValueError(
+        raise InvalidInputError(
             f'`batch[{key!r}]` must have {unit_ends[-1]} entries, one per {entry.unit} of its rows, got: '
             f'{value.shape[entry.row_dim]} (by row: {units_per_row}).'
         )

@@ -29,6 +29,7 @@ from composer_tokacc.monitor.step_counts import (
     count_device_batch,
     count_microbatch,
 )
+from composer_tokacc.refusals import InvalidInputError
 
 WINDOW = 200
 """Number of last steps of which the percentiles of the seconds are taken."""
@@ -117,13 +118,13 @@ class TokenMonitor(Callback):
     ) -> None:
         self.loss_tokens = check_rule(loss_tokens)
         if sources not in ('auto', False):
-            raise ValueError(f"`sources` must be 'auto' or False, got: {sources!r}.")
+            raise InvalidInputError(f"`sources` must be 'auto' or False, got: {sources!r}.")
         self.sources = sources
         if device_tflops is not None and not (isinstance(device_tflops, int | float) and 0 < device_tflops < math.inf):
-            raise ValueError(f'`device_tflops` must be a positive number, got: {device_tflops!r}.')
+            raise InvalidInputError(f'`device_tflops` must be a positive number, got: {device_tflops!r}.')
         self.device_tflops = device_tflops
         if flops is not None and not hasattr(flops, 'media'):
-            raise ValueError(f'`flops` must have the methods `text` and `media`, got: {flops!r}. See FlopModel.')
+            raise InvalidInputError(f'`flops` must have the methods `text` and `media`, got: {flops!r}. See FlopModel.')
         self.flops = flops
         self._device_flops = 0.0  # operations per second; 0: not known
         self._norm = GradientNorm()

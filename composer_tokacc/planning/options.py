@@ -15,6 +15,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from composer_tokacc.refusals import InvalidInputError
+
 Table = Sequence[float] | np.ndarray
 """One number a sample, (n,)."""
 
@@ -56,12 +58,14 @@ class CostModel:
 
     def __post_init__(self) -> None:
         if not isinstance(self.quadratic, int | float | np.number) or not self.quadratic > 0:
-            raise ValueError(f'`quadratic` must be positive, got: {self.quadratic}. Use math.inf for no such term.')
+            raise InvalidInputError(
+                f'`quadratic` must be positive, got: {self.quadratic}. Use math.inf for no such term.'
+            )
         for name, value in vars(self).items():
             if name == 'quadratic' or (name == 'seconds_per_token' and value is None):
                 continue
             if not isinstance(value, int | float | np.number) or not 0 <= value < float('inf'):
-                raise ValueError(f'`{name}` must be finite and not negative, got: {value!r}.')
+                raise InvalidInputError(f'`{name}` must be finite and not negative, got: {value!r}.')
 
     def rows(self, widths: np.ndarray) -> np.ndarray:
         """Returns the cost of one row at each width, without vision and launch, float64 of the same shape."""
@@ -110,7 +114,7 @@ def mean_samples(lengths: np.ndarray, tokens: int) -> int:
 def check_count(name: str, value: Any) -> None:
     """Raises ValueError unless an argument is a positive integer."""
     if not _is_integer(value) or not 1 <= value < 2**63:
-        raise ValueError(f'`{name}` must be a positive integer, got: {value!r}.')
+        raise InvalidInputError(f'`{name}` must be a positive integer, got: {value!r}.')
 
 
 def _is_integer(value: Any) -> bool:
@@ -125,7 +129,7 @@ def check_kind(
 ) -> None:
     """Raises ValueError unless an argument is of a class."""
     if not isinstance(value, kind):
-        raise ValueError(f'`{name}` must be a {kind.__name__}, got: {" ".join(repr(value).split())[:80]}.')
+        raise InvalidInputError(f'`{name}` must be a {kind.__name__}, got: {" ".join(repr(value).split())[:80]}.')
 
 
 def check_choice(
@@ -138,7 +142,7 @@ def check_choice(
     # The type is compared, too, because 1 equals True.
     if type(value) not in types or value not in choices:
         *others, last = [repr(choice) for choice in choices]
-        raise ValueError(f'`{name}` must be {", ".join(others)} or {last}, got: {value!r}.')
+        raise InvalidInputError(f'`{name}` must be {", ".join(others)} or {last}, got: {value!r}.')
 
 
 def check_state(state: Any, keys: set[str], *, counts: Sequence[str] = ()) -> None:
@@ -148,7 +152,7 @@ def check_state(state: Any, keys: set[str], *, counts: Sequence[str] = ()) -> No
         is_good = is_good and _is_integer(state[name]) and state[name] >= 0
     if not is_good:
         integers = f', {" and ".join(counts)} of them integers from 0' if counts else ''
-        raise ValueError(
+        raise InvalidInputError(
             f'`state` must have the keys {sorted(keys)}{integers}, got: {state!r:.200}. Load what `state_dict` of the '
             'same class returned.'
         )

@@ -13,6 +13,7 @@ import numpy as np
 
 from composer_tokacc.planning.compiled import compiled
 from composer_tokacc.planning.options import CAPPED_SIZES, CutOptions, Table
+from composer_tokacc.refusals import InvalidInputError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,16 +154,16 @@ def checked_table(
     try:
         table = np.asarray(values)
     except ValueError as error:  # ragged
-        raise ValueError(f'`{name}` must have one number per sample, got: {values!r:.80} ({error}).') from error
+        raise InvalidInputError(f'`{name}` must have one number per sample, got: {values!r:.80} ({error}).') from error
     if num_samples is None:
         num_samples = table.size
     if table.shape != (num_samples,):
-        raise ValueError(
+        raise InvalidInputError(
             f'`{name}` must have one entry per sample, got: shape {table.shape} for {num_samples} samples, in a '
             f'{type(values).__name__}.'
         )
     if num_samples == 0:
-        raise ValueError(f'`{name}` must hold at least one sample, got: none.')
+        raise InvalidInputError(f'`{name}` must hold at least one sample, got: none.')
     if dtype is np.int64:
         kinds = 'iu'
         expected = 'integers'
@@ -172,12 +173,12 @@ def checked_table(
         expected = 'numbers'
         end = np.inf
     if table.dtype.kind not in kinds:
-        raise ValueError(f'`{name}` must be {expected}, got: {table.dtype}. Pass token counts.')
+        raise InvalidInputError(f'`{name}` must be {expected}, got: {table.dtype}. Pass token counts.')
     # Not written as `min < least or max >= end`: a comparison with NaN is always False.
     if not (table.min() >= least and table.max() < end):
         first_bad = int(np.argmin((table >= least) & (table < end)))
         bound = f'below {end}' if table[first_bad] >= end else f'at least {least}'
-        raise ValueError(f'`{name}` must be finite and {bound}, got: {table[first_bad]} at sample {first_bad}.')
+        raise InvalidInputError(f'`{name}` must be finite and {bound}, got: {table[first_bad]} at sample {first_bad}.')
     return table.astype(dtype)
 
 
@@ -192,7 +193,7 @@ def checked_sizes(
         if table is not None:
             checked[size] = checked_table(size, table, num_samples)
         elif size in options.caps:
-            raise ValueError(f'`{size}` must be given with `{CAPPED_SIZES[size]}`, got: None.')
+            raise InvalidInputError(f'`{size}` must be given with `{CAPPED_SIZES[size]}`, got: None.')
     return checked
 
 

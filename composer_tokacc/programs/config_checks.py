@@ -81,15 +81,21 @@ def check_config(config: TrainConfig, *, num_ranks: int | None = None) -> None:
 
 
 def _check_launcher() -> int:
-    """Returns WORLD_SIZE. Refuses values that are no numbers (of LOCAL_RANK, too), and RANK >= WORLD_SIZE."""
-    environment = {'RANK': '0', 'LOCAL_RANK': '0', 'WORLD_SIZE': '1', **os.environ}
-    with building('RANK, LOCAL_RANK and WORLD_SIZE'):
-        rank = int(environment['RANK'])
-        int(environment['LOCAL_RANK'])
-        world_size = int(environment['WORLD_SIZE'])
+    """Returns WORLD_SIZE. Refuses values that are no integers (of LOCAL_RANK, too), and RANK >= WORLD_SIZE."""
+    rank = _integer_of_environment('RANK', 0)
+    _integer_of_environment('LOCAL_RANK', 0)
+    world_size = _integer_of_environment('WORLD_SIZE', 1)
     if rank >= world_size:  # for example RANK=1 alone: without a rank 0 nobody would write checkpoints and results
         raise ConfigError('RANK', f'of the environment must be below WORLD_SIZE, got: {rank} of {world_size}. Unset it')
     return world_size
+
+
+def _integer_of_environment(name: str, default: int) -> int:
+    value = os.environ.get(name, str(default))
+    try:
+        return int(value)
+    except ValueError:
+        raise ConfigError(name, f'of the environment must be an integer, got: {value}. Unset it') from None
 
 
 def _check_batch_sizes(config: TrainConfig, num_ranks: int) -> None:

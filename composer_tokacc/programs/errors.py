@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import logging
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterable, Iterator
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from composer_tokacc.programs.machine_faults import fault_of_machine
+from composer_tokacc.refusals import InvalidInputError, RefusalError
 
 log = logging.getLogger(__name__)
 
@@ -22,11 +24,11 @@ LONGEST_LINE = 1000
 """Characters of a message on the screen: a value may be a whole file."""
 HOSTS = frozenset({'composer', 'torch', 'transformers', 'peft', 'streaming', 'bitsandbytes', 'accelerate'})
 """Packages whose errors in a run are told in one line. Code of the user keeps its traceback."""
-REFUSALS = (ValueError, RuntimeError)
-"""Classes of the errors by which the plugin refuses a batch, a model or a step."""
+_CLASS_OF_REFUSAL = re.compile(r'\b(?:BadSample|Config|InvalidInput|NotExact)Error: ')
+"""A worker process of a loader puts its traceback and this before the message of a refusal."""
 
 
-class ConfigError(ValueError):
+class ConfigError(InvalidInputError):
     """A mistake in a config. The programs print it in one line, without a traceback, and end with status 2.
 
     Args:
@@ -65,19 +67,16 @@ def building(path: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if isinstance(error, ConfigError) or fault_of_machine(error):
+        if isinstance(error, ConfigError):
             raise
-        if is_refusal(error):
+        if isinstance(error, RefusalError):
             raise PartError(path, str(error)) from error
+        if fault_of_machine(error):
+            raise
         # An import in our own line fails if a package of a host is missing. That is not our bug.
         if _package_that_raised(error) == 'composer_tokacc' and not isinstance(error, ImportError):
             raise
         raise PartError(path, f'{type(error).__name__}: {error}') from error
-
-
-def is_refusal(error: BaseException) -> bool:
-    """Returns whether this package raised an error to refuse something. It is a bug if the error has another class."""
-    return isinstance(error, REFUSALS) and _package_that_raised(error) == 'composer_tokacc'
 
 
 def is_of_host(error: BaseException) -> bool:
@@ -117,8 +116,7 @@ def unknown_name(kind: str, name: str, known_names: Iterable[str]) -> str:
 
 def one_line(error: Exception | str) -> str:
     """Returns a mistake as the user reads it: one line of limited length."""
-    # A worker process puts its traceback before the message.
-    message = str(error).rpartition('BadSampleError: ')[2]
+    message = _CLASS_OF_REFUSAL.split(str(error))[-1]
     return f'error: {shorten(message)}'
 
 

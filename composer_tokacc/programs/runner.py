@@ -10,12 +10,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from composer_tokacc.data import BadSampleError
 from composer_tokacc.programs.config_checks import check_config, check_folders
-from composer_tokacc.programs.errors import ConfigError, building, is_of_host, is_refusal, one_line, refuse
+from composer_tokacc.programs.errors import ConfigError, building, is_of_host, one_line, refuse
 from composer_tokacc.programs.machine_faults import fault_of_machine, has_lost_rank
 from composer_tokacc.programs.process import keep_what_is_loaded, let_children_die
 from composer_tokacc.programs.schema import TrainConfig, load_config
+from composer_tokacc.refusals import RefusalError
 
 log = logging.getLogger(__name__)
 
@@ -73,13 +73,11 @@ def run_program(
 def _message_of(error: Exception) -> str:
     """Returns the message for the user; empty for an error that needs its traceback."""
     # Before the faults of the machine: such an error may have an OSError as its cause, which would count as a fault.
-    if isinstance(error, ConfigError | BadSampleError):
+    if isinstance(error, RefusalError):
         return str(error)
     fault = fault_of_machine(error)
     if fault:
         return fault
-    if is_refusal(error):
-        return str(error)
     if is_of_host(error):
         return f'{type(error).__name__}: {error}. `trainer.python_log_level=debug` shows where'
     return ''

@@ -25,6 +25,7 @@ from composer_tokacc.collectives import get_global_rank, get_world_size
 from composer_tokacc.layout import PreSplitBatch
 from composer_tokacc.plan_agreement import RankReport, find_difference, reading_facts
 from composer_tokacc.planning import CostModel, CutOptions, Rows
+from composer_tokacc.refusals import InvalidInputError, NotExactError
 from composer_tokacc.repeated_samples import num_repeated_by
 from composer_tokacc.sampling.rank_assignment import RankAssignment, collate, plan_batch
 
@@ -94,7 +95,7 @@ class ExchangingDataLoader(DataLoader):
             pack = to_bytes
         super().__init__(dataset, collate_fn=pack, **kwargs)
         if self.batch_size is None:
-            raise ValueError('`batch_size` must be what each rank reads in a step, got: None. Pass a number.')
+            raise InvalidInputError('`batch_size` must be what each rank reads in a step, got: None. Pass a number.')
         self._collate = collate_fn
         self._pin = pin_memory
         self._image_token_ids = torch.tensor(list(image_token_ids))
@@ -118,7 +119,7 @@ class ExchangingDataLoader(DataLoader):
         self._num_samples = 0
         difference = find_difference(self._exchange.gather(self._arguments()))
         if difference is not None:
-            raise RuntimeError(difference)
+            raise NotExactError(difference)
         reading = super().__iter__()
         rank = get_global_rank()
         # The ranks may run out of samples at different times. All of them go on until the last one has.
@@ -195,7 +196,7 @@ class ExchangingDataLoader(DataLoader):
         reported = failure
         if failure is not None and not isinstance(failure, ValueError):
             rank = get_global_rank()
-            reported = RuntimeError(f'every rank must read its samples, got: an error on rank {rank}: {failure}')
+            reported = NotExactError(f'every rank must read its samples, got: an error on rank {rank}: {failure}')
         reports = self._exchange.gather((sizes, reported))
         if failure is not None:
             raise failure

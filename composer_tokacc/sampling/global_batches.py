@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from composer_tokacc.planning import check_count, mean_samples
+from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.sampling.mixture import Mixture, merged_evenly, mixed_orders, permutation
 
 Stages = Sequence[tuple[int | str, int]]
@@ -111,8 +112,8 @@ class BatchSchedule:
         return batches, RunPlace(steps, tokens)
 
 
-def _not_a_schedule(stages: object) -> ValueError:
-    return ValueError(
+def _not_a_schedule(stages: object) -> InvalidInputError:
+    return InvalidInputError(
         '`global_batch_size` must be a number, or a list of (start, size) whose starts rise from 0 and are all steps '
         f"or all tokens, got: {stages!r:.200}. For example [(0, 768), ('5000000tok', 1536)]."
     )
@@ -152,7 +153,7 @@ class GlobalBatches:
         media: np.ndarray | None = None,
     ) -> None:
         if (samples is None) == (tokens is None):
-            raise ValueError(
+            raise InvalidInputError(
                 'Exactly one of `global_batch_size` and `global_batch_tokens` must be given, got: '
                 f'{samples!r:.80} and {tokens!r}.'
             )
@@ -171,7 +172,7 @@ class GlobalBatches:
             self._tokens = int(tokens or 0)
             check_cap('global_batch_tokens', self._tokens, lengths)
         if media is not None and len(self.sizes) > 1:
-            raise ValueError(
+            raise InvalidInputError(
                 "`global_batch_size` must be one number with modality='per_step', got: a schedule. Leave one of them "
                 'out.'
             )
@@ -279,7 +280,7 @@ class GlobalBatches:
             if self._mixture is not None:
                 available = self._mixture.num_samples
         if available < size:
-            raise ValueError(
+            raise InvalidInputError(
                 f'`{option}` must be at most the {unit} of an epoch with `drop_last` (of each modality with `per_step` '
                 f'and tokens), got: {size} > {available} {unit}. Lower it or set drop_last=False.'
             )
@@ -290,7 +291,7 @@ def check_global_batch(global_batch_size: int, num_ranks: int) -> None:
     check_count('global_batch_size', global_batch_size)
     if global_batch_size % num_ranks:
         next_multiple = -(-global_batch_size // num_ranks) * num_ranks
-        raise ValueError(
+        raise InvalidInputError(
             f'`global_batch_size` must be a positive multiple of the number of ranks, got: {global_batch_size} on '
             f'{num_ranks} ranks. Set it to {next_multiple}, or launch another number of ranks.'
         )
@@ -304,7 +305,7 @@ def check_cap(
     """Raises ValueError if one sample alone is larger than a cap on the sum of several."""
     highest = int(sizes.argmax())
     if sizes[highest] > cap:
-        raise ValueError(
+        raise InvalidInputError(
             f'`{option}` must be at least the longest sample, got: {cap} < {sizes[highest]} (sample {highest}). '
             'Raise it, or leave the sample out.'
         )

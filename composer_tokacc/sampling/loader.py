@@ -19,6 +19,7 @@ from composer_tokacc.compat import separate_iterator
 from composer_tokacc.layout import PreSplitBatch
 from composer_tokacc.plan_agreement import PlanRecord
 from composer_tokacc.planning import check_kind
+from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.sampling.rank_assignment import RankAssignment, collate
 from composer_tokacc.sampling.sampler import RegroupingBatchSampler, follow, length_of
 from composer_tokacc.sampling.witness import witness_of
@@ -64,11 +65,11 @@ class RegroupingDataLoader(DataLoader):
     ) -> None:
         check_kind('batch_sampler', batch_sampler, RegroupingBatchSampler)
         if collate_fn is not None and not callable(collate_fn):
-            raise ValueError(f'`collate_fn` must be a function of a list of samples, got: {collate_fn!r:.80}.')
+            raise InvalidInputError(f'`collate_fn` must be a function of a list of samples, got: {collate_fn!r:.80}.')
         num_samples = length_of(dataset)
         num_planned = length_of(batch_sampler.dataset)
         if num_samples != num_planned:
-            raise ValueError(
+            raise InvalidInputError(
                 f'`dataset` must be that of `batch_sampler`, of {num_planned} samples, got: one of {num_samples}.'
             )
         self._sampler = batch_sampler

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from composer_tokacc.planning import Table, checked_table
+from composer_tokacc.refusals import InvalidInputError
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ class Mixture:
         sizes = checked_table('sizes', self.sizes, least=1).tolist()
         object.__setattr__(self, 'sizes', sizes)
         if self.epochs is not None and self.weights is not None:
-            raise ValueError('Only one of `epochs` and `weights` must be given, got: both. Drop one.')
+            raise InvalidInputError('Only one of `epochs` and `weights` must be given, got: both. Drop one.')
         # An upper limit, because the order of an epoch is held in memory.
         _check_rates('epochs', self.epochs, len(sizes), highest=1e4)
         _check_rates('weights', self.weights, len(sizes), highest=1e9)
@@ -75,7 +76,9 @@ class Mixture:
         tokens_of_datasets = np.split(tokens, np.cumsum(sizes)[:-1])
         means = [tokens_of_dataset.mean() for tokens_of_dataset in tokens_of_datasets]
         if min(means) == 0:
-            raise ValueError(f'Every dataset must have `loss_tokens`, got: means of {means}. Leave out those without.')
+            raise InvalidInputError(
+                f'Every dataset must have `loss_tokens`, got: means of {means}. Leave out those without.'
+            )
         return cls(sizes, weights=(checked_shares / np.array(means)).tolist())
 
     @property
@@ -112,7 +115,7 @@ def _check_rates(
         return
     rates = checked_table(name, values, num_datasets, dtype=np.float64)
     if not (rates.min() > 0 and rates.max() <= highest):
-        raise ValueError(f'`{name}` must be above 0 and at most {highest:g}, got: {rates.tolist()}.')
+        raise InvalidInputError(f'`{name}` must be above 0 and at most {highest:g}, got: {rates.tolist()}.')
 
 
 class LossShares:
@@ -139,7 +142,9 @@ class LossShares:
     ) -> None:
         self.shares = checked_table('shares', shares, len(sizes), dtype=np.float64)
         if self.shares.min() == 0 or abs(self.shares.sum() - 1) > 1e-6:
-            raise ValueError(f'`shares` must be positive, one for each dataset, and add up to 1, got: {list(shares)}.')
+            raise InvalidInputError(
+                f'`shares` must be positive, one for each dataset, and add up to 1, got: {list(shares)}.'
+            )
         self.loss_tokens = checked_table('loss_tokens', loss_tokens, sum(sizes))
         self.sizes = list(sizes)
         self._dataset_of_sample = np.repeat(np.arange(len(sizes)), sizes)

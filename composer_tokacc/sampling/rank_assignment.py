@@ -17,6 +17,7 @@ from composer_tokacc.layout import PreSplitBatch
 from composer_tokacc.layout.pre_split import widened
 from composer_tokacc.planning import CutOptions, Microbatch, MicrobatchPlan, Rows
 from composer_tokacc.planning.plan import plan_checked_rows
+from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.row_counts import RowCounts, with_rows
 from composer_tokacc.weights import LOSS_WEIGHTS
 
@@ -114,7 +115,7 @@ def collate(
 def _as_mapping(batch: Any) -> dict[str, Any]:
     # A tokenizer's BatchEncoding has keys, but its type is not Mapping.
     if not hasattr(batch, 'keys'):
-        raise ValueError(f'`collate_fn` must return a mapping, got: {type(batch).__name__}. Name its entries.')
+        raise InvalidInputError(f'`collate_fn` must return a mapping, got: {type(batch).__name__}. Name its entries.')
     return {key: batch[key] for key in batch.keys()}  # noqa: SIM118
 
 
@@ -122,7 +123,7 @@ def _check_rows(batch: Batch, num_samples: int) -> None:
     """Raises ValueError unless the batch has a row for each sample."""
     text = batch.get('input_ids', batch.get('labels'))
     if text is not None and len(text) != num_samples:
-        raise ValueError(
+        raise InvalidInputError(
             f'`collate_fn` must return a row for each sample, got: {len(text)} rows for {num_samples} samples, from '
             f'{sample_name(batch, 0)} on. Pack rows with `token_data_spec(..., packing=True)`.'
         )
@@ -133,7 +134,7 @@ def _with_weights(
     weights: list[float],
 ) -> dict[str, Any]:
     if LOSS_WEIGHTS in batch:
-        raise ValueError(
+        raise InvalidInputError(
             f'`{LOSS_WEIGHTS}` must be left out of the batch if the sampler has `loss_shares`, got: both for '
             f'{sample_name(batch, 0)}. Remove one of them.'
         )

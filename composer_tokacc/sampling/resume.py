@@ -15,6 +15,7 @@ from composer.loggers import Logger
 from composer.utils import reproducibility
 
 from composer_tokacc.planning import check_state
+from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.sampling.loader import RegroupingDataLoader
 
 
@@ -65,7 +66,7 @@ class RestoreRandomState(Callback):
         try:
             self._saved = [_restored(entries) for entries in json.loads(state['generators'])]
         except (TypeError, ValueError, LookupError) as error:
-            raise ValueError(
+            raise InvalidInputError(
                 f"`state['generators']` must be what `state_dict` returned, got: {state['generators']!r:.80}. Load the "
                 'state of a whole checkpoint.'
             ) from error

@@ -30,6 +30,7 @@ from composer_tokacc.planning import (
     check_state,
     checked_table,
 )
+from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.sampling.global_batches import GlobalBatches, Stages, check_cap, check_global_batch
 from composer_tokacc.sampling.mixture import LossShares, Mixture
 from composer_tokacc.sampling.passes import Item, Passes
@@ -166,13 +167,15 @@ class RegroupingBatchSampler(DistributedSampler):
             if media is None and 'image_tokens' in self.rows.sizes:
                 media = np.sign(self.rows.image_tokens)
             if media is None:
-                raise ValueError("`image_tokens` or `media` must be given with modality='per_step', got: neither.")
+                raise InvalidInputError(
+                    "`image_tokens` or `media` must be given with modality='per_step', got: neither."
+                )
             self.media = checked_table('media', media, num_samples)
             mixture = mixture or Mixture([num_samples])
         if mixture is not None:
             check_kind('mixture', mixture, Mixture)
             if sum(mixture.sizes) != num_samples:
-                raise ValueError(
+                raise InvalidInputError(
                     f'`mixture` must have the sizes of the datasets in `dataset`, got: {list(mixture.sizes)} for '
                     f'{num_samples} samples. Use torch.utils.data.ConcatDataset.'
                 )
@@ -300,7 +303,7 @@ class RegroupingBatchSampler(DistributedSampler):
         for name in sorted({*identity, *state} - {'epoch', 'batch'}):
             # Also if only one of both has the key.
             if state.get(name) != identity.get(name):
-                raise ValueError(
+                raise InvalidInputError(
                     f'`{name}` must be that of the saved run for the same global batches, got: {identity.get(name)}, '
                     f'saved: {state.get(name)}. Restore it, or start without the saved state.'
                 )
@@ -427,4 +430,4 @@ def length_of(dataset: object) -> int:
 def _check_within(name: str, value: int, least: int = -(2**62), most: int = 2**62) -> None:
     """Raises ValueError unless a value is an integer in a range. The default keeps seed + epoch within 64 bits."""
     if not isinstance(value, (int, np.integer)) or not least <= value <= most:
-        raise ValueError(f'`{name}` must be an integer from {least} to {most}, got: {value!r}.')
+        raise InvalidInputError(f'`{name}` must be an integer from {least} to {most}, got: {value!r}.')

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from composer_tokacc.planning.rows import checked_table
+from composer_tokacc.refusals import InvalidInputError
 
 if TYPE_CHECKING:
     from composer_tokacc.data import LengthTable
@@ -41,7 +42,7 @@ class SampleSizes:
     ) -> SampleSizes:
         """Returns the sizes of a length table, or of plain lengths."""
         if not len(lengths):
-            raise ValueError('`lengths` must hold at least one sample, got: none.')
+            raise InvalidInputError('`lengths` must hold at least one sample, got: none.')
         if isinstance(lengths, Sequence | np.ndarray):
             # Any length passes this check, because the one below names the sample.
             tokens = checked_table('lengths', lengths, len(lengths), least=-sys.maxsize)
@@ -57,7 +58,7 @@ class SampleSizes:
             )
         shortest = int(np.argmin(sizes.tokens))
         if sizes.tokens[shortest] < 1:
-            raise ValueError(
+            raise InvalidInputError(
                 f'`lengths` must be at least 1, got: {sizes.tokens[shortest]} ({sizes._name(shortest)}). Leave it out.'
             )
         return sizes

@@ -14,6 +14,7 @@ from composer_tokacc.batch import IGNORE_INDEX, Batch
 from composer_tokacc.label_selector import is_worth_selecting
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.layout.tensors import cat_padded
+from composer_tokacc.refusals import InvalidInputError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +115,7 @@ def batch_of_width(
     """Returns a batch with a row for each sample, padded to exactly this width."""
     batch = layout.concat(samples)
     if width < layout.width(batch):
-        raise ValueError(f'`width` must be at least the longest sample, got: {width} < {layout.width(batch)}.')
+        raise InvalidInputError(f'`width` must be at least the longest sample, got: {width} < {layout.width(batch)}.')
     widened = dict(batch)
     for key, value in batch.items():
         if isinstance(value, torch.Tensor):
@@ -146,7 +147,7 @@ def probe_batches(
         width: Width of the widest batch.
     """
     if not samples:
-        raise ValueError('`samples` must hold at least one sample, got: none.')
+        raise InvalidInputError('`samples` must hold at least one sample, got: none.')
     with_images: list[Batch] = []
     without_images: list[Batch] = []
     for sample in sorted(samples, key=_length):

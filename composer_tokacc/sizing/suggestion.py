@@ -19,6 +19,7 @@ import numpy as np
 
 from composer_tokacc.label_selector import DENSE
 from composer_tokacc.planning import CostModel, CutOptions, Rows, check_count, check_kind, lower_bound, token_budget
+from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.sampling.global_batches import check_global_batch
 from composer_tokacc.sizing.memory_model import GIB, MemoryModel
 from composer_tokacc.sizing.profile import SampleSizes
@@ -175,9 +176,9 @@ def suggest_microbatching(
     check_count('num_ranks', num_ranks)
     check_global_batch(global_batch_size, num_ranks)
     if not device_memory_gib > 0:
-        raise ValueError(f'`device_memory_gib` must be positive, got: {device_memory_gib}.')
+        raise InvalidInputError(f'`device_memory_gib` must be positive, got: {device_memory_gib}.')
     if not 0 < safety <= 1:
-        raise ValueError(f'`safety` must be over 0 and at most 1, got: {safety}.')
+        raise InvalidInputError(f'`safety` must be over 0 and at most 1, got: {safety}.')
     options = CutOptions(
         slot_tokens=slot_tokens,
         max_image_tokens=max_image_tokens,
@@ -276,7 +277,7 @@ def _largest_size(
     """Returns the largest safe microbatch size and the width of its slots."""
     fitting_tokens = capacity.max_tokens()
     if fitting_tokens < int(capacity.table.tokens.min()):
-        raise ValueError(capacity.why_nothing_fits())
+        raise InvalidInputError(capacity.why_nothing_fits())
     slot = options.slot_tokens
     if slot is None:
         longest = int(capacity.table.tokens.max())

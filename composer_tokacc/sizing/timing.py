@@ -20,6 +20,7 @@ from composer_tokacc.compat import tree_iter
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.model_structure import vision_modules
 from composer_tokacc.planning import CostModel
+from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.sizing.memory_model import relative_fit
 
 LATE = 1.5
@@ -168,7 +169,7 @@ def fit_cost(timers: Sequence[MicrobatchTimer], *, quadratic: float) -> tuple[Co
         microbatches += timer.microbatches
         seconds_outside += timer.outside
     if not microbatches:
-        raise ValueError('`timers` must hold at least one microbatch, got: none. Run more steps.')
+        raise InvalidInputError('`timers` must hold at least one microbatch, got: none. Run more steps.')
     table = []
     for microbatch in microbatches:
         patches = np.array(microbatch.patches)
@@ -189,7 +190,9 @@ def fit_cost(timers: Sequence[MicrobatchTimer], *, quadratic: float) -> tuple[Co
     features = np.stack([text_cost, image_tokens, np.ones_like(rows)], axis=1)
     per_token, per_image_token, per_microbatch = _fit(features, seconds).tolist()
     if per_token <= 0:
-        raise ValueError('Measured times must grow with the number of tokens, got: none that do. Time more steps.')
+        raise InvalidInputError(
+            'Measured times must grow with the number of tokens, got: none that do. Time more steps.'
+        )
     cost = CostModel(
         quadratic=quadratic,
         vision_per_token=per_image_token / per_token,

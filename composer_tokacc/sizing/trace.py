@@ -31,6 +31,7 @@ from composer_tokacc.label_selector import LabelSelector
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.model_structure import cast_model
 from composer_tokacc.planning import check_choice
+from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.sizing.memory_model import (
     MemoryModel,
     StaticBytes,
@@ -196,7 +197,7 @@ class TracedStep:
             with RealInputs(self._mode), self._tracker:
                 yield
         except (DataDependentOutputException, RuntimeError) as error:
-            raise ValueError(
+            raise InvalidInputError(
                 f'The model cannot be traced without a GPU, got: {type(error).__name__} in '
                 f'{type(self.model).__name__} ({str(error).splitlines()[0]}). A common reason is control flow that '
                 'depends on values of its weights. Calibrate on a GPU.'

@@ -11,11 +11,13 @@ import re
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, Dataset
 
 from composer_tokacc.data import BadSampleError
 from composer_tokacc.planning import CostModel
 from composer_tokacc.programs import ConfigError, TrainConfig, runner
 from composer_tokacc.programs.errors import LONGEST_LINE, building, one_line, refuse
+from composer_tokacc.refusals import InvalidInputError, NotExactError
 
 
 def fail(source: str, module: str = 'my_package.part') -> None:
@@ -70,7 +72,7 @@ def test_a_bug_of_ours_keeps_its_kind():
         (ConfigError('loader', 'must be less'), '`loader` must be less'),
         (BadSampleError('sample "7" is broken'), 'sample "7" is broken'),
         (OSError(errno.ENOSPC, 'No space left'), 'the disk must have room'),
-        (caught_from(lambda: fail('raise RuntimeError("no")', 'composer_tokacc.checks')), 'no'),
+        (NotExactError('the step is not exact'), 'the step is not exact'),
         (caught_from(lambda: torch.nn.Linear(2, 2)(torch.zeros(3, 3))), 'RuntimeError: .*mat1 and mat2'),
     ],
 )
@@ -80,9 +82,10 @@ def test_what_ends_a_run_is_one_line(error, message, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize('module', ['my_package.callback', 'composer_tokacc.algorithm'])
-def test_a_key_error_of_a_user_or_of_ours_keeps_its_traceback(module, monkeypatch):
-    error = caught_from(lambda: fail('{}["a key"]', module))
-    with pytest.raises(KeyError):
+@pytest.mark.parametrize('bug', ['{}["a key"]', 'int("0.5")', 'torch.zeros(2) + torch.zeros(3)'])
+def test_a_bug_of_a_user_or_of_ours_keeps_its_traceback(bug, module, monkeypatch):
+    error = caught_from(lambda: fail(bug, module))
+    with pytest.raises(type(error)):
         run_and_raise(error, monkeypatch)
 
 
@@ -112,7 +115,22 @@ def test_one_rank_of_a_node_speaks_where_all_meet_the_mistake(monkeypatch, capsy
     assert capsys.readouterr().err == 'error: wrong\n'
 
 
-def test_a_bad_sample_of_a_worker_process_is_one_line(capsys):
-    raised = 'Caught BadSampleError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n'
-    assert refuse(BadSampleError(f'{raised}composer_tokacc.data.records.BadSampleError: sample "a": broken\n')) == 2
+class _RefusedDataset(Dataset):
+    """Raises an error when a worker process reads it."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        raise self.error
+
+
+@pytest.mark.parametrize('kind', [BadSampleError, InvalidInputError, NotExactError])
+def test_refusal_of_a_worker_process_is_one_line(kind, monkeypatch, capsys):
+    dataset = _RefusedDataset(kind('sample "a": broken'))
+    error = caught_from(lambda: next(iter(DataLoader(dataset, num_workers=1))))
+    assert run_and_raise(error, monkeypatch) == 2
     assert capsys.readouterr().err == 'error: sample "a": broken\n'

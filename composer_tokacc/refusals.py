@@ -1,0 +1,22 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The errors by which this package refuses an input, a model or a step.
+
+The programs print them in one line. Any other error of this package is a bug and keeps its traceback. They are also a
+``ValueError`` or a ``RuntimeError``, so that callers need not know these classes.
+"""
+
+from __future__ import annotations
+
+
+class RefusalError(Exception):
+    """Base class of all refusals. The message says what is wrong, the value, and what to do."""
+
+
+class InvalidInputError(RefusalError, ValueError):
+    """An argument, a config, a batch or a sample is not valid."""
+
+
+class NotExactError(RefusalError, RuntimeError):
+    """The run or the step cannot be exact as it is set up, or was found not to be exact."""
