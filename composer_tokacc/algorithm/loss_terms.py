@@ -21,7 +21,7 @@ from composer_tokacc.refusals import NotExactError
 
 LOSS_UNITS = ('tokens', 'samples', 'coupled_samples', 'microbatches')
 COEFFICIENTS = ('router_aux_loss_coef', 'aux_loss_coef')
-"""What configs call the factor of a router's load-balancing loss."""
+"""Names that configs use for the factor of a router's load-balancing loss."""
 
 Change = Callable[[Any, str, Tensor], Tensor]
 """Makes the new value of a term from its name (or place in a sequence), its unit and its value."""
@@ -124,8 +124,10 @@ class LossTerms:
         scaled = self.changed(loss, lambda name, unit, value: value.float() * scales[unit])
         if isinstance(scaled, Mapping) and self.units and scaled:
             # Composer pairs terms by their position over the ranks, so all ranks need the same names in the same order.
+            names = list(self.units)
+            if 'total' in scaled:
+                names.append('total')
             zero = next(iter(scaled.values())).new_zeros(())
-            names = [*self.units, 'total'] if 'total' in scaled else self.units
             scaled = {name: scaled.get(name, zero) for name in names}
         observed = scaled
         if isinstance(scaled, Mapping) and 'total' in scaled:
@@ -180,7 +182,8 @@ class LossTerms:
         loss = self.split(loss, outputs)
         values = [term.value for term in self.named(loss).values()]
         has_units = bool(self.units) or isinstance(loss, SplitLoss)
-        if isinstance(loss, Mapping) and not has_units and len(values) > 1:
+        has_several_terms = isinstance(loss, Mapping) and len(values) > 1
+        if has_several_terms and not has_units:
             raise NotExactError(
                 f'One term of the loss must be the mean over tokens, got: {sorted(loss)}. Name the unit of each in '
                 '`loss_units`, or set `check_loss=False` with an explicit `loss_tokens` (docs/errors.md#model-loss).'

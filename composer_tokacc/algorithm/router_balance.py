@@ -45,8 +45,10 @@ OTHERWISE = "Otherwise leave `router_balance='microbatch'` (docs/weights.md#mixt
 class CountedMicrobatch(NamedTuple):
     """What was counted of a microbatch before it is trained."""
 
-    positions: Tensor  # whether a position counts, (rows, width) bool
-    choices: Tensor  # how often each expert was chosen at these positions, (experts,) int64
+    positions: Tensor
+    """Whether a position counts, ``(rows, width)`` bool."""
+    choices: Tensor
+    """How often each expert was chosen at these positions, ``(experts,)`` int64."""
 
 
 class StepBalance:
@@ -62,7 +64,7 @@ class StepBalance:
 
     Args:
         state: The trainer's.
-        split: What cuts the batches of the run.
+        split: The split that cuts the batches of the run.
         terms: The terms of the model's loss.
         to_device: Moves a microbatch to the device.
         precision: Makes the context of the run's precision.
@@ -123,7 +125,8 @@ class StepBalance:
                     choices, _ = _routed(logits, positions, self._top_k)
                 self._counted.append(CountedMicrobatch(positions, choices.sum(dim=0)))
                 num_positions = num_positions + positions.sum() * len(logits)
-        choices_of_experts = torch.stack([counted.choices for counted in self._counted]).sum(dim=0)
+        choices_of_microbatches = [counted.choices for counted in self._counted]
+        choices_of_experts = torch.stack(choices_of_microbatches).sum(dim=0)
         sums = torch.stack([torch.as_tensor(num_positions), *choices_of_experts])
         self._sums = RankSum(self._device.tensor_to_device(sums))
 
@@ -136,17 +139,19 @@ class StepBalance:
         own_loss = router_loss_of(outputs)
         attended = _attended(batch)
         logits = _router_logits(outputs)
-        if not logits or own_loss is None or any(len(layer) != attended.numel() for layer in logits):
+        positions_of_layers = [len(layer) for layer in logits]
+        has_all_positions = set(positions_of_layers) == {attended.numel()}
+        if own_loss is None or not has_all_positions:
             raise _refusal(
                 'needs `router_logits` of each position and their `aux_loss` in the outputs of the model, got: '
-                f'{"no" if own_loss is None else "an"} `aux_loss`, and logits of '
-                f'{[len(layer) for layer in logits][:4]} for {attended.numel()} positions. Set '
-                '`output_router_logits=True` in the config of a mixture of experts.'
+                f'{"no" if own_loss is None else "an"} `aux_loss`, and logits of {positions_of_layers[:4]} for '
+                f'{attended.numel()} positions. Set `output_router_logits=True` in the config of a mixture of experts.'
             )
         is_first = self._top_k == 0
         most_experts = logits[0].shape[-1] if is_first else self._top_k
         choices, probabilities = _routed(logits, attended, most_experts)
-        losses = _balances(choices, probabilities, len(logits) * attended.sum())  # for 1, 2, ... experts of a position
+        num_positions = len(logits) * attended.sum()
+        losses = _balances(choices, probabilities, num_positions)  # for 1, 2, ... experts of a position
         if is_first:
             self._top_k = int((losses - own_loss).abs().argmin()) + 1
         tolerance = max(VALUE_TOLERANCE, 4 * torch.finfo(logits[0].dtype).eps)
@@ -159,11 +164,11 @@ class StepBalance:
         return logits
 
     def applied(self, loss: SplitLoss, outputs: Any, num_microbatches: int) -> SplitLoss:
-        """Returns the loss of the next microbatch, with its part of the step's balance instead of its own balance.
+        """Returns the loss of the next microbatch. Its balance is replaced by its part of the step's balance.
 
         Args:
             loss: The loss of the microbatch by its terms.
-            outputs: What the model returned for it.
+            outputs: The model's outputs for it.
             num_microbatches: How many microbatches this rank makes of the step.
         """
         assert self._sums is not None
@@ -176,8 +181,8 @@ class StepBalance:
         self._worst_choice = torch.maximum(self._worst_choice, num_changed / num_allowed)
         num_positions, *choices_of_experts = self._sums.read()
         factor = len(choices_of_experts) / max(num_positions, 1) ** 2
-        weights = [factor * count for count in choices_of_experts]
-        balance = (probabilities.new_tensor(weights) * probabilities).sum()
+        weights = probabilities.new_tensor([factor * count for count in choices_of_experts])
+        balance = (weights * probabilities).sum()
         # Composer averages terms over the microbatches of all ranks, but this one is a sum.
         num_averaged = num_microbatches * get_world_size()
         return SplitLoss(tokens=loss['tokens'], router=self._coefficient * num_averaged * balance)
@@ -270,8 +275,9 @@ def _routed(logits: Sequence[Tensor], is_counted: Tensor, top_k: int) -> tuple[T
     probabilities = []
     for layer in logits:
         routed = layer.to(device).softmax(dim=-1)
+        experts = routed.topk(top_k, dim=-1).indices
         # Place of a choice in the flattened table of (first, second, ...) x experts.
-        places = routed.topk(top_k, dim=-1).indices + num_experts * torch.arange(top_k, device=device)
+        places = experts + num_experts * torch.arange(top_k, device=device)
         choices.scatter_add_(0, places.flatten(), counted.long().repeat_interleave(top_k))
         exact = routed.to(torch.promote_types(routed.dtype, torch.float32))
         probabilities.append((exact * counted[:, None]).sum(dim=0))

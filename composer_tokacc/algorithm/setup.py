@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What TokenAccumulation sets up when the first batch of a fit is there.
+"""The parts that TokenAccumulation sets up at the first batch of a fit.
 
 :class:`AlgorithmOptions` are the arguments of the algorithm, checked. :class:`RunContext` is built from them, the model
 and the first batch. It holds the split, the terms of the loss and the first-batch check, and refuses a run that cannot
@@ -155,7 +155,7 @@ class RunContext:
         microbatch_size = state.device_train_microbatch_size or 1
         if self.split is not None:
             self._check_coupled_terms(self.split)
-            # The split may have served another model before. What it knows of that model is not true of this one.
+            # The split may have served another model before, of which it must forget everything.
             self.split.start(model, layout, state.batch, microbatch_size)
         # The parts that run the model.
         precision = partial(get_precision_context, state.precision, state.precision_config)
@@ -173,9 +173,8 @@ class RunContext:
             microbatch_size=microbatch_size,
             selector=self.logits.selector,
         )
-        # With `check_loss=False` the user accepts that the run depends on how batches are cut.
         self._norms: dict[str, torch.nn.Module] = {}
-        if options.check_loss:
+        if options.check_loss:  # if not, the user accepts that the run depends on how batches are cut
             self._norms = {name: module for name, module in model.named_modules() if isinstance(module, BatchNorm)}
         self.check_norms()
 

@@ -248,10 +248,9 @@ class TokenAccumulation(Algorithm):
     # Before the step.
 
     def _begin_step(self, state: State) -> None:
-        """BATCH_START: counts the tokens of the step. ``state.batch`` is still on the CPU, so nothing waits."""
-        microbatches = microbatches_of(state.batch)
+        """BATCH_START: counts the tokens of the step. The batch is still on the CPU, so nothing waits for the GPU."""
         vocabulary = None if self._context is None else self._context.check.vocabulary
-        check_microbatches(state.model, microbatches, vocabulary)
+        check_microbatches(state.model, microbatches_of(state.batch), vocabulary)
         if self._context is None:
             self._context = RunContext(state, self.options)
             self._reduces_once = self._reduces_once and self._context.reductions.may_meet_once
@@ -261,9 +260,10 @@ class TokenAccumulation(Algorithm):
             run.split.reduces_once = self._reduces_once
         batch_index = int(state.timestamp.batch_in_epoch)
         plan = plan_record_of(state.batch, state.dataloader, batch_index)
-        batch = self._with_marks(state.batch, num_repeated(state.dataloader, batch_index))
+        num_copies = num_repeated(state.dataloader, batch_index)
+        marked_batch = self._with_marks(state.batch, num_copies)
         # The batch carries its counts, so that the split hands each microbatch its own.
-        state.batch = with_counts(batch, self.rule or '', self.options.token_weights)
+        state.batch = with_counts(marked_batch, self.rule or '', self.options.token_weights)
         step = Step(
             rows=rows_of(state.batch),
             copies_microbatches=lambda: bool(state.train_metrics),
@@ -306,7 +306,8 @@ class TokenAccumulation(Algorithm):
         sums: Sequence[float] = numbers
         if self._run.world_size > 1:
             dtype = torch.float64 if self.is_weighted else torch.int64
-            sums = RankSum(state.device.tensor_to_device(torch.tensor(numbers, dtype=dtype))).read()
+            on_device = state.device.tensor_to_device(torch.tensor(numbers, dtype=dtype))
+            sums = RankSum(on_device).read()
         check_plans(sums[-NUM_SUMS:], plan)
         loss_tokens, samples, loss_weight, num_with_new_rows = sums[:-NUM_SUMS]
         step.totals = StepTotals(loss_tokens, samples, loss_weight)
@@ -330,8 +331,9 @@ class TokenAccumulation(Algorithm):
         """BEFORE_FORWARD: begins the record of a microbatch. The model gets the batch without our entries."""
         run = self._run
         step = run.step
-        has_unequal_counts = run.split is not None and run.split.options.equal_counts is False
-        run.reductions.see(len(step.planned), must_reduce_once=self._reduces_once or has_unequal_counts)
+        allows_unequal_counts = run.split is not None and run.split.options.equal_counts is False
+        must_reduce_once = self._reduces_once or allows_unequal_counts
+        run.reductions.see(len(step.planned), must_reduce_once=must_reduce_once)
         batch: Batch = state.batch
         _check_carries_counts(batch, is_weighted=self.is_weighted)
         record = MicrobatchRecord(batch=batch, rows=rows_of(batch))
@@ -350,11 +352,13 @@ class TokenAccumulation(Algorithm):
         state.batch = self._model_batch.put_back(state.batch)
         # In steps 0, 1, 2, 4, 8 and so on, because a schedule may change the coefficient.
         is_power_of_two = step_number & (step_number - 1) == 0
-        if is_power_of_two and (self.options.check_loss or run.terms.router_coefficient is not None):
+        needs_coefficient = self.options.check_loss or run.terms.router_coefficient is not None
+        if is_power_of_two and needs_coefficient:
             run.terms.check_coefficient(state.loss, state.outputs)
         state.loss = run.terms.split(state.loss, state.outputs)
         is_first = step_number == 0 and len(run.step.microbatches) == 1
-        if is_first and isinstance(state.loss, SplitLoss) and run.balance is None:
+        depends_on_cut = isinstance(state.loss, SplitLoss) and run.balance is None
+        if is_first and depends_on_cut:
             log.warning(
                 'The mean over tokens is exact. The load-balancing loss of the router is a statistic of microbatches, '
                 'and depends on how the batch is cut; with `router_balance=step` it does not.'
@@ -363,42 +367,46 @@ class TokenAccumulation(Algorithm):
             zero = attached_zero(state.outputs, state.loss)
             state.loss = run.terms.changed(state.loss, lambda name, unit, term: zero if unit == 'tokens' else term)
         if self._lacks_gradient(state):
-            # Adds an empty sum of a trained parameter: an encoder learns nothing from text, but backward would raise.
+            # Only an encoder of media is trained, and it learns nothing from text. Without this sum of nothing the
+            # backward would raise.
             parameter = next(parameter for parameter in state.model.parameters() if parameter.requires_grad)
-            no_gradient = parameter.flatten()[:0].sum()
-            state.loss = run.terms.changed(state.loss, lambda name, unit, term: term + no_gradient)
+            sum_of_nothing = parameter.flatten()[:0].sum()
+            state.loss = run.terms.changed(state.loss, lambda name, unit, term: term + sum_of_nothing)
 
     def _lacks_gradient(self, state: State) -> bool:
-        """Returns whether a microbatch without media trains nothing, because only an encoder of media is trained."""
-        if any(term.requires_grad for term in tensors_in(state.loss)):
-            return False
+        """Returns whether the loss has no gradient because the microbatch has no media."""
+        has_gradient = any(term.requires_grad for term in tensors_in(state.loss))
         layout = self._run.check.layout
-        return layout is not None and not layout.media_of(state.batch)
+        return not has_gradient and layout is not None and not layout.media_of(state.batch)
 
     def _scale(self, state: State) -> None:
         """BEFORE_BACKWARD: scales the loss. The backward follows, so nothing can rescale the loss any more."""
         run = self._run
         step = run.step
         record = step.microbatches[-1]
+        counts = record.counts
         state.batch = self._model_batch.put_back(state.batch)  # algorithms may have taken entries out after the loss
         record.batch = state.batch
         record.num_microbatches = self._num_averaged(state)
-        record.composers_weight = sample_weight(
-            record.counts.samples, int(step.totals.samples), world_size=run.world_size
-        )
-        share = token_weight(record.counts.loss_weight, step.totals.loss_weight, world_size=run.world_size)
+        step_samples = int(step.totals.samples)
+        record.composers_weight = sample_weight(counts.samples, step_samples, world_size=run.world_size)
+        share = token_weight(counts.loss_weight, step.totals.loss_weight, world_size=run.world_size)
         _check_added_rows(state, record, run.terms)
-        if self.is_weighted and record.counts.loss_tokens:
-            loss_of_tokens = sum_of_means(run.terms.of_unit(state.loss, 'tokens'))
-            record.token_loss = loss_of_tokens.detach() * record.counts.loss_tokens
-        is_chosen = self.is_weighted or self._token_choice.has(len(step.microbatches) - 1, record.counts)
+        if self.is_weighted and counts.loss_tokens:
+            mean_loss = sum_of_means(run.terms.of_unit(state.loss, 'tokens'))
+            record.token_loss = mean_loss.detach() * counts.loss_tokens
+        place = len(step.microbatches) - 1
+        is_chosen = self.is_weighted or self._token_choice.has(place, counts)
         if record.has_weight and is_chosen and run.check.has_logits:
             self._watch_tokens(state, record, share=share * step.gradient_scale)
-        self._raw_loss = sum(state.loss.values()) if isinstance(state.loss, SplitLoss) else state.loss
+        self._raw_loss = state.loss
+        if isinstance(state.loss, SplitLoss):
+            self._raw_loss = sum(state.loss.values())
         if run.balance is not None:
             assert isinstance(state.loss, SplitLoss)  # the count has refused models without a router's loss
             state.loss = run.balance.applied(state.loss, state.outputs, record.num_microbatches or 1)
-        state.loss = run.terms.scaled(state.loss, _scales_of(record, share), observe=record.observe)
+        scales = _scales_of(record, share)
+        state.loss = run.terms.scaled(state.loss, scales, observe=record.observe)
 
     def _num_averaged(self, state: State) -> int | None:
         """Returns the number of microbatches of this rank, if the loss has a term that is averaged over them."""
@@ -425,8 +433,10 @@ class TokenAccumulation(Algorithm):
         if compared is None:
             return
         selected, record.positions_of_logits = compared
+        sources = [logits]
         router_loss = router_loss_of(state.outputs)
-        sources = [logits] if router_loss is None else [logits, router_loss]
+        if router_loss is not None:
+            sources.append(router_loss)
         record.has_bypass = has_bypass(run.terms.of_unit(state.loss, 'tokens'), sources)
         weights = None
         if self.is_weighted:
@@ -438,8 +448,9 @@ class TokenAccumulation(Algorithm):
             changes = token_losses(logits, targets_of(selected, rule)) * (weights - 1)
             state.loss = _with_added(state.loss, run.terms, changes.sum() / num_tokens)
         # A single token is measured only if the loss is one mean over tokens: other terms may also use the logits.
+        is_one_mean = list(run.terms.units.values()) in ([], ['tokens'])
         unit = None
-        if run.check.token_scale is not None and list(run.terms.units.values()) in ([], ['tokens']):
+        if is_one_mean and run.check.token_scale is not None:
             unit = run.check.token_scale * share / num_tokens
         record.watch(logits, weights, unit, is_whole=is_whole, selected=selected)
 
