@@ -89,12 +89,13 @@ def step_loss_weights(
     """
     weight_sums = []
     for microbatch in _as_list(microbatches):
-        is_counted = loss_mask(microbatch, loss_tokens)
+        has_loss = loss_mask(microbatch, loss_tokens)
         # Repeated samples, which only fill up a rank, do not count.
-        is_sample = torch.tensor([row.samples > 0 for row in rows_of(microbatch)], device=is_counted.device)
-        weights = weights_at(microbatch, token_weights, is_counted & is_sample[:, None])
+        is_sample = torch.tensor([row.samples > 0 for row in rows_of(microbatch)], device=has_loss.device)
+        weights = weights_at(microbatch, token_weights, has_loss & is_sample[:, None])
         weight_sums.append(float(weights.sum(dtype=torch.float64)))
-    return _factors(weight_sums, device, getattr(microbatches, 'plan', None))
+    plan = getattr(microbatches, 'plan', None)
+    return _factors(weight_sums, device, plan)
 
 
 def weighted_microbatches(
@@ -120,7 +121,8 @@ def weighted_microbatches(
     token_counts = []
     for microbatch in counted_microbatches:
         token_counts.append(sum(row.loss_tokens for row in rows_of(microbatch)))
-    factors = _factors(token_counts, device, getattr(microbatches, 'plan', None))
+    plan = getattr(microbatches, 'plan', None)
+    factors = _factors(token_counts, device, plan)
     for microbatch, num_tokens, factor in zip(counted_microbatches, token_counts, factors, strict=True):
         model_batch = without_rows(microbatch)
         if num_tokens == 0:
@@ -139,11 +141,14 @@ def _as_list(microbatches: Sequence[Batch] | PreSplitBatch) -> list[Batch]:
         )
     microbatches = list(microbatches)
     for microbatch in microbatches:
-        if isinstance(microbatch, Mapping) and microbatch.get('num_items_in_batch') is not None:
+        if not isinstance(microbatch, Mapping):
+            continue
+        divisor = microbatch.get('num_items_in_batch')
+        if divisor is not None:
             raise InvalidInputError(
-                f'`microbatches` must not hold `num_items_in_batch`, got: {microbatch["num_items_in_batch"]}. With it '
-                'the model returns a sum divided by this number instead of a mean, and the factor would weigh it '
-                'twice. Remove the key, or use it without these factors.'
+                f'`microbatches` must not hold `num_items_in_batch`, got: {divisor}. With it the model returns a sum '
+                'divided by this number instead of a mean, and the factor would weight it twice. Remove the key, or '
+                'use it without these factors.'
             )
     return microbatches
 
@@ -179,13 +184,13 @@ def apply_token_weights(
         token_weights: ``'token'``, ``'sqrt'``, ``'sample'`` or ``'column'``, see :class:`.TokenAccumulation`.
         loss_tokens: The rule by which the model averages, see :func:`.counting.loss_mask`.
     """
-    counted = loss_mask(batch, loss_tokens)
-    weights = weights_at(batch, token_weights, counted)
+    has_loss = loss_mask(batch, loss_tokens)
+    weights = weights_at(batch, token_weights, has_loss)
     if logits.shape[:-1] != weights.shape:
         raise InvalidInputError(
             f'`logits` must be of shape {(*weights.shape, "vocabulary")}, as `labels`, got: {tuple(logits.shape)}.'
         )
-    total = weights.sum(dtype=torch.float64).clamp(min=1e-30)
+    sum_of_weights = weights.sum(dtype=torch.float64).clamp(min=1e-30)
     # The mean divides by the number of tokens. The weighted mean divides by the sum of the weights.
-    factor = (counted.sum() / total).float()
+    factor = (has_loss.sum() / sum_of_weights).float()
     weigh_tokens(logits, at_predictions(weights * factor, loss_tokens))

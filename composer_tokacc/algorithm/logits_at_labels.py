@@ -103,8 +103,11 @@ class LogitsAtLabels:
             tensors: Batch = {key: value for key, value in batch.items() if value is not None}
             rule = self._rule_of(probe, tensors)
             layout = BatchLayout.for_model(self._model)
-            # The batch is on the device already.
-            comparison = RowComparison(probe, layout, lambda rows: rows, rule, tensors, check_loss=True)
+
+            def to_device(rows: Batch) -> Batch:
+                return rows  # they are there already
+
+            comparison = RowComparison(probe, layout, to_device, rule, tensors, check_loss=True)
             failure = comparison.selection_failure(self._selector)
         finally:
             self._is_probing = False

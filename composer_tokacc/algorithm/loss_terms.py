@@ -23,14 +23,14 @@ LOSS_UNITS = ('tokens', 'samples', 'coupled_samples', 'microbatches')
 COEFFICIENTS = ('router_aux_loss_coef', 'aux_loss_coef')
 """Names that configs use for the factor of a router's load-balancing loss."""
 
-Change = Callable[[Any, str, Tensor], Tensor]
-"""Makes the new value of a term from its name (or place in a sequence), its unit and its value."""
-
 
 class Term(NamedTuple):
     """A term of a loss."""
 
-    unit: str  # one of LOSS_UNITS
+    name: Any
+    """Its key in a dict, or its place in a sequence."""
+    unit: str
+    """One of :data:`LOSS_UNITS`."""
     value: Tensor
 
 
@@ -58,8 +58,8 @@ class LossTerms:
         """Names of the terms that depend on which rows share a microbatch."""
         return [name for name, unit in self.units.items() if unit in ('coupled_samples', 'microbatches')]
 
-    def named(self, loss: Any) -> dict[Any, Term]:
-        """Returns the terms by their names, or by their places in a sequence. Composer's ``'total'`` is left out.
+    def terms_of(self, loss: Any) -> list[Term]:
+        """Returns the terms of a loss. Composer's ``'total'`` is left out.
 
         Raises:
             RuntimeError: If the terms are not those of ``loss_units``.
@@ -70,11 +70,11 @@ class LossTerms:
                     f'`loss_units` must go with a dict loss, got: a loss of type {type(loss).__name__}. Return a dict '
                     f'with the terms {sorted(self.units)}, or drop `loss_units` (docs/errors.md#model-loss).'
                 )
-            return {place: Term('tokens', value) for place, value in enumerate(tensors_in(loss))}
+            return [Term(place, 'tokens', value) for place, value in enumerate(tensors_in(loss))]
         units = self.units or dict.fromkeys(loss, 'tokens')
         if isinstance(loss, SplitLoss):
             units = loss.units
-        terms = {}
+        terms = []
         for name, value in loss.items():
             if not isinstance(value, Tensor):
                 raise NotExactError(
@@ -87,7 +87,7 @@ class LossTerms:
                     f'`loss_units` must name every term of the loss, got: no unit for {name!r}. Add '
                     f"`'{name}': 'tokens'`, 'samples', 'coupled_samples' or 'microbatches' (docs/errors.md#model-loss)."
                 )
-            terms[name] = Term(units[name], value)
+            terms.append(Term(name, units[name], value))
         return terms
 
     def of_unit(self, loss: Any, unit: str) -> list[Tensor]:
@@ -97,13 +97,14 @@ class LossTerms:
         """
         if unit == 'tokens' and not self.units and isinstance(loss, Mapping) and 'total' in loss:
             return [loss['total']]
-        return [term.value for term in self.named(loss).values() if term.unit == unit]
+        return [term.value for term in self.terms_of(loss) if term.unit == unit]
 
-    def changed(self, loss: Any, change: Change) -> Any:
-        """Returns a loss of the same kind with changed terms, and with their new total if it has one."""
-        values = {}
-        for name, term in self.named(loss).items():
-            values[name] = change(name, term.unit, term.value)
+    def changed(self, loss: Any, change: Callable[[Term], Tensor]) -> Any:
+        """Returns a loss of the same kind with new values of its terms, and with their new total if it has one.
+
+        ``change`` gives the new value of a term.
+        """
+        values = {term.name: change(term) for term in self.terms_of(loss)}
         if isinstance(loss, Tensor):
             return values[0]
         if not isinstance(loss, Mapping):
@@ -112,7 +113,7 @@ class LossTerms:
             if self.units and values:
                 values['total'] = sum_of_means(values.values())
             else:
-                values['total'] = change('total', 'tokens', loss['total'])
+                values['total'] = change(Term('total', 'tokens', loss['total']))
         return SplitLoss(values) if isinstance(loss, SplitLoss) else values
 
     def scaled(self, loss: Any, scales: Mapping[str, float], observe: Callable[[Tensor], None]) -> Any:
@@ -121,7 +122,7 @@ class LossTerms:
         The products are new tensors, because Composer multiplies the loss in place. In the backward ``observe`` gets
         the gradient that reaches the scaled loss. It is called once, as Composer multiplies all terms by one number.
         """
-        scaled = self.changed(loss, lambda name, unit, value: value.float() * scales[unit])
+        scaled = self.changed(loss, lambda term: term.value.float() * scales[term.unit])
         if isinstance(scaled, Mapping) and self.units and scaled:
             # Composer pairs terms by their position over the ranks, so all ranks need the same names in the same order.
             names = list(self.units)
@@ -180,7 +181,7 @@ class LossTerms:
         other terms exist, their sum is returned.
         """
         loss = self.split(loss, outputs)
-        values = [term.value for term in self.named(loss).values()]
+        values = [term.value for term in self.terms_of(loss)]
         has_units = bool(self.units) or isinstance(loss, SplitLoss)
         has_several_terms = isinstance(loss, Mapping) and len(values) > 1
         if has_several_terms and not has_units:

@@ -20,6 +20,7 @@ from composer_tokacc.algorithm.loss_terms import (
     LOSS_UNITS,
     LossTerms,
     SplitLoss,
+    Term,
     attached_zero,
     sum_of_means,
     tensors_in,
@@ -205,7 +206,8 @@ class TokenAccumulation(Algorithm):
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         """Dispatches on the event."""
-        metrics = self._actions[event](state)
+        action = self._actions[event]
+        metrics = action(state)
         if metrics:
             logger.log_metrics(metrics)
 
@@ -365,13 +367,13 @@ class TokenAccumulation(Algorithm):
             )
         if record.is_empty:
             zero = attached_zero(state.outputs, state.loss)
-            state.loss = run.terms.changed(state.loss, lambda name, unit, term: zero if unit == 'tokens' else term)
+            state.loss = run.terms.changed(state.loss, lambda term: zero if term.unit == 'tokens' else term.value)
         if self._lacks_gradient(state):
             # Only an encoder of media is trained, and it learns nothing from text. Without this sum of nothing the
             # backward would raise.
             parameter = next(parameter for parameter in state.model.parameters() if parameter.requires_grad)
             sum_of_nothing = parameter.flatten()[:0].sum()
-            state.loss = run.terms.changed(state.loss, lambda name, unit, term: term + sum_of_nothing)
+            state.loss = run.terms.changed(state.loss, lambda term: term.value + sum_of_nothing)
 
     def _lacks_gradient(self, state: State) -> bool:
         """Returns whether the loss has no gradient because the microbatch has no media."""
@@ -505,12 +507,12 @@ class TokenAccumulation(Algorithm):
             'token_accumulation/empty_steps': self.num_empty_steps,
         }
         if self.is_weighted:
-            total = state.device.tensor_to_device(torch.zeros(1, dtype=torch.float64))
+            loss_sum = state.device.tensor_to_device(torch.zeros(1, dtype=torch.float64))
             for record in step.microbatches:
                 if record.token_loss is not None:
-                    total += record.token_loss.to(total)
-            (total_of_ranks,) = RankSum(total).read()
-            metrics['token_accumulation/token_mean_loss'] = total_of_ranks / max(tokens, 1)
+                    loss_sum += record.token_loss.to(loss_sum)
+            (loss_sum_of_ranks,) = RankSum(loss_sum).read()
+            metrics['token_accumulation/token_mean_loss'] = loss_sum_of_ranks / max(tokens, 1)
         return metrics
 
 
@@ -556,21 +558,21 @@ def _check_carries_counts(batch: Batch, *, is_weighted: bool) -> None:
 
 def _check_added_rows(state: State, record: MicrobatchRecord, terms: LossTerms) -> None:
     """Raises RuntimeError if a term over samples has a loss in a row that only fills up a rank."""
-    added = [number for number, row in enumerate(record.rows) if row.samples == 0]
+    added_rows = [number for number, row in enumerate(record.rows) if row.samples == 0]
     num_rows = len(record.rows)
-    logits = logits_of(state.outputs)
-    if not added or len(added) == num_rows or logits is None or not logits.requires_grad:
+    if not 0 < len(added_rows) < num_rows:
         return
+    logits = logits_of(state.outputs)
     terms_of_samples = terms.of_unit(state.loss, 'samples')
-    if not terms_of_samples:
+    if not terms_of_samples or logits is None or not logits.requires_grad:
         return
     loss = sum_of_means(terms_of_samples)
     (gradient,) = torch.autograd.grad(loss, logits, retain_graph=True, allow_unused=True)
-    if gradient is not None and len(gradient) == num_rows and gradient[added].any():
+    if gradient is not None and len(gradient) == num_rows and gradient[added_rows].any():
         raise NotExactError(
-            f'Terms over samples must be 0 for rows without labels, which fill up ranks, got: a gradient in '
-            f'{len(added)} of {num_rows} rows. Multiply what a row adds by `(labels != -100).any(dim=1)`, or give '
-            'every rank as many samples (`drop_last=True`).'
+            'A term over samples must be 0 for the rows without labels that fill up a rank, got: a gradient in one of '
+            f'the {len(added_rows)} such rows of {num_rows}. Multiply what a row adds by '
+            '`(labels != -100).any(dim=1)`, or give every rank equally many samples (`drop_last=True`).'
         )
 
 
@@ -593,5 +595,10 @@ def _scales_of(record: MicrobatchRecord, share: float) -> dict[str, float]:
 
 def _with_added(loss: Any, terms: LossTerms, added: torch.Tensor) -> Any:
     """Returns the loss with a number added to its first mean over tokens, and to its total."""
-    first = next(name for name, term in terms.named(loss).items() if term.unit == 'tokens')
-    return terms.changed(loss, lambda name, unit, term: term + added if name in (first, 'total') else term)
+    means_over_tokens = [term.name for term in terms.terms_of(loss) if term.unit == 'tokens']
+    changed_names = (means_over_tokens[0], 'total')
+
+    def with_added(term: Term) -> torch.Tensor:
+        return term.value + added if term.name in changed_names else term.value
+
+    return terms.changed(loss, with_added)
