@@ -10,6 +10,7 @@ from torch import Tensor
 
 from composer_tokacc.batch import Batch, sample_name
 from composer_tokacc.counting import counted_tokens
+from composer_tokacc.layout import PreSplitBatch
 from composer_tokacc.planning import check_choice
 from composer_tokacc.refusals import InvalidInputError
 
@@ -19,6 +20,13 @@ have different weights, it holds float32 of the labels' shape, 0 where no loss i
 TOKEN_WEIGHTS: dict[str, float | None] = {'token': 0.0, 'sqrt': 0.5, 'sample': 1.0, 'column': None}
 """Schemes. The number is p: a token weighs n ** -p, where n is the number of loss tokens of its sample. None: the batch
 holds the weights."""
+
+
+def with_weights_of_positions(batch: Batch) -> Batch:
+    """Returns the batch with a weight for each position of its labels, where the loader may give one for each row."""
+    if isinstance(batch, PreSplitBatch):
+        return batch.map(with_weights_of_positions)
+    return {**batch, LOSS_WEIGHTS: token_weights_of(batch, 'column', 'unshifted')}
 
 
 def token_weights_of(batch: Batch, token_weights: str, loss_tokens: str = 'causal') -> Tensor:

@@ -39,7 +39,7 @@ from composer_tokacc.layout import BatchLayout, microbatches_of
 from composer_tokacc.layout.placeholders import all_placeholders
 from composer_tokacc.planning import check_choice
 from composer_tokacc.refusals import InvalidInputError, NotExactError
-from composer_tokacc.weights import LOSS_WEIGHTS, TOKEN_WEIGHTS
+from composer_tokacc.weights import LOSS_WEIGHTS, TOKEN_WEIGHTS, with_weights_of_positions
 
 log = logging.getLogger(__name__)
 
@@ -145,6 +145,7 @@ class RunContext:
             raise NotExactError('No parameter of the model requires a gradient, so nothing is trained. Unfreeze one.')
         check_gradient_hooks(model)
         self.world_size = get_world_size()
+        self._reads_weights = options.token_weights == 'column'
         self.terms = LossTerms(options.loss_units, None if options.loss_units else router_coefficient(model))
         self.reductions = ReductionWatch(state, is_coupled=bool(self.terms.coupled))
         self.has_bypass: bool | None = None
@@ -186,6 +187,8 @@ class RunContext:
 
     def prove(self, batch: Batch) -> None:
         """Checks the kinds of rows that are new on any rank. Then the split cuts by the rules that were found."""
+        if self._reads_weights:
+            batch = with_weights_of_positions(batch)  # as in training; a weight for each row could not be packed
         try:
             rules = self.check.prove(batch, self.split)
         except BaseException:

@@ -220,6 +220,9 @@ class MicrobatchSplit:
             # All rows are joined into one batch and cut again.
             sources = [describe(layout, planned.joined(layout))]
             planned = None
+            _check_first_labels(sources, 'microbatches that a loader has collated')
+        if self.packing:
+            _check_first_labels(sources, 'packed rows')
         self._check_packing(sources)
         budget = self._budget(sources, microbatch_size)
         options = replace(self.options, max_tokens=budget)
@@ -435,6 +438,22 @@ def with_dummies(pieces: Sequence[Piece], dummies: DummyRows) -> list[Piece]:
         else:
             completed.append(with_missing)
     return completed
+
+
+def _check_first_labels(sources: Sequence[RowFacts], kind: str) -> None:
+    """Raises if padding on the left predicts a label, but the padding of such rows depends on how they are cut.
+
+    ``kind`` says in which rows. Models that do not shift labels predict each label from its own position.
+    """
+    for facts in sources:
+        counts = rows_of(facts.batch)
+        for row, has_label in enumerate(facts.has_label_behind_padding):
+            if has_label and counts[row].rule not in ('', 'unshifted'):
+                raise InvalidInputError(
+                    f'The first token of a row must have no label in {kind} if rows are padded on the left, got: a '
+                    f'label in {sample_name(facts.batch, row)}. A pad would predict it, so whether it counts depends '
+                    'on the cut. Mask that label (-100) in the collator, or pad on the right (docs/errors.md#padding).'
+                )
 
 
 def _empty_microbatch(sources: Sequence[RowFacts], dummies: DummyRows) -> BatchDict:

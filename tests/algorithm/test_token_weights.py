@@ -123,6 +123,14 @@ def test_row_weight_holds_for_all_tokens(model, form):
     check(model, expected, token_data_spec(loader({**batch, 'loss_weights': given})), 'column', 2)
 
 
+@pytest.mark.parametrize('packing', [True, 'auto'])
+def test_row_weight_of_packed_rows(model, packing):
+    batch = batch_of()
+    weights = torch.tensor([0.5, 2.0, 0.0, 1.0, 3.0, 0.25])
+    data = token_data_spec(loader({**batch, 'loss_weights': weights}), packing=packing)
+    check(model, {**batch, 'loss_weights': weights}, data, 'column', 2)
+
+
 def test_packed_documents_keep_their_weights(model):
     rows = text_rows(RAGGED)
     batch = collate(rows)

@@ -11,6 +11,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from composer.models import HuggingFaceModel
 from torch.utils.data import Dataset
 
 from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, token_data_spec
@@ -20,8 +21,9 @@ from composer_tokacc.layout import BatchLayout, PreSplitBatch
 from composer_tokacc.row_counts import num_samples
 from tests.support.families import FAMILIES
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
+from tests.support.masked_text import masked_batch, masked_model
 from tests.support.small_batches import LLAVA, TEXT, text_batch
-from tests.support.text import text_model
+from tests.support.text import collate, text_model, text_rows
 from tests.support.training import fit, hugging_face, reference_gradients, relative_error
 
 SHAPES = [[9, 8], [5, 4, 4, 3], [10]]
@@ -41,6 +43,11 @@ def ready(shapes=SHAPES, *, side='right', images=False):
         microbatches.append(batch)
     places = iter(range(100))
     return PreSplitBatch(microbatches, max_tokens=CAP, indices=[[next(places) for _ in lengths] for lengths in shapes])
+
+
+def without_first_labels(batch):
+    """Masks the labels of the first tokens, because on the left a pad may predict them."""
+    return batch.map(lambda rows: {**rows, 'labels': rows['labels'].masked_fill(rows['labels'] == 1, -100)})
 
 
 def spec_for(*, images=False, checked=True, left='trim', right='trim', needs_media=False, **kwargs):
@@ -75,9 +82,7 @@ def is_handed_on(microbatches, batch):
 
 @pytest.mark.parametrize('side', ['right', 'left'])
 def test_microbatches_are_not_copied(side):
-    batch, spec = ready(side=side), spec_for()
-    if side == 'left':  # a first label is predicted from what stands before it, so it must not be one
-        batch = batch.map(lambda one: {**one, 'labels': one['labels'].masked_fill(one['labels'] == 1, -100)})
+    batch, spec = without_first_labels(ready(side=side)), spec_for()
     is_handed_on(spec.split_batch(spec.batch_transforms(batch), 2), batch)
 
 
@@ -131,7 +136,7 @@ def test_unneeded_columns_are_cut_off():
     ],
 )
 def test_rows_are_joined_if_needed(kwargs, side):
-    batch, spec = ready(side=side), spec_for(**kwargs)
+    batch, spec = without_first_labels(ready(side=side)), spec_for(**kwargs)
     plain = batch.joined(BatchLayout(family=TEXT))
     found, expected = spec.split_batch(batch, 5), spec.split_batch(plain, 5)
     assert len(found) == len(expected)
@@ -140,10 +145,31 @@ def test_rows_are_joined_if_needed(kwargs, side):
         assert all(torch.equal(one[key], other[key]) for key in one if isinstance(one[key], torch.Tensor))
 
 
-def test_label_on_first_token_behind_padding():
-    spec, batch = spec_for(), ready(side='left')
-    plain = batch.joined(BatchLayout(family=TEXT))
-    assert names(spec.split_batch(batch, 20)) == names(spec.split_batch(plain, 20))
+def left_padded_loader(dataset, collate):
+    sampler = RegroupingBatchSampler(
+        dataset, lengths=[len(row['labels'][0]) for row in dataset], global_batch_size=6, max_tokens=24, shuffle=False
+    )
+    return token_data_spec(RegroupingDataLoader(dataset, batch_sampler=sampler, collate_fn=collate))
+
+
+def test_label_that_a_pad_predicts_is_refused():
+    """Whether it counts depends on the cut, because a row has no padding in a microbatch of its own."""
+    rows = text_rows([(length, length) for length in (9, 8, 5, 4, 4, 3)])
+    data = left_padded_loader(rows, partial(collate, side='left'))
+    with pytest.raises(ValueError, match='first token of a row must have no label'):
+        fit(text_model(), data, max_duration='1ba')
+
+
+def test_label_that_a_pad_precedes_counts():
+    """A masked language model predicts each label from its own position, so padding on the left changes nothing."""
+    whole = masked_batch([9, 8, 5, 4, 4, 3])
+    rows = []
+    for row, length in enumerate(whole['attention_mask'].sum(dim=1).tolist()):
+        rows.append({key: value[row : row + 1, :length] for key, value in whole.items()})
+    model = masked_model('esm')
+    expected, _ = reference_gradients(model, whole)
+    recorder = fit(HuggingFaceModel(model), left_padded_loader(rows, partial(collate, side='left')), max_duration='1ba')
+    assert relative_error(recorder.gradients, expected) < 1e-6
 
 
 def test_evaluation_keeps_rows_in_order():
