@@ -24,6 +24,7 @@ from composer.models import ComposerModel, HuggingFaceModel
 from torch.nn.parallel import DistributedDataParallel
 
 from composer_tokacc.algorithm.loss_terms import LOSS_UNITS, LossTerms, router_coefficient
+from composer_tokacc.algorithm.rank_widths import RankWidth
 from composer_tokacc.algorithm.reduction import ReductionWatch
 from composer_tokacc.algorithm.router_balance import OTHERWISE, ROUTER_BALANCES, StepBalance
 from composer_tokacc.batch import IGNORE_INDEX, Batch, check_batch, check_vocabulary
@@ -184,6 +185,13 @@ class RunContext:
         self.step = step
         if self.split is not None:
             self.split.step = step
+
+    def width_of(self, step: Step) -> RankWidth:
+        """Returns the width of the rows of this rank. A single rank has nothing to compare, so it gives no facts."""
+        if self.world_size == 1:
+            return RankWidth.of((), None, None)
+        rules = None if self.split is None else self.split.rules
+        return RankWidth.of(step.facts, rules, self.check.rule)
 
     def prove(self, batch: Batch) -> None:
         """Checks the kinds of rows that are new on any rank. Then the split cuts by the rules that were found."""

@@ -25,6 +25,7 @@ from composer_tokacc.algorithm.loss_terms import (
     sum_of_means,
     tensors_in,
 )
+from composer_tokacc.algorithm.rank_widths import check_widths
 from composer_tokacc.algorithm.reduction import check_reduced, check_sharding, warn_of_large_units
 from composer_tokacc.algorithm.setup import AlgorithmOptions, RunContext, check_microbatches
 from composer_tokacc.batch import Batch, BatchDict, labels_of, sample_name
@@ -42,7 +43,7 @@ from composer_tokacc.collectives import RankSum
 from composer_tokacc.counting import with_one_label
 from composer_tokacc.labelled import batch_at_logits
 from composer_tokacc.layout import describe_all, microbatches_of
-from composer_tokacc.plan_agreement import NUM_SUMS, PlanRecord, check_plans, numbers_to_sum, plan_record_of
+from composer_tokacc.plan_agreement import NUM_SUMS, check_plans, numbers_to_sum, plan_record_of
 from composer_tokacc.planning import check_state
 from composer_tokacc.refusals import InvalidInputError, NotExactError
 from composer_tokacc.repeated_samples import num_repeated
@@ -275,15 +276,18 @@ class TokenAccumulation(Algorithm):
         )
         has_new_rows = run.check.has_new_rows(step.facts, run.split)
         # The sums come before the cut, so that rows of a new size are cut only by rules that were proven for them.
-        is_any_new = self._sum_over_ranks(state, step, plan, has_new_rows=has_new_rows)
+        sums = self._sums_over_ranks(state, step, [has_new_rows, *run.width_of(step).numbers(), *numbers_to_sum(plan)])
+        num_with_new_rows, *width_sums = sums[:-NUM_SUMS]
+        check_plans(sums[-NUM_SUMS:], plan)
         if step.totals.loss_weight == 0 and step.totals.loss_tokens:
             raise NotExactError(
                 f'The weights of a step must not all be 0, got: 0 for each of its {step.totals.loss_tokens:.0f} '
                 f'loss-generating tokens, {sample_name(state.batch, 0)} among them. Fix `{LOSS_WEIGHTS}` '
                 '(docs/errors.md#counts).'
             )
-        if run.check.is_due(self._token_choice.step, has_new_rows=is_any_new):
+        if run.check.is_due(self._token_choice.step, has_new_rows=num_with_new_rows > 0):
             run.prove(state.batch)
+        check_widths(width_sums, run.width_of(step))
         run.begin_step(step)
 
     def _with_marks(self, batch: Batch, num_copies: int) -> Batch:
@@ -298,22 +302,18 @@ class TokenAccumulation(Algorithm):
             marked_rows.append(replace(row, samples=samples, has_new_label=has_new_label[number]))
         return with_rows(batch, marked_rows)
 
-    def _sum_over_ranks(self, state: State, step: Step, plan: PlanRecord | None, *, has_new_rows: bool) -> bool:
-        """Sums the counts of a step over the ranks by one all-reduce. Returns whether any rank has new rows.
-
-        Raises RuntimeError on all ranks if they have planned different batches.
-        """
+    def _sums_over_ranks(self, state: State, step: Step, others: Sequence[int]) -> Sequence[float]:
+        """Sums the counts of a step and other numbers over the ranks, by one all-reduce. Returns the other sums."""
         counts = step.counts
-        numbers = [counts.loss_tokens, counts.samples, counts.loss_weight, has_new_rows, *numbers_to_sum(plan)]
+        numbers = [counts.loss_tokens, counts.samples, counts.loss_weight, *others]
         sums: Sequence[float] = numbers
         if self._run.world_size > 1:
             dtype = torch.float64 if self.is_weighted else torch.int64
             on_device = state.device.tensor_to_device(torch.tensor(numbers, dtype=dtype))
             sums = RankSum(on_device).read()
-        check_plans(sums[-NUM_SUMS:], plan)
-        loss_tokens, samples, loss_weight, num_with_new_rows = sums[:-NUM_SUMS]
+        loss_tokens, samples, loss_weight, *sums_of_others = sums
         step.totals = StepTotals(loss_tokens, samples, loss_weight)
-        return num_with_new_rows > 0
+        return sums_of_others
 
     def _start_attempt(self, state: State) -> None:
         """BEFORE_TRAIN_BATCH: forgets earlier attempts of the step. After OOM, or in a closure, a step runs again."""

@@ -217,6 +217,7 @@ class MicrobatchSplit:
         sources = self._describe(layout, batch)
         planned = batch if isinstance(batch, PreSplitBatch) else None
         if planned is not None and not self._may_stay_pre_split(sources):
+            self._check_positions(sources)
             # All rows are joined into one batch and cut again.
             sources = [describe(layout, planned.joined(layout))]
             planned = None
@@ -279,6 +280,16 @@ class MicrobatchSplit:
             return False
         widest = max(sources, key=lambda facts: facts.width)
         return self.rules.policy(replace(widest, side='left')) == 'trim'
+
+    def _check_positions(self, sources: Sequence[RowFacts]) -> None:
+        """Raises if a model counts positions from padding on the left, which differs in each planned microbatch."""
+        for facts in sources:
+            if facts.side == 'left' and self.rules.policy(facts) == 'shift':
+                raise InvalidInputError(
+                    'Rows must be padded on the right in microbatches that a loader has collated if the model counts '
+                    f'positions from the first column, got: {sample_name(facts.batch, 0)} in a microbatch padded on '
+                    'the left. Pad on the right, or give `position_ids` (docs/errors.md#padding).'
+                )
 
     def _check_packing(self, sources: Sequence[RowFacts]) -> None:
         if self.options.packing and not self.checked:

@@ -145,18 +145,25 @@ class RowFacts:
         return (num_runs > 1).tolist()
 
     @cached_property
+    def has_first_label(self) -> list[bool]:
+        """Which rows have a label on their first token."""
+        labels = labels_at_text(self.batch)
+        if labels is None:
+            return [False] * len(self.real)
+        first_real = self.real.int().argmax(dim=1, keepdim=True)
+        return (labels.gather(1, first_real)[:, 0] != IGNORE_INDEX).tolist()
+
+    @cached_property
     def has_label_behind_padding(self) -> list[bool]:
         """Which left-padded rows have a label on their first token.
 
         The last pad before it predicts this label, so the row cannot be trimmed.
         """
-        labels = labels_at_text(self.batch)
-        if labels is None or self.side != 'left':
+        if self.side != 'left':
             return [False] * len(self.real)
-        first_real = self.real.int().argmax(dim=1)
-        is_labelled = labels.gather(1, first_real[:, None])[:, 0] != IGNORE_INDEX
-        has_padding = first_real > 0
-        return (is_labelled & has_padding).tolist()
+        has_padding = (~self.real[:, 0]).tolist()
+        pairs = zip(self.has_first_label, has_padding, strict=True)
+        return [is_labelled and is_padded for is_labelled, is_padded in pairs]
 
 
 def describe(layout: BatchLayout, batch: Batch) -> RowFacts:

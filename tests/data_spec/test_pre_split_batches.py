@@ -132,7 +132,6 @@ def test_unneeded_columns_are_cut_off():
         ({'packing': True}, 'right'),
         ({'right': 'keep'}, 'right'),
         ({'left': 'keep'}, 'left'),
-        ({'left': 'shift'}, 'left'),
     ],
 )
 def test_rows_are_joined_if_needed(kwargs, side):
@@ -143,6 +142,13 @@ def test_rows_are_joined_if_needed(kwargs, side):
     for one, other in zip(found, expected, strict=True):
         assert one.keys() == other.keys()
         assert all(torch.equal(one[key], other[key]) for key in one if isinstance(one[key], torch.Tensor))
+
+
+def test_positions_that_depend_on_padding_are_refused():
+    """A model that counts positions from the first column would count others in each microbatch."""
+    batch, spec = without_first_labels(ready(side='left')), spec_for(left='shift')
+    with pytest.raises(ValueError, match='padded on the right'):
+        spec.split_batch(batch, 5)
 
 
 def left_padded_loader(dataset, collate):

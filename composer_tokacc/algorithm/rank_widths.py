@@ -1,0 +1,84 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Rows padded on the left, on several ranks: each rank pads to its own longest row.
+
+In one batch of all ranks, the rows of the narrower ranks would have more padding. On the right this changes nothing. On
+the left it changes two things: a label on the first token, which the last pad before it predicts, and the positions of
+models that count them from the first column. A step in which this matters is refused, because its gradient would depend
+on the number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from composer_tokacc.collectives import all_gather_object, get_world_size
+from composer_tokacc.data_spec.pieces import CutRules
+from composer_tokacc.layout import RowFacts
+from composer_tokacc.refusals import NotExactError
+
+
+@dataclass(frozen=True)
+class RankWidth:
+    """The padded width of the rows of one rank, and why it matters."""
+
+    width: int
+    is_left: bool
+    """Whether some row has padding on the left."""
+    reason: str
+    """What would change with more padding on the left; empty: nothing."""
+
+    @classmethod
+    def of(cls, sources: Sequence[RowFacts], rules: CutRules | None, loss_rule: str | None) -> RankWidth:
+        """Returns the width of a batch.
+
+        Args:
+            sources: The facts of the batch, or of each of its microbatches; none: nothing is known.
+            rules: How rows may be cut; None: no split has learnt it.
+            loss_rule: The loss rule of the model, see :func:`.loss_mask`.
+        """
+        reason = ''
+        for facts in sources:
+            if facts.is_padded and facts.side == 'right':
+                continue
+            # The check of left-padded rows shows whether they may be trimmed. Until then they may not.
+            may_count_columns = rules is not None and rules.left != 'trim'
+            if may_count_columns and facts.may_be_trimmed and not facts.has_positions:
+                reason = 'the model may count positions from the first column'
+            elif loss_rule != 'unshifted' and any(facts.has_first_label):
+                reason = 'the first token of a row has a label, which the pad before it would predict'
+        return cls(
+            width=max((facts.width for facts in sources), default=0),
+            is_left=any(facts.is_padded and facts.side == 'left' for facts in sources),
+            reason=reason,
+        )
+
+    def numbers(self) -> list[int]:
+        """Returns integers whose sums over the ranks tell :func:`check_widths` whether to compare the ranks."""
+        return [self.is_left, bool(self.reason), self.width, self.width**2]
+
+
+def check_widths(sums: Sequence[float], width: RankWidth) -> None:
+    """Raises RuntimeError on all ranks if more padding on the left would change the rows of a rank.
+
+    Args:
+        sums: Sums over the ranks of :meth:`RankWidth.numbers`.
+        width: The width of this rank.
+    """
+    num_left, num_with_reason, sum_of_widths, sum_of_squares = sums
+    # Numbers are equal exactly if the mean of their squares is the square of their mean (Cauchy-Schwarz).
+    are_equal = get_world_size() * sum_of_squares == sum_of_widths**2
+    if are_equal or not num_left or not num_with_reason:
+        return
+    widths = all_gather_object(width)
+    widest = max(other.width for other in widths)
+    for rank, other in enumerate(widths):
+        if other.reason and other.width < widest:
+            raise NotExactError(
+                f'Rows padded on the left must be equally wide on all ranks, got: {other.width} on rank {rank}, '
+                f'{widest} on another, and {other.reason}. The gradient would depend on the number of ranks. Pad all '
+                'rows to one width, pad on the right, or mask that label (-100) and give `position_ids` '
+                '(docs/errors.md#padding).'
+            )

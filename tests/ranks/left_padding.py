@@ -1,0 +1,60 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Under the composer launcher: two ranks whose rows are padded on the left, each to its own longest row.
+
+Prints for each case the relative error of the gradient against one forward over the rows of both ranks, or the message
+of the refusal.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from composer.utils import dist
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from tests.support.text import VOCABULARY, collate, text_model, text_rows
+from tests.support.training import fit, reference_gradients, relative_error
+
+MASKED = [(4, 2), (9, 5), (6, 3), (14, 8)]
+LABELLED = [(4, 4), (9, 5), (6, 3), (14, 8)]
+
+
+def positional_model() -> Any:
+    """Returns a model that counts positions from the first column."""
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=2, n_positions=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    )
+    return GPT2LMHeadModel(config)
+
+
+def measure(model: Any, shape: list[tuple[int, int]], *, side: str = 'left', equal_widths: bool = False) -> Any:
+    """Returns the relative error of the gradient, or the message of the refusal. Each rank takes two of four rows."""
+    rows = text_rows(shape)
+    whole = collate(rows, side=side)
+    start = 2 * dist.get_global_rank()
+    own = collate(rows[start : start + 2], side=side)
+    if equal_widths:
+        own = {key: value[start : start + 2] for key, value in whole.items()}
+    try:
+        recorder = fit(model, own, microbatch_size=1)
+    except RuntimeError as error:
+        return str(error)
+    expected, _ = reference_gradients(model, whole)
+    return relative_error(recorder.gradients, expected)
+
+
+def main() -> dict[str, Any]:
+    """Returns the outcome of each case."""
+    return {
+        'masked': measure(text_model(), MASKED),
+        'labelled': measure(text_model(), LABELLED),
+        'labelled, equally wide': measure(text_model(), LABELLED, equal_widths=True),
+        'labelled, on the right': measure(text_model(), LABELLED, side='right'),
+        'positions': measure(positional_model(), MASKED),
+        'positions, equally wide': measure(positional_model(), MASKED, equal_widths=True),
+        'positions, on the right': measure(positional_model(), MASKED, side='right'),
+    }
