@@ -300,6 +300,10 @@ class RegroupingBatchSampler(DistributedSampler):
         """
         check_state(state, {'epoch', 'batch'}, counts=('epoch', 'batch'))
         identity = self._identity()
+        size = identity.get('global_batch_size')
+        # Earlier versions saved a schedule of one stage as a list. Now it is saved as the size that it is.
+        if state.get('global_batch_size') == [['0ba', size]]:
+            state = {**state, 'global_batch_size': size}
         for name in sorted({*identity, *state} - {'epoch', 'batch'}):
             # Also if only one of both has the key.
             if state.get(name) != identity.get(name):

@@ -223,6 +223,20 @@ def test_state_of_other_windows_is_refused():
         build(lengths, global_batch_size=[*RISING, (20, 32)]).load_state_dict(state)
 
 
+def test_saved_schedule_of_one_stage():
+    """Such a schedule is saved as its size. Earlier versions saved a list."""
+    lengths = np.arange(1, 41)
+    for stages in (8, [(0, 8)], [('0tok', 8)]):
+        sampler = build(lengths, global_batch_size=stages)
+        state = sampler.state_dict()
+        assert state['global_batch_size'] == 8
+        for saved_size in (8, [['0ba', 8]]):
+            sampler.load_state_dict({**state, 'global_batch_size': saved_size, 'batch': 3})
+            assert sampler.state_dict() == {**state, 'batch': 3}
+        with pytest.raises(ValueError, match=r"`global_batch_size` .*, got: 8, saved: \[\['0ba', 16\]\]"):
+            sampler.load_state_dict({**state, 'global_batch_size': [['0ba', 16]]})
+
+
 @pytest.mark.parametrize(
     ('kwargs', 'message'),
     [
