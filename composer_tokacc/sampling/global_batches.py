@@ -12,13 +12,13 @@ import re
 import zlib
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from composer_tokacc.planning import check_count, mean_samples
+from composer_tokacc.planning import check_count, check_kind, mean_samples
 from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.sampling.mixture import Mixture, merged_evenly, mixed_orders, permutation
 
@@ -51,7 +51,8 @@ class BatchSchedule:
         """Returns the schedule of a size, or of a list of (start, size). Raises ValueError if the list is malformed."""
         if not isinstance(stages, Sequence):
             stages = [(0, stages)]
-        schedule = cls('ba', [], [])
+        starts: list[int] = []
+        sizes: list[int] = []
         units: set[str] = set()
         for stage in stages:
             match = None
@@ -62,15 +63,15 @@ class BatchSchedule:
             start = int(match[1])
             if start > 0:  # 0 is the same in every unit
                 units.add(match[2] or 'ba')
-            schedule.starts.append(start)
-            schedule.sizes.append(stage[1])
-        is_rising = all(start < next_start for start, next_start in pairwise(schedule.starts))
-        if schedule.starts[:1] != [0] or not is_rising or len(units) > 1:
-            raise _not_a_schedule(stages)
-        for size in schedule.sizes:
+            size = stage[1]
             check_count('global_batch_size', size)
-        sizes = [int(size) for size in schedule.sizes]  # numbers of numpy would stand in checkpoints
-        return replace(schedule, unit=next(iter(units), 'ba'), sizes=sizes)
+            starts.append(start)
+            sizes.append(int(size))
+        is_rising = all(start < next_start for start, next_start in pairwise(starts))
+        if starts[:1] != [0] or not is_rising or len(units) > 1:
+            raise _not_a_schedule(stages)
+        unit = 'tok' if 'tok' in units else 'ba'
+        return cls(unit, starts, sizes)
 
     def stage_at(self, place: RunPlace) -> int:
         """Returns the number of the stage of the step that starts at a place."""
@@ -157,6 +158,13 @@ class GlobalBatches:
                 'Exactly one of `global_batch_size` and `global_batch_tokens` must be given, got: '
                 f'{samples!r:.80} and {tokens!r}.'
             )
+        if mixture is not None:
+            check_kind('mixture', mixture, Mixture)
+            if sum(mixture.sizes) != len(lengths):
+                raise InvalidInputError(
+                    f'`mixture` must have the sizes of the datasets in `dataset`, got: {list(mixture.sizes)} for '
+                    f'{len(lengths)} samples. Use torch.utils.data.ConcatDataset.'
+                )
         self._lengths = lengths
         self._seed = seed
         self._drop_last = drop_last

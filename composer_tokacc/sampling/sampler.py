@@ -150,35 +150,20 @@ class RegroupingBatchSampler(DistributedSampler):
         )
         # All tables are checked here, so that bad ones are refused before the first epoch.
         self.rows = Rows(
-            checked_table('lengths', lengths, num_samples, least=1),
+            lengths,
             options,
+            num_rows=num_samples,
             image_tokens=image_tokens,
             loss_tokens=loss_tokens,
             vision_cost=vision_cost,
         )
+        _check_samples_fit(self.rows)
         self.lengths = self.rows.lengths
-        check_cap('max_tokens', max_tokens, self.lengths)
-        for size, cap in options.caps.items():
-            check_cap(CAPPED_SIZES[size], cap, self.rows.sizes[size])
         check_choice('modality', modality, ('mixed', 'per_step'))
         self.modality = modality
-        self.media: np.ndarray | None = None
-        if modality == 'per_step':
-            if media is None and 'image_tokens' in self.rows.sizes:
-                media = np.sign(self.rows.image_tokens)
-            if media is None:
-                raise InvalidInputError(
-                    "`image_tokens` or `media` must be given with modality='per_step', got: neither."
-                )
-            self.media = checked_table('media', media, num_samples)
-            mixture = mixture or Mixture([num_samples])
-        if mixture is not None:
-            check_kind('mixture', mixture, Mixture)
-            if sum(mixture.sizes) != num_samples:
-                raise InvalidInputError(
-                    f'`mixture` must have the sizes of the datasets in `dataset`, got: {list(mixture.sizes)} for '
-                    f'{num_samples} samples. Use torch.utils.data.ConcatDataset.'
-                )
+        self.media = _modality_of_samples(media, self.rows) if modality == 'per_step' else None
+        if self.media is not None and mixture is None:
+            mixture = Mixture([num_samples])
         self.mixture = mixture
         self._global_batches = GlobalBatches(
             self.lengths,
@@ -189,11 +174,11 @@ class RegroupingBatchSampler(DistributedSampler):
             mixture=mixture,
             media=self.media,
         )
-        self.global_batch_size = max(self._global_batches.sizes)
-        """Samples of a global batch: of the largest one with a schedule, on average with `global_batch_tokens`."""
         if global_batch_tokens is None:
             for size in self._global_batches.sizes:
                 check_global_batch(size, num_replicas)
+        self.global_batch_size = max(self._global_batches.sizes)
+        """Samples of a global batch: of the largest one with a schedule, on average with `global_batch_tokens`."""
         if loss_shares is not None:
             check_kind('loss_shares', loss_shares, LossShares)
             checked_table('loss_shares', loss_shares.loss_tokens, num_samples)
@@ -201,10 +186,13 @@ class RegroupingBatchSampler(DistributedSampler):
         self.first_batch = 0
         """The global batch that the next iteration starts at."""
         self.start_of_loader: int | None = None
-        """Where to start while a loader makes an iterator. It reads ahead, so it keeps the place itself."""
+        """The global batch that the next iteration starts at, set by a loader while it makes its iterator.
+
+        A loader reads ahead. So it follows the batches that it yields itself, and the sampler does not.
+        """
         self.passes = Passes()
         self._compared_epoch: int | None = None
-        """The epoch in which the datasets of the ranks are compared: the first one that is iterated.
+        """The first epoch that is iterated. In it the ranks compare their datasets.
 
         All ranks read a few samples in addition, the witnesses. That is needed once, because a dataset keeps its order.
         """
@@ -429,6 +417,23 @@ def length_of(dataset: object) -> int:
     check_kind('dataset', dataset, Sized)
     assert isinstance(dataset, Sized)
     return len(dataset)
+
+
+def _check_samples_fit(rows: Rows) -> None:
+    """Raises ValueError if a sample is larger than a cap of a microbatch."""
+    options = rows.options
+    check_cap('max_tokens', options.max_tokens, rows.lengths)
+    for size, cap in options.caps.items():
+        check_cap(CAPPED_SIZES[size], cap, rows.sizes[size])
+
+
+def _modality_of_samples(media: Table | None, rows: Rows) -> np.ndarray:
+    """Returns the modality of each sample, int64 (n,): as given, or 1 with image tokens and 0 without."""
+    if media is None and 'image_tokens' in rows.sizes:
+        return np.sign(rows.image_tokens)
+    if media is None:
+        raise InvalidInputError("`image_tokens` or `media` must be given with modality='per_step', got: neither.")
+    return checked_table('media', media, len(rows.lengths))
 
 
 def _check_within(name: str, value: int, least: int = -(2**62), most: int = 2**62) -> None:
