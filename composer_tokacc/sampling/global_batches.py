@@ -188,9 +188,9 @@ class GlobalBatches:
         self._kept_batches: list[np.ndarray] = []
         """Global batches of the epoch that was asked for last. Each is a view of the order of the epoch."""
         self._places = [RunPlace(0, 0)]
-        """With a schedule: how far the run is at the start of each epoch, for as many epochs as were needed."""
+        """With a schedule: how far the run is at the start of each epoch, as far as that was computed."""
         if drop_last:
-            self._check_fills_one()
+            self._check_epoch_fills_a_batch()
 
     @property
     def sizes(self) -> list[int]:
@@ -241,9 +241,10 @@ class GlobalBatches:
         return self._kept_batches
 
     def _orders(self, epoch: int) -> list[np.ndarray]:
-        """Returns the samples of an epoch in their order: all of them, or those of each modality."""
+        """Returns the order of the samples of an epoch, or one order for each modality."""
         if self._mixture is not None:
-            # Samples that fill no global batch of the epoch begin the next one. That needs a size that never changes.
+            # With `drop_last` the samples that are left at the end of an epoch begin the next one. With sizes that
+            # change, the number of these samples is not known, so they are left out.
             samples_to_fill = None
             if self._drop_last and self._schedule is not None and len(self.sizes) == 1:
                 samples_to_fill = self.sizes[0]
@@ -258,23 +259,19 @@ class GlobalBatches:
             return [np.arange(len(self._lengths))]
         return [permutation(len(self._lengths), self._seed + epoch)]
 
-    def _place_of(
-        self,
-        epoch: int,
-        schedule: BatchSchedule,
-    ) -> RunPlace:
+    def _place_of(self, epoch: int, schedule: BatchSchedule) -> RunPlace:
         """Returns how far the run is when an epoch starts, if all epochs before it are read to their end."""
         while len(self._places) <= epoch:
             place = self._places[-1]
             if schedule.is_last_stage(place):
-                return place  # later places give the same size
+                return place  # every later place has the same size
             (order,) = self._orders(len(self._places) - 1)
             _, next_place = schedule.cut(order, self._lengths, place, self._drop_last)
             self._places.append(next_place)
         return self._places[epoch]
 
-    def _check_fills_one(self) -> None:
-        """Raises ValueError if an epoch does not fill a global batch, because `drop_last` would leave nothing of it."""
+    def _check_epoch_fills_a_batch(self) -> None:
+        """Raises ValueError if an epoch has too few samples for one global batch. `drop_last` would leave it empty."""
         if self._schedule is None:
             option = 'global_batch_tokens'
             unit = 'tokens'
@@ -310,7 +307,7 @@ def check_cap(
     cap: int,
     sizes: np.ndarray,
 ) -> None:
-    """Raises ValueError if one sample alone is larger than a cap on the sum of several."""
+    """Raises ValueError if a sample by itself is larger than a cap on the sum of several samples."""
     highest = int(sizes.argmax())
     if sizes[highest] > cap:
         raise InvalidInputError(
@@ -329,11 +326,10 @@ def cut_by_tokens(
     """Returns global batches of about equally many tokens, as views of the order.
 
     Global batch ``b`` takes samples until the next one would lift the tokens of the epoch above ``(b + 1) * tokens``.
-    So a step differs from `tokens` by less than the longest sample, and the steps together stay within one sample of
-    ``(b + 1) * tokens``: tokens that one step lacks go to the next. The number of global batches is
-    ``ceil(sum / tokens)``, or ``floor(sum / tokens)`` with `drop_last`, for every order of the samples. So all epochs
-    have equally many steps, which trainers expect. The usual rule counts each global batch from zero. It keeps no such
-    bound, and the number of its global batches depends on the order.
+    So a step differs from `tokens` by less than the longest sample, and what one step lacks goes to the next one. The
+    number of global batches is ``ceil(sum / tokens)``, or ``floor(sum / tokens)`` with `drop_last`, for every order of
+    the samples. So all epochs have equally many steps, which trainers expect. The usual rule counts the tokens of each
+    global batch from zero. Then the missing tokens add up, and the number of global batches depends on the order.
 
     Args:
         order: Samples of the epoch, each with at most `tokens` tokens.

@@ -58,7 +58,14 @@ class RankAssignment:
         weights: np.ndarray | None = None,
         plan_checksum: int = 0,
     ) -> RankAssignment:
-        """Returns the assignment of a rank with these planned microbatches, whose indices are places in `members`."""
+        """Returns the assignment of a rank.
+
+        Args:
+            planned: Microbatches of the rank. Their indices are places in `members`.
+            members: Samples of the global batch.
+            weights: Weight of a token of each of these samples.
+            plan_checksum: Checksum of the plan of all ranks.
+        """
         computed = [microbatch for microbatch in planned if not microbatch.filled]
         is_copy = not computed
         if is_copy:
@@ -95,7 +102,7 @@ def collate(
     assignment: RankAssignment,
     options: CutOptions,
 ) -> PreSplitBatch:
-    """Collates each microbatch of an assignment by itself; `samples` are those of all microbatches, in order."""
+    """Collates each microbatch of an assignment by itself. `samples` are in the order of the assignment."""
     microbatches: list[Batch] = []
     start = 0
     for number, indices in enumerate(assignment.microbatches):

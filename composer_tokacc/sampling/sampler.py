@@ -64,9 +64,9 @@ class RegroupingBatchSampler(DistributedSampler):
     a background thread while the loader reads. Use it with :class:`composer_tokacc.RegroupingDataLoader`, or as
     ``DataLoader(batch_sampler=...)``.
 
-    :meth:`state_dict` returns the place of the furthest iterator of the epoch. So a look (``next(iter(sampler))``)
-    behind the run's iterator does not move it. After :meth:`load_state_dict` or :meth:`skip_to` every iteration of the
-    epoch starts there, until one reaches its end.
+    :meth:`state_dict` returns the place of the iterator that has come furthest in the epoch. So a look at some batch
+    (``next(iter(sampler))``) does not move the place of a run that is further. After :meth:`load_state_dict` or
+    :meth:`skip_to` every iteration of the epoch starts at that place, until one reaches the end of the epoch.
 
     Args:
         dataset: Map-style dataset.
@@ -218,7 +218,7 @@ class RegroupingBatchSampler(DistributedSampler):
         return len(self._batches())
 
     def __iter__(self) -> Iterator[RankAssignment]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Returns this rank's assignment of each global batch of the epoch, from the one that was skipped to."""
+        """Returns this rank's assignment of each global batch of the epoch, from `first_batch` on."""
         if self._compared_epoch is None:
             self._compared_epoch = self.epoch
         if self.start_of_loader is not None:
@@ -226,13 +226,10 @@ class RegroupingBatchSampler(DistributedSampler):
         first = self.first_batch
         return follow(self, self._assignments(self.epoch, first), self.epoch, first)
 
-    def _assignments(
-        self,
-        epoch: int,
-        first: int,
-    ) -> Iterator[RankAssignment]:
+    def _assignments(self, epoch: int, first: int) -> Iterator[RankAssignment]:
+        """Yields this rank's assignment of each global batch from `first` on, the first one with the witnesses."""
         windows = self._global_batches.of_epoch(epoch)[first:]
-        # All ranks read the witnesses in addition, to compare their datasets. See `_compared_epoch`.
+        # See `_compared_epoch`.
         needs_witnesses = self.num_replicas > 1 and epoch == self._compared_epoch
         for assignment in prefetch(self._assign, windows):
             if needs_witnesses:
@@ -273,7 +270,7 @@ class RegroupingBatchSampler(DistributedSampler):
         self.passes.forget()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the place of the sampler as plain values, which are valid for any number of ranks."""
+        """Returns the place of the run and what its global batches depend on, for any number of ranks."""
         epoch, batch = self.passes.place(self.epoch, self.first_batch)
         return {'epoch': epoch, 'batch': batch, **self._identity()}
 
@@ -341,7 +338,7 @@ class RegroupingBatchSampler(DistributedSampler):
         return checksum_of(self._facts())
 
     def _identity(self) -> dict[str, Any]:
-        """Returns the arguments that decide which samples a global batch holds."""
+        """Returns the arguments that decide which samples a global batch holds, as plain values by name."""
         identity: dict[str, Any] = {}
         if self.mixture is not None:
             identity['quotas'] = [str(quota) for quota in self.mixture.quotas]
@@ -381,9 +378,9 @@ def follow(
     epoch: int,
     first: int,
 ) -> Iterator[Item]:
-    """Yields the batches of an epoch from batch `first` on, and keeps the place of the run in the sampler."""
+    """Yields the batches of an epoch from batch `first` on, and notes in the sampler how far the run is."""
     yield from sampler.passes.follow(batches, epoch, first)
-    # The resumed epoch is over: the next iteration starts at the beginning of its epoch.
+    # The epoch is over. If it was resumed in the middle, the next iteration starts at the beginning nevertheless.
     if epoch == sampler.epoch:
         sampler.first_batch = 0
 
@@ -397,7 +394,7 @@ def prefetch(
     """Yields ``map(function, items)``, with up to `depth` further results computed in a background thread.
 
     The thread starts with the first item. It is joined when the iterator ends, is closed or is garbage collected. An
-    error of `function` is raised where its result would have been yielded. Items are drawn lazily.
+    error of `function` is raised where its result would have been yielded. Items are taken only as they are needed.
     """
     pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix='prefetch')
     waiting: deque[Future[Result]] = deque()
