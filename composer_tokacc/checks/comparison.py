@@ -3,10 +3,10 @@
 
 """Compares every cut of some rows with the rows as the loader padded them.
 
-The package rests on one property of models and losses. Let a step have T loss-generating tokens. Then T times the
-gradient of the loss by the logits of a row does not depend on the cut: not on the other rows of its microbatch, and not
-on how the row is padded, trimmed or packed. Most models and losses have this property. If one does not have it, the
-gradient of a run is wrong and nothing shows it.
+The package rests on one property of models and losses. Take the gradient of the loss of a microbatch by the logits of
+one of its rows, times the number of loss-generating tokens of the microbatch. It does not depend on the cut: not on the
+other rows of the microbatch, and not on how the row is padded, trimmed or packed. Most models and losses have this
+property. If one does not have it, the gradient of a run is wrong and nothing else shows it.
 """
 
 from __future__ import annotations
@@ -36,30 +36,31 @@ from composer_tokacc.row_counts import RowCounts, num_rows, with_rows
 log = logging.getLogger(__name__)
 
 Point: TypeAlias = tuple[str, int]
-"""A unit of loss terms, and the number of a point where gradients are taken."""
+"""A unit of loss terms, and the number of a layer by whose output the gradient is taken."""
 RowGradients: TypeAlias = dict[Point, Tensor]
 """Gradients of some rows by unit and point, ``(rows, width, entries)`` each."""
 
 GRADIENT_TOLERANCE = 3e-6
-"""Largest relative change of a row's gradient, unless round-off changes it more. Independent rows differ by 1e-7. The
-weakest leaks and undeclared terms that matter differ by 5e-5."""
+"""Largest relative change of a row's gradient, unless round-off changes it more. Independent rows change by 1e-7. The
+weakest leaks, and the weakest undeclared terms that matter, change a gradient by 5e-5."""
 MOST_ROUNDINGS = 1e4
 """Changes above this multiple of the machine epsilon are not round-off."""
 MOST_NOISE = 0.3
 """Changes above this relative size are not round-off."""
 PLAIN_TOLERANCE = 2e-6
-"""A loss that differs more is not a plain mean of cross-entropies. Steps have a wider tolerance, as small terms may
-grow."""
+"""Largest relative difference of a loss from a plain mean of cross-entropies. Steps have a wider tolerance, because
+small terms may grow."""
 SMALL_ROW = 1e-3
-"""A gradient below this part of the largest row's gradient is compared with the largest one: if the model is sure of a
-row, little more than round-off is left of its gradient."""
+"""A change of a row's gradient is divided by the size of that gradient, but at least by this part of the largest row's
+gradient. If the model is sure of a row, little more than round-off is left of its gradient."""
 LARGEST_FACTOR_ERROR = 0.1
-"""If a factor explains a change to this part, the change is a wrong weight and not a leak."""
+"""If less than this part of a change is left without a factor on the gradient, the change is a wrong weight, and not a
+leak."""
 
 NOT_ACCEPTED = (AttributeError, IndexError, TypeError, ValueError)
 """Errors of a model that cannot compute some rows."""
 NOT_COMPUTED = (*NOT_ACCEPTED, RuntimeError, KeyError)
-"""Errors of a model that does not accept packed rows, or logits at labels."""
+"""Errors of a model that cannot compute packed rows, or logits only at labels."""
 
 MEAN = "The model's own loss must be the mean over its loss-generating tokens, got: "
 SAMPLES = "The terms that `loss_units` calls 'samples' must be means over samples, got: "
@@ -90,7 +91,7 @@ class Failure:
     """The first difference between a cut and the uncut rows."""
 
     text: str
-    reason: str | None = None  # of the model, if it did not accept the rows
+    reason: str | None = None  # the model's own error, if it did not accept the rows
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class RowComparison(Generic[RulesT]):
 
     Args:
         probe: The probe of the model.
-        layout: How the tensors of the rows belong to rows.
+        layout: Which parts of each tensor belong to which row.
         on_device: Returns a batch as the model gets it.
         rule: The loss rule of the model.
         rows: As returned by :func:`.chosen_rows`.
@@ -127,14 +128,14 @@ class RowComparison(Generic[RulesT]):
         self._on_device = on_device
         self._rule = rule
         self._check_loss = check_loss
-        # Packing reads the rule in the batch: it decides whether the first label of a document is masked.
+        # Packing reads the rule in the batch, to decide whether it masks the first label of a document.
         self._rows = with_rows(rows, [RowCounts(rule=rule)] * num_rows(rows))
         self._facts = describe(layout, self._rows)
         self._counts: list[int] = loss_mask(rows, rule).sum(dim=1).tolist()
         self._all_rows = list(range(len(self._counts)))
-        # The width of the labels. In a model with an encoder these are the text of the decoder.
+        # In a model with an encoder this is the width of the decoder's text.
         self._width = rows['labels'].shape[1]
-        self._narrowest = self._width  # the smallest width at which a row was computed so far
+        self._narrowest = self._width  # smallest width of a microbatch so far
         self.batch = on_device(self._rows)
         """The rows as the model gets them."""
         self._check_labels_kept()
@@ -152,7 +153,7 @@ class RowComparison(Generic[RulesT]):
 
     @cached_property
     def _rounded_result(self) -> ProbeResult:
-        """The result of all rows with one more rounding at every layer. Only deep models need it."""
+        """The result of all rows with one more rounding at every layer. It is only needed for deep models."""
         return self._probe.run(self.batch, rounded=True)
 
     @cached_property
@@ -162,7 +163,7 @@ class RowComparison(Generic[RulesT]):
         noise = {}
         for point, expected in self._expected.items():
             changes = _relative_errors(rounded[point], expected)
-            # The row that round-off moves the most counts, because rows of other cuts are rounded differently.
+            # The row that round-off moves the most counts for all, because every cut rounds a row differently.
             noise[point] = NOISE_FACTOR * float(changes.max())
         return noise
 
@@ -185,13 +186,13 @@ class RowComparison(Generic[RulesT]):
         measured = self.reference.measured
         if measured is None or not self._check_loss:
             return None
-        # The mean is weighted by the squared gradients, because a token that the model is sure of says little.
+        # If the model is sure of a token, its weight is measured badly. So each weight counts by its squared gradient.
         squares = measured.sizes.square()
         mean = float((measured.weights * squares).sum() / squares.sum())
         if mean == 0 or not math.isfinite(mean):
             return None
         relative_weights = measured.weights / mean
-        # An unequal weight counts only as far as it changes the gradient.
+        # For the same reason a weight that differs counts only as far as it changes the gradient.
         worst_weight = float(((relative_weights - 1).abs() * measured.sizes).max())
         worst = max(worst_weight, float(measured.residual))
         if worst > PLAIN_TOLERANCE + self.reference.gradient_eps:
@@ -225,14 +226,15 @@ class RowComparison(Generic[RulesT]):
             if failure is None:
                 if self.has_shown_trimming:
                     return candidate
-                # No row was trimmed: none has padding, or each has a label behind it. So nothing was learnt about
-                # trimming, and this side keeps its earlier policy.
+                # No row was trimmed, because no row has padding, or all have a label behind it. So nothing was learnt
+                # about trimming, and rows that are padded on this side keep their earlier rules.
                 return candidate.with_side_of(rules, self._facts.side)
             log.info('%s: %s', candidate, failure.text)
             failures.append(failure)
         if cutter.must_pack:
             raise NotExactError(_why_not_packed(failures))
-        raise NotExactError(failures[-1].text)  # of the last cut, which changes the rows least
+        # The last cut changes the rows the least, so its failure tells the most.
+        raise NotExactError(failures[-1].text)
 
     def check_single_rows(self) -> None:
         """Raises RuntimeError if a row by itself, not cut, has another gradient than with the others."""
@@ -259,31 +261,29 @@ class RowComparison(Generic[RulesT]):
         The gradients by the logits are compared. That is enough: the output embedding is applied to each position by
         itself, so equal gradients by the logits give equal gradients by the hidden states.
         """
-        # Counted in the last forward with all logits, so a full run() must come before.
+        # The calls were counted in the forward of all rows with all logits, which has run before.
         if selector.num_head_calls != 1:
             return 'the model computes its loss without one call of its output embedding, as a fused kernel does'
         positions = LabelledPositions.from_batch(self.batch, self._rule, sum(self._counts))
         try:
             result = self._probe.run(self.batch, at_labels=AtLabels(selector, self._rule, positions))
         except NOT_COMPUTED as error:
-            # Without the rest of a long message of the host.
+            # Only the first line, because messages of the hosts may be long.
             first_line, *_ = str(error).strip().splitlines() or ['']
             return f'{type(error).__name__}: {first_line}'
         finally:
             selector.disarm()
-        gradients = result.gradients.get('tokens', ())
+        gradients = list(result.gradients.get('tokens', ()))
         num_expected = len(self.reference.gradients['tokens'])
         # The last gradient is the one by the logits.
         if len(gradients) != num_expected or not gradients or gradients[-1] is None:
             return 'no gradient by the logits can be compared'
         height, width = self.batch['labels'].shape
-        # Gradients of the selected positions go back to the columns of the batch.
-        placed: list[Tensor | None] = []
-        for gradient in gradients:
+        # Gradients by selected positions are put back at their places in the batch.
+        for index, gradient in enumerate(gradients):
             if gradient is not None and tuple(gradient.shape[:2]) == positions.shape:
-                gradient = positions.put_back(gradient, height, width)
-            placed.append(gradient)
-        result = replace(result, gradients={**result.gradients, 'tokens': placed})
+                gradients[index] = positions.put_back(gradient, height, width)
+        result = replace(result, gradients={**result.gradients, 'tokens': gradients})
         row_gradients = self._aligned(self._rows, result, self._all_rows)
         if self._gradient_failure(row_gradients, self._all_rows, CutKind.AT_LABELS) is not None:
             return 'the gradient by the logits changes'
@@ -306,7 +306,6 @@ class RowComparison(Generic[RulesT]):
             cut_kind = CutKind.PACKED
             groups = self._packed_groups(packed_total)
             errors = NOT_COMPUTED
-        # The losses of all microbatches, for the check of the formula at the end.
         parts: list[_LossPart] = []
         for rows in groups:
             try:
@@ -341,9 +340,9 @@ class RowComparison(Generic[RulesT]):
     def _packed_groups(self, packed_total: int) -> list[list[int]]:
         """Returns microbatches of rows to pack: all rows in their order, and all rows in the opposite order.
 
-        A leak runs from one document into the next, so each row must follow the others once. A model may change with
-        the number of packed tokens, so the rows are repeated until they have as many tokens as in training. Other rows
-        would need more memory, because each row is also computed padded.
+        A leak runs from one document into the next, so each row must follow the others once. A model may compute long
+        packed rows in another way, so the rows are repeated until they have as many tokens as in training. More
+        different rows would need more memory, because all of them are also computed together, padded.
         """
         num_copies = max(math.ceil(packed_total / sum(self._facts.lengths)), 1)
         return [self._all_rows * num_copies, self._all_rows[::-1] * num_copies]
@@ -369,7 +368,7 @@ class RowComparison(Generic[RulesT]):
     ) -> RowGradients:
         """Returns the gradients of each row, in the columns of the uncut rows, times the denominator of the unit.
 
-        A row of a microbatch may be narrower than the uncut row, or be one document of a packed row.
+        A row may be narrower in its microbatch than in the uncut batch, or be one document of a packed row.
         """
         aligned: RowGradients = {}
         for unit, points in result.gradients.items():
@@ -380,9 +379,8 @@ class RowComparison(Generic[RulesT]):
                 aligned[unit, index] = row_gradients
                 if gradient is None:
                     continue
-                # A microbatch may have dummy rows after its own rows, but never fewer rows, unless it is packed.
+                # Only a packed microbatch has fewer rows. Others may have dummy rows after their own rows.
                 if len(gradient) < len(rows):
-                    # A packed row. Each of its documents is a row.
                     documents = documents_of(batch)[0]
                     for place, row in enumerate(rows):
                         row_gradients[place, self._facts.real[row]] = gradient[0, documents == place]
@@ -409,7 +407,7 @@ class RowComparison(Generic[RulesT]):
             # The change of a row's gradient is a factor on all of it, and a remainder.
             factors = _factors(row_gradients, expected)
             unscaled = row_gradients / factors[:, None, None]
-            # If the loss is not checked, tokens may have other weights, so the factor is removed.
+            # If the loss is not checked, rows may have any weight, so the factor is removed.
             compared = row_gradients if self._check_loss else unscaled
             errors = _relative_errors(compared, expected, largest)
             worst = int(errors.argmax())
@@ -418,7 +416,7 @@ class RowComparison(Generic[RulesT]):
             if error <= allowed:
                 continue
             name = sample_name(self._rows, rows[worst])
-            # If almost nothing is left without the factor, the row only has another weight.
+            # If the change almost vanishes without the factor, the row only has another weight.
             unscaled_error = float(_relative_errors(unscaled[worst][None], expected[worst][None]))
             if point[0] == 'samples':
                 text = (
@@ -439,36 +437,33 @@ class RowComparison(Generic[RulesT]):
     def _allowed(self, point: Point, error: float) -> float:
         """Returns the largest change of a row's gradient that round-off explains.
 
-        ``error`` is the measured change. Noise is only measured if it exceeds GRADIENT_TOLERANCE.
+        ``error`` is the measured change. The noise takes one more forward, so it is measured only if the change exceeds
+        GRADIENT_TOLERANCE.
         """
         if error <= GRADIENT_TOLERANCE:
-            return GRADIENT_TOLERANCE  # so that small changes need no forward that measures the noise
-        # The gradient itself is rounded. A change that no round-off reaches is a fault, such as a stale state.
-        eps = self.reference.gradient_eps
-        # The measured noise has limits of its own, because a random forward would make it as large as any fault.
+            return GRADIENT_TOLERANCE
+        eps = self.reference.gradient_eps  # the gradient itself is rounded
+        # The measured noise is limited, because a random forward or a stale state would make it as large as any fault.
         noise = min(self._noise[point], MOST_ROUNDINGS * eps, MOST_NOISE)
         return max(GRADIENT_TOLERANCE, eps, noise)
 
     def _loss_failure(self, parts: Sequence[_LossPart]) -> str | None:
-        """Checks the formula itself: the loss of all rows is the mean of the losses of the microbatches."""
+        """Returns the message if the loss of all rows is not the mean of the losses of the microbatches, or None."""
         for unit, expected in self.reference.losses.items():
+            parts_with_unit = [part for part in parts if unit in part.losses]
             weighted_sum = 0.0
             total = 0
-            num_parts = 0
-            for part in parts:
-                if unit not in part.losses:
-                    continue
-                num_parts += 1
+            for part in parts_with_unit:
                 denominator = self._denominator(unit, part.rows)
                 total += denominator
-                if denominator:
+                if denominator:  # the loss of a part without tokens may be NaN
                     weighted_sum += part.losses[unit] * denominator
-            # A term over samples is only checked if as many microbatches have it as there are rows: each is a single
-            # row, and none lacks the term. The mean over fewer is not the mean over all rows.
-            is_incomplete = unit == 'samples' and num_parts < len(self._counts)
+            # A term over samples is only checked if every row is a microbatch with this term. Otherwise the mean of the
+            # microbatches is not the mean over the rows.
+            is_incomplete = unit == 'samples' and len(parts_with_unit) < len(self._counts)
             if total == 0 or is_incomplete:
                 continue
-            # The formula of the package, with each microbatch of the cut as one microbatch of a step.
+            # The formula by which a step weights its microbatches.
             mean = weighted_sum / total
             if self._is_same_loss(unit, mean):
                 continue
@@ -486,7 +481,7 @@ class RowComparison(Generic[RulesT]):
         return self.reference.is_same_loss(unit, mean, noise=noise)
 
     def _explained(self, difference: str, cut_kind: CutKind) -> str:
-        """Returns a message that says where such a difference comes from and what to do."""
+        """Returns a message with the difference, its possible causes, and what to do."""
         if self.reference.is_nan:
             return NOT_A_NUMBER.format(difference)
         if cut_kind is CutKind.PACKED:
@@ -522,8 +517,8 @@ class RowComparison(Generic[RulesT]):
 def _why_not_packed(failures: Sequence[Failure]) -> str:
     """Returns why no packing is exact.
 
-    Attention by document is tried first. If the model does not accept it, the model may still find the documents by
-    their positions. If that fails too, the message names both failures.
+    Attention by document is tried first. A model that does not accept it may still find the documents by their
+    positions. If that fails too, the message names both failures.
     """
     first = failures[0]
     computed = next((failure for failure in failures if failure.reason is None), first)
@@ -552,14 +547,13 @@ def _relative_errors(
     sizes = expected.flatten(1).norm(dim=1)
     if largest is None:
         largest = float(sizes.max())
-    # A gradient of zero must not divide by zero.
-    smallest_size = SMALL_ROW * largest or 1e-30
+    smallest_size = SMALL_ROW * largest or 1e-30  # nothing is divided by zero
     differences = (gradients - expected).flatten(1).norm(dim=1)
     return (differences / sizes.clamp(min=smallest_size)).nan_to_num(nan=torch.inf)
 
 
 def documents_of(packed: Batch) -> Tensor:
-    """Returns the number of the document of each position of a packed row, ``(1, width)``."""
+    """Returns the number of the document of each position of a packed row, from 0, ``(1, width)``."""
     mask = packed.get('attention_mask')
     if mask is not None:
         # The mask has one row for each document: argmax finds the document of each position.
