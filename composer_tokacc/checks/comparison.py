@@ -319,8 +319,11 @@ class RowComparison(Generic[RulesT]):
                 return Failure(text)
             parts.append(_LossPart(rows, result.losses))
             self._narrowest = min(self._narrowest, batch['labels'].shape[1])
-        text = self._loss_failure(parts) if self._check_loss else None
-        return None if text is None else Failure(text)
+        if self._check_loss:
+            text = self._loss_failure(parts)
+            if text is not None:
+                return Failure(text)
+        return None
 
     def _microbatch_failure(
         self,
@@ -373,12 +376,12 @@ class RowComparison(Generic[RulesT]):
         aligned: RowGradients = {}
         for unit, points in result.gradients.items():
             for index, gradient in enumerate(points):
-                # A loss that does not depend on an output has the gradient 0 there.
-                num_entries = 1 if gradient is None else gradient.shape[-1]
-                row_gradients = torch.zeros(len(rows), self._width, num_entries)
-                aligned[unit, index] = row_gradients
                 if gradient is None:
+                    # A loss that does not depend on an output has the gradient 0 there.
+                    aligned[unit, index] = torch.zeros(len(rows), self._width, 1)
                     continue
+                row_gradients = torch.zeros(len(rows), self._width, gradient.shape[-1])
+                aligned[unit, index] = row_gradients
                 # Only a packed microbatch has fewer rows. Others may have dummy rows after their own rows.
                 if len(gradient) < len(rows):
                     documents = documents_of(batch)[0]
@@ -408,8 +411,9 @@ class RowComparison(Generic[RulesT]):
             factors = _factors(row_gradients, expected)
             unscaled = row_gradients / factors[:, None, None]
             # If the loss is not checked, rows may have any weight, so the factor is removed.
-            compared = row_gradients if self._check_loss else unscaled
-            errors = _relative_errors(compared, expected, largest)
+            if not self._check_loss:
+                row_gradients = unscaled
+            errors = _relative_errors(row_gradients, expected, largest)
             worst = int(errors.argmax())
             error = float(errors[worst])
             allowed = self._allowed(point, error)

@@ -133,7 +133,8 @@ class FirstBatchCheck:
 
     def __post_init__(self) -> None:
         # If the loss is not checked, the user's rule is believed.
-        self.rule = None if self.check_loss else self.loss_tokens
+        if not self.check_loss:
+            self.rule = self.loss_tokens
 
     def _ranges_of(self, sources: Sequence[RowFacts], cutter: Cutter[RulesT] | None) -> RowRanges:
         """Returns the ranges of the rows of a batch, from the facts of its microbatches."""
@@ -141,7 +142,9 @@ class FirstBatchCheck:
 
     def _packed_total(self, sources: Sequence[RowFacts], cutter: Cutter[RulesT] | None) -> int:
         """Returns the most tokens that a packed row of a batch can have. 0: rows are not packed."""
-        return 0 if cutter is None else cutter.largest_packed_row(sources, self.microbatch_size)
+        if cutter is None:
+            return 0
+        return cutter.largest_packed_row(sources, self.microbatch_size)
 
     def has_new_rows(self, sources: Sequence[RowFacts], cutter: Cutter[RulesT] | None) -> bool:
         """Returns whether this rank has rows outside of the proven ranges. ``sources`` are the facts of its batch."""
@@ -185,8 +188,10 @@ class FirstBatchCheck:
             offer = max(offers, key=lambda offer: offer.value)  # of equal offers, the one of the first rank
             self._learn_readings(offers)
             # All ranks probe the rows of one of them, because FSDP hangs if only some ranks have images.
-            is_sender = offers[get_global_rank()] is offer
-            shared = from_any_rank(self._selected_rows(batch, cutter, missing) if is_sender else None)
+            rows_to_share = None
+            if offers[get_global_rank()] is offer:
+                rows_to_share = self._selected_rows(batch, cutter, missing)
+            shared = from_any_rank(rows_to_share)
             assert shared is not None
             try:
                 new_rules, checked_ranges = self._run(shared, cutter, rules)
@@ -272,7 +277,9 @@ class FirstBatchCheck:
 
     def _learn_loss(self, comparison: RowComparison[RulesT]) -> None:
         """Learns how tokens weigh in the loss, and whether logits at labels are enough; a collective."""
-        failure = None if self.selector is None else comparison.selection_failure(self.selector)
+        failure = None
+        if self.selector is not None:
+            failure = comparison.selection_failure(self.selector)
         # All ranks must measure steps in the same way, and compute the same logits. So they take what holds for all.
         scales, failures = zip(*all_gather_object((comparison.token_scale(), failure)), strict=True)
         self.token_scale = None if None in scales else scales[0]
@@ -291,8 +298,9 @@ class FirstBatchCheck:
         if rules is None or not rules.packing:
             packed_total = 0
         ranges = ranges_of(describe_all(self.layout, rows), packed_total)
-        # If no row was trimmed, nothing was learnt about padding.
-        return ranges if comparison.has_shown_trimming else ranges.without_padding()
+        if comparison.has_shown_trimming:
+            return ranges
+        return ranges.without_padding()  # no row was trimmed, so nothing was learnt about padding
 
     def _check_written_state(self, rows: Batch) -> None:
         """Raises RuntimeError if the result of a forward depends on state that forwards write. Warns of other state."""
@@ -345,11 +353,13 @@ class FirstBatchCheck:
         chosen = chosen_rows(self.layout, batch, missing, max_rows)
         loader_batch = without_rows(batch)
         rows = lengthened(self.layout, self.layout.select(loader_batch, chosen))
-        has_new_widths = any(name.startswith(('rows padded', 'packed rows')) for name in missing)
+        tied = None
+        if any(name.startswith(('rows padded', 'packed rows')) for name in missing):
+            tied = rows_with_ties(self.layout, batch)
         return SharedRows(
             rows=_with_labels(self.layout, rows),
             media=media_as_collated(self.layout, batch, chosen),
-            tied=rows_with_ties(self.layout, batch) if has_new_widths else None,
+            tied=tied,
             packed_total=self._packed_total(describe_all(self.layout, batch), cutter),
         )
 
@@ -427,7 +437,10 @@ def rule_batch(layout: BatchLayout | None, rows: Batch) -> BatchDict:
         mask = None
     positions = (labels[0, 1:] != IGNORE_INDEX).nonzero().flatten() + 1
     if len(positions) < 2:
-        attended = torch.ones_like(labels) if mask is None else mask
+        # Too few labels: any attended positions will do.
+        attended = torch.ones_like(labels)
+        if mask is not None:
+            attended = mask
         positions = (attended[0, 1:] != 0).nonzero().flatten() + 1
     label_positions = positions[-NUM_LABELS:].tolist() or [labels.shape[1] - 1]
     changed = {**rows, 'labels': torch.full_like(labels, IGNORE_INDEX)}
@@ -506,6 +519,7 @@ def chosen_rows(
     has_no_label = (labels[:, 1:] == IGNORE_INDEX).all(dim=1).tolist()
     rows: list[int] = []
     for costs in _criteria(facts, missing):
+        # Of equally good rows the shortest one is taken.
         keys = list(zip(has_no_label, costs, facts.lengths, strict=True))
         cheapest = keys.index(min(keys))
         if cheapest not in rows:
@@ -603,7 +617,9 @@ def media_as_collated(
 
 def _ids_at_labels(batch: Batch) -> Tensor | None:
     """Returns the ids of the text, or None if the labels are not at the positions of these ids."""
-    return None if labels_at_text(batch) is None else batch.get('input_ids')
+    if labels_at_text(batch) is None:
+        return None
+    return batch.get('input_ids')
 
 
 def _has_label_to_predict(batch: Batch) -> bool:
@@ -728,7 +744,9 @@ def _is_linear(hook: GradientHook, parameter: Tensor) -> bool:
     """Returns whether a hook maps the sum of two gradients to the sum of what it maps them to."""
     generator = torch.Generator().manual_seed(0)
     # Under FSDP a hook gets the part of the gradient that this rank holds.
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    local = parameter
+    if isinstance(parameter, DTensor):
+        local = parameter.to_local()
     for size in GRADIENT_SIZES:
         first = torch.randn(local.shape, generator=generator).to(local) * size
         second = torch.randn(local.shape, generator=generator).to(local) * size

@@ -114,7 +114,9 @@ class ProbeResult:
                 # The gradients are sketches. Their differences have the right size up to 18 %.
                 difference = float((other_gradient - gradient).norm())
                 distances.append(difference / max(float(gradient.norm()), TINY))
-        return max(math.inf if math.isnan(distance) else distance for distance in distances)
+        if any(math.isnan(distance) for distance in distances):
+            return math.inf
+        return max(distances)
 
 
 class _LayerOutput(NamedTuple):
@@ -264,7 +266,9 @@ class Probe:
         same_size = [place for place, output in enumerate(outputs) if output.size == first.output_size]
         same_address = [place for place in same_size if outputs[place].address == first.output_address]
         candidates = same_address or same_size
-        last = candidates[-1] if candidates else len(outputs)
+        last = len(outputs)
+        if candidates:
+            last = candidates[-1]
         self._layers = [output.module for output in outputs[max(last - 1, 0) : last + 1]]
         # This forward has a graph at the last layers, and another seed.
         second = self.run(batch)
@@ -326,7 +330,9 @@ class Probe:
             precision = torch.autocast(self._device_type, enabled=False)
         # Forward and loss get the same copy, as in training. If the model writes into it, no other forward sees that.
         copied = with_copied_tensors(batch)
-        rounded_layers = _leaves(self._modules) if rounded else []
+        rounded_layers: list[Module] = []
+        if rounded:
+            rounded_layers = _leaves(self._modules)
         shapes = [tuple(labels_of(batch).shape)]
         if at_labels is not None:
             shapes.append(at_labels.positions.shape)
@@ -551,8 +557,11 @@ class _ProbeMode(TorchFunctionMode):
     ) -> None:
         if not k or input.shape[dim] != self._width or not input.dtype.is_floating_point:
             return
-        scores = input if largest else -input
-        chosen = result.values if largest else -result.values
+        scores = input
+        chosen = result.values
+        if not largest:
+            scores = -scores
+            chosen = -chosen
         last_chosen = chosen.amin(dim=dim, keepdim=True)
         is_tied = (scores >= last_chosen).sum(dim=dim, keepdim=True) > k
         # Masked positions have the lowest possible score. It does not matter which of them are chosen.
@@ -685,7 +694,9 @@ def kept_random_state() -> Iterator[None]:
     """Restores the random numbers of Python, numpy and torch after the context."""
     python_state = random.getstate()
     numpy_state = np.random.get_state()
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    devices: list[int] = []
+    if torch.cuda.is_initialized():
+        devices = list(range(torch.cuda.device_count()))
     try:
         with torch.random.fork_rng(devices=devices):
             yield

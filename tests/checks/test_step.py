@@ -133,7 +133,7 @@ def test_tokens_of_a_sharded_vocabulary(is_whole, monkeypatch, tmp_path):
     for logits, gradient in (whole, shared):
         rows = [RowCounts(rule='causal', loss_tokens=4)] * 3
         record = MicrobatchRecord(batch={'labels': torch.arange(15).view(3, 5) % 8}, rows=rows)
-        record._measure(record.batch, logits, None, 0.1, is_whole, gradient)
+        record._measure(gradient, batch=record.batch, logits=logits, weights=None, unit=0.1, is_whole=is_whole)
         found.append(record.deviations)
     if own_group:
         KEPT.append(dist.group.WORLD)
