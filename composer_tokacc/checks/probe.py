@@ -12,14 +12,12 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
@@ -33,6 +31,7 @@ from composer_tokacc.checks.written_state import State, StateSnapshot
 from composer_tokacc.compat import BatchNorm
 from composer_tokacc.label_selector import LabelSelector
 from composer_tokacc.labelled import LabelledPositions
+from composer_tokacc.random_state import kept_random_state, seed_everything
 from composer_tokacc.refusals import InvalidInputError, NotExactError
 
 log = logging.getLogger(__name__)
@@ -678,31 +677,6 @@ def _hooked(modules: Iterable[Module], hook: ForwardHook) -> Iterator[None]:
         for module in modules:
             hooks.enter_context(module.register_forward_hook(hook))
         yield
-
-
-def seed_everything(seed: int) -> None:
-    """Sets the random numbers of Python, numpy and torch."""
-    random.seed(0)
-    np.random.seed(0)
-    torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(seed)
-
-
-@contextmanager
-def kept_random_state() -> Iterator[None]:
-    """Restores the random numbers of Python, numpy and torch after the context."""
-    python_state = random.getstate()
-    numpy_state = np.random.get_state()
-    devices: list[int] = []
-    if torch.cuda.is_initialized():
-        devices = list(range(torch.cuda.device_count()))
-    try:
-        with torch.random.fork_rng(devices=devices):
-            yield
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
 
 
 @contextmanager

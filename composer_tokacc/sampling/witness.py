@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-import random
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 
 import numpy as np
 import torch
+
+from composer_tokacc.random_state import same_random_numbers
 
 
 def witness_of(
@@ -27,27 +27,11 @@ def witness_of(
     digests = set()
     try:
         for _ in range(2):
-            with _fixed_random_numbers():
+            with same_random_numbers():
                 digests.add(_digest(read(list(indices))))
     except Exception:  # a rank that trains on the sample will report it
         return ''
     return digests.pop() if len(digests) == 1 else ''
-
-
-@contextmanager
-def _fixed_random_numbers() -> Iterator[None]:
-    """Seeds the global generators, and restores them at the end, so that the run draws the same numbers as before."""
-    python_state = random.getstate()
-    numpy_state = np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        random.seed(0)
-        np.random.seed(0)
-        torch.default_generator.manual_seed(0)
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
 
 
 def _digest(samples: Sequence[object]) -> str:
