@@ -89,7 +89,7 @@ class SharedRows(NamedTuple):
 
 @dataclass(frozen=True)
 class RowOffer:
-    """Message of a rank to the others: what a check of its rows would show."""
+    """Message of a rank to the others about the use of checking its rows."""
 
     can_show_rule: bool  # whether a row has a label with a token before it
     num_missing: int  # number of properties of its rows that lie outside of the proven ranges
@@ -280,7 +280,7 @@ class FirstBatchCheck:
         failure = None
         if self.selector is not None:
             failure = comparison.selection_failure(self.selector)
-        # All ranks must measure steps in the same way, and compute the same logits. So they take what holds for all.
+        # All ranks must measure steps in the same way, and compute the same logits. So all of them share their results.
         scales, failures = zip(*all_gather_object((comparison.token_scale(), failure)), strict=True)
         self.token_scale = None if None in scales else scales[0]
         self.selection_failure = next((failure for failure in failures if failure is not None), None)
@@ -741,7 +741,7 @@ def check_gradient_hooks(model: torch.nn.Module) -> None:
 
 
 def _is_linear(hook: GradientHook, parameter: Tensor) -> bool:
-    """Returns whether a hook maps the sum of two gradients to the sum of what it maps them to."""
+    """Returns whether a hook is linear: its result for a sum of gradients is the sum of its results."""
     generator = torch.Generator().manual_seed(0)
     # Under FSDP a hook gets the part of the gradient that this rank holds.
     local = parameter

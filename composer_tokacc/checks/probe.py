@@ -167,7 +167,7 @@ class Probe:
         self._judged: set[str] = set()  # names of states that are judged only once: they were, or are being judged
         self.state_dependence: str | None = None
         """Name of a state that every forward writes and that the result depends on."""
-        self._knows_layers = False  # whether the last layers were looked for
+        self._was_examined = False  # whether the last layers were looked for
         self._layers: list[Module] = []
         """The module that makes the states before the logits, often a norm, and the module that makes the logits."""
         # Modules of TorchScript take no hooks.
@@ -214,10 +214,10 @@ class Probe:
             seed: Seed of the random numbers that the forward draws.
             keeps_state: Whether the model keeps the state that the forward has written.
         """
-        # The last layers are found with the first batch.
-        if not self._knows_layers:
-            self._knows_layers = True
-            self._find_last_layers(batch)
+        # The model is examined with the first batch.
+        if not self._was_examined:
+            self._was_examined = True
+            self._examine(batch)
         # After a known error one setting is changed, and the forward runs again.
         while True:
             guard = undisturbed(self.model, restores_buffers=not keeps_state)
@@ -243,8 +243,21 @@ class Probe:
             if state.name not in self._judged:
                 self._written.setdefault(state.name, state)
 
-    def _find_last_layers(self, batch: Batch) -> None:
-        """Finds the last layers by two forwards, which also show whether the loss is random."""
+    def _examine(self, batch: Batch) -> None:
+        """Finds the last layers, whether the loss is random, and whether it depends on written state."""
+        first = self._find_last_layers(batch)
+        # This forward has a graph at the last layers, and another seed.
+        second = self.run(batch)
+        self.is_random = not all(second.is_same_loss(unit, loss) for unit, loss in first.losses.items())
+        self.judge_written_state(batch)
+        if self.is_random and self.is_training and self.state_dependence is None:
+            log.info('The loss is random in training even without dropout, so it was probed only in evaluation.')
+            self.is_training = False
+            self._layers = []
+            self._examine(batch)
+
+    def _find_last_layers(self, batch: Batch) -> ProbeResult:
+        """Finds the last layers by a forward, and returns its result."""
         outputs: list[_LayerOutput] = []
         shapes = [tuple(labels_of(batch).shape)]
 
@@ -258,26 +271,18 @@ class Probe:
                 outputs.append(_LayerOutput(module, output.shape[-1], output.data_ptr()))
 
         with _hooked(_leaves(self._modules), note):
-            first = self.run(batch, seed=1)
+            result = self.run(batch, seed=1)
         # The last layer is the one whose output is the logits. If no output has their address, the model changes the
         # output of its head once more. Then the last output of the same size is taken. It is only the second choice,
         # because another layer may have this size, such as the head of a teacher.
-        same_size = [place for place, output in enumerate(outputs) if output.size == first.output_size]
-        same_address = [place for place in same_size if outputs[place].address == first.output_address]
+        same_size = [place for place, output in enumerate(outputs) if output.size == result.output_size]
+        same_address = [place for place in same_size if outputs[place].address == result.output_address]
         candidates = same_address or same_size
         last = len(outputs)
         if candidates:
             last = candidates[-1]
         self._layers = [output.module for output in outputs[max(last - 1, 0) : last + 1]]
-        # This forward has a graph at the last layers, and another seed.
-        second = self.run(batch)
-        self.is_random = not all(second.is_same_loss(unit, loss) for unit, loss in first.losses.items())
-        self.judge_written_state(batch)
-        if self.is_random and self.is_training and self.state_dependence is None:
-            log.info('The loss is random in training even without dropout, so it was probed only in evaluation.')
-            self.is_training = False
-            self._layers = []
-            self._find_last_layers(batch)
+        return result
 
     def judge_written_state(self, batch: Batch) -> None:
         """Finds out whether the result depends on state that every forward writes. See :attr:`state_dependence`.

@@ -111,7 +111,7 @@ class StateSnapshot:
 
     @torch.no_grad()
     def perturb(self, states: Iterable[State]) -> None:
-        """Changes some states: adds noise to floating point tensors, and sets others to what a forward has written.
+        """Changes some states: adds noise to floating point tensors, and gives others the value of a later forward.
 
         Noise also shows a dependence on a state that no longer moves, such as the converged vectors of a spectral norm.
         Other states get no noise, because they may be indices, and noise could move them out of range.

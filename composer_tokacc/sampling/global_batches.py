@@ -326,7 +326,7 @@ def cut_by_tokens(
     """Returns global batches of about equally many tokens, as views of the order.
 
     Global batch ``b`` takes samples until the next one would lift the tokens of the epoch above ``(b + 1) * tokens``.
-    So a step differs from `tokens` by less than the longest sample, and what one step lacks goes to the next one. The
+    So a step differs from `tokens` by less than the longest sample, and the next step gets the missing tokens. The
     number of global batches is ``ceil(sum / tokens)``, or ``floor(sum / tokens)`` with `drop_last`, for every order of
     the samples. So all epochs have equally many steps, which trainers expect. The usual rule counts the tokens of each
     global batch from zero. Then the missing tokens add up, and the number of global batches depends on the order.

@@ -61,7 +61,7 @@ class Mixture:
 
         The weight of a dataset is its share divided by the mean number of loss tokens of its samples. So the share is
         exact over whole passes. In a single global batch the number of samples of each dataset is right to within one
-        or two, but the number of tokens depends on which samples these are.
+        or two. The number of tokens is less exact, because samples differ in length.
 
         Args:
             sizes: Samples of each dataset.

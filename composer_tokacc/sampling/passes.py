@@ -49,7 +49,7 @@ class Passes:
         """Yields the batches of an epoch from batch `first` on, and notes how far they were taken."""
         done = self._furthest_done
         if done is not None and done.has_ended and done.epoch == epoch:
-            # The same epoch is read again. So the place of the run is no longer the end of this epoch.
+            # The same epoch is read again, so its end is no longer the place of the run.
             self._furthest_done = None
         current = Pass(epoch, first)
         self._under_way.append(current)
@@ -88,9 +88,13 @@ class Passes:
         next_epoch: int,
         next_batch: int,
     ) -> tuple[int, int]:
-        """Returns epoch and batch of the furthest iterator. If there is none, the given place of the next iterator.
+        """Returns epoch and batch of the furthest iterator, or the given place if no iterator has begun.
 
         While an iterator is under way its epoch counts, even if the trainer has already set the next epoch.
+
+        Args:
+            next_epoch: Epoch of the next iterator.
+            next_batch: Batch at which the next iterator starts.
         """
         epoch = next_epoch
         if self._under_way:

@@ -129,6 +129,7 @@ class RegroupingBatchSampler(DistributedSampler):
         media: Table | None = None,
         loss_shares: LossShares | None = None,
     ) -> None:
+        # The rank and the order of samples, which torch's class keeps.
         if num_replicas is None:
             num_replicas = get_world_size()
         if rank is None:
@@ -140,6 +141,7 @@ class RegroupingBatchSampler(DistributedSampler):
         check_choice('drop_last', drop_last, (True, False))
         _check_within('seed', seed)
         super().__init__(dataset, num_replicas, rank, shuffle, int(seed), drop_last)
+        # Sizes of the samples and caps of a microbatch. Bad tables are refused here, before the first epoch.
         options = CutOptions(
             max_tokens=max_tokens,
             max_image_tokens=max_image_tokens,
@@ -148,7 +150,6 @@ class RegroupingBatchSampler(DistributedSampler):
             objective=objective,
             cost=cost or CostModel(),
         )
-        # All tables are checked here, so that bad ones are refused before the first epoch.
         self.rows = Rows(
             lengths,
             options,
@@ -159,11 +160,14 @@ class RegroupingBatchSampler(DistributedSampler):
         )
         _check_samples_fit(self.rows)
         self.lengths = self.rows.lengths
+        # The samples of each global batch.
         check_choice('modality', modality, ('mixed', 'per_step'))
         self.modality = modality
-        self.media = _modality_of_samples(media, self.rows) if modality == 'per_step' else None
-        if self.media is not None and mixture is None:
-            mixture = Mixture([num_samples])
+        self.media: np.ndarray | None = None
+        if modality == 'per_step':
+            self.media = _modality_of_samples(media, self.rows)
+            # Only mixtures are divided by modality, so a single dataset becomes a mixture of one.
+            mixture = mixture or Mixture([num_samples])
         self.mixture = mixture
         self._global_batches = GlobalBatches(
             self.lengths,
@@ -183,6 +187,7 @@ class RegroupingBatchSampler(DistributedSampler):
             check_kind('loss_shares', loss_shares, LossShares)
             checked_table('loss_shares', loss_shares.loss_tokens, num_samples)
         self.loss_shares = loss_shares
+        # The place of the run.
         self.first_batch = 0
         """The global batch that the next iteration starts at."""
         self.start_of_loader: int | None = None
@@ -270,7 +275,7 @@ class RegroupingBatchSampler(DistributedSampler):
         self.passes.forget()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the place of the run and what its global batches depend on, for any number of ranks."""
+        """Returns the place of the run, and the arguments that decide its global batches, on any number of ranks."""
         epoch, batch = self.passes.place(self.epoch, self.first_batch)
         return {'epoch': epoch, 'batch': batch, **self._identity()}
 
