@@ -273,7 +273,7 @@ class TokenAccumulation(Algorithm):
             is_weighted=self.is_weighted,
             has_bypass=run.has_bypass,
         )
-        has_new_rows = run.check.has_new_rows(step.facts, run.split)
+        has_new_rows = run.check.has_new_rows(step.facts)
         # The sums come before the cut, so that rows of a new size are cut only by rules that were proven for them.
         is_any_new = self._sum_over_ranks(state, step, plan, has_new_rows=has_new_rows)
         if step.totals.loss_weight == 0 and step.totals.loss_tokens:

@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import accumulate
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Generic, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -103,13 +103,15 @@ class RowOffer:
 
 
 @dataclass(eq=False)
-class FirstBatchCheck:
+class FirstBatchCheck(Generic[RulesT]):
     """Probes the model with rows of a batch, the same ones on all ranks. Without a layout it finds only the rule."""
 
     probe: Probe
     layout: BatchLayout | None
     to_device: Callable[[Batch], Batch]
     _: KW_ONLY
+    cutter: Cutter[RulesT] | None
+    """Cuts rows in training. None: rows are not cut, so each row is only computed by itself."""
     loss_tokens: str
     check_loss: bool
     microbatch_size: float
@@ -136,19 +138,19 @@ class FirstBatchCheck:
         if not self.check_loss:
             self.rule = self.loss_tokens
 
-    def _ranges_of(self, sources: Sequence[RowFacts], cutter: Cutter[RulesT] | None) -> RowRanges:
+    def _ranges_of(self, sources: Sequence[RowFacts]) -> RowRanges:
         """Returns the ranges of the rows of a batch, from the facts of its microbatches."""
-        return ranges_of(sources, self._packed_total(sources, cutter))
+        return ranges_of(sources, self._packed_total(sources))
 
-    def _packed_total(self, sources: Sequence[RowFacts], cutter: Cutter[RulesT] | None) -> int:
+    def _packed_total(self, sources: Sequence[RowFacts]) -> int:
         """Returns the most tokens that a packed row of a batch can have. 0: rows are not packed."""
-        if cutter is None:
+        if self.cutter is None:
             return 0
-        return cutter.largest_packed_row(sources, self.microbatch_size)
+        return self.cutter.largest_packed_row(sources, self.microbatch_size)
 
-    def has_new_rows(self, sources: Sequence[RowFacts], cutter: Cutter[RulesT] | None) -> bool:
+    def has_new_rows(self, sources: Sequence[RowFacts]) -> bool:
         """Returns whether this rank has rows outside of the proven ranges. ``sources`` are the facts of its batch."""
-        return bool(self._proven.missing(self._ranges_of(sources, cutter)))
+        return bool(self._proven.missing(self._ranges_of(sources)))
 
     def is_due(self, step: int, *, has_new_rows: bool) -> bool:
         """Returns whether to check rows: if some rank has new ones, and in steps 16, 32, 64 and so on."""
@@ -157,20 +159,24 @@ class FirstBatchCheck:
             self._was_run = False
         return has_new_rows or not self._was_run
 
-    def prove(
-        self,
-        batch: Batch,
-        cutter: Cutter[RulesT] | None,
-    ) -> RulesT | None:
-        """Checks rows outside of the proven ranges, and returns the rules by which rows may be cut. A collective.
+    def prove(self, batch: Batch) -> RulesT | None:
+        """Checks rows outside of the proven ranges. A collective.
 
-        ``batch`` is the batch of this rank, on the CPU. Without a cutter each row is only computed by itself, uncut.
-        Raises RuntimeError on all ranks if no cut keeps the gradients of the rows.
+        Args:
+            batch: The batch of this rank, on the CPU.
+
+        Returns:
+            The rules by which rows may be cut from now on; None without a cutter.
+
+        Raises:
+            RuntimeError: On all ranks, if no cut keeps the gradients of the rows.
         """
-        rules = None if cutter is None else cutter.rules
+        rules = None
+        if self.cutter is not None:
+            rules = self.cutter.rules
         # Each pass checks rows of one rank, until no rank has rows outside of the proven ranges.
         while True:
-            local_ranges = self._ranges_of(describe_all(self.layout, batch), cutter)
+            local_ranges = self._ranges_of(describe_all(self.layout, batch))
             missing = self._proven.missing(local_ranges)
             # FSDP needs the same forwards on all ranks, so the ranks agree on whether to check.
             (is_any_missing,) = max_over_ranks([bool(missing)])
@@ -190,11 +196,11 @@ class FirstBatchCheck:
             # All ranks probe the rows of one of them, because FSDP hangs if only some ranks have images.
             rows_to_share = None
             if offers[get_global_rank()] is offer:
-                rows_to_share = self._selected_rows(batch, cutter, missing)
+                rows_to_share = self._selected_rows(batch, missing)
             shared = from_any_rank(rows_to_share)
             assert shared is not None
             try:
-                new_rules, checked_ranges = self._run(shared, cutter, rules)
+                new_rules, checked_ranges = self._run(shared, rules)
             except IndexError as error:
                 # An id or a target is out of range. A GPU stops the process instead.
                 if 'out of' not in str(error):
@@ -226,7 +232,6 @@ class FirstBatchCheck:
     def _run(
         self,
         shared: SharedRows,
-        cutter: Cutter[RulesT] | None,
         rules: RulesT | None,
     ) -> tuple[RulesT | None, RowRanges]:
         """Finds the loss rule if it is not known yet, and checks the rows.
@@ -253,10 +258,10 @@ class FirstBatchCheck:
         )
         self._check_written_state(comparison.batch)
         self._check_ties(shared.tied)
-        if cutter is None or rules is None:
+        if self.cutter is None or rules is None:
             comparison.check_single_rows()
         else:
-            rules = comparison.first_exact(cutter, rules, shared.packed_total)
+            rules = comparison.first_exact(self.cutter, rules, shared.packed_total)
         # Microbatches that the loader has collated may pad media to other sizes than the batch.
         comparison.check_media(shared.media)
         self._learn_loss(comparison)
@@ -339,12 +344,7 @@ class FirstBatchCheck:
     def _on_device(self, batch: Batch) -> Batch:
         return self.to_device(with_copied_tensors(without_rows(batch)))
 
-    def _selected_rows(
-        self,
-        batch: Batch,
-        cutter: Cutter[RulesT] | None,
-        missing: Sequence[str],
-    ) -> SharedRows:
+    def _selected_rows(self, batch: Batch, missing: Sequence[str]) -> SharedRows:
         """Returns the rows of this rank that all ranks probe."""
         if self.layout is None:
             return SharedRows(dict(batch), {}, None, 0)
@@ -360,7 +360,7 @@ class FirstBatchCheck:
             rows=_with_labels(self.layout, rows),
             media=media_as_collated(self.layout, batch, chosen),
             tied=tied,
-            packed_total=self._packed_total(describe_all(self.layout, batch), cutter),
+            packed_total=self._packed_total(describe_all(self.layout, batch)),
         )
 
 

@@ -71,11 +71,12 @@ def prove(loss, *, with_logits=True, loss_tokens='auto'):
         probe_of(loss, with_logits=with_logits),
         layout,
         dict,
+        cutter=None,
         loss_tokens=loss_tokens,
         check_loss=True,
         microbatch_size=4,
     )
-    check.prove(batch, None)
+    check.prove(batch)
     return check
 
 
