@@ -86,12 +86,12 @@ class CutKind(Enum):
         return self.value
 
 
-@dataclass(frozen=True)
-class Failure:
-    """The first difference between a cut and the uncut rows."""
+class CutFailure(NotExactError):
+    """A difference between a cut and the uncut rows, or an error of the model on rows that were cut."""
 
-    text: str
-    reason: str | None = None  # the model's own error, if it did not accept the rows
+    def __init__(self, message: str, reason: str | None = None) -> None:
+        super().__init__(message)
+        self.reason = reason  # the error of the model
 
 
 @dataclass(frozen=True)
@@ -217,30 +217,30 @@ class RowComparison(Generic[RulesT]):
         Raises:
             RuntimeError: If there are no such rules.
         """
-        failures: list[Failure] = []
+        failures: list[CutFailure] = []
         for candidate in cutter.candidates(self._facts, rules):
-            failure = self._first_failure(
-                partial(cutter.assemble, self._facts, rules=candidate),
-                packed_total=packed_total if candidate.packing else None,
-            )
-            if failure is None:
-                if self.has_shown_trimming:
-                    return candidate
-                # No row was trimmed, because no row has padding, or all have a label behind it. So nothing was learnt
-                # about trimming, and rows that are padded on this side keep their earlier rules.
-                return candidate.with_side_of(rules, self._facts.side)
-            log.info('%s: %s', candidate, failure.text)
-            failures.append(failure)
+            assemble = partial(cutter.assemble, self._facts, rules=candidate)
+            try:
+                if candidate.packing:
+                    self._check_packed_rows(assemble, packed_total)
+                else:
+                    self._check_single_rows(assemble)
+            except CutFailure as failure:
+                log.info('%s: %s', candidate, failure)
+                failures.append(failure)
+                continue
+            if self.has_shown_trimming:
+                return candidate
+            # No row was trimmed, because no row has padding, or all have a label behind it. So nothing was learnt about
+            # trimming, and rows that are padded on this side keep their earlier rules.
+            return candidate.with_side_of(rules, self._facts.side)
         if cutter.must_pack:
             raise NotExactError(_why_not_packed(failures))
-        # The last cut changes the rows the least, so its failure tells the most.
-        raise NotExactError(failures[-1].text)
+        raise failures[-1]  # the last cut changes the rows the least, so its failure tells the most
 
     def check_single_rows(self) -> None:
         """Raises RuntimeError if a row by itself, not cut, has another gradient than with the others."""
-        failure = self._first_failure(partial(self._layout.select, self._rows), packed_total=None)
-        if failure is not None:
-            raise NotExactError(failure.text)
+        self._check_single_rows(partial(self._layout.select, self._rows))
 
     def check_media(self, media: Mapping[int, Batch]) -> None:
         """Raises RuntimeError if the gradient of a row depends on the padding of its media.
@@ -250,10 +250,7 @@ class RowComparison(Generic[RulesT]):
         for row, row_media in media.items():
             batch = {**self._layout.select(self._rows, [row]), **row_media}
             result = self._probe.run(self._on_device(batch))
-            gradients = self._aligned(batch, result, [row])
-            text = self._gradient_failure(gradients, [row], CutKind.OTHER_PADDING)
-            if text is not None:
-                raise NotExactError(text)
+            self._check_gradients(self._aligned(batch, result, [row]), [row], CutKind.OTHER_PADDING)
 
     def selection_failure(self, selector: LabelSelector) -> str | None:
         """Returns why logits only at labels change the loss or its gradient; None: both stay the same.
@@ -285,83 +282,80 @@ class RowComparison(Generic[RulesT]):
                 gradients[index] = positions.put_back(gradient, height, width)
         result = replace(result, gradients={**result.gradients, 'tokens': gradients})
         row_gradients = self._aligned(self._rows, result, self._all_rows)
-        if self._gradient_failure(row_gradients, self._all_rows, CutKind.AT_LABELS) is not None:
+        try:
+            self._check_gradients(row_gradients, self._all_rows, CutKind.AT_LABELS)
+        except CutFailure:
             return 'the gradient by the logits changes'
-        if self._loss_failure([_LossPart(self._all_rows, result.losses)]) is not None:
+        try:
+            self._check_losses([_LossPart(self._all_rows, result.losses)])
+        except CutFailure:
             return 'the loss changes'
         return None
 
-    def _first_failure(self, assemble: Callable[[list[int]], Batch], *, packed_total: int | None) -> Failure | None:
-        """Returns the first failure of a cut; None: it is exact.
+    def _check_single_rows(self, assemble: Callable[[list[int]], Batch]) -> None:
+        """Raises CutFailure unless each row by itself has the expected gradient. ``assemble`` makes a microbatch."""
+        groups = [[row] for row in self._all_rows]
+        self._check_microbatches(assemble, groups, CutKind.SINGLE_ROW, NOT_ACCEPTED)
 
-        Args:
-            assemble: Returns the microbatch of some rows.
-            packed_total: The most tokens that packed rows have in training. None: rows are not packed.
+    def _check_packed_rows(self, assemble: Callable[[list[int]], Batch], packed_total: int) -> None:
+        """Raises CutFailure unless packed rows have the expected gradients.
+
+        All rows are packed in their order, and in the opposite order. A leak runs from one document into the next, so
+        each row must follow the others once. A model may compute long packed rows in another way, so the rows are
+        repeated until they have as many tokens as in training. More different rows would need more memory, because all
+        of them are also computed together, padded.
         """
-        if packed_total is None:
-            cut_kind = CutKind.SINGLE_ROW
-            groups = [[row] for row in self._all_rows]
-            errors = NOT_ACCEPTED
-        else:
-            cut_kind = CutKind.PACKED
-            groups = self._packed_groups(packed_total)
-            errors = NOT_COMPUTED
+        num_copies = max(math.ceil(packed_total / sum(self._facts.lengths)), 1)
+        groups = [self._all_rows * num_copies, self._all_rows[::-1] * num_copies]
+        self._check_microbatches(assemble, groups, CutKind.PACKED, NOT_COMPUTED)
+
+    def _check_microbatches(
+        self,
+        assemble: Callable[[list[int]], Batch],
+        groups: Sequence[list[int]],
+        cut_kind: CutKind,
+        model_errors: tuple[type[Exception], ...],
+    ) -> None:
+        """Raises CutFailure unless the rows of each group have the expected gradients in one microbatch."""
         parts: list[_LossPart] = []
         for rows in groups:
             try:
                 batch = assemble(rows)
                 result = self._probe.run(self._on_device(batch))
-            except errors as error:
+            except model_errors as error:
                 # Some models cannot compute such a batch. BLIP-2 needs images.
-                return self._not_accepted(rows, error, cut_kind)
-            text = self._microbatch_failure(batch, result, rows, cut_kind)
-            if text is not None:
-                return Failure(text)
+                raise self._not_accepted(rows, error, cut_kind) from error
+            self._check_num_tokens(batch, rows, cut_kind)
+            self._check_gradients(self._aligned(batch, result, rows), rows, cut_kind)
             parts.append(_LossPart(rows, result.losses))
             self._narrowest = min(self._narrowest, batch['labels'].shape[1])
         if self._check_loss:
-            text = self._loss_failure(parts)
-            if text is not None:
-                return Failure(text)
-        return None
+            self._check_losses(parts)
 
-    def _microbatch_failure(
+    def _check_num_tokens(
         self,
         batch: Batch,
-        result: ProbeResult,
         rows: Sequence[int],
         cut_kind: CutKind,
-    ) -> str | None:
-        """Returns the message if a microbatch of the rows has lost a label, or if a row has another gradient."""
+    ) -> None:
+        """Raises CutFailure if the microbatch of the rows has lost a label."""
         num_tokens = int(loss_mask(batch, self._rule).sum())
         num_expected = self._denominator('tokens', rows)
         if num_tokens != num_expected:
-            text = f'{num_tokens} loss-generating tokens {cut_kind} instead of {num_expected}'
-            return self._explained(text, cut_kind)
-        return self._gradient_failure(self._aligned(batch, result, rows), rows, cut_kind)
-
-    def _packed_groups(self, packed_total: int) -> list[list[int]]:
-        """Returns microbatches of rows to pack: all rows in their order, and all rows in the opposite order.
-
-        A leak runs from one document into the next, so each row must follow the others once. A model may compute long
-        packed rows in another way, so the rows are repeated until they have as many tokens as in training. More
-        different rows would need more memory, because all of them are also computed together, padded.
-        """
-        num_copies = max(math.ceil(packed_total / sum(self._facts.lengths)), 1)
-        return [self._all_rows * num_copies, self._all_rows[::-1] * num_copies]
+            difference = f'{num_tokens} loss-generating tokens {cut_kind} instead of {num_expected}'
+            raise CutFailure(self._explained(difference, cut_kind))
 
     def _not_accepted(
         self,
         rows: Sequence[int],
         error: Exception,
         cut_kind: CutKind,
-    ) -> Failure:
+    ) -> CutFailure:
         reason = str(error).rstrip('.')
+        message = f'The model must take {sample_name(self._rows, rows[0])} by itself, got: {reason}.'
         if cut_kind is CutKind.PACKED:
-            text = f'The model must take packed rows, got: {reason}. Set `packing=False` (docs/errors.md#packing).'
-        else:
-            text = f'The model must take {sample_name(self._rows, rows[0])} by itself, got: {reason}.'
-        return Failure(text, reason)
+            message = f'The model must take packed rows, got: {reason}. Set `packing=False` (docs/errors.md#packing).'
+        return CutFailure(message, reason)
 
     def _aligned(
         self,
@@ -396,13 +390,13 @@ class RowComparison(Generic[RulesT]):
 
     # The differences.
 
-    def _gradient_failure(
+    def _check_gradients(
         self,
         gradients: RowGradients,
         rows: Sequence[int],
         cut_kind: CutKind,
-    ) -> str | None:
-        """Returns the message if a row's gradient differs from the expected one by more than round-off, or None."""
+    ) -> None:
+        """Raises CutFailure if a row's gradient differs from the expected one by more than round-off."""
         for point, row_gradients in gradients.items():
             all_expected = self._expected[point]
             largest = float(all_expected.flatten(1).norm(dim=1).max())
@@ -423,20 +417,17 @@ class RowComparison(Generic[RulesT]):
             # If the change almost vanishes without the factor, the row only has another weight.
             unscaled_error = float(_relative_errors(unscaled[worst][None], expected[worst][None]))
             if point[0] == 'samples':
-                text = (
+                raise CutFailure(
                     f'{SAMPLES}a gradient of {name} that changes by {error:.1e} {cut_kind}. Take a mean over columns '
                     'over the tokens of each row, or give its own unit (docs/errors.md#model-loss).'
                 )
-            elif unscaled_error < LARGEST_FACTOR_ERROR * error:
-                text = (
+            if unscaled_error < LARGEST_FACTOR_ERROR * error:
+                raise CutFailure(
                     f'{MEAN}{name}, whose tokens weigh {float(factors[worst]):.6f} times as much {cut_kind} as with '
                     f'{len(self._counts) - 1} others. Divide by the number of tokens. {NAME_TERMS}'
                 )
-            else:
-                change = f'the gradient at its logits changes by {error:.1e} {cut_kind} (round-off is {allowed:.0e})'
-                text = self._explained(f'{name}: {change}', cut_kind)
-            return text
-        return None
+            change = f'the gradient at its logits changes by {error:.1e} {cut_kind} (round-off is {allowed:.0e})'
+            raise CutFailure(self._explained(f'{name}: {change}', cut_kind))
 
     def _allowed(self, point: Point, error: float) -> float:
         """Returns the largest change of a row's gradient that round-off explains.
@@ -451,8 +442,8 @@ class RowComparison(Generic[RulesT]):
         noise = min(self._noise[point], MOST_ROUNDINGS * eps, MOST_NOISE)
         return max(GRADIENT_TOLERANCE, eps, noise)
 
-    def _loss_failure(self, parts: Sequence[_LossPart]) -> str | None:
-        """Returns the message if the loss of all rows is not the mean of the losses of the microbatches, or None."""
+    def _check_losses(self, parts: Sequence[_LossPart]) -> None:
+        """Raises CutFailure if the loss of all rows is not the mean of the losses of the microbatches."""
         for unit, expected in self.reference.losses.items():
             parts_with_unit = [part for part in parts if unit in part.losses]
             weighted_sum = 0.0
@@ -473,9 +464,10 @@ class RowComparison(Generic[RulesT]):
                 continue
             difference = f'{expected:.6f} for {len(self._counts)} rows together, and {mean:.6f} as their mean by row'
             if unit == 'samples':
-                return f'{SAMPLES}{difference}. Give their own unit (docs/errors.md#model-loss).'
-            return f'{MEAN}{difference}. It holds a term that depends on which rows share a microbatch. {NAME_TERMS}'
-        return None
+                raise CutFailure(f'{SAMPLES}{difference}. Give their own unit (docs/errors.md#model-loss).')
+            raise CutFailure(
+                f'{MEAN}{difference}. It holds a term that depends on which rows share a microbatch. {NAME_TERMS}'
+            )
 
     def _is_same_loss(self, unit: str, mean: float) -> bool:
         if self.reference.is_same_loss(unit, mean):
@@ -518,7 +510,7 @@ class RowComparison(Generic[RulesT]):
         )
 
 
-def _why_not_packed(failures: Sequence[Failure]) -> str:
+def _why_not_packed(failures: Sequence[CutFailure]) -> str:
     """Returns why no packing is exact.
 
     Attention by document is tried first. A model that does not accept it may still find the documents by their
@@ -527,8 +519,8 @@ def _why_not_packed(failures: Sequence[Failure]) -> str:
     first = failures[0]
     computed = next((failure for failure in failures if failure.reason is None), first)
     if computed is first:
-        return first.text
-    return f'{computed.text} Attention document by document was not possible: {first.reason}.'
+        return str(first)
+    return f'{computed} Attention document by document was not possible: {first.reason}.'
 
 
 def _factors(gradients: Tensor, expected: Tensor) -> Tensor:
