@@ -193,8 +193,8 @@ class RowComparison(Generic[RulesT]):
             return None
         relative_weights = measured.weights / mean
         # For the same reason a weight that differs counts only as far as it changes the gradient.
-        worst_weight = float(((relative_weights - 1).abs() * measured.sizes).max())
-        worst = max(worst_weight, float(measured.residual))
+        changes = (relative_weights - 1).abs() * measured.sizes
+        worst = max(float(changes.max()), float(measured.residual))
         if worst > PLAIN_TOLERANCE + self.reference.gradient_eps:
             return None
         return mean * sum(self._counts)
@@ -250,7 +250,8 @@ class RowComparison(Generic[RulesT]):
         for row, row_media in media.items():
             batch = {**self._layout.select(self._rows, [row]), **row_media}
             result = self._probe.run(self._on_device(batch))
-            self._check_gradients(self._aligned(batch, result, [row]), [row], CutKind.OTHER_PADDING)
+            gradients = self._aligned(batch, result, [row])
+            self._check_gradients(gradients, [row], CutKind.OTHER_PADDING)
 
     def selection_failure(self, selector: LabelSelector) -> str | None:
         """Returns why logits only at labels change the loss or its gradient; None: both stay the same.
@@ -262,8 +263,9 @@ class RowComparison(Generic[RulesT]):
         if selector.num_head_calls != 1:
             return 'the model computes its loss without one call of its output embedding, as a fused kernel does'
         positions = LabelledPositions.from_batch(self.batch, self._rule, sum(self._counts))
+        at_labels = AtLabels(selector, self._rule, positions)
         try:
-            result = self._probe.run(self.batch, at_labels=AtLabels(selector, self._rule, positions))
+            result = self._probe.run(self.batch, at_labels=at_labels)
         except NOT_COMPUTED as error:
             # Only the first line, because messages of the hosts may be long.
             first_line, *_ = str(error).strip().splitlines() or ['']

@@ -286,7 +286,8 @@ class FirstBatchCheck(Generic[RulesT]):
         if self.selector is not None:
             failure = comparison.selection_failure(self.selector)
         # All ranks must measure steps in the same way, and compute the same logits. So all of them share their results.
-        scales, failures = zip(*all_gather_object((comparison.token_scale(), failure)), strict=True)
+        results = all_gather_object((comparison.token_scale(), failure))
+        scales, failures = zip(*results, strict=True)
         self.token_scale = None if None in scales else scales[0]
         self.selection_failure = next((failure for failure in failures if failure is not None), None)
         self.has_logits = comparison.reference.has_logits is not False
@@ -399,8 +400,9 @@ def find_loss_rule(
     # A rule fits if there is a gradient at each of the positions that it names, and nowhere else.
     for rule in LOSS_RULES:
         predicts = targets_of(row, rule).cpu() != IGNORE_INDEX
-        elsewhere = float(norms[~predicts].norm() / norms[predicts].norm().clamp(min=TINY))
-        if elsewhere < LARGEST_ELSEWHERE and bool((norms[predicts] > 0).all()):
+        predicting_norms = norms[predicts]
+        elsewhere = float(norms[~predicts].norm() / predicting_norms.norm().clamp(min=TINY))
+        if elsewhere < LARGEST_ELSEWHERE and bool((predicting_norms > 0).all()):
             matching[rule] = elsewhere
     positions = _columns(norms)
     if not matching:
@@ -455,7 +457,8 @@ def rule_batch(layout: BatchLayout | None, rows: Batch) -> BatchDict:
 
 def _row_for_rule(layout: BatchLayout, rows: Batch) -> int:
     """Returns the number of a row with enough labels, and with media if possible, because some models need media."""
-    num_labels = (labels_of(rows)[:, 1:] != IGNORE_INDEX).sum(dim=1).tolist()
+    is_label = labels_of(rows)[:, 1:] != IGNORE_INDEX
+    num_labels = is_label.sum(dim=1).tolist()
     num_media = layout.media_per_row(rows)
 
     def cost(row: int) -> tuple[bool, bool, bool]:
@@ -610,7 +613,8 @@ def media_as_collated(
         microbatch = without_rows(microbatches[number])
         row_batch = layout.select(microbatch, [row - starts[number]])
         media = {key: row_batch[key] for key in media_entries(layout, row_batch)}
-        if any(value.shape[1:] != batch[key].shape[1:] for key, value in media.items()):
+        has_other_size = [value.shape[1:] != batch[key].shape[1:] for key, value in media.items()]
+        if any(has_other_size):
             collated[place] = media
     return collated
 
@@ -701,7 +705,8 @@ def with_unequal_row(
         return rows
     lengths = describe(layout, rows).lengths
     # The first row that is long enough for several labels is copied.
-    copied_row = min(range(len(counts)), key=lambda row: lengths[row] < 4)
+    is_short = [length < 4 for length in lengths]
+    copied_row = is_short.index(min(is_short))
     copied = layout.select(rows, [*range(len(counts)), copied_row])
     labels = copied['labels'].clone()
     copied['labels'] = labels

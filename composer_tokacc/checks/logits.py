@@ -107,7 +107,8 @@ def are_logits(gradient: Tensor, targets: Tensor) -> bool | None:
         label_entries = part_gradient.gather(1, part_targets.clamp(min=0)[:, None])[:, 0]
         is_smallest = label_entries == part_gradient.amin(dim=-1)
         is_largest = label_entries == part_gradient.amax(dim=-1)
-        sums_to_zero = part_gradient.sum(dim=-1).abs() <= zero_sum * part_gradient.abs().sum(dim=-1)
+        absolute_sum = part_gradient.abs().sum(dim=-1)
+        sums_to_zero = part_gradient.sum(dim=-1).abs() <= zero_sum * absolute_sum
         # A model that is sure of a token has no gradient there.
         has_gradient = (part_targets != IGNORE_INDEX) & part_gradient.any(dim=-1)
         is_like_logits = has_gradient & (is_smallest | is_largest | sums_to_zero)
@@ -175,7 +176,9 @@ def measure(logits: Tensor, gradient: Tensor) -> MeasuredTokens:
         weights = torch.linalg.vecdot(part_gradient, direction) / square.clamp(min=TINY)
         remainder = torch.addcmul(part_gradient, weights[:, None], direction, value=-1)
         parts.append(MeasuredTokens(weights, targets, square.sqrt(), remainder.norm(dim=-1)))
-    fields = [torch.cat(pieces).view(logits.shape[:2]) for pieces in zip(*parts, strict=True)]
+    fields = []
+    for pieces in zip(*parts, strict=True):
+        fields.append(torch.cat(pieces).view(logits.shape[:2]))
     return MeasuredTokens(*fields)
 
 
@@ -213,7 +216,8 @@ def sketch(gradient: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(size)
     signs = 2 * torch.randint(2, (size, SKETCH_WIDTH), generator=generator) - 1
     num_missing = -size % SKETCH_BLOCK
-    padded_signs = F.pad(signs.to(gradient.device).float(), (0, 0, 0, num_missing))
+    signs = signs.to(gradient.device).float()
+    padded_signs = F.pad(signs, (0, 0, 0, num_missing))
     blocks_of_signs = padded_signs.unflatten(0, (-1, SKETCH_BLOCK))  # (blocks, entries, sums)
     parts = []
     for _, (part_gradient,) in _float_parts(gradient):

@@ -97,7 +97,8 @@ class ProbeResult:
     ) -> bool:
         """Returns whether another loss differs only by round-off."""
         loss = self.losses[unit]
-        return abs(other - loss) <= NOISE_FACTOR * noise + ROUNDING_FLOOR * self.eps * (1 + abs(loss))
+        round_off = ROUNDING_FLOOR * self.eps * (1 + abs(loss))
+        return abs(other - loss) <= NOISE_FACTOR * noise + round_off
 
     def distance(self, other: ProbeResult) -> float:
         """Returns the largest relative difference of losses and gradients from another result of the same rows."""
@@ -221,8 +222,9 @@ class Probe:
         # After a known error one setting is changed, and the forward runs again.
         while True:
             guard = undisturbed(self.model, restores_buffers=not keeps_state)
+            width = labels_of(batch).shape[1]
             try:
-                with torch.no_grad(), guard, self._as_probed(seed, labels_of(batch).shape[1]) as mode:
+                with torch.no_grad(), guard, self._as_probed(seed, width) as mode:
                     snapshot = StateSnapshot.of_model(self.model)
                     forward = self._forward(batch, rounded=rounded, at_labels=at_labels)
                     self._note_written(snapshot)
@@ -248,7 +250,8 @@ class Probe:
         first = self._find_last_layers(batch)
         # This forward has a graph at the last layers, and another seed.
         second = self.run(batch)
-        self.is_random = not all(second.is_same_loss(unit, loss) for unit, loss in first.losses.items())
+        is_repeated = [second.is_same_loss(unit, loss) for unit, loss in first.losses.items()]
+        self.is_random = not all(is_repeated)
         self.judge_written_state(batch)
         if self.is_random and self.is_training and self.state_dependence is None:
             log.info('The loss is random in training even without dropout, so it was probed only in evaluation.')
@@ -281,7 +284,8 @@ class Probe:
         last = len(outputs)
         if candidates:
             last = candidates[-1]
-        self._layers = [output.module for output in outputs[max(last - 1, 0) : last + 1]]
+        first_of_two = max(last - 1, 0)
+        self._layers = [output.module for output in outputs[first_of_two : last + 1]]
         return result
 
     def judge_written_state(self, batch: Batch) -> None:
@@ -401,8 +405,9 @@ def _result_of(
         output_size = logits.shape[-1]
         if not isinstance(logits, DTensor):
             output_address = logits.data_ptr()
+    losses = {unit: loss.float().mean().item() for unit, loss in forward.terms.items()}
     return ProbeResult(
-        losses={unit: loss.float().mean().item() for unit, loss in forward.terms.items()},
+        losses=losses,
         gradients=gradients,
         measured=measured,
         output_size=output_size,
@@ -574,7 +579,10 @@ class _ProbeMode(TorchFunctionMode):
 
 
 @contextmanager
-def _graph_from(layers: Sequence[Module], shapes: Sequence[tuple[int, ...]]) -> Iterator[dict[Module, Tensor]]:
+def _graph_from(
+    layers: Sequence[Module],
+    shapes: Sequence[tuple[int, ...]],
+) -> Iterator[dict[Module, Tensor]]:
     """Starts the autograd graph at the outputs of some layers. Yields these outputs, by layer, as leaves of the graph.
 
     Only outputs of one of the ``shapes`` (rows, width) count.

@@ -321,10 +321,10 @@ class StepCheck:
                 values['deviation'] = record.deviations.amax()
             record.observed = dict.fromkeys(values, 0.0)
             on_device += values.values()
-        # One tensor for all numbers, so that the device is read once.
         if not on_device:
             return
-        numbers = iter(torch.stack([value.double() for value in on_device]).tolist())
+        in_one_tensor = torch.stack([value.double() for value in on_device])
+        numbers = iter(in_one_tensor.tolist())
         for record in self._step.microbatches:
             for name in record.observed:
                 record.observed[name] = next(numbers)

@@ -117,7 +117,8 @@ class TokenWeightsReport:
 
     def _line_of_unequal(self, ratios: Tensor) -> str:
         """Names the tokens with another weight than the median, and the range of their weights; empty if none has."""
-        unequal = ((ratios - 1).abs() > self.known_to).nonzero().flatten()
+        is_unequal = (ratios - 1).abs() > self.known_to
+        unequal = is_unequal.nonzero().flatten()
         if not len(unequal):
             return ''
         tokens = 'all'
@@ -169,7 +170,8 @@ class TokenWeightsReport:
 
     def _extremes(self) -> tuple[float, float]:
         """Returns the largest and the smallest size of a weight on this rank; -inf and inf without a weight."""
-        sizes = torch.cat([torch.zeros(0), *(weights.abs().cpu() for weights in self.weights)])
+        sizes_of_backwards = [weights.abs().cpu() for weights in self.weights]
+        sizes = torch.cat([torch.zeros(0), *sizes_of_backwards])
         if not len(sizes):
             return -torch.inf, torch.inf
         return float(sizes.max()), float(sizes.min())

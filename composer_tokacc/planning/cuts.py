@@ -232,7 +232,8 @@ class LeastPaddedCuts:
         self.fewest = self._try(2.0 * cost_at_greatest_width + 1.0)
         # The right end: one row each.
         bounds_of_single_rows = np.arange(len(rows) + 1, dtype=np.int64)
-        self._corners[len(rows)] = _Corner(float(rows.row_costs.sum()), bounds_of_single_rows)
+        cost_of_single_rows = float(rows.row_costs.sum())
+        self._corners[len(rows)] = _Corner(cost_of_single_rows, bounds_of_single_rows)
 
     def _try(self, price: float) -> int:
         """Finds the corner of a price, and returns its number of microbatches."""

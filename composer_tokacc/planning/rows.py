@@ -88,7 +88,8 @@ class Rows:
     @property
     def caps(self) -> np.ndarray:
         """Caps on the sizes of a microbatch, the token budget first, int64 (number of caps,)."""
-        return np.array([self.options.max_tokens, *self.options.caps.values()], dtype=np.int64)
+        caps = [self.options.max_tokens, *self.options.caps.values()]
+        return np.array(caps, dtype=np.int64)
 
     @property
     def capped_sizes(self) -> np.ndarray:

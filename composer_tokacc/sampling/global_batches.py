@@ -276,7 +276,8 @@ class GlobalBatches:
             option = 'global_batch_tokens'
             unit = 'tokens'
             size = self._tokens
-            available = min(int(self._lengths[order].sum()) for order in self._orders(epoch=0))
+            tokens_of_orders = [int(self._lengths[order].sum()) for order in self._orders(epoch=0)]
+            available = min(tokens_of_orders)
         else:
             option = 'global_batch_size'
             unit = 'samples'

@@ -141,7 +141,8 @@ class LossShares:
         loss_tokens: Table,
     ) -> None:
         self.shares = checked_table('shares', shares, len(sizes), dtype=np.float64)
-        if self.shares.min() == 0 or abs(self.shares.sum() - 1) > 1e-6:
+        sum_of_shares = self.shares.sum()
+        if self.shares.min() == 0 or abs(sum_of_shares - 1) > 1e-6:
             raise InvalidInputError(
                 f'`shares` must be positive, one for each dataset, and add up to 1, got: {list(shares)}.'
             )
@@ -339,7 +340,8 @@ def interleave(
     """
     counts = np.subtract(ends, begins)
     sources = np.repeat(np.arange(len(quotas)), counts)
-    items = np.concatenate([np.arange(begin, end) for begin, end in zip(begins, ends, strict=True)])
+    items_of_sources = [np.arange(begin, end) for begin, end in zip(begins, ends, strict=True)]
+    items = np.concatenate(items_of_sources)
     quota_of_item = np.array(quotas, dtype=np.float64)[sources]
     order = np.argsort((items + 0.5) / quota_of_item, kind='stable')
     return sources[order], items[order]

@@ -85,7 +85,8 @@ def plan_batch(rows: Rows, num_ranks: int) -> MicrobatchPlan:
     plan = plan_checked_rows(rows, num_ranks)
     # Under 'fsdp' a step slot holds samples with images, or samples without. So a rank may get only dummies, even if
     # there are enough samples. It would have nothing to collate, so the batch is planned as for 'ddp'.
-    if len(rows.lengths) >= num_ranks and any(_has_only_dummies(rank) for rank in plan.ranks):
+    has_enough_samples = len(rows.lengths) >= num_ranks
+    if has_enough_samples and any(_has_only_dummies(rank) for rank in plan.ranks):
         rows = copy.copy(rows)
         rows.options = replace(rows.options, objective='ddp')
         plan = plan_checked_rows(rows, num_ranks)

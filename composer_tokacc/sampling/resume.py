@@ -55,8 +55,9 @@ class RestoreRandomState(Callback):
 
         They are one string, because a sharded checkpoint is loaded entry by entry, and the number of ranks may change.
         """
+        states = reproducibility.get_rng_state()
         # Tensors and arrays become lists.
-        return {'generators': json.dumps(reproducibility.get_rng_state(), default=lambda array: array.tolist())}
+        return {'generators': json.dumps(states, default=lambda array: array.tolist())}
 
     def load_state_dict(
         self,

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -311,7 +311,8 @@ class RegroupingBatchSampler(DistributedSampler):
         """
         epoch = self.epoch
         checksum = extended_checksum(self._checksum, self._window(batch).tobytes())
-        return PlanRecord(checksum, self.rank, self.num_replicas, facts=lambda: self.plan_facts(epoch, batch))
+        facts = partial(self.plan_facts, epoch, batch)
+        return PlanRecord(checksum, self.rank, self.num_replicas, facts=facts)
 
     def plan_facts(
         self,
@@ -323,9 +324,16 @@ class RegroupingBatchSampler(DistributedSampler):
 
     def _facts(self) -> Facts:
         """Returns the arguments that all plans of the run depend on."""
-        facts = {'number of ranks': str(self.num_replicas), 'number of samples': str(len(self.lengths))}
-        tables = {'lengths': self.lengths, **self.rows.sizes, 'media': self.media}
-        tables['vision_cost'] = self.rows.given_vision_cost
+        facts = {
+            'number of ranks': str(self.num_replicas),
+            'number of samples': str(len(self.lengths)),
+        }
+        tables = {
+            'lengths': self.lengths,
+            **self.rows.sizes,
+            'media': self.media,
+            'vision_cost': self.rows.given_vision_cost,
+        }
         if self.loss_shares is not None:
             tables['loss_shares'] = self.loss_shares.shares
             tables['loss_tokens of loss_shares'] = self.loss_shares.loss_tokens
@@ -438,7 +446,12 @@ def _modality_of_samples(media: Table | None, rows: Rows) -> np.ndarray:
     return checked_table('media', media, len(rows.lengths))
 
 
-def _check_within(name: str, value: int, least: int = -(2**62), most: int = 2**62) -> None:
+def _check_within(
+    name: str,
+    value: int,
+    least: int = -(2**62),
+    most: int = 2**62,
+) -> None:
     """Raises ValueError unless a value is an integer in a range. The default keeps seed + epoch within 64 bits."""
     if not isinstance(value, (int, np.integer)) or not least <= value <= most:
         raise InvalidInputError(f'`{name}` must be an integer from {least} to {most}, got: {value!r}.')
