@@ -47,7 +47,6 @@ class Rows:
         lengths: Table,
         options: CutOptions,
         *,
-        num_rows: int | None = None,
         image_tokens: Table | None = None,
         loss_tokens: Table | None = None,
         vision_cost: Table | None = None,
@@ -55,7 +54,7 @@ class Rows:
     ) -> None:
         self.options = options
         self._max_width = max_width
-        self.lengths = checked_table('lengths', lengths, num_rows, least=1)
+        self.lengths = checked_table('lengths', lengths, least=1)
         num_rows = len(self.lengths)
         self.sizes = checked_sizes({'image_tokens': image_tokens, 'loss_tokens': loss_tokens}, options, num_rows)
         """Sizes of :data:`.CAPPED_SIZES` that are given, int64 (n,), and every one that has a cap."""

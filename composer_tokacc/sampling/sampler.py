@@ -151,9 +151,8 @@ class RegroupingBatchSampler(DistributedSampler):
             cost=cost or CostModel(),
         )
         self.rows = Rows(
-            lengths,
+            checked_table('lengths', lengths, num_samples, least=1),
             options,
-            num_rows=num_samples,
             image_tokens=image_tokens,
             loss_tokens=loss_tokens,
             vision_cost=vision_cost,
