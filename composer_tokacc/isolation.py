@@ -16,8 +16,9 @@ from composer_tokacc.batch import Batch, text_of
 from composer_tokacc.checks.logits import logits_of, tolerance_of
 from composer_tokacc.layout.placeholders import all_placeholders
 from composer_tokacc.planning import check_kind
+from composer_tokacc.random_state import same_random_numbers
 from composer_tokacc.refusals import InvalidInputError
-from composer_tokacc.step_watch import copied_buffers, relative_difference, same_random_numbers
+from composer_tokacc.step_watch import copied_buffers, relative_difference
 
 NUM_CONSTANTS = 3
 """A document is overwritten with a single id, this many times with different ids. If all its tokens choose the same

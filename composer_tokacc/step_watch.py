@@ -21,8 +21,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from composer_tokacc.checks.logits import TINY, logits_of, node_of, tolerance_of
-from composer_tokacc.checks.probe import kept_random_state, seed_everything
 from composer_tokacc.compat import buffer_versions, inner_model, when_backward_ends
+from composer_tokacc.random_state import same_random_numbers
 
 Versions = dict[str, tuple[int, int]]
 Checksum = tuple[str, str]
@@ -223,14 +223,6 @@ def written_buffers() -> Iterator[set[str]]:
 
     with register_module_forward_pre_hook(before_forward), register_module_forward_hook(after_forward):
         yield written
-
-
-@contextmanager
-def same_random_numbers() -> Iterator[None]:
-    """Draws the same random numbers each time: two forwards then have the same dropout."""
-    with kept_random_state():
-        seed_everything(0)
-        yield
 
 
 @contextmanager

@@ -114,6 +114,7 @@ ORDER = (
     'refusals',
     'compat',
     'model_structure',
+    'random_state',
     'batch',
     'collectives',
     'repeated_samples',

@@ -170,6 +170,7 @@ class RunContext:
             Probe(forward=model, loss=model.loss, model=model, precision=precision, terms=self.terms.probed),
             layout,
             to_device,
+            cutter=self.split,
             loss_tokens=options.loss_tokens,
             check_loss=options.checks_loss,
             microbatch_size=microbatch_size,
@@ -198,7 +199,7 @@ class RunContext:
         if self._reads_weights:
             batch = with_weights_of_positions(batch)  # as in training; a weight for each row could not be packed
         try:
-            rules = self.check.prove(batch, self.split)
+            rules = self.check.prove(batch)
         except BaseException:
             # FIT_END does not come after an error, so the model is given back here.
             self.end()

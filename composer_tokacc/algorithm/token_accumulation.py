@@ -274,7 +274,7 @@ class TokenAccumulation(Algorithm):
             is_weighted=self.is_weighted,
             has_bypass=run.has_bypass,
         )
-        has_new_rows = run.check.has_new_rows(step.facts, run.split)
+        has_new_rows = run.check.has_new_rows(step.facts)
         # The sums come before the cut, so that rows of a new size are cut only by rules that were proven for them.
         sums = self._sums_over_ranks(state, step, [has_new_rows, *run.width_of(step).numbers(), *numbers_to_sum(plan)])
         num_with_new_rows, *width_sums = sums[:-NUM_SUMS]

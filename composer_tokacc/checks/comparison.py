@@ -3,10 +3,10 @@
 
 """Compares every cut of some rows with the rows as the loader padded them.
 
-The package rests on one property of models and losses. Let a step have T loss-generating tokens. Then T times the
-gradient of the loss by the logits of a row does not depend on the cut: not on the other rows of its microbatch, and not
-on how the row is padded, trimmed or packed. Most models and losses have this property. If one does not have it, the
-gradient of a run is wrong and nothing shows it.
+The package rests on one property of models and losses. Take the gradient of the loss of a microbatch by the logits of
+one of its rows, times the number of loss-generating tokens of the microbatch. It does not depend on the cut: not on the
+other rows of the microbatch, and not on how the row is padded, trimmed or packed. Most models and losses have this
+property. If one does not have it, the gradient of a run is wrong and nothing else shows it.
 """
 
 from __future__ import annotations
@@ -36,30 +36,31 @@ from composer_tokacc.row_counts import RowCounts, num_rows, with_rows
 log = logging.getLogger(__name__)
 
 Point: TypeAlias = tuple[str, int]
-"""A unit of loss terms, and the number of a point where gradients are taken."""
+"""A unit of loss terms, and the number of a layer by whose output the gradient is taken."""
 RowGradients: TypeAlias = dict[Point, Tensor]
 """Gradients of some rows by unit and point, ``(rows, width, entries)`` each."""
 
 GRADIENT_TOLERANCE = 3e-6
-"""Largest relative change of a row's gradient, unless round-off changes it more. Independent rows differ by 1e-7. The
-weakest leaks and undeclared terms that matter differ by 5e-5."""
+"""Largest relative change of a row's gradient, unless round-off changes it more. Independent rows change by 1e-7. The
+weakest leaks, and the weakest undeclared terms that matter, change a gradient by 5e-5."""
 MOST_ROUNDINGS = 1e4
 """Changes above this multiple of the machine epsilon are not round-off."""
 MOST_NOISE = 0.3
 """Changes above this relative size are not round-off."""
 PLAIN_TOLERANCE = 2e-6
-"""A loss that differs more is not a plain mean of cross-entropies. Steps have a wider tolerance, as small terms may
-grow."""
+"""Largest relative difference of a loss from a plain mean of cross-entropies. Steps have a wider tolerance, because
+small terms may grow."""
 SMALL_ROW = 1e-3
-"""A gradient below this part of the largest row's gradient is compared with the largest one: if the model is sure of a
-row, little more than round-off is left of its gradient."""
+"""A change of a row's gradient is divided by the size of that gradient, but at least by this part of the largest row's
+gradient. If the model is sure of a row, little more than round-off is left of its gradient."""
 LARGEST_FACTOR_ERROR = 0.1
-"""If a factor explains a change to this part, the change is a wrong weight and not a leak."""
+"""If less than this part of a change is left without a factor on the gradient, the change is a wrong weight, and not a
+leak."""
 
 NOT_ACCEPTED = (AttributeError, IndexError, TypeError, ValueError)
 """Errors of a model that cannot compute some rows."""
 NOT_COMPUTED = (*NOT_ACCEPTED, RuntimeError, KeyError)
-"""Errors of a model that does not accept packed rows, or logits at labels."""
+"""Errors of a model that cannot compute packed rows, or logits only at labels."""
 
 MEAN = "The model's own loss must be the mean over its loss-generating tokens, got: "
 SAMPLES = "The terms that `loss_units` calls 'samples' must be means over samples, got: "
@@ -85,12 +86,12 @@ class CutKind(Enum):
         return self.value
 
 
-@dataclass(frozen=True)
-class Failure:
-    """The first difference between a cut and the uncut rows."""
+class CutFailure(NotExactError):
+    """A difference between a cut and the uncut rows, or an error of the model on rows that were cut."""
 
-    text: str
-    reason: str | None = None  # of the model, if it did not accept the rows
+    def __init__(self, message: str, reason: str | None = None) -> None:
+        super().__init__(message)
+        self.reason = reason  # the error of the model
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class RowComparison(Generic[RulesT]):
 
     Args:
         probe: The probe of the model.
-        layout: How the tensors of the rows belong to rows.
+        layout: Which parts of each tensor belong to which row.
         on_device: Returns a batch as the model gets it.
         rule: The loss rule of the model.
         rows: As returned by :func:`.chosen_rows`.
@@ -127,14 +128,14 @@ class RowComparison(Generic[RulesT]):
         self._on_device = on_device
         self._rule = rule
         self._check_loss = check_loss
-        # Packing reads the rule in the batch: it decides whether the first label of a document is masked.
+        # Packing reads the rule in the batch, to decide whether it masks the first label of a document.
         self._rows = with_rows(rows, [RowCounts(rule=rule)] * num_rows(rows))
         self._facts = describe(layout, self._rows)
         self._counts: list[int] = loss_mask(rows, rule).sum(dim=1).tolist()
         self._all_rows = list(range(len(self._counts)))
-        # The width of the labels. In a model with an encoder these are the text of the decoder.
+        # In a model with an encoder this is the width of the decoder's text.
         self._width = rows['labels'].shape[1]
-        self._narrowest = self._width  # the smallest width at which a row was computed so far
+        self._narrowest = self._width  # smallest width of a microbatch so far
         self.batch = on_device(self._rows)
         """The rows as the model gets them."""
         self._check_labels_kept()
@@ -152,7 +153,7 @@ class RowComparison(Generic[RulesT]):
 
     @cached_property
     def _rounded_result(self) -> ProbeResult:
-        """The result of all rows with one more rounding at every layer. Only deep models need it."""
+        """The result of all rows with one more rounding at every layer. It is only needed for deep models."""
         return self._probe.run(self.batch, rounded=True)
 
     @cached_property
@@ -162,7 +163,7 @@ class RowComparison(Generic[RulesT]):
         noise = {}
         for point, expected in self._expected.items():
             changes = _relative_errors(rounded[point], expected)
-            # The row that round-off moves the most counts, because rows of other cuts are rounded differently.
+            # The row that round-off moves the most counts for all, because every cut rounds a row differently.
             noise[point] = NOISE_FACTOR * float(changes.max())
         return noise
 
@@ -185,15 +186,15 @@ class RowComparison(Generic[RulesT]):
         measured = self.reference.measured
         if measured is None or not self._check_loss:
             return None
-        # The mean is weighted by the squared gradients, because a token that the model is sure of says little.
+        # If the model is sure of a token, its weight is measured badly. So each weight counts by its squared gradient.
         squares = measured.sizes.square()
         mean = float((measured.weights * squares).sum() / squares.sum())
         if mean == 0 or not math.isfinite(mean):
             return None
         relative_weights = measured.weights / mean
-        # An unequal weight counts only as far as it changes the gradient.
-        worst_weight = float(((relative_weights - 1).abs() * measured.sizes).max())
-        worst = max(worst_weight, float(measured.residual))
+        # For the same reason a weight that differs counts only as far as it changes the gradient.
+        changes = (relative_weights - 1).abs() * measured.sizes
+        worst = max(float(changes.max()), float(measured.residual))
         if worst > PLAIN_TOLERANCE + self.reference.gradient_eps:
             return None
         return mean * sum(self._counts)
@@ -216,29 +217,30 @@ class RowComparison(Generic[RulesT]):
         Raises:
             RuntimeError: If there are no such rules.
         """
-        failures: list[Failure] = []
+        failures: list[CutFailure] = []
         for candidate in cutter.candidates(self._facts, rules):
-            failure = self._first_failure(
-                partial(cutter.assemble, self._facts, rules=candidate),
-                packed_total=packed_total if candidate.packing else None,
-            )
-            if failure is None:
-                if self.has_shown_trimming:
-                    return candidate
-                # No row was trimmed: none has padding, or each has a label behind it. So nothing was learnt about
-                # trimming, and this side keeps its earlier policy.
-                return candidate.with_side_of(rules, self._facts.side)
-            log.info('%s: %s', candidate, failure.text)
-            failures.append(failure)
+            assemble = partial(cutter.assemble, self._facts, rules=candidate)
+            try:
+                if candidate.packing:
+                    self._check_packed_rows(assemble, packed_total)
+                else:
+                    self._check_single_rows(assemble)
+            except CutFailure as failure:
+                log.info('%s: %s', candidate, failure)
+                failures.append(failure)
+                continue
+            if self.has_shown_trimming:
+                return candidate
+            # No row was trimmed, because no row has padding, or all have a label behind it. So nothing was learnt about
+            # trimming, and rows that are padded on this side keep their earlier rules.
+            return candidate.with_side_of(rules, self._facts.side)
         if cutter.must_pack:
             raise NotExactError(_why_not_packed(failures))
-        raise NotExactError(failures[-1].text)  # of the last cut, which changes the rows least
+        raise failures[-1]  # the last cut changes the rows the least, so its failure tells the most
 
     def check_single_rows(self) -> None:
         """Raises RuntimeError if a row by itself, not cut, has another gradient than with the others."""
-        failure = self._first_failure(partial(self._layout.select, self._rows), packed_total=None)
-        if failure is not None:
-            raise NotExactError(failure.text)
+        self._check_single_rows(partial(self._layout.select, self._rows))
 
     def check_media(self, media: Mapping[int, Batch]) -> None:
         """Raises RuntimeError if the gradient of a row depends on the padding of its media.
@@ -249,9 +251,7 @@ class RowComparison(Generic[RulesT]):
             batch = {**self._layout.select(self._rows, [row]), **row_media}
             result = self._probe.run(self._on_device(batch))
             gradients = self._aligned(batch, result, [row])
-            text = self._gradient_failure(gradients, [row], CutKind.OTHER_PADDING)
-            if text is not None:
-                raise NotExactError(text)
+            self._check_gradients(gradients, [row], CutKind.OTHER_PADDING)
 
     def selection_failure(self, selector: LabelSelector) -> str | None:
         """Returns why logits only at labels change the loss or its gradient; None: both stay the same.
@@ -259,107 +259,105 @@ class RowComparison(Generic[RulesT]):
         The gradients by the logits are compared. That is enough: the output embedding is applied to each position by
         itself, so equal gradients by the logits give equal gradients by the hidden states.
         """
-        # Counted in the last forward with all logits, so a full run() must come before.
+        # The calls were counted in the forward of all rows with all logits, which has run before.
         if selector.num_head_calls != 1:
             return 'the model computes its loss without one call of its output embedding, as a fused kernel does'
         positions = LabelledPositions.from_batch(self.batch, self._rule, sum(self._counts))
+        at_labels = AtLabels(selector, self._rule, positions)
         try:
-            result = self._probe.run(self.batch, at_labels=AtLabels(selector, self._rule, positions))
+            result = self._probe.run(self.batch, at_labels=at_labels)
         except NOT_COMPUTED as error:
-            # Without the rest of a long message of the host.
+            # Only the first line, because messages of the hosts may be long.
             first_line, *_ = str(error).strip().splitlines() or ['']
             return f'{type(error).__name__}: {first_line}'
         finally:
             selector.disarm()
-        gradients = result.gradients.get('tokens', ())
+        gradients = list(result.gradients.get('tokens', ()))
         num_expected = len(self.reference.gradients['tokens'])
         # The last gradient is the one by the logits.
         if len(gradients) != num_expected or not gradients or gradients[-1] is None:
             return 'no gradient by the logits can be compared'
         height, width = self.batch['labels'].shape
-        # Gradients of the selected positions go back to the columns of the batch.
-        placed: list[Tensor | None] = []
-        for gradient in gradients:
+        # Gradients by selected positions are put back at their places in the batch.
+        for index, gradient in enumerate(gradients):
             if gradient is not None and tuple(gradient.shape[:2]) == positions.shape:
-                gradient = positions.put_back(gradient, height, width)
-            placed.append(gradient)
-        result = replace(result, gradients={**result.gradients, 'tokens': placed})
+                gradients[index] = positions.put_back(gradient, height, width)
+        result = replace(result, gradients={**result.gradients, 'tokens': gradients})
         row_gradients = self._aligned(self._rows, result, self._all_rows)
-        if self._gradient_failure(row_gradients, self._all_rows, CutKind.AT_LABELS) is not None:
+        try:
+            self._check_gradients(row_gradients, self._all_rows, CutKind.AT_LABELS)
+        except CutFailure:
             return 'the gradient by the logits changes'
-        if self._loss_failure([_LossPart(self._all_rows, result.losses)]) is not None:
+        try:
+            self._check_losses([_LossPart(self._all_rows, result.losses)])
+        except CutFailure:
             return 'the loss changes'
         return None
 
-    def _first_failure(self, assemble: Callable[[list[int]], Batch], *, packed_total: int | None) -> Failure | None:
-        """Returns the first failure of a cut; None: it is exact.
+    def _check_single_rows(self, assemble: Callable[[list[int]], Batch]) -> None:
+        """Raises CutFailure unless each row by itself has the expected gradient. ``assemble`` makes a microbatch."""
+        groups = [[row] for row in self._all_rows]
+        self._check_microbatches(assemble, groups, CutKind.SINGLE_ROW, NOT_ACCEPTED)
 
-        Args:
-            assemble: Returns the microbatch of some rows.
-            packed_total: The most tokens that packed rows have in training. None: rows are not packed.
+    def _check_packed_rows(self, assemble: Callable[[list[int]], Batch], packed_total: int) -> None:
+        """Raises CutFailure unless packed rows have the expected gradients.
+
+        All rows are packed in their order, and in the opposite order. A leak runs from one document into the next, so
+        each row must follow the others once. A model may compute long packed rows in another way, so the rows are
+        repeated until they have as many tokens as in training. More different rows would need more memory, because all
+        of them are also computed together, padded.
         """
-        if packed_total is None:
-            cut_kind = CutKind.SINGLE_ROW
-            groups = [[row] for row in self._all_rows]
-            errors = NOT_ACCEPTED
-        else:
-            cut_kind = CutKind.PACKED
-            groups = self._packed_groups(packed_total)
-            errors = NOT_COMPUTED
-        # The losses of all microbatches, for the check of the formula at the end.
+        num_copies = max(math.ceil(packed_total / sum(self._facts.lengths)), 1)
+        groups = [self._all_rows * num_copies, self._all_rows[::-1] * num_copies]
+        self._check_microbatches(assemble, groups, CutKind.PACKED, NOT_COMPUTED)
+
+    def _check_microbatches(
+        self,
+        assemble: Callable[[list[int]], Batch],
+        groups: Sequence[list[int]],
+        cut_kind: CutKind,
+        model_errors: tuple[type[Exception], ...],
+    ) -> None:
+        """Raises CutFailure unless the rows of each group have the expected gradients in one microbatch."""
         parts: list[_LossPart] = []
         for rows in groups:
             try:
                 batch = assemble(rows)
                 result = self._probe.run(self._on_device(batch))
-            except errors as error:
+            except model_errors as error:
                 # Some models cannot compute such a batch. BLIP-2 needs images.
-                return self._not_accepted(rows, error, cut_kind)
-            text = self._microbatch_failure(batch, result, rows, cut_kind)
-            if text is not None:
-                return Failure(text)
+                raise self._not_accepted(rows, error, cut_kind) from error
+            self._check_num_tokens(batch, rows, cut_kind)
+            self._check_gradients(self._aligned(batch, result, rows), rows, cut_kind)
             parts.append(_LossPart(rows, result.losses))
             self._narrowest = min(self._narrowest, batch['labels'].shape[1])
-        text = self._loss_failure(parts) if self._check_loss else None
-        return None if text is None else Failure(text)
+        if self._check_loss:
+            self._check_losses(parts)
 
-    def _microbatch_failure(
+    def _check_num_tokens(
         self,
         batch: Batch,
-        result: ProbeResult,
         rows: Sequence[int],
         cut_kind: CutKind,
-    ) -> str | None:
-        """Returns the message if a microbatch of the rows has lost a label, or if a row has another gradient."""
+    ) -> None:
+        """Raises CutFailure if the microbatch of the rows has lost a label."""
         num_tokens = int(loss_mask(batch, self._rule).sum())
         num_expected = self._denominator('tokens', rows)
         if num_tokens != num_expected:
-            text = f'{num_tokens} loss-generating tokens {cut_kind} instead of {num_expected}'
-            return self._explained(text, cut_kind)
-        return self._gradient_failure(self._aligned(batch, result, rows), rows, cut_kind)
-
-    def _packed_groups(self, packed_total: int) -> list[list[int]]:
-        """Returns microbatches of rows to pack: all rows in their order, and all rows in the opposite order.
-
-        A leak runs from one document into the next, so each row must follow the others once. A model may change with
-        the number of packed tokens, so the rows are repeated until they have as many tokens as in training. Other rows
-        would need more memory, because each row is also computed padded.
-        """
-        num_copies = max(math.ceil(packed_total / sum(self._facts.lengths)), 1)
-        return [self._all_rows * num_copies, self._all_rows[::-1] * num_copies]
+            difference = f'{num_tokens} loss-generating tokens {cut_kind} instead of {num_expected}'
+            raise CutFailure(self._explained(difference, cut_kind))
 
     def _not_accepted(
         self,
         rows: Sequence[int],
         error: Exception,
         cut_kind: CutKind,
-    ) -> Failure:
+    ) -> CutFailure:
         reason = str(error).rstrip('.')
+        message = f'The model must take {sample_name(self._rows, rows[0])} by itself, got: {reason}.'
         if cut_kind is CutKind.PACKED:
-            text = f'The model must take packed rows, got: {reason}. Set `packing=False` (docs/errors.md#packing).'
-        else:
-            text = f'The model must take {sample_name(self._rows, rows[0])} by itself, got: {reason}.'
-        return Failure(text, reason)
+            message = f'The model must take packed rows, got: {reason}. Set `packing=False` (docs/errors.md#packing).'
+        return CutFailure(message, reason)
 
     def _aligned(
         self,
@@ -369,20 +367,19 @@ class RowComparison(Generic[RulesT]):
     ) -> RowGradients:
         """Returns the gradients of each row, in the columns of the uncut rows, times the denominator of the unit.
 
-        A row of a microbatch may be narrower than the uncut row, or be one document of a packed row.
+        A row may be narrower in its microbatch than in the uncut batch, or be one document of a packed row.
         """
         aligned: RowGradients = {}
         for unit, points in result.gradients.items():
             for index, gradient in enumerate(points):
-                # A loss that does not depend on an output has the gradient 0 there.
-                num_entries = 1 if gradient is None else gradient.shape[-1]
-                row_gradients = torch.zeros(len(rows), self._width, num_entries)
-                aligned[unit, index] = row_gradients
                 if gradient is None:
+                    # A loss that does not depend on an output has the gradient 0 there.
+                    aligned[unit, index] = torch.zeros(len(rows), self._width, 1)
                     continue
-                # A microbatch may have dummy rows after its own rows, but never fewer rows, unless it is packed.
+                row_gradients = torch.zeros(len(rows), self._width, gradient.shape[-1])
+                aligned[unit, index] = row_gradients
+                # Only a packed microbatch has fewer rows. Others may have dummy rows after their own rows.
                 if len(gradient) < len(rows):
-                    # A packed row. Each of its documents is a row.
                     documents = documents_of(batch)[0]
                     for place, row in enumerate(rows):
                         row_gradients[place, self._facts.real[row]] = gradient[0, documents == place]
@@ -395,13 +392,13 @@ class RowComparison(Generic[RulesT]):
 
     # The differences.
 
-    def _gradient_failure(
+    def _check_gradients(
         self,
         gradients: RowGradients,
         rows: Sequence[int],
         cut_kind: CutKind,
-    ) -> str | None:
-        """Returns the message if a row's gradient differs from the expected one by more than round-off, or None."""
+    ) -> None:
+        """Raises CutFailure if a row's gradient differs from the expected one by more than round-off."""
         for point, row_gradients in gradients.items():
             all_expected = self._expected[point]
             largest = float(all_expected.flatten(1).norm(dim=1).max())
@@ -409,74 +406,70 @@ class RowComparison(Generic[RulesT]):
             # The change of a row's gradient is a factor on all of it, and a remainder.
             factors = _factors(row_gradients, expected)
             unscaled = row_gradients / factors[:, None, None]
-            # If the loss is not checked, tokens may have other weights, so the factor is removed.
-            compared = row_gradients if self._check_loss else unscaled
-            errors = _relative_errors(compared, expected, largest)
+            # If the loss is not checked, rows may have any weight, so the factor is removed.
+            if not self._check_loss:
+                row_gradients = unscaled
+            errors = _relative_errors(row_gradients, expected, largest)
             worst = int(errors.argmax())
             error = float(errors[worst])
             allowed = self._allowed(point, error)
             if error <= allowed:
                 continue
             name = sample_name(self._rows, rows[worst])
-            # If almost nothing is left without the factor, the row only has another weight.
+            # If the change almost vanishes without the factor, the row only has another weight.
             unscaled_error = float(_relative_errors(unscaled[worst][None], expected[worst][None]))
             if point[0] == 'samples':
-                text = (
+                raise CutFailure(
                     f'{SAMPLES}a gradient of {name} that changes by {error:.1e} {cut_kind}. Take a mean over columns '
                     'over the tokens of each row, or give its own unit (docs/errors.md#model-loss).'
                 )
-            elif unscaled_error < LARGEST_FACTOR_ERROR * error:
-                text = (
+            if unscaled_error < LARGEST_FACTOR_ERROR * error:
+                raise CutFailure(
                     f'{MEAN}{name}, whose tokens weigh {float(factors[worst]):.6f} times as much {cut_kind} as with '
                     f'{len(self._counts) - 1} others. Divide by the number of tokens. {NAME_TERMS}'
                 )
-            else:
-                change = f'the gradient at its logits changes by {error:.1e} {cut_kind} (round-off is {allowed:.0e})'
-                text = self._explained(f'{name}: {change}', cut_kind)
-            return text
-        return None
+            change = f'the gradient at its logits changes by {error:.1e} {cut_kind} (round-off is {allowed:.0e})'
+            raise CutFailure(self._explained(f'{name}: {change}', cut_kind))
 
     def _allowed(self, point: Point, error: float) -> float:
         """Returns the largest change of a row's gradient that round-off explains.
 
-        ``error`` is the measured change. Noise is only measured if it exceeds GRADIENT_TOLERANCE.
+        ``error`` is the measured change. The noise takes one more forward, so it is measured only if the change exceeds
+        GRADIENT_TOLERANCE.
         """
         if error <= GRADIENT_TOLERANCE:
-            return GRADIENT_TOLERANCE  # so that small changes need no forward that measures the noise
-        # The gradient itself is rounded. A change that no round-off reaches is a fault, such as a stale state.
-        eps = self.reference.gradient_eps
-        # The measured noise has limits of its own, because a random forward would make it as large as any fault.
+            return GRADIENT_TOLERANCE
+        eps = self.reference.gradient_eps  # the gradient itself is rounded
+        # The measured noise is limited, because a random forward or a stale state would make it as large as any fault.
         noise = min(self._noise[point], MOST_ROUNDINGS * eps, MOST_NOISE)
         return max(GRADIENT_TOLERANCE, eps, noise)
 
-    def _loss_failure(self, parts: Sequence[_LossPart]) -> str | None:
-        """Checks the formula itself: the loss of all rows is the mean of the losses of the microbatches."""
+    def _check_losses(self, parts: Sequence[_LossPart]) -> None:
+        """Raises CutFailure if the loss of all rows is not the mean of the losses of the microbatches."""
         for unit, expected in self.reference.losses.items():
+            parts_with_unit = [part for part in parts if unit in part.losses]
             weighted_sum = 0.0
             total = 0
-            num_parts = 0
-            for part in parts:
-                if unit not in part.losses:
-                    continue
-                num_parts += 1
+            for part in parts_with_unit:
                 denominator = self._denominator(unit, part.rows)
                 total += denominator
-                if denominator:
+                if denominator:  # the loss of a part without tokens may be NaN
                     weighted_sum += part.losses[unit] * denominator
-            # A term over samples is only checked if as many microbatches have it as there are rows: each is a single
-            # row, and none lacks the term. The mean over fewer is not the mean over all rows.
-            is_incomplete = unit == 'samples' and num_parts < len(self._counts)
+            # A term over samples is only checked if every row is a microbatch with this term. Otherwise the mean of the
+            # microbatches is not the mean over the rows.
+            is_incomplete = unit == 'samples' and len(parts_with_unit) < len(self._counts)
             if total == 0 or is_incomplete:
                 continue
-            # The formula of the package, with each microbatch of the cut as one microbatch of a step.
+            # The formula by which a step weights its microbatches.
             mean = weighted_sum / total
             if self._is_same_loss(unit, mean):
                 continue
             difference = f'{expected:.6f} for {len(self._counts)} rows together, and {mean:.6f} as their mean by row'
             if unit == 'samples':
-                return f'{SAMPLES}{difference}. Give their own unit (docs/errors.md#model-loss).'
-            return f'{MEAN}{difference}. It holds a term that depends on which rows share a microbatch. {NAME_TERMS}'
-        return None
+                raise CutFailure(f'{SAMPLES}{difference}. Give their own unit (docs/errors.md#model-loss).')
+            raise CutFailure(
+                f'{MEAN}{difference}. It holds a term that depends on which rows share a microbatch. {NAME_TERMS}'
+            )
 
     def _is_same_loss(self, unit: str, mean: float) -> bool:
         if self.reference.is_same_loss(unit, mean):
@@ -486,7 +479,7 @@ class RowComparison(Generic[RulesT]):
         return self.reference.is_same_loss(unit, mean, noise=noise)
 
     def _explained(self, difference: str, cut_kind: CutKind) -> str:
-        """Returns a message that says where such a difference comes from and what to do."""
+        """Returns a message with the difference, its possible causes, and what to do."""
         if self.reference.is_nan:
             return NOT_A_NUMBER.format(difference)
         if cut_kind is CutKind.PACKED:
@@ -519,17 +512,17 @@ class RowComparison(Generic[RulesT]):
         )
 
 
-def _why_not_packed(failures: Sequence[Failure]) -> str:
+def _why_not_packed(failures: Sequence[CutFailure]) -> str:
     """Returns why no packing is exact.
 
-    Attention by document is tried first. If the model does not accept it, the model may still find the documents by
-    their positions. If that fails too, the message names both failures.
+    Attention by document is tried first. A model that does not accept it may still find the documents by their
+    positions. If that fails too, the message names both failures.
     """
     first = failures[0]
     computed = next((failure for failure in failures if failure.reason is None), first)
     if computed is first:
-        return first.text
-    return f'{computed.text} Attention document by document was not possible: {first.reason}.'
+        return str(first)
+    return f'{computed} Attention document by document was not possible: {first.reason}.'
 
 
 def _factors(gradients: Tensor, expected: Tensor) -> Tensor:
@@ -552,14 +545,13 @@ def _relative_errors(
     sizes = expected.flatten(1).norm(dim=1)
     if largest is None:
         largest = float(sizes.max())
-    # A gradient of zero must not divide by zero.
-    smallest_size = SMALL_ROW * largest or 1e-30
+    smallest_size = SMALL_ROW * largest or 1e-30  # nothing is divided by zero
     differences = (gradients - expected).flatten(1).norm(dim=1)
     return (differences / sizes.clamp(min=smallest_size)).nan_to_num(nan=torch.inf)
 
 
 def documents_of(packed: Batch) -> Tensor:
-    """Returns the number of the document of each position of a packed row, ``(1, width)``."""
+    """Returns the number of the document of each position of a packed row, from 0, ``(1, width)``."""
     mask = packed.get('attention_mask')
     if mask is not None:
         # The mask has one row for each document: argmax finds the document of each position.

@@ -15,7 +15,7 @@ RulesT = TypeVar('RulesT', bound='Rules')
 
 
 class Rules(Protocol):
-    """Rules by which rows are cut into microbatches."""
+    """How rows may be cut into microbatches."""
 
     @property
     def packing(self) -> str:
@@ -23,11 +23,11 @@ class Rules(Protocol):
         ...
 
     def with_side_of(self: RulesT, earlier: RulesT, side: str) -> RulesT:
-        """Returns these rules, but with the earlier rules for rows that are padded on that side."""
+        """Returns these rules, but takes the earlier ones for rows that are padded on ``side``."""
         ...
 
     def cuts_like(self: RulesT, other: RulesT) -> bool:
-        """Returns whether both cut in the same way. The widths up to which this was proven may differ."""
+        """Returns whether both cut rows in the same way. They may be proven up to different widths."""
         ...
 
 
@@ -45,11 +45,11 @@ class Cutter(Protocol[RulesT]):
         ...
 
     def candidates(self, facts: RowFacts, earlier: RulesT) -> Iterator[RulesT]:
-        """Yields the rules to try on such rows, the cheapest first. ``earlier`` are the rules found on other rows."""
+        """Yields the rules to try on such rows, the cheapest first. ``earlier`` are the rules from earlier checks."""
         ...
 
     def largest_packed_row(self, sources: Sequence[RowFacts], microbatch_size: float) -> int:
-        """Returns the largest number of tokens that a packed row of a batch can have; 0: rows are not packed."""
+        """Returns the most tokens that a packed row of a batch can have. 0: rows are not packed."""
         ...
 
     def assemble(

@@ -11,10 +11,10 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import accumulate
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Generic, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -55,11 +55,10 @@ from composer_tokacc.row_counts import num_rows, without_rows
 log = logging.getLogger(__name__)
 
 LOOK_AGAIN = 16
-"""Rows are checked again in this step, and in each step of twice the number: 32, 64 and so on. Models and losses may
-change in a way that steps do not measure: rows begin to see each other, or a term of inner states begins."""
+"""Rows are checked again in this step, and in steps 32, 64 and so on. A model may change in a way that the measurements
+of steps do not show: rows begin to see each other, or the loss gets a term of inner states."""
 MAX_ROWS = 6
-"""Most rows of a check. A row of a probe takes about half of its memory in training, so a microbatch of k rows leaves
-room for 2 k rows. At least four rows are needed to show how rows differ."""
+"""Most rows of a check."""
 MIN_ROWS = 4
 """Fewest rows of a check, if the batch has as many. They differ in length and media, so each may show another fault."""
 NUM_TIED_TOKENS = 3
@@ -69,9 +68,10 @@ NUM_LABELS = 4
 ENOUGH_TOKENS = 4
 """Number of tokens that :func:`lengthened` gives a row."""
 LARGEST_ELSEWHERE = 0.1
-"""Largest part of a gradient that may be at positions without a label. More means that another rule is the model's."""
+"""A rule fits if less than this part of the gradient is at positions that it does not name. A small part may be
+round-off, or another loss term, which the comparison of rows refuses later."""
 GRADIENT_SIZES = (1e-4, 1.0, 1e4)
-"""Sizes of the gradients that a hook is tried on. A clamp shows at one of them."""
+"""Sizes of the gradients that a hook is tried with. One of them is beyond the limit of a clamp."""
 
 Cost: TypeAlias = Any
 """A number or a tuple, of the same type for all rows."""
@@ -89,10 +89,10 @@ class SharedRows(NamedTuple):
 
 @dataclass(frozen=True)
 class RowOffer:
-    """What a check could learn from the rows of one rank."""
+    """Message of a rank to the others about the use of checking its rows."""
 
     can_show_rule: bool  # whether a row has a label with a token before it
-    num_missing: int  # how many properties of its rows lie outside of the ranges that were proven
+    num_missing: int  # number of properties of its rows that lie outside of the proven ranges
     num_rows: int
     ranges: RowRanges
 
@@ -103,13 +103,15 @@ class RowOffer:
 
 
 @dataclass(eq=False)
-class FirstBatchCheck:
+class FirstBatchCheck(Generic[RulesT]):
     """Probes the model with rows of a batch, the same ones on all ranks. Without a layout it finds only the rule."""
 
     probe: Probe
     layout: BatchLayout | None
     to_device: Callable[[Batch], Batch]
     _: KW_ONLY
+    cutter: Cutter[RulesT] | None
+    """Cuts rows in training. None: rows are not cut, so each row is only computed by itself."""
     loss_tokens: str
     check_loss: bool
     microbatch_size: float
@@ -132,41 +134,49 @@ class FirstBatchCheck:
     """Whether rows were checked, and are not due to be checked again."""
 
     def __post_init__(self) -> None:
-        # Without a check the given rule is taken for granted.
-        self.rule = None if self.check_loss else self.loss_tokens
+        # If the loss is not checked, the user's rule is believed.
+        if not self.check_loss:
+            self.rule = self.loss_tokens
 
-    def _ranges_of(self, sources: Sequence[RowFacts], cutter: Cutter[RulesT] | None) -> RowRanges:
+    def _ranges_of(self, sources: Sequence[RowFacts]) -> RowRanges:
         """Returns the ranges of the rows of a batch, from the facts of its microbatches."""
-        packed_total = 0
-        if cutter is not None:
-            packed_total = cutter.largest_packed_row(sources, self.microbatch_size)
-        return ranges_of(sources, packed_total)
+        return ranges_of(sources, self._packed_total(sources))
 
-    def has_new_rows(self, sources: Sequence[RowFacts], cutter: Cutter[RulesT] | None) -> bool:
+    def _packed_total(self, sources: Sequence[RowFacts]) -> int:
+        """Returns the most tokens that a packed row of a batch can have. 0: rows are not packed."""
+        if self.cutter is None:
+            return 0
+        return self.cutter.largest_packed_row(sources, self.microbatch_size)
+
+    def has_new_rows(self, sources: Sequence[RowFacts]) -> bool:
         """Returns whether this rank has rows outside of the proven ranges. ``sources`` are the facts of its batch."""
-        return bool(self._proven.missing(self._ranges_of(sources, cutter)))
+        return bool(self._proven.missing(self._ranges_of(sources)))
 
     def is_due(self, step: int, *, has_new_rows: bool) -> bool:
         """Returns whether to check rows: if some rank has new ones, and in steps 16, 32, 64 and so on."""
-        # The second test is true for powers of two.
-        if step >= LOOK_AGAIN and step & (step - 1) == 0:
+        is_power_of_two = step & (step - 1) == 0
+        if step >= LOOK_AGAIN and is_power_of_two:
             self._was_run = False
         return has_new_rows or not self._was_run
 
-    def prove(
-        self,
-        batch: Batch,
-        cutter: Cutter[RulesT] | None,
-    ) -> RulesT | None:
-        """Checks rows outside of the proven ranges. Returns the rules by which rows may be cut. A collective.
+    def prove(self, batch: Batch) -> RulesT | None:
+        """Checks rows outside of the proven ranges. A collective.
 
-        ``batch`` is the batch of this rank, on the CPU. Without a cutter each row is only compared with itself alone.
-        Raises RuntimeError on all ranks if no cut keeps the gradients of the rows.
+        Args:
+            batch: The batch of this rank, on the CPU.
+
+        Returns:
+            The rules by which rows may be cut from now on; None without a cutter.
+
+        Raises:
+            RuntimeError: On all ranks, if no cut keeps the gradients of the rows.
         """
-        rules = None if cutter is None else cutter.rules
+        rules = None
+        if self.cutter is not None:
+            rules = self.cutter.rules
         # Each pass checks rows of one rank, until no rank has rows outside of the proven ranges.
         while True:
-            local_ranges = self._ranges_of(describe_all(self.layout, batch), cutter)
+            local_ranges = self._ranges_of(describe_all(self.layout, batch))
             missing = self._proven.missing(local_ranges)
             # FSDP needs the same forwards on all ranks, so the ranks agree on whether to check.
             (is_any_missing,) = max_over_ranks([bool(missing)])
@@ -184,11 +194,13 @@ class FirstBatchCheck:
             offer = max(offers, key=lambda offer: offer.value)  # of equal offers, the one of the first rank
             self._learn_readings(offers)
             # All ranks probe the rows of one of them, because FSDP hangs if only some ranks have images.
-            is_sender = offers[get_global_rank()] is offer
-            shared = from_any_rank(self._selected_rows(batch, cutter, missing) if is_sender else None)
+            rows_to_share = None
+            if offers[get_global_rank()] is offer:
+                rows_to_share = self._selected_rows(batch, missing)
+            shared = from_any_rank(rows_to_share)
             assert shared is not None
             try:
-                new_rules, shown = self._run(shared, cutter, rules)
+                new_rules, checked_ranges = self._run(shared, rules)
             except IndexError as error:
                 # An id or a target is out of range. A GPU stops the process instead.
                 if 'out of' not in str(error):
@@ -199,17 +211,17 @@ class FirstBatchCheck:
                     'to the model (docs/errors.md#counts).'
                 ) from error
             if rules is not None and new_rules is not None and not new_rules.cuts_like(rules):
-                # What was shown for one cut says nothing about another.
+                # The earlier rows were compared under another cut, so nothing is proven of them.
                 self._proven = RowRanges(readings=self._proven.readings)
             rules = new_rules
-            self._proven = self._proven.joined(shown)
+            self._proven = self._proven.joined(checked_ranges)
             if len(self._proven.missing(offer.ranges)) >= offer.num_missing:
-                # The check has shown nothing new, for example because the layout cannot tell media from each other. The
-                # ranges count as proven, or this loop would not end.
+                # The check has proven nothing new, for example because the layout cannot tell media from each other.
+                # The ranges count as proven, or this loop would not end.
                 self._proven = self._proven.joined(offer.ranges)
 
     def _learn_readings(self, offers: Sequence[RowOffer]) -> None:
-        """Drops readings of keys that contradict the batch of any rank, so that all ranks read keys in the same way."""
+        """Drops readings of keys that contradict the batch of any rank. Then all ranks read keys in the same way."""
         readings = self._proven.readings
         for offer in offers:
             readings = joined_readings(readings, offer.ranges.readings)
@@ -220,23 +232,21 @@ class FirstBatchCheck:
     def _run(
         self,
         shared: SharedRows,
-        cutter: Cutter[RulesT] | None,
         rules: RulesT | None,
     ) -> tuple[RulesT | None, RowRanges]:
-        """Checks the rows. Returns the rules of the cut, and the ranges of the checked rows.
+        """Finds the loss rule if it is not known yet, and checks the rows.
 
-        It also finds the loss rule, if it is not known yet.
+        Returns:
+            The rules of the exact cut, and the ranges of the checked rows.
         """
         started = time.perf_counter()
         if self.rule is None:
-            # One row is enough for the rule.
             row = self._on_device(rule_batch(self.layout, shared.rows))
             self.rule = find_loss_rule(self.probe, row, loss_tokens=self.loss_tokens)
         self._was_run = True
         if self.layout is None:
             self._check_unknown_rows(shared.rows, self.rule)
             return rules, RowRanges()
-        # From here on rows are compared with each other.
         rows = with_unequal_row(self.layout, shared.rows, self.rule)
         comparison: RowComparison[RulesT] = RowComparison(
             self.probe,
@@ -248,18 +258,18 @@ class FirstBatchCheck:
         )
         self._check_written_state(comparison.batch)
         self._check_ties(shared.tied)
-        if cutter is None or rules is None:
+        if self.cutter is None or rules is None:
             comparison.check_single_rows()
         else:
-            rules = comparison.first_exact(cutter, rules, shared.packed_total)
+            rules = comparison.first_exact(self.cutter, rules, shared.packed_total)
         # Microbatches that the loader has collated may pad media to other sizes than the batch.
         comparison.check_media(shared.media)
         self._learn_loss(comparison)
         log.info('The first-batch check took %.2f s. %s', time.perf_counter() - started, rules)
-        return rules, self._shown(comparison, rows, rules, shared.packed_total)
+        return rules, self._checked_ranges(comparison, rows, rules, shared.packed_total)
 
     def _check_unknown_rows(self, rows: Batch, rule: str) -> None:
-        """Checks what can be checked of rows that cannot be told apart."""
+        """Checks the loss and written states on one row, if the rows of the batch cannot be told apart."""
         log.warning(
             'Rows of the batch could not be told apart, so it was not checked that they are independent of each '
             'other. Use token_data_spec(), with a `layout` that knows every entry.'
@@ -272,15 +282,18 @@ class FirstBatchCheck:
 
     def _learn_loss(self, comparison: RowComparison[RulesT]) -> None:
         """Learns how tokens weigh in the loss, and whether logits at labels are enough; a collective."""
-        failure = None if self.selector is None else comparison.selection_failure(self.selector)
-        # Ranks must agree on what they measure and check again later, and on which logits they compute.
-        scales, failures = zip(*all_gather_object((comparison.token_scale(), failure)), strict=True)
+        failure = None
+        if self.selector is not None:
+            failure = comparison.selection_failure(self.selector)
+        # All ranks must measure steps in the same way, and compute the same logits. So all of them share their results.
+        results = all_gather_object((comparison.token_scale(), failure))
+        scales, failures = zip(*results, strict=True)
         self.token_scale = None if None in scales else scales[0]
         self.selection_failure = next((failure for failure in failures if failure is not None), None)
         self.has_logits = comparison.reference.has_logits is not False
         self.vocabulary = comparison.reference.output_size if self.has_logits else None
 
-    def _shown(
+    def _checked_ranges(
         self,
         comparison: RowComparison[RulesT],
         rows: Batch,
@@ -288,10 +301,12 @@ class FirstBatchCheck:
         packed_total: int,
     ) -> RowRanges:
         """Returns the ranges of the rows that were compared under the rules."""
-        is_packed = rules is not None and bool(rules.packing)
-        shown = ranges_of(describe_all(self.layout, rows), packed_total if is_packed else 0)
-        # If no row was computed narrower, nothing was learnt about padding.
-        return shown if comparison.has_shown_trimming else shown.without_padding()
+        if rules is None or not rules.packing:
+            packed_total = 0
+        ranges = ranges_of(describe_all(self.layout, rows), packed_total)
+        if comparison.has_shown_trimming:
+            return ranges
+        return ranges.without_padding()  # no row was trimmed, so nothing was learnt about padding
 
     def _check_written_state(self, rows: Batch) -> None:
         """Raises RuntimeError if the result of a forward depends on state that forwards write. Warns of other state."""
@@ -314,7 +329,7 @@ class FirstBatchCheck:
             self.probe.harmless_states = []
 
     def _check_ties(self, rows: BatchDict | None) -> None:
-        """Raises RuntimeError if the model chooses between positions with equal scores, in rows of repeated tokens.
+        """Raises RuntimeError if the model chooses between positions with equal scores. The rows repeat a few tokens.
 
         Round-off decides such a choice, and every microbatch rounds in another way.
         """
@@ -330,29 +345,23 @@ class FirstBatchCheck:
     def _on_device(self, batch: Batch) -> Batch:
         return self.to_device(with_copied_tensors(without_rows(batch)))
 
-    def _selected_rows(
-        self,
-        batch: Batch,
-        cutter: Cutter[RulesT] | None,
-        missing: Sequence[str],
-    ) -> SharedRows:
+    def _selected_rows(self, batch: Batch, missing: Sequence[str]) -> SharedRows:
         """Returns the rows of this rank that all ranks probe."""
         if self.layout is None:
             return SharedRows(dict(batch), {}, None, 0)
-        # Rows of a probe take about half of the memory of training.
-        max_rows = min(max(int(2 * self.microbatch_size), 4), MAX_ROWS)
+        # A row of a probe takes about half of its memory in training, so there is room for twice as many rows.
+        max_rows = min(max(int(2 * self.microbatch_size), MIN_ROWS), MAX_ROWS)
         chosen = chosen_rows(self.layout, batch, missing, max_rows)
         loader_batch = without_rows(batch)
         rows = lengthened(self.layout, self.layout.select(loader_batch, chosen))
-        has_new_widths = any(name.startswith(('rows padded', 'packed rows')) for name in missing)
-        packed_total = 0
-        if cutter is not None:
-            packed_total = cutter.largest_packed_row(describe_all(self.layout, batch), self.microbatch_size)
+        tied = None
+        if any(name.startswith(('rows padded', 'packed rows')) for name in missing):
+            tied = rows_with_ties(self.layout, batch)
         return SharedRows(
             rows=_with_labels(self.layout, rows),
             media=media_as_collated(self.layout, batch, chosen),
-            tied=rows_with_ties(self.layout, batch) if has_new_widths else None,
-            packed_total=packed_total,
+            tied=tied,
+            packed_total=self._packed_total(describe_all(self.layout, batch)),
         )
 
 
@@ -367,8 +376,8 @@ def find_loss_rule(
 ) -> str:
     """Finds the rule by which the model counts labels, or confirms the given one.
 
-    The gradient shows it: it is at the positions that predict the counted labels. The rule depends on the model class
-    and the version of transformers. Nothing else shows a wrong rule.
+    The gradient by the logits shows it: it is not zero at the positions that predict the counted labels. The rule
+    depends on the model class and the version of transformers. Nothing else shows a wrong rule.
 
     Args:
         probe: The probe of the model.
@@ -376,34 +385,34 @@ def find_loss_rule(
         loss_tokens: The given rule, or ``'auto'``.
 
     Raises:
-        RuntimeError: If no rule fits the model, or not the given one.
+        RuntimeError: If no rule fits the model, or the given one does not.
     """
     result = probe.run(row)
     if result.is_nan:
         raise NotExactError(NOT_A_NUMBER.format(sample_name(row, 0)))
     first_unit = next(iter(result.gradients.values()))
     norms = torch.zeros(row['labels'].shape)
-    # The last gradient counts, because its output is nearest to the loss.
+    # The last gradient counts, because its layer is nearest to the loss.
     for gradient in first_unit:
         if gradient is not None:
             norms = gradient.norm(dim=-1)
     matching: dict[str, float] = {}  # the part of the gradient that a rule does not explain, by rule
-    # A rule fits if the gradient is at the positions that it names, at each of them, and nowhere else.
+    # A rule fits if there is a gradient at each of the positions that it names, and nowhere else.
     for rule in LOSS_RULES:
         predicts = targets_of(row, rule).cpu() != IGNORE_INDEX
-        # A small part elsewhere is round-off, or another loss term, which the comparison refuses later.
-        elsewhere = float(norms[~predicts].norm() / norms[predicts].norm().clamp(min=TINY))
-        if elsewhere < LARGEST_ELSEWHERE and bool((norms[predicts] > 0).all()):
+        predicting_norms = norms[predicts]
+        elsewhere = float(norms[~predicts].norm() / predicting_norms.norm().clamp(min=TINY))
+        if elsewhere < LARGEST_ELSEWHERE and bool((predicting_norms > 0).all()):
             matching[rule] = elsewhere
     positions = _columns(norms)
     if not matching:
+        label_positions = _columns(row['labels'] != IGNORE_INDEX)
         raise NotExactError(
-            f'{MEAN}a gradient at the positions {positions} for labels at '
-            f'{_columns(row["labels"] != IGNORE_INDEX)}, which '
-            'no rule explains. The model changes labels inside forward, or its loss holds a term over other positions. '
+            f'{MEAN}a gradient at the positions {positions} for labels at {label_positions}, which no rule explains. '
+            'The model changes labels inside forward, or its loss holds a term over other positions. '
             f'{NAME_TERMS}'
         )
-    # Several rules may fit even here (without an attention mask). They count the same labels, so any of them is right.
+    # Without an attention mask several rules may fit. They count the same labels, so any of them is right.
     best_rule = min(matching, key=lambda rule: matching[rule])
     if loss_tokens == 'auto':
         return best_rule
@@ -419,8 +428,8 @@ def find_loss_rule(
 def rule_batch(layout: BatchLayout | None, rows: Batch) -> BatchDict:
     """Returns one of the rows, with labels that tell the rules apart: on its first position, and on an unattended one.
 
-    All labels are the same token, so that the model can be sure of at most one of them. It has no gradient where it is
-    sure. If the layout is unknown, the other rows stay in the batch without labels.
+    All labels are the same token. A model that is sure of a label has no gradient there, but it can be sure of only one
+    of these. If the layout is unknown, the other rows stay in the batch, without labels.
     """
     if layout is not None:
         rows = layout.select(rows, [_row_for_rule(layout, rows)])
@@ -430,7 +439,10 @@ def rule_batch(layout: BatchLayout | None, rows: Batch) -> BatchDict:
         mask = None
     positions = (labels[0, 1:] != IGNORE_INDEX).nonzero().flatten() + 1
     if len(positions) < 2:
-        attended = torch.ones_like(labels) if mask is None else mask
+        # Too few labels: any attended positions will do.
+        attended = torch.ones_like(labels)
+        if mask is not None:
+            attended = mask
         positions = (attended[0, 1:] != 0).nonzero().flatten() + 1
     label_positions = positions[-NUM_LABELS:].tolist() or [labels.shape[1] - 1]
     changed = {**rows, 'labels': torch.full_like(labels, IGNORE_INDEX)}
@@ -444,8 +456,9 @@ def rule_batch(layout: BatchLayout | None, rows: Batch) -> BatchDict:
 
 
 def _row_for_rule(layout: BatchLayout, rows: Batch) -> int:
-    """Returns the number of a row with enough labels, and with media if possible: some models cannot do without."""
-    num_labels = (labels_of(rows)[:, 1:] != IGNORE_INDEX).sum(dim=1).tolist()
+    """Returns the number of a row with enough labels, and with media if possible, because some models need media."""
+    is_label = labels_of(rows)[:, 1:] != IGNORE_INDEX
+    num_labels = is_label.sum(dim=1).tolist()
     num_media = layout.media_per_row(rows)
 
     def cost(row: int) -> tuple[bool, bool, bool]:
@@ -455,7 +468,7 @@ def _row_for_rule(layout: BatchLayout, rows: Batch) -> int:
 
 
 def _any_token(rows: Batch) -> int:
-    """Returns a token that the model knows: a label of the rows, or one of their ids."""
+    """Returns a token of the model's vocabulary: a label of the rows, or one of their ids."""
     labels = labels_of(rows)
     tokens = labels[labels != IGNORE_INDEX]
     if not tokens.numel():
@@ -490,7 +503,7 @@ def _ids_of(batch: Batch) -> str:
 def chosen_rows(
     layout: BatchLayout,
     batch: Batch,
-    wanted: Sequence[str],
+    missing: Sequence[str],
     max_rows: int,
 ) -> list[int]:
     """Returns the numbers of a few rows that differ from each other.
@@ -498,58 +511,60 @@ def chosen_rows(
     Each criterion chooses the row with the lowest cost.
 
     Args:
-        layout: How the tensors of the batch belong to rows.
+        layout: Which parts of each tensor belong to which row.
         batch: The batch of a rank.
-        wanted: What is new in the batch, as returned by :meth:`.RowRanges.missing`.
-        max_rows: The most rows. Rows with wanted media may exceed it.
+        missing: What is new in the batch, as returned by :meth:`.RowRanges.missing`.
+        max_rows: The most rows. There may be more if the batch has several new modalities.
     """
     facts = describe(layout, batch)
     labels = labels_of(batch)
     # A row with labels is better than one that gets them for the check.
     has_no_label = (labels[:, 1:] == IGNORE_INDEX).all(dim=1).tolist()
     rows: list[int] = []
-    for costs in _criteria(facts, wanted):
+    for costs in _criteria(facts, missing):
+        # Of equally good rows the shortest one is taken.
         keys = list(zip(has_no_label, costs, facts.lengths, strict=True))
         cheapest = keys.index(min(keys))
         if cheapest not in rows:
             rows.append(cheapest)
-    # All rows for wanted media are kept, because they are why this check runs.
-    num_media_criteria = 2 * len(_wanted_modalities(wanted))
+    # All rows with new media are kept, because this check runs for them. They come after the first two criteria.
+    num_media_criteria = 2 * len(_new_modalities(missing))
     rows = rows[: max(max_rows, 2 + num_media_criteria)]
     # Fill up with short rows, which cost little.
-    others = sorted(set(range(len(labels))) - set(rows), key=lambda row: (has_no_label[row], facts.lengths[row]))
-    num_missing = max(MIN_ROWS - len(rows), 0)
-    return rows + others[:num_missing]
+    remaining = set(range(len(labels))) - set(rows)
+    shortest_first = sorted(remaining, key=lambda row: (has_no_label[row], facts.lengths[row]))
+    num_to_add = max(MIN_ROWS - len(rows), 0)
+    return rows + shortest_first[:num_to_add]
 
 
-def _wanted_modalities(wanted: Iterable[str]) -> list[str]:
+def _new_modalities(missing: Sequence[str]) -> list[str]:
     """Returns the modalities that are new. A name about images, videos or audios begins with that word."""
-    names = list(wanted)
-    return [modality for modality in MODALITIES if any(name.startswith(modality) for name in names)]
+    return [modality for modality in MODALITIES if any(name.startswith(modality) for name in missing)]
 
 
-def _criteria(facts: RowFacts, wanted: Sequence[str]) -> list[Sequence[Cost]]:
+def _criteria(facts: RowFacts, missing: Sequence[str]) -> list[Sequence[Cost]]:
     """Returns the costs of all rows by each criterion, the most important criterion first."""
     lengths = facts.lengths
-    longest_first = [-length for length in lengths]  # the longest row has no padding
-    criteria: list[Sequence[Cost]] = [longest_first, lengths]  # and the shortest row loses the most
-    for modality in _wanted_modalities(wanted):
+    longest_first = [-length for length in lengths]
+    # The longest row has the least padding to trim, and the shortest row has the most.
+    criteria: list[Sequence[Cost]] = [longest_first, lengths]
+    for modality in _new_modalities(missing):
         sizes = facts.media_sizes(modality)
         criteria.append([(size is None, size or 0) for size in sizes])
         criteria.append([(size is None, -(size or 0)) for size in sizes])
-    if {'holes', 'holes beside media'}.intersection(wanted):
+    if {'holes', 'holes beside media'}.intersection(missing):
         criteria.append([not has_hole for has_hole in facts.has_hole])
     if any(facts.has_label_behind_padding):
-        # The padding before it predicts this label, so it is the easiest one to get wrong.
+        # The padding before it predicts this label, so trimming changes it most easily.
         criteria.append([not has_label for has_label in facts.has_label_behind_padding])
-    # A model may change its computation above some width. Rows as wide as the batch do not show that, because they are
-    # not trimmed. Long rows with little padding show it, and rows with as much padding as tokens.
+    # A model may compute in another way above some width. Rows as long as the batch is wide do not show that, because
+    # they are not trimmed. Two other rows are taken: the longest one with padding, and one of medium length.
     about_half = (min(lengths) + facts.width) / 2
     criteria_of_widths: list[Sequence[Cost]] = [
         [-length if length < facts.width else 0 for length in lengths],
         [abs(length - about_half) for length in lengths],
     ]
-    if any(name.startswith('rows padded') for name in wanted):
+    if any(name.startswith('rows padded') for name in missing):
         criteria += criteria_of_widths
     criteria.append([count > 0 for count in facts.media])
     criteria.append([-count for count in facts.media])
@@ -559,8 +574,8 @@ def _criteria(facts: RowFacts, wanted: Sequence[str]) -> list[Sequence[Cost]]:
 def rows_with_ties(layout: BatchLayout, batch: Batch) -> BatchDict | None:
     """Returns the longest row of text, changed to a few distinct tokens. None: the batch has no row of text.
 
-    In a model whose keys have no positions, equal tokens have equal keys. If the model attends to the best k keys, it
-    must choose between equal ones everywhere in this row. In other rows it must do so only by chance.
+    In a model whose keys have no positions, equal tokens have equal keys. If the model attends only to the best k keys,
+    it must choose between equal keys everywhere in this row. In other rows that happens only by chance.
     """
     if _ids_at_labels(batch) is None:
         return None
@@ -583,9 +598,9 @@ def media_as_collated(
     batch: Batch,
     rows: Sequence[int],
 ) -> dict[int, BatchDict]:
-    """Returns the media of rows that their pre-split microbatch pads to another size than the whole batch does.
+    """Returns media as the pre-split microbatch of their row pads them, if the whole batch pads them to another size.
 
-    The result is by the place of a row in ``rows``.
+    The keys of the result are places in ``rows``.
     """
     microbatches = microbatches_of(batch)
     if len(microbatches) < 2:
@@ -598,14 +613,17 @@ def media_as_collated(
         microbatch = without_rows(microbatches[number])
         row_batch = layout.select(microbatch, [row - starts[number]])
         media = {key: row_batch[key] for key in media_entries(layout, row_batch)}
-        if any(value.shape[1:] != batch[key].shape[1:] for key, value in media.items()):
+        has_other_size = [value.shape[1:] != batch[key].shape[1:] for key, value in media.items()]
+        if any(has_other_size):
             collated[place] = media
     return collated
 
 
 def _ids_at_labels(batch: Batch) -> Tensor | None:
-    """Returns the ids of the text, if the labels lie at their positions."""
-    return None if labels_at_text(batch) is None else batch.get('input_ids')
+    """Returns the ids of the text, or None if the labels are not at the positions of these ids."""
+    if labels_at_text(batch) is None:
+        return None
+    return batch.get('input_ids')
 
 
 def _has_label_to_predict(batch: Batch) -> bool:
@@ -619,7 +637,7 @@ def _has_label_to_predict(batch: Batch) -> bool:
 
 
 def lengthened(layout: BatchLayout, rows: BatchDict) -> BatchDict:
-    """Repeats the token of each row, if all rows have only one: a causal model has no loss on such rows.
+    """Repeats the token of each row if all rows have only one, because a causal model has no loss on such rows.
 
     Rows with media stay as they are, because a placeholder cannot be repeated.
     """
@@ -644,11 +662,11 @@ def lengthened(layout: BatchLayout, rows: BatchDict) -> BatchDict:
 
 
 def _with_labels(layout: BatchLayout, batch: BatchDict) -> BatchDict:
-    """Puts labels on all tokens of a row except the first, because a leak may show only at some tokens.
+    """Puts labels on all tokens of the rows except the first ones, because a leak may show only at some tokens.
 
-    Rows with media keep their labels, because a model may not count placeholders. The row with the longest prompt keeps
-    its labels too: it shows a loss term over positions without a label. If one of these rows has no label, its last
-    token gets one.
+    Rows with media keep their labels, because a model may not count labels at placeholders. The row with the longest
+    prompt also keeps its labels, to show a loss term over positions without a label. If one of these rows has no label,
+    its last token gets one.
     """
     ids = _ids_at_labels(batch)
     if ids is None:
@@ -679,15 +697,16 @@ def with_unequal_row(
 ) -> BatchDict:
     """Adds a row with fewer or more labels, if the rows have nearly the same number.
 
-    If all rows have the same number of tokens, a mean over tokens equals a mean over the means of rows. Then the check
-    could not tell them apart.
+    If all rows have the same number of labels, a mean over tokens equals a mean over the means of rows. Then the check
+    could not tell these two losses apart.
     """
     counts = loss_mask(rows, rule).sum(dim=1).tolist()
     if max(counts) >= 2 * min(counts) and max(counts) > min(counts):
         return rows
     lengths = describe(layout, rows).lengths
-    # The copy is of the first row that is long enough for several labels.
-    copied_row = min(range(len(counts)), key=lambda row: lengths[row] < 4)
+    # The first row that is long enough for several labels is copied.
+    is_short = [length < 4 for length in lengths]
+    copied_row = is_short.index(min(is_short))
     copied = layout.select(rows, [*range(len(counts)), copied_row])
     labels = copied['labels'].clone()
     copied['labels'] = labels
@@ -709,7 +728,7 @@ def check_gradient_hooks(model: torch.nn.Module) -> None:
     """Checks that hooks on parameters are linear. A step's gradient is the sum of its microbatches' gradients.
 
     Raises:
-        RuntimeError: If a hook is not linear (clipping, quantising), or an optimizer steps as soon as a gradient comes.
+        RuntimeError: If a hook is not linear (clipping, quantising), or if an optimizer steps in the backward.
     """
     for name, parameter in model.named_parameters():
         if steps_after_gradients(parameter):
@@ -727,10 +746,12 @@ def check_gradient_hooks(model: torch.nn.Module) -> None:
 
 
 def _is_linear(hook: GradientHook, parameter: Tensor) -> bool:
-    """Returns whether a hook changes a sum of gradients into the sum of the changed gradients."""
+    """Returns whether a hook is linear: its result for a sum of gradients is the sum of its results."""
     generator = torch.Generator().manual_seed(0)
-    # A hook of FSDP gets the part of this rank.
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    # Under FSDP a hook gets the part of the gradient that this rank holds.
+    local = parameter
+    if isinstance(parameter, DTensor):
+        local = parameter.to_local()
     for size in GRADIENT_SIZES:
         first = torch.randn(local.shape, generator=generator).to(local) * size
         second = torch.randn(local.shape, generator=generator).to(local) * size

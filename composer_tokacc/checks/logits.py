@@ -3,8 +3,8 @@
 
 r"""Reads the weight of each token in a loss off the gradient of that loss by the logits.
 
-Let a loss be a sum of cross-entropies in which token t has the weight ``w_t``. The gradient of the loss by the logits
-``z_t`` that predict the token is
+A loss is a sum of cross-entropies, in which token t has the weight ``w_t``. Its gradient by the logits ``z_t`` that
+predict the token is
 
 .. math:: g_t = w_t (\mathrm{softmax}(z_t) - \mathrm{onehot}(y_t))
 
@@ -69,7 +69,7 @@ class MeasuredTokens(NamedTuple):
 
 
 def logits_of(outputs: Any) -> Tensor | None:
-    """Returns the logits in a model's outputs, ``(rows, width, vocabulary)``, or None if there are none.
+    """Returns the logits in a model's outputs, ``(rows, width, vocabulary)``. None: the outputs hold no logits.
 
     They are found by name and shape. A model may return hidden states in the same place: see :func:`are_logits`.
     """
@@ -107,7 +107,8 @@ def are_logits(gradient: Tensor, targets: Tensor) -> bool | None:
         label_entries = part_gradient.gather(1, part_targets.clamp(min=0)[:, None])[:, 0]
         is_smallest = label_entries == part_gradient.amin(dim=-1)
         is_largest = label_entries == part_gradient.amax(dim=-1)
-        sums_to_zero = part_gradient.sum(dim=-1).abs() <= zero_sum * part_gradient.abs().sum(dim=-1)
+        absolute_sum = part_gradient.abs().sum(dim=-1)
+        sums_to_zero = part_gradient.sum(dim=-1).abs() <= zero_sum * absolute_sum
         # A model that is sure of a token has no gradient there.
         has_gradient = (part_targets != IGNORE_INDEX) & part_gradient.any(dim=-1)
         is_like_logits = has_gradient & (is_smallest | is_largest | sums_to_zero)
@@ -150,7 +151,7 @@ def at_predictions(values: Tensor, rule: str) -> Tensor:
 
 
 def targets_of(batch: Batch, rule: str) -> Tensor:
-    """Returns the token that each position should predict, ``(rows, width)``; -100 where no token counts."""
+    """Returns the token that each position should predict, ``(rows, width)``; -100 if it predicts none that counts."""
     counted_labels = labels_of(batch).masked_fill(~loss_mask(batch, rule), IGNORE_INDEX)
     return at_predictions(counted_labels, rule)
 
@@ -175,7 +176,9 @@ def measure(logits: Tensor, gradient: Tensor) -> MeasuredTokens:
         weights = torch.linalg.vecdot(part_gradient, direction) / square.clamp(min=TINY)
         remainder = torch.addcmul(part_gradient, weights[:, None], direction, value=-1)
         parts.append(MeasuredTokens(weights, targets, square.sqrt(), remainder.norm(dim=-1)))
-    fields = [torch.cat(pieces).view(logits.shape[:2]) for pieces in zip(*parts, strict=True)]
+    fields = []
+    for pieces in zip(*parts, strict=True):
+        fields.append(torch.cat(pieces).view(logits.shape[:2]))
     return MeasuredTokens(*fields)
 
 
@@ -213,7 +216,8 @@ def sketch(gradient: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(size)
     signs = 2 * torch.randint(2, (size, SKETCH_WIDTH), generator=generator) - 1
     num_missing = -size % SKETCH_BLOCK
-    padded_signs = F.pad(signs.to(gradient.device).float(), (0, 0, 0, num_missing))
+    signs = signs.to(gradient.device).float()
+    padded_signs = F.pad(signs, (0, 0, 0, num_missing))
     blocks_of_signs = padded_signs.unflatten(0, (-1, SKETCH_BLOCK))  # (blocks, entries, sums)
     parts = []
     for _, (part_gradient,) in _float_parts(gradient):
@@ -248,7 +252,7 @@ def on_gradient(logits: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None
     """Calls a function with the gradient by the logits. If it returns a gradient, that one is used instead."""
     node, index = node_of(logits)
     if node is logits.grad_fn:
-        # Hooks of tensors run before hooks of their node.
+        # Hooks of a tensor run before hooks of its node, so a measurement at the node sees the changed gradient.
         logits.register_hook(lambda gradient: None if gradient is None else hook(gradient))
         return
 
@@ -337,7 +341,10 @@ def _plain_gradient(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def _float_parts(*tensors: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
-    """Yields some positions at a time of tensors ``(rows, width, entries)``: which they are, and their float32."""
+    """Yields some positions at a time, as a slice, with the float32 values of each tensor ``(positions, entries)``.
+
+    The tensors are ``(rows, width, entries)``. The slice is of ``rows * width`` positions.
+    """
     flat = [tensor.detach().flatten(0, 1) for tensor in tensors]
     size = max(CHUNK // tensors[0].shape[-1], 1)
     for start in range(0, len(flat[0]), size):

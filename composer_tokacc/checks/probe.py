@@ -1,10 +1,10 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Runs the model of a run on a few rows, as it will train, and leaves no trace.
+"""Runs the model on a few rows, as it will train, and leaves everything as it was.
 
-The result is the loss and its gradient at the end of the layers. The forward has no graph before the last two layers,
-so a probe takes about half of the memory of training.
+The result is the loss and its gradients by the outputs of the last two layers. The forward has no graph before these
+layers, so a probe takes about half of the memory of training.
 """
 
 from __future__ import annotations
@@ -12,14 +12,12 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
@@ -33,20 +31,22 @@ from composer_tokacc.checks.written_state import State, StateSnapshot
 from composer_tokacc.compat import BatchNorm
 from composer_tokacc.label_selector import LabelSelector
 from composer_tokacc.labelled import LabelledPositions
+from composer_tokacc.random_state import kept_random_state, seed_everything
 from composer_tokacc.refusals import InvalidInputError, NotExactError
 
 log = logging.getLogger(__name__)
 
 NOISE_FACTOR = 8
-"""Tolerance in multiples of the measured round-off. Kernels for other shapes round every sum differently, while the
+"""Tolerance in multiples of the measured round-off. Kernels for other shapes round every sum differently, but the
 measurement rounds only the result of each layer."""
 ROUNDING_FLOOR = 64
 """Tolerance of a loss in multiples of its machine epsilon: kernels for other shapes sum in another order."""
 STATE_TOLERANCE = 1e-6
-"""Relative change of a result up to which it does not depend on a state. Steps are exact to the same number."""
+"""If a changed state changes a result by less than this, relatively, the result does not depend on the state. Steps
+are exact to the same number."""
 VARIATION = 0.8
-"""Size of the numbers that are added to a weight with equal entries. Together they change an output by about half of
-one input."""
+"""Size of the numbers that are added to a weight with equal entries. All of them together change an output by about
+half of one input."""
 
 Outputs: TypeAlias = Any
 """The outputs of a model. Hosts have no type for them."""
@@ -58,7 +58,7 @@ ForwardHook: TypeAlias = Callable[[Module, object, Any], Tensor | None]
 
 @dataclass(frozen=True, eq=False)
 class AtLabels:
-    """How a forward computes logits only where a label is."""
+    """Makes a forward compute logits only at the positions that predict a label."""
 
     selector: LabelSelector
     rule: str
@@ -72,8 +72,8 @@ class ProbeResult:
     # Sums of the loss terms that must not depend on the cut, by unit: ``'tokens'``, ``'samples'``.
     losses: Mapping[str, float]
     # Gradients of these sums by the outputs of the last layers, ``(rows, width, entries)`` each. The last one is by the
-    # logits. The one before is by the states before the logits, as far as the loss uses them in another
-    # way than through the logits. None if the loss does not use an output.
+    # logits. The one before is by the states before the logits, but only of the part of the loss that does not use them
+    # through the logits. None if the loss does not use an output.
     gradients: Mapping[str, Sequence[Tensor | None]]
     # The weights of tokens, if targets were passed and the loss is made of the logits.
     measured: MeasuredTokens | None
@@ -97,7 +97,8 @@ class ProbeResult:
     ) -> bool:
         """Returns whether another loss differs only by round-off."""
         loss = self.losses[unit]
-        return abs(other - loss) <= NOISE_FACTOR * noise + ROUNDING_FLOOR * self.eps * (1 + abs(loss))
+        round_off = ROUNDING_FLOOR * self.eps * (1 + abs(loss))
+        return abs(other - loss) <= NOISE_FACTOR * noise + round_off
 
     def distance(self, other: ProbeResult) -> float:
         """Returns the largest relative difference of losses and gradients from another result of the same rows."""
@@ -106,17 +107,16 @@ class ProbeResult:
         for unit, loss in self.losses.items():
             distances.append(abs(other.losses[unit] - loss) / (1 + abs(loss)))
         for unit, gradients in self.gradients.items():
-            for gradient, other_gradient in zip(
-                gradients,
-                other.gradients[unit],
-                strict=True,
-            ):
+            pairs = zip(gradients, other.gradients[unit], strict=True)
+            for gradient, other_gradient in pairs:
                 if gradient is None or other_gradient is None:
                     continue
                 # The gradients are sketches. Their differences have the right size up to 18 %.
                 difference = float((other_gradient - gradient).norm())
                 distances.append(difference / max(float(gradient.norm()), TINY))
-        return max(math.inf if math.isnan(distance) else distance for distance in distances)
+        if any(math.isnan(distance) for distance in distances):
+            return math.inf
+        return max(distances)
 
 
 class _LayerOutput(NamedTuple):
@@ -139,8 +139,9 @@ class Probe:
     """Runs the model's own forward and loss, with a graph only at the end.
 
     The layers run as in training, because a loss may be different in evaluation, but without dropout. If the forward is
-    random nevertheless, no two forwards can be compared, and the layers run as in evaluation. Weights in float32 are
-    probed without the trainer's ``precision``: in float32 a leak of 2e-3 is easy to see, in bfloat16 it is not.
+    random nevertheless, no two forwards can be compared. Then the layers run as in evaluation. A model with float32
+    weights is probed without the trainer's ``precision``, because a leak of 2e-3 is easy to see in float32, and not in
+    bfloat16.
     """
 
     def __init__(
@@ -164,10 +165,10 @@ class Probe:
         """State of the model that forwards have written and that is still to be judged, by name."""
         self.harmless_states: list[str] = []
         """Names of states that every forward writes and that the result does not depend on, still to be reported."""
-        self._judged: set[str] = set()  # names of states that were judged, or are judged now
+        self._judged: set[str] = set()  # names of states that are judged only once: they were, or are being judged
         self.state_dependence: str | None = None
         """Name of a state that every forward writes and that the result depends on."""
-        self._knows_layers = False  # whether the last layers were looked for
+        self._was_examined = False  # whether the last layers were looked for
         self._layers: list[Module] = []
         """The module that makes the states before the logits, often a norm, and the module that makes the logits."""
         # Modules of TorchScript take no hooks.
@@ -182,11 +183,7 @@ class Probe:
     def from_model(cls, model: Any) -> Probe:
         """Makes a probe of a ComposerModel, or of a Hugging Face model that computes its own loss."""
         if hasattr(model, 'eval_forward'):
-            return cls(
-                model,
-                lambda outputs, batch: model.loss(outputs, batch),
-                model,
-            )
+            return cls(model, lambda outputs, batch: model.loss(outputs, batch), model)
         names = inspect.signature(model.forward).parameters
 
         def forward(batch: Batch) -> Outputs:
@@ -205,7 +202,7 @@ class Probe:
         seed: int = 0,
         keeps_state: bool = False,
     ) -> ProbeResult:
-        """Runs a batch eagerly. Random numbers, modes and buffers stay as they were.
+        """Runs the forward and the loss of a batch, not compiled. Random numbers, modes and buffers stay as they were.
 
         Args:
             batch: On the device of the model.
@@ -213,20 +210,21 @@ class Probe:
             rounded: Whether to move the output of every layer by its last digit, up or down. The difference shows how
                 far round-off can move the result. The same rows in another order would not show it, because kernels
                 then compute the same sums.
-            at_labels: Computes logits only where a label is. The gradient by them then has the shape of the selected
-                positions.
-            seed: Of the random numbers that the forward draws.
+            at_labels: Makes the model compute logits only at labels. Then the gradient by the logits has the shape of
+                the selected positions.
+            seed: Seed of the random numbers that the forward draws.
             keeps_state: Whether the model keeps the state that the forward has written.
         """
-        # Layers are found on the first batch. Later batches use the same ones.
-        if not self._knows_layers:
-            self._knows_layers = True
-            self._find_last_layers(batch)
-        # An error that is known changes one setting, and the forward runs again.
+        # The model is examined with the first batch.
+        if not self._was_examined:
+            self._was_examined = True
+            self._examine(batch)
+        # After a known error one setting is changed, and the forward runs again.
         while True:
             guard = undisturbed(self.model, restores_buffers=not keeps_state)
+            width = labels_of(batch).shape[1]
             try:
-                with torch.no_grad(), guard, self._as_probed(seed, labels_of(batch).shape[1]) as mode:
+                with torch.no_grad(), guard, self._as_probed(seed, width) as mode:
                     snapshot = StateSnapshot.of_model(self.model)
                     forward = self._forward(batch, rounded=rounded, at_labels=at_labels)
                     self._note_written(snapshot)
@@ -247,8 +245,22 @@ class Probe:
             if state.name not in self._judged:
                 self._written.setdefault(state.name, state)
 
-    def _find_last_layers(self, batch: Batch) -> None:
-        """Finds the last layers by two forwards, which also show whether the loss is random."""
+    def _examine(self, batch: Batch) -> None:
+        """Finds the last layers, whether the loss is random, and whether it depends on written state."""
+        first = self._find_last_layers(batch)
+        # This forward has a graph at the last layers, and another seed.
+        second = self.run(batch)
+        is_repeated = [second.is_same_loss(unit, loss) for unit, loss in first.losses.items()]
+        self.is_random = not all(is_repeated)
+        self.judge_written_state(batch)
+        if self.is_random and self.is_training and self.state_dependence is None:
+            log.info('The loss is random in training even without dropout, so it was probed only in evaluation.')
+            self.is_training = False
+            self._layers = []
+            self._examine(batch)
+
+    def _find_last_layers(self, batch: Batch) -> ProbeResult:
+        """Finds the last layers by a forward, and returns its result."""
         outputs: list[_LayerOutput] = []
         shapes = [tuple(labels_of(batch).shape)]
 
@@ -262,32 +274,28 @@ class Probe:
                 outputs.append(_LayerOutput(module, output.shape[-1], output.data_ptr()))
 
         with _hooked(_leaves(self._modules), note):
-            first = self.run(batch, seed=1)
-        # The last layer is the one whose output has the address of the logits. The size alone may be that of another
-        # layer, such as the head of a teacher. It decides only if the model changes the output of its head once more.
-        same_size = [place for place, output in enumerate(outputs) if output.size == first.output_size]
-        same_address = [place for place in same_size if outputs[place].address == first.output_address]
-        last = (same_address or same_size or [len(outputs)])[-1]
-        self._layers = [output.module for output in outputs[max(last - 1, 0) : last + 1]]
-        # This forward has a graph at the last layers and other random numbers.
-        second = self.run(batch)
-        self.is_random = not all(second.is_same_loss(unit, loss) for unit, loss in first.losses.items())
-        self.judge_written_state(batch)
-        if self.is_random and self.is_training and self.state_dependence is None:
-            log.info('The loss is random in training even without dropout, so it was probed only in evaluation.')
-            self.is_training = False
-            self._layers = []
-            self._find_last_layers(batch)
+            result = self.run(batch, seed=1)
+        # The last layer is the one whose output is the logits. If no output has their address, the model changes the
+        # output of its head once more. Then the last output of the same size is taken. It is only the second choice,
+        # because another layer may have this size, such as the head of a teacher.
+        same_size = [place for place, output in enumerate(outputs) if output.size == result.output_size]
+        same_address = [place for place in same_size if outputs[place].address == result.output_address]
+        candidates = same_address or same_size
+        last = len(outputs)
+        if candidates:
+            last = candidates[-1]
+        first_of_two = max(last - 1, 0)
+        self._layers = [output.module for output in outputs[first_of_two : last + 1]]
+        return result
 
     def judge_written_state(self, batch: Batch) -> None:
         """Finds out whether the result depends on state that every forward writes. See :attr:`state_dependence`.
 
-        A cache is written once and not again by the next forward of the same rows. A statistic for logs is written
-        again, but the result does not depend on it.
+        A cache is harmless: the next forward of the same rows does not write it again. A statistic for logs is also
+        harmless: every forward writes it, but the result does not depend on it.
         """
         if not self._written or not self.is_training:
             return
-        # Each state is judged once.
         self._judged.update(self._written)
         snapshot = StateSnapshot.of_states(self._written.values())
         self._written = {}
@@ -296,7 +304,6 @@ class Probe:
             return self.run(batch, seed=1, keeps_state=True)
 
         expected = result()
-        # A cache that is filled already is not written again.
         rewritten = snapshot.written()
         snapshot.restore()
         if not rewritten:
@@ -315,7 +322,7 @@ class Probe:
         if not changes_result(rewritten):
             self.harmless_states += [state.name for state in rewritten]
             return
-        # Then one by one, to find which state it is.
+        # Then one by one. If only several states together change the result, the first one is named.
         decisive = next((state for state in rewritten if changes_result([state])), rewritten[0])
         self.state_dependence = decisive.name
 
@@ -326,10 +333,14 @@ class Probe:
         rounded: bool,
         at_labels: AtLabels | None,
     ) -> _Forward:
-        precision = torch.autocast(self._device_type, enabled=False) if self._uses_float32 else self._precision()
+        precision = self._precision()
+        if self._uses_float32:
+            precision = torch.autocast(self._device_type, enabled=False)
         # Forward and loss get the same copy, as in training. If the model writes into it, no other forward sees that.
         copied = with_copied_tensors(batch)
-        rounded_layers = _leaves(self._modules) if rounded else []
+        rounded_layers: list[Module] = []
+        if rounded:
+            rounded_layers = _leaves(self._modules)
         shapes = [tuple(labels_of(batch).shape)]
         if at_labels is not None:
             shapes.append(at_labels.positions.shape)
@@ -341,10 +352,10 @@ class Probe:
             _graph_from(self._layers, shapes) as leaves,
         ):
             outputs = self._forward_model(copied)
-            loss = _loss_of(self._loss, outputs, copied)  # once, because a loss may add up counts
+            loss = _loss_of(self._loss, outputs, copied)  # only once, because a loss may add up counts
             terms = self._terms(loss, outputs)
         logits = logits_of(outputs) if at_labels is not None else _checked_logits(outputs, batch)
-        # A layer may not have run in this batch, such as a layer of another modality.
+        # Not every layer runs in every batch, such as a layer of another modality.
         points = [leaves[layer] for layer in self._layers if layer in leaves]
         if logits is not None and logits.requires_grad and not any(logits is leaf for leaf in points):
             points.append(logits)
@@ -353,8 +364,8 @@ class Probe:
     @contextmanager
     def _as_probed(self, seed: int, width: int) -> Iterator[_ProbeMode]:
         """Switches dropout off, and BatchNorm to evaluation. If the forward is random, all modules are switched."""
-        switched_kind = BatchNorm if self.is_training else Module
-        modules = [module for module in self._modules if module.training and isinstance(module, switched_kind)]
+        kind_to_switch = BatchNorm if self.is_training else Module
+        modules = [module for module in self._modules if module.training and isinstance(module, kind_to_switch)]
         # The same random numbers for every forward, so that forwards can be compared.
         seed_everything(seed)
         for module in modules:
@@ -375,7 +386,7 @@ def _result_of(
 ) -> ProbeResult:
     logits = forward.logits
     gradients: dict[str, list[Tensor | None]] = {}
-    # Gradients are reduced to sketches at once, except the one by the logits, which is measured.
+    # Gradients are reduced to sketches at once, to save memory. Only the one by the logits is also measured.
     logit_gradient = None
     for unit, loss in forward.terms.items():
         unit_gradients = _gradients(loss, forward.points)
@@ -394,8 +405,9 @@ def _result_of(
         output_size = logits.shape[-1]
         if not isinstance(logits, DTensor):
             output_address = logits.data_ptr()
+    losses = {unit: loss.float().mean().item() for unit, loss in forward.terms.items()}
     return ProbeResult(
-        losses={unit: loss.float().mean().item() for unit, loss in forward.terms.items()},
+        losses=losses,
         gradients=gradients,
         measured=measured,
         output_size=output_size,
@@ -408,13 +420,13 @@ def _result_of(
 
 
 class _VariedWeights:
-    """Makes modules compute as if all entries of a weight were different, for weights whose entries are all equal.
+    """Makes weights whose entries are all equal act as if their entries were different.
 
     The weights of a fresh norm are all 1. They may hide a fault: with a norm behind the rotary embedding (HunYuan)
-    attention depends on absolute positions, but while its weights are equal, loss and logits do not show it. The
-    gradient is wrong nevertheless. A scale of positions that begins at 0 (Mistral Large 4) hides it too. Without this
-    class such a fault would show only in a later step, after the weights have moved. A cut that is exact is exact with
-    any weights.
+    attention depends on absolute positions, but loss and logits do not show it as long as the weights of the norm are
+    equal. The gradient is wrong nevertheless. A scale of positions that begins at 0 (Mistral Large 4) also hides it.
+    Without this class such a fault would show only in a later step, after the weights have moved. A cut that is exact
+    is exact with any weights.
 
     Nothing is written into the weights of the model, because FSDP may hold parts of them. Instead the module gets an
     attribute of the same name, which Python finds before the parameter.
@@ -430,7 +442,7 @@ class _VariedWeights:
         """Makes forwards inside of the context use the varied weights."""
         with ExitStack() as hooks:
             for module in self._modules:
-                # Modules that were not reached yet may have such weights.
+                # A module that no forward has reached yet may have such weights.
                 if self._names.get(module, True):
                     hooks.enter_context(module.register_forward_pre_hook(self._show))
                     hooks.enter_context(module.register_forward_hook(self._hide, always_call=True))
@@ -460,16 +472,16 @@ class _VariedWeights:
 
 
 def _has_equal_entries(weight: Tensor) -> bool:
-    """Returns whether entries differ by less than a fifth of the numbers that :func:`_varied` adds."""
+    """Returns whether entries differ by less than a fifth of the numbers that :func:`_varied` would add."""
     if isinstance(weight, DTensor) or not weight.is_floating_point() or weight.dtype.itemsize == 1:
         return False
     if not weight.numel():
         return False
-    # The limit is relative to the change that _varied() would make.
     entries = weight.detach().flatten()
     largest_difference = VARIATION / 5
     if weight.dim() > 0:
-        largest_difference *= (len(weight) / len(entries)) ** 0.5
+        num_columns = len(entries) / len(weight)
+        largest_difference /= num_columns**0.5
     # Few weights have equal entries, and most of the others show it by their first entries.
     for part in (entries[:256], entries):
         low, high = part.aminmax()
@@ -479,7 +491,7 @@ def _has_equal_entries(weight: Tensor) -> bool:
 
 
 def _varied(weight: Tensor) -> Tensor:
-    """Returns a weight with a different positive number added to each entry. More inputs give smaller numbers."""
+    """Returns a weight with a different positive number added to each entry. With more columns they are smaller."""
     if weight.dim() < 2:
         numbers = _golden_numbers(weight.numel(), weight.dtype, weight.device)
         return weight + VARIATION * numbers.view(weight.shape)
@@ -510,10 +522,10 @@ def _golden_numbers(
 
 
 class _ProbeMode(TorchFunctionMode):
-    """Switches off every dropout of torch, in attention too. Notes whether a top-k over positions had a tie.
+    """Switches off every dropout of torch, also in attention. Notes whether a top-k over positions had a tie.
 
-    If a position that was left out has the same score as a chosen one, kernels break the tie in an order that depends
-    on the width of the batch, so padding changes the result.
+    A tie means that a position that was left out has the same score as a chosen one. Kernels break it in an order that
+    depends on the width of the batch, so padding changes the result.
     """
 
     def __init__(self, width: int) -> None:
@@ -534,16 +546,16 @@ class _ProbeMode(TorchFunctionMode):
         if 'dropout' in name:
             return args[0] if args else kwargs['input']
         if name == 'scaled_dot_product_attention':
-            # The arguments behind query, key, value and mask.
+            # The arguments after query, key, value and mask.
             options = dict(zip(('dropout_p', 'is_causal'), args[4:], strict=False))
             options |= {**kwargs, 'dropout_p': 0.0}
             return func(*args[:4], **options)
         result = func(*args, **kwargs)
         if name == 'topk':
-            self._look_at(result, *args, **kwargs)
+            self._note_broken_tie(result, *args, **kwargs)
         return result
 
-    def _look_at(
+    def _note_broken_tie(
         self,
         result: Any,
         input: Tensor,
@@ -554,24 +566,30 @@ class _ProbeMode(TorchFunctionMode):
     ) -> None:
         if not k or input.shape[dim] != self._width or not input.dtype.is_floating_point:
             return
-        scores = input if largest else -input
-        chosen = result.values if largest else -result.values
+        scores = input
+        chosen = result.values
+        if not largest:
+            scores = -scores
+            chosen = -chosen
         last_chosen = chosen.amin(dim=dim, keepdim=True)
         is_tied = (scores >= last_chosen).sum(dim=dim, keepdim=True) > k
-        # Masked positions have the lowest possible score. It makes no difference which of them are chosen.
+        # Masked positions have the lowest possible score. It does not matter which of them are chosen.
         is_masked = last_chosen < torch.finfo(scores.dtype).min / 2
         self.has_broken_tie |= bool((is_tied & ~is_masked).any())
 
 
 @contextmanager
-def _graph_from(layers: Sequence[Module], shapes: Sequence[tuple[int, ...]]) -> Iterator[dict[Module, Tensor]]:
+def _graph_from(
+    layers: Sequence[Module],
+    shapes: Sequence[tuple[int, ...]],
+) -> Iterator[dict[Module, Tensor]]:
     """Starts the autograd graph at the outputs of some layers. Yields these outputs, by layer, as leaves of the graph.
 
-    Only outputs of one of the ``shapes`` (rows, columns) count.
+    Only outputs of one of the ``shapes`` (rows, width) count.
 
-    The forward runs without gradients until the last of the layers has run. A hook switches gradients on there, and
-    they stay on until the context ends, which restores the mode from before. No graph connects the layers, because FSDP
-    has the whole weights of a layer only during its own forward.
+    The forward runs without gradients until the last of the layers has run. Then a hook switches gradients on, until
+    the context ends and restores the earlier mode. No graph connects the layers, because FSDP has the whole weights of
+    a layer only during the forward of that layer.
     """
     leaves: dict[Module, Tensor] = {}
 
@@ -595,7 +613,7 @@ def _rounded(
     args: object,
     output: object,
 ) -> Tensor | None:
-    """Returns a layer's output with each entry moved by its last digit, up or down; a forward hook."""
+    """A forward hook that moves each entry of a layer's output by its last digit, up or down."""
     if not isinstance(output, Tensor) or not output.dtype.is_floating_point:
         return None
     # The signs are random, because a change in one direction would be a scale, which norms remove.
@@ -654,7 +672,7 @@ def _coarsest_eps(tensors: Iterable[Tensor]) -> float:
 
 
 def _is_of_shape(output: object, shapes: Sequence[tuple[int, ...]]) -> TypeGuard[Tensor]:
-    """Returns whether a layer's output has a vector for every position of one of some shapes (rows, columns)."""
+    """Returns whether a layer's output has a vector for each position of a batch of one of the shapes (rows, width)."""
     if not isinstance(output, Tensor) or not output.dtype.is_floating_point or output.dim() != 3:
         return False
     return tuple(output.shape[:2]) in shapes
@@ -672,29 +690,6 @@ def _hooked(modules: Iterable[Module], hook: ForwardHook) -> Iterator[None]:
         for module in modules:
             hooks.enter_context(module.register_forward_hook(hook))
         yield
-
-
-def seed_everything(seed: int) -> None:
-    """Sets the random numbers of Python, numpy and torch."""
-    random.seed(0)
-    np.random.seed(0)
-    torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(seed)
-
-
-@contextmanager
-def kept_random_state() -> Iterator[None]:
-    """Restores the random numbers of Python, numpy and torch after the context."""
-    python_state = random.getstate()
-    numpy_state = np.random.get_state()
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    try:
-        with torch.random.fork_rng(devices=devices):
-            yield
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
 
 
 @contextmanager

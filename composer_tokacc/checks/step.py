@@ -37,24 +37,24 @@ from composer_tokacc.row_counts import RowCounts, summed
 from composer_tokacc.weights import LOSS_WEIGHTS
 
 RELATIVE_TOLERANCE = 1e-5
-"""Composer computes its weights in double precision and applies them in float32."""
+"""Largest relative error of a weight of Composer. It is computed in double precision and applied in float32."""
 WEIGHT_TOLERANCE = 1e-3
-"""Sums of weights are taken in float32, in another order."""
+"""Largest relative error of a sum of token weights. The device adds them in float32, and in another order."""
 NUM_SAMPLED = 16
-"""Number of tokens of a microbatch that are measured. A loss that is divided by another number than that of the tokens
-changes the weight of every token of a microbatch, so that any of them shows it."""
+"""Number of tokens of a microbatch that are measured. A loss that is divided by a wrong number changes the weight of
+every token of the microbatch, so any token shows it."""
 WHOLE_SHARE = 1 / 64
-"""After the first step every position is measured in this part of the microbatches. It takes a tenth of the time of a
-microbatch with a large vocabulary, so one in 64 costs 0.2 %."""
+"""After the first step every position is measured in this part of the microbatches. With a large vocabulary that takes
+a tenth of the time of the microbatch, so one in 64 costs 0.2 %."""
 CHOICE = random.Random(0)
-"""Chooses tokens. It is a generator of its own, so that the random numbers of the run stay the same."""
+"""Chooses tokens. Not the global generator, so that the random numbers of the run stay the same."""
 
 
 class TokenChoice:
-    """Chooses which tokens of a run are measured: all in the first step, later some of one microbatch of each step.
+    """Chooses which tokens of a run are measured: all in the first step, then some of one microbatch in each step.
 
-    Some tokens are also measured in each microbatch with a label that no batch had before. If a loss treats some labels
-    differently, the first step with these labels shows it.
+    Tokens are also measured in every microbatch with a label that no batch had before. If a loss treats some labels in
+    another way, the first step with these labels shows it.
     """
 
     def __init__(self) -> None:
@@ -74,9 +74,12 @@ class TokenChoice:
         is_new = ~self._is_known.index_select(0, labels)
         self._is_known[labels[is_new]] = True
         has_new_label: list[bool] = []
-        parts = is_new.split([labels.numel() for labels in labels_of_microbatches])
-        for part, microbatch_labels in zip(parts, labels_of_microbatches, strict=True):
-            has_new_label += part.view_as(microbatch_labels).any(dim=1).tolist()
+        start = 0
+        for microbatch_labels in labels_of_microbatches:
+            end = start + microbatch_labels.numel()
+            is_new_in_rows = is_new[start:end].view_as(microbatch_labels)
+            has_new_label += is_new_in_rows.any(dim=1).tolist()
+            start = end
         return has_new_label
 
     def has(self, number: int, counts: RowCounts) -> bool:
@@ -99,7 +102,7 @@ class MicrobatchRecord:
 
     batch: Batch  # on the device
     rows: Sequence[RowCounts]
-    # Number of microbatches that this rank makes of the step, if a loss term is divided by it.
+    # Number of microbatches that this rank makes of the step. None: no loss term is divided by it.
     num_microbatches: int | None = None
     composers_weight: float = 1.0  # the factor that Composer should apply to its loss
     has_bypass: bool = False  # whether its loss has a term that is not made of the logits
@@ -139,50 +142,54 @@ class MicrobatchRecord:
             weights: Relative weights of the tokens, ``(rows, width)`` of the logits; None: they are equal.
             unit: The weight of a plain token; None: nothing is measured.
             is_whole: Whether to measure all tokens, or only some.
-            selected: The labels in the shape of the logits, see :func:`.batch_at_logits`; None: those of the batch.
+            selected: A batch with labels in the shape of the logits, see :func:`.batch_at_logits`. None: the labels of
+                the microbatch have this shape.
         """
-        batch = self.batch if selected is None else selected
+        batch = self.batch
+        if selected is not None:
+            batch = selected
         # Detached, because a graph whose hook holds its own logits is never freed.
-        on_gradient(
-            logits,
-            partial(
-                self._measure,
-                batch,
-                logits.detach(),
-                weights,
-                unit,
-                is_whole,
-            ),
+        measure = partial(
+            self._measure,
+            batch=batch,
+            logits=logits.detach(),
+            weights=weights,
+            unit=unit,
+            is_whole=is_whole,
         )
+        on_gradient(logits, measure)
 
     def observe(self, gradient: Tensor) -> None:
         """Notes the gradient of the scaled loss, which is the weight that Composer applied; a tensor hook."""
         factor = gradient.detach().sum(dtype=torch.float32)
-        self.factor = factor if self.factor is None else self.factor + factor
+        if self.factor is not None:
+            factor = self.factor + factor
+        self.factor = factor
 
     def _measure(
         self,
+        gradient: Tensor,
+        *,
         batch: Batch,
         logits: Tensor,
         weights: Tensor | None,
         unit: float | None,
         is_whole: bool,
-        gradient: Tensor,
     ) -> None:
-        """Measures tokens by the gradient of their logits, or only notes that it came if there is no ``unit``."""
+        """Notes that the gradient by the logits came, and measures tokens by it if there is a ``unit``."""
         self.was_reached = True
         if unit is None:
             return
         self.tolerance = tolerance_of(gradient.dtype)
         targets = targets_of(batch, self.counts.rule)
-        # The number of each token, from 1. Other positions have the number of the token before them.
+        # The number of each token, from 1. A position without a token has the number of the last token before it.
         ordinals = (targets != IGNORE_INDEX).flatten().cumsum(dim=0)
-        # If logits were computed only at labels, the number of labels was given before.
+        # If logits were computed only at labels, their number was an input, so counting them would show nothing.
         if self.positions_of_logits is None:
             self.count = ordinals[-1]
         if not is_whole:
-            # Every n-th token, from a random first one, so that they lie evenly over the rows. Tokens are chosen by
-            # their number. The host knows how many there are, so nothing waits for the device.
+            # Every n-th token is measured, from a random first one on. The host knows how many tokens there are, so it
+            # can choose their numbers without waiting for the device.
             stride = -(-self.counts.loss_tokens // NUM_SAMPLED)
             first_number = 1 + CHOICE.randrange(stride)
             numbers = range(first_number, self.counts.loss_tokens + 1, stride)
@@ -190,14 +197,9 @@ class MicrobatchRecord:
             logits = _at(self.positions, logits)
             gradient = _at(self.positions, gradient)
             targets = _at(self.positions, targets)
-            weights = None if weights is None else _at(self.positions, weights)
-        self.deviations = deviations(
-            unit,
-            logits,
-            gradient,
-            targets,
-            weights,
-        ).flatten()
+            if weights is not None:
+                weights = _at(self.positions, weights)
+        self.deviations = deviations(unit, logits, gradient, targets, weights).flatten()
 
     def worst(self) -> tuple[str, int]:
         """Returns the name of the sample and the label of the token that is off the most."""
@@ -206,7 +208,7 @@ class MicrobatchRecord:
         if self.positions is not None:
             position = int(self.positions[position])
         if self.positions_of_logits is not None:
-            # The logits were selected. Find the position in the whole rows.
+            # From the place among the selected logits to the place in the rows.
             position = int(self.positions_of_logits.of_predictions[position])
         targets = targets_of(self.batch, self.counts.rule)
         row = position // targets.shape[1]
@@ -274,20 +276,15 @@ class StepCheck:
         self._read()
         self._check_totals()
         for index, record in enumerate(self._step.microbatches):
-            _check_unchanged(
-                'Labels',
-                index,
-                record.observed['tokens'],
-                record.counts.loss_tokens,
-                tolerance=0,
-            )
-            if 'weight' in record.observed:
-                weight = record.counts.loss_weight
+            observed = record.observed
+            counts = record.counts
+            _check_unchanged('Labels', index, observed['tokens'], counts.loss_tokens, tolerance=0)
+            if 'weight' in observed:
                 _check_unchanged(
                     'Weights',
                     index,
-                    record.observed['weight'],
-                    weight,
+                    observed['weight'],
+                    counts.loss_weight,
                     tolerance=WEIGHT_TOLERANCE,
                 )
         self._check_factors()
@@ -324,20 +321,27 @@ class StepCheck:
                 values['deviation'] = record.deviations.amax()
             record.observed = dict.fromkeys(values, 0.0)
             on_device += values.values()
-        # One tensor for all numbers, so that the device is read once.
-        numbers = iter(torch.stack([value.double() for value in on_device]).tolist() if on_device else ())
+        if not on_device:
+            return
+        in_one_tensor = torch.stack([value.double() for value in on_device])
+        numbers = iter(in_one_tensor.tolist())
         for record in self._step.microbatches:
             for name in record.observed:
                 record.observed[name] = next(numbers)
 
     def _check_totals(self) -> None:
+        """Raises RuntimeError if samples or tokens were lost or repeated between BATCH_START and the backwards."""
         counted = self._step.counts
-        num_samples = sum(record.counts.samples for record in self._step.microbatches)
-        num_tokens = sum(record.counts.loss_tokens for record in self._step.microbatches)
-        weight = sum(record.counts.loss_weight for record in self._step.microbatches)
-        # Nothing may be lost or repeated between BATCH_START and the backwards.
-        has_all = (num_samples, num_tokens) == (counted.samples, counted.loss_tokens)
-        if not has_all or not math.isclose(weight, counted.loss_weight, rel_tol=RELATIVE_TOLERANCE):
+        num_samples = 0
+        num_tokens = 0
+        weight = 0.0
+        for record in self._step.microbatches:
+            num_samples += record.counts.samples
+            num_tokens += record.counts.loss_tokens
+            weight += record.counts.loss_weight
+        has_all = num_samples == counted.samples and num_tokens == counted.loss_tokens
+        has_weight = math.isclose(weight, counted.loss_weight, rel_tol=RELATIVE_TOLERANCE)
+        if not has_all or not has_weight:
             raise NotExactError(
                 f'The microbatches of a step must hold its {counted.samples} samples and {counted.loss_tokens} '
                 f'loss-generating tokens of weight {counted.loss_weight:g}, got: {num_samples} and {num_tokens} of '
@@ -346,16 +350,17 @@ class StepCheck:
             )
 
     def _check_factors(self) -> None:
-        """Compares the factors that Composer has applied with those of its rule."""
+        """Raises RuntimeError if Composer has not weighted each microbatch by its share of the samples."""
         records = self._step.microbatches
-        factors = [
-            record.observed['factor'] / self._step.gradient_scale for record in records if record.factor is not None
-        ]
+        factors = []
+        for record in records:
+            if 'factor' in record.observed:
+                factors.append(record.observed['factor'] / self._step.gradient_scale)
         if not factors and self._step.counts.loss_tokens == 0:
             return  # nothing required a gradient
         expected = [record.composers_weight for record in records]
-        are_close = len(factors) == len(expected) and np.allclose(factors, expected, rtol=RELATIVE_TOLERANCE, atol=1e-9)
-        if not are_close:
+        has_all = len(factors) == len(expected)
+        if not has_all or not np.allclose(factors, expected, rtol=RELATIVE_TOLERANCE, atol=1e-9):
             raise NotExactError(
                 f'Composer must weight microbatches by their samples {np.round(expected[:8], 6).tolist()}, got: '
                 f'{np.round(factors[:8], 6).tolist()}. Set `accumulate_train_batch_on_tokens` to False, use '
@@ -376,7 +381,7 @@ class StepCheck:
                     'first batch on, or name the terms of a dict in `loss_units` (docs/errors.md#model-loss).'
                 )
             deviation = record.observed.get('deviation', 0.0)
-            # A loss of NaN is the business of the trainer's callbacks.
+            # A NaN is left to the callbacks of the trainer.
             if math.isfinite(deviation) and deviation > record.tolerance:
                 sample, token = record.worst()
                 raise NotExactError(
@@ -390,7 +395,7 @@ class StepCheck:
             self._step.has_bypass = any(record.has_bypass for record in self._step.microbatches)
 
     def _check_number(self) -> None:
-        """Checks the number of microbatches, if a loss term was divided by it beforehand."""
+        """Raises RuntimeError if a loss term was divided by another number of microbatches than the step has."""
         number = sum(record.counts.samples > 0 for record in self._step.microbatches)
         for record in self._step.microbatches:
             if record.num_microbatches not in (None, number):
@@ -408,7 +413,7 @@ def _check_unchanged(
     *,
     tolerance: float,
 ) -> None:
-    """Compares a value of a microbatch with its count at BATCH_START."""
+    """Raises RuntimeError if a number of a microbatch is not the one that was counted at BATCH_START."""
     if not math.isclose(value, expected, rel_tol=tolerance):
         raise NotExactError(
             f'{subject} must not change after BATCH_START, got: {value:g} in microbatch {index}, where '

@@ -22,21 +22,21 @@ from composer_tokacc.counting import with_one_label
 from composer_tokacc.refusals import NotExactError
 
 SURE = 1e-3
-"""The model is sure of a label if the norm of softmax - onehot is smaller than this. The norm is about 1 - p of the
-label. Then the gradient is mostly round-off."""
+"""The model is sure of a label if the norm of softmax - onehot is smaller than this. (The norm is about 1 - p of the
+label.) Then the gradient is mostly round-off."""
 OTHER = 0.5
-"""A position with a larger residual has a gradient that does not come from a label, but from a z-loss at a position
-without a label, or from soft labels."""
+"""If this part of the gradient at a position is not explained by a label, the gradient comes from something else: from
+a z-loss at a position without a label, or from soft labels."""
 MOST_LISTED = 8
 """Number of unequal tokens that a line names."""
 
 
 class _Backward(NamedTuple):
-    """Numbers from one gradient of logits. They stay on the device, because reading them would make the host wait."""
+    """Measurements of one gradient of logits. They stay on the device, because the host would wait to read them."""
 
     weights: Tensor  # float32 (positions,)
     tells: Tensor  # bool (positions,), whether the weight at a position was measured well enough to count
-    num_left_out: Tensor  # number of positions with a loss that do not tell
+    num_left_out: Tensor  # number of positions with a loss whose weight does not count
     residual: Tensor  # part of the gradient that no token's cross-entropy explains
     forward: int  # number of the watched forward, from 0
     has_weight: Tensor  # bool (), whether any token adds to the gradient
@@ -49,7 +49,7 @@ class _WatchedForward:
     in_backward: bool
     """Whether it runs in a backward, as activation checkpoints compute a forward again. Then it may get no gradient."""
     has_labels: Tensor | None
-    """Whether a label counts by every rule; bool ``()``, left on its device. None: the forward sees no labels."""
+    """Whether it has a label that counts by every rule, bool ``()`` on its device. None: the forward gets no labels."""
 
 
 class TokenWeightsReport:
@@ -86,11 +86,11 @@ class TokenWeightsReport:
 
     @property
     def known_to(self) -> float:
-        """How far above 1 round-off may bring the spread of equal weights: it may enlarge one and shrink another."""
+        """By how much round-off may lift the spread of equal weights above 1. It may enlarge one and shrink another."""
         return 2 * (self._tolerance + self.residual)
 
     def forwards_without_weight(self) -> list[str]:
-        """Returns a sentence for each forward of this rank that adds nothing to the gradient, except empty ones."""
+        """Returns a sentence for each forward of this rank that adds nothing to the gradient although it has labels."""
         reached = {backward.forward for backward in self._backwards}
         weighed = {backward.forward for backward in self._backwards if backward.has_weight}
         sentences = []
@@ -98,13 +98,15 @@ class TokenWeightsReport:
             is_empty = forward.has_labels is not None and not forward.has_labels
             if number in weighed or forward.in_backward or is_empty:
                 continue
-            reason = 'its gradient is 0' if number in reached else '`backward` did not reach its logits'
+            reason = '`backward` did not reach its logits'
+            if number in reached:
+                reason = 'its gradient is 0'
             sentences.append(f'Forward {number + 1} of {len(self._watched)} adds nothing to the gradient: {reason}.')
         return sentences
 
     def unequal_tokens(self) -> str:
         """Returns a line for each backward of this rank that has tokens with another weight than the median."""
-        # The median is the weight of most tokens, so few wrong ones stand out.
+        # Most tokens have about the median weight, so a few wrong tokens stand out.
         median = torch.cat(self.weights).median().cpu()
         lines = []
         for number, weights in enumerate(self.weights, start=1):
@@ -115,7 +117,8 @@ class TokenWeightsReport:
 
     def _line_of_unequal(self, ratios: Tensor) -> str:
         """Names the tokens with another weight than the median, and the range of their weights; empty if none has."""
-        unequal = ((ratios - 1).abs() > self.known_to).nonzero().flatten()
+        is_unequal = (ratios - 1).abs() > self.known_to
+        unequal = is_unequal.nonzero().flatten()
         if not len(unequal):
             return ''
         tokens = 'all'
@@ -135,25 +138,24 @@ class TokenWeightsReport:
 
     def __str__(self) -> str:
         lines = ['backward    tokens       smallest           mean        largest  residual']
-        for number, (weights, backward) in enumerate(
-            zip(
-                self.weights,
-                self._backwards,
-                strict=True,
-            ),
-            start=1,
-        ):
-            # A backward may have no token that tells.
+        for number, backward in enumerate(self._backwards, start=1):
+            weights = backward.weights[backward.tells]
+            # There may be no weight that counts.
             low = mean = high = torch.nan
             if len(weights):
-                low, mean, high = float(weights.min()), float(weights.mean()), float(weights.max())
+                low = float(weights.min())
+                mean = float(weights.mean())
+                high = float(weights.max())
             columns = f'{number:>8}{len(weights):>10,}{low:>15.7g}{mean:>15.7g}{high:>15.7g}'
             lines.append(f'{columns}{float(backward.residual):>10.1e}')
-        # Of this rank, without a collective: a loop that prints only on rank 0 must not wait for the others.
+        # Only of this rank, without a collective, because a loop may print only on rank 0.
         largest, smallest = self._extremes()
         if smallest != torch.inf:
-            place = ' on this rank (`.spread` asks all)' if get_world_size() > 1 else ''
-            verb = 'weigh' if largest <= smallest * (1 + self.known_to) else 'do NOT weigh'
+            are_equal = largest <= smallest * (1 + self.known_to)
+            verb = 'weigh' if are_equal else 'do NOT weigh'
+            place = ''
+            if get_world_size() > 1:
+                place = ' on this rank (`.spread` asks all)'
             ratio = f'largest over smallest weight {largest / smallest:.7f}'
             lines.append(f'tokens {verb} the same, to {self.known_to:.0e}{place}: {ratio}')
         num_left_out = sum(int(backward.num_left_out) for backward in self._backwards)
@@ -168,7 +170,8 @@ class TokenWeightsReport:
 
     def _extremes(self) -> tuple[float, float]:
         """Returns the largest and the smallest size of a weight on this rank; -inf and inf without a weight."""
-        sizes = torch.cat([torch.zeros(0), *(weights.abs().cpu() for weights in self.weights)])
+        sizes_of_backwards = [weights.abs().cpu() for weights in self.weights]
+        sizes = torch.cat([torch.zeros(0), *sizes_of_backwards])
         if not len(sizes):
             return -torch.inf, torch.inf
         return float(sizes.max()), float(sizes.min())
@@ -182,7 +185,7 @@ class TokenWeightsReport:
         *,
         is_outer: bool,
     ) -> None:
-        """Measures the gradient of a forward's logits when it comes; a forward hook."""
+        """A forward hook that finds the logits and adds a hook that measures their gradient."""
         if not torch.is_grad_enabled() or not self._is_open:
             return
         self._had_forward = True
@@ -197,8 +200,11 @@ class TokenWeightsReport:
         node, index = node_of(logits)
         if node is None:
             return
-        has_labels = _has_labels(kwargs if 'labels' in kwargs else next(iter(args), None))
-        # A module around this one returns the same logits again. A note at the node shows that they are watched.
+        batch = kwargs
+        if 'labels' not in kwargs:
+            batch = next(iter(args), None)
+        has_labels = _has_labels(batch)
+        # A module around this one may return the same logits again. A note at their node shows that they are watched.
         watchers: Any = node.metadata
         if (self, index) in watchers:
             forward = self._watched[watchers[self, index]]
@@ -212,22 +218,23 @@ class TokenWeightsReport:
         node.register_prehook(
             partial(
                 self._measure,
-                logits.detach(),
-                mask,
-                index,
-                number,
+                logits=logits.detach(),
+                mask=mask,
+                index=index,
+                number=number,
             )
         )
 
     def _measure(
         self,
+        gradients: Sequence[Tensor | None],
+        *,
         logits: Tensor,
         mask: Tensor | None,
         index: int,
         number: int,
-        gradients: Sequence[Tensor | None],
     ) -> None:
-        """Measures a gradient of logits and leaves it as it is; a hook of the graph."""
+        """A hook of the graph that measures a gradient of logits and does not change it."""
         gradient = gradients[index]
         if gradient is None or not self._is_open:
             return
@@ -241,10 +248,10 @@ class TokenWeightsReport:
                 _Backward(
                     weights,
                     tells,
-                    zero.long(),
-                    zero,
-                    number,
-                    tells.any(),
+                    num_left_out=zero.long(),
+                    residual=zero,
+                    forward=number,
+                    has_weight=tells.any(),
                 )
             )
             return
@@ -254,16 +261,14 @@ class TokenWeightsReport:
         is_sure = measured.sizes < SURE
         is_other = measured.rests > OTHER * measured.norms
         tells = has_loss & ~is_sure & ~is_other  # a NaN is in neither kind, so it is shown
-        num_left_out = has_loss.sum() - tells.sum()
-        weights = measured.weights.flatten()
         self._backwards.append(
             _Backward(
-                weights,
+                measured.weights.flatten(),
                 tells.flatten(),
-                num_left_out,
-                measured.residual,
-                number,
-                has_loss.any(),
+                num_left_out=has_loss.sum() - tells.sum(),
+                residual=measured.residual,
+                forward=number,
+                has_weight=has_loss.any(),
             )
         )
 
@@ -282,7 +287,7 @@ def measure_token_weights(model: torch.nn.Module) -> Iterator[TokenWeightsReport
 
     A token of weight w adds ``w * (softmax(logits) - onehot(label))`` to the gradient by its logits. Hooks read w off
     this gradient, without labels. Compiled models run eagerly inside of the context. Nothing else changes. Enter it for
-    one optimizer step: if two steps have different numbers of tokens, their weights differ rightly.
+    one optimizer step, because steps with different numbers of tokens rightly have different weights.
 
     Args:
         model: A module whose forward returns logits ``(rows, width, vocabulary)``: as they are, in a tuple or as
@@ -307,7 +312,7 @@ def measure_token_weights(model: torch.nn.Module) -> Iterator[TokenWeightsReport
         [0.125, 0.125, 0.125, 0.125, 0.5]
     """
     if not isinstance(model, torch.nn.Module):
-        raise TypeError(f'`model` must be a torch.nn.Module, got: {model!r}. Pass what the loss is computed by.')
+        raise TypeError(f'`model` must be a torch.nn.Module, got: {model!r}. Pass the module that is trained.')
     report = TokenWeightsReport()
     inner = inner_model(model)
     hooks = []
@@ -317,7 +322,7 @@ def measure_token_weights(model: torch.nn.Module) -> Iterator[TokenWeightsReport
             watch = partial(report._watch, is_outer=part is inner)
             hooks.append(part.register_forward_hook(watch, with_kwargs=True))
     try:
-        # If a compiled forward returns the loss too, no gradient comes to its logits.
+        # No gradient comes to the logits of a compiled forward that also computes the loss.
         with torch.compiler.set_stance('force_eager'):
             yield report
     finally:
@@ -347,7 +352,9 @@ def _has_labels(batch: Any) -> Tensor | None:
 
     The label that :func:`.with_one_label` gives to an empty microbatch does not count, because its factor is 0.
     """
-    labels = batch.get('labels') if isinstance(batch, Mapping) else None
+    if not isinstance(batch, Mapping):
+        return None
+    labels = batch.get('labels')
     if not isinstance(labels, Tensor) or labels.dim() != 2:
         return None
     has_label = labels != IGNORE_INDEX

@@ -54,29 +54,17 @@ class State:
     ) -> State:
         """Returns the state as it is now, with a copy of a tensor's content if ``copies``."""
         value = container[key]
-        if not isinstance(value, Tensor):
-            return cls(
-                name,
-                container,
-                key,
-                value,
-                content=value,
-                version=None,
-            )
-        content = value.detach().clone() if copies else None
-        # Tensors made in inference mode do not count their writes.
-        version = None if value.is_inference() else num_writes(value)
-        return cls(
-            name,
-            container,
-            key,
-            value,
-            content,
-            version,
-        )
+        content = value
+        version = None
+        if isinstance(value, Tensor):
+            content = value.detach().clone() if copies else None
+            # Tensors made in inference mode do not count their writes.
+            if not value.is_inference():
+                version = num_writes(value)
+        return cls(name, container, key, value, content, version)
 
     def is_written(self) -> bool:
-        """Returns whether the state has changed since."""
+        """Returns whether the state was written after this moment."""
         current = self.container.get(self.key)
         if not isinstance(current, Tensor) or not isinstance(self.value, Tensor):
             return type(current) is not type(self.value) or bool(current != self.value)
@@ -89,14 +77,14 @@ class State:
 
 
 class StateSnapshot:
-    """The state of a model, or some of its states, at one moment."""
+    """Several states of a model at one moment."""
 
     def __init__(self, states: Iterable[State]) -> None:
         self.states = list(states)
 
     @classmethod
     def of_states(cls, states: Iterable[State]) -> StateSnapshot:
-        """Takes a new snapshot of some states, with copies. Leaves out states that the module has deleted."""
+        """Takes a new snapshot of the same states, with copies. Leaves out states that the module has deleted."""
         snapshot = []
         for state in states:
             if isinstance(state.container.get(state.key), (Tensor, int, float)):
@@ -109,7 +97,7 @@ class StateSnapshot:
         return cls(_states_of(model))
 
     def written(self) -> list[State]:
-        """Returns the states that were written after the snapshot, as they are now."""
+        """Returns the states that were written after the snapshot, with their present values."""
         return StateSnapshot.of_states(state for state in self.states if state.is_written()).states
 
     @torch.no_grad()
@@ -123,12 +111,12 @@ class StateSnapshot:
 
     @torch.no_grad()
     def perturb(self, states: Iterable[State]) -> None:
-        """Changes some states: floating point tensors by noise, others to the value that a forward has written.
+        """Changes some states: adds noise to floating point tensors, and gives others the value of a later forward.
 
-        Noise also shows a dependence on a state that no longer moves, such as the vectors of a spectral norm that have
-        converged. Other states may be indices, and noise could move them out of range.
+        Noise also shows a dependence on a state that no longer moves, such as the converged vectors of a spectral norm.
+        Other states get no noise, because they may be indices, and noise could move them out of range.
         """
-        # A generator of its own, so that the random numbers of the run stay the same.
+        # Not the global generator, so that the random numbers of the run stay the same.
         generator = torch.Generator().manual_seed(0)
         for state in states:
             current = state.container[state.key]

@@ -15,6 +15,7 @@ from composer_tokacc.batch import Batch, BatchDict, check_dense, check_ids
 from composer_tokacc.checks.first_batch import FirstBatchCheck
 from composer_tokacc.checks.probe import Probe
 from composer_tokacc.counting import count_tokens, mask_document_starts, real_tokens
+from composer_tokacc.data_spec.pieces import CutRules
 from composer_tokacc.data_spec.split import MicrobatchSplit, register_split
 from composer_tokacc.layout import BatchLayout, PreSplitBatch, microbatches_of
 from composer_tokacc.refusals import InvalidInputError, NotExactError
@@ -46,7 +47,7 @@ class CountingDataSpec(DataSpec):
         self._model = model
         self._rule = loss_tokens
         self._batch_transforms = batch_transforms
-        self._first_batch: FirstBatchCheck | None = None
+        self._first_batch: FirstBatchCheck[CutRules] | None = None
         # Labels and counts of the microbatch that the model computes now, if the counts were taken out of it. The
         # labels tell it from other batches.
         self._computed_labels: torch.Tensor | None = None
@@ -131,6 +132,7 @@ class CountingDataSpec(DataSpec):
                 Probe.from_model(model),
                 layout,
                 self._on_models_device,
+                cutter=split,
                 loss_tokens=self._rule,
                 check_loss=True,
                 microbatch_size=microbatch_size,
@@ -140,7 +142,7 @@ class CountingDataSpec(DataSpec):
         if check.layout is not None:
             layout = layout.with_readings(check.layout.readings)
         check.layout = layout
-        rules = check.prove(batch, split)
+        rules = check.prove(batch)
         assert rules is not None  # a split always has rules
         split.adopt(rules)
         if split.given_layout is not None:

@@ -47,9 +47,9 @@ def rebalance(
 ) -> tuple[np.ndarray, float]:
     """Swaps a microbatch of the slowest rank for a cheaper one elsewhere, or gives it away, as long as that helps.
 
-    An exchange changes two ranks. Every round takes the exchange after which the slower of these two is fastest, so the
-    slowest rank never becomes slower. There are at most four rounds a rank. Every rank has at least one microbatch,
-    before and after.
+    An exchange changes two ranks. Every round takes the exchange after which the slower of the two is as fast as
+    possible, so the slowest rank never becomes slower. There are at most four rounds a rank. Every rank has at least
+    one microbatch, before and after.
     """
     ranks = ranks.copy()
     loads = np.zeros(num_ranks)
@@ -113,7 +113,7 @@ def _best_exchange(
                 outgoing = k
                 incoming = other
                 target = rank
-        # Given to the least loaded rank, for nothing.
+        # Or the microbatch is given away, to the least loaded rank.
         slower = max(loads[slowest] - costs[k], loads[idlest] + costs[k])
         if may_give_away and slower < best:
             best = slower
@@ -129,18 +129,18 @@ def best_slot_order(
     vision: np.ndarray,
     num_ranks: int,
 ) -> tuple[np.ndarray, float]:
-    """Returns the cost, (K,), by which sorted microbatches make the fastest step slots, and the time of all slots.
+    """Returns the cost by which to sort microbatches into step slots, (K,), and the time of all slots.
 
-    Ranks that gather each layer's weights together wait at the end of the vision encoder, and again at the end of the
-    microbatch. So a slot takes the time of its slowest encoder plus that of its slowest rest: ``vision`` is the cost of
-    each microbatch in the encoder, ``text`` all other cost, float64 (K,).
+    Ranks that gather each layer's weights together wait for each other twice in a microbatch: at the end of the vision
+    encoder, and at the end of the microbatch. So a slot takes the time of its slowest encoder plus the time of its
+    slowest remainder. ``vision`` is the cost of each microbatch in the encoder, ``text`` all other cost, float64 (K,).
 
     Without images, sorting by cost is optimal. Take any slots, the slowest first. The first k of them hold
     k * num_ranks microbatches, so at least one of the k * num_ranks + 1 costliest is in a later slot. So the next slot
     costs at least as much as place k * num_ranks of all microbatches sorted by cost. Sorted slots cost just that.
 
-    With images three orders are tried: by text, by vision and by their sum. By text is best if all images are equal,
-    and by vision if all texts are.
+    With images three orders are tried: by text, by vision and by their sum. The order by text is best if all images are
+    equal, and the order by vision if all texts are equal.
     """
     best = text
     least = _slots_time(text, text, vision, num_ranks)
@@ -175,9 +175,10 @@ def _slots_time(
 
 
 def assign_slots(costs: np.ndarray, num_ranks: int) -> np.ndarray:
-    """Returns ranks so that microbatches of similar cost share a slot, and the loads of the ranks stay close, too.
+    """Returns the rank of each microbatch, so that microbatches of similar cost share a step slot.
 
-    K is a multiple of `num_ranks`. The k-th costliest microbatches of all ranks are a slot.
+    K is a multiple of `num_ranks`. The k-th costliest microbatches of all ranks are a slot. The loads of the ranks stay
+    close, too.
     """
     # In snake order (0, 1, 2, 2, 1, 0, 0, ...) the rank with the costliest of one slot gets the cheapest of the next.
     slot, place = np.divmod(np.arange(len(costs)), num_ranks)

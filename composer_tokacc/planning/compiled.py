@@ -27,9 +27,9 @@ def compiled(function: Function) -> Function:
     if njit is None:
         return function
     dispatcher: Any = njit(function)
-    # As `njit(cache=True)` does, but with our class. numba raises RuntimeError if neither the folder of the package nor
-    # the user's cache folder can be written. Then there is no cache. `_cache` is private: tests/test_compat.py checks
-    # it.
+    # This does what `njit(cache=True)` does, but with our class. numba raises RuntimeError if neither the folder of the
+    # package nor the user's cache folder can be written. Then nothing is cached. `_cache` is private:
+    # tests/test_compat.py checks it.
     with suppress(RuntimeError):
         dispatcher._cache = _ForgivingCache(function)
     return cast(Function, dispatcher)

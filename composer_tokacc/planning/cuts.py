@@ -81,7 +81,8 @@ def pack_lengths(
 ) -> list[list[int]]:
     """Groups rows so that lengths, image tokens and loss tokens sum to at most their caps: first fit, longest first.
 
-    First-fit-decreasing needs at most 11/9 of the fewest groups, plus one (Dosa 2007). A row over the cap goes alone.
+    First-fit-decreasing needs at most 11/9 of the fewest groups, plus one (Dosa 2007). A row over a cap by itself is
+    placed alone.
 
     Returns:
         Row indices of each group, longest first, so that rows of one length are next to each other: attention computes
@@ -96,13 +97,14 @@ def pack_lengths(
 
 
 def _pack(rows: Rows) -> list[list[int]]:
+    """Packs rows as :func:`pack_lengths` does."""
     # A packed row is as long as its documents together. So its length is one of the sizes that add up to a cap.
     sizes = rows.capped_sizes.T
     groups: list[list[int]] = []
     room: list[np.ndarray] = []
-    # A stable sort: of equally long rows the first one comes first.
-    for row in np.argsort(-rows.lengths, kind='stable').tolist():
-        # So far: every longer row is in a group, and `room` is what each group has left of each cap.
+    longest_first = np.argsort(-rows.lengths, kind='stable').tolist()
+    for row in longest_first:
+        # So far: every longer row is in a group. `room` is how much each group may still take under each cap.
         group = _first_with_room(room, sizes[row])
         if group is None:
             group = len(groups)
@@ -230,7 +232,8 @@ class LeastPaddedCuts:
         self.fewest = self._try(2.0 * cost_at_greatest_width + 1.0)
         # The right end: one row each.
         bounds_of_single_rows = np.arange(len(rows) + 1, dtype=np.int64)
-        self._corners[len(rows)] = _Corner(float(rows.row_costs.sum()), bounds_of_single_rows)
+        cost_of_single_rows = float(rows.row_costs.sum())
+        self._corners[len(rows)] = _Corner(cost_of_single_rows, bounds_of_single_rows)
 
     def _try(self, price: float) -> int:
         """Finds the corner of a price, and returns its number of microbatches."""
@@ -259,7 +262,7 @@ class LeastPaddedCuts:
             if saving > self._tolerance * many.padded_cost:
                 between = self._try(saving / (above - below))
             if not below < between < above:
-                # There is no corner between: a straight piece of the curve, or near enough.
+                # There is no corner in between: the curve is straight here, or nearly straight.
                 return _splice(few.bounds, many.bounds, count)
         return self._corners[count].bounds
 

@@ -34,7 +34,7 @@ class CostModel:
     Args:
         quadratic: Width at which attention costs as much as the dense layers; six times the hidden size for a
             standard transformer block (hidden size 4096 by default). ``math.inf`` for no quadratic term.
-        vision_per_token: Cost of one image token in the vision encoder, if nothing else is known about its cost.
+        vision_per_token: Cost of the vision encoder for one image token, if nothing else is known about its cost.
         vision_per_image: Cost of the vision encoder that does not depend on the patches of an image.
         vision_per_patch: Cost of each patch.
         vision_per_square: Cost of the patches squared: attention over the whole image.
@@ -141,8 +141,8 @@ def check_choice(
     types = [type(choice) for choice in choices]
     # The type is compared, too, because 1 equals True.
     if type(value) not in types or value not in choices:
-        *others, last = [repr(choice) for choice in choices]
-        raise InvalidInputError(f'`{name}` must be {", ".join(others)} or {last}, got: {value!r}.')
+        *first_choices, last_choice = [repr(choice) for choice in choices]
+        raise InvalidInputError(f'`{name}` must be {", ".join(first_choices)} or {last_choice}, got: {value!r}.')
 
 
 def check_state(state: Any, keys: set[str], *, counts: Sequence[str] = ()) -> None:
@@ -177,7 +177,7 @@ class CutOptions:
         on_oversize: A row over a cap by itself: ``'raise'`` or ``'warn'``.
 
     Raises:
-        ValueError: One of them is out of range.
+        ValueError: If one of them is out of range.
     """
 
     max_tokens: int = sys.maxsize

@@ -70,7 +70,7 @@ class PlanStats:
     cost: float
     """Modelled time of the step under the objective."""
     bound: float
-    """Time that no plan can beat: no padding, perfect balance, the fewest microbatches."""
+    """Time that no plan can beat, see :func:`lower_bound`."""
     oversize: tuple[int, ...]
     """Samples that break a cap by themselves, and are therefore placed alone."""
     filled: int
@@ -248,7 +248,10 @@ def _cost_of_slot(slot: Sequence[Microbatch]) -> float:
 
 
 def lower_bound(rows: Rows, num_ranks: int) -> float:
-    """Returns the time that no plan can beat: ``max(sum cost / num_ranks, max cost)`` with zero padding."""
+    """Returns a time that no plan can beat: no padding, the fewest microbatches, and equal loads of all ranks.
+
+    It is ``max(sum of costs / num_ranks, greatest cost)``.
+    """
     cost = rows.options.cost
     row_costs = cost.rows(rows.lengths) + rows.vision_cost
     # Each microbatch has a fixed cost. Any plan needs one microbatch a rank, and as many as fill the budgets.
@@ -278,7 +281,7 @@ class _Cut(NamedTuple):
     costs: np.ndarray
     """Cost of each microbatch, and after them of the dummies, float64 (K + dummies,)."""
     order_by: np.ndarray
-    """The cost by which microbatches are assigned, the greatest first, float64 (K + dummies,)."""
+    """Microbatches are assigned in the order of this cost, the greatest first, float64 (K + dummies,)."""
     ranks: np.ndarray | None
     """Rank of each microbatch, int64 (K + dummies,); None for step slots, which are assigned at the end."""
 
@@ -286,16 +289,17 @@ class _Cut(NamedTuple):
 class _CutSearch:
     """Search for the best cut of one set of rows: over the number of microbatches, two cuts for each.
 
-    Both are needed. With only the cut of least padded cost a step is up to 1.7 times slower under ``'ddp'``, if a rank
-    has few rows or images cost much (a microbatch of four long rows, for which all other ranks wait), and 1.3 times
-    under ``'fsdp'``. With only the cut of most equal cost it is up to 1.1 times slower, and 1.07 times.
+    Both cuts are needed. With only the cut of least padded cost a step is up to 1.7 times slower under ``'ddp'``, and
+    1.3 times under ``'fsdp'``. That happens if a rank has few rows or images cost much: all other ranks wait for a
+    microbatch of four long rows. With only the cut of most equal cost a step is up to 1.1 times slower under ``'ddp'``,
+    and 1.07 times under ``'fsdp'``.
 
     Under ``'fsdp'`` ranks run in step slots: they wait for each other after every microbatch, and after its vision
-    encoder. So two cuts of equal cost are tried: one with equal cost in the encoder and one with equal cost in all the
-    rest. With :func:`.best_slot_order` that makes the step 1 to 5 % shorter if 64 tokens stand for a tile, 10 to 22 %
-    if the text attends to images outside of it, and up to 1 % if lengths tell the encoder's cost. Tried and left out:
-    other mixtures of the two costs (1 % more), swaps of microbatches between slots (0 to 2 %), and annealing of all
-    rows (0 to 1 %, for half a minute a plan).
+    encoder. So two cuts of equal cost are tried: one with equal cost in the encoder, and one with equal cost outside of
+    it. With :func:`.best_slot_order` that makes the step 1 to 5 % shorter if 64 tokens stand for a tile, 10 to 22 % if
+    the text attends to images that are not among its tokens, and up to 1 % if the length of a sample tells the cost of
+    its images. Tried and left out: other mixtures of the two costs (1 % more), swaps of microbatches between slots (0
+    to 2 %), and annealing of all rows (0 to 1 %, for half a minute a plan).
     """
 
     def __init__(
@@ -313,7 +317,7 @@ class _CutSearch:
         self._costs_to_equalize = [(rows.row_costs, rows.vision)]
         """Row costs and vision costs of each equal-cost cut that is tried, as for :func:`.equal_cost_cut`."""
         if in_slots and rows.vision[-1] > 0.0:
-            # One cut ignores the vision encoder, the other one all other cost.
+            # One cut ignores the cost in the vision encoder. The other one ignores all other cost.
             self._costs_to_equalize = [(rows.row_costs, zeros), (zeros[1:], rows.vision)]
         self._padded = LeastPaddedCuts(rows, TOLERANCE)
         self._costs_alone = rows.row_costs + np.diff(rows.vision) + cost.launch
@@ -355,17 +359,17 @@ class _CutSearch:
         # Few microbatches pay few fixed costs and pad much, many the other way round: in between is the best count.
         for count in self._counts_to_try():
             cuts.extend(self._cuts_into(count))
-            # So far: all cuts of the counts tried. Fixed costs grow with the count, and so does the least time. Once it
-            # reaches the best time, no greater count can win.
+            # Fixed costs grow with the count, so the least possible time grows, too. Once it reaches the best time so
+            # far, no greater count can win.
             if self._least_time(count) >= min(cut.time for cut in cuts):
                 break
         if self._in_slots:
-            # The time jumps from slot to slot, so the counts that were passed over near the best one matter.
+            # The time jumps with the number of slots, so the counts near the best one are tried that were left out.
             for count in self._counts_near_best(cuts):
                 cuts.extend(self._cuts_into(count))
         cuts.sort(key=_TIME)
         if not self._in_slots:
-            # The best cut assigned longest first is not always the best one rebalanced, but it is among the first.
+            # Which cut is best may change when microbatches are rebalanced. But the winner is among the first ones.
             for k, cut in enumerate(cuts[:PROMISING]):
                 assert cut.ranks is not None, 'only slots are assigned afterwards'
                 ranks, time = rebalance(cut.costs, cut.ranks, self._num_ranks)
@@ -375,8 +379,8 @@ class _CutSearch:
     def _counts_to_try(self) -> Iterator[int]:
         """Yields numbers of microbatches to try, rising: the fewest and the next two, then by steps that grow.
 
-        They are close together at first, where one microbatch more or less changes the load of a rank most. With step
-        slots they are multiples of the number of ranks, because every slot is full.
+        The steps are small at first, because there one more microbatch changes the load of a rank the most. With step
+        slots the numbers are multiples of the number of ranks, because every slot is full.
         """
         step = self._num_ranks if self._in_slots else 1
         fewest = -(-max(self._padded.fewest, self._num_ranks) // step)

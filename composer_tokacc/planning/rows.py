@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The rows of one plan: checked, and in the order in which they are cut, with the ends that the caps allow."""
+"""The rows of a plan: their checked sizes and caps, their order for a cut, and where the caps end a microbatch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class OrderedRows:
     vision: np.ndarray
     """Cost in the vision encoder of all rows before each row, float64 (n + 1,). Never decreases."""
     reach: np.ndarray
-    """Where a microbatch that starts at the row must end at the latest, int64 (n,). Never decreases."""
+    """Latest end of a microbatch that starts at the row, int64 (n,). Never decreases."""
 
     def __len__(self) -> int:
         return len(self.order)
@@ -59,7 +59,7 @@ class Rows:
         self.sizes = checked_sizes({'image_tokens': image_tokens, 'loss_tokens': loss_tokens}, options, num_rows)
         """Sizes of :data:`.CAPPED_SIZES` that are given, int64 (n,), and every one that has a cap."""
         self.given_vision_cost: np.ndarray | None = None
-        """Cost of each row in the vision encoder, float64 (n,). None: that of its image tokens."""
+        """Cost of each row in the vision encoder, float64 (n,). None: the cost model computes it of image tokens."""
         if vision_cost is not None:
             self.given_vision_cost = checked_table('vision_cost', vision_cost, num_rows, dtype=np.float64)
 
@@ -87,7 +87,8 @@ class Rows:
     @property
     def caps(self) -> np.ndarray:
         """Caps on the sizes of a microbatch, the token budget first, int64 (number of caps,)."""
-        return np.array([self.options.max_tokens, *self.options.caps.values()], dtype=np.int64)
+        caps = [self.options.max_tokens, *self.options.caps.values()]
+        return np.array(caps, dtype=np.int64)
 
     @property
     def capped_sizes(self) -> np.ndarray:
@@ -149,7 +150,7 @@ def checked_table(
 ) -> np.ndarray:
     """Returns one number per sample, (n,). Raises ValueError unless all are finite and at least `least`.
 
-    The number of samples is that of the table if it is not given.
+    Without ``num_samples`` the table may have any length except 0.
     """
     try:
         table = np.asarray(values)
@@ -187,7 +188,7 @@ def checked_sizes(
     options: CutOptions,
     num_samples: int,
 ) -> dict[str, np.ndarray]:
-    """Returns the given tables, int64 (n,), by name. Raises ValueError if the table of a cap that is set is None."""
+    """Returns the tables that are given, int64 (n,), by name. Raises ValueError if a cap is set without its table."""
     checked = {}
     for size, table in tables.items():
         if table is not None:

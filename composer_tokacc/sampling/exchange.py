@@ -191,8 +191,8 @@ class ExchangingDataLoader(DataLoader):
             sizes = [self._size(sample) for sample in samples]
         except Exception as error:
             failure = error
-        # A ValueError is about the data, and all ranks raise it. Other errors may not survive pickling, so the other
-        # ranks get their text.
+        # All ranks raise a ValueError as it is, because it is about the data. Another error may not survive pickling,
+        # so the other ranks get only its text.
         reported = failure
         if failure is not None and not isinstance(failure, ValueError):
             rank = get_global_rank()
@@ -241,7 +241,7 @@ class SampleExchange:
 
     @cached_property
     def _gloo(self) -> Any:
-        """The process group on the CPU, made on first use."""
+        """The process group for tensors on the CPU, made on first use."""
         return torch.distributed.new_group(backend='gloo')
 
     def gather(self, value: Value) -> list[Value]:
@@ -257,11 +257,12 @@ class SampleExchange:
         first: int,
         assigned: Sequence[Sequence[int]],
     ) -> list[LoadedRow]:
-        """Gives every rank the samples that it computes, and returns those of this rank, in its order.
+        """Sends each sample to the ranks that compute it. Returns the samples of this rank, in the assigned order.
 
         Args:
-            samples: Those that this rank has read.
-            first: Number of the first of them. The samples of all ranks are numbered in the order of the ranks.
+            samples: The samples that this rank has read.
+            first: Number of the first of these samples. The samples of all ranks are numbered in the order of the
+                ranks.
             assigned: Numbers of the samples that each rank must get. Several ranks may get the same one.
         """
         sample_of = dict(enumerate(samples, start=first))

@@ -12,13 +12,13 @@ import re
 import zlib
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from composer_tokacc.planning import check_count, mean_samples
+from composer_tokacc.planning import check_count, check_kind, mean_samples
 from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.sampling.mixture import Mixture, merged_evenly, mixed_orders, permutation
 
@@ -51,7 +51,8 @@ class BatchSchedule:
         """Returns the schedule of a size, or of a list of (start, size). Raises ValueError if the list is malformed."""
         if not isinstance(stages, Sequence):
             stages = [(0, stages)]
-        schedule = cls('ba', [], [])
+        starts: list[int] = []
+        sizes: list[int] = []
         units: set[str] = set()
         for stage in stages:
             match = None
@@ -62,15 +63,15 @@ class BatchSchedule:
             start = int(match[1])
             if start > 0:  # 0 is the same in every unit
                 units.add(match[2] or 'ba')
-            schedule.starts.append(start)
-            schedule.sizes.append(stage[1])
-        is_rising = all(start < next_start for start, next_start in pairwise(schedule.starts))
-        if schedule.starts[:1] != [0] or not is_rising or len(units) > 1:
-            raise _not_a_schedule(stages)
-        for size in schedule.sizes:
+            size = stage[1]
             check_count('global_batch_size', size)
-        sizes = [int(size) for size in schedule.sizes]  # numbers of numpy would stand in checkpoints
-        return replace(schedule, unit=next(iter(units), 'ba'), sizes=sizes)
+            starts.append(start)
+            sizes.append(int(size))
+        is_rising = all(start < next_start for start, next_start in pairwise(starts))
+        if starts[:1] != [0] or not is_rising or len(units) > 1:
+            raise _not_a_schedule(stages)
+        unit = 'tok' if 'tok' in units else 'ba'
+        return cls(unit, starts, sizes)
 
     def stage_at(self, place: RunPlace) -> int:
         """Returns the number of the stage of the step that starts at a place."""
@@ -157,6 +158,13 @@ class GlobalBatches:
                 'Exactly one of `global_batch_size` and `global_batch_tokens` must be given, got: '
                 f'{samples!r:.80} and {tokens!r}.'
             )
+        if mixture is not None:
+            check_kind('mixture', mixture, Mixture)
+            if sum(mixture.sizes) != len(lengths):
+                raise InvalidInputError(
+                    f'`mixture` must have the sizes of the datasets in `dataset`, got: {list(mixture.sizes)} for '
+                    f'{len(lengths)} samples. Use torch.utils.data.ConcatDataset.'
+                )
         self._lengths = lengths
         self._seed = seed
         self._drop_last = drop_last
@@ -180,9 +188,9 @@ class GlobalBatches:
         self._kept_batches: list[np.ndarray] = []
         """Global batches of the epoch that was asked for last. Each is a view of the order of the epoch."""
         self._places = [RunPlace(0, 0)]
-        """With a schedule: how far the run is at the start of each epoch, for as many epochs as were needed."""
+        """With a schedule: how far the run is at the start of each epoch, as far as that was computed."""
         if drop_last:
-            self._check_fills_one()
+            self._check_epoch_fills_a_batch()
 
     @property
     def sizes(self) -> list[int]:
@@ -233,9 +241,10 @@ class GlobalBatches:
         return self._kept_batches
 
     def _orders(self, epoch: int) -> list[np.ndarray]:
-        """Returns the samples of an epoch in their order: all of them, or those of each modality."""
+        """Returns the order of the samples of an epoch, or one order for each modality."""
         if self._mixture is not None:
-            # Samples that fill no global batch of the epoch begin the next one. That needs a size that never changes.
+            # With `drop_last` the samples that are left at the end of an epoch begin the next one. With sizes that
+            # change, the number of these samples is not known, so they are left out.
             samples_to_fill = None
             if self._drop_last and self._schedule is not None and len(self.sizes) == 1:
                 samples_to_fill = self.sizes[0]
@@ -250,28 +259,25 @@ class GlobalBatches:
             return [np.arange(len(self._lengths))]
         return [permutation(len(self._lengths), self._seed + epoch)]
 
-    def _place_of(
-        self,
-        epoch: int,
-        schedule: BatchSchedule,
-    ) -> RunPlace:
+    def _place_of(self, epoch: int, schedule: BatchSchedule) -> RunPlace:
         """Returns how far the run is when an epoch starts, if all epochs before it are read to their end."""
         while len(self._places) <= epoch:
             place = self._places[-1]
             if schedule.is_last_stage(place):
-                return place  # later places give the same size
+                return place  # every later place has the same size
             (order,) = self._orders(len(self._places) - 1)
             _, next_place = schedule.cut(order, self._lengths, place, self._drop_last)
             self._places.append(next_place)
         return self._places[epoch]
 
-    def _check_fills_one(self) -> None:
-        """Raises ValueError if an epoch does not fill a global batch, because `drop_last` would leave nothing of it."""
+    def _check_epoch_fills_a_batch(self) -> None:
+        """Raises ValueError if an epoch has too few samples for one global batch. `drop_last` would leave it empty."""
         if self._schedule is None:
             option = 'global_batch_tokens'
             unit = 'tokens'
             size = self._tokens
-            available = min(int(self._lengths[order].sum()) for order in self._orders(epoch=0))
+            tokens_of_orders = [int(self._lengths[order].sum()) for order in self._orders(epoch=0)]
+            available = min(tokens_of_orders)
         else:
             option = 'global_batch_size'
             unit = 'samples'
@@ -302,7 +308,7 @@ def check_cap(
     cap: int,
     sizes: np.ndarray,
 ) -> None:
-    """Raises ValueError if one sample alone is larger than a cap on the sum of several."""
+    """Raises ValueError if a sample by itself is larger than a cap on the sum of several samples."""
     highest = int(sizes.argmax())
     if sizes[highest] > cap:
         raise InvalidInputError(
@@ -321,11 +327,10 @@ def cut_by_tokens(
     """Returns global batches of about equally many tokens, as views of the order.
 
     Global batch ``b`` takes samples until the next one would lift the tokens of the epoch above ``(b + 1) * tokens``.
-    So a step differs from `tokens` by less than the longest sample, and the steps together stay within one sample of
-    ``(b + 1) * tokens``: tokens that one step lacks go to the next. The number of global batches is
-    ``ceil(sum / tokens)``, or ``floor(sum / tokens)`` with `drop_last`, for every order of the samples. So all epochs
-    have equally many steps, which trainers expect. The usual rule counts each global batch from zero. It keeps no such
-    bound, and the number of its global batches depends on the order.
+    So a step differs from `tokens` by less than the longest sample, and the next step gets the missing tokens. The
+    number of global batches is ``ceil(sum / tokens)``, or ``floor(sum / tokens)`` with `drop_last`, for every order of
+    the samples. So all epochs have equally many steps, which trainers expect. The usual rule counts the tokens of each
+    global batch from zero. Then the missing tokens add up, and the number of global batches depends on the order.
 
     Args:
         order: Samples of the epoch, each with at most `tokens` tokens.

@@ -32,11 +32,11 @@ class SkippedBatch:
 class RegroupingDataLoader(DataLoader):
     """A DataLoader over a :class:`RegroupingBatchSampler`. Composer sees a fixed batch size.
 
-    - ``batch_size`` is ``global_batch_size / num_replicas``, so that Composer finds its initial microbatch size. With a
-      schedule it is that of the largest global batch, with ``global_batch_tokens`` that of a mean one.
+    - ``batch_size`` is ``global_batch_size / num_replicas``, so that Composer finds its initial microbatch size. A
+      schedule counts with its largest size, ``global_batch_tokens`` with the mean number of samples.
     - Batches are pre-split (:class:`.PreSplitBatch`): each planned microbatch is collated by itself, in the worker that
       read it, at its own width. With ``pin_memory=True`` it is page-locked. ``token_data_spec`` passes them on.
-    - If a global batch has fewer samples than ranks, the ranks without one get a dummy row, which does not count.
+    - If a global batch has fewer samples than ranks, the ranks without a sample get a dummy row, which does not count.
     - Seeds of workers depend only on seed and epoch, and iterating consumes no global random numbers.
     - Batches that will be thrown away are not read, see :meth:`skip_to`.
     - On several ranks, the first batch is read together with two samples that all ranks read. If their datasets list
@@ -49,7 +49,7 @@ class RegroupingDataLoader(DataLoader):
         **kwargs: Further arguments of :class:`torch.utils.data.DataLoader`.
 
     Raises:
-        ValueError: If an argument is given that the sampler decides, or the dataset is not that of the sampler.
+        ValueError: If the sampler decides about an argument, or if it was made for a dataset of another size.
     """
 
     marks_added_rows = True
@@ -76,8 +76,8 @@ class RegroupingDataLoader(DataLoader):
         self._generator = torch.Generator()
         kwargs.setdefault('generator', self._generator)
         planned_dataset = _PlannedDataset(dataset, batch_sampler, collate_fn or default_collate)
-        # Only batches to pin are parcels. When accelerate skips batches, it makes a plain DataLoader of the parts of
-        # this one, which does not unpack parcels.
+        # Batches are packed only if they must be pinned. When accelerate skips batches, it makes a plain DataLoader
+        # from the attributes of this one, and that DataLoader does not unpack them.
         pack: Any = _Parcel if kwargs.get('pin_memory') else _unchanged
         super().__init__(planned_dataset, batch_sampler=batch_sampler, collate_fn=pack, **kwargs)
         self._resume_at = (0, 0)
@@ -108,24 +108,24 @@ class RegroupingDataLoader(DataLoader):
         """Yields the batches of the sampler's epoch."""
         sampler = self._sampler
         epoch = sampler.epoch
-        num_skipped = self._batches_to_skip(epoch)
+        num_skipped = self._take_batches_to_skip(epoch)
         for _ in range(num_skipped):
             yield SkippedBatch()
         if num_skipped == sampler.num_batches:
             return
-        first = num_skipped or sampler.first_batch  # the place that was skipped to, or that the sampler has loaded
+        first = num_skipped or sampler.first_batch  # from `skip_to` of this loader, or from the state of the sampler
         batches = self._read_from(epoch, first)
         for index, batch in enumerate(follow(sampler, batches, epoch, first), start=first):
             if isinstance(batch, _Parcel):
                 batch = batch.batch
-            # Added here, so that workers need not send them. They are computed only if plans differ.
+            # The facts are added here, so that workers need not send them. They are computed only if plans differ.
             if batch.plan is not None:
                 facts = partial(sampler.plan_facts, epoch, index)
                 batch.plan = replace(batch.plan, facts=facts)
             yield batch
 
-    def _batches_to_skip(self, epoch: int) -> int:
-        """Returns how many batches of an epoch were trained on before; see :meth:`skip_to`."""
+    def _take_batches_to_skip(self, epoch: int) -> int:
+        """Returns how many batches of an epoch to skip. They are skipped once. See :meth:`skip_to`."""
         resume_epoch, resume_batch = self._resume_at
         num_batches = self._sampler.num_batches
         if epoch < resume_epoch:
@@ -146,8 +146,8 @@ class RegroupingDataLoader(DataLoader):
         entropy = [sampler.seed % 2**32, epoch, sampler.rank, first]
         seeds = np.random.SeedSequence(entropy).generate_state(1)
         self._generator.manual_seed(int(seeds[0]))
-        # Persistent workers serve one iterator. A look (`next(iter(loader))`) would take them away from the one that is
-        # under way.
+        # Persistent workers serve one iterator. A look (`next(iter(loader))`) would take them away from the iterator
+        # of the run.
         needs_own_workers = self.persistent_workers and sampler.passes.are_under_way
         sampler.start_of_loader = first
         try:
@@ -159,7 +159,7 @@ class RegroupingDataLoader(DataLoader):
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of the sampler after the furthest batch that was yielded. Workers have read further.
 
-        A look (``next(iter(loader))``) does not change it, unless it is the first batch of the epoch that is read.
+        A look (``next(iter(loader))``) changes it only if no other iterator has read a batch of the epoch.
         """
         return self._sampler.state_dict()
 
@@ -174,8 +174,8 @@ class RegroupingDataLoader(DataLoader):
 class _PlannedDataset(Dataset):
     """Reads the samples of an assignment and collates them at once, in the worker.
 
-    It has no ``state_dict``. With one, Composer would discard no batches when it resumes a run, and would not restore
-    random numbers then.
+    It must have no ``state_dict``. With one, Composer would discard no batches when it resumes a run, and it restores
+    random numbers only at the last batch that it discards.
     """
 
     def __init__(

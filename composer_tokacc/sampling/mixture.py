@@ -57,11 +57,11 @@ class Mixture:
         shares: Sequence[float],
         loss_tokens: Table,
     ) -> Mixture:
-        """Returns the mixture in which each dataset has its share of the loss tokens.
+        """Returns a mixture by shares of the loss tokens, not of the samples.
 
-        A dataset's weight is its share divided by the mean loss tokens of its samples, so the share is exact over whole
-        passes. Every global batch has its samples of each dataset to within one or two. How far the tokens of a batch
-        are off depends on how much the samples of a dataset differ.
+        The weight of a dataset is its share divided by the mean number of loss tokens of its samples. So the share is
+        exact over whole passes. In a single global batch the number of samples of each dataset is right to within one
+        or two. The number of tokens is less exact, because samples differ in length.
 
         Args:
             sizes: Samples of each dataset.
@@ -77,7 +77,7 @@ class Mixture:
         means = [tokens_of_dataset.mean() for tokens_of_dataset in tokens_of_datasets]
         if min(means) == 0:
             raise InvalidInputError(
-                f'Every dataset must have `loss_tokens`, got: means of {means}. Leave out those without.'
+                f'Every dataset must have `loss_tokens`, got: means of {means}. Leave out the datasets without any.'
             )
         return cls(sizes, weights=(checked_shares / np.array(means)).tolist())
 
@@ -141,7 +141,8 @@ class LossShares:
         loss_tokens: Table,
     ) -> None:
         self.shares = checked_table('shares', shares, len(sizes), dtype=np.float64)
-        if self.shares.min() == 0 or abs(self.shares.sum() - 1) > 1e-6:
+        sum_of_shares = self.shares.sum()
+        if self.shares.min() == 0 or abs(sum_of_shares - 1) > 1e-6:
             raise InvalidInputError(
                 f'`shares` must be positive, one for each dataset, and add up to 1, got: {list(shares)}.'
             )
@@ -179,7 +180,7 @@ def permutation(size: int, seed: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _Stream:
-    """The samples of one dataset (and one modality), pass after pass without end, each in another order."""
+    """The endless sequence of the samples of a dataset, or of its samples of one modality. See the module."""
 
     samples: np.ndarray
     quota: Fraction
@@ -220,9 +221,9 @@ def mixed_orders(
 ) -> list[np.ndarray]:
     """Returns the samples of one epoch in their order, or with `media` one order for each modality.
 
-    Each dataset is a sequence without end. The run is one, too: the sequences of the datasets, merged evenly, so that
-    every stretch of it has each dataset's share to within one or two samples. Epochs are stretches of it, one after the
-    other. So a dataset smaller than a global batch is read as often as any other.
+    Each dataset is an endless sequence. They are merged evenly into one endless sequence, so that every stretch of it
+    has each dataset's share to within one or two samples. The epochs of the run are stretches of it, one after the
+    other. So a dataset that is smaller than a global batch keeps its share, too.
 
     Args:
         mixture: Shares of the datasets.
@@ -238,14 +239,16 @@ def mixed_orders(
     quotas = []
     for group in groups:
         quotas.append(sum((stream.quota for stream in group), Fraction(0)))
-    # An epoch has a number of pieces of the run: of single samples, or of full batches. These are counted over the
-    # whole run, so that an epoch begins where the last one ended.
+    # For each group: where the epoch begins and ends in the endless sequence, in single samples or in full batches. It
+    # begins where the last epoch has ended.
     if samples_to_fill is None:
         size_of_piece = 1
+        # Every epoch has the same number of samples of each group.
         counts = counts_of_first(mixture.num_samples, quotas)
         begins = [epoch * count for count in counts]
         ends = [(epoch + 1) * count for count in counts]
     else:
+        # A rare modality may fill a batch only every few epochs.
         size_of_piece = samples_to_fill
         num_batches = mixture.num_samples // samples_to_fill
         begins = counts_of_first(epoch * num_batches, quotas)
@@ -337,7 +340,8 @@ def interleave(
     """
     counts = np.subtract(ends, begins)
     sources = np.repeat(np.arange(len(quotas)), counts)
-    items = np.concatenate([np.arange(begin, end) for begin, end in zip(begins, ends, strict=True)])
+    items_of_sources = [np.arange(begin, end) for begin, end in zip(begins, ends, strict=True)]
+    items = np.concatenate(items_of_sources)
     quota_of_item = np.array(quotas, dtype=np.float64)[sources]
     order = np.argsort((items + 0.5) / quota_of_item, kind='stable')
     return sources[order], items[order]

@@ -18,7 +18,7 @@ class Pass:
 
     epoch: int
     batch: int
-    """Batches of the epoch that lie behind it, those before its start included."""
+    """Number of the batch of the epoch that it yields next."""
     has_ended: bool = False
 
 
@@ -31,7 +31,7 @@ class Passes:
 
     def __init__(self) -> None:
         self._under_way: list[Pass] = []
-        """In the order in which they moved last."""
+        """The one that yielded a batch last is at the end."""
         self._furthest_done: Pass | None = None
         """The furthest one that has ended or was given up."""
 
@@ -49,15 +49,14 @@ class Passes:
         """Yields the batches of an epoch from batch `first` on, and notes how far they were taken."""
         done = self._furthest_done
         if done is not None and done.has_ended and done.epoch == epoch:
-            # The same epoch is read again. So the place is no longer its end.
+            # The same epoch is read again, so its end is no longer the place of the run.
             self._furthest_done = None
         current = Pass(epoch, first)
         self._under_way.append(current)
         try:
             for batch in batches:
                 current.batch += 1
-                # It is missing if another iterator has reached the end of the epoch since, which takes all others for
-                # looks.
+                # It is missing if another iterator has reached the end of the epoch in between.
                 if current in self._under_way:
                     self._under_way.remove(current)
                 self._under_way.append(current)
@@ -70,14 +69,14 @@ class Passes:
             # Also reached if the iterator is closed or garbage collected in the middle of the epoch.
             self._give_up(current)
 
-    def _give_up(self, left: Pass) -> None:
+    def _give_up(self, abandoned: Pass) -> None:
         """Notes that an iterator will not go on. Does nothing for one that has ended."""
-        if left not in self._under_way:
+        if abandoned not in self._under_way:
             return
-        self._under_way.remove(left)
+        self._under_way.remove(abandoned)
         done = self._furthest_done
-        if done is None or done.epoch != left.epoch or done.batch < left.batch:
-            self._furthest_done = left
+        if done is None or done.epoch != abandoned.epoch or done.batch < abandoned.batch:
+            self._furthest_done = abandoned
 
     def forget(self) -> None:
         """Forgets all iterators, because the place is set from outside."""
@@ -89,9 +88,13 @@ class Passes:
         next_epoch: int,
         next_batch: int,
     ) -> tuple[int, int]:
-        """Returns epoch and batch of the furthest iterator, or the start of the next one if there is none.
+        """Returns epoch and batch of the furthest iterator, or the given place if no iterator has begun.
 
-        While an iterator is under way its epoch counts, even if the epoch of the next one is set already.
+        While an iterator is under way its epoch counts, even if the trainer has already set the next epoch.
+
+        Args:
+            next_epoch: Epoch of the next iterator.
+            next_batch: Batch at which the next iterator starts.
         """
         epoch = next_epoch
         if self._under_way:
@@ -99,6 +102,6 @@ class Passes:
         candidates = list(self._under_way)
         if self._furthest_done is not None:
             candidates.append(self._furthest_done)
-        # Iterators of other epochs are looks, or remains of an epoch that was left early.
+        # Iterators of other epochs are looks, or belong to an epoch that was left early.
         batches = [candidate.batch for candidate in candidates if candidate.epoch == epoch]
         return epoch, max(batches, default=next_batch)

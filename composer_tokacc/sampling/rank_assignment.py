@@ -58,7 +58,14 @@ class RankAssignment:
         weights: np.ndarray | None = None,
         plan_checksum: int = 0,
     ) -> RankAssignment:
-        """Returns the assignment of a rank with these planned microbatches, whose indices are places in `members`."""
+        """Returns the assignment of a rank.
+
+        Args:
+            planned: Microbatches of the rank. Their indices are places in `members`.
+            members: Samples of the global batch.
+            weights: Weight of a token of each of these samples.
+            plan_checksum: Checksum of the plan of all ranks.
+        """
         computed = [microbatch for microbatch in planned if not microbatch.filled]
         is_copy = not computed
         if is_copy:
@@ -78,7 +85,8 @@ def plan_batch(rows: Rows, num_ranks: int) -> MicrobatchPlan:
     plan = plan_checked_rows(rows, num_ranks)
     # Under 'fsdp' a step slot holds samples with images, or samples without. So a rank may get only dummies, even if
     # there are enough samples. It would have nothing to collate, so the batch is planned as for 'ddp'.
-    if len(rows.lengths) >= num_ranks and any(_has_only_dummies(rank) for rank in plan.ranks):
+    has_enough_samples = len(rows.lengths) >= num_ranks
+    if has_enough_samples and any(_has_only_dummies(rank) for rank in plan.ranks):
         rows = copy.copy(rows)
         rows.options = replace(rows.options, objective='ddp')
         plan = plan_checked_rows(rows, num_ranks)
@@ -95,7 +103,7 @@ def collate(
     assignment: RankAssignment,
     options: CutOptions,
 ) -> PreSplitBatch:
-    """Collates each microbatch of an assignment by itself; `samples` are those of all microbatches, in order."""
+    """Collates each microbatch of an assignment by itself. `samples` are in the order of the assignment."""
     microbatches: list[Batch] = []
     start = 0
     for number, indices in enumerate(assignment.microbatches):

@@ -22,10 +22,11 @@ from composer_tokacc.sampling.loader import RegroupingDataLoader
 class SkipReadBatches(Callback):
     """Resumes mid-epoch without reading the batches that were trained on before.
 
-    Composer resumes by iterating the loader from the start of the epoch. It discards batches, and restores the random
-    number generators at the last of them. That stays as it is, and so does the checkpoint, but the discarded batches
-    are not read. Without this callback, or with another loader, all of them are read, with the same result. Not for
-    ``Trainer(spin_dataloaders=False)``, which discards none.
+    Composer resumes by iterating the loader from the start of the epoch. It discards the batches before the place of
+    the run, and restores the random number generators at the last of them. With this callback a
+    :class:`RegroupingDataLoader` does not read the batches that will be discarded. Without it, or with another loader,
+    all of them are read, with the same result. Checkpoints are the same. Do not use it with
+    ``Trainer(spin_dataloaders=False)``, which discards no batches.
     """
 
     def fit_start(
@@ -50,12 +51,13 @@ class RestoreRandomState(Callback):
         self._saved: list[dict[str, Any]] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the generators of all ranks; a collective, as Composer's own is.
+        """Returns the generators of all ranks. This is a collective, as Composer's own function is.
 
         They are one string, because a sharded checkpoint is loaded entry by entry, and the number of ranks may change.
         """
+        states = reproducibility.get_rng_state()
         # Tensors and arrays become lists.
-        return {'generators': json.dumps(reproducibility.get_rng_state(), default=lambda array: array.tolist())}
+        return {'generators': json.dumps(states, default=lambda array: array.tolist())}
 
     def load_state_dict(
         self,
@@ -76,7 +78,7 @@ class RestoreRandomState(Callback):
         state: State,
         logger: Logger,
     ) -> None:
-        """Restores the saved generators once. The loader must not draw from them when it starts."""
+        """Restores the saved generators, only before the first batch. The loader must draw no random numbers itself."""
         if self._saved is not None:
             reproducibility.load_rng_state(self._saved)
             self._saved = None

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -64,9 +64,9 @@ class RegroupingBatchSampler(DistributedSampler):
     a background thread while the loader reads. Use it with :class:`composer_tokacc.RegroupingDataLoader`, or as
     ``DataLoader(batch_sampler=...)``.
 
-    :meth:`state_dict` returns the place of the furthest iterator of the epoch. So a look (``next(iter(sampler))``)
-    behind the run's iterator does not move it. After :meth:`load_state_dict` or :meth:`skip_to` every iteration of the
-    epoch starts there, until one reaches its end.
+    :meth:`state_dict` returns the place of the iterator that has come furthest in the epoch. So a look at some batch
+    (``next(iter(sampler))``) does not move the place of a run that is further. After :meth:`load_state_dict` or
+    :meth:`skip_to` every iteration of the epoch starts at that place, until one reaches the end of the epoch.
 
     Args:
         dataset: Map-style dataset.
@@ -129,6 +129,7 @@ class RegroupingBatchSampler(DistributedSampler):
         media: Table | None = None,
         loss_shares: LossShares | None = None,
     ) -> None:
+        # The rank and the order of samples, which torch's class keeps.
         if num_replicas is None:
             num_replicas = get_world_size()
         if rank is None:
@@ -140,6 +141,7 @@ class RegroupingBatchSampler(DistributedSampler):
         check_choice('drop_last', drop_last, (True, False))
         _check_within('seed', seed)
         super().__init__(dataset, num_replicas, rank, shuffle, int(seed), drop_last)
+        # Sizes of the samples and caps of a microbatch. Bad tables are refused here, before the first epoch.
         options = CutOptions(
             max_tokens=max_tokens,
             max_image_tokens=max_image_tokens,
@@ -148,7 +150,6 @@ class RegroupingBatchSampler(DistributedSampler):
             objective=objective,
             cost=cost or CostModel(),
         )
-        # All tables are checked here, so that bad ones are refused before the first epoch.
         self.rows = Rows(
             checked_table('lengths', lengths, num_samples, least=1),
             options,
@@ -156,29 +157,16 @@ class RegroupingBatchSampler(DistributedSampler):
             loss_tokens=loss_tokens,
             vision_cost=vision_cost,
         )
+        _check_samples_fit(self.rows)
         self.lengths = self.rows.lengths
-        check_cap('max_tokens', max_tokens, self.lengths)
-        for size, cap in options.caps.items():
-            check_cap(CAPPED_SIZES[size], cap, self.rows.sizes[size])
+        # The samples of each global batch.
         check_choice('modality', modality, ('mixed', 'per_step'))
         self.modality = modality
         self.media: np.ndarray | None = None
         if modality == 'per_step':
-            if media is None and 'image_tokens' in self.rows.sizes:
-                media = np.sign(self.rows.image_tokens)
-            if media is None:
-                raise InvalidInputError(
-                    "`image_tokens` or `media` must be given with modality='per_step', got: neither."
-                )
-            self.media = checked_table('media', media, num_samples)
+            self.media = _modality_of_samples(media, self.rows)
+            # Only mixtures are divided by modality, so a single dataset becomes a mixture of one.
             mixture = mixture or Mixture([num_samples])
-        if mixture is not None:
-            check_kind('mixture', mixture, Mixture)
-            if sum(mixture.sizes) != num_samples:
-                raise InvalidInputError(
-                    f'`mixture` must have the sizes of the datasets in `dataset`, got: {list(mixture.sizes)} for '
-                    f'{num_samples} samples. Use torch.utils.data.ConcatDataset.'
-                )
         self.mixture = mixture
         self._global_batches = GlobalBatches(
             self.lengths,
@@ -189,22 +177,26 @@ class RegroupingBatchSampler(DistributedSampler):
             mixture=mixture,
             media=self.media,
         )
-        self.global_batch_size = max(self._global_batches.sizes)
-        """Samples of a global batch: of the largest one with a schedule, on average with `global_batch_tokens`."""
         if global_batch_tokens is None:
             for size in self._global_batches.sizes:
                 check_global_batch(size, num_replicas)
+        self.global_batch_size = max(self._global_batches.sizes)
+        """Samples of a global batch: of the largest one with a schedule, on average with `global_batch_tokens`."""
         if loss_shares is not None:
             check_kind('loss_shares', loss_shares, LossShares)
             checked_table('loss_shares', loss_shares.loss_tokens, num_samples)
         self.loss_shares = loss_shares
+        # The place of the run.
         self.first_batch = 0
         """The global batch that the next iteration starts at."""
         self.start_of_loader: int | None = None
-        """Where to start while a loader makes an iterator. It reads ahead, so it keeps the place itself."""
+        """The global batch that the next iteration starts at, set by a loader while it makes its iterator.
+
+        A loader reads ahead. So it follows the batches that it yields itself, and the sampler does not.
+        """
         self.passes = Passes()
         self._compared_epoch: int | None = None
-        """The epoch in which the datasets of the ranks are compared: the first one that is iterated.
+        """The first epoch that is iterated. In it the ranks compare their datasets.
 
         All ranks read a few samples in addition, the witnesses. That is needed once, because a dataset keeps its order.
         """
@@ -230,7 +222,7 @@ class RegroupingBatchSampler(DistributedSampler):
         return len(self._batches())
 
     def __iter__(self) -> Iterator[RankAssignment]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Returns this rank's assignment of each global batch of the epoch, from the one that was skipped to."""
+        """Returns this rank's assignment of each global batch of the epoch, from `first_batch` on."""
         if self._compared_epoch is None:
             self._compared_epoch = self.epoch
         if self.start_of_loader is not None:
@@ -238,13 +230,10 @@ class RegroupingBatchSampler(DistributedSampler):
         first = self.first_batch
         return follow(self, self._assignments(self.epoch, first), self.epoch, first)
 
-    def _assignments(
-        self,
-        epoch: int,
-        first: int,
-    ) -> Iterator[RankAssignment]:
+    def _assignments(self, epoch: int, first: int) -> Iterator[RankAssignment]:
+        """Yields this rank's assignment of each global batch from `first` on, the first one with the witnesses."""
         windows = self._global_batches.of_epoch(epoch)[first:]
-        # All ranks read the witnesses in addition, to compare their datasets. See `_compared_epoch`.
+        # See `_compared_epoch`.
         needs_witnesses = self.num_replicas > 1 and epoch == self._compared_epoch
         for assignment in prefetch(self._assign, windows):
             if needs_witnesses:
@@ -285,7 +274,7 @@ class RegroupingBatchSampler(DistributedSampler):
         self.passes.forget()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the place of the sampler as plain values, which are valid for any number of ranks."""
+        """Returns the place of the run, and the arguments that decide its global batches, on any number of ranks."""
         epoch, batch = self.passes.place(self.epoch, self.first_batch)
         return {'epoch': epoch, 'batch': batch, **self._identity()}
 
@@ -300,6 +289,10 @@ class RegroupingBatchSampler(DistributedSampler):
         """
         check_state(state, {'epoch', 'batch'}, counts=('epoch', 'batch'))
         identity = self._identity()
+        size = identity.get('global_batch_size')
+        # Earlier versions saved a schedule of one stage as a list. Now it is saved as the size that it is.
+        if state.get('global_batch_size') == [['0ba', size]]:
+            state = {**state, 'global_batch_size': size}
         for name in sorted({*identity, *state} - {'epoch', 'batch'}):
             # Also if only one of both has the key.
             if state.get(name) != identity.get(name):
@@ -317,7 +310,8 @@ class RegroupingBatchSampler(DistributedSampler):
         """
         epoch = self.epoch
         checksum = extended_checksum(self._checksum, self._window(batch).tobytes())
-        return PlanRecord(checksum, self.rank, self.num_replicas, facts=lambda: self.plan_facts(epoch, batch))
+        facts = partial(self.plan_facts, epoch, batch)
+        return PlanRecord(checksum, self.rank, self.num_replicas, facts=facts)
 
     def plan_facts(
         self,
@@ -329,9 +323,16 @@ class RegroupingBatchSampler(DistributedSampler):
 
     def _facts(self) -> Facts:
         """Returns the arguments that all plans of the run depend on."""
-        facts = {'number of ranks': str(self.num_replicas), 'number of samples': str(len(self.lengths))}
-        tables = {'lengths': self.lengths, **self.rows.sizes, 'media': self.media}
-        tables['vision_cost'] = self.rows.given_vision_cost
+        facts = {
+            'number of ranks': str(self.num_replicas),
+            'number of samples': str(len(self.lengths)),
+        }
+        tables = {
+            'lengths': self.lengths,
+            **self.rows.sizes,
+            'media': self.media,
+            'vision_cost': self.rows.given_vision_cost,
+        }
         if self.loss_shares is not None:
             tables['loss_shares'] = self.loss_shares.shares
             tables['loss_tokens of loss_shares'] = self.loss_shares.loss_tokens
@@ -349,7 +350,7 @@ class RegroupingBatchSampler(DistributedSampler):
         return checksum_of(self._facts())
 
     def _identity(self) -> dict[str, Any]:
-        """Returns the arguments that decide which samples a global batch holds."""
+        """Returns the arguments that decide which samples a global batch holds, as plain values by name."""
         identity: dict[str, Any] = {}
         if self.mixture is not None:
             identity['quotas'] = [str(quota) for quota in self.mixture.quotas]
@@ -389,9 +390,9 @@ def follow(
     epoch: int,
     first: int,
 ) -> Iterator[Item]:
-    """Yields the batches of an epoch from batch `first` on, and keeps the place of the run in the sampler."""
+    """Yields the batches of an epoch from batch `first` on, and notes in the sampler how far the run is."""
     yield from sampler.passes.follow(batches, epoch, first)
-    # The resumed epoch is over: the next iteration starts at the beginning of its epoch.
+    # The epoch is over. If it was resumed in the middle, the next iteration starts at the beginning nevertheless.
     if epoch == sampler.epoch:
         sampler.first_batch = 0
 
@@ -405,7 +406,7 @@ def prefetch(
     """Yields ``map(function, items)``, with up to `depth` further results computed in a background thread.
 
     The thread starts with the first item. It is joined when the iterator ends, is closed or is garbage collected. An
-    error of `function` is raised where its result would have been yielded. Items are drawn lazily.
+    error of `function` is raised where its result would have been yielded. Items are taken only as they are needed.
     """
     pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix='prefetch')
     waiting: deque[Future[Result]] = deque()
@@ -427,7 +428,29 @@ def length_of(dataset: object) -> int:
     return len(dataset)
 
 
-def _check_within(name: str, value: int, least: int = -(2**62), most: int = 2**62) -> None:
+def _check_samples_fit(rows: Rows) -> None:
+    """Raises ValueError if a sample is larger than a cap of a microbatch."""
+    options = rows.options
+    check_cap('max_tokens', options.max_tokens, rows.lengths)
+    for size, cap in options.caps.items():
+        check_cap(CAPPED_SIZES[size], cap, rows.sizes[size])
+
+
+def _modality_of_samples(media: Table | None, rows: Rows) -> np.ndarray:
+    """Returns the modality of each sample, int64 (n,): as given, or 1 with image tokens and 0 without."""
+    if media is None and 'image_tokens' in rows.sizes:
+        return np.sign(rows.image_tokens)
+    if media is None:
+        raise InvalidInputError("`image_tokens` or `media` must be given with modality='per_step', got: neither.")
+    return checked_table('media', media, len(rows.lengths))
+
+
+def _check_within(
+    name: str,
+    value: int,
+    least: int = -(2**62),
+    most: int = 2**62,
+) -> None:
     """Raises ValueError unless a value is an integer in a range. The default keeps seed + epoch within 64 bits."""
     if not isinstance(value, (int, np.integer)) or not least <= value <= most:
         raise InvalidInputError(f'`{name}` must be an integer from {least} to {most}, got: {value!r}.')

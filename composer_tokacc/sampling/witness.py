@@ -5,49 +5,33 @@
 
 from __future__ import annotations
 
-import random
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 
 import numpy as np
 import torch
+
+from composer_tokacc.random_state import same_random_numbers
 
 
 def witness_of(
     read: Callable[[list[int]], Sequence[object]],
     indices: Sequence[int],
 ) -> str:
-    """Returns a digest of samples that is equal in all processes with the same dataset; empty if there is none.
+    """Returns a digest of samples, which is equal in all processes with the same dataset.
 
-    Only token ids count, or texts if a sample has none: pixels may be augmented, and paths may differ between nodes.
-    The samples are read twice with the same random numbers. If the two digests differ, the dataset has another source
-    of randomness, and other processes cannot be compared.
+    It is made of token ids, or of texts if there are no ids, because pixels may be augmented and paths may differ
+    between nodes. The samples are read twice with the same random numbers. If the two digests differ, the dataset has
+    another source of randomness. Then, or if the samples cannot be read, the digest is empty and nothing is compared.
     """
     digests = set()
     try:
         for _ in range(2):
-            with _fixed_random_numbers():
+            with same_random_numbers():
                 digests.add(_digest(read(list(indices))))
-    except Exception:  # the rank that trains the sample reports it
+    except Exception:  # a rank that trains on the sample will report it
         return ''
     return digests.pop() if len(digests) == 1 else ''
-
-
-@contextmanager
-def _fixed_random_numbers() -> Iterator[None]:
-    """Seeds the global generators, and restores them at the end, so that the run draws the same numbers as before."""
-    python_state = random.getstate()
-    numpy_state = np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        random.seed(0)
-        np.random.seed(0)
-        torch.default_generator.manual_seed(0)
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
 
 
 def _digest(samples: Sequence[object]) -> str:

@@ -22,25 +22,30 @@ from tests.matrix.subjects import SUBJECTS
 from tests.support.text import collate, text_model, text_rows
 from tests.support.training import fit, relative_error
 
-NUM_STEPS, BEGINS = 40, 12
+NUM_STEPS = 40
+BEGINS = 12
+"""The step in which the effect begins."""
 SHAPE = [(4, 2), (9, 3), (5, 4), (14, 11), (6, 1), (3, 2)]
 RARE = 63
 """A token that no label is before the effect begins."""
 
 
 class Changing(ComposerModel):
-    """A Llama whose loss is ``of(logits, states, labels, heads, has begun)``."""
+    """A Llama whose loss is ``loss_of(logits, states, labels, heads, has_begun)``."""
 
-    def __init__(self, of: Callable[..., torch.Tensor], begins: int) -> None:
+    def __init__(self, loss_of: Callable[..., torch.Tensor], begins: int) -> None:
         super().__init__()
-        self.model, self.of, self.begins, self.step = SUBJECTS['llama'].model('large').model, of, begins, 0
+        self.model = SUBJECTS['llama'].model('large').model
+        self.loss_of = loss_of
+        self.begins = begins
+        self.step = 0
         torch.manual_seed(0)
         self.heads = torch.nn.ModuleDict({'next': torch.nn.Linear(32, 64), 'value': torch.nn.Linear(32, 1)})
 
     def forward(self, batch: Any) -> Any:
         states = self.model.model(batch['input_ids'], batch['attention_mask']).last_hidden_state
         logits = self.model.lm_head(states)
-        loss = self.of(logits, states, batch['labels'], self.heads, self.step >= self.begins)
+        loss = self.loss_of(logits, states, batch['labels'], self.heads, self.step >= self.begins)
         return {'loss': loss, 'logits': logits}
 
     def loss(self, outputs: Any, batch: Any) -> torch.Tensor:
@@ -147,14 +152,18 @@ CELLS = [
 
 
 def steps(model: Any, data: Any, *, callbacks: Any = (), **options: Any) -> list[dict[str, torch.Tensor]]:
-    """The gradients of the steps of a run until its end, or until it was refused."""
+    """Gradients of the steps of a run, until it ends or is refused."""
 
     class Recording(Callback):
         def batch_start(self, state, logger):
             model.step = int(state.timestamp.batch)
 
         def after_train_batch(self, state, logger):
-            gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+            gradients_of_step = {}
+            for name, parameter in model.named_parameters():
+                if parameter.grad is not None:
+                    gradients_of_step[name] = parameter.grad.clone()
+            gradients.append(gradients_of_step)
 
     gradients: list[dict[str, torch.Tensor]] = []
     refusal = ''
@@ -162,32 +171,35 @@ def steps(model: Any, data: Any, *, callbacks: Any = (), **options: Any) -> list
         fit(model, *data, callbacks=[Recording(), *callbacks], **options)
     except RuntimeError as error:
         refusal = str(error)
-    # Nothing but a refusal ends a run before its time.
+    # Only a refusal may end a run early.
     assert len(gradients) == len(data) or ' must ' in refusal
     return gradients
 
 
 @pytest.mark.parametrize(('loss', 'begins'), CELLS)
 def test_every_step_is_exact_or_refused(loss, begins):
-    model, data = Changing(loss, begins), list(batches())
+    model = Changing(loss, begins)
+    data = list(batches())
     if begins == 0:
-        data = [{**batch, 'labels': batch['labels'].masked_fill(batch['labels'] == 5, RARE)} for batch in data]
-    found = steps(model, data)
-    for step, gradients in enumerate(found):
+        for batch in data:
+            batch['labels'] = batch['labels'].masked_fill(batch['labels'] == 5, RARE)
+    exact_steps = steps(model, data)
+    for step, gradients in enumerate(exact_steps):
         model.step = step
         assert relative_error(gradients, plain_gradients(model, data[step])) < 1e-6, step
-    assert begins == 0 or len(found) >= BEGINS  # what is healthy until then is not refused before
+    if begins > 0:
+        assert len(exact_steps) >= BEGINS, 'refused before the effect began'
 
 
 @pytest.mark.parametrize('token_weights', ['sqrt', 'column'])
 def test_unweighted_term_is_refused_with_weights(token_weights):
-    def of(logits, states, labels, heads, has_begun):
+    def loss_of(logits, states, labels, heads, has_begun):
         counted = labels[:, 1:] != -100
         values = heads['value'](states).squeeze(-1)[:, :-1].square()
         return token_losses(logits, labels) + 0.3 * (values * counted).sum() / counted.sum()
 
     batch = collate(text_rows(SHAPE))
-    model = Changing(of, 0)
+    model = Changing(loss_of, 0)
     assert measure(model, batch, 2).kind == 'exact'
     batch['loss_weights'] = torch.rand(batch['labels'].shape) + 0.1
     outcome = measure(model, batch, 2, algorithms=[TokenAccumulation(token_weights=token_weights)])
@@ -212,26 +224,28 @@ def test_rounded_gradients_are_no_leak(dtype, smoothing, seed):
 
 
 @pytest.mark.parametrize('order', ['before', 'after'])
-def test_teacher_head_called_last(order):
-    class Taught(NativeModel):
+def test_head_of_a_teacher(order):
+    class Student(NativeModel):
         def __init__(self) -> None:
             super().__init__('causal')
             self.teacher = text_model().requires_grad_(False)
 
-        def taught(self, batch: Any) -> torch.Tensor:
+        def teacher_log_probabilities(self, batch: Any) -> torch.Tensor:
             with torch.no_grad():
                 return self.teacher(batch['input_ids'], batch['attention_mask']).logits.log_softmax(dim=-1)
 
         def forward(self, batch: Any) -> Any:
-            wanted = self.taught(batch) if order == 'before' else None
+            if order == 'before':
+                teacher = self.teacher_log_probabilities(batch)
             logits = self.model(batch['input_ids'], batch['attention_mask']).logits
-            wanted = self.taught(batch) if wanted is None else wanted
+            if order == 'after':
+                teacher = self.teacher_log_probabilities(batch)
             counted = (batch['labels'] != -100)[:, 1:]
-            apart = F.kl_div(logits.log_softmax(dim=-1), wanted, log_target=True, reduction='none').sum(dim=-1)
-            loss = token_losses(logits, batch['labels']) + 0.5 * apart[:, :-1][counted].mean()
+            distances = F.kl_div(logits.log_softmax(dim=-1), teacher, log_target=True, reduction='none').sum(dim=-1)
+            loss = token_losses(logits, batch['labels']) + 0.5 * distances[:, :-1][counted].mean()
             return {'loss': loss, 'logits': logits}
 
-    assert measure(Taught(), collate(text_rows(SHAPE)), 2).kind == 'exact'
+    assert measure(Student(), collate(text_rows(SHAPE)), 2).kind == 'exact'
 
 
 def test_norms_thawed_later_are_refused():
@@ -245,25 +259,25 @@ def test_norms_thawed_later_are_refused():
             logits = self.model.lm_head(self.norm(states.transpose(1, 2)).transpose(1, 2))
             return {'loss': token_losses(logits, batch['labels']), 'logits': logits}
 
-    class AsEvaluationDoes(Callback):
+    class TrainModeAfterEvaluation(Callback):
         def batch_end(self, state, logger):
             if int(state.timestamp.batch) == 3:
                 state.model.train()
 
     model = Normed()
 
-    class Frozen(Callback):
+    class FreezeNorm(Callback):
         def epoch_start(self, state, logger):
             model.norm.eval()
 
-    assert len(steps(model, list(batches())[:6], callbacks=[Frozen(), AsEvaluationDoes()])) == 3
+    assert len(steps(model, list(batches())[:6], callbacks=[FreezeNorm(), TrainModeAfterEvaluation()])) == 3
 
 
 @pytest.mark.parametrize('units', [None, {'lm': 'tokens', 'rows': 'samples'}])
 def test_rows_coupled_later_are_refused(units):
-    """What tokens weigh at the logits stays right, so only a look at the rows shows it."""
+    """The weights of tokens at the logits stay right, so only a new check of rows shows it, in step 16."""
 
-    class Seeing(Changing):
+    class MixesRowsLater(Changing):
         def forward(self, batch: Any) -> Any:
             states = self.model.model(batch['input_ids'], batch['attention_mask']).last_hidden_state
             states = states + 0.3 * states.mean(dim=0, keepdim=True) * (self.step >= 12)
@@ -275,27 +289,27 @@ def test_rows_coupled_later_are_refused(units):
                 return outputs['loss']
             return {'lm': outputs['loss'], 'rows': 1e-2 * outputs['logits'][:, -1].square().mean(dim=-1).mean()}
 
-    model = Seeing(lambda *given: None, 0)
+    model = MixesRowsLater(lambda *args: None, 0)
     assert len(steps(model, list(batches())[:20], loss_units=units)) == 16
 
 
 def test_unchecked_loss_may_change():
-    def of(logits, states, labels, heads, has_begun):
+    def loss_of(logits, states, labels, heads, has_begun):
         return token_losses(logits, labels) * (2.0 if has_begun else 1.0)
 
     data = list(batches())[:16]
-    assert len(steps(Changing(of, 12), data)) == 12
-    assert len(steps(Changing(of, 12), data, check_loss=False, loss_tokens='causal')) == 16
+    assert len(steps(Changing(loss_of, 12), data)) == 12
+    assert len(steps(Changing(loss_of, 12), data, check_loss=False, loss_tokens='causal')) == 16
 
 
 @pytest.mark.parametrize('term', [None, 0.5])
 def test_term_without_tensor_is_named(term):
-    class Two(NativeModel):
+    class TwoTerms(NativeModel):
         def loss(self, outputs: Any, batch: Any) -> Any:
             return {'lm': outputs['loss'], 'box': term}
 
     algorithms = [TokenAccumulation(loss_units={'lm': 'tokens', 'box': 'samples'})]
     options = {'algorithms': algorithms, 'reference': lambda model, batch: {}}
-    outcome = measure(Two('causal'), collate(text_rows(SHAPE)), 2, **options)
+    outcome = measure(TwoTerms('causal'), collate(text_rows(SHAPE)), 2, **options)
     assert outcome.kind == 'refused', outcome
     assert "`loss['box']` must be a tensor" in outcome.message

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The first-batch check proves rows independent of their company, chooses a cut that keeps their losses, or refuses."""
+"""The first-batch check refuses rows that depend on each other, and chooses a cut that keeps their gradients."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def gpt2():
     return GPT2LMHeadModel(config)
 
 
-class Deaf(GPT2LMHeadModel):
-    """Takes no ``position_ids``, as models of other makers may not."""
+class WithoutPositionIds(GPT2LMHeadModel):
+    """Takes no ``position_ids``, as some models with their own code."""
 
     def forward(self, input_ids=None, attention_mask=None, labels=None, use_cache=None):
         return super().forward(input_ids=input_ids, attention_mask=attention_mask, labels=labels, use_cache=False)
@@ -50,7 +50,7 @@ def rules_after(model, batch, **kwargs):
         (text_model, 'right', CutRules(right='trim', right_width=14)),
         (text_model, 'left', CutRules(left='trim', left_width=14)),
         (gpt2, 'left', CutRules(left='shift', left_width=14)),
-        (lambda: Deaf(gpt2().config), 'left', CutRules(left='keep', left_width=14)),
+        (lambda: WithoutPositionIds(gpt2().config), 'left', CutRules(left='keep', left_width=14)),
     ],
     ids=['right', 'left', 'positions are written', 'positions would move'],
 )
@@ -68,12 +68,12 @@ def test_later_padding_is_proven_first(side):
     recorder = fit(model, data, max_duration='3ba')
     for batch, gradients in zip(batches, recorder.steps, strict=True):
         assert relative_error(gradients, reference_gradients(model, batch)[0]) < 1e-6
-    known = {'left': CutRules(left='shift', left_width=14), 'right': CutRules(right='trim', right_width=14)}
-    assert data.split_batch.__self__._split.rules == known[side]
+    expected = {'left': CutRules(left='shift', left_width=14), 'right': CutRules(right='trim', right_width=14)}
+    assert data.split_batch.__self__._split.rules == expected[side]
 
 
-class Writing(GPT2LMHeadModel):
-    """Writes into what it is given, as models do that normalise images in place."""
+class WritesIntoBatch(GPT2LMHeadModel):
+    """Writes into its inputs, as models that normalise images in place do."""
 
     def forward(self, input_ids=None, attention_mask=None, labels=None, use_cache=None):
         input_ids.add_(1).remainder_(VOCABULARY)
@@ -83,20 +83,26 @@ class Writing(GPT2LMHeadModel):
 @pytest.mark.parametrize('by', ['model', 'transforms'])
 @pytest.mark.parametrize('shape', [[(9, 3)], [(14, 11), (5, 3)]], ids=['one row', 'longest first'])
 def test_check_leaves_the_batch_alone(by, shape):
-    model = (Writing if by == 'model' else GPT2LMHeadModel)(gpt2().config)
-    batch, options = collate(text_rows(shape)), {}
-    given = {**batch, 'input_ids': (batch['input_ids'] + 1) % VOCABULARY}
-    if by == 'transforms':
-        options['microbatch_transforms'] = lambda one: (one['input_ids'].add_(1).remainder_(VOCABULARY), one)[1]
-    recorder = fit(model, batch, **options)
+    def transform(microbatch):
+        microbatch['input_ids'].add_(1).remainder_(VOCABULARY)
+        return microbatch
+
+    batch = collate(text_rows(shape))
+    trained_batch = {**batch, 'input_ids': (batch['input_ids'] + 1) % VOCABULARY}
+    if by == 'model':
+        model = WritesIntoBatch(gpt2().config)
+        recorder = fit(model, batch)
+    else:
+        model = GPT2LMHeadModel(gpt2().config)
+        recorder = fit(model, batch, microbatch_transforms=transform)
     plain = gpt2()
     plain.load_state_dict(model.state_dict())
-    expected, _ = reference_gradients(plain, given)
+    expected, _ = reference_gradients(plain, trained_batch)
     assert relative_error(recorder.gradients, expected) < 1e-6
 
 
-class Meddling(torch.nn.Module):
-    """Lets every row see the mean of the rows beside it."""
+class MixesRows(torch.nn.Module):
+    """Adds the mean of all rows to every row."""
 
     def forward(self, hidden):
         return hidden + hidden.mean(dim=0, keepdim=True)
@@ -105,7 +111,7 @@ class Meddling(torch.nn.Module):
 @pytest.mark.parametrize('make', [lambda batch: loader(batch), lambda batch: token_data_spec(loader(batch))])
 def test_coupled_rows_are_refused_by_name(make):
     model = text_model()
-    model.model.embed_tokens = torch.nn.Sequential(model.model.embed_tokens, Meddling())
+    model.model.embed_tokens = torch.nn.Sequential(model.model.embed_tokens, MixesRows())
     before = copy.deepcopy(model.state_dict())
     ids = [f'sample-{row}' for row in range(len(SHAPE))]
     batch = {**collate(text_rows(SHAPE)), 'sample_ids': ids}
@@ -119,7 +125,7 @@ def test_coupled_rows_are_refused_by_name(make):
 
 def test_coupled_rows_without_logits():
     model = text_model()
-    model.model.embed_tokens = torch.nn.Sequential(model.model.embed_tokens, Meddling())
+    model.model.embed_tokens = torch.nn.Sequential(model.model.embed_tokens, MixesRows())
     wrapped = hugging_face(model)
     forward = wrapped.forward
     wrapped.forward = lambda batch: {'loss': forward(batch)['loss']}

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Hooks on parameters: linear ones stay, others are refused before the first step."""
+"""Hooks on parameters: linear ones are accepted, others are refused before the first step."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from tests.support.text import collate, text_model, text_rows
 from tests.support.training import fit, loader, reference_gradients, relative_error
 
 LINEAR = {
-    'a row alone': lambda gradient: gradient * (torch.arange(len(gradient))[:, None] == 1),
+    'only one row': lambda gradient: gradient * (torch.arange(len(gradient))[:, None] == 1),
     'half': lambda gradient: gradient / 2,
     'in place': lambda gradient: gradient.mul_(3.0),
-    'looks on': lambda gradient: None,
+    'changes nothing': lambda gradient: None,
 }
-OTHERS = {
+NOT_LINEAR = {
     'clamped': lambda gradient: gradient.clamp(-1e-3, 1e-3),
-    'clamped far out': lambda gradient: gradient.clamp(-100.0, 100.0),
+    'clamped at a high limit': lambda gradient: gradient.clamp(-100.0, 100.0),
     'normalised': lambda gradient: gradient / (1e-6 + gradient.norm()),
     'sign': torch.sign,
     'noise': lambda gradient: gradient + torch.randn_like(gradient),
 }
 
 
-@pytest.mark.parametrize('name', [*LINEAR, *OTHERS])
-def test_only_linear_hooks_stay(name):
+@pytest.mark.parametrize('name', [*LINEAR, *NOT_LINEAR])
+def test_only_linear_hooks_are_accepted(name):
     layer = torch.nn.Linear(4, 3)
-    layer.weight.register_hook((LINEAR | OTHERS)[name])
+    layer.weight.register_hook((LINEAR | NOT_LINEAR)[name])
     if name in LINEAR:
         check_gradient_hooks(layer)
     else:
@@ -51,11 +51,11 @@ def test_run_with_hooks():
     weight = model.get_input_embeddings().weight
     expected, _ = reference_gradients(model, batch)
     name = next(name for name in expected if name.endswith('embed_tokens.weight'))
-    expected[name] = LINEAR['a row alone'](expected[name])
-    handle = weight.register_hook(LINEAR['a row alone'])
+    expected[name] = LINEAR['only one row'](expected[name])
+    handle = weight.register_hook(LINEAR['only one row'])
     recorder = fit(model, loader(batch), microbatch_size=1)
     assert relative_error(recorder.gradients, expected) < 1e-6
     handle.remove()
-    weight.register_hook(OTHERS['clamped'])
+    weight.register_hook(NOT_LINEAR['clamped'])
     with pytest.raises(RuntimeError, match='must be linear'):
         fit(model, loader(batch), microbatch_size=1)

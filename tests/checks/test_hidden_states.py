@@ -24,7 +24,7 @@ SHAPE = [(4, 2), (5, 3), (9, 7), (14, 11)]
 
 
 class FusedHead(ComposerModel):
-    """Returns hidden states, which are narrower than the vocabulary; its loss applies the head in two chunks."""
+    """Returns hidden states, which are narrower than the vocabulary. Its loss applies the head in two chunks."""
 
     def __init__(self, *, frozen_head: bool = False) -> None:
         super().__init__()
@@ -37,7 +37,8 @@ class FusedHead(ComposerModel):
         return torch.tanh(self.layer(self.embedding(batch['input_ids'])))
 
     def loss(self, outputs: torch.Tensor, batch: Any) -> torch.Tensor:
-        states, labels = outputs[:, :-1].flatten(0, 1), batch['labels'][:, 1:].flatten()
+        states = outputs[:, :-1].flatten(0, 1)
+        labels = batch['labels'][:, 1:].flatten()
         sums = []
         for state_chunk, label_chunk in zip(states.chunk(2), labels.chunk(2), strict=True):
             sums.append(F.cross_entropy(self.head(state_chunk), label_chunk, reduction='sum'))
@@ -50,8 +51,9 @@ class FusedHead(ComposerModel):
 @pytest.mark.parametrize('frozen_head', [False, True])
 @pytest.mark.parametrize('microbatch_size', [1, 2])
 def test_every_step_is_exact(frozen_head, microbatch_size):
-    """Labels of the second batch are larger than the hidden size, which is not the size of the vocabulary."""
-    first, second = collate(text_rows(SHAPE)), collate(text_rows(SHAPE[::-1]))
+    """Labels of the second batch are larger than the hidden size, which must not be taken for the vocabulary."""
+    first = collate(text_rows(SHAPE))
+    second = collate(text_rows(SHAPE[::-1]))
     is_label = first['labels'] != -100
     first['labels'][is_label] = first['labels'][is_label] % HIDDEN
     assert int(second['labels'].max()) >= HIDDEN

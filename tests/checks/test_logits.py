@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Weights, targets and the rest of a loss, read off its gradient by the logits, beside losses written out by hand."""
+"""Weights, targets and the residual of a loss, read off its gradient by the logits, compared with plain losses."""
 
 from __future__ import annotations
 
@@ -34,10 +34,13 @@ def chunk(request, monkeypatch):
 
 def written_out(logits, weights, shift=1):
     """The weighted sum of the tokens' losses, one position after the other."""
-    places = [(row, place) for row in range(3) for place in range(shift, 4) if int(LABELS[row, place]) != -100]
-    losses = [
-        -logits[row, p - shift].log_softmax(dim=-1)[LABELS[row, p]] * weights[row, p - shift] for row, p in places
-    ]
+    losses = []
+    for row in range(3):
+        for column in range(shift, 4):
+            label = int(LABELS[row, column])
+            if label != -100:
+                log_probabilities = logits[row, column - shift].log_softmax(dim=-1)
+                losses.append(-log_probabilities[label] * weights[row, column - shift])
     return torch.stack(losses).sum()
 
 
@@ -50,20 +53,21 @@ def gradient_of(function, dtype=torch.float32):
 def test_weights_and_targets_of_the_loss():
     logits, gradient = gradient_of(lambda z: written_out(z, WEIGHTS))
     targets = targets_of({'labels': LABELS}, 'causal')
-    found = measure(logits, gradient)
-    carried = (targets != -100) & (WEIGHTS > 0)
-    torch.testing.assert_close(found.weights[carried], WEIGHTS[carried])
-    assert not found.weights[~carried].any()
-    assert torch.equal(found.targets[carried], targets[carried])
-    assert found.residual < 1e-6
+    measured_tokens = measure(logits, gradient)
+    has_weight = (targets != -100) & (WEIGHTS > 0)
+    torch.testing.assert_close(measured_tokens.weights[has_weight], WEIGHTS[has_weight])
+    assert not measured_tokens.weights[~has_weight].any()
+    assert torch.equal(measured_tokens.targets[has_weight], targets[has_weight])
+    assert measured_tokens.residual < 1e-6
 
 
 def test_targets_of_negative_weights():
     logits, gradient = gradient_of(lambda z: written_out(z, -WEIGHTS))
-    found, targets = measure(logits, gradient), targets_of({'labels': LABELS}, 'causal')
-    carried = (targets != -100) & (WEIGHTS > 0)
-    assert torch.equal(found.targets[carried], targets[carried])
-    torch.testing.assert_close(found.weights[carried], -WEIGHTS[carried])
+    measured_tokens = measure(logits, gradient)
+    targets = targets_of({'labels': LABELS}, 'causal')
+    has_weight = (targets != -100) & (WEIGHTS > 0)
+    assert torch.equal(measured_tokens.targets[has_weight], targets[has_weight])
+    torch.testing.assert_close(measured_tokens.weights[has_weight], -WEIGHTS[has_weight])
 
 
 def test_residual_of_another_loss():
@@ -72,35 +76,34 @@ def test_residual_of_another_loss():
 
     logits, gradient = gradient_of(lambda z: written_out(z, WEIGHTS) + z_loss(z))
     _, added = gradient_of(z_loss)
-    found = measure(logits, gradient)
-    # What lies along the tokens' own gradients is taken for a part of their weights.
-    assert 0 < found.residual <= added.norm() / gradient.norm()
+    # The part along the gradient of a token is taken for a part of its weight, so the residual is smaller.
+    assert 0 < measure(logits, gradient).residual <= added.norm() / gradient.norm()
 
 
-def changes(logits, gradient, rule):
-    """How far each token is off, by its position."""
+def watched_deviations(logits, gradient, rule):
+    """Deviation of each token by its position, as the hook of a microbatch measures it."""
     record = MicrobatchRecord(batch={'labels': LABELS}, rows=count_rows({'labels': LABELS}, rule))
-    given = logits.requires_grad_() * 1
-    record.watch(given, WEIGHTS, 0.01, is_whole=False)
-    given.backward(gradient)
+    watched_logits = logits.requires_grad_() * 1
+    record.watch(watched_logits, WEIGHTS, 0.01, is_whole=False)
+    watched_logits.backward(gradient)
     assert record.count == record.counts.loss_tokens <= NUM_SAMPLED
     return dict(zip(record.positions.tolist(), record.deviations.tolist(), strict=True))
 
 
 @pytest.mark.parametrize(('rule', 'shift'), [('causal', 1), ('unshifted', 0)])
-def test_deviation_is_that_of_wrong_weights(rule, shift):
+def test_deviation_of_a_wrong_weight(rule, shift):
     targets = targets_of({'labels': LABELS}, rule)
     logits, gradient = gradient_of(lambda z: 0.01 * written_out(z, WEIGHTS, shift))
     assert deviations(0.01, logits, gradient, targets, WEIGHTS).max() < 1e-6
-    assert max(changes(logits, gradient, rule).values()) < 1e-6
-    wrong = WEIGHTS.clone()
-    wrong[2, 1] += 1
-    logits, gradient = gradient_of(lambda z: 0.01 * written_out(z, wrong, shift))
-    own = logits[2, 1].softmax(dim=-1) - F.one_hot(torch.tensor(1), logits.shape[-1])
-    found = changes(logits, gradient, rule)
-    assert set(found) == set((targets != -100).flatten().nonzero()[:, 0].tolist())
-    assert max(found, key=found.__getitem__) == 9
-    assert found[9] == pytest.approx(float(own.norm()), rel=1e-4)
+    assert max(watched_deviations(logits, gradient, rule).values()) < 1e-6
+    wrong_weights = WEIGHTS.clone()
+    wrong_weights[2, 1] += 1
+    logits, gradient = gradient_of(lambda z: 0.01 * written_out(z, wrong_weights, shift))
+    plain_gradient = logits[2, 1].softmax(dim=-1) - F.one_hot(torch.tensor(1), logits.shape[-1])
+    by_position = watched_deviations(logits, gradient, rule)
+    assert set(by_position) == set((targets != -100).flatten().nonzero()[:, 0].tolist())
+    assert max(by_position, key=by_position.get) == 9
+    assert by_position[9] == pytest.approx(float(plain_gradient.norm()), rel=1e-4)
     assert int(deviations(0.01, logits, gradient, targets, WEIGHTS).argmax()) == 9
 
 
@@ -122,23 +125,25 @@ def test_weights_of_a_large_vocabulary():
 
 def test_sketches_keep_sizes_of_differences():
     torch.manual_seed(0)
-    one, other = torch.randn(3, 4, 5000), torch.randn(3, 4, 5000)
-    whole = (one - other).norm()
-    assert (sketch(one) - sketch(other)).norm() == pytest.approx(float(whole), rel=0.1)
-    assert torch.equal(sketch(one[..., :9]), one[..., :9])
+    first = torch.randn(3, 4, 5000)
+    second = torch.randn(3, 4, 5000)
+    expected = float((first - second).norm())
+    assert (sketch(first) - sketch(second)).norm() == pytest.approx(expected, rel=0.1)
+    assert torch.equal(sketch(first[..., :9]), first[..., :9])
 
 
 @pytest.mark.parametrize('size', [32_000, pytest.param(262_143, marks=pytest.mark.slow)])
 def test_sketches_of_few_positions(size):
-    """Of three positions a CPU may sum a whole vocabulary in one go, which is 1e-5 off in float32."""
+    """For up to three positions a CPU may sum a vocabulary in one pass, with an error of 1e-5 in float32."""
     generator = torch.Generator().manual_seed(0)
     gradient = torch.randn(1, 24, size, generator=generator).softmax(dim=-1)
     gradient[0, torch.arange(24), torch.arange(24)] -= 1
-    together = sketch(gradient)
+    sketch_of_all = sketch(gradient)
     for start, count in ((0, 1), (1, 2), (3, 3), (6, 5)):
-        alone = sketch(gradient[:, start : start + count])
-        expected = together[:, start : start + count]
-        assert ((alone - expected).norm(dim=-1) / expected.norm(dim=-1)).max() < 1e-6
+        sketch_of_few = sketch(gradient[:, start : start + count])
+        expected = sketch_of_all[:, start : start + count]
+        relative_errors = (sketch_of_few - expected).norm(dim=-1) / expected.norm(dim=-1)
+        assert relative_errors.max() < 1e-6
 
 
 def test_token_losses_are_plain_cross_entropy():
@@ -156,9 +161,9 @@ def test_factors_on_the_gradient_are_weights():
     _, expected = gradient_of(lambda z: smoothed(z, WEIGHTS))
 
     def hooked(logits):
-        given = logits * 1
-        weigh_tokens(given, WEIGHTS)
-        return smoothed(given, torch.ones_like(WEIGHTS))
+        weighted_logits = logits * 1
+        weigh_tokens(weighted_logits, WEIGHTS)
+        return smoothed(weighted_logits, torch.ones_like(WEIGHTS))
 
-    _, found = gradient_of(hooked)
-    torch.testing.assert_close(found, expected)
+    _, gradient = gradient_of(hooked)
+    torch.testing.assert_close(gradient, expected)

@@ -1,11 +1,12 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What tokens weighed, as measured, against weights that are worked out by hand."""
+"""Measured weights of tokens, compared with weights that are computed by hand."""
 
 from __future__ import annotations
 
 import copy
+import math
 import weakref
 from types import SimpleNamespace
 
@@ -28,7 +29,7 @@ EQUAL = torch.full((sum(TARGETS),), 1 / sum(TARGETS))
 
 
 def shifted(model, batch=BATCH):
-    """Logits and the labels that they are held to, flat."""
+    """Logits and the labels that they predict, without the dimension of rows."""
     return model(batch['input_ids']).logits[:, :-1].flatten(0, 1), batch['labels'][:, 1:].flatten()
 
 
@@ -44,14 +45,15 @@ def fit(model, data, **options):
 
 def test_stock_composer_weights():
     report = fit(hugging_face(text_model()), stock(BATCH))
-    tokens = [sum(TARGETS[part]) for part in MICROBATCHES]
-    expected = [
-        torch.full((count,), (part.stop - part.start) / len(LENGTHS) / count)
-        for count, part in zip(tokens, MICROBATCHES, strict=True)
-    ]
+    expected = []
+    for rows in MICROBATCHES:
+        share_of_rows = (rows.stop - rows.start) / len(LENGTHS)
+        num_tokens = sum(TARGETS[rows])
+        expected.append(torch.full((num_tokens,), share_of_rows / num_tokens))
     torch.testing.assert_close(report.weights, expected, **FLOAT32)
     relative = torch.cat(report.weights) * sum(TARGETS)
-    assert (round(relative.min().item(), 2), round(relative.max().item(), 2)) == (0.62, 1.94)
+    assert relative.min().item() == pytest.approx(0.62, abs=0.005)
+    assert relative.max().item() == pytest.approx(1.94, abs=0.005)
     assert report.spread == pytest.approx(1.9375 / 0.62277, rel=1e-4)
     assert 'do NOT weigh the same, to 2e-05: largest over smallest weight 3.11' in str(report)
 
@@ -60,7 +62,7 @@ def test_stock_composer_weights():
 @pytest.mark.parametrize(
     'make', [stock, lambda batch: token_data_spec(loader(batch))], ids=['stock split', 'our split']
 )
-def test_algorithm_weighs_tokens_alike(make, dropout):
+def test_algorithm_gives_equal_weights(make, dropout):
     model = hugging_face(text_model(attention_dropout=dropout).train())
     report = fit(model, make(BATCH), algorithms=[TokenAccumulation()])
     torch.testing.assert_close(torch.cat(report.weights), EQUAL, **FLOAT32)
@@ -77,7 +79,8 @@ def test_square_root_weights():
 
 @pytest.mark.parametrize('signed', [False, True], ids=['positive', 'advantages'])
 def test_signed_weights_of_weighted_loss(signed):
-    model, generator = text_model(), torch.Generator().manual_seed(0)
+    model = text_model()
+    generator = torch.Generator().manual_seed(0)
     with measure_token_weights(model) as report:
         logits, labels = shifted(model)
         weights = torch.rand(len(labels), generator=generator) + 0.1
@@ -96,16 +99,18 @@ def test_measuring_changes_no_gradient():
     model.zero_grad()
     with measure_token_weights(model) as report:
         model(**BATCH).loss.backward()
-    assert all(torch.equal(p.grad, old) for p, old in zip(model.parameters(), expected, strict=True))
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(parameter.grad, gradient)
     assert [len(weights) for weights in report.weights] == [sum(TARGETS)]
 
 
 def test_label_with_one_rival():
-    """The entries of both are alike but for round-off: the wrong one gives a negative weight without a residual."""
+    """Both entries of the gradient are equal except for round-off. The wrong one would give a negative weight."""
     model = torch.nn.Embedding(4, 4, dtype=torch.bfloat16)
     with torch.no_grad():
         model.weight.copy_(torch.tensor([0.0, 0.85, -20.0, -20.0]))
-    ids, labels = torch.zeros(1, 3, dtype=torch.long), torch.tensor([0, 0, 1])
+    ids = torch.zeros(1, 3, dtype=torch.long)
+    labels = torch.tensor([0, 0, 1])
     with measure_token_weights(model) as report:
         F.cross_entropy(model(ids)[0].float(), labels, reduction='sum').backward()
     torch.testing.assert_close(report.weights, [torch.ones(3)], rtol=2e-2, atol=0)
@@ -115,7 +120,8 @@ def test_certain_tokens_are_left_out():
     model = torch.nn.Embedding(4, 4)
     with torch.no_grad():
         model.weight.copy_(torch.eye(4) * 12)
-    ids, labels = torch.tensor([[0, 1, 2, 3]]), torch.tensor([0, 1, 3, 0])
+    ids = torch.tensor([[0, 1, 2, 3]])
+    labels = torch.tensor([0, 1, 3, 0])
     with measure_token_weights(model) as report:
         F.cross_entropy(model(ids)[0], labels).backward()
     torch.testing.assert_close(report.weights, [torch.full((2,), 0.25)], **FLOAT32)
@@ -136,7 +142,9 @@ def test_other_loss_shows_as_residual(term, residual):
         logits, labels = shifted(model)
         (F.cross_entropy(logits, labels) + term(logits, labels)).backward()
     assert residual < report.residual < 0.2
-    assert [len(weights) for weights in report.weights] == [sum(TARGETS)], 'positions without a label are no tokens'
+    assert [len(weights) for weights in report.weights] == [sum(TARGETS)], (
+        'a position without a label counts as a token'
+    )
 
 
 def in_bfloat16(model, batch):
@@ -150,7 +158,7 @@ def in_autocast(model, batch):
 
 
 def by_accelerate(model, batch):
-    """Whose forward hands out a copy of the logits that the loss was computed of."""
+    """The forward returns a copy of the logits. The loss was computed of the logits themselves."""
     from accelerate.utils.operations import convert_outputs_to_fp32
 
     model.forward = convert_outputs_to_fp32(torch.autocast('cpu', torch.bfloat16)(model.forward))
@@ -168,26 +176,35 @@ def test_short_floats_up_to_round_off(run):
 
 
 class NextToken(torch.nn.Module):
-    """Returns logits and loss, as plain loops often have it."""
+    """Returns logits, or logits and loss, as models of plain loops often do."""
 
-    def __init__(self, bare):
+    def __init__(self, returns_loss):
         super().__init__()
-        self.module, self.head, self.bare = torch.nn.Embedding(64, 8), torch.nn.Linear(8, 64), bare
+        self.module = torch.nn.Embedding(64, 8)  # a name under which wrappers such as DDP have the whole model
+        self.head = torch.nn.Linear(8, 64)
+        self.returns_loss = returns_loss
 
     def forward(self, input_ids, attention_mask, labels):
         logits = self.head(self.module(input_ids))
-        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-        return logits if self.bare else (logits, loss)
+        if self.returns_loss:
+            return logits, next_token_loss(logits, labels)
+        return logits
 
 
-@pytest.mark.parametrize('bare', [False, True])
-def test_models_of_ones_own(bare):
-    model = NextToken(bare)
+def next_token_loss(logits, labels):
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+@pytest.mark.parametrize('returns_loss', [True, False])
+def test_plain_modules(returns_loss):
+    model = NextToken(returns_loss)
     with measure_token_weights(model) as report:
         outputs = model(**BATCH)
-        if bare:
-            outputs = None, F.cross_entropy(outputs[:, :-1].flatten(0, 1), BATCH['labels'][:, 1:].flatten())
-        outputs[1].backward()
+        if returns_loss:
+            _, loss = outputs
+        else:
+            loss = next_token_loss(outputs, BATCH['labels'])
+        loss.backward()
     torch.testing.assert_close(report.weights, [EQUAL], **FLOAT32)
 
 
@@ -214,7 +231,8 @@ def checkpointed(model):
 def test_wrapped_models_are_measured_once(wrap):
     model = wrap(text_model())
     with measure_token_weights(model) as report:
-        (model(BATCH) if wrap is hugging_face else model(**BATCH)).loss.backward()
+        outputs = model(BATCH) if wrap is hugging_face else model(**BATCH)
+        outputs.loss.backward()
     torch.testing.assert_close(report.weights, [EQUAL], **FLOAT32)
     assert 'had no gradient' not in str(report)
 
@@ -226,10 +244,8 @@ def test_two_forwards_and_evaluation():
         with torch.no_grad():
             model(**BATCH)
         model(**BATCH)
-    assert [round(weights.mean().item() * sum(TARGETS), 5) for weights in sorted(report.weights, key=torch.sum)] == [
-        0.5,
-        1,
-    ]
+    relative = sorted(weights.mean().item() * sum(TARGETS) for weights in report.weights)
+    assert relative == pytest.approx([0.5, 1.0], abs=1e-5)
     assert '1 of 3 forwards had no gradient at their logits' in str(report)
 
 
@@ -241,7 +257,7 @@ def test_nested_measurements_agree():
 
 
 class FusedLoss(torch.nn.Module):
-    """Makes a loss and no logits."""
+    """Returns a loss, but no logits."""
 
     def __init__(self):
         super().__init__()
@@ -252,7 +268,7 @@ class FusedLoss(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    ('make', 'run', 'said'),
+    ('make', 'run', 'reason'),
     [
         (text_model, lambda model: None, 'made no forward with gradients'),
         (text_model, lambda model: copy.deepcopy(model).eval(), 'made no forward with gradients'),
@@ -263,10 +279,10 @@ class FusedLoss(torch.nn.Module):
     ],
     ids=['no forward', 'a copy', 'no grad', 'no logits', 'no backward', 'detached'],
 )
-def test_nothing_measured_is_refused(make, run, said):
+def test_nothing_measured_is_refused(make, run, reason):
     model = make()
-    refused = pytest.raises(RuntimeError, match=rf'No token weight was measured of {type(model).__name__}: .*{said}')
-    with refused, measure_token_weights(model):
+    message = rf'No token weight was measured of {type(model).__name__}: .*{reason}'
+    with pytest.raises(RuntimeError, match=message), measure_token_weights(model):
         run(model)
     assert num_hooks(model) == 0
 
@@ -277,8 +293,13 @@ def num_hooks(model):
 
 def test_error_inside_removes_all_hooks():
     model = text_model()
+
+    def fail():
+        assert num_hooks(model) > 0
+        raise KeyError('inside')
+
     with pytest.raises(KeyError, match='inside'), measure_token_weights(model):
-        {'hooks': num_hooks(model) or pytest.fail('none')}['inside']
+        fail()
     assert num_hooks(model) == 0
 
 
@@ -297,12 +318,12 @@ def test_infinite_gradients_are_reported():
     with measure_token_weights(model) as report:
         (model(**BATCH).loss * torch.nan).backward()
         model(**BATCH).loss.backward()
-    assert report.spread != report.spread
-    assert report.residual != report.residual
+    assert math.isnan(report.spread)
+    assert math.isnan(report.residual)
     assert 'do NOT weigh the same' in str(report)
 
 
-def test_label_smoothing_keeps_weights_alike():
+def test_label_smoothing_keeps_weights_equal():
     model = text_model()
     with measure_token_weights(model) as report:
         logits, labels = shifted(model)
@@ -312,14 +333,14 @@ def test_label_smoothing_keeps_weights_alike():
 
 
 def test_fused_head_with_log_probabilities():
-    """As TRL's: no logits; what the loss does with a label's log-probability is the token's weight."""
+    """TRL's fused head returns no logits. The gradient by a label's log-probability is the weight of the token."""
 
     class FusedHead(FusedLoss):
         def forward(self, **batch):
             labels = batch['labels'][:, 1:]
             logits = self.llama.lm_head(self.llama.model(batch['input_ids'])[0])[:, :-1]
-            found = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
-            return SimpleNamespace(log_probs=found.masked_fill(labels == -100, 0), label_mask=labels != -100)
+            log_probs = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+            return SimpleNamespace(log_probs=log_probs.masked_fill(labels == -100, 0), label_mask=labels != -100)
 
     model = FusedHead()
     with measure_token_weights(model) as report:
@@ -341,14 +362,14 @@ def test_report_without_tokens():
     model = text_model()
     with measure_token_weights(model) as report:
         assert 'backward' in str(report)
-        assert report.spread != report.spread
+        assert math.isnan(report.spread)
         (model(**BATCH).loss * 0).backward()
     assert report.residual == 0
     assert [len(weights) for weights in report.weights] == [0]
 
 
 class Sentinel:
-    """Goes where its holder goes."""
+    """An object that is freed together with its holder."""
 
 
 def test_graph_is_freed_with_logits():
@@ -356,20 +377,22 @@ def test_graph_is_freed_with_logits():
     with measure_token_weights(model) as report:
         outputs = model(**BATCH)
         outputs.loss.backward()
-        outputs.logits.grad_fn.metadata['sentinel'] = sentinel = Sentinel()
-        sentinel = weakref.ref(sentinel)
-        assert sentinel() is not None
+        sentinel = Sentinel()
+        outputs.logits.grad_fn.metadata['sentinel'] = sentinel
+        reference = weakref.ref(sentinel)
+        del sentinel
+        assert reference() is not None
         del outputs
-        assert sentinel() is None
+        assert reference() is None
     assert len(report.weights) == 1
 
 
 @pytest.mark.slow
 def test_spread_over_two_ranks():
-    found = launch_json('tests/ranks/measured_weights.py', ranks=2)
-    # Rank 0 has rows of 4 + 8 targets, rank 1 of 2: each rank's own tokens weigh the same in a mean of means.
-    assert found['plain']['own'] == pytest.approx([1.0, 1.0], abs=1e-5)
-    assert found['plain']['spread'] == pytest.approx([6.0, 6.0], rel=1e-5)
-    assert found['ours']['spread'] == pytest.approx([1.0, 1.0], abs=1e-5)
-    assert all('on this rank' in text for text in found['plain']['printed'])
-    assert found['nothing on rank 1']['spread'] == pytest.approx([1.0, 1.0], abs=1e-5)
+    results = launch_json('tests/ranks/measured_weights.py', ranks=2)
+    # Rank 0 has rows of 4 and 8 targets, rank 1 has one of 2. In a mean of means the tokens of one rank weigh the same.
+    assert results['plain']['own'] == pytest.approx([1.0, 1.0], abs=1e-5)
+    assert results['plain']['spread'] == pytest.approx([6.0, 6.0], rel=1e-5)
+    assert results['ours']['spread'] == pytest.approx([1.0, 1.0], abs=1e-5)
+    assert all('on this rank' in text for text in results['plain']['printed'])
+    assert results['nothing on rank 1']['spread'] == pytest.approx([1.0, 1.0], abs=1e-5)

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What the probe finds out of a model by running it, without a Trainer."""
+"""The probe and the first-batch check of a model, without a Trainer."""
 
 from __future__ import annotations
 
@@ -52,12 +52,15 @@ def probe_of(loss, *, with_logits: bool = True, model=None):
 
     def forward(batch):
         logits = model(input_ids=batch['input_ids'], attention_mask=batch['attention_mask']).logits
-        return {'loss': loss(logits, batch), **({'logits': logits} if with_logits else {})}
+        outputs = {'loss': loss(logits, batch)}
+        if with_logits:
+            outputs['logits'] = logits
+        return outputs
 
     return Probe(forward, lambda outputs, batch: outputs['loss'], model)
 
 
-def telling_row():
+def row_for_rule():
     return rule_batch(None, text_row(12, 6))
 
 
@@ -68,11 +71,12 @@ def prove(loss, *, with_logits=True, loss_tokens='auto'):
         probe_of(loss, with_logits=with_logits),
         layout,
         dict,
+        cutter=None,
         loss_tokens=loss_tokens,
         check_loss=True,
         microbatch_size=4,
     )
-    check.prove(batch, None)
+    check.prove(batch)
     return check
 
 
@@ -82,7 +86,7 @@ def prove(loss, *, with_logits=True, loss_tokens='auto'):
     [(causal, 'causal'), (attended, 'causal_attended'), (unshifted, 'unshifted'), (smoothed, 'causal')],
 )
 def test_rule_is_where_the_gradient_is(loss, rule, with_logits):
-    assert find_loss_rule(probe_of(loss, with_logits=with_logits), telling_row()) == rule
+    assert find_loss_rule(probe_of(loss, with_logits=with_logits), row_for_rule()) == rule
 
 
 def with_squares(factor):
@@ -92,8 +96,8 @@ def with_squares(factor):
 @pytest.mark.parametrize(
     ('loss', 'message'),
     [
-        (lambda *given: causal(*given) * torch.nan, r"must be a number, got: nan \(sample 'first'\)"),
-        (lambda *given: causal(*given).detach(), r'a gradient at the positions \[\] for labels at \[0, '),
+        (lambda *args: causal(*args) * torch.nan, r"must be a number, got: nan \(sample 'first'\)"),
+        (lambda *args: causal(*args).detach(), r'a gradient at the positions \[\] for labels at \[0, '),
         (with_squares(100.0), 'no rule explains'),
         (truncated, r'no rule explains\. The model changes labels inside forward'),
     ],
@@ -101,11 +105,11 @@ def with_squares(factor):
 )
 def test_loss_without_a_rule(loss, message):
     with pytest.raises(RuntimeError, match=message):
-        find_loss_rule(probe_of(loss), {**telling_row(), 'sample_ids': ['first']})
+        find_loss_rule(probe_of(loss), {**row_for_rule(), 'sample_ids': ['first']})
 
 
 def test_little_gradient_elsewhere():
-    assert find_loss_rule(probe_of(with_squares(1.0)), telling_row()) == 'causal'
+    assert find_loss_rule(probe_of(with_squares(1.0)), row_for_rule()) == 'causal'
 
 
 def test_nearest_gradient_decides():
@@ -118,51 +122,53 @@ def test_nearest_gradient_decides():
         return {'loss': unshifted(logits, batch) + 1e-3 * states.square().mean(), 'logits': logits}
 
     probe = Probe(forward, lambda outputs, batch: outputs['loss'], model)
-    by_states, by_logits = probe.run(telling_row()).gradients['tokens']
+    by_states, by_logits = probe.run(row_for_rule()).gradients['tokens']
     assert bool((by_states.norm(dim=-1) > 0).all())
     assert not bool((by_logits.norm(dim=-1) > 0).all())
-    assert find_loss_rule(probe, telling_row()) == 'unshifted'
+    assert find_loss_rule(probe, row_for_rule()) == 'unshifted'
 
 
 @pytest.mark.parametrize('with_logits', [True, False])
 @pytest.mark.parametrize('loss', [over_all_positions, summed])
-def test_loss_that_is_no_mean(loss, with_logits):
+def test_loss_that_is_not_a_mean(loss, with_logits):
     with pytest.raises(RuntimeError, match=r'must be the mean over its loss-generating tokens, got: .* times as much'):
         prove(loss, with_logits=with_logits)
 
 
 @pytest.mark.parametrize('with_logits', [True, False])
-def test_wrong_rule_is_told_the_right(with_logits):
+def test_right_rule_is_named(with_logits):
     with pytest.raises(RuntimeError, match=r"Set `loss_tokens='unshifted'`"):
         prove(unshifted, with_logits=with_logits, loss_tokens='causal')
 
 
 @pytest.mark.parametrize(
-    ('loss', 'scale'), [(causal, 1.0), (lambda *given: 7 * causal(*given), 7.0), (smoothed, None), (attended, 1.0)]
+    ('loss', 'scale'), [(causal, 1.0), (lambda *args: 7 * causal(*args), 7.0), (smoothed, None), (attended, 1.0)]
 )
 def test_scale_of_tokens(loss, scale):
-    found = prove(loss).token_scale
-    assert found == (scale if scale is None else pytest.approx(scale, rel=1e-5))
+    token_scale = prove(loss).token_scale
+    if scale is None:
+        assert token_scale is None
+    else:
+        assert token_scale == pytest.approx(scale, rel=1e-5)
 
 
 def test_round_off_has_the_models_precision():
-    row, found = text_row(40, 30), []
-    for dtype in (torch.float32, torch.bfloat16):
+    row = text_row(40, 30)
+    for dtype, least, most in ((torch.float32, 1e-9, 1e-6), (torch.bfloat16, 1e-5, 1e-1)):
         probe = probe_of(causal, model=text_model().to(dtype))
         plain = probe.run(row).gradients['tokens'][-1]
-        moved = probe.run(row, rounded=True).gradients['tokens'][-1]
-        found.append(float((moved - plain).norm() / plain.norm()))
-    assert 1e-9 < found[0] < 1e-6
-    assert 1e-5 < found[1] < 1e-1
+        rounded = probe.run(row, rounded=True).gradients['tokens'][-1]
+        assert least < float((rounded - plain).norm() / plain.norm()) < most
 
 
 def test_float32_weights_are_probed_in_float32():
-    row, probe = text_row(40, 30), probe_of(causal)
+    row = text_row(40, 30)
+    probe = probe_of(causal)
     expected = probe.run(row)
     with torch.autocast('cpu', dtype=torch.bfloat16):
-        found = probe.run(row)
-    assert found.losses == expected.losses
-    assert found.gradient_eps == torch.finfo(torch.float32).eps
+        result = probe.run(row)
+    assert result.losses == expected.losses
+    assert result.gradient_eps == torch.finfo(torch.float32).eps
 
 
 def test_kernel_of_half_precision_only():
@@ -177,17 +183,18 @@ def test_kernel_of_half_precision_only():
     probe = Probe(
         forward, lambda outputs, batch: outputs['loss'], model, lambda: torch.autocast('cpu', dtype=torch.bfloat16)
     )
-    assert find_loss_rule(probe, telling_row()) == 'causal'
+    assert find_loss_rule(probe, row_for_rule()) == 'causal'
 
 
-def test_no_dropout_drops():
-    """That of attention is an argument of a kernel, and others call the function."""
+def test_dropout_is_switched_off():
+    """The dropout of attention is an argument of a kernel. Other dropout is a function that is called."""
 
     def loss(logits, batch):
         return causal(F.dropout(logits, 0.5, training=True), batch)
 
     model = text_model(attention_dropout=0.5).train()
-    probe, row = probe_of(loss, model=model), text_row(12, 6)
+    probe = probe_of(loss, model=model)
+    row = text_row(12, 6)
     expected = probe_of(causal, model=text_model()).run(row)
     assert probe.run(row).losses == pytest.approx(expected.losses, rel=1e-6)
     assert probe.is_training
@@ -198,13 +205,14 @@ def test_random_forward_is_probed_in_evaluation():
     model.model.norm.register_forward_hook(
         lambda module, args, output: output + torch.randn_like(output) * 0.1 if module.training else output
     )
-    probe, row = probe_of(causal, model=model), text_row(12, 6)
+    probe = probe_of(causal, model=model)
+    row = text_row(12, 6)
     assert probe.run(row).losses == probe.run(row).losses
     assert not probe.is_training
 
 
 class Positions(torch.nn.Module):
-    """Adds to states what grows with their column, times a weight that begins at 0."""
+    """Adds the number of its column to each state, times a weight that begins at 0."""
 
     def __init__(self, *shape):
         super().__init__()
@@ -212,7 +220,9 @@ class Positions(torch.nn.Module):
 
     def forward(self, states):
         columns = torch.arange(states.shape[1], dtype=states.dtype)[:, None]
-        return states + columns * self.scale.reshape(-1, states.shape[-1] if self.scale.numel() > 1 else 1).sum(dim=0)
+        num_scales = states.shape[-1] if self.scale.numel() > 1 else 1
+        scales = self.scale.reshape(-1, num_scales).sum(dim=0)
+        return states + columns * scales
 
 
 @pytest.mark.parametrize('shape', [(), (1,), (32,), (4, 32)])
@@ -222,21 +232,22 @@ def test_weights_of_0_hide_nothing(shape):
     row = text_row(12, 6)
     before = [parameter.clone() for parameter in model.parameters()]
     probe = probe_of(causal, model=model)
-    moved = {key: F.pad(value, (40, 0), value=-100 if key == 'labels' else 0) for key, value in row.items()}
-    assert model(**moved).loss.item() == pytest.approx(model(**row).loss.item(), rel=1e-5)
-    assert not probe.run(row).is_same_loss('tokens', probe.run(moved).losses['tokens'])
+    padded = {key: F.pad(value, (40, 0), value=-100 if key == 'labels' else 0) for key, value in row.items()}
+    assert model(**padded).loss.item() == pytest.approx(model(**row).loss.item(), rel=1e-5)
+    assert not probe.run(row).is_same_loss('tokens', probe.run(padded).losses['tokens'])
     assert all(map(torch.equal, model.parameters(), before))
 
 
 def test_layer_of_torchscript():
     model = text_model()
     model.model.embed_tokens = torch.nn.Sequential(model.model.embed_tokens, torch.jit.script(torch.nn.LayerNorm(32)))
-    assert find_loss_rule(probe_of(causal, model=model), telling_row()) == 'causal'
+    assert find_loss_rule(probe_of(causal, model=model), row_for_rule()) == 'causal'
 
 
 def test_failed_forward_leaves_weights_alone():
     model = text_model()
-    probe, names = probe_of(causal, model=model), [sorted(vars(module)) for module in model.modules()]
+    probe = probe_of(causal, model=model)
+    names = [sorted(vars(module)) for module in model.modules()]
     with pytest.raises(IndexError):
         probe.run({**text_row(12, 6), 'input_ids': torch.full((1, 12), 10**6)})
     assert [sorted(vars(module)) for module in model.modules()] == names
@@ -248,7 +259,8 @@ def test_probe_leaves_mode_alone():
     model.model.layers[0].eval()
     modes = [module.training for module in model.modules()]
     state = torch.get_rng_state()
-    probe, row = probe_of(causal, model=model), text_row(12, 6)
+    probe = probe_of(causal, model=model)
+    row = text_row(12, 6)
     assert probe.run(row).losses == probe.run(row).losses
     probe.run(row, rounded=True)
     assert [module.training for module in model.modules()] == modes

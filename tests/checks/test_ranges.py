@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Rows of a size that no look has covered: every step is exact, or refused before the optimizer moves."""
+"""Rows of a size that was not checked before: every step is exact, or refused before the optimizer moves."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TOP_K = 8
 
 
 def top_k_model(model_type: str, *, scales: bool) -> HuggingFaceModel:
-    """A tiny model that attends to at most 8 keys; ``scales``: with scales of Doge's keys that differ by head."""
+    """A tiny model that attends to at most 8 keys. With ``scales``, the scales of Doge's keys differ between heads."""
     torch.manual_seed(0)
     config = tiny_config(model_type)
     for name in ('index_topk', 'keep_window_size'):
@@ -45,7 +45,7 @@ def top_k_model(model_type: str, *, scales: bool) -> HuggingFaceModel:
 
 
 def growing_batches(side: str) -> list[dict[str, Any]]:
-    """Rows of at most 8 tokens, then of up to 40."""
+    """One batch with rows of at most 8 tokens, then two with rows of up to 40."""
     rng = random.Random(0)
     batches = []
     for step in range(3):
@@ -76,7 +76,7 @@ def test_width_that_changes_the_model(model_type, scales, side, options):
 
 @pytest.mark.parametrize('side', ['right', 'left'])
 def test_equal_keys_are_refused_at_once(side):
-    """Doge chooses between equal keys, in rows of other batches only by chance."""
+    """Doge chooses between equal keys. Most rows show that only by chance."""
     if 'doge' not in CONFIG_MAPPING:
         pytest.skip('this release of transformers does not have it')
     for scales in (False, True):
@@ -85,8 +85,8 @@ def test_equal_keys_are_refused_at_once(side):
         assert len(outcomes) <= 2
 
 
-class Summing(ComposerModel):
-    """A Llama whose embeddings get the mean of a row's memory or images added."""
+class AddsMemory(ComposerModel):
+    """A Llama that adds the sum of a row's memory to its embeddings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,17 +126,18 @@ def test_memory_as_wide_as_some_texts(widths):
     batches = []
     for step, width in enumerate(widths):
         batches.append(batch_with_memory([3, 5, width - 1, width - 3], width, seed=step))
-    outcomes = measure_steps(Summing(), batches, 2)
+    outcomes = measure_steps(AddsMemory(), batches, 2)
     assert [outcome.kind for outcome in outcomes] == ['exact'] * len(widths), [str(outcome) for outcome in outcomes]
 
 
-class SeeingImages(Summing):
-    """Each row sees the sum of its own images, which the batch counts."""
+class AddsImages(AddsMemory):
+    """Adds the sum of a row's images. The batch has the number of images of each row."""
 
     def added(self, batch: Any) -> torch.Tensor:
-        parts = batch['pixel_values'].split(list(batch['num_images'])) if 'pixel_values' in batch else []
-        sums = [part.sum(dim=0) for part in parts]
-        return torch.stack(sums) if sums else torch.zeros(len(batch['input_ids']), 32)
+        if 'pixel_values' not in batch:
+            return torch.zeros(len(batch['input_ids']), 32)
+        images_of_rows = batch['pixel_values'].split(list(batch['num_images']))
+        return torch.stack([images.sum(dim=0) for images in images_of_rows])
 
 
 def test_as_many_images_as_rows():
@@ -147,7 +148,7 @@ def test_as_many_images_as_rows():
         generator = torch.Generator().manual_seed(len(batches))
         pixels = torch.randn(sum(counts), 32, generator=generator)
         batches.append({**collate(rows), 'pixel_values': pixels, 'num_images': counts})
-    model = SeeingImages()
+    model = AddsImages()
     layout = BatchLayout(family=Family(name='of images', media={'image': Media()}))
     outcomes = measure_steps(model, batches, 1, layout=layout)
     assert [outcome.kind for outcome in outcomes] == ['exact'] * 3, [str(outcome) for outcome in outcomes]
@@ -175,7 +176,7 @@ def ranges_of_batch(lengths: list[int], packed_total: int = 0, **options: Any) -
         ([5, 10, 20], {'packed_total': 30}, ['packed rows']),
     ],
 )
-def test_rows_outside_of_what_was_proven(lengths, options, missing):
+def test_rows_outside_of_proven_ranges(lengths, options, missing):
     assert ranges_of_batch([5, 10, 20]).missing(ranges_of_batch(lengths, **options)) == missing
 
 
@@ -186,7 +187,7 @@ def test_packed_rows_outside_of_proven():
     assert proven.missing(ranges_of_batch([21, 21], packed_total=40)) == ['packed rows']
 
 
-def test_positions_make_another_kind_of_padding():
+def test_padding_with_positions_is_new():
     batch = text_batch([5, 20], side='left')
     with_positions = {**batch, 'position_ids': torch.arange(20).expand(2, 20)}
     layout = BatchLayout(family=TEXT)
@@ -196,7 +197,8 @@ def test_positions_make_another_kind_of_padding():
 
 
 def test_joined_ranges_cover_both():
-    first, second = ranges_of_batch([5, 20]), ranges_of_batch([3, 9, 10], side='left')
+    first = ranges_of_batch([5, 20])
+    second = ranges_of_batch([3, 9, 10], side='left')
     joined = first.joined(second)
     assert joined.missing(first) == joined.missing(second) == []
     assert first.missing(joined) == ['rows padded on the left']
@@ -205,11 +207,12 @@ def test_joined_ranges_cover_both():
 def test_random_lengths_are_seldom_outside():
     """A running maximum of n random numbers is exceeded about log(n) times."""
     rng = random.Random(0)
-    proven, num_looks = RowRanges(), 0
+    proven = RowRanges()
+    num_checks = 0
     for _ in range(200):
         lengths = [8 + int(rng.lognormvariate(5.0, 0.8)) for _ in range(32)]
         ranges = ranges_of_batch(lengths)
         if proven.missing(ranges):
-            num_looks += 1
+            num_checks += 1
             proven = proven.joined(ranges)
-    assert 5 <= num_looks <= 25
+    assert 5 <= num_checks <= 25

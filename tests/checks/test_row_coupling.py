@@ -35,8 +35,8 @@ def test_batch_norm_frozen_or_accepted():
 @pytest.mark.parametrize('unit', ['coupled_samples', 'microbatches'])
 def test_terms_that_couple_rows_refuse_regrouping(unit):
     model = hugging_face(text_model())
-    own = type(model).loss
-    model.loss = lambda outputs, batch: {'lm': own(model, outputs, batch), 'pairs': outputs['logits'].mean()}
+    loss = type(model).loss
+    model.loss = lambda outputs, batch: {'lm': loss(model, outputs, batch), 'pairs': outputs['logits'].mean()}
     algorithm = TokenAccumulation(loss_units={'lm': 'tokens', 'pairs': unit})
     with pytest.raises(RuntimeError, match=r"the terms \['pairs'\] of `loss_units`"):
         fit(model, collate(text_rows(SHAPE)), algorithms=[algorithm])

@@ -41,15 +41,17 @@ def test_one_token_with_padding(side):
 
 
 def test_rows_without_any_token_stay():
-    nothing = collate(text_rows([(1, 0), (1, 0)]))
-    nothing['attention_mask'][:] = 0
+    empty_rows = collate(text_rows([(1, 0), (1, 0)]))
+    empty_rows['attention_mask'][:] = 0
     longer = collate(text_rows(LONG))
-    batch = {key: torch.cat([nothing[key], value[:2, :1]]) for key, value in longer.items()}
+    batch = {key: torch.cat([empty_rows[key], value[:2, :1]]) for key, value in longer.items()}
     check_second_step(text_model(), batch, longer)
 
 
 def test_masked_models_with_one_token():
-    model, short, longer = masked_model('modernbert'), masked_batch([1]), masked_batch([4, 9, 5])
+    model = masked_model('modernbert')
+    short = masked_batch([1])
+    longer = masked_batch([4, 9, 5])
     assert bool((short['labels'] != -100).all())
     gradients = check_second_step(model, short, longer)
     assert relative_error(gradients, reference_gradients(model, short)[0]) < 1e-6

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What only a later step shows: the model's own loss stops being the mean over the tokens that were counted."""
+"""Faults that only a later step shows: the model's own loss is no longer the mean over its loss tokens."""
 
 from __future__ import annotations
 
@@ -23,23 +23,25 @@ from tests.support.training import fit, hugging_face, loader, reference_gradient
 
 EVEN = [(9, 4), (12, 4), (7, 4), (9, 4)]
 UNEVEN = [(4, 2), (14, 11), (9, 7), (5, 1)]
-NEW, NEW_IN_CHOSEN = 63, 62
-"""A token that rows of the tests do not have as a label."""
+NEW = 63
+"""A label that the rows of the other steps do not have."""
+NEW_IN_CHOSEN = 62
+"""The same, in a microbatch that is measured anyway."""
 
 
 def with_loss(function):
-    """A Llama whose loss is ``function(logits, labels)``; its logits are in the outputs."""
+    """A Llama whose loss is ``function(logits, labels)``. Its logits are in the outputs."""
     model = hugging_face(text_model())
     forward = model.model.forward
 
-    def own(input_ids=None, attention_mask=None, position_ids=None, labels=None):
+    def with_other_loss(input_ids=None, attention_mask=None, position_ids=None, labels=None):
         outputs = forward(
             input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
         )
         outputs['loss'] = function(outputs.logits, labels)
         return outputs
 
-    model.model.forward = own
+    model.model.forward = with_other_loss
     return model
 
 
@@ -55,7 +57,7 @@ def without_padding_id(logits, labels):
 
 
 class MaskAroundForward(Algorithm):
-    """Hides half of the labels from the model alone: neither before nor after the forward is anything to be seen."""
+    """Hides half of the labels, but only during the forward. Before and after it all labels are there."""
 
     def match(self, event, state):
         return event in (Event.BEFORE_FORWARD, Event.AFTER_FORWARD)
@@ -75,7 +77,9 @@ class MaskAroundForward(Algorithm):
 def test_loss_that_changes_later_is_refused(loss, labels_on_pads, microbatch_size):
     model = with_loss(loss)
     before = copy.deepcopy(model.state_dict())
-    first = collate(text_rows([(9, 4)] * 4)) if loss is without_padding_id else collate(text_rows(EVEN))
+    first = collate(text_rows(EVEN))
+    if loss is without_padding_id:
+        first = collate(text_rows([(9, 4)] * 4))
     later = collate(text_rows(UNEVEN), labels_on_pads=labels_on_pads)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with pytest.raises(RuntimeError, match=r'must (stay|be) the mean over its loss-generating tokens'):
@@ -101,12 +105,16 @@ def test_healthy_steps_are_not_refused():
 @pytest.mark.parametrize(('token_weights', 'later'), [('token', 1), ('sqrt', 2)])
 def test_microbatches_with_new_labels_are_measured(monkeypatch, token_weights, later):
     batches = [collate(text_rows(UNEVEN)) for _ in range(14)]
-    batches[8]['labels'][1, -2] = NEW_IN_CHOSEN  # of the first microbatch, which even steps choose
+    batches[8]['labels'][1, -2] = NEW_IN_CHOSEN  # in the first microbatch, which is measured in even steps
     batches[11]['labels'][1, -2] = NEW
-    measured, watch = [], MicrobatchRecord.watch
-    monkeypatch.setattr(
-        MicrobatchRecord, 'watch', lambda self, *given, **options: (measured.append(1), watch(self, *given, **options))
-    )
+    measured = []
+    watch = MicrobatchRecord.watch
+
+    def counted(self, *args, **options):
+        measured.append(self)
+        watch(self, *args, **options)
+
+    monkeypatch.setattr(MicrobatchRecord, 'watch', counted)
 
     class Steps(Callback):
         def batch_end(self, state, logger):
@@ -118,24 +126,26 @@ def test_microbatches_with_new_labels_are_measured(monkeypatch, token_weights, l
     assert steps == [2] + [later] * 10 + [2, later, later]
 
 
-KEPT = []
-"""Groups until the process ends: gloo's destructor may wait for ever for a thread that wants the interpreter's lock."""
+KEPT_GROUPS = []
+"""Process groups that are kept until the process ends. The destructor of gloo may wait without end for a thread that
+needs the lock of the interpreter."""
 
 
 @pytest.mark.parametrize('is_whole', [True, False])
 def test_tokens_of_a_sharded_vocabulary(is_whole, monkeypatch, tmp_path):
-    monkeypatch.setattr(step, 'NUM_SAMPLED', 100)  # every one, in the same order
-    if own_group := not dist.is_initialized():
+    monkeypatch.setattr(step, 'NUM_SAMPLED', 100)  # all tokens, in the same order
+    needs_group = not dist.is_initialized()
+    if needs_group:
         dist.init_process_group('gloo', init_method=f'file://{tmp_path}/ranks', rank=0, world_size=1)
-    whole = torch.randn(3, 5, 8), torch.randn(3, 5, 8)
-    shared = [distribute_tensor(one, init_device_mesh('cpu', (1,)), [Shard(2)]) for one in whole]
-    found = []
-    for logits, gradient in (whole, shared):
+    plain = [torch.randn(3, 5, 8), torch.randn(3, 5, 8)]
+    sharded = [distribute_tensor(tensor, init_device_mesh('cpu', (1,)), [Shard(2)]) for tensor in plain]
+    deviations = []
+    for logits, gradient in (plain, sharded):
         rows = [RowCounts(rule='causal', loss_tokens=4)] * 3
         record = MicrobatchRecord(batch={'labels': torch.arange(15).view(3, 5) % 8}, rows=rows)
-        record._measure(record.batch, logits, None, 0.1, is_whole, gradient)
-        found.append(record.deviations)
-    if own_group:
-        KEPT.append(dist.group.WORLD)
+        record._measure(gradient, batch=record.batch, logits=logits, weights=None, unit=0.1, is_whole=is_whole)
+        deviations.append(record.deviations)
+    if needs_group:
+        KEPT_GROUPS.append(dist.group.WORLD)
         dist.destroy_process_group()
-    torch.testing.assert_close(*found)
+    torch.testing.assert_close(*deviations)

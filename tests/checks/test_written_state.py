@@ -19,7 +19,7 @@ SHAPE = [(4, 2), (5, 3), (9, 7), (14, 11), (6, 1), (3, 2)]
 
 
 class RunningMean(torch.nn.Module):
-    """Takes the running mean of its inputs away, as a normalisation may."""
+    """Subtracts the running mean of its inputs, as a normalisation may."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class RunningMean(torch.nn.Module):
 
 
 class RunningData(RunningMean):
-    """Writes by ``.data``, which counts no write."""
+    """Writes into ``.data``, so torch does not count the write."""
 
     def forward(self, states):
         self.running.data.lerp_(states.detach().mean(dim=(0, 1)), 0.1)
@@ -40,7 +40,7 @@ class RunningData(RunningMean):
 
 
 class Codebook(torch.nn.Module):
-    """Has its state in a frozen parameter."""
+    """Keeps its state in a frozen parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,8 +64,8 @@ class WarmUp(torch.nn.Module):
         return states * min(1.0, self.count / 1000)
 
 
-class Settled(torch.nn.Module):
-    """A spectral norm whose vectors have converged: one more forward does not move them."""
+class ConvergedNorm(torch.nn.Module):
+    """A spectral norm whose vectors have converged, so that one more forward does not move them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Settled(torch.nn.Module):
 
 
 class Statistic(torch.nn.Module):
-    """Counts large entries, for a log; it is called before a module that depends on its own state too."""
+    """Counts positive entries, for a log. In some tests the next module depends on its own state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,10 +123,10 @@ def with_layers(*layers):
         (RunningData, 'running'),
         (Codebook, 'code'),
         (WarmUp, 'count'),
-        (Settled, r'parametrizations\.weight\.0\._[uv]'),
+        (ConvergedNorm, r'parametrizations\.weight\.0\._[uv]'),
     ],
 )
-def test_state_that_matters_is_refused(layer, name):
+def test_decisive_state_is_refused(layer, name):
     model = with_layers(Statistic(), layer())
     before = {key: value.clone() for key, value in model.named_parameters() if value.requires_grad}
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -170,7 +170,7 @@ def test_check_leaves_state_alone(largest_copy, monkeypatch):
     layer.load += 0.5
     batch = collate(text_rows([(9, 4)] * 3))
     fit(model, batch, microbatch_size=1)
-    # Only the forwards of training count, one for each of the microbatches of one row.
+    # Only the forwards of training count: one for each row.
     assert int(layer.number) == 3
     counts = (model.model.embed_tokens[0](batch['input_ids']) > 0).sum(dim=(0, 1))
     assert torch.equal(layer.load, counts + 0.5)

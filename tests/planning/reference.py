@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Slow, obvious versions of what the planner does, and the invariants of a plan."""
+"""Slow, obvious versions of the planner's functions, and checks of a plan."""
 
 from __future__ import annotations
 
@@ -42,21 +42,41 @@ def least_padded(lengths, max_tokens, price, order=None, images=None, max_images
     def best(start: int) -> dict[int, float]:
         if start == len(order):
             return {0: 0.0}
-        found: dict[int, float] = {}
+        least: dict[int, float] = {}
         for end in range(start + 1, len(order) + 1):
             rows = order[start:end]
             if not fits(lengths, images, rows, max_tokens, max_images):
                 break
-            here = len(rows) * price(max(lengths[row] for row in rows))
-            for count, rest in best(end).items():
-                found[count + 1] = min(found.get(count + 1, np.inf), here + rest)
-        return found
+            price_of_first = len(rows) * price(max(lengths[row] for row in rows))
+            for count, price_of_others in best(end).items():
+                total = price_of_first + price_of_others
+                least[count + 1] = min(least.get(count + 1, np.inf), total)
+        return least
 
     return best(0)
 
 
+def fits_alone(row, lengths, images, max_tokens, max_images) -> bool:
+    """Whether a row by itself breaks no cap."""
+    if lengths[row] > max_tokens:
+        return False
+    return max_images is None or images is None or images[row] <= max_images
+
+
+def partitions(rows):
+    """Yields all ways to divide rows into microbatches."""
+    if not rows:
+        yield []
+        return
+    first = rows[0]
+    for partition in partitions(rows[1:]):
+        yield [[first], *partition]
+        for k, block in enumerate(partition):
+            yield [*partition[:k], [first, *block], *partition[k + 1 :]]
+
+
 def check_cut(microbatches, lengths, max_tokens, images=None, max_images=None) -> None:
-    """Every row once, no cap broken."""
+    """Checks that every row is in one microbatch, and that no cap is broken."""
     images = images if images is not None else [0] * len(lengths)
     assert Counter(row for rows in microbatches for row in rows) == Counter(range(len(lengths)))
     for rows in microbatches:
@@ -64,30 +84,26 @@ def check_cut(microbatches, lengths, max_tokens, images=None, max_images=None) -
 
 
 def check_plan(plan: MicrobatchPlan, lengths, num_ranks, max_tokens, images=None, max_images=None) -> None:
-    """What holds for every plan, whatever the objective."""
-    pictures = images if images is not None else [0] * len(lengths)
+    """Checks a plan of either objective."""
     assert len(plan.ranks) == num_ranks
     assert all(len(rank) >= 1 for rank in plan.ranks), 'a rank without a microbatch'
     real = [microbatch for rank in plan.ranks for microbatch in rank if not microbatch.filled]
     check_cut([microbatch.indices for microbatch in real], lengths, max_tokens, images, max_images)
-    over = set(plan.stats.oversize)
+    oversize = {row for row in range(len(lengths)) if not fits_alone(row, lengths, images, max_tokens, max_images)}
+    assert set(plan.stats.oversize) == oversize
     for rank in plan.ranks:
         for microbatch in rank:
             longest = max(lengths[row] for row in microbatch.indices)
             assert microbatch.width >= longest
-            if not over.intersection(microbatch.indices):
+            if not oversize.intersection(microbatch.indices):
                 assert microbatch.num_tokens <= max_tokens
             assert not microbatch.filled or len(microbatch.indices) == 1
-    assert over == {
-        row
-        for row, length in enumerate(lengths)
-        if length > max_tokens or (max_images is not None and pictures[row] > max_images)
-    }
     assert plan.stats.filled == sum(microbatch.filled for rank in plan.ranks for microbatch in rank)
     assert 0.0 < plan.stats.share_of_bound <= 1.0 + 1e-9
 
 
-def check_columns(plan: MicrobatchPlan, images) -> None:
-    """What holds for 'fsdp' as well: as many microbatches on every rank, a column all with images or all without."""
-    for column in zip(*plan.ranks, strict=True):
-        assert len({any(images[row] for row in microbatch.indices) for microbatch in column}) == 1, column
+def check_slots(plan: MicrobatchPlan, images) -> None:
+    """Checks a plan for 'fsdp': equal counts on all ranks, and step slots only with images or only without."""
+    for slot in zip(*plan.ranks, strict=True):
+        has_images = {any(images[row] for row in microbatch.indices) for microbatch in slot}
+        assert len(has_images) == 1, slot

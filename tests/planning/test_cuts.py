@@ -20,7 +20,7 @@ from composer_tokacc.planning.cuts import (
     microbatch_costs,
     split_largest,
 )
-from tests.planning.reference import fits, least_padded, sorted_rows
+from tests.planning.reference import fits, least_padded, partitions, sorted_rows
 
 LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=12)
 SAMPLES = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 9)), min_size=1, max_size=14)
@@ -65,7 +65,7 @@ def test_cost_matches_exhaustive_search(samples, max_tokens, max_images, toleran
 
 @settings(max_examples=80, deadline=None)
 @given(LENGTHS, st.integers(1, 90), st.floats(0.0, 50.0))
-def test_priced_cut_is_the_least_of_all_counts(lengths, max_tokens, price):
+def test_priced_cut_beats_all_counts(lengths, max_tokens, price):
     rows = sorted_rows(lengths, max_tokens)
     truth = least_padded(sorted(lengths, reverse=True), max_tokens, _price)
     bounds = least_padded_cut(rows.row_costs, rows.reach, price)
@@ -74,19 +74,9 @@ def test_priced_cut_is_the_least_of_all_counts(lengths, max_tokens, price):
 
 
 def test_sorted_contiguous_cuts_beat_all_partitions():
-    """The claim on which the planner rests, by trying every partition of five rows."""
-    lengths, max_tokens = [9, 4, 7, 2, 5], 18
-
-    def partitions(rows):
-        if not rows:
-            yield []
-            return
-        first, rest = rows[0], rows[1:]
-        for partition in partitions(rest):
-            yield [[first], *partition]
-            for k, block in enumerate(partition):
-                yield [*partition[:k], [first, *block], *partition[k + 1 :]]
-
+    """The planner rests on this claim. Every partition of five rows is tried."""
+    lengths = [9, 4, 7, 2, 5]
+    max_tokens = 18
     best: dict[int, float] = {}
     for partition in partitions(list(range(5))):
         if all(fits(lengths, [0] * 5, block, max_tokens, None) for block in partition):
@@ -108,7 +98,7 @@ def test_filled_microbatches_are_the_fewest():
 
 
 def _least_costliest(rows, count) -> float:
-    """By exhaustive search."""
+    """Least cost of the costliest microbatch of any cut into at most `count`, by exhaustive search."""
 
     @functools.cache
     def best(start: int, left: int) -> float:
@@ -132,7 +122,7 @@ def _cost(rows, start, end) -> float:
     st.integers(1, 90),
     st.integers(0, 9),
 )
-@example([(1, 0), (4, 7), (5, 9)], 8, 0)  # the two rows that fill the cap are the limit itself, but for rounding
+@example([(1, 0), (4, 7), (5, 9)], 8, 0)  # two rows that fill the cap cost as much as the limit, except for rounding
 def test_costliest_microbatch_matches_exhaustive_search(samples, max_tokens, more):
     lengths, images = map(list, zip(*samples, strict=True))
     rows = sorted_rows(lengths, max_tokens, images, 25, cost=COST)
@@ -160,9 +150,12 @@ def test_largest_microbatch_is_split_first(lengths, count):
     start = [0, len(lengths) // 2, len(lengths)] if len(lengths) > 1 else [0, 1]
     expected = list(start)
     while len(expected) - 1 < min(count, len(lengths)):
-        pieces = [(a, b) for a, b in pairwise(expected) if b - a > 1]
-        a, b = max(pieces, key=lambda piece: ((piece[1] - piece[0]) * max(lengths[slice(*piece)]), -piece[0]))
-        expected = sorted([*expected, (a + b) // 2])
+        sizes = {}
+        for first, end in pairwise(expected):
+            if end - first > 1:
+                sizes[first, end] = (end - first) * lengths[first]
+        first, end = max(sizes, key=sizes.get)
+        expected = sorted([*expected, (first + end) // 2])
     assert split_largest(np.array(lengths, dtype=float), np.array(start), count).tolist() == expected
 
 

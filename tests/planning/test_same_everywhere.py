@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The same plan on every rank and in every process, whatever becomes of the cache of compiled code."""
+"""The same plan on every rank and in every process, also if the cache of compiled code is damaged or missing."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ print(type(getattr(cuts.least_padded_cut, '_cache', None)).__name__)
 
 
 def _run(script: str, root: Path = PACKAGE.parent, **environment: str) -> str:
-    """Output of a script in a process of its own, which imports the package found in `root`."""
+    """Output of a script in a new process, which imports the package in `root`."""
     inherited = {key: value for key, value in os.environ.items() if not key.startswith('NUMBA_')}
     environment = {**inherited, 'PYTHONPATH': str(root), **environment}
     done = subprocess.run([sys.executable, '-c', script], env=environment, cwd=root, capture_output=True, text=True)
@@ -51,11 +51,11 @@ def _run(script: str, root: Path = PACKAGE.parent, **environment: str) -> str:
 
 @pytest.mark.slow
 def test_hash_seed_and_compilation_change_nothing():
-    """Interpreted, an index out of bounds raises; compiled, it reads whatever lies there."""
+    """An index out of bounds raises in interpreted code. Compiled code would read other memory."""
     compiled = _run(PLANS, PYTHONHASHSEED='1')
     assert len(compiled) > 1000
     interpreted = _run(PLANS, PYTHONHASHSEED='2', NUMBA_DISABLE_JIT='1')
-    assert bool(compiled == interpreted), 'another plan'  # and no long comparison of the two
+    assert bool(compiled == interpreted), 'another plan'  # bool(), so that pytest does not print a long comparison
 
 
 @pytest.fixture
@@ -64,13 +64,14 @@ def installed(tmp_path) -> Path:
     shutil.copytree(
         PACKAGE / 'planning', tmp_path / 'composer_tokacc' / 'planning', ignore=shutil.ignore_patterns('__pycache__')
     )
+    shutil.copy(PACKAGE / 'refusals.py', tmp_path / 'composer_tokacc')
     (tmp_path / 'composer_tokacc' / '__init__.py').touch()
     return tmp_path
 
 
 @pytest.mark.slow
 def test_no_folder_can_be_written(installed):
-    """Neither that of the package nor the user's: files stand in their places, which stops root as well."""
+    """Neither the folder of the package nor the user's. Files stand in their places, which also stops root."""
     blocked = installed / 'blocked'
     blocked.touch()
     (installed / 'composer_tokacc' / 'planning' / '__pycache__').touch()
@@ -80,7 +81,7 @@ def test_no_folder_can_be_written(installed):
 
 @pytest.mark.slow
 def test_disk_is_full(installed):
-    """Files can be made, but not a byte written."""
+    """Files can be made, but nothing can be written into them."""
     full = 'import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))' + ONE_PLAN
     assert _run(full, installed, PYTHONDONTWRITEBYTECODE='1').startswith('[[0, 2], [1, 3, 4]] _ForgivingCache')
 

@@ -28,29 +28,38 @@ def names(batches):
     return [[int(name) for name in batch['sample_ids']] for batch in batches]
 
 
-def test_one_rank_cuts_what_it_reads_and_the_split_hands_the_microbatches_on():
+def test_one_rank_cuts_its_own_samples():
     loader = build(max_tokens=LONGEST)
     spec = token_data_spec(loader, slot_tokens=LONGEST)
     batches = list(loader)
-    assert [sorted(batch) for batch in names(batches)] == [list(range(k, min(k + 8, 20))) for k in (0, 8, 16)]
+    assert [sorted(batch) for batch in names(batches)] == [
+        list(range(8)),
+        list(range(8, 16)),
+        list(range(16, 20)),
+    ]
     for batch in batches:
-        planned = [microbatch['sample_ids'] for microbatch in batch.microbatches]
-        assert len(planned) > 1
-        assert [one['input_ids'].shape[1] for one in batch.microbatches] == [
-            max(loader.dataset.lengths[int(name)] for name in names) for names in planned
-        ]
-        assert [part['sample_ids'] for part in spec.split_batch(spec.batch_transforms(batch), 1)] == planned
+        assert len(batch.microbatches) > 1
+        for microbatch, samples in zip(batch.microbatches, names(batch.microbatches), strict=True):
+            assert microbatch['input_ids'].shape[1] == loader.dataset.lengths[samples].max()
+        split = spec.split_batch(spec.batch_transforms(batch), 1)
+        assert names(split) == names(batch.microbatches)
     assert len(loader) == 3
     assert loader.batch_size == 8
 
 
-def test_patches_tell_what_a_sample_costs_in_the_tower(monkeypatch):
-    seen = []
-    plan = exchange.plan_batch
-    monkeypatch.setattr(exchange, 'plan_batch', lambda rows, num_ranks: seen.append(rows) or plan(rows, num_ranks))
+def test_patches_decide_the_encoder_cost(monkeypatch):
+    planned = []
+    plan_batch = exchange.plan_batch
+
+    def recorded(rows, num_ranks):
+        planned.append(rows)
+        return plan_batch(rows, num_ranks)
+
+    monkeypatch.setattr(exchange, 'plan_batch', recorded)
     cost = CostModel(vision_per_image=2.0, vision_per_patch=0.5)
     list(build(8, cost=cost, patches=lambda sample: 10 * sample['input_ids'].shape[1]))
-    assert seen[-1].vision_cost.tolist() == [2.0 + 5.0 * length for length in seen[-1].lengths]
+    (rows,) = planned
+    assert rows.vision_cost.tolist() == [2.0 + 5.0 * length for length in rows.lengths]
 
 
 @pytest.mark.parametrize('num_workers', [0, 2])
@@ -61,18 +70,21 @@ def test_iterating_takes_no_random_numbers(num_workers):
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_many_samples_from_workers_need_few_files():
+def test_workers_need_few_files():
     loader = build(600, batch_size=100, num_workers=2)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir('/proc/self/fd')) + 60, hard))
+    num_open = len(os.listdir('/proc/self/fd'))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (num_open + 60, hard))
     try:
-        found = names(loader)
+        batches = names(loader)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert [sorted(batch) for batch in found] == [list(range(k, k + 100)) for k in range(0, 600, 100)]
+    for number, batch in enumerate(batches):
+        assert sorted(batch) == list(range(100 * number, 100 * number + 100))
+    assert len(batches) == 6
 
 
-def test_state_is_that_of_the_dataset_in_samples_of_all_ranks():
+def test_state_counts_samples_of_all_ranks():
     class Resumable(LengthDataset):
         loaded = None
 
@@ -86,9 +98,9 @@ def test_state_is_that_of_the_dataset_in_samples_of_all_ranks():
         Resumable(20), batch_size=8, collate_fn=collate_samples, max_tokens=2 * LONGEST, num_workers=1
     )
     iterator = iter(loader)
-    for seen in (8, 16, 20):
+    for num_samples in (8, 16, 20):
         next(iterator)
-        assert loader.state_dict() == {'num_samples': seen, 'from_beginning': False}
+        assert loader.state_dict() == {'num_samples': num_samples, 'from_beginning': False}
     loader.load_state_dict({'a': 1})
     assert loader.dataset.loaded == {'a': 1}
     assert build().state_dict() is None
@@ -103,16 +115,7 @@ def test_batch_size_is_needed():
 @pytest.mark.parametrize('ranks', [2, 4])
 def test_ranks_exchange_what_they_read(ranks):
     results = launch_json('tests/ranks/exchange.py', ranks=ranks)
-    counts = READ[ranks]
-    starts = [sum(counts[:rank]) for rank in range(ranks)]
-    read = [
-        [
-            index
-            for start, count in zip(starts, counts, strict=True)
-            for index in range(start + step * BATCH, start + min((step + 1) * BATCH, count))
-        ]
-        for step in range(-(-max(counts) // BATCH))
-    ]
+    read = samples_of_steps(READ[ranks])
     check_steps(results['uneven'], read)
     computed = [name for rank in results['uneven'][0] for name in rank['names']]
     assert computed != read[0], 'samples should move between ranks'
@@ -140,12 +143,24 @@ def test_ranks_exchange_what_they_read(ranks):
             assert case['num_samples'] == len(indices)
 
 
+def samples_of_steps(counts):
+    """Samples that all ranks read in each step. They are numbered rank by rank. `counts` are the samples of each."""
+    num_steps = -(-max(counts) // BATCH)
+    steps = [[] for _ in range(num_steps)]
+    first_of_rank = 0
+    for count in counts:
+        for number in range(count):
+            steps[number // BATCH].append(first_of_rank + number)
+        first_of_rank += count
+    return steps
+
+
 def check_steps(steps, expected):
-    """Each step holds what was read for it, once; every rank computes something, and samples arrive whole."""
+    """Each sample that was read is computed once and complete, and every rank computes something."""
     assert len(steps) == len(expected)
     for step, read in zip(steps, expected, strict=True):
         computed = [name for rank in step if rank['num_samples'] for name in rank['names']]
         assert sorted(computed) == sorted(read)
         assert all(rank['whole'] and rank['names'] for rank in step)
-        fillers = [rank for rank in step if not rank['num_samples']]
-        assert len(fillers) == max(len(step) - len(read), 0)
+        ranks_with_copies = [rank for rank in step if not rank['num_samples']]
+        assert len(ranks_with_copies) == max(len(step) - len(read), 0)

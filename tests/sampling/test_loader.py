@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The loader by itself, and resumption of real runs at every batch: bitwise equal, and nothing read twice."""
+"""The loader by itself, and real runs that are resumed at every batch: bitwise equal, and nothing is read twice."""
 
 from __future__ import annotations
 
@@ -42,31 +42,33 @@ def samples(batches):
 
 
 @pytest.mark.parametrize('num_workers', [0, 2])
-def test_every_planned_microbatch_is_collated_by_itself(num_workers):
+def test_planned_microbatches_are_collated_separately(num_workers):
     loader = build(num_workers=num_workers)
-    planned = list(loader.batch_sampler)
+    assignments = list(loader.batch_sampler)
     batches = list(loader)
-    assert samples(batches) == list(map(list, planned))
-    for batch, share in zip(batches, planned, strict=True):
-        assert batch.indices == share.microbatches
-        assert [list(map(int, one['sample_ids'])) for one in batch.microbatches] == share.microbatches
+    assert samples(batches) == list(map(list, assignments))
+    for batch, assignment in zip(batches, assignments, strict=True):
+        assert batch.indices == assignment.microbatches
+        assert samples(batch.microbatches) == assignment.microbatches
         for microbatch in batch.microbatches:
-            alone = collate_samples([loader.dataset[int(name)] for name in microbatch['sample_ids']])
-            assert microbatch.keys() == alone.keys()
+            expected = collate_samples([loader.dataset[int(name)] for name in microbatch['sample_ids']])
+            assert microbatch.keys() == expected.keys()
             for key in ('input_ids', 'attention_mask', 'labels'):
-                assert torch.equal(microbatch[key], alone[key]), 'as wide as its longest row'
+                assert torch.equal(microbatch[key], expected[key]), 'as wide as its longest row'
     assert len(loader) == len(batches) == 4
     assert loader.batch_size == 4
 
 
-def test_split_makes_the_microbatches_that_were_planned():
+def test_split_makes_the_planned_microbatches():
     loader = build(ranks=1, rank=0)
     spec = token_data_spec(loader, slot_tokens=LONGEST)
     for step, batch in enumerate(loader):
-        names = [microbatch['sample_ids'] for microbatch in spec.split_batch(spec.batch_transforms(batch), 2)]
+        microbatches = spec.split_batch(spec.batch_transforms(batch), 2)
         window = loader.batch_sampler.window(step)
-        plan = loader.batch_sampler.plan(step).ranks[0]
-        assert names == [[str(window[index]) for index in microbatch.indices] for microbatch in plan]
+        planned = []
+        for microbatch in loader.batch_sampler.plan(step).ranks[0]:
+            planned.append([window[index] for index in microbatch.indices])
+        assert samples(microbatches) == planned
 
 
 def test_plain_loaders_do_without_the_plan():
@@ -75,7 +77,7 @@ def test_plain_loaders_do_without_the_plan():
     assert samples(plain) == samples(loader)
 
 
-def test_dataset_that_reads_many_at_once_is_asked_once_a_batch():
+def test_batched_reads_happen_once_a_batch():
     class Reader(LengthDataset):
         calls = 0
 
@@ -97,7 +99,7 @@ def test_iterating_takes_no_random_numbers(num_workers):
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_worker_seeds_differ_between_ranks_and_epochs_but_not_between_runs():
+def test_worker_seeds_depend_on_rank_and_epoch():
     class Seeds(LengthDataset):
         def __getitem__(self, index):
             return {'seed': str(torch.initial_seed())}
@@ -113,12 +115,12 @@ def test_worker_seeds_differ_between_ranks_and_epochs_but_not_between_runs():
 
 
 @pytest.mark.parametrize('num_workers', [0, 2])
-def test_skipped_batches_are_counted_but_not_read(num_workers):
+def test_skipped_batches_are_not_read(num_workers):
     loader = build(num_workers=num_workers, persistent_workers=num_workers > 0)
-    whole = {}
+    samples_of_epochs = {}
     for epoch in range(3):
         loader.batch_sampler.set_epoch(epoch)
-        whole[epoch] = samples(loader)
+        samples_of_epochs[epoch] = samples(loader)
     dataset = loader.dataset.dataset
     dataset.read.clear()
     loader.skip_to(1, 2)
@@ -126,16 +128,16 @@ def test_skipped_batches_are_counted_but_not_read(num_workers):
         loader.batch_sampler.set_epoch(epoch)
         batches = list(loader)
         assert [isinstance(batch, SkippedBatch) for batch in batches] == [k < num_skipped for k in range(4)]
-        assert samples(batches[num_skipped:]) == whole[epoch][num_skipped:]
+        assert samples(batches[num_skipped:]) == samples_of_epochs[epoch][num_skipped:]
     if num_workers == 0:
-        expected = whole[1][2:] + whole[1] + whole[2]
+        expected = samples_of_epochs[1][2:] + samples_of_epochs[1] + samples_of_epochs[2]
         assert dataset.read == [index for batch in expected for index in batch]
 
 
 @pytest.mark.parametrize('num_workers', [0, 2])
 @pytest.mark.parametrize('position', range(5))
-def test_state_is_that_of_the_batch_yielded_last(position, num_workers):
-    whole = samples(build())
+def test_state_follows_the_last_yielded_batch(position, num_workers):
+    epoch = samples(build())
     loader = build(num_workers=num_workers)
     iterator = iter(loader)
     for _ in range(position):
@@ -145,7 +147,7 @@ def test_state_is_that_of_the_batch_yielded_last(position, num_workers):
     resumed = build()
     resumed.load_state_dict(state)
     assert resumed.state_dict() == state
-    assert samples(resumed) == whole[position:]
+    assert samples(resumed) == epoch[position:]
     resumed.batch_sampler.set_epoch(1)
     assert resumed.state_dict()['batch'] == 0
     assert len(samples(resumed)) == 4
@@ -168,7 +170,7 @@ def test_other_samplers_are_refused():
         RegroupingDataLoader(LengthDataset(4), batch_sampler=[[0, 1]])
 
 
-def test_composer_takes_the_batch_size_for_the_microbatch_size():
+def test_composer_reads_the_batch_size():
     trainer = Trainer(
         model=hugging_face(text_model()),
         train_dataloader=token_data_spec(build(ranks=1, rank=0)),
@@ -187,35 +189,40 @@ def runs(*arguments, ranks):
 
 
 def num_reads(first, last=NUM_STEPS):
-    """Samples of the steps from `first` on: 44 an epoch, the last step of each has four."""
-    return sum(4 if step % STEPS_PER_EPOCH == STEPS_PER_EPOCH - 1 else 8 for step in range(first, last))
+    """Samples of the steps from `first` on. An epoch has 44 samples: five steps of eight, and one of four."""
+    num_samples = 0
+    for step in range(first, last):
+        is_end_of_epoch = step % STEPS_PER_EPOCH == STEPS_PER_EPOCH - 1
+        num_samples += 4 if is_end_of_epoch else 8
+    return num_samples
 
 
 def num_witness_reads(ranks):
-    """Samples that ranks read to compare their datasets: each reads two of them twice, once in a run."""
+    """Samples that ranks read once in a run to compare their datasets. Each rank reads two samples twice."""
     return 4 * ranks
 
 
 @pytest.mark.slow
-def test_resumed_runs_are_bitwise_equal_and_read_what_remains(tmp_path):
+def test_resumed_runs_are_bitwise_equal(tmp_path):
     unbroken = {'folder': str(tmp_path), 'durations': [f'{NUM_STEPS}ba']}
     points = range(1, NUM_STEPS)
     resumed = [{'load_path': f'{tmp_path}/ba{step}.pt', 'durations': [f'{NUM_STEPS}ba']} for step in points]
     reading = {'load_path': f'{tmp_path}/ba8.pt', 'durations': [f'{NUM_STEPS}ba'], 'skip': False}
-    first, *others = runs(unbroken, *resumed, reading, ranks=2)
+    unbroken_result, *resumed_results, reading_result = runs(unbroken, *resumed, reading, ranks=2)
     more = num_witness_reads(2)
-    assert first['reads'] == num_reads(0) + more
-    assert len({step['parameters'] for step in first['steps'].values()}) == NUM_STEPS, 'nothing was learnt'
-    for step, other in zip(points, others[:-1], strict=True):
-        assert other['steps'] == {str(k): first['steps'][str(k)] for k in range(step, NUM_STEPS)}, step
-        assert other['reads'] == num_reads(step) + more, step
-    # Composer's own way, to see what is saved: one batch of epoch 0, and all batches of epoch 1.
-    assert others[-1]['steps'] == others[list(points).index(8)]['steps']
-    assert others[-1]['reads'] == 8 + num_reads(STEPS_PER_EPOCH) + more
+    steps = unbroken_result['steps']
+    assert unbroken_result['reads'] == num_reads(0) + more
+    assert len({step['parameters'] for step in steps.values()}) == NUM_STEPS, 'nothing was learnt'
+    for first_step, result in zip(points, resumed_results, strict=True):
+        assert result['steps'] == {str(step): steps[str(step)] for step in range(first_step, NUM_STEPS)}, first_step
+        assert result['reads'] == num_reads(first_step) + more, first_step
+    # Without SkipReadBatches Composer reads one batch of epoch 0, and all batches of epoch 1.
+    assert reading_result['steps'] == {str(step): steps[str(step)] for step in range(8, NUM_STEPS)}
+    assert reading_result['reads'] == 8 + num_reads(STEPS_PER_EPOCH) + more
 
 
 @pytest.mark.slow
-def test_a_second_fit_goes_on_where_the_first_one_stopped(tmp_path):
+def test_second_fit_continues_the_first_one(tmp_path):
     first, resumed, workers = runs(
         {'folder': str(tmp_path), 'durations': ['2ba', '2ba', '5ba']},
         {'load_path': f'{tmp_path}/ba3.pt', 'durations': ['4ba', '3ba', '2ba']},
@@ -224,52 +231,53 @@ def test_a_second_fit_goes_on_where_the_first_one_stopped(tmp_path):
     )
     assert [len(run['steps']) for run in (first, resumed, workers)] == [9, 6, 9]
     for run in (resumed, workers):
-        for step, seen in run['steps'].items():
-            assert seen['samples'] == first['steps'][step]['samples']
+        for number, step in run['steps'].items():
+            assert step['samples'] == first['steps'][number]['samples']
     # The ranks compare their datasets at the start of each fit that begins in the first epoch.
     assert first['reads'] == num_reads(0, 9) + 3 * num_witness_reads(2)
     assert resumed['reads'] == num_reads(3, 9) + 2 * num_witness_reads(2)
 
 
-# Of the session, as tests of other files lie between those of two and of four ranks.
+# It is kept for the session, because tests of other files run between the tests on two and on four ranks.
 @pytest.fixture(scope='session')
 def eight_steps(tmp_path_factory):
-    """Of two ranks: the folder of their checkpoints, and what they saw."""
+    """Eight steps on two ranks: the folder of the checkpoints, and the result of the run."""
     folder = tmp_path_factory.mktemp('eight_steps')
     return folder, runs({'durations': ['8ba'], 'random': False, 'folder': str(folder)}, ranks=2)[0]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(('ranks', 'stock'), [(2, True), (4, False)])
-def test_other_numbers_of_ranks_and_the_stock_sampler_go_on_with_the_same_steps(ranks, stock, eight_steps):
+def test_other_ranks_and_samplers_continue(ranks, stock, eight_steps):
     folder, unbroken = eight_steps
     again = {'durations': ['8ba'], 'random': False, 'load_path': f'{folder}/ba4.pt', 'stock': stock}
-    (other,) = runs(again, ranks=ranks)
-    assert sorted(map(int, other['steps'])) == list(range(4, 8))
-    for step, seen in other['steps'].items():
-        expected = unbroken['steps'][step]
-        assert seen['samples'] == expected['samples'], step
-        assert seen['norm'] == pytest.approx(expected['norm'], rel=1e-4), step
-    assert other['reads'] == (num_reads(0, 8) if stock else num_reads(4, 8) + num_witness_reads(ranks))
+    (resumed,) = runs(again, ranks=ranks)
+    assert sorted(map(int, resumed['steps'])) == list(range(4, 8))
+    for number, step in resumed['steps'].items():
+        expected = unbroken['steps'][number]
+        assert step['samples'] == expected['samples'], number
+        assert step['norm'] == pytest.approx(expected['norm'], rel=1e-4), number
+    assert resumed['reads'] == (num_reads(0, 8) if stock else num_reads(4, 8) + num_witness_reads(ranks))
 
 
-def test_rank_without_a_sample_gets_a_row_without_weight():
-    # 25 samples in global batches of 8 leave one for two ranks; which of them computes it the plan says.
-    found = []
+def test_rank_without_samples_gets_a_copy():
+    # 25 samples in global batches of 8 leave one sample for two ranks. The plan decides which rank computes it.
+    counts = []
     for rank in range(2):
         loader = build(25, rank=rank)
         last = list(loader)[-1]
-        copied = num_samples(last) == 0
         assert samples([last]) == [loader.batch_sampler.window(3)]
+        count = num_samples(last)
         num_tokens = sum(row.loss_tokens for row in rows_of(with_counts(last)))
-        assert (num_tokens == 0) == copied
-        found.append((copied, token_data_spec([last]).get_num_samples_in_batch(last)))
-    assert sorted(found) == [(False, 1), (True, 0)]
+        assert (num_tokens > 0) == (count > 0)
+        assert token_data_spec([last]).get_num_samples_in_batch(last) == count
+        counts.append(count)
+    assert sorted(counts) == [0, 1]
 
 
 @pytest.mark.slow
-def test_last_step_of_an_epoch_on_two_ranks():
-    # With torch's repetition one and two ranks trained other last steps, and odd numbers of samples were one too high.
+def test_last_steps_on_two_ranks():
+    # With torch's repeated samples, two ranks had another last step than one rank, and counted more samples.
     results = launch_json('tests/ranks/last_steps.py', ranks=2)
     assert len(results) == 4 * len(CASES)
     for name, run in results.items():

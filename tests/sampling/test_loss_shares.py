@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Shares of every step's loss by weights, held to a plain count and to plain autograd."""
+"""Token weights for shares of every step, compared with a plain count and with plain autograd."""
 
 from __future__ import annotations
 
@@ -26,16 +26,20 @@ SHARES = (0.15, 0.25, 0.6)
 
 def test_weights_add_up_to_shares():
     rng = np.random.default_rng(0)
-    sizes, tokens = [30, 200, 7], rng.integers(0, 90, 237)
-    shares, owners = LossShares(sizes, SHARES, tokens), np.repeat([0, 1, 2], sizes)
+    sizes = [30, 200, 7]
+    tokens = rng.integers(0, 90, 237)
+    shares = LossShares(sizes, SHARES, tokens)
+    datasets = np.repeat([0, 1, 2], sizes)
     for _ in range(50):
         window = np.concatenate([rng.integers(0, 237, 40), [2, 60, 232]])
         weights = shares.weights(window)
-        total = sum(weight * tokens[sample] for weight, sample in zip(weights, window, strict=True))
+        weight_of_dataset = [0.0, 0.0, 0.0]
+        for weight, sample in zip(weights, window, strict=True):
+            weight_of_dataset[datasets[sample]] += weight * tokens[sample]
+        total = sum(weight_of_dataset)
         assert total == pytest.approx(tokens[window].sum(), rel=1e-12)
-        for number, share in enumerate(SHARES):
-            own = sum(w * tokens[k] for w, k in zip(weights, window, strict=True) if owners[k] == number)
-            assert own / total == pytest.approx(share, rel=1e-12)
+        for weight, share in zip(weight_of_dataset, SHARES, strict=True):
+            assert weight / total == pytest.approx(share, rel=1e-12)
 
 
 def test_dataset_without_tokens_in_a_step(caplog):
@@ -47,16 +51,16 @@ def test_dataset_without_tokens_in_a_step(caplog):
 
 
 @pytest.mark.parametrize(
-    ('wrong', 'message'),
+    ('shares', 'message'),
     [
         ((0.5, 0.6), 'be positive, one for each dataset, and add up to 1'),
         ((1.0,), r'have one entry .* shape \(1,\) for 2'),
         ((1.2, -0.2), 'be finite and at least 0, got: -0.2 at sample 1'),
     ],
 )
-def test_shares_that_are_none_are_refused(wrong, message):
+def test_bad_loss_shares_are_refused(shares, message):
     with pytest.raises(ValueError, match=f'`shares` must {message}'):
-        LossShares([2, 2], wrong, [1, 1, 1, 1])
+        LossShares([2, 2], shares, [1, 1, 1, 1])
 
 
 class Named(LengthDataset):
@@ -78,8 +82,8 @@ def collate_named(samples):
 def test_gradient_of_the_shared_means(packing):
     dataset = ConcatDataset([Named('a', 20), Named('b', 12, seed=1), Named('c', 8, seed=2)])
     samples = [dataset[index] for index in range(40)]
-    tokens = [int((one['labels'][:, 1:] != -100).sum()) for one in samples]
-    lengths = [one['input_ids'].shape[1] for one in samples]
+    tokens = [int((sample['labels'][:, 1:] != -100).sum()) for sample in samples]
+    lengths = [sample['input_ids'].shape[1] for sample in samples]
     sampler = RegroupingBatchSampler(
         dataset,
         lengths=lengths,
@@ -101,7 +105,10 @@ def test_gradient_of_the_shared_means(packing):
                 losses.append(torch.nn.functional.cross_entropy(logits, labels, reduction='none')[labels != -100])
         terms.append(share * torch.cat(losses).mean())
     torch.stack(terms).sum().backward()
-    expected = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+    expected = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            expected[name] = parameter.grad.clone()
     recorder = fit(
         text_model(),
         token_data_spec(loader, slot_tokens=LONGEST, packing=packing),
@@ -109,6 +116,7 @@ def test_gradient_of_the_shared_means(packing):
         callbacks=[TokenMonitor()],
         max_duration='1ba',
     )
-    assert relative_error({k.removeprefix('model.'): v for k, v in recorder.gradients.items()}, expected) < 1e-6
+    gradients = {name.removeprefix('model.'): gradient for name, gradient in recorder.gradients.items()}
+    assert relative_error(gradients, expected) < 1e-6
     for name, share in zip('abc', SHARES, strict=True):
         assert recorder.logged(f'token_monitor/source/{name}/weight') == pytest.approx([share], rel=1e-6)

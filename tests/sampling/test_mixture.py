@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Several datasets in one run: shares, evenness, nothing lost over epochs; one medium a step."""
+"""Several datasets in one run: their shares, an even order, no sample lost over epochs, and one modality a step."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ def batches(mixture, global_batch_size, epoch, *, drop_last=False, seed=3, media
     return [batch.tolist() for batch in run.of_epoch(epoch)]
 
 
-def samples(found):
-    return [sample for batch in found for sample in batch]
+def samples(batches_of_samples):
+    return [sample for batch in batches_of_samples for sample in batch]
 
 
 @settings(deadline=None, max_examples=80)
 @given(sizes=sizes_lists, global_batch_size=st.integers(1, 30), seed=st.none() | st.integers(0, 5))
 def test_every_sample_once_an_epoch(sizes, global_batch_size, seed):
     for epoch in range(3):
-        found = samples(batches(Mixture(sizes), global_batch_size, epoch, seed=seed))
-        assert sorted(found) == list(range(sum(sizes)))
+        trained = samples(batches(Mixture(sizes), global_batch_size, epoch, seed=seed))
+        assert sorted(trained) == list(range(sum(sizes)))
 
 
 @settings(deadline=None, max_examples=16)
@@ -62,7 +62,7 @@ def test_ranks_make_the_same_steps(sizes, epochs, modality, drop_last, epoch):
     if not drop_last:
         assert Counter(samples(expected)) == Counter(list(range(num_samples)) * epochs)
     for ranks in (1, 2, 3, 4, 8):
-        shares = []
+        samples_of_ranks = []
         for rank in range(ranks):
             sampler = RegroupingBatchSampler(
                 range(num_samples),
@@ -74,8 +74,9 @@ def test_ranks_make_the_same_steps(sizes, epochs, modality, drop_last, epoch):
                 **options,
             )
             sampler.set_epoch(epoch)
-            shares.append([[] if share.is_copy else share for share in sampler])
-        assert [sorted(samples(step)) for step in zip(*shares, strict=True)] == [sorted(step) for step in expected]
+            samples_of_ranks.append([[] if assignment.is_copy else list(assignment) for assignment in sampler])
+        for step, expected_samples in zip(zip(*samples_of_ranks, strict=True), expected, strict=True):
+            assert sorted(samples(step)) == sorted(expected_samples)
 
 
 @settings(deadline=None, max_examples=50)
@@ -85,39 +86,42 @@ def test_drop_last_loses_nothing_over_epochs(sizes, global_batch_size):
         return
     counts = Counter()
     for epoch in range(40):
-        found = batches(Mixture(sizes), global_batch_size, epoch, drop_last=True)
-        assert {len(batch) for batch in found} == {global_batch_size}
-        counts.update(samples(found))
+        full_batches = batches(Mixture(sizes), global_batch_size, epoch, drop_last=True)
+        assert {len(batch) for batch in full_batches} == {global_batch_size}
+        counts.update(samples(full_batches))
     assert len(counts) == sum(sizes)
     for end, size in zip(np.cumsum(sizes), sizes, strict=True):
-        passes = [counts[sample] for sample in range(end - size, end)]
-        assert max(passes) - min(passes) <= 1, 'passes over a dataset are complete before the next begins'
-    per_sample = np.array([counts[sample] for sample in range(sum(sizes))])
-    assert np.abs(per_sample - per_sample.mean()).max() <= 1 + len(sizes) / min(sizes)
+        counts_of_dataset = [counts[sample] for sample in range(end - size, end)]
+        assert max(counts_of_dataset) - min(counts_of_dataset) <= 1, 'a pass ends before the next one begins'
+    all_counts = np.array([counts[sample] for sample in range(sum(sizes))])
+    assert np.abs(all_counts - all_counts.mean()).max() <= 1 + len(sizes) / min(sizes)
 
 
 def test_small_dataset_keeps_its_share():
     # VILA's sampler gives such a dataset no sample at all.
     mixture = Mixture([1000, 3])
-    found = samples(batch for epoch in range(20) for batch in batches(mixture, 64, epoch, drop_last=True))
-    small = [sample for sample in found if sample >= 1000]
-    assert len(small) == pytest.approx(len(found) * 3 / 1003, abs=1)
-    assert max(Counter(small).values()) - min(Counter(small).values()) <= 1
+    trained = []
+    for epoch in range(20):
+        trained += samples(batches(mixture, 64, epoch, drop_last=True))
+    of_small_dataset = [sample for sample in trained if sample >= 1000]
+    assert len(of_small_dataset) == pytest.approx(len(trained) * 3 / 1003, abs=1)
+    counts = Counter(of_small_dataset).values()
+    assert max(counts) - min(counts) <= 1
 
 
-@pytest.mark.parametrize('media', [None, 'two'])
-def test_global_batches_hold_each_share(media):
-    sizes, weights = [500, 80, 900], [1.0, 2.0, 1.0]
-    kinds = None if media is None else np.repeat([0, 1, 0], sizes)
-    mixture = Mixture(sizes, weights=weights)
+@pytest.mark.parametrize('per_step', [False, True])
+def test_global_batches_hold_each_share(per_step):
+    sizes = [500, 80, 900]
+    media = np.repeat([0, 1, 0], sizes) if per_step else None
+    mixture = Mixture(sizes, weights=[1.0, 2.0, 1.0])
     for epoch in range(3):
-        for batch in batches(mixture, 40, epoch, drop_last=True, media=kinds):
-            origin = np.searchsorted(np.cumsum(sizes), batch, side='right')
-            found = np.bincount(origin, minlength=3)
-            if kinds is None:
-                assert np.abs(found - [10, 20, 10]).max() <= 1
+        for batch in batches(mixture, 40, epoch, drop_last=True, media=media):
+            datasets = np.searchsorted(np.cumsum(sizes), batch, side='right')
+            counts = np.bincount(datasets, minlength=3)
+            if not per_step:
+                assert np.abs(counts - [10, 20, 10]).max() <= 1
             else:
-                assert found.tolist() == [0, 40, 0] or np.abs(found - [20, 0, 20]).max() <= 1
+                assert counts.tolist() == [0, 40, 0] or np.abs(counts - [20, 0, 20]).max() <= 1
 
 
 def test_fractions_of_a_pass_go_on():
@@ -151,16 +155,17 @@ def test_one_modality_a_step(sizes, global_batch_size, drop_last, kinds, seed):
     counts = Counter()
     num_epochs = 60 if drop_last else 2
     for epoch in range(num_epochs):
-        found = batches(Mixture(sizes), global_batch_size, epoch, drop_last=drop_last, media=media)
-        assert all(len(set(media[batch].tolist())) == 1 for batch in found)
-        counts.update(samples(found))
+        batches_of_epoch = batches(Mixture(sizes), global_batch_size, epoch, drop_last=drop_last, media=media)
+        assert all(len(set(media[batch].tolist())) == 1 for batch in batches_of_epoch)
+        counts.update(samples(batches_of_epoch))
     if drop_last:
-        # A rare medium waits until it fills a batch; it is not passed over for ever.
-        floor = num_epochs * (sum(sizes) // global_batch_size) * global_batch_size / sum(sizes)
-        for medium in np.unique(media):
-            members = np.flatnonzero(media == medium)
+        # A rare modality waits until it fills a batch, but is not left out.
+        batches_an_epoch = sum(sizes) // global_batch_size
+        passes = num_epochs * batches_an_epoch * global_batch_size / sum(sizes)
+        for modality in np.unique(media):
+            members = np.flatnonzero(media == modality)
             mean = np.mean([counts[sample] for sample in members])
-            assert mean == pytest.approx(floor, abs=global_batch_size / len(members) + 1)
+            assert mean == pytest.approx(passes, abs=global_batch_size / len(members) + 1)
     else:
         assert set(counts.values()) == {num_epochs}
         assert len(counts) == sum(sizes)
@@ -177,24 +182,26 @@ def test_one_modality_a_step(sizes, global_batch_size, drop_last, kinds, seed):
         ({'sizes': [3, 4], 'weights': [1, float('nan')]}, '`weights` must be .* got: nan'),
     ],
 )
-def test_bad_shares_are_refused(arguments, message):
+def test_bad_mixtures_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         Mixture(**arguments)
 
 
-# Merged sequences against plain one-by-one merging by divisors
+# Merged sequences, compared with plain merging one by one.
 
 quotas_lists = st.lists(st.fractions(Fraction(1, 50), 50, max_denominator=50), min_size=1, max_size=6)
 
 
 def merge_one_by_one(num_items, quotas):
     """Sainte-Laguë as textbooks have it: the next item goes to the largest quotient q / (2 c + 1)."""
-    counts, given_to = [0] * len(quotas), []
+    counts = [0] * len(quotas)
+    merged = []
     for _ in range(num_items):
-        chosen = max(range(len(quotas)), key=lambda index: (quotas[index] / (2 * counts[index] + 1), -index))
-        given_to.append(chosen)
+        quotients = [quota / (2 * count + 1) for quota, count in zip(quotas, counts, strict=True)]
+        chosen = quotients.index(max(quotients))
+        merged.append(chosen)
         counts[chosen] += 1
-    return given_to
+    return merged
 
 
 @settings(deadline=None, max_examples=100)
@@ -228,16 +235,18 @@ def test_shares_of_loss_tokens(sizes, seed):
     shares = (0.5, 0.3, 0.2) if len(sizes) == 3 else (0.7, 0.3)
     mixture = Mixture.from_loss_shares(sizes, shares, tokens)
     assert float(sum(mixture.quotas)) == pytest.approx(sum(sizes))
-    ends, found, passes = np.cumsum(sizes), np.zeros(len(sizes)), np.zeros(len(sizes))
+    ends = np.cumsum(sizes)
+    trained_tokens = np.zeros(len(sizes))
     for epoch in range(40):
         for sample in samples(batches(mixture, 20, epoch, seed=seed)):
-            which = int(np.searchsorted(ends, sample, side='right'))
-            found[which] += tokens[sample]
-            passes[which] += 1 / sizes[which]
-    # All but the last pass of each dataset are whole, so what is left over is less than one pass of each.
-    most = [tokens[end - size : end].sum() for size, end in zip(sizes, ends, strict=True)]
-    for which, share in enumerate(shares):
-        assert abs(found[which] / found.sum() - share) <= (max(most) + most[which]) / found.sum()
+            dataset = int(np.searchsorted(ends, sample, side='right'))
+            trained_tokens[dataset] += tokens[sample]
+    # Shares are exact over whole passes. So they are off by less than one pass of each dataset.
+    tokens_of_pass = [tokens[end - size : end].sum() for size, end in zip(sizes, ends, strict=True)]
+    total = trained_tokens.sum()
+    for dataset, share in enumerate(shares):
+        largest_error = (max(tokens_of_pass) + tokens_of_pass[dataset]) / total
+        assert abs(trained_tokens[dataset] / total - share) <= largest_error
 
 
 def test_loss_shares_without_loss_tokens():

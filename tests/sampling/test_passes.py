@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The place of a run with several iterators, held to the list of batches of an unbroken run."""
+"""The place of a run with several iterators, compared with the batches of an unbroken run."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from composer_tokacc.sampling import RegroupingBatchSampler
 from composer_tokacc.sampling.loader import RegroupingDataLoader
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
 
-NUM_EPOCHS, NUM_SAMPLES = 3, 30
+NUM_EPOCHS = 3
+NUM_SAMPLES = 30
 BATCHES = 4
-"""Of an epoch: three of eight samples, and one of six."""
+"""Global batches of an epoch: three of eight samples, and one of six."""
 KINDS = ['sampler', 'loader', 'workers', 'persistent workers']
 
 
@@ -60,7 +61,7 @@ class Run:
                 yield epoch, self.names(batch)
 
 
-def rest_after(kind, state):
+def steps_after(kind, state):
     run = Run(kind)
     run.loader.load_state_dict(pickle.loads(pickle.dumps(state)))
     return list(run.steps(first_epoch=state['epoch']))
@@ -95,7 +96,7 @@ def test_looks_in_mid_epoch(kind, unbroken):
         assert step == unbroken[position - 1]
         run.look()
         state = run.loader.state_dict()
-        assert rest_after('sampler', state) == unbroken[position:]
+        assert steps_after('sampler', state) == unbroken[position:]
         assert state == run.loader.state_dict()
     assert position == len(unbroken)
 
@@ -110,10 +111,10 @@ def test_epoch_set_too_early(kind, unbroken):
             position += 1
             assert (epoch, run.names(batch)) == unbroken[position - 1]
             run.sampler.set_epoch(epoch + 1)
-            assert rest_after('sampler', run.loader.state_dict()) == unbroken[position:]
+            assert steps_after('sampler', run.loader.state_dict()) == unbroken[position:]
             if epoch + 1 < NUM_EPOCHS:
                 assert run.look() == unbroken[(epoch + 1) * BATCHES][1]
-            assert rest_after('sampler', run.loader.state_dict()) == unbroken[position:]
+            assert steps_after('sampler', run.loader.state_dict()) == unbroken[position:]
 
 
 @pytest.mark.parametrize('kind', KINDS)
@@ -123,7 +124,7 @@ def test_look_that_stays_open(kind, unbroken):
     next(kept_open)
     for position, step in enumerate(run.steps(), start=1):
         assert step == unbroken[position - 1]
-        assert rest_after('sampler', run.loader.state_dict()) == unbroken[position:]
+        assert steps_after('sampler', run.loader.state_dict()) == unbroken[position:]
 
 
 @pytest.mark.parametrize('kind', KINDS)
@@ -133,9 +134,9 @@ def test_epoch_that_is_left_early(kind, unbroken):
         if position == 6:
             break
     run.look()
-    assert rest_after(kind, run.loader.state_dict()) == unbroken[6:]
+    assert steps_after(kind, run.loader.state_dict()) == unbroken[6:]
     run.sampler.set_epoch(2)
-    assert rest_after(kind, run.loader.state_dict()) == unbroken[8:]
+    assert steps_after(kind, run.loader.state_dict()) == unbroken[8:]
 
 
 @pytest.mark.parametrize('kind', KINDS)
@@ -153,12 +154,15 @@ def test_epoch_repeats_without_set_epoch(kind, unbroken):
 def test_any_order_of_steps_and_looks(data):
     """A run that looks, sets epochs early, stops and resumes still trains every batch once, in order."""
     expected = list(Run('sampler').steps())
+    actions = st.sampled_from(['step', 'step', 'look', 'early', 'restart'])
     trained = []
-    run, steps = Run('loader'), None
-    for action in data.draw(st.lists(st.sampled_from(['step', 'step', 'look', 'early', 'restart']), max_size=40)):
+    run = Run('loader')
+    steps = None
+    for action in data.draw(st.lists(actions, max_size=40)):
         if action == 'restart':
             state = run.loader.state_dict()
-            run, steps = Run('loader'), None
+            run = Run('loader')
+            steps = None
             run.loader.load_state_dict(state)
         elif action == 'look' and steps is not None:  # before the first step a look cannot be told from a step
             run.look()

@@ -54,7 +54,7 @@ def all_ranks(num_samples, global_batch_size, ranks, *, epoch=0, **kwargs):
 
 
 def stock_batches(num_samples, global_batch_size, ranks, *, epoch=0, seed=0, shuffle=True, drop_last=False):
-    """Samples of every global batch, as DataLoaders on torch's sampler deal them, each sorted."""
+    """Samples of every global batch of DataLoaders on torch's sampler, sorted."""
     loaders = []
     for rank in range(ranks):
         sampler = DistributedSampler(range(num_samples), ranks, rank, shuffle, seed, drop_last)
@@ -73,10 +73,14 @@ def stock_batches(num_samples, global_batch_size, ranks, *, epoch=0, seed=0, shu
 
 def steps(batches):
     """Samples of every global batch over all ranks, sorted, without marked copies."""
-    return [
-        sorted(index for share in shares if not getattr(share, 'is_copy', False) for index in share)
-        for shares in zip(*batches, strict=True)
-    ]
+    samples_of_steps = []
+    for batches_of_ranks in zip(*batches, strict=True):
+        samples = []
+        for batch in batches_of_ranks:
+            if not getattr(batch, 'is_copy', False):  # a DataLoader yields plain lists
+                samples += batch
+        samples_of_steps.append(sorted(samples))
+    return samples_of_steps
 
 
 @settings(deadline=None, max_examples=60)
@@ -95,61 +99,64 @@ def test_global_batches_are_those_of_torch(num_samples, ranks, multiple, epoch, 
     order = {'epoch': epoch, 'seed': seed, 'shuffle': shuffle, 'drop_last': drop_last}
     expected = stock_batches(num_samples, global_batch_size, ranks, **order)
     if not drop_last:
-        # Torch fills up the ranks with fewer samples than there are ranks: every sample is in an epoch once, here.
-        seen = set(itertools.chain(*expected[:-1]))
-        repeated = expected[-1]
-        expected[-1] = sorted(set(range(num_samples)) - seen)
-        assert set(expected[-1]) <= set(repeated)
-        assert len(repeated) - len(expected[-1]) == -num_samples % ranks
+        # Torch repeats some samples in the last global batch, to fill up the ranks. Our epoch has each sample once.
+        last_of_torch = expected[-1]
+        earlier_samples = set(itertools.chain(*expected[:-1]))
+        expected[-1] = sorted(set(range(num_samples)) - earlier_samples)
+        assert set(expected[-1]) <= set(last_of_torch)
+        assert len(last_of_torch) - len(expected[-1]) == -num_samples % ranks
     if not expected:
         with pytest.raises(ValueError, match='drop_last'):
             build(num_samples, global_batch_size, ranks=ranks, drop_last=True)
         return
     batches = all_ranks(num_samples, global_batch_size, ranks, objective=objective, **order)
     assert steps(batches) == expected
-    assert all(share for rank in batches for share in rank), 'a rank without a row to compute'
-    copies = [sum(share.is_copy for share in step) for step in zip(*batches, strict=True)]
-    assert copies == [max(ranks - len(step), 0) for step in expected]
+    assert all(itertools.chain(*batches)), 'a rank without a row to compute'
+    for step, samples in zip(zip(*batches, strict=True), expected, strict=True):
+        assert sum(assignment.is_copy for assignment in step) == max(ranks - len(samples), 0)
 
 
 @settings(deadline=None, max_examples=25)
 @given(seed=st.integers(0, 1000), ranks=st.sampled_from([1, 2, 4]), with_images=st.booleans())
 def test_planned_microbatches_keep_both_caps(seed, ranks, with_images):
     lengths = table(64, seed)
-    images = np.where(np.arange(64) % 3 == 0, 0, lengths // 2) if with_images else None
-    caps = {'image_tokens': images, 'max_image_tokens': 40} if with_images else {}
-    for batches in all_ranks(64, 32, ranks, lengths=lengths, **caps):
-        for share in batches:
-            assert [row for rows in share.microbatches for row in rows] == list(share)
-            for rows in share.microbatches:
-                assert len(rows) * lengths[rows].max() <= 3 * LONGEST
-                if images is not None:
-                    assert images[rows].sum() <= 40
+    image_tokens = np.where(np.arange(64) % 3 == 0, 0, lengths // 2)
+    caps = {}
+    if with_images:
+        caps = {'image_tokens': image_tokens, 'max_image_tokens': 40}
+    for assignment in itertools.chain(*all_ranks(64, 32, ranks, lengths=lengths, **caps)):
+        assert list(itertools.chain(*assignment.microbatches)) == list(assignment)
+        for samples in assignment.microbatches:
+            assert len(samples) * lengths[samples].max() <= 3 * LONGEST
+            if with_images:
+                assert image_tokens[samples].sum() <= 40
 
 
 def test_ranks_without_images_get_samples():
-    lengths, images = [8, 8, 8, 8], [4, 0, 0, 0]
-    batches = all_ranks(4, 4, 2, lengths=lengths, image_tokens=images, objective='fsdp', max_tokens=64)
-    assert sorted(itertools.chain(*(share for rank in batches for share in rank))) == [0, 1, 2, 3]
-    assert all(share for rank in batches for share in rank)
+    options = {'lengths': [8, 8, 8, 8], 'image_tokens': [4, 0, 0, 0], 'objective': 'fsdp', 'max_tokens': 64}
+    assignments = list(itertools.chain(*all_ranks(4, 4, 2, **options)))
+    assert sorted(itertools.chain(*assignments)) == [0, 1, 2, 3]
+    assert all(assignments)
 
 
 def test_ranks_finish_together():
     lengths = table(4096, seed=3)
     cost = CostModel(launch=0.0)
-    slowest, mean = np.zeros(2), 0.0
-    ours = all_ranks(4096, 128, 8, lengths=lengths, cost=cost)
+    regrouped = all_ranks(4096, 128, 8, lengths=lengths, cost=cost)
     stock = [list(DistributedSampler(range(4096), 8, rank)) for rank in range(8)]
-    for b in range(32):
-        loads = [lengths[list(rank[b])].sum() for rank in ours]
-        slowest += max(loads), max(lengths[rank[b * 16 : b * 16 + 16]].sum() for rank in stock)
-        mean += np.mean(loads)
-    assert slowest[0] / mean < 1.05
-    assert slowest[1] / mean > 1.2
+    slowest_regrouped = 0
+    slowest_stock = 0
+    for batch in range(32):
+        slowest_regrouped += max(lengths[list(rank[batch])].sum() for rank in regrouped)
+        slowest_stock += max(lengths[rank[batch * 16 : batch * 16 + 16]].sum() for rank in stock)
+    mean = lengths.sum() / 8
+    assert slowest_regrouped / mean < 1.05
+    assert slowest_stock / mean > 1.2
 
 
 def test_batches_are_a_pure_function():
-    first, second = build(50, 12, ranks=3, rank=1), build(50, 12, ranks=3, rank=1)
+    first = build(50, 12, ranks=3, rank=1)
+    second = build(50, 12, ranks=3, rank=1)
     second.set_epoch(4)
     list(second)
     second.set_epoch(0)
@@ -158,39 +165,43 @@ def test_batches_are_a_pure_function():
     assert list(first) != list(second)
     copy = pickle.loads(pickle.dumps(first))
     assert list(copy) == list(first)
-    share = next(iter(first))
-    assert pickle.loads(pickle.dumps(share)) == share
+    assignment = next(iter(first))
+    assert pickle.loads(pickle.dumps(assignment)) == assignment
 
 
 def test_plan_and_window_match_the_batches():
     sampler = build(50, 12, ranks=3, rank=2)
     sampler.set_epoch(1)
-    for b, share in enumerate(sampler):
-        window = sampler.window(b)
-        assert share.is_copy == sampler.has_only_copies(b) == (b == 4), 'two samples are left for three ranks'
-        microbatches = [microbatch for microbatch in sampler.plan(b).ranks[2] if not microbatch.filled]
-        planned = [place for microbatch in microbatches for place in microbatch.indices]
-        expected = [window[place] for place in planned]
-        assert ([] if share.is_copy else list(share)) == expected
+    for batch, assignment in enumerate(sampler):
+        window = sampler.window(batch)
+        is_last = batch == 4  # two samples are left for three ranks
+        assert assignment.is_copy == sampler.has_only_copies(batch) == is_last
+        planned = []
+        for microbatch in sampler.plan(batch).ranks[2]:
+            if not microbatch.filled:
+                planned += [window[place] for place in microbatch.indices]
+        assert planned == ([] if is_last else list(assignment))
 
 
 def test_epoch_order_is_made_once(monkeypatch):
-    # Plans and windows were O(dataset) each: the order was made anew for every call.
-    made, randperm = [], torch.randperm
+    # Each call took time in proportion to the dataset once, because it made the order again.
+    calls = []
+    randperm = torch.randperm
 
     def counted(*args, **kwargs):
-        made.append(args)
+        calls.append(args)
         return randperm(*args, **kwargs)
 
     monkeypatch.setattr(torch, 'randperm', counted)
     sampler = build(500, 12)
     for epoch in (0, -1):  # set_epoch takes any integer, as torch's does
         sampler.set_epoch(epoch)
-        expected = [sorted(share) for share in sampler]
+        expected = [sorted(assignment) for assignment in sampler]
         assert len(expected) == len(sampler)
-        assert [sorted(sampler.window(b)) for b in range(len(sampler))] == expected
-        assert sum(len(rank) for b in range(len(sampler)) for rank in sampler.plan(b).ranks) > 0
-        assert len(made) == (1 if epoch == 0 else 2)
+        for batch in range(len(sampler)):
+            assert sorted(sampler.window(batch)) == expected[batch]
+            assert all(sampler.plan(batch).ranks)
+        assert len(calls) == (1 if epoch == 0 else 2)
 
 
 def test_state_of_other_global_batches():
@@ -243,7 +254,7 @@ def test_sample_as_large_as_the_cap(name):
         build(4, 4, **{**options, name: 8})
 
 
-def test_memory_grows_with_the_order_alone():
+def test_memory_grows_only_with_the_order():
     num_samples = 400_000
     lengths = table(num_samples)
     tracemalloc.start()
@@ -261,7 +272,7 @@ def planning_threads():
 
 
 def test_planning_thread_ends_with_the_iterator():
-    before = planning_threads()  # of a run that failed, whose traceback is still there
+    before = planning_threads()  # a test that failed before may have left some
     sampler = build(600, 12)
     iterator = iter(sampler)
     next(iterator)
@@ -274,7 +285,8 @@ def test_planning_thread_ends_with_the_iterator():
 
 
 def test_prefetched_results_come_in_order():
-    drawn, threads = [], set()
+    drawn = []
+    threads = set()
 
     def square(item):
         threads.add(threading.current_thread())
@@ -307,13 +319,14 @@ def test_planning_errors_reach_the_loader():
 
 @pytest.mark.parametrize('objective', ['ddp', 'fsdp'])
 def test_plans_know_the_encoder_cost(objective):
-    lengths, towers = table(64), np.random.default_rng(3).choice([10.0, 400.0], 64)
-    given = {'max_tokens': 3 * LONGEST, 'objective': objective}
-    sampler = build(64, 32, ranks=4, lengths=lengths, vision_cost=towers, **given)
+    lengths = table(64)
+    vision_cost = np.random.default_rng(3).choice([10.0, 400.0], 64)
+    options = {'max_tokens': 3 * LONGEST, 'objective': objective}
+    sampler = build(64, 32, ranks=4, lengths=lengths, vision_cost=vision_cost, **options)
     for batch in range(2):
         window = sampler.window(batch)
-        expected = plan_microbatches(lengths[window], num_ranks=4, vision_cost=towers[window], **given)
+        expected = plan_microbatches(lengths[window], num_ranks=4, vision_cost=vision_cost[window], **options)
         assert sampler.plan(batch) == expected
-        assert sampler.plan(batch) != plan_microbatches(lengths[window], num_ranks=4, **given)
+        assert sampler.plan(batch) != plan_microbatches(lengths[window], num_ranks=4, **options)
     with pytest.raises(ValueError, match=r'`vision_cost` must have one entry per sample, got: shape \(63,\) for 64'):
-        build(64, 32, lengths=lengths, vision_cost=towers[:63])
+        build(64, 32, lengths=lengths, vision_cost=vision_cost[:63])

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Ranks that plan unlike batches are refused before the first optimizer step, and the error says what differs."""
+"""Ranks that plan unlike batches are refused before the first optimizer step. The error names the difference."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_sums_tell_equal_checksums(checksums, are_equal):
     if are_equal:
         checksums = [checksums[0]] * len(checksums)
     records = [PlanRecord(checksum, rank, len(checksums)) for rank, checksum in enumerate(checksums)]
-    # What the ranks reduce in float64 if tokens have weights.
+    # Ranks sum these numbers in float64 if tokens have weights.
     sums = np.sum([np.array(numbers_to_sum(record), dtype=np.float64) for record in records], axis=0)
     compared = []
     with pytest.MonkeyPatch.context() as patch:

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Global batches cut by tokens or by a schedule, held to loops over torch's own order, and trained by Composer."""
+"""Global batches by tokens or by a schedule, compared with loops over torch's own order, and trained by Composer."""
 
 from __future__ import annotations
 
@@ -46,8 +46,11 @@ def torchs_own_order(num_samples, epoch, seed=0):
 
 
 def closed_by_tokens(order, lengths, tokens, drop_last=False):
-    """The rule in words: a window is closed before the sample that would lead past the next multiple of the number."""
-    windows, window, trained, target = [], [], 0, tokens
+    """The rule in words: a window ends before the sample that would exceed the next multiple of `tokens`."""
+    windows = []
+    window = []
+    trained = 0
+    target = tokens
     for sample in order:
         if trained + lengths[sample] > target:
             windows.append(window)
@@ -62,16 +65,19 @@ def closed_by_tokens(order, lengths, tokens, drop_last=False):
 
 def closed_by_schedule(lengths, schedule, num_epochs, drop_last=False):
     """Windows of each epoch, sample by sample; counts steps and tokens through the whole run."""
-    steps = tokens = 0
+    steps = 0
+    tokens = 0
     epochs = []
     for epoch in range(num_epochs):
-        windows, rest = [], torchs_own_order(len(lengths), epoch)
-        while rest:
-            for start, number in schedule:
+        windows = []
+        remaining = torchs_own_order(len(lengths), epoch)
+        while remaining:
+            for start, size_of_stage in schedule:
                 reached = tokens if str(start).endswith('tok') else steps
                 if reached >= int(str(start).removesuffix('tok').replace('_', '')):
-                    size = number
-            window, rest = rest[:size], rest[size:]
+                    size = size_of_stage
+            window = remaining[:size]
+            remaining = remaining[size:]
             if drop_last and len(window) < size:
                 break
             windows.append(window)
@@ -96,7 +102,9 @@ def samples_of_steps(samplers):
 def test_windows_of_2000_random_tables():
     rng = np.random.default_rng(0)
     for table in range(2000):
-        lengths, drop_last, epoch = random_table(rng), bool(rng.integers(2)), int(rng.integers(4))
+        lengths = random_table(rng)
+        drop_last = bool(rng.integers(2))
+        epoch = int(rng.integers(4))
         tokens = int(lengths.max() + rng.integers(0, 150))
         if drop_last and tokens > lengths.sum():
             continue
@@ -107,12 +115,11 @@ def test_windows_of_2000_random_tables():
             assert windows_of(sampler, epoch) == expected
             assert len(sampler) == len(expected), 'as many in every epoch'
             if table % 20 == 0:
-                samplers = [
-                    build(lengths, ranks=ranks, rank=rank, global_batch_tokens=tokens, drop_last=drop_last)
-                    for rank in range(ranks)
-                ]
-                for other in samplers:
-                    other.set_epoch(epoch)
+                samplers = []
+                for rank in range(ranks):
+                    sampler = build(lengths, ranks=ranks, rank=rank, global_batch_tokens=tokens, drop_last=drop_last)
+                    sampler.set_epoch(epoch)
+                    samplers.append(sampler)
                 assert samples_of_steps(samplers) == [sorted(window) for window in expected]
         trained = list(itertools.chain(*expected))
         assert trained == order[: len(trained)]
@@ -138,7 +145,7 @@ def test_steps_differ_by_less_than_samples():
 @pytest.mark.parametrize('schedule', [RISING, BY_TOKENS, [(0, 24), (3, 8)], [('0ba', 8)]])
 @pytest.mark.parametrize('drop_last', [False, True])
 def test_scheduled_windows_match_a_loop(schedule, drop_last):
-    plain = [(int(str(start).removesuffix('ba')) if 'ba' in str(start) else start, size) for start, size in schedule]
+    plain = [(start if 'tok' in str(start) else int(str(start).removesuffix('ba')), size) for start, size in schedule]
     for seed in range(40):
         lengths = random_table(np.random.default_rng(seed), least=24)
         expected = closed_by_schedule(lengths, plain, 5, drop_last)
@@ -185,8 +192,8 @@ def test_state_continues_on_other_ranks(windows, epoch):
         state = json.loads(json.dumps(sampler.state_dict()))
         for ranks in (1, 2, 8):
             resumed = [build(lengths, ranks=ranks, rank=rank, **windows) for rank in range(ranks)]
-            for other in resumed:
-                other.load_state_dict(state)
+            for sampler in resumed:
+                sampler.load_state_dict(state)
             assert samples_of_steps(resumed) == expected[position:]
 
 
@@ -195,9 +202,9 @@ def test_whole_passes_give_equal_epochs():
     for windows, num_passes in ((WINDOWS[6], [2, 1]), (WINDOWS[8], [1, 1])):
         sampler = build(lengths, **windows)
         for epoch in range(4):
-            found = windows_of(sampler, epoch)
-            assert len(found) == len(sampler)
-            counts = np.bincount(list(itertools.chain(*found)), minlength=60)
+            windows_of_epoch = windows_of(sampler, epoch)
+            assert len(windows_of_epoch) == len(sampler)
+            counts = np.bincount(list(itertools.chain(*windows_of_epoch)), minlength=60)
             assert counts.tolist() == np.repeat(num_passes, 30).tolist()
             tokens = sampler.window_tokens()
             assert np.abs(np.sort(tokens)[2:] - 120).max() < LONGEST, 'all but the last of each modality'
@@ -221,6 +228,20 @@ def test_state_of_other_windows_is_refused():
     build(lengths[::-1], global_batch_size=RISING).load_state_dict(state)  # steps do not depend on lengths
     with pytest.raises(ValueError, match='`global_batch_size` must be that of the saved run'):
         build(lengths, global_batch_size=[*RISING, (20, 32)]).load_state_dict(state)
+
+
+def test_saved_schedule_of_one_stage():
+    """Such a schedule is saved as its size. Earlier versions saved a list."""
+    lengths = np.arange(1, 41)
+    for stages in (8, [(0, 8)], [('0tok', 8)]):
+        sampler = build(lengths, global_batch_size=stages)
+        state = sampler.state_dict()
+        assert state['global_batch_size'] == 8
+        for saved_size in (8, [['0ba', 8]]):
+            sampler.load_state_dict({**state, 'global_batch_size': saved_size, 'batch': 3})
+            assert sampler.state_dict() == {**state, 'batch': 3}
+        with pytest.raises(ValueError, match=r"`global_batch_size` .*, got: 8, saved: \[\['0ba', 16\]\]"):
+            sampler.load_state_dict({**state, 'global_batch_size': [['0ba', 16]]})
 
 
 @pytest.mark.parametrize(

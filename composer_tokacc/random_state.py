@@ -1,0 +1,46 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Fixed random numbers for a piece of code, without a change of those that the run draws."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+
+def seed_everything(seed: int) -> None:
+    """Sets the random numbers of Python, numpy and torch."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
+
+
+@contextmanager
+def kept_random_state() -> Iterator[None]:
+    """Restores the random numbers of Python, numpy and torch after the context."""
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    devices: list[int] = []
+    if torch.cuda.is_initialized():
+        devices = list(range(torch.cuda.device_count()))
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+
+
+@contextmanager
+def same_random_numbers() -> Iterator[None]:
+    """Draws the same random numbers each time. Two forwards then have the same dropout."""
+    with kept_random_state():
+        seed_everything(0)
+        yield
