@@ -124,7 +124,8 @@ class StepBalance:
                     positions = counted_positions(microbatch).to(logits[0].device)
                     choices, _ = _routed(logits, positions, self._top_k)
                 self._counted.append(CountedMicrobatch(positions, choices.sum(dim=0)))
-                num_positions = num_positions + positions.sum() * len(logits)
+                num_layers = len(logits)
+                num_positions = num_positions + positions.sum() * num_layers
         choices_of_microbatches = [counted.choices for counted in self._counted]
         choices_of_experts = torch.stack(choices_of_microbatches).sum(dim=0)
         sums = torch.stack([torch.as_tensor(num_positions), *choices_of_experts])
@@ -155,7 +156,8 @@ class StepBalance:
         if is_first:
             self._top_k = int((losses - own_loss).abs().argmin()) + 1
         tolerance = max(VALUE_TOLERANCE, 4 * torch.finfo(logits[0].dtype).eps)
-        deviation = (losses[self._top_k - 1] / own_loss - 1).abs() / tolerance
+        loss = losses[self._top_k - 1]
+        deviation = (loss / own_loss - 1).abs() / tolerance
         # The loss of a microbatch without positions is NaN, which says nothing.
         self._worst_value = torch.maximum(self._worst_value, deviation.detach().nan_to_num(nan=0.0))
         # Only the first forward is checked at once. The others are checked together at the end of the step.
@@ -192,8 +194,8 @@ class StepBalance:
 
         It reads the device, so it is called once a step.
         """
-        worst = torch.stack([self._worst_value, self._worst_choice.to(self._worst_value)])
-        worst_value, worst_choice = worst.tolist()
+        worst_of_both = torch.stack([self._worst_value, self._worst_choice.to(self._worst_value)])
+        worst_value, worst_choice = worst_of_both.tolist()  # one wait for the device
         if worst_value > 1:
             raise _refusal(
                 "needs the load-balancing loss of Hugging Face's mixtures of experts, got: an `aux_loss` that is not "
@@ -215,7 +217,8 @@ def _refusal(what: str) -> NotExactError:
 def counted_positions(microbatch: Batch) -> Tensor:
     """Returns whether each position of a microbatch is attended and belongs to a sample, ``(rows, width)`` bool."""
     attended = _attended(microbatch)
-    real_tokens = torch.tensor([row.real_tokens for row in rows_of(microbatch)], device=attended.device)[:, None]
+    counts = [row.real_tokens for row in rows_of(microbatch)]
+    real_tokens = torch.tensor(counts, device=attended.device)[:, None]
     has_padding = not bool(attended.all())
     if len(real_tokens) > 1 or has_padding:
         # Several rows, or padding: not packed, because a packed row is alone and has no padding. A dummy row has no
@@ -279,8 +282,9 @@ def _routed(logits: Sequence[Tensor], is_counted: Tensor, top_k: int) -> tuple[T
         # Place of a choice in the flattened table of (first, second, ...) x experts.
         places = experts + num_experts * torch.arange(top_k, device=device)
         choices.scatter_add_(0, places.flatten(), counted.long().repeat_interleave(top_k))
-        exact = routed.to(torch.promote_types(routed.dtype, torch.float32))
-        probabilities.append((exact * counted[:, None]).sum(dim=0))
+        precise = routed.to(torch.promote_types(routed.dtype, torch.float32))
+        counted_probabilities = precise * counted[:, None]
+        probabilities.append(counted_probabilities.sum(dim=0))
     return choices.view(top_k, num_experts), torch.stack(probabilities).sum(dim=0)
 
 

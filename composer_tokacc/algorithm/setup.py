@@ -147,7 +147,10 @@ class RunContext:
         check_gradient_hooks(model)
         self.world_size = get_world_size()
         self._reads_weights = options.token_weights == 'column'
-        self.terms = LossTerms(options.loss_units, None if options.loss_units else router_coefficient(model))
+        coefficient = None
+        if not options.loss_units:
+            coefficient = router_coefficient(model)
+        self.terms = LossTerms(options.loss_units, coefficient)
         self.reductions = ReductionWatch(state, is_coupled=bool(self.terms.coupled))
         self.has_bypass: bool | None = None
         """Whether the loss has a term that is not made of the logits; None: no step has told yet."""
@@ -165,9 +168,11 @@ class RunContext:
         self.balance: StepBalance | None = None
         if options.router_balance == 'step':
             self.balance = StepBalance(state, self.split, self.terms, to_device, precision)
-        self.logits = RunLogits(options.logits, model, _why_all_logits(state, layout, options, model))
+        why_all_logits = _why_all_logits(state, layout, options, model)
+        self.logits = RunLogits(options.logits, model, why_all_logits)
+        probe = Probe(forward=model, loss=model.loss, model=model, precision=precision, terms=self.terms.probed)
         self.check = FirstBatchCheck(
-            Probe(forward=model, loss=model.loss, model=model, precision=precision, terms=self.terms.probed),
+            probe,
             layout,
             to_device,
             cutter=self.split,

@@ -276,7 +276,9 @@ class TokenAccumulation(Algorithm):
         )
         has_new_rows = run.check.has_new_rows(step.facts)
         # The sums come before the cut, so that rows of a new size are cut only by rules that were proven for them.
-        sums = self._sums_over_ranks(state, step, [has_new_rows, *run.width_of(step).numbers(), *numbers_to_sum(plan)])
+        width = run.width_of(step)
+        numbers = [has_new_rows, *width.numbers(), *numbers_to_sum(plan)]
+        sums = self._sums_over_ranks(state, step, numbers)
         num_with_new_rows, *width_sums = sums[:-NUM_SUMS]
         check_plans(sums[-NUM_SUMS:], plan)
         if step.totals.loss_weight == 0 and step.totals.loss_tokens:

@@ -68,7 +68,8 @@ class DocumentAttention:
         text_config = type(hosts[0].config.get_text_config(decoder=True))
         self._text_hosts = [host for host in hosts if type(host.config) is text_config]
         config = self._text_hosts[0].config
-        if 'chunked_attention' in (getattr(config, 'layer_types', None) or ()):
+        layer_types = getattr(config, 'layer_types', None) or ()
+        if 'chunked_attention' in layer_types:
             raise NotExactError('Attention must not be in chunks that are counted from column 0, got: such layers.')
         self._plain = attention_of(config).removeprefix(PREFIX)
         self.packing = packing
@@ -83,10 +84,11 @@ class DocumentAttention:
         # A cache would carry states from one document to the next, and with a cache Transformers does not look for
         # positions that restart. It is switched off in the config, because the forward of Qwen3.5 has no argument
         # `use_cache` that Composer could pass.
-        configs = [host.config for host in self._text_hosts]
-        self._cached_configs = [config for config in configs if getattr(config, 'use_cache', False)]
-        for cached_config in self._cached_configs:
-            cached_config.use_cache = False
+        self._cached_configs: list[Any] = []
+        for host in self._text_hosts:
+            if getattr(host.config, 'use_cache', False):
+                host.config.use_cache = False
+                self._cached_configs.append(host.config)
         if self.has_masks:
             # These changes stay after undo(): they act only on masks of documents, and copies of the model share them.
             _call_layers_by_document(model)
@@ -126,8 +128,10 @@ class DocumentAttention:
         from transformers import AttentionInterface, AttentionMaskInterface
 
         name = PREFIX + self._plain
-        AttentionInterface.register(name, _in_plain_python(partial(_attend, self._plain)))
-        AttentionMaskInterface.register(name, _in_plain_python(partial(_masks, self._plain)))
+        attend = partial(_attend, self._plain)
+        masks = partial(_masks, self._plain)
+        AttentionInterface.register(name, _in_plain_python(attend))
+        AttentionMaskInterface.register(name, _in_plain_python(masks))
         self._set_attention(name)
 
     def _set_attention(self, name: str) -> None:
@@ -178,11 +182,13 @@ class _Documents:
     def __init__(self, lengths: list[int], masks: Sequence[HostMask]) -> None:
         self.runs: list[_Run] = []
         for length, mask in zip(lengths, masks, strict=True):
-            last = self.runs[-1] if self.runs else None
-            if last is not None and last.length == length and last.mask is mask:
-                self.runs[-1] = last._replace(count=last.count + 1)
-            else:
-                self.runs.append(_Run(length, 1, mask))
+            run = _Run(length, 1, mask)
+            if self.runs:
+                last = self.runs[-1]
+                if last.length == length and last.mask is mask:
+                    self.runs.pop()
+                    run = last._replace(count=last.count + 1)
+            self.runs.append(run)
         self.lengths = lengths
         self._ends: Tensor | None = None
 
@@ -227,8 +233,9 @@ def _masks(plain: str, **arguments: Any) -> HostMask:
     if documents is None or len(documents) == arguments['batch_size']:
         return make(**arguments)
     lengths = _lengths_of(documents)
+    ends = [0, *accumulate(lengths)]
     masks = []
-    for start, end in pairwise([0, *accumulate(lengths)]):
+    for start, end in pairwise(ends):
         document_arguments = {**arguments, 'batch_size': 1, 'attention_mask': None}
         # The columns keep their numbers in the packed row. Some masks look up which columns of the batch are images.
         document_arguments['kv_length'] = end - start
@@ -249,7 +256,8 @@ def _call_layers_by_document(model: nn.Module) -> None:
     """Changes the classes of layers that would mix documents, so that they are called once for each document."""
     for states in SPLIT_ARGUMENTS:
         # Classes are changed and not modules, so that copies of a model work too.
-        for layer in {type(module) for module in _innermost(model, states)}:
+        layers = {type(module) for module in _innermost(model, states)}
+        for layer in layers:
             if hasattr(layer.forward, 'by_document'):
                 continue
             plain_forward = layer.forward
@@ -269,7 +277,7 @@ def _innermost(model: nn.Module, states: str) -> Iterator[nn.Module]:
 
     def takes_mask(module: nn.Module) -> bool:
         names = inspect.signature(type(module).forward).parameters.keys()
-        if not {states, 'attention_mask'} <= names:
+        if states not in names or 'attention_mask' not in names:
             return False
         return not any(isinstance(part, PreTrainedModel) for part in module.modules())
 
@@ -315,7 +323,8 @@ def _balance_routers_without_mask(hosts: Sequence[nn.Module]) -> None:
         names = vars(sys.modules[type(host).__module__])
         balance = names.get('load_balancing_loss_func')
         if balance is not None and not hasattr(balance, 'by_document'):
-            without_mask: Any = wraps(balance)(partial(_balance, balance))
+            call_without_mask = partial(_balance, balance)
+            without_mask: Any = wraps(balance)(call_without_mask)
             without_mask.by_document = True
             names['load_balancing_loss_func'] = without_mask
 
@@ -399,7 +408,8 @@ def _attend_at_once(
             token_states = [states[0].transpose(0, 1) for states in (query, key, value)]  # (tokens, heads, size)
             options = {'causal': is_causal, 'scale': scaling, 'dropout': dropout}
             # Queries and keys are of the same documents, so both get the same ends and the same longest length.
-            return attend(*token_states, ends, ends, longest, longest, **options)[None]
+            attended = attend(*token_states, ends, ends, longest, longest, **options)
+            return attended[None]
     num_heads = query.shape[1]
     attended = F.scaled_dot_product_attention(
         _nested(query, num_heads, documents),
@@ -437,15 +447,19 @@ def _half_kernel(*, has_dropout: bool) -> Callable[..., Tensor] | None:
         # The first release of the kernel lacks these arguments. A window of -1 columns has no limit.
         has_arguments = {'window_size', 'enable_gqa'} <= inspect.signature(varlen_attn).parameters.keys()
         if has_arguments and not has_dropout:
-            return lambda *states, causal, scale, dropout: varlen_attn(
-                *states, scale=scale, window_size=(-1, 0 if causal else -1), enable_gqa=True
-            )
+
+            def attend_by_torch(*states: Any, causal: bool, scale: float | None, dropout: float) -> Tensor:
+                window = (-1, 0) if causal else (-1, -1)
+                return varlen_attn(*states, scale=scale, window_size=window, enable_gqa=True)
+
+            return attend_by_torch
     with suppress(ImportError):
         from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
 
-        return lambda *states, causal, scale, dropout: flash_attn_varlen_func(
-            *states, dropout_p=dropout, softmax_scale=scale, causal=causal
-        )
+        def attend_by_flash_attn(*states: Any, causal: bool, scale: float | None, dropout: float) -> Tensor:
+            return flash_attn_varlen_func(*states, dropout_p=dropout, softmax_scale=scale, causal=causal)
+
+        return attend_by_flash_attn
     return None
 
 

@@ -207,7 +207,8 @@ def add_rows(layout: BatchLayout, microbatch: Batch, rows: Sequence[Batch], side
         fitting = _with_lists_of(microbatch, row)
         if has_positions:
             # Trimming has written positions. A row without weight may have any.
-            fitting.setdefault('position_ids', torch.arange(layout.width(row))[None])
+            any_positions = torch.arange(layout.width(row))[None]
+            fitting.setdefault('position_ids', any_positions)
         batches.append(fitting)
     # Padding may have any id except a placeholder.
     is_text = ~layout.is_placeholder(microbatch)
@@ -288,14 +289,7 @@ class Piece:
     @property
     def fits(self) -> bool:
         """Whether the rows and their dummy rows together are within the caps."""
-        dummy_widths = [dummy.width for dummy in self.dummies]
-        if self.rules.packing:
-            # All rows become one row, as wide as they are together.
-            num_tokens = sum(self.widths) + sum(dummy_widths)
-        else:
-            widest = max([self.width, *dummy_widths]) + self.facts.decoder_width
-            num_tokens = (len(self.rows) + len(self.dummies)) * widest
-        if num_tokens > self.options.max_tokens:
+        if self._num_tokens > self.options.max_tokens:
             return False
         for size, cap in self.options.caps.items():
             total = sum(self.sizes[size])
@@ -306,6 +300,17 @@ class Piece:
                 return False
         return True
 
+    @property
+    def _num_tokens(self) -> int:
+        """Tokens of the rows and their dummy rows together, with padding."""
+        dummy_widths = [dummy.width for dummy in self.dummies]
+        if self.rules.packing:
+            # All rows become one row, as wide as they are together.
+            return sum(self.widths) + sum(dummy_widths)
+        widest = max(self.width, *dummy_widths) if dummy_widths else self.width
+        num_rows = len(self.rows) + len(self.dummies)
+        return num_rows * (widest + self.facts.decoder_width)
+
     def cut(self) -> list[Piece]:
         """Returns the rows in pieces of least cost under the caps."""
         options = replace(self.options, packing=bool(self.rules.packing))
@@ -314,8 +319,12 @@ class Piece:
             # Only the encoder's text is rounded up. The cut must not round its sum with the decoder's text again.
             widths = [self._rounded_up(width) + self.facts.decoder_width for width in widths]
             options = replace(options, width_multiple=1)
-        image_tokens = self.sizes.get('image_tokens')
-        groups = cut_rows(widths, options, image_tokens=image_tokens, loss_tokens=self.sizes.get('loss_tokens'))
+        groups = cut_rows(
+            widths,
+            options,
+            image_tokens=self.sizes.get('image_tokens'),
+            loss_tokens=self.sizes.get('loss_tokens'),
+        )
         return [self.take(group) for group in groups]
 
     def check_caps(self, indices: Sequence[int] | None) -> None:

@@ -97,7 +97,8 @@ class MicrobatchSplit:
         self.reduces_once = False
         self._tries_packing = self.options.packing is True
         if self.options.packing == 'auto' and self.layout is not None:
-            self._tries_packing = self._packing_costs_less(describe_all(self.layout, batch), microbatch_size)
+            sources = describe_all(self.layout, batch)
+            self._tries_packing = self._packing_costs_less(sources, microbatch_size)
 
     def _packing_costs_less(self, sources: Sequence[RowFacts], microbatch_size: float) -> bool:
         """Returns whether packing costs less on this batch, over all ranks; a collective."""
@@ -108,11 +109,12 @@ class MicrobatchSplit:
         cost = options.cost
         packed_cost = 0.0
         for rows in pack_lengths(lengths, budget):
-            packed_cost += cost.packed(lengths[rows].tolist())
+            packed_lengths = lengths[rows].tolist()
+            packed_cost += cost.packed(packed_lengths)
         padded_cost = 0.0
         for rows in cut_rows(lengths, options, max_width=longest):
-            cost_of_widest = float(cost.rows(lengths[rows]).max())
-            padded_cost += len(rows) * cost_of_widest + cost.launch
+            costs = cost.rows(lengths[rows])
+            padded_cost += len(rows) * float(costs.max()) + cost.launch
         saving = sum(all_gather_object(padded_cost - packed_cost))
         log.info('packing=%s: packed, the first batch costs %.0f less than padded.', saving > 0, saving)
         return saving > 0
@@ -400,7 +402,7 @@ def _dummies_of_ranks(sources: Sequence[RowFacts]) -> DummyRows:
     own_rows = [smallest_row(sources, modality) for modality in MODALITIES]
     is_present = [row is not None for row in own_rows]
     is_absent = [row is None for row in own_rows]
-    flags = max_over_ranks([*is_present, *is_absent])
+    flags = max_over_ranks([*is_present, *is_absent])  # one collective for both
     some_rank_has = flags[: len(MODALITIES)]
     some_rank_lacks = flags[len(MODALITIES) :]
     dummies: dict[str, RowFacts] = {}
@@ -457,9 +459,9 @@ def _check_first_labels(sources: Sequence[RowFacts], kind: str) -> None:
     ``kind`` says in which rows. Models that do not shift labels predict each label from its own position.
     """
     for facts in sources:
-        counts = rows_of(facts.batch)
-        for row, has_label in enumerate(facts.has_label_behind_padding):
-            if has_label and counts[row].rule not in ('', 'unshifted'):
+        for row, counts in enumerate(rows_of(facts.batch)):
+            shifts_labels = counts.rule not in ('', 'unshifted')
+            if shifts_labels and facts.has_label_behind_padding[row]:
                 raise InvalidInputError(
                     f'The first token of a row must have no label in {kind} if rows are padded on the left, got: a '
                     f'label in {sample_name(facts.batch, row)}. A pad would predict it, so whether it counts depends '

@@ -51,11 +51,13 @@ def placeholder_ids(config: Any, modality: str) -> tuple[int, ...]:
         for alias in getattr(part, 'attribute_map', ()):
             values[alias] = getattr(part, alias, None)
         for name, value in values.items():
-            is_id = isinstance(value, int) and not isinstance(value, bool) and ID_SUFFIX.search(name)
-            if not is_id or _NO_PLACEHOLDER.search(name):
+            is_integer = isinstance(value, int) and not isinstance(value, bool)
+            is_id = ID_SUFFIX.search(name) and not _NO_PLACEHOLDER.search(name)
+            if not is_integer or not is_id:
                 continue
             # Kimi-VL calls it `media_placeholder_token_id`.
-            if modality_of(name.replace('media', 'image')) == modality:
+            usual_name = name.replace('media', 'image')
+            if modality_of(usual_name) == modality:
                 ids[name] = value
     return tuple(dict.fromkeys(ids.values()))
 
@@ -64,7 +66,8 @@ def all_placeholders(config: Any) -> list[int]:
     """Returns the ids that a config names as placeholders of any modality."""
     ids: list[int] = []
     for modality in MODALITY_WORDS:
-        ids += [*placeholder_ids(config, modality), *token_ids(config, modality)]
+        ids += placeholder_ids(config, modality)
+        ids += token_ids(config, modality)
     return ids
 
 
@@ -167,8 +170,10 @@ def anyres(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[i
     aspect_ratio = getattr(config, 'vision_aspect_ratio', None)  # such as 'anyres_max_9'
     if aspect_ratio is not None:
         max_tiles = int(aspect_ratio.removeprefix('anyres_max_'))
+    images_per_row = [1] * num_items
     counts = batch.get('batch_num_images')
-    images_per_row = [1] * num_items if counts is None else torch.as_tensor(counts).tolist()
+    if counts is not None:
+        images_per_row = torch.as_tensor(counts).tolist()
     is_tiled: list[bool] = []
     for count in images_per_row:
         is_tiled += [count == 1] * count

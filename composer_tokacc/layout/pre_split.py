@@ -73,7 +73,8 @@ class PreSplitBatch(Mapping[str, Any]):
         sides = {padding_side(microbatch) for microbatch in self.microbatches}
         # A microbatch without padding reads as 'right', so one 'left' decides.
         side = 'left' if 'left' in sides else 'right'
-        return layout.concat(self.microbatches, padding_side=side, pad_token_id=_pad_token_id(self.microbatches))
+        pad_token_id = _pad_token_id(self.microbatches)
+        return layout.concat(self.microbatches, padding_side=side, pad_token_id=pad_token_id)
 
     def pin_memory(self) -> PreSplitBatch:
         """Returns the batch in page-locked memory. Torch's own pinning would turn the mapping into a plain dict."""
@@ -117,8 +118,11 @@ class PreSplitBatch(Mapping[str, Any]):
         microbatch_with_key = next(microbatch for microbatch in self.microbatches if microbatch.get(key) is not None)
         layout = BatchLayout.infer(microbatch_with_key)
         needed_keys = TEXT_KEYS | {key}
-        parts = self.map(lambda microbatch: {name: microbatch[name] for name in needed_keys & microbatch.keys()})
-        return parts.joined(layout)[key]
+
+        def without_other_keys(microbatch: dict[str, Any]) -> dict[str, Any]:
+            return {name: value for name, value in microbatch.items() if name in needed_keys}
+
+        return self.map(without_other_keys).joined(layout)[key]
 
     # On the way from a worker process.
 
@@ -200,7 +204,8 @@ class _Place(NamedTuple):
             return torch.empty(self.shape, dtype=self.dtype)
         # `frombuffer` makes a storage that covers only this tensor. A slice of `memory` would share the whole storage,
         # and Composer's deep copy for metrics would copy all of it.
-        return torch.frombuffer(memory.numpy(), dtype=self.dtype, count=count, offset=self.start).view(self.shape)
+        values = torch.frombuffer(memory.numpy(), dtype=self.dtype, count=count, offset=self.start)
+        return values.view(self.shape)
 
 
 def _packed(microbatches: Sequence[Mapping[str, Any]]) -> tuple[torch.Tensor, list[dict[str, Any]]]:
@@ -210,8 +215,10 @@ def _packed(microbatches: Sequence[Mapping[str, Any]]) -> tuple[torch.Tensor, li
     tensors: list[tuple[_Place, torch.Tensor]] = []
     for microbatch in packed:
         for key, value in microbatch.items():
-            # Subclasses, sparse tensors and tensors on a GPU are sent by torch.
-            if type(value) is torch.Tensor and value.device.type == 'cpu' and value.layout == torch.strided:
+            if type(value) is not torch.Tensor:
+                continue  # subclasses are sent by torch
+            # So are sparse tensors and tensors on a GPU.
+            if value.device.type == 'cpu' and value.layout == torch.strided:
                 place = _Place(value.dtype, value.shape, size)
                 microbatch[key] = place
                 tensors.append((place, value))

@@ -132,14 +132,17 @@ class SourceLedger:
             if OTHERS in self.names:
                 new_names = []  # there are enough names
             # A rank sends its other numbers, how many new names it has, and its sums.
-            packed = torch.tensor([*numbers, len(new_names), *self._table(rank_sums)], dtype=torch.float64)
-            ranks = torch.stack(list(dist.all_gather(device.tensor_to_device(packed)))).cpu()
+            message = [*numbers, len(new_names), *self._table(rank_sums)]
+            sent = device.tensor_to_device(torch.tensor(message, dtype=torch.float64))
+            received = dist.all_gather(sent)
+            ranks = torch.stack(list(received)).cpu()
             num_new_names = ranks[:, num_numbers]
             if not num_new_names.any():
                 break
             self._learn(dist.all_gather_object(new_names))
-        total = ranks[:, num_numbers + 1 :].sum(dim=0).view(-1, len(SourceSums._fields))
-        sums = {name: SourceSums(*row) for name, row in zip(self.names, total.tolist(), strict=True)}
+        table = ranks[:, num_numbers + 1 :].sum(dim=0)
+        rows = table.view(-1, len(SourceSums._fields)).tolist()
+        sums = {name: SourceSums(*row) for name, row in zip(self.names, rows, strict=True)}
         return ranks[:, :num_numbers], sums
 
     def _sums(self) -> dict[str, SourceSums]:
@@ -158,7 +161,8 @@ class SourceLedger:
             if row.source is not None:
                 name = _loggable(row.source)
                 numbers = (loss, row.loss_tokens, row.loss_weight, positions)
-                sums[name] = sums.get(name, SourceSums()).plus(numbers)
+                earlier = sums.get(name, SourceSums())
+                sums[name] = earlier.plus(numbers)
         return sums
 
     def _table(self, rank_sums: Mapping[str, SourceSums]) -> list[float]:
@@ -175,7 +179,8 @@ class SourceLedger:
 
     def _learn(self, names_of_ranks: Iterable[Sequence[str]]) -> None:
         """Adds new names, the same on all ranks. Replaces the names beyond ``MOST_SOURCES`` by ``OTHERS``."""
-        new_names = set().union(*names_of_ranks) - set(self.names)
+        names = set().union(*names_of_ranks)
+        new_names = names - set(self.names)
         self.names += sorted(new_names)
         if len(self.names) > MOST_SOURCES:
             self.names[MOST_SOURCES:] = [OTHERS]
@@ -211,18 +216,22 @@ def _token_losses(microbatches: Sequence[_KeptLogits]) -> torch.Tensor:
 
     The number of tokens is known, so nothing waits for the device.
     """
+    # Rows are joined to one row of positions.
     logits = _joined([microbatch.logits.flatten(0, 1) for microbatch in microbatches])
     labels = _joined([microbatch.labels.flatten() for microbatch in microbatches])
     is_counted = _joined([microbatch.is_counted.flatten() for microbatch in microbatches])
     num_tokens = sum(microbatch.num_tokens for microbatch in microbatches)
-    label_places = places_of(is_counted.cumsum(dim=0), range(1, num_tokens + 1))
+    ordinals = is_counted.cumsum(dim=0)  # number of each counted label, from 1
+    label_places = places_of(ordinals, range(1, num_tokens + 1))
     logit_places = label_places
     if microbatches[0].rule != 'unshifted':
         logit_places = label_places - 1  # in the same row, because labels in column 0 do not count
     # Logits in float32 take much memory, so they are computed in chunks.
     chunk_size = max(CHUNK // logits.shape[-1], 1)
     losses = []
-    for at_logits, at_labels in zip(logit_places.split(chunk_size), label_places.split(chunk_size), strict=True):
+    logit_chunks = logit_places.split(chunk_size)
+    label_chunks = label_places.split(chunk_size)
+    for at_logits, at_labels in zip(logit_chunks, label_chunks, strict=True):
         chunk_logits = whole_vocabulary(logits[at_logits]).float()
         losses.append(F.cross_entropy(chunk_logits, labels[at_labels], reduction='none'))
     return _joined(losses)
