@@ -19,7 +19,7 @@ from composer_tokacc import TokenAccumulation
 from tests.matrix.harness import measure, plain_gradients
 from tests.matrix.native_models import NativeModel
 from tests.matrix.subjects import SUBJECTS
-from tests.support.text import collate, text_model, text_rows
+from tests.support.text import collate, next_token_loss, text_model, text_rows
 from tests.support.training import fit, relative_error
 
 NUM_STEPS = 40
@@ -55,39 +55,37 @@ class Changing(ComposerModel):
         return outputs or self(batch)
 
 
-def token_losses(logits, labels, **options):
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), **options)
-
-
 def rare_label_weighted(logits, states, labels, heads, has_begun):
     weight = torch.ones(64).index_fill(0, torch.tensor([RARE]), 0.1)
-    return token_losses(logits, labels, weight=weight)
+    return next_token_loss(logits, labels, weight=weight)
 
 
 def rare_label_weighted_by_number(logits, states, labels, heads, has_begun):
     weight = torch.ones(64).index_fill(0, torch.tensor([RARE]), 0.1)
-    return token_losses(logits, labels, weight=weight, reduction='sum') / (labels[:, 1:] != -100).sum()
+    return next_token_loss(logits, labels, weight=weight, reduction='sum') / (labels[:, 1:] != -100).sum()
 
 
 def focal(logits, states, labels, heads, has_begun):
-    losses = token_losses(logits, labels, reduction='none')
+    losses = next_token_loss(logits, labels, reduction='none')
     factors = (1 - (-losses).exp()).square() if has_begun else torch.ones_like(losses)
     return (factors * losses).sum() / (labels[:, 1:] != -100).sum()
 
 
 def label_smoothing(logits, states, labels, heads, has_begun):
-    return token_losses(logits, labels, label_smoothing=0.1 * has_begun)
+    return next_token_loss(logits, labels, label_smoothing=0.1 * has_begun)
 
 
 def z_loss(logits, states, labels, heads, has_begun):
     counted = labels[:, 1:] != -100
-    return token_losses(logits, labels) + 1e-2 * has_begun * logits[:, :-1][counted].logsumexp(dim=-1).square().mean()
+    squares = logits[:, :-1][counted].logsumexp(dim=-1).square()
+    return next_token_loss(logits, labels) + 1e-2 * has_begun * squares.mean()
 
 
 def z_loss_of_rows(logits, states, labels, heads, has_begun):
     counted = labels[:, 1:] != -100
     squares = logits[:, :-1].logsumexp(dim=-1).square() * counted
-    return token_losses(logits, labels) + 1e-2 * has_begun * (squares.sum(1) / counted.sum(1).clamp(min=1)).mean()
+    means = squares.sum(dim=1) / counted.sum(dim=1).clamp(min=1)
+    return next_token_loss(logits, labels) + 1e-2 * has_begun * means.mean()
 
 
 def distillation(logits, states, labels, heads, has_begun):
@@ -96,20 +94,20 @@ def distillation(logits, states, labels, heads, has_begun):
     distances = F.kl_div(
         logits[:, :-1][counted].log_softmax(dim=-1), teacher[None], log_target=True, reduction='none'
     ).sum(dim=-1)
-    return token_losses(logits, labels) + 0.5 * has_begun * distances.mean()
+    return next_token_loss(logits, labels) + 0.5 * has_begun * distances.mean()
 
 
 def multi_token_prediction(logits, states, labels, heads, has_begun):
     if not has_begun:
-        return token_losses(logits, labels)
-    ahead = F.cross_entropy(heads['next'](states)[:, :-2].flatten(0, 1), labels[:, 2:].flatten())
-    return token_losses(logits, labels) + 0.3 * ahead
+        return next_token_loss(logits, labels)
+    ahead = next_token_loss(heads['next'](states)[:, :-1], labels[:, 1:])  # the token after the next one
+    return next_token_loss(logits, labels) + 0.3 * ahead
 
 
 def value_head(logits, states, labels, heads, has_begun):
     if not has_begun:
-        return token_losses(logits, labels)
-    return token_losses(logits, labels) + 0.3 * heads['value'](states[:, -1]).square().mean()
+        return next_token_loss(logits, labels)
+    return next_token_loss(logits, labels) + 0.3 * heads['value'](states[:, -1]).square().mean()
 
 
 LOSSES = [
@@ -196,7 +194,7 @@ def test_unweighted_term_is_refused_with_weights(token_weights):
     def loss_of(logits, states, labels, heads, has_begun):
         counted = labels[:, 1:] != -100
         values = heads['value'](states).squeeze(-1)[:, :-1].square()
-        return token_losses(logits, labels) + 0.3 * (values * counted).sum() / counted.sum()
+        return next_token_loss(logits, labels) + 0.3 * (values * counted).sum() / counted.sum()
 
     batch = collate(text_rows(SHAPE))
     model = Changing(loss_of, 0)
@@ -215,7 +213,10 @@ def test_rounded_gradients_are_no_leak(dtype, smoothing, seed):
     class Smoothed(NativeModel):
         def forward(self, batch: Any) -> Any:
             logits = self.model(batch['input_ids'], batch['attention_mask']).logits
-            return {'loss': token_losses(logits.float(), batch['labels'], label_smoothing=smoothing), 'logits': logits}
+            return {
+                'loss': next_token_loss(logits.float(), batch['labels'], label_smoothing=smoothing),
+                'logits': logits,
+            }
 
     model = Smoothed('causal', init='fresh').to(dtype)
     batch = SUBJECTS['llama'].batch(seed, side='right')
@@ -242,7 +243,7 @@ def test_head_of_a_teacher(order):
                 teacher = self.teacher_log_probabilities(batch)
             counted = (batch['labels'] != -100)[:, 1:]
             distances = F.kl_div(logits.log_softmax(dim=-1), teacher, log_target=True, reduction='none').sum(dim=-1)
-            loss = token_losses(logits, batch['labels']) + 0.5 * distances[:, :-1][counted].mean()
+            loss = next_token_loss(logits, batch['labels']) + 0.5 * distances[:, :-1][counted].mean()
             return {'loss': loss, 'logits': logits}
 
     assert measure(Student(), collate(text_rows(SHAPE)), 2).kind == 'exact'
@@ -251,13 +252,13 @@ def test_head_of_a_teacher(order):
 def test_norms_thawed_later_are_refused():
     class Normed(Changing):
         def __init__(self) -> None:
-            super().__init__(lambda logits, states, labels, heads, has_begun: token_losses(logits, labels), 0)
+            super().__init__(lambda logits, states, labels, heads, has_begun: next_token_loss(logits, labels), 0)
             self.norm = torch.nn.BatchNorm1d(32).eval()
 
         def forward(self, batch: Any) -> Any:
             states = self.model.model(batch['input_ids'], batch['attention_mask']).last_hidden_state
             logits = self.model.lm_head(self.norm(states.transpose(1, 2)).transpose(1, 2))
-            return {'loss': token_losses(logits, batch['labels']), 'logits': logits}
+            return {'loss': next_token_loss(logits, batch['labels']), 'logits': logits}
 
     class TrainModeAfterEvaluation(Callback):
         def batch_end(self, state, logger):
@@ -282,7 +283,7 @@ def test_rows_coupled_later_are_refused(units):
             states = self.model.model(batch['input_ids'], batch['attention_mask']).last_hidden_state
             states = states + 0.3 * states.mean(dim=0, keepdim=True) * (self.step >= 12)
             logits = self.model.lm_head(states)
-            return {'loss': token_losses(logits, batch['labels']), 'logits': logits}
+            return {'loss': next_token_loss(logits, batch['labels']), 'logits': logits}
 
         def loss(self, outputs: Any, batch: Any) -> Any:
             if units is None:
@@ -295,7 +296,7 @@ def test_rows_coupled_later_are_refused(units):
 
 def test_unchecked_loss_may_change():
     def loss_of(logits, states, labels, heads, has_begun):
-        return token_losses(logits, labels) * (2.0 if has_begun else 1.0)
+        return next_token_loss(logits, labels) * (2.0 if has_begun else 1.0)
 
     data = list(batches())[:16]
     assert len(steps(Changing(loss_of, 12), data)) == 12

@@ -17,7 +17,7 @@ from composer import DataSpec
 
 from composer_tokacc import TokenAccumulation, measure_token_weights, token_data_spec
 from tests.support.launch import launch_json
-from tests.support.text import collate, text_model, text_rows
+from tests.support.text import collate, next_token_loss, text_model, text_rows
 from tests.support.training import hugging_face, loader, train
 
 LENGTHS = [5, 9, 14, 30, 7, 22, 11, 3]
@@ -189,10 +189,6 @@ class NextToken(torch.nn.Module):
         if self.returns_loss:
             return logits, next_token_loss(logits, labels)
         return logits
-
-
-def next_token_loss(logits, labels):
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
 @pytest.mark.parametrize('returns_loss', [True, False])

@@ -12,16 +12,16 @@ import torch.nn.functional as F
 from composer_tokacc.checks.first_batch import FirstBatchCheck, find_loss_rule, rule_batch
 from composer_tokacc.checks.probe import Probe
 from composer_tokacc.layout import BatchLayout
-from tests.support.text import collate, text_model, text_row, text_rows
+from tests.support.text import collate, next_token_loss, text_model, text_row, text_rows
 
 
 def causal(logits, batch):
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch['labels'][:, 1:].flatten())
+    return next_token_loss(logits, batch['labels'])
 
 
 def attended(logits, batch):
     labels = batch['labels'].masked_fill(batch['attention_mask'] == 0, -100)
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    return next_token_loss(logits, labels)
 
 
 def unshifted(logits, batch):
@@ -29,16 +29,15 @@ def unshifted(logits, batch):
 
 
 def smoothed(logits, batch):
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch['labels'][:, 1:].flatten(), label_smoothing=0.1)
+    return next_token_loss(logits, batch['labels'], label_smoothing=0.1)
 
 
 def over_all_positions(logits, batch):
-    labels = batch['labels'][:, 1:]
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels.flatten(), reduction='sum') / labels.numel()
+    return summed(logits, batch) / batch['labels'][:, 1:].numel()
 
 
 def summed(logits, batch):
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch['labels'][:, 1:].flatten(), reduction='sum')
+    return next_token_loss(logits, batch['labels'], reduction='sum')
 
 
 def truncated(logits, batch):
@@ -142,7 +141,13 @@ def test_right_rule_is_named(with_logits):
 
 
 @pytest.mark.parametrize(
-    ('loss', 'scale'), [(causal, 1.0), (lambda *args: 7 * causal(*args), 7.0), (smoothed, None), (attended, 1.0)]
+    ('loss', 'scale'),
+    [
+        (causal, 1.0),
+        (attended, 1.0),
+        (lambda *args: 7 * causal(*args), 7.0),
+        (smoothed, None),
+    ],
 )
 def test_scale_of_tokens(loss, scale):
     token_scale = prove(loss).token_scale
@@ -232,7 +237,8 @@ def test_weights_of_0_hide_nothing(shape):
     row = text_row(12, 6)
     before = [parameter.clone() for parameter in model.parameters()]
     probe = probe_of(causal, model=model)
-    padded = {key: F.pad(value, (40, 0), value=-100 if key == 'labels' else 0) for key, value in row.items()}
+    padded = {key: F.pad(value, (40, 0)) for key, value in row.items()}
+    padded['labels'] = F.pad(row['labels'], (40, 0), value=-100)
     assert model(**padded).loss.item() == pytest.approx(model(**row).loss.item(), rel=1e-5)
     assert not probe.run(row).is_same_loss('tokens', probe.run(padded).losses['tokens'])
     assert all(map(torch.equal, model.parameters(), before))

@@ -22,7 +22,7 @@ from tests.matrix.harness import measure_steps
 from tests.matrix.subjects import SUBJECTS
 from tests.model_types.tiny import tiny_config
 from tests.support.small_batches import TEXT, text_batch
-from tests.support.text import collate, text_rows
+from tests.support.text import collate, next_token_loss, text_rows
 
 TOP_K = 8
 """The number of keys that a model attends to, as soon as there are more columns."""
@@ -101,7 +101,7 @@ class AddsMemory(ComposerModel):
         return self.model(inputs_embeds=embeddings, attention_mask=batch['attention_mask']).logits
 
     def loss(self, outputs: Any, batch: Any) -> torch.Tensor:
-        return F.cross_entropy(outputs[:, :-1].flatten(0, 1), batch['labels'][:, 1:].flatten())
+        return next_token_loss(outputs, batch['labels'])
 
     def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
         return self(batch) if outputs is None else outputs

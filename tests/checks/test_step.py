@@ -18,7 +18,7 @@ from composer_tokacc import TokenAccumulation
 from composer_tokacc.checks import step
 from composer_tokacc.checks.step import MicrobatchRecord
 from composer_tokacc.row_counts import RowCounts
-from tests.support.text import collate, text_model, text_rows
+from tests.support.text import collate, next_token_loss, text_model, text_rows
 from tests.support.training import fit, hugging_face, loader, reference_gradients, relative_error
 
 EVEN = [(9, 4), (12, 4), (7, 4), (9, 4)]
@@ -53,7 +53,7 @@ def mean_of_rows(logits, labels):
 
 def without_padding_id(logits, labels):
     labels = labels.masked_fill(labels == 0, -100)
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    return next_token_loss(logits, labels)
 
 
 class MaskAroundForward(Algorithm):

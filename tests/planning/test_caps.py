@@ -59,6 +59,11 @@ class Samples:
         for rows in microbatches:
             assert self.fit(rows, is_packed=is_packed), rows
 
+    def cost(self, rows):
+        """Cost of a microbatch of these rows."""
+        width = max(self.lengths[row] for row in rows)
+        return len(rows) * float(COST.rows(np.array([width]))[0]) + COST.launch
+
     def least_cost(self, order):
         """Least padded cost of all contiguous cuts of rows in this order, fixed costs included."""
 
@@ -71,8 +76,7 @@ class Samples:
                 rows = order[start:end]
                 if not self.fit(rows):
                     break
-                width = max(self.lengths[row] for row in rows)
-                costs.append(len(rows) * float(COST.rows(np.array([width]))[0]) + COST.launch + best(end))
+                costs.append(self.cost(rows) + best(end))
             return min(costs)
 
         return best(0)
@@ -81,7 +85,8 @@ class Samples:
 @st.composite
 def drawn(draw, most=14):
     row = st.tuples(st.integers(1, 40), st.integers(0, 9), st.integers(0, 12))
-    lengths, images, labels = map(list, zip(*draw(st.lists(row, min_size=1, max_size=most)), strict=True))
+    rows = draw(st.lists(row, min_size=1, max_size=most))
+    lengths, images, labels = map(list, zip(*rows, strict=True))
     return Samples(
         lengths,
         images,
@@ -100,10 +105,7 @@ def test_cut_under_caps_costs_least(regroup, samples):
     microbatches = cut_rows(samples.lengths, options, **samples.tables)
     samples.check(microbatches)
     order = list(range(len(samples.lengths)))
-    costs = []
-    for rows in microbatches:
-        width = max(samples.lengths[row] for row in rows)
-        costs.append(len(rows) * float(COST.rows(np.array([width]))[0]) + COST.launch)
+    costs = [samples.cost(rows) for rows in microbatches]
     if regroup:
         order.sort(key=lambda row: -samples.lengths[row])
         assert costs == sorted(costs, reverse=True), 'costliest microbatch first'

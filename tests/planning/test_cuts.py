@@ -40,7 +40,9 @@ def _padded_bounds(rows, bounds) -> float:
 
 
 def _caps_hold(rows, bounds) -> bool:
-    return bool(np.all(np.diff(bounds) > 0) and np.all(bounds[1:] <= rows.reach[bounds[:-1]]))
+    starts = bounds[:-1]
+    ends = bounds[1:]
+    return bool(np.all(starts < ends) and np.all(ends <= rows.reach[starts]))
 
 
 # Least padded cuts of sorted rows
@@ -51,7 +53,8 @@ def _caps_hold(rows, bounds) -> bool:
 def test_cost_matches_exhaustive_search(samples, max_tokens, max_images, tolerance, random):
     lengths, images = map(list, zip(*samples, strict=True))
     rows = sorted_rows(lengths, max_tokens, images, max_images)
-    truth = least_padded(lengths, max_tokens, _price, order=rows.order.tolist(), images=images, max_images=max_images)
+    order = rows.order.tolist()
+    truth = least_padded(lengths, max_tokens, _price, order=order, images=images, max_images=max_images)
     cuts = LeastPaddedCuts(rows, tolerance)
     assert cuts.fewest == min(truth)
     counts = list(truth)

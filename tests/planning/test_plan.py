@@ -19,7 +19,8 @@ OBJECTIVES = ['ddp', 'fsdp']
 
 @st.composite
 def problems(draw):
-    samples = draw(st.lists(st.tuples(st.integers(1, 60), st.sampled_from([0, 0, 3, 8])), min_size=1, max_size=40))
+    sample = st.tuples(st.integers(1, 60), st.sampled_from([0, 0, 3, 8]))
+    samples = draw(st.lists(sample, min_size=1, max_size=40))
     lengths, images = map(list, zip(*samples, strict=True))
     num_ranks = draw(st.integers(1, 9))
     max_tokens = draw(st.integers(1, 200))
@@ -82,7 +83,8 @@ def test_ten_thousand_random_length_sets(objective):
     for _ in range(10_000):
         num_samples = int(rng.integers(1, 129))
         num_ranks = int(rng.integers(1, 17))
-        lengths = np.clip(rng.lognormal(rng.uniform(2, 7), rng.uniform(0, 1.5), num_samples), 1, 8192).astype(int)
+        drawn_lengths = rng.lognormal(rng.uniform(2, 7), rng.uniform(0, 1.5), num_samples)
+        lengths = np.clip(drawn_lengths, 1, 8192).astype(int)
         images = rng.integers(0, 5, num_samples) * 64 * (rng.random(num_samples) < rng.random())
         max_tokens = max(1, int(lengths.max() * rng.uniform(0.5, 8)))
         max_images = int(rng.integers(1, 1000)) if rng.random() < 0.5 else None
@@ -122,14 +124,16 @@ def test_more_ranks_than_samples(objective, num_samples):
 
 
 def test_slots_hold_one_modality():
-    lengths, images = [30, 31, 32, 33, 5, 6, 7, 8, 9], [16, 16, 16, 16, 0, 0, 0, 0, 0]
+    lengths = [30, 31, 32, 33, 5, 6, 7, 8, 9]
+    images = [16, 16, 16, 16, 0, 0, 0, 0, 0]
     plan = plan_microbatches(lengths, num_ranks=2, max_tokens=70, image_tokens=images, objective='fsdp')
     check_slots(plan, images)
     assert {any(images[row] for row in microbatch.indices) for microbatch in plan.ranks[0]} == {True, False}
 
 
 def test_one_image_and_many_ranks():
-    lengths, images = [20, 5, 6, 7, 8], [16, 0, 0, 0, 0]
+    lengths = [20, 5, 6, 7, 8]
+    images = [16, 0, 0, 0, 0]
     plan = plan_microbatches(lengths, num_ranks=4, max_tokens=70, image_tokens=images, objective='fsdp')
     check_plan(plan, lengths, 4, 70, images)
     check_slots(plan, images)
@@ -195,7 +199,9 @@ def test_bound_that_ends_the_search(objective):
 
 def test_stats_by_hand():
     plan = plan_microbatches([8, 4, 4, 4], num_ranks=2, max_tokens=12, cost=CostModel(quadratic=1e12, launch=1.0))
-    assert [[(m.indices, m.width) for m in rank] for rank in plan.ranks] == [[((1, 2, 3), 4)], [((0,), 8)]]
+    (first,), (second,) = plan.ranks
+    assert (first.indices, first.width) == ((1, 2, 3), 4)
+    assert (second.indices, second.width) == ((0,), 8)
     stats = plan.stats
     assert stats.padding_before == pytest.approx(12 / 32)
     assert stats.padding_after == 0.0
@@ -236,7 +242,13 @@ def test_few_long_samples_with_images():
 
 @pytest.mark.parametrize(
     ('objective', 'global_batch', 'least'),
-    [('ddp', 32, 0.85), ('ddp', 256, 0.93), ('ddp', 1024, 0.96), ('fsdp', 256, 0.88), ('fsdp', 1024, 0.93)],
+    [
+        ('ddp', 32, 0.85),
+        ('ddp', 256, 0.93),
+        ('ddp', 1024, 0.96),
+        ('fsdp', 256, 0.88),
+        ('fsdp', 1024, 0.93),
+    ],
 )
 def test_share_of_bound_on_lognormal_lengths(objective, global_batch, least):
     """Mean of ten global batches at a coefficient of variation of 0.92, the hardest set of the benchmark."""

@@ -133,8 +133,8 @@ def test_ranks_exchange_what_they_read(ranks):
 
     message = f'sample "{BATCH}" is broken'
     assert results['bad sample'] == [f'BadSampleError: {message}'] * ranks
-    others = [f'NotExactError: every rank must read its samples, got: an error on rank 0: {message}'] * (ranks - 1)
-    assert results['other error'] == [f'OSError: {message}', *others]
+    on_other_ranks = f'NotExactError: every rank must read its samples, got: an error on rank 0: {message}'
+    assert results['other error'] == [f'OSError: {message}', *[on_other_ranks] * (ranks - 1)]
 
     for objective in ('ddp', 'fsdp'):
         for case, indices in zip(results[objective], read, strict=True):

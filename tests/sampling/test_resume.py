@@ -12,7 +12,9 @@ from composer_tokacc.sampling import RestoreRandomState
 
 
 def draw():
-    return random.random(), random.gauss(0, 1), np.random.rand(), np.random.normal(), torch.rand(3).tolist()
+    of_python = [random.random(), random.gauss(0, 1)]
+    of_numpy = [np.random.rand(), np.random.normal()]
+    return of_python, of_numpy, torch.rand(3).tolist()
 
 
 def test_generators_go_on_after_resume():

@@ -206,16 +206,16 @@ def test_epoch_order_is_made_once(monkeypatch):
 
 def test_state_of_other_global_batches():
     state = build(96, 12).state_dict()
-    for kwargs, name in (({'seed': 1}, 'seed'), ({'shuffle': False}, 'shuffle'), ({'drop_last': True}, 'drop_last')):
+    for name, value in {'seed': 1, 'shuffle': False, 'drop_last': True}.items():
         with pytest.raises(ValueError, match=f'`{name}` must be that of the saved run'):
-            build(96, 12, **kwargs).load_state_dict(state)
+            build(96, 12, **{name: value}).load_state_dict(state)
     with pytest.raises(ValueError, match=r'`global_batch_size` .*, got: 24, saved: 12'):
         build(96, 24).load_state_dict(state)
     with pytest.raises(ValueError, match=r'`more` .*, got: None, saved: 1'):
         build(96, 12).load_state_dict({**state, 'more': 1})
-    for wrong in (None, [1], {'x': 1}, {**state, 'epoch': 'two'}, {**state, 'batch': -1}):
+    for bad_state in (None, [1], {'x': 1}, {**state, 'epoch': 'two'}, {**state, 'batch': -1}):
         with pytest.raises(ValueError, match='must have the keys'):
-            build(96, 12).load_state_dict(wrong)
+            build(96, 12).load_state_dict(bad_state)
     with pytest.raises(ValueError, match='`batch` must be an integer from 0 to 8, got: 9'):
         build(96, 12).skip_to(9)
 

@@ -66,6 +66,11 @@ def text_rows(shape: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
     return [text_row(length, labelled, seed=index) for index, (length, labelled) in enumerate(shape)]
 
 
+def next_token_loss(logits: torch.Tensor, labels: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Cross-entropy of each label, by the logits at the position before it."""
+    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), **options)
+
+
 def collate(rows: Sequence[dict[str, Any]], *, side: str = 'right', labels_on_pads: int = -100) -> dict[str, Any]:
     """Pads with plain torch, independently of BatchLayout."""
     width = max(row['input_ids'].shape[1] for row in rows)
