@@ -214,6 +214,7 @@ def test_late_train_metrics_keep_labels(monkeypatch):
         ({'regroup': 'no'}, "`regroup` must be True or False, got: 'no'"),
         ({'packing': 1}, "`packing` must be True, False or 'auto', got: 1"),
         ({'layout': 'llava'}, "`layout` must be a BatchLayout, got: 'llava'"),
+        ({'model': 'llama'}, "`model` must be a Module, got: 'llama'"),
         ({'cost': 'auto'}, "`cost` must be a CostModel, got: 'auto'"),
         ({'split_batch': lambda batch, size: [batch]}, '`split_batch` must be left'),
     ],
