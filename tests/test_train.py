@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -172,6 +173,33 @@ def test_resume_after_killed_write(unbroken, tmp_path, capsys):
     result = train(*command, folder=tmp_path)
     assert f'going on from {folder}/ep0-ba2-rank0.pt: {folder}/ep0-ba3-rank0.pt is damaged' in capsys.readouterr().err
     assert (result['steps'], result['first_step']) == (12, 2)
+    straight = checkpoint(unbroken[0] / 'checkpoints' / 'ep2-ba12-rank0.pt')
+    assert_equal_bitwise(checkpoint(folder / 'ep2-ba12-rank0.pt')['model'], straight['model'])
+
+
+@pytest.mark.slow
+def test_run_killed_while_it_saves(unbroken, tmp_path, capsys):
+    """The next run takes the checkpoint before the half written one, and writes that one again."""
+    config = yaml.safe_load(Path(DIGITS).read_text())
+    config['callbacks']['tests.support.killer.KillWhileSaving'] = {'batch': 3}
+    deadly = tmp_path / 'deadly.yaml'
+    deadly.write_text(yaml.safe_dump(config))
+    folder = tmp_path / 'checkpoints'
+    options = [
+        *TINY_DIGITS,
+        'trainer.autoresume=true',
+        'trainer.save_interval=1ba',
+        f'trainer.save_folder={folder}',
+    ]
+    command = [sys.executable, '-m', 'composer_tokacc.train', str(deadly), *options, f'report.folder={tmp_path}']
+    killed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    half_written = folder / 'ep0-ba3-rank0.pt'
+    assert 0 < half_written.stat().st_size < (folder / 'ep0-ba2-rank0.pt').stat().st_size
+    result = train(DIGITS, *options, folder=tmp_path)
+    assert f'going on from {folder}/ep0-ba2-rank0.pt' in capsys.readouterr().err
+    assert (result['steps'], result['first_step']) == (12, 2)
+    assert checkpoint(half_written)['timestamp']['Timestamp']['batch'] == 3
     straight = checkpoint(unbroken[0] / 'checkpoints' / 'ep2-ba12-rank0.pt')
     assert_equal_bitwise(checkpoint(folder / 'ep2-ba12-rank0.pt')['model'], straight['model'])
 

@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from functools import cache
 
 import pytest
 import torch
+from composer.algorithms import GradientClipping
 from composer.callbacks import NaNMonitor
 from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -78,6 +80,30 @@ def test_weights_change_the_gradient(model):
     gradients = {weights: weighted_reference(model, batch, weights)[0] for weights in ('token', *WEIGHTS)}
     for weights in WEIGHTS:
         assert relative_error(gradients[weights], gradients['token']) > 0.05
+
+
+@pytest.mark.parametrize('token_weights', WEIGHTS)
+def test_clipped_gradients_of_three_steps(model, token_weights):
+    """Against a plain loop: one forward a step, torch's own clipping, then the optimizer."""
+    shapes = RAGGED, [(7, 1), (3, 2), (12, 9), (8, 3), (2, 1), (5, 4)], [(3, 1), (16, 13), (4, 2), (6, 5)]
+    batches = [batch_of(shape) for shape in shapes]
+    trained = copy.deepcopy(model)
+    recorder = fit(
+        trained,
+        *batches,
+        algorithms=[GradientClipping('norm', clipping_threshold=0.1), TokenAccumulation(token_weights=token_weights)],
+        optimizer=torch.optim.SGD(trained.parameters(), lr=0.5),
+    )
+    plain_model = in_double(model)
+    optimizer = torch.optim.SGD(plain_model.parameters(), lr=0.5)
+    for clipped, batch in zip(recorder.steps, batches, strict=True):
+        expected, _, _ = weighted_reference(plain_model, batch, token_weights)
+        for name, parameter in plain_model.named_parameters():
+            parameter.grad = expected[f'model.{name}']
+        norm = torch.nn.utils.clip_grad_norm_(plain_model.parameters(), 0.1)
+        assert norm > 0.2  # clipping halves it at least
+        assert relative_error(clipped, expected) < 5 * TOLERANCE
+        optimizer.step()
 
 
 @cache

@@ -12,6 +12,7 @@ import torch
 
 from composer_tokacc.checks import written_state
 from composer_tokacc.checks.probe import Probe
+from composer_tokacc.checks.written_state import StateSnapshot
 from tests.support.text import collate, text_model, text_row, text_rows
 from tests.support.training import fit, reference_gradients, relative_error
 
@@ -174,6 +175,18 @@ def test_check_leaves_state_alone(largest_copy, monkeypatch):
     assert int(layer.number) == 3
     counts = (model.model.embed_tokens[0](batch['input_ids']) > 0).sum(dim=(0, 1))
     assert torch.equal(layer.load, counts + 0.5)
+
+
+@pytest.mark.parametrize('value', [0.0, 0.005, -0.005, 1.0])
+def test_noise_moves_states_of_any_size(value):
+    """Entries near 0 get noise as if they were of size 0.01."""
+    model = torch.nn.Module()
+    model.register_buffer('state', torch.full((1000,), value))
+    snapshot = StateSnapshot.of_model(model)
+    snapshot.perturb(snapshot.states)
+    moved = (model.state - value).abs() / written_state.PERTURBATION
+    # The mean size of a normal number is 0.8.
+    assert moved.mean() == pytest.approx(0.8 * (2 * abs(value) + 0.01), rel=0.1)
 
 
 def test_random_numbers_of_the_run_stay():

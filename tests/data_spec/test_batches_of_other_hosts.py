@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from composer_tokacc import TokenAccumulation, token_data_spec
 from tests.matrix.harness import measure, plain_gradients
 from tests.support.text import collate, text_model, text_row, whisper_model
-from tests.support.training import fit, hugging_face, relative_error
+from tests.support.training import fit, hugging_face, loader, relative_error, train
 
 MEL_BINS, FRAMES, VOCABULARY = 8, 16, 64
 
@@ -100,6 +100,18 @@ def test_decoder_with_its_own_text(t5, widths, has_decoder_ids):
     batch = seq2seq_batch([(5, 12), (24, 1), (3, 3), (4, 2), (9, 7), (2, 1)], widths, has_decoder_ids=has_decoder_ids)
     outcome = measure(t5, batch, 2)
     assert outcome.kind == 'exact', outcome
+
+
+@pytest.mark.parametrize('has_decoder_ids', [True, False])
+@pytest.mark.parametrize('microbatch_size', [1, 2, 5])
+def test_decoder_on_a_stock_loader(t5, microbatch_size, has_decoder_ids):
+    """Composer's own split cuts the batch, without ``token_data_spec``."""
+    batch = seq2seq_batch([(5, 12), (24, 1), (3, 3), (4, 2), (9, 7), (2, 1)], (24, 12), has_decoder_ids=has_decoder_ids)
+    expected = plain_gradients(t5, batch)
+    recorder = fit(t5, loader(batch), microbatch_size=microbatch_size)
+    assert relative_error(recorder.gradients, expected) < 1e-6
+    stock, _, _ = train(t5, loader(batch), microbatch_size=microbatch_size)
+    assert relative_error(stock.gradients, expected) > 1e-2  # so the test can fail
 
 
 @pytest.mark.parametrize('has_decoder_ids', [True, False])

@@ -282,7 +282,7 @@ def test_lengths_are_read_once_a_forward():
     packed, _ = packed_of(model, collate(text_rows(SHAPE)))
     with Reads() as reads:
         logits_of(model, {**packed, 'use_cache': False})
-    assert reads.count <= 2
+    assert 0 < reads.count <= 2
 
 
 @pytest.mark.slow

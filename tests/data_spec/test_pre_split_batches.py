@@ -263,6 +263,7 @@ def test_stale_lengths_may_only_warn(caplog):
     with caplog.at_level(logging.WARNING, logger='composer_tokacc'):
         recorder = fit(model, spec, microbatch_size=1, max_duration='1ep')
     assert f"sample '{changed}' of {dataset.lengths[changed]} tokens" in caplog.text
+    assert len(recorder.steps) == len(batches)
     for step, found in enumerate(recorder.steps):
         whole = collate_samples([dataset[index] for index in loader.batch_sampler.window(step)])
         assert relative_error(found, reference_gradients(model, whole)[0]) < 1e-6

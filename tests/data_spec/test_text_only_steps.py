@@ -37,6 +37,7 @@ def test_no_media_rows_once_reduced_once():
     runs = [{'steps': 'mtmt', 'rows': 16, **one} for one in (*once, *always)]
     for arguments, result in zip(runs, run(2, runs), strict=True):
         assert max(result['errors']) < 1e-6, (arguments, result['errors'])
+        assert len(result['added']) == 2  # one list a rank
         for first, *steps in result['added']:
             assert len(first) > 2
             assert sum(map(bool, first)) >= len(first) - 1  # one has media of its own

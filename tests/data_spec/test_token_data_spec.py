@@ -16,13 +16,13 @@ from torch.utils.data import DataLoader
 
 from composer_tokacc import row_counts, token_data_spec
 from composer_tokacc.planning import CostModel
-from tests.matrix.harness import plain_gradients
+from tests.matrix.harness import measure, plain_gradients
 from tests.matrix.native_models import NativeModel
 from tests.matrix.subjects import SUBJECTS
 from tests.support.exactness import family_batch, gradients_of, rows_of, split
 from tests.support.families import FAMILIES
 from tests.support.text import collate, text_model, text_rows
-from tests.support.training import On, fit, hugging_face, loader, reference_gradients, relative_error
+from tests.support.training import On, fit, hugging_face, loader, reference_gradients, relative_error, train
 
 SHAPE = [(4, 2), (5, 3), (9, 7), (14, 11), (6, 1), (3, 2)]
 
@@ -45,6 +45,29 @@ def test_cap_is_hard_and_rows_complete(side, regroup):
             # On the left nothing is trimmed before the check has seen the model.
             longest = int(microbatch['attention_mask'].sum(dim=1).max()) if side == 'right' else width
             assert cut == min(-(-longest // multiple) * multiple, width)
+
+
+@pytest.mark.parametrize('side', ['left', 'right'])
+@pytest.mark.parametrize('regroup', [True, False])
+def test_bfloat16_rows_of_either_side(side, regroup):
+    """As near to double precision as one whole forward in bfloat16 is."""
+    model = text_model().bfloat16()
+    batch = collate(text_rows(SHAPE), side=side)
+    expected, _ = reference_gradients(model, batch)
+    round_off = relative_error(plain_gradients(hugging_face(copy.deepcopy(model)), batch), expected)
+    for microbatch_size in (1, 2, 3):
+        recorder = fit(copy.deepcopy(model), batch, regroup=regroup, microbatch_size=microbatch_size)
+        assert relative_error(recorder.gradients, expected) < 2 * round_off
+    stock, _, _ = train(copy.deepcopy(model), loader(batch))
+    assert relative_error(stock.gradients, expected) > 10 * round_off  # so the test can fail
+
+
+@pytest.mark.parametrize('side', ['left', 'right'])
+@pytest.mark.parametrize('loss', ['per row', 'all positions'])
+def test_bfloat16_refusals_of_either_side(side, loss):
+    batch = collate(text_rows(SHAPE), side=side)
+    assert measure(NativeModel(loss).bfloat16(), batch, 2).kind == 'refused'
+    assert fit(NativeModel('causal').bfloat16(), batch).gradients  # its neighbour is trained
 
 
 # Patches in one run, images in slots, tiles: the ways in which tensors belong to rows.
@@ -191,6 +214,7 @@ def test_late_train_metrics_keep_labels(monkeypatch):
         ({'regroup': 'no'}, "`regroup` must be True or False, got: 'no'"),
         ({'packing': 1}, "`packing` must be True, False or 'auto', got: 1"),
         ({'layout': 'llava'}, "`layout` must be a BatchLayout, got: 'llava'"),
+        ({'model': 'llama'}, "`model` must be a Module, got: 'llama'"),
         ({'cost': 'auto'}, "`cost` must be a CostModel, got: 'auto'"),
         ({'split_batch': lambda batch, size: [batch]}, '`split_batch` must be left'),
     ],

@@ -12,7 +12,7 @@ import torch
 
 from composer_tokacc import BatchLayout
 from composer_tokacc.layout import describe
-from composer_tokacc.layout.found import Reading, joined_readings
+from composer_tokacc.layout.found import Reading, entries_per_row, joined_readings
 from tests.support.small_batches import text_batch
 
 IMAGE, VIDEO = 90, 91
@@ -61,6 +61,23 @@ def test_entries_of_images_follow_their_placeholders(key, value, kept):
     found = [part[key].flatten(1)[:, 0].tolist() if key in part else [] for part in parts]
     assert found == expected
     assert layout.images_per_row(batch)[1] == 0
+
+
+@pytest.mark.parametrize(
+    ('key', 'value', 'expected'),
+    [
+        ('pixel_values', numbered(3, 3, 4, 4), [2, 0, 1]),  # an entry an image
+        ('pixel_values', numbered(6, 5), [4, 0, 2]),  # an entry a placeholder
+        ('pixel_values', numbered(24, 5), [16, 0, 8]),  # four entries a placeholder
+    ],
+)
+def test_one_count_per_row(key, value, expected):
+    """A list of ints, one for each row, which add up to the entries that there are."""
+    batch = rows_of(*THREE, **{key: value})
+    counts = entries_per_row(batch, CONFIG, 'image', len(value))
+    assert counts == expected
+    assert [type(count) for count in counts] == [int] * len(THREE)
+    assert sum(counts) == len(value)
 
 
 def test_unequal_images_told_by_grid():

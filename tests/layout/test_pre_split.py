@@ -134,6 +134,7 @@ def test_batch_from_workers_is_uncopied():
             equal(one, other)
         places = [value.data_ptr() for one in batch.microbatches for value in one.values() if torch.is_tensor(value)]
         assert max(places) - min(places) < 8 * 64 * 40, 'side by side in the memory that the worker wrote'
+    assert len(batches) == len(Made())
     # Each tensor sent by itself would be a file: 160 a batch.
     assert len(os.listdir('/proc/self/fd')) - open_files < 60
 
@@ -161,3 +162,10 @@ def test_widths_round_up_when_padded(left):
     assert wide['position_ids'].shape == (3, 2, 8)
     assert wide['pixel_values'] is batch['pixel_values']
     assert widened(batch, 5)['input_ids'] is batch['input_ids']
+    assert widened(batch, 1) is batch
+
+
+def test_labels_without_ids_keep_their_width():
+    """A batch of sounds has no text that the model is given; its labels are as wide as the loader made them."""
+    batch = {'input_features': torch.zeros(2, 4, 6), 'labels': torch.ones(2, 5, dtype=torch.long)}
+    assert widened(batch, 8) is batch

@@ -44,6 +44,16 @@ def test_stock_split_pays_for_the_width_of_the_device_batch():
     assert recorder.logged('token_monitor/sample_weighting_error') == pytest.approx([distance])
 
 
+@pytest.mark.parametrize('side', ['left', 'right'])
+@pytest.mark.parametrize('microbatch_size', [1, 2, 4])
+def test_rows_of_equal_length_have_no_padding(microbatch_size, side):
+    batch = collate(text_rows([(9, 7), (9, 1), (9, 4), (9, 8)]), side=side)
+    for data in (loader(batch, batch), token_data_spec(loader(batch, batch))):
+        recorder = run(data, algorithms=[TokenAccumulation()], microbatch_size=microbatch_size)
+        assert recorder.logged('token_monitor/padding_ratio') == [0, 0]
+        assert recorder.logged('token_monitor/device_batch_padding_ratio') == [0, 0]
+
+
 def test_all_that_is_logged_is_listed_where_users_look():
     batch = {**collate(text_rows(SHAPE)), 'source': ['a', 'b', 'a', 'b', 'a', 'b']}
     recorder = run(token_data_spec(loader(batch, batch)), algorithms=[TokenAccumulation()], microbatch_size=2)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 
 import numpy as np
+import pytest
 import torch
 
 from composer_tokacc.sampling import RestoreRandomState
@@ -28,6 +29,12 @@ def test_generators_go_on_after_resume():
     assert draw() == expected
     callback.before_dataloader(None, None)
     assert draw() != expected
+
+
+@pytest.mark.parametrize('state', [{}, {'batches': '[]'}, None, 'generators'])
+def test_state_of_another_class(state):
+    with pytest.raises(ValueError, match=r"`state` must have the keys \['generators'\], got: .*of the same class"):
+        RestoreRandomState().load_state_dict(state)
 
 
 def test_nothing_is_touched_without_a_checkpoint():
