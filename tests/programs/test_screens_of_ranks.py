@@ -52,6 +52,7 @@ def screen(folder: Path, ending: str, *overrides: str, **arguments: Any) -> tupl
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
+    assert process.stdout
     lines = []
     for line in process.stdout:
         lines.append(line.rstrip('\n'))
