@@ -64,6 +64,8 @@ _OVERRIDE = re.compile(rf'({"|".join(field.name for field in fields(TrainConfig)
 _OURS = re.compile(
     r'(?:python|composer -n (?P<ranks>\d)) -m (?P<module>composer_tokacc\.[\w.]+)(?P<arguments>[^>|&;$]*)$'
 )
+_EXAMPLE = re.compile(r'composer -n (?P<ranks>\d) (?P<script>examples/\w+\.py)(?P<arguments>[^>|&;$]*)$')
+"""A script of the examples on several ranks. On one rank it is started as typed."""
 _MARK = re.compile(r'<!-- (not run|dry run|as in|after|needs): ((?:(?!-->).)+) -->\s*\Z', re.DOTALL)
 
 
@@ -76,6 +78,11 @@ class Block:
     """``not run``, ``dry run``, ``as in``, ``after``, ``needs``, or nothing."""
     reason: str
     """Behind the mark."""
+
+    @property
+    def launches_ranks(self) -> bool:
+        """Whether a command of it is run by ranks that stay."""
+        return self.runs and self.language == 'bash' and re.search(r'composer -n [2-9]', self.text) is not None
 
     @property
     def runs(self) -> bool:
@@ -155,8 +162,9 @@ def _run_bash(block: Block, page: str, folder: Path) -> None:
     """Lines that only call a program of this package are run in this process, or by ranks that stay: fresh ones import
     for seconds.
     """
-    for ours, group in groupby(block.text.replace('\\\n', ' ').splitlines(), key=lambda line: bool(_OURS.match(line))):
-        if ours:
+    lines = block.text.replace('\\\n', ' ').splitlines()
+    for is_known, group in groupby(lines, key=lambda line: bool(_OURS.match(line) or _EXAMPLE.match(line))):
+        if is_known:
             for line in group:
                 _run_program(line, folder)
             continue
@@ -173,6 +181,13 @@ def _run_bash(block: Block, page: str, folder: Path) -> None:
 
 
 def _run_program(line: str, folder: Path) -> None:
+    example = _EXAMPLE.match(line)
+    if example:
+        dry_run(line)  # which reads the launcher's own arguments
+        module = example['script'].removesuffix('.py').replace('/', '.')
+        arguments = shlex.split(example['arguments'], comments=True)
+        launch_program(module, *arguments, ranks=int(example['ranks']), folder=folder)
+        return
     found = _OURS.match(line)
     assert found
     module, arguments = found['module'], shlex.split(found['arguments'], comments=True)

@@ -15,7 +15,8 @@ from tests.docs.snippets import LANGUAGES, PAGES, REASONS, blocks_of, check_as_i
 from tests.support.launch import ROOT
 
 # These lie where commands are typed: in a checkout, or where `python -m composer_tokacc.examples` has put them.
-SLOW = [pytest.mark.slow, pytest.mark.timeout(3600), pytest.mark.xdist_group('ranks')]
+SLOW = [pytest.mark.slow, pytest.mark.timeout(3600)]
+RANKS = pytest.mark.xdist_group('ranks')
 SHIPPED = ('yamls', 'examples', 'overrides.txt')
 
 
@@ -24,7 +25,10 @@ def _cases():
         blocks = [block for block in blocks_of(page) if block.runs or block.mark == 'dry run']
         if blocks:
             slow = any(block.runs and block.language == 'bash' for block in blocks)
-            yield pytest.param(page, marks=SLOW if slow else [])
+            marks = [*SLOW] if slow else []
+            if any(block.launches_ranks for block in blocks):
+                marks.append(RANKS)
+            yield pytest.param(page, marks=marks)
 
 
 @pytest.mark.parametrize('page', _cases())

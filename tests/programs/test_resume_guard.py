@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from contextlib import nullcontext
 from itertools import pairwise
@@ -21,7 +22,7 @@ from composer_tokacc.programs import ConfigError
 from composer_tokacc.programs.checkpoints import SameData
 from composer_tokacc.train import main
 from examples.digits import build_digits_processor
-from tests.support.launch import ROOT, launch, launch_program
+from tests.support.launch import ROOT, launch_json, launch_program
 from tests.support.programs import DIGITS, QUIET, TINY_DIGITS, TINY_MODEL
 
 LLAVA = str(ROOT / 'yamls' / 'llava_json.yaml')
@@ -226,10 +227,11 @@ def test_two_ranks_refuse_in_one_line_and_resume_what_one_began(copied):
     launch_program('composer_tokacc.train', *command(data, checkpoints, 'trainer.max_duration=4ba'), ranks=2)
     assert steps(checkpoints) == 4
     write_data(data, num_samples=9)
-    done = launch(['-m', 'composer_tokacc.train', *command(data, checkpoints, 'trainer.max_duration=6ba')], ranks=2)
-    assert done.returncode != 0
-    assert 'error: a resumed run must have the data' in done.stderr
-    assert 'Traceback' not in done.stderr
+    refused = ['composer_tokacc.train', *command(data, checkpoints, 'trainer.max_duration=6ba')]
+    for status, printed in launch_json('tests/ranks/refused_program.py', *refused, ranks=2):
+        assert status == 2
+        assert len(re.findall('^error: a resumed run must have the data', printed, re.MULTILINE)) == 1, printed
+        assert 'Traceback' not in printed
 
 
 @pytest.mark.parametrize('saved', [True, False])

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
@@ -23,7 +24,10 @@ ENDED_BY_LAUNCHER = 143
 
 
 def screen(folder: Path, ending: str, *overrides: str, **arguments: Any) -> tuple[int, list[str]]:
-    """Exit status, and what a run of two ranks with the given callback leaves on the screen, without empty lines."""
+    """Exit status, and what a run of two ranks with the given callback leaves on the screen, without empty lines.
+
+    A rank that does not react to SIGTERM is killed as soon as the launcher waits for it, which would take 30 seconds.
+    """
     config = yaml.safe_load(Path(DIGITS).read_text())
     config['callbacks'][f'tests.support.killer.{ending}'] = {'batch': 2, **arguments}
     path = folder / 'run.yaml'
@@ -39,16 +43,29 @@ def screen(folder: Path, ending: str, *overrides: str, **arguments: Any) -> tupl
         f'report.folder={folder}',
         *overrides,
     ]
-    done = subprocess.run(
+    process = subprocess.Popen(
         list(map(str, command)),
         cwd=ROOT,
-        env=environment(),
-        timeout=540,
+        # Unbuffered, so that the launcher says at once that it waits.
+        env={**environment(), 'PYTHONUNBUFFERED': '1'},
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
-    return done.returncode, [line for line in done.stdout.splitlines() if line.strip()]
+    assert process.stdout
+    lines = []
+    for line in process.stdout:
+        lines.append(line.rstrip('\n'))
+        if line.startswith('Waiting up to'):
+            kill_stopped_ranks(process.pid)
+    return process.wait(timeout=60), [line for line in lines if line.strip()]
+
+
+def kill_stopped_ranks(launcher: int) -> None:
+    """Ends the ranks that :class:`tests.support.killer.StopRank` has stopped."""
+    for rank in psutil.Process(launcher).children():
+        if rank.status() == psutil.STATUS_STOPPED:
+            rank.kill()
 
 
 def errors(lines: list[str]) -> list[str]:

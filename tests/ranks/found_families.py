@@ -10,6 +10,8 @@ each rank's batch by itself, weighed by its loss-generating tokens.
 from __future__ import annotations
 
 import copy
+import json
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from composer.utils import dist
 from tests.matrix.harness import plain_gradients, quiet
 from tests.model_types.trial import maker_of
 from tests.support.fsdp import FSDP, repair_average, sharded
-from tests.support.training import each_run, fit, relative_error, saving, state_of
+from tests.support.training import Gradients, each_run, fit, relative_error, saving, state_of
 
 
 def run(
@@ -51,36 +53,66 @@ def run(
         folder: Where checkpoints go, one a step.
         load_path: Checkpoint to resume from.
     """
-    maker = maker_of(model_type, **settings or {})
-    media, text = maker.batch(modality, runs=runs), maker.batch(modality, has_media=False)
-    model = HuggingFaceModel(maker.model, shift_labels=True)
-    is_first = not dist.get_global_rank()
-    expected = {kind: _weighted(model, [media if kind == 'm' else text, text]) for kind in set(steps) if is_first}
-    doubles = plain_gradients(model, media)
+    case = _case(model_type, modality, json.dumps(settings or {}), runs)
+    plain = copy.deepcopy(case.model)
     if lr:  # what has no gradient has no optimizer state, which torch misses on loading
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(name in doubles)
-    own = [media if kind == 'm' and not dist.get_global_rank() else text for kind in steps]
+        for name, parameter in plain.named_parameters():
+            parameter.requires_grad_(name in case.gradients)
+    is_first = not dist.get_global_rank()
+    batches = [case.media if kind == 'm' and is_first else case.text for kind in steps]
     if fsdp:
         repair_average()
     options: dict[str, Any] = {**(FSDP if fsdp else {}), **saving(folder), 'load_path': load_path}
-    trained = sharded(maker.model) if fsdp else copy.deepcopy(model)
+    trained = sharded(plain.model) if fsdp else plain
     optimizer = torch.optim.AdamW(trained.parameters(), lr=lr, weight_decay=0.0)
     with quiet():
-        recorder = fit(trained, *own, packing=packing, microbatch_size=size, optimizer=optimizer, **options)
+        recorder = fit(trained, *batches, packing=packing, microbatch_size=size, optimizer=optimizer, **options)
     dist.barrier()
     state = state_of(recorder.trainer.state.model)
     recorder.trainer.close()
     if not is_first:
         return {}
-    pairs = zip(recorder.steps, steps[len(steps) - len(recorder.steps) :], strict=True)
-    model.float()
-    given = {key: value.float() if value.is_floating_point() else value for key, value in media.items()}
-    return {
-        'round_off': relative_error(plain_gradients(model, given), doubles),
-        'errors': [relative_error(found, expected[kind]) for found, kind in pairs],
-        'parameters': state['parameters'],
-    }
+    kinds = steps[len(steps) - len(recorder.steps) :]
+    errors = []
+    for gradients, kind in zip(recorder.steps, kinds, strict=True):
+        errors.append(relative_error(gradients, case.expected[kind]))
+    return {'round_off': case.round_off, 'errors': errors, 'parameters': state['parameters']}
+
+
+class _Case:
+    """A model in double precision, its batches, and what a run of it is held to. No run changes them."""
+
+    def __init__(self, model_type: str, modality: str, settings: dict[str, Any], runs: int) -> None:
+        maker = maker_of(model_type, **settings)
+        self.media = maker.batch(modality, runs=runs)
+        self.text = maker.batch(modality, has_media=False)
+        self.model = HuggingFaceModel(maker.model, shift_labels=True)
+
+    @cached_property
+    def gradients(self) -> Gradients:
+        """Those of the batch with media."""
+        return plain_gradients(self.model, self.media)
+
+    @cached_property
+    def expected(self) -> dict[str, Gradients]:
+        """The gradients of a step of two ranks, by its letter."""
+        return {
+            'm': _weighted(self.model, [self.media, self.text]),
+            't': _weighted(self.model, [self.text, self.text]),
+        }
+
+    @cached_property
+    def round_off(self) -> float:
+        """How far the gradients in float32 are from those in double precision."""
+        in_float = copy.deepcopy(self.model).float()
+        media = {key: value.float() if value.is_floating_point() else value for key, value in self.media.items()}
+        return relative_error(plain_gradients(in_float, media), self.gradients)
+
+
+@lru_cache(maxsize=1)
+def _case(model_type: str, modality: str, settings: str, runs: int) -> _Case:
+    """Runs of one model follow each other, so only the last one is kept. Settings are JSON, which can be a key."""
+    return _Case(model_type, modality, json.loads(settings), runs)
 
 
 def _weighted(model, batches):

@@ -24,7 +24,8 @@ def main(folder: str, program: str, *arguments: str) -> str:
     os.chdir(folder)
     try:
         with contextlib.redirect_stdout(io.StringIO()) as printed:
-            assert import_module(program).main(list(arguments)) == 0
+            status = import_module(program).main(list(arguments))
+        assert not status, f'{program} ended with {status}'
     finally:
         os.chdir(before)
     return printed.getvalue()

@@ -157,7 +157,7 @@ NUM_TEXT, NUM_VISION = 12, 9
 
 
 def wide_llava() -> LlavaConfig:
-    """LLaVA-1.5 7B with three eighths of its blocks; all of them are traced in docs/sizing.md and test_size.py."""
+    """LLaVA-1.5 7B with three eighths of its blocks. The LoRA recipe in test_size.py traces all of them."""
     vision = {'hidden_size': 1024, 'intermediate_size': 4096, 'num_attention_heads': 16}
     text = {'hidden_size': 4096, 'intermediate_size': 11008, 'num_attention_heads': 32}
     return LlavaConfig(
