@@ -130,6 +130,7 @@ def suggest_for_run(
             cost=microbatching.cost,
             slot_tokens=microbatching.slot_tokens,
             max_image_tokens=microbatching.max_image_tokens,
+            max_loss_tokens=microbatching.max_loss_tokens,
             regroup=microbatching.regroup,
             equal_counts=microbatching.equal_counts,
             width_multiple=microbatching.width_multiple,

@@ -78,6 +78,10 @@ class SampleSizes:
         shares = (self.loss_tokens + 1) / self.tokens
         return min(float(shares.max()), 1.0)
 
+    def loss_tokens_of(self, samples: np.ndarray) -> np.ndarray | None:
+        """Returns the positions of some samples that carry loss, int64 (n,); None: unknown."""
+        return None if self.loss_tokens is None else self.loss_tokens[samples].astype(np.int64)
+
     def names(self, chosen: np.ndarray) -> list[str]:
         """Returns ids and lengths of the `chosen` samples, bool (n,), the longest first."""
         indices = np.flatnonzero(chosen)

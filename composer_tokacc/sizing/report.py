@@ -58,6 +58,8 @@ class SizingReport:
     slot_tokens: int
     max_image_tokens: int | None
     """Image budget of a microbatch, if the run has one."""
+    max_loss_tokens: int | None
+    """Most loss-generating tokens of a microbatch, if the run has such a cap."""
     fitting_image_tokens: int | None
     """Image tokens that fit into a microbatch of the suggested size. None: the dataset has no images."""
     logits: str
@@ -134,6 +136,8 @@ class SizingReport:
             section['width_multiple'] = self.width_multiple
         if self.max_image_tokens is not None:
             section['max_image_tokens'] = self.max_image_tokens
+        if self.max_loss_tokens is not None:
+            section['max_loss_tokens'] = self.max_loss_tokens
         if self.packing:
             section['packing'] = True
         if self.measured_cost is not None:

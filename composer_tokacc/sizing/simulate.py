@@ -162,7 +162,13 @@ def _planned(
         patches = table.vision_patches[batch]
     image_tokens = table.image_tokens[batch]
     vision_costs = options.cost.vision(image_tokens, patches)
-    rows = Rows(table.tokens[batch], options, image_tokens=image_tokens, vision_cost=vision_costs)
+    rows = Rows(
+        table.tokens[batch],
+        options,
+        image_tokens=image_tokens,
+        loss_tokens=table.loss_tokens_of(batch),
+        vision_cost=vision_costs,
+    )
     plan = plan_batch(rows, num_ranks)
     ranks = []
     for planned_rank in plan.ranks:
@@ -195,7 +201,13 @@ def _cut_by_split(
 ) -> list[_ComputedMicrobatch]:
     lengths = table.tokens[samples]
     widest = int(lengths.max())
-    groups = cut_rows(lengths, options, image_tokens=table.image_tokens[samples], max_width=widest)
+    groups = cut_rows(
+        lengths,
+        options,
+        image_tokens=table.image_tokens[samples],
+        loss_tokens=table.loss_tokens_of(samples),
+        max_width=widest,
+    )
     microbatches = []
     for rows in groups:
         widths = lengths[rows]

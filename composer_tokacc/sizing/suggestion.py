@@ -48,6 +48,7 @@ class Capacity:
     limit: float
     """Bytes that may be used: device memory times the safety factor."""
     max_image_tokens: int | None = None
+    max_loss_tokens: int | None = None
 
     def worst_shape(self, tokens: int, image_tokens: int | None = None) -> BatchShape:
         """Returns the shape of the microbatch with this many positions that takes most memory.
@@ -79,11 +80,18 @@ class Capacity:
 
     def most_logits(self, tokens: int) -> int:
         """Returns at how many positions of a microbatch logits are computed at most."""
-        share = self.table.largest_share_of_labels
-        # If nearly all positions of a microbatch have a label, the run computes all of its logits.
-        if self.memory.logits == 'all' or share >= DENSE:
+        if self.memory.logits == 'all':
             return tokens
-        return math.ceil(tokens * share)
+        most = tokens
+        # If nearly all positions of a microbatch have a label, the run computes all of its logits.
+        share = self.table.largest_share_of_labels
+        if share < DENSE:
+            most = math.ceil(tokens * share)
+        if self.max_loss_tokens is not None:
+            # A microbatch in which nearly all positions have a label computes all of its logits, which are a few more
+            # than its labels. A model that shifts labels computes one more at the end.
+            most = min(most, math.ceil(self.max_loss_tokens / DENSE) + 1)
+        return most
 
     def peak(self, tokens: int, image_tokens: int | None = None) -> float:
         """Returns bytes at the peak of the worst microbatch with this many positions."""
@@ -102,8 +110,9 @@ class Capacity:
         return min(_largest(lambda image_tokens: self.peak(tokens, image_tokens) <= self.limit), tokens)
 
     def of_stock_composer(self) -> Capacity:
-        """Returns the capacity of stock Composer, which has no cap of images and computes all logits."""
-        return replace(self, memory=replace(self.memory, logits='all'), max_image_tokens=None)
+        """Returns the capacity of stock Composer, which has no further caps and computes all logits."""
+        memory = replace(self.memory, logits='all')
+        return replace(self, memory=memory, max_image_tokens=None, max_loss_tokens=None)
 
     def why_nothing_fits(self) -> str:
         """Returns the error for a shortest sample that does not fit: the largest terms, and what would help."""
@@ -133,6 +142,7 @@ def suggest_microbatching(
     safety: float = 0.92,
     slot_tokens: int | None = None,
     max_image_tokens: int | None = None,
+    max_loss_tokens: int | None = None,
     regroup: bool = True,
     equal_counts: bool | str = 'auto',
     width_multiple: int = 1,
@@ -155,9 +165,11 @@ def suggest_microbatching(
         seconds_per_step: Seconds of a step outside of its microbatches: optimizer, data, logging.
         safety: Share of the device memory that may be planned for. The rest is for the driver, the buffers of the
             communication, and fragmentation.
-        slot_tokens: Width of a slot. Default: the longest sample. This and the next five as for
+        slot_tokens: Width of a slot. Default: the longest sample. This and the next six as for
             :func:`.token_data_spec`.
         max_image_tokens: Image budget of a microbatch. Default: no cap.
+        max_loss_tokens: Most loss-generating tokens of a microbatch. With logits at labels it bounds their memory.
+            It needs a length table with loss tokens. Default: no cap.
         regroup: Whether microbatches may sort rows.
         equal_counts: Whether all ranks make the same number of microbatches. ``'auto'``: with FSDP.
         width_multiple: Widths are rounded up to it.
@@ -182,6 +194,7 @@ def suggest_microbatching(
     options = CutOptions(
         slot_tokens=slot_tokens,
         max_image_tokens=max_image_tokens,
+        max_loss_tokens=max_loss_tokens,
         width_multiple=width_multiple,
         regroup=regroup,
         equal_counts=equal_counts,
@@ -189,7 +202,8 @@ def suggest_microbatching(
         cost=cost or CostModel(),
         objective=cast(Literal['ddp', 'fsdp'], memory.strategy),
     )
-    capacity = Capacity(memory, table, num_ranks, safety * device_memory_gib * GIB, max_image_tokens)
+    usable_bytes = safety * device_memory_gib * GIB
+    capacity = Capacity(memory, table, num_ranks, usable_bytes, max_image_tokens, max_loss_tokens)
     rows_per_rank = global_batch_size // num_ranks
     size, slot = _largest_size(capacity, options, rows_per_rank)
     max_tokens = token_budget(size, slot)
@@ -225,6 +239,8 @@ def suggest_microbatching(
     if size == rows_per_rank:
         limited_by = 'global batch'
     is_over_a_cap = (table.tokens > max_tokens) | (table.image_tokens > (max_image_tokens or max_tokens))
+    if max_loss_tokens is not None and table.loss_tokens is not None:
+        is_over_a_cap |= table.loss_tokens > max_loss_tokens
     return SizingReport(
         profile=table.profile(),
         num_ranks=num_ranks,
@@ -235,6 +251,7 @@ def suggest_microbatching(
         device_train_microbatch_size=size,
         slot_tokens=slot,
         max_image_tokens=max_image_tokens,
+        max_loss_tokens=max_loss_tokens,
         fitting_image_tokens=fitting_image_tokens,
         logits=memory.logits,
         most_logits=capacity.most_logits(max_tokens),
@@ -263,7 +280,11 @@ def _bound(table: SampleSizes, batches: Sequence[np.ndarray], num_ranks: int, op
     bounds = []
     for batch in batches:
         rows = Rows(
-            table.tokens[batch], options, image_tokens=table.image_tokens[batch], vision_cost=vision_costs[batch]
+            table.tokens[batch],
+            options,
+            image_tokens=table.image_tokens[batch],
+            loss_tokens=table.loss_tokens_of(batch),
+            vision_cost=vision_costs[batch],
         )
         bounds.append(lower_bound(rows, num_ranks))
     return float(np.mean(bounds))

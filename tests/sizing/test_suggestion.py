@@ -321,6 +321,35 @@ def test_image_cap_of_the_run_is_kept_in_memory_steps_and_yaml() -> None:
     assert len(tight.oversize) == 8
 
 
+def test_loss_cap_bounds_logits_and_steps() -> None:
+    """Eight rows of 100 tokens with 50 labels each fit at once. Under a cap of 100 labels they go two and two."""
+    sizes = sizes_of([100] * 8, 0, 50)
+    arguments = {'num_ranks': 1, 'global_batch_size': 8, 'memory': at_labels()}
+    free = suggest(sizes, **arguments)
+    capped = suggest(sizes, max_loss_tokens=100, **arguments)
+    for method in ('split', 'planned'):
+        assert free.figures[method].microbatches == 1
+        assert capped.figures[method].microbatches == 4
+    assert free.figures['stock'] == capped.figures['stock']
+    assert yaml.safe_load(capped.yaml())['microbatching']['max_loss_tokens'] == 100
+    # 51 of 100 positions of each row may need logits. Under the cap a microbatch with logits everywhere has 112.
+    assert (free.most_logits, capped.most_logits) == (408, 113)
+    assert (free.peak_gib - capped.peak_gib) * GIB == pytest.approx((408 - 113) * PER_LOGIT_ROW)
+    packed = suggest(sizes, max_loss_tokens=100, packing=True, **arguments)
+    assert packed.figures['split'].microbatches == 4
+    assert len(suggest(sizes, max_loss_tokens=49, **arguments).oversize) == 8
+
+
+def test_loss_cap_leaves_room_for_more_positions() -> None:
+    """Long prompts beside one sample of answers only: without a cap every position may need a logit."""
+    sizes = sizes_of([100] * 63 + [50], 0, [4] * 63 + [50])
+    arguments = {'num_ranks': 1, 'global_batch_size': 64, 'memory': at_labels(), 'device_memory_gib': 7.0}
+    free = suggest(sizes, **arguments)
+    capped = suggest(sizes, max_loss_tokens=60, **arguments)
+    assert capped.device_train_microbatch_size > free.device_train_microbatch_size
+    assert capped.peak_gib <= 0.92 * 7.0
+
+
 @pytest.mark.parametrize(
     ('arguments', 'message'),
     [
