@@ -16,6 +16,7 @@ from composer.core import Event
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from composer_tokacc import TokenAccumulation
+from composer_tokacc.algorithm import router_balance
 from tests.matrix.native_models import NativeModel
 from tests.model_types.tiny import tiny_config, tiny_model
 from tests.support.text import collate, text_model, text_rows
@@ -146,3 +147,14 @@ def test_token_weights_leave_the_routers_term():
 def test_compiled_forward_is_exact():
     model, batch = mixture(), collate(text_rows(SHAPE))
     assert_exact(model, batch, router_balance='step', compile_config={'backend': 'aot_eager'})
+
+
+@pytest.mark.parametrize(('end', 'is_refused'), [(3, False), (4, True), (5, True), (6, False)])
+def test_packed_row_that_took_in_padding(end, is_refused):
+    """Two documents of three positions; the real tokens end before the row, or between its documents."""
+    packed = {'input_ids': torch.ones(1, 6, dtype=torch.long), 'position_ids': torch.tensor([[0, 1, 2, 0, 1, 2]])}
+    if is_refused:
+        with pytest.raises(RuntimeError, match='got: a label on padding'):
+            router_balance._check_document_ends(packed, end=end)
+    else:
+        router_balance._check_document_ends(packed, end=end)

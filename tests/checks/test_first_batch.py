@@ -60,6 +60,16 @@ def test_padding_is_cut_if_exact(make, side, rules, caplog):
     assert any('The first-batch check took' in record.message for record in caplog.records)
 
 
+def test_cuts_that_failed_are_logged(caplog):
+    """GPT-2 counts positions from column 0, so rows padded on the left cannot just be trimmed."""
+    with caplog.at_level(logging.INFO, logger='composer_tokacc'):
+        rules_after(gpt2(), collate(text_rows(SHAPE), side='left'))
+    failed = [record.message for record in caplog.records if record.message.startswith('CutRules(')]
+    assert len(failed) == 1
+    assert "left='trim'" in failed[0]
+    assert 'position' in failed[0]
+
+
 @pytest.mark.parametrize('side', ['left', 'right'])
 def test_later_padding_is_proven_first(side):
     model = gpt2()

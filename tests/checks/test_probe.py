@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from composer_tokacc.checks import probe as probe_module
 from composer_tokacc.checks.first_batch import FirstBatchCheck, find_loss_rule, rule_batch
 from composer_tokacc.checks.probe import Probe
 from composer_tokacc.layout import BatchLayout
@@ -242,6 +243,16 @@ def test_weights_of_0_hide_nothing(shape):
     assert model(**padded).loss.item() == pytest.approx(model(**row).loss.item(), rel=1e-5)
     assert not probe.run(row).is_same_loss('tokens', probe.run(padded).losses['tokens'])
     assert all(map(torch.equal, model.parameters(), before))
+
+
+@pytest.mark.parametrize('shape', [(), (1,), (32,), (4, 32)])
+def test_equal_weights_are_varied_upwards(shape):
+    """Below 0 a root or a logarithm of a weight would not be a number."""
+    weight = torch.zeros(shape)
+    varied = probe_module._varied(weight)
+    assert varied.shape == weight.shape
+    assert bool((varied > 0).all())
+    assert len(varied.flatten().unique()) > 0.9 * weight.numel()
 
 
 def test_layer_of_torchscript():

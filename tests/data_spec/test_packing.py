@@ -32,6 +32,13 @@ def test_packed_text_is_exact(side, attention, microbatch_size):
     assert recorder.logged('token_monitor/padding_ratio') == [0.0]
 
 
+def test_auto_packs_nothing_if_that_saves_nothing():
+    """Rows of equal length, one in each microbatch, cost the same packed as not packed."""
+    batches = loader(collate(text_rows([(9, 2), (9, 7), (9, 4), (9, 1)])))
+    fit(text_model(), token_data_spec(batches, packing='auto'), microbatch_size=1)
+    assert split_of(batches).rules.packing == ''
+
+
 def test_packed_left_padding_keeps_no_columns():
     """A model that counts positions from column 0 has rows padded on the left shifted, except when they are packed."""
     rows = text_rows(SHAPE)

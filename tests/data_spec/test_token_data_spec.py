@@ -14,13 +14,16 @@ from composer.core import Event
 from composer.metrics import LanguageCrossEntropy
 from torch.utils.data import DataLoader
 
-from composer_tokacc import row_counts, token_data_spec
+from composer_tokacc import BatchLayout, row_counts, token_data_spec
+from composer_tokacc.data_spec.pieces import CutRules, padded_candidates
+from composer_tokacc.layout import describe
 from composer_tokacc.planning import CostModel
 from tests.matrix.harness import measure, plain_gradients
 from tests.matrix.native_models import NativeModel
 from tests.matrix.subjects import SUBJECTS
 from tests.support.exactness import family_batch, gradients_of, rows_of, split
 from tests.support.families import FAMILIES
+from tests.support.small_batches import TEXT, text_batch
 from tests.support.text import collate, text_model, text_rows
 from tests.support.training import On, fit, hugging_face, loader, reference_gradients, relative_error, train
 
@@ -79,6 +82,16 @@ def test_microbatches_add_up(name):
     for size, regroup in ((1, True), (2, True), (2, False), (3, False), (6, True)):
         found = gradients_of(case.model, split(batch, size, regroup=regroup))
         assert relative_error(found, expected) < 1e-6, (size, regroup)
+
+
+@pytest.mark.parametrize('side', ['left', 'right'])
+def test_rows_without_padding_tell_no_trimming(side):
+    """Rules that were tried on rows of equal length would hold for padded rows that nobody has looked at."""
+    layout, rules = BatchLayout(family=TEXT), CutRules()
+    equal = describe(layout, text_batch([5, 5], side=side))
+    assert list(padded_candidates(equal, rules)) == [rules]
+    padded = describe(layout, text_batch([5, 3], side=side))
+    assert len(list(padded_candidates(padded, rules))) > 1
 
 
 def test_smaller_size_makes_no_fewer_microbatches():

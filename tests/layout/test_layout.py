@@ -439,6 +439,17 @@ def test_consecutive_rows_are_a_view(monkeypatch, to_gpu, rows, is_view):
     assert part['position_ids'].is_contiguous()
 
 
+@pytest.mark.parametrize('has_gpu', [True, False])
+def test_microbatches_on_a_cpu_are_copies(monkeypatch, has_gpu):
+    """Composer deep-copies each microbatch, and the copy of a view would hold the whole batch."""
+    monkeypatch.setattr(tensors, '_has_gpu', lambda: has_gpu)
+    monkeypatch.setattr(tensors, '_is_page_locked', lambda value: False)
+    batch = image_batch()
+    part = BatchLayout(family=LLAVA).select(batch, [1, 2])
+    num_bytes = part['pixel_values'].untyped_storage().nbytes()
+    assert num_bytes == (batch['pixel_values'].nbytes if has_gpu else part['pixel_values'].nbytes)
+
+
 def test_copies_stay_page_locked(monkeypatch):
     """Without a GPU nothing can be page-locked: the test stands in for the three calls that need one."""
     batch, locked = image_batch(), set()
