@@ -15,7 +15,8 @@ from composer_tokacc.batch import Batch, BatchDict
 from composer_tokacc.checks.logits import at_predictions, weigh_tokens
 from composer_tokacc.collectives import RankSum, get_world_size
 from composer_tokacc.counting import loss_mask, with_one_label
-from composer_tokacc.layout import PreSplitBatch
+from composer_tokacc.layout import BatchLayout, PreSplitBatch, describe
+from composer_tokacc.layout.facts import COLLATED_BY_LOADER, check_first_labels
 from composer_tokacc.plan_agreement import PlanRecord, check_plans, numbers_to_sum
 from composer_tokacc.planning import check_count
 from composer_tokacc.refusals import InvalidInputError
@@ -88,7 +89,7 @@ def step_loss_weights(
                 (model(**microbatch).loss * weight).backward()
     """
     weight_sums = []
-    for microbatch in _as_list(microbatches):
+    for microbatch in _as_list(microbatches, loss_tokens):
         has_loss = loss_mask(microbatch, loss_tokens)
         # Repeated samples, which only fill up a rank, do not count.
         is_sample = torch.tensor([row.samples > 0 for row in rows_of(microbatch)], device=has_loss.device)
@@ -117,7 +118,7 @@ def weighted_microbatches(
             for microbatch, weight in weighted_microbatches(batch):
                 (model(**microbatch).loss * weight).backward()
     """
-    counted_microbatches = [with_counts(microbatch, loss_tokens) for microbatch in _as_list(microbatches)]
+    counted_microbatches = [with_counts(microbatch, loss_tokens) for microbatch in _as_list(microbatches, loss_tokens)]
     token_counts = []
     for microbatch in counted_microbatches:
         token_counts.append(sum(row.loss_tokens for row in rows_of(microbatch)))
@@ -130,10 +131,13 @@ def weighted_microbatches(
         yield model_batch, factor
 
 
-def _as_list(microbatches: Sequence[Batch] | PreSplitBatch) -> list[Batch]:
+def _as_list(microbatches: Sequence[Batch] | PreSplitBatch, loss_tokens: str) -> list[Batch]:
     """Returns the microbatches; raises if they are a single batch, or if the model would not return a mean."""
     if isinstance(microbatches, PreSplitBatch):
         microbatches = microbatches.microbatches
+        for microbatch in microbatches:
+            facts = describe(BatchLayout.infer(microbatch), microbatch)
+            check_first_labels(facts, loss_tokens, COLLATED_BY_LOADER)
     if isinstance(microbatches, Mapping) or not isinstance(microbatches, Iterable):
         raise TypeError(
             f'`microbatches` must be a list of batches, got: one {type(microbatches).__name__}. Cut it, or give '

@@ -34,6 +34,7 @@ from composer_tokacc.data_spec.pieces import (
     zero_weight,
 )
 from composer_tokacc.layout import BatchLayout, PreSplitBatch, RowFacts, describe, describe_all, microbatches_of
+from composer_tokacc.layout.facts import COLLATED_BY_LOADER, check_first_labels
 from composer_tokacc.planning import CutOptions, check_kind, cut_rows, pack_lengths, token_budget
 from composer_tokacc.refusals import InvalidInputError, NotExactError
 from composer_tokacc.row_counts import rows_of, without_rows
@@ -223,7 +224,7 @@ class MicrobatchSplit:
             # All rows are joined into one batch and cut again.
             sources = [describe(layout, planned.joined(layout))]
             planned = None
-            _check_first_labels(sources, 'microbatches that a loader has collated')
+            _check_first_labels(sources, COLLATED_BY_LOADER)
         if self.packing:
             _check_first_labels(sources, 'packed rows')
         self._check_packing(sources)
@@ -454,19 +455,8 @@ def with_dummies(pieces: Sequence[Piece], dummies: DummyRows) -> list[Piece]:
 
 
 def _check_first_labels(sources: Sequence[RowFacts], kind: str) -> None:
-    """Raises if padding on the left predicts a label, but the padding of such rows depends on how they are cut.
-
-    ``kind`` says in which rows. Models that do not shift labels predict each label from its own position.
-    """
     for facts in sources:
-        for row, counts in enumerate(rows_of(facts.batch)):
-            shifts_labels = counts.rule not in ('', 'unshifted')
-            if shifts_labels and facts.has_label_behind_padding[row]:
-                raise InvalidInputError(
-                    f'The first token of a row must have no label in {kind} if rows are padded on the left, got: a '
-                    f'label in {sample_name(facts.batch, row)}. A pad would predict it, so whether it counts depends '
-                    'on the cut. Mask that label (-100) in the collator, or pad on the right (docs/errors.md#padding).'
-                )
+        check_first_labels(facts, rows_of(facts.batch)[0].rule, kind)
 
 
 def _empty_microbatch(sources: Sequence[RowFacts], dummies: DummyRows) -> BatchDict:

@@ -32,6 +32,8 @@ from composer_tokacc.refusals import InvalidInputError
 
 PADDED = 'rows padded'
 """How the names of all limits of padded rows begin."""
+COLLATED_BY_LOADER = 'microbatches that a loader has collated'
+"""Kind of rows, for messages."""
 Limit = tuple[float, ...]
 """The largest values of a property that were seen. A smallest value is kept as its negative."""
 ZERO_ON_PADDING = ('mm_token_type_ids', 'loss_mask')
@@ -164,6 +166,24 @@ class RowFacts:
         has_padding = (~self.real[:, 0]).tolist()
         pairs = zip(self.has_first_label, has_padding, strict=True)
         return [is_labelled and is_padded for is_labelled, is_padded in pairs]
+
+
+def check_first_labels(facts: RowFacts, loss_rule: str, kind: str) -> None:
+    """Raises ValueError if padding on the left predicts a label, although the padding depends on how rows are cut.
+
+    Args:
+        facts: Of the rows.
+        loss_rule: Models with the rule ``'unshifted'`` predict each label from its own position. Empty: not known.
+        kind: Rows of which kind they are, for the message.
+    """
+    if loss_rule in ('', 'unshifted') or not any(facts.has_label_behind_padding):
+        return
+    row = facts.has_label_behind_padding.index(True)
+    raise InvalidInputError(
+        f'The first token of a row must have no label in {kind} if rows are padded on the left, got: a label in '
+        f'{sample_name(facts.batch, row)}. A pad would predict it, so whether it counts depends on the cut. Mask that '
+        'label (-100) in the collator, or pad on the right (docs/errors.md#padding).'
+    )
 
 
 def describe(layout: BatchLayout, batch: Batch) -> RowFacts:

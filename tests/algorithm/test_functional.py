@@ -15,6 +15,7 @@ from composer_tokacc.algorithm import (
     token_weight,
     weighted_microbatches,
 )
+from composer_tokacc.layout import PreSplitBatch
 from tests.support.text import collate, text_model, text_row, text_rows
 from tests.support.training import reference_gradients, relative_error
 
@@ -62,6 +63,22 @@ def test_labels_that_do_not_count():
     assert step_loss_weights([batch, other]) == [3 / 4, 1 / 4]
     assert step_loss_weights([batch, other], loss_tokens='causal_attended') == [2 / 3, 1 / 3]
     assert step_loss_weights([batch, other], loss_tokens='unshifted') == [4 / 6, 2 / 6]
+
+
+def listed(planned, **options):
+    return list(weighted_microbatches(planned, **options))
+
+
+@pytest.mark.parametrize('factors_of', [step_loss_weights, listed])
+def test_first_label_behind_padding_of_planned_rows(factors_of):
+    """Whether a pad predicts it depends on the cut into microbatches."""
+    microbatches = [collate(text_rows([(9, 9), (4, 4)]), side='left'), collate(text_rows([(5, 5)]))]
+    planned = PreSplitBatch(microbatches, max_tokens=18)
+    with pytest.raises(ValueError, match='first token of a row must have no label'):
+        factors_of(planned)
+    assert len(factors_of(planned, loss_tokens='unshifted')) == 2
+    on_the_right = PreSplitBatch([collate(text_rows([(9, 9), (4, 4)])), microbatches[1]], max_tokens=18)
+    assert len(factors_of(on_the_right)) == 2
 
 
 def packed_by_user() -> list[dict[str, torch.Tensor]]:
