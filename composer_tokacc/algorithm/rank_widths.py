@@ -43,9 +43,7 @@ class RankWidth:
         for facts in sources:
             if facts.is_padded and facts.side == 'right':
                 continue
-            # The check of left-padded rows shows whether they may be trimmed. Until then they may not.
-            may_count_columns = rules is not None and rules.left != 'trim'
-            if may_count_columns and facts.may_be_trimmed and not facts.has_positions:
+            if _may_count_columns(facts, rules):
                 reason = 'the model may count positions from the first column'
             elif loss_rule != 'unshifted' and any(facts.has_first_label):
                 reason = 'the first token of a row has a label, which the pad before it would predict'
@@ -58,6 +56,16 @@ class RankWidth:
     def numbers(self) -> list[int]:
         """Returns integers whose sums over the ranks tell :func:`check_widths` whether to compare the ranks."""
         return [self.is_left, bool(self.reason), self.width, self.width**2]
+
+
+def _may_count_columns(facts: RowFacts, rules: CutRules | None) -> bool:
+    """Returns whether the model counts positions from the first column, as far as the check of its rows has shown."""
+    # Packed rows have no padding.
+    if rules is None or rules.packing or facts.has_positions:
+        return False
+    # Rows with a label behind their padding are not trimmed, so they show nothing about positions.
+    is_unknown = rules.left == 'keep' and any(facts.has_label_behind_padding)
+    return rules.left == 'shift' or is_unknown
 
 
 def check_widths(sums: Sequence[float], width: RankWidth) -> None:
