@@ -88,6 +88,14 @@ def max_over_ranks(values: Sequence[int]) -> list[int]:
     return tensor.tolist()
 
 
+def are_equal_on_ranks(total: float, total_of_squares: float, num_ranks: int) -> bool:
+    """Returns whether a number is the same on all ranks, from the sums over the ranks of the number and of its square.
+
+    Numbers are equal exactly if the mean of their squares is the square of their mean (Cauchy-Schwarz).
+    """
+    return num_ranks * total_of_squares == total**2
+
+
 class RankSum:
     """Starts one all-reduce of numbers, equally many on all ranks. :meth:`read` waits for it the first time.
 

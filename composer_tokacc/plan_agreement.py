@@ -21,7 +21,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from torch.utils.data import DataLoader
 
-from composer_tokacc.collectives import all_gather_object, get_global_rank, get_world_size
+from composer_tokacc.collectives import all_gather_object, are_equal_on_ranks, get_global_rank, get_world_size
 from composer_tokacc.refusals import NotExactError
 from composer_tokacc.repeated_samples import has_torchs_order
 
@@ -126,8 +126,7 @@ def check_plans(sums: Sequence[float], record: PlanRecord | None) -> None:
     if world_size == 1:
         return
     checksums, squared_checksums, squared_ranks = (int(value) for value in sums)
-    # Numbers are equal exactly if the mean of their squares is the square of their mean (Cauchy-Schwarz).
-    are_equal = world_size * squared_checksums == checksums**2
+    are_equal = are_equal_on_ranks(checksums, squared_checksums, world_size)
     # If two samplers are for the same rank, the sum is another one.
     all_ranks_are_there = squared_ranks == sum(rank**2 for rank in range(world_size))
     is_for_all = record is None or record.num_ranks == world_size

@@ -11,10 +11,10 @@ on the number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from composer_tokacc.collectives import all_gather_object, get_world_size
+from composer_tokacc.collectives import all_gather_object, are_equal_on_ranks, get_world_size
 from composer_tokacc.data_spec.pieces import CutRules
 from composer_tokacc.layout import RowFacts
 from composer_tokacc.refusals import NotExactError
@@ -68,19 +68,19 @@ def _may_count_columns(facts: RowFacts, rules: CutRules | None) -> bool:
     return rules.left == 'shift' or is_unknown
 
 
-def check_widths(sums: Sequence[float], width: RankWidth) -> None:
+def check_widths(sums: Sequence[float], width_of_rank: Callable[[], RankWidth]) -> None:
     """Raises RuntimeError on all ranks if more padding on the left would change the rows of a rank.
 
     Args:
         sums: Sums over the ranks of :meth:`RankWidth.numbers`.
-        width: The width of this rank.
+        width_of_rank: Returns the width of this rank again, by the rules that are known now. Called only if the sums
+            show unequal widths that may matter.
     """
     num_left, num_with_reason, sum_of_widths, sum_of_squares = sums
-    # Numbers are equal exactly if the mean of their squares is the square of their mean (Cauchy-Schwarz).
-    are_equal = get_world_size() * sum_of_squares == sum_of_widths**2
+    are_equal = are_equal_on_ranks(sum_of_widths, sum_of_squares, get_world_size())
     if are_equal or not num_left or not num_with_reason:
         return
-    widths = all_gather_object(width)
+    widths = all_gather_object(width_of_rank())
     widest = max(other.width for other in widths)
     for rank, other in enumerate(widths):
         if other.reason and other.width < widest:

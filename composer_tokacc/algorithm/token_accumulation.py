@@ -276,8 +276,7 @@ class TokenAccumulation(Algorithm):
         )
         has_new_rows = run.check.has_new_rows(step.facts)
         # The sums come before the cut, so that rows of a new size are cut only by rules that were proven for them.
-        width = run.width_of(step)
-        numbers = [has_new_rows, *width.numbers(), *numbers_to_sum(plan)]
+        numbers = [has_new_rows, *run.width_of(step).numbers(), *numbers_to_sum(plan)]
         sums = self._sums_over_ranks(state, step, numbers)
         num_with_new_rows, *width_sums = sums[:-NUM_SUMS]
         check_plans(sums[-NUM_SUMS:], plan)
@@ -289,7 +288,7 @@ class TokenAccumulation(Algorithm):
             )
         if run.check.is_due(self._token_choice.step, has_new_rows=num_with_new_rows > 0):
             run.prove(state.batch)
-        check_widths(width_sums, run.width_of(step))
+        check_widths(width_sums, lambda: run.width_of(step))
         run.begin_step(step)
 
     def _with_marks(self, batch: Batch, num_copies: int) -> Batch:
@@ -304,18 +303,18 @@ class TokenAccumulation(Algorithm):
             marked_rows.append(replace(row, samples=samples, has_new_label=has_new_label[number]))
         return with_rows(batch, marked_rows)
 
-    def _sums_over_ranks(self, state: State, step: Step, others: Sequence[int]) -> Sequence[float]:
-        """Sums the counts of a step and other numbers over the ranks, by one all-reduce. Returns the other sums."""
+    def _sums_over_ranks(self, state: State, step: Step, further_numbers: Sequence[int]) -> Sequence[float]:
+        """Sums the counts of a step and further numbers over the ranks, by one all-reduce. Returns the further sums."""
         counts = step.counts
-        numbers = [counts.loss_tokens, counts.samples, counts.loss_weight, *others]
+        numbers = [counts.loss_tokens, counts.samples, counts.loss_weight, *further_numbers]
         sums: Sequence[float] = numbers
         if self._run.world_size > 1:
             dtype = torch.float64 if self.is_weighted else torch.int64
             on_device = state.device.tensor_to_device(torch.tensor(numbers, dtype=dtype))
             sums = RankSum(on_device).read()
-        loss_tokens, samples, loss_weight, *sums_of_others = sums
+        loss_tokens, samples, loss_weight, *further_sums = sums
         step.totals = StepTotals(loss_tokens, samples, loss_weight)
-        return sums_of_others
+        return further_sums
 
     def _start_attempt(self, state: State) -> None:
         """BEFORE_TRAIN_BATCH: forgets earlier attempts of the step. After OOM, or in a closure, a step runs again."""
