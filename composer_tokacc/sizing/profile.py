@@ -30,7 +30,7 @@ class SampleSizes:
     image_tokens: np.ndarray
     """Tokens that stand for images, int64 (n,)."""
     loss_tokens: np.ndarray | None = None
-    """Positions that carry loss, (n,). None: unknown."""
+    """Positions that carry loss, int64 (n,). None: unknown."""
     vision_patches: np.ndarray | None = None
     """Patches that the vision encoder computes, (n,). None: unknown."""
     sample_ids: Sequence[str] | None = None
@@ -52,7 +52,7 @@ class SampleSizes:
                 tokens=lengths.lengths.astype(np.int64),
                 image_tokens=lengths.image_tokens.astype(np.int64),
                 # Zeros for all samples mean that nobody has counted them.
-                loss_tokens=lengths.loss_tokens if lengths.loss_tokens.any() else None,
+                loss_tokens=lengths.loss_tokens.astype(np.int64) if lengths.loss_tokens.any() else None,
                 vision_patches=lengths.vision_patches if lengths.vision_patches.any() else None,
                 sample_ids=sample_ids,
             )
@@ -80,7 +80,7 @@ class SampleSizes:
 
     def loss_tokens_of(self, samples: np.ndarray) -> np.ndarray | None:
         """Returns the positions of some samples that carry loss, int64 (n,); None: unknown."""
-        return None if self.loss_tokens is None else self.loss_tokens[samples].astype(np.int64)
+        return None if self.loss_tokens is None else self.loss_tokens[samples]
 
     def names(self, chosen: np.ndarray) -> list[str]:
         """Returns ids and lengths of the `chosen` samples, bool (n,), the longest first."""

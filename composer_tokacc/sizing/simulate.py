@@ -150,6 +150,21 @@ def _microbatches_of_ranks(
     return _with_dummy_rows(table, batch, ranks, options)
 
 
+def planned_rows(table: SampleSizes, batch: np.ndarray, options: CutOptions) -> Rows:
+    """Returns the rows of a global batch, as the sampler plans them."""
+    patches = None
+    if table.vision_patches is not None:
+        patches = table.vision_patches[batch]
+    image_tokens = table.image_tokens[batch]
+    return Rows(
+        table.tokens[batch],
+        options,
+        image_tokens=image_tokens,
+        loss_tokens=table.loss_tokens_of(batch),
+        vision_cost=options.cost.vision(image_tokens, patches),
+    )
+
+
 def _planned(
     table: SampleSizes,
     batch: np.ndarray,
@@ -157,19 +172,7 @@ def _planned(
     options: CutOptions,
 ) -> list[list[_ComputedMicrobatch]]:
     """Returns the microbatches of each rank, as the sampler plans them."""
-    patches = None
-    if table.vision_patches is not None:
-        patches = table.vision_patches[batch]
-    image_tokens = table.image_tokens[batch]
-    vision_costs = options.cost.vision(image_tokens, patches)
-    rows = Rows(
-        table.tokens[batch],
-        options,
-        image_tokens=image_tokens,
-        loss_tokens=table.loss_tokens_of(batch),
-        vision_cost=vision_costs,
-    )
-    plan = plan_batch(rows, num_ranks)
+    plan = plan_batch(planned_rows(table, batch, options), num_ranks)
     ranks = []
     for planned_rank in plan.ranks:
         microbatches = []

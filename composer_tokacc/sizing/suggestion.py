@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Literal, cast
 import numpy as np
 
 from composer_tokacc.label_selector import DENSE
-from composer_tokacc.planning import CostModel, CutOptions, Rows, check_count, check_kind, lower_bound, token_budget
+from composer_tokacc.planning import CostModel, CutOptions, check_count, check_kind, lower_bound, token_budget
 from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.sampling.global_batches import check_global_batch
 from composer_tokacc.sizing.memory_model import GIB, MemoryModel
 from composer_tokacc.sizing.profile import SampleSizes
 from composer_tokacc.sizing.report import SizeRow, SizingReport
 from composer_tokacc.sizing.shapes import BatchShape
-from composer_tokacc.sizing.simulate import METHOD_NAMES, StepFigures, draw_batches, simulate_steps
+from composer_tokacc.sizing.simulate import METHOD_NAMES, StepFigures, draw_batches, planned_rows, simulate_steps
 
 if TYPE_CHECKING:
     from composer_tokacc.data import LengthTable
@@ -276,17 +276,7 @@ def suggest_microbatching(
 
 def _bound(table: SampleSizes, batches: Sequence[np.ndarray], num_ranks: int, options: CutOptions) -> float:
     """Returns the mean cost of a step that no plan can beat."""
-    vision_costs = options.cost.vision(table.image_tokens, table.vision_patches)
-    bounds = []
-    for batch in batches:
-        rows = Rows(
-            table.tokens[batch],
-            options,
-            image_tokens=table.image_tokens[batch],
-            loss_tokens=table.loss_tokens_of(batch),
-            vision_cost=vision_costs[batch],
-        )
-        bounds.append(lower_bound(rows, num_ranks))
+    bounds = [lower_bound(planned_rows(table, batch, options), num_ranks) for batch in batches]
     return float(np.mean(bounds))
 
 
