@@ -135,9 +135,10 @@ def _as_list(microbatches: Sequence[Batch] | PreSplitBatch, loss_tokens: str) ->
     """Returns the microbatches; raises if they are a single batch, or if the model would not return a mean."""
     if isinstance(microbatches, PreSplitBatch):
         microbatches = microbatches.microbatches
-        for microbatch in microbatches:
-            facts = describe(BatchLayout.infer(microbatch), microbatch)
-            check_first_labels(facts, loss_tokens, COLLATED_BY_LOADER)
+        if loss_tokens != 'unshifted':
+            for microbatch in microbatches:
+                facts = describe(BatchLayout.infer(microbatch), microbatch)
+                check_first_labels(facts, loss_tokens, COLLATED_BY_LOADER)
     if isinstance(microbatches, Mapping) or not isinstance(microbatches, Iterable):
         raise TypeError(
             f'`microbatches` must be a list of batches, got: one {type(microbatches).__name__}. Cut it, or give '
