@@ -182,13 +182,11 @@ class _Documents:
     def __init__(self, lengths: list[int], masks: Sequence[HostMask]) -> None:
         self.runs: list[_Run] = []
         for length, mask in zip(lengths, masks, strict=True):
-            run = _Run(length, 1, mask)
-            if self.runs:
-                last = self.runs[-1]
-                if last.length == length and last.mask is mask:
-                    self.runs.pop()
-                    run = last._replace(count=last.count + 1)
-            self.runs.append(run)
+            last = self.runs[-1] if self.runs else None
+            if last is not None and last.length == length and last.mask is mask:
+                self.runs[-1] = last._replace(count=last.count + 1)
+            else:
+                self.runs.append(_Run(length, 1, mask))
         self.lengths = lengths
         self._ends: Tensor | None = None
 

@@ -307,7 +307,7 @@ class Piece:
         if self.rules.packing:
             # All rows become one row, as wide as they are together.
             return sum(self.widths) + sum(dummy_widths)
-        widest = max(self.width, *dummy_widths) if dummy_widths else self.width
+        widest = max([self.width, *dummy_widths])
         num_rows = len(self.rows) + len(self.dummies)
         return num_rows * (widest + self.facts.decoder_width)
 

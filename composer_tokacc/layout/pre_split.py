@@ -215,10 +215,8 @@ def _packed(microbatches: Sequence[Mapping[str, Any]]) -> tuple[torch.Tensor, li
     tensors: list[tuple[_Place, torch.Tensor]] = []
     for microbatch in packed:
         for key, value in microbatch.items():
-            if type(value) is not torch.Tensor:
-                continue  # subclasses are sent by torch
-            # So are sparse tensors and tensors on a GPU.
-            if value.device.type == 'cpu' and value.layout == torch.strided:
+            # Subclasses, sparse tensors and tensors on a GPU are sent by torch.
+            if type(value) is torch.Tensor and value.device.type == 'cpu' and value.layout == torch.strided:
                 place = _Place(value.dtype, value.shape, size)
                 microbatch[key] = place
                 tensors.append((place, value))

@@ -66,7 +66,7 @@ class BatchSchedule:
             size = stage[1]
             check_count('global_batch_size', size)
             starts.append(start)
-            sizes.append(int(size))
+            sizes.append(int(size))  # a number of numpy would stand in checkpoints
         is_rising = all(start < next_start for start, next_start in pairwise(starts))
         if starts[:1] != [0] or not is_rising or len(units) > 1:
             raise _not_a_schedule(stages)
@@ -327,10 +327,11 @@ def cut_by_tokens(
     """Returns global batches of about equally many tokens, as views of the order.
 
     Global batch ``b`` takes samples until the next one would lift the tokens of the epoch above ``(b + 1) * tokens``.
-    So a step differs from `tokens` by less than the longest sample, and the next step gets the missing tokens. The
-    number of global batches is ``ceil(sum / tokens)``, or ``floor(sum / tokens)`` with `drop_last`, for every order of
-    the samples. So all epochs have equally many steps, which trainers expect. The usual rule counts the tokens of each
-    global batch from zero. Then the missing tokens add up, and the number of global batches depends on the order.
+    So a step differs from `tokens` by less than the longest sample. The next step gets the missing tokens, so all steps
+    up to ``b`` together stay within one sample of ``(b + 1) * tokens``. The number of global batches is
+    ``ceil(sum / tokens)``, or ``floor(sum / tokens)`` with `drop_last`, for every order of the samples. So all epochs
+    have equally many steps, which trainers expect. The usual rule counts the tokens of each global batch from zero.
+    Then the missing tokens add up, and the number of global batches depends on the order.
 
     Args:
         order: Samples of the epoch, each with at most `tokens` tokens.
