@@ -11,24 +11,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from composer.utils import dist
-from transformers import GPT2Config, GPT2LMHeadModel
 
-from tests.support.text import VOCABULARY, collate, text_model, text_rows
+from tests.checks.test_first_batch import gpt2
+from tests.support.text import collate, text_model, text_rows
 from tests.support.training import fit, reference_gradients, relative_error
 
 MASKED = [(4, 2), (9, 5), (6, 3), (14, 8)]
 LABELLED = [(4, 4), (9, 5), (6, 3), (14, 8)]
-
-
-def positional_model() -> Any:
-    """Returns a model that counts positions from the first column."""
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=2, n_positions=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
-    )
-    return GPT2LMHeadModel(config)
 
 
 def measure(model: Any, shape: list[tuple[int, int]], *, side: str = 'left', equal_widths: bool = False) -> Any:
@@ -54,7 +44,7 @@ def main() -> dict[str, Any]:
         'labelled': measure(text_model(), LABELLED),
         'labelled, equally wide': measure(text_model(), LABELLED, equal_widths=True),
         'labelled, on the right': measure(text_model(), LABELLED, side='right'),
-        'positions': measure(positional_model(), MASKED),
-        'positions, equally wide': measure(positional_model(), MASKED, equal_widths=True),
-        'positions, on the right': measure(positional_model(), MASKED, side='right'),
+        'positions': measure(gpt2(), MASKED),
+        'positions, equally wide': measure(gpt2(), MASKED, equal_widths=True),
+        'positions, on the right': measure(gpt2(), MASKED, side='right'),
     }
