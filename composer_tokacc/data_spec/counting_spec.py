@@ -75,11 +75,17 @@ class CountingDataSpec(DataSpec):
             return sum(row.real_tokens for row in rows)
         if token_type == 'total':
             # Composer asks before the algorithm counts the batch. To count the labels here too would be wasted time.
-            microbatches = [microbatch for microbatch in microbatches_of(batch) if num_samples(microbatch)]
-            return sum(sum(real_tokens(microbatch)) for microbatch in microbatches)
+            num_real = 0
+            for microbatch in microbatches_of(batch):
+                if num_samples(microbatch) > 0:
+                    num_real += sum(real_tokens(microbatch))
+            return num_real
         if not has_counts:
-            counts = [count_tokens(microbatch, self._known_rule) for microbatch in microbatches_of(batch)]
-            return sum(count.num_loss_generating for count in counts)
+            num_loss_generating = 0
+            for microbatch in microbatches_of(batch):
+                counts = count_tokens(microbatch, self._known_rule)
+                num_loss_generating += counts.num_loss_generating
+            return num_loss_generating
         if not self._split.checked:
             raise NotExactError(
                 '`token_data_spec` must know the model to count for `accumulate_train_batch_on_tokens`, got: no '
@@ -190,7 +196,9 @@ class CountingDataSpec(DataSpec):
 
 def _mapped(function: Callable[[Any], Any], batch: Any) -> Any:
     """Applies a function to a batch, or to each microbatch of a pre-split batch."""
-    return batch.map(function) if isinstance(batch, PreSplitBatch) else function(batch)
+    if isinstance(batch, PreSplitBatch):
+        return batch.map(function)
+    return function(batch)
 
 
 class _Uncopied(dict):

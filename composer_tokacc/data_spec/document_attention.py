@@ -21,7 +21,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache, partial, wraps
-from itertools import accumulate, islice, pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -65,8 +65,8 @@ class DocumentAttention:
         hosts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
         if not hosts:
             raise NotExactError(f"The model must be one of transformers', got: {type(model).__name__}.")
-        text_config = type(hosts[0].config.get_text_config(decoder=True))
-        self._text_hosts = [host for host in hosts if type(host.config) is text_config]
+        text_config = hosts[0].config.get_text_config(decoder=True)
+        self._text_hosts = [host for host in hosts if type(host.config) is type(text_config)]
         config = self._text_hosts[0].config
         layer_types = getattr(config, 'layer_types', None) or ()
         if 'chunked_attention' in layer_types:
@@ -81,18 +81,24 @@ class DocumentAttention:
         self._padding_position = _padding_position_of(model)
         if self.has_masks:
             self._register()
-        # A cache would carry states from one document to the next, and with a cache Transformers does not look for
-        # positions that restart. It is switched off in the config, because the forward of Qwen3.5 has no argument
-        # `use_cache` that Composer could pass.
         self._cached_configs: list[Any] = []
-        for host in self._text_hosts:
-            if getattr(host.config, 'use_cache', False):
-                host.config.use_cache = False
-                self._cached_configs.append(host.config)
+        self._switch_off_cache()
         if self.has_masks:
             # These changes stay after undo(): they act only on masks of documents, and copies of the model share them.
             _call_layers_by_document(model)
             _balance_routers_without_mask(hosts)
+
+    def _switch_off_cache(self) -> None:
+        """Switches off the cache of keys and values in the configs of the text models.
+
+        A cache would carry states from one document to the next, and with a cache Transformers does not look for
+        positions that restart. Composer could not pass `use_cache=False` instead, because the forward of Qwen3.5 has no
+        such argument.
+        """
+        for host in self._text_hosts:
+            if getattr(host.config, 'use_cache', False):
+                host.config.use_cache = False
+                self._cached_configs.append(host.config)
 
     def undo(self) -> None:
         """Restores the attention and the cache that the model had before."""
@@ -117,8 +123,9 @@ class DocumentAttention:
 
     def rotary_positions(self, batch: Batch) -> Tensor | None:
         """Returns multimodal rotary positions, ``(3, rows, width)``, or None if text positions are enough."""
-        has_media = batch.get('image_grid_thw') is not None or batch.get('video_grid_thw') is not None
-        if self._rope_index is None or not has_media:
+        has_images = batch.get('image_grid_thw') is not None
+        has_videos = batch.get('video_grid_thw') is not None
+        if self._rope_index is None or not (has_images or has_videos):
             return None
         names = inspect.signature(self._rope_index).parameters
         arguments = {key: value for key, value in batch.items() if key in names}
@@ -186,23 +193,26 @@ class _Documents:
             if last is not None and last.length == length and last.mask is mask:
                 self.runs[-1] = last._replace(count=last.count + 1)
             else:
-                self.runs.append(_Run(length, 1, mask))
+                run = _Run(length, count=1, mask=mask)
+                self.runs.append(run)
         self.lengths = lengths
         self._ends: Tensor | None = None
 
     def ends(self, device: torch.device) -> Tensor:
         """Returns a 0 and where each document ends, int32 ``(documents + 1,)``. It is moved to the device only once."""
         if self._ends is None:
-            ends = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32)
-            self._ends = ends.to(device, non_blocking=True)
+            ends = [0, *accumulate(self.lengths)]
+            on_host = torch.tensor(ends, dtype=torch.int32)
+            self._ends = on_host.to(device, non_blocking=True)
         return self._ends
 
     def split(self, states: Tensor) -> list[Tensor]:
         """Splits ``(1, heads, tokens, size)`` without a copy: ``(documents, heads, length, size)`` for each run."""
         # narrow() would be wrong: for each document its gradient is as large as the whole row.
         sizes = [run.length * run.count for run in self.runs]
+        parts = states[0].split(sizes, dim=1)
         batches = []
-        for part, run in zip(states[0].split(sizes, dim=1), self.runs, strict=True):
+        for part, run in zip(parts, self.runs, strict=True):
             documents = part.unflatten(1, (run.count, run.length))
             batches.append(documents.transpose(0, 1))
         return batches
@@ -274,22 +284,24 @@ def _innermost(model: nn.Module, states: str) -> Iterator[nn.Module]:
     from transformers import PreTrainedModel
 
     def takes_mask(module: nn.Module) -> bool:
-        names = inspect.signature(type(module).forward).parameters.keys()
-        if states not in names or 'attention_mask' not in names:
+        signature = inspect.signature(type(module).forward)
+        if states not in signature.parameters or 'attention_mask' not in signature.parameters:
             return False
         return not any(isinstance(part, PreTrainedModel) for part in module.modules())
 
     for module in model.modules():
-        if hasattr(module, 'is_causal') or not takes_mask(module):
+        is_attention = hasattr(module, 'is_causal')
+        if is_attention or not takes_mask(module):
             continue
-        children = islice(module.modules(), 1, None)
-        if not any(takes_mask(child) for child in children):
+        _, *inner_modules = module.modules()
+        if not any(takes_mask(inner) for inner in inner_modules):
             yield module
 
 
 def _forward_by_document(plain_forward: HostFunction, states: str, *args: Any, **kwargs: Any) -> Any:
     """Calls a layer once for each document of its mask, with the columns of that document and without a mask."""
-    call = inspect.signature(plain_forward).bind(*args, **kwargs)
+    signature = inspect.signature(plain_forward)
+    call = signature.bind(*args, **kwargs)
     documents = call.arguments.get('attention_mask')
     inputs = call.arguments.get(states)
     if not isinstance(documents, Tensor) or not isinstance(inputs, Tensor):
@@ -307,18 +319,21 @@ def _forward_by_document(plain_forward: HostFunction, states: str, *args: Any, *
     for number in range(len(lengths)):
         for name, parts in split_arguments.items():
             call.arguments[name] = parts[number]
-        outputs.append(plain_forward(*call.args, **call.kwargs))
-    # Mixers may return states first and other results behind them.
-    if isinstance(outputs[0], tuple):
-        joined = torch.cat([output[0] for output in outputs], dim=1)
-        return joined, *outputs[0][1:]
-    return torch.cat(outputs, dim=1)
+        output = plain_forward(*call.args, **call.kwargs)
+        outputs.append(output)
+    if not isinstance(outputs[0], tuple):
+        return torch.cat(outputs, dim=1)
+    # Some mixers return states first and other results behind them.
+    _, *other_results = outputs[0]
+    joined = torch.cat([output[0] for output in outputs], dim=1)
+    return joined, *other_results
 
 
 def _balance_routers_without_mask(hosts: Sequence[nn.Module]) -> None:
     """Changes the load-balancing loss in the modules of Transformers, so that it accepts a mask of documents."""
     for host in hosts:
-        names = vars(sys.modules[type(host).__module__])
+        module = sys.modules[type(host).__module__]
+        names = vars(module)
         balance = names.get('load_balancing_loss_func')
         if balance is not None and not hasattr(balance, 'by_document'):
             call_without_mask = partial(_balance, balance)
@@ -329,7 +344,8 @@ def _balance_routers_without_mask(hosts: Sequence[nn.Module]) -> None:
 
 def _balance(plain: HostFunction, logits: Any, *args: Any, **kwargs: Any) -> Any:
     """Computes the load-balancing loss of a router, without a mask if rows are packed, because they have no padding."""
-    call = inspect.signature(plain).bind(logits, *args, **kwargs)
+    signature = inspect.signature(plain)
+    call = signature.bind(logits, *args, **kwargs)
     mask = call.arguments.get('attention_mask')
     if logits and mask is not None:
         num_positions = logits[0].shape[:-1].numel()
@@ -362,7 +378,8 @@ def _attend(
         return attend(module, query, key, value, attention_mask, **kwargs)
     has_mask = any(run.mask is not None for run in documents.runs)
     if _on_gpu(query) and plain == 'sdpa' and not has_mask:
-        return _attend_at_once(documents, module, query, key, value, **kwargs), None
+        attended = _attend_at_once(documents, module, query, key, value, **kwargs)
+        return attended, None
     outputs = []
     # Consecutive documents of the same length are computed as one batch.
     queries = documents.split(query)
@@ -370,10 +387,12 @@ def _attend(
     values = documents.split(value)
     for run, run_query, run_key, run_value in zip(documents.runs, queries, keys, values, strict=True):
         attended, _ = attend(module, run_query, run_key, run_value, run.mask, **kwargs)
-        outputs.append(attended.flatten(0, 1))  # (documents, length, heads, size) to (tokens, heads, size)
-    if len(outputs) == 1:
-        return outputs[0][None], None
-    return torch.cat(outputs)[None], None
+        # From (documents, length, heads, size) to (tokens, heads, size).
+        attended = attended.flatten(0, 1)
+        outputs.append(attended)
+    # torch.cat would copy a single output.
+    joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return joined[None], None
 
 
 def _on_gpu(states: Tensor) -> bool:
@@ -403,7 +422,8 @@ def _attend_at_once(
         # A kernel for documents of any length needs neither padding nor a copy.
         attend = _half_kernel(has_dropout=dropout > 0)
         if attend is not None:
-            token_states = [states[0].transpose(0, 1) for states in (query, key, value)]  # (tokens, heads, size)
+            # From (1, heads, tokens, size) to (tokens, heads, size).
+            token_states = [states[0].transpose(0, 1) for states in (query, key, value)]
             options = {'causal': is_causal, 'scale': scaling, 'dropout': dropout}
             # Queries and keys are of the same documents, so both get the same ends and the same longest length.
             attended = attend(*token_states, ends, ends, longest, longest, **options)
@@ -423,7 +443,8 @@ def _attend_at_once(
 def _nested(states: Tensor, num_heads: int, documents: _Documents) -> Tensor:
     """Returns states as a nested tensor of documents, with as many heads as the query has."""
     # The kernel for nested tensors does not support groups of heads.
-    states = states.repeat_interleave(num_heads // states.shape[1], dim=1)
+    group_size = num_heads // states.shape[1]
+    states = states.repeat_interleave(group_size, dim=1)
     # Nested tensors have the tokens of all documents in the first dimension.
     token_states = states[0].transpose(0, 1).contiguous()
     ends = documents.ends(states.device).long()
@@ -442,11 +463,13 @@ def _half_kernel(*, has_dropout: bool) -> Callable[..., Tensor] | None:
     with suppress(ImportError):
         from torch.nn.attention.varlen import varlen_attn  # type: ignore[import-not-found]
 
-        # The first release of the kernel lacks these arguments. A window of -1 columns has no limit.
-        has_arguments = {'window_size', 'enable_gqa'} <= inspect.signature(varlen_attn).parameters.keys()
+        # The first release of the kernel lacks these arguments.
+        arguments = inspect.signature(varlen_attn).parameters
+        has_arguments = 'window_size' in arguments and 'enable_gqa' in arguments
         if has_arguments and not has_dropout:
 
             def attend_by_torch(*states: Any, causal: bool, scale: float | None, dropout: float) -> Tensor:
+                # A window of -1 columns has no limit.
                 window = (-1, 0) if causal else (-1, -1)
                 return varlen_attn(*states, scale=scale, window_size=window, enable_gqa=True)
 
@@ -468,7 +491,8 @@ def _plain_attention(plain: str, module: nn.Module) -> HostFunction:
     if plain != 'eager':
         return AttentionInterface()[plain]
     for layer in type(module).__mro__:
-        names = vars(sys.modules[layer.__module__])
+        module_of_layer = sys.modules[layer.__module__]
+        names = vars(module_of_layer)
         if 'eager_attention_forward' in names:
             return names['eager_attention_forward']
     raise NotExactError(f'No `eager_attention_forward` was found in the file of {type(module).__name__}.')

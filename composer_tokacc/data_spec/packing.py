@@ -57,7 +57,8 @@ def pack_rows(
         else:
             packed[key] = _pack_value(value, num_rows=len(real))
     # The first real token of each row starts a document. `[real]` takes the real tokens, row after row.
-    is_start = (real.cumsum(dim=1) == 1)[real][None]
+    is_first_token = real.cumsum(dim=1) == 1
+    is_start = is_first_token[real][None]
     if is_shifted:
         packed['labels'] = packed['labels'].masked_fill(is_start, IGNORE_INDEX)
     if attention is None or attention.has_masks:
@@ -91,7 +92,8 @@ def _check_rows(
         labelled_padding &= ~follows_attended
     is_wrong = (num_runs > 1) | labelled_padding.any(dim=1)
     if bool(is_wrong.any()):
-        name = sample_name(batch, int(is_wrong.int().argmax()))
+        first_wrong_row = int(is_wrong.int().argmax())
+        name = sample_name(batch, first_wrong_row)
         allowed = 'with at most one label behind it' if is_shifted else 'without labels on padding'
         raise InvalidInputError(
             f'Rows must be one run of tokens, {allowed}, to be packed, got: another '
@@ -139,8 +141,10 @@ def _pack_positions(
 ) -> Tensor:
     """Returns the position of each token of the packed row in its own document."""
     if attention is None:
-        return (real.cumsum(dim=1) - 1)[real][None]
-    positions = attention.positions(batch, real)[real][None]
+        positions_in_row = real.cumsum(dim=1) - 1
+        return positions_in_row[real][None]
+    positions_in_row = attention.positions(batch, real)
+    positions = positions_in_row[real][None]
     rotary = attention.rotary_positions(batch)
     if rotary is None:
         return positions

@@ -82,16 +82,22 @@ class CutRules:
             return facts.lengths
         if self.policy(facts) == 'keep':
             return [facts.width] * len(facts.lengths)
-        widths = []
-        for length, has_label in zip(facts.lengths, facts.has_label_behind_padding, strict=True):
-            # Trimming would remove the last pad before the row, which predicts the row's first label.
-            widths.append(facts.width if has_label else length)
+        widths = list(facts.lengths)
+        for row, has_label in enumerate(facts.has_label_behind_padding):
+            if has_label:
+                # Trimming would remove the last pad before the row, which predicts the row's first label.
+                widths[row] = facts.width
         return widths
 
     def cuts_like(self, other: CutRules) -> bool:
         """Returns whether both rules have the same policies. The widths up to which these hold may differ."""
-        names = ('left', 'given', 'right', 'needs_media', 'packing')
-        return all(getattr(self, name) == getattr(other, name) for name in names)
+        with_widths_of_other = replace(
+            self,
+            left_width=other.left_width,
+            given_width=other.given_width,
+            right_width=other.right_width,
+        )
+        return with_widths_of_other == other
 
     def with_side_of(self, earlier: CutRules, side: str) -> CutRules:
         """Returns these rules with the earlier policies of a side on which the check has not trimmed any row.
@@ -102,8 +108,9 @@ class CutRules:
         changed = {}
         for name in names:
             if getattr(self, name) != 'keep':
+                width_name = f'{name}_width'
                 changed[name] = getattr(earlier, name)
-                changed[f'{name}_width'] = getattr(earlier, f'{name}_width')
+                changed[width_name] = getattr(earlier, width_name)
         return replace(self, **changed)
 
 
@@ -159,7 +166,8 @@ DummyRows: TypeAlias = Mapping[str, RowFacts]
 
 def missing_dummies(dummies: DummyRows, facts: RowFacts, rows: Sequence[int]) -> list[RowFacts]:
     """Returns a dummy row for each modality that none of these rows of a batch has."""
-    if facts.layout.family.one_kind and any(facts.media[row] for row in rows):
+    has_media = any(facts.media[row] for row in rows)
+    if has_media and facts.layout.family.one_kind:
         return []
     missing = []
     for modality, dummy in dummies.items():
@@ -172,22 +180,28 @@ def missing_dummies(dummies: DummyRows, facts: RowFacts, rows: Sequence[int]) ->
 def zero_weight(batch: Batch) -> BatchDict:
     """Returns a copy in which all labels are masked and no row counts as a sample."""
     labels = torch.full_like(batch['labels'], IGNORE_INDEX)
+    without_labels = {**batch, 'labels': labels}
     rows = [RowCounts(samples=0, rule=row.rule) for row in rows_of(batch)]
-    return with_rows({**batch, 'labels': labels}, rows)
+    return with_rows(without_labels, rows)
 
 
 def smallest_row(sources: Sequence[RowFacts], modality: str) -> BatchDict | None:
     """Returns the row with the fewest items of a modality, and of these the shortest, without weight."""
-    candidates: list[tuple[int, int, RowFacts, int]] = []
+    candidates: list[tuple[RowFacts, int]] = []
     for facts in sources:
-        for row, num_items in enumerate(facts.counts.get(modality, ())):
-            if num_items:
-                candidates.append((num_items, facts.lengths[row], facts, row))
+        items_per_row = facts.counts.get(modality, ())
+        candidates += [(facts, row) for row, num_items in enumerate(items_per_row) if num_items > 0]
     if not candidates:
         return None
-    _, _, facts, row = min(candidates, key=lambda candidate: candidate[:2])
+
+    def size(candidate: tuple[RowFacts, int]) -> tuple[int, int]:
+        facts, row = candidate
+        return facts.counts[modality][row], facts.lengths[row]
+
+    facts, row = min(candidates, key=size)
     selected = facts.layout.select(facts.batch, [row])
-    return zero_weight(facts.layout.trim(selected))
+    trimmed = facts.layout.trim(selected)
+    return zero_weight(trimmed)
 
 
 def add_rows(layout: BatchLayout, microbatch: Batch, rows: Sequence[Batch], side: str) -> BatchDict:
@@ -212,13 +226,17 @@ def add_rows(layout: BatchLayout, microbatch: Batch, rows: Sequence[Batch], side
         batches.append(fitting)
     # Padding may have any id except a placeholder.
     is_text = ~layout.is_placeholder(microbatch)
-    pad_token_id = int(microbatch['input_ids'][is_text][-1])
+    text_ids = microbatch['input_ids'][is_text]
+    pad_token_id = int(text_ids[-1])
     return layout.concat(batches, padding_side=side, pad_token_id=pad_token_id)
 
 
 def _with_lists_of(microbatch: Batch, row: Batch) -> BatchDict:
     """Returns a dummy row with the lists of a microbatch. Unknown values are None, unknown counts are 0."""
-    fitting = {key: value for key, value in row.items() if not isinstance(value, (list, tuple))}
+    fitting = dict(row)
+    for key, value in row.items():
+        if isinstance(value, (list, tuple)):
+            del fitting[key]
     for key, value in microbatch.items():
         if isinstance(value, (list, tuple)):
             unknown = [0] if key.startswith('num_') else [None]
@@ -266,15 +284,12 @@ class Piece:
     def take(self, places: Iterable[int]) -> Piece:
         """Returns a piece of some of these rows, given by their places in this piece."""
         chosen = list(places)
+        rows = [self.rows[place] for place in chosen]
+        widths = [self.widths[place] for place in chosen]
         sizes = {}
         for name, values in self.sizes.items():
             sizes[name] = [values[place] for place in chosen]
-        return replace(
-            self,
-            rows=[self.rows[place] for place in chosen],
-            widths=[self.widths[place] for place in chosen],
-            sizes=sizes,
-        )
+        return replace(self, rows=rows, widths=widths, sizes=sizes)
 
     @property
     def width(self) -> int:
@@ -295,7 +310,8 @@ class Piece:
             total = sum(self.sizes[size])
             # Rows without images fit: if the dummy rows are over the cap, fewer rows would not help.
             if size == 'image_tokens' and total > 0:
-                total += sum(sum(dummy.image_tokens) for dummy in self.dummies)
+                for dummy in self.dummies:
+                    total += sum(dummy.image_tokens)
             if total > cap:
                 return False
         return True
@@ -316,8 +332,9 @@ class Piece:
         options = replace(self.options, packing=bool(self.rules.packing))
         widths = self.widths
         if not options.packing:
+            rounded_widths = [self._rounded_up(width) for width in widths]
+            widths = [width + self.facts.decoder_width for width in rounded_widths]
             # Only the encoder's text is rounded up. The cut must not round its sum with the decoder's text again.
-            widths = [self._rounded_up(width) + self.facts.decoder_width for width in widths]
             options = replace(options, width_multiple=1)
         groups = cut_rows(
             widths,
@@ -334,26 +351,35 @@ class Piece:
         """
         num_tokens = [width + self.facts.decoder_width for width in self.widths]
         budget = '`device_train_microbatch_size` x `slot_tokens`'
-        limits = [(num_tokens, 'tokens', self.options.max_tokens, budget)]
+        self._check_cap(num_tokens, 'tokens', self.options.max_tokens, budget, indices)
         for size, cap in self.options.caps.items():
             unit = size.replace('_', ' ')
             setting = f'`{CAPPED_SIZES[size]}`'
-            limits.append((list(self.sizes[size]), unit, cap, setting))
-        for sizes, unit, cap, setting in limits:
-            largest = max(sizes)
-            if largest <= cap:
-                continue
-            row = sizes.index(largest)
-            name = sample_name(self.facts.batch, row)
-            if indices is not None and 'sample_ids' not in self.facts.batch:
-                name = f'sample number {indices[row]} of the dataset'
-            message = (
-                f'A row must fit into a microbatch, got: {name} of {largest} {unit}, over the cap of {cap} ({setting})'
-                '. Raise it, shorten the sample, or measure the lengths again if a table of lengths promised less'
-            )
-            if self.options.on_oversize == 'raise':
-                raise InvalidInputError(f"{message}; `on_oversize='warn'` computes it alone, over the cap.")
-            log.warning('%s. It is computed alone.', message)
+            self._check_cap(self.sizes[size], unit, cap, setting, indices)
+
+    def _check_cap(
+        self,
+        sizes: Sequence[int],
+        unit: str,
+        cap: float,
+        setting: str,
+        indices: Sequence[int] | None,
+    ) -> None:
+        """Checks one size of the rows, in ``unit``, against its cap, which ``setting`` sets; see :meth:`check_caps`."""
+        largest = max(sizes)
+        if largest <= cap:
+            return
+        row = sizes.index(largest)
+        name = sample_name(self.facts.batch, row)
+        if indices is not None and 'sample_ids' not in self.facts.batch:
+            name = f'sample number {indices[row]} of the dataset'
+        message = (
+            f'A row must fit into a microbatch, got: {name} of {largest} {unit}, over the cap of {cap} ({setting})'
+            '. Raise it, shorten the sample, or measure the lengths again if a table of lengths promised less'
+        )
+        if self.options.on_oversize == 'raise':
+            raise InvalidInputError(f"{message}; `on_oversize='warn'` computes it alone, over the cap.")
+        log.warning('%s. It is computed alone.', message)
 
 
 # Microbatches.
@@ -367,11 +393,12 @@ def build(pieces: Sequence[Piece], attention: DocumentAttention | None = None) -
     for _, group in groupby(pieces, key=lambda piece: id(piece.facts)):
         pieces_of_batch = list(group)
         facts = pieces_of_batch[0].facts
+        rows_of_pieces = [list(piece.rows) for piece in pieces_of_batch]
         all_rows = list(range(len(facts.lengths)))
-        if len(pieces_of_batch) == 1 and list(pieces_of_batch[0].rows) == all_rows:
+        if rows_of_pieces == [all_rows]:
             selected = [dict(facts.batch)]
         else:
-            selected = facts.layout.split(facts.batch, [piece.rows for piece in pieces_of_batch])
+            selected = facts.layout.split(facts.batch, rows_of_pieces)
         for piece, rows in zip(pieces_of_batch, selected, strict=True):
             microbatch = _trimmed(piece, rows)
             if piece.dummies:
@@ -393,6 +420,7 @@ def _trimmed(piece: Piece, rows: BatchDict) -> BatchDict:
     if start and piece.rules.policy(facts) == 'shift' and not facts.has_positions:
         # The model would count positions from the first remaining column. Tokens must keep the positions that they have
         # in the device batch.
-        positions = torch.arange(start, start + width)
-        trimmed['position_ids'] = positions.expand(len(piece.rows), width).contiguous()
+        columns = torch.arange(start, start + width)
+        positions = columns.expand(len(piece.rows), width)
+        trimmed['position_ids'] = positions.contiguous()
     return trimmed

@@ -106,7 +106,8 @@ class MicrobatchSplit:
         lengths = np.array(_lengths_of(sources))
         longest = int(lengths.max())
         budget = self._budget(sources, microbatch_size)
-        options = replace(self.options.without_caps(), max_tokens=max(budget, longest), packing=False)
+        without_caps = self.options.without_caps()
+        options = replace(without_caps, max_tokens=max(budget, longest), packing=False)
         cost = options.cost
         packed_cost = 0.0
         for rows in pack_lengths(lengths, budget):
@@ -115,8 +116,10 @@ class MicrobatchSplit:
         padded_cost = 0.0
         for rows in cut_rows(lengths, options, max_width=longest):
             costs = cost.rows(lengths[rows])
-            padded_cost += len(rows) * float(costs.max()) + cost.launch
-        saving = sum(all_gather_object(padded_cost - packed_cost))
+            widest_cost = float(costs.max())
+            padded_cost += len(rows) * widest_cost + cost.launch
+        savings = all_gather_object(padded_cost - packed_cost)
+        saving = sum(savings)
         log.info('packing=%s: packed, the first batch costs %.0f less than padded.', saving > 0, saving)
         return saving > 0
 
@@ -168,10 +171,12 @@ class MicrobatchSplit:
             if coupling:
                 raise NotExactError(f'rows that are not independent: {coupling}')
             self._attend(rules.packing)
-        all_rows = Piece.from_facts(facts, rules, self.options.without_caps())
+        options = self.options.without_caps()
+        all_rows = Piece.from_facts(facts, rules, options)
         piece = all_rows.take(rows)
         if rules.needs_media:
-            (piece,) = with_dummies([piece], _dummies_of_first_modality([facts]))
+            dummies = _dummies_of_first_modality([facts])
+            (piece,) = with_dummies([piece], dummies)
         (microbatch,) = build([piece], self._attention)
         return without_rows(microbatch)
 
@@ -213,27 +218,27 @@ class MicrobatchSplit:
         """
         if microbatch_size <= 0:
             raise InvalidInputError(f'`device_train_microbatch_size` must be positive, got: {microbatch_size}.')
-        # Without a layout the batch tells it. The microbatch with the most keys has media.
-        layout = self.layout or BatchLayout.infer(max(microbatches_of(batch), key=len))
+        layout = self.layout
+        if layout is None:
+            # The microbatch with the most keys has media.
+            largest = max(microbatches_of(batch), key=len)
+            layout = BatchLayout.infer(largest)
         if not torch.is_grad_enabled():
-            return self._split_in_order(layout, batch, max(int(microbatch_size), 1))
+            num_rows = max(int(microbatch_size), 1)
+            return self._split_in_order(layout, batch, num_rows)
         sources = self._describe(layout, batch)
         planned = batch if isinstance(batch, PreSplitBatch) else None
         if planned is not None and not self._may_stay_pre_split(sources):
-            self._check_positions(sources)
-            # All rows are joined into one batch and cut again.
-            sources = [describe(layout, planned.joined(layout))]
+            sources = [self._joined(layout, planned, sources)]
             planned = None
-            _check_first_labels(sources, COLLATED_BY_LOADER)
-        if self.packing:
-            _check_first_labels(sources, 'packed rows')
         self._check_packing(sources)
         budget = self._budget(sources, microbatch_size)
         options = replace(self.options, max_tokens=budget)
         pieces = self._cut(sources, options, planned)
         dummies = self._dummy_rows(sources)
         pieces = with_dummies(pieces, dummies)
-        self._warn_of(sources, pieces)
+        self._warn_of_padding(sources)
+        self._warn_of_dummies(pieces)
         microbatches = list(build(pieces, self._attention))
         num_empty = self._num_microbatches(len(pieces)) - len(pieces)
         if num_empty:
@@ -247,9 +252,10 @@ class MicrobatchSplit:
 
         The trainer drops repeated samples by ``split_batch(batch, n - 1)[0]``, so the order must stay.
         """
+        facts = describe(layout, batch)
         rules = replace(self.rules, packing='')
         options = self.options.without_caps()
-        all_rows = Piece.from_facts(describe(layout, batch), rules, options)
+        all_rows = Piece.from_facts(facts, rules, options)
         num_rows = len(all_rows.rows)
         pieces = []
         for start in range(0, num_rows, size):
@@ -260,11 +266,12 @@ class MicrobatchSplit:
     def _describe(self, layout: BatchLayout, batch: Batch) -> Sequence[RowFacts]:
         """Returns the facts of the batch, or of each microbatch. Reuses those of the step if they still hold."""
         microbatches = microbatches_of(batch)
-        if self.step is not None and len(self.step.facts) == len(microbatches):
-            pairs = zip(self.step.facts, microbatches, strict=True)
-            if all(facts.describes(layout, microbatch) for facts, microbatch in pairs):
-                return self.step.facts
-        return describe_all(layout, batch)
+        if self.step is None or len(self.step.facts) != len(microbatches):
+            return describe_all(layout, batch)
+        for facts, microbatch in zip(self.step.facts, microbatches, strict=True):
+            if not facts.describes(layout, microbatch):
+                return describe_all(layout, batch)
+        return self.step.facts
 
     def _may_stay_pre_split(self, sources: Sequence[RowFacts]) -> bool:
         """Returns whether the microbatches of a loader need not be joined. If so, each is used as it is, or cut alone.
@@ -274,7 +281,7 @@ class MicrobatchSplit:
         """
         if not self.options.regroup or self.packing or self.rules.right != 'trim':
             return False
-        if any(facts.layout.width_matters(facts.batch) for facts in sources):
+        if _width_matters(sources):
             return False
         padded_left = [facts for facts in sources if facts.side == 'left']
         if not padded_left:
@@ -282,7 +289,16 @@ class MicrobatchSplit:
         if any(any(facts.has_label_behind_padding) for facts in padded_left):
             return False
         widest = max(sources, key=lambda facts: facts.width)
-        return self.rules.policy(replace(widest, side='left')) == 'trim'
+        as_padded_left = replace(widest, side='left')
+        return self.rules.policy(as_padded_left) == 'trim'
+
+    def _joined(self, layout: BatchLayout, planned: PreSplitBatch, sources: Sequence[RowFacts]) -> RowFacts:
+        """Returns the facts of one batch of all rows, which is cut again. Raises if joining would change a loss."""
+        self._check_positions(sources)
+        joined = planned.joined(layout)
+        facts = describe(layout, joined)
+        _check_first_labels([facts], COLLATED_BY_LOADER)
+        return facts
 
     def _check_positions(self, sources: Sequence[RowFacts]) -> None:
         """Raises if a model counts positions from padding on the left, which differs in each planned microbatch."""
@@ -295,6 +311,7 @@ class MicrobatchSplit:
                 )
 
     def _check_packing(self, sources: Sequence[RowFacts]) -> None:
+        """Raises if rows cannot be packed, although the rules or the options say that they are."""
         if self.options.packing and not self.checked:
             raise NotExactError(
                 f'`packing={self.options.packing!r}` needs TokenAccumulation, which checks that the model tells packed '
@@ -302,11 +319,14 @@ class MicrobatchSplit:
             )
         if not self.packing:
             return
-        if any(facts.layout.width_matters(facts.batch) for facts in sources):
+        _check_first_labels(sources, 'packed rows')
+        if _width_matters(sources):
+            width_limit = sources[0].layout.width_limit
+            widest = max(facts.width for facts in sources)
             raise NotExactError(
-                f'Rows must not be wider than {sources[0].layout.width_limit} tokens for `packing=True`, got: '
-                f'{max(facts.width for facts in sources)}. Beyond, the rotary embedding of this model changes with the '
-                'width, which packing changes. Set `packing=False`, which keeps it.'
+                f'Rows must not be wider than {width_limit} tokens for `packing=True`, got: {widest}. Beyond, '
+                'the rotary embedding of this model changes with the width, which packing changes. Set '
+                '`packing=False`, which keeps it.'
             )
 
     def _cut(self, sources: Sequence[RowFacts], options: CutOptions, planned: PreSplitBatch | None) -> list[Piece]:
@@ -341,7 +361,9 @@ class MicrobatchSplit:
         needs_media = self.rules.needs_media
         if get_world_size() == 1:
             return _dummies_of_first_modality(sources) if needs_media else {}
-        may_have_media = self.layout is None or bool(self.layout.family.media or self.layout.extra)
+        may_have_media = True
+        if self.layout is not None:
+            may_have_media = bool(self.layout.family.media or self.layout.extra)
         # If DDP reduces only once, it does not wait for an unused encoder.
         if may_have_media and (needs_media or not self.reduces_once):
             return _dummies_of_ranks(sources)
@@ -357,8 +379,8 @@ class MicrobatchSplit:
             (num_microbatches,) = max_over_ranks([num_microbatches])
         return num_microbatches
 
-    def _warn_of(self, sources: Sequence[RowFacts], pieces: Sequence[Piece]) -> None:
-        """Warns of rows that keep their padding, and of dummy rows that do not fit under the caps."""
+    def _warn_of_padding(self, sources: Sequence[RowFacts]) -> None:
+        """Warns of rows that keep their padding because of a label on their first token."""
         num_kept = 0
         for facts in sources:
             if not self.packing and self.rules.policy(facts) != 'keep':
@@ -369,8 +391,12 @@ class MicrobatchSplit:
                 'computed untrimmed. Mask that label (-100), or pad on the right.',
                 num_kept,
             )
+
+    def _warn_of_dummies(self, pieces: Sequence[Piece]) -> None:
+        """Warns of dummy rows that do not fit under the caps."""
         for piece in pieces:
             if piece.dummies and not piece.fits:
+                dummy_widths = [row.width for row in piece.dummies]
                 self._warn(
                     '%s must fit into a microbatch together with the dummy rows that keep the encoders of all ranks in '
                     'use, got: %d tokens and %d image tokens beside rows of %s tokens, over the caps of %d and %s. '
@@ -378,7 +404,7 @@ class MicrobatchSplit:
                     sample_name(piece.facts.batch, piece.rows[0]),
                     piece.widths[0],
                     sum(piece.sizes.get('image_tokens', [])),
-                    [row.width for row in piece.dummies],
+                    dummy_widths,
                     piece.options.max_tokens,
                     piece.options.max_image_tokens,
                 )
@@ -388,6 +414,11 @@ class MicrobatchSplit:
         if message not in self._warned:
             self._warned.add(message)
             log.warning(message, *values)
+
+
+def _width_matters(sources: Sequence[RowFacts]) -> bool:
+    """Returns whether some rows are so wide that the model's rotary embedding depends on the width of the batch."""
+    return any(facts.layout.width_matters(facts.batch) for facts in sources)
 
 
 def _lengths_of(sources: Sequence[RowFacts]) -> list[int]:
@@ -462,11 +493,13 @@ def _check_first_labels(sources: Sequence[RowFacts], kind: str) -> None:
 def _empty_microbatch(sources: Sequence[RowFacts], dummies: DummyRows) -> BatchDict:
     """Returns a microbatch without weight: a dummy row of each needed modality, else a part of the shortest row."""
     if dummies:
-        return sources[0].layout.concat([dummy.batch for dummy in dummies.values()])
+        dummy_batches = [dummy.batch for dummy in dummies.values()]
+        return sources[0].layout.concat(dummy_batches)
     facts = min(sources, key=lambda facts: min(facts.lengths))
     layout = facts.layout
     shortest = facts.lengths.index(min(facts.lengths))
-    empty = zero_weight(layout.trim(layout.select(facts.batch, [shortest])))
+    row = layout.select(facts.batch, [shortest])
+    empty = zero_weight(layout.trim(row))
     width = layout.width(empty)
     if facts.media[shortest] or 'input_ids' not in empty or width <= FEW_TOKENS:
         return empty

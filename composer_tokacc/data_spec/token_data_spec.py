@@ -124,6 +124,7 @@ def token_data_spec(
         inner_model = getattr(model, 'module', model)  # of DDP
         if layout is None and hasattr(inner_model, 'config'):
             layout = BatchLayout.for_model(inner_model)
-    split = MicrobatchSplit(dataloader, layout, options, data_spec_kwargs.pop('microbatch_transforms', None))
+    microbatch_transforms = data_spec_kwargs.pop('microbatch_transforms', None)
+    split = MicrobatchSplit(dataloader, layout, options, microbatch_transforms)
     register_split(dataloader, split)
     return CountingDataSpec(dataloader, split, model, loss_tokens, **data_spec_kwargs)
