@@ -92,8 +92,10 @@ def step_loss_weights(
     for microbatch in _as_list(microbatches, loss_tokens):
         has_loss = loss_mask(microbatch, loss_tokens)
         # Repeated samples, which only fill up a rank, do not count.
-        is_sample = torch.tensor([row.samples > 0 for row in rows_of(microbatch)], device=has_loss.device)
-        weights = weights_at(microbatch, token_weights, has_loss & is_sample[:, None])
+        samples = [row.samples > 0 for row in rows_of(microbatch)]
+        is_sample = torch.tensor(samples, device=has_loss.device)
+        counted = has_loss & is_sample[:, None]
+        weights = weights_at(microbatch, token_weights, counted)
         weight_sums.append(float(weights.sum(dtype=torch.float64)))
     plan = getattr(microbatches, 'plan', None)
     return _factors(weight_sums, device, plan)
@@ -169,8 +171,9 @@ def _factors(weight_sums: Sequence[float], device: torch.device | str, plan: Pla
     Raises:
         RuntimeError: On all ranks, if they have planned different batches.
     """
-    numbers = torch.tensor([sum(weight_sums), *numbers_to_sum(plan)], dtype=torch.float64, device=device)
-    step_sum, *plan_sums = RankSum(numbers).read()
+    numbers = [sum(weight_sums), *numbers_to_sum(plan)]
+    on_device = torch.tensor(numbers, dtype=torch.float64, device=device)
+    step_sum, *plan_sums = RankSum(on_device).read()
     check_plans(plan_sums, plan)
     world_size = get_world_size()
     return [token_weight(weight_sum, step_sum, world_size=world_size) for weight_sum in weight_sums]

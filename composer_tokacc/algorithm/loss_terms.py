@@ -258,10 +258,12 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 def sum_of_means(terms: Iterable[Tensor]) -> Tensor:
     """Sums the means of some terms, float32 ``()``."""
-    return torch.stack([term.float().mean() for term in terms]).sum()
+    means = [term.float().mean() for term in terms]
+    return torch.stack(means).sum()
 
 
 def _sum(terms: Collection[Tensor]) -> Tensor:
     """Sums the terms of a loss as Composer does. The result has the least precise of their dtypes."""
-    coarsest = max((term.dtype for term in terms), key=lambda dtype: torch.finfo(dtype).eps)
+    dtypes = [term.dtype for term in terms]
+    coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
     return sum_of_means(terms).to(coarsest)

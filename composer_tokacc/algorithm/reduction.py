@@ -38,7 +38,8 @@ class ReductionWatch:
         self._ddp = state.model if isinstance(state.model, DistributedDataParallel) else None
         self._parameters = list(state.model.parameters())
         self.start_attempt()
-        has_synchronized_norms = any(isinstance(module, torch.nn.SyncBatchNorm) for module in state.model.modules())
+        modules = state.model.modules()
+        has_synchronized_norms = any(isinstance(module, torch.nn.SyncBatchNorm) for module in modules)
         self.may_meet_once = (
             self._ddp is not None
             and not state.auto_microbatching  # ranks ask each other after every forward whether memory ran out

@@ -94,7 +94,9 @@ class StepBalance:
         if state.auto_microbatching and get_world_size() > 1:
             # The ranks would wait for one that runs out of memory while it counts.
             raise _refusal("on several ranks needs a number for `device_train_microbatch_size`, got: 'auto'.")
-        self._model: Any = state.model.module if isinstance(state.model, DistributedDataParallel) else state.model
+        self._model: Any = state.model
+        if isinstance(state.model, DistributedDataParallel):
+            self._model = state.model.module
         self._device = state.device
         self._coefficient = terms.router_coefficient
         self._to_device = to_device
@@ -159,7 +161,8 @@ class StepBalance:
         loss = losses[self._top_k - 1]
         deviation = (loss / own_loss - 1).abs() / tolerance
         # The loss of a microbatch without positions is NaN, which says nothing.
-        self._worst_value = torch.maximum(self._worst_value, deviation.detach().nan_to_num(nan=0.0))
+        deviation = deviation.detach().nan_to_num(nan=0.0)
+        self._worst_value = torch.maximum(self._worst_value, deviation)
         # Only the first forward is checked at once. The others are checked together at the end of the step.
         if is_first:
             self.check()
@@ -178,7 +181,8 @@ class StepBalance:
         with self._precision():
             choices, probabilities = _routed(_router_logits(outputs), counted.positions, self._top_k)
         # A position that goes to another expert changes the counts of two experts.
-        num_changed = (choices.sum(dim=0) - counted.choices).abs().sum() / 2
+        change = choices.sum(dim=0) - counted.choices
+        num_changed = change.abs().sum() / 2
         num_allowed = (CHOICE_TOLERANCE * choices.sum()).clamp(min=FEW_CHOICES)
         self._worst_choice = torch.maximum(self._worst_choice, num_changed / num_allowed)
         num_positions, *choices_of_experts = self._sums.read()
@@ -194,7 +198,8 @@ class StepBalance:
 
         It reads the device, so it is called once a step.
         """
-        worst_of_both = torch.stack([self._worst_value, self._worst_choice.to(self._worst_value)])
+        worst_choice = self._worst_choice.to(self._worst_value)
+        worst_of_both = torch.stack([self._worst_value, worst_choice])
         worst_value, worst_choice = worst_of_both.tolist()  # one wait for the device
         if worst_value > 1:
             raise _refusal(
@@ -285,10 +290,12 @@ def _routed(logits: Sequence[Tensor], is_counted: Tensor, top_k: int) -> tuple[T
         precise = routed.to(torch.promote_types(routed.dtype, torch.float32))
         counted_probabilities = precise * counted[:, None]
         probabilities.append(counted_probabilities.sum(dim=0))
-    return choices.view(top_k, num_experts), torch.stack(probabilities).sum(dim=0)
+    sum_of_layers = torch.stack(probabilities).sum(dim=0)
+    return choices.view(top_k, num_experts), sum_of_layers
 
 
 def _balances(choices: Tensor, probabilities: Tensor, num_positions: Tensor) -> Tensor:
     """Returns the load-balancing loss of some positions if each goes to 1, 2, ... experts, ``(top_k,)``."""
     parts = choices.cumsum(dim=0) / num_positions
-    return choices.shape[1] * (parts * probabilities / num_positions).sum(dim=1)
+    products = parts * probabilities / num_positions
+    return choices.shape[1] * products.sum(dim=1)

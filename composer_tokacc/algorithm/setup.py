@@ -170,7 +170,13 @@ class RunContext:
             self.balance = StepBalance(state, self.split, self.terms, to_device, precision)
         why_all_logits = _why_all_logits(state, layout, options, model)
         self.logits = RunLogits(options.logits, model, why_all_logits)
-        probe = Probe(forward=model, loss=model.loss, model=model, precision=precision, terms=self.terms.probed)
+        probe = Probe(
+            forward=model,
+            loss=model.loss,
+            model=model,
+            precision=precision,
+            terms=self.terms.probed,
+        )
         self.check = FirstBatchCheck(
             probe,
             layout,

@@ -187,7 +187,9 @@ class TokenAccumulation(Algorithm):
     def selects_logits(self, state: State) -> bool:
         """Returns whether microbatches compute logits only at labels. It is known from the first batch on."""
         # Metrics of training read all logits. They may be set at any time.
-        return self._context is not None and self._context.logits.selector is not None and not state.train_metrics
+        if self._context is None or state.train_metrics:
+            return False
+        return self._context.logits.selector is not None
 
     def select_logits(self, state: State, batch: Batch, num_labels: int) -> None:
         """Makes the next forward of the model compute logits only at the labels of a microbatch, if the run does so.
@@ -198,8 +200,10 @@ class TokenAccumulation(Algorithm):
             num_labels: How many of its labels count.
         """
         if self.selects_logits(state):
+            num_positions = labels_of(batch).numel()
             # A microbatch without labels gets one (see ModelBatch), because a model cannot compute a loss of none.
-            self._run.logits.begin_forward(self.rule or '', max(num_labels, 1), labels_of(batch).numel())
+            num_labels = max(num_labels, 1)
+            self._run.logits.begin_forward(self.rule or '', num_labels, num_positions)
 
     def match(self, event: Event, state: State) -> bool:
         """Runs on the events named above."""
@@ -276,7 +280,8 @@ class TokenAccumulation(Algorithm):
         )
         has_new_rows = run.check.has_new_rows(step.facts)
         # The sums come before the cut, so that rows of a new size are cut only by rules that were proven for them.
-        numbers = [has_new_rows, *run.width_of(step).numbers(), *numbers_to_sum(plan)]
+        width = run.width_of(step)
+        numbers = [has_new_rows, *width.numbers(), *numbers_to_sum(plan)]
         sums = self._sums_over_ranks(state, step, numbers)
         num_with_new_rows, *width_sums = sums[:-NUM_SUMS]
         check_plans(sums[-NUM_SUMS:], plan)
@@ -449,7 +454,8 @@ class TokenAccumulation(Algorithm):
             weigh_tokens(logits, weights)
             # weigh_tokens() changes only the gradient. This adds the same change to the value of the loss.
             changes = token_losses(logits, targets_of(selected, rule)) * (weights - 1)
-            state.loss = _with_added(state.loss, run.terms, changes.sum() / num_tokens)
+            change_of_mean = changes.sum() / num_tokens
+            state.loss = _with_added(state.loss, run.terms, change_of_mean)
         # A single token is measured only if the loss is one mean over tokens: other terms may also use the logits.
         is_one_mean = list(run.terms.units.values()) in ([], ['tokens'])
         unit = None
@@ -465,7 +471,8 @@ class TokenAccumulation(Algorithm):
         if step.planned:
             is_last = len(step.microbatches) == len(step.planned)
         else:
-            is_last = sum(record.counts.samples for record in step.microbatches) == step.counts.samples
+            samples_so_far = sum(record.counts.samples for record in step.microbatches)
+            is_last = samples_so_far == step.counts.samples
         if is_last:
             run.reductions.reach_all_by_hand()
         state.loss = self._raw_loss
@@ -508,7 +515,8 @@ class TokenAccumulation(Algorithm):
             'token_accumulation/empty_steps': self.num_empty_steps,
         }
         if self.is_weighted:
-            loss_sum = state.device.tensor_to_device(torch.zeros(1, dtype=torch.float64))
+            zero = torch.zeros(1, dtype=torch.float64)
+            loss_sum = state.device.tensor_to_device(zero)
             for record in step.microbatches:
                 if record.token_loss is not None:
                     loss_sum += record.token_loss.to(loss_sum)

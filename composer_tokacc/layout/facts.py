@@ -108,7 +108,8 @@ class RowFacts:
         counts = self.counts.get(modality, [])
         if not any(counts):
             return [None] * len(self.real)
-        is_placeholder = stand_at(text_of(self.batch), token_ids(self.layout.config, modality))
+        ids = token_ids(self.layout.config, modality)
+        is_placeholder = stand_at(text_of(self.batch), ids)
         tokens_per_row = is_placeholder.sum(dim=1).tolist()
         sizes: list[float | None] = []
         for num_tokens, num_items in zip(tokens_per_row, counts, strict=True):
@@ -143,7 +144,9 @@ class RowFacts:
         """Which rows have a position without attention between attended ones. Some models count such positions."""
         attended = attended_positions(self.batch)
         # A run of attended positions starts in the first column, or behind a position without attention.
-        num_runs = (attended[:, 1:] > attended[:, :-1]).sum(dim=1) + attended[:, 0]
+        starts_in_first_column = attended[:, 0]
+        starts_behind_gap = attended[:, 1:] & ~attended[:, :-1]
+        num_runs = starts_in_first_column + starts_behind_gap.sum(dim=1)
         return (num_runs > 1).tolist()
 
     @cached_property
@@ -153,7 +156,8 @@ class RowFacts:
         if labels is None:
             return [False] * len(self.real)
         first_real = self.real.int().argmax(dim=1, keepdim=True)
-        return (labels.gather(1, first_real)[:, 0] != IGNORE_INDEX).tolist()
+        first_labels = labels.gather(1, first_real)[:, 0]
+        return (first_labels != IGNORE_INDEX).tolist()
 
     @cached_property
     def has_label_behind_padding(self) -> list[bool]:
@@ -217,7 +221,8 @@ def _check_zero_on_padding(batch: Batch, key: str, real: torch.Tensor) -> None:
         return
     # A hole between real positions is not padding. There the collator may write any value.
     has_real_before = real.cumsum(dim=1) > 0
-    has_real_after = real.flip(1).cumsum(dim=1).flip(1) > 0
+    num_real_from_here = real.flip(1).cumsum(dim=1).flip(1)
+    has_real_after = num_real_from_here > 0
     is_wrong &= ~(has_real_before & has_real_after)
     if bool(is_wrong.any()):
         row, column = is_wrong.nonzero()[0].tolist()
@@ -232,10 +237,14 @@ def _check_types_of_images(layout: BatchLayout, batch: Batch) -> None:
 
     Types that are padded on another side than the ids can still be 0 on all padding. This check finds them.
     """
-    ids, types = batch.get('input_ids'), batch.get('mm_token_type_ids')
-    if not isinstance(ids, torch.Tensor) or not isinstance(types, torch.Tensor) or types.shape != ids.shape:
+    ids = batch.get('input_ids')
+    types = batch.get('mm_token_type_ids')
+    if not isinstance(ids, torch.Tensor) or not isinstance(types, torch.Tensor):
         return
-    is_unmarked = stand_at(ids, token_ids(layout.config, 'image')) & (types == 0)
+    if types.shape != ids.shape:
+        return
+    is_image = stand_at(ids, token_ids(layout.config, 'image'))
+    is_unmarked = is_image & (types == 0)
     if not bool(is_unmarked.any()):
         return
     # Some processors mark nothing in a row. Then the model does not read the types.

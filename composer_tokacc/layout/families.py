@@ -223,17 +223,21 @@ def _has_grid(batch: Batch) -> bool:
 
 
 def _has_tiles_or_clips(batch: Batch) -> bool:
-    return _Format({'image_sizes': None, 'pixel_values': 5})(batch) or _Format({'pixel_values_videos': 5})(batch)
+    has_tiles = _Format({'image_sizes': None, 'pixel_values': 5})
+    has_clips = _Format({'pixel_values_videos': 5})
+    return has_tiles(batch) or has_clips(batch)
 
 
 def _masked_slots(batch: Batch) -> torch.Tensor:
     mask = batch.get('pixel_attention_mask')
     if mask is None:
         # Without a mask only the pixels tell: padding images are all 0.
-        return (batch['pixel_values'].flatten(2) != 0).any(dim=2)
+        pixels = batch['pixel_values'].flatten(2)
+        return (pixels != 0).any(dim=2)
     # The mask has one value per pixel, or one per image (Granite Docling). Images are padded on the right and at the
     # bottom, so the first pixel of a real image is real.
-    return mask.reshape(*mask.shape[:2], -1)[:, :, 0] != 0
+    flat_mask = mask.reshape(*mask.shape[:2], -1)
+    return flat_mask[:, :, 0] != 0
 
 
 def _aspect_ratio_slots(batch: Batch) -> torch.Tensor:

@@ -171,9 +171,11 @@ def _masks_media(batch: Batch, mask: torch.Tensor, modality: str) -> bool:
     """
     num_entries, mask_width = mask.shape[:2]
     for key, value in batch.items():
-        if not isinstance(value, torch.Tensor) or not value.is_floating_point() or modality_of(key) != modality:
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
             continue
-        if value.dim() > mask.dim() and len(value) == num_entries and mask_width in value.shape[1:]:
+        if modality_of(key) != modality or value.dim() <= mask.dim():
+            continue
+        if len(value) == num_entries and mask_width in value.shape[1:]:
             return True
     return False
 
@@ -189,8 +191,10 @@ def _lies_side_by_side(batch: Batch, value: torch.Tensor, modality: str) -> bool
     for key, sizes in batch.items():
         if key == 'input_ids' or modality_of(key) != modality:
             continue
-        is_height_and_width = isinstance(sizes, torch.Tensor) and sizes.shape[1:] == (2,)
-        if is_height_and_width and int(sizes.prod(dim=1).sum()) * patch_side == value.shape[-1]:
+        if not isinstance(sizes, torch.Tensor) or sizes.shape[1:] != (2,):
+            continue
+        num_patches = int(sizes.prod(dim=1).sum())
+        if num_patches * patch_side == value.shape[-1]:
             return True
     return False
 
@@ -217,7 +221,9 @@ def carried_counts(batch: Batch, modality: str) -> list[int] | None:
     carried = batch.get(f'num_{modality}s')
     if carried is None:
         return None
-    counts = carried.flatten().tolist() if isinstance(carried, torch.Tensor) else carried
+    counts = carried
+    if isinstance(carried, torch.Tensor):
+        counts = carried.flatten().tolist()
     is_list = isinstance(counts, Sequence)
     if not is_list or not all(hasattr(count, '__index__') and count >= 0 for count in counts):
         raise InvalidInputError(
@@ -248,7 +254,10 @@ def entries_per_row(
     is_placeholder = stand_at(text_of(batch), placeholder_ids(config, modality))
     follows_placeholder = torch.nn.functional.pad(is_placeholder[:, :-1], (1, 0))
     starts = is_placeholder & ~follows_placeholder
-    placeholders = _Placeholders(is_placeholder.sum(dim=1).tolist(), starts.sum(dim=1).tolist())
+    placeholders = _Placeholders(
+        tokens=is_placeholder.sum(dim=1).tolist(),
+        runs=starts.sum(dim=1).tolist(),
+    )
     num_tokens = sum(placeholders.tokens)
     num_rows = len(placeholders.tokens)
     # A model without placeholders attends to one item per row. Without a config the placeholders may just be unknown.
@@ -256,7 +265,9 @@ def entries_per_row(
         return [1] * num_rows
     answers: dict[str, list[int]] = {}
     for key, value in batch.items():
-        if modality_of(key) != modality or not isinstance(value, torch.Tensor) or value.is_floating_point():
+        if modality_of(key) != modality:
+            continue
+        if not isinstance(value, torch.Tensor) or value.is_floating_point():
             continue
         entries = _entries_by_sizes(value, num_entries, placeholders)
         if entries is not None:

@@ -214,7 +214,9 @@ class BatchLayout:
         if key in ('labels', 'loss_weights') and 'decoder_input_ids' in batch:
             is_of_decoder = True
         # `loss_weights` may have one weight per row.
-        lies_along_text = all(dim < value.dim() and value.shape[dim] == width for dim in entry.seq_dims)
+        lies_along_text = True
+        for dim in entry.seq_dims:
+            lies_along_text &= dim < value.dim() and value.shape[dim] == width
         if is_of_decoder or not lies_along_text:
             return replace(entry, seq_dims=())
         return entry
@@ -292,7 +294,8 @@ class BatchLayout:
                 f'`pixel_values` must have a row of slots for each of {num_rows} rows, got: {len(is_occupied)}. Put '
                 'all images, or frames of videos, of a row into its slots.'
             )
-        slot_numbers = torch.arange(1, is_occupied.shape[1] + 1, device=is_occupied.device)
+        num_slots = is_occupied.shape[1]
+        slot_numbers = torch.arange(1, num_slots + 1, device=is_occupied.device)
         return (is_occupied * slot_numbers).amax(dim=1).tolist()
 
     def _items_per_row(self, batch: Batch, unit: str) -> list[int]:
@@ -305,7 +308,8 @@ class BatchLayout:
         if num_inferred:
             num_items = int(num_inferred)
         else:
-            num_entries = {key: value.shape[0] for key, value in self.tensors_of(batch, unit).items()}
+            tensors = self.tensors_of(batch, unit)
+            num_entries = {key: value.shape[0] for key, value in tensors.items()}
             if not num_entries:
                 # Without a tensor nothing is cut by these numbers.
                 return self._inferred_items_per_row(batch, unit) or carried or [0] * num_rows
@@ -388,7 +392,8 @@ class BatchLayout:
         shape = [1, 3, side, side]
         if 'video' in family.media:
             shape.insert(1, NUM_DUMMY_FRAMES)
-        dummy: dict[str, torch.Tensor] = {'pixel_values': torch.full(shape, 0.5, device=device)}
+        grey = torch.full(shape, 0.5, device=device)
+        dummy: dict[str, torch.Tensor] = {'pixel_values': grey}
         for key in family.entries:
             if key != 'pixel_values':
                 dummy[key] = torch.ones(1, 1, dtype=torch.long, device=device)
@@ -568,7 +573,8 @@ class BatchLayout:
         entry = min(entries, key=lambda entry: (entry.unit != 'shared', bool(entry.seq_dims)))
         if entry.unit == 'shared':
             # The widest one serves all rows.
-            return max((batch[key] for batch in present), key=torch.Tensor.numel)
+            values = [batch[key] for batch in present]
+            return max(values, key=torch.Tensor.numel)
         if entry.unit == 'video' and present[0][key].dim() == 5:
             _check_equal_clips(self.family.name, key, present)
         if entry.is_media and entry.slot_dim is None:
@@ -583,7 +589,8 @@ class BatchLayout:
             return joined
         # Each batch counts its patches from 0. The patches of the batches before come first now.
         num_entries = [len(batch[key]) for batch in present]
-        num_patches = [batch[entry.points_into].shape[:2].numel() for batch in present]
+        items_of_batches = [batch[entry.points_into] for batch in present]
+        num_patches = [items.shape[:2].numel() for items in items_of_batches]
         first_patches = [0, *accumulate(num_patches)][:-1]
         return renumber(joined, num_entries, first_patches)
 

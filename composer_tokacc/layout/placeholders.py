@@ -45,7 +45,9 @@ def modality_of(name: str) -> str | None:
 def placeholder_ids(config: Any, modality: str) -> tuple[int, ...]:
     """Returns all ids that a config names as placeholders of a modality, without ids of edges and lines."""
     ids: dict[str, int] = {}
-    for part in (config, getattr(config, 'vision_config', None), getattr(config, 'audio_config', None)):
+    vision_config = getattr(config, 'vision_config', None)
+    audio_config = getattr(config, 'audio_config', None)
+    for part in (config, vision_config, audio_config):
         values = dict(getattr(part, '__dict__', {}))
         # `__dict__` lacks aliases, such as `image_token_index` for `image_token_id`.
         for alias in getattr(part, 'attribute_map', ()):
@@ -127,7 +129,8 @@ def patch_counts(batch: Batch, config: Any, num_items: int, num_tokens: int) -> 
     if config is None:
         return []
     side = config.vision_config.patch_size * getattr(config, 'spatial_merge_size', 1)
-    return (torch.as_tensor(sizes) // side).prod(dim=-1).tolist()
+    grids = torch.as_tensor(sizes) // side
+    return grids.prod(dim=-1).tolist()
 
 
 def queries(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[int]:
@@ -180,7 +183,8 @@ def anyres(batch: Batch, config: Any, num_items: int, num_tokens: int) -> list[i
     if len(is_tiled) != num_items:
         return []
     tokens = []
-    for size, tiled in zip(torch.as_tensor(batch['image_sizes']).tolist(), is_tiled, strict=True):
+    sizes = torch.as_tensor(batch['image_sizes']).tolist()
+    for size, tiled in zip(sizes, is_tiled, strict=True):
         if tiled:
             tokens.append(_tokens_of_tiles(size, config, max_tiles=max_tiles))
         else:

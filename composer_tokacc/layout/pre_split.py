@@ -115,7 +115,8 @@ class PreSplitBatch(Mapping[str, Any]):
 
     def _joined_tensor(self, key: str) -> torch.Tensor:
         # A microbatch without the key may have no images, and would not tell the family.
-        microbatch_with_key = next(microbatch for microbatch in self.microbatches if microbatch.get(key) is not None)
+        microbatches_with_key = (microbatch for microbatch in self.microbatches if microbatch.get(key) is not None)
+        microbatch_with_key = next(microbatches_with_key)
         layout = BatchLayout.infer(microbatch_with_key)
         needed_keys = TEXT_KEYS | {key}
 
@@ -204,7 +205,8 @@ class _Place(NamedTuple):
             return torch.empty(self.shape, dtype=self.dtype)
         # `frombuffer` makes a storage that covers only this tensor. A slice of `memory` would share the whole storage,
         # and Composer's deep copy for metrics would copy all of it.
-        values = torch.frombuffer(memory.numpy(), dtype=self.dtype, count=count, offset=self.start)
+        buffer = memory.numpy()
+        values = torch.frombuffer(buffer, dtype=self.dtype, count=count, offset=self.start)
         return values.view(self.shape)
 
 
@@ -223,7 +225,8 @@ def _packed(microbatches: Sequence[Mapping[str, Any]]) -> tuple[torch.Tensor, li
                 num_blocks = -(-value.nbytes // ALIGNMENT)  # rounded up
                 size += num_blocks * ALIGNMENT
     # Storage that is shared from the start is sent without a copy. Torch's default_collate does the same in a worker.
-    memory = torch.empty(0, dtype=torch.uint8).set_(new_shared_storage(max(size, 1)))
+    storage = new_shared_storage(max(size, 1))
+    memory = torch.empty(0, dtype=torch.uint8).set_(storage)
     for place, value in tensors:
         place.of(memory).copy_(value)
     return memory, packed

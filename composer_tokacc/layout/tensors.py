@@ -38,9 +38,10 @@ def _empty(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
 
 def take(value: torch.Tensor, dim: int, index: list[int]) -> torch.Tensor:
     """Returns the entries at the indices: a view if possible, otherwise one copy, page-locked if the tensor was."""
-    is_without_gaps = bool(index) and index == list(range(index[0], index[-1] + 1))
-    if is_without_gaps:
-        view = value.narrow(dim, index[0], len(index))
+    start = index[0] if index else 0
+    end = start + len(index)
+    if index and index == list(range(start, end)):
+        view = value.narrow(dim, start, len(index))
         if view.is_contiguous() and _on_the_way_to_a_gpu(value):
             return view
         return _empty(view.shape, value).copy_(view)
@@ -52,7 +53,9 @@ def take(value: torch.Tensor, dim: int, index: list[int]) -> torch.Tensor:
 
 def compact(view: torch.Tensor, *, like: torch.Tensor) -> torch.Tensor:
     """Returns the view, or a copy if the view has gaps."""
-    return view if view.is_contiguous() else _empty(view.shape, like).copy_(view)
+    if view.is_contiguous():
+        return view
+    return _empty(view.shape, like).copy_(view)
 
 
 def cat_padded(
@@ -103,7 +106,9 @@ def select_rows(
     for key, value in batch.items():
         entry = entries.get(key)
         if entry is None:
-            selected[key] = [value[row] for row in rows] if isinstance(value, (list, tuple)) else value
+            selected[key] = value
+            if isinstance(value, (list, tuple)):
+                selected[key] = [value[row] for row in rows]
             continue
         chosen = _select_units(key, value, entry, ends, rows)
         if entry.points_into is not None:
@@ -162,14 +167,18 @@ def _select_units(
     if entry.slot_dim is None:
         return chosen
     image_ends = ends['image']
-    num_slots = max((image_ends[row + 1] - image_ends[row] for row in rows), default=0)
-    num_slots = min(num_slots, chosen.shape[entry.slot_dim])
+    images_per_row = [image_ends[row + 1] - image_ends[row] for row in rows]
+    most_images = max(images_per_row, default=0)
+    num_slots = min(most_images, chosen.shape[entry.slot_dim])
+    narrowed = chosen.narrow(entry.slot_dim, 0, num_slots)
     # The models view rows and slots as one dimension, which a narrowed tensor does not allow.
-    return compact(chosen.narrow(entry.slot_dim, 0, num_slots), like=value)
+    return compact(narrowed, like=value)
 
 
 def renumber(value: torch.Tensor, counts: Sequence[int], shifts: Sequence[int]) -> torch.Tensor:
     """Adds ``shifts[0]`` to the first ``counts[0]`` entries, and so on. Negative numbers stay as they are."""
-    shift_of_entry = torch.repeat_interleave(torch.tensor(shifts), torch.tensor(counts)).to(value)
+    shift_of_entry = torch.repeat_interleave(torch.tensor(shifts), torch.tensor(counts))
+    shift_of_entry = shift_of_entry.to(value)
     inner_dims = [1] * (value.dim() - 1)
-    return torch.where(value < 0, value, value + shift_of_entry.view(-1, *inner_dims))
+    shifted = value + shift_of_entry.view(-1, *inner_dims)
+    return torch.where(value < 0, value, shifted)

@@ -133,8 +133,9 @@ class SourceLedger:
                 new_names = []  # there are enough names
             # A rank sends its other numbers, how many new names it has, and its sums.
             message = [*numbers, len(new_names), *self._table(rank_sums)]
-            sent = device.tensor_to_device(torch.tensor(message, dtype=torch.float64))
-            received = dist.all_gather(sent)
+            on_host = torch.tensor(message, dtype=torch.float64)
+            on_device = device.tensor_to_device(on_host)
+            received = dist.all_gather(on_device)
             ranks = torch.stack(list(received)).cpu()
             num_new_names = ranks[:, num_numbers]
             if not num_new_names.any():
@@ -142,7 +143,9 @@ class SourceLedger:
             self._learn(dist.all_gather_object(new_names))
         table = ranks[:, num_numbers + 1 :].sum(dim=0)
         rows = table.view(-1, len(SourceSums._fields)).tolist()
-        sums = {name: SourceSums(*row) for name, row in zip(self.names, rows, strict=True)}
+        sums = {}
+        for name, row in zip(self.names, rows, strict=True):
+            sums[name] = SourceSums(*row)
         return ranks[:, :num_numbers], sums
 
     def _sums(self) -> dict[str, SourceSums]:

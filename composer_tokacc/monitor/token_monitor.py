@@ -120,8 +120,10 @@ class TokenMonitor(Callback):
         if sources not in ('auto', False):
             raise InvalidInputError(f"`sources` must be 'auto' or False, got: {sources!r}.")
         self.sources = sources
-        if device_tflops is not None and not (isinstance(device_tflops, int | float) and 0 < device_tflops < math.inf):
-            raise InvalidInputError(f'`device_tflops` must be a positive number, got: {device_tflops!r}.')
+        if device_tflops is not None:
+            is_number = isinstance(device_tflops, int | float)
+            if not is_number or not 0 < device_tflops < math.inf:
+                raise InvalidInputError(f'`device_tflops` must be a positive number, got: {device_tflops!r}.')
         self.device_tflops = device_tflops
         if flops is not None and not hasattr(flops, 'media'):
             raise InvalidInputError(f'`flops` must have the methods `text` and `media`, got: {flops!r}. See FlopModel.')
