@@ -120,7 +120,8 @@ class MicrobatchPlan:
         """Returns two costs of each microbatch of a rank: in the vision encoder, and all other cost."""
         phases = []
         for microbatch in rank:
-            vision = float(self._rows.vision_cost[list(microbatch.indices)].sum())
+            vision_costs = self._rows.vision_cost[list(microbatch.indices)]
+            vision = float(vision_costs.sum())
             phases.append((vision, microbatch.cost - vision))
         return phases
 

@@ -67,7 +67,9 @@ class Rows:
         """Returns the rows with these indices."""
         rows = copy.copy(self)
         rows.lengths = self.lengths[indices]
-        rows.sizes = {size: table[indices] for size, table in self.sizes.items()}
+        rows.sizes = {}
+        for size, table in self.sizes.items():
+            rows.sizes[size] = table[indices]
         if self.given_vision_cost is not None:
             rows.given_vision_cost = self.given_vision_cost[indices]
         return rows
@@ -101,7 +103,8 @@ class Rows:
     @property
     def is_over(self) -> np.ndarray:
         """Which rows break a cap by themselves, and are therefore placed alone, bool (n,)."""
-        return np.any(self.capped_sizes > self.caps[:, np.newaxis], axis=0)
+        is_over_cap = self.capped_sizes > self.caps[:, np.newaxis]
+        return np.any(is_over_cap, axis=0)
 
     def by_length(self, members: np.ndarray | None = None) -> OrderedRows:
         """Returns the rows (or the `members` among them) from the longest to the shortest, ties by index."""
@@ -116,7 +119,8 @@ class Rows:
         # Widths are not rounded up beyond the collated width, nor beyond the token budget.
         limit = min(options.max_tokens, self._max_width or options.max_tokens)
         widths = padded_widths(self.lengths[order], options.width_multiple, limit)
-        sums = np.zeros((len(self.caps), len(order) + 1), dtype=np.int64)
+        num_caps = len(self.caps)
+        sums = np.zeros((num_caps, len(order) + 1), dtype=np.int64)
         sums[:, 1:] = np.cumsum(self.capped_sizes[:, order], axis=1)
         vision_of_rows = np.cumsum(self.vision_cost[order])
         return OrderedRows(

@@ -124,8 +124,11 @@ def answer_eval_samples(
     end = min(step * num_samples, len(dataset))
     was_training = model.training
     model.eval()
+    answers = []
     with torch.no_grad():
-        answers = [_answer(model, dataset, index, processor, max_new_tokens) for index in range(0, end, step)]
+        for index in range(0, end, step):
+            answer = _answer(model, dataset, index, processor, max_new_tokens)
+            answers.append(answer)
     model.train(was_training)
     return answers
 

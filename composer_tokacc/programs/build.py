@@ -84,7 +84,8 @@ def build_parts(config: TrainConfig) -> RunParts:
     eval_dataset = source.build_dataset(processor, is_eval=True)
     say('building the model ...')
     with building('model'):
-        model = build_model(processor=processor, seed=config.seed, **asdict(config.model))
+        options = asdict(config.model)
+        model = build_model(processor=processor, seed=config.seed, **options)
     if config.microbatching.device_train_microbatch_size == 'suggest':
         size, slot_tokens = apply_suggestion(config, train_dataset, processor)
         microbatching = replace(config.microbatching, device_train_microbatch_size=size, slot_tokens=slot_tokens)

@@ -147,7 +147,8 @@ def damage(path: Path) -> str:
 def _damage_of_folder(path: Path) -> str:
     storage = FileSystemReader(path).read_metadata().storage_data or {}
     for part in storage.values():
-        if (path / part.relative_path).stat().st_size < part.offset + part.length:
+        num_bytes = (path / part.relative_path).stat().st_size
+        if num_bytes < part.offset + part.length:
             return f'{part.relative_path} is too short'
     return ''
 
@@ -248,14 +249,16 @@ class SavedRun:
     @classmethod
     def _read_folder(cls, path: Path) -> SavedRun:
         # Torch fills in the entries that this mapping has, and reads no others.
-        saved: dict[str, Any] = {'state': {'callbacks': {SameData.__qualname__: {'fingerprints': ''}}}}
+        callbacks = {SameData.__qualname__: {'fingerprints': ''}}
+        saved: dict[str, Any] = {'state': {'callbacks': callbacks}}
         load(saved, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=True))
         entries: Section = FileSystemReader(path).read_metadata().state_dict_metadata
         shapes = {}
         optimizers = set()
         for key, entry in entries.items():
             if key.startswith('state.model.') and isinstance(entry, TensorStorageMetadata):
-                shapes[key.removeprefix('state.model.')] = _shape(entry.size, entry.properties.dtype)
+                name = key.removeprefix('state.model.')
+                shapes[name] = _shape(entry.size, entry.properties.dtype)
             elif key.startswith('state.optimizers.'):
                 optimizers.add(key.split('.')[2])
         return cls(path, _fingerprints_of(saved['state']), shapes, sorted(optimizers))
@@ -324,7 +327,8 @@ class SameData(Callback):
         for name, value in (optimizer or {}).items():
             if name not in SPEED_SETTINGS:
                 # Through JSON and back, as a checkpoint has it: tuples become lists.
-                self._fingerprints[f'optimizer.{name}'] = json.loads(json.dumps(value, default=str))
+                as_json = json.dumps(value, default=str)
+                self._fingerprints[f'optimizer.{name}'] = json.loads(as_json)
         self._is_loading = False
         """Whether Composer calls :meth:`state_dict` only to learn what to load."""
         self._is_compared = False

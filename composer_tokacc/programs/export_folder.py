@@ -37,7 +37,8 @@ def export_checkpoint(checkpoint: Path, folder: Path, *, merge: bool = False) ->
         merge: Whether to load the base of a LoRA adapter and add the adapter to it.
     """
     folder = folder.resolve()
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    is_empty_folder = folder.is_dir() and not any(folder.iterdir())
+    if folder.exists() and not is_empty_folder:
         raise ConfigError('', f'the folder to export to must be absent or empty, got: {folder}. Give another one')
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -64,7 +65,9 @@ def _export(
         generation_config = metadata['model'].get('generation_config')
         if generation_config is not None:
             generation_config = GenerationConfig.from_dict(generation_config['content'])
-        weights = {name.removeprefix('model.'): value for name, value in state['model'].items()}
+        weights = {}
+        for name, value in state['model'].items():
+            weights[name.removeprefix('model.')] = value
         _check_finite(weights, str(checkpoint))
         config = get_hf_config_from_composer_state_dict({'state': dict(state)})
     if adapter is not None and not merge:
@@ -188,7 +191,9 @@ def _merged(
     merged: Any = with_saved_adapter(model, content, weights).merge_and_unload()
     if was_tied:
         # Tied again only if the merge has left both the same.
-        is_tied = torch.equal(merged.get_output_embeddings().weight, merged.get_input_embeddings().weight)
+        head = merged.get_output_embeddings()
+        embedding = merged.get_input_embeddings()
+        is_tied = torch.equal(head.weight, embedding.weight)
         merged.config.tie_word_embeddings = is_tied
         merged.config.get_text_config().tie_word_embeddings = is_tied
         merged.tie_weights()

@@ -93,7 +93,9 @@ def lengths_of(source: str | Section, *, longest: int | None, seed: int) -> Leng
 def read_lengths(path: str) -> LengthTable:
     """Reads a line for each sample: ``tokens``, and perhaps ``image_tokens``, ``loss_tokens``, ``vision_patches``."""
     names, columns = _read_csv(path)
-    if 'tokens' not in names or not set(names) <= CSV_COLUMNS.keys() or len(names) != len(set(names)):
+    are_known = set(names) <= CSV_COLUMNS.keys()
+    are_distinct = len(names) == len(set(names))
+    if 'tokens' not in names or not are_known or not are_distinct:
         allowed_names = ', '.join(CSV_COLUMNS)
         raise ConfigError(
             'lengths',
@@ -189,14 +191,16 @@ class StandIns:
         else:
             token = torch.ones(1, 1, dtype=torch.long)
             sample = {'input_ids': token, 'attention_mask': token}
-        return {**sample, 'labels': sample['input_ids'].clone(), 'num_images': [int(has_image)]}
+        labels = sample['input_ids'].clone()
+        return {**sample, 'labels': labels, 'num_images': [int(has_image)]}
 
     def _processed(self, index: int) -> Row:
         content = [{'type': 'text', 'text': 'a'}]
         has_image = bool(self.image_tokens[index])
         if has_image:
             content.insert(0, {'type': 'image'})
-        text = self.processor.apply_chat_template([{'role': 'user', 'content': content}], tokenize=False)
+        conversation = [{'role': 'user', 'content': content}]
+        text = self.processor.apply_chat_template(conversation, tokenize=False)
         if not has_image:
             return dict(tokenizer_of(self.processor)(text=text, return_tensors='pt'))
         is_largest = self.image_tokens[index] == self.image_tokens.max()

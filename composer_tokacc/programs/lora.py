@@ -119,7 +119,8 @@ def with_saved_adapter(
     """
     import peft
 
-    model = _attach(model, peft.get_peft_config(dict(content)), content.get('base_model_name_or_path'))
+    adapter_config = peft.get_peft_config(dict(content))
+    model = _attach(model, adapter_config, content.get('base_model_name_or_path'))
     missing, unknown = load_weights(model, weights, assign=assign)
     # A checkpoint may leave out the base, but not a part of the base or of the adapter.
     has_base = any('.base_layer.' in name for name in weights)

@@ -91,7 +91,8 @@ def _matching_fault(error: BaseException) -> tuple[MachineFault | None, str]:
     while cause is not None:
         text = ' '.join(str(cause).split())
         classes = [cls.__name__ for cls in type(cause).__mro__]
-        modules = [str(frame.f_globals.get('__name__')) for frame, _ in traceback.walk_tb(cause.__traceback__)]
+        frames = [frame for frame, _ in traceback.walk_tb(cause.__traceback__)]
+        modules = [str(frame.f_globals.get('__name__')) for frame in frames]
         description = ' '.join([*classes, *modules, text])
         for fault in FAULTS:
             if re.search(fault.pattern, description):

@@ -154,7 +154,8 @@ def freeze_parameters(model: nn.Module, names: Sequence[str]) -> None:
     for name in names:
         parameters = [value for full_name, value in model.named_parameters() if _lies_under(full_name, name)]
         if not parameters:
-            parts = [part for part, _ in model.named_modules() if part and part.count('.') < 2]
+            names_of_modules = [part for part, _ in model.named_modules()]
+            parts = [part for part in names_of_modules if part and part.count('.') < 2]
             parts.sort(key=lambda part: part.count('.'))
             raise ConfigError(
                 'model.freeze', f'must name parts of the model, got: {name!r}. Its parts are {", ".join(parts)}'
@@ -391,7 +392,8 @@ def _without_gradient(encoder: Any, feature_layers: Sequence[int]) -> list[str]:
                 raise ConfigError(
                     'model.config.vision_feature_layer', f'must be one of {len(states) - 1} layers, got: {layer}'
                 )
-        torch.stack([states[layer].sum() for layer in feature_layers]).sum().backward()
+        sums = [states[layer].sum() for layer in feature_layers]
+        torch.stack(sums).sum().backward()
     return [name for name, parameter in twin.named_parameters() if parameter.grad is None]
 
 

@@ -86,7 +86,8 @@ def while_somebody_reads() -> Iterator[None]:
         yield
     except BrokenPipeError:
         # Python flushes stdout when it ends, and would report the closed pipe once more.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        null_device = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null_device, sys.stdout.fileno())
 
 
 def keep_what_is_loaded() -> None:

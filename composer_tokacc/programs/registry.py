@@ -135,7 +135,9 @@ def build_all(config: TrainConfig, kind: str) -> list[Any]:
 
 def build_section(kind: str, section: Section, *positional: Any) -> Any:
     """Builds the optimizer or the scheduler from its section, a ``name`` and arguments."""
-    return _build_part(kind, kind, section.get('name', ''), without(section, 'name', 'parts'), *positional)
+    name = section.get('name', '')
+    arguments = without(section, 'name', 'parts')
+    return _build_part(kind, kind, name, arguments, *positional)
 
 
 def _build_part(
@@ -179,7 +181,8 @@ def class_by_name(kind: str, name: str) -> Any:
             raise ConfigError(f'{kind}.{name}', f'must be a class derived from {base.__name__}, got: {cls!r}')
         return cls
     classes = _classes_of(kind)
-    target_letters = target.replace('_', '').lower().removesuffix(KINDS[kind].suffix)
+    letters = target.replace('_', '').lower()
+    target_letters = letters.removesuffix(KINDS[kind].suffix)
     for snake_name, cls in classes.items():
         if snake_name.replace('_', '') == target_letters:
             return cls

@@ -260,7 +260,8 @@ def heaviest_of_run(run: PlannedRun, options: CutOptions) -> tuple[list[Candidat
                         largest[place] = size_and_all, candidate
     distinct = {id(candidate): candidate for _, candidate in largest.values()}
     # Lightest first, so that the lines show how far it goes.
-    return sorted(distinct.values(), key=lambda candidate: candidate.sizes()[-1]), num_batches
+    lightest_first = sorted(distinct.values(), key=lambda candidate: candidate.sizes()[-1])
+    return lightest_first, num_batches
 
 
 def _candidates_of_rank(
@@ -285,10 +286,12 @@ def _candidates_of_rank(
         samples_of_rank.append([window[place] for place in microbatch.indices])
     for planned_samples, microbatch in zip(samples_of_rank, rank, strict=True):
         for samples, width in _cut_again(planned_samples, microbatch, run.sampler, options):
-            image_tokens = int(run.sampler.rows.of(np.array(samples)).image_tokens.sum())
+            rows = run.sampler.rows.of(np.array(samples))
+            image_tokens = int(rows.image_tokens.sum())
             num_logits = None
             if run.labels_per_sample is not None:
-                num_logits = logit_positions(int(run.labels_per_sample[samples].sum()), len(samples) * width)
+                num_labels = int(run.labels_per_sample[samples].sum())
+                num_logits = logit_positions(num_labels, len(samples) * width)
             groups = [samples]
             if split is not None and split.packing:
                 groups = samples_of_rank  # the split needs all rows of the rank to pack them
@@ -331,7 +334,8 @@ def _plans_left(run: PlannedRun) -> Iterator[tuple[int, Sequence[Sequence[Microb
     epoch = int(run.state.timestamp.epoch)
     batch = int(run.state.timestamp.batch_in_epoch)
     sampler.set_epoch(epoch)
-    for step in range(min(_batches_left(run.state, run.sampler), MOST_BATCHES)):
+    num_batches = min(_batches_left(run.state, run.sampler), MOST_BATCHES)
+    for step in range(num_batches):
         if batch == sampler.num_batches:
             epoch += 1
             batch = 0
@@ -349,7 +353,8 @@ def _batches_left(state: State, sampler: RegroupingBatchSampler) -> int:
     if end.unit == TimeUnit.SAMPLE:
         return -(-(end.value - elapsed.sample.value) // sampler.global_batch_size)
     if end.unit == TimeUnit.EPOCH:
-        return (end.value - elapsed.epoch.value) * len(sampler) - elapsed.batch_in_epoch.value
+        num_epochs = end.value - elapsed.epoch.value
+        return num_epochs * len(sampler) - elapsed.batch_in_epoch.value
     return sampler.num_batches  # in tokens or seconds: look through one epoch
 
 
@@ -392,7 +397,8 @@ def _run(run: PlannedRun, microbatch: Batch) -> None:
     """Runs forward and backward of a microbatch, with logits at the positions where the run computes them."""
     state = run.state
     model = state.model
-    inputs = {key: value for key, value in without_rows(microbatch).items() if key != LOSS_WEIGHTS}
+    inputs = dict(without_rows(microbatch))
+    inputs.pop(LOSS_WEIGHTS, None)
     batch = state.device.batch_to_device(inputs)
     with ExitStack() as stack:
         if isinstance(model, DistributedDataParallel):
@@ -405,7 +411,8 @@ def _run(run: PlannedRun, microbatch: Batch) -> None:
             outputs = model(batch)
             loss = inner_model(model).loss(outputs, batch)  # pyright: ignore[reportCallIssue]
         terms = list(loss.values()) if isinstance(loss, Mapping) else [loss]
-        torch.stack([term.mean() for term in terms]).sum().backward()
+        means = [term.mean() for term in terms]
+        torch.stack(means).sum().backward()
 
 
 def _cuts_of(run: PlannedRun, candidate: Candidate, size: int) -> list[Batch]:
@@ -450,7 +457,8 @@ def _room_for_optimizers(state: State) -> Iterator[None]:
     if torch.cuda.is_available():
         for optimizer in state.optimizers:
             if not optimizer.state:
-                reserved.append(torch.empty(_state_bytes(optimizer), dtype=torch.uint8, device='cuda'))
+                num_bytes = _state_bytes(optimizer)
+                reserved.append(torch.empty(num_bytes, dtype=torch.uint8, device='cuda'))
     yield
     del reserved
 
@@ -462,7 +470,8 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
         for parameter in group['params']:
             parameters.append(parameter.to_local() if hasattr(parameter, 'to_local') else parameter)
     parameter_bytes = sum(parameter.nbytes for parameter in parameters)
-    small = torch.nn.Parameter(torch.zeros(64, 64, device=parameters[0].device))
+    zeros = torch.zeros(64, 64, device=parameters[0].device)
+    small = torch.nn.Parameter(zeros)
     small.grad = torch.zeros_like(small)
     trial = copy.copy(optimizer)
     trial.state = defaultdict(dict)
@@ -470,7 +479,9 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
     trial.step()
     state_bytes = 0
     for state_of_parameter in trial.state.values():
-        state_bytes += sum(value.nbytes for value in state_of_parameter.values() if isinstance(value, torch.Tensor))
+        for value in state_of_parameter.values():
+            if isinstance(value, torch.Tensor):
+                state_bytes += value.nbytes
     return parameter_bytes * state_bytes // small.nbytes
 
 
@@ -485,7 +496,8 @@ def _does_not_fit(
     dataset: Any = cast(RegroupingDataLoader, state.dataloader).dataset
     names = []
     for index in failed.samples[0][:NAMED_SAMPLES]:
-        names += [str(name) for name in dataset.dataset[index].get('sample_ids', [index])]
+        sample = dataset.dataset[index]
+        names += [str(name) for name in sample.get('sample_ids', [index])]
     if failed.rows > NAMED_SAMPLES:
         names.append('...')
     remedy = f'Set it to {fitting_size}, with which all that was rehearsed fits'

@@ -87,24 +87,31 @@ def _answered(answer: Answer) -> str:
     pictures = []
     for image in answer.images[:MOST_IMAGES]:
         pictures.append(_embedded(_as_png(image), f'image of {answer.sample_id}'))
-    rows = _row('question', answer.question) + _row('expected', answer.expected) + _row('answer', answer.generated)
+    rows = [
+        _row('question', answer.question),
+        _row('expected', answer.expected),
+        _row('answer', answer.generated),
+    ]
     mark = '&#10003;' if answer.is_right else '&#10007;'
     caption = f'<figcaption>{html.escape(answer.sample_id)} {mark}</figcaption>'
-    return f'<figure class="answer">{caption}{" ".join(pictures)}<table>{rows}</table></figure>'
+    return f'<figure class="answer">{caption}{" ".join(pictures)}<table>{"".join(rows)}</table></figure>'
 
 
 def _as_png(image: np.ndarray) -> bytes:
     """Returns an image of values in [0, 1] as the bytes of a PNG file, magnified if it is small."""
-    picture = Image.fromarray((np.asarray(image) * 255).round().astype(np.uint8))
+    pixels = (np.asarray(image) * 255).round()
+    picture = Image.fromarray(pixels.astype(np.uint8))
     scale = max(SMALLEST_SHOWN // max(picture.size), 1)
-    picture = picture.resize((picture.width * scale, picture.height * scale), Image.Resampling.NEAREST)
+    size = (picture.width * scale, picture.height * scale)
+    picture = picture.resize(size, Image.Resampling.NEAREST)
     written = BytesIO()
     picture.save(written, 'PNG')
     return written.getvalue()
 
 
 def _embedded(data: bytes, text: str) -> str:
-    return f'<img alt="{html.escape(text)}" src="data:image/png;base64,{base64.b64encode(data).decode()}">'
+    encoded = base64.b64encode(data).decode()
+    return f'<img alt="{html.escape(text)}" src="data:image/png;base64,{encoded}">'
 
 
 def _chart(title: str, curves: Mapping[str, Series]) -> str:

@@ -120,7 +120,8 @@ def summarize(
 def _sources(metrics: Mapping[str, Series]) -> dict[str, dict[str, float]]:
     """Returns for each source its total of tokens, its mean shares of weight and cost, and its first and last loss."""
     sources = {}
-    for name, (_, tokens) in sorted(select(metrics, 'token_monitor/source/*/tokens').items()):
+    tokens_of_sources = select(metrics, 'token_monitor/source/*/tokens')
+    for name, (_, tokens) in sorted(tokens_of_sources.items()):
         logged = select(metrics, f'token_monitor/source/{name}/*')
         source = {
             'tokens': sum(tokens),
@@ -162,7 +163,8 @@ def write_report(
         )
         add_to_result = import_by_name('report.name', config.report['name'])
         lines += add_to_result(run, **without(config.report, *REPORT_KEYS)) or ()
-    (folder / 'result.json').write_text(json.dumps(result, indent=2, default=str) + '\n')
+    text = json.dumps(result, indent=2, default=str)
+    (folder / 'result.json').write_text(f'{text}\n')
     if config.report.get('export'):
         export_model(parts.model, folder / 'exported')
         lines.append(('model for transformers', str(folder / 'exported')))

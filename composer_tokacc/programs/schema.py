@@ -229,7 +229,8 @@ class TrainConfig:
     @property
     def is_sharded(self) -> bool:
         """Returns whether the model is divided among the ranks by FSDP."""
-        return (self.trainer.get('parallelism_config') or {}).get('fsdp') is not None
+        parallelism = self.trainer.get('parallelism_config') or {}
+        return parallelism.get('fsdp') is not None
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
@@ -333,7 +334,8 @@ def _overlay(below: object, above: object) -> object:
 
 
 def _join(path: str, key: object) -> str:
-    return '.'.join(str(part) for part in (path, key) if part not in ('', None))
+    parts = [str(part) for part in (path, key) if part not in ('', None)]
+    return '.'.join(parts)
 
 
 def build_dataclass(path: str, section: type[Options], values: object) -> Options:
@@ -371,7 +373,8 @@ def check_arguments(
     annotations = {**_annotations_of(target), **(hints or {}), **(extra_keys or {})}
     known_names = list(extra_keys or ())
     takes_any_name = False
-    for parameter in list(inspect.signature(target).parameters.values())[num_positional:]:
+    parameters = list(inspect.signature(target).parameters.values())
+    for parameter in parameters[num_positional:]:
         if parameter.kind is parameter.VAR_KEYWORD:
             takes_any_name = True
         elif parameter.kind is not parameter.VAR_POSITIONAL:
@@ -417,7 +420,9 @@ def check_value(path: str, value: Any, hint: Hint) -> Any:
     section = _section_in(hint)
     if section is not None and value is not None:
         return build_dataclass(path, section, value)
-    if isinstance(value, list) and any(get_origin(option) is tuple for option in (hint, *get_args(hint))):
+    options = (hint, *get_args(hint))
+    may_be_tuple = any(get_origin(option) is tuple for option in options)
+    if isinstance(value, list) and may_be_tuple:
         value = tuple(value)  # YAML has no tuples
     checker = _checker_of(hint)
     if checker is None:
@@ -466,7 +471,9 @@ def _requirement(error: ValidationError) -> str:
     """Returns the requirement in words: "be greater than or equal to 1, or 'auto'"."""
     requirements = []
     for detail in error.errors(include_url=False, include_input=False):
-        reason = detail['msg'].partition(' should ')[2] or 'be ' + detail['msg'].removeprefix('Value error, ')
+        message = detail['msg'].removeprefix('Value error, ')
+        _, _, reason = message.partition(' should ')
+        reason = reason or f'be {message}'
         reason = reason.replace('valid dictionary', 'mapping').replace('valid list', 'list')
         # No YAML file can hold an object of a class.
         if reason not in requirements and detail['type'] != 'is_instance_of':

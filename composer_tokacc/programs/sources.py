@@ -16,7 +16,6 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal, Optional
 
@@ -145,7 +144,8 @@ class Source(ABC):
         arguments = dict(self.section.get('processor') or {})
         if self.config.model.pretrained is not None:
             return self._pretrained_processor(self.config.model.pretrained, arguments)
-        vision_config = (self.config.model.config or {}).get('vision_config') or {}
+        model_config = self.config.model.config or {}
+        vision_config = model_config.get('vision_config') or {}
         for key in ('image_size', 'patch_size'):
             if key in vision_config:
                 arguments.setdefault(key, vision_config[key])
@@ -282,7 +282,8 @@ class FileSource(Source):
             return
         # Only a RegroupingBatchSampler can follow these three settings.
         need = self.config.loader.planned_key
-        if any(part.keys() & SHARE_KEYS.keys() for part in self._parts().values()):
+        has_shares = [bool(part.keys() & SHARE_KEYS.keys()) for part in self._parts().values()]
+        if any(has_shares):
             need = 'shares of `dataset.parts`'
         if self.config.loader.modality == 'per_step':
             need = '`loader.modality: per_step`'
@@ -351,9 +352,13 @@ class FileSource(Source):
                     '`texts`. Name a checkpoint',
                 )
         check_arguments('dataset.processor', build_small_processor, arguments, num_positional=1, hints=DATASET_HINTS)
+
+        def texts() -> Iterator[str]:
+            for cls, part in zip(classes, parts, strict=True):
+                yield from cls.texts(part['path'])
+
         # A generator, because the files are read only when the processor is made.
-        texts = chain.from_iterable(cls.texts(part['path']) for cls, part in zip(classes, parts, strict=True))
-        return partial(build_small_processor, texts, **arguments)
+        return partial(build_small_processor, texts(), **arguments)
 
     def build_dataset(self, processor: Processor, *, is_eval: bool = False) -> Dataset | None:
         """Returns one dataset, or the parts one after the other; None without an eval set."""
@@ -407,7 +412,8 @@ class FileSource(Source):
             return self._regrouping_loader(dataset, processor, options)
         drop_last = self.config.loader.drop_last and not is_eval
         shuffle = self.config.loader.shuffle and not is_eval
-        sampler = dist.get_sampler(dataset, shuffle=shuffle, drop_last=drop_last, seed=self.config.seed)
+        seed = self.config.seed
+        sampler = dist.get_sampler(dataset, shuffle=shuffle, drop_last=drop_last, seed=seed)
         batch_size = self.rank_batch_size(is_eval=is_eval)
         dataloader = DataLoader(dataset, batch_size=batch_size, sampler=sampler, drop_last=drop_last, **options)
         return dataloader, self.config.microbatching.slot_tokens
@@ -470,7 +476,8 @@ class FileSource(Source):
             return {'mixture': Mixture(sizes, weights=weights)}
         if shares and not self.shares_by_weights:
             return {'mixture': Mixture.from_loss_shares(sizes, shares, loss_tokens)}
-        mixture = Mixture(sizes, epochs=[part.get('epochs', 1) for part in parts])
+        epochs = [part.get('epochs', 1) for part in parts]
+        mixture = Mixture(sizes, epochs=epochs)
         if shares:
             return {'mixture': mixture, 'loss_shares': LossShares(sizes, shares, loss_tokens)}
         return {'mixture': mixture}
@@ -506,7 +513,9 @@ def _check_dataset(path: str, part: Section, extra_keys: Section) -> None:
     cls = _dataset_class(path, part.get('name'))
     hints = DATASET_HINTS if _is_ours(cls) else None
     # The program itself gives the processor.
-    check_arguments(path, cls, {**part, 'processor': None}, extra_keys={**extra_keys, 'processor': Any}, hints=hints)
+    arguments = {**part, 'processor': None}
+    extra_keys = {**extra_keys, 'processor': Any}
+    check_arguments(path, cls, arguments, extra_keys=extra_keys, hints=hints)
 
 
 class ShardSource(Source):
@@ -663,7 +672,8 @@ class ShardSource(Source):
         """Yields the text of every turn in the shards."""
         from composer_tokacc.data.llava_streaming import LlavaStreamingDataset
 
-        for stream in (self.section.get('streams') or {'': self.section}).values():
+        streams = self.section.get('streams') or {'': self.section}
+        for stream in streams.values():
             places = [stream[key] for key in ('local', 'remote') if stream.get(key)]
             folders = [Path(place, stream.get('split') or '') for place in places]
             yield from LlavaStreamingDataset.texts(*folders)

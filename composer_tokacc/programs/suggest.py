@@ -91,7 +91,8 @@ def _suggestion(
     path = 'microbatching.device_train_microbatch_size'
     with building(path):
         memory = memory_of_run(config, dataset, processor, table)
-        report = suggest_for_run(config, memory, table, num_ranks=dist.get_world_size(), gib=memory_gib)
+        num_ranks = dist.get_world_size()
+        report = suggest_for_run(config, memory, table, num_ranks=num_ranks, gib=memory_gib)
     if report.too_large:
         raise PartError(path, report.warnings()[-1])
     log.info('Suggested microbatch size: %s', report.yaml())
@@ -220,7 +221,8 @@ def watch_flops(config: TrainConfig, parts: DataAndModel, state: State) -> None:
                 attn_implementation='eager',
                 activation_checkpointing=False,
             )
-            flops = count_flops(build, model_config, samples, width=int(table.lengths.max()))
+            longest = int(table.lengths.max())
+            flops = count_flops(build, model_config, samples, width=longest)
             coefficients = flops.coefficients
         except Exception as error:  # a trace may fail in many ways, and the run can do without
             log.warning('MFU is not logged, as the model could not be traced: %s: %s', type(error).__name__, error)

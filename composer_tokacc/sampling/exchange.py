@@ -307,4 +307,5 @@ def to_bytes(samples: object) -> torch.Tensor:
 def from_bytes(packed: torch.Tensor) -> Any:
     """Returns the inverse of :func:`to_bytes`."""
     # Not weights_only: a sample may hold any object, and it comes from another process of the same run.
-    return torch.load(io.BytesIO(packed.numpy().tobytes()), weights_only=False)
+    buffer = io.BytesIO(packed.numpy().tobytes())
+    return torch.load(buffer, weights_only=False)

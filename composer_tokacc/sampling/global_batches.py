@@ -97,7 +97,8 @@ class BatchSchedule:
             place: How far the run is when the epoch starts.
             drop_last: Whether samples that do not fill the last global batch are left out.
         """
-        tokens_before = np.concatenate([[0], np.cumsum(lengths[order])])
+        tokens_so_far = np.cumsum(lengths[order])
+        tokens_before = np.concatenate([[0], tokens_so_far])
         batches = []
         start = 0
         steps, tokens = place
@@ -221,7 +222,8 @@ class GlobalBatches:
                 stages.append([f'{start}{schedule.unit}', size])
             identity['global_batch_size'] = stages
         if schedule is None or schedule.unit == 'tok':
-            identity['checksum_of_lengths'] = zlib.crc32(np.ascontiguousarray(self._lengths).tobytes())
+            lengths = np.ascontiguousarray(self._lengths)
+            identity['checksum_of_lengths'] = zlib.crc32(lengths.tobytes())
         return identity
 
     def of_epoch(self, epoch: int) -> list[np.ndarray]:
@@ -276,8 +278,8 @@ class GlobalBatches:
             option = 'global_batch_tokens'
             unit = 'tokens'
             size = self._tokens
-            tokens_of_orders = [int(self._lengths[order].sum()) for order in self._orders(epoch=0)]
-            available = min(tokens_of_orders)
+            tokens_of_orders = [self._lengths[order].sum() for order in self._orders(epoch=0)]
+            available = int(min(tokens_of_orders))
         else:
             option = 'global_batch_size'
             unit = 'samples'

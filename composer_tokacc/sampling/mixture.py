@@ -79,7 +79,8 @@ class Mixture:
             raise InvalidInputError(
                 f'Every dataset must have `loss_tokens`, got: means of {means}. Leave out the datasets without any.'
             )
-        return cls(sizes, weights=(checked_shares / np.array(means)).tolist())
+        weights = checked_shares / np.array(means)
+        return cls(sizes, weights=weights.tolist())
 
     @property
     def quotas(self) -> list[Fraction]:
@@ -89,7 +90,10 @@ class Mixture:
             samples_per_weight = Fraction(sum(self.sizes)) / sum(weights, Fraction(0))
             return [samples_per_weight * weight for weight in weights]
         epochs = self.epochs or [1] * len(self.sizes)
-        return [size * Fraction(times) for size, times in zip(self.sizes, epochs, strict=True)]
+        quotas = []
+        for size, times in zip(self.sizes, epochs, strict=True):
+            quotas.append(size * Fraction(times))
+        return quotas
 
     @property
     def num_samples(self) -> int:
@@ -99,8 +103,8 @@ class Mixture:
     @property
     def has_whole_passes(self) -> bool:
         """Whether an epoch reads each dataset a whole number of times, so that all epochs have the same samples."""
-        parts_of_passes = [quota % size for quota, size in zip(self.quotas, self.sizes, strict=True)]
-        return not any(parts_of_passes)
+        sizes_and_quotas = zip(self.sizes, self.quotas, strict=True)
+        return all(quota % size == 0 for size, quota in sizes_and_quotas)
 
 
 def _check_rates(
@@ -155,7 +159,8 @@ class LossShares:
         """Returns the weight of a token of each sample of a global batch, float64 (samples,)."""
         datasets = self._dataset_of_sample[window]
         # Loss tokens of each dataset in this batch.
-        tokens = np.bincount(datasets, self.loss_tokens[window], len(self.shares))
+        num_datasets = len(self.shares)
+        tokens = np.bincount(datasets, self.loss_tokens[window], num_datasets)
         is_absent = tokens == 0
         if is_absent.any() and not self._has_warned:
             self._has_warned = True
@@ -238,7 +243,8 @@ def mixed_orders(
     # Exact fractions, so that no rounding moves a sample over thousands of epochs.
     quotas = []
     for group in groups:
-        quotas.append(sum((stream.quota for stream in group), Fraction(0)))
+        quotas_of_group = [stream.quota for stream in group]
+        quotas.append(sum(quotas_of_group, Fraction(0)))
     # For each group: where the epoch begins and ends in the endless sequence, in single samples or in full batches. It
     # begins where the last epoch has ended.
     if samples_to_fill is None:
@@ -340,7 +346,8 @@ def interleave(
     """
     counts = np.subtract(ends, begins)
     sources = np.repeat(np.arange(len(quotas)), counts)
-    items_of_sources = [np.arange(begin, end) for begin, end in zip(begins, ends, strict=True)]
+    stretches = zip(begins, ends, strict=True)
+    items_of_sources = [np.arange(begin, end) for begin, end in stretches]
     items = np.concatenate(items_of_sources)
     quota_of_item = np.array(quotas, dtype=np.float64)[sources]
     order = np.argsort((items + 0.5) / quota_of_item, kind='stable')

@@ -37,7 +37,9 @@ class SkipReadBatches(Callback):
         """Tells the loader which batches will be discarded."""
         loader = state.train_dataloader
         if isinstance(loader, RegroupingDataLoader):
-            loader.skip_to(int(state.timestamp.epoch), int(state.timestamp.batch_in_epoch))
+            epoch = int(state.timestamp.epoch)
+            batch_in_epoch = int(state.timestamp.batch_in_epoch)
+            loader.skip_to(epoch, batch_in_epoch)
 
 
 class RestoreRandomState(Callback):
@@ -66,7 +68,8 @@ class RestoreRandomState(Callback):
         """Keeps the saved generators until the first batch."""
         check_state(state, {'generators'})
         try:
-            self._saved = [_restored(entries) for entries in json.loads(state['generators'])]
+            saved = json.loads(state['generators'])
+            self._saved = [_restored(entries) for entries in saved]
         except (TypeError, ValueError, LookupError) as error:
             raise InvalidInputError(
                 f"`state['generators']` must be what `state_dict` returned, got: {state['generators']!r:.80}. Load the "

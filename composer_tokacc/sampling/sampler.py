@@ -228,7 +228,8 @@ class RegroupingBatchSampler(DistributedSampler):
         if self.start_of_loader is not None:
             return self._assignments(self.epoch, self.start_of_loader)
         first = self.first_batch
-        return follow(self, self._assignments(self.epoch, first), self.epoch, first)
+        assignments = self._assignments(self.epoch, first)
+        return follow(self, assignments, self.epoch, first)
 
     def _assignments(self, epoch: int, first: int) -> Iterator[RankAssignment]:
         """Yields this rank's assignment of each global batch from `first` on, the first one with the witnesses."""

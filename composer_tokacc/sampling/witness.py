@@ -52,8 +52,10 @@ def _leaves(value: object) -> Iterator[np.ndarray | str]:
     """Yields the integers of a sample, one array for each entry, and its texts without paths. Bytes are pixels."""
     if isinstance(value, Mapping):
         value = tuple(value.values())
-    if isinstance(value, torch.Tensor) and value.device.type == 'cpu' and value.dtype != torch.bfloat16:
-        value = value.numpy()
+    if isinstance(value, torch.Tensor):
+        is_readable = value.device.type == 'cpu' and value.dtype != torch.bfloat16
+        if is_readable:
+            value = value.numpy()
     if isinstance(value, list) and value and all(isinstance(item, int) for item in value):
         value = np.array(value)
     if isinstance(value, np.ndarray):

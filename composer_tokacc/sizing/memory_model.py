@@ -244,7 +244,8 @@ def activation_bytes(microbatches: Sequence[Mapping[str, float]]) -> np.ndarray:
     """Returns the sum of the parts of each microbatch without copies of weights, float64 (microbatches,)."""
     totals = np.zeros(len(microbatches))
     for index, parts in enumerate(microbatches):
-        totals[index] = sum(parts.values()) - parts.get('weights', 0)
+        weights = parts.get('weights', 0)
+        totals[index] = sum(parts.values()) - weights
     return totals
 
 
@@ -260,7 +261,8 @@ def non_negative_fit(features: np.ndarray, target: np.ndarray) -> np.ndarray:
 
 def relative_fit(features: np.ndarray, target: np.ndarray) -> np.ndarray:
     """Returns the solution (n,) of ``min |features @ x / target - 1|``, of relative errors, with ``x >= 0``."""
-    return non_negative_fit(features / target[:, None], np.ones(len(target)))
+    relative_features = features / target[:, None]
+    return non_negative_fit(relative_features, np.ones(len(target)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,7 +324,9 @@ class MemoryModel:
         """Reads the file that :meth:`save` wrote."""
         stored = json.loads(Path(path).read_text())
         static = StaticBytes(**stored.pop('static'))
-        phases = {name: ActivationFit(**fit) for name, fit in stored.pop('phases').items()}
+        phases = {}
+        for name, fit in stored.pop('phases').items():
+            phases[name] = ActivationFit(**fit)
         return cls(static=static, phases=phases, **stored)
 
 

@@ -111,7 +111,9 @@ class SizingReport:
 
     def speedup(self, method: str = 'split') -> float:
         """Returns the step time of stock Composer, divided by that of ``'split'`` or ``'planned'``."""
-        return self.time_of(self.figures['stock'].cost) / self.time_of(self.figures[method].cost)
+        stock_seconds = self.time_of(self.figures['stock'].cost)
+        seconds = self.time_of(self.figures[method].cost)
+        return stock_seconds / seconds
 
     def share_of_bound(self, method: str = 'split') -> float:
         """Returns how near a method comes to the best possible plan; 1 is as good as can be."""
@@ -119,7 +121,8 @@ class SizingReport:
 
     def identity(self) -> str:
         """Returns the global batch as ``rows x microbatches x ranks`` of stock Composer."""
-        num_microbatches, remainder = divmod(self.global_batch_size // self.num_ranks, self.stock_microbatch_size)
+        rows_per_rank = self.global_batch_size // self.num_ranks
+        num_microbatches, remainder = divmod(rows_per_rank, self.stock_microbatch_size)
         microbatches = f'{self.stock_microbatch_size} x {num_microbatches}'
         if remainder:
             microbatches += f' + {remainder}'
@@ -159,8 +162,9 @@ class SizingReport:
             warnings.append(
                 f'{len(self.oversize)} samples are over a cap of a microbatch and go alone: {self.oversize[0]}.'
             )
-        fastest = min((row for row in self.sizes if row.fits), key=lambda row: row.cost['planned'], default=None)
-        if fastest is not None:
+        fitting_sizes = [row for row in self.sizes if row.fits]
+        if fitting_sizes:
+            fastest = min(fitting_sizes, key=lambda row: row.cost['planned'])
             gain = 1 - fastest.cost['planned'] / self.figures['planned'].cost
             if gain > SIGNIFICANT_GAIN:
                 warnings.append(
@@ -186,7 +190,8 @@ class SizingReport:
     def save(self, path: str | Path) -> None:
         """Writes the report as JSON."""
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(json.dumps(self.as_dict(), indent=2) + '\n')
+        text = json.dumps(self.as_dict(), indent=2)
+        Path(path).write_text(f'{text}\n')
 
     def text(self) -> str:
         """Returns the recommendation, its reasons and the lines to paste, for a terminal."""

@@ -172,10 +172,17 @@ def probe_batches(
     else:
         small = without_images[0]
         widest = max(width, 4 * _length(small))
-        sizes = [(small, 2, widest // 4), (small, 2, widest), (small, 4, widest // 2), (small, 3, widest // 4)]
+        sizes = [
+            (small, 2, widest // 4),
+            (small, 2, widest),
+            (small, 4, widest // 2),
+            (small, 3, widest // 4),
+        ]
     batches = []
     for sample, num_rows, batch_width in sizes:
-        batches.append(batch_of_width(layout, [sample] * num_rows, max(batch_width, _length(sample))))
+        batch_width = max(batch_width, _length(sample))
+        batch = batch_of_width(layout, [sample] * num_rows, batch_width)
+        batches.append(batch)
     return batches
 
 

@@ -54,8 +54,10 @@ class _ComputedMicrobatch:
         if self.is_packed:
             text_cost = price.packed(self.widths)
         else:
-            text_cost = float(price.rows(np.array(self.widths)).sum()) + price.launch
-        return float(vision_costs[self.samples].sum()), text_cost
+            row_costs = price.rows(np.array(self.widths))
+            text_cost = float(row_costs.sum()) + price.launch
+        vision_cost = float(vision_costs[self.samples].sum())
+        return vision_cost, text_cost
 
 
 def draw_batches(
@@ -68,7 +70,8 @@ def draw_batches(
     """Returns the samples of the first global batches of a run, int64. Fewer samples than a batch make one batch."""
     size = min(global_batch_size, num_samples)
     lengths = np.ones(num_samples, dtype=np.int64)  # of no consequence here
-    return GlobalBatches(lengths, samples=size, drop_last=True, seed=seed).of_epoch(0)[:num_batches]
+    global_batches = GlobalBatches(lengths, samples=size, drop_last=True, seed=seed)
+    return global_batches.of_epoch(0)[:num_batches]
 
 
 def simulate_steps(
@@ -117,7 +120,9 @@ def simulate_steps(
         step_costs.append(step_cost)
         imbalances.append(step_cost * num_ranks / sum(loads))
         num_microbatches.append(max(map(len, ranks)))
-    num_tokens = sum(int(table.tokens[batch].sum()) for batch in batches)
+    num_tokens = 0
+    for batch in batches:
+        num_tokens += int(table.tokens[batch].sum())
     return StepFigures(
         cost=float(np.mean(step_costs)),
         padding_ratio=1 - num_tokens / num_positions,
@@ -135,7 +140,8 @@ def _microbatches_of_ranks(
     options: CutOptions,
 ) -> list[list[_ComputedMicrobatch]]:
     """Returns the microbatches that each rank computes of a global batch."""
-    samples_of_ranks = [batch[rank::num_ranks] for rank in range(min(num_ranks, len(batch)))]
+    num_reading_ranks = min(num_ranks, len(batch))
+    samples_of_ranks = [batch[rank::num_ranks] for rank in range(num_reading_ranks)]
     if method == 'stock':
         return [_cut_by_composer(table, samples, microbatch_rows) for samples in samples_of_ranks]
     if method == 'planned':
@@ -172,13 +178,15 @@ def _planned(
     options: CutOptions,
 ) -> list[list[_ComputedMicrobatch]]:
     """Returns the microbatches of each rank, as the sampler plans them."""
-    plan = plan_batch(planned_rows(table, batch, options), num_ranks)
+    rows = planned_rows(table, batch, options)
+    plan = plan_batch(rows, num_ranks)
     ranks = []
     for planned_rank in plan.ranks:
         microbatches = []
         for planned in planned_rank:
             samples = batch[list(planned.indices)]
-            microbatches.append(_ComputedMicrobatch([planned.width] * len(samples), samples))
+            widths = [planned.width] * len(samples)
+            microbatches.append(_ComputedMicrobatch(widths, samples))
         ranks.append(microbatches)
     return ranks
 
@@ -211,13 +219,15 @@ def _cut_by_split(
         loss_tokens=table.loss_tokens_of(samples),
         max_width=widest,
     )
+    is_packed = options.packing is True
     microbatches = []
     for rows in groups:
         widths = lengths[rows]
-        if options.packing is not True:
+        if not is_packed:
             longest = np.full(len(rows), widths.max())
             widths = padded_widths(longest, options.width_multiple, widest)
-        microbatches.append(_ComputedMicrobatch(widths.tolist(), samples[rows], is_packed=options.packing is True))
+        microbatch = _ComputedMicrobatch(widths.tolist(), samples[rows], is_packed=is_packed)
+        microbatches.append(microbatch)
     return microbatches
 
 
@@ -237,5 +247,6 @@ def _with_dummy_rows(
     if not len(candidates):
         candidates = batch
     shortest = candidates[np.argmin(table.tokens[candidates])]
-    dummy = _ComputedMicrobatch([int(table.tokens[shortest])], np.array([shortest]))
+    width = int(table.tokens[shortest])
+    dummy = _ComputedMicrobatch([width], np.array([shortest]))
     return [rank + [dummy] * (most_microbatches - len(rank)) for rank in ranks]

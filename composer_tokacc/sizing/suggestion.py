@@ -95,7 +95,8 @@ class Capacity:
 
     def peak(self, tokens: int, image_tokens: int | None = None) -> float:
         """Returns bytes at the peak of the worst microbatch with this many positions."""
-        return self.memory.peak(self.worst_shape(tokens, image_tokens), num_ranks=self.num_ranks)
+        shape = self.worst_shape(tokens, image_tokens)
+        return self.memory.peak(shape, num_ranks=self.num_ranks)
 
     def terms(self, tokens: int) -> dict[str, float]:
         """Returns bytes by term at the peak of the worst microbatch with this many positions."""
@@ -207,7 +208,8 @@ def suggest_microbatching(
     rows_per_rank = global_batch_size // num_ranks
     size, slot = _largest_size(capacity, options, rows_per_rank)
     max_tokens = token_budget(size, slot)
-    stock_size = capacity.of_stock_composer().max_tokens() // int(table.tokens.max())
+    stock_capacity = capacity.of_stock_composer()
+    stock_size = stock_capacity.max_tokens() // int(table.tokens.max())
     stock_size = max(min(stock_size, rows_per_rank), 1)
     batches = draw_batches(len(table), global_batch_size, num_batches=NUM_BATCHES, seed=seed)
     price = measured_cost or options.cost

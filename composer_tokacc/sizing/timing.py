@@ -120,7 +120,8 @@ class MicrobatchTimer(Callback):
             self._num_image_tokens = sum(self.layout.image_tokens_per_row(batch))
             if self.patches is not None:
                 rows = [[row] for row in range(self.layout.num_rows(batch))]
-                self._patches = [self.patches(row) for row in self.layout.split(batch, rows)]
+                single_rows = self.layout.split(batch, rows)
+                self._patches = [self.patches(row) for row in single_rows]
         self._encoder_seconds = 0.0
         self._first_gradient = None
         # The counting above is not part of the run, so its time is left out.
@@ -170,19 +171,15 @@ def fit_cost(timers: Sequence[MicrobatchTimer], *, quadratic: float) -> tuple[Co
         seconds_outside += timer.outside
     if not microbatches:
         raise InvalidInputError('`timers` must hold at least one microbatch, got: none. Run more steps.')
-    table = []
-    for microbatch in microbatches:
-        patches = np.array(microbatch.patches)
-        # The three sums over the rows that the vision encoder is priced by.
-        sums = ((patches**2).sum(), patches.sum(), (patches > 0).sum())
-        table.append((*microbatch[:5], *sums))
-    columns = np.array(table, dtype=np.float64)
-    rows, widths, image_tokens, seconds, vision_seconds = columns.T[:5]
-    patch_features = columns[:, 5:]
+    columns = np.array([microbatch[:5] for microbatch in microbatches], dtype=np.float64)
+    rows, widths, image_tokens, seconds, vision_seconds = columns.T
+    patch_sums = [_patch_sums(microbatch) for microbatch in microbatches]
+    patch_features = np.array(patch_sums, dtype=np.float64)
     has_patches = patch_features[:, 1] > 0
     per_square = per_patch = per_image = 0.0
     if has_patches.any() and vision_seconds[has_patches].all():
-        per_square, per_patch, per_image = _fit(patch_features[has_patches], vision_seconds[has_patches]).tolist()
+        vision_fit = _fit(patch_features[has_patches], vision_seconds[has_patches])
+        per_square, per_patch, per_image = vision_fit.tolist()
         # Patches now price the images. So the fit below must not price them again by their tokens.
         seconds = seconds - vision_seconds
         image_tokens = np.zeros_like(image_tokens)
@@ -203,6 +200,14 @@ def fit_cost(timers: Sequence[MicrobatchTimer], *, quadratic: float) -> tuple[Co
         seconds_per_token=per_token,
     )
     return cost, float(np.median(seconds_outside or [0.0]))
+
+
+def _patch_sums(microbatch: TimedMicrobatch) -> list[float]:
+    """Returns the three sums over the rows by which the vision encoder is priced."""
+    patches = np.array(microbatch.patches)
+    sum_of_squares = (patches**2).sum()
+    num_images = (patches > 0).sum()
+    return [sum_of_squares, patches.sum(), num_images]
 
 
 def _fit(features: np.ndarray, seconds: np.ndarray) -> np.ndarray:

@@ -103,7 +103,8 @@ def _without_masks(indices: Sequence[object]) -> list[object]:
     """Returns the indices with the positions of real masks instead of these masks."""
     positions: list[object] = []
     for index in indices:
-        if isinstance(index, torch.Tensor) and index.dtype == torch.bool and not isinstance(index, FakeTensor):
+        is_fake = isinstance(index, FakeTensor)
+        if isinstance(index, torch.Tensor) and not is_fake and index.dtype == torch.bool:
             positions.extend(index.nonzero().unbind(dim=1))
         else:
             positions.append(index)
@@ -162,7 +163,8 @@ class MemoryTracker(TorchDispatchMode):
         self.peak = dict(self.current)
         self._num_running_encoders = 0  # several, if one is nested in another
         self._finalizers: dict[int, weakref.finalize] = {}  # by storage, until it is freed
-        self._parameters = {storage_key(tensor) for tensor in [*model.parameters(), *model.buffers()]}
+        parameters = [*model.parameters(), *model.buffers()]
+        self._parameters = {storage_key(tensor) for tensor in parameters}
         self._handles: list[RemovableHandle] = []
         for module in vision_modules(model):
             self._handles.append(module.register_forward_pre_hook(self._enter_encoder))
@@ -196,8 +198,9 @@ class MemoryTracker(TorchDispatchMode):
         key = storage_key(tensor)
         if key in self._finalizers or key in self._parameters:
             return
-        self.current[part] += storage.nbytes()
-        self._finalizers[key] = weakref.finalize(storage, self._leave, key, part, storage.nbytes())
+        num_bytes = storage.nbytes()
+        self.current[part] += num_bytes
+        self._finalizers[key] = weakref.finalize(storage, self._leave, key, part, num_bytes)
 
     def _leave(self, key: int, part: str, num_bytes: int) -> None:
         self._finalizers.pop(key, None)

@@ -132,7 +132,10 @@ class TracedStep:
         def end_phase(name: str, *_: object) -> None:
             if name in phases:
                 return  # the model calls its output embedding more than once
-            phases[name] = {part: num_bytes - bytes_before[part] for part, num_bytes in self._tracker.peak.items()}
+            peaks = {}
+            for part, num_bytes in self._tracker.peak.items():
+                peaks[part] = num_bytes - bytes_before[part]
+            phases[name] = peaks
             self._tracker.restart_peak()
 
         head = self.model.get_output_embeddings()
@@ -186,7 +189,8 @@ class TracedStep:
             # Not `loss.backward()`: CudaAutocast handles each call that takes a tensor, and is off while it handles it,
             # here for the whole backward pass. The call below takes no tensor.
             root = torch.autograd.graph.get_gradient_edge(outputs.loss)
-            torch.autograd.backward([root], grad_tensors=[torch.ones_like(outputs.loss)])
+            gradient_of_loss = torch.ones_like(outputs.loss)
+            torch.autograd.backward([root], grad_tensors=[gradient_of_loss])
         logits = outputs.get('logits')
         return None if logits is None else logits.dtype
 
@@ -205,7 +209,8 @@ class TracedStep:
 
     def _count_static(self, make_optimizer: MakeOptimizer) -> StaticBytes:
         """Returns the bytes of the model, and of the states and temporary tensors of its optimizer."""
-        optimizer = make_optimizer([parameter for parameter in self.model.parameters() if parameter.requires_grad])
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        optimizer = make_optimizer(trained)
         for group in optimizer.param_groups:
             if self._on_gpu and group.get('foreach', True) is None and not group.get('fused'):
                 group['foreach'] = True  # torch's default on GPUs
@@ -304,7 +309,8 @@ def _traced_memory(
 ) -> MemoryModel:
     """Traces the batches with ``'all'`` logits or those at ``'labels'``, and fits a memory model to them."""
     if logits == 'labels':
-        batches = [with_spaced_labels(batch, spacing) for batch, spacing in zip(batches, LABEL_SPACINGS, strict=False)]
+        pairs = zip(batches, LABEL_SPACINGS, strict=False)
+        batches = [with_spaced_labels(batch, spacing) for batch, spacing in pairs]
     step = make_step(batches[0], logits=logits)
     measured = []
     for batch in batches:
@@ -322,7 +328,8 @@ def _traced_memory(
     bytes_of_phases = {}
     for name in measured[0].phases:
         bytes_of_phases[name] = [peaks.phases[name] for peaks in measured]
-    highest = np.max([activation_bytes(measured_bytes) for measured_bytes in bytes_of_phases.values()], axis=0)
+    activations = [activation_bytes(measured_bytes) for measured_bytes in bytes_of_phases.values()]
+    highest = np.max(activations, axis=0)
     phases = {}
     for name, measured_bytes in bytes_of_phases.items():
         phases[name] = fit_activations(shapes, measured_bytes, area=area, peaks=highest)
@@ -376,7 +383,8 @@ def count_flops(
         shape = BatchShape.from_batch(batch, step.layout)
         table.append([getattr(shape, name) for name in FLOP_TERMS])
     sizes = np.array(table, dtype=np.float64)
-    counted = np.array([step.count_flops(batch) for batch in batches], dtype=np.float64)
+    flops = [step.count_flops(batch) for batch in batches]
+    counted = np.array(flops, dtype=np.float64)
     solution = relative_fit(sizes, counted)
     return FlopModel(
         coefficients=dict(zip(FLOP_TERMS, solution.tolist(), strict=True)),
