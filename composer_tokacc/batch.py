@@ -69,8 +69,9 @@ def check_dense(batch: Batch) -> None:
     for key, value in batch.items():
         if not isinstance(value, Tensor):
             continue
-        is_dense = value.layout is torch.strided and not (value.is_meta or value.is_nested or value.is_quantized)
-        if not is_dense or value.requires_grad:
+        is_strided = value.layout is torch.strided
+        is_special = value.is_meta or value.is_nested or value.is_quantized
+        if not is_strided or is_special or value.requires_grad:
             raise InvalidInputError(
                 f'`batch[{key!r}]` must be a dense tensor without a gradient, got: {value.dtype}, {value.layout}, on '
                 f'{value.device}, beginning with {sample_name(batch, 0)}. Make it one in the collator (`to_dense`, '
@@ -231,7 +232,8 @@ def attended_positions(batch: Batch) -> Tensor:
         return mask != 0
     # (rows, heads, queries, keys): additive masks hold 0 where a key is attended, boolean ones True.
     is_attended = mask == 0 if mask.dtype.is_floating_point else mask.bool()
-    return is_attended.flatten(1, -2).any(dim=1).expand_as(ids)
+    is_attended_by_any = is_attended.flatten(1, -2).any(dim=1)
+    return is_attended_by_any.expand_as(ids)
 
 
 def padding_side(batch: Batch) -> str:
@@ -241,8 +243,9 @@ def padding_side(batch: Batch) -> str:
 
 def side_of(real: Tensor) -> str:
     """Returns the padding side of rows with these real positions, see :func:`padding_side`."""
-    is_left = bool(real[:, -1].all()) and not bool(real[:, 0].all())
-    return 'left' if is_left else 'right'
+    all_end_last = bool(real[:, -1].all())
+    all_begin_first = bool(real[:, 0].all())
+    return 'left' if all_end_last and not all_begin_first else 'right'
 
 
 def side_and_lengths(batch: Batch) -> tuple[str, list[int]]:
@@ -261,4 +264,5 @@ def lengths_of(real: Tensor, side: str) -> list[int]:
     distance = torch.arange(1, width + 1, device=real.device)
     if side == 'left':
         distance = distance.flip(0)
-    return (real * distance).amax(dim=1).clamp(min=1).tolist()
+    lengths = (real * distance).amax(dim=1)
+    return lengths.clamp(min=1).tolist()

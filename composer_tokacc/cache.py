@@ -27,7 +27,8 @@ def fingerprint(value: object, *, length: int = 32) -> str:
         for piece in value:
             digest.update(piece)
     else:
-        digest.update(json.dumps(value, sort_keys=True, default=str).encode())
+        text = json.dumps(value, sort_keys=True, default=str)
+        digest.update(text.encode())
     return digest.hexdigest()[:length]
 
 

@@ -87,7 +87,10 @@ def mask_document_starts(batch: Mapping[str, Any]) -> Mapping[str, Any]:
     every label that is not masked, so with the mask their denominator and ours are equal.
     """
     starts = document_starts(batch)
-    if starts is None or not bool((batch['labels'][starts] != IGNORE_INDEX).any()):
+    if starts is None:
+        return batch
+    labels_at_starts = batch['labels'][starts]
+    if not bool((labels_at_starts != IGNORE_INDEX).any()):
         return batch
     _warn_once(
         'Rows are packed (`position_ids` restart at 0), and the first token of a further document has a label, which '

@@ -81,15 +81,19 @@ def _sources() -> dict[Path, Path]:
         return {}
     sources = {}
     for path in installed:
-        if INSTALLED[0] in path.parts and INSTALLED[1] in path.parts and path.suffix != '.pyc':
+        is_installed = INSTALLED[0] in path.parts and INSTALLED[1] in path.parts
+        if is_installed and path.suffix != '.pyc':
             # ../../../share/composer_tokacc/yamls/digits.yaml -> yamls/digits.yaml
             start = path.parts.index(INSTALLED[1]) + 1
-            sources[Path(*path.parts[start:])] = Path(str(path.locate()))
+            target = Path(*path.parts[start:])
+            sources[target] = Path(str(path.locate()))
     return sources
 
 
 def _sources_of_checkout(checkout: Path) -> dict[Path, Path]:
-    paths = [checkout / 'overrides.txt', *checkout.glob('yamls/*.yaml'), *checkout.glob('examples/**/*.*')]
+    yaml_files = checkout.glob('yamls/*.yaml')
+    example_files = checkout.glob('examples/**/*.*')
+    paths = [checkout / 'overrides.txt', *yaml_files, *example_files]
     return {path.relative_to(checkout): path for path in paths if path.suffix != '.pyc'}
 
 

@@ -83,7 +83,9 @@ class InvarianceCase:
     ) -> InvarianceCase:
         """Compares gradients on every rank, and returns the case of the rank with the largest error; a collective."""
         error, reason = relative_error(found, expected)
-        along_reference = sum(_product(found[name], expected[name]) for name in found.keys() & expected.keys())
+        along_reference = 0.0
+        for name in found.keys() & expected.keys():
+            along_reference += _product(found[name], expected[name])
         case = cls(
             cut=cut,
             padding=padding,
@@ -194,7 +196,9 @@ def relative_error(found: Gradients, expected: Gradients) -> tuple[float, str]:
     zero = torch.zeros(())  # for an absent gradient
     squares = {}
     for name in sorted(found.keys() | expected.keys()):
-        difference = found.get(name, zero).cpu().double() - expected.get(name, zero).cpu().double()
+        gradient = found.get(name, zero).cpu().double()
+        reference = expected.get(name, zero).cpu().double()
+        difference = gradient - reference
         square = float(difference.square().sum())
         squares[name] = math.inf if math.isnan(square) else square  # NaN cannot be compared
     squared_norm = _squared_norm(expected)
@@ -208,8 +212,9 @@ def relative_error(found: Gradients, expected: Gradients) -> tuple[float, str]:
     if worst not in found:
         reason = 'has no gradient'
     elif worst not in expected:
-        reason = 'has none expected'
-    return (sum(squares.values()) / squared_norm) ** 0.5, f'most of all, {worst} {reason}'
+        reason = 'has a gradient, but not in the reference'
+    error = math.sqrt(sum(squares.values()) / squared_norm)
+    return error, f'most of all, {worst} {reason}'
 
 
 def _squared_norm(gradients: Gradients) -> float:
@@ -217,7 +222,8 @@ def _squared_norm(gradients: Gradients) -> float:
 
 
 def _product(first: torch.Tensor, second: torch.Tensor) -> float:
-    return float((first.cpu().double() * second.cpu().double()).sum())
+    product = first.cpu().double() * second.cpu().double()
+    return float(product.sum())
 
 
 def verify_invariance(
@@ -374,7 +380,10 @@ class _StepInCuts:
     def reference_gradients(self, padding: str) -> Gradients:
         """Returns the gradients of one forward over the rows of all ranks."""
         batch = self._copied(self._whole_batch(padding))
-        gradients = self.gradients([batch]) if self.reference is None else self.reference(batch)
+        if self.reference is None:
+            gradients = self.gradients([batch])
+        else:
+            gradients = self.reference(batch)
         is_mapping = isinstance(gradients, Mapping)
         if not is_mapping or not all(isinstance(gradient, torch.Tensor) for gradient in gradients.values()):
             raise TypeError(f'`gradients` must give a tensor for each parameter, by name, got: {str(gradients)[:60]}.')
@@ -386,8 +395,10 @@ class _StepInCuts:
         num_rows = len(self.rows)
         yield self._cut('again', padding, num_rows, [self._whole_batch(padding)])
         batch = self.layout.concat(self.rows, padding_side=padding)
-        longest_first = sorted(range(num_rows), key=lambda row: -labels_of(self.rows[row]).shape[1])
-        for size in sorted({min(size, num_rows) for size in self.microbatch_sizes}):
+        widths = [labels_of(row).shape[1] for row in self.rows]
+        longest_first = sorted(range(num_rows), key=lambda row: -widths[row])
+        sizes = {min(size, num_rows) for size in self.microbatch_sizes}
+        for size in sorted(sizes):
             in_order = self._split(batch, range(num_rows), size)
             yield self._cut('in order', padding, size, in_order)
             by_length = self._split(batch, longest_first, size)

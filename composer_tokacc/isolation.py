@@ -101,20 +101,24 @@ def verify_isolation(
         True
     """
     check_kind('model', model, torch.nn.Module)
-    inner_model = next((module for module in model.modules() if hasattr(module, 'get_input_embeddings')), None)
-    if inner_model is None:
+    models = [module for module in model.modules() if hasattr(module, 'get_input_embeddings')]
+    if not models:
         raise TypeError(f'`model` must be a Hugging Face model, or hold one, got: {type(model).__name__}.')
+    inner_model = models[0]
     embedding = cast(_EmbedsIds, inner_model).get_input_embeddings()
     numbered = _numbered(torch.as_tensor(documents), text_of(packed))
-    inputs = {key: value for key, value in packed.items() if key != 'labels'}
+    inputs = dict(packed)
+    inputs.pop('labels', None)
     leaks = _leaks_of_gradient(model, embedding, inputs, numbered)
     ids = inputs.get('input_ids')
     if isinstance(ids, torch.Tensor):
         reserved = _reserved_ids(getattr(inner_model, 'config', None))
-        replacements = _with_other_ids(ids, numbered, reserved, getattr(embedding, 'num_embeddings', 0))
+        num_embeddings = getattr(embedding, 'num_embeddings', 0)
+        replacements = _with_other_ids(ids, numbered, reserved, num_embeddings)
         # A pair that the gradient shows keeps the size of the gradient.
         leaks = _leaks_of_ids(model, inputs, numbered, replacements) | leaks
-    return IsolationReport(leaks=tuple((*place, leaks[place]) for place in sorted(leaks)))
+    sorted_leaks = [(*place, leaks[place]) for place in sorted(leaks)]
+    return IsolationReport(leaks=tuple(sorted_leaks))
 
 
 def _numbered(documents: torch.Tensor, ids: torch.Tensor) -> list[_Document]:
@@ -144,7 +148,10 @@ def _others(document: _Document, numbered: Sequence[_Document]) -> Iterator[_Doc
 
 
 def _leaks_of_gradient(
-    model: torch.nn.Module, embedding: torch.nn.Module, inputs: Batch, numbered: Sequence[_Document]
+    model: torch.nn.Module,
+    embedding: torch.nn.Module,
+    inputs: Batch,
+    numbered: Sequence[_Document],
 ) -> Leaks:
     """Returns the norm of the gradient of each document's logits by the embeddings of another document, if not 0."""
     leaks: Leaks = {}
@@ -161,12 +168,15 @@ def _leaks_of_gradient(
     with embedding.register_forward_hook(start_graph):
         logits = _logits(model, inputs)
     # Random factors, so that no two parts of a sum cancel.
-    factors = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0)).to(logits)
+    generator = torch.Generator().manual_seed(0)
+    factors = torch.randn(logits.shape, generator=generator).to(logits)
+    products = logits * factors
     for document in numbered:
-        total = (logits * factors)[document.row][document.positions].sum()
+        total = products[document.row][document.positions].sum()
         (gradient,) = torch.autograd.grad(total, embedded[0], retain_graph=True)
         for other in _others(document, numbered):
-            size = float(gradient[other.row][other.positions].float().norm())
+            gradient_of_other = gradient[other.row][other.positions]
+            size = float(gradient_of_other.float().norm())
             if size != 0.0:
                 leaks[document.row, document.number, other.number] = size
     return leaks
@@ -228,7 +238,9 @@ def _with_other_ids(
     """
     texts = [ids[document.row][document.positions].tolist() for document in numbered]
     # In some models the first token of every document, or the last one, separates documents.
-    for tokens in ({text[0] for text in texts}, {text[-1] for text in texts}):
+    first_tokens = {text[0] for text in texts}
+    last_tokens = {text[-1] for text in texts}
+    for tokens in (first_tokens, last_tokens):
         if len(tokens) == 1:
             reserved |= tokens
     ordinary = set().union(*texts) - reserved
@@ -239,12 +251,14 @@ def _with_other_ids(
     if len(ordinary) < 2:
         return
     pool = torch.tensor(sorted(ordinary), dtype=ids.dtype, device=ids.device)
-    is_reserved = torch.isin(ids, torch.tensor(sorted(reserved), dtype=ids.dtype, device=ids.device))
+    reserved_ids = torch.tensor(sorted(reserved), dtype=ids.dtype, device=ids.device)
+    is_reserved = torch.isin(ids, reserved_ids)
     for document in numbered:
         is_changed = document.positions.to(ids.device) & ~is_reserved[document.row]
         row = ids[document.row]
         # Ids that are not ordinary get a place as well. They stay as they are, see `is_changed`.
-        places = torch.searchsorted(pool, row).clamp(max=len(pool) - 1)
+        places = torch.searchsorted(pool, row)
+        places = places.clamp(max=len(pool) - 1)
         candidates = [pool[(places + 1) % len(pool)]]
         for number in range(NUM_CONSTANTS):
             constant = pool[number * (len(pool) - 1) // (NUM_CONSTANTS - 1)]

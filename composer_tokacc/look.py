@@ -143,9 +143,10 @@ def described(sample: Mapping[str, Any], tokenizer: Any, index: int) -> str:
     sample_ids = sample.get('sample_ids') or [index]
     source = f' of {sample["source"][0]}' if 'source' in sample else ''
     lines = [f'== sample {sample_ids[0]!r}{source}: {len(ids)} tokens, {sum(has_loss)} of them learned']
+    text_shape = sample['input_ids'].shape
     for key, value in sample.items():
         # Tensors with an entry for each token, such as the attention mask, say nothing that the text does not.
-        if isinstance(value, torch.Tensor) and value.shape[:2] != sample['input_ids'].shape:
+        if isinstance(value, torch.Tensor) and value.shape[:2] != text_shape:
             data_type = str(value.dtype).removeprefix('torch.')
             lines.append(f'   {key}: {tuple(value.shape)} {data_type}, {_values_of(value)}')
     lines.append(''.join(_pieces(ids, has_loss, tokenizer)))

@@ -139,8 +139,15 @@ def compare_plans(record: PlanRecord | None) -> None:
     if record is None:
         report = RankReport(rank=get_global_rank(), num_ranks=get_world_size())
     else:
-        report = RankReport(record.rank, record.num_ranks, record.plan_checksum, record.witness, record.facts())
-    difference = find_difference(all_gather_object(report))
+        report = RankReport(
+            rank=record.rank,
+            num_ranks=record.num_ranks,
+            plan_checksum=record.plan_checksum,
+            witness=record.witness,
+            facts=record.facts(),
+        )
+    reports = all_gather_object(report)
+    difference = find_difference(reports)
     if difference is not None:
         raise NotExactError(difference)
 
@@ -158,7 +165,8 @@ def extended_checksum(checksum: int, data: bytes) -> int:
 def table_facts(name: str, values: np.ndarray) -> Facts:
     """Returns two facts of a table, its sorted numbers and their order, so that an error can say which one differs."""
     numbers = f'{len(values)} numbers of sum {values.sum()} ({_digest(np.sort(values))})'
-    first = ', '.join(str(value) for value in values[:SHOWN_NUMBERS].tolist())
+    first_numbers = [str(value) for value in values[:SHOWN_NUMBERS].tolist()]
+    first = ', '.join(first_numbers)
     return {name: numbers, f'order of {name}': f'{first}, ... ({_digest(values)})'}
 
 
@@ -195,14 +203,19 @@ class RankReport:
 
 def find_difference(reports: Sequence[RankReport]) -> str | None:
     """Returns the error for the first difference between the reports of all ranks; None if they agree."""
-    names = list(dict.fromkeys(name for report in reports for name in report.facts))
-    differing = [name for name in names if len({report.facts.get(name) for report in reports}) > 1]
+    differing: list[str] = []
+    for report in reports:
+        for name in report.facts:
+            values = {other.facts.get(name) for other in reports}
+            if len(values) > 1 and name not in differing:
+                differing.append(name)
     if differing:
-        name = differing[0]
-        more = f' Also different: {", ".join(differing[1:])}.' if len(differing) > 1 else ''
+        name, *more_names = differing
+        more = f' Also different: {", ".join(more_names)}.' if more_names else ''
         return _unequal(name, [report.facts.get(name, 'none') for report in reports]) + more
     # A rank has no witness if it could not read the samples, or if two readings of a sample differ.
-    if len({report.witness for report in reports if report.witness}) > 1:
+    witnesses = {report.witness for report in reports if report.witness}
+    if len(witnesses) > 1:
         return _unequal('first samples', [report.witness or 'unknown' for report in reports])
     planned_ranks = sorted(report.rank for report in reports)
     num_ranks = len(reports)

@@ -45,8 +45,10 @@ def _weighs_the_same(model: torch.nn.Module) -> Iterator[TokenWeightsReport]:
         yield report
     # These are collectives, so no rank may fail before them.
     spread = report.spread
-    has_negative = any(values_of_ranks(any(bool((weights < 0).any()) for weights in report.weights)))
-    has_others = any(values_of_ranks(any(bool((weights >= 0).any()) for weights in report.weights)))
+    is_negative = [bool((weights < 0).any()) for weights in report.weights]
+    is_not_negative = [bool((weights >= 0).any()) for weights in report.weights]
+    has_negative = any(values_of_ranks(any(is_negative)))
+    has_others = any(values_of_ranks(any(is_not_negative)))
     faults_by_rank = values_of_ranks([*report.forwards_without_weight(), *watch.faults])
     faults = []
     if not spread <= 1 + report.known_to:

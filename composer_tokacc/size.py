@@ -126,9 +126,11 @@ def size(config: TrainConfig, options: SizeOptions) -> SizingReport:
     if options.lengths is not None:
         if options.time_steps:
             raise ConfigError('time_steps', 'needs the data itself, got: `lengths`. Leave one of them out')
-        table = lengths_of(options.lengths, longest=config.dataset.get('max_length'), seed=config.seed)
+        longest = config.dataset.get('max_length')
+        table = lengths_of(options.lengths, longest=longest, seed=config.seed)
         processor = None if config.model.pretrained is None else source.build_processor()
-        dataset = StandIns(table, processor, read_config(config.model.pretrained, config.model.config, processor))
+        model_config = read_config(config.model.pretrained, config.model.config, processor)
+        dataset = StandIns(table, processor, model_config)
     else:
         processor = source.build_processor()
         dataset = source.build_dataset(processor)

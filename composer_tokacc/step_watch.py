@@ -248,7 +248,8 @@ def relative_difference(first: torch.Tensor | None, second: torch.Tensor | None)
     if first is None or second is None or first.shape != second.shape:
         return float('nan')
     # Summed up in float64 without a copy of the logits in it.
-    change = torch.linalg.vector_norm(second.detach() - first.detach(), dtype=torch.float64)
+    difference = second.detach() - first.detach()
+    change = torch.linalg.vector_norm(difference, dtype=torch.float64)
     size = torch.linalg.vector_norm(first.detach(), dtype=torch.float64)
     return float(change / size.clamp(min=TINY))
 

@@ -112,7 +112,8 @@ def _train(config: TrainConfig) -> None:
     watch_flops(config, parts, trainer.state)
     answers = answers_of(config, parts)
     rehearsal = rehearsal_of(config, parts)
-    trainer.state.callbacks += [callback for callback in (rehearsal, answers) if callback is not None]
+    further_callbacks = [callback for callback in (rehearsal, answers) if callback is not None]
+    trainer.state.callbacks += further_callbacks
     first_step = int(trainer.state.timestamp.batch.value)
     started = time.monotonic()
     _fit(trainer, first_step)

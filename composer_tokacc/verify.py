@@ -134,7 +134,8 @@ def verify(config: TrainConfig, *, max_rows: int = 8, tolerance: float = 1e-6) -
     if run.router_balance == 'microbatch' and any(step.has_router_loss for step in references.values()):
         return replace(report, note=ROUTER_NOTE)
     # The model itself may be less exact than the tolerance. Only then is a larger one accepted.
-    round_off = max(run.round_off(padding, references[padding].gradients) for padding in SIDES)
+    round_offs = [run.round_off(padding, references[padding].gradients) for padding in SIDES]
+    round_off = max(round_offs)
     with_round_off = replace(report, tolerance=round_off, note=ROUND_OFF_NOTE)
     if tolerance < round_off < MOST_ROUND_OFF and with_round_off.is_exact:
         return with_round_off
@@ -166,7 +167,8 @@ class _VerifiedRun:
     @classmethod
     def from_config(cls, config: TrainConfig, max_rows: int) -> _VerifiedRun:
         """Builds the model in float32, because the round-off of a shorter type would hide an error; a collective."""
-        parts = build_parts(replace(config, model=replace(config.model, dtype='float32')))
+        model_section = replace(config.model, dtype='float32')
+        parts = build_parts(replace(config, model=model_section))
         _make_deterministic(parts.model)
         layout = BatchLayout.for_model(parts.model)
         rows = _rows(next(iter(parts.train_loader.dataloader)), layout, max_rows)
@@ -195,7 +197,8 @@ class _VerifiedRun:
 
     def joined_rows(self, padding: str) -> Batch:
         """Returns one batch of the rows of all ranks."""
-        return self.layout.with_media(self.layout.concat(self.rows_of_all_ranks, padding_side=padding))
+        batch = self.layout.concat(self.rows_of_all_ranks, padding_side=padding)
+        return self.layout.with_media(batch)
 
     def whole_step(self, batch: Batch) -> _WholeStep:
         """Computes the gradient of one plain forward: no Trainer, no factors, the model's own mean.
@@ -212,7 +215,9 @@ class _VerifiedRun:
             weights = token_weights_of(batch, self.token_weights, self.loss_rule)
             weights = at_predictions(weights, self.loss_rule)
             targets = targets_of(batch, self.loss_rule)
-            losses = torch.nn.functional.cross_entropy(outputs.logits.transpose(1, 2), targets, reduction='none')
+            # cross_entropy takes the vocabulary as dimension 1.
+            logits = outputs.logits.transpose(1, 2)
+            losses = torch.nn.functional.cross_entropy(logits, targets, reduction='none')
             loss = (losses * weights).sum() / weights.sum()
         loss.backward()
         gradients = _gradients_of(model)
@@ -221,10 +226,12 @@ class _VerifiedRun:
 
     def round_off(self, padding: str, expected: Gradients) -> float:
         """Returns the change of the gradient if the rows come in reverse order and, on the left, with more padding."""
-        batch = self.layout.concat(self.rows_of_all_ranks[::-1], padding_side=padding)
+        reversed_rows = self.rows_of_all_ranks[::-1]
+        batch = self.layout.concat(reversed_rows, padding_side=padding)
         if padding == 'left':
             batch = widened(batch, self.layout.width(batch) + COLUMNS_BEFORE)
-        error, _ = relative_error(self.whole_step(self.layout.with_media(batch)).gradients, expected)
+        batch = self.layout.with_media(batch)
+        error, _ = relative_error(self.whole_step(batch).gradients, expected)
         return error
 
     def cuts(self, padding: str) -> Iterator[StepCut]:
@@ -340,7 +347,11 @@ def _trained_gradients(parts: RunParts, data: DataSpec, size: int, algorithm: Al
 
 def _on_device(model: torch.nn.Module, batch: Batch) -> dict[str, Any]:
     device = next(model.parameters()).device
-    return {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
+    on_device = dict(batch)
+    for key, value in batch.items():
+        if isinstance(value, torch.Tensor):
+            on_device[key] = value.to(device)
+    return on_device
 
 
 def _gradients_of(model: torch.nn.Module) -> Gradients:

@@ -57,8 +57,8 @@ def weights_at(batch: Batch, token_weights: str, counted: Tensor) -> Tensor:
         return _weights_in(batch, counted).masked_fill(~counted, 0)
     documents = _documents(batch, counted)
     # There are at most as many documents as positions. With `minlength` the host need not wait for the device.
-    tokens_per_document = torch.bincount(documents[counted], minlength=documents.numel()).clamp(min=1)
-    weight_per_document = tokens_per_document.double().pow(-power)
+    tokens_per_document = torch.bincount(documents[counted], minlength=documents.numel())
+    weight_per_document = tokens_per_document.clamp(min=1).double().pow(-power)
     return weight_per_document[documents].masked_fill(~counted, 0).float()
 
 
@@ -101,12 +101,14 @@ def _weights_in(batch: Batch, counted: Tensor) -> Tensor:
             f'`{LOSS_WEIGHTS}` must be a real tensor, or a list of a float per row, got: {column!r}.'
         )
     rows, width = counted.shape
-    if tuple(column.shape) not in ((rows,), (rows, 1), (rows, width)):
+    shapes = ((rows,), (rows, 1), (rows, width))
+    if tuple(column.shape) not in shapes:
         raise InvalidInputError(
             f'`{LOSS_WEIGHTS}` must be of shape ({rows},) or {rows, width}, as the labels, got: {tuple(column.shape)}, '
             f'beginning with {sample_name(batch, 0)}.'
         )
-    weights = column.float().view(rows, -1).expand(rows, width)
+    weights = column.float().view(rows, -1)
+    weights = weights.expand(rows, width)
     is_bad = counted & ~(weights.isfinite() & (weights >= 0))
     if bool(is_bad.any()):
         row = int(is_bad.any(dim=1).int().argmax())

@@ -131,7 +131,8 @@ class RowComparison(Generic[RulesT]):
         # Packing reads the rule in the batch, to decide whether it masks the first label of a document.
         self._rows = with_rows(rows, [RowCounts(rule=rule)] * num_rows(rows))
         self._facts = describe(layout, self._rows)
-        self._counts: list[int] = loss_mask(rows, rule).sum(dim=1).tolist()
+        has_loss = loss_mask(rows, rule)
+        self._counts: list[int] = has_loss.sum(dim=1).tolist()
         self._all_rows = list(range(len(self._counts)))
         # In a model with an encoder this is the width of the decoder's text.
         self._width = rows['labels'].shape[1]
@@ -139,12 +140,14 @@ class RowComparison(Generic[RulesT]):
         self.batch = on_device(self._rows)
         """The rows as the model gets them."""
         self._check_labels_kept()
-        self.reference = probe.run(self.batch, targets=targets_of(self.batch, rule))
+        targets = targets_of(self.batch, rule)
+        self.reference = probe.run(self.batch, targets=targets)
         """The result of all rows together."""
         self._expected = self._aligned(rows, self.reference, self._all_rows)
 
     def _check_labels_kept(self) -> None:
-        counts = loss_mask(self.batch, self._rule).sum(dim=1).tolist()
+        has_loss = loss_mask(self.batch, self._rule)
+        counts = has_loss.sum(dim=1).tolist()
         if counts != self._counts:
             raise NotExactError(
                 f'`microbatch_transforms` must leave labels alone, got: {sum(counts)} loss-generating tokens where '
@@ -188,7 +191,8 @@ class RowComparison(Generic[RulesT]):
             return None
         # If the model is sure of a token, its weight is measured badly. So each weight counts by its squared gradient.
         squares = measured.sizes.square()
-        mean = float((measured.weights * squares).sum() / squares.sum())
+        weighted_squares = measured.weights * squares
+        mean = float(weighted_squares.sum() / squares.sum())
         if mean == 0 or not math.isfinite(mean):
             return None
         relative_weights = measured.weights / mean
@@ -248,7 +252,8 @@ class RowComparison(Generic[RulesT]):
         ``media`` maps the number of a row to its media, padded as in the row's own microbatch.
         """
         for row, row_media in media.items():
-            batch = {**self._layout.select(self._rows, [row]), **row_media}
+            single_row = self._layout.select(self._rows, [row])
+            batch = {**single_row, **row_media}
             result = self._probe.run(self._on_device(batch))
             gradients = self._aligned(batch, result, [row])
             self._check_gradients(gradients, [row], CutKind.OTHER_PADDING)
@@ -307,7 +312,8 @@ class RowComparison(Generic[RulesT]):
         repeated until they have as many tokens as in training. More different rows would need more memory, because all
         of them are also computed together, padded.
         """
-        num_copies = max(math.ceil(packed_total / sum(self._facts.lengths)), 1)
+        total = sum(self._facts.lengths)
+        num_copies = max(math.ceil(packed_total / total), 1)
         groups = [self._all_rows * num_copies, self._all_rows[::-1] * num_copies]
         self._check_microbatches(assemble, groups, CutKind.PACKED, NOT_COMPUTED)
 
@@ -384,9 +390,11 @@ class RowComparison(Generic[RulesT]):
                     for place, row in enumerate(rows):
                         row_gradients[place, self._facts.real[row]] = gradient[0, documents == place]
                 elif self._facts.side == 'left':
-                    row_gradients[:, -gradient.shape[1] :] = gradient[: len(rows), -self._width :]
+                    start = -gradient.shape[1]
+                    row_gradients[:, start:] = gradient[: len(rows), -self._width :]
                 else:
-                    row_gradients[:, : gradient.shape[1]] = gradient[: len(rows), : self._width]
+                    end = gradient.shape[1]
+                    row_gradients[:, :end] = gradient[: len(rows), : self._width]
                 row_gradients *= self._denominator(unit, rows)
         return aligned
 
@@ -401,7 +409,8 @@ class RowComparison(Generic[RulesT]):
         """Raises CutFailure if a row's gradient differs from the expected one by more than round-off."""
         for point, row_gradients in gradients.items():
             all_expected = self._expected[point]
-            largest = float(all_expected.flatten(1).norm(dim=1).max())
+            norms = all_expected.flatten(1).norm(dim=1)
+            largest = float(norms.max())
             expected = all_expected[rows]
             # The change of a row's gradient is a factor on all of it, and a remainder.
             factors = _factors(row_gradients, expected)
@@ -547,7 +556,8 @@ def _relative_errors(
         largest = float(sizes.max())
     smallest_size = SMALL_ROW * largest or 1e-30  # nothing is divided by zero
     differences = (gradients - expected).flatten(1).norm(dim=1)
-    return (differences / sizes.clamp(min=smallest_size)).nan_to_num(nan=torch.inf)
+    errors = differences / sizes.clamp(min=smallest_size)
+    return errors.nan_to_num(nan=torch.inf)
 
 
 def documents_of(packed: Batch) -> Tensor:
@@ -559,4 +569,5 @@ def documents_of(packed: Batch) -> Tensor:
     positions = packed['position_ids'].flatten(0, -2)[:1]  # positions of text come first
     # Positions restart at 0, or at padding_idx + 1 (RoBERTa).
     restarts = positions.diff(dim=1) != 1
-    return torch.nn.functional.pad(restarts.cumsum(dim=1), (1, 0))
+    documents = restarts.cumsum(dim=1)
+    return torch.nn.functional.pad(documents, (1, 0))

@@ -401,7 +401,8 @@ def find_loss_rule(
     for rule in LOSS_RULES:
         predicts = targets_of(row, rule).cpu() != IGNORE_INDEX
         predicting_norms = norms[predicts]
-        elsewhere = float(norms[~predicts].norm() / predicting_norms.norm().clamp(min=TINY))
+        other_norms = norms[~predicts]
+        elsewhere = float(other_norms.norm() / predicting_norms.norm().clamp(min=TINY))
         if elsewhere < LARGEST_ELSEWHERE and bool((predicting_norms > 0).all()):
             matching[rule] = elsewhere
     positions = _columns(norms)
@@ -437,13 +438,15 @@ def rule_batch(layout: BatchLayout | None, rows: Batch) -> BatchDict:
     mask = rows.get('attention_mask')
     if not isinstance(mask, Tensor) or mask.shape != labels.shape:
         mask = None
-    positions = (labels[0, 1:] != IGNORE_INDEX).nonzero().flatten() + 1
+    has_label = labels[0, 1:] != IGNORE_INDEX
+    positions = has_label.nonzero().flatten() + 1
     if len(positions) < 2:
         # Too few labels: any attended positions will do.
         attended = torch.ones_like(labels)
         if mask is not None:
             attended = mask
-        positions = (attended[0, 1:] != 0).nonzero().flatten() + 1
+        is_attended = attended[0, 1:] != 0
+        positions = is_attended.nonzero().flatten() + 1
     label_positions = positions[-NUM_LABELS:].tolist() or [labels.shape[1] - 1]
     changed = {**rows, 'labels': torch.full_like(labels, IGNORE_INDEX)}
     # Only the unshifted rule counts the label of the first position.
@@ -519,7 +522,8 @@ def chosen_rows(
     facts = describe(layout, batch)
     labels = labels_of(batch)
     # A row with labels is better than one that gets them for the check.
-    has_no_label = (labels[:, 1:] == IGNORE_INDEX).all(dim=1).tolist()
+    is_masked = labels[:, 1:] == IGNORE_INDEX
+    has_no_label = is_masked.all(dim=1).tolist()
     rows: list[int] = []
     for costs in _criteria(facts, missing):
         # Of equally good rows the shortest one is taken.
@@ -532,7 +536,8 @@ def chosen_rows(
     rows = rows[: max(max_rows, 2 + num_media_criteria)]
     # Fill up with short rows, which cost little.
     remaining = set(range(len(labels))) - set(rows)
-    shortest_first = sorted(remaining, key=lambda row: (has_no_label[row], facts.lengths[row]))
+    lengths = facts.lengths
+    shortest_first = sorted(remaining, key=lambda row: (has_no_label[row], lengths[row]))
     num_to_add = max(MIN_ROWS - len(rows), 0)
     return rows + shortest_first[:num_to_add]
 
@@ -644,12 +649,14 @@ def lengthened(layout: BatchLayout, rows: BatchDict) -> BatchDict:
     if _has_label_to_predict(rows) or _ids_at_labels(rows) is None or any(layout.media_per_row(rows)):
         return rows
     real = real_positions(rows)
-    with_token = real.any(dim=1).nonzero().flatten().tolist()
+    has_token = real.any(dim=1)
+    with_token = has_token.nonzero().flatten().tolist()
     if not with_token:
         return rows
     longer = layout.select(rows, with_token)
     # The column of the only token of each row.
-    columns = real[with_token].int().argmax(dim=1)[:, None]
+    first_columns = real[with_token].int().argmax(dim=1)
+    columns = first_columns[:, None]
     for key, value in longer.items():
         if isinstance(value, Tensor) and value.shape == real[with_token].shape:
             longer[key] = value.gather(1, columns).repeat(1, ENOUGH_TOKENS)
@@ -686,7 +693,8 @@ def _with_labels(layout: BatchLayout, batch: BatchDict) -> BatchDict:
                 labels[row, columns[-1]] = ids[row, columns[-1]]
         elif not num_media[row] and row != longest_prompt:
             empty_columns = columns[labels[row, columns] == IGNORE_INDEX]
-            labels[row, empty_columns] = tokens[torch.arange(len(empty_columns)) % len(tokens)]
+            repeated = torch.arange(len(empty_columns)) % len(tokens)
+            labels[row, empty_columns] = tokens[repeated]
     return {**batch, 'labels': labels}
 
 
@@ -710,13 +718,15 @@ def with_unequal_row(
     copied = layout.select(rows, [*range(len(counts)), copied_row])
     labels = copied['labels'].clone()
     copied['labels'] = labels
-    counted_columns = loss_mask(copied, rule)[-1].nonzero().flatten().tolist()
+    has_loss = loss_mask(copied, rule)[-1]
+    counted_columns = has_loss.nonzero().flatten().tolist()
     if len(counted_columns) > 1:
         labels[-1, counted_columns[:-1]] = IGNORE_INDEX
     elif counted_columns and _ids_at_labels(copied) is not None:
         # The first token gets no label, because it may be predicted from padding. The label is one of the row, because
         # ids may be placeholders.
-        columns = real_positions(copied)[-1].nonzero().flatten().tolist()[1:]
+        is_real = real_positions(copied)[-1]
+        columns = is_real.nonzero().flatten().tolist()[1:]
         labels[-1, columns] = int(labels[-1, counted_columns[0]])
     return copied
 

@@ -104,7 +104,8 @@ def are_logits(gradient: Tensor, targets: Tensor) -> bool | None:
     for part, (part_gradient,) in _float_parts(gradient):
         part_targets = flat_targets[part]
         # Positions without a target look up entry 0, which is not counted.
-        label_entries = part_gradient.gather(1, part_targets.clamp(min=0)[:, None])[:, 0]
+        columns = part_targets.clamp(min=0)[:, None]
+        label_entries = part_gradient.gather(1, columns)[:, 0]
         is_smallest = label_entries == part_gradient.amin(dim=-1)
         is_largest = label_entries == part_gradient.amax(dim=-1)
         absolute_sum = part_gradient.abs().sum(dim=-1)
@@ -175,7 +176,8 @@ def measure(logits: Tensor, gradient: Tensor) -> MeasuredTokens:
         square = direction.square().sum(dim=-1)  # norm() of 32,000 numbers has an error of 3e-6 on a CPU
         weights = torch.linalg.vecdot(part_gradient, direction) / square.clamp(min=TINY)
         remainder = torch.addcmul(part_gradient, weights[:, None], direction, value=-1)
-        parts.append(MeasuredTokens(weights, targets, square.sqrt(), remainder.norm(dim=-1)))
+        measured = MeasuredTokens(weights, targets, square.sqrt(), remainder.norm(dim=-1))
+        parts.append(measured)
     fields = []
     for pieces in zip(*parts, strict=True):
         fields.append(torch.cat(pieces).view(logits.shape[:2]))

@@ -105,7 +105,8 @@ class ProbeResult:
         # Losses near 0 are compared absolutely.
         distances = [0.0]
         for unit, loss in self.losses.items():
-            distances.append(abs(other.losses[unit] - loss) / (1 + abs(loss)))
+            difference = abs(other.losses[unit] - loss)
+            distances.append(difference / (1 + abs(loss)))
         for unit, gradients in self.gradients.items():
             pairs = zip(gradients, other.gradients[unit], strict=True)
             for gradient, other_gradient in pairs:
@@ -271,7 +272,8 @@ class Probe:
         ) -> None:
             # Only the size and the address are kept, so that the memory of the output is freed.
             if _is_of_shape(output, shapes):
-                outputs.append(_LayerOutput(module, output.shape[-1], output.data_ptr()))
+                layer_output = _LayerOutput(module, output.shape[-1], output.data_ptr())
+                outputs.append(layer_output)
 
         with _hooked(_leaves(self._modules), note):
             result = self.run(batch, seed=1)
@@ -405,7 +407,9 @@ def _result_of(
         output_size = logits.shape[-1]
         if not isinstance(logits, DTensor):
             output_address = logits.data_ptr()
-    losses = {unit: loss.float().mean().item() for unit, loss in forward.terms.items()}
+    losses = {}
+    for unit, loss in forward.terms.items():
+        losses[unit] = loss.float().mean().item()
     return ProbeResult(
         losses=losses,
         gradients=gradients,
@@ -515,7 +519,8 @@ def _golden_numbers(
     device: torch.device,
 ) -> Tensor:
     """Returns numbers between 0 and 1, the same on all ranks and devices: multiples of the golden ratio."""
-    return (torch.arange(1, size + 1) * 0.618034 % 1).to(device, dtype)
+    numbers = torch.arange(1, size + 1) * 0.618034 % 1
+    return numbers.to(device, dtype)
 
 
 # Helpers of a forward.

@@ -74,7 +74,9 @@ class TokenWeightsReport:
         If ``torch.distributed`` is initialised, every rank must read it.
         """
         extremes = torch.tensor(values_of_ranks(self._extremes()))
-        return float(extremes[:, 0].max() / extremes[:, 1].min())
+        largest = extremes[:, 0].max()
+        smallest = extremes[:, 1].min()
+        return float(largest / smallest)
 
     @property
     def residual(self) -> float:

@@ -131,5 +131,6 @@ def _pattern_of_control_tokens(tokenizer: Any, end_token: str) -> re.Pattern[str
         if token.special:
             tokens.add(str(token))
     # The longest first: a token may be the beginning of another.
-    escaped = [re.escape(token) for token in sorted(tokens, key=len, reverse=True)]
+    longest_first = sorted(tokens, key=len, reverse=True)
+    escaped = [re.escape(token) for token in longest_first]
     return re.compile('|'.join(escaped))

@@ -254,7 +254,8 @@ class ConversationEncoder:
         for add_special_tokens, group in groups.items():
             texts = [rendered.text for _, rendered in group]
             tokens = self.tokenizer(texts, add_special_tokens=add_special_tokens, **_ONLY_IDS)
-            for (index, rendered), ids, encoding in zip(group, tokens['input_ids'], tokens.encodings, strict=True):
+            encoded_texts = zip(group, tokens['input_ids'], tokens.encodings, strict=True)
+            for (index, rendered), ids, encoding in encoded_texts:
                 spans = [_tokens_of(encoding, answer) for answer in rendered.answers]
                 input_ids = torch.tensor([ids])
                 labels = _labels_of(input_ids, spans)
@@ -339,7 +340,8 @@ class ConversationEncoder:
             options[name] = dict(values)
         if self._has_query_tokens:  # BLIP's processors take a clip as an image
             arguments = {}
-            images = [*media['image'], *(video.frames for video in media['video'])]
+            frames = [video.frames for video in media['video']]
+            images = [*media['image'], *frames]
             if images:
                 arguments['images'] = images
         else:

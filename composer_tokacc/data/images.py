@@ -122,5 +122,6 @@ def _to_rgb(image: Image.Image, *, has_32_bits: bool) -> Image.Image:
             raise InvalidInputError(
                 f'an image of mode {image.mode} has no known white; save it with 8 or 16 bits a channel'
             )
-        image = Image.fromarray((values // (MAX_16_BIT // 255)).astype(np.uint8))
+        values_of_8_bits = values // (MAX_16_BIT // 255)
+        image = Image.fromarray(values_of_8_bits.astype(np.uint8))
     return image.convert('RGB')

@@ -96,7 +96,8 @@ class LengthTable:
 
     def select(self, indices: Sequence[int]) -> LengthTable:
         """Returns the table of some samples, in the given order. None of them may be bad."""
-        columns = {name: getattr(self, name)[list(indices)] for name in TABLE_COLUMNS}
+        rows = list(indices)
+        columns = {name: getattr(self, name)[rows] for name in TABLE_COLUMNS}
         return LengthTable(**columns)
 
     def save(self, path: Path) -> None:
@@ -291,7 +292,8 @@ def _check_rows(rows: Sequence[TableRow | None], indices: Sequence[int], row_siz
     """Reads some random samples and compares their rows. If one differs on any rank, drops all rows on all ranks."""
     num_samples = len(row_sizes.dataset)
     # The same samples on every rank and in every run, so that the result does not change between starts.
-    chosen = set(np.random.default_rng(0).choice(num_samples, NUM_CHECKED, replace=False).tolist())
+    random = np.random.default_rng(0)
+    chosen = set(random.choice(num_samples, NUM_CHECKED, replace=False).tolist())
     checked: list[MeasuredRow] = list(rows)
     difference = ''
     for place, index in enumerate(indices):

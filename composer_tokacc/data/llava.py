@@ -328,7 +328,8 @@ class LlavaDataset(Dataset):
 
 def _fingerprint_of(parts: Iterable[tuple[Any, ...]]) -> str:
     """Returns a fingerprint in the form that the checkpoints of all releases hold."""
-    return fingerprint((repr(part).encode() for part in parts), length=64)
+    texts = [repr(part).encode() for part in parts]
+    return fingerprint(texts, length=64)
 
 
 def _identify_file(file: str | EmbeddedFile, folder: Path) -> tuple[str, int]:

@@ -200,7 +200,8 @@ def _patches_of(pixels: torch.Tensor, patch_size: int, image_sizes: Any) -> int:
     if pixels.dim() == 5 and not pixels.is_meta:
         # Idefics3 takes out tiles of zeros; LLaVA-NeXT and OneVision those that their processors add, which are zeros
         # too. Mllama, with 6 dimensions, computes all. Meta tensors are all of one size, so that no tile is added.
-        num_tiles = int(pixels.flatten(2).any(dim=2).sum())
+        has_pixels = pixels.flatten(2).any(dim=2)
+        num_tiles = int(has_pixels.sum())
     height, width = pixels.shape[-2:]
     return num_tiles * (height // patch_size) * (width // patch_size)
 
@@ -357,10 +358,12 @@ class ImageExpansion:
             with suppress(Exception):  # this processor needs real images
                 meta_images = []
                 for width, height in sizes:
-                    meta_images.append(torch.empty(3, height, width, dtype=torch.uint8, device='meta'))
+                    meta_image = torch.empty(3, height, width, dtype=torch.uint8, device='meta')
+                    meta_images.append(meta_image)
                 return self._encoder(conversation, meta_images)
         with suppress(Exception):  # the reason is given when a sample with such images is read
-            return self._encoder(conversation, [Image.new('RGB', size) for size in sizes])
+            images = [Image.new('RGB', size) for size in sizes]
+            return self._encoder(conversation, images)
         return None
 
     def _is_separate(self, text: torch.Tensor, expanded: torch.Tensor) -> bool:
@@ -370,7 +373,9 @@ class ImageExpansion:
         around an image. The tokenizer merges them with line breaks of the text.
         """
         num_before = _num_equal(text, expanded)
-        num_behind = _num_equal(text[num_before:].flip(0), expanded[num_before:].flip(0))
+        text_backwards = text[num_before:].flip(0)
+        expanded_backwards = expanded[num_before:].flip(0)
+        num_behind = _num_equal(text_backwards, expanded_backwards)
         old_tokens = text[num_before : len(text) - num_behind].tolist()
         new_tokens = expanded[num_before : len(expanded) - num_behind].tolist()
         added_tokens = self._encoder.tokenizer.added_tokens_decoder

@@ -87,7 +87,8 @@ def write_shards(
     if find_spec('streaming') is None:
         raise ImportError("shards need mosaicml-streaming, got: none. pip install 'composer_tokacc[streaming]'")
     out = Path(out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    is_empty_folder = out.is_dir() and not any(out.iterdir())
+    if out.exists() and not is_empty_folder:
         raise InvalidInputError(
             f'`out_folder` must be empty or absent, got: {out}, which is not. Name another, or remove it.'
         )
@@ -209,7 +210,8 @@ def _read_row(
     try:
         contents = []
         for file in open_files(record, folder):
-            contents.append(file.read_bytes() if isinstance(file, Path) else file.read())
+            content = file.read_bytes() if isinstance(file, Path) else file.read()
+            contents.append(content)
         decode_media(record, [BytesIO(content) for content in contents])
     except BadSampleError as error:
         return error
@@ -250,7 +252,8 @@ def from_row(row: JsonObject) -> tuple[Record, list[bytes]]:
     raw_record = row['record']
     turns = []
     for raw_turn in raw_record['conversations']:
-        turns.append(Turn(raw_turn['from'], raw_turn['value'], raw_turn.get('weight') != 0))
+        has_weight = raw_turn.get('weight') != 0
+        turns.append(Turn(raw_turn['from'], raw_turn['value'], has_weight))
     media = [Medium(modality, tuple(names)) for modality, names in raw_record['media']]
     record = Record(
         sample_id=raw_record['id'],

@@ -142,7 +142,8 @@ def make_video(frames: Sequence[np.ndarray], numbers: list[int], total: int, ste
         total: Frames of the whole video.
         step: Seconds between two frame numbers.
     """
-    stacked = torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2)
+    stacked = torch.from_numpy(np.stack(frames))
+    stacked = stacked.permute(0, 3, 1, 2)
     metadata = {
         'total_num_frames': total,
         'fps': 1 / step,
@@ -376,7 +377,8 @@ def read_video(file: MediaFile, sampling: VideoSampling, *, shapes_only: bool = 
         frames = dict.fromkeys(chosen_stamps, first_frame)
     else:
         frames = _decode_frames(file, chosen_stamps, key_frames)
-    gaps = [gap for gap in np.diff(times).tolist() if gap > 0]
+    differences = np.diff(times).tolist()
+    gaps = [gap for gap in differences if gap > 0]
     if gaps and max(gaps) > 1.5 * step:
         # The gaps are uneven. Frame numbers count steps of the smallest gap, and so say when a frame is shown.
         step = min(gaps)
@@ -404,7 +406,8 @@ def _read_stamps(container: InputContainer, stream: VideoStream) -> tuple[list[i
         if not packet.size or stamp is None:
             continue
         # The end of any stream, because the duration in the header is that of the longest one.
-        end = max(end, float((stamp + (packet.duration or 0)) * packet.time_base))
+        end_of_packet = stamp + (packet.duration or 0)
+        end = max(end, float(end_of_packet * packet.time_base))
         if packet.stream is not stream or packet.is_discard:
             continue
         stamps.append(stamp)
@@ -449,7 +452,8 @@ def _decode_frames(file: MediaFile, stamps: Sequence[int], key_frames: Sequence[
             width=first_frame.width,
             height=first_frame.height,
         )
-        upright[stamp] = _turn_upright(resized.to_ndarray(), frame.side_data.get('DISPLAYMATRIX'))
+        display_matrix = frame.side_data.get('DISPLAYMATRIX')
+        upright[stamp] = _turn_upright(resized.to_ndarray(), display_matrix)
     return upright
 
 
