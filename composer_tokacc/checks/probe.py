@@ -42,8 +42,7 @@ measurement rounds only the result of each layer."""
 ROUNDING_FLOOR = 64
 """Tolerance of a loss in multiples of its machine epsilon: kernels for other shapes sum in another order."""
 STATE_TOLERANCE = 1e-6
-"""If a changed state changes a result by less than this, relatively, the result does not depend on the state. Steps
-are exact to the same number."""
+"""If a changed state changes a result by less than this, relatively, the result does not depend on the state."""
 VARIATION = 0.8
 """Size of the numbers that are added to a weight with equal entries. All of them together change an output by about
 half of one input."""

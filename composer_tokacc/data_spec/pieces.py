@@ -276,7 +276,7 @@ class Piece:
         for size in options.caps:
             if size == 'image_tokens':
                 sizes[size] = facts.image_tokens
-            else:
+            elif size == 'loss_tokens':
                 sizes[size] = [row.loss_tokens for row in rows_of(facts.batch)]
         rows = range(len(facts.lengths))
         return cls(facts, rules, options, rows, rules.widths(facts), sizes)

@@ -39,8 +39,9 @@ class Entry:
     Args:
         unit: What dimension 0 (or ``row_dim``) enumerates: ``'row'`` (one per row), ``'image'``, ``'patch'``,
             ``'video'``, ``'video_patch'``, ``'audio'`` (several per row, or none, in row order), or ``'shared'`` (no
-            rows at all). Any other name will do as well, if the batch carries a list ``num_<name>s``. ``found.py``
-            also writes ``'image/12'``: 12 entries of images, whose rows are inferred.
+            rows at all). Any other name will do as well, if the batch carries a list ``num_<name>s``. But it is no
+            modality: its entries go with their rows, and no dummy row is made of them. ``found.py`` also writes
+            ``'image/12'``: 12 entries of images, whose rows are inferred.
         row_dim: The dimension that enumerates the units.
         seq_dims: Dimensions as long as the row's tokens; they are padded and trimmed together.
         slot_dim: A dimension padded to the largest number of images of any row (Idefics3 style).

@@ -25,7 +25,8 @@ from composer_tokacc.row_counts import RowCounts, count_rows, is_counted, rows_o
 class StepCounts:
     """Counts of one rank, or their sum over all ranks.
 
-    Ranks exchange them as a list of numbers in the order of the fields.
+    Ranks exchange them as a list of numbers in the order of the fields. Not every sum means something: of
+    ``loader_seconds`` and ``peak_memory`` the largest of all ranks is logged.
     """
 
     samples: float

@@ -22,7 +22,7 @@ Table = Sequence[float] | np.ndarray
 
 CAPPED_SIZES = {'image_tokens': 'max_image_tokens', 'loss_tokens': 'max_loss_tokens'}
 """Sizes of a sample whose sum over a microbatch has a hard cap, and the option of :class:`CutOptions` that sets it.
-To add such a cap, add an entry here, a field there, and an argument to the functions that are given the sizes."""
+Whatever else a further cap needs stands in docs/architecture.md#a-further-cap."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +166,7 @@ class CutOptions:
         max_tokens: Token budget of a microbatch, padding included. The split computes it for each batch from
             ``slot_tokens`` (plus the labels of a decoder) times the microbatch size.
         slot_tokens: Width of a slot; None: the width of each device batch.
-        max_image_tokens: Image budget of a microbatch; None: no cap.
+        max_image_tokens: Most image tokens of a microbatch: placeholders of images, videos and audios. None: no cap.
         max_loss_tokens: Most loss tokens of a microbatch. It caps logits that are computed at labels. None: no cap.
         width_multiple: Widths are rounded up to a multiple of this.
         cost: Cost model of a microbatch.

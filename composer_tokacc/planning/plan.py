@@ -170,7 +170,7 @@ def plan_microbatches(
         loss_tokens: Loss tokens of each sample, (n,).
         vision_cost: Cost of each sample in the vision encoder, (n,), in the unit of :class:`.CostModel`, if image
             tokens do not tell it; see :meth:`.CostModel.vision`. Default: the cost of ``image_tokens``.
-        max_image_tokens: Image budget of a microbatch.
+        max_image_tokens: Most image tokens of a microbatch.
         max_loss_tokens: Most loss tokens of a microbatch. Logits are computed for as many positions if the model
             computes them only at labels.
         objective: ``'ddp'``: ranks wait for each other once a step, and may have unequal numbers of microbatches.

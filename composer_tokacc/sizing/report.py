@@ -57,7 +57,7 @@ class SizingReport:
     """Largest safe size, in rows of ``slot_tokens``."""
     slot_tokens: int
     max_image_tokens: int | None
-    """Image budget of a microbatch, if the run has one."""
+    """Most image tokens of a microbatch, if the run has such a cap."""
     max_loss_tokens: int | None
     """Most loss-generating tokens of a microbatch, if the run has such a cap."""
     fitting_image_tokens: int | None

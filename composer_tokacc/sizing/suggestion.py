@@ -168,7 +168,7 @@ def suggest_microbatching(
             communication, and fragmentation.
         slot_tokens: Width of a slot. Default: the longest sample. This and the next six as for
             :func:`.token_data_spec`.
-        max_image_tokens: Image budget of a microbatch. Default: no cap.
+        max_image_tokens: Most image tokens of a microbatch. Default: no cap.
         max_loss_tokens: Most loss-generating tokens of a microbatch. With logits at labels it bounds their memory.
             It needs a length table with loss tokens. Default: no cap.
         regroup: Whether microbatches may sort rows.

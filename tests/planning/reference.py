@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Slow, obvious versions of the planner's functions, and checks of a plan."""
+"""Slow, obvious versions of the planner's functions, and checks of a plan. ``images`` are image tokens of each row."""
 
 from __future__ import annotations
 
