@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from composer.core import Algorithm, Event, State
+from composer.core import Algorithm, Event, Precision, State
 from composer.loggers import Logger
 
 from composer_tokacc.algorithm.functional import sample_weight, token_weight
@@ -328,7 +328,8 @@ class TokenAccumulation(Algorithm):
         run.check_norms()
         run.reductions.start_attempt()
         step.microbatches = []
-        if state.scaler is not None and state.scaler.is_enabled():
+        # On a GPU there is always a scaler, but Composer scales the loss only in this precision.
+        if state.precision == Precision.AMP_FP16 and state.scaler is not None:
             step.gradient_scale = state.scaler.get_scale()
         if run.balance is not None:
             run.balance.count(step.planned)

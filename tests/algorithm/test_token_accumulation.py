@@ -10,7 +10,7 @@ import pytest
 import torch
 from composer.algorithms import SAM, GradientClipping
 from composer.callbacks import NaNMonitor
-from composer.core import Algorithm, DataSpec, Event
+from composer.core import Algorithm, Callback, DataSpec, Event, Precision
 from transformers.modeling_outputs import CausalLMOutput
 
 from composer_tokacc import TokenAccumulation, token_data_spec
@@ -267,14 +267,33 @@ class LossScale(torch.amp.GradScaler):
         super().__init__('cpu', init_scale=1024.0)
 
 
-def test_grad_scaler_scale_is_not_taken_for_a_wrong_weight(model, batch, monkeypatch):
+class SetPrecision(Callback):
+    """Sets a precision that Composer refuses on a CPU. There is no autocast then, but the loss is scaled."""
+
+    def __init__(self, precision):
+        self.precision = precision
+
+    def fit_start(self, state, logger):
+        state._precision = Precision(self.precision)
+
+
+@pytest.mark.parametrize('precision', ['fp32', 'amp_fp16'])
+def test_grad_scaler_scale_is_not_taken_for_a_wrong_weight(precision, model, batch, monkeypatch):
+    """On a GPU the scaler is always enabled, but Composer uses it only in AMP_FP16."""
     from composer import Trainer
 
-    monkeypatch.setattr(Trainer, '_use_grad_scaling', lambda self, precision, scaler: True)
     monkeypatch.setattr(Trainer, '_use_closures', lambda self: False)
     monkeypatch.setattr('composer.trainer.trainer.GradScaler', LossScale)
-    recorder = assert_exact(model, loader(batch), batch=batch)
+    scaled_losses = []
+
+    def scale(scaler, loss):
+        scaled_losses.append(loss)
+        return torch.amp.GradScaler.scale(scaler, loss)
+
+    monkeypatch.setattr(LossScale, 'scale', scale)
+    recorder = assert_exact(model, loader(batch), batch=batch, callbacks=[SetPrecision(precision)])
     assert recorder.trainer.state.scaler.get_scale() == 1024.0
+    assert bool(scaled_losses) == (precision == 'amp_fp16')
 
 
 def test_second_fit_and_checkpoint(model, batch, tmp_path):
