@@ -364,7 +364,7 @@ class Probe:
 
     @contextmanager
     def _as_probed(self, seed: int, width: int) -> Iterator[_ProbeMode]:
-        """Switches dropout off, and BatchNorm to evaluation. If the forward is random, all modules are switched."""
+        """Switches dropout and TF32 off, and BatchNorm to evaluation, or all modules if the forward is random."""
         kind_to_switch = BatchNorm if self.is_training else Module
         modules = [module for module in self._modules if module.training and isinstance(module, kind_to_switch)]
         # The same random numbers for every forward, so that forwards can be compared.
@@ -372,7 +372,7 @@ class Probe:
         for module in modules:
             module.training = False
         try:
-            with _ProbeMode(width) as mode, torch.compiler.set_stance('force_eager'):
+            with _ProbeMode(width) as mode, torch.compiler.set_stance('force_eager'), _without_tf32():
                 yield mode
         finally:
             for module in modules:
@@ -523,6 +523,30 @@ def _golden_numbers(
 
 
 # Helpers of a forward.
+
+
+@contextmanager
+def _without_tf32() -> Iterator[None]:
+    """Lets GPUs multiply float32 in float32. In TF32, which Composer turns on, results have an error of 5e-4."""
+    settings: list[tuple[Any, str, object]] = [
+        (torch.backends.cuda.matmul, 'allow_tf32', False),
+        (torch.backends.cudnn, 'allow_tf32', False),
+    ]
+    if hasattr(torch.backends, 'fp32_precision'):
+        # Since torch 2.9. The older names raise if a user has set one of these.
+        settings = [
+            (torch.backends.cuda.matmul, 'fp32_precision', 'ieee'),
+            (torch.backends.cudnn.conv, 'fp32_precision', 'ieee'),
+            (torch.backends.cudnn.rnn, 'fp32_precision', 'ieee'),
+        ]
+    saved = [getattr(backend, name) for backend, name, _ in settings]
+    try:
+        for backend, name, value in settings:
+            setattr(backend, name, value)
+        yield
+    finally:
+        for (backend, name, _), value in zip(settings, saved, strict=True):
+            setattr(backend, name, value)
 
 
 class _ProbeMode(TorchFunctionMode):

@@ -177,6 +177,40 @@ def test_float32_weights_are_probed_in_float32():
     assert result.gradient_eps == torch.finfo(torch.float32).eps
 
 
+@pytest.fixture
+def with_tf32():
+    """Allows TF32, as Composer does on a GPU."""
+    backends = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = [backend.allow_tf32 for backend in backends]
+    for backend in backends:
+        backend.allow_tf32 = True
+    yield
+    for backend, allowed in zip(backends, before, strict=True):
+        backend.allow_tf32 = allowed
+
+
+def allows_tf32():
+    """Asks torch for matrix products and for convolutions."""
+    if hasattr(torch.backends, 'fp32_precision'):  # since torch 2.9
+        operations = torch.backends.cuda.matmul, torch.backends.cudnn.conv
+        return [operation.fp32_precision == 'tf32' for operation in operations]
+    return [torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32]
+
+
+def test_float32_is_not_tf32(with_tf32):
+    """The round-off of TF32 is 5e-4, which would look like a loss that depends on the cut."""
+    seen = []
+
+    def loss(logits, batch):
+        seen.append(allows_tf32())
+        return causal(logits, batch)
+
+    probe_of(loss).run(collate(text_rows([(9, 7)])))
+    assert seen
+    assert all(allowed == [False, False] for allowed in seen)
+    assert allows_tf32() == [True, True]
+
+
 def test_kernel_of_half_precision_only():
     model = text_model()
 
