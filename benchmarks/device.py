@@ -39,10 +39,11 @@ class ComputeDevice:
         if self.is_gpu:
             torch.cuda.synchronize()
 
-    def reset_peak(self) -> None:
-        """Empties the cache and starts to count the peak again."""
+    def reset_peak(self, *, empty_cache: bool = True) -> None:
+        """Starts to count the peak again, as a rule with an empty cache."""
         if self.is_gpu:
-            torch.cuda.empty_cache()
+            if empty_cache:
+                torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
 
     def peak_bytes(self) -> int:

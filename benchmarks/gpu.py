@@ -9,7 +9,9 @@
 
 exactness: the gradient in fp32, and in bf16 against the noise of bf16 itself. out_of_memory: the microbatch size
 'auto' through a real out-of-memory. speed: real tokens a second and peak memory of four ways to cut the same batches,
-for lognormal lengths with three coefficients of variation, and for real tables. memory: predicted and measured peaks.
+for lognormal lengths with three coefficients of variation, and for real tables. logits: time and memory of steps with
+all logits and with logits at labels, of text models as large as those of SmolVLM-256M and Qwen2.5-VL-3B. memory:
+predicted and measured peaks.
 
 Each result is written to results/gpu/ as soon as it is measured, with the machine and its versions. DIR holds tables
 `tokens,image_tiles` as .csv.gz. Without it, synthetic tables are used.
@@ -37,13 +39,16 @@ from torch.utils.data import DataLoader
 from transformers import (
     CLIPVisionConfig,
     LlamaConfig,
+    LlamaForCausalLM,
     LlavaConfig,
     LlavaForConditionalGeneration,
 )
 
+from benchmarks import logits_memory
 from benchmarks.adapters import FirstGradient, Gradients, gradients_of
 from benchmarks.device import CPU, GIB, GPU, ComputeDevice
 from benchmarks.length_sets import lognormal, read_tables
+from benchmarks.logits import smolvlm_config
 from benchmarks.record import RESULTS, parser_of, write
 from benchmarks.small_llava import (
     build_model,
@@ -52,7 +57,7 @@ from benchmarks.small_llava import (
     made_up_sample,
     make_rows,
 )
-from benchmarks.timed_steps import Row, data_of, fit, timed
+from benchmarks.timed_steps import Row, StepClock, data_of, fit, timed
 from composer_tokacc import BatchLayout, TokenAccumulation
 from composer_tokacc.invariance import relative_error
 from composer_tokacc.layout import describe
@@ -60,6 +65,9 @@ from composer_tokacc.sizing import BatchShape, calibrate_fake
 from composer_tokacc.sizing.shapes import batch_of_width
 
 Measure = Callable[[], dict[str, Any]]
+
+# A part is all measurements whose name begins so.
+PARTS = ('exactness', 'out_of_memory', 'logits', 'speed', 'memory')
 
 # Speed over stock that ODB publishes for Qwen3-VL, by the coefficient of variation of the lengths.
 TARGETS = {0.29: 1.73, 0.48: 1.77, 1.0: 2.46}
@@ -75,6 +83,17 @@ MEMORY_SHAPES = ((1, 1536), (2, 900), (2, 1700), (3, 1100), (4, 1300), (5, 700),
 MEMORY_LIMIT = 0.08
 
 OUT_OF_MEMORY_ROWS = 32
+
+# Steps whose logits are timed, after a step that also has the check of the first batch.
+LOGITS_STEPS = 4
+TEXT_SIZES = (
+    'vocab_size',
+    'hidden_size',
+    'intermediate_size',
+    'num_hidden_layers',
+    'num_attention_heads',
+    'num_key_value_heads',
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +113,7 @@ class Scale:
     mean_length: int
     longest: int
     num_steps: int
+    logits_rows: int
     variations: tuple[float, ...] = tuple(TARGETS)
     checkpointing: bool = False
     table_divisor: int = 1
@@ -146,6 +166,7 @@ FULL = Scale(
     mean_length=1200,
     longest=8192,
     num_steps=3,
+    logits_rows=12,
 )
 REHEARSAL = Scale(
     device=CPU,
@@ -161,6 +182,7 @@ REHEARSAL = Scale(
     mean_length=32,
     longest=96,
     num_steps=1,
+    logits_rows=2,
     variations=(1.0,),
     table_divisor=32,
 )
@@ -322,8 +344,8 @@ def measure_out_of_memory(scale: Scale) -> dict[str, Any]:
     device = scale.device
     config = small_config(device)
     longest = 2048 if device.is_gpu else 24
-    lengths = [longest - row * longest // (2 * OUT_OF_MEMORY_ROWS) for row in range(OUT_OF_MEMORY_ROWS)]
-    rows = make_rows(lengths, 0, config)
+    # Equally long, so that there is no padding to save by more microbatches than the size asks for.
+    rows = make_rows([longest] * OUT_OF_MEMORY_ROWS, 0, config)
     device.reset_peak()
     before = device.allocated_bytes()
     expected = gradients_of_trainer(config, rows, 'ours', OUT_OF_MEMORY_ROWS // 4, device)
@@ -391,6 +413,84 @@ def measure_speed(variation: float | None, scale: Scale) -> dict[str, Any]:
         'methods': methods,
         'target': target,
         'holds': None if target is None else best >= target,
+    }
+
+
+def text_configs(device: ComputeDevice) -> dict[str, LlamaConfig]:
+    """Returns a Llama of the sizes of each model's text part. On a CPU they are narrow and have two layers."""
+    configs = {}
+    for name, config in (('smolvlm', smolvlm_config()), ('qwen', logits_memory.model_config())):
+        sizes = {size: getattr(config.text_config, size) for size in TEXT_SIZES}
+        if not device.is_gpu:
+            sizes |= {'hidden_size': 32, 'intermediate_size': 64, 'num_hidden_layers': 2}
+            sizes |= {'num_attention_heads': 2, 'num_key_value_heads': 1}
+        configs[name] = LlamaConfig(**sizes, tie_word_embeddings=True, use_cache=False)
+    return configs
+
+
+def text_batch(scale: Scale, config: LlamaConfig) -> Row:
+    """Returns random rows as wide as those of AI2D, with as many labels."""
+    width = logits_memory.ROW_TOKENS if scale.device.is_gpu else logits_memory.ROW_TOKENS // 8
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, config.vocab_size, (scale.logits_rows, width), generator=generator)
+    labels = ids.clone()
+    labels[:, : -logits_memory.LABELS] = -100
+    return {'input_ids': ids, 'attention_mask': torch.ones_like(ids), 'labels': labels}
+
+
+class StepPeaks(Callback):
+    """Records the most memory that each step allocates, with what the algorithm checks before it."""
+
+    def __init__(self, device: ComputeDevice) -> None:
+        self.device = device
+        self.bytes: list[int] = []
+
+    def before_dataloader(self, state: State, logger: Logger) -> None:
+        self.device.reset_peak(empty_cache=False)
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        self.bytes.append(self.device.peak_bytes())
+
+
+def measure_logits(scale: Scale) -> dict[str, Any]:
+    """Compares steps with all logits and with logits at labels. Each step is one microbatch."""
+    result = {}
+    for name, config in text_configs(scale.device).items():
+        torch.manual_seed(0)
+        with torch.device(scale.device.name):
+            model = LlamaForCausalLM(config).train()
+        model.gradient_checkpointing_enable({'use_reentrant': False})
+        batch = text_batch(scale, config)
+        result[name] = {logits: time_logits(logits, model, batch, scale.device) for logits in ('all', 'labels')}
+        result[name]['times_as_fast'] = result[name]['all']['seconds'] / result[name]['labels']['seconds']
+    return result
+
+
+def time_logits(
+    logits: str,
+    model: Any,
+    batch: Row,
+    device: ComputeDevice,
+) -> dict[str, float]:
+    """Returns the median time and the largest peak of steps, and those of the first step with its check."""
+    clock = StepClock(device)
+    peaks = StepPeaks(device)
+    num_steps = 1 + LOGITS_STEPS
+    device.reset_peak()
+    fit(
+        model,
+        data_of('ours', [batch] * num_steps, BatchLayout.for_model(model)),
+        len(batch['input_ids']),
+        num_steps=num_steps,
+        device=device,
+        algorithms=[TokenAccumulation(logits=logits)],
+        callbacks=[clock, peaks],
+    )
+    return {
+        'seconds': statistics.median(clock.whole[1:]),
+        'peak_gib': max(peaks.bytes[1:]) / GIB,
+        'first_step_seconds': clock.whole[0],
+        'first_step_peak_gib': peaks.bytes[0] / GIB,
     }
 
 
@@ -464,27 +564,24 @@ def record(
         torch.cuda.empty_cache()
 
 
-def measurements(scale: Scale) -> dict[str, dict[str, Measure]]:
-    """Returns the measurements by part and name, the quick ones first."""
-    speed: dict[str, Measure] = {}
-    for variation in (*scale.variations, None):
-        speed[f'speed_{variation or "tables"}'] = partial(measure_speed, variation, scale)
-    return {
-        'exactness': {'exactness': partial(measure_exactness, scale)},
-        'out_of_memory': {'out_of_memory': partial(measure_out_of_memory, scale)},
-        'speed': speed,
-        'memory': {
-            'memory': partial(measure_memory, False, scale),
-            'memory_checkpointing': partial(measure_memory, True, scale),
-        },
+def measurements(scale: Scale) -> dict[str, Measure]:
+    """Returns the measurements by name, the quick ones first."""
+    measures: dict[str, Measure] = {
+        'exactness': partial(measure_exactness, scale),
+        'out_of_memory': partial(measure_out_of_memory, scale),
+        'logits': partial(measure_logits, scale),
     }
+    for variation in (None, *scale.variations):
+        measures[f'speed_{variation or "tables"}'] = partial(measure_speed, variation, scale)
+    measures['memory'] = partial(measure_memory, False, scale)
+    measures['memory_checkpointing'] = partial(measure_memory, True, scale)
+    return measures
 
 
 def main() -> None:
     warnings.simplefilter('ignore')
-    parts = list(measurements(REHEARSAL))
     parser = parser_of(__doc__, results=RESULTS / 'gpu', lengths=True)
-    parser.add_argument('--parts', nargs='*', choices=parts, default=parts)
+    parser.add_argument('--parts', nargs='*', choices=PARTS, default=PARTS)
     parser.add_argument('--rehearse', action='store_true', help='tiny sizes on the CPU')
     arguments = parser.parse_args()
     if arguments.rehearse and arguments.results == RESULTS / 'gpu':
@@ -493,9 +590,8 @@ def main() -> None:
         parser.error('torch finds no GPU. Give --rehearse for tiny sizes on the CPU')
     scale = REHEARSAL if arguments.rehearse else for_memory(FULL, GPU.total_bytes())
     scale = replace(scale, lengths=arguments.lengths)
-    measure_parts = measurements(scale)
-    for part in arguments.parts:
-        for name, measure in measure_parts[part].items():
+    for name, measure in measurements(scale).items():
+        if name.startswith(tuple(arguments.parts)):
             record(arguments.results, name, scale.device, measure)
 
 

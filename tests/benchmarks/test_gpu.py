@@ -20,6 +20,7 @@ def test_rehearsal_of_all_parts(tmp_path, monkeypatch):
     files = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob('*.json')}
     names = [
         'exactness',
+        'logits',
         'memory',
         'memory_checkpointing',
         'out_of_memory',
@@ -37,6 +38,7 @@ def test_rehearsal_of_all_parts(tmp_path, monkeypatch):
     assert results['out_of_memory']['holds']
     assert results['out_of_memory']['attempts'] == [32, 16, 8]
     assert len(results['memory']['shapes']) == len(gpu.MEMORY_SHAPES)
+    assert all(result['times_as_fast'] > 1 for result in results['logits'].values())
     methods = results['speed_1.0']['methods']
     assert all(method['tokens_per_second'] > 0 for method in methods.values())
     assert methods['stock']['padding'] > methods['ours']['padding'] >= methods['packing']['padding'] == 0

@@ -12,6 +12,7 @@ import torch
 from composer.core import Callback, Event
 from composer.devices import DeviceGPU
 from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.device import GPU
 from benchmarks.gpu import REHEARSAL, build_llava
@@ -34,9 +35,9 @@ TOLERANCE = 1e-5
 MIB = 2**20
 
 
-def exact_device() -> DeviceGPU:
-    """Composer turns TF32 on, which has a mantissa of 10 bits."""
-    return DeviceGPU(allow_tf32=False)
+def in_float32() -> dict[str, Any]:
+    """Options of the Trainer. Without them Composer trains in AMP_FP16, and with TF32, which has 10 bits."""
+    return {'device': DeviceGPU(allow_tf32=False), 'precision': 'fp32'}
 
 
 @pytest.mark.parametrize('microbatch_size', [1, 2, 3, 8])
@@ -47,7 +48,7 @@ def test_text_gradient_is_exact(split, microbatch_size):
     data: Any = loader(batch)
     if split != 'stock':
         data = token_data_spec(data, regroup=split != 'ordered', packing=split == 'packed')
-    recorder = fit(model, data, microbatch_size=microbatch_size, device=exact_device())
+    recorder = fit(model, data, microbatch_size=microbatch_size, **in_float32())
     assert relative_error(recorder.gradients, expected) < TOLERANCE
 
 
@@ -58,14 +59,14 @@ def test_image_gradient_is_exact(family, microbatch_size):
     layout = BatchLayout.for_model(case.config)
     batch = layout.concat(case.rows, pad_token_id=case.pad_token_id)
     expected, _ = reference_gradients(case.model, batch)
-    recorder = fit(case.model, batch, layout=layout, microbatch_size=microbatch_size, device=exact_device())
+    recorder = fit(case.model, batch, layout=layout, microbatch_size=microbatch_size, **in_float32())
     assert relative_error(recorder.gradients, expected) < TOLERANCE
 
 
 def test_stock_composer_is_wrong_here():
     model, batch = text_model(), collate(text_rows(RAGGED))
     expected, _ = reference_gradients(model, batch)
-    recorder, _, _ = train(model, loader(batch), microbatch_size=1, device=exact_device())
+    recorder, _, _ = train(model, loader(batch), microbatch_size=1, **in_float32())
     assert relative_error(recorder.gradients, expected) > 0.1
 
 
@@ -92,6 +93,34 @@ def test_half_precision_is_near(precision):
 
 
 MICROBATCH_EVENTS = (Event.BEFORE_FORWARD, Event.AFTER_LOSS, Event.BEFORE_BACKWARD, Event.AFTER_BACKWARD)
+
+
+@pytest.mark.parametrize('logits', ['all', 'labels'])
+@pytest.mark.parametrize('precision', ['fp32', 'amp_bf16', 'amp_fp16'])
+def test_composers_own_settings_are_not_refused(precision, logits):
+    """Composer turns TF32 on. The check must not take its round-off for a loss that depends on the cut."""
+    sizes = {'vocab_size': 4096, 'hidden_size': 512, 'intermediate_size': 1376, 'num_hidden_layers': 4}
+    batch = collate(text_rows([*RAGGED, (600, 20), (512, 300)]))
+    recorders = []
+    for microbatch_size in (1, 10):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=8, use_cache=False))
+        recorder = fit(
+            model, batch, microbatch_size=microbatch_size, logits=logits, device=DeviceGPU(), precision=precision
+        )
+        recorders.append(recorder)
+    one_by_one, whole = recorders
+    assert relative_error(one_by_one.gradients, whole.gradients) < 0.05
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+def test_families_train_in_half_precision(family):
+    case = FAMILIES[family]()
+    layout = BatchLayout.for_model(case.config)
+    batch = layout.concat(case.rows, pad_token_id=case.pad_token_id)
+    expected, _ = reference_gradients(case.model, batch)
+    recorder = fit(case.model, batch, layout=layout, microbatch_size=2, device=DeviceGPU(), precision='amp_bf16')
+    assert relative_error(recorder.gradients, expected) < 0.1
 
 
 class NeverWaits(TokenAccumulation):
@@ -152,9 +181,7 @@ def test_page_locked_images_stay_page_locked():
     expected, _ = reference_gradients(case.model, batch)
     seen = SeesPixels()
     pinning = DataLoader(GivenBatches([batch]), batch_size=None, pin_memory=True)
-    recorder = fit(
-        case.model, seen.watch(token_data_spec(pinning, layout=layout)), callbacks=[seen], device=exact_device()
-    )
+    recorder = fit(case.model, seen.watch(token_data_spec(pinning, layout=layout)), callbacks=[seen], **in_float32())
     assert relative_error(recorder.gradients, expected) < TOLERANCE
     assert seen.device_batches == [True]
     assert seen.microbatches
@@ -170,7 +197,7 @@ def test_compiled_model_has_few_graphs(mode):
     lengths = [12, 14, 16, 9, 30, 28, 32, 25] if mode == 'default' else [32] * 8
     model, batch = text_model(), collate(text_rows([(length, length - 2) for length in lengths]))
     expected, _ = reference_gradients(model, batch)
-    recorder = fit(model, *[batch] * 3, width_multiple=16, device=exact_device(), compile_config={'mode': mode})
+    recorder = fit(model, *[batch] * 3, width_multiple=16, compile_config={'mode': mode}, **in_float32())
     for gradients in recorder.steps:
         found = {name.replace('_orig_mod.', ''): gradient for name, gradient in gradients.items()}
         assert relative_error(found, expected) < TOLERANCE
