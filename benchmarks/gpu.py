@@ -505,7 +505,7 @@ def shape_batch(
 
 
 def measure_memory(checkpointing: bool, scale: Scale) -> dict[str, Any]:
-    """Compares predicted peaks with those of steps of the Trainer. A rehearsal only predicts."""
+    """Compares predicted peaks with those of steps of one and of two microbatches. A rehearsal only predicts."""
     config = scale.config()
     device = scale.device
     layout = BatchLayout.for_model(config)
@@ -523,18 +523,24 @@ def measure_memory(checkpointing: bool, scale: Scale) -> dict[str, Any]:
     rows = []
     for num_rows, width in MEMORY_SHAPES:
         batch = shape_batch(config, num_rows, width if device.is_gpu else width // 10)
-        row = {
-            'rows': num_rows,
-            'width': batch['input_ids'].shape[1],
-            'predicted_gib': memory.peak(BatchShape.from_batch(batch, layout)) / GIB,
-        }
-        if model is not None:
-            device.reset_peak()
-            data = data_of('stock', [batch, batch], layout)
-            fit(model, data, num_rows, num_steps=2, device=device)
-            row['measured_gib'] = device.peak_bytes() / GIB
-            row['error'] = row['predicted_gib'] / row['measured_gib'] - 1
-        rows.append(row)
+        predicted_bytes = memory.peak(BatchShape.from_batch(batch, layout))
+        for microbatches in (1, 2):
+            # A step of one microbatch has no gradients yet when its activations are largest.
+            gradient_bytes = memory.static.gradients if microbatches == 1 else 0
+            row = {
+                'rows': num_rows,
+                'width': batch['input_ids'].shape[1],
+                'microbatches': microbatches,
+                'predicted_gib': (predicted_bytes - gradient_bytes) / GIB,
+            }
+            if model is not None:
+                device_batch = layout.concat([batch] * microbatches)
+                device.reset_peak()
+                data = data_of('stock', [device_batch, device_batch], layout)
+                fit(model, data, num_rows, num_steps=2, device=device)
+                row['measured_gib'] = device.peak_bytes() / GIB
+                row['error'] = row['predicted_gib'] / row['measured_gib'] - 1
+            rows.append(row)
     result = {'checkpointing': checkpointing, 'residual': memory.residual, 'shapes': rows}
     if model is not None:
         # A prediction below the measured peak fails, because a run would end with out-of-memory.

@@ -152,6 +152,34 @@ def test_memory_of_logits():
     assert f'{ratio:.1f} times as many positions fit in 80 GiB' in text
 
 
+def test_results_of_a_gpu():
+    exactness, memory = results('gpu/exactness')['result'], results('gpu/memory')['result']
+    page = (ROOT / 'docs' / 'benchmarks.md').read_text()
+    errors = exactness['errors']
+    worst = {}
+    for precision, cases in errors.items():
+        worst[precision] = max(error for case, error in cases.items() if not case.startswith('stock'))
+    assert f'fp32: {worst["fp32"]:.1e}, and {max(errors["fp32"].values()):.1f} in stock Composer' in page
+    assert (
+        f'bf16: {worst["amp_bf16"]:.5f}, as one forward in bf16 ({exactness["bf16_noise_of_one_forward"]:.5f})' in page
+    )
+    out_of_memory = results('gpu/out_of_memory')['result']
+    assert out_of_memory['attempts'] == [32, 16, 8]
+    assert f'to {out_of_memory["gradient_error"]:.1e}.' in page
+    too_low = [-100 * shape['error'] for shape in memory['shapes']]
+    assert {shape['microbatches'] for shape in memory['shapes']} == {1}
+    assert f'{min(too_low):.1f} to {max(too_low):.1f} % too low' in page
+
+
+def test_logits_on_a_gpu():
+    page = (ROOT / 'docs' / 'logits.md').read_text()
+    for title, name in (('SmolVLM-256M', 'smolvlm'), ('Qwen2.5-VL-3B', 'qwen')):
+        figures = results('gpu/logits')['result'][name]
+        seconds, peaks = ([figures[logits][key] for logits in ('all', 'labels')] for key in ('seconds', 'peak_gib'))
+        times = f'{seconds[0]:.3f} s | {seconds[1]:.3f} s | {figures["times_as_fast"]:.2f}'
+        assert f'| {title} | {times} | {peaks[0]:.1f} GiB | {peaks[1]:.1f} GiB |' in page
+
+
 def test_formats_are_those_of_the_tests():
     page = (ROOT / 'docs' / 'formats.md').read_text()
     assert page == formats_page(), 'python -m tests.data.formats_page > docs/formats.md'
