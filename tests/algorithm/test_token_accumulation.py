@@ -4,18 +4,20 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
 from composer.algorithms import SAM, GradientClipping
 from composer.callbacks import NaNMonitor
-from composer.core import Algorithm, Callback, DataSpec, Event, Precision
+from composer.core import Algorithm, DataSpec, Event
 from transformers.modeling_outputs import CausalLMOutput
 
 from composer_tokacc import TokenAccumulation, token_data_spec
 from composer_tokacc.checks.step import MicrobatchRecord
 from composer_tokacc.collectives import RankSum
+from tests.support.half_precision import SCALE, EnabledScaler, set_precision
 from tests.support.text import collate, text_model, text_rows
 from tests.support.training import (
     TOLERANCE,
@@ -260,39 +262,20 @@ def test_lbfgs_closures(model, batch):
     assert relative_error(one_by_one, whole) < 1e-5
 
 
-class LossScale(torch.amp.GradScaler):
-    """A scaler that scales on the CPU, as AMP_FP16 does on a GPU."""
-
-    def __init__(self):
-        super().__init__('cpu', init_scale=1024.0)
-
-
-class SetPrecision(Callback):
-    """Sets a precision that Composer refuses on a CPU. There is no autocast then, but the loss is scaled."""
-
-    def __init__(self, precision):
-        self.precision = precision
-
-    def fit_start(self, state, logger):
-        state._precision = Precision(self.precision)
-
-
 @pytest.mark.parametrize('precision', ['fp32', 'amp_fp16'])
 def test_grad_scaler_scale_is_not_taken_for_a_wrong_weight(precision, model, batch, monkeypatch):
     """On a GPU the scaler is always enabled, but Composer uses it only in AMP_FP16."""
-    from composer import Trainer
-
-    monkeypatch.setattr(Trainer, '_use_closures', lambda self: False)
-    monkeypatch.setattr('composer.trainer.trainer.GradScaler', LossScale)
+    callbacks = set_precision(precision, monkeypatch)
+    monkeypatch.setattr('composer.trainer.trainer.get_precision_context', lambda *_: nullcontext())
     scaled_losses = []
 
     def scale(scaler, loss):
         scaled_losses.append(loss)
         return torch.amp.GradScaler.scale(scaler, loss)
 
-    monkeypatch.setattr(LossScale, 'scale', scale)
-    recorder = assert_exact(model, loader(batch), batch=batch, callbacks=[SetPrecision(precision)])
-    assert recorder.trainer.state.scaler.get_scale() == 1024.0
+    monkeypatch.setattr(EnabledScaler, 'scale', scale)
+    recorder = assert_exact(model, loader(batch), batch=batch, callbacks=callbacks)
+    assert recorder.trainer.state.scaler.get_scale() == SCALE
     assert bool(scaled_losses) == (precision == 'amp_fp16')
 
 

@@ -1,0 +1,56 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Precisions that Composer has only on a GPU, on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from composer import Trainer
+from composer.core import Callback, Precision, State
+from composer.loggers import Logger
+
+DTYPES = {Precision.AMP_BF16: torch.bfloat16, Precision.AMP_FP16: torch.float16}
+SCALE = 1024.0
+
+
+class EnabledScaler(torch.amp.GradScaler):
+    """A loss scaler that is enabled, as on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__('cpu', init_scale=SCALE)
+
+
+class SetPrecision(Callback):
+    """Sets the precision of a run on a CPU, where the Trainer accepts only fp32."""
+
+    def __init__(self, precision: str) -> None:
+        self.precision = Precision(precision)
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        state._precision = self.precision
+
+
+@contextmanager
+def _autocast(precision: Precision | str, *_: object, **__: object) -> Iterator[None]:
+    dtype = DTYPES.get(Precision(precision), torch.bfloat16)
+    with torch.autocast('cpu', dtype, enabled=Precision(precision) in DTYPES):
+        yield
+
+
+def set_precision(precision: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Makes runs with this precision, and with the scaler that Composer makes on a GPU for any precision.
+
+    Returns:
+        The callbacks that a run needs for it.
+    """
+    for module in ('composer.trainer.trainer', 'composer_tokacc.algorithm.setup'):
+        monkeypatch.setattr(f'{module}.get_precision_context', _autocast)
+    monkeypatch.setattr('composer.trainer.trainer.GradScaler', EnabledScaler)
+    monkeypatch.setattr(Trainer, '_use_closures', lambda self: False)
+    return [SetPrecision(precision)]
