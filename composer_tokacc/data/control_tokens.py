@@ -87,7 +87,7 @@ class ControlTokenPolicy:
         return {**message, 'content': content}
 
     def spell(self, sample: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Returns a sample in which the tokens of its spelling replace each stand-in.
+        """Replaces each stand-in of a sample by the spelling of its control token.
 
         Args:
             sample: An encoded sample. Its entries of shape ``(1, length)`` have a value for each token, and get longer.

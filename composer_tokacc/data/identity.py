@@ -23,7 +23,8 @@ def identify_data(dataset: Any) -> str:
 
     The dataset gives it as ``dataset.identity()`` or ``dataset.fingerprint()``. If it has no such method, the
     fingerprint is made of the number of samples and the token ids of 64 of them, evenly spread. A change of any other
-    sample goes unnoticed. For a bad sample the fingerprint holds the error. The error is raised when a run reads it.
+    sample goes unnoticed. A bad sample raises no error here: its error message takes the place of its ids. The run
+    raises the error when it reads the sample.
     """
     if isinstance(dataset, ConcatDataset):
         return fingerprint([identify_data(part) for part in dataset.datasets])

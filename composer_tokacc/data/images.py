@@ -55,7 +55,7 @@ def image_size(file: MediaFile) -> tuple[int, int]:
             return ImageOps.exif_transpose(image).size
         if image.format == 'PNG' and _has_metadata_after_pixels(cast(BinaryIO, image.fp)):
             image.load()  # reads this metadata too, which may turn the image
-        # The method of the base class, because that for PNG decodes the image to find metadata after the pixels.
+        # PNG's own `getexif` decodes the image to find metadata after the pixels; the one of the base class does not.
         orientation = Image.Image.getexif(image).get(ExifTags.Base.Orientation)
         width, height = image.size
         if orientation in QUARTER_TURNS:
@@ -105,6 +105,7 @@ def _has_metadata_after_pixels(file: BinaryIO) -> bool:
     head = file.read(8)
     while len(head) == 8:
         length, chunk_type = int.from_bytes(head[:4], 'big'), head[4:]
+        # Pixels begin at the first IDAT chunk. Every chunk from there on is noted.
         if chunk_types or chunk_type == b'IDAT':
             chunk_types.add(chunk_type)
         file.seek(length + 4, os.SEEK_CUR)  # the content and a checksum

@@ -86,7 +86,7 @@ def has_lost_rank(error: BaseException) -> bool:
 
 
 def _matching_fault(error: BaseException) -> tuple[MachineFault | None, str]:
-    """Returns the first fault that the error or one of its causes matches, and the words of that error."""
+    """Returns the first fault that the error or one of its causes matches, and the end of that error's text."""
     cause: BaseException | None = error
     while cause is not None:
         text = ' '.join(str(cause).split())
