@@ -152,7 +152,7 @@ def _read_csv(path: str) -> tuple[list[str], np.ndarray]:
 class StandIns:
     """Samples with the shapes that the memory model must see: no image, a small image, a large image.
 
-    Their lengths are not those of the table, because the memory model brings its batches to a width of its own.
+    Their lengths differ from the lengths in the table. The memory model pads its batches to widths that it chooses.
 
     Args:
         table: The lengths of the samples. They decide which samples have an image.
@@ -182,7 +182,10 @@ class StandIns:
         return len(self.image_tokens)
 
     def __getitem__(self, index: int) -> Row:
-        """Returns a sample, with an image if the table has one. The row with the most tokens has the large image."""
+        """Returns a sample, with an image if the table has one.
+
+        The image is large if no sample has more image tokens, else small.
+        """
         has_image = bool(self.image_tokens[index])
         if self.processor is not None:
             sample = self._processed(index)

@@ -340,7 +340,7 @@ def set_cache(model: nn.Module, on: bool) -> None:
     """Switches the key-value cache of all parts of a model on or off. Only generation needs it.
 
     In training it is off, because packed documents would see each other through it. Configs inside configs are changed
-    too, and those of all modules: before transformers 4.52 each part of a model had its own config.
+    too, and so are the configs of all modules: before transformers 4.52 each part of a model had its own config.
     """
     configs: list[Any] = [getattr(module, 'config', None) for module in model.modules()]
     while configs:

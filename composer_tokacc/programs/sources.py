@@ -136,7 +136,7 @@ class Source(ABC):
         """Opens the loader of this rank. ``options`` are arguments of torch's DataLoader."""
 
     def by_index(self, dataset: Any) -> Any:
-        """Returns all samples of a dataset, to be read by index, also those of other ranks."""
+        """Returns a view of all samples of the dataset, samples of other ranks included. It can be read by index."""
         return dataset
 
     def build_processor(self) -> Any:
@@ -387,7 +387,7 @@ class FileSource(Source):
             return cls(processor=processor, **arguments)
 
     def _caps(self, part: Section) -> dict[str, int | None]:
-        """Returns the limits of a sample: those of the dataset, or those of a microbatch if they are lower."""
+        """Returns the limits of a sample. The limits of a microbatch replace higher limits of the dataset."""
         microbatching = self.config.microbatching
         size = microbatching.device_train_microbatch_size
         width = microbatching.slot_tokens
@@ -484,7 +484,7 @@ class FileSource(Source):
 
 
 def _smaller(first: int | None, second: int | None) -> int | None:
-    """Returns the smaller of two limits, each of which may be missing."""
+    """Returns the smaller of two limits. None or 0 means no limit."""
     limits = [limit for limit in (first, second) if limit]
     return min(limits, default=None)
 
