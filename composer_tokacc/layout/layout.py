@@ -484,7 +484,7 @@ class BatchLayout:
     ) -> dict[str, Any]:
         """Cuts off the columns that no row needs. Rounds up to ``width_multiple``, but not beyond the batch's width.
 
-        It also trims if :meth:`width_matters`; the caller decides.
+        It trims even if :meth:`width_matters`.
         """
         check_count('width_multiple', width_multiple)
         # Frames of an audio that lies along the text would have to be trimmed with it.
