@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Microbatches that a loader has collated: handed on as they are, cut again only where they must be."""
+"""Microbatches that a loader has collated: they stay as they are, and are cut again only if they must be."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def names(microbatches):
 
 @pytest.fixture
 def two_ranks(monkeypatch):
-    """This process is one of two ranks, which all say what this one says."""
+    """Makes this process one of two ranks. The other rank gives the same answers."""
     monkeypatch.setattr('composer_tokacc.data_spec.split.get_world_size', lambda: 2)
     monkeypatch.setattr('composer_tokacc.data_spec.split.max_over_ranks', list)
 
