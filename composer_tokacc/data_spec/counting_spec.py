@@ -89,8 +89,8 @@ class CountingDataSpec(DataSpec):
         if not self._split.checked:
             raise NotExactError(
                 '`token_data_spec` must know the model to count for `accumulate_train_batch_on_tokens`, got: no '
-                "`model=`. A rule that is not the model's own would weight tokens wrongly without a word: pass "
-                '`model=`, or use TokenAccumulation with the flag off.'
+                "`model=`. A loss rule that is not the model's own would weight tokens wrongly, and nobody would "
+                'notice. Pass `model=`, or use TokenAccumulation with the flag off.'
             )
         return sum(row.loss_tokens for row in rows)
 

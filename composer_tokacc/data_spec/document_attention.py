@@ -64,14 +64,17 @@ class DocumentAttention:
         # A multimodal model consists of several transformers models. Only those of text attend document by document.
         hosts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
         if not hosts:
-            raise NotExactError(f"The model must be one of transformers', got: {type(model).__name__}.")
+            raise NotExactError(f'The model must be a model of Transformers, got: {type(model).__name__}.')
         text_config = hosts[0].config.get_text_config(decoder=True)
         text_type = type(text_config)
         self._text_hosts = [host for host in hosts if type(host.config) is text_type]
         config = self._text_hosts[0].config
         layer_types = getattr(config, 'layer_types', None) or ()
         if 'chunked_attention' in layer_types:
-            raise NotExactError('Attention must not be in chunks that are counted from column 0, got: such layers.')
+            raise NotExactError(
+                'Attention must not be in chunks that are counted from column 0, but some layers of this model have '
+                'such attention.'
+            )
         self._plain = attention_of(config).removeprefix(PREFIX)
         self.packing = packing
         """How rows are packed for this attention: see ``CutRules.packing``."""
@@ -147,7 +150,7 @@ class DocumentAttention:
             host.set_attn_implementation({'': name})
             if attention_of(host.config) != name:
                 raise NotExactError(
-                    "The model's attention must go through transformers' AttentionInterface, got: that of "
+                    "The model's attention must go through transformers' AttentionInterface, but the attention of "
                     f'{type(host).__name__} does not.'
                 )
 

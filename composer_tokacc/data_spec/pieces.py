@@ -90,7 +90,7 @@ class CutRules:
         return widths
 
     def cuts_like(self, other: CutRules) -> bool:
-        """Returns whether both rules have the same policies. The widths up to which these hold may differ."""
+        """Returns whether both rules cut alike. Ignores the widths up to which their policies were shown to hold."""
         with_widths_of_other = replace(
             self,
             left_width=other.left_width,
@@ -117,8 +117,8 @@ class CutRules:
 def _policy_name(facts: RowFacts) -> str:
     if facts.side == 'right':
         return 'right'
-    # If the batch brings positions, tokens keep them when columns are cut off. If the model counts positions, they may
-    # change.
+    # If the batch brings positions, tokens keep their positions when columns are cut off. If the model counts the
+    # positions itself, they may change.
     return 'given' if facts.has_positions else 'left'
 
 
@@ -213,8 +213,8 @@ def add_rows(layout: BatchLayout, microbatch: Batch, rows: Sequence[Batch], side
         layout: Layout of the microbatch.
         microbatch: The rows with weight.
         rows: The dummy rows, each a batch of one row.
-        side: Padding side of the device batch. A trimmed microbatch may have no padding that shows it, and the check
-            may only have shown that this side is exact.
+        side: Padding side of the device batch. A trimmed microbatch may have no padding, so its side cannot be read
+            from it. The other side may be one that the check has not shown to be exact.
     """
     positions = microbatch.get('position_ids')
     has_positions = positions is not None and positions.dim() == 2
@@ -226,7 +226,7 @@ def add_rows(layout: BatchLayout, microbatch: Batch, rows: Sequence[Batch], side
             any_positions = torch.arange(layout.width(row))[None]
             fitting.setdefault('position_ids', any_positions)
         batches.append(fitting)
-    # Padding may have any id except a placeholder.
+    # Padding may have any id except a placeholder, so the last id of text will do.
     is_text = ~layout.is_placeholder(microbatch)
     text_ids = microbatch['input_ids'][is_text]
     pad_token_id = int(text_ids[-1])

@@ -76,8 +76,8 @@ class MicrobatchSplit:
         """Whether the first-batch check has seen the model."""
         self.reduces_once = False
         """Whether DDP reduces gradients only in the last microbatch of a step. Then ranks may leave an encoder unused
-        and make different numbers of microbatches. The algorithm observes and sets this, and gives DDP zeros for what
-        is unused."""
+        and make different numbers of microbatches. The algorithm watches DDP and sets this. It also gives DDP zero
+        gradients for the parameters of an unused encoder."""
         self.step: Step | None = None
         """The step whose batch is split next; None: no algorithm counts it."""
         self._microbatch_transforms = microbatch_transforms
@@ -130,7 +130,10 @@ class MicrobatchSplit:
         self._tries_packing = False
         self._attend(rules.packing)
         if rules.packing == 'positions':
-            self._warn('Packed rows get a mask as wide as all their documents: attention document by document fails.')
+            self._warn(
+                'Attention document by document does not work with this model, so packed rows keep a mask as wide as '
+                'all their documents.'
+            )
 
     # Called by the first-batch check.
 
@@ -315,7 +318,8 @@ class MicrobatchSplit:
         if self.options.packing and not self.checked:
             raise NotExactError(
                 f'`packing={self.options.packing!r}` needs TokenAccumulation, which checks that the model tells packed '
-                'documents apart, got: no such check. Add it to `algorithms`, or set `packing=False`.'
+                'documents apart. This run has made no such check. Add TokenAccumulation to `algorithms`, or set '
+                '`packing=False`.'
             )
         if not self.packing:
             return
@@ -324,9 +328,9 @@ class MicrobatchSplit:
             width_limit = sources[0].layout.width_limit
             widest = max(facts.width for facts in sources)
             raise NotExactError(
-                f'Rows must not be wider than {width_limit} tokens for `packing=True`, got: {widest}. Beyond, '
-                'the rotary embedding of this model changes with the width, which packing changes. Set '
-                '`packing=False`, which keeps it.'
+                f'Rows must not be wider than {width_limit} tokens for `packing=True`, got: {widest}. In wider rows '
+                'the rotary embedding of this model depends on the width, and packing changes the width. Set '
+                '`packing=False`, which keeps the width.'
             )
 
     def _cut(self, sources: Sequence[RowFacts], options: CutOptions, planned: PreSplitBatch | None) -> list[Piece]:
@@ -387,8 +391,8 @@ class MicrobatchSplit:
                 num_kept += sum(facts.has_label_behind_padding)
         if num_kept:
             self._warn(
-                '%d rows have a label on their first token, which padding on the left lets a pad predict. They are '
-                'computed untrimmed. Mask that label (-100), or pad on the right.',
+                '%d rows have a label on their first token. They are padded on the left, so a pad predicts that '
+                'label, and they are computed untrimmed. Mask the label (-100), or pad on the right.',
                 num_kept,
             )
 
@@ -399,8 +403,9 @@ class MicrobatchSplit:
                 dummy_widths = [row.width for row in piece.dummies]
                 self._warn(
                     '%s must fit into a microbatch together with the dummy rows that keep the encoders of all ranks in '
-                    'use, got: %d tokens and %d image tokens beside rows of %s tokens, over the caps of %d and %s. '
-                    'They are computed over the cap. Raise it by the difference.',
+                    'use. It has %d tokens and %d image tokens, and the dummy rows are %s tokens wide. Together they '
+                    'are over the caps of %d and %s image tokens (None: no cap). They are computed over the cap. Raise '
+                    'it by the difference.',
                     sample_name(piece.facts.batch, piece.rows[0]),
                     piece.widths[0],
                     sum(piece.sizes.get('image_tokens', [])),

@@ -178,7 +178,7 @@ def check_first_labels(facts: RowFacts, loss_rule: str, kind: str) -> None:
     Args:
         facts: Of the rows.
         loss_rule: Models with the rule ``'unshifted'`` predict each label from its own position. Empty: not known.
-        kind: Rows of which kind they are, for the message.
+        kind: What the rows are called in the message, such as ``'packed rows'``.
     """
     if loss_rule in ('', 'unshifted') or not any(facts.has_label_behind_padding):
         return

@@ -39,8 +39,8 @@ class Entry:
     Args:
         unit: What dimension 0 (or ``row_dim``) enumerates: ``'row'`` (one per row), ``'image'``, ``'patch'``,
             ``'video'``, ``'video_patch'``, ``'audio'`` (several per row, or none, in row order), or ``'shared'`` (no
-            rows at all). Any other name will do as well, if the batch carries a list ``num_<name>s``. But it is no
-            modality: its entries go with their rows, and no dummy row is made of them. ``found.py`` also writes
+            rows at all). Any other name is allowed if the batch carries a list ``num_<name>s``. It is not a modality:
+            its entries go with their rows, and no dummy row is made of them. ``found.py`` also writes
             ``'image/12'``: 12 entries of images, whose rows are inferred.
         row_dim: The dimension that enumerates the units.
         seq_dims: Dimensions as long as the row's tokens; they are padded and trimmed together.
@@ -383,8 +383,8 @@ FAMILIES: tuple[Family, ...] = (
             'image': Media(sizes=placeholders.anyres),
             'video': Media(sizes=placeholders.equal),
         },
-        # LLaVA-OneVision also has `batch_num_images`. A batch of clips alone is taken for LLaVA-OneVision, because the
-        # formats divide clips among rows in the same way.
+        # LLaVA-OneVision also has `batch_num_images`. A batch that has only clips is read as LLaVA-OneVision, because
+        # both formats divide clips among rows in the same way.
         matches=_Format({'image_sizes': None, 'pixel_values': 5}, lacks=('batch_num_images',)),
     ),
     # Needed without a model. The type is exact without the family.

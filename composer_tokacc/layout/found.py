@@ -134,10 +134,11 @@ def joined_readings(first: Readings, second: Readings) -> Readings:
 
 def meaning_has_changed(key: str, earlier: Sequence[Reading], possible: Sequence[Reading]) -> str:
     """Returns the message for a key that can no longer mean the same as in earlier batches."""
-    now = ' or '.join(reading.value for reading in possible) or 'none of these'
-    before = ' or '.join(reading.value for reading in earlier)
+    later_meaning = ' or '.join(reading.value for reading in possible) or 'none of these'
+    earlier_meaning = ' or '.join(reading.value for reading in earlier)
     return (
-        f'`batch[{key!r}]` must mean the same in every batch, got: {now}, where earlier batches hold {before}. '
+        f'`batch[{key!r}]` must mean the same in every batch, got: {later_meaning}, where earlier batches '
+        f'hold {earlier_meaning}. '
         f'Register it: `layout.with_entries({key}=Entry(unit=...))`.'
     )
 
@@ -298,7 +299,8 @@ def _entries_by_sizes(value: torch.Tensor, num_entries: int, placeholders: _Plac
     if value.dim() not in (1, 2) or not len(value):
         return None
     is_grid = value.dim() == 2
-    patches: list[int] = (value.prod(dim=1) if is_grid else value).tolist()
+    patches_of_items = value.prod(dim=1) if is_grid else value
+    patches: list[int] = patches_of_items.tolist()
     num_patches = sum(patches)
     is_mask = is_grid and min(patches) < 1  # a grid has no 0
     if not num_patches or is_mask:

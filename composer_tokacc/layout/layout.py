@@ -127,8 +127,8 @@ class BatchLayout:
         """
         if self.config is None:
             raise InvalidInputError(
-                'Image tokens must be known to count them, got: a layout without the model. Pass `model=`, or use '
-                'TokenAccumulation.'
+                'Image tokens must be known to count them, but this layout has no config of a model, which names them. '
+                'Pass `model=`, or use TokenAccumulation.'
             )
         return self.is_placeholder(batch).sum(dim=1).tolist()
 
@@ -141,7 +141,7 @@ class BatchLayout:
 
     @cached_property  # read for every microbatch, and reading a config is slow
     def width_limit(self) -> int | None:
-        """Up to this width of a batch the rotary embedding is the same; None: it never depends on the width."""
+        """Largest width at which the rotary embedding does not depend on the width; None: it never depends on it."""
         config = self.config
         if hasattr(config, 'get_text_config'):
             config = config.get_text_config()
@@ -191,8 +191,9 @@ class BatchLayout:
     def entry_of(self, batch: Batch, key: str) -> Entry:
         """Returns how a tensor belongs to rows.
 
-        A tensor that does not lie along the rows' text gets no ``seq_dims``, so it is not trimmed with it: if it is not
-        as wide, or if it is of a decoder, whose labels may have the same width by chance.
+        A tensor that does not lie along the rows' text gets no ``seq_dims``, so it is not trimmed with the text. This
+        is so if it is not as wide as the text, or if it belongs to a decoder. The labels of a decoder may have the same
+        width by chance.
 
         Raises:
             ValueError: If the key is not registered and its shape does not tell, or tells something else than before.
@@ -420,8 +421,8 @@ class BatchLayout:
     def split(self, batch: Batch, groups: Iterable[Sequence[int]]) -> list[dict[str, Any]]:
         """Returns a batch for each group of rows, as :meth:`select` does, but counts the items of the rows only once.
 
-        Each row's media are copied once. But if a group is a run of rows in order, and the machine has a GPU, to which
-        the batch will be copied anyway, they are not copied here. Page-locked tensors stay page-locked.
+        Each row's media are copied once. They are not copied if a group is a run of rows in order and the machine has a
+        GPU, because the batch will be copied to the GPU anyway. Page-locked tensors stay page-locked.
         """
         entries: dict[str, Entry] = {}
         for key, value in batch.items():
@@ -483,10 +484,10 @@ class BatchLayout:
     ) -> dict[str, Any]:
         """Cuts off the columns that no row needs. Rounds up to ``width_multiple``, but not beyond the batch's width.
 
-        It does not ask :meth:`width_matters`.
+        It trims even if :meth:`width_matters`.
         """
         check_count('width_multiple', width_multiple)
-        # Then the frames of the audio would have to be trimmed as well.
+        # Frames of an audio that lies along the text would have to be trimmed with it.
         if has_audio_along_text(batch, self.config):
             return dict(batch)
         side, lengths = side_and_lengths(batch)
@@ -503,9 +504,9 @@ class BatchLayout:
         width: int,
     ) -> dict[str, Any]:
         """Keeps ``width`` columns of the rows' text, from ``start`` on."""
-        kept: dict[str, Any] = dict(batch)
+        narrowed_batch: dict[str, Any] = dict(batch)
         if width == self.width(batch):
-            return kept
+            return narrowed_batch
         for key, value in batch.items():
             if not isinstance(value, torch.Tensor):
                 continue
@@ -513,8 +514,8 @@ class BatchLayout:
             for dim in self.entry_of(batch, key).seq_dims:
                 # Composer's LanguageCrossEntropy views labels flat, which a narrowed tensor does not allow.
                 narrowed = compact(narrowed.narrow(dim, start, width), like=value)
-            kept[key] = narrowed
-        return kept
+            narrowed_batch[key] = narrowed
+        return narrowed_batch
 
     def concat(
         self,
@@ -556,8 +557,8 @@ class BatchLayout:
             key = f'num_{modality}s'
             if key not in joined:
                 continue
-            # Counted again, in each batch by itself: the user counts images, which a processor may cut into tiles, and
-            # in a sample of one row all tiles are of that row.
+            # The numbers are counted again, in each batch by itself. The user counts images, but a processor may cut
+            # them into tiles. In a batch of one row all tiles belong to that row.
             joined[key] = []
             for batch in batches:
                 joined[key] += self._carried_or_counted(batch, modality)
@@ -588,8 +589,8 @@ class BatchLayout:
         """Returns one tensor for all rows, joined from the batches that have it."""
         present = [batch for batch in batches if batch.get(key) is not None]
         entries = [self.entry_of(batch, key) for batch in present]
-        # The batches can disagree. If the tensor is shared in one of them, it is shared. Without `seq_dims` in one of
-        # them, it has none: a decoder's labels can have the encoder's width by chance.
+        # The batches can disagree. A tensor that is shared in one of them is shared in the joined batch. A tensor that
+        # has no `seq_dims` in one of them has none, because a decoder's labels can have the encoder's width by chance.
         entry = min(entries, key=lambda entry: (entry.unit != 'shared', bool(entry.seq_dims)))
         if entry.unit == 'shared':
             return _widest_shared(key, [batch[key] for batch in present])
@@ -617,7 +618,7 @@ class BatchLayout:
     ) -> list[torch.Tensor]:
         """Returns the tensors of all batches, to be joined.
 
-        For a batch without the tensor one is made: with 0 slots, or with rows of the entry's ``absent`` value.
+        A batch without the tensor gets one with 0 slots, or with rows of the entry's ``absent`` value.
         """
         if entry.slot_dim is None and entry.absent is None:
             _check_present(key, present, batches)

@@ -156,7 +156,7 @@ def microbatches_of(batch: Batch) -> Sequence[Batch]:
 def widened(batch: Batch, width_multiple: int) -> Batch:
     """Returns the batch with its text padded to a multiple of ``width_multiple``, on the side of its padding.
 
-    So a ``width_multiple`` above the width is the new width itself.
+    A ``width_multiple`` above the width becomes the new width.
     """
     if width_multiple == 1 or batch.get('input_ids') is None:
         return batch

@@ -23,8 +23,9 @@ _has_gpu = cache(torch.cuda.is_available)
 
 
 def _on_the_way_to_a_gpu(value: torch.Tensor) -> bool:
-    # Composer deep-copies each microbatch on its device for the metrics of training, and a deep copy of a view copies
-    # the whole tensor behind it. The move to a GPU makes a new tensor; on the CPU nothing does.
+    # A view only saves a copy if the microbatch moves to a GPU, because the move makes a new tensor. On a CPU the view
+    # would stay. Composer deep-copies each microbatch on its device for the metrics of training, and a deep copy of a
+    # view copies the whole tensor behind it.
     return _has_gpu() and value.device.type == 'cpu'
 
 
@@ -128,9 +129,9 @@ def _repointed(
     patches_per_item: int,
     rows: Sequence[int],
 ) -> torch.Tensor:
-    """Returns pointers to patches, renumbered: counted over the patches of the chosen rows, not of the whole batch.
+    """Renumbers pointers to patches, so that they count the patches of the chosen rows instead of the whole batch.
 
-    ``pointers`` are those of the chosen rows; ``pointer_ends`` and ``item_ends`` are of all rows.
+    ``pointers`` belong to the chosen rows; ``pointer_ends`` and ``item_ends`` are of all rows.
     """
     num_pointers = []
     shifts = []
@@ -151,6 +152,7 @@ def _select_units(
     ends: UnitEnds,
     rows: Sequence[int],
 ) -> torch.Tensor:
+    """Returns the entries of some rows, in the order of ``rows``, without image slots that none of these rows needs."""
     if entry.unit == 'shared':
         return value
     unit_ends = ends[entry.unit]

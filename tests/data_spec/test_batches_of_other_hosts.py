@@ -51,11 +51,11 @@ def test_packed_batch_without_input_ids(whisper):
 
 @pytest.mark.parametrize('size', [1, 3])
 def test_rows_without_input_ids(size):
-    """What an encoder makes of sound is as large for a short text as for a long one."""
+    """An encoder makes as many states of a sound with a short text as with a long one, so rows are not trimmed."""
     batch = whisper_batch(0)
     spec = token_data_spec([batch])
     microbatches = spec.split_batch(spec.batch_transforms(batch), size)
-    assert [len(one['labels']) for one in microbatches] == [size] * (6 // size)
+    assert [len(microbatch['labels']) for microbatch in microbatches] == [size] * (6 // size)
 
 
 def seq2seq_batch(lengths, widths, *, has_decoder_ids=True):
@@ -124,12 +124,16 @@ def test_cap_of_encoder_and_decoder_texts(multiple, has_decoder_ids):
         batch = seq2seq_batch(lengths, widths, has_decoder_ids=has_decoder_ids)
         spec = token_data_spec([batch], width_multiple=multiple)
         microbatches = spec.split_batch(spec.batch_transforms(batch), size)
-        assert sum(len(one['labels']) for one in microbatches) == 16
-        assert max(one['input_ids'].numel() + one['labels'].numel() for one in microbatches) <= size * sum(widths)
+        num_rows = 0
+        for microbatch in microbatches:
+            num_rows += len(microbatch['labels'])
+            num_tokens = microbatch['input_ids'].numel() + microbatch['labels'].numel()
+            assert num_tokens <= size * sum(widths)
+        assert num_rows == 16
 
 
 def test_sequence_length_warmup_is_exact():
-    """It clones every entry of the batch, so nothing of ours may lie in it that is no tensor."""
+    """The warmup clones every entry of the batch, so we may only add tensors to the batch."""
     rng = random.Random(0)
     rows = [text_row(length, rng.randint(1, length), seed=length) for length in [3, 16, 9, 12, 5, 16, 7, 14] * 4]
     data = DataLoader(rows, batch_size=8, collate_fn=collate)  # pyright: ignore[reportArgumentType]
@@ -137,13 +141,13 @@ def test_sequence_length_warmup_is_exact():
     recorder = fit(text_model(), token_data_spec(data), algorithms=[warmup, TokenAccumulation()], max_duration='4ba')
     model = hugging_face(text_model())
     widths = []
-    for found, batch in zip(recorder.steps, data, strict=True):
+    for gradients, batch in zip(recorder.steps, data, strict=True):
         errors = {}
         for width in (4, 8, 12, 16):
             cut = {key: value[:, :width] for key, value in batch.items()}
-            errors[width] = relative_error(found, plain_gradients(model, cut))
+            errors[width] = relative_error(gradients, plain_gradients(model, cut))
         widths.append(min(errors, key=errors.__getitem__))
         assert min(errors.values()) < 1e-6, errors
-    # It did cut: short rows first, whole ones last.
+    # The warmup has cut the rows: to a few columns at first, not at all in the end.
     assert widths[0] < 16
     assert widths == sorted(widths)

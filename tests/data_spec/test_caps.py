@@ -77,37 +77,40 @@ LABELS = CappedRows(
     labels_in,
 )
 IMAGES = CappedRows('image_tokens', LLAVA.model, LLAVA.rows + LLAVA.rows[1:4], images_in)
-both = pytest.mark.parametrize('given', [IMAGES, LABELS], ids=['images', 'labels'])
+for_each_cap = pytest.mark.parametrize('capped_rows', [IMAGES, LABELS], ids=['images', 'labels'])
 
 
 def ids_of(microbatches):
     return sorted(name for microbatch in microbatches for name in microbatch['sample_ids'])
 
 
-def reached_sizes(given):
+def reached_sizes(capped_rows):
     """Keeps the size of every microbatch that reaches the model."""
-    return On(Event.BEFORE_FORWARD, lambda state: given.count(state.batch))
+    return On(Event.BEFORE_FORWARD, lambda state: capped_rows.count(state.batch))
 
 
-@both
+@for_each_cap
 @pytest.mark.parametrize('regroup', [True, False])
-def test_batch_is_cut_under_cap(given, regroup):
-    free, capped = (
-        given.spec(cap, regroup=regroup).split_batch(given.batch(), len(given)) for cap in (None, given.cap)
-    )
-    assert given.largest(free) > given.cap
-    assert given.largest(capped) == given.cap
-    assert ids_of(capped) == ids_of(free) == ids_of([given.batch()])
+def test_batch_is_cut_under_cap(capped_rows, regroup):
+    batch = capped_rows.batch()
+    size = len(capped_rows)
+    free = capped_rows.spec(regroup=regroup).split_batch(batch, size)
+    capped = capped_rows.spec(capped_rows.cap, regroup=regroup).split_batch(batch, size)
+    assert capped_rows.largest(free) > capped_rows.cap
+    assert capped_rows.largest(capped) == capped_rows.cap
+    assert ids_of(capped) == ids_of(free) == ids_of([batch])
 
 
-@both
+@for_each_cap
 @pytest.mark.parametrize('size', [9, 2])
-def test_planned_microbatches_are_cut_again(given, size):
-    batch = PreSplitBatch([given.batch(given.rows[:5]), given.batch(given.rows[5:])], max_tokens=10_000)
-    width = max(given.lengths)
-    assert given.largest(batch.microbatches) > given.cap
-    microbatches = given.spec(given.cap, slot_tokens=width).split_batch(batch, size)
-    assert given.largest(microbatches) <= given.cap
+def test_planned_microbatches_are_cut_again(capped_rows, size):
+    batch = PreSplitBatch(
+        [capped_rows.batch(capped_rows.rows[:5]), capped_rows.batch(capped_rows.rows[5:])], max_tokens=10_000
+    )
+    width = max(capped_rows.lengths)
+    assert capped_rows.largest(batch.microbatches) > capped_rows.cap
+    microbatches = capped_rows.spec(capped_rows.cap, slot_tokens=width).split_batch(batch, size)
+    assert capped_rows.largest(microbatches) <= capped_rows.cap
     assert max(microbatch['input_ids'].numel() for microbatch in microbatches) <= size * width
     assert ids_of(microbatches) == ids_of(batch.microbatches)
 
@@ -123,44 +126,46 @@ def test_dummy_image_row_is_under_the_cap(monkeypatch):
 
 
 @pytest.mark.parametrize('packing', [False, True])
-@pytest.mark.parametrize(('given', 'logits'), [(IMAGES, 'auto'), (LABELS, 'all'), (LABELS, 'labels')])
-def test_capped_microbatches_are_exact(given, logits, packing):
-    reached = reached_sizes(given)
-    options = {f'max_{given.size}': given.cap, 'packing': packing, 'logits': logits}
-    assert_exact(given.model, given.batch(), microbatch_size=len(given), callbacks=[reached], **options)
+@pytest.mark.parametrize(('capped_rows', 'logits'), [(IMAGES, 'auto'), (LABELS, 'all'), (LABELS, 'labels')])
+def test_capped_microbatches_are_exact(capped_rows, logits, packing):
+    reached = reached_sizes(capped_rows)
+    options = {f'max_{capped_rows.size}': capped_rows.cap, 'packing': packing, 'logits': logits}
+    assert_exact(
+        capped_rows.model, capped_rows.batch(), microbatch_size=len(capped_rows), callbacks=[reached], **options
+    )
     assert len(reached.values) > 1
-    assert sum(reached.values) == sum(given.sizes)
-    assert max(reached.values) <= given.cap
+    assert sum(reached.values) == sum(capped_rows.sizes)
+    assert max(reached.values) <= capped_rows.cap
 
 
-@both
+@for_each_cap
 @pytest.mark.parametrize('objective', ['ddp', 'fsdp'])
 @pytest.mark.parametrize('is_known', [True, False])
-def test_planned_microbatches_keep_the_cap(given, objective, is_known):
+def test_planned_microbatches_keep_the_cap(capped_rows, objective, is_known):
     """Without a true table the split cuts them again."""
     plan = partial(
         RegroupingBatchSampler,
-        given,
-        lengths=given.lengths,
-        global_batch_size=len(given),
-        max_tokens=len(given) * max(given.lengths),
+        capped_rows,
+        lengths=capped_rows.lengths,
+        global_batch_size=len(capped_rows),
+        max_tokens=len(capped_rows) * max(capped_rows.lengths),
         objective=objective,
-        **{given.size: given.sizes if is_known else [0] * len(given)},
+        **{capped_rows.size: capped_rows.sizes if is_known else [0] * len(capped_rows)},
     )
-    option = f'max_{given.size}'
-    sampler = plan(**{option: given.cap})
-    dataloader = RegroupingDataLoader(given, batch_sampler=sampler, collate_fn=given.batch)
-    planned = [given.count(microbatch) for microbatch in next(iter(dataloader)).microbatches]
-    assert (max(planned) <= given.cap) == is_known
-    reached = reached_sizes(given)
-    data = token_data_spec(dataloader, slot_tokens=max(given.lengths), **{option: given.cap})
-    fit(given.model, data, microbatch_size=len(given), callbacks=[reached])
-    assert sum(reached.values) == sum(given.sizes)
-    assert max(reached.values) <= given.cap
+    option = f'max_{capped_rows.size}'
+    sampler = plan(**{option: capped_rows.cap})
+    dataloader = RegroupingDataLoader(capped_rows, batch_sampler=sampler, collate_fn=capped_rows.batch)
+    planned = [capped_rows.count(microbatch) for microbatch in next(iter(dataloader)).microbatches]
+    assert (max(planned) <= capped_rows.cap) == is_known
+    reached = reached_sizes(capped_rows)
+    data = token_data_spec(dataloader, slot_tokens=max(capped_rows.lengths), **{option: capped_rows.cap})
+    fit(capped_rows.model, data, microbatch_size=len(capped_rows), callbacks=[reached])
+    assert sum(reached.values) == sum(capped_rows.sizes)
+    assert max(reached.values) <= capped_rows.cap
     if is_known:
         assert len(reached.values) == len(planned)
         with pytest.raises(ValueError, match=rf'`{option}` must be at least the longest sample'):
-            plan(**{option: given.cap - 1})
+            plan(**{option: capped_rows.cap - 1})
 
 
 def test_exchanged_microbatches_keep_the_cap():
@@ -172,16 +177,16 @@ def test_exchanged_microbatches_keep_the_cap():
     assert ids_of(capped.microbatches) == ids_of(free.microbatches)
 
 
-@both
-def test_row_over_the_cap(given, caplog):
-    unit = given.size.replace('_', ' ')
-    words = f'of {given.cap} {unit}, over the cap of {given.cap - 1} '
-    with pytest.raises(ValueError, match=words + rf'\(`max_{given.size}`\)'):
-        given.spec(given.cap - 1).split_batch(given.batch(), 4)
+@for_each_cap
+def test_row_over_the_cap(capped_rows, caplog):
+    unit = capped_rows.size.replace('_', ' ')
+    words = f'of {capped_rows.cap} {unit}, over the cap of {capped_rows.cap - 1} '
+    with pytest.raises(ValueError, match=words + rf'\(`max_{capped_rows.size}`\)'):
+        capped_rows.spec(capped_rows.cap - 1).split_batch(capped_rows.batch(), 4)
     with caplog.at_level(logging.WARNING, logger='composer_tokacc'):
-        microbatches = given.spec(given.cap - 1, on_oversize='warn').split_batch(given.batch(), 4)
+        microbatches = capped_rows.spec(capped_rows.cap - 1, on_oversize='warn').split_batch(capped_rows.batch(), 4)
     assert words in caplog.text
-    over = [microbatch for microbatch in microbatches if given.count(microbatch) >= given.cap]
+    over = [microbatch for microbatch in microbatches if capped_rows.count(microbatch) >= capped_rows.cap]
     assert over
     assert all(len(microbatch['input_ids']) == 1 for microbatch in over)
 

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Documents of a packed row: each as by itself, whatever stands beside it."""
+"""Documents of a packed row: each gives the same result as if it were computed alone."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def logits_of(model, batch):
 
 @pytest.mark.parametrize(('name', 'kernel'), QUICK, ids='-'.join)
 def test_families_are_exact_or_refused(name, kernel):
-    found = cell(name, kernel, seeds=range(1))
-    assert found['kind'] == ('refused' if name in LEAKING else 'exact'), found
+    outcome = cell(name, kernel, seeds=range(1))
+    assert outcome['kind'] == ('refused' if name in LEAKING else 'exact'), outcome
 
 
 @pytest.mark.slow
@@ -68,10 +68,10 @@ def test_families_are_exact_or_refused(name, kernel):
 @pytest.mark.parametrize('name', PACKED)
 def test_no_family_is_wrong(name, kernel):
     try:
-        found = cell(name, kernel, seeds=[1])
+        outcome = cell(name, kernel, seeds=[1])
     except (ValueError, AttributeError) as error:
         pytest.skip(f'transformers {transformers.__version__}: {error}')
-    assert found['kind'] == ('refused' if name in LEAKING else 'exact'), found
+    assert outcome['kind'] == ('refused' if name in LEAKING else 'exact'), outcome
 
 
 @pytest.mark.parametrize('kernel', ['sdpa', 'eager'])
@@ -113,7 +113,7 @@ def test_documents_of_one_token(side):
 
 @pytest.mark.parametrize('reentrant', [True, False])
 def test_recomputed_layers_see_their_documents(reentrant):
-    """Two forwards before their backwards: the bounds are those of each forward, not of the last one."""
+    """Two forwards run before their backwards. Each backward must use the bounds of its own forward."""
     model = text_model()
     batches = [collate(text_rows(SHAPE)), collate(text_rows(SHAPE[::-1][2:]))]
     expected, _ = reference_gradients(model, batches[0])
@@ -125,8 +125,8 @@ def test_recomputed_layers_see_their_documents(reentrant):
     losses = [model(**packed_of(model, batch)[0]).loss for batch in batches]
     for loss in losses:
         loss.backward()
-    found: Any = {f'model.{name}': parameter.grad for name, parameter in model.named_parameters()}
-    assert relative_error(found, expected) < 1e-6
+    gradients: Any = {f'model.{name}': parameter.grad for name, parameter in model.named_parameters()}
+    assert relative_error(gradients, expected) < 1e-6
 
 
 def test_attention_dropout_is_the_models():
@@ -153,8 +153,8 @@ def test_other_batches_are_computed_as_before(kernel):
     attention = DocumentAttention(model)
     during = answers()
     attention.undo()
-    for found in (during, answers()):
-        assert all(torch.equal(a, b) for a, b in zip(found[:-1], before[:-1], strict=True))
+    for later in (during, answers()):
+        assert all(torch.equal(a, b) for a, b in zip(later[:-1], before[:-1], strict=True))
     assert model.config._attn_implementation == kernel
     assert 'documents' not in str(model.config.to_dict())
 
@@ -170,16 +170,16 @@ def test_attention_is_restored_after_training(tmp_path):
 
 def test_evaluation_between_steps():
     batch = collate(text_rows(SHAPE))
-    found = []
+    logits_of_runs = []
     for packing in (False, True):
         logits = On(Event.EVAL_AFTER_FORWARD, lambda state: state.outputs.clone())
         padded = token_data_spec(loader(collate(text_rows(SHAPE), side='left')))
-        held = Evaluator(label='eval', dataloader=padded, device_eval_microbatch_size=1)
-        options = {'eval_dataloader': held, 'eval_interval': '1ba', 'callbacks': [logits]}
+        evaluator = Evaluator(label='eval', dataloader=padded, device_eval_microbatch_size=1)
+        options = {'eval_dataloader': evaluator, 'eval_interval': '1ba', 'callbacks': [logits]}
         fit(text_model(), batch, batch, packing=packing, **options)
-        found.append(torch.cat(logits.values, dim=1))
-    assert found[0].numel()
-    assert torch.equal(*found)
+        logits_of_runs.append(torch.cat(logits.values, dim=1))
+    assert logits_of_runs[0].numel()
+    assert torch.equal(*logits_of_runs)
 
 
 def test_memory_grows_with_the_documents():
@@ -210,9 +210,9 @@ def check_attention_at_once(dtype, *, is_causal):
     query, key, value = (torch.randn(1, heads, sum(lengths), 8, dtype=dtype) for heads in (4, 2, 2))
     module: Any = torch.nn.Module()
     module.num_key_value_groups, module.is_causal = 2, is_causal
-    found = document_attention._attend_at_once(documents, module, query, key, value, scaling=0.3)
+    attended = document_attention._attend_at_once(documents, module, query, key, value, scaling=0.3)
     expected, _ = document_attention._attend('sdpa', module, query, key, value, documents, scaling=0.3)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(attended, expected)
 
 
 def test_kernel_for_gpus_gives_the_same():
@@ -222,7 +222,7 @@ def test_kernel_for_gpus_gives_the_same():
 
 
 def of_documents(query, key, value, ends, _, longest, __, *, causal, scale, dropout=0.0):
-    """What a kernel for documents of any length must make of ``(tokens, heads, size)``, one after the other."""
+    """Attends in one document after the other. A kernel for documents of any length must return the same."""
     assert longest == int(ends.diff().max())
     assert not dropout
     parts = []
@@ -236,17 +236,18 @@ def of_documents(query, key, value, ends, _, longest, __, *, causal, scale, drop
 def test_layers_share_bounds_on_the_device(monkeypatch):
     model = text_model(num_key_value_heads=1).to(torch.bfloat16)
     packed, _ = packed_of(model, collate(text_rows(SHAPE)))
-    expected, given = logits_of(model, packed), []
+    expected = logits_of(model, packed)
+    kernel_calls = []
 
     def kernel(query, key, value, ends, *others, **options):
-        given.append((ends, query.shape[1], key.shape[1]))
+        kernel_calls.append((ends, query.shape[1], key.shape[1]))
         return of_documents(query, key, value, ends, *others, **options)
 
     monkeypatch.setattr(document_attention, '_on_gpu', lambda states: True)
     monkeypatch.setattr(document_attention, '_half_kernel', lambda has_dropout: kernel)
     torch.testing.assert_close(logits_of(model, packed), expected, rtol=0, atol=1e-2)
-    assert [heads for _, *heads in given] == [[2, 1]] * 2
-    assert len({id(ends) for ends, *_ in given}) == 1
+    assert [heads for _, *heads in kernel_calls] == [[2, 1]] * 2
+    assert len({id(ends) for ends, *_ in kernel_calls}) == 1
 
 
 def test_torchs_kernel_is_called_as_declared(monkeypatch):
@@ -300,8 +301,8 @@ def test_flex_attention_gets_one_block_mask(monkeypatch):
     packed, attention = packed_of(model, batch)
     assert not attention.has_masks
     with torch.compiler.set_stance('force_eager'):
-        found = logits_of(model, packed)
-    torch.testing.assert_close(found, torch.cat(one_by_one, dim=1), rtol=0, atol=2e-6)
+        packed_logits = logits_of(model, packed)
+    torch.testing.assert_close(packed_logits, torch.cat(one_by_one, dim=1), rtol=0, atol=2e-6)
     assert len(made) == 1
 
 

@@ -45,7 +45,7 @@ def case_of(name: str, *, has_videos: bool = False) -> tuple[Any, BatchLayout]:
 
 
 def batch_of(case: FamilyCase, rows, side: str):
-    """Rows of the whole batch, trimmed: what a split makes."""
+    """Rows of the whole batch, trimmed as a split trims them."""
     layout = BatchLayout.for_model(case.model)
     batch = with_counts(layout.concat(case.rows, padding_side=side, pad_token_id=case.pad_token_id))
     return layout.trim(layout.select(batch, rows))
@@ -62,10 +62,12 @@ def loss_and_gradients(case: FamilyCase, batch):
     return loss.detach(), {name: p.grad for name, p in case.model.named_parameters() if p.requires_grad}
 
 
-def relative_error(found, expected) -> float:
+def relative_error(gradients, expected) -> float:
     keys = [name for name, gradient in expected.items() if gradient is not None]
-    difference = sum(float((found[key] - expected[key]).double().square().sum()) for key in keys)
-    difference += sum(float(g.double().square().sum()) for key, g in found.items() if g is not None and key not in keys)
+    difference = sum(float((gradients[key] - expected[key]).double().square().sum()) for key in keys)
+    difference += sum(
+        float(g.double().square().sum()) for key, g in gradients.items() if g is not None and key not in keys
+    )
     return (difference / sum(float(expected[key].double().square().sum()) for key in keys)) ** 0.5
 
 
@@ -88,7 +90,7 @@ def test_dummy_image_row_changes_no_gradient(name, spare, side):
     padded_loss, padded_gradients = loss_and_gradients(case, padded)
     torch.testing.assert_close(padded_loss, loss, rtol=1e-6, atol=0)
     assert relative_error(padded_gradients, gradients) < 1e-6
-    # What the row is for: every parameter gets a gradient, so that no rank waits for another.
+    # The purpose of the row: every parameter gets a gradient, so that no rank waits for another.
     assert all(gradient is not None for gradient in padded_gradients.values())
     assert any(gradient is None for gradient in loss_and_gradients(case, microbatch)[1].values())
 
@@ -132,8 +134,8 @@ def test_pads_are_no_image_placeholders(name):
 @pytest.mark.parametrize('name', IMAGE_FAMILIES)
 def test_dummy_row_is_the_smallest(name):
     case, layout = case_of(name)
-    whole = batch_of(case, range(6), 'left')
-    row = smallest_row([describe(layout, whole)], 'image')
+    batch = batch_of(case, range(6), 'left')
+    row = smallest_row([describe(layout, batch)], 'image')
     fewest = min(layout.images_per_row(batch_of(case, [row], 'left'))[0] for row in (1, 2, 3, 5))
     assert layout.images_per_row(row) == [fewest]
     assert row['sample_ids'][0] in ('sample-1', 'sample-2')
@@ -172,7 +174,7 @@ def test_dummy_row_is_padded_as_batch():
 
 
 def images_and_videos_somewhere(values):
-    """What ranks agree on: for each kind of media whether it is used, and whether a row with it is lacked; a count."""
+    """Answers for all ranks: for each modality whether some rank has it, and whether some rank lacks it; or a count."""
     return [1, 1, 0, *values[3:]] if len(values) == 6 else list(values)
 
 
@@ -196,11 +198,11 @@ def test_glm_gets_no_video_beside_image(unit, monkeypatch):
     layout = BatchLayout.for_model(model)
     text = {**text_batch([5, 3]), 'mm_token_type_ids': torch.zeros(2, 5).long()}
     text['input_ids'] += 10
-    media = {one: glm_row(model.config, one) for one in ('image', 'video')}
+    media = {modality: glm_row(model.config, modality) for modality in ('image', 'video')}
     batch = layout.concat([text, media[unit]])
     monkeypatch.setattr('composer_tokacc.data_spec.split.get_world_size', lambda: 2)
     monkeypatch.setattr('composer_tokacc.data_spec.split.max_over_ranks', images_and_videos_somewhere)
-    monkeypatch.setattr('composer_tokacc.data_spec.split.from_any_rank', lambda own: own or zero_weight(media['image']))
+    monkeypatch.setattr('composer_tokacc.data_spec.split.from_any_rank', lambda row: row or zero_weight(media['image']))
     microbatches = token_data_spec(loader(batch), layout=layout).split_batch(batch, 1)
     assert len(microbatches) == 3
     for microbatch in microbatches:
@@ -226,19 +228,20 @@ def packed_microbatches(monkeypatch, batch, layout, agreed=list, **options):
     """On a rank of two."""
     monkeypatch.setattr('composer_tokacc.data_spec.split.get_world_size', lambda: 2)
     monkeypatch.setattr('composer_tokacc.data_spec.split.max_over_ranks', agreed)
-    given = loader(batch)
-    spec = token_data_spec(given, layout=layout, packing=True, **options)
-    split_of(given).adopt(CutRules(packing='documents'))
+    dataloader = loader(batch)
+    spec = token_data_spec(dataloader, layout=layout, packing=True, **options)
+    split_of(dataloader).adopt(CutRules(packing='documents'))
     return spec.split_batch(batch, 1)
 
 
 def test_media_rows_of_other_ranks_fit(monkeypatch):
     """Rows with images in a step in which only another rank has a video."""
     case, layout = case_of('qwen2_5_vl', has_videos=True)
-    own, other = (case.rows[case.kinds.index(kind)] for kind in ('image', 'video'))
-    batch = with_counts(layout.concat([own] * 4))
-    budget = layout.width(own) + layout.width(other)
-    monkeypatch.setattr('composer_tokacc.data_spec.split.from_any_rank', lambda found: found or zero_weight(other))
+    image_row = case.rows[case.kinds.index('image')]
+    video_row = case.rows[case.kinds.index('video')]
+    batch = with_counts(layout.concat([image_row] * 4))
+    budget = layout.width(image_row) + layout.width(video_row)
+    monkeypatch.setattr('composer_tokacc.data_spec.split.from_any_rank', lambda row: row or zero_weight(video_row))
     microbatches = packed_microbatches(
         monkeypatch, batch, layout, images_and_videos_somewhere, slot_tokens=budget, max_image_tokens=None
     )
@@ -261,9 +264,9 @@ def test_no_media_rows_if_reduced_once(monkeypatch):
     text = layout.concat([batch_of(case, TEXT_ROWS, 'right')] * 4)
     monkeypatch.setattr('composer_tokacc.data_spec.split.get_world_size', lambda: 2)
     monkeypatch.setattr('composer_tokacc.data_spec.split.max_over_ranks', None)  # nothing is agreed upon
-    given = loader(text)
-    spec = token_data_spec(given, layout=layout, slot_tokens=max(describe(layout, text).lengths))
-    split = split_of(given)
+    dataloader = loader(text)
+    spec = token_data_spec(dataloader, layout=layout, slot_tokens=max(describe(layout, text).lengths))
+    split = split_of(dataloader)
     split.adopt(split.rules)
     split.reduces_once = True
     microbatches = spec.split_batch(text, 1)
@@ -273,7 +276,7 @@ def test_no_media_rows_if_reduced_once(monkeypatch):
 
 
 def test_rows_added_beside_written_positions():
-    """Mllama padded on the left, one of whose microbatches has text alone."""
+    """Mllama padded on the left. One of its microbatches has only text."""
     subject = SUBJECTS['mllama_mixed']
     batch = subject.batch(499905, side='left')
     [outcome] = measure_steps(subject.model('large'), [batch], 3)

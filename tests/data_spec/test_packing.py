@@ -58,7 +58,8 @@ def test_packed_left_padding_keeps_no_columns():
 
 
 def test_leak_between_documents_is_refused(monkeypatch):
-    # Without bounds every document sees the ones before it. (By positions that start anew transformers finds them.)
+    # Without bounds every document sees the ones before it. The positions are bounds too, because Transformers finds
+    # documents by positions that restart at 0.
     model = hugging_face(text_model())
     forward = type(model).forward
 

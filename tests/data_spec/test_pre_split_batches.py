@@ -1,12 +1,13 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Microbatches that a loader has collated: handed on as they are, cut again only where they must be."""
+"""Microbatches that a loader has collated: they stay as they are, and are cut again only if they must be."""
 
 from __future__ import annotations
 
 import logging
 from functools import partial
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -66,7 +67,7 @@ def names(microbatches):
 
 @pytest.fixture
 def two_ranks(monkeypatch):
-    """This process is one of two ranks, which all say what this one says."""
+    """Makes this process one of two ranks. The other rank gives the same answers."""
     monkeypatch.setattr('composer_tokacc.data_spec.split.get_world_size', lambda: 2)
     monkeypatch.setattr('composer_tokacc.data_spec.split.max_over_ranks', list)
 
@@ -104,17 +105,18 @@ def test_ranks_in_step_add_a_picture(two_ranks):
 @pytest.mark.parametrize('size', [1, 1.5])
 def test_too_large_microbatches_are_cut(size):
     batch = ready([[9, 8], [5, 4, 4, 3], [10]])
-    found = spec_for().split_batch(batch, size)
-    for microbatch in found:
+    microbatches = spec_for().split_batch(batch, size)
+    for microbatch in microbatches:
         assert microbatch['input_ids'].numel() <= 10 * size
-    assert sorted(name for of_one in names(found) for name in of_one) == sorted(batch['names'])
-    whole = next(one for one in found if one['names'] == ['2.0'])
-    assert whole['input_ids'] is batch.microbatches[2]['input_ids'], 'it was small enough'
+    assert sorted(chain.from_iterable(names(microbatches))) == sorted(batch['names'])
+    uncut = next(microbatch for microbatch in microbatches if microbatch['names'] == ['2.0'])
+    assert uncut['input_ids'] is batch.microbatches[2]['input_ids'], 'it was small enough'
 
 
 def test_longer_lengths_keep_the_cap():
     spec = spec_for()
-    assert sorted(len(one['names']) for one in spec.split_batch(ready([[9, 9, 9], [4, 4]]), 2)) == [1, 2, 2]
+    microbatches = spec.split_batch(ready([[9, 9, 9], [4, 4]]), 2)
+    assert sorted(len(microbatch['names']) for microbatch in microbatches) == [1, 2, 2]
     with pytest.raises(ValueError, match='got: sample number 2 of the dataset of 21 tokens, over the cap of 20'):
         spec.split_batch(ready([[9, 8], [21]]), 2)
 
@@ -137,11 +139,14 @@ def test_unneeded_columns_are_cut_off():
 def test_rows_are_joined_if_needed(kwargs, side):
     batch, spec = without_first_labels(ready(side=side)), spec_for(**kwargs)
     plain = batch.joined(BatchLayout(family=TEXT))
-    found, expected = spec.split_batch(batch, 5), spec.split_batch(plain, 5)
-    assert len(found) == len(expected)
-    for one, other in zip(found, expected, strict=True):
-        assert one.keys() == other.keys()
-        assert all(torch.equal(one[key], other[key]) for key in one if isinstance(one[key], torch.Tensor))
+    microbatches = spec.split_batch(batch, 5)
+    expected_microbatches = spec.split_batch(plain, 5)
+    assert len(microbatches) == len(expected_microbatches)
+    for microbatch, expected in zip(microbatches, expected_microbatches, strict=True):
+        assert microbatch.keys() == expected.keys()
+        for key, value in microbatch.items():
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(value, expected[key])
 
 
 def test_positions_that_depend_on_padding_are_refused():
@@ -181,8 +186,8 @@ def test_label_that_a_pad_precedes_counts():
 def test_evaluation_keeps_rows_in_order():
     batch, spec = ready(), spec_for()
     with torch.no_grad():
-        found = spec.split_batch(batch, 3)
-    assert names(found) == [batch['names'][start : start + 3] for start in (0, 3, 6)]
+        microbatches = spec.split_batch(batch, 3)
+    assert names(microbatches) == [batch['names'][start : start + 3] for start in (0, 3, 6)]
 
 
 def test_users_transforms_see_plain_mappings():

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Facts about rows: what must agree with the padding of the ids is refused if it does not."""
+"""Facts about rows: a tensor that disagrees with the padding of the ids is refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LAYOUT = BatchLayout(family=QWEN, config=SimpleNamespace(image_token_id=IMAGE))
 
 
 def batch_with_types(side: str, types_side: str) -> dict[str, torch.Tensor]:
-    """Two rows, the second with two placeholders in the middle; ids and types padded each on a side of their own."""
+    """Two rows, the second with two placeholders in the middle. Ids and types may be padded on different sides."""
     batch = text_batch([7, 4], side=side, names=['a', 'b'], sample_ids=['a', 'b'])
     first = 4 if side == 'left' else 1
     batch['input_ids'][1, first : first + 2] = IMAGE

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Rows of real batches of every family: what their own processors make, and what their own models say to it."""
+"""Rows of real batches of every family: made by the processors of the family, and computed by its models."""
 
 from __future__ import annotations
 

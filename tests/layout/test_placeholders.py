@@ -70,7 +70,7 @@ def test_frames_of_glm_are_no_images():
 
 
 def test_query_tokens_are_never_guessed():
-    """BLIP-2 fills as many placeholders as there are, whatever images they were meant for."""
+    """BLIP-2 fills all placeholders in order, even if they were meant for other images."""
     config = SimpleNamespace(model_type='blip-2', image_token_id=9, num_query_tokens=2)
     layout, ids = BatchLayout.for_model(config), torch.tensor([[9, 9, 1, 1], [9, 9, 9, 9], [1, 2, 3, 4]])
     batch = {'input_ids': ids, 'pixel_values': torch.rand(3, 3, 2, 2)}
