@@ -129,15 +129,6 @@ class Capacity:
             f'would help: {sharding}, freezing parts, activation checkpointing, a shorter context.'
         )
 
-    def is_over_a_cap(self, max_tokens: int) -> np.ndarray:
-        """Returns which samples are over a cap of a microbatch with this token budget, bool (n,)."""
-        table = self.table
-        is_over = table.tokens > max_tokens
-        is_over |= table.image_tokens > (self.max_image_tokens or max_tokens)
-        if self.max_loss_tokens is not None and table.loss_tokens is not None:
-            is_over |= table.loss_tokens > self.max_loss_tokens
-        return is_over
-
 
 @dataclass(frozen=True)
 class _Simulation:
@@ -305,7 +296,7 @@ def suggest_microbatching(
         seconds_per_unit=price.seconds_per_token,
         seconds_per_step=seconds_per_step,
         sizes=size_rows,
-        oversize=table.names(capacity.is_over_a_cap(max_tokens)),
+        oversize=table.names(_is_over_a_cap(table, options, max_tokens)),
         too_large=table.names(table.tokens > capacity.max_tokens()),
     )
 
@@ -325,6 +316,15 @@ def _largest_size(
         slot = math.ceil(longest / options.width_multiple) * options.width_multiple
     slot = min(slot, fitting_tokens)  # one slot must fit
     return min(fitting_tokens // slot, rows_per_rank), slot
+
+
+def _is_over_a_cap(table: SampleSizes, options: CutOptions, max_tokens: int) -> np.ndarray:
+    """Returns which samples are over a cap of a microbatch with this token budget, bool (n,)."""
+    is_over = table.tokens > max_tokens
+    is_over |= table.image_tokens > (options.max_image_tokens or max_tokens)
+    if options.max_loss_tokens is not None and table.loss_tokens is not None:
+        is_over |= table.loss_tokens > options.max_loss_tokens
+    return is_over
 
 
 def _compared_sizes(size: int, rows_per_rank: int) -> list[int]:
