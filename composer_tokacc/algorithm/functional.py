@@ -44,7 +44,7 @@ def token_weight(num_tokens: float, step_tokens: float, *, world_size: int = 1) 
         ValueError: If the microbatch has more tokens than the step, or a number is NaN or negative.
     """
     check_count('world_size', world_size)
-    # Sums of weights are rounded, so if a step is a single microbatch, its sum may be a little above that of the step.
+    # Sums of weights are rounded, so the sum of the only microbatch may be a little above the sum of the step.
     is_part = 0 <= num_tokens <= step_tokens * (1 + 1e-6) < math.inf
     if not is_part:
         raise InvalidInputError(

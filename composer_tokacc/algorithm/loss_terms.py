@@ -56,7 +56,8 @@ class LossTerms:
     @property
     def coupled(self) -> list[str]:
         """Names of the terms that depend on which rows share a microbatch."""
-        return [name for name, unit in self.units.items() if unit in ('coupled_samples', 'microbatches')]
+        coupling_units = ('coupled_samples', 'microbatches')
+        return [name for name, unit in self.units.items() if unit in coupling_units]
 
     def terms_of(self, loss: Any) -> list[Term]:
         """Returns the terms of a loss. Composer's ``'total'`` is left out.
@@ -70,7 +71,8 @@ class LossTerms:
                     f'`loss_units` must go with a dict loss, got: a loss of type {type(loss).__name__}. Return a dict '
                     f'with the terms {sorted(self.units)}, or drop `loss_units` (docs/errors.md#model-loss).'
                 )
-            return [Term(place, 'tokens', value) for place, value in enumerate(tensors_in(loss))]
+            places = enumerate(tensors_in(loss))
+            return [Term(place, 'tokens', value) for place, value in places]
         units = self.units or dict.fromkeys(loss, 'tokens')
         if isinstance(loss, SplitLoss):
             units = loss.units
@@ -91,7 +93,7 @@ class LossTerms:
         return terms
 
     def of_unit(self, loss: Any, unit: str) -> list[Tensor]:
-        """Returns the terms of a unit. There may be none.
+        """Returns the terms of a unit; an empty list if the loss has none of this unit.
 
         If no unit is named, a total is the only term, and a mean over tokens, because Composer takes its gradient.
         """
@@ -124,7 +126,11 @@ class LossTerms:
         the gradient of the scaled loss, which is Composer's weight. It is called for one term, because this weight is
         the same for all.
         """
-        scaled = self.changed(loss, lambda term: term.value.float() * scales[term.unit])
+
+        def times_scale(term: Term) -> Tensor:
+            return term.value.float() * scales[term.unit]
+
+        scaled = self.changed(loss, times_scale)
         if isinstance(scaled, Mapping) and self.units and scaled:
             # Composer adds up the terms of all ranks by their position, so all ranks need the same names in one order.
             names = list(self.units)
@@ -180,8 +186,8 @@ class LossTerms:
     def probed(self, loss: Any, outputs: Any) -> dict[str, Tensor]:
         """Returns the terms that no cut may change: the sum of the means over tokens, and of those over samples.
 
-        Terms in which rows see each other are left out, because a run with such terms must not regroup rows. But if
-        there are no others, their sum is returned.
+        Terms that couple rows are left out, because a run with such terms must not regroup rows. If all terms couple
+        rows, their sum is returned.
         """
         loss = self.split(loss, outputs)
         values = [term.value for term in self.terms_of(loss)]
@@ -244,7 +250,8 @@ def attached_zero(outputs: Any, loss: Any) -> Tensor:
             sources.append(output)
     zero = next(tensors_in(loss)).new_zeros((), dtype=torch.float32)
     for source in sources or losses:
-        zero = zero + torch.atleast_1d(source)[:0].sum().to(zero)
+        no_elements = torch.atleast_1d(source)[:0]
+        zero = zero + no_elements.sum().to(zero)
     return zero
 
 

@@ -39,8 +39,12 @@ class RankWidth:
             rules: How rows may be cut; None: no check has told yet.
             loss_rule: The loss rule of the model, see :func:`.loss_mask`.
         """
+        width = 0
+        is_left = False
         reason = ''
         for facts in described:
+            width = max(width, facts.width)
+            is_left |= facts.is_padded and facts.side == 'left'
             if facts.is_padded and facts.side == 'right':
                 continue
             # Rows without padding count, too, because they may be on a narrower rank.
@@ -48,11 +52,7 @@ class RankWidth:
                 reason = 'the model may count positions from the first column'
             elif loss_rule != 'unshifted' and any(facts.has_first_label):
                 reason = 'the first token of a row has a label, which the pad before it would predict'
-        return cls(
-            width=max((facts.width for facts in described), default=0),
-            is_left=any(facts.is_padded and facts.side == 'left' for facts in described),
-            reason=reason,
-        )
+        return cls(width, is_left, reason)
 
     def numbers(self) -> list[int]:
         """Returns integers whose sums over the ranks tell :func:`check_widths` whether to compare the ranks."""
@@ -60,7 +60,7 @@ class RankWidth:
 
 
 def _may_count_columns(facts: RowFacts, rules: CutRules | None) -> bool:
-    """Returns whether the model may count positions from the first column, by what the check of its rows has shown."""
+    """Returns whether the model may count positions from the first column. The check of its rows has shown this."""
     # Packed rows have no padding.
     if rules is None or rules.packing or facts.has_positions:
         return False

@@ -97,7 +97,11 @@ class ReductionWatch:
         if is_reduced(self._ddp) and len(left_out) < len(states_before):
             return
         # The backward of a sum of no elements calls the hooks of DDP and adds 0 to the gradient.
-        zeros = [parameter.flatten()[:0].sum() for parameter in left_out if parameter.requires_grad]
+        zeros = []
+        for parameter in left_out:
+            if parameter.requires_grad:
+                no_elements = parameter.flatten()[:0]
+                zeros.append(no_elements.sum())
         torch.autograd.backward(zeros)
 
     def reach_all_by_hand(self) -> None:

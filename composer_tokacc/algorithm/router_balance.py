@@ -109,7 +109,7 @@ class StepBalance:
         self._counted: deque[CountedMicrobatch] = deque()  # microbatches of this rank that are not trained yet
         # Sums over the step: the positions of all layers, then how often each expert was chosen.
         self._sums: RankSum | None = None
-        # The largest deviations in the step so far, as multiples of what is allowed, (). They are read once a step.
+        # The largest deviations in the step so far, as multiples of the tolerance, (). They are read once a step.
         self._worst_value = torch.zeros(())
         self._worst_choice = torch.zeros(())
 
@@ -145,8 +145,8 @@ class StepBalance:
     def _checked_logits(self, outputs: Any, batch: Batch) -> Sequence[Tensor]:
         """Returns the router's logits of each layer. Notes how far their load-balancing loss is from the model's own.
 
-        The first forward also finds the number of experts of a position, for which configs use many names. The loss
-        grows with this number. So it is the number that gives the loss nearest to the model's own.
+        The first forward also finds the number of experts of a position, because configs use many names for it. The
+        loss grows with this number. So it is the number that gives the loss nearest to the model's own.
         """
         own_loss = router_loss_of(outputs)
         attended = _attended(batch)
@@ -178,7 +178,7 @@ class StepBalance:
         return logits
 
     def applied(self, loss: SplitLoss, outputs: Any, num_microbatches: int) -> SplitLoss:
-        """Returns the loss of the next microbatch with its part of the step's load-balancing loss instead of its own.
+        """Replaces the load-balancing loss of the next microbatch by its part of that of the step. Returns the loss.
 
         Args:
             loss: The loss of the microbatch, as its two terms.
@@ -296,9 +296,10 @@ def _routed(logits: Sequence[Tensor], is_counted: Tensor, top_k: int) -> tuple[T
     for layer in logits:
         routed = layer.to(device).softmax(dim=-1)
         experts = routed.topk(top_k, dim=-1).indices
-        # Where a choice counts in the flattened table ``(top_k, experts)``.
+        # Each choice as an index into the flattened table ``(top_k, experts)``.
         places = experts + num_experts * torch.arange(top_k, device=device)
-        choices.scatter_add_(0, places.flatten(), counted.long().repeat_interleave(top_k))
+        is_counted_choice = counted.repeat_interleave(top_k)
+        choices.scatter_add_(0, places.flatten(), is_counted_choice.long())
         precise = routed.to(torch.promote_types(routed.dtype, torch.float32))
         counted_probabilities = precise * counted[:, None]
         probabilities.append(counted_probabilities.sum(dim=0))

@@ -161,7 +161,7 @@ class RunContext:
         microbatch_size = state.device_train_microbatch_size or 1
         if self.split is not None:
             self._check_coupled_terms(self.split)
-            # The split may have served another model before. It forgets what it knew of that model.
+            # The split may have served another model before, and must forget it.
             self.split.start(model, layout, state.batch, microbatch_size)
         # The parts that run the model.
         precision = partial(get_precision_context, state.precision, state.precision_config)
@@ -204,7 +204,7 @@ class RunContext:
     def width_of(self, step: Step) -> RankWidth:
         """Returns the width of the rows of this rank."""
         if self.world_size == 1:
-            return RankWidth.of((), None, None)  # there is no other rank to compare with
+            return RankWidth.of((), None, None)  # other ranks would be needed to compare widths
         rules = None if self.split is None else self.split.rules
         return RankWidth.of(step.facts, rules, self.check.rule)
 

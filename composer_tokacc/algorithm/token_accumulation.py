@@ -59,6 +59,9 @@ from composer_tokacc.weights import LOSS_WEIGHTS
 
 log = logging.getLogger(__name__)
 
+Action = Callable[[State], dict[str, float] | None]
+"""What the algorithm does at an event. It may return metrics to log."""
+
 
 class TokenAccumulation(Algorithm):
     r"""Gives every loss-generating token of an optimizer step the same weight, or a weight that you choose.
@@ -140,7 +143,7 @@ class TokenAccumulation(Algorithm):
         self._token_choice = TokenChoice()
         self._context: RunContext | None = None  # made at the first batch of a fit
         self._raw_loss: Any = None  # the model's own loss, while `state.loss` is the scaled one
-        self._actions: dict[Event, Callable[[State], dict[str, float] | None]] = {
+        self._actions: dict[Event, Action] = {
             Event.FIT_START: self._start_fit,
             Event.BATCH_START: self._begin_step,
             Event.BEFORE_TRAIN_BATCH: self._start_attempt,
@@ -174,7 +177,7 @@ class TokenAccumulation(Algorithm):
 
     @property
     def _run(self) -> RunContext:
-        """What is known of the run, from the first batch on."""
+        """The parts that were set up at the first batch."""
         assert self._context is not None, 'BATCH_START comes first'
         return self._context
 
@@ -229,7 +232,7 @@ class TokenAccumulation(Algorithm):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what a resumed run needs to give the same bits. It checks the rule and the rows again."""
+        """Restores the state with which a resumed run gives the same bits. Rule and rows are checked again."""
         check_state(state, {'num_empty_steps'}, counts=('num_empty_steps',))
         self.num_empty_steps = state['num_empty_steps']
         self._reduces_once = state.get('reduces_once', False)
@@ -245,7 +248,7 @@ class TokenAccumulation(Algorithm):
         self._context = None
 
     def _end_epoch(self, state: State) -> None:
-        """EPOCH_END: refuses an epoch without batches. A run of so many batches would start epochs forever."""
+        """EPOCH_END: refuses an epoch without batches. Otherwise a run that counts batches would never end."""
         if state.previous_timestamp is not None and state.previous_timestamp.batch_in_epoch == 0:
             raise NotExactError(
                 'The train dataloader must give at least one batch on every rank, but an epoch has ended without any.'
@@ -369,13 +372,18 @@ class TokenAccumulation(Algorithm):
         self._split_router_loss(state)
         if record.is_empty:
             zero = attached_zero(state.outputs, state.loss)
-            state.loss = run.terms.changed(state.loss, lambda term: zero if term.unit == 'tokens' else term.value)
+
+            def without_tokens(term: Term) -> torch.Tensor:
+                return zero if term.unit == 'tokens' else term.value
+
+            state.loss = run.terms.changed(state.loss, without_tokens)
         if self._lacks_gradient(state):
             # Only an encoder of media is trained, and it learns nothing from text. The backward would raise. The sum of
             # no elements is 0, but gives the loss a gradient.
             parameter = next(parameter for parameter in state.model.parameters() if parameter.requires_grad)
-            sum_of_nothing = parameter.flatten()[:0].sum()
-            state.loss = run.terms.changed(state.loss, lambda term: term.value + sum_of_nothing)
+            no_elements = parameter.flatten()[:0]
+            sum_of_none = no_elements.sum()
+            state.loss = run.terms.changed(state.loss, lambda term: term.value + sum_of_none)
 
     def _split_router_loss(self, state: State) -> None:
         """Takes the load-balancing loss of a mixture of experts out of the mean over tokens. Other losses stay."""
@@ -427,7 +435,8 @@ class TokenAccumulation(Algorithm):
             self._raw_loss = sum(state.loss.values())
         if run.balance is not None:
             assert isinstance(state.loss, SplitLoss)  # the count has refused models without a router's loss
-            state.loss = run.balance.applied(state.loss, state.outputs, record.num_microbatches or 1)
+            num_microbatches = record.num_microbatches or 1
+            state.loss = run.balance.applied(state.loss, state.outputs, num_microbatches)
         scales = _scales_of(record, share)
         state.loss = run.terms.scaled(state.loss, scales, observe=record.observe)
 
@@ -442,7 +451,7 @@ class TokenAccumulation(Algorithm):
         return -(-step.counts.samples // int(state.device_train_microbatch_size or 1))
 
     def _watch_tokens(self, state: State, record: MicrobatchRecord, *, share: float) -> None:
-        """Applies the token weights to a microbatch, and has the backward measure what its tokens weigh.
+        """Applies the token weights to a microbatch. Adds a hook that measures in the backward how tokens weigh.
 
         Args:
             state: The trainer's state.
@@ -476,7 +485,8 @@ class TokenAccumulation(Algorithm):
             change_of_mean = changes.sum() / num_tokens
             state.loss = _with_added(state.loss, run.terms, change_of_mean)
         # Tokens are measured only if the loss is one mean over tokens, because other terms may also use the logits.
-        is_one_mean = list(run.terms.units.values()) in ([], ['tokens'])
+        units_of_terms = list(run.terms.units.values())
+        is_one_mean = units_of_terms in ([], ['tokens'])
         unit = None
         if is_one_mean and run.check.token_scale is not None:
             unit = run.check.token_scale * share / num_tokens
@@ -613,7 +623,9 @@ def _check_added_rows(state: State, record: MicrobatchRecord, terms: LossTerms) 
         return
     loss = sum_of_means(terms_of_samples)
     (gradient,) = torch.autograd.grad(loss, logits, retain_graph=True, allow_unused=True)
-    if gradient is not None and len(gradient) == num_rows and gradient[added_rows].any():
+    if gradient is None or len(gradient) != num_rows:
+        return
+    if gradient[added_rows].any():
         raise NotExactError(
             'A term over samples must be 0 for the rows without labels that fill up a rank, but it has a gradient in '
             f'such rows ({len(added_rows)} of {num_rows} rows fill up). Multiply what a row adds by '

@@ -88,6 +88,7 @@ class StaticBytes:
             in_blocks.update(map(id, block))
         parameters = list(model.parameters())
         outside = [parameter for parameter in parameters if id(parameter) not in in_blocks]
+        trained_blocks = [_trained(block) for block in blocks]
         return cls(
             parameters=_num_bytes(parameters),
             buffers=_num_bytes(model.buffers()),
@@ -96,7 +97,7 @@ class StaticBytes:
             optimizer_step=optimizer_step,
             block=max(map(_num_elements, blocks), default=0),
             outside=_num_elements(outside),
-            trained_block=max((_num_elements(_trained(block)) for block in blocks), default=0),
+            trained_block=max(map(_num_elements, trained_blocks), default=0),
             trained_outside=_num_elements(_trained(outside)),
             compute_bytes=compute_bytes,
         )

@@ -71,7 +71,7 @@ class SampleSizes:
 
     @property
     def largest_share_of_labels(self) -> float:
-        """Share of the tokens of a sample that need logits, in the sample where it is largest. 1 if labels are unknown.
+        """The largest share of its tokens for which a sample needs logits. It is 1 if labels are unknown.
 
         It holds for every loss rule. ``loss_tokens`` are counted for a model that shifts labels. Other models also
         count the first label of a row, so one is added for each sample.
@@ -108,12 +108,16 @@ class SampleSizes:
             patches_per_sample = float(patches.mean())
             if num_image_tokens:
                 patches_per_image_token = float(patches.sum() / num_image_tokens)
+        quantiles = {}
+        for quantile in QUANTILES:
+            percent = f'{quantile * 100:g}'
+            quantiles[percent] = int(np.quantile(self.tokens, quantile))
         return DatasetProfile(
             num_samples=len(self),
             mean=float(self.tokens.mean()),
             longest=int(self.tokens.max()),
             shortest=int(self.tokens.min()),
-            quantiles={f'{quantile * 100:g}': int(np.quantile(self.tokens, quantile)) for quantile in QUANTILES},
+            quantiles=quantiles,
             variation=float(self.tokens.std() / self.tokens.mean()),
             loss_share=loss_share,
             image_share=num_image_tokens / num_tokens,

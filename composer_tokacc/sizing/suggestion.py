@@ -53,8 +53,8 @@ class Capacity:
     def worst_shape(self, tokens: int, image_tokens: int | None = None) -> BatchShape:
         """Returns the shape of the microbatch with this many positions that takes most memory.
 
-        Its rows are as wide as the longest sample. It has the image tokens and labels of a microbatch in which every
-        sample has the largest share of them.
+        Its rows are as wide as the longest sample. Its shares of image tokens and of labels are the largest that any
+        sample has.
 
         Args:
             tokens: Positions of the microbatch.
@@ -108,7 +108,8 @@ class Capacity:
 
     def fitting_image_tokens(self, tokens: int) -> int:
         """Returns the most image tokens at which a microbatch with this many positions still fits."""
-        return min(_largest(lambda image_tokens: self.peak(tokens, image_tokens) <= self.limit), tokens)
+        largest = _largest(lambda image_tokens: self.peak(tokens, image_tokens) <= self.limit)
+        return min(largest, tokens)
 
     def of_stock_composer(self) -> Capacity:
         """Returns the capacity of stock Composer, which has no further caps and computes all logits."""
@@ -116,7 +117,7 @@ class Capacity:
         return replace(self, memory=memory, max_image_tokens=None, max_loss_tokens=None)
 
     def why_nothing_fits(self) -> str:
-        """Returns the message of the error if not even the shortest sample fits: why, and what would help."""
+        """Returns the error message if not even the shortest sample fits. It names the largest terms, and remedies."""
         terms = self.terms(int(self.table.tokens.min()))
         largest = sorted(terms, key=lambda name: -terms[name])[:3]
         largest_terms = ', '.join(f'{name} {terms[name] / GIB:.2f}' for name in largest)
@@ -147,7 +148,8 @@ class _Simulation:
 
     def figures(self, size: int, stock_size: int) -> dict[str, StepFigures]:
         """Returns the figures of a step by method. `stock_size` is the microbatch size of stock Composer."""
-        options = replace(self.options, max_tokens=token_budget(size, self.slot))
+        max_tokens = token_budget(size, self.slot)
+        options = replace(self.options, max_tokens=max_tokens)
         figures = {}
         for method in METHOD_NAMES:
             figures[method] = simulate_steps(
@@ -163,7 +165,8 @@ class _Simulation:
 
     def bound(self, size: int) -> float:
         """Returns the mean cost of a step that no plan with this microbatch size can beat."""
-        options = replace(self.options, max_tokens=token_budget(size, self.slot), cost=self.price)
+        max_tokens = token_budget(size, self.slot)
+        options = replace(self.options, max_tokens=max_tokens, cost=self.price)
         bounds = []
         for batch in self.batches:
             rows = planned_rows(self.table, batch, options)

@@ -82,8 +82,9 @@ class RealInputs(TorchDispatchMode):
         # Indexing with a mask gives one element for each True of the mask. The fake mode cannot know how many there
         # are. The masks here are real, so their positions take their place.
         if func is aten.masked_select.default and not isinstance(args[1], FakeTensor):
-            mask = args[1].expand(args[0].shape)
-            return self.__torch_dispatch__(aten.index.Tensor, types, (args[0], [mask]))
+            source, mask = args
+            indices = [mask.expand(source.shape)]
+            return self.__torch_dispatch__(aten.index.Tensor, types, (source, indices))
         if func in INDEXING_OPERATIONS:
             args = (args[0], _without_masks(args[1]), *args[2:])
         with self.fake_mode:
@@ -153,7 +154,8 @@ class CudaAutocast(TorchFunctionMode):
 
 
 def _upcast(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+    is_half = tensor.dtype in (torch.bfloat16, torch.float16)
+    return tensor.float() if is_half else tensor
 
 
 class MemoryTracker(TorchDispatchMode):

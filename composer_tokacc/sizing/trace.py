@@ -216,7 +216,8 @@ class TracedStep:
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         optimizer = make_optimizer(trained)
         for group in optimizer.param_groups:
-            if self._on_gpu and group.get('foreach', True) is None and not group.get('fused'):
+            is_undecided = group.get('foreach', True) is None
+            if self._on_gpu and is_undecided and not group.get('fused'):
                 group['foreach'] = True  # torch's default on GPUs
         bytes_before = sum(self._tracker.current.values())
         self._tracker.restart_peak()
@@ -329,7 +330,10 @@ def _traced_memory(
         area = 'padded'
     else:
         area = 'never'
-    ratios = [peaks.shape.pixel_bytes / max(peaks.shape.image_tokens, 1) for peaks in measured]
+    ratios = []
+    for peaks in measured:
+        image_tokens = max(peaks.shape.image_tokens, 1)
+        ratios.append(peaks.shape.pixel_bytes / image_tokens)
     return MemoryModel(
         static=step.static,
         phases=_fit_phases(measured, area),
@@ -400,8 +404,9 @@ def count_flops(
     flops = [step.count_flops(batch) for batch in batches]
     counted = np.array(flops, dtype=np.float64)
     solution = relative_fit(sizes, counted)
+    relative_errors = sizes @ solution / counted - 1
     return FlopModel(
         coefficients=dict(zip(FLOP_TERMS, solution.tolist(), strict=True)),
         layout=step.layout,
-        residual=float(np.abs(sizes @ solution / counted - 1).max()),
+        residual=float(np.abs(relative_errors).max()),
     )
