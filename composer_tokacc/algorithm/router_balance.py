@@ -212,10 +212,9 @@ class StepBalance:
         worst_value, worst_choice = worst_of_both.tolist()  # one wait for the device
         if worst_value > 1:
             raise _refusal(
-                "needs the load-balancing loss of Hugging Face's mixtures of experts, got: an `aux_loss` that is "
-                'another number. For each expert, multiply the share of the positions that choose it by its mean '
-                'probability, both by `router_logits`. The loss is the sum of these products times the number of '
-                'experts.'
+                "needs the load-balancing loss of Hugging Face's mixtures of experts, got: another `aux_loss`. It must "
+                'be the number of experts times a sum over the experts: the share of the positions that choose the '
+                'expert, times its mean probability, both by `router_logits`.'
             )
         if worst_choice > 1:
             raise _refusal(
