@@ -39,7 +39,7 @@ def _can_communicate() -> bool:
     """Returns whether there is a process group. Raises RuntimeError if several ranks were launched without one."""
     if not _has_group() and get_world_size() > 1:
         raise NotExactError(
-            f'{get_world_size()} ranks were launched, but they have no process group to sum over. Call '
+            f'{get_world_size()} ranks were launched, but they have no process group to exchange values. Call '
             '`torch.distributed.init_process_group` first (with Composer: `dist.initialize_dist`).'
         )
     return _has_group()
@@ -54,7 +54,11 @@ def all_gather_object(value: T) -> list[T]:
 
 
 def values_of_ranks(value: T) -> list[T]:
-    """Returns the values of all ranks, or only the one of this rank if there is no process group; a collective."""
+    """Returns the values of all ranks; a collective. Without a process group it returns the value of this rank only.
+
+    Unlike :func:`all_gather_object` it does not refuse several ranks without a group, because a measurement of a loop
+    that has none still holds for this rank.
+    """
     return all_gather_object(value) if _has_group() else [value]
 
 
@@ -91,7 +95,8 @@ def max_over_ranks(values: Sequence[int]) -> list[int]:
 def are_equal_on_ranks(total: float, total_of_squares: float, num_ranks: int) -> bool:
     """Returns whether a number is the same on all ranks, from the sums over the ranks of the number and of its square.
 
-    Numbers are equal exactly if the mean of their squares is the square of their mean (Cauchy-Schwarz).
+    Numbers are all equal if and only if the mean of their squares is the square of their mean (Cauchy-Schwarz). Both
+    sums must be exact, so the numbers are integers, and the sums below 2**53.
     """
     return num_ranks * total_of_squares == total**2
 
@@ -101,10 +106,13 @@ class RankSum:
 
     Composer's own ``dist.all_reduce`` waits at once for the slowest rank. Here the host goes on, and waits only when it
     needs the sums.
+
+    Args:
+        values: int64 or float64, on the device on which the process group reduces. They are overwritten.
     """
 
     def __init__(self, values: torch.Tensor) -> None:
-        self._tensor = values  # int64 or float64, on the device on which the process group reduces
+        self._tensor = values
         self._work = torch.distributed.all_reduce(values, async_op=True) if _can_communicate() else None
         self._sums: tuple[float, ...] | None = None
 

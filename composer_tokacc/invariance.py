@@ -238,8 +238,8 @@ def verify_invariance(
 ) -> InvarianceReport:
     """Has a trainer compute the gradient of the same rows in many cuts, and compares.
 
-    Dropout must be off, and the learning rate 0 or the weights restored. Use float32: the round-off of shorter types
-    hides an error. On several ranks every rank calls it, with its own rows.
+    Dropout must be off, and the learning rate 0 or the weights restored. Use float32, on a GPU without TF32: the
+    round-off of shorter types hides an error. On several ranks every rank calls it, with its own rows.
 
     Args:
         gradients: Computes one optimizer step. Gets this rank's microbatches in order, and returns the gradient of each

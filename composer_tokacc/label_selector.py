@@ -45,7 +45,7 @@ class LabelSelector:
         self._labels_shape = torch.Size()
         self._num_calls = 0  # of the output embedding
         self.num_head_calls = 0
-        """Calls of the output embedding in the last forward that computed all logits.
+        """Calls of the output embedding in the last forward that computed all logits. Ask for it before :meth:`arm`.
 
         A model with a fused loss does not call it. Its labels must not be selected, because the kernel would read
         beyond the end of them.
@@ -76,6 +76,7 @@ class LabelSelector:
             handle.remove()
 
     def _select_labels(self, module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Hook before the model: keeps the labels that count. A forward without ``labels=`` computes all logits."""
         # An earlier forward may have ended with an error before its last hook.
         self._positions = None
         self._num_calls = 0
@@ -99,6 +100,7 @@ class LabelSelector:
         return args, kwargs
 
     def _select_hidden_states(self, head: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Hook before the output embedding: keeps the hidden states that predict a label."""
         self._num_calls += 1
         if self._positions is None:
             return None
@@ -112,6 +114,7 @@ class LabelSelector:
         return (self._positions.select(hidden_states), *args[1:])
 
     def _check_selected(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        """Hook after the model: raises RuntimeError unless the output embedding was called once."""
         has_selected = self._positions is not None
         self._positions = None
         if not has_selected:
@@ -129,6 +132,7 @@ def output_embedding(model: torch.nn.Module) -> torch.nn.Module | None:
     get_output_embeddings = getattr(model, 'get_output_embeddings', None)
     if get_output_embeddings is None:
         return None
+    # Transformers raises one of these errors for a model without a head.
     try:
         return get_output_embeddings()
     except (AttributeError, NotImplementedError):

@@ -532,14 +532,16 @@ def _without_tf32() -> Iterator[None]:
         (torch.backends.cuda.matmul, 'allow_tf32', False),
         (torch.backends.cudnn, 'allow_tf32', False),
     ]
-    if hasattr(torch.backends, 'fp32_precision'):
-        # Since torch 2.9. The older names raise if a user has set one of these.
+    try:
+        saved = [getattr(backend, name) for backend, name, _ in settings]
+    except RuntimeError:
+        # Someone has set the names that are new in torch 2.9, and torch refuses to mix them with those above.
         settings = [
             (torch.backends.cuda.matmul, 'fp32_precision', 'ieee'),
-            (torch.backends.cudnn.conv, 'fp32_precision', 'ieee'),
-            (torch.backends.cudnn.rnn, 'fp32_precision', 'ieee'),
+            (torch.backends.cudnn.conv, 'fp32_precision', 'ieee'),  # pyright: ignore[reportAttributeAccessIssue]
+            (torch.backends.cudnn.rnn, 'fp32_precision', 'ieee'),  # pyright: ignore[reportAttributeAccessIssue]
         ]
-    saved = [getattr(backend, name) for backend, name, _ in settings]
+        saved = [getattr(backend, name) for backend, name, _ in settings]
     try:
         for backend, name, value in settings:
             setattr(backend, name, value)

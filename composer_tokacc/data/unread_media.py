@@ -4,8 +4,8 @@
 """Finds media in a record under keys that are not read, so that no sample is trained without its image or video.
 
 A key is refused if its value looks like a medium: a path with the ending of an image, video or audio file, a
-``data:`` URI, base64 of such a file, bytes, or lists and objects of those. A key whose name says "image" or "video" is
-refused as well if the record has no other medium of that modality.
+``data:`` URI, base64 of such a file, bytes, or lists and objects of those. A key whose name says "image", "video",
+"audio" or "media" is refused as well. :func:`check_unread_keys` names two exceptions.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ _ANNOUNCING_KEY = re.compile(
     r'(_?(id|name|file|file_?name|file_?path|path|ur[il]|src|list|data|bytes|b64|base64))?s?(_?\d+)?'
 )
 """Names of keys that announce a medium: a word, perhaps a suffix, a plural and a number, as in ``img_paths_2``."""
-_ID_KEY = re.compile(r'.*_?ids?')
-"""Names of keys whose number is the id of a medium. The number of any other key is a count."""
+_ID_KEY = re.compile(r'.*ids?')
+"""Matches those of the announcing keys whose number is the id of a medium. The number of any other one is a count."""
 
 
 class Likeness(NamedTuple):
@@ -66,7 +66,7 @@ class Likeness(NamedTuple):
     file_name: str = ''
     """Its file name without folders. '' for content."""
     may_be_source: bool = False
-    """Whether it may only say where a medium of the record came from: an address in a network, or the name of a key."""
+    """Whether it is perhaps only a note of where a medium came from: an address in a network, or the name of a key."""
 
 
 def check_unread_keys(
@@ -76,8 +76,8 @@ def check_unread_keys(
 ) -> None:
     """Raises ValueError if a key that is not read looks like a medium.
 
-    Two cases are allowed, because they say where a medium came from and hold no other one: the file name of a medium
-    that is read, and a possible source in a record with a medium of the same modality.
+    Two cases are allowed, because they only say where a medium came from that is read: its file name, and an address in
+    a network or a telling name of a key, if the record has a medium of the same modality.
 
     Args:
         data: The record.
@@ -121,7 +121,7 @@ def _likeness_of_text(text: str) -> Iterator[Likeness]:
     elif is_base64_of_file(text):
         yield Likeness('')
     elif '\n' not in text and (address or '://' not in text):  # otherwise a text, not a path
-        path = text.strip()
+        path = text.strip()  # it may hold spaces, so a sentence that ends in a file name is a path, too
         if address:
             path = re.split('[?#]', path)[0]
         file_name = os.path.basename(path)
@@ -144,9 +144,9 @@ def _announced_medium(key: str, value: object) -> Iterator[Likeness]:
     A value that is a sentence, a count or a flag is not a medium, whatever its key is called.
     """
     match = _ANNOUNCING_KEY.fullmatch(key.lower())
-    is_sentence = isinstance(value, str) and len(value.split()) != 1
+    is_sentence_or_empty = isinstance(value, str) and len(value.split()) != 1
     is_count = isinstance(value, int) and not _ID_KEY.fullmatch(key.lower())
-    if match is None or is_sentence or is_count:
+    if match is None or is_sentence_or_empty or is_count:
         return
     if isinstance(value, bool | float) or value in (None, [], {}):
         return
@@ -158,8 +158,10 @@ def _announced_medium(key: str, value: object) -> Iterator[Likeness]:
 
 
 def _refusal(key: str, value: object, modality: str) -> str:
-    for announced in _announced_medium(key, value):
-        modality = announced.modality or modality
+    # `frames` of .jpg files are a video, but a .mp4 file is a video under any name.
+    if modality in ('', 'image'):
+        for announced in _announced_medium(key, value):
+            modality = announced.modality or modality
     singular, plural, *_ = MEDIA_KEYS[modality or 'image']
     nearest_key = plural if isinstance(value, list) else singular
     problem = (

@@ -23,7 +23,7 @@ class PartUnit(NamedTuple):
 
     modality: str
     grid_key: str
-    """Key of the grid, ``(items, 3)``. The product of a row is the number of parts of that item."""
+    """Key of the grid, ``(items, 3)``. The product of the three numbers of an item is the number of its parts."""
 
 
 PART_UNITS = {
@@ -46,7 +46,7 @@ class Entry:
         seq_dims: Dimensions as long as the row's tokens; they are padded and trimmed together.
         slot_dim: A dimension padded to the largest number of images of any row (Idefics3 style).
         fill: Padding value.
-        absent: Value for the rows of a batch that lacks the entry, if it is joined with one that has it; None: such
+        absent: Value of the rows of a batch without this tensor, if it is joined with a batch that has it. None: such
             batches cannot be joined. Media entries need none.
         points_into: Key of the pixel tensor, if the values are patch numbers counted over the whole batch. They are
             renumbered when rows are selected or joined. Negative: no patch.
@@ -101,9 +101,9 @@ class Media:
         config: Any,
         unit: str,
     ) -> torch.Tensor | None:
-        """Returns the positions of the placeholders, ``(rows, width)`` bool.
+        """Returns the positions of the placeholders of a modality, ``(rows, width)`` bool.
 
-        None: neither config nor batch tells their id.
+        None: neither the config's ids nor ``mm_token_type_ids`` tell them.
         """
         ids: torch.Tensor = batch['input_ids']
         modality = unit if self.frames is None else 'image'
@@ -134,10 +134,10 @@ class Family:
         matches: Whether a batch has this format, if there is no model.
         slots: ``(rows, slots)`` bool, which slots hold an image and which are padding, for families with slots.
         one_kind: Whether a forward takes only images or only videos, never both.
-        has_queries: Whether query tokens of a transformer stand for its media. Such models need media in every batch,
-            so ``BatchLayout.with_media()`` adds a dummy. They also do not notice missing placeholders, so
-            ``BatchLayout`` always counts them.
-        coupling: Why a row with an image changes the loss of a row without one; empty: it does not change it.
+        has_queries: Whether a transformer with query tokens (Q-Former) turns each item into a fixed number of tokens.
+            Such models need media in every batch, so ``BatchLayout.with_media()`` adds a dummy. They also do not notice
+            missing placeholders, so ``BatchLayout`` always counts them.
+        coupling: Why a row with an image changes the loss of a row without one. Empty: it does not change it.
     """
 
     name: str
@@ -164,8 +164,8 @@ TEXT_ENTRIES: dict[str, Entry] = {
     'special_tokens_mask': Entry(seq_dims=(1,)),
     'loss_mask': Entry(seq_dims=(1,)),
     'sequence_id': Entry(seq_dims=(1,), fill=-1),  # llm-foundry: which document of a packed row, -1 for padding
-    # Encoder-decoder: the decoder's text has its own width, so it is not padded with `input_ids`. `attention_mask`
-    # belongs to the encoder.
+    # Encoder-decoder: the decoder's text has its own width, so it is not padded with `input_ids`. For its `labels`
+    # entry_of() drops `seq_dims`. `attention_mask` belongs to the encoder.
     'decoder_input_ids': Entry(),
     'decoder_attention_mask': Entry(),
 }
@@ -245,12 +245,13 @@ def _aspect_ratio_slots(batch: Batch) -> torch.Tensor:
     return batch['aspect_ratio_ids'] != 0
 
 
-# Each entry was taken out in turn, and the tiny models of its types were trained without it. The comment above an entry
-# says what it is needed for. "Without a model" means that only the keys of a batch tell its format, and no config names
-# the placeholders: in the evaluation of a loader without a layout, and if callbacks read a pre-split batch.
 TEXT_FAMILY = Family(name='text', matches=_Format(lacks=('pixel_values',)))
+# Each family was taken out in turn, and the tiny models of its types were trained without it. The comment above it says
+# what it is needed for. "Without a model" means that only the keys of a batch tell its format, and no config names the
+# placeholders: in the evaluation of a loader without a layout, and if callbacks read a pre-split batch. Then the first
+# family that matches is taken, so a special format stands before the more general ones.
 FAMILIES: tuple[Family, ...] = (
-    # Needed without a model. The types are exact without the entry.
+    # Needed without a model. The types are exact without the family.
     Family(
         # Whisper, TrOCR: one audio or image per row, and the labels are the only text.
         name='encoder-decoder',
@@ -267,7 +268,7 @@ FAMILIES: tuple[Family, ...] = (
         },
         matches=_Format(lacks=('input_ids',)),
     ),
-    # Needed without a model: `mm_token_type_ids` tell the placeholders. All types are exact without the entry.
+    # Needed without a model: `mm_token_type_ids` tell the placeholders. All types are exact without the family.
     Family(
         name='Qwen-VL',  # and Qwen-Omni, which also has audios
         model_types=(
@@ -322,8 +323,8 @@ FAMILIES: tuple[Family, ...] = (
         media={'image': Media()},
         slots=_aspect_ratio_slots,
         # MllamaCrossAttentionDecoderLayer masks its MLP for such rows, but not its attention.
-        coupling='Mllama skips cross-attention in a batch without images, but beside a row with an image lets a row '
-        'without one attend to padding images',
+        coupling='Mllama skips cross-attention in a batch without images, but if any row has an image, rows without '
+        'one attend to padding images',
         matches=_Format({'aspect_ratio_ids': None}),
     ),
     # Without it all types are refused, because a row of slots is taken for one image.
@@ -344,7 +345,7 @@ FAMILIES: tuple[Family, ...] = (
         # LFM2-VL has `pixel_attention_mask` too, but no slots.
         matches=_Format({'pixel_attention_mask': None, 'pixel_values': 5}),
     ),
-    # Without it the type is refused: only the entry tells that instructions belong to images.
+    # Without it the type is refused: only the family tells that instructions belong to images.
     Family(
         name='InstructBLIP',
         model_types=('instructblip',),
@@ -353,7 +354,7 @@ FAMILIES: tuple[Family, ...] = (
         media={'image': Media(sizes=placeholders.queries)},
         matches=_Format({'qformer_input_ids': None, 'pixel_values': 4}),
     ),
-    # Without it the type dies in the forward: only the entry tells that instructions belong to videos.
+    # Without it the type dies in the forward: only the family tells that instructions belong to videos.
     Family(
         name='InstructBLIP-Video',
         model_types=('instructblipvideo',),
@@ -370,7 +371,7 @@ FAMILIES: tuple[Family, ...] = (
         entries={'pixel_values': _IMAGE},
         media={'image': Media(sizes=placeholders.queries)},
     ),
-    # Needed without a model. Both types are exact without the entry, because `found.py` counts runs of placeholders.
+    # Needed without a model. Both types are exact without the family, because `found.py` counts runs of placeholders.
     Family(
         name='LLaVA-NeXT',
         model_types=(
@@ -382,10 +383,11 @@ FAMILIES: tuple[Family, ...] = (
             'image': Media(sizes=placeholders.anyres),
             'video': Media(sizes=placeholders.equal),
         },
-        # LLaVA-OneVision also has `batch_num_images`, and is the only other format with clips.
+        # LLaVA-OneVision also has `batch_num_images`. A batch of clips alone is taken for LLaVA-OneVision, because the
+        # formats divide clips among rows in the same way.
         matches=_Format({'image_sizes': None, 'pixel_values': 5}, lacks=('batch_num_images',)),
     ),
-    # Needed without a model. The type is exact without the entry.
+    # Needed without a model. The type is exact without the family.
     Family(
         name='Video-LLaVA',
         model_types=('video_llava',),
@@ -414,7 +416,7 @@ FAMILIES: tuple[Family, ...] = (
         },
         matches=_has_tiles_or_clips,
     ),
-    # Needed without a model. Both types are exact without the entry.
+    # Needed without a model. Both types are exact without the family.
     Family(
         name='LLaVA',
         model_types=(
@@ -428,7 +430,7 @@ FAMILIES: tuple[Family, ...] = (
         media={'image': Media(sizes=placeholders.patch_counts)},
         matches=_Format({'pixel_values': 4}),
     ),
-    # Needed without a model. The type is exact without the entry.
+    # Needed without a model. The type is exact without the family.
     Family(
         name='Qwen-Audio',
         model_types=('qwen2_audio',),

@@ -120,7 +120,7 @@ class BatchLayout:
         return next(iter(token_ids(self.config, 'image')), None)
 
     def image_tokens_per_row(self, batch: Batch) -> list[int]:
-        """Returns the number of placeholders of images, videos and audios in each row.
+        """Returns the number of image tokens of each row: the placeholders of its images, videos and audios.
 
         Raises:
             ValueError: If the layout has no config, which names the placeholders.
@@ -141,7 +141,7 @@ class BatchLayout:
 
     @cached_property  # read for every microbatch, and reading a config is slow
     def width_limit(self) -> int | None:
-        """Widest batch whose width the rotary embedding does not depend on; None: it never depends on the width."""
+        """Up to this width of a batch the rotary embedding is the same; None: it never depends on the width."""
         config = self.config
         if hasattr(config, 'get_text_config'):
             config = config.get_text_config()
@@ -191,8 +191,8 @@ class BatchLayout:
     def entry_of(self, batch: Batch, key: str) -> Entry:
         """Returns how a tensor belongs to rows.
 
-        A tensor that is not as wide as the rows, such as a decoder's labels, gets no ``seq_dims``. So it is not trimmed
-        with them.
+        A tensor that does not lie along the rows' text gets no ``seq_dims``, so it is not trimmed with it: if it is not
+        as wide, or if it is of a decoder, whose labels may have the same width by chance.
 
         Raises:
             ValueError: If the key is not registered and its shape does not tell, or tells something else than before.
@@ -264,9 +264,10 @@ class BatchLayout:
     def units_per_row(self, batch: Batch, unit: str) -> list[int]:
         """Returns how many of a unit (``'image'``, ``'video'``, ``'audio'``, ``'patch'``, ...) every row has.
 
-        Asks in this order: the slots of the family; the list ``num_<unit>s`` of the batch, if it adds up to the items
-        of the batch; the placeholders. A row has whole items in order, and config and batch tell the placeholders of
-        each item.
+        Asks in this order: the slots of the family; the number of rows, because a single row has all items; the list
+        ``num_<unit>s`` of the batch, if it adds up to the items of the batch; the placeholders. A family with queries
+        always asks the placeholders. A row has whole items in order, and config and batch tell the placeholders of each
+        item.
 
         Raises:
             ValueError: If nothing tells which of them belong to which row.
@@ -276,7 +277,7 @@ class BatchLayout:
         if unit in PART_UNITS:
             return self._parts_per_row(batch, unit)
         if unit == 'image' and self.family.slots is not None and batch.get('pixel_values') is not None:
-            return self._occupied_slots_per_row(batch, self.family.slots(batch))
+            return self._needed_slots_per_row(batch, self.family.slots(batch))
         return self._items_per_row(batch, unit)
 
     def _parts_per_row(self, batch: Batch, unit: str) -> list[int]:
@@ -286,8 +287,8 @@ class BatchLayout:
         items_per_row = self.units_per_row(batch, part.modality)
         return sums_of_runs(parts_per_item, items_per_row)
 
-    def _occupied_slots_per_row(self, batch: Batch, is_occupied: torch.Tensor) -> list[int]:
-        """Returns the number of the last occupied slot of each row; ``is_occupied`` is ``(rows, slots)`` bool."""
+    def _needed_slots_per_row(self, batch: Batch, is_occupied: torch.Tensor) -> list[int]:
+        """Returns how many leading slots hold all images of a row; ``is_occupied`` is ``(rows, slots)`` bool."""
         num_rows = self.num_rows(batch)
         if len(is_occupied) != num_rows:
             raise InvalidInputError(
@@ -299,25 +300,17 @@ class BatchLayout:
         return (is_occupied * slot_numbers).amax(dim=1).tolist()
 
     def _items_per_row(self, batch: Batch, unit: str) -> list[int]:
+        """Returns the items of each row, for a unit that is neither slots nor parts: see :meth:`units_per_row`."""
         num_rows = self.num_rows(batch)
         # An unregistered tensor has a unit like 'image/12': see `found.py`.
         modality, _, num_inferred = unit.partition('/')
         carried = carried_counts(batch, modality)
         if carried is not None and len(carried) != num_rows:
             carried = None
-        if num_inferred:
-            num_items = int(num_inferred)
-        else:
-            tensors = self.tensors_of(batch, unit)
-            num_entries = {key: value.shape[0] for key, value in tensors.items()}
-            if not num_entries:
-                # Without a tensor nothing is cut by these numbers.
-                return self._inferred_items_per_row(batch, unit) or carried or [0] * num_rows
-            num_items = max(num_entries.values())
-            if min(num_entries.values()) < num_items:
-                raise InvalidInputError(
-                    f'The tensors of {unit}s must have one entry per {unit} each, got: {num_entries}.'
-                )
+        num_items = int(num_inferred) if num_inferred else self._num_items(batch, unit)
+        if num_items is None:
+            # There is no tensor that could be cut by these numbers.
+            return self._inferred_items_per_row(batch, unit) or carried or [0] * num_rows
         # Models with queries do not notice if there are too few placeholders. So these are always counted.
         must_count_placeholders = self.family.has_queries and token_ids(self.config, unit)
         if not must_count_placeholders:
@@ -329,6 +322,15 @@ class BatchLayout:
         if num_inferred:
             return entries_per_row(batch, self.config, modality, num_items)
         return self._items_by_placeholders(batch, unit, num_items)
+
+    def _num_items(self, batch: Batch, unit: str) -> int | None:
+        """Returns how many items the registered tensors of a unit have; None without a tensor."""
+        num_entries = {key: value.shape[0] for key, value in self.tensors_of(batch, unit).items()}
+        if not num_entries:
+            return None
+        if len(set(num_entries.values())) > 1:
+            raise InvalidInputError(f'The tensors of {unit}s must have one entry per {unit} each, got: {num_entries}.')
+        return max(num_entries.values())
 
     def _inferred_items_per_row(self, batch: Batch, modality: str) -> list[int] | None:
         """Returns the items of each row by the unregistered tensors of a modality; None if there are none.
@@ -350,6 +352,7 @@ class BatchLayout:
         unit: str,
         num_items: int,
     ) -> list[int]:
+        """Returns the items of each row by its placeholders and by how many of them each item has."""
         media = self.family.media.get(unit)
         num_rows = self.num_rows(batch)
         carry = f'Carry `num_{unit}s` in the batch, one int per row'
@@ -361,8 +364,8 @@ class BatchLayout:
         if media is None or media.sizes is None or is_placeholder is None:
             model = '' if self.config is not None else ', or pass `layout=BatchLayout.for_model(model)`'
             raise InvalidInputError(
-                f'`layout` must tell which of {num_items} {unit}s belong to which of {num_rows} rows, got: no '
-                f'placeholder id, and `num_{unit}s`={batch.get(f"num_{unit}s")}. {carry}{model}.'
+                f'`layout` must tell which of {num_items} {unit}s belong to which of {num_rows} rows, got: nothing '
+                f'that tells their placeholders, and `num_{unit}s`={batch.get(f"num_{unit}s")}. {carry}{model}.'
             )
         tokens = is_placeholder.sum(dim=1).tolist()
         sizes = media.sizes(batch, self.config, num_items, sum(tokens))
@@ -417,8 +420,8 @@ class BatchLayout:
     def split(self, batch: Batch, groups: Iterable[Sequence[int]]) -> list[dict[str, Any]]:
         """Returns a batch for each group of rows, as :meth:`select` does, but counts the items of the rows only once.
 
-        Each row's media are copied once. They are not copied if a group is a run of rows in order and the batch is on
-        its way to a GPU. Page-locked tensors stay page-locked.
+        Each row's media are copied once. But if a group is a run of rows in order, and the machine has a GPU, to which
+        the batch will be copied anyway, they are not copied here. Page-locked tensors stay page-locked.
         """
         entries: dict[str, Entry] = {}
         for key, value in batch.items():
@@ -478,8 +481,12 @@ class BatchLayout:
         *,
         width_multiple: int = 1,
     ) -> dict[str, Any]:
-        """Cuts off the columns that no row needs. Rounds up to ``width_multiple``, but not beyond the batch's width."""
+        """Cuts off the columns that no row needs. Rounds up to ``width_multiple``, but not beyond the batch's width.
+
+        It does not ask :meth:`width_matters`.
+        """
         check_count('width_multiple', width_multiple)
+        # Then the frames of the audio would have to be trimmed as well.
         if has_audio_along_text(batch, self.config):
             return dict(batch)
         side, lengths = side_and_lengths(batch)
@@ -518,6 +525,8 @@ class BatchLayout:
     ) -> dict[str, Any]:
         """Returns one batch of all rows: text padded to the widest, images of all rows one after the other.
 
+        Plain values that differ become a list with one entry per row.
+
         Args:
             batches: Batches, or one-row samples; those without images may lack the image entries.
             padding_side: ``'left'`` or ``'right'``.
@@ -542,16 +551,27 @@ class BatchLayout:
                 _check_present(key, present, batches)
                 joined[key] = list(chain.from_iterable(batch[key] for batch in batches))
             else:
-                joined[key] = first
+                joined[key] = self._joined_plain_values(key, batches)
         for modality in MODALITIES:
             key = f'num_{modality}s'
             if key not in joined:
                 continue
-            # In a one-row sample all tiles are of that row. Once rows are joined, only placeholders tell their tiles.
+            # Counted again, in each batch by itself: the user counts images, which a processor may cut into tiles, and
+            # in a sample of one row all tiles are of that row.
             joined[key] = []
             for batch in batches:
                 joined[key] += self._carried_or_counted(batch, modality)
         return joined
+
+    def _joined_plain_values(self, key: str, batches: Sequence[Batch]) -> Any:
+        """Returns the plain value that all batches with this key have, else a list with the value of each row."""
+        values = [batch[key] for batch in batches if batch.get(key) is not None]
+        if all(value == values[0] for value in values):
+            return values[0] if values else None
+        value_of_row: list[Any] = []
+        for batch in batches:
+            value_of_row += [batch.get(key)] * self.num_rows(batch)
+        return value_of_row
 
     def _carried_or_counted(self, batch: Batch, modality: str) -> list[int]:
         if self.tensors_of(batch, modality):
@@ -572,9 +592,7 @@ class BatchLayout:
         # them, it has none: a decoder's labels can have the encoder's width by chance.
         entry = min(entries, key=lambda entry: (entry.unit != 'shared', bool(entry.seq_dims)))
         if entry.unit == 'shared':
-            # The widest one serves all rows.
-            values = [batch[key] for batch in present]
-            return max(values, key=torch.Tensor.numel)
+            return _widest_shared(key, [batch[key] for batch in present])
         if entry.unit == 'video' and present[0][key].dim() == 5:
             _check_equal_clips(self.family.name, key, present)
         if entry.is_media and entry.slot_dim is None:
@@ -643,6 +661,23 @@ def _check_present(key: str, present: Sequence[Batch], batches: Sequence[Batch])
         )
 
 
+def _widest_shared(key: str, values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Returns the widest of several tensors, each shared by the rows of its batch. It must begin as the others do.
+
+    Raises:
+        ValueError: If one of them is different. Then rows would get the values of another batch.
+    """
+    widest = max(values, key=torch.Tensor.numel)
+    for value in values:
+        beginning = widest[tuple(slice(size) for size in value.shape)]
+        if not torch.equal(value, beginning):
+            raise InvalidInputError(
+                f'`{key}` must be the same for all rows, as it is shared by the rows of a batch, got: tensors that '
+                f'differ, of shapes {[tuple(value.shape) for value in values]}. Give every batch one entry per row.'
+            )
+    return widest
+
+
 def _check_equal_clips(family: str, key: str, batches: Sequence[Batch]) -> None:
     """Raises ValueError if clips have different numbers of frames.
 
@@ -655,6 +690,6 @@ def _check_equal_clips(family: str, key: str, batches: Sequence[Batch]) -> None:
             sample_ids = batch_by_frames[num_frames].get('sample_ids')
             names.append(f'{num_frames} (sample {sample_ids})')
         raise InvalidInputError(
-            f'Videos of a batch must be of one number of frames for {family}, got: {", ".join(names)}. Take as many of '
-            'each: `dataset.video.num_frames`.'
+            f'Videos of a batch must be of one number of frames for {family}, got: {", ".join(names)}. Take '
+            'the same number of frames from each video: `dataset.video.num_frames`.'
         )

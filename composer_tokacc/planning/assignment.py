@@ -3,8 +3,8 @@
 
 """Assignment of microbatches to ranks: longest processing time first and rebalanced, or step slots of similar cost.
 
-Everywhere ``costs`` is the cost of each microbatch, float64 (K,), and ``ranks`` the rank of each, int64 (K,). They are
-returned with the load of the slowest rank.
+``costs`` is the cost of each microbatch, float64 (K,), and ``ranks`` the rank of each, int64 (K,).
+:func:`assign_longest_first` and :func:`rebalance` return ranks and the load of the slowest rank.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def rebalance(
     """Swaps a microbatch of the slowest rank for a cheaper one elsewhere, or gives it away, as long as that helps.
 
     An exchange changes two ranks. Every round takes the exchange after which the slower of the two is as fast as
-    possible, so the slowest rank never becomes slower. There are at most four rounds a rank. Every rank has at least
-    one microbatch, before and after.
+    possible, so the slowest rank never becomes slower. There are at most four rounds a rank, to bound the time. Every
+    rank must have a microbatch, and keeps at least one.
     """
     ranks = ranks.copy()
     loads = np.zeros(num_ranks)
@@ -136,8 +136,8 @@ def best_slot_order(
     slowest remainder. ``vision`` is the cost of each microbatch in the encoder, ``text`` all other cost, float64 (K,).
 
     Without images, sorting by cost is optimal. Take any slots, the slowest first. The first k of them hold
-    k * num_ranks microbatches, so at least one of the k * num_ranks + 1 costliest is in a later slot. So the next slot
-    costs at least as much as place k * num_ranks of all microbatches sorted by cost. Sorted slots cost just that.
+    k * num_ranks microbatches, so one of the k * num_ranks + 1 costliest microbatches is in a slot after them. So the
+    slowest slot after them costs at least as much as the cheapest of these microbatches. Sorted slots cost just that.
 
     With images three orders are tried: by text, by vision and by their sum. The order by text is best if all images are
     equal, and the order by vision if all texts are equal.

@@ -32,7 +32,8 @@ DEFAULT_TARGETS = (
 IN_ADAPTER = re.compile(r'\.(lora_|modules_to_save\.)')
 """Matches the name of a parameter that belongs to an adapter."""
 NUM_VALUES = 32
-"""Values at both ends of a frozen tensor that identify a base. The last rows belong to added tokens."""
+"""Values at both ends of a frozen tensor that identify a base. Its end counts, because two bases may differ only in
+their added tokens, the last rows of the embedding."""
 
 
 ModuleNames = Annotated[list[Name], Field(min_length=1)]
@@ -71,6 +72,8 @@ def with_adapter(
     never_trained: Collection[str] = (),
 ) -> Any:
     """Returns the model with a fresh adapter. Only the adapter and ``modules_to_save`` are trained, in float32.
+
+    With ``bias`` biases of the base are trained as well, in the type of the base.
 
     Args:
         model: The base.
@@ -114,7 +117,7 @@ def with_saved_adapter(
     Args:
         model: The base.
         content: Config of the adapter, as peft writes it.
-        weights: Weights of the checkpoint. If some of them belong to the base, they replace its own.
+        weights: Weights of the checkpoint, by peft's names. If some of them belong to the base, they replace its own.
         assign: Whether these tensors become the parameters, instead of being copied into them.
     """
     import peft
@@ -122,7 +125,8 @@ def with_saved_adapter(
     adapter_config = peft.get_peft_config(dict(content))
     model = _attach(model, adapter_config, content.get('base_model_name_or_path'))
     missing, unknown = load_weights(model, weights, assign=assign)
-    # A checkpoint may leave out the base, but not a part of the base or of the adapter.
+    # A checkpoint may leave out the base, but not a part of the base or of the adapter. peft calls the weights of a
+    # layer with an adapter `base_layer`.
     has_base = any('.base_layer.' in name for name in weights)
     needed = [name for name in missing if has_base or IN_ADAPTER.search(name)]
     refuse_partial('a whole adapter of its base', needed, unknown)
@@ -134,7 +138,7 @@ def _attach(model: Any, config: Any, base: str | None) -> Any:
 
     model.name_or_path = base or ''  # peft warns if it differs
     model = peft.get_peft_model(model, config)
-    config.base_model_name_or_path = base  # some releases put the model's own name there
+    config.base_model_name_or_path = base  # None, not '', for a random base: identify_adapter() asks for it
     return model
 
 
@@ -182,13 +186,14 @@ def four_bit_options(
         bnb_4bit_quant_type='nf4',
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=dtype,
-        llm_int8_skip_modules=unrounded,
+        llm_int8_skip_modules=unrounded,  # also used for 4 bits
     )
+    # bitsandbytes rounds weights while they are loaded onto the GPU.
     return {'quantization_config': quantization, 'device_map': {'': torch.cuda.current_device()}}
 
 
 def keep_trained_only(composer_model: nn.Module) -> None:
-    """Leaves the frozen weights of a base out of checkpoints, because the base can be loaded again.
+    """Leaves the frozen weights of a pretrained base out of checkpoints, because the base can be loaded again.
 
     Composer's own ``should_save_peft_only`` leaves out ``modules_to_save`` as well, and under DDP leaves out nothing.
     Hooks of torch's state dict work for every kind of checkpoint.
@@ -231,7 +236,7 @@ def _frozen_weights(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def identify_adapter(model: nn.Module) -> dict[str, Any]:
-    """Returns what the weights in a checkpoint do not tell of an adapter, by keys of the config.
+    """Returns the settings of an adapter that its weights do not show, by keys of the YAML file, and its base.
 
     These are the settings ``NOT_IN_WEIGHTS``, and a fingerprint of the pretrained base. The fingerprint is made from
     some values of each frozen matrix, so it stays the same if the base moves to another folder or type. A base with
@@ -260,7 +265,10 @@ def _ends_of_base(model: nn.Module) -> Iterator[bytes]:
 
 
 def _name_in_base(name: str) -> str:
-    """Returns the name in the plain model of the parameter that this one is, replaces or adds to."""
+    """Returns a parameter's name without peft.
+
+    ``...q_proj.lora_A.default.weight`` and ``...q_proj.base_layer.weight`` both give ``...q_proj.weight``.
+    """
     name = name.removeprefix('base_model.model.')
     name = re.sub(r'\.(modules_to_save\.default|original_module|base_layer)', '', name)
     return re.sub(r'\.lora_.*', '.weight', name)

@@ -42,12 +42,11 @@ Result = TypeVar('Result')
 class RegroupingBatchSampler(DistributedSampler):
     """Gives each rank equal work, with almost no padding, by assigning the samples of each global batch by length.
 
-    With one `global_batch_size`, global batch ``b`` holds exactly the samples that torch's ``DistributedSampler`` (same
-    seed, epoch, `shuffle` and `drop_last`) with ``global_batch_size / num_replicas`` samples a rank gives to all ranks
-    together, for every ``b`` and every number of ranks. Only the grouping of samples into microbatches and ranks
-    changes. With exact token accumulation that changes no gradient. The one difference is that no sample is ever
-    repeated: without `drop_last` the last global batch holds the samples that are left, while torch's sampler fills it
-    up to a multiple of the ranks.
+    With one `global_batch_size`, a global batch holds exactly the samples that torch's ``DistributedSampler`` (same
+    seed, epoch, `shuffle` and `drop_last`) gives to all ranks together, for every number of ranks. Only the grouping of
+    samples into microbatches and ranks changes. With exact token accumulation that changes no gradient. The one
+    difference is that no sample counts twice: without `drop_last` the last global batch holds the samples that are
+    left, while torch's sampler repeats samples to fill it up to a multiple of the ranks.
 
     With `global_batch_tokens`, or a schedule of `global_batch_size`, the same order of samples is cut at other places,
     which are the same for every number of ranks, too. A global batch by tokens takes samples until the next one would
@@ -190,9 +189,9 @@ class RegroupingBatchSampler(DistributedSampler):
         self.first_batch = 0
         """The global batch that the next iteration starts at."""
         self.start_of_loader: int | None = None
-        """The global batch that the next iteration starts at, set by a loader while it makes its iterator.
+        """Set by a loader while it makes its iterator, which starts here. The sampler then does not note its progress.
 
-        A loader reads ahead. So it follows the batches that it yields itself, and the sampler does not.
+        The loader notes the batches that it yields itself, because it has the sampler read ahead of them.
         """
         self.passes = Passes()
         self._compared_epoch: int | None = None
@@ -251,7 +250,7 @@ class RegroupingBatchSampler(DistributedSampler):
         super().set_epoch(int(epoch))
 
     def window(self, batch: int) -> list[int]:
-        """Returns the samples of global batch `batch` of this epoch over all ranks, in the order of torch's sampler."""
+        """Returns the window of global batch `batch` of this epoch: its samples, in the order of torch's sampler."""
         return self._window(batch).tolist()
 
     def window_tokens(self) -> np.ndarray:
@@ -269,7 +268,7 @@ class RegroupingBatchSampler(DistributedSampler):
         return len(window) < self.num_replicas and self._assign(window).is_copy
 
     def skip_to(self, batch: int) -> None:
-        """Lets the next iterations start at global batch `batch`. Those before it are not planned either."""
+        """Lets the next iterations start at global batch `batch`. Earlier ones are neither planned nor read."""
         _check_within('batch', batch, 0, self.num_batches)
         self.first_batch = batch
         self.passes.forget()
@@ -305,9 +304,10 @@ class RegroupingBatchSampler(DistributedSampler):
         self.skip_to(state['batch'])
 
     def plan_record(self, batch: int) -> PlanRecord:
-        """Returns a record of the plan of global batch `batch`, for the comparison of the ranks.
+        """Returns a record of the plan of global batch `batch`, by which ranks with a plain DataLoader are compared.
 
-        The checksum covers the arguments and the samples. The plan follows from them, and is not made again.
+        The checksum covers the arguments and the samples. The plan follows from them, and is not made again. A
+        RegroupingDataLoader sends the checksum of its assignment, which covers the plan, too.
         """
         epoch = self.epoch
         checksum = extended_checksum(self._checksum, self._window(batch).tobytes())
@@ -442,7 +442,10 @@ def _modality_of_samples(media: Table | None, rows: Rows) -> np.ndarray:
     if media is None and 'image_tokens' in rows.sizes:
         return np.sign(rows.image_tokens)
     if media is None:
-        raise InvalidInputError("`image_tokens` or `media` must be given with modality='per_step', got: neither.")
+        raise InvalidInputError(
+            "`image_tokens` or `media` must be given with modality='per_step', got: neither. They tell the modality of "
+            'each sample.'
+        )
     return checked_table('media', media, len(rows.lengths))
 
 

@@ -177,13 +177,18 @@ def test_float32_weights_are_probed_in_float32():
     assert result.gradient_eps == torch.finfo(torch.float32).eps
 
 
-@pytest.fixture
-def with_tf32():
-    """Allows TF32, as Composer does on a GPU."""
+@pytest.fixture(params=['by_old_names', 'by_new_names'])
+def with_tf32(request):
+    """Allows TF32 as Composer does on a GPU, or by the names of torch 2.9."""
+    if request.param == 'by_new_names' and not hasattr(torch.backends, 'fp32_precision'):
+        pytest.skip('new in torch 2.9')
     backends = torch.backends.cuda.matmul, torch.backends.cudnn
     before = [backend.allow_tf32 for backend in backends]
-    for backend in backends:
-        backend.allow_tf32 = True
+    if request.param == 'by_old_names':
+        for backend in backends:
+            backend.allow_tf32 = True
+    else:
+        torch.backends.cuda.matmul.fp32_precision = 'tf32'
     yield
     for backend, allowed in zip(backends, before, strict=True):
         backend.allow_tf32 = allowed
@@ -191,7 +196,7 @@ def with_tf32():
 
 def allows_tf32():
     """Asks torch for matrix products and for convolutions."""
-    if hasattr(torch.backends, 'fp32_precision'):  # since torch 2.9
+    if hasattr(torch.backends, 'fp32_precision'):
         operations = torch.backends.cuda.matmul, torch.backends.cudnn.conv
         return [operation.fp32_precision == 'tf32' for operation in operations]
     return [torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32]
@@ -205,6 +210,7 @@ def test_float32_is_not_tf32(with_tf32):
         seen.append(allows_tf32())
         return causal(logits, batch)
 
+    assert allows_tf32() == [True, True]
     probe_of(loss).run(collate(text_rows([(9, 7)])))
     assert seen
     assert all(allowed == [False, False] for allowed in seen)

@@ -23,6 +23,8 @@ UNREAD = {
     'webdataset bytes': ({'jpg': PNG}, 'jpg', 'image'),
     'webdataset base64': ({'png': BASE64}, 'png', 'image'),
     'webdataset video': ({'mp4': 'a.mp4'}, 'mp4', 'video'),
+    'video named as an image': ({'image_2': 'a.mp4'}, 'image_2', 'video'),
+    'images named as a video': ({'frames': ['a.jpg']}, 'frames', 'videos'),
     'picture': ({'picture': 'a.png'}, 'picture', 'image'),
     'frames': ({'frames': ['1.jpg', '2.jpg']}, 'frames', 'videos'),
     'media of strings': ({'media': ['a.png']}, 'media', 'images'),

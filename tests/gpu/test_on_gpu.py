@@ -21,9 +21,11 @@ from composer_tokacc import BatchLayout, TokenAccumulation, token_data_spec
 from composer_tokacc.data import VisionLanguageCollator
 from composer_tokacc.data_spec.pieces import add_rows, zero_weight
 from composer_tokacc.programs.models import build_model
+from composer_tokacc.verify import main as verify
 from examples.digits import DigitsDataset, build_digits_processor
 from tests.programs.test_models import LLAVA
 from tests.support.families import FAMILIES
+from tests.support.programs import DIGITS, TINY_DIGITS
 from tests.support.text import collate, text_model, text_rows
 from tests.support.training import GivenBatches, fit, loader, reference_gradients, relative_error, train
 
@@ -203,6 +205,12 @@ def test_compiled_model_has_few_graphs():
         assert relative_error(found, expected) < TOLERANCE
     # The probe's, the first width's, one for any: a number of ours that is guarded on would make one a microbatch.
     assert 0 < torch._dynamo.utils.counters['stats']['unique_graphs'] <= 4
+
+
+def test_verify_is_exact_here(capsys):
+    assert verify([DIGITS, '--rows', '4', *TINY_DIGITS, 'dataset.eval=null', 'report.num_samples=0']) == 0
+    assert not torch.backends.cuda.matmul.allow_tf32
+    assert 'exact: largest relative gradient error' in capsys.readouterr().out
 
 
 def peak_mib(model: torch.nn.Module, batch: dict[str, Any]) -> float:

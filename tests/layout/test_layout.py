@@ -473,3 +473,25 @@ def test_copies_stay_page_locked(monkeypatch):
         assert not isinstance(value, torch.Tensor) or tensors._is_page_locked(value), key
     batch['labels'] = batch['labels'].clone()
     assert not tensors._is_page_locked(layout.select(batch, [3, 1])['labels'])
+
+
+def test_concat_loses_no_plain_value():
+    layout = BatchLayout(family=TEXT)
+    batches = [
+        {**text_batch([3]), 'source': 'ai2d', 'version': 2},
+        {**text_batch([4, 2]), 'source': 'chartqa', 'version': 2},
+    ]
+    joined = layout.concat([*batches, text_batch([5])])
+    assert joined['source'] == ['ai2d', 'chartqa', 'chartqa', None]
+    assert joined['version'] == 2
+    assert layout.select(joined, [1, 0])['source'] == ['chartqa', 'ai2d']
+
+
+def test_concat_of_shared_positions():
+    layout = BatchLayout(family=TEXT)
+    shared = {**text_batch([4, 2]), 'position_ids': torch.arange(4)[None]}
+    narrower = {**text_batch([3]), 'position_ids': torch.arange(3)[None]}
+    assert layout.concat([narrower, shared])['position_ids'].tolist() == [[0, 1, 2, 3]]
+    other = {**text_batch([3]), 'position_ids': torch.arange(10, 13)[None]}
+    with pytest.raises(ValueError, match=r'position_ids.*same for all rows'):
+        layout.concat([other, shared])

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import pytest
+import transformers
 
 from composer_tokacc import BatchLayout
 from tests.support.families import FAMILIES
@@ -16,6 +17,8 @@ from tests.support.training import fit, reference_gradients, relative_error
 @pytest.mark.parametrize('precision', ['amp_bf16', 'amp_fp16'])
 @pytest.mark.parametrize('family', FAMILIES)
 def test_families(family, precision, monkeypatch):
+    if family == 'smolvlm' and transformers.__version__.startswith('4.'):
+        pytest.skip('Transformers 4 puts half-precision images into float32 embeddings')
     case = FAMILIES[family]()
     layout = BatchLayout.for_model(case.config)
     batch = layout.concat(case.rows, pad_token_id=case.pad_token_id)
