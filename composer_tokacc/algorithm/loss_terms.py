@@ -71,8 +71,10 @@ class LossTerms:
                     f'`loss_units` must go with a dict loss, got: a loss of type {type(loss).__name__}. Return a dict '
                     f'with the terms {sorted(self.units)}, or drop `loss_units` (docs/errors.md#model-loss).'
                 )
-            places = enumerate(tensors_in(loss))
-            return [Term(place, 'tokens', value) for place, value in places]
+            all_terms = []
+            for place, value in enumerate(tensors_in(loss)):
+                all_terms.append(Term(place, 'tokens', value))
+            return all_terms
         units = self.units or dict.fromkeys(loss, 'tokens')
         if isinstance(loss, SplitLoss):
             units = loss.units

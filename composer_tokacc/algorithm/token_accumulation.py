@@ -515,7 +515,7 @@ class TokenAccumulation(Algorithm):
         step = run.step
         check_reduced(state.model)
         if self._token_choice.step == 0 and not (self.is_weighted or step.is_measured):
-            log.info('What tokens weigh is not measured in training. All are counted in every step.')
+            log.info('The weights of tokens are not measured in training. All tokens are counted in every step.')
         StepCheck(step).check()
         run.has_bypass = step.has_bypass
         if run.balance is not None:

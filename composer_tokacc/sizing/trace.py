@@ -108,7 +108,7 @@ class TracedStep:
         self._dtype = AUTOCAST[precision]
         self._on_gpu = on_gpu
         self._argument_names = _argument_names(self.model)
-        # Type of the logits of the previous step. None: there was no step yet, or it had no logits.
+        # Type of the logits, which stay in memory until the next step. None: there was no step yet, or it had none.
         self._logits_dtype: torch.dtype | None = None
         self._selector: LabelSelector | None = None
         if logits == 'labels':
@@ -205,9 +205,10 @@ class TracedStep:
             with RealInputs(self._mode), self._tracker:
                 yield
         except (DataDependentOutputException, RuntimeError) as error:
+            first_line = str(error).partition('\n')[0]
             raise InvalidInputError(
                 f'{type(self.model).__name__} cannot be traced without a GPU: {type(error).__name__}, '
-                f'{str(error).splitlines()[0]}. A common reason is control flow that depends on values of the weights. '
+                f'{first_line}. A common reason is control flow that depends on values of the weights. '
                 'Calibrate on a GPU.'
             ) from error
 
