@@ -66,7 +66,8 @@ class DocumentAttention:
         if not hosts:
             raise NotExactError(f"The model must be one of transformers', got: {type(model).__name__}.")
         text_config = hosts[0].config.get_text_config(decoder=True)
-        self._text_hosts = [host for host in hosts if type(host.config) is type(text_config)]
+        text_type = type(text_config)
+        self._text_hosts = [host for host in hosts if type(host.config) is text_type]
         config = self._text_hosts[0].config
         layer_types = getattr(config, 'layer_types', None) or ()
         if 'chunked_attention' in layer_types:

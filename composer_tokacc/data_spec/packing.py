@@ -83,7 +83,8 @@ def _check_rows(
     if batch.get('position_ids') is not None:
         raise InvalidInputError('`position_ids` must be absent for packing, got: a tensor. Set `packing=False`.')
     attended = attended_positions(batch)
-    follows_attended = torch.nn.functional.pad(attended[:, :-1], (1, 0))
+    attended_but_last = attended[:, :-1]
+    follows_attended = torch.nn.functional.pad(attended_but_last, (1, 0))
     starts_run = attended & ~follows_attended
     num_runs = starts_run.sum(dim=1)
     labelled_padding = real & ~attended

@@ -190,7 +190,9 @@ def smallest_row(sources: Sequence[RowFacts], modality: str) -> BatchDict | None
     candidates: list[tuple[RowFacts, int]] = []
     for facts in sources:
         items_per_row = facts.counts.get(modality, ())
-        candidates += [(facts, row) for row, num_items in enumerate(items_per_row) if num_items > 0]
+        for row, num_items in enumerate(items_per_row):
+            if num_items > 0:
+                candidates.append((facts, row))
     if not candidates:
         return None
 
