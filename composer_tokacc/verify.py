@@ -56,7 +56,7 @@ from composer_tokacc.refusals import NotExactError
 from composer_tokacc.weights import token_weights_of
 
 SIDES = ('right', 'left')
-TOLERANCE_OF_GPUS = 1e-5
+_TOLERANCE_OF_GPUS = 1e-5
 """Their kernels sum in another order for another shape. An H200 had errors of 1.4e-6 in float32."""
 COLUMNS_BEFORE = 8
 """Positions of padding that are added on the left to measure the round-off of a model."""
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the program; see the module's docstring."""
     parser = command_line(__doc__)
     parser.add_argument('--rows', type=int, default=8, help='rows of each rank, at most')
-    parser.add_argument('--tolerance', type=float, default=TOLERANCE_OF_GPUS if torch.cuda.is_available() else 1e-6)
+    parser.add_argument('--tolerance', type=float, default=_TOLERANCE_OF_GPUS if torch.cuda.is_available() else 1e-6)
     options, overrides = parser.parse_known_args(arguments)
     try:
         check_value('--rows', options.rows, Count)
