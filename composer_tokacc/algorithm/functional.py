@@ -29,8 +29,8 @@ def token_weight(num_tokens: float, step_tokens: float, *, world_size: int = 1) 
 
     .. math:: w_{rm} = W t_{rm} / T
 
-    A mean over ``t`` tokens is a sum divided by ``t``, and the step's mean is that sum divided by ``T``. DDP and FSDP
-    average gradients over the ``W`` ranks. The factor ``W`` undoes this.
+    The mean over the ``t`` tokens of a microbatch is a sum divided by ``t``. In the mean over the step, the same sum is
+    divided by ``T``. DDP and FSDP average gradients over the ``W`` ranks, and the factor ``W`` undoes this.
 
     If tokens have weights, both numbers are sums of weights, because a weighted mean is a sum divided by the sum of the
     weights.
@@ -44,17 +44,19 @@ def token_weight(num_tokens: float, step_tokens: float, *, world_size: int = 1) 
         ValueError: If the microbatch has more tokens than the step, or a number is NaN or negative.
     """
     check_count('world_size', world_size)
-    # Sums of weights are rounded, so a single microbatch may be a little above the step.
+    # Sums of weights are rounded, so the sum of the only microbatch may be a little above the sum of the step.
     is_part = 0 <= num_tokens <= step_tokens * (1 + 1e-6) < math.inf
     if not is_part:
-        raise InvalidInputError(f'`num_tokens` must be a part of the step, from 0 to {step_tokens}, got: {num_tokens}.')
+        raise InvalidInputError(
+            f'`num_tokens` must be from 0 to the number of the step, {step_tokens}, got: {num_tokens}.'
+        )
     if step_tokens == 0:
         return 0.0
     return num_tokens * world_size / step_tokens
 
 
 def sample_weight(num_samples: int, step_samples: int, *, world_size: int = 1) -> float:
-    """Returns the factor that Composer gives a microbatch, ``W n / N``, which counts samples instead of tokens."""
+    """Returns Composer's own factor of a microbatch, ``W n / N``. It counts samples instead of tokens."""
     return token_weight(num_samples, step_samples, world_size=world_size)
 
 
@@ -67,19 +69,19 @@ def step_loss_weights(
 ) -> list[float]:
     """Returns the factor of each microbatch's mean loss in one optimizer step; a collective over the ranks.
 
-    Every label counts that is not -100, as in the loss of the caller. In packed rows this includes the first label of
+    Every label that is not -100 counts, as in the model's own loss. In packed rows this includes the first label of
     each document, which the model predicts from the document before it. Mask these labels in the collator, or use
-    :func:`weighted_microbatches`, which masks them in the batches that it returns.
+    :func:`weighted_microbatches`, which masks them in the batches that it yields.
 
-    A microbatch without loss-generating tokens has factor 0, and in most models a loss of NaN. Do not compute it. If
-    DDP waits for its backward, give it a label, as :func:`weighted_microbatches` does.
+    A microbatch without loss-generating tokens has factor 0. Do not compute it, because most models return NaN for it.
+    If DDP waits for its backward, give it a label, as :func:`weighted_microbatches` does.
 
     Args:
         microbatches: This rank's part of the step. Each has ``labels`` of shape ``(rows, width)``. A batch of a
-            :class:`.RegroupingDataLoader` is possible too.
-        loss_tokens: The rule by which the model averages, see :func:`.counting.loss_mask`.
-        token_weights: Weights of the tokens, see :class:`.TokenAccumulation`. ``apply_token_weights`` applies them
-            inside of a microbatch.
+            :class:`.RegroupingDataLoader` is also possible.
+        loss_tokens: Which labels the model's loss averages over, see :func:`.counting.loss_mask`.
+        token_weights: Weights of the tokens, see :class:`.TokenAccumulation`. Within a microbatch they are applied by
+            :func:`apply_token_weights`.
         device: The device on which the process group reduces.
 
     Example:
@@ -91,7 +93,7 @@ def step_loss_weights(
     weight_sums = []
     for microbatch in _as_list(microbatches, loss_tokens):
         has_loss = loss_mask(microbatch, loss_tokens)
-        # Repeated samples, which only fill up a rank, do not count.
+        # Repeated samples do not count. They only fill up a rank.
         samples = [row.samples > 0 for row in rows_of(microbatch)]
         is_sample = torch.tensor(samples, device=has_loss.device)
         counted = has_loss & is_sample[:, None]
@@ -109,10 +111,10 @@ def weighted_microbatches(
 ) -> Iterator[tuple[BatchDict, float]]:
     """Yields each microbatch in the form that a model accepts, and the factor of its mean loss; a collective.
 
-    A microbatch without loss-generating tokens gets one label, so that its loss is a number, and the factor 0, because
-    DDP may wait for it on the other ranks. The same holds for repeated samples that only fill up a rank. In packed
-    rows the first label of each further document is masked. Arguments are those of :func:`.step_loss_weights`. Every
-    token has the same weight.
+    DDP on other ranks may wait for a microbatch without loss-generating tokens. So it is yielded, too, with factor 0
+    and with one label, because the loss of no labels is not a number. The same holds for a microbatch of repeated
+    samples, which only fill up a rank. In packed rows the first label of each document after the first is masked. The
+    arguments are those of :func:`.step_loss_weights`. Every token has the same weight.
 
     Example:
         .. code-block:: python
@@ -143,7 +145,7 @@ def _as_list(microbatches: Sequence[Batch] | PreSplitBatch, loss_tokens: str) ->
                 check_first_labels(facts, loss_tokens, COLLATED_BY_LOADER)
     if isinstance(microbatches, Mapping) or not isinstance(microbatches, Iterable):
         raise TypeError(
-            f'`microbatches` must be a list of batches, got: one {type(microbatches).__name__}. Cut it, or give '
+            f'`microbatches` must be a list of batches, got: one {type(microbatches).__name__}. Cut it, or pass '
             '`[batch]` as one microbatch.'
         )
     microbatches = list(microbatches)
@@ -154,8 +156,8 @@ def _as_list(microbatches: Sequence[Batch] | PreSplitBatch, loss_tokens: str) ->
         if divisor is not None:
             raise InvalidInputError(
                 f'`microbatches` must not hold `num_items_in_batch`, got: {divisor}. With it the model returns a sum '
-                'divided by this number instead of a mean, and the factor would weight it twice. Remove the key, or '
-                'use it without these factors.'
+                'divided by this number instead of a mean, and the factor would weight the sum twice. Remove the key, '
+                'or use it without these factors.'
             )
     return microbatches
 
@@ -187,10 +189,10 @@ def apply_token_weights(
     Args:
         logits: Logits of a microbatch, ``(rows, width, vocabulary)``, as the model returned them, before the backward.
             The value of the loss stays the plain mean.
-        batch: The microbatch with ``labels``, and with ``loss_weights`` for ``'column'``. Every label counts that is
-            not -100, as in :func:`.step_loss_weights`.
+        batch: The microbatch with ``labels``, and with ``loss_weights`` for ``'column'``. Every label that is not -100
+            counts, as in :func:`.step_loss_weights`.
         token_weights: ``'token'``, ``'sqrt'``, ``'sample'`` or ``'column'``, see :class:`.TokenAccumulation`.
-        loss_tokens: The rule by which the model averages, see :func:`.counting.loss_mask`.
+        loss_tokens: Which labels the model's loss averages over, see :func:`.counting.loss_mask`.
     """
     has_loss = loss_mask(batch, loss_tokens)
     weights = weights_at(batch, token_weights, has_loss)

@@ -1,11 +1,12 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Logits only where a label is, as a context manager for any trainer.
+"""Logits only at labels, as a context manager for any trainer.
 
-No loss comes from the positions of images, prompts and padding, but a model computes logits for all of them. With a
-large vocabulary these logits take more memory than everything else that a microbatch keeps for its backward. Selecting
-the labelled positions before the output embedding leaves loss and gradient the same, which the first forward proves.
+The positions of images, prompts and padding add nothing to the loss, but a model computes logits for all of them. With
+a large vocabulary these logits take more memory than everything else that a microbatch keeps for its backward. If the
+labelled positions are selected before the output embedding, loss and gradient stay the same. The first forward proves
+this for the model.
 """
 
 from __future__ import annotations
@@ -31,16 +32,17 @@ class LogitsAtLabels:
     """Makes a model compute logits only at positions that predict a label, in any training loop.
 
     It acts on forwards in training mode that get ``labels`` by keyword. Loss and gradient stay the same.
-    ``outputs.logits`` then has a single row: the logits of the labelled positions, row after row of the batch. If the
-    model shifts labels, one more position follows at the end. Evaluation and generation compute all logits.
+    ``outputs.logits`` then has a single row: the logits of the labelled positions of the first row, then those of the
+    second row, and so on. If the model shifts labels, one more position follows at the end. Evaluation and generation
+    compute all logits.
 
-    The first such forward compares loss and gradient with those of all logits, on its own batch. That takes three more
-    forwards, without gradients. With FSDP all ranks must make that forward at the same time.
+    On its own batch, the first such forward compares loss and gradient with those of all logits. This takes three more
+    forwards, which leave no gradients behind. With FSDP all ranks must make this forward at the same time.
 
     Args:
         model: A Hugging Face model that computes its own loss; it may be wrapped by Composer, DDP or accelerate.
-        shifts_labels: Whether the model shifts labels itself, as causal language models do. None: found at the first
-            forward.
+        shifts_labels: Whether the model shifts labels itself, as causal language models do. None: the first forward
+            finds out.
 
     Raises:
         ValueError: If the model has no output embedding.
@@ -59,7 +61,7 @@ class LogitsAtLabels:
         if output_embedding(self._model) is None:
             raise InvalidInputError(
                 f'The model must have an output embedding, got: {type(self._model).__name__}, whose '
-                '`get_output_embeddings()` gives none. Take a class with a head, such as `AutoModelForCausalLM`.'
+                '`get_output_embeddings()` returns none. Use a class with a head, such as `AutoModelForCausalLM`.'
             )
         self._shifts_labels = shifts_labels
         self._rule: str | None = None  # the loss rule of the model; None until the first forward has proven it
@@ -68,9 +70,9 @@ class LogitsAtLabels:
         self._selector: LabelSelector | None = None
 
     def __enter__(self) -> LogitsAtLabels:
-        """Hooks into the model."""
-        # Hooks run in the order of their registration. This one tells the selector the number of labels of a batch, so
-        # it comes before the selector's own hook.
+        """Adds the hooks to the model."""
+        # Hooks run in the order in which they were added. `_begin_forward` tells the selector the number of labels, so
+        # it is added before the hooks of the selector.
         self._handle = self._model.register_forward_pre_hook(self._begin_forward, with_kwargs=True)
         self._selector = LabelSelector(self._model)
         return self
@@ -84,7 +86,7 @@ class LogitsAtLabels:
         self._selector.remove()
 
     def _begin_forward(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """Tells the selector how many labels the batch has; a forward pre-hook. The first batch proves the rule."""
+        """Tells the selector how many labels the batch has; a forward pre-hook. The first batch is checked."""
         if self._is_probing or not module.training or kwargs.get('labels') is None:
             return
         assert self._selector is not None
@@ -105,7 +107,7 @@ class LogitsAtLabels:
             layout = BatchLayout.for_model(self._model)
 
             def to_device(rows: Batch) -> Batch:
-                return rows  # they are there already
+                return rows  # the batch of a forward is on the device already
 
             comparison = RowComparison(probe, layout, to_device, rule, tensors, check_loss=True)
             failure = comparison.selection_failure(self._selector)
@@ -119,11 +121,12 @@ class LogitsAtLabels:
         return rule
 
     def _rule_of(self, probe: Probe, batch: Batch) -> str:
+        """Returns the loss rule that the user has named, or finds it by the probe."""
         if self._shifts_labels is not None:
             return 'causal' if self._shifts_labels else 'unshifted'
         return find_loss_rule(probe, rule_batch(None, batch))
 
 
 def _language_model(model: Any) -> torch.nn.Module:
-    """Returns the Hugging Face model, which Composer's keeps as ``model``; without loading Composer."""
+    """Returns the Hugging Face model inside of a Composer model. Does not import Composer."""
     return model.model if hasattr(model, 'eval_forward') else model

@@ -4,7 +4,7 @@
 """The terms of a loss. A loss may be a tensor, a sequence or a dict, and each term has a denominator of its own.
 
 ``loss_units`` names the denominator of each term of a dict: tokens, samples or microbatches. Without it every term is a
-mean over tokens. :class:`LossTerms` finds the terms, changes them by their unit and puts the loss together again.
+mean over tokens. :class:`LossTerms` takes a loss apart, changes its terms by their units, and puts it together again.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class SplitLoss(dict):
 
 
 class LossTerms:
-    """Knows the unit of each term of a loss, and changes the terms by it.
+    """Knows the unit of each term of a loss, and changes terms by their units.
 
     Args:
         loss_units: The unit of each term of a dict loss; None: all terms are means over tokens.
-        router_coefficient: What a router's load-balancing loss is multiplied by before the model adds it to its loss.
-            None: the model has no router, or ``loss_units`` names its term.
+        router_coefficient: The model multiplies its router's load-balancing loss by this number and adds the product
+            to its loss. None: the model has no router, or ``loss_units`` names the term.
     """
 
     def __init__(self, loss_units: Mapping[str, str] | None, router_coefficient: float | None = None) -> None:
@@ -56,7 +56,8 @@ class LossTerms:
     @property
     def coupled(self) -> list[str]:
         """Names of the terms that depend on which rows share a microbatch."""
-        return [name for name, unit in self.units.items() if unit in ('coupled_samples', 'microbatches')]
+        coupling_units = ('coupled_samples', 'microbatches')
+        return [name for name, unit in self.units.items() if unit in coupling_units]
 
     def terms_of(self, loss: Any) -> list[Term]:
         """Returns the terms of a loss. Composer's ``'total'`` is left out.
@@ -70,7 +71,10 @@ class LossTerms:
                     f'`loss_units` must go with a dict loss, got: a loss of type {type(loss).__name__}. Return a dict '
                     f'with the terms {sorted(self.units)}, or drop `loss_units` (docs/errors.md#model-loss).'
                 )
-            return [Term(place, 'tokens', value) for place, value in enumerate(tensors_in(loss))]
+            all_terms = []
+            for place, value in enumerate(tensors_in(loss)):
+                all_terms.append(Term(place, 'tokens', value))
+            return all_terms
         units = self.units or dict.fromkeys(loss, 'tokens')
         if isinstance(loss, SplitLoss):
             units = loss.units
@@ -91,18 +95,18 @@ class LossTerms:
         return terms
 
     def of_unit(self, loss: Any, unit: str) -> list[Tensor]:
-        """Returns the terms of a unit; none if the microbatch has none. Without ``loss_units`` a total is the only one.
+        """Returns the terms of a unit; an empty list if the loss has none of this unit.
 
-        Composer takes the gradient of a dict's total, so the total is the mean over tokens if no unit is named.
+        If no unit is named, a total is the only term, and a mean over tokens, because Composer takes its gradient.
         """
         if unit == 'tokens' and not self.units and isinstance(loss, Mapping) and 'total' in loss:
             return [loss['total']]
         return [term.value for term in self.terms_of(loss) if term.unit == unit]
 
     def changed(self, loss: Any, change: Callable[[Term], Tensor]) -> Any:
-        """Returns a loss of the same kind with new values of its terms, and with their new total if it has one.
+        """Returns a loss of the same kind with new values of its terms. If it has a total, this is new as well.
 
-        ``change`` gives the new value of a term.
+        ``change`` returns the new value of a term.
         """
         values = {term.name: change(term) for term in self.terms_of(loss)}
         if isinstance(loss, Tensor):
@@ -113,18 +117,24 @@ class LossTerms:
             if self.units and values:
                 values['total'] = sum_of_means(values.values())
             else:
+                # Without units the total itself is the mean over tokens.
                 values['total'] = change(Term('total', 'tokens', loss['total']))
         return SplitLoss(values) if isinstance(loss, SplitLoss) else values
 
     def scaled(self, loss: Any, scales: Mapping[str, float], observe: Callable[[Tensor], None]) -> Any:
         """Returns the loss with each term multiplied by the factor of its unit.
 
-        The products are new tensors, because Composer multiplies the loss in place. In the backward ``observe`` gets
-        the gradient that reaches the scaled loss. It is called once, as Composer multiplies all terms by one number.
+        The products are new tensors, because Composer multiplies the loss in place. The backward calls ``observe`` with
+        the gradient of the scaled loss, which is Composer's weight. It is called for one term, because this weight is
+        the same for all.
         """
-        scaled = self.changed(loss, lambda term: term.value.float() * scales[term.unit])
+
+        def times_scale(term: Term) -> Tensor:
+            return term.value.float() * scales[term.unit]
+
+        scaled = self.changed(loss, times_scale)
         if isinstance(scaled, Mapping) and self.units and scaled:
-            # Composer pairs terms by their position over the ranks, so all ranks need the same names in the same order.
+            # Composer adds up the terms of all ranks by their position, so all ranks need the same names in one order.
             names = list(self.units)
             if 'total' in scaled:
                 names.append('total')
@@ -140,10 +150,10 @@ class LossTerms:
         return scaled
 
     def split(self, loss: Any, outputs: Any) -> Any:
-        """Returns the loss of a mixture of experts as two terms: the mean over tokens, and the balance of its router.
+        """Returns the loss of a mixture of experts as two terms: the mean over tokens, and its load-balancing loss.
 
-        The balance is a statistic of the microbatch, not a mean over tokens, so all microbatches get the same weight.
-        Any other loss is returned as it is.
+        The load-balancing loss is a statistic of the microbatch, not a mean over tokens, so it weighs the same in all
+        microbatches. Other losses are returned as they are.
         """
         router = router_loss_of(outputs)
         if router is None or self.router_coefficient is None or not isinstance(loss, Tensor):
@@ -154,15 +164,16 @@ class LossTerms:
     def check_coefficient(self, loss: Any, outputs: Any) -> None:
         """Raises RuntimeError unless the model adds its load-balancing loss times the coefficient to its loss.
 
-        This is checked exactly, however small the coefficient is. The part that another coefficient leaves in the loss
-        may be below every tolerance, but it is not a mean over tokens.
+        The coefficient itself is measured, because a small one would change the loss by less than any tolerance. A
+        wrong coefficient would leave a part in the loss that is not a mean over tokens.
         """
         router = router_loss_of(outputs)
         coefficient = self.router_coefficient
         if router is None or not isinstance(loss, Tensor) or not router.requires_grad:
             return
         if router.grad_fn is loss.grad_fn:
-            # One node of a compiled forward computes both, so the factor cannot be measured. The config must name it.
+            # One node of a compiled forward computes both losses. Then the factor cannot be measured, so the config
+            # must name it.
             added = math.nan if coefficient is None else coefficient
         else:
             (gradient,) = torch.autograd.grad(loss, router, retain_graph=True, allow_unused=True)
@@ -175,10 +186,10 @@ class LossTerms:
             )
 
     def probed(self, loss: Any, outputs: Any) -> dict[str, Tensor]:
-        """Returns sums of terms that no cut may change: of the means over tokens, and of the means over samples.
+        """Returns the terms that no cut may change: the sum of the means over tokens, and of those over samples.
 
-        Terms in which rows see each other are left out, because a split that regroups rows refuses them anyway. If no
-        other terms exist, their sum is returned.
+        Terms that couple rows are left out, because a run with such terms must not regroup rows. If all terms couple
+        rows, their sum is returned.
         """
         loss = self.split(loss, outputs)
         values = [term.value for term in self.terms_of(loss)]
@@ -200,6 +211,7 @@ class LossTerms:
 
 
 def _check_total(total: Tensor, summed: Tensor) -> None:
+    """Raises RuntimeError if the total of a loss is not the sum of its terms."""
     if not torch.isclose(total, summed, rtol=1e-4):
         raise NotExactError(
             f"`loss['total']` must be the sum of the other terms, got: {total.item():.6f}, but they sum to "
@@ -210,8 +222,8 @@ def _check_total(total: Tensor, summed: Tensor) -> None:
 def router_coefficient(model: torch.nn.Module) -> float | None:
     """Returns the factor of a model's load-balancing loss; None if the model names none.
 
-    The model may be of Hugging Face, or Composer's wrapper of it. An attribute of the model is used before the config,
-    because modules copy values of the config.
+    The model may be a Hugging Face model, or Composer's wrapper of one. An attribute of the model counts before its
+    config, because the model copies values of the config when it is built.
     """
     model = getattr(model, 'model', model)
     config: Any = getattr(model, 'config', None)
@@ -228,19 +240,20 @@ def router_coefficient(model: torch.nn.Module) -> float | None:
 def attached_zero(outputs: Any, loss: Any) -> Tensor:
     """Returns a zero in the graph of the outputs. Its backward gives every parameter a gradient of zero.
 
-    It is computed from the outputs and not from the loss, because a masked sum over no tokens has NaN gradients. It is
-    the sum of empty slices, because 0 * NaN would be NaN.
+    It does not use the loss if it can, because a mean over no tokens has gradients of NaN. It is the sum of empty
+    slices, because 0 * NaN would be NaN.
     """
     losses = [value for value in tensors_in(loss) if value.requires_grad]
     sources = []
     for output in tensors_in(outputs):
-        # A scalar in the outputs is the loss again (HuggingFaceModel returns outputs.loss).
+        # The outputs of a Hugging Face model hold the loss, too. It is a scalar.
         is_loss = any(output is value for value in losses)
         if output.requires_grad and output.dim() and not is_loss:
             sources.append(output)
     zero = next(tensors_in(loss)).new_zeros((), dtype=torch.float32)
     for source in sources or losses:
-        zero = zero + torch.atleast_1d(source)[:0].sum().to(zero)
+        no_elements = torch.atleast_1d(source)[:0]
+        zero = zero + no_elements.sum().to(zero)
     return zero
 
 
@@ -257,13 +270,13 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def sum_of_means(terms: Iterable[Tensor]) -> Tensor:
-    """Sums the means of some terms, float32 ``()``."""
+    """Returns the sum of the means of some terms, float32 ``()``."""
     means = [term.float().mean() for term in terms]
     return torch.stack(means).sum()
 
 
 def _sum(terms: Collection[Tensor]) -> Tensor:
-    """Sums the terms of a loss as Composer does. The result has the least precise of their dtypes."""
+    """Returns the sum of some terms, as Composer computes it. The dtype is the least precise one among them."""
     dtypes = [term.dtype for term in terms]
     coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
     return sum_of_means(terms).to(coarsest)

@@ -1,12 +1,12 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Rows padded on the left, on several ranks: each rank pads to its own longest row.
+"""Checks rows that are padded on the left, if there are several ranks.
 
-In one batch of all ranks, the rows of the narrower ranks would have more padding. On the right this changes nothing. On
-the left it changes two things: a label on the first token, which the last pad before it predicts, and the positions of
-models that count them from the first column. A step in which this matters is refused, because its gradient would depend
-on the number of ranks.
+Each rank pads to its own longest row. If all rows were in one batch, some would have more padding. More padding on the
+right changes nothing. On the left it changes two things. If the first token has a label, the pad before it predicts
+that label. And some models count positions from the first column. A step in which one of these matters is refused,
+because its gradient would depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -28,30 +28,31 @@ class RankWidth:
     is_left: bool
     """Whether some row has padding on the left."""
     reason: str
-    """What would change with more padding on the left; empty: nothing."""
+    """What more padding on the left would change; empty: nothing."""
 
     @classmethod
-    def of(cls, sources: Sequence[RowFacts], rules: CutRules | None, loss_rule: str | None) -> RankWidth:
+    def of(cls, described: Sequence[RowFacts], rules: CutRules | None, loss_rule: str | None) -> RankWidth:
         """Returns the width of a batch.
 
         Args:
-            sources: The facts of the batch, or of each of its microbatches; none: nothing is known.
-            rules: How rows may be cut; None: no split has learnt it.
+            described: The facts of the batch, or of each of its microbatches; none: nothing is known.
+            rules: How rows may be cut; None: no check has told yet.
             loss_rule: The loss rule of the model, see :func:`.loss_mask`.
         """
+        width = 0
+        is_left = False
         reason = ''
-        for facts in sources:
+        for facts in described:
+            width = max(width, facts.width)
+            is_left |= facts.is_padded and facts.side == 'left'
             if facts.is_padded and facts.side == 'right':
                 continue
+            # Rows without padding count, too, because they may be on a narrower rank.
             if _may_count_columns(facts, rules):
                 reason = 'the model may count positions from the first column'
             elif loss_rule != 'unshifted' and any(facts.has_first_label):
                 reason = 'the first token of a row has a label, which the pad before it would predict'
-        return cls(
-            width=max((facts.width for facts in sources), default=0),
-            is_left=any(facts.is_padded and facts.side == 'left' for facts in sources),
-            reason=reason,
-        )
+        return cls(width, is_left, reason)
 
     def numbers(self) -> list[int]:
         """Returns integers whose sums over the ranks tell :func:`check_widths` whether to compare the ranks."""
@@ -59,11 +60,11 @@ class RankWidth:
 
 
 def _may_count_columns(facts: RowFacts, rules: CutRules | None) -> bool:
-    """Returns whether the model counts positions from the first column, as far as the check of its rows has shown."""
+    """Returns whether the model may count positions from the first column. The check of its rows has shown this."""
     # Packed rows have no padding.
     if rules is None or rules.packing or facts.has_positions:
         return False
-    # Rows with a label behind their padding are not trimmed, so they show nothing about positions.
+    # The check trims rows to see how positions are counted. It cannot trim rows with a label behind their padding.
     is_unknown = rules.left == 'keep' and any(facts.has_label_behind_padding)
     return rules.left == 'shift' or is_unknown
 

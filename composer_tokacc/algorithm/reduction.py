@@ -1,10 +1,10 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""When DDP reduces gradients over the ranks, and what that asks of the microbatches of a step.
+"""Makes sure that DDP can reduce the gradients of a step, and that FSDP shards all parameters.
 
-DDP waits until every rank has a gradient of every parameter. A rank whose microbatch leaves a part of the model unused
-(text without images), or that makes fewer microbatches than another, would keep the others waiting without end.
+DDP waits until every rank has a gradient for every parameter. The other ranks would wait forever for a rank whose
+microbatch does not use a part of the model (text without images), or for a rank with fewer microbatches.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ReductionWatch:
     It does nothing without DDP.
 
     Args:
-        state: The trainer's.
+        state: The trainer's state.
         is_coupled: Whether the loss may gather rows of other ranks.
     """
 
@@ -51,15 +51,16 @@ class ReductionWatch:
 
     def start_attempt(self) -> None:
         """Forgets an earlier attempt of this step, which may have failed half-way."""
-        self._reduces: list[bool] = []  # of each microbatch so far: whether its backward reduces gradients
-        # Of each parameter: its gradient before the backward that reduces, as a pair that changes with the gradient.
+        self._reduces: list[bool] = []  # for each microbatch so far: whether its backward reduces gradients
+        # For each parameter: a pair of numbers that a backward changes if it reaches the parameter. It is taken before
+        # the backward that reduces.
         self._states_before: list[tuple[torch.nn.Parameter, tuple[int, int]]] = []
 
     def see(self, num_microbatches: int, *, must_reduce_once: bool) -> None:
-        """Notes whether the backward of the microbatch that comes now reduces gradients.
+        """Notes whether the backward of the next microbatch reduces gradients.
 
         Args:
-            num_microbatches: How many microbatches this rank makes of the step; 0 if the split does not say.
+            num_microbatches: The number of microbatches of this rank in the step; 0: not known.
             must_reduce_once: Whether ranks may make different numbers of microbatches.
 
         Raises:
@@ -76,33 +77,38 @@ class ReductionWatch:
             self._states_before = [(parameter, state_of_gradient(parameter)) for parameter in self._parameters]
         if must_reduce_once and len(self._reduces) < num_microbatches:
             raise NotExactError(
-                'Gradients must be reduced only in the last microbatch of a step, because ranks need not make equally '
-                f'many microbatches, got: a reduction in microbatch {len(self._reduces)} of {num_microbatches}. Leave '
-                "`equal_counts` at 'auto', and `Trainer(ddp_sync_strategy=)` at its default, or as it was when the "
-                'checkpoint was written.'
+                'Gradients must be reduced only in the last microbatch of a step, because ranks may make different '
+                f'numbers of microbatches, got: a reduction in microbatch {len(self._reduces)} of {num_microbatches}. '
+                "Leave `equal_counts` at 'auto', and `Trainer(ddp_sync_strategy=)` at its default, or as it was when "
+                'the checkpoint was written.'
             )
 
     def reach_all(self) -> None:
-        """Gives parameters that the backward left out a gradient of zero. DDP waits for all of them, on every rank."""
-        states_before, self._states_before = self._states_before, []
+        """Adds a gradient of zero to parameters that the backward has not reached. DDP waits for all parameters."""
+        states_before = self._states_before
+        self._states_before = []
         if self._ddp is None or not states_before:
             return
         left_out = []
         for parameter, state_before in states_before:
             if state_of_gradient(parameter) == state_before:
                 left_out.append(parameter)
-        # After a backward that reached no parameter at all, DDP also looks as if it had reduced. Then it still waits.
+        # DDP also looks as if it had reduced if the backward reached no parameter at all. Then it still waits.
         if is_reduced(self._ddp) and len(left_out) < len(states_before):
             return
-        # Sums of nothing: their backward reaches the hooks of DDP and adds zeros.
-        zeros = [parameter.flatten()[:0].sum() for parameter in left_out if parameter.requires_grad]
+        # The backward of a sum of no elements calls the hooks of DDP and adds 0 to the gradient.
+        zeros = []
+        for parameter in left_out:
+            if parameter.requires_grad:
+                no_elements = parameter.flatten()[:0]
+                zeros.append(no_elements.sum())
         torch.autograd.backward(zeros)
 
     def reach_all_by_hand(self) -> None:
-        """Gives every parameter a gradient, if Composer instead of DDP reduces them after the last microbatch.
+        """Gives every parameter a gradient if Composer itself reduces them after the last microbatch.
 
-        Composer's ``forced_sync`` reduces the gradients that are not None, one after the other. So the ranks must have
-        gradients of the same parameters.
+        This is Composer's strategy ``forced_sync``. It reduces the gradients that are not None, one after the other. So
+        all ranks must have gradients for the same parameters.
         """
         if self._ddp is None or self._reduces[-1]:
             return
@@ -118,7 +124,7 @@ class ReductionWatch:
 
 
 def check_sharding(model: torch.nn.Module) -> None:
-    """Raises RuntimeError if FSDP2 leaves out parameters: no rank reduces them, and each trains its own copy."""
+    """Raises RuntimeError if FSDP2 leaves out parameters. Each rank would train its own copy of them."""
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     unsharded = [name for name, parameter in trained.items() if not isinstance(parameter, DTensor)]
     if 0 < len(unsharded) < len(trained):
@@ -129,10 +135,10 @@ def check_sharding(model: torch.nn.Module) -> None:
 
 
 def warn_of_large_units(model: torch.nn.Module) -> None:
-    """Warns if FSDP gathers the whole model at once, which is exact, but needs the memory of all weights.
+    """Warns if FSDP gathers the whole model at once. This is exact, but needs the memory of all weights.
 
-    Composer makes each child of its model a unit, and further ones inside of it only if the child has `fsdp_wrap_fn`.
-    A `HuggingFaceModel` of Composer 0.32 sets none.
+    Composer makes each child of its model a unit of FSDP. It makes smaller units only if the child has `fsdp_wrap_fn`.
+    The `HuggingFaceModel` of Composer 0.32 does not set it.
     """
     if get_global_rank() != 0:
         return
@@ -150,9 +156,9 @@ def warn_of_large_units(model: torch.nn.Module) -> None:
 
 
 def check_reduced(model: torch.nn.Module) -> None:
-    """Raises RuntimeError if DDP left gradients unreduced, which it says itself only at the next forward."""
+    """Raises RuntimeError if DDP has not reduced all gradients. DDP itself would say so only at the next forward."""
     if isinstance(model, DistributedDataParallel) and not is_reduced(model):
         raise NotExactError(
-            'DDP must have reduced every gradient at the end of a step, got: some that it still waits for. Leave DDP '
-            'as Composer makes it, without `static_graph` (docs/errors.md#ranks).'
+            'DDP must have reduced every gradient at the end of a step, but it still waits for some. Leave DDP as '
+            'Composer makes it, without `static_graph` (docs/errors.md#ranks).'
         )

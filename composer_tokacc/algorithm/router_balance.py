@@ -3,8 +3,9 @@
 
 """The load-balancing loss of a mixture of experts over a whole step, for any cut into microbatches.
 
-Before a step, a forward of each microbatch without gradients counts how often each expert is chosen. One all-reduce
-sums the counts. With them the loss of the step is a sum over its microbatches, and each gets its part.
+Before a step is trained, one forward of each microbatch without gradients counts how often each expert is chosen. One
+all-reduce sums the counts. With these sums the loss of the step is a sum over its microbatches, and each microbatch
+gets its part.
 """
 
 from __future__ import annotations
@@ -33,20 +34,20 @@ from composer_tokacc.weights import LOSS_WEIGHTS
 ROUTER_BALANCES = ('microbatch', 'step')
 VALUE_TOLERANCE = 1e-4
 """Largest relative difference between the model's own load-balancing loss of a microbatch and the one computed here.
-A wrong number of experts for a token changes it by more than a hundredth."""
+If the number of experts of a token were wrong, the loss would be off by more than a hundredth."""
 CHOICE_TOLERANCE = 1e-3
-"""Largest share of the choices of experts that may differ between the count and the forward in training. If two experts
-are equally good, kernels that sum in no fixed order change a few choices."""
+"""Largest share of the choices of experts that may differ between the count and the forward in training. A few choices
+change if two experts are equally good and a kernel does not sum in a fixed order."""
 FEW_CHOICES = 2
-"""Number of choices that may differ even if there are only a few."""
+"""Number of choices that may always differ, however few choices there are."""
 OTHERWISE = "Otherwise leave `router_balance='microbatch'` (docs/weights.md#mixtures-of-experts)."
 
 
 class CountedMicrobatch(NamedTuple):
-    """What was counted of a microbatch before it is trained."""
+    """Counts of a microbatch that is not trained yet."""
 
     positions: Tensor
-    """Whether a position counts, ``(rows, width)`` bool."""
+    """Which positions count, ``(rows, width)`` bool."""
     choices: Tensor
     """How often each expert was chosen at these positions, ``(experts,)`` int64."""
 
@@ -54,23 +55,26 @@ class CountedMicrobatch(NamedTuple):
 class StepBalance:
     r"""Gives every microbatch its part of the load-balancing loss that one forward over the global batch would have.
 
-    With :math:`p_{te}` the router's probability of expert :math:`e` at position :math:`t`, :math:`n` positions and
-    :math:`c_e` of them sent to the expert, each summed over the layers, it is (Switch Transformers, equations 4 to 6)
+    This loss is (Switch Transformers, equations 4 to 6)
 
     .. math:: E \sum_e \frac{c_e}{n} \frac{\sum_t p_{te}}{n}
 
-    Choices have no gradient. A forward of each microbatch without a graph gives :math:`c` and :math:`n` of the whole
-    step. Then the rest is a sum over its positions, and so over its microbatches.
+    Here :math:`E` is the number of experts, :math:`n` the number of positions, :math:`c_e` how many of them go to
+    expert :math:`e`, and :math:`p_{te}` the router's probability of this expert at position :math:`t`. A position
+    counts once for each layer.
+
+    Choices have no gradient, so a forward of each microbatch without a graph gives :math:`c` and :math:`n` of the whole
+    step. With these numbers the loss is a sum over positions, and so over microbatches.
 
     Args:
-        state: The trainer's.
+        state: The trainer's state.
         split: The split that cuts the batches of the run.
         terms: The terms of the model's loss.
         to_device: Moves a microbatch to the device.
         precision: Makes the context of the run's precision.
 
     Raises:
-        RuntimeError: If the run cannot know the counts of a step before it trains.
+        RuntimeError: If the microbatches of a step cannot be counted before the step is trained.
     """
 
     def __init__(
@@ -92,7 +96,7 @@ class StepBalance:
                 '`router_aux_loss_coef`. Name it there, if the model has a router.'
             )
         if state.auto_microbatching and get_world_size() > 1:
-            # The ranks would wait for one that runs out of memory while it counts.
+            # If one rank ran out of memory while it counts, the others would wait for it.
             raise _refusal("on several ranks needs a number for `device_train_microbatch_size`, got: 'auto'.")
         self._model: Any = state.model
         if isinstance(state.model, DistributedDataParallel):
@@ -101,15 +105,20 @@ class StepBalance:
         self._coefficient = terms.router_coefficient
         self._to_device = to_device
         self._precision = precision
-        self._top_k = 0  # number of experts of a position; 0 until the first forward has shown it
-        self._counted: deque[CountedMicrobatch] = deque()  # this rank's microbatches that are still to be trained
-        self._sums: RankSum | None = None  # over the step: positions times layers, then the choices of each expert
-        # Largest deviations of the step so far, as multiples of the allowed ones, (). They are read once a step.
+        self._top_k = 0  # number of experts of a position; 0: not known before the first forward
+        self._counted: deque[CountedMicrobatch] = deque()  # microbatches of this rank that are not trained yet
+        # Sums over the step: the positions of all layers, then how often each expert was chosen.
+        self._sums: RankSum | None = None
+        # The largest deviations in the step so far, as multiples of the tolerance, (). They are read once a step.
         self._worst_value = torch.zeros(())
         self._worst_choice = torch.zeros(())
 
     def count(self, microbatches: Sequence[Batch]) -> None:
-        """Counts to which experts the positions of this rank's microbatches of a step go; a collective."""
+        """Counts how often each expert is chosen in the microbatches of a step; a collective.
+
+        Args:
+            microbatches: The microbatches of this rank.
+        """
         self._counted.clear()
         self._worst_value = torch.zeros(())
         self._worst_choice = torch.zeros(())
@@ -117,7 +126,7 @@ class StepBalance:
         with torch.no_grad(), undisturbed(self._model):
             for microbatch in microbatches:
                 batch = without_rows(microbatch)
-                # As in training, the model gets no counts. Weights do not change the choice of experts.
+                # The model does not get the weights of tokens. They do not change the choice of experts.
                 batch.pop(LOSS_WEIGHTS, None)
                 batch = self._to_device(with_copied_tensors(batch))
                 with self._precision():
@@ -136,8 +145,8 @@ class StepBalance:
     def _checked_logits(self, outputs: Any, batch: Batch) -> Sequence[Tensor]:
         """Returns the router's logits of each layer. Notes how far their load-balancing loss is from the model's own.
 
-        Configs use many names for the number of experts of a position. The loss grows with this number. So the first
-        forward finds the number for which the loss is nearest to the model's own.
+        The first forward also finds the number of experts of a position, because configs use many names for it. The
+        loss grows with this number. So it is the number that gives the loss nearest to the model's own.
         """
         own_loss = router_loss_of(outputs)
         attended = _attended(batch)
@@ -154,27 +163,27 @@ class StepBalance:
         most_experts = logits[0].shape[-1] if is_first else self._top_k
         choices, probabilities = _routed(logits, attended, most_experts)
         num_positions = len(logits) * attended.sum()
-        losses = _balances(choices, probabilities, num_positions)  # for 1, 2, ... experts of a position
+        losses = _balances(choices, probabilities, num_positions)  # if a position goes to 1, 2, ... experts
         if is_first:
             self._top_k = int((losses - own_loss).abs().argmin()) + 1
         tolerance = max(VALUE_TOLERANCE, 4 * torch.finfo(logits[0].dtype).eps)
         loss = losses[self._top_k - 1]
         deviation = (loss / own_loss - 1).abs() / tolerance
-        # The loss of a microbatch without positions is NaN, which says nothing.
+        # The loss of a microbatch without positions is NaN. It is not a deviation.
         deviation = deviation.detach().nan_to_num(nan=0.0)
         self._worst_value = torch.maximum(self._worst_value, deviation)
-        # Only the first forward is checked at once. The others are checked together at the end of the step.
+        # Only the first forward is checked at once. The others are checked at the end of the step.
         if is_first:
             self.check()
         return logits
 
     def applied(self, loss: SplitLoss, outputs: Any, num_microbatches: int) -> SplitLoss:
-        """Returns the loss of the next microbatch. Its balance is replaced by its part of the step's balance.
+        """Replaces the load-balancing loss of the next microbatch by its part of that of the step. Returns the loss.
 
         Args:
-            loss: The loss of the microbatch by its terms.
-            outputs: The model's outputs for it.
-            num_microbatches: How many microbatches this rank makes of the step.
+            loss: The loss of the microbatch, as its two terms.
+            outputs: The outputs of the model.
+            num_microbatches: The number of microbatches of this rank in the step.
         """
         assert self._sums is not None
         counted = self._counted.popleft()
@@ -189,47 +198,48 @@ class StepBalance:
         factor = len(choices_of_experts) / max(num_positions, 1) ** 2
         weights = probabilities.new_tensor([factor * count for count in choices_of_experts])
         balance = (weights * probabilities).sum()
-        # Composer averages terms over the microbatches of all ranks, but this one is a sum.
+        # The term is averaged over the microbatches of all ranks, but the parts must be summed.
         num_averaged = num_microbatches * get_world_size()
         return SplitLoss(tokens=loss['tokens'], router=self._coefficient * num_averaged * balance)
 
     def check(self) -> None:
-        """Raises RuntimeError if the model's own loss, or its routing in training, differs from what was computed here.
+        """Raises RuntimeError if the model's own loss is another one, or if experts are chosen differently in training.
 
-        It reads the device, so it is called once a step.
+        It waits for the device, so it is called once a step.
         """
         worst_choice = self._worst_choice.to(self._worst_value)
         worst_of_both = torch.stack([self._worst_value, worst_choice])
         worst_value, worst_choice = worst_of_both.tolist()  # one wait for the device
         if worst_value > 1:
             raise _refusal(
-                "needs the load-balancing loss of Hugging Face's mixtures of experts, got: an `aux_loss` that is not "
-                'the number of experts times the sum over them of the part of the positions that choose one and its '
-                'mean probability, by `router_logits`.'
+                "needs the load-balancing loss of Hugging Face's mixtures of experts, got: another `aux_loss`. It must "
+                'be the number of experts times a sum over the experts: the share of the positions that choose the '
+                'expert, times its mean probability, both by `router_logits`.'
             )
         if worst_choice > 1:
             raise _refusal(
-                f'needs positions to choose the same experts with and without a graph, got: {worst_choice:.1f} times '
-                'as many others as round-off explains. Random numbers are drawn between forward and forward, or an '
-                'algorithm changes microbatches: leave that out.'
+                'needs positions to choose the same experts with and without a graph, but more choices differ than '
+                f'round-off explains ({worst_choice:.1f} times as many). Perhaps the model draws random numbers in the '
+                'forward, or an algorithm changes microbatches: leave that out.'
             )
 
 
 def _refusal(what: str) -> NotExactError:
+    """Returns the error of a run that cannot have ``router_balance='step'``."""
     return NotExactError(f"`router_balance='step'` {what} {OTHERWISE}")
 
 
 def counted_positions(microbatch: Batch) -> Tensor:
-    """Returns whether each position of a microbatch is attended and belongs to a sample, ``(rows, width)`` bool."""
+    """Returns which positions of a microbatch are attended and belong to a sample, ``(rows, width)`` bool."""
     attended = _attended(microbatch)
     counts = [row.real_tokens for row in rows_of(microbatch)]
     real_tokens = torch.tensor(counts, device=attended.device)[:, None]
     has_padding = not bool(attended.all())
     if len(real_tokens) > 1 or has_padding:
-        # Several rows, or padding: not packed, because a packed row is alone and has no padding. A dummy row has no
-        # real token.
+        # These rows are not packed, because a packed row is the only one and has no padding. A dummy row has no real
+        # token.
         return attended & (real_tokens > 0)
-    # A single row, which may be packed. Then dummy rows are its last documents.
+    # A single row, which may be packed. Then dummy rows are its last documents, behind the real tokens.
     is_counted = torch.arange(attended.shape[1], device=real_tokens.device) < real_tokens
     if 'position_ids' in microbatch:
         _check_document_ends(microbatch, end=int(real_tokens))
@@ -237,22 +247,23 @@ def counted_positions(microbatch: Batch) -> Tensor:
 
 
 def _check_document_ends(packed: Batch, *, end: int) -> None:
-    """Refuses a packed row that took in a padding position.
+    """Raises RuntimeError if a packed row contains a padding position.
 
-    Packing keeps padding only if a label is on it. Then no document ends after the ``end`` real tokens.
+    Packing keeps padding only if a label is on it. Then the row has more positions than the ``end`` real tokens of its
+    samples, so no document ends there.
     """
     documents = documents_of(packed)[0]
     if 0 < end < len(documents) and documents[end] == documents[end - 1]:
         raise _refusal(
-            'needs packed rows of attended positions only, got: a label on padding, which becomes a position, in '
-            f'{sample_name(packed, 0)}. Mask it, or set `packing=False`.'
+            f'needs packed rows without padding, got: a label on padding in {sample_name(packed, 0)}, so this padding '
+            'is kept. Mask the label, or set `packing=False`.'
         )
 
 
 def _attended(batch: Batch) -> Tensor:
-    """Returns whether each position is attended, ``(rows, width)`` bool.
+    """Returns which positions are attended, ``(rows, width)`` bool.
 
-    The mask of a packed row has one row for each document. They are joined to one row.
+    The mask of a packed row has one row for each document. These rows are joined.
     """
     attended = attended_positions(batch)
     if len(attended) == len(text_of(batch)):
@@ -270,7 +281,7 @@ def _router_logits(outputs: Any) -> Sequence[Tensor]:
 
 
 def _routed(logits: Sequence[Tensor], is_counted: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Sums choices and probabilities over layers and counted positions, by the operations of the models' own loss.
+    """Sums choices and probabilities over layers and counted positions, with the operations of the models' own loss.
 
     Returns:
         How often each expert was chosen first, second and so on, int64 ``(top_k, experts)``, and the sum of the
@@ -284,9 +295,10 @@ def _routed(logits: Sequence[Tensor], is_counted: Tensor, top_k: int) -> tuple[T
     for layer in logits:
         routed = layer.to(device).softmax(dim=-1)
         experts = routed.topk(top_k, dim=-1).indices
-        # Place of a choice in the flattened table of (first, second, ...) x experts.
+        # Each choice as an index into the flattened table ``(top_k, experts)``.
         places = experts + num_experts * torch.arange(top_k, device=device)
-        choices.scatter_add_(0, places.flatten(), counted.long().repeat_interleave(top_k))
+        is_counted_choice = counted.repeat_interleave(top_k)
+        choices.scatter_add_(0, places.flatten(), is_counted_choice.long())
         precise = routed.to(torch.promote_types(routed.dtype, torch.float32))
         counted_probabilities = precise * counted[:, None]
         probabilities.append(counted_probabilities.sum(dim=0))
@@ -295,7 +307,7 @@ def _routed(logits: Sequence[Tensor], is_counted: Tensor, top_k: int) -> tuple[T
 
 
 def _balances(choices: Tensor, probabilities: Tensor, num_positions: Tensor) -> Tensor:
-    """Returns the load-balancing loss of some positions if each goes to 1, 2, ... experts, ``(top_k,)``."""
+    """Returns the load-balancing losses for 1, 2, ... ``top_k`` experts of a position, ``(top_k,)``."""
     parts = choices.cumsum(dim=0) / num_positions
     products = parts * probabilities / num_positions
     return choices.shape[1] * products.sum(dim=1)

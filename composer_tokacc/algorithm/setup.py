@@ -3,9 +3,9 @@
 
 """The parts that TokenAccumulation sets up at the first batch of a fit.
 
-:class:`AlgorithmOptions` are the arguments of the algorithm, checked. :class:`RunContext` is built from them, the model
-and the first batch. It holds the split, the terms of the loss and the first-batch check, and refuses a run that cannot
-be exact.
+:class:`AlgorithmOptions` checks the arguments of the algorithm. :class:`RunContext` is built from them, from the model
+and from the first batch. It holds the split, the terms of the loss and the first-batch check, and refuses a run that
+cannot be exact. :class:`RunLogits` decides at which positions the run computes logits.
 """
 
 from __future__ import annotations
@@ -95,21 +95,22 @@ class AlgorithmOptions:
 
     @property
     def checks_loss(self) -> bool:
-        """Whether the model's loss is compared with its rule. Token weights need the rule, so they ask for it too."""
+        """Whether the model's loss is compared with its rule. Token weights need the rule, so they need this, too."""
         return self.check_loss or self.is_weighted
 
     @property
     def why_all_logits(self) -> str | None:
-        """Why a run with these arguments computes logits of all positions; None: they allow logits at labels."""
+        """Why these arguments need logits of all positions; None: they allow logits only at labels."""
         if self.logits == 'all':
             return '`logits` is set to all'
         if self.loss_units:
             return '`loss_units` names terms, which may be made of any logits'
         if not self.checks_loss:
-            return '`check_loss=False` proves nothing of the loss'
+            return 'with `check_loss=False` nothing is known about the loss'
         return None
 
     def _check_units(self) -> None:
+        """Raises ValueError if ``loss_units`` is not a mapping from terms to units."""
         if self.loss_units is None:
             return
         if not isinstance(self.loss_units, Mapping):
@@ -129,7 +130,7 @@ class RunContext:
     """The parts that the algorithm needs during a fit, set up at its first batch. Building them is a collective.
 
     Args:
-        state: The trainer's state, with that batch.
+        state: The trainer's state, which holds the first batch.
         options: The arguments of the algorithm.
 
     Raises:
@@ -153,14 +154,14 @@ class RunContext:
         self.terms = LossTerms(options.loss_units, coefficient)
         self.reductions = ReductionWatch(state, is_coupled=bool(self.terms.coupled))
         self.has_bypass: bool | None = None
-        """Whether the loss has a term that is not made of the logits; None: no step has told yet."""
-        # The split and the layout of the batches.
+        """Whether the loss has a term that is not made of the logits; None: not known before the first step ends."""
+        # The split, and the layout of the batches.
         self.split = split_of(state.dataloader)
         layout = layout_of(state, self.split)
         microbatch_size = state.device_train_microbatch_size or 1
         if self.split is not None:
             self._check_coupled_terms(self.split)
-            # The split may have served another model before, of which it must forget everything.
+            # The split may have served another model before, and must forget it.
             self.split.start(model, layout, state.batch, microbatch_size)
         # The parts that run the model.
         precision = partial(get_precision_context, state.precision, state.precision_config)
@@ -188,27 +189,30 @@ class RunContext:
             selector=self.logits.selector,
         )
         self._norms: dict[str, torch.nn.Module] = {}
-        if options.check_loss:  # if not, the user accepts that the run depends on how batches are cut
-            self._norms = {name: module for name, module in model.named_modules() if isinstance(module, BatchNorm)}
+        if options.check_loss:  # without it the user accepts that the run depends on how batches are cut
+            for name, module in model.named_modules():
+                if isinstance(module, BatchNorm):
+                    self._norms[name] = module
         self.check_norms()
 
     def begin_step(self, step: Step) -> None:
-        """Begins a step. The split writes into it which microbatches it has made of the batch."""
+        """Begins a step. The split will write its microbatches into the record of the step."""
         self.step = step
         if self.split is not None:
             self.split.step = step
 
     def width_of(self, step: Step) -> RankWidth:
-        """Returns the width of the rows of this rank. A single rank has nothing to compare, so it gives no facts."""
+        """Returns the width of the rows of this rank."""
         if self.world_size == 1:
-            return RankWidth.of((), None, None)
+            return RankWidth.of((), None, None)  # other ranks would be needed to compare widths
         rules = None if self.split is None else self.split.rules
         return RankWidth.of(step.facts, rules, self.check.rule)
 
     def prove(self, batch: Batch) -> None:
-        """Checks the kinds of rows that are new on any rank. Then the split cuts by the rules that were found."""
+        """Checks the kinds of rows that are new on any rank. Then the split cuts by the rules of the check."""
         if self._reads_weights:
-            batch = with_weights_of_positions(batch)  # as in training; a weight for each row could not be packed
+            # As in training. A weight for each row could not be packed.
+            batch = with_weights_of_positions(batch)
         try:
             rules = self.check.prove(batch)
         except BaseException:
@@ -228,7 +232,10 @@ class RunContext:
             self.split.restore_attention()
 
     def check_norms(self) -> None:
-        """Raises RuntimeError if a BatchNorm is in training mode. Each evaluation puts the model into it again."""
+        """Raises RuntimeError if a BatchNorm is in training mode.
+
+        Checked in every step, because Composer puts the model into training mode after each evaluation.
+        """
         training = [name for name, module in self._norms.items() if module.training]
         if training:
             raise NotExactError(
@@ -238,24 +245,25 @@ class RunContext:
             )
 
     def _check_coupled_terms(self, split: MicrobatchSplit) -> None:
+        """Raises RuntimeError if a term depends on which rows share a microbatch, and the split changes that."""
         if self.terms.coupled and (split.options.regroup or split.options.packing):
             raise NotExactError(
-                f'Rows must be independent to be regrouped, got: the terms {self.terms.coupled} of `loss_units`, whose '
-                'value depends on which rows share a microbatch. Set `token_data_spec(..., regroup=False)` '
+                f'Rows must be independent to be regrouped, but the terms {self.terms.coupled} of `loss_units` depend '
+                'on which rows share a microbatch. Set `token_data_spec(..., regroup=False)` '
                 '(docs/errors.md#row-coupling).'
             )
 
 
 class RunLogits:
-    """Decides where the logits of a run are computed, and has the model compute them there.
+    """Decides at which positions a run computes logits, and makes the model do so.
 
     Args:
         choice: One of :data:`LOGITS`.
         model: The model, not wrapped by DDP.
-        why_all: Why all logits must be computed; None: nothing is known that demands it.
+        why_all: Why all logits must be computed; None: no reason is known.
 
     Raises:
-        RuntimeError: At once or by :meth:`adopt`, if the user has asked for logits at labels and they are not exact.
+        RuntimeError: If the user has asked for logits at labels, but all are needed. :meth:`adopt` may raise it, too.
     """
 
     def __init__(self, choice: str, model: ComposerModel, why_all: str | None) -> None:
@@ -274,6 +282,7 @@ class RunLogits:
             self._compute_all(failure)
 
     def _compute_all(self, why: str) -> None:
+        """Logs why all logits are computed. Raises RuntimeError if the user has asked for logits at labels."""
         if self._choice == 'labels':
             raise NotExactError(
                 f"`logits='labels'` must leave loss and gradient the same, got: {why}. Set `logits='auto'`, which "
@@ -282,7 +291,7 @@ class RunLogits:
         log.info('Logits are computed at all positions: %s.', why)
 
     def begin_forward(self, rule: str, num_labels: int, num_positions: int) -> None:
-        """Has the next forward compute logits only at its labels, unless nearly all of its positions have one."""
+        """Makes the next forward compute logits only at labels, unless nearly all of its positions have a label."""
         if self.selector is None:
             return
         self.selector.disarm()  # a forward that failed may have left it armed
@@ -305,9 +314,9 @@ def _why_all_logits(
     if state.train_metrics:
         return 'metrics of training compare all logits with all labels'
     if layout is None:
-        return 'rows of the batch cannot be told apart, so that nothing is proven of them'
+        return 'rows of the batch cannot be told apart, so nothing can be proven about them'
     if not isinstance(model, HuggingFaceModel):
-        return 'the model is no HuggingFaceModel, which computes its own loss'
+        return 'the model is not a HuggingFaceModel'
     if output_embedding(model.model) is None:
         return 'the model names no output embedding'
     if is_compiled(model):
@@ -316,6 +325,7 @@ def _why_all_logits(
 
 
 def _unwrapped(model: torch.nn.Module) -> ComposerModel:
+    """Returns the model that DDP may have wrapped."""
     inner: Any = model.module if isinstance(model, DistributedDataParallel) else model
     return inner
 
@@ -327,7 +337,7 @@ def _to_device(state: State, split: MicrobatchSplit | None, batch: Batch) -> Any
 
 
 def _warn_of_surprises(state: State, token_weights: str) -> None:
-    """Warns of settings with which the run is exact, but perhaps not what the user wants."""
+    """Warns about settings that are exact, but that the user may not expect."""
     has_weights = any(LOSS_WEIGHTS in microbatch for microbatch in microbatches_of(state.batch))
     if has_weights and token_weights != 'column':
         log.warning('The data have `%s`, which is not used without `token_weights=column`.', LOSS_WEIGHTS)

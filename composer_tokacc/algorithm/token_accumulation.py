@@ -59,20 +59,23 @@ from composer_tokacc.weights import LOSS_WEIGHTS
 
 log = logging.getLogger(__name__)
 
+Action = Callable[[State], dict[str, float] | None]
+"""What the algorithm does at an event. It may return metrics to log."""
+
 
 class TokenAccumulation(Algorithm):
-    r"""Gives every loss-generating token of an optimizer step the same weight, or the one that you want.
+    r"""Gives every loss-generating token of an optimizer step the same weight, or a weight that you choose.
 
-    With microbatches :math:`m` on ranks :math:`r`, Composer weights a microbatch's mean loss by its samples, so a token
-    in a microbatch of few tokens weighs more. This algorithm multiplies the loss by
+    Composer weights the mean loss of a microbatch by its samples, so a token in a microbatch of few tokens weighs more.
+    For microbatch :math:`m` on rank :math:`r` this algorithm multiplies the loss by
 
     .. math::
         s_{rm} = \frac{t_{rm}}{T} \cdot \frac{N}{n_{rm}}
 
-    where :math:`t` and :math:`n` are the microbatch's loss-generating tokens and samples, :math:`T` and :math:`N` those
-    of the step over all ranks. If tokens have weights (``token_weights``), :math:`t` and :math:`T` are sums of their
-    weights. Together with Composer's weight this gives the gradient of one forward over the whole global batch, for any
-    microbatch size, number of ranks and padding.
+    Here :math:`t` and :math:`n` are the loss-generating tokens and the samples of the microbatch. :math:`T` and
+    :math:`N` are the same two numbers for the step, over all ranks. If tokens have weights (``token_weights``),
+    :math:`t` and :math:`T` are sums of their weights. Together with Composer's weight this gives the gradient of one
+    forward over the whole global batch, for any microbatch size, number of ranks and padding.
 
     Runs on ``Event.BATCH_START`` (counts, and sums over the ranks), ``BEFORE_FORWARD``, ``AFTER_LOSS``,
     ``BEFORE_BACKWARD`` (scales), ``AFTER_BACKWARD`` (restores the raw loss) and ``AFTER_TRAIN_BATCH`` (checks the
@@ -80,29 +83,32 @@ class TokenAccumulation(Algorithm):
 
     Args:
         loss_tokens (str): Which labels the model's loss averages over: ``'causal'``, ``'causal_attended'``,
-            ``'unshifted'`` (see :func:`.loss_mask`), or ``'auto'``: found by a probe forward before the
-            first step. Default: ``'auto'``.
+            ``'unshifted'`` (see :func:`.loss_mask`), or ``'auto'``: a probe before the first step finds the rule.
+            Default: ``'auto'``.
         loss_units (dict[str, str], optional): For dict losses, the denominator of each term: ``'tokens'``,
             ``'samples'``, ``'coupled_samples'`` (rows of a microbatch see each other, as in a contrastive loss) or
-            ``'microbatches'`` (router statistics). The last two depend on which rows share a microbatch, so they are
-            refused with a split that regroups rows. Default: ``None``, all terms are means over tokens.
-        token_weights (str): The weight of a token: the number of loss-generating tokens of its sample to the power 0
-            (``'token'``: all weigh the same), -1/2 (``'sqrt'``) or -1 (``'sample'``: samples weigh the same), or a
-            column of the batch (``'column'``: ``batch['loss_weights']``, a float per row or per position of the
-            labels). The loss must be made of the logits that the model returns. Default: ``'token'``.
-        router_balance (str): The load-balancing loss of a Hugging Face mixture of experts: computed of each
-            ``'microbatch'`` by itself, with equal weights, or of the ``'step'``, as in one forward over the whole
-            global batch, which takes a further forward of each microbatch. Default: ``'microbatch'``.
+            ``'microbatches'`` (router statistics). Terms of the last two kinds depend on which rows share a
+            microbatch. A run with such terms is refused if its split regroups rows. Default: ``None``, all terms are
+            means over tokens.
+        token_weights (str): The weight of a token. ``'token'``: all weigh the same. With ``n`` loss-generating tokens
+            in its sample, a token weighs ``1 / sqrt(n)`` for ``'sqrt'``, and ``1 / n`` for ``'sample'``, so that all
+            samples weigh the same. ``'column'``: the batch has the weights, ``batch['loss_weights']``, a float per row
+            or per position of the labels. Unless all weigh the same, the loss must be made of the logits that the
+            model returns. Default: ``'token'``.
+        router_balance (str): How the load-balancing loss of a Hugging Face mixture of experts is computed.
+            ``'microbatch'``: for each microbatch by itself, and all microbatches weigh the same. ``'step'``: as in one
+            forward over the whole global batch. This takes one more forward of each microbatch. Default:
+            ``'microbatch'``.
         logits (str): The positions at which the model computes logits in training: ``'labels'``, only at positions that
             predict a label, which saves most of the time and memory of the output embedding; ``'all'``, at all
             positions, for callbacks that read ``outputs.logits``; or ``'auto'``, only at labels if the first-batch
             check shows that loss and gradient stay the same. With logits at labels ``outputs.logits`` has one row, in
             the order of the labels. Default: ``'auto'``.
-        check_loss (bool): Whether to hold the rule to the model's own loss by the probe. Default: ``True``.
+        check_loss (bool): Whether the probe compares the rule with the model's own loss. Default: ``True``.
 
     Raises:
         ValueError: If an argument is not one of the above.
-        RuntimeError: Before any optimizer step, if the step would not be exact, naming cause and remedy.
+        RuntimeError: Before the optimizer moves, if the step is not exact. The message says why, and what to do.
 
     Example:
         .. code-block:: python
@@ -112,7 +118,7 @@ class TokenAccumulation(Algorithm):
             trainer = Trainer(..., algorithms=[TokenAccumulation()])
     """
 
-    _model_batch: ModelBatch  # the microbatch that is computed now; set by BEFORE_FORWARD
+    _model_batch: ModelBatch  # the microbatch that is computed now; set at BEFORE_FORWARD
 
     def __init__(
         self,
@@ -126,7 +132,7 @@ class TokenAccumulation(Algorithm):
     ) -> None:
         self.options = AlgorithmOptions(
             loss_tokens=loss_tokens,
-            loss_units=copy.copy(loss_units),  # the caller's may change
+            loss_units=copy.copy(loss_units),  # because the caller may change it later
             token_weights=token_weights,
             router_balance=router_balance,
             logits=logits,
@@ -137,7 +143,7 @@ class TokenAccumulation(Algorithm):
         self._token_choice = TokenChoice()
         self._context: RunContext | None = None  # made at the first batch of a fit
         self._raw_loss: Any = None  # the model's own loss, while `state.loss` is the scaled one
-        self._actions: dict[Event, Callable[[State], dict[str, float] | None]] = {
+        self._actions: dict[Event, Action] = {
             Event.FIT_START: self._start_fit,
             Event.BATCH_START: self._begin_step,
             Event.BEFORE_TRAIN_BATCH: self._start_attempt,
@@ -156,7 +162,7 @@ class TokenAccumulation(Algorithm):
         return f'TokenAccumulation({", ".join(arguments)})'
 
     def __str__(self) -> str:
-        """Returns its name in the engine's traces. Composer writes it at every event."""
+        """Returns a short name, because Composer writes it into its trace at every event."""
         return type(self).__name__
 
     @property
@@ -171,6 +177,7 @@ class TokenAccumulation(Algorithm):
 
     @property
     def _run(self) -> RunContext:
+        """The parts that were set up at the first batch."""
         assert self._context is not None, 'BATCH_START comes first'
         return self._context
 
@@ -201,16 +208,16 @@ class TokenAccumulation(Algorithm):
         """
         if self.selects_logits(state):
             num_positions = labels_of(batch).numel()
-            # A microbatch without labels gets one (see ModelBatch), because a model cannot compute a loss of none.
+            # A microbatch without labels gets one, see ModelBatch.
             num_labels = max(num_labels, 1)
             self._run.logits.begin_forward(self.rule or '', num_labels, num_positions)
 
     def match(self, event: Event, state: State) -> bool:
-        """Runs on the events named above."""
+        """Returns whether to run at an event."""
         return event in self._actions
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
-        """Dispatches on the event."""
+        """Calls the method for the event, and logs the metrics that it returns."""
         action = self._actions[event]
         metrics = action(state)
         if metrics:
@@ -225,26 +232,26 @@ class TokenAccumulation(Algorithm):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the values that a resumed run needs to end with the same bits. Rule and rows are checked again."""
+        """Restores the state with which a resumed run gives the same bits. Rule and rows are checked again."""
         check_state(state, {'num_empty_steps'}, counts=('num_empty_steps',))
         self.num_empty_steps = state['num_empty_steps']
         self._reduces_once = state.get('reduces_once', False)
 
     def _start_fit(self, state: State) -> None:
-        """FIT_START: the model is wrapped now. A second fit may bring another loader, so rows are checked again."""
+        """FIT_START: checks the wrapped model, and forgets an earlier fit, which may have had another loader."""
         check_sharding(state.model)
         warn_of_large_units(state.model)
         if sum(isinstance(algorithm, TokenAccumulation) for algorithm in state.algorithms) > 1:
             raise InvalidInputError(
-                '`algorithms` must hold TokenAccumulation once, got: twice. The second would weigh again.'
+                '`algorithms` must hold TokenAccumulation only once, because each of them would scale the loss.'
             )
         self._context = None
 
     def _end_epoch(self, state: State) -> None:
-        """EPOCH_END: if no epoch has a batch, a run whose duration is in batches would start new epochs forever."""
+        """EPOCH_END: refuses an epoch without batches. Otherwise a run that counts batches would never end."""
         if state.previous_timestamp is not None and state.previous_timestamp.batch_in_epoch == 0:
             raise NotExactError(
-                'The train dataloader must give at least one batch on every rank, got: an epoch of none.'
+                'The train dataloader must give at least one batch on every rank, but an epoch has ended without any.'
             )
 
     def _end_fit(self, state: State) -> None:
@@ -267,37 +274,38 @@ class TokenAccumulation(Algorithm):
             run.split.reduces_once = self._reduces_once
         batch_index = int(state.timestamp.batch_in_epoch)
         plan = plan_record_of(state.batch, state.dataloader, batch_index)
+        step = self._count_batch(state, batch_index)
+        has_new_rows = run.check.has_new_rows(step.facts)
+        width = run.width_of(step)
+        # The sums come before the cut, so that rows of a new kind are cut only by rules that were proven for them.
+        numbers = [has_new_rows, *width.numbers(), *numbers_to_sum(plan)]
+        sums = self._sums_over_ranks(state, step, numbers)
+        num_with_new_rows, *width_sums = sums[:-NUM_SUMS]
+        plan_sums = sums[-NUM_SUMS:]
+        check_plans(plan_sums, plan)
+        _check_has_weight(step, state.batch)
+        if run.check.is_due(self._token_choice.step, has_new_rows=num_with_new_rows > 0):
+            run.prove(state.batch)
+        check_widths(width_sums, lambda: run.width_of(step))
+        run.begin_step(step)
+
+    def _count_batch(self, state: State, batch_index: int) -> Step:
+        """Adds the counts of its rows to the batch, and returns the record of the step."""
+        run = self._run
         num_copies = num_repeated(state.dataloader, batch_index)
         marked_batch = self._with_marks(state.batch, num_copies)
-        # The batch carries its counts, so that the split hands each microbatch its own.
+        # The counts are in the batch, so that the split also cuts them into microbatches.
         state.batch = with_counts(marked_batch, self.rule or '', self.options.token_weights)
-        step = Step(
+        return Step(
             rows=rows_of(state.batch),
             copies_microbatches=lambda: bool(state.train_metrics),
             facts=describe_all(run.check.layout, state.batch),
             is_weighted=self.is_weighted,
             has_bypass=run.has_bypass,
         )
-        has_new_rows = run.check.has_new_rows(step.facts)
-        # The sums come before the cut, so that rows of a new size are cut only by rules that were proven for them.
-        width = run.width_of(step)
-        numbers = [has_new_rows, *width.numbers(), *numbers_to_sum(plan)]
-        sums = self._sums_over_ranks(state, step, numbers)
-        num_with_new_rows, *width_sums = sums[:-NUM_SUMS]
-        check_plans(sums[-NUM_SUMS:], plan)
-        if step.totals.loss_weight == 0 and step.totals.loss_tokens:
-            raise NotExactError(
-                f'The weights of a step must not all be 0, got: 0 for each of its {step.totals.loss_tokens:.0f} '
-                f'loss-generating tokens, {sample_name(state.batch, 0)} among them. Fix `{LOSS_WEIGHTS}` '
-                '(docs/errors.md#counts).'
-            )
-        if run.check.is_due(self._token_choice.step, has_new_rows=num_with_new_rows > 0):
-            run.prove(state.batch)
-        check_widths(width_sums, lambda: run.width_of(step))
-        run.begin_step(step)
 
     def _with_marks(self, batch: Batch, num_copies: int) -> Batch:
-        """Marks rows with new labels, and the repeated samples at the end of the batch, which do not count."""
+        """Marks rows with new labels, and the repeated samples at the end of the batch. The latter do not count."""
         has_new_label = self._token_choice.rows_with_new_labels(batch)
         if not num_copies and not any(has_new_label):
             return batch
@@ -309,7 +317,7 @@ class TokenAccumulation(Algorithm):
         return with_rows(batch, marked_rows)
 
     def _sums_over_ranks(self, state: State, step: Step, further_numbers: Sequence[int]) -> Sequence[float]:
-        """Sums the counts of a step and further numbers over the ranks, by one all-reduce. Returns the further sums."""
+        """Sums the counts of a step and further numbers over the ranks, in one all-reduce. Returns the further sums."""
         counts = step.counts
         numbers = [counts.loss_tokens, counts.samples, counts.loss_weight, *further_numbers]
         sums: Sequence[float] = numbers
@@ -322,13 +330,16 @@ class TokenAccumulation(Algorithm):
         return further_sums
 
     def _start_attempt(self, state: State) -> None:
-        """BEFORE_TRAIN_BATCH: forgets earlier attempts of the step. After OOM, or in a closure, a step runs again."""
+        """BEFORE_TRAIN_BATCH: forgets an earlier attempt of the step.
+
+        Composer runs a step again if memory ran out, or if the optimizer takes a closure.
+        """
         run = self._run
         step = run.step
         run.check_norms()
         run.reductions.start_attempt()
         step.microbatches = []
-        # On a GPU there is always a scaler, but Composer scales the loss only in this precision.
+        # On a GPU Composer always has a scaler, but it scales the loss only in this precision.
         if state.precision == Precision.AMP_FP16 and state.scaler is not None:
             step.gradient_scale = state.scaler.get_scale()
         if run.balance is not None:
@@ -337,7 +348,7 @@ class TokenAccumulation(Algorithm):
     # A microbatch.
 
     def _begin_forward(self, state: State) -> None:
-        """BEFORE_FORWARD: begins the record of a microbatch. The model gets the batch without our entries."""
+        """BEFORE_FORWARD: begins the record of a microbatch, and hides our entries of the batch from the model."""
         run = self._run
         step = run.step
         allows_unequal_counts = run.split is not None and run.split.options.equal_counts is False
@@ -354,12 +365,31 @@ class TokenAccumulation(Algorithm):
         self.select_logits(state, batch, record.counts.loss_tokens)
 
     def _replace_loss(self, state: State) -> None:
-        """AFTER_LOSS: gives a microbatch without tokens a loss of 0. Callbacks see our entries of the batch again."""
+        """AFTER_LOSS: gives a microbatch without tokens a loss of 0, and puts our entries back into the batch."""
         run = self._run
         record = run.step.microbatches[-1]
-        step_number = self._token_choice.step
         state.batch = self._model_batch.put_back(state.batch)
-        # In steps 0, 1, 2, 4, 8 and so on, because a schedule may change the coefficient.
+        self._split_router_loss(state)
+        if record.is_empty:
+            zero = attached_zero(state.outputs, state.loss)
+
+            def without_tokens(term: Term) -> torch.Tensor:
+                return zero if term.unit == 'tokens' else term.value
+
+            state.loss = run.terms.changed(state.loss, without_tokens)
+        if self._lacks_gradient(state):
+            # Only an encoder of media is trained, and it learns nothing from text. The backward would raise. The sum of
+            # no elements is 0, but gives the loss a gradient.
+            parameter = next(parameter for parameter in state.model.parameters() if parameter.requires_grad)
+            no_elements = parameter.flatten()[:0]
+            sum_of_none = no_elements.sum()
+            state.loss = run.terms.changed(state.loss, lambda term: term.value + sum_of_none)
+
+    def _split_router_loss(self, state: State) -> None:
+        """Takes the load-balancing loss of a mixture of experts out of the mean over tokens. Other losses stay."""
+        run = self._run
+        step_number = self._token_choice.step
+        # Checked in steps 0, 1, 2, 4, 8 and so on, because a schedule may change the coefficient.
         is_power_of_two = step_number & (step_number - 1) == 0
         needs_coefficient = self.options.check_loss or run.terms.router_coefficient is not None
         if is_power_of_two and needs_coefficient:
@@ -372,15 +402,6 @@ class TokenAccumulation(Algorithm):
                 'The mean over tokens is exact. The load-balancing loss of the router is a statistic of microbatches, '
                 'and depends on how the batch is cut; with `router_balance=step` it does not.'
             )
-        if record.is_empty:
-            zero = attached_zero(state.outputs, state.loss)
-            state.loss = run.terms.changed(state.loss, lambda term: zero if term.unit == 'tokens' else term.value)
-        if self._lacks_gradient(state):
-            # Only an encoder of media is trained, and it learns nothing from text. Without this sum of nothing the
-            # backward would raise.
-            parameter = next(parameter for parameter in state.model.parameters() if parameter.requires_grad)
-            sum_of_nothing = parameter.flatten()[:0].sum()
-            state.loss = run.terms.changed(state.loss, lambda term: term.value + sum_of_nothing)
 
     def _lacks_gradient(self, state: State) -> bool:
         """Returns whether the loss has no gradient because the microbatch has no media."""
@@ -389,12 +410,13 @@ class TokenAccumulation(Algorithm):
         return not has_gradient and layout is not None and not layout.media_of(state.batch)
 
     def _scale(self, state: State) -> None:
-        """BEFORE_BACKWARD: scales the loss. The backward follows, so nothing can rescale the loss any more."""
+        """BEFORE_BACKWARD: scales the loss. The backward comes next, so no other algorithm changes it afterwards."""
         run = self._run
         step = run.step
         record = step.microbatches[-1]
         counts = record.counts
-        state.batch = self._model_batch.put_back(state.batch)  # algorithms may have taken entries out after the loss
+        # Again, because algorithms may have taken entries out of the batch after the loss.
+        state.batch = self._model_batch.put_back(state.batch)
         record.batch = state.batch
         record.num_microbatches = self._num_averaged(state)
         step_samples = int(step.totals.samples)
@@ -413,12 +435,13 @@ class TokenAccumulation(Algorithm):
             self._raw_loss = sum(state.loss.values())
         if run.balance is not None:
             assert isinstance(state.loss, SplitLoss)  # the count has refused models without a router's loss
-            state.loss = run.balance.applied(state.loss, state.outputs, record.num_microbatches or 1)
+            num_microbatches = record.num_microbatches or 1
+            state.loss = run.balance.applied(state.loss, state.outputs, num_microbatches)
         scales = _scales_of(record, share)
         state.loss = run.terms.scaled(state.loss, scales, observe=record.observe)
 
     def _num_averaged(self, state: State) -> int | None:
-        """Returns the number of microbatches of this rank, if the loss has a term that is averaged over them."""
+        """Returns the number of microbatches of this rank; None if no term of the loss is averaged over them."""
         step = self._run.step
         if not self._run.terms.of_unit(state.loss, 'microbatches'):
             return None
@@ -428,20 +451,24 @@ class TokenAccumulation(Algorithm):
         return -(-step.counts.samples // int(state.device_train_microbatch_size or 1))
 
     def _watch_tokens(self, state: State, record: MicrobatchRecord, *, share: float) -> None:
-        """Applies the weights of the tokens of a microbatch, and measures their effect in the backward.
+        """Applies the token weights to a microbatch. Adds a hook that measures in the backward how tokens weigh.
 
-        ``share`` is the weight that the mean over its tokens must have in the step, times the loss scale.
+        Args:
+            state: The trainer's state.
+            record: The record of the microbatch.
+            share: The weight that the mean over its tokens must have in the step, times the loss scale.
         """
         run = self._run
         is_whole = self._token_choice.is_whole()
         logits = logits_of(state.outputs)
         if logits is None or logits.grad_fn is None:
             return
-        rule, num_tokens = record.counts.rule, record.counts.loss_tokens
-        compared = batch_at_logits(record.batch, logits, rule, num_tokens)
-        if compared is None:
+        rule = record.counts.rule
+        num_tokens = record.counts.loss_tokens
+        at_logits = batch_at_logits(record.batch, logits, rule, num_tokens)
+        if at_logits is None:
             return
-        selected, record.positions_of_logits = compared
+        selected, record.positions_of_logits = at_logits
         sources = [logits]
         router_loss = router_loss_of(state.outputs)
         if router_loss is not None:
@@ -453,19 +480,20 @@ class TokenAccumulation(Algorithm):
             relative = selected[LOSS_WEIGHTS] * (num_tokens / record.counts.loss_weight)
             weights = at_predictions(relative, rule)
             weigh_tokens(logits, weights)
-            # weigh_tokens() changes only the gradient. This adds the same change to the value of the loss.
+            # weigh_tokens() changes only the gradient. The value of the loss gets the same change here.
             changes = token_losses(logits, targets_of(selected, rule)) * (weights - 1)
             change_of_mean = changes.sum() / num_tokens
             state.loss = _with_added(state.loss, run.terms, change_of_mean)
-        # A single token is measured only if the loss is one mean over tokens: other terms may also use the logits.
-        is_one_mean = list(run.terms.units.values()) in ([], ['tokens'])
+        # Tokens are measured only if the loss is one mean over tokens, because other terms may also use the logits.
+        units_of_terms = list(run.terms.units.values())
+        is_one_mean = units_of_terms in ([], ['tokens'])
         unit = None
         if is_one_mean and run.check.token_scale is not None:
             unit = run.check.token_scale * share / num_tokens
         record.watch(logits, weights, unit, is_whole=is_whole, selected=selected)
 
     def _restore(self, state: State) -> None:
-        """AFTER_BACKWARD: gives back the model's own loss, which callbacks read at the end of the batch."""
+        """AFTER_BACKWARD: puts the model's own loss back, because callbacks read it at the end of the batch."""
         run = self._run
         step = run.step
         run.reductions.reach_all()
@@ -487,7 +515,7 @@ class TokenAccumulation(Algorithm):
         step = run.step
         check_reduced(state.model)
         if self._token_choice.step == 0 and not (self.is_weighted or step.is_measured):
-            log.info('What tokens weigh is not measured in training. All are counted in every step.')
+            log.info('The weights of tokens are not measured in training. All tokens are counted in every step.')
         StepCheck(step).check()
         run.has_bypass = step.has_bypass
         if run.balance is not None:
@@ -498,16 +526,17 @@ class TokenAccumulation(Algorithm):
         self._token_choice.end_step(len(step.microbatches))
         has_token_terms = not run.terms.units or 'tokens' in run.terms.units.values()
         if step.totals.loss_tokens == 0 and has_token_terms:
-            # With gradients of zero an optimizer would still decay weights and move by its momentum.
+            # If gradients were 0 instead of None, an optimizer would still decay weights and move by its momentum.
             for optimizer in state.optimizers:
                 optimizer.zero_grad(set_to_none=True)
             self.num_empty_steps += 1
-        # The batch need not stay in memory while the next one is read.
+        # So that the batch does not stay in memory while the next one is read.
         step.facts = ()
         step.planned = ()
         return self._metrics(state, step)
 
     def _metrics(self, state: State, step: Step) -> dict[str, float]:
+        """Returns the metrics of a step. A collective if tokens have weights."""
         tokens = int(step.totals.loss_tokens)
         num_empty = sum(record.counts.loss_tokens == 0 for record in step.microbatches)
         metrics: dict[str, float] = {
@@ -527,19 +556,21 @@ class TokenAccumulation(Algorithm):
 
 
 class ModelBatch:
-    """A microbatch as the model gets it: without our entries. A compiled model would be compiled again for each value.
+    """A microbatch as the model gets it, without our entries.
+
+    A compiled model would be compiled again for each value of them.
 
     Args:
         batch: The microbatch.
-        hides_weights: Whether this package computed the weights of tokens. If not, they may be a column of the batch
-            that the model reads.
-        adds_label: Whether the model gets one more label, because it has none. A fused loss computes its gradient in
-            the forward. Divided by zero labels this gradient is NaN, which a factor of zero does not remove. Only for
+        hides_weights: Whether to take out the weights of tokens, because this package has written them. If not, they
+            may be a column of the batch that the model reads.
+        adds_label: Whether to add a label, because the microbatch has none. A fused loss computes its gradient in the
+            forward. Divided by zero labels this gradient is NaN, and a factor of zero does not remove it. Only for
             losses whose terms are all means over tokens, because a term over samples would see the label.
     """
 
     def __init__(self, batch: Batch, *, hides_weights: bool, adds_label: bool) -> None:
-        self._whole = batch
+        self._batch = batch
         self.entries = without_rows(batch)
         if hides_weights:
             del self.entries[LOSS_WEIGHTS]
@@ -547,27 +578,41 @@ class ModelBatch:
             self.entries = with_one_label(self.entries)
 
     def put_back(self, batch: Batch) -> BatchDict:
-        """Returns the batch with the hidden entries and its own labels. Other changes stay, so that checks see them."""
+        """Returns the batch with the hidden entries and its own labels.
+
+        Entries that somebody has changed since stay changed, so that the checks see it.
+        """
         # The model may have taken the labels out of its batch.
-        complete = {'labels': self._whole.get('labels'), **batch}
-        for key, value in self._whole.items():
+        complete = {'labels': self._batch.get('labels'), **batch}
+        for key, value in self._batch.items():
+            # True for entries that are hidden, and for those that nobody has changed.
             if complete.get(key) is self.entries.get(key):
                 complete[key] = value
         return complete
 
 
+def _check_has_weight(step: Step, batch: Batch) -> None:
+    """Raises RuntimeError if the step has loss-generating tokens, but all of them have weight 0."""
+    if step.totals.loss_weight == 0 and step.totals.loss_tokens:
+        raise NotExactError(
+            f'The weights of a step must not all be 0, got: 0 for each of its {step.totals.loss_tokens:.0f} '
+            f'loss-generating tokens, {sample_name(batch, 0)} among them. Fix `{LOSS_WEIGHTS}` (docs/errors.md#counts).'
+        )
+
+
 def _check_carries_counts(batch: Batch, *, is_weighted: bool) -> None:
+    """Raises RuntimeError if a microbatch has lost the entries that its batch got at BATCH_START."""
     keys = [ROWS_KEY, LOSS_WEIGHTS] if is_weighted else [ROWS_KEY]
     missing = [f'`{key}`' for key in keys if batch.get(key) is None]
     if missing:
         raise NotExactError(
-            f'Microbatches must carry the {" and ".join(missing)} written at BATCH_START, got: {sorted(batch)}. A '
+            f'Microbatches must carry the {" and ".join(missing)} written at BATCH_START, got only: {sorted(batch)}. A '
             'custom `split_batch` or `microbatch_transforms` drops them: use token_data_spec() (docs/errors.md#counts).'
         )
 
 
 def _check_added_rows(state: State, record: MicrobatchRecord, terms: LossTerms) -> None:
-    """Raises RuntimeError if a term over samples has a loss in a row that only fills up a rank."""
+    """Raises RuntimeError if a term over samples has a loss in a dummy row or a repeated sample."""
     added_rows = [number for number, row in enumerate(record.rows) if row.samples == 0]
     num_rows = len(record.rows)
     if not 0 < len(added_rows) < num_rows:
@@ -578,16 +623,18 @@ def _check_added_rows(state: State, record: MicrobatchRecord, terms: LossTerms) 
         return
     loss = sum_of_means(terms_of_samples)
     (gradient,) = torch.autograd.grad(loss, logits, retain_graph=True, allow_unused=True)
-    if gradient is not None and len(gradient) == num_rows and gradient[added_rows].any():
+    if gradient is None or len(gradient) != num_rows:
+        return
+    if gradient[added_rows].any():
         raise NotExactError(
-            'A term over samples must be 0 for the rows without labels that fill up a rank, got: a gradient in one of '
-            f'the {len(added_rows)} such rows of {num_rows}. Multiply what a row adds by '
+            'A term over samples must be 0 for the rows without labels that fill up a rank, but it has a gradient in '
+            f'such rows ({len(added_rows)} of {num_rows} rows fill up). Multiply what a row adds by '
             '`(labels != -100).any(dim=1)`, or give every rank equally many samples (`drop_last=True`).'
         )
 
 
 def _scales_of(record: MicrobatchRecord, share: float) -> dict[str, float]:
-    """Returns the factor of the terms of each unit, in addition to Composer's weight.
+    """Returns the factor of the terms of each unit. Composer applies its own weight in addition.
 
     ``share`` is the weight that the mean over the tokens of the microbatch must have in the step.
     """
@@ -596,7 +643,7 @@ def _scales_of(record: MicrobatchRecord, share: float) -> dict[str, float]:
     num_with_samples = sum(row.samples > 0 for row in record.rows)
     return {
         'tokens': share / record.composers_weight,
-        # Rows that fill up a rank have no labels, and loss 0 in the mean of a term.
+        # Rows that fill up a rank add 0 to the mean over rows, but are counted in it.
         'samples': len(record.rows) / num_with_samples,
         'coupled_samples': 1.0,
         'microbatches': 1.0 / ((record.num_microbatches or 1) * record.composers_weight),

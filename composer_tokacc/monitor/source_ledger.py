@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Sums for each source of data in a step: losses of its tokens, their number and weight, and computed positions."""
+"""Sums up a step for each source of data: the losses of its tokens, their number, their weight, and positions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from composer_tokacc.row_counts import RowCounts
 log = logging.getLogger(__name__)
 
 MOST_SOURCES = 64
-"""Most sources that are logged by name. Needed because a collator may write another ``source`` for every row."""
+"""Most sources that are logged by name. There must be a limit, because ``source`` may differ in every row."""
 OTHERS = 'others'
 """Name under which all further sources are logged together."""
 MOST_UNREAD = 2**20
@@ -45,12 +45,12 @@ class SourceSums(NamedTuple):
     positions: float = 0.0
 
     def plus(self, numbers: Sequence[float]) -> SourceSums:
-        """Returns the sums with a number added to each."""
+        """Returns the sums after adding a number to each of them."""
         return SourceSums(*map(add, self, numbers))
 
 
 class _KeptLogits(NamedTuple):
-    """Logits of a microbatch whose losses are not computed yet."""
+    """Logits of a microbatch. Their losses are not computed yet."""
 
     logits: torch.Tensor
     labels: torch.Tensor
@@ -69,9 +69,9 @@ class SourceLedger:
 
     def begin_attempt(self) -> None:
         """Forgets the microbatches of the step."""
-        self._rows: list[tuple[RowCounts, int]] = []
-        # Losses of the tokens of these rows, on the device, in the same order. The last ones may still be missing:
-        # those of the kept logits.
+        self._rows: list[tuple[RowCounts, int]] = []  # each with its number of positions
+        # Losses of the tokens of these rows, on the device, in the order of the rows. The losses of the last rows may
+        # be missing. Then their logits are kept.
         self._losses: list[torch.Tensor] = []
         self._kept: list[_KeptLogits] = []
         self._num_kept = 0  # number of kept logits
@@ -83,29 +83,30 @@ class SourceLedger:
             batch: The microbatch.
             outputs: Outputs of the model.
             rule: The loss rule, if nobody has counted the tokens.
-            has_logits: False if the outputs hold hidden states where others hold logits.
+            has_logits: Whether the model returns logits. If not, its outputs hold hidden states in their place.
         """
         rows = counts_by_source(batch, rule)
         if not rows:
             return
         self._rows += rows
         num_tokens = sum(row.loss_tokens for row, _ in rows)
-        kept = None
+        microbatch = None
         if has_logits:
-            kept = _kept_logits(batch, outputs, rule, num_tokens)
-        if kept is None:
-            self._compute_losses()
-            self._losses.append(torch.full((num_tokens,), math.nan))
+            microbatch = _kept_logits(batch, outputs, rule, num_tokens)
+        if microbatch is None:
+            self._compute_losses()  # of the microbatches before, to stay in the order of the rows
+            unknown_losses = torch.full((num_tokens,), math.nan)
+            self._losses.append(unknown_losses)
             return
-        self._kept.append(kept)
-        self._num_kept += kept.logits.numel()
+        self._kept.append(microbatch)
+        self._num_kept += microbatch.logits.numel()
         if self._num_kept > MOST_UNREAD:
             self._compute_losses()
 
     def _compute_losses(self) -> None:
         """Computes the losses of the kept logits.
 
-        Small logits are kept and computed together, because with a small model the time goes into the number of calls.
+        Small logits are kept until there are many, because the time of a small model goes into the number of calls.
         """
         if self._kept:
             self._losses.append(_token_losses(self._kept))
@@ -119,30 +120,30 @@ class SourceLedger:
         again.
 
         Args:
-            numbers: Other numbers of this rank, to be sent along. All ranks have equally many.
-            device: Composer's device, on which the process group works.
+            numbers: Other numbers of this rank, which travel with the sums. All ranks have equally many.
+            device: Composer's device. The process group works on it.
 
         Returns:
             The other numbers of each rank, float64 ``(ranks, numbers)``, and the sums of each source over all ranks.
         """
         rank_sums = self._sums()
+        new_names = sorted(rank_sums.keys() - set(self.names))
+        if OTHERS in self.names:
+            new_names = []  # no further name is logged
+        # Each rank sends its other numbers, how many new names it has, and its sums.
         num_numbers = len(numbers)
-        while True:
-            new_names = sorted(rank_sums.keys() - set(self.names))
-            if OTHERS in self.names:
-                new_names = []  # there are enough names
-            # A rank sends its other numbers, how many new names it has, and its sums.
-            message = [*numbers, len(new_names), *self._table(rank_sums)]
-            on_host = torch.tensor(message, dtype=torch.float64)
-            on_device = device.tensor_to_device(on_host)
-            received = dist.all_gather(on_device)
-            ranks = torch.stack(list(received)).cpu()
-            num_new_names = ranks[:, num_numbers]
-            if not num_new_names.any():
-                break
-            self._learn(dist.all_gather_object(new_names))
-        table = ranks[:, num_numbers + 1 :].sum(dim=0)
-        rows = table.view(-1, len(SourceSums._fields)).tolist()
+        table = self._table(rank_sums)
+        ranks = _all_gather([*numbers, len(new_names), *table], device)
+        has_new_names = ranks[:, num_numbers] > 0
+        if has_new_names.any():
+            names_of_ranks = dist.all_gather_object(new_names)
+            self._learn(names_of_ranks)
+            # Now the table has a row for each new name, so it is sent again.
+            table = self._table(rank_sums)
+            ranks = _all_gather([*numbers, 0, *table], device)
+        sums_over_ranks = ranks[:, num_numbers + 1 :].sum(dim=0)
+        num_fields = len(SourceSums._fields)
+        rows = sums_over_ranks.view(-1, num_fields).tolist()
         sums = {}
         for name, row in zip(self.names, rows, strict=True):
             sums[name] = SourceSums(*row)
@@ -156,7 +157,7 @@ class SourceLedger:
             losses += tensor.tolist()
         sums: dict[str, SourceSums] = {}
         start = 0
-        # This is a plain loop, because for a few rows numpy takes longer.
+        # A plain loop, because numpy takes longer for a few rows.
         for row, positions in self._rows:
             end = start + row.loss_tokens
             loss = sum(losses[start:end])
@@ -169,30 +170,38 @@ class SourceLedger:
         return sums
 
     def _table(self, rank_sums: Mapping[str, SourceSums]) -> list[float]:
-        """Returns the sums of this rank as one list, in the order of ``names``. Other sources count as ``OTHERS``.
+        """Returns the sums of this rank as one list, in the order of ``names``.
 
-        Without ``OTHERS`` among the names, other sources are left out.
+        Further sources count as ``OTHERS``. If this is not among the names, they are left out.
         """
         table = {name: SourceSums() for name in self.names}
         for name, sums in rank_sums.items():
-            row = name if name in table else OTHERS
-            if row in table:
-                table[row] = table[row].plus(sums)
+            logged_name = name if name in table else OTHERS
+            if logged_name in table:
+                table[logged_name] = table[logged_name].plus(sums)
         return list(chain.from_iterable(table.values()))
 
     def _learn(self, names_of_ranks: Iterable[Sequence[str]]) -> None:
-        """Adds new names, the same on all ranks. Replaces the names beyond ``MOST_SOURCES`` by ``OTHERS``."""
+        """Adds the new names of all ranks. Replaces the names beyond ``MOST_SOURCES`` by ``OTHERS``."""
         names = set().union(*names_of_ranks)
         new_names = names - set(self.names)
         self.names += sorted(new_names)
         if len(self.names) > MOST_SOURCES:
             self.names[MOST_SOURCES:] = [OTHERS]
             log.warning(
-                'Rows have more than %d sources. The further ones are logged together, as `%s`. Let `source` name the '
-                'file or the part of a mixture, or set TokenMonitor(sources=False).',
+                'Rows have more than %d sources. The others are logged together, as `%s`. Let `source` name the file '
+                'or the part of a mixture, or set TokenMonitor(sources=False).',
                 MOST_SOURCES,
                 OTHERS,
             )
+
+
+def _all_gather(numbers: Sequence[float], device: Device) -> torch.Tensor:
+    """Returns the numbers of all ranks, float64 ``(ranks, numbers)`` on the CPU. Waits for the device."""
+    on_host = torch.tensor(numbers, dtype=torch.float64)
+    on_device = device.tensor_to_device(on_host)
+    received = dist.all_gather(on_device)
+    return torch.stack(list(received)).cpu()
 
 
 def _kept_logits(batch: Batch, outputs: Any, rule: str, num_tokens: int) -> _KeptLogits | None:
@@ -209,7 +218,8 @@ def _kept_logits(batch: Batch, outputs: Any, rule: str, num_tokens: int) -> _Kep
     if counted_rule is None:
         is_counted = counted_tokens(labelled, rule)
     else:
-        # The first labels of documents are masked already. To look for documents would wait for the device.
+        # The first labels of documents were masked when they were counted. Looking for documents here would wait for
+        # the device.
         is_counted = loss_mask(labelled, rule)
     return _KeptLogits(logits.detach(), labels_of(labelled), is_counted, num_tokens, rule)
 
@@ -219,16 +229,17 @@ def _token_losses(microbatches: Sequence[_KeptLogits]) -> torch.Tensor:
 
     The number of tokens is known, so nothing waits for the device.
     """
-    # Rows are joined to one row of positions.
+    # All rows of all microbatches become one row of positions.
     logits = _joined([microbatch.logits.flatten(0, 1) for microbatch in microbatches])
     labels = _joined([microbatch.labels.flatten() for microbatch in microbatches])
     is_counted = _joined([microbatch.is_counted.flatten() for microbatch in microbatches])
     num_tokens = sum(microbatch.num_tokens for microbatch in microbatches)
-    ordinals = is_counted.cumsum(dim=0)  # number of each counted label, from 1
+    ordinals = is_counted.cumsum(dim=0)  # each counted label has a number, from 1
     label_places = places_of(ordinals, range(1, num_tokens + 1))
     logit_places = label_places
     if microbatches[0].rule != 'unshifted':
-        logit_places = label_places - 1  # in the same row, because labels in column 0 do not count
+        # The position before is in the same row, because labels in column 0 do not count.
+        logit_places = label_places - 1
     # Logits in float32 take much memory, so they are computed in chunks.
     chunk_size = max(CHUNK // logits.shape[-1], 1)
     losses = []
@@ -236,16 +247,17 @@ def _token_losses(microbatches: Sequence[_KeptLogits]) -> torch.Tensor:
     label_chunks = label_places.split(chunk_size)
     for at_logits, at_labels in zip(logit_chunks, label_chunks, strict=True):
         chunk_logits = whole_vocabulary(logits[at_logits]).float()
-        losses.append(F.cross_entropy(chunk_logits, labels[at_labels], reduction='none'))
+        chunk_labels = labels[at_labels]
+        losses.append(F.cross_entropy(chunk_logits, chunk_labels, reduction='none'))
     return _joined(losses)
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Concatenates tensors. A single tensor, such as the logits of a large model, is not copied."""
+    """Concatenates tensors. A single tensor is not copied, because it may be the logits of a large model."""
     return torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]
 
 
 @lru_cache(maxsize=4096)
 def _loggable(source: str) -> str:
-    """Returns the name with only those characters that every logger accepts. MLflow refuses others."""
+    """Replaces the characters that MLflow refuses in the name of a metric. All loggers accept the others."""
     return re.sub(r'[^\w\-. ]', '_', source, flags=re.ASCII) or '_'

@@ -25,8 +25,8 @@ from composer_tokacc.row_counts import RowCounts, count_rows, is_counted, rows_o
 class StepCounts:
     """Counts of one rank, or their sum over all ranks.
 
-    Ranks exchange them as a list of numbers in the order of the fields. Not every sum means something: of
-    ``loader_seconds`` and ``peak_memory`` the largest of all ranks is logged.
+    Ranks exchange them as a list of numbers in the order of the fields. Some sums have no meaning: for
+    ``loader_seconds`` and ``peak_memory`` the largest value of all ranks is logged.
     """
 
     samples: float
@@ -42,7 +42,7 @@ class StepCounts:
     loader_seconds: float
     peak_memory: float  # bytes of the device
     gradient_square: float  # NaN without a gradient
-    weighting_distance: float  # of the previous step, see `sample_weighting_error`
+    weighting_distance: float  # of the previous step; the metric `sample_weighting_error`
 
     def pack(self) -> list[float]:
         """Returns the numbers that are sent to the other ranks."""
@@ -81,9 +81,14 @@ def count_microbatch(batch: Batch, rule: str) -> BatchCounts:
 def _counts_of(batch: Batch, rows: Sequence[RowCounts]) -> BatchCounts:
     counts = summed(rows)
     positions = num_positions(batch)
-    num_dummies = [row.samples for row in rows].count(0)
-    dummy_positions = positions * num_dummies / len(rows)  # all rows are equally wide
-    return BatchCounts(counts.samples, counts.real_tokens, counts.loss_tokens, positions, dummy_positions)
+    num_dummies = sum(row.samples == 0 for row in rows)
+    return BatchCounts(
+        samples=counts.samples,
+        real_tokens=counts.real_tokens,
+        loss_tokens=counts.loss_tokens,
+        positions=positions,
+        dummy_positions=positions * num_dummies / len(rows),  # all rows are equally wide
+    )
 
 
 def num_positions(batch: Batch) -> int:
@@ -98,16 +103,17 @@ def num_positions(batch: Batch) -> int:
 
 
 def rule_of(batch: Batch) -> str | None:
-    """Returns the loss rule by which the tokens of a batch were counted; None if nobody has counted them."""
+    """Returns the loss rule of the counts in a batch; None if nobody has counted its tokens."""
     if not is_counted(batch):
         return None
     return rows_of(batch)[0].rule
 
 
 def counts_by_source(batch: Batch, rule: str) -> list[tuple[RowCounts, int]]:
-    """Returns the rows, or documents, of a microbatch in their order, with their positions; none without sources.
+    """Returns the counts of each row of a microbatch, in order, each with its number of positions.
 
-    If nobody has counted the tokens, they are counted by ``rule``, and the host waits for the device.
+    A packed row is replaced by its documents. The list is empty if no row has a source. If nobody has counted the
+    tokens, they are counted by ``rule``, and the host waits for the device.
     """
     if is_counted(batch):
         rows = rows_of(batch)

@@ -32,7 +32,7 @@ from composer_tokacc.monitor.step_counts import (
 from composer_tokacc.refusals import InvalidInputError
 
 WINDOW = 200
-"""Number of last steps of which the percentiles of the seconds are taken."""
+"""Number of last steps whose seconds are kept for the percentiles."""
 PROGRESS_BAR = {
     'tokens_per_second': ('tok/s', '{:,.0f}'),
     'padding_ratio': ('padding', '{:.0%}'),
@@ -54,7 +54,7 @@ class Flops(Protocol):
 
 
 class _PreviousStep(NamedTuple):
-    """The step before. Its counts over all ranks are known."""
+    """The step before. Its sums over all ranks are known."""
 
     microbatches: Sequence[BatchCounts]  # of this rank
     samples: float  # of all ranks
@@ -128,7 +128,7 @@ class TokenMonitor(Callback):
         if flops is not None and not hasattr(flops, 'media'):
             raise InvalidInputError(f'`flops` must have the methods `text` and `media`, got: {flops!r}. See FlopModel.')
         self.flops = flops
-        self._device_flops = 0.0  # operations per second; 0: not known
+        self._device_flops = 0.0  # operations that the device can do in a second; 0: not known
         self._norm = GradientNorm()
         self._seconds: deque[float] = deque(maxlen=WINDOW)
         self._previous: _PreviousStep | None = None
@@ -174,28 +174,34 @@ class TokenMonitor(Callback):
 
     def before_backward(self, state: State, logger: Logger) -> None:
         """Counts a microbatch, on the device if it carries no counts."""
-        self._microbatches.append(count_microbatch(state.batch, self.loss_tokens))
+        counts = count_microbatch(state.batch, self.loss_tokens)
+        self._microbatches.append(counts)
         if self.flops is not None:
             rows, width = text_of(state.batch).shape[:2]
             self._text_flops += self.flops.text(rows, width)
         if self.sources:
-            # The outputs may be hidden states in place of logits. TokenAccumulation knows this.
-            has_logits = all(getattr(algorithm, 'has_logits', True) for algorithm in state.algorithms)
+            # A model may return hidden states in place of logits. `TokenAccumulation.has_logits` tells.
+            has_logits = True
+            for algorithm in state.algorithms:
+                has_logits &= getattr(algorithm, 'has_logits', True)
             self._ledger.note(state.batch, state.outputs, self.loss_tokens, has_logits=has_logits)
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Exchanges the counts with the other ranks, and logs."""
-        # `int` waits for counts that are on the device. This happens once per step.
-        microbatches = [counts._replace(loss_tokens=int(counts.loss_tokens)) for counts in self._microbatches]
-        counts = self._step_counts(microbatches)
-        numbers, sources = self._ledger.gather(counts.pack(), state.device)
+        microbatches = []
+        for counts in self._microbatches:
+            num_tokens = int(counts.loss_tokens)  # waits for the device if they were counted there
+            microbatches.append(counts._replace(loss_tokens=num_tokens))
+        step_counts = self._step_counts(microbatches)
+        numbers, sources = self._ledger.gather(step_counts.pack(), state.device)
         ranks = [StepCounts.unpack(numbers_of_rank) for numbers_of_rank in numbers]
-        total = StepCounts.unpack(numbers.sum(dim=0))
+        sums = numbers.sum(dim=0)
+        total = StepCounts.unpack(sums)
         metrics = _token_metrics(total)
         metrics |= _rank_metrics(ranks)
         if not math.isnan(total.gradient_square):
             metrics['gradient_norm'] = math.sqrt(total.gradient_square)
-        assert state.timestamp.batch_wct is not None, 'BATCH_END follows the step that sets it'
+        assert state.timestamp.batch_wct is not None, 'Composer sets it before BATCH_END'
         seconds = state.timestamp.batch_wct.total_seconds()
         if seconds > 0:
             self._seconds.append(seconds)
@@ -205,7 +211,8 @@ class TokenMonitor(Callback):
             metrics['sample_weighting_error'] = total.weighting_distance
         self._previous = _PreviousStep(microbatches, total.samples, total.loss_tokens)
         metrics |= _source_metrics(sources, total.positions)
-        logger.log_metrics({f'token_monitor/{name}': value for name, value in metrics.items()})
+        named_metrics = {f'token_monitor/{name}': value for name, value in metrics.items()}
+        logger.log_metrics(named_metrics)
         _show(metrics, logger)
 
     def _step_counts(self, microbatches: Sequence[BatchCounts]) -> StepCounts:
@@ -236,13 +243,14 @@ class TokenMonitor(Callback):
         )
 
     def _time_metrics(self, state: State) -> dict[str, float]:
-        """Returns the seconds of the last steps, and the time that is left."""
+        """Returns percentiles of the seconds of the last steps, and the hours to the end of the run."""
         p50, p99 = np.percentile(self._seconds, [50, 99]).tolist()
         metrics = {'seconds_p50': p50, 'seconds_p99': p99}
         elapsed = state.get_elapsed_duration()
         if elapsed is not None and elapsed.value > 0:
             steps = state.timestamp.batch.value
-            steps_left = max(steps / elapsed.value - steps, 0.0)
+            all_steps = steps / elapsed.value  # the elapsed duration is a share of the run
+            steps_left = max(all_steps - steps, 0.0)
             metrics['hours_left'] = steps_left * p50 / 3600
         return metrics
 
@@ -289,8 +297,8 @@ def _speed_metrics(total: StepCounts, seconds: float) -> dict[str, float]:
 
 
 def _source_metrics(sources: Mapping[str, SourceSums], positions: float) -> dict[str, float]:
-    """Returns the metrics of each source. A source without tokens, or without logits, has no mean loss."""
-    total_weight = sum(sums.weight for sums in sources.values()) or 1.0  # so that 0 / 0 gives 0
+    """Returns the metrics of each source. A source without tokens, or of a model without logits, has no loss."""
+    total_weight = sum(sums.weight for sums in sources.values()) or 1.0  # if all weights are 0, each share is 0
     metrics = {}
     for name, sums in sources.items():
         metrics[f'source/{name}/tokens'] = sums.tokens
@@ -302,9 +310,10 @@ def _source_metrics(sources: Mapping[str, SourceSums], positions: float) -> dict
 
 
 def _weighting_distance(step: _PreviousStep | None) -> float:
-    """Returns this rank's part of the distance between sample and token weights of the microbatches of a step.
+    """Returns how far the sample weights of the microbatches of a step are from their token weights, on this rank.
 
-    The step must be over, because a weight is a share in the total over all ranks. The parts of all ranks are added.
+    The sum over all ranks is the total variation distance. A weight is a share of the total over all ranks, so it is
+    known only after the step.
     """
     if step is None or step.samples == 0 or step.loss_tokens == 0:
         return 0.0
@@ -317,7 +326,7 @@ def _weighting_distance(step: _PreviousStep | None) -> float:
 
 
 def _show(metrics: Mapping[str, float], logger: Logger) -> None:
-    """Writes a few metrics into Composer's progress bar, which shows them with the next loss."""
+    """Adds a few metrics to Composer's progress bar. It shows them with the next loss."""
     bar_metrics = {}
     for name, (short_name, number_format) in PROGRESS_BAR.items():
         if name in metrics:
@@ -330,9 +339,9 @@ def _show(metrics: Mapping[str, float], logger: Logger) -> None:
 class GradientNorm(Algorithm):
     """Measures the gradient after the last backward of a step.
 
-    It is an algorithm, because Composer clips the gradient in an algorithm, and callbacks run after all algorithms. For
-    an event whose name begins with ``AFTER_`` Composer runs the list of algorithms backwards. This one is appended at
-    the end, so it measures before the gradient is clipped.
+    It is an algorithm, because Composer clips the gradient in an algorithm, and callbacks run after all algorithms.
+    At events whose name begins with ``AFTER_`` Composer runs the list of algorithms from the last to the first. This
+    one is appended at the end, so it runs before the gradient is clipped.
     """
 
     def __init__(self) -> None:
@@ -341,7 +350,7 @@ class GradientNorm(Algorithm):
 
     @classmethod
     def of_run(cls, state: State) -> GradientNorm:
-        """Returns the ``GradientNorm`` among the algorithms of a run. Appends one if there is none."""
+        """Returns the ``GradientNorm`` among the algorithms of a run. If there is none, adds one at the end."""
         for algorithm in state.algorithms:
             if isinstance(algorithm, cls):
                 return algorithm
@@ -355,7 +364,7 @@ class GradientNorm(Algorithm):
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         """Computes the norms on the device, without waiting for it."""
-        # Gradients of which equally many ranks hold the same part are measured together.
+        # By the number of ranks that hold the same part of a gradient.
         gradients: dict[int, list[torch.Tensor]] = {}
         for parameter in state.model.parameters():
             gradient = parameter.grad
@@ -367,12 +376,14 @@ class GradientNorm(Algorithm):
             gradients.setdefault(num_copies, []).append(gradient)
         self._norms = []
         for num_copies, tensors in gradients.items():
-            self._norms.append((torch.nn.utils.get_total_norm(tensors), num_copies))
+            norm = torch.nn.utils.get_total_norm(tensors)
+            self._norms.append((norm, num_copies))
 
     def square_on_rank(self) -> float:
-        """Returns this rank's share of the squared norm; NaN without a gradient. The shares of all ranks add up to it.
+        """Returns this rank's share of the squared norm; NaN without a gradient. Waits for the device.
 
-        If several ranks hold the same part of the gradient, each takes an equal share of it. Waits for the device.
+        The shares of all ranks add up to the squared norm. If several ranks hold the same part of the gradient, each
+        takes an equal share of that part.
         """
         if not self._norms:
             return math.nan

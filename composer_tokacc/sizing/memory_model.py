@@ -45,15 +45,15 @@ _FEATURES_OF = {
 
 @dataclass(frozen=True, kw_only=True)
 class StaticBytes:
-    """Bytes of the whole model on one rank, before anything is sharded.
+    """Bytes of the model on one rank, before anything is sharded, and the sizes of its parts for FSDP.
 
     Args:
         parameters: All parameters, frozen ones too.
         buffers: Buffers.
         gradients: Gradients of the parameters that are trained.
         optimizer: States of the optimizer.
-        optimizer_step: Temporary tensors of the optimizer's step, when no activation is held.
-        block: Number of weights in the largest transformer block. FSDP gathers a block at once.
+        optimizer_step: Temporary tensors of the optimizer's step. Activations are free by then.
+        block: Number of weights in the largest transformer block. FSDP gathers one block at a time.
         outside: Number of weights outside of all blocks (embeddings, head). FSDP gathers them and keeps them for the
             step.
         trained_block: Number of trained weights in the block that has most of them.
@@ -81,13 +81,14 @@ class StaticBytes:
         optimizer_step: int,
         compute_bytes: int,
     ) -> StaticBytes:
-        """Counts a model after a backward pass. Parameters that it gave no gradient do not count as trained."""
+        """Counts a model after a backward pass. Parameters without a gradient do not count as trained."""
         blocks = [list(block.parameters()) for block in transformer_blocks(model)]
         in_blocks: set[int] = set()
         for block in blocks:
             in_blocks.update(map(id, block))
         parameters = list(model.parameters())
         outside = [parameter for parameter in parameters if id(parameter) not in in_blocks]
+        trained_blocks = [_trained(block) for block in blocks]
         return cls(
             parameters=_num_bytes(parameters),
             buffers=_num_bytes(model.buffers()),
@@ -96,7 +97,7 @@ class StaticBytes:
             optimizer_step=optimizer_step,
             block=max(map(_num_elements, blocks), default=0),
             outside=_num_elements(outside),
-            trained_block=max((_num_elements(_trained(block)) for block in blocks), default=0),
+            trained_block=max(map(_num_elements, trained_blocks), default=0),
             trained_outside=_num_elements(_trained(outside)),
             compute_bytes=compute_bytes,
         )
@@ -125,7 +126,7 @@ class StaticBytes:
         return terms
 
     def optimizer_peak(self, strategy: str, num_ranks: int) -> float:
-        """Returns bytes in the optimizer's step, when activations are freed and its temporary tensors exist."""
+        """Returns bytes in the optimizer's step. Activations are free by then, and it has temporary tensors."""
         terms = self.terms(strategy, num_ranks)
         terms.pop('gathered by FSDP', None)
         num_shards = num_ranks if strategy == 'fsdp' else 1
@@ -157,7 +158,7 @@ class ActivationFit:
         coefficients: By part, then by feature.
         area: When attention holds ``rows x width^2`` entries: ``'always'`` (eager), ``'padded'`` (SDPA builds a mask
             if there is padding), ``'never'`` (flash attention).
-        residual: Largest error of the sum over the microbatches that it was fitted to, relative to their peaks.
+        residual: Largest error among the microbatches of the fit, as a share of the peak of the microbatch.
     """
 
     coefficients: Mapping[str, Mapping[str, float]]
@@ -176,6 +177,7 @@ class ActivationFit:
 
 
 def _features(shape: BatchShape, area: str) -> dict[str, float]:
+    """Returns the sizes of a microbatch by the names in ``_FEATURES_OF``."""
     has_mask = area == 'always' or (area == 'padded' and shape.is_padded)
     return {
         'constant': 1.0,
@@ -196,21 +198,22 @@ def fit_activations(
     area: str,
     peaks: np.ndarray | None = None,
 ) -> ActivationFit:
-    """Fits a sum of coefficients times sizes to the measured bytes of several microbatches, part by part.
+    """Fits the measured bytes of several microbatches in one phase of a step, part by part.
 
     Args:
         shapes: Shape of each microbatch.
-        measured: Bytes by part of each microbatch, in one phase of a step.
+        measured: Bytes by part of each microbatch.
         area: See :class:`ActivationFit`.
-        peaks: Bytes of each microbatch in the phase that holds most, float64 (microbatches,). The residual is relative
-            to them. Default: the sums of `measured`.
+        peaks: Bytes of each microbatch in its highest phase, float64 (microbatches,). The residual is relative to
+            them. Default: the sums of `measured`.
     """
     totals = activation_bytes(measured)
     coefficients: dict[str, dict[str, float]] = {}
     for part in measured[0]:
         num_bytes = np.array([parts[part] for parts in measured], dtype=np.float64)
         if part == 'weights':
-            # A microbatch of text does not copy the weights of the encoder, so the largest value counts.
+            # The copies do not depend on the size of a microbatch. But text does not copy the weights of the encoder,
+            # so the largest value counts.
             coefficients[part] = {'constant': float(num_bytes.max())}
         else:
             coefficients[part] = _fit_part(_FEATURES_OF[part], shapes, area, num_bytes, totals)
@@ -229,7 +232,7 @@ def _fit_part(
     num_bytes: np.ndarray,
     totals: np.ndarray,
 ) -> dict[str, float]:
-    """Returns the coefficients of the features of one part, by name, without those that are 0."""
+    """Returns the coefficients of one part by the name of the feature. Coefficients of 0 are left out."""
     features = np.zeros((len(shapes), len(names)))
     for row, shape in enumerate(shapes):
         sizes = _features(shape, area)
@@ -241,7 +244,7 @@ def _fit_part(
 
 
 def activation_bytes(microbatches: Sequence[Mapping[str, float]]) -> np.ndarray:
-    """Returns the sum of the parts of each microbatch without copies of weights, float64 (microbatches,)."""
+    """Returns the sum of the parts of each microbatch, float64 (microbatches,). Copies of weights are left out."""
     totals = np.zeros(len(microbatches))
     for index, parts in enumerate(microbatches):
         weights = parts.get('weights', 0)
@@ -251,7 +254,7 @@ def activation_bytes(microbatches: Sequence[Mapping[str, float]]) -> np.ndarray:
 
 def non_negative_fit(features: np.ndarray, target: np.ndarray) -> np.ndarray:
     """Returns the solution (n,) of ``min |features @ x - target|`` with ``x >= 0``, features (m, n), target (m,)."""
-    # Scaled, because features differ by many orders of magnitude.
+    # The features are scaled, because they differ by many orders of magnitude.
     scale = np.abs(features).max(axis=0)
     scale[scale == 0] = 1.0
     solution = nnls(features / scale, target)[0]
@@ -260,7 +263,7 @@ def non_negative_fit(features: np.ndarray, target: np.ndarray) -> np.ndarray:
 
 
 def relative_fit(features: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Returns the solution (n,) of ``min |features @ x / target - 1|``, of relative errors, with ``x >= 0``."""
+    """Minimizes relative errors: returns the solution (n,) of ``min |features @ x / target - 1|`` with ``x >= 0``."""
     relative_features = features / target[:, None]
     return non_negative_fit(relative_features, np.ones(len(target)))
 
@@ -275,9 +278,9 @@ class MemoryModel:
         static: The part that does not depend on the microbatch.
         phases: Fits of the activations at the peak of each phase of a step. The highest phase counts.
         strategy: ``'ddp'`` or ``'fsdp'``. FSDP casts the residual stream too, so its activations are smaller.
-        logits: Where the run computes logits: ``'all'`` positions, or only at ``'labels'``. Either model predicts
-            microbatches with all logits as well (``BatchShape(labels=None)``).
-        pixel_bytes_per_image_token: The most that a traced microbatch had.
+        logits: Where the run computes logits: at ``'all'`` positions, or only at ``'labels'``. A model for
+            ``'labels'`` also predicts microbatches with all logits (``BatchShape(labels=None)``).
+        pixel_bytes_per_image_token: The largest value among the traced microbatches.
     """
 
     static: StaticBytes
@@ -293,14 +296,14 @@ class MemoryModel:
         terms = self.static.terms(self.strategy, num_ranks)
         weight_copies = parts.get('weights', 0.0)
         if self.strategy == 'ddp' and weight_copies:
-            # FSDP has none: the parameters that it gathers are in the precision of the forward pass already.
+            # FSDP has no such copies, because it gathers parameters in the precision of the forward pass.
             terms['autocast copies of weights'] = weight_copies
         return {
             **terms,
             'text activations': parts['text'],
             'logits': parts['logits'],
             'vision activations': parts['vision'],
-            # Twice: for metrics of training Composer copies each microbatch on the device.
+            # They count twice, because Composer copies each microbatch on the device for metrics of training.
             'inputs': 2.0 * (shape.pixel_bytes + shape.input_bytes),
         }
 
@@ -311,7 +314,7 @@ class MemoryModel:
 
     @property
     def residual(self) -> float:
-        """Largest relative error of the activations, over the traced microbatches and the phases of a step."""
+        """Largest relative error of the activations among the traced microbatches and the phases of a step."""
         return max(phase.residual for phase in self.phases.values())
 
     def save(self, path: str | Path) -> None:
@@ -331,12 +334,12 @@ class MemoryModel:
 
 
 def warning_of_residual(residual: float) -> str | None:
-    """Returns a warning if a memory model does not fit the microbatches that it was fitted to, else None."""
+    """Returns a warning if a memory model does not predict the microbatches of its own fit; otherwise None."""
     if residual <= LARGE_RESIDUAL:
         return None
     return (
-        f'The memory model misses its own microbatches by up to {residual:.1%} of the activations (more than '
-        f'{LARGE_RESIDUAL:.0%}). Its figures are rough, so leave room.'
+        f'The memory model misses its own microbatches by up to {residual:.1%} of the activations, which is more than '
+        f'{LARGE_RESIDUAL:.0%}. Its figures are rough, so leave room.'
     )
 
 

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The sizes of all samples of a dataset, and figures of them for the report."""
+"""The sizes of all samples of a dataset, and the figures that the report shows of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 
 @dataclass(frozen=True, kw_only=True)
 class SampleSizes:
-    """Sizes of all samples, by index. They come from a length table, or from plain lengths, which tell less."""
+    """Sizes of all samples, by index. They come from a length table, or from a plain list of lengths."""
 
     tokens: np.ndarray
     """Length in tokens, image tokens included, int64 (n,)."""
@@ -44,22 +44,25 @@ class SampleSizes:
         if not len(lengths):
             raise InvalidInputError('`lengths` must hold at least one sample, got: none.')
         if isinstance(lengths, Sequence | np.ndarray):
-            # Any length passes this check, because the one below names the sample.
+            # Any integer passes this check. The check below refuses small lengths, and names the sample.
             tokens = checked_table('lengths', lengths, len(lengths), least=-sys.maxsize)
             sizes = cls(tokens=tokens, image_tokens=np.zeros_like(tokens), sample_ids=sample_ids)
         else:
+            # If a column is 0 for all samples, nobody has counted it.
+            loss_tokens = lengths.loss_tokens.astype(np.int64) if lengths.loss_tokens.any() else None
+            vision_patches = lengths.vision_patches if lengths.vision_patches.any() else None
             sizes = cls(
                 tokens=lengths.lengths.astype(np.int64),
                 image_tokens=lengths.image_tokens.astype(np.int64),
-                # Zeros for all samples mean that nobody has counted them.
-                loss_tokens=lengths.loss_tokens.astype(np.int64) if lengths.loss_tokens.any() else None,
-                vision_patches=lengths.vision_patches if lengths.vision_patches.any() else None,
+                loss_tokens=loss_tokens,
+                vision_patches=vision_patches,
                 sample_ids=sample_ids,
             )
         shortest = int(np.argmin(sizes.tokens))
         if sizes.tokens[shortest] < 1:
             raise InvalidInputError(
-                f'`lengths` must be at least 1, got: {sizes.tokens[shortest]} ({sizes._name(shortest)}). Leave it out.'
+                f'`lengths` must be at least 1, got: {sizes.tokens[shortest]} ({sizes._name(shortest)}). Leave this '
+                'sample out.'
             )
         return sizes
 
@@ -68,10 +71,10 @@ class SampleSizes:
 
     @property
     def largest_share_of_labels(self) -> float:
-        """Largest share of the tokens of a sample that may need logits, at most 1. It is 1 if labels are unknown.
+        """The largest share of its tokens for which a sample needs logits. It is 1 if labels are unknown.
 
         It holds for every loss rule. ``loss_tokens`` are counted for a model that shifts labels. Other models also
-        count the first label of a row, so each sample counts one more.
+        count the first label of a row, so one is added for each sample.
         """
         if self.loss_tokens is None:
             return 1.0
@@ -79,7 +82,7 @@ class SampleSizes:
         return min(float(shares.max()), 1.0)
 
     def loss_tokens_of(self, samples: np.ndarray) -> np.ndarray | None:
-        """Returns the positions of some samples that carry loss, int64 (n,); None: unknown."""
+        """Returns how many positions of each of these samples carry loss, int64 (n,); None: unknown."""
         return None if self.loss_tokens is None else self.loss_tokens[samples]
 
     def names(self, chosen: np.ndarray) -> list[str]:
@@ -105,12 +108,16 @@ class SampleSizes:
             patches_per_sample = float(patches.mean())
             if num_image_tokens:
                 patches_per_image_token = float(patches.sum() / num_image_tokens)
+        quantiles = {}
+        for quantile in QUANTILES:
+            percent = f'{quantile * 100:g}'
+            quantiles[percent] = int(np.quantile(self.tokens, quantile))
         return DatasetProfile(
             num_samples=len(self),
             mean=float(self.tokens.mean()),
             longest=int(self.tokens.max()),
             shortest=int(self.tokens.min()),
-            quantiles={f'{quantile * 100:g}': int(np.quantile(self.tokens, quantile)) for quantile in QUANTILES},
+            quantiles=quantiles,
             variation=float(self.tokens.std() / self.tokens.mean()),
             loss_share=loss_share,
             image_share=num_image_tokens / num_tokens,

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 SIGNIFICANT_GAIN = 0.02
 """A gain that is a smaller share of a step is within the error of the cost model."""
 METHOD_STYLES = {'stock': 'o-', 'split': 'o-', 'planned': 's--'}
-"""Lines of the picture. Those of the last two methods are often on top of each other."""
+"""Styles of the lines in the picture. The last two differ, because one often covers the other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class SizeRow:
 
 @dataclass(frozen=True, kw_only=True)
 class SizingReport:
-    """A recommended microbatch size with its reasons. Memory in GiB, padding as share of the computed positions."""
+    """A recommended microbatch size with its reasons. Memory is in GiB, padding a share of the computed positions."""
 
     profile: DatasetProfile
     num_ranks: int
@@ -65,7 +65,7 @@ class SizingReport:
     logits: str
     """Where the run computes logits: at ``all`` positions, or only at ``labels``."""
     most_logits: int
-    """Positions of a microbatch of the suggested size at which logits are computed, at most."""
+    """The most positions of a microbatch of the suggested size at which logits are computed."""
     stock_microbatch_size: int
     """Rows of stock Composer at the same memory."""
     regroup: bool
@@ -79,7 +79,7 @@ class SizingReport:
     figures: dict[str, StepFigures]
     """Figures of a step by method: ``stock``, ``split``, ``planned``."""
     bound: float
-    """Cost of a step that no plan beats."""
+    """Cost of a step that no plan can beat."""
     measured_cost: CostModel | None
     seconds_per_unit: float | None
     seconds_per_step: float
@@ -104,7 +104,7 @@ class SizingReport:
         return None if self.seconds_per_unit is None else self.time_of(self.figures[method].cost)
 
     def time_of(self, cost: float) -> float:
-        """Returns the seconds of a step with this cost. If no times were measured, relative to a stock step."""
+        """Returns the seconds of a step with this cost. If no times were measured, a stock step counts as 1."""
         if self.seconds_per_unit is None:
             return cost / self.figures['stock'].cost
         return cost * self.seconds_per_unit + self.seconds_per_step
@@ -148,7 +148,7 @@ class SizingReport:
         return yaml.safe_dump({'microbatching': section}, sort_keys=False).rstrip()
 
     def warnings(self) -> list[str]:
-        """Returns warnings that a reader of the figures must know."""
+        """Returns warnings about the figures, for their reader."""
         warnings = []
         warning = warning_of_residual(self.memory_residual)
         if warning is not None:

@@ -27,13 +27,13 @@ class BatchShape:
     """Padded width in tokens, image placeholders included."""
     image_tokens: int = 0
     image_area: float = 0.0
-    """Sum of squared image tokens over the images: eager attention inside the vision encoder."""
+    """Sum of squared image tokens over the images. Eager attention in the vision encoder holds that many entries."""
     pixel_bytes: int = 0
     """Bytes of pixels and audio features, as the processor returns them."""
     is_padded: bool = True
     """Whether some position is padding. Without any, SDPA needs no mask."""
     labels: int | None = None
-    """Positions at which logits are computed, if that is only at labels. None: logits of all positions."""
+    """Number of positions at which logits are computed. None: at all positions."""
 
     @property
     def tokens(self) -> float:
@@ -42,7 +42,7 @@ class BatchShape:
 
     @property
     def logits(self) -> float:
-        """Positions at which logits are computed."""
+        """Number of positions at which logits are computed."""
         return self.tokens if self.labels is None else self.labels
 
     @property
@@ -52,7 +52,7 @@ class BatchShape:
 
     @property
     def input_bytes(self) -> float:
-        """Bytes of ids, mask and labels: 8 for each of the three at a position."""
+        """Bytes of the ids, the mask and the labels. Each of the three has 8 bytes for a position."""
         return 3 * 8 * self.tokens
 
     @classmethod
@@ -85,7 +85,7 @@ def _image_area(
     """Returns the sum of squared image tokens over the images of a batch."""
     grids = [batch[key] for key in ('image_grid_thw', 'video_grid_thw') if key in batch]
     if not grids:
-        # The sizes of the images are not in the batch, so they count as equally large.
+        # The batch does not say how large each image is, so all count as equally large.
         num_images = max(sum(layout.media_per_row(batch)), 1)
         return image_tokens**2 / num_images
     num_frames, height, width = torch.cat(grids).unbind(dim=1)
@@ -136,7 +136,7 @@ def probe_batches(
     samples: Sequence[Batch],
     width: int,
 ) -> list[Batch]:
-    """Returns batches of real samples, widened with padding: four of text, or five to six if there are images.
+    """Returns batches of real samples, widened with padding. Text gives four batches, images give five or six.
 
     The first batch is small, and has an image if any sample has one.
 
@@ -155,8 +155,9 @@ def probe_batches(
             with_images.append(sample)
         else:
             without_images.append(sample)
-    # Sample, rows and width of each batch. They vary independently, so that tokens, rows x width^2 and image tokens are
-    # not in proportion, and a fit can tell them apart.
+    # Sample, number of rows, and width of each batch. They vary independently. Otherwise tokens, rows x width^2 and
+    # image tokens would grow in proportion, and a fit could not tell them apart. `widest` leaves room for the small
+    # sample in the narrowest batch.
     if with_images:
         small, large = with_images[0], with_images[-1]
         widest = max(width, 2 * _length(small), _length(large) + 1)
@@ -187,7 +188,7 @@ def probe_batches(
 
 
 def with_spaced_labels(batch: Batch, spacing: int) -> Batch:
-    """Returns the batch with a label at every `spacing`-th position. Memory only depends on their number."""
+    """Returns the batch with a label at every `spacing`-th position. Only the number of labels changes the memory."""
     labels = torch.full_like(batch['labels'], IGNORE_INDEX)
     labels.view(-1)[::spacing] = 0
     return {**batch, 'labels': labels}

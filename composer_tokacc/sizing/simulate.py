@@ -21,13 +21,13 @@ from composer_tokacc.sampling.rank_assignment import plan_batch
 from composer_tokacc.sizing.profile import SampleSizes
 
 METHOD_NAMES = {'stock': 'stock Composer', 'split': 'split and trimmed', 'planned': 'planned over ranks'}
-"""Composer's own split of padded device batches; :func:`.token_data_spec`; and that with
-:class:`.RegroupingBatchSampler`."""
+"""``stock``: Composer's own split of padded device batches. ``split``: :func:`.token_data_spec`. ``planned``: the
+same, with a :class:`.RegroupingBatchSampler`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepFigures:
-    """Means over the simulated steps."""
+    """Figures of a step, as means over the simulated steps."""
 
     cost: float
     """Cost of the slowest rank, in units of the cost model."""
@@ -50,7 +50,12 @@ class _ComputedMicrobatch:
     is_packed: bool = False
 
     def costs(self, price: CostModel, vision_costs: np.ndarray) -> tuple[float, float]:
-        """Returns the cost of the vision encoder, and of everything else."""
+        """Returns the cost of the vision encoder, and of everything else.
+
+        Args:
+            price: The cost model.
+            vision_costs: Cost in the vision encoder of each sample of the dataset, float64 (n,).
+        """
         if self.is_packed:
             text_cost = price.packed(self.widths)
         else:
@@ -69,7 +74,7 @@ def draw_batches(
 ) -> list[np.ndarray]:
     """Returns the samples of the first global batches of a run, int64. Fewer samples than a batch make one batch."""
     size = min(global_batch_size, num_samples)
-    lengths = np.ones(num_samples, dtype=np.int64)  # of no consequence here
+    lengths = np.ones(num_samples, dtype=np.int64)  # any lengths give the same order
     global_batches = GlobalBatches(lengths, samples=size, drop_last=True, seed=seed)
     return global_batches.of_epoch(0)[:num_batches]
 
@@ -139,8 +144,8 @@ def _microbatches_of_ranks(
     microbatch_rows: int,
     options: CutOptions,
 ) -> list[list[_ComputedMicrobatch]]:
-    """Returns the microbatches that each rank computes of a global batch."""
-    num_reading_ranks = min(num_ranks, len(batch))
+    """Returns the microbatches of a global batch that each rank computes."""
+    num_reading_ranks = min(num_ranks, len(batch))  # the others have no sample
     samples_of_ranks = [batch[rank::num_ranks] for rank in range(num_reading_ranks)]
     if method == 'stock':
         return [_cut_by_composer(table, samples, microbatch_rows) for samples in samples_of_ranks]
@@ -148,7 +153,7 @@ def _microbatches_of_ranks(
         ranks = _planned(table, batch, num_ranks, options)
         if options.packing is not True:
             return _with_dummy_rows(table, batch, ranks, options)
-        # The plan says only which rank reads which samples. The split packs them.
+        # With packing the plan only decides which rank reads which samples. The split packs them.
         samples_of_ranks = []
         for microbatches in ranks:
             samples_of_ranks.append(np.concatenate([microbatch.samples for microbatch in microbatches]))
@@ -196,7 +201,7 @@ def _cut_by_composer(
     samples: np.ndarray,
     num_rows: int,
 ) -> list[_ComputedMicrobatch]:
-    # Composer's split slices rows and trims nothing, so that every microbatch is as wide as the device batch.
+    """Returns the microbatches of stock Composer, which slices the rows of a device batch and trims nothing."""
     width = int(table.tokens[samples].max())
     microbatches = []
     for start in range(0, len(samples), num_rows):
@@ -210,6 +215,7 @@ def _cut_by_split(
     samples: np.ndarray,
     options: CutOptions,
 ) -> list[_ComputedMicrobatch]:
+    """Returns the microbatches that the split makes of the samples of one rank."""
     lengths = table.tokens[samples]
     widest = int(lengths.max())
     groups = cut_rows(

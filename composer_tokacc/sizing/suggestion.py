@@ -1,10 +1,10 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Finds the largest safe microbatch of a run, and what it gains over stock Composer.
+"""Finds the largest safe microbatch of a run, and the time that it saves.
 
 :class:`Capacity` asks the memory model how many tokens fit in the worst case. :func:`suggest_microbatching` turns that
-into a microbatch size, simulates steps of it and of other sizes, and fills the report.
+into a microbatch size, simulates steps with this size and with others, and fills the report.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
     from composer_tokacc.data import LengthTable
 
 NUM_BATCHES = 24
-"""Global batches that are simulated for each figure."""
+"""Number of global batches that are simulated for each figure."""
 MOST_TOKENS = 1 << 30
 """The search for the largest microbatch ends here, far beyond any device."""
-# Terms of the memory model that a smaller microbatch would lower, by their short names.
+# Terms of the memory model that a smaller microbatch would lower, by their short names in the report.
 SHRINKING_TERMS = {'text': 'text activations', 'logits': 'logits', 'vision': 'vision activations'}
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """How many tokens fit into the memory of one rank, whichever samples are in a microbatch together."""
+    """How many tokens fit into the memory of one rank, whichever samples share a microbatch."""
 
     memory: MemoryModel
     table: SampleSizes
@@ -53,8 +53,8 @@ class Capacity:
     def worst_shape(self, tokens: int, image_tokens: int | None = None) -> BatchShape:
         """Returns the shape of the microbatch with this many positions that takes most memory.
 
-        Its rows are as wide as the longest sample. Image tokens and labels are as many as if every sample had the
-        largest share of them.
+        Its rows are as wide as the longest sample. Its shares of image tokens and of labels are the largest that any
+        sample has.
 
         Args:
             tokens: Positions of the microbatch.
@@ -72,24 +72,24 @@ class Capacity:
             rows=tokens / width,
             width=width,
             image_tokens=image_tokens,
-            # An upper bound of the sum of squares, because no image has more tokens than the most of a sample.
+            # An upper bound of the sum of squares. No image has more tokens than all images of a sample.
             image_area=float(image_tokens * table.image_tokens.max()),
             pixel_bytes=int(image_tokens * self.memory.pixel_bytes_per_image_token),
             labels=labels,
         )
 
     def most_logits(self, tokens: int) -> int:
-        """Returns at how many positions of a microbatch logits are computed at most."""
+        """Returns the most positions of a microbatch at which logits are computed."""
         if self.memory.logits == 'all':
             return tokens
         most = tokens
-        # If nearly all positions of a microbatch have a label, the run computes all of its logits.
+        # If more than this share of the positions have a label, the run computes the logits of all positions.
         share = self.table.largest_share_of_labels
         if share < DENSE:
             most = math.ceil(tokens * share)
         if self.max_loss_tokens is not None:
-            # A microbatch in which nearly all positions have a label computes all of its logits, which are a few more
-            # than its labels. A model that shifts labels computes one more at the end.
+            # If the run computes all logits of a microbatch, it has at most `labels / DENSE` positions. If not, there
+            # is one logit for each label, and one more at the end of a model that shifts labels.
             most = min(most, math.ceil(self.max_loss_tokens / DENSE) + 1)
         return most
 
@@ -108,7 +108,8 @@ class Capacity:
 
     def fitting_image_tokens(self, tokens: int) -> int:
         """Returns the most image tokens at which a microbatch with this many positions still fits."""
-        return min(_largest(lambda image_tokens: self.peak(tokens, image_tokens) <= self.limit), tokens)
+        largest = _largest(lambda image_tokens: self.peak(tokens, image_tokens) <= self.limit)
+        return min(largest, tokens)
 
     def of_stock_composer(self) -> Capacity:
         """Returns the capacity of stock Composer, which has no further caps and computes all logits."""
@@ -116,7 +117,7 @@ class Capacity:
         return replace(self, memory=memory, max_image_tokens=None, max_loss_tokens=None)
 
     def why_nothing_fits(self) -> str:
-        """Returns the error for a shortest sample that does not fit: the largest terms, and what would help."""
+        """Returns the error message if not even the shortest sample fits. It names the largest terms, and remedies."""
         terms = self.terms(int(self.table.tokens.min()))
         largest = sorted(terms, key=lambda name: -terms[name])[:3]
         largest_terms = ', '.join(f'{name} {terms[name] / GIB:.2f}' for name in largest)
@@ -124,10 +125,53 @@ class Capacity:
         if self.memory.strategy == 'fsdp':
             sharding = 'sharding with FSDP over more ranks'
         return (
-            f'`device_memory_gib` must hold the model and its shortest sample, got: {self.limit / GIB:.2f} GiB usable '
-            f'for {sum(terms.values()) / GIB:.2f} ({largest_terms}). What would help: {sharding}, freezing parts, '
-            'activation checkpointing, a shorter context.'
+            f'`device_memory_gib` must hold the model and its shortest sample. They need '
+            f'{sum(terms.values()) / GIB:.2f} GiB ({largest_terms}), and {self.limit / GIB:.2f} GiB may be used. What '
+            f'would help: {sharding}, freezing parts, activation checkpointing, a shorter context.'
         )
+
+
+@dataclass(frozen=True)
+class _Simulation:
+    """Simulates steps of one run with different microbatch sizes."""
+
+    table: SampleSizes
+    batches: Sequence[np.ndarray]
+    """Sample indices of each global batch."""
+    num_ranks: int
+    slot: int
+    """Width of a slot, which turns a microbatch size into a token budget."""
+    options: CutOptions
+    """How the run cuts. The token budget is added for each size."""
+    price: CostModel
+    """What a microbatch costs on the machine."""
+
+    def figures(self, size: int, stock_size: int) -> dict[str, StepFigures]:
+        """Returns the figures of a step by method. `stock_size` is the microbatch size of stock Composer."""
+        max_tokens = token_budget(size, self.slot)
+        options = replace(self.options, max_tokens=max_tokens)
+        figures = {}
+        for method in METHOD_NAMES:
+            figures[method] = simulate_steps(
+                self.table,
+                self.batches,
+                method=method,
+                num_ranks=self.num_ranks,
+                microbatch_rows=stock_size,
+                options=options,
+                price=self.price,
+            )
+        return figures
+
+    def bound(self, size: int) -> float:
+        """Returns the mean cost of a step that no plan with this microbatch size can beat."""
+        max_tokens = token_budget(size, self.slot)
+        options = replace(self.options, max_tokens=max_tokens, cost=self.price)
+        bounds = []
+        for batch in self.batches:
+            rows = planned_rows(self.table, batch, options)
+            bounds.append(lower_bound(rows, self.num_ranks))
+        return float(np.mean(bounds))
 
 
 def suggest_microbatching(
@@ -153,20 +197,22 @@ def suggest_microbatching(
 ) -> SizingReport:
     """Finds the largest safe microbatch of a run, and what it gains over stock Composer at the same memory.
 
-    Steps are simulated with the functions, the cost and the options by which the run will cut.
+    Steps are simulated with the run's own functions, cost model and options.
 
     Args:
         lengths: Length table of the dataset, from :func:`.length_table`, or plain lengths.
         num_ranks: Ranks of the run.
         global_batch_size: Samples of an optimizer step over all ranks.
-        memory: Memory model of the run. It also says whether the run shards with FSDP, and where it computes logits.
+        memory: Memory model of the run. It also says whether the run uses FSDP, and at which positions it computes
+            logits.
         device_memory_gib: Memory of one device, for one rank.
-        cost: The cost of a microbatch by which the run cuts. Default: the planner's own.
-        measured_cost: The cost on the machine, fitted to measured times, if seconds are wanted. Default: `cost`.
+        cost: The cost model with which the run cuts. Default: the planner's own.
+        measured_cost: A cost model that was fitted to times on the machine. With it the report is in seconds. Default:
+            `cost`.
         seconds_per_step: Seconds of a step outside of its microbatches: optimizer, data, logging.
         safety: Share of the device memory that may be planned for. The rest is for the driver, the buffers of the
             communication, and fragmentation.
-        slot_tokens: Width of a slot. Default: the longest sample. This and the next six as for
+        slot_tokens: Width of a slot. Default: the longest sample. This and the next six arguments are those of
             :func:`.token_data_spec`.
         max_image_tokens: Most image tokens of a microbatch. Default: no cap.
         max_loss_tokens: Most loss-generating tokens of a microbatch. With logits at labels it bounds their memory.
@@ -213,25 +259,10 @@ def suggest_microbatching(
     stock_size = max(min(stock_size, rows_per_rank), 1)
     batches = draw_batches(len(table), global_batch_size, num_batches=NUM_BATCHES, seed=seed)
     price = measured_cost or options.cost
-
-    def figures_of(size: int, stock_size: int) -> dict[str, StepFigures]:
-        """Returns the figures of a step by method; `stock_size` is the microbatch size of stock Composer."""
-        figures = {}
-        for method in METHOD_NAMES:
-            figures[method] = simulate_steps(
-                table,
-                batches,
-                method=method,
-                num_ranks=num_ranks,
-                microbatch_rows=stock_size,
-                options=replace(options, max_tokens=token_budget(size, slot)),
-                price=price,
-            )
-        return figures
-
+    simulation = _Simulation(table, batches, num_ranks, slot, options, price)
     size_rows = []
     for compared_size in _compared_sizes(size, rows_per_rank):
-        figures = figures_of(compared_size, stock_size=compared_size)
+        figures = simulation.figures(compared_size, stock_size=compared_size)
         size_rows.append(_size_row(capacity, compared_size, slot, figures))
     fitting_image_tokens = None
     if table.image_tokens.any():
@@ -240,9 +271,6 @@ def suggest_microbatching(
     limited_by = max(SHRINKING_TERMS, key=lambda part: terms[SHRINKING_TERMS[part]])
     if size == rows_per_rank:
         limited_by = 'global batch'
-    is_over_a_cap = (table.tokens > max_tokens) | (table.image_tokens > (max_image_tokens or max_tokens))
-    if max_loss_tokens is not None and table.loss_tokens is not None:
-        is_over_a_cap |= table.loss_tokens > max_loss_tokens
     return SizingReport(
         profile=table.profile(),
         num_ranks=num_ranks,
@@ -265,21 +293,15 @@ def suggest_microbatching(
         terms={name: num_bytes / GIB for name, num_bytes in terms.items()},
         peak_gib=capacity.peak(max_tokens) / GIB,
         memory_residual=memory.residual,
-        figures=figures_of(size, stock_size),
-        bound=_bound(table, batches, num_ranks, replace(options, max_tokens=max_tokens, cost=price)),
+        figures=simulation.figures(size, stock_size),
+        bound=simulation.bound(size),
         measured_cost=measured_cost,
         seconds_per_unit=price.seconds_per_token,
         seconds_per_step=seconds_per_step,
         sizes=size_rows,
-        oversize=table.names(is_over_a_cap),
+        oversize=table.names(_is_over_a_cap(table, options, max_tokens)),
         too_large=table.names(table.tokens > capacity.max_tokens()),
     )
-
-
-def _bound(table: SampleSizes, batches: Sequence[np.ndarray], num_ranks: int, options: CutOptions) -> float:
-    """Returns the mean cost of a step that no plan can beat."""
-    bounds = [lower_bound(planned_rows(table, batch, options), num_ranks) for batch in batches]
-    return float(np.mean(bounds))
 
 
 def _largest_size(
@@ -294,13 +316,22 @@ def _largest_size(
     slot = options.slot_tokens
     if slot is None:
         longest = int(capacity.table.tokens.max())
-        slot = -(-longest // options.width_multiple) * options.width_multiple
+        slot = math.ceil(longest / options.width_multiple) * options.width_multiple
     slot = min(slot, fitting_tokens)  # one slot must fit
     return min(fitting_tokens // slot, rows_per_rank), slot
 
 
+def _is_over_a_cap(table: SampleSizes, options: CutOptions, max_tokens: int) -> np.ndarray:
+    """Returns which samples are over a cap of a microbatch with this token budget, bool (n,)."""
+    is_over = table.tokens > max_tokens
+    is_over |= table.image_tokens > (options.max_image_tokens or max_tokens)
+    if options.max_loss_tokens is not None and table.loss_tokens is not None:
+        is_over |= table.loss_tokens > options.max_loss_tokens
+    return is_over
+
+
 def _compared_sizes(size: int, rows_per_rank: int) -> list[int]:
-    """Returns the suggested size and the powers of two up to twice as much, but at most the rows of a rank."""
+    """Returns the suggested size, and the powers of two up to twice this size and up to the rows of a rank."""
     largest = min(2 * size, rows_per_rank)
     powers = [1 << exponent for exponent in range(largest.bit_length())]
     return sorted({size, *powers})
@@ -330,5 +361,6 @@ def _size_row(
 
 def _largest(fits: Callable[[int], bool]) -> int:
     """Returns the largest number that fits, if all smaller ones fit too; 0 if none fits."""
-    # The keys are False for all numbers that fit, and True above. `bisect` counts the False ones, which begin at 1.
+    # By this key the numbers that fit (False) come before the others (True). `bisect` returns how many of them there
+    # are. As the numbers begin at 1, this is also the largest of them.
     return bisect(range(1, MOST_TOKENS), False, key=lambda number: not fits(number))

@@ -24,7 +24,7 @@ from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.sizing.memory_model import relative_fit
 
 LATE = 1.5
-"""A microbatch that took this many times the fitted time was delayed by something else."""
+"""A microbatch that took more than this many times the fitted time was delayed by something else."""
 
 
 class TimedMicrobatch(NamedTuple):
@@ -47,9 +47,9 @@ class MicrobatchTimer(Callback):
     Args:
         layout: Layout of the model's batches. None: a text model.
         hidden_size: Hidden size of the language model.
-        patches: Returns the patches that the vision encoder computes for a batch of one row. None: the encoder is not
-            timed.
-        skip: First steps that are not recorded, because caches warm up.
+        patches: Returns the number of patches that the vision encoder computes for a batch of one row. None: the
+            encoder is not timed.
+        skip: Number of first steps that are not recorded, because caches warm up.
     """
 
     layout: BatchLayout | None = None
@@ -62,10 +62,10 @@ class MicrobatchTimer(Callback):
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Puts hooks on the vision encoder and its projector."""
-        # Set here, because encoders may run before the first step, and the hooks read them.
-        self._num_running_encoders = 0
+        # Set here, because an encoder may run before the first step, and its hooks read these values.
+        self._num_running_encoders = 0  # more than one if an encoder is part of another
         self._encoder_seconds = 0.0
-        self._first_gradient: float | None = None
+        self._gradient_arrived: float | None = None  # time at which the gradient reached the output of the encoder
         if self.patches is None:
             return
         for module in vision_modules(state.model):
@@ -92,17 +92,18 @@ class MicrobatchTimer(Callback):
                 tensor.register_hook(self._gradient_arrives)
 
     def _gradient_arrives(self, gradient: torch.Tensor) -> None:
-        # Images come first in the forward pass. When the gradient reaches the output of the encoder, the rest of the
-        # backward pass is in the encoder.
-        if self._first_gradient is None:
-            self._first_gradient = self._now()
+        # The encoder comes first in the forward pass, so it comes last in the backward pass. All time after this
+        # moment is spent in the encoder.
+        if self._gradient_arrived is None:
+            self._gradient_arrived = self._now()
 
     def batch_start(self, state: State, logger: Logger) -> None:
         """Ends the previous step and starts the next."""
-        now = self._now()
+        started = self._now()
         if int(state.timestamp.batch) > self.skip:
-            self.outside.append(now - self._step_started - self._seconds_in_microbatches)
-        self._step_started = now
+            seconds_of_step = started - self._step_started
+            self.outside.append(seconds_of_step - self._seconds_in_microbatches)
+        self._step_started = started
         self._seconds_in_microbatches = 0.0
 
     def before_train_batch(self, state: State, logger: Logger) -> None:
@@ -123,7 +124,7 @@ class MicrobatchTimer(Callback):
                 single_rows = self.layout.split(batch, rows)
                 self._patches = [self.patches(row) for row in single_rows]
         self._encoder_seconds = 0.0
-        self._first_gradient = None
+        self._gradient_arrived = None
         # The counting above is not part of the run, so its time is left out.
         seconds_here = self._now() - before
         self._microbatch_started += seconds_here
@@ -131,16 +132,17 @@ class MicrobatchTimer(Callback):
 
     def after_backward(self, state: State, logger: Logger) -> None:
         """Ends a microbatch and starts the next."""
-        now = self._now()
-        seconds = now - self._microbatch_started
-        self._microbatch_started = now
+        ended = self._now()
+        seconds = ended - self._microbatch_started
+        self._microbatch_started = ended
         self._seconds_in_microbatches += seconds
         if int(state.timestamp.batch) < self.skip:
             return
         vision_seconds = self._encoder_seconds
-        if self._first_gradient is not None:
-            vision_seconds += now - self._first_gradient
-        microbatch = TimedMicrobatch(*self._shape, self._num_image_tokens, seconds, vision_seconds, self._patches)
+        if self._gradient_arrived is not None:
+            vision_seconds += ended - self._gradient_arrived
+        rows, width = self._shape
+        microbatch = TimedMicrobatch(rows, width, self._num_image_tokens, seconds, vision_seconds, self._patches)
         self.microbatches.append(microbatch)
 
     def _now(self) -> float:
@@ -151,10 +153,10 @@ class MicrobatchTimer(Callback):
 
 
 def fit_cost(timers: Sequence[MicrobatchTimer], *, quadratic: float) -> tuple[CostModel, float]:
-    """Returns the cost model of timed microbatches, and the median of the other seconds of a step.
+    """Fits a cost model to timed microbatches. Returns it, and the median of the other seconds of a step.
 
-    If the vision encoder was timed, an image costs ``a * patches^2 + b * patches + c`` in it, and the rest of a
-    microbatch costs by its text. Otherwise images cost by their tokens.
+    If the vision encoder was timed, an image costs ``a * patches^2 + b * patches + c``, and the cost of the rest of a
+    microbatch depends only on its text. If not, the cost of an image depends on its tokens.
 
     Args:
         timers: Timers of runs with microbatches of many shapes.
@@ -171,8 +173,9 @@ def fit_cost(timers: Sequence[MicrobatchTimer], *, quadratic: float) -> tuple[Co
         seconds_outside += timer.outside
     if not microbatches:
         raise InvalidInputError('`timers` must hold at least one microbatch, got: none. Run more steps.')
-    columns = np.array([microbatch[:5] for microbatch in microbatches], dtype=np.float64)
-    rows, widths, image_tokens, seconds, vision_seconds = columns.T
+    without_patches = [microbatch[:5] for microbatch in microbatches]
+    columns = np.array(without_patches, dtype=np.float64).T
+    rows, widths, image_tokens, seconds, vision_seconds = columns
     patch_sums = [_patch_sums(microbatch) for microbatch in microbatches]
     patch_features = np.array(patch_sums, dtype=np.float64)
     has_patches = patch_features[:, 1] > 0
@@ -180,7 +183,7 @@ def fit_cost(timers: Sequence[MicrobatchTimer], *, quadratic: float) -> tuple[Co
     if has_patches.any() and vision_seconds[has_patches].all():
         vision_fit = _fit(patch_features[has_patches], vision_seconds[has_patches])
         per_square, per_patch, per_image = vision_fit.tolist()
-        # Patches now price the images. So the fit below must not price them again by their tokens.
+        # The fit above prices the images, so the fit below must not price them again by their tokens.
         seconds = seconds - vision_seconds
         image_tokens = np.zeros_like(image_tokens)
     text_cost = rows * (widths + widths**2 / quadratic)
@@ -188,7 +191,7 @@ def fit_cost(timers: Sequence[MicrobatchTimer], *, quadratic: float) -> tuple[Co
     per_token, per_image_token, per_microbatch = _fit(features, seconds).tolist()
     if per_token <= 0:
         raise InvalidInputError(
-            'Measured times must grow with the number of tokens, got: none that do. Time more steps.'
+            'The measured times do not grow with the number of tokens, so no cost per token fits. Time more steps.'
         )
     cost = CostModel(
         quadratic=quadratic,
@@ -203,7 +206,7 @@ def fit_cost(timers: Sequence[MicrobatchTimer], *, quadratic: float) -> tuple[Co
 
 
 def _patch_sums(microbatch: TimedMicrobatch) -> list[float]:
-    """Returns the three sums over the rows by which the vision encoder is priced."""
+    """Returns the sums over the rows that set the cost in the vision encoder: patches^2, patches, and images."""
     patches = np.array(microbatch.patches)
     sum_of_squares = (patches**2).sum()
     num_images = (patches > 0).sum()
@@ -211,9 +214,9 @@ def _patch_sums(microbatch: TimedMicrobatch) -> list[float]:
 
 
 def _fit(features: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Returns the costs of the features, (terms,): non-negative least squares of relative errors."""
+    """Returns the cost of one of each feature, (features,). Minimizes relative errors; no cost is negative."""
     solution = np.zeros(features.shape[1])
-    # A busy machine delays some microbatches. They are left out, and the others are fitted again.
+    # A busy machine delays some microbatches. These are left out, and the others are fitted again.
     is_on_time = np.ones(len(seconds), dtype=bool)
     for _ in range(3):
         if is_on_time.any():

@@ -1,16 +1,17 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Modes of torch under which a model runs without memory.
+"""Modes of torch in which a model runs with tensors that take no memory.
 
 :class:`RealInputs` computes with the real batch, so that a model can branch on its values. :class:`CudaAutocast` gives
-tensors the types that they have on a GPU. :class:`MemoryTracker` counts their bytes by part.
+tensors the types that they have on a GPU. :class:`MemoryTracker` counts their bytes, part by part.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,8 +41,8 @@ INDEXING_OPERATIONS = (
 )
 LARGEST_REAL = 1 << 22
 """Float tensors with more numbers are made fake. A mask in floats has rows x width^2 numbers, and SDPA makes one for
-each layer, so large ones must not take memory. Gemma 4 needs the values of 705,600 numbers of an image, which say where
-its patches are pooled."""
+each layer, so large masks must not take memory. Tensors of Gemma 4 must stay real up to 705,600 numbers: they say where
+the patches of an image are pooled."""
 TRACKED_PARTS = ('text', 'logits', 'vision', 'weights')
 """``weights`` are the copies of parameters that autocast makes."""
 
@@ -50,7 +51,8 @@ class SharedFakeMode(FakeTensorMode):
     """A mode of fake tensors. Copies of a module use the same one."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedFakeMode:
-        # peft copies modules, and with their tensors the mode. The memory of a copied mode would be freed twice.
+        # peft copies modules, and would copy the mode together with their tensors. A copied mode would free the same
+        # memory a second time.
         return self
 
 
@@ -71,15 +73,18 @@ class RealInputs(TorchDispatchMode):
         kwargs = kwargs or {}
         values, _ = tree_flatten((args, kwargs))
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
-        if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+        has_fake_input = any(isinstance(tensor, FakeTensor) for tensor in tensors)
+        if not has_fake_input:
             input_storages = {storage_key(tensor) for tensor in tensors}
+            without_memory = partial(self._without_memory, input_storages=input_storages)
             result = func(*args, **kwargs)
-            return tree_map_only(torch.Tensor, lambda tensor: self._without_memory(tensor, input_storages), result)
-        # The result of indexing with a mask has an element for each True of it. The fake mode could not count these.
-        # But the masks here are real, so indices replace them.
+            return tree_map_only(torch.Tensor, without_memory, result)
+        # Indexing with a mask gives one element for each True of the mask. The fake mode cannot know how many there
+        # are. The masks here are real, so their positions take their place.
         if func is aten.masked_select.default and not isinstance(args[1], FakeTensor):
-            mask = args[1].expand(args[0].shape)
-            return self.__torch_dispatch__(aten.index.Tensor, types, (args[0], [mask]))
+            source, mask = args
+            indices = [mask.expand(source.shape)]
+            return self.__torch_dispatch__(aten.index.Tensor, types, (source, indices))
         if func in INDEXING_OPERATIONS:
             args = (args[0], _without_masks(args[1]), *args[2:])
         with self.fake_mode:
@@ -92,7 +97,7 @@ class RealInputs(TorchDispatchMode):
         return self.fake_mode.from_tensor(tensor, static_shapes=True)
 
     def _without_memory(self, tensor: torch.Tensor, input_storages: set[int]) -> torch.Tensor:
-        """Makes a large new float tensor fake. A view of an input stays as it is."""
+        """Returns a fake tensor for a large new float tensor. Other tensors, and views of inputs, stay as they are."""
         is_large = tensor.is_floating_point() and tensor.numel() > LARGEST_REAL
         if is_large and storage_key(tensor) not in input_storages:
             return self._fake(tensor)
@@ -100,7 +105,7 @@ class RealInputs(TorchDispatchMode):
 
 
 def _without_masks(indices: Sequence[object]) -> list[object]:
-    """Returns the indices with the positions of real masks instead of these masks."""
+    """Returns the indices. Each real mask among them is replaced by the positions at which it is True."""
     positions: list[object] = []
     for index in indices:
         is_fake = isinstance(index, FakeTensor)
@@ -112,9 +117,12 @@ def _without_masks(indices: Sequence[object]) -> list[object]:
 
 
 class CudaAutocast(TorchFunctionMode):
-    """Makes autocast on the CPU compute in float32 where autocast on a GPU does, whose outputs are larger."""
+    """Makes autocast on the CPU compute the same operations in float32 as autocast on a GPU.
 
-    # From "CUDA ops that autocast to float32" in the documentation of torch.amp, those that transformers use.
+    Autocast on the CPU keeps some of them in the lower precision, so their results would look smaller than on a GPU.
+    """
+
+    # The list "CUDA Ops that can autocast to float32" in the documentation of torch.amp, as far as transformers use it.
     FLOAT32 = (
         F.layer_norm,
         F.group_norm,
@@ -146,11 +154,12 @@ class CudaAutocast(TorchFunctionMode):
 
 
 def _upcast(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+    is_half = tensor.dtype in (torch.bfloat16, torch.float16)
+    return tensor.float() if is_half else tensor
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Counts the bytes of tensors by part, from the operation that makes a tensor until its memory is freed.
+    """Counts the bytes of tensors by part. A tensor counts from the operation that makes it until its memory is freed.
 
     torch's own ``MemTracker`` separates activations and gradients, but not text, logits and vision encoder. The tests
     compare the totals of both. A tensor whose last dimension is `vocab_size` counts as logits.
@@ -181,7 +190,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         if func is ask_device.default:
-            # More than half of all calls. Answered here, because each of the other modes would handle it as well.
+            # These are more than half of all calls. They are answered here, so that no other mode handles them, too.
             return args[0].device
         result = func(*args, **(kwargs or {}))
         for tensor in tree_iter(result):
@@ -193,7 +202,7 @@ class MemoryTracker(TorchDispatchMode):
         return result
 
     def enter(self, tensor: torch.Tensor, part: str) -> None:
-        """Counts a tensor under a part, unless its memory is counted already or is that of a parameter."""
+        """Adds the bytes of a tensor to a part. Skips parameters, and memory that counts already."""
         storage = tensor.untyped_storage()
         key = storage_key(tensor)
         if key in self._finalizers or key in self._parameters:
@@ -207,11 +216,12 @@ class MemoryTracker(TorchDispatchMode):
         self.current[part] -= num_bytes
 
     def _part(self, tensor: torch.Tensor, func: Any, args: Any) -> str:
+        """Returns the part of a tensor, from the operation that has made it."""
         if func is aten._to_copy.default and storage_key(args[0]) in self._parameters:
             return 'weights'
         if self._num_running_encoders:
             return 'vision'
-        # Attention may also have a last dimension of this size, but it has four dimensions.
+        # The last dimension of attention may have the same size, but attention has four dimensions.
         if tensor.dim() in (2, 3) and tensor.shape[-1] == self.vocab_size:
             return 'logits'
         return 'text'

@@ -3,9 +3,9 @@
 
 """Traces steps of the run's own model without its memory.
 
-Weights and activations are fake tensors, which have a size and no memory; the batch is real. :class:`TracedStep`
-measures what a microbatch holds at its peak, by part, and counts its operations. :func:`calibrate_fake` fits a memory
-model to a few traced microbatches, and :func:`count_flops` fits a model of the operations.
+Weights and activations are fake tensors, which have a size but no memory. The batch is real. :class:`TracedStep`
+measures the bytes of a microbatch at its peak, part by part, and counts its operations. :func:`calibrate_fake` fits a
+memory model to a few traced microbatches, and :func:`count_flops` fits a model of the operations.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from composer_tokacc.model_structure import cast_model
 from composer_tokacc.planning import check_choice
 from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.sizing.memory_model import (
+    ActivationFit,
     MemoryModel,
     StaticBytes,
     activation_bytes,
@@ -48,15 +49,16 @@ log = logging.getLogger(__name__)
 AUTOCAST = {'fp32': None, 'amp_bf16': torch.bfloat16, 'amp_fp16': torch.float16}
 """The types that Composer's precisions compute in."""
 TEXT_TERMS = ('tokens', 'area')
-"""The sizes that operations of the language model depend on: of its linear layers, and of attention."""
+"""Sizes that set the operations of the language model: in its linear layers, and in attention."""
 MEDIA_TERMS = ('image_tokens', 'image_area')
-"""The same of the vision encoder."""
+"""The same two sizes for the vision encoder."""
 FLOP_TERMS = TEXT_TERMS + MEDIA_TERMS
 TRACED_LOGITS = ('all', 'labels', 'auto')
-"""Positions at which logits are computed. ``auto``: only those with a label, if the model can be traced so."""
+"""Positions at which logits are computed. ``auto``: only at labels, if a trace of this succeeds."""
 LABEL_SPACINGS = (4, 16, 1, 32, 2, 8)
-"""For logits at labels, each traced microbatch has a label at every n-th position. So the numbers of labels and of
-positions vary independently. One microbatch has a label at every position, because a run may also need all logits."""
+"""For logits at labels, each traced microbatch has a label at every n-th position, with another n for each. So the
+number of labels varies independently of the number of positions. One microbatch has a label at every position, because
+a run may also need all logits."""
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -66,13 +68,13 @@ class MicrobatchPeaks(NamedTuple):
 
     shape: BatchShape
     phases: Mapping[str, Mapping[str, int]]
-    """Bytes by part at the peak of each phase, in this order: ``forward`` up to the output embedding; ``head``, with
-    the loss and the backward pass of the output embedding; ``blocks``, the rest. Which one is the highest depends on
-    the shape."""
+    """Bytes by part at the peak of each phase. In this order: ``forward`` ends before the output embedding. ``head`` is
+    the output embedding, the loss, and the backward pass of both. ``blocks`` is the rest of the backward pass. Which
+    phase is the highest depends on the shape."""
 
 
 class TracedStep:
-    """Steps of a run whose tensors take no memory. They have the sizes that they would have on a GPU.
+    """Runs steps with tensors that take no memory. They have the sizes that they would have on a GPU.
 
     Args:
         build: Makes the model.
@@ -106,26 +108,28 @@ class TracedStep:
         self._dtype = AUTOCAST[precision]
         self._on_gpu = on_gpu
         self._argument_names = _argument_names(self.model)
-        self._logits_dtype: torch.dtype | None = None  # of the logits that the step before left behind, if any
+        # Type of the logits, which stay in memory until the next step. None: there was no step yet, or it had none.
+        self._logits_dtype: torch.dtype | None = None
         self._selector: LabelSelector | None = None
         if logits == 'labels':
             self._selector = LabelSelector(self.model)
         self._warm_up(first_batch)
         self.static = self._count_static(make_optimizer)
         if strategy == 'fsdp' and self._dtype is not None:
-            # FSDP computes with parameters that are cast. Optimizer states are counted above, of those that are not.
+            # FSDP computes with a cast copy of the parameters. The optimizer works on the others, so its states were
+            # counted before this cast.
             self._tracker.close()
             with self._mode:
                 cast_model(self.model, self._dtype)
             self._warm_up(first_batch)
 
     def _warm_up(self, first_batch: Batch) -> None:
-        """Runs a step that leaves gradients and logits behind, as every later step finds them."""
+        """Runs a first step. Later steps then begin with gradients and logits in memory, as in a run."""
         self._tracker = MemoryTracker(self.model, self.vocab_size)
         self._logits_dtype = self._step(first_batch)
 
     def measure(self, batch: Batch) -> MicrobatchPeaks:
-        """Returns the peaks of one microbatch. Gradients exist already, as after the first microbatch of a step."""
+        """Returns the peaks of one microbatch. Gradients exist already, so they do not count."""
         bytes_before = dict(self._tracker.current)
         phases: dict[str, dict[str, int]] = {}
 
@@ -170,11 +174,11 @@ class TracedStep:
         """Runs forward and backward as the Trainer does, and returns the type of the logits."""
         with_media = self.layout.with_media(batch)
         inputs = {key: value for key, value in with_media.items() if key in self._argument_names}
-        num_logits = self._num_logits(batch)  # before the modes are entered, under which tensors are fake
+        num_logits = self._num_logits(batch)  # needs real tensors, so it comes before the modes
         autocast_of_gpu = CudaAutocast() if self._on_gpu else nullcontext()
-        # Also around the backward pass, where checkpointing computes again under the autocast of the forward pass.
+        # The modes are on in the backward pass, too. There checkpointing repeats parts of the forward pass.
         with self._tracked(), counter or nullcontext(), autocast_of_gpu:
-            # As in Composer, whose `state.outputs` holds the logits of the last microbatch until the new ones exist.
+            # Composer's `state.outputs` holds the logits of the last microbatch until the new ones exist.
             previous = None
             if self._logits_dtype is not None:
                 with self._mode:
@@ -182,12 +186,12 @@ class TracedStep:
                 self._tracker.enter(previous, 'logits')
             if self._selector is not None:
                 self._selector.arm('causal', num_logits - 1)
-            # Fake tensors of a GPU need its driver. Those of the CPU do not, and have the same sizes.
+            # Fake tensors of a GPU would need its driver. Fake tensors of the CPU have the same sizes.
             with torch.autocast('cpu', self._dtype, enabled=self._dtype is not None):
                 outputs = self.model(**inputs)
             del previous
-            # Not `loss.backward()`: CudaAutocast handles each call that takes a tensor, and is off while it handles it,
-            # here for the whole backward pass. The call below takes no tensor.
+            # Not `loss.backward()`. Torch turns CudaAutocast off while it handles a call on a tensor, which here would
+            # be the whole backward pass. A call on an edge of the graph does not pass through CudaAutocast.
             root = torch.autograd.graph.get_gradient_edge(outputs.loss)
             gradient_of_loss = torch.ones_like(outputs.loss)
             torch.autograd.backward([root], grad_tensors=[gradient_of_loss])
@@ -196,15 +200,16 @@ class TracedStep:
 
     @contextmanager
     def _tracked(self) -> Iterator[None]:
-        """Enters the modes of a step."""
+        """Enters the modes of a step. An error under them becomes an `InvalidInputError`."""
         try:
             with RealInputs(self._mode), self._tracker:
                 yield
         except (DataDependentOutputException, RuntimeError) as error:
+            first_line = str(error).partition('\n')[0]
             raise InvalidInputError(
-                f'The model cannot be traced without a GPU, got: {type(error).__name__} in '
-                f'{type(self.model).__name__} ({str(error).splitlines()[0]}). A common reason is control flow that '
-                'depends on values of its weights. Calibrate on a GPU.'
+                f'{type(self.model).__name__} cannot be traced without a GPU: {type(error).__name__}, '
+                f'{first_line}. A common reason is control flow that depends on values of the weights. '
+                'Calibrate on a GPU.'
             ) from error
 
     def _count_static(self, make_optimizer: MakeOptimizer) -> StaticBytes:
@@ -212,7 +217,8 @@ class TracedStep:
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         optimizer = make_optimizer(trained)
         for group in optimizer.param_groups:
-            if self._on_gpu and group.get('foreach', True) is None and not group.get('fused'):
+            is_undecided = group.get('foreach', True) is None
+            if self._on_gpu and is_undecided and not group.get('fused'):
                 group['foreach'] = True  # torch's default on GPUs
         bytes_before = sum(self._tracker.current.values())
         self._tracker.restart_peak()
@@ -253,7 +259,7 @@ def calibrate_fake(
     has_mask: bool = True,
     logits: str = 'all',
 ) -> MemoryModel:
-    """Traces four to six microbatches of the model under fake tensors and fits the terms to them.
+    """Traces four to six microbatches of the model with fake tensors, and fits a memory model to them.
 
     Args:
         build: Makes the model on the CPU, in training mode: ``lambda: LlamaForCausalLM(config)``. A Composer
@@ -263,13 +269,14 @@ def calibrate_fake(
         width: Width of the widest microbatch: about the longest sample of the dataset.
         make_optimizer: Makes the optimizer of the parameters that are trained.
         precision: ``'fp32'``, ``'amp_bf16'`` or ``'amp_fp16'``, as in ``Trainer(precision=...)``.
-        strategy: ``'ddp'`` or ``'fsdp'``, which runs a copy of the parameters in the type of `precision`.
-        on_gpu: Whether the run is on GPUs. There autocast keeps more in float32, and optimizers work on all tensors at
-            once.
+        strategy: ``'ddp'`` or ``'fsdp'``. FSDP computes with a copy of the parameters in the type of `precision`.
+        on_gpu: Whether the run is on GPUs. On a GPU autocast keeps more tensors in float32, and optimizers work on all
+            tensors at once.
         has_mask: Whether attention holds a mask if there is padding, as SDPA does. Flash attention has none.
-        logits: Where the run computes logits, as for :class:`.TokenAccumulation`: ``'all'``; ``'labels'``; or
-            ``'auto'``, at labels if the model can be traced so. ``MemoryModel.logits`` then says which. Fake tensors
-            have no values, so a model whose loss would change is noticed only by the check in the run.
+        logits: Where the run computes logits, as for :class:`.TokenAccumulation`: ``'all'``, ``'labels'`` or
+            ``'auto'``. ``'auto'`` takes logits at labels if a trace of them succeeds; ``MemoryModel.logits`` tells
+            whether it did. The trace cannot tell whether the loss stays the same, because fake tensors have no
+            values. The first-batch check of the run does.
 
     Raises:
         ValueError: Precision or strategy is unknown, or the model's control flow depends on values of its weights.
@@ -288,7 +295,7 @@ def calibrate_fake(
     if logits == 'auto':
         try:
             memory = _traced_memory(make_step, batches, 'labels', has_mask=has_mask)
-        # A model that needs all logits fails with one of these. The check of the first batch catches the same ones.
+        # A model that needs all logits fails with one of these errors. The first-batch check catches the same ones.
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             log.info('Memory is counted with logits of all positions: %s', error)
             logits = 'all'
@@ -307,7 +314,7 @@ def _traced_memory(
     *,
     has_mask: bool,
 ) -> MemoryModel:
-    """Traces the batches with ``'all'`` logits or those at ``'labels'``, and fits a memory model to them."""
+    """Traces the batches with ``'all'`` logits or only those at ``'labels'``, and fits a memory model to them."""
     if logits == 'labels':
         pairs = zip(batches, LABEL_SPACINGS, strict=False)
         batches = [with_spaced_labels(batch, spacing) for batch, spacing in pairs]
@@ -318,36 +325,47 @@ def _traced_memory(
             # Without padding attention builds no mask.
             batch = {**batch, 'attention_mask': torch.ones_like(batch['attention_mask'])}
         measured.append(step.measure(batch))
-    shapes = [peaks.shape for peaks in measured]
     if attention_of(step.model.config) == 'eager':
         area = 'always'
     elif has_mask:
         area = 'padded'
     else:
         area = 'never'
-    bytes_of_phases = {}
-    for name in measured[0].phases:
-        bytes_of_phases[name] = [peaks.phases[name] for peaks in measured]
-    activations = [activation_bytes(measured_bytes) for measured_bytes in bytes_of_phases.values()]
-    highest = np.max(activations, axis=0)
-    phases = {}
-    for name, measured_bytes in bytes_of_phases.items():
-        phases[name] = fit_activations(shapes, measured_bytes, area=area, peaks=highest)
+    ratios = []
+    for peaks in measured:
+        image_tokens = max(peaks.shape.image_tokens, 1)
+        ratios.append(peaks.shape.pixel_bytes / image_tokens)
     return MemoryModel(
         static=step.static,
-        phases=phases,
+        phases=_fit_phases(measured, area),
         strategy=step.strategy,
         logits=logits,
-        pixel_bytes_per_image_token=max(shape.pixel_bytes / max(shape.image_tokens, 1) for shape in shapes),
+        pixel_bytes_per_image_token=max(ratios),
     )
+
+
+def _fit_phases(measured: Sequence[MicrobatchPeaks], area: str) -> dict[str, ActivationFit]:
+    """Fits the activations of each phase to the measured microbatches. Residuals are relative to the highest phase."""
+    shapes = [peaks.shape for peaks in measured]
+    bytes_of_phases = {}
+    activations = []
+    for name in measured[0].phases:
+        bytes_of_phase = [peaks.phases[name] for peaks in measured]
+        bytes_of_phases[name] = bytes_of_phase
+        activations.append(activation_bytes(bytes_of_phase))
+    highest = np.max(activations, axis=0)  # of each microbatch
+    fits = {}
+    for name, bytes_of_phase in bytes_of_phases.items():
+        fits[name] = fit_activations(shapes, bytes_of_phase, area=area, peaks=highest)
+    return fits
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlopModel:
-    """Operations of forward and backward, as a sum of coefficients times sizes. Padding is computed, so it counts."""
+    """Predicts the operations of forward and backward. They are a sum of coefficients times sizes, padding included."""
 
     coefficients: Mapping[str, float]
-    """By the names in ``FLOP_TERMS``."""
+    """Operations for one of each size in ``FLOP_TERMS``."""
     layout: BatchLayout
     residual: float
     """Largest relative error over the traced microbatches."""
@@ -371,10 +389,11 @@ def count_flops(
     *,
     width: int,
 ) -> FlopModel:
-    """Counts the matrix products of four to six microbatches without computing them; see :func:`.calibrate_fake`.
+    """Counts the matrix products of four to six traced microbatches, and fits a model of the operations to them.
 
-    Build the model with eager attention, whose products can be seen, and without activation checkpointing, whose
-    second forward is not useful work.
+    Build the model with eager attention, because the products inside of fused kernels cannot be seen. Build it without
+    activation checkpointing, because its second forward is not useful work. For the arguments see
+    :func:`.calibrate_fake`.
     """
     batches = probe_batches(BatchLayout.for_model(config), samples, width)
     step = TracedStep(build, batches[0], on_gpu=False)
@@ -386,8 +405,9 @@ def count_flops(
     flops = [step.count_flops(batch) for batch in batches]
     counted = np.array(flops, dtype=np.float64)
     solution = relative_fit(sizes, counted)
+    relative_errors = sizes @ solution / counted - 1
     return FlopModel(
         coefficients=dict(zip(FLOP_TERMS, solution.tolist(), strict=True)),
         layout=step.layout,
-        residual=float(np.abs(sizes @ solution / counted - 1).max()),
+        residual=float(np.abs(relative_errors).max()),
     )

@@ -120,7 +120,9 @@ def without_logits(outputs):
     return outputs.aux_loss
 
 
-@pytest.mark.parametrize(('change', 'message'), [(z_loss, 'is not the number of experts'), (without_logits, 'outputs')])
+@pytest.mark.parametrize(
+    ('change', 'message'), [(z_loss, 'must be the number of experts'), (without_logits, 'outputs')]
+)
 def test_other_load_balancing_losses_are_refused(change, message):
     model, batch = another_loss(change), collate(text_rows(SHAPE))
     before = [parameter.clone() for parameter in model.parameters()]
