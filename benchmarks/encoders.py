@@ -149,7 +149,7 @@ def main() -> None:
     print(table_of(results))
     write(arguments.results, results)
     if not arguments.quick:
-        fill_page(PAGE, 'encoders', table_of(results))
+        fill_page(PAGE, {'encoders': table_of(results)})
 
 
 if __name__ == '__main__':

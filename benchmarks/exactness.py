@@ -11,10 +11,8 @@ results/exactness.json and the tables of docs/rivals.md.
 
 from __future__ import annotations
 
-import argparse
 import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -30,8 +28,8 @@ from benchmarks.adapters import (
     gradients_of,
     inputs_of,
 )
-from benchmarks.machine import join_ranks, machine, on_ranks, versions
-from benchmarks.record import RESULTS, ROOT, fill_page, parser_of, table, write_rows
+from benchmarks.machine import machine, on_ranks, versions
+from benchmarks.record import RESULTS, ROOT, fill_page, parser_of, ranks_text, table, write_rows
 from composer_tokacc import BatchLayout, verify_invariance
 from tests.support.families import FAMILIES, ragged_samples
 from tests.support.text import text_model, text_rows
@@ -122,7 +120,7 @@ def tables_of(rows: list[Row]) -> str:
         lines = [[title] for title in TITLES.values()]
         for ranks in (1, 2):
             for accumulation in ACCUMULATIONS:
-                columns.append(f'{ranks} rank{"s" * (ranks > 1)}, x{accumulation}')
+                columns.append(f'{ranks_text(ranks)}, x{accumulation}')
                 for line, trainer in zip(lines, TITLES, strict=True):
                     line.append(cell_text(of_subject[trainer, ranks], accumulation))
         parts.append(f'### {subject}\n\n{table(columns, lines)}')
@@ -139,33 +137,26 @@ def cell_text(row: Row, accumulation: int) -> str:
     return f'{worst["error"]:.0%} off, x{worst["factor"]:.2f}'
 
 
-def work(subjects: list[str], path: Path) -> None:
-    """Runs under the composer launcher."""
-    join_ranks()
-    rows = [check(subject, trainer) for subject in subjects for trainer in ADAPTERS]
-    if dist.get_global_rank() == 0:
-        path.write_text(json.dumps(rows))
+def measure_on_ranks(subjects: list[str]) -> list[Row]:
+    """Checks all trainers with these models on the ranks of this launch."""
+    return [check(subject, trainer) for subject in subjects for trainer in ADAPTERS]
 
 
 def main() -> None:
     parser = parser_of(__doc__, results=RESULTS_FILE)
     parser.add_argument('--ranks', type=int, nargs='+', default=[1, 2])
     parser.add_argument('--subjects', nargs='+', choices=SUBJECTS, default=list(SUBJECTS))
-    parser.add_argument('work_results', type=Path, nargs='?', help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.work_results:
-        work(arguments.subjects, arguments.work_results)
-        return
     path = arguments.results
     earlier = json.loads(path.read_text())['rows'] if path.exists() else []
     rows = {(row['subject'], row['ranks'], row['trainer']): row for row in earlier}
     for ranks in arguments.ranks:
-        for row in on_ranks(ranks, 'benchmarks.exactness', '--subjects', *arguments.subjects):
+        for row in on_ranks(ranks, 'benchmarks.exactness', subjects=arguments.subjects):
             rows[row['subject'], row['ranks'], row['trainer']] = row
             print(f'{row["subject"]}, {ranks} ranks, {row["trainer"]}: {cell_text(row, ACCUMULATIONS[-1])}')
     write_rows(path, {'rows': list(rows.values())})
     if path == RESULTS_FILE:
-        fill_page(PAGE, 'exactness', tables_of(list(rows.values())))
+        fill_page(PAGE, {'exactness': tables_of(list(rows.values()))})
 
 
 if __name__ == '__main__':

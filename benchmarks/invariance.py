@@ -15,8 +15,6 @@ Prints a table; writes results/invariance.json and results/invariance.png.
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -30,7 +28,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 from transformers import AutoModelForImageTextToText
 
 from benchmarks.adapters import FirstGradient, gradients_of
-from benchmarks.machine import join_ranks, machine, on_ranks
+from benchmarks.machine import machine, on_ranks
 from benchmarks.record import parser_of, show, write
 from benchmarks.small_llava import freeze_unused
 from benchmarks.timed_steps import data_of
@@ -125,9 +123,8 @@ def train(
     return losses, first_gradient.gradients
 
 
-def work(steps: int, microbatches: list[int], path: Path) -> None:
+def measure_on_ranks(steps: int, microbatches: list[int]) -> list[Row]:
     """Runs all methods and microbatches on the ranks of this launch."""
-    join_ranks()
     processor = build_digits_processor()
     digits = DigitsDataset(processor, num_samples=4096)
     dataset = Subset(digits, [index % 4096 for index in range(steps * GLOBAL_BATCH)])
@@ -156,8 +153,7 @@ def work(steps: int, microbatches: list[int], path: Path) -> None:
                     f'{METHODS[method]}, microbatch {microbatch}: {row["seconds"]} s',
                     flush=True,
                 )
-    if dist.get_global_rank() == 0:
-        path.write_text(json.dumps(rows))
+    return rows
 
 
 def spread(rows: list[Row]) -> dict[str, dict[str, float]]:
@@ -200,21 +196,14 @@ def main() -> None:
     parser.add_argument('--steps', type=int, default=100)
     parser.add_argument('--ranks', type=int, nargs='+', default=[1, 2, 4])
     parser.add_argument('--microbatches', type=int, nargs='+', default=[16, 8, 1])
-    parser.add_argument('work_results', type=Path, nargs='?', help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.work_results:
-        work(arguments.steps, arguments.microbatches, arguments.work_results)
-        return
-    sizes = [str(size) for size in arguments.microbatches]
     rows: list[Row] = []
     for ranks in arguments.ranks:
         rows += on_ranks(
             ranks,
             'benchmarks.invariance',
-            '--steps',
-            str(arguments.steps),
-            '--microbatches',
-            *sizes,
+            steps=arguments.steps,
+            microbatches=arguments.microbatches,
         )
     rows.sort(key=lambda row: list(METHODS).index(row['method']))
     show(

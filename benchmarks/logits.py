@@ -20,7 +20,7 @@ import json
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from transformers import LlamaForCausalLM
 from benchmarks.logits_memory import IMAGE_TOKENS, ROW_TOKENS, model_config
 from benchmarks.logits_memory import RESULT as MEMORY_FILE
 from benchmarks.machine import machine
-from benchmarks.record import RESULTS, ROOT, filled, parser_of, table, write_rows
+from benchmarks.record import RESULTS, ROOT, fill_page, parser_of, ranks_text, table, write_rows
 from benchmarks.rivals.__main__ import keep, launch
 from benchmarks.rivals.data import SHAPES, Sizes, new_model
 from benchmarks.rivals.report import TITLES, by_rival, worst_error
@@ -178,8 +178,8 @@ def speed_table(results: Row) -> str:
     for cell in results['cells']:
         if 'rounds' not in cell:
             continue
-        ranks = '1 rank' if cell['ranks'] == 1 else f'{cell["ranks"]} ranks'
-        cases.setdefault(f'{SHAPES[cell["model"]].title}, {ranks}', []).append(cell)
+        title = f'{SHAPES[cell["model"]].title}, {ranks_text(cell["ranks"])}'
+        cases.setdefault(title, []).append(cell)
     columns = {title: by_rival(cells) for title, cells in cases.items()}
     rows = []
     for name in CONTENDERS:
@@ -224,9 +224,9 @@ def share_table(results: Row) -> str:
     return table(columns, rows)
 
 
-def parts_of(results: Row) -> dict[str, Callable[[], str]]:
-    """Returns a function that makes it for each table of the page."""
-    return {'logits_speed': lambda: speed_table(results), 'logits_shares': lambda: share_table(results)}
+def parts_of(results: Row) -> dict[str, str]:
+    """Returns the tables of the page by name."""
+    return {'logits_speed': speed_table(results), 'logits_shares': share_table(results)}
 
 
 def draw(results: Row, memory: Row, path: Path) -> None:
@@ -297,7 +297,7 @@ def main() -> None:
     print(share_table(results))
     if path == RESULTS_FILE:
         draw(results, json.loads(MEMORY_FILE.read_text()), PICTURE)
-        PAGE.write_text(filled(PAGE.read_text(), parts_of(results)))
+        fill_page(PAGE, parts_of(results))
 
 
 if __name__ == '__main__':

@@ -88,7 +88,7 @@ def main() -> None:
             print(output, flush=True)
             rows[program] = row_of(output)
     write(RESULTS_FILE, {'machine': machine(), 'programs': rows})
-    fill_page(PAGE, 'prove', table_of(rows))
+    fill_page(PAGE, {'prove': table_of(rows)})
 
 
 if __name__ == '__main__':

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,10 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return '\n'.join(f'| {" | ".join(map(str, line))} |' for line in lines) + '\n'
 
 
+def ranks_text(ranks: int) -> str:
+    return '1 rank' if ranks == 1 else f'{ranks} ranks'
+
+
 def show(title: str, rows: Sequence[dict[str, object]]) -> None:
     """Prints a table of dicts with the same keys."""
     print(f'\n{title}')
@@ -75,21 +79,21 @@ def show(title: str, rows: Sequence[dict[str, object]]) -> None:
     print(table(list(rows[0]), cells))
 
 
-def filled(page: str, parts: dict[str, Callable[[], str]]) -> str:
-    """Returns the page with the parts of these names written again."""
+def filled(page: str, parts: dict[str, str]) -> str:
+    """Returns the page with new text between the marks of these parts. Marks of other names are left alone."""
 
     def replacement(match: re.Match[str]) -> str:
         begin, name, end = match.groups()
         if name not in parts:
             return match[0]
-        return f'{begin}\n{parts[name]().strip()}\n\n{end}'
+        return f'{begin}\n{parts[name].strip()}\n\n{end}'
 
     return MADE_PART.sub(replacement, page)
 
 
-def fill_page(page: Path, name: str, part: str) -> None:
-    """Writes one part of a page again."""
-    page.write_text(filled(page.read_text(), {name: lambda: part}))
+def fill_page(page: Path, parts: dict[str, str]) -> None:
+    """Writes parts of a page again."""
+    page.write_text(filled(page.read_text(), parts))
 
 
 def _cell(value: object) -> str:

@@ -16,7 +16,6 @@ is not measured keeps its figures.
 
 from __future__ import annotations
 
-import argparse
 import json
 from importlib.metadata import version
 from itertools import chain
@@ -33,12 +32,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.adapters import ADAPTERS, Batch
 from benchmarks.length_sets import read_tables
-from benchmarks.machine import join_ranks, machine, on_ranks
+from benchmarks.machine import machine, on_ranks
 from benchmarks.record import (
     RESULTS,
     ROOT,
     fill_page,
     parser_of,
+    ranks_text,
     table,
     write_rows,
 )
@@ -185,15 +185,13 @@ def measure(subject: str, host: str) -> Row:
     }
 
 
-def measure_on_ranks(hosts: list[str], path: Path) -> None:
-    """Measures all cases of this number of ranks. Rank 0 writes the rows. Runs under the composer launcher."""
-    join_ranks()
+def measure_on_ranks(hosts: list[str]) -> list[Row]:
+    """Measures all cases that need as many ranks as this launch has."""
     rows = []
     for subject, ranks in CASES:
         if ranks == dist.get_world_size():
             rows += [measure(subject, host) for host in hosts]
-    if dist.get_global_rank() == 0:
-        path.write_text(json.dumps(rows))
+    return rows
 
 
 def merged(earlier: list[Row], measured: list[Row]) -> list[Row]:
@@ -220,7 +218,7 @@ def table_of(rows: list[Row]) -> str:
     """Returns the table of the page: the lightest and the heaviest token over the mean of the step."""
     cells = {(row['host'], row['subject'], row['ranks']): row for row in rows}
     versions = {row['host']: row['measured_on'][HOSTS[row['host']][1]] for row in rows}
-    columns = [f'{subject}, {ranks} rank{"s" * (ranks > 1)}' for subject, ranks in CASES]
+    columns = [f'{subject}, {ranks_text(ranks)}' for subject, ranks in CASES]
     lines = []
     for host, (title, package) in HOSTS.items():
         spans = [span_text(cells.get((host, subject, ranks))) for subject, ranks in CASES]
@@ -286,23 +284,19 @@ def main() -> None:
     # argparse checks the empty list of a bare `--hosts` against the choices, too.
     parser.add_argument('--hosts', nargs='*', choices=[*HOSTS, []], default=list(HOSTS))
     parser.add_argument('--ranks', type=int, nargs='+', choices=(1, 2), default=[1, 2])
-    parser.add_argument('work_results', type=Path, nargs='?', help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.work_results:
-        measure_on_ranks(arguments.hosts, arguments.work_results)
-        return
     rows: list[Row] = []
     if arguments.results.exists():
         rows = json.loads(arguments.results.read_text())['rows']
     if arguments.hosts:
         for ranks in arguments.ranks:
-            measured = on_ranks(ranks, 'benchmarks.token_weights', '--hosts', *arguments.hosts)
+            measured = on_ranks(ranks, 'benchmarks.token_weights', hosts=arguments.hosts)
             rows = merged(rows, measured)
     write_rows(arguments.results, {'rows': rows})
     print(table_of(rows))
     if arguments.results.resolve() == RESULTS_FILE:
         draw(rows, PICTURE)
-        fill_page(PAGE, 'weights', table_of(rows))
+        fill_page(PAGE, {'weights': table_of(rows)})
 
 
 if __name__ == '__main__':

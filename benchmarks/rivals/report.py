@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import RESULTS, ROOT, filled, table
+from benchmarks.record import RESULTS, ROOT, fill_page, ranks_text, table
 
 RESULTS_FILE = RESULTS / 'rivals.json'
 PAGES = (
@@ -47,17 +47,17 @@ HEADLINE = ('composer', 'hf', *OUR_RUNS)
 Row = dict[str, Any]
 
 
-def parts_of(results: Row) -> dict[str, Callable[[], str]]:
-    """Returns a function for each part of the pages that is written from these results."""
+def parts_of(results: Row) -> dict[str, str]:
+    """Returns the parts of the pages that are written from these results, by name."""
     cells = [cell for cell in results['cells'] if 'rounds' in cell]
     return {
-        'headline': lambda: overview(cells, HEADLINE),
-        'overview': lambda: overview(cells, tuple(TITLES)),
-        'measured_on': lambda: measured_on(cells),
-        'first_gradient': lambda: first_gradient(cells),
-        'speed': lambda: speed(cells),
-        'ratios': lambda: ratios(cells),
-        'reached_the_model': lambda: reached_the_model(cells),
+        'headline': overview(cells, HEADLINE),
+        'overview': overview(cells, tuple(TITLES)),
+        'measured_on': measured_on(cells),
+        'first_gradient': first_gradient(cells),
+        'speed': speed(cells),
+        'ratios': ratios(cells),
+        'reached_the_model': reached_the_model(cells),
     }
 
 
@@ -230,8 +230,8 @@ def grouped(cells: Sequence[Row]) -> dict[str, list[Row]]:
     """Returns the cells of each model and number of ranks, LLaVA first."""
     groups: dict[str, list[Row]] = {}
     for cell in sorted(cells, key=lambda cell: (cell['model'] == 'llama', cell['ranks'])):
-        ranks = '1 rank' if cell['ranks'] == 1 else f'{cell["ranks"]} ranks'
-        groups.setdefault(f'{MODEL_TITLES[cell["model"]]}, {ranks}', []).append(cell)
+        title = f'{MODEL_TITLES[cell["model"]]}, {ranks_text(cell["ranks"])}'
+        groups.setdefault(title, []).append(cell)
     return groups
 
 
@@ -257,4 +257,4 @@ def read(path: Path = RESULTS_FILE) -> Row:
 def write_pages(results: Row) -> None:
     parts = parts_of(results)
     for page in PAGES:
-        page.write_text(filled(page.read_text(), parts))
+        fill_page(page, parts)

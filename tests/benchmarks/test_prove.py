@@ -24,7 +24,7 @@ def test_page_shows_output_of_programs():
     rows = prove.saved_rows()
     page = prove.PAGE.read_text()
     assert sorted(rows) == prove.programs()
-    assert filled(page, {'prove': lambda: prove.table_of(rows)}) == page
+    assert filled(page, {'prove': prove.table_of(rows)}) == page
 
 
 @pytest.mark.slow
