@@ -1,17 +1,17 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Speed of trainers on data with few labels, and how the time of a microbatch divides into layers and logits.
+"""Speed of trainers on data with few labels, and the shares of layers and logits in the time of a microbatch.
 
     .venv-rivals/bin/python -m benchmarks.logits [--ranks 1 2] [--rounds 5]
     python -m benchmarks.logits --report     # only the picture and the tables of docs/logits.md, from the results
 
 Two text models have the ratio of vocabulary to hidden size of SmolVLM-256M (85) and Qwen2.5-VL-3B (74). They are small
 enough for two cores, and have a sixth of the layers. Image tokens are tokens without a label. The lengths are a quarter
-of those in the real tables (folder COMPOSER_TOKACC_LENGTHS), and answers have 4 to 48 tokens. The contenders are those
-of `benchmarks.rivals`, and take turns in each round. A microbatch is also timed with all layers of the real models.
+of the lengths in the real tables (folder COMPOSER_TOKACC_LENGTHS), and answers have 4 to 48 tokens. The contenders come
+from `benchmarks.rivals` and take turns in each round. A microbatch is also timed with all layers of the real models.
 
-Writes results/logits.json. The memory in the picture is that of results/logits_memory.json.
+Writes results/logits.json. The picture takes the memory from results/logits_memory.json.
 """
 
 from __future__ import annotations
@@ -67,15 +67,14 @@ def sizes_of(model: str) -> Row:
     }
 
 
-def time_microbatch(model: LlamaForCausalLM, rounds: int, shape: tuple[int, int] = MICROBATCH) -> dict[str, float]:
+def time_microbatch(model: LlamaForCausalLM, rounds: int) -> dict[str, float]:
     """Returns the seconds of forward and backward of a microbatch: for the layers only, and with head and loss.
 
     Args:
         model: A model on the CPU.
-        rounds: How often each is timed, after a first time that does not count. They take turns.
-        shape: Rows and width.
+        rounds: How often each forward is timed, after a first time that does not count. The forwards take turns.
     """
-    rows, width = shape
+    rows, width = MICROBATCH
     answer = sum(ANSWER) // 2
     ids = torch.randint(3, model.config.vocab_size, (rows, width))
     labels = ids.clone()
@@ -138,13 +137,13 @@ def smolvlm_config() -> transformers.SmolVLMConfig:
 
 
 def work_rows() -> list[Row]:
-    """Returns the share of the head in the multiplications of the real models, for rows as in AI2D.
+    """Returns the share of the head in the multiplications of the real models, for rows like those of AI2D.
 
-    Each weight of a matrix is used once for each position, or for each patch of an image. Attention scores are not
-    counted.
+    Each weight of a matrix is multiplied once for each position, or for each patch of an image. Attention scores are
+    not counted. `of_text` is the share in the text model, `of_all` in the whole model.
     """
     cases = {
-        # Config, image tokens of a row, and patches of an image token.
+        # Config, image tokens of a row, and patches that become one image token.
         'smolvlm': (smolvlm_config(), 640, 16),
         'qwen': (model_config(), IMAGE_TOKENS, 4),
     }
@@ -167,13 +166,16 @@ def work_rows() -> list[Row]:
 
 
 def ratio(cells: dict[str, Row], rival: str, figure: str) -> float:
-    """Returns the speed of ours with logits only at labels over that of a rival: the median over the rounds."""
+    """Returns how many times as fast as a rival ours is with logits at labels: the median over the rounds."""
     pairs = zip(cells['ours_sampler']['rounds'], cells[rival]['rounds'], strict=False)
     return statistics.median(our[figure] / their[figure] for our, their in pairs)
 
 
 def speed_table(results: Row) -> str:
-    """Returns the table of real tokens a second, and the speed of ours over each rival by time and processor time."""
+    """Returns the table of real tokens a second.
+
+    In parentheses: how many times as fast as this rival ours is, by time and by processor time.
+    """
     cases: dict[str, list[Row]] = {}
     for cell in results['cells']:
         if 'rounds' not in cell:
@@ -201,7 +203,7 @@ def speed_table(results: Row) -> str:
 
 
 def share_table(results: Row) -> str:
-    """Returns the table of the share of head and loss in the time of a microbatch, and in the work of real models."""
+    """Returns the table of the shares of head and loss: in the time of a microbatch, and in the work of real models."""
     work = {row['model']: row for row in results['work']}
     rows = []
     for row in results['microbatches']:
@@ -230,7 +232,7 @@ def parts_of(results: Row) -> dict[str, str]:
 
 
 def draw(results: Row, memory: Row, path: Path) -> None:
-    """Draws how the measured time of a microbatch, and its computed memory, divide into parts."""
+    """Draws the parts of the measured time of a microbatch, and of its computed memory."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
