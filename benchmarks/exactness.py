@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Which trainer has the gradient of one forward over the whole batch, by microbatches and ranks.
+"""Shows which trainers have the gradient of one forward over the whole batch, by microbatches and ranks.
 
     python -m benchmarks.exactness [--ranks 1 2] [--subjects Llama LLaVA]
 
@@ -45,7 +45,7 @@ Row = dict[str, Any]
 
 
 def subject_of(name: str) -> tuple[Any, list[Batch]]:
-    """Returns a tiny model of the family's own class, and rows for two ranks."""
+    """Returns a tiny model of the family, and rows for two ranks."""
     rng = np.random.default_rng(0)
     if name == 'Llama':
         lengths = rng.integers(4, 40, 2 * ROWS).tolist()
@@ -57,12 +57,8 @@ def subject_of(name: str) -> tuple[Any, list[Batch]]:
         samples += ragged_samples(with_images=True, seed=seed)
     rows = []
     for index in rng.permutation(len(samples))[: 2 * ROWS]:
-        rows.append(
-            {
-                **case.encode(samples[index]),
-                'num_images': [len(samples[index].images)],
-            }
-        )
+        row = case.encode(samples[index])
+        rows.append({**row, 'num_images': [len(samples[index].images)]})
     return case.model, rows
 
 
@@ -98,16 +94,12 @@ def check(subject: str, trainer: str) -> Row:
         padding_sides=('right',),
         tolerance=TOLERANCE,
     )
-    measured_on = {
-        'machine': machine(),
-        'versions': versions(('mosaicml', 'torch', 'transformers')),
-    }
     return {
         'subject': subject,
         'ranks': dist.get_world_size(),
         'trainer': trainer,
         'cases': [asdict(case) for case in report.cases],
-        'measured_on': measured_on,
+        'measured_on': {'machine': machine(), 'versions': versions(('mosaicml', 'torch', 'transformers'))},
     }
 
 
@@ -115,19 +107,20 @@ def tables_of(rows: list[Row]) -> str:
     """Returns a table for each model: trainers by ranks and accumulation."""
     parts = []
     for subject in SUBJECTS:
-        of_subject = {(row['trainer'], row['ranks']): row for row in rows if row['subject'] == subject}
+        rows_of_subject = {(row['trainer'], row['ranks']): row for row in rows if row['subject'] == subject}
         columns = ['']
         lines = [[title] for title in TITLES.values()]
         for ranks in (1, 2):
             for accumulation in ACCUMULATIONS:
                 columns.append(f'{ranks_text(ranks)}, x{accumulation}')
                 for line, trainer in zip(lines, TITLES, strict=True):
-                    line.append(cell_text(of_subject[trainer, ranks], accumulation))
+                    line.append(cell_text(rows_of_subject[trainer, ranks], accumulation))
         parts.append(f'### {subject}\n\n{table(columns, lines)}')
     return '\n'.join(parts)
 
 
 def cell_text(row: Row, accumulation: int) -> str:
+    """Returns the largest error of a trainer with this accumulation, and the factor of that gradient's length."""
     size = ROWS // accumulation
     cuts = ('in order', 'by length')
     cases = [case for case in row['cases'] if case['microbatch_size'] == size and case['cut'] in cuts]

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The LLaVA accumulation experiment: with a fixed global batch, the loss must not depend on how it is split.
+"""The LLaVA accumulation experiment: the loss of a fixed global batch must not depend on the split.
 
     python -m benchmarks.invariance [--steps 100] [--ranks 1 2 4] [--microbatches 16 8 1]
 
@@ -136,23 +136,21 @@ def measure_on_ranks(steps: int, microbatches: list[int]) -> list[Row]:
                 continue
             start = time.monotonic()
             losses, gradient = train(method, microbatch, steps, processor, dataset)
+            error, _ = relative_error(gradient, expected_gradient)
             row = {
                 'method': method,
                 'ranks': dist.get_world_size(),
                 'microbatch': microbatch,
                 'first_loss': losses[0],
                 'last_loss': losses[-1],
-                'gradient_error': relative_error(gradient, expected_gradient)[0],
+                'gradient_error': error,
                 'whole_batch_loss': expected_loss,
                 'losses': losses,
                 'seconds': round(time.monotonic() - start, 1),
             }
             rows.append(row)
             if dist.get_global_rank() == 0:
-                print(
-                    f'{METHODS[method]}, microbatch {microbatch}: {row["seconds"]} s',
-                    flush=True,
-                )
+                print(f'{METHODS[method]}, microbatch {microbatch}: {row["seconds"]} s', flush=True)
     return rows
 
 
@@ -167,7 +165,8 @@ def spread(rows: list[Row]) -> dict[str, dict[str, float]]:
     return spreads
 
 
-def picture(rows: list[Row], path: Path) -> None:
+def draw(rows: list[Row], path: Path) -> None:
+    """Draws the losses of all runs, with a panel for each method."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -218,7 +217,7 @@ def main() -> None:
         'runs': rows,
     }
     write(arguments.results / 'invariance.json', results)
-    picture(rows, arguments.results / 'invariance.png')
+    draw(rows, arguments.results / 'invariance.png')
 
 
 if __name__ == '__main__':

@@ -32,7 +32,7 @@ COLUMNS = (
 
 
 def programs() -> list[str]:
-    """Returns the names of the programs. `subject` is not one: it has the model and the rows that they import."""
+    """Returns the names of the programs. `subject` holds the model and the rows that all of them import."""
     return sorted(path.stem for path in PROGRAMS.glob('*.py') if path.stem != 'subject')
 
 
@@ -68,13 +68,8 @@ def row_of(output: str) -> list[str]:
 
 def table_of(rows: dict[str, list[str]]) -> str:
     """Returns the table of the page, exact trainers first."""
-    return table(
-        COLUMNS,
-        sorted(
-            rows.values(),
-            key=lambda row: (row[-1] != 'exact', row[0].strip('*')),
-        ),
-    )
+    exact_first = sorted(rows.values(), key=lambda row: (row[-1] != 'exact', row[0].strip('*')))
+    return table(COLUMNS, exact_first)
 
 
 def main() -> None:

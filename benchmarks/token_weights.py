@@ -1,17 +1,18 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The weight of each token in the gradient of one optimizer step, by `measure_token_weights` around each trainer.
+"""Measures the weight of each token in the gradient of one optimizer step, with `measure_token_weights`.
 
     python -m benchmarks.token_weights [--hosts composer ours] [--ranks 1]
-    python -m benchmarks.token_weights --hosts       # draws the picture and writes the table from the results
+    python -m benchmarks.token_weights --hosts       # only draws the picture and writes the table, from the results
 
-Eight ragged text rows, all of whose tokens carry loss, and 32 samples of a real mixture (AI2D, ChartQA, DocVQA), whose
-image tokens carry none. The lengths of the mixture are drawn from the tables in COMPOSER_TOKACC_LENGTHS, or from
-seeded synthetic ones, which are named as such. The model is a tiny Llama in float32, at learning rate 0.
+The hosts are trainers. They train on eight ragged text rows, in which all tokens carry loss, and on 32 samples of a
+real mixture (AI2D, ChartQA, DocVQA), in which image tokens carry no loss. The lengths of the mixture are drawn from the
+tables in COMPOSER_TOKACC_LENGTHS. Without tables they are synthetic, and the results say so. The model is a tiny Llama
+in float32, at learning rate 0.
 
-Writes results/token_weights.json, docs/figures/token_weights.svg and the table of docs/token_weights.md. A trainer that
-is not measured keeps its figures.
+Writes results/token_weights.json, docs/figures/token_weights.svg and the table of docs/token_weights.md. Trainers that
+are not measured keep their figures.
 """
 
 from __future__ import annotations
@@ -24,8 +25,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from composer import Trainer
-from composer.models import HuggingFaceModel
 from composer.utils import dist
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -42,7 +41,7 @@ from benchmarks.record import (
     table,
     write_rows,
 )
-from benchmarks.timed_steps import Batches
+from benchmarks.timed_steps import Batches, fit
 from composer_tokacc import (
     BatchLayout,
     TokenAccumulation,
@@ -65,22 +64,16 @@ SEED = 0
 VOCABULARY = 64
 # Title and package of each trainer, exact ones first.
 HOSTS = {
-    'ours': (
-        '**Composer with TokenAccumulation, `token_data_spec`**',
-        'mosaicml',
-    ),
+    'ours': ('**Composer with TokenAccumulation, `token_data_spec`**', 'mosaicml'),
     'hf': ('Hugging Face Trainer', 'transformers'),
     'composer': ('stock Composer', 'mosaicml'),
-    'composer_flag': (
-        'Composer, `accumulate_train_batch_on_tokens`',
-        'mosaicml',
-    ),
+    'composer_flag': ('Composer, `accumulate_train_batch_on_tokens`', 'mosaicml'),
 }
 Row = dict[str, Any]
 
 
 def lengths_of(subject: str) -> tuple[list[int], list[int], str]:
-    """Returns the tokens of each sample, how many of them are image tokens, and the source of the lengths."""
+    """Returns the number of tokens and of image tokens of each sample, and the source of the lengths."""
     if subject == 'eight rows':
         return list(EIGHT_LENGTHS), [0] * len(EIGHT_LENGTHS), 'written down'
     tables, source = read_tables()
@@ -122,19 +115,11 @@ def tiny_llama() -> Any:
 
 
 def train_three_lines(model: Any, microbatches: list[Batch]) -> None:
-    """Trains with the three lines, on the device batch as a loader pads it."""
+    """Trains a step with the three lines. The device batch is padded as a loader pads it."""
     device_batch = dict(BatchLayout.for_model(model).concat(microbatches))
     loader = DataLoader(Batches([device_batch]), batch_size=None)
-    Trainer(
-        model=HuggingFaceModel(model, shift_labels=True, use_logits=True),
-        train_dataloader=token_data_spec(loader),
-        algorithms=[TokenAccumulation()],
-        device_train_microbatch_size=len(microbatches[0]['input_ids']),
-        optimizers=torch.optim.SGD(model.parameters(), lr=0.0),
-        max_duration='1ba',
-        device='cpu',
-        progress_bar=False,
-    ).fit()
+    microbatch = len(microbatches[0]['input_ids'])
+    fit(model, token_data_spec(loader), microbatch, num_steps=1, algorithms=[TokenAccumulation()])
 
 
 def measure(subject: str, host: str) -> Row:
@@ -160,13 +145,6 @@ def measure(subject: str, host: str) -> Row:
     if len(weights) != expected:
         raise SystemExit(f'{host} repeated or dropped samples: it trained {len(weights)} of {expected} tokens.')
     mean = weights.mean()
-    # By rank and microbatch: number of tokens, smallest and largest weight.
-    summaries = []
-    for weights_of_rank in weights_of_ranks:
-        summaries_of_rank = []
-        for part in weights_of_rank:
-            summaries_of_rank.append([len(part), float(part.min() / mean), float(part.max() / mean)])
-        summaries.append(summaries_of_rank)
     package = HOSTS[host][1]
     return {
         'subject': subject,
@@ -180,9 +158,17 @@ def measure(subject: str, host: str) -> Row:
         'smallest': float(weights.min() / mean),
         'largest': float(weights.max() / mean),
         'residual': residual,
-        'microbatches': summaries,
+        'microbatches': [summaries_of(weights_of_rank, mean) for weights_of_rank in weights_of_ranks],
         'measured_on': {'machine': machine(), package: version(package)},
     }
+
+
+def summaries_of(microbatches: list[torch.Tensor], mean: torch.Tensor) -> list[list[float]]:
+    """Returns for each microbatch: the number of tokens, and the smallest and the largest weight over the mean."""
+    summaries = []
+    for weights in microbatches:
+        summaries.append([len(weights), float(weights.min() / mean), float(weights.max() / mean)])
+    return summaries
 
 
 def measure_on_ranks(hosts: list[str]) -> list[Row]:
@@ -195,7 +181,7 @@ def measure_on_ranks(hosts: list[str]) -> list[Row]:
 
 
 def merged(earlier: list[Row], measured: list[Row]) -> list[Row]:
-    """Returns the newest row of each trainer and case. Refuses rows of one subject on different samples."""
+    """Returns the newest row of each trainer and case. Stops if trainers of one subject had different samples."""
     rows = {(row['subject'], row['ranks'], row['host']): row for row in [*earlier, *measured]}
     for subject in SUBJECTS:
         samples = {str((row['lengths'], row['microbatch'])) for row in rows.values() if row['subject'] == subject}
@@ -204,18 +190,11 @@ def merged(earlier: list[Row], measured: list[Row]) -> list[Row]:
                 f'{subject}: the results hold trainers on other samples. Measure all, or write to another --results.'
             )
     order = list(HOSTS)
-    return sorted(
-        rows.values(),
-        key=lambda row: (
-            row['subject'],
-            row['ranks'],
-            order.index(row['host']),
-        ),
-    )
+    return sorted(rows.values(), key=lambda row: (row['subject'], row['ranks'], order.index(row['host'])))
 
 
 def table_of(rows: list[Row]) -> str:
-    """Returns the table of the page: the lightest and the heaviest token over the mean of the step."""
+    """Returns the table of the page: the smallest and the largest weight of a token over the mean of the step."""
     cells = {(row['host'], row['subject'], row['ranks']): row for row in rows}
     versions = {row['host']: row['measured_on'][HOSTS[row['host']][1]] for row in rows}
     columns = [f'{subject}, {ranks_text(ranks)}' for subject, ranks in CASES]
@@ -243,25 +222,14 @@ def draw(rows: list[Row], path: Path) -> None:
     figure = Figure(figsize=(8, 4.2), layout='constrained')
     panels = figure.subplots(len(SUBJECTS), 2, sharey='row')
     on_one_rank = {(row['subject'], row['host']): row for row in rows if row['ranks'] == 1}
+    colors = {'composer': '#c8553d', 'ours': '#3b6fb6'}
     for axes_of_subject, subject in zip(panels, SUBJECTS, strict=True):
-        for axes, host, color in zip(
-            axes_of_subject,
-            ('composer', 'ours'),
-            ('#c8553d', '#3b6fb6'),
-            strict=True,
-        ):
+        for axes, (host, color) in zip(axes_of_subject, colors.items(), strict=True):
             row = on_one_rank[subject, host]
             left = 0
             for tokens, smallest, largest in row['microbatches'][0]:
-                axes.bar(
-                    left,
-                    (smallest + largest) / 2,
-                    width=tokens,
-                    align='edge',
-                    color=color,
-                    ec='white',
-                    lw=1,
-                )
+                height = (smallest + largest) / 2
+                axes.bar(left, height, width=tokens, align='edge', color=color, ec='white', lw=1)
                 left += tokens
             axes.axhline(1, color='black', lw=0.8, ls='--')
             axes.set_xlim(0, left)
@@ -281,7 +249,7 @@ def draw(rows: list[Row], path: Path) -> None:
 
 def main() -> None:
     parser = parser_of(__doc__, results=RESULTS_FILE)
-    # argparse checks the empty list of a bare `--hosts` against the choices, too.
+    # `--hosts` without a value gives an empty list. argparse checks it against the choices, too.
     parser.add_argument('--hosts', nargs='*', choices=[*HOSTS, []], default=list(HOSTS))
     parser.add_argument('--ranks', type=int, nargs='+', choices=(1, 2), default=[1, 2])
     arguments = parser.parse_args()
