@@ -99,7 +99,8 @@ def measure(method: str, model: ModernBertForMaskedLM, batches: list[Row]) -> St
 
 def draw_lengths(divisor: int) -> np.ndarray:
     """Returns the lengths of the rows of each step, (2, 32), divided by a number."""
-    lengths = np.clip(lognormal(0.92, mean=128, longest=1024).lengths // divisor, 12, None)
+    length_set = lognormal(0.92, mean=128, longest=1024)
+    lengths = np.maximum(length_set.lengths // divisor, 12)
     return np.random.default_rng(SEED).choice(lengths, (2, 32))
 
 

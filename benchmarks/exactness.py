@@ -65,8 +65,10 @@ def subject_of(name: str) -> tuple[Any, list[Batch]]:
 def gradients_of_token_mean(model: Any, batch: Batch) -> Gradients:
     """Returns the gradients of the mean over all tokens, by one plain forward."""
     model.train().zero_grad(set_to_none=True)
-    logits = model(**inputs_of(model, batch)).logits[:, :-1].flatten(0, 1)
-    torch.nn.functional.cross_entropy(logits, batch['labels'][:, 1:].flatten()).backward()
+    outputs = model(**inputs_of(model, batch))
+    logits = outputs.logits[:, :-1].flatten(0, 1)
+    labels = batch['labels'][:, 1:].flatten()
+    torch.nn.functional.cross_entropy(logits, labels).backward()
     gradients = gradients_of(model)
     model.zero_grad(set_to_none=True)
     return gradients
@@ -76,8 +78,7 @@ def check(subject: str, trainer: str) -> Row:
     """Checks one trainer with one model on the ranks of this launch."""
     model, rows = subject_of(subject)
     layout = BatchLayout.for_model(model)
-    rank = dist.get_global_rank()
-    rows_of_all = rows[: ROWS * dist.get_world_size()]
+    start = ROWS * dist.get_global_rank()
     train_step = ADAPTERS[trainer](model)
 
     def step(microbatches: list[Batch]) -> Gradients:
@@ -87,7 +88,7 @@ def check(subject: str, trainer: str) -> Row:
 
     report = verify_invariance(
         step,
-        rows_of_all[rank * ROWS : (rank + 1) * ROWS],
+        rows[start : start + ROWS],
         layout=layout,
         reference=lambda batch: gradients_of_token_mean(model, batch),
         microbatch_sizes=(1, 4, ROWS),
@@ -107,7 +108,10 @@ def tables_of(rows: list[Row]) -> str:
     """Returns a table for each model: trainers by ranks and accumulation."""
     parts = []
     for subject in SUBJECTS:
-        rows_of_subject = {(row['trainer'], row['ranks']): row for row in rows if row['subject'] == subject}
+        rows_of_subject = {}
+        for row in rows:
+            if row['subject'] == subject:
+                rows_of_subject[row['trainer'], row['ranks']] = row
         columns = ['']
         lines = [[title] for title in TITLES.values()]
         for ranks in (1, 2):

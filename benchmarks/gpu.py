@@ -228,7 +228,10 @@ def gradients_of_one_forward(
 ) -> Gradients:
     """Returns the gradients of one plain forward over all rows."""
     model = build_llava(config, device)
-    inputs = {key: value.to(device.name) for key, value in batch.items() if isinstance(value, torch.Tensor)}
+    inputs = {}
+    for key, value in batch.items():
+        if isinstance(value, torch.Tensor):
+            inputs[key] = value.to(device.name)
     with torch.autocast(device.name, dtype, enabled=dtype != torch.float32):
         loss = model(**inputs).loss
     loss.backward()
@@ -396,8 +399,12 @@ def measure_speed(variation: float | None, scale: Scale) -> dict[str, Any]:
     config = scale.config()
     layout = BatchLayout.for_model(config)
     model = build_llava(config, scale.device, checkpointing=scale.checkpointing)
-    lengths = np.random.default_rng(0).choice(scale.lengths_of(variation), (scale.num_steps, scale.device_batch))
-    batches = [layout.concat(make_rows(row.tolist(), seed, config)) for seed, row in enumerate(lengths)]
+    rng = np.random.default_rng(0)
+    lengths = rng.choice(scale.lengths_of(variation), (scale.num_steps, scale.device_batch))
+    batches = []
+    for step, lengths_of_step in enumerate(lengths):
+        rows = make_rows(lengths_of_step.tolist(), step, config)
+        batches.append(layout.concat(rows))
     methods = {}
     for method in ('stock', 'collate', 'ours', 'packing'):
         figures = measure_method(method, model, batches, scale)
@@ -506,7 +513,10 @@ def shape_batch(
     width: int,
 ) -> Row:
     """Returns a batch in which two rows of three have an image."""
-    samples = [made_up_sample(config, 40, num_images=int(row % 3 != 2)) for row in range(rows)]
+    samples = []
+    for row in range(rows):
+        num_images = 0 if row % 3 == 2 else 1
+        samples.append(made_up_sample(config, 40, num_images=num_images))
     return batch_of_width(BatchLayout.for_model(config), samples, width)
 
 

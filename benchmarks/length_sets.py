@@ -63,13 +63,14 @@ def read_tables(folder: Path | None = None) -> tuple[LengthSet, str]:
     files = sorted(folder.glob('*.csv.gz')) if folder is not None else []
     if not files:
         return _synthetic(), f'SYNTHETIC tables (no *.csv.gz in {folder}): figures are not those of real data'
-    parts = []
+    tables = []
     for file in files:
         with gzip.open(file, 'rt') as lines:
-            parts.append(np.loadtxt(lines, delimiter=',', skiprows=1, dtype=np.int64, ndmin=2))
-    rows = np.concatenate(parts)
+            tables.append(np.loadtxt(lines, delimiter=',', skiprows=1, dtype=np.int64, ndmin=2))
+    rows = np.concatenate(tables)
+    length_set = LengthSet('tables mixed', lengths=rows[:, 0], image_tokens=rows[:, 1] * TOKENS_PER_TILE)
     names = ', '.join(file.name.removesuffix('.csv.gz') for file in files)
-    return LengthSet('tables mixed', rows[:, 0], rows[:, 1] * TOKENS_PER_TILE), f'real tables: {names}'
+    return length_set, f'real tables: {names}'
 
 
 @dataclass(frozen=True)

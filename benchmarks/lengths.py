@@ -137,13 +137,16 @@ def compare(path: Path, processor: Any) -> dict[str, Any]:
     # Headers take a short time, which other work on the machine disturbs more. So it is measured several times.
     rounds = [timed(dataset, processor) for _ in range(ROUNDS)]
     from_headers, _ = rounds[0]
-    header_seconds = {key: statistics.median(seconds[key] for _, seconds in rounds) for key in ('clock', 'processor')}
+    header_seconds = {}
+    for clock in ('clock', 'processor'):
+        header_seconds[clock] = statistics.median(seconds[clock] for _, seconds in rounds)
     # All samples are read if the dataset has no more than this.
     with mock.patch.object(lengths, 'FEWEST_FOR_HEADERS', len(dataset)):
         from_samples, reading_seconds = timed(dataset, processor)
     equal = {}
     for column in lengths.TABLE_COLUMNS:
-        equal[column] = bool((getattr(from_headers, column) == getattr(from_samples, column)).all())
+        is_equal = getattr(from_headers, column) == getattr(from_samples, column)
+        equal[column] = bool(is_equal.all())
     return {
         'headers_seconds': header_seconds,
         'reading_seconds': reading_seconds,

@@ -20,7 +20,6 @@ import json
 import statistics
 import time
 import warnings
-from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -49,6 +48,8 @@ MICROBATCH = (4, 290)
 """Rows and width of the microbatch that is timed by parts."""
 PARTS = ('speed', 'microbatches')
 Row = dict[str, Any]
+# Sizes of the parts of a bar by name.
+Parts = dict[str, float]
 
 
 def sizes_of(model: str) -> Row:
@@ -161,7 +162,9 @@ def work_rows() -> list[Row]:
         head = model.get_output_embeddings().weight.numel() * ROW_TOKENS
         text = text_weights * ROW_TOKENS
         vision = vision_weights * image_tokens * patches_per_token
-        rows.append({'model': name, 'of_text': head / (head + text), 'of_all': head / (head + text + vision)})
+        of_text = head / (head + text)
+        of_all = head / (head + text + vision)
+        rows.append({'model': name, 'of_text': of_text, 'of_all': of_all})
     return rows
 
 
@@ -239,13 +242,14 @@ def draw(results: Row, memory: Row, path: Path) -> None:
     mpl.rcParams['svg.hashsalt'] = 'composer_tokacc'
     figure = Figure(figsize=(9, 3.4), layout='constrained')
     time_axes, memory_axes = figure.subplots(1, 2, width_ratios=(3, 2))
-    bars: list[tuple[str, dict[str, float]]] = []
+    time_bars: dict[str, Parts] = {}
     for row in results['microbatches']:
+        layers = row['layers_seconds'] / row['all_seconds']
         for logits in ('all', 'labels'):
             head = max(row[f'{logits}_seconds'] - row['layers_seconds'], 0) / row['all_seconds']
             label = f'{SHAPES[row["model"]].title}\n{row["layers"]} layers, {logits}'
-            bars.append((label, {'layers': row['layers_seconds'] / row['all_seconds'], 'head and loss': head}))
-    stack(time_axes, bars, {'layers': '#b8c4d6', 'head and loss': '#c8553d'})
+            time_bars[label] = {'layers': layers, 'head and loss': head}
+    stack(time_axes, time_bars, {'layers': '#b8c4d6', 'head and loss': '#c8553d'})
     time_axes.set_title('Time of a microbatch (measured; all logits: 1)', loc='left', fontsize=9)
     colors = {
         'text activations': '#b8c4d6',
@@ -253,20 +257,21 @@ def draw(results: Row, memory: Row, path: Path) -> None:
         'inputs': '#555555',
         'logits': '#c8553d',
     }
-    stack(memory_axes, [(logits, memory[logits]['gib_by_part']) for logits in ('all', 'labels')], colors)
+    memory_bars = {logits: memory[logits]['gib_by_part'] for logits in ('all', 'labels')}
+    stack(memory_axes, memory_bars, colors)
     memory_axes.set_title('Qwen2.5-VL-3B, 8,192 positions:\nGiB beyond the model (computed)', loc='left', fontsize=9)
     figure.savefig(path, metadata={'Date': None})
 
 
-def stack(axes: Any, bars: Sequence[tuple[str, dict[str, float]]], colors: dict[str, str]) -> None:
-    """Draws horizontal bars of stacked parts, the first bar on top."""
-    for place, (_, parts) in enumerate(bars):
+def stack(axes: Any, bars: dict[str, Parts], colors: dict[str, str]) -> None:
+    """Draws horizontal bars of stacked parts by label, the first bar on top."""
+    for place, parts in enumerate(bars.values()):
         left = 0.0
         for name, color in colors.items():
             label = name if place == 0 else None
             axes.barh(place, parts[name], left=left, color=color, label=label)
             left += parts[name]
-    axes.set_yticks(range(len(bars)), [label for label, _ in bars], fontsize=7)
+    axes.set_yticks(range(len(bars)), list(bars), fontsize=7)
     axes.invert_yaxis()
     axes.tick_params(labelsize=7)
     axes.spines[['top', 'right']].set_visible(False)

@@ -37,7 +37,8 @@ TWO_SOURCES = [
     'dataset.parts={one: {num_samples: 2048}, other: {num_samples: 2048, seed: 5}}',
     'dataset.num_samples=1',
 ]
-# The first step pays for the check of the first batch. The next ones are checked again, because rows of new kinds come.
+# The first step pays for the check of the first batch. In the next steps many labels are new, and microbatches with new
+# labels are measured.
 UNMEASURED_STEPS = 10
 
 

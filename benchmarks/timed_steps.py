@@ -70,6 +70,11 @@ class StepClock(Callback):
         self.ended = ended
 
 
+def chunks(items: Sequence[Any], size: int) -> list[Any]:
+    """Cuts a list or a range into parts of this size. The last part may be shorter."""
+    return [items[start : start + size] for start in range(0, len(items), size)]
+
+
 @dataclass(frozen=True)
 class StockSplit:
     """Slices the rows in order, as Composer does. Unlike Composer's own split it keeps images with their rows."""
@@ -77,12 +82,8 @@ class StockSplit:
     layout: BatchLayout
 
     def __call__(self, batch: Row, size: int | float) -> list[Row]:
-        num_rows = self.layout.num_rows(batch)
-        microbatches = []
-        for start in range(0, num_rows, int(size)):
-            end = min(start + int(size), num_rows)
-            microbatches.append(self.layout.select(batch, range(start, end)))
-        return microbatches
+        rows = range(self.layout.num_rows(batch))
+        return [self.layout.select(batch, part) for part in chunks(rows, int(size))]
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class CollateSplit:
         rows = []
         for row in range(self.layout.num_rows(batch)):
             rows.append(self.layout.trim(self.layout.select(batch, [row])))
-        return [self.layout.concat(rows[start : start + int(size)]) for start in range(0, len(rows), int(size))]
+        return [self.layout.concat(part) for part in chunks(rows, int(size))]
 
 
 def data_of(

@@ -41,7 +41,7 @@ from benchmarks.record import (
     table,
     write_rows,
 )
-from benchmarks.timed_steps import Batches, fit
+from benchmarks.timed_steps import Batches, chunks, fit
 from composer_tokacc import (
     BatchLayout,
     TokenAccumulation,
@@ -129,7 +129,7 @@ def measure(subject: str, host: str) -> Row:
     layout = BatchLayout.for_model(model)
     size = MICROBATCH[subject]
     rows = rows_of(lengths, image_tokens)[dist.get_global_rank() :: dist.get_world_size()]
-    microbatches = [dict(layout.concat(rows[start : start + size])) for start in range(0, len(rows), size)]
+    microbatches = [dict(layout.concat(part)) for part in chunks(rows, size)]
     with mock.patch.dict('os.environ'), measure_token_weights(model) as report:
         if host == 'ours':
             train_three_lines(model, microbatches)
@@ -182,21 +182,35 @@ def measure_on_ranks(hosts: list[str]) -> list[Row]:
 
 def merged(earlier: list[Row], measured: list[Row]) -> list[Row]:
     """Returns the newest row of each trainer and case. Stops if trainers of one subject had different samples."""
-    rows = {(row['subject'], row['ranks'], row['host']): row for row in [*earlier, *measured]}
+    rows = {}
+    for row in [*earlier, *measured]:
+        rows[row['subject'], row['ranks'], row['host']] = row
     for subject in SUBJECTS:
-        samples = {str((row['lengths'], row['microbatch'])) for row in rows.values() if row['subject'] == subject}
+        samples = set()
+        for row in rows.values():
+            if row['subject'] == subject:
+                samples.add(str((row['lengths'], row['microbatch'])))
         if len(samples) > 1:
             raise SystemExit(
                 f'{subject}: the results hold trainers on other samples. Measure all, or write to another --results.'
             )
     order = list(HOSTS)
-    return sorted(rows.values(), key=lambda row: (row['subject'], row['ranks'], order.index(row['host'])))
+
+    def place(row: Row) -> tuple[str, int, int]:
+        return row['subject'], row['ranks'], order.index(row['host'])
+
+    return sorted(rows.values(), key=place)
 
 
 def table_of(rows: list[Row]) -> str:
     """Returns the table of the page: the smallest and the largest weight of a token over the mean of the step."""
-    cells = {(row['host'], row['subject'], row['ranks']): row for row in rows}
-    versions = {row['host']: row['measured_on'][HOSTS[row['host']][1]] for row in rows}
+    cells = {}
+    versions = {}
+    for row in rows:
+        host = row['host']
+        _, package = HOSTS[host]
+        cells[host, row['subject'], row['ranks']] = row
+        versions[host] = row['measured_on'][package]
     columns = [f'{subject}, {ranks_text(ranks)}' for subject, ranks in CASES]
     lines = []
     for host, (title, package) in HOSTS.items():

@@ -38,7 +38,8 @@ CASES = {'one microbatch': (4, False), 'in pieces': (4, True), 'two microbatches
 
 def mean_loss(model: LlamaForCausalLM, ids: torch.Tensor, num_labels: int, *, in_pieces: bool) -> torch.Tensor:
     """Returns the summed loss of these rows over the number of all labels."""
-    hidden_states = model.model(input_ids=ids).last_hidden_state[:, :-1].flatten(0, 1)
+    outputs = model.model(input_ids=ids)
+    hidden_states = outputs.last_hidden_state[:, :-1].flatten(0, 1)
     labels = ids[:, 1:].flatten()
 
     def loss_of(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -94,8 +95,10 @@ def main() -> None:
                 runs.append(pool.apply(measure, [case]))
     rows = []
     for case, runs in results.items():
-        medians = {key: statistics.median(run[key] for run in runs) for key in ('seconds', 'mib')}
-        rows.append({'case': case, **medians})
+        row: dict[str, Any] = {'case': case}
+        for figure in ('seconds', 'mib'):
+            row[figure] = statistics.median(run[figure] for run in runs)
+        rows.append(row)
     show('One step', rows)
     write(arguments.results / 'head_in_pieces.json', {'machine': machine(), 'results': rows, 'runs': results})
 

@@ -15,6 +15,7 @@ Prints tables and writes results/scaling.json.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -61,8 +62,9 @@ class Samplers:
         """Stock Composer: k rows a microbatch, each padded to the longest row of the rank."""
         rows = self._by_rank(batch.lengths)
         num_rows = rows.shape[1]
-        launches = -(-num_rows // MICROBATCH) * self.cost.launch
-        return num_rows * self.cost.rows(rows.max(axis=1)) + launches + self._vision(batch)
+        launches = math.ceil(num_rows / MICROBATCH) * self.cost.launch
+        text = num_rows * self.cost.rows(rows.max(axis=1))
+        return text + launches + self._vision(batch)
 
     def even_chunks(self, batch: LengthSet) -> np.ndarray:
         """LLaVA's modality-length sampler: microbatches of k rows with about equal sums, each padded to its longest.
@@ -87,14 +89,17 @@ class Samplers:
 
     def stride(self, batch: LengthSet) -> np.ndarray:
         """NeMo-RL's dynamic batching: sort, stride over ranks, cut all ranks at the same places, trim."""
-        ordered = batch.take(np.argsort(-batch.lengths, kind='stable'))
-        rows = self._by_rank(ordered.lengths)
-        loads = self._vision(ordered).astype(float)
+        longest_first = batch.take(np.argsort(-batch.lengths, kind='stable'))
+        rows = self._by_rank(longest_first.lengths)
+        num_rows = rows.shape[1]
+        loads = self._vision(longest_first).astype(float)
         start = 0
-        while start < rows.shape[1]:
-            count = max(1, max_tokens_of(batch) // int(rows[0, start]))
-            end = min(rows.shape[1], start + count)
-            loads += (end - start) * self.cost.rows(rows[:, start]) + self.cost.launch
+        while start < num_rows:
+            # Rank 0 has the longest row at this place, so its rows decide where all ranks cut.
+            rows_that_fit = max_tokens_of(batch) // int(rows[0, start])
+            end = min(num_rows, start + max(1, rows_that_fit))
+            loads += (end - start) * self.cost.rows(rows[:, start])
+            loads += self.cost.launch
             start = end
         return loads
 
