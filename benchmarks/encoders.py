@@ -111,7 +111,9 @@ def rows_of(clocks: dict[str, list[StepClock]], real_tokens: int) -> list[Row]:
         seconds_of_rounds[method] = [sum(clock.seconds) for clock in clocks_of_method]
     rows = []
     for method, seconds in seconds_of_rounds.items():
-        ratios = [stock / measured for stock, measured in zip(seconds_of_rounds['stock'], seconds, strict=True)]
+        ratios = []
+        for stock_seconds, our_seconds in zip(seconds_of_rounds['stock'], seconds, strict=True):
+            ratios.append(stock_seconds / our_seconds)
         rows.append(
             {
                 'method': METHODS[method],

@@ -127,7 +127,10 @@ def cell_text(row: Row, accumulation: int) -> str:
     """Returns the largest error of a trainer with this accumulation, and the factor of that gradient's length."""
     size = ROWS // accumulation
     cuts = ('in order', 'by length')
-    cases = [case for case in row['cases'] if case['microbatch_size'] == size and case['cut'] in cuts]
+    cases = []
+    for case in row['cases']:
+        if case['microbatch_size'] == size and case['cut'] in cuts:
+            cases.append(case)
     worst = max(cases, key=lambda case: case['error'])
     if worst['error'] <= TOLERANCE:
         return 'exact'
@@ -139,21 +142,32 @@ def measure_on_ranks(subjects: list[str]) -> list[Row]:
     return [check(subject, trainer) for subject in subjects for trainer in ADAPTERS]
 
 
+def merged(earlier: list[Row], measured: list[Row]) -> list[Row]:
+    """Returns the newest row of each model, trainer and number of ranks."""
+    rows = {}
+    for row in [*earlier, *measured]:
+        rows[row['subject'], row['ranks'], row['trainer']] = row
+    return list(rows.values())
+
+
 def main() -> None:
     parser = parser_of(__doc__, results=RESULTS_FILE)
     parser.add_argument('--ranks', type=int, nargs='+', default=[1, 2])
     parser.add_argument('--subjects', nargs='+', choices=SUBJECTS, default=list(SUBJECTS))
     arguments = parser.parse_args()
     path = arguments.results
-    earlier = json.loads(path.read_text())['rows'] if path.exists() else []
-    rows = {(row['subject'], row['ranks'], row['trainer']): row for row in earlier}
+    rows: list[Row] = []
+    if path.exists():
+        rows = json.loads(path.read_text())['rows']
     for ranks in arguments.ranks:
-        for row in on_ranks(ranks, 'benchmarks.exactness', subjects=arguments.subjects):
-            rows[row['subject'], row['ranks'], row['trainer']] = row
-            print(f'{row["subject"]}, {ranks} ranks, {row["trainer"]}: {cell_text(row, ACCUMULATIONS[-1])}')
-    write_rows(path, {'rows': list(rows.values())})
+        measured = on_ranks(ranks, 'benchmarks.exactness', subjects=arguments.subjects)
+        for row in measured:
+            text = cell_text(row, ACCUMULATIONS[-1])
+            print(f'{row["subject"]}, {ranks_text(ranks)}, {row["trainer"]}: {text}')
+        rows = merged(rows, measured)
+    write_rows(path, {'rows': rows})
     if path == RESULTS_FILE:
-        fill_page(PAGE, {'exactness': tables_of(list(rows.values()))})
+        fill_page(PAGE, {'exactness': tables_of(rows)})
 
 
 if __name__ == '__main__':

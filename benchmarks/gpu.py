@@ -384,7 +384,9 @@ def measure_method(
     scale.device.reset_peak()
     clock = timed(method, model, batches, scale.microbatch, device=scale.device, slot_tokens=width)
     real_tokens = [sum(describe(layout, batch).lengths) for batch in batches]
-    speeds = [tokens / seconds for tokens, seconds in zip(real_tokens, clock.seconds, strict=True)]
+    speeds = []
+    for tokens, seconds in zip(real_tokens, clock.seconds, strict=True):
+        speeds.append(tokens / seconds)
     return {
         'tokens_per_second': statistics.median(speeds),
         'seconds': clock.seconds,

@@ -133,6 +133,7 @@ def measure_on_ranks(steps: int, microbatches: list[int]) -> list[Row]:
     for method in METHODS:
         for microbatch in microbatches:
             if microbatch * dist.get_world_size() > GLOBAL_BATCH:
+                # A rank has fewer rows than such a microbatch.
                 continue
             start = time.monotonic()
             losses, gradient = train(method, microbatch, steps, processor, dataset)
@@ -158,9 +159,10 @@ def spread(rows: list[Row]) -> dict[str, dict[str, float]]:
     """Returns the largest relative difference between the runs of each method."""
     spreads: dict[str, dict[str, float]] = {}
     for method in METHODS:
+        rows_of_method = [row for row in rows if row['method'] == method]
         spreads[method] = {}
         for key in ('first_loss', 'last_loss'):
-            losses = [row[key] for row in rows if row['method'] == method]
+            losses = [row[key] for row in rows_of_method]
             spreads[method][key] = max(losses) / min(losses) - 1
     return spreads
 

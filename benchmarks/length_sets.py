@@ -46,8 +46,12 @@ class LengthSet:
         return LengthSet(self.name, self.lengths[indices], self.image_tokens[indices])
 
     def global_batches(self, size: int) -> list[LengthSet]:
-        starts = range(0, len(self.lengths) - size + 1, size)
-        return [self.take(np.arange(start, start + size)) for start in starts]
+        """Returns the samples in parts of this size. Leaves out samples at the end that do not fill a part."""
+        batches = []
+        for start in range(0, len(self.lengths) - size + 1, size):
+            indices = np.arange(start, start + size)
+            batches.append(self.take(indices))
+        return batches
 
 
 def read_tables(folder: Path | None = None) -> tuple[LengthSet, str]:

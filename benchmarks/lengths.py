@@ -101,7 +101,8 @@ def write_data(folder: Path, num_images: int, *, sides: tuple[int, ...] | None) 
             width, height = draw_size(rng, sides)
         used_sizes.add((width, height))
         noise = rng.integers(0, 256, (height // 20, width // 20, 3), dtype=np.uint8)
-        image = Image.fromarray(noise).resize((width, height), Image.Resampling.BICUBIC)
+        small_image = Image.fromarray(noise)
+        image = small_image.resize((width, height), Image.Resampling.BICUBIC)
         image.save(folder / f'{number}.jpg', quality=85)
         num_words = int(np.clip(rng.lognormal(3.5, 0.8), 2, 400))
         answer = ' '.join(rng.choice(WORDS.split(), num_words))
@@ -124,10 +125,9 @@ def timed(dataset: LlavaDataset, processor: Any) -> tuple[lengths.LengthTable, S
     start = time.perf_counter()
     processor_start = time.process_time()
     table = lengths.build_length_table(dataset, processor, num_workers=0)
-    return table, {
-        'clock': round(time.perf_counter() - start, 2),
-        'processor': round(time.process_time() - processor_start, 2),
-    }
+    clock_seconds = time.perf_counter() - start
+    processor_seconds = time.process_time() - processor_start
+    return table, {'clock': round(clock_seconds, 2), 'processor': round(processor_seconds, 2)}
 
 
 def compare(path: Path, processor: Any) -> dict[str, Any]:

@@ -278,6 +278,21 @@ def stack(axes: Any, bars: dict[str, Parts], colors: dict[str, str]) -> None:
     axes.legend(fontsize=7, frameon=False, loc='upper center', bbox_to_anchor=(0.5, -0.08), ncols=len(colors))
 
 
+def measure_speed(path: Path, ranks: int, model: str, rounds: int) -> None:
+    """Measures all contenders with a model, and writes their cells into the results file."""
+    plan = {'sizes': sizes_of(model), 'set': 'tables', 'rivals': CONTENDERS, 'rounds': rounds}
+    keep(path, launch(ranks, plan, limit=3600))
+
+
+def measure_microbatches(path: Path, rounds: int) -> None:
+    """Times the microbatches and computes the work, and writes both into the results file."""
+    torch.set_num_threads(1)
+    results = json.loads(path.read_text())
+    results['microbatches'] = microbatch_rows(rounds)
+    results['work'] = work_rows()
+    write_rows(path, results)
+
+
 def main() -> None:
     warnings.simplefilter('ignore')
     parser = parser_of(__doc__, results=RESULTS_FILE)
@@ -291,14 +306,9 @@ def main() -> None:
     parts = () if arguments.report else arguments.parts
     if 'speed' in parts:
         for ranks, model in product(arguments.ranks, arguments.models):
-            plan = {'sizes': sizes_of(model), 'set': 'tables', 'rivals': CONTENDERS, 'rounds': arguments.rounds}
-            keep(path, launch(ranks, plan, limit=3600))
+            measure_speed(path, ranks, model, arguments.rounds)
     if 'microbatches' in parts:
-        torch.set_num_threads(1)
-        results = json.loads(path.read_text())
-        results['microbatches'] = microbatch_rows(arguments.rounds)
-        results['work'] = work_rows()
-        write_rows(path, results)
+        measure_microbatches(path, arguments.rounds)
     results = json.loads(path.read_text())
     print(speed_table(results))
     print(share_table(results))

@@ -81,7 +81,8 @@ def on_ranks(ranks: int, module: str, **arguments: Any) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / 'results.json'
         launcher = [COMPOSER, '-n', str(ranks), '-m', 'benchmarks.machine']
-        subprocess.run([*launcher, module, json.dumps(arguments), str(path)], check=True, cwd=ROOT, env=environment())
+        command = [*launcher, module, json.dumps(arguments), str(path)]
+        subprocess.run(command, check=True, cwd=ROOT, env=environment())
         return json.loads(path.read_text())
 
 

@@ -54,7 +54,7 @@ def run_program(program: str) -> str | None:
 
 
 def saved_rows() -> dict[str, list[str]]:
-    """Returns the rows of the results file by program. Empty if there is no such file."""
+    """Returns the rows of the results file by program, or no rows if there is no file yet."""
     if not RESULTS_FILE.exists():
         return {}
     return json.loads(RESULTS_FILE.read_text())['programs']
@@ -62,8 +62,9 @@ def saved_rows() -> dict[str, list[str]]:
 
 def row_of(output: str) -> list[str]:
     """Returns the cells of the one line that has a cell for each column."""
-    [line] = [line for line in output.splitlines() if line.count(' | ') == len(COLUMNS) - 1]
-    return line.split(' | ')
+    rows = [line.split(' | ') for line in output.splitlines()]
+    [cells] = [row for row in rows if len(row) == len(COLUMNS)]
+    return cells
 
 
 def table_of(rows: dict[str, list[str]]) -> str:

@@ -20,7 +20,7 @@ VOCABULARY = 512
 IMAGE_TOKEN = 3
 IMAGE_LENGTH = 4
 IMAGE_SIDE = 16
-# The id of the token that made-up texts repeat. It is no special token: those are first or last in a vocabulary.
+# The id of the token that made-up texts repeat. Special tokens have other ids: the first or the last of a vocabulary.
 WORD_ID = 11
 Row = dict[str, Any]
 

@@ -137,7 +137,8 @@ def measure(subject: str, host: str) -> Row:
             ADAPTERS[host](model)(microbatches)
     weights_of_ranks = dist.all_gather_object(report.weights)
     residual = max(dist.all_gather_object(report.residual))
-    weights = torch.cat([*chain.from_iterable(weights_of_ranks)])
+    weights_of_microbatches = list(chain.from_iterable(weights_of_ranks))
+    weights = torch.cat(weights_of_microbatches)
     expected = 0
     for length, num_image_tokens in zip(lengths, image_tokens, strict=True):
         # The first label of a row is not trained, because no token comes before it.
@@ -167,7 +168,9 @@ def summaries_of(microbatches: list[torch.Tensor], mean: torch.Tensor) -> list[l
     """Returns for each microbatch: the number of tokens, and the smallest and the largest weight over the mean."""
     summaries = []
     for weights in microbatches:
-        summaries.append([len(weights), float(weights.min() / mean), float(weights.max() / mean)])
+        smallest = float(weights.min() / mean)
+        largest = float(weights.max() / mean)
+        summaries.append([len(weights), smallest, largest])
     return summaries
 
 
@@ -228,7 +231,7 @@ def span_text(row: Row | None) -> str:
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """Draws a block for each microbatch of one rank. Its width is its number of tokens, its height their weight."""
+    """Draws a panel for each subject, for stock Composer and for ours."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -236,29 +239,30 @@ def draw(rows: list[Row], path: Path) -> None:
     figure = Figure(figsize=(8, 4.2), layout='constrained')
     panels = figure.subplots(len(SUBJECTS), 2, sharey='row')
     on_one_rank = {(row['subject'], row['host']): row for row in rows if row['ranks'] == 1}
-    colors = {'composer': '#c8553d', 'ours': '#3b6fb6'}
-    for axes_of_subject, subject in zip(panels, SUBJECTS, strict=True):
-        for axes, (host, color) in zip(axes_of_subject, colors.items(), strict=True):
-            row = on_one_rank[subject, host]
-            left = 0
-            for tokens, smallest, largest in row['microbatches'][0]:
-                height = (smallest + largest) / 2
-                axes.bar(left, height, width=tokens, align='edge', color=color, ec='white', lw=1)
-                left += tokens
-            axes.axhline(1, color='black', lw=0.8, ls='--')
-            axes.set_xlim(0, left)
-            axes.spines[['top', 'right']].set_visible(False)
-            name = 'TokenAccumulation'
-            if host == 'composer':
-                samples = SUBJECTS[subject]
-                if 'SYNTHETIC' in row['source']:
-                    samples = '32 samples of synthetic lengths'
-                name = f'{samples}: stock Composer'
-            axes.set_title(f'{name}, {span_text(row)}', loc='left', fontsize=9)
-            axes.set_xlabel(f'{row["tokens"]:,} tokens, a block a microbatch', fontsize=8)
-            axes.tick_params(labelsize=8)
-        axes_of_subject[0].set_ylabel('weight in the gradient\n(mean: 1)', fontsize=8)
+    for (stock_axes, our_axes), (subject, samples) in zip(panels, SUBJECTS.items(), strict=True):
+        stock_row = on_one_rank[subject, 'composer']
+        our_row = on_one_rank[subject, 'ours']
+        if 'SYNTHETIC' in stock_row['source']:
+            samples = '32 samples of synthetic lengths'
+        draw_panel(stock_axes, stock_row, f'{samples}: stock Composer', color='#c8553d')
+        draw_panel(our_axes, our_row, 'TokenAccumulation', color='#3b6fb6')
+        stock_axes.set_ylabel('weight in the gradient\n(mean: 1)', fontsize=8)
     figure.savefig(path, metadata={'Date': None})
+
+
+def draw_panel(axes: Any, row: Row, name: str, color: str) -> None:
+    """Draws a block for each microbatch. Its width is its number of tokens, its height their weight."""
+    left = 0
+    for tokens, smallest, largest in row['microbatches'][0]:
+        height = (smallest + largest) / 2
+        axes.bar(left, height, width=tokens, align='edge', color=color, ec='white', lw=1)
+        left += tokens
+    axes.axhline(1, color='black', lw=0.8, ls='--')
+    axes.set_xlim(0, left)
+    axes.spines[['top', 'right']].set_visible(False)
+    axes.set_title(f'{name}, {span_text(row)}', loc='left', fontsize=9)
+    axes.set_xlabel(f'{row["tokens"]:,} tokens, a block a microbatch', fontsize=8)
+    axes.tick_params(labelsize=8)
 
 
 def main() -> None:

@@ -41,11 +41,12 @@ def launch(ranks: int, plan: Row, limit: float) -> list[Row]:
     """Runs `benchmarks.rivals.speed` on several ranks. Returns the cells that it wrote in `limit` seconds."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / 'cells.json'
-        arguments = ['-n', str(ranks), '-m', 'benchmarks.rivals.speed', str(path), json.dumps(plan)]
+        launcher = [COMPOSER, '-n', str(ranks), '-m', 'benchmarks.rivals.speed']
         # ODB makes a gloo group for each loader. Without this variable, the group may choose an address that the other
         # ranks cannot reach.
         variables = environment(TOKENIZERS_PARALLELISM='false', GLOO_SOCKET_IFNAME='lo')
-        process = subprocess.Popen([COMPOSER, *arguments], cwd=ROOT, env=variables, start_new_session=True)
+        command = [*launcher, str(path), json.dumps(plan)]
+        process = subprocess.Popen(command, cwd=ROOT, env=variables, start_new_session=True)
         try:
             process.wait(timeout=limit)
         except subprocess.TimeoutExpired:
@@ -67,8 +68,10 @@ def keep(path: Path, cells: list[Row]) -> None:
     measured_on = {'machine': machine(), 'versions': versions(PACKAGES)}
     merged = {key_of(cell): cell for cell in results.get('cells', [])}
     for cell in cells:
-        if 'rounds' in cell or 'rounds' not in merged.get(key_of(cell), {}):
-            merged[key_of(cell)] = {**cell, 'measured_on': measured_on}
+        key = key_of(cell)
+        earlier = merged.get(key, {})
+        if 'rounds' in cell or 'rounds' not in earlier:
+            merged[key] = {**cell, 'measured_on': measured_on}
     results['cells'] = list(merged.values())
     write_rows(path, results)
 

@@ -179,11 +179,11 @@ def _draw_row(rng: np.random.Generator, length: int, chain: np.ndarray, *, has_i
         num_images = int(rng.integers(0, most_images + 1))
     start = num_images * IMAGE_LENGTH
     ids = [IMAGE_TOKEN] * start
-    word = int(rng.integers(FIRST_WORD, len(chain)))
-    for step in rng.integers(0, SUCCESSORS, length - start).tolist():
-        ids.append(word)
-        word = int(chain[word, step])
     num_text_tokens = length - start
+    word = int(rng.integers(FIRST_WORD, len(chain)))
+    for successor in rng.integers(0, SUCCESSORS, num_text_tokens).tolist():
+        ids.append(word)
+        word = int(chain[word, successor])
     prompt = start + max(1, int(num_text_tokens * rng.uniform(0.1, 0.5)))
     pixels = rng.integers(0, 256, (num_images, IMAGE_SIDE, IMAGE_SIDE, 3), dtype=np.uint8)
     row: dict[str, Any] = {'ids': ids, 'prompt': prompt}

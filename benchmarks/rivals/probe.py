@@ -23,7 +23,7 @@ UNKNOWN = -1
 
 @dataclass
 class Trace:
-    """What happened on this rank. The lists have an entry for each optimizer step."""
+    """The record of a run on this rank. The lists have an entry for each optimizer step."""
 
     # Clock time and processor time at the end of the step.
     ends: list[float] = field(default_factory=list)
@@ -126,13 +126,16 @@ def split_rows(inputs: dict[str, Any]) -> list[tuple[np.ndarray, np.ndarray]]:
     ends = [*starts[1:], ids.shape[-1]]
     documents = []
     for start, end in zip(starts, ends, strict=True):
-        documents.append((ids[0, start:end].numpy(), labels[0, start:end].numpy()))
+        document_ids = ids[0, start:end].numpy()
+        document_labels = labels[0, start:end].numpy()
+        documents.append((document_ids, document_labels))
     return documents
 
 
 def index_of(samples: Samples, ids: np.ndarray) -> int:
     """Returns the index of the sample with these tokens, or UNKNOWN."""
-    return samples.index_by_tokens.get(np.ascontiguousarray(ids, dtype=np.int64).tobytes(), UNKNOWN)
+    tokens = np.ascontiguousarray(ids, dtype=np.int64).tobytes()
+    return samples.index_by_tokens.get(tokens, UNKNOWN)
 
 
 def is_dummy_row(samples: Samples, ids: np.ndarray, labels: np.ndarray) -> bool:

@@ -70,11 +70,18 @@ def overview(cells: Sequence[Row], names: Sequence[str]) -> str:
     groups = grouped(cells_of_set(cells, SHOWN_SET))
     rows = []
     for name in names:
-        in_groups = [by_rival(group).get(name) for group in groups.values()]
-        if not any(in_groups):
+        measured = []
+        speeds = []
+        for group in groups.values():
+            cell = by_rival(group).get(name)
+            if cell is None:
+                speeds.append('')
+                continue
+            measured.append(cell)
+            _, median, _ = cell['tokens_per_second']
+            speeds.append(f'{median:,.0f}')
+        if not measured:
             continue
-        measured = [cell for cell in in_groups if cell is not None]
-        speeds = ['' if cell is None else f'{cell["tokens_per_second"][1]:,.0f}' for cell in in_groups]
         memberships: list[str] = []
         error = ''
         if name != BOUND:
@@ -200,7 +207,7 @@ def against(cells: Sequence[Row], rival: str) -> float | None:
 
 
 def reached_the_model(cells: Sequence[Row]) -> str:
-    """Returns a table of what the hooks saw, for each model and number of ranks."""
+    """Returns a table of the measurements of the hooks, for each model and number of ranks."""
     cells = without_bound(cells)
     columns = (
         '',
@@ -254,7 +261,8 @@ def cells_of_set(cells: Sequence[Row], set_name: str) -> list[Row]:
 def grouped(cells: Sequence[Row]) -> dict[str, list[Row]]:
     """Returns the cells of each model and number of ranks, LLaVA first."""
     groups: dict[str, list[Row]] = {}
-    for cell in sorted(cells, key=lambda cell: (cell['model'] == 'llama', cell['ranks'])):
+    llava_first = sorted(cells, key=lambda cell: (cell['model'] == 'llama', cell['ranks']))
+    for cell in llava_first:
         title = f'{MODEL_TITLES[cell["model"]]}, {ranks_text(cell["ranks"])}'
         groups.setdefault(title, []).append(cell)
     return groups

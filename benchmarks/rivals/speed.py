@@ -66,11 +66,10 @@ def inspected(
         sizes: The sizes of the run.
         samples: The samples of the epoch.
         held_out: Samples for the eval loss.
-        references: Gradients of one forward, by the samples of the step. Computed once for all contenders.
+        references: The gradient of one forward over a step, by the samples of the step. Contenders share them.
     """
     trace, model, settings = run(name, sizes, samples, inspect=True)
-    first_gradient = trace.gradient
-    # Only this rank needs its gradient.
+    # Without the gradient: the ranks have the same one.
     traces: list[Trace] = dist.all_gather_object(replace(trace, gradient={}))
     ids = []
     imbalances = []
@@ -104,7 +103,7 @@ def inspected(
         first = tuple(ids[0])
         if first not in references:
             references[first] = whole_gradient(new_model(sizes), samples, first)
-        error, reason = relative_error(first_gradient, references[first])
+        error, reason = relative_error(trace.gradient, references[first])
         row['gradient_error'] = error
         row['gradient_reason'] = reason
     return row
@@ -131,9 +130,9 @@ def whole_gradient(model: Any, samples: Samples, ids: Sequence[int]) -> Gradient
     """Returns the gradient of the mean over all tokens. Computed row by row, because one forward needs more memory."""
     model.train().zero_grad()
     rows = [samples[index] for index in ids]
-    count = sum(num_targets(row) for row in rows)
+    num_labels = sum(num_targets(row) for row in rows)
     for row in rows:
-        loss = summed_loss(model, row) / count
+        loss = summed_loss(model, row) / num_labels
         loss.backward()
     return gradients_of(model)
 
@@ -148,7 +147,9 @@ def held_out_loss(model: Any, held_out: Samples) -> float:
 
 
 def num_targets(sample: Row) -> int:
-    return int((sample['labels'][1:] != -100).sum())
+    """Returns the number of labels that are trained. The first is not, because no token comes before it."""
+    has_label = sample['labels'][1:] != -100
+    return int(has_label.sum())
 
 
 def summed_loss(model: Any, sample: Row) -> torch.Tensor:
