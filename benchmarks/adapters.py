@@ -127,8 +127,11 @@ class FirstGradient(Callback):
 
 
 def gradients_of(model: Any) -> Gradients:
-    parameters = model.named_parameters()
-    return {name: parameter.grad.clone() for name, parameter in parameters if parameter.grad is not None}
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            gradients[name] = parameter.grad.clone()
+    return gradients
 
 
 def inputs_of(model: Any, batch: Batch) -> Batch:

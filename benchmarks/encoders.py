@@ -70,9 +70,10 @@ def make_batch(lengths: list[int], seed: int) -> Row:
         has_label = torch.rand(length, generator=generator) < 0.3
         inputs.append(ids.masked_fill(has_label, MASK_TOKEN))
         labels.append(ids.masked_fill(~has_label, -100))
+    masks = [torch.ones_like(ids) for ids in inputs]
     return {
         'input_ids': pad_sequence(inputs, batch_first=True),
-        'attention_mask': pad_sequence([torch.ones_like(ids) for ids in inputs], batch_first=True),
+        'attention_mask': pad_sequence(masks, batch_first=True),
         'labels': pad_sequence(labels, batch_first=True, padding_value=-100),
     }
 

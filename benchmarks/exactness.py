@@ -57,8 +57,9 @@ def subject_of(name: str) -> tuple[Any, list[Batch]]:
         samples += ragged_samples(with_images=True, seed=seed)
     rows = []
     for index in rng.permutation(len(samples))[: 2 * ROWS]:
-        row = case.encode(samples[index])
-        rows.append({**row, 'num_images': [len(samples[index].images)]})
+        sample = samples[index]
+        row = case.encode(sample)
+        rows.append({**row, 'num_images': [len(sample.images)]})
     return case.model, rows
 
 

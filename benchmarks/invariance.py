@@ -180,8 +180,8 @@ def draw(rows: list[Row], path: Path) -> None:
         for number, row in enumerate(runs):
             steps = range(1, len(row['losses']) + 1)
             label = f'{row["microbatch"]} x {row["ranks"]} ranks'
-            shade = 0.25 + 0.6 * number / max(len(runs) - 1, 1)
-            axis.plot(steps, row['losses'], color=colors(shade), lw=1.2, label=label)
+            color = colors(0.25 + 0.6 * number / max(len(runs) - 1, 1))
+            axis.plot(steps, row['losses'], color=color, lw=1.2, label=label)
         error = max(row['gradient_error'] for row in runs)
         axis.set_title(f'{title}\ngradient error up to {error:.0e}', fontsize=10)
         axis.set_xlabel('step')

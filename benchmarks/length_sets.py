@@ -118,7 +118,8 @@ def lognormal(
     """Returns lognormal lengths, clipped to 8 and `longest`. Clipping makes their coefficient of variation smaller."""
     drawn = _draw_lognormal(np.random.default_rng(1), mean, variation, num_samples)
     lengths = np.clip(drawn, 8, longest).astype(np.int64)
-    return LengthSet(f'lognormal {variation}', lengths, np.zeros(num_samples, dtype=np.int64))
+    image_tokens = np.zeros(num_samples, dtype=np.int64)
+    return LengthSet(f'lognormal {variation}', lengths, image_tokens)
 
 
 def _draw_lognormal(rng: np.random.Generator, mean: float, variation: float, count: int) -> np.ndarray:

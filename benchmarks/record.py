@@ -64,8 +64,12 @@ def write_at_once(path: Path, text: str) -> None:
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Returns a table in Markdown."""
-    lines = [columns, ['---'] * len(columns), *rows]
-    return '\n'.join(f'| {" | ".join(map(str, line))} |' for line in lines) + '\n'
+    ruler = ['---'] * len(columns)
+    lines = []
+    for row in (columns, ruler, *rows):
+        cells = ' | '.join(str(cell) for cell in row)
+        lines.append(f'| {cells} |\n')
+    return ''.join(lines)
 
 
 def ranks_text(ranks: int) -> str:
@@ -75,8 +79,10 @@ def ranks_text(ranks: int) -> str:
 def show(title: str, rows: Sequence[dict[str, object]]) -> None:
     """Prints a table of dicts with the same keys."""
     print(f'\n{title}')
-    cells = [[_cell(value) for value in row.values()] for row in rows]
-    print(table(list(rows[0]), cells))
+    lines = []
+    for row in rows:
+        lines.append([_cell(value) for value in row.values()])
+    print(table(list(rows[0]), lines))
 
 
 def filled(page: str, parts: dict[str, str]) -> str:

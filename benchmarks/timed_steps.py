@@ -191,7 +191,9 @@ def timed(
     layout = BatchLayout.for_model(model)
     lengths = describe(layout, batches[0]).lengths
     rows_by_length = sorted(range(len(lengths)), key=lengths.__getitem__)
-    first_rows = sorted({*rows_by_length[:2], *rows_by_length[-2:]})
+    shortest = rows_by_length[:2]
+    longest = rows_by_length[-2:]
+    first_rows = sorted({*shortest, *longest})
     first_batch = layout.select(batches[0], first_rows)
     fit(
         model,

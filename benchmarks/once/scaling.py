@@ -62,7 +62,8 @@ class Samplers:
         """Stock Composer: k rows a microbatch, each padded to the longest row of the rank."""
         rows = self._by_rank(batch.lengths)
         num_rows = rows.shape[1]
-        launches = math.ceil(num_rows / MICROBATCH) * self.cost.launch
+        num_microbatches = math.ceil(num_rows / MICROBATCH)
+        launches = num_microbatches * self.cost.launch
         text = num_rows * self.cost.rows(rows.max(axis=1))
         return text + launches + self._vision(batch)
 
@@ -78,11 +79,12 @@ class Samplers:
         images = np.zeros(num_chunks, dtype=int)
         for index in np.argsort(-batch.lengths, kind='stable').tolist():
             total, chunk = heapq.heappop(open_chunks)
-            widths[chunk] = max(widths[chunk], batch.lengths[index])
+            length = int(batch.lengths[index])
+            widths[chunk] = max(widths[chunk], length)
             images[chunk] += batch.image_tokens[index]
             sizes[chunk] += 1
             if sizes[chunk] < MICROBATCH:
-                heapq.heappush(open_chunks, (total + int(batch.lengths[index]), chunk))
+                heapq.heappush(open_chunks, (total + length, chunk))
         text = MICROBATCH * self.cost.rows(widths) + self.cost.launch
         loads = text + self.cost.vision_per_token * images
         return loads.reshape(-1, self.num_ranks).sum(axis=0)
@@ -112,7 +114,10 @@ class Samplers:
             image_tokens=batch.image_tokens if batch.image_tokens.any() else None,
             cost=self.cost,
         )
-        return np.array([sum(microbatch.cost for microbatch in rank) for rank in plan.ranks])
+        loads = []
+        for microbatches in plan.ranks:
+            loads.append(sum(microbatch.cost for microbatch in microbatches))
+        return np.array(loads)
 
     def _by_rank(self, values: np.ndarray) -> np.ndarray:
         """Returns the values of the rows of each rank, (W, G / W)."""

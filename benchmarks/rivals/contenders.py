@@ -186,7 +186,9 @@ def trl(task: Task) -> Settings:
     samples = []
     for index in range(len(task.samples)):
         sample = task.samples[index]
-        samples.append({key: sample[key].tolist() for key in ('input_ids', 'labels')})
+        ids = sample['input_ids'].tolist()
+        labels = sample['labels'].tolist()
+        samples.append({'input_ids': ids, 'labels': labels})
     settings = {
         **hugging_face_settings(task, task.sizes.microbatch),
         'loss_type': 'nll',
@@ -296,7 +298,10 @@ def stock_composer(task: Task) -> Settings:
         get_num_samples_in_batch=lambda batch: len(batch['input_ids']),
         **spec_arguments,
     )
-    return fit(task, data, [UnusedParameters()] if task.find_unused else [])
+    algorithms = []
+    if task.find_unused:
+        algorithms.append(UnusedParameters())
+    return fit(task, data, algorithms)
 
 
 def token_accumulation(
@@ -332,7 +337,8 @@ def fit(task: Task, data: DataSpec, algorithms: list[Any]) -> Settings:
     trainer.fit()
     trainer.close()
     release(trainer)
-    return {**settings, 'algorithms': [type(algorithm).__name__ for algorithm in algorithms]}
+    names = [type(algorithm).__name__ for algorithm in algorithms]
+    return {**settings, 'algorithms': names}
 
 
 def bound(task: Task) -> Settings:

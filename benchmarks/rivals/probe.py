@@ -76,8 +76,10 @@ class Watcher:
     def before_forward(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         # A forward without gradients is a check or an evaluation, and not part of a step.
         if torch.is_grad_enabled():
-            keys = ('input_ids', 'attention_mask', 'labels', 'position_ids')
-            self.inputs.append({key: kwargs.get(key) for key in keys})
+            inputs = {}
+            for key in ('input_ids', 'attention_mask', 'labels', 'position_ids'):
+                inputs[key] = kwargs.get(key)
+            self.inputs.append(inputs)
 
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         trace = self.trace
