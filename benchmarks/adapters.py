@@ -1,10 +1,10 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""How `verify_invariance` and `measure_token_weights` attach to a trainer: examples to copy.
+"""Attach `verify_invariance` and `measure_token_weights` to a trainer: examples to copy.
 
-Each adapter gets the microbatches of one optimizer step of this rank, has the trainer make that step at learning rate
-0, and returns the gradients. Programs for more trainers are in `examples/prove`.
+An adapter gets the microbatches of one optimizer step on this rank. The trainer makes that step at learning rate 0, and
+the adapter returns the gradients. Programs for more trainers are in `examples/prove`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def hugging_face(model: Any) -> Step:
 
     def step(microbatches: list[Batch]) -> Gradients:
         recorder = GradientRecorder()
-        # The Trainer deals samples to the ranks in turn. So each microbatch of this rank is there once for each rank.
+        # The Trainer gives samples to the ranks in turn. So each microbatch is repeated once for each rank: then this
+        # rank gets all of its own microbatches, in order.
         samples = []
         for batch in microbatches:
             samples += [batch] * dist.get_world_size()
@@ -113,7 +114,7 @@ def composer(model: Any, *, flag: bool = False, exact: bool = False) -> Step:
 
 
 class FirstGradient(Callback):
-    """Copies the gradients of the first step, before the optimizer uses them."""
+    """Copies the gradients of the first step before the optimizer changes the weights."""
 
     def __init__(self) -> None:
         self.gradients: Gradients = {}
@@ -126,8 +127,11 @@ class FirstGradient(Callback):
 
 
 def gradients_of(model: Any) -> Gradients:
-    parameters = model.named_parameters()
-    return {name: parameter.grad.clone() for name, parameter in parameters if parameter.grad is not None}
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            gradients[name] = parameter.grad.clone()
+    return gradients
 
 
 def inputs_of(model: Any, batch: Batch) -> Batch:

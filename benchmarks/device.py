@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The device of a benchmark, so that the same lines run on a GPU and, as a rehearsal, on the CPU."""
+"""The device of a benchmark: the same code runs on a GPU and, as a rehearsal, on the CPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class ComputeDevice:
-    """``cuda`` or ``cpu``, and the differences between the two that a benchmark meets."""
+    """``cuda`` or ``cpu``. The methods hide what differs between them."""
 
     name: Literal['cpu', 'cuda']
 
@@ -40,7 +40,7 @@ class ComputeDevice:
             torch.cuda.synchronize()
 
     def reset_peak(self, *, empty_cache: bool = True) -> None:
-        """Starts to count the peak again, as a rule with an empty cache."""
+        """Forgets the peak so far, and by default empties the cache of torch's allocator."""
         if self.is_gpu:
             if empty_cache:
                 torch.cuda.empty_cache()

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Which trainer has the gradient of one forward over the whole batch, by microbatches and ranks.
+"""Shows which trainers have the gradient of one forward over the whole batch, by microbatches and ranks.
 
     python -m benchmarks.exactness [--ranks 1 2] [--subjects Llama LLaVA]
 
@@ -11,10 +11,8 @@ results/exactness.json and the tables of docs/rivals.md.
 
 from __future__ import annotations
 
-import argparse
 import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -30,8 +28,8 @@ from benchmarks.adapters import (
     gradients_of,
     inputs_of,
 )
-from benchmarks.machine import join_ranks, machine, on_ranks, versions
-from benchmarks.record import RESULTS, ROOT, fill_page, parser_of, table, write_rows
+from benchmarks.machine import machine, on_ranks, versions
+from benchmarks.record import RESULTS, ROOT, fill_page, parser_of, ranks_text, table, write_rows
 from composer_tokacc import BatchLayout, verify_invariance
 from tests.support.families import FAMILIES, ragged_samples
 from tests.support.text import text_model, text_rows
@@ -47,7 +45,7 @@ Row = dict[str, Any]
 
 
 def subject_of(name: str) -> tuple[Any, list[Batch]]:
-    """Returns a tiny model of the family's own class, and rows for two ranks."""
+    """Returns a tiny model of the family, and rows for two ranks."""
     rng = np.random.default_rng(0)
     if name == 'Llama':
         lengths = rng.integers(4, 40, 2 * ROWS).tolist()
@@ -59,20 +57,19 @@ def subject_of(name: str) -> tuple[Any, list[Batch]]:
         samples += ragged_samples(with_images=True, seed=seed)
     rows = []
     for index in rng.permutation(len(samples))[: 2 * ROWS]:
-        rows.append(
-            {
-                **case.encode(samples[index]),
-                'num_images': [len(samples[index].images)],
-            }
-        )
+        sample = samples[index]
+        row = case.encode(sample)
+        rows.append({**row, 'num_images': [len(sample.images)]})
     return case.model, rows
 
 
 def gradients_of_token_mean(model: Any, batch: Batch) -> Gradients:
     """Returns the gradients of the mean over all tokens, by one plain forward."""
     model.train().zero_grad(set_to_none=True)
-    logits = model(**inputs_of(model, batch)).logits[:, :-1].flatten(0, 1)
-    torch.nn.functional.cross_entropy(logits, batch['labels'][:, 1:].flatten()).backward()
+    outputs = model(**inputs_of(model, batch))
+    logits = outputs.logits[:, :-1].flatten(0, 1)
+    labels = batch['labels'][:, 1:].flatten()
+    torch.nn.functional.cross_entropy(logits, labels).backward()
     gradients = gradients_of(model)
     model.zero_grad(set_to_none=True)
     return gradients
@@ -82,8 +79,7 @@ def check(subject: str, trainer: str) -> Row:
     """Checks one trainer with one model on the ranks of this launch."""
     model, rows = subject_of(subject)
     layout = BatchLayout.for_model(model)
-    rank = dist.get_global_rank()
-    rows_of_all = rows[: ROWS * dist.get_world_size()]
+    start = ROWS * dist.get_global_rank()
     train_step = ADAPTERS[trainer](model)
 
     def step(microbatches: list[Batch]) -> Gradients:
@@ -93,23 +89,19 @@ def check(subject: str, trainer: str) -> Row:
 
     report = verify_invariance(
         step,
-        rows_of_all[rank * ROWS : (rank + 1) * ROWS],
+        rows[start : start + ROWS],
         layout=layout,
         reference=lambda batch: gradients_of_token_mean(model, batch),
         microbatch_sizes=(1, 4, ROWS),
         padding_sides=('right',),
         tolerance=TOLERANCE,
     )
-    measured_on = {
-        'machine': machine(),
-        'versions': versions(('mosaicml', 'torch', 'transformers')),
-    }
     return {
         'subject': subject,
         'ranks': dist.get_world_size(),
         'trainer': trainer,
         'cases': [asdict(case) for case in report.cases],
-        'measured_on': measured_on,
+        'measured_on': {'machine': machine(), 'versions': versions(('mosaicml', 'torch', 'transformers'))},
     }
 
 
@@ -117,55 +109,66 @@ def tables_of(rows: list[Row]) -> str:
     """Returns a table for each model: trainers by ranks and accumulation."""
     parts = []
     for subject in SUBJECTS:
-        of_subject = {(row['trainer'], row['ranks']): row for row in rows if row['subject'] == subject}
+        rows_of_subject = {}
+        for row in rows:
+            if row['subject'] == subject:
+                rows_of_subject[row['trainer'], row['ranks']] = row
         columns = ['']
         lines = [[title] for title in TITLES.values()]
         for ranks in (1, 2):
             for accumulation in ACCUMULATIONS:
-                columns.append(f'{ranks} rank{"s" * (ranks > 1)}, x{accumulation}')
+                columns.append(f'{ranks_text(ranks)}, x{accumulation}')
                 for line, trainer in zip(lines, TITLES, strict=True):
-                    line.append(cell_text(of_subject[trainer, ranks], accumulation))
+                    line.append(cell_text(rows_of_subject[trainer, ranks], accumulation))
         parts.append(f'### {subject}\n\n{table(columns, lines)}')
     return '\n'.join(parts)
 
 
 def cell_text(row: Row, accumulation: int) -> str:
+    """Returns the largest error of a trainer with this accumulation, and the factor of that gradient's length."""
     size = ROWS // accumulation
     cuts = ('in order', 'by length')
-    cases = [case for case in row['cases'] if case['microbatch_size'] == size and case['cut'] in cuts]
+    cases = []
+    for case in row['cases']:
+        if case['microbatch_size'] == size and case['cut'] in cuts:
+            cases.append(case)
     worst = max(cases, key=lambda case: case['error'])
     if worst['error'] <= TOLERANCE:
         return 'exact'
     return f'{worst["error"]:.0%} off, x{worst["factor"]:.2f}'
 
 
-def work(subjects: list[str], path: Path) -> None:
-    """Runs under the composer launcher."""
-    join_ranks()
-    rows = [check(subject, trainer) for subject in subjects for trainer in ADAPTERS]
-    if dist.get_global_rank() == 0:
-        path.write_text(json.dumps(rows))
+def measure_on_ranks(subjects: list[str]) -> list[Row]:
+    """Checks all trainers with these models on the ranks of this launch."""
+    return [check(subject, trainer) for subject in subjects for trainer in ADAPTERS]
+
+
+def merged(earlier: list[Row], measured: list[Row]) -> list[Row]:
+    """Returns the newest row of each model, trainer and number of ranks."""
+    rows = {}
+    for row in [*earlier, *measured]:
+        rows[row['subject'], row['ranks'], row['trainer']] = row
+    return list(rows.values())
 
 
 def main() -> None:
     parser = parser_of(__doc__, results=RESULTS_FILE)
     parser.add_argument('--ranks', type=int, nargs='+', default=[1, 2])
     parser.add_argument('--subjects', nargs='+', choices=SUBJECTS, default=list(SUBJECTS))
-    parser.add_argument('work_results', type=Path, nargs='?', help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.work_results:
-        work(arguments.subjects, arguments.work_results)
-        return
     path = arguments.results
-    earlier = json.loads(path.read_text())['rows'] if path.exists() else []
-    rows = {(row['subject'], row['ranks'], row['trainer']): row for row in earlier}
+    rows: list[Row] = []
+    if path.exists():
+        rows = json.loads(path.read_text())['rows']
     for ranks in arguments.ranks:
-        for row in on_ranks(ranks, 'benchmarks.exactness', '--subjects', *arguments.subjects):
-            rows[row['subject'], row['ranks'], row['trainer']] = row
-            print(f'{row["subject"]}, {ranks} ranks, {row["trainer"]}: {cell_text(row, ACCUMULATIONS[-1])}')
-    write_rows(path, {'rows': list(rows.values())})
+        measured = on_ranks(ranks, 'benchmarks.exactness', subjects=arguments.subjects)
+        for row in measured:
+            text = cell_text(row, ACCUMULATIONS[-1])
+            print(f'{row["subject"]}, {ranks_text(ranks)}, {row["trainer"]}: {text}')
+        rows = merged(rows, measured)
+    write_rows(path, {'rows': rows})
     if path == RESULTS_FILE:
-        fill_page(PAGE, 'exactness', tables_of(list(rows.values())))
+        fill_page(PAGE, {'exactness': tables_of(rows)})
 
 
 if __name__ == '__main__':

@@ -1,17 +1,19 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What only a GPU can show: speed against stock, memory, exactness, and a real out-of-memory.
+"""Measures what only a GPU can show: speed against stock, memory, exactness, and a real out-of-memory.
 
     python -m benchmarks.gpu --lengths DIR             # all parts, on one GPU of 24 GB or more
     python -m benchmarks.gpu --parts speed memory      # some of them
     python -m benchmarks.gpu --rehearse --results DIR  # the same code on a CPU, with tiny sizes
 
-exactness: the gradient in fp32, and in bf16 against the noise of bf16 itself. out_of_memory: the microbatch size
-'auto' through a real out-of-memory. speed: real tokens a second and peak memory of four ways to cut the same batches,
-for lognormal lengths with three coefficients of variation, and for real tables. logits: time and memory of steps with
-all logits and with logits at labels, of text models as large as those of SmolVLM-256M and Qwen2.5-VL-3B. memory:
-predicted and measured peaks.
+exactness      error of the gradient in fp32, and in bf16, where one forward in bf16 shows the error of rounding
+out_of_memory  gradient of a step in which the microbatch size 'auto' first runs out of memory
+logits         time and memory of steps with all logits and with logits at labels, for text models as large as those of
+               SmolVLM-256M and Qwen2.5-VL-3B
+speed          real tokens a second and peak memory of four ways to cut the same batches, for lognormal lengths with
+               three coefficients of variation, and for real tables
+memory         predicted and measured peaks
 
 Each result is written to results/gpu/ as soon as it is measured, with the machine and its versions. DIR holds tables
 `tokens,image_tiles` as .csv.gz. Without it, synthetic tables are used.
@@ -66,7 +68,7 @@ from composer_tokacc.sizing.shapes import batch_of_width
 
 Measure = Callable[[], dict[str, Any]]
 
-# A part is all measurements whose name begins so.
+# A part has one or more measurements. Their names begin with the name of the part.
 PARTS = ('exactness', 'out_of_memory', 'logits', 'speed', 'memory')
 
 # Speed over stock that ODB publishes for Qwen3-VL, by the coefficient of variation of the lengths.
@@ -74,17 +76,17 @@ TARGETS = {0.29: 1.73, 0.48: 1.77, 1.0: 2.46}
 
 EXACTNESS_LENGTHS = (40, 9, 300, 17, 120, 64, 33, 511, 12, 75, 260, 28)
 EXACT_IN_FP32 = 1e-5
-# Noise: the error of one forward in bf16, by rounding. Another order of sums is rounded in another way, so the error of
-# a cut may be this many times as large.
+# Rounding gives one forward in bf16 an error, the noise. A cut changes the order of sums and so the rounding. Its error
+# may be this many times the noise.
 BF16_NOISE_FACTOR = 2.0
 
-# Rows and widths whose memory is predicted and measured; the calibration uses other shapes.
+# Rows and width of the batches whose memory is predicted and measured. The prediction is calibrated with other shapes.
 MEMORY_SHAPES = ((1, 1536), (2, 900), (2, 1700), (3, 1100), (4, 1300), (5, 700), (6, 1000), (8, 800))
 MEMORY_LIMIT = 0.08
 
 OUT_OF_MEMORY_ROWS = 32
 
-# Steps whose logits are timed, after a step that also has the check of the first batch.
+# Steps that are timed, after a first step with the check of the first batch.
 LOGITS_STEPS = 4
 TEXT_SIZES = (
     'vocab_size',
@@ -144,11 +146,11 @@ class Scale:
         if variation is None:
             tables, _ = read_tables(self.lengths)
             return np.maximum(tables.lengths // self.table_divisor, 4)
-        asked_variation = variation
-        # Clipping makes the variation smaller, so a larger one is asked for.
+        # Lengths are clipped, which makes their variation smaller. So they are drawn with a larger one.
+        unclipped_variation = variation
         for _ in range(20):
-            length_set = lognormal(asked_variation, mean=self.mean_length, longest=self.longest)
-            asked_variation *= variation / length_set.variation
+            length_set = lognormal(unclipped_variation, mean=self.mean_length, longest=self.longest)
+            unclipped_variation *= variation / length_set.variation
         return length_set.lengths
 
 
@@ -189,10 +191,10 @@ REHEARSAL = Scale(
 
 
 def for_memory(scale: Scale, total_bytes: int) -> Scale:
-    """Returns the scale for a GPU with this much memory.
+    """Returns the scale with as many rows a microbatch as this memory holds.
 
-    Parameters, gradients and bf16 copies take 10 GiB. A row of 8,192 tokens keeps about 15 GiB of activations for the
-    backward, or 3 GiB with checkpointing. Its logits take 3 GiB more.
+    Parameters, gradients and bf16 copies take 10 GiB. The activations of a row of 8,192 tokens take about 15 GiB, or
+    3 GiB with checkpointing. Its logits take 3 GiB more.
     """
     if total_bytes > 110 * GIB:
         return scale
@@ -207,7 +209,7 @@ def build_llava(
     *,
     checkpointing: bool = False,
 ) -> Any:
-    """Returns a model with the same float32 weights at every call, in training mode, made on the device."""
+    """Makes a model on the device, in training mode, with the same float32 weights at every call."""
     torch.manual_seed(0)
     with torch.device(device.name):
         model = LlavaForConditionalGeneration(config)
@@ -226,7 +228,10 @@ def gradients_of_one_forward(
 ) -> Gradients:
     """Returns the gradients of one plain forward over all rows."""
     model = build_llava(config, device)
-    inputs = {key: value.to(device.name) for key, value in batch.items() if isinstance(value, torch.Tensor)}
+    inputs = {}
+    for key, value in batch.items():
+        if isinstance(value, torch.Tensor):
+            inputs[key] = value.to(device.name)
     with torch.autocast(device.name, dtype, enabled=dtype != torch.float32):
         loss = model(**inputs).loss
     loss.backward()
@@ -263,7 +268,7 @@ def gradients_of_trainer(
 
 
 def small_config(device: ComputeDevice) -> LlavaConfig:
-    """Returns a model of 30 M parameters on a GPU, and the model of the rehearsal on a CPU."""
+    """Returns the config of a model of 30 M parameters for a GPU, and of the rehearsal for a CPU."""
     return build_model().config if device.is_gpu else REHEARSAL.config()
 
 
@@ -277,24 +282,22 @@ def measure_exactness(scale: Scale) -> dict[str, Any]:
     rows = make_rows(EXACTNESS_LENGTHS, seed=0, config=config)
     batch = BatchLayout.for_model(config).concat(rows)
     expected = gradients_of_one_forward(config, batch, device, torch.float32)
-    noise, _ = relative_error(gradients_of_one_forward(config, batch, device, torch.bfloat16), expected)
-    errors: dict[str, dict[str, float]] = {}
-    precisions = ['fp32']
+    in_bf16 = gradients_of_one_forward(config, batch, device, torch.bfloat16)
+    noise, _ = relative_error(in_bf16, expected)
+    limits = {'fp32': EXACT_IN_FP32}
     if device.is_gpu:
-        precisions.append('amp_bf16')
-    for precision in precisions:
+        limits['amp_bf16'] = BF16_NOISE_FACTOR * noise
+    errors: dict[str, dict[str, float]] = {}
+    holds = True
+    for precision, limit in limits.items():
         errors[precision] = {}
         for method in ('stock', 'ours', 'packing'):
             for size in (1, 2, 4):
                 gradients = gradients_of_trainer(config, rows, method, size, device, precision)
-                errors[precision][f'{method} {size}'], _ = relative_error(gradients, expected)
-
-    def worst(precision: str) -> float:
-        return max(error for case, error in errors[precision].items() if not case.startswith('stock'))
-
-    holds = worst('fp32') <= EXACT_IN_FP32
-    if device.is_gpu:
-        holds = holds and worst('amp_bf16') <= BF16_NOISE_FACTOR * noise
+                error, _ = relative_error(gradients, expected)
+                errors[precision][f'{method} {size}'] = error
+                if method != 'stock':
+                    holds = holds and error <= limit
     return {'errors': errors, 'bf16_noise_of_one_forward': noise, 'holds': holds}
 
 
@@ -313,7 +316,7 @@ class Attempts(Callback):
 
 
 class SimulatedOutOfMemory(Callback):
-    """Fails the first attempts of a rehearsal as a GPU would."""
+    """Fails the first attempts of a rehearsal, as a GPU that runs out of memory does."""
 
     def before_loss(
         self,
@@ -344,7 +347,7 @@ def measure_out_of_memory(scale: Scale) -> dict[str, Any]:
     device = scale.device
     config = small_config(device)
     longest = 2048 if device.is_gpu else 24
-    # Equally long, so that there is no padding to save by more microbatches than the size asks for.
+    # Rows of equal length: the split makes no more microbatches than the size asks for, because none saves padding.
     rows = make_rows([longest] * OUT_OF_MEMORY_ROWS, 0, config)
     device.reset_peak()
     before = device.allocated_bytes()
@@ -353,8 +356,8 @@ def measure_out_of_memory(scale: Scale) -> dict[str, Any]:
     attempts = Attempts()
     callbacks = (attempts,) if device.is_gpu else (attempts, SimulatedOutOfMemory())
     size = 'auto' if device.is_gpu else OUT_OF_MEMORY_ROWS
-    # More than a size that fits needs, because the caching allocator wastes some memory. Less than twice as many rows
-    # need, which is nearly twice as much.
+    # Twice as many rows need nearly twice the memory, so they do not fit. The size that fits gets 40 % more than it
+    # needs, because the caching allocator wastes some memory.
     with limited_memory(before + 1.4 * fitting_bytes, device):
         gradients = gradients_of_trainer(config, rows, 'ours', size, device, callbacks=callbacks)
     error, _ = relative_error(gradients, expected)
@@ -381,10 +384,12 @@ def measure_method(
     scale.device.reset_peak()
     clock = timed(method, model, batches, scale.microbatch, device=scale.device, slot_tokens=width)
     real_tokens = [sum(describe(layout, batch).lengths) for batch in batches]
-    speeds = [tokens / seconds for tokens, seconds in zip(real_tokens, clock.whole, strict=True)]
+    speeds = []
+    for tokens, seconds in zip(real_tokens, clock.seconds, strict=True):
+        speeds.append(tokens / seconds)
     return {
         'tokens_per_second': statistics.median(speeds),
-        'seconds': clock.whole,
+        'seconds': clock.seconds,
         'padding': 1 - sum(real_tokens) / sum(clock.positions),
         'microbatches': clock.microbatches,
         'peak_gib': scale.device.peak_bytes() / GIB,
@@ -396,12 +401,17 @@ def measure_speed(variation: float | None, scale: Scale) -> dict[str, Any]:
     config = scale.config()
     layout = BatchLayout.for_model(config)
     model = build_llava(config, scale.device, checkpointing=scale.checkpointing)
-    lengths = np.random.default_rng(0).choice(scale.lengths_of(variation), (scale.num_steps, scale.device_batch))
-    batches = [layout.concat(make_rows(row.tolist(), seed, config)) for seed, row in enumerate(lengths)]
+    rng = np.random.default_rng(0)
+    lengths = rng.choice(scale.lengths_of(variation), (scale.num_steps, scale.device_batch))
+    batches = []
+    for step, lengths_of_step in enumerate(lengths):
+        rows = make_rows(lengths_of_step.tolist(), step, config)
+        batches.append(layout.concat(rows))
     methods = {}
     for method in ('stock', 'collate', 'ours', 'packing'):
-        methods[method] = measure_method(method, model, batches, scale)
-        methods[method]['against_stock'] = methods[method]['tokens_per_second'] / methods['stock']['tokens_per_second']
+        figures = measure_method(method, model, batches, scale)
+        methods[method] = figures
+        figures['against_stock'] = figures['tokens_per_second'] / methods['stock']['tokens_per_second']
     best = max(methods['ours']['against_stock'], methods['packing']['against_stock'])
     target = None if variation is None else TARGETS.get(variation)
     return {
@@ -417,7 +427,7 @@ def measure_speed(variation: float | None, scale: Scale) -> dict[str, Any]:
 
 
 def text_configs(device: ComputeDevice) -> dict[str, LlamaConfig]:
-    """Returns a Llama of the sizes of each model's text part. On a CPU they are narrow and have two layers."""
+    """Returns Llama configs with the sizes of the text models. On a CPU they are narrow and have two layers."""
     configs = {}
     for name, config in (('smolvlm', smolvlm_config()), ('qwen', logits_memory.model_config())):
         sizes = {size: getattr(config.text_config, size) for size in TEXT_SIZES}
@@ -439,7 +449,7 @@ def text_batch(scale: Scale, config: LlamaConfig) -> Row:
 
 
 class StepPeaks(Callback):
-    """Records the most memory that each step allocates, with what the algorithm checks before it."""
+    """Records the peak memory of each step. It includes the checks that the algorithm makes before the step."""
 
     def __init__(self, device: ComputeDevice) -> None:
         self.device = device
@@ -461,8 +471,10 @@ def measure_logits(scale: Scale) -> dict[str, Any]:
             model = LlamaForCausalLM(config).train()
         model.gradient_checkpointing_enable({'use_reentrant': False})
         batch = text_batch(scale, config)
-        result[name] = {logits: time_logits(logits, model, batch, scale.device) for logits in ('all', 'labels')}
-        result[name]['times_as_fast'] = result[name]['all']['seconds'] / result[name]['labels']['seconds']
+        all_logits = time_logits('all', model, batch, scale.device)
+        at_labels = time_logits('labels', model, batch, scale.device)
+        times_as_fast = all_logits['seconds'] / at_labels['seconds']
+        result[name] = {'all': all_logits, 'labels': at_labels, 'times_as_fast': times_as_fast}
     return result
 
 
@@ -472,7 +484,10 @@ def time_logits(
     batch: Row,
     device: ComputeDevice,
 ) -> dict[str, float]:
-    """Returns the median time and the largest peak of steps, and those of the first step with its check."""
+    """Returns the median time and the largest peak of the steps after the first, and both figures of the first step.
+
+    The first step includes the check of the first batch.
+    """
     clock = StepClock(device)
     peaks = StepPeaks(device)
     num_steps = 1 + LOGITS_STEPS
@@ -487,9 +502,9 @@ def time_logits(
         callbacks=[clock, peaks],
     )
     return {
-        'seconds': statistics.median(clock.whole[1:]),
+        'seconds': statistics.median(clock.seconds[1:]),
         'peak_gib': max(peaks.bytes[1:]) / GIB,
-        'first_step_seconds': clock.whole[0],
+        'first_step_seconds': clock.seconds[0],
         'first_step_peak_gib': peaks.bytes[0] / GIB,
     }
 
@@ -500,12 +515,15 @@ def shape_batch(
     width: int,
 ) -> Row:
     """Returns a batch in which two rows of three have an image."""
-    samples = [made_up_sample(config, 40, num_images=int(row % 3 != 2)) for row in range(rows)]
+    samples = []
+    for row in range(rows):
+        num_images = 0 if row % 3 == 2 else 1
+        samples.append(made_up_sample(config, 40, num_images=num_images))
     return batch_of_width(BatchLayout.for_model(config), samples, width)
 
 
 def measure_memory(checkpointing: bool, scale: Scale) -> dict[str, Any]:
-    """Compares predicted peaks with those of steps of one and of two microbatches. A rehearsal only predicts."""
+    """Compares predicted and measured peaks of steps of one and of two microbatches. A rehearsal only predicts."""
     config = scale.config()
     device = scale.device
     layout = BatchLayout.for_model(config)
@@ -525,7 +543,8 @@ def measure_memory(checkpointing: bool, scale: Scale) -> dict[str, Any]:
         batch = shape_batch(config, num_rows, width if device.is_gpu else width // 10)
         predicted_bytes = memory.peak(BatchShape.from_batch(batch, layout))
         for microbatches in (1, 2):
-            # A step of one microbatch has no gradients yet when its activations are largest.
+            # The prediction is for a step of several microbatches, which has gradients of earlier microbatches when the
+            # activations are largest. A step of one microbatch does not.
             gradient_bytes = memory.static.gradients if microbatches == 1 else 0
             row = {
                 'rows': num_rows,
@@ -543,7 +562,7 @@ def measure_memory(checkpointing: bool, scale: Scale) -> dict[str, Any]:
             rows.append(row)
     result = {'checkpointing': checkpointing, 'residual': memory.residual, 'shapes': rows}
     if model is not None:
-        # A prediction below the measured peak fails, because a run would end with out-of-memory.
+        # A prediction below the measured peak fails, because a run with this size would run out of memory.
         result['holds'] = all(0 <= row['error'] <= MEMORY_LIMIT for row in rows)
     return result
 
@@ -554,7 +573,7 @@ def record(
     device: ComputeDevice,
     measure: Measure,
 ) -> None:
-    """Measures a result and writes it. A failure is written with its traceback, and the other parts go on."""
+    """Measures a result and writes it. If it fails, the traceback is written, so that the next results are measured."""
     try:
         result = measure()
     except Exception as error:
@@ -564,7 +583,7 @@ def record(
         }
     write(folder / f'{name}.json', {'machine': device.report(), 'result': result})
     print(f'{name}: {json.dumps(result)[:2000]}', flush=True)
-    # A traceback, or Composer, may still hold the last model.
+    # The last model may still be in a reference cycle of a traceback or of Composer.
     gc.collect()
     if device.is_gpu:
         torch.cuda.empty_cache()

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The LLaVA accumulation experiment: with a fixed global batch, the loss must not depend on how it is split.
+"""The LLaVA accumulation experiment: the loss of a fixed global batch must not depend on the split.
 
     python -m benchmarks.invariance [--steps 100] [--ranks 1 2 4] [--microbatches 16 8 1]
 
@@ -15,8 +15,6 @@ Prints a table; writes results/invariance.json and results/invariance.png.
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -30,7 +28,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 from transformers import AutoModelForImageTextToText
 
 from benchmarks.adapters import FirstGradient, gradients_of
-from benchmarks.machine import join_ranks, machine, on_ranks
+from benchmarks.machine import machine, on_ranks
 from benchmarks.record import parser_of, show, write
 from benchmarks.small_llava import freeze_unused
 from benchmarks.timed_steps import data_of
@@ -125,9 +123,8 @@ def train(
     return losses, first_gradient.gradients
 
 
-def work(steps: int, microbatches: list[int], path: Path) -> None:
+def measure_on_ranks(steps: int, microbatches: list[int]) -> list[Row]:
     """Runs all methods and microbatches on the ranks of this launch."""
-    join_ranks()
     processor = build_digits_processor()
     digits = DigitsDataset(processor, num_samples=4096)
     dataset = Subset(digits, [index % 4096 for index in range(steps * GLOBAL_BATCH)])
@@ -136,42 +133,42 @@ def work(steps: int, microbatches: list[int], path: Path) -> None:
     for method in METHODS:
         for microbatch in microbatches:
             if microbatch * dist.get_world_size() > GLOBAL_BATCH:
+                # A rank has fewer rows than such a microbatch.
                 continue
             start = time.monotonic()
             losses, gradient = train(method, microbatch, steps, processor, dataset)
+            error, _ = relative_error(gradient, expected_gradient)
             row = {
                 'method': method,
                 'ranks': dist.get_world_size(),
                 'microbatch': microbatch,
                 'first_loss': losses[0],
                 'last_loss': losses[-1],
-                'gradient_error': relative_error(gradient, expected_gradient)[0],
+                'gradient_error': error,
                 'whole_batch_loss': expected_loss,
                 'losses': losses,
                 'seconds': round(time.monotonic() - start, 1),
             }
             rows.append(row)
             if dist.get_global_rank() == 0:
-                print(
-                    f'{METHODS[method]}, microbatch {microbatch}: {row["seconds"]} s',
-                    flush=True,
-                )
-    if dist.get_global_rank() == 0:
-        path.write_text(json.dumps(rows))
+                print(f'{METHODS[method]}, microbatch {microbatch}: {row["seconds"]} s', flush=True)
+    return rows
 
 
 def spread(rows: list[Row]) -> dict[str, dict[str, float]]:
     """Returns the largest relative difference between the runs of each method."""
     spreads: dict[str, dict[str, float]] = {}
     for method in METHODS:
+        rows_of_method = [row for row in rows if row['method'] == method]
         spreads[method] = {}
         for key in ('first_loss', 'last_loss'):
-            losses = [row[key] for row in rows if row['method'] == method]
+            losses = [row[key] for row in rows_of_method]
             spreads[method][key] = max(losses) / min(losses) - 1
     return spreads
 
 
-def picture(rows: list[Row], path: Path) -> None:
+def draw(rows: list[Row], path: Path) -> None:
+    """Draws the losses of all runs, with a panel for each method."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -183,8 +180,8 @@ def picture(rows: list[Row], path: Path) -> None:
         for number, row in enumerate(runs):
             steps = range(1, len(row['losses']) + 1)
             label = f'{row["microbatch"]} x {row["ranks"]} ranks'
-            shade = 0.25 + 0.6 * number / max(len(runs) - 1, 1)
-            axis.plot(steps, row['losses'], color=colors(shade), lw=1.2, label=label)
+            color = colors(0.25 + 0.6 * number / max(len(runs) - 1, 1))
+            axis.plot(steps, row['losses'], color=color, lw=1.2, label=label)
         error = max(row['gradient_error'] for row in runs)
         axis.set_title(f'{title}\ngradient error up to {error:.0e}', fontsize=10)
         axis.set_xlabel('step')
@@ -200,21 +197,14 @@ def main() -> None:
     parser.add_argument('--steps', type=int, default=100)
     parser.add_argument('--ranks', type=int, nargs='+', default=[1, 2, 4])
     parser.add_argument('--microbatches', type=int, nargs='+', default=[16, 8, 1])
-    parser.add_argument('work_results', type=Path, nargs='?', help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.work_results:
-        work(arguments.steps, arguments.microbatches, arguments.work_results)
-        return
-    sizes = [str(size) for size in arguments.microbatches]
     rows: list[Row] = []
     for ranks in arguments.ranks:
         rows += on_ranks(
             ranks,
             'benchmarks.invariance',
-            '--steps',
-            str(arguments.steps),
-            '--microbatches',
-            *sizes,
+            steps=arguments.steps,
+            microbatches=arguments.microbatches,
         )
     rows.sort(key=lambda row: list(METHODS).index(row['method']))
     show(
@@ -229,7 +219,7 @@ def main() -> None:
         'runs': rows,
     }
     write(arguments.results / 'invariance.json', results)
-    picture(rows, arguments.results / 'invariance.png')
+    draw(rows, arguments.results / 'invariance.png')
 
 
 if __name__ == '__main__':

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Sets of lengths: real tables if they are at hand, and seeded synthetic lengths if not."""
+"""Sets of lengths: from real tables if there are any, else synthetic ones with a fixed seed."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from pathlib import Path
 import numpy as np
 
 FOLDER = 'COMPOSER_TOKACC_LENGTHS'
+# A processor cuts an image into tiles, and each tile becomes as many image tokens.
 TOKENS_PER_TILE = 256
+# The numbers of tiles that images of synthetic samples have.
 TILE_COUNTS = (1, 3, 4, 5)
 
 
 @dataclass(frozen=True)
 class LengthSet:
-    """Lengths of many samples, and how many tokens of each are image tokens."""
+    """Lengths of many samples, and the number of image tokens in each."""
 
     name: str
     lengths: np.ndarray
@@ -44,37 +46,44 @@ class LengthSet:
         return LengthSet(self.name, self.lengths[indices], self.image_tokens[indices])
 
     def global_batches(self, size: int) -> list[LengthSet]:
-        starts = range(0, len(self.lengths) - size + 1, size)
-        return [self.take(np.arange(start, start + size)) for start in starts]
+        """Returns the samples in parts of this size. Leaves out samples at the end that do not fill a part."""
+        batches = []
+        for start in range(0, len(self.lengths) - size + 1, size):
+            indices = np.arange(start, start + size)
+            batches.append(self.take(indices))
+        return batches
 
 
 def read_tables(folder: Path | None = None) -> tuple[LengthSet, str]:
-    """Returns all tables of a folder as one set, or synthetic lengths, and a line that says which.
+    """Returns the lengths of all tables in a folder as one set, and a line that names their source.
 
-    A table is a file `NAME.csv.gz` with the columns `tokens,image_tiles`. Without a folder, the variable
-    COMPOSER_TOKACC_LENGTHS names it.
+    Without tables, the lengths are synthetic.
+
+    A table is a file `NAME.csv.gz` with the columns `tokens,image_tiles`. The default folder is the value of the
+    environment variable COMPOSER_TOKACC_LENGTHS.
     """
     if folder is None and os.environ.get(FOLDER):
         folder = Path(os.environ[FOLDER])
     files = sorted(folder.glob('*.csv.gz')) if folder is not None else []
     if not files:
         return _synthetic(), f'SYNTHETIC tables (no *.csv.gz in {folder}): figures are not those of real data'
-    parts = []
+    tables = []
     for file in files:
         with gzip.open(file, 'rt') as lines:
-            parts.append(np.loadtxt(lines, delimiter=',', skiprows=1, dtype=np.int64, ndmin=2))
-    rows = np.concatenate(parts)
+            tables.append(np.loadtxt(lines, delimiter=',', skiprows=1, dtype=np.int64, ndmin=2))
+    rows = np.concatenate(tables)
+    length_set = LengthSet('tables mixed', lengths=rows[:, 0], image_tokens=rows[:, 1] * TOKENS_PER_TILE)
     names = ', '.join(file.name.removesuffix('.csv.gz') for file in files)
-    return LengthSet('tables mixed', rows[:, 0], rows[:, 1] * TOKENS_PER_TILE), f'real tables: {names}'
+    return length_set, f'real tables: {names}'
 
 
 @dataclass(frozen=True)
 class TableShape:
-    """What synthetic lengths need to resemble a real table."""
+    """Statistics of a real table. Synthetic lengths are drawn from them."""
 
     num_samples: int
     shares: tuple[float, float, float, float]
-    """Share of the samples with each of the TILE_COUNTS."""
+    """The shares of the samples that have each of the TILE_COUNTS."""
     mean: float
     """Mean of the text tokens."""
     deviation: float
@@ -96,11 +105,7 @@ def _synthetic() -> LengthSet:
         text = np.clip(drawn, 32, 1300).astype(np.int64)
         lengths.append(text + tiles * TOKENS_PER_TILE)
         image_tokens.append(tiles * TOKENS_PER_TILE)
-    return LengthSet(
-        'synthetic tables',
-        np.concatenate(lengths),
-        np.concatenate(image_tokens),
-    )
+    return LengthSet('synthetic tables', np.concatenate(lengths), np.concatenate(image_tokens))
 
 
 def lognormal(
@@ -113,7 +118,8 @@ def lognormal(
     """Returns lognormal lengths, clipped to 8 and `longest`. Clipping makes their coefficient of variation smaller."""
     drawn = _draw_lognormal(np.random.default_rng(1), mean, variation, num_samples)
     lengths = np.clip(drawn, 8, longest).astype(np.int64)
-    return LengthSet(f'lognormal {variation}', lengths, np.zeros(num_samples, dtype=np.int64))
+    image_tokens = np.zeros(num_samples, dtype=np.int64)
+    return LengthSet(f'lognormal {variation}', lengths, image_tokens)
 
 
 def _draw_lognormal(rng: np.random.Generator, mean: float, variation: float, count: int) -> np.ndarray:

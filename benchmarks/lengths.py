@@ -1,14 +1,14 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The time of a length table from image headers, and from samples that are all read, and whether both are equal.
+"""Builds length tables from image headers, and by reading every sample. Compares their times and their lengths.
 
     python -m benchmarks.lengths [--images 5000] [--distinct 1000]
 
-Each conversation has one JPEG with sides of 200 to 1,600 pixels. First the images have 144 sizes. Then (`every size
-another`) each has a size of its own, so that the processor is asked about each of them. The processors of two families
-are made as their checkpoints have them, with a small tokenizer. One process, one thread of torch. Gives the clock and
-processor time, and for headers the median of three rounds. Writes results/lengths.json.
+Each conversation has one JPEG with sides of 200 to 1,600 pixels. In the first set the images have 144 sizes. In the
+second set (`every size another`) no two images have the same size, so that the processor is asked about every image.
+The processors have the settings of two families' checkpoints, and a small tokenizer. One process, one thread of torch.
+Measures clock time and processor time. The times with headers are medians of three rounds. Writes results/lengths.json.
 """
 
 from __future__ import annotations
@@ -39,37 +39,18 @@ QUESTIONS = (
     'Describe the picture in detail.',
     'How many objects are there, and which?',
 )
-WORDS = (
-    'a',
-    'the',
-    'red',
-    'small',
-    'house',
-    'stands',
-    'lies',
-    'beside',
-    'above',
-    'table',
-    'street',
-    'dog',
-    'car',
-)
+WORDS = 'a the red small house stands lies beside above table street dog car'
 TEMPLATE = (
     "{%% for message in messages %%}{{ '<|' + message['role'] + '|>' }}{%% for part in message['content'] %%}"
     "{%% if part['type'] == 'image' %%}%s{%% else %%}{{ part['text'] }}{%% endif %%}{%% endfor %%}"
     "{%% if message['role'] == 'assistant' %%}{{ '<|end|>' }}{%% endif %%}{%% endfor %%}"
 )
-CLIP = {
-    'patch_size': 14,
-    'num_additional_image_tokens': 1,
-    'vision_feature_select_strategy': 'default',
-}
 Seconds = dict[str, float]
 
 
 def tokenizer(*special: str) -> Any:
     """Returns a byte-level tokenizer with the special tokens of a family."""
-    trained = train_tokenizer([*QUESTIONS, ' '.join(WORDS)] * 8, model_max_length=8192)
+    trained = train_tokenizer([*QUESTIONS, WORDS] * 8, model_max_length=8192)
     trained.add_special_tokens({'additional_special_tokens': list(special)})
     return trained
 
@@ -77,7 +58,14 @@ def tokenizer(*special: str) -> Any:
 def llava() -> Any:
     """llava-hf/llava-1.5-7b-hf."""
     images = transformers.CLIPImageProcessor(size={'shortest_edge': 336}, crop_size={'height': 336, 'width': 336})
-    return transformers.LlavaProcessor(images, tokenizer(), chat_template=TEMPLATE % '<image>', **CLIP)
+    return transformers.LlavaProcessor(
+        images,
+        tokenizer(),
+        chat_template=TEMPLATE % '<image>',
+        patch_size=14,
+        num_additional_image_tokens=1,
+        vision_feature_select_strategy='default',
+    )
 
 
 def qwen2_5_vl() -> Any:
@@ -102,7 +90,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 
 
 def write_data(folder: Path, num_images: int, *, sides: tuple[int, ...] | None) -> Path:
-    """Writes a LLaVA JSON with images of smooth noise, with the given sides or each with a size of its own."""
+    """Writes a LLaVA JSON with images of smooth noise. Without `sides`, no two images have the same size."""
     folder.mkdir()
     rng = np.random.default_rng(0)
     records = []
@@ -113,27 +101,23 @@ def write_data(folder: Path, num_images: int, *, sides: tuple[int, ...] | None) 
             width, height = draw_size(rng, sides)
         used_sizes.add((width, height))
         noise = rng.integers(0, 256, (height // 20, width // 20, 3), dtype=np.uint8)
-        image = Image.fromarray(noise).resize((width, height), Image.Resampling.BICUBIC)
+        small_image = Image.fromarray(noise)
+        image = small_image.resize((width, height), Image.Resampling.BICUBIC)
         image.save(folder / f'{number}.jpg', quality=85)
         num_words = int(np.clip(rng.lognormal(3.5, 0.8), 2, 400))
-        answer = ' '.join(rng.choice(WORDS, num_words))
+        answer = ' '.join(rng.choice(WORDS.split(), num_words))
         conversation = [
             {'from': 'human', 'value': f'<image>\n{rng.choice(QUESTIONS)}'},
             {'from': 'gpt', 'value': answer},
         ]
-        records.append(
-            {
-                'id': str(number),
-                'image': f'{number}.jpg',
-                'conversations': conversation,
-            }
-        )
+        records.append({'id': str(number), 'image': f'{number}.jpg', 'conversations': conversation})
     (folder / 'data.json').write_text(json.dumps(records))
     return folder / 'data.json'
 
 
 def draw_size(rng: np.random.Generator, sides: tuple[int, ...] | None) -> tuple[int, int]:
-    width, height = rng.choice(sides, 2).tolist() if sides else rng.integers(200, 1601, 2).tolist()
+    drawn = rng.choice(sides, 2) if sides else rng.integers(200, 1601, 2)
+    width, height = drawn.tolist()
     return width, height
 
 
@@ -141,29 +125,35 @@ def timed(dataset: LlavaDataset, processor: Any) -> tuple[lengths.LengthTable, S
     start = time.perf_counter()
     processor_start = time.process_time()
     table = lengths.build_length_table(dataset, processor, num_workers=0)
-    return table, {
-        'clock': round(time.perf_counter() - start, 2),
-        'processor': round(time.process_time() - processor_start, 2),
-    }
+    clock_seconds = time.perf_counter() - start
+    processor_seconds = time.process_time() - processor_start
+    return table, {'clock': round(clock_seconds, 2), 'processor': round(processor_seconds, 2)}
 
 
 def compare(path: Path, processor: Any) -> dict[str, Any]:
     dataset = LlavaDataset(path, processor)
-    # Warms up.
+    # The first sample pays for work that is done once.
     _ = dataset[0]
-    # Other work on the machine disturbs a short time more, so it is measured several times.
+    # Headers take a short time, which other work on the machine disturbs more. So it is measured several times.
     rounds = [timed(dataset, processor) for _ in range(ROUNDS)]
     from_headers, _ = rounds[0]
-    header_seconds = {key: statistics.median(seconds[key] for _, seconds in rounds) for key in ('clock', 'processor')}
+    header_seconds = {}
+    for clock in ('clock', 'processor'):
+        header_seconds[clock] = statistics.median(seconds[clock] for _, seconds in rounds)
+    # All samples are read if the dataset has no more than this.
     with mock.patch.object(lengths, 'FEWEST_FOR_HEADERS', len(dataset)):
         from_samples, reading_seconds = timed(dataset, processor)
+    times_faster = {}
+    for clock, seconds in header_seconds.items():
+        times_faster[clock] = round(reading_seconds[clock] / seconds, 1)
     equal = {}
     for column in lengths.TABLE_COLUMNS:
-        equal[column] = bool((getattr(from_headers, column) == getattr(from_samples, column)).all())
+        is_equal = getattr(from_headers, column) == getattr(from_samples, column)
+        equal[column] = bool(is_equal.all())
     return {
         'headers_seconds': header_seconds,
         'reading_seconds': reading_seconds,
-        'times_faster': {key: round(reading_seconds[key] / header_seconds[key], 1) for key in header_seconds},
+        'times_faster': times_faster,
         'equal': equal,
         'mean_length': round(float(from_samples.lengths.mean()), 1),
     }
@@ -187,10 +177,7 @@ def main() -> None:
             results[name] = {'images': num_images}
             for family in arguments.families:
                 results[name][family] = compare(path, FAMILIES[family]())
-                print(
-                    f'{num_images} images, {name}, {family}: {results[name][family]}',
-                    flush=True,
-                )
+                print(f'{num_images} images, {name}, {family}: {results[name][family]}', flush=True)
     write(arguments.results / 'lengths.json', results)
 
 

@@ -1,17 +1,17 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Speed of trainers on data with few labels, and how the time of a microbatch divides into layers and logits.
+"""Speed of trainers on data with few labels, and the shares of layers and logits in the time of a microbatch.
 
     .venv-rivals/bin/python -m benchmarks.logits [--ranks 1 2] [--rounds 5]
     python -m benchmarks.logits --report     # only the picture and the tables of docs/logits.md, from the results
 
 Two text models have the ratio of vocabulary to hidden size of SmolVLM-256M (85) and Qwen2.5-VL-3B (74). They are small
 enough for two cores, and have a sixth of the layers. Image tokens are tokens without a label. The lengths are a quarter
-of those in the real tables (folder COMPOSER_TOKACC_LENGTHS), and answers have 4 to 48 tokens. The contenders are those
-of `benchmarks.rivals`, and take turns in each round. A microbatch is also timed with all layers of the real models.
+of the lengths in the real tables (folder COMPOSER_TOKACC_LENGTHS), and answers have 4 to 48 tokens. The contenders come
+from `benchmarks.rivals` and take turns in each round. A microbatch is also timed with all layers of the real models.
 
-Writes results/logits.json. The memory in the picture is that of results/logits_memory.json.
+Writes results/logits.json. The picture takes the memory from results/logits_memory.json.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import json
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from transformers import LlamaForCausalLM
 from benchmarks.logits_memory import IMAGE_TOKENS, ROW_TOKENS, model_config
 from benchmarks.logits_memory import RESULT as MEMORY_FILE
 from benchmarks.machine import machine
-from benchmarks.record import RESULTS, ROOT, filled, parser_of, table, write_rows
+from benchmarks.record import RESULTS, ROOT, fill_page, parser_of, ranks_text, table, write_rows
 from benchmarks.rivals.__main__ import keep, launch
 from benchmarks.rivals.data import SHAPES, Sizes, new_model
 from benchmarks.rivals.report import TITLES, by_rival, worst_error
@@ -49,6 +48,8 @@ MICROBATCH = (4, 290)
 """Rows and width of the microbatch that is timed by parts."""
 PARTS = ('speed', 'microbatches')
 Row = dict[str, Any]
+# Sizes of the parts of a bar by name.
+Parts = dict[str, float]
 
 
 def sizes_of(model: str) -> Row:
@@ -67,15 +68,14 @@ def sizes_of(model: str) -> Row:
     }
 
 
-def time_microbatch(model: LlamaForCausalLM, rounds: int, shape: tuple[int, int] = MICROBATCH) -> dict[str, float]:
+def time_microbatch(model: LlamaForCausalLM, rounds: int) -> dict[str, float]:
     """Returns the seconds of forward and backward of a microbatch: for the layers only, and with head and loss.
 
     Args:
         model: A model on the CPU.
-        rounds: How often each is timed, after a first time that does not count. They take turns.
-        shape: Rows and width.
+        rounds: How often each forward is timed, after a first time that does not count. The forwards take turns.
     """
-    rows, width = shape
+    rows, width = MICROBATCH
     answer = sum(ANSWER) // 2
     ids = torch.randint(3, model.config.vocab_size, (rows, width))
     labels = ids.clone()
@@ -138,13 +138,13 @@ def smolvlm_config() -> transformers.SmolVLMConfig:
 
 
 def work_rows() -> list[Row]:
-    """Returns the share of the head in the multiplications of the real models, for rows as in AI2D.
+    """Returns the share of the head in the multiplications of the real models, for rows like those of AI2D.
 
-    Each weight of a matrix is used once for each position, or for each patch of an image. Attention scores are not
-    counted.
+    Each weight of a matrix is multiplied once for each position, or for each patch of an image. Attention scores are
+    not counted. `of_text` is the share in the text model, `of_all` in the whole model.
     """
     cases = {
-        # Config, image tokens of a row, and patches of an image token.
+        # Config, image tokens of a row, and patches that become one image token.
         'smolvlm': (smolvlm_config(), 640, 16),
         'qwen': (model_config(), IMAGE_TOKENS, 4),
     }
@@ -162,24 +162,29 @@ def work_rows() -> list[Row]:
         head = model.get_output_embeddings().weight.numel() * ROW_TOKENS
         text = text_weights * ROW_TOKENS
         vision = vision_weights * image_tokens * patches_per_token
-        rows.append({'model': name, 'of_text': head / (head + text), 'of_all': head / (head + text + vision)})
+        of_text = head / (head + text)
+        of_all = head / (head + text + vision)
+        rows.append({'model': name, 'of_text': of_text, 'of_all': of_all})
     return rows
 
 
 def ratio(cells: dict[str, Row], rival: str, figure: str) -> float:
-    """Returns the speed of ours with logits only at labels over that of a rival: the median over the rounds."""
+    """Returns how many times as fast as a rival ours is with logits at labels: the median over the rounds."""
     pairs = zip(cells['ours_sampler']['rounds'], cells[rival]['rounds'], strict=False)
     return statistics.median(our[figure] / their[figure] for our, their in pairs)
 
 
 def speed_table(results: Row) -> str:
-    """Returns the table of real tokens a second, and the speed of ours over each rival by time and processor time."""
+    """Returns the table of real tokens a second.
+
+    In parentheses: how many times as fast as this rival ours is, by time and by processor time.
+    """
     cases: dict[str, list[Row]] = {}
     for cell in results['cells']:
         if 'rounds' not in cell:
             continue
-        ranks = '1 rank' if cell['ranks'] == 1 else f'{cell["ranks"]} ranks'
-        cases.setdefault(f'{SHAPES[cell["model"]].title}, {ranks}', []).append(cell)
+        title = f'{SHAPES[cell["model"]].title}, {ranks_text(cell["ranks"])}'
+        cases.setdefault(title, []).append(cell)
     columns = {title: by_rival(cells) for title, cells in cases.items()}
     rows = []
     for name in CONTENDERS:
@@ -201,7 +206,7 @@ def speed_table(results: Row) -> str:
 
 
 def share_table(results: Row) -> str:
-    """Returns the table of the share of head and loss in the time of a microbatch, and in the work of real models."""
+    """Returns the table of the shares of head and loss: in the time of a microbatch, and in the work of real models."""
     work = {row['model']: row for row in results['work']}
     rows = []
     for row in results['microbatches']:
@@ -224,26 +229,27 @@ def share_table(results: Row) -> str:
     return table(columns, rows)
 
 
-def parts_of(results: Row) -> dict[str, Callable[[], str]]:
-    """Returns a function that makes it for each table of the page."""
-    return {'logits_speed': lambda: speed_table(results), 'logits_shares': lambda: share_table(results)}
+def parts_of(results: Row) -> dict[str, str]:
+    """Returns the tables of the page by name."""
+    return {'logits_speed': speed_table(results), 'logits_shares': share_table(results)}
 
 
 def draw(results: Row, memory: Row, path: Path) -> None:
-    """Draws how the measured time of a microbatch, and its computed memory, divide into parts."""
+    """Draws the parts of the measured time of a microbatch, and of its computed memory."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
     mpl.rcParams['svg.hashsalt'] = 'composer_tokacc'
     figure = Figure(figsize=(9, 3.4), layout='constrained')
     time_axes, memory_axes = figure.subplots(1, 2, width_ratios=(3, 2))
-    bars: list[tuple[str, dict[str, float]]] = []
+    time_bars: dict[str, Parts] = {}
     for row in results['microbatches']:
+        layers = row['layers_seconds'] / row['all_seconds']
         for logits in ('all', 'labels'):
             head = max(row[f'{logits}_seconds'] - row['layers_seconds'], 0) / row['all_seconds']
             label = f'{SHAPES[row["model"]].title}\n{row["layers"]} layers, {logits}'
-            bars.append((label, {'layers': row['layers_seconds'] / row['all_seconds'], 'head and loss': head}))
-    stack(time_axes, bars, {'layers': '#b8c4d6', 'head and loss': '#c8553d'})
+            time_bars[label] = {'layers': layers, 'head and loss': head}
+    stack(time_axes, time_bars, {'layers': '#b8c4d6', 'head and loss': '#c8553d'})
     time_axes.set_title('Time of a microbatch (measured; all logits: 1)', loc='left', fontsize=9)
     colors = {
         'text activations': '#b8c4d6',
@@ -251,24 +257,40 @@ def draw(results: Row, memory: Row, path: Path) -> None:
         'inputs': '#555555',
         'logits': '#c8553d',
     }
-    stack(memory_axes, [(logits, memory[logits]['gib_by_part']) for logits in ('all', 'labels')], colors)
+    memory_bars = {logits: memory[logits]['gib_by_part'] for logits in ('all', 'labels')}
+    stack(memory_axes, memory_bars, colors)
     memory_axes.set_title('Qwen2.5-VL-3B, 8,192 positions:\nGiB beyond the model (computed)', loc='left', fontsize=9)
     figure.savefig(path, metadata={'Date': None})
 
 
-def stack(axes: Any, bars: Sequence[tuple[str, dict[str, float]]], colors: dict[str, str]) -> None:
-    """Draws horizontal bars of stacked parts, the first bar on top."""
-    for place, (_, parts) in enumerate(bars):
+def stack(axes: Any, bars: dict[str, Parts], colors: dict[str, str]) -> None:
+    """Draws horizontal bars of stacked parts by label, the first bar on top."""
+    for place, parts in enumerate(bars.values()):
         left = 0.0
         for name, color in colors.items():
             label = name if place == 0 else None
             axes.barh(place, parts[name], left=left, color=color, label=label)
             left += parts[name]
-    axes.set_yticks(range(len(bars)), [label for label, _ in bars], fontsize=7)
+    axes.set_yticks(range(len(bars)), list(bars), fontsize=7)
     axes.invert_yaxis()
     axes.tick_params(labelsize=7)
     axes.spines[['top', 'right']].set_visible(False)
     axes.legend(fontsize=7, frameon=False, loc='upper center', bbox_to_anchor=(0.5, -0.08), ncols=len(colors))
+
+
+def measure_speed(path: Path, ranks: int, model: str, rounds: int) -> None:
+    """Measures all contenders with a model, and writes their cells into the results file."""
+    plan = {'sizes': sizes_of(model), 'set': 'tables', 'rivals': CONTENDERS, 'rounds': rounds}
+    keep(path, launch(ranks, plan, limit=3600))
+
+
+def measure_microbatches(path: Path, rounds: int) -> None:
+    """Times the microbatches and computes the work, and writes both into the results file."""
+    torch.set_num_threads(1)
+    results = json.loads(path.read_text())
+    results['microbatches'] = microbatch_rows(rounds)
+    results['work'] = work_rows()
+    write_rows(path, results)
 
 
 def main() -> None:
@@ -284,20 +306,15 @@ def main() -> None:
     parts = () if arguments.report else arguments.parts
     if 'speed' in parts:
         for ranks, model in product(arguments.ranks, arguments.models):
-            plan = {'sizes': sizes_of(model), 'set': 'tables', 'rivals': CONTENDERS, 'rounds': arguments.rounds}
-            keep(path, launch(ranks, plan, limit=3600))
+            measure_speed(path, ranks, model, arguments.rounds)
     if 'microbatches' in parts:
-        torch.set_num_threads(1)
-        results = json.loads(path.read_text())
-        results['microbatches'] = microbatch_rows(arguments.rounds)
-        results['work'] = work_rows()
-        write_rows(path, results)
+        measure_microbatches(path, arguments.rounds)
     results = json.loads(path.read_text())
     print(speed_table(results))
     print(share_table(results))
     if path == RESULTS_FILE:
         draw(results, json.loads(MEMORY_FILE.read_text()), PICTURE)
-        PAGE.write_text(filled(PAGE.read_text(), parts_of(results)))
+        fill_page(PAGE, parts_of(results))
 
 
 if __name__ == '__main__':

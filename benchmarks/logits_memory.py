@@ -4,8 +4,8 @@
 """Memory of a microbatch of Qwen2.5-VL-3B, with logits at all positions and only at labels.
 
 Computed, not measured: a step of the whole model is traced with tensors that have a size and no memory, in bfloat16 and
-with checkpointed activations, as it would run on one GPU. Rows are as in AI2D: 625 image tokens, a question, and an
-answer of which 16 tokens have a label.
+with checkpointed activations, as it would run on one GPU. Rows are like those of AI2D: 625 image tokens, a question and
+an answer. 16 tokens of the answer have a label.
 
     python -m benchmarks.logits_memory
 
@@ -70,9 +70,9 @@ def build() -> torch.nn.Module:
 
 
 def sample(side: int, num_text: int) -> dict[str, torch.Tensor]:
-    """Returns a sample with one square image of so many patches on a side, as the processor returns it."""
+    """Returns a sample as the processor returns it. It has one square image, with `side` patches on each side."""
     config = model_config()
-    num_image_tokens = side * side // 4
+    num_image_tokens = side * side // 4  # 2 x 2 patches become one token
     image = [config.vision_start_token_id, *[config.image_token_id] * num_image_tokens, config.vision_end_token_id]
     ids = torch.tensor([[*image, *range(1000, 1000 + num_text)]])
     labels = torch.full_like(ids, -100)
@@ -87,21 +87,23 @@ def sample(side: int, num_text: int) -> dict[str, torch.Tensor]:
 
 
 def shape_of(positions: int, memory: MemoryModel) -> BatchShape:
-    """Returns a microbatch of rows as in AI2D with so many positions."""
+    """Returns the shape of a microbatch of rows like those of AI2D, with this number of positions."""
     rows = positions / ROW_TOKENS
+    num_rows = max(round(rows), 1)
     image_tokens = round(rows * IMAGE_TOKENS)
     return BatchShape(
-        rows=max(round(rows), 1),
-        width=round(positions / max(round(rows), 1)),
+        rows=num_rows,
+        width=round(positions / num_rows),
         image_tokens=image_tokens,
         image_area=float(image_tokens * IMAGE_TOKENS),
         pixel_bytes=int(image_tokens * memory.pixel_bytes_per_image_token),
+        # One more than there are labels; see `logit_positions` of sizing.
         labels=round(rows * LABELS) + 1 if memory.logits == 'labels' else None,
     )
 
 
 def most_positions(memory: MemoryModel) -> int:
-    """Returns how many positions fit beside model, gradients and optimizer on 80 GiB, by bisection."""
+    """Returns the most positions that fit into 80 GiB with model, gradients and optimizer. Found by bisection."""
     low, high = 1, 1 << 24
     while high - low > 1:
         middle = (low + high) // 2
@@ -113,7 +115,7 @@ def most_positions(memory: MemoryModel) -> int:
 
 
 def figures(logits: str) -> dict[str, Any]:
-    """Returns what a microbatch keeps, by part, and how many positions fit."""
+    """Returns the memory of a microbatch by part, and how many positions fit."""
     samples = [sample(50, 64), sample(32, 64)]
     memory = calibrate_fake(build, model_config(), samples, width=1024, has_mask=False, logits=logits)
     terms = memory.terms(shape_of(POSITIONS, memory))
@@ -129,7 +131,7 @@ def figures(logits: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Prints both, and writes them."""
+    """Computes, prints and writes the figures for both."""
     results = {logits: figures(logits) for logits in ('all', 'labels')}
     for logits, result in results.items():
         print(f'logits at {logits}: {result["gib"]:.2f} GiB beyond the model for {POSITIONS:,} positions')

@@ -1,10 +1,11 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The machine that a figure was measured on, and how a benchmark starts its module on several ranks."""
+"""The machine that a figure was measured on, and functions of a benchmark on several ranks."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import json
 import os
@@ -24,7 +25,7 @@ from composer.utils import dist, get_device
 
 from benchmarks.record import ROOT
 
-# A Trainer leaves these in the environment of a process that has trained.
+# Composer's launcher sets these. A Trainer leaves them in the environment of a process that has trained without it.
 RANK_VARIABLES = {
     'RANK',
     'WORLD_SIZE',
@@ -63,7 +64,7 @@ def environment_of_no_rank() -> dict[str, str]:
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """Returns an environment for ranks of one thread each, in which Python imports the modules of this checkout."""
+    """Returns the environment of a new process: one thread, and imports from this checkout."""
     return {
         **environment_of_no_rank(),
         'OMP_NUM_THREADS': '1',
@@ -72,25 +73,30 @@ def environment(**variables: str) -> dict[str, str]:
     }
 
 
-def on_ranks(ranks: int, module: str, *arguments: str) -> Any:
-    """Runs a module under the composer launcher. Returns the JSON that it wrote to the path in its first argument."""
+def on_ranks(ranks: int, module: str, **arguments: Any) -> Any:
+    """Calls `measure_on_ranks` of a module on several ranks, and returns the results of rank 0.
+
+    Arguments and results travel as JSON. Composer's launcher starts :func:`main` in a process for each rank.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / 'results.json'
-        command = [
-            COMPOSER,
-            '-n',
-            str(ranks),
-            '-m',
-            module,
-            str(path),
-            *arguments,
-        ]
+        launcher = [COMPOSER, '-n', str(ranks), '-m', 'benchmarks.machine']
+        command = [*launcher, module, json.dumps(arguments), str(path)]
         subprocess.run(command, check=True, cwd=ROOT, env=environment())
         return json.loads(path.read_text())
 
 
+def main() -> None:
+    """Runs on each rank for :func:`on_ranks`."""
+    module, arguments, path = sys.argv[1:]
+    join_ranks()
+    results = importlib.import_module(module).measure_on_ranks(**json.loads(arguments))
+    if dist.get_global_rank() == 0:
+        Path(path).write_text(json.dumps(results))
+
+
 def join_ranks() -> None:
-    """Joins the ranks of this launch, with one thread each: more only slow down small models."""
+    """Joins the ranks of this launch. Each gets one thread, because more threads slow down small models."""
     warnings.simplefilter('ignore')
     torch.set_num_threads(1)
     dist.initialize_dist(get_device('cpu'))
@@ -118,3 +124,7 @@ def _processor() -> str:
         if line.startswith('model name'):
             return line.split(':', 1)[1].strip()
     return platform.machine()
+
+
+if __name__ == '__main__':
+    main()

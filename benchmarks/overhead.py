@@ -1,12 +1,12 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What TokenAccumulation and the ledger by source cost: their shares of a step of the demo run, on two ranks.
+"""Measures the time of TokenAccumulation and of the ledger by source, as shares of a step of the demo on two ranks.
 
     composer -n 2 -m benchmarks.overhead [--steps 40] [algorithms.token_accumulation.token_weights=sqrt]
 
-Runs yamls/digits.yaml, with samples of two sources, and adds up the time in the events and the backward hook of the
-algorithm. The part of its all-reduce, which waits for the other rank, is given separately. Prints medians over the
+Runs yamls/digits.yaml with samples of two sources. Adds up the time in the events and in the backward hook of the
+algorithm. The time of its all-reduce, which waits for the other rank, is also given by itself. Prints medians over the
 steps. Rank 0 writes results/overhead.json.
 """
 
@@ -37,12 +37,13 @@ TWO_SOURCES = [
     'dataset.parts={one: {num_samples: 2048}, other: {num_samples: 2048, seed: 5}}',
     'dataset.num_samples=1',
 ]
-# The first step pays for the check of the first batch, and the first ones have many labels that are new.
+# The first step pays for the check of the first batch. In the next steps many labels are new, and microbatches with new
+# labels are measured.
 UNMEASURED_STEPS = 10
 
 
 class StepTimes(Callback):
-    """Measures the seconds of each step, and those of the functions that are wrapped by :meth:`timed`."""
+    """Measures the seconds of each step, and the seconds in functions that :meth:`timed` has wrapped."""
 
     def __init__(self) -> None:
         self.spent = {'algorithm': 0.0, 'all_reduce': 0.0, 'ledger': 0.0}
@@ -50,6 +51,8 @@ class StepTimes(Callback):
         self.started = 0.0
 
     def timed(self, function: Callable[..., Any], kind: str) -> Callable[..., Any]:
+        """Returns the function in a wrapper that adds its seconds to `spent`."""
+
         def call(*args: Any, **kwargs: Any) -> Any:
             start = time.perf_counter()
             try:
@@ -89,13 +92,9 @@ def measure_demo(steps: int, overrides: list[str]) -> StepTimes:
     MicrobatchRecord._measure = times.timed(MicrobatchRecord._measure, 'algorithm')  # pyright: ignore[reportPrivateUsage]
     RankSum.__init__ = times.timed(RankSum.__init__, 'all_reduce')
     RankSum.read = times.timed(RankSum.read, 'all_reduce')
-    # The rest of the ledger is the reduction that the monitor does anyway.
+    # The ledger also needs a reduction, but the monitor makes that reduction in any case.
     for name in ('note', '_sums', '_table'):
-        setattr(
-            SourceLedger,
-            name,
-            times.timed(getattr(SourceLedger, name), 'ledger'),
-        )
+        setattr(SourceLedger, name, times.timed(getattr(SourceLedger, name), 'ledger'))
     trainer.fit()
     return times
 

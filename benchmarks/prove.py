@@ -32,7 +32,7 @@ COLUMNS = (
 
 
 def programs() -> list[str]:
-    """Returns the names of the programs. `subject` is not one: it has the model and the rows that they import."""
+    """Returns the names of the programs. `subject` holds the model and the rows that all of them import."""
     return sorted(path.stem for path in PROGRAMS.glob('*.py') if path.stem != 'subject')
 
 
@@ -54,7 +54,7 @@ def run_program(program: str) -> str | None:
 
 
 def saved_rows() -> dict[str, list[str]]:
-    """Returns the rows of the results file by program. Empty if there is no such file."""
+    """Returns the rows of the results file by program, or no rows if there is no file yet."""
     if not RESULTS_FILE.exists():
         return {}
     return json.loads(RESULTS_FILE.read_text())['programs']
@@ -62,19 +62,20 @@ def saved_rows() -> dict[str, list[str]]:
 
 def row_of(output: str) -> list[str]:
     """Returns the cells of the one line that has a cell for each column."""
-    [line] = [line for line in output.splitlines() if line.count(' | ') == len(COLUMNS) - 1]
-    return line.split(' | ')
+    rows = [line.split(' | ') for line in output.splitlines()]
+    [cells] = [row for row in rows if len(row) == len(COLUMNS)]
+    return cells
 
 
 def table_of(rows: dict[str, list[str]]) -> str:
     """Returns the table of the page, exact trainers first."""
-    return table(
-        COLUMNS,
-        sorted(
-            rows.values(),
-            key=lambda row: (row[-1] != 'exact', row[0].strip('*')),
-        ),
-    )
+
+    def place(row: list[str]) -> tuple[bool, str]:
+        trainer = row[0].strip('*')
+        is_exact = row[-1] == 'exact'
+        return not is_exact, trainer
+
+    return table(COLUMNS, sorted(rows.values(), key=place))
 
 
 def main() -> None:
@@ -88,7 +89,7 @@ def main() -> None:
             print(output, flush=True)
             rows[program] = row_of(output)
     write(RESULTS_FILE, {'machine': machine(), 'programs': rows})
-    fill_page(PAGE, 'prove', table_of(rows))
+    fill_page(PAGE, {'prove': table_of(rows)})
 
 
 if __name__ == '__main__':

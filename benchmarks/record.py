@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,32 +64,42 @@ def write_at_once(path: Path, text: str) -> None:
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Returns a table in Markdown."""
-    lines = [columns, ['---'] * len(columns), *rows]
-    return '\n'.join(f'| {" | ".join(map(str, line))} |' for line in lines) + '\n'
+    ruler = ['---'] * len(columns)
+    lines = []
+    for row in (columns, ruler, *rows):
+        cells = ' | '.join(str(cell) for cell in row)
+        lines.append(f'| {cells} |\n')
+    return ''.join(lines)
+
+
+def ranks_text(ranks: int) -> str:
+    return '1 rank' if ranks == 1 else f'{ranks} ranks'
 
 
 def show(title: str, rows: Sequence[dict[str, object]]) -> None:
     """Prints a table of dicts with the same keys."""
     print(f'\n{title}')
-    cells = [[_cell(value) for value in row.values()] for row in rows]
-    print(table(list(rows[0]), cells))
+    lines = []
+    for row in rows:
+        lines.append([_cell(value) for value in row.values()])
+    print(table(list(rows[0]), lines))
 
 
-def filled(page: str, parts: dict[str, Callable[[], str]]) -> str:
-    """Returns the page with the parts of these names written again."""
+def filled(page: str, parts: dict[str, str]) -> str:
+    """Returns the page with new text between the marks of these parts. Marks of other names are left alone."""
 
     def replacement(match: re.Match[str]) -> str:
         begin, name, end = match.groups()
         if name not in parts:
             return match[0]
-        return f'{begin}\n{parts[name]().strip()}\n\n{end}'
+        return f'{begin}\n{parts[name].strip()}\n\n{end}'
 
     return MADE_PART.sub(replacement, page)
 
 
-def fill_page(page: Path, name: str, part: str) -> None:
-    """Writes one part of a page again."""
-    page.write_text(filled(page.read_text(), {name: lambda: part}))
+def fill_page(page: Path, parts: dict[str, str]) -> None:
+    """Writes parts of a page again."""
+    page.write_text(filled(page.read_text(), parts))
 
 
 def _cell(value: object) -> str:

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""A small LLaVA, random rows of given lengths for it, and made-up samples for text models and LLaVA-1.5."""
+"""A small LLaVA with random rows, and made-up samples for text models and LLaVA-1.5."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VOCABULARY = 512
 IMAGE_TOKEN = 3
 IMAGE_LENGTH = 4
 IMAGE_SIDE = 16
-# The id of the word that made-up texts repeat. Special tokens have other ids, at the ends of a vocabulary.
+# The id of the token that made-up texts repeat. Special tokens have other ids: the first or the last of a vocabulary.
 WORD_ID = 11
 Row = dict[str, Any]
 
@@ -50,7 +50,7 @@ def build_model(*, hidden_size: int = 512, num_layers: int = 4) -> LlavaForCondi
 
 
 def llava_config(text: LlamaConfig, vision: CLIPVisionConfig, image_token: int) -> LlavaConfig:
-    """Joins both configs. LLaVA reads the last vision layer, so that every layer gets a gradient."""
+    """Joins both configs. LLaVA reads the last vision layer here, so that every layer gets a gradient."""
     config = LlavaConfig(
         vision_config=vision,
         text_config=text,
@@ -74,8 +74,8 @@ def make_rows(lengths: Sequence[int], seed: int, config: Any = None) -> list[Row
     """Returns batches of one row with random tokens. Every other row begins with an image, if it is long enough.
 
     Args:
-        lengths: The tokens of each row, image tokens included.
-        seed: For everything that is drawn.
+        lengths: The number of tokens of each row, with its image tokens.
+        seed: The seed of tokens and images.
         config: The config of the LLaVA that reads the rows. None: the small one.
     """
     side = IMAGE_SIDE
@@ -115,14 +115,16 @@ def image_token_of(config: Any) -> int:
 
 
 def made_up_sample(config: Any, num_text_tokens: int, *, num_images: int = 0) -> Row:
-    """Returns one row that begins with white images, for text models and LLaVA-1.5."""
+    """Returns a batch of one row that begins with white images, for text models and LLaVA-1.5."""
     ids = [WORD_ID] * num_text_tokens
     row: Row = {}
     num_image_tokens = 0
     if num_images:
         vision = config.vision_config
-        has_class_token = config.vision_feature_select_strategy == 'full'
-        num_image_tokens = num_images * ((vision.image_size // vision.patch_size) ** 2 + has_class_token)
+        tokens_per_image = (vision.image_size // vision.patch_size) ** 2
+        if config.vision_feature_select_strategy == 'full':
+            tokens_per_image += 1  # the class token
+        num_image_tokens = num_images * tokens_per_image
         ids = [image_token_of(config)] * num_image_tokens + ids
         row['pixel_values'] = torch.ones(num_images, 3, vision.image_size, vision.image_size)
     row['input_ids'] = torch.tensor([ids])

@@ -20,19 +20,12 @@ from torch.utils.data import DataLoader, IterableDataset
 from benchmarks.device import CPU, ComputeDevice
 from composer_tokacc import BatchLayout, TokenAccumulation, token_data_spec
 from composer_tokacc.layout import describe
-from composer_tokacc.planning import CostModel
 
-METHODS = {
-    'stock': 'stock Composer',
-    'collate': 'Hugging Face style, padded per microbatch',
-    'ours': 'token_data_spec',
-    'packing': 'token_data_spec, packing=True',
-}
 Row = dict[str, Any]
 
 
 class Batches(IterableDataset):
-    """Batches that were made before."""
+    """Batches that are made before the run."""
 
     def __init__(self, batches: Sequence[Row]) -> None:
         self.batches = batches
@@ -44,52 +37,42 @@ class Batches(IterableDataset):
 class StepClock(Callback):
     """Measures the seconds of each step and the positions that it computes.
 
-    ``seconds`` go from the batch on the CPU to the gradients, with the split. ``whole`` goes from the end of one step
-    to the end of the next: it also has counting, optimizer, logging and all other work of the host.
+    A step is timed from the end of the step before to its own end. So its time includes counting, splitting, the
+    optimizer, logging and all other work of the host.
     """
 
     def __init__(self, device: ComputeDevice = CPU) -> None:
         self.device = device
         self.seconds: list[float] = []
-        self.whole: list[float] = []
         self.microbatches: list[int] = []
         self.positions: list[int] = []
-        self.largest = 0
 
-    def forget_first(self) -> None:
-        """Drops the first step, which pays for checks that a run makes once."""
-        for figures in (
-            self.seconds,
-            self.whole,
-            self.microbatches,
-            self.positions,
-        ):
-            del figures[0]
+    def forget_first(self, num_steps: int) -> None:
+        """Drops the first steps, which pay for checks that a run makes once."""
+        for figures in (self.seconds, self.microbatches, self.positions):
+            del figures[:num_steps]
 
     def fit_start(self, state: State, logger: Logger) -> None:
         self.ended = time.perf_counter()
 
     def batch_start(self, state: State, logger: Logger) -> None:
-        self.device.synchronize()
         self.positions.append(0)
         self.microbatches.append(0)
-        self.started = time.perf_counter()
 
     def before_forward(self, state: State, logger: Logger) -> None:
-        size = state.batch['input_ids'].numel()
-        self.positions[-1] += size
+        self.positions[-1] += state.batch['input_ids'].numel()
         self.microbatches[-1] += 1
-        self.largest = max(self.largest, size)
-
-    def after_train_batch(self, state: State, logger: Logger) -> None:
-        self.device.synchronize()
-        self.seconds.append(time.perf_counter() - self.started)
 
     def batch_end(self, state: State, logger: Logger) -> None:
         self.device.synchronize()
         ended = time.perf_counter()
-        self.whole.append(ended - self.ended)
+        self.seconds.append(ended - self.ended)
         self.ended = ended
+
+
+def chunks(items: Sequence[Any], size: int) -> list[Any]:
+    """Cuts a list or a range into parts of this size. The last part may be shorter."""
+    return [items[start : start + size] for start in range(0, len(items), size)]
 
 
 @dataclass(frozen=True)
@@ -99,39 +82,40 @@ class StockSplit:
     layout: BatchLayout
 
     def __call__(self, batch: Row, size: int | float) -> list[Row]:
-        num_rows = self.layout.num_rows(batch)
-        starts = range(0, num_rows, int(size))
-        return [self.layout.select(batch, range(start, min(start + int(size), num_rows))) for start in starts]
+        rows = range(self.layout.num_rows(batch))
+        return [self.layout.select(batch, part) for part in chunks(rows, int(size))]
 
 
 @dataclass(frozen=True)
 class CollateSplit:
-    """Pads each microbatch by itself, as a loader with batches of `size` does for gradient accumulation."""
+    """Pads each microbatch by itself, like Hugging Face's Trainer: its loader makes batches of `size` rows."""
 
     layout: BatchLayout
 
     def __call__(self, batch: Row, size: int | float) -> list[Row]:
-        rows = [self.layout.trim(self.layout.select(batch, [row])) for row in range(self.layout.num_rows(batch))]
-        return [self.layout.concat(rows[start : start + int(size)]) for start in range(0, len(rows), int(size))]
+        rows = []
+        for row in range(self.layout.num_rows(batch)):
+            rows.append(self.layout.trim(self.layout.select(batch, [row])))
+        return [self.layout.concat(part) for part in chunks(rows, int(size))]
 
 
 def data_of(
     method: str,
     batches: Sequence[Row] | DataLoader,
     layout: BatchLayout,
-    cost: CostModel | None = None,
     slot_tokens: int | None = None,
 ) -> DataSpec:
-    """Returns batches, or a loader, with one of the :data:`METHODS` to cut them."""
+    """Returns the data of a run.
+
+    Args:
+        method: How batches are cut: `stock`, `collate` (see :class:`CollateSplit`), `ours` or `packing`.
+        batches: Batches, or a loader.
+        layout: The layout of the model.
+        slot_tokens: For `ours` and `packing`; see `token_data_spec`.
+    """
     loader = batches if isinstance(batches, DataLoader) else DataLoader(Batches(batches), batch_size=None)
     if method in ('ours', 'packing'):
-        return token_data_spec(
-            loader,
-            layout=layout,
-            packing=method == 'packing',
-            cost=cost,
-            slot_tokens=slot_tokens,
-        )
+        return token_data_spec(loader, layout=layout, packing=method == 'packing', slot_tokens=slot_tokens)
     split = StockSplit(layout) if method == 'stock' else CollateSplit(layout)
     return DataSpec(
         loader,
@@ -152,7 +136,7 @@ def fit(
     algorithms: Sequence[Any] = (),
     callbacks: Sequence[Any] = (),
 ) -> Trainer:
-    """Runs steps of a Trainer at learning rate 0, so that the weights stay."""
+    """Runs steps of a Trainer at learning rate 0, so that the weights do not change."""
     wrapped = HuggingFaceModel(model, shift_labels=True, use_logits=True)
     trainer = Trainer(
         model=wrapped,
@@ -186,32 +170,39 @@ def timed(
     model: Any,
     batches: Sequence[Row],
     microbatch: int,
-    cost: CostModel | None = None,
     *,
     device: ComputeDevice = CPU,
     slot_tokens: int | None = None,
 ) -> StepClock:
-    """Times a step of each batch, after a step of a few rows that pays for the check of the first batch.
+    """Times a step of each batch. TokenAccumulation is on for all methods, so that only the cut differs.
 
-    TokenAccumulation is on for all methods, so that only the cut differs.
+    The run begins with a step that is not timed, in which TokenAccumulation checks the first batch. It has the two
+    shortest and the two longest rows of the first batch.
 
-    ``microbatch`` is the number of rows that a microbatch may hold at the width of the device batch, and ``cost`` are
-    the prices of the planner.
+    Args:
+        method: How batches are cut; see :func:`data_of`.
+        model: The model.
+        batches: The batches, one for each step.
+        microbatch: The number of rows that a microbatch may hold at the width of the device batch.
+        device: Where the model is.
+        slot_tokens: See :func:`data_of`.
     """
     clock = StepClock(device)
     layout = BatchLayout.for_model(model)
     lengths = describe(layout, batches[0]).lengths
     rows_by_length = sorted(range(len(lengths)), key=lengths.__getitem__)
-    first_rows = sorted({*rows_by_length[:2], *rows_by_length[-2:]})
+    shortest = rows_by_length[:2]
+    longest = rows_by_length[-2:]
+    first_rows = sorted({*shortest, *longest})
     first_batch = layout.select(batches[0], first_rows)
     fit(
         model,
-        data_of(method, [first_batch, *batches], layout, cost, slot_tokens),
+        data_of(method, [first_batch, *batches], layout, slot_tokens),
         microbatch,
         num_steps=1 + len(batches),
         device=device,
         algorithms=[TokenAccumulation(loss_tokens='causal', check_loss=False)],
         callbacks=[clock],
     )
-    clock.forget_first()
+    clock.forget_first(1)
     return clock

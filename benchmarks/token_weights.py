@@ -1,22 +1,22 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The weight of each token in the gradient of one optimizer step, by `measure_token_weights` around each trainer.
+"""Measures the weight of each token in the gradient of one optimizer step, with `measure_token_weights`.
 
     python -m benchmarks.token_weights [--hosts composer ours] [--ranks 1]
-    python -m benchmarks.token_weights --hosts       # draws the picture and writes the table from the results
+    python -m benchmarks.token_weights --hosts       # only draws the picture and writes the table, from the results
 
-Eight ragged text rows, all of whose tokens carry loss, and 32 samples of a real mixture (AI2D, ChartQA, DocVQA), whose
-image tokens carry none. The lengths of the mixture are drawn from the tables in COMPOSER_TOKACC_LENGTHS, or from
-seeded synthetic ones, which are named as such. The model is a tiny Llama in float32, at learning rate 0.
+The hosts are trainers. They train on eight ragged text rows, in which all tokens carry loss, and on 32 samples of a
+real mixture (AI2D, ChartQA, DocVQA), in which image tokens carry no loss. The lengths of the mixture are drawn from the
+tables in COMPOSER_TOKACC_LENGTHS. Without tables they are synthetic, and the results say so. The model is a tiny Llama
+in float32, at learning rate 0.
 
-Writes results/token_weights.json, docs/figures/token_weights.svg and the table of docs/token_weights.md. A trainer that
-is not measured keeps its figures.
+Writes results/token_weights.json, docs/figures/token_weights.svg and the table of docs/token_weights.md. Trainers that
+are not measured keep their figures.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 from importlib.metadata import version
 from itertools import chain
@@ -25,24 +25,23 @@ from typing import Any
 from unittest import mock
 
 import torch
-from composer import Trainer
-from composer.models import HuggingFaceModel
 from composer.utils import dist
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.adapters import ADAPTERS, Batch
 from benchmarks.length_sets import read_tables
-from benchmarks.machine import join_ranks, machine, on_ranks
+from benchmarks.machine import machine, on_ranks
 from benchmarks.record import (
     RESULTS,
     ROOT,
     fill_page,
     parser_of,
+    ranks_text,
     table,
     write_rows,
 )
-from benchmarks.timed_steps import Batches
+from benchmarks.timed_steps import Batches, chunks, fit
 from composer_tokacc import (
     BatchLayout,
     TokenAccumulation,
@@ -65,22 +64,16 @@ SEED = 0
 VOCABULARY = 64
 # Title and package of each trainer, exact ones first.
 HOSTS = {
-    'ours': (
-        '**Composer with TokenAccumulation, `token_data_spec`**',
-        'mosaicml',
-    ),
+    'ours': ('**Composer with TokenAccumulation, `token_data_spec`**', 'mosaicml'),
     'hf': ('Hugging Face Trainer', 'transformers'),
     'composer': ('stock Composer', 'mosaicml'),
-    'composer_flag': (
-        'Composer, `accumulate_train_batch_on_tokens`',
-        'mosaicml',
-    ),
+    'composer_flag': ('Composer, `accumulate_train_batch_on_tokens`', 'mosaicml'),
 }
 Row = dict[str, Any]
 
 
 def lengths_of(subject: str) -> tuple[list[int], list[int], str]:
-    """Returns the tokens of each sample, how many of them are image tokens, and the source of the lengths."""
+    """Returns the number of tokens and of image tokens of each sample, and the source of the lengths."""
     if subject == 'eight rows':
         return list(EIGHT_LENGTHS), [0] * len(EIGHT_LENGTHS), 'written down'
     tables, source = read_tables()
@@ -122,19 +115,11 @@ def tiny_llama() -> Any:
 
 
 def train_three_lines(model: Any, microbatches: list[Batch]) -> None:
-    """Trains with the three lines, on the device batch as a loader pads it."""
+    """Trains a step with the three lines. The device batch is padded as a loader pads it."""
     device_batch = dict(BatchLayout.for_model(model).concat(microbatches))
     loader = DataLoader(Batches([device_batch]), batch_size=None)
-    Trainer(
-        model=HuggingFaceModel(model, shift_labels=True, use_logits=True),
-        train_dataloader=token_data_spec(loader),
-        algorithms=[TokenAccumulation()],
-        device_train_microbatch_size=len(microbatches[0]['input_ids']),
-        optimizers=torch.optim.SGD(model.parameters(), lr=0.0),
-        max_duration='1ba',
-        device='cpu',
-        progress_bar=False,
-    ).fit()
+    microbatch = len(microbatches[0]['input_ids'])
+    fit(model, token_data_spec(loader), microbatch, num_steps=1, algorithms=[TokenAccumulation()])
 
 
 def measure(subject: str, host: str) -> Row:
@@ -144,7 +129,7 @@ def measure(subject: str, host: str) -> Row:
     layout = BatchLayout.for_model(model)
     size = MICROBATCH[subject]
     rows = rows_of(lengths, image_tokens)[dist.get_global_rank() :: dist.get_world_size()]
-    microbatches = [dict(layout.concat(rows[start : start + size])) for start in range(0, len(rows), size)]
+    microbatches = [dict(layout.concat(part)) for part in chunks(rows, size)]
     with mock.patch.dict('os.environ'), measure_token_weights(model) as report:
         if host == 'ours':
             train_three_lines(model, microbatches)
@@ -152,7 +137,8 @@ def measure(subject: str, host: str) -> Row:
             ADAPTERS[host](model)(microbatches)
     weights_of_ranks = dist.all_gather_object(report.weights)
     residual = max(dist.all_gather_object(report.residual))
-    weights = torch.cat([*chain.from_iterable(weights_of_ranks)])
+    weights_of_microbatches = list(chain.from_iterable(weights_of_ranks))
+    weights = torch.cat(weights_of_microbatches)
     expected = 0
     for length, num_image_tokens in zip(lengths, image_tokens, strict=True):
         # The first label of a row is not trained, because no token comes before it.
@@ -160,13 +146,6 @@ def measure(subject: str, host: str) -> Row:
     if len(weights) != expected:
         raise SystemExit(f'{host} repeated or dropped samples: it trained {len(weights)} of {expected} tokens.')
     mean = weights.mean()
-    # By rank and microbatch: number of tokens, smallest and largest weight.
-    summaries = []
-    for weights_of_rank in weights_of_ranks:
-        summaries_of_rank = []
-        for part in weights_of_rank:
-            summaries_of_rank.append([len(part), float(part.min() / mean), float(part.max() / mean)])
-        summaries.append(summaries_of_rank)
     package = HOSTS[host][1]
     return {
         'subject': subject,
@@ -180,47 +159,62 @@ def measure(subject: str, host: str) -> Row:
         'smallest': float(weights.min() / mean),
         'largest': float(weights.max() / mean),
         'residual': residual,
-        'microbatches': summaries,
+        'microbatches': [summaries_of(weights_of_rank, mean) for weights_of_rank in weights_of_ranks],
         'measured_on': {'machine': machine(), package: version(package)},
     }
 
 
-def measure_on_ranks(hosts: list[str], path: Path) -> None:
-    """Measures all cases of this number of ranks. Rank 0 writes the rows. Runs under the composer launcher."""
-    join_ranks()
+def summaries_of(microbatches: list[torch.Tensor], mean: torch.Tensor) -> list[list[float]]:
+    """Returns for each microbatch: the number of tokens, and the smallest and the largest weight over the mean."""
+    summaries = []
+    for weights in microbatches:
+        smallest = float(weights.min() / mean)
+        largest = float(weights.max() / mean)
+        summaries.append([len(weights), smallest, largest])
+    return summaries
+
+
+def measure_on_ranks(hosts: list[str]) -> list[Row]:
+    """Measures all cases that need as many ranks as this launch has."""
     rows = []
     for subject, ranks in CASES:
         if ranks == dist.get_world_size():
             rows += [measure(subject, host) for host in hosts]
-    if dist.get_global_rank() == 0:
-        path.write_text(json.dumps(rows))
+    return rows
 
 
 def merged(earlier: list[Row], measured: list[Row]) -> list[Row]:
-    """Returns the newest row of each trainer and case. Refuses rows of one subject on different samples."""
-    rows = {(row['subject'], row['ranks'], row['host']): row for row in [*earlier, *measured]}
+    """Returns the newest row of each trainer and case. Stops if trainers of one subject had different samples."""
+    rows = {}
+    for row in [*earlier, *measured]:
+        rows[row['subject'], row['ranks'], row['host']] = row
     for subject in SUBJECTS:
-        samples = {str((row['lengths'], row['microbatch'])) for row in rows.values() if row['subject'] == subject}
+        samples = set()
+        for row in rows.values():
+            if row['subject'] == subject:
+                samples.add(str((row['lengths'], row['microbatch'])))
         if len(samples) > 1:
             raise SystemExit(
                 f'{subject}: the results hold trainers on other samples. Measure all, or write to another --results.'
             )
     order = list(HOSTS)
-    return sorted(
-        rows.values(),
-        key=lambda row: (
-            row['subject'],
-            row['ranks'],
-            order.index(row['host']),
-        ),
-    )
+
+    def place(row: Row) -> tuple[str, int, int]:
+        return row['subject'], row['ranks'], order.index(row['host'])
+
+    return sorted(rows.values(), key=place)
 
 
 def table_of(rows: list[Row]) -> str:
-    """Returns the table of the page: the lightest and the heaviest token over the mean of the step."""
-    cells = {(row['host'], row['subject'], row['ranks']): row for row in rows}
-    versions = {row['host']: row['measured_on'][HOSTS[row['host']][1]] for row in rows}
-    columns = [f'{subject}, {ranks} rank{"s" * (ranks > 1)}' for subject, ranks in CASES]
+    """Returns the table of the page: the smallest and the largest weight of a token over the mean of the step."""
+    cells = {}
+    versions = {}
+    for row in rows:
+        host = row['host']
+        _, package = HOSTS[host]
+        cells[host, row['subject'], row['ranks']] = row
+        versions[host] = row['measured_on'][package]
+    columns = [f'{subject}, {ranks_text(ranks)}' for subject, ranks in CASES]
     lines = []
     for host, (title, package) in HOSTS.items():
         spans = [span_text(cells.get((host, subject, ranks))) for subject, ranks in CASES]
@@ -237,7 +231,7 @@ def span_text(row: Row | None) -> str:
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """Draws a block for each microbatch of one rank. Its width is its number of tokens, its height their weight."""
+    """Draws a panel for each subject, for stock Composer and for ours."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -245,64 +239,50 @@ def draw(rows: list[Row], path: Path) -> None:
     figure = Figure(figsize=(8, 4.2), layout='constrained')
     panels = figure.subplots(len(SUBJECTS), 2, sharey='row')
     on_one_rank = {(row['subject'], row['host']): row for row in rows if row['ranks'] == 1}
-    for axes_of_subject, subject in zip(panels, SUBJECTS, strict=True):
-        for axes, host, color in zip(
-            axes_of_subject,
-            ('composer', 'ours'),
-            ('#c8553d', '#3b6fb6'),
-            strict=True,
-        ):
-            row = on_one_rank[subject, host]
-            left = 0
-            for tokens, smallest, largest in row['microbatches'][0]:
-                axes.bar(
-                    left,
-                    (smallest + largest) / 2,
-                    width=tokens,
-                    align='edge',
-                    color=color,
-                    ec='white',
-                    lw=1,
-                )
-                left += tokens
-            axes.axhline(1, color='black', lw=0.8, ls='--')
-            axes.set_xlim(0, left)
-            axes.spines[['top', 'right']].set_visible(False)
-            name = 'TokenAccumulation'
-            if host == 'composer':
-                samples = SUBJECTS[subject]
-                if 'SYNTHETIC' in row['source']:
-                    samples = '32 samples of synthetic lengths'
-                name = f'{samples}: stock Composer'
-            axes.set_title(f'{name}, {span_text(row)}', loc='left', fontsize=9)
-            axes.set_xlabel(f'{row["tokens"]:,} tokens, a block a microbatch', fontsize=8)
-            axes.tick_params(labelsize=8)
-        axes_of_subject[0].set_ylabel('weight in the gradient\n(mean: 1)', fontsize=8)
+    for (stock_axes, our_axes), (subject, samples) in zip(panels, SUBJECTS.items(), strict=True):
+        stock_row = on_one_rank[subject, 'composer']
+        our_row = on_one_rank[subject, 'ours']
+        if 'SYNTHETIC' in stock_row['source']:
+            samples = '32 samples of synthetic lengths'
+        draw_panel(stock_axes, stock_row, f'{samples}: stock Composer', color='#c8553d')
+        draw_panel(our_axes, our_row, 'TokenAccumulation', color='#3b6fb6')
+        stock_axes.set_ylabel('weight in the gradient\n(mean: 1)', fontsize=8)
     figure.savefig(path, metadata={'Date': None})
+
+
+def draw_panel(axes: Any, row: Row, name: str, color: str) -> None:
+    """Draws a block for each microbatch. Its width is its number of tokens, its height their weight."""
+    left = 0
+    for tokens, smallest, largest in row['microbatches'][0]:
+        height = (smallest + largest) / 2
+        axes.bar(left, height, width=tokens, align='edge', color=color, ec='white', lw=1)
+        left += tokens
+    axes.axhline(1, color='black', lw=0.8, ls='--')
+    axes.set_xlim(0, left)
+    axes.spines[['top', 'right']].set_visible(False)
+    axes.set_title(f'{name}, {span_text(row)}', loc='left', fontsize=9)
+    axes.set_xlabel(f'{row["tokens"]:,} tokens, a block a microbatch', fontsize=8)
+    axes.tick_params(labelsize=8)
 
 
 def main() -> None:
     parser = parser_of(__doc__, results=RESULTS_FILE)
-    # argparse checks the empty list of a bare `--hosts` against the choices, too.
+    # `--hosts` without a value gives an empty list. argparse checks it against the choices, too.
     parser.add_argument('--hosts', nargs='*', choices=[*HOSTS, []], default=list(HOSTS))
     parser.add_argument('--ranks', type=int, nargs='+', choices=(1, 2), default=[1, 2])
-    parser.add_argument('work_results', type=Path, nargs='?', help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.work_results:
-        measure_on_ranks(arguments.hosts, arguments.work_results)
-        return
     rows: list[Row] = []
     if arguments.results.exists():
         rows = json.loads(arguments.results.read_text())['rows']
     if arguments.hosts:
         for ranks in arguments.ranks:
-            measured = on_ranks(ranks, 'benchmarks.token_weights', '--hosts', *arguments.hosts)
+            measured = on_ranks(ranks, 'benchmarks.token_weights', hosts=arguments.hosts)
             rows = merged(rows, measured)
     write_rows(arguments.results, {'rows': rows})
     print(table_of(rows))
     if arguments.results.resolve() == RESULTS_FILE:
         draw(rows, PICTURE)
-        fill_page(PAGE, 'weights', table_of(rows))
+        fill_page(PAGE, {'weights': table_of(rows)})
 
 
 if __name__ == '__main__':

@@ -1,25 +1,22 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Memory and time of output embedding and loss in pieces, against microbatches of fewer rows.
+"""Compares output embedding and loss in pieces with microbatches of fewer rows: memory and time.
 
     python -m benchmarks.once.head_in_pieces [--rounds 3]
 
-A text model with a vocabulary of 152,000, all positions labelled, checkpointed activations. A piece has 1,024
-positions, and is computed again in the backward. Each run is a process of its own, because its peak
-memory is that of the process.
+The text model has a vocabulary of 152,000. All positions have a label, and activations are checkpointed. A piece has
+1,024 positions and is computed again in the backward. Each run has its own process, because the system reports the peak
+memory of a process.
 Writes results/head_in_pieces.json (docs/decisions/head_in_pieces.md).
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import resource
 import statistics
-import subprocess
-import sys
 import time
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +25,8 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.machine import environment, machine
-from benchmarks.record import ROOT, parser_of, show, write
+from benchmarks.machine import machine
+from benchmarks.record import parser_of, show, write
 
 VOCABULARY = 152_000
 ROWS = 4
@@ -40,8 +37,9 @@ CASES = {'one microbatch': (4, False), 'in pieces': (4, True), 'two microbatches
 
 
 def mean_loss(model: LlamaForCausalLM, ids: torch.Tensor, num_labels: int, *, in_pieces: bool) -> torch.Tensor:
-    """Returns the share of these rows in the mean loss over all labels."""
-    hidden_states = model.model(input_ids=ids).last_hidden_state[:, :-1].flatten(0, 1)
+    """Returns the summed loss of these rows over the number of all labels."""
+    outputs = model.model(input_ids=ids)
+    hidden_states = outputs.last_hidden_state[:, :-1].flatten(0, 1)
     labels = ids[:, 1:].flatten()
 
     def loss_of(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -57,7 +55,7 @@ def mean_loss(model: LlamaForCausalLM, ids: torch.Tensor, num_labels: int, *, in
 
 
 def measure(case: str) -> dict[str, float]:
-    """Returns the processor time of a step, and the most memory beyond the model, in this process."""
+    """Returns the processor time of a step, and the peak memory of this process without the model."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -73,7 +71,8 @@ def measure(case: str) -> dict[str, float]:
     model.gradient_checkpointing_enable({'use_reentrant': False})
     ids = torch.randint(3, VOCABULARY, (ROWS, WIDTH))
     rows, in_pieces = CASES[case]
-    pages = int(Path('/proc/self/statm').read_text().split()[1])
+    resident_pages = int(Path('/proc/self/statm').read_text().split()[1])
+    model_mib = resident_pages * resource.getpagesize() / 2**20
     seconds = []
     for _ in range(3):
         start = time.process_time()
@@ -82,29 +81,24 @@ def measure(case: str) -> dict[str, float]:
             mean_loss(model, microbatch, ROWS * (WIDTH - 1), in_pieces=in_pieces).backward()
         seconds.append(time.process_time() - start)
     peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    return {'seconds': min(seconds), 'mib': peak_mib - pages * resource.getpagesize() / 2**20}
+    return {'seconds': min(seconds), 'mib': peak_mib - model_mib}
 
 
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument('--rounds', type=int, default=3)
-    parser.add_argument('case', choices=CASES, nargs='?', help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.case:
-        print(json.dumps(measure(arguments.case)))
-        return
     results: dict[str, list[Any]] = {case: [] for case in CASES}
     for _ in range(arguments.rounds):
         for case, runs in results.items():
-            command = [sys.executable, '-m', 'benchmarks.once.head_in_pieces', case]
-            output = subprocess.run(
-                command, cwd=ROOT, env=environment(), check=True, stdout=subprocess.PIPE, text=True
-            ).stdout
-            runs.append(json.loads(output))
+            with get_context('spawn').Pool(1) as pool:
+                runs.append(pool.apply(measure, [case]))
     rows = []
     for case, runs in results.items():
-        medians = {key: statistics.median(run[key] for run in runs) for key in ('seconds', 'mib')}
-        rows.append({'case': case, **medians})
+        row: dict[str, Any] = {'case': case}
+        for figure in ('seconds', 'mib'):
+            row[figure] = statistics.median(run[figure] for run in runs)
+        rows.append(row)
     show('One step', rows)
     write(arguments.results / 'head_in_pieces.json', {'machine': machine(), 'results': rows, 'runs': results})
 

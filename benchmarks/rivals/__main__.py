@@ -7,9 +7,10 @@
     python -m benchmarks.rivals --sets 'lognormal 0.9' --rivals hf ours_sampler --ranks 1 --rounds 1
     python -m benchmarks.rivals --report               # writes the pages again, from the results
 
-Each contender trains an epoch of each set of lengths. The first epoch is looked at (samples, first gradient, memory,
-eval loss). The epochs after it are timed, and the contenders take turns. Results go into results/rivals.json, where a
-cell that is not measured keeps its figures. COMPOSER_TOKACC_LENGTHS names the folder of real length tables.
+Each contender trains several epochs of each set of lengths. The first epoch is inspected: samples, first gradient,
+memory, eval loss. The epochs after it are timed, and the contenders take turns. Results are cells of
+results/rivals.json: one for each contender, model, set of lengths and number of ranks. Cells that are not measured
+again stay in the file. COMPOSER_TOKACC_LENGTHS names the folder of real length tables.
 """
 
 from __future__ import annotations
@@ -31,19 +32,21 @@ from benchmarks.rivals.data import MODELS, SETS, SHAPES
 from benchmarks.rivals.report import RESULTS_FILE, read, write_pages
 
 PACKAGES = ('mosaicml', 'torch', 'transformers', 'accelerate', 'online-dynamic-batching')
-# TRL and all logits are only measured where few positions have a label, by benchmarks.logits.
+# `trl` and `ours_all_logits` are only measured on data with few labels, by benchmarks.logits.
 USUAL = [name for name in CONTENDERS if name not in ('trl', 'ours_all_logits')]
 Row = dict[str, Any]
 
 
 def launch(ranks: int, plan: Row, limit: float) -> list[Row]:
-    """Runs the plan under the composer launcher and returns the cells that were written within the limit."""
+    """Runs `benchmarks.rivals.speed` on several ranks. Returns the cells that it wrote in `limit` seconds."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / 'cells.json'
-        arguments = ['-n', str(ranks), '-m', 'benchmarks.rivals.speed', str(path), json.dumps(plan)]
-        # ODB makes a gloo group for each loader, which may find no way to another address.
+        launcher = [COMPOSER, '-n', str(ranks), '-m', 'benchmarks.rivals.speed']
+        # ODB makes a gloo group for each loader. Without this variable, the group may choose an address that the other
+        # ranks cannot reach.
         variables = environment(TOKENIZERS_PARALLELISM='false', GLOO_SOCKET_IFNAME='lo')
-        process = subprocess.Popen([COMPOSER, *arguments], cwd=ROOT, env=variables, start_new_session=True)
+        command = [*launcher, str(path), json.dumps(plan)]
+        process = subprocess.Popen(command, cwd=ROOT, env=variables, start_new_session=True)
         try:
             process.wait(timeout=limit)
         except subprocess.TimeoutExpired:
@@ -57,16 +60,18 @@ def launch(ranks: int, plan: Row, limit: float) -> list[Row]:
 
 
 def keep(path: Path, cells: list[Row]) -> None:
-    """Puts the cells into the results file, in place of earlier ones of the same run.
+    """Writes the cells into the results file. They replace cells of the same contender, model, set and ranks.
 
-    A cell without rounds, because the contender hung or died, does not replace one that has them.
+    If a contender hung or died, its new cell has no rounds. Such a cell does not replace a cell that has rounds.
     """
     results = read(path) if path.exists() else {}
     measured_on = {'machine': machine(), 'versions': versions(PACKAGES)}
     merged = {key_of(cell): cell for cell in results.get('cells', [])}
     for cell in cells:
-        if 'rounds' in cell or 'rounds' not in merged.get(key_of(cell), {}):
-            merged[key_of(cell)] = {**cell, 'measured_on': measured_on}
+        key = key_of(cell)
+        earlier = merged.get(key, {})
+        if 'rounds' in cell or 'rounds' not in earlier:
+            merged[key] = {**cell, 'measured_on': measured_on}
     results['cells'] = list(merged.values())
     write_rows(path, results)
 
@@ -89,8 +94,8 @@ def main() -> None:
     path = arguments.results
     if arguments.sizes and path == RESULTS_FILE:
         parser.error('--sizes needs --results, because runs of other sizes cannot be compared with those in the file')
-    cases = product(arguments.ranks, arguments.models, arguments.sets)
-    for ranks, model, set_name in () if arguments.report else cases:
+    cases = [] if arguments.report else product(arguments.ranks, arguments.models, arguments.sets)
+    for ranks, model, set_name in cases:
         plan = {
             'sizes': {**arguments.sizes, 'model': model},
             'set': set_name,

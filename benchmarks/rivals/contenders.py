@@ -3,9 +3,9 @@
 
 """Trains one epoch with each contender, by its own public interface and as its documentation shows.
 
-All use AdamW at a constant rate, without weight decay, clipping (it would hide a gradient that is too long) and
-checkpoints. All read the samples in order if they can. What the guide of a package decides is kept. Each function
-returns the settings of the run.
+All use AdamW at a constant rate, without weight decay and checkpoints. None clips gradients, because that would hide a
+gradient that is too long. All read the samples in order if they can. Other settings are those of the package's guide.
+Each function returns the settings of the run.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ class Task:
 
     @property
     def cap(self) -> int:
-        """Returns the positions that the memory holds."""
+        """Returns the most positions that a microbatch may have: as many as the memory holds."""
         return self.sizes.microbatch * self.longest
 
     @property
     def find_unused(self) -> bool:
-        """Whether a microbatch may leave parameters unused: one of text alone leaves the vision encoder."""
+        """Whether a microbatch may leave parameters unused. A text-only one does not use the vision encoder."""
         return self.sizes.model == 'llava'
 
     def steps_of_accumulation(self, rows: int) -> int:
@@ -78,18 +78,19 @@ class Task:
         return torch.nn.parallel.DistributedDataParallel(self.model, find_unused_parameters=self.find_unused)
 
     def device_batches(self) -> DataLoader:
-        """Returns batches of a rank's part of the global batch, in order, with torch's own sampler."""
+        """Returns a loader with torch's own sampler. A batch is this rank's part of a global batch."""
         world_size = dist.get_world_size()
+        sampler = DistributedSampler(self.samples, world_size, dist.get_global_rank(), shuffle=False)
         return DataLoader(
             self.samples,
             batch_size=self.sizes.global_batch // world_size,
-            sampler=DistributedSampler(self.samples, world_size, dist.get_global_rank(), shuffle=False),
+            sampler=sampler,
             collate_fn=collate,
             num_workers=self.sizes.workers,
         )
 
     def planned_batches(self) -> RegroupingDataLoader:
-        """Returns the batches of our sampler."""
+        """Returns a loader with our sampler."""
         sampler = RegroupingBatchSampler(
             self.samples,
             lengths=self.samples.lengths,
@@ -124,9 +125,9 @@ def hugging_face(task: Task, *, strategy: str = 'sequential') -> Settings:
 
 
 def most_rebalanced_rows(task: Task) -> int:
-    """Returns the most rows of a microbatch that fit into the memory, as a user would find out by trying.
+    """Returns the most rows a microbatch that fit into the memory. A user would find out by trying.
 
-    Groups of similar lengths leave room for more rows than the longest sample does.
+    The sampler groups samples of similar lengths. So more rows fit than if each were as long as the longest sample.
     """
     from transformers.trainer_pt_utils import BatchRebalanceSampler
 
@@ -143,7 +144,8 @@ def most_rebalanced_rows(task: Task) -> int:
                 grad_accum=task.steps_of_accumulation(rows),
                 rank=rank,
             )
-            largest = max(largest, *(len(group) * lengths[group].max() for group in sampler))
+            for group in sampler:
+                largest = max(largest, len(group) * lengths[group].max())
         if largest <= task.cap:
             best = rows
         rows *= 2
@@ -174,8 +176,8 @@ def hugging_face_settings(task: Task, rows: int) -> Settings:
 def trl(task: Task) -> Settings:
     """https://huggingface.co/docs/trl/sft_trainer, with its loss of logits in chunks (`chunked_nll`, now `nll`).
 
-    TRL drops positions without a label if there is a GPU with Triton. On a CPU it would compute their logits, too, so
-    it is told that Triton is there. Its kernels notice that it is not.
+    TRL drops positions without a label only if it finds a GPU with Triton. On a CPU it would compute all logits. So it
+    is told that Triton is there, and its kernels find out by themselves that it is not.
     """
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
@@ -184,7 +186,9 @@ def trl(task: Task) -> Settings:
     samples = []
     for index in range(len(task.samples)):
         sample = task.samples[index]
-        samples.append({'input_ids': sample['input_ids'].tolist(), 'labels': sample['labels'].tolist()})
+        ids = sample['input_ids'].tolist()
+        labels = sample['labels'].tolist()
+        samples.append({'input_ids': ids, 'labels': labels})
     settings = {
         **hugging_face_settings(task, task.sizes.microbatch),
         'loss_type': 'nll',
@@ -201,7 +205,7 @@ def trl(task: Task) -> Settings:
 
 
 def online_dynamic_batching(task: Task) -> Settings:
-    """ODB's guide for a loop of one's own: each batch is a step, and its loss is scaled exactly."""
+    """ODB's guide for custom loops: each batch is a step, and its loss is scaled exactly."""
     import odb
 
     settings = {
@@ -275,6 +279,7 @@ def backward_of_step(model: Any, batch: Any, accelerator: Any) -> torch.Tensor:
     microbatches = list(weighted_microbatches(batch))
     mean = torch.zeros(())
     for number, (microbatch, weight) in enumerate(microbatches, start=1):
+        # The ranks sum their gradients in their last microbatch.
         is_last = number == len(microbatches)
         with contextlib.nullcontext() if is_last else accelerator.no_sync(model):
             loss = model(**microbatch).loss * weight
@@ -293,7 +298,10 @@ def stock_composer(task: Task) -> Settings:
         get_num_samples_in_batch=lambda batch: len(batch['input_ids']),
         **spec_arguments,
     )
-    return fit(task, data, [UnusedParameters()] if task.find_unused else [])
+    algorithms = []
+    if task.find_unused:
+        algorithms.append(UnusedParameters())
+    return fit(task, data, algorithms)
 
 
 def token_accumulation(
@@ -329,13 +337,15 @@ def fit(task: Task, data: DataSpec, algorithms: list[Any]) -> Settings:
     trainer.fit()
     trainer.close()
     release(trainer)
-    return {**settings, 'algorithms': [type(algorithm).__name__ for algorithm in algorithms]}
+    names = [type(algorithm).__name__ for algorithm in algorithms]
+    return {**settings, 'algorithms': names}
 
 
 def bound(task: Task) -> Settings:
-    """Not a contender, but a speed that none can pass: full microbatches of equally long rows, made before.
+    """Shows the speed that no contender can exceed: full microbatches of rows of nearly equal length.
 
-    Takes the rows of the whole epoch by length. Nothing is counted. Its positions count as tokens.
+    The rows of the whole epoch are sorted by length, and the microbatches are made before the first step. All positions
+    count as tokens.
     """
     lengths = task.samples.lengths
     groups: list[list[int]] = [[]]
@@ -353,6 +363,7 @@ def bound(task: Task) -> Settings:
     steps = min(len(batches), len(task.samples) // task.sizes.global_batch)
     for step in np.array_split(np.arange(len(batches)), steps):
         for index in step:
+            # DDP sums the gradients over the ranks once a step. Without DDP there is no `no_sync`.
             synchronizes = index == step[-1] or dist.get_world_size() == 1
             with contextlib.nullcontext() if synchronizes else model.no_sync():
                 loss = model(**batches[index]).loss / len(step)

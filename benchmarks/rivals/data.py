@@ -42,11 +42,12 @@ class TextShape:
     num_key_value_heads: int
 
 
-# The ratios of vocabulary and inner size to hidden size are those of the known model.
+# Vocabulary and inner size have the same ratio to the hidden size as in the known model.
 SHAPES = {
     'smolvlm': TextShape('SmolVLM-256M', 8192, 96, 256, 3, 1),
     'qwen': TextShape('Qwen2.5-VL-3B', 9472, 128, 688, 4, 1),
 }
+# The number of a lognormal set is the coefficient of variation.
 SETS = (
     'lognormal 0.3',
     'lognormal 0.5',
@@ -56,8 +57,11 @@ SETS = (
     'tables',
     'no padding',
 )
+# The first token id that texts use.
 FIRST_WORD = 4
+# Images of a sample, at most.
 MAX_IMAGES = 3
+# Number of words that can follow a word.
 SUCCESSORS = 6
 
 
@@ -67,12 +71,14 @@ def lengths_of(name: str, mean: int) -> np.ndarray:
         variation = float(name.split()[1])
         return lognormal(variation, mean=mean, longest=8 * mean).lengths
     if name == 'digits':
-        digits = DigitsDataset(build_digits_processor(), num_samples=512)
-        return np.array([digits[index]['input_ids'].shape[1] for index in range(512)])
+        num_samples = 512
+        digits = DigitsDataset(build_digits_processor(), num_samples=num_samples)
+        lengths = [digits[index]['input_ids'].shape[1] for index in range(num_samples)]
+        return np.array(lengths)
     if name == 'no padding':
         return np.full(1000, mean)
     tables, _ = read_tables()
-    # Scaled down, because the real lengths are those of a large model.
+    # The real lengths are too long for these small models, so they are scaled to the mean.
     scaled = tables.lengths * mean / tables.lengths.mean()
     return np.maximum(scaled.astype(int), 8)
 
@@ -89,16 +95,16 @@ class Sizes:
     # Samples of an epoch.
     samples: int = 1024
     global_batch: int = 64
-    # The memory is that of so many rows of the longest sample.
+    # Rows of a microbatch. The memory of all contenders is limited to this many rows of the longest sample.
     microbatch: int = 4
-    # Range of the number of labels at the end of each sample. Zeros: half to nine tenths of its text.
+    # Smallest and largest number of labels at the end of a sample. Zeros: half to nine tenths of its text has labels.
     least_answer: int = 0
     longest_answer: int = 0
     # Processes of each loader.
     workers: int = 1
     learning_rate: float = 1e-3
-    # Whether the first step holds the longest and the shortest samples, so that the check has nothing new to look at in
-    # an epoch of few steps. In a long run it looks again only seldom.
+    # Whether the first step holds the longest and the shortest samples. Then our check of the first batch need not be
+    # repeated later. In a long run it is seldom repeated, but an epoch of few steps would show its cost.
     extremes_first: bool = False
 
     @property
@@ -109,28 +115,23 @@ class Sizes:
 class Samples(Dataset):
     """Tokenized samples as a processor returns them: a prompt with images, and an answer.
 
-    Tokens follow a chain, so that there is something to learn. Long and short samples have different chains, so that a
-    trainer that gives short samples another weight learns something else.
+    Tokens follow a random chain, so that there is something to learn. Long and short samples have different chains, so
+    that a trainer that gives short samples a wrong weight learns something else.
 
     Args:
         sizes: The sizes of the run.
         lengths: Lengths to draw from.
-        seed: For everything that is drawn.
-        count: How many samples to draw. None: an epoch of the run.
+        seed: The seed of lengths, tokens and images.
+        count: The number of samples. None: an epoch of the run.
     """
 
-    def __init__(
-        self,
-        sizes: Sizes,
-        lengths: np.ndarray,
-        seed: int = 0,
-        count: int | None = None,
-    ) -> None:
+    def __init__(self, sizes: Sizes, lengths: np.ndarray, seed: int = 0, count: int | None = None) -> None:
         rng = np.random.default_rng(seed)
         self.lengths = rng.choice(lengths, count or sizes.samples)
         if sizes.extremes_first:
             by_length = np.sort(self.lengths)
-            self.lengths = np.concatenate([by_length[:2], by_length[-2:], rng.permutation(by_length[2:-2])])
+            shuffled = rng.permutation(by_length[2:-2])
+            self.lengths = np.concatenate([by_length[:2], by_length[-2:], shuffled])
         self.rows: list[dict[str, Any]] = []
         median_length = np.median(lengths)
         # The same chains for samples of every seed.
@@ -162,29 +163,27 @@ class Samples(Dataset):
         return sample
 
     @cached_property
-    def index(self) -> dict[bytes, int]:
-        """Returns the place of each sample by its tokens."""
-        return {np.array(row['ids'], dtype=np.int64).tobytes(): place for place, row in enumerate(self.rows)}
+    def index_by_tokens(self) -> dict[bytes, int]:
+        """Returns the index of each sample by the bytes of its tokens."""
+        indices = {}
+        for index, row in enumerate(self.rows):
+            indices[np.array(row['ids'], dtype=np.int64).tobytes()] = index
+        return indices
 
 
-def _draw_row(
-    rng: np.random.Generator,
-    length: int,
-    chain: np.ndarray,
-    *,
-    has_images: bool,
-) -> dict[str, Any]:
-    room = (length - 4) // (2 * IMAGE_LENGTH)
+def _draw_row(rng: np.random.Generator, length: int, chain: np.ndarray, *, has_images: bool) -> dict[str, Any]:
+    """Draws a sample of this length. About half of it, at most, are image tokens."""
+    most_images = min((length - 4) // (2 * IMAGE_LENGTH), MAX_IMAGES)
     num_images = 0
-    if has_images and room > 0:
-        num_images = int(rng.integers(0, min(MAX_IMAGES, room) + 1))
+    if has_images and most_images > 0:
+        num_images = int(rng.integers(0, most_images + 1))
     start = num_images * IMAGE_LENGTH
     ids = [IMAGE_TOKEN] * start
-    word = int(rng.integers(FIRST_WORD, len(chain)))
-    for step in rng.integers(0, SUCCESSORS, length - start).tolist():
-        ids.append(word)
-        word = int(chain[word, step])
     num_text_tokens = length - start
+    word = int(rng.integers(FIRST_WORD, len(chain)))
+    for successor in rng.integers(0, SUCCESSORS, num_text_tokens).tolist():
+        ids.append(word)
+        word = int(chain[word, successor])
     prompt = start + max(1, int(num_text_tokens * rng.uniform(0.1, 0.5)))
     pixels = rng.integers(0, 256, (num_images, IMAGE_SIDE, IMAGE_SIDE, 3), dtype=np.uint8)
     row: dict[str, Any] = {'ids': ids, 'prompt': prompt}

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Hooks that see from outside which samples reach a model and when its weights change, the same for every trainer."""
+"""Hooks that record which samples reach a model and when its weights change. They work with every trainer."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ UNKNOWN = -1
 
 @dataclass
 class Trace:
-    """A run on this rank. Lists have an entry for each optimizer step."""
+    """The record of a run on this rank. The lists have an entry for each optimizer step."""
 
+    # Clock time and processor time at the end of the step.
     ends: list[float] = field(default_factory=list)
-    # Processor time of this process at each end.
     processor: list[float] = field(default_factory=list)
     # Rows times width of all microbatches.
     positions: list[int] = field(default_factory=list)
+    # Tokens of the samples, without padding.
     tokens: list[int] = field(default_factory=list)
-    # The samples of the step. UNKNOWN stands for a row that is not a sample.
+    # Indices of the samples. UNKNOWN stands for a row that is not a sample.
     ids: list[list[int]] = field(default_factory=list)
-    # Dummy rows: they have the tokens of a sample, but other labels.
     num_dummy_rows: int = 0
     # Positions of the largest microbatch.
     largest: int = 0
-    # Gradient of the first step as the optimizer had it, if asked for.
+    # Gradient of the first step before the optimizer used it, if :func:`watched` is told to inspect.
     gradient: Gradients = field(default_factory=dict)
 
 
@@ -48,7 +48,7 @@ def watched(model: Any, samples: Samples, *, inspect: bool = False) -> Iterator[
     Args:
         model: The model before the trainer wraps it.
         samples: The samples of the run.
-        inspect: Whether to keep the first gradient.
+        inspect: Whether to record the first gradient.
     """
     watcher = Watcher(model, inspect)
     handles = [
@@ -64,7 +64,7 @@ def watched(model: Any, samples: Samples, *, inspect: bool = False) -> Iterator[
 
 
 class Watcher:
-    """Collects the inputs of the model until the optimizer steps."""
+    """Records the inputs of the model for each step of the optimizer."""
 
     def __init__(self, model: Any, inspect: bool) -> None:
         self.model = model
@@ -74,10 +74,12 @@ class Watcher:
         self.inputs: list[dict[str, Any]] = []
 
     def before_forward(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        # Forwards without gradients are checks and evaluation.
+        # A forward without gradients is a check or an evaluation, and not part of a step.
         if torch.is_grad_enabled():
-            keys = ('input_ids', 'attention_mask', 'labels', 'position_ids')
-            self.inputs.append({key: kwargs.get(key) for key in keys})
+            inputs = {}
+            for key in ('input_ids', 'attention_mask', 'labels', 'position_ids'):
+                inputs[key] = kwargs.get(key)
+            self.inputs.append(inputs)
 
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         trace = self.trace
@@ -89,7 +91,7 @@ class Watcher:
         self.inputs = []
 
     def recognize(self, samples: Samples) -> None:
-        """Finds the samples that reached the model. Runs after the training, because it takes time."""
+        """Finds out which samples reached the model. Called after the training, because it takes time."""
         trace = self.trace
         for inputs in self.steps:
             ids: list[int] = []
@@ -100,11 +102,10 @@ class Watcher:
                 num_positions += size
                 trace.largest = max(trace.largest, size)
                 for row_ids, row_labels in split_rows(microbatch):
-                    place = place_of(samples, row_ids, row_labels)
-                    if place is None:
+                    if is_dummy_row(samples, row_ids, row_labels):
                         trace.num_dummy_rows += 1
                     else:
-                        ids.append(place)
+                        ids.append(index_of(samples, row_ids))
                         num_tokens += len(row_ids)
             trace.ids.append(ids)
             trace.tokens.append(num_tokens)
@@ -117,23 +118,33 @@ def split_rows(inputs: dict[str, Any]) -> list[tuple[np.ndarray, np.ndarray]]:
     mask = inputs['attention_mask']
     labels = inputs['labels']
     if mask is not None and mask.shape == ids.shape:
-        is_real = mask.bool()
-        return [(ids[row][is_real[row]].numpy(), labels[row][is_real[row]].numpy()) for row in range(len(ids))]
+        rows = []
+        for row_ids, row_labels, is_real in zip(ids, labels, mask.bool(), strict=True):
+            rows.append((row_ids[is_real].numpy(), row_labels[is_real].numpy()))
+        return rows
+    # Packed: the positions of each document begin at 0.
     positions = inputs['position_ids'].reshape(-1, ids.shape[-1])[0]
     starts = torch.nonzero(positions == 0).flatten().tolist()
     ends = [*starts[1:], ids.shape[-1]]
     documents = []
     for start, end in zip(starts, ends, strict=True):
-        documents.append((ids[0, start:end].numpy(), labels[0, start:end].numpy()))
+        document_ids = ids[0, start:end].numpy()
+        document_labels = labels[0, start:end].numpy()
+        documents.append((document_ids, document_labels))
     return documents
 
 
-def place_of(samples: Samples, ids: np.ndarray, labels: np.ndarray) -> int | None:
-    """Returns which sample a row is, None for a dummy row, and UNKNOWN for anything else."""
-    place = samples.index.get(np.ascontiguousarray(ids, dtype=np.int64).tobytes(), UNKNOWN)
-    if place != UNKNOWN:
-        is_sample = np.array_equal(labels[1:], samples[place]['labels'][1:].numpy())
-        return place if is_sample else None
-    # A dummy row has at most one label, which is 0.
-    trained_labels = labels[1:][labels[1:] != -100].tolist()
-    return None if trained_labels in ([], [0]) else UNKNOWN
+def index_of(samples: Samples, ids: np.ndarray) -> int:
+    """Returns the index of the sample with these tokens, or UNKNOWN."""
+    tokens = np.ascontiguousarray(ids, dtype=np.int64).tobytes()
+    return samples.index_by_tokens.get(tokens, UNKNOWN)
+
+
+def is_dummy_row(samples: Samples, ids: np.ndarray, labels: np.ndarray) -> bool:
+    """Whether a row is a dummy row: a sample with other labels, or other tokens with at most one label, which is 0."""
+    # The first label of a row is not trained, because no token comes before it.
+    labels = labels[1:]
+    index = index_of(samples, ids)
+    if index != UNKNOWN:
+        return not np.array_equal(labels, samples[index]['labels'][1:].numpy())
+    return labels[labels != -100].tolist() in ([], [0])

@@ -1,17 +1,21 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Writes the tables of docs/rivals.md, docs/rivals_speed.md, docs/index.md and the README from the results file."""
+"""Writes the tables of the README, docs/index.md, docs/rivals.md and docs/rivals_speed.md from the results file.
+
+A cell has the figures of one contender with one model, number of ranks and set of lengths. A case is a model, a number
+of ranks and a set.
+"""
 
 from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import RESULTS, ROOT, filled, table
+from benchmarks.record import RESULTS, ROOT, fill_page, ranks_text, table
 
 RESULTS_FILE = RESULTS / 'rivals.json'
 PAGES = (
@@ -47,32 +51,43 @@ HEADLINE = ('composer', 'hf', *OUR_RUNS)
 Row = dict[str, Any]
 
 
-def parts_of(results: Row) -> dict[str, Callable[[], str]]:
-    """Returns a function for each part of the pages that is written from these results."""
+def parts_of(results: Row) -> dict[str, str]:
+    """Returns the parts of the pages that are written from these results, by name."""
     cells = [cell for cell in results['cells'] if 'rounds' in cell]
     return {
-        'headline': lambda: overview(cells, HEADLINE),
-        'overview': lambda: overview(cells, tuple(TITLES)),
-        'measured_on': lambda: measured_on(cells),
-        'first_gradient': lambda: first_gradient(cells),
-        'speed': lambda: speed(cells),
-        'ratios': lambda: ratios(cells),
-        'reached_the_model': lambda: reached_the_model(cells),
+        'headline': overview(cells, HEADLINE),
+        'overview': overview(cells, tuple(TITLES)),
+        'measured_on': measured_on(cells),
+        'first_gradient': first_gradient(cells),
+        'speed': speed(cells),
+        'ratios': ratios(cells),
+        'reached_the_model': reached_the_model(cells),
     }
 
 
 def overview(cells: Sequence[Row], names: Sequence[str]) -> str:
-    """Says which samples a step holds, how exact the first one is, and how many real tokens a second are trained."""
+    """Returns a table: which samples a step holds, how exact the first gradient is, and real tokens a second."""
     groups = grouped(cells_of_set(cells, SHOWN_SET))
     rows = []
     for name in names:
-        in_groups = [by_rival(group).get(name) for group in groups.values()]
-        if not any(in_groups):
+        measured = []
+        speeds = []
+        for group in groups.values():
+            cell = by_rival(group).get(name)
+            if cell is None:
+                speeds.append('')
+                continue
+            measured.append(cell)
+            _, median, _ = cell['tokens_per_second']
+            speeds.append(f'{median:,.0f}')
+        if not measured:
             continue
-        measured = [cell for cell in in_groups if cell is not None and name != BOUND]
-        memberships = dict.fromkeys(cell['global_batches'] for cell in measured)
-        speeds = ['' if cell is None else f'{cell["tokens_per_second"][1]:,.0f}' for cell in in_groups]
-        rows.append([TITLES[name], ', '.join(memberships), worst_error(measured), *speeds])
+        memberships: list[str] = []
+        error = ''
+        if name != BOUND:
+            memberships = list(dict.fromkeys(cell['global_batches'] for cell in measured))
+            error = worst_error(measured)
+        rows.append([TITLES[name], ', '.join(memberships), error, *speeds])
     return table(['', 'samples of a step', 'first gradient', *groups], rows)
 
 
@@ -84,29 +99,32 @@ def worst_error(cells: Sequence[Row]) -> str:
 
 
 def measured_on(cells: Sequence[Row]) -> str:
-    """Names the machines, the sets that were measured on a second machine, and the versions."""
-    cases: dict[str, list[str]] = {}
+    """Returns the machine of most cases, the other machines with their cases, and the versions."""
+    cases_of_machines: dict[str, dict[str, None]] = {}
     packages: set[str] = set()
-    for case, in_case in by_case(cells).items():
-        for cell in in_case:
+    for case, cells_of_case in by_case(cells).items():
+        for cell in cells_of_case:
             host = cell['measured_on']['machine']
-            cases.setdefault(f'{host["cores"]} cores of {host["processor"]}', []).append(case)
-            packages.update(f'{name} {version}' for name, version in cell['measured_on']['versions'].items())
-    first, *second_machines = sorted(cases, key=lambda name: -len(set(cases[name])))
-    sentences = [first]
-    for name in second_machines:
-        sentences.append(f'{name}: {"; ".join(dict.fromkeys(cases[name]))}')
-    return '. '.join([*sentences, ', '.join(sorted(packages))]) + '.'
+            machine = f'{host["cores"]} cores of {host["processor"]}'
+            cases_of_machines.setdefault(machine, {})[case] = None
+            for package, version in cell['measured_on']['versions'].items():
+                packages.add(f'{package} {version}')
+    most_cases_first = sorted(cases_of_machines, key=lambda machine: -len(cases_of_machines[machine]))
+    sentences = [most_cases_first[0]]
+    for machine in most_cases_first[1:]:
+        sentences.append(f'{machine}: {"; ".join(cases_of_machines[machine])}')
+    sentences.append(', '.join(sorted(packages)))
+    return '. '.join(sentences) + '.'
 
 
 def first_gradient(cells: Sequence[Row]) -> str:
-    """Shows the error of the first step's gradient, from the smallest to the largest over the sets of lengths."""
-    groups = grouped(cells)
+    """Returns a table of the errors of the first step's gradient: smallest and largest of all sets of lengths."""
+    groups = grouped(without_bound(cells))
     rows = []
     for name in TITLES:
         spans = []
         for group in groups.values():
-            spans.append(span([cell['gradient_error'] for cell in group if cell['rival'] == name != BOUND]))
+            spans.append(span([cell['gradient_error'] for cell in group if cell['rival'] == name]))
         if any(spans):
             rows.append([TITLES[name], *spans])
     return table(['', *groups], rows)
@@ -125,7 +143,7 @@ def error_text(error: float) -> str:
 
 
 def speed(cells: Sequence[Row]) -> str:
-    """Shows real tokens a second in a table for each model and number of ranks."""
+    """Returns a table of real tokens a second for each model and number of ranks."""
     parts = []
     for title, group in grouped(cells).items():
         # Lognormal sets first.
@@ -136,7 +154,8 @@ def speed(cells: Sequence[Row]) -> str:
         measured = {(cell['rival'], cell['set']): cell for cell in group}
         rows = []
         for name in by_rival(group):
-            rows.append([TITLES[name], *(speed_text(measured.get((name, set_name))) for set_name in sets)])
+            texts = [speed_text(measured.get((name, set_name))) for set_name in sets]
+            rows.append([TITLES[name], *texts])
         parts.append(f'### {title}\n\n{table(["", *sets], rows)}')
     return '\n'.join(parts)
 
@@ -150,25 +169,30 @@ def speed_text(cell: Row | None) -> str:
 
 
 def ratios(cells: Sequence[Row]) -> str:
-    """Shows the best of ours over each rival: the range over all cells, and the cells where the rival is faster."""
+    """Returns a table of our speed over the speed of each rival: the range over all cases.
+
+    Its last column names the cases in which the rival is faster.
+    """
     rows = []
     for name in RIVALS:
         measured = []
-        for case, in_case in by_case(cells).items():
-            ratio = against(in_case, name)
+        for case, cells_of_case in by_case(cells).items():
+            ratio = against(cells_of_case, name)
             if ratio is not None:
                 measured.append((ratio, case))
         measured.sort()
-        least, place = measured[0]
+        least, least_case = measured[0]
+        largest, _ = measured[-1]
         faster = '; '.join(f'{case} ({1 / ratio:.2f})' for ratio, case in measured if ratio < 1)
-        rows.append([TITLES[name], f'{least:.2f} to {measured[-1][0]:.2f}', place, len(measured), faster])
+        rows.append([TITLES[name], f'{least:.2f} to {largest:.2f}', least_case, len(measured), faster])
     return table(['', 'ours over it', 'least', 'cells', 'where it is faster'], rows)
 
 
 def against(cells: Sequence[Row], rival: str) -> float | None:
-    """Returns the speed of the best of ours over that of a rival, in the same model, ranks and set.
+    """Returns how many times as fast as a rival our fastest run is, in one case. None: one of both was not measured.
 
-    It is the median of the ratios of each round. Rounds of two runs took no turns, so there it is the ratio of medians.
+    It is the median over the rounds. If the two were measured in different runs, they did not take turns, and it is the
+    ratio of their medians.
     """
     contenders = by_rival(cells)
     our_cells = [contenders[name] for name in OUR_RUNS if name in contenders]
@@ -183,8 +207,8 @@ def against(cells: Sequence[Row], rival: str) -> float | None:
 
 
 def reached_the_model(cells: Sequence[Row]) -> str:
-    """Shows the measurements of hooks on model and optimizer, in a table for each model and number of ranks."""
-    cells = [cell for cell in cells if cell['rival'] != BOUND]
+    """Returns a table of the measurements of the hooks, for each model and number of ranks."""
+    cells = without_bound(cells)
     columns = (
         '',
         'padding',
@@ -200,8 +224,12 @@ def reached_the_model(cells: Sequence[Row]) -> str:
     for title, group in grouped(cells_of_set(cells, SHOWN_SET)).items():
         rows = [reached_row(cell) for cell in by_rival(group).values()]
         parts.append(f'### {title}\n\n{table(columns, rows)}')
-    over = [case for case, in_case in by_case(cells).items() if not all(cell['within_cap'] for cell in in_case)]
-    return '\n'.join([*parts, f'Microbatches over the cap, in all sets: {"; ".join(over) or "none"}.'])
+    over_the_cap = []
+    for case, cells_of_case in by_case(cells).items():
+        if not all(cell['within_cap'] for cell in cells_of_case):
+            over_the_cap.append(case)
+    parts.append(f'Microbatches over the cap, in all sets: {"; ".join(over_the_cap) or "none"}.')
+    return '\n'.join(parts)
 
 
 def reached_row(cell: Row) -> list[object]:
@@ -222,6 +250,10 @@ def reached_row(cell: Row) -> list[object]:
     ]
 
 
+def without_bound(cells: Sequence[Row]) -> list[Row]:
+    return [cell for cell in cells if cell['rival'] != BOUND]
+
+
 def cells_of_set(cells: Sequence[Row], set_name: str) -> list[Row]:
     return [cell for cell in cells if cell['set'] == set_name]
 
@@ -229,14 +261,15 @@ def cells_of_set(cells: Sequence[Row], set_name: str) -> list[Row]:
 def grouped(cells: Sequence[Row]) -> dict[str, list[Row]]:
     """Returns the cells of each model and number of ranks, LLaVA first."""
     groups: dict[str, list[Row]] = {}
-    for cell in sorted(cells, key=lambda cell: (cell['model'] == 'llama', cell['ranks'])):
-        ranks = '1 rank' if cell['ranks'] == 1 else f'{cell["ranks"]} ranks'
-        groups.setdefault(f'{MODEL_TITLES[cell["model"]]}, {ranks}', []).append(cell)
+    llava_first = sorted(cells, key=lambda cell: (cell['model'] == 'llama', cell['ranks']))
+    for cell in llava_first:
+        title = f'{MODEL_TITLES[cell["model"]]}, {ranks_text(cell["ranks"])}'
+        groups.setdefault(title, []).append(cell)
     return groups
 
 
 def by_case(cells: Sequence[Row]) -> dict[str, list[Row]]:
-    """Returns the cells of each model, number of ranks and set."""
+    """Returns the cells of each case: model, number of ranks and set."""
     cases: dict[str, list[Row]] = {}
     for title, group in grouped(cells).items():
         for cell in group:
@@ -257,4 +290,4 @@ def read(path: Path = RESULTS_FILE) -> Row:
 def write_pages(results: Row) -> None:
     parts = parts_of(results)
     for page in PAGES:
-        page.write_text(filled(page.read_text(), parts))
+        fill_page(page, parts)

@@ -1,13 +1,15 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Trains epochs of all contenders in turns, on one number of ranks. Runs under the composer launcher."""
+"""Trains epochs of all contenders in turns, on the ranks of this launch.
+
+`benchmarks.rivals` starts it by Composer's launcher.
+"""
 
 from __future__ import annotations
 
 import argparse
 import gc
-import hashlib
 import json
 import logging
 import os
@@ -15,7 +17,7 @@ import statistics
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
@@ -30,25 +32,20 @@ from benchmarks.rivals.contenders import CONTENDERS, Task
 from benchmarks.rivals.data import Samples, Sizes, collate, lengths_of, new_model
 from benchmarks.rivals.probe import UNKNOWN, Trace, watched
 from benchmarks.rivals.report import BOUND
+from benchmarks.timed_steps import chunks
 from composer_tokacc.invariance import relative_error
 
 Row = dict[str, Any]
 HELD_OUT = 64
 
 
-def run(
-    name: str,
-    sizes: Sizes,
-    samples: Samples,
-    *,
-    inspect: bool = False,
-) -> tuple[Trace, Any, Row]:
-    """Trains one epoch from the first weights and returns the trace, the trained model and the settings."""
+def run(name: str, sizes: Sizes, samples: Samples, *, inspect: bool = False) -> tuple[Trace, Any, Row]:
+    """Trains one epoch from the first weights. Returns the trace, the trained model and the settings."""
     model = new_model(sizes)
     task = Task(model, samples, sizes)
     if dist.get_world_size() > 1:
         dist.barrier()
-    # Puts the environment back: accelerate leaves variables of its own.
+    # Restores the environment afterwards, because accelerate sets variables and leaves them.
     with mock.patch.dict(os.environ), watched(model, samples, inspect=inspect) as trace:
         settings = CONTENDERS[name](task)
     gc.collect()
@@ -62,20 +59,29 @@ def inspected(
     held_out: Samples,
     references: dict[tuple[int, ...], Gradients],
 ) -> Row:
-    """Trains one epoch and returns everything about it that is not a time."""
+    """Trains one epoch and returns everything about it that is not a time.
+
+    Args:
+        name: The contender.
+        sizes: The sizes of the run.
+        samples: The samples of the epoch.
+        held_out: Samples for the eval loss.
+        references: The gradient of one forward over a step, by the samples of the step. Contenders share them.
+    """
     trace, model, settings = run(name, sizes, samples, inspect=True)
-    fields = ('ids', 'positions', 'tokens', 'largest', 'num_dummy_rows')
-    ranks = dist.all_gather_object({key: getattr(trace, key) for key in fields})
+    # Without the gradient: the ranks have the same one.
+    traces: list[Trace] = dist.all_gather_object(replace(trace, gradient={}))
     ids = []
     imbalances = []
-    for step in range(max(len(rank['ids']) for rank in ranks)):
-        in_step = [rank for rank in ranks if step < len(rank['ids'])]
-        ids.append(sorted(chain.from_iterable(rank['ids'][step] for rank in in_step)))
-        positions = [rank['positions'][step] for rank in in_step]
+    for step in range(max(len(rank.ids) for rank in traces)):
+        # A rank may have fewer steps than others.
+        ranks_in_step = [rank for rank in traces if step < len(rank.ids)]
+        ids.append(sorted(chain.from_iterable(rank.ids[step] for rank in ranks_in_step)))
+        positions = [rank.positions[step] for rank in ranks_in_step]
         imbalances.append(max(positions) * len(positions) / sum(positions))
-    num_tokens = sum(sum(rank['tokens']) for rank in ranks)
-    num_positions = sum(sum(rank['positions']) for rank in ranks)
-    largest = max(rank['largest'] for rank in ranks)
+    num_tokens = sum(sum(rank.tokens) for rank in traces)
+    num_positions = sum(sum(rank.positions) for rank in traces)
+    largest = max(rank.largest for rank in traces)
     cap = sizes.microbatch * int(samples.lengths.max())
     all_ids = sorted(chain.from_iterable(ids))
     row: Row = {
@@ -89,7 +95,7 @@ def inspected(
         'samples_a_step': [min(map(len, ids)), max(map(len, ids))],
         'every_sample_once': all_ids == list(range(len(samples))),
         'unknown_rows': all_ids.count(UNKNOWN),
-        'filler_rows': sum(rank['num_dummy_rows'] for rank in ranks),
+        'filler_rows': sum(rank.num_dummy_rows for rank in traces),
         'global_batches': membership(ids, len(samples), sizes.global_batch),
         'held_out_loss': held_out_loss(model, held_out),
     }
@@ -104,36 +110,35 @@ def inspected(
 
 
 def membership(ids: Sequence[Sequence[int]], num_samples: int, size: int) -> str:
-    """Says whether the steps hold the global batches in order, those of another shuffle, or others."""
-    hashes = [digest(step) for step in ids]
-    starts = range(0, num_samples, size)
-    if hashes == [digest(range(start, start + size)) for start in starts]:
+    """Says which samples the steps hold: the global batches in order, global batches of a shuffle, or others."""
+    steps = [sorted(step) for step in ids]
+    in_order = list(range(num_samples))
+    if steps == global_batches(in_order, size):
         return 'the same'
     # BatchRebalanceSampler of Transformers starts from this shuffle. No argument turns it off.
-    order = torch.randperm(num_samples, generator=torch.Generator().manual_seed(42)).tolist()
-    if hashes == [digest(order[start : start + size]) for start in starts]:
+    shuffled = torch.randperm(num_samples, generator=torch.Generator().manual_seed(42)).tolist()
+    if steps == global_batches(shuffled, size):
         return 'of a shuffle of its own'
     return 'by length'
 
 
-def digest(ids: Sequence[int]) -> str:
-    text = ','.join(str(index) for index in sorted(ids))
-    return hashlib.sha1(text.encode()).hexdigest()[:12]
+def global_batches(order: list[int], size: int) -> list[list[int]]:
+    return [sorted(part) for part in chunks(order, size)]
 
 
 def whole_gradient(model: Any, samples: Samples, ids: Sequence[int]) -> Gradients:
-    """Returns the gradient of the mean over all tokens, row by row: one forward over all would not fit."""
+    """Returns the gradient of the mean over all tokens. Computed row by row, because one forward needs more memory."""
     model.train().zero_grad()
     rows = [samples[index] for index in ids]
-    count = sum(num_targets(row) for row in rows)
+    num_labels = sum(num_targets(row) for row in rows)
     for row in rows:
-        loss = summed_loss(model, row) / count
+        loss = summed_loss(model, row) / num_labels
         loss.backward()
     return gradients_of(model)
 
 
 def held_out_loss(model: Any, held_out: Samples) -> float:
-    """Returns the mean loss over the tokens of samples that nobody trained on."""
+    """Returns the mean loss over the tokens of samples that were not trained on."""
     model.eval()
     rows = [held_out[index] for index in range(len(held_out))]
     with torch.no_grad():
@@ -142,47 +147,47 @@ def held_out_loss(model: Any, held_out: Samples) -> float:
 
 
 def num_targets(sample: Row) -> int:
-    return int((sample['labels'][1:] != -100).sum())
+    """Returns the number of labels that are trained. The first is not, because no token comes before it."""
+    has_label = sample['labels'][1:] != -100
+    return int(has_label.sum())
 
 
 def summed_loss(model: Any, sample: Row) -> torch.Tensor:
     batch = collate([sample])
-    logits = model(**batch).logits[:, :-1].flatten(0, 1)
+    outputs = model(**batch)
+    logits = outputs.logits[:, :-1].flatten(0, 1)
     labels = batch['labels'][:, 1:].flatten()
     return torch.nn.functional.cross_entropy(logits, labels, reduction='sum')
 
 
 def timed(name: str, sizes: Sizes, samples: Samples) -> Row:
-    """Times an epoch without its first step, which pays for things that a run does once."""
+    """Times an epoch. Leaves out the first step, which pays for work that a run does once."""
     trace, _, _ = run(name, sizes, samples)
     counts = trace.positions if name == BOUND else trace.tokens
-    processor_seconds = trace.processor[-1] - trace.processor[0]
-    ranks = dist.all_gather_object((sum(counts[1:]), processor_seconds))
-    tokens = sum(count for count, _ in ranks)
     seconds = trace.ends[-1] - trace.ends[0]
+    processor_seconds = trace.processor[-1] - trace.processor[0]
+    tokens = sum(dist.all_gather_object(sum(counts[1:])))
+    processor_seconds_of_ranks = sum(dist.all_gather_object(processor_seconds))
     return {
         'tokens_per_second': tokens / seconds,
-        'tokens_per_processor_second': tokens / sum(busy for _, busy in ranks),
+        'tokens_per_processor_second': tokens / processor_seconds_of_ranks,
         'load_average': round(os.getloadavg()[0], 2),
     }
 
 
 def quartiles(values: Sequence[float]) -> list[float]:
+    """Returns the lower quartile, the median and the upper quartile."""
     if len(values) < 2:
         return [values[0]] * 3
     return statistics.quantiles(values, n=4, method='inclusive')
 
 
-def measure(
-    sizes: Sizes,
-    set_name: str,
-    names: Sequence[str],
-    rounds: int,
-) -> Iterator[list[Row]]:
-    """Yields the cells of a set after each epoch. In every round, the contenders take turns."""
+def measure(sizes: Sizes, set_name: str, names: Sequence[str], rounds: int) -> Iterator[list[Row]]:
+    """Yields all cells of a set after each epoch, so that they can be saved. In a round, the contenders take turns."""
     lengths = lengths_of(set_name, sizes.mean)
     samples = Samples(sizes, lengths)
     held_out = Samples(sizes, lengths, seed=1, count=min(HELD_OUT, sizes.samples // 4))
+    variation = samples.lengths.std() / samples.lengths.mean()
     references: dict[tuple[int, ...], Gradients] = {}
     cells: dict[str, Row] = {}
     for name in names:
@@ -192,7 +197,7 @@ def measure(
             'model': sizes.model,
             'ranks': dist.get_world_size(),
             'sizes': asdict(sizes),
-            'variation': float(samples.lengths.std() / samples.lengths.mean()),
+            'variation': float(variation),
             'longest': int(samples.lengths.max()),
         }
         try:
@@ -201,26 +206,27 @@ def measure(
             else:
                 cell.update(inspected(name, sizes, samples, held_out, references))
         except Exception:
-            # Other ranks may be elsewhere, so the launch ends.
+            # The other ranks may have gone on or may wait for this one, so the launch ends.
             if dist.get_world_size() > 1:
                 raise
             cell['error'] = traceback.format_exc()
         cells[name] = cell
-        say(f'{sizes.model}, {set_name}, {name}: looked at')
+        say(f'{sizes.model}, {set_name}, {name}: inspected')
         yield list(cells.values())
     for number in range(rounds):
         for name, cell in cells.items():
             if 'error' in cell:
                 continue
-            cell.setdefault('rounds', []).append(timed(name, sizes, samples))
+            epoch = timed(name, sizes, samples)
+            cell.setdefault('rounds', []).append(epoch)
             for figure in ('tokens_per_second', 'tokens_per_processor_second'):
                 cell[figure] = quartiles([each_round[figure] for each_round in cell['rounds']])
-            say(f'round {number + 1}, {name}: {cell["rounds"][-1]["tokens_per_second"]:,.0f} tokens/s')
+            say(f'round {number + 1}, {name}: {epoch["tokens_per_second"]:,.0f} tokens/s')
             yield list(cells.values())
 
 
 def say(line: str) -> None:
-    """Prints on the first rank."""
+    """Prints on rank 0 only."""
     if dist.get_global_rank() == 0:
         print(line, flush=True)
 
@@ -239,7 +245,7 @@ def begin() -> argparse.Namespace:
 
 
 def end() -> NoReturn:
-    """Ends this rank at once. Otherwise it would wait forever for loader processes that a package leaves behind."""
+    """Ends this process at once. A usual exit would wait forever for loader processes that a package leaves behind."""
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)
@@ -248,7 +254,8 @@ def end() -> NoReturn:
 def main() -> None:
     arguments = begin()
     plan = arguments.plan
-    for cells in measure(Sizes(**plan['sizes']), plan['set'], plan['rivals'], plan['rounds']):
+    sizes = Sizes(**plan['sizes'])
+    for cells in measure(sizes, plan['set'], plan['rivals'], plan['rounds']):
         if dist.get_global_rank() == 0:
             arguments.results.write_text(json.dumps(cells))
     end()

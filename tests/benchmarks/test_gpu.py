@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Runs the benchmark for GPUs with tiny sizes on a CPU."""
+"""Tests the benchmark for GPUs with tiny sizes on a CPU."""
 
 from __future__ import annotations
 
@@ -17,8 +17,13 @@ from benchmarks.device import CPU
 def test_rehearsal_of_all_parts(tmp_path, monkeypatch):
     monkeypatch.setattr('sys.argv', ['gpu', '--rehearse', '--results', str(tmp_path)])
     gpu.main()
-    files = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob('*.json')}
-    names = [
+    results = {}
+    for path in tmp_path.glob('*.json'):
+        file = json.loads(path.read_text())
+        assert file['machine']['torch']
+        assert 'error' not in file['result'], file['result']['traceback']
+        results[path.stem] = file['result']
+    assert sorted(results) == [
         'exactness',
         'logits',
         'memory',
@@ -27,12 +32,7 @@ def test_rehearsal_of_all_parts(tmp_path, monkeypatch):
         'speed_1.0',
         'speed_tables',
     ]
-    assert sorted(files) == names
-    failures = {name: file['result']['traceback'] for name, file in files.items() if 'error' in file['result']}
-    assert not failures
-    results = {name: file['result'] for name, file in files.items()}
-    assert all(file['machine']['torch'] for file in files.values())
-    # Times of a CPU mean nothing here. Exactness and counts hold anywhere.
+    # Speed on a CPU says nothing about a GPU, so only exactness, counts and padding are tested.
     assert results['exactness']['holds']
     assert results['exactness']['errors']['fp32']['stock 1'] > 0.01
     assert results['out_of_memory']['holds']
@@ -41,7 +41,9 @@ def test_rehearsal_of_all_parts(tmp_path, monkeypatch):
     assert all(result['times_as_fast'] > 1 for result in results['logits'].values())
     methods = results['speed_1.0']['methods']
     assert all(method['tokens_per_second'] > 0 for method in methods.values())
-    assert methods['stock']['padding'] > methods['ours']['padding'] >= methods['packing']['padding'] == 0
+    padding = {name: method['padding'] for name, method in methods.items()}
+    assert padding['stock'] > padding['ours'] >= padding['packing']
+    assert padding['packing'] == 0
 
 
 def test_failed_part_keeps_its_traceback(tmp_path):

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The benchmark of logits at labels: its models, its samples, its contenders, and that the page shows its results."""
+"""Tests the benchmark of logits at labels: its models, samples, contenders, and the page with its results."""
 
 from __future__ import annotations
 
@@ -63,27 +63,36 @@ def test_only_the_answer_has_labels():
 
 def test_long_answers_fill_the_sample():
     sizes = replace(SIZES, least_answer=99, longest_answer=99)
-    assert (Samples(sizes, LENGTHS)[0]['labels'] != -100).all()
+    samples = Samples(sizes, LENGTHS)
+    assert (samples[0]['labels'] != -100).all()
 
 
 def test_extremes_are_in_the_first_step():
     lengths = Samples(replace(SIZES, extremes_first=True), LENGTHS).lengths
     first_step = lengths[: SIZES.global_batch]
-    assert (first_step.min(), first_step.max()) == (lengths.min(), lengths.max())
+    assert first_step.min() == lengths.min()
+    assert first_step.max() == lengths.max()
     assert sorted(lengths) == sorted(Samples(SIZES, LENGTHS).lengths)
 
 
 @pytest.mark.parametrize('name', ['ours_all_logits', 'ours_sampler'])
-def test_contenders_differ_in_positions_of_the_head(name):
+def test_head_computes_the_asked_positions(name):
+    """`ours_sampler` computes logits at labels only, `ours_all_logits` at all positions."""
     samples = Samples(SIZES, LENGTHS)
     model = new_model(SIZES)
     num_positions = []
-    model.lm_head.register_forward_hook(lambda head, args, output: num_positions.append(output.shape[:2].numel()))
+
+    def record(head, args, logits):
+        num_positions.append(logits.shape[:2].numel())
+
+    model.lm_head.register_forward_hook(record)
     CONTENDERS[name](Task(model, samples, SIZES))
-    # The last step: in the first one the check computes all logits, too.
-    labels_of_last_step = sum(int((samples[index]['labels'] != -100).sum()) for index in range(8, 16))
-    is_selected = num_positions[-1] <= labels_of_last_step
-    assert is_selected == (name == 'ours_sampler')
+    # The last step, because in the first step the check also computes all logits.
+    num_labels = 0
+    for index in range(8, 16):
+        num_labels += int((samples[index]['labels'] != -100).sum())
+    computes_at_labels = num_positions[-1] <= num_labels
+    assert computes_at_labels == (name == 'ours_sampler')
 
 
 def test_all_logits_are_exact():

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Benchmarks run seldom, so each module is at least imported here."""
+"""Imports each module of the benchmarks, because most of them are not run by tests."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The benchmark against other trainers: its hooks, its contenders, and that the pages show its results."""
+"""Tests the benchmark against other trainers: its hooks, its contenders, and the pages with its results."""
 
 from __future__ import annotations
 
-import copy
 import json
 from dataclasses import replace
 
@@ -13,18 +12,13 @@ import pytest
 import torch
 import transformers
 
+from benchmarks.adapters import gradients_of
 from benchmarks.record import filled
 from benchmarks.rivals import __main__ as program
 from benchmarks.rivals import report, speed
 from benchmarks.rivals.contenders import CONTENDERS
-from benchmarks.rivals.data import (
-    Samples,
-    Sizes,
-    collate,
-    lengths_of,
-    new_model,
-)
-from benchmarks.rivals.probe import watched
+from benchmarks.rivals.data import Samples, Sizes, collate, lengths_of, new_model
+from benchmarks.rivals.probe import UNKNOWN, watched
 from composer_tokacc.invariance import relative_error
 from composer_tokacc.planning import pack_lengths
 
@@ -41,6 +35,11 @@ SIZES = Sizes(
     microbatch=2,
     workers=0,
 )
+
+
+def measured_cells():
+    """Returns copies of the cells of the results file that have rounds."""
+    return [cell for cell in report.read()['cells'] if 'rounds' in cell]
 
 
 def small_samples(**changes):
@@ -63,18 +62,21 @@ def test_results_have_titles_and_settings():
 
 
 def test_faster_rival_is_named():
-    cells = [cell for cell in copy.deepcopy(report.read()['cells']) if 'rounds' in cell]
+    cells = measured_cells()
     odb = next(cell for cell in cells if cell['rival'] == 'odb')
     for each_round in odb['rounds']:
         each_round['tokens_per_second'] *= 1000
     odb['tokens_per_second'] = [1000 * speed for speed in odb['tokens_per_second']]
-    [row] = [line for line in report.ratios(cells).splitlines() if line.startswith(f'| {report.TITLES["odb"]} |')]
-    least_case = row.split('|')[3].strip()
-    assert least_case in row.split('|')[5]
+    lines = report.ratios(cells).splitlines()
+    [row] = [line for line in lines if line.startswith(f'| {report.TITLES["odb"]} |')]
+    texts = row.split('|')
+    least_case = texts[3].strip()
+    faster_cases = texts[5]
+    assert least_case in faster_cases
 
 
-def test_contender_over_the_cap_is_named():
-    cells = [cell for cell in copy.deepcopy(report.read()['cells']) if 'rounds' in cell]
+def test_contender_over_cap_is_named():
+    cells = measured_cells()
     assert 'over the cap, in all sets: none.' in report.reached_the_model(cells)
     cells[0]['within_cap'] = False
     assert 'over the cap, in all sets: none.' not in report.reached_the_model(cells)
@@ -82,10 +84,7 @@ def test_contender_over_the_cap_is_named():
 
 def test_rounds_of_two_runs():
     cells = []
-    for name, speeds in (
-        ('ours', [10.0, 30.0, 40.0]),
-        ('odb', [30.0, 10.0, 20.0]),
-    ):
+    for name, speeds in (('ours', [10.0, 30.0, 40.0]), ('odb', [30.0, 10.0, 20.0])):
         cells.append(
             {
                 'rival': name,
@@ -94,10 +93,10 @@ def test_rounds_of_two_runs():
                 'measured_on': 'the same run',
             }
         )
-    # Of the ratios 1/3, 3 and 2.
+    # The median of the ratios 1/3, 3 and 2.
     assert report.against(cells, 'odb') == pytest.approx(2.0)
     cells[1]['measured_on'] = 'another run'
-    # Of the medians 30 and 20.
+    # The ratio of the medians 30 and 20.
     assert report.against(cells, 'odb') == pytest.approx(1.5)
 
 
@@ -105,33 +104,32 @@ def test_number_of_packed_rows():
     sizes = Sizes(model='llama')
     lengths = Samples(sizes, lengths_of('lognormal 0.9', sizes.mean)).lengths
     cells = report.cells_of_set(report.read()['cells'], report.SHOWN_SET)
-    of_llama = {cell['rival']: cell for cell in cells if (cell['model'], cell['ranks']) == ('llama', 1)}
+    cells_of_llama = {}
+    for cell in cells:
+        if cell['model'] == 'llama' and cell['ranks'] == 1:
+            cells_of_llama[cell['rival']] = cell
+    cap = cells_of_llama['ours_packed']['cap']
     num_packed = 0
     for step in lengths.reshape(-1, sizes.global_batch):
-        num_packed += len(pack_lengths(step.tolist(), of_llama['ours_packed']['cap']))
-    num_full = of_llama['bound']['settings']['microbatches']
+        packed_rows = pack_lengths(step.tolist(), cap)
+        num_packed += len(packed_rows)
+    num_full = cells_of_llama['bound']['settings']['microbatches']
     page = ' '.join(report.PAGES[-1].read_text().split())
     assert f'{num_packed} of them an epoch, where the bound has {num_full}' in page
 
 
-def test_hung_contender_keeps_its_earlier_cell(tmp_path):
+def test_hung_contender_keeps_its_cell(tmp_path):
     path = tmp_path / 'results.json'
-    cell = {
-        'model': 'llama',
-        'set': 'digits',
-        'ranks': 1,
-        'rival': 'odb',
-    }
+    cell = {'model': 'llama', 'set': 'digits', 'ranks': 1, 'rival': 'odb'}
     other = {**cell, 'rival': 'hf', 'rounds': [2]}
     program.keep(path, [{**cell, 'rounds': [1]}])
     program.keep(path, [cell, other])
     cells = json.loads(path.read_text())['cells']
-    assert [(row['rival'], row['rounds']) for row in cells] == [
-        ('odb', [1]),
-        ('hf', [2]),
-    ]
+    assert [row['rival'] for row in cells] == ['odb', 'hf']
+    assert [row['rounds'] for row in cells] == [[1], [2]]
     program.keep(path, [{**cell, 'rounds': [3]}])
-    assert json.loads(path.read_text())['cells'][0]['rounds'] == [3]
+    cells = json.loads(path.read_text())['cells']
+    assert cells[0]['rounds'] == [3]
 
 
 def trained_model(sizes, lr=0.0):
@@ -139,48 +137,54 @@ def trained_model(sizes, lr=0.0):
     return model, torch.optim.SGD(model.parameters(), lr=lr)
 
 
-def test_hooks_see_what_reached_the_model():
+def loss_of(model, samples, indices):
+    outputs = model(**collate([samples[index] for index in indices]))
+    return outputs.loss
+
+
+def test_hooks_record_the_samples():
     sizes, samples = small_samples()
     model, optimizer = trained_model(sizes, lr=0.1)
     with watched(model, samples, inspect=True) as trace:
-        for step in ([[3, 1], [4]], [[0, 2, 5]]):
+        # A step of two microbatches, and a step of one.
+        for microbatches in ([[3, 1], [4]], [[0, 2, 5]]):
             optimizer.zero_grad()
-            for microbatch in step:
-                model(**collate([samples[index] for index in microbatch])).loss.backward()
+            for microbatch in microbatches:
+                loss_of(model, samples, microbatch).backward()
             # A forward without gradients is not part of a step.
             with torch.no_grad():
-                model(**collate([samples[9]]))
+                loss_of(model, samples, [9])
             optimizer.step()
-    lengths = samples.lengths
     assert trace.ids == [[3, 1, 4], [0, 2, 5]]
+    lengths = samples.lengths
     assert trace.tokens == [
         sum(lengths[[3, 1, 4]]),
         sum(lengths[[0, 2, 5]]),
     ]
+    positions_of_3_and_1 = 2 * max(lengths[[3, 1]])
+    positions_of_4 = lengths[4]
+    positions_of_second_step = 3 * max(lengths[[0, 2, 5]])
     assert trace.positions == [
-        2 * max(lengths[[3, 1]]) + lengths[4],
-        3 * max(lengths[[0, 2, 5]]),
+        positions_of_3_and_1 + positions_of_4,
+        positions_of_second_step,
     ]
-    assert trace.largest == max(
-        2 * max(lengths[[3, 1]]),
-        lengths[4],
-        3 * max(lengths[[0, 2, 5]]),
-    )
+    assert trace.largest == max(positions_of_3_and_1, positions_of_4, positions_of_second_step)
     assert len(trace.ends) == 2
     assert set(trace.gradient) == {name for name, _ in model.named_parameters()}
 
 
-def test_hooks_tell_dummy_rows_from_strangers():
+def test_hooks_count_dummy_rows():
+    """A sample without labels is a dummy row. A row with other tokens and with labels is unknown."""
     sizes, samples = small_samples()
     model, optimizer = trained_model(sizes)
     dummy = samples[2]
     dummy['labels'][1:] = -100
-    stranger = samples[3]
-    stranger['input_ids'] = stranger['input_ids'].flip(0) + 1
+    unknown = samples[3]
+    unknown['input_ids'] = unknown['input_ids'].flip(0) + 1
     with watched(model, samples) as trace:
-        model(**collate([samples[1], dummy, stranger])).loss.backward()
+        model(**collate([samples[1], dummy, unknown])).loss.backward()
         optimizer.step()
-    assert trace.ids == [[1, -1]]
+    assert trace.ids == [[1, UNKNOWN]]
     assert trace.num_dummy_rows == 1
 
 
@@ -188,31 +192,36 @@ def test_documents_are_samples():
     sizes, samples = small_samples()
     model, optimizer = trained_model(sizes)
     documents = [samples[4], samples[7]]
-    row = {key: torch.cat([document[key] for document in documents])[None] for key in ('input_ids', 'labels')}
-    positions = torch.cat([torch.arange(len(document['input_ids'])) for document in documents])[None]
+    ids = torch.cat([document['input_ids'] for document in documents])
+    labels = torch.cat([document['labels'] for document in documents])
+    positions = torch.cat([torch.arange(len(document['input_ids'])) for document in documents])
+    packed_row = {'input_ids': ids[None], 'labels': labels[None], 'position_ids': positions[None]}
     with watched(model, samples) as trace:
-        model(**row, position_ids=positions, use_cache=False).loss.backward()
+        model(**packed_row, use_cache=False).loss.backward()
         optimizer.step()
     assert trace.ids == [[4, 7]]
     assert trace.positions == trace.tokens
 
 
-def test_global_batches_are_told_apart():
+def test_kinds_of_global_batches():
     in_order = [list(range(8)), list(range(8, 16))]
+    reversed_batches = [batch[::-1] for batch in in_order]
+    unequal_batches = [list(range(7)), list(range(7, 16))]
     assert speed.membership(in_order, 16, 8) == 'the same'
-    assert speed.membership([batch[::-1] for batch in in_order], 16, 8) == 'the same'
-    assert speed.membership([list(range(7)), list(range(7, 16))], 16, 8) == 'by length'
-    order = torch.randperm(16, generator=torch.Generator().manual_seed(42)).tolist()
+    assert speed.membership(reversed_batches, 16, 8) == 'the same'
+    assert speed.membership(unequal_batches, 16, 8) == 'by length'
+    generator = torch.Generator().manual_seed(42)
+    order = torch.randperm(16, generator=generator).tolist()
     assert speed.membership([order[:8], order[8:]], 16, 8) == 'of a shuffle of its own'
 
 
-def test_reference_is_one_forward_over_all():
+def test_reference_equals_one_forward():
     sizes, samples = small_samples(model='llava')
     gradient = speed.whole_gradient(new_model(sizes), samples, range(6))
     model = new_model(sizes)
-    model(**collate([samples[index] for index in range(6)])).loss.backward()
-    expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    assert relative_error(gradient, expected)[0] < 1e-6
+    loss_of(model, samples, range(6)).backward()
+    error, _ = relative_error(gradient, gradients_of(model))
+    assert error < 1e-6
 
 
 def inspected(name, **changes):
@@ -248,12 +257,7 @@ def test_our_epochs_keep_the_cap(name):
         ('accelerate_planned', 'accelerate', True),
         pytest.param('hf', 'accelerate', True, marks=pytest.mark.slow),
         pytest.param('hf_group', 'accelerate', False, marks=pytest.mark.slow),
-        pytest.param(
-            'hf_rebalance',
-            'accelerate',
-            False,
-            marks=pytest.mark.slow,
-        ),
+        pytest.param('hf_rebalance', 'accelerate', False, marks=pytest.mark.slow),
         pytest.param('hf_planned', 'accelerate', True, marks=pytest.mark.slow),
     ],
 )

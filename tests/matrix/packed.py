@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import transformers
 
-from benchmarks.record import filled, table
+from benchmarks.record import fill_page, table
 from tests.matrix.harness import plain_gradients, quiet
 from tests.matrix.subjects import SUBJECTS, Subject, text_subject
 from tests.support.training import Gradients, fit, in_double, relative_error
@@ -145,7 +145,7 @@ def main() -> None:
     if not arguments.lines:
         for site in arguments.site:
             results += tried_with(site)
-        PAGE.write_text(filled(PAGE.read_text(), {'packing': lambda: markdown(results)}))
+        fill_page(PAGE, {'packing': markdown(results)})
 
 
 if __name__ == '__main__':

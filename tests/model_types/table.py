@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.record import filled
+from benchmarks.record import fill_page
 
 PAGE = Path(__file__).parents[2] / 'docs' / 'families.md'
 KEPT = Path(__file__).parent / 'results.json'
@@ -119,7 +119,7 @@ def main() -> None:
     if arguments.command == 'try':
         try_types(arguments.kind, arguments.types)
     else:
-        PAGE.write_text(filled(PAGE.read_text(), {'model_types': table}))
+        fill_page(PAGE, {'model_types': table()})
 
 
 if __name__ == '__main__':
