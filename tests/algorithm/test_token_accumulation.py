@@ -83,7 +83,7 @@ def test_native_flag_is_exact(model, batch, is_ours, options):
 @pytest.mark.parametrize('rule', ['auto', 'causal', 'unshifted'])
 def test_native_flag_without_a_model_to_count_by_is_refused(model, batch, rule):
     data = token_data_spec(loader(batch), loss_tokens=rule)
-    with pytest.raises(RuntimeError, match=r'pass `model=`'):
+    with pytest.raises(RuntimeError, match=r'Pass `model=`'):
         fit(model, data, algorithms=[], **FLAG)
 
 
