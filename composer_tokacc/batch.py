@@ -84,7 +84,7 @@ def check_ids(batch: Batch) -> None:
     ids = batch.get('input_ids')
     if not isinstance(ids, Tensor | None):
         return  # then `labels` are the text, see text_of
-    if ids is not None and (ids.dim() != 2 or ids.dtype not in (torch.int32, torch.int64)):
+    if ids is not None and not _are_rows_of_ids(ids):
         raise InvalidInputError(
             f'`input_ids` must be integers of shape (rows, width), got: {ids.dtype} of shape {tuple(ids.shape)}. Give '
             'vectors as `inputs_embeds`, and one row as `ids[None]`.'
@@ -100,6 +100,11 @@ def check_ids(batch: Batch) -> None:
     if isinstance(positions, Tensor) and positions.dim() in (2, 3):
         # If there are three dimensions, the first one is for time, height and width.
         _check_width(batch, 'position_ids', has_rows=True)
+
+
+def _are_rows_of_ids(ids: Tensor) -> bool:
+    is_integer = ids.dtype in (torch.int32, torch.int64)
+    return is_integer and ids.dim() == 2
 
 
 def _check_mask(batch: Batch) -> None:

@@ -180,9 +180,12 @@ def with_one_label(batch: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(mask, torch.Tensor) and mask.shape == labels.shape:
         # The position of the label and the one that predicts it must be attended.
         allowed = mask != 0
-        allowed[:, 1:] &= mask[:, :-1] != 0
+        is_predicted = mask[:, :-1] != 0
+        allowed[:, 1:] &= is_predicted
     # Nothing predicts the first column. A batch of width 1 has no other.
     allowed[:, :1] = labels.shape[1] == 1
     first_allowed = allowed.flatten().int().argmax()
-    has_label = torch.arange(labels.numel(), device=labels.device) == first_allowed
-    return {**batch, 'labels': labels.masked_fill(has_label.view_as(labels), 0)}
+    places = torch.arange(labels.numel(), device=labels.device)
+    has_label = (places == first_allowed).view_as(labels)
+    with_label = labels.masked_fill(has_label, 0)
+    return {**batch, 'labels': with_label}

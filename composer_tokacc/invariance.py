@@ -395,11 +395,12 @@ class _StepInCuts:
         num_rows = len(self.rows)
         yield self._cut('again', padding, num_rows, [self._whole_batch(padding)])
         batch = self.layout.concat(self.rows, padding_side=padding)
+        first_to_last = range(num_rows)
         widths = [labels_of(row).shape[1] for row in self.rows]
-        longest_first = sorted(range(num_rows), key=lambda row: -widths[row])
+        longest_first = sorted(first_to_last, key=lambda row: -widths[row])
         sizes = {min(size, num_rows) for size in self.microbatch_sizes}
         for size in sorted(sizes):
-            in_order = self._split(batch, range(num_rows), size)
+            in_order = self._split(batch, first_to_last, size)
             yield self._cut('in order', padding, size, in_order)
             by_length = self._split(batch, longest_first, size)
             if padding == 'right':

@@ -39,7 +39,9 @@ class IsolationReport:
         return not self.leaks
 
     def __str__(self) -> str:
-        lines = [f'row {row}: document {seer} sees document {seen}: {size:.1e}' for row, seer, seen, size in self.leaks]
+        lines = []
+        for row, seer, seen, size in self.leaks:
+            lines.append(f'row {row}: document {seer} sees document {seen}: {size:.1e}')
         verdict = 'NOT isolated' if self.leaks else 'isolated'
         lines.append(f'{verdict}: {len(self.leaks)} leaks')
         return '\n'.join(lines)
@@ -236,7 +238,10 @@ def _with_other_ids(
     The other ids are ordinary text somewhere in the rows. First each id is replaced by the next one in the list of
     ordinary ids, then all of them by the same one.
     """
-    texts = [ids[document.row][document.positions].tolist() for document in numbered]
+    texts: list[list[int]] = []
+    for document in numbered:
+        row = ids[document.row]
+        texts.append(row[document.positions].tolist())
     # In some models the first token of every document, or the last one, separates documents.
     first_tokens = {text[0] for text in texts}
     last_tokens = {text[-1] for text in texts}
@@ -254,14 +259,18 @@ def _with_other_ids(
     reserved_ids = torch.tensor(sorted(reserved), dtype=ids.dtype, device=ids.device)
     is_reserved = torch.isin(ids, reserved_ids)
     for document in numbered:
-        is_changed = document.positions.to(ids.device) & ~is_reserved[document.row]
         row = ids[document.row]
+        is_of_document = document.positions.to(ids.device)
+        is_changed = is_of_document & ~is_reserved[document.row]
         # Ids that are not ordinary get a place as well. They stay as they are, see `is_changed`.
+        last = len(pool) - 1
         places = torch.searchsorted(pool, row)
-        places = places.clamp(max=len(pool) - 1)
-        candidates = [pool[(places + 1) % len(pool)]]
+        places = places.clamp(max=last)
+        next_places = (places + 1) % len(pool)
+        candidates = [pool[next_places]]
         for number in range(NUM_CONSTANTS):
-            constant = pool[number * (len(pool) - 1) // (NUM_CONSTANTS - 1)]
+            place = number * last // (NUM_CONSTANTS - 1)
+            constant = pool[place]
             candidates.append(constant.expand_as(row))
         for candidate in candidates:
             changed = ids.clone()

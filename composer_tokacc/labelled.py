@@ -125,5 +125,7 @@ def places_of(ordinals: torch.Tensor, numbers: range) -> torch.Tensor:
         ordinals: Running sum of the mask, int64 ``(n,)``.
         numbers: The values of k.
     """
+    last = len(ordinals) - 1
     ks = torch.arange(numbers.start, numbers.stop, numbers.step, device=ordinals.device)
-    return torch.searchsorted(ordinals, ks).clamp_(max=len(ordinals) - 1)
+    positions = torch.searchsorted(ordinals, ks)
+    return positions.clamp_(max=last)

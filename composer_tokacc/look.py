@@ -133,7 +133,12 @@ def _modalities_of(dataset: Any, index: int) -> frozenset[str]:
     if hasattr(dataset, 'modalities'):
         return dataset.modalities(index)
     sample = dataset[index]
-    return frozenset(modality for modality in MODALITIES if sample.get(f'num_{modality}s', [0])[0])
+    present = set()
+    for modality in MODALITIES:
+        items_per_row = sample.get(f'num_{modality}s', [0])
+        if items_per_row[0]:
+            present.add(modality)
+    return frozenset(present)
 
 
 def described(sample: Mapping[str, Any], tokenizer: Any, index: int) -> str:
@@ -141,8 +146,10 @@ def described(sample: Mapping[str, Any], tokenizer: Any, index: int) -> str:
     ids = sample['input_ids'][0].tolist()
     has_loss = (sample['labels'][0] != IGNORE_INDEX).tolist()
     sample_ids = sample.get('sample_ids') or [index]
-    source = f' of {sample["source"][0]}' if 'source' in sample else ''
-    lines = [f'== sample {sample_ids[0]!r}{source}: {len(ids)} tokens, {sum(has_loss)} of them learned']
+    name = repr(sample_ids[0])
+    if 'source' in sample:
+        name += f' of {sample["source"][0]}'
+    lines = [f'== sample {name}: {len(ids)} tokens, {sum(has_loss)} of them learned']
     text_shape = sample['input_ids'].shape
     for key, value in sample.items():
         # Tensors with an entry for each token, such as the attention mask, say nothing that the text does not.

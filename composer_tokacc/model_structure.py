@@ -85,9 +85,10 @@ def cast_model(model: nn.Module, dtype: torch.dtype) -> None:
         for name, tensor in list(chain(parameters, buffers)):
             if not tensor.is_floating_point() or tensor.dtype == dtype:
                 continue
-            if id(tensor) not in new_tensors:
-                new_tensors[id(tensor)] = _cast(tensor, dtype)
-            setattr(module, name, new_tensors[id(tensor)])
+            identity = id(tensor)
+            if identity not in new_tensors:
+                new_tensors[identity] = _cast(tensor, dtype)
+            setattr(module, name, new_tensors[identity])
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -212,14 +212,17 @@ def find_difference(reports: Sequence[RankReport]) -> str | None:
     if differing:
         name, *more_names = differing
         more = f' Also different: {", ".join(more_names)}.' if more_names else ''
-        return _unequal(name, [report.facts.get(name, 'none') for report in reports]) + more
+        values_of_ranks = [report.facts.get(name, 'none') for report in reports]
+        return _unequal(name, values_of_ranks) + more
     # A rank has no witness if it could not read the samples, or if two readings of a sample differ.
     witnesses = {report.witness for report in reports if report.witness}
     if len(witnesses) > 1:
-        return _unequal('first samples', [report.witness or 'unknown' for report in reports])
+        witnesses_of_ranks = [report.witness or 'unknown' for report in reports]
+        return _unequal('first samples', witnesses_of_ranks)
     planned_ranks = sorted(report.rank for report in reports)
     num_ranks = len(reports)
-    if planned_ranks != list(range(num_ranks)) or any(report.num_ranks != num_ranks for report in reports):
+    has_all_ranks = planned_ranks == list(range(num_ranks))
+    if not has_all_ranks or any(report.num_ranks != num_ranks for report in reports):
         values = _by_rank([f'rank {report.rank} of {report.num_ranks}' for report in reports])
         return (
             f'The sampler of each rank must be for that rank, of {num_ranks}, got: {values}. Leave `rank` and '

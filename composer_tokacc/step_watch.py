@@ -39,7 +39,8 @@ class StepWatch:
         self.faults: list[str] = []
         """Sentences, of this rank. Complete when the context ends."""
         self._model = inner_model(model)
-        self._trained = {id(parameter) for parameter in self._model.parameters() if parameter.requires_grad}
+        trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        self._trained = {id(parameter) for parameter in trained}
         """Identities of all trained parameters, also if FSDP1 moves them."""
         self._parameters = _followed_parameters(self._model)
         self._hooks = ExitStack()
@@ -68,9 +69,13 @@ class StepWatch:
             node = get_gradient_edge(parameter).node
             self._gradient_nodes.append(node)  # kept alive: the graph holds it only while it is used
             self._hooks.enter_context(node.register_prehook(self._on_backward))
-        self._hooks.enter_context(register_optimizer_step_pre_hook(self._on_optimizer_step))
-        self._hooks.enter_context(self._model.register_forward_pre_hook(self._before_forward))
-        self._hooks.enter_context(self._model.register_forward_hook(self._after_forward, with_kwargs=True))
+        handles = [
+            register_optimizer_step_pre_hook(self._on_optimizer_step),
+            self._model.register_forward_pre_hook(self._before_forward),
+            self._model.register_forward_hook(self._after_forward, with_kwargs=True),
+        ]
+        for handle in handles:
+            self._hooks.enter_context(handle)
         return self
 
     def __exit__(
@@ -132,7 +137,9 @@ class StepWatch:
         args: object,
         kwargs: object,
     ) -> None:
-        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group['params']}
+        stepped: set[int] = set()
+        for group in optimizer.param_groups:
+            stepped |= {id(parameter) for parameter in group['params']}
         if not stepped & self._trained:
             return
         self._has_stepped = True

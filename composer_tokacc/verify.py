@@ -321,7 +321,11 @@ def _rows(batch: Batch, layout: BatchLayout, max_rows: int) -> list[dict[str, An
     num_chosen = min(max_rows, *dist.all_gather_object(num_rows))
     # Evenly spread, because rows of similar length lie next to each other in a planned batch.
     places = torch.linspace(0, num_rows - 1, num_chosen).tolist()
-    return [layout.trim(layout.select(batch, [round(place)])) for place in places]
+    rows = []
+    for place in places:
+        row = layout.select(batch, [round(place)])
+        rows.append(layout.trim(row))
+    return rows
 
 
 def _loader_of(batch: dict[str, Any]) -> DataLoader:

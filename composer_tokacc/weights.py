@@ -58,8 +58,10 @@ def weights_at(batch: Batch, token_weights: str, counted: Tensor) -> Tensor:
     documents = _documents(batch, counted)
     # There are at most as many documents as positions. With `minlength` the host need not wait for the device.
     tokens_per_document = torch.bincount(documents[counted], minlength=documents.numel())
-    weight_per_document = tokens_per_document.clamp(min=1).double().pow(-power)
-    return weight_per_document[documents].masked_fill(~counted, 0).float()
+    at_least_one = tokens_per_document.clamp(min=1)
+    weight_per_document = at_least_one.double().pow(-power)
+    weights = weight_per_document[documents]
+    return weights.masked_fill(~counted, 0).float()
 
 
 def _documents(batch: Batch, counted: Tensor) -> Tensor:
@@ -74,9 +76,11 @@ def _documents(batch: Batch, counted: Tensor) -> Tensor:
         has_positions = positions.amax(dim=1, keepdim=True) > 0
         begins |= (positions == 0) & has_positions
     if isinstance(sequences, Tensor) and sequences.shape == counted.shape:
-        begins[:, 1:] |= sequences[:, 1:] != sequences[:, :-1]
+        is_another_sequence = sequences[:, 1:] != sequences[:, :-1]
+        begins[:, 1:] |= is_another_sequence
     begins[:, :1] = True
-    return begins.flatten().cumsum(dim=0).view_as(counted) - 1
+    num_begun = begins.flatten().cumsum(dim=0)
+    return num_begun.view_as(counted) - 1
 
 
 def _weights_in(batch: Batch, counted: Tensor) -> Tensor:

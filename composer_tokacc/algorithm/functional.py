@@ -81,7 +81,7 @@ def step_loss_weights(
             :class:`.RegroupingDataLoader` is also possible.
         loss_tokens: Which labels the model's loss averages over, see :func:`.counting.loss_mask`.
         token_weights: Weights of the tokens, see :class:`.TokenAccumulation`. Within a microbatch they are applied by
-            :func:`apply_token_weights`.
+            :func:`.apply_token_weights`.
         device: The device on which the process group reduces.
 
     Example:

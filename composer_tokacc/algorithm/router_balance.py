@@ -188,19 +188,23 @@ class StepBalance:
         assert self._sums is not None
         counted = self._counted.popleft()
         with self._precision():
-            choices, probabilities = _routed(_router_logits(outputs), counted.positions, self._top_k)
+            logits = _router_logits(outputs)
+            choices, probabilities = _routed(logits, counted.positions, self._top_k)
         # A position that goes to another expert changes the counts of two experts.
         change = choices.sum(dim=0) - counted.choices
         num_changed = change.abs().sum() / 2
-        num_allowed = (CHOICE_TOLERANCE * choices.sum()).clamp(min=FEW_CHOICES)
+        num_choices = choices.sum()
+        num_allowed = (CHOICE_TOLERANCE * num_choices).clamp(min=FEW_CHOICES)
         self._worst_choice = torch.maximum(self._worst_choice, num_changed / num_allowed)
         num_positions, *choices_of_experts = self._sums.read()
-        factor = len(choices_of_experts) / max(num_positions, 1) ** 2
+        num_experts = len(choices_of_experts)
+        factor = num_experts / max(num_positions, 1) ** 2
         weights = probabilities.new_tensor([factor * count for count in choices_of_experts])
         balance = (weights * probabilities).sum()
         # The term is averaged over the microbatches of all ranks, but the parts must be summed.
         num_averaged = num_microbatches * get_world_size()
-        return SplitLoss(tokens=loss['tokens'], router=self._coefficient * num_averaged * balance)
+        router = self._coefficient * num_averaged * balance
+        return SplitLoss(tokens=loss['tokens'], router=router)
 
     def check(self) -> None:
         """Raises RuntimeError if the model's own loss is another one, or if experts are chosen differently in training.
@@ -296,7 +300,8 @@ def _routed(logits: Sequence[Tensor], is_counted: Tensor, top_k: int) -> tuple[T
         routed = layer.to(device).softmax(dim=-1)
         experts = routed.topk(top_k, dim=-1).indices
         # Each choice as an index into the flattened table ``(top_k, experts)``.
-        places = experts + num_experts * torch.arange(top_k, device=device)
+        rows_of_table = torch.arange(top_k, device=device)
+        places = experts + num_experts * rows_of_table
         is_counted_choice = counted.repeat_interleave(top_k)
         choices.scatter_add_(0, places.flatten(), is_counted_choice.long())
         precise = routed.to(torch.promote_types(routed.dtype, torch.float32))

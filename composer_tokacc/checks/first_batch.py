@@ -286,9 +286,12 @@ class FirstBatchCheck(Generic[RulesT]):
         if self.selector is not None:
             failure = comparison.selection_failure(self.selector)
         # All ranks must measure steps in the same way, and compute the same logits. So all of them share their results.
-        results = all_gather_object((comparison.token_scale(), failure))
+        result = (comparison.token_scale(), failure)
+        results = all_gather_object(result)
         scales, failures = zip(*results, strict=True)
-        self.token_scale = None if None in scales else scales[0]
+        self.token_scale = None
+        if None not in scales:
+            self.token_scale = scales[0]
         self.selection_failure = next((failure for failure in failures if failure is not None), None)
         self.has_logits = comparison.reference.has_logits is not False
         self.vocabulary = comparison.reference.output_size if self.has_logits else None
@@ -554,9 +557,13 @@ def _criteria(facts: RowFacts, missing: Sequence[str]) -> list[Sequence[Cost]]:
     # The longest row has the least padding to trim, and the shortest row has the most.
     criteria: list[Sequence[Cost]] = [longest_first, lengths]
     for modality in _new_modalities(missing):
-        sizes = facts.media_sizes(modality)
-        criteria.append([(size is None, size or 0) for size in sizes])
-        criteria.append([(size is None, -(size or 0)) for size in sizes])
+        smallest_first: list[Cost] = []
+        largest_first: list[Cost] = []
+        for size in facts.media_sizes(modality):
+            lacks_modality = size is None
+            smallest_first.append((lacks_modality, size or 0))
+            largest_first.append((lacks_modality, -(size or 0)))
+        criteria += [smallest_first, largest_first]
     if {'holes', 'holes beside media'}.intersection(missing):
         criteria.append([not has_hole for has_hole in facts.has_hole])
     if any(facts.has_label_behind_padding):
@@ -617,9 +624,12 @@ def media_as_collated(
         number = bisect_right(starts, row) - 1
         microbatch = without_rows(microbatches[number])
         row_batch = layout.select(microbatch, [row - starts[number]])
-        media = {key: row_batch[key] for key in media_entries(layout, row_batch)}
-        has_other_size = [value.shape[1:] != batch[key].shape[1:] for key, value in media.items()]
-        if any(has_other_size):
+        media = {}
+        has_other_size = False
+        for key in media_entries(layout, row_batch):
+            media[key] = row_batch[key]
+            has_other_size |= row_batch[key].shape[1:] != batch[key].shape[1:]
+        if has_other_size:
             collated[place] = media
     return collated
 
@@ -763,13 +773,16 @@ def _is_linear(hook: GradientHook, parameter: Tensor) -> bool:
     if isinstance(parameter, DTensor):
         local = parameter.to_local()
     for size in GRADIENT_SIZES:
-        first = torch.randn(local.shape, generator=generator).to(local) * size
-        second = torch.randn(local.shape, generator=generator).to(local) * size
+        first_noise = torch.randn(local.shape, generator=generator)
+        second_noise = torch.randn(local.shape, generator=generator)
+        first = first_noise.to(local) * size
+        second = second_noise.to(local) * size
         changed_sum = _changed(hook, first + second)
         sum_of_changed = _changed(hook, first) + _changed(hook, second)
-        difference = float((changed_sum - sum_of_changed).float().norm())
+        difference = (changed_sum - sum_of_changed).float()
+        expected_norm = float(sum_of_changed.float().norm())
         tolerance = max(1e-4, 8 * torch.finfo(first.dtype).eps)
-        if difference > tolerance * float(sum_of_changed.float().norm()):
+        if float(difference.norm()) > tolerance * expected_norm:
             return False
     return True
 

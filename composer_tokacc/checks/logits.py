@@ -174,13 +174,15 @@ def measure(logits: Tensor, gradient: Tensor) -> MeasuredTokens:
         # Project the gradient on the gradient of a plain cross-entropy.
         direction = _plain_gradient(part_logits, targets)
         square = direction.square().sum(dim=-1)  # norm() of 32,000 numbers has an error of 3e-6 on a CPU
-        weights = torch.linalg.vecdot(part_gradient, direction) / square.clamp(min=TINY)
+        products = torch.linalg.vecdot(part_gradient, direction)
+        weights = products / square.clamp(min=TINY)
         remainder = torch.addcmul(part_gradient, weights[:, None], direction, value=-1)
         measured = MeasuredTokens(weights, targets, square.sqrt(), remainder.norm(dim=-1))
         parts.append(measured)
     fields = []
     for pieces in zip(*parts, strict=True):
-        fields.append(torch.cat(pieces).view(logits.shape[:2]))
+        joined = torch.cat(pieces)
+        fields.append(joined.view(logits.shape[:2]))
     return MeasuredTokens(*fields)
 
 
@@ -198,9 +200,11 @@ def deviations(
     """
     parts = []
     for part, (part_logits, part_gradient) in _float_parts(logits, gradient):
-        difference = _plain_gradient(part_logits, targets.flatten()[part])
+        part_targets = targets.flatten()[part]
+        difference = _plain_gradient(part_logits, part_targets)
         if weights is not None:
-            difference.mul_(weights.flatten()[part][:, None])
+            part_weights = weights.flatten()[part]
+            difference.mul_(part_weights[:, None])
         difference.sub_(part_gradient, alpha=1 / unit)
         parts.append(difference.norm(dim=-1))
     return torch.cat(parts).view(targets.shape)
@@ -216,7 +220,8 @@ def sketch(gradient: Tensor) -> Tensor:
         return gradient.float().cpu()
     # The same signs for every gradient of this size.
     generator = torch.Generator().manual_seed(size)
-    signs = 2 * torch.randint(2, (size, SKETCH_WIDTH), generator=generator) - 1
+    zeros_and_ones = torch.randint(2, (size, SKETCH_WIDTH), generator=generator)
+    signs = 2 * zeros_and_ones - 1
     num_missing = -size % SKETCH_BLOCK
     signs = signs.to(gradient.device).float()
     padded_signs = F.pad(signs, (0, 0, 0, num_missing))
@@ -225,8 +230,10 @@ def sketch(gradient: Tensor) -> Tensor:
     for _, (part_gradient,) in _float_parts(gradient):
         padded = F.pad(part_gradient, (0, num_missing))
         blocks = padded.unflatten(1, (-1, SKETCH_BLOCK)).transpose(0, 1)  # (blocks, positions, entries)
-        parts.append((blocks @ blocks_of_signs).sum(dim=0))
-    sums = torch.cat(parts).view(*gradient.shape[:2], SKETCH_WIDTH)
+        sums_of_blocks = blocks @ blocks_of_signs
+        parts.append(sums_of_blocks.sum(dim=0))
+    rows, width = gradient.shape[:2]
+    sums = torch.cat(parts).view(rows, width, SKETCH_WIDTH)
     return sums.cpu() / SKETCH_WIDTH**0.5
 
 

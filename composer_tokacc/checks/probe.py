@@ -324,7 +324,8 @@ class Probe:
             self.harmless_states += [state.name for state in rewritten]
             return
         # Then one by one. If only several states together change the result, the first one is named.
-        decisive = next((state for state in rewritten if changes_result([state])), rewritten[0])
+        changing_states = (state for state in rewritten if changes_result([state]))
+        decisive = next(changing_states, rewritten[0])
         self.state_dependence = decisive.name
 
     def _forward(
@@ -729,7 +730,9 @@ def undisturbed(model: Module, *, restores_buffers: bool = True) -> Iterator[Non
     buffers: list[tuple[Tensor, Tensor]] = []
     if model.training and restores_buffers:
         for module in modules:
-            buffers += [(buffer, buffer.clone()) for buffer in module.buffers(recurse=False)]
+            for buffer in module.buffers(recurse=False):
+                copied = buffer.clone()
+                buffers.append((buffer, copied))
     try:
         with kept_random_state():
             yield

@@ -211,8 +211,10 @@ class MicrobatchRecord:
             # From the place among the selected logits to the place in the rows.
             position = int(self.positions_of_logits.of_predictions[position])
         targets = targets_of(self.batch, self.counts.rule)
-        row = position // targets.shape[1]
-        return sample_name(self.batch, row), int(targets.flatten()[position])
+        width = targets.shape[1]
+        row, column = divmod(position, width)
+        label = int(targets[row, column])
+        return sample_name(self.batch, row), label
 
 
 def _at(positions: Tensor, values: Tensor) -> Tensor:

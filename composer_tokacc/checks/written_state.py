@@ -68,7 +68,8 @@ class State:
         current = self.container.get(self.key)
         if not isinstance(current, Tensor) or not isinstance(self.value, Tensor):
             return type(current) is not type(self.value) or bool(current != self.value)
-        if current is self.value and not current.is_inference() and num_writes(current) != self.version:
+        has_versions = current is self.value and not current.is_inference()
+        if has_versions and num_writes(current) != self.version:
             return True
         # `buffer.data.copy_(...)` writes without a new version, and a new tensor may be equal to the old one.
         if not isinstance(self.content, Tensor):

@@ -343,7 +343,11 @@ def example_conversation(modalities: Sequence[str] = ()) -> list[Message]:
 
 def text_of(message: Message) -> str:
     """Returns the text of a message, without its media."""
-    return ''.join(part['text'] for part in message['content'] if part['type'] == 'text')
+    texts = []
+    for part in message['content']:
+        if part['type'] == 'text':
+            texts.append(part['text'])
+    return ''.join(texts)
 
 
 def _with_markers(message: Message, index: int) -> Mapping[str, Any]:

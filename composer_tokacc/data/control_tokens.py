@@ -95,7 +95,10 @@ class ControlTokenPolicy:
         ids = sample['input_ids'][0].tolist()
         if self._spellings.keys().isdisjoint(ids):
             return dict(sample)
-        pieces = [self._spellings.get(token, torch.tensor([token])) for token in ids]
+        pieces = []
+        for token in ids:
+            itself = torch.tensor([token])
+            pieces.append(self._spellings.get(token, itself))
         counts = torch.tensor([len(piece) for piece in pieces])
         spelled = dict(sample)
         for key, value in sample.items():

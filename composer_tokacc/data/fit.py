@@ -245,8 +245,10 @@ class FittingEncoder(ConversationEncoder):
         encoder.media_options = {OPTIONS_OF_MODALITY[modality]: least}
         messages = example_conversation([modality])
         if modality == 'image':
-            return encoder(messages, [Image.new('RGB', (PROBE_SIDE, PROBE_SIDE))])
-        frame = np.zeros((PROBE_SIDE // 2, PROBE_SIDE // 2, 3), np.uint8)
+            image = Image.new('RGB', (PROBE_SIDE, PROBE_SIDE))
+            return encoder(messages, [image])
+        side = PROBE_SIDE // 2
+        frame = np.zeros((side, side, 3), np.uint8)
         frame_numbers = list(range(num_frames))
         video = make_video([frame] * num_frames, frame_numbers, num_frames, 0.5)
         return encoder(messages, videos=[video])

@@ -355,7 +355,8 @@ def _format_of(data: JsonObject) -> RecordFormat:
     matching = [record_format for record_format in FORMATS if record_format.matches(data)]
     if len(matching) == 1:
         return matching[0]
-    keys = sorted(str(key) for key in data if _is_given(data[key]))
+    given_keys = [str(key) for key in data if _is_given(data[key])]
+    keys = sorted(given_keys)
     expected = ', or '.join(record_format.quoted_keys for record_format in FORMATS)
     raise InvalidInputError(f'must hold one conversation: {expected}, got the keys: {short_repr(keys, 200)}')
 

@@ -230,9 +230,11 @@ def build_length_table(
 ) -> LengthTable:
     """Measures every sample of a dataset once, in parallel. Arguments as for :func:`length_table`."""
     # Without a process group, as in a script under the launcher, each rank reads all samples.
-    rank, num_ranks = 0, 1
+    rank = 0
+    num_ranks = 1
     if dist.is_initialized():
-        rank, num_ranks = dist.get_global_rank(), dist.get_world_size()
+        rank = dist.get_global_rank()
+        num_ranks = dist.get_world_size()
     if num_workers is None:
         num_workers = (os.cpu_count() or 1) // dist.get_local_world_size()
     mapper = SampleMapper(num_workers, shows_bar=rank == 0)

@@ -252,7 +252,8 @@ class RowSizes:
         rows_of_odd_sizes = {expansion((size,)) for size in ODD_SIZES}
         if len(rows_of_odd_sizes) == 1:
             # Every image adds the same row with this processor, so one size stands for all.
-            texts = [(row, ODD_SIZES[:1] * len(sizes)) for row, sizes in texts]
+            one_size = ODD_SIZES[:1]
+            texts = [(row, one_size * len(sizes)) for row, sizes in texts]
         distinct = set()
         for _, sizes in texts:
             distinct.add(sizes)

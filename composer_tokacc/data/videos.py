@@ -342,7 +342,8 @@ def read_frames(files: Sequence[MediaFile], sampling: VideoSampling) -> Video:
     """Returns a video whose frames are images. The images follow one another at the rate of the sampling."""
     step = 1 / (sampling.fps or DEFAULT_FPS)
     times = [number * step for number in range(len(files))]
-    chosen = sampling.choose(times, len(files) * step)
+    seconds = len(files) * step
+    chosen = sampling.choose(times, seconds)
     images = {number: read_image(files[number]) for number in set(chosen)}
     sizes = {image.size for image in images.values()}
     if len(sizes) > 1:

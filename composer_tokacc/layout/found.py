@@ -252,12 +252,14 @@ def entries_per_row(
     Raises:
         ValueError: If nothing tells, or if there are two answers.
     """
-    is_placeholder = stand_at(text_of(batch), placeholder_ids(config, modality))
-    follows_placeholder = torch.nn.functional.pad(is_placeholder[:, :-1], (1, 0))
-    starts = is_placeholder & ~follows_placeholder
+    ids = placeholder_ids(config, modality)
+    is_placeholder = stand_at(text_of(batch), ids)
+    all_but_last = is_placeholder[:, :-1]
+    follows_placeholder = torch.nn.functional.pad(all_but_last, (1, 0))
+    starts_run = is_placeholder & ~follows_placeholder
     placeholders = _Placeholders(
         tokens=is_placeholder.sum(dim=1).tolist(),
-        runs=starts.sum(dim=1).tolist(),
+        runs=starts_run.sum(dim=1).tolist(),
     )
     num_tokens = sum(placeholders.tokens)
     num_rows = len(placeholders.tokens)

@@ -211,9 +211,11 @@ def _tokens_of_tiles(
     patches = torch.empty(1, tiles[0] * side, tiles[1] * side, device='meta')  # only its shape is needed
     height, width = unpad_image(patches, size).shape[1:]
     if max_tiles is not None:
-        ratio = math.sqrt(height * width / (max_tiles * side**2))
+        most_tokens = max_tiles * side**2
+        ratio = math.sqrt(height * width / most_tokens)
         if ratio > 1.1:  # the threshold of the model
-            height, width = int(height // ratio), int(width // ratio)
+            height = int(height // ratio)
+            width = int(width // ratio)
     tokens_of_whole_image = side**2
     tokens_of_tiles = height * (width + 1)  # one token ends each line
     return tokens_of_whole_image + tokens_of_tiles

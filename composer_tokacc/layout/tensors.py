@@ -45,11 +45,13 @@ def take(value: torch.Tensor, dim: int, index: list[int]) -> torch.Tensor:
         view = value.narrow(dim, start, len(index))
         if view.is_contiguous() and _on_the_way_to_a_gpu(value):
             return view
-        return _empty(view.shape, value).copy_(view)
+        copied = _empty(view.shape, value)
+        return copied.copy_(view)
     shape = list(value.shape)
     shape[dim] = len(index)
+    selected = _empty(shape, value)
     positions = torch.tensor(index, dtype=torch.long, device=value.device)
-    return torch.index_select(value, dim, positions, out=_empty(shape, value))
+    return torch.index_select(value, dim, positions, out=selected)
 
 
 def compact(view: torch.Tensor, *, like: torch.Tensor) -> torch.Tensor:
@@ -169,7 +171,10 @@ def _select_units(
     if entry.slot_dim is None:
         return chosen
     image_ends = ends['image']
-    images_per_row = [image_ends[row + 1] - image_ends[row] for row in rows]
+    images_per_row = []
+    for row in rows:
+        num_images = image_ends[row + 1] - image_ends[row]
+        images_per_row.append(num_images)
     most_images = max(images_per_row, default=0)
     num_slots = min(most_images, chosen.shape[entry.slot_dim])
     narrowed = chosen.narrow(entry.slot_dim, 0, num_slots)

@@ -101,9 +101,10 @@ def _best_exchange(
     for k in range(len(costs)):
         if ranks[k] != slowest:
             continue
+        cost = costs[k]
         for other in range(len(costs)):
             rank = ranks[other]
-            saving = costs[k] - costs[other]
+            saving = cost - costs[other]
             if rank == slowest or saving <= 0.0:
                 continue  # the slowest rank would become no faster
             # Whichever of the two is slower after the swap; every other rank stays as it is.
@@ -114,7 +115,7 @@ def _best_exchange(
                 incoming = other
                 target = rank
         # Or the microbatch is given away, to the least loaded rank.
-        slower = max(loads[slowest] - costs[k], loads[idlest] + costs[k])
+        slower = max(loads[slowest] - cost, loads[idlest] + cost)
         if may_give_away and slower < best:
             best = slower
             outgoing = k

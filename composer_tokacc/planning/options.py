@@ -57,14 +57,16 @@ class CostModel:
     seconds_per_token: float | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.quadratic, int | float | np.number) or not self.quadratic > 0:
+        is_number = isinstance(self.quadratic, int | float | np.number)
+        if not is_number or not self.quadratic > 0:
             raise InvalidInputError(
                 f'`quadratic` must be positive, got: {self.quadratic}. Use math.inf for no such term.'
             )
         for name, value in vars(self).items():
             if name == 'quadratic' or (name == 'seconds_per_token' and value is None):
                 continue
-            if not isinstance(value, int | float | np.number) or not 0 <= value < float('inf'):
+            is_number = isinstance(value, int | float | np.number)
+            if not is_number or not 0 <= value < float('inf'):
                 raise InvalidInputError(f'`{name}` must be finite and not negative, got: {value!r}.')
 
     def rows(self, widths: np.ndarray) -> np.ndarray:

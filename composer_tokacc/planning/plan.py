@@ -259,7 +259,8 @@ def lower_bound(rows: Rows, num_ranks: int) -> float:
     fewest = num_ranks
     for sizes, cap in zip(rows.capped_sizes, rows.caps.tolist(), strict=True):
         fewest = max(fewest, _fewest(sizes, cap))
-    mean_of_ranks = (float(row_costs.sum()) + fewest * cost.launch) / num_ranks
+    total = float(row_costs.sum()) + fewest * cost.launch
+    mean_of_ranks = total / num_ranks
     costliest_row = float(row_costs.max()) + cost.launch
     return max(mean_of_ranks, costliest_row)
 
@@ -319,7 +320,9 @@ class _CutSearch:
         """Row costs and vision costs of each equal-cost cut that is tried, as for :func:`.equal_cost_cut`."""
         if in_slots and rows.vision[-1] > 0.0:
             # One cut ignores the cost in the vision encoder. The other one ignores all other cost.
-            self._costs_to_equalize = [(rows.row_costs, zeros), (zeros[1:], rows.vision)]
+            without_vision = (rows.row_costs, zeros)
+            only_vision = (zeros[1:], rows.vision)
+            self._costs_to_equalize = [without_vision, only_vision]
         self._padded = LeastPaddedCuts(rows, TOLERANCE)
         self._costs_alone = rows.row_costs + np.diff(rows.vision) + cost.launch
         """Cost of a microbatch of each row alone, float64 (n,)."""
@@ -401,7 +404,8 @@ class _CutSearch:
     def _counts_near_best(self, cuts: list[_Cut]) -> list[int]:
         """Returns untried numbers of microbatches between the best number and its tried neighbours."""
         tried = sorted({len(cut.costs) for cut in cuts})
-        best = len(min(cuts, key=_TIME).costs)
+        best_cut = min(cuts, key=_TIME)
+        best = len(best_cut.costs)
         place = tried.index(best)
         below = tried[max(place - 1, 0)]
         above = tried[min(place + 1, len(tried) - 1)]
@@ -443,11 +447,14 @@ class _CutSearch:
         costs = microbatch_costs(rows.row_costs, rows.vision, bounds, self._fixed_cost)
         # A dummy is the cheapest row again, without weight.
         cheapest = self._cheapest
-        costs = np.append(costs, [self._costs_alone[cheapest]] * num_dummies)
+        cost_of_dummy = self._costs_alone[cheapest]
+        costs = np.append(costs, [cost_of_dummy] * num_dummies)
         if self._in_slots:
             vision_of_dummy = rows.vision[cheapest + 1] - rows.vision[cheapest]
-            vision = np.append(np.diff(rows.vision[bounds]), [vision_of_dummy] * num_dummies)
-            order_by, time = best_slot_order(costs - vision, vision, self._num_ranks)
+            vision_of_microbatches = np.diff(rows.vision[bounds])
+            vision = np.append(vision_of_microbatches, [vision_of_dummy] * num_dummies)
+            text = costs - vision
+            order_by, time = best_slot_order(text, vision, self._num_ranks)
             return _Cut(time, bounds, costs, order_by, None)
         ranks, time = assign_longest_first(costs, self._num_ranks)
         return _Cut(time, bounds, costs, costs, ranks)

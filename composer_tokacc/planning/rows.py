@@ -121,7 +121,8 @@ class Rows:
         widths = padded_widths(self.lengths[order], options.width_multiple, limit)
         num_caps = len(self.caps)
         sums = np.zeros((num_caps, len(order) + 1), dtype=np.int64)
-        sums[:, 1:] = np.cumsum(self.capped_sizes[:, order], axis=1)
+        ordered_sizes = self.capped_sizes[:, order]
+        sums[:, 1:] = np.cumsum(ordered_sizes, axis=1)
         vision_of_rows = np.cumsum(self.vision_cost[order])
         return OrderedRows(
             order=order,

@@ -155,7 +155,8 @@ def _answer(
         # An untrained model may generate a placeholder, which would need another image.
         suppress_tokens=list(placeholders) or None,
     )
-    question = [token_id for token_id in token_ids[:start].tolist() if token_id not in placeholders]
+    before_answer = token_ids[:start].tolist()
+    question = [token_id for token_id in before_answer if token_id not in placeholders]
 
     def text_of(ids: Any) -> str:
         return tokenizer.decode(ids, skip_special_tokens=True).strip()

@@ -261,7 +261,8 @@ class SavedRun:
                 shapes[name] = _shape(entry.size, entry.properties.dtype)
             elif key.startswith('state.optimizers.'):
                 optimizers.add(key.split('.')[2])
-        return cls(path, _fingerprints_of(saved['state']), shapes, sorted(optimizers))
+        fingerprints = _fingerprints_of(saved['state'])
+        return cls(path, fingerprints, shapes, sorted(optimizers))
 
     @classmethod
     def _read_file(cls, path: Path) -> SavedRun:

@@ -148,7 +148,8 @@ def _check_duration(config: TrainConfig) -> None:
     if isinstance(config.loader.global_batch_size, int):
         units.append(TimeUnit.EPOCH)
     if unit not in units:
-        names = ', '.join(f'{unit.name.lower()} ({unit.value})' for unit in units)
+        unit_names = [f'{unit.name.lower()} ({unit.value})' for unit in units]
+        names = ', '.join(unit_names)
         raise ConfigError('trainer.max_duration', f'must be in one of the units {names}, got: {duration}')
 
 
@@ -186,7 +187,8 @@ def _check_sharding(config: TrainConfig) -> None:
     settings = check_value(_FSDP, config.trainer['parallelism_config']['fsdp'], dict)
     # FSDP2's settings (FSDP_VERSION=2) come from the same mapping. Names are checked here, because FSDPConfig takes any
     # name. check_arguments() checks the values.
-    known_names = {setting.name for cls in (FSDPConfig, FSDP2Config) for setting in dataclasses.fields(cls)}
+    settings_of_both = [*dataclasses.fields(FSDPConfig), *dataclasses.fields(FSDP2Config)]
+    known_names = {setting.name for setting in settings_of_both}
     check_names(_FSDP, settings, known_names)
     check_arguments(_FSDP, FSDPConfig, settings, hints=HOST_HINTS)
     replicas = settings.get('data_parallel_replicate_degree')
@@ -246,7 +248,8 @@ def check_folder(path: str, folder: Path, files: tuple[str, ...] = ()) -> None:
     Also refuses a folder, pipe or device under the name of one of ``files``. Opening a pipe could wait for ever.
     """
     try:
-        existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+        folders = (folder, *folder.parents)
+        existing = next(parent for parent in folders if parent.exists())
         tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
         raise ConfigError(path, f'must be a folder that can be written, got: {folder} ({error.strerror})') from error

@@ -205,7 +205,8 @@ class StandIns:
         conversation = [{'role': 'user', 'content': content}]
         text = self.processor.apply_chat_template(conversation, tokenize=False)
         if not has_image:
-            return dict(tokenizer_of(self.processor)(text=text, return_tensors='pt'))
+            tokenizer = tokenizer_of(self.processor)
+            return dict(tokenizer(text=text, return_tensors='pt'))
         is_largest = self.image_tokens[index] == self.image_tokens.max()
         side = LARGE_SIDE if is_largest else SMALL_SIDE
         image = Image.new('RGB', (side, side))

@@ -178,7 +178,8 @@ def four_bit_options(
     for name, module in empty_model.named_modules():
         if not isinstance(module, nn.Linear):
             continue
-        is_saved = any(f'.{saved}.' in f'.{name}.' for saved in saved_modules)
+        dotted_name = f'.{name}.'
+        is_saved = any(f'.{saved}.' in dotted_name for saved in saved_modules)
         if is_saved or not re.fullmatch(DEFAULT_TARGETS, name):
             unrounded.append(name)
     quantization = BitsAndBytesConfig(

@@ -177,10 +177,12 @@ def parameter_groups(model: nn.Module, parts: Mapping[str, Section]) -> list[dic
     for name, arguments in (*parts.items(), ('', {})):  # the last one is for all other parameters
         groups[name] = {**arguments, 'params': []}
     for full_name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            names = [name for name in parts if _lies_under(full_name, name)]
-            longest_name = max(names, key=len, default='')
-            groups[longest_name]['params'].append(parameter)
+        if not parameter.requires_grad:
+            continue
+        names = [name for name in parts if _lies_under(full_name, name)]
+        longest_name = max(names, key=len, default='')
+        group = groups[longest_name]
+        group['params'].append(parameter)
     for name, group in groups.items():
         if name and not group['params']:
             raise ConfigError('optimizer.parts', f'must name parts of the model that are trained, got: {name}')
@@ -221,7 +223,8 @@ def read_config(
 def _check_fields(settings: Section, default: PretrainedConfig, path: str) -> None:
     """Refuses fields that the class does not know and numbers that are out of range, also in configs inside it."""
     known_names = ALWAYS_KNOWN | set(default.to_dict()) | set(default.attribute_map)
-    known_names |= set(inspect.signature(type(default).__init__).parameters) - {'self', 'kwargs'}
+    names_of_arguments = set(inspect.signature(type(default).__init__).parameters)
+    known_names |= names_of_arguments - {'self', 'kwargs'}
     check_names(path, settings, known_names)
     for key, value in settings.items():
         for pattern, allowed in FIELD_RANGES.items():
@@ -262,7 +265,8 @@ def _complete_placeholders(
             token_id = tokenizer_of(processor).convert_tokens_to_ids(token)
         names = [f'{modality}_token_index', f'{modality}_token_id']
         known_names = [name for name in names if name in default.to_dict()]
-        if known_names and token_id is not None and not settings.keys() & set(names):
+        is_set = not settings.keys().isdisjoint(names)
+        if known_names and token_id is not None and not is_set:
             settings[known_names[0]] = token_id
 
 

@@ -254,8 +254,9 @@ def heaviest_of_run(run: PlannedRun, options: CutOptions) -> tuple[list[Candidat
         for rank in ranks:
             for candidate in _candidates_of_rank(run, step, rank, window, options):
                 sizes = candidate.sizes()
+                size_in_all = sizes[-1]
                 for place, size in enumerate(sizes):
-                    size_and_all = (size, sizes[-1])  # of two of one size, the one that is larger in all
+                    size_and_all = (size, size_in_all)  # of two of one size, the one that is larger in all
                     if place not in largest or size_and_all > largest[place][0]:
                         largest[place] = size_and_all, candidate
     distinct = {id(candidate): candidate for _, candidate in largest.values()}

@@ -269,8 +269,14 @@ def read_overrides(overrides: Sequence[str]) -> DictConfig:
 def read_options(options: type[Options], overrides: Sequence[str]) -> tuple[Options, list[str]]:
     """Returns the keys of a program's own, as a dataclass, and the overrides that are for the config."""
     names = {option.name for option in fields(options)}  # type: ignore[arg-type]
-    own_overrides = [override for override in overrides if re.split('[.=]', override)[0] in names]
-    config_overrides = [override for override in overrides if override not in own_overrides]
+    own_overrides = []
+    config_overrides = []
+    for override in overrides:
+        first_key = re.split('[.=]', override)[0]
+        if first_key in names:
+            own_overrides.append(override)
+        else:
+            config_overrides.append(override)
     return merge(options, read_overrides(own_overrides)), config_overrides
 
 

@@ -282,8 +282,9 @@ class FileSource(Source):
             return
         # Only a RegroupingBatchSampler can follow these three settings.
         need = self.config.loader.planned_key
-        has_shares = [bool(part.keys() & SHARE_KEYS.keys()) for part in self._parts().values()]
-        if any(has_shares):
+        parts = self._parts().values()
+        has_shares = any(part.keys() & SHARE_KEYS.keys() for part in parts)
+        if has_shares:
             need = 'shares of `dataset.parts`'
         if self.config.loader.modality == 'per_step':
             need = '`loader.modality: per_step`'
@@ -410,13 +411,13 @@ class FileSource(Source):
         """Opens the regrouping loader, or torch's if rows must keep their order."""
         if not is_eval and self.config.regroups_ranks:
             return self._regrouping_loader(dataset, processor, options)
-        drop_last = self.config.loader.drop_last and not is_eval
-        shuffle = self.config.loader.shuffle and not is_eval
-        seed = self.config.seed
-        sampler = dist.get_sampler(dataset, shuffle=shuffle, drop_last=drop_last, seed=seed)
+        config = self.config
+        drop_last = config.loader.drop_last and not is_eval
+        shuffle = config.loader.shuffle and not is_eval
+        sampler = dist.get_sampler(dataset, shuffle=shuffle, drop_last=drop_last, seed=config.seed)
         batch_size = self.rank_batch_size(is_eval=is_eval)
         dataloader = DataLoader(dataset, batch_size=batch_size, sampler=sampler, drop_last=drop_last, **options)
-        return dataloader, self.config.microbatching.slot_tokens
+        return dataloader, config.microbatching.slot_tokens
 
     def _regrouping_loader(
         self,
@@ -561,13 +562,15 @@ class ShardSource(Source):
 
         check_value(f'{path}.video', arguments.get('video'), DATASET_HINTS['video'])
         own_names = inspect.signature(LlavaStreamingDataset).parameters.keys() - {'processor', 'kwargs'}
-        known_names = own_names | inspect.signature(StreamingDataset).parameters.keys()
+        names_of_base = inspect.signature(StreamingDataset).parameters.keys()
+        known_names = own_names | names_of_base
         check_names(path, arguments, known_names - FROM_LOADER)
         if not any(arguments.get(place) for place in SHARD_PLACES):
             raise ConfigError(path, f'must name its shards by one of {", ".join(SHARD_PLACES)}. Give `{path}.local`')
         streams = check_value(f'{path}.streams', arguments.get('streams'), Sections | None)
+        names_of_stream = inspect.signature(Stream).parameters
         for name, stream in (streams or {}).items():
-            check_names(f'{path}.streams.{name}', stream, inspect.signature(Stream).parameters)
+            check_names(f'{path}.streams.{name}', stream, names_of_stream)
 
     def small_processor(self, arguments: Section) -> Any:
         """Makes one with a tokenizer that is trained on the shards, which must lie in a folder of this machine."""

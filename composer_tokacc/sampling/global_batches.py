@@ -278,7 +278,8 @@ class GlobalBatches:
             option = 'global_batch_tokens'
             unit = 'tokens'
             size = self._tokens
-            tokens_of_orders = [self._lengths[order].sum() for order in self._orders(epoch=0)]
+            orders = self._orders(epoch=0)
+            tokens_of_orders = [self._lengths[order].sum() for order in orders]
             available = int(min(tokens_of_orders))
         else:
             option = 'global_batch_size'
@@ -348,4 +349,7 @@ def cut_by_tokens(
     multiples = tokens * np.arange(1, num_batches + 1)
     ends = np.searchsorted(tokens_so_far, multiples, side='right').tolist()
     starts = [0, *ends][:-1]
-    return [order[start:end] for start, end in zip(starts, ends, strict=True)]
+    batches = []
+    for start, end in zip(starts, ends, strict=True):
+        batches.append(order[start:end])
+    return batches

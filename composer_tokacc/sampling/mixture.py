@@ -87,7 +87,8 @@ class Mixture:
         """Samples of each dataset in an epoch, on average over many."""
         if self.weights is not None:
             weights = [Fraction(weight) for weight in self.weights]
-            samples_per_weight = Fraction(sum(self.sizes)) / sum(weights, Fraction(0))
+            num_samples = Fraction(sum(self.sizes))
+            samples_per_weight = num_samples / sum(weights, Fraction(0))
             return [samples_per_weight * weight for weight in weights]
         epochs = self.epochs or [1] * len(self.sizes)
         quotas = []
@@ -210,9 +211,11 @@ class _Stream:
         # Not strict: without items no pass is read, but `np.split` returns one empty part.
         for number, places in zip(passes.tolist(), items_of_passes, strict=False):
             # Every pass has another seed.
-            seeds = np.random.SeedSequence([*entropy, number]).generate_state(1)
-            order = permutation(size, int(seeds[0]))
-            pieces.append(self.samples[order[places % size]])
+            sequence = np.random.SeedSequence([*entropy, number])
+            (seed,) = sequence.generate_state(1).tolist()
+            order = permutation(size, seed)
+            indices = order[places % size]
+            pieces.append(self.samples[indices])
         return np.concatenate([items[:0], *pieces])
 
 
@@ -270,7 +273,11 @@ def merged_evenly(batches_of_orders: Sequence[Sequence[np.ndarray]]) -> list[np.
     begins = [0] * len(counts)
     quotas = [Fraction(count) for count in counts]
     numbers, places = interleave(begins, counts, quotas)
-    return [batches_of_orders[number][place] for number, place in zip(numbers, places, strict=True)]
+    merged = []
+    for number, place in zip(numbers, places, strict=True):
+        batches = batches_of_orders[number]
+        merged.append(batches[place])
+    return merged
 
 
 def _streams(mixture: Mixture, media: np.ndarray | None) -> list[list[_Stream]]:
@@ -330,8 +337,11 @@ def counts_of_first(num_items: int, quotas: Sequence[Fraction]) -> list[int]:
     counts = [int(place * quota + half) for quota in quotas]
     # Then the few that are missing, one by one: each time the item that stands first.
     for _ in range(num_items - sum(counts)):
-        places = [(count + half) / quota for count, quota in zip(counts, quotas, strict=True)]
-        counts[places.index(min(places))] += 1
+        places = []
+        for count, quota in zip(counts, quotas, strict=True):
+            places.append((count + half) / quota)
+        first = places.index(min(places))
+        counts[first] += 1
     return counts
 
 
@@ -345,10 +355,12 @@ def interleave(
     The stretch begins with item ``begins`` of each sequence and stops before item ``ends``.
     """
     counts = np.subtract(ends, begins)
-    sources = np.repeat(np.arange(len(quotas)), counts)
+    numbers = np.arange(len(quotas))
+    sources = np.repeat(numbers, counts)
     stretches = zip(begins, ends, strict=True)
     items_of_sources = [np.arange(begin, end) for begin, end in stretches]
     items = np.concatenate(items_of_sources)
-    quota_of_item = np.array(quotas, dtype=np.float64)[sources]
-    order = np.argsort((items + 0.5) / quota_of_item, kind='stable')
+    quotas_as_floats = np.array(quotas, dtype=np.float64)
+    places = (items + 0.5) / quotas_as_floats[sources]
+    order = np.argsort(places, kind='stable')
     return sources[order], items[order]

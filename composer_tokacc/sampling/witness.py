@@ -56,8 +56,10 @@ def _leaves(value: object) -> Iterator[np.ndarray | str]:
         is_readable = value.device.type == 'cpu' and value.dtype != torch.bfloat16
         if is_readable:
             value = value.numpy()
-    if isinstance(value, list) and value and all(isinstance(item, int) for item in value):
-        value = np.array(value)
+    if isinstance(value, list) and value:
+        has_only_integers = all(isinstance(item, int) for item in value)
+        if has_only_integers:
+            value = np.array(value)
     if isinstance(value, np.ndarray):
         if value.dtype.kind in 'iu' and value.dtype.itemsize > 1:
             yield value

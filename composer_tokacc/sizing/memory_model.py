@@ -218,10 +218,12 @@ def fit_activations(
         else:
             coefficients[part] = _fit_part(_FEATURES_OF[part], shapes, area, num_bytes, totals)
     fit = ActivationFit(coefficients=coefficients, area=area, residual=0.0)
-    predicted = activation_bytes([fit.predict(shape) for shape in shapes])
+    predicted_parts = [fit.predict(shape) for shape in shapes]
+    predicted = activation_bytes(predicted_parts)
     if peaks is None:
         peaks = totals
-    residual = np.abs((predicted - totals) / peaks).max()
+    relative_errors = (predicted - totals) / peaks
+    residual = np.abs(relative_errors).max()
     return replace(fit, residual=float(residual))
 
 

@@ -93,7 +93,9 @@ def _image_area(
     merge_size = getattr(vision_config, 'spatial_merge_size', 2)  # of Qwen-VL
     # Each frame of a video attends only to itself. An image is one frame.
     tokens_per_frame = height * width // merge_size**2
-    return float((num_frames * tokens_per_frame.double().square()).sum())
+    area_per_frame = tokens_per_frame.double().square()
+    area_per_image = num_frames * area_per_frame
+    return float(area_per_image.sum())
 
 
 def logit_positions(num_labels: int, num_positions: int) -> int:

@@ -249,10 +249,16 @@ def _with_dummy_rows(
     most_microbatches = max(map(len, ranks))
     # The shortest sample. If the batch has images, the shortest with an image, so that every rank uses the vision
     # encoder.
-    candidates = batch[table.image_tokens[batch] > 0]
-    if not len(candidates):
-        candidates = batch
-    shortest = candidates[np.argmin(table.tokens[candidates])]
+    has_image = table.image_tokens[batch] > 0
+    candidates = batch
+    if has_image.any():
+        candidates = batch[has_image]
+    place = np.argmin(table.tokens[candidates])
+    shortest = candidates[place]
     width = int(table.tokens[shortest])
     dummy = _ComputedMicrobatch([width], np.array([shortest]))
-    return [rank + [dummy] * (most_microbatches - len(rank)) for rank in ranks]
+    filled_ranks = []
+    for rank in ranks:
+        num_missing = most_microbatches - len(rank)
+        filled_ranks.append(rank + [dummy] * num_missing)
+    return filled_ranks

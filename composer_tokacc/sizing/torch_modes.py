@@ -176,8 +176,9 @@ class MemoryTracker(TorchDispatchMode):
         self._parameters = {storage_key(tensor) for tensor in parameters}
         self._handles: list[RemovableHandle] = []
         for module in vision_modules(model):
-            self._handles.append(module.register_forward_pre_hook(self._enter_encoder))
-            self._handles.append(module.register_forward_hook(self._leave_encoder))
+            before_forward = module.register_forward_pre_hook(self._enter_encoder)
+            after_forward = module.register_forward_hook(self._leave_encoder)
+            self._handles += [before_forward, after_forward]
 
     def close(self) -> None:
         """Takes the hooks off the model."""
