@@ -30,13 +30,13 @@ class StepFigures:
     """Figures of a step, as means over the simulated steps."""
 
     cost: float
-    """Cost of the slowest rank, in units of the cost model."""
+    """Time of the step in units of the cost model: the cost of the slowest rank, or under FSDP of all step slots."""
     padding_ratio: float
-    """Share of the computed positions that is padding."""
+    """Share of the computed positions that hold no token of the batch: padding, dummy rows and repeated samples."""
     microbatches: float
     """Microbatches of the rank that has most."""
     imbalance: float
-    """Cost of the slowest rank, divided by the mean of the ranks."""
+    """``cost`` divided by the mean cost of the ranks."""
 
 
 @dataclass(frozen=True)

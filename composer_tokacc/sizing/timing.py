@@ -73,6 +73,7 @@ class MicrobatchTimer(Callback):
             module.register_forward_hook(self._leave_encoder)
 
     def _enter_encoder(self, *_: object) -> None:
+        """Hook: starts the clock, unless this encoder is a part of one that runs already."""
         self._num_running_encoders += 1
         if self._num_running_encoders == 1:
             self._encoder_started = self._now()
@@ -83,6 +84,7 @@ class MicrobatchTimer(Callback):
         inputs: Any,
         output: Any,
     ) -> None:
+        """Hook: stops the clock, and waits for the gradient of the output."""
         self._num_running_encoders -= 1
         if self._num_running_encoders:
             return
@@ -155,8 +157,9 @@ class MicrobatchTimer(Callback):
 def fit_cost(timers: Sequence[MicrobatchTimer], *, quadratic: float) -> tuple[CostModel, float]:
     """Fits a cost model to timed microbatches. Returns it, and the median of the other seconds of a step.
 
-    If the vision encoder was timed, an image costs ``a * patches^2 + b * patches + c``, and the cost of the rest of a
-    microbatch depends only on its text. If not, the cost of an image depends on its tokens.
+    If the vision encoder was timed, the images of a row cost ``a * patches^2 + b * patches + c``, with the patches of
+    all of them, and the cost of the rest of a microbatch depends only on its text. If not, the cost of an image depends
+    on its tokens.
 
     Args:
         timers: Timers of runs with microbatches of many shapes.
@@ -206,11 +209,11 @@ def fit_cost(timers: Sequence[MicrobatchTimer], *, quadratic: float) -> tuple[Co
 
 
 def _patch_sums(microbatch: TimedMicrobatch) -> list[float]:
-    """Returns the sums over the rows that set the cost in the vision encoder: patches^2, patches, and images."""
+    """Returns the sums that set the cost in the vision encoder: patches^2, patches, and the rows that have any."""
     patches = np.array(microbatch.patches)
     sum_of_squares = (patches**2).sum()
-    num_images = (patches > 0).sum()
-    return [sum_of_squares, patches.sum(), num_images]
+    num_rows_with_images = (patches > 0).sum()
+    return [sum_of_squares, patches.sum(), num_rows_with_images]
 
 
 def _fit(features: np.ndarray, seconds: np.ndarray) -> np.ndarray:
