@@ -52,10 +52,12 @@ from composer_tokacc.programs.errors import refuse
 from composer_tokacc.programs.process import command_line, without_warnings
 from composer_tokacc.programs.runner import run_program
 from composer_tokacc.programs.schema import Count, check_value
+from composer_tokacc.programs.suggest import runs_on_gpu
 from composer_tokacc.refusals import NotExactError
 from composer_tokacc.weights import token_weights_of
 
 SIDES = ('right', 'left')
+_TOLERANCE_OF_CPUS = 1e-6
 _TOLERANCE_OF_GPUS = 1e-5
 """Their kernels sum in another order for another shape. An H200 had errors of 1.4e-6 in float32."""
 COLUMNS_BEFORE = 8
@@ -77,18 +79,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the program; see the module's docstring."""
     parser = command_line(__doc__)
     parser.add_argument('--rows', type=int, default=8, help='rows of each rank, at most')
-    parser.add_argument('--tolerance', type=float, default=_TOLERANCE_OF_GPUS if torch.cuda.is_available() else 1e-6)
+    parser.add_argument('--tolerance', type=float)
     options, overrides = parser.parse_known_args(arguments)
     try:
         check_value('--rows', options.rows, Count)
-        check_value('--tolerance', options.tolerance, Annotated[float, Field(gt=0, lt=1)])
+        if options.tolerance is not None:
+            check_value('--tolerance', options.tolerance, Annotated[float, Field(gt=0, lt=1)])
     except ConfigError as error:
         return refuse(error, on_all_ranks=True)
     return run_program(partial(_report, options.rows, options.tolerance), options.config, overrides)
 
 
-def _report(max_rows: int, tolerance: float, config: TrainConfig) -> int:
+def _report(max_rows: int, tolerance: float | None, config: TrainConfig) -> int:
     """Prints the table and the verdict; returns 1 if the run is not exact."""
+    if tolerance is None:
+        tolerance = _TOLERANCE_OF_GPUS if runs_on_gpu(config) else _TOLERANCE_OF_CPUS
     try:
         # There is a Trainer for every case, and each would warn and log.
         with without_warnings(), _without_logs_of_split():
@@ -304,9 +309,7 @@ class _VerifiedRun:
 
 def _device_of(config: TrainConfig) -> Device:
     """Returns the device of a run, without TF32: its round-off would be taken for an error."""
-    if config.trainer.get('device') == 'cpu' or not torch.cuda.is_available():
-        return DeviceCPU()
-    return DeviceGPU(allow_tf32=False)
+    return DeviceGPU(allow_tf32=False) if runs_on_gpu(config) else DeviceCPU()
 
 
 def _find_loss_rule(model: HuggingFaceModel, layout: BatchLayout, rows: Sequence[Batch]) -> str:

@@ -14,6 +14,7 @@ from composer_tokacc import invariance
 from composer_tokacc import verify as program
 from composer_tokacc.algorithm.loss_terms import LossTerms
 from composer_tokacc.checks.step import StepCheck
+from composer_tokacc.refusals import NotExactError
 from composer_tokacc.verify import main
 from tests.support.launch import ROOT, launch_program
 from tests.support.programs import DIGITS, TINY_DIGITS
@@ -59,6 +60,21 @@ def test_both_halves_of_an_adapter(capsys, monkeypatch):
     # At B = 0, where peft starts, A would have no gradient that could be wrong.
     assert {name.split('.')[-3] for name in seen if 'lora_' in name} == {'lora_A', 'lora_B'}
     assert all(gradient.any() and gradient.dtype == torch.float32 for gradient in seen.values())
+
+
+@pytest.mark.parametrize(('device', 'tolerance'), [('cpu', '1e-6'), ('gpu', '1e-5')])
+def test_tolerance_is_that_of_the_runs_device(device, tolerance, monkeypatch):
+    """A run on the CPU of a machine with a GPU has the one of CPUs."""
+    seen = []
+
+    def verify(config, *, max_rows, tolerance):
+        seen.append(tolerance)
+        raise NotExactError('seen')
+
+    monkeypatch.setattr(program, 'verify', verify)
+    monkeypatch.setattr(program, 'runs_on_gpu', lambda config: config.trainer['device'] != 'cpu')
+    assert main([DIGITS, *TINY, 'trainer.device=' + device]) == 1
+    assert seen == [float(tolerance)]
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ from composer_tokacc.programs.errors import ConfigError
 from composer_tokacc.programs.process import say
 from composer_tokacc.programs.schema import TrainConfig
 from composer_tokacc.programs.sources import source_of
-from composer_tokacc.programs.suggest import memory_of_run
+from composer_tokacc.programs.suggest import memory_of_run, runs_on_gpu
 from composer_tokacc.row_counts import rows_of, summed, with_counts, without_rows
 from composer_tokacc.sampling import RegroupingBatchSampler, RegroupingDataLoader
 from composer_tokacc.sampling.rank_assignment import RankAssignment
@@ -155,8 +155,7 @@ class Rehearsal(Callback):
 def rehearsal_of(config: TrainConfig, parts: RunParts) -> Rehearsal | None:
     """Returns the callback for ``microbatching.rehearse``. Without a value there, only GPUs get one."""
     setting = config.microbatching.rehearse
-    has_gpu = config.trainer.get('device') != 'cpu' and torch.cuda.is_available()
-    if setting == 'none' or (setting is None and not has_gpu):
+    if setting == 'none' or (setting is None and not runs_on_gpu(config)):
         return None
     memory = None
     labels_per_sample = None

@@ -251,9 +251,14 @@ def _to_trace(
     return build, model_config, [dataset[index] for index in _probe_samples(table)]
 
 
+def runs_on_gpu(config: TrainConfig) -> bool:
+    """Returns whether the Trainer of a run takes a GPU."""
+    return config.trainer.get('device') != 'cpu' and torch.cuda.is_available()
+
+
 def device_memory_gib(config: TrainConfig) -> float:
     """Returns the memory of this rank's device; on CPU the host's memory divided by its ranks."""
-    if config.trainer.get('device') != 'cpu' and torch.cuda.is_available():
+    if runs_on_gpu(config):
         return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / GIB
     num_bytes = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
     return num_bytes / GIB / dist.get_local_world_size()
