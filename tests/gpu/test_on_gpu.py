@@ -25,6 +25,7 @@ from composer_tokacc.verify import main as verify
 from examples.digits import DigitsDataset, build_digits_processor
 from tests.programs.test_models import LLAVA
 from tests.support.families import FAMILIES
+from tests.support.half_precision import train_in_two_cuts
 from tests.support.programs import DIGITS, TINY_DIGITS
 from tests.support.text import collate, text_model, text_rows
 from tests.support.training import GivenBatches, fit, loader, reference_gradients, relative_error, train
@@ -109,22 +110,8 @@ def test_composers_own_settings_are_not_refused(precision, logits):
 
 @pytest.mark.parametrize('family', FAMILIES)
 def test_families_train_in_half_precision(family):
-    case = FAMILIES[family]()
-    layout = BatchLayout.for_model(case.config)
-    batch = layout.concat(case.rows, pad_token_id=case.pad_token_id)
-    expected, _ = reference_gradients(case.model, batch)
-    errors = []
-    for microbatch_size in (2, len(case.rows)):
-        recorder = fit(
-            case.model,
-            batch,
-            layout=layout,
-            microbatch_size=microbatch_size,
-            device=DeviceGPU(),
-            precision='amp_bf16',
-        )
-        errors.append(relative_error(recorder.gradients, expected))
-    accumulated, whole = errors
+    results = train_in_two_cuts(FAMILIES[family](), device=DeviceGPU(), precision='amp_bf16')
+    accumulated, whole = (error for _, error in results)
     assert 0 < accumulated < 2 * whole
 
 

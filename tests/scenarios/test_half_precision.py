@@ -8,10 +8,8 @@ from __future__ import annotations
 import pytest
 import transformers
 
-from composer_tokacc import BatchLayout
 from tests.support.families import FAMILIES
-from tests.support.half_precision import SCALE, set_precision
-from tests.support.training import fit, reference_gradients, relative_error
+from tests.support.half_precision import SCALE, set_precision, train_in_two_cuts
 
 
 @pytest.mark.parametrize('precision', ['amp_bf16', 'amp_fp16'])
@@ -19,20 +17,9 @@ from tests.support.training import fit, reference_gradients, relative_error
 def test_families(family, precision, monkeypatch):
     if family == 'smolvlm' and transformers.__version__.startswith('4.'):
         pytest.skip('Transformers 4 puts half-precision images into float32 embeddings')
-    case = FAMILIES[family]()
-    layout = BatchLayout.for_model(case.config)
-    batch = layout.concat(case.rows, pad_token_id=case.pad_token_id)
-    expected, _ = reference_gradients(case.model, batch)
-    errors = []
-    for microbatch_size in (2, len(case.rows)):
-        recorder = fit(
-            case.model,
-            batch,
-            layout=layout,
-            microbatch_size=microbatch_size,
-            callbacks=set_precision(precision, monkeypatch),
-        )
+    callbacks = set_precision(precision, monkeypatch)
+    results = train_in_two_cuts(FAMILIES[family](), callbacks=callbacks)
+    for recorder, _ in results:
         assert recorder.trainer.state.scaler.get_scale() == SCALE
-        errors.append(relative_error(recorder.gradients, expected))
-    accumulated, whole = errors
+    accumulated, whole = (error for _, error in results)
     assert 0 < accumulated < 2 * whole

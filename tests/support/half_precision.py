@@ -15,6 +15,10 @@ from composer import Trainer
 from composer.core import Callback, Precision, State
 from composer.loggers import Logger
 
+from composer_tokacc import BatchLayout
+from tests.support.families import FamilyCase
+from tests.support.training import GradientRecorder, fit, reference_gradients, relative_error
+
 DTYPES = {Precision.AMP_BF16: torch.bfloat16, Precision.AMP_FP16: torch.float16}
 SCALE = 1024.0
 
@@ -41,6 +45,27 @@ def _autocast(precision: Precision | str, *_: object, **__: object) -> Iterator[
     dtype = DTYPES.get(Precision(precision), torch.bfloat16)
     with torch.autocast('cpu', dtype, enabled=Precision(precision) in DTYPES):
         yield
+
+
+def train_in_two_cuts(case: FamilyCase, **options: Any) -> list[tuple[GradientRecorder, float]]:
+    """Trains a step with microbatches of two rows, and one with a single microbatch.
+
+    Args:
+        case: A model with its rows.
+        options: Those of :func:`.fit`.
+
+    Returns:
+        What was recorded, and the relative error of the gradient. The reference is one forward in float32.
+    """
+    layout = BatchLayout.for_model(case.config)
+    batch = layout.concat(case.rows, pad_token_id=case.pad_token_id)
+    expected, _ = reference_gradients(case.model, batch)
+    results = []
+    for microbatch_size in (2, len(case.rows)):
+        recorder = fit(case.model, batch, layout=layout, microbatch_size=microbatch_size, **options)
+        recorder.trainer.close()  # so that the next Trainer can have the same callbacks
+        results.append((recorder, relative_error(recorder.gradients, expected)))
+    return results
 
 
 def set_precision(precision: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
