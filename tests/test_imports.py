@@ -60,7 +60,7 @@ UNNEEDED = {
     ', '.join(PLUGIN_NAMES): APPLICATION,
 }
 """Rooms that an import of these names must not load."""
-# Composer and transformers take seconds to load, so they are loaded once. Each statement runs in a fork of that process.
+# Composer and transformers take seconds to load, so they are loaded once. Each statement runs in a fork.
 LOAD_IN_FORKS = """
 import json, os, sys
 import composer, transformers
