@@ -27,7 +27,7 @@ from tests.support.family_media import MEDIA, MediaCase
 
 PROBE_WIDTH = 128
 SHAPES = (((0, 0), 96), ((1, 1, 4), 131), ((1, 2, 3, 4, 5), 200), ((5,) * 7, 96))
-"""Samples of a family, which have 0, 1, 1, 2, 0 and 3 images, and a width. No probe has such a shape."""
+"""Samples of a family by index (they have 0, 1, 1, 2, 0 and 3 images), and a width. No probe has such a shape."""
 CPU = torch.device('cpu')
 SLOW = pytest.mark.slow
 
