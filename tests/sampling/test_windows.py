@@ -309,7 +309,8 @@ def check_resumed_run(resumed, unbroken, first_step):
         if int(step) >= first_step:
             remaining_windows[step] = window
     assert resumed['windows'] == remaining_windows
-    assert resumed['ends_of_epochs'] == [end for end in unbroken['ends_of_epochs'] if end > first_step]
+    # A checkpoint after the last step of an epoch is written before the epoch ends.
+    assert resumed['ends_of_epochs'] == [end for end in unbroken['ends_of_epochs'] if end >= first_step]
     assert max(resumed['errors']) < 1e-6
 
 
