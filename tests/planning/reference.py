@@ -1,18 +1,20 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Samples under caps, with slow and obvious versions of what the planner computes, and checks of its results."""
+"""Samples under caps, slow and obvious versions of the planner's functions, and checks of its results."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from hypothesis import strategies as st
 
-from composer_tokacc.planning import CostModel, CutOptions, MicrobatchPlan, Rows
+from composer_tokacc.planning import CostModel, CutOptions, MicrobatchPlan, Rows, plan_microbatches
 from composer_tokacc.planning.rows import OrderedRows
 
 
@@ -50,6 +52,10 @@ class Samples:
         options = CutOptions(cost=cost or CostModel(), **self.caps)
         return Rows(self.lengths, options, **self.tables).by_length()
 
+    def plan(self, num_ranks: int, **options: Any) -> MicrobatchPlan:
+        """Returns the plan of these samples under their caps."""
+        return plan_microbatches(self.lengths, num_ranks=num_ranks, **self.caps, **self.tables, **options)
+
     def keep_caps(self, rows: Sequence[int], *, is_packed: bool = False) -> bool:
         """Returns whether a microbatch of these rows breaks no cap."""
         lengths = [self.lengths[row] for row in rows]
@@ -76,12 +82,17 @@ class Samples:
         """Checks a plan of either objective."""
         assert len(plan.ranks) == num_ranks
         assert all(plan.ranks), 'a rank without a microbatch'
-        microbatches = [microbatch for rank in plan.ranks for microbatch in rank]
-        real = [microbatch for microbatch in microbatches if not microbatch.filled]
-        copies = [microbatch for microbatch in microbatches if microbatch.filled]
-        self.check_cut([microbatch.indices for microbatch in real])
+        microbatches = list(itertools.chain(*plan.ranks))
+        planned = []
+        copies = []
+        for microbatch in microbatches:
+            if microbatch.filled:
+                copies.append(microbatch.indices)
+            else:
+                planned.append(microbatch.indices)
+        self.check_cut(planned)
         assert plan.stats.filled == len(copies)
-        assert all(len(microbatch.indices) == 1 for microbatch in copies)
+        assert all(len(rows) == 1 for rows in copies)
         oversize = {row for row in range(len(self.lengths)) if not self.keep_caps([row])}
         assert set(plan.stats.oversize) == oversize
         for microbatch in microbatches:
@@ -154,10 +165,11 @@ def samples_under_caps(draw: st.DrawFn, *, most: int = 14) -> Samples:
     image_tokens = st.just(0) | st.integers(1, 9)
     sample = st.tuples(st.integers(1, 60), image_tokens, st.integers(0, 12))
     drawn = draw(st.lists(sample, min_size=1, max_size=most))
+    lengths, images, labels = zip(*drawn, strict=True)
     return Samples(
-        lengths=[length for length, _, _ in drawn],
-        images=[num_images for _, num_images, _ in drawn],
-        labels=[num_labels for _, _, num_labels in drawn],
+        lengths=list(lengths),
+        images=list(images),
+        labels=list(labels),
         max_tokens=draw(st.integers(1, 200)),
         max_images=draw(st.none() | st.integers(1, 30)),
         max_labels=draw(st.none() | st.integers(1, 40)),
