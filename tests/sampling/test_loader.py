@@ -98,7 +98,7 @@ def test_iterating_takes_no_random_numbers(num_workers):
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_worker_seeds_depend_on_rank_and_epoch():
+def test_worker_seeds_of_ranks_and_epochs():
     class Seeds(LengthDataset):
         def __getitem__(self, index):
             return {'seed': str(torch.initial_seed())}
@@ -293,7 +293,7 @@ def test_rank_without_samples_gets_a_copy():
 
 @pytest.mark.slow
 def test_last_steps_on_two_ranks():
-    # Once, two ranks also trained torch's repeated samples. Their last step then differed from that of one rank.
+    # Once, two ranks also trained torch's repeated samples. So their last step differed from the step on one rank.
     results = launch_json('tests/ranks/last_steps.py', ranks=2)
     assert len(results) == 4 * len(CASES)
     for name, run in results.items():

@@ -17,6 +17,7 @@ from composer_tokacc import (
     token_data_spec,
 )
 from composer_tokacc.sampling import LossShares
+from tests.support.exactness import loss_tokens
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
 from tests.support.text import text_model
 from tests.support.training import fit, relative_error
@@ -109,9 +110,8 @@ def gradient_of_shared_means(model, samples):
 @pytest.mark.parametrize('packing', [False, True])
 def test_gradient_of_the_shared_means(packing):
     sizes = [20, 12, 8]
-    dataset = ConcatDataset([NamedDataset(*arguments) for arguments in zip('abc', sizes, range(3), strict=True)])
+    dataset = ConcatDataset([NamedDataset('a', 20, 0), NamedDataset('b', 12, 1), NamedDataset('c', 8, 2)])
     samples = [dataset[index] for index in range(40)]
-    loss_tokens = [int((sample['labels'][:, 1:] != -100).sum()) for sample in samples]
     sampler = RegroupingBatchSampler(
         dataset,
         lengths=[sample['input_ids'].shape[1] for sample in samples],
@@ -119,7 +119,7 @@ def test_gradient_of_the_shared_means(packing):
         max_tokens=2 * LONGEST,
         num_replicas=1,
         rank=0,
-        loss_shares=LossShares(sizes, SHARES, loss_tokens),
+        loss_shares=LossShares(sizes, SHARES, [loss_tokens(sample) for sample in samples]),
     )
     loader = RegroupingDataLoader(dataset, batch_sampler=sampler, collate_fn=collate_named)
     samples_of_step = [samples[index] for index in sampler.window(0)]

@@ -21,7 +21,7 @@ NUM_SAMPLES = 30
 BATCHES = 4
 """Global batches of an epoch: three of eight samples, and one of six."""
 LOOPS = ['sampler', 'loader', 'workers', 'persistent workers']
-"""What a loop iterates over: the sampler itself, or a loader without workers, with new ones each epoch, or the same."""
+"""A loop iterates over the sampler, or over a loader: without workers, with new ones each epoch, or with the same."""
 
 
 class Run:

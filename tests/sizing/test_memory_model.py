@@ -42,7 +42,7 @@ def test_no_coefficient_is_negative() -> None:
 
 
 def test_exact_measurements_are_fitted_exactly() -> None:
-    def bytes_of(shape: BatchShape) -> dict[str, int]:
+    def bytes_of(shape: BatchShape) -> dict[str, float]:
         return {
             'text': 1000 + 40 * shape.tokens + 3 * shape.area,
             'logits': 16 * shape.tokens,

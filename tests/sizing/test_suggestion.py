@@ -40,7 +40,7 @@ SAFETY = 0.92
 
 
 def most_positions(device_memory_gib: float, *, model_gib: float = MODEL_GIB, bytes_each: float = PER_POSITION) -> int:
-    """Positions of a microbatch that fit into the memory beside the model."""
+    """Returns how many positions of a microbatch fit into the memory that the model leaves."""
     return int((SAFETY * device_memory_gib - model_gib) * GIB / bytes_each)
 
 
@@ -332,7 +332,7 @@ def test_rough_memory_model_warns() -> None:
     assert suggest().warnings() == []
 
 
-def test_report_as_text_json_yaml_and_picture(tmp_path: Any) -> None:
+def test_report_as_text_json_yaml_picture(tmp_path: Any) -> None:
     report = suggest(table(600))
     text = report.text()
     for words in ('largest safe size', 'DDP buckets', 'stock Composer', '256 patches a sample with images, 4 for each'):
@@ -381,7 +381,7 @@ def test_loss_cap_bounds_logits_and_steps() -> None:
     assert len(suggest_for_one_rank(sizes, memory=at_labels(), max_loss_tokens=49).oversize) == 8
 
 
-def test_loss_cap_leaves_room_for_more_positions() -> None:
+def test_loss_cap_allows_larger_microbatches() -> None:
     """One sample has a label everywhere. Without a cap a microbatch could hold only such samples."""
     sizes = sizes_of([100] * 63 + [50], 0, [4] * 63 + [50])
     free = suggest_for_one_rank(sizes, memory=at_labels(), device_memory_gib=7.0)

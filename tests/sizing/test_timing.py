@@ -27,7 +27,7 @@ QUADRATIC = 768.0
 
 
 def filled_timer(num_delayed: int = 0) -> MicrobatchTimer:
-    """Returns a timer with exact times of 40 microbatches, but for a few that took six times as long."""
+    """Returns a timer with exact times of 40 microbatches. A delayed one took six times as long."""
     rng = np.random.default_rng(0)
     timer = MicrobatchTimer()
     for _ in range(40):
