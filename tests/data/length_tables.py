@@ -1,10 +1,11 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Helpers for tests of length tables: comparing them, and counting the samples that are read for them."""
+"""Helpers for tests of lengths: comparing tables, and counting the samples that are read for them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,11 @@ class CountingDataset(LlavaDataset):
     def __getitem__(self, index: int) -> dict[str, Any]:
         self.reads.append(index)
         return super().__getitem__(index)
+
+
+def lengths_of(samples: Iterable[dict[str, Any]]) -> list[int]:
+    """Returns the number of tokens of each sample."""
+    return [sample['input_ids'].shape[1] for sample in samples]
 
 
 def use_headers(monkeypatch: pytest.MonkeyPatch, *, num_checked: int = 0) -> None:

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from PIL import Image
 from torch.utils.data import ConcatDataset, Dataset
@@ -13,7 +15,7 @@ from composer_tokacc.data import BadSampleError, LlavaDataset
 from composer_tokacc.data.lengths import build_length_table, length_table
 from examples.digits import DigitsDataset, build_digits_processor
 from tests.data.chat_processors import small
-from tests.data.length_tables import CountingDataset, assert_same_table
+from tests.data.length_tables import CountingDataset, assert_same_table, lengths_of
 from tests.support.conversations import turns, write_json
 from tests.support.launch import launch_json
 
@@ -106,7 +108,7 @@ def test_sample_is_read_once(tmp_path):
     assert 'bad.png' in second.skipped[0]
     assert [record.sample_id for record in second.records] == ['0', '2']
     assert_same_table(second_table, first_table)
-    assert first_table.lengths.tolist() == [sample['input_ids'].shape[1] for sample in second]
+    assert first_table.lengths.tolist() == lengths_of(second)
     assert len(list(folder.iterdir())) == 1
 
 
@@ -133,10 +135,12 @@ def test_program_fault_is_no_bad_sample(tmp_path, monkeypatch):
 def test_ranks_share_the_reading_and_agree(tmp_path):
     names = ['good.png', 'bad.png', 'none.png', 'good.png', 'good.png', 'bad.png', 'good.png']
     path = write_records(tmp_path, names)
-    first, second = launch_json('tests/ranks/scan_samples.py', str(path), str(tmp_path / 'lengths'), ranks=2)
+    folder = tmp_path / 'lengths'
+    first, second = launch_json('tests/ranks/scan_samples.py', str(path), str(folder), ranks=2)
     assert first['kept'] == second['kept'] == ['0', '3', '4', '6']
     assert first['skipped'] == second['skipped']
-    assert [reason.split('"')[1] for reason in first['skipped']] == ['2', '1', '5']
+    skipped = [re.match('sample "(.)"', line).group(1) for line in first['skipped']]
+    assert skipped == ['2', '1', '5']
     # Sample 2, whose file is missing, is skipped without reading. Each of the other six is read by one rank.
     assert first['read'] == [0, 2, 4]
     assert second['read'] == [1, 3, 5]

@@ -13,7 +13,7 @@ from PIL import Image
 
 from composer_tokacc.data import BadSampleError, ConversationEncoder, LlavaDataset, chat_template
 from tests.data.chat_processors import QWEN, assert_same, learned_text, llava, qwen2_vl, small, tokenizer
-from tests.support.conversations import turns, write_json
+from tests.support.conversations import IMAGE, assistant, message, turns, user, write_json
 
 # The part of Qwen/Qwen3-8B's template about assistant turns: thoughts of earlier turns are dropped, and the last turn
 # gets an empty thought if it has none.
@@ -40,12 +40,7 @@ CONVERSATION = [
     {'role': 'user', 'content': 'And the sky?'},
     {'role': 'assistant', 'content': '<think>Another</think>Blue.'},
 ]
-PLAIN = [
-    {'role': 'user', 'content': 'What?'},
-    {'role': 'assistant', 'content': 'Red.'},
-    {'role': 'user', 'content': 'What?'},
-    {'role': 'assistant', 'content': 'Red.'},
-]
+PLAIN = [{'role': 'user', 'content': 'What?'}, {'role': 'assistant', 'content': 'Red.'}] * 2
 
 
 def qwen3():
@@ -56,7 +51,7 @@ def qwen3():
 
 def in_parts(messages):
     """Returns the messages with a list of parts as content, as processors take them."""
-    return [{**message, 'content': [{'type': 'text', 'text': message['content']}]} for message in messages]
+    return [message(plain['role'], plain['content']) for plain in messages]
 
 
 def test_dropped_thoughts_are_refused_with_remedy():
@@ -193,15 +188,12 @@ def test_image_of_a_tool_is_read(make, tmp_path):
     """The sample is the processor's own encoding of the template's text."""
     processor = make()
     sample = LlavaDataset(write_tool_record(tmp_path), processor)[0]
-    messages = in_parts(
-        [
-            {'role': 'user', 'content': 'Look up a red square.'},
-            {'role': 'assistant', 'content': 'Searching.'},
-            {'role': 'tool', 'content': 'found'},
-            {'role': 'assistant', 'content': 'A red square.'},
-        ]
-    )
-    messages[2]['content'].insert(0, {'type': 'image'})
+    messages = [
+        user('Look up a red square.'),
+        assistant('Searching.'),
+        message('tool', IMAGE, 'found'),
+        assistant('A red square.'),
+    ]
     text = processor.apply_chat_template(messages, tokenize=False)
     expected = processor(text=[text], images=[Image.open(tmp_path / 'red.png')], return_tensors='pt')
     assert sample['num_images'] == [1]

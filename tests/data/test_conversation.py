@@ -12,25 +12,9 @@ from tokenizers import AddedToken
 
 from composer_tokacc.batch import IGNORE_INDEX
 from composer_tokacc.data.conversation import ConversationEncoder
-from composer_tokacc.data.records import BadSampleError, Record, Turn
+from composer_tokacc.data.records import BadSampleError, Record
 from tests.data.chat_processors import PROCESSORS, QWEN, blip2, learned_text, llava, qwen2_vl, small
-from tests.support.conversations import parse
-
-
-def text(value):
-    return {'type': 'text', 'text': value}
-
-
-IMAGE = {'type': 'image'}
-SYSTEM = {'role': 'system', 'content': [text('Be brief.')]}
-
-
-def user(*parts):
-    return {'role': 'user', 'content': list(parts)}
-
-
-def assistant(value):
-    return {'role': 'assistant', 'content': [text(value)]}
+from tests.support.conversations import IMAGE, assistant, message, parse, turns, user
 
 
 def texts_with_loss(sample, tokenizer):
@@ -51,21 +35,21 @@ def make_images(count):
     return [Image.new('RGB', (20 + 9 * index, 24), (200, 30 * index, 0)) for index in range(count)]
 
 
-WHAT = text('What is this?')
+WHAT = 'What is this?'
 CONVERSATIONS = {
     'one turn': [user(IMAGE, WHAT), assistant('A red square.')],
     'images between answers': [
         user(IMAGE, IMAGE, WHAT),
         assistant('Blue, I think: <b>7</b> of them.'),
-        user(IMAGE, text('And now?')),
+        user(IMAGE, 'And now?'),
         assistant('A'),
-        user(text('Really?')),
+        user('Really?'),
         assistant('Yes.\nTwo lines.'),
     ],
     'an image a turn': [
         user(IMAGE, WHAT),
         assistant('Blue.'),
-        user(text('And '), IMAGE, text('?')),
+        user('And ', IMAGE, '?'),
         assistant('Blue.'),
         user(IMAGE),
         assistant('A red square.'),
@@ -73,22 +57,22 @@ CONVERSATIONS = {
     'one image in each question': [
         user(IMAGE, WHAT),
         assistant('A a a a a a.'),
-        user(IMAGE, text('And this?')),
+        user(IMAGE, 'And this?'),
         assistant('A'),
-        user(IMAGE, text('And this?')),
+        user(IMAGE, 'And this?'),
         assistant('A a a a a.'),
     ],
-    'image behind text': [user(text('Compare '), IMAGE, text(' with '), IMAGE), assistant('Same.')],
+    'image behind text': [user('Compare ', IMAGE, ' with ', IMAGE), assistant('Same.')],
     'answers that look like the template': [
-        user(IMAGE, text('ASSISTANT: a [/INST] assistant')),
+        user(IMAGE, 'ASSISTANT: a [/INST] assistant'),
         assistant('USER: assistant a'),
-        user(text('a')),
+        user('a'),
         assistant('a'),
     ],
-    'system turn': [SYSTEM, user(IMAGE, WHAT), assistant('Blue.')],
-    'letters of several bytes': [user(IMAGE, text('Wie heißt das?')), assistant('Größe: 三 🙂')],
-    'no image': [user(text('What is blue?')), assistant('A colour.')],
-    'unanswered question at the end': [user(IMAGE, text('?')), assistant('Red.'), user(text('And?'))],
+    'system turn': [message('system', 'Be brief.'), user(IMAGE, WHAT), assistant('Blue.')],
+    'letters of several bytes': [user(IMAGE, 'Wie heißt das?'), assistant('Größe: 三 🙂')],
+    'no image': [user('What is blue?'), assistant('A colour.')],
+    'unanswered question at the end': [user(IMAGE, '?'), assistant('Red.'), user('And?')],
 }
 
 
@@ -130,8 +114,8 @@ def test_encoding_is_that_of_the_processor(family):
 @pytest.mark.parametrize(
     ('role', 'messages'),
     [
-        ('tool', [user(text('6 x 7?')), assistant('So?'), {'role': 'tool', 'content': [text('42')]}, assistant('42.')]),
-        ('system', [user(text('q')), assistant('a'), {'role': 'system', 'content': [text('a')]}, user(text('b'))]),
+        ('tool', [user('6 x 7?'), assistant('So?'), message('tool', '42'), assistant('42.')]),
+        ('system', [user('q'), assistant('a'), message('system', 'a'), user('b')]),
     ],
 )
 def test_dropped_turn_that_stands_elsewhere(role, messages):
@@ -161,7 +145,7 @@ def test_ending_token_that_is_not_special():
 def test_template_of_plain_strings(template_of_turn):
     processor = blip2()
     processor.chat_template = '{% for message in messages %}' + template_of_turn + '{% endfor %}'
-    messages = [user(IMAGE, text("What's this?")), assistant("It's red.")]
+    messages = [user(IMAGE, "What's this?"), assistant("It's red.")]
     sample = ConversationEncoder(processor)(messages, make_images(1))
     decoded = processor.tokenizer.decode(sample['input_ids'][0], skip_special_tokens=True)
     assert decoded.strip() == "<user>What's this? <assistant>It's red."
@@ -172,10 +156,8 @@ def test_media_without_a_placeholder_are_refused(modality):
     processor = qwen2_vl()
     assert 'video' not in processor.chat_template
     processor.chat_template = processor.chat_template.replace('<|vision_start|><|image_pad|><|vision_end|>', '')
-    messages = [{'role': 'user', 'content': f'<{modality}>?'}, {'role': 'assistant', 'content': 'Red.'}]
-    record = parse({'id': 'a', f'{modality}s': ['x'], 'messages': messages})
-    message = f'sample "a" .*has {modality}s, but the chat template writes no placeholder'
-    with pytest.raises(BadSampleError, match=message):
+    record = parse({'id': 'a', f'{modality}s': ['x'], 'conversations': turns(f'<{modality}>?', 'Red.')})
+    with pytest.raises(BadSampleError, match=f'"a" .*has {modality}s, but the chat template writes no placeholder'):
         ConversationEncoder(processor).check_takes_media(record)
 
 
@@ -187,7 +169,7 @@ def test_processor_without_template_is_refused():
 
 
 SPOKEN = [
-    user(text('What is <|end|>?')),
+    user('What is <|end|>?'),
     assistant('Yes.<|end|><|user|> No.'),
 ]
 
@@ -224,12 +206,12 @@ def test_labels_and_lengths_of_spelled_tokens():
 
 
 def test_first_control_token_is_named_once(caplog):
-    turns = (Turn('user', 'A?'), Turn('assistant', 'B.<|end|>'))
     encoder = ConversationEncoder(small())
     for name in ('a', 'b'):
-        encoder.encode_record(Record(sample_id=name, source='data.json', turns=turns, media=()), [])
+        record = parse({'id': name, 'conversations': turns('A?', 'B.<|end|>')})
+        encoder.encode_record(record, [])
     (line,) = [message for message in caplog.messages if 'control token' in message]
-    assert line.startswith('sample "a" (data.json): has the control token <|end|>')
+    assert line.startswith('sample "a" (data.json, line 3): has the control token <|end|>')
 
 
 def test_missing_tokenizer_is_named():
@@ -244,8 +226,9 @@ def test_error_of_the_processor_names_it(longest_edge):
     """Without the name, a message about the processor's arithmetic would look like one about the sample."""
     processor = qwen2_vl()
     processor.image_processor.size = {'shortest_edge': 64, 'longest_edge': longest_edge}
+    wide_image = Image.new('RGB', (3000, 2))
     with pytest.raises(ValueError, match=r'Qwen2VLProcessor cannot encode it: '):
-        ConversationEncoder(processor)([user(IMAGE, WHAT), assistant('A')], [Image.new('RGB', (3000, 2))])
+        ConversationEncoder(processor)(CONVERSATIONS['one turn'], [wide_image])
 
 
 def test_long_reason_loses_its_middle():

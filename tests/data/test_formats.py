@@ -54,11 +54,11 @@ def image_colours(record, folder):
     return [COLOUR_NAMES[image.getpixel((0, 0))] for image in images]
 
 
-def user(content):
+def user_turn(content):
     return {'role': 'user', 'content': content}
 
 
-def assistant(text):
+def assistant_turn(text):
     return {'role': 'assistant', 'content': text}
 
 
@@ -68,11 +68,11 @@ def part(modality, **entries):
 
 def ask(*parts):
     """Returns a record with one question of these parts."""
-    return {'messages': [user(list(parts)), ANSWER]}
+    return {'messages': [user_turn(list(parts)), ANSWER]}
 
 
 def ask_text(text, **keys):
-    return {'messages': [user(text), ANSWER], **keys}
+    return {'messages': [user_turn(text), ANSWER], **keys}
 
 
 def about_red(**keys):
@@ -85,8 +85,8 @@ def with_answer(**entries):
     return about_red(messages=[QUESTION, {**ANSWER, **entries}])
 
 
-QUESTION = user('<image>Which colour?')
-ANSWER = assistant('Red.')
+QUESTION = user_turn('<image>Which colour?')
+ANSWER = assistant_turn('Red.')
 TEXT = part('text', text='Which colour?')
 RED_PART = part('image', image='red.png')
 RED_AS_BYTES = {'bytes': RED, 'path': None}
@@ -146,7 +146,7 @@ FORMATS = {
         {
             'messages': [
                 {'role': 'developer', 'content': 'Be brief.'},
-                user([TEXT, part('image_url', image_url={'url': RED_URI, 'detail': 'low'})]),
+                user_turn([TEXT, part('image_url', image_url={'url': RED_URI, 'detail': 'low'})]),
                 ANSWER,
             ]
         },
@@ -165,8 +165,8 @@ FORMATS = {
     'TRL prompt and completion': ImageFormat(
         {
             'images': ['red.png', 'blue.png'],
-            'prompt': [user('Which colour?'), assistant('Red?'), user('And?')],
-            'completion': [assistant('Blue.')],
+            'prompt': [user_turn('Which colour?'), assistant_turn('Red?'), user_turn('And?')],
+            'completion': [assistant_turn('Blue.')],
         },
         turns=[
             ('user', '<image><image>Which colour?'),
@@ -218,7 +218,7 @@ FORMATS = {
                 QUESTION,
                 ANSWER,
                 {'role': 'tool', 'content': [part('image'), part('text', text='found')]},
-                assistant('Blue.'),
+                assistant_turn('Blue.'),
             ],
         },
         turns=[*PLAIN_TURNS, ('tool', '<image>found'), ('assistant', 'Blue.')],
@@ -312,7 +312,7 @@ MEDIA = {
         media=[EMBEDDED_AUDIO, VIDEO],
     ),
     'TRL': MediaFormat(
-        {'videos': ['a.mp4'], 'prompt': [user('What?')], 'completion': [ANSWER]},
+        {'videos': ['a.mp4'], 'prompt': [user_turn('What?')], 'completion': [ANSWER]},
         question='<video>What?',
         media=[VIDEO],
     ),
@@ -353,7 +353,7 @@ def test_instruction_of_videochat2_is_system_turn():
 
 def test_line_breaks_around_placeholders():
     question = '\nLines:\n\n<image>\n<image>\nOne.\n\nTwo.\n'
-    messages = [{'role': 'system', 'content': 'Rules:\n'}, user(question), ANSWER]
+    messages = [{'role': 'system', 'content': 'Rules:\n'}, user_turn(question), ANSWER]
     system, asked, _ = parse({'messages': messages, 'images': ['a.png', 'b.png']}).messages()
     assert system['content'] == [{'type': 'text', 'text': 'Rules:\n'}]
     texts = [item.get('text') for item in asked['content']]
@@ -419,7 +419,7 @@ REFUSED = {
     'loss on a question': (about_red(messages=[{**QUESTION, 'weight': 1}, ANSWER]), 'only for an answer'),
     'no answer with loss': (with_answer(weight=0), 'at least one answer must carry loss'),
     'VILA video in a text': (ask_text('<vila/video>What happens?'), 'got: 0 videos and 1 placeholders'),
-    'video in an answer': ({'messages': [QUESTION, assistant('<video>')]}, '`<video>` may stand only in turns'),
+    'video in an answer': ({'messages': [QUESTION, assistant_turn('<video>')]}, '`<video>` may stand only in turns'),
     'video without its placeholder': (ask_text('What happens?', videos=['a.mp4']), 'got: 1 videos and 0 pl'),
     'as many media of another kind': (
         ask_text('<video><audio>?', videos=['a.mp4', 'b.mp4']),
@@ -464,12 +464,19 @@ def test_weight_0_of_an_answer(folder):
     weighted_turns = [
         QUESTION,
         {**ANSWER, 'weight': 0},
-        user('Sure?'),
-        {**assistant('Yes.'), 'weight': 1},
-        user('Really?'),
-        {**assistant('Red, yes.'), 'loss': True},
+        user_turn('Sure?'),
+        {**assistant_turn('Yes.'), 'weight': 1},
+        user_turn('Really?'),
+        {**assistant_turn('Red, yes.'), 'loss': True},
     ]
-    plain_turns = [QUESTION, ANSWER, user('Sure?'), assistant('Yes.'), user('Really?'), assistant('Red, yes.')]
+    plain_turns = [
+        QUESTION,
+        ANSWER,
+        user_turn('Sure?'),
+        assistant_turn('Yes.'),
+        user_turn('Really?'),
+        assistant_turn('Red, yes.'),
+    ]
     path = write_json(folder, [about_red(messages=weighted_turns), about_red(messages=plain_turns)])
     dataset = LlavaDataset(path, small())
     weighted, plain = dataset[0], dataset[1]
@@ -484,7 +491,7 @@ def test_trl_learns_the_completion_only():
     assert [turn.carries_loss for turn in record.turns if turn.role == 'assistant'] == [False, True]
 
 
-RECORDS = [about_red(id=f'r{index}', messages=[QUESTION, assistant('Rød.')]) for index in range(3)]
+RECORDS = [about_red(id=f'r{index}', messages=[QUESTION, assistant_turn('Rød.')]) for index in range(3)]
 LINES = '\n'.join(json.dumps(record, ensure_ascii=False) for record in RECORDS)
 ENCODED = {
     'BOM': LINES.encode('utf-8-sig'),

@@ -19,7 +19,7 @@ from composer_tokacc.layout import BatchLayout
 from composer_tokacc.programs import load_config
 from composer_tokacc.programs.sources import source_of
 from examples.digits import DigitsDataset, build_digits_processor
-from tests.data.length_tables import assert_same_table
+from tests.data.length_tables import assert_same_table, lengths_of
 from tests.support.families import FAMILIES, IMAGE_FAMILIES
 from tests.support.family_processors import PATCH_SIZE
 from tests.support.launch import ROOT
@@ -123,7 +123,14 @@ def test_patch_size_of_the_processor():
 
 @pytest.mark.parametrize(
     ('declared', 'expected'),
-    [(16, 16), ({'height': 16, 'width': 16}, 16), ((16, 16), 16), (None, 8), ({}, 8), ((), 8)],
+    [
+        (16, 16),
+        ({'height': 16, 'width': 16}, 16),
+        ((16, 16), 16),
+        (None, 8),
+        ({}, 8),
+        ((), 8),
+    ],
 )
 def test_forms_of_a_patch_size(declared, expected):
     assert patch_size_of(SimpleNamespace(patch_size=declared), 8) == expected
@@ -153,7 +160,8 @@ def test_saved_table_is_readable_by_others(tmp_path):
 
 def empty_table(**options):
     """Returns a table of three samples without a token."""
-    return LengthTable(**dict.fromkeys(lengths.TABLE_COLUMNS[:4], np.zeros(3, np.int32)), **options)
+    zeros = np.zeros(3, np.int32)
+    return LengthTable(lengths=zeros, image_tokens=zeros, loss_tokens=zeros, vision_patches=zeros, **options)
 
 
 def test_second_run_reads_for_fingerprint_only(tmp_path):
@@ -250,5 +258,5 @@ def test_unwritable_folder_costs_a_warning(tmp_path, caplog):
     (tmp_path / 'file').write_text('')
     dataset = DigitsDataset(num_samples=3)
     table = length_table(dataset, dataset.processor, folder=tmp_path / 'file' / 'lengths')
-    assert table.lengths.tolist() == [dataset[i]['input_ids'].shape[1] for i in range(3)]
+    assert table.lengths.tolist() == lengths_of(dataset)
     assert '`loader.lengths_folder`' in caplog.text

@@ -14,6 +14,7 @@ from PIL import Image
 from composer_tokacc.data import BadSampleError, LlavaDataset, VisionLanguageCollator, build_small_processor
 from composer_tokacc.data.processor import train_tokenizer
 from tests.data.chat_processors import PROCESSORS, TEXTS, learned_text, small
+from tests.data.length_tables import lengths_of
 from tests.support.conversations import turns, write_json
 
 COLOURS = {'red.png': (255, 0, 0), 'green.jpg': (0, 255, 0), 'sub/blue.png': (0, 0, 255)}
@@ -114,7 +115,7 @@ def test_bad_record_is_named_or_skipped(folder, images, message):
 
 def test_long_sample_is_never_cut(folder):
     records = [one_image('short'), one_image('long', answer='Red. ' * 50)]
-    short, long = [sample['input_ids'].shape[1] for sample in open_dataset(folder, records)]
+    short, long = lengths_of(open_dataset(folder, records))
     dataset = open_dataset(folder, records, max_length=short)
     with pytest.raises(BadSampleError, match=rf'sample "long" .*: `max_length` .*got: {short} < {long} tok'):
         dataset[1]

@@ -19,7 +19,7 @@ from tests.data.chat_processors import assert_same, blip2, instructblip, instruc
 from tests.matrix.collator import join
 from tests.support import family_models
 from tests.support.clips import write_media_folder
-from tests.support.conversations import turns, write_json
+from tests.support.conversations import IMAGE, assistant, turns, user, write_json
 from tests.support.family_media import TokenIds
 from tests.support.training import assert_exact, fit, loader, reference_gradients, relative_error
 
@@ -73,6 +73,10 @@ def tensors(sample):
     return {key: value for key, value in sample.items() if isinstance(value, torch.Tensor)}
 
 
+def collate(name, samples):
+    return VisionLanguageCollator(processor_of(name))(samples)
+
+
 def join_plainly(samples, side='right'):
     """Returns the batch of samples, made without the package's collator."""
     return join([tensors(sample) for sample in samples], side=side)
@@ -97,7 +101,7 @@ def assert_every_cut_is_exact(name, batch, side, reference_batch):
 def test_gradient_is_that_of_one_forward(name, dataset, side):
     samples = list(dataset)
     processor_of(name).tokenizer.padding_side = side
-    batch = VisionLanguageCollator(processor_of(name))(samples)
+    batch = collate(name, samples)
     assert_every_cut_is_exact(name, batch, side, join_plainly(samples, side))
 
 
@@ -114,14 +118,14 @@ def test_step_without_any_image(name, dataset):
     for parameter, gradient in gradients.items():
         expected[parameter.replace('model.', 'model.language_model.', 1)] = gradient
 
-    collate = VisionLanguageCollator(processor_of(name))
-    recorder = fit(model_of(name), collate(text_samples), collate(list(dataset)), microbatch_size=1)
+    batches = collate(name, text_samples), collate(name, list(dataset))
+    recorder = fit(model_of(name), *batches, microbatch_size=1)
 
     assert relative_error(recorder.steps[0], expected) < 1e-6
 
 
 def test_rows_without_images_are_evaluated(name, dataset):
-    text = VisionLanguageCollator(processor_of(name))([dataset[index] for index in TEXT_SAMPLES])
+    text = collate(name, [dataset[index] for index in TEXT_SAMPLES])
     spec = token_data_spec(loader(text), model=model_of(name))
     with torch.no_grad():
         (microbatch,) = spec.split_batch(text, 2)
@@ -171,10 +175,7 @@ def test_second_image_of_a_sample(name, tmp_path):
 
 def encode_image(processor, question):
     """Encodes a question about one image, and its answer."""
-    messages = [
-        {'role': 'user', 'content': [{'type': 'image'}, {'type': 'text', 'text': question}]},
-        {'role': 'assistant', 'content': [{'type': 'text', 'text': 'Red.'}]},
-    ]
+    messages = [user(IMAGE, question), assistant('Red.')]
     return ConversationEncoder(processor)(messages, [Image.new('RGB', (9, 9))])
 
 
@@ -202,15 +203,15 @@ def test_model_of_other_query_tokens(name, dataset):
     model = build_model(name)
     model.query_tokens = torch.nn.Parameter(torch.randn(1, 6, 16))
     model.config.num_query_tokens = 6
-    batch = VisionLanguageCollator(processor_of(name))(list(dataset))
     with pytest.raises(ValueError, match=r'placeholders of 4 whole images.*same `num_query_tokens`'):
-        fit(model, batch)
+        fit(model, collate(name, list(dataset)))
 
 
 def test_text_rows_with_instructions_are_refused():
     """The processor gives an instruction to text too. The model wants one for each image, and refuses the batch."""
     processor = processor_of('instructblip')
-    with_image = processor(text=['What is this?'], images=[Image.new('RGB', (9, 9))], return_tensors='pt')
+    image = Image.new('RGB', (9, 9))
+    with_image = processor(text=['What is this?'], images=[image], return_tensors='pt')
     without_image = processor(text=['And now?'], return_tensors='pt')
     rows = [{**row, 'labels': row['input_ids'].clone()} for row in (with_image, without_image)]
     layout = BatchLayout.for_model(model_of('instructblip'))
@@ -262,7 +263,7 @@ def test_clips_of_a_file(tmp_path):
         assert table.image_tokens[index] == NUM_FRAMES * NUM_QUERIES * num_videos
         if num_videos:
             assert samples[index]['pixel_values'].shape == (1, NUM_FRAMES, 3, 16, 16)
-    batch = VisionLanguageCollator(processor)(samples)
+    batch = collate('instructblipvideo', samples)
     assert_every_cut_is_exact('instructblipvideo', batch, 'right', join_plainly(samples))
 
 

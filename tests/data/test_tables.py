@@ -16,7 +16,7 @@ from composer_tokacc.data.files import image_folder, read_raw_records
 from composer_tokacc.data.formats import parse_record
 from composer_tokacc.data.records import EmbeddedFile
 from tests.data.chat_processors import assert_same, small
-from tests.support.conversations import png, turns, write_json
+from tests.support.conversations import IMAGE, assistant, png, turns, user, write_json
 
 datasets = pytest.importorskip('datasets')
 
@@ -28,19 +28,10 @@ def cache_of_datasets(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, 'HF_DATASETS_CACHE', tmp_path / 'cache')
 
 
-def text(value):
-    return {'type': 'text', 'text': value}
-
-
-def messages(*parts):
-    return [{'role': 'user', 'content': list(parts)}, {'role': 'assistant', 'content': [text('Red.')]}]
-
-
-IMAGE = {'type': 'image'}
 ROWS = [
-    {'id': 'a', 'images': ['red.png'], 'messages': messages(IMAGE, text('Which colour?'))},
-    {'id': 'b', 'images': [], 'messages': messages(text('Which colour has blood?'))},
-    {'id': 'c', 'images': ['blue.png', 'red.png'], 'messages': messages(IMAGE, IMAGE, text('And these?'))},
+    {'id': 'a', 'images': ['red.png'], 'messages': [user(IMAGE, 'Which colour?'), assistant('Red.')]},
+    {'id': 'b', 'images': [], 'messages': [user('Which colour has blood?'), assistant('Red.')]},
+    {'id': 'c', 'images': ['blue.png', 'red.png'], 'messages': [user(IMAGE, IMAGE, 'And these?'), assistant('Red.')]},
 ]
 
 
@@ -179,8 +170,8 @@ def test_mixed_content_of_json_columns(tmp_path):
     """A column that holds strings and lists is stored as JSON text."""
     if not hasattr(datasets, 'Json'):
         pytest.skip('datasets without Json')
-    conversation = [{'role': 'user', 'content': 'Hello?'}, {'role': 'assistant', 'content': [text('Hi.')]}]
+    conversation = [{'role': 'user', 'content': 'Hello?'}, assistant('Hi.')]
     features = datasets.Features({'messages': datasets.List(datasets.Json())})
-    path = to_parquet(datasets.Dataset.from_dict({'messages': [conversation]}, features=features), tmp_path)
-    (raw,) = read_raw_records(path)
+    table = datasets.Dataset.from_dict({'messages': [conversation]}, features=features)
+    (raw,) = read_raw_records(to_parquet(table, tmp_path))
     assert [turn.text for turn in parse_record(raw).turns] == ['Hello?', 'Hi.']

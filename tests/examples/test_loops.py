@@ -65,6 +65,10 @@ def ragged(monkeypatch):
     return import_module('ragged')
 
 
+def execute(command, env):
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+
+
 def run(example, *arguments, ranks, tmp_path):
     """Runs an example in an environment without Composer, and returns its output."""
     (tmp_path / 'composer.py').write_text("raise ImportError('not here')")
@@ -72,7 +76,7 @@ def run(example, *arguments, ranks, tmp_path):
     env['PYTHONPATH'] = f'{tmp_path}{os.pathsep}{env["PYTHONPATH"]}'
     env['ACCELERATE_CONFIG_FILE'] = ''
     command = example.command(*arguments, ranks=ranks, port=env['MASTER_PORT'])
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    done = execute(command, env)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -145,7 +149,7 @@ def test_accumulation_steps_of_launcher_are_refused(tmp_path):
     env = environment()
     env.update(ACCELERATE_GRADIENT_ACCUMULATION_STEPS='4', ACCELERATE_USE_CPU='true')
     command = [sys.executable, 'examples/accelerate_loop.py', str(tmp_path / 'checkpoint'), '--steps=1']
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    done = execute(command, env)
     assert done.returncode == 2
     assert 'must have 1 gradient accumulation step, got: 4' in done.stderr
     assert not (tmp_path / 'checkpoint').exists()
@@ -181,15 +185,15 @@ def test_torch_and_numpy_are_enough(tmp_path):
     env = environment()
     del env['PYTHONPATH']  # or the package would be found outside of the new environment
 
-    def execute(*command):
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    def output_of(*command):
+        done = execute(command, env)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
     python = str(tmp_path / 'bin' / 'python')
-    execute(uv, 'venv', '--quiet', '--clear', '--python', sys.executable, str(tmp_path))
+    output_of(uv, 'venv', '--quiet', '--clear', '--python', sys.executable, str(tmp_path))
     hosts = [f'torch=={torch.__version__.split("+")[0]}', f'numpy=={np.__version__}']
-    execute(uv, 'pip', 'install', '--quiet', '--python', python, *hosts)
-    execute(uv, 'pip', 'install', '--quiet', '--python', python, '--no-deps', '.')
-    assert execute(python, '-I', '-c', USE_WITHOUT_HOSTS) == ''
-    assert 'step 8: ' in execute(python, 'examples/plain_loop.py', str(tmp_path / 'last.pt'))
+    output_of(uv, 'pip', 'install', '--quiet', '--python', python, *hosts)
+    output_of(uv, 'pip', 'install', '--quiet', '--python', python, '--no-deps', '.')
+    assert output_of(python, '-I', '-c', USE_WITHOUT_HOSTS) == ''
+    assert 'step 8: ' in output_of(python, 'examples/plain_loop.py', str(tmp_path / 'last.pt'))

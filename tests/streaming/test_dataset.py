@@ -17,6 +17,7 @@ from composer_tokacc.data.llava_streaming import LlavaStreamingDataset
 from composer_tokacc.data.processor import train_tokenizer
 from composer_tokacc.data.to_mds import write_shards
 from tests.data.chat_processors import PROCESSORS, TEXTS, assert_same, learned_text, small
+from tests.data.length_tables import lengths_of
 from tests.support.conversations import png, turns, write_json
 from tests.support.llava_folder import write_llava_folder
 
@@ -97,7 +98,7 @@ def test_streams_are_mixed_by_their_proportions(tmp_path):
 
 def test_sample_over_max_length_is_named(tmp_path):
     _, local = write(tmp_path)
-    lengths = [sample['input_ids'].shape[1] for sample in stream(local)]
+    lengths = lengths_of(stream(local))
     longest = lengths.index(max(lengths))
     dataset = stream(local, max_length=lengths[longest] - 1)
     where = rf'sample "s{longest}" \(.*data\.json, entry {longest + 1}\)'
