@@ -37,7 +37,7 @@ MISTRAL = (
     "{{' [/INST]' }}{% elif message['role'] == 'assistant' %}{{ ' ' + message['content'][0]['text'] + '</s> ' }}"
     '{% endif %}{% endfor %}'
 )
-# Qwen/Qwen2-VL-7B-Instruct: a system turn of its own; white space behind the ending token.
+# Qwen/Qwen2-VL-7B-Instruct: adds a system turn; white space behind the ending token.
 QWEN = (
     '{% for message in messages %}{% if loop.first and message["role"] != "system" %}<|im_start|>system\n'
     'You are a helpful assistant.<|im_end|>\n{% endif %}<|im_start|>{{ message["role"] }}\n'
@@ -61,16 +61,16 @@ def _trained() -> str:
     return train_tokenizer(TEXTS, vocab_size=512).backend_tokenizer.to_str()
 
 
-def tokenizer(*special: str, class_name: str = 'PreTrainedTokenizerFast', **named: Any) -> Any:
+def tokenizer(*special: str, class_name: str = 'PreTrainedTokenizerFast', **role_tokens: Any) -> Any:
     """Returns a byte-level BPE tokenizer with further special tokens.
 
     Args:
         special: Tokens that are added in addition to ``<image>``.
         class_name: The class that the processor insists on up to transformers 4.
-        named: Tokens that have a role, such as ``eos_token``.
+        role_tokens: Tokens that have a role, such as ``eos_token``.
     """
     tokenizer_class = getattr(transformers, class_name if IS_OLD else 'PreTrainedTokenizerFast')
-    options = {'pad_token': '<pad>', 'unk_token': '<unk>', 'padding_side': 'right', **named}
+    options = {'pad_token': '<pad>', 'unk_token': '<unk>', 'padding_side': 'right', **role_tokens}
     wrapped = tokenizer_class(tokenizer_object=Tokenizer.from_str(_trained()), **options)
     wrapped.add_special_tokens({'additional_special_tokens': ['<image>', *special]})
     return wrapped

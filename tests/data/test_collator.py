@@ -63,7 +63,7 @@ def test_rows_are_padded_on_the_left():
         [8, -100, -100, -100, 12],
         [-100, -100, -100, -100, 13],
     ]
-    # Behind padding, the first label of a row is no longer at position 0 of the batch, so the model does predict it.
+    # Padding moves the first label of a row away from position 0 of the batch, so the model does predict it.
     assert count_tokens(batch).loss_generating == (2, 1, 1)
 
 

@@ -102,7 +102,7 @@ class ImageFormat:
     colours: Sequence[str] = ('red',)
 
 
-# The names of keys are those of each project's own documentation.
+# Keys are named as in each project's own documentation.
 FORMATS = {
     'VILA': ImageFormat({'id': '1', 'image': 'red.png', 'conversations': turns('<image>Which colour?', 'Red.')}),
     'LLaMA-Factory alpaca': ImageFormat(
@@ -529,7 +529,7 @@ def test_broken_file_is_refused(folder, content, message):
 
 
 def test_bad_line_costs_one_sample(folder):
-    """Three lines are good. The next three are no UTF-8, and the last one is nested too deep."""
+    """Three lines are good. The next three are not UTF-8, and the last one is nested too deep."""
     deep = '{"id": ' + '[' * 100_000
     (folder / 'data.jsonl').write_bytes(b'\n'.join([LINES.encode(), LINES.encode('latin-1'), deep.encode()]))
     dataset = LlavaDataset(folder / 'data.jsonl', small(), on_error='skip', lengths_folder=folder / 'lengths')

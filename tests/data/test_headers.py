@@ -30,7 +30,7 @@ SIZES = [(16, 16), (40, 16), (16, 48), (64, 24), (33, 31), (200, 120), (7, 90)]
 
 
 def gemma3():
-    """Returns a processor that writes line breaks around images. The tokenizer joins them with those of the text."""
+    """Returns a processor that writes line breaks around images. The tokenizer joins them with line breaks of the text."""
     tokens = {'boi_token': '<start_of_image>', 'eoi_token': '<end_of_image>', 'image_token': '<image_soft_token>'}
     tokenizer = chat_processors.tokenizer(
         *tokens.values(), '<|im_start|>', '<|im_end|>', eos_token='<|im_end|>', extra_special_tokens=tokens
@@ -241,7 +241,7 @@ def test_placeholder_in_text_needs_the_processor(tmp_path, by_headers):
 
 @pytest.fixture
 def jpegs(tmp_path):
-    """Writes three files: an image, one that is cut behind its header, and one that is no image."""
+    """Writes three files: an image, the same image cut behind its header, and a text."""
     noise((200, 100)).save(tmp_path / 'good.jpg')
     content = (tmp_path / 'good.jpg').read_bytes()
     (tmp_path / 'cut.jpg').write_bytes(content[:2000])

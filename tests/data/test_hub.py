@@ -23,7 +23,7 @@ LLAVA_7B = str(ROOT / 'yamls' / 'llava15_7b.yaml')
 
 
 def point_to(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Does what HF_ENDPOINT would do, which is read only when huggingface_hub is imported."""
+    """Has the effect of HF_ENDPOINT, which is read only when huggingface_hub is imported."""
     monkeypatch.setattr(constants, 'ENDPOINT', f'http://127.0.0.1:{port}')
     template = constants.HUGGINGFACE_CO_URL_TEMPLATE
     path = template[template.index('/{repo_id}') :]

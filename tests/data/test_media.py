@@ -48,7 +48,7 @@ def shades_of(video):
 
 
 def close_to(shades):
-    """Allows for what a codec loses."""
+    """Compares loosely, because codecs change the shades a little."""
     return pytest.approx(shades, abs=12)
 
 

@@ -50,14 +50,14 @@ IMAGES_AND_VIDEOS = (
 )
 ALL_MODALITIES = ((), ('video',), ('image', 'video'), ('audio',), ('audio', 'image', 'video'), (), ('image',))
 SOUNDS = ((), ('audio',), ('audio', 'audio'), (), ('audio',))
-# SmolVLM's processor joins neither the pixels of two videos nor those of a video and an image.
+# SmolVLM's processor cannot join the pixels of two videos, or of a video and an image.
 ONE_VIDEO_AT_MOST = ((), ('video',), ('image',), (), ('image', 'image'), ('video',))
 
 FEW_FRAMES = {'fps': 3, 'max_frames': 8}
 # The videos of LLaVA and its kin must have the same number of frames.
 THREE_FRAMES = {'num_frames': 3}
 
-# Media of the samples, and sampling of the videos.
+# Name of the family -> media of the samples, and sampling of the videos.
 FAMILIES = {
     'qwen2_vl': (IMAGES_AND_VIDEOS, FEW_FRAMES),
     'qwen2_5_vl': (IMAGES_AND_VIDEOS, FEW_FRAMES),
@@ -76,7 +76,7 @@ IS_TRANSFORMERS_4 = transformers.__version__.startswith('4.')
 NOT_OF_TRANSFORMERS_4 = ('video_llava', 'smolvlm_video')
 
 
-def open_family(name, folder, **options):
+def open_family(name, folder):
     """Returns the case of a family, and a dataset of its samples."""
     if IS_TRANSFORMERS_4 and name in NOT_OF_TRANSFORMERS_4:
         pytest.skip('its processor wants Transformers 5')
@@ -86,7 +86,7 @@ def open_family(name, folder, **options):
     case = cases[name]()
     media, sampling = FAMILIES[name]
     path = write_media_folder(folder, media)
-    return case, LlavaDataset(path, case.processor, video=sampling, **options)
+    return case, LlavaDataset(path, case.processor, video=sampling)
 
 
 # Padding side -> microbatch sizes, and whether rows are regrouped. The whole batch fits a microbatch of 8.
@@ -98,8 +98,9 @@ OTHER_CUTS = {
 QUICK = ('qwen2_5_omni', 'llava_onevision')  # all modalities; a video as patches, and as frames
 GRADIENTS = []
 for family in FAMILIES:
-    GRADIENTS.append(pytest.param(family, CUTS, marks=[] if family in QUICK else pytest.mark.slow))
-    GRADIENTS.append(pytest.param(family, OTHER_CUTS, marks=pytest.mark.slow))
+    marks = () if family in QUICK else pytest.mark.slow
+    GRADIENTS.append(pytest.param(family, CUTS, marks=marks, id=f'{family}-some cuts'))
+    GRADIENTS.append(pytest.param(family, OTHER_CUTS, marks=pytest.mark.slow, id=f'{family}-other cuts'))
 
 
 @pytest.mark.parametrize(('name', 'cuts'), GRADIENTS)
@@ -120,7 +121,8 @@ def test_table_and_labels_match_a_sample(tmp_path, name):
     table = length_table(dataset, case.processor, folder=tmp_path / 'lengths')
     tokenizer = case.processor.tokenizer
     placeholders = list(image_token_ids(case.processor))
-    for index, modalities in enumerate(FAMILIES[name][0]):
+    media_of_samples, _ = FAMILIES[name]
+    for index, modalities in enumerate(media_of_samples):
         sample = dataset[index]
         for modality in ('image', 'video', 'audio'):
             assert sample.get(f'num_{modality}s', [0]) == [modalities.count(modality)]

@@ -106,7 +106,7 @@ def test_gradient_is_that_of_one_forward(name, dataset, side):
 
 
 def test_step_without_any_image(name, dataset):
-    """The model refuses a batch without images. The step's gradient must be that of its language model."""
+    """The model refuses a batch without images. The step's gradient must equal the gradient of its language model."""
     text_samples = [dataset[index] for index in TEXT_SAMPLES]
     assert not any('pixel_values' in sample for sample in text_samples)
     text_batch = join_plainly(text_samples)

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Streamed samples equal those of LlavaDataset, tensor by tensor, and StreamingDataset's own features still work."""
+"""Streamed samples equal LlavaDataset's, tensor by tensor, and StreamingDataset's own features still work."""
 
 from __future__ import annotations
 
