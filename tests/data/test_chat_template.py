@@ -154,7 +154,7 @@ def test_text_stays_as_written(warnings):
 
 
 def test_end_token_behind_last_turn_only(warnings):
-    """The template ends the conversation, not each turn. An end of each answer is added, or only the last is learned."""
+    """The template ends the conversation, not each turn. The ends of other answers are added, unless told otherwise."""
     processor = llava()
     processor.chat_template += "{{ '</s>' }}"
     added = ConversationEncoder(processor)(PLAIN)

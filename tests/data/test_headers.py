@@ -30,7 +30,7 @@ SIZES = [(16, 16), (40, 16), (16, 48), (64, 24), (33, 31), (200, 120), (7, 90)]
 
 
 def gemma3():
-    """Returns a processor that writes line breaks around images. The tokenizer joins them with line breaks of the text."""
+    """Returns a processor that writes line breaks around images. The tokenizer joins them with those of the text."""
     tokens = {'boi_token': '<start_of_image>', 'eoi_token': '<end_of_image>', 'image_token': '<image_soft_token>'}
     tokenizer = chat_processors.tokenizer(
         *tokens.values(), '<|im_start|>', '<|im_end|>', eos_token='<|im_end|>', extra_special_tokens=tokens
@@ -115,9 +115,7 @@ def image_rows(folder):
     for count in (2, 3, 4):
         chosen = rng.choice(names, count).tolist()
         rows.append(row(chosen, '<image>\n' * count + 'And now?', 'Blue.'))
-    rows.append(
-        row(names[2:4], 'What is <image>?', 'A red', 'And <image>?', 'square', 'And now?', '7 of them'),
-    )
+    rows.append(row(names[2:4], 'What is <image>?', 'A red', 'And <image>?', 'square', 'And now?', '7 of them'))
     content = base64.b64encode((folder / '3.jpg').read_bytes()).decode()
     rows.append(row([f'data:image/jpeg;base64,{content}'], '<image>?', 'Red'))
     return rows
@@ -125,7 +123,7 @@ def image_rows(folder):
 
 def write_rows(folder, rows):
     """Writes a file of rows, whose ids are ``s0``, ``s1`` and so on."""
-    return write_json(folder, [{'id': f's{index}', **row} for index, row in enumerate(rows)])
+    return write_json(folder, [{'id': f's{index}', **entries} for index, entries in enumerate(rows)])
 
 
 @pytest.fixture(scope='module')

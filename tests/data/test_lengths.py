@@ -27,12 +27,8 @@ from tests.support.launch import ROOT
 
 def computed_patches(model, batch):
     """Returns the number of patches that come out of the model's own patch embedding."""
-    is_convolution = (torch.nn.Conv2d, torch.nn.Conv3d)
-    (embedding,) = [
-        module
-        for module in model.modules()
-        if isinstance(module, is_convolution) and module.kernel_size[-1] == PATCH_SIZE
-    ]
+    convolutions = [module for module in model.modules() if isinstance(module, torch.nn.Conv2d | torch.nn.Conv3d)]
+    (embedding,) = [module for module in convolutions if module.kernel_size[-1] == PATCH_SIZE]
     counts = []
 
     def count(module, inputs, output):

@@ -98,7 +98,7 @@ OTHER_CUTS = {
 QUICK = ('qwen2_5_omni', 'llava_onevision')  # all modalities; a video as patches, and as frames
 GRADIENTS = []
 for family in FAMILIES:
-    marks = () if family in QUICK else pytest.mark.slow
+    marks = [] if family in QUICK else [pytest.mark.slow]
     GRADIENTS.append(pytest.param(family, CUTS, marks=marks, id=f'{family}-some cuts'))
     GRADIENTS.append(pytest.param(family, OTHER_CUTS, marks=pytest.mark.slow, id=f'{family}-other cuts'))
 
