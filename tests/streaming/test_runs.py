@@ -67,7 +67,7 @@ def test_exchange_changes_no_step(shards, ranks):
     for run in (exchanged, rank_local):
         errors = run['errors']
         assert len(errors) == NUM_STEPS
-        assert max(chain.from_iterable(errors)) < 1e-6, errors
+        assert all(error < 1e-6 for error in chain.from_iterable(errors)), errors  # not a number fails too
         assert run['length'] == len(SIZES_OF_EPOCH)
         assert run['batch_size'] == GLOBAL_BATCH // ranks
         assert num_samples_of_steps(run) == sizes
