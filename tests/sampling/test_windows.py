@@ -138,10 +138,10 @@ def test_steps_differ_by_less_than_samples():
 @pytest.mark.parametrize('schedule', [RISING, BY_TOKENS, [(0, 24), (3, 8)], [('0ba', 8)]])
 @pytest.mark.parametrize('drop_last', [False, True])
 def test_scheduled_windows_match_a_loop(schedule, drop_last):
-    plain = [(str(start).removesuffix('ba'), size) for start, size in schedule]
+    without_unit = [(str(start).removesuffix('ba'), size) for start, size in schedule]
     for seed in range(40):
         lengths = random_table(np.random.default_rng(seed), least=24)
-        expected = closed_by_schedule(lengths, plain, 5, drop_last)
+        expected = closed_by_schedule(lengths, without_unit, 5, drop_last)
         for ranks in (1, 2, 8):
             sampler = build_sampler(lengths, ranks=ranks, global_batch_size=schedule, drop_last=drop_last)
             # The last epoch first: its windows depend on all epochs before it.

@@ -30,13 +30,14 @@ def build_sampler(
 
 
 def samplers_of_ranks(
-    lengths: Sequence[int], ranks: int, *, epoch: int = 0, **options: Any
+    lengths: Sequence[int], ranks: int, *, epoch: int | None = None, **options: Any
 ) -> list[RegroupingBatchSampler]:
-    """Returns the samplers of all ranks at the start of an epoch."""
+    """Returns the samplers of all ranks. None: `set_epoch` is not called."""
     samplers = []
     for rank in range(ranks):
         sampler = build_sampler(lengths, ranks=ranks, rank=rank, **options)
-        sampler.set_epoch(epoch)
+        if epoch is not None:
+            sampler.set_epoch(epoch)
         samplers.append(sampler)
     return samplers
 
