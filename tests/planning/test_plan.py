@@ -101,6 +101,7 @@ def test_more_ranks_than_samples(objective, num_samples):
 
 
 def test_slots_hold_one_modality():
+    """FSDP ranks compute a step slot together. If only some had images, the others would not call the encoder."""
     samples = Samples([30, 31, 32, 33, 5, 6, 7, 8, 9], max_tokens=70, images=[16, 16, 16, 16, 0, 0, 0, 0, 0])
     plan = samples.plan(2, objective='fsdp')
     samples.check_slots(plan)
@@ -190,6 +191,8 @@ def test_stats_by_hand():
 
 
 def test_stats_are_computed_on_demand(monkeypatch):
+    """The sampler plans each step and reads no stats. They would be computed for nothing."""
+
     def refuse(*_):
         raise AssertionError('stats were computed')
 

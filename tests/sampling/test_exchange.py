@@ -60,6 +60,7 @@ def test_patches_decide_the_encoder_cost(monkeypatch):
 
 @pytest.mark.parametrize('num_workers', [0, 2])
 def test_iterating_takes_no_random_numbers(num_workers):
+    """A plain DataLoader draws the seed of its workers from the generator that also draws the model's dropout."""
     loader = build(num_workers=num_workers)
     before = torch.get_rng_state()
     list(loader)
@@ -67,6 +68,7 @@ def test_iterating_takes_no_random_numbers(num_workers):
 
 
 def test_workers_need_few_files():
+    """A worker sends each tensor through a separate file. 600 samples of three tensors would need too many."""
     loader = build(600, batch_size=100, num_workers=2)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     num_open = len(os.listdir('/proc/self/fd'))

@@ -71,6 +71,7 @@ def test_split_makes_the_planned_microbatches():
 
 
 def test_plain_loaders_do_without_the_plan():
+    """A user may keep the DataLoader of torch. It collates the same samples, as one batch."""
     loader = build()
     plain = DataLoader(LengthDataset(30), batch_sampler=loader.batch_sampler, collate_fn=collate_samples)
     assert sample_numbers(plain) == sample_numbers(loader)
@@ -93,6 +94,7 @@ def test_batched_reads_happen_once_a_batch():
 
 @pytest.mark.parametrize('num_workers', [0, 2])
 def test_iterating_takes_no_random_numbers(num_workers):
+    """A plain DataLoader draws the seed of its workers from the generator that also draws the model's dropout."""
     before = torch.get_rng_state()
     list(build(num_workers=num_workers))
     assert torch.equal(before, torch.get_rng_state())
@@ -175,6 +177,7 @@ def test_other_samplers_are_refused():
 
 
 def test_composer_reads_the_batch_size():
+    """The default of `device_train_microbatch_size` is the batch size of the loader."""
     trainer = Trainer(
         model=hugging_face(text_model()),
         train_dataloader=token_data_spec(build(ranks=1, rank=0)),

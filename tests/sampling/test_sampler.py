@@ -114,6 +114,7 @@ def test_planned_microbatches_keep_both_caps(seed, ranks, with_images):
 
 
 def test_ranks_without_images_get_samples():
+    """A single sample with an image cannot fill a step slot of two ranks. The other rank still gets samples."""
     batches_of_ranks = all_ranks([8] * 4, 4, 2, image_tokens=[4, 0, 0, 0], objective='fsdp', max_tokens=64)
     assignments = list(itertools.chain(*batches_of_ranks))
     assert sorted(itertools.chain(*assignments)) == [0, 1, 2, 3]
@@ -121,6 +122,7 @@ def test_ranks_without_images_get_samples():
 
 
 def test_ranks_finish_together():
+    """Torch's sampler gives each rank as many samples as the others. Ours gives each as many tokens."""
     lengths = lognormal_lengths(np.random.default_rng(3), 4096)
     regrouped = all_ranks(lengths, 128, 8, cost=CostModel(launch=0.0))
     stock = [list(DistributedSampler(range(4096), 8, rank)) for rank in range(8)]
@@ -136,6 +138,7 @@ def test_ranks_finish_together():
 
 
 def test_batches_are_a_pure_function():
+    """They depend on the arguments and the epoch. Earlier epochs and pickling change nothing."""
     first = build(50, 12, ranks=3, rank=1)
     second = build(50, 12, ranks=3, rank=1)
     second.set_epoch(4)
@@ -281,6 +284,7 @@ def planning_threads():
 
 
 def test_planning_thread_ends_with_the_iterator():
+    """A thread that is left behind would keep its sampler and go on planning."""
     before = planning_threads()  # a test that failed before may have left some
     sampler = build(600, 12)
     iterator = iter(sampler)
