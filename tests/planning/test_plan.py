@@ -100,14 +100,6 @@ def test_more_ranks_than_samples(objective, num_samples):
     assert copies == [(0,)] * (4 - num_samples), 'copies are of the shortest sample'
 
 
-def test_slots_hold_one_modality():
-    """FSDP ranks compute a step slot together. If only some had images, the others would not call the encoder."""
-    samples = Samples([30, 31, 32, 33, 5, 6, 7, 8, 9], max_tokens=70, images=[16, 16, 16, 16, 0, 0, 0, 0, 0])
-    plan = samples.plan(2, objective='fsdp')
-    samples.check_slots(plan)
-    assert {samples.has_images(microbatch.indices) for microbatch in plan.ranks[0]} == {True, False}
-
-
 def test_one_image_and_many_ranks():
     samples = Samples([20, 5, 6, 7, 8], max_tokens=70, images=[16, 0, 0, 0, 0])
     plan = samples.plan(4, objective='fsdp')
