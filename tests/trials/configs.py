@@ -59,7 +59,6 @@ CONFIGS = {
     'tensor parallel of nothing': ('trainer.parallelism_config={tp: {}}', 'parallelism_config'),
     'dataset that is a module': ('dataset.name=os.path', '`dataset'),
     'report that is a command': ('report.name=os.system', '`report'),
-    'adapter of rank 0': ('model.lora={r: 0}', '`model.lora'),
     'key of a processor misspelt': ('dataset.processor={vocab_sise: 300}', 'vocab_size'),
     'pixels below 0': ('dataset.processor.max_pixels=-1', 'max_pixels'),
     'vocabulary of no words': ('dataset.processor.vocab_size=0', 'vocab_size'),

@@ -110,6 +110,10 @@ def pickled_code(folder: Path) -> None:
     (folder / 'a.pt').write_bytes(pickle.dumps(Running(folder)))
 
 
+def code_in_a_checkpoint(folder: Path) -> None:
+    torch.save({'state': {'model': {}, 'callbacks': Running(folder)}}, folder / 'a.pt')
+
+
 def of_bytes(content: bytes) -> Callable[[Path], Any]:
     return lambda folder: (folder / 'a.pt').write_bytes(content)
 
@@ -250,9 +254,7 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
     'export of a folder': exporting(a_folder, 'a.pt'),
     'export of a pipe': exporting(a_pipe, 'a.pt'),
     'export of a pickle that runs code': exporting(pickled_code, 'a.pt'),
-    'export of a checkpoint that runs code': exporting(
-        lambda folder: torch.save({'state': Running(folder)}, folder / 'a.pt'), 'must be complete and written'
-    ),
+    'export of a checkpoint that runs code': exporting(code_in_a_checkpoint, 'must be complete and written'),
     'export of NaN weights': exporting(changed(with_nan), 'must be finite numbers'),
     'export of complex weights': exporting(
         changed(lambda state: state.update(model={key: one.cfloat() for key, one in state['model'].items()})),
@@ -292,6 +294,7 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
     'resume from a Hugging Face folder': loading(lambda folder: LlamaConfig().save_pretrained(folder / 'a.pt'), 'a.pt'),
     'resume from a folder whose index is damaged': loading(a_damaged_index, 'damaged'),
     'resume from a pickle that runs code': loading(pickled_code, 'a.pt'),
+    'resume from a checkpoint that runs code': loading(code_in_a_checkpoint, 'hold only tensors and plain values'),
     'resume without the state of the optimizer': loading(changed(without('optimizers')), 'optimizer'),
     'resume without the model': loading(changed(without('model')), 'a.pt'),
     **{
