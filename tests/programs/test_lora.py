@@ -256,15 +256,15 @@ def test_trained_parameters_are_in_float32(processor):
 
 
 @pytest.mark.parametrize(
-    ('vision_feature_layer', 'lora'),
+    'lora',
     [
-        (-2, {'target_modules': 'all-linear', 'modules_to_save': ['embed_tokens']}),
-        (-1, {'modules_to_save': ['vision_tower']}),
+        {'target_modules': 'all-linear', 'modules_to_save': ['embed_tokens']},
+        {'modules_to_save': ['vision_tower']},
     ],
 )
-def test_unreached_layers_are_not_trained(vision_feature_layer, lora, processor):
+def test_unreached_layers_are_not_trained(lora, processor):
     """The features come from before the last of the encoder's three layers, so no loss reaches that layer."""
-    config = {**LLAVA, 'vision_feature_layer': vision_feature_layer}
+    config = {**LLAVA, 'vision_feature_layer': -2}
     model = build_model(config=config, processor=processor, lora={'r': 2, **lora})
     encoder = [name for name in trained_names(model) if 'vision_tower' in name]
     assert any('.layers.1.' in name for name in encoder)
@@ -273,7 +273,7 @@ def test_unreached_layers_are_not_trained(vision_feature_layer, lora, processor)
 
 @pytest.mark.slow
 def test_checkpoint_of_an_adapter_is_small():
-    """TinyLlama 1.1B behind CLIP's large encoder and LLaVA's projector, which is trained in full. 1.4 billion in all."""
+    """TinyLlama 1.1B behind CLIP's large encoder. LLaVA's projector is trained in full. 1.4 billion weights in all."""
     text = {
         'model_type': 'llama',
         'hidden_size': 2048,

@@ -171,8 +171,8 @@ def test_embeddings_grow_to_the_tokenizer(tmp_path, processor):
 def test_metrics_count_shifted_labelled_tokens_only(model, batch):
     model.eval()
     with torch.no_grad():
-        logits = model(batch.copy()).logits[:, :-1]
-        outputs = model.eval_forward(batch.copy())
+        logits = model(batch).logits[:, :-1]
+        outputs = model.eval_forward(copy.deepcopy(batch))  # Composer shifts these labels in place
     metrics = model.get_metrics(is_train=False)
     for metric in metrics.values():
         model.update_metric(batch, outputs, metric)
