@@ -261,7 +261,7 @@ def test_sharded_checkpoint_with_and_without_fingerprints(has_fingerprints, tmp_
     dist_cp.save({'state': saved_state}, checkpoint_id=tmp_path / 'ep1')
 
     callback.before_load(state, None)
-    # Torch looks up in the checkpoint whatever the state dict has, so it must be empty until all is loaded.
+    # Torch reads each entry of the state dict from the checkpoint, so it must be empty until loading is done.
     assert callback.state_dict() == {}
     callback.after_load(None, None)
     assert callback.state_dict()['fingerprints']
