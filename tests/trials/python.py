@@ -1,12 +1,13 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Calls from Python: a ValueError, TypeError or RuntimeError with requirement, value and remedy, or an exact step."""
+"""Calls from Python. They work, or raise a ValueError, a TypeError or a RuntimeError that says what to do."""
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,39 +43,62 @@ from tests.support.training import loader, train
 from tests.trials.outcomes import WORKS, refusal
 
 
-def call(folder: Path, given: Callable[[], Any]) -> str:
-    return refusal(given, ValueError, TypeError, RuntimeError)
+@dataclass(frozen=True)
+class PythonCall:
+    function: Callable[[], Any]
+    expected: str
+
+    def run(self, folder: Path) -> str:
+        return refusal(self.function, ValueError, TypeError, RuntimeError)
 
 
 def batch(**changes: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
-    """Three ragged rows, some entries changed."""
-    whole = collate(text_rows([(6, 3), (4, 4), (9, 2)]))
-    return {**whole, **{key: change(whole[key]) for key, change in changes.items()}}
+    """Returns three ragged rows, some entries changed."""
+    entries = collate(text_rows([(6, 3), (4, 4), (9, 2)]))
+    for key, change in changes.items():
+        entries[key] = change(entries[key])
+    return entries
 
 
 def without(key: str) -> dict[str, Any]:
-    kept = batch()
-    del kept[key]
-    return kept
+    entries = batch()
+    del entries[key]
+    return entries
 
 
-def step(*given: dict[str, Any], algorithms: Any = None, **options: Any) -> Callable[[], Any]:
+def step(*batches: Any, num_algorithms: int = 1, **options: Any) -> Callable[[], Any]:
+    """Trains one step with the options of a data spec."""
+
     def run() -> None:
-        chosen = [TokenAccumulation()] if algorithms is None else algorithms()
-        train(text_model(), token_data_spec(loader(*given), **options), algorithms=chosen)
+        algorithms = [TokenAccumulation() for _ in range(num_algorithms)]
+        train(text_model(), token_data_spec(loader(*batches), **options), algorithms=algorithms)
 
     return run
 
 
+def step_with(**entries: Any) -> Callable[[], Any]:
+    """Trains one step with further entries of the batch."""
+    return step({**batch(), **entries})
+
+
+def step_with_mask(change: Callable[[torch.Tensor], Any]) -> Callable[[], Any]:
+    """Trains one step with a changed attention mask."""
+    return step(batch(attention_mask=change))
+
+
 def weighted(weights: torch.Tensor) -> Callable[[], Any]:
-    return step({**batch(), 'loss_weights': weights}, algorithms=lambda: [TokenAccumulation(token_weights='column')])
+    def run() -> None:
+        spec = token_data_spec(loader({**batch(), 'loss_weights': weights}))
+        train(text_model(), spec, algorithms=[TokenAccumulation(token_weights='column')])
+
+    return run
 
 
 LAYOUT = BatchLayout.infer(batch())
 
 
 def sampler(**options: Any) -> RegroupingBatchSampler:
-    """Of two global batches of two samples."""
+    """Returns a sampler of two global batches of two samples."""
     return RegroupingBatchSampler([0] * 4, lengths=[4] * 4, global_batch_size=2, max_tokens=8, **options)
 
 
@@ -83,7 +107,7 @@ def plan(lengths: Any, *, num_ranks: Any = 1, max_tokens: int = 8) -> Callable[[
 
 
 def regrouping(**options: Any) -> Callable[[], Any]:
-    """Takes the first batch of a loader of the sampler."""
+    """Reads the first batch of a loader over that sampler."""
 
     def read() -> None:
         loader = RegroupingDataLoader([0] * 4, batch_sampler=sampler(num_replicas=1, rank=0), **options)
@@ -97,39 +121,45 @@ def invariance(gradients: Any = lambda cut: {}, **options: Any) -> Callable[[], 
 
 
 def isolation(model: Any = None, documents: Any = None, **inputs: Any) -> Callable[[], Any]:
-    """Of two documents in a row of three ids, and a Llama, unless told otherwise."""
+    """Checks a Llama on two documents in a row of three ids, unless other values are given."""
     inputs = inputs or {'input_ids': torch.tensor([[3, 4, 5]])}
     documents = torch.tensor([[0, 0, 1]]) if documents is None else documents
-    return lambda: verify_isolation(text_model() if model is None else model, inputs, documents)
+
+    def check() -> None:
+        verify_isolation(text_model() if model is None else model, inputs, documents)
+
+    return check
 
 
 def suggestion(lengths: Any) -> Callable[[], Any]:
     return lambda: suggest_microbatching(lengths, num_ranks=1, global_batch_size=2, memory=None, device_memory_gib=1.0)
 
 
-class Named(HuggingFaceModel):
-    """Its loss is a term with a name, a mean over rows."""
+class MeanOverRows(HuggingFaceModel):
+    """Its loss has one term, a mean over rows."""
 
     def loss(self, outputs: Any, batch: Any) -> Any:
-        logits, labels = outputs['logits'][:, :-1].transpose(1, 2), batch['labels'][:, 1:]
-        return {'lm': torch.nn.functional.cross_entropy(logits, labels, reduction='none').sum(dim=1).mean()}
+        logits = outputs['logits'][:, :-1].transpose(1, 2)
+        losses = torch.nn.functional.cross_entropy(logits, batch['labels'][:, 1:], reduction='none')
+        return {'lm': losses.sum(dim=1).mean()}
 
 
-def samples_alone() -> None:
-    model: Any = Named(text_model(), use_logits=True)
+def loss_of_samples() -> None:
+    model: Any = MeanOverRows(text_model(), use_logits=True)
     train(model, token_data_spec(loader(batch())), algorithms=[TokenAccumulation(loss_units={'lm': 'samples'})])
 
 
-def classified() -> None:
-    """A head that gives a class for each row, with its labels in a column."""
+def train_a_classifier() -> None:
+    """Trains a head that gives a class for each row, with the labels in one column."""
     config = text_model().config
-    config.num_labels, config.pad_token_id = 2, 0
+    config.num_labels = 2
+    config.pad_token_id = 0
     model: Any = HuggingFaceModel(LlamaForSequenceClassification(config), use_logits=True)
-    given = batch(labels=lambda labels: labels[:, :1] * 0)
-    train(model, token_data_spec(loader(given)), algorithms=[TokenAccumulation()])
+    spec = token_data_spec(loader(batch(labels=lambda labels: labels[:, :1] * 0)))
+    train(model, spec, algorithms=[TokenAccumulation()])
 
 
-def frozen() -> None:
+def train_a_frozen_model() -> None:
     train(text_model().requires_grad_(False), token_data_spec(loader(batch())), algorithms=[TokenAccumulation()])
 
 
@@ -143,53 +173,54 @@ def encoded(*turns: Any, **options: Any) -> Callable[[], Any]:
 
 
 def loaded(**arrays: Any) -> Callable[[], Any]:
-    """A length table that is read from an archive of these."""
+    """Loads a length table from an archive of these arrays."""
 
     def load() -> None:
         with tempfile.TemporaryDirectory() as folder:
-            np.savez(Path(folder) / 'a.npz', **arrays)
-            LengthTable.load(Path(folder) / 'a.npz')
+            path = Path(folder) / 'a.npz'
+            np.savez(path, **arrays)
+            LengthTable.load(path)
 
     return load
 
 
+def loading_state(owner: Any, state: Any) -> Callable[[], Any]:
+    return lambda: owner.load_state_dict(state)
+
+
 QUESTION = {'role': 'user', 'content': 'A?'}
-CALLS: dict[str, tuple[Callable[[], Any], str]] = {
+FUNCTIONS: dict[str, tuple[Callable[[], Any], str]] = {
+    # name: (function, expected)
     'a step': (step(batch()), WORKS),
     'labels of another width': (step(batch(labels=lambda labels: labels[:, :-1])), 'labels'),
-    'a mask of another width': (step(batch(attention_mask=lambda mask: mask[:, :-1])), 'attention_mask'),
+    'a mask of another width': (step_with_mask(lambda mask: mask[:, :-1]), 'attention_mask'),
     'ids that are floats': (step(batch(input_ids=torch.Tensor.float)), 'input_ids'),
     'ids of one dimension': (step(batch(input_ids=lambda ids: ids[0])), 'input_ids'),
     'ids that are booleans': (step(batch(input_ids=torch.Tensor.bool)), 'input_ids'),
     'sparse labels': (step(batch(labels=torch.Tensor.to_sparse)), "`batch['labels']` must be a dense tensor"),
-    'a mask on no device': (step(batch(attention_mask=lambda mask: mask.to('meta'))), 'attention_mask'),
-    'a mask with a gradient': (step(batch(attention_mask=lambda mask: mask.float().requires_grad_())), 'detach'),
-    'positions of another width': (step({**batch(), 'position_ids': torch.arange(5).expand(3, 5)}), 'position_ids'),
-    'a mask of booleans': (step(batch(attention_mask=torch.Tensor.bool)), WORKS),
-    'a mask of floats': (step(batch(attention_mask=torch.Tensor.float)), WORKS),
+    'a mask on no device': (step_with_mask(lambda mask: mask.to('meta')), 'attention_mask'),
+    'a mask with a gradient': (step_with_mask(lambda mask: mask.float().requires_grad_()), 'detach'),
+    'positions of another width': (step_with(position_ids=torch.arange(5).expand(3, 5)), 'position_ids'),
+    'a mask of booleans': (step_with_mask(torch.Tensor.bool), WORKS),
+    'a mask of floats': (step_with_mask(torch.Tensor.float), WORKS),
     'a key that is a number': (step({**batch(), 3: torch.ones(3)}), WORKS),
     'labels that ignore -1': (step(batch(labels=lambda labels: labels.clamp(min=-1))), '-100'),
     'a batch in a tuple': (step(tuple(batch().values())), 'mappings'),
-    'a set in a batch': (step({**batch(), 'extra': {1, 2}}), "`batch['extra']`"),
+    'a set in a batch': (step_with(extra={1, 2}), "`batch['extra']`"),
     'weights that are not finite': (weighted(torch.tensor([1.0, float('inf'), 1.0])), 'loss_weights'),
-    **{
-        f'a state of {kind}': (lambda given=given: TokenAccumulation().load_state_dict(given), 'num_empty_steps')
-        for kind, given in {
-            'nothing': None,
-            'a list': [1],
-            'another class': {'x': 1},
-            'a word': {'num_empty_steps': 'a'},
-            'less than nothing': {'num_empty_steps': -1},
-        }.items()
-    },
-    'a mask that is no number': (step(batch(attention_mask=lambda mask: mask * float('nan'))), 'attention_mask'),
-    'an inverted mask': (step(batch(attention_mask=lambda mask: 1 - mask)), 'must be 1 where tokens are'),
+    'a state of nothing': (loading_state(TokenAccumulation(), None), 'num_empty_steps'),
+    'a state of a list': (loading_state(TokenAccumulation(), [1]), 'num_empty_steps'),
+    'a state of another class': (loading_state(TokenAccumulation(), {'x': 1}), 'num_empty_steps'),
+    'a state of a word': (loading_state(TokenAccumulation(), {'num_empty_steps': 'a'}), 'num_empty_steps'),
+    'a state of less than nothing': (loading_state(TokenAccumulation(), {'num_empty_steps': -1}), 'num_empty_steps'),
+    'a mask that is no number': (step_with_mask(lambda mask: mask * float('nan')), 'attention_mask'),
+    'an inverted mask': (step_with_mask(lambda mask: 1 - mask), 'must be 1 where tokens are'),
     'an additive mask of two dimensions': (
-        step(batch(attention_mask=lambda mask: (1.0 - mask) * -1e9)),
+        step_with_mask(lambda mask: (1.0 - mask) * -1e9),
         'must be 1 where tokens are',
     ),
-    'a mask that hides all': (step(batch(attention_mask=lambda mask: mask * 0)), 'no token in row 0'),
-    'positions that are floats': (step({**batch(), 'position_ids': torch.arange(9.0).expand(3, 9)}), WORKS),
+    'a mask that hides all': (step_with_mask(lambda mask: mask * 0), 'no token in row 0'),
+    'positions that are floats': (step_with(position_ids=torch.arange(9.0).expand(3, 9)), WORKS),
     'weights that are integers': (weighted(torch.ones(3, dtype=torch.long)), WORKS),
     'shares of losses that are a number': (lambda: sampler(loss_shares=3), '`loss_shares`'),
     'an epoch of 70 bits': (lambda: sampler(num_replicas=1, rank=0).set_epoch(2**70), '`epoch`'),
@@ -199,7 +230,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     'sizes of a word': (suggestion('x'), '`lengths`'),
     'lengths that are dates': (plan(np.array(['2020'], dtype='datetime64[D]')), 'must be integers'),
     'a loader that shuffles': (regrouping(shuffle=True), 'shuffle'),
-    'a model of which nothing is trained': (frozen, 'requires a gradient'),
+    'a model of which nothing is trained': (train_a_frozen_model, 'requires a gradient'),
     'a collator that is a word': (regrouping(collate_fn='pad'), '`collate_fn`'),
     'lengths of lists': (plan([[3], [4, 5]]), '`lengths`'),
     'a sampler with a word for a seed': (lambda: sampler(seed='a'), '`seed`'),
@@ -210,18 +241,18 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         regrouping(collate_fn=lambda samples: {'input_ids': torch.ones(1, 4, dtype=torch.long)}),
         'a row for each sample',
     ),
-    'a mask of numbers with two parts': (step(batch(attention_mask=lambda mask: mask.to(torch.complex64))), 'real'),
+    'a mask of numbers with two parts': (step_with_mask(lambda mask: mask.to(torch.complex64)), 'real'),
     'a quantised mask': (
-        step(batch(attention_mask=lambda mask: torch.quantize_per_tensor(mask.float(), 1.0, 0, torch.qint8))),
+        step_with_mask(lambda mask: torch.quantize_per_tensor(mask.float(), 1.0, 0, torch.qint8)),
         'dequantize',
     ),
-    'a mask in a list': (step(batch(attention_mask=torch.Tensor.tolist)), 'attention_mask'),
+    'a mask in a list': (step_with_mask(torch.Tensor.tolist), 'attention_mask'),
     'a mask of four dimensions and another width': (
-        step(batch(attention_mask=lambda mask: torch.ones(3, 1, 5, 5))),
+        step_with_mask(lambda mask: torch.ones(3, 1, 5, 5)),
         'as wide as',
     ),
     'a mask of four dimensions for two of three rows': (
-        step(batch(attention_mask=lambda mask: torch.ones(2, 1, 9, 9))),
+        step_with_mask(lambda mask: torch.ones(2, 1, 9, 9)),
         'attention_mask',
     ),
     'complex weights': (weighted(torch.ones(3, dtype=torch.complex64)), 'real tensor'),
@@ -240,37 +271,28 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     'lengths in a tensor': (plan(torch.tensor([3, 4])), WORKS),
     'rows by what is true': (lambda: LAYOUT.select(batch(), [True, False, True]), '`rows`'),
     'weights of nothing at all': (lambda: step_loss_weights(None), '`microbatches`'),
-    **{
-        f'random numbers kept as {given!r}': (
-            lambda given=given: RestoreRandomState().load_state_dict({'generators': given}),
-            'generators',
-        )
-        for given in (None, 'no JSON', 3)
-    },
+    'random numbers that are nothing': (loading_state(RestoreRandomState(), {'generators': None}), 'generators'),
+    'random numbers that are no JSON': (loading_state(RestoreRandomState(), {'generators': 'no JSON'}), 'generators'),
+    'random numbers that are a number': (loading_state(RestoreRandomState(), {'generators': 3}), 'generators'),
     'a batch without labels': (step(without('labels')), 'labels'),
     'a batch without ids': (step(without('input_ids')), 'input_ids'),
-    **{
-        f'numbers of images that are {kind}': (step({**batch(), 'num_images': given}), 'num_images')
-        for kind, given in {
-            'text': ['a', 'b', 'c'],
-            'none': [None] * 3,
-            'halves': [0.5, 0.5, 0],
-            'below 0': [-1, 0, 1],
-            'lists': [[1], [0], [0]],
-            'one for all': 3,
-            'a word': 'abc',
-        }.items()
-    },
-    'numbers of images in a tensor': (step({**batch(), 'num_images': torch.zeros(3, dtype=torch.long)}), WORKS),
+    'numbers of images that are text': (step_with(num_images=['a', 'b', 'c']), 'num_images'),
+    'numbers of images that are none': (step_with(num_images=[None] * 3), 'num_images'),
+    'numbers of images that are halves': (step_with(num_images=[0.5, 0.5, 0]), 'num_images'),
+    'numbers of images that are below 0': (step_with(num_images=[-1, 0, 1]), 'num_images'),
+    'numbers of images that are lists': (step_with(num_images=[[1], [0], [0]]), 'num_images'),
+    'numbers of images that are one for all': (step_with(num_images=3), 'num_images'),
+    'numbers of images that are a word': (step_with(num_images='abc'), 'num_images'),
+    'numbers of images in a tensor': (step_with(num_images=torch.zeros(3, dtype=torch.long)), WORKS),
     'a layout of a number': (lambda: BatchLayout.infer(3), '`batch`'),
     'a layout of nothing': (lambda: BatchLayout.infer(None), '`batch`'),
     'a device that can do a word': (lambda: TokenMonitor(device_tflops='1'), 'device_tflops'),
     'a data spec in a data spec': (lambda: token_data_spec(DataSpec(loader(batch()))), 'DataSpec'),
     'a loader that is none': (lambda: token_data_spec(3), 'dataloader'),
     'token_data_spec twice': (lambda: token_data_spec(token_data_spec(loader(batch()))), 'DataSpec'),
-    'the algorithm twice': (step(batch(), algorithms=lambda: [TokenAccumulation(), TokenAccumulation()]), 'once'),
-    'a loss of samples alone': (samples_alone, WORKS),
-    'a head that classifies rows': (classified, 'classifies whole rows'),
+    'the algorithm twice': (step(batch(), num_algorithms=2), 'once'),
+    'a loss of samples alone': (loss_of_samples, WORKS),
+    'a head that classifies rows': (train_a_classifier, 'classifies whole rows'),
     'a cap below the longest row': (step(batch(), slot_tokens=3), 'slot_tokens'),
     'a plan of one and a half ranks': (plan([2], num_ranks=1.5), 'num_ranks'),
     'a plan of nothing': (plan(None), 'lengths'),
@@ -320,7 +342,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         '`samples`',
     ),
     'lengths of another archive': (loaded(a=np.zeros(2)), '`path` must be a saved length table'),
-    'a generator of microbatches': (lambda: step_loss_weights(one for one in [batch()]), WORKS),
+    'a generator of microbatches': (lambda: step_loss_weights(iter([batch()])), WORKS),
     'a size of a row and a half': (step(batch(), slot_tokens=9.0), '`slot_tokens`'),
     'a mixture that is a word': (lambda: sampler(mixture='x'), '`mixture`'),
     'a plan of a batch that is not there': (lambda: sampler().plan(1000), '`batch` must be an integer from 0 to 1'),
@@ -381,3 +403,4 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     'a second fit with a loader of nothing': (fitted_again_with_nothing, 'at least one batch'),
     'a loader of nothing': (step(), 'batch'),
 }
+CALLS = {name: PythonCall(function, expected) for name, (function, expected) in FUNCTIONS.items()}
