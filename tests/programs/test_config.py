@@ -308,7 +308,7 @@ def test_only_the_first_rank_prints_the_line():
     assert other_rank == [0, '']
 
 
-def microbatch_size(path: Path, *overrides: str) -> int | str:
+def microbatch_size(path: Path, *overrides: str) -> object:
     return load_config(path, overrides).microbatching.device_train_microbatch_size
 
 

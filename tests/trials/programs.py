@@ -346,17 +346,17 @@ PROGRAMS: dict[str, Call] = {
     'export of complex weights': exporting(changed(with_complex_weights), 'must be finite numbers'),
     'export of weights alone': exporting(saved({'lm_head.weight': torch.zeros(2)}), "(KeyError: 'state')"),
     'export of a whole module': exporting(saved(torch.nn.Linear(2, 2)), 'Weights only load failed)'),
-    'export of a compiled model': exporting(a_compiled_model, 'a.pt'),
+    'export of a TorchScript model': exporting(a_compiled_model, 'a.pt'),
     'export of a link to itself': exporting(lambda folder: (folder / 'a.pt').symlink_to('a.pt'), 'which is not there'),
     'export of a folder whose index is damaged': exporting(a_damaged_index, 'a.pt'),
-    'export of a file outside of the target': exporting(changed(with_a_file_outside), 'evil.txt'),
-    'export of a checkpoint whose integrations is null': exporting(
+    'export of a file outside the target': exporting(changed(with_a_file_outside), 'evil.txt'),
+    'export of a checkpoint whose integrations are null': exporting(
         with_entry('integrations', None), 'HuggingFaceModel'
     ),
-    'export of a checkpoint whose integrations is a word': exporting(
+    'export of a checkpoint whose integrations are a word': exporting(
         with_entry('integrations', 'x'), 'HuggingFaceModel'
     ),
-    'export of a checkpoint whose integrations is without a model': exporting(
+    'export of a checkpoint whose integrations have no model': exporting(
         with_entry('integrations', {'huggingface': {}}), 'HuggingFaceModel'
     ),
     'export of a checkpoint whose model is a list': exporting(with_entry('model', [1]), 'HuggingFaceModel'),
@@ -366,11 +366,11 @@ PROGRAMS: dict[str, Call] = {
     'export of a checkpoint whose model is on no device': exporting(
         with_entry('model', {'lm_head.weight': torch.zeros(2, device='meta')}), 'HuggingFaceModel'
     ),
-    'export to a store of objects': Call(
+    'export to an object store': Call(
         'export', ['{folder}/a.pt', 's3://bucket/x'], 'must be written out', write=intact
     ),
     'export without the model': exporting(without('model'), 'a.pt'),
-    'a column of weights that some samples lack': Call(
+    'a column of weights that one sample lacks': Call(
         'train',
         [LLAVA, 'dataset.path={folder}/data.json', 'algorithms.token_accumulation.token_weights=column'],
         'sample "b"',
@@ -387,17 +387,17 @@ PROGRAMS: dict[str, Call] = {
     'resume without the state of the optimizer': loading(without('optimizers'), 'optimizer'),
     'resume without the model': loading(without('model'), 'a.pt'),
     'resume from a checkpoint whose model is a word': loading(with_entry('model', 'x'), 'written by Composer'),
-    'resume from a checkpoint whose optimizers is a word': loading(
+    'resume from a checkpoint whose optimizers are a word': loading(
         with_entry('optimizers', 'x'), 'written by Composer'
     ),
     'resume from a checkpoint whose timestamp is a word': loading(with_entry('timestamp', 'x'), 'written by Composer'),
-    'resume from a checkpoint whose callbacks is a word': loading(with_entry('callbacks', 'x'), 'written by Composer'),
+    'resume from a checkpoint whose callbacks are a word': loading(with_entry('callbacks', 'x'), 'written by Composer'),
     'resume without the time': loading(without('timestamp'), 'timestamp'),
     'resume from NaN weights': loading(changed(with_nan), 'must be a number, got: nan (sample'),
     'resume with fingerprints that are a number': loading(with_fingerprints(3), '`fingerprints`'),
     'resume with fingerprints that are no JSON': loading(with_fingerprints('no JSON'), '`fingerprints`'),
     'resume with fingerprints in a list': loading(with_fingerprints('[1]'), '`fingerprints`'),
-    'resume from a pickle of another ending': running(
+    'resume from a pickle that ends in .ckpt': running(
         'a.ckpt', 'trainer.load_path={folder}/a.ckpt', write=pickled_code_of_another_ending
     ),
     'resume from a compressed pickle': running(
@@ -411,9 +411,7 @@ PROGRAMS: dict[str, Call] = {
         with_entry('optimizers', {'AdamW': {}}), '`trainer`: '
     ),
     'resume with another learning rate': loading(intact, 'lr 0.001 there, 0.1 here', 'optimizer.lr=0.1'),
-    'export of a type of model that is not known': exporting(
-        changed(with_an_unknown_model_type), 'for a HuggingFaceModel'
-    ),
+    'export of an unknown model type': exporting(changed(with_an_unknown_model_type), 'for a HuggingFaceModel'),
     'a checkpoint of Transformers': of_pretrained(unchanged, WORKS),
     'a checkpoint of Transformers with cut weights': of_pretrained(weights_cut, '`model.pretrained`'),
     'a checkpoint of Transformers with pickled weights': of_pretrained(weights_pickled, '`model.pretrained`'),
@@ -430,7 +428,7 @@ PROGRAMS: dict[str, Call] = {
     'a processor of a checkpoint with a key that is misspelt': of_pretrained(
         unchanged, 'Did you mean do_resize?', 'dataset.processor={do_resise: false}'
     ),
-    'look at less than nothing': Call('look', [DIGITS, 'samples=-1'], '`samples`'),
+    'look at a negative number of samples': Call('look', [DIGITS, 'samples=-1'], '`samples`'),
     'no samples to evaluate': running('`num_samples`', 'dataset.eval.num_samples=0'),
     'a second run into the folder of the first': running(
         'ep0-ba1-rank0.pt may', 'trainer.save_folder={folder}', write=lambda folder: intact(folder, 'ep0-ba1-rank0.pt')
@@ -438,19 +436,17 @@ PROGRAMS: dict[str, Call] = {
     'a pipe as the YAML file': Call('train', ['{folder}/a.pt'], 'a.pt', write=a_pipe),
     'a picture as the YAML file': Call('train', ['{folder}/a.pt'], 'YAML', write=a_picture),
     'a folder as the YAML file': Call('train', ['{folder}/a.pt'], 'a.pt', write=a_folder),
-    'a dataset of the user that does not know a word': Call('look', [DIGITS, 'dataset.split=tset'], '`split`'),
+    'an unknown split of a dataset': Call('look', [DIGITS, 'dataset.split=tset'], '`split`'),
     'an algorithm for another model': running('`trainer`: ', 'algorithms.gated_linear_units={}'),
-    'a callback that fails in a hook of the model': running(
-        'shows where', 'callbacks.activation_monitor={interval: 1ba}'
-    ),
-    'an algorithm whose labels are elsewhere': running('shows where', 'algorithms.label_smoothing={smoothing: 0.1}'),
+    'a callback whose hook fails': running('shows where', 'callbacks.activation_monitor={interval: 1ba}'),
+    'an algorithm that finds no labels': running('shows where', 'algorithms.label_smoothing={smoothing: 0.1}'),
     'an optimizer for GPUs': running('capturable', 'optimizer.capturable=true'),
-    'a checkpoint of a name that is not there': running(
+    'an unknown placeholder in the name of a checkpoint': running(
         "KeyError: 'nope'", 'trainer.save_folder={folder}', 'trainer.save_filename="{nope}.pt"'
     ),
-    'pictures of three colours for a model of one': running('channels', 'model.config.vision_config.num_channels=1'),
-    'placeholders of another token': running('shows where', 'model.config.image_token_index=5'),
-    'a callback that is none': running(
+    'images of three channels for a model of one': running('channels', 'model.config.vision_config.num_channels=1'),
+    'another image token than the processor has': running('shows where', 'model.config.image_token_index=5'),
+    'a class that is no callback': running(
         '`callbacks.mine.C` must be a class', 'callbacks={mine.C: {}}', write=module_of_user('class C: pass')
     ),
     'samples in lists': running('got: list', 'dataset.name=mine.Lists', write=module_of_user(SAMPLES_IN_LISTS)),
@@ -466,28 +462,28 @@ PROGRAMS: dict[str, Call] = {
     'checkpoints in a folder below a file': running(
         '`trainer.save_folder`', 'trainer.save_folder={folder}/a.pt/x', write=of_bytes(b'')
     ),
-    'a layer of the vision encoder that is not there': running(
+    'a missing layer of the vision encoder': running(
         '`model.config.vision_feature_layer`', 'model.config.vision_feature_layer=-99'
     ),
     'groups that do not divide heads': running('shows where', 'model.config.text_config.num_key_value_heads=3'),
-    'a level of logging of another name': running('`trainer.python_log_level`', 'trainer.python_log_level=loud'),
-    'precision of another name': running('Precision', 'trainer.precision=fp8ish'),
-    'a folder that a shell would find': running('`trainer.save_folder`', 'trainer.save_folder=~/x'),
-    'an activation that is not there': running("KeyError: 'swishy'", 'model.config.text_config.hidden_act=swishy'),
+    'an unknown level of logging': running('`trainer.python_log_level`', 'trainer.python_log_level=loud'),
+    'an unknown precision': running('Precision', 'trainer.precision=fp8ish'),
+    'a folder with a tilde': running('`trainer.save_folder`', 'trainer.save_folder=~/x'),
+    'an unknown activation': running("KeyError: 'swishy'", 'model.config.text_config.hidden_act=swishy'),
     'a metrics file that is a pipe': running('metrics.jsonl', write=metrics_pipe),
     'a size file that is a pipe': Call('size', [*SIZE, 'lengths.mean=50'], 'size.json', write=size_pipe),
     'a value of 200 kB': running('`split`', f'dataset.split={"x" * 200_000}'),
     'a warm-up in another unit than the run': running('arm', 'trainer.max_duration=30sp', 'trainer.eval_interval=30sp'),
-    'a mode of compilation that is not there': running('fast', 'trainer.compile_config={mode: fast}'),
-    'to go on without a name': running('`trainer`: ', 'trainer.autoresume=true'),
+    'an unknown mode of compilation': running('fast', 'trainer.compile_config={mode: fast}'),
+    'autoresume without a run name': running('`trainer`: ', 'trainer.autoresume=true'),
     'prefetching without workers': running('`loader`: ', 'loader.prefetch_factor=2'),
-    'a device that nobody has': running('`trainer.device`', 'trainer.device=abacus'),
+    'an unknown device': running('`trainer.device`', 'trainer.device=abacus'),
     'half precision on a CPU': running('AMP_FP16', 'trainer.precision=amp_fp16'),
     'microbatches by trial on a CPU': running('`trainer`: ', 'microbatching.device_train_microbatch_size=auto'),
     'verify of one row': Call('verify', [*RUN, '--rows', '1'], '--rows'),
-    'verify of rows below 0': Call('verify', [*RUN, '--rows', '-3'], '--rows'),
-    'verify with a tolerance that is no number': Call('verify', [*RUN, '--tolerance', 'nan'], '--tolerance'),
-    'size into a store of objects': Call('size', [*SIZE[:-1], 'lengths.mean=50', 'folder=s3://x/y'], '`folder`'),
+    'verify of a negative number of rows': Call('verify', [*RUN, '--rows', '-3'], '--rows'),
+    'verify with a tolerance of NaN': Call('verify', [*RUN, '--tolerance', 'nan'], '--tolerance'),
+    'size into an object store': Call('size', [*SIZE[:-1], 'lengths.mean=50', 'folder=s3://x/y'], '`folder`'),
     'size of no lengths': Call('size', [*SIZE, 'lengths='], '`lengths'),
     'size of lengths of at most 0': Call('size', [*SIZE, 'lengths.mean=100', 'lengths.longest=0'], 'longest'),
     'size of lengths from a pipe': Call('size', [*SIZE, 'lengths={folder}/a.pt'], 'a.pt', write=a_pipe),
@@ -505,7 +501,7 @@ PROGRAMS: dict[str, Call] = {
     ),
 }
 ENVIRONMENTS = {
-    'half a rank': CallWithVariable('LOCAL_RANK', '0.5', 'LOCAL_RANK'),
-    'no ranks': CallWithVariable('WORLD_SIZE', '0', 'WORLD_SIZE'),
-    'a rank outside of the world': CallWithVariable('RANK', '5', '`RANK`'),
+    'a local rank of 0.5': CallWithVariable('LOCAL_RANK', '0.5', 'LOCAL_RANK'),
+    'a world size of 0': CallWithVariable('WORLD_SIZE', '0', 'WORLD_SIZE'),
+    'a rank above the world size': CallWithVariable('RANK', '5', '`RANK`'),
 }

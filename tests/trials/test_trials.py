@@ -8,6 +8,8 @@ A new input is an entry in ``configs``, ``records``, ``texts``, ``media``, ``pro
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 
 from tests.trials.configs import CONFIGS
@@ -18,7 +20,7 @@ from tests.trials.python import CALLS
 from tests.trials.records import RECORDS
 from tests.trials.texts import TEXTS
 
-TABLES: list[dict[str, Trial]] = [CONFIGS, RECORDS, TEXTS, MEDIA, PROGRAMS, ENVIRONMENTS, CALLS]
+TABLES: list[Mapping[str, Trial]] = [CONFIGS, RECORDS, TEXTS, MEDIA, PROGRAMS, ENVIRONMENTS, CALLS]
 TRIALS = [pytest.param(trial, id=name) for table in TABLES for name, trial in table.items()]
 
 

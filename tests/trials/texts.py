@@ -28,7 +28,7 @@ NINES = '9' * 5000
 
 
 def of_sample(**entries: Any) -> Make:
-    """Makes one record, a short conversation unless it has entries of its own."""
+    """Makes one record of a short conversation, with further or other entries."""
     return of_text(json.dumps([{'id': 'a', 'conversations': TURNS, **entries}]))
 
 
@@ -122,9 +122,9 @@ def link_to_a_pipe(path: Path) -> None:
 
 TEXTS: dict[str, Reading] = {
     # files
-    'nothing but NUL bytes': Reading(of_bytes(bytes(100)), 'line 1'),
-    'lines that end as on an old Mac': Reading(of_bytes(f'{GOOD}\r{GOOD}'.encode()), 'line 1'),
-    'a mark of the byte order in the middle': Reading(of_bytes(f'{GOOD}\n\ufeff{GOOD}'.encode()), 'line 2'),
+    'a file of NUL bytes': Reading(of_bytes(bytes(100)), 'line 1'),
+    'lines that end in carriage returns': Reading(of_bytes(f'{GOOD}\r{GOOD}'.encode()), 'line 1'),
+    'a byte order mark in the middle': Reading(of_bytes(f'{GOOD}\n\ufeff{GOOD}'.encode()), 'line 2'),
     'UTF-32': Reading(of_bytes(f'[{GOOD}]'.encode('utf-32')), WORKS),
     'a gzip of a gzip': Reading(of_bytes(gzip.compress(gzip.compress(GOOD.encode()))), 'line 1'),
     'half a gzip': Reading(of_bytes(gzip.compress(os.urandom(9999))[:500]), 'data.json'),
@@ -133,8 +133,8 @@ TEXTS: dict[str, Reading] = {
     'a gzip of two members': Reading(
         of_bytes(gzip.compress(f'{GOOD}\n'.encode()) + gzip.compress(GOOD.encode())), WORKS
     ),
-    'a list of datasets that names itself': Reading(info_that_names_itself, 'does not exist'),
-    'an answer of nothing in a column': Reading(
+    'a dataset_info.json that names itself': Reading(info_that_names_itself, 'does not exist'),
+    'a column whose answer is null': Reading(
         of_text('[{"id": "a", "instruction": "A?", "output": null}]'), "got the keys: ['id', 'instruction']"
     ),
     'a conversation that is a JSON text': Reading(
@@ -144,12 +144,10 @@ TEXTS: dict[str, Reading] = {
         of_parquet({'id': 'a', 'loss_weights': Decimal('1.5'), 'conversations': TURNS}), '`loss_weights`'
     ),
     'two columns of one name': Reading(two_columns_of_one_name, '`path` must be a table'),
-    'a folder outside that is allowed by a word': Reading(
-        of_sample(), '`allow_outside`', options={'allow_outside': 'no'}
-    ),
+    'an allow_outside of "no"': Reading(of_sample(), '`allow_outside`', options={'allow_outside': 'no'}),
     'a CSV': Reading(of_bytes(b'id,question\n1,a\n', 'a.csv'), 'a.csv'),
     'a ZIP': Reading(of_bytes(b'PK\3\4' + bytes(99), 'a.zip'), 'a.zip'),
-    'a name longer than a file system takes': Reading(lambda folder: folder / f'{"x" * 300}.json#a', 'too long'),
+    'a name too long for a file system': Reading(lambda folder: folder / f'{"x" * 300}.json#a', 'too long'),
     'a device': Reading(lambda folder: Path('/dev/zero'), 'no regular file'),
     'a link to nothing as the file': Reading(of_link('a.json', 'nothing'), 'does not exist'),
     'a parquet that links to itself': Reading(of_link('a.parquet', 'a.parquet'), 'a.parquet'),
@@ -159,7 +157,7 @@ TEXTS: dict[str, Reading] = {
     'a cut Arrow file': Reading(of_saved_table(cut_arrow), 'must be a table'),
     'a parquet without its footer': Reading(parquet_without_its_footer, 'a.parquet'),
     'a parquet of numbers': Reading(of_parquet({'x': 1}), 'row 0'),
-    'a parquet where nobody answers': Reading(
+    'a parquet with an answer of null': Reading(
         of_parquet({'conversations': [*TURNS[:1], {'from': 'gpt', 'value': None}]}), 'row 0'
     ),
     # keys and numbers
@@ -171,15 +169,13 @@ TEXTS: dict[str, Reading] = {
     'an integer of 5,000 digits, skipped': Reading(of_text(f'[{{"id":{NINES}}},{GOOD}]'), WORKS, options=SKIP),
     'an integer of 5,000 digits in a line': Reading(of_text(f'{{"id":{NINES}}}'), 'line 1'),
     'a weight of 400 digits': Reading(of_sample(loss_weights=10**400), '`loss_weights`'),
-    'a weight that float32 takes for 0': Reading(of_sample(loss_weights=1e-300), '`loss_weights`'),
-    'an id with codes of a terminal': Reading(
-        of_sample(id='a\x1b[31m\x07', conversations=[]), 'sample "a\\x1b[31m\\x07"'
-    ),
+    'a weight that is 0 in float32': Reading(of_sample(loss_weights=1e-300), '`loss_weights`'),
+    'an id with control codes': Reading(of_sample(id='a\x1b[31m\x07', conversations=[]), 'sample "a\\x1b[31m\\x07"'),
     'an id of several lines': Reading(of_sample(id='a\n\r\u2028b', conversations=[]), 'sample "a b"'),
     'an id that is an object': Reading(of_sample(id={'x': [1]}), WORKS),
-    # what is said
+    # texts
     'an answer of zero-width spaces': Reading(of_turns('A?', '\u200b\u200b'), 'must say something'),
-    'an answer of no parts': Reading(answer_without_parts, 'must say something'),
+    'an answer without parts': Reading(answer_without_parts, 'must say something'),
     'a blank answer in the history': Reading(
         of_text(json.dumps([{'id': 'a', 'instruction': 'A?', 'output': 'B', 'history': [['C?', ' ']]}])),
         'must say something',
@@ -192,18 +188,18 @@ TEXTS: dict[str, Reading] = {
     'code of a template in an answer': Reading(of_turns('A?', '{{ 7*7 }}{% for %}'), WORKS),
     'markers of ours in an answer': Reading(of_turns('A?', '\ue0000\ue001'), WORKS),
     'an answer that is true': Reading(of_turns('A?', True), 'must be a string'),
-    'a hundred thousand tags that nothing closes': Reading(of_turns('<img>' * 100_000, 'B.'), '`</img>` must end'),
+    '100,000 tags that are not closed': Reading(of_turns('<img>' * 100_000, 'B.'), '`</img>` must end'),
     'a tag in a tag': Reading(of_turns('<img>a<img>a.png</img>', 'B.'), '`</img>` must end'),
     'a word of 100,000 letters': Reading(of_turns('A?', 'x' * 100_000), WORKS),
-    'a thousand turns': Reading(of_turns(*['A?', 'B.'] * 500), WORKS),
-    'a thousand samples of one id': Reading(of_text(f'[{",".join([GOOD] * 1000)}]'), WORKS),
+    '1,000 turns': Reading(of_turns(*['A?', 'B.'] * 500), WORKS),
+    '1,000 samples with the same id': Reading(of_text(f'[{",".join([GOOD] * 1000)}]'), WORKS),
     'a name in capitals': of_image('A.PNG', partial(picture, format='PNG'), WORKS),
     'a name with a percent sign': of_image('a%20b.png', picture, WORKS),
     'a name with a hash sign': of_image('a#b.png', picture, WORKS),
     'a file as the folder of images': of_image('a.png', picture, SAMPLE, options={'image_dir': '/etc/passwd'}),
     'no folder of images': of_image('a.png', picture, SAMPLE, options={'image_dir': '/nowhere'}),
-    'a longest sample below 0': Reading(of_sample(), '`max_length`', options={'max_length': -1}),
-    'a longest sample that is a word': Reading(of_sample(), '`max_length`', options={'max_length': '2048'}),
+    'a negative max_length': Reading(of_sample(), '`max_length`', options={'max_length': -1}),
+    'a max_length that is a text': Reading(of_sample(), '`max_length`', options={'max_length': '2048'}),
     # names of media
     'a name with a NUL': Reading(of_image_name('a\0.png'), SAMPLE),
     'the folder itself as a picture': Reading(of_image_name('.'), SAMPLE),
@@ -213,9 +209,9 @@ TEXTS: dict[str, Reading] = {
     'the memory of the process as a picture': Reading(
         of_image_name('/proc/self/mem'), SAMPLE, options={'allow_outside': True}
     ),
-    'a URL that is none': Reading(of_image_name('file://['), SAMPLE),
+    'an invalid URL': Reading(of_image_name('file://['), SAMPLE),
     'base64 of an SVG': Reading(of_data_uri(b'<svg/>'), 'no image of a known format'),
     'base64 for URLs': Reading(of_data_uri(b'\xff\xfe\xfb' * 20, base64.urlsafe_b64encode), 'must be base64'),
     'a link to a pipe': of_image('a.png', link_to_a_pipe, 'no regular file'),
-    'a video of a list in a list': Reading(of_turns('<video>A?', 'B.', videos=[[[]]]), SAMPLE, processor=VIDEO),
+    'a list in a list as a video': Reading(of_turns('<video>A?', 'B.', videos=[[[]]]), SAMPLE, processor=VIDEO),
 }
