@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Fenced blocks of the README and the site. Those of a page are run in their order.
+"""Fenced blocks of the README and the site. The blocks of a page run one after the other.
 
 A comment in the line before a block changes that:
 

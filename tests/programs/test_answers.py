@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Answers at evaluation: they are what plain generation gives, shown with the images that the model got."""
+"""Answers at evaluations equal those of plain generation. The page shows them with the images of the samples."""
 
 from __future__ import annotations
 

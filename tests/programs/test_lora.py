@@ -221,15 +221,15 @@ def test_identity_depends_on_the_base_weights(identity_of, processor, pretrained
     """Not on the folder or the precision. Other trained parameters show in the weights of the checkpoint."""
     identity = identity_of(pretrained=pretrained, lora={'r': 4})
     assert identity_of(pretrained=pretrained, lora={'r': 4}, dtype='bfloat16') == identity
-    moved = str(shutil.move(pretrained, tmp_path / 'moved'))
-    assert identity_of(pretrained=moved, lora={'r': 4}) == identity
+    folder = str(shutil.move(pretrained, tmp_path / 'moved'))
+    assert identity_of(pretrained=folder, lora={'r': 4}) == identity
     other_lora = {'r': 2, 'alpha': 8, 'target_modules': ['q_proj'], 'modules_to_save': ['lm_head']}
-    assert identity_of(pretrained=moved, lora=other_lora)['model.pretrained'] == identity['model.pretrained']
+    assert identity_of(pretrained=folder, lora=other_lora)['model.pretrained'] == identity['model.pretrained']
 
-    other = build_model(pretrained=moved, processor=processor).model
+    other = build_model(pretrained=folder, processor=processor).model
     other.get_input_embeddings().weight.data[-1, -1] += 1
-    other.save_pretrained(moved)
-    with_other_base = identity_of(pretrained=moved, lora={'r': 4})
+    other.save_pretrained(folder)
+    with_other_base = identity_of(pretrained=folder, lora={'r': 4})
     assert with_other_base.pop('model.pretrained') != identity.pop('model.pretrained')
     assert with_other_base == identity
 

@@ -60,8 +60,8 @@ def train_and_export(folder, name, run, *, ranks=1, **overrides):
     return load_file(weights)
 
 
-def distance(weights, others):
-    squares = [(weight - others[name]).square().sum() for name, weight in weights.items()]
+def distance(weights, expected):
+    squares = [(weight - expected[name]).square().sum() for name, weight in weights.items()]
     return float(sum(squares)) ** 0.5
 
 

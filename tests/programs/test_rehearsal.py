@@ -122,7 +122,7 @@ def test_logits_are_rehearsed_as_in_the_run(logits, are_labels_known):
 
 
 def state_of_trainer(spec, model, *, size=4, batch=0, auto=True):
-    """Returns what a rehearsal reads of a Trainer's state, in a run of two epochs."""
+    """Returns the part of a Trainer's state that a rehearsal reads. The run has two epochs."""
     epoch, batch_in_epoch = divmod(batch, len(spec.dataloader))
     return SimpleNamespace(
         dataloader=spec.dataloader,

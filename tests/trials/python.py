@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Calls from Python. They work, or raise a ValueError, a TypeError or a RuntimeError that says what to do."""
+"""Calls from Python. A call works, or raises a ValueError, a TypeError or a RuntimeError with a remedy."""
 
 from __future__ import annotations
 
