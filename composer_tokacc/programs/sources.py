@@ -117,8 +117,8 @@ class Source(ABC):
         """Refuses unknown datasets and arguments, before anything is read."""
 
     @abstractmethod
-    def small_processor(self, arguments: Section) -> Any:
-        """Makes a processor for a fresh model."""
+    def texts(self) -> Iterator[str]:
+        """Yields texts of the data. A tokenizer is trained on them if the model is fresh."""
 
     @abstractmethod
     def build_dataset(self, processor: Processor, *, is_eval: bool = False) -> Any:
@@ -150,7 +150,18 @@ class Source(ABC):
             if key in vision_config:
                 arguments.setdefault(key, vision_config[key])
         with building('dataset.processor'):
-            return self.small_processor(arguments)
+            return self.processor_maker()(**arguments)
+
+    def processor_maker(self) -> Callable[..., Any]:
+        """Returns a function that makes a processor for a fresh model from the keys of ``dataset.processor``."""
+        return partial(build_small_processor, self.texts())
+
+    def check_processor(self) -> None:
+        """Refuses keys of ``dataset.processor`` that do not fit, if the model is fresh."""
+        if self.config.model.pretrained is None:
+            maker = self.processor_maker()
+            hints = DATASET_HINTS if isinstance(maker, partial) else None  # not for a function of the user
+            check_arguments('dataset.processor', maker, self.section.get('processor'), hints=hints)
 
     def _pretrained_processor(self, pretrained: str, arguments: Section) -> Any:
         # Without trust_remote_code Transformers would ask on the terminal, once for each class.
@@ -271,8 +282,7 @@ class FileSource(Source):
             _check_dataset('dataset', self.section, {'name': Any, 'eval': Any})
         if self.section.get('eval') is not None:
             _check_dataset('dataset.eval', self._eval_section(), {'name': Any})
-        if self.config.model.pretrained is None:
-            self._processor_maker(self.section.get('processor') or {})  # for its refusals
+        self.check_processor()
         if self.config.loader.exchange_ranks:
             raise ConfigError(
                 'loader.exchange_ranks',
@@ -333,18 +343,12 @@ class FileSource(Source):
         """Returns the complete settings of the eval set."""
         return {**without(self.section, *SECTION_KEYS), **self.section['eval']}
 
-    def small_processor(self, arguments: Section) -> Any:
-        """Makes the processor that a dataset class builds, or one with a tokenizer that is trained on the files."""
-        return self._processor_maker(arguments)()
-
-    def _processor_maker(self, arguments: Section) -> Callable[[], Any]:
-        """Returns a function that makes a small processor. Refuses wrong arguments at once."""
-        parts = list(self._parts().values())
-        classes = [_dataset_class('dataset', part['name']) for part in parts]
+    def processor_maker(self) -> Callable[..., Any]:
+        """Returns ``build_processor`` of the dataset class, or our own function, which needs the ``texts`` of all."""
+        classes = [_dataset_class('dataset', part['name']) for part in self._parts().values()]
         for cls in classes:
             if hasattr(cls, 'build_processor'):
-                check_arguments('dataset.processor', cls.build_processor, arguments)
-                return partial(cls.build_processor, **arguments)
+                return cls.build_processor
         for cls in classes:
             if not hasattr(cls, 'texts'):
                 raise ConfigError(
@@ -352,14 +356,12 @@ class FileSource(Source):
                     f'must be given for `dataset.name` {cls.__name__}, which has neither `build_processor` nor '
                     '`texts`. Name a checkpoint',
                 )
-        check_arguments('dataset.processor', build_small_processor, arguments, num_positional=1, hints=DATASET_HINTS)
+        return super().processor_maker()
 
-        def texts() -> Iterator[str]:
-            for cls, part in zip(classes, parts, strict=True):
-                yield from cls.texts(part['path'])
-
-        # A generator, because the files are read only when the processor is made.
-        return partial(build_small_processor, texts(), **arguments)
+    def texts(self) -> Iterator[str]:
+        """Yields the texts of all parts."""
+        for part in self._parts().values():
+            yield from _dataset_class('dataset', part['name']).texts(part['path'])
 
     def build_dataset(self, processor: Processor, *, is_eval: bool = False) -> Dataset | None:
         """Returns one dataset, or the parts one after the other; None without an eval set."""
@@ -513,10 +515,9 @@ def _is_ours(cls: Any) -> bool:
 def _check_dataset(path: str, part: Section, extra_keys: Section) -> None:
     cls = _dataset_class(path, part.get('name'))
     hints = DATASET_HINTS if _is_ours(cls) else None
-    # The program itself gives the processor.
-    arguments = {**part, 'processor': None}
+    # The program itself gives the processor. The section has a key of this name, which is checked elsewhere.
     extra_keys = {**extra_keys, 'processor': Any}
-    check_arguments(path, cls, arguments, extra_keys=extra_keys, hints=hints)
+    check_arguments(path, partial(cls, processor=None), part, extra_keys=extra_keys, hints=hints)
 
 
 class ShardSource(Source):
@@ -534,6 +535,7 @@ class ShardSource(Source):
         eval_section = self.section.get('eval') or {}
         if eval_section and not eval_section.keys() & {*SHARD_PLACES, 'split'}:
             raise ConfigError('dataset.eval', 'must name shards of its own. Give `dataset.eval.local`')
+        self.check_processor()
         self._check_arguments('dataset', self._arguments(is_eval=False))
         self._check_arguments('dataset.eval', self._arguments(is_eval=True))
         if self.config.loader.modality == 'per_step':
@@ -571,11 +573,6 @@ class ShardSource(Source):
         names_of_stream = inspect.signature(Stream).parameters
         for name, stream in (streams or {}).items():
             check_names(f'{path}.streams.{name}', stream, names_of_stream)
-
-    def small_processor(self, arguments: Section) -> Any:
-        """Makes one with a tokenizer that is trained on the shards, which must lie in a folder of this machine."""
-        check_arguments('dataset.processor', build_small_processor, arguments, num_positional=1, hints=DATASET_HINTS)
-        return build_small_processor(self._texts(), **arguments)
 
     def build_dataset(self, processor: Processor, *, is_eval: bool = False) -> Any:
         """Returns the dataset, whose samples StreamingDataset assigns to ranks; None without an eval set."""
@@ -671,8 +668,8 @@ class ShardSource(Source):
             )
         return slot_tokens
 
-    def _texts(self) -> Iterator[str]:
-        """Yields the text of every turn in the shards."""
+    def texts(self) -> Iterator[str]:
+        """Yields the text of every turn in the shards, which must lie in a folder of this machine."""
         from composer_tokacc.data.llava_streaming import LlavaStreamingDataset
 
         streams = self.section.get('streams') or {'': self.section}
