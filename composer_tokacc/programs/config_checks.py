@@ -3,8 +3,8 @@
 
 """Our rules about a config, checked before any process group, model or data.
 
-A value that Composer, torch or Transformers refuse themselves is not checked here, unless they would take it without a
-word or refuse it only after the data was read and the model was loaded.
+A value that Composer, torch or Transformers refuse themselves is only checked here if they refuse it late, after the
+data was read and the model was loaded.
 """
 
 from __future__ import annotations
@@ -180,14 +180,12 @@ def _check_stoppers(config: TrainConfig) -> None:
 
 
 def _check_sharding(config: TrainConfig) -> None:
-    """Refuses settings of FSDP that Composer drops without a word or refuses in the first step."""
+    """Refuses settings of FSDP that Composer ignores or refuses in the first step."""
     settings = check_value(_FSDP, config.trainer['parallelism_config']['fsdp'], dict)
-    # FSDP2's settings (FSDP_VERSION=2) come from the same mapping. Names are checked here, because FSDPConfig takes any
-    # name. check_arguments() checks the values.
-    settings_of_both = [*dataclasses.fields(FSDPConfig), *dataclasses.fields(FSDP2Config)]
-    known_names = {setting.name for setting in settings_of_both}
-    check_names(_FSDP, settings, known_names)
     check_arguments(_FSDP, FSDPConfig, settings, hints=HOST_HINTS)
+    # FSDPConfig takes any name. The settings of FSDP2 (FSDP_VERSION=2) come from the same mapping.
+    settings_of_both = [*dataclasses.fields(FSDPConfig), *dataclasses.fields(FSDP2Config)]
+    check_names(_FSDP, settings, {setting.name for setting in settings_of_both})
     replicas = settings.get('data_parallel_replicate_degree')
     shards = settings.get('data_parallel_shard_degree', -1)
     if os.environ.get('FSDP_VERSION') == '2':

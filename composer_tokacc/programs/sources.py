@@ -85,7 +85,7 @@ PART_KEYS = {'name': Any, **SHARE_KEYS}
 SECTION_KEYS = ('processor', 'eval', 'parts', 'loss_shares_by')
 """Keys of the section ``dataset`` that hold for the whole section, and not for each dataset in it."""
 FROM_LOADER = {'batch_size', 'shuffle'}
-"""Arguments of StreamingDataset that the section ``loader`` sets."""
+"""Arguments of StreamingDataset that come from the section ``loader``."""
 SHARD_PLACES = ('local', 'remote', 'streams')
 """Arguments of StreamingDataset that name the shards."""
 
@@ -122,7 +122,7 @@ class Source(ABC):
 
     @abstractmethod
     def build_dataset(self, processor: Processor, *, is_eval: bool = False) -> Any:
-        """Returns the training set or the eval set. Without ``dataset.eval`` the eval set is None."""
+        """Returns the training set, or the eval set, which is None if the config has no ``dataset.eval``."""
 
     @abstractmethod
     def open_loader(
@@ -228,12 +228,6 @@ class Source(ABC):
     def rank_batch_size(self, *, is_eval: bool = False) -> int:
         """Returns the samples of a batch of one rank."""
         return self.config.batch_size(is_eval=is_eval) // dist.get_world_size()
-
-    @property
-    def rows_of_microbatch(self) -> int:
-        """Rows of ``slot_tokens`` in a microbatch. If the config has no number, a whole device batch."""
-        size = self.config.microbatching.device_train_microbatch_size
-        return size if isinstance(size, int) else self.rank_batch_size()
 
     @property
     def planning(self) -> dict[str, Any]:
@@ -592,10 +586,10 @@ class ShardSource(Source):
             try:
                 return LlavaStreamingDataset(processor=processor, **arguments)
             except ValueError as error:
-                # If there is an eval set, the memory of the training set is in use.
+                # For an eval set nothing is removed, because this run's training set uses the memory.
                 if is_eval or 'Reused local directory' not in str(error):
                     raise
-            # The memory may belong to a killed run or to a living one. A living one must not share our folder anyway.
+            # A killed run has left the memory. If a living run uses it, that run must not share our folder anyway.
             log.warning('Removing the shared memory that an earlier run of mosaicml-streaming has left behind.')
             clean_stale_shared_memory()
             return LlavaStreamingDataset(processor=processor, **arguments)
@@ -629,11 +623,14 @@ class ShardSource(Source):
             )
             return loader, config.microbatching.slot_tokens
         slot_tokens = self._slot_tokens()
+        size = config.microbatching.device_train_microbatch_size
+        if not isinstance(size, int):
+            size = batch_size  # a whole device batch
         exchanging_loader = ExchangingDataLoader(
             dataset,
             batch_size=batch_size,
             drop_last=drop_last,
-            max_tokens=token_budget(self.rows_of_microbatch, slot_tokens),
+            max_tokens=token_budget(size, slot_tokens),
             image_token_ids=image_token_ids(processor),
             max_image_tokens=config.microbatching.max_image_tokens,
             max_loss_tokens=config.microbatching.max_loss_tokens,
