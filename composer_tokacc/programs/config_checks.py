@@ -35,7 +35,6 @@ from composer_tokacc.programs.schema import (
     check_arguments,
     check_names,
     check_value,
-    without,
 )
 from composer_tokacc.programs.sources import source_of, token_data_spec_of
 from composer_tokacc.sampling.global_batches import BatchSchedule
@@ -117,8 +116,8 @@ def _check_trainer(trainer: Section) -> None:
     for name in FILLED_ELSEWHERE:
         if name in trainer:
             raise ConfigError(f'trainer.{name}', f'must be set in its own section of the file, got: {trainer[name]}')
-    # The registry checks `loggers`, a mapping here and objects in the Trainer.
-    check_arguments('trainer', partial(Trainer, model=None), without(trainer, 'loggers'), hints=HOST_HINTS)
+    without_model = partial(Trainer, model=None)  # pyright: ignore[reportArgumentType]
+    check_arguments('trainer', without_model, trainer, hints=HOST_HINTS)
     parallelism = trainer.get('parallelism_config') or {}
     # `tp` takes Python objects, and the Trainer drops `fsdp2`.
     keys = [key for key, value in parallelism.items() if value is not None]

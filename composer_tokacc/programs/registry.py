@@ -36,12 +36,11 @@ from composer_tokacc.programs.schema import (
     Fraction,
     Hint,
     Name,
+    NamedArguments,
     Positive,
-    TrainConfig,
     WarmUp,
     check_arguments,
     check_names,
-    check_value,
     without,
 )
 
@@ -92,6 +91,7 @@ _WEIGHT = Annotated[float, Field(ge=0)]
 _ALL_OR_SOME: TypeAlias = Literal[-1] | Count
 _OPTIONAL_ALL_OR_SOME: TypeAlias = Literal[-1] | Count | None
 _OPTIONAL_NAME: TypeAlias = Name | None
+_OPTIONAL_ARGUMENTS: TypeAlias = NamedArguments | None
 HOST_HINTS: dict[str, Hint] = {
     'alpha': _WEIGHT,
     'alpha_f': _WEIGHT,
@@ -105,6 +105,7 @@ HOST_HINTS: dict[str, Hint] = {
     'eval_interval': Duration,
     'eval_subset_num_batches': _ALL_OR_SOME,
     'load_path': _OPTIONAL_NAME,
+    'loggers': _OPTIONAL_ARGUMENTS,
     'max_duration': Duration,
     'run_name': _OPTIONAL_NAME,
     'save_folder': _OPTIONAL_NAME,
@@ -121,15 +122,9 @@ HOST_HINTS: dict[str, Hint] = {
 """Ranges of arguments by name, for all classes of hosts. The hosts accept any value, and fail in a step or never."""
 
 
-def build_all(config: TrainConfig, kind: str) -> list[Any]:
-    """Builds the algorithms, callbacks or loggers that a config names, in order."""
-    path = kind
-    section = getattr(config, kind, None)
-    if kind == 'loggers':
-        path = 'trainer.loggers'
-        section = config.trainer.get('loggers')
-    section = check_value(path, section, dict[str, dict[str, Any] | None] | None) or {}
-    return [_build_part(kind, f'{path}.{name}', name, arguments) for name, arguments in section.items()]
+def build_all(kind: str, section: NamedArguments | None, path: str) -> list[Any]:
+    """Builds the algorithms, callbacks or loggers that a section names, in order. ``path`` is its key in the config."""
+    return [_build_part(kind, f'{path}.{name}', name, arguments) for name, arguments in (section or {}).items()]
 
 
 def build_section(kind: str, section: Section, *positional: Any) -> Any:

@@ -35,6 +35,8 @@ Hint = Any
 
 Sections = dict[str, dict[str, Any]]
 """Settings of several things, by name."""
+NamedArguments = dict[str, dict[str, Any] | None]
+"""Names of classes, and arguments for each. None: its defaults."""
 Count = Annotated[int, Field(ge=1)]
 """A number of things, at least one."""
 NotNegative = Annotated[int, Field(ge=0)]
@@ -414,7 +416,7 @@ def check_value(path: str, value: Any, hint: Hint) -> Any:
 
     A number or a bool in quotes does not fit, because hosts treat the text ``'no'`` as true.
     """
-    options = (hint, *get_args(hint))
+    options: tuple[Any, ...] = (hint, *get_args(hint))
     for option in options:
         if value is not None and is_dataclass(option) and option.__module__.startswith('composer_tokacc.'):
             return build_dataclass(path, option, value)

@@ -185,7 +185,7 @@ def memory_of_run(
 
 def _logits_of_run(config: TrainConfig) -> str:
     """Returns at which positions the run computes logits; an argument of :func:`.calibrate_fake`."""
-    for algorithm in build_all(config, 'algorithms'):
+    for algorithm in build_all('algorithms', config.algorithms, 'algorithms'):
         if isinstance(algorithm, TokenAccumulation):
             is_compiled = config.trainer.get('compile_config') is not None
             if algorithm.why_all_logits is not None or config.model.train_metrics or is_compiled:
