@@ -416,9 +416,8 @@ def check_value(path: str, value: Any, hint: Hint) -> Any:
 
     A number or a bool in quotes does not fit, because hosts treat the text ``'no'`` as true.
     """
-    options: tuple[Any, ...] = (hint, *get_args(hint))
-    for option in options:
-        if value is not None and is_dataclass(option) and option.__module__.startswith('composer_tokacc.'):
+    for option in (hint, *get_args(hint)):
+        if value is not None and _is_section(option):
             return build_dataclass(path, option, value)
         if isinstance(value, list) and get_origin(option) is tuple:
             value = tuple(value)  # YAML has no tuples
@@ -431,6 +430,11 @@ def check_value(path: str, value: Any, hint: Hint) -> Any:
         key_path, wrong_value = _place_of(error, path, value)
         raise ConfigError(key_path, f'must {_requirement(error)}, got: {shorten(repr(wrong_value), 300)}') from error
     return value
+
+
+def _is_section(hint: Hint) -> bool:
+    """Returns whether an annotation is a dataclass of this package."""
+    return is_dataclass(hint) and hint.__module__.startswith('composer_tokacc.')
 
 
 def _place_of(error: ValidationError, path: str, value: object) -> tuple[str, object]:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,14 +45,6 @@ from composer_tokacc.sizing import (
 )
 
 log = logging.getLogger(__name__)
-
-
-class DataAndModel(Protocol):
-    """The part of :class:`.RunParts` that is used here. Its module imports this one, so it cannot be imported."""
-
-    processor: Processor
-    model: HuggingFaceModel
-    train_dataset: Any
 
 
 def apply_suggestion(
@@ -152,6 +144,7 @@ def memory_of_run(
     is_flash = str(config.model.attn_implementation).startswith('flash')
     precision = precision_of(config)
     width = int(table.lengths.max())
+    traced = table.select(_probe_samples(table))
     key = {
         'model': asdict(config.model),
         'optimizer': config.optimizer,
@@ -161,7 +154,7 @@ def memory_of_run(
         'logits': _logits_of_run(config),
         'width': width,
         # The traced samples, because pixels per token differ between images and videos.
-        'samples': [_columns_of(table, index) for index in _probe_samples(table)],
+        'samples': {name: getattr(traced, name).tolist() for name in TABLE_COLUMNS},
     }
 
     def calibrate(key: Mapping[str, Any]) -> MemoryModel:
@@ -194,12 +187,13 @@ def _logits_of_run(config: TrainConfig) -> str:
     return 'all'
 
 
-def _columns_of(table: LengthTable, index: int) -> list[int]:
-    """Returns the row of the table for one sample."""
-    return [int(getattr(table, name)[index]) for name in TABLE_COLUMNS]
-
-
-def watch_flops(config: TrainConfig, parts: DataAndModel, state: State) -> None:
+def watch_flops(
+    config: TrainConfig,
+    dataset: SampleDataset,
+    processor: Processor,
+    model: HuggingFaceModel,
+    state: State,
+) -> None:
     """Lets the run's :class:`.TokenMonitor` log MFU, if the speed of the device is known; a collective.
 
     The operations are counted in a trace on rank 0.
@@ -207,7 +201,7 @@ def watch_flops(config: TrainConfig, parts: DataAndModel, state: State) -> None:
     monitors = [callback for callback in state.callbacks if isinstance(callback, TokenMonitor)]
     if not monitors or not (monitors[0].device_tflops or get_gpu_flops_available(state)):
         return
-    table = source_of(config).measure(parts.train_dataset, parts.processor)
+    table = source_of(config).measure(dataset, processor)
     coefficients = None
     if dist.get_global_rank() == 0:
         say('counting the operations of the model ...')
@@ -215,21 +209,20 @@ def watch_flops(config: TrainConfig, parts: DataAndModel, state: State) -> None:
             # Eager attention, because its products are counted.
             build, model_config, samples = _to_trace(
                 config,
-                parts.train_dataset,
-                parts.processor,
+                dataset,
+                processor,
                 table,
                 attn_implementation='eager',
                 activation_checkpointing=False,
             )
-            longest = int(table.lengths.max())
-            flops = count_flops(build, model_config, samples, width=longest)
+            flops = count_flops(build, model_config, samples, width=int(table.lengths.max()))
             coefficients = flops.coefficients
         except Exception as error:  # a trace may fail in many ways, and the run can do without
             log.warning('MFU is not logged, as the model could not be traced: %s: %s', type(error).__name__, error)
     coefficients = from_any_rank(coefficients)
     monitors[0].flops = None
     if coefficients is not None:
-        layout = BatchLayout.for_model(parts.model)
+        layout = BatchLayout.for_model(model)
         monitors[0].flops = FlopModel(coefficients=coefficients, layout=layout, residual=0.0)
 
 
