@@ -427,7 +427,7 @@ def _cuts_of(run: PlannedRun, candidate: Candidate, size: int) -> list[Batch]:
         weights = run.accumulation.options.token_weights
         rule = run.accumulation.rule or 'causal'
     if weights == 'column' and not any(LOSS_WEIGHTS in microbatch for microbatch in batch.microbatches):
-        weights = 'token'  # a loader adds its own column to a step, not to a single microbatch
+        weights = 'token'  # the loader computes the column, which it only does for a whole step
     counted = with_counts(batch, rule, weights)
     split = split_of(state.dataloader)
     return list(microbatches_of(counted) if split is None else split(counted, size))

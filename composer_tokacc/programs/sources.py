@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, Optional
 
+import numpy as np
 import torch
 from composer.core import DataSpec
 from composer.utils import dist
@@ -375,7 +376,7 @@ class FileSource(Source):
         cls = _dataset_class(path, part['name'])
         arguments = without(part, *PART_KEYS)
         if _is_ours(cls) and (arguments.get('fit') or arguments.get('on_error') == 'skip'):
-            # It reads all samples to see which are bad or too long, and measures them for the sampler on the way.
+            # The dataset then reads all samples, and keeps their lengths for the sampler.
             arguments.setdefault('lengths_folder', self.config.loader.lengths_folder)
             arguments.setdefault('patch_size', self.patch_size(processor))
             if arguments.get('fit'):
@@ -384,7 +385,7 @@ class FileSource(Source):
             return cls(processor=processor, **arguments)
 
     def _caps(self, part: Section) -> dict[str, int | None]:
-        """Returns the limits of a sample. The limits of a microbatch replace higher limits of the dataset."""
+        """Returns the limits of a sample: those of the dataset, or the ones of a microbatch if they are lower."""
         microbatching = self.config.microbatching
         size = microbatching.device_train_microbatch_size
         width = microbatching.slot_tokens
@@ -463,21 +464,22 @@ class FileSource(Source):
         )
         return RegroupingDataLoader(dataset, batch_sampler=sampler, **options), slot_tokens
 
-    def _shares(self, datasets: Sequence[Any], loss_tokens: Any) -> dict[str, Any]:
-        """Returns the sampler's arguments for the shares of the parts."""
+    def _shares(self, datasets: Sequence[Any], loss_tokens: np.ndarray) -> dict[str, Any]:
+        """Returns the sampler's arguments for the shares of the parts.
+
+        ``mixture`` says how often samples of each part are drawn, ``loss_shares`` how much their tokens weigh.
+        """
         parts = self._parts().values()
         sizes = [len(dataset) for dataset in datasets]
         weights = [part['weight'] for part in parts if 'weight' in part]
-        shares = [part['loss_share'] for part in parts if 'loss_share' in part]
         if weights:
             return {'mixture': Mixture(sizes, weights=weights)}
+        shares = [part['loss_share'] for part in parts if 'loss_share' in part]
         if shares and not self.shares_by_weights:
             return {'mixture': Mixture.from_loss_shares(sizes, shares, loss_tokens)}
         epochs = [part.get('epochs', 1) for part in parts]
-        mixture = Mixture(sizes, epochs=epochs)
-        if shares:
-            return {'mixture': mixture, 'loss_shares': LossShares(sizes, shares, loss_tokens)}
-        return {'mixture': mixture}
+        loss_shares = LossShares(sizes, shares, loss_tokens) if shares else None
+        return {'mixture': Mixture(sizes, epochs=epochs), 'loss_shares': loss_shares}
 
 
 def _smaller(first: int | None, second: int | None) -> int | None:
