@@ -331,7 +331,7 @@ class SameData(Callback):
                 as_json = json.dumps(value, default=str)
                 self._fingerprints[f'optimizer.{name}'] = json.loads(as_json)
         self._is_loading = False
-        """Whether a checkpoint is being loaded. Composer then calls :meth:`state_dict` to learn which entries it has."""
+        """Whether a checkpoint is being loaded. Composer then calls :meth:`state_dict` to learn its entries."""
         self._is_compared = False
         """Whether :meth:`before_load` has read the checkpoint, so that :meth:`load_state_dict` compares nothing."""
 

@@ -125,8 +125,8 @@ def with_saved_adapter(
     adapter_config = peft.get_peft_config(dict(content))
     model = _attach(model, adapter_config, content.get('base_model_name_or_path'))
     missing, unknown = load_weights(model, weights, assign=assign)
-    # A checkpoint may lack the whole base. If it has some weights of the base, it must have all. Every adapter lies on a
-    # layer whose own weights peft calls `base_layer`.
+    # A checkpoint may lack the base as a whole, but not a part of it. Every adapter lies on a layer of the base, whose
+    # weights peft calls `base_layer`.
     has_base = any('.base_layer.' in name for name in weights)
     needed = [name for name in missing if has_base or IN_ADAPTER.search(name)]
     refuse_partial('a whole adapter of its base', needed, unknown)
