@@ -144,7 +144,9 @@ class LoaderConfig:
 
     @property
     def planned_key(self) -> str | None:
-        """The setting of the global batch that needs a sampler with a table of lengths; None if any sampler will do."""
+        """A setting that only a RegroupingBatchSampler can follow, because it plans ahead; None if there is none."""
+        if self.modality == 'per_step':
+            return '`loader.modality: per_step`'
         if self.global_batch_tokens is not None:
             return '`loader.global_batch_tokens`'
         if not isinstance(self.global_batch_size, int):

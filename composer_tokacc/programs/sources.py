@@ -285,16 +285,12 @@ class FileSource(Source):
             )
         if self.config.regroups_ranks:
             return
-        # Only a RegroupingBatchSampler can follow these three settings.
-        need = self.config.loader.planned_key
-        parts = self._parts().values()
-        has_shares = any(part.keys() & SHARE_KEYS.keys() for part in parts)
-        if has_shares:
-            need = 'shares of `dataset.parts`'
-        if self.config.loader.modality == 'per_step':
-            need = '`loader.modality: per_step`'
-        if need:
-            raise ConfigError('loader.regroup_ranks', f'and `microbatching.regroup` must be on for {need}, got: off')
+        planned_key = self.config.loader.planned_key
+        if any(part.keys() & SHARE_KEYS.keys() for part in self._parts().values()):
+            planned_key = 'shares of `dataset.parts`'
+        if planned_key is not None:
+            message = f'and `microbatching.regroup` must be on for {planned_key}, got: off'
+            raise ConfigError('loader.regroup_ranks', message)
 
     def _check_parts(self) -> None:
         check_value('dataset.parts', self.section['parts'], Annotated[Sections, Field(min_length=1)])
@@ -534,14 +530,10 @@ class ShardSource(Source):
         self.check_processor()
         self._check_arguments('dataset', self._arguments(is_eval=False))
         self._check_arguments('dataset.eval', self._arguments(is_eval=True))
-        if self.config.loader.modality == 'per_step':
-            raise ConfigError('loader.modality', 'must be `mixed` for streamed data, got: per_step. Use a JSON file')
-        if self.config.loader.planned_key is not None:
-            raise ConfigError(
-                'loader',
-                'must have one `global_batch_size` for streamed data, whose lengths are not known before, got: '
-                f'{self.config.loader.planned_key}. Use a JSON file',
-            )
+        planned_key = self.config.loader.planned_key
+        if planned_key is not None:
+            message = f'must not have {planned_key} for streamed data, which cannot be planned ahead. Use a JSON file'
+            raise ConfigError('loader', message)
         if self.config.loader.exchange_ranks:
             self._check_exchange()
 
