@@ -285,10 +285,9 @@ def auto_class(config: PretrainedConfig) -> Any:
     """Returns the class of Transformers that builds a model of this config with its language head."""
     if type(config) in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return auto.AutoModelForImageTextToText
-    # BART is in both of the following, Qwen2-Audio only in the second.
-    if type(config) in auto.MODEL_FOR_CAUSAL_LM_MAPPING:
-        return auto.AutoModelForCausalLM
-    if type(config) in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
+    # BART is in both of these mappings, Qwen2-Audio only in the one of encoders and decoders.
+    is_causal = type(config) in auto.MODEL_FOR_CAUSAL_LM_MAPPING
+    if type(config) in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING and not is_causal:
         return auto.AutoModelForSeq2SeqLM
     return auto.AutoModelForCausalLM
 

@@ -124,12 +124,17 @@ HOST_HINTS: dict[str, Hint] = {
 
 def build_all(kind: str, section: NamedArguments | None, path: str) -> list[Any]:
     """Builds the algorithms, callbacks or loggers that a section names, in order. ``path`` is its key in the config."""
-    return [_build_part(kind, f'{path}.{name}', name, arguments) for name, arguments in (section or {}).items()]
+    parts = []
+    for name, arguments in (section or {}).items():
+        parts.append(_build_part(kind, f'{path}.{name}', name, arguments))
+    return parts
 
 
 def build_section(kind: str, section: Section, *positional: Any) -> Any:
     """Builds the optimizer or the scheduler from its section, a ``name`` and arguments."""
-    return _build_part(kind, kind, section.get('name', ''), without(section, 'name', 'parts'), *positional)
+    name = section.get('name', '')
+    arguments = without(section, 'name', 'parts')
+    return _build_part(kind, kind, name, arguments, *positional)
 
 
 def _build_part(

@@ -344,8 +344,7 @@ def _overlay(below: object, above: object) -> object:
 
 
 def _join(path: str, key: object) -> str:
-    parts = [str(part) for part in (path, key) if part not in ('', None)]
-    return '.'.join(parts)
+    return f'{path}.{key}' if path else str(key)
 
 
 def build_dataclass(path: str, section: type[Options], values: object) -> Options:
@@ -500,11 +499,3 @@ WarmUp = Annotated[str, AfterValidator(partial(_check_time, may_be_zero=True))]
 def without(section: Mapping[str, Any], *keys: str) -> dict[str, Any]:
     """Returns a section without some of its keys: the arguments for the class or function that it names."""
     return {key: value for key, value in section.items() if key not in keys}
-
-
-def precision_of(config: TrainConfig) -> str:
-    """Returns the precision of the run. Without one in the config it is Composer's own default."""
-    precision = config.trainer.get('precision')
-    if precision:
-        return str(precision)
-    return 'fp32' if config.trainer.get('device') == 'cpu' else 'amp_fp16'

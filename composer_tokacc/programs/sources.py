@@ -286,8 +286,9 @@ class FileSource(Source):
         if self.config.regroups_ranks:
             return
         planned_key = self.config.loader.planned_key
-        if any(part.keys() & SHARE_KEYS.keys() for part in self._parts().values()):
-            planned_key = 'shares of `dataset.parts`'
+        for part in self._parts().values():
+            if part.keys() & SHARE_KEYS.keys():
+                planned_key = 'shares of `dataset.parts`'
         if planned_key is not None:
             message = f'and `microbatching.regroup` must be on for {planned_key}, got: off'
             raise ConfigError('loader.regroup_ranks', message)
@@ -336,7 +337,8 @@ class FileSource(Source):
 
     def processor_maker(self) -> Callable[..., Any]:
         """Returns ``build_processor`` of the dataset class, or our own function, which needs the ``texts`` of all."""
-        classes = [_dataset_class('dataset', part['name']) for part in self._parts().values()]
+        names = [part['name'] for part in self._parts().values()]
+        classes = [_dataset_class('dataset', name) for name in names]
         for cls in classes:
             if hasattr(cls, 'build_processor'):
                 return cls.build_processor

@@ -31,7 +31,7 @@ from composer_tokacc.programs.host_types import Processor, SampleDataset
 from composer_tokacc.programs.models import build_transformers_model
 from composer_tokacc.programs.process import say
 from composer_tokacc.programs.registry import build_all, build_section
-from composer_tokacc.programs.schema import TrainConfig, precision_of, without
+from composer_tokacc.programs.schema import TrainConfig, without
 from composer_tokacc.programs.sources import source_of
 from composer_tokacc.sizing import (
     GIB,
@@ -142,13 +142,12 @@ def memory_of_run(
     """Returns the memory model of a run, traced without a GPU. The user's cache folder keeps it."""
     # Flash attention does not run on CPUs. SDPA keeps the same tensors, and a mask if there is padding.
     is_flash = str(config.model.attn_implementation).startswith('flash')
-    precision = precision_of(config)
     width = int(table.lengths.max())
     traced = table.select(_probe_samples(table))
     key = {
         'model': asdict(config.model),
         'optimizer': config.optimizer,
-        'precision': 'amp_bf16' if precision == 'amp_fp8' else precision,  # the memory model has no fp8
+        'precision': _traced_precision(config),
         'strategy': 'fsdp' if config.is_sharded else 'ddp',
         'device': 'cpu' if config.trainer.get('device') == 'cpu' else 'gpu',
         'logits': _logits_of_run(config),
@@ -174,6 +173,13 @@ def memory_of_run(
         )
 
     return load_or_calibrate(cache_folder('memory'), key, calibrate)
+
+
+def _traced_precision(config: TrainConfig) -> str:
+    """Returns the precision of the run, which Composer chooses if the config does not; bfloat16 instead of fp8."""
+    default = 'fp32' if config.trainer.get('device') == 'cpu' else 'amp_fp16'
+    precision = config.trainer.get('precision') or default
+    return 'amp_bf16' if precision == 'amp_fp8' else precision
 
 
 def _logits_of_run(config: TrainConfig) -> str:
