@@ -17,7 +17,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, Optional
+from typing import Annotated, Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -48,6 +48,7 @@ from composer_tokacc.programs.models import read_config
 from composer_tokacc.programs.registry import import_by_name
 from composer_tokacc.programs.schema import (
     Count,
+    Hint,
     Sections,
     TrainConfig,
     check_arguments,
@@ -65,13 +66,15 @@ from composer_tokacc.sampling import (
 
 log = logging.getLogger(__name__)
 
-DATASET_HINTS = {
+_OPTIONAL_COUNT: TypeAlias = Count | None
+_OPTIONAL_WORKERS: TypeAlias = Annotated[int, Field(ge=0, le=256)] | None
+DATASET_HINTS: dict[str, Hint] = {
     'image_size': Count,
-    'max_length': Optional[Count],  # noqa: UP045 - for pyright
+    'max_length': _OPTIONAL_COUNT,
     'model_max_length': Count,
-    'num_workers': Optional[Annotated[int, Field(ge=0, le=256)]],  # noqa: UP045
+    'num_workers': _OPTIONAL_WORKERS,
     'patch_size': Count,
-    'video': Optional[VideoSampling],  # noqa: UP045
+    'video': VideoSampling | None,
     'vocab_size': Count,
 }
 """Ranges of the arguments of LlavaDataset and the small processor."""
