@@ -76,10 +76,10 @@ def loss_and_gradients(case: FamilyCase, batch):
 
 
 def expected_loss_and_gradients(case: FamilyCase, side: str):
-    """Those of the text rows in a batch with images.
+    """Loss and gradients of the text rows in a batch with images.
 
-    The loss of Mllama's text rows depends on whether the batch has any image, so there an image row without labels
-    stands beside them.
+    Mllama's loss of a text row depends on whether the batch has any image. So for Mllama an image row without labels is
+    added.
     """
     if case.name != 'mllama':
         return loss_and_gradients(case, batch_of(case, TEXT_ROWS, side))
@@ -280,7 +280,7 @@ def test_packed_rows_are_not_halved_needlessly(two_ranks):
 
 
 def test_media_rows_of_other_ranks_fit(some_rank_has_videos, monkeypatch):
-    """Rows with images in a step in which only another rank has a video."""
+    """All rows of this rank have an image, and only another rank has a video."""
     case, layout = media_case_of('qwen2_5_vl')
     image_row = case.rows[case.kinds.index('image')]
     video_row = case.rows[case.kinds.index('video')]

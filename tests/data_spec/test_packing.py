@@ -122,8 +122,8 @@ def test_empty_rows_are_packed(side):
 
 def test_packed_row_keeps_the_counts_of_its_documents():
     batch = {**collate(text_rows([(4, 2), (5, 3), (3, 2)])), 'source': ['a', 'b', 'c']}
-    marked = with_rows(batch, [RowCounts(), RowCounts(), RowCounts(samples=0)])
-    counted = with_counts(marked, token_weights='sqrt')
+    with_dummy = with_rows(batch, [RowCounts(), RowCounts(), RowCounts(samples=0)])
+    counted = with_counts(with_dummy, token_weights='sqrt')
     (packed,) = rows_of(pack_rows(BatchLayout.infer(counted), counted))
     assert packed.documents == tuple(rows_of(counted))
     assert [document.source for document in packed.documents] == ['a', 'b', None]

@@ -130,7 +130,7 @@ def test_joined_rows_match_the_processors_batch(name, rows, side):
 @pytest.mark.parametrize(('name', 'side'), zip(FAMILIES, cycle(['right', 'left']), strict=False))
 def test_row_losses_add_up(name, side):
     case = case_of(name)
-    # Mllama computes a text row otherwise beside an image: see test_only_mllama_couples_rows.
+    # Mllama's loss of a text row depends on the other rows: see test_only_mllama_couples_rows.
     rows = IMAGE_ROWS if name == 'mllama' else range(6)
     expected = loss_of_rows(case, rows)
     for layout in layouts(case):
@@ -178,7 +178,7 @@ def test_layout_of_model_and_of_batch(name):
 
 @for_each_family
 def test_only_mllama_couples_rows(name):
-    """It computes a text row otherwise beside an image, so no grouping of its rows is right. The layout must say so."""
+    """Its loss of a text row changes if the batch has an image. The layout must say so, for the rules of a cut."""
     case = case_of(name)
     layout = BatchLayout.for_model(case.model)
     row_losses = loss_of_rows(case, [0, 1])

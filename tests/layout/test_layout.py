@@ -20,6 +20,7 @@ from tests.support.families import FAMILIES as CASES
 from tests.support.small_batches import IMAGE, LLAVA, QWEN, TEXT, drawn_batch, numbered, numbers_of, text_batch
 from tests.support.text import whisper_model
 
+TEXT_LAYOUT, LLAVA_LAYOUT, QWEN_LAYOUT = (BatchLayout(family=family) for family in (TEXT, LLAVA, QWEN))
 for_each_side = pytest.mark.parametrize('side', ['left', 'right'])
 
 
@@ -34,15 +35,14 @@ def test_layout_needs_a_config(model):
 
 @for_each_side
 def test_lengths_and_trim(side):
-    layout = BatchLayout(family=TEXT)
     batch = text_batch([3, 5, 2], side=side, width=8)
     assert padding_side(batch) == side
-    assert describe(layout, batch).lengths == [3, 5, 2]
-    trimmed = layout.trim(batch)
+    assert describe(TEXT_LAYOUT, batch).lengths == [3, 5, 2]
+    trimmed = TEXT_LAYOUT.trim(batch)
     for key, expected in text_batch([3, 5, 2], side=side).items():
         torch.testing.assert_close(trimmed[key], expected)
         assert trimmed[key].is_contiguous()
-    last_row = layout.trim(layout.select(batch, [2]))
+    last_row = TEXT_LAYOUT.trim(TEXT_LAYOUT.select(batch, [2]))
     assert last_row['input_ids'].tolist() == [[1, 2]]
 
 
@@ -50,7 +50,7 @@ def test_lengths_and_trim(side):
 @for_each_side
 def test_width_multiple_stays_inside_batch(multiple, width, side):
     batch = text_batch([3, 5, 2], side=side, width=9)
-    trimmed = BatchLayout(family=TEXT).trim(batch, width_multiple=multiple)
+    trimmed = TEXT_LAYOUT.trim(batch, width_multiple=multiple)
     for value in trimmed.values():
         assert value.shape[1] == width
     assert trimmed['attention_mask'].sum() == batch['attention_mask'].sum()
@@ -89,14 +89,13 @@ class Change:
 )
 @for_each_side
 def test_lengths_of_unusual_padding(lengths, width, changes, expected, side):
-    layout = BatchLayout(family=TEXT)
     batch = text_batch(lengths, width=width)
     for change in changes:
         batch[change.key][change.place] = change.value
     if side == 'left':
         batch = {key: value.flip(1) for key, value in batch.items()}
-    assert describe(layout, batch).lengths == expected
-    trimmed = layout.trim(batch)
+    assert describe(TEXT_LAYOUT, batch).lengths == expected
+    trimmed = TEXT_LAYOUT.trim(batch)
     assert trimmed['input_ids'].shape == (2, max(expected))
     assert trimmed['attention_mask'].sum() == batch['attention_mask'].sum()
     assert (trimmed['labels'] != -100).sum() == (batch['labels'] != -100).sum()
@@ -105,7 +104,7 @@ def test_lengths_of_unusual_padding(lengths, width, changes, expected, side):
 def test_batch_without_mask_is_never_trimmed():
     batch = text_batch([3, 5], width=7)
     del batch['attention_mask']
-    assert describe(BatchLayout(family=TEXT), batch).lengths == [7, 7]
+    assert describe(TEXT_LAYOUT, batch).lengths == [7, 7]
 
 
 def square_mask(batch):
@@ -132,21 +131,20 @@ MASK_FORMS = {
 @pytest.mark.parametrize('form', MASK_FORMS)
 @for_each_side
 def test_square_masks_are_trimmed_twice(form, side):
-    layout = BatchLayout(family=TEXT)
     batch = text_batch([3, 5, 2], side=side, width=8)
     mask = MASK_FORMS[form](square_mask(batch))
     batch['attention_mask'] = mask
     batch['labels'].fill_(-100)
     assert padding_side(batch) == side
-    assert describe(layout, batch).lengths == [3, 5, 2]
-    first_row = layout.trim(layout.select(batch, [0]))
+    assert describe(TEXT_LAYOUT, batch).lengths == [3, 5, 2]
+    first_row = TEXT_LAYOUT.trim(TEXT_LAYOUT.select(batch, [0]))
     tokens = slice(5, 8) if side == 'left' else slice(0, 3)
     torch.testing.assert_close(first_row['attention_mask'], mask[:1, ..., tokens, tokens])
     # After joining, no real position may attend to the new pads.
-    second_row = layout.trim(layout.select(batch, [1]))
-    joined = layout.concat([first_row, second_row], padding_side=side)
+    second_row = TEXT_LAYOUT.trim(TEXT_LAYOUT.select(batch, [1]))
+    joined = TEXT_LAYOUT.concat([first_row, second_row], padding_side=side)
     assert joined['attention_mask'].shape[-2:] == (5, 5)
-    assert describe(layout, joined).lengths == [3, 5]
+    assert describe(TEXT_LAYOUT, joined).lengths == [3, 5]
 
 
 def joined_rows(case, layout):
@@ -177,13 +175,12 @@ def test_additive_mask_keeps_the_loss():
 
 @for_each_side
 def test_rotary_positions_of_three_axes(side):
-    layout = BatchLayout(family=QWEN)
     positions = torch.arange(3 * 3 * 6).view(3, 3, 6)
     batch = text_batch([3, 5, 2], side=side, width=6, position_ids=positions)
-    part = layout.trim(layout.select(batch, [2, 0]))
+    part = QWEN_LAYOUT.trim(QWEN_LAYOUT.select(batch, [2, 0]))
     tokens = slice(3, 6) if side == 'left' else slice(0, 3)
     torch.testing.assert_close(part['position_ids'], positions[:, [2, 0], tokens])
-    joined = layout.concat([part, layout.select(batch, [1])], padding_side=side)
+    joined = QWEN_LAYOUT.concat([part, QWEN_LAYOUT.select(batch, [1])], padding_side=side)
     assert joined['position_ids'].shape == (3, 3, 6)
     torch.testing.assert_close(joined['position_ids'][:, 2], positions[:, 1])
 
@@ -206,21 +203,19 @@ def test_rotary_positions_keep_the_loss():
     'key', ['token_type_ids', 'mm_token_type_ids', 'loss_mask', 'sequence_id', 'special_tokens_mask']
 )
 def test_token_wise_entries_are_selected(key):
-    layout = BatchLayout(family=TEXT)
     batch = text_batch([3, 5, 2], width=6)
     batch[key] = torch.arange(18).view(3, 6)
-    part = layout.trim(layout.select(batch, [2, 0]))
+    part = TEXT_LAYOUT.trim(TEXT_LAYOUT.select(batch, [2, 0]))
     assert part[key].tolist() == [[12, 13, 14], [0, 1, 2]]
 
 
 def test_encoder_decoder_labels_keep_their_width():
-    layout = BatchLayout(family=TEXT)
     for width in (4, 8):  # 8 is by chance also the width of the encoder's text
         batch = text_batch([3, 5, 2], width=8)
         batch['labels'] = torch.full((3, width), -100)
         batch['labels'][:, 0] = 1
         batch['decoder_input_ids'] = torch.ones(3, width).long()
-        part = layout.trim(layout.select(batch, [2, 0]))
+        part = TEXT_LAYOUT.trim(TEXT_LAYOUT.select(batch, [2, 0]))
         assert part['input_ids'].shape == (2, 3)
         assert part['labels'].shape == part['decoder_input_ids'].shape == (2, width)
 
@@ -230,7 +225,7 @@ def test_encoder_decoder_labels_keep_their_width():
 
 def test_lists_none_and_plain_values():
     batch = text_batch([3, 5, 2], sample_ids=['a', 'b', 'c'], pixel_values=None, task='ocr', step=3, weights=(1, 2, 3))
-    part = BatchLayout(family=TEXT).select(batch, [2, 0])
+    part = TEXT_LAYOUT.select(batch, [2, 0])
     assert part['sample_ids'] == ['c', 'a']
     assert part['weights'] == [3, 1]
     assert part['pixel_values'] is None
@@ -242,18 +237,18 @@ def test_lists_none_and_plain_values():
 def test_unknown_tensor_is_refused_by_name(rows):
     batch = text_batch([3, 5, 2], ocr_boxes=torch.zeros(4, 4))
     with pytest.raises(ValueError, match=r"batch\['ocr_boxes'\].*with_entries\(ocr_boxes=Entry\(unit=\.\.\.\)\)"):
-        BatchLayout(family=TEXT).select(batch, rows)
+        TEXT_LAYOUT.select(batch, rows)
 
 
 @pytest.mark.parametrize('value', [['a', 'b'], {'a': 1}, object()])
 def test_values_without_rows_are_refused(value):
     batch = text_batch([3, 5, 2], boxes=value)
     with pytest.raises(ValueError, match=r"batch\['boxes'\].*got: (list|dict|object)"):
-        BatchLayout(family=TEXT).select(batch, [1])
+        TEXT_LAYOUT.select(batch, [1])
 
 
 def test_registered_tensors_are_selected():
-    layout = BatchLayout(family=LLAVA).with_entries(
+    layout = LLAVA_LAYOUT.with_entries(
         ocr_boxes=Entry(unit='box'), image_tags=Entry(unit='image'), class_weights=Entry(unit='shared')
     )
     batch = text_batch(
@@ -288,14 +283,14 @@ def test_layout_travels_to_loader_workers(family):
 
 def test_padding_side_is_checked():
     with pytest.raises(ValueError, match="'left' or 'right', got: 'middle'"):
-        BatchLayout(family=TEXT).concat([text_batch([3])], padding_side='middle')
+        TEXT_LAYOUT.concat([text_batch([3])], padding_side='middle')
 
 
 @pytest.mark.parametrize(('key', 'value'), [('token_type_ids', torch.zeros(1, 3).long()), ('sample_ids', ['a'])])
 def test_entry_of_some_samples_is_refused(key, value):
     batches = [text_batch([3]), {**text_batch([3]), key: value}]
     with pytest.raises(ValueError, match=f'`{key}` must be in every batch or in none, got: 1 of 2'):
-        BatchLayout(family=TEXT).concat(batches)
+        TEXT_LAYOUT.concat(batches)
 
 
 def test_text_rows_lack_image_entries():
@@ -313,26 +308,24 @@ def test_text_rows_lack_image_entries():
 
 
 def test_concat_loses_no_plain_value():
-    layout = BatchLayout(family=TEXT)
     batches = [
         text_batch([3], source='ai2d', version=2),
         text_batch([4, 2], source='chartqa', version=2),
         text_batch([5]),
     ]
-    joined = layout.concat(batches)
+    joined = TEXT_LAYOUT.concat(batches)
     assert joined['source'] == ['ai2d', 'chartqa', 'chartqa', None]
     assert joined['version'] == 2
-    assert layout.select(joined, [1, 0])['source'] == ['chartqa', 'ai2d']
+    assert TEXT_LAYOUT.select(joined, [1, 0])['source'] == ['chartqa', 'ai2d']
 
 
 def test_shared_positions_must_agree():
-    layout = BatchLayout(family=TEXT)
     wide = text_batch([4, 2], position_ids=torch.arange(4)[None])
     narrow = text_batch([3], position_ids=torch.arange(3)[None])
-    assert layout.concat([narrow, wide])['position_ids'].tolist() == [[0, 1, 2, 3]]
+    assert TEXT_LAYOUT.concat([narrow, wide])['position_ids'].tolist() == [[0, 1, 2, 3]]
     from_ten = text_batch([3], position_ids=torch.arange(10, 13)[None])
     with pytest.raises(ValueError, match=r'position_ids.*same for all rows'):
-        layout.concat([from_ten, wide])
+        TEXT_LAYOUT.concat([from_ten, wide])
 
 
 # Media.
@@ -390,7 +383,7 @@ def test_image_without_placeholders():
 
 def test_one_row_has_all_the_images():
     batch = drawn_batch('iiii', pixel_values=torch.rand(3, 3, 2, 2))
-    assert BatchLayout(family=LLAVA).images_per_row(batch) == [3]
+    assert LLAVA_LAYOUT.images_per_row(batch) == [3]
 
 
 def test_grids_tell_images_of_qwen():
@@ -402,7 +395,6 @@ def test_grids_tell_images_of_qwen():
 
 
 def test_videos_go_with_their_rows():
-    layout = BatchLayout(family=QWEN)
     batch = text_batch(
         [3, 5, 2],
         num_images=[1, 0, 1],
@@ -413,17 +405,17 @@ def test_videos_go_with_their_rows():
         pixel_values_videos=numbered(24, 1),
         second_per_grid_ts=torch.tensor([0.5, 1.0, 2.0]),
     )
-    assert layout.media_per_row(batch) == [1, 2, 2]
-    part = layout.select(batch, [2, 1])
+    assert QWEN_LAYOUT.media_per_row(batch) == [1, 2, 2]
+    part = QWEN_LAYOUT.select(batch, [2, 1])
     assert numbers_of(part['pixel_values']) == list(range(4, 12))
     assert numbers_of(part['pixel_values_videos']) == [*range(12, 24), *range(12)]
     assert part['second_per_grid_ts'].tolist() == [2.0, 0.5, 1.0]
-    without_image = layout.select(batch, [1])
+    without_image = QWEN_LAYOUT.select(batch, [1])
     assert 'pixel_values' not in without_image
     assert 'image_grid_thw' not in without_image
     batch['num_videos'] = [0, 1, 1]
     with pytest.raises(ValueError, match=r'which of 3 videos .* `num_videos`=\[0, 1, 1\]. Carry `num_videos`'):
-        layout.select(batch, [1])
+        QWEN_LAYOUT.select(batch, [1])
 
 
 def test_audio_goes_with_its_rows():
@@ -447,7 +439,7 @@ def test_list_of_media_is_refused():
     """Two clips of unequal length cannot be told from a list with one entry for each row."""
     batch = text_batch([3, 2], pixel_values=[torch.zeros(3, 2, 2), torch.zeros(3, 4, 2)])
     with pytest.raises(ValueError, match=r"batch\['pixel_values'\].* got: list of media"):
-        BatchLayout(family=LLAVA).select(batch, [1])
+        LLAVA_LAYOUT.select(batch, [1])
 
 
 # Rows without ids.
@@ -498,7 +490,7 @@ def test_labels_without_ids_are_padded(whisper_layout, whisper_batch):
 
 def test_batch_without_any_text():
     with pytest.raises(ValueError, match=r"must have tensors `input_ids` or `labels`.*got: \['input_features'\]"):
-        BatchLayout(family=TEXT).num_rows({'input_features': torch.rand(2, 4, 20)})
+        TEXT_LAYOUT.num_rows({'input_features': torch.rand(2, 4, 20)})
 
 
 # Memory.
@@ -511,11 +503,10 @@ def image_batch():
 
 
 def test_split_equals_select(image_batch):
-    layout = BatchLayout(family=LLAVA)
     groups = [[2, 0], [1], [0, 1, 2, 3], [3, 2]]
-    parts = layout.split(image_batch, groups)
+    parts = LLAVA_LAYOUT.split(image_batch, groups)
     for part, rows in zip(parts, groups, strict=True):
-        expected = layout.select(image_batch, rows)
+        expected = LLAVA_LAYOUT.select(image_batch, rows)
         assert part.keys() == expected.keys()
         assert part['num_images'] == expected['num_images']
         for key in ('pixel_values', 'input_ids'):
@@ -532,7 +523,7 @@ def test_rows_are_counted_once(monkeypatch, image_batch):
         return original(self, batch, unit)
 
     monkeypatch.setattr(BatchLayout, 'units_per_row', units_per_row)
-    BatchLayout(family=LLAVA).split(image_batch, [[0], [1], [3, 2]])
+    LLAVA_LAYOUT.split(image_batch, [[0], [1], [3, 2]])
     assert sorted(counted_units) == ['image', 'row']
 
 
@@ -542,9 +533,8 @@ def test_rows_are_counted_once(monkeypatch, image_batch):
 def test_consecutive_rows_are_a_view(monkeypatch, image_batch, to_gpu, rows, is_view):
     """If the part moves to a GPU anyway."""
     monkeypatch.setattr(tensors, '_on_the_way_to_a_gpu', lambda value: to_gpu)
-    layout = BatchLayout(family=LLAVA)
     image_batch['position_ids'] = torch.arange(36).view(3, 4, 3)
-    part = layout.trim(layout.select(image_batch, rows))
+    part = LLAVA_LAYOUT.trim(LLAVA_LAYOUT.select(image_batch, rows))
     for key in ('pixel_values', 'input_ids'):
         shares_memory = part[key].untyped_storage().data_ptr() == image_batch[key].untyped_storage().data_ptr()
         assert shares_memory == is_view, key
@@ -559,7 +549,7 @@ def test_microbatches_on_a_cpu_are_copies(monkeypatch, image_batch, has_gpu):
     """Composer deep-copies each microbatch, and the copy of a view would hold the whole batch."""
     monkeypatch.setattr(tensors, '_has_gpu', lambda: has_gpu)
     monkeypatch.setattr(tensors, '_is_page_locked', lambda value: False)
-    part = BatchLayout(family=LLAVA).select(image_batch, [1, 2])
+    part = LLAVA_LAYOUT.select(image_batch, [1, 2])
     viewed = image_batch if has_gpu else part
     assert part['pixel_values'].untyped_storage().nbytes() == viewed['pixel_values'].nbytes
 
@@ -586,10 +576,9 @@ def test_copies_stay_page_locked(monkeypatch, image_batch):
     monkeypatch.setattr(tensors, '_empty', locks.empty)
     batch = {**image_batch, **text_batch([3, 1, 1, 2], width=5)}
     locks.tensors += [value for value in batch.values() if isinstance(value, torch.Tensor)]
-    layout = BatchLayout(family=LLAVA)
-    part = layout.trim(layout.select(batch, [3, 1]))
+    part = LLAVA_LAYOUT.trim(LLAVA_LAYOUT.select(batch, [3, 1]))
     assert part['input_ids'].shape == (2, 2)
     for key in ('input_ids', 'attention_mask', 'labels', 'pixel_values'):
         assert locks.is_locked(part[key]), key
     batch['labels'] = batch['labels'].clone()
-    assert not locks.is_locked(layout.select(batch, [3, 1])['labels'])
+    assert not locks.is_locked(LLAVA_LAYOUT.select(batch, [3, 1])['labels'])

@@ -57,7 +57,7 @@ def test_llava_onevision_counts_as_its_processor():
     counts = placeholders.anyres({'image_sizes': torch.tensor(sizes)}, config, len(sizes), 0)
     assert counts == [processor._get_number_of_features(*size, 384, 384) for size in sizes]
     assert max(counts) < tokens_of_tile * 12  # the limit of 9 tiles was reached
-    # Images beside others in a sample are not cut into tiles.
+    # If a sample has two images, they are not cut into tiles.
     batch = {'image_sizes': torch.tensor(sizes[:3]), 'batch_num_images': torch.tensor([1, 0, 2])}
     assert placeholders.anyres(batch, config, 3, 0) == [counts[0], tokens_of_tile + 1, tokens_of_tile + 1]
 

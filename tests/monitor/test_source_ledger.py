@@ -61,7 +61,7 @@ def test_loss_of_a_source(cut, side):
         total_loss += expected * count
         positions += field(recorder, 'positions', source)[0]
     assert recorder.logged('loss/train/total') == pytest.approx([total_loss / NUM_TOKENS], rel=1e-6)
-    # There are no dummy rows, so each computed position belongs to a source.
+    # Without dummy rows, each computed position belongs to a source.
     assert positions == pytest.approx(1, abs=1e-9)
 
 

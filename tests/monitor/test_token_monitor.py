@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What the monitor logs of a step: padding, weights, use of the device, the gradient's norm."""
+"""The figures that the monitor logs in each step: padding, weights, use of the device, the gradient's norm."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_regrouping_split_computes_less_padding():
 
 
 def test_dummy_rows_have_their_own_figure():
-    """They are computed, but are no samples and hold no real tokens."""
+    """They are computed, but they do not count as samples or real tokens."""
     batch = with_rows(collate(text_rows(SHAPE)), [RowCounts()] * 5 + [RowCounts(samples=0)])
     data = token_data_spec(loader(batch, batch), slot_tokens=WIDTH, regroup=False)
     recorder = run(data, algorithms=[TokenAccumulation()], microbatch_size=1)
