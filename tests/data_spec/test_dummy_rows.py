@@ -279,15 +279,18 @@ def test_packed_rows_are_not_halved_needlessly(two_ranks):
         assert microbatch['input_ids'].numel() <= budget
 
 
-def test_media_rows_of_other_ranks_fit(some_rank_has_videos, monkeypatch):
-    """All rows of this rank have an image, and only another rank has a video."""
+def test_packed_rows_are_halved_if_needed(some_rank_has_videos, monkeypatch):
+    """Two rows with an image fit into a microbatch, but not with the video of another rank."""
     case, layout = media_case_of('qwen2_5_vl')
     image_row = case.rows[case.kinds.index('image')]
     video_row = case.rows[case.kinds.index('video')]
     batch = with_counts(layout.concat([image_row] * 4))
-    budget = layout.width(image_row) + layout.width(video_row)
+    budget = 2 * layout.width(image_row)
+    assert layout.width(video_row) < layout.width(image_row)
     receive(monkeypatch, video_row)
-    for microbatch in packed_microbatches(batch, layout, slot_tokens=budget):
+    microbatches = packed_microbatches(batch, layout, slot_tokens=budget)
+    assert len(microbatches) == 4
+    for microbatch in microbatches:
         assert 'pixel_values_videos' in microbatch
         assert microbatch['input_ids'].numel() <= budget
 

@@ -18,6 +18,7 @@ from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, token_
 from composer_tokacc.data_spec.pieces import CutRules
 from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.layout import BatchLayout, PreSplitBatch
+from composer_tokacc.planning import CostModel
 from composer_tokacc.row_counts import num_samples
 from tests.support.exactness import family_batch
 from tests.support.families import FAMILIES
@@ -98,6 +99,14 @@ def test_microbatches_are_not_copied(side):
     batch = without_first_labels(pre_split(side=side))
     spec = spec_for()
     assert_handed_on(spec.split_batch(spec.batch_transforms(batch), 2), batch)
+
+
+def test_planned_microbatches_stay_as_they_are():
+    """Even if a plain batch would be cut into more microbatches, which cost less."""
+    batch = pre_split([[10, 1]])
+    spec = spec_for(cost=CostModel(launch=1.0))
+    assert len(spec.split_batch(batch.joined(BatchLayout(family=TEXT)), 2)) == 2
+    assert_handed_on(spec.split_batch(batch, 2), batch)
 
 
 def test_ranks_in_step_copy_nothing(two_ranks):

@@ -288,6 +288,6 @@ def test_wrong_carried_counts_give_way():
     layout = BatchLayout.for_model(case.model)
     batch = joined(case, layout, range(len(case.rows)))
     expected = [row['video'] for row in truth]
-    for wrong_counts in ([1] * len(expected), expected[:-1]):
+    for wrong_counts in ([1] * len(expected), expected[:-1], [*expected, 0]):
         batch['num_videos'] = wrong_counts
         assert layout.units_per_row(batch, 'video') == expected

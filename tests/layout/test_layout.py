@@ -394,6 +394,17 @@ def test_grids_tell_images_of_qwen():
     assert numbers_of(layout.select(batch, [2])['pixel_values']) == list(range(12, 24))
 
 
+def test_empty_slot_before_an_image_is_kept():
+    """Idefics3 has a slot for each image of a row. A mask tells which slots are empty."""
+    layout = BatchLayout.for_model(SimpleNamespace(model_type='idefics3'))
+    mask = torch.zeros(2, 3, 2, 2, dtype=torch.long)
+    mask[0, 1] = 1
+    mask[1, 0] = 1
+    batch = text_batch([3, 2], pixel_values=torch.rand(2, 3, 3, 2, 2), pixel_attention_mask=mask)
+    assert layout.images_per_row(batch) == [2, 1]
+    assert layout.select(batch, [0])['pixel_attention_mask'].shape == (1, 2, 2, 2)
+
+
 def test_videos_go_with_their_rows():
     batch = text_batch(
         [3, 5, 2],
@@ -570,15 +581,16 @@ class PageLocks:
         return tensor
 
 
-def test_copies_stay_page_locked(monkeypatch, image_batch):
+@pytest.mark.parametrize('rows', [[3, 1], [2, 3]], ids=['rows in another order', 'consecutive rows'])
+def test_copies_stay_page_locked(monkeypatch, image_batch, rows):
     locks = PageLocks()
     monkeypatch.setattr(tensors, '_is_page_locked', locks.is_locked)
     monkeypatch.setattr(tensors, '_empty', locks.empty)
-    batch = {**image_batch, **text_batch([3, 1, 1, 2], width=5)}
+    batch = {**image_batch, **text_batch([3, 2, 1, 2], width=5)}
     locks.tensors += [value for value in batch.values() if isinstance(value, torch.Tensor)]
-    part = LLAVA_LAYOUT.trim(LLAVA_LAYOUT.select(batch, [3, 1]))
+    part = LLAVA_LAYOUT.trim(LLAVA_LAYOUT.select(batch, rows))
     assert part['input_ids'].shape == (2, 2)
     for key in ('input_ids', 'attention_mask', 'labels', 'pixel_values'):
         assert locks.is_locked(part[key]), key
     batch['labels'] = batch['labels'].clone()
-    assert not locks.is_locked(LLAVA_LAYOUT.select(batch, [3, 1])['labels'])
+    assert not locks.is_locked(LLAVA_LAYOUT.select(batch, rows)['labels'])

@@ -93,6 +93,8 @@ def test_query_tokens_are_never_guessed():
     assert layout.images_per_row(drawn_batch('ii11', 'iiii', '1234', pixel_values=pixels)) == [1, 2, 0]
     with pytest.raises(ValueError, match=r'got: \[1, 4, 0\] by row, where the images fill \[2, 2, 2\]'):
         layout.images_per_row(drawn_batch('1i11', 'iiii', '1234', pixel_values=pixels))
+    with pytest.raises(ValueError, match=r'got: \[1\] by row, where the images fill \[2\]'):
+        layout.images_per_row(drawn_batch('1i11', pixel_values=pixels[:1]))
 
 
 @pytest.mark.parametrize(
