@@ -120,7 +120,7 @@ def test_planned_microbatches_are_cut_again(capped_rows, size):
     assert ids_of(microbatches) == ids_of(batch.microbatches)
 
 
-def test_dummy_image_row_is_under_the_cap(two_ranks):
+def test_dummy_image_row_keeps_the_cap(two_ranks):
     text, long_text, *with_images = (IMAGES.rows[row] for row in (0, 4, 1, 2, 3))
     batch = IMAGES.batch([text, long_text, text, *with_images])
     microbatches = IMAGES.spec(IMAGES.cap).split_batch(batch, 3)

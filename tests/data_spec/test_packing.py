@@ -120,7 +120,7 @@ def test_empty_rows_are_packed(side):
     assert recorder.logged('loss/train/total')[1] == 0
 
 
-def test_packed_row_keeps_the_counts_of_its_documents():
+def test_packed_row_keeps_counts_of_documents():
     batch = {**collate(text_rows([(4, 2), (5, 3), (3, 2)])), 'source': ['a', 'b', 'c']}
     with_dummy = with_rows(batch, [RowCounts(), RowCounts(), RowCounts(samples=0)])
     counted = with_counts(with_dummy, token_weights='sqrt')

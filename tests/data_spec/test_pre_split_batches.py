@@ -172,7 +172,7 @@ def test_rows_are_joined_if_needed(options, side):
                 assert torch.equal(value, expected[key])
 
 
-def test_positions_that_depend_on_padding_are_refused():
+def test_positions_counted_from_padding_are_refused():
     """A model that counts positions from the first column would count others in each microbatch."""
     batch = without_first_labels(pre_split(side='left'))
     with pytest.raises(ValueError, match='padded on the right'):
@@ -209,14 +209,14 @@ def left_padded_loader(rows):
     return token_data_spec(RegroupingDataLoader(rows, batch_sampler=sampler, collate_fn=partial(collate, side='left')))
 
 
-def test_label_that_a_pad_predicts_is_refused():
+def test_label_predicted_by_pad_is_refused():
     """Such a label counts only if its row is padded in its microbatch, so it would depend on the cut."""
     rows = text_rows([(length, length) for length in (9, 8, 5, 4, 4, 3)])
     with pytest.raises(ValueError, match='first token of a row must have no label'):
         fit(text_model(), left_padded_loader(rows), max_duration='1ba')
 
 
-def test_label_that_a_pad_precedes_counts():
+def test_label_preceded_by_pad_counts():
     """A masked language model predicts each label from its own position, so padding on the left changes nothing."""
     lengths = [9, 8, 5, 4, 4, 3]
     batch = masked_batch(lengths)

@@ -394,7 +394,7 @@ def test_grids_tell_images_of_qwen():
     assert numbers_of(layout.select(batch, [2])['pixel_values']) == list(range(12, 24))
 
 
-def test_empty_slot_before_an_image_is_kept():
+def test_empty_slot_before_image_is_kept():
     """Idefics3 has a slot for each image of a row. A mask tells which slots are empty."""
     layout = BatchLayout.for_model(SimpleNamespace(model_type='idefics3'))
     mask = torch.zeros(2, 3, 2, 2, dtype=torch.long)

@@ -64,7 +64,7 @@ def test_figures_of_a_stock_split():
 
 @pytest.mark.parametrize('side', ['left', 'right'])
 @pytest.mark.parametrize('microbatch_size', [1, 2, 4])
-def test_rows_of_equal_length_have_no_padding(microbatch_size, side):
+def test_equally_long_rows_have_no_padding(microbatch_size, side):
     batch = collate(text_rows([(9, 7), (9, 1), (9, 4), (9, 8)]), side=side)
     for data in (loader(batch, batch), token_data_spec(loader(batch, batch))):
         recorder = run(data, algorithms=[TokenAccumulation()], microbatch_size=microbatch_size)
