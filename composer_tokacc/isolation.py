@@ -233,49 +233,59 @@ def _with_other_ids(
     reserved: set[int],
     num_embeddings: int,
 ) -> Iterator[tuple[_Document, torch.Tensor]]:
-    """Yields each document with the ids of all rows in which this document has other ids.
-
-    The other ids are ordinary text somewhere in the rows. First each id is replaced by the next one in the list of
-    ordinary ids, then all of them by the same one.
-    """
-    texts: list[list[int]] = []
+    """Yields each document with the ids of all rows in which this document has other ids. Reserved ids stay."""
+    texts = [ids[document.row][document.positions].tolist() for document in numbered]
+    reserved = reserved | _separators(texts)
+    ordinary = _ordinary_ids(texts, reserved, num_embeddings)
+    if len(ordinary) < 2:
+        return
+    is_reserved = torch.isin(ids, ids.new_tensor(sorted(reserved)))
     for document in numbered:
         row = ids[document.row]
-        texts.append(row[document.positions].tolist())
-    # In some models the first token of every document, or the last one, separates documents.
+        is_changed = document.positions.to(ids.device) & ~is_reserved[document.row]
+        for other_ids in _replacements(row, ids.new_tensor(ordinary)):
+            changed = ids.clone()
+            changed[document.row] = torch.where(is_changed, other_ids, row)
+            yield document, changed
+
+
+def _separators(texts: Sequence[list[int]]) -> set[int]:
+    """Returns the id with which all documents begin, and the id with which all of them end.
+
+    In some models such an id separates the documents.
+    """
     first_tokens = {text[0] for text in texts}
     last_tokens = {text[-1] for text in texts}
+    separators = set()
     for tokens in (first_tokens, last_tokens):
         if len(tokens) == 1:
-            reserved |= tokens
+            separators |= tokens
+    return separators
+
+
+def _ordinary_ids(texts: Sequence[list[int]], reserved: set[int], num_embeddings: int) -> list[int]:
+    """Returns the ids that are not reserved, sorted.
+
+    If the documents repeat a single id, others of the vocabulary are added, so that there are two if possible.
+    """
     ordinary = set().union(*texts) - reserved
-    # If the rows repeat a single token, other tokens of the vocabulary are used.
     for token in range(num_embeddings):
         if len(ordinary) < 2 and token not in reserved:
             ordinary.add(token)
-    if len(ordinary) < 2:
-        return
-    pool = torch.tensor(sorted(ordinary), dtype=ids.dtype, device=ids.device)
-    reserved_ids = torch.tensor(sorted(reserved), dtype=ids.dtype, device=ids.device)
-    is_reserved = torch.isin(ids, reserved_ids)
-    for document in numbered:
-        row = ids[document.row]
-        is_of_document = document.positions.to(ids.device)
-        is_changed = is_of_document & ~is_reserved[document.row]
-        # Ids that are not ordinary get a place as well. They stay as they are, see `is_changed`.
-        last = len(pool) - 1
-        places = torch.searchsorted(pool, row)
-        places = places.clamp(max=last)
-        next_places = (places + 1) % len(pool)
-        candidates = [pool[next_places]]
-        for number in range(NUM_CONSTANTS):
-            place = number * last // (NUM_CONSTANTS - 1)
-            constant = pool[place]
-            candidates.append(constant.expand_as(row))
-        for candidate in candidates:
-            changed = ids.clone()
-            changed[document.row] = torch.where(is_changed, candidate, row)
-            yield document, changed
+    return sorted(ordinary)
+
+
+def _replacements(row: torch.Tensor, ordinary: torch.Tensor) -> list[torch.Tensor]:
+    """Returns other ids for a row: each id becomes the next ordinary one, or all become the same one."""
+    last = len(ordinary) - 1
+    # Reserved ids get a place as well. They are not replaced later.
+    places = torch.searchsorted(ordinary, row).clamp(max=last)
+    next_places = (places + 1) % len(ordinary)
+    replacements = [ordinary[next_places]]
+    for number in range(NUM_CONSTANTS):
+        constant = ordinary[number * last // (NUM_CONSTANTS - 1)]
+        replacements.append(constant.expand_as(row))
+    return replacements
 
 
 def _reserved_ids(config: object) -> set[int]:

@@ -5,9 +5,9 @@
 
     python -m tests.public_api > tests/public_api.txt
 
-Public is what the package and each of its rooms list in ``__all__``, what single modules define without an underscore,
-the arguments of the programs, and the sections of their YAML file. `CONTRIBUTING.md` says how long a name that is left
-stays.
+Public are the names in ``__all__`` of the package and of its rooms, names without an underscore in single modules, the
+arguments of the programs, and the sections of their YAML file. `CONTRIBUTING.md` says how long a name stays after it is
+deprecated.
 """
 
 from __future__ import annotations
@@ -47,104 +47,133 @@ MODULES = (
 
 
 def surface() -> str:
-    """A block a module; a name that two modules list is spelled out where it stands first."""
+    """Returns the public surface, a block for each module.
+
+    A name that two modules list is written out in the first one. The second one refers to it.
+    """
     blocks: list[str] = []
-    known: dict[int, str] = {}
+    place_of_object: dict[int, str] = {}
     for room in MODULES:
-        module = import_module('.'.join(filter(None, ('composer_tokacc', room))))
-        blocks.append('\n'.join([f'[{module.__name__}]', *_names(module, known)]))
+        module = import_module(f'composer_tokacc.{room}' if room else 'composer_tokacc')
+        blocks.append('\n'.join([f'[{module.__name__}]', *_names(module, place_of_object)]))
     blocks.append('\n'.join(['[YAML sections]', *_sections()]))
     return '\n\n'.join(blocks) + '\n'
 
 
 def public_names(module: ModuleType) -> list[str]:
-    """What a room lists, or a module of its own defines without an underscore."""
+    """Returns the names in ``__all__`` of a module. Without it, the names that it defines without an underscore."""
     if hasattr(module, '__all__'):
         return sorted(module.__all__)
-    tree = ast.parse(inspect.getsource(module))
-    defined = [node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
-    for node in tree.body:
-        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, 'target', None)]
+    defined: list[str] = []
+    for node in ast.parse(inspect.getsource(module)).body:
+        targets: list[ast.expr] = []
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            defined.append(node.name)
+        elif isinstance(node, ast.Assign):
+            targets = node.targets
+        elif isinstance(node, ast.AnnAssign):
+            targets = [node.target]
         defined += [target.id for target in targets if isinstance(target, ast.Name)]
     return sorted(name for name in defined if not name.startswith('_') and name != 'log')
 
 
-def _names(module: ModuleType, known: dict[int, str]) -> Iterator[str]:
+def _names(module: ModuleType, place_of_object: dict[int, str]) -> Iterator[str]:
+    """Yields the lines of a module. Adds its classes and functions to ``place_of_object``, by their id."""
     for name in public_names(module):
         value = getattr(module, name)
         if inspect.isclass(value) or inspect.isfunction(value):
-            if id(value) in known:
-                yield f'{name}: {known[id(value)]}'
+            if id(value) in place_of_object:
+                yield f'{name}: {place_of_object[id(value)]}'
                 continue
-            known[id(value)] = f'{module.__name__}.{name}'
+            place_of_object[id(value)] = f'{module.__name__}.{name}'
         if inspect.isclass(value):
             yield from _class(name, value)
         elif inspect.isfunction(value):
             yield f'{name}{_signature(value)}'
         else:
-            yield f'{name}: {_type_of(value)}'
+            yield f'{name}: {_value_or_type(value)}'
 
 
 def _class(name: str, cls: type) -> Iterator[str]:
-    """The constructor, then public attributes and methods of ours; a host's are the host's."""
-    own = [base for base in cls.__mro__ if base.__module__.startswith('composer_tokacc')]
+    """Yields the constructor of a class, then its public attributes and methods, if this package defines them."""
+    our_bases = [base for base in cls.__mro__ if base.__module__.startswith('composer_tokacc')]
     bases = ', '.join(base.__name__ for base in cls.__bases__ if base is not object)
-    head = f'class {name}({bases})' if bases else f'class {name}'
-    if any('__init__' in vars(base) or '__new__' in vars(base) for base in own):
-        head += f': {_signature(cls)}'
-    yield head
-    of_fields = {field.name for field in fields(cls)} if is_dataclass(cls) else set(getattr(cls, '_fields', ()))
-    members = {key: value for base in reversed(own) for key, value in vars(base).items() if not key.startswith('_')}
-    for key in sorted(members.keys() - of_fields):
-        yield f'    .{key}{_member(members[key])}'
+    line = f'class {name}({bases})' if bases else f'class {name}'
+    if any('__init__' in vars(base) or '__new__' in vars(base) for base in our_bases):
+        line += f': {_signature(cls)}'
+    yield line
+    members: dict[str, Any] = {}
+    for base in reversed(our_bases):
+        members.update(vars(base))
+    # Fields are arguments of the constructor.
+    field_names = {field.name for field in fields(cls)} if is_dataclass(cls) else set(getattr(cls, '_fields', ()))
+    for key in sorted(members.keys() - field_names):
+        if not key.startswith('_'):
+            yield f'    .{key}{_member(members[key])}'
 
 
 def _member(value: Any) -> str:
     if isinstance(value, staticmethod | classmethod):
-        kind = 'static' if isinstance(value, staticmethod) else 'class'
-        return f'{_signature(value.__func__, "        ")}  # {kind} method'
+        comment = 'static method' if isinstance(value, staticmethod) else 'class method'
+        return f'{_signature(value.__func__, "        ")}  # {comment}'
     if inspect.isfunction(value):
         return _signature(value, '        ')
-    getter = getattr(value, 'fget', None) or getattr(value, 'func', None)  # of a property, a cached property
-    return f': {_type_of(value)}' if getter is None else f' -> {inspect.signature(getter).return_annotation}'
+    # A property has `fget`, a cached property has `func`.
+    getter = getattr(value, 'fget', None) or getattr(value, 'func', None)
+    if getter is not None:
+        return f' -> {inspect.signature(getter).return_annotation}'
+    return f': {_value_or_type(value)}'
 
 
 def _signature(function: Any, indent: str = '    ') -> str:
-    """On one line, or a parameter a line where that were too long."""
+    """Returns a signature on one line, or with a line for each parameter if one line would be too long."""
     signature = inspect.signature(function)
-    parts, starred = [], False
+    parts: list[str] = []
+    has_star = False
     for parameter in signature.parameters.values():
-        if parameter.kind is parameter.KEYWORD_ONLY and not starred:
+        if parameter.kind is parameter.KEYWORD_ONLY and not has_star:
             parts.append('*')
-        starred |= parameter.kind in (parameter.KEYWORD_ONLY, parameter.VAR_POSITIONAL)
+            has_star = True
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            has_star = True
         parts.append(_parameter(parameter))
     returned = '' if inspect.isclass(function) else f' -> {signature.return_annotation}'
     line = f'({", ".join(parts)}){returned}'
     if len(line) <= 100:
         return line
-    return '\n'.join(['(', *(f'{indent}{part},' for part in parts), f'{indent[4:]}){returned}'])
+    lines = [f'{indent}{part},' for part in parts]
+    return '\n'.join(['(', *lines, f'{indent[4:]}){returned}'])
 
 
 def _parameter(parameter: inspect.Parameter) -> str:
-    stars = {parameter.VAR_POSITIONAL: '*', parameter.VAR_KEYWORD: '**'}.get(parameter.kind, '')
-    hint = getattr(parameter.annotation, '__forward_arg__', parameter.annotation)
-    text = f'{stars}{parameter.name}' + (f': {hint}' if hint is not parameter.empty else '')
-    if parameter.default is parameter.empty:
-        return text
-    return f'{text} = {getattr(parameter.default, "__name__", repr(parameter.default))}'
+    text = parameter.name
+    if parameter.kind is parameter.VAR_POSITIONAL:
+        text = f'*{text}'
+    elif parameter.kind is parameter.VAR_KEYWORD:
+        text = f'**{text}'
+    annotation = getattr(parameter.annotation, '__forward_arg__', parameter.annotation)
+    if annotation is not parameter.empty:
+        text += f': {annotation}'
+    if parameter.default is not parameter.empty:
+        default = getattr(parameter.default, '__name__', repr(parameter.default))
+        text += f' = {default}'
+    return text
 
 
-def _type_of(value: Any) -> str:
-    return f'{value!r}' if isinstance(value, int | float | str) else type(value).__name__
+def _value_or_type(value: Any) -> str:
+    return repr(value) if isinstance(value, int | float | str) else type(value).__name__
 
 
 def _sections() -> Iterator[str]:
-    """Keys of the YAML file whose owner is this package, with their defaults; the rest are arguments of a host."""
+    """Yields the sections of the YAML file, and the keys and defaults of those that this package defines.
+
+    The keys of other sections are arguments of Composer, torch or transformers.
+    """
     for section in fields(schema.TrainConfig):
-        owner = getattr(schema, str(section.type), None)
         yield f'{section.name}: {section.type}'
-        if is_dataclass(owner):
-            for parameter in inspect.signature(owner).parameters.values():
+        section_class = getattr(schema, str(section.type), None)
+        if is_dataclass(section_class):
+            for parameter in inspect.signature(section_class).parameters.values():
                 yield f'    {_parameter(parameter)}'
 
 

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Private names of the hosts: each is still there, and still does what we use it for."""
+"""Private names of Composer, torch, transformers and numba: each still exists, and still does what we use it for."""
 
 from __future__ import annotations
 
@@ -23,38 +23,48 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from composer_tokacc import compat
 from tests.support.launch import ROOT, environment
 
-PUBLIC_UNDERSCORES = {'_replace', '_fields', '_exit'}
-"""Of named tuples and of ``os``."""
+PUBLIC_IN_SPITE_OF_UNDERSCORE = {'_replace', '_fields', '_exit'}
+"""Names of named tuples and of ``os``."""
 
 
-NEEDED = [(module, name) for module, names in compat._NEEDED_BY_COMPOSER.items() for name in names]
+NEEDED_BY_COMPOSER = [(module, name) for module, names in compat._NEEDED_BY_COMPOSER.items() for name in names]
 
 
-def test_what_composer_takes_from_private_places_of_torch_is_listed():
-    taken = set()
+def private_imports_from_torch(path):
+    """Returns (module, name) of each private name of torch that a file imports at its top.
+
+    Imports within functions are left out. If such a name is missing, only that function fails.
+    """
+    imports = []
+    for node in ast.parse(path.read_text()).body:
+        if not isinstance(node, ast.ImportFrom) or not (node.module or '').startswith('torch'):
+            continue
+        is_private_module = '._' in node.module
+        imports += [(node.module, alias.name) for alias in node.names if is_private_module or alias.name[0] == '_']
+    return imports
+
+
+def test_private_imports_of_composer_are_listed():
     for path in Path(composer.__file__).parent.rglob('*.py'):
-        for node in ast.parse(path.read_text()).body:  # at the top: what is taken later breaks only what takes it
-            if isinstance(node, ast.ImportFrom) and (node.module or '').startswith('torch'):
-                private = '._' in (node.module or '')
-                taken |= {(node.module, alias.name) for alias in node.names if private or alias.name.startswith('_')}
-    assert taken <= {*NEEDED}
+        assert set(private_imports_from_torch(path)) <= set(NEEDED_BY_COMPOSER), path
 
 
-@pytest.mark.parametrize(('module', 'name'), NEEDED)
-def test_a_name_that_torch_dropped_is_put_back(module, name, monkeypatch):
-    there = import_module(module)
-    before = getattr(there, name)
-    monkeypatch.delattr(there, name)
+@pytest.mark.parametrize(('module_name', 'name'), NEEDED_BY_COMPOSER)
+def test_name_dropped_by_torch_is_replaced(module_name, name, monkeypatch):
+    module = import_module(module_name)
+    original = getattr(module, name)
+    monkeypatch.delattr(module, name)
     compat.put_back_torch_names()
-    now = getattr(there, name)
-    if now is not before:
-        with pytest.raises(NotImplementedError, match=f'This torch has no {module}.{name}'):
-            now(1)
+    replacement = getattr(module, name)
+    if replacement is not original:
+        with pytest.raises(NotImplementedError, match=f'This torch has no {module_name}.{name}'):
+            replacement(1)
 
 
-WITHOUT = """
+WITHOUT_PRIVATE_NAMES = """
 import importlib, sys
-import composer, torch.distributed.checkpoint.state_dict, torch.distributed.fsdp  # with what torch itself needs of them
+# Loaded first, because torch itself needs the names for these.
+import composer, torch.distributed.checkpoint.state_dict, torch.distributed.fsdp
 from composer_tokacc import compat
 for module, names in compat._NEEDED_BY_COMPOSER.items():
     for name in names:
@@ -77,89 +87,109 @@ sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', *tests]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('how', ['with', 'without'])
-def test_composer_trains_and_resumes_where_torch_has_dropped_them_all(how):
-    command = [sys.executable, '-c', WITHOUT, how]
+@pytest.mark.parametrize('replacements', ['with', 'without'])
+def test_composer_trains_without_torchs_private_names(replacements):
+    """Torch has dropped all of them. Without our replacements Composer cannot even be imported."""
+    command = [sys.executable, '-c', WITHOUT_PRIVATE_NAMES, replacements]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
-    if how == 'without':
+    if replacements == 'without':
         assert 'ModuleNotFoundError: torch.distributed._tensor' in done.stderr
     else:
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_bases_of_layers_hold_what_we_look_for():
-    assert all(issubclass(layer, compat.BatchNorm) for layer in (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm))
-    assert all(issubclass(layer, compat.Dropout) for layer in (nn.Dropout, nn.Dropout2d, nn.AlphaDropout))
+@pytest.mark.parametrize(
+    ('base', 'layers'),
+    [
+        (compat.BatchNorm, [nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm]),
+        (compat.Dropout, [nn.Dropout, nn.Dropout2d, nn.AlphaDropout]),
+    ],
+)
+def test_bases_of_layers(base, layers):
+    for layer in layers:
+        assert issubclass(layer, base)
 
 
-def test_the_model_is_found_inside_of_a_compiled_one():
+def test_inner_model_of_a_compiled_model():
     model = nn.Sequential(nn.Linear(2, 2))
     assert compat.inner_model(torch.compile(model)) is model
     assert compat.inner_model(model) is model
 
 
-def test_ddp_still_asks_itself_whether_its_gradients_are_reduced():
+def test_ddp_still_checks_its_reducer():
     from torch.nn.parallel import DistributedDataParallel
 
     assert callable(DistributedDataParallel._check_reducer_finalized)
 
 
-def test_backward_changes_the_state_of_a_gradient_and_no_other_does():
-    reached, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+def test_only_backward_changes_state_of_gradient():
+    reached = nn.Parameter(torch.ones(2))
+    not_reached = nn.Parameter(torch.ones(2))
     for _ in range(3):
-        before = [compat.state_of_gradient(one) for one in (reached, other)]
+        state_of_reached = compat.state_of_gradient(reached)
+        state_of_not_reached = compat.state_of_gradient(not_reached)
         reached.sum().backward()
-        assert compat.state_of_gradient(reached) != before[0]
-        assert compat.state_of_gradient(other) == before[1]
+        assert compat.state_of_gradient(reached) != state_of_reached
+        assert compat.state_of_gradient(not_reached) == state_of_not_reached
+        # Reading a gradient is no change. The next round would show it.
         reached.grad.clone()
 
 
 def test_hooks_of_a_parameter_are_listed():
     parameter = nn.Parameter(torch.ones(2))
-    assert (compat.gradient_hooks(parameter), compat.steps_after_gradients(parameter)) == ([], [])
+    assert compat.gradient_hooks(parameter) == []
+    assert compat.steps_after_gradients(parameter) == []
     parameter.register_hook(torch.neg)
     parameter.register_hook(print)
     parameter.register_post_accumulate_grad_hook(print)
-    assert (compat.gradient_hooks(parameter)[1], compat.steps_after_gradients(parameter)) == (print, [print])
+    assert compat.gradient_hooks(parameter) == [torch.neg, print]
+    assert compat.steps_after_gradients(parameter) == [print]
 
 
-def test_shared_memory_is_shared_from_the_beginning():
+def test_new_shared_storage_is_shared():
     tensor = torch.empty(0, dtype=torch.uint8).set_(compat.new_shared_storage(8))
     assert tensor.is_shared()
     assert tensor.numel() == 8
 
 
-def test_views_have_the_key_of_their_memory_fake_ones_too():
-    mode = compat.FakeTensorMode()
-    for one, other in (torch.zeros(2, 3), torch.zeros(2, 3)), (mode.from_tensor(torch.zeros(2)), torch.zeros(2)):
-        assert compat.storage_key(one) == compat.storage_key(one[0])
-        assert compat.storage_key(one) != compat.storage_key(other)
+@pytest.mark.parametrize('is_fake', [False, True])
+def test_views_have_the_key_of_their_memory(is_fake):
+    tensor = torch.zeros(2, 3)
+    if is_fake:
+        tensor = compat.FakeTensorMode().from_tensor(tensor)
+    assert compat.storage_key(tensor) == compat.storage_key(tensor[0])
+    assert compat.storage_key(tensor) != compat.storage_key(torch.zeros(2, 3))
 
 
-def test_fake_weights_may_be_cast_as_peft_does():
+def test_fake_weights_may_be_cast():
+    """As peft casts the weights of an adapter."""
     mode = compat.FakeTensorMode(allow_non_fake_inputs=True)
     with mode, compat.let_fake_weights_be_swapped():
         assert nn.Linear(2, 2).to(torch.bfloat16).weight.dtype == torch.bfloat16
 
 
-def test_nested_tensors_are_found():
-    values, spec = compat.tree_flatten({'a': [1, 2], 'b': 3})
-    assert values == list(compat.tree_iter({'a': [1, 2], 'b': 3})) == [1, 2, 3]
-    assert compat.tree_unflatten([2, 3, 4], spec) == compat.tree_map_only(int, lambda n: n + 1, {'a': [1, 2], 'b': 3})
+def test_trees_of_values():
+    tree = {'a': [1, 2], 'b': 3}
+    values, spec = compat.tree_flatten(tree)
+    assert values == [1, 2, 3]
+    assert list(compat.tree_iter(tree)) == [1, 2, 3]
+    assert compat.tree_unflatten([2, 3, 4], spec) == {'a': [2, 3], 'b': 4}
+    assert compat.tree_map_only(int, lambda value: value + 1, tree) == {'a': [2, 3], 'b': 4}
 
 
-def test_the_attention_that_transformers_chose_is_read():
+def test_attention_chosen_by_transformers():
     config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=8)
     config._attn_implementation = 'eager'
     assert compat.attention_of(LlamaForCausalLM(config).config) == 'eager'
 
 
-def test_numba_reads_machine_code_through_the_cache_it_is_given():
-    asked = []
+def test_numba_reads_from_the_assigned_cache():
+    signatures = []
+    numbas_cache = type(numba.njit(cache=True)(lambda: 0)._cache)
 
-    class Cache(type(numba.njit(cache=True)(lambda: 0)._cache)):
+    class Cache(numbas_cache):
         def load_overload(self, sig, target_context):
-            asked.append(sig)
+            signatures.append(sig)
 
         def save_overload(self, sig, data):
             pass
@@ -170,7 +200,7 @@ def test_numba_reads_machine_code_through_the_cache_it_is_given():
     compiled = numba.njit(double)
     compiled._cache = Cache(double)
     assert compiled(np.ones(1)) == 2
-    assert asked
+    assert signatures
 
 
 def test_composers_check_of_embeddings_is_off():
@@ -180,16 +210,35 @@ def test_composers_check_of_embeddings_is_off():
     assert getattr(model_class, name) is not getattr(HuggingFaceModel, name)
 
 
-def test_no_other_module_uses_a_private_name_of_a_host():
-    found = {}
+def imported_names(tree):
+    """Returns the parts of the modules, and the names, that a file imports from."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module != '__future__':
+            names.update((node.module or '').split('.'))
+            names.update(alias.name for alias in node.names)
+    return names
+
+
+def private_names_of_others(path):
+    """Returns the private names that a file uses, and does not define itself."""
+    tree = ast.parse(path.read_text())
+    defined = set(PUBLIC_IN_SPITE_OF_UNDERSCORE)
+    used = imported_names(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            defined.add(node.name)
+        if not isinstance(node, ast.Attribute):
+            continue
+        owner = ast.unparse(node.value)
+        if owner == 'self':
+            defined.add(node.attr)
+        elif not owner.endswith(('self', 'cls', 'aten')):
+            used.add(node.attr)
+    return {name for name in used - defined if name.startswith('_') and not name.startswith('__')}
+
+
+def test_only_compat_uses_private_names():
     for path in (ROOT / 'composer_tokacc').rglob('*.py'):
-        tree = ast.parse(path.read_text())
-        attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-        own = {node.attr for node in attributes if ast.unparse(node.value) == 'self'} | PUBLIC_UNDERSCORES
-        own |= {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
-        used = {node.attr for node in attributes if not ast.unparse(node.value).endswith(('self', 'cls', 'aten'))} - own
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and node.module != '__future__':
-                used |= {*(node.module or '').split('.'), *(alias.name for alias in node.names)}
-        found[path.name] = {name for name in used if name.startswith('_') and not name.startswith('__')}
-    assert not {name: names for name, names in found.items() if names and name not in ('compat.py', 'compiled.py')}
+        if path.name not in ('compat.py', 'compiled.py'):
+            assert not private_names_of_others(path), path

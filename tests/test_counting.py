@@ -1,6 +1,8 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
+"""Counts of tokens by row, and of packed rows, against numbers that were counted by hand."""
+
 from __future__ import annotations
 
 import pytest
@@ -15,7 +17,7 @@ from tests.support.training import assert_exact, fit, loader
 
 
 def test_padding_is_no_loss():
-    batch = collate(text_rows([(2 + 1, 2), (4, 3), (8, 7), (12, 11)]))
+    batch = collate(text_rows([(3, 2), (4, 3), (8, 7), (12, 11)]))
     counts = count_tokens(batch)
     assert counts == TokenCounts(loss_generating=(2, 3, 7, 11), real=(3, 4, 8, 12), padded=(9, 8, 4, 0))
     assert (counts.num_loss_generating, counts.num_real, counts.num_padded) == (23, 27, 21)
@@ -23,32 +25,35 @@ def test_padding_is_no_loss():
 
 
 @pytest.mark.parametrize('side', ['left', 'right'])
-def test_first_position_never_counts_unless_unshifted(side):
-    row = text_row(5, 5)  # a label at position 0
-    batch = collate([row, text_row(3, 1)], side=side)
+def test_only_unshifted_counts_first_label(side):
+    row_with_first_label = text_row(5, 5)
+    batch = collate([row_with_first_label, text_row(3, 1)], side=side)
     assert count_tokens(batch).loss_generating == (4, 1)
     assert count_tokens(batch, 'unshifted').loss_generating == (5, 1)
 
 
 def test_one_token_has_no_loss():
-    assert count_tokens(collate([text_row(1, 1)])) == TokenCounts(loss_generating=(0,), real=(1,), padded=(0,))
+    batch = collate([text_row(1, 1)])
+    assert count_tokens(batch) == TokenCounts(loss_generating=(0,), real=(1,), padded=(0,))
 
 
-@pytest.mark.parametrize('make', [loader, lambda batch: token_data_spec(loader(batch))], ids=['stock', 'ours'])
+@pytest.mark.parametrize('has_data_spec', [False, True])
 @pytest.mark.parametrize(
-    ('wrong', 'got'),
+    ('change', 'description'),
     [
-        (lambda labels: labels[:, 0], r'torch.int64 of shape \(2,\)'),
-        (lambda labels: labels[..., None], r'torch.int64 of shape \(2, 6, 1\)'),
-        (lambda labels: labels.float(), r'torch.float32 of shape \(2, 6\)'),
+        pytest.param(lambda labels: labels[:, 0], r'torch.int64 of shape \(2,\)', id='one label per row'),
+        pytest.param(lambda labels: labels[..., None], r'torch.int64 of shape \(2, 6, 1\)', id='codes'),
+        pytest.param(lambda labels: labels.float(), r'torch.float32 of shape \(2, 6\)', id='floats'),
     ],
-    ids=['of rows', 'of codes', 'floats'],
 )
-def test_labels_of_another_kind(wrong, got, make):
+def test_other_labels_are_refused(change, description, has_data_spec):
     batch = collate(text_rows([(3, 2), (6, 4)]))
-    batch['labels'] = wrong(batch['labels'])
-    with pytest.raises(ValueError, match=rf'`labels` must be integers of shape \(rows, width\).* got: {got}'):
-        fit(text_model(), make(batch))
+    batch['labels'] = change(batch['labels'])
+    dataloader = loader(batch)
+    if has_data_spec:
+        dataloader = token_data_spec(dataloader)
+    with pytest.raises(ValueError, match=rf'`labels` .* integers .* \(rows, width\).* {description}'):
+        fit(text_model(), dataloader)
 
 
 def test_unattended_labels_count_by_the_rule():
@@ -71,11 +76,15 @@ def test_positions_without_mask_are_real():
 
 def test_each_rule_counts_its_own_tokens():
     batch = collate(text_rows([(3, 3), (6, 4)]))
-    for rule, expected in (('causal', [2, 4]), ('unshifted', [3, 4]), ('causal', [2, 4])):
+    # The last one again: a batch that is already counted by another rule is counted once more.
+    for rule, expected_counts in [('causal', [2, 4]), ('unshifted', [3, 4]), ('causal', [2, 4])]:
         batch = with_counts(batch, rule)
-        rows = rows_of(batch)
-        assert [(row.rule, row.loss_tokens) for row in rows] == [(rule, count) for count in expected]
-        assert all(type(row.loss_tokens) is type(row.real_tokens) is int for row in rows)
+        for row, expected_count in zip(rows_of(batch), expected_counts, strict=True):
+            assert row.rule == rule
+            assert row.loss_tokens == expected_count
+            # Not numbers of torch or numpy, because checkpoints and loggers get them.
+            assert type(row.loss_tokens) is int
+            assert type(row.real_tokens) is int
 
 
 def test_token_weights_are_added_to_counts():
@@ -86,11 +95,12 @@ def test_token_weights_are_added_to_counts():
     assert weighted[LOSS_WEIGHTS].sum(dim=1).tolist() == pytest.approx([1.0, 1.0])
 
 
-def test_rows_that_are_no_samples_count_nothing():
-    batch = with_rows(collate(text_rows([(3, 2), (6, 4)])), [RowCounts(samples=0), RowCounts()])
+def test_dummy_rows_count_nothing():
+    batch = collate(text_rows([(3, 2), (6, 4)]))
+    batch = with_rows(batch, [RowCounts(samples=0), RowCounts()])
     counted = with_counts(batch, 'causal', 'sqrt')
-    added, sample = rows_of(counted)
-    assert added == RowCounts(samples=0, rule='causal')
+    dummy, sample = rows_of(counted)
+    assert dummy == RowCounts(samples=0, rule='causal')
     assert (sample.samples, sample.real_tokens, sample.loss_tokens) == (1, 6, 4)
     assert num_samples(counted) == 1
     assert (counted['labels'][0] == -100).all()
@@ -99,63 +109,74 @@ def test_rows_that_are_no_samples_count_nothing():
 # Packed rows.
 
 
-def packed(rows, *, masked):
-    ids, labels = (torch.cat([row[key] for row in rows], dim=1) for key in ('input_ids', 'labels'))
-    lengths = [row['input_ids'].shape[1] for row in rows]
-    if masked:
+def packed(documents, *, masks_starts):
+    """Returns one row of several documents. ``masks_starts``: first tokens of later documents have no label."""
+    ids = torch.cat([document['input_ids'] for document in documents], dim=1)
+    labels = torch.cat([document['labels'] for document in documents], dim=1)
+    lengths = [document['input_ids'].shape[1] for document in documents]
+    if masks_starts:
         starts = torch.tensor(lengths).cumsum(0)[:-1]
         labels[:, starts] = -100
-    positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    return {'input_ids': ids, 'labels': labels, 'position_ids': positions}
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    return {'input_ids': ids, 'labels': labels, 'position_ids': positions[None]}
 
 
-@pytest.mark.parametrize('masked', [True, False])
-def test_first_tokens_of_packed_documents(masked):
-    rows = [text_row(5, 5, seed=1), text_row(3, 3, seed=2), text_row(4, 4, seed=3)]
-    assert count_tokens(packed(rows, masked=masked)).loss_generating == (4 + 2 + 3,)
+@pytest.mark.parametrize('masks_starts', [True, False])
+def test_first_tokens_of_packed_documents(masks_starts):
+    documents = [text_row(5, 5, seed=1), text_row(3, 3, seed=2), text_row(4, 4, seed=3)]
+    batch = packed(documents, masks_starts=masks_starts)
+    assert count_tokens(batch).loss_generating == (4 + 2 + 3,)
 
 
-@pytest.mark.parametrize('masked', [True, False])
-def test_packed_rows_train_like_padded(masked):
+@pytest.mark.parametrize('masks_starts', [True, False])
+def test_packed_rows_train_like_padded(masks_starts):
     model = text_model(attn_implementation='sdpa')
-    long, short = [text_row(5, 5, seed=1), text_row(3, 3, seed=2)], [text_row(4, 2, seed=3)]
-    batches = [packed(long, masked=masked), packed(short, masked=masked)]
-    width = max(batch['input_ids'].shape[1] for batch in batches)
-    assert width == 8
-    # Two packed rows of different width cannot share a tensor, so the second is packed with an unlabelled document.
-    filler = text_row(width - 4, 0, seed=4)
-    batches[1] = packed([*short, filler], masked=masked)
-    batch = {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
-    assert_exact(model, loader(batch), batch=collate(long + short), microbatch_size=1)
+    long_documents = [text_row(5, 5, seed=1), text_row(3, 3, seed=2)]
+    short_document = text_row(4, 2, seed=3)
+    # Rows of different width cannot share a tensor, so the second row gets a document without labels.
+    filler = text_row(4, 0, seed=4)
+    first = packed(long_documents, masks_starts=masks_starts)
+    second = packed([short_document, filler], masks_starts=masks_starts)
+    packed_batch = {key: torch.cat([first[key], second[key]]) for key in first}
+    padded_batch = collate([*long_documents, short_document])
+    assert_exact(model, loader(packed_batch), batch=padded_batch, microbatch_size=1)
 
 
-@pytest.mark.parametrize('side', ['left', 'right'])
-def test_packing_ignores_padding(side):
-    whole = packed([text_row(5, 5, seed=1), text_row(3, 3, seed=2)], masked=False)
-    alone = count_tokens(whole).loss_generating
-    short = {key: value[:, :6] for key, value in whole.items()}  # the second document has one token
-    for mask in (torch.ones(1, 6), None):
-        assert count_tokens({**short, **({} if mask is None else {'attention_mask': mask})}).loss_generating == (4,)
-    padded = {key: torch.zeros(2, 8, dtype=torch.long) for key in ('input_ids', 'position_ids', 'attention_mask')}
-    padded['labels'] = torch.full((2, 8), -100)
-    columns = slice(2, 8) if side == 'left' else slice(0, 6)
-    for key, value in {**whole, 'attention_mask': torch.ones(1, 8)}.items():
-        padded[key][0] = value[0]
-        padded[key][1, columns] = value[0, :6]
-    # A label on the first token behind padding counts, as a pad predicts it.
-    assert count_tokens(padded).loss_generating == (*alone, 4 + (side == 'left'))
-    assert int((counting.mask_document_starts(padded)['labels'] != -100).sum()) == 7 + 5
+@pytest.mark.parametrize('has_mask', [True, False])
+def test_document_of_one_token(has_mask):
+    batch = packed([text_row(5, 5, seed=1), text_row(1, 1, seed=2)], masks_starts=False)
+    if has_mask:
+        batch['attention_mask'] = torch.ones(1, 6)
+    assert count_tokens(batch).loss_generating == (4,)
 
 
-def test_labels_that_packing_masks_are_said(caplog):
+@pytest.mark.parametrize(('side', 'columns'), [('left', slice(2, 8)), ('right', slice(0, 6))])
+def test_packing_ignores_padding(side, columns):
+    full_row = packed([text_row(5, 5, seed=1), text_row(3, 3, seed=2)], masks_starts=False)
+    full_row['attention_mask'] = torch.ones(1, 8, dtype=torch.long)
+    batch = {}
+    for key, value in full_row.items():
+        fill = -100 if key == 'labels' else 0
+        padded_row = torch.full_like(value, fill)
+        padded_row[:, columns] = value[:, :6]  # the second document keeps one token
+        batch[key] = torch.cat([value, padded_row])
+    # If a row is padded on the left, a pad predicts the label of its first token.
+    num_predicted_by_pads = int(side == 'left')
+    assert count_tokens(batch).loss_generating == (4 + 2, 4 + num_predicted_by_pads)
+    kept_labels = counting.mask_document_starts(batch)['labels'] != -100
+    assert int(kept_labels.sum()) == 7 + 5
+
+
+def test_masked_labels_are_reported_once(caplog):
     counting._warn_once.cache_clear()
-    batch = packed([text_row(5, 5, seed=1), text_row(3, 3, seed=2)], masked=False)
+    batch = packed([text_row(5, 5, seed=1), text_row(3, 3, seed=2)], masks_starts=False)
     with_counts(batch)
     with_counts(batch)
-    assert [record.message.count('it is set to -100') for record in caplog.records] == [1]
+    (record,) = caplog.records
+    assert 'set to -100' in record.message
 
 
 def test_zero_positions_tell_no_documents():
-    batch = packed([text_row(5, 5, seed=1)], masked=False)
+    batch = packed([text_row(5, 5, seed=1)], masks_starts=False)
     batch['position_ids'] = torch.zeros_like(batch['position_ids'])
     assert count_tokens(batch).loss_generating == (4,)

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The export program, from checkpoints as the Trainer writes them to folders that know nothing of it."""
+"""The export program reads checkpoints of the Trainer, and writes folders that transformers alone can load."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ from tests.support.launch import launch_json
 from tests.support.programs import DIGITS, QUIET, TINY_DIGITS
 from tests.support.training import fit
 
-LOAD_ALONE = """
+LOGITS_WITH_TRANSFORMERS = """
 import sys, torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
-batch, logits = torch.load(sys.argv[1]), []
+batch = torch.load(sys.argv[1])
+logits = []
 for folders in sys.argv[3:]:
     folder, *adapter = folders.split(' with ')
     model = AutoModelForImageTextToText.from_pretrained(folder)
@@ -40,20 +41,22 @@ for folders in sys.argv[3:]:
     ids = processor.apply_chat_template(
         [{'role': 'user', 'content': [{'type': 'text', 'text': 'Hi'}]}], tokenize=True, return_dict=True
     )['input_ids']
-    assert len(ids), 'the chat template came along'
+    assert len(ids), 'the chat template was exported'
     with torch.no_grad():
         logits.append(model.eval()(**batch).logits)
 torch.save(logits, sys.argv[2])
-assert not {'composer', 'composer_tokacc'} & set(sys.modules), 'loaded by transformers alone'
+assert not {'composer', 'composer_tokacc'} & set(sys.modules), 'only transformers is needed'
 """
 
-ANSWER_ALONE = """
+ANSWERS_WITH_TRANSFORMERS = """
 import json, sys
 import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
-folder, questions = sys.argv[1], json.load(open(sys.argv[2]))
-processor, model = AutoProcessor.from_pretrained(folder), AutoModelForImageTextToText.from_pretrained(folder).eval()
+folder = sys.argv[1]
+questions = json.load(open(sys.argv[2]))
+processor = AutoProcessor.from_pretrained(folder)
+model = AutoModelForImageTextToText.from_pretrained(folder).eval()
 answers = []
 for question in questions:
     text = processor.apply_chat_template(question['messages'], add_generation_prompt=True)
@@ -63,7 +66,7 @@ for question in questions:
     answer = processor.decode(generated[0, inputs['input_ids'].shape[1]:], skip_special_tokens=True)
     answers.append(answer.strip())
 json.dump(answers, open(sys.argv[3], 'w'))
-assert not {'composer', 'composer_tokacc', 'examples'} & set(sys.modules), 'loaded by transformers alone'
+assert not {'composer', 'composer_tokacc', 'examples'} & set(sys.modules), 'only transformers is needed'
 """
 
 
@@ -83,22 +86,22 @@ def a_batch():
     return {key: value for key, value in batch.items() if isinstance(value, torch.Tensor)}
 
 
-def run_alone(code, *arguments, folder):
-    """In a process that imports neither Composer nor this package."""
+def run_without_composer(code, *arguments, folder):
+    """Runs code in a process that imports neither Composer nor this package."""
     command = [sys.executable, '-c', code, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
 def logits_of_exports(folder, *exports):
-    """Logits of each folder, or of an adapter: ``'BASE with ADAPTER'``."""
+    """Returns the logits of each exported folder. An adapter is given as ``'BASE with ADAPTER'``."""
     torch.save(a_batch(), folder / 'batch.pt')
-    run_alone(LOAD_ALONE, 'batch.pt', 'logits.pt', *exports, folder=folder)
+    run_without_composer(LOGITS_WITH_TRANSFORMERS, 'batch.pt', 'logits.pt', *exports, folder=folder)
     return torch.load(folder / 'logits.pt')
 
 
 def logits_of_checkpoint(path):
-    """Logits of the weights in a Composer checkpoint, put into a model by hand."""
+    """Returns the logits of a model that got its weights from a Composer checkpoint by hand."""
     from composer_tokacc.programs.models import build_transformers_model
     from composer_tokacc.programs.schema import load_config
 
@@ -115,8 +118,8 @@ def test_exports_load_with_transformers_alone(trained, tmp_path):
     checkpoint, exported_at_the_end = trained
     assert main([str(checkpoint), str(tmp_path / 'exported')]) == 0
     expected = logits_of_checkpoint(checkpoint)
-    for found in logits_of_exports(tmp_path, tmp_path / 'exported', exported_at_the_end):
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    for logits in logits_of_exports(tmp_path, tmp_path / 'exported', exported_at_the_end):
+        torch.testing.assert_close(logits, expected, rtol=1e-6, atol=1e-6)
     arguments = {'text': '<image> Which?', 'images': [Image.new('RGB', (8, 8), 'red')], 'return_tensors': 'pt'}
     inputs = AutoProcessor.from_pretrained(exported_at_the_end)(**arguments)
     for name, value in build_digits_processor()(**arguments).items():
@@ -127,26 +130,26 @@ def test_exports_load_with_transformers_alone(trained, tmp_path):
 def test_sharded_checkpoints_are_exported(trained, tmp_path):
     pytest.importorskip('peft')
     _, base = trained
+    options_of_adapter = [
+        'model.config=null',
+        f'model.pretrained={base}',
+        'model.lora={r: 4, modules_to_save: [multi_modal_projector]}',
+        'optimizer.lr=0.01',
+    ]
+    start_of_resumed = f'trainer.load_path={tmp_path}/adapter/checkpoints/ep0-ba1'
     runs = {
-        'weights': [],
-        'adapter': [
-            'model.config=null',
-            f'model.pretrained={base}',
-            'model.lora={r: 4, modules_to_save: [multi_modal_projector]}',
-            'optimizer.lr=0.01',
-        ],
+        'weights': TINY_DIGITS,
+        'adapter': [*without_model(TINY_DIGITS), *options_of_adapter],
+        'resumed': [*without_model(TINY_DIGITS), *options_of_adapter, start_of_resumed],
     }
-    runs['resumed'] = [*runs['adapter'], f'trainer.load_path={tmp_path}/adapter/checkpoints/ep0-ba1']
-    every = []
-    for name, own in runs.items():
+    arguments_of_runs = []
+    for name, options in runs.items():
         folder = tmp_path / name
         folder.mkdir()
         torch.save(a_batch(), folder / 'batch.pt')
-        common = [each for each in TINY_DIGITS if not (own and each.startswith('model.'))]
-        every.append(
+        arguments_of_runs.append(
             [
-                *common,
-                *own,
+                *options,
                 'dataset.eval=null',
                 'trainer.max_duration=2ba',
                 f'report.folder={folder}',
@@ -156,23 +159,30 @@ def test_sharded_checkpoints_are_exported(trained, tmp_path):
                 f'trainer.save_folder={folder}/checkpoints',
             ]
         )
-    files = launch_json('tests/ranks/sharded_export.py', json.dumps(every), DIGITS, ranks=2)
+    files = launch_json('tests/ranks/sharded_export.py', json.dumps(arguments_of_runs), DIGITS, ranks=2)
     expected = {name: torch.load(file) for name, file in zip(runs, files, strict=True)}
     torch.testing.assert_close(expected['resumed'], expected['adapter'], rtol=0, atol=0)
-    sharded = {name: tmp_path / name / 'checkpoints' / 'ep0-ba2' for name in runs}
-    assert main([str(sharded['weights']), str(tmp_path / 'exported')]) == 0
-    assert main([str(sharded['adapter']), str(tmp_path / 'kept')]) == 0
-    assert main([str(sharded['adapter']), str(tmp_path / 'merged'), 'merge=true']) == 0
-    exports = tmp_path / 'exported', f'{base} with {tmp_path}/kept', tmp_path / 'merged'
-    whole, kept, merged = logits_of_exports(tmp_path, *exports)
-    torch.testing.assert_close(whole, expected['weights'], rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(kept, expected['adapter'], rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(merged, expected['adapter'], rtol=1e-5, atol=1e-5)
 
-    # A shard that is gone.
-    next(sharded['weights'].glob('__1_*.distcp')).unlink()
-    assert main([str(sharded['weights']), str(tmp_path / 'damaged')]) == 2
+    sharded_weights = tmp_path / 'weights' / 'checkpoints' / 'ep0-ba2'
+    sharded_adapter = str(tmp_path / 'adapter' / 'checkpoints' / 'ep0-ba2')
+    assert main([str(sharded_weights), str(tmp_path / 'exported')]) == 0
+    assert main([sharded_adapter, str(tmp_path / 'exported_adapter')]) == 0
+    assert main([sharded_adapter, str(tmp_path / 'merged'), 'merge=true']) == 0
+    exports = [tmp_path / 'exported', f'{base} with {tmp_path}/exported_adapter', tmp_path / 'merged']
+    of_weights, of_adapter, of_merged = logits_of_exports(tmp_path, *exports)
+    torch.testing.assert_close(of_weights, expected['weights'], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(of_adapter, expected['adapter'], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(of_merged, expected['adapter'], rtol=1e-5, atol=1e-5)
+
+    # Without one of its shards a checkpoint is refused.
+    shard = next(sharded_weights.glob('__1_*.distcp'))
+    shard.unlink()
+    assert main([str(sharded_weights), str(tmp_path / 'damaged')]) == 2
     assert not (tmp_path / 'damaged').exists()
+
+
+def without_model(arguments):
+    return [argument for argument in arguments if not argument.startswith('model.')]
 
 
 def tiny_config(*, tied=False):
@@ -182,7 +192,11 @@ def tiny_config(*, tied=False):
 
 
 def lora_checkpoint(folder, lora, *, tied=False, pretrained=True, dtype=torch.float32):
-    """A checkpoint after two large steps, the logits of its model, and those of its base, stored in that type."""
+    """Trains an adapter for two large steps. ``dtype`` is the type in which its base is stored.
+
+    Returns:
+        The path of the checkpoint, the logits of the trained model, and the logits of its base.
+    """
     processor = build_digits_processor()
     source = {'config': tiny_config(tied=tied)}
     base = build_model(**source, processor=processor).model.to(dtype)
@@ -191,10 +205,17 @@ def lora_checkpoint(folder, lora, *, tied=False, pretrained=True, dtype=torch.fl
     if pretrained:
         source = {'pretrained': str(folder / 'base')}
     model = build_model(**source, processor=processor, lora={'r': 2, **lora})
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer, kept = torch.optim.AdamW(trained, lr=0.03), str(folder / 'checkpoints')
-    fit(model, a_batch(), a_batch(), optimizer=optimizer, save_folder=kept)
+    optimizer = torch.optim.AdamW(trained_parameters(model), lr=0.03)
+    fit(model, a_batch(), a_batch(), optimizer=optimizer, save_folder=str(folder / 'checkpoints'))
     return folder / 'checkpoints' / 'latest-rank0.pt', logits_of(model.model), logits_of(base)
+
+
+def trained_parameters(model):
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def logits_of_folder(folder):
+    return logits_of(AutoModelForImageTextToText.from_pretrained(folder))
 
 
 def logits_of(model):
@@ -203,54 +224,54 @@ def logits_of(model):
 
 
 @pytest.mark.parametrize(
-    ('lora', 'tied'),
+    ('lora', 'has_tied_embeddings'),
     [
         ({'modules_to_save': ['lm_head']}, True),
         ({'modules_to_save': ['embed_tokens', 'lm_head']}, True),
-        # Merged into a weight that is the embeddings' too.
+        # The adapter is merged into a weight that is also that of the embeddings.
         ({'target_modules': ['q_proj', 'lm_head']}, True),
-        # Its last layer and norm are reached by no loss.
+        # The loss reaches neither the last layer nor the last norm of the vision encoder.
         ({'modules_to_save': ['vision_tower', 'multi_modal_projector']}, False),
         ({'bias': 'all', 'use_rslora': True}, False),
         ({'use_dora': True}, False),
     ],
 )
-def test_adapter_and_merged_model_have_logits(tmp_path, lora, tied):
+def test_exported_adapter_computes_the_same(tmp_path, lora, has_tied_embeddings):
+    """As an adapter, and merged into its base."""
     peft = pytest.importorskip('peft')
-    checkpoint, expected, before = lora_checkpoint(tmp_path, lora, tied=tied)
-    assert (expected - before).abs().max() > 0.1
+    checkpoint, expected, logits_of_base = lora_checkpoint(tmp_path, lora, tied=has_tied_embeddings)
+    assert (expected - logits_of_base).abs().max() > 0.1, 'training has changed the model'
     assert main([str(checkpoint), str(tmp_path / 'adapter')]) == 0
     base = AutoModelForImageTextToText.from_pretrained(tmp_path / 'base')
-    found = logits_of(peft.PeftModel.from_pretrained(base, str(tmp_path / 'adapter')))
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    model_with_adapter = peft.PeftModel.from_pretrained(base, str(tmp_path / 'adapter'))
+    torch.testing.assert_close(logits_of(model_with_adapter), expected, rtol=1e-6, atol=1e-6)
     assert main([str(checkpoint), str(tmp_path / 'merged'), 'merge=true']) == 0
-    found = logits_of(AutoModelForImageTextToText.from_pretrained(tmp_path / 'merged'))
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(logits_of_folder(tmp_path / 'merged'), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_adapter_of_half_precision_is_merged(tmp_path):
+def test_adapter_merges_into_half_precision(tmp_path):
     pytest.importorskip('peft')
     checkpoint, expected, _ = lora_checkpoint(tmp_path, {}, dtype=torch.bfloat16)
     assert main([str(checkpoint), str(tmp_path / 'merged'), 'merge=true']) == 0
-    found = logits_of(AutoModelForImageTextToText.from_pretrained(tmp_path / 'merged'))
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(logits_of_folder(tmp_path / 'merged'), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize('lora', [None, {'r': 2}])
-def test_unwritable_generation_config_is_kept(tmp_path, lora):
-    """Vicuna's, and so LLaVA-1.5's: greedy, with a temperature."""
+def test_invalid_generation_config_is_kept(tmp_path, lora):
+    """Vicuna, and so LLaVA-1.5, has a temperature but does not sample. transformers refuses to write that."""
     pytest.importorskip('peft')
     build_model(config=tiny_config(), processor=build_digits_processor()).model.save_pretrained(tmp_path / 'base')
     generation = {'do_sample': False, 'temperature': 0.9, 'top_p': 0.6, 'max_length': 4096}
     (tmp_path / 'base' / 'generation_config.json').write_text(json.dumps(generation))
     processor = build_digits_processor()
     model = build_model(pretrained=str(tmp_path / 'base'), processor=processor, lora=lora)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    fit(model, a_batch(), optimizer=torch.optim.SGD(trained, lr=0.1), save_folder=str(tmp_path / 'again'))
+    optimizer = torch.optim.SGD(trained_parameters(model), lr=0.1)
+    fit(model, a_batch(), optimizer=optimizer, save_folder=str(tmp_path / 'checkpoints'))
+    checkpoint = tmp_path / 'checkpoints' / 'latest-rank0.pt'
     merge = [] if lora is None else ['merge=true']
-    assert main([str(tmp_path / 'again' / 'latest-rank0.pt'), str(tmp_path / 'exported'), *merge]) == 0
-    kept = AutoModelForImageTextToText.from_pretrained(tmp_path / 'exported').generation_config.to_dict()
-    assert {name: kept[name] for name in generation} == generation
+    assert main([str(checkpoint), str(tmp_path / 'exported'), *merge]) == 0
+    exported = AutoModelForImageTextToText.from_pretrained(tmp_path / 'exported')
+    assert generation.items() <= exported.generation_config.to_dict().items()
     if lora is None:
         export_model(model, tmp_path / 'at_the_end')
         assert json.loads((tmp_path / 'at_the_end' / 'generation_config.json').read_text())['temperature'] == 0.9
@@ -262,8 +283,7 @@ def test_adapter_without_a_base(tmp_path, capsys):
     assert main([str(checkpoint), str(tmp_path / 'adapter')]) == 2
     assert 'export with merge=true' in capsys.readouterr().err
     assert main([str(checkpoint), str(tmp_path / 'merged'), 'merge=true']) == 0
-    found = logits_of(AutoModelForImageTextToText.from_pretrained(tmp_path / 'merged'))
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(logits_of_folder(tmp_path / 'merged'), expected, rtol=1e-5, atol=1e-6)
     assert train([DIGITS, 'model.lora={r: 2}', 'report.export=true']) == 2
     assert '`report.export` must be false with FSDP, and for `model.lora` on a base' in capsys.readouterr().err
 
@@ -275,39 +295,46 @@ def test_export_replaces_an_earlier_one(tmp_path):
     for lora in (None, {'r': 2}, None):
         model = build_model(pretrained=str(tmp_path / 'base'), processor=build_digits_processor(), lora=lora)
         export_model(model, folder)
-        assert {path.name for path in folder.glob('*.safetensors')} == {
-            'model.safetensors' if lora is None else 'adapter_model.safetensors'
-        }
+        weights_file = 'model.safetensors' if lora is None else 'adapter_model.safetensors'
+        assert [path.name for path in folder.glob('*.safetensors')] == [weights_file]
         assert (folder / 'adapter_config.json').exists() == (lora is not None)
         AutoProcessor.from_pretrained(folder)
+
+
+def damaged_checkpoints(checkpoint, folder):
+    """Writes damaged copies of the checkpoint of an adapter. Returns the path of each, and the words of its error."""
+    content = checkpoint.read_bytes()
+    half = folder / 'half.pt'
+    half.write_bytes(content[: len(content) // 2])
+    message_of = {half: 'compressed, incomplete or not written by Composer'}
+    for part in ('lora_A', 'modules_to_save'):
+        state = torch.load(checkpoint, weights_only=False)
+        weights = state['state']['model']
+        name = next(name for name in weights if part in name)
+        weight = weights.pop(name)
+        missing = folder / f'without_{part}.pt'
+        torch.save(state, missing)
+        message_of[missing] = 'must hold a whole adapter of its base, got: 1 missing'
+        weights[name] = weight[:1]
+        narrow = folder / f'narrow_{part}.pt'
+        torch.save(state, narrow)
+        message_of[narrow] = 'size mismatch'
+    return message_of
 
 
 def test_damaged_checkpoint_leaves_nothing(tmp_path, capsys):
     pytest.importorskip('peft')
     checkpoint, _, _ = lora_checkpoint(tmp_path, {'modules_to_save': ['multi_modal_projector']})
-    (tmp_path / 'half.pt').write_bytes(checkpoint.read_bytes()[: checkpoint.stat().st_size // 2])
-    damages = {'half': 'compressed, incomplete or not written by Composer'}
-    for part in ('lora_A', 'modules_to_save'):
-        content = torch.load(checkpoint, weights_only=False)
-        weights = content['state']['model']
-        name = next(name for name in weights if part in name)
-        narrow = {**weights, name: weights[name][:1]}
-        del weights[name]
-        torch.save(content, tmp_path / f'without_{part}.pt')
-        content['state']['model'] = narrow
-        torch.save(content, tmp_path / f'narrow_{part}.pt')
-        damages |= {
-            f'without_{part}': 'must hold a whole adapter of its base, got: 1 missing',
-            f'narrow_{part}': 'size mismatch',
-        }
-    for name, message in damages.items():
+    exports = tmp_path / 'exports'
+    for path, message in damaged_checkpoints(checkpoint, tmp_path).items():
         for merge in ([], ['merge=true']):
-            assert main([str(tmp_path / f'{name}.pt'), str(tmp_path / 'out' / name), *merge]) == 2
+            assert main([str(path), str(exports / path.stem), *merge]) == 2
             assert message in capsys.readouterr().err
+    # A checkpoint that is complete, but whose base is damaged.
     (tmp_path / 'base' / 'config.json').unlink()
-    assert main([str(checkpoint), str(tmp_path / 'out' / 'merged'), 'merge=true']) == 2
+    assert main([str(checkpoint), str(exports / 'merged'), 'merge=true']) == 2
     assert '`base_model_name_or_path`: ' in capsys.readouterr().err
-    assert not list((tmp_path / 'out').iterdir())
+    assert not list(exports.iterdir())
 
 
 def test_unwritable_folder_is_one_line(tmp_path, capsys):
@@ -327,7 +354,7 @@ def test_full_folder_is_left_alone(tmp_path, capsys):
     assert (tmp_path / 'mine.txt').read_text() == 'keep'
 
 
-def test_a_mistyped_command_says_how(capsys):
+def test_missing_argument_shows_usage(capsys):
     assert main(['only-one']) == 2
     assert 'usage' in capsys.readouterr().err
 
@@ -346,16 +373,19 @@ def test_exported_demo_gives_reported_answers(tmp_path):
     ]
     assert train([DIGITS, *quick, *QUIET]) == 0
     reported = json.loads((tmp_path / 'result.json').read_text())['answers']
-    dataset, questions = DigitsDataset(split='eval', num_samples=96), []
+    dataset = DigitsDataset(split='eval', num_samples=96)
+    questions = []
     for answer in reported:
-        index = int(answer['sample_id'].rpartition('-')[2])
-        messages, images, _ = dataset.conversation(index)
-        paths = [str(tmp_path / f'{index}-{number}.png') for number in range(len(images))]
-        for image, path in zip(images, paths, strict=True):
+        _, _, index = answer['sample_id'].rpartition('-')
+        messages, images, _ = dataset.conversation(int(index))
+        paths = []
+        for number, image in enumerate(images):
+            path = tmp_path / f'{index}-{number}.png'
             image.save(path)
+            paths.append(str(path))
         questions.append({'messages': messages[:-1], 'images': paths})
     (tmp_path / 'questions.json').write_text(json.dumps(questions))
-    run_alone(ANSWER_ALONE, 'exported', 'questions.json', 'answers.json', folder=tmp_path)
+    run_without_composer(ANSWERS_WITH_TRANSFORMERS, 'exported', 'questions.json', 'answers.json', folder=tmp_path)
     assert json.loads((tmp_path / 'answers.json').read_text()) == [answer['generated'] for answer in reported]
     num_right = sum(answer['generated'] == answer['expected'] for answer in reported)
-    assert num_right >= 6, 'it has learnt something, so that answers differ'
+    assert num_right >= 6, 'the model must have learned something, so that its answers differ'

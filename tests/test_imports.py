@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Which import loads what, each in a fresh process with the packages as they are installed."""
+"""Which modules an import loads, each in a fresh process, and which rooms may import which."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ import pytest
 import composer_tokacc
 from tests.support.launch import ROOT
 
-BELOW = {'data', 'sizing', 'programs', 'train', 'size', 'look', 'verify', 'export'}
-"""Rooms and programs under the line of the plugin."""
-PLUGIN = sorted(set(composer_tokacc.__all__) - {'SizingReport', 'suggest_microbatching', 'verify_invariance'})
+APPLICATION = {'data', 'sizing', 'programs', 'train', 'size', 'look', 'verify', 'export'}
+"""Rooms and programs that the plugin does not need."""
+APPLICATION_NAMES = {'SizingReport', 'suggest_microbatching', 'verify_invariance'}
+PLUGIN_NAMES = sorted(set(composer_tokacc.__all__) - APPLICATION_NAMES)
 
 
 def loaded(statement: str) -> set[str]:
-    """Modules that a fresh interpreter holds after a statement, beyond those of a bare one."""
+    """Returns the modules that a fresh interpreter has loaded after a statement."""
     done = subprocess.run(
         [sys.executable, '-c', f'import json, sys\n{statement}\nprint(json.dumps(sorted(sys.modules)))'],
         cwd=ROOT,
@@ -36,30 +37,31 @@ def loaded(statement: str) -> set[str]:
 
 
 def rooms(modules: set[str]) -> set[str]:
+    """Returns the rooms of this package among some modules."""
     return {name.split('.')[1] for name in modules if name.startswith('composer_tokacc.')}
 
 
-def test_the_package_alone_loads_nothing_of_the_hosts():
+def test_package_loads_no_host():
     modules = loaded('import composer_tokacc')
     assert rooms(modules) == {'faces'}
     assert not modules & {'torch', 'composer', 'transformers', 'numpy'}
 
 
-def test_the_planner_loads_neither_torch_nor_composer():
+def test_planner_loads_no_torch():
     modules = loaded('from composer_tokacc import plan_microbatches\nimport composer_tokacc.planning')
     assert rooms(modules) == {'faces', 'planning', 'refusals'}
     assert not modules & {'torch', 'composer', 'transformers'}
 
 
 UNNEEDED = {
-    'RegroupingBatchSampler': {'algorithm', 'checks', 'data_spec', *BELOW},
-    'TokenAccumulation': {'sampling', *BELOW},
+    'RegroupingBatchSampler': {'algorithm', 'checks', 'data_spec', *APPLICATION},
+    'TokenAccumulation': {'sampling', *APPLICATION},
     'suggest_microbatching': {'algorithm', 'checks', 'data_spec', 'data', 'programs'},
-    ', '.join(PLUGIN): BELOW,
+    ', '.join(PLUGIN_NAMES): APPLICATION,
 }
 """Rooms that an import of these names must not load."""
-# The hosts take seconds to load: they are loaded once, and each statement runs in a process that is forked from there.
-FORKS = """
+# Composer and transformers take seconds to load, so they are loaded once. Each statement runs in a fork.
+LOAD_IN_FORKS = """
 import json, os, sys
 import composer, transformers
 for statement in json.loads(sys.argv[1]):
@@ -73,39 +75,44 @@ for statement in json.loads(sys.argv[1]):
 
 def test_names_load_no_unneeded_room():
     statements = [f'from composer_tokacc import {names}' for names in UNNEEDED]
-    command = [sys.executable, '-c', FORKS, json.dumps(statements)]
+    command = [sys.executable, '-c', LOAD_IN_FORKS, json.dumps(statements)]
     environment = {**os.environ, 'PYTHONPATH': str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
     lines = done.stdout.splitlines()[-len(UNNEEDED) :]
     for (names, unneeded), line in zip(UNNEEDED.items(), lines, strict=True):
-        found = rooms(set(json.loads(line)))
-        assert found - {'faces'}, names
-        assert not found & unneeded, names
+        loaded_rooms = rooms(set(json.loads(line)))
+        assert loaded_rooms - {'faces'}, names
+        assert not loaded_rooms & unneeded, names
 
 
 NEEDS_COMPOSER = {'TokenAccumulation', 'TokenMonitor', 'SkipReadBatches', 'SizingReport', 'suggest_microbatching'}
-REFUSED = ('composer', 'transformers', 'numba', 'scipy', 'filelock', 'yaml', 'psutil', 'PIL', 'omegaconf', 'tqdm')
+MISSING = ('composer', 'transformers', 'numba', 'scipy', 'filelock', 'yaml', 'psutil', 'PIL', 'omegaconf', 'tqdm')
 
 
-def test_the_engine_needs_neither_composer_nor_anything_else_but_torch_and_numpy():
+def test_plain_loops_need_torch_and_numpy():
+    """Everything that has nothing to do with a Composer run works without other packages."""
     names = sorted(set(composer_tokacc.__all__) - NEEDS_COMPOSER)
     modules = loaded(
         'from importlib.abc import MetaPathFinder\n'
-        'class Refuse(MetaPathFinder):\n'
+        'class RefuseMissing(MetaPathFinder):\n'
         '    def find_spec(self, name, path=None, target=None):\n'
-        f'        if name.split(".")[0] in {REFUSED}: raise ModuleNotFoundError(name)\n'
-        'sys.meta_path.insert(0, Refuse())\n'
+        f'        if name.split(".")[0] in {MISSING}: raise ModuleNotFoundError(name)\n'
+        'sys.meta_path.insert(0, RefuseMissing())\n'
         f'from composer_tokacc import {", ".join(names)}\n'
         'import composer_tokacc.data_spec.split, composer_tokacc.weights, composer_tokacc.sampling\n'
         'lengths = [9, 2, 7, 3, 3, 8]\n'
         'plan = plan_microbatches(lengths, max_tokens=9, num_ranks=2)\n'
-        'assert sorted(i for rank in plan.ranks for one in rank for i in one.indices) == [0, 1, 2, 3, 4, 5]'
+        'indices = []\n'
+        'for microbatches in plan.ranks:\n'
+        '    for microbatch in microbatches:\n'
+        '        indices += microbatch.indices\n'
+        'assert sorted(indices) == [0, 1, 2, 3, 4, 5]'
     )
     assert {'sampling', 'layout', 'data_spec', 'checks', 'invariance', 'algorithm'} <= rooms(modules)
-    assert not modules & set(REFUSED)
+    assert not modules & set(MISSING)
 
 
-def test_the_structure_of_a_model_is_known_without_the_sizing_helper():
+def test_model_structure_loads_no_other_room():
     assert rooms(loaded('import composer_tokacc.model_structure')) == {'faces', 'model_structure'}
 
 
@@ -131,7 +138,7 @@ ORDER = (
     'data_spec',
     'algorithm',
     'monitor',
-    # The application: what a run needs besides.
+    # The application: what a run needs in addition to the plugin.
     'step_watch',
     'isolation',
     'invariance',
@@ -147,11 +154,11 @@ ORDER = (
     'train',
     'examples',
 )
-"""Rooms, from the ground up: each may import those before it."""
+"""Rooms from the bottom to the top. Each may import those before it."""
 
 
 def imported_rooms(path):
-    """Rooms of ours that a module imports anywhere, for a type checker alone included."""
+    """Yields the rooms that a module imports, also within functions and only for a type checker."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or '').startswith('composer_tokacc.'):
             yield (node.module or '').split('.')[1]
@@ -159,47 +166,60 @@ def imported_rooms(path):
 
 @pytest.mark.parametrize('room', ORDER)
 def test_rooms_import_downwards(room):
-    base = ROOT / 'composer_tokacc' / room
-    below = set(ORDER[: ORDER.index(room) + 1])
-    for path in base.glob('*.py') if base.is_dir() else [base.with_suffix('.py')]:
-        assert set(imported_rooms(path)) <= below, path
+    folder = ROOT / 'composer_tokacc' / room
+    paths = folder.glob('*.py') if folder.is_dir() else [folder.with_suffix('.py')]
+    allowed = set(ORDER[: ORDER.index(room) + 1])
+    for path in paths:
+        assert set(imported_rooms(path)) <= allowed, path
 
 
-def test_every_room_stands_in_the_order():
-    rooms = {path.stem for path in (ROOT / 'composer_tokacc').iterdir() if path.suffix == '.py' or path.is_dir()}
-    assert rooms - set(ORDER) <= {'__init__', '__pycache__', 'py'}
+def test_order_names_every_room():
+    for path in (ROOT / 'composer_tokacc').iterdir():
+        is_room = path.suffix == '.py' or path.is_dir()
+        if is_room and path.stem not in ('__init__', '__pycache__'):
+            assert path.stem in ORDER
 
 
-def test_no_modules_import_each_other_in_a_circle():
-    """Imports within functions, and for a type checker alone, count as well."""
-    paths = (ROOT / 'composer_tokacc').rglob('*.py')
-    modules = {'.'.join(p.relative_to(ROOT).with_suffix('').parts).removesuffix('.__init__'): p for p in paths}
-    del modules['composer_tokacc']  # the package's own face names everything
-    imports: dict[str, set[str]] = {}
-    for module, path in modules.items():
-        nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
-        names = [(str(node.module), f'{node.module}.{alias.name}') for node in nodes for alias in node.names]
-        imports[module] = {name if name in modules else face for face, name in names} - {module}
-    while free := [module for module, found in imports.items() if not found & imports.keys()]:
-        for module in free:
-            del imports[module]
-    assert not {module: found & imports.keys() for module, found in imports.items()}
+def module_name(path):
+    parts = path.relative_to(ROOT).with_suffix('').parts
+    return '.'.join(parts).removesuffix('.__init__')
 
 
-def test_every_public_name_is_found_listed_and_typed():
+def imported_modules(path, modules):
+    """Returns which of the modules a file imports from, also within functions and only for a type checker."""
+    imported = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                # A name may itself be a module of the package that it is imported from.
+                full_name = f'{node.module}.{alias.name}'
+                imported.add(full_name if full_name in modules else node.module)
+    return imported & modules
+
+
+def test_imports_have_no_circle():
+    path_of = {module_name(path): path for path in (ROOT / 'composer_tokacc').rglob('*.py')}
+    del path_of['composer_tokacc']  # its `__init__` names everything
+    imports = {module: imported_modules(path, path_of.keys()) - {module} for module, path in path_of.items()}
+    # Modules that import nothing are taken out, again and again. A circle stays.
+    while free := {module for module, imported in imports.items() if not imported}:
+        imports = {module: imported - free for module, imported in imports.items() if module not in free}
+    assert not imports
+
+
+def test_public_names_are_listed_and_typed():
     for name in composer_tokacc.__all__:
         assert getattr(composer_tokacc, name).__name__ == name
     assert set(composer_tokacc.__all__) <= set(dir(composer_tokacc))
     with pytest.raises(AttributeError, match="no attribute 'token_dataspec'"):
         _ = composer_tokacc.token_dataspec
-    # What editors and pyright read must be what is loaded.
+    # Editors and pyright read the imports under TYPE_CHECKING. They must be those that are made on first use.
     tree = ast.parse((ROOT / 'composer_tokacc' / '__init__.py').read_text())
-    typed = {
-        alias.name: node.module
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and (node.module or '').startswith('composer_tokacc.')
-        for alias in node.names
-        if alias.name != 'on_first_use'
-    }
-    assert typed == {name: f'composer_tokacc.{room}' for name, room in composer_tokacc._ROOMS.items()}
-    assert set(typed) == set(composer_tokacc.__all__)
+    module_of_name = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or '').startswith('composer_tokacc.'):
+            for alias in node.names:
+                module_of_name[alias.name] = node.module
+    del module_of_name['on_first_use']
+    assert module_of_name == {name: f'composer_tokacc.{room}' for name, room in composer_tokacc._ROOMS.items()}
+    assert set(module_of_name) == set(composer_tokacc.__all__)

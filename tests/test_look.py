@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What `look` shows of samples, held to their tokens."""
+"""The program `look` shows samples. What it prints is compared with their tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.programs import DIGITS
 SMALL = ['dataset.num_samples=20', 'dataset.eval.num_samples=6']
 
 
-def test_learned_text_stands_between_marks():
+def test_text_with_labels_is_marked():
     processor = build_digits_processor()
     dataset = DigitsDataset(processor, num_samples=12)
     for index in range(12):
@@ -32,14 +32,17 @@ def test_learned_text_stands_between_marks():
         assert f'{sample["input_ids"].shape[1]} tokens, {len(learned)} of them learned' in text
         shown = ''.join(re.findall(' >> (.*?) << ', text, flags=re.DOTALL))
         assert shown.split() == processor.tokenizer.decode(learned).split()
-        images = sum(sample['num_images'])
-        placeholders = int((sample['input_ids'] == processor.tokenizer.convert_tokens_to_ids('<image>')).sum())
-        counted = [int(number) for number in re.findall(r'\[<image> x (\d+)\]', text)]
-        assert text.count('<image>') + sum(counted) - len(counted) == placeholders
-        assert ('pixel_values: ' in text) == bool(images)
+        image_token_id = processor.tokenizer.convert_tokens_to_ids('<image>')
+        num_placeholders = int((sample['input_ids'] == image_token_id).sum())
+        # Several placeholders in a row are shown as `[<image> x 4]`.
+        repetitions = [int(number) for number in re.findall(r'\[<image> x (\d+)\]', text)]
+        num_single = text.count('<image>') - len(repetitions)
+        assert num_single + sum(repetitions) == num_placeholders
+        num_images = sum(sample['num_images'])
+        assert ('pixel_values: ' in text) == (num_images > 0)
 
 
-def test_a_dozen_samples_are_shown(capsys):
+def test_number_of_samples(capsys):
     assert main([DIGITS, *SMALL]) == 0
     assert len(re.findall('^== sample', capsys.readouterr().out, flags=re.MULTILINE)) == 12
     assert main([DIGITS, *SMALL, 'samples=3', 'eval=true']) == 0
@@ -69,38 +72,42 @@ def test_unprintable_letters_are_escaped(monkeypatch, tmp_path):
     assert (tmp_path / 'out').read_bytes() == b'\xe4 \\u2192 \\udce9\n'
 
 
-class Kinds(Dataset):
-    """Samples of which only the modalities are known, or only the numbers of media, as in a dataset of one's own."""
+class SamplesWithMedia(Dataset):
+    """Samples that have only their numbers of media.
 
-    def __init__(self, kinds, *, says_so):
-        self.kinds = kinds
-        if says_so:
-            self.modalities = lambda index: frozenset(kinds[index])
+    Args:
+        modalities_of_samples: The modalities of each sample, one medium of each.
+        has_method: Whether the dataset has a method ``modalities``. If not, as in a user's dataset, samples are read.
+    """
+
+    def __init__(self, modalities_of_samples, *, has_method):
+        self.modalities_of_samples = modalities_of_samples
+        if has_method:
+            self.modalities = lambda index: frozenset(modalities_of_samples[index])
 
     def __len__(self):
-        return len(self.kinds)
+        return len(self.modalities_of_samples)
 
     def __getitem__(self, index):
-        assert not hasattr(self, 'modalities'), 'nothing has to be read'
-        return {f'num_{modality}s': [1] for modality in self.kinds[index]}
+        assert not hasattr(self, 'modalities'), 'samples must not be read'
+        return {f'num_{modality}s': [1] for modality in self.modalities_of_samples[index]}
 
 
-def rare_kinds():
-    kinds = [('image',)] * 60
-    kinds[17], kinds[41], kinds[59] = (), ('video',), ('image', 'audio')
-    return kinds
-
-
-@pytest.mark.parametrize('says_so', [True, False])
-def test_four_samples_show_every_kind(says_so):
-    dataset = Kinds(rare_kinds(), says_so=says_so)
+@pytest.mark.parametrize('has_method', [True, False])
+def test_rare_modalities_are_shown(has_method):
+    modalities = [('image',)] * 60
+    modalities[17] = ()
+    modalities[41] = ('video',)
+    modalities[59] = ('image', 'audio')
+    dataset = SamplesWithMedia(modalities, has_method=has_method)
     assert choose_samples(dataset, np.arange(60), 4) == [0, 17, 41, 59]
-    # With room for more: the shortest, the longest, and others between.
+    # If there is room for more: the shortest, the longest, and others between them.
     assert len(choose_samples(dataset, np.arange(60), 12)) == 12
-    parts = ConcatDataset([Kinds([('image',)] * 4, says_so=says_so), dataset])
-    assert choose_samples(parts, np.arange(64), 4) == [0, 21, 45, 63]
+    only_images = SamplesWithMedia([('image',)] * 4, has_method=has_method)
+    both = ConcatDataset([only_images, dataset])
+    assert choose_samples(both, np.arange(64), 4) == [0, 21, 45, 63]
 
 
-def test_few_samples_show_every_modality():
-    kinds = [(), ('image',), ('video',), ('image', 'video')]
-    assert choose_samples(Kinds(kinds, says_so=True), np.arange(4), 1) == [3]
+def test_one_sample_shows_most_modalities():
+    dataset = SamplesWithMedia([(), ('image',), ('video',), ('image', 'video')], has_method=True)
+    assert choose_samples(dataset, np.arange(4), 1) == [3]

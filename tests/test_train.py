@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The training program as a user starts it, with models small enough for seconds."""
+"""The training program, started as a user does, with models that train in seconds."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -43,6 +44,11 @@ def checkpoint(path: Path) -> dict:
     return torch.load(path, weights_only=False)['state']
 
 
+def final_model(folder: Path) -> dict:
+    """Returns the weights after the last of twelve steps."""
+    return checkpoint(folder / 'ep2-ba12-rank0.pt')['model']
+
+
 def assert_equal_bitwise(actual, expected, path='state'):
     assert type(actual) is type(expected), path
     if isinstance(expected, torch.Tensor):
@@ -57,6 +63,18 @@ def assert_equal_bitwise(actual, expected, path='state'):
             assert_equal_bitwise(actual[index], value, f'{path}/{index}')
     else:
         assert actual == expected, path
+
+
+def assert_same_training(result, expected):
+    """Another number of ranks adds in another order, and training amplifies the round-off."""
+    assert result['loss']['first'] == pytest.approx(expected['loss']['first'], rel=1e-6)
+    assert result['loss']['last'] == pytest.approx(expected['loss']['last'], rel=1e-4)
+    assert result['samples'] == expected['samples']
+
+
+def write_yaml(path: Path, config: dict) -> str:
+    path.write_text(yaml.safe_dump(config))
+    return str(path)
 
 
 def tiny_llava(folder: Path, path: Path) -> list[str]:
@@ -74,49 +92,51 @@ def tiny_llava(folder: Path, path: Path) -> list[str]:
     ]
 
 
+class UninterruptedRun(NamedTuple):
+    checkpoints: Path
+    result: dict
+
+
 @pytest.fixture(scope='module')
-def unbroken(tmp_path_factory):
-    """Twelve steps in one go, with checkpoints after every fourth."""
-    folder = tmp_path_factory.mktemp('unbroken')
-    result = train(
-        DIGITS, *TINY_DIGITS, f'trainer.save_folder={folder}/checkpoints', 'trainer.save_interval=4ba', folder=folder
-    )
-    return folder, result
+def uninterrupted(tmp_path_factory):
+    """Twelve steps without a stop, with checkpoints after every fourth."""
+    folder = tmp_path_factory.mktemp('uninterrupted')
+    checkpoints = folder / 'checkpoints'
+    arguments = [f'trainer.save_folder={checkpoints}', 'trainer.save_interval=4ba']
+    result = train(DIGITS, *TINY_DIGITS, *arguments, folder=folder)
+    return UninterruptedRun(checkpoints, result)
 
 
-def test_run_writes_its_result(unbroken):
-    _, result = unbroken
+def test_run_writes_its_result(uninterrupted):
+    result = uninterrupted.result
     assert (result['steps'], result['epochs'], result['samples']) == (12, 2, 96)
     assert result['loss']['last'] < result['loss']['first']
     assert 0 <= result['eval']['MaskedAccuracy'] <= 1
     assert result['eval']['LanguageCrossEntropy'] > 0
     assert len(result['answers']) == 2
-    assert all(answer['question'] and answer['expected'] for answer in result['answers'])
+    for answer in result['answers']:
+        assert answer['question']
+        assert answer['expected']
     monitor = result['token_monitor']
     assert 0 < monitor['padding_ratio'] < monitor['device_batch_padding_ratio'] < 1
     assert monitor['sample_weighting_error'] > 0
 
 
-def test_resume_in_mid_epoch_is_bitwise(unbroken, tmp_path):
-    folder, _ = unbroken
-    saved = folder / 'checkpoints' / 'ep1-ba8-rank0.pt'
-    assert checkpoint(saved)['timestamp']['Timestamp']['batch_in_epoch'] == 3
-    train(
-        DIGITS,
-        *TINY_DIGITS,
-        f'trainer.load_path={saved}',
-        f'trainer.save_folder={tmp_path}/checkpoints',
-        folder=tmp_path,
-    )
+def test_resume_within_epoch_is_bitwise(uninterrupted, tmp_path):
+    start_path = uninterrupted.checkpoints / 'ep1-ba8-rank0.pt'
+    start = checkpoint(start_path)
+    assert start['timestamp']['Timestamp']['batch_in_epoch'] == 3
+    arguments = [f'trainer.load_path={start_path}', f'trainer.save_folder={tmp_path}/checkpoints']
+    train(DIGITS, *TINY_DIGITS, *arguments, folder=tmp_path)
     resumed = checkpoint(tmp_path / 'checkpoints' / 'ep2-ba12-rank0.pt')
-    straight = checkpoint(folder / 'checkpoints' / 'ep2-ba12-rank0.pt')
-    start = checkpoint(saved)
-    assert_equal_bitwise(resumed['model'], straight['model'])
-    assert_equal_bitwise(resumed['optimizers'], straight['optimizers'])
-    assert any(not torch.equal(start['model'][key], value) for key, value in straight['model'].items())
+    expected = checkpoint(uninterrupted.checkpoints / 'ep2-ba12-rank0.pt')
+    assert_equal_bitwise(resumed['model'], expected['model'])
+    assert_equal_bitwise(resumed['optimizers'], expected['optimizers'])
+    has_changed = [not torch.equal(start['model'][name], weight) for name, weight in expected['model'].items()]
+    assert any(has_changed), 'the last steps move the weights'
 
 
-def test_finished_run_writes_the_result_again(tmp_path):
+def test_finished_run_writes_result_again(tmp_path):
     command = [
         DIGITS,
         *TINY_DIGITS,
@@ -126,17 +146,18 @@ def test_finished_run_writes_the_result_again(tmp_path):
         f'trainer.save_folder={tmp_path}/checkpoints',
     ]
     first = train(*command, folder=tmp_path)
-    page = (tmp_path / 'report.html').read_text()
-    again = train(*command, folder=tmp_path)
+    first_page = (tmp_path / 'report.html').read_text()
+    second = train(*command, folder=tmp_path)
+    second_page = (tmp_path / 'report.html').read_text()
     assert first['loss']
     assert first['token_monitor']
     for key in ('steps', 'samples', 'loss', 'eval', 'token_monitor', 'sources'):
-        assert again[key] == first[key]
-    assert (tmp_path / 'report.html').read_text().count('<polyline') == page.count('<polyline') > 0
-    assert (tmp_path / 'report.html').read_text().count('class="answer"') == page.count('class="answer"') > 0
+        assert second[key] == first[key]
+    for mark in ('<polyline', 'class="answer"'):
+        assert second_page.count(mark) == first_page.count(mark) > 0
 
 
-def test_a_dry_run_writes_nothing(tmp_path):
+def test_dry_run_writes_nothing(tmp_path):
     folders = [f'report.folder={tmp_path}/report', f'trainer.save_folder={tmp_path}/checkpoints']
     assert main([DIGITS, *TINY_DIGITS, 'dry_run=true', *folders]) == 0
     assert list(tmp_path.iterdir()) == []
@@ -144,10 +165,10 @@ def test_a_dry_run_writes_nothing(tmp_path):
     assert main([DIGITS, *TINY_DIGITS, 'dry_run=true', f'report.folder={tmp_path}/report/x']) == 2
 
 
-def test_a_usage_error_comes_before_torch():
+def test_usage_error_needs_no_torch():
     code = (
         'import runpy, sys\n'
-        'sys.modules["torch"] = None\n'  # its import fails
+        'sys.modules["torch"] = None\n'  # an import of torch fails
         'sys.argv = ["train"]\n'
         'runpy.run_module("composer_tokacc.train", run_name="__main__")'
     )
@@ -156,42 +177,41 @@ def test_a_usage_error_comes_before_torch():
     assert 'FILE.yaml' in done.stderr
 
 
-def test_resume_after_killed_write(unbroken, tmp_path, capsys):
-    folder = tmp_path / 'checkpoints'
-    command = [
-        DIGITS,
+def saves_every_step(folder: Path) -> list[str]:
+    return [
         *TINY_DIGITS,
         'trainer.autoresume=true',
         'trainer.save_interval=1ba',
         f'trainer.save_folder={folder}',
     ]
+
+
+def test_resume_after_damaged_checkpoint(uninterrupted, tmp_path, capsys):
+    folder = tmp_path / 'checkpoints'
+    command = [DIGITS, *saves_every_step(folder)]
     train(*command, 'trainer.max_duration=3ba', folder=tmp_path)
-    whole = (folder / 'ep0-ba3-rank0.pt').read_bytes()
-    (folder / 'ep0-ba4-rank0.pt').write_bytes(whole[: len(whole) // 2])  # being written; `latest` is the one before
-    (folder / 'ep0-ba3-rank0.pt').write_bytes(whole[: len(whole) // 2])  # a disk that lost what it had promised
+    content = (folder / 'ep0-ba3-rank0.pt').read_bytes()
+    first_half = content[: len(content) // 2]
+    # The run was killed while it wrote this file, so `latest` is the file before.
+    (folder / 'ep0-ba4-rank0.pt').write_bytes(first_half)
+    # And the disk has lost half of that one.
+    (folder / 'ep0-ba3-rank0.pt').write_bytes(first_half)
     capsys.readouterr()
     result = train(*command, folder=tmp_path)
     assert f'going on from {folder}/ep0-ba2-rank0.pt: {folder}/ep0-ba3-rank0.pt is damaged' in capsys.readouterr().err
     assert (result['steps'], result['first_step']) == (12, 2)
-    straight = checkpoint(unbroken[0] / 'checkpoints' / 'ep2-ba12-rank0.pt')
-    assert_equal_bitwise(checkpoint(folder / 'ep2-ba12-rank0.pt')['model'], straight['model'])
+    assert_equal_bitwise(final_model(folder), final_model(uninterrupted.checkpoints))
 
 
 @pytest.mark.slow
-def test_run_killed_while_it_saves(unbroken, tmp_path, capsys):
-    """The next run takes the checkpoint before the half written one, and writes that one again."""
+def test_run_killed_while_it_saves(uninterrupted, tmp_path, capsys):
+    """The next run loads the checkpoint before the half-written one, and writes that one again."""
     config = yaml.safe_load(Path(DIGITS).read_text())
     config['callbacks']['tests.support.killer.KillWhileSaving'] = {'batch': 3}
-    deadly = tmp_path / 'deadly.yaml'
-    deadly.write_text(yaml.safe_dump(config))
+    config_with_kill = write_yaml(tmp_path / 'killed.yaml', config)
     folder = tmp_path / 'checkpoints'
-    options = [
-        *TINY_DIGITS,
-        'trainer.autoresume=true',
-        'trainer.save_interval=1ba',
-        f'trainer.save_folder={folder}',
-    ]
-    command = [sys.executable, '-m', 'composer_tokacc.train', str(deadly), *options, f'report.folder={tmp_path}']
+    options = saves_every_step(folder)
+    command = [sys.executable, '-m', 'composer_tokacc.train', config_with_kill, *options, f'report.folder={tmp_path}']
     killed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     half_written = folder / 'ep0-ba3-rank0.pt'
@@ -200,33 +220,43 @@ def test_run_killed_while_it_saves(unbroken, tmp_path, capsys):
     assert f'going on from {folder}/ep0-ba2-rank0.pt' in capsys.readouterr().err
     assert (result['steps'], result['first_step']) == (12, 2)
     assert checkpoint(half_written)['timestamp']['Timestamp']['batch'] == 3
-    straight = checkpoint(unbroken[0] / 'checkpoints' / 'ep2-ba12-rank0.pt')
-    assert_equal_bitwise(checkpoint(folder / 'ep2-ba12-rank0.pt')['model'], straight['model'])
+    assert_equal_bitwise(final_model(folder), final_model(uninterrupted.checkpoints))
+
+
+def keep_records(path: Path, *, with_image: bool) -> None:
+    """Leaves only the records of a file that have an image, or only those that have none."""
+    records = json.loads(path.read_text())
+    kept_records = [record for record in records if ('image' in record) == with_image]
+    path.write_text(json.dumps(kept_records))
 
 
 def test_text_only_run_resumes_bitwise(tmp_path):
     path = write_llava_folder(tmp_path / 'data', 32)
-    path.write_text(json.dumps([record for record in json.loads(path.read_text()) if 'image' not in record]))
-    straight, broken = ([*tiny_llava(tmp_path / name, path), 'trainer.save_interval=1ba'] for name in ('a', 'b'))
-    train(*straight, folder=tmp_path / 'a')
-    train(*broken, 'trainer.max_duration=1ba', folder=tmp_path / 'b')
-    assert train(*broken, folder=tmp_path / 'b')['first_step'] == 1
-    one, other = (checkpoint(tmp_path / name / 'checkpoints' / 'ep1-ba4-rank0.pt') for name in ('a', 'b'))
-    assert_equal_bitwise(other['model'], one['model'])
-    assert_equal_bitwise(other['optimizers'], one['optimizers'])
+    keep_records(path, with_image=False)
+    complete = tmp_path / 'complete'
+    resumed = tmp_path / 'resumed'
+    train(*tiny_llava(complete, path), 'trainer.save_interval=1ba', folder=complete)
+    command = [*tiny_llava(resumed, path), 'trainer.save_interval=1ba']
+    train(*command, 'trainer.max_duration=1ba', folder=resumed)
+    assert train(*command, folder=resumed)['first_step'] == 1
+    expected_state = checkpoint(complete / 'checkpoints' / 'ep1-ba4-rank0.pt')
+    resumed_state = checkpoint(resumed / 'checkpoints' / 'ep1-ba4-rank0.pt')
+    for part in ('model', 'optimizers'):
+        assert_equal_bitwise(resumed_state[part], expected_state[part])
 
 
 def test_picture_is_drawn(tmp_path):
     arguments = [argument for argument in TINY_DIGITS if not argument.startswith('report.picture')]
     train(DIGITS, *arguments, 'trainer.max_duration=1ba', 'report.picture=true', folder=tmp_path)
     with Image.open(tmp_path / 'result.png') as picture:
-        assert len(set(picture.convert('L').resize((64, 64)).getdata())) > 10
+        gray_levels = set(picture.convert('L').resize((64, 64)).getdata())
+    assert len(gray_levels) > 10, 'the picture is not empty'
 
 
 def test_llava_json_trains_with_shipped_yaml(tmp_path):
     path = write_llava_folder(tmp_path / 'data', num_samples=18)
     result = train(*tiny_llava(tmp_path, path), f'dataset.eval.path={path}', folder=tmp_path)
-    # 18 samples, 4 a step, the last step of an epoch smaller; nothing dropped.
+    # 18 samples, 4 in a step. The last step of an epoch has 2, so that no sample is dropped.
     assert (result['steps'], result['samples']) == (10, 36)
     assert result['loss']['last'] < result['loss']['first']
     assert result['eval']['LanguageCrossEntropy'] < result['loss']['first']
@@ -234,31 +264,32 @@ def test_llava_json_trains_with_shipped_yaml(tmp_path):
 
 
 def tiny_mixture(folder: Path) -> list[str]:
-    parts = {'captions': 14, 'documents': 3}
-    paths = {name: write_llava_folder(folder / name, num_samples=size) for name, size in parts.items()}
-    given = [f'dataset.parts.{name}.path={path}' for name, path in paths.items()]
-    given += [f'dataset.parts.{name}.image_dir={path.parent / "images"}' for name, path in paths.items()]
-    tiny = [argument for argument in tiny_llava(folder, folder)[3:] if not argument.startswith('scheduler')]
-    return [MIXTURE, *given, *tiny]
+    arguments = [MIXTURE]
+    for name, num_samples in {'captions': 14, 'documents': 3}.items():
+        path = write_llava_folder(folder / name, num_samples=num_samples)
+        arguments.append(f'dataset.parts.{name}.path={path}')
+        arguments.append(f'dataset.parts.{name}.image_dir={path.parent / "images"}')
+    # Without the file, its path and its folder of images, and without the scheduler of that file.
+    arguments_of_llava = tiny_llava(folder, folder)[3:]
+    arguments += [argument for argument in arguments_of_llava if not argument.startswith('scheduler')]
+    return arguments
 
 
 def test_mixture_of_two_files(tmp_path):
     result = train(*tiny_mixture(tmp_path), 'loader.modality=per_step', folder=tmp_path)
-    # 14 + 2 x 3 samples an epoch, 4 a step.
+    # 14 + 2 * 3 samples in an epoch, 4 in a step.
     assert (result['steps'], result['samples']) == (10, 40)
     assert result['loss']['last'] < result['loss']['first']
 
 
 @pytest.mark.slow
 def test_two_ranks_with_unmixed_steps(tmp_path):
-    # Plain SGD: a step without any image leaves the vision tower without a gradient on one rank and with a zero one on
-    # several, which weight decay and momentum tell apart.
+    # In a step without images the vision encoder has no gradient on one rank, but a gradient of 0 on several ranks.
+    # Plain SGD treats both alike. Weight decay and momentum would not.
     arguments = [*tiny_mixture(tmp_path), 'loader.modality=per_step', 'optimizer={name: sgd, lr: 0.1}']
-    one = train(*arguments, f'trainer.save_folder={tmp_path}/one', folder=tmp_path / 'one')
-    two = launch_training(*arguments, f'trainer.save_folder={tmp_path}/two', folder=tmp_path / 'two', ranks=2)
-    assert two['loss']['first'] == pytest.approx(one['loss']['first'], rel=1e-6)
-    assert two['loss']['last'] == pytest.approx(one['loss']['last'], rel=1e-4)
-    assert two['samples'] == one['samples']
+    one_rank = train(*arguments, f'trainer.save_folder={tmp_path}/one', folder=tmp_path / 'one')
+    two_ranks = launch_training(*arguments, f'trainer.save_folder={tmp_path}/two', folder=tmp_path / 'two', ranks=2)
+    assert_same_training(two_ranks, one_rank)
 
 
 def test_bad_samples_stop_or_are_counted(tmp_path, capsys):
@@ -266,10 +297,9 @@ def test_bad_samples_stop_or_are_counted(tmp_path, capsys):
     (path.parent / 'images' / '0_0.png').write_bytes(b'not an image')
     command = tiny_llava(tmp_path, path)
     assert main([*command, 'dataset.on_error=raise']) == 2
-    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith('error:')]
-    assert len(said) == 1
-    assert 'sample "s0"' in said[0]
-    assert '0_0.png' in said[0]
+    (error,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith('error:')]
+    assert 'sample "s0"' in error
+    assert '0_0.png' in error
     result = train(*command, 'dataset.on_error=skip', 'dataset.num_workers=0', folder=tmp_path)
     assert 'skipped 1 of 12 samples' in result['skipped'][0]
     assert result['samples'] == 2 * 11
@@ -278,9 +308,9 @@ def test_bad_samples_stop_or_are_counted(tmp_path, capsys):
 
 def test_missing_data_is_one_line(tmp_path, capsys):
     assert main([LLAVA, f'dataset.path={tmp_path}/nothing.json', *QUIET]) == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith('error:')
-    assert 'nothing.json' in said
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith('error:')
+    assert 'nothing.json' in error
 
 
 def test_training_set_smaller_than_a_batch(capsys):
@@ -291,97 +321,103 @@ def test_training_set_smaller_than_a_batch(capsys):
 def test_stock_accumulation_of_the_same_data(tmp_path):
     config = yaml.safe_load(Path(DIGITS).read_text())
     del config['algorithms']['token_accumulation']
-    file = tmp_path / 'stock.yaml'
-    file.write_text(yaml.safe_dump(config))
-    plain = ['microbatching.regroup=false', 'trainer.max_duration=3ba']
-    stock = train(str(file), *TINY_DIGITS, *plain, folder=tmp_path / 'stock')
-    exact = train(DIGITS, *TINY_DIGITS, *plain, folder=tmp_path / 'exact')
-    whole = train(
-        DIGITS, *TINY_DIGITS, *plain, 'microbatching.device_train_microbatch_size=8', folder=tmp_path / 'whole'
-    )
-    # The logged loss of the first step is a mean over microbatches: only the exact one is that of the whole batch.
-    assert exact['loss']['first'] == pytest.approx(whole['loss']['first'], rel=1e-6)
-    assert stock['loss']['first'] != pytest.approx(whole['loss']['first'], rel=1e-4)
+    stock_config = write_yaml(tmp_path / 'stock.yaml', config)
+    options = [*TINY_DIGITS, 'microbatching.regroup=false', 'trainer.max_duration=3ba']
+    stock = train(stock_config, *options, folder=tmp_path / 'stock')
+    exact = train(DIGITS, *options, folder=tmp_path / 'exact')
+    options.append('microbatching.device_train_microbatch_size=8')
+    one_forward = train(DIGITS, *options, folder=tmp_path / 'one_forward')
+    # The logged loss of the first step is a mean over microbatches. Only with exact weights it is that of one forward.
+    expected_loss = one_forward['loss']['first']
+    assert exact['loss']['first'] == pytest.approx(expected_loss, rel=1e-6)
+    assert stock['loss']['first'] != pytest.approx(expected_loss, rel=1e-4)
 
 
 @pytest.mark.slow
-def test_two_ranks_train_as_one(unbroken, tmp_path):
-    _, one = unbroken
-    two = launch_training(DIGITS, *TINY_DIGITS, f'trainer.save_folder={tmp_path}/checkpoints', folder=tmp_path, ranks=2)
-    assert two['loss']['first'] == pytest.approx(one['loss']['first'], rel=1e-6)
-    assert two['loss']['last'] == pytest.approx(one['loss']['last'], rel=1e-4)
-    assert two['samples'] == one['samples']
-    # Evaluation leaves out what the sampler repeats to give both ranks as many.
-    assert two['eval']['LanguageCrossEntropy'] == pytest.approx(one['eval']['LanguageCrossEntropy'], rel=1e-4)
+def test_two_ranks_train_as_one(uninterrupted, tmp_path):
+    one_rank = uninterrupted.result
+    arguments = [*TINY_DIGITS, f'trainer.save_folder={tmp_path}/checkpoints']
+    two_ranks = launch_training(DIGITS, *arguments, folder=tmp_path, ranks=2)
+    assert_same_training(two_ranks, one_rank)
+    # The sampler repeats samples so that both ranks have equally many. Evaluation must not count them.
+    expected_loss = one_rank['eval']['LanguageCrossEntropy']
+    assert two_ranks['eval']['LanguageCrossEntropy'] == pytest.approx(expected_loss, rel=1e-4)
 
 
 @pytest.mark.slow
 def test_mixture_of_media_survives_a_kill(tmp_path):
-    """Three files of three formats, two epochs on two ranks; resumed, it ends with the weights of the unbroken run."""
+    """Three files of three formats, two epochs on two ranks.
+
+    A rank is killed. The resumed run ends with the weights of an uninterrupted run.
+    """
     pytest.importorskip('av')
     case = MEDIA['qwen2_vl']()
-    for part in (case.processor, case.model):
-        part.save_pretrained(tmp_path / 'base')
-    path = write_llava_folder(tmp_path / 'captions', 24)
-    path.write_text(json.dumps([record for record in json.loads(path.read_text()) if 'image' in record]))
-    (tmp_path / 'films').mkdir()
-    films = write_media_folder(tmp_path / 'films', [('video',), ('video', 'image'), (), ('video',)] * 3)
-    turns = [
-        [{'role': 'user', 'content': f'Say {n}.'}, {'role': 'assistant', 'content': 'b' * n}] for n in range(1, 11)
-    ]
-    Dataset.from_dict({'messages': turns}).to_parquet(tmp_path / 'text.parquet')
+    case.processor.save_pretrained(tmp_path / 'base')
+    case.model.save_pretrained(tmp_path / 'base')
+    captions = write_llava_folder(tmp_path / 'captions', 24)
+    keep_records(captions, with_image=True)
+    (tmp_path / 'videos').mkdir()
+    videos = write_media_folder(tmp_path / 'videos', [('video',), ('video', 'image'), (), ('video',)] * 3)
+    conversations = []
+    for length in range(1, 11):
+        question = {'role': 'user', 'content': f'Say {length}.'}
+        answer = {'role': 'assistant', 'content': 'b' * length}
+        conversations.append([question, answer])
+    Dataset.from_dict({'messages': conversations}).to_parquet(tmp_path / 'text.parquet')
     config = yaml.safe_load(Path(MIXTURE).read_text())
     config['model'] = {'pretrained': str(tmp_path / 'base')}
     config['dataset'] = {
         'name': 'llava',
         'video': {'fps': 3, 'max_frames': 8},
         'parts': {
-            'captions': {'path': str(path), 'image_dir': str(path.parent / 'images')},
-            'films': {'path': str(films), 'epochs': 1},
+            'captions': {'path': str(captions), 'image_dir': str(captions.parent / 'images')},
+            'videos': {'path': str(videos), 'epochs': 1},
             'text': {'path': str(tmp_path / 'text.parquet'), 'epochs': 2},
         },
     }
     config['loader'] = {'global_batch_size': 8, 'drop_last': True}
     config['trainer'] |= {'max_duration': '2ep', 'autoresume': True, 'save_interval': '2ba', 'device': 'cpu'}
-    calm = tmp_path / 'calm.yaml'
-    calm.write_text(yaml.safe_dump(config))
+    config_without_kill = write_yaml(tmp_path / 'complete.yaml', config)
     config['callbacks']['tests.support.killer.KillRank'] = {'rank': 1, 'batch': 7}
-    deadly = tmp_path / 'deadly.yaml'
-    deadly.write_text(yaml.safe_dump(config))
-    launch_training(str(calm), *QUIET, f'trainer.save_folder={tmp_path}/straight', folder=tmp_path, ranks=2)
-    broken = [*QUIET, f'trainer.save_folder={tmp_path}/broken']
-    done = launch(['-m', 'composer_tokacc.train', str(deadly), *broken, f'report.folder={tmp_path}'], ranks=2)
-    assert 'Rank 1 crashed with exit code -9' in done.stderr
-    assert launch_training(str(calm), *broken, folder=tmp_path, ranks=2)['first_step'] == 6
-    last = [(tmp_path / name / 'latest-rank0.pt').resolve() for name in ('broken', 'straight')]
-    assert last[0].name == last[1].name
-    resumed, expected = (checkpoint(file)['model'] for file in last)
-    assert_equal_bitwise(resumed, expected)
+    config_with_kill = write_yaml(tmp_path / 'killed.yaml', config)
+
+    save_folder = f'trainer.save_folder={tmp_path}/complete'
+    launch_training(config_without_kill, *QUIET, save_folder, folder=tmp_path, ranks=2)
+    arguments = [*QUIET, f'trainer.save_folder={tmp_path}/resumed']
+    program = ['-m', 'composer_tokacc.train', config_with_kill, *arguments, f'report.folder={tmp_path}']
+    killed = launch(program, ranks=2)
+    assert 'Rank 1 crashed with exit code -9' in killed.stderr
+    result = launch_training(config_without_kill, *arguments, folder=tmp_path, ranks=2)
+    assert result['first_step'] == 6
+
+    resumed = (tmp_path / 'resumed' / 'latest-rank0.pt').resolve()
+    complete = (tmp_path / 'complete' / 'latest-rank0.pt').resolve()
+    assert resumed.name == complete.name, 'both have made the same number of steps'
+    assert_equal_bitwise(checkpoint(resumed)['model'], checkpoint(complete)['model'])
 
 
 @pytest.mark.slow
-def test_watched_run_and_dry_run(tmp_path, capsys):
-    parts = (
-        'dataset.parts={scans: {num_samples: 30, loss_share: 0.7}, more: {num_samples: 10, seed: 5, loss_share: 0.3}}'
-    )
-    watched = [
+def test_dry_run_and_monitored_run(tmp_path, capsys):
+    scans = '{num_samples: 30, loss_share: 0.7}'
+    others = '{num_samples: 10, seed: 5, loss_share: 0.3}'
+    command = [
         DIGITS,
         *TINY_DIGITS,
-        parts,
+        f'dataset.parts={{scans: {scans}, others: {others}}}',
         'callbacks.token_monitor.device_tflops=0.05',
         'microbatching.rehearse=heaviest',
     ]
-    assert main([*watched, 'dry_run=true', f'report.folder={tmp_path / "dry"}']) == 0
-    said = capsys.readouterr().err
-    assert 'rehearsed the heaviest microbatches of 12 steps' in said
-    assert 'dry run: all but training went well; an epoch has 5 steps' in said
+    assert main([*command, 'dry_run=true', f'report.folder={tmp_path / "dry"}']) == 0
+    messages = capsys.readouterr().err
+    assert 'rehearsed the heaviest microbatches of 12 steps' in messages
+    assert 'dry run: all but training went well; an epoch has 5 steps' in messages
     assert not (tmp_path / 'dry').exists()
-    result = train(*watched, folder=tmp_path / 'run')
-    lines = [json.loads(line) for line in (tmp_path / 'run' / 'metrics.jsonl').read_text().splitlines()]
-    assert result['token_monitor']['mfu'] == pytest.approx(
-        np.mean([line['token_monitor/mfu'] for line in lines if 'token_monitor/mfu' in line])
-    )
-    assert result['sources'].keys() == {'scans', 'more'}
+    result = train(*command, folder=tmp_path / 'run')
+    lines = (tmp_path / 'run' / 'metrics.jsonl').read_text().splitlines()
+    logged = [json.loads(line) for line in lines]
+    utilizations = [metrics['token_monitor/mfu'] for metrics in logged if 'token_monitor/mfu' in metrics]
+    assert result['token_monitor']['mfu'] == pytest.approx(np.mean(utilizations))
+    assert result['sources'].keys() == {'scans', 'others'}
     assert sum(row['weight'] for row in result['sources'].values()) == pytest.approx(1)
     assert result['sources']['scans']['weight'] == pytest.approx(0.7, abs=0.1)
     assert 'Model FLOPs utilization' in (tmp_path / 'run' / 'report.html').read_text()

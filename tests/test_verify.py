@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The doctor: exit status, figures and reasons, for a run that is exact and for runs that are not."""
+"""The program `verify`: its exit status, figures and reasons, for runs that are exact and runs that are not."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ TINY = [*TINY_DIGITS, 'dataset.eval=null', 'report.num_samples=0']
 
 
 def errors(printed, split):
-    return [float(found) for found in re.findall(rf'^{split} .* (\S+e[-+]\d+)', printed, re.MULTILINE)]
+    """Returns the errors in the lines of one way to split."""
+    numbers = re.findall(rf'^{split} .* (\S+e[-+]\d+)', printed, re.MULTILINE)
+    return [float(number) for number in numbers]
 
 
 def test_demo_is_exact_and_stock_not(capsys):
@@ -46,35 +48,38 @@ def test_weighted_run_has_weighted_reference(capsys):
 
 def test_both_halves_of_an_adapter(capsys, monkeypatch):
     pytest.importorskip('peft')
-    seen = {}
+    reference_gradients = {}
     relative_error = invariance.relative_error
 
-    def remember(found, expected):
-        seen.update(expected)
-        return relative_error(found, expected)
+    def remember_reference(gradients, expected):
+        reference_gradients.update(expected)
+        return relative_error(gradients, expected)
 
-    monkeypatch.setattr(invariance, 'relative_error', remember)
+    monkeypatch.setattr(invariance, 'relative_error', remember_reference)
     lora = 'model.lora={r: 4, dropout: 0.5, modules_to_save: [multi_modal_projector]}'
     assert main([DIGITS, '--rows', '3', *TINY, lora, 'model.dtype=bfloat16', 'trainer.precision=amp_bf16']) == 0
     assert max(errors(capsys.readouterr().out, 'regrouped')) < 1e-6
-    # At B = 0, where peft starts, A would have no gradient that could be wrong.
-    assert {name.split('.')[-3] for name in seen if 'lora_' in name} == {'lora_A', 'lora_B'}
-    assert all(gradient.any() and gradient.dtype == torch.float32 for gradient in seen.values())
+    # peft starts with B = 0, where the gradient of A is 0 and could not be wrong. So `verify` starts elsewhere.
+    halves = {name.split('.')[-3] for name in reference_gradients if 'lora_' in name}
+    assert halves == {'lora_A', 'lora_B'}
+    for name, gradient in reference_gradients.items():
+        assert gradient.any(), name
+        assert gradient.dtype == torch.float32, name
 
 
 @pytest.mark.parametrize(('device', 'tolerance'), [('cpu', '1e-6'), ('gpu', '1e-5')])
-def test_tolerance_is_that_of_the_runs_device(device, tolerance, monkeypatch):
-    """A run on the CPU of a machine with a GPU has the one of CPUs."""
-    seen = []
+def test_tolerance_fits_the_runs_device(device, tolerance, monkeypatch):
+    """A run on the CPU has the tolerance of CPUs, even if the machine has a GPU."""
+    tolerances = []
 
     def verify(config, *, max_rows, tolerance):
-        seen.append(tolerance)
-        raise NotExactError('seen')
+        tolerances.append(tolerance)
+        raise NotExactError('the tolerance is known')
 
     monkeypatch.setattr(program, 'verify', verify)
     monkeypatch.setattr(program, 'runs_on_gpu', lambda config: config.trainer['device'] != 'cpu')
     assert main([DIGITS, *TINY, 'trainer.device=' + device]) == 1
-    assert seen == [float(tolerance)]
+    assert tolerances == [float(tolerance)]
 
 
 @pytest.mark.slow
@@ -84,12 +89,13 @@ def test_on_two_ranks():
 
 
 def test_error_over_the_tolerance(capsys, monkeypatch):
-    scaled = LossTerms.scaled
-    monkeypatch.setattr(
-        LossTerms,
-        'scaled',
-        lambda self, loss, scales, observe: scaled(self, loss, {k: 1.001 * v for k, v in scales.items()}, observe),
-    )
+    right_scaled = LossTerms.scaled
+
+    def wrong_scaled(self, loss, scales, observe):
+        wrong_scales = {unit: 1.001 * scale for unit, scale in scales.items()}
+        return right_scaled(self, loss, wrong_scales, observe)
+
+    monkeypatch.setattr(LossTerms, 'scaled', wrong_scaled)
     monkeypatch.setattr(StepCheck, '_check_tokens', lambda *_: None)  # it would refuse the step
     assert main([DIGITS, '--rows', '2', *TINY]) == 1
     printed = capsys.readouterr().out
@@ -103,9 +109,12 @@ def test_model_that_cannot_be_exact(capsys, monkeypatch):
 
     def with_other_loss(config):
         parts = build_parts(config)
-        # A mean over all positions, padding too: it depends on which rows share a microbatch.
-        z_loss = lambda outputs, batch: outputs['loss'] + outputs['logits'].square().mean()  # noqa: E731
-        monkeypatch.setattr(parts.model, 'loss', z_loss)
+
+        def loss_with_z_loss(outputs, batch):
+            # A mean over all positions, also padding. It depends on which rows share a microbatch.
+            return outputs['loss'] + outputs['logits'].square().mean()
+
+        monkeypatch.setattr(parts.model, 'loss', loss_with_z_loss)
         return parts
 
     monkeypatch.setattr(program, 'build_parts', with_other_loss)

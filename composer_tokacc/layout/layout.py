@@ -466,15 +466,19 @@ class BatchLayout:
         """Raises ValueError if nothing tells how to select rows of a value."""
         if value is None or isinstance(value, (torch.Tensor, str, bool, int, float)):
             return
-        has_entry_per_row = isinstance(value, (list, tuple)) and len(value) == self.num_rows(batch)
         registered = self.family.entries.get(key)
         is_media = registered is not None and registered.is_media
-        if not has_entry_per_row or is_media:
-            shown_value = 'list of media' if has_entry_per_row else type(value).__name__
-            raise InvalidInputError(
-                f'`batch[{key!r}]` must be a tensor, a list with one entry per row, or a plain value, got: '
-                f'{shown_value}. Turn it into one of these in the collator.'
-            )
+        description = type(value).__name__
+        if isinstance(value, (list, tuple)):
+            num_rows = self.num_rows(batch)
+            if len(value) == num_rows and not is_media:
+                return
+            entries = 'media' if is_media else 'entries'
+            description = f'{description} of {len(value)} {entries} for {num_rows} rows'
+        raise InvalidInputError(
+            f'`batch[{key!r}]` must be a tensor, a list with one entry per row, or a plain value, got: {description}. '
+            'Turn it into one of these in the collator.'
+        )
 
     def trim(
         self,

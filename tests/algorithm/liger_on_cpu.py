@@ -1,7 +1,10 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""In a process of its own, which liger-kernel changes for good: its fused loss in triton's interpreter, on the CPU."""
+"""Runs the fused loss of liger-kernel on the CPU, in triton's interpreter.
+
+A process of its own, because liger-kernel replaces functions of transformers for good.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,13 @@ SHAPE = [(4, 2), (9, 0), (5, 3), (14, 11), (6, 1), (3, 2)]
 
 
 def without_gpu() -> None:
-    """Triton's interpreter needs no GPU, but liger-kernel asks one how it would be timed while it is imported."""
+    """Lets liger-kernel be imported without a GPU. It asks triton's driver for a benchmarker, but does not use it."""
     if not torch.cuda.is_available():
         driver.set_active(SimpleNamespace(get_benchmarker=lambda: None))
 
 
-def patched() -> Any:
+def liger_model() -> Any:
+    """Returns a Llama with the fused loss, and without the other kernels."""
     from liger_kernel.transformers import apply_liger_kernel_to_llama
 
     model = text_model().train()
@@ -38,20 +42,23 @@ def main() -> None:
     without_gpu()
     batch = collate(text_rows(SHAPE))
     expected, _ = reference_gradients(text_model(), batch)
-    found: dict[str, Any] = {'logits': patched()(**batch).logits is not None, 'errors': {}, 'rules': []}
+    errors = {}
+    rules = []
     for packing in (False, True):
         for size in (1, 2, 6):
             algorithm = TokenAccumulation()
             data = token_data_spec(loader(batch), packing=packing)
-            recorder, _, _ = train(patched(), data, algorithms=[algorithm], microbatch_size=size)
-            found['errors'][f'{size}{" packed" * packing}'] = relative_error(recorder.gradients, expected)
-            found['rules'].append(algorithm.rule)
+            recorder, _, _ = train(liger_model(), data, algorithms=[algorithm], microbatch_size=size)
+            errors[f'size {size}, packing {packing}'] = relative_error(recorder.gradients, expected)
+            rules.append(algorithm.rule)
+    refusal = ''
     try:
         weighted = TokenAccumulation(token_weights='sqrt')
-        train(patched(), token_data_spec(loader(batch)), algorithms=[weighted], microbatch_size=2)
+        train(liger_model(), token_data_spec(loader(batch)), algorithms=[weighted], microbatch_size=2)
     except RuntimeError as error:
-        found['refusal'] = str(error)
-    print(json.dumps(found))
+        refusal = str(error)
+    has_logits = liger_model()(**batch).logits is not None
+    print(json.dumps({'has_logits': has_logits, 'errors': errors, 'rules': rules, 'refusal': refusal}))
 
 
 if __name__ == '__main__':

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Batches that no model can compute: one line with the requirement, the sample and the remedy, before any step."""
+"""Batches that no model can compute are refused in one line, with the sample and a remedy, before any step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ SHAPE = [(4, 2), (9, 3), (5, 4), (14, 11)]
 
 
 def batch_of(**entries: Any) -> dict[str, Any]:
-    return {**collate(text_rows(SHAPE)), 'sample_ids': [f'sample-{row}' for row in range(len(SHAPE))], **entries}
+    sample_ids = [f'sample-{row}' for row in range(len(SHAPE))]
+    return {**collate(text_rows(SHAPE)), 'sample_ids': sample_ids, **entries}
 
 
 def with_label(label: int) -> dict[str, Any]:
@@ -31,23 +32,30 @@ def with_label(label: int) -> dict[str, Any]:
 
 
 def refusal(*batches: dict[str, Any], model: Any = None, has_spec: bool = True) -> str:
+    """Returns the error of a run on these batches. The last one is refused."""
     data = loader(*batches)
+    if has_spec:
+        data = token_data_spec(data)
     with pytest.raises((ValueError, RuntimeError), match='got:') as caught:
-        fit(model or text_model(), token_data_spec(data) if has_spec else data, max_duration=f'{len(batches)}ba')
-    assert '..' not in str(caught.value)
-    return str(caught.value)
+        fit(model or text_model(), data, max_duration=f'{len(batches)}ba')
+    message = str(caught.value)
+    assert '..' not in message
+    return message
 
 
-@pytest.mark.parametrize(('dtype', 'has_spec'), [(torch.int32, True), (torch.int32, False), (torch.uint8, True)])
-def test_labels_without_cross_entropy(dtype, has_spec):
-    labels = batch_of()['labels'].clamp(min=0) if dtype == torch.uint8 else batch_of()['labels']
+@pytest.mark.parametrize(
+    ('dtype', 'has_spec', 'smallest'),
+    [(torch.int32, True, -100), (torch.int32, False, -100), (torch.uint8, True, 0)],
+)
+def test_labels_that_are_not_int64(dtype, has_spec, smallest):
+    labels = batch_of()['labels'].clamp(min=smallest)
     message = refusal(batch_of(labels=labels.to(dtype)), has_spec=has_spec)
     assert f'must be int64 for cross-entropy, got: {dtype}. Give it `.long()`' in message
 
 
-@pytest.mark.parametrize(('label', 'later'), [(VOCABULARY, False), (-1, True)])
-def test_label_outside_vocabulary_names_sample(label, later):
-    message = refusal(*[batch_of()] * later, with_label(label))
+@pytest.mark.parametrize(('label', 'batches_before'), [(VOCABULARY, []), (-1, [batch_of()])])
+def test_label_outside_vocabulary_names_sample(label, batches_before):
+    message = refusal(*batches_before, with_label(label))
     assert f"`labels` must be -100 or ids from 0 to {VOCABULARY - 1}, got: {label} in sample 'sample-2'" in message
 
 
@@ -59,16 +67,18 @@ def test_logits_show_the_vocabulary():
 
 
 def test_last_id_is_a_label():
-    batch, model = with_label(VOCABULARY - 1), text_model()
+    batch = with_label(VOCABULARY - 1)
+    model = text_model()
+    expected, _ = reference_gradients(model, batch)
     recorder = fit(model, batch)
-    assert relative_error(recorder.gradients, reference_gradients(model, batch)[0]) < 1e-6
+    assert relative_error(recorder.gradients, expected) < 1e-6
 
 
-@pytest.mark.parametrize(('token', 'later'), [(VOCABULARY, False), (-1, True)])
-def test_token_outside_embedding_names_sample(token, later):
+@pytest.mark.parametrize(('token', 'batches_before'), [(VOCABULARY, []), (-1, [batch_of()])])
+def test_token_outside_embedding_names_sample(token, batches_before):
     batch = batch_of()
     batch['input_ids'][1, 2] = token
-    message = refusal(*[batch_of()] * later, batch)
+    message = refusal(*batches_before, batch)
     assert f"`input_ids` must be ids from 0 to {VOCABULARY - 1}, got: {token} in sample 'sample-1'" in message
 
 
@@ -77,15 +87,18 @@ def test_token_outside_unknown_embedding():
     assert 'its embedding must hold every token' in message
 
 
-def test_placeholders_outside_the_embedding_stay():
-    """PaliGemma puts pads in their place before it looks them up."""
+def test_placeholders_outside_the_embedding():
+    """PaliGemma replaces placeholders by pads before it looks them up, so they may be larger than the embedding."""
     subject = SUBJECTS['paligemma']
-    model, batch = subject.model('large'), subject.batch(0, side='right')
-    config, size = model.model.config, model.model.get_input_embeddings().num_embeddings
+    model = subject.model('large')
+    batch = subject.batch(0, side='right')
+    config = model.model.config
     is_placeholder = batch['input_ids'] == config.image_token_id
     assert is_placeholder.any()
-    config.image_token_id, batch['input_ids'] = size, batch['input_ids'].masked_fill(is_placeholder, size)
-    assert [outcome.kind for outcome in measure_steps(model, [batch], 2)] == ['exact']
+    config.image_token_id = model.model.get_input_embeddings().num_embeddings
+    batch['input_ids'] = batch['input_ids'].masked_fill(is_placeholder, config.image_token_id)
+    (outcome,) = measure_steps(model, [batch], 2)
+    assert outcome.kind == 'exact'
 
 
 @pytest.mark.parametrize('has_spec', [True, False])
@@ -96,16 +109,19 @@ def test_mask_of_three_dimensions(queries, has_spec):
     assert f"of shape (4, {queries}, 14), beginning with sample 'sample-0'. Give one mask" in message
 
 
-def test_mask_of_four_dimensions_is_taken():
-    plain, model = batch_of(), text_model()
-    causal = torch.ones(14, 14, dtype=torch.bool).tril()
-    batch = batch_of(attention_mask=plain['attention_mask'][:, None, None].bool() & causal)
-    recorder = fit(model, batch)
-    assert relative_error(recorder.gradients, reference_gradients(model, plain)[0]) < 1e-6
+def test_mask_of_four_dimensions_is_exact():
+    model = text_model()
+    batch = batch_of()
+    expected, _ = reference_gradients(model, batch)
+    is_causal = torch.ones(14, 14, dtype=torch.bool).tril()
+    is_real = batch['attention_mask'].bool()
+    recorder = fit(model, batch_of(attention_mask=is_real[:, None, None] & is_causal))
+    assert relative_error(recorder.gradients, expected) < 1e-6
 
 
 @pytest.mark.parametrize('has_spec', [True, False])
-@pytest.mark.parametrize('later', [False, True], ids=['first batch', 'later batch'])
-def test_batch_of_no_rows(later, has_spec):
-    message = refusal(*[batch_of()] * later, {key: rows[:0] for key, rows in batch_of().items()}, has_spec=has_spec)
+@pytest.mark.parametrize('batches_before', [[], [batch_of()]], ids=['first batch', 'later batch'])
+def test_batch_without_rows(batches_before, has_spec):
+    empty_batch = {key: rows[:0] for key, rows in batch_of().items()}
+    message = refusal(*batches_before, empty_batch, has_spec=has_spec)
     assert 'must hold at least one row of one token, got: labels of shape (0, 14)' in message

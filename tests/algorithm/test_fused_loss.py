@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Models whose loss is fused with their last layer, as liger-kernel patches them: a loss, its gradients, no logits."""
+"""Models that compute their loss together with the last layer, as liger-kernel does. They return no logits."""
 
 from __future__ import annotations
 
@@ -26,27 +26,35 @@ SHAPE = [(4, 2), (9, 0), (5, 3), (14, 11), (6, 1), (3, 2)]
 
 
 class FusedLinear(torch.autograd.Function):
-    """Loss of hidden states and the weights of the last layer; gradients computed in forward, from plain memory."""
+    """Computes loss and gradients in its forward, from hidden states and the weights of the last layer."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        labels = torch.tensor(labels.tolist())  # a kernel reads memory: what labels are besides is lost
+        # A kernel reads the plain memory. If the labels are a subclass of Tensor, that is lost.
+        labels = torch.tensor(labels.tolist())
+        hidden = hidden.detach().requires_grad_()
+        weight = weight.detach().requires_grad_()
         with torch.enable_grad():
-            leaves = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
-            loss = F.cross_entropy(F.linear(*leaves), labels)
-            gradients = torch.autograd.grad(loss, leaves)
+            loss = F.cross_entropy(F.linear(hidden, weight), labels)
+            gradients = torch.autograd.grad(loss, [hidden, weight])
         ctx.save_for_backward(*gradients)
         return loss.detach()
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return *(gradient * grad_outputs[0] for gradient in ctx.saved_tensors), None
+        hidden_gradient, weight_gradient = ctx.saved_tensors
+        return hidden_gradient * grad_outputs[0], weight_gradient * grad_outputs[0], None
 
 
 def fused(*, logits_in_eval: bool, shift_in_training: int = 1) -> Any:
-    """A Llama whose forward is replaced as liger-kernel does it."""
+    """Returns a Llama whose forward is replaced, as liger-kernel does.
+
+    Args:
+        logits_in_eval: Whether it computes logits in evaluation mode.
+        shift_in_training: By how many positions it shifts labels in training mode.
+    """
     model = text_model()
-    plain = model.forward
+    plain_forward = model.forward
 
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, labels: Any = None, use_cache=None):
         inputs: dict[str, Any] = {
@@ -55,11 +63,12 @@ def fused(*, logits_in_eval: bool, shift_in_training: int = 1) -> Any:
             'position_ids': position_ids,
         }
         if not self.training and logits_in_eval:
-            return plain(**inputs, labels=labels, use_cache=use_cache)
+            return plain_forward(**inputs, labels=labels, use_cache=use_cache)
         hidden = self.model(**inputs, use_cache=use_cache).last_hidden_state
         shift = shift_in_training if self.training else 1
-        hidden, targets = hidden[:, : hidden.shape[1] - shift], labels[:, shift:]
-        loss = FusedLinear.apply(hidden.flatten(0, 1), self.lm_head.weight, targets.flatten())
+        predicting = hidden[:, : hidden.shape[1] - shift]
+        targets = labels[:, shift:]
+        loss = FusedLinear.apply(predicting.flatten(0, 1), self.lm_head.weight, targets.flatten())
         return CausalLMOutputWithPast(loss=loss, logits=None)
 
     model.forward = MethodType(forward, model)
@@ -68,7 +77,7 @@ def fused(*, logits_in_eval: bool, shift_in_training: int = 1) -> Any:
 
 @pytest.mark.parametrize(('packing', 'microbatch_size'), [(False, 1), (False, 6), (True, 2)])
 @pytest.mark.parametrize('logits_in_eval', [True, False])
-def test_rule_is_found_from_losses_alone(logits_in_eval, packing, microbatch_size, caplog):
+def test_rule_is_found_without_logits(logits_in_eval, packing, microbatch_size, caplog):
     batch = collate(text_rows(SHAPE))
     expected, _ = reference_gradients(text_model(), batch)
     algorithm = TokenAccumulation()
@@ -76,7 +85,8 @@ def test_rule_is_found_from_losses_alone(logits_in_eval, packing, microbatch_siz
     recorder = fit(fused(logits_in_eval=logits_in_eval), batch, **options)
     assert algorithm.rule == 'causal'
     assert relative_error(recorder.gradients, expected) < 1e-6
-    assert not [one for one in caplog.records if one.name.startswith('composer_tokacc') and one.levelname != 'INFO']
+    for record in caplog.records:
+        assert record.levelname == 'INFO' or not record.name.startswith('composer_tokacc')
 
 
 @pytest.mark.parametrize('logits_in_eval', [True, False])
@@ -86,13 +96,11 @@ def test_wrong_rule_is_refused(logits_in_eval):
 
 
 @pytest.mark.parametrize('logits_in_eval', [True, False])
-def test_loss_that_shifts_in_evaluation_alone(logits_in_eval):
-    model, batch = (
-        fused(logits_in_eval=logits_in_eval, shift_in_training=0),
-        collate(text_rows([(4, 4), (9, 9), (5, 2)])),
-    )
+def test_loss_that_shifts_only_in_evaluation(logits_in_eval):
+    model = fused(logits_in_eval=logits_in_eval, shift_in_training=0)
+    batch = collate(text_rows([(4, 4), (9, 9), (5, 2)]))
     model(**batch).loss.backward()
-    expected = {f'model.{name}': p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    expected = {f'model.{name}': parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()
     algorithm = TokenAccumulation()
     recorder = fit(model, batch, algorithms=[algorithm])
@@ -101,22 +109,22 @@ def test_loss_that_shifts_in_evaluation_alone(logits_in_eval):
 
 
 @pytest.mark.parametrize('logits_in_eval', [True, False])
-def test_weights_that_reach_no_token(logits_in_eval):
-    with pytest.raises(
-        RuntimeError, match=r'made of the logits that it returns for `token_weights`, got: .*a fused kernel'
-    ):
+def test_token_weights_are_refused(logits_in_eval):
+    message = r'made of the logits that it returns for `token_weights`, got: .*a fused kernel'
+    with pytest.raises(RuntimeError, match=message):
         fit(fused(logits_in_eval=logits_in_eval), collate(text_rows(SHAPE)), token_weights='sqrt')
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec('liger_kernel') is None, reason='needs liger-kernel')
-def test_liger_kernel_itself_is_exact():
-    command, interpreted = [sys.executable, '-m', 'tests.algorithm.liger_on_cpu'], {'TRITON_INTERPRET': '1'}
-    done = subprocess.run(command, cwd=ROOT, env={**environment(), **interpreted}, capture_output=True, text=True)
+def test_liger_kernel_is_exact():
+    command = [sys.executable, '-m', 'tests.algorithm.liger_on_cpu']
+    variables = {**environment(), 'TRITON_INTERPRET': '1'}
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert not found['logits']
-    assert set(found['rules']) == {'causal'}
-    assert len(found['errors']) == 6
-    assert max(found['errors'].values()) < 1e-6, found
-    assert 'made of the logits that it returns for `token_weights`' in found['refusal']
+    results = json.loads(done.stdout.splitlines()[-1])
+    assert not results['has_logits']
+    assert set(results['rules']) == {'causal'}
+    assert len(results['errors']) == 6
+    assert max(results['errors'].values()) < 1e-6, results
+    assert 'made of the logits that it returns for `token_weights`' in results['refusal']

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Logits only where a label is, held to one plain float64 forward with all logits."""
+"""Logits only at labels, compared with one plain float64 forward that computes all logits."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ t5 = partial(make, 'T5ForConditionalGeneration', d_ff=48, num_heads=4, d_kv=8, d
 
 
 def resized():
-    """With new tokens, as a tokenizer with control tokens brings them."""
+    """Has embeddings for new tokens, as for the control tokens of a tokenizer."""
     model = llama()
     model.resize_token_embeddings(71)
     return model
@@ -99,11 +99,17 @@ def batch_of(side='right', shape=RAGGED, **entries):
     return {**batch, **entries}
 
 
+def without_sample_ids(batch):
+    """Returns only what a model takes."""
+    return {key: value for key, value in batch.items() if key != 'sample_ids'}
+
+
 def masked_batch():
-    """A third of the tokens of each row have a label, which no model shifts."""
+    """Returns rows in which a third of the tokens have a label, for models that do not shift labels."""
     batch = collate(text_rows(RAGGED))
     generator = torch.Generator().manual_seed(0)
-    is_masked = (torch.rand(batch['labels'].shape, generator=generator) < 0.3) & (batch['attention_mask'] != 0)
+    is_drawn = torch.rand(batch['labels'].shape, generator=generator) < 0.3
+    is_masked = is_drawn & (batch['attention_mask'] != 0)
     is_masked[:, 0] = True
     batch['labels'] = batch['input_ids'].masked_fill(~is_masked, -100)
     return batch
@@ -124,9 +130,12 @@ def masked_batch():
 def test_gradient_of_causal_models(name, side, microbatch_size):
     shapes = On(Event.BEFORE_BACKWARD, shape_of_logits)
     assert_exact(CAUSAL[name](), batch_of(side), logits='labels', microbatch_size=microbatch_size, callbacks=[shapes])
-    # Each microbatch has one row: its labels, and one position more that the model shifts away.
-    assert all(rows == 1 for rows, _ in shapes.values)
-    assert sum(width - 1 for _, width in shapes.values) == sum(labels for _, labels in RAGGED)
+    # The logits of a microbatch are one row: its labels, and one more position, which the model shifts away.
+    num_logits = 0
+    for rows, width in shapes.values:
+        assert rows == 1
+        num_logits += width - 1
+    assert num_logits == sum(num_labels for _, num_labels in RAGGED)
 
 
 @pytest.mark.parametrize('packing', [False, True])
@@ -139,9 +148,8 @@ def test_gradient_of_an_adapted_head(microbatch_size):
     model = with_lora()
     batch = batch_of()
     reference = copy.deepcopy(model).double()
-    loss = reference(**{key: value for key, value in batch.items() if key != 'sample_ids'}).loss
-    loss.backward()
-    expected = {f'model.{name}': p.grad for name, p in reference.named_parameters() if p.grad is not None}
+    reference(**without_sample_ids(batch)).loss.backward()
+    expected = plain_gradients(reference)
     recorder = fit(hugging_face(model), batch, logits='labels', microbatch_size=microbatch_size)
     assert relative_error(recorder.gradients, expected) < TOLERANCE
 
@@ -156,28 +164,30 @@ def test_gradient_of_unshifted_labels(make, microbatch_size):
 
 
 def test_gradient_is_that_of_sparse_prediction():
-    """ModernBERT's own way to compute logits only at labels is an independent reference."""
+    """ModernBERT can compute logits only at labels by itself. That is an independent reference."""
     batch = masked_batch()
-    own = modern_bert(sparse_prediction=True)
-    own(**batch).loss.backward()
+    reference = modern_bert(sparse_prediction=True)
+    reference(**batch).loss.backward()
+    expected = plain_gradients(reference)
     model = modern_bert()
     with LogitsAtLabels(model):
         model(**batch).loss.backward()
-    for (name, parameter), expected in zip(model.named_parameters(), own.parameters(), strict=True):
-        if expected.grad is not None:
-            torch.testing.assert_close(parameter.grad, expected.grad, rtol=1e-5, atol=1e-8, msg=name)
+    gradients = plain_gradients(model)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-5, atol=1e-8, msg=name)
 
 
 @pytest.mark.parametrize('router_balance', ['microbatch', 'step'])
 def test_mixture_of_experts(router_balance):
-    """The router's loss is of all positions, whichever logits are computed."""
+    """The router's loss comes from all positions, also if logits are computed only at labels."""
     batch = batch_of()
     options = {'router_balance': router_balance, 'microbatch_size': 2}
     at_labels = fit(mixtral(), batch, logits='labels', **options)
     at_all = fit(mixtral(), batch, logits='all', **options)
     assert relative_error(at_labels.gradients, at_all.gradients) < TOLERANCE
     if router_balance == 'step':
-        assert relative_error(at_labels.gradients, reference_gradients(mixtral(), batch)[0]) < TOLERANCE
+        expected, _ = reference_gradients(mixtral(), batch)
+        assert relative_error(at_labels.gradients, expected) < TOLERANCE
 
 
 @pytest.mark.parametrize(('token_weights', 'microbatch_size'), [('sqrt', 1), ('sample', 4), ('column', 4)])
@@ -192,22 +202,18 @@ def test_token_weights(token_weights, microbatch_size):
 
 
 def test_dropout_keeps_the_gradient():
-    """The hidden states drop the same entries, as they are selected behind the last dropout."""
+    """Hidden states are selected after the last dropout, so the same entries are dropped."""
     model = llama(attention_dropout=0.5)
-    batch = {key: value for key, value in batch_of().items() if key != 'sample_ids'}
-    gradients = []
-    for context in (None, LogitsAtLabels(model, shifts_labels=True)):
+    batch = without_sample_ids(batch_of())
+    torch.manual_seed(3)
+    model(**batch).loss.backward()
+    expected = plain_gradients(model)
+    model.zero_grad()
+    with LogitsAtLabels(model, shifts_labels=True):
+        model(**batch)  # the first forward is checked, and draws random numbers
         torch.manual_seed(3)
-        model.zero_grad()
-        if context is None:
-            model(**batch).loss.backward()
-        else:
-            with context:
-                model(**batch)  # its check draws no random numbers of the run
-                torch.manual_seed(3)
-                model(**batch).loss.backward()
-        gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
-    assert relative_error(gradients[1], gradients[0]) < TOLERANCE
+        model(**batch).loss.backward()
+    assert relative_error(plain_gradients(model), expected) < TOLERANCE
 
 
 def test_media_rows():
@@ -225,49 +231,56 @@ def test_microbatch_without_labels():
 
 
 def test_losses_by_source():
-    logged = []
-    for logits in ('all', 'labels'):
-        batch = batch_of(source=['a', 'b', 'a', 'b', 'c', 'c'])
-        recorder = fit(llama(), batch, logits=logits, callbacks=[TokenMonitor()], microbatch_size=2)
-        logged.append([recorder.logged(f'token_monitor/source/{name}/loss')[0] for name in 'abc'])
-    assert logged[1] == pytest.approx(logged[0], rel=1e-5)
+    batch = batch_of(source=['a', 'b', 'a', 'b', 'c', 'c'])
+    at_all = fit(llama(), batch, logits='all', callbacks=[TokenMonitor()], microbatch_size=2)
+    at_labels = fit(llama(), batch, logits='labels', callbacks=[TokenMonitor()], microbatch_size=2)
+    for source in ('a', 'b', 'c'):
+        name = f'token_monitor/source/{source}/loss'
+        assert at_labels.logged(name) == pytest.approx(at_all.logged(name), rel=1e-5)
 
 
-def double_later(state):
-    """In the second step lets the second label of a batch weigh double; the value of the loss stays the mean."""
+def double_weight_in_second_step(state):
+    """Lets the second label of the batch weigh double. The value of the loss stays the mean."""
     if state.timestamp.batch == 1:
-        state.outputs['logits'].register_hook(doubled)
+        state.outputs['logits'].register_hook(with_doubled_position)
 
 
-def doubled(gradient):
+def with_doubled_position(gradient):
     """Doubles the gradient by the logits of the second position that has one."""
-    places = gradient.abs().sum(dim=-1).flatten().nonzero().flatten()
+    has_gradient = gradient.abs().sum(dim=-1).flatten() != 0
+    places = has_gradient.nonzero().flatten()
     weights = torch.ones(gradient.shape[:2]).flatten()
     weights[places[1]] = 2.0
     return gradient * weights.view(*gradient.shape[:2], 1)
 
 
 def test_error_names_sample_and_label():
-    shape = [(14, 2), (5, 3), (19, 7), (16, 1), (13, 2)]  # no more labels than a step measures of a microbatch
-    first, second = batch_of(shape=shape), batch_of(shape=shape)
-    second['input_ids'] = (second['input_ids'] + 1) % 64  # new labels, so that the microbatch is measured
-    second['labels'] = second['labels'].where(second['labels'] == -100, (second['labels'] + 1) % 64)
-    first_row = [int(label) for label in second['labels'][0] if label != -100]
+    # A step measures at most this many labels of a microbatch.
+    shape = [(14, 2), (5, 3), (19, 7), (16, 1), (13, 2)]
+    first = batch_of(shape=shape)
+    second = batch_of(shape=shape)
+    # New labels, so that the microbatch is measured.
+    second['input_ids'] = (second['input_ids'] + 1) % 64
+    has_label = second['labels'] != -100
+    second['labels'] = second['labels'].where(~has_label, (second['labels'] + 1) % 64)
+    _, second_label = second['labels'][0][has_label[0]].tolist()
+    callbacks = [On(Event.AFTER_FORWARD, double_weight_in_second_step)]
     options = {'logits': 'labels', 'microbatch_size': 5, 'slot_tokens': 19}
-    with pytest.raises(RuntimeError, match=f'sample-0.*label is {first_row[1]} '):
-        fit(llama(), first, second, callbacks=[On(Event.AFTER_FORWARD, double_later)], **options)
+    with pytest.raises(RuntimeError, match=f'sample-0.*label is {second_label} '):
+        fit(llama(), first, second, callbacks=callbacks, **options)
 
 
 class Waits(TorchDispatchMode):
-    """Counts operations for whose result the host waits for a GPU."""
+    """Records the operations for which the host would wait for a GPU."""
 
     def __init__(self):
         super().__init__()
         self.names = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket.__name__ in ('_local_scalar_dense', 'nonzero', 'equal', 'masked_select'):
-            self.names.append(func.overloadpacket.__name__)
+        name = func.overloadpacket.__name__
+        if name in ('_local_scalar_dense', 'nonzero', 'equal', 'masked_select'):
+            self.names.append(name)
         return func(*args, **(kwargs or {}))
 
 
@@ -281,7 +294,7 @@ def test_selecting_waits_for_nothing():
 
 
 def test_positions_meet_their_labels():
-    """Against a plain loop over rows and columns."""
+    """Compared with a plain loop over rows and columns."""
     batch = batch_of('left')
     labels = batch['labels']
     hidden = torch.arange(labels.numel()).view(*labels.shape, 1).float()
@@ -317,7 +330,8 @@ def test_all_logits_if_unproven(options, reason, caplog):
     with caplog.at_level(logging.INFO):
         assert_exact(llama(), batch_of(), microbatch_size=2, callbacks=[shapes], **options)
     assert sum(rows for rows, _ in shapes.values) == len(RAGGED)
-    assert sum('Logits are computed at all positions' in line and reason in line for line in caplog.messages) == 1
+    (message,) = [line for line in caplog.messages if 'Logits are computed at all positions' in line]
+    assert reason in message
 
 
 def test_metrics_of_training_get_all_logits():
@@ -365,24 +379,30 @@ def test_dense_labels_compute_all_logits():
 
 def test_evaluation_computes_all_logits():
     """Composer's metric of a run is the independent reference."""
-    results = []
+    losses = []
     for logits in ('all', 'labels'):
         model = hugging_face(llama(), eval_metrics=[LanguageCrossEntropy()])
-        rows = DataLoader(text_rows(RAGGED), batch_size=6, collate_fn=collate)
-        options = {'eval_dataloader': rows}
-        recorder = fit(model, batch_of(), logits=logits, eval_interval='1ba', **options)
-        results.append(float(recorder.trainer.state.eval_metrics['eval']['LanguageCrossEntropy'].compute()))
-    assert results[0] == pytest.approx(results[1], rel=1e-6)
+        eval_rows = DataLoader(text_rows(RAGGED), batch_size=6, collate_fn=collate)
+        recorder = fit(model, batch_of(), logits=logits, eval_interval='1ba', eval_dataloader=eval_rows)
+        metric = recorder.trainer.state.eval_metrics['eval']['LanguageCrossEntropy']
+        losses.append(float(metric.compute()))
+    with_all_logits, with_logits_at_labels = losses
+    assert with_logits_at_labels == pytest.approx(with_all_logits, rel=1e-6)
 
 
 def plain_gradients(model):
-    return {f'model.{name}': p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    """Returns the gradients by the names that they have in a model of Composer."""
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            gradients[f'model.{name}'] = parameter.grad.clone()
+    return gradients
 
 
 @pytest.mark.parametrize('shifts_labels', [None, True])
 def test_plain_loop(shifts_labels):
     model = llama()
-    batch = {key: value for key, value in batch_of().items() if key != 'sample_ids'}
+    batch = without_sample_ids(batch_of())
     expected, _ = reference_gradients(model, batch)
     microbatches = []
     for row in range(len(batch['labels'])):
@@ -401,9 +421,8 @@ def test_plain_loop(shifts_labels):
 
 def test_plain_loop_refuses_a_wrong_shift():
     model = llama()
-    batch = {key: value for key, value in batch_of().items() if key != 'sample_ids'}
     with pytest.raises(RuntimeError, match='logits-at-labels'), LogitsAtLabels(model, shifts_labels=False):
-        model(**batch)
+        model(**without_sample_ids(batch_of()))
 
 
 def test_plain_loop_needs_a_head():
@@ -412,9 +431,10 @@ def test_plain_loop_needs_a_head():
         LogitsAtLabels(transformers.LlamaModel(config))
 
 
-def test_second_fit_selects_anew():
-    """The hooks of a fit go with it."""
-    model, batch = llama(), batch_of()
+def test_hooks_are_removed_after_fit():
+    model = llama()
+    batch = batch_of()
     recorder = fit(model, token_data_spec(loader(batch)), logits='labels', max_duration='1ba')
     assert not model.lm_head._forward_pre_hooks
-    assert relative_error(recorder.gradients, reference_gradients(model, batch)[0]) < TOLERANCE
+    expected, _ = reference_gradients(model, batch)
+    assert relative_error(recorder.gradients, expected) < TOLERANCE

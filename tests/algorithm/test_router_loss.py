@@ -1,9 +1,10 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Mixtures of experts that add their router's load-balancing loss to the one number that they return.
+"""Mixtures of experts that add the load-balancing loss of their router to the loss that they return.
 
-The mean over tokens is exact; the router's term is the mean of the microbatches' own, each computed here by itself.
+The mean over tokens must be exact. The router's term must be the mean of the router losses of the microbatches, which
+are computed here one by one.
 """
 
 from __future__ import annotations
@@ -27,8 +28,7 @@ SHAPE = [(4, 2), (9, 0), (5, 3), (14, 11), (6, 1), (3, 2)]
 
 def mixture(family, weight, **settings):
     model = SUBJECTS[family].model('large')
-    for name, value in {'output_router_logits': True, 'router_aux_loss_coef': weight, **settings}.items():
-        setattr(model.model.config, name, value)
+    model.model.config.update({'output_router_logits': True, 'router_aux_loss_coef': weight, **settings})
     model.model.router_aux_loss_coef = weight
     return model
 
@@ -37,30 +37,46 @@ class Microbatches(Callback):
     """Keeps the microbatches with samples, and the loss that callbacks see at the end of a batch."""
 
     def __init__(self):
-        self.inputs, self.loss = [], None
+        self.inputs = []
+        self.loss = None
 
     def before_backward(self, state, logger):
-        keys = ('input_ids', 'attention_mask', 'position_ids')
-        if num_samples(state.batch):
-            self.inputs.append({key: state.batch[key].clone() for key in keys if key in state.batch})
+        if num_samples(state.batch) == 0:
+            return
+        inputs = {}
+        for key in ('input_ids', 'attention_mask', 'position_ids'):
+            if key in state.batch:
+                inputs[key] = state.batch[key].clone()
+        self.inputs.append(inputs)
 
     def batch_end(self, state, logger):
         self.loss = state.loss
 
 
-def expected_gradients(model, batch, ranks, token_weights='token'):
-    """In double precision: the whole batch's mean over tokens, and the router loss of each microbatch by itself.
+def expected_step(model, batch, microbatches_of_ranks, token_weights='token'):
+    """Computes a step in float64: one forward over the batch for the tokens, one of each microbatch for the router.
 
-    ``ranks`` are their microbatches.
+    The router's term is averaged over the microbatches of a rank, and then over the ranks.
+
+    Returns:
+        The gradients, the weighted mean over the tokens, and the router's term.
     """
-    double = in_double(model.model)
-    double.zero_grad(set_to_none=True)
-    whole = double(input_ids=batch['input_ids'], attention_mask=batch['attention_mask'], use_cache=False)
-    tokens, _ = weighted_losses(whole.logits, batch, token_weights)
-    means = [torch.stack([double(**one, use_cache=False).aux_loss for one in of_rank]).mean() for of_rank in ranks]
-    router = double.config.router_aux_loss_coef * torch.stack(means).mean()
-    (tokens + router).backward()
-    return {f'model.{n}': p.grad.clone() for n, p in double.named_parameters() if p.grad is not None}, tokens, router
+    reference = in_double(model.model)
+    reference.zero_grad(set_to_none=True)
+    inputs = {key: batch[key] for key in ('input_ids', 'attention_mask')}
+    logits = reference(**inputs, use_cache=False).logits
+    mean_over_tokens, _ = weighted_losses(logits, batch, token_weights)
+    means_of_ranks = []
+    for microbatches in microbatches_of_ranks:
+        router_losses = [reference(**microbatch, use_cache=False).aux_loss for microbatch in microbatches]
+        means_of_ranks.append(torch.stack(router_losses).mean())
+    router_term = reference.config.router_aux_loss_coef * torch.stack(means_of_ranks).mean()
+    (mean_over_tokens + router_term).backward()
+    gradients = {}
+    for name, parameter in reference.named_parameters():
+        if parameter.grad is not None:
+            gradients[f'model.{name}'] = parameter.grad.clone()
+    return gradients, mean_over_tokens.item(), router_term.item()
 
 
 @pytest.mark.parametrize(
@@ -74,56 +90,59 @@ def expected_gradients(model, batch, ranks, token_weights='token'):
     ],
 )
 def test_routers_of_microbatches_weigh_the_same(family, weight, microbatch_size, split, token_weights):
-    model, batch = mixture(family, weight), collate(text_rows(SHAPE))
-    data = loader(batch) if split == 'stock' else token_data_spec(loader(batch), regroup=split == 'regrouped')
-    seen = Microbatches()
-    recorder = fit(
-        model, data, token_weights=token_weights, microbatch_size=microbatch_size, callbacks=[NaNMonitor(), seen]
-    )
-    expected, tokens, router = expected_gradients(model, batch, [seen.inputs], token_weights)
+    model = mixture(family, weight)
+    batch = collate(text_rows(SHAPE))
+    data = loader(batch)
+    if split != 'stock':
+        data = token_data_spec(data, regroup=split == 'regrouped')
+    microbatches = Microbatches()
+    options = {'token_weights': token_weights, 'microbatch_size': microbatch_size}
+    recorder = fit(model, data, callbacks=[NaNMonitor(), microbatches], **options)
+    expected, mean_over_tokens, router_term = expected_step(model, batch, [microbatches.inputs], token_weights)
     assert relative_error(recorder.gradients, expected) < 1e-6
-    assert recorder.logged('loss/train/tokens') == pytest.approx([tokens.item()], rel=1e-6)
-    assert recorder.logged('loss/train/router') == pytest.approx([router.item()], rel=1e-6)
-    assert recorder.logged('loss/train/total') == pytest.approx([(tokens + router).item()], rel=1e-6)
-    assert isinstance(seen.loss, torch.Tensor)
+    assert recorder.logged('loss/train/tokens') == pytest.approx([mean_over_tokens], rel=1e-6)
+    assert recorder.logged('loss/train/router') == pytest.approx([router_term], rel=1e-6)
+    assert recorder.logged('loss/train/total') == pytest.approx([mean_over_tokens + router_term], rel=1e-6)
+    assert isinstance(microbatches.loss, torch.Tensor)
 
 
-def test_what_is_not_exact_is_said(caplog):
-    model, batch = mixture('mixtral', 0.01), collate(text_rows(SHAPE))
-    fit(model, batch)
+def test_warning_that_router_depends_on_cut(caplog):
+    fit(mixture('mixtral', 0.01), collate(text_rows(SHAPE)))
     assert 'depends on how the batch is cut' in caplog.text
 
 
-def add_another(model, own, added):
-    """Has the model add another multiple of its load-balancing loss than its own."""
+def replace_coefficient(model, coefficient, other_coefficient):
+    """Lets the model add its load-balancing loss with another coefficient than its config says."""
     forward = model.model.forward
 
     def changed(**inputs):
         outputs = forward(**inputs)
-        outputs.loss = outputs.loss + (added - own) * outputs.aux_loss
+        outputs.loss = outputs.loss + (other_coefficient - coefficient) * outputs.aux_loss
         return outputs
 
     model.model.forward = changed
 
 
-def test_coefficient_of_another_value():
-    model, batch = mixture('mixtral', 0.1), collate(text_rows(SHAPE))
+def test_model_with_other_coefficient_than_config():
+    """The model's own coefficient counts. If its loss has another one, the run is refused."""
+    model = mixture('mixtral', 0.1)
+    batch = collate(text_rows(SHAPE))
     vars(model.model)['router_aux_loss_coef'] = 0.3
     fit(model, batch)
-    add_another(model, 0.3, 0.1)
+    replace_coefficient(model, 0.3, 0.1)
     with pytest.raises(RuntimeError, match='router'):
         fit(model, batch)
 
 
 def test_router_loss_that_is_not_added():
-    model, batch = mixture('mixtral', 1e-9), collate(text_rows(SHAPE))
-    add_another(model, 1e-9, 0.0)
+    model = mixture('mixtral', 1e-9)
+    replace_coefficient(model, 1e-9, 0.0)
     with pytest.raises(RuntimeError, match=r'must add its load-balancing loss times 1e-09.* got: times 0'):
-        fit(model, batch)
+        fit(model, collate(text_rows(SHAPE)))
 
 
-class Unnamed(NativeModel):
-    """Adds a balance whose coefficient stands nowhere."""
+class WithUnnamedCoefficient(NativeModel):
+    """Adds a load-balancing loss with a coefficient that is neither in a config nor in the model."""
 
     def __init__(self):
         super().__init__('causal')
@@ -136,8 +155,8 @@ class Unnamed(NativeModel):
 
 
 def test_unnamed_coefficient_is_refused():
-    model, batch = NativeModel('causal'), collate(text_rows(SHAPE))
-    outcome = measure(Unnamed(), batch, 2)
+    batch = collate(text_rows(SHAPE))
+    outcome = measure(WithUnnamedCoefficient(), batch, 2)
     assert outcome.kind == 'refused', outcome
     assert 'router_aux_loss_coef' in outcome.message
-    assert measure(model, batch, 2).kind == 'exact'
+    assert measure(NativeModel('causal'), batch, 2).kind == 'exact'

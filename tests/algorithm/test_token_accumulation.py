@@ -1,6 +1,8 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
+"""The gradient of a step of the Trainer is that of one plain forward over its batch, or the step is refused."""
+
 from __future__ import annotations
 
 import copy
@@ -31,6 +33,13 @@ from tests.support.training import (
 from tests.support.weights import column, weighted_reference
 
 RAGGED = [(4, 2), (5, 3), (9, 7), (14, 11), (6, 1), (3, 2)]
+"""Length and number of labels of each row."""
+
+
+def assert_same_tensors(tensors, expected):
+    assert tensors.keys() == expected.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, expected[name]), name
 
 
 @pytest.fixture
@@ -48,56 +57,65 @@ def batch():
     ('split', 'microbatch_size'),
     [('stock', 2), ('stock', 6), ('ordered', 1), ('ordered', 3), ('regrouped', 1), ('regrouped', 3)],
 )
-def test_gradient_is_that_of_one_forward_over_the_batch(model, side, microbatch_size, split):
+def test_gradient_does_not_depend_on_the_cut(model, side, microbatch_size, split):
     batch = collate(text_rows(RAGGED), side=side)
-    data = loader(batch) if split == 'stock' else token_data_spec(loader(batch), regroup=split == 'regrouped')
+    data = loader(batch)
+    if split != 'stock':
+        data = token_data_spec(data, regroup=split == 'regrouped')
     assert_exact(model, data, batch=batch, microbatch_size=microbatch_size)
 
 
-def test_stock_composer_is_wrong_here_so_the_test_can_fail(model):
+@pytest.mark.parametrize('counts_tokens', [False, True])
+def test_stock_composer_is_wrong(model, counts_tokens):
+    """So the tests here can fail. Composer's own counter of tokens also counts padding."""
     batch = collate(text_rows(RAGGED[:4]))
     expected, _ = reference_gradients(model, batch)
-    recorder = fit(model, loader(batch), algorithms=[], microbatch_size=1)
+    options = COMPOSERS_FLAG if counts_tokens else {}
+    recorder = fit(model, loader(batch), algorithms=[], microbatch_size=1, **options)
     assert relative_error(recorder.gradients, expected) > 0.1
-    recorder = fit(model, loader(batch), algorithms=[], microbatch_size=1, **FLAG)
-    assert relative_error(recorder.gradients, expected) > 0.1  # its default counter counts padding
 
 
-FLAG = {'accumulate_train_batch_on_tokens': True}
+# Composer's own flag.
+
+COMPOSERS_FLAG = {'accumulate_train_batch_on_tokens': True}
 
 
-@pytest.mark.parametrize(
-    ('is_ours', 'options'),
-    [(True, {'algorithms': [], **FLAG}), (False, {'algorithms': [TokenAccumulation()], **FLAG}), (True, {})],
-    ids=['our counters', 'its default counter', 'our counters without the flag'],
-)
-def test_native_flag_is_exact(model, batch, is_ours, options):
-    """Its default counter is the sample weight in disguise.
+def test_flag_with_our_counters_is_exact(model, batch):
+    data = token_data_spec(loader(batch), model=model)
+    assert_exact(model, data, batch=batch, algorithms=[], **COMPOSERS_FLAG)
 
-    Rows times one common width is proportional to the rows: nothing is wrong on one rank, so nothing is refused.
-    """
-    data = token_data_spec(loader(batch), model=model) if is_ours else loader(batch)
-    assert_exact(model, data, batch=batch, **options)
+
+def test_our_counters_without_flag(model, batch):
+    assert_exact(model, token_data_spec(loader(batch), model=model), batch=batch)
+
+
+def test_flag_with_algorithm_and_composers_counter(model, batch):
+    """Composer counts rows times one common width. On one rank that gives the same weights as counting rows."""
+    assert_exact(model, loader(batch), batch=batch, algorithms=[TokenAccumulation()], **COMPOSERS_FLAG)
 
 
 @pytest.mark.parametrize('rule', ['auto', 'causal', 'unshifted'])
-def test_native_flag_without_a_model_to_count_by_is_refused(model, batch, rule):
+def test_flag_needs_a_model_to_count_by(model, batch, rule):
     data = token_data_spec(loader(batch), loss_tokens=rule)
     with pytest.raises(RuntimeError, match=r'Pass `model=`'):
-        fit(model, data, algorithms=[], **FLAG)
+        fit(model, data, algorithms=[], **COMPOSERS_FLAG)
 
 
-def test_native_flag_with_a_rule_that_is_not_the_models_is_refused(model, batch):
+def test_flag_with_wrong_rule_is_refused(model, batch):
     data = token_data_spec(loader(batch), model=model, loss_tokens='unshifted')
     with pytest.raises(RuntimeError, match=r"Set `loss_tokens='causal'`"):
-        fit(model, data, algorithms=[], **FLAG)
+        fit(model, data, algorithms=[], **COMPOSERS_FLAG)
 
 
-def test_native_flag_together_with_the_algorithm_is_refused_before_any_step(model, batch):
+def test_flag_and_algorithm_are_refused(model, batch):
+    """Before the first step."""
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(RuntimeError, match='accumulate_train_batch_on_tokens'):
-        fit(model, batch, **FLAG, optimizer=torch.optim.SGD(model.parameters(), lr=1.0))
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+        fit(model, batch, **COMPOSERS_FLAG, optimizer=torch.optim.SGD(model.parameters(), lr=1.0))
+    assert_same_tensors(model.state_dict(), before)
+
+
+# What changes the batch, the split or the loss of a user's run.
 
 
 def test_custom_sample_counter_is_refused(model, batch):
@@ -106,38 +124,39 @@ def test_custom_sample_counter_is_refused(model, batch):
         fit(model, spec)
 
 
-def test_microbatch_transforms_that_mask_labels_are_noticed(model, batch):
-    def mask(batch):
+def test_labels_masked_after_counting(model, batch):
+    def mask_last_labels(batch):
         batch['labels'][:, -2:] = -100
         return batch
 
     with pytest.raises(RuntimeError, match='microbatch_transforms'):
-        fit(model, token_data_spec(loader(batch), microbatch_transforms=mask))
+        fit(model, token_data_spec(loader(batch), microbatch_transforms=mask_last_labels))
 
 
-def test_batch_transforms_that_mask_labels_are_counted(model):
-    def mask(batch):
+def test_labels_masked_before_counting(model):
+    def mask_last_label(batch):
         labels = batch['labels'].clone()
         labels[:, -1:] = -100
         return {**batch, 'labels': labels}
 
     batch = collate(text_rows(RAGGED), side='left')
-    assert_exact(model, batch, batch_transforms=mask, batch=mask(batch))
+    assert_exact(model, batch, batch_transforms=mask_last_label, batch=mask_last_label(batch))
 
 
-def test_split_that_drops_rows_is_noticed(model, batch):
-    def drop(batch, size):
+def test_split_that_drops_rows_is_refused(model, batch):
+    def first_microbatch_only(batch, size):
         return [{key: value[:size] for key, value in batch.items()}]
 
     with pytest.raises(RuntimeError, match='drops or repeats rows'):
-        fit(model, DataSpec(loader(batch), split_batch=drop))
+        fit(model, DataSpec(loader(batch), split_batch=first_microbatch_only))
 
 
 class At(Algorithm):
     """Calls a function with the state at an event."""
 
     def __init__(self, event, function):
-        self.event, self.function = event, function
+        self.event = event
+        self.function = function
 
     def match(self, event, state):
         return event == self.event
@@ -146,7 +165,7 @@ class At(Algorithm):
         self.function(state)
 
 
-def test_later_algorithm_that_rescales_the_loss_is_refused(model, batch):
+def test_loss_scaled_by_later_algorithm_is_refused(model, batch):
     def halve(state):
         state.loss = state.loss * 0.5
 
@@ -158,19 +177,22 @@ def test_later_algorithm_that_rescales_the_loss_is_refused(model, batch):
 
 
 @pytest.mark.parametrize('split', ['stock', 'regrouped'])
-def test_rows_without_loss_tokens_are_exact_and_logged_finite(model, split):
+def test_microbatches_without_labels(model, split):
     batch = collate(text_rows([(4, 2), (9, 0), (14, 11), (6, 0), (3, 1)]))
-    data = loader(batch) if split == 'stock' else token_data_spec(loader(batch))
+    data = loader(batch)
+    if split == 'regrouped':
+        data = token_data_spec(data)
     recorder = assert_exact(model, data, batch=batch, callbacks=[NaNMonitor()], microbatch_size=1)
     assert recorder.logged('token_accumulation/empty_microbatches') == [2]
 
 
 class MaskedSum(torch.nn.Module):
-    """The other usual loss: sum over the mask, NaN gradients over no tokens."""
+    """The other usual loss divides a masked sum by the sum of the mask. Without labels its gradients are NaN."""
 
     def __init__(self, model):
         super().__init__()
-        self.model, self.config = model, model.config
+        self.model = model
+        self.config = model.config
 
     def forward(self, input_ids, attention_mask, labels, use_cache=False):
         logits = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
@@ -180,91 +202,109 @@ class MaskedSum(torch.nn.Module):
         return CausalLMOutput(loss=(losses * mask).sum() / mask.sum(), logits=logits)
 
 
-def test_masked_sum_loss_without_loss_tokens_has_finite_gradients(model):
+def test_masked_sum_without_labels_is_finite(model):
     batch = collate(text_rows([(4, 2), (9, 0), (14, 11)]))
     assert_exact(MaskedSum(model), loader(batch), batch=batch, callbacks=[NaNMonitor()], microbatch_size=1)
 
 
-def test_step_without_loss_tokens_moves_nothing(model, batch):
-    empty = collate(text_rows([(5, 0), (7, 0)]))
-    snapshots = []
+def test_step_without_labels_moves_nothing(model, batch):
+    """Neither the weights, by weight decay or momentum, nor the state of the optimizer."""
+    empty_batch = collate(text_rows([(5, 0), (7, 0)]))
+    weights_after_steps = []
+    moments_after_steps = []
 
-    def keep(state):
-        moments = copy.deepcopy(state.optimizers[0].state_dict()['state'])
-        snapshots.append((copy.deepcopy(state.model.state_dict()), moments))
+    def keep_state(state):
+        weights_after_steps.append(copy.deepcopy(state.model.state_dict()))
+        moments_after_steps.append(copy.deepcopy(state.optimizers[0].state_dict()['state']))
 
-    options = {'optimizer': torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5), 'max_duration': '2ba'}
-    algorithms = [TokenAccumulation(), At(Event.BATCH_END, keep)]
-    recorder = fit(model, loader(batch, empty), algorithms=algorithms, callbacks=[NaNMonitor()], **options)
-    (before, moments_before), (after, moments_after) = snapshots
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    recorder = fit(
+        model,
+        loader(batch, empty_batch),
+        algorithms=[TokenAccumulation(), At(Event.BATCH_END, keep_state)],
+        callbacks=[NaNMonitor()],
+        optimizer=torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5),
+        max_duration='2ba',
+    )
+    before, after = weights_after_steps
+    assert_same_tensors(after, before)
+    moments_before, moments_after = moments_after_steps
     assert len(moments_before) == len(list(model.parameters()))
-    for index, moment in moments_before.items():
-        assert all(torch.equal(value, moments_after[index][name]) for name, value in moment.items())
+    for index, moments in moments_before.items():
+        assert_same_tensors(moments_after[index], moments)
     assert recorder.logged('token_accumulation/empty_steps') == [0, 1]
     assert recorder.logged('loss/train/total')[1] == 0.0
 
 
-# What else runs in a trainer.
+# Other parts of a trainer.
 
 
 @pytest.mark.parametrize('token_weights', ['token', 'column'])
-@pytest.mark.parametrize('data', ['stock', 'token_data_spec'])
-def test_retry_after_out_of_memory_gives_the_same_gradient(model, batch, data, token_weights):
-    """Raises once, as the GPU would, in the second microbatch of the first attempt."""
+@pytest.mark.parametrize('has_data_spec', [False, True])
+def test_retry_after_out_of_memory(model, batch, has_data_spec, token_weights):
+    """As on a GPU, the second microbatch of the first attempt raises. Composer halves the size, and tries again."""
     batch['loss_weights'] = column(batch)
     expected, _, _ = weighted_reference(model, batch, token_weights)
-    attempts = []
+    num_microbatches = 0
 
     def run_out_of_memory(state):
+        nonlocal num_microbatches
+        num_microbatches += 1
         state.auto_microbatching = True
-        attempts.append(state.device_train_microbatch_size)
-        if len(attempts) == 2:
+        if num_microbatches == 2:
             raise RuntimeError('CUDA out of memory')
 
-    given = loader(batch) if data == 'stock' else token_data_spec(loader(batch))
+    data = loader(batch)
+    if has_data_spec:
+        data = token_data_spec(data)
     algorithms = [At(Event.BEFORE_LOSS, run_out_of_memory), TokenAccumulation(token_weights=token_weights)]
-    recorder = fit(model, given, algorithms=algorithms, microbatch_size=4)
+    recorder = fit(model, data, algorithms=algorithms, microbatch_size=4)
     assert relative_error(recorder.gradients, expected) < TOLERANCE
     assert recorder.trainer.state.device_train_microbatch_size == 2
 
 
-def test_gradient_clipping_behind_the_algorithm(model, batch):
-    """``test_composers_algorithms.py`` has it before."""
+def test_gradient_clipping_after_the_algorithm(model, batch):
+    """``test_composers_algorithms.py`` clips before the algorithm."""
     expected, _ = reference_gradients(model, batch)
     clipping = GradientClipping(clipping_type='norm', clipping_threshold=0.1)
     recorder = fit(model, loader(batch), algorithms=[TokenAccumulation(), clipping])
-    norm = torch.stack([value.norm() for value in expected.values()]).norm()
-    clipped = {name: value * min(0.1 / norm.item(), 1.0) for name, value in expected.items()}
+    norms = [gradient.norm() for gradient in expected.values()]
+    total_norm = torch.stack(norms).norm().item()
+    factor = min(0.1 / total_norm, 1.0)
+    clipped = {name: gradient * factor for name, gradient in expected.items()}
     assert relative_error(recorder.gradients, clipped) < 1e-5
 
 
-def after_training(model, batch, optimizer, algorithms=()):
-    """The model after one step, of the whole batch at once and of rows one by one."""
-    finals = []
-    for microbatch_size in (6, 1):
-        copied = copy.deepcopy(model)
-        options = {'microbatch_size': microbatch_size, 'optimizer': optimizer(copied.parameters(), lr=0.1)}
-        fit(copied, loader(batch), algorithms=[*algorithms, TokenAccumulation()], **options)
-        finals.append(copied.state_dict())
-    return finals
+def update_of_step(model, batch, microbatch_size, make_optimizer, algorithms=()):
+    """Returns the change of each weight in one step."""
+    trained = copy.deepcopy(model)
+    fit(
+        trained,
+        loader(batch),
+        algorithms=[*algorithms, TokenAccumulation()],
+        microbatch_size=microbatch_size,
+        optimizer=make_optimizer(trained.parameters(), lr=0.1),
+    )
+    weights = trained.state_dict()
+    return {name: weights[name] - weight for name, weight in model.state_dict().items()}
 
 
-def test_sam_takes_the_step_of_the_whole_batch(model, batch):
-    finals = after_training(model, batch, torch.optim.SGD, [SAM()])
-    whole, one_by_one = ({n: final[n] - v for n, v in model.state_dict().items()} for final in finals)
-    assert relative_error(one_by_one, whole) < 1e-5
+def test_sam_step_does_not_depend_on_the_cut(model, batch):
+    expected = update_of_step(model, batch, len(RAGGED), torch.optim.SGD, [SAM()])
+    update = update_of_step(model, batch, 1, torch.optim.SGD, [SAM()])
+    assert relative_error(update, expected) < 1e-5
 
 
-def test_lbfgs_closures(model, batch):
-    finals = after_training(model, batch, partial(torch.optim.LBFGS, max_iter=2))
-    whole, one_by_one = ({n: final[n] - v for n, v in model.state_dict().items()} for final in finals)
-    assert relative_error(one_by_one, whole) < 1e-5
+def test_lbfgs_step_does_not_depend_on_the_cut(model, batch):
+    """LBFGS computes the gradients in a closure, several times in a step."""
+    lbfgs = partial(torch.optim.LBFGS, max_iter=2)
+    expected = update_of_step(model, batch, len(RAGGED), lbfgs)
+    update = update_of_step(model, batch, 1, lbfgs)
+    assert relative_error(update, expected) < 1e-5
 
 
 @pytest.mark.parametrize('precision', ['fp32', 'amp_fp16'])
-def test_grad_scaler_scale_is_not_taken_for_a_wrong_weight(precision, model, batch, monkeypatch):
-    """On a GPU the scaler is always enabled, but Composer uses it only in AMP_FP16."""
+def test_scale_of_grad_scaler(precision, model, batch, monkeypatch):
+    """It is not taken for a wrong weight. On a GPU the scaler is always enabled, but used only in AMP_FP16."""
     callbacks = set_precision(precision, monkeypatch)
     monkeypatch.setattr('composer.trainer.trainer.get_precision_context', lambda *_: nullcontext())
     scaled_losses = []
@@ -291,46 +331,52 @@ def test_second_fit_and_checkpoint(model, batch, tmp_path):
 
 
 def test_raw_loss_is_restored_for_callbacks(model, batch):
-    _, loss = reference_gradients(model, {key: value[-1:] for key, value in batch.items()})
+    last_row = {key: value[-1:] for key, value in batch.items()}
+    _, loss = reference_gradients(model, last_row)
     recorder = fit(model, loader(batch), microbatch_size=1)
     assert recorder.losses[0].item() == pytest.approx(loss, rel=TOLERANCE)
 
 
-SYNCS = ('item', 'tolist', 'cpu', 'numpy', 'nonzero', '__bool__', '__int__', '__float__')
+METHODS_THAT_WAIT = ('item', 'tolist', 'cpu', 'numpy', 'nonzero', '__bool__', '__int__', '__float__')
+"""Methods of a tensor for which the host would wait for a GPU."""
 
 
-@pytest.mark.parametrize('units', [None, {'lm': 'tokens'}])
-def test_no_host_sync_a_microbatch(model, monkeypatch, units):
-    """Everything that would wait for a GPU raises while the algorithm handles a microbatch, its hook included."""
-    microbatch_events = (Event.BEFORE_TRAIN_BATCH, Event.AFTER_LOSS, Event.BEFORE_BACKWARD, Event.AFTER_BACKWARD)
-    seen = []
+def without_waiting(function, calls, label):
+    """Returns a function that adds a label to ``calls``, and in which methods that would wait raise."""
 
-    def forbid(function, label):
-        def guarded(*args, **kwargs):
-            with pytest.MonkeyPatch.context() as patch:
-                for name in SYNCS:
+    def refuse(*args, **kwargs):
+        raise AssertionError('a method of a tensor waits for the device')
 
-                    def refuse(tensor, *args, name=name, **kwargs):
-                        raise AssertionError(f'Tensor.{name} waits for the device')
+    def guarded(*args, **kwargs):
+        calls.append(label)
+        with pytest.MonkeyPatch.context() as patch:
+            for name in METHODS_THAT_WAIT:
+                patch.setattr(torch.Tensor, name, refuse)
+            return function(*args, **kwargs)
 
-                    patch.setattr(torch.Tensor, name, refuse)
-                seen.append(label)
-                return function(*args, **kwargs)
+    return guarded
 
-        return guarded
 
-    algorithm = TokenAccumulation(loss_units=units)
-    for event in microbatch_events:
-        algorithm._actions[event] = forbid(algorithm._actions[event], event.value)
+@pytest.mark.parametrize('loss_units', [None, {'lm': 'tokens'}])
+def test_microbatch_waits_for_no_gpu(model, monkeypatch, loss_units):
+    """Neither at the events of a microbatch, nor in the hook of its backward."""
+    events = (Event.BEFORE_TRAIN_BATCH, Event.AFTER_LOSS, Event.BEFORE_BACKWARD, Event.AFTER_BACKWARD)
+    calls = []
+    algorithm = TokenAccumulation(loss_units=loss_units)
+    for event in events:
+        algorithm._actions[event] = without_waiting(algorithm._actions[event], calls, event.value)
     for name in ('observe', '_measure'):
-        monkeypatch.setattr(MicrobatchRecord, name, forbid(getattr(MicrobatchRecord, name), name))
+        method = getattr(MicrobatchRecord, name)
+        monkeypatch.setattr(MicrobatchRecord, name, without_waiting(method, calls, name))
+    composer_model = hugging_face(model)
+    if loss_units:
+        monkeypatch.setattr(composer_model, 'loss', lambda outputs, batch: {'lm': outputs['loss']})
     batch = collate(text_rows([*RAGGED, (5, 0)]))
-    given = hugging_face(model)
-    if units:
-        monkeypatch.setattr(given, 'loss', lambda outputs, batch: {'lm': outputs['loss']})
-    fit(given, loader(batch), algorithms=[algorithm], microbatch_size=1)
-    assert (seen.count('observe'), seen.count('_measure')) == (7, 6)
-    assert all(event.value in seen for event in microbatch_events)
+    fit(composer_model, loader(batch), algorithms=[algorithm], microbatch_size=1)
+    assert {event.value for event in events} <= set(calls)
+    # The row without labels has no token to measure.
+    assert calls.count('observe') == 7
+    assert calls.count('_measure') == 6
 
 
 def test_single_rank_waits_for_no_sum(model, batch, monkeypatch):
@@ -342,28 +388,32 @@ def test_single_rank_waits_for_no_sum(model, batch, monkeypatch):
 # Rules.
 
 
-def test_labels_on_pads_count_where_the_model_counts_them(model):
-    # Llama's mean runs over the labels alone: a collator that does not mask pads trains on them.
+@pytest.mark.parametrize('has_data_spec', [False, True])
+def test_labels_on_pads(model, has_data_spec):
+    """Llama averages over all labels, also those of padding. If a collator leaves them, the model trains on them."""
     batch = collate(text_rows(RAGGED), labels_on_pads=5)
-    for data in (loader(batch), token_data_spec(loader(batch))):
-        algorithm = TokenAccumulation()
-        assert_exact(model, data, batch=batch, algorithms=[algorithm])
-        assert algorithm.rule == 'causal'
+    data = loader(batch)
+    if has_data_spec:
+        data = token_data_spec(data)
+    algorithm = TokenAccumulation()
+    assert_exact(model, data, batch=batch, algorithms=[algorithm])
+    assert algorithm.rule == 'causal'
 
 
-def test_probe_leaves_random_state_and_mode_alone(model, batch):
-    states = []
-    for algorithms in ([], [TokenAccumulation(loss_tokens='causal', check_loss=False)], [TokenAccumulation()]):
+@pytest.mark.parametrize('options', [{'loss_tokens': 'causal', 'check_loss': False}, {}])
+def test_algorithm_leaves_random_state_and_mode(model, batch, options):
+    random_states = []
+    for algorithms in ([], [TokenAccumulation(**options)]):
         torch.manual_seed(7)
         recorder = fit(copy.deepcopy(model), loader(batch), algorithms=algorithms, microbatch_size=6, seed=7)
-        states.append(torch.get_rng_state())
+        random_states.append(torch.get_rng_state())
         assert recorder.trainer.state.model.training
-    assert torch.equal(states[0], states[1])
-    assert torch.equal(states[0], states[2])
+    without_algorithm, with_algorithm = random_states
+    assert torch.equal(with_algorithm, without_algorithm)
 
 
 @pytest.mark.parametrize(
-    ('kwargs', 'message'),
+    ('arguments', 'message'),
     [
         ({'logits': 'some'}, 'logits'),
         ({'loss_tokens': 'all'}, 'loss_tokens'),
@@ -378,6 +428,6 @@ def test_probe_leaves_random_state_and_mode_alone(model, batch):
         ({'router_balance': 'step', 'loss_units': {'lm': 'tokens', 'router': 'microbatches'}}, 'loss_units'),
     ],
 )
-def test_bad_arguments_get_one_clear_line(kwargs, message):
+def test_bad_arguments_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        TokenAccumulation(**kwargs)
+        TokenAccumulation(**arguments)
