@@ -9,7 +9,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-import torch.distributed as dist
 from composer.core import Algorithm, Event
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
@@ -19,6 +18,7 @@ from composer_tokacc.checks.step import MicrobatchRecord
 from composer_tokacc.row_counts import RowCounts
 from tests.matrix.harness import measure, measure_steps
 from tests.matrix.native_models import NativeModel
+from tests.support.process_group import group_of_one_rank
 from tests.support.text import collate, next_token_loss, text_model, text_rows
 from tests.support.training import On, assert_exact, fit, loader
 
@@ -101,21 +101,10 @@ def test_microbatches_with_new_labels_are_measured(monkeypatch, token_weights, n
     assert counts == [2] + [num_later] * 10 + [2, num_later, num_later]
 
 
-KEPT_GROUPS = []
-"""Process groups that are kept until the process ends. The destructor of gloo may wait without end for a thread that
-needs the lock of the interpreter."""
-
-
 @pytest.fixture
 def process_group(tmp_path):
-    """A group of one process, unless there is a group already."""
-    if dist.is_initialized():
+    with group_of_one_rank(tmp_path):
         yield
-        return
-    dist.init_process_group('gloo', init_method=f'file://{tmp_path}/ranks', rank=0, world_size=1)
-    yield
-    KEPT_GROUPS.append(dist.group.WORLD)
-    dist.destroy_process_group()
 
 
 def measured_deviations(logits, gradient, is_whole):
