@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Losses of several terms, each with a denominator of its own, compared with sums that are written out."""
+"""Losses of several terms with different denominators, compared with sums that are written out."""
 
 from __future__ import annotations
 

@@ -257,7 +257,7 @@ def test_rounded_gradients_are_no_leak(dtype, smoothing, seed):
 
 @pytest.mark.parametrize('order', ['teacher first', 'student first'])
 def test_head_of_a_teacher(order):
-    """The logits of a frozen teacher are not taken for those of the model."""
+    """The check must watch the logits of the model, and not those of the frozen teacher."""
 
     class Student(NativeModel):
         def __init__(self) -> None:

@@ -49,7 +49,7 @@ BATCH = collate(text_rows([(3, 2), (9, 8), (5, 1), (4, 4)]))
 
 
 def test_run_with_a_linear_hook():
-    """In a run the hook changes the gradient of each microbatch, in the reference that of the whole batch."""
+    """The run applies the hook to each microbatch. The reference applies it once, to the gradient of the batch."""
     train_one_row = LINEAR['only one row']
     model = text_model()
     expected, _ = reference_gradients(model, BATCH)

@@ -74,7 +74,7 @@ def test_trains():
 
 @pytest.mark.parametrize(('interval', 'first_save'), [('1ep', 2), ('1ba', 1), ('3ba', 3)])
 def test_resumes_bitwise(interval, first_save, tmp_path):
-    """``test_algorithm_resumption``: weights and optimizer end as those of the run without a break."""
+    """``test_algorithm_resumption``: a resumed run ends with the weights and optimizer state of an unbroken one."""
     unbroken = trainer_with(save_folder=str(tmp_path), save_interval=interval, save_filename='ba{batch}.pt')
     unbroken.fit()
     resumed = trainer_with(load_path=str(tmp_path / f'ba{first_save}.pt'))

@@ -191,8 +191,8 @@ def test_compiled_model_has_few_graphs():
     for step in recorder.steps:
         gradients = {name.replace('_orig_mod.', ''): gradient for name, gradient in step.items()}
         assert relative_error(gradients, expected) < TOLERANCE
-    # One for the probe, one for the first width, one for any other width. If torch compiled for each value of a number
-    # of ours, there would be one for each microbatch.
+    # One for the probe, one for the first width, one for any other width. If torch made a graph for each value of a
+    # number that the package passes, each microbatch would have its own.
     assert 0 < torch._dynamo.utils.counters['stats']['unique_graphs'] <= 4
 
 
