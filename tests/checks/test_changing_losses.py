@@ -89,7 +89,7 @@ class ChangingModel(ComposerModel):
         return outputs or self(batch)
 
 
-# Losses. They change what a token weighs, or get a second term.
+# Losses whose token weights change, or that get a second term.
 
 
 def low_weight_of_rare():

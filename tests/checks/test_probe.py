@@ -205,7 +205,7 @@ def with_tf32(request):
 
 
 def allows_tf32():
-    """Returns what torch says of matrix products and of convolutions."""
+    """Returns whether torch allows TF32 in matrix products, and in convolutions."""
     if hasattr(torch.backends, 'fp32_precision'):
         matmul_allows = torch.backends.cuda.matmul.fp32_precision == 'tf32'
         return [matmul_allows, torch.backends.cudnn.conv.fp32_precision == 'tf32']

@@ -153,7 +153,7 @@ def test_as_many_images_as_rows():
     assert [outcome.kind for outcome in outcomes] == ['exact'] * 3, [str(outcome) for outcome in outcomes]
 
 
-# The ranges of widths and lengths for which rows are proven.
+# Ranges of widths and lengths. Rows within them need no new check.
 
 
 def ranges_of_batch(lengths: list[int], packed_total: int = 0, **options: Any) -> RowRanges:
