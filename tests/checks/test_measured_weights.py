@@ -285,8 +285,8 @@ def run_nothing(model):
     pass
 
 
-def run_a_copy(model):
-    copy.deepcopy(model)(**BATCH).loss.backward()
+def make_a_copy(model):
+    copy.deepcopy(model).eval()
 
 
 def run_without_grad(model):
@@ -311,7 +311,7 @@ def run_detached(model):
     ('make', 'run', 'reason'),
     [
         (text_model, run_nothing, 'made no forward with gradients'),
-        (text_model, run_a_copy, 'made no forward with gradients'),
+        (text_model, make_a_copy, 'made no forward with gradients'),
         (text_model, run_without_grad, 'made no forward with gradients'),
         (FusedLoss, run_without_logits, 'outputs hold no logits'),
         (text_model, run_without_backward, 'no gradient came to its logits'),
@@ -344,7 +344,7 @@ def test_error_inside_removes_all_hooks():
 
 def test_copy_made_inside():
     model = text_model()
-    """A copy has copies of the hooks, as the average of an EMA. They must not add to the report."""
+    """A copy has copies of the hooks, as the average of an EMA. After the end they must not add to the report."""
     with measure_token_weights(model) as report:
         copied_model = copy.deepcopy(model)
         model(**BATCH).loss.backward()
@@ -379,7 +379,8 @@ def test_fused_head_with_log_probabilities():
         def forward(self, **batch):
             labels = batch['labels'][:, 1:]
             has_label = labels != -100
-            logits = self.llama(batch['input_ids']).logits[:, :-1]
+            states = self.llama.model(batch['input_ids'])[0]
+            logits = self.llama.lm_head(states)[:, :-1]
             columns = labels.clamp(min=0)[..., None]
             log_probs = logits.log_softmax(dim=-1).gather(-1, columns)[..., 0]
             return SimpleNamespace(log_probs=log_probs * has_label, label_mask=has_label)
