@@ -3,7 +3,7 @@
 
 """Runs the fused loss of liger-kernel on the CPU, in triton's interpreter.
 
-A process of its own, because liger-kernel replaces functions of transformers for good.
+It is a separate process, because liger-kernel replaces functions of transformers and cannot undo that.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def liger_model() -> Any:
     from liger_kernel.transformers import apply_liger_kernel_to_llama
 
     model = text_model().train()
-    others = dict.fromkeys(('rope', 'rms_norm', 'swiglu', 'cross_entropy'), False)
-    apply_liger_kernel_to_llama(fused_linear_cross_entropy=True, model=model, **others)
+    other_kernels = dict.fromkeys(('rope', 'rms_norm', 'swiglu', 'cross_entropy'), False)
+    apply_liger_kernel_to_llama(fused_linear_cross_entropy=True, model=model, **other_kernels)
     return model
 
 

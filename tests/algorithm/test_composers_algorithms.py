@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Composer's algorithms for language models beside TokenAccumulation: each row of the table in ``docs/trainer.md``.
+"""TokenAccumulation with Composer's algorithms for language models: each row of the table in ``docs/trainer.md``.
 
 The reference is stock Composer with the algorithm only, and one microbatch of the whole batch.
 SeqLengthWarmup: ``tests/data_spec/test_batches_of_other_hosts.py``. Microbatch size ``'auto'``:
@@ -56,7 +56,7 @@ NOT_IN_COMPOSER: dict[str, tuple[Callable[[], Algorithm], str]] = {
 
 
 def weights_after_training(algorithm: Algorithm, *, microbatch_size: int, is_ours: bool) -> dict[str, torch.Tensor]:
-    """Returns the weights after a step on each batch. Those of an average are with them."""
+    """Returns the weights after a step on each batch. They include the averages of EMA."""
     model = hugging_face(masked_model('bert'))
     data: Any = loader(*(masked_batch(lengths) for lengths in LENGTHS))
     algorithms = [algorithm]

@@ -100,12 +100,12 @@ def batch_of(side='right', shape=RAGGED, **entries):
 
 
 def without_sample_ids(batch):
-    """Returns only what a model takes."""
+    """Returns only the inputs of the model."""
     return {key: value for key, value in batch.items() if key != 'sample_ids'}
 
 
 def masked_batch():
-    """Returns rows in which a third of the tokens have a label, for models that do not shift labels."""
+    """Returns rows for models that do not shift labels. About a third of the tokens have a label."""
     batch = collate(text_rows(RAGGED))
     generator = torch.Generator().manual_seed(0)
     is_drawn = torch.rand(batch['labels'].shape, generator=generator) < 0.3
@@ -271,7 +271,7 @@ def test_error_names_sample_and_label():
 
 
 class Waits(TorchDispatchMode):
-    """Records the operations for which the host would wait for a GPU."""
+    """Records operations that make the host wait for a GPU."""
 
     def __init__(self):
         super().__init__()

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Losses of several terms, each with a denominator of its own, compared with sums that are written out."""
+"""Losses of several terms with different denominators, compared with sums that are written out."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_every_term_has_its_own_denominator(form, microbatch_size):
 
 
 def test_term_absent_in_some_microbatches():
-    """The last of five rows is a microbatch of its own, without the term. The term is still divided by five."""
+    """The last of five rows is a separate microbatch, without the term. The term is still divided by five."""
     model = text_model()
     batch = collate(text_rows(SHAPE))
     terms = expected_terms(model, batch, 2)

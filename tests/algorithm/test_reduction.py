@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import distributed
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from composer_tokacc.algorithm.reduction import ReductionWatch, check_sharding
+from tests.support.process_group import group_of_one_rank
 
 
 class TwoHeads(torch.nn.Module):
@@ -31,19 +31,10 @@ class TwoHeads(torch.nn.Module):
         return outputs
 
 
-KEPT_GROUPS = []
-"""Until the process ends: gloo's destructor may wait forever for a thread that wants the interpreter's lock."""
-
-
 @pytest.fixture
 def process_group(tmp_path):
-    if distributed.is_initialized():  # a program that ran in this process leaves its group of one rank
+    with group_of_one_rank(tmp_path):
         yield
-        return
-    distributed.init_process_group('gloo', init_method=f'file://{tmp_path}/ranks', rank=0, world_size=1)
-    yield
-    KEPT_GROUPS.append(distributed.group.WORLD)
-    distributed.destroy_process_group()
 
 
 def watch_of(model, **options):
@@ -69,25 +60,26 @@ def test_unused_parameters_get_zeros(process_group, heads):
         watch.start_attempt()
     for name in ('first', 'second'):
         gradient = getattr(model.module, name).weight.grad
-        assert gradient.tolist() == [[2.0, 2.0] if name in heads else [0.0, 0.0]]
+        expected = 2.0 if name in heads else 0.0
+        assert gradient.tolist() == [[expected, expected]]
 
 
 @pytest.mark.parametrize(
-    ('options', 'is_left_alone'),
+    ('options', 'expected'),
     [
-        ({}, False),
-        ({'find_unused_parameters': True}, True),
-        ({'static_graph': True}, True),
+        ({}, {'first', 'second'}),
+        ({'find_unused_parameters': True}, set()),
+        ({'static_graph': True}, set()),
     ],
 )
-def test_ddp_that_finds_unused_parameters(process_group, options, is_left_alone):
-    """It reduces them by itself, so that no parameter is reached a second time."""
+def test_ddp_that_finds_unused_parameters(process_group, options, expected):
+    """It reduces them itself, so ReductionWatch must not give them a gradient too."""
     watch, model = watch_of(TwoHeads(), **options)
     reached = set()
     for name in ('first', 'second'):
         getattr(model.module, name).weight.register_hook(lambda _, name=name: reached.add(name))
     backward(watch, model, ())
-    assert reached == (set() if is_left_alone else {'first', 'second'})
+    assert reached == expected
 
 
 def test_microbatches_before_the_last_reach_nothing(process_group):
@@ -116,15 +108,18 @@ def test_early_reduction_of_equal_counts(process_group):
     assert watch.reduced_once() is False
 
 
-@pytest.mark.parametrize('sharded', [(), ('first',), ('first', 'second')])
-def test_fsdp_shards_all_or_nothing(process_group, sharded):
+def test_fsdp_shards_all_or_nothing(process_group):
     model = TwoHeads()
-    for name in sharded:
-        fully_shard(getattr(model, name))
-    if len(sharded) != 1:
-        check_sharding(model)
-        return
+    check_sharding(model)
+    fully_shard(model.first)
     with pytest.raises(RuntimeError, match=r'got: 2 .*second'):
         check_sharding(model)
-    model.second.requires_grad_(False)  # what is not trained may stay whole
+    fully_shard(model.second)
+    check_sharding(model)
+
+
+def test_fsdp_need_not_shard_frozen_parameters(process_group):
+    model = TwoHeads()
+    fully_shard(model.first)
+    model.second.requires_grad_(False)
     check_sharding(model)

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""``router_balance='step'``: also the router's load-balancing loss is that of one forward over the whole batch.
+"""With ``router_balance='step'`` the load-balancing loss of the router also does not depend on the cut.
 
 The reference is the model's own loss of the whole batch in float64. The coefficient is so large that the router's loss
 is a large part of it.
@@ -170,12 +170,15 @@ def test_compiled_forward_is_exact():
     assert_exact(mixture(), batch, router_balance='step', compile_config={'backend': 'aot_eager'})
 
 
-@pytest.mark.parametrize(('end', 'is_refused'), [(3, False), (4, True), (5, True), (6, False)])
-def test_packed_document_that_includes_padding(end, is_refused):
-    """Two documents of three positions. ``end``: where the real tokens end."""
-    packed = {'input_ids': torch.ones(1, 6, dtype=torch.long), 'position_ids': torch.tensor([[0, 1, 2, 0, 1, 2]])}
-    if is_refused:
-        with pytest.raises(RuntimeError, match='got: a label on padding'):
-            router_balance._check_document_ends(packed, end=end)
-    else:
-        router_balance._check_document_ends(packed, end=end)
+TWO_DOCUMENTS = {'input_ids': torch.ones(1, 6, dtype=torch.long), 'position_ids': torch.tensor([[0, 1, 2, 0, 1, 2]])}
+
+
+@pytest.mark.parametrize('num_tokens', [4, 5])
+def test_document_that_includes_padding_is_refused(num_tokens):
+    with pytest.raises(RuntimeError, match='got: a label on padding'):
+        router_balance._check_document_ends(TWO_DOCUMENTS, end=num_tokens)
+
+
+@pytest.mark.parametrize('num_tokens', [3, 6])
+def test_padding_after_a_document_is_accepted(num_tokens):
+    router_balance._check_document_ends(TWO_DOCUMENTS, end=num_tokens)

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The gradient of a step of the Trainer is that of one plain forward over its batch, or the step is refused."""
+"""Each step of the Trainer has the gradient of one plain forward over its batch, or is refused."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_flag_and_algorithm_are_refused(model, batch):
     assert_same_tensors(model.state_dict(), before)
 
 
-# What changes the batch, the split or the loss of a user's run.
+# Users may change the batch, the split or the loss.
 
 
 def test_custom_sample_counter_is_refused(model, batch):
@@ -338,11 +338,11 @@ def test_raw_loss_is_restored_for_callbacks(model, batch):
 
 
 METHODS_THAT_WAIT = ('item', 'tolist', 'cpu', 'numpy', 'nonzero', '__bool__', '__int__', '__float__')
-"""Methods of a tensor for which the host would wait for a GPU."""
+"""Methods of a tensor that make the host wait for a GPU."""
 
 
 def without_waiting(function, calls, label):
-    """Returns a function that adds a label to ``calls``, and in which methods that would wait raise."""
+    """Wraps a function. A call adds a label to ``calls``. During the call, methods that make the host wait raise."""
 
     def refuse(*args, **kwargs):
         raise AssertionError('a method of a tensor waits for the device')
@@ -390,7 +390,7 @@ def test_single_rank_waits_for_no_sum(model, batch, monkeypatch):
 
 @pytest.mark.parametrize('has_data_spec', [False, True])
 def test_labels_on_pads(model, has_data_spec):
-    """Llama averages over all labels, also those of padding. If a collator leaves them, the model trains on them."""
+    """If a collator leaves labels on padding, Llama trains on them too."""
     batch = collate(text_rows(RAGGED), labels_on_pads=5)
     data = loader(batch)
     if has_data_spec:

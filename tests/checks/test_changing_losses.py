@@ -6,108 +6,150 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from composer.core import Callback
+from composer.core import Callback, Event
 from composer.models import ComposerModel
 
 from composer_tokacc import TokenAccumulation
+from composer_tokacc.refusals import RefusalError
 from tests.matrix.harness import measure, plain_gradients
 from tests.matrix.native_models import NativeModel
 from tests.matrix.subjects import SUBJECTS
-from tests.support.text import collate, next_token_loss, text_model, text_rows
-from tests.support.training import fit, relative_error
+from tests.support.text import VOCABULARY, collate, next_token_loss, text_model, text_rows
+from tests.support.training import GradientRecorder, Gradients, On, fit, relative_error
 
 NUM_STEPS = 40
-BEGINS = 12
-"""The step in which the effect begins."""
+FIRST_CHANGED = 12
+"""In this step the loss begins to change."""
 SHAPE = [(4, 2), (9, 3), (5, 4), (14, 11), (6, 1), (3, 2)]
 RARE = 63
-"""A token that no label is before the effect begins."""
+"""A token that no row has as a label before the loss changes."""
+COMMON = 5
 
 
-class Changing(ComposerModel):
-    """A Llama whose loss is ``loss_of(logits, states, labels, heads, has_begun)``."""
+@dataclass
+class Outputs:
+    """The tensors that a loss may use, and whether it has changed."""
 
-    def __init__(self, loss_of: Callable[..., torch.Tensor], begins: int) -> None:
+    logits: torch.Tensor
+    states: torch.Tensor
+    labels: torch.Tensor
+    heads: torch.nn.ModuleDict
+    has_changed: bool
+
+    @property
+    def has_loss(self) -> torch.Tensor:
+        """True where the next token has a label, of shape ``(rows, width - 1)``."""
+        return self.labels[:, 1:] != -100
+
+    def next_token_loss(self, **options: Any) -> torch.Tensor:
+        return next_token_loss(self.logits, self.labels, **options)
+
+
+Loss = Callable[[Outputs], torch.Tensor]
+
+
+class ChangingModel(ComposerModel):
+    """A Llama whose loss is ``loss_of(outputs)``. It changes in the step ``first_changed``."""
+
+    def __init__(self, loss_of: Loss = Outputs.next_token_loss, first_changed: int = FIRST_CHANGED) -> None:
         super().__init__()
         self.model = SUBJECTS['llama'].model('large').model
         self.loss_of = loss_of
-        self.begins = begins
+        self.first_changed = first_changed
         self.step = 0
         torch.manual_seed(0)
-        self.heads = torch.nn.ModuleDict({'next': torch.nn.Linear(32, 64), 'value': torch.nn.Linear(32, 1)})
+        self.heads = torch.nn.ModuleDict({'next': torch.nn.Linear(32, VOCABULARY), 'value': torch.nn.Linear(32, 1)})
+
+    @property
+    def has_changed(self) -> bool:
+        return self.step >= self.first_changed
+
+    def last_layer(self, states: torch.Tensor) -> torch.Tensor:
+        """Changes nothing. Subclasses change the states before the head."""
+        return states
 
     def forward(self, batch: Any) -> Any:
         states = self.model.model(batch['input_ids'], batch['attention_mask']).last_hidden_state
+        states = self.last_layer(states)
         logits = self.model.lm_head(states)
-        loss = self.loss_of(logits, states, batch['labels'], self.heads, self.step >= self.begins)
-        return {'loss': loss, 'logits': logits}
+        outputs = Outputs(logits, states, batch['labels'], self.heads, self.has_changed)
+        return {'loss': self.loss_of(outputs), 'logits': logits}
 
-    def loss(self, outputs: Any, batch: Any) -> torch.Tensor:
+    def loss(self, outputs: Any, batch: Any) -> Any:
         return outputs['loss']
 
     def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
         return outputs or self(batch)
 
 
-def rare_label_weighted(logits, states, labels, heads, has_begun):
-    weight = torch.ones(64).index_fill(0, torch.tensor([RARE]), 0.1)
-    return next_token_loss(logits, labels, weight=weight)
+# Losses whose token weights change, or that get a second term.
 
 
-def rare_label_weighted_by_number(logits, states, labels, heads, has_begun):
-    weight = torch.ones(64).index_fill(0, torch.tensor([RARE]), 0.1)
-    return next_token_loss(logits, labels, weight=weight, reduction='sum') / (labels[:, 1:] != -100).sum()
+def low_weight_of_rare():
+    weights = torch.ones(VOCABULARY)
+    weights[RARE] = 0.1
+    return weights
 
 
-def focal(logits, states, labels, heads, has_begun):
-    losses = next_token_loss(logits, labels, reduction='none')
-    factors = (1 - (-losses).exp()).square() if has_begun else torch.ones_like(losses)
-    return (factors * losses).sum() / (labels[:, 1:] != -100).sum()
+def rare_label_weighted(outputs):
+    return outputs.next_token_loss(weight=low_weight_of_rare())
 
 
-def label_smoothing(logits, states, labels, heads, has_begun):
-    return next_token_loss(logits, labels, label_smoothing=0.1 * has_begun)
+def rare_label_weighted_by_number(outputs):
+    """Divides by the number of labels. `cross_entropy` itself divides by the sum of their weights."""
+    return outputs.next_token_loss(weight=low_weight_of_rare(), reduction='sum') / outputs.has_loss.sum()
 
 
-def z_loss(logits, states, labels, heads, has_begun):
-    counted = labels[:, 1:] != -100
-    squares = logits[:, :-1][counted].logsumexp(dim=-1).square()
-    return next_token_loss(logits, labels) + 1e-2 * has_begun * squares.mean()
+def focal(outputs):
+    losses = outputs.next_token_loss(reduction='none')
+    if outputs.has_changed:
+        losses = (1 - (-losses).exp()).square() * losses
+    return losses.sum() / outputs.has_loss.sum()
 
 
-def z_loss_of_rows(logits, states, labels, heads, has_begun):
-    counted = labels[:, 1:] != -100
-    squares = logits[:, :-1].logsumexp(dim=-1).square() * counted
-    means = squares.sum(dim=1) / counted.sum(dim=1).clamp(min=1)
-    return next_token_loss(logits, labels) + 1e-2 * has_begun * means.mean()
+def label_smoothing(outputs):
+    return outputs.next_token_loss(label_smoothing=0.1 * outputs.has_changed)
 
 
-def distillation(logits, states, labels, heads, has_begun):
-    teacher = torch.randn(64, generator=torch.Generator().manual_seed(1)).log_softmax(dim=0)
-    counted = labels[:, 1:] != -100
-    distances = F.kl_div(
-        logits[:, :-1][counted].log_softmax(dim=-1), teacher[None], log_target=True, reduction='none'
-    ).sum(dim=-1)
-    return next_token_loss(logits, labels) + 0.5 * has_begun * distances.mean()
+def z_loss(outputs):
+    squares = outputs.logits[:, :-1][outputs.has_loss].logsumexp(dim=-1).square()
+    return outputs.next_token_loss() + 1e-2 * outputs.has_changed * squares.mean()
 
 
-def multi_token_prediction(logits, states, labels, heads, has_begun):
-    if not has_begun:
-        return next_token_loss(logits, labels)
-    ahead = next_token_loss(heads['next'](states)[:, :-1], labels[:, 1:])  # the token after the next one
-    return next_token_loss(logits, labels) + 0.3 * ahead
+def z_loss_of_rows(outputs):
+    squares = outputs.logits[:, :-1].logsumexp(dim=-1).square() * outputs.has_loss
+    means = squares.sum(dim=1) / outputs.has_loss.sum(dim=1).clamp(min=1)
+    return outputs.next_token_loss() + 1e-2 * outputs.has_changed * means.mean()
 
 
-def value_head(logits, states, labels, heads, has_begun):
-    if not has_begun:
-        return next_token_loss(logits, labels)
-    return next_token_loss(logits, labels) + 0.3 * heads['value'](states[:, -1]).square().mean()
+def distillation(outputs):
+    generator = torch.Generator().manual_seed(1)
+    teacher = torch.randn(VOCABULARY, generator=generator).log_softmax(dim=0)
+    student = outputs.logits[:, :-1][outputs.has_loss].log_softmax(dim=-1)
+    divergences = F.kl_div(student, teacher[None], log_target=True, reduction='none').sum(dim=-1)
+    return outputs.next_token_loss() + 0.5 * outputs.has_changed * divergences.mean()
+
+
+def multi_token_prediction(outputs):
+    loss = outputs.next_token_loss()
+    if outputs.has_changed:
+        second_next_logits = outputs.heads['next'](outputs.states)[:, :-1]
+        loss = loss + 0.3 * next_token_loss(second_next_logits, outputs.labels[:, 1:])
+    return loss
+
+
+def value_head(outputs):
+    loss = outputs.next_token_loss()
+    if outputs.has_changed:
+        loss = loss + 0.3 * outputs.heads['value'](outputs.states[:, -1]).square().mean()
+    return loss
 
 
 LOSSES = [
@@ -121,83 +163,74 @@ LOSSES = [
     multi_token_prediction,
     value_head,
 ]
+QUICK_LOSSES = [rare_label_weighted_by_number, value_head]
 
 
-def batches():
+def cells():
+    """Returns every loss, changed from the start or later. Only two cells are quick."""
+    rows = []
+    for loss in LOSSES:
+        for first_changed in (0, FIRST_CHANGED):
+            is_quick = loss in QUICK_LOSSES and first_changed > 0
+            marks = () if is_quick else pytest.mark.slow
+            rows.append(pytest.param(loss, first_changed, marks=marks, id=f'{loss.__name__} from step {first_changed}'))
+    return rows
+
+
+def batches(first_changed: int = FIRST_CHANGED) -> list[dict[str, Any]]:
+    """Returns random rows. The rare label is in none of them before step 12, or else in many from the start."""
     rng = random.Random(0)
+    all_batches = []
     for step in range(NUM_STEPS):
         lengths = [rng.randint(4, 20) for _ in range(6)]
-        batch = collate(text_rows([(n, rng.randint(1, n - 1)) for n in lengths]))
-        batch['labels'][batch['labels'] == RARE] = 5
-        if step >= BEGINS:
+        batch = collate(text_rows([(length, rng.randint(1, length - 1)) for length in lengths]))
+        labels = batch['labels']
+        labels[labels == RARE] = COMMON
+        if step >= FIRST_CHANGED:
             row = rng.randrange(6)
-            place = int((batch['labels'][row] != -100).nonzero()[-1])
-            batch['labels'][row, place] = RARE
-        yield batch
+            last_label = int((labels[row] != -100).nonzero()[-1])
+            labels[row, last_label] = RARE
+        if first_changed == 0:
+            labels[labels == COMMON] = RARE
+        all_batches.append(batch)
+    return all_batches
 
 
-QUICK = [(rare_label_weighted_by_number, BEGINS), (value_head, BEGINS)]
-CELLS = [
-    pytest.param(
-        loss,
-        begins,
-        marks=[] if (loss, begins) in QUICK else pytest.mark.slow,
-        id=f'{loss.__name__} from step {begins} on',
-    )
-    for loss in LOSSES
-    for begins in (0, BEGINS)
-]
+def gradients_of_steps(model: Any, data: Any, *, callbacks: Iterable[Callback] = (), **options: Any) -> list[Gradients]:
+    """Trains until the run ends or a step is refused. Any other error is raised."""
 
+    def set_step(state):
+        model.step = int(state.timestamp.batch)
 
-def steps(model: Any, data: Any, *, callbacks: Any = (), **options: Any) -> list[dict[str, torch.Tensor]]:
-    """Gradients of the steps of a run, until it ends or is refused."""
-
-    class Recording(Callback):
-        def batch_start(self, state, logger):
-            model.step = int(state.timestamp.batch)
-
-        def after_train_batch(self, state, logger):
-            gradients_of_step = {}
-            for name, parameter in model.named_parameters():
-                if parameter.grad is not None:
-                    gradients_of_step[name] = parameter.grad.clone()
-            gradients.append(gradients_of_step)
-
-    gradients: list[dict[str, torch.Tensor]] = []
-    refusal = ''
+    recorder = GradientRecorder()
     try:
-        fit(model, *data, callbacks=[Recording(), *callbacks], **options)
-    except RuntimeError as error:
-        refusal = str(error)
-    # Only a refusal may end a run early.
-    assert len(gradients) == len(data) or ' must ' in refusal
-    return gradients
+        fit(model, *data, callbacks=[On(Event.BATCH_START, set_step), recorder, *callbacks], **options)
+        assert len(recorder.steps) == len(data)
+    except RefusalError:
+        pass
+    return recorder.steps
 
 
-@pytest.mark.parametrize(('loss', 'begins'), CELLS)
-def test_every_step_is_exact_or_refused(loss, begins):
-    model = Changing(loss, begins)
-    data = list(batches())
-    if begins == 0:
-        for batch in data:
-            batch['labels'] = batch['labels'].masked_fill(batch['labels'] == 5, RARE)
-    exact_steps = steps(model, data)
-    for step, gradients in enumerate(exact_steps):
+@pytest.mark.parametrize(('loss', 'first_changed'), cells())
+def test_every_step_is_exact_or_refused(loss, first_changed):
+    model = ChangingModel(loss, first_changed)
+    data = batches(first_changed)
+    steps = gradients_of_steps(model, data)
+    for step, gradients in enumerate(steps):
         model.step = step
         assert relative_error(gradients, plain_gradients(model, data[step])) < 1e-6, step
-    if begins > 0:
-        assert len(exact_steps) >= BEGINS, 'refused before the effect began'
+    if first_changed > 0:
+        assert len(steps) >= FIRST_CHANGED, 'refused before the loss changed'
 
 
 @pytest.mark.parametrize('token_weights', ['sqrt', 'column'])
 def test_unweighted_term_is_refused_with_weights(token_weights):
-    def loss_of(logits, states, labels, heads, has_begun):
-        counted = labels[:, 1:] != -100
-        values = heads['value'](states).squeeze(-1)[:, :-1].square()
-        return next_token_loss(logits, labels) + 0.3 * (values * counted).sum() / counted.sum()
+    def loss_of(outputs):
+        values = outputs.heads['value'](outputs.states).squeeze(-1)[:, :-1]
+        return outputs.next_token_loss() + 0.3 * values[outputs.has_loss].square().mean()
 
     batch = collate(text_rows(SHAPE))
-    model = Changing(loss_of, 0)
+    model = ChangingModel(loss_of)
     assert measure(model, batch, 2).kind == 'exact'
     batch['loss_weights'] = torch.rand(batch['labels'].shape) + 0.1
     outcome = measure(model, batch, 2, algorithms=[TokenAccumulation(token_weights=token_weights)])
@@ -208,99 +241,97 @@ def test_unweighted_term_is_refused_with_weights(token_weights):
 @pytest.mark.parametrize('smoothing', [0.0, 0.1])
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
 def test_rounded_gradients_are_no_leak(dtype, smoothing, seed):
-    torch.manual_seed(seed)
+    """The round-off of logits in half precision is not taken for a row that changes another one."""
 
-    class Smoothed(NativeModel):
+    class RoundedLogits(NativeModel):
         def forward(self, batch: Any) -> Any:
             logits = self.model(batch['input_ids'], batch['attention_mask']).logits
-            return {
-                'loss': next_token_loss(logits.float(), batch['labels'], label_smoothing=smoothing),
-                'logits': logits,
-            }
+            loss = next_token_loss(logits.float(), batch['labels'], label_smoothing=smoothing)
+            return {'loss': loss, 'logits': logits}
 
-    model = Smoothed('causal', init='fresh').to(dtype)
+    torch.manual_seed(seed)
+    model = RoundedLogits('causal', init='fresh').to(dtype)
     batch = SUBJECTS['llama'].batch(seed, side='right')
-    recorder = fit(model, batch)
-    assert recorder.gradients
+    assert fit(model, batch).gradients
 
 
-@pytest.mark.parametrize('order', ['before', 'after'])
+@pytest.mark.parametrize('order', ['teacher first', 'student first'])
 def test_head_of_a_teacher(order):
+    """The check must watch the logits of the model, and not those of the frozen teacher."""
+
     class Student(NativeModel):
         def __init__(self) -> None:
             super().__init__('causal')
             self.teacher = text_model().requires_grad_(False)
 
-        def teacher_log_probabilities(self, batch: Any) -> torch.Tensor:
-            with torch.no_grad():
-                return self.teacher(batch['input_ids'], batch['attention_mask']).logits.log_softmax(dim=-1)
-
         def forward(self, batch: Any) -> Any:
-            if order == 'before':
-                teacher = self.teacher_log_probabilities(batch)
-            logits = self.model(batch['input_ids'], batch['attention_mask']).logits
-            if order == 'after':
-                teacher = self.teacher_log_probabilities(batch)
-            counted = (batch['labels'] != -100)[:, 1:]
-            distances = F.kl_div(logits.log_softmax(dim=-1), teacher, log_target=True, reduction='none').sum(dim=-1)
-            loss = next_token_loss(logits, batch['labels']) + 0.5 * distances[:, :-1][counted].mean()
-            return {'loss': loss, 'logits': logits}
+            inputs = {'input_ids': batch['input_ids'], 'attention_mask': batch['attention_mask']}
+            if order == 'teacher first':
+                teacher_logits = self.teacher(**inputs).logits
+                logits = self.model(**inputs).logits
+            else:
+                logits = self.model(**inputs).logits
+                teacher_logits = self.teacher(**inputs).logits
+            has_loss = batch['labels'][:, 1:] != -100
+            student = logits[:, :-1][has_loss].log_softmax(dim=-1)
+            teacher = teacher_logits[:, :-1][has_loss].log_softmax(dim=-1)
+            divergence = F.kl_div(student, teacher, log_target=True, reduction='batchmean')
+            return {'loss': next_token_loss(logits, batch['labels']) + 0.5 * divergence, 'logits': logits}
 
     assert measure(Student(), collate(text_rows(SHAPE)), 2).kind == 'exact'
 
 
 def test_norms_thawed_later_are_refused():
-    class Normed(Changing):
+    """A callback that calls `train()` after an evaluation also thaws a norm that was frozen."""
+
+    class WithNorm(ChangingModel):
         def __init__(self) -> None:
-            super().__init__(lambda logits, states, labels, heads, has_begun: next_token_loss(logits, labels), 0)
-            self.norm = torch.nn.BatchNorm1d(32).eval()
+            super().__init__()
+            self.norm = torch.nn.BatchNorm1d(32)
 
-        def forward(self, batch: Any) -> Any:
-            states = self.model.model(batch['input_ids'], batch['attention_mask']).last_hidden_state
-            logits = self.model.lm_head(self.norm(states.transpose(1, 2)).transpose(1, 2))
-            return {'loss': next_token_loss(logits, batch['labels']), 'logits': logits}
+        def last_layer(self, states: torch.Tensor) -> torch.Tensor:
+            return self.norm(states.transpose(1, 2)).transpose(1, 2)
 
-    class TrainModeAfterEvaluation(Callback):
-        def batch_end(self, state, logger):
-            if int(state.timestamp.batch) == 3:
-                state.model.train()
+    def freeze_norm(state):
+        state.model.norm.eval()
 
-    model = Normed()
+    def thaw_after_step_3(state):
+        if state.timestamp.batch == 3:
+            state.model.train()
 
-    class FreezeNorm(Callback):
-        def epoch_start(self, state, logger):
-            model.norm.eval()
-
-    assert len(steps(model, list(batches())[:6], callbacks=[FreezeNorm(), TrainModeAfterEvaluation()])) == 3
+    callbacks = [On(Event.EPOCH_START, freeze_norm), On(Event.BATCH_END, thaw_after_step_3)]
+    steps = gradients_of_steps(WithNorm(), batches()[:6], callbacks=callbacks)
+    assert len(steps) == 3
 
 
 @pytest.mark.parametrize('units', [None, {'lm': 'tokens', 'rows': 'samples'}])
 def test_rows_coupled_later_are_refused(units):
     """The weights of tokens at the logits stay right, so only a new check of rows shows it, in step 16."""
 
-    class MixesRowsLater(Changing):
-        def forward(self, batch: Any) -> Any:
-            states = self.model.model(batch['input_ids'], batch['attention_mask']).last_hidden_state
-            states = states + 0.3 * states.mean(dim=0, keepdim=True) * (self.step >= 12)
-            logits = self.model.lm_head(states)
-            return {'loss': next_token_loss(logits, batch['labels']), 'logits': logits}
+    class MixesRowsLater(ChangingModel):
+        def last_layer(self, states: torch.Tensor) -> torch.Tensor:
+            if self.has_changed:
+                states = states + 0.3 * states.mean(dim=0, keepdim=True)
+            return states
 
         def loss(self, outputs: Any, batch: Any) -> Any:
             if units is None:
                 return outputs['loss']
-            return {'lm': outputs['loss'], 'rows': 1e-2 * outputs['logits'][:, -1].square().mean(dim=-1).mean()}
+            return {'lm': outputs['loss'], 'rows': 1e-2 * outputs['logits'][:, -1].square().mean()}
 
-    model = MixesRowsLater(lambda *args: None, 0)
-    assert len(steps(model, list(batches())[:20], loss_units=units)) == 16
+    assert len(gradients_of_steps(MixesRowsLater(), batches()[:20], loss_units=units)) == 16
 
 
 def test_unchecked_loss_may_change():
-    def loss_of(logits, states, labels, heads, has_begun):
-        return next_token_loss(logits, labels) * (2.0 if has_begun else 1.0)
+    def doubled_later(outputs):
+        factor = 2 if outputs.has_changed else 1
+        return factor * outputs.next_token_loss()
 
-    data = list(batches())[:16]
-    assert len(steps(Changing(loss_of, 12), data)) == 12
-    assert len(steps(Changing(loss_of, 12), data, check_loss=False, loss_tokens='causal')) == 16
+    data = batches()[:16]
+    checked_steps = gradients_of_steps(ChangingModel(doubled_later), data)
+    assert len(checked_steps) == FIRST_CHANGED
+    unchecked_steps = gradients_of_steps(ChangingModel(doubled_later), data, check_loss=False, loss_tokens='causal')
+    assert len(unchecked_steps) == 16
 
 
 @pytest.mark.parametrize('term', [None, 0.5])
@@ -309,8 +340,12 @@ def test_term_without_tensor_is_named(term):
         def loss(self, outputs: Any, batch: Any) -> Any:
             return {'lm': outputs['loss'], 'box': term}
 
-    algorithms = [TokenAccumulation(loss_units={'lm': 'tokens', 'box': 'samples'})]
-    options = {'algorithms': algorithms, 'reference': lambda model, batch: {}}
-    outcome = measure(TwoTerms('causal'), collate(text_rows(SHAPE)), 2, **options)
+    outcome = measure(
+        TwoTerms('causal'),
+        collate(text_rows(SHAPE)),
+        2,
+        algorithms=[TokenAccumulation(loss_units={'lm': 'tokens', 'box': 'samples'})],
+        reference=lambda model, batch: {},
+    )
     assert outcome.kind == 'refused', outcome
     assert "`loss['box']` must be a tensor" in outcome.message

@@ -15,18 +15,24 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from composer_tokacc import token_data_spec
 from composer_tokacc.data_spec.pieces import CutRules
 from tests.support.text import VOCABULARY, collate, text_model, text_rows
-from tests.support.training import fit, hugging_face, loader, reference_gradients, relative_error
+from tests.support.training import (
+    TOLERANCE,
+    assert_exact,
+    fit,
+    hugging_face,
+    loader,
+    reference_gradients,
+    relative_error,
+)
 
 SHAPE = [(4, 2), (5, 3), (9, 7), (14, 11), (6, 1), (3, 2)]
-EVEN = [(9, 4), (9, 7), (9, 2), (9, 8)]
+WITHOUT_PADDING = [(9, 4), (9, 7), (9, 2), (9, 8)]
 
 
-def gpt2():
+def gpt2(model_class=GPT2LMHeadModel):
     torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=2, n_positions=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
-    )
-    return GPT2LMHeadModel(config)
+    sizes = {'vocab_size': VOCABULARY, 'n_embd': 32, 'n_layer': 2, 'n_head': 2, 'n_positions': 64}
+    return model_class(GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
 
 
 class WithoutPositionIds(GPT2LMHeadModel):
@@ -36,50 +42,49 @@ class WithoutPositionIds(GPT2LMHeadModel):
         return super().forward(input_ids=input_ids, attention_mask=attention_mask, labels=labels, use_cache=False)
 
 
-def rules_after(model, batch, **kwargs):
-    data = token_data_spec(loader(batch), **kwargs)
-    recorder = fit(model, data)
-    expected, _ = reference_gradients(model, batch)
-    assert relative_error(recorder.gradients, expected) < 1e-6
-    return data.split_batch.__self__._split.rules
+def gpt2_without_position_ids():
+    return gpt2(WithoutPositionIds)
+
+
+def rules_after_exact_steps(model, *batches):
+    recorder = assert_exact(model, *batches)
+    return recorder.trainer._train_data_spec.split_batch.__self__._split.rules
 
 
 @pytest.mark.parametrize(
     ('make', 'side', 'rules'),
     [
-        (text_model, 'right', CutRules(right='trim', right_width=14)),
-        (text_model, 'left', CutRules(left='trim', left_width=14)),
-        (gpt2, 'left', CutRules(left='shift', left_width=14)),
-        (lambda: WithoutPositionIds(gpt2().config), 'left', CutRules(left='keep', left_width=14)),
+        pytest.param(text_model, 'right', CutRules(right='trim', right_width=14), id='right'),
+        pytest.param(text_model, 'left', CutRules(left='trim', left_width=14), id='left'),
+        pytest.param(gpt2, 'left', CutRules(left='shift', left_width=14), id='positions are written'),
+        pytest.param(
+            gpt2_without_position_ids, 'left', CutRules(left='keep', left_width=14), id='positions would move'
+        ),
     ],
-    ids=['right', 'left', 'positions are written', 'positions would move'],
 )
 def test_padding_is_cut_if_exact(make, side, rules, caplog):
     with caplog.at_level(logging.INFO, logger='composer_tokacc'):
-        assert rules_after(make(), collate(text_rows(SHAPE), side=side)) == rules
-    assert any('The first-batch check took' in record.message for record in caplog.records)
+        assert rules_after_exact_steps(make(), collate(text_rows(SHAPE), side=side)) == rules
+    assert 'The first-batch check took' in caplog.text
 
 
 def test_cuts_that_failed_are_logged(caplog):
     """GPT-2 counts positions from column 0, so rows padded on the left cannot just be trimmed."""
     with caplog.at_level(logging.INFO, logger='composer_tokacc'):
-        rules_after(gpt2(), collate(text_rows(SHAPE), side='left'))
-    failed = [record.message for record in caplog.records if record.message.startswith('CutRules(')]
-    assert len(failed) == 1
-    assert "left='trim'" in failed[0]
-    assert 'position' in failed[0]
+        assert_exact(gpt2(), collate(text_rows(SHAPE), side='left'))
+    [failed_cut] = [message for message in caplog.messages if message.startswith('CutRules(')]
+    assert "left='trim'" in failed_cut
+    assert 'position' in failed_cut
 
 
-@pytest.mark.parametrize('side', ['left', 'right'])
-def test_later_padding_is_proven_first(side):
-    model = gpt2()
-    batches = [collate(text_rows(EVEN)), collate(text_rows(SHAPE), side=side), collate(text_rows(SHAPE[1:]), side=side)]
-    data = token_data_spec(loader(*batches))
-    recorder = fit(model, data, max_duration='3ba')
-    for batch, gradients in zip(batches, recorder.steps, strict=True):
-        assert relative_error(gradients, reference_gradients(model, batch)[0]) < 1e-6
-    expected = {'left': CutRules(left='shift', left_width=14), 'right': CutRules(right='trim', right_width=14)}
-    assert data.split_batch.__self__._split.rules == expected[side]
+@pytest.mark.parametrize(
+    ('side', 'rules'),
+    [('left', CutRules(left='shift', left_width=14)), ('right', CutRules(right='trim', right_width=14))],
+)
+def test_later_padding_is_proven_first(side, rules):
+    """The first batch has no padding, so it cannot show how padding may be cut."""
+    batches = [collate(text_rows(shape), side=side) for shape in (WITHOUT_PADDING, SHAPE, SHAPE[1:])]
+    assert rules_after_exact_steps(gpt2(), *batches) == rules
 
 
 class WritesIntoBatch(GPT2LMHeadModel):
@@ -90,25 +95,23 @@ class WritesIntoBatch(GPT2LMHeadModel):
         return super().forward(input_ids=input_ids, attention_mask=attention_mask, labels=labels, use_cache=False)
 
 
-@pytest.mark.parametrize('by', ['model', 'transforms'])
-@pytest.mark.parametrize('shape', [[(9, 3)], [(14, 11), (5, 3)]], ids=['one row', 'longest first'])
-def test_check_leaves_the_batch_alone(by, shape):
-    def transform(microbatch):
-        microbatch['input_ids'].add_(1).remainder_(VOCABULARY)
-        return microbatch
+def write_into(microbatch):
+    microbatch['input_ids'].add_(1).remainder_(VOCABULARY)
+    return microbatch
 
+
+@pytest.mark.parametrize('writer', ['model', 'transform'])
+@pytest.mark.parametrize('shape', [[(9, 3)], [(14, 11), (5, 3)]], ids=['one row', 'longest first'])
+def test_check_leaves_the_batch_alone(writer, shape):
+    """If the check wrote into the batch, training would add 1 to its ids for a second time."""
     batch = collate(text_rows(shape))
     trained_batch = {**batch, 'input_ids': (batch['input_ids'] + 1) % VOCABULARY}
-    if by == 'model':
-        model = WritesIntoBatch(gpt2().config)
-        recorder = fit(model, batch)
+    expected, _ = reference_gradients(gpt2(), trained_batch)
+    if writer == 'model':
+        recorder = fit(gpt2(WritesIntoBatch), batch)
     else:
-        model = GPT2LMHeadModel(gpt2().config)
-        recorder = fit(model, batch, microbatch_transforms=transform)
-    plain = gpt2()
-    plain.load_state_dict(model.state_dict())
-    expected, _ = reference_gradients(plain, trained_batch)
-    assert relative_error(recorder.gradients, expected) < 1e-6
+        recorder = fit(gpt2(), batch, microbatch_transforms=write_into)
+    assert relative_error(recorder.gradients, expected) < TOLERANCE
 
 
 class MixesRows(torch.nn.Module):
@@ -118,35 +121,38 @@ class MixesRows(torch.nn.Module):
         return hidden + hidden.mean(dim=0, keepdim=True)
 
 
-@pytest.mark.parametrize('make', [lambda batch: loader(batch), lambda batch: token_data_spec(loader(batch))])
-def test_coupled_rows_are_refused_by_name(make):
+def with_mixed_rows():
     model = text_model()
     model.model.embed_tokens = torch.nn.Sequential(model.model.embed_tokens, MixesRows())
+    return model
+
+
+@pytest.mark.parametrize('has_spec', [False, True])
+def test_coupled_rows_are_refused_by_name(has_spec):
+    model = with_mixed_rows()
     before = copy.deepcopy(model.state_dict())
-    ids = [f'sample-{row}' for row in range(len(SHAPE))]
-    batch = {**collate(text_rows(SHAPE)), 'sample_ids': ids}
-    with pytest.raises(
-        RuntimeError,
-        match=r"must not depend on the rows beside.* sample 'sample-\d': the gradient at its logits changes by",
-    ):
-        fit(model, make(batch), optimizer=torch.optim.SGD(model.parameters(), lr=1.0))
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    sample_ids = [f'sample-{row}' for row in range(len(SHAPE))]
+    data = loader({**collate(text_rows(SHAPE)), 'sample_ids': sample_ids})
+    if has_spec:
+        data = token_data_spec(data)
+    message = r"must not depend on the rows beside.* sample 'sample-\d': the gradient at its logits changes by"
+    with pytest.raises(RuntimeError, match=message):
+        fit(model, data, optimizer=torch.optim.SGD(model.parameters(), lr=1.0))
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, before[name])
 
 
 def test_coupled_rows_without_logits():
-    model = text_model()
-    model.model.embed_tokens = torch.nn.Sequential(model.model.embed_tokens, MixesRows())
-    wrapped = hugging_face(model)
-    forward = wrapped.forward
-    wrapped.forward = lambda batch: {'loss': forward(batch)['loss']}
+    model = hugging_face(with_mixed_rows())
+    forward = model.forward
+    model.forward = lambda batch: {'loss': forward(batch)['loss']}
     with pytest.raises(RuntimeError, match='must not depend on the rows beside it'):
-        fit(wrapped, loader(collate(text_rows(SHAPE))))
+        fit(model, loader(collate(text_rows(SHAPE))))
 
 
 def test_label_on_first_token_behind_padding(caplog):
     batch = collate(text_rows([(4, 4), (5, 3), (9, 7), (14, 11)]), side='left')
-    model = text_model()
     with caplog.at_level(logging.WARNING, logger='composer_tokacc'):
-        rules = rules_after(model, batch)
+        rules = rules_after_exact_steps(text_model(), batch)
     assert rules == CutRules(left='trim', left_width=14)
-    assert sum('have a label on their first token' in record.message for record in caplog.records) == 1
+    assert caplog.text.count('have a label on their first token') == 1

@@ -45,17 +45,23 @@ def test_optimizer_in_backward_is_refused():
         check_gradient_hooks(layer)
 
 
-def test_run_with_hooks():
-    batch = collate(text_rows([(3, 2), (9, 8), (5, 1), (4, 4)]))
+BATCH = collate(text_rows([(3, 2), (9, 8), (5, 1), (4, 4)]))
+
+
+def test_run_with_a_linear_hook():
+    """The run applies the hook to each microbatch. The reference applies it once, to the gradient of the batch."""
+    train_one_row = LINEAR['only one row']
     model = text_model()
-    weight = model.get_input_embeddings().weight
-    expected, _ = reference_gradients(model, batch)
-    name = next(name for name in expected if name.endswith('embed_tokens.weight'))
-    expected[name] = LINEAR['only one row'](expected[name])
-    handle = weight.register_hook(LINEAR['only one row'])
-    recorder = fit(model, loader(batch), microbatch_size=1)
+    expected, _ = reference_gradients(model, BATCH)
+    name = 'model.model.embed_tokens.weight'
+    expected[name] = train_one_row(expected[name])
+    model.get_input_embeddings().weight.register_hook(train_one_row)
+    recorder = fit(model, loader(BATCH), microbatch_size=1)
     assert relative_error(recorder.gradients, expected) < 1e-6
-    handle.remove()
-    weight.register_hook(NOT_LINEAR['clamped'])
+
+
+def test_run_with_a_clamping_hook_is_refused():
+    model = text_model()
+    model.get_input_embeddings().weight.register_hook(NOT_LINEAR['clamped'])
     with pytest.raises(RuntimeError, match='must be linear'):
-        fit(model, loader(batch), microbatch_size=1)
+        fit(model, loader(BATCH), microbatch_size=1)

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Models whose forward returns hidden states, and whose loss holds the head."""
+"""Models that return hidden states, and apply the head in their loss."""
 
 from __future__ import annotations
 
@@ -37,39 +37,41 @@ class FusedHead(ComposerModel):
         return torch.tanh(self.layer(self.embedding(batch['input_ids'])))
 
     def loss(self, outputs: torch.Tensor, batch: Any) -> torch.Tensor:
-        states = outputs[:, :-1].flatten(0, 1)
+        state_chunks = outputs[:, :-1].flatten(0, 1).chunk(2)
         labels = batch['labels'][:, 1:].flatten()
-        sums = []
-        for state_chunk, label_chunk in zip(states.chunk(2), labels.chunk(2), strict=True):
-            sums.append(F.cross_entropy(self.head(state_chunk), label_chunk, reduction='sum'))
-        return torch.stack(sums).sum() / (labels != -100).sum()
+        loss = torch.zeros(())
+        for states, chunk_labels in zip(state_chunks, labels.chunk(2), strict=True):
+            loss = loss + F.cross_entropy(self.head(states), chunk_labels, reduction='sum')
+        return loss / (labels != -100).sum()
 
     def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
         return outputs if outputs is not None else self(batch)
+
+
+def with_small_labels():
+    """Returns a batch whose labels are smaller than the hidden size, so that states could be logits."""
+    batch = collate(text_rows(SHAPE))
+    labels = batch['labels']
+    batch['labels'] = torch.where(labels == -100, labels, labels % HIDDEN)
+    return batch
 
 
 @pytest.mark.parametrize('frozen_head', [False, True])
 @pytest.mark.parametrize('microbatch_size', [1, 2])
 def test_every_step_is_exact(frozen_head, microbatch_size):
     """Labels of the second batch are larger than the hidden size, which must not be taken for the vocabulary."""
-    first = collate(text_rows(SHAPE))
-    second = collate(text_rows(SHAPE[::-1]))
-    is_label = first['labels'] != -100
-    first['labels'][is_label] = first['labels'][is_label] % HIDDEN
-    assert int(second['labels'].max()) >= HIDDEN
+    batches = [with_small_labels(), collate(text_rows(SHAPE[::-1]))]
+    assert int(batches[1]['labels'].max()) >= HIDDEN
     model = FusedHead(frozen_head=frozen_head)
-    expected = [plain_gradients(model, batch) for batch in (first, second)]
-    recorder = fit(model, first, second, microbatch_size=microbatch_size)
-    for gradients, expected_gradients in zip(recorder.steps, expected, strict=True):
-        assert relative_error(gradients, expected_gradients) < 1e-6
+    recorder = fit(model, *batches, microbatch_size=microbatch_size)
+    for batch, gradients in zip(batches, recorder.steps, strict=True):
+        assert relative_error(gradients, plain_gradients(model, batch)) < 1e-6
 
 
 @pytest.mark.parametrize('has_spec', [True, False])
 def test_monitor_logs_no_loss_of_states(has_spec):
     """A cross-entropy of the states would be a number that means nothing."""
-    batch = {**collate(text_rows(SHAPE)), 'source': ['a', 'b', 'a', 'b']}
-    is_label = batch['labels'] != -100
-    batch['labels'][is_label] = batch['labels'][is_label] % HIDDEN
+    batch = {**with_small_labels(), 'source': ['a', 'b', 'a', 'b']}
     data = batch if has_spec else loader(batch)
     recorder = fit(FusedHead(), data, callbacks=[TokenMonitor()], max_duration='1ba')
     assert recorder.logged('token_monitor/source/a/tokens') == [9]
@@ -87,33 +89,47 @@ def test_token_weights_are_refused(frozen_head, has_spec):
         fit(FusedHead(frozen_head=frozen_head), data, token_weights='sqrt')
 
 
-def losses(kind, logits, labels):
-    counted = labels != -100
-    if kind == 'cross-entropy':
-        return F.cross_entropy(logits[counted], labels[counted])
-    if kind == 'smoothed':
-        return F.cross_entropy(logits[counted], labels[counted], label_smoothing=0.2)
-    if kind == 'focal':
-        token_losses = F.cross_entropy(logits[counted], labels[counted], reduction='none')
-        return ((1 - (-token_losses).exp()).square() * token_losses).mean()
-    if kind == 'with z-loss':
-        return F.cross_entropy(logits[counted], labels[counted]) + 1e-2 * logits[counted].logsumexp(-1).square().mean()
-    if kind == 'binary':
-        targets = F.one_hot(labels[counted], logits.shape[-1]).to(logits)
-        return F.binary_cross_entropy_with_logits(logits[counted], targets)
-    teacher = torch.randn(logits.shape[-1], generator=torch.Generator().manual_seed(1)).to(logits)
-    return F.kl_div(logits[counted].log_softmax(-1), teacher.log_softmax(-1)[None], log_target=True, reduction='sum')
+# Losses of logits and labels at the positions that have a label.
+
+
+def cross_entropy(logits, labels):
+    return F.cross_entropy(logits, labels)
+
+
+def smoothed(logits, labels):
+    return F.cross_entropy(logits, labels, label_smoothing=0.2)
+
+
+def focal(logits, labels):
+    losses = F.cross_entropy(logits, labels, reduction='none')
+    return ((1 - (-losses).exp()).square() * losses).mean()
+
+
+def with_z_loss(logits, labels):
+    return F.cross_entropy(logits, labels) + 1e-2 * logits.logsumexp(dim=-1).square().mean()
+
+
+def binary(logits, labels):
+    targets = F.one_hot(labels, VOCABULARY).to(logits)
+    return F.binary_cross_entropy_with_logits(logits, targets)
+
+
+def distilled(logits, labels):
+    teacher = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(1)).to(logits)
+    log_probabilities = logits.log_softmax(dim=-1)
+    return F.kl_div(log_probabilities, teacher.log_softmax(dim=-1)[None], log_target=True, reduction='sum')
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize('kind', ['cross-entropy', 'smoothed', 'focal', 'with z-loss', 'binary', 'distilled'])
-def test_losses_tell_logits_from_states(kind, dtype):
-    batch = collate(text_rows(SHAPE))
-    targets = targets_of(batch, 'causal')
+@pytest.mark.parametrize('loss_of', [cross_entropy, smoothed, focal, with_z_loss, binary, distilled])
+def test_losses_tell_logits_from_states(loss_of, dtype):
+    """A gradient of zero does not tell."""
+    targets = targets_of(collate(text_rows(SHAPE)), 'causal')
     torch.manual_seed(0)
     states = torch.randn(*targets.shape, 96).requires_grad_()
     logits = (states @ torch.randn(96, VOCABULARY) / 10).to(dtype)
-    loss = losses(kind, logits, targets)
+    has_target = targets != -100
+    loss = loss_of(logits[has_target], targets[has_target])
     state_gradient, logit_gradient = torch.autograd.grad(loss, (states, logits))
     assert are_logits(logit_gradient, targets) is True
     assert are_logits(state_gradient, targets) is False

@@ -65,11 +65,11 @@ def row_for_rule():
 
 
 def prove(loss, *, with_logits=True, loss_tokens='auto'):
+    """Runs the first-batch check without a cut of the batch. Returns the check."""
     batch = collate(text_rows([(4, 2), (9, 3), (5, 4), (14, 11)]))
-    layout = BatchLayout.infer(batch)
     check = FirstBatchCheck(
         probe_of(loss, with_logits=with_logits),
-        layout,
+        BatchLayout.infer(batch),
         dict,
         cutter=None,
         loss_tokens=loss_tokens,
@@ -89,19 +89,31 @@ def test_rule_is_where_the_gradient_is(loss, rule, with_logits):
     assert find_loss_rule(probe_of(loss, with_logits=with_logits), row_for_rule()) == rule
 
 
-def with_squares(factor):
-    return lambda logits, batch: causal(logits, batch) + factor * logits.square().mean()
+def not_a_number(logits, batch):
+    return causal(logits, batch) * torch.nan
+
+
+def without_gradient(logits, batch):
+    return causal(logits, batch).detach()
+
+
+def with_large_squares(logits, batch):
+    """Most of the gradient is at positions without a label."""
+    return causal(logits, batch) + 100 * logits.square().mean()
+
+
+def with_small_squares(logits, batch):
+    return causal(logits, batch) + logits.square().mean()
 
 
 @pytest.mark.parametrize(
     ('loss', 'message'),
     [
-        (lambda *args: causal(*args) * torch.nan, r"must be a number, got: nan \(sample 'first'\)"),
-        (lambda *args: causal(*args).detach(), r'a gradient at the positions \[\] for labels at \[0, '),
-        (with_squares(100.0), 'no rule explains'),
+        (not_a_number, r"must be a number, got: nan \(sample 'first'\)"),
+        (without_gradient, r'a gradient at the positions \[\] for labels at \[0, '),
+        (with_large_squares, 'no rule explains'),
         (truncated, r'no rule explains\. The model changes labels inside forward'),
     ],
-    ids=['nan', 'no gradient', 'gradient elsewhere', 'labels that change'],
 )
 def test_loss_without_a_rule(loss, message):
     with pytest.raises(RuntimeError, match=message):
@@ -109,11 +121,11 @@ def test_loss_without_a_rule(loss, message):
 
 
 def test_little_gradient_elsewhere():
-    assert find_loss_rule(probe_of(with_squares(1.0)), row_for_rule()) == 'causal'
+    assert find_loss_rule(probe_of(with_small_squares), row_for_rule()) == 'causal'
 
 
 def test_nearest_gradient_decides():
-    """The loss uses the states of every position too, but its labels are where the gradient by the logits is."""
+    """A second term gives a gradient by the states at every position. The one by the logits shows the labels."""
     model = text_model()
 
     def forward(batch):
@@ -123,8 +135,8 @@ def test_nearest_gradient_decides():
 
     probe = Probe(forward, lambda outputs, batch: outputs['loss'], model)
     by_states, by_logits = probe.run(row_for_rule()).gradients['tokens']
-    assert bool((by_states.norm(dim=-1) > 0).all())
-    assert not bool((by_logits.norm(dim=-1) > 0).all())
+    assert by_states.any(dim=-1).all()
+    assert not by_logits.any(dim=-1).all()
     assert find_loss_rule(probe, row_for_rule()) == 'unshifted'
 
 
@@ -141,30 +153,26 @@ def test_right_rule_is_named(with_logits):
         prove(unshifted, with_logits=with_logits, loss_tokens='causal')
 
 
-@pytest.mark.parametrize(
-    ('loss', 'scale'),
-    [
-        (causal, 1.0),
-        (attended, 1.0),
-        (lambda *args: 7 * causal(*args), 7.0),
-        (smoothed, None),
-    ],
-)
+def seven_times(logits, batch):
+    return 7 * causal(logits, batch)
+
+
+@pytest.mark.parametrize(('loss', 'scale'), [(causal, 1.0), (attended, 1.0), (seven_times, 7.0)])
 def test_scale_of_tokens(loss, scale):
-    token_scale = prove(loss).token_scale
-    if scale is None:
-        assert token_scale is None
-    else:
-        assert token_scale == pytest.approx(scale, rel=1e-5)
+    assert prove(loss).token_scale == pytest.approx(scale, rel=1e-5)
 
 
-def test_round_off_has_the_models_precision():
+def test_smoothed_loss_has_no_scale():
+    assert prove(smoothed).token_scale is None
+
+
+@pytest.mark.parametrize(('dtype', 'least', 'most'), [(torch.float32, 1e-9, 1e-6), (torch.bfloat16, 1e-5, 1e-1)])
+def test_round_off_has_the_models_precision(dtype, least, most):
     row = text_row(40, 30)
-    for dtype, least, most in ((torch.float32, 1e-9, 1e-6), (torch.bfloat16, 1e-5, 1e-1)):
-        probe = probe_of(causal, model=text_model().to(dtype))
-        plain = probe.run(row).gradients['tokens'][-1]
-        rounded = probe.run(row, rounded=True).gradients['tokens'][-1]
-        assert least < float((rounded - plain).norm() / plain.norm()) < most
+    probe = probe_of(causal, model=text_model().to(dtype))
+    plain = probe.run(row).gradients['tokens'][-1]
+    rounded = probe.run(row, rounded=True).gradients['tokens'][-1]
+    assert least < float((rounded - plain).norm() / plain.norm()) < most
 
 
 def test_float32_weights_are_probed_in_float32():
@@ -182,38 +190,40 @@ def with_tf32(request):
     """Allows TF32 as Composer does on a GPU, or by the names of torch 2.9."""
     if request.param == 'by_new_names' and not hasattr(torch.backends, 'fp32_precision'):
         pytest.skip('new in torch 2.9')
-    backends = torch.backends.cuda.matmul, torch.backends.cudnn
-    before = [backend.allow_tf32 for backend in backends]
+    matmul = torch.backends.cuda.matmul
+    cudnn = torch.backends.cudnn
+    matmul_before = matmul.allow_tf32
+    cudnn_before = cudnn.allow_tf32
     if request.param == 'by_old_names':
-        for backend in backends:
-            backend.allow_tf32 = True
+        matmul.allow_tf32 = True
+        cudnn.allow_tf32 = True
     else:
-        torch.backends.cuda.matmul.fp32_precision = 'tf32'
+        matmul.fp32_precision = 'tf32'
     yield
-    for backend, allowed in zip(backends, before, strict=True):
-        backend.allow_tf32 = allowed
+    matmul.allow_tf32 = matmul_before
+    cudnn.allow_tf32 = cudnn_before
 
 
 def allows_tf32():
-    """Asks torch for matrix products and for convolutions."""
+    """Returns whether torch allows TF32 in matrix products, and in convolutions."""
     if hasattr(torch.backends, 'fp32_precision'):
-        operations = torch.backends.cuda.matmul, torch.backends.cudnn.conv
-        return [operation.fp32_precision == 'tf32' for operation in operations]
+        matmul_allows = torch.backends.cuda.matmul.fp32_precision == 'tf32'
+        return [matmul_allows, torch.backends.cudnn.conv.fp32_precision == 'tf32']
     return [torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32]
 
 
 def test_float32_is_not_tf32(with_tf32):
     """The round-off of TF32 is 5e-4, which would look like a loss that depends on the cut."""
-    seen = []
+    allowed_in_forwards = []
 
     def loss(logits, batch):
-        seen.append(allows_tf32())
+        allowed_in_forwards.extend(allows_tf32())
         return causal(logits, batch)
 
     assert allows_tf32() == [True, True]
-    probe_of(loss).run(collate(text_rows([(9, 7)])))
-    assert seen
-    assert all(allowed == [False, False] for allowed in seen)
+    probe_of(loss).run(text_row(9, 7))
+    assert allowed_in_forwards
+    assert not any(allowed_in_forwards)
     assert allows_tf32() == [True, True]
 
 
@@ -226,9 +236,10 @@ def test_kernel_of_half_precision_only():
         logits = model(input_ids=batch['input_ids']).logits
         return {'loss': causal(logits, batch), 'logits': logits}
 
-    probe = Probe(
-        forward, lambda outputs, batch: outputs['loss'], model, lambda: torch.autocast('cpu', dtype=torch.bfloat16)
-    )
+    def in_bfloat16():
+        return torch.autocast('cpu', dtype=torch.bfloat16)
+
+    probe = Probe(forward, lambda outputs, batch: outputs['loss'], model, in_bfloat16)
     assert find_loss_rule(probe, row_for_rule()) == 'causal'
 
 
@@ -247,10 +258,13 @@ def test_dropout_is_switched_off():
 
 
 def test_random_forward_is_probed_in_evaluation():
+    def add_noise_in_training(module, args, output):
+        if module.training:
+            return output + 0.1 * torch.randn_like(output)
+        return output
+
     model = text_model().train()
-    model.model.norm.register_forward_hook(
-        lambda module, args, output: output + torch.randn_like(output) * 0.1 if module.training else output
-    )
+    model.model.norm.register_forward_hook(add_noise_in_training)
     probe = probe_of(causal, model=model)
     row = text_row(12, 6)
     assert probe.run(row).losses == probe.run(row).losses
@@ -258,31 +272,37 @@ def test_random_forward_is_probed_in_evaluation():
 
 
 class Positions(torch.nn.Module):
-    """Adds the number of its column to each state, times a weight that begins at 0."""
+    """Adds the number of its column to each state, times weights that begin at 0."""
 
     def __init__(self, *shape):
         super().__init__()
-        self.scale = torch.nn.Parameter(torch.zeros(shape))
+        self.scales = torch.nn.Parameter(torch.zeros(shape))
 
     def forward(self, states):
+        scales = self.scales
+        if scales.dim() == 2:
+            scales = scales.sum(dim=0)
         columns = torch.arange(states.shape[1], dtype=states.dtype)[:, None]
-        num_scales = states.shape[-1] if self.scale.numel() > 1 else 1
-        scales = self.scale.reshape(-1, num_scales).sum(dim=0)
         return states + columns * scales
 
 
 @pytest.mark.parametrize('shape', [(), (1,), (32,), (4, 32)])
 def test_weights_of_0_hide_nothing(shape):
+    """A weight of 0 hides that the loss depends on columns, until it is trained. The probe varies the weights."""
     model = text_model()
     model.model.embed_tokens = torch.nn.Sequential(model.model.embed_tokens, Positions(*shape))
-    row = text_row(12, 6)
     before = [parameter.clone() for parameter in model.parameters()]
     probe = probe_of(causal, model=model)
-    padded = {key: F.pad(value, (40, 0)) for key, value in row.items()}
-    padded['labels'] = F.pad(row['labels'], (40, 0), value=-100)
-    assert model(**padded).loss.item() == pytest.approx(model(**row).loss.item(), rel=1e-5)
-    assert not probe.run(row).is_same_loss('tokens', probe.run(padded).losses['tokens'])
-    assert all(map(torch.equal, model.parameters(), before))
+    row = text_row(12, 6)
+    padded_row = {
+        'input_ids': F.pad(row['input_ids'], (40, 0)),
+        'attention_mask': F.pad(row['attention_mask'], (40, 0)),
+        'labels': F.pad(row['labels'], (40, 0), value=-100),
+    }
+    assert model(**padded_row).loss.item() == pytest.approx(model(**row).loss.item(), rel=1e-5)
+    assert not probe.run(row).is_same_loss('tokens', probe.run(padded_row).losses['tokens'])
+    for parameter, weights in zip(model.parameters(), before, strict=True):
+        assert torch.equal(parameter, weights)
 
 
 @pytest.mark.parametrize('shape', [(), (1,), (32,), (4, 32)])
@@ -304,11 +324,13 @@ def test_layer_of_torchscript():
 def test_failed_forward_leaves_weights_alone():
     model = text_model()
     probe = probe_of(causal, model=model)
-    names = [sorted(vars(module)) for module in model.modules()]
+    attributes = [sorted(vars(module)) for module in model.modules()]
     with pytest.raises(IndexError):
         probe.run({**text_row(12, 6), 'input_ids': torch.full((1, 12), 10**6)})
-    assert [sorted(vars(module)) for module in model.modules()] == names
-    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+    assert [sorted(vars(module)) for module in model.modules()] == attributes
+    for module in model.modules():
+        assert not module._forward_pre_hooks
+        assert not module._forward_hooks
 
 
 def test_probe_leaves_mode_alone():
@@ -322,5 +344,7 @@ def test_probe_leaves_mode_alone():
     probe.run(row, rounded=True)
     assert [module.training for module in model.modules()] == modes
     assert torch.equal(torch.get_rng_state(), state)
-    assert not any(module._forward_hooks for module in model.modules())
-    assert all(parameter.grad is None for parameter in model.parameters())
+    for module in model.modules():
+        assert not module._forward_hooks
+    for parameter in model.parameters():
+        assert parameter.grad is None

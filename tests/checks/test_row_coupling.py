@@ -1,12 +1,13 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
+"""Models and loss terms that couple the rows of a microbatch are refused, or accepted on request."""
+
 from __future__ import annotations
 
 import pytest
 import torch
 
-from composer_tokacc import TokenAccumulation
 from tests.support.text import collate, text_model, text_rows
 from tests.support.training import fit, hugging_face
 
@@ -25,18 +26,15 @@ def test_batch_norm_in_training(regroup):
         fit(with_batch_norm(), collate(text_rows(SHAPE)), regroup=regroup)
 
 
-def test_batch_norm_frozen_or_accepted():
+def test_batch_norm_is_accepted_on_request():
     model = with_batch_norm()
-    accepted = TokenAccumulation(loss_tokens='causal', check_loss=False)
-    recorder = fit(model, collate(text_rows(SHAPE)), algorithms=[accepted])
-    assert recorder.gradients
+    assert fit(model, collate(text_rows(SHAPE)), loss_tokens='causal', check_loss=False).gradients
 
 
 @pytest.mark.parametrize('unit', ['coupled_samples', 'microbatches'])
 def test_terms_that_couple_rows_refuse_regrouping(unit):
     model = hugging_face(text_model())
-    loss = type(model).loss
-    model.loss = lambda outputs, batch: {'lm': loss(model, outputs, batch), 'pairs': outputs['logits'].mean()}
-    algorithm = TokenAccumulation(loss_units={'lm': 'tokens', 'pairs': unit})
+    plain_loss = model.loss
+    model.loss = lambda outputs, batch: {'lm': plain_loss(outputs, batch), 'pairs': outputs['logits'].mean()}
     with pytest.raises(RuntimeError, match=r"the terms \['pairs'\] of `loss_units`"):
-        fit(model, collate(text_rows(SHAPE)), algorithms=[algorithm])
+        fit(model, collate(text_rows(SHAPE)), loss_units={'lm': 'tokens', 'pairs': unit})

@@ -6,55 +6,54 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from tests.support.launch import launch_json
 from tests.support.masked_text import masked_batch, masked_model
 from tests.support.text import collate, text_model, text_rows
-from tests.support.training import fit, reference_gradients, relative_error
+from tests.support.training import assert_exact, fit, reference_gradients, relative_error
 
-LONG = [(4, 2), (9, 7), (5, 3)]
-
-
-def check_second_step(model, short, longer, **options):
-    """Asserts that the step of the longer rows is exact. Returns the gradients of the first step."""
-    recorder = fit(model, short, longer, **options)
-    expected, _ = reference_gradients(model, longer)
-    assert relative_error(recorder.steps[1], expected) < 1e-6
-    return recorder.steps[0]
+LONGER = [(4, 2), (9, 7), (5, 3)]
 
 
-@pytest.mark.parametrize('labelled', [0, 1])
+def assert_second_step_is_exact(model, first_batch, second_batch, **options):
+    """Returns the gradients of the first step. They are zero, so a relative error of them is not a number."""
+    recorder = fit(model, first_batch, second_batch, **options)
+    first_gradients, gradients = recorder.steps
+    expected, _ = reference_gradients(model, second_batch)
+    assert relative_error(gradients, expected) < 1e-6
+    return first_gradients
+
+
+@pytest.mark.parametrize('num_labels', [0, 1])
 @pytest.mark.parametrize('num_rows', [1, 3])
 @pytest.mark.parametrize('packing', [False, True])
-def test_rows_of_one_token(labelled, num_rows, packing):
-    short = collate(text_rows([(1, labelled)] * num_rows))
-    gradients = check_second_step(text_model(), short, collate(text_rows(LONG)), packing=packing)
-    assert not any(gradient.any() for gradient in gradients.values())
+def test_rows_of_one_token(num_labels, num_rows, packing):
+    short = collate(text_rows([(1, num_labels)] * num_rows))
+    longer = collate(text_rows(LONGER))
+    first_gradients = assert_second_step_is_exact(text_model(), short, longer, packing=packing)
+    for gradient in first_gradients.values():
+        assert not gradient.any()
 
 
 @pytest.mark.parametrize('side', ['left', 'right'])
 def test_one_token_with_padding(side):
-    short = collate(text_rows([(1, 0), (3, 0)]), side=side)
-    short = {key: value[:1] for key, value in short.items()}
-    check_second_step(text_model(), short, collate(text_rows(LONG), side=side))
+    rows = collate(text_rows([(1, 0), (3, 0)]), side=side)
+    padded_row = {key: tensor[:1] for key, tensor in rows.items()}
+    assert_second_step_is_exact(text_model(), padded_row, collate(text_rows(LONGER), side=side))
 
 
 def test_rows_without_any_token_stay():
-    empty_rows = collate(text_rows([(1, 0), (1, 0)]))
-    empty_rows['attention_mask'][:] = 0
-    longer = collate(text_rows(LONG))
-    batch = {key: torch.cat([empty_rows[key], value[:2, :1]]) for key, value in longer.items()}
-    check_second_step(text_model(), batch, longer)
+    """Rows whose mask is 0 everywhere are not dropped from the batch."""
+    batch = collate(text_rows([(1, 0), (1, 0), (1, 0), (1, 0)]))
+    batch['attention_mask'][:2] = 0
+    assert_second_step_is_exact(text_model(), batch, collate(text_rows(LONGER)))
 
 
 def test_masked_models_with_one_token():
-    model = masked_model('modernbert')
+    """They do not shift labels, so one token has a loss."""
     short = masked_batch([1])
-    longer = masked_batch([4, 9, 5])
-    assert bool((short['labels'] != -100).all())
-    gradients = check_second_step(model, short, longer)
-    assert relative_error(gradients, reference_gradients(model, short)[0]) < 1e-6
+    assert short['labels'].item() != -100
+    assert_exact(masked_model('modernbert'), short, masked_batch([4, 9, 5]))
 
 
 @pytest.mark.slow

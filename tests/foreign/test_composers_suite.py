@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Scenarios of Composer's own suite (its algorithms, checkpoints, equivalence of trainers), with our algorithm in."""
+"""Scenarios of Composer's own tests of algorithms, checkpoints and trainers, with TokenAccumulation added."""
 
 from __future__ import annotations
 
@@ -23,13 +23,15 @@ def ragged():
     return DataLoader(ROWS, batch_size=4, collate_fn=collate)  # pyright: ignore[reportArgumentType]
 
 
-def trainer_of(*, ours=True, microbatch_size=2, max_duration='2ep', **options):
-    """As Composer's suite makes its own: a fresh model, an optimizer with a state, two epochs of two batches."""
+def trainer_with(algorithms=None, *, microbatch_size=2, max_duration='2ep', **options):
+    """Makes a trainer as Composer's tests do: a fresh model, an optimizer with a state, two epochs of two batches."""
+    if algorithms is None:
+        algorithms = [TokenAccumulation()]
     model = hugging_face(text_model())
-    options.setdefault('algorithms', [TokenAccumulation()] if ours else [])
     return Trainer(
         model=model,
-        train_dataloader=token_data_spec(ragged()) if ours else ragged(),
+        train_dataloader=token_data_spec(ragged()) if algorithms else ragged(),
+        algorithms=algorithms,
         max_duration=max_duration,
         optimizers=torch.optim.AdamW(model.parameters(), lr=1e-2),
         device='cpu',
@@ -41,86 +43,99 @@ def trainer_of(*, ours=True, microbatch_size=2, max_duration='2ep', **options):
 
 
 def weights_of(trainer):
-    return {name: value.clone() for name, value in trainer.state.model.state_dict().items()}
+    return {name: weight.clone() for name, weight in trainer.state.model.state_dict().items()}
 
 
-def assert_same(found, expected, **tolerance):
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, **(tolerance or {'rtol': 0, 'atol': 0}), msg=name)
+def weights_after_fit(trainer):
+    trainer.fit()
+    return weights_of(trainer)
+
+
+def evaluator():
+    return Evaluator(label='eval', dataloader=token_data_spec(ragged()))
+
+
+def assert_same(tensors, expected, *, rtol=0, atol=0):
+    for name, tensor in expected.items():
+        torch.testing.assert_close(tensors[name], tensor, rtol=rtol, atol=atol, msg=name)
 
 
 def test_trains():
     """``test_algorithms_train``: a fit, a second one of the same trainer, an evaluation."""
-    trainer = trainer_of()
+    trainer = trainer_with()
     before = weights_of(trainer)
-    trainer.fit()
-    assert any(not torch.equal(before[name], value) for name, value in weights_of(trainer).items())
+    after = weights_after_fit(trainer)
+    with pytest.raises(AssertionError):
+        assert_same(after, before)
     trainer.fit(duration='1ep')
-    trainer.eval(eval_dataloader=Evaluator(label='eval', dataloader=token_data_spec(ragged())))
+    trainer.eval(eval_dataloader=evaluator())
     assert trainer.state.timestamp.batch == 6
 
 
-@pytest.mark.parametrize('interval', ['1ep', '1ba', '3ba'])
-def test_resumes_bitwise(interval, tmp_path):
-    """``test_algorithm_resumption``: weights and optimizer end as those of the run without a break."""
-    whole = trainer_of(save_folder=str(tmp_path), save_interval=interval, save_filename='ba{batch}.pt')
-    whole.fit()
-    start = {'1ep': 2, '1ba': 1, '3ba': 3}[interval]
-    again = trainer_of(load_path=str(tmp_path / f'ba{start}.pt'))
-    assert again.state.timestamp.batch == start
-    again.fit()
-    assert_same(weights_of(again), weights_of(whole))
-    [found], [expected] = (trainer.state.optimizers for trainer in (again, whole))
-    for one, other in zip(found.state.values(), expected.state.values(), strict=True):
-        assert_same(one, other)
+@pytest.mark.parametrize(('interval', 'first_save'), [('1ep', 2), ('1ba', 1), ('3ba', 3)])
+def test_resumes_bitwise(interval, first_save, tmp_path):
+    """``test_algorithm_resumption``: a resumed run ends with the weights and optimizer state of an unbroken one."""
+    unbroken = trainer_with(save_folder=str(tmp_path), save_interval=interval, save_filename='ba{batch}.pt')
+    unbroken.fit()
+    resumed = trainer_with(load_path=str(tmp_path / f'ba{first_save}.pt'))
+    assert resumed.state.timestamp.batch == first_save
+    resumed.fit()
+    assert_same(weights_of(resumed), weights_of(unbroken))
+    [optimizer] = resumed.state.optimizers
+    [expected_optimizer] = unbroken.state.optimizers
+    for moments, expected in zip(optimizer.state.values(), expected_optimizer.state.values(), strict=True):
+        assert_same(moments, expected)
 
 
-@pytest.mark.parametrize(('saves', 'loads'), [(True, False), (False, True), (True, True)])
-def test_is_not_required_on_load(saves, loads, tmp_path):
-    """``test_required_on_load``: a checkpoint goes into a trainer with and without the algorithm, or another of it."""
-    trainer_of(ours=saves, max_duration='1ba', save_folder=str(tmp_path), save_filename='a.pt').fit()
-    kept = torch.load(tmp_path / 'a.pt', weights_only=False)['state']['algorithms']
-    assert [state['repr'] for _, state in kept] == ([repr(TokenAccumulation())] if saves else [])
-    other = [TokenAccumulation(token_weights='sqrt')] if loads else []
-    trainer = trainer_of(ours=loads, algorithms=other, load_path=str(tmp_path / 'a.pt'), max_duration='2ba')
+@pytest.mark.parametrize(
+    ('saved', 'loaded'),
+    [
+        pytest.param([TokenAccumulation()], [], id='removed'),
+        pytest.param([], [TokenAccumulation(token_weights='sqrt')], id='added'),
+        pytest.param([TokenAccumulation()], [TokenAccumulation(token_weights='sqrt')], id='other weights'),
+    ],
+)
+def test_is_not_required_on_load(saved, loaded, tmp_path):
+    """``test_required_on_load``: a checkpoint with or without the algorithm is loaded by a trainer with other ones."""
+    path = tmp_path / 'a.pt'
+    trainer_with(saved, max_duration='1ba', save_folder=str(tmp_path), save_filename=path.name).fit()
+    states = torch.load(path, weights_only=False)['state']['algorithms']
+    assert [state['repr'] for _, state in states] == [repr(algorithm) for algorithm in saved]
+    trainer = trainer_with(loaded, load_path=str(path), max_duration='2ba')
     trainer.fit()
     assert trainer.state.timestamp.batch == 2
 
 
+COMPOSERS_TOLERANCES = {'rtol': 1e-4, 'atol': 1e-5}
+
+
 @pytest.mark.parametrize('microbatch_size', [1, 3])
 def test_microbatch_size_makes_no_difference(microbatch_size):
-    """``TestTrainerEquivalence.test_microbatch_size``, with its tolerances, which stock Composer is over."""
-    finals = {}
-    for ours in (True, False):
-        runs = [trainer_of(ours=ours, microbatch_size=size) for size in (4, microbatch_size)]
-        for run in runs:
-            run.fit()
-        finals[ours] = [weights_of(run) for run in runs]
-    assert_same(finals[True][1], finals[True][0], rtol=1e-4, atol=1e-5)
+    """``TestTrainerEquivalence.test_microbatch_size``, with its tolerances. They are too small for stock Composer."""
+    in_one = weights_after_fit(trainer_with(microbatch_size=4))
+    in_several = weights_after_fit(trainer_with(microbatch_size=microbatch_size))
+    assert_same(in_several, in_one, **COMPOSERS_TOLERANCES)
+    stock_in_one = weights_after_fit(trainer_with([], microbatch_size=4))
+    stock_in_several = weights_after_fit(trainer_with([], microbatch_size=microbatch_size))
     with pytest.raises(AssertionError):
-        assert_same(finals[False][1], finals[False][0], rtol=1e-4, atol=1e-5)
+        assert_same(stock_in_several, stock_in_one, **COMPOSERS_TOLERANCES)
 
 
 def test_one_microbatch_is_the_stock_run():
-    """Ours in every trainer of the suite: where stock Composer is exact the run ends as without it."""
-    stock, ours = (trainer_of(ours=is_ours, microbatch_size=4) for is_ours in (False, True))
-    stock.fit()
-    ours.fit()
-    assert_same(weights_of(ours), weights_of(stock), rtol=1e-4, atol=1e-5)
+    """With a single microbatch stock Composer is exact, so TokenAccumulation must not change the run."""
+    stock = weights_after_fit(trainer_with([], microbatch_size=4))
+    with_algorithm = weights_after_fit(trainer_with(microbatch_size=4))
+    assert_same(with_algorithm, stock, **COMPOSERS_TOLERANCES)
 
 
 def test_evaluation_in_between_changes_nothing():
-    plain = trainer_of()
-    with_eval = trainer_of(
-        eval_dataloader=Evaluator(label='eval', dataloader=token_data_spec(ragged())), eval_interval='1ba'
-    )
-    plain.fit()
-    with_eval.fit()
-    assert_same(weights_of(with_eval), weights_of(plain))
+    plain = weights_after_fit(trainer_with())
+    with_evaluation = weights_after_fit(trainer_with(eval_dataloader=evaluator(), eval_interval='1ba'))
+    assert_same(with_evaluation, plain)
 
 
-def test_beside_composers_algorithms_and_callbacks():
+def test_with_composers_algorithms_and_callbacks():
     algorithms = [GradientClipping('norm', clipping_threshold=0.5), TokenAccumulation()]
-    trainer = trainer_of(algorithms=algorithms, callbacks=[TokenMonitor()])
+    trainer = trainer_with(algorithms, callbacks=[TokenMonitor()])
     trainer.fit()
     assert trainer.state.timestamp.batch == 4
