@@ -45,9 +45,6 @@ from composer_tokacc.weights import LOSS_WEIGHTS
 
 TrainOn = Literal['all', 'last']
 """Answers that carry loss: all of a conversation, or only the last."""
-MediaOfModality = Mapping[str, Sequence[Any]]
-"""Decoded media by modality: PIL images, :class:`.Video`, float32 arrays of audio."""
-
 
 PROCESSOR_PARTS = {
     'image': 'image_processor',
@@ -153,7 +150,7 @@ class ConversationEncoder:
             ValueError: If the sample is longer than ``max_length``, or an audio is longer than the processor takes.
         """
         if not messages:
-            check_message(None)  # raises
+            check_message(None)  # raises the error of a wrong turn
         checked_messages = [check_message(message) for message in messages]
         media = {'image': images, 'video': videos, 'audio': audios}
         self._check_audio_lengths(audios)
@@ -312,7 +309,7 @@ class ConversationEncoder:
                     f'an audio must be at most {limit} s, the window of this processor, got: {seconds} s. Cut it'
                 )
 
-    def _check_length(self, sample: EncodedSample, media: MediaOfModality) -> None:
+    def _check_length(self, sample: EncodedSample, media: DecodedMedia) -> None:
         length = sample['input_ids'].shape[1]
         if self.max_length is None or length <= self.max_length:
             return
@@ -328,7 +325,7 @@ class ConversationEncoder:
         bos = self.tokenizer.bos_token
         return not (bos and text.startswith(bos))
 
-    def _encode(self, text: str, media: MediaOfModality, add_special_tokens: bool) -> dict[str, torch.Tensor]:
+    def _encode(self, text: str, media: DecodedMedia, add_special_tokens: bool) -> dict[str, torch.Tensor]:
         """Runs the processor on the text and media of one conversation."""
         options: dict[str, Any] = {
             'return_tensors': 'pt',
@@ -356,7 +353,7 @@ class ConversationEncoder:
             self._set_seconds_per_grid(encoded, media['video'])
         return encoded
 
-    def _arguments_of_processor(self, media: MediaOfModality, options: dict[str, Any]) -> dict[str, Any]:
+    def _arguments_of_processor(self, media: DecodedMedia, options: dict[str, Any]) -> dict[str, Any]:
         """Returns the media as arguments of the processor's call. Adds the options that they need."""
         arguments: dict[str, Any] = {}
         if media['image']:
@@ -376,7 +373,7 @@ class ConversationEncoder:
             options['audio_kwargs'] = {'sampling_rate': self.parts['audio'].sampling_rate}
         return arguments
 
-    def _check_joined_pixels(self, encoded: Mapping[str, torch.Tensor], media: MediaOfModality) -> None:
+    def _check_joined_pixels(self, encoded: Mapping[str, torch.Tensor], media: DecodedMedia) -> None:
         """Refuses a video with other media if the processor writes both into one tensor of clips (SmolVLM)."""
         num_media = len(media['video']) + len(media['image'])
         if not media['video'] or num_media < 2 or 'pixel_values_videos' in encoded:

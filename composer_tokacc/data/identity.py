@@ -56,10 +56,10 @@ def identify_processor(processor: Any) -> str:
     """Returns a fingerprint of a processor's settings and chat template, without its vocabulary."""
     tokenizer = getattr(processor, 'tokenizer', processor)
     template = getattr(processor, 'chat_template', None) or getattr(tokenizer, 'chat_template', None)
+    settings = _settings_of(processor)
     settings_of_parts = []
     for name in ('image_processor', 'video_processor', 'feature_extractor'):
         settings_of_parts.append(_settings_of(getattr(processor, name, None)))
-    settings = _settings_of(processor)
     return fingerprint([class_name(processor), settings, settings_of_parts, template])
 
 

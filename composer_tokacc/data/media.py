@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from functools import cache
 from io import BytesIO
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from PIL import Image
 
@@ -102,10 +102,7 @@ def check_decoder(record: Record) -> None:
     This is not a fault of the sample, so ``on_error=skip`` must not skip the sample. A video that is a list of images
     needs no PyAV.
     """
-    needs_decoder = False
-    for medium in record.media:
-        if medium.modality != 'image' and len(medium.files) == 1:
-            needs_decoder = True
+    needs_decoder = any(medium.modality != 'image' and len(medium.files) == 1 for medium in record.media)
     if not needs_decoder:
         return
     try:
@@ -142,7 +139,7 @@ def decode_media(
     """
     check_decoder(record)
     sampling = video or VideoSampling()
-    decoded: DecodedMedia = {}
+    decoded: dict[str, list[Any]] = {}
     next_file = iter(files)
     for medium in record.media:
         first, *others = [next(next_file) for _ in medium.files]

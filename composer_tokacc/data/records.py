@@ -28,7 +28,7 @@ Message = Mapping[str, Any]
 """One turn as chat templates take it: ``role``, ``content`` (a text, or a list of parts), perhaps ``weight``."""
 EncodedSample = dict[str, Any]
 """One encoded conversation: tensors whose first dimension is 1, and lists of one entry."""
-DecodedMedia = dict[str, list[Any]]
+DecodedMedia = Mapping[str, Sequence[Any]]
 """By modality: PIL images, :class:`.Video`, and float32 arrays of audio."""
 
 PLACEHOLDER = re.compile(f'<({"|".join(MODALITIES)})>')
