@@ -49,8 +49,8 @@ def read_records(
     *,
     image_dir: PathLike | None = None,
     allow_outside: bool = False,
-) -> Iterator[tuple[Record, Path] | BadSampleError]:
-    """Yields the records of files with the folder of their media, or the error of a bad record.
+) -> Iterator[Record | BadSampleError]:
+    """Yields the records of files. A bad record is yielded as its error.
 
     The media files of a good record exist. They were not opened.
 
@@ -64,13 +64,13 @@ def read_records(
         folder = image_folder(path) if image_dir is None else Path(image_dir)
         for raw_record in read_raw_records(path):
             try:
-                record = parse_record(raw_record)
+                record = parse_record(raw_record, folder)
                 check_decoder(record)
-                folders.check(record, folder)
+                folders.check(record)
             except BadSampleError as error:
                 yield error
             else:
-                yield record, folder
+                yield record
 
 
 def read_texts(paths: PathLike | Sequence[PathLike]) -> Iterator[str]:

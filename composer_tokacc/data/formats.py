@@ -13,6 +13,7 @@ import base64
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
@@ -150,8 +151,13 @@ class RecordFormat:
         return True
 
 
-def parse_record(raw: RawRecord) -> Record:
-    """Makes a record of an entry of a file. Checks everything that needs no other file."""
+def parse_record(raw: RawRecord, folder: Path = Path()) -> Record:
+    """Makes a record of an entry of a file. Checks everything that needs no other file.
+
+    Args:
+        raw: The entry.
+        folder: Folder in which the names of its media start.
+    """
     sample_id = raw.where
     if isinstance(raw.data, dict) and raw.data.get('id') is not None:
         # An id may hold anything: lone surrogates and line breaks must not break the message.
@@ -162,6 +168,7 @@ def parse_record(raw: RawRecord) -> Record:
         source=f'{raw.path}, {raw.where}',
         turns=(),
         media=(),
+        folder=folder,
     )
     try:
         return _parse_data(raw.data, record)

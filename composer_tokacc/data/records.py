@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from composer_tokacc.batch import MODALITIES
@@ -86,7 +87,7 @@ class Medium(NamedTuple):
 
     modality: str
     files: tuple[str | EmbeddedFile, ...]
-    """One file: a name relative to the media folder, or an embedded file. Several images are the frames of a video."""
+    """One file: a name inside the record's folder, or an embedded file. Several images are the frames of a video."""
 
     @property
     def names(self) -> list[str]:
@@ -108,6 +109,8 @@ class Record:
     turns: tuple[Turn, ...]
     media: tuple[Medium, ...]
     """In the order of the placeholders."""
+    folder: Path = Path()
+    """Folder in which the names of its media start."""
     loss_weights: float | None = None
     """Weight of each of its tokens, for runs with ``token_weights: column``. None: the file has no weights."""
 

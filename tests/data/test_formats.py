@@ -36,11 +36,10 @@ def said(record):
     return [(turn.role, turn.text) for turn in record.turns]
 
 
-def seen(record, folder):
+def seen(record):
     names = {(255, 0, 0): 'red', (0, 0, 255): 'blue'}
-    return [
-        names[image.getpixel((0, 0))] for image in decode_media(record, open_files(record, folder)).get('image', [])
-    ]
+    images = decode_media(record, open_files(record)).get('image', [])
+    return [names[image.getpixel((0, 0))] for image in images]
 
 
 def user(content):
@@ -298,9 +297,9 @@ def test_videos_and_audio_of_each_project(data, question, media):
 
 @pytest.mark.parametrize(('data', 'turns', 'images'), FORMATS.values(), ids=FORMATS.keys())
 def test_record_is_what_its_project_means(folder, data, turns, images):
-    record = parse(data)
+    record = parse(data, folder)
     assert said(record) == turns
-    assert seen(record, folder) == images
+    assert seen(record) == images
 
 
 def test_instruction_of_videochat2_is_system_turn():
@@ -321,7 +320,7 @@ def test_line_breaks_around_placeholders():
 def test_file_url(folder):
     (folder / 'a b.png').write_bytes(BLUE)
     part = {'type': 'image_url', 'image_url': {'url': f'{folder.as_uri()}/a%20b.png'}}
-    assert seen(parse(asked_with(part, TEXT)), folder / 'elsewhere') == ['blue']
+    assert seen(parse(asked_with(part, TEXT), folder / 'elsewhere')) == ['blue']
 
 
 def turn(**entries):
@@ -534,7 +533,7 @@ DESCRIBED = {
 def test_dataset_info_of_llama_factory(folder, entry, record):
     dataset = LlavaDataset(describe(folder, {'file_name': 'own.json', **entry}, [record]), small())
     assert said(dataset.records[0]) == PLAIN
-    assert seen(dataset.records[0], dataset.folders[0]) == ['red']
+    assert seen(dataset.records[0]) == ['red']
     assert dataset.records[0].source == f'{folder}/own.json, entry 1'
 
 
@@ -576,8 +575,8 @@ def test_missing_dataset_is_told_the_others(folder):
 
 
 def decoded(path):
-    record = parse(asked_with({'type': 'image', 'image': path.name}))
-    return decode_media(record, open_files(record, path.parent))['image'][0]
+    record = parse(asked_with({'type': 'image', 'image': path.name}), path.parent)
+    return decode_media(record, open_files(record))['image'][0]
 
 
 def test_16_bits_are_scaled_not_clipped(tmp_path):
@@ -595,6 +594,6 @@ def test_embedded_images_change_the_fingerprint(folder):
     for content in (RED, BLUE, RED):
         uri = f'data:image/png;base64,{base64.b64encode(content).decode()}'
         dataset = LlavaDataset(write_json(folder, [{'id': 'a', 'image': uri, 'messages': [QUESTION, ANSWER]}]), small())
-        assert seen(dataset.records[0], folder) == ['red' if content == RED else 'blue']
+        assert seen(dataset.records[0]) == ['red' if content == RED else 'blue']
         prints.add(dataset.fingerprint())
     assert len(prints) == 2

@@ -34,7 +34,7 @@ def record_of(kind, *files):
 
 def read(kind, *paths, **options):
     record = record_of(kind, *map(str, paths))
-    (content,) = decode_media(record, open_files(record, Path()), **options)[kind]
+    (content,) = decode_media(record, open_files(record), **options)[kind]
     return content
 
 

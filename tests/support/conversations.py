@@ -29,9 +29,9 @@ def turns(*texts: str) -> list[dict[str, str]]:
     return [{'from': ('human', 'gpt')[index % 2], 'value': text} for index, text in enumerate(texts)]
 
 
-def parse(data: Any) -> Record:
+def parse(data: Any, folder: Path = Path()) -> Record:
     """The record of an entry of a file."""
-    return parse_record(RawRecord('data.json', 'line 3', data))
+    return parse_record(RawRecord('data.json', 'line 3', data), folder)
 
 
 def write_json(folder: Path, records: Sequence[Any]) -> Path:
