@@ -91,7 +91,10 @@ class ChatTemplate:
         """
         text = self.apply(messages)
         answers = _indices_of_answers(messages)
-        learned = [index for index in answers if _carries_loss(messages[index])]
+        learned = []
+        for index in answers:
+            if _carries_loss(messages[index]):
+                learned.append(index)
         rendered = self._render_around_markers(messages, answers, text)
         # Answers without loss may be changed: the model reads them as the template writes them.
         if rendered is None and learned != answers:

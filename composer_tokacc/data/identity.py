@@ -72,8 +72,11 @@ def _settings_of(part: Any) -> dict[str, Any]:
 def identify_vocabulary(processor: Any) -> str:
     """Returns a fingerprint of the tokens and their ids, and of the tokens that begin, end and pad a text."""
     tokenizer = getattr(processor, 'tokenizer', processor)
-    tokens = sorted(tokenizer.get_vocab().items()) if hasattr(tokenizer, 'get_vocab') else []
-    return fingerprint([tokens, getattr(tokenizer, 'special_tokens_map', {})])
+    tokens: list[tuple[str, int]] = []
+    if hasattr(tokenizer, 'get_vocab'):
+        tokens = sorted(tokenizer.get_vocab().items())
+    special_tokens = getattr(tokenizer, 'special_tokens_map', {})
+    return fingerprint([tokens, special_tokens])
 
 
 def class_name(instance: object) -> str:

@@ -196,7 +196,8 @@ class LlavaDataset(Dataset):
             result = None
             if sample is not None and record.count('image') == len(record.media):
                 with suppress(Exception):  # a file that is not an image raises when the sample is read
-                    result = sample, tuple(image_size(file) for file in open_files(record))
+                    sizes = [image_size(file) for file in open_files(record)]
+                    result = sample, tuple(sizes)
             results.append(result)
         return results
 
@@ -282,8 +283,13 @@ class LlavaDataset(Dataset):
             patch_size=patch_size,
             **options,
         )
-        good_indices = [index for index in range(len(self.records)) if index not in table.errors]
-        self.records = [self.records[index] for index in good_indices]
+        good_indices = []
+        good_records = []
+        for index, record in enumerate(self.records):
+            if index not in table.errors:
+                good_indices.append(index)
+                good_records.append(record)
+        self.records = good_records
         self.skipped.extend(table.errors.values())
         self.measured = patch_size, table.select(good_indices)
         if self.skipped:

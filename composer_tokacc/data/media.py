@@ -102,7 +102,10 @@ def check_decoder(record: Record) -> None:
     This is not a fault of the sample, so ``on_error=skip`` must not skip the sample. A video that is a list of images
     needs no PyAV.
     """
-    needs_decoder = any(medium.modality != 'image' and len(medium.files) == 1 for medium in record.media)
+    needs_decoder = False
+    for medium in record.media:
+        if medium.modality != 'image' and len(medium.files) == 1:
+            needs_decoder = True
     if not needs_decoder:
         return
     try:
@@ -142,12 +145,12 @@ def decode_media(
     decoded: dict[str, list[Any]] = {}
     next_file = iter(files)
     for medium in record.media:
-        first, *others = [next(next_file) for _ in medium.files]
+        first, *further_frames = [next(next_file) for _ in medium.files]
         try:
             if medium.modality == 'audio':
                 content = read_audio(first, sampling_rate)
-            elif others:
-                content = read_frames([first, *others], sampling)
+            elif further_frames:
+                content = read_frames([first, *further_frames], sampling)
             elif medium.modality == 'video':
                 content = read_video(first, sampling, shapes_only=shapes_only)
             elif shapes_only:

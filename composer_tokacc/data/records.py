@@ -203,7 +203,7 @@ def short_repr(value: object, limit: int = 60) -> str:
 
 
 def shorten_middle(text: str, limit: int) -> str:
-    """Returns a text without its middle if it is too long: its end often says what to do."""
+    """Takes out the middle of a text that is too long. The end stays, because it often says what to do."""
     if len(text) <= limit:
         return text
     half = limit // 2
