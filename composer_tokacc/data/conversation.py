@@ -240,15 +240,17 @@ class ConversationEncoder:
         Returns:
             ``input_ids`` and ``labels`` of each, ``(1, length)``. None for a conversation that must be refused.
         """
-        groups: dict[bool, list[tuple[int, Rendered]]] = {}
+        groups: dict[bool, list[tuple[int, Rendered]]] = {True: [], False: []}
         for index, messages in enumerate(conversations):
             with suppress(Exception):  # the reason is given when the whole sample is encoded
                 rendered = self.render(messages)
-                group = groups.setdefault(self._adds_special_tokens(rendered.text), [])
-                group.append((index, rendered))
+                add_special_tokens = self._adds_special_tokens(rendered.text)
+                groups[add_special_tokens].append((index, rendered))
         samples: list[dict[str, torch.Tensor] | None] = [None] * len(conversations)
         # At most two calls of the tokenizer: it is much faster for many texts at once.
         for add_special_tokens, group in groups.items():
+            if not group:
+                continue
             texts = [rendered.text for _, rendered in group]
             tokens = self.tokenizer(texts, add_special_tokens=add_special_tokens, **_ONLY_IDS)
             encoded_texts = zip(group, tokens['input_ids'], tokens.encodings, strict=True)

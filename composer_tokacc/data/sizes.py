@@ -278,7 +278,8 @@ class RowSizes:
                 texts.append((None, ()))
             else:
                 sample, sizes = result
-                texts.append((self.of(sample), tuple(sizes)))
+                row = self.of(sample)
+                texts.append((row, sizes))
         return texts
 
     def _add_images(
