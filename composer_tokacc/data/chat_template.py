@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -68,7 +67,9 @@ class ChatTemplate:
         self._owner = owner
         self._writes_no_placeholders = writes_no_placeholders
         self._adds_end_token = add_end_token
-        self._takes_parts = has_parts and self._accepts_parts()
+        self._takes_parts = has_parts
+        if has_parts and not self._writes_parts():
+            self._takes_parts = False
         self._checked_roles: set[tuple[str, ...]] = set()
         self._writes_media: dict[tuple[str, str], bool] = {}
         self.end_token = self._find_end_token(tokenizer)
@@ -92,7 +93,7 @@ class ChatTemplate:
         answers = _indices_of_answers(messages)
         learned = []
         for index in answers:
-            if messages[index].get('weight', 1):
+            if _carries_loss(messages[index]):
                 learned.append(index)
         rendered = self._render_around_markers(messages, answers, text)
         # Answers without loss may be changed: the model reads them as the template writes them.
@@ -154,25 +155,25 @@ class ChatTemplate:
                 return False
         return lengths[0] < lengths[1] < lengths[2]
 
-    def _render_around_markers(self, messages: Sequence[Message], marked: Sequence[int], text: str) -> Rendered | None:
-        """Puts the answers between the texts around their markers. None if that is not what the template writes.
+    def _render_around_markers(self, messages: Sequence[Message], answers: Sequence[int], text: str) -> Rendered | None:
+        """Puts the answers between the texts around their markers. None if the template writes another text.
 
         Args:
             messages: The conversation.
-            marked: Indices of the answers that markers stand for.
+            answers: Indices of the answers that markers stand for.
             text: The conversation as the template writes it.
         """
-        before_first, *text_after = self._text_around(messages, marked)
+        before_first, *text_after = self._text_around(messages, answers)
         as_written = before_first
         as_learned = before_first  # the same, plus the ending tokens that the template does not write
         spans = []
-        for index, after in zip(marked, text_after, strict=True):
+        for index, after in zip(answers, text_after, strict=True):
             answer = text_of(messages[index])
             as_written += answer + after
             start = len(as_learned)
             as_learned += answer
             ending, after = self._split_ending(after)
-            if messages[index].get('weight', 1):
+            if _carries_loss(messages[index]):
                 spans.append(AnswerSpan(start, len(as_learned) + len(ending)))
             as_learned += ending + after
         # The answers and the text around their markers must give the real text. Otherwise the template has changed an
@@ -203,19 +204,17 @@ class ChatTemplate:
         if not text.startswith(prompt):
             return None
         reply = text[len(prompt) :].rstrip()
-        answer = text_of(messages[-1])
-        if reply.endswith(self.end_token):
-            answer += self.end_token
-            text_after = text[len(prompt) + len(reply) :]
-        else:
-            text_after = ''
-        answer_letters = _without_space(answer)
+        answer_letters = _without_space(text_of(messages[-1]))
+        reply_without_ending = reply.removesuffix(self.end_token)
         # The prompt may hold the first letters of the answer: some prompts end in `<think>`.
-        is_complete = _without_space(prompt + reply).endswith(answer_letters)
-        has_other_text = len(_without_space(reply)) > len(answer_letters)
+        is_complete = _without_space(prompt + reply_without_ending).endswith(answer_letters)
+        has_other_text = len(_without_space(reply_without_ending)) > len(answer_letters)
         if not is_complete or has_other_text:
             return None
-        if not reply.endswith(self.end_token) and self._adds_end_token:
+        text_after = ''
+        if reply.endswith(self.end_token):
+            text_after = text[len(prompt) + len(reply) :]  # only white space
+        elif self._adds_end_token:
             reply += self.end_token
         span = AnswerSpan(len(prompt), len(prompt) + len(reply))
         return Rendered(prompt + reply + text_after, [span])
@@ -238,21 +237,24 @@ class ChatTemplate:
             _check_written(message, marked_text)
         self._checked_roles.add(roles)
 
-    def _accepts_parts(self) -> bool:
-        """Tells whether the template takes lists of parts. One for strings fails, or writes the list as Python does."""
-        self._takes_parts = True  # `apply` reads it
-        with suppress(TypeError, ValueError):
-            return "'text': 'q'" not in self.apply(example_conversation()[:1])
-        return False
+    def _writes_parts(self) -> bool:
+        """Tells whether the template can write a list of parts.
 
-    def _text_around(self, messages: Sequence[Message], marked: Sequence[int]) -> list[str]:
-        """Returns the text before the first marked answer, between marked answers, and after the last."""
+        A template for strings fails, or writes the list as Python does.
+        """
+        try:
+            return "'text': 'q'" not in self.apply(example_conversation()[:1])
+        except (TypeError, ValueError):
+            return False
+
+    def _text_around(self, messages: Sequence[Message], answers: Sequence[int]) -> list[str]:
+        """Returns the text before the first of these answers, between them, and after the last."""
         with_markers = list(messages)
-        for index in marked:
+        for index in answers:
             with_markers[index] = _with_markers(messages[index], index)
         remaining = self.apply(with_markers)
         pieces = []
-        for index in marked:
+        for index in answers:
             piece, _, remaining = remaining.partition(text_of(with_markers[index]))
             pieces.append(piece)
         return [*pieces, remaining]
@@ -265,10 +267,8 @@ class ChatTemplate:
             *map(str, tokenizer.added_tokens_decoder.values()),
             *tokenizer.all_special_tokens,
         }
-        longest_match = ''  # one token may be the beginning of another
-        for token in tokens:
-            if after_answer.lstrip().startswith(token) and len(token) > len(longest_match):
-                longest_match = token
+        matches = [token for token in tokens if after_answer.lstrip().startswith(token)]
+        longest_match = max(matches, key=len, default='')  # one token may be the beginning of another
         if longest_match:
             return longest_match
         if tokenizer.eos_token is None:
@@ -304,7 +304,7 @@ def only_last_learned(messages: Sequence[Message]) -> list[Message]:
         ValueError: If the last answer has ``weight`` 0.
     """
     answers = _indices_of_answers(messages)
-    if answers and not messages[answers[-1]].get('weight', 1):
+    if answers and not _carries_loss(messages[answers[-1]]):
         raise InvalidInputError(
             'the last answer must carry loss with train_on=last, got: `weight` 0. Take the sample out'
         )
@@ -324,6 +324,10 @@ def _indices_of_answers(messages: Sequence[Message]) -> list[int]:
         if message['role'] == 'assistant':
             indices.append(index)
     return indices
+
+
+def _carries_loss(answer: Message) -> bool:
+    return answer.get('weight', 1) != 0
 
 
 def text_message(role: str, text: str) -> dict[str, Any]:

@@ -45,9 +45,6 @@ from composer_tokacc.weights import LOSS_WEIGHTS
 
 TrainOn = Literal['all', 'last']
 """Answers that carry loss: all of a conversation, or only the last."""
-MediaOfModality = Mapping[str, Sequence[Any]]
-"""Decoded media by modality: PIL images, :class:`.Video`, float32 arrays of audio."""
-
 
 PROCESSOR_PARTS = {
     'image': 'image_processor',
@@ -153,7 +150,7 @@ class ConversationEncoder:
             ValueError: If the sample is longer than ``max_length``, or an audio is longer than the processor takes.
         """
         if not messages:
-            check_message(None)  # raises
+            check_message(None)  # raises the error of a wrong turn
         checked_messages = [check_message(message) for message in messages]
         media = {'image': images, 'video': videos, 'audio': audios}
         self._check_audio_lengths(audios)
@@ -243,15 +240,17 @@ class ConversationEncoder:
         Returns:
             ``input_ids`` and ``labels`` of each, ``(1, length)``. None for a conversation that must be refused.
         """
-        groups: dict[bool, list[tuple[int, Rendered]]] = {}
+        groups: dict[bool, list[tuple[int, Rendered]]] = {True: [], False: []}
         for index, messages in enumerate(conversations):
             with suppress(Exception):  # the reason is given when the whole sample is encoded
                 rendered = self.render(messages)
-                group = groups.setdefault(self._adds_special_tokens(rendered.text), [])
-                group.append((index, rendered))
+                add_special_tokens = self._adds_special_tokens(rendered.text)
+                groups[add_special_tokens].append((index, rendered))
         samples: list[dict[str, torch.Tensor] | None] = [None] * len(conversations)
         # At most two calls of the tokenizer: it is much faster for many texts at once.
         for add_special_tokens, group in groups.items():
+            if not group:
+                continue
             texts = [rendered.text for _, rendered in group]
             tokens = self.tokenizer(texts, add_special_tokens=add_special_tokens, **_ONLY_IDS)
             encoded_texts = zip(group, tokens['input_ids'], tokens.encodings, strict=True)
@@ -312,7 +311,7 @@ class ConversationEncoder:
                     f'an audio must be at most {limit} s, the window of this processor, got: {seconds} s. Cut it'
                 )
 
-    def _check_length(self, sample: EncodedSample, media: MediaOfModality) -> None:
+    def _check_length(self, sample: EncodedSample, media: DecodedMedia) -> None:
         length = sample['input_ids'].shape[1]
         if self.max_length is None or length <= self.max_length:
             return
@@ -328,7 +327,7 @@ class ConversationEncoder:
         bos = self.tokenizer.bos_token
         return not (bos and text.startswith(bos))
 
-    def _encode(self, text: str, media: MediaOfModality, add_special_tokens: bool) -> dict[str, torch.Tensor]:
+    def _encode(self, text: str, media: DecodedMedia, add_special_tokens: bool) -> dict[str, torch.Tensor]:
         """Runs the processor on the text and media of one conversation."""
         options: dict[str, Any] = {
             'return_tensors': 'pt',
@@ -356,7 +355,7 @@ class ConversationEncoder:
             self._set_seconds_per_grid(encoded, media['video'])
         return encoded
 
-    def _arguments_of_processor(self, media: MediaOfModality, options: dict[str, Any]) -> dict[str, Any]:
+    def _arguments_of_processor(self, media: DecodedMedia, options: dict[str, Any]) -> dict[str, Any]:
         """Returns the media as arguments of the processor's call. Adds the options that they need."""
         arguments: dict[str, Any] = {}
         if media['image']:
@@ -376,7 +375,7 @@ class ConversationEncoder:
             options['audio_kwargs'] = {'sampling_rate': self.parts['audio'].sampling_rate}
         return arguments
 
-    def _check_joined_pixels(self, encoded: Mapping[str, torch.Tensor], media: MediaOfModality) -> None:
+    def _check_joined_pixels(self, encoded: Mapping[str, torch.Tensor], media: DecodedMedia) -> None:
         """Refuses a video with other media if the processor writes both into one tensor of clips (SmolVLM)."""
         num_media = len(media['video']) + len(media['image'])
         if not media['video'] or num_media < 2 or 'pixel_values_videos' in encoded:

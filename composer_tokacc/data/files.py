@@ -49,8 +49,8 @@ def read_records(
     *,
     image_dir: PathLike | None = None,
     allow_outside: bool = False,
-) -> Iterator[tuple[Record, Path] | BadSampleError]:
-    """Yields the records of files with the folder of their media, or the error of a bad record.
+) -> Iterator[Record | BadSampleError]:
+    """Yields the records of files. A bad record is yielded as its error.
 
     The media files of a good record exist. They were not opened.
 
@@ -60,34 +60,32 @@ def read_records(
         allow_outside: Whether names may lead out of that folder: ``../``, absolute ones, links.
     """
     folders = MediaFolders(allow_outside=allow_outside)
-    for path, raw_record in _read_all(paths):
+    for path in _list_paths(paths):
         folder = image_folder(path) if image_dir is None else Path(image_dir)
-        try:
-            record = parse_record(raw_record)
-            check_decoder(record)
-            folders.check(record, folder)
-        except BadSampleError as error:
-            yield error
-        else:
-            yield record, folder
+        for raw_record in read_raw_records(path):
+            try:
+                record = parse_record(raw_record, folder)
+                check_decoder(record)
+                folders.check(record)
+            except BadSampleError as error:
+                yield error
+            else:
+                yield record
 
 
 def read_texts(paths: PathLike | Sequence[PathLike]) -> Iterator[str]:
     """Yields the text of every turn of files, without placeholders. Bad records are left out."""
-    for _, raw_record in _read_all(paths):
-        with suppress(BadSampleError):
-            yield from parse_record(raw_record).texts
-
-
-def _read_all(
-    paths: PathLike | Sequence[PathLike],
-) -> Iterator[tuple[PathLike, RawRecord]]:
-    if isinstance(paths, (str, os.PathLike)):
-        paths = [paths]
-    check_kind('path', paths, Sequence)
-    for path in paths:
+    for path in _list_paths(paths):
         for raw_record in read_raw_records(path):
-            yield path, raw_record
+            with suppress(BadSampleError):
+                yield from parse_record(raw_record).texts
+
+
+def _list_paths(paths: PathLike | Sequence[PathLike]) -> Sequence[PathLike]:
+    if isinstance(paths, str | os.PathLike):
+        return [paths]
+    check_kind('path', paths, Sequence)
+    return paths
 
 
 def read_raw_records(path: PathLike) -> Iterator[RawRecord]:
@@ -181,14 +179,15 @@ def _read_array(text: str, file: str) -> Iterator[RawRecord]:
     """Reads a JSON array. Its entries are named by their number, because ``json`` does not tell their lines."""
     try:
         entries = JSON.decode(text)
+        # Here, because an entry that is nested too deep raises RecursionError in both.
         errors = [_first_error(entry) for entry in entries]
     except (json.JSONDecodeError, RecursionError) as error:
         raise InvalidInputError(
             f'`path` must hold one valid JSON array, got: {file}: {error}. Fix it, or write JSON lines: '
             'there one bad line costs one sample.'
         ) from error
-    for number, entry in enumerate(entries, start=1):
-        yield RawRecord(file, f'entry {number}', errors[number - 1] or entry)
+    for number, (entry, error) in enumerate(zip(entries, errors, strict=True), start=1):
+        yield RawRecord(file, f'entry {number}', error or entry)
 
 
 def _decode_line(line: str) -> object:
@@ -267,11 +266,10 @@ def _read_table(path: str, split: str | None) -> Iterator[RawRecord]:
     features = type(table.features)(_without_decoding(dict(table.features)))
     # Arrow's values, because `datasets` would decode every image, and all rows are read at the start.
     arrow_table = table.with_format('arrow')
-    read_cell = partial(_read_cell, arrow_table, features)
     for index in range(len(arrow_table)):
-        row = read_cell(index)
-        read_again = partial(read_cell, index)
-        yield RawRecord(path, f'row {index}', _replace_bytes(row, read_again, ()))
+        read_cell = partial(_read_cell, arrow_table, features, index)
+        row = read_cell(())
+        yield RawRecord(path, f'row {index}', _replace_bytes(row, read_cell, ()))
 
 
 def _open_table(path: str, split: str | None) -> Dataset:
@@ -336,9 +334,9 @@ def _read_cell(
     arrow_table: Any,
     features: Any,
     index: int,
-    keys: tuple[str | int, ...] = (),
+    keys: tuple[str | int, ...],
 ) -> Any:
-    """Returns the value in a row of a table, or the part of it that the keys lead to."""
+    """Returns the part of a row that the keys lead to. Without keys, the whole row."""
     value = features.decode_example(arrow_table[index].to_pylist()[0])
     for key in keys:
         value = value[key]
@@ -346,7 +344,7 @@ def _read_cell(
 
 
 def _replace_bytes(value: object, read_cell: Callable[..., bytes], keys: tuple[str | int, ...]) -> object:
-    """Returns a value of a row in which files replace all bytes. Their content stays in the table until it is read.
+    """Returns a value of a row in which an :class:`.EmbeddedFile` replaces all bytes. These stay in the table.
 
     Args:
         value: The row, or a part of it.

@@ -13,6 +13,8 @@ import base64
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
@@ -150,8 +152,13 @@ class RecordFormat:
         return True
 
 
-def parse_record(raw: RawRecord) -> Record:
-    """Makes a record of an entry of a file. Checks everything that needs no other file."""
+def parse_record(raw: RawRecord, folder: Path = Path()) -> Record:
+    """Makes a record of an entry of a file. Checks everything that needs no other file.
+
+    Args:
+        raw: The entry.
+        folder: Folder in which the names of its media start.
+    """
     sample_id = raw.where
     if isinstance(raw.data, dict) and raw.data.get('id') is not None:
         # An id may hold anything: lone surrogates and line breaks must not break the message.
@@ -162,6 +169,7 @@ def parse_record(raw: RawRecord) -> Record:
         source=f'{raw.path}, {raw.where}',
         turns=(),
         media=(),
+        folder=folder,
     )
     try:
         return _parse_data(raw.data, record)
@@ -579,8 +587,9 @@ def _check_turns(turns: Sequence[Turn]) -> None:
     """Raises ValueError if the turns are out of order or teach nothing."""
     roles = [turn.role for turn in turns if turn.role != 'system']
     is_in_order = len(roles) >= 2
-    for previous, role in zip(['', *roles], roles, strict=False):
-        is_in_order = is_in_order and role in FOLLOWS[previous]
+    for previous, role in pairwise(['', *roles]):
+        if role not in FOLLOWS[previous]:
+            is_in_order = False
     if not is_in_order:
         got = short_repr(roles, 200)
         raise InvalidInputError(f'turns must alternate between user (or tool) and assistant, user first, got: {got}')
@@ -610,10 +619,10 @@ def _check_characters(text: str) -> None:
         ) from error
 
 
-def _check_keys(values: JsonObject, known: Container[str], place: str) -> None:
+def _check_keys(values: JsonObject, keys_read: Container[str], place: str) -> None:
     """Raises ValueError if an object has a value under a key that is not read."""
     for key, value in values.items():
-        if key not in known and _is_given(value):
+        if key not in keys_read and _is_given(value):
             reason = REFUSED_KEYS.get(key, 'it would be dropped; take it out or write it into the text')
             raise InvalidInputError(f'`{key[:60]}` of {place} is not supported, {reason}')
 

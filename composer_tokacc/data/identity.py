@@ -56,10 +56,10 @@ def identify_processor(processor: Any) -> str:
     """Returns a fingerprint of a processor's settings and chat template, without its vocabulary."""
     tokenizer = getattr(processor, 'tokenizer', processor)
     template = getattr(processor, 'chat_template', None) or getattr(tokenizer, 'chat_template', None)
+    settings = _settings_of(processor)
     settings_of_parts = []
     for name in ('image_processor', 'video_processor', 'feature_extractor'):
         settings_of_parts.append(_settings_of(getattr(processor, name, None)))
-    settings = _settings_of(processor)
     return fingerprint([class_name(processor), settings, settings_of_parts, template])
 
 
@@ -72,8 +72,11 @@ def _settings_of(part: Any) -> dict[str, Any]:
 def identify_vocabulary(processor: Any) -> str:
     """Returns a fingerprint of the tokens and their ids, and of the tokens that begin, end and pad a text."""
     tokenizer = getattr(processor, 'tokenizer', processor)
-    tokens = sorted(tokenizer.get_vocab().items()) if hasattr(tokenizer, 'get_vocab') else []
-    return fingerprint([tokens, getattr(tokenizer, 'special_tokens_map', {})])
+    tokens: list[tuple[str, int]] = []
+    if hasattr(tokenizer, 'get_vocab'):
+        tokens = sorted(tokenizer.get_vocab().items())
+    special_tokens = getattr(tokenizer, 'special_tokens_map', {})
+    return fingerprint([tokens, special_tokens])
 
 
 def class_name(instance: object) -> str:

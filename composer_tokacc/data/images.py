@@ -65,7 +65,7 @@ def image_size(file: MediaFile) -> tuple[int, int]:
 
 @contextmanager
 def _open_image(file: MediaFile) -> Iterator[Image.Image]:
-    """Opens an image without decoding it. Refuses those of many pages or too many pixels."""
+    """Opens an image without decoding it. Refuses an image with several pages or too many pixels."""
     formats = _known_formats()
     try:
         opened = Image.open(file, formats=formats)

@@ -80,7 +80,7 @@ class LengthTable:
     vision_patches: np.ndarray
     """Patches that the vision encoder computes, before a resampler or a merge makes image tokens of them."""
     shrink_steps: np.ndarray = None  # type: ignore[assignment]  # pyright: ignore[reportAssignmentType]  # zeros
-    """Steps by which the budgets of its media were lowered so that it fits. 0: it fits as it is."""
+    """Steps by which the budgets of a sample's media were lowered to make it fit. 0: it fits as it is."""
     errors: dict[int, str] = field(default_factory=dict)
     """Reasons why samples cannot be used, by index. All sizes of such a sample are 0."""
 
@@ -196,7 +196,7 @@ def length_table(
         measured_patch_size, table = measured
         if measured_patch_size == patch_size:
             return table
-        # Not kept in a file, because samples that were made to fit do not hold their steps.
+        # Not kept in a file: the dataset has fitted its samples already, so this table would have steps of 0.
         return build_length_table(dataset, processor, **options)
     name = table_name(dataset, processor, patch_size=patch_size)
     folder = Path(cache_folder('lengths') if folder is None else folder)

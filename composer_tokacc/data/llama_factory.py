@@ -45,7 +45,7 @@ DEFAULT_TAGS = {
     'function_tag': 'function_call',
     'system_tag': 'system',
 }
-"""Keys of a turn, and speakers, as a file names them that gives no tags, and as `formats.py` reads them."""
+"""Keys of a turn, and speakers. A file without tags uses these names, and `formats.py` reads them."""
 TAGS_OF_KEYS = ('role_tag', 'content_tag')
 ENTRY_TEXTS = ('file_name', 'hf_hub_url', 'subset', 'split', 'formatting')
 NAME_MAPS = ('columns', 'tags')
@@ -92,7 +92,7 @@ class DatasetEntry:
                 self._roles[name] = DEFAULT_TAGS[tag]
 
     def locate(self, folder: Path) -> tuple[str, str | None]:
-        """Returns the file, whose name is relative to the folder, or the name of a hub's dataset with its split."""
+        """Returns the path of the file, or the name of the hub's dataset and its split. A file lies in the folder."""
         if self._hub_name:
             name = f'{HUB}{self._hub_name}/{self._subset}'
             return name.rstrip('/'), self._split

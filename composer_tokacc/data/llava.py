@@ -117,8 +117,6 @@ class LlavaDataset(Dataset):
         self.measured: tuple[int, LengthTable] | None = None
         """Patch size and length table, once the samples were measured for ``skip`` or ``fit``."""
         self.records: list[Record] = []
-        self.folders: list[Path] = []
-        """Folder of the media of each record."""
         self.skipped: list[str] = []
         """Reasons why samples were left out."""
         self._read(
@@ -140,15 +138,14 @@ class LlavaDataset(Dataset):
 
     def _read(
         self,
-        records: Iterable[tuple[Record, Path] | BadSampleError],
+        records: Iterable[Record | BadSampleError],
         on_error: OnError,
     ) -> None:
         """Keeps the good records. The first bad one raises, or all of them are skipped."""
-        for entry in records:
+        for record in records:
             try:
-                if isinstance(entry, BadSampleError):
-                    raise entry  # skipped or raised like an error of the encoder
-                record, folder = entry
+                if isinstance(record, BadSampleError):
+                    raise record  # skipped or raised like an error of the encoder
                 self.encoder.check_takes_media(record)
             except BadSampleError as error:
                 if on_error == 'raise':
@@ -156,7 +153,6 @@ class LlavaDataset(Dataset):
                 self.skipped.append(str(error))
             else:
                 self.records.append(record)
-                self.folders.append(folder)
 
     @staticmethod
     def texts(path: PathLike | Sequence[PathLike]) -> Iterator[str]:
@@ -171,7 +167,7 @@ class LlavaDataset(Dataset):
 
     def _encode(self, index: int, *, shapes_only: bool = False) -> EncodedSample:
         record = self.records[index]
-        files = open_files(record, self.folders[index])
+        files = open_files(record)
         options = {}
         if self.measured is not None and isinstance(self.encoder, FittingEncoder):
             _, table = self.measured
@@ -200,8 +196,8 @@ class LlavaDataset(Dataset):
             result = None
             if sample is not None and record.count('image') == len(record.media):
                 with suppress(Exception):  # a file that is not an image raises when the sample is read
-                    files = open_files(record, self.folders[index])
-                    result = sample, tuple(image_size(file) for file in files)
+                    sizes = [image_size(file) for file in open_files(record)]
+                    result = sample, tuple(sizes)
             results.append(result)
         return results
 
@@ -214,7 +210,7 @@ class LlavaDataset(Dataset):
     def decoded(self, index: int) -> DecodedMedia:
         """Returns images, videos and audio of a sample by modality, before the processor changes them."""
         record = self.records[index]
-        return self.encoder.decode(record, open_files(record, self.folders[index]))
+        return self.encoder.decode(record, open_files(record))
 
     def modalities(self, index: int) -> frozenset[str]:
         """Returns the modalities of a sample's media. Reads nothing."""
@@ -228,36 +224,30 @@ class LlavaDataset(Dataset):
         of videos. It does not depend on the folder of files, or the ids of samples. It does not depend on
         ``max_length`` without ``fit``, because no sample is left out in silence.
         """
-        return _fingerprint_of(self._identity_parts())
-
-    def _identity_parts(self) -> Iterator[tuple[Any, ...]]:
-        for record, folder in zip(self.records, self.folders, strict=True):
+        parts: list[tuple[Any, ...]] = []
+        for record in self.records:
             media = []
             for medium in record.media:
-                files = [_identify_file(file, folder) for file in medium.files]
+                files = [_identify_file(file, record.folder) for file in medium.files]
                 media.append((medium.modality, files))
             sampling = self.encoder.video if record.count('video') else None
-            if record.loss_weights is None:
-                yield record.turns, media, sampling
-            else:
-                yield record.turns, media, sampling, record.loss_weights
+            part: tuple[Any, ...] = (record.turns, media, sampling)
+            if record.loss_weights is not None:
+                part = (*part, record.loss_weights)
+            parts.append(part)
         # An option with its default adds nothing, so that the data of checkpoints of earlier releases are recognized.
-        yield from self.encoder.identity_of_options()
+        parts.extend(self.encoder.identity_of_options())
         if isinstance(self.encoder, FittingEncoder):
-            yield 'fit', self.encoder.max_length, self.encoder.max_image_tokens
+            parts.append(('fit', self.encoder.max_length, self.encoder.max_image_tokens))
+        return _fingerprint_of(parts)
 
     def fingerprint(self) -> str:
         """Returns a fingerprint of everything that changes the lengths of samples, or the messages about bad ones."""
-        return _fingerprint_of(self._fingerprint_parts())
-
-    def _fingerprint_parts(self) -> Iterator[tuple[Any, ...]]:
-        yield self.identity(), self.encoder.max_length
+        parts: list[tuple[Any, ...]] = [(self.identity(), self.encoder.max_length)]
         for record in self.records:
-            yield (
-                record.sample_id,
-                record.source,
-                [medium.names for medium in record.media],
-            )
+            names = [medium.names for medium in record.media]
+            parts.append((record.sample_id, record.source, names))
+        return _fingerprint_of(parts)
 
     def skip_report(self) -> str:
         """Returns one line: how many samples were left out, and why the first was."""
@@ -286,22 +276,20 @@ class LlavaDataset(Dataset):
         return changed_samples
 
     def _measure(self, patch_size: int, **options: Any) -> None:
-        """Measures all samples, and leaves out the bad ones. The options are those of :func:`.length_table`."""
+        """Measures all samples, and leaves out the bad ones. Takes the options of :func:`.length_table`."""
         table = length_table(
             self,
             self.encoder.processor,
             patch_size=patch_size,
             **options,
         )
-        records, folders = self.records, self.folders
-        self.records = []
-        self.folders = []
         good_indices = []
-        for index, record in enumerate(records):
+        good_records = []
+        for index, record in enumerate(self.records):
             if index not in table.errors:
                 good_indices.append(index)
-                self.records.append(record)
-                self.folders.append(folders[index])
+                good_records.append(record)
+        self.records = good_records
         self.skipped.extend(table.errors.values())
         self.measured = patch_size, table.select(good_indices)
         if self.skipped:

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Streams conversations from MDS shards. The samples are those of LlavaDataset."""
+"""Streams conversations from MDS shards. Gives the same samples as LlavaDataset."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from composer_tokacc.refusals import InvalidInputError
 class LlavaStreamingDataset(StreamingDataset):
     """Reads the shards of ``python -m composer_tokacc.data.to_mds``. A sample equals that of :class:`.LlavaDataset`.
 
-    The order, the division among ranks, downloads, caching and resumption are those of StreamingDataset.
+    StreamingDataset chooses the order, divides samples among ranks, downloads and caches shards, and resumes.
 
     Args:
         processor: Hugging Face processor. For text only, a tokenizer is enough.

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from functools import cache
 from io import BytesIO
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from PIL import Image
 
@@ -54,12 +54,12 @@ class MediaFolders:
         # Resolving a path asks for each folder in it, so each folder is resolved once.
         self._real_path = cache(_real_path)
 
-    def check(self, record: Record, folder: Path) -> None:
+    def check(self, record: Record) -> None:
         """Checks that all files of a record are there, and inside its folder."""
         for modality, file in record.files:
             if isinstance(file, EmbeddedFile):
                 continue
-            path = folder / file
+            path = record.folder / file
             if not os.path.exists(path):
                 raise record.error(
                     f'{modality} file {path} does not exist, or is a link to nothing; is `image_dir` right?'
@@ -69,11 +69,11 @@ class MediaFolders:
                 real_folder = _real_path(path).parent
             else:
                 real_folder = self._real_path(path.parent)
-            is_inside = real_folder.is_relative_to(self._real_path(folder))
+            is_inside = real_folder.is_relative_to(self._real_path(record.folder))
             if not is_inside and not self._allows_outside:
                 raise record.error(
-                    f'{modality} file {path} must lie under {folder}, got: {real_folder}. Set another '
-                    '`image_dir`, or `allow_outside=true` for files that you know'
+                    f'{modality} file {path} must lie under {record.folder}, got: {real_folder}. Set '
+                    'another `image_dir`, or `allow_outside=true` for files that you know'
                 )
 
 
@@ -81,7 +81,7 @@ def _real_path(path: Path) -> Path:
     return Path(os.path.realpath(path))
 
 
-def open_files(record: Record, folder: Path) -> list[Path | BinaryIO]:
+def open_files(record: Record) -> list[Path | BinaryIO]:
     """Returns the files of all media of a record, in order. Embedded files are opened, others are paths."""
     opened: list[Path | BinaryIO] = []
     for modality, file in record.files:
@@ -89,9 +89,9 @@ def open_files(record: Record, folder: Path) -> list[Path | BinaryIO]:
             if isinstance(file, EmbeddedFile):
                 opened.append(BytesIO(file.read()))
             else:
-                opened.append(regular_file(folder / file))
+                opened.append(regular_file(record.folder / file))
         except (ValueError, OSError) as error:
-            name = file.name if isinstance(file, EmbeddedFile) else folder / file
+            name = file.name if isinstance(file, EmbeddedFile) else record.folder / file
             raise record.error(f'{modality} file {name} cannot be read: {error}') from error
     return opened
 
@@ -142,15 +142,15 @@ def decode_media(
     """
     check_decoder(record)
     sampling = video or VideoSampling()
-    decoded: DecodedMedia = {}
+    decoded: dict[str, list[Any]] = {}
     next_file = iter(files)
     for medium in record.media:
-        first, *others = [next(next_file) for _ in medium.files]
+        first, *further_frames = [next(next_file) for _ in medium.files]
         try:
             if medium.modality == 'audio':
                 content = read_audio(first, sampling_rate)
-            elif others:
-                content = read_frames([first, *others], sampling)
+            elif further_frames:
+                content = read_frames([first, *further_frames], sampling)
             elif medium.modality == 'video':
                 content = read_video(first, sampling, shapes_only=shapes_only)
             elif shapes_only:

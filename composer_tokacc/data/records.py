@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from composer_tokacc.batch import MODALITIES
@@ -28,7 +29,7 @@ Message = Mapping[str, Any]
 """One turn as chat templates take it: ``role``, ``content`` (a text, or a list of parts), perhaps ``weight``."""
 EncodedSample = dict[str, Any]
 """One encoded conversation: tensors whose first dimension is 1, and lists of one entry."""
-DecodedMedia = dict[str, list[Any]]
+DecodedMedia = Mapping[str, Sequence[Any]]
 """By modality: PIL images, :class:`.Video`, and float32 arrays of audio."""
 
 PLACEHOLDER = re.compile(f'<({"|".join(MODALITIES)})>')
@@ -86,7 +87,7 @@ class Medium(NamedTuple):
 
     modality: str
     files: tuple[str | EmbeddedFile, ...]
-    """One file: a name relative to the media folder, or an embedded file. Several images are the frames of a video."""
+    """One file: a name inside the record's folder, or an embedded file. Several images are the frames of a video."""
 
     @property
     def names(self) -> list[str]:
@@ -108,6 +109,8 @@ class Record:
     turns: tuple[Turn, ...]
     media: tuple[Medium, ...]
     """In the order of the placeholders."""
+    folder: Path = Path()
+    """Folder in which the names of its media start."""
     loss_weights: float | None = None
     """Weight of each of its tokens, for runs with ``token_weights: column``. None: the file has no weights."""
 
@@ -200,7 +203,7 @@ def short_repr(value: object, limit: int = 60) -> str:
 
 
 def shorten_middle(text: str, limit: int) -> str:
-    """Returns a text without its middle if it is too long: its end often says what to do."""
+    """Takes out the middle of a text that is too long. The end stays, because it often says what to do."""
     if len(text) <= limit:
         return text
     half = limit // 2

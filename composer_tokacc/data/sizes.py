@@ -79,15 +79,15 @@ class SampleMapper:
         items: Sequence[MapItem],
         fewest: int,
         *,
-        together: int | None = None,
+        batch_size: int | None = None,
     ) -> Iterator[MapResult]:
         """Yields the results in order. Starts no processes for ``fewest`` items or less.
 
-        The function gets one item, or, if ``together`` is set, a list of so many.
+        The function gets one item. If ``batch_size`` is set, it gets a list of this number of items.
         """
         loader: Any = DataLoader(
             items,  # pyright: ignore[reportArgumentType]  # a sequence will do
-            batch_size=together,
+            batch_size=batch_size,
             num_workers=self.num_workers if len(items) > fewest else 0,
             generator=torch.Generator(),  # its own, so that the random numbers of the run do not change
             collate_fn=function,  # pyright: ignore[reportArgumentType]  # runs in the workers
@@ -129,7 +129,7 @@ def image_token_ids(processor: Any) -> tuple[int, ...]:
         token = getattr(processor, f'{modality}_token', None)
         if token is not None and tokenizer is not None:
             token_ids.add(tokenizer.convert_tokens_to_ids(str(token)))
-    # SmolVLM's name of a video is no token of its vocabulary: frames are images to it.
+    # SmolVLM treats frames as images. Its video token is not in its vocabulary.
     token_ids.discard(getattr(tokenizer, 'unk_token_id', None))
     return tuple(sorted(token_id for token_id in token_ids if isinstance(token_id, int)))
 
@@ -246,7 +246,7 @@ class RowSizes:
     def from_headers(self, indices: Sequence[int], map_samples: SampleMapper) -> list[TableRow | None]:
         """Returns the rows of samples without reading them. None for a sample that must be read."""
         texts: list[tuple[TableRow | None, ImageSizes]] = []
-        for measured in map_samples(self._measure_texts, indices, FEWEST_TEXTS, together=TEXTS_TOGETHER):
+        for measured in map_samples(self._measure_texts, indices, FEWEST_TEXTS, batch_size=TEXTS_TOGETHER):
             texts.extend(measured)
         expansion = ImageExpansion(self)
         rows_of_odd_sizes = {expansion((size,)) for size in ODD_SIZES}
@@ -257,7 +257,7 @@ class RowSizes:
         distinct = set()
         for _, sizes in texts:
             distinct.add(sizes)
-            distinct.update((size,) for size in sizes)
+            distinct.update((size,) for size in sizes)  # see `_add_images`
         # The expensive part: one call of the processor for each distinct list of sizes.
         ordered = sorted(distinct)
         measured_sizes = map_samples(expansion, ordered, FEWEST_SIZES)
@@ -278,7 +278,8 @@ class RowSizes:
                 texts.append((None, ()))
             else:
                 sample, sizes = result
-                texts.append((self.of(sample), tuple(sizes)))
+                row = self.of(sample)
+                texts.append((row, sizes))
         return texts
 
     def _add_images(
@@ -290,9 +291,9 @@ class RowSizes:
         """Returns the row of a text with its images. None if it is not known, or over a cap.
 
         Args:
-            row: Row of the text, None if the sample must be read.
+            row: Row of the text. None if the sample must be read.
             sizes: Sizes of its images.
-            additions: Rows that images of some sizes add.
+            additions: Rows that images add, by their sizes: of the whole list, and of each image by itself.
         """
         if row is None:
             return None
@@ -317,7 +318,7 @@ class RowSizes:
 
 
 class AddedRow(NamedTuple):
-    """What images add to the row of a text."""
+    """The sizes that images add to the row of a text."""
 
     row: TableRow
     num_marks: int
@@ -342,7 +343,8 @@ class ImageExpansion:
         sample = self._encode(conversation, sizes)
         if text is None or sample is None:
             return None
-        if len(sizes) < 2:  # `_add_images` looks up each image of several alone
+        # For several images, `_add_images` also looks up each of them, so this check was made for each.
+        if len(sizes) == 1:
             is_separate = self._is_separate(text['input_ids'][0], sample['input_ids'][0])
             if not is_separate:
                 return None

@@ -169,7 +169,7 @@ def _open_writer(out: Path, size_limit: int | str) -> MDSWriter:
 
 def _write_rows(
     writer: MDSWriter,
-    records: Sequence[tuple[Record, Path] | BadSampleError],
+    records: Sequence[Record | BadSampleError],
     on_error: str,
 ) -> list[str]:
     """Writes the rows of all records. Returns the reasons of those that were skipped."""
@@ -192,24 +192,19 @@ def _write_rows(
     return skipped
 
 
-def _read_rows(
-    records: Sequence[tuple[Record, Path] | BadSampleError],
-) -> Iterator[ShardRow | BadSampleError]:
+def _read_rows(records: Sequence[Record | BadSampleError]) -> Iterator[ShardRow | BadSampleError]:
     """Yields rows in order. Threads read them, because reading and decoding release Python's lock."""
     with ThreadPoolExecutor() as pool:
         for start in range(0, len(records), SAMPLES_AT_ONCE):
             yield from pool.map(_read_row, records[start : start + SAMPLES_AT_ONCE])
 
 
-def _read_row(
-    entry: tuple[Record, Path] | BadSampleError,
-) -> ShardRow | BadSampleError:
-    if isinstance(entry, BadSampleError):
-        return entry
-    record, folder = entry
+def _read_row(record: Record | BadSampleError) -> ShardRow | BadSampleError:
+    if isinstance(record, BadSampleError):
+        return record
     try:
         contents = []
-        for file in open_files(record, folder):
+        for file in open_files(record):
             content = file.read_bytes() if isinstance(file, Path) else file.read()
             contents.append(content)
         decode_media(record, [BytesIO(content) for content in contents])

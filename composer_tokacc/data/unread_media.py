@@ -55,7 +55,7 @@ _ANNOUNCING_KEY = re.compile(
 )
 """Names of keys that announce a medium: a word, perhaps a suffix, a plural and a number, as in ``img_paths_2``."""
 _ID_KEY = re.compile(r'.*ids?')
-"""Matches those of the announcing keys whose number is the id of a medium. The number of any other one is a count."""
+"""Keys whose number is the id of a medium, such as ``image_id``. Under other keys a number is a count."""
 
 
 class Likeness(NamedTuple):
@@ -66,7 +66,7 @@ class Likeness(NamedTuple):
     file_name: str = ''
     """Its file name without folders. '' for content."""
     may_be_source: bool = False
-    """Whether it is perhaps only a note of where a medium came from: an address in a network, or the name of a key."""
+    """Whether it may be a note about the origin of a medium: an address in a network, or only the name of the key."""
 
 
 def check_unread_keys(
@@ -76,8 +76,8 @@ def check_unread_keys(
 ) -> None:
     """Raises ValueError if a key that is not read looks like a medium.
 
-    Two cases are allowed, because they only say where a medium came from that is read: its file name, and an address in
-    a network or a telling name of a key, if the record has a medium of the same modality.
+    Two cases are allowed, because they only note the origin of a medium that is read: the file name of the medium; and
+    a network address or a telling name of a key, if the record has a medium of the same modality.
 
     Args:
         data: The record.

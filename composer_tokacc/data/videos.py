@@ -66,10 +66,10 @@ MAX_PIXELS_OF_VIDEO = 2**31
 
 @dataclass(frozen=True, kw_only=True)
 class VideoSampling:
-    """Chooses the frames that a model sees. They are evenly spread over time, even if those of the video are not.
+    """Chooses the frames that a model sees, evenly spread over time.
 
     Args:
-        num_frames: Frames of every video. Those of a shorter video are repeated.
+        num_frames: Frames of every video. A shorter video repeats frames.
         fps: Frames a second, but never more than the video has. The default is 2, unless ``num_frames`` is given.
         min_frames: Fewest frames of a video. They are repeated if it has fewer.
         max_frames: Most frames of a video.
@@ -130,7 +130,7 @@ class Video(NamedTuple):
     frames: torch.Tensor
     """``(frames, 3, height, width)`` uint8."""
     metadata: dict[str, Any]
-    """Fields of transformers' ``VideoMetadata``, by which processors tell the model when a frame is shown."""
+    """Fields of transformers' ``VideoMetadata``. From these, processors tell the model when a frame is shown."""
 
 
 def make_video(frames: Sequence[np.ndarray], numbers: list[int], total: int, step: float) -> Video:
@@ -363,7 +363,7 @@ def read_video(file: MediaFile, sampling: VideoSampling, *, shapes_only: bool = 
         stamps, key_frames = _read_stamps(container, stream)
         first_stamp = stamps[0]
         times = [float((stamp - first_stamp) * stream.time_base) for stamp in stamps]
-        # Not the rate in the header, which may be that of another stream, or the tick rate of a clock.
+        # The header is not asked: its rate may belong to another stream, or be the tick rate of a clock.
         if times[-1]:
             step = times[-1] / (len(times) - 1)
         else:  # one frame
@@ -406,7 +406,7 @@ def _read_stamps(container: InputContainer, stream: VideoStream) -> tuple[list[i
         stamp = packet.dts if packet.pts is None else packet.pts
         if not packet.size or stamp is None:
             continue
-        # The end of any stream, because the duration in the header is that of the longest one.
+        # The end of the longest stream, because the header gives its duration.
         end_of_packet = stamp + (packet.duration or 0)
         end = max(end, float(end_of_packet * packet.time_base))
         if packet.stream is not stream or packet.is_discard:
@@ -425,7 +425,7 @@ def _decode_frames(file: MediaFile, stamps: Sequence[int], key_frames: Sequence[
     """Returns the frames of some stamps, by stamp, ``(height, width, 3)`` each."""
 
     def index_of_key_frame(stamp: int) -> int:
-        """Returns the last key frame that is shown at a stamp or before it. 0, the first, if there is none."""
+        """Returns the index of the last key frame that is shown at a stamp or before it. 0 if no key frame is."""
         num_before = bisect_right(key_frames, (stamp, sys.maxsize))
         return max(num_before - 1, 0)
 
@@ -470,7 +470,7 @@ def _jump_to_frames(
     key_frame: KeyFrame,
     stamps: Sequence[int],
 ) -> dict[int, VideoFrame]:
-    """Returns the frames of some stamps behind a key frame. If the jump went too far, they are not those."""
+    """Jumps to a key frame and returns the frames of some stamps after it. Later frames if the jump went too far."""
     frames: dict[int, VideoFrame] = {}
     # Some containers seek by the time at which a frame is shown, others by the time at which it is decoded.
     for place in (key_frame.shown, key_frame.decoded):

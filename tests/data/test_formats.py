@@ -48,9 +48,9 @@ def modalities_and_names(record):
     return [(medium.modality, medium.names) for medium in record.media]
 
 
-def image_colours(record, folder):
+def image_colours(record):
     """Returns the name of each image's colour, as it is decoded."""
-    images = decode_media(record, open_files(record, folder)).get('image', [])
+    images = decode_media(record, open_files(record)).get('image', [])
     return [COLOUR_NAMES[image.getpixel((0, 0))] for image in images]
 
 
@@ -340,9 +340,9 @@ def test_videos_and_audio_of_each_project(name):
 @pytest.mark.parametrize('name', FORMATS)
 def test_record_is_what_its_project_means(folder, name):
     expected = FORMATS[name]
-    record = parse(expected.record)
+    record = parse(expected.record, folder)
     assert roles_and_texts(record) == list(expected.turns)
-    assert image_colours(record, folder) == list(expected.colours)
+    assert image_colours(record) == list(expected.colours)
 
 
 def test_instruction_of_videochat2_is_system_turn():
@@ -363,7 +363,7 @@ def test_line_breaks_around_placeholders():
 def test_file_url(folder):
     (folder / 'a b.png').write_bytes(BLUE)
     image = part('image_url', image_url={'url': f'{folder.as_uri()}/a%20b.png'})
-    assert image_colours(parse(ask(image, TEXT)), folder / 'elsewhere') == ['blue']
+    assert image_colours(parse(ask(image, TEXT), folder / 'elsewhere')) == ['blue']
 
 
 # Record and words of the message.
@@ -592,7 +592,7 @@ def test_dataset_info_of_llama_factory(folder, entry, record):
     path = describe(folder, {'file_name': 'own.json', **entry}, [record])
     dataset = LlavaDataset(path, small())
     assert roles_and_texts(dataset.records[0]) == list(PLAIN_TURNS)
-    assert image_colours(dataset.records[0], dataset.folders[0]) == ['red']
+    assert image_colours(dataset.records[0]) == ['red']
     assert dataset.records[0].source == f'{folder}/own.json, entry 1'
 
 
@@ -638,8 +638,8 @@ def test_16_bits_are_scaled_not_clipped(tmp_path, mode):
     deep.putpixel((0, 0), 257 * 100)
     deep.putpixel((1, 0), 65535)
     deep.save(tmp_path / 'deep.png')
-    record = parse(ask(part('image', image='deep.png')))
-    (image,) = decode_media(record, open_files(record, tmp_path))['image']
+    record = parse(ask(part('image', image='deep.png')), tmp_path)
+    (image,) = decode_media(record, open_files(record))['image']
     assert image.getpixel((0, 0)) == (100, 100, 100)
     assert image.getpixel((1, 0)) == (255, 255, 255)
 
@@ -649,7 +649,7 @@ def test_embedded_images_change_the_fingerprint(folder):
     for content in (RED, BLUE, RED):
         uri = f'data:image/png;base64,{base64.b64encode(content).decode()}'
         dataset = LlavaDataset(write_json(folder, [about_red(id='a', image=uri)]), small())
-        assert image_colours(dataset.records[0], folder) == ['red' if content == RED else 'blue']
+        assert image_colours(dataset.records[0]) == ['red' if content == RED else 'blue']
         fingerprints.append(dataset.fingerprint())
     red, blue, red_again = fingerprints
     assert red == red_again != blue

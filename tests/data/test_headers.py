@@ -179,8 +179,8 @@ def test_workers_make_the_same_table(path, by_headers, monkeypatch):
 
 def test_header_sizes_match_decoded_images(path):
     dataset = open_dataset(path, PROCESSORS['llava']())
-    for record, folder in zip(dataset.records, dataset.folders, strict=True):
-        files = open_files(record, folder)
+    for record in dataset.records:
+        files = open_files(record)
         images = decode_media(record, files).get('image', [])
         assert [image_size(file) for file in files] == [image.size for image in images]
     images = path.parent / 'images'

@@ -33,7 +33,7 @@ def read(modality, *paths, **options):
         turns=(Turn('user', f'<{modality}>?'), Turn('assistant', 'Yes.')),
         media=(Medium(modality, tuple(map(str, paths))),),
     )
-    (content,) = decode_media(record, open_files(record, Path()), **options)[modality]
+    (content,) = decode_media(record, open_files(record), **options)[modality]
     return content
 
 

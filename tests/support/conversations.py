@@ -48,9 +48,9 @@ def assistant(text: str) -> dict[str, Any]:
     return message('assistant', text)
 
 
-def parse(data: Any) -> Record:
-    """The record of an entry of a file."""
-    return parse_record(RawRecord('data.json', 'line 3', data))
+def parse(data: Any, folder: Path = Path()) -> Record:
+    """Returns the record of an entry of a file. ``folder`` has its media."""
+    return parse_record(RawRecord('data.json', 'line 3', data), folder)
 
 
 def write_json(folder: Path, records: Sequence[Any]) -> Path:
