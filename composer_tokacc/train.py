@@ -109,7 +109,7 @@ def _train(config: TrainConfig) -> None:
     parts = build_parts(config)
     say('starting the Trainer ...')
     trainer = build_trainer(config, parts, history, trainer_parts)
-    watch_flops(config, parts, trainer.state)
+    watch_flops(config, parts.train_dataset, parts.processor, parts.model, trainer.state)
     answers = answers_of(config, parts)
     rehearsal = rehearsal_of(config, parts)
     further_callbacks = [callback for callback in (rehearsal, answers) if callback is not None]

@@ -61,9 +61,9 @@ def build_trainer_parts(config: TrainConfig) -> TrainerParts:
     Called before the data is read, because their constructors may refuse the config.
     """
     return TrainerParts(
-        loggers=build_all(config, 'loggers'),
-        algorithms=build_all(config, 'algorithms'),
-        callbacks=build_all(config, 'callbacks'),
+        loggers=build_all('loggers', config.trainer.get('loggers'), 'trainer.loggers'),
+        algorithms=build_all('algorithms', config.algorithms, 'algorithms'),
+        callbacks=build_all('callbacks', config.callbacks, 'callbacks'),
         scheduler=build_section('scheduler', config.scheduler),
     )
 

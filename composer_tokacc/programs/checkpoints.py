@@ -110,9 +110,9 @@ def _older_checkpoints(latest: Path) -> list[Path]:
 
 
 def resume_on_shared_folder(trainer: Section) -> dict[str, Any]:
-    """Returns arguments of the Trainer for nodes that share the checkpoint folder; none if ``autoresume`` works.
+    """Returns arguments of the Trainer that replace ``autoresume`` if nodes share the checkpoint folder.
 
-    With ``autoresume`` each node removes the same file from the folder, so all nodes but the first one to do so crash.
+    With ``autoresume`` every node removes the same file from the folder. The first one succeeds, the others crash.
     """
     link = latest_checkpoint(trainer)
     if link is None or dist.get_world_size() == dist.get_local_world_size():
@@ -209,8 +209,8 @@ def remember_unused_parameters(optimizer: torch.optim.Optimizer) -> None:
 
 
 Shape = tuple[int | str, ...]
-"""Sizes of a weight. Integer weights have one more entry, ``'not of floats'``, so that they differ from weights of
-floats of the same size. Torch would load one as the other in silence."""
+"""Sizes of a weight. If it holds integers, ``'not of floats'`` is added, so that it differs from a weight of floats.
+Torch would load one as the other without an error."""
 
 
 def _shape(sizes: Sequence[int], dtype: torch.dtype) -> Shape:
@@ -295,8 +295,8 @@ class SameData(Callback):
         dataset: The training set.
         processor: Its processor or tokenizer.
         adapter: See :func:`.identify_adapter`.
-        optimizer: Settings of the optimizer by name. They are compared, because the checkpoint's own replace them
-            without a word.
+        optimizer: Settings of the optimizer by name. They are compared, because Composer replaces them by those of the
+            checkpoint without a word.
         model: The model before the Trainer wraps it. None: no weights are compared.
         trainer: Arguments of the Trainer, which name the checkpoint.
         on_other_data: ``'raise'``, or ``'warn'`` to go on.
@@ -331,7 +331,7 @@ class SameData(Callback):
                 as_json = json.dumps(value, default=str)
                 self._fingerprints[f'optimizer.{name}'] = json.loads(as_json)
         self._is_loading = False
-        """Whether Composer calls :meth:`state_dict` only to learn what to load."""
+        """Whether a checkpoint is being loaded. Composer then calls :meth:`state_dict` to learn its entries."""
         self._is_compared = False
         """Whether :meth:`before_load` has read the checkpoint, so that :meth:`load_state_dict` compares nothing."""
 
@@ -356,14 +356,14 @@ class SameData(Callback):
             self._compare_fingerprints(saved.fingerprints)
         if self.model is None or self.trainer.get('load_ignore_keys'):
             return
-        # Read again if they are not divided by FSDP, because algorithms may have changed the model since.
+        # Without FSDP the shapes are taken now, because algorithms may have changed the model since __init__().
         shapes = self._shapes if state.fsdp_enabled else _shapes_of(self.model.state_dict())
         is_strict = not weights_only or bool(self.trainer.get('load_strict_model_weights', True))
-        # Tied weights, such as head and embeddings, may be stored under one of their names.
+        # named_parameters() has tied weights, such as head and embeddings, only once. So one of their names will do.
         required = [name for name, _ in self.model.named_parameters() if name in shapes]
         _compare_shapes(saved, shapes, required if is_strict else [], is_strict=is_strict)
         optimizer = type(state.optimizers[0]).__qualname__
-        if not weights_only and optimizer not in saved.optimizers:  # Composer would start it from nothing
+        if not weights_only and optimizer not in saved.optimizers:  # Composer would start with a new optimizer
             raise ConfigError(
                 '',
                 f'the checkpoint must hold timestamp and the state of the optimizer {optimizer} to go on from, got: '

@@ -3,8 +3,8 @@
 
 """Our rules about a config, checked before any process group, model or data.
 
-A value that Composer, torch or Transformers refuse themselves is not checked here, unless they would take it without a
-word or refuse it only after the data was read and the model was loaded.
+A value that Composer, torch or Transformers refuse themselves is only checked here if they refuse it late, after the
+data was read and the model was loaded.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import dataclasses
 import os
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,6 @@ from composer_tokacc.programs.schema import (
     check_arguments,
     check_names,
     check_value,
-    without,
 )
 from composer_tokacc.programs.sources import source_of, token_data_spec_of
 from composer_tokacc.sampling.global_batches import BatchSchedule
@@ -51,13 +51,17 @@ FILLED_ELSEWHERE = (
     'seed',
 )
 """Arguments of the Trainer that other sections of the file fill."""
+RESULT_FILES = ('metrics.jsonl', 'answers.jsonl', 'result.json', 'report.html')
+"""Files that `train` writes into the folder of the report."""
 _FSDP = 'trainer.parallelism_config.fsdp'
 
 
 def check_config(config: TrainConfig, *, num_ranks: int | None = None) -> None:
     """Raises ConfigError for the first mistake that the config itself shows, in one line with the remedy.
 
-    ``num_ranks``: ranks that the run is planned for. Default: those of this launch.
+    Args:
+        config: The run.
+        num_ranks: Ranks that the run is planned for. Default: all ranks of this launch.
     """
     world_size = _check_launcher()
     num_ranks = num_ranks or world_size
@@ -81,47 +85,39 @@ def check_config(config: TrainConfig, *, num_ranks: int | None = None) -> None:
 
 
 def _check_launcher() -> int:
-    """Returns WORLD_SIZE. Refuses values that are no integers (of LOCAL_RANK, too), and RANK >= WORLD_SIZE."""
-    rank = _integer_of_environment('RANK', 0)
-    _integer_of_environment('LOCAL_RANK', 0)
-    world_size = _integer_of_environment('WORLD_SIZE', 1)
+    """Returns WORLD_SIZE. Refuses variables of the launcher that are not integers, and RANK >= WORLD_SIZE."""
+    numbers = {'RANK': 0, 'LOCAL_RANK': 0, 'WORLD_SIZE': 1}
+    for name in numbers.keys() & os.environ.keys():
+        try:
+            numbers[name] = int(os.environ[name])
+        except ValueError:
+            message = f'of the environment must be an integer, got: {os.environ[name]}. Unset it'
+            raise ConfigError(name, message) from None
+    rank = numbers['RANK']
+    world_size = numbers['WORLD_SIZE']
     if rank >= world_size:  # for example RANK=1 alone: without a rank 0 nobody would write checkpoints and results
         raise ConfigError('RANK', f'of the environment must be below WORLD_SIZE, got: {rank} of {world_size}. Unset it')
     return world_size
 
 
-def _integer_of_environment(name: str, default: int) -> int:
-    value = os.environ.get(name, str(default))
-    try:
-        return int(value)
-    except ValueError:
-        raise ConfigError(name, f'of the environment must be an integer, got: {value}. Unset it') from None
-
-
 def _check_batch_sizes(config: TrainConfig, num_ranks: int) -> None:
     loader = config.loader
-    sizes = [('global_eval_batch_size', loader.global_eval_batch_size or 0)]
-    if isinstance(loader.global_batch_size, int):
-        sizes.append(('global_batch_size', loader.global_batch_size))
-    else:
-        with building('loader.global_batch_size'):
-            schedule = BatchSchedule.from_stages(loader.global_batch_size)
-        sizes += [('global_batch_size', size) for size in schedule.sizes]
+    with building('loader.global_batch_size'):
+        schedule = BatchSchedule.from_stages(loader.global_batch_size)
+    sizes = [('global_batch_size', size) for size in schedule.sizes]
+    sizes.append(('global_eval_batch_size', loader.global_eval_batch_size or 0))
     for name, size in sizes:
         if size % num_ranks:
-            raise ConfigError(
-                f'loader.{name}', f'must be divisible by the number of ranks, got: {size} on {num_ranks} ranks'
-            )
+            message = f'must be divisible by the number of ranks, got: {size} on {num_ranks} ranks'
+            raise ConfigError(f'loader.{name}', message)
 
 
 def _check_trainer(trainer: Section) -> None:
     for name in FILLED_ELSEWHERE:
         if name in trainer:
             raise ConfigError(f'trainer.{name}', f'must be set in its own section of the file, got: {trainer[name]}')
-    # The registry checks `loggers`, a mapping here and objects in the Trainer. The program gives the model, which has
-    # no default.
-    arguments = {**without(trainer, 'loggers'), 'model': None}
-    check_arguments('trainer', Trainer, arguments, hints={**HOST_HINTS, 'model': Any})
+    without_model = partial(Trainer, model=None)  # pyright: ignore[reportArgumentType]
+    check_arguments('trainer', without_model, trainer, hints=HOST_HINTS)
     parallelism = trainer.get('parallelism_config') or {}
     # `tp` takes Python objects, and the Trainer drops `fsdp2`.
     keys = [key for key, value in parallelism.items() if value is not None]
@@ -148,9 +144,9 @@ def _check_duration(config: TrainConfig) -> None:
     if isinstance(config.loader.global_batch_size, int):
         units.append(TimeUnit.EPOCH)
     if unit not in units:
-        unit_names = [f'{unit.name.lower()} ({unit.value})' for unit in units]
-        names = ', '.join(unit_names)
-        raise ConfigError('trainer.max_duration', f'must be in one of the units {names}, got: {duration}')
+        names = [f'{unit.name.lower()} ({unit.value})' for unit in units]
+        message = f'must be in one of the units {", ".join(names)}, got: {duration}'
+        raise ConfigError('trainer.max_duration', message)
 
 
 def _check_optimizer(optimizer: Section) -> None:
@@ -183,14 +179,12 @@ def _check_stoppers(config: TrainConfig) -> None:
 
 
 def _check_sharding(config: TrainConfig) -> None:
-    """Refuses settings of FSDP that Composer drops without a word or refuses in the first step."""
+    """Refuses settings of FSDP that Composer ignores or refuses in the first step."""
     settings = check_value(_FSDP, config.trainer['parallelism_config']['fsdp'], dict)
-    # FSDP2's settings (FSDP_VERSION=2) come from the same mapping. Names are checked here, because FSDPConfig takes any
-    # name. check_arguments() checks the values.
-    settings_of_both = [*dataclasses.fields(FSDPConfig), *dataclasses.fields(FSDP2Config)]
-    known_names = {setting.name for setting in settings_of_both}
-    check_names(_FSDP, settings, known_names)
     check_arguments(_FSDP, FSDPConfig, settings, hints=HOST_HINTS)
+    # FSDPConfig takes any name. The settings of FSDP2 (FSDP_VERSION=2) come from the same mapping.
+    settings_of_both = [*dataclasses.fields(FSDPConfig), *dataclasses.fields(FSDP2Config)]
+    check_names(_FSDP, settings, {setting.name for setting in settings_of_both})
     replicas = settings.get('data_parallel_replicate_degree')
     shards = settings.get('data_parallel_shard_degree', -1)
     if os.environ.get('FSDP_VERSION') == '2':
@@ -204,14 +198,14 @@ def _check_sharding(config: TrainConfig) -> None:
 
 def _check_report(config: TrainConfig) -> None:
     report = config.report
-    function: Any = _no_function
+    function: Any = object  # takes no arguments
     if 'name' in report:
-        function = import_by_name('report.name', str(report['name']))
-        module = str(getattr(function, '__module__', ''))
+        function = partial(import_by_name('report.name', str(report['name'])), None)  # called with a FinishedRun
+        module = str(getattr(function.func, '__module__', ''))
         # A config of somebody else must not name a function such as os.system.
         if module.partition('.')[0] in sys.stdlib_module_names:
             raise ConfigError('report.name', f'must be a function that takes a FinishedRun, got: {report["name"]}')
-    check_arguments('report', function, report, num_positional=1, extra_keys=REPORT_KEYS)
+    check_arguments('report', function, report, extra_keys=REPORT_KEYS)
     is_random_base = config.model.lora is not None and config.model.pretrained is None
     if report.get('export') and (config.is_sharded or is_random_base):
         raise ConfigError(
@@ -219,13 +213,6 @@ def _check_report(config: TrainConfig) -> None:
             'must be false with FSDP, and for `model.lora` on a base with random weights, got: true. Export the '
             'checkpoint afterwards: python -m composer_tokacc.export CHECKPOINT FOLDER merge=true',
         )
-
-
-def _no_function(run: object) -> None:
-    """Has the signature to check ``report`` by if it names no function: a finished run, and no further arguments."""
-
-
-RESULT_FILES = ('metrics.jsonl', 'answers.jsonl', 'result.json', 'report.html')
 
 
 def check_folders(config: TrainConfig) -> None:

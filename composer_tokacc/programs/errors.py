@@ -51,7 +51,7 @@ class PartError(ConfigError):
     """An error that was raised while a part of the config was built: ``optimizer: TypeError: ...``."""
 
     def __init__(self, path: str, message: str) -> None:
-        # With a colon, because the message is a sentence of its own.
+        # The message is a complete sentence, so a colon separates it from the key.
         super().__init__('', f'`{path}`: {message}')
         self.path = path
         self.message = message
@@ -61,20 +61,19 @@ class PartError(ConfigError):
 def building(path: str) -> Iterator[None]:
     """Turns any error while a part of the config is built into one line with its key.
 
-    The traceback is logged at debug level. Two kinds pass unchanged: bugs of this package, which need their traceback,
-    and faults of the machine, which have a message of their own; see :func:`.fault_of_machine`.
+    These errors pass unchanged: a ConfigError, which has its key; a bug of this package, which needs its traceback; a
+    fault of the machine, which gets its line from :func:`.fault_of_machine`.
     """
     try:
         yield
+    except ConfigError:
+        raise
+    except RefusalError as error:
+        raise PartError(path, str(error)) from error
     except Exception as error:
-        if isinstance(error, ConfigError):
-            raise
-        if isinstance(error, RefusalError):
-            raise PartError(path, str(error)) from error
-        if fault_of_machine(error):
-            raise
-        # An import in our own line fails if a package of a host is missing. That is not our bug.
-        if _package_that_raised(error) == 'composer_tokacc' and not isinstance(error, ImportError):
+        # A missing package of a host is not our bug, even if the import stands in our code.
+        is_our_bug = _package_that_raised(error) == 'composer_tokacc' and not isinstance(error, ImportError)
+        if is_our_bug or fault_of_machine(error):
             raise
         raise PartError(path, f'{type(error).__name__}: {error}') from error
 
@@ -134,9 +133,9 @@ def refuse(error: Exception, *, on_all_ranks: bool = False) -> int:
 
     Args:
         error: The mistake.
-        on_all_ranks: Whether every rank meets the mistake, such as a wrong key of the config. Then only the first rank
-            of a node prints it and returns 2. The others return 0: Composer's launcher ends all ranks as soon as one
-            fails, and that might be before the first rank has printed the line.
+        on_all_ranks: Whether all ranks meet the mistake, such as a wrong key of the config. Then only the first rank
+            of a node prints it and returns 2. The others return 0, because Composer's launcher ends all ranks as soon
+            as one fails, perhaps before the first rank has printed the line.
     """
     log.debug('The mistake was found here:', exc_info=error)
     local_rank = os.environ.get('LOCAL_RANK', '0')

@@ -175,8 +175,7 @@ def _merged(
 ) -> Any:
     """Returns the base with an adapter merged into it."""
     # Only a base with random weights is in the checkpoint itself.
-    has_base = any('.base_layer.' in name for name in weights)
-    if has_base:
+    if any('.base_layer.' in name for name in weights):
         model = auto_class(config).from_config(config)
     else:
         base = content.get('base_model_name_or_path')
@@ -186,11 +185,11 @@ def _merged(
     head = model.get_output_embeddings()
     was_tied = head is not None and head.weight is model.get_input_embeddings().weight
     if head is not None and was_tied:
-        # Untied for the merge, because only one of them may have been trained.
+        # Head and embeddings are untied for the merge, because perhaps only one of them was trained.
         head.weight = nn.Parameter(head.weight.detach().clone())
     merged: Any = with_saved_adapter(model, content, weights).merge_and_unload()
     if was_tied:
-        # Tied again only if the merge has left both the same.
+        # They are tied again only if they are still equal after the merge.
         head = merged.get_output_embeddings()
         embedding = merged.get_input_embeddings()
         is_tied = torch.equal(head.weight, embedding.weight)

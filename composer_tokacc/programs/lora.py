@@ -125,8 +125,8 @@ def with_saved_adapter(
     adapter_config = peft.get_peft_config(dict(content))
     model = _attach(model, adapter_config, content.get('base_model_name_or_path'))
     missing, unknown = load_weights(model, weights, assign=assign)
-    # A checkpoint may leave out the base, but not a part of the base or of the adapter. peft calls the weights of a
-    # layer with an adapter `base_layer`.
+    # A checkpoint may lack the base as a whole, but not a part of it. Every adapter lies on a layer of the base, whose
+    # weights peft calls `base_layer`.
     has_base = any('.base_layer.' in name for name in weights)
     needed = [name for name in missing if has_base or IN_ADAPTER.search(name)]
     refuse_partial('a whole adapter of its base', needed, unknown)

@@ -177,12 +177,10 @@ def parameter_groups(model: nn.Module, parts: Mapping[str, Section]) -> list[dic
     for name, arguments in (*parts.items(), ('', {})):  # the last one is for all other parameters
         groups[name] = {**arguments, 'params': []}
     for full_name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        names = [name for name in parts if _lies_under(full_name, name)]
-        longest_name = max(names, key=len, default='')
-        group = groups[longest_name]
-        group['params'].append(parameter)
+        if parameter.requires_grad:
+            names = [name for name in parts if _lies_under(full_name, name)]
+            longest_name = max(names, key=len, default='')
+            groups[longest_name]['params'].append(parameter)
     for name, group in groups.items():
         if name and not group['params']:
             raise ConfigError('optimizer.parts', f'must name parts of the model that are trained, got: {name}')
@@ -223,8 +221,7 @@ def read_config(
 def _check_fields(settings: Section, default: PretrainedConfig, path: str) -> None:
     """Refuses fields that the class does not know and numbers that are out of range, also in configs inside it."""
     known_names = ALWAYS_KNOWN | set(default.to_dict()) | set(default.attribute_map)
-    names_of_arguments = set(inspect.signature(type(default).__init__).parameters)
-    known_names |= names_of_arguments - {'self', 'kwargs'}
+    known_names |= set(inspect.signature(type(default)).parameters) - {'kwargs'}
     check_names(path, settings, known_names)
     for key, value in settings.items():
         for pattern, allowed in FIELD_RANGES.items():
@@ -288,10 +285,9 @@ def auto_class(config: PretrainedConfig) -> Any:
     """Returns the class of Transformers that builds a model of this config with its language head."""
     if type(config) in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return auto.AutoModelForImageTextToText
-    # BART is in both of the following, Qwen2-Audio only in the second.
-    if type(config) in auto.MODEL_FOR_CAUSAL_LM_MAPPING:
-        return auto.AutoModelForCausalLM
-    if type(config) in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
+    # BART is in both of these mappings, Qwen2-Audio only in the one of encoders and decoders.
+    is_causal = type(config) in auto.MODEL_FOR_CAUSAL_LM_MAPPING
+    if type(config) in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING and not is_causal:
         return auto.AutoModelForSeq2SeqLM
     return auto.AutoModelForCausalLM
 
@@ -333,7 +329,8 @@ def _fit_embeddings(model: Any, tokenizer: Any, *, has_lora: bool) -> None:
 
 
 def _fresh(config: PretrainedConfig, dtype: torch.dtype, options: dict[str, Any]) -> Any:
-    """Builds a model with random weights. ``options`` hold at most ``attn_implementation``, the likely mistake."""
+    """Builds a model with random weights."""
+    # The only possible option is `attn_implementation`. If it is given, it is more likely wrong than the config.
     with building('model.attn_implementation' if options else 'model.config'):
         model = auto_class(config).from_config(config, **options, trust_remote_code=False)
     cast_model(model, dtype)
@@ -343,8 +340,8 @@ def _fresh(config: PretrainedConfig, dtype: torch.dtype, options: dict[str, Any]
 def set_cache(model: nn.Module, on: bool) -> None:
     """Switches the key-value cache of all parts of a model on or off. Only generation needs it.
 
-    In training it is off, because packed documents would see each other through it. Configs inside configs are changed
-    too, and so are the configs of all modules: before transformers 4.52 each part of a model had its own config.
+    In training it is off, because packed documents would see each other through it. The configs of all modules are
+    changed, and the configs inside them.
     """
     configs: list[Any] = [getattr(module, 'config', None) for module in model.modules()]
     while configs:
@@ -378,10 +375,10 @@ def _freeze_unreached_vision_layers(model: Any) -> set[str]:
 
 
 def _without_gradient(encoder: Any, feature_layers: Sequence[int]) -> list[str]:
-    """Returns the parameters of a vision encoder that its hidden states at some layers do not depend on.
+    """Returns the parameters that do not influence the hidden states of a vision encoder at some layers.
 
-    A backward of an encoder without memory finds them, because releases of Transformers differ: in some the last state
-    is the normed output.
+    A backward through a copy without memory finds them. Their names alone do not tell: in some releases of Transformers
+    the last hidden state is taken behind the final norm, in others before it.
     """
     config = encoder.config
     sides = config.image_size
@@ -425,7 +422,8 @@ class _RunModel(HuggingFaceModel):
 def _files_of(processor: Processor) -> dict[str, dict[str, Any]]:
     """Returns the files of a saved processor by name, in the form that files have in Composer's metadata.
 
-    Composer saves those of the tokenizer too, but as parsed JSON, and sharded checkpoints lose empty mappings in it.
+    Composer itself saves only the files of the tokenizer, and those as parsed JSON. Sharded checkpoints lose the empty
+    mappings of such JSON.
     """
     files = {}
     with tempfile.TemporaryDirectory() as folder:

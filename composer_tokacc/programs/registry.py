@@ -13,6 +13,7 @@ import importlib
 import inspect
 import re
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -35,11 +36,11 @@ from composer_tokacc.programs.schema import (
     Fraction,
     Hint,
     Name,
+    NamedArguments,
     Positive,
-    TrainConfig,
     WarmUp,
     check_arguments,
-    check_value,
+    check_names,
     without,
 )
 
@@ -50,7 +51,7 @@ class Kind:
 
     base: type
     modules: tuple[ModuleType, ...]
-    """Where its classes are looked up. The first module wins."""
+    """Modules that have its classes. If two have a class of one name, the first module wins."""
     suffix: str = ''
     """A word of the class name that the YAML name may leave out: ``tensorboard`` for ``TensorboardLogger``."""
 
@@ -90,6 +91,7 @@ _WEIGHT = Annotated[float, Field(ge=0)]
 _ALL_OR_SOME: TypeAlias = Literal[-1] | Count
 _OPTIONAL_ALL_OR_SOME: TypeAlias = Literal[-1] | Count | None
 _OPTIONAL_NAME: TypeAlias = Name | None
+_OPTIONAL_ARGUMENTS: TypeAlias = NamedArguments | None
 HOST_HINTS: dict[str, Hint] = {
     'alpha': _WEIGHT,
     'alpha_f': _WEIGHT,
@@ -103,6 +105,7 @@ HOST_HINTS: dict[str, Hint] = {
     'eval_interval': Duration,
     'eval_subset_num_batches': _ALL_OR_SOME,
     'load_path': _OPTIONAL_NAME,
+    'loggers': _OPTIONAL_ARGUMENTS,
     'max_duration': Duration,
     'run_name': _OPTIONAL_NAME,
     'save_folder': _OPTIONAL_NAME,
@@ -119,14 +122,8 @@ HOST_HINTS: dict[str, Hint] = {
 """Ranges of arguments by name, for all classes of hosts. The hosts accept any value, and fail in a step or never."""
 
 
-def build_all(config: TrainConfig, kind: str) -> list[Any]:
-    """Builds the algorithms, callbacks or loggers that a config names, in order."""
-    path = kind
-    section = getattr(config, kind, None)
-    if kind == 'loggers':
-        path = 'trainer.loggers'
-        section = config.trainer.get('loggers')
-    section = check_value(path, section, dict[str, dict[str, Any] | None] | None)
+def build_all(kind: str, section: NamedArguments | None, path: str) -> list[Any]:
+    """Builds the algorithms, callbacks or loggers that a section names, in order. ``path`` is its key in the config."""
     parts = []
     for name, arguments in (section or {}).items():
         parts.append(_build_part(kind, f'{path}.{name}', name, arguments))
@@ -149,10 +146,10 @@ def _build_part(
 ) -> Any:
     """Builds one object. ``path`` is its key in the config; ``positional`` comes from the program itself."""
     cls = class_by_name(kind, name)
-    # A class without a constructor has the one of its base, which drops any argument. Then no argument is allowed.
-    has_constructor = cls.__init__ is not KINDS[kind].base.__init__
-    signature = cls if has_constructor else object
-    checked = check_arguments(path, signature, arguments, num_positional=len(positional), hints=HOST_HINTS)
+    if cls.__init__ is KINDS[kind].base.__init__:
+        # The constructor of the base takes any arguments and drops them, so none are allowed.
+        check_names(path, arguments or {}, ())
+    checked = check_arguments(path, partial(cls, *positional), arguments, hints=HOST_HINTS)
     with without_warnings(), building(path):  # a warning would not name the key
         return cls(*positional, **checked)
 
@@ -194,15 +191,13 @@ def _classes_of(kind: str) -> dict[str, type]:
     """Returns the classes of a kind by their names in a YAML file."""
     base = KINDS[kind].base
     suffix = KINDS[kind].suffix
-    classes = {}
-    # A later entry replaces an earlier one, so the first module comes last.
-    for module in reversed(KINDS[kind].modules):
+    classes: dict[str, type] = {}
+    for module in KINDS[kind].modules:
         for _, cls in inspect.getmembers(module, inspect.isclass):
-            if not issubclass(cls, base) or inspect.isabstract(cls):
-                continue
-            if cls is base or cls in UNSUITED:
-                continue
-            # LRMonitor -> lr_monitor, DecoupledAdamW -> decoupled_adamw
-            snake_name = re.sub(r'(?<=[A-Za-z])(?=[A-Z][a-z])', '_', cls.__name__).lower()
-            classes[snake_name.removesuffix(suffix).removesuffix('_')] = cls
+            is_part = issubclass(cls, base) and cls is not base and not inspect.isabstract(cls)
+            if is_part and cls not in UNSUITED:
+                # LRMonitor -> lr_monitor, DecoupledAdamW -> decoupled_adamw
+                snake_name = re.sub(r'(?<=[A-Za-z])(?=[A-Z][a-z])', '_', cls.__name__).lower()
+                short_name = snake_name.removesuffix(suffix).removesuffix('_')
+                classes.setdefault(short_name, cls)  # the first module wins
     return classes

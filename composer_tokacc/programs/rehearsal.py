@@ -46,7 +46,7 @@ from composer_tokacc.weights import LOSS_WEIGHTS
 log = logging.getLogger(__name__)
 
 MOST_BATCHES = 10_000
-"""Global batches that are planned ahead, which takes some ten seconds."""
+"""Most global batches that are looked through. It takes about ten seconds."""
 NAMED_SAMPLES = 4
 """Samples that an error names."""
 
@@ -57,7 +57,8 @@ class Candidate(NamedTuple):
     step: int
     """Global batch, counted from the present step."""
     samples: list[list[int]]
-    """One list with the samples of this microbatch. If rows are packed, a list for each microbatch of the rank."""
+    """The samples to read, in lists: those of this microbatch. If rows are packed, a list for each microbatch of the
+    rank, because the split packs all of them together."""
     rows: int
     width: int
     image_tokens: int
@@ -67,9 +68,9 @@ class Candidate(NamedTuple):
     """Bytes at the peak of a rank; 0 without a memory model."""
 
     def sizes(self) -> tuple[float, ...]:
-        """Returns the sizes that memory grows with: positions, a full attention matrix, image tokens, logits, and all.
+        """Returns five sizes that memory grows with: positions, attention matrix, image tokens, logits, and the total.
 
-        The last one is the predicted peak, or without a memory model the sum of tokens of all kinds.
+        The total is the predicted peak. Without a memory model it is the sum of positions, image tokens and logits.
         """
         positions = self.rows * self.width
         num_logits = positions if self.logits is None else self.logits
@@ -83,13 +84,13 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRun:
-    """A run whose batches are planned ahead, and what is known of its memory."""
+    """A run whose batches are planned ahead, and the numbers that predict its memory."""
 
     state: State
     accumulation: TokenAccumulation | None
     sampler: RegroupingBatchSampler
     memory: MemoryModel | None
-    """The memory model, on the first rank."""
+    """Only on the first rank, and only if the run has one."""
     labels_per_sample: np.ndarray | None
     """Labels of each sample, (n,). None: the run computes all logits, or nobody has counted the labels."""
 
@@ -101,7 +102,7 @@ class RehearsalReport:
     num_batches: int
     """Global batches that were looked through."""
     microbatch_size: int
-    """The size that fits."""
+    """The size that was rehearsed last. At the end it is a size that fits."""
     lines: list[str] = field(default_factory=list)
     """One for each microbatch: its shape, predicted and measured peak."""
     seconds: float = 0.0
@@ -173,12 +174,12 @@ def rehearsal_of(config: TrainConfig, parts: RunParts) -> Rehearsal | None:
 def rehearse(
     state: State, memory: MemoryModel | None = None, *, labels_per_sample: np.ndarray | None = None
 ) -> RehearsalReport | None:
-    """Runs forward and backward of the heaviest microbatches that are left of a run; a collective.
+    """Runs forward and backward of the heaviest microbatches in the rest of a run; a collective.
 
-    These are at most five: the ones with the most positions, the most image tokens, the largest ``rows x width^2``, the
-    most logits, and the highest peak by the memory model, or without one the most tokens of all kinds. If one does not
-    fit, all are run again with half the microbatch size, until a size fits. If the size is ``auto``, the run goes on
-    with it, else it is refused. Weights do not change; gradients, buffers and random numbers are restored.
+    These are at most five, the largest one by each size of :meth:`Candidate.sizes`. If one does not fit, the microbatch
+    size is halved and the heaviest ones of that size are run, until a size fits. If the size is ``auto``, the run goes
+    on with the one that fits, else the run is refused. Weights do not change; gradients, buffers and random numbers are
+    restored.
 
     Args:
         state: Of a Trainer whose train loader is a :class:`.RegroupingDataLoader`, at ``Event.BATCH_START``.
@@ -244,7 +245,7 @@ def _token_accumulation(state: State) -> TokenAccumulation | None:
 def heaviest_of_run(run: PlannedRun, options: CutOptions) -> tuple[list[Candidate], int]:
     """Returns the microbatches that are largest in one of their sizes, and the number of global batches.
 
-    ``options`` have the token budget under which planned microbatches are cut again.
+    ``options`` have the token budget by which the run cuts. Planned microbatches that are over it are cut again.
     """
     largest: dict[int, tuple[tuple[float, float], Candidate]] = {}
     num_batches = 0
@@ -253,13 +254,13 @@ def heaviest_of_run(run: PlannedRun, options: CutOptions) -> tuple[list[Candidat
         for rank in ranks:
             for candidate in _candidates_of_rank(run, step, rank, window, options):
                 sizes = candidate.sizes()
-                size_in_all = sizes[-1]
+                total = sizes[-1]
                 for place, size in enumerate(sizes):
-                    size_and_all = (size, size_in_all)  # of two of one size, the one that is larger in all
-                    if place not in largest or size_and_all > largest[place][0]:
-                        largest[place] = size_and_all, candidate
+                    size_and_total = (size, total)  # if two have the same size, the larger total wins
+                    if place not in largest or size_and_total > largest[place][0]:
+                        largest[place] = size_and_total, candidate
     distinct = {id(candidate): candidate for _, candidate in largest.values()}
-    # Lightest first, so that the lines show how far it goes.
+    # The lightest first. If one does not fit, the lines of the report show how much did fit.
     lightest_first = sorted(distinct.values(), key=lambda candidate: candidate.sizes()[-1])
     return lightest_first, num_batches
 
@@ -278,7 +279,7 @@ def _candidates_of_rank(
         step: The step.
         rank: Planned microbatches of the rank. Their indices are places in ``window``.
         window: Samples of the global batch.
-        options: See :func:`largest_candidates`.
+        options: See :func:`heaviest_of_run`.
     """
     split = split_of(run.state.dataloader)
     samples_of_rank = []
@@ -394,7 +395,7 @@ def _peak(run: PlannedRun, candidate: Candidate, size: int) -> int | None:
 
 
 def _run(run: PlannedRun, microbatch: Batch) -> None:
-    """Runs forward and backward of a microbatch, with logits at the positions where the run computes them."""
+    """Runs forward and backward of a microbatch. Logits are computed at the same positions as in the run."""
     state = run.state
     model = state.model
     inputs = dict(without_rows(microbatch))
@@ -426,7 +427,7 @@ def _cuts_of(run: PlannedRun, candidate: Candidate, size: int) -> list[Batch]:
         weights = run.accumulation.options.token_weights
         rule = run.accumulation.rule or 'causal'
     if weights == 'column' and not any(LOSS_WEIGHTS in microbatch for microbatch in batch.microbatches):
-        weights = 'token'  # a loader adds its own column to a step, not to a single microbatch
+        weights = 'token'  # the loader computes the column, which it only does for a whole step
     counted = with_counts(batch, rule, weights)
     split = split_of(state.dataloader)
     return list(microbatches_of(counted) if split is None else split(counted, size))
@@ -465,12 +466,14 @@ def _room_for_optimizers(state: State) -> Iterator[None]:
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Returns the bytes of the states that an optimizer will have, measured on a small parameter."""
-    parameters = []
+    parameter_bytes = 0
     for group in optimizer.param_groups:
         for parameter in group['params']:
-            parameters.append(parameter.to_local() if hasattr(parameter, 'to_local') else parameter)
-    parameter_bytes = sum(parameter.nbytes for parameter in parameters)
-    zeros = torch.zeros(64, 64, device=parameters[0].device)
+            if hasattr(parameter, 'to_local'):  # of FSDP2: only this rank's part
+                parameter = parameter.to_local()
+            parameter_bytes += parameter.nbytes
+    device = optimizer.param_groups[0]['params'][0].device
+    zeros = torch.zeros(64, 64, device=device)
     small = torch.nn.Parameter(zeros)
     small.grad = torch.zeros_like(small)
     trial = copy.copy(optimizer)

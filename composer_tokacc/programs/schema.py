@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import numpy as np
 import yaml
@@ -27,7 +27,7 @@ from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationE
 from pydantic.errors import PydanticUserError
 
 from composer_tokacc.planning import CostModel, mean_samples
-from composer_tokacc.programs.errors import ConfigError, PartError, shorten, unknown_name
+from composer_tokacc.programs.errors import ConfigError, building, shorten, unknown_name
 
 Options = TypeVar('Options')
 Hint = Any
@@ -35,6 +35,8 @@ Hint = Any
 
 Sections = dict[str, dict[str, Any]]
 """Settings of several things, by name."""
+NamedArguments = dict[str, dict[str, Any] | None]
+"""Names of classes, and arguments for each. None: its defaults."""
 Count = Annotated[int, Field(ge=1)]
 """A number of things, at least one."""
 NotNegative = Annotated[int, Field(ge=0)]
@@ -45,7 +47,7 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 def _check_name(value: str) -> str:
     # `key=None` on the command line is the text None. In YAML the value would be null.
     if value.strip() in ('', 'None'):
-        raise ValueError('a name, or null for none')
+        raise ValueError('it should be a name, or null for none')
     return value
 
 
@@ -142,7 +144,9 @@ class LoaderConfig:
 
     @property
     def planned_key(self) -> str | None:
-        """The setting of the global batch that needs a sampler with a table of lengths; None if any sampler will do."""
+        """A setting that only a RegroupingBatchSampler can follow, because it plans ahead; None if there is none."""
+        if self.modality == 'per_step':
+            return '`loader.modality: per_step`'
         if self.global_batch_tokens is not None:
             return '`loader.global_batch_tokens`'
         if not isinstance(self.global_batch_size, int):
@@ -164,18 +168,18 @@ class MicrobatchingConfig:
     max_image_tokens: Count | None = None
     """Most placeholders of images, videos and audios in a microbatch, a second hard cap; null: none."""
     max_loss_tokens: Count | None = None
-    """Most loss tokens in a microbatch, a third hard cap; null: none. If logits are only computed at labels, they are
-    computed for so many positions."""
+    """Most loss tokens in a microbatch, a third hard cap; null: none. It also limits the logits, if they are only
+    computed at labels."""
     regroup: bool = True
     """Sort rows by length, fill each microbatch up to the token budget, trim it to its own longest row."""
     equal_counts: bool | Literal['auto'] = 'auto'
-    """Same number of microbatches on every rank, which FSDP needs; ``auto``: unless DDP was seen to reduce gradients in
-    the last one alone."""
+    """Same number of microbatches on every rank, which FSDP needs. ``auto``: yes, unless DDP reduces gradients only in
+    the last microbatch."""
     width_multiple: Annotated[int, Field(ge=1, le=65536)] = 1
     """Round the width of a microbatch up to a multiple, e.g. 64 for tensor cores."""
     packing: bool | Literal['auto'] = False
-    """String the rows of a microbatch into one without any padding, if the model tells the documents apart; or
-    ``auto``: if that also costs less."""
+    """Join the rows of a microbatch into one row without padding, if the model tells the documents apart. ``auto``:
+    only if that also costs less."""
     cost: CostModel | None = None
     """``launch``, ``quadratic``, ``vision_per_patch``, ..., see :class:`.CostModel`, as ``size time_steps=true``
     measures them; null: a 7B model on a GPU, whose vision encoder costs nothing."""
@@ -193,7 +197,7 @@ class TrainConfig:
     """One run. ``algorithms`` and ``callbacks`` map names to arguments, in order, as llm-foundry has them."""
 
     dry_run: bool = False
-    """Everything but training: config, data, model, the first batch's check and the rehearsal; nothing is written."""
+    """Do everything but train: config, data, model, first-batch check and rehearsal. Nothing is written."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 17
     """Seed of weights, order of samples and everything Composer seeds."""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -310,7 +314,7 @@ def merge(options: type[Options], *layers: DictConfig) -> Options:
 
     Args:
         options: The dataclass.
-        *layers: Values, such as those of the file and of the command line.
+        *layers: Values, for example of the file and of the command line.
     """
     merged: Any = asdict(options())  # type: ignore[arg-type]
     for layer in layers:
@@ -340,17 +344,14 @@ def _overlay(below: object, above: object) -> object:
 
 
 def _join(path: str, key: object) -> str:
-    parts = [str(part) for part in (path, key) if part not in ('', None)]
-    return '.'.join(parts)
+    return f'{path}.{key}' if path else str(key)
 
 
 def build_dataclass(path: str, section: type[Options], values: object) -> Options:
     """Returns a dataclass with checked values. Fields that are dataclasses themselves are built in the same way."""
     checked = check_arguments(path, section, values, hints=INFINITE_HINTS)
-    try:
+    with building(path):  # a class may check itself, as CostModel does
         return section(**checked)
-    except ValueError as error:  # from a class that checks itself, such as CostModel
-        raise PartError(path, str(error)) from error
 
 
 def check_arguments(
@@ -358,7 +359,6 @@ def check_arguments(
     target: Callable[..., Any],
     arguments: object,
     *,
-    num_positional: int = 0,
     hints: Mapping[str, Hint] | None = None,
     extra_keys: Mapping[str, Hint] | None = None,
 ) -> dict[str, Any]:
@@ -366,9 +366,8 @@ def check_arguments(
 
     Args:
         path: The section that they come from.
-        target: The class or function.
+        target: The class or function; a ``partial`` with the arguments that the program itself supplies.
         arguments: A mapping, or None for the defaults.
-        num_positional: Leading parameters that the program itself supplies.
         hints: Annotations that replace the ones of ``target``.
         extra_keys: Keys of the section that are not for ``target``, with their annotations.
     """
@@ -376,30 +375,28 @@ def check_arguments(
         arguments = {}
     if not isinstance(arguments, Mapping):
         raise ConfigError(path, f'must be a mapping, got: {shorten(arguments, 200)}. Leave it out for its defaults')
-    annotations = {**_annotations_of(target), **(hints or {}), **(extra_keys or {})}
-    known_names = list(extra_keys or ())
+    annotations: dict[str, Hint] = {}
     takes_any_name = False
-    parameters = list(inspect.signature(target).parameters.values())
-    for parameter in parameters[num_positional:]:
+    with building(path):  # refuses a function that does not take the arguments of the program
+        parameters = _parameters_of(target)
+    for parameter in parameters:
         if parameter.kind is parameter.VAR_KEYWORD:
             takes_any_name = True
         elif parameter.kind is not parameter.VAR_POSITIONAL:
-            known_names.append(parameter.name)
+            annotations[parameter.name] = Any if parameter.annotation is parameter.empty else parameter.annotation
             if parameter.default is parameter.empty and parameter.name not in arguments:
                 raise ConfigError(_join(path, parameter.name), 'must be given, because it has no default')
+    annotations |= extra_keys or {}
     if not takes_any_name:
-        check_names(path, arguments, known_names)
+        check_names(path, arguments, annotations)
+    annotations |= hints or {}
     checked = {}
     for name, value in arguments.items():
         checked[name] = check_value(_join(path, name), value, annotations.get(name, Any))
     return checked
 
 
-def check_names(
-    path: str,
-    arguments: Iterable[object],
-    known_names: Iterable[str],
-) -> None:
+def check_names(path: str, arguments: Iterable[object], known_names: Iterable[str]) -> None:
     """Refuses the first of ``arguments`` that is not known; ``path`` is the section that they stand in."""
     known_list = list(known_names)
     for key in arguments:
@@ -407,15 +404,12 @@ def check_names(
             raise ConfigError(path or 'config', unknown_name('key', str(key), known_list))
 
 
-def _annotations_of(target: Callable[..., Any]) -> dict[str, Hint]:
-    """Returns annotations by name. An empty mapping, if one of them names something that cannot be imported."""
-    owner = target
-    if inspect.isclass(target) and not is_dataclass(target):
-        owner = target.__init__
+def _parameters_of(target: Callable[..., Any]) -> Iterable[inspect.Parameter]:
     try:
-        return get_type_hints(owner, include_extras=True)
+        return inspect.signature(target, eval_str=True).parameters.values()
     except (NameError, TypeError, AttributeError):
-        return {}
+        # An annotation names something that is only imported for type checkers. They stay texts, which check nothing.
+        return inspect.signature(target).parameters.values()
 
 
 def check_value(path: str, value: Any, hint: Hint) -> Any:
@@ -423,23 +417,25 @@ def check_value(path: str, value: Any, hint: Hint) -> Any:
 
     A number or a bool in quotes does not fit, because hosts treat the text ``'no'`` as true.
     """
-    section = _section_in(hint)
-    if section is not None and value is not None:
-        return build_dataclass(path, section, value)
-    options = (hint, *get_args(hint))
-    may_be_tuple = any(get_origin(option) is tuple for option in options)
-    if isinstance(value, list) and may_be_tuple:
-        value = tuple(value)  # YAML has no tuples
+    for option in (hint, *get_args(hint)):
+        if value is not None and _is_section(option):
+            return build_dataclass(path, option, value)
+        if isinstance(value, list) and get_origin(option) is tuple:
+            value = tuple(value)  # YAML has no tuples
     checker = _checker_of(hint)
     if checker is None:
         return value
     try:
-        checked = checker.validate_python(value)
+        checker.validate_python(value)
     except ValidationError as error:
         key_path, wrong_value = _place_of(error, path, value)
         raise ConfigError(key_path, f'must {_requirement(error)}, got: {shorten(repr(wrong_value), 300)}') from error
-    # Pydantic may have put a list into an iterator, which can be read only once.
-    return checked if isinstance(checked, bool | int | float | str | tuple) else value
+    return value
+
+
+def _is_section(hint: Hint) -> bool:
+    """Returns whether an annotation is a dataclass of this package."""
+    return is_dataclass(hint) and hint.__module__.startswith('composer_tokacc.')
 
 
 def _place_of(error: ValidationError, path: str, value: object) -> tuple[str, object]:
@@ -455,14 +451,6 @@ def _place_of(error: ValidationError, path: str, value: object) -> tuple[str, ob
     return path, value
 
 
-def _section_in(hint: Hint) -> Hint:
-    """Returns the dataclass of this package in an annotation, which may also allow None."""
-    for option in (hint, *get_args(hint)):
-        if is_dataclass(option) and option.__module__.startswith('composer_tokacc.'):
-            return option
-    return None
-
-
 @functools.lru_cache
 def _checker_of(hint: Hint) -> TypeAdapter | None:
     """Returns pydantic's checker of an annotation; None if pydantic cannot check it."""
@@ -476,10 +464,8 @@ def _checker_of(hint: Hint) -> TypeAdapter | None:
 def _requirement(error: ValidationError) -> str:
     """Returns the requirement in words: "be greater than or equal to 1, or 'auto'"."""
     requirements = []
-    for detail in error.errors(include_url=False, include_input=False):
-        message = detail['msg'].removeprefix('Value error, ')
-        _, _, reason = message.partition(' should ')
-        reason = reason or f'be {message}'
+    for detail in error.errors():
+        _, _, reason = detail['msg'].partition(' should ')  # "Input should be ..."
         reason = reason.replace('valid dictionary', 'mapping').replace('valid list', 'list')
         # No YAML file can hold an object of a class.
         if reason not in requirements and detail['type'] != 'is_instance_of':
@@ -496,9 +482,11 @@ def _check_time(value: int | str | None, *, may_be_zero: bool) -> int | str | No
     try:
         length = ensure_time(value, TimeUnit.EPOCH).value
     except (ValueError, TypeError, RuntimeError) as error:
-        raise ValueError('a time such as 2ep or 500ba') from error
-    if length < 0 or (length == 0 and not may_be_zero):
-        raise ValueError('a time that is not negative' if may_be_zero else 'longer than nothing')
+        raise ValueError('it should be a time such as 2ep or 500ba') from error
+    if length < 0:
+        raise ValueError('it should be a time that is not negative')
+    if length == 0 and not may_be_zero:
+        raise ValueError('it should be longer than nothing')
     return value
 
 
@@ -511,11 +499,3 @@ WarmUp = Annotated[str, AfterValidator(partial(_check_time, may_be_zero=True))]
 def without(section: Mapping[str, Any], *keys: str) -> dict[str, Any]:
     """Returns a section without some of its keys: the arguments for the class or function that it names."""
     return {key: value for key, value in section.items() if key not in keys}
-
-
-def precision_of(config: TrainConfig) -> str:
-    """Returns the precision of the run. Without one in the config it is Composer's own default."""
-    precision = config.trainer.get('precision')
-    if precision:
-        return str(precision)
-    return 'fp32' if config.trainer.get('device') == 'cpu' else 'amp_fp16'

@@ -17,8 +17,9 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, Optional
+from typing import Annotated, Any, Literal, TypeAlias
 
+import numpy as np
 import torch
 from composer.core import DataSpec
 from composer.utils import dist
@@ -47,6 +48,7 @@ from composer_tokacc.programs.models import read_config
 from composer_tokacc.programs.registry import import_by_name
 from composer_tokacc.programs.schema import (
     Count,
+    Hint,
     Sections,
     TrainConfig,
     check_arguments,
@@ -64,13 +66,15 @@ from composer_tokacc.sampling import (
 
 log = logging.getLogger(__name__)
 
-DATASET_HINTS = {
+_OPTIONAL_COUNT: TypeAlias = Count | None
+_OPTIONAL_WORKERS: TypeAlias = Annotated[int, Field(ge=0, le=256)] | None
+DATASET_HINTS: dict[str, Hint] = {
     'image_size': Count,
-    'max_length': Optional[Count],  # noqa: UP045 - for pyright
+    'max_length': _OPTIONAL_COUNT,
     'model_max_length': Count,
-    'num_workers': Optional[Annotated[int, Field(ge=0, le=256)]],  # noqa: UP045
+    'num_workers': _OPTIONAL_WORKERS,
     'patch_size': Count,
-    'video': Optional[VideoSampling],  # noqa: UP045
+    'video': VideoSampling | None,
     'vocab_size': Count,
 }
 """Ranges of the arguments of LlavaDataset and the small processor."""
@@ -85,7 +89,7 @@ PART_KEYS = {'name': Any, **SHARE_KEYS}
 SECTION_KEYS = ('processor', 'eval', 'parts', 'loss_shares_by')
 """Keys of the section ``dataset`` that hold for the whole section, and not for each dataset in it."""
 FROM_LOADER = {'batch_size', 'shuffle'}
-"""Arguments of StreamingDataset that the section ``loader`` sets."""
+"""Arguments of StreamingDataset that come from the section ``loader``."""
 SHARD_PLACES = ('local', 'remote', 'streams')
 """Arguments of StreamingDataset that name the shards."""
 
@@ -117,12 +121,12 @@ class Source(ABC):
         """Refuses unknown datasets and arguments, before anything is read."""
 
     @abstractmethod
-    def small_processor(self, arguments: Section) -> Any:
-        """Makes a processor for a fresh model."""
+    def texts(self) -> Iterator[str]:
+        """Yields texts of the data. A tokenizer is trained on them if the model is fresh."""
 
     @abstractmethod
     def build_dataset(self, processor: Processor, *, is_eval: bool = False) -> Any:
-        """Returns the training set or the eval set. Without ``dataset.eval`` the eval set is None."""
+        """Returns the training set, or the eval set, which is None if the config has no ``dataset.eval``."""
 
     @abstractmethod
     def open_loader(
@@ -150,7 +154,18 @@ class Source(ABC):
             if key in vision_config:
                 arguments.setdefault(key, vision_config[key])
         with building('dataset.processor'):
-            return self.small_processor(arguments)
+            return self.processor_maker()(**arguments)
+
+    def processor_maker(self) -> Callable[..., Any]:
+        """Returns a function that makes a processor for a fresh model from the keys of ``dataset.processor``."""
+        return partial(build_small_processor, self.texts())
+
+    def check_processor(self) -> None:
+        """Refuses keys of ``dataset.processor`` that do not fit, if the model is fresh."""
+        if self.config.model.pretrained is None:
+            maker = self.processor_maker()
+            hints = DATASET_HINTS if isinstance(maker, partial) else None  # not for a function of the user
+            check_arguments('dataset.processor', maker, self.section.get('processor'), hints=hints)
 
     def _pretrained_processor(self, pretrained: str, arguments: Section) -> Any:
         # Without trust_remote_code Transformers would ask on the terminal, once for each class.
@@ -219,12 +234,6 @@ class Source(ABC):
         return self.config.batch_size(is_eval=is_eval) // dist.get_world_size()
 
     @property
-    def rows_of_microbatch(self) -> int:
-        """Rows of ``slot_tokens`` in a microbatch. If the config has no number, a whole device batch."""
-        size = self.config.microbatching.device_train_microbatch_size
-        return size if isinstance(size, int) else self.rank_batch_size()
-
-    @property
     def planning(self) -> dict[str, Any]:
         """Options of the config that samplers and loaders plan with."""
         return {
@@ -271,8 +280,7 @@ class FileSource(Source):
             _check_dataset('dataset', self.section, {'name': Any, 'eval': Any})
         if self.section.get('eval') is not None:
             _check_dataset('dataset.eval', self._eval_section(), {'name': Any})
-        if self.config.model.pretrained is None:
-            self._processor_maker(self.section.get('processor') or {})  # for its refusals
+        self.check_processor()
         if self.config.loader.exchange_ranks:
             raise ConfigError(
                 'loader.exchange_ranks',
@@ -280,16 +288,13 @@ class FileSource(Source):
             )
         if self.config.regroups_ranks:
             return
-        # Only a RegroupingBatchSampler can follow these three settings.
-        need = self.config.loader.planned_key
-        parts = self._parts().values()
-        has_shares = any(part.keys() & SHARE_KEYS.keys() for part in parts)
-        if has_shares:
-            need = 'shares of `dataset.parts`'
-        if self.config.loader.modality == 'per_step':
-            need = '`loader.modality: per_step`'
-        if need:
-            raise ConfigError('loader.regroup_ranks', f'and `microbatching.regroup` must be on for {need}, got: off')
+        planned_key = self.config.loader.planned_key
+        for part in self._parts().values():
+            if part.keys() & SHARE_KEYS.keys():
+                planned_key = 'shares of `dataset.parts`'
+        if planned_key is not None:
+            message = f'and `microbatching.regroup` must be on for {planned_key}, got: off'
+            raise ConfigError('loader.regroup_ranks', message)
 
     def _check_parts(self) -> None:
         check_value('dataset.parts', self.section['parts'], Annotated[Sections, Field(min_length=1)])
@@ -333,18 +338,13 @@ class FileSource(Source):
         """Returns the complete settings of the eval set."""
         return {**without(self.section, *SECTION_KEYS), **self.section['eval']}
 
-    def small_processor(self, arguments: Section) -> Any:
-        """Makes the processor that a dataset class builds, or one with a tokenizer that is trained on the files."""
-        return self._processor_maker(arguments)()
-
-    def _processor_maker(self, arguments: Section) -> Callable[[], Any]:
-        """Returns a function that makes a small processor. Refuses wrong arguments at once."""
-        parts = list(self._parts().values())
-        classes = [_dataset_class('dataset', part['name']) for part in parts]
+    def processor_maker(self) -> Callable[..., Any]:
+        """Returns ``build_processor`` of the dataset class, or our own function, which needs the ``texts`` of all."""
+        names = [part['name'] for part in self._parts().values()]
+        classes = [_dataset_class('dataset', name) for name in names]
         for cls in classes:
             if hasattr(cls, 'build_processor'):
-                check_arguments('dataset.processor', cls.build_processor, arguments)
-                return partial(cls.build_processor, **arguments)
+                return cls.build_processor
         for cls in classes:
             if not hasattr(cls, 'texts'):
                 raise ConfigError(
@@ -352,14 +352,12 @@ class FileSource(Source):
                     f'must be given for `dataset.name` {cls.__name__}, which has neither `build_processor` nor '
                     '`texts`. Name a checkpoint',
                 )
-        check_arguments('dataset.processor', build_small_processor, arguments, num_positional=1, hints=DATASET_HINTS)
+        return super().processor_maker()
 
-        def texts() -> Iterator[str]:
-            for cls, part in zip(classes, parts, strict=True):
-                yield from cls.texts(part['path'])
-
-        # A generator, because the files are read only when the processor is made.
-        return partial(build_small_processor, texts(), **arguments)
+    def texts(self) -> Iterator[str]:
+        """Yields the texts of all parts."""
+        for part in self._parts().values():
+            yield from _dataset_class('dataset', part['name']).texts(part['path'])
 
     def build_dataset(self, processor: Processor, *, is_eval: bool = False) -> Dataset | None:
         """Returns one dataset, or the parts one after the other; None without an eval set."""
@@ -379,7 +377,7 @@ class FileSource(Source):
         cls = _dataset_class(path, part['name'])
         arguments = without(part, *PART_KEYS)
         if _is_ours(cls) and (arguments.get('fit') or arguments.get('on_error') == 'skip'):
-            # It reads all samples to see which are bad or too long, and measures them for the sampler on the way.
+            # The dataset then reads all samples, and keeps their lengths for the sampler.
             arguments.setdefault('lengths_folder', self.config.loader.lengths_folder)
             arguments.setdefault('patch_size', self.patch_size(processor))
             if arguments.get('fit'):
@@ -388,7 +386,7 @@ class FileSource(Source):
             return cls(processor=processor, **arguments)
 
     def _caps(self, part: Section) -> dict[str, int | None]:
-        """Returns the limits of a sample. The limits of a microbatch replace higher limits of the dataset."""
+        """Returns the limits of a sample: those of the dataset, or the ones of a microbatch if they are lower."""
         microbatching = self.config.microbatching
         size = microbatching.device_train_microbatch_size
         width = microbatching.slot_tokens
@@ -467,21 +465,22 @@ class FileSource(Source):
         )
         return RegroupingDataLoader(dataset, batch_sampler=sampler, **options), slot_tokens
 
-    def _shares(self, datasets: Sequence[Any], loss_tokens: Any) -> dict[str, Any]:
-        """Returns the sampler's arguments for the shares of the parts."""
+    def _shares(self, datasets: Sequence[Any], loss_tokens: np.ndarray) -> dict[str, Any]:
+        """Returns the sampler's arguments for the shares of the parts.
+
+        ``mixture`` says how often samples of each part are drawn, ``loss_shares`` how much their tokens weigh.
+        """
         parts = self._parts().values()
         sizes = [len(dataset) for dataset in datasets]
         weights = [part['weight'] for part in parts if 'weight' in part]
-        shares = [part['loss_share'] for part in parts if 'loss_share' in part]
         if weights:
             return {'mixture': Mixture(sizes, weights=weights)}
+        shares = [part['loss_share'] for part in parts if 'loss_share' in part]
         if shares and not self.shares_by_weights:
             return {'mixture': Mixture.from_loss_shares(sizes, shares, loss_tokens)}
         epochs = [part.get('epochs', 1) for part in parts]
-        mixture = Mixture(sizes, epochs=epochs)
-        if shares:
-            return {'mixture': mixture, 'loss_shares': LossShares(sizes, shares, loss_tokens)}
-        return {'mixture': mixture}
+        loss_shares = LossShares(sizes, shares, loss_tokens) if shares else None
+        return {'mixture': Mixture(sizes, epochs=epochs), 'loss_shares': loss_shares}
 
 
 def _smaller(first: int | None, second: int | None) -> int | None:
@@ -513,10 +512,9 @@ def _is_ours(cls: Any) -> bool:
 def _check_dataset(path: str, part: Section, extra_keys: Section) -> None:
     cls = _dataset_class(path, part.get('name'))
     hints = DATASET_HINTS if _is_ours(cls) else None
-    # The program itself gives the processor.
-    arguments = {**part, 'processor': None}
+    # The program itself gives the processor. The section has a key of this name, which is checked elsewhere.
     extra_keys = {**extra_keys, 'processor': Any}
-    check_arguments(path, cls, arguments, extra_keys=extra_keys, hints=hints)
+    check_arguments(path, partial(cls, processor=None), part, extra_keys=extra_keys, hints=hints)
 
 
 class ShardSource(Source):
@@ -534,16 +532,13 @@ class ShardSource(Source):
         eval_section = self.section.get('eval') or {}
         if eval_section and not eval_section.keys() & {*SHARD_PLACES, 'split'}:
             raise ConfigError('dataset.eval', 'must name shards of its own. Give `dataset.eval.local`')
+        self.check_processor()
         self._check_arguments('dataset', self._arguments(is_eval=False))
         self._check_arguments('dataset.eval', self._arguments(is_eval=True))
-        if self.config.loader.modality == 'per_step':
-            raise ConfigError('loader.modality', 'must be `mixed` for streamed data, got: per_step. Use a JSON file')
-        if self.config.loader.planned_key is not None:
-            raise ConfigError(
-                'loader',
-                'must have one `global_batch_size` for streamed data, whose lengths are not known before, got: '
-                f'{self.config.loader.planned_key}. Use a JSON file',
-            )
+        planned_key = self.config.loader.planned_key
+        if planned_key is not None:
+            message = f'must not have {planned_key} for streamed data, which cannot be planned ahead. Use a JSON file'
+            raise ConfigError('loader', message)
         if self.config.loader.exchange_ranks:
             self._check_exchange()
 
@@ -572,11 +567,6 @@ class ShardSource(Source):
         for name, stream in (streams or {}).items():
             check_names(f'{path}.streams.{name}', stream, names_of_stream)
 
-    def small_processor(self, arguments: Section) -> Any:
-        """Makes one with a tokenizer that is trained on the shards, which must lie in a folder of this machine."""
-        check_arguments('dataset.processor', build_small_processor, arguments, num_positional=1, hints=DATASET_HINTS)
-        return build_small_processor(self._texts(), **arguments)
-
     def build_dataset(self, processor: Processor, *, is_eval: bool = False) -> Any:
         """Returns the dataset, whose samples StreamingDataset assigns to ranks; None without an eval set."""
         from streaming.base.util import clean_stale_shared_memory  # pyright: ignore[reportMissingImports]
@@ -595,10 +585,10 @@ class ShardSource(Source):
             try:
                 return LlavaStreamingDataset(processor=processor, **arguments)
             except ValueError as error:
-                # If there is an eval set, the memory of the training set is in use.
+                # For an eval set nothing is removed, because this run's training set uses the memory.
                 if is_eval or 'Reused local directory' not in str(error):
                     raise
-            # The memory may belong to a killed run or to a living one. A living one must not share our folder anyway.
+            # A killed run has left the memory. If a living run uses it, that run must not share our folder anyway.
             log.warning('Removing the shared memory that an earlier run of mosaicml-streaming has left behind.')
             clean_stale_shared_memory()
             return LlavaStreamingDataset(processor=processor, **arguments)
@@ -632,11 +622,14 @@ class ShardSource(Source):
             )
             return loader, config.microbatching.slot_tokens
         slot_tokens = self._slot_tokens()
+        size = config.microbatching.device_train_microbatch_size
+        if not isinstance(size, int):
+            size = batch_size  # a whole device batch
         exchanging_loader = ExchangingDataLoader(
             dataset,
             batch_size=batch_size,
             drop_last=drop_last,
-            max_tokens=token_budget(self.rows_of_microbatch, slot_tokens),
+            max_tokens=token_budget(size, slot_tokens),
             image_token_ids=image_token_ids(processor),
             max_image_tokens=config.microbatching.max_image_tokens,
             max_loss_tokens=config.microbatching.max_loss_tokens,
@@ -671,8 +664,8 @@ class ShardSource(Source):
             )
         return slot_tokens
 
-    def _texts(self) -> Iterator[str]:
-        """Yields the text of every turn in the shards."""
+    def texts(self) -> Iterator[str]:
+        """Yields the text of every turn in the shards, which must lie in a folder of this machine."""
         from composer_tokacc.data.llava_streaming import LlavaStreamingDataset
 
         streams = self.section.get('streams') or {'': self.section}

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ from composer_tokacc.programs.host_types import Processor, SampleDataset
 from composer_tokacc.programs.models import build_transformers_model
 from composer_tokacc.programs.process import say
 from composer_tokacc.programs.registry import build_all, build_section
-from composer_tokacc.programs.schema import TrainConfig, precision_of, without
+from composer_tokacc.programs.schema import TrainConfig, without
 from composer_tokacc.programs.sources import source_of
 from composer_tokacc.sizing import (
     GIB,
@@ -45,14 +45,6 @@ from composer_tokacc.sizing import (
 )
 
 log = logging.getLogger(__name__)
-
-
-class DataAndModel(Protocol):
-    """The part of :class:`.RunParts` that is used here. Its module imports this one, so it cannot be imported."""
-
-    processor: Processor
-    model: HuggingFaceModel
-    train_dataset: Any
 
 
 def apply_suggestion(
@@ -150,18 +142,18 @@ def memory_of_run(
     """Returns the memory model of a run, traced without a GPU. The user's cache folder keeps it."""
     # Flash attention does not run on CPUs. SDPA keeps the same tensors, and a mask if there is padding.
     is_flash = str(config.model.attn_implementation).startswith('flash')
-    precision = precision_of(config)
     width = int(table.lengths.max())
+    traced = table.select(_probe_samples(table))
     key = {
         'model': asdict(config.model),
         'optimizer': config.optimizer,
-        'precision': 'amp_bf16' if precision == 'amp_fp8' else precision,  # the memory model has no fp8
+        'precision': _traced_precision(config),
         'strategy': 'fsdp' if config.is_sharded else 'ddp',
         'device': 'cpu' if config.trainer.get('device') == 'cpu' else 'gpu',
         'logits': _logits_of_run(config),
         'width': width,
         # The traced samples, because pixels per token differ between images and videos.
-        'samples': [_columns_of(table, index) for index in _probe_samples(table)],
+        'samples': {name: getattr(traced, name).tolist() for name in TABLE_COLUMNS},
     }
 
     def calibrate(key: Mapping[str, Any]) -> MemoryModel:
@@ -183,9 +175,16 @@ def memory_of_run(
     return load_or_calibrate(cache_folder('memory'), key, calibrate)
 
 
+def _traced_precision(config: TrainConfig) -> str:
+    """Returns the precision of the run, which Composer chooses if the config does not; bfloat16 instead of fp8."""
+    default = 'fp32' if config.trainer.get('device') == 'cpu' else 'amp_fp16'
+    precision = config.trainer.get('precision') or default
+    return 'amp_bf16' if precision == 'amp_fp8' else precision
+
+
 def _logits_of_run(config: TrainConfig) -> str:
     """Returns at which positions the run computes logits; an argument of :func:`.calibrate_fake`."""
-    for algorithm in build_all(config, 'algorithms'):
+    for algorithm in build_all('algorithms', config.algorithms, 'algorithms'):
         if isinstance(algorithm, TokenAccumulation):
             is_compiled = config.trainer.get('compile_config') is not None
             if algorithm.why_all_logits is not None or config.model.train_metrics or is_compiled:
@@ -194,12 +193,13 @@ def _logits_of_run(config: TrainConfig) -> str:
     return 'all'
 
 
-def _columns_of(table: LengthTable, index: int) -> list[int]:
-    """Returns the row of the table for one sample."""
-    return [int(getattr(table, name)[index]) for name in TABLE_COLUMNS]
-
-
-def watch_flops(config: TrainConfig, parts: DataAndModel, state: State) -> None:
+def watch_flops(
+    config: TrainConfig,
+    dataset: SampleDataset,
+    processor: Processor,
+    model: HuggingFaceModel,
+    state: State,
+) -> None:
     """Lets the run's :class:`.TokenMonitor` log MFU, if the speed of the device is known; a collective.
 
     The operations are counted in a trace on rank 0.
@@ -207,7 +207,7 @@ def watch_flops(config: TrainConfig, parts: DataAndModel, state: State) -> None:
     monitors = [callback for callback in state.callbacks if isinstance(callback, TokenMonitor)]
     if not monitors or not (monitors[0].device_tflops or get_gpu_flops_available(state)):
         return
-    table = source_of(config).measure(parts.train_dataset, parts.processor)
+    table = source_of(config).measure(dataset, processor)
     coefficients = None
     if dist.get_global_rank() == 0:
         say('counting the operations of the model ...')
@@ -215,21 +215,20 @@ def watch_flops(config: TrainConfig, parts: DataAndModel, state: State) -> None:
             # Eager attention, because its products are counted.
             build, model_config, samples = _to_trace(
                 config,
-                parts.train_dataset,
-                parts.processor,
+                dataset,
+                processor,
                 table,
                 attn_implementation='eager',
                 activation_checkpointing=False,
             )
-            longest = int(table.lengths.max())
-            flops = count_flops(build, model_config, samples, width=longest)
+            flops = count_flops(build, model_config, samples, width=int(table.lengths.max()))
             coefficients = flops.coefficients
         except Exception as error:  # a trace may fail in many ways, and the run can do without
             log.warning('MFU is not logged, as the model could not be traced: %s: %s', type(error).__name__, error)
     coefficients = from_any_rank(coefficients)
     monitors[0].flops = None
     if coefficients is not None:
-        layout = BatchLayout.for_model(parts.model)
+        layout = BatchLayout.for_model(model)
         monitors[0].flops = FlopModel(coefficients=coefficients, layout=layout, residual=0.0)
 
 

@@ -53,8 +53,10 @@ class Microbatches(Callback):
         self.loss = state.loss
 
 
-def expected_step(model, batch, microbatches, token_weights='token'):
+def expected_step(model, batch, microbatches_of_ranks, token_weights='token'):
     """Computes a step in float64: one forward over the batch for the tokens, one of each microbatch for the router.
+
+    The router's term is averaged over the microbatches of a rank, and then over the ranks.
 
     Returns:
         The gradients, the weighted mean over the tokens, and the router's term.
@@ -64,8 +66,11 @@ def expected_step(model, batch, microbatches, token_weights='token'):
     inputs = {key: batch[key] for key in ('input_ids', 'attention_mask')}
     logits = reference(**inputs, use_cache=False).logits
     mean_over_tokens, _ = weighted_losses(logits, batch, token_weights)
-    router_losses = [reference(**microbatch, use_cache=False).aux_loss for microbatch in microbatches]
-    router_term = reference.config.router_aux_loss_coef * torch.stack(router_losses).mean()
+    means_of_ranks = []
+    for microbatches in microbatches_of_ranks:
+        router_losses = [reference(**microbatch, use_cache=False).aux_loss for microbatch in microbatches]
+        means_of_ranks.append(torch.stack(router_losses).mean())
+    router_term = reference.config.router_aux_loss_coef * torch.stack(means_of_ranks).mean()
     (mean_over_tokens + router_term).backward()
     gradients = {}
     for name, parameter in reference.named_parameters():
@@ -93,7 +98,7 @@ def test_routers_of_microbatches_weigh_the_same(family, weight, microbatch_size,
     microbatches = Microbatches()
     options = {'token_weights': token_weights, 'microbatch_size': microbatch_size}
     recorder = fit(model, data, callbacks=[NaNMonitor(), microbatches], **options)
-    expected, mean_over_tokens, router_term = expected_step(model, batch, microbatches.inputs, token_weights)
+    expected, mean_over_tokens, router_term = expected_step(model, batch, [microbatches.inputs], token_weights)
     assert relative_error(recorder.gradients, expected) < 1e-6
     assert recorder.logged('loss/train/tokens') == pytest.approx([mean_over_tokens], rel=1e-6)
     assert recorder.logged('loss/train/router') == pytest.approx([router_term], rel=1e-6)

@@ -12,6 +12,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer
 
+from composer_tokacc.batch import IGNORE_INDEX
 from composer_tokacc.data.processor import small_llava_processor, train_tokenizer
 from tests.support.family_processors import GRID, IS_OLD, MEAN_STD, PINPOINTS, QWEN_TOKENS, SQUARE, pixels
 
@@ -36,7 +37,7 @@ MISTRAL = (
     "{{' [/INST]' }}{% elif message['role'] == 'assistant' %}{{ ' ' + message['content'][0]['text'] + '</s> ' }}"
     '{% endif %}{% endfor %}'
 )
-# Qwen/Qwen2-VL-7B-Instruct: a system turn of its own; white space behind the ending token.
+# Qwen/Qwen2-VL-7B-Instruct: adds a system turn; white space behind the ending token.
 QWEN = (
     '{% for message in messages %}{% if loop.first and message["role"] != "system" %}<|im_start|>system\n'
     'You are a helpful assistant.<|im_end|>\n{% endif %}<|im_start|>{{ message["role"] }}\n'
@@ -60,24 +61,29 @@ def _trained() -> str:
     return train_tokenizer(TEXTS, vocab_size=512).backend_tokenizer.to_str()
 
 
-def tokenizer(*special: str, class_name: str = 'PreTrainedTokenizerFast', **named: Any) -> Any:
-    """A byte-level BPE tokenizer with further special tokens, of the class that transformers 4 insists on."""
+def tokenizer(*special: str, class_name: str = 'PreTrainedTokenizerFast', **role_tokens: Any) -> Any:
+    """Returns a byte-level BPE tokenizer with further special tokens.
+
+    Args:
+        special: Tokens that are added in addition to ``<image>``.
+        class_name: The class that the processor insists on up to transformers 4.
+        role_tokens: Tokens that have a role, such as ``eos_token``.
+    """
     tokenizer_class = getattr(transformers, class_name if IS_OLD else 'PreTrainedTokenizerFast')
-    marks = {'pad_token': '<pad>', 'unk_token': '<unk>', 'padding_side': 'right', **named}
-    wrapped = tokenizer_class(tokenizer_object=Tokenizer.from_str(_trained()), **marks)
+    options = {'pad_token': '<pad>', 'unk_token': '<unk>', 'padding_side': 'right', **role_tokens}
+    wrapped = tokenizer_class(tokenizer_object=Tokenizer.from_str(_trained()), **options)
     wrapped.add_special_tokens({'additional_special_tokens': ['<image>', *special]})
     return wrapped
 
 
-def _sentences() -> Any:
-    """With Llama's marks."""
+def _llama_tokenizer() -> Any:
     return tokenizer('<s>', '</s>', bos_token='<s>', eos_token='</s>')
 
 
-def _of(name: str, template: str, tokenizer: Any, **parts: Any) -> Any:
-    """A processor of its parts; ``videos`` names the class of its video processor, which is there since 4.53."""
-    if (video := parts.pop('videos', '')) and hasattr(transformers, f'{video}VideoProcessor'):
-        parts['video_processor'] = getattr(transformers, f'{video}VideoProcessor')()
+def _of(name: str, template: str, tokenizer: Any, *, videos: str = '', **parts: Any) -> Any:
+    """Returns a processor of these parts. ``videos`` names the class of its video processor, new in 4.53."""
+    if videos and hasattr(transformers, f'{videos}VideoProcessor'):
+        parts['video_processor'] = getattr(transformers, f'{videos}VideoProcessor')()
     processor = getattr(transformers, f'{name}Processor')(tokenizer=tokenizer, **parts)
     processor.chat_template = template
     return processor
@@ -88,7 +94,7 @@ def small() -> Any:
 
 
 def llava() -> Any:
-    processor = small_llava_processor(_sentences(), image_size=16, patch_size=8)
+    processor = small_llava_processor(_llama_tokenizer(), image_size=16, patch_size=8)
     processor.chat_template = VICUNA
     return processor
 
@@ -98,7 +104,7 @@ def llava_next() -> Any:
     return _of(
         'LlavaNext',
         MISTRAL,
-        _sentences(),
+        _llama_tokenizer(),
         image_processor=images,
         patch_size=4,
         vision_feature_select_strategy='default',
@@ -136,8 +142,8 @@ def idefics3() -> Any:
     return _of('Idefics3', SMOLVLM, words, image_processor=images, image_seq_len=4)
 
 
-# Query transformers: their processors write the placeholders themselves, so the template writes nothing for an image.
-# InstructBLIP's text goes to a second tokenizer as well.
+# Processors of query transformers write the placeholders themselves, so the template writes nothing for an image.
+# InstructBLIP also gives the text to a second tokenizer.
 WITHOUT_IMAGES = VICUNA.replace("{{ '<image>\\n' }}", '')
 
 
@@ -145,7 +151,7 @@ def blip2(**options: Any) -> Any:
     return _of(
         'Blip2',
         WITHOUT_IMAGES,
-        _sentences(),
+        _llama_tokenizer(),
         image_processor=pixels('Blip', size=SQUARE),
         **{'num_query_tokens': 4, **options},
     )
@@ -155,7 +161,7 @@ def instructblip(**options: Any) -> Any:
     return _of(
         'InstructBlip',
         WITHOUT_IMAGES,
-        _sentences(),
+        _llama_tokenizer(),
         image_processor=pixels('Blip', size=SQUARE),
         qformer_tokenizer=tokenizer(),
         **{'num_query_tokens': 4, **options},
@@ -167,7 +173,7 @@ def instructblipvideo() -> Any:
     return _of(
         'InstructBlipVideo',
         WITHOUT_IMAGES,
-        _sentences(),
+        _llama_tokenizer(),
         video_processor=clips,
         qformer_tokenizer=tokenizer(),
         num_query_tokens=4,
@@ -185,7 +191,18 @@ PROCESSORS = {
 }
 
 
+def learned_text(sample: dict[str, Any], tokenizer: Any) -> str:
+    """Decodes the labels of a sample that carry loss."""
+    labels = sample['labels'][0]
+    return tokenizer.decode(labels[labels != IGNORE_INDEX])
+
+
 def assert_same(sample: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Compares two samples, entry by entry."""
     assert sample.keys() == expected.keys()
     for key, value in expected.items():
-        assert torch.equal(sample[key], value) if isinstance(value, torch.Tensor) else sample[key] == value, key
+        if isinstance(value, torch.Tensor):
+            assert sample[key].dtype == value.dtype, key
+            assert torch.equal(sample[key], value), key
+        else:
+            assert sample[key] == value, key

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
 from typing import Any
 
+import pytest
+
 from composer_tokacc.data import BadSampleError
-from composer_tokacc.data.records import Record
-from tests.data.test_formats import FORMATS, MEDIA, REFUSED, parse
+from tests.data.test_formats import FORMATS, MEDIA, REFUSED
+from tests.support.conversations import parse
 
 __all__ = ['page']
 
@@ -25,63 +26,60 @@ Made by `python -m tests.data.formats_page > docs/formats.md` from the records t
 
 
 def page() -> str:
-    """Markdown: a table of what is used as meant, and one of what is refused."""
-    return (
-        '\n'.join(
-            [
-                HEAD,
-                '## Used as meant',
-                '',
-                '| format | record | is read as |',
-                '|---|---|---|',
-                *_used('', FORMATS),
-                *_used(', videos and audio', MEDIA),
-                '',
-                '## Refused',
-                '',
-                '| | record, or the part of it | message, behind id, file and line |',
-                '|---|---|---|',
-                *_refused(),
-            ]
-        )
-        + '\n'
-    )
+    """Returns the page: a table of the records that are read, and one of those that are refused."""
+    lines = [HEAD, '## Used as meant', '', '| format | record | is read as |', '|---|---|---|']
+    for name, example in FORMATS.items():
+        lines.append(_read_row(name, example.record))
+    for name, example in MEDIA.items():
+        lines.append(_read_row(f'{name}, videos and audio', example.record))
+    lines += [
+        '',
+        '## Refused',
+        '',
+        '| | record, or the part of it | message, behind id, file and line |',
+        '|---|---|---|',
+    ]
+    for name, (record, _) in REFUSED.items():
+        lines.append(f'| {name} | {_code(record)} | {_cell(_short(_message_of(record)))} |')
+    return '\n'.join(lines) + '\n'
 
 
-def _used(suffix: str, records: Mapping[str, Any]) -> Iterator[str]:
-    for name, (data, *_) in records.items():
-        yield f'| {name}{suffix} | {_code(data)} | {_read(parse(data))} |'
+def _read_row(name: str, data: Any) -> str:
+    record = parse(data)
+    lines = []
+    for turn in record.turns:
+        suffix = '' if turn.carries_loss else ' (no loss)'
+        lines.append(f'{turn.role}: {turn.text}{suffix}')
+    for medium in record.media:
+        lines.append(f'{medium.modality} {", ".join(medium.names)}')
+    cells = [_cell(_short(line)) for line in lines]
+    return f'| {name} | {_code(data)} | {"<br>".join(cells)} |'
 
 
-def _refused() -> Iterator[str]:
-    for name, (data, _) in REFUSED.items():
-        try:
-            parse({'id': 'a', **data})
-        except BadSampleError as error:
-            message = str(error).split('): ', 1)[1]
-            yield f'| {name} | {_code(data)} | {_cell(_short(message))} |'
-
-
-def _read(record: Record) -> str:
-    said = [f'{turn.role}: {turn.text}{"" if turn.carries_loss else " (no loss)"}' for turn in record.turns]
-    files = [f'{medium.modality} {", ".join(medium.names)}' for medium in record.media]
-    return '<br>'.join(_cell(_short(line)) for line in (*said, *files))
+def _message_of(data: Any) -> str:
+    """Returns the message that refuses a record, without the sample and the line at its front."""
+    with pytest.raises(BadSampleError) as raised:
+        parse({'id': 'a', **data})
+    return str(raised.value).split('): ', 1)[1]
 
 
 def _code(data: Any) -> str:
     text = json.dumps(data, ensure_ascii=True, default=lambda value: f'<{len(value)} bytes>')
-    return f'`` {_short(text).replace("|", chr(92) + "|")} ``'
+    escaped = _short(text).replace('|', '\\|')
+    return f'`` {escaped} ``'
 
 
 def _short(text: str) -> str:
-    """Without the bytes of a picture."""
+    """Replaces the bytes of an image by dots."""
     return re.sub(r'[A-Za-z0-9+/=]{40,}', '...', text)
 
 
 def _cell(text: str) -> str:
-    plain_and_code = re.split(r'(`[^`]*`)', text.replace('|', '\\|').replace('\n', ' '))
-    plain_and_code[::2] = [part.replace('<', '&lt;').replace('*', '\\*') for part in plain_and_code[::2]]
-    return ''.join(plain_and_code)
+    """Escapes a text for a cell of a table. Code between backticks stays as it is."""
+    pieces = re.split(r'(`[^`]*`)', text.replace('|', '\\|').replace('\n', ' '))
+    for index in range(0, len(pieces), 2):  # every second piece is code
+        pieces[index] = pieces[index].replace('<', '&lt;').replace('*', '\\*')
+    return ''.join(pieces)
 
 
 if __name__ == '__main__':

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Templates that change answers, write no end, or write media only in some turns."""
+"""Chat templates that change answers, write no ending token, or write media only in some turns."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 
 from composer_tokacc.data import BadSampleError, ConversationEncoder, LlavaDataset, chat_template
-from tests.data.chat_processors import QWEN, llava, qwen2_vl, small, tokenizer
-from tests.support.conversations import turns, write_json
+from tests.data.chat_processors import QWEN, assert_same, learned_text, llava, qwen2_vl, small, tokenizer
+from tests.support.conversations import IMAGE, assistant, message, turns, user, write_json
 
 # The part of Qwen/Qwen3-8B's template about assistant turns: thoughts of earlier turns are dropped, and the last turn
 # gets an empty thought if it has none.
@@ -34,13 +34,13 @@ QWEN3 = (
     "{{- content.lstrip('\\n') + '<|im_end|>\\n' }}{%- endif %}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
-THOUGHT_1, THOUGHT_2 = '<think>\nA colour.\n</think>\n\nRed.', '<think>Another</think>Blue.'
 CONVERSATION = [
     {'role': 'user', 'content': 'What is blood?'},
-    {'role': 'assistant', 'content': THOUGHT_1},
+    {'role': 'assistant', 'content': '<think>\nA colour.\n</think>\n\nRed.'},
     {'role': 'user', 'content': 'And the sky?'},
-    {'role': 'assistant', 'content': THOUGHT_2},
+    {'role': 'assistant', 'content': '<think>Another</think>Blue.'},
 ]
+PLAIN = [{'role': 'user', 'content': 'What?'}, {'role': 'assistant', 'content': 'Red.'}] * 2
 
 
 def qwen3():
@@ -49,9 +49,9 @@ def qwen3():
     return words
 
 
-def learned(sample, words):
-    labels = sample['labels'][0]
-    return words.decode(labels[labels != -100])
+def in_parts(messages):
+    """Returns the messages with a list of parts as content, as processors take them."""
+    return [message(plain['role'], plain['content']) for plain in messages]
 
 
 def test_dropped_thoughts_are_refused_with_remedy():
@@ -60,7 +60,7 @@ def test_dropped_thoughts_are_refused_with_remedy():
 
 
 def test_last_answer_with_its_thought():
-    """The ids are those of the template, and the labels those of the reply to its generation prompt."""
+    """The ids are the template's, and the labels are its reply to the generation prompt."""
     words = qwen3()
     sample = ConversationEncoder(words, train_on='last')(CONVERSATION)
     text = words.apply_chat_template(CONVERSATION, tokenize=False)
@@ -68,105 +68,106 @@ def test_last_answer_with_its_thought():
     assert sample['input_ids'][0].tolist() == words(text)['input_ids']
     prompt = words.apply_chat_template(CONVERSATION[:-1], tokenize=False, add_generation_prompt=True)
     reply = text.removeprefix(prompt).rstrip('\n')
-    assert learned(sample, words) == reply == '<think>\nAnother\n</think>\n\nBlue.<|im_end|>'
+    assert learned_text(sample, words) == reply == '<think>\nAnother\n</think>\n\nBlue.<|im_end|>'
 
 
 def test_last_answer_without_thought():
-    """It follows the empty thought that the template writes."""
+    """The template writes an empty thought before the answer, which must carry no loss."""
     words = qwen3()
     conversation = [*CONVERSATION[:3], {'role': 'assistant', 'content': 'Blue.'}]
     sample = ConversationEncoder(words, train_on='last')(conversation)
     text = words.apply_chat_template(conversation, tokenize=False)
     assert sample['input_ids'][0].tolist() == words(text)['input_ids']
-    assert learned(sample, words) == 'Blue.<|im_end|>'
+    assert learned_text(sample, words) == 'Blue.<|im_end|>'
 
 
 def test_weight_0_of_a_record():
     words = qwen3()
-    weighted = [CONVERSATION[0], {**CONVERSATION[1], 'weight': 0}, *CONVERSATION[2:]]
+    first_question, first_answer, *last_turns = CONVERSATION
+    weighted = [first_question, {**first_answer, 'weight': 0}, *last_turns]
     expected = ConversationEncoder(words, train_on='last')(CONVERSATION)
-    sample = ConversationEncoder(words)(weighted)
-    assert torch.equal(sample['input_ids'], expected['input_ids'])
-    assert torch.equal(sample['labels'], expected['labels'])
+    assert_same(ConversationEncoder(words)(weighted), expected)
 
 
-def test_template_that_drops_every_thought():
+@pytest.mark.parametrize('train_on', ['all', 'last'])
+def test_template_that_drops_every_thought(train_on):
     words = qwen3()
     words.chat_template = QWEN3.replace('loop.index0 > ns.last_query and', 'false and')
-    for train_on in ('all', 'last'):
-        with pytest.raises(ValueError, match='must write the assistant turns as they are'):
-            ConversationEncoder(words, train_on=train_on)(CONVERSATION)
+    with pytest.raises(ValueError, match='must write the assistant turns as they are'):
+        ConversationEncoder(words, train_on=train_on)(CONVERSATION)
 
 
 def test_train_on_last_with_plain_template():
     processor = small()
-    every, last = (ConversationEncoder(processor, train_on=option) for option in ('all', 'last'))
-    plain = [{**message, 'content': message['content'].replace('<think>', '')} for message in CONVERSATION]
-    assert torch.equal(every(plain)['input_ids'], last(plain)['input_ids'])
-    assert learned(last(plain), processor.tokenizer) == 'Another</think>Blue.<|end|>'
-    (unexpanded,) = last.encode_unexpanded([[dict(message, content=parts(message)) for message in plain]])
-    assert torch.equal(unexpanded['labels'], last(plain)['labels'])
+    first_question, first_answer, last_question, _ = CONVERSATION
+    last_answer = {'role': 'assistant', 'content': 'Blue.'}
+    messages = [first_question, first_answer, last_question, last_answer]
+    encode_last = ConversationEncoder(processor, train_on='last')
+    sample = encode_last(messages)
+    assert torch.equal(sample['input_ids'], ConversationEncoder(processor)(messages)['input_ids'])
+    assert learned_text(sample, processor.tokenizer) == 'Blue.<|end|>'
+    (unexpanded,) = encode_last.encode_unexpanded([in_parts(messages)])
+    assert torch.equal(unexpanded['labels'], sample['labels'])
     with pytest.raises(ValueError, match='last answer must carry loss'):
-        last([*plain[:3], {**plain[3], 'weight': 0}])
+        encode_last([first_question, first_answer, last_question, {**last_answer, 'weight': 0}])
+
+
+def test_unknown_train_on_is_refused():
     with pytest.raises(ValueError, match="`train_on` must be 'all' or 'last', got: 'first'"):
-        ConversationEncoder(processor, train_on='first')
-
-
-def parts(message):
-    return [{'type': 'text', 'text': message['content']}]
+        ConversationEncoder(small(), train_on='first')
 
 
 def test_options_change_identity_only_if_set(tmp_path):
     path = write_json(tmp_path, [{'conversations': turns('Hi?', 'Yes.')}])
-    options = [{}, {'train_on': 'all', 'add_end_token': True}, {'train_on': 'last'}, {'add_end_token': False}]
-    identities = [LlavaDataset(path, small(), **option).identity() for option in options]
-    assert identities[0] == identities[1]
-    assert len(set(identities)) == 3
+    default = LlavaDataset(path, small()).identity()
+    as_default = LlavaDataset(path, small(), train_on='all', add_end_token=True).identity()
+    train_on_last = LlavaDataset(path, small(), train_on='last').identity()
+    no_end_token = LlavaDataset(path, small(), add_end_token=False).identity()
+    assert as_default == default
+    assert len({default, train_on_last, no_end_token}) == 3
 
 
-PLAIN = [{**message, 'content': 'Red.' if index % 2 else 'What?'} for index, message in enumerate(CONVERSATION)]
-
-
-def test_added_end_token_is_named_once(caplog):
+@pytest.fixture
+def warnings(caplog):
+    """Captures warnings. The one about an added token is printed once in a process, so it is allowed again."""
     chat_template._warn_of_added_token.cache_clear()
-    with caplog.at_level(logging.WARNING):
-        encoder = ConversationEncoder(llava())
-        ConversationEncoder(llava())
-    (line,) = caplog.messages
+    caplog.set_level(logging.WARNING)
+    return caplog
+
+
+def test_added_end_token_is_named_once(warnings):
+    encoder = ConversationEncoder(llava())
+    ConversationEncoder(llava())
+    (line,) = warnings.messages
     assert '</s>' in line
     assert 'dataset.add_end_token=false' in line
-    assert learned(encoder(PLAIN), encoder.tokenizer) == 'Red.</s>Red.</s>'
+    assert learned_text(encoder(PLAIN), encoder.tokenizer) == 'Red.</s>Red.</s>'
 
 
-def test_text_stays_as_written(caplog):
-    chat_template._warn_of_added_token.cache_clear()
+def test_text_stays_as_written(warnings):
     processor = llava()
-    encoder = ConversationEncoder(processor, add_end_token=False)
-    written = [{**message, 'content': parts(message)} for message in PLAIN]
-    text = processor.apply_chat_template(written, tokenize=False)
-    assert encoder(PLAIN)['input_ids'][0].tolist() == processor.tokenizer(text)['input_ids']
-    assert learned(encoder(PLAIN), encoder.tokenizer) == 'Red.Red.'
-    assert not caplog.messages
+    sample = ConversationEncoder(processor, add_end_token=False)(PLAIN)
+    text = processor.apply_chat_template(in_parts(PLAIN), tokenize=False)
+    assert sample['input_ids'][0].tolist() == processor.tokenizer(text)['input_ids']
+    assert learned_text(sample, processor.tokenizer) == 'Red.Red.'
+    assert not warnings.messages
 
 
-def test_end_token_behind_last_turn_only(caplog):
-    """A template that ends a conversation, not each turn: the token is trained where the template writes it."""
-    chat_template._warn_of_added_token.cache_clear()
+def test_end_token_behind_last_turn_only(warnings):
+    """The template ends the conversation, not each turn. The ends of other answers are added, unless told otherwise."""
     processor = llava()
     processor.chat_template += "{{ '</s>' }}"
-    with caplog.at_level(logging.WARNING):
-        added = ConversationEncoder(processor)
-    assert len(caplog.messages) == 1
-    as_written = ConversationEncoder(processor, add_end_token=False)
-    assert learned(added(PLAIN), processor.tokenizer).split() == ['Red.</s>Red.', '</s>']
-    assert learned(as_written(PLAIN), processor.tokenizer).split() == ['Red.Red.', '</s>']
+    added = ConversationEncoder(processor)(PLAIN)
+    assert len(warnings.messages) == 1
+    as_written = ConversationEncoder(processor, add_end_token=False)(PLAIN)
+    assert learned_text(added, processor.tokenizer).split() == ['Red.</s>Red.', '</s>']
+    assert learned_text(as_written, processor.tokenizer).split() == ['Red.Red.', '</s>']
 
 
 @pytest.mark.parametrize('make', [small, qwen2_vl])
-def test_template_with_ends_says_nothing(make, caplog):
-    chat_template._warn_of_added_token.cache_clear()
+def test_template_with_ends_says_nothing(make, warnings):
     ConversationEncoder(make())
-    assert not caplog.messages
+    assert not warnings.messages
 
 
 TOOL_TURNS = [
@@ -184,15 +185,15 @@ def write_tool_record(folder):
 
 @pytest.mark.parametrize('make', [small, qwen2_vl])
 def test_image_of_a_tool_is_read(make, tmp_path):
-    """It is encoded as the processor encodes the template's own text."""
+    """The sample is the processor's own encoding of the template's text."""
     processor = make()
     sample = LlavaDataset(write_tool_record(tmp_path), processor)[0]
-    texts = ('Look up a red square.', 'Searching.', 'found', 'A red square.')
-    roles = ('user', 'assistant', 'tool', 'assistant')
     messages = [
-        {'role': role, 'content': [{'type': 'text', 'text': text}]} for role, text in zip(roles, texts, strict=True)
+        user('Look up a red square.'),
+        assistant('Searching.'),
+        message('tool', IMAGE, 'found'),
+        assistant('A red square.'),
     ]
-    messages[2]['content'].insert(0, {'type': 'image'})
     text = processor.apply_chat_template(messages, tokenize=False)
     expected = processor(text=[text], images=[Image.open(tmp_path / 'red.png')], return_tensors='pt')
     assert sample['num_images'] == [1]
@@ -202,9 +203,10 @@ def test_image_of_a_tool_is_read(make, tmp_path):
 
 def test_dropped_images_of_tools_are_refused(tmp_path):
     processor = qwen2_vl()
-    image = '{% if content["type"] == "image" %}'
-    assert image in QWEN
-    processor.chat_template = QWEN.replace(image, '{% if content["type"] == "image" and message["role"] == "user" %}')
+    if_image = '{% if content["type"] == "image" %}'
+    if_image_of_user = '{% if content["type"] == "image" and message["role"] == "user" %}'
+    assert if_image in QWEN
+    processor.chat_template = QWEN.replace(if_image, if_image_of_user)
     with pytest.raises(
         BadSampleError, match=r'"a" .*has images in the turn of a tool, but the chat template writes no'
     ):

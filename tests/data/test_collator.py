@@ -1,6 +1,8 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
+"""The collator pads on the tokenizer's side and joins the lists and the images of the rows."""
+
 from __future__ import annotations
 
 import pytest
@@ -12,7 +14,7 @@ from composer_tokacc.data.processor import train_tokenizer
 
 
 def sample(ids, labels, num_images=0, sample_id='s'):
-    made = {
+    tensors = {
         'input_ids': torch.tensor([ids]),
         'attention_mask': torch.ones(1, len(ids), dtype=torch.long),
         'labels': torch.tensor([labels]),
@@ -20,14 +22,14 @@ def sample(ids, labels, num_images=0, sample_id='s'):
         'num_images': [num_images],
     }
     if num_images:
-        made['pixel_values'] = torch.full((num_images, 3, 2, 2), float(ids[0]))
-    return made
+        tensors['pixel_values'] = torch.full((num_images, 3, 2, 2), float(ids[0]))
+    return tensors
 
 
-def tokenizer(padding_side='right'):
-    made = train_tokenizer(['a'], vocab_size=300)
-    made.padding_side = padding_side
-    return made
+def make_tokenizer(padding_side='right'):
+    tokenizer = train_tokenizer(['a'], vocab_size=300)
+    tokenizer.padding_side = padding_side
+    return tokenizer
 
 
 ROWS = [
@@ -37,40 +39,44 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize('side', ['left', 'right'])
-def test_rows_are_padded_on_tokenizers_side(side):
-    batch = VisionLanguageCollator(tokenizer(side))(ROWS)
-    pad = tokenizer().pad_token_id
-    right = {
-        'input_ids': [[5, 6, 7, pad, pad], [8, 9, 10, 11, 12], [13, pad, pad, pad, pad]],
-        'attention_mask': [[1, 1, 1, 0, 0], [1] * 5, [1, 0, 0, 0, 0]],
-        'labels': [[-100, 6, 7, -100, -100], [8, -100, -100, -100, 12], [13, -100, -100, -100, -100]],
-    }
-    left = {
-        'input_ids': [[pad, pad, 5, 6, 7], [8, 9, 10, 11, 12], [pad, pad, pad, pad, 13]],
-        'attention_mask': [[0, 0, 1, 1, 1], [1] * 5, [0, 0, 0, 0, 1]],
-        'labels': [[-100, -100, -100, 6, 7], [8, -100, -100, -100, 12], [-100, -100, -100, -100, 13]],
-    }
-    for key, rows in (left if side == 'left' else right).items():
-        assert batch[key].tolist() == rows
+def test_rows_are_padded_on_the_right():
+    tokenizer = make_tokenizer('right')
+    pad = tokenizer.pad_token_id
+    batch = VisionLanguageCollator(tokenizer)(ROWS)
+    assert batch['input_ids'].tolist() == [[5, 6, 7, pad, pad], [8, 9, 10, 11, 12], [13, pad, pad, pad, pad]]
+    assert batch['attention_mask'].tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1], [1, 0, 0, 0, 0]]
+    assert batch['labels'].tolist() == [
+        [-100, 6, 7, -100, -100],
+        [8, -100, -100, -100, 12],
+        [13, -100, -100, -100, -100],
+    ]
+
+
+def test_rows_are_padded_on_the_left():
+    tokenizer = make_tokenizer('left')
+    pad = tokenizer.pad_token_id
+    batch = VisionLanguageCollator(tokenizer)(ROWS)
+    assert batch['input_ids'].tolist() == [[pad, pad, 5, 6, 7], [8, 9, 10, 11, 12], [pad, pad, pad, pad, 13]]
+    assert batch['attention_mask'].tolist() == [[0, 0, 1, 1, 1], [1, 1, 1, 1, 1], [0, 0, 0, 0, 1]]
+    assert batch['labels'].tolist() == [
+        [-100, -100, -100, 6, 7],
+        [8, -100, -100, -100, 12],
+        [-100, -100, -100, -100, 13],
+    ]
+    # Padding moves the first label of a row away from position 0 of the batch, so the model does predict it.
+    assert count_tokens(batch).loss_generating == (2, 1, 1)
 
 
 def test_lists_travel_with_the_rows():
-    batch = VisionLanguageCollator(tokenizer())(ROWS)
+    batch = VisionLanguageCollator(make_tokenizer())(ROWS)
     assert next(iter(batch)) == 'input_ids'
     assert batch['sample_ids'] == ['text', 'two', 'one']
     assert batch['num_images'] == [0, 2, 1]
     assert batch['pixel_values'][:, 0, 0, 0].tolist() == [8, 8, 13]
 
 
-def test_first_label_behind_left_padding():
-    # Behind padding, position 0 of a row is no longer position 0 of the batch: the model does predict it.
-    batch = VisionLanguageCollator(tokenizer('left'))(ROWS)
-    assert count_tokens(batch).loss_generating == (2, 1, 1)
-
-
 def test_tokenizer_without_pad_token_is_refused():
-    made = tokenizer()
-    made.pad_token = None
+    tokenizer = make_tokenizer()
+    tokenizer.pad_token = None
     with pytest.raises(ValueError, match='`tokenizer` must have a pad token'):
-        VisionLanguageCollator(made)
+        VisionLanguageCollator(tokenizer)

@@ -1,82 +1,111 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Files as other projects document them: each is used as meant, or refused by name; nothing is dropped."""
+"""Files as other projects document them: each is read as it is meant, or refused by name. Nothing is dropped."""
 
 from __future__ import annotations
 
 import base64
 import gzip
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
+import torch
 from PIL import Image
 
 from composer_tokacc.data import BadSampleError, LlavaDataset
 from composer_tokacc.data.files import read_raw_records
 from composer_tokacc.data.formats import parse_record
 from composer_tokacc.data.media import decode_media, open_files
-from tests.data.chat_processors import small
-from tests.support.conversations import parse, png, write_json
+from tests.data.chat_processors import learned_text, small
+from tests.support.conversations import parse, png, turns, write_json
 
-RED, BLUE = png(), png((0, 0, 255))
+RED = png()
+BLUE = png((0, 0, 255))
 RED_TEXT = base64.b64encode(RED).decode()
 RED_URI = f'data:image/png;base64,{RED_TEXT}'
-QUESTION, ANSWER = {'role': 'user', 'content': '<image>Which colour?'}, {'role': 'assistant', 'content': 'Red.'}
+LOUD_RED_URI = f'DATA:image/png;BASE64,{RED_TEXT}'
+WAV_TEXT = base64.b64encode(b'RIFF').decode()
+WAV_URI = f'data:audio;base64,{WAV_TEXT}'
+COLOUR_NAMES = {(255, 0, 0): 'red', (0, 0, 255): 'blue'}
 
 
 @pytest.fixture
 def folder(tmp_path):
-    for name, content in (('red.png', RED), ('blue.png', BLUE)):
-        (tmp_path / name).write_bytes(content)
+    (tmp_path / 'red.png').write_bytes(RED)
+    (tmp_path / 'blue.png').write_bytes(BLUE)
     return tmp_path
 
 
-def said(record):
+def roles_and_texts(record):
     return [(turn.role, turn.text) for turn in record.turns]
 
 
-def seen(record, folder):
-    names = {(255, 0, 0): 'red', (0, 0, 255): 'blue'}
-    return [
-        names[image.getpixel((0, 0))] for image in decode_media(record, open_files(record, folder)).get('image', [])
-    ]
+def modalities_and_names(record):
+    return [(medium.modality, medium.names) for medium in record.media]
 
 
-def user(content):
+def image_colours(record, folder):
+    """Returns the name of each image's colour, as it is decoded."""
+    images = decode_media(record, open_files(record, folder)).get('image', [])
+    return [COLOUR_NAMES[image.getpixel((0, 0))] for image in images]
+
+
+def user_turn(content):
     return {'role': 'user', 'content': content}
 
 
-def answered(text):
+def assistant_turn(text):
     return {'role': 'assistant', 'content': text}
 
 
-def asked_with(*parts):
-    return {'messages': [user(list(parts)), ANSWER]}
+def part(modality, **entries):
+    return {'type': modality, **entries}
 
 
-def text_of(text):
-    return {'messages': [user(text), ANSWER]}
+def ask(*parts):
+    """Returns a record with one question of these parts."""
+    return {'messages': [user_turn(list(parts)), ANSWER]}
 
 
-def from_value(*pairs):
-    return [{'from': speaker, 'value': text} for speaker, text in pairs]
+def ask_text(text, **keys):
+    return {'messages': [user_turn(text), ANSWER], **keys}
 
 
-TEXT = {'type': 'text', 'text': 'Which colour?'}
-PLAIN = [('user', '<image>Which colour?'), ('assistant', 'Red.')]
+def about_red(**keys):
+    """Returns a good record of a question about the red image, with some keys changed or added."""
+    return {'messages': [QUESTION, ANSWER], 'image': 'red.png', **keys}
 
-RED_IMAGE = {'image': 'red.png'}
-SHOWN = {'type': 'image', 'image': 'red.png'}
 
-# Name -> record, what is said, images. The names of keys are those of each project's own documentation.
+def with_answer(**entries):
+    """Returns the good record with entries added to its answer."""
+    return about_red(messages=[QUESTION, {**ANSWER, **entries}])
+
+
+QUESTION = user_turn('<image>Which colour?')
+ANSWER = assistant_turn('Red.')
+TEXT = part('text', text='Which colour?')
+RED_PART = part('image', image='red.png')
+RED_AS_BYTES = {'bytes': RED, 'path': None}
+PLAIN_TURNS = (('user', '<image>Which colour?'), ('assistant', 'Red.'))
+
+
+@dataclass(frozen=True)
+class ImageFormat:
+    """A record as a project documents it, and how it is read. Most are the plain question about the red image."""
+
+    record: dict[str, Any]
+    turns: Sequence[tuple[str, str]] = PLAIN_TURNS
+    colours: Sequence[str] = ('red',)
+
+
+# Keys are named as in each project's own documentation.
 FORMATS = {
-    'VILA': (
-        {'id': '1', **RED_IMAGE, 'conversations': from_value(('human', '<image>Which colour?'), ('gpt', 'Red.'))},
-        PLAIN,
-        ['red'],
-    ),
-    'LLaMA-Factory alpaca': (
+    'VILA': ImageFormat({'id': '1', 'image': 'red.png', 'conversations': turns('<image>Which colour?', 'Red.')}),
+    'LLaMA-Factory alpaca': ImageFormat(
         {
             'instruction': 'Which colour?',
             'input': '<image>',
@@ -85,7 +114,7 @@ FORMATS = {
             'history': [['Hello?', 'Hi.'], ['Ready?', 'Yes.']],
             'images': ['red.png'],
         },
-        [
+        turns=[
             ('system', 'Be brief.'),
             ('user', 'Hello?'),
             ('assistant', 'Hi.'),
@@ -94,149 +123,144 @@ FORMATS = {
             ('user', 'Which colour?\n<image>'),
             ('assistant', 'Red.'),
         ],
-        ['red'],
     ),
-    'alpaca without input': (
+    'alpaca without input': ImageFormat(
         {'instruction': 'Which colour has blood?', 'input': '', 'output': 'Red.'},
-        [('user', 'Which colour has blood?'), ('assistant', 'Red.')],
-        [],
+        turns=[('user', 'Which colour has blood?'), ('assistant', 'Red.')],
+        colours=[],
     ),
-    'LLaMA-Factory ShareGPT with an observation': (
+    'LLaMA-Factory ShareGPT with an observation': ImageFormat(
         {
-            'conversations': from_value(
-                ('human', 'Weather?'), ('gpt', 'Let me look.'), ('observation', 'sunny'), ('gpt', 'Sunny.')
-            ),
+            'conversations': [
+                {'from': 'human', 'value': 'Weather?'},
+                {'from': 'gpt', 'value': 'Let me look.'},
+                {'from': 'observation', 'value': 'sunny'},
+                {'from': 'gpt', 'value': 'Sunny.'},
+            ],
             'system': '',
         },
-        [('user', 'Weather?'), ('assistant', 'Let me look.'), ('tool', 'sunny'), ('assistant', 'Sunny.')],
-        [],
+        turns=[('user', 'Weather?'), ('assistant', 'Let me look.'), ('tool', 'sunny'), ('assistant', 'Sunny.')],
+        colours=[],
     ),
-    'OpenAI image_url': (
+    'OpenAI image_url': ImageFormat(
         {
             'messages': [
                 {'role': 'developer', 'content': 'Be brief.'},
-                user([TEXT, {'type': 'image_url', 'image_url': {'url': RED_URI, 'detail': 'low'}}]),
+                user_turn([TEXT, part('image_url', image_url={'url': RED_URI, 'detail': 'low'})]),
                 ANSWER,
             ]
         },
-        [('system', 'Be brief.'), ('user', 'Which colour?<image>'), ('assistant', 'Red.')],
-        ['red'],
+        turns=[('system', 'Be brief.'), ('user', 'Which colour?<image>'), ('assistant', 'Red.')],
     ),
-    'OpenAI input_image': (
-        asked_with({'type': 'input_image', 'image_url': RED_URI}, {'type': 'input_text', 'text': 'Which colour?'}),
-        PLAIN,
-        ['red'],
+    'OpenAI input_image': ImageFormat(
+        ask(part('input_image', image_url=RED_URI), part('input_text', text='Which colour?'))
     ),
-    'Qwen2-VL': (asked_with(SHOWN, TEXT), PLAIN, ['red']),
-    'Qwen2-VL base64': (asked_with({'type': 'image', 'image': f'data:image;base64,{RED_TEXT}'}, TEXT), PLAIN, ['red']),
-    'transformers': (asked_with({'type': 'image', 'base64': RED_TEXT}, TEXT), PLAIN, ['red']),
-    'TRL messages': ({'images': ['red.png'], **asked_with({'type': 'image'}, TEXT)}, PLAIN, ['red']),
-    'TRL messages of a table': (
-        {
-            'images': [{'bytes': RED, 'path': None}],
-            **asked_with({'type': 'image', 'text': None, 'index': 0}, {**TEXT, 'index': None}),
-        },
-        PLAIN,
-        ['red'],
+    'Qwen2-VL': ImageFormat(ask(RED_PART, TEXT)),
+    'Qwen2-VL base64': ImageFormat(ask(part('image', image=f'data:image;base64,{RED_TEXT}'), TEXT)),
+    'transformers': ImageFormat(ask(part('image', base64=RED_TEXT), TEXT)),
+    'TRL messages': ImageFormat({'images': ['red.png'], **ask(part('image'), TEXT)}),
+    'TRL messages of a table': ImageFormat(
+        {'images': [RED_AS_BYTES], **ask(part('image', text=None, index=0), {**TEXT, 'index': None})}
     ),
-    'TRL prompt and completion': (
+    'TRL prompt and completion': ImageFormat(
         {
             'images': ['red.png', 'blue.png'],
-            'prompt': [user('Which colour?'), answered('Red?'), user('And?')],
-            'completion': [answered('Blue.')],
+            'prompt': [user_turn('Which colour?'), assistant_turn('Red?'), user_turn('And?')],
+            'completion': [assistant_turn('Blue.')],
         },
-        [('user', '<image><image>Which colour?'), ('assistant', 'Red?'), ('user', 'And?'), ('assistant', 'Blue.')],
-        ['red', 'blue'],
+        turns=[
+            ('user', '<image><image>Which colour?'),
+            ('assistant', 'Red?'),
+            ('user', 'And?'),
+            ('assistant', 'Blue.'),
+        ],
+        colours=['red', 'blue'],
     ),
-    'ms-swift': ({'messages': [QUESTION, ANSWER], 'images': [{'bytes': None, 'path': 'red.png'}]}, PLAIN, ['red']),
-    'ms-swift bytes': (
-        {'messages': [QUESTION, ANSWER], 'images': [{'bytes': RED_TEXT, 'path': 'x.png'}]},
-        PLAIN,
-        ['red'],
+    'ms-swift': ImageFormat({'messages': [QUESTION, ANSWER], 'images': [{'bytes': None, 'path': 'red.png'}]}),
+    'ms-swift bytes': ImageFormat({'messages': [QUESTION, ANSWER], 'images': [{'bytes': RED_TEXT, 'path': 'x.png'}]}),
+    'ms-swift query': ImageFormat(
+        {'query': '<image>Which colour?', 'response': 'Red.', 'images': ['red.png'], 'history': []}
     ),
-    'ms-swift query': (
-        {'query': '<image>Which colour?', 'response': 'Red.', 'images': ['red.png'], 'history': []},
-        PLAIN,
-        ['red'],
-    ),
-    'Monkey beside a list': (
+    'Monkey beside a list': ImageFormat(
         {
             'image': 'blue.png',
-            'conversations': from_value(
-                ('user', '<img>red.png</img><image>Which colours?'), ('assistant', 'Red, blue.')
-            ),
+            'conversations': [
+                {'from': 'user', 'value': '<img>red.png</img><image>Which colours?'},
+                {'from': 'assistant', 'value': 'Red, blue.'},
+            ],
         },
-        [('user', '<image><image>Which colours?'), ('assistant', 'Red, blue.')],
-        ['red', 'blue'],
+        turns=[('user', '<image><image>Which colours?'), ('assistant', 'Red, blue.')],
+        colours=['red', 'blue'],
     ),
-    'The Cauldron': (
+    'The Cauldron': ImageFormat(
         {
-            'images': [{'bytes': RED, 'path': None}],
+            'images': [RED_AS_BYTES],
             'texts': [
                 {'user': 'Which colour?', 'assistant': 'Red.', 'source': 'VQAv2'},
                 {'user': 'Sure?', 'assistant': 'Yes.', 'source': 'VQAv2'},
             ],
         },
-        [*PLAIN, ('user', 'Sure?'), ('assistant', 'Yes.')],
-        ['red'],
+        turns=[*PLAIN_TURNS, ('user', 'Sure?'), ('assistant', 'Yes.')],
     ),
-    'FineVision': (
+    'FineVision': ImageFormat(
         {
-            'images': [{'bytes': RED, 'path': None}],
+            'images': [RED_AS_BYTES],
             'source': 'vqav2',
             'relevance_ratings': [5],
             'texts': [{'user': 'Which colour?', 'assistant': 'Red.'}],
-        },
-        PLAIN,
-        ['red'],
+        }
     ),
-    'VideoChat2 image': (
-        {'image': 'red.png', 'QA': [{'i': '', 'q': 'Which colour?', 'a': 'Red.'}]},
-        PLAIN,
-        ['red'],
-    ),
-    'image of a tool': (
+    'VideoChat2 image': ImageFormat({'image': 'red.png', 'QA': [{'i': '', 'q': 'Which colour?', 'a': 'Red.'}]}),
+    'image of a tool': ImageFormat(
         {
             'images': ['red.png', 'blue.png'],
             'messages': [
                 QUESTION,
                 ANSWER,
-                {'role': 'tool', 'content': [{'type': 'image'}, {'type': 'text', 'text': 'found'}]},
-                answered('Blue.'),
+                {'role': 'tool', 'content': [part('image'), part('text', text='found')]},
+                assistant_turn('Blue.'),
             ],
         },
-        [*PLAIN, ('tool', '<image>found'), ('assistant', 'Blue.')],
-        ['red', 'blue'],
+        turns=[*PLAIN_TURNS, ('tool', '<image>found'), ('assistant', 'Blue.')],
+        colours=['red', 'blue'],
     ),
-    'data URI in capitals, image and images the same': (
-        {
-            'image': RED_URI.replace('data:', 'DATA:').replace('base64', 'BASE64'),
-            'images': [RED_URI.replace('data:', 'DATA:').replace('base64', 'BASE64')],
-            'messages': [QUESTION, ANSWER],
-        },
-        PLAIN,
-        ['red'],
+    'data URI in capitals, image and images the same': ImageFormat(
+        {'image': LOUD_RED_URI, 'images': [LOUD_RED_URI], 'messages': [QUESTION, ANSWER]}
     ),
 }
 
-WAV_URI = f'data:audio;base64,{base64.b64encode(b"RIFF").decode()}'
+VIDEO = ('video', ['a.mp4'])
+VIDEO_OF_FRAMES = ('video', ['f1.png', 'f2.png'])
+AUDIO = ('audio', ['a.wav'])
+EMBEDDED_AUDIO = ('audio', ['data:audio'])
 
-# Record, text of the question, modalities and names of the files.
-VIDEO, AUDIO, FRAMES = ('video', ['a.mp4']), ('audio', ['a.wav']), ('video', ['f1.png', 'f2.png'])
-EMBEDDED = ('audio', ['data:audio'])
+
+@dataclass(frozen=True)
+class MediaFormat:
+    """A record with videos or audio, the text of its first question, and the modality and files of each medium."""
+
+    record: dict[str, Any]
+    question: str
+    media: list[tuple[str, list[str]]]
+
+
 MEDIA = {
-    'LLaMA-Factory ShareGPT': (
-        {
-            **text_of('<image><video>What<audio>?<video>'),
-            'images': ['a.png'],
-            'videos': ['a.mp4', ['f1.png', 'f2.png']],
-            'audios': ['a.wav'],
-        },
-        '<image><video>What<audio>?<video>',
-        [('image', ['a.png']), VIDEO, AUDIO, FRAMES],
+    'LLaMA-Factory ShareGPT': MediaFormat(
+        ask_text(
+            '<image><video>What<audio>?<video>',
+            images=['a.png'],
+            videos=['a.mp4', ['f1.png', 'f2.png']],
+            audios=['a.wav'],
+        ),
+        question='<image><video>What<audio>?<video>',
+        media=[('image', ['a.png']), VIDEO, AUDIO, VIDEO_OF_FRAMES],
     ),
-    'Video-LLaVA': ({'video': 'a.mp4', **text_of('<video>\nWhat?')}, '<video>\nWhat?', [VIDEO]),
-    'VideoChat2': (
+    'Video-LLaVA': MediaFormat(
+        {'video': 'a.mp4', **ask_text('<video>\nWhat?')},
+        question='<video>\nWhat?',
+        media=[VIDEO],
+    ),
+    'VideoChat2': MediaFormat(
         {
             'video': 'a.mp4',
             'QA': [
@@ -244,109 +268,124 @@ MEDIA = {
                 {'i': 'Look at the video.', 'q': 'And then?', 'a': 'Blue.'},
             ],
         },
-        '<video>What happens?',
-        [VIDEO],
+        question='<video>What happens?',
+        media=[VIDEO],
     ),
-    'VideoChat2 caption': ({'video': 'a.mp4', 'QA': [{'i': 'Describe it.', 'q': '', 'a': 'Red.'}]}, '<video>', [VIDEO]),
-    'LLaVA-Video': ({'video': 'a.mp4', **text_of('<image>\nWhat?')}, '<video>\nWhat?', [VIDEO]),
-    'VILA': (
-        {'video': 'a.mp4', 'sound': 'a.wav', **text_of('<vila/video><sound>What?')},
-        '<video><audio>What?',
-        [VIDEO, AUDIO],
+    'VideoChat2 caption': MediaFormat(
+        {'video': 'a.mp4', 'QA': [{'i': 'Describe it.', 'q': '', 'a': 'Red.'}]},
+        question='<video>',
+        media=[VIDEO],
     ),
-    'Qwen2-VL': (
-        asked_with({'type': 'video', 'video': 'file:///tmp/a.mp4'}, {'type': 'video', 'video': ['f1.png', 'f2.png']}),
-        '<video><video>',
-        [('video', ['/tmp/a.mp4']), FRAMES],
+    'LLaVA-Video': MediaFormat(
+        {'video': 'a.mp4', **ask_text('<image>\nWhat?')},
+        question='<video>\nWhat?',
+        media=[VIDEO],
     ),
-    'Qwen2-Audio': (asked_with({'type': 'audio', 'audio_url': 'a.wav'}, TEXT), '<audio>Which colour?', [AUDIO]),
-    'transformers': (
-        asked_with({'type': 'video', 'path': 'a.mp4'}, {'type': 'audio', 'path': 'a.wav'}, TEXT),
-        '<video><audio>Which colour?',
-        [VIDEO, AUDIO],
+    'VILA': MediaFormat(
+        {'video': 'a.mp4', 'sound': 'a.wav', **ask_text('<vila/video><sound>What?')},
+        question='<video><audio>What?',
+        media=[VIDEO, AUDIO],
     ),
-    'OpenAI input_audio': (
-        asked_with({'type': 'input_audio', 'input_audio': {'data': WAV_URI.partition(',')[2], 'format': 'wav'}}, TEXT),
-        '<audio>Which colour?',
-        [EMBEDDED],
+    'Qwen2-VL': MediaFormat(
+        ask(part('video', video='file:///tmp/a.mp4'), part('video', video=['f1.png', 'f2.png'])),
+        question='<video><video>',
+        media=[('video', ['/tmp/a.mp4']), VIDEO_OF_FRAMES],
     ),
-    'vLLM': (
-        asked_with({'type': 'audio_url', 'audio_url': {'url': WAV_URI}}, {'type': 'video_url', 'video_url': 'a.mp4'}),
-        '<audio><video>',
-        [EMBEDDED, VIDEO],
+    'Qwen2-Audio': MediaFormat(
+        ask(part('audio', audio_url='a.wav'), TEXT),
+        question='<audio>Which colour?',
+        media=[AUDIO],
     ),
-    'TRL': ({'videos': ['a.mp4'], 'prompt': [user('What?')], 'completion': [ANSWER]}, '<video>What?', [VIDEO]),
-    'ms-swift': (
+    'transformers': MediaFormat(
+        ask(part('video', path='a.mp4'), part('audio', path='a.wav'), TEXT),
+        question='<video><audio>Which colour?',
+        media=[VIDEO, AUDIO],
+    ),
+    'OpenAI input_audio': MediaFormat(
+        ask(part('input_audio', input_audio={'data': WAV_TEXT, 'format': 'wav'}), TEXT),
+        question='<audio>Which colour?',
+        media=[EMBEDDED_AUDIO],
+    ),
+    'vLLM': MediaFormat(
+        ask(part('audio_url', audio_url={'url': WAV_URI}), part('video_url', video_url='a.mp4')),
+        question='<audio><video>',
+        media=[EMBEDDED_AUDIO, VIDEO],
+    ),
+    'TRL': MediaFormat(
+        {'videos': ['a.mp4'], 'prompt': [user_turn('What?')], 'completion': [ANSWER]},
+        question='<video>What?',
+        media=[VIDEO],
+    ),
+    'ms-swift': MediaFormat(
         {'query': '<video><audio>What?', 'response': 'Red.', 'videos': [{'path': 'a.mp4'}], 'audios': ['a.wav']},
-        '<video><audio>What?',
-        [VIDEO, AUDIO],
+        question='<video><audio>What?',
+        media=[VIDEO, AUDIO],
     ),
 }
 
 
-@pytest.mark.parametrize(('data', 'question', 'media'), MEDIA.values(), ids=MEDIA.keys())
-def test_videos_and_audio_of_each_project(data, question, media):
-    record = parse(data)
-    turns = [turn for turn in record.turns if turn.role != 'system']
-    assert turns[0].text == question
-    assert [(medium.modality, medium.names) for medium in record.media] == media
+@pytest.mark.parametrize('name', MEDIA)
+def test_videos_and_audio_of_each_project(name):
+    expected = MEDIA[name]
+    record = parse(expected.record)
+    questions = [turn.text for turn in record.turns if turn.role == 'user']
+    assert questions[0] == expected.question
+    assert modalities_and_names(record) == expected.media
     first_question = next(message for message in record.messages() if message['role'] == 'user')
-    parts = [part['type'] for part in first_question['content'] if part['type'] != 'text']
-    assert parts == [modality for modality, _ in media]
+    types = [item['type'] for item in first_question['content'] if item['type'] != 'text']
+    assert types == [modality for modality, _ in expected.media]
     assert '<' not in ''.join(record.texts)
 
 
-@pytest.mark.parametrize(('data', 'turns', 'images'), FORMATS.values(), ids=FORMATS.keys())
-def test_record_is_what_its_project_means(folder, data, turns, images):
-    record = parse(data)
-    assert said(record) == turns
-    assert seen(record, folder) == images
+@pytest.mark.parametrize('name', FORMATS)
+def test_record_is_what_its_project_means(folder, name):
+    expected = FORMATS[name]
+    record = parse(expected.record)
+    assert roles_and_texts(record) == list(expected.turns)
+    assert image_colours(record, folder) == list(expected.colours)
 
 
 def test_instruction_of_videochat2_is_system_turn():
-    spoken = said(parse(MEDIA['VideoChat2'][0]))
-    assert spoken[0] == ('system', 'Look at the video.')
-    assert spoken[2:] == [('assistant', 'Red.'), ('user', 'And then?'), ('assistant', 'Blue.')]
+    instruction, _, *following = roles_and_texts(parse(MEDIA['VideoChat2'].record))
+    assert instruction == ('system', 'Look at the video.')
+    assert following == [('assistant', 'Red.'), ('user', 'And then?'), ('assistant', 'Blue.')]
 
 
 def test_line_breaks_around_placeholders():
     question = '\nLines:\n\n<image>\n<image>\nOne.\n\nTwo.\n'
-    turns = [{'role': 'system', 'content': 'Rules:\n'}, {'role': 'user', 'content': question}, ANSWER]
-    system, user, _ = parse({'messages': turns, 'images': ['a.png', 'b.png']}).messages()
+    messages = [{'role': 'system', 'content': 'Rules:\n'}, user_turn(question), ANSWER]
+    system, asked, _ = parse({'messages': messages, 'images': ['a.png', 'b.png']}).messages()
     assert system['content'] == [{'type': 'text', 'text': 'Rules:\n'}]
-    texts = [part.get('text') for part in user['content']]
+    texts = [item.get('text') for item in asked['content']]
     assert texts == ['\nLines:', None, None, 'One.\n\nTwo.\n']
 
 
 def test_file_url(folder):
     (folder / 'a b.png').write_bytes(BLUE)
-    part = {'type': 'image_url', 'image_url': {'url': f'{folder.as_uri()}/a%20b.png'}}
-    assert seen(parse(asked_with(part, TEXT)), folder / 'elsewhere') == ['blue']
+    image = part('image_url', image_url={'url': f'{folder.as_uri()}/a%20b.png'})
+    assert image_colours(parse(ask(image, TEXT)), folder / 'elsewhere') == ['blue']
 
 
-def turn(**entries):
-    return {'messages': [QUESTION, {**ANSWER, **entries}], 'image': 'red.png'}
-
-
+# Record and words of the message.
 REFUSED = {
-    'image on a network': (asked_with({'type': 'image_url', 'image_url': {'url': 'https://x/a.png'}}), 'Download it'),
-    'listed image on a network': ({**turn(), 'image': 's3://bucket/a.png'}, 'Download it'),
-    'image by id': (asked_with({'type': 'input_image', 'file_id': 'file-1'}), '`file_id` of a part'),
-    'unknown part': (asked_with({'type': 'point', 'xy': [1, 2]}), "got: 'point'"),
-    'part without type': (asked_with({'image': 'red.png', 'text': 'x'}), 'got: None'),
-    'sizes of an image': (asked_with({**SHOWN, 'max_pixels': 9}), '`max_pixels` of a part'),
+    'image on a network': (ask(part('image_url', image_url={'url': 'https://x/a.png'})), 'Download it'),
+    'listed image on a network': (about_red(image='s3://bucket/a.png'), 'Download it'),
+    'image by id': (ask(part('input_image', file_id='file-1')), '`file_id` of a part'),
+    'unknown part': (ask(part('point', xy=[1, 2])), "got: 'point'"),
+    'part without type': (ask({'image': 'red.png', 'text': 'x'}), 'got: None'),
+    'sizes of an image': (ask({**RED_PART, 'max_pixels': 9}), '`max_pixels` of a part'),
     'images in another order': (
-        {'images': ['red.png', 'blue.png'], **asked_with({'type': 'image', 'index': 1}, {'type': 'image', 'index': 0})},
+        {'images': ['red.png', 'blue.png'], **ask(part('image', index=1), part('image', index=0))},
         '`index` of image parts',
     ),
-    'no part': (asked_with(None), 'must be an object, got: None'),
-    'text null': (asked_with({'type': 'text', 'text': None}), 'must be a string, got: None'),
-    'content null': (turn(content=None), 'must be a string, got: NoneType'),
-    'list as role': (turn(role=['assistant']), r"got: \['assistant'\]"),
-    'two roles': (turn(**{'from': 'gpt'}), 'only one of `role`, `from`'),
-    'broken base64': ({**turn(), 'image': 'data:image/png;base64,???'}, 'must be base64'),
-    'data URI of text': ({**turn(), 'image': 'data:image/svg+xml,<svg/>'}, 'must be base64'),
-    'bare base64': ({**turn(), 'image': 'iVBORw0KGgo' * 100}, 'Write bytes as `data:image/<type>;base64'),
+    'no part': (ask(None), 'must be an object, got: None'),
+    'text null': (ask(part('text', text=None)), 'must be a string, got: None'),
+    'content null': (with_answer(content=None), 'must be a string, got: NoneType'),
+    'list as role': (with_answer(role=['assistant']), r"got: \['assistant'\]"),
+    'two roles': (with_answer(**{'from': 'gpt'}), 'only one of `role`, `from`'),
+    'broken base64': (about_red(image='data:image/png;base64,???'), 'must be base64'),
+    'data URI of text': (about_red(image='data:image/svg+xml,<svg/>'), 'must be base64'),
+    'bare base64': (about_red(image='iVBORw0KGgo' * 100), 'Write bytes as `data:image/<type>;base64'),
     'part of a video': (
         {'video': 'a.mp4', 'start': 3.5, 'end': 8, 'QA': [{'q': 'What?', 'a': 'Red.'}]},
         '`start` is not supported',
@@ -366,81 +405,93 @@ REFUSED = {
         {'images': ['red.png'], 'texts': [{'user': 'What?', 'assistant': 'Red.', 'reason': 'blood'}]},
         '`reason` of an entry of `texts`',
     ),
-    'long key of a turn': (turn(**{'x' * 200_000: 1}), '`x+` of a turn'),
-    'long key': ({**turn(), 'y' * 200_000: 'a.png'}, '`y+` looks like an image'),
-    'images beside image': ({**turn(), 'images': ['blue.png']}, 'must name the same'),
-    'more images than parts': ({**asked_with(SHOWN), 'image': 'red.png'}, 'got: 2 images'),
-    'tool_calls': (turn(tool_calls=[{'type': 'function'}]), '`tool_calls` of a turn is not supported'),
+    'long key of a turn': (with_answer(**{'x' * 200_000: 1}), '`x+` of a turn'),
+    'long key': (about_red(**{'y' * 200_000: 'a.png'}), '`y+` looks like an image'),
+    'images beside image': (about_red(images=['blue.png']), 'must name the same'),
+    'more images than parts': ({**ask(RED_PART), 'image': 'red.png'}, 'got: 2 images'),
+    'tool_calls': (with_answer(tool_calls=[{'type': 'function'}]), '`tool_calls` of a turn is not supported'),
     'function_call role': ({'conversations': [{'from': 'function_call', 'value': '{}'}]}, "got: 'function_call'"),
-    'tools': ({**turn(), 'tools': '[{}]'}, '`tools` is not supported'),
-    'preferences': ({**turn(), 'chosen': {'from': 'gpt', 'value': 'x'}}, '`chosen` is not supported'),
-    'thinking': (turn(reasoning_content='Hm.'), '`reasoning_content` of a turn is not supported'),
-    'weight 0.5': (turn(weight=0.5), 'must be 0 or 1'),
-    'loss against weight': (turn(weight=1, loss=False), 'must be 0 or 1'),
-    'loss on a question': ({'messages': [{**QUESTION, 'weight': 1}, ANSWER], **RED_IMAGE}, 'only for an answer'),
-    'no answer with loss': (turn(weight=0), 'at least one answer must carry loss'),
-    'VILA video in a text': (text_of('<vila/video>What happens?'), 'got: 0 videos and 1 placeholders'),
-    'video in an answer': ({'messages': [QUESTION, answered('<video>')]}, '`<video>` may stand only in turns'),
-    'video without its placeholder': ({**text_of('What happens?'), 'videos': ['a.mp4']}, 'got: 1 videos and 0 pl'),
+    'tools': (about_red(tools='[{}]'), '`tools` is not supported'),
+    'preferences': (about_red(chosen={'from': 'gpt', 'value': 'x'}), '`chosen` is not supported'),
+    'thinking': (with_answer(reasoning_content='Hm.'), '`reasoning_content` of a turn is not supported'),
+    'weight 0.5': (with_answer(weight=0.5), 'must be 0 or 1'),
+    'loss against weight': (with_answer(weight=1, loss=False), 'must be 0 or 1'),
+    'loss on a question': (about_red(messages=[{**QUESTION, 'weight': 1}, ANSWER]), 'only for an answer'),
+    'no answer with loss': (with_answer(weight=0), 'at least one answer must carry loss'),
+    'VILA video in a text': (ask_text('<vila/video>What happens?'), 'got: 0 videos and 1 placeholders'),
+    'video in an answer': ({'messages': [QUESTION, assistant_turn('<video>')]}, '`<video>` may stand only in turns'),
+    'video without its placeholder': (ask_text('What happens?', videos=['a.mp4']), 'got: 1 videos and 0 pl'),
     'as many media of another kind': (
-        {**text_of('<video><audio>?'), 'videos': ['a.mp4', 'b.mp4']},
+        ask_text('<video><audio>?', videos=['a.mp4', 'b.mp4']),
         'got: 2 videos and 1 placeholders',
     ),
     'image for a video beside an image': (
-        {**text_of('<image><image>?'), **RED_IMAGE, 'video': 'a.mp4'},
+        ask_text('<image><image>?', image='red.png', video='a.mp4'),
         'the number of images must match .* got: 1 images and 2 placeholders',
     ),
-    'rate of a video': (asked_with({'type': 'video', 'video': 'a.mp4', 'fps': 1.0}), '`fps` of a part of type video'),
-    'video without frames': ({**text_of('<video>?'), 'videos': [[]]}, r'`video` must be a file name .* got: \[\]'),
+    'rate of a video': (ask(part('video', video='a.mp4', fps=1.0)), '`fps` of a part of type video'),
+    'video without frames': (ask_text('<video>?', videos=[[]]), r'`video` must be a file name .* got: \[\]'),
     'decoded sound': (
-        asked_with({'type': 'audio', 'audio': {'array': [0.1], 'sampling_rate': 8000}}),
+        ask(part('audio', audio={'array': [0.1], 'sampling_rate': 8000})),
         r'`array` of a file object \(audio\) is not supported',
     ),
-    'img without end': (text_of('<img>red.png What is this?'), '`<img>` in a text'),
-    'two conversations': ({**turn(), 'conversations': [{'from': 'human', 'value': 'x'}]}, 'must hold one conversation'),
+    'img without end': (ask_text('<img>red.png What is this?'), '`<img>` in a text'),
+    'two conversations': (about_red(conversations=[{'from': 'human', 'value': 'x'}]), 'must hold one conversation'),
     'no conversation': ({'text': 'x', 'label': 3}, r"got the keys: \['id', 'label', 'text'\]"),
     'prompt as text': ({'prompt': 'Hello?', 'completion': 'Hi.'}, 'must be lists of turns'),
     'history': ({'instruction': 'a', 'output': 'b', 'history': [['a']]}, '`history` must hold pairs'),
-    'two answers': ({'messages': [QUESTION, ANSWER, ANSWER], **RED_IMAGE}, 'must alternate'),
-    'tool before an answer': ({'messages': [QUESTION, {'role': 'tool', 'content': '4'}], **RED_IMAGE}, 'alternate'),
-    'number as image': ({**turn(), 'image': 3}, 'must be a file name or a list of file names, got: 3'),
-    'lone surrogate': (text_of('half \ud83d'), r"lone surrogate '\\ud83d'"),
-    'lone surrogate in a name': ({**turn(), 'image': 'a\udc00.png'}, r"lone surrogate '\\udc00'"),
+    'two answers': (about_red(messages=[QUESTION, ANSWER, ANSWER]), 'must alternate'),
+    'tool before an answer': (about_red(messages=[QUESTION, {'role': 'tool', 'content': '4'}]), 'alternate'),
+    'number as image': (about_red(image=3), 'must be a file name or a list of file names, got: 3'),
+    'lone surrogate': (ask_text('half \ud83d'), r"lone surrogate '\\ud83d'"),
+    'lone surrogate in a name': (about_red(image='a\udc00.png'), r"lone surrogate '\\udc00'"),
 }
 
 
-@pytest.mark.parametrize(('data', 'message'), REFUSED.values(), ids=REFUSED.keys())
-def test_dropped_content_is_refused(data, message):
+@pytest.mark.parametrize(('record', 'message'), REFUSED.values(), ids=REFUSED.keys())
+def test_dropped_content_is_refused(record, message):
+    """The message is one short line that can be encoded, even if the sample's id cannot."""
     with pytest.raises(BadSampleError, match=message) as raised:
-        parse({'id': 'a\n\ud800', **data})
-    assert str(raised.value).startswith('sample "a \\ud800" (data.json, line 3): ')
-    assert '\n' not in str(raised.value)
-    assert len(str(raised.value)) < 500
-    str(raised.value).encode()
+        parse({'id': 'a\n\ud800', **record})
+    line = str(raised.value)
+    assert line.startswith('sample "a \\ud800" (data.json, line 3): ')
+    assert '\n' not in line
+    assert len(line) < 500
+    line.encode()
 
 
 def test_weight_0_of_an_answer(folder):
-    messages = [
-        *(QUESTION, {**ANSWER, 'weight': 0}),
-        *(user('Sure?'), {**answered('Yes.'), 'weight': 1}),
-        *(user('Really?'), {**answered('Red, yes.'), 'loss': True}),
+    weighted_turns = [
+        QUESTION,
+        {**ANSWER, 'weight': 0},
+        user_turn('Sure?'),
+        {**assistant_turn('Yes.'), 'weight': 1},
+        user_turn('Really?'),
+        {**assistant_turn('Red, yes.'), 'loss': True},
     ]
-    without = [{key: value for key, value in message.items() if key not in ('weight', 'loss')} for message in messages]
-    path = write_json(folder, [{'image': 'red.png', 'messages': turns} for turns in (messages, without)])
+    plain_turns = [
+        QUESTION,
+        ANSWER,
+        user_turn('Sure?'),
+        assistant_turn('Yes.'),
+        user_turn('Really?'),
+        assistant_turn('Red, yes.'),
+    ]
+    path = write_json(folder, [about_red(messages=weighted_turns), about_red(messages=plain_turns)])
     dataset = LlavaDataset(path, small())
     weighted, plain = dataset[0], dataset[1]
-    assert weighted['input_ids'].tolist() == plain['input_ids'].tolist()
-    decode = dataset.encoder.tokenizer.decode
-    spoken = [decode(sample['labels'][sample['labels'] != -100]) for sample in (weighted, plain)]
-    assert spoken == ['Yes.<|end|>Red, yes.<|end|>', 'Red.<|end|>Yes.<|end|>Red, yes.<|end|>']
+    assert torch.equal(weighted['input_ids'], plain['input_ids'])
+    tokenizer = dataset.encoder.tokenizer
+    assert learned_text(weighted, tokenizer) == 'Yes.<|end|>Red, yes.<|end|>'
+    assert learned_text(plain, tokenizer) == 'Red.<|end|>Yes.<|end|>Red, yes.<|end|>'
 
 
 def test_trl_learns_the_completion_only():
-    record = parse(FORMATS['TRL prompt and completion'][0])
+    record = parse(FORMATS['TRL prompt and completion'].record)
     assert [turn.carries_loss for turn in record.turns if turn.role == 'assistant'] == [False, True]
 
 
-RECORDS = [{'id': f'r{i}', 'image': 'red.png', 'messages': [QUESTION, {**ANSWER, 'content': 'Rød.'}]} for i in range(3)]
+RECORDS = [about_red(id=f'r{index}', messages=[QUESTION, assistant_turn('Rød.')]) for index in range(3)]
 LINES = '\n'.join(json.dumps(record, ensure_ascii=False) for record in RECORDS)
 ENCODED = {
     'BOM': LINES.encode('utf-8-sig'),
@@ -460,6 +511,7 @@ def test_encodings(folder, content):
     assert {record.turns[1].text for record in records} == {'Rød.'}
 
 
+# Content of the file and words of the message.
 BROKEN_FILES = {
     'two arrays': (b'[{}]\n\n[{}]', r'one valid JSON array, got: .*data\.json: Extra data: line 3'),
     'cut UTF-16': ('[{}]\n'.encode('utf-16')[:-1], r"data\.json: 'utf-16-?l?e?' codec can't decode"),
@@ -477,31 +529,36 @@ def test_broken_file_is_refused(folder, content, message):
 
 
 def test_bad_line_costs_one_sample(folder):
+    """Three lines are good. The next three are not UTF-8, and the last one is nested too deep."""
     deep = '{"id": ' + '[' * 100_000
     (folder / 'data.jsonl').write_bytes(b'\n'.join([LINES.encode(), LINES.encode('latin-1'), deep.encode()]))
     dataset = LlavaDataset(folder / 'data.jsonl', small(), on_error='skip', lengths_folder=folder / 'lengths')
-    assert [dataset[i]['sample_ids'] for i in range(len(dataset))] == [['r0'], ['r1'], ['r2']]
+    assert [record.sample_id for record in dataset.records] == ['r0', 'r1', 'r2']
+    assert len(dataset) == 3
     assert len(dataset.skipped) == 4
-    assert 'sample "r1" ' in dataset.skipped[1]
-    assert dataset.skipped[1].endswith("got: the lone surrogate '\\udcf8'. Save the file as UTF-8, or take it out")
-    assert 'data.jsonl, line 5' in dataset.skipped[1]
+    latin = dataset.skipped[1]
+    assert 'sample "r1" ' in latin
+    assert 'data.jsonl, line 5' in latin
+    assert latin.endswith("got: the lone surrogate '\\udcf8'. Save the file as UTF-8, or take it out")
     assert 'line 7): not valid JSON: brackets within brackets, too deep' in dataset.skipped[3]
 
 
 def test_entries_of_array_are_numbered(folder):
-    record = {key: value for key, value in RECORDS[0].items() if key != 'id'}
-    (folder / 'data.json').write_text(f'[{json.dumps(record)},\n{json.dumps(record)}, 7]')
+    record = json.dumps(about_red())
+    (folder / 'data.json').write_text(f'[{record},\n{record}, 7]')
     assert [raw.where for raw in read_raw_records(folder / 'data.json')] == ['entry 1', 'entry 2', 'entry 3']
     with pytest.raises(BadSampleError, match=r'sample "entry 3" \(.*data\.json, entry 3\): must be a JSON object'):
         LlavaDataset(folder / 'data.json', small())
 
 
-def describe(folder, entry, records, name='own.json'):
-    (folder / name).write_text(json.dumps(records))
+def describe(folder, entry, records):
+    """Writes the records and a `dataset_info.json` with this entry for them, and returns the entry's path."""
+    (folder / 'own.json').write_text(json.dumps(records))
     (folder / 'dataset_info.json').write_text(json.dumps({'other': {}, 'mine': entry}, indent=2))
     return f'{folder}/dataset_info.json#mine'
 
 
+# Entry of `dataset_info.json`, and a record of its file.
 DESCRIBED = {
     'alpaca': (
         {'columns': {'prompt': 'q', 'query': 'more', 'response': 'a', 'images': 'pics'}},
@@ -532,19 +589,19 @@ DESCRIBED = {
 
 @pytest.mark.parametrize(('entry', 'record'), DESCRIBED.values(), ids=DESCRIBED.keys())
 def test_dataset_info_of_llama_factory(folder, entry, record):
-    dataset = LlavaDataset(describe(folder, {'file_name': 'own.json', **entry}, [record]), small())
-    assert said(dataset.records[0]) == PLAIN
-    assert seen(dataset.records[0], dataset.folders[0]) == ['red']
+    path = describe(folder, {'file_name': 'own.json', **entry}, [record])
+    dataset = LlavaDataset(path, small())
+    assert roles_and_texts(dataset.records[0]) == list(PLAIN_TURNS)
+    assert image_colours(dataset.records[0], dataset.folders[0]) == ['red']
     assert dataset.records[0].source == f'{folder}/own.json, entry 1'
 
 
 def test_dataset_info_of_videos_and_audio(folder):
     columns = {'messages': 'dialogue', 'videos': 'films', 'audios': 'sounds'}
     entry = {'file_name': 'own.json', 'formatting': 'sharegpt', 'columns': columns}
-    turns = [{'from': 'human', 'value': '<video><audio>?'}, {'from': 'gpt', 'value': 'Red.'}]
-    path = describe(folder, entry, [{'dialogue': turns, 'films': ['a.mp4'], 'sounds': ['a.wav']}])
-    (record,) = map(parse_record, read_raw_records(path))
-    assert [(medium.modality, medium.names) for medium in record.media] == [('video', ['a.mp4']), ('audio', ['a.wav'])]
+    record = {'dialogue': turns('<video><audio>?', 'Red.'), 'films': ['a.mp4'], 'sounds': ['a.wav']}
+    (raw,) = read_raw_records(describe(folder, entry, [record]))
+    assert modalities_and_names(parse_record(raw)) == [VIDEO, AUDIO]
 
 
 @pytest.mark.parametrize(
@@ -575,26 +632,24 @@ def test_missing_dataset_is_told_the_others(folder):
         LlavaDataset(path.replace('#mine', ''), small())
 
 
-def decoded(path):
-    record = parse(asked_with({'type': 'image', 'image': path.name}))
-    return decode_media(record, open_files(record, path.parent))['image'][0]
-
-
-def test_16_bits_are_scaled_not_clipped(tmp_path):
-    for mode in ('I;16', 'I'):
-        image = Image.new(mode, (2, 1))
-        image.putpixel((0, 0), 257 * 100)
-        image.putpixel((1, 0), 65535)
-        image.save(tmp_path / 'deep.png')
-        found = decoded(tmp_path / 'deep.png')
-        assert [found.getpixel((x, 0)) for x in (0, 1)] == [(100,) * 3, (255,) * 3]
+@pytest.mark.parametrize('mode', ['I;16', 'I'])
+def test_16_bits_are_scaled_not_clipped(tmp_path, mode):
+    deep = Image.new(mode, (2, 1))
+    deep.putpixel((0, 0), 257 * 100)
+    deep.putpixel((1, 0), 65535)
+    deep.save(tmp_path / 'deep.png')
+    record = parse(ask(part('image', image='deep.png')))
+    (image,) = decode_media(record, open_files(record, tmp_path))['image']
+    assert image.getpixel((0, 0)) == (100, 100, 100)
+    assert image.getpixel((1, 0)) == (255, 255, 255)
 
 
 def test_embedded_images_change_the_fingerprint(folder):
-    prints = set()
+    fingerprints = []
     for content in (RED, BLUE, RED):
         uri = f'data:image/png;base64,{base64.b64encode(content).decode()}'
-        dataset = LlavaDataset(write_json(folder, [{'id': 'a', 'image': uri, 'messages': [QUESTION, ANSWER]}]), small())
-        assert seen(dataset.records[0], folder) == ['red' if content == RED else 'blue']
-        prints.add(dataset.fingerprint())
-    assert len(prints) == 2
+        dataset = LlavaDataset(write_json(folder, [about_red(id='a', image=uri)]), small())
+        assert image_colours(dataset.records[0], folder) == ['red' if content == RED else 'blue']
+        fingerprints.append(dataset.fingerprint())
+    red, blue, red_again = fingerprints
+    assert red == red_again != blue

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""A hub that does not answer is asked once; what it answers is for those who read from it."""
+"""A hub that does not answer is asked once. Its other errors are left to the library that reads from it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LLAVA_7B = str(ROOT / 'yamls' / 'llava15_7b.yaml')
 
 
 def point_to(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As HF_ENDPOINT does, which is read when huggingface_hub is imported."""
+    """Has the effect of HF_ENDPOINT, which is read only when huggingface_hub is imported."""
     monkeypatch.setattr(constants, 'ENDPOINT', f'http://127.0.0.1:{port}')
     template = constants.HUGGINGFACE_CO_URL_TEMPLATE
     path = template[template.index('/{repo_id}') :]
@@ -34,7 +34,7 @@ def point_to(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def silent_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[socket.socket]]:
-    """A server that takes connections and says nothing; the connections that it was asked on."""
+    """Starts a server that accepts connections and does not answer, and returns the list of connections."""
     connections: list[socket.socket] = []
     with socket.create_server(('127.0.0.1', 0)) as server:
 
@@ -54,8 +54,8 @@ def silent_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[socket.socket]]
         connection.close()
 
 
-def files_asked_of(connections: list[socket.socket]) -> int:
-    """How many; the client of a fresh process may ask for other things beside them."""
+def count_file_requests(connections: list[socket.socket]) -> int:
+    """Counts the requests for files. The client of a fresh process may also send others."""
     for connection in connections:
         connection.setblocking(False)
     return sum(b'/resolve/' in connection.recv(1 << 16) for connection in connections)
@@ -64,21 +64,27 @@ def files_asked_of(connections: list[socket.socket]) -> int:
 @pytest.mark.parametrize('program', [train, size])
 def test_model_of_a_silent_hub(program, silent_hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / 'data.json').write_text('[]')
-    overrides = [f'dataset.path={tmp_path}/data.json', 'trainer.parallelism_config=null', 'trainer.precision=fp32']
-    overrides += [f'report.folder={tmp_path}', f'trainer.save_folder={tmp_path}', 'trainer.device=cpu']
+    overrides = [
+        f'dataset.path={tmp_path}/data.json',
+        f'report.folder={tmp_path}',
+        f'trainer.save_folder={tmp_path}',
+        'trainer.parallelism_config=null',
+        'trainer.precision=fp32',
+        'trainer.device=cpu',
+    ]
     assert program.main([LLAVA_7B, *overrides]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith('error: ')]
     assert '`model.pretrained`: http://127.0.0.1:' in line
     assert 'does not answer' in line
     assert 'set HF_HUB_OFFLINE=1' in line
-    assert files_asked_of(silent_hub) == 1
+    assert count_file_requests(silent_hub) == 1
 
 
 def test_dataset_of_a_silent_hub(silent_hub) -> None:
     pytest.importorskip('datasets')
     with pytest.raises(ValueError, match=r'got: hf://datasets/some/data.*does not answer.*Give a folder'):
         list(read_raw_records('hf://datasets/some/data'))
-    assert files_asked_of(silent_hub) == 1
+    assert count_file_requests(silent_hub) == 1
 
 
 def test_what_a_hub_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,11 +104,12 @@ def test_what_a_hub_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_request_for_folders_or_offline(silent_hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ask_hub(str(tmp_path), 'model')
-    kept = tmp_path / 'models--some--model' / 'snapshots' / 'abc'
-    kept.mkdir(parents=True)
-    (kept / 'config.json').write_text('{}')
-    (kept.parents[1] / 'refs').mkdir()
-    (kept.parents[1] / 'refs' / 'main').write_text('abc')
+    cached_model = tmp_path / 'models--some--model'
+    snapshot = cached_model / 'snapshots' / 'abc'
+    snapshot.mkdir(parents=True)
+    (snapshot / 'config.json').write_text('{}')
+    (cached_model / 'refs').mkdir()
+    (cached_model / 'refs' / 'main').write_text('abc')
     monkeypatch.setattr(constants, 'HF_HUB_CACHE', str(tmp_path))
     ask_hub('some/model', 'model')
     monkeypatch.setattr(constants, 'HF_HUB_OFFLINE', True)

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Length tables against the samples themselves, and when a kept one is used again."""
+"""Length tables compared with the samples themselves, and when a saved one is used again."""
 
 from __future__ import annotations
 
@@ -19,49 +19,54 @@ from composer_tokacc.layout import BatchLayout
 from composer_tokacc.programs import load_config
 from composer_tokacc.programs.sources import source_of
 from examples.digits import DigitsDataset, build_digits_processor
+from tests.data.length_tables import assert_same_table, lengths_of
 from tests.support.families import FAMILIES, IMAGE_FAMILIES
 from tests.support.family_processors import PATCH_SIZE
 from tests.support.launch import ROOT
 
 
 def computed_patches(model, batch):
-    """Positions that come out of the patch embedding of the model's own vision tower."""
+    """Returns the number of patches that come out of the model's own patch embedding."""
+    convolutions = [module for module in model.modules() if isinstance(module, torch.nn.Conv2d | torch.nn.Conv3d)]
+    (embedding,) = [module for module in convolutions if module.kernel_size[-1] == PATCH_SIZE]
     counts = []
-    embeddings = [
-        module
-        for module in model.modules()
-        if isinstance(module, torch.nn.Conv2d | torch.nn.Conv3d) and module.kernel_size[-1] == PATCH_SIZE
-    ]
-    assert len(embeddings) == 1
-    # (images, features, height, width), or (patches, features, 1, 1, 1).
-    hook = embeddings[0].register_forward_hook(lambda _, __, out: counts.append(out.numel() // out.shape[1]))
+
+    def count(module, inputs, output):
+        # The shape is (images, features, height, width) or (patches, features, 1, 1, 1).
+        counts.append(output.numel() // output.shape[1])
+
+    hook = embedding.register_forward_hook(count)
     with torch.no_grad():
         model(**{key: value for key, value in batch.items() if isinstance(value, torch.Tensor)})
     hook.remove()
     return sum(counts)
 
 
-class CountReads(DigitsDataset):
-    reads = 0
+class CountingDigits(DigitsDataset):
+    """Counts the samples that are read."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.num_reads = 0
 
     def __getitem__(self, index):
-        CountReads.reads += 1
+        self.num_reads += 1
         return super().__getitem__(index)
 
 
 @pytest.mark.parametrize('num_samples', [40, pytest.param(600, marks=pytest.mark.slow)])
 def test_table_says_what_the_samples_say(num_samples):
     dataset = DigitsDataset(num_samples=num_samples)
-    before = torch.get_rng_state()
+    random_state = torch.get_rng_state()
     table = build_length_table(dataset, dataset.processor, num_workers=2)
-    assert torch.equal(before, torch.get_rng_state())
-    samples = [dataset[index] for index in range(num_samples)]
-    assert table.lengths.tolist() == [sample['input_ids'].shape[1] for sample in samples]
-    # One token an image.
-    assert table.image_tokens.tolist() == [sample['num_images'][0] for sample in samples]
-    assert table.loss_tokens.tolist() == [int((sample['labels'][0, 1:] != -100).sum()) for sample in samples]
-    assert (table.image_tokens == 0).any()
+    assert torch.equal(torch.get_rng_state(), random_state)
     assert len(table) == num_samples
+    assert (table.image_tokens == 0).any()
+    for index in range(num_samples):
+        sample = dataset[index]
+        assert table.lengths[index] == sample['input_ids'].shape[1]
+        assert table.image_tokens[index] == sample['num_images'][0]  # one token an image
+        assert table.loss_tokens[index] == (sample['labels'][0, 1:] != -100).sum()
 
 
 @pytest.mark.parametrize('name', IMAGE_FAMILIES)
@@ -78,39 +83,53 @@ def test_vision_patches_are_those_computed(name):
 @pytest.mark.parametrize('name', ['idefics3', 'smolvlm', 'llava_next', 'mllama'])
 def test_tiles_that_fill_up_a_batch(name):
     case = FAMILIES[name]()
-    layout = BatchLayout.for_model(case.model)
-    batch = layout.concat([case.rows[row] for row in (1, 5, 3)], pad_token_id=case.pad_token_id)
+    rows = [case.rows[index] for index in (1, 5, 3)]
+    batch = BatchLayout.for_model(case.model).concat(rows, pad_token_id=case.pad_token_id)
     num_patches = count_patches(batch, PATCH_SIZE)
     assert num_patches == computed_patches(case.model, batch)
-    alone = sum(count_patches(case.rows[row], PATCH_SIZE) for row in (1, 5, 3))
-    # Mllama runs the empty tiles of an image and the empty images of a row through its tower.
-    assert (num_patches > alone) == (name == 'mllama')
+    patches_of_rows = sum(count_patches(row, PATCH_SIZE) for row in rows)
+    # Mllama also computes the empty tiles of an image and the empty images of a row.
+    assert (num_patches > patches_of_rows) == (name == 'mllama')
 
 
 def test_margins_that_pixtral_crops():
-    vision = {'hidden_size': 16, 'intermediate_size': 32, 'num_hidden_layers': 1, 'num_attention_heads': 2}
-    config = transformers.PixtralVisionConfig(**vision, image_size=32, patch_size=PATCH_SIZE)
+    sizes = {'hidden_size': 16, 'intermediate_size': 32, 'num_hidden_layers': 1, 'num_attention_heads': 2}
+    config = transformers.PixtralVisionConfig(**sizes, image_size=32, patch_size=PATCH_SIZE)
     batch = {'pixel_values': torch.ones(2, 3, 32, 24), 'image_sizes': torch.tensor([[32, 16], [8, 24]])}
-    tower = transformers.PixtralVisionModel(config)
     with torch.no_grad():
-        num_positions = tower(**batch).last_hidden_state.shape[1]
+        num_positions = transformers.PixtralVisionModel(config)(**batch).last_hidden_state.shape[1]
     assert count_patches(batch, PATCH_SIZE) == num_positions == 8 * 4 + 2 * 6
 
 
-def test_where_the_patch_size_comes_from():
-    case = FAMILIES['idefics3']()
-    processor = case.encode.processor
-    assert patch_size_of(processor) == 14
-    # Images of 16 x 16 pixels hold one square of 14; a run whose processor declares nothing still gets a table.
-    guessed = build_length_table(case.rows, processor).vision_patches
-    given = build_length_table(case.rows, processor, patch_size=8).vision_patches
-    assert (given == 4 * guessed).all()
+def test_patch_size_of_the_processor():
+    """LLaVA's processor declares a patch size of 4. For Idefics3's, which declares none, 14 is assumed."""
     llava = FAMILIES['llava']()
     declared = build_length_table(llava.rows, llava.encode.processor).vision_patches
-    given = build_length_table(llava.rows, llava.encode.processor, patch_size=8).vision_patches
-    assert (declared == 4 * given).all()
-    named = [SimpleNamespace(patch_size=value) for value in (16, {'height': 16, 'width': 16}, (16, 16), None, {}, ())]
-    assert [patch_size_of(owner, 8) for owner in named] == [16, 16, 16, 8, 8, 8]
+    larger = build_length_table(llava.rows, llava.encode.processor, patch_size=8).vision_patches
+    assert (declared == 4 * larger).all()
+
+    idefics3 = FAMILIES['idefics3']()
+    processor = idefics3.encode.processor
+    assert patch_size_of(processor) == 14
+    # Images of 16 x 16 pixels hold one square of 14.
+    assumed = build_length_table(idefics3.rows, processor).vision_patches
+    smaller = build_length_table(idefics3.rows, processor, patch_size=8).vision_patches
+    assert (smaller == 4 * assumed).all()
+
+
+@pytest.mark.parametrize(
+    ('declared', 'expected'),
+    [
+        (16, 16),
+        ({'height': 16, 'width': 16}, 16),
+        ((16, 16), 16),
+        (None, 8),
+        ({}, 8),
+        ((), 8),
+    ],
+)
+def test_forms_of_a_patch_size(declared, expected):
+    assert patch_size_of(SimpleNamespace(patch_size=declared), 8) == expected
 
 
 def test_run_counts_patches_of_its_model(tmp_path):
@@ -124,50 +143,63 @@ def test_run_counts_patches_of_its_model(tmp_path):
     assert (4 * table.vision_patches == table.image_tokens).all()
 
 
-def test_kept_table_is_readable_by_others(tmp_path):
-    zeros = np.zeros(3, dtype=np.int32)
-    before = os.umask(0o022)
+def test_saved_table_is_readable_by_others(tmp_path):
+    path = tmp_path / 'a.npz'
+    umask = os.umask(0o022)
     try:
-        LengthTable(lengths=zeros, image_tokens=zeros, loss_tokens=zeros, vision_patches=zeros).save(tmp_path / 'a.npz')
+        empty_table().save(path)
     finally:
-        os.umask(before)
-    (kept,) = tmp_path.iterdir()
-    assert kept.stat().st_mode & 0o777 == 0o644
+        os.umask(umask)
+    assert list(tmp_path.iterdir()) == [path]
+    assert path.stat().st_mode & 0o777 == 0o644
+
+
+def empty_table(**options):
+    """Returns a table of three samples without a token."""
+    zeros = np.zeros(3, np.int32)
+    return LengthTable(lengths=zeros, image_tokens=zeros, loss_tokens=zeros, vision_patches=zeros, **options)
 
 
 def test_second_run_reads_for_fingerprint_only(tmp_path):
-    dataset = CountReads(num_samples=200)
-    CountReads.reads = 0
+    """A dataset without `fingerprint()` is recognized by 64 of its samples, which are read for that."""
+    dataset = CountingDigits(num_samples=200)
     first = length_table(dataset, dataset.processor, folder=tmp_path, num_workers=0)
-    assert CountReads.reads == 200 + 64
-    again = CountReads(num_samples=200)
-    second = length_table(again, build_digits_processor(), folder=tmp_path, num_workers=0)
-    assert CountReads.reads == 200 + 2 * 64
-    for name in lengths.TABLE_COLUMNS:
-        np.testing.assert_array_equal(getattr(first, name), getattr(second, name))
+    assert dataset.num_reads == 200 + 64
+    dataset_again = CountingDigits(num_samples=200)
+    second = length_table(dataset_again, build_digits_processor(), folder=tmp_path, num_workers=0)
+    assert dataset_again.num_reads == 64
+    assert_same_table(second, first)
     assert [path.suffix for path in tmp_path.iterdir()] == ['.npz']
 
 
-def changed(change):
+def test_fingerprint_of_equal_data():
+    dataset = DigitsDataset(num_samples=20)
+    name = table_name(dataset, build_digits_processor())
+    assert table_name(DigitsDataset(num_samples=20), build_digits_processor()) == name
+    declared_patch_size = 8
+    assert table_name(dataset, build_digits_processor(), patch_size=declared_patch_size) == name
+
+
+def test_fingerprint_of_different_data():
+    dataset = DigitsDataset(num_samples=20)
     processor = build_digits_processor()
-    change(processor)
-    return processor
-
-
-def test_what_the_fingerprint_depends_on():
-    dataset, processor = DigitsDataset(num_samples=20), build_digits_processor()
-    same = {table_name(DigitsDataset(num_samples=20), one) for one in (processor, build_digits_processor())}
-    assert same == {table_name(dataset, processor, patch_size=8)}  # what the processor declares
-    other_data = [DigitsDataset(num_samples=21), DigitsDataset(num_samples=20, seed=1)]
-    other_processors = [
-        build_digits_processor(image_size=16, patch_size=8),
-        changed(lambda other: setattr(other, 'chat_template', other.chat_template + ' ')),
-        changed(lambda other: other.tokenizer.add_tokens(['new'])),
-        changed(lambda other: setattr(other.tokenizer, 'eos_token', '<unk>')),
+    with_other_template = build_digits_processor()
+    with_other_template.chat_template += ' '
+    with_new_token = build_digits_processor()
+    with_new_token.tokenizer.add_tokens(['new'])
+    with_other_end = build_digits_processor()
+    with_other_end.tokenizer.eos_token = '<unk>'
+    names = [
+        table_name(dataset, processor),
+        table_name(dataset, processor, patch_size=4),
+        table_name(DigitsDataset(num_samples=21), processor),
+        table_name(DigitsDataset(num_samples=20, seed=1), processor),
+        table_name(dataset, build_digits_processor(image_size=16, patch_size=8)),
+        table_name(dataset, with_other_template),
+        table_name(dataset, with_new_token),
+        table_name(dataset, with_other_end),
     ]
-    others = {table_name(data, processor) for data in other_data} | {table_name(dataset, processor, patch_size=4)}
-    others |= {table_name(dataset, other) for other in other_processors}
-    assert len(others | same) == 8
+    assert len(set(names)) == len(names)
 
 
 def test_older_versions_are_not_read(tmp_path, monkeypatch):
@@ -181,48 +213,40 @@ def test_older_versions_are_not_read(tmp_path, monkeypatch):
     assert table.vision_patches.tolist() == table.image_tokens.tolist()
 
 
-def test_datasets_fingerprint_goes_before_probes():
-    class Named(CountReads):
-        name = 'first'
-
-        def fingerprint(self):
-            return self.name
-
-    dataset, processor = Named(num_samples=20), build_digits_processor()
-    CountReads.reads = 0
-    first = table_name(dataset, processor)
-    dataset.name = 'second'
-    assert table_name(dataset, processor) != first
-    assert CountReads.reads == 0
+def test_datasets_own_fingerprint_needs_no_reads():
+    dataset = CountingDigits(num_samples=20)
+    dataset.fingerprint = lambda: 'first'
+    first = table_name(dataset, dataset.processor)
+    dataset.fingerprint = lambda: 'second'
+    assert table_name(dataset, dataset.processor) != first
+    assert dataset.num_reads == 0
 
 
-def test_kept_table_without_labels_is_refused(tmp_path):
-    processor = build_digits_processor()
-    table = LengthTable(**dict.fromkeys(lengths.TABLE_COLUMNS[:4], np.zeros(3, np.int32)), errors={0: 'no image'})
+def test_saved_table_without_labels_is_refused(tmp_path):
     dataset = DigitsDataset(num_samples=3)
-    table.save(tmp_path / f'{table_name(dataset, processor)}.npz')
+    table = empty_table(errors={0: 'no image'})
+    table.save(tmp_path / f'{table_name(dataset, dataset.processor)}.npz')
     with pytest.raises(ValueError, match='labels to learn'):
-        length_table(dataset, processor, folder=tmp_path, on_error='skip')
+        length_table(dataset, dataset.processor, folder=tmp_path, on_error='skip')
 
 
 def test_tokenizer_has_no_image_tokens():
-    tokenizer = build_digits_processor().tokenizer
-    assert image_token_ids(tokenizer) == ()
+    assert image_token_ids(build_digits_processor().tokenizer) == ()
 
 
-@pytest.mark.parametrize('content', [b'', b'PK', b'not a table', None])
+@pytest.mark.parametrize('content', [b'', b'PK', b'not a table', 'first half'])
 def test_a_damaged_table_is_measured_again(tmp_path, caplog, content):
     dataset = DigitsDataset(num_samples=3)
-    processor = dataset.processor
-    expected = length_table(dataset, processor, folder=tmp_path)
+    expected = length_table(dataset, dataset.processor, folder=tmp_path)
     (file,) = tmp_path.glob('*.npz')
-    whole = file.read_bytes()
-    file.write_bytes(whole[: len(whole) // 2] if content is None else content)
-    found = length_table(dataset, processor, folder=tmp_path)
-    assert found.lengths.tolist() == expected.lengths.tolist()
+    if content == 'first half':
+        content = file.read_bytes()[: file.stat().st_size // 2]
+    file.write_bytes(content)
+    table = length_table(dataset, dataset.processor, folder=tmp_path)
+    assert_same_table(table, expected)
     assert f'{file} is damaged' in caplog.text
     caplog.clear()
-    length_table(dataset, processor, folder=tmp_path)
+    length_table(dataset, dataset.processor, folder=tmp_path)
     assert not caplog.text
 
 
@@ -230,5 +254,5 @@ def test_unwritable_folder_costs_a_warning(tmp_path, caplog):
     (tmp_path / 'file').write_text('')
     dataset = DigitsDataset(num_samples=3)
     table = length_table(dataset, dataset.processor, folder=tmp_path / 'file' / 'lengths')
-    assert table.lengths.tolist() == [dataset[i]['input_ids'].shape[1] for i in range(3)]
+    assert table.lengths.tolist() == lengths_of(dataset)
     assert '`loader.lengths_folder`' in caplog.text

@@ -1,6 +1,8 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
+"""Files in LLaVA's format as a dataset: images, text-only samples, bad records, and paths of images."""
+
 from __future__ import annotations
 
 import json
@@ -11,19 +13,15 @@ from PIL import Image
 
 from composer_tokacc.data import BadSampleError, LlavaDataset, VisionLanguageCollator, build_small_processor
 from composer_tokacc.data.processor import train_tokenizer
-from tests.data.chat_processors import PROCESSORS, TEXTS, small
-from tests.support.conversations import turns
+from tests.data.chat_processors import PROCESSORS, TEXTS, learned_text, small
+from tests.data.length_tables import lengths_of
+from tests.support.conversations import turns, write_json
 
 COLOURS = {'red.png': (255, 0, 0), 'green.jpg': (0, 255, 0), 'sub/blue.png': (0, 0, 255)}
 
 
 def one_image(sample_id, image='red.png', answer='Red.'):
     return {'id': sample_id, 'image': image, 'conversations': turns('<image>\nWhich colour?', answer)}
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'cache'))
 
 
 @pytest.fixture
@@ -34,28 +32,19 @@ def folder(tmp_path):
     return tmp_path
 
 
-def write(folder, records, name='data.json'):
-    lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
-    text = '\n'.join(lines) if name.endswith('.jsonl') else '[\n' + ',\n'.join(lines) + '\n]\n'
-    (folder / name).write_text(text)
-    return folder / name
+def open_dataset(folder, records, *, processor=None, **options):
+    path = write_json(folder, records)
+    return LlavaDataset(path, processor or small(), image_dir=folder / 'images', **options)
 
 
-def open_dataset(folder, records, *, name='data.json', processor=None, **kwargs):
-    path = write(folder, records, name)
-    return LlavaDataset(path, processor or small(), image_dir=folder / 'images', **kwargs)
+def sample_ids(dataset):
+    return [sample_id for sample in dataset for sample_id in sample['sample_ids']]
 
 
-def spoken(dataset, index):
-    """Text that carries loss, and text that does not."""
-    sample, tokenizer = dataset[index], dataset.encoder.tokenizer
-    carrying = sample['labels'][0] != -100
-    return tokenizer.decode(sample['input_ids'][0][carrying]), tokenizer.decode(sample['input_ids'][0][~carrying])
-
-
-def shown(sample):
-    """Mean colour of each image, as the model gets it, in 0 to 1."""
-    return [tuple((pixels.mean(dim=(1, 2)) * 0.5 + 0.5).round().int().tolist()) for pixels in sample['pixel_values']]
+def image_colours(sample):
+    """Returns the mean colour of each image as the model gets it, where 1 is full brightness."""
+    brightness = sample['pixel_values'].mean(dim=(2, 3)) * 0.5 + 0.5
+    return brightness.round().int().tolist()
 
 
 def test_images_in_order_of_their_placeholders(folder):
@@ -65,73 +54,73 @@ def test_images_in_order_of_their_placeholders(folder):
         'conversations': turns('<image> then <image>', 'Red, green.', 'And <image>?', 'Blue.'),
     }
     dataset = open_dataset(folder, [record])
-    assert shown(dataset[0]) == [(1, 0, 0), (0, 1, 0), (0, 0, 1)]
+    assert image_colours(dataset[0]) == [[1, 0, 0], [0, 1, 0], [0, 0, 1]]
     assert dataset[0]['num_images'] == [3]
-    assert spoken(dataset, 0)[0] == 'Red, green.<|end|>Blue.<|end|>'
+    assert learned_text(dataset[0], dataset.encoder.tokenizer) == 'Red, green.<|end|>Blue.<|end|>'
 
 
 @pytest.mark.parametrize('family', PROCESSORS)
 def test_rows_with_and_without_images(folder, family):
+    make_processor, _ = PROCESSORS[family]
     records = [
         {'id': 'text', 'conversations': turns('What is blue?', 'A colour.')},
         one_image('one'),
         {'id': 'two', 'image': ['green.jpg', 'red.png'], 'conversations': turns('<image><image>\nAnd now?', 'Both.')},
     ]
-    dataset = open_dataset(folder, records, processor=PROCESSORS[family][0]())
-    samples = [dataset[i] for i in range(3)]
+    dataset = open_dataset(folder, records, processor=make_processor())
+    samples = list(dataset)
     batch = VisionLanguageCollator(dataset.encoder.processor)(samples)
     assert next(iter(batch)) == 'input_ids'
     assert batch['sample_ids'] == ['text', 'one', 'two']
     assert batch['num_images'] == [0, 1, 2]
-    for row, sample in enumerate(samples):
+    for sample, ids, mask in zip(samples, batch['input_ids'], batch['attention_mask'], strict=True):
         length = sample['input_ids'].shape[1]
-        assert int(batch['attention_mask'][row].sum()) == length
-        assert torch.equal(batch['input_ids'][row, :length], sample['input_ids'][0])
+        assert mask.sum() == length
+        assert torch.equal(ids[:length], sample['input_ids'][0])
 
 
 def test_text_alone_with_a_tokenizer(folder):
+    tokenizer = train_tokenizer(TEXTS, vocab_size=512)
     records = [{'conversations': turns('What is blue?', 'A colour.', 'And red?', 'Too.')}]
-    dataset = open_dataset(folder, records, processor=train_tokenizer(TEXTS, vocab_size=512))
-    assert spoken(dataset, 0)[0] == 'A colour.<|end|>Too.<|end|>'
+    dataset = open_dataset(folder, records, processor=tokenizer)
+    assert learned_text(dataset[0], tokenizer) == 'A colour.<|end|>Too.<|end|>'
     with pytest.raises(BadSampleError, match='has images, but the processor takes none'):
-        open_dataset(folder, [one_image('a')], processor=train_tokenizer(TEXTS, vocab_size=512))
+        open_dataset(folder, [one_image('a')], processor=tokenizer)
 
 
-def test_several_files_and_images_beside_them(folder):
-    for name in ('a.json', 'b.jsonl'):
-        write(folder / 'images', [one_image(name)], name)
-    dataset = LlavaDataset([folder / 'images' / 'a.json', folder / 'images' / 'b.jsonl'], small())
-    assert [dataset[i]['sample_ids'] for i in range(len(dataset))] == [['a.json'], ['b.jsonl']]
+def test_several_files_beside_their_images(folder):
+    array = folder / 'images' / 'a.json'
+    array.write_text(json.dumps([one_image('of array')]))
+    lines = folder / 'images' / 'b.jsonl'
+    lines.write_text(json.dumps(one_image('of lines')))
+    assert sample_ids(LlavaDataset([array, lines], small())) == ['of array', 'of lines']
 
 
-STRUCTURAL = {
-    'missing file': (one_image('bad', image='none.png'), r'image file .*none\.png does not exist'),
-    'more images than placeholders': (
-        {**one_image('bad'), 'image': ['red.png', 'green.jpg']},
-        'got: 2 images and 1 placeholders',
-    ),
-}
-
-
-@pytest.mark.parametrize(('record', 'message'), STRUCTURAL.values(), ids=STRUCTURAL.keys())
-def test_bad_record_is_named_or_skipped(folder, record, message):
-    records = [one_image('good'), record, one_image('fine', 'green.jpg')]
+@pytest.mark.parametrize(
+    ('images', 'message'),
+    [
+        ('none.png', r'image file .*none\.png does not exist'),
+        (['red.png', 'green.jpg'], 'got: 2 images and 1 placeholders'),
+    ],
+)
+def test_bad_record_is_named_or_skipped(folder, images, message):
+    records = [one_image('good'), one_image('bad', images), one_image('fine', 'green.jpg')]
     with pytest.raises(BadSampleError, match=rf'sample "bad" \(.*data\.json, entry 2\): .*{message}') as raised:
         open_dataset(folder, records)
     assert '\n' not in str(raised.value)
     dataset = open_dataset(folder, records, on_error='skip')
-    assert [dataset[i]['sample_ids'] for i in range(len(dataset))] == [['good'], ['fine']]
+    assert sample_ids(dataset) == ['good', 'fine']
     assert dataset.skip_report() == f'skipped 1 of 3 samples; first: {raised.value}'
 
 
 def test_long_sample_is_never_cut(folder):
-    records = [one_image('good'), one_image('long', answer='Red. ' * 50)]
-    lengths = [sample['input_ids'].shape[1] for sample in open_dataset(folder, records)]
-    dataset = open_dataset(folder, records, max_length=lengths[0])
-    with pytest.raises(BadSampleError, match=rf'sample "long" .*: `max_length` .*got: {lengths[0]} < {lengths[1]} tok'):
+    records = [one_image('short'), one_image('long', answer='Red. ' * 50)]
+    short, long = lengths_of(open_dataset(folder, records))
+    dataset = open_dataset(folder, records, max_length=short)
+    with pytest.raises(BadSampleError, match=rf'sample "long" .*: `max_length` .*got: {short} < {long} tok'):
         dataset[1]
-    dataset = open_dataset(folder, records, max_length=lengths[0], on_error='skip')
-    assert len(dataset) == 1
+    dataset = open_dataset(folder, records, max_length=short, on_error='skip')
+    assert sample_ids(dataset) == ['short']
     assert 'skipped 1 of 2' in dataset.skip_report()
 
 
@@ -145,33 +134,45 @@ def test_file_without_good_sample_is_refused(folder):
 
 
 def test_small_processor_of_the_files_texts(folder):
-    path = write(folder, [one_image('a', answer='Carmine, says the painter.'), '{}'])
+    path = write_json(folder, [one_image('a', answer='Carmine, says the painter.'), {}])
     texts = list(LlavaDataset.texts(path))
     assert texts == ['\nWhich colour?', 'Carmine, says the painter.']
     processor = build_small_processor(texts * 20, vocab_size=400, image_size=32, patch_size=16)
+    tokenizer = processor.tokenizer
     sample = open_dataset(folder, [one_image('b', answer='Never seen: ß 三!')], processor=processor)[0]
-    assert processor.tokenizer.decode(sample['labels'][0][sample['labels'][0] != -100]) == 'Never seen: ß 三!<|end|>'
+    assert learned_text(sample, tokenizer) == 'Never seen: ß 三!<|end|>'
     assert sample['pixel_values'].shape == (1, 3, 32, 32)
-    assert int((sample['input_ids'] == processor.tokenizer.convert_tokens_to_ids('<image>')).sum()) == 4
-    assert len(processor.tokenizer('the painter')['input_ids']) == 2
+    assert (sample['input_ids'] == tokenizer.convert_tokens_to_ids('<image>')).sum() == 4
+    assert len(tokenizer('the painter')['input_ids']) == 2
 
 
-def test_name_longer_than_file_systems_allow(folder):
-    for name in ('a/' * 3000 + 'red.png', '字' * 200 + '/red.png'):
-        with pytest.raises(BadSampleError, match=r'sample "a" .*red\.png does not exist'):
-            open_dataset(folder, [one_image('a', image=name)])
+@pytest.mark.parametrize('name', ['a/' * 3000 + 'red.png', '字' * 200 + '/red.png'], ids=['path', 'folder'])
+def test_name_longer_than_file_systems_allow(folder, name):
+    with pytest.raises(BadSampleError, match=r'sample "a" .*red\.png does not exist'):
+        open_dataset(folder, [one_image('a', image=name)])
 
 
-def test_names_outside_the_image_folder(folder):
-    (folder / 'private').mkdir()
-    Image.new('RGB', (24, 20)).save(folder / 'private' / 'key.png')
-    (folder / 'images' / 'link.png').symlink_to(folder / 'private' / 'key.png')
-    (folder / 'images' / 'links').symlink_to(folder / 'private')
-    (folder / 'images' / 'inside.png').symlink_to('red.png')
-    for name in ('../private/key.png', str(folder / 'private' / 'key.png'), 'link.png', 'links/key.png'):
-        record = one_image('a', image=name)
-        with pytest.raises(BadSampleError, match=r'"a".*must lie under .*images, got: .*private.*`allow_outside=true`'):
-            open_dataset(folder, [record])
-        assert open_dataset(folder, [record], allow_outside=True)[0]['num_images'] == [1]
-    for name in ('sub/../red.png', str(folder / 'images' / 'red.png'), 'inside.png'):
-        assert open_dataset(folder, [one_image('a', image=name)])[0]['num_images'] == [1]
+@pytest.fixture
+def folder_with_links(folder):
+    """Adds a private file, links to it, and a link that stays inside the folder of images."""
+    images, private = folder / 'images', folder / 'private'
+    private.mkdir()
+    Image.new('RGB', (24, 20)).save(private / 'key.png')
+    (images / 'link.png').symlink_to(private / 'key.png')
+    (images / 'links').symlink_to(private)
+    (images / 'inside.png').symlink_to('red.png')
+    return folder
+
+
+@pytest.mark.parametrize('name', ['../private/key.png', '{folder}/private/key.png', 'link.png', 'links/key.png'])
+def test_names_outside_the_image_folder(folder_with_links, name):
+    record = one_image('a', image=name.format(folder=folder_with_links))
+    with pytest.raises(BadSampleError, match=r'"a".*must lie under .*images, got: .*private.*`allow_outside=true`'):
+        open_dataset(folder_with_links, [record])
+    assert open_dataset(folder_with_links, [record], allow_outside=True)[0]['num_images'] == [1]
+
+
+@pytest.mark.parametrize('name', ['sub/../red.png', '{folder}/images/red.png', 'inside.png'])
+def test_names_inside_the_image_folder(folder_with_links, name):
+    record = one_image('a', image=name.format(folder=folder_with_links))
+    assert open_dataset(folder_with_links, [record])[0]['num_images'] == [1]

@@ -1,13 +1,12 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Parquet files and tables of `datasets`: the same samples as from JSON, images read when they are needed."""
+"""Parquet files and tables of `datasets` give the same samples as JSON. Images are read only when they are needed."""
 
 from __future__ import annotations
 
 import json
 import pickle
-from functools import partial
 
 import pytest
 
@@ -17,7 +16,7 @@ from composer_tokacc.data.files import image_folder, read_raw_records
 from composer_tokacc.data.formats import parse_record
 from composer_tokacc.data.records import EmbeddedFile
 from tests.data.chat_processors import assert_same, small
-from tests.support.conversations import png, turns, write_json
+from tests.support.conversations import IMAGE, assistant, png, turns, user, write_json
 
 datasets = pytest.importorskip('datasets')
 
@@ -25,55 +24,54 @@ COLOURS = {'red.png': (255, 0, 0), 'blue.png': (0, 0, 255)}
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
+def cache_of_datasets(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, 'HF_DATASETS_CACHE', tmp_path / 'cache')
 
 
-def messages(*content):
-    return [{'role': 'user', 'content': list(content)}, {'role': 'assistant', 'content': [text('Red.')]}]
-
-
-def text(value):
-    return {'type': 'text', 'text': value}
-
-
 ROWS = [
-    {'id': 'a', 'images': ['red.png'], 'messages': messages({'type': 'image'}, text('Which colour?'))},
-    {'id': 'b', 'images': [], 'messages': messages(text('Which colour has blood?'))},
-    {'id': 'c', 'images': ['blue.png', 'red.png'], 'messages': messages(*[{'type': 'image'}] * 2, text('And these?'))},
+    {'id': 'a', 'images': ['red.png'], 'messages': [user(IMAGE, 'Which colour?'), assistant('Red.')]},
+    {'id': 'b', 'images': [], 'messages': [user('Which colour has blood?'), assistant('Red.')]},
+    {'id': 'c', 'images': ['blue.png', 'red.png'], 'messages': [user(IMAGE, IMAGE, 'And these?'), assistant('Red.')]},
 ]
 
 
-def table(kind):
-    """The rows as TRL's tables have them: images as files, as bytes, or of the type of `datasets`."""
-    rows = [dict(row) for row in ROWS]
-    if kind != 'names':
-        for row in rows:
-            row['images'] = [{'bytes': png(COLOURS[name]), 'path': None} for name in row['images']]
-    found = datasets.Dataset.from_list(rows)
-    if kind == 'images':
-        found = found.cast(datasets.Features({**found.features, 'images': datasets.List(datasets.Image())}))
-    return found
+def table_of_names():
+    return datasets.Dataset.from_list(ROWS)
 
 
-def to_parquet(found, folder):
-    found.to_parquet(folder / 'table.parquet')
+def table_of_bytes():
+    """Images are bytes in the table, as TRL's tables have them."""
+    rows = []
+    for row in ROWS:
+        images = [{'bytes': png(COLOURS[name]), 'path': None} for name in row['images']]
+        rows.append({**row, 'images': images})
+    return datasets.Dataset.from_list(rows)
+
+
+def table_of_images():
+    """Images have the type of `datasets`."""
+    table = table_of_bytes()
+    return table.cast(datasets.Features({**table.features, 'images': datasets.List(datasets.Image())}))
+
+
+def to_parquet(table, folder):
+    table.to_parquet(folder / 'table.parquet')
     return f'{folder}/table.parquet'
 
 
-def to_folder(found, folder):
-    found.save_to_disk(folder / 'table')
+def to_folder(table, folder):
+    table.save_to_disk(folder / 'table')
     return f'{folder}/table'
 
 
-def to_split(found, folder):
-    datasets.DatasetDict({'train': found, 'test': found.select([0])}).save_to_disk(folder / 'table')
+def to_split(table, folder):
+    datasets.DatasetDict({'train': table, 'test': table.select([0])}).save_to_disk(folder / 'table')
     return f'{folder}/table#train'
 
 
-def to_described(found, folder):
-    """A parquet file in LLaMA-Factory's list."""
-    to_parquet(found.rename_columns({'images': 'pics'}), folder)
+def to_described(table, folder):
+    """Writes a parquet file that LLaMA-Factory's list describes."""
+    to_parquet(table.rename_columns({'images': 'pics'}), folder)
     entry = {
         'file_name': 'table.parquet',
         'formatting': 'sharegpt',
@@ -84,28 +82,32 @@ def to_described(found, folder):
     return f'{folder}/dataset_info.json#mine'
 
 
-@pytest.mark.parametrize('kind', ['names', 'bytes', 'images'])
+@pytest.mark.parametrize('make_table', [table_of_names, table_of_bytes, table_of_images])
 @pytest.mark.parametrize('save', [to_parquet, to_folder, to_split, to_described])
-def test_samples_match_the_json_file(tmp_path, save, kind):
+def test_samples_match_the_json_file(tmp_path, save, make_table):
     for name, colour in COLOURS.items():
         (tmp_path / name).write_bytes(png(colour))
     expected = LlavaDataset(write_json(tmp_path, ROWS), small())
-    found = LlavaDataset(save(table(kind), tmp_path), small(), image_dir=tmp_path)
-    assert len(found) == len(expected) == 3
-    for one, other in zip(found, expected, strict=True):
-        assert_same(one, other)
+    dataset = LlavaDataset(save(make_table(), tmp_path), small(), image_dir=tmp_path)
+    assert len(dataset) == len(expected) == 3
+    for sample, expected_sample in zip(dataset, expected, strict=True):
+        assert_same(sample, expected_sample)
 
 
 def test_records_hold_no_image(tmp_path):
-    dataset = LlavaDataset(to_folder(table('images'), tmp_path), small())
-    image = dataset.records[2].media[0].files[0]
+    """A record names the bytes in the table, so that no worker process gets a copy of them."""
+    path = to_folder(table_of_images(), tmp_path)
+    dataset = LlavaDataset(path, small())
+    record = dataset.records[2]
+    image = record.media[0].files[0]
     assert isinstance(image, EmbeddedFile)
     assert image.name == 'images.0.bytes'
-    assert image.read() == png(COLOURS['blue.png'])
-    # As a worker process gets it where processes do not share memory.
-    assert png(COLOURS['blue.png']) not in pickle.dumps(dataset.records[2])
-    assert pickle.loads(pickle.dumps(dataset.records[2])).media[0].files[0].read() == image.read()
-    assert dataset.fingerprint() == LlavaDataset(f'{tmp_path}/table', small()).fingerprint()
+    blue = png(COLOURS['blue.png'])
+    assert image.read() == blue
+    pickled = pickle.dumps(record)
+    assert blue not in pickled
+    assert pickle.loads(pickled).media[0].files[0].read() == blue
+    assert dataset.fingerprint() == LlavaDataset(path, small()).fingerprint()
 
 
 def test_bad_rows_are_named(tmp_path):
@@ -122,15 +124,15 @@ def test_bad_rows_are_named(tmp_path):
 
 
 def test_split_of_several_must_be_named(tmp_path):
-    path = to_split(table('bytes'), tmp_path).removesuffix('#train')
+    path = to_split(table_of_bytes(), tmp_path).removesuffix('#train')
     assert len(list(read_raw_records(f'{path}#test'))) == 1
-    for wrong in (path, f'{path}#dev'):
-        with pytest.raises(
-            ValueError, match=r"`path` must name a split, .*table#one of \['train', 'test'\], got: (none|dev)"
-        ):
-            list(read_raw_records(wrong))
+    message = r"`path` must name a split, .*table#one of \['train', 'test'\], got: (none|dev)"
+    for wrong_path in (path, f'{path}#dev'):
+        with pytest.raises(ValueError, match=message):
+            list(read_raw_records(wrong_path))
+    without_splits = to_parquet(table_of_bytes(), tmp_path)
     with pytest.raises(ValueError, match='must not name a split of a table without'):
-        list(read_raw_records(f'{to_parquet(table("bytes"), tmp_path)}#train'))
+        list(read_raw_records(f'{without_splits}#train'))
 
 
 @pytest.mark.parametrize(
@@ -142,36 +144,34 @@ def test_split_of_several_must_be_named(tmp_path):
     ],
 )
 def test_path_of_a_hub(monkeypatch, path, arguments):
-    asked = []
+    requests = []
 
-    def load_dataset(*given):
-        asked.append(given)
-        return datasets.DatasetDict({'train': table('images')})
+    def load_dataset(*request):
+        requests.append(request)
+        return datasets.DatasetDict({'train': table_of_images()})
 
     monkeypatch.setattr(datasets, 'load_dataset', load_dataset)
     monkeypatch.setattr(files_module, 'ask_hub', lambda name, kind: None)  # tests have no network
     records = [parse_record(raw) for raw in read_raw_records(path)]
-    assert asked == [arguments]
+    assert requests == [arguments]
     assert [record.sample_id for record in records] == ['a', 'b', 'c']
     assert str(image_folder(path)) == '.'
 
 
 def test_missing_package_datasets(tmp_path, monkeypatch):
-    path = to_parquet(table('names'), tmp_path)
-    monkeypatch.setattr(files_module.importlib.util, 'find_spec', partial(dict.get, {}))
-    with pytest.raises(
-        ValueError,
-        match=r"`datasets` is not installed, got: .*table\.parquet\. pip install 'composer_tokacc\[datasets\]'",
-    ):
+    path = to_parquet(table_of_names(), tmp_path)
+    monkeypatch.setattr(files_module.importlib.util, 'find_spec', lambda name: None)
+    message = r"`datasets` is not installed, got: .*table\.parquet\. pip install 'composer_tokacc\[datasets\]'"
+    with pytest.raises(ValueError, match=message):
         list(read_raw_records(path))
 
 
 def test_mixed_content_of_json_columns(tmp_path):
-    """A column whose entries are now strings and now lists is JSON text in the file."""
+    """A column that holds strings and lists is stored as JSON text."""
     if not hasattr(datasets, 'Json'):
         pytest.skip('datasets without Json')
-    rows = {'messages': [[{'role': 'user', 'content': 'Hello?'}, {'role': 'assistant', 'content': [text('Hi.')]}]]}
+    conversation = [{'role': 'user', 'content': 'Hello?'}, assistant('Hi.')]
     features = datasets.Features({'messages': datasets.List(datasets.Json())})
-    path = to_parquet(datasets.Dataset.from_dict(rows, features=features), tmp_path)
-    record = parse_record(next(iter(read_raw_records(path))))
-    assert [turn.text for turn in record.turns] == ['Hello?', 'Hi.']
+    table = datasets.Dataset.from_dict({'messages': [conversation]}, features=features)
+    (raw,) = read_raw_records(to_parquet(table, tmp_path))
+    assert [turn.text for turn in parse_record(raw).turns] == ['Hello?', 'Hi.']

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Records with media under the keys of other projects: read, or refused by the key; none is trained without them."""
+"""Media under the keys of other projects are read, or refused by the key. No sample is trained without its media."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ BASE64 = base64.b64encode(PNG).decode()
 TURNS = turns('What is this?', 'A red square.')
 WITH_IMAGE = turns('<image>What is this?', 'A red square.')
 
-# Name -> keys beside the turns, the key that is refused, and the key that the message names instead.
+# Keys in addition to the conversation, the key that is refused, and the key that the message recommends.
 UNREAD = {
     'webdataset': ({'jpg': 'a.jpg'}, 'jpg', 'image'),
+    # The unread key is the cause, not the number of images.
+    'webdataset with a placeholder': ({'jpg': 'a.jpg', 'conversations': WITH_IMAGE}, 'jpg', 'image'),
     'webdataset bytes': ({'jpg': PNG}, 'jpg', 'image'),
     'webdataset base64': ({'png': BASE64}, 'png', 'image'),
     'webdataset video': ({'mp4': 'a.mp4'}, 'mp4', 'video'),
@@ -58,24 +60,18 @@ UNREAD = {
 }
 
 
-@pytest.mark.parametrize(('keys', 'key', 'nearest'), UNREAD.values(), ids=UNREAD.keys())
-def test_unread_medium_is_refused(keys, key, nearest):
+@pytest.mark.parametrize(('keys', 'refused_key', 'recommended_key'), UNREAD.values(), ids=UNREAD.keys())
+def test_unread_medium_is_refused(keys, refused_key, recommended_key):
     conversation = WITH_IMAGE if 'image' in keys else TURNS
     with pytest.raises(BadSampleError) as raised:
         parse({'id': 'a', 'conversations': conversation, **keys})
     message = str(raised.value)
-    assert message.startswith(f'sample "a" (data.json, line 3): `{key}` looks like ')
-    assert f'Call it `{nearest}`, or take it out' in message
+    assert message.startswith(f'sample "a" (data.json, line 3): `{refused_key}` looks like ')
+    assert f'Call it `{recommended_key}`, or take it out' in message
     assert len(message) < 300
 
 
-def test_key_is_named_before_the_placeholder():
-    """The text has a placeholder: the unread key is the cause, not the number of images."""
-    with pytest.raises(BadSampleError, match='`jpg` looks like'):
-        parse({'conversations': WITH_IMAGE, 'jpg': 'a.jpg'})
-
-
-# Keys that say something about a sample, and hold no medium of it.
+# Keys that describe a sample and hold no medium.
 NOTES = {
     'text': {'source': 'coco', 'caption': 'A red square.', 'split': 'train'},
     'numbers': {'image_width': 640, 'num_images': 0, 'frames': 32, 'score': 0.5, 'has_image': False},

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Batches and algorithms that are not ours: Whisper's and T5's entries, Composer's SeqLengthWarmup."""
+"""Batches of Whisper and T5, and batches that Composer's SeqLengthWarmup has changed."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from torch.utils.data import DataLoader
 
 from composer_tokacc import TokenAccumulation, token_data_spec
 from tests.matrix.harness import measure, plain_gradients
+from tests.support.exactness import split
 from tests.support.text import collate, text_model, text_row, whisper_model
 from tests.support.training import fit, hugging_face, loader, relative_error, train
 
 MEL_BINS, FRAMES, VOCABULARY = 8, 16, 64
+for_each_decoder_input = pytest.mark.parametrize('has_decoder_ids', [True, False])
 
 
 @pytest.fixture(scope='module')
@@ -28,9 +30,9 @@ def whisper():
 
 
 def whisper_batch(seed: int):
-    """``input_features`` and ``labels``, no ``input_ids``; labels padded with -100."""
-    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    lengths = [rng.randint(1, 12) for _ in range(6)]
+    """Six rows of ``input_features`` and ``labels``, without ``input_ids``. Labels are padded with -100."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 13, (6,), generator=generator).tolist()
     labels = torch.full((6, max(lengths)), -100)
     for row, length in enumerate(lengths):
         labels[row, :length] = torch.randint(3, VOCABULARY, (length,), generator=generator)
@@ -51,29 +53,36 @@ def test_packed_batch_without_input_ids(whisper):
 
 @pytest.mark.parametrize('size', [1, 3])
 def test_rows_without_input_ids(size):
-    """An encoder makes as many states of a sound with a short text as with a long one, so rows are not trimmed."""
+    """Rows are not trimmed: an encoder makes as many states of audio with a short text as with a long one."""
     batch = whisper_batch(0)
     spec = token_data_spec([batch])
     microbatches = spec.split_batch(spec.batch_transforms(batch), size)
     assert [len(microbatch['labels']) for microbatch in microbatches] == [size] * (6 // size)
 
 
-def seq2seq_batch(lengths, widths, *, has_decoder_ids=True):
-    """As llm-foundry's collator makes it for T5, where both widths are one, or a Hugging Face one."""
-    generator, rows = torch.Generator().manual_seed(0), len(lengths)
-    batch = {
-        'input_ids': torch.zeros(rows, widths[0], dtype=torch.long),
-        'attention_mask': torch.zeros(rows, widths[0], dtype=torch.long),
-        'labels': torch.full((rows, widths[1]), -100),
-    }
-    for row, (source, target) in enumerate(lengths):
-        batch['input_ids'][row, :source] = torch.randint(3, VOCABULARY, (source,), generator=generator)
-        batch['attention_mask'][row, :source] = 1
-        batch['labels'][row, :target] = torch.randint(3, VOCABULARY, (target,), generator=generator)
+SEQ2SEQ_LENGTHS = [(5, 12), (24, 1), (3, 3), (4, 2), (9, 7), (2, 1)]
+
+
+def seq2seq_batch(lengths, widths, *, has_decoder_ids):
+    """Rows with these (encoder, decoder) lengths.
+
+    llm-foundry's collator makes them for T5 with equal widths, Hugging Face's collator with unequal widths.
+    """
+    generator = torch.Generator().manual_seed(0)
+    encoder_width, decoder_width = widths
+    ids = torch.zeros(len(lengths), encoder_width, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    labels = torch.full((len(lengths), decoder_width), -100)
+    for row, (encoder_length, decoder_length) in enumerate(lengths):
+        ids[row, :encoder_length] = torch.randint(3, VOCABULARY, (encoder_length,), generator=generator)
+        mask[row, :encoder_length] = 1
+        labels[row, :decoder_length] = torch.randint(3, VOCABULARY, (decoder_length,), generator=generator)
+    batch = {'input_ids': ids, 'attention_mask': mask, 'labels': labels}
     if has_decoder_ids:
-        labels = batch['labels']
-        batch['decoder_input_ids'] = torch.nn.functional.pad(labels[:, :-1].clamp(min=0), (1, 0))
-        batch['decoder_attention_mask'] = torch.nn.functional.pad((labels[:, :-1] != -100).long(), (1, 0), value=1)
+        shifted = labels.roll(1, dims=1)
+        shifted[:, 0] = 0
+        batch['decoder_input_ids'] = shifted.clamp(min=0)
+        batch['decoder_attention_mask'] = (shifted != -100).long()
     return batch
 
 
@@ -95,18 +104,18 @@ def t5():
 
 
 @pytest.mark.parametrize('widths', [(24, 24), (24, 30), (32, 12)])
-@pytest.mark.parametrize('has_decoder_ids', [True, False])
+@for_each_decoder_input
 def test_decoder_with_its_own_text(t5, widths, has_decoder_ids):
-    batch = seq2seq_batch([(5, 12), (24, 1), (3, 3), (4, 2), (9, 7), (2, 1)], widths, has_decoder_ids=has_decoder_ids)
+    batch = seq2seq_batch(SEQ2SEQ_LENGTHS, widths, has_decoder_ids=has_decoder_ids)
     outcome = measure(t5, batch, 2)
     assert outcome.kind == 'exact', outcome
 
 
-@pytest.mark.parametrize('has_decoder_ids', [True, False])
+@for_each_decoder_input
 @pytest.mark.parametrize('microbatch_size', [1, 2, 5])
 def test_decoder_on_a_stock_loader(t5, microbatch_size, has_decoder_ids):
     """Composer's own split cuts the batch, without ``token_data_spec``."""
-    batch = seq2seq_batch([(5, 12), (24, 1), (3, 3), (4, 2), (9, 7), (2, 1)], (24, 12), has_decoder_ids=has_decoder_ids)
+    batch = seq2seq_batch(SEQ2SEQ_LENGTHS, (24, 12), has_decoder_ids=has_decoder_ids)
     expected = plain_gradients(t5, batch)
     recorder = fit(t5, loader(batch), microbatch_size=microbatch_size)
     assert relative_error(recorder.gradients, expected) < 1e-6
@@ -114,22 +123,21 @@ def test_decoder_on_a_stock_loader(t5, microbatch_size, has_decoder_ids):
     assert relative_error(stock.gradients, expected) > 1e-2  # so the test can fail
 
 
-@pytest.mark.parametrize('has_decoder_ids', [True, False])
+@for_each_decoder_input
 @pytest.mark.parametrize('multiple', [1, 8])
 def test_cap_of_encoder_and_decoder_texts(multiple, has_decoder_ids):
+    """A microbatch size of k means the memory of k rows with both texts."""
     rng = random.Random(0)
     for _ in range(100):
-        widths, size = (rng.randint(8, 40), rng.randint(8, 40)), rng.randint(1, 4)
+        size = rng.randint(1, 4)
+        widths = (rng.randint(8, 40), rng.randint(8, 40))
         lengths = [(rng.randint(1, widths[0]), rng.randint(1, widths[1])) for _ in range(16)]
         batch = seq2seq_batch(lengths, widths, has_decoder_ids=has_decoder_ids)
-        spec = token_data_spec([batch], width_multiple=multiple)
-        microbatches = spec.split_batch(spec.batch_transforms(batch), size)
-        num_rows = 0
+        microbatches = split(batch, size, width_multiple=multiple)
+        assert sum(len(microbatch['labels']) for microbatch in microbatches) == 16
         for microbatch in microbatches:
-            num_rows += len(microbatch['labels'])
             num_tokens = microbatch['input_ids'].numel() + microbatch['labels'].numel()
             assert num_tokens <= size * sum(widths)
-        assert num_rows == 16
 
 
 def test_sequence_length_warmup_is_exact():
@@ -144,10 +152,11 @@ def test_sequence_length_warmup_is_exact():
     for gradients, batch in zip(recorder.steps, data, strict=True):
         errors = {}
         for width in (4, 8, 12, 16):
-            cut = {key: value[:, :width] for key, value in batch.items()}
-            errors[width] = relative_error(gradients, plain_gradients(model, cut))
-        widths.append(min(errors, key=errors.__getitem__))
-        assert min(errors.values()) < 1e-6, errors
-    # The warmup has cut the rows: to a few columns at first, not at all in the end.
+            cut_batch = {key: value[:, :width] for key, value in batch.items()}
+            errors[width] = relative_error(gradients, plain_gradients(model, cut_batch))
+        best_width = min(errors, key=errors.__getitem__)
+        assert errors[best_width] < 1e-6, errors
+        widths.append(best_width)
+    # The warmup has cut the rows to a few columns at first, and less and less later.
     assert widths[0] < 16
     assert widths == sorted(widths)

@@ -49,10 +49,12 @@ class CappedRows(Dataset):
     def __post_init__(self):
         self.rows = [{**row, 'sample_ids': [str(number)]} for number, row in enumerate(self.rows)]
         self.layout = BatchLayout.for_model(self.model)
+        self.option = f'max_{self.size}'
         # The cap is the size of the largest row, so that no row is over it by itself.
         self.sizes = [self.count(row) for row in self.rows]
         self.cap = max(self.sizes)
         self.lengths = [row['input_ids'].shape[1] for row in self.rows]
+        self.width = max(self.lengths)
 
     def __len__(self):
         return len(self.rows)
@@ -64,10 +66,14 @@ class CappedRows(Dataset):
         return self.layout.concat(self.rows if rows is None else rows, pad_token_id=LLAVA.pad_token_id)
 
     def spec(self, cap=None, **options):
-        return token_data_spec([], layout=self.layout, **{f'max_{self.size}': cap}, **options)
+        return token_data_spec([], layout=self.layout, **{self.option: cap}, **options)
 
     def largest(self, microbatches):
         return max(map(self.count, microbatches))
+
+    def record_sizes(self):
+        """Keeps the size of every microbatch that reaches the model."""
+        return On(Event.BEFORE_FORWARD, lambda state: self.count(state.batch))
 
 
 LABELS = CappedRows(
@@ -81,12 +87,10 @@ for_each_cap = pytest.mark.parametrize('capped_rows', [IMAGES, LABELS], ids=['im
 
 
 def ids_of(microbatches):
-    return sorted(name for microbatch in microbatches for name in microbatch['sample_ids'])
-
-
-def reached_sizes(capped_rows):
-    """Keeps the size of every microbatch that reaches the model."""
-    return On(Event.BEFORE_FORWARD, lambda state: capped_rows.count(state.batch))
+    ids = []
+    for microbatch in microbatches:
+        ids += microbatch['sample_ids']
+    return sorted(ids)
 
 
 @for_each_cap
@@ -94,33 +98,33 @@ def reached_sizes(capped_rows):
 def test_batch_is_cut_under_cap(capped_rows, regroup):
     batch = capped_rows.batch()
     size = len(capped_rows)
-    free = capped_rows.spec(regroup=regroup).split_batch(batch, size)
+    uncapped = capped_rows.spec(regroup=regroup).split_batch(batch, size)
     capped = capped_rows.spec(capped_rows.cap, regroup=regroup).split_batch(batch, size)
-    assert capped_rows.largest(free) > capped_rows.cap
+    assert capped_rows.largest(uncapped) > capped_rows.cap
     assert capped_rows.largest(capped) == capped_rows.cap
-    assert ids_of(capped) == ids_of(free) == ids_of([batch])
+    assert ids_of(capped) == ids_of(uncapped) == ids_of([batch])
 
 
 @for_each_cap
 @pytest.mark.parametrize('size', [9, 2])
 def test_planned_microbatches_are_cut_again(capped_rows, size):
-    batch = PreSplitBatch(
-        [capped_rows.batch(capped_rows.rows[:5]), capped_rows.batch(capped_rows.rows[5:])], max_tokens=10_000
-    )
-    width = max(capped_rows.lengths)
+    first_part = capped_rows.batch(capped_rows.rows[:5])
+    second_part = capped_rows.batch(capped_rows.rows[5:])
+    batch = PreSplitBatch([first_part, second_part], max_tokens=10_000)
     assert capped_rows.largest(batch.microbatches) > capped_rows.cap
-    microbatches = capped_rows.spec(capped_rows.cap, slot_tokens=width).split_batch(batch, size)
+    spec = capped_rows.spec(capped_rows.cap, slot_tokens=capped_rows.width)
+    microbatches = spec.split_batch(batch, size)
     assert capped_rows.largest(microbatches) <= capped_rows.cap
-    assert max(microbatch['input_ids'].numel() for microbatch in microbatches) <= size * width
+    for microbatch in microbatches:
+        assert microbatch['input_ids'].numel() <= size * capped_rows.width
     assert ids_of(microbatches) == ids_of(batch.microbatches)
 
 
-def test_dummy_image_row_is_under_the_cap(monkeypatch):
-    monkeypatch.setattr('composer_tokacc.data_spec.split.get_world_size', lambda: 2)
-    monkeypatch.setattr('composer_tokacc.data_spec.split.max_over_ranks', list)
-    rows = IMAGES.rows
-    batch = IMAGES.batch([rows[0], rows[4], rows[0], *rows[1:4]])
-    sizes = [images_in(microbatch) for microbatch in IMAGES.spec(IMAGES.cap).split_batch(batch, 3)]
+def test_dummy_image_row_keeps_the_cap(two_ranks):
+    text, long_text, *with_images = (IMAGES.rows[row] for row in (0, 4, 1, 2, 3))
+    batch = IMAGES.batch([text, long_text, text, *with_images])
+    microbatches = IMAGES.spec(IMAGES.cap).split_batch(batch, 3)
+    sizes = [images_in(microbatch) for microbatch in microbatches]
     assert min(sizes) > 0  # every microbatch uses the encoder
     assert max(sizes) <= IMAGES.cap
 
@@ -128,72 +132,87 @@ def test_dummy_image_row_is_under_the_cap(monkeypatch):
 @pytest.mark.parametrize('packing', [False, True])
 @pytest.mark.parametrize(('capped_rows', 'logits'), [(IMAGES, 'auto'), (LABELS, 'all'), (LABELS, 'labels')])
 def test_capped_microbatches_are_exact(capped_rows, logits, packing):
-    reached = reached_sizes(capped_rows)
-    options = {f'max_{capped_rows.size}': capped_rows.cap, 'packing': packing, 'logits': logits}
+    sizes = capped_rows.record_sizes()
     assert_exact(
-        capped_rows.model, capped_rows.batch(), microbatch_size=len(capped_rows), callbacks=[reached], **options
+        capped_rows.model,
+        capped_rows.batch(),
+        microbatch_size=len(capped_rows),
+        packing=packing,
+        logits=logits,
+        callbacks=[sizes],
+        **{capped_rows.option: capped_rows.cap},
     )
-    assert len(reached.values) > 1
-    assert sum(reached.values) == sum(capped_rows.sizes)
-    assert max(reached.values) <= capped_rows.cap
+    assert len(sizes.values) > 1
+    assert sum(sizes.values) == sum(capped_rows.sizes)
+    assert max(sizes.values) <= capped_rows.cap
 
 
 @for_each_cap
 @pytest.mark.parametrize('objective', ['ddp', 'fsdp'])
-@pytest.mark.parametrize('is_known', [True, False])
-def test_planned_microbatches_keep_the_cap(capped_rows, objective, is_known):
-    """Without a true table the split cuts them again."""
+@pytest.mark.parametrize('sizes_are_right', [True, False])
+def test_planned_microbatches_keep_the_cap(capped_rows, objective, sizes_are_right):
+    """If the table of sizes is wrong, the split cuts the planned microbatches again."""
     plan = partial(
         RegroupingBatchSampler,
         capped_rows,
         lengths=capped_rows.lengths,
         global_batch_size=len(capped_rows),
-        max_tokens=len(capped_rows) * max(capped_rows.lengths),
+        max_tokens=len(capped_rows) * capped_rows.width,
         objective=objective,
-        **{capped_rows.size: capped_rows.sizes if is_known else [0] * len(capped_rows)},
+        **{capped_rows.size: capped_rows.sizes if sizes_are_right else [0] * len(capped_rows)},
     )
-    option = f'max_{capped_rows.size}'
-    sampler = plan(**{option: capped_rows.cap})
-    dataloader = RegroupingDataLoader(capped_rows, batch_sampler=sampler, collate_fn=capped_rows.batch)
-    planned = [capped_rows.count(microbatch) for microbatch in next(iter(dataloader)).microbatches]
-    assert (max(planned) <= capped_rows.cap) == is_known
-    reached = reached_sizes(capped_rows)
-    data = token_data_spec(dataloader, slot_tokens=max(capped_rows.lengths), **{option: capped_rows.cap})
-    fit(capped_rows.model, data, microbatch_size=len(capped_rows), callbacks=[reached])
-    assert sum(reached.values) == sum(capped_rows.sizes)
-    assert max(reached.values) <= capped_rows.cap
-    if is_known:
-        assert len(reached.values) == len(planned)
-        with pytest.raises(ValueError, match=rf'`{option}` must be at least the longest sample'):
-            plan(**{option: capped_rows.cap - 1})
+    cap = {capped_rows.option: capped_rows.cap}
+    dataloader = RegroupingDataLoader(capped_rows, batch_sampler=plan(**cap), collate_fn=capped_rows.batch)
+    planned = next(iter(dataloader)).microbatches
+    assert (capped_rows.largest(planned) <= capped_rows.cap) == sizes_are_right
+    sizes = capped_rows.record_sizes()
+    data = token_data_spec(dataloader, slot_tokens=capped_rows.width, **cap)
+    fit(capped_rows.model, data, microbatch_size=len(capped_rows), callbacks=[sizes])
+    assert sum(sizes.values) == sum(capped_rows.sizes)
+    assert max(sizes.values) <= capped_rows.cap
+    if sizes_are_right:
+        assert len(sizes.values) == len(planned)
+        with pytest.raises(ValueError, match=rf'`{capped_rows.option}` must be at least the longest sample'):
+            plan(**{capped_rows.option: capped_rows.cap - 1})
 
 
 def test_exchanged_microbatches_keep_the_cap():
-    options = {'batch_size': len(LABELS), 'collate_fn': LABELS.batch, 'max_tokens': len(LABELS) * max(LABELS.lengths)}
-    [free] = ExchangingDataLoader(LABELS, **options)
-    [capped] = ExchangingDataLoader(LABELS, max_loss_tokens=LABELS.cap, **options)
-    assert LABELS.largest(free.microbatches) > LABELS.cap
+    exchange = partial(
+        ExchangingDataLoader,
+        LABELS,
+        batch_size=len(LABELS),
+        collate_fn=LABELS.batch,
+        max_tokens=len(LABELS) * LABELS.width,
+    )
+    [uncapped] = exchange()
+    [capped] = exchange(max_loss_tokens=LABELS.cap)
+    assert LABELS.largest(uncapped.microbatches) > LABELS.cap
     assert LABELS.largest(capped.microbatches) <= LABELS.cap
-    assert ids_of(capped.microbatches) == ids_of(free.microbatches)
+    assert ids_of(capped.microbatches) == ids_of(uncapped.microbatches)
 
 
 @for_each_cap
 def test_row_over_the_cap(capped_rows, caplog):
-    unit = capped_rows.size.replace('_', ' ')
-    words = f'of {capped_rows.cap} {unit}, over the cap of {capped_rows.cap - 1} '
-    with pytest.raises(ValueError, match=words + rf'\(`max_{capped_rows.size}`\)'):
-        capped_rows.spec(capped_rows.cap - 1).split_batch(capped_rows.batch(), 4)
+    cap = capped_rows.cap - 1
+    counted = capped_rows.size.replace('_', ' ')
+    message = f'of {capped_rows.cap} {counted}, over the cap of {cap} '
+    with pytest.raises(ValueError, match=message + rf'\(`{capped_rows.option}`\)'):
+        capped_rows.spec(cap).split_batch(capped_rows.batch(), 4)
     with caplog.at_level(logging.WARNING, logger='composer_tokacc'):
-        microbatches = capped_rows.spec(capped_rows.cap - 1, on_oversize='warn').split_batch(capped_rows.batch(), 4)
-    assert words in caplog.text
-    over = [microbatch for microbatch in microbatches if capped_rows.count(microbatch) >= capped_rows.cap]
-    assert over
-    assert all(len(microbatch['input_ids']) == 1 for microbatch in over)
+        microbatches = capped_rows.spec(cap, on_oversize='warn').split_batch(capped_rows.batch(), 4)
+    assert message in caplog.text
+    over_the_cap = [microbatch for microbatch in microbatches if capped_rows.count(microbatch) > cap]
+    assert over_the_cap
+    for microbatch in over_the_cap:
+        assert len(microbatch['input_ids']) == 1
 
 
 def test_image_cap_needs_a_model():
     with pytest.raises(ValueError, match='Image tokens must be known to count them'):
         token_data_spec([], max_image_tokens=4).split_batch(IMAGES.batch(), 4)
+
+
+def test_image_cap_must_be_positive():
     with pytest.raises(ValueError, match='`max_image_tokens` must be a positive integer, got: 0'):
         token_data_spec([], max_image_tokens=0)
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from composer_tokacc import BatchLayout, token_data_spec
+from composer_tokacc.data_spec import split
 from composer_tokacc.data_spec.pieces import (
     CutRules,
     Piece,
@@ -22,94 +23,108 @@ from composer_tokacc.data_spec.pieces import (
     smallest_row,
     zero_weight,
 )
-from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.layout import describe
 from composer_tokacc.planning import CutOptions, pack_lengths
 from composer_tokacc.row_counts import RowCounts, num_samples, rows_of, with_counts, with_rows
 from tests.matrix.harness import measure_steps
 from tests.matrix.subjects import SUBJECTS
 from tests.support import family_models
+from tests.support.exactness import family_batch
 from tests.support.families import FAMILIES, IMAGE_FAMILIES, FamilyCase
 from tests.support.family_media import MEDIA, TokenIds
 from tests.support.sample_encoder import word_tokenizer
 from tests.support.small_batches import text_batch
-from tests.support.training import loader
+from tests.support.training import in_double, loader, relative_error
 
 TEXT_ROWS = [0, 4]
+for_each_side = pytest.mark.parametrize('side', ['right', 'left'])
+for_each_family = pytest.mark.parametrize('name', IMAGE_FAMILIES)
 
 
 @functools.cache
-def case_of(name: str, *, has_videos: bool = False) -> tuple[Any, BatchLayout]:
-    case = MEDIA[name]() if has_videos else FAMILIES[name]()
+def case_of(name: str) -> tuple[FamilyCase, BatchLayout]:
+    case = FAMILIES[name]()
     return case, BatchLayout.for_model(case.model)
 
 
-def batch_of(case: FamilyCase, rows, side: str):
+@functools.cache
+def media_case_of(name: str) -> tuple[Any, BatchLayout]:
+    """A case of a family with rows of videos too."""
+    case = MEDIA[name]()
+    return case, BatchLayout.for_model(case.model)
+
+
+def batch_of(case: FamilyCase, rows, side: str = 'right'):
     """Rows of the whole batch, trimmed as a split trims them."""
     layout = BatchLayout.for_model(case.model)
-    batch = with_counts(layout.concat(case.rows, padding_side=side, pad_token_id=case.pad_token_id))
+    batch = with_counts(family_batch(case, side=side))
     return layout.trim(layout.select(batch, rows))
 
 
 def loss_and_gradients(case: FamilyCase, batch):
-    if case.name == 'mllama':  # its gradients are so large where text looks at empty images that float32 is off by 2e-6
-        case.model.double()
-        floating = {key for key, value in batch.items() if torch.is_tensor(value) and value.is_floating_point()}
-        batch = {key: value.double() if key in floating else value for key, value in batch.items()}
+    if case.name == 'mllama':
+        # Its gradients are so large where text attends to empty images that float32 is off by 2e-6.
+        case = replace(case, model=in_double(case.model))
+        for key, value in batch.items():
+            if torch.is_tensor(value) and value.is_floating_point():
+                batch = {**batch, key: value.double()}
     case.model.zero_grad()
     loss = case.loss_sum(batch)
     loss.backward()
-    return loss.detach(), {name: p.grad for name, p in case.model.named_parameters() if p.requires_grad}
+    gradients = {name: p.grad for name, p in case.model.named_parameters() if p.grad is not None}
+    return loss.detach(), gradients
 
 
-def relative_error(gradients, expected) -> float:
-    keys = [name for name, gradient in expected.items() if gradient is not None]
-    difference = sum(float((gradients[key] - expected[key]).double().square().sum()) for key in keys)
-    difference += sum(
-        float(g.double().square().sum()) for key, g in gradients.items() if g is not None and key not in keys
-    )
-    return (difference / sum(float(expected[key].double().square().sum()) for key in keys)) ** 0.5
+def expected_loss_and_gradients(case: FamilyCase, side: str):
+    """Loss and gradients of the text rows in a batch with images.
 
-
-def own_rows(case: FamilyCase, side: str):
-    """The text rows with the loss they have in the batch: Mllama's depends on whether there is an image at all."""
+    Mllama's loss of a text row depends on whether the batch has any image. So for Mllama an image row without labels is
+    added.
+    """
     if case.name != 'mllama':
-        return batch_of(case, TEXT_ROWS, side)
+        return loss_and_gradients(case, batch_of(case, TEXT_ROWS, side))
     batch = batch_of(case, [*TEXT_ROWS, 3], side)
     batch['labels'][2] = -100
-    return batch
+    return loss_and_gradients(case, batch)
+
+
+# Dummy rows with an image, in every family.
 
 
 @pytest.mark.parametrize(('spare', 'side'), [(1, 'right'), (5, 'left')], ids=['narrower, right', 'wider, left'])
-@pytest.mark.parametrize('name', IMAGE_FAMILIES)
+@for_each_family
 def test_dummy_image_row_changes_no_gradient(name, spare, side):
     case, layout = case_of(name)
-    loss, gradients = loss_and_gradients(case, own_rows(case, side))
+    loss, gradients = expected_loss_and_gradients(case, side)
     microbatch = batch_of(case, TEXT_ROWS, side)
+    _, gradients_of_text = loss_and_gradients(case, microbatch)
     padded = add_rows(layout, microbatch, [zero_weight(batch_of(case, [spare], side))], side)
     padded_loss, padded_gradients = loss_and_gradients(case, padded)
     torch.testing.assert_close(padded_loss, loss, rtol=1e-6, atol=0)
     assert relative_error(padded_gradients, gradients) < 1e-6
     # The purpose of the row: every parameter gets a gradient, so that no rank waits for another.
-    assert all(gradient is not None for gradient in padded_gradients.values())
-    assert any(gradient is None for gradient in loss_and_gradients(case, microbatch)[1].values())
+    trained = {name for name, parameter in case.model.named_parameters() if parameter.requires_grad}
+    assert padded_gradients.keys() == trained
+    assert gradients_of_text.keys() < trained
 
 
-@pytest.mark.parametrize('side', ['right', 'left'])
-@pytest.mark.parametrize('name', IMAGE_FAMILIES)
+@for_each_side
+@for_each_family
 def test_labels_of_dummy_row_change_gradient(name, side):
+    """Otherwise the test before this one would show nothing."""
     case, layout = case_of(name)
-    _, gradients = loss_and_gradients(case, own_rows(case, side))
+    _, gradients = expected_loss_and_gradients(case, side)
     labelled = with_rows(batch_of(case, [1], side), [RowCounts(samples=0)])
     padded = add_rows(layout, batch_of(case, TEXT_ROWS, side), [labelled], side)
-    assert relative_error(loss_and_gradients(case, padded)[1], gradients) > 1e-4
+    _, padded_gradients = loss_and_gradients(case, padded)
+    assert relative_error(padded_gradients, gradients) > 1e-4
 
 
-@pytest.mark.parametrize('name', IMAGE_FAMILIES)
-def test_added_rows_are_no_samples(name):
+@for_each_family
+def test_dummy_rows_are_no_samples(name):
     case, layout = case_of(name)
-    microbatch = batch_of(case, TEXT_ROWS, 'right')
-    row = batch_of(case, [1], 'right')
+    microbatch = batch_of(case, TEXT_ROWS)
+    row = batch_of(case, [1])
     padded = add_rows(layout, microbatch, [zero_weight(row)], 'right')
     assert (row['labels'] != -100).any()  # the original keeps its labels
     assert layout.num_rows(padded) == 3
@@ -120,44 +135,47 @@ def test_added_rows_are_no_samples(name):
     assert spec.get_num_tokens_in_batch(padded) == spec.get_num_tokens_in_batch(microbatch)
 
 
-@pytest.mark.parametrize('name', IMAGE_FAMILIES)
-def test_pads_are_no_image_placeholders(name):
-    """The rarest id of the spare row, or of any with images, may be the placeholder itself."""
+@for_each_side
+@for_each_family
+def test_pads_are_no_image_placeholders(name, side):
+    """A pad gets the rarest id of the rows, which must not be the placeholder."""
     case, layout = case_of(name)
-    for side in ('left', 'right'):
-        microbatch, spare = batch_of(case, [4], side), zero_weight(batch_of(case, [1], side))
-        padded = add_rows(layout, microbatch, [spare], side)
-        placeholders = spare['input_ids'] == layout.image_token_id
-        assert 0 < int(placeholders.sum()) == int((padded['input_ids'] == layout.image_token_id).sum())
+    spare = zero_weight(batch_of(case, [1], side))
+    padded = add_rows(layout, batch_of(case, [4], side), [spare], side)
+    num_placeholders = int((spare['input_ids'] == layout.image_token_id).sum())
+    assert num_placeholders > 0
+    assert int((padded['input_ids'] == layout.image_token_id).sum()) == num_placeholders
 
 
-@pytest.mark.parametrize('name', IMAGE_FAMILIES)
+@for_each_family
 def test_dummy_row_is_the_smallest(name):
     case, layout = case_of(name)
-    batch = batch_of(case, range(6), 'left')
-    row = smallest_row([describe(layout, batch)], 'image')
-    fewest = min(layout.images_per_row(batch_of(case, [row], 'left'))[0] for row in (1, 2, 3, 5))
-    assert layout.images_per_row(row) == [fewest]
+    row = smallest_row([describe(layout, batch_of(case, range(6), 'left'))], 'image')
+    images_of_rows = [layout.images_per_row(batch_of(case, [number], 'left'))[0] for number in (1, 2, 3, 5)]
+    assert layout.images_per_row(row) == [min(images_of_rows)]
     assert row['sample_ids'][0] in ('sample-1', 'sample-2')
     assert describe(layout, row).lengths == [row['input_ids'].shape[1]]
     assert num_samples(row) == 0
 
 
+# Dummy rows of some families.
+
+
 def test_dummy_row_brings_no_new_lists():
     case, layout = case_of('llava')
-    microbatch = batch_of(case, TEXT_ROWS, 'right')
+    microbatch = batch_of(case, TEXT_ROWS)
     del microbatch['sample_ids']
-    padded = add_rows(layout, microbatch, [zero_weight(batch_of(case, [1], 'right'))], 'right')
+    padded = add_rows(layout, microbatch, [zero_weight(batch_of(case, [1]))], 'right')
     assert 'sample_ids' not in padded
     assert padded['num_images'] == [0, 0, 1]
 
 
 def test_padding_of_row_beginning_with_placeholder():
-    case, layout = case_of('video_llava', has_videos=True)
-    row = next(row for row, truth in zip(case.rows, case.truth, strict=True) if truth == {'image': 2, 'video': 0})
-    other = next(row for row, truth in zip(case.rows, case.truth, strict=True) if not truth['image'] and truth['video'])
+    case, layout = media_case_of('video_llava')
+    row = case.rows[case.truth.index({'image': 2, 'video': 0})]
+    spare = case.rows[case.kinds.index('video')]
     assert row['input_ids'][0, 0] == case.model.config.image_token_id
-    batch = add_rows(layout, row, [zero_weight(other)], 'right')
+    batch = add_rows(layout, row, [zero_weight(spare)], 'right')
     assert layout.images_per_row(batch) == [2, 0]
     torch.testing.assert_close(case.loss_sum(batch), case.loss_sum(row), rtol=1e-5, atol=0)
 
@@ -165,114 +183,15 @@ def test_padding_of_row_beginning_with_placeholder():
 def test_dummy_row_is_padded_as_batch():
     case, layout = case_of('llava')
     facts = describe(layout, batch_of(case, range(6), 'left'))
-    text = min(TEXT_ROWS, key=facts.lengths.__getitem__)
+    shorter_text = min(TEXT_ROWS, key=facts.lengths.__getitem__)
     dummies = {'image': describe(layout, smallest_row([facts], 'image'))}
-    piece = Piece.from_facts(facts, CutRules(left='trim'), CutOptions()).take([text])
-    (microbatch,) = build([replace(piece, dummies=missing_dummies(dummies, facts, [text]))])
-    assert microbatch['attention_mask'].shape[1] > facts.lengths[text]
-    assert microbatch['attention_mask'][0, -facts.lengths[text] :].all()
-
-
-def images_and_videos_somewhere(values):
-    """Answers for all ranks: for each modality whether some rank has it, and whether some rank lacks it; or a count."""
-    return [1, 1, 0, *values[3:]] if len(values) == 6 else list(values)
-
-
-def glm_row(config, unit):
-    """One token of one image, or of one pair of frames, which are images between the tokens of a video."""
-    edges = [getattr(config, f'{unit}_{edge}_token_id') for edge in ('start', 'end')]
-    row = text_batch([5])
-    row['input_ids'] = torch.tensor([[10, edges[0], config.image_token_id, edges[1], 11]])
-    row['mm_token_type_ids'] = torch.tensor([[0, 0, 1 if unit == 'image' else 2, 0, 0]])
-    vision = config.vision_config
-    merge, size = vision.spatial_merge_size, vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    pixels = 'pixel_values' if unit == 'image' else 'pixel_values_videos'
-    return {**row, pixels: torch.rand(merge**2, size), f'{unit}_grid_thw': torch.tensor([[1, merge, merge]])}
-
-
-@pytest.mark.parametrize('unit', ['image', 'video'])
-def test_glm_gets_no_video_beside_image(unit, monkeypatch):
-    """Its forward takes one kind of placeholders for both, and refuses a batch with both."""
-    special = ('<image>', '<video>', '<image_start>', '<image_end>', '<video_start>', '<video_end>')
-    model = family_models.MODELS['glm4v'](TokenIds(word_tokenizer(*special)))
-    layout = BatchLayout.for_model(model)
-    text = {**text_batch([5, 3]), 'mm_token_type_ids': torch.zeros(2, 5).long()}
-    text['input_ids'] += 10
-    media = {modality: glm_row(model.config, modality) for modality in ('image', 'video')}
-    batch = layout.concat([text, media[unit]])
-    monkeypatch.setattr('composer_tokacc.data_spec.split.get_world_size', lambda: 2)
-    monkeypatch.setattr('composer_tokacc.data_spec.split.max_over_ranks', images_and_videos_somewhere)
-    monkeypatch.setattr('composer_tokacc.data_spec.split.from_any_rank', lambda row: row or zero_weight(media['image']))
-    microbatches = token_data_spec(loader(batch), layout=layout).split_batch(batch, 1)
-    assert len(microbatches) == 3
-    for microbatch in microbatches:
-        model(**{key: value for key, value in microbatch.items() if torch.is_tensor(value)}).loss.backward()
-        assert ('pixel_values' in microbatch) != ('pixel_values_videos' in microbatch)
-
-
-def test_packed_rows_are_halved_if_needed(monkeypatch):
-    case, layout = case_of('llava')
-    batch = layout.concat([batch_of(case, [1], 'right'), *[batch_of(case, TEXT_ROWS[:1], 'right')] * 8])
-    lengths = describe(layout, batch).lengths
-    budget = lengths[0] + sum(lengths[1:6])
-    groups = pack_lengths(lengths, budget)
-    [text] = [group for group in groups if 0 not in group]
-    assert sum(lengths[row] for row in text) + lengths[0] <= budget < (len(text) + 1) * max(lengths[0], *lengths[1:])
-    microbatches = packed_microbatches(monkeypatch, batch, layout, slot_tokens=budget)
-    assert len(microbatches) == len(groups) == 2
-    assert all('pixel_values' in microbatch for microbatch in microbatches)
-    assert max(microbatch['input_ids'].numel() for microbatch in microbatches) <= budget
-
-
-def packed_microbatches(monkeypatch, batch, layout, agreed=list, **options):
-    """On a rank of two."""
-    monkeypatch.setattr('composer_tokacc.data_spec.split.get_world_size', lambda: 2)
-    monkeypatch.setattr('composer_tokacc.data_spec.split.max_over_ranks', agreed)
-    dataloader = loader(batch)
-    spec = token_data_spec(dataloader, layout=layout, packing=True, **options)
-    split_of(dataloader).adopt(CutRules(packing='documents'))
-    return spec.split_batch(batch, 1)
-
-
-def test_media_rows_of_other_ranks_fit(monkeypatch):
-    """Rows with images in a step in which only another rank has a video."""
-    case, layout = case_of('qwen2_5_vl', has_videos=True)
-    image_row = case.rows[case.kinds.index('image')]
-    video_row = case.rows[case.kinds.index('video')]
-    batch = with_counts(layout.concat([image_row] * 4))
-    budget = layout.width(image_row) + layout.width(video_row)
-    monkeypatch.setattr('composer_tokacc.data_spec.split.from_any_rank', lambda row: row or zero_weight(video_row))
-    microbatches = packed_microbatches(
-        monkeypatch, batch, layout, images_and_videos_somewhere, slot_tokens=budget, max_image_tokens=None
-    )
-    assert all('pixel_values_videos' in microbatch for microbatch in microbatches)
-    assert max(microbatch['input_ids'].numel() for microbatch in microbatches) <= budget
-
-
-def test_row_that_leaves_no_room(monkeypatch, caplog):
-    case, layout = case_of('llava')
-    batch = layout.concat([batch_of(case, [row], 'right') for row in (1, *TEXT_ROWS)])
-    budget = max(describe(layout, batch).lengths)
-    assert budget == describe(layout, batch).lengths[2]
-    packed_microbatches(monkeypatch, batch, layout, slot_tokens=budget)
-    assert "sample 'sample-4' must fit into a microbatch together with the dummy rows" in caplog.text
-    assert f'over the caps of {budget} and None' in caplog.text
-
-
-def test_no_media_rows_if_reduced_once(monkeypatch):
-    case, layout = case_of('llava')
-    text = layout.concat([batch_of(case, TEXT_ROWS, 'right')] * 4)
-    monkeypatch.setattr('composer_tokacc.data_spec.split.get_world_size', lambda: 2)
-    monkeypatch.setattr('composer_tokacc.data_spec.split.max_over_ranks', None)  # nothing is agreed upon
-    dataloader = loader(text)
-    spec = token_data_spec(dataloader, layout=layout, slot_tokens=max(describe(layout, text).lengths))
-    split = split_of(dataloader)
-    split.adopt(split.rules)
-    split.reduces_once = True
-    microbatches = spec.split_batch(text, 1)
-    assert len(microbatches) > 1
-    assert not any('pixel_values' in microbatch for microbatch in microbatches)
-    assert sum(map(layout.num_rows, microbatches)) == sum(map(num_samples, microbatches)) == 8
+    piece = Piece.from_facts(facts, CutRules(left='trim'), CutOptions()).take([shorter_text])
+    missing = missing_dummies(dummies, facts, [shorter_text])
+    (microbatch,) = build([replace(piece, dummies=missing)])
+    mask = microbatch['attention_mask'][0]
+    length = facts.lengths[shorter_text]
+    assert len(mask) > length
+    assert mask[-length:].all()
 
 
 def test_rows_added_beside_written_positions():
@@ -281,3 +200,123 @@ def test_rows_added_beside_written_positions():
     batch = subject.batch(499905, side='left')
     [outcome] = measure_steps(subject.model('large'), [batch], 3)
     assert outcome.kind == 'exact', str(outcome)
+
+
+# Dummy rows that a rank adds because of another rank.
+
+
+@pytest.fixture
+def some_rank_has_videos(two_ranks, monkeypatch):
+    """Both ranks have an image and lack it in some row; some rank has a video, and some rank lacks one."""
+
+    def max_over_ranks(values):
+        is_presence = len(values) == 6  # of image, video and audio, and then their absence; otherwise a count
+        return [1, 1, 0, *values[3:]] if is_presence else list(values)
+
+    monkeypatch.setattr(split, 'max_over_ranks', max_over_ranks)
+
+
+def receive(monkeypatch, row):
+    """Lets the other rank send this row as its dummy row."""
+    monkeypatch.setattr(split, 'from_any_rank', lambda own_row: own_row or zero_weight(row))
+
+
+def packed_microbatches(batch, layout, slot_tokens):
+    spec = token_data_spec(loader(batch), layout=layout, packing=True, slot_tokens=slot_tokens)
+    split.split_of(spec.dataloader).adopt(CutRules(packing='documents'))
+    return spec.split_batch(batch, 1)
+
+
+def glm_row(config, modality):
+    """One token of one image, or of one pair of frames, which are images between the tokens of a video."""
+    start = getattr(config, f'{modality}_start_token_id')
+    end = getattr(config, f'{modality}_end_token_id')
+    vision = config.vision_config
+    merge = vision.spatial_merge_size
+    patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    pixels_key = 'pixel_values' if modality == 'image' else 'pixel_values_videos'
+    row = text_batch([5])
+    row['input_ids'] = torch.tensor([[10, start, config.image_token_id, end, 11]])
+    row['mm_token_type_ids'] = torch.tensor([[0, 0, 1 if modality == 'image' else 2, 0, 0]])
+    row[pixels_key] = torch.rand(merge**2, patch)
+    row[f'{modality}_grid_thw'] = torch.tensor([[1, merge, merge]])
+    return row
+
+
+@pytest.mark.parametrize('modality', ['image', 'video'])
+def test_glm_gets_no_video_beside_image(modality, some_rank_has_videos, monkeypatch):
+    """Its forward has the same placeholders for both, and refuses a batch with both."""
+    special = ('<image>', '<video>', '<image_start>', '<image_end>', '<video_start>', '<video_end>')
+    model = family_models.MODELS['glm4v'](TokenIds(word_tokenizer(*special)))
+    layout = BatchLayout.for_model(model)
+    text = text_batch([5, 3], mm_token_type_ids=torch.zeros(2, 5).long())
+    text['input_ids'] += 10
+    batch = layout.concat([text, glm_row(model.config, modality)])
+    receive(monkeypatch, glm_row(model.config, 'image'))
+    microbatches = token_data_spec(loader(batch), layout=layout).split_batch(batch, 1)
+    assert len(microbatches) == 3
+    for microbatch in microbatches:
+        tensors = {key: value for key, value in microbatch.items() if torch.is_tensor(value)}
+        model(**tensors).loss.backward()
+        assert ('pixel_values' in microbatch) != ('pixel_values_videos' in microbatch)
+
+
+def test_packed_rows_are_not_halved_needlessly(two_ranks):
+    """The packed text rows leave room for a dummy image row. Padded to its length they would not."""
+    case, layout = case_of('llava')
+    batch = layout.concat([batch_of(case, [1]), *[batch_of(case, TEXT_ROWS[:1])] * 8])
+    image_length, text_length, *_ = describe(layout, batch).lengths
+    budget = image_length + 5 * text_length
+    groups = pack_lengths([image_length, *[text_length] * 8], budget)
+    [texts] = [group for group in groups if 0 not in group]
+    assert len(texts) * text_length + image_length <= budget
+    padded = (len(texts) + 1) * max(image_length, text_length)
+    assert padded > budget
+    microbatches = packed_microbatches(batch, layout, slot_tokens=budget)
+    assert len(microbatches) == len(groups) == 2
+    for microbatch in microbatches:
+        assert 'pixel_values' in microbatch
+        assert microbatch['input_ids'].numel() <= budget
+
+
+def test_packed_rows_are_halved_if_needed(some_rank_has_videos, monkeypatch):
+    """Two rows with an image fit into a microbatch, but not with the video of another rank."""
+    case, layout = media_case_of('qwen2_5_vl')
+    image_row = case.rows[case.kinds.index('image')]
+    video_row = case.rows[case.kinds.index('video')]
+    batch = with_counts(layout.concat([image_row] * 4))
+    budget = 2 * layout.width(image_row)
+    assert layout.width(video_row) < layout.width(image_row)
+    receive(monkeypatch, video_row)
+    microbatches = packed_microbatches(batch, layout, slot_tokens=budget)
+    assert len(microbatches) == 4
+    for microbatch in microbatches:
+        assert 'pixel_values_videos' in microbatch
+        assert microbatch['input_ids'].numel() <= budget
+
+
+def test_row_that_leaves_no_room(two_ranks, caplog):
+    case, layout = case_of('llava')
+    batch = layout.concat([batch_of(case, [row]) for row in (1, *TEXT_ROWS)])
+    lengths = describe(layout, batch).lengths
+    budget = lengths[2]
+    assert budget == max(lengths)
+    packed_microbatches(batch, layout, slot_tokens=budget)
+    assert "sample 'sample-4' must fit into a microbatch together with the dummy rows" in caplog.text
+    assert f'over the caps of {budget} and None' in caplog.text
+
+
+def test_no_media_rows_if_reduced_once(two_ranks, monkeypatch):
+    case, layout = case_of('llava')
+    text = layout.concat([batch_of(case, TEXT_ROWS)] * 4)
+    monkeypatch.setattr(split, 'max_over_ranks', None)  # nothing is agreed upon
+    spec = token_data_spec(loader(text), layout=layout, slot_tokens=max(describe(layout, text).lengths))
+    microbatch_split = split.split_of(spec.dataloader)
+    microbatch_split.adopt(microbatch_split.rules)
+    microbatch_split.reduces_once = True
+    microbatches = spec.split_batch(text, 1)
+    assert len(microbatches) > 1
+    for microbatch in microbatches:
+        assert 'pixel_values' not in microbatch
+        assert layout.num_rows(microbatch) == num_samples(microbatch)
+    assert sum(map(num_samples, microbatches)) == 8

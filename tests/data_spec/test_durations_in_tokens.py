@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -16,66 +17,62 @@ from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, token_
 from tests.support.text import collate, text_model, text_rows
 from tests.support.training import On, fit, hugging_face, loader
 
-ROWS = [(4, 2), (14, 11), (9, 9), (5, 0), (6, 1), (7, 2), (3, 1), (12, 3), (8, 8), (10, 2), (2, 1), (16, 4)]
+SHAPE = [(4, 2), (14, 11), (9, 9), (5, 0), (6, 1), (7, 2), (3, 1), (12, 3), (8, 8), (10, 2), (2, 1), (16, 4)]
 ROWS_PER_STEP = 3
 WARMUP = 40
 DURATION = 80
 
 
-def tokens_and_rate(state: Any) -> tuple[int, float]:
-    return state.timestamp.token.value, state.optimizers[0].param_groups[0]['lr']
-
-
 def batches() -> list[dict[str, torch.Tensor]]:
-    rows = text_rows(ROWS)
+    rows = text_rows(SHAPE)
     return [collate(rows[start : start + ROWS_PER_STEP]) for start in range(0, len(rows), ROWS_PER_STEP)]
 
 
+def padded() -> Any:
+    return token_data_spec(loader(*batches()))
+
+
+def packed() -> Any:
+    return token_data_spec(loader(*batches()), packing=True)
+
+
 def planned() -> Any:
-    rows = text_rows(ROWS)
-    lengths = [length for length, _ in ROWS]
+    rows = text_rows(SHAPE)
+    lengths = [length for length, _ in SHAPE]
     sampler = RegroupingBatchSampler(
         rows, lengths=lengths, global_batch_size=ROWS_PER_STEP, max_tokens=32, shuffle=False
     )
     return token_data_spec(RegroupingDataLoader(rows, batch_sampler=sampler, collate_fn=collate), slot_tokens=16)
 
 
-DATA = {
-    'padded': lambda: token_data_spec(loader(*batches())),
-    'packed': lambda: token_data_spec(loader(*batches()), packing=True),
-    'planned': planned,
-}
-
-
-def train(data: Any) -> tuple[tuple[int, ...], tuple[float, ...]]:
+def train(data: Any) -> tuple[list[int], list[float]]:
     """Returns the tokens and the learning rate at the start of each step."""
-    clock = On(Event.BATCH_START, tokens_and_rate)
+    tokens = On(Event.BATCH_START, lambda state: state.timestamp.token.value)
+    rates = On(Event.BATCH_START, lambda state: state.optimizers[0].param_groups[0]['lr'])
     model = hugging_face(text_model())
     fit(
         model,
         data,
-        callbacks=[clock],
+        callbacks=[tokens, rates],
         optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
         schedulers=LinearWithWarmupScheduler(t_warmup=f'{WARMUP}tok'),
         max_duration=f'{DURATION}tok',
     )
-    tokens, rates = zip(*clock.values, strict=True)
-    return tokens, rates
+    return tokens.values, rates.values
 
 
-@pytest.mark.parametrize('kind', DATA)
-def test_real_tokens_count(kind):
-    tokens_at_start, rates = train(DATA[kind]())
+@pytest.mark.parametrize('data', [padded, packed, planned])
+def test_real_tokens_count(data):
+    tokens_at_start, rates = train(data())
     tokens_of_steps = [int(batch['attention_mask'].sum()) for batch in batches()]
-    starts = [0, *torch.tensor(tokens_of_steps).cumsum(0).tolist()]
-    num_steps = sum(start < DURATION for start in starts)
-    assert tokens_at_start == tuple(starts[:num_steps])
+    starts = accumulate(tokens_of_steps, initial=0)
+    assert tokens_at_start == [start for start in starts if start < DURATION]
     # Composer's schedulers step before its clock does: a step has the rate of the time at which the last one began.
-    factors = []
-    for tokens in [0, *tokens_at_start][:num_steps]:
+    expected_rates = []
+    for tokens in [0, *tokens_at_start[:-1]]:
         after_warmup = 1 - (tokens - WARMUP) / (DURATION - WARMUP)
-        factors.append(tokens / WARMUP if tokens < WARMUP else after_warmup)
-    assert rates == pytest.approx(factors)
+        expected_rates.append(min(tokens / WARMUP, after_warmup))
+    assert rates == pytest.approx(expected_rates)
 
 
 def test_composers_own_counter_counts_padding():

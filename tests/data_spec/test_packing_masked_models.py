@@ -19,9 +19,6 @@ from tests.support.training import assert_exact, fit, reference_gradients, relat
 
 LENGTHS = [4, 5, 9, 14, 6, 3, 2, 9]
 PACKABLE = [name for name in MODELS if name != 'deberta']
-COUNTS_COLUMNS = ('bert',)
-"""Models that count positions from column 0, padding on the left included."""
-
 
 pytestmark = pytest.mark.skipif(
     transformers.__version__.startswith('4.'),
@@ -48,7 +45,7 @@ def test_eager_attention_is_exact(name):
 def test_left_padding_is_exact_or_refused(name):
     model = masked_model(name)
     batch = masked_batch(LENGTHS, side='left')
-    if name in COUNTS_COLUMNS:
+    if name == 'bert':  # it counts positions from column 0, padding included
         with pytest.raises(RuntimeError, match='positions'):
             fit(model, batch, packing=True)
     else:
@@ -61,7 +58,7 @@ def test_attention_outside_the_interface_is_named():
 
 
 def test_ids_of_padding_inside_a_row():
-    """RoBERTa does not count them, and gives them the place of padding."""
+    """RoBERTa gives tokens with the id of padding the position of padding, and counts on without them."""
     batch = masked_batch(LENGTHS)
     batch['input_ids'][2, 4] = PAD
     batch['input_ids'][3, [0, 7]] = PAD
@@ -75,16 +72,16 @@ def test_labels_stay_where_they_are():
     packed = pack_rows(layout, with_counts(batch, 'unshifted'))
     assert torch.equal(packed['labels'][0], batch['labels'][real])
     assert packed['attention_mask'].sum(dim=1).tolist() == LENGTHS
-    # A label of a first token is predicted from the document before it if labels are shifted.
+    # If labels are shifted, the label of a first token would be predicted from the document before it.
     shifted = pack_rows(layout, with_counts(batch, 'causal'))
     starts = packed['position_ids'][0] == 0
     assert torch.equal(shifted['labels'][0], batch['labels'][real].masked_fill(starts, -100))
 
 
-@pytest.mark.parametrize('behind', [0, 1])
-def test_labels_on_padding_are_refused(behind):
+@pytest.mark.parametrize('pad', [0, 1])
+def test_labels_on_padding_are_refused(pad):
     batch = masked_batch(LENGTHS)
-    batch['labels'][0, LENGTHS[0] + behind] = 7
+    batch['labels'][0, LENGTHS[0] + pad] = 7
     with pytest.raises((ValueError, RuntimeError), match='labels on padding'):
         fit(masked_model('modernbert'), batch, packing=True)
 

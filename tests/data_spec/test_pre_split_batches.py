@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 import torch
 from composer.models import HuggingFaceModel
-from torch.utils.data import Dataset
 
 from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, token_data_spec
 from composer_tokacc.data_spec.pieces import CutRules
 from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.layout import BatchLayout, PreSplitBatch
+from composer_tokacc.planning import CostModel
 from composer_tokacc.row_counts import num_samples
+from tests.support.exactness import family_batch
 from tests.support.families import FAMILIES
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
 from tests.support.masked_text import masked_batch, masked_model
@@ -27,23 +28,30 @@ from tests.support.small_batches import LLAVA, TEXT, text_batch
 from tests.support.text import collate, text_model, text_rows
 from tests.support.training import fit, hugging_face, reference_gradients, relative_error
 
-SHAPES = [[9, 8], [5, 4, 4, 3], [10]]
+LENGTHS = [[9, 8], [5, 4, 4, 3], [10]]
 CAP = 20
 
 
-def ready(shapes=SHAPES, *, side='right', images=False):
-    """Microbatches of rows of these lengths; with a picture in the first row of all but the last."""
-    microbatches = []
-    for number, lengths in enumerate(shapes):
-        batch = text_batch(lengths, side=side, names=[f'{number}.{row}' for row in range(len(lengths))])
-        if images and number < len(shapes) - 1:
-            batch['num_images'] = [1, *[0] * (len(lengths) - 1)]
-            batch['pixel_values'] = torch.full((1, 3, 4, 4), float(number))
-        elif images:
-            batch['num_images'] = [0] * len(lengths)
-        microbatches.append(batch)
-    places = iter(range(100))
-    return PreSplitBatch(microbatches, max_tokens=CAP, indices=[[next(places) for _ in lengths] for lengths in shapes])
+def pre_split(lengths_of_microbatches=LENGTHS, *, side='right'):
+    """Microbatches of rows of these lengths. Row 1 of microbatch 2 is named ``2.1``."""
+    microbatches, indices = [], []
+    num_rows = 0
+    for number, lengths in enumerate(lengths_of_microbatches):
+        names = [f'{number}.{row}' for row in range(len(lengths))]
+        microbatches.append(text_batch(lengths, side=side, names=names))
+        indices.append(list(range(num_rows, num_rows + len(lengths))))
+        num_rows += len(lengths)
+    return PreSplitBatch(microbatches, max_tokens=CAP, indices=indices)
+
+
+def with_pictures(batch, microbatches):
+    """Adds a picture to the first row of some of the microbatches."""
+    for number, microbatch in enumerate(batch.microbatches):
+        microbatch['num_images'] = [0] * len(microbatch['names'])
+        if number in microbatches:
+            microbatch['num_images'][0] = 1
+            microbatch['pixel_values'] = torch.full((1, 3, 4, 4), float(number))
+    return batch
 
 
 def without_first_labels(batch):
@@ -51,13 +59,11 @@ def without_first_labels(batch):
     return batch.map(lambda rows: {**rows, 'labels': rows['labels'].masked_fill(rows['labels'] == 1, -100)})
 
 
-def spec_for(*, images=False, checked=True, left='trim', right='trim', needs_media=False, **kwargs):
-    source = []
-    spec = token_data_spec(source, layout=BatchLayout(family=LLAVA if images else TEXT), slot_tokens=10, **kwargs)
-    split = spec.split_batch.__self__._split
-    packing = 'documents' if kwargs.get('packing') else ''
-    split.adopt(CutRules(left=left, right=right, needs_media=needs_media, packing=packing))
-    split.checked = checked
+def spec_for(*, family=TEXT, left='trim', right='trim', packing=False, **options):
+    """A spec whose rules the first-batch check has already found."""
+    spec = token_data_spec([], layout=BatchLayout(family=family), slot_tokens=10, packing=packing, **options)
+    rules = CutRules(left=left, right=right, packing='documents' if packing else '')
+    split_of(spec.dataloader).adopt(rules)
     return spec
 
 
@@ -65,60 +71,76 @@ def names(microbatches):
     return [microbatch['names'] for microbatch in microbatches]
 
 
-@pytest.fixture
-def two_ranks(monkeypatch):
-    """Makes this process one of two ranks. The other rank gives the same answers."""
-    monkeypatch.setattr('composer_tokacc.data_spec.split.get_world_size', lambda: 2)
-    monkeypatch.setattr('composer_tokacc.data_spec.split.max_over_ranks', list)
-
-
-def is_handed_on(microbatches, batch):
+def assert_handed_on(microbatches, batch):
     """The very tensors that the loader made, none copied."""
     assert len(microbatches) == len(batch.microbatches)
     for microbatch, source in zip(microbatches, batch.microbatches, strict=True):
         for key, value in source.items():
-            assert microbatch[key] is value if isinstance(value, torch.Tensor) else microbatch[key] == value, key
+            if isinstance(value, torch.Tensor):
+                assert microbatch[key] is value, key
+            else:
+                assert microbatch[key] == value, key
         assert num_samples(microbatch) == len(microbatch['names'])
+
+
+def assert_steps_are_exact(recorder, model, batches):
+    losses = recorder.logged('loss/train/total')
+    for gradients, loss, batch in zip(recorder.steps, losses, batches, strict=True):
+        expected, expected_loss = reference_gradients(model, batch)
+        assert relative_error(gradients, expected) < 1e-6
+        assert loss == pytest.approx(expected_loss, rel=1e-6)
+
+
+# Without a Trainer.
 
 
 @pytest.mark.parametrize('side', ['right', 'left'])
 def test_microbatches_are_not_copied(side):
-    batch, spec = without_first_labels(ready(side=side)), spec_for()
-    is_handed_on(spec.split_batch(spec.batch_transforms(batch), 2), batch)
+    batch = without_first_labels(pre_split(side=side))
+    spec = spec_for()
+    assert_handed_on(spec.split_batch(spec.batch_transforms(batch), 2), batch)
+
+
+def test_planned_microbatches_stay_as_they_are():
+    """Even if a plain batch would be cut into more microbatches, which cost less."""
+    batch = pre_split([[10, 1]])
+    spec = spec_for(cost=CostModel(launch=1.0))
+    assert len(spec.split_batch(batch.joined(BatchLayout(family=TEXT)), 2)) == 2
+    assert_handed_on(spec.split_batch(batch, 2), batch)
 
 
 def test_ranks_in_step_copy_nothing(two_ranks):
-    batch, spec = ready([[9, 8], [5, 4, 4]], images=True), spec_for(images=True)
-    batch.microbatches[-1].update(num_images=[1, 0, 0], pixel_values=torch.ones(1, 3, 4, 4))
-    is_handed_on(spec.split_batch(batch, 2), batch)
+    batch = with_pictures(pre_split([[9, 8], [5, 4, 4]]), [0, 1])
+    assert_handed_on(spec_for(family=LLAVA).split_batch(batch, 2), batch)
 
 
 def test_ranks_in_step_add_a_picture(two_ranks):
-    batch, spec = ready([[9, 8], [5, 4], [10]], images=True), spec_for(images=True)
-    first, second, last = spec.split_batch(batch, 4)
-    assert (len(first['input_ids']), len(second['input_ids']), len(last['input_ids'])) == (2, 2, 2)
+    batch = with_pictures(pre_split([[9, 8], [5, 4], [10]]), [0, 1])
+    microbatches = spec_for(family=LLAVA).split_batch(batch, 4)
+    first, _, last = microbatches
+    assert [len(microbatch['input_ids']) for microbatch in microbatches] == [2, 2, 2]
+    assert [num_samples(microbatch) for microbatch in microbatches] == [2, 2, 1]
     assert first['pixel_values'] is batch.microbatches[0]['pixel_values']
     assert last['pixel_values'].shape == (1, 3, 4, 4)
-    assert [num_samples(one) for one in (first, second, last)] == [2, 2, 1]
 
 
 @pytest.mark.parametrize('size', [1, 1.5])
 def test_too_large_microbatches_are_cut(size):
-    batch = ready([[9, 8], [5, 4, 4, 3], [10]])
+    batch = pre_split()
     microbatches = spec_for().split_batch(batch, size)
     for microbatch in microbatches:
         assert microbatch['input_ids'].numel() <= 10 * size
     assert sorted(chain.from_iterable(names(microbatches))) == sorted(batch['names'])
-    uncut = next(microbatch for microbatch in microbatches if microbatch['names'] == ['2.0'])
-    assert uncut['input_ids'] is batch.microbatches[2]['input_ids'], 'it was small enough'
+    small_enough = microbatches[names(microbatches).index(['2.0'])]
+    assert small_enough['input_ids'] is batch.microbatches[2]['input_ids']
 
 
 def test_longer_lengths_keep_the_cap():
     spec = spec_for()
-    microbatches = spec.split_batch(ready([[9, 9, 9], [4, 4]]), 2)
+    microbatches = spec.split_batch(pre_split([[9, 9, 9], [4, 4]]), 2)
     assert sorted(len(microbatch['names']) for microbatch in microbatches) == [1, 2, 2]
     with pytest.raises(ValueError, match='got: sample number 2 of the dataset of 21 tokens, over the cap of 20'):
-        spec.split_batch(ready([[9, 8], [21]]), 2)
+        spec.split_batch(pre_split([[9, 8], [21]]), 2)
 
 
 def test_unneeded_columns_are_cut_off():
@@ -128,7 +150,7 @@ def test_unneeded_columns_are_cut_off():
 
 
 @pytest.mark.parametrize(
-    ('kwargs', 'side'),
+    ('options', 'side'),
     [
         ({'regroup': False}, 'right'),
         ({'packing': True}, 'right'),
@@ -136,12 +158,13 @@ def test_unneeded_columns_are_cut_off():
         ({'left': 'keep'}, 'left'),
     ],
 )
-def test_rows_are_joined_if_needed(kwargs, side):
-    batch, spec = without_first_labels(ready(side=side)), spec_for(**kwargs)
-    plain = batch.joined(BatchLayout(family=TEXT))
+def test_rows_are_joined_if_needed(options, side):
+    """If the planned microbatches cannot stay, the batch is split as one that came joined."""
+    batch = without_first_labels(pre_split(side=side))
+    joined = batch.joined(BatchLayout(family=TEXT))
+    spec = spec_for(**options)
     microbatches = spec.split_batch(batch, 5)
-    expected_microbatches = spec.split_batch(plain, 5)
-    assert len(microbatches) == len(expected_microbatches)
+    expected_microbatches = spec.split_batch(joined, 5)
     for microbatch, expected in zip(microbatches, expected_microbatches, strict=True):
         assert microbatch.keys() == expected.keys()
         for key, value in microbatch.items():
@@ -149,45 +172,18 @@ def test_rows_are_joined_if_needed(kwargs, side):
                 assert torch.equal(value, expected[key])
 
 
-def test_positions_that_depend_on_padding_are_refused():
+def test_positions_counted_from_padding_are_refused():
     """A model that counts positions from the first column would count others in each microbatch."""
-    batch, spec = without_first_labels(ready(side='left')), spec_for(left='shift')
+    batch = without_first_labels(pre_split(side='left'))
     with pytest.raises(ValueError, match='padded on the right'):
-        spec.split_batch(batch, 5)
-
-
-def left_padded_loader(dataset, collate):
-    sampler = RegroupingBatchSampler(
-        dataset, lengths=[len(row['labels'][0]) for row in dataset], global_batch_size=6, max_tokens=24, shuffle=False
-    )
-    return token_data_spec(RegroupingDataLoader(dataset, batch_sampler=sampler, collate_fn=collate))
-
-
-def test_label_that_a_pad_predicts_is_refused():
-    """Whether it counts depends on the cut, because a row has no padding in a microbatch of its own."""
-    rows = text_rows([(length, length) for length in (9, 8, 5, 4, 4, 3)])
-    data = left_padded_loader(rows, partial(collate, side='left'))
-    with pytest.raises(ValueError, match='first token of a row must have no label'):
-        fit(text_model(), data, max_duration='1ba')
-
-
-def test_label_that_a_pad_precedes_counts():
-    """A masked language model predicts each label from its own position, so padding on the left changes nothing."""
-    whole = masked_batch([9, 8, 5, 4, 4, 3])
-    rows = []
-    for row, length in enumerate(whole['attention_mask'].sum(dim=1).tolist()):
-        rows.append({key: value[row : row + 1, :length] for key, value in whole.items()})
-    model = masked_model('esm')
-    expected, _ = reference_gradients(model, whole)
-    recorder = fit(HuggingFaceModel(model), left_padded_loader(rows, partial(collate, side='left')), max_duration='1ba')
-    assert relative_error(recorder.gradients, expected) < 1e-6
+        spec_for(left='shift').split_batch(batch, 5)
 
 
 def test_evaluation_keeps_rows_in_order():
-    batch, spec = ready(), spec_for()
+    batch = pre_split()
     with torch.no_grad():
-        microbatches = spec.split_batch(batch, 3)
-    assert names(microbatches) == [batch['names'][start : start + 3] for start in (0, 3, 6)]
+        microbatches = spec_for().split_batch(batch, 3)
+    assert names(microbatches) == [batch['names'][:3], batch['names'][3:6], batch['names'][6:]]
 
 
 def test_users_transforms_see_plain_mappings():
@@ -196,105 +192,124 @@ def test_users_transforms_see_plain_mappings():
         return {key: value for key, value in batch.items() if key != 'names'}
 
     spec = token_data_spec([], batch_transforms=drop_names)
-    changed = spec.batch_transforms(ready())
+    changed = spec.batch_transforms(pre_split())
     assert isinstance(changed, PreSplitBatch)
     assert 'names' not in changed
     assert spec.get_num_samples_in_batch(changed) == 7
-    assert spec.get_num_tokens_in_batch(changed) == sum(map(sum, SHAPES))
+    assert spec.get_num_tokens_in_batch(changed) == sum(map(sum, LENGTHS))
+
+
+# In training.
+
+
+def left_padded_loader(rows):
+    """One global batch of six rows, in two or more microbatches."""
+    lengths = [len(row['labels'][0]) for row in rows]
+    sampler = RegroupingBatchSampler(rows, lengths=lengths, global_batch_size=6, max_tokens=24, shuffle=False)
+    return token_data_spec(RegroupingDataLoader(rows, batch_sampler=sampler, collate_fn=partial(collate, side='left')))
+
+
+def test_label_predicted_by_pad_is_refused():
+    """Such a label counts only if its row is padded in its microbatch, so it would depend on the cut."""
+    rows = text_rows([(length, length) for length in (9, 8, 5, 4, 4, 3)])
+    with pytest.raises(ValueError, match='first token of a row must have no label'):
+        fit(text_model(), left_padded_loader(rows), max_duration='1ba')
+
+
+def test_label_preceded_by_pad_counts():
+    """A masked language model predicts each label from its own position, so padding on the left changes nothing."""
+    lengths = [9, 8, 5, 4, 4, 3]
+    batch = masked_batch(lengths)
+    rows = []
+    for row, length in enumerate(lengths):
+        rows.append({key: value[row : row + 1, :length] for key, value in batch.items()})
+    model = masked_model('esm')
+    recorder = fit(HuggingFaceModel(model), left_padded_loader(rows), max_duration='1ba')
+    assert_steps_are_exact(recorder, model, [batch])
+
+
+def length_loader(dataset, **options):
+    sampler = RegroupingBatchSampler(dataset, global_batch_size=8, num_replicas=1, rank=0, **options)
+    return RegroupingDataLoader(dataset, batch_sampler=sampler, collate_fn=collate_samples)
+
+
+def global_batches(dataset, loader):
+    """The samples of each step, collated at once."""
+    batches = []
+    for step in range(len(loader)):
+        batches.append(collate_samples([dataset[index] for index in loader.batch_sampler.window(step)]))
+    return batches
 
 
 @pytest.mark.parametrize('width_multiple', [1, 8])
 def test_gradient_of_each_global_batch(width_multiple):
     dataset, model = LengthDataset(20), text_model()
-    sampler = RegroupingBatchSampler(
-        dataset,
-        lengths=dataset.lengths,
-        global_batch_size=8,
-        max_tokens=2 * LONGEST,
-        num_replicas=1,
-        rank=0,
-        width_multiple=width_multiple,
-    )
-    loader = RegroupingDataLoader(dataset, batch_sampler=sampler, collate_fn=collate_samples)
-    widths = {one['input_ids'].shape[1] % width_multiple for batch in loader for one in batch.microbatches}
-    assert widths == {0}
+    loader = length_loader(dataset, lengths=dataset.lengths, max_tokens=2 * LONGEST, width_multiple=width_multiple)
+    for batch in loader:
+        for microbatch in batch.microbatches:
+            assert microbatch['input_ids'].shape[1] % width_multiple == 0
     spec = token_data_spec(loader, slot_tokens=LONGEST, width_multiple=width_multiple)
     recorder = fit(model, spec, max_duration='1ep')
     assert int(recorder.trainer.state.timestamp.sample) == 20
-    for step, (found, loss) in enumerate(zip(recorder.steps, recorder.logged('loss/train/total'), strict=True)):
-        whole = collate_samples([dataset[index] for index in sampler.window(step)])
-        expected, true_loss = reference_gradients(model, whole)
-        assert relative_error(found, expected) < 1e-6
-        assert loss == pytest.approx(true_loss, rel=1e-6)
+    assert_steps_are_exact(recorder, model, global_batches(dataset, loader))
 
 
 def loader_with_a_stale_table(dataset):
-    """The longest sample was far shorter when lengths were measured, all others had half their tokens."""
-    changed, cap = int(dataset.lengths.argmax()), int(np.sort(dataset.lengths)[-2])
+    """When lengths were measured, the longest sample was far shorter, and all others had half their tokens."""
+    changed = int(dataset.lengths.argmax())
+    cap = int(np.sort(dataset.lengths)[-2])
     assert dataset.lengths[changed] > cap
     lengths = dataset.lengths // 2
     lengths[changed] = 2
-    sampler = RegroupingBatchSampler(
-        dataset, lengths=lengths, global_batch_size=8, max_tokens=cap, num_replicas=1, rank=0
-    )
-    return RegroupingDataLoader(dataset, batch_sampler=sampler, collate_fn=collate_samples), changed, cap
+    return length_loader(dataset, lengths=lengths, max_tokens=cap), changed, cap
 
 
 def test_stale_lengths_stop_the_run():
     dataset = LengthDataset(20)
     loader, changed, cap = loader_with_a_stale_table(dataset)
     spec = token_data_spec(loader, slot_tokens=cap)
-    message = (
-        f"got: sample '{changed}' of {dataset.lengths[changed]} tokens, over the cap of {cap} .* measure the lengths"
-    )
-    with pytest.raises(ValueError, match=message):
+    sample = f"sample '{changed}' of {dataset.lengths[changed]} tokens"
+    with pytest.raises(ValueError, match=f'got: {sample}, over the cap of {cap} .* measure the lengths'):
         fit(text_model(), spec, microbatch_size=1, max_duration='1ep')
+
+
+def samples_over(microbatches, cap):
+    """The samples of each microbatch that is over the cap."""
+    return [microbatch['sample_ids'] for microbatch in microbatches if microbatch['input_ids'].numel() > cap]
 
 
 def test_stale_lengths_may_only_warn(caplog):
     dataset, model = LengthDataset(20), text_model()
     loader, changed, cap = loader_with_a_stale_table(dataset)
     spec = token_data_spec(loader, slot_tokens=cap, on_oversize='warn')
-    batches = list(loader)
-    planned, cut = (
-        [one['sample_ids'] for batch in microbatches for one in batch if one['input_ids'].numel() > cap]
-        for microbatches in (
-            [batch.microbatches for batch in batches],
-            [spec.split_batch(batch, 1) for batch in batches],
-        )
-    )
-    assert len(planned) > 1, 'the planned microbatches should be too large'
-    assert cut == [[str(changed)]], 'alone, and nothing else is over the cap'
+    planned_over, cut_over = [], []
+    for batch in loader:
+        planned_over += samples_over(batch.microbatches, cap)
+        cut_over += samples_over(spec.split_batch(batch, 1), cap)
+    assert len(planned_over) > 1
+    assert cut_over == [[str(changed)]]  # by itself, because it is over the cap
     with caplog.at_level(logging.WARNING, logger='composer_tokacc'):
         recorder = fit(model, spec, microbatch_size=1, max_duration='1ep')
     assert f"sample '{changed}' of {dataset.lengths[changed]} tokens" in caplog.text
-    assert len(recorder.steps) == len(batches)
-    for step, found in enumerate(recorder.steps):
-        whole = collate_samples([dataset[index] for index in loader.batch_sampler.window(step)])
-        assert relative_error(found, reference_gradients(model, whole)[0]) < 1e-6
+    assert_steps_are_exact(recorder, model, global_batches(dataset, loader))
 
 
 @pytest.mark.parametrize('name', ['llava', 'qwen2_5_vl'])
 def test_pictures_go_with_their_rows(name):
     case = FAMILIES[name]()
     layout = BatchLayout.for_model(case.model)
-    rows, collate = case.rows, partial(layout.concat, pad_token_id=case.pad_token_id)
-
-    class Rows(Dataset):
-        def __len__(self):
-            return len(rows)
-
-        def __getitem__(self, index):
-            return rows[index]
-
-    lengths = [row['input_ids'].shape[1] for row in rows]
+    lengths = [row['input_ids'].shape[1] for row in case.rows]
     sampler = RegroupingBatchSampler(
-        Rows(), lengths=lengths, global_batch_size=len(rows), max_tokens=2 * max(lengths), num_replicas=1, rank=0
+        case.rows,
+        lengths=lengths,
+        global_batch_size=len(lengths),
+        max_tokens=2 * max(lengths),
+        num_replicas=1,
+        rank=0,
     )
-    loader = RegroupingDataLoader(Rows(), batch_sampler=sampler, collate_fn=collate)
+    collate_rows = partial(layout.concat, pad_token_id=case.pad_token_id)
+    loader = RegroupingDataLoader(case.rows, batch_sampler=sampler, collate_fn=collate_rows)
     assert len(next(iter(loader)).microbatches) > 1
-    spec = token_data_spec(loader, slot_tokens=max(lengths))
-    recorder = fit(hugging_face(case.model), spec)
+    recorder = fit(hugging_face(case.model), token_data_spec(loader, slot_tokens=max(lengths)))
     assert split_of(loader).checked
-    expected, _ = reference_gradients(case.model, collate(rows))
-    assert relative_error(recorder.gradients, expected) < 1e-6
+    assert_steps_are_exact(recorder, case.model, [family_batch(case)])

@@ -1,10 +1,13 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
+"""``token_data_spec`` and its split: caps, exactness, counters, evaluation, train metrics, bad arguments."""
+
 from __future__ import annotations
 
 import copy
 import logging
+import math
 import random
 
 import pytest
@@ -21,39 +24,42 @@ from composer_tokacc.planning import CostModel
 from tests.matrix.harness import measure, plain_gradients
 from tests.matrix.native_models import NativeModel
 from tests.matrix.subjects import SUBJECTS
-from tests.support.exactness import family_batch, gradients_of, rows_of, split
-from tests.support.families import FAMILIES
+from tests.support.exactness import rows_of, split
 from tests.support.small_batches import TEXT, text_batch
 from tests.support.text import collate, text_model, text_rows
 from tests.support.training import On, fit, hugging_face, loader, reference_gradients, relative_error, train
 
 SHAPE = [(4, 2), (5, 3), (9, 7), (14, 11), (6, 1), (3, 2)]
+for_each_side = pytest.mark.parametrize('side', ['left', 'right'])
 
 
-@pytest.mark.parametrize('side', ['left', 'right'])
+@for_each_side
 @pytest.mark.parametrize('regroup', [True, False])
 def test_cap_is_hard_and_rows_complete(side, regroup):
-    generator = random.Random(0)
+    rng = random.Random(0)
     for _ in range(200):
-        shape = [(generator.randint(1, 40), 1) for _ in range(generator.randint(1, 24))]
-        batch = collate(text_rows(shape), side=side)
-        size, multiple = generator.choice([1, 1.5, 2, 3, 5, 8]), generator.choice([1, 1, 8])
-        width = batch['input_ids'].shape[1]
-        slot_tokens = width + generator.choice([0, 0, 7])
+        lengths = [rng.randint(1, 40) for _ in range(rng.randint(1, 24))]
+        batch = collate(text_rows([(length, 1) for length in lengths]), side=side)
+        size = rng.choice([1, 1.5, 2, 3, 5, 8])
+        multiple = rng.choice([1, 1, 8])
+        slot_tokens = max(lengths) + rng.choice([0, 0, 7])
         microbatches = split(batch, size, slot_tokens=slot_tokens, regroup=regroup, width_multiple=multiple)
         assert rows_of(microbatches) == rows_of([batch])
         for microbatch in microbatches:
-            rows, cut = microbatch['input_ids'].shape
-            assert rows * cut <= size * slot_tokens
-            # On the left nothing is trimmed before the check has seen the model.
-            longest = int(microbatch['attention_mask'].sum(dim=1).max()) if side == 'right' else width
-            assert cut == min(-(-longest // multiple) * multiple, width)
+            num_rows, width = microbatch['input_ids'].shape
+            assert num_rows * width <= size * slot_tokens
+            if side == 'left':
+                assert width == max(lengths)  # nothing is trimmed before the check has seen the model
+            else:
+                longest = int(microbatch['attention_mask'].sum(dim=1).max())
+                rounded_up = math.ceil(longest / multiple) * multiple
+                assert width == min(rounded_up, max(lengths))
 
 
-@pytest.mark.parametrize('side', ['left', 'right'])
+@for_each_side
 @pytest.mark.parametrize('regroup', [True, False])
 def test_bfloat16_rows_of_either_side(side, regroup):
-    """As near to double precision as one whole forward in bfloat16 is."""
+    """The error against double precision must be about as small as for one bfloat16 forward over the batch."""
     model = text_model().bfloat16()
     batch = collate(text_rows(SHAPE), side=side)
     expected, _ = reference_gradients(model, batch)
@@ -65,33 +71,23 @@ def test_bfloat16_rows_of_either_side(side, regroup):
     assert relative_error(stock.gradients, expected) > 10 * round_off  # so the test can fail
 
 
-@pytest.mark.parametrize('side', ['left', 'right'])
+@for_each_side
 @pytest.mark.parametrize('loss', ['per row', 'all positions'])
 def test_bfloat16_refusals_of_either_side(side, loss):
     batch = collate(text_rows(SHAPE), side=side)
     assert measure(NativeModel(loss).bfloat16(), batch, 2).kind == 'refused'
-    assert fit(NativeModel('causal').bfloat16(), batch).gradients  # its neighbour is trained
+    assert fit(NativeModel('causal').bfloat16(), batch).gradients  # a mean over tokens is trained
 
 
-# Patches in one run, images in slots, tiles: the ways in which tensors belong to rows.
-@pytest.mark.parametrize('name', ['llama', 'llava', 'llava_next', 'qwen2_vl', 'idefics3', 'gemma3'])
-def test_microbatches_add_up(name):
-    case = FAMILIES[name]()
-    batch = family_batch(case)
-    expected = gradients_of(case.model, [batch])
-    for size, regroup in ((1, True), (2, True), (2, False), (3, False), (6, True)):
-        found = gradients_of(case.model, split(batch, size, regroup=regroup))
-        assert relative_error(found, expected) < 1e-6, (size, regroup)
-
-
-@pytest.mark.parametrize('side', ['left', 'right'])
-def test_rows_without_padding_tell_no_trimming(side):
-    """Rules that were tried on rows of equal length would hold for padded rows that nobody has looked at."""
-    layout, rules = BatchLayout(family=TEXT), CutRules()
-    equal = describe(layout, text_batch([5, 5], side=side))
-    assert list(padded_candidates(equal, rules)) == [rules]
-    padded = describe(layout, text_batch([5, 3], side=side))
-    assert len(list(padded_candidates(padded, rules))) > 1
+@for_each_side
+def test_rows_without_padding_prove_no_trimming(side):
+    """On rows of equal length there is nothing to trim, so they must not prove that trimming is right."""
+    layout = BatchLayout(family=TEXT)
+    rules = CutRules()
+    equal_rows = describe(layout, text_batch([5, 5], side=side))
+    assert list(padded_candidates(equal_rows, rules)) == [rules]
+    padded_rows = describe(layout, text_batch([5, 3], side=side))
+    assert len(list(padded_candidates(padded_rows, rules))) > 1
 
 
 def test_smaller_size_makes_no_fewer_microbatches():
@@ -103,17 +99,21 @@ def test_smaller_size_makes_no_fewer_microbatches():
 
 def test_same_batch_is_cut_alike():
     batch = collate(text_rows(SHAPE))
+    original = copy.deepcopy(batch)
     spec = token_data_spec(loader(batch))
-    before = copy.deepcopy(batch)
-    first, second = (spec.split_batch(batch, 2) for _ in range(2))
-    for part, again in zip(first, second, strict=True):
-        assert all(torch.equal(part[key], again[key]) for key in before)
-    assert all(torch.equal(batch[key], value) for key, value in before.items())
+    first = spec.split_batch(batch, 2)
+    second = spec.split_batch(batch, 2)
+    for first_part, second_part in zip(first, second, strict=True):
+        for key in original:
+            assert torch.equal(first_part[key], second_part[key])
+    for key, value in original.items():
+        assert torch.equal(batch[key], value)
 
 
 def test_order_is_kept_without_regrouping():
-    microbatches = split(collate(text_rows(SHAPE)), 2, regroup=False)
-    lengths = [row.real_tokens for microbatch in microbatches for row in row_counts.rows_of(microbatch)]
+    lengths = []
+    for microbatch in split(collate(text_rows(SHAPE)), 2, regroup=False):
+        lengths += [row.real_tokens for row in row_counts.rows_of(microbatch)]
     assert lengths == [length for length, _ in SHAPE]
 
 
@@ -131,36 +131,44 @@ def test_oversized_row_is_computed_alone(caplog):
     with caplog.at_level(logging.WARNING, logger='composer_tokacc'):
         microbatches = spec.split_batch(spec.batch_transforms(batch), 1)
     assert rows_of(microbatches) == rows_of([batch])
-    over = [m for m in microbatches if m['input_ids'].numel() > 6]
-    assert sorted(m['input_ids'].shape for m in over) == [(1, 9), (1, 14)]
-    assert len([record for record in caplog.records if 'row 3 of 14 tokens' in record.message]) == 1
+    too_large = [microbatch for microbatch in microbatches if microbatch['input_ids'].numel() > 6]
+    assert sorted(microbatch['input_ids'].shape for microbatch in too_large) == [(1, 9), (1, 14)]
+    warnings = [record for record in caplog.records if 'row 3 of 14 tokens' in record.message]
+    assert len(warnings) == 1
 
 
 def test_counters_are_exact_ints():
     batch = collate(text_rows(SHAPE))
     spec = token_data_spec(loader(batch))
-    for given in (batch, spec.batch_transforms(batch)):
-        assert spec.get_num_tokens_in_batch(given, token_type='loss_generating') == 26
-        assert spec.get_num_tokens_in_batch(given) == sum(length for length, _ in SHAPE)
-        assert spec.get_num_samples_in_batch(given) == 6
+    for counted in (batch, spec.batch_transforms(batch)):
+        assert spec.get_num_tokens_in_batch(counted, token_type='loss_generating') == 26
+        assert spec.get_num_tokens_in_batch(counted) == sum(length for length, _ in SHAPE)
+        assert spec.get_num_samples_in_batch(counted) == 6
+
+
+# Evaluation and metrics of training.
 
 
 def test_evaluation_gives_the_true_mean():
     model = text_model()
     rows = text_rows(SHAPE)
     _, loss = reference_gradients(model, collate(rows))
-    metric = LanguageCrossEntropy()
-    composer_model = hugging_face(model, eval_metrics=[metric])
-    data = token_data_spec(DataLoader(rows, batch_size=4, collate_fn=collate))
-    trainer = fit(composer_model, loader(collate(rows))).trainer
-    trainer.eval(data)
-    assert trainer.state.eval_metrics['eval']['LanguageCrossEntropy'].compute().item() == pytest.approx(loss, rel=1e-6)
+    composer_model = hugging_face(model, eval_metrics=[LanguageCrossEntropy()])
+    trainer = fit(composer_model, collate(rows)).trainer
+    trainer.eval(token_data_spec(DataLoader(rows, batch_size=4, collate_fn=collate)))
+    metric = trainer.state.eval_metrics['eval']['LanguageCrossEntropy']
+    assert metric.compute().item() == pytest.approx(loss, rel=1e-6)
+
+
+def test_evaluation_keeps_the_order():
+    """The trainer drops the repeated samples of a sampler from the end of a batch, after the batch was split."""
+    batch = collate(text_rows(SHAPE))
+    spec = token_data_spec(loader(batch))
     with torch.no_grad():
-        batch = data.batch_transforms(collate(rows))
-        chunks = data.split_batch(batch, 4)
-        assert [len(chunk['input_ids']) for chunk in chunks] == [4, 2]
-        dropped = data.split_batch(chunks[0], 3)[0]  # as the trainer drops a sampler's padding
-        assert dropped['attention_mask'].sum(dim=1).tolist() == [4, 5, 9]
+        microbatches = spec.split_batch(spec.batch_transforms(batch), 4)
+        assert [len(microbatch['input_ids']) for microbatch in microbatches] == [4, 2]
+        first = spec.split_batch(microbatches[0], 3)[0]
+    assert first['attention_mask'].sum(dim=1).tolist() == [4, 5, 9]
 
 
 def test_total_loss_equals_composer_metric():
@@ -173,45 +181,59 @@ def test_total_loss_equals_composer_metric():
 
 @pytest.mark.parametrize('has_metrics', [False, True])
 def test_microbatches_are_copied_for_metrics(has_metrics, monkeypatch):
+    """Composer copies each microbatch for the metrics of training. Without metrics, that would be wasted."""
     copied = []
     original = torch.Tensor.__deepcopy__
-    monkeypatch.setattr(torch.Tensor, '__deepcopy__', lambda one, memo: (copied.append(one), original(one, memo))[1])
-    composer_model = hugging_face(text_model(), metrics=[LanguageCrossEntropy()] if has_metrics else None)
-    batch = collate(text_rows(SHAPE))
-    data = token_data_spec(loader(batch))
 
-    def num_copied(state):
+    def deepcopy_counting(tensor, memo):
+        copied.append(tensor)
+        return original(tensor, memo)
+
+    def num_copied_texts(state):
         return sum(tensor.dtype == torch.long and tensor.dim() == 2 for tensor in copied)
 
-    watch = [On(Event.BEFORE_TRAIN_BATCH, lambda state: copied.clear()), On(Event.AFTER_TRAIN_BATCH, num_copied)]
+    monkeypatch.setattr(torch.Tensor, '__deepcopy__', deepcopy_counting)
+    composer_model = hugging_face(text_model(), metrics=[LanguageCrossEntropy()] if has_metrics else None)
+    batch = collate(text_rows(SHAPE))
     expected, _ = reference_gradients(composer_model.model, batch)
-    recorder = fit(composer_model, data, callbacks=watch)
+    forget = On(Event.BEFORE_TRAIN_BATCH, lambda state: copied.clear())
+    count = On(Event.AFTER_TRAIN_BATCH, num_copied_texts)
+    recorder = fit(composer_model, batch, callbacks=[forget, count])
     assert relative_error(recorder.gradients, expected) < 1e-6
-    assert bool(watch[1].values[0]) == has_metrics
+    assert bool(count.values[0]) == has_metrics
+
+
+class StepsTwice(torch.optim.SGD):
+    """Calls the closure twice for each step, as L-BFGS may."""
+
+    def step(self, closure):
+        closure()
+        return super().step(closure)
 
 
 def test_late_train_metrics_keep_labels(monkeypatch):
     """Composer's eval_forward shifts the labels of the copy in place; a closure called again would train on them."""
     monkeypatch.setattr(Trainer, '_use_closures', lambda _: True)
 
-    class Twice(torch.optim.SGD):
-        def step(self, closure):
-            closure()
-            return super().step(closure)
-
     def set_metrics(state):
         state.train_metrics = {'late': LanguageCrossEntropy()}
 
-    composer_model, batch = hugging_face(text_model()), collate(text_rows([(4, 1), (9, 5), (14, 11), (6, 2)]))
+    composer_model = hugging_face(text_model())
+    batch = collate(text_rows([(4, 1), (9, 5), (14, 11), (6, 2)]))
     expected, loss = reference_gradients(composer_model.model, batch)
     recorder = fit(
         composer_model,
         batch,
         callbacks=[On(Event.BEFORE_TRAIN_BATCH, set_metrics)],
-        optimizer=Twice(composer_model.parameters(), lr=0.0),
+        optimizer=StepsTwice(composer_model.parameters(), lr=0.0),
     )
-    assert [relative_error(found, expected) < 1e-6 for found in recorder.steps] == [True, True]
+    first, second = recorder.steps
+    assert relative_error(first, expected) < 1e-6
+    assert relative_error(second, expected) < 1e-6
     assert recorder.logged('metrics/train/late')[-1] == pytest.approx(loss, rel=1e-6)
+
+
+# Arguments.
 
 
 @pytest.mark.parametrize(
@@ -237,15 +259,16 @@ def test_bad_arguments_get_one_clear_line(kwargs, message):
         token_data_spec(loader(), **kwargs)
 
 
-def test_dearer_launch_makes_fewer_microbatches():
+def test_costlier_launch_makes_fewer_microbatches():
     batch = collate(text_rows([(length, 2) for length in range(4, 36)]))
     counts = []
     for launch in (1.0, 1000.0):
-        spec = token_data_spec(loader(batch), cost=CostModel(launch=launch))
-        parts = spec.split_batch(spec.batch_transforms(batch), 8)
-        assert max(part['input_ids'].numel() for part in parts) <= 8 * 35
-        counts.append(len(parts))
-    assert counts[0] > counts[1]
+        microbatches = split(batch, 8, cost=CostModel(launch=launch))
+        for microbatch in microbatches:
+            assert microbatch['input_ids'].numel() <= 8 * 35
+        counts.append(len(microbatches))
+    cheap, costly = counts
+    assert costly < cheap
 
 
 # Several models, several specs.
@@ -263,22 +286,26 @@ def test_unshifted_first_labels_of_documents(has_spec):
     assert relative_error(recorder.gradients, plain_gradients(model, batch)) < 1e-6
 
 
-def test_second_model_is_proven_again():
-    """What may be trimmed for a Llama moves the positions of GPT-2."""
-    full, left = collate(text_rows([(9, 3)] * 4)), collate(text_rows(SHAPE), side='left')
-    batches = loader(left, full)
+def test_second_model_is_checked_again():
+    """Trimming that is right for a Llama changes the positions of GPT-2."""
+    full = collate(text_rows([(9, 3)] * 4))
+    padded_left = collate(text_rows(SHAPE), side='left')
+    batches = loader(padded_left, full)
     spec = token_data_spec(batches)
     fit(SUBJECTS['llama'].model('large'), spec, max_duration='2ba')
-    batches.dataset.batches = [full, left]  # pyright: ignore[reportAttributeAccessIssue]
+    batches.dataset.batches = [full, padded_left]  # pyright: ignore[reportAttributeAccessIssue]
     model = SUBJECTS['gpt2'].model('large')
     recorder = fit(model, spec, max_duration='2ba')
-    for found, batch in zip(recorder.steps, (full, left), strict=True):
-        assert relative_error(found, plain_gradients(model, batch)) < 1e-6
+    for gradients, batch in zip(recorder.steps, (full, padded_left), strict=True):
+        assert relative_error(gradients, plain_gradients(model, batch)) < 1e-6
 
 
 def test_only_used_spec_is_checked():
-    data = loader(collate(text_rows(SHAPE)))
-    used, _ = token_data_spec(data), token_data_spec(data, packing=True)
-    model = SUBJECTS['bloom'].model('large')  # refuses to be packed
+    batch = collate(text_rows(SHAPE))
+    data = loader(batch)
+    used = token_data_spec(data)
+    unused = token_data_spec(data, packing=True)
+    assert unused.dataloader is used.dataloader
+    model = SUBJECTS['bloom'].model('large')  # would refuse to be packed
     recorder = fit(model, used)
-    assert relative_error(recorder.gradients, plain_gradients(model, collate(text_rows(SHAPE)))) < 1e-6
+    assert relative_error(recorder.gradients, plain_gradients(model, batch)) < 1e-6

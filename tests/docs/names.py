@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The names that a reader of a guide has already: a small model, its loader, microbatches of it, an optimizer."""
+"""The names that guides use without defining them: a small model, its loader, microbatches of it, an optimizer."""
 
 import torch
 from composer.models import HuggingFaceModel
@@ -16,10 +16,10 @@ dataset = [torch.randint(3, 64, (int(length),)) for length in torch.randint(3, 4
 
 
 def collate(samples):
-    """Rows padded on the right."""
+    """Pads rows on the right."""
     ids = torch.nn.utils.rnn.pad_sequence(samples, batch_first=True)
-    real = torch.nn.utils.rnn.pad_sequence([torch.ones_like(sample) for sample in samples], batch_first=True)
-    return {'input_ids': ids, 'attention_mask': real, 'labels': ids.masked_fill(real == 0, -100)}
+    labels = torch.nn.utils.rnn.pad_sequence(samples, batch_first=True, padding_value=-100)
+    return {'input_ids': ids, 'attention_mask': (labels != -100).long(), 'labels': labels}
 
 
 train_dataloader = DataLoader(dataset, batch_size=8, collate_fn=collate)

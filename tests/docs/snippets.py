@@ -1,17 +1,17 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Fenced blocks of the README and the site, run page by page in the order in which they are read.
+"""Fenced blocks of the README and the site. The blocks of a page run one after the other.
 
-A mark in the line before a block changes that:
+A comment in the line before a block changes that:
 
-``<!-- after: tests/docs/names.py -->``    it leans on names that every reader has (``model``), defined there
-``<!-- needs: streaming -->``              it runs where that package is
-``<!-- as in: docs/quickstart.md -->``     its commands are run by that page; its YAML lines stand in that file
-``<!-- dry run: needs a GPU -->``          its commands are read by the programs that they name, and go no further
-``<!-- not run: ... -->``                  not even that
+``<!-- after: tests/docs/names.py -->``    runs that file before, for names that a reader has already (``model``)
+``<!-- needs: streaming -->``              runs only if that package is installed
+``<!-- as in: docs/quickstart.md -->``     does not run: that page has its commands, or that file has its YAML lines
+``<!-- dry run: needs a GPU -->``          the programs of its commands read their arguments and stop
+``<!-- not run: ... -->``                  nothing is checked
 
-The reasons of the last two are those of ``REASONS``, no others.
+``REASONS`` lists the reasons that the last two may give.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _OURS = re.compile(
     r'(?:python|composer -n (?P<ranks>\d)) -m (?P<module>composer_tokacc\.[\w.]+)(?P<arguments>[^>|&;$]*)$'
 )
 _EXAMPLE = re.compile(r'composer -n (?P<ranks>\d) (?P<script>examples/\w+\.py)(?P<arguments>[^>|&;$]*)$')
-"""A script of the examples on several ranks. On one rank it is started as typed."""
+"""A script of the examples on several ranks. On one rank the line is run by bash."""
 _MARK = re.compile(r'<!-- (not run|dry run|as in|after|needs): ((?:(?!-->).)+) -->\s*\Z', re.DOTALL)
 
 
@@ -77,11 +77,11 @@ class Block:
     mark: str
     """``not run``, ``dry run``, ``as in``, ``after``, ``needs``, or nothing."""
     reason: str
-    """Behind the mark."""
+    """The text behind the mark."""
 
     @property
     def launches_ranks(self) -> bool:
-        """Whether a command of it is run by ranks that stay."""
+        """Whether it needs the standing ranks of ``tests.support.launch``."""
         return self.runs and self.language == 'bash' and re.search(r'composer -n [2-9]', self.text) is not None
 
     @property
@@ -93,14 +93,15 @@ class Block:
 
 
 def blocks_of(page: str) -> list[Block]:
-    content, blocks = (ROOT / page).read_text(), []
-    for found in _FENCE.finditer(content):
-        mark = _MARK.search(content[: found.start()])
+    content = (ROOT / page).read_text()
+    blocks = []
+    for fence in _FENCE.finditer(content):
+        mark = _MARK.search(content[: fence.start()])
         blocks.append(
             Block(
-                language=found['language'],
-                text=textwrap.dedent(found['text']),
-                line=content.count('\n', 0, found.start()) + 1,
+                language=fence['language'],
+                text=textwrap.dedent(fence['text']),
+                line=content.count('\n', 0, fence.start()) + 1,
                 mark=mark[1] if mark else '',
                 reason=' '.join(mark[2].split()) if mark else '',
             )
@@ -109,7 +110,7 @@ def blocks_of(page: str) -> list[Block]:
 
 
 def run_page(page: str, folder: Path) -> None:
-    """Runs the blocks of a page in a folder, the current one, which they share, as they share their Python names."""
+    """Runs the blocks of a page. They share the folder, which must be the current one, and their Python names."""
     names: dict[str, Any] = {'__name__': 'snippets'}
     for block in blocks_of(page):
         if block.mark == 'dry run':
@@ -127,44 +128,54 @@ def run_page(page: str, folder: Path) -> None:
 
 
 def check_as_in(block: Block) -> None:
-    """Asserts that every command of a block is run by a page that it names, or its YAML lines those of the file."""
+    """Asserts that the named file has the block's YAML lines, or that the named pages run all of its commands."""
     if block.language == 'yaml':
-        lines, whole = yaml.safe_load(block.text), yaml.safe_load((ROOT / block.reason).read_text())
-        assert lines == {key: whole[key] for key in lines}
+        sections = yaml.safe_load(block.text)
+        file = yaml.safe_load((ROOT / block.reason).read_text())
+        assert sections == {key: file[key] for key in sections}
         return
-    others = [other for page in block.reason.split() for other in blocks_of(page) if other.runs]
-    run = [command for other in others for command in commands_of(other.text)]
-    assert [command for command in commands_of(block.text) if command not in run] == []
+    commands_run = []
+    for page in block.reason.split():
+        for other in blocks_of(page):
+            if other.runs:
+                commands_run += commands_of(other.text)
+    for command in commands_of(block.text):
+        assert command in commands_run
 
 
 def check_lines(page: str) -> None:
-    """Dry runs of the commands within a page's lines, and of each ``section.key=value``, in the current folder."""
-    text = _FENCE.sub('', re.sub(r'<!--.*?-->', '', (ROOT / page).read_text(), flags=re.DOTALL))
-    for span in re.findall(r'`([^`]+)`', text if page != 'CHANGELOG.md' else ''):  # which names what is gone
+    """Dry-runs the commands within a page's sentences, and each ``section.key=value``, in the current folder."""
+    if page == 'CHANGELOG.md':  # it names commands that are gone
+        return
+    text = re.sub(r'<!--.*?-->', '', (ROOT / page).read_text(), flags=re.DOTALL)
+    for span in re.findall(r'`([^`]+)`', _FENCE.sub('', text)):
         command = ' '.join(span.split())
         if _OVERRIDE.match(command):
             file = 'llava_streaming' if page == 'docs/streaming.md' else 'llava_json'
             command = f'python -m composer_tokacc.train yamls/{file}.yaml {command}'
-        if not _COMMAND.match(command) or '...' in command or ' W ' in command:
+        has_placeholder = '...' in command or ' W ' in command
+        if not _COMMAND.match(command) or has_placeholder:
             continue
-        for file, needed in (('llava_json', 'dataset.path=data.json'), ('llava_streaming', 'dataset.local=shards')):
-            if f'{file}.yaml' in command and needed.split('=')[0] not in command:
-                command += f' {needed}'
+        if 'llava_json.yaml' in command and 'dataset.path' not in command:
+            command += ' dataset.path=data.json'
+        if 'llava_streaming.yaml' in command and 'dataset.local' not in command:
+            command += ' dataset.local=shards'
         dry_run(command.replace(' run.yaml', ' yamls/digits.yaml'))
 
 
 def _run_python(text: str, path: str, line: int, names: dict[str, Any]) -> None:
-    # With the lines of the page, so that a traceback names them.
+    # Empty lines before the text let a traceback name the lines of the page.
     exec(compile('\n' * (line - 1) + text, str(ROOT / path), 'exec'), names)
 
 
 def _run_bash(block: Block, page: str, folder: Path) -> None:
-    """Lines that only call a program of this package are run in this process, or by ranks that stay: fresh ones import
-    for seconds.
+    """Runs lines with a program of this package in this process or by standing ranks, and the others by bash.
+
+    A fresh process would import for seconds.
     """
     lines = block.text.replace('\\\n', ' ').splitlines()
-    for is_known, group in groupby(lines, key=lambda line: bool(_OURS.match(line) or _EXAMPLE.match(line))):
-        if is_known:
+    for is_program, group in groupby(lines, key=_is_program):
+        if is_program:
             for line in group:
                 _run_program(line, folder)
             continue
@@ -180,35 +191,35 @@ def _run_bash(block: Block, page: str, folder: Path) -> None:
         assert done.returncode == 0, f'{page}, line {block.line}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}'
 
 
+def _is_program(line: str) -> bool:
+    return _OURS.match(line) is not None or _EXAMPLE.match(line) is not None
+
+
 def _run_program(line: str, folder: Path) -> None:
-    example = _EXAMPLE.match(line)
-    if example:
-        dry_run(line)  # which reads the launcher's own arguments
-        module = example['script'].removesuffix('.py').replace('/', '.')
-        arguments = shlex.split(example['arguments'], comments=True)
-        launch_program(module, *arguments, ranks=int(example['ranks']), folder=folder)
-        return
-    found = _OURS.match(line)
-    assert found
-    module, arguments = found['module'], shlex.split(found['arguments'], comments=True)
-    if found['ranks'] in (None, '1'):
-        assert importlib.import_module(module).main(arguments) == 0, line
-        return
-    dry_run(line)  # which reads the launcher's own arguments
-    launch_program(module, *arguments, ranks=int(found['ranks']), folder=folder)
+    command = _OURS.match(line) or _EXAMPLE.match(line)
+    assert command
+    arguments = shlex.split(command['arguments'], comments=True)
+    if 'script' in command.groupdict():
+        module = command['script'].removesuffix('.py').replace('/', '.')
+    else:
+        module = command['module']
+        if command['ranks'] in (None, '1'):
+            assert importlib.import_module(module).main(arguments) == 0, line
+            return
+    dry_run(line)  # checks the launcher's own arguments, which standing ranks do not read
+    launch_program(module, *arguments, ranks=int(command['ranks']), folder=folder)
 
 
 def _check_yaml(block: Block, folder: Path) -> None:
-    """A part of a run's file is laid over one that is whole, and held to what the programs take."""
-    given = yaml.safe_load(block.text)
+    """Lays the block over a complete YAML file, which the programs must accept."""
+    sections = yaml.safe_load(block.text)
     file, data = ('llava_json', 'dataset.path=data.json')
     if block.reason == 'streaming':
         file, data = ('llava_streaming', 'dataset.local=null')
-    whole = OmegaConf.load(ROOT / 'yamls' / f'{file}.yaml')
-    if 'size' in given.get('microbatching', {}):  # short for a name that the whole file has
-        del whole['microbatching']['device_train_microbatch_size']
-    whole = OmegaConf.merge(whole, OmegaConf.create(given))
+    config = OmegaConf.load(ROOT / 'yamls' / f'{file}.yaml')
+    if 'size' in sections.get('microbatching', {}):  # short for a name that the complete file has
+        del config['microbatching']['device_train_microbatch_size']
     path = folder / 'snippet.yaml'
-    OmegaConf.save(whole, path)
-    with mock.patch.object(torch.cuda, 'is_available', return_value=True):  # pages speak to those who have a GPU
+    OmegaConf.save(OmegaConf.merge(config, OmegaConf.create(sections)), path)
+    with mock.patch.object(torch.cuda, 'is_available', return_value=True):  # most readers have a GPU
         check_config(load_config(path, [data]), num_ranks=1)

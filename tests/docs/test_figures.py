@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Figures of README and docs are those of ``benchmarks/results``, and pages that programs write are theirs."""
+"""Figures of README and docs must agree with ``benchmarks/results``, and pages that scripts write with the scripts."""
 
 from __future__ import annotations
 
@@ -22,9 +22,16 @@ def results(name: str) -> Any:
 
 
 def row_of(page: str, beginning: str) -> list[str]:
+    """Returns the cells of the only table row that begins so, without the first one."""
     rows = [line for line in (ROOT / page).read_text().splitlines() if line.startswith(f'| {beginning}')]
     assert len(rows) == 1, f'{page}: {len(rows)} rows begin with {beginning}'
-    return [cell.strip().replace('*', '').replace(' % padding', ' %') for cell in rows[0].strip('|').split('|')]
+    row = rows[0].replace('*', '').replace(' % padding', ' %')
+    return [cell.strip() for cell in row.strip('|').split('|')][1:]
+
+
+def text_of(page: str) -> str:
+    """Returns a page without its line breaks."""
+    return ' '.join((ROOT / page).read_text().split())
 
 
 @pytest.mark.parametrize('page', ['README.md', 'docs/benchmarks.md'])
@@ -35,85 +42,86 @@ def test_invariance(page, method, beginning):
     runs = [run for run in results('invariance')['runs'] if run['method'] == method]
     assert len(runs) == 9
 
-    def span(key, form):
-        values = [run[key] for run in runs]
-        return f'{min(values):{form}} - {max(values):{form}}'
+    expected = []
+    for figure, form in (('first_loss', '.5f'), ('last_loss', '.4f'), ('gradient_error', '.1e')):
+        values = [run[figure] for run in runs]
+        expected.append(f'{min(values):{form}} - {max(values):{form}}')
+    assert row_of(page, beginning) == expected
 
-    expected = [span('first_loss', '.5f'), span('last_loss', '.4f'), span('gradient_error', '.1e')]
-    assert row_of(page, beginning)[1:] == expected
 
-
-def cells_of_one_rank(name: str, model: str, lengths: str) -> dict[str, Any]:
-    """Returns the cells of a model and a set of lengths by contender."""
-    cells = results(name)['cells']
-    return {
-        cell['rival']: cell
-        for cell in cells
-        if (cell['model'], cell['set'], cell['ranks']) == (model, lengths, 1) and 'rounds' in cell
-    }
+def measured_cells(name: str, model: str, lengths: str) -> dict[str, Any]:
+    """Returns the cells of a model on one rank with a set of lengths, by contender."""
+    cells = {}
+    for cell in results(name)['cells']:
+        is_wanted = (cell['model'], cell['set'], cell['ranks']) == (model, lengths, 1)
+        if is_wanted and 'rounds' in cell:
+            cells[cell['rival']] = cell
+    return cells
 
 
 def against_stock(cells: dict[str, Any], rival: str, figure: str = 'tokens_per_second') -> float:
     return cells[rival][figure][1] / cells['composer'][figure][1]
 
 
-@pytest.mark.parametrize('title', ['LLaVA', 'Llama'])
-def test_speed_where_rows_are_ragged(title):
-    cells = cells_of_one_rank('rivals', title.lower(), 'lognormal 0.9')
-    expected = []
-    for rival in ('composer', 'hf', 'ours', 'ours_packed'):
-        ratio = against_stock(cells, rival)
-        expected.append(f'{ratio:.1f} ({cells[rival]["padded_share"]:.0%})'.replace('%', ' %'))
-    assert row_of('docs/benchmarks.md', f'lognormal, variation 0.9, {title}')[1:] == expected
+def speed_and_padding(cells: dict[str, Any], rival: str, figure: str = 'tokens_per_second') -> str:
+    """Returns a cell of the table, for example ``1.7 (12 %)``."""
+    padded = f'{cells[rival]["padded_share"]:.0%}'.replace('%', ' %')
+    return f'{against_stock(cells, rival, figure):.1f} ({padded})'
 
 
 @pytest.mark.parametrize('title', ['LLaVA', 'Llama'])
-def test_speed_where_nothing_is_padded(title):
-    cells = cells_of_one_rank('rivals', title.lower(), 'no padding')
-    ours, packed = (f'{against_stock(cells, rival):.2f}' for rival in ('ours', 'ours_packed'))
+def test_speed_of_ragged_rows(title):
+    cells = measured_cells('rivals', title.lower(), 'lognormal 0.9')
+    expected = [speed_and_padding(cells, rival) for rival in ('composer', 'hf', 'ours', 'ours_packed')]
+    assert row_of('docs/benchmarks.md', f'lognormal, variation 0.9, {title}') == expected
+
+
+@pytest.mark.parametrize('title', ['LLaVA', 'Llama'])
+def test_speed_without_padding(title):
+    cells = measured_cells('rivals', title.lower(), 'no padding')
+    speed = against_stock(cells, 'ours')
+    speed_packed = against_stock(cells, 'ours_packed')
     row = row_of('docs/benchmarks.md', f'all rows of equal length, {title}')
-    assert row[1:] == ['1.00', '', ours, packed]
-    assert 0.02 <= 1 - against_stock(cells, 'ours') < 0.045
+    assert row == ['1.00', '', f'{speed:.2f}', f'{speed_packed:.2f}']
+    assert 0.02 <= 1 - speed < 0.045
     for page in ('README.md', 'docs/limits.md', 'docs/benchmarks.md'):
-        assert 'cost 2 to 4 % of a step' in ' '.join((ROOT / page).read_text().split()), page
+        assert 'cost 2 to 4 % of a step' in text_of(page), page
 
 
 @pytest.mark.parametrize('model', ['smolvlm', 'qwen'])
 def test_speed_on_real_tables(model):
-    cells = cells_of_one_rank('logits', model, 'tables')
+    cells = measured_cells('logits', model, 'tables')
     expected = []
     for rival in ('composer', 'hf', 'ours_all_logits'):
-        ratio = against_stock(cells, rival, 'tokens_per_processor_second')
-        expected.append(f'{ratio:.1f} ({cells[rival]["padded_share"]:.0%})'.replace('%', ' %'))
-    assert row_of('docs/benchmarks.md', 'AI2D, ChartQA, DocVQA mixed, a quarter')[1:] == [*expected, '']
+        expected.append(speed_and_padding(cells, rival, 'tokens_per_processor_second'))
+    assert row_of('docs/benchmarks.md', 'AI2D, ChartQA, DocVQA mixed, a quarter') == [*expected, '']
 
 
 @pytest.mark.parametrize(('ranks', 'samples'), [(8, 16), (64, 32), (512, 32), (4096, 32)])
 def test_balance_of_the_ranks(ranks, samples):
-    found = {
-        case['method']: case
-        for case in results('scaling')['modelled']
-        if (case['set'], case['ranks'], case['samples a rank']) == ('tables mixed', ranks, samples)
-    }
-    others = ('stock Composer', 'LLaVA even chunks', 'NeMo-RL stride')
-    imbalance = [f'{found[name]["slowest / mean"]:.2f}' for name in others]
-    ours = found['regrouped over ranks']
-    assert row_of('docs/benchmarks.md', f'{ranks:,} x {samples}')[1:] == [
-        *imbalance,
-        f'{ours["slowest / mean"]:.3f}',
-        f'{ours["times stock"]:.2f}x',
-        f'{ours["share of bound"]:.2f}',
-    ]
+    cases = {}
+    for case in results('scaling')['modelled']:
+        if (case['set'], case['ranks'], case['samples a rank']) == ('tables mixed', ranks, samples):
+            cases[case['method']] = case
+    expected = []
+    for method in ('stock Composer', 'LLaVA even chunks', 'NeMo-RL stride'):
+        expected.append(f'{cases[method]["slowest / mean"]:.2f}')
+    regrouped = cases['regrouped over ranks']
+    expected.append(f'{regrouped["slowest / mean"]:.3f}')
+    expected.append(f'{regrouped["times stock"]:.2f}x')
+    expected.append(f'{regrouped["share of bound"]:.2f}')
+    assert row_of('docs/benchmarks.md', f'{ranks:,} x {samples}') == expected
 
 
 @pytest.mark.parametrize('family', ['LLaVA-1.5', 'Qwen2.5-VL'])
 def test_lengths_from_headers(family):
-    found = results('lengths')
-    case, other = found['144 sizes'][family], found['every size another'][family]
-    assert row_of('docs/data.md', f'{family} |')[1:] == [
-        f'{case["reading_seconds"]["processor"]:.0f} s',
-        f'{case["headers_seconds"]["processor"]:.1f} s ({case["times_faster"]["processor"]:.0f} times faster)',
-        f'{other["times_faster"]["processor"]:.1f} times faster',
+    repeated_sizes = results('lengths')['144 sizes'][family]
+    unequal_sizes = results('lengths')['every size another'][family]
+    times_faster = repeated_sizes['times_faster']['processor']
+    assert row_of('docs/data.md', f'{family} |') == [
+        f'{repeated_sizes["reading_seconds"]["processor"]:.0f} s',
+        f'{repeated_sizes["headers_seconds"]["processor"]:.1f} s ({times_faster:.0f} times faster)',
+        f'{unequal_sizes["times_faster"]["processor"]:.1f} times faster',
     ]
 
 
@@ -123,15 +131,16 @@ def test_what_the_algorithm_costs():
         assert f'{share:.1%}'.replace('%', ' %') + ' of a step' in (ROOT / page).read_text()
 
 
-def test_what_tokens_weigh():
+def test_token_weights():
     rows = results('token_weights')['rows']
     page = (ROOT / 'docs' / 'token_weights.md').read_text()
     assert table_of_weights(rows) in page, 'python -m benchmarks.token_weights --hosts'
-    [stock] = [row for row in rows if (row['subject'], row['host'], row['ranks']) == ('mixture', 'composer', 1)]
+    rows_of_ours = [row for row in rows if row['host'] == 'ours']
+    assert rows_of_ours
+    assert all(row['spread'] < 1 + 1e-5 for row in rows_of_ours)
+    (stock,) = [row for row in rows if (row['subject'], row['host'], row['ranks']) == ('mixture', 'composer', 1)]
     assert stock['source'] == 'real tables: ai2d, chartqa, docvqa'
-    span = f'{stock["smallest"]:.2f} to {stock["largest"]:.2f} times their mean'
-    assert span in ' '.join((ROOT / 'README.md').read_text().split())
-    assert all(row['spread'] < 1 + 1e-5 for row in rows if row['host'] == 'ours')
+    assert f'{stock["smallest"]:.2f} to {stock["largest"]:.2f} times their mean' in text_of('README.md')
 
 
 def test_speed_of_encoders():
@@ -145,39 +154,49 @@ def test_speed_of_encoders():
 
 def test_memory_of_logits():
     figures = results('logits_memory')
-    selected, everything = figures['labels'], figures['all']
-    ratio = selected['positions_that_fit_in_80_gib'] / everything['positions_that_fit_in_80_gib']
-    text = ' '.join((ROOT / 'README.md').read_text().split())
-    assert f'needs {selected["gib"]:.1f} GiB beyond the model instead of {everything["gib"]:.1f}' in text
-    assert f'{ratio:.1f} times as many positions fit in 80 GiB' in text
+    at_labels = figures['labels']
+    at_all_positions = figures['all']
+    ratio = at_labels['positions_that_fit_in_80_gib'] / at_all_positions['positions_that_fit_in_80_gib']
+    readme = text_of('README.md')
+    assert f'needs {at_labels["gib"]:.1f} GiB beyond the model instead of {at_all_positions["gib"]:.1f}' in readme
+    assert f'{ratio:.1f} times as many positions fit in 80 GiB' in readme
 
 
-def test_results_of_a_gpu():
-    exactness, memory = results('gpu/exactness')['result'], results('gpu/memory')['result']
+def test_exactness_on_a_gpu():
+    exactness = results('gpu/exactness')['result']
     page = (ROOT / 'docs' / 'benchmarks.md').read_text()
-    errors = exactness['errors']
     worst = {}
-    for precision, cases in errors.items():
-        worst[precision] = max(error for case, error in cases.items() if not case.startswith('stock'))
-    assert f'fp32: {worst["fp32"]:.1e}, and {max(errors["fp32"].values()):.1f} in stock Composer' in page
-    assert (
-        f'bf16: {worst["amp_bf16"]:.5f}, as one forward in bf16 ({exactness["bf16_noise_of_one_forward"]:.5f})' in page
-    )
+    for precision, errors in exactness['errors'].items():
+        worst[precision] = max(error for case, error in errors.items() if not case.startswith('stock'))
+    stock = max(exactness['errors']['fp32'].values())
+    assert f'fp32: {worst["fp32"]:.1e}, and {stock:.1f} in stock Composer' in page
+    noise = exactness['bf16_noise_of_one_forward']
+    assert f'bf16: {worst["amp_bf16"]:.5f}, as one forward in bf16 ({noise:.5f})' in page
+
+
+def test_memory_on_a_gpu():
+    page = (ROOT / 'docs' / 'benchmarks.md').read_text()
     out_of_memory = results('gpu/out_of_memory')['result']
     assert out_of_memory['attempts'] == [32, 16, 8]
     assert f'to {out_of_memory["gradient_error"]:.1e}.' in page
-    too_low = [-100 * shape['error'] for shape in memory['shapes']]
-    assert {shape['microbatches'] for shape in memory['shapes']} == {1}
-    assert f'{min(too_low):.1f} to {max(too_low):.1f} % too low' in page
+    shapes = results('gpu/memory')['result']['shapes']
+    assert {shape['microbatches'] for shape in shapes} == {1}
+    percent_too_low = [-100 * shape['error'] for shape in shapes]
+    assert f'{min(percent_too_low):.1f} to {max(percent_too_low):.1f} % too low' in page
 
 
-def test_logits_on_a_gpu():
-    page = (ROOT / 'docs' / 'logits.md').read_text()
-    for title, name in (('SmolVLM-256M', 'smolvlm'), ('Qwen2.5-VL-3B', 'qwen')):
-        figures = results('gpu/logits')['result'][name]
-        seconds, peaks = ([figures[logits][key] for logits in ('all', 'labels')] for key in ('seconds', 'peak_gib'))
-        times = f'{seconds[0]:.3f} s | {seconds[1]:.3f} s | {figures["times_as_fast"]:.2f}'
-        assert f'| {title} | {times} | {peaks[0]:.1f} GiB | {peaks[1]:.1f} GiB |' in page
+@pytest.mark.parametrize(('title', 'name'), [('SmolVLM-256M', 'smolvlm'), ('Qwen2.5-VL-3B', 'qwen')])
+def test_logits_on_a_gpu(title, name):
+    figures = results('gpu/logits')['result'][name]
+    at_all_positions = figures['all']
+    at_labels = figures['labels']
+    assert row_of('docs/logits.md', f'{title} |') == [
+        f'{at_all_positions["seconds"]:.3f} s',
+        f'{at_labels["seconds"]:.3f} s',
+        f'{figures["times_as_fast"]:.2f}',
+        f'{at_all_positions["peak_gib"]:.1f} GiB',
+        f'{at_labels["peak_gib"]:.1f} GiB',
+    ]
 
 
 def test_formats_are_those_of_the_tests():
@@ -192,22 +211,28 @@ def test_families_of_the_matrix_are_counted():
     assert f'{len(SUBJECTS)} families and variants' in (ROOT / 'docs' / 'limits.md').read_text()
 
 
-def machines_of(found):
-    """Of all figures of a results file, wherever they stand in it."""
-    if isinstance(found, dict) and 'machine' in found:
-        yield found['machine']
-    elif isinstance(found, (dict, list)):
-        for value in found.values() if isinstance(found, dict) else found:
-            yield from machines_of(value)
+def machines_of(figures: Any) -> list[Any]:
+    """Returns the machines of all figures of a results file, however deep they are."""
+    if isinstance(figures, dict):
+        if 'machine' in figures:
+            return [figures['machine']]
+        figures = list(figures.values())
+    machines = []
+    if isinstance(figures, list):
+        for value in figures:
+            machines += machines_of(value)
+    return machines
 
 
 def test_results_files_are_on_the_page():
+    """A row names the file and its machines: E for AMD EPYC, X for Intel Xeon. That of the first figures is first."""
     page = (ROOT / 'docs' / 'benchmarks.md').read_text()
     for path in (ROOT / 'benchmarks' / 'results').glob('*.json'):
         rows = [line for line in page.splitlines() if f'`{path.name}`' in line]
         assert rows, f'{path.name} is not in docs/benchmarks.md'
-        named = rows[0].split(' | ')[2]
-        machines = list(machines_of(json.loads(path.read_text())))
-        letters = ['E' if machine['processor'].startswith('AMD') else 'X' for machine in machines]
-        assert named.startswith(letters[0]), path.name
-        assert set(re.findall(r'\b[EX]\b', named)) == set(letters), path.name
+        machines_on_page = rows[0].split(' | ')[2]
+        letters = []
+        for machine in machines_of(json.loads(path.read_text())):
+            letters.append('E' if machine['processor'].startswith('AMD') else 'X')
+        assert machines_on_page.startswith(letters[0]), path.name
+        assert set(re.findall(r'\b[EX]\b', machines_on_page)) == set(letters), path.name

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What README and docs say to type works, or is marked with the reason why it is not run."""
+"""Commands and code of README and docs work, or say why they are not run. Links and anchors exist."""
 
 from __future__ import annotations
 
@@ -14,26 +14,28 @@ from tests.docs.dry_run import dry_run
 from tests.docs.snippets import LANGUAGES, PAGES, REASONS, blocks_of, check_as_in, check_lines, run_page
 from tests.support.launch import ROOT
 
-# These lie where commands are typed: in a checkout, or where `python -m composer_tokacc.examples` has put them.
 SLOW = [pytest.mark.slow, pytest.mark.timeout(3600)]
 RANKS = pytest.mark.xdist_group('ranks')
 SHIPPED = ('yamls', 'examples', 'overrides.txt')
+"""Files in the current folder of a reader: a checkout, or the folder of ``python -m composer_tokacc.examples``."""
 
 
-def _cases():
+def _pages_that_run():
     for page in PAGES:
         blocks = [block for block in blocks_of(page) if block.runs or block.mark == 'dry run']
-        if blocks:
-            slow = any(block.runs and block.language == 'bash' for block in blocks)
-            marks = [*SLOW] if slow else []
-            if any(block.launches_ranks for block in blocks):
-                marks.append(RANKS)
-            yield pytest.param(page, marks=marks)
+        if not blocks:
+            continue
+        marks = []
+        if any(block.runs and block.language == 'bash' for block in blocks):
+            marks += SLOW
+        if any(block.launches_ranks for block in blocks):
+            marks.append(RANKS)
+        yield pytest.param(page, marks=marks)
 
 
-@pytest.mark.parametrize('page', _cases())
+@pytest.mark.parametrize('page', _pages_that_run())
 def test_page_runs(page, tmp_path, monkeypatch):
-    if page != 'docs/quickstart.md':  # which begins in an empty folder
+    if page != 'docs/quickstart.md':  # its reader begins in an empty folder
         for name in SHIPPED:
             (tmp_path / name).symlink_to(ROOT / name)
     if page == 'CONTRIBUTING.md':
@@ -47,17 +49,17 @@ def test_page_runs(page, tmp_path, monkeypatch):
 @pytest.mark.parametrize('page', PAGES)
 def test_blocks_run_or_say_why_not(page):
     for block in blocks_of(page):
-        known = block.language in (*LANGUAGES, 'text') or block.language.startswith('{')
-        assert known, f'{page}, line {block.line}: ```{block.language}; commands and code run, output is ```text'
+        place = f'{page}, line {block.line}'
+        is_directive = block.language.startswith('{')
+        assert is_directive or block.language in (*LANGUAGES, 'text'), f'{place}: output is marked as ```text'
         if block.mark in REASONS:
-            allowed = REASONS[block.mark]
-            assert block.reason in allowed, f'{page}, line {block.line}: {block.reason}; allowed: {allowed}'
+            assert block.reason in REASONS[block.mark], place
         if block.mark == 'as in':
             check_as_in(block)
 
 
 @pytest.mark.parametrize(
-    ('line', 'said'),
+    ('command', 'problem'),
     [
         ('make dmo', "'dmo'"),
         ('composer -n 2 -m composer_tokacc.trian yamls/digits.yaml', 'composer_tokacc.trian'),
@@ -73,23 +75,25 @@ def test_blocks_run_or_say_why_not(page):
         ('conda install composer_tokacc', 'no dry run is known'),
     ],
 )
-def test_dry_run_finds_what_is_missing(line, said, monkeypatch):
+def test_dry_run_finds_mistakes(command, problem, monkeypatch):
     monkeypatch.chdir(ROOT)
-    with pytest.raises((AssertionError, ConfigError, ValueError), match=re.escape(said)):
-        dry_run(line)
+    with pytest.raises((AssertionError, ConfigError, ValueError), match=re.escape(problem)):
+        dry_run(command)
 
 
 @pytest.mark.parametrize('page', PAGES)
-def test_links_lead_somewhere(page):
-    text = re.sub(r'^( *)```.*?^\1```$', '', (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
-    for target in re.findall(r'\]\((?!https?:)([^)\s]+)\)', text):
+def test_targets_of_links_exist(page):
+    text_without_blocks = re.sub(r'^( *)```.*?^\1```$', '', (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
+    for target in re.findall(r'\]\((?!https?:)([^)\s]+)\)', text_without_blocks):
         name, _, anchor = target.partition('#')
         path = (ROOT / page).parent / name if name else ROOT / page
         assert path.exists(), f'{page}: {target}'
         if anchor and path.suffix == '.md':
-            included = re.search(r'```\{include\} (\S+)', path.read_text())
-            whole = (path.parent / included[1]).read_text() if included else path.read_text()
-            assert anchor in _anchors(whole), f'{page}: {target}'
+            text = path.read_text()
+            included = re.search(r'```\{include\} (\S+)', text)
+            if included:
+                text = (path.parent / included[1]).read_text()
+            assert anchor in _anchors(text), f'{page}: {target}'
 
 
 @pytest.mark.parametrize('page', PAGES)
@@ -114,9 +118,12 @@ def test_commands_of_yaml_files_are_accepted(file, monkeypatch):
 
 
 def _anchors(text: str) -> set[str]:
-    """Of headings, as GitHub and MyST make them."""
-    headings = re.findall(r'^#+ (.+)$', text, re.MULTILINE)
-    return {re.sub(r'[^\w\- ]', '', heading.lower()).replace(' ', '-') for heading in headings}
+    """Returns the anchors of headings, as GitHub and MyST make them."""
+    anchors = set()
+    for heading in re.findall(r'^#+ (.+)$', text, re.MULTILINE):
+        words = re.sub(r'[^\w\- ]', '', heading.lower())
+        anchors.add(words.replace(' ', '-'))
+    return anchors
 
 
 def test_anchors_of_error_messages_exist():
@@ -127,12 +134,13 @@ def test_anchors_of_error_messages_exist():
 
 
 def test_llm_foundry_page_matches_its_target():
-    """None of them runs here: its environment takes seven gigabytes."""
+    """These commands are not run, because their environment takes seven gigabytes."""
     target = (ROOT / 'Makefile').read_text().replace('$(VENV_FOUNDRY)/bin/', '')
-    blocks = blocks_of('examples/llm_foundry/README.md')
-    commands = [
-        re.sub(r'\s+#.*', '', line) for one in blocks if one.language == 'bash' for line in one.text.splitlines()
-    ]
+    commands = []
+    for block in blocks_of('examples/llm_foundry/README.md'):
+        if block.language == 'bash':
+            commands += [re.sub(r'\s+#.*', '', line) for line in block.text.splitlines()]
     assert commands[0] == 'make example-llm-foundry'
     assert len(commands) == 4
-    assert [command for command in commands[1:] if f'\t{command}\n' not in target] == []
+    for command in commands[1:]:
+        assert f'\t{command}\n' in target

@@ -1,6 +1,8 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
+"""The digits example: answers that follow from the scans, separate splits, and mostly padding in a batch."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -27,58 +29,76 @@ def samples(dataset):
 
 
 def prompt_and_answer(dataset, sample):
-    tokenizer, ids, labels = dataset.processor.tokenizer, sample['input_ids'][0], sample['labels'][0]
-    prompt = tokenizer.decode(ids[labels == -100]).split(' ')
-    return [word for word in prompt if not word.startswith('<')], tokenizer.decode(labels[labels != -100]).split(' ')
+    """Returns the words of the prompt, without special tokens, and the words that carry loss."""
+    tokenizer = dataset.processor.tokenizer
+    ids = sample['input_ids'][0]
+    carries_loss = sample['labels'][0] != -100
+    prompt = tokenizer.decode(ids[~carries_loss]).split(' ')
+    answer = tokenizer.decode(ids[carries_loss]).split(' ')
+    return [word for word in prompt if not word.startswith('<')], answer
 
 
-def expected_answer(prompt, digits):
-    if prompt[0] == 'read':
+def expected_answer(question, digits):
+    if question == 'read':
         return [str(digit) for digit in digits]
-    if prompt[0] == 'spell':
+    if question == 'spell':
         return [DIGIT_WORDS[digit] for digit in digits]
-    return list(str(len(digits) if prompt[0] == 'count' else sum(digits)))
+    if question == 'count':
+        return list(str(len(digits)))
+    return list(str(sum(digits)))
 
 
-@pytest.mark.slow
 def test_answers_follow_from_the_scans(dataset, samples):
-    scans, targets = load_digits().images, load_digits().target
-    kinds = set()
+    scans = load_digits()
+    questions = set()
     for index, sample in enumerate(samples[:400]):
-        _, _, shown = dataset.conversation(index)
+        _, _, shown_scans = dataset.conversation(index)
         prompt, answer = prompt_and_answer(dataset, sample)
-        kinds.add((prompt[0], len(shown) > 0))
-        digits = targets[shown].tolist() or [int(word) for word in prompt if word.isdigit()]
-        assert answer == [*expected_answer(prompt, digits), '<|end|>'], index
-        # What the tower sees is the scan, pixel by pixel: 0..16 levels of grey, normalised to -1..1.
-        pixels = sample.get('pixel_values', torch.zeros(0, 3, 8, 8))
-        wanted = torch.tensor(scans[shown] / 8 - 1, dtype=torch.float32)[:, None].expand(-1, 3, -1, -1)
-        torch.testing.assert_close(pixels, wanted, atol=0.005, rtol=0)
-    assert kinds == {(kind, True) for kind in ('read', 'spell', 'count', 'add')} | {
-        (kind, False) for kind in ('read', 'spell', 'add')
-    }
+        question = prompt[0]
+        questions.add((question, len(shown_scans) > 0))
+        if len(shown_scans) > 0:
+            assert not any(word.isdigit() for word in prompt)
+            digits = scans.target[shown_scans].tolist()
+            # The model sees the scan itself: 17 levels of grey, normalised to -1..1.
+            grey = torch.tensor(scans.images[shown_scans] / 8 - 1, dtype=torch.float32)
+            expected_pixels = grey[:, None].expand(-1, 3, -1, -1)
+            torch.testing.assert_close(sample['pixel_values'], expected_pixels, atol=0.005, rtol=0)
+        else:
+            digits = [int(word) for word in prompt if word.isdigit()]
+            assert 'pixel_values' not in sample
+        assert answer == [*expected_answer(question, digits), '<|end|>'], index
+    about_images = {(question, True) for question in ('read', 'spell', 'count', 'add')}
+    about_text = {(question, False) for question in ('read', 'spell', 'add')}
+    assert questions == about_images | about_text
 
 
 def test_from_no_image_to_twelve(samples):
     assert {sample['num_images'][0] for sample in samples} == set(range(13))
 
 
-def test_training_shows_no_held_out_scan():
-    train, held_out = set(split_scans('train').tolist()), set(split_scans('eval').tolist())
-    assert not train & held_out
-    assert train | held_out == set(range(1797))
-    assert len(held_out) == 359
-    for split, allowed in (('train', train), ('eval', held_out)):
-        dataset = DigitsDataset(split=split, num_samples=300, seed=5)
-        shown = np.concatenate([dataset.conversation(index)[2] for index in range(300)])
-        assert set(shown.tolist()) <= allowed
+def test_splits_share_no_scan():
+    scans_of_train = set(split_scans('train').tolist())
+    scans_of_eval = set(split_scans('eval').tolist())
+    assert not scans_of_train & scans_of_eval
+    assert scans_of_train | scans_of_eval == set(range(1797))
+    assert len(scans_of_eval) == 359
+
+
+@pytest.mark.parametrize('split', ['train', 'eval'])
+def test_samples_show_only_their_split(split):
+    dataset = DigitsDataset(split=split, num_samples=300, seed=5)
+    shown_scans = np.concatenate([dataset.conversation(index)[2] for index in range(300)])
+    assert np.isin(shown_scans, split_scans(split)).all()
 
 
 def test_most_of_a_batch_is_padding(dataset, samples):
     collate = VisionLanguageCollator(dataset.processor)
-    batches = [collate(samples[start : start + 32]) for start in range(0, NUM_SAMPLES, 32)]
-    padded = sum(batch['input_ids'].numel() for batch in batches)
-    assert 1 - sum(int(batch['attention_mask'].sum()) for batch in batches) / padded >= 0.6
+    num_positions = num_tokens = 0
+    for start in range(0, NUM_SAMPLES, 32):
+        batch = collate(samples[start : start + 32])
+        num_positions += batch['attention_mask'].numel()
+        num_tokens += int(batch['attention_mask'].sum())
+    assert 1 - num_tokens / num_positions >= 0.6
 
 
 def test_few_answers_are_very_long(samples):
@@ -87,17 +107,18 @@ def test_few_answers_are_very_long(samples):
     assert lengths[-1] == 13
 
 
-def test_sample_depends_on_seed_and_index(dataset, samples):
+def test_sample_depends_on_seed_and_index(dataset):
     again = DigitsDataset(num_samples=10, cache=False)
     other_seed = DigitsDataset(num_samples=10, seed=1)
     held_out = DigitsDataset(split='eval', num_samples=10)
 
-    def ids(dataset):
+    def ids_of(dataset):
         return [dataset[index]['input_ids'][0].tolist() for index in (3, 7, 3, 0)]
 
-    assert ids(again) == [samples[index]['input_ids'][0].tolist() for index in (3, 7, 3, 0)]
-    assert torch.equal(again[3]['pixel_values'], samples[3]['pixel_values'])
-    assert ids(other_seed) != ids(again) != ids(held_out)
+    assert ids_of(again) == ids_of(dataset)
+    assert torch.equal(again[3]['pixel_values'], dataset[3]['pixel_values'])
+    assert ids_of(other_seed) != ids_of(again)
+    assert ids_of(held_out) != ids_of(again)
     assert held_out[2]['sample_ids'] == ['digits-eval-2']
 
 
@@ -108,10 +129,10 @@ def test_callers_cannot_change_cached_samples():
 
 
 @pytest.mark.parametrize(
-    ('kind', 'answer'), [('read', '4 0 7'), ('spell', 'four zero seven'), ('count', '3'), ('sum', '1 1')]
+    ('question', 'answer'), [('read', '4 0 7'), ('spell', 'four zero seven'), ('count', '3'), ('sum', '1 1')]
 )
-def test_answers(kind, answer):
-    assert DigitsQuestion(kind, 3, has_images=True).answer([4, 0, 7]) == answer
+def test_answers(question, answer):
+    assert DigitsQuestion(question, 3, has_images=True).answer([4, 0, 7]) == answer
 
 
 def test_text_only_question_names_its_digits():

@@ -1,10 +1,10 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The engine outside of Composer's Trainer: each example ends where plain gradients of the whole batch end.
+"""The engine outside of Composer's Trainer: each example ends with the weights of plain training on whole batches.
 
-Each is started on two ranks, ends in the middle of an epoch, and goes on on one. The data hold a row without a loss
-token, and steps of fewer samples than ranks.
+Each example starts on two ranks, stops in the middle of an epoch, and is resumed on one rank. One row of the data has
+no loss token, and some steps have fewer samples than ranks.
 """
 
 from __future__ import annotations
@@ -14,131 +14,186 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.support.launch import ROOT, environment
 
-STOP = 5
-PROGRAMS = {
-    'plain_loop': ('torchrun --nproc-per-node', '', 'SmallModel'),
-    'accelerate_loop': ('accelerate launch --cpu --num_processes', 'pytorch_model.bin', 'small_llama'),
-    'hf_trainer': ('torchrun --nproc-per-node', 'checkpoint-8/model.safetensors', 'small_llama'),
-}
-"""Launcher, where the weights lie in the checkpoint, which model it trains."""
+
+@dataclass(frozen=True)
+class Example:
+    """A program of ``examples/``, how it is launched, and the model of ``ragged.py`` that it trains."""
+
+    name: str
+    launcher: tuple[str, ...]
+    num_ranks_option: str
+    port_option: str
+    model: str
+
+    def command(self, *arguments, ranks, port):
+        """Returns the command that starts it."""
+        launcher, *launcher_arguments = self.launcher
+        return [
+            str(Path(sys.executable).with_name(launcher)),
+            *launcher_arguments,
+            self.num_ranks_option,
+            str(ranks),
+            self.port_option,
+            port,
+            f'examples/{self.name}.py',
+            *arguments,
+        ]
+
+
+PLAIN_LOOP = Example('plain_loop', ('torchrun',), '--nproc-per-node', '--master-port', 'SmallModel')
+ACCELERATE_LOOP = Example(
+    'accelerate_loop', ('accelerate', 'launch', '--cpu'), '--num_processes', '--main_process_port', 'small_llama'
+)
+HF_TRAINER = Example('hf_trainer', ('torchrun',), '--nproc-per-node', '--master-port', 'small_llama')
 
 
 @pytest.fixture
 def ragged(monkeypatch):
-    """The module beside the examples, found as they find it."""
+    """Imports the module of the examples' data and models, as they do."""
     monkeypatch.syspath_prepend(str(ROOT / 'examples'))
     return import_module('ragged')
 
 
-def run(program: str, *arguments: str, ranks: int, tmp_path: Path) -> str:
-    """What it prints, where importing Composer is refused."""
+def execute(command, env):
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+
+
+def run(example, *arguments, ranks, tmp_path):
+    """Runs an example in an environment without Composer, and returns its output."""
     (tmp_path / 'composer.py').write_text("raise ImportError('not here')")
-    launcher, *words = PROGRAMS[program][0].split()
     env = environment()
     env['PYTHONPATH'] = f'{tmp_path}{os.pathsep}{env["PYTHONPATH"]}'
     env['ACCELERATE_CONFIG_FILE'] = ''
-    port = ['--master-port' if launcher == 'torchrun' else '--main_process_port', env['MASTER_PORT']]
-    command = [str(Path(sys.executable).with_name(launcher)), *words, str(ranks), *port, f'examples/{program}.py']
-    done = subprocess.run([*command, *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    command = example.command(*arguments, ranks=ranks, port=env['MASTER_PORT'])
+    done = execute(command, env)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-def whole_batches(ragged, model) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """Weights after plain gradient descent on one forward a step, over the samples of torch's DistributedSampler."""
-    dataset, losses = ragged.Rows(), []
+def train_on_whole_batches(ragged, model):
+    """Trains by plain gradient descent, one forward a step, in the order of torch's DistributedSampler.
+
+    Returns:
+        The loss of each step. The model is changed.
+    """
+    dataset = ragged.Rows()
+    losses = []
     for epoch in range(ragged.EPOCHS):
-        order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(epoch)).tolist()
+        generator = torch.Generator().manual_seed(epoch)
+        order = torch.randperm(len(dataset), generator=generator).tolist()
         for start in range(0, len(order), ragged.GLOBAL_BATCH):
             batch = ragged.collate([dataset[index] for index in order[start : start + ragged.GLOBAL_BATCH]])
-            if not (batch['labels'][:, 1:] != -100).any():  # a step without a loss token moves nothing
+            if (batch['labels'][:, 1:] == -100).all():  # a step without a loss token changes nothing
                 losses.append(0.0)
                 continue
-            found = model(**batch)
-            loss = found if isinstance(found, torch.Tensor) else found.loss
-            for parameter, gradient in zip(
-                model.parameters(), torch.autograd.grad(loss, [*model.parameters()]), strict=True
-            ):
-                parameter.data -= ragged.LEARNING_RATE * gradient
+            outputs = model(**batch)
+            loss = outputs if isinstance(outputs, torch.Tensor) else outputs.loss
+            parameters = list(model.parameters())
+            gradients = torch.autograd.grad(loss, parameters)
+            with torch.no_grad():
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    parameter -= ragged.LEARNING_RATE * gradient
             losses.append(loss.item())
-    return model.state_dict(), losses
+    return losses
+
+
+def load_weights(example, checkpoint):
+    if example is PLAIN_LOOP:
+        return torch.load(checkpoint, weights_only=True)['model']
+    if example is ACCELERATE_LOOP:
+        return torch.load(checkpoint / 'pytorch_model.bin', weights_only=True)
+    return load_file(checkpoint / 'checkpoint-8' / 'model.safetensors')
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('program', PROGRAMS)
-def test_loop_ends_where_whole_batches_end(program, ragged, tmp_path):
-    _, weights, name = PROGRAMS[program]
+@pytest.mark.parametrize('example', [PLAIN_LOOP, ACCELERATE_LOOP, HF_TRAINER], ids=lambda example: example.name)
+def test_loop_ends_where_whole_batches_end(example, ragged, tmp_path):
     pytest.importorskip('accelerate')
+    build_model = getattr(ragged, example.model)
+    initial = build_model().state_dict()
+    model = build_model()
+    expected_losses = train_on_whole_batches(ragged, model)
+    expected = model.state_dict()
     checkpoint = tmp_path / 'checkpoint'
-    printed = run(program, str(checkpoint), f'--steps={STOP}', ranks=2, tmp_path=tmp_path)
-    printed += run(program, str(checkpoint), ranks=1, tmp_path=tmp_path)
-    first = getattr(ragged, name)().state_dict()
-    expected, losses = whole_batches(ragged, getattr(ragged, name)())
-    if weights.endswith('.safetensors'):
-        from safetensors.torch import load_file
 
-        found = load_file(checkpoint / weights)
-    else:
-        found = torch.load(checkpoint / weights if weights else checkpoint, weights_only=True)
-        found = found.get('model', found)
-    error = sum(float((found[key] - expected[key]).double().square().sum()) for key in found)
-    moved = sum(float((expected[key] - first[key]).double().square().sum()) for key in found)
-    assert (error / moved) ** 0.5 < 1e-6, printed
-    logged = [float(loss) for loss in re.findall(r"(?:over all tokens |'loss': ')([\d.]+)", printed)]
-    assert logged == pytest.approx(losses, rel=1e-3 if program == 'hf_trainer' else 1e-6)  # Trainer prints four digits
+    printed = run(example, str(checkpoint), '--steps=5', ranks=2, tmp_path=tmp_path)
+    printed += run(example, str(checkpoint), ranks=1, tmp_path=tmp_path)
+
+    weights = load_weights(example, checkpoint)
+    error = squared_distance(weights, expected, weights.keys())
+    change = squared_distance(expected, initial, weights.keys())
+    assert (error / change) ** 0.5 < 1e-6, printed
+    losses = [float(loss) for loss in re.findall(r"(?:over all tokens |'loss': ')([\d.]+)", printed)]
+    tolerance = 1e-3 if example is HF_TRAINER else 1e-6  # Trainer prints four digits
+    assert losses == pytest.approx(expected_losses, rel=tolerance)
+
+
+def squared_distance(weights, other_weights, names):
+    return sum(float((weights[name] - other_weights[name]).double().square().sum()) for name in names)
 
 
 def test_accumulation_steps_of_launcher_are_refused(tmp_path):
-    """``accelerator.backward`` would divide each loss by them: updates are 0.24 of what they should be."""
+    """``accelerator.backward`` would divide each loss by them, so updates would be 0.24 times the right ones."""
     pytest.importorskip('accelerate')
     env = environment()
     env.update(ACCELERATE_GRADIENT_ACCUMULATION_STEPS='4', ACCELERATE_USE_CPU='true')
     command = [sys.executable, 'examples/accelerate_loop.py', str(tmp_path / 'checkpoint'), '--steps=1']
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    done = execute(command, env)
     assert done.returncode == 2
     assert 'must have 1 gradient accumulation step, got: 4' in done.stderr
     assert not (tmp_path / 'checkpoint').exists()
 
 
-ALONE = """
+# Imports public names and runs the examples of their docstrings without Composer. A doctest prints its failures.
+USE_WITHOUT_HOSTS = """
 import doctest, sys
 import composer_tokacc
 assert composer_tokacc.__file__.startswith(sys.prefix)
 names = 'RegroupingBatchSampler count_tokens measure_token_weights plan_microbatches verify_invariance'.split()
 for name in [*names, 'verify_isolation', 'weighted_microbatches', 'token_data_spec', 'BatchLayout']:
     getattr(composer_tokacc, name)
-known = {'torch': __import__('torch'), **vars(sys.modules['composer_tokacc.planning']), **vars(composer_tokacc)}
+variables = {'torch': __import__('torch'), **vars(sys.modules['composer_tokacc.planning']), **vars(composer_tokacc)}
 for name in names:
-    doctest.run_docstring_examples(getattr(composer_tokacc, name), known)
+    doctest.run_docstring_examples(getattr(composer_tokacc, name), variables)
 assert not {'composer', 'numba', 'transformers'} & set(sys.modules)
 """
 
 
+def find_uv():
+    for folders in (os.environ['PATH'], Path(sys.executable).parent, ROOT / '.uv' / 'bin'):
+        if uv := shutil.which('uv', path=str(folders)):
+            return uv
+    return None
+
+
 @pytest.mark.slow
 def test_torch_and_numpy_are_enough(tmp_path):
-    uv = shutil.which('uv') or shutil.which('uv', path=Path(sys.executable).parent) or shutil.which(ROOT / '.uv/bin/uv')
+    uv = find_uv()
     if uv is None:
         pytest.skip('uv makes the environment')
-    alone = {key: value for key, value in environment().items() if key != 'PYTHONPATH'}
+    env = environment()
+    del env['PYTHONPATH']  # or the package would be found outside of the new environment
 
-    def do(*command: str | Path) -> str:
-        done = subprocess.run([*map(str, command)], cwd=ROOT, env=alone, capture_output=True, text=True, timeout=300)
+    def output_of(*command):
+        done = execute(command, env)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    python = tmp_path / 'bin' / 'python'
-    do(uv, 'venv', '--quiet', '--clear', '--python', sys.executable, tmp_path)
+    python = str(tmp_path / 'bin' / 'python')
+    output_of(uv, 'venv', '--quiet', '--clear', '--python', sys.executable, str(tmp_path))
     hosts = [f'torch=={torch.__version__.split("+")[0]}', f'numpy=={np.__version__}']
-    do(uv, 'pip', 'install', '--quiet', '--python', python, *hosts)
-    do(uv, 'pip', 'install', '--quiet', '--python', python, '--no-deps', '.')
-    assert not do(python, '-I', '-c', ALONE)  # doctests print what fails
-    assert 'step 8: ' in do(python, 'examples/plain_loop.py', tmp_path / 'last.pt')
+    output_of(uv, 'pip', 'install', '--quiet', '--python', python, *hosts)
+    output_of(uv, 'pip', 'install', '--quiet', '--python', python, '--no-deps', '.')
+    assert output_of(python, '-I', '-c', USE_WITHOUT_HOSTS) == ''
+    assert 'step 8: ' in output_of(python, 'examples/plain_loop.py', str(tmp_path / 'last.pt'))

@@ -12,20 +12,20 @@ import torch
 
 from composer_tokacc import BatchLayout
 from composer_tokacc.layout import describe
-from tests.support.small_batches import QWEN, text_batch
+from tests.support.small_batches import IMAGE, QWEN, text_batch
 
-IMAGE = 90
 LAYOUT = BatchLayout(family=QWEN, config=SimpleNamespace(image_token_id=IMAGE))
 
 
 def batch_with_types(side: str, types_side: str) -> dict[str, torch.Tensor]:
     """Two rows, the second with two placeholders in the middle. Ids and types may be padded on different sides."""
-    batch = text_batch([7, 4], side=side, names=['a', 'b'], sample_ids=['a', 'b'])
-    first = 4 if side == 'left' else 1
-    batch['input_ids'][1, first : first + 2] = IMAGE
+    batch = text_batch([7, 4], side=side, sample_ids=['a', 'b'])
+    first_placeholder = {'left': 4, 'right': 1}
+    start = first_placeholder[side]
+    batch['input_ids'][1, start : start + 2] = IMAGE
     types = torch.zeros_like(batch['input_ids'])
-    first = 4 if types_side == 'left' else 1
-    types[1, first : first + 2] = 1
+    start = first_placeholder[types_side]
+    types[1, start : start + 2] = 1
     return {**batch, 'mm_token_type_ids': types}
 
 
@@ -34,15 +34,14 @@ def test_types_padded_like_the_ids(side):
     assert describe(LAYOUT, batch_with_types(side, side)).lengths == [7, 4]
 
 
-@pytest.mark.parametrize('side', ['left', 'right'])
-def test_types_padded_on_another_side(side):
-    other = 'left' if side == 'right' else 'right'
+@pytest.mark.parametrize(('side', 'types_side'), [('left', 'right'), ('right', 'left')])
+def test_types_padded_on_another_side(side, types_side):
     with pytest.raises(ValueError, match=r"mm_token_type_ids.*sample 'b'.*on which `input_ids` are padded"):
-        describe(LAYOUT, batch_with_types(side, other))
+        describe(LAYOUT, batch_with_types(side, types_side))
 
 
 def test_types_shifted_but_0_on_padding():
-    """The types of the first row's image stand one token further, which padding does not show."""
+    """The types of an image stand one token too late. The padding does not show that."""
     batch = batch_with_types('right', 'right')
     batch['mm_token_type_ids'][1] = torch.tensor([0, 0, 1, 1, 0, 0, 0])
     with pytest.raises(ValueError, match=r"must mark the placeholders of images.*column 1 of sample 'b'"):
@@ -69,12 +68,13 @@ def test_loss_mask_padded_on_another_side():
         describe(LAYOUT, batch)
 
 
-def test_facts_hold_until_an_entry_is_replaced():
+def test_facts_hold_until_an_entry_changes():
     batch = batch_with_types('right', 'right')
     facts = describe(LAYOUT, batch)
     assert facts.describes(LAYOUT, batch)
     assert facts.describes(LAYOUT, dict(batch))
-    assert not facts.describes(BatchLayout(family=QWEN, config=LAYOUT.config), batch)
+    another_layout = BatchLayout(family=QWEN, config=LAYOUT.config)
+    assert not facts.describes(another_layout, batch)
     assert not facts.describes(LAYOUT, {**batch, 'more': torch.zeros(2)})
     batch['labels'] = batch['labels'].clone()
     assert not facts.describes(LAYOUT, batch)

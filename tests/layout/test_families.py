@@ -20,13 +20,34 @@ from tests.support.family_media import MEDIA, Case
 
 TEXT_ROWS, IMAGE_ROWS = [0, 4], [1, 2, 3, 5]
 PIXELS = {'video': 'pixel_values_videos', 'image': 'pixel_values', 'audio': 'input_features'}
-# Which rows the model's own loss couples cannot be told apart by any layout: see test_mllama_couples_rows.
-ROW_SETS = {'mllama': [IMAGE_ROWS]}
+UNCOUNTED = [*MEDIA, *(name for name in IMAGE_FAMILIES if name not in MEDIA)]
+
+for_each_family = pytest.mark.parametrize('name', FAMILIES)
+for_each_uncounted = pytest.mark.parametrize('name', UNCOUNTED)
 
 
 @functools.cache
 def case_of(name: str) -> FamilyCase:
     return FAMILIES[name]()
+
+
+@functools.cache
+def uncounted(name: str) -> tuple[Case, list[dict[str, int]]]:
+    """Returns a case whose rows carry no counts of media, and the true counts of each row by modality."""
+    if name in MEDIA:
+        media_case = MEDIA[name]()
+        return media_case, media_case.truth
+    case = FAMILIES[name]()
+    layout = BatchLayout.for_model(case.model)
+    truth = []
+    for row, sample in zip(case.rows, case.samples, strict=True):
+        [num_images] = layout.images_per_row(row)
+        assert (num_images > 0) == bool(sample.images)
+        truth.append({'image': num_images})
+    for row in case.rows:
+        del row['num_images']
+        del row['sample_ids']
+    return case, truth
 
 
 def joined(case: Case, layout: BatchLayout, rows, side: str = 'right'):
@@ -37,92 +58,93 @@ def layouts(case: FamilyCase):
     return [BatchLayout.for_model(case.model), BatchLayout.infer(case.rows[1])]
 
 
-def assert_same_batch(found, expected):
-    assert found.keys() == expected.keys()
+def loss_of_parts(case: Case, layout: BatchLayout, batch, groups):
+    """The loss of each group of rows, trimmed."""
+    with torch.no_grad():
+        return torch.stack([case.loss_sum(layout.trim(part)) for part in layout.split(batch, groups)])
+
+
+def loss_of_rows(case: Case, rows):
+    """The loss of each row as the processor made it, without any layout."""
+    with torch.no_grad():
+        return torch.stack([case.loss_sum(case.rows[row]) for row in rows])
+
+
+def assert_same_loss(loss, expected):
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+
+
+def assert_same_batch(batch, expected):
+    assert batch.keys() == expected.keys()
     for key, value in expected.items():
-        if isinstance(value, torch.Tensor):
-            # Idefics3's processor of transformers 4.51 makes its mask float64 as soon as it pads.
-            expected_value = value.to(found[key].dtype) if key == 'pixel_attention_mask' else value
-            torch.testing.assert_close(
-                found[key], expected_value, rtol=0, atol=0, msg=lambda text, key=key: f'{key}: {text}'
-            )
-        else:
-            assert found[key] == value, key
+        if not isinstance(value, torch.Tensor):
+            assert batch[key] == value, key
+            continue
+        if key == 'pixel_attention_mask':  # Idefics3's processor of transformers 4.51 pads it with float64
+            value = value.to(batch[key].dtype)
+        torch.testing.assert_close(batch[key], value, rtol=0, atol=0)
 
 
-@functools.cache
-def uncounted(name: str) -> tuple[Case, list[dict[str, int]]]:
-    """A case without carried counts, and the number of media of each row by modality."""
-    if name in MEDIA:
-        media_case = MEDIA[name]()
-        return media_case, media_case.truth
-    case = FAMILIES[name]()
-    layout = BatchLayout.for_model(case.model)
-    truth = [{'image': layout.images_per_row(row)[0]} for row in case.rows]
-    assert [row['image'] > 0 for row in truth] == [bool(sample.images) for sample in case.samples]
-    for row in case.rows:
-        del row['num_images'], row['sample_ids']
-    return case, truth
+def assert_same_row(row: dict[str, Any], expected: dict[str, Any]):
+    """Equal tensors, apart from zeros that pad images to the largest of the batch (tiles, height, width)."""
+    assert row.keys() - expected.keys() <= {'batch_num_images'}
+    for key, expected_value in expected.items():
+        padding = row[key].clone()
+        unpadded = tuple(slice(0, size) for size in expected_value.shape)
+        torch.testing.assert_close(padding[unpadded], expected_value, rtol=0, atol=0, check_dtype=False, msg=key)
+        padding[unpadded] = 0
+        assert not padding.any(), key
 
 
-UNCOUNTED = [*MEDIA, *(name for name in IMAGE_FAMILIES if name not in MEDIA)]
-
-
-def drawn_batches(case: Case, layout: BatchLayout, count: int):
-    """Random rows, some of them twice, in random order, with the rows that each batch was made of."""
+def random_batches(case: Case, layout: BatchLayout, count: int):
+    """Yields batches of random rows, some of them twice, and the numbers of these rows."""
     rng = random.Random(0)
     for index in range(count):
-        chosen = [rng.randrange(len(case.rows)) for _ in range(rng.randrange(2, 7))]
+        rows = [rng.randrange(len(case.rows)) for _ in range(rng.randrange(2, 7))]
         side = ('left', 'right')[index % 2]
-        yield joined(case, layout, chosen, side), chosen
+        yield joined(case, layout, rows, side), rows
 
 
-def assert_same_row(found: dict[str, Any], row: dict[str, Any]):
-    """Equal tensors; what was padded to the batch's largest (tiles, height, width) is padded with zeros."""
-    assert found.keys() - row.keys() <= {'batch_num_images'}
-    for key, expected in row.items():
-        value = found[key].clone()
-        inside = tuple(slice(0, size) for size in expected.shape)
-        torch.testing.assert_close(value[inside], expected, rtol=0, atol=0, check_dtype=False, msg=key)
-        value[inside] = 0
-        assert not value.any(), key
+# Rows that carry counts of their images.
 
 
 @pytest.mark.parametrize('side', ['right', 'left'])
-@pytest.mark.parametrize('name', FAMILIES)
-def test_joined_rows_match_the_processors_batch(name, side):
+@pytest.mark.parametrize('rows', [IMAGE_ROWS, TEXT_ROWS], ids=['images', 'text'])
+@for_each_family
+def test_joined_rows_match_the_processors_batch(name, rows, side):
     case = case_of(name)
-    layout = BatchLayout.for_model(case.model)
-    for rows in (IMAGE_ROWS, TEXT_ROWS):
-        expected = case.encode.together([case.samples[row] for row in rows], padding_side=side)
-        found = joined(case, layout, rows, side)
-        expected.pop('labels', None)  # PaliGemma's processor labels pads
-        if 'cross_attention_mask' in expected:  # Mllama's processor lets pads look, at images and in the vision tower
-            is_text, is_image = found['attention_mask'], (found['aspect_ratio_ids'] != 0).long()
-            for batch in (expected, found):
-                batch['cross_attention_mask'] = batch['cross_attention_mask'] * is_text[:, :, None, None]
-                batch['aspect_ratio_mask'] = batch['aspect_ratio_mask'] * is_image[:, :, None]
-        assert_same_batch({key: found[key] for key in expected}, expected)
+    expected = case.encode.together([case.samples[row] for row in rows], padding_side=side)
+    expected.pop('labels', None)  # PaliGemma's processor labels pads
+    batch = joined(case, BatchLayout.for_model(case.model), rows, side)
+    batch = {key: batch[key] for key in expected}
+    if 'cross_attention_mask' in expected:
+        # Mllama's processor lets pads of the text and of the images attend to images. That changes no loss.
+        is_text = batch['attention_mask'][:, :, None, None]
+        is_image = (batch['aspect_ratio_ids'] != 0).long()[:, :, None]
+        for masks in (expected, batch):
+            masks['cross_attention_mask'] = masks['cross_attention_mask'] * is_text
+            masks['aspect_ratio_mask'] = masks['aspect_ratio_mask'] * is_image
+    assert_same_batch(batch, expected)
 
 
 @pytest.mark.parametrize(('name', 'side'), zip(FAMILIES, cycle(['right', 'left']), strict=False))
 def test_row_losses_add_up(name, side):
     case = case_of(name)
+    # Mllama's loss of a text row depends on the other rows: see test_only_mllama_couples_rows.
+    rows = IMAGE_ROWS if name == 'mllama' else range(6)
+    expected = loss_of_rows(case, rows)
     for layout in layouts(case):
-        for rows in ROW_SETS.get(name, [range(6)]):
-            batch = joined(case, layout, rows, side)
-            with torch.no_grad():
-                whole = case.loss_sum(batch)
-                alone = [case.loss_sum(layout.trim(layout.select(batch, [row]))) for row in range(len(rows))]
-                grouped = [case.loss_sum(layout.trim(layout.select(batch, group))) for group in ([3, 0], [2, 1])]
-                own = [case.loss_sum(case.rows[row]) for row in rows]
-            torch.testing.assert_close(torch.stack(alone), torch.stack(own), rtol=1e-5, atol=0)
-            torch.testing.assert_close(torch.stack(alone).sum(), whole, rtol=1e-5, atol=0)
-            torch.testing.assert_close(torch.stack(grouped).sum(), sum(alone[:4]), rtol=1e-5, atol=0)
+        batch = joined(case, layout, rows, side)
+        with torch.no_grad():
+            assert_same_loss(case.loss_sum(batch), expected.sum())
+        row_losses = loss_of_parts(case, layout, batch, [[row] for row in range(len(rows))])
+        assert_same_loss(row_losses, expected)
+        pair_losses = loss_of_parts(case, layout, batch, [[3, 0], [2, 1]])
+        assert_same_loss(pair_losses.sum(), expected[:4].sum())
 
 
-@pytest.mark.parametrize('name', FAMILIES)
 @pytest.mark.parametrize('groups', [[[0], [1], [2], [3], [4], [5]], [[0, 1, 2], [3, 4, 5]], [[0, 1], [2, 3, 4, 5]]])
+@for_each_family
 def test_splits_rejoin_to_the_batch(name, groups):
     case = case_of(name)
     for layout in layouts(case):
@@ -131,44 +153,98 @@ def test_splits_rejoin_to_the_batch(name, groups):
         assert_same_batch(layout.concat(parts, pad_token_id=case.pad_token_id), batch)
 
 
-@pytest.mark.parametrize('name', UNCOUNTED)
+@for_each_family
+def test_batch_without_any_image(name):
+    case = case_of(name)
+    for layout in layouts(case):
+        batch = joined(case, layout, TEXT_ROWS)
+        assert layout.media_per_row(batch) == [0, 0]
+        row_losses = loss_of_parts(case, layout, batch, [[0], [1]])
+        with torch.no_grad():
+            assert_same_loss(row_losses.sum(), case.loss_sum(batch))
+        batch['pixel_values'] = None
+        assert layout.select(batch, [1])['pixel_values'] is None
+        assert BatchLayout.infer(batch).select(batch, [1])['pixel_values'] is None
+
+
+@for_each_family
+def test_layout_of_model_and_of_batch(name):
+    case = case_of(name)
+    family = BatchLayout.for_model(case.model).family
+    assert family == BatchLayout.for_model(case.config).family
+    if family.entries:  # without entries, they are found in each batch
+        assert family.entries == BatchLayout.infer(case.rows[1]).family.entries
+
+
+@for_each_family
+def test_only_mllama_couples_rows(name):
+    """Its loss of a text row changes if the batch has an image. The layout must say so, for the rules of a cut."""
+    case = case_of(name)
+    layout = BatchLayout.for_model(case.model)
+    row_losses = loss_of_rows(case, [0, 1])
+    with torch.no_grad():
+        change = case.loss_sum(joined(case, layout, [0, 1])) - row_losses.sum()
+    is_coupled = abs(change) > 1e-3 * row_losses[0]
+    assert is_coupled == (name == 'mllama')
+    assert bool(layout.family.coupling) == (name == 'mllama')
+
+
+def test_no_type_has_two_entries():
+    types = [model_type for family in LAYOUTS for model_type in family.model_types]
+    assert len(types) == len(set(types))
+
+
+def test_slots_of_other_rows_are_refused():
+    """SmolVLM's processor makes a row of slots for each video, even if several videos are in one row of text."""
+    case = case_of('smolvlm')
+    layout = BatchLayout.for_model(case.model)
+    batch = joined(case, layout, IMAGE_ROWS)
+    batch['pixel_values'] = batch['pixel_values'][[0, 1, 2, 3, 3]]
+    batch['pixel_attention_mask'] = None
+    with pytest.raises(ValueError, match='a row of slots for each of 4 rows, got: 5'):
+        layout.images_per_row(batch)
+
+
+# Rows that carry no counts of their media.
+
+
+@for_each_uncounted
 def test_rows_of_twenty_random_batches(name):
     case, truth = uncounted(name)
     layout = BatchLayout.for_model(case.model)
-    num_mixed = 0
-    for batch, chosen in drawn_batches(case, layout, 20):
-        for unit in truth[0]:
-            assert layout.units_per_row(batch, unit) == [truth[row][unit] for row in chosen]
-        parts = layout.split(batch, [[index] for index in range(len(chosen))])
-        for part, row in zip(parts, chosen, strict=True):
+    num_unequal = 0
+    for batch, rows in random_batches(case, layout, 20):
+        for modality in truth[0]:
+            assert layout.units_per_row(batch, modality) == [truth[row][modality] for row in rows]
+        parts = layout.split(batch, [[index] for index in range(len(rows))])
+        for part, row in zip(parts, rows, strict=True):
             assert_same_row(layout.trim(part), case.rows[row])
-        num_mixed += len({sum(truth[row].values()) for row in chosen}) > 1
-    assert num_mixed > 10
+        num_unequal += len({sum(truth[row].values()) for row in rows}) > 1
+    assert num_unequal > 10
 
 
 @pytest.mark.parametrize('name', MEDIA)
-def test_loss_of_parts_and_of_rows(name):
+def test_random_parts_keep_the_loss(name):
     case, _ = uncounted(name)
     layout = BatchLayout.for_model(case.model)
-    with torch.no_grad():
-        for batch, chosen in drawn_batches(case, layout, 3):
-            own = sum(case.loss_sum(case.rows[row]) for row in chosen)
-            parts = layout.split(batch, [range(0, len(chosen), 2), range(1, len(chosen), 2)])
-            found = sum(case.loss_sum(layout.trim(part)) for part in parts)
-            torch.testing.assert_close(found, own, rtol=1e-5, atol=0)
+    for batch, rows in random_batches(case, layout, 3):
+        groups = [range(0, len(rows), 2), range(1, len(rows), 2)]
+        part_losses = loss_of_parts(case, layout, batch, groups)
+        assert_same_loss(part_losses.sum(), loss_of_rows(case, rows).sum())
 
 
-@pytest.mark.parametrize('name', UNCOUNTED)
+@for_each_uncounted
 def test_media_in_wrong_row_changes_loss(name):
     """Otherwise the sums of losses would show nothing."""
     case, truth = uncounted(name)
-    modality = next(iter(reversed(truth[0])))
-    row = next(row for row, counts in zip(case.rows, truth, strict=True) if counts[modality] > 1)
-    pixels = row[PIXELS[modality]]
+    modality = list(truth[0])[-1]
+    several = next(index for index, counts in enumerate(truth) if counts[modality] > 1)
+    row = case.rows[several]
     has_slots = 'aspect_ratio_ids' in row or 'pixel_attention_mask' in row
+    pixels = row[PIXELS[modality]].flip(1 if has_slots else 0)
     with torch.no_grad():
-        mixed = {**row, PIXELS[modality]: pixels.flip(1 if has_slots else 0)}
-        assert abs(case.loss(mixed) / case.loss(row) - 1) > (1e-4 if name in MEDIA else 1e-3)
+        change = case.loss({**row, PIXELS[modality]: pixels}) / case.loss(row) - 1
+    assert abs(change) > (1e-4 if name in MEDIA else 1e-3)
 
 
 @pytest.mark.parametrize(
@@ -188,14 +264,14 @@ def test_missing_model_names_the_key(name):
     case, truth = uncounted(name)
     batch = joined(case, BatchLayout.for_model(case.model), range(len(case.rows)))
     modality = next(modality for modality in PIXELS if modality in truth[0])
-    bare = BatchLayout.infer(batch)
-    with pytest.raises(
-        ValueError, match=f'which of .* {modality}s belong to .*Carry `num_{modality}s` .*for_model'
-    ) as refusal:
-        bare.units_per_row(batch, modality)
+    layout = BatchLayout.infer(batch)
+    message = f'which of .* {modality}s belong to .*Carry `num_{modality}s` .*for_model'
+    with pytest.raises(ValueError, match=message) as refusal:
+        layout.units_per_row(batch, modality)
     assert '\n' not in str(refusal.value)
     counts = [row[modality] for row in truth]
-    assert bare.units_per_row({**batch, f'num_{modality}s': counts}, modality) == counts
+    batch[f'num_{modality}s'] = counts
+    assert layout.units_per_row(batch, modality) == counts
 
 
 def test_token_types_tell_images_of_qwen():
@@ -211,55 +287,7 @@ def test_wrong_carried_counts_give_way():
     case, truth = uncounted('qwen3_vl')
     layout = BatchLayout.for_model(case.model)
     batch = joined(case, layout, range(len(case.rows)))
-    videos = [row['video'] for row in truth]
-    assert layout.units_per_row({**batch, 'num_videos': [1] * len(videos)}, 'video') == videos
-    assert layout.units_per_row({**batch, 'num_videos': videos[:-1]}, 'video') == videos
-
-
-@pytest.mark.parametrize('name', FAMILIES)
-def test_batch_without_any_image(name):
-    case = case_of(name)
-    for layout in layouts(case):
-        batch = joined(case, layout, TEXT_ROWS)
-        assert layout.media_per_row(batch) == [0, 0]
-        none = {**batch, 'pixel_values': None}
-        assert BatchLayout.infer(none).select(none, [1])['pixel_values'] is None
-        assert layout.select(none, [1])['pixel_values'] is None
-        with torch.no_grad():
-            alone = [case.loss_sum(layout.trim(layout.select(batch, [row]))) for row in (0, 1)]
-            torch.testing.assert_close(sum(alone), case.loss_sum(batch), rtol=1e-5, atol=0)
-
-
-@pytest.mark.parametrize('name', FAMILIES)
-def test_layout_of_model_and_of_batch(name):
-    case = case_of(name)
-    family = BatchLayout.for_model(case.model).family
-    assert family == BatchLayout.for_model(case.config).family
-    assert family.entries in ({}, BatchLayout.infer(case.rows[1]).family.entries)  # {}: they are found
-
-
-@pytest.mark.parametrize('name', FAMILIES)
-def test_only_mllama_couples_rows(name):
-    """The model itself gives a text row another loss beside an image: no grouping is right for it, so it is named."""
-    case = case_of(name)
-    layout = BatchLayout.for_model(case.model)
-    batch = joined(case, layout, [0, 1])
-    with torch.no_grad():
-        changed = case.loss_sum(batch) - case.loss_sum(case.rows[0]) - case.loss_sum(case.rows[1])
-    assert (abs(changed) > 1e-3 * case.loss_sum(case.rows[0])) == (name == 'mllama') == bool(layout.family.coupling)
-
-
-def test_no_type_has_two_entries():
-    types = [model_type for family in LAYOUTS for model_type in family.model_types]
-    assert len(types) == len(set(types))
-
-
-def test_slots_of_other_rows_are_refused():
-    """SmolVLM's processor makes a row of slots for each video, however many stand in a row of text."""
-    case = case_of('smolvlm')
-    layout = BatchLayout.for_model(case.model)
-    batch = joined(case, layout, IMAGE_ROWS)
-    with pytest.raises(ValueError, match='a row of slots for each of 4 rows, got: 5'):
-        layout.images_per_row(
-            {**batch, 'pixel_values': batch['pixel_values'][[0, 1, 2, 3, 3]], 'pixel_attention_mask': None}
-        )
+    expected = [row['video'] for row in truth]
+    for wrong_counts in ([1] * len(expected), expected[:-1], [*expected, 0]):
+        batch['num_videos'] = wrong_counts
+        assert layout.units_per_row(batch, 'video') == expected

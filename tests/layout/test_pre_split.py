@@ -11,69 +11,79 @@ import pickle
 
 import pytest
 import torch
-import torch.multiprocessing
 from torch.utils.data import DataLoader, Dataset
 
 from composer_tokacc.layout import BatchLayout, PreSplitBatch
 from composer_tokacc.layout.pre_split import widened
 from composer_tokacc.row_counts import ROWS_KEY, RowCounts, num_samples, rows_of, with_counts, with_rows
+from tests.support.small_batches import text_batch
 
-PAD, IMAGE = 0, 99
+for_each_side = pytest.mark.parametrize('side', ['left', 'right'])
 
 
-def microbatch(lengths, *, left=False, images=()):
-    """Rows of ``10 * length + position``, padded; a 2 x 2 image of ones for each row in `images`."""
-    width = max(lengths)
-    rows = [[PAD] * (width - n) + [10 * n + k for k in range(n)] for n in lengths]
-    rows = rows if left else [[*row[width - n :], *row[: width - n]] for row, n in zip(rows, lengths, strict=True)]
-    ids = torch.tensor(rows)
-    batch = {
-        'input_ids': ids,
-        'attention_mask': (ids != PAD).long(),
-        'labels': ids.masked_fill(ids == PAD, -100),
-        'names': [f'{n}' for n in lengths],
-    }
+def microbatch(lengths, *, side='right', images=()):
+    """Rows of these lengths; a 2 x 2 image of ones for each row in `images`."""
+    batch = text_batch(lengths, side=side, names=[str(length) for length in lengths])
     if images:
         batch['num_images'] = [int(row in images) for row in range(len(lengths))]
         batch['pixel_values'] = torch.ones(len(images), 3, 2, 2, dtype=torch.bfloat16)
     return batch
 
 
-def equal(first, second):
-    assert first.keys() == second.keys()
-    for key, value in first.items():
-        same = torch.equal(value, second[key]) if isinstance(value, torch.Tensor) else value == second[key]
-        assert same, key
+def pre_split(*microbatches):
+    indices = [list(range(len(microbatch['names']))) for microbatch in microbatches]
+    return PreSplitBatch(microbatches, max_tokens=20, indices=indices)
 
 
-def ready(*microbatches):
-    return PreSplitBatch(microbatches, max_tokens=20, indices=[list(range(len(one['names']))) for one in microbatches])
+def tensors_of(microbatch):
+    return [value for value in microbatch.values() if isinstance(value, torch.Tensor)]
 
 
-@pytest.mark.parametrize('left', [False, True])
-def test_joined_batch_is_collated_at_once(left):
-    batch = ready(microbatch([5, 5], left=left), microbatch([2, 3, 1], left=left), microbatch([4], left=left))
-    together = microbatch([5, 5, 2, 3, 1, 4], left=left)
-    equal(dict(batch), together)
-    equal(batch.joined(BatchLayout.infer(batch)), together)
+def assert_same(batch, expected):
+    assert batch.keys() == expected.keys()
+    for key, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(batch[key], value), key
+        else:
+            assert batch[key] == value, key
+
+
+def assert_same_microbatches(batch, expected):
+    assert batch.max_tokens == expected.max_tokens
+    assert batch.indices == expected.indices
+    for microbatch, expected_microbatch in zip(batch.microbatches, expected.microbatches, strict=True):
+        assert_same(microbatch, expected_microbatch)
+
+
+@for_each_side
+def test_reads_as_one_batch(side):
+    lengths = [[5, 5], [2, 3, 1], [4]]
+    batch = pre_split(*(microbatch(part, side=side) for part in lengths))
+    collated_at_once = microbatch([5, 5, 2, 3, 1, 4], side=side)
+    assert_same(dict(batch), collated_at_once)
+    assert_same(batch.joined(BatchLayout.infer(batch)), collated_at_once)
+    assert list(batch) == list(collated_at_once)
     assert batch['labels'] is batch['labels'], 'joined once'
-    assert list(batch) == list(together)
+
+
+def test_is_a_read_only_mapping():
+    batch = pre_split(microbatch([5, 2]))
     assert batch.get('missing', 7) == 7
     with pytest.raises(KeyError):
         batch['missing']
     with pytest.raises(TypeError, match='item assignment'):
-        batch['labels'] = together['labels']
+        batch['labels'] = torch.zeros(2, 5)
 
 
 def test_rows_without_media_bring_none():
-    batch = ready(microbatch([4, 4]), {**microbatch([3, 2], images=[1]), 'names': ['3', '2']})
+    batch = pre_split(microbatch([4, 4]), microbatch([3, 2], images=[1]))
     assert batch['pixel_values'].shape == (1, 3, 2, 2)
     assert 'pixel_values' in batch
     assert len(batch) == 6
 
 
 def test_counting_joins_no_tensor(monkeypatch):
-    batch = ready(microbatch([5, 2]), microbatch([3]))
+    batch = pre_split(microbatch([5, 2]), microbatch([3]))
     monkeypatch.setattr(PreSplitBatch, '_joined_tensor', lambda self, key: pytest.fail(f'joined {key}'))
     assert 'labels' in batch
     assert batch['names'] == ['5', '2', '3']
@@ -84,81 +94,93 @@ def test_counting_joins_no_tensor(monkeypatch):
     assert ROWS_KEY not in batch
 
 
-def test_deep_copies_share_nothing():
-    batch = ready(microbatch([5, 2]), microbatch([3]))
+# Copies.
+
+
+def test_deep_copies_share_nothing(monkeypatch):
+    monkeypatch.setattr(PreSplitBatch, '__reduce__', lambda self: pytest.fail('copied through shared memory'))
+    batch = pre_split(microbatch([5, 2]), microbatch([3]))
     copied = copy.deepcopy(batch)
+    assert_same_microbatches(copied, batch)
     batch.microbatches[0]['labels'].zero_()
     assert copied.microbatches[0]['labels'].any()
-    assert (copied.max_tokens, copied.indices) == (20, [[0, 1], [0]])
 
 
 def test_counts_travel_with_their_microbatch():
-    marks = [RowCounts(), RowCounts(samples=0), RowCounts()]
-    counted = with_counts(with_rows(ready(microbatch([5, 2]), microbatch([3])), marks))
-    again = pickle.loads(pickle.dumps(counted))
-    assert rows_of(again) == rows_of(counted)
-    assert [num_samples(part) for part in again.microbatches] == [1, 1]
-    assert [row.loss_tokens for row in rows_of(again)] == [4, 0, 2]
+    batch = pre_split(microbatch([5, 2]), microbatch([3]))
+    counted = with_counts(with_rows(batch, [RowCounts(), RowCounts(samples=0), RowCounts()]))
+    received = pickle.loads(pickle.dumps(counted))
+    assert rows_of(received) == rows_of(counted)
+    assert [row.loss_tokens for row in rows_of(received)] == [4, 0, 2]
+    assert [num_samples(part) for part in received.microbatches] == [1, 1]
 
 
 def test_pickled_and_back():
-    batch = ready(microbatch([5, 2], images=[0]), {**microbatch([3]), 'empty': torch.zeros(0, 4), 'none': None})
-    again = pickle.loads(pickle.dumps(batch))
-    assert (again.max_tokens, again.indices) == (batch.max_tokens, batch.indices)
-    for one, other in zip(batch.microbatches, again.microbatches, strict=True):
-        equal(one, other)
-    # Composer deep-copies each microbatch of a step: that must not copy the others with it.
-    sizes = [value.untyped_storage().nbytes() for value in again.microbatches[0].values() if torch.is_tensor(value)]
-    assert sizes == [value.nbytes for value in batch.microbatches[0].values() if torch.is_tensor(value)]
+    last = {**microbatch([3]), 'empty': torch.zeros(0, 4), 'none': None}
+    batch = pre_split(microbatch([5, 2], images=[0]), last)
+    received = pickle.loads(pickle.dumps(batch))
+    assert_same_microbatches(received, batch)
+    # Composer deep-copies each microbatch of a step, which copies whole storages: they must not be shared.
+    for tensor in tensors_of(received.microbatches[0]):
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
-class Made(Dataset):
-    """Ready batches of 40 microbatches."""
+class BatchesOfManyMicrobatches(Dataset):
+    """Six batches of 40 microbatches with 4 tensors each."""
 
     def __len__(self):
         return 6
 
     def __getitem__(self, index):
-        return ready(*(microbatch([index + 1 + k % 3, 2], images=[0]) for k in range(40)))
+        return pre_split(*(microbatch([index + 1 + k % 3, 2], images=[0]) for k in range(40)))
 
 
-def as_it_is(batch):
+def uncollated(batch):
     return batch
 
 
 def test_batch_from_workers_is_uncopied():
-    open_files, batches = len(os.listdir('/proc/self/fd')), []
-    for index, batch in enumerate(DataLoader(Made(), batch_size=None, num_workers=2, collate_fn=as_it_is)):
-        batches.append(batch)
-        for one, other in zip(batch.microbatches, Made()[index].microbatches, strict=True):
-            equal(one, other)
-        places = [value.data_ptr() for one in batch.microbatches for value in one.values() if torch.is_tensor(value)]
-        assert max(places) - min(places) < 8 * 64 * 40, 'side by side in the memory that the worker wrote'
-    assert len(batches) == len(Made())
+    dataset = BatchesOfManyMicrobatches()
+    num_open_files = len(os.listdir('/proc/self/fd'))
+    batches = list(DataLoader(dataset, batch_size=None, num_workers=2, collate_fn=uncollated))
     # Each tensor sent by itself would be a file: 160 a batch.
-    assert len(os.listdir('/proc/self/fd')) - open_files < 60
+    assert len(os.listdir('/proc/self/fd')) - num_open_files < 60
+    assert len(batches) == len(dataset)
+    for index, batch in enumerate(batches):
+        assert_same_microbatches(batch, dataset[index])
+        addresses = []
+        for part in batch.microbatches:
+            addresses += [tensor.data_ptr() for tensor in tensors_of(part)]
+        assert max(addresses) - min(addresses) < 8 * 64 * 40, 'side by side in the memory that the worker wrote'
 
 
 def test_page_locking_keeps_the_microbatches(monkeypatch):
-    # Without a GPU torch cannot lock pages: tensors that are asked to be are marked instead.
+    """Without a GPU torch cannot lock pages: the test counts which tensors it asks to lock."""
     locked = []
-    monkeypatch.setattr(torch.Tensor, 'pin_memory', lambda tensor: locked.append(tensor) or tensor.clone())
-    batch = ready(microbatch([5, 2], images=[0]), microbatch([3]))
+
+    def pin_memory(tensor):
+        locked.append(tensor)
+        return tensor.clone()
+
+    monkeypatch.setattr(torch.Tensor, 'pin_memory', pin_memory)
+    batch = pre_split(microbatch([5, 2], images=[0]), microbatch([3]))
     pinned = batch.pin_memory()
     assert isinstance(pinned, PreSplitBatch)
     assert len(locked) == 7
-    for one, other in zip(batch.microbatches, pinned.microbatches, strict=True):
-        equal(one, other)
-    assert (pinned.max_tokens, pinned.indices) == (batch.max_tokens, batch.indices)
+    assert_same_microbatches(pinned, batch)
 
 
-@pytest.mark.parametrize('left', [False, True])
-def test_widths_round_up_when_padded(left):
-    batch = {**microbatch([5, 2], left=left, images=[0]), 'position_ids': torch.zeros(3, 2, 5)}
+# Widths.
+
+
+@for_each_side
+def test_widths_round_up_when_padded(side):
+    batch = microbatch([5, 2], side=side, images=[0])
+    batch['position_ids'] = torch.zeros(3, 2, 5)
     wide = widened(batch, 8)
-    expected = microbatch([8, 5, 2], left=left)
-    for key in ('input_ids', 'attention_mask', 'labels'):
-        assert torch.equal(wide[key], expected[key][1:]), key
+    expected = text_batch([5, 2], side=side, width=8)
+    for key, value in expected.items():
+        assert torch.equal(wide[key], value), key
     assert wide['position_ids'].shape == (3, 2, 8)
     assert wide['pixel_values'] is batch['pixel_values']
     assert widened(batch, 5)['input_ids'] is batch['input_ids']
@@ -166,6 +188,6 @@ def test_widths_round_up_when_padded(left):
 
 
 def test_labels_without_ids_keep_their_width():
-    """A batch of sounds has no text that the model is given; its labels are as wide as the loader made them."""
+    """A batch of audio has no text as input. Its labels stay as wide as the loader made them."""
     batch = {'input_features': torch.zeros(2, 4, 6), 'labels': torch.ones(2, 5, dtype=torch.long)}
     assert widened(batch, 8) is batch

@@ -1,11 +1,11 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What Composer's loggers have written to disk, offline: the same numbers in each."""
+"""Composer's loggers that write to disk without a network. All of them must have the same numbers."""
 
 from __future__ import annotations
 
-import itertools
+from itertools import groupby
 
 import pytest
 from composer import loggers
@@ -16,32 +16,39 @@ from tests.support.training import loader, train
 
 STEPS = 3
 
+# Each function returns a logger, and a function that reads what it has written: {metric: {step: value}}.
+
 
 def tensorboard(folder):
     pytest.importorskip('tensorboard')
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # pyright: ignore[reportMissingImports]
 
     def read():
-        found = {}
+        written = {}
         for file in folder.rglob('events.out.*'):
             events = EventAccumulator(str(file))
             events.Reload()
             for name in events.Tags()['scalars']:
-                found.setdefault(name, {}).update({one.step: one.value for one in events.Scalars(name)})
-        return found
+                for event in events.Scalars(name):
+                    written.setdefault(name, {})[event.step] = event.value
+        return written
 
     return loggers.TensorboardLogger(log_dir=str(folder)), read
 
 
 def mlflow(folder):
-    client = pytest.importorskip('mlflow').MlflowClient
     store = f'sqlite:///{folder}/mlflow.db'
+    client_class = pytest.importorskip('mlflow').MlflowClient
 
     def read():
-        experiment = client(store).get_experiment_by_name('all')
-        (run,) = client(store).search_runs([experiment.experiment_id])
-        history = {name: client(store).get_metric_history(run.info.run_id, name) for name in run.data.metrics}
-        return {name: {one.step: one.value for one in points} for name, points in history.items()}
+        client = client_class(store)
+        experiment = client.get_experiment_by_name('all')
+        (run,) = client.search_runs([experiment.experiment_id])
+        written = {}
+        for name in run.data.metrics:
+            points = client.get_metric_history(run.info.run_id, name)
+            written[name] = {point.step: point.value for point in points}
+        return written
 
     return loggers.MLFlowLogger(experiment_name='all', tracking_uri=store, log_system_metrics=False), read
 
@@ -49,38 +56,51 @@ def mlflow(folder):
 def wandb(folder):
     package = pytest.importorskip('wandb')
     if not hasattr(package.sdk.wandb_run.Run, 'get_url'):
-        pytest.skip("Composer's logger asks for what W&B has no more")
+        pytest.skip("Composer's logger calls a function that this W&B no longer has")
     from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportMissingImports]
 
     def read():
-        package.teardown()  # its service writes on behind `finish`
+        package.teardown()  # its service goes on writing after `finish`
         (file,) = folder.rglob('*.wandb')
-        found = {}
-        for data in records_of(file.read_bytes()):
+        written = {}
+        for data in wandb_records(file.read_bytes()):
             record = Record()
             record.ParseFromString(data)
-            items = {item.key or '/'.join(item.nested_key): item.value_json for item in record.history.item}
+            items = {}
+            for item in record.history.item:
+                name = item.key or '/'.join(item.nested_key)
+                items[name] = item.value_json
+            step = int(items.get('_step', record.history.step.num))
             for name, value in items.items():
                 if '/' in name:
-                    found.setdefault(name, {})[int(items.get('_step', record.history.step.num))] = float(value)
-        return found
+                    written.setdefault(name, {})[step] = float(value)
+        return written
 
     return loggers.WandBLogger(init_kwargs={'mode': 'offline', 'dir': str(folder)}), read
 
 
-def records_of(data):
-    """Records of a W&B file: a header, then LevelDB's log format, blocks of 32 KiB with pieces of records."""
-    place, kept = 7, b''
-    while place + 7 <= len(data):
-        if 2**15 - place % 2**15 < 7:
-            place += 2**15 - place % 2**15
+def wandb_records(data):
+    """Yields the records of a W&B file: 7 bytes, then LevelDB's log format.
+
+    The log consists of blocks of 32 KiB with pieces of records. Each piece has a header of 7 bytes: 4 of a checksum, 2
+    of the size and 1 of the type.
+    """
+    block_size, header_size = 2**15, 7
+    position = 7
+    record = b''
+    while position + header_size <= len(data):
+        left_in_block = block_size - position % block_size
+        if left_in_block < header_size:
+            position += left_in_block
             continue
-        size, kind = int.from_bytes(data[place + 4 : place + 6], 'little'), data[place + 6]
-        kept += data[place + 7 : place + 7 + size]
-        place += 7 + size
-        if kind in (1, 4):  # whole, or the last piece
-            yield kept
-            kept = b''
+        size = int.from_bytes(data[position + 4 : position + 6], 'little')
+        piece_type = data[position + 6]
+        start = position + header_size
+        record += data[start : start + size]
+        position = start + size
+        if piece_type in (1, 4):  # a whole record, or its last piece
+            yield record
+            record = b''
 
 
 @pytest.mark.parametrize('make', [tensorboard, mlflow, wandb])
@@ -88,16 +108,24 @@ def test_loggers_on_disk_have_the_numbers(make, tmp_path, monkeypatch):
     monkeypatch.setenv('WANDB_DIR', str(tmp_path))
     destination, read = make(tmp_path)
     batch = {**collate(text_rows([(4, 2), (9, 7), (6, 1)])), 'source': ['a', 'b c', 'a/ä']}
-    options = {'callbacks': [TokenMonitor()], 'loggers': [destination], 'max_duration': f'{STEPS}ba'}
-    _, memory, trainer = train(text_model(), loader(*[batch] * STEPS), microbatch_size=3, **options)
+    _, memory, trainer = train(
+        text_model(),
+        loader(*[batch] * STEPS),
+        microbatch_size=3,
+        callbacks=[TokenMonitor()],
+        loggers=[destination],
+        max_duration=f'{STEPS}ba',
+    )
     trainer.close()
     written = read()
-    ours = {name: values for name, values in memory.data.items() if name.startswith('token_monitor/')}
-    assert {'token_monitor/gradient_norm', 'token_monitor/source/b c/loss'} <= ours.keys() <= written.keys()
-    for name, values in ours.items():
+    expected = {name: values for name, values in memory.data.items() if name.startswith('token_monitor/')}
+    assert {'token_monitor/gradient_norm', 'token_monitor/source/b c/loss'} <= expected.keys()
+    for name, values in expected.items():
         for time, value in values:
-            # Composer's MLflow logger leaves out a value that is the one before.
+            # Composer's MLflow logger leaves out a value that equals the one before.
             last = max(step for step in written[name] if step <= time.batch.value)
             assert written[name][last] == pytest.approx(float(value), rel=1e-6), (name, last)
         numbers = [float(value) for _, value in values]
-        assert len(written[name]) == (len(numbers) if make is not mlflow else len(list(itertools.groupby(numbers))))
+        if make is mlflow:
+            numbers = [number for number, _ in groupby(numbers)]
+        assert len(written[name]) == len(numbers)

@@ -1,6 +1,8 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
+"""The figures that the monitor logs in each step: padding, weights, use of the device, the gradient's norm."""
+
 from __future__ import annotations
 
 import pytest
@@ -15,84 +17,111 @@ from tests.support.text import collate, text_model, text_rows
 from tests.support.training import assert_exact, fit, loader, reference_gradients
 
 SHAPE = [(4, 2), (5, 0), (9, 7), (14, 11), (6, 1), (3, 2)]
-REAL, TOKENS, WIDTH = 41, 23, 14
+ROWS, REAL, TOKENS, WIDTH = 6, 41, 23, 14
+PADDING = 1 - REAL / (ROWS * WIDTH)
 
 
-def run(data, **kwargs):
-    options = {'algorithms': [], 'callbacks': [TokenMonitor()], 'max_duration': '2ba', **kwargs}
+def run(data, **options):
+    """Trains for two steps with the monitor, without TokenAccumulation unless `algorithms` has it."""
+    options = {'algorithms': [], 'callbacks': [TokenMonitor()], 'max_duration': '2ba', **options}
     return fit(text_model(), data, **options)
 
 
-def test_an_unknown_rule_is_refused_before_the_run():
-    with pytest.raises(ValueError, match=r"`loss_tokens` must be .*, got: 'shifted'"):
-        TokenMonitor(loss_tokens='shifted')
+def figures(recorder, name):
+    return recorder.logged(f'token_monitor/{name}')
 
 
-def test_stock_split_pays_for_the_width_of_the_device_batch():
+@pytest.mark.parametrize(
+    ('options', 'message'),
+    [
+        ({'loss_tokens': 'shifted'}, r"`loss_tokens` must be .*, got: 'shifted'"),
+        ({'device_tflops': -1}, '`device_tflops` must be a positive number, got: -1'),
+    ],
+)
+def test_bad_arguments_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        TokenMonitor(**options)
+
+
+# Padding.
+
+
+def test_figures_of_a_stock_split():
+    """Composer's own split pads each microbatch to the width of the device batch."""
     batch = collate(text_rows(SHAPE))
     recorder = run(loader(batch, batch), microbatch_size=1)
-    ratio = 1 - REAL / (6 * WIDTH)
-    assert recorder.logged('token_monitor/padding_ratio') == pytest.approx([ratio] * 2)
-    assert recorder.logged('token_monitor/device_batch_padding_ratio') == pytest.approx([ratio] * 2)
-    assert recorder.logged('token_monitor/loss_generating_share') == pytest.approx([TOKENS / REAL] * 2)
-    assert recorder.logged('token_monitor/empty_microbatches') == [1, 1]
-    assert recorder.logged('token_monitor/microbatches') == [6, 6]
-    assert recorder.logged('token_monitor/rank_imbalance') == [1, 1]
-    assert all(rate > 0 for rate in recorder.logged('token_monitor/real_tokens_per_second'))
-    # One row a microbatch: sample weights are 1/6, token weights t/T.
-    distance = sum(abs(1 / 6 - labelled / TOKENS) for _, labelled in SHAPE) / 2
-    assert recorder.logged('token_monitor/sample_weighting_error') == pytest.approx([distance])
+    assert figures(recorder, 'padding_ratio') == pytest.approx([PADDING] * 2)
+    assert figures(recorder, 'device_batch_padding_ratio') == pytest.approx([PADDING] * 2)
+    assert figures(recorder, 'loss_generating_share') == pytest.approx([TOKENS / REAL] * 2)
+    assert figures(recorder, 'empty_microbatches') == [1, 1]
+    assert figures(recorder, 'microbatches') == [6, 6]
+    assert figures(recorder, 'rank_imbalance') == [1, 1]
+    assert min(figures(recorder, 'real_tokens_per_second')) > 0
+    # One row a microbatch: the weight of each is 1/6 by samples, and its share of the labels by tokens.
+    distance = sum(abs(1 / ROWS - labelled / TOKENS) for _, labelled in SHAPE) / 2
+    assert figures(recorder, 'sample_weighting_error') == pytest.approx([distance])
 
 
 @pytest.mark.parametrize('side', ['left', 'right'])
 @pytest.mark.parametrize('microbatch_size', [1, 2, 4])
-def test_rows_of_equal_length_have_no_padding(microbatch_size, side):
+def test_equally_long_rows_have_no_padding(microbatch_size, side):
     batch = collate(text_rows([(9, 7), (9, 1), (9, 4), (9, 8)]), side=side)
     for data in (loader(batch, batch), token_data_spec(loader(batch, batch))):
         recorder = run(data, algorithms=[TokenAccumulation()], microbatch_size=microbatch_size)
-        assert recorder.logged('token_monitor/padding_ratio') == [0, 0]
-        assert recorder.logged('token_monitor/device_batch_padding_ratio') == [0, 0]
-
-
-def test_all_that_is_logged_is_listed_where_users_look():
-    batch = {**collate(text_rows(SHAPE)), 'source': ['a', 'b', 'a', 'b', 'a', 'b']}
-    recorder = run(token_data_spec(loader(batch, batch)), algorithms=[TokenAccumulation()], microbatch_size=2)
-    keys = {key.removeprefix('token_monitor/') for key in recorder.memory.data if key.startswith('token_monitor/')}
-    by_source = {key.rpartition('/')[2] for key in keys if key.startswith('source/')}
-    assert {'padding_ratio', 'rank_imbalance'} < keys
-    assert 'loss' in by_source
-    panel = (ROOT / 'docs/watching.md').read_text()
-    for key in keys - {key for key in keys if key.startswith('source/')}:
-        assert f'/{key}``' in TokenMonitor.__doc__ or f'..._{key.rpartition("_")[2]}``' in TokenMonitor.__doc__, key
-        assert f'`{key}`' in panel, key
-    assert all(f'/source/NAME/{key}``' in TokenMonitor.__doc__ for key in by_source)
+        assert figures(recorder, 'padding_ratio') == [0, 0]
+        assert figures(recorder, 'device_batch_padding_ratio') == [0, 0]
 
 
 def test_regrouping_split_computes_less_padding():
     batch = collate(text_rows(SHAPE))
     recorder = run(token_data_spec(loader(batch, batch)), algorithms=[TokenAccumulation()], microbatch_size=2)
-    ratio, untrimmed = (
-        recorder.logged(f'token_monitor/{name}') for name in ('padding_ratio', 'device_batch_padding_ratio')
-    )
-    assert untrimmed == pytest.approx([1 - REAL / (6 * WIDTH)] * 2)
-    assert max(ratio) < untrimmed[0]
-    assert ratio == pytest.approx([ratio[0]] * 2)
+    assert figures(recorder, 'device_batch_padding_ratio') == pytest.approx([PADDING] * 2)
+    first, second = figures(recorder, 'padding_ratio')
+    assert first < PADDING
+    assert second == pytest.approx(first)
 
 
-def test_rows_that_are_no_samples_are_told_apart_and_hold_no_real_tokens():
+def test_dummy_rows_have_their_own_figure():
+    """They are computed, but they do not count as samples or real tokens."""
     batch = with_rows(collate(text_rows(SHAPE)), [RowCounts()] * 5 + [RowCounts(samples=0)])
-    # Each row by itself, at its own width, but for the first two, which share one.
     data = token_data_spec(loader(batch, batch), slot_tokens=WIDTH, regroup=False)
     recorder = run(data, algorithms=[TokenAccumulation()], microbatch_size=1)
-    positions = [5 + 5, 9, 14, 6 + 6]
-    assert recorder.logged('token_monitor/dummy_ratio') == pytest.approx([6 / sum(positions)] * 2)
-    assert recorder.logged('token_monitor/padding_ratio') == pytest.approx([1 - (REAL - 3) / sum(positions)] * 2)
+    positions = (5 + 5) + 9 + 14 + (6 + 6)  # two microbatches hold two rows, and are as wide as the wider one
+    assert figures(recorder, 'dummy_ratio') == pytest.approx([6 / positions] * 2)
+    assert figures(recorder, 'padding_ratio') == pytest.approx([1 - (REAL - 3) / positions] * 2)
 
 
 def test_one_microbatch_has_no_weighting_error():
     batch = collate(text_rows(SHAPE))
-    recorder = run(loader(batch, batch), microbatch_size=6)
-    assert recorder.logged('token_monitor/sample_weighting_error') == pytest.approx([0.0])
+    recorder = run(loader(batch, batch), microbatch_size=ROWS)
+    assert figures(recorder, 'sample_weighting_error') == pytest.approx([0.0])
+
+
+class OutOfMemoryOver(Algorithm):
+    """Raises, as the GPU would, in every microbatch with more positions than a limit."""
+
+    def __init__(self, limit):
+        self.limit = limit
+
+    def match(self, event, state):
+        return event == Event.BEFORE_LOSS
+
+    def apply(self, event, state, logger):
+        state.auto_microbatching = True
+        if state.batch['input_ids'].numel() > self.limit:
+            raise RuntimeError('CUDA out of memory')
+
+
+def test_attempts_without_memory_are_not_counted():
+    """Composer halves 6 to 3 to 1 row of 14 tokens: 84 and 42 positions do not fit, 14 do."""
+    batch = collate(text_rows(SHAPE))
+    recorder = run(loader(batch), algorithms=[OutOfMemoryOver(14)], microbatch_size=ROWS, max_duration='1ba')
+    assert recorder.trainer.state.device_train_microbatch_size == 1
+    assert figures(recorder, 'microbatches') == [6]
+    assert figures(recorder, 'padding_ratio') == pytest.approx([PADDING])
+
+
+# Use of the device, and the gradient.
 
 
 class MadeUpFlops:
@@ -105,107 +134,122 @@ class MadeUpFlops:
         return 1000.0
 
 
-def test_use_of_the_device_is_operations_over_what_it_can_do():
+def test_use_of_the_device():
+    """It is the operations of a second over those that the device can do in a second."""
     monitor = TokenMonitor(flops=MadeUpFlops(), device_tflops=0.5)
     batch = collate(text_rows(SHAPE))
     recorder = run(loader(batch, batch), callbacks=[monitor])
-    rates, seconds = (recorder.logged(f'token_monitor/{name}') for name in ('tokens_per_second', 'seconds_p99'))
-    operations = 10 * 6 * WIDTH + 1000
-    for rate, mfu, tera in zip(
-        rates, *(recorder.logged(f'token_monitor/{n}') for n in ('mfu', 'tflops_per_second')), strict=True
+    positions = ROWS * WIDTH
+    rates = figures(recorder, 'tokens_per_second')
+    for rate, used_share, teraflops in zip(
+        rates, figures(recorder, 'mfu'), figures(recorder, 'tflops_per_second'), strict=True
     ):
-        assert mfu == pytest.approx(operations * rate / (6 * WIDTH) / 0.5e12)
-        assert tera == pytest.approx(mfu * 0.5)
-    assert seconds[0] == pytest.approx(6 * WIDTH / rates[0])
-    assert recorder.logged('token_monitor/hours_left')[-1] == 0
-    assert min(recorder.logged('token_monitor/loader_seconds')) > 0
-    with pytest.raises(ValueError, match='`device_tflops` must be a positive number, got: -1'):
-        TokenMonitor(device_tflops=-1)
+        operations_per_second = (10 * positions + 1000) * rate / positions
+        assert used_share == pytest.approx(operations_per_second / 0.5e12)
+        assert teraflops == pytest.approx(operations_per_second / 1e12)
+    assert figures(recorder, 'seconds_p99')[0] == pytest.approx(positions / rates[0])
+    assert figures(recorder, 'hours_left')[-1] == 0
+    assert min(figures(recorder, 'loader_seconds')) > 0
 
 
-@pytest.mark.parametrize('others', [[], [GradientClipping('norm', 1e-3)]], ids=['plain', 'clipped'])
-def test_gradient_norm_is_that_of_one_forward_whatever_is_clipped(others):
-    batch, model = collate(text_rows(SHAPE)), text_model()
+@pytest.mark.parametrize('algorithms', [[], [GradientClipping('norm', 1e-3)]], ids=['plain', 'clipped'])
+def test_gradient_norm_is_before_clipping(algorithms):
+    model = text_model()
+    batch = collate(text_rows(SHAPE))
     expected, _ = reference_gradients(model, batch)
-    norm = float(sum(value.double().square().sum() for value in expected.values()).sqrt())
-    algorithms = [*others, TokenAccumulation()]
-    recorder = fit(model, loader(batch), algorithms=algorithms, callbacks=[TokenMonitor()], max_duration='1ba')
+    norm = float(sum(gradient.double().square().sum() for gradient in expected.values()).sqrt())
+    recorder = fit(
+        model,
+        loader(batch),
+        algorithms=[*algorithms, TokenAccumulation()],
+        callbacks=[TokenMonitor()],
+        max_duration='1ba',
+    )
     assert norm > 0.1
-    assert recorder.logged('token_monitor/gradient_norm') == pytest.approx([norm], rel=1e-5)
+    assert figures(recorder, 'gradient_norm') == pytest.approx([norm], rel=1e-5)
 
 
-class ShownNumbers(Callback):
-    """What stands behind the bar at the end of each step."""
+# Where users look.
+
+
+def test_all_figures_are_documented():
+    batch = {**collate(text_rows(SHAPE)), 'source': ['a', 'b', 'a', 'b', 'a', 'b']}
+    recorder = run(token_data_spec(loader(batch, batch)), algorithms=[TokenAccumulation()], microbatch_size=2)
+    names, names_by_source = set(), set()
+    for key in recorder.memory.data:
+        if key.startswith('token_monitor/source/'):
+            names_by_source.add(key.rpartition('/')[2])
+        elif key.startswith('token_monitor/'):
+            names.add(key.removeprefix('token_monitor/'))
+    assert {'padding_ratio', 'rank_imbalance'} < names
+    assert 'loss' in names_by_source
+    docstring = TokenMonitor.__doc__
+    page = (ROOT / 'docs/watching.md').read_text()
+    for name in names:
+        suffix = name.rpartition('_')[2]  # the docstring shortens a second name to `..._p99`
+        assert f'/{name}``' in docstring or f'..._{suffix}``' in docstring, name
+        assert f'`{name}`' in page, name
+    for name in names_by_source:
+        assert f'/source/NAME/{name}``' in docstring, name
+
+
+class BarReader(Callback):
+    """Keeps the figures behind the progress bar at the end of each step."""
 
     def __init__(self):
-        self.found = []
+        self.figures_of_steps = []
 
     def batch_end(self, state, logger):
-        (bar,) = (one.train_pbar for one in logger.destinations if isinstance(one, ProgressBarLogger))
-        self.found.append(dict(bar.metrics))
+        for destination in logger.destinations:
+            if isinstance(destination, ProgressBarLogger):
+                self.figures_of_steps.append(dict(destination.train_pbar.metrics))
 
 
-def test_progress_bar_has_the_shortest_of_it(capfd):
-    batch, shown = collate(text_rows(SHAPE)), ShownNumbers()
-    options = {'progress_bar': True, 'callbacks': [TokenMonitor(), shown], 'max_duration': '3ba'}
-    recorder = run(loader(batch, batch, batch), microbatch_size=6, **options)
-    assert 'loss/train/total=' in capfd.readouterr().err
-    for step, found in enumerate(shown.found):
-        rate, padding, norm = (
-            recorder.logged(f'token_monitor/{name}')[step]
-            for name in ('tokens_per_second', 'padding_ratio', 'gradient_norm')
-        )
-        assert found['tok/s'] == f'{rate:,.0f}'
-        assert found['padding'] == f'{padding:.0%}'
-        assert found['|grad|'] == f'{norm:.3g}'
-
-
-class OutOfMemoryUntil(Algorithm):
-    """Raises, as the GPU would, in every microbatch of more than so many positions."""
-
-    def __init__(self, most):
-        self.most = most
-
-    def match(self, event, state):
-        return event == Event.BEFORE_LOSS
-
-    def apply(self, event, state, logger):
-        state.auto_microbatching = True
-        if state.batch['input_ids'].numel() > self.most:
-            raise RuntimeError('CUDA out of memory')
-
-
-def test_attempts_that_ran_out_of_memory_leave_no_trace_in_the_figures():
-    """Composer halves 6 to 3 to 1 row of 14 tokens: 84 and 42 positions do not fit, 14 do."""
+def test_progress_bar_has_three_figures(capfd):
     batch = collate(text_rows(SHAPE))
-    recorder = run(loader(batch), algorithms=[OutOfMemoryUntil(14)], microbatch_size=6, max_duration='1ba')
-    assert recorder.trainer.state.device_train_microbatch_size == 1
-    assert recorder.logged('token_monitor/microbatches') == [6]
-    assert recorder.logged('token_monitor/padding_ratio') == pytest.approx([1 - REAL / (6 * WIDTH)])
+    reader = BarReader()
+    recorder = run(
+        loader(batch, batch, batch),
+        microbatch_size=ROWS,
+        progress_bar=True,
+        callbacks=[TokenMonitor(), reader],
+        max_duration='3ba',
+    )
+    assert 'loss/train/total=' in capfd.readouterr().err
+    assert len(reader.figures_of_steps) == 3
+    for step, shown_figures in enumerate(reader.figures_of_steps):
+        assert shown_figures['tok/s'] == f'{figures(recorder, "tokens_per_second")[step]:,.0f}'
+        assert shown_figures['padding'] == f'{figures(recorder, "padding_ratio")[step]:.0%}'
+        assert shown_figures['|grad|'] == f'{figures(recorder, "gradient_norm")[step]:.3g}'
 
 
-# Keys of others in the batch.
+# Keys of other programs in the batch.
 
-NAMES = ('loss_generating_tokens', 'total_tokens', 'real_tokens', 'num_microbatches', 'counted_by', 'packed')
+FOREIGN_NAMES = ['loss_generating_tokens', 'total_tokens', 'real_tokens', 'num_microbatches', 'counted_by', 'packed']
 
 
-@pytest.fixture(params=['all names', 'those of llm-foundry'])
+@pytest.fixture(params=[FOREIGN_NAMES, FOREIGN_NAMES[:2]], ids=['all names', 'names of llm-foundry'])
 def foreign_batch(request):
-    found = collate(text_rows(SHAPE))
-    names = NAMES if request.param == 'all names' else NAMES[:2]
-    return {**found, **{name: [7] * len(SHAPE) for name in names}}
+    batch = collate(text_rows(SHAPE))
+    for name in request.param:
+        batch[name] = [7] * ROWS
+    return batch
 
 
-def test_monitor_alone_counts_for_itself_beside_keys_of_others(foreign_batch):
-    recorder = fit(text_model(), loader(foreign_batch), algorithms=[], callbacks=[TokenMonitor()], microbatch_size=1)
-    assert recorder.logged('token_monitor/loss_generating_share') == pytest.approx([TOKENS / REAL])
-    assert recorder.logged('token_monitor/empty_microbatches') == [1]
+def test_monitor_ignores_keys_of_others(foreign_batch):
+    recorder = run(loader(foreign_batch), microbatch_size=1, max_duration='1ba')
+    assert figures(recorder, 'loss_generating_share') == pytest.approx([TOKENS / REAL])
+    assert figures(recorder, 'empty_microbatches') == [1]
 
 
-@pytest.mark.parametrize('split', ['stock', 'ours'])
-def test_algorithm_counts_for_itself_beside_keys_of_others(split, foreign_batch):
-    model = text_model()
-    data = token_data_spec(loader(foreign_batch)) if split == 'ours' else loader(foreign_batch)
-    recorder = assert_exact(model, data, batch=collate(text_rows(SHAPE)), callbacks=[TokenMonitor()])
+@pytest.mark.parametrize('has_spec', [False, True])
+def test_algorithm_ignores_keys_of_others(has_spec, foreign_batch):
+    data = loader(foreign_batch)
+    recorder = assert_exact(
+        text_model(),
+        token_data_spec(data) if has_spec else data,
+        batch=collate(text_rows(SHAPE)),
+        callbacks=[TokenMonitor()],
+    )
     assert recorder.logged('token_accumulation/loss_generating_tokens') == [TOKENS]
-    assert recorder.logged('token_monitor/loss_generating_share') == pytest.approx([TOKENS / REAL])
+    assert figures(recorder, 'loss_generating_share') == pytest.approx([TOKENS / REAL])

@@ -1,69 +1,153 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Slow, obvious versions of the planner's functions, and checks of a plan. ``images`` are image tokens of each row."""
+"""Samples under caps, slow and obvious versions of the planner's functions, and checks of its results."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-import numpy as np
+from hypothesis import strategies as st
 
-from composer_tokacc.planning import CostModel, CutOptions, MicrobatchPlan, Rows
+from composer_tokacc.planning import CostModel, CutOptions, MicrobatchPlan, Rows, plan_microbatches
 from composer_tokacc.planning.rows import OrderedRows
 
 
-def sorted_rows(lengths, max_tokens, images=None, max_images=None, cost=None) -> OrderedRows:
-    options = CutOptions(max_tokens=max_tokens, max_image_tokens=max_images, cost=cost or CostModel())
-    rows = Rows(lengths, options, image_tokens=images)
-    return rows.by_length()
+@dataclass
+class Samples:
+    """Samples with their sizes, and the caps on the sums over a microbatch. A cap of None does not hold."""
+
+    lengths: list[int]
+    max_tokens: int
+    images: list[int] = field(default_factory=list)
+    """Image tokens of each sample. Empty: none."""
+    labels: list[int] = field(default_factory=list)
+    """Loss tokens of each sample. Empty: none."""
+    max_images: int | None = None
+    max_labels: int | None = None
+
+    def __post_init__(self) -> None:
+        self.images = self.images or [0] * len(self.lengths)
+        self.labels = self.labels or [0] * len(self.lengths)
+
+    @property
+    def tables(self) -> dict[str, list[int]]:
+        return {'image_tokens': self.images, 'loss_tokens': self.labels}
+
+    @property
+    def caps(self) -> dict[str, int | None]:
+        return {
+            'max_tokens': self.max_tokens,
+            'max_image_tokens': self.max_images,
+            'max_loss_tokens': self.max_labels,
+        }
+
+    def sorted_rows(self, cost: CostModel | None = None) -> OrderedRows:
+        """Returns the rows by length, as the planner's own functions take them."""
+        options = CutOptions(cost=cost or CostModel(), **self.caps)
+        return Rows(self.lengths, options, **self.tables).by_length()
+
+    def plan(self, num_ranks: int, **options: Any) -> MicrobatchPlan:
+        """Returns the plan of these samples under their caps."""
+        return plan_microbatches(self.lengths, num_ranks=num_ranks, **self.caps, **self.tables, **options)
+
+    def keep_caps(self, rows: Sequence[int], *, is_packed: bool = False) -> bool:
+        """Returns whether a microbatch of these rows breaks no cap."""
+        lengths = [self.lengths[row] for row in rows]
+        num_tokens = sum(lengths) if is_packed else len(rows) * max(lengths)
+        if num_tokens > self.max_tokens:
+            return False
+        if self.max_images is not None and sum(self.images[row] for row in rows) > self.max_images:
+            return False
+        return self.max_labels is None or sum(self.labels[row] for row in rows) <= self.max_labels
+
+    def fit(self, rows: Sequence[int], *, is_packed: bool = False) -> bool:
+        """Returns whether rows may share a microbatch. A row that breaks a cap is alone in one."""
+        return len(rows) == 1 or self.keep_caps(rows, is_packed=is_packed)
+
+    def check_cut(self, microbatches: Sequence[Sequence[int]], *, is_packed: bool = False) -> None:
+        """Checks that each sample is in one microbatch, and that no cap is broken."""
+        counts: Counter[int] = Counter()
+        for rows in microbatches:
+            counts.update(rows)
+            assert self.fit(rows, is_packed=is_packed), rows
+        assert counts == Counter(range(len(self.lengths)))
+
+    def check_plan(self, plan: MicrobatchPlan, num_ranks: int) -> None:
+        """Checks a plan of either objective."""
+        assert len(plan.ranks) == num_ranks
+        assert all(plan.ranks), 'a rank without a microbatch'
+        microbatches = list(itertools.chain(*plan.ranks))
+        planned = []
+        copies = []
+        for microbatch in microbatches:
+            if microbatch.filled:
+                copies.append(microbatch.indices)
+            else:
+                planned.append(microbatch.indices)
+        self.check_cut(planned)
+        assert plan.stats.filled == len(copies)
+        assert all(len(rows) == 1 for rows in copies)
+        oversize = {row for row in range(len(self.lengths)) if not self.keep_caps([row])}
+        assert set(plan.stats.oversize) == oversize
+        for microbatch in microbatches:
+            assert microbatch.width >= max(self.lengths[row] for row in microbatch.indices)
+            if not oversize.intersection(microbatch.indices):
+                assert microbatch.num_tokens <= self.max_tokens
+        assert plan.stats.num_tokens == sum(self.lengths)
+        assert 0.0 < plan.stats.share_of_bound <= 1.0 + 1e-9
+
+    def check_slots(self, plan: MicrobatchPlan) -> None:
+        """Checks a plan for 'fsdp': equal counts on all ranks, and step slots only with images or only without."""
+        for slot in zip(*plan.ranks, strict=True):
+            has_images = {self.has_images(microbatch.indices) for microbatch in slot}
+            assert len(has_images) == 1, slot
+
+    def has_images(self, rows: Sequence[int]) -> bool:
+        return any(self.images[row] > 0 for row in rows)
+
+    def padded_cost(self, rows: Sequence[int]) -> float:
+        """Returns the cost of a microbatch without vision and launch."""
+        width = max(self.lengths[row] for row in rows)
+        return len(rows) * row_cost(width)
+
+    def least_padded_costs(self, order: Sequence[int]) -> dict[int, float]:
+        """Returns the least padded cost of contiguous cuts of `order`, for each possible number of microbatches."""
+
+        @functools.cache
+        def best(start: int) -> dict[int, float]:
+            if start == len(order):
+                return {0: 0.0}
+            least: dict[int, float] = {}
+            for end in range(start + 1, len(order) + 1):
+                rows = order[start:end]
+                if not self.fit(rows):
+                    break
+                for count, cost_of_others in best(end).items():
+                    total = self.padded_cost(rows) + cost_of_others
+                    least[count + 1] = min(least.get(count + 1, total), total)
+            return least
+
+        return best(0)
 
 
-def price_of(cost: CostModel, num_rows: int, width: int, image_tokens: int = 0) -> float:
-    """Cost of a microbatch, by the formula in words."""
-    return num_rows * (width + width**2 / cost.quadratic) + cost.vision_per_token * image_tokens + cost.launch
+def row_cost(width: int, cost: CostModel | None = None) -> float:
+    """Returns the cost of the text of one row, by the formula in words."""
+    quadratic = (cost or CostModel()).quadratic
+    return width + width**2 / quadratic
 
 
-def fits(lengths, images, rows, max_tokens, max_images) -> bool:
-    """Whether rows may share a microbatch: the caps hold, or a row is alone."""
-    if len(rows) == 1:
-        return True
-    area = len(rows) * max(lengths[row] for row in rows)
-    return area <= max_tokens and (max_images is None or sum(images[row] for row in rows) <= max_images)
+def microbatch_cost(cost: CostModel, num_rows: int, width: int, image_tokens: int = 0) -> float:
+    """Returns the cost of a microbatch, by the formula in words."""
+    return num_rows * row_cost(width, cost) + cost.vision_per_token * image_tokens + cost.launch
 
 
-def least_padded(lengths, max_tokens, price, order=None, images=None, max_images=None) -> dict[int, float]:
-    """Least padded price of contiguous cuts of `order`, for each possible number of microbatches."""
-    order = list(range(len(lengths))) if order is None else list(order)
-    images = images if images is not None else [0] * len(lengths)
-
-    @functools.cache
-    def best(start: int) -> dict[int, float]:
-        if start == len(order):
-            return {0: 0.0}
-        least: dict[int, float] = {}
-        for end in range(start + 1, len(order) + 1):
-            rows = order[start:end]
-            if not fits(lengths, images, rows, max_tokens, max_images):
-                break
-            price_of_first = len(rows) * price(max(lengths[row] for row in rows))
-            for count, price_of_others in best(end).items():
-                total = price_of_first + price_of_others
-                least[count + 1] = min(least.get(count + 1, np.inf), total)
-        return least
-
-    return best(0)
-
-
-def fits_alone(row, lengths, images, max_tokens, max_images) -> bool:
-    """Whether a row by itself breaks no cap."""
-    if lengths[row] > max_tokens:
-        return False
-    return max_images is None or images is None or images[row] <= max_images
-
-
-def partitions(rows):
+def partitions(rows: list[int]) -> Iterator[list[list[int]]]:
     """Yields all ways to divide rows into microbatches."""
     if not rows:
         yield []
@@ -71,39 +155,22 @@ def partitions(rows):
     first = rows[0]
     for partition in partitions(rows[1:]):
         yield [[first], *partition]
-        for k, block in enumerate(partition):
-            yield [*partition[:k], [first, *block], *partition[k + 1 :]]
+        for place, microbatch in enumerate(partition):
+            yield [*partition[:place], [first, *microbatch], *partition[place + 1 :]]
 
 
-def check_cut(microbatches, lengths, max_tokens, images=None, max_images=None) -> None:
-    """Checks that every row is in one microbatch, and that no cap is broken."""
-    images = images if images is not None else [0] * len(lengths)
-    assert Counter(row for rows in microbatches for row in rows) == Counter(range(len(lengths)))
-    for rows in microbatches:
-        assert fits(lengths, images, rows, max_tokens, max_images), (rows, [lengths[row] for row in rows])
-
-
-def check_plan(plan: MicrobatchPlan, lengths, num_ranks, max_tokens, images=None, max_images=None) -> None:
-    """Checks a plan of either objective."""
-    assert len(plan.ranks) == num_ranks
-    assert all(len(rank) >= 1 for rank in plan.ranks), 'a rank without a microbatch'
-    real = [microbatch for rank in plan.ranks for microbatch in rank if not microbatch.filled]
-    check_cut([microbatch.indices for microbatch in real], lengths, max_tokens, images, max_images)
-    oversize = {row for row in range(len(lengths)) if not fits_alone(row, lengths, images, max_tokens, max_images)}
-    assert set(plan.stats.oversize) == oversize
-    for rank in plan.ranks:
-        for microbatch in rank:
-            longest = max(lengths[row] for row in microbatch.indices)
-            assert microbatch.width >= longest
-            if not oversize.intersection(microbatch.indices):
-                assert microbatch.num_tokens <= max_tokens
-            assert not microbatch.filled or len(microbatch.indices) == 1
-    assert plan.stats.filled == sum(microbatch.filled for rank in plan.ranks for microbatch in rank)
-    assert 0.0 < plan.stats.share_of_bound <= 1.0 + 1e-9
-
-
-def check_slots(plan: MicrobatchPlan, images) -> None:
-    """Checks a plan for 'fsdp': equal counts on all ranks, and step slots only with images or only without."""
-    for slot in zip(*plan.ranks, strict=True):
-        has_images = {any(images[row] for row in microbatch.indices) for microbatch in slot}
-        assert len(has_images) == 1, slot
+@st.composite
+def samples_under_caps(draw: st.DrawFn, *, most: int = 14) -> Samples:
+    """Draws samples with two capped sizes, each with a cap or without. About half of them have no image."""
+    image_tokens = st.just(0) | st.integers(1, 9)
+    sample = st.tuples(st.integers(1, 60), image_tokens, st.integers(0, 12))
+    drawn = draw(st.lists(sample, min_size=1, max_size=most))
+    lengths, images, labels = zip(*drawn, strict=True)
+    return Samples(
+        lengths=list(lengths),
+        images=list(images),
+        labels=list(labels),
+        max_tokens=draw(st.integers(1, 200)),
+        max_images=draw(st.none() | st.integers(1, 30)),
+        max_labels=draw(st.none() | st.integers(1, 40)),
+    )

@@ -1,6 +1,8 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
+"""The cutters, each compared with an exhaustive search or with numbers by hand."""
+
 from __future__ import annotations
 
 import functools
@@ -20,88 +22,82 @@ from composer_tokacc.planning.cuts import (
     microbatch_costs,
     split_largest,
 )
-from tests.planning.reference import fits, least_padded, partitions, sorted_rows
-
-LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=12)
-SAMPLES = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 9)), min_size=1, max_size=14)
-COST = CostModel(vision_per_token=0.7, launch=5.0)
+from tests.planning.reference import Samples, partitions, samples_under_caps
 
 
-def _price(width: int) -> float:
-    return float(COST.rows(np.array([width]))[0])
+def check_bounds(samples, rows, bounds):
+    """Checks a cut that is given by the first and the last place of each microbatch."""
+    order = rows.order.tolist()
+    samples.check_cut([order[start:end] for start, end in pairwise(bounds)])
 
 
-def _padded(microbatches, lengths) -> float:
-    return sum(len(rows) * _price(max(lengths[row] for row in rows)) for rows in microbatches)
-
-
-def _padded_bounds(rows, bounds) -> float:
-    return sum((end - start) * rows.row_costs[start] for start, end in pairwise(bounds))
-
-
-def _caps_hold(rows, bounds) -> bool:
-    starts = bounds[:-1]
-    ends = bounds[1:]
-    return bool(np.all(starts < ends) and np.all(ends <= rows.reach[starts]))
+def padded_cost_of(samples, rows, bounds) -> float:
+    """Cost of a cut by its bounds. The first row of a microbatch is its longest."""
+    total = 0.0
+    for start, end in pairwise(bounds):
+        total += samples.padded_cost(rows.order[start:end].tolist())
+    return total
 
 
 # Least padded cuts of sorted rows
 
 
 @settings(max_examples=150, deadline=None)
-@given(SAMPLES, st.integers(1, 90), st.none() | st.integers(1, 20), st.just(0.0) | st.floats(0.001, 0.5), st.randoms())
-def test_cost_matches_exhaustive_search(samples, max_tokens, max_images, tolerance, random):
-    lengths, images = map(list, zip(*samples, strict=True))
-    rows = sorted_rows(lengths, max_tokens, images, max_images)
-    order = rows.order.tolist()
-    truth = least_padded(lengths, max_tokens, _price, order=order, images=images, max_images=max_images)
+@given(samples_under_caps(), st.just(0.0) | st.floats(0.001, 0.5), st.randoms())
+def test_cost_matches_exhaustive_search(samples, tolerance, random):
+    rows = samples.sorted_rows()
+    least_costs = samples.least_padded_costs(rows.order.tolist())
     cuts = LeastPaddedCuts(rows, tolerance)
-    assert cuts.fewest == min(truth)
-    counts = list(truth)
+    assert cuts.fewest == min(least_costs)
+    counts = list(least_costs)
     random.shuffle(counts)  # corners found for one count must not spoil another
     for count in counts:
         bounds = cuts.exactly(count)
         assert len(bounds) == count + 1
-        assert _caps_hold(rows, bounds)
-        assert truth[count] - 1e-6 <= _padded_bounds(rows, bounds) <= truth[count] * (1 + tolerance) + 1e-6
+        check_bounds(samples, rows, bounds)
+        cost = padded_cost_of(samples, rows, bounds)
+        assert least_costs[count] - 1e-6 <= cost <= least_costs[count] * (1 + tolerance) + 1e-6
 
 
 @settings(max_examples=80, deadline=None)
-@given(LENGTHS, st.integers(1, 90), st.floats(0.0, 50.0))
-def test_priced_cut_beats_all_counts(lengths, max_tokens, price):
-    rows = sorted_rows(lengths, max_tokens)
-    truth = least_padded(sorted(lengths, reverse=True), max_tokens, _price)
+@given(samples_under_caps(), st.floats(0.0, 50.0))
+def test_priced_cut_beats_all_counts(samples, price):
+    rows = samples.sorted_rows()
     bounds = least_padded_cut(rows.row_costs, rows.reach, price)
-    total = _padded_bounds(rows, bounds) + price * (len(bounds) - 1)
-    assert total == pytest.approx(min(cost + price * count for count, cost in truth.items()))
+    check_bounds(samples, rows, bounds)
+    total = padded_cost_of(samples, rows, bounds) + price * (len(bounds) - 1)
+    totals = []
+    for count, cost in samples.least_padded_costs(rows.order.tolist()).items():
+        totals.append(cost + price * count)
+    assert total == pytest.approx(min(totals))
 
 
 def test_sorted_contiguous_cuts_beat_all_partitions():
     """The planner rests on this claim. Every partition of five rows is tried."""
-    lengths = [9, 4, 7, 2, 5]
-    max_tokens = 18
+    samples = Samples([9, 4, 7, 2, 5], max_tokens=18)
     best: dict[int, float] = {}
     for partition in partitions(list(range(5))):
-        if all(fits(lengths, [0] * 5, block, max_tokens, None) for block in partition):
-            best[len(partition)] = min(best.get(len(partition), np.inf), _padded(partition, lengths))
-    rows = sorted_rows(lengths, max_tokens)
+        if all(samples.fit(microbatch) for microbatch in partition):
+            cost = sum(samples.padded_cost(microbatch) for microbatch in partition)
+            best[len(partition)] = min(best.get(len(partition), cost), cost)
+    rows = samples.sorted_rows()
     cuts = LeastPaddedCuts(rows)
     assert min(best) == cuts.fewest
     for count, cost in best.items():
-        assert _padded_bounds(rows, cuts.exactly(count)) == pytest.approx(cost)
+        assert padded_cost_of(samples, rows, cuts.exactly(count)) == pytest.approx(cost)
 
 
 # Cuts filled up to a limit, and of equal cost
 
 
 def test_filled_microbatches_are_the_fewest():
-    rows = sorted_rows([7, 7, 7, 7, 2, 2, 2], 14)
+    rows = Samples([7, 7, 7, 7, 2, 2, 2], max_tokens=14).sorted_rows()
     assert fill(rows.row_costs, rows.vision, rows.reach, np.inf).tolist() == [0, 2, 4, 7]
     assert fill(rows.row_costs, rows.vision, rows.reach, 5.0).tolist() == [0, 1, 2, 3, 4, 6, 7]
 
 
-def _least_costliest(rows, count) -> float:
-    """Least cost of the costliest microbatch of any cut into at most `count`, by exhaustive search."""
+def least_costliest(rows, count) -> float:
+    """Returns the least cost of the costliest microbatch of any cut into at most `count`, by exhaustive search."""
 
     @functools.cache
     def best(start: int, left: int) -> float:
@@ -109,14 +105,18 @@ def _least_costliest(rows, count) -> float:
             return 0.0
         if left == 0:
             return float('inf')
-        ends = range(start + 1, int(rows.reach[start]) + 1)
-        return min(max(_cost(rows, start, end), best(end, left - 1)) for end in ends)
+        costs = []
+        for end in range(start + 1, int(rows.reach[start]) + 1):
+            costliest = max(cost_between(rows, start, end), best(end, left - 1))
+            costs.append(costliest)
+        return min(costs)
 
     return best(0, count)
 
 
-def _cost(rows, start, end) -> float:
-    return (end - start) * rows.row_costs[start] + rows.vision[end] - rows.vision[start]
+def cost_between(rows, start, end) -> float:
+    text = (end - start) * rows.row_costs[start]
+    return text + rows.vision[end] - rows.vision[start]
 
 
 @settings(max_examples=100, deadline=None)
@@ -126,19 +126,23 @@ def _cost(rows, start, end) -> float:
     st.integers(0, 9),
 )
 @example([(1, 0), (4, 7), (5, 9)], 8, 0)  # two rows that fill the cap cost as much as the limit, except for rounding
-def test_costliest_microbatch_matches_exhaustive_search(samples, max_tokens, more):
-    lengths, images = map(list, zip(*samples, strict=True))
-    rows = sorted_rows(lengths, max_tokens, images, 25, cost=COST)
-    count = len(fill(rows.row_costs, rows.vision, rows.reach, np.inf)) - 1 + more
+def test_costliest_microbatch_matches_exhaustive_search(drawn, max_tokens, num_more):
+    lengths = [length for length, _ in drawn]
+    images = [num_images for _, num_images in drawn]
+    samples = Samples(lengths, max_tokens, images=images, max_images=25)
+    rows = samples.sorted_rows(CostModel(vision_per_token=0.7, launch=5.0))
+    fewest = len(fill(rows.row_costs, rows.vision, rows.reach, np.inf)) - 1
+    count = fewest + num_more
     bounds = equal_cost_cut(rows.row_costs, rows.vision, rows.reach, count)
     assert len(bounds) - 1 <= count
-    assert _caps_hold(rows, bounds)
-    costliest = max(_cost(rows, start, end) for start, end in pairwise(bounds))
-    assert costliest == pytest.approx(_least_costliest(rows, count), rel=2e-4)
+    check_bounds(samples, rows, bounds)
+    costliest = max(cost_between(rows, start, end) for start, end in pairwise(bounds))
+    assert costliest == pytest.approx(least_costliest(rows, count), rel=2e-4)
 
 
 def test_costs_by_hand():
-    rows = sorted_rows([10, 4, 4], 100, [2, 0, 4], cost=CostModel(quadratic=100.0, vision_per_token=0.5))
+    cost = CostModel(quadratic=100.0, vision_per_token=0.5)
+    rows = Samples([10, 4, 4], max_tokens=100, images=[2, 0, 4]).sorted_rows(cost)
     costs = microbatch_costs(rows.row_costs, rows.vision, np.array([0, 1, 3]), 7.0)
     np.testing.assert_allclose(costs, [11 + 1 + 7, 2 * 4.16 + 2 + 7])
 
@@ -150,8 +154,10 @@ def test_costs_by_hand():
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=25), st.integers(1, 30))
 def test_largest_microbatch_is_split_first(lengths, count):
     lengths.sort(reverse=True)
-    start = [0, len(lengths) // 2, len(lengths)] if len(lengths) > 1 else [0, 1]
-    expected = list(start)
+    halves = [0, 1]
+    if len(lengths) > 1:
+        halves = [0, len(lengths) // 2, len(lengths)]
+    expected = list(halves)
     while len(expected) - 1 < min(count, len(lengths)):
         sizes = {}
         for first, end in pairwise(expected):
@@ -159,7 +165,8 @@ def test_largest_microbatch_is_split_first(lengths, count):
                 sizes[first, end] = (end - first) * lengths[first]
         first, end = max(sizes, key=sizes.get)
         expected = sorted([*expected, (first + end) // 2])
-    assert split_largest(np.array(lengths, dtype=float), np.array(start), count).tolist() == expected
+    bounds = split_largest(np.array(lengths, dtype=float), np.array(halves), count)
+    assert bounds.tolist() == expected
 
 
 # The rows of one rank

@@ -1,6 +1,8 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
+"""Plans of whole global batches: every sample once, all caps, the modelled time, and how close it is to the bound."""
+
 from __future__ import annotations
 
 import itertools
@@ -12,24 +14,13 @@ from hypothesis import strategies as st
 
 from composer_tokacc.planning import CostModel, CutOptions, Rows, plan_microbatches
 from composer_tokacc.planning.plan import _CutSearch
-from tests.planning.reference import check_plan, check_slots, fits, partitions, price_of
+from tests.planning.reference import Samples, microbatch_cost, partitions, samples_under_caps
 
 OBJECTIVES = ['ddp', 'fsdp']
 
 
-@st.composite
-def problems(draw):
-    sample = st.tuples(st.integers(1, 60), st.sampled_from([0, 0, 3, 8]))
-    samples = draw(st.lists(sample, min_size=1, max_size=40))
-    lengths, images = map(list, zip(*samples, strict=True))
-    num_ranks = draw(st.integers(1, 9))
-    max_tokens = draw(st.integers(1, 200))
-    max_images = draw(st.none() | st.integers(1, 30))
-    return lengths, images, num_ranks, max_tokens, max_images
-
-
-def _time(plan, objective, images, vision_per_token) -> float:
-    """Modelled time of a step, from the microbatches alone."""
+def time_of_step(plan, objective, images, vision_per_token) -> float:
+    """Modelled time of a step, computed from its microbatches."""
     if objective == 'ddp':
         return max(sum(microbatch.cost for microbatch in rank) for rank in plan.ranks)
     time = 0.0
@@ -46,33 +37,26 @@ def _time(plan, objective, images, vision_per_token) -> float:
 
 @pytest.mark.parametrize('objective', OBJECTIVES)
 @settings(max_examples=100, deadline=None)
-@given(problems())
-def test_any_global_batch(objective, problem):
-    lengths, images, num_ranks, max_tokens, max_images = problem
+@given(samples_under_caps(most=40), st.integers(1, 9))
+def test_any_global_batch(objective, samples, num_ranks):
     cost = CostModel(vision_per_token=0.5, launch=3.0)
-    plan = plan_microbatches(
-        lengths,
-        num_ranks=num_ranks,
-        max_tokens=max_tokens,
-        image_tokens=images,
-        max_image_tokens=max_images,
-        objective=objective,
-        cost=cost,
-    )
-    check_plan(plan, lengths, num_ranks, max_tokens, images, max_images)
-    assert plan.stats.cost == pytest.approx(_time(plan, objective, images, cost.vision_per_token))
-    for rank in plan.ranks:
-        for microbatch in rank:
-            image_tokens = sum(images[row] for row in microbatch.indices)
-            expected = price_of(cost, len(microbatch.indices), microbatch.width, image_tokens)
-            assert microbatch.cost == pytest.approx(expected)
+    plan = samples.plan(num_ranks, objective=objective, cost=cost)
+    samples.check_plan(plan, num_ranks)
+    time = time_of_step(plan, objective, samples.images, cost.vision_per_token)
+    assert plan.stats.cost == pytest.approx(time)
+    for microbatch in itertools.chain(*plan.ranks):
+        image_tokens = sum(samples.images[row] for row in microbatch.indices)
+        expected = microbatch_cost(cost, len(microbatch.indices), microbatch.width, image_tokens)
+        assert microbatch.cost == pytest.approx(expected)
     if objective == 'ddp':
         for rank in plan.ranks:
             costs = [microbatch.cost for microbatch in rank]
             assert costs == sorted(costs, reverse=True)
     else:
-        check_slots(plan, images)
-        slowest = [max(microbatch.cost for microbatch in slot) for slot in zip(*plan.ranks, strict=True)]
+        samples.check_slots(plan)
+        slowest = []
+        for slot in zip(*plan.ranks, strict=True):
+            slowest.append(max(microbatch.cost for microbatch in slot))
         assert slowest == sorted(slowest, reverse=True)
 
 
@@ -88,79 +72,63 @@ def test_ten_thousand_random_length_sets(objective):
         images = rng.integers(0, 5, num_samples) * 64 * (rng.random(num_samples) < rng.random())
         max_tokens = max(1, int(lengths.max() * rng.uniform(0.5, 8)))
         max_images = int(rng.integers(1, 1000)) if rng.random() < 0.5 else None
-        multiple = int(rng.choice([1, 1, 8, 64]))
-        plan = plan_microbatches(
-            lengths,
-            num_ranks=num_ranks,
-            max_tokens=max_tokens,
-            image_tokens=images,
-            max_image_tokens=max_images,
-            objective=objective,
-            width_multiple=multiple,
-        )
-        check_plan(plan, lengths.tolist(), num_ranks, max_tokens, images.tolist(), max_images)
+        samples = Samples(lengths.tolist(), max_tokens, images=images.tolist(), max_images=max_images)
+        width_multiple = int(rng.choice([1, 1, 8, 64]))
+        plan = samples.plan(num_ranks, objective=objective, width_multiple=width_multiple)
+        samples.check_plan(plan, num_ranks)
         if objective == 'fsdp':
-            check_slots(plan, images)
+            samples.check_slots(plan)
 
 
 @pytest.mark.parametrize('objective', OBJECTIVES)
 def test_no_bin_of_fourteen(objective):
-    """8 samples of 7 under a cap of 8 (failure 20)."""
+    """Two samples of 7 never share a microbatch under a cap of 8."""
     plan = plan_microbatches([7] * 8, num_ranks=2, max_tokens=8, objective=objective)
-    assert [len(rank) for rank in plan.ranks] == [4, 4]
-    assert all(len(microbatch.indices) == 1 for rank in plan.ranks for microbatch in rank)
+    for rank in plan.ranks:
+        rows_of_microbatches = [len(microbatch.indices) for microbatch in rank]
+        assert rows_of_microbatches == [1, 1, 1, 1]
 
 
 @pytest.mark.parametrize('objective', OBJECTIVES)
 @pytest.mark.parametrize('num_samples', [1, 2, 3])
 def test_more_ranks_than_samples(objective, num_samples):
-    lengths = [5, 9, 7][:num_samples]
-    plan = plan_microbatches(lengths, num_ranks=4, max_tokens=100, objective=objective)
-    check_plan(plan, lengths, 4, 100)
+    samples = Samples([5, 9, 7][:num_samples], max_tokens=100)
+    plan = samples.plan(4, objective=objective)
+    samples.check_plan(plan, 4)
     assert [len(rank) for rank in plan.ranks] == [1, 1, 1, 1]
-    assert plan.stats.filled == 4 - num_samples
-    copies = [microbatch.indices for rank in plan.ranks for microbatch in rank if microbatch.filled]
-    assert copies == [(0,)] * plan.stats.filled, 'copies are of the shortest sample'
-
-
-def test_slots_hold_one_modality():
-    lengths = [30, 31, 32, 33, 5, 6, 7, 8, 9]
-    images = [16, 16, 16, 16, 0, 0, 0, 0, 0]
-    plan = plan_microbatches(lengths, num_ranks=2, max_tokens=70, image_tokens=images, objective='fsdp')
-    check_slots(plan, images)
-    assert {any(images[row] for row in microbatch.indices) for microbatch in plan.ranks[0]} == {True, False}
+    copies = [microbatch.indices for (microbatch,) in plan.ranks if microbatch.filled]
+    assert copies == [(0,)] * (4 - num_samples), 'copies are of the shortest sample'
 
 
 def test_one_image_and_many_ranks():
-    lengths = [20, 5, 6, 7, 8]
-    images = [16, 0, 0, 0, 0]
-    plan = plan_microbatches(lengths, num_ranks=4, max_tokens=70, image_tokens=images, objective='fsdp')
-    check_plan(plan, lengths, 4, 70, images)
-    check_slots(plan, images)
+    samples = Samples([20, 5, 6, 7, 8], max_tokens=70, images=[16, 0, 0, 0, 0])
+    plan = samples.plan(4, objective='fsdp')
+    samples.check_plan(plan, 4)
+    samples.check_slots(plan)
     assert [rank[0].indices for rank in plan.ranks] == [(0,)] * 4
     assert [rank[0].filled for rank in plan.ranks].count(False) == 1
 
 
 def test_width_multiple():
-    lengths = [9, 9, 17, 30, 31]
-    plan = plan_microbatches(lengths, num_ranks=1, max_tokens=64, width_multiple=8)
-    check_plan(plan, lengths, 1, 64)
-    assert all(microbatch.width % 8 == 0 for rank in plan.ranks for microbatch in rank)
+    samples = Samples([9, 9, 17, 30, 31], max_tokens=64)
+    plan = samples.plan(1, width_multiple=8)
+    samples.check_plan(plan, 1)
+    assert all(microbatch.width % 8 == 0 for microbatch in plan.ranks[0])
 
 
-def _every_time(lengths, num_ranks, max_tokens, cost):
-    """Modelled time of every possible plan: all partitions into microbatches, assigned to the ranks in all ways."""
-    for partition in partitions(list(range(len(lengths)))):
+def times_of_all_plans(samples, num_ranks, cost):
+    """Yields the modelled time of every plan: all partitions into microbatches, assigned to the ranks in all ways."""
+    for partition in partitions(list(range(len(samples.lengths)))):
         if len(partition) < num_ranks:
             continue
-        if not all(fits(lengths, [0] * len(lengths), rows, max_tokens, None) for rows in partition):
+        if not all(samples.fit(rows) for rows in partition):
             continue
-        costs = [price_of(cost, len(rows), max(lengths[row] for row in rows)) for rows in partition]
+        costs = [samples.padded_cost(rows) + cost.launch for rows in partition]
         for ranks in itertools.product(range(num_ranks), repeat=len(costs)):
             if len(set(ranks)) == num_ranks:
                 loads = [0.0] * num_ranks
-                for rank, microbatch_cost in zip(ranks, costs, strict=True):
-                    loads[rank] += microbatch_cost
+                for rank, cost_of_microbatch in zip(ranks, costs, strict=True):
+                    loads[rank] += cost_of_microbatch
                 yield max(loads)
 
 
@@ -168,10 +136,10 @@ def _every_time(lengths, num_ranks, max_tokens, cost):
 def test_plan_against_every_possible_plan(seed):
     rng = np.random.default_rng(seed)
     lengths = rng.integers(3, 40, 6).tolist()
-    max_tokens = int(rng.integers(40, 120))
+    samples = Samples(lengths, max_tokens=int(rng.integers(40, 120)))
     cost = CostModel(launch=4.0)
-    plan = plan_microbatches(lengths, num_ranks=2, max_tokens=max_tokens, cost=cost)
-    best = min(_every_time(lengths, 2, max_tokens, cost))
+    plan = samples.plan(2, cost=cost)
+    best = min(times_of_all_plans(samples, 2, cost))
     assert plan.stats.bound <= best * (1 + 1e-9), 'a plan beats the bound'
     assert best * (1 - 1e-9) <= plan.stats.cost <= best * 1.08, 'the plan is far from the best'
 
@@ -185,14 +153,17 @@ def test_bound_that_ends_the_search(objective):
         rows = Rows(lengths, options).by_length()
         return _CutSearch(rows, 3, options.cost, objective == 'fsdp')
 
+    def best_time(cut_search, count):
+        return min(cut.time for cut in cut_search._cuts_into(count))
+
     equal = search([8] * 12)
     for count in (3, 6, 12):
-        assert equal._least_time(count) == pytest.approx(min(cut.time for cut in equal._cuts_into(count)), rel=1e-12)
+        assert equal._least_time(count) == pytest.approx(best_time(equal, count), rel=1e-12)
     rng = np.random.default_rng(0)
     for _ in range(50):
         unequal = search(rng.integers(1, 40, 12))
         counts = [count for count in range(unequal._padded.fewest, 13) if count % 3 == 0]
-        times = [min(cut.time for cut in unequal._cuts_into(count)) for count in counts]
+        times = [best_time(unequal, count) for count in counts]
         for place, count in enumerate(counts):
             assert unequal._least_time(count) <= min(times[place:]) * (1 + 1e-12)
 
@@ -203,7 +174,7 @@ def test_stats_by_hand():
     assert (first.indices, first.width) == ((1, 2, 3), 4)
     assert (second.indices, second.width) == ((0,), 8)
     stats = plan.stats
-    assert stats.padding_before == pytest.approx(12 / 32)
+    assert stats.padding_before == pytest.approx(12 / 32), 'of four rows of 8'
     assert stats.padding_after == 0.0
     assert stats.cost == pytest.approx(13.0)
     assert stats.bound == pytest.approx((20 + 2) / 2)
@@ -212,6 +183,8 @@ def test_stats_by_hand():
 
 
 def test_stats_are_computed_on_demand(monkeypatch):
+    """The sampler plans each step and reads no stats. They would be computed for nothing."""
+
     def refuse(*_):
         raise AssertionError('stats were computed')
 
@@ -230,13 +203,11 @@ def test_few_long_samples_with_images():
     The planner was once 1.5 times slower here than with the cut of equal cost.
     """
     lengths = [1320, 1321, 1322, 1323, 1324, 1325, 1326, 1327] + [300] * 24
-    images = [1000] * 8 + [0] * 24
-    plan = plan_microbatches(
-        lengths, num_ranks=8, max_tokens=4 * 1327, image_tokens=images, cost=CostModel(vision_per_token=0.5)
-    )
+    samples = Samples(lengths, max_tokens=4 * 1327, images=[1000] * 8 + [0] * 24)
+    plan = samples.plan(8, cost=CostModel(vision_per_token=0.5))
     for rank in plan.ranks:
-        has_images = [any(images[row] for row in microbatch.indices) for microbatch in rank]
-        assert sum(has_images) == 1
+        num_with_images = sum(samples.has_images(microbatch.indices) for microbatch in rank)
+        assert num_with_images == 1
     assert plan.stats.rank_imbalance < 1.01
 
 
@@ -252,9 +223,9 @@ def test_few_long_samples_with_images():
 )
 def test_share_of_bound_on_lognormal_lengths(objective, global_batch, least):
     """Mean of ten global batches at a coefficient of variation of 0.92, the hardest set of the benchmark."""
+    sigma = np.sqrt(np.log(1 + 0.92**2))
     shares = []
     for seed in range(10):
-        sigma = np.sqrt(np.log(1 + 0.92**2))
         drawn = np.random.default_rng(seed).lognormal(np.log(500) - sigma**2 / 2, sigma, global_batch)
         lengths = np.clip(drawn, 8, 4096).astype(int)
         plan = plan_microbatches(lengths, num_ranks=8, max_tokens=4 * int(lengths.max()), objective=objective)
@@ -273,6 +244,8 @@ def test_share_of_bound_on_lognormal_lengths(objective, global_batch, least):
         ({'lengths': [4, 3.5]}, '`lengths` must be integers'),
         ({'width_multiple': 0}, '`width_multiple` must be a positive integer'),
         ({'image_tokens': [1, 2, 3]}, r'`image_tokens` must have one entry per sample, got: shape \(3,\) for 2'),
+        ({'vision_cost': [1.0, 2.0, 3.0]}, r'`vision_cost` must have one entry per sample, got: shape \(3,\) for 2'),
+        ({'vision_cost': [0.0, -1.0]}, '`vision_cost` must be finite and at least 0, got: -1.0 at sample 1'),
     ],
 )
 def test_bad_input(options, message):
@@ -294,14 +267,15 @@ def test_encoder_cost_is_balanced_for_waits():
     vision_time = 0.0
     text_time = 0.0
     for slot in zip(*plan.ranks, strict=True):
-        vision_time += max(vision_cost[list(microbatch.indices)].sum() for microbatch in slot)
-        text_time += max(price_of(CostModel(), len(microbatch.indices), microbatch.width) for microbatch in slot)
+        vision_time += slowest_encoder(slot, vision_cost)
+        costs = [microbatch_cost(CostModel(), len(microbatch.indices), microbatch.width) for microbatch in slot]
+        text_time += max(costs)
     assert plan.stats.cost == pytest.approx(vision_time + text_time)
     assert vision_time < 1.07 * vision_cost.sum() / 32
-    with pytest.raises(ValueError, match=r'`vision_cost` must have one entry per sample, got: shape \(3,\) for 512'):
-        plan_microbatches(lengths, vision_cost=[1.0, 2.0, 3.0], **options)
-    with pytest.raises(ValueError, match=r'`vision_cost` must be finite and at least 0, got: -1.0 at sample 7'):
-        plan_microbatches(lengths, vision_cost=np.where(np.arange(512) == 7, -1.0, 0.0), **options)
+
+
+def slowest_encoder(slot, vision_cost):
+    return max(vision_cost[list(microbatch.indices)].sum() for microbatch in slot)
 
 
 @pytest.mark.parametrize('num_ranks', [8, 32])
@@ -316,8 +290,6 @@ def test_encoder_cost_unrelated_to_lengths(num_ranks):
     plan = plan_microbatches(
         lengths, num_ranks=num_ranks, max_tokens=16 * 400, vision_cost=vision_cost, objective='fsdp', cost=CostModel()
     )
-    slowest = 0.0
-    for slot in zip(*plan.ranks, strict=True):
-        slowest += max(vision_cost[list(microbatch.indices)].sum() for microbatch in slot)
-    assert slowest < 1.06 * vision_cost.sum() / num_ranks
+    vision_time = sum(slowest_encoder(slot, vision_cost) for slot in zip(*plan.ranks, strict=True))
+    assert vision_time < 1.06 * vision_cost.sum() / num_ranks
     assert plan.stats.share_of_bound > 0.9

@@ -1,6 +1,8 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
+"""The cost model by hand."""
+
 from __future__ import annotations
 
 import math
@@ -18,7 +20,8 @@ def test_formula_by_hand():
 
 def test_vision_encoder_by_hand():
     cost = CostModel(vision_per_token=0.5, vision_per_image=7.0, vision_per_patch=0.1, vision_per_square=0.001)
-    tokens, patches = np.array([10, 0, 4]), np.array([100, 0, 0])
+    tokens = np.array([10, 0, 4])
+    patches = np.array([100, 0, 0])
     np.testing.assert_allclose(cost.vision(tokens, patches), [5 + 7 + 10 + 10, 0, 2])
     np.testing.assert_allclose(cost.vision(tokens), [5, 0, 2])
 

@@ -22,25 +22,38 @@ import numpy as np
 from composer_tokacc.planning import CostModel, CutOptions, cut_rows, plan_microbatches
 rng = np.random.default_rng(7)
 for trial in range(12):
-    n = int(rng.integers(1, 90))
-    lengths = np.clip(rng.lognormal(5, rng.uniform(0, 1.2), n), 1, 4096).astype(int)
-    images = rng.integers(0, 3, n) * 64
-    cap = int(lengths.max() * rng.uniform(0.8, 6))
+    num_samples = int(rng.integers(1, 90))
+    drawn = rng.lognormal(5, rng.uniform(0, 1.2), num_samples)
+    lengths = np.clip(drawn, 1, 4096).astype(int)
+    images = rng.integers(0, 3, num_samples) * 64
+    max_tokens = int(lengths.max() * rng.uniform(0.8, 6))
     cost = CostModel(quadratic=3000.0, vision_per_token=0.37, launch=float(rng.uniform(0, 90)))
     for objective in ('ddp', 'fsdp'):
-        print(plan_microbatches(lengths, num_ranks=4, max_tokens=cap, image_tokens=images, max_image_tokens=400,
-                                objective=objective, cost=cost))
+        print(
+            plan_microbatches(
+                lengths,
+                num_ranks=4,
+                max_tokens=max_tokens,
+                image_tokens=images,
+                max_image_tokens=400,
+                objective=objective,
+                cost=cost,
+            )
+        )
     for regroup in (True, False):
-        print(cut_rows(lengths, CutOptions(max_tokens=cap, cost=cost, regroup=regroup)))
+        print(cut_rows(lengths, CutOptions(max_tokens=max_tokens, cost=cost, regroup=regroup)))
 """
-ONE_PLAN = """
+ONE_CUT = """
 from composer_tokacc.planning import CutOptions, cut_rows, cuts
 print(cut_rows([7, 2, 8, 2, 2], CutOptions(max_tokens=16)), end=' ')
 print(type(getattr(cuts.least_padded_cut, '_cache', None)).__name__)
 """
 
 
-def _run(script: str, root: Path = PACKAGE.parent, **environment: str) -> str:
+CUT_AND_CACHE = '[[0, 2], [1, 3, 4]] _ForgivingCache'
+
+
+def run_script(script: str, root: Path = PACKAGE.parent, **environment: str) -> str:
     """Output of a script in a new process, which imports the package in `root`."""
     inherited = {key: value for key, value in os.environ.items() if not key.startswith('NUMBA_')}
     environment = {**inherited, 'PYTHONPATH': str(root), **environment}
@@ -52,10 +65,11 @@ def _run(script: str, root: Path = PACKAGE.parent, **environment: str) -> str:
 @pytest.mark.slow
 def test_hash_seed_and_compilation_change_nothing():
     """An index out of bounds raises in interpreted code. Compiled code would read other memory."""
-    compiled = _run(PLANS, PYTHONHASHSEED='1')
+    compiled = run_script(PLANS, PYTHONHASHSEED='1')
     assert len(compiled) > 1000
-    interpreted = _run(PLANS, PYTHONHASHSEED='2', NUMBA_DISABLE_JIT='1')
-    assert bool(compiled == interpreted), 'another plan'  # bool(), so that pytest does not print a long comparison
+    interpreted = run_script(PLANS, PYTHONHASHSEED='2', NUMBA_DISABLE_JIT='1')
+    is_same = compiled == interpreted  # by itself, so that pytest does not print a long comparison
+    assert is_same, 'another plan'
 
 
 @pytest.fixture
@@ -71,26 +85,26 @@ def installed(tmp_path) -> Path:
 
 @pytest.mark.slow
 def test_no_folder_can_be_written(installed):
-    """Neither the folder of the package nor the user's. Files stand in their places, which also stops root."""
+    """Neither the folder of the package nor the user's. Files take the place of folders, which also stops root."""
     blocked = installed / 'blocked'
     blocked.touch()
     (installed / 'composer_tokacc' / 'planning' / '__pycache__').touch()
-    printed = _run(ONE_PLAN, installed, HOME=str(blocked), XDG_CACHE_HOME=str(blocked))
+    printed = run_script(ONE_CUT, installed, HOME=str(blocked), XDG_CACHE_HOME=str(blocked))
     assert printed == '[[0, 2], [1, 3, 4]] NullCache\n'
 
 
 @pytest.mark.slow
 def test_disk_is_full(installed):
     """Files can be made, but nothing can be written into them."""
-    full = 'import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))' + ONE_PLAN
-    assert _run(full, installed, PYTHONDONTWRITEBYTECODE='1').startswith('[[0, 2], [1, 3, 4]] _ForgivingCache')
+    full = 'import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))' + ONE_CUT
+    assert run_script(full, installed, PYTHONDONTWRITEBYTECODE='1').startswith(CUT_AND_CACHE)
 
 
 @pytest.mark.slow
 def test_damaged_cache_is_compiled_again(installed):
-    assert _run(ONE_PLAN, installed).startswith('[[0, 2], [1, 3, 4]] _ForgivingCache')
+    assert run_script(ONE_CUT, installed).startswith(CUT_AND_CACHE)
     files = sorted((installed / 'composer_tokacc' / 'planning' / '__pycache__').glob('cuts.least_padded_cut*.nb?'))
     assert [file.suffix for file in files] == ['.nbc', '.nbi']
     for file in files:
         file.write_bytes(b'damaged')
-        assert _run(ONE_PLAN, installed).startswith('[[0, 2], [1, 3, 4]] _ForgivingCache'), file
+        assert run_script(ONE_CUT, installed).startswith(CUT_AND_CACHE), file

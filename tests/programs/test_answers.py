@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Answers at evaluation: what plain generation says, with the images that the model saw."""
+"""Answers at evaluations equal those of plain generation. The page shows them with the images of the samples."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from PIL import Image
 from transformers import LlavaForConditionalGeneration
 
 from composer_tokacc.data import LlavaDataset
-from composer_tokacc.programs.answers import Answers
+from composer_tokacc.programs.answers import Answers, _images, _images_of_file
 from composer_tokacc.programs.report_page import write_page
 from examples.digits import DigitsDataset, digits_model_config
 from tests.data.chat_processors import PROCESSORS
@@ -34,68 +34,77 @@ def model(processor):
     return hugging_face(LlavaForConditionalGeneration(digits_model_config(processor, **sizes))).train()
 
 
-def answered(model, dataset, processor, folder, *, steps=(3,), **options):
-    options = {'num_samples': 2, 'max_new_tokens': 3, **options}
-    answers = Answers(dataset, processor, folder=str(folder / '{run_name}'), **options)
+@pytest.fixture(scope='module')
+def dataset(processor):
+    return DigitsDataset(processor, split='eval', num_samples=8, max_images=3)
+
+
+def answers_at_evaluations(model, dataset, processor, folder, *, steps):
+    """Evaluates after the given steps. Returns the answers of the last evaluation."""
+    answers = Answers(dataset, processor, folder=str(folder / '{run_name}'), num_samples=2, max_new_tokens=3)
     for step in steps:
         state = SimpleNamespace(model=model, run_name='run', timestamp=Timestamp(batch=step))
         answers.eval_end(state, None)
     return answers.last
 
 
-def test_answer_is_that_of_plain_generation(model, processor, tmp_path):
-    dataset = DigitsDataset(processor, split='eval', num_samples=8, max_images=3)
-    last = answered(model, dataset, processor, tmp_path, steps=(3, 6))
+def generate(model, processor, question, images):
+    """Returns the reference: the answer of Transformers' own ``generate``."""
+    text = processor.apply_chat_template([question], add_generation_prompt=True)
+    inputs = processor(text=[text], images=images or None, return_tensors='pt')
+    model.eval()
+    ids = model.model.generate(**inputs, max_new_tokens=3, do_sample=False, suppress_tokens=[processor.image_token_id])
+    model.train()
+    prompt_length = inputs['input_ids'].shape[1]
+    return processor.tokenizer.decode(ids[0, prompt_length:], skip_special_tokens=True).strip()
+
+
+def test_answer_is_that_of_plain_generation(model, dataset, processor, tmp_path):
+    last = answers_at_evaluations(model, dataset, processor, tmp_path, steps=(3, 6))
     assert model.training
     lines = [json.loads(line) for line in (tmp_path / 'run' / 'answers.jsonl').read_text().splitlines()]
     assert [line['step'] for line in lines] == [3, 3, 6, 6]
     assert [line['sample_id'] for line in lines] == ['digits-eval-0', 'digits-eval-4'] * 2
     for index, answer, line in zip((0, 4), last, lines[2:], strict=True):
-        messages, images, _ = dataset.conversation(index)
-        assert answer.expected == line['expected'] == messages[1]['content'][0]['text']
-        assert messages[0]['content'][-1]['text'] in answer.question
-        assert len(answer.images) == len(images)
-        for seen, shown in zip(answer.images, images, strict=True):
-            assert np.abs(seen * 255 - np.asarray(shown)).max() < 1
-        text = processor.apply_chat_template(messages[:1], add_generation_prompt=True)
-        given = processor(text=[text], images=images or None, return_tensors='pt')
-        generated = model.eval().model.generate(
-            **given, max_new_tokens=3, do_sample=False, suppress_tokens=[processor.image_token_id]
-        )
-        model.train()
-        told = processor.tokenizer.decode(generated[0, given['input_ids'].shape[1] :], skip_special_tokens=True)
-        assert answer.generated == line['generated'] == told.strip()
+        (question, expected), images, _ = dataset.conversation(index)
+        assert answer.expected == line['expected'] == expected['content'][0]['text']
+        assert question['content'][-1]['text'] in answer.question
+        assert answer.generated == line['generated'] == generate(model, processor, question, images)
+        for shown_image, image in zip(answer.images, images, strict=True):
+            assert np.abs(shown_image * 255 - np.asarray(image)).max() < 1
 
 
-def test_page_has_answers_and_images(model, processor, tmp_path):
-    dataset = DigitsDataset(processor, split='eval', num_samples=8, max_images=3)
-    last = answered(model, dataset, processor, tmp_path)
+def test_page_has_answers_and_images(model, dataset, processor, tmp_path):
+    last = answers_at_evaluations(model, dataset, processor, tmp_path, steps=(3,))
     write_page(tmp_path / 'report.html', 'run', [], {}, last)
     text = (tmp_path / 'report.html').read_text()
-    pictures = [Image.open(BytesIO(base64.b64decode(one))) for one in re.findall(r'base64,([^"]+)"', text)]
-    assert len(pictures) == sum(len(answer.images) for answer in last) > 0
-    assert {picture.size for picture in pictures} == {(48, 48)}, 'scans of 8 pixels can be seen'
-    assert all(answer.expected in text and answer.sample_id in text for answer in last)
+    sizes = []
+    for encoded_image in re.findall(r'base64,([^"]+)"', text):
+        sizes.append(Image.open(BytesIO(base64.b64decode(encoded_image))).size)
+    assert len(sizes) == sum(len(answer.images) for answer in last) > 0
+    assert set(sizes) == {(48, 48)}, 'scans of 8 pixels are enlarged'
+    for answer in last:
+        assert answer.expected in text
+        assert answer.sample_id in text
 
 
 def test_images_in_patches_are_shown_whole(tmp_path):
+    """Qwen's processor cuts an image into patches, which show nothing. So the page shows the image of the file."""
     processor = PROCESSORS['qwen2_vl'][0]()
     dataset = LlavaDataset(write_llava_folder(tmp_path, 8), processor, image_dir=tmp_path / 'images')
     index = next(index for index, record in enumerate(dataset.records) if record.count('image'))
-    images = dataset.decoded(index)['image']
     assert 'pixel_values' in dataset[index]
-    from composer_tokacc.programs.answers import _images, _images_of_file
-
     assert _images(dataset[index], processor) == []
-    (shown, *_) = _images_of_file(dataset, index)
-    images[0].thumbnail((224, 224))
-    assert np.allclose(shown * 255, np.asarray(images[0]))
+    shown_image = _images_of_file(dataset, index)[0]
+    image = dataset.decoded(index)['image'][0]
+    image.thumbnail((224, 224))
+    assert np.allclose(shown_image * 255, np.asarray(image))
 
 
-def test_model_that_cannot_generate(processor, tmp_path, caplog):
-    dataset = DigitsDataset(processor, split='eval', num_samples=8)
-    broken = torch.nn.Module()
-    broken.model, broken.model_forward_args = None, ()
-    assert answered(broken, dataset, processor, tmp_path, steps=(3, 6)) == []
+def test_model_that_cannot_generate(dataset, processor, tmp_path, caplog):
+    model = torch.nn.Module()
+    model.model = None
+    model.model_forward_args = ()
+    assert answers_at_evaluations(model, dataset, processor, tmp_path, steps=(3, 6)) == []
     assert caplog.text.count('Nothing is answered at evaluations') == 1
     assert not (tmp_path / 'run').exists()

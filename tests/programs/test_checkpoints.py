@@ -15,16 +15,20 @@ from composer_tokacc.programs import ConfigError
 from composer_tokacc.programs.checkpoints import damage, find_checkpoint_to_resume, lock_folder
 
 
-def saved(path: Path, *, age: int) -> Path:
-    """A checkpoint file, so many seconds old."""
+def save_checkpoint(path: Path, *, age: int = 0) -> Path:
+    """Writes a checkpoint file. `age` is in seconds."""
     torch.save({'state': {'model': {'weight': torch.randn(64, 64)}}}, path)
     os.utime(path, (1e9 - age, 1e9 - age))
     return path
 
 
-def trainer_of(folder: Path, latest: Path) -> dict:
-    (folder / 'latest-rank0.pt').symlink_to(latest.name)
-    return {'autoresume': True, 'save_folder': str(folder), 'run_name': 'run'}
+def link_latest(path: Path) -> None:
+    path.with_name('latest-rank0.pt').symlink_to(path.name)
+
+
+def resume_from(folder: Path, **options) -> str:
+    trainer = {'autoresume': True, 'save_folder': str(folder), 'run_name': 'run', **options}
+    return find_checkpoint_to_resume(trainer)
 
 
 def truncate(path: Path) -> None:
@@ -41,41 +45,53 @@ def empty(path: Path) -> None:
     path.write_bytes(b'')
 
 
-@pytest.mark.parametrize('break_it', [truncate, flip_a_byte_of_the_weights, empty, Path.unlink])
-def test_newest_intact_checkpoint_is_taken(break_it, tmp_path):
-    saved(tmp_path / 'ep0-ba2-rank0.pt', age=30)
-    older = saved(tmp_path / 'ep0-ba4-rank0.pt', age=20)
-    latest = saved(tmp_path / 'ep0-ba6-rank0.pt', age=10)
-    trainer = trainer_of(tmp_path, latest)
-    assert find_checkpoint_to_resume(trainer) == f'going on from {latest}'
-    break_it(latest)
-    message = find_checkpoint_to_resume(trainer)
-    assert message.startswith(f'going on from {older}: {latest} is damaged (')
+@pytest.mark.parametrize('damage_file', [truncate, flip_a_byte_of_the_weights, empty, Path.unlink])
+def test_newest_intact_checkpoint_is_taken(damage_file, tmp_path):
+    save_checkpoint(tmp_path / 'ep0-ba2-rank0.pt', age=30)
+    older = save_checkpoint(tmp_path / 'ep0-ba4-rank0.pt', age=20)
+    latest = save_checkpoint(tmp_path / 'ep0-ba6-rank0.pt', age=10)
+    link_latest(latest)
+    assert resume_from(tmp_path) == f'going on from {latest}'
+    damage_file(latest)
+    assert resume_from(tmp_path).startswith(f'going on from {older}: {latest} is damaged (')
     assert (tmp_path / 'latest-rank0.pt').resolve() == older.resolve()
 
 
-def test_no_intact_checkpoint_is_one_line(tmp_path):
-    latest = saved(tmp_path / 'ep0-ba2-rank0.pt', age=0)
-    trainer = trainer_of(tmp_path, latest)
-    truncate(latest)
+def test_damaged_latest_file_is_replaced(tmp_path):
+    """A copy of a folder may hold a file in place of the link."""
+    older = save_checkpoint(tmp_path / 'ep0-ba4-rank0.pt', age=20)
+    truncate(save_checkpoint(tmp_path / 'latest-rank0.pt', age=10))
+    assert resume_from(tmp_path).startswith(f'going on from {older}')
+    assert (tmp_path / 'latest-rank0.pt').resolve() == older.resolve()
+
+
+@pytest.fixture
+def only_damaged(tmp_path):
+    """The only checkpoint of a folder, which is damaged."""
+    path = save_checkpoint(tmp_path / 'ep0-ba2-rank0.pt')
+    link_latest(path)
+    truncate(path)
+    return path
+
+
+def test_no_intact_checkpoint_is_one_line(only_damaged):
     with pytest.raises(ConfigError, match=r'no other\. Remove') as caught:
-        find_checkpoint_to_resume(trainer)
-    assert str(latest) in str(caught.value)
+        resume_from(only_damaged.parent)
+    assert str(only_damaged) in str(caught.value)
     assert '\n' not in str(caught.value)
 
 
-def test_run_that_does_not_resume(tmp_path):
-    latest = saved(tmp_path / 'ep0-ba2-rank0.pt', age=0)
-    trainer = trainer_of(tmp_path, latest)
-    truncate(latest)
-    assert find_checkpoint_to_resume({**trainer, 'autoresume': False}) == ''
-    assert find_checkpoint_to_resume({**trainer, 'save_folder': 's3://bucket/run'}) == ''
+@pytest.mark.parametrize('options', [{'autoresume': False}, {'save_folder': 's3://bucket/run'}])
+def test_run_that_does_not_look_for_checkpoints(options, only_damaged):
+    assert resume_from(only_damaged.parent, **options) == ''
 
 
 def test_damaged_part_of_sharded_checkpoint(tmp_path):
     folder = tmp_path / 'ep0-ba2'
-    alone = {'no_dist': True} if 'no_dist' in inspect.signature(dcp.save).parameters else {}  # from torch 2.7 on
-    dcp.save({'weight': torch.randn(100)}, storage_writer=dcp.FileSystemWriter(folder), **alone)
+    options = {}
+    if 'no_dist' in inspect.signature(dcp.save).parameters:  # from torch 2.7 on
+        options['no_dist'] = True
+    dcp.save({'weight': torch.randn(100)}, storage_writer=dcp.FileSystemWriter(folder), **options)
     assert damage(folder) == ''
     (part,) = folder.glob('*.distcp')
     part.write_bytes(part.read_bytes()[:-100])
@@ -89,13 +105,5 @@ def test_folder_belongs_to_one_run(tmp_path):
         pass
     with lock_folder(tmp_path):
         pass
-    with lock_folder(None), lock_folder(None):
+    with lock_folder(None), lock_folder(None):  # runs without a folder
         pass
-
-
-def test_damaged_latest_checkpoint_gives_way(tmp_path):
-    older = saved(tmp_path / 'ep0-ba4-rank0.pt', age=20)
-    truncate(saved(tmp_path / 'latest-rank0.pt', age=10))
-    trainer = {'autoresume': True, 'save_folder': str(tmp_path), 'run_name': 'run'}
-    assert find_checkpoint_to_resume(trainer).startswith(f'going on from {older}')
-    assert (tmp_path / 'latest-rank0.pt').resolve() == older.resolve()

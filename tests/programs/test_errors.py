@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Which errors become one line, with which key, and which keep their traceback."""
+"""Errors of users become one line that names the key. Bugs keep their traceback."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from composer_tokacc.programs.errors import LONGEST_LINE, building, one_line, re
 from composer_tokacc.refusals import InvalidInputError, NotExactError
 
 
-def fail(source: str, module: str = 'my_package.part') -> None:
-    """Runs a line in a module of that name."""
+def run_line(source: str, module: str = 'my_package.part') -> None:
+    """Runs a line of code as if it stood in a module of that name."""
     exec(compile(source, module, 'exec'), {'__name__': module, 'torch': torch})
 
 
@@ -48,11 +48,11 @@ def run_and_raise(error, monkeypatch):
     [
         (lambda: torch.optim.AdamW([torch.zeros(1)], lr=-1.0), '`optimizer`: ValueError: Invalid learning rate: -1.0'),
         (lambda: torch.optim.AdamW([torch.zeros(1)], lrr=1), '`optimizer`: TypeError: '),
-        (lambda: fail('{}["a key"]'), "`optimizer`: KeyError: 'a key'"),
+        (lambda: run_line('{}["a key"]'), "`optimizer`: KeyError: 'a key'"),
         (lambda: CostModel(launch=-1.0), '`optimizer`: `launch` must be finite'),
     ],
 )
-def test_what_a_part_raises_is_one_line(raise_it, expected, caplog):
+def test_error_of_a_part_is_one_line(raise_it, expected, caplog):
     with pytest.raises(ConfigError) as caught, building('optimizer'):
         raise_it()
     assert str(caught.value).startswith(expected)
@@ -60,10 +60,9 @@ def test_what_a_part_raises_is_one_line(raise_it, expected, caplog):
     assert caught.value.__cause__ is not None
 
 
-def test_a_bug_of_ours_keeps_its_kind():
-    with pytest.raises(KeyError) as caught, building('optimizer'):
-        fail('{}["a key"]', 'composer_tokacc.owner')
-    assert caught.type is KeyError
+def test_bug_of_ours_keeps_its_type():
+    with pytest.raises(KeyError), building('optimizer'):
+        run_line('{}["a key"]', 'composer_tokacc.owner')
 
 
 @pytest.mark.parametrize(
@@ -76,25 +75,28 @@ def test_a_bug_of_ours_keeps_its_kind():
         (caught_from(lambda: torch.nn.Linear(2, 2)(torch.zeros(3, 3))), 'RuntimeError: .*mat1 and mat2'),
     ],
 )
-def test_what_ends_a_run_is_one_line(error, message, monkeypatch, capsys):
+def test_error_that_ends_a_run_is_one_line(error, message, monkeypatch, capsys):
     assert run_and_raise(error, monkeypatch) == 2
     assert re.match(f'error: {message}', capsys.readouterr().err)
 
 
 @pytest.mark.parametrize('module', ['my_package.callback', 'composer_tokacc.algorithm'])
 @pytest.mark.parametrize('bug', ['{}["a key"]', 'int("0.5")', 'torch.zeros(2) + torch.zeros(3)'])
-def test_a_bug_of_a_user_or_of_ours_keeps_its_traceback(bug, module, monkeypatch):
-    error = caught_from(lambda: fail(bug, module))
+def test_bug_keeps_its_traceback(bug, module, monkeypatch):
+    error = caught_from(lambda: run_line(bug, module))
     with pytest.raises(type(error)):
         run_and_raise(error, monkeypatch)
 
 
-def test_an_error_survives_the_way_between_ranks():
+def test_error_survives_pickling():
+    """Ranks send errors to each other."""
     with pytest.raises(ConfigError) as caught, building('optimizer'):
         torch.optim.AdamW([torch.zeros(1)], lr=-1.0)
     for error in (caught.value, ConfigError('loader', 'must be less'), ConfigError('', 'no key')):
         copy = pickle.loads(pickle.dumps(error))
-        assert (type(copy), str(copy), copy.path) == (type(error), str(error), error.path)
+        assert type(copy) is type(error)
+        assert str(copy) == str(error)
+        assert copy.path == error.path
 
 
 def test_a_long_value_loses_its_middle():
@@ -104,15 +106,18 @@ def test_a_long_value_loses_its_middle():
     assert line.endswith('. Do this')
 
 
-def test_one_rank_of_a_node_speaks_where_all_meet_the_mistake(monkeypatch, capsys):
-    monkeypatch.setenv('LOCAL_RANK', '1')
-    assert refuse(ConfigError('', 'wrong'), on_all_ranks=True) == 0
-    assert capsys.readouterr().err == ''
-    assert refuse(ConfigError('', 'wrong')) == 2
-    assert capsys.readouterr().err == 'error: wrong\n'
-    monkeypatch.setenv('LOCAL_RANK', '0')
-    assert refuse(ConfigError('', 'wrong'), on_all_ranks=True) == 2
-    assert capsys.readouterr().err == 'error: wrong\n'
+@pytest.mark.parametrize(
+    ('local_rank', 'on_all_ranks', 'is_printed'),
+    [('0', True, True), ('1', True, False), ('1', False, True)],
+)
+def test_one_rank_prints_the_error_of_all(local_rank, on_all_ranks, is_printed, monkeypatch, capsys):
+    monkeypatch.setenv('LOCAL_RANK', local_rank)
+    status = refuse(ConfigError('', 'wrong'), on_all_ranks=on_all_ranks)
+    printed = capsys.readouterr().err
+    if is_printed:
+        assert (status, printed) == (2, 'error: wrong\n')
+    else:
+        assert (status, printed) == (0, '')
 
 
 class _RefusedDataset(Dataset):
@@ -128,9 +133,9 @@ class _RefusedDataset(Dataset):
         raise self.error
 
 
-@pytest.mark.parametrize('kind', [BadSampleError, InvalidInputError, NotExactError])
-def test_refusal_of_a_worker_process_is_one_line(kind, monkeypatch, capsys):
-    dataset = _RefusedDataset(kind('sample "a": broken'))
+@pytest.mark.parametrize('error_class', [BadSampleError, InvalidInputError, NotExactError])
+def test_refusal_of_a_worker_process_is_one_line(error_class, monkeypatch, capsys):
+    dataset = _RefusedDataset(error_class('sample "a": broken'))
     error = caught_from(lambda: next(iter(DataLoader(dataset, num_workers=1))))
     assert run_and_raise(error, monkeypatch) == 2
     assert capsys.readouterr().err == 'error: sample "a": broken\n'

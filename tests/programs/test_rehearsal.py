@@ -1,7 +1,10 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The heaviest microbatches before the first step: the right ones, without a trace, and no late failure behind them."""
+"""Rehearsals run the heaviest microbatches before the first step, so that a run does not fail late.
+
+A rehearsal must choose the right ones, and must leave no trace in the run.
+"""
 
 from __future__ import annotations
 
@@ -15,51 +18,53 @@ import torch
 from composer.core import Callback, Precision, Time, Timestamp
 from composer.devices import DeviceCPU
 
-from composer_tokacc import RegroupingBatchSampler, RegroupingDataLoader, TokenAccumulation, token_data_spec
+from composer_tokacc import TokenAccumulation, token_data_spec
 from composer_tokacc.programs import ConfigError
 from composer_tokacc.programs.rehearsal import Rehearsal, rehearse
 from tests.support.launch import launch_json
-from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
+from tests.support.length_dataset import LONGEST, LengthDataset, regrouping_loader
 from tests.support.text import text_model
-from tests.support.training import hugging_face, train
+from tests.support.training import hugging_face, logged, train
 
 
-def data_of(num_samples=40, *, seed=0, size=2, batch=8, **kwargs):
-    dataset = LengthDataset(num_samples, seed=seed, **kwargs)
-    sampler = RegroupingBatchSampler(
-        dataset, lengths=dataset.lengths, global_batch_size=batch, max_tokens=size * LONGEST, num_replicas=1, rank=0
-    )
-    loader = RegroupingDataLoader(dataset, batch_sampler=sampler, collate_fn=collate_samples)
-    return token_data_spec(loader, slot_tokens=LONGEST), dataset
+def spec_of(dataset, *, size, batch):
+    """Returns a data spec that regroups a dataset on one rank."""
+    options = {'global_batch_size': batch, 'max_tokens': size * LONGEST, 'num_replicas': 1, 'rank': 0}
+    return token_data_spec(regrouping_loader(dataset, **options), slot_tokens=LONGEST)
 
 
-def parameters_after(callbacks):
+def train_seven_steps(callbacks):
+    """Trains with random dropout and random labels. Returns losses, parameters and buffers, and the dataset."""
     torch.manual_seed(3)
     model = hugging_face(text_model(attention_dropout=0.2))
-    model.model.register_buffer('calls', torch.zeros(()))
-    model.model.register_forward_pre_hook(lambda module, args: module.calls.add_(1) and None)
-    spec, dataset = data_of(random_labels=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model.model.register_buffer('num_calls', torch.zeros(()))
+    model.model.register_forward_pre_hook(count_call)
+    dataset = LengthDataset(40, random_labels=True)
     _, memory, _ = train(
         model,
-        spec,
+        spec_of(dataset, size=2, batch=8),
         algorithms=[TokenAccumulation()],
         callbacks=callbacks,
         microbatch_size=2,
-        optimizer=optimizer,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2),
         max_duration='7ba',
         seed=5,
     )
-    losses = [float(value) for _, value in memory.data['loss/train/total']]
-    return losses, [one.detach().clone() for one in [*model.parameters(), *model.buffers()]], dataset
+    return logged(memory, 'loss/train/total'), model.state_dict(), dataset
 
 
-def test_a_run_is_bitwise_the_same_with_and_without_a_rehearsal():
+def count_call(module, arguments):
+    """A hook that changes a buffer of the model, as batch norm does."""
+    module.num_calls.add_(1)
+
+
+def test_run_is_bitwise_the_same_with_rehearsal():
     rehearsal = Rehearsal()
-    plain, expected, *_ = parameters_after([])
-    losses, found, dataset = parameters_after([rehearsal])
-    assert losses == plain
-    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    losses_without, weights_without, _ = train_seven_steps([])
+    losses, weights, dataset = train_seven_steps([rehearsal])
+    assert losses == losses_without
+    for name, weight in weights.items():
+        assert torch.equal(weight, weights_without[name]), name
     assert rehearsal.report is not None
     assert rehearsal.report.num_batches == 7
     assert 1 <= len(rehearsal.report.lines) <= 4
@@ -84,21 +89,29 @@ class Phase(Callback):
 @pytest.mark.parametrize('are_labels_known', [True, False])
 @pytest.mark.parametrize('logits', ['auto', 'all'])
 def test_logits_are_rehearsed_as_in_the_run(logits, are_labels_known):
-    """With the labels of all samples the microbatch with most logits is run; without them logits of all positions."""
+    """If the labels of all samples are known, the microbatch with most logits is run. Else logits of all positions."""
     torch.manual_seed(3)
     model = hugging_face(text_model())
-    spec, dataset = data_of(60, size=4, batch=12)
+    dataset = LengthDataset(60)
     phase = Phase()
     num_logits = {'check': [], 'rehearsal': [], 'step': []}
 
-    def count(module, args, output):
+    def count(module, arguments, output):
         num_logits[phase.name].append(output.shape[0] * output.shape[1])
 
     model.model.lm_head.register_forward_hook(count)
-    labels = np.array([int((dataset[index]['labels'][:, 1:] >= 0).sum()) for index in range(60)])
-    rehearsal = Rehearsal(labels_per_sample=labels if are_labels_known else None)
-    algorithm = TokenAccumulation(loss_tokens='causal', logits=logits)
-    train(model, spec, algorithms=[algorithm], callbacks=[phase, rehearsal], microbatch_size=4, max_duration='5ba')
+    labels_per_sample = None
+    if are_labels_known:
+        labels_per_sample = np.array([int((dataset[index]['labels'][:, 1:] >= 0).sum()) for index in range(60)])
+    rehearsal = Rehearsal(labels_per_sample=labels_per_sample)
+    train(
+        model,
+        spec_of(dataset, size=4, batch=12),
+        algorithms=[TokenAccumulation(loss_tokens='causal', logits=logits)],
+        callbacks=[phase, rehearsal],
+        microbatch_size=4,
+        max_duration='5ba',
+    )
     assert len(num_logits['step']) >= 5
     assert rehearsal.report.num_batches == 5
     if logits == 'all' or are_labels_known:
@@ -108,8 +121,8 @@ def test_logits_are_rehearsed_as_in_the_run(logits, are_labels_known):
     assert ('logits at' in rehearsal.report.text()) == (logits == 'auto' and are_labels_known)
 
 
-def stub(spec, model, *, size=2, epochs=2, batch=0, auto=True):
-    """What a rehearsal asks of a Trainer's state."""
+def state_of_trainer(spec, model, *, size=4, batch=0, auto=True):
+    """Returns the part of a Trainer's state that a rehearsal reads. The run has two epochs."""
     epoch, batch_in_epoch = divmod(batch, len(spec.dataloader))
     return SimpleNamespace(
         dataloader=spec.dataloader,
@@ -122,30 +135,31 @@ def stub(spec, model, *, size=2, epochs=2, batch=0, auto=True):
         precision=Precision.FP32,
         precision_config=None,
         timestamp=Timestamp(epoch=epoch, batch=batch, batch_in_epoch=batch_in_epoch),
-        max_duration=Time.from_epoch(epochs),
+        max_duration=Time.from_epoch(2),
     )
 
 
 class Limited(torch.nn.Module):
-    """Fails, as a GPU would, where positions and attention take more than the memory."""
-
-    def __init__(self, limit, per_area):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(()))
-        self.limit, self.per_area = limit, per_area
-        self.calls = 0
-
-    def needs(self, rows, width):
-        return rows * width + self.per_area * rows * width**2
-
-    def peak(self, shape, *, num_ranks):
-        return self.needs(shape.rows, shape.width)
+    """A model, and its memory model, that runs out of memory as a GPU would. Attention needs ``per_area``."""
 
     pixel_bytes_per_image_token = 0.0
 
+    def __init__(self, limit, per_area=0.0):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.limit = limit
+        self.per_area = per_area
+        self.num_calls = 0
+
+    def memory_of(self, rows, width):
+        return rows * width + self.per_area * rows * width**2
+
+    def peak(self, shape, *, num_ranks):
+        return self.memory_of(shape.rows, shape.width)
+
     def forward(self, batch):
-        self.calls += 1
-        if self.needs(*batch['input_ids'].shape) > self.limit:
+        self.num_calls += 1
+        if self.memory_of(*batch['input_ids'].shape) > self.limit:
             raise RuntimeError('CUDA out of memory. Tried to allocate')
         return self.weight
 
@@ -153,93 +167,106 @@ class Limited(torch.nn.Module):
         return outputs * 2
 
 
-def failures(spec, model, size, first_batch=0, epochs=2):
-    """Microbatches of the whole run that would fail, counted batch by batch."""
-    sampler, found, number = spec.dataloader.batch_sampler, 0, 0
-    for epoch in range(epochs):
+def would_fail(spec, model, size):
+    """Whether any microbatch of the two epochs would fail, found by reading them all."""
+    sampler = spec.dataloader.batch_sampler
+    largest = 0.0
+    for epoch in range(2):
         sampler.set_epoch(epoch)
         for batch in spec.dataloader:
-            for one in spec.split_batch(batch, size) if number >= first_batch else []:
-                found += model.needs(*one['input_ids'].shape) > model.limit
-            number += 1
+            for microbatch in spec.split_batch(batch, size):
+                largest = max(largest, model.memory_of(*microbatch['input_ids'].shape))
     sampler.set_epoch(0)
-    return found
+    return largest > model.limit
 
 
 @pytest.mark.parametrize('seeds', [range(4), pytest.param(range(4, 20), marks=pytest.mark.slow)], ids=['few', 'many'])
 def test_no_late_failure_after_a_rehearsal(seeds):
-    would_have_failed = 0
+    num_lowered = 0
     for seed in seeds:
         rng = np.random.default_rng(seed)
-        spec, _ = data_of(60, seed=seed, size=4, batch=12)
-        worst = Limited(np.inf, float(rng.choice([0, 0.01, 0.05])))
-        model = Limited(worst.needs(4, LONGEST) * rng.uniform(0.3, 1.05), worst.per_area)
-        state = stub(spec, model, size=4)
+        spec = spec_of(LengthDataset(60, seed=seed), size=4, batch=12)
+        per_area = float(rng.choice([0, 0.01, 0.05]))
+        memory_of_longest_rows = Limited(np.inf, per_area).memory_of(4, LONGEST)
+        model = Limited(memory_of_longest_rows * rng.uniform(0.3, 1.05), per_area)
+        state = state_of_trainer(spec, model)
+
         report = rehearse(state, memory=model)
+
         size = state.device_train_microbatch_size
-        failing = {one: failures(spec, model, one) for one in {4, size, min(2 * size, 4)}}
-        would_have_failed += failing[4] > 0
-        assert failing[size] == 0, seed
         assert report.microbatch_size == size
-        assert size < 4 or model.calls <= 4
-        assert size == 4 or failing[2 * size] > 0, 'no smaller than it must be'
-    assert 0 < would_have_failed < len(seeds)
+        assert not would_fail(spec, model, size), seed
+        if size < 4:
+            num_lowered += 1
+            assert would_fail(spec, model, 2 * size), 'no smaller than it must be'
+        else:
+            assert model.num_calls <= 4
+    assert 0 < num_lowered < len(seeds)
 
 
-def test_a_fixed_size_that_does_not_fit_is_refused_with_one_that_does():
-    spec, _ = data_of(60, size=4, batch=12)
-    model = Limited(2 * LONGEST, 0.0)
+def test_fixed_size_too_large_is_refused():
+    spec = spec_of(LengthDataset(60), size=4, batch=12)
     with pytest.raises(ConfigError, match=r'got: 4, with which that of step \d+ does not .* Set it to 2, with which'):
-        rehearse(stub(spec, model, size=4, auto=False))
+        rehearse(state_of_trainer(spec, Limited(2 * LONGEST), auto=False))
     with pytest.raises(ConfigError, match=r'samples .* No smaller one fits either'):
-        rehearse(stub(spec, Limited(3, 0.0), size=4, auto=False))
+        rehearse(state_of_trainer(spec, Limited(3), auto=False))
 
 
-def test_a_resumed_run_rehearses_what_is_left():
-    spec, dataset = data_of(60, size=4, batch=12)
+def test_resumed_run_rehearses_what_is_left():
+    dataset = LengthDataset(60)
+    spec = spec_of(dataset, size=4, batch=12)
     model = Limited(np.inf, 0.01)
-    whole, rest = (rehearse(stub(spec, model, size=4, batch=batch), memory=model) for batch in (0, 7))
-    assert (whole.num_batches, rest.num_batches) == (10, 3)
+    from_start = rehearse(state_of_trainer(spec, model), memory=model)
+    from_batch_7 = rehearse(state_of_trainer(spec, model, batch=7), memory=model)
+    assert from_start.num_batches == 10
+    assert from_batch_7.num_batches == 3
+
     sampler = copy.copy(spec.dataloader.batch_sampler)
+    assert sorted(spec.dataloader.batch_sampler.window(0)) == sorted(sampler.window(0))
     sampler.set_epoch(1)
-    left = [len(one) * max(dataset.lengths[k] for k in one) for b in (2, 3, 4) for one in planned(sampler, b)]
-    heavy = [line.split(': ')[1].split(' rows of ') for line in rest.lines]
-    assert max(int(rows) * int(width.split()[0]) for rows, width in heavy) == max(left)
-    assert sorted(spec.dataloader.batch_sampler.window(0)) == sorted(copy.copy(spec.dataloader.batch_sampler).window(0))
+    positions_left = []
+    for batch in (2, 3, 4):  # of five batches in the second epoch
+        window = sampler.window(batch)
+        for microbatch in sampler.plan(batch).ranks[0]:
+            width = max(dataset.lengths[window[place]] for place in microbatch.indices)
+            positions_left.append(len(microbatch.indices) * width)
+    rehearsed_positions = []
+    for line in from_batch_7.lines:
+        rows, width = line.split(': ')[1].split(' rows of ')
+        rehearsed_positions.append(int(rows) * int(width.split()[0]))
+    assert max(rehearsed_positions) == max(positions_left)
 
 
-def planned(sampler, batch):
-    window = sampler.window(batch)
-    return [[window[place] for place in one.indices] for rank in sampler.plan(batch).ranks for one in rank]
+class Broken(Limited):
+    def forward(self, batch):
+        raise RuntimeError('shapes do not fit')
 
 
-def test_other_errors_of_a_model_are_its_own_and_foreign_loaders_are_left_alone():
-    spec, _ = data_of()
-
-    class Broken(Limited):
-        def forward(self, batch):
-            raise RuntimeError('shapes do not fit')
-
+def test_other_errors_of_a_model_are_raised():
+    spec = spec_of(LengthDataset(40), size=2, batch=8)
     with pytest.raises(RuntimeError, match='shapes do not fit'):
-        rehearse(stub(spec, Broken(1, 0.0)))
+        rehearse(state_of_trainer(spec, Broken(1), size=2))
+
+
+def test_foreign_loaders_are_not_rehearsed():
     assert rehearse(SimpleNamespace(dataloader=[])) is None
 
 
 @pytest.mark.slow
 def test_ranks_rehearse_in_step_under_ddp_and_fsdp():
-    """The same run with and without; and with memory that would fail late: lowered before the first step on all."""
+    """A rehearsal changes nothing in the run. If the run would fail late, the size is lowered before, on all ranks."""
     limit = 2 * LONGEST
-    runs = [
-        {'fsdp': fsdp, **options} for fsdp in (False, True) for options in ({'rehearses': False}, {}, {'limit': limit})
-    ]
-    found = launch_json('tests/ranks/rehearsal.py', json.dumps(runs), ranks=2)
-    for plain, rehearsed, limited in (found[:3], found[3:]):
+    runs = []
+    for fsdp in (False, True):
+        runs += [{'fsdp': fsdp, 'rehearses': False}, {'fsdp': fsdp}, {'fsdp': fsdp, 'limit': limit}]
+    results = launch_json('tests/ranks/rehearsal.py', json.dumps(runs), ranks=2)
+    for plain, rehearsed, limited in (results[:3], results[3:]):
+        assert len(plain['losses']) == 6
         assert rehearsed['losses'] == plain['losses']
         assert rehearsed['norms'] == plain['norms']
-        assert len(plain['losses']) == 6
         assert rehearsed['rehearsed'] == [3, 3], 'the second fit rehearses what is left of the run'
         assert plain['largest'] > limit, 'it would have failed'
         assert limited['early'] > limit
         assert limited['largest'] <= limit
         assert set(limited['size']) == {2}
-    assert found[3]['norms'] == pytest.approx(found[0]['norms'], rel=1e-4)
+    assert results[3]['norms'] == pytest.approx(results[0]['norms'], rel=1e-4), 'FSDP as DDP'

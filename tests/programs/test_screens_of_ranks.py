@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What the screen shows when one rank ends, under the real launcher."""
+"""The screen of two ranks under the real launcher, if one of them fails."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from tests.support.programs import DIGITS, TINY_DIGITS
 pytestmark = pytest.mark.slow
 
 ENDED_BY_LAUNCHER = 143
-"""The launcher's status is that of the first rank, which it has ended by SIGTERM (15). Composer exits with 128 + 15."""
+"""The launcher returns the status of the first rank. If it ended that rank by SIGTERM (15), this is 128 + 15."""
 
 
 def screen(folder: Path, ending: str, *overrides: str, **arguments: Any) -> tuple[int, list[str]]:
-    """Exit status, and what a run of two ranks with the given callback leaves on the screen, without empty lines.
+    """Runs two ranks with a callback of ``tests.support.killer``. Returns the status and the lines of the screen.
 
-    A rank that does not react to SIGTERM is killed as soon as the launcher waits for it, which would take 30 seconds.
+    Lines that are empty are left out. A rank that does not react to SIGTERM is killed as soon as the launcher
+    waits for it, which would take 30 seconds.
     """
     config = yaml.safe_load(Path(DIGITS).read_text())
     config['callbacks'][f'tests.support.killer.{ending}'] = {'batch': 2, **arguments}
@@ -75,7 +76,7 @@ def errors(lines: list[str]) -> list[str]:
 def test_bad_sample_on_another_rank(tmp_path):
     status, lines = screen(tmp_path, 'FailOnRank', rank=1, bad_sample=True)
     assert status in (2, ENDED_BY_LAUNCHER)
-    assert [line for line in lines if 'Traceback' in line] == []
+    assert not any('Traceback' in line for line in lines)
     assert errors(lines) == ['error: sample "s7" cannot be read']
 
 
@@ -87,7 +88,7 @@ def test_bug_on_another_rank(tmp_path):
     assert sum(line.endswith("KeyError: 'a bug of ours'") for line in lines) == 1
 
 
-def test_still_rank_is_told_after_the_timeout(tmp_path):
+def test_hanging_rank_is_reported_after_the_timeout(tmp_path):
     status, lines = screen(tmp_path, 'StopRank', 'trainer.dist_timeout=20', rank=1)
     assert status == 2
     (line,) = errors(lines)

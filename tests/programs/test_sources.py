@@ -1,13 +1,15 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Loaders of a config: the regrouping one by default, the stock one where rows must keep their order."""
+"""Loaders of a config: the regrouping one by default, the stock one if rows must keep their order."""
 
 from __future__ import annotations
 
-import itertools
+import math
 import sys
+from itertools import chain
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,10 +22,13 @@ from composer_tokacc.sampling import RegroupingDataLoader
 from examples.digits.dataset import load_scans, split_scans
 from tests.support.launch import ROOT
 
+DIGITS = ROOT / 'yamls' / 'digits.yaml'
+
 
 def build(tmp_path, *overrides, is_eval=False):
+    """Returns the data spec and the dataset of the digits, 60 samples in global batches of 16."""
     config = load_config(
-        ROOT / 'yamls' / 'digits.yaml',
+        DIGITS,
         [
             'dataset.num_samples=60',
             'dataset.eval.num_samples=20',
@@ -39,91 +44,113 @@ def build(tmp_path, *overrides, is_eval=False):
     return source.build_loader(dataset, processor, BatchLayout.infer(sample), is_eval=is_eval), dataset
 
 
-def test_dataset_read_by_index(tmp_path):
-    _, dataset = build(tmp_path)
-    assert source_of(load_config(ROOT / 'yamls' / 'digits.yaml')).by_index(dataset) is dataset
+def lengths_of(dataset):
+    return [sample['input_ids'].shape[1] for sample in dataset]
 
 
-def names(spec):
+def num_labels(tensor):
+    return int((tensor != -100).sum())
+
+
+def ids_per_batch(spec):
     return [sorted(batch['sample_ids']) for batch in spec.dataloader]
 
 
+def rows_per_batch(spec):
+    return [len(batch['sample_ids']) for batch in spec.dataloader]
+
+
+def test_dataset_read_by_index(tmp_path):
+    _, dataset = build(tmp_path)
+    assert source_of(load_config(DIGITS)).by_index(dataset) is dataset
+
+
 def test_regrouping_changes_no_global_batch(tmp_path):
-    ours, _ = build(tmp_path)
+    regrouped, _ = build(tmp_path)
     stock, _ = build(tmp_path, 'loader.regroup_ranks=false')
-    assert isinstance(ours.dataloader, RegroupingDataLoader)
+    assert isinstance(regrouped.dataloader, RegroupingDataLoader)
     assert not isinstance(stock.dataloader, RegroupingDataLoader)
-    assert names(ours) == names(stock)
-    assert len(ours.dataloader) == len(stock.dataloader) == 3
-    assert ours.dataloader.batch_size == 16
+    assert ids_per_batch(regrouped) == ids_per_batch(stock)
+    assert len(regrouped.dataloader) == len(stock.dataloader) == 3
+    assert regrouped.dataloader.batch_size == 16
 
 
 def test_budget_of_rows_of_longest_sample(tmp_path):
     spec, dataset = build(tmp_path, 'microbatching.device_train_microbatch_size=2')
-    longest = max(sample['input_ids'].shape[1] for sample in dataset)
-    widths = []
+    sizes = []
     for step, batch in enumerate(spec.dataloader):
         plan = spec.dataloader.batch_sampler.plan(step)
+        planned_rows = [len(microbatch.indices) for microbatch in plan.ranks[0]]
         microbatches = spec.split_batch(spec.batch_transforms(batch), 2)
-        assert [len(microbatch['input_ids']) for microbatch in microbatches] == [len(m.indices) for m in plan.ranks[0]]
-        widths += [microbatch['input_ids'].numel() for microbatch in microbatches]
-    assert longest < max(widths) <= 2 * longest
+        assert [len(microbatch['input_ids']) for microbatch in microbatches] == planned_rows
+        sizes += [microbatch['input_ids'].numel() for microbatch in microbatches]
+    longest = max(lengths_of(dataset))
+    assert longest < max(sizes) <= 2 * longest
 
 
 def test_plans_use_the_cost_of_patches(tmp_path):
-    priced = 'microbatching.cost={vision_per_image: 3, vision_per_patch: 2, vision_per_square: 5, launch: 1}'
-    spec, dataset = build(tmp_path, priced, 'microbatching.device_train_microbatch_size=2')
+    cost = 'microbatching.cost={vision_per_image: 3, vision_per_patch: 2, vision_per_square: 5, launch: 1}'
+    spec, dataset = build(tmp_path, cost, 'microbatching.device_train_microbatch_size=2')
     sampler = spec.dataloader.batch_sampler
+    num_images = np.array([sample['num_images'][0] for sample in dataset])  # of one patch each
+    vision_cost = 3.0 * (num_images > 0) + 2.0 * num_images + 5.0 * num_images**2
+    lengths = np.array(lengths_of(dataset))
     for step in range(len(sampler)):
         window = sampler.window(step)
-        images = [dataset[index]['num_images'][0] for index in window]  # one patch each
-        lengths = [dataset[index]['input_ids'].shape[1] for index in window]
         expected = plan_microbatches(
-            lengths,
+            lengths[window],
             num_ranks=1,
             max_tokens=sampler.rows.options.max_tokens,
-            image_tokens=images,
-            vision_cost=[3.0 * (n > 0) + 2.0 * n + 5.0 * n * n for n in images],
+            image_tokens=num_images[window],
+            vision_cost=vision_cost[window],
             cost=CostModel(launch=1.0),
         )
-        planned = sampler.plan(step)
-        assert [one.indices for one in planned.ranks[0]] == [one.indices for one in expected.ranks[0]]
-        assert [one.cost for one in planned.ranks[0]] == pytest.approx([one.cost for one in expected.ranks[0]])
+        for microbatch, expected_microbatch in zip(sampler.plan(step).ranks[0], expected.ranks[0], strict=True):
+            assert microbatch.indices == expected_microbatch.indices
+            assert microbatch.cost == pytest.approx(expected_microbatch.cost)
+
+
+def most_image_tokens(spec, token_id):
+    """Returns the most image tokens of a planned microbatch."""
+    most = 0
+    for batch in spec.dataloader:
+        for microbatch in batch.microbatches:
+            most = max(most, int((microbatch['input_ids'] == token_id).sum()))
+    return most
 
 
 def test_image_cap_of_plans_and_split(tmp_path):
+    token_id = source_of(load_config(DIGITS)).build_processor().image_token_id
     free, dataset = build(tmp_path)
-    token_id = source_of(load_config(ROOT / 'yamls' / 'digits.yaml')).build_processor().image_token_id
     cap = max(int((sample['input_ids'] == token_id).sum()) for sample in dataset)
     capped, _ = build(tmp_path, f'microbatching.max_image_tokens={cap}')
-    most = [
-        max(int((one['input_ids'] == token_id).sum()) for batch in spec.dataloader for one in batch.microbatches)
-        for spec in (free, capped)
-    ]
-    assert most[0] > cap >= most[1] > 0
+    assert most_image_tokens(free, token_id) > cap
+    assert 0 < most_image_tokens(capped, token_id) <= cap
     assert capped.split_batch.__self__._split.options.max_image_tokens == cap
 
 
 def test_package_that_a_dataset_lacks(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, 'sklearn.datasets', None)  # as where scikit-learn is not installed
+    monkeypatch.setitem(sys.modules, 'sklearn.datasets', None)  # as if scikit-learn were not installed
     load_scans.cache_clear()
     split_scans.cache_clear()
     with pytest.raises(ConfigError, match=r"`dataset`: .* install 'composer_tokacc\[demo\]'"):
         build(tmp_path)
 
 
-def test_held_out_set_uses_stock_sampler(tmp_path):
-    for spec in (build(tmp_path, is_eval=True)[0], build(tmp_path, 'microbatching.regroup=false')[0]):
-        assert not isinstance(spec.dataloader, RegroupingDataLoader)
-    assert not list(tmp_path.iterdir()), 'lengths were measured for nothing'
+@pytest.mark.parametrize(('overrides', 'is_eval'), [([], True), (['microbatching.regroup=false'], False)])
+def test_stock_sampler_measures_no_lengths(overrides, is_eval, tmp_path):
+    spec, _ = build(tmp_path, *overrides, is_eval=is_eval)
+    assert not isinstance(spec.dataloader, RegroupingDataLoader)
+    assert not list(tmp_path.iterdir())
 
 
 def test_workers_give_the_same_batches(tmp_path):
-    alone, workers = (build(tmp_path, f'loader.num_workers={number}')[0].dataloader for number in (0, 2))
-    for first, second in itertools.zip_longest(alone, workers):
-        assert first['sample_ids'] == second['sample_ids']
-        assert first.indices == second.indices
-        torch.testing.assert_close(first['input_ids'], second['input_ids'])
+    without_workers, _ = build(tmp_path, 'loader.num_workers=0')
+    with_workers, _ = build(tmp_path, 'loader.num_workers=2')
+    for expected, batch in zip(without_workers.dataloader, with_workers.dataloader, strict=True):
+        assert batch['sample_ids'] == expected['sample_ids']
+        assert batch.indices == expected.indices
+        torch.testing.assert_close(batch['input_ids'], expected['input_ids'])
 
 
 def test_budget_under_the_longest_sample(tmp_path):
@@ -139,25 +166,24 @@ def test_parts_are_mixed_by_their_epochs(tmp_path):
     assert [len(part) for part in dataset.datasets] == [40, 6]
     assert len(list(tmp_path.glob('*.npz'))) == 2
     assert len(spec.dataloader) == (40 + 3 * 6) // 16
-    sampler, counts = spec.dataloader.batch_sampler, []
     for step in range(3):
-        counts.append(sum(index >= 40 for index in sampler.window(step)))
-    assert all(4 <= count <= 6 for count in counts), 'each step has its share of 18 in 58'
+        num_more = sum(index >= 40 for index in spec.dataloader.batch_sampler.window(step))
+        assert 4 <= num_more <= 6, 'each step has its share of 18 in 58'
 
 
 def test_parts_get_their_share_of_tokens(tmp_path):
-    shares = (
+    parts = (
         'dataset.parts={scans: {num_samples: 40, loss_share: 0.8}, more: {num_samples: 6, seed: 5, loss_share: 0.2}}'
     )
-    spec, dataset = build(tmp_path, shares)
+    spec, dataset = build(tmp_path, parts)
     assert [dataset[index]['source'] for index in (0, 39, 40, 45)] == [['scans'], ['scans'], ['more'], ['more']]
     tokens = {'scans': 0, 'more': 0}
     for epoch in range(9):
         spec.dataloader.batch_sampler.set_epoch(epoch)
         for batch in spec.dataloader:
             for microbatch in batch.microbatches:
-                for name, labels in zip(microbatch['source'], microbatch['labels'], strict=True):
-                    tokens[name] += int((labels != -100).sum())
+                for source, labels in zip(microbatch['source'], microbatch['labels'], strict=True):
+                    tokens[source] += num_labels(labels)
     assert tokens['scans'] / sum(tokens.values()) == pytest.approx(0.8, abs=0.02)
 
 
@@ -171,54 +197,61 @@ def test_parts_get_their_share_of_weight(tmp_path):
         weights = {'scans': 0.0, 'more': 0.0}
         for microbatch in batch.microbatches:
             rows = zip(microbatch['source'], microbatch['labels'], microbatch['loss_weights'], strict=True)
-            for name, labels, weight in rows:
-                weights[name] += weight * int((labels != -100).sum())
+            for source, labels, weight in rows:
+                weights[source] += weight * num_labels(labels)
         assert weights['scans'] / sum(weights.values()) == pytest.approx(0.3, abs=1e-9)
 
 
 def test_one_modality_a_step(tmp_path):
     spec, _ = build(tmp_path, 'loader.modality=per_step', 'loader.drop_last=false', 'loader.global_batch_size=8')
-    kinds = [{count > 0 for count in batch['num_images']} for batch in spec.dataloader]
-    assert {frozenset(kind) for kind in kinds} == {frozenset([True]), frozenset([False])}
+    steps_with_images = set()
+    for batch in spec.dataloader:
+        have_images = [count > 0 for count in batch['num_images']]
+        assert all(have_images) or not any(have_images)
+        steps_with_images.add(have_images[0])
+    assert steps_with_images == {True, False}
 
 
-def test_steps_of_so_many_tokens(tmp_path):
+def test_global_batch_of_so_many_tokens(tmp_path):
     spec, dataset = build(tmp_path, 'loader.global_batch_tokens=600', 'loader.drop_last=false')
-    lengths = [sample['input_ids'].shape[1] for sample in dataset]
-    sampler = spec.dataloader.batch_sampler
-    assert len(spec.dataloader) == -(-sum(lengths) // 600)
-    tokens = [int(batch['attention_mask'].sum()) for batch in spec.dataloader]
-    assert tokens == sampler.window_tokens().tolist()
-    assert sum(tokens) == sum(lengths)
-    assert all(abs(number - 600) < max(lengths) for number in tokens[:-1])
+    lengths = lengths_of(dataset)
+    tokens_per_step = [int(batch['attention_mask'].sum()) for batch in spec.dataloader]
+    assert tokens_per_step == spec.dataloader.batch_sampler.window_tokens().tolist()
+    assert sum(tokens_per_step) == sum(lengths)
+    for tokens in tokens_per_step[:-1]:
+        assert abs(tokens - 600) < max(lengths)
+    assert len(spec.dataloader) == math.ceil(sum(lengths) / 600)
     # Without a microbatch size one microbatch may hold a whole step of mean length.
-    assert spec.dataloader.batch_size == -(-600 * len(lengths) // sum(lengths))
+    assert spec.dataloader.batch_size == math.ceil(600 * len(lengths) / sum(lengths))
     stock, _ = build(tmp_path, 'loader.drop_last=false')
-    trained = [name for batch in spec.dataloader for name in batch['sample_ids']]
-    assert sorted(trained) == sorted(name for batch in stock.dataloader for name in batch['sample_ids'])
+    assert sorted(chain(*ids_per_batch(spec))) == sorted(chain(*ids_per_batch(stock)))
 
 
 def test_a_schedule_of_the_global_batch(tmp_path):
     spec, _ = build(tmp_path, 'loader.global_batch_size=[[0,4],[3ba,16]]', 'loader.drop_last=false')
-    assert [len(batch['sample_ids']) for batch in spec.dataloader] == [4, 4, 4, 16, 16, 16]
+    assert rows_per_batch(spec) == [4, 4, 4, 16, 16, 16]
     spec.dataloader.batch_sampler.set_epoch(1)
-    assert [len(batch['sample_ids']) for batch in spec.dataloader] == [16, 16, 16, 12]
+    assert rows_per_batch(spec) == [16, 16, 16, 12]
     assert spec.dataloader.batch_size == 16
+
+
+def most_loss_tokens(spec):
+    """Returns the most labels of a microbatch. Asserts that the split follows the plan."""
+    most = 0
+    for batch in spec.dataloader:
+        microbatches = spec.split_batch(batch, 16)
+        assert len(microbatches) == len(batch.microbatches)
+        for microbatch in microbatches:
+            most = max(most, num_labels(microbatch['labels']))
+    return most
 
 
 def test_loss_cap_reaches_sampler_and_split(tmp_path):
     free, dataset = build(tmp_path)
-    labels = [int((sample['labels'] != -100).sum()) for sample in dataset]
-    capped, _ = build(tmp_path, f'microbatching.max_loss_tokens={max(labels)}')
-    assert names(free) == names(capped)
-    most = {}
-    for name, spec in {'free': free, 'capped': capped}.items():
-        for batch in spec.dataloader:
-            microbatches = spec.split_batch(batch, 16)
-            assert len(microbatches) == len(batch.microbatches), 'cut as planned'
-            counts = [int((microbatch['labels'] != -100).sum()) for microbatch in microbatches]
-            most[name] = max(most.get(name, 0), *counts)
-    assert most['capped'] <= max(labels) < most['free']
+    cap = max(num_labels(sample['labels']) for sample in dataset)
+    capped, _ = build(tmp_path, f'microbatching.max_loss_tokens={cap}')
+    assert ids_per_batch(free) == ids_per_batch(capped)
+    assert most_loss_tokens(capped) <= cap < most_loss_tokens(free)
 
 
 MISTAKES = [
@@ -267,14 +300,17 @@ VIDEO_MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ('file', 'overrides', 'message'),
-    [*(('digits', *one) for one in MISTAKES), *(('llava_json', *one) for one in VIDEO_MISTAKES)],
-)
-def test_mistakes_are_named_by_their_key(file, overrides, message):
-    path = ['dataset.path=a.json'] if file == 'llava_json' else []
+@pytest.mark.parametrize(('overrides', 'message'), MISTAKES)
+def test_mistakes_are_named_by_their_key(overrides, message):
     with pytest.raises(ConfigError, match=message):
-        check_config(load_config(ROOT / 'yamls' / f'{file}.yaml', [*path, *overrides]), num_ranks=1)
+        check_config(load_config(DIGITS, overrides), num_ranks=1)
+
+
+@pytest.mark.parametrize(('overrides', 'message'), VIDEO_MISTAKES)
+def test_mistakes_of_videos_are_named(overrides, message):
+    config = load_config(ROOT / 'yamls' / 'llava_json.yaml', ['dataset.path=a.json', *overrides])
+    with pytest.raises(ConfigError, match=message):
+        check_config(config, num_ranks=1)
 
 
 class _NeedsAPackage(torch.utils.data.Dataset):
@@ -288,13 +324,13 @@ class _HasABug(torch.utils.data.Dataset):
 
 
 def test_package_that_a_dataset_needs():
-    config = load_config(ROOT / 'yamls' / 'digits.yaml', [f'dataset.name={__name__}.{_NeedsAPackage.__name__}'])
+    config = load_config(DIGITS, [f'dataset.name={__name__}.{_NeedsAPackage.__name__}'])
     with pytest.raises(ConfigError, match="`dataset`: ModuleNotFoundError: No module named 'no_such_package'"):
         source_of(config).build_dataset(None)
 
 
 def test_bug_of_a_dataset_is_kept():
-    config = load_config(ROOT / 'yamls' / 'digits.yaml', [f'dataset.name={__name__}.{_HasABug.__name__}'])
+    config = load_config(DIGITS, [f'dataset.name={__name__}.{_HasABug.__name__}'])
     with pytest.raises(ConfigError, match=r'`dataset`: ImportError: .*no_such_name') as caught:
         source_of(config).build_dataset(None)
     assert isinstance(caught.value.__cause__, ImportError)

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Under the composer launcher: all-reduces a step, with and without the algorithm; the counts."""
+"""Under the composer launcher: counts the collectives of a step, with and without the algorithm and the monitor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.training import fit, loader
 
 
 class CountCollectives(Callback):
-    """Profiles the third step whole, from the previous BATCH_END on."""
+    """Profiles the third step, from the BATCH_END before it to its own."""
 
     def __init__(self) -> None:
         self.profiler = profile(activities=[ProfilerActivity.CPU])
@@ -29,18 +29,23 @@ class CountCollectives(Callback):
         elif step == 3:
             self.profiler.stop()
             events = [event.key for event in self.profiler.events() or []]
-            self.counts = {
-                kind: sum(kind in key for key in events)
-                for kind in ('c10d::allreduce', 'c10d::allgather', 'c10d::broadcast')
-            }
+            for collective in ('c10d::allreduce', 'c10d::allgather', 'c10d::broadcast'):
+                self.counts[collective] = sum(collective in event for event in events)
 
 
 def count(size: int, algorithms: list[Any], callbacks: list[Any]) -> dict[str, int]:
     rows = text_rows([(4, 2), (14, 11), (9, 9), (3, 0), (6, 1), (7, 2)])
     counter = CountCollectives()
-    # The counter comes last, so that its step runs from after one TokenMonitor reduction to after the next.
-    options: Any = {'algorithms': algorithms, 'callbacks': [*callbacks, counter], 'microbatch_size': size}
-    fit(text_model(), loader(*[collate(rows)] * 4), max_duration='4ba', **options)
+    batches = [collate(rows)] * 4
+    fit(
+        text_model(),
+        loader(*batches),
+        algorithms=algorithms,
+        # The counter comes after TokenMonitor, so that its step has one reduction of the monitor.
+        callbacks=[*callbacks, counter],
+        microbatch_size=size,
+        max_duration='4ba',
+    )
     return counter.counts
 
 

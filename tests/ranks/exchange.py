@@ -1,10 +1,11 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Under the composer launcher: what each rank gets from the exchanging loader, step by step; it."""
+"""Under the composer launcher: the exchanging loader. Returns what each rank gets in each step, and errors."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any
@@ -21,109 +22,124 @@ from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
 from tests.support.text import text_model
 from tests.support.training import TOTAL, fit, reference_gradients, relative_error
 
-BATCH, EPOCH = 3, 31
+BATCH = 3
+EPOCH = 31
 SAMPLES = LengthDataset(200)
-# How many samples each rank reads: some run out before others, and the last step has fewer samples than ranks.
+# How many samples each rank reads. Some ranks have none left before others, and the last step has fewer samples than
+# ranks.
 READ = {2: (7, 4), 4: (10, 3, 7, 0)}
 
 
-class Shares(IterableDataset):
-    """Rank ``r`` reads its own stretch of the samples, and breaks at one of them if told to."""
+class SamplesOfRank(IterableDataset):
+    """Each rank reads a part of the samples. One of them may raise an error."""
 
-    def __init__(self, breaks_at: int | None = None, error: type[Exception] = BadSampleError) -> None:
-        self.breaks_at = breaks_at
+    def __init__(self, broken_sample: int | None = None, error: type[Exception] = BadSampleError) -> None:
+        self.broken_sample = broken_sample
         self.error = error
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         counts = READ[dist.get_world_size()]
-        first = sum(counts[: dist.get_global_rank()])
-        for index in range(first, first + counts[dist.get_global_rank()]):
-            if index == self.breaks_at:
+        rank = dist.get_global_rank()
+        first = sum(counts[:rank])
+        for index in range(first, first + counts[rank]):
+            if index == self.broken_sample:
                 raise self.error(f'sample "{index}" is broken')
             yield SAMPLES[index]
 
 
-def steps(loader: ExchangingDataLoader) -> list[list[dict[str, Any]]]:
-    """For each step, for each rank: names of the rows, whether they hold the samples of these names, how many count."""
-    found = []
+def rows_of_steps(loader: ExchangingDataLoader) -> list[list[dict[str, Any]]]:
+    """Returns for each step, and each rank, the names of its rows and the number of its samples.
+
+    ``'whole'`` tells whether the rows have the tokens of the samples with these names.
+    """
+    steps = []
     for batch in loader:
-        whole = True
-        for row, name in enumerate(batch['sample_ids']):
-            ids = SAMPLES[int(name)]['input_ids'][0]
-            whole &= torch.equal(batch['input_ids'][row, : len(ids)], ids)
-        names = list(map(int, batch['sample_ids']))
-        found.append(dist.all_gather_object({'names': names, 'whole': whole, 'num_samples': num_samples(batch)}))
-    return found
+        names = [int(name) for name in batch['sample_ids']]
+        has_tokens = True
+        for row, name in enumerate(names):
+            ids = SAMPLES[name]['input_ids'][0]
+            has_tokens &= torch.equal(batch['input_ids'][row, : len(ids)], ids)
+        rows = {'names': names, 'whole': has_tokens, 'num_samples': num_samples(batch)}
+        steps.append(dist.all_gather_object(rows))
+    return steps
 
 
-def build(dataset: Any, **kwargs: Any) -> ExchangingDataLoader:
+def build(dataset: Any, **options: Any) -> ExchangingDataLoader:
     return ExchangingDataLoader(
-        dataset, **{'batch_size': BATCH, 'collate_fn': collate_samples, 'max_tokens': 2 * LONGEST, **kwargs}
+        dataset,
+        batch_size=BATCH,
+        collate_fn=collate_samples,
+        max_tokens=2 * LONGEST,
+        **options,
     )
 
 
-def by_sampler(**kwargs: Any) -> list[Any]:
-    """A map-style dataset, whose sampler says who reads what; two epochs."""
+def epochs_of_sampler(**options: Any) -> list[dict[str, Any]]:
+    """Returns what ranks read and computed in two epochs of a map-style dataset with a DistributedSampler."""
     dataset = LengthDataset(EPOCH)
     sampler = dist.get_sampler(dataset, shuffle=True, seed=3)
-    loader = build(dataset, sampler=sampler, **kwargs)
-    found = []
+    loader = build(dataset, sampler=sampler, **options)
+    epochs = []
     for epoch in range(2):
         sampler.set_epoch(epoch)
-        mine = list(iter(sampler))
-        chunks = dist.all_gather_object([mine[k : k + BATCH] for k in range(0, len(mine), BATCH)])
-        # What torch repeats at the end to fill up the ranks is read, but neither exchanged nor computed.
-        seen: set[int] = set()
-        read = []
-        for step in zip(*chunks, strict=True):
-            read.append(sorted(set(chain.from_iterable(step)) - seen))
-            seen.update(read[-1])
-        found.append({'read': read, 'steps': steps(loader), 'length': len(loader)})
-    return found
+        indices = list(sampler)
+        batches = [indices[start : start + BATCH] for start in range(0, len(indices), BATCH)]
+        batches_of_ranks = dist.all_gather_object(batches)
+        # The samples that the sampler repeats for the last ranks are read, but neither exchanged nor computed.
+        known_samples: set[int] = set()
+        new_samples_of_steps = []
+        for batches_of_step in zip(*batches_of_ranks, strict=True):
+            new_samples = set(chain.from_iterable(batches_of_step)) - known_samples
+            known_samples |= new_samples
+            new_samples_of_steps.append(sorted(new_samples))
+        epochs.append({'read': new_samples_of_steps, 'steps': rows_of_steps(loader), 'length': len(loader)})
+    return epochs
 
 
-def broken(error: type[Exception]) -> list[str]:
-    """What each rank raises when the first sample of the second step of rank 0 is broken."""
+def errors_of_ranks(error: type[Exception]) -> list[str]:
+    """Returns the error of each rank if the first sample of the second step of rank 0 raises one."""
     try:
-        steps(build(Shares(BATCH, error)))
+        rows_of_steps(build(SamplesOfRank(BATCH, error)))
     except Exception as raised:
         return dist.all_gather_object(f'{type(raised).__name__}: {raised}')
     raise AssertionError('nothing was raised')
 
 
-def gradients(objective: str) -> list[dict[str, float]]:
-    """Every step of the uneven shares against one forward over the samples of all ranks, the weights standing still."""
-    expected = steps(build(Shares(), objective=objective))
-    assert len(expected) == -(-max(READ[dist.get_world_size()]) // BATCH)
+def measure_steps(objective: str) -> list[dict[str, float]]:
+    """Compares each step with one forward over the samples of all ranks. Returns the errors on rank 0."""
+    steps = rows_of_steps(build(SamplesOfRank(), objective=objective))
+    most_samples = max(READ[dist.get_world_size()])
+    assert len(steps) == math.ceil(most_samples / BATCH)
     model = text_model()
-    data = token_data_spec(build(Shares(), objective=objective), slot_tokens=LONGEST)
-    recorder = fit(model, data, max_duration=f'{len(expected)}ba')
-    found = []
-    if dist.get_global_rank():
-        return found
-    for step, gradients_of_step, loss in zip(expected, recorder.steps, recorder.logged(TOTAL), strict=True):
-        names = [name for rank in step if rank['num_samples'] for name in rank['names']]
-        reference, true_loss = reference_gradients(model, collate_samples([SAMPLES[name] for name in sorted(names)]))
-        found.append(
-            {
-                'error': relative_error(gradients_of_step, reference),
-                'loss_error': abs(loss - true_loss) / true_loss,
-                'num_samples': len(names),
-            }
-        )
-    assert int(recorder.trainer.state.timestamp.sample) == sum(one['num_samples'] for one in found)
-    return found
+    data = token_data_spec(build(SamplesOfRank(), objective=objective), slot_tokens=LONGEST)
+    recorder = fit(model, data, max_duration=f'{len(steps)}ba')
+    if dist.get_global_rank() != 0:
+        return []
+    results = []
+    for rows_of_ranks, gradients, loss in zip(steps, recorder.steps, recorder.logged(TOTAL), strict=True):
+        names: list[int] = []
+        for rows in rows_of_ranks:
+            if rows['num_samples']:  # not a rank with only a copy
+                names += rows['names']
+        batch = collate_samples([SAMPLES[name] for name in sorted(names)])
+        expected, expected_loss = reference_gradients(model, batch)
+        error = relative_error(gradients, expected)
+        loss_error = abs(loss / expected_loss - 1)
+        results.append({'error': error, 'loss_error': loss_error, 'num_samples': len(names)})
+    num_trained = int(recorder.trainer.state.timestamp.sample)
+    assert num_trained == sum(result['num_samples'] for result in results)
+    return results
 
 
 def main() -> dict[str, Any]:
     return {
-        'uneven': steps(build(Shares())),
-        'sampler': by_sampler(),
-        # Not forked: a child of a process with gloo's threads may wait forever for a lock that one of them held.
-        'workers': by_sampler(num_workers=2, multiprocessing_context='forkserver'),
-        'drop_last': by_sampler(drop_last=True),
-        'bad sample': broken(BadSampleError),
-        'other error': broken(OSError),
-        'ddp': gradients('ddp'),
-        'fsdp': gradients('fsdp'),
+        'uneven': rows_of_steps(build(SamplesOfRank())),
+        'sampler': epochs_of_sampler(),
+        # Not forked, because a child of a process with gloo's threads may wait forever for a lock of one of them.
+        'workers': epochs_of_sampler(num_workers=2, multiprocessing_context='forkserver'),
+        'drop_last': epochs_of_sampler(drop_last=True),
+        'bad sample': errors_of_ranks(BadSampleError),
+        'other error': errors_of_ranks(OSError),
+        'ddp': measure_steps('ddp'),
+        'fsdp': measure_steps('fsdp'),
     }

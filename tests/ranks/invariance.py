@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Plain training loops for the check of any trainer; under the composer launcher: on ranks that average gradients."""
+"""Plain training loops for `verify_invariance`. Under the composer launcher they average gradients over the ranks."""
 
 from __future__ import annotations
 
@@ -19,69 +19,78 @@ from tests.support.training import rank_share
 Loop = Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]]
 
 
-def _count(batch: dict[str, Any]) -> int:
+def _num_labels(batch: dict[str, Any]) -> int:
     return int((batch['labels'][:, 1:] != -100).sum())
 
 
 def _loss(model: Any, batch: dict[str, Any]) -> torch.Tensor:
-    named = inspect.signature(model.forward).parameters
-    return model(**{key: value for key, value in batch.items() if key in named}).loss
+    arguments = inspect.signature(model.forward).parameters
+    inputs = {key: value for key, value in batch.items() if key in arguments}
+    return model(**inputs).loss
 
 
-def _averaged(model: Any) -> dict[str, torch.Tensor]:
-    found = {}
+def _averaged_gradients(model: Any) -> dict[str, torch.Tensor]:
+    gradients = {}
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             gradient = parameter.grad.clone()
             dist.all_reduce(gradient)
-            found[name] = gradient / dist.get_world_size()
-    return found
+            gradients[name] = gradient / dist.get_world_size()
+    return gradients
 
 
 def step_mean(model: Any, *, keep: bool = False, over_ranks: bool = True) -> Loop:
-    """Every token of the step weighs the same; with ``keep`` the last step's gradient stays in."""
+    """Returns a loop in which every token of the step weighs the same.
 
-    def gradients(microbatches: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    Args:
+        model: The model.
+        keep: Whether the gradient of the last step stays in the model, which is a mistake.
+        over_ranks: Whether tokens are counted over all ranks. If not, which is a mistake, the gradient is a mean of the
+            means of the ranks.
+    """
+
+    def gradients_of(microbatches: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         if not keep:
             model.zero_grad()
-        total = torch.tensor(float(sum(map(_count, microbatches))))
+        total = torch.tensor(float(sum(map(_num_labels, microbatches))))
         if over_ranks:
             dist.all_reduce(total)
             total /= dist.get_world_size()
         for microbatch in microbatches:
-            if _count(microbatch):
-                (_loss(model, microbatch) * _count(microbatch) / total).backward()
-        return _averaged(model)
+            num_labels = _num_labels(microbatch)
+            if num_labels:
+                (_loss(model, microbatch) * num_labels / total).backward()
+        return _averaged_gradients(model)
 
-    return gradients
+    return gradients_of
 
 
 def mean_of_means(model: Any) -> Loop:
-    """What most trainers did until 2024."""
+    """Returns a loop in which every microbatch weighs the same, as in most trainers until 2024."""
 
-    def gradients(microbatches: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    def gradients_of(microbatches: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         model.zero_grad()
         for microbatch in microbatches:
             (_loss(model, microbatch) / len(microbatches)).backward()
-        return _averaged(model)
+        return _averaged_gradients(model)
 
-    return gradients
+    return gradients_of
 
 
 def main() -> dict[str, Any]:
+    """Returns the largest error of each loop, and a refusal."""
     model = text_model()
+    loops = {'step mean': step_mean(model), 'mean of each rank': step_mean(model, over_ranks=False)}
     rows = rank_share(text_rows([(4, 2), (14, 11), (9, 9), (6, 1), (5, 3), (3, 2)]), [3, 3])
-    found: dict[str, Any] = {
-        'step mean': verify_invariance(step_mean(model), rows).worst.error,
-        'mean of each rank': verify_invariance(step_mean(model, over_ranks=False), rows).worst.error,
-    }
-    same = text_rows([(4, 2), (14, 11), (10, 9)])
-    found['step mean of the same rows'] = verify_invariance(step_mean(model), same).worst.error
-    found['mean of each rank, of the same rows'] = verify_invariance(
-        step_mean(model, over_ranks=False), same
-    ).worst.error
+    same_rows = text_rows([(4, 2), (14, 11), (10, 9)])
+    results: dict[str, Any] = {}
+    for name, loop in loops.items():
+        results[name] = verify_invariance(loop, rows).worst.error
+        results[f'{name}, same rows'] = verify_invariance(loop, same_rows).worst.error
+    # Rank 1 has a row less.
+    rows_of_unequal_number = rows[: 3 - dist.get_global_rank()]
     try:
-        verify_invariance(step_mean(model), rows[: 3 - dist.get_global_rank()])
+        verify_invariance(step_mean(model), rows_of_unequal_number)
     except ValueError as error:
-        found['refused'] = str(error)
-    return found
+        results['refused'] = str(error)
+    return results

@@ -1,10 +1,10 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Under the composer launcher: two ranks whose rows are padded on the left, each to its own longest row.
+"""Under the composer launcher: rows padded on the left, on two ranks. Each rank pads to its own longest row.
 
-Prints for each case the relative error of the gradient against one forward over the rows of both ranks, or the message
-of the refusal.
+Returns for each case the relative error of the gradient, compared with one forward over the rows of both ranks, or the
+message of the refusal.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ LABELLED = [(4, 4), (9, 5), (6, 3), (14, 8)]
 def measure(model: Any, shape: list[tuple[int, int]], *, side: str = 'left', equal_widths: bool = False) -> Any:
     """Returns the relative error of the gradient, or the message of the refusal. Each rank takes two of four rows."""
     rows = text_rows(shape)
-    whole = collate(rows, side=side)
+    batch = collate(rows, side=side)
     start = 2 * dist.get_global_rank()
-    own = collate(rows[start : start + 2], side=side)
+    rows_of_rank = slice(start, start + 2)
+    rank_batch = collate(rows[rows_of_rank], side=side)
     if equal_widths:
-        own = {key: value[start : start + 2] for key, value in whole.items()}
+        rank_batch = {key: value[rows_of_rank] for key, value in batch.items()}
     try:
-        recorder = fit(model, own, microbatch_size=1)
+        recorder = fit(model, rank_batch, microbatch_size=1)
     except RuntimeError as error:
         return str(error)
-    expected, _ = reference_gradients(model, whole)
+    expected, _ = reference_gradients(model, batch)
     return relative_error(recorder.gradients, expected)
 
 

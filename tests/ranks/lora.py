@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Under the composer launcher: adapters under DDP and FSDP2; the relative errors of their gradients."""
+"""Under the composer launcher: adapters with DDP and FSDP2. Returns the relative errors of their gradients."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from tests.support.training import fit, rank_share, reference_gradients, relativ
 LORA = {
     'language model': {'r': 4},
     'and projector': {'r': 4, 'modules_to_save': ['multi_modal_projector']},
-    'all towers': {'r': 4, 'target_modules': 'all-linear'},
-    'whole tower': {'r': 4, 'modules_to_save': ['vision_tower', 'multi_modal_projector', 'lm_head']},
+    'all linear layers': {'r': 4, 'target_modules': 'all-linear'},
+    'whole vision encoder': {'r': 4, 'modules_to_save': ['vision_tower', 'multi_modal_projector', 'lm_head']},
 }
-NUM_ROWS, SHARES = 10, (7, 3)
-"""Uneven, so that the ranks make different numbers of microbatches."""
+NUM_ROWS = 10
+SHARES = (7, 3)
+"""Rows of each rank. They are uneven, so that the ranks make different numbers of microbatches."""
 
 
-def built(processor: Any, lora: dict[str, Any]) -> Any:
-    """With B stirred: at B = 0 A would have no gradient at all."""
+def model_with_adapter(processor: Any, lora: dict[str, Any]) -> Any:
+    """Returns a model whose adapter has random values for B. With B = 0, where peft starts, A has no gradient."""
     config = {**LLAVA, 'vision_feature_layer': -2, 'vision_feature_select_strategy': 'default'}
     model = build_model(config=config, processor=processor, lora=lora)
     generator = torch.Generator().manual_seed(1)
@@ -42,22 +43,26 @@ def main() -> dict[str, float]:
     repair_average()
     processor = build_digits_processor()
     dataset = DigitsDataset(processor, num_samples=NUM_ROWS, max_images=3)
-    # Rows of text alone first: the first rank has some, whatever it has besides.
-    rows = sorted((dataset[index] for index in range(NUM_ROWS)), key=lambda row: row['num_images'][0])
+    # Rows without images come first, so that the first rank has some.
+    samples = [dataset[index] for index in range(NUM_ROWS)]
+    rows = sorted(samples, key=lambda row: row['num_images'][0])
     results = {}
     for name, lora in LORA.items():
-        layout = BatchLayout.for_model(built(processor, lora))
+        model = model_with_adapter(processor, lora)
+        layout = BatchLayout.for_model(model)
         expected = {}
-        if not dist.get_global_rank():
-            expected, _ = reference_gradients(built(processor, lora).model, layout.concat(rows))
-        for parallel in ('ddp', 'fsdp'):
+        if dist.get_global_rank() == 0:
+            expected, _ = reference_gradients(model.model, layout.concat(rows))
+        for fsdp in (False, True):
             for size in (1, 3):
-                options = FSDP if parallel == 'fsdp' else {}
-                own = layout.concat(rank_share(rows, SHARES))
-                recorder = fit(built(processor, lora), own, layout=layout, microbatch_size=size, **options)
-                assert recorder.trainer.state.fsdp_enabled == (parallel == 'fsdp')
-                if not expected:
-                    continue
-                assert recorder.gradients.keys() == expected.keys()
-                results[f'{parallel} {name} microbatch {size}'] = relative_error(recorder.gradients, expected)
+                options = FSDP if fsdp else {}
+                rank_batch = layout.concat(rank_share(rows, SHARES))
+                model = model_with_adapter(processor, lora)
+                recorder = fit(model, rank_batch, layout=layout, microbatch_size=size, **options)
+                assert recorder.trainer.state.fsdp_enabled == fsdp
+                if expected:
+                    assert recorder.gradients.keys() == expected.keys()
+                    error = relative_error(recorder.gradients, expected)
+                    parallelism = 'fsdp' if fsdp else 'ddp'
+                    results[f'{parallelism} {name} microbatch {size}'] = error
     return results

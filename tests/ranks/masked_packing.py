@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Under the composer launcher: ModernBERT on ranks with different numbers of rows; the errors."""
+"""Under the composer launcher: ModernBERT on ranks with different numbers of rows. Returns the errors."""
 
 from __future__ import annotations
 

@@ -1,7 +1,10 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Under the composer launcher: what tokens weigh on ranks of unlike numbers of them; what each saw."""
+"""Under the composer launcher: `measure_token_weights` on ranks with different numbers of tokens.
+
+Returns what each rank measured.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,18 @@ from tests.support.text import collate, text_model, text_rows
 from tests.support.training import fit
 
 LENGTHS = [[5, 9], [3, 3]]
-"""Rows of each rank; the second row of rank 1 carries no loss."""
+"""Lengths of the rows of each rank. The second row of rank 1 has no label."""
 
 
-def seen(report: Any) -> dict[str, Any]:
+def figures_of_ranks(report: Any) -> dict[str, list[Any]]:
+    """Returns for each rank the spread of its own weights, the spread over all ranks, and the printed report."""
     weights = torch.cat(report.weights)
-    own = float(weights.max() / weights.min()) if len(weights) else 1.0
-    of_ranks = dist.all_gather_object({'own': own, 'spread': report.spread, 'printed': str(report)})
-    return {key: [one[key] for one in of_ranks] for key in of_ranks[0]}
+    spread_of_rank = float(weights.max() / weights.min()) if len(weights) else 1.0
+    return {
+        'own': dist.all_gather_object(spread_of_rank),
+        'spread': dist.all_gather_object(report.spread),
+        'printed': dist.all_gather_object(str(report)),
+    }
 
 
 def main() -> dict[str, Any]:
@@ -30,16 +37,17 @@ def main() -> dict[str, Any]:
     rows = text_rows([(length, length) for length in LENGTHS[rank]])
     if rank == 1:
         rows[1]['labels'][:] = -100
-    batch, found = collate(rows), {}
+    batch = collate(rows)
+    figures = {}
     model = torch.nn.parallel.DistributedDataParallel(text_model())
     with measure_token_weights(model) as report:
         model(**batch).loss.backward()
-    found['plain'] = seen(report)
+    figures['plain'] = figures_of_ranks(report)
     with measure_token_weights(model) as report:
         (model(**batch).loss * (rank == 0)).backward()
-    found['nothing on rank 1'] = seen(report)
+    figures['nothing on rank 1'] = figures_of_ranks(report)
     llama = text_model()
     with measure_token_weights(llama) as report:
         fit(llama, batch, microbatch_size=1)
-    found['ours'] = seen(report)
-    return found
+    figures['ours'] = figures_of_ranks(report)
+    return figures

@@ -1,15 +1,16 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Under the composer launcher: images on one rank, videos or sounds on another, several, or none; the errors.
+"""Under the composer launcher: ranks with different modalities in one step. Returns the errors.
 
-Arguments: a JSON list of runs (the keyword arguments of :func:`run`). The rows are those that the
-families' own processors make, with nothing in them that counts media.
+Arguments: a JSON list of runs (the keyword arguments of :func:`run`). The rows come from the processors of the
+families. They have no entry that counts media.
 """
 
 from __future__ import annotations
 
 import copy
+from itertools import chain
 from typing import Any
 
 import torch
@@ -26,14 +27,14 @@ from tests.support.training import TOLERANCE, each_run, fit, loader, reference_g
 def run(
     *, family: str, steps: list[list[str]], size: int, side: str = 'right', fsdp: bool = False
 ) -> list[dict[str, float]]:
-    """One Trainer, the weights standing still; on rank 0 what comes of every step.
+    """Runs a Trainer at learning rate 0. On rank 0 it returns the errors of every step.
 
     Args:
         family: Key of :data:`.MEDIA` or :data:`.SLOT_MEDIA`.
-        steps: For each step, what the rows of each rank hold: ``'image+none'`` is one row with images alone and one
-            without media; a row of ``'image&video'`` has both.
+        steps: For each step, the media of the rows of each rank. ``'image+none'`` means two rows, one with images and
+            one without media. ``'image&video'`` means one row with both.
         size: Microbatch size.
-        side: Of padding.
+        side: The side of the padding.
         fsdp: Whether the model is sharded.
     """
     case = {**MEDIA, **SLOT_MEDIA}[family]()
@@ -41,32 +42,43 @@ def run(
     if fsdp:
         repair_average()
     freeze_unreached(case)
-    shares = [[rows_of(case, kinds) for kinds in step] for step in steps]
-    data = loader(*(join(step[dist.get_global_rank()], side=side, slots=slots) for step in shares))
+    batches = []
+    reference_batches = []
+    for media_of_ranks in steps:
+        rows_of_ranks = [rows_of(case, media_of_rows) for media_of_rows in media_of_ranks]
+        batches.append(join(rows_of_ranks[dist.get_global_rank()], side=side, slots=slots))
+        rows_of_step = list(chain.from_iterable(rows_of_ranks))
+        # The reference is padded on the right, because with padding on the left eager attention is NaN in float64.
+        reference_batches.append(join(rows_of_step, side='right', slots=slots))
     model = sharded(case.model) if fsdp else copy.deepcopy(case.model)
-    options = {'microbatch_size': size, 'max_duration': f'{len(steps)}ba', **(FSDP if fsdp else {})}
-    recorder = fit(model, token_data_spec(data), **options)
-    found = []
-    if dist.get_global_rank():
-        return found
+    options: dict[str, Any] = dict(FSDP) if fsdp else {}
+    data = token_data_spec(loader(*batches))
+    recorder = fit(model, data, microbatch_size=size, max_duration=f'{len(steps)}ba', **options)
+    if dist.get_global_rank() != 0:
+        return []
     losses = recorder.logged('loss/train/total')
-    for step, gradients, loss in zip(shares, recorder.steps, losses, strict=True):
-        # On the right, where eager attention has a reference in float64.
-        whole = join([row for rows in step for row in rows], side='right', slots=slots)
-        expected, own = reference_gradients(case.model, whole)
-        error, round_off = relative_error(gradients, expected), 0.0
+    results = []
+    for batch, gradients, loss in zip(reference_batches, recorder.steps, losses, strict=True):
+        expected, expected_loss = reference_gradients(case.model, batch)
+        error = relative_error(gradients, expected)
+        round_off = 0.0
         if error > TOLERANCE:
-            round_off = relative_error(reference_gradients(case.model, whole, torch.float32)[0], expected)
-        found.append({'error': error, 'loss_error': abs(loss - own) / own, 'round_off': round_off})
-    return found
+            in_float32, _ = reference_gradients(case.model, batch, torch.float32)
+            round_off = relative_error(in_float32, expected)
+        loss_error = abs(loss / expected_loss - 1)
+        results.append({'error': error, 'loss_error': loss_error, 'round_off': round_off})
+    return results
 
 
-def rows_of(case: MediaCase, kinds: str) -> list[dict[str, Any]]:
-    """For each kind another one of the rows that hold just that."""
+def rows_of(case: MediaCase, media_of_rows: str) -> list[dict[str, Any]]:
+    """Returns a row for each part of ``'image+none'``, another one each time."""
     rows = []
-    for place, kind in enumerate(kinds.split('+')):
-        pool = [row for row, held in zip(case.rows, case.kinds, strict=True) if held == kind]
-        rows.append(pool[place % len(pool)])
+    for place, media in enumerate(media_of_rows.split('+')):
+        candidates = []
+        for row, media_of_row in zip(case.rows, case.kinds, strict=True):
+            if media_of_row == media:
+                candidates.append(row)
+        rows.append(candidates[place % len(candidates)])
     return rows
 
 

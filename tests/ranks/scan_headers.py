@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Under the composer launcher: ranks make a length table from headers together; what each of them has."""
+"""Under the composer launcher: ranks make one length table from image headers. Returns the table of each rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.data.test_headers import PROCESSORS, open_dataset
 
 
 def main(path: str, num_checked: str) -> list[dict[str, Any]]:
-    """Gathers the tables, and which samples each rank has read."""
+    """Returns for each rank the table, and which samples it has read."""
     dataset = open_dataset(Path(path), PROCESSORS['llava_next']())
     with mock.patch.multiple(lengths, FEWEST_FOR_HEADERS=0, NUM_CHECKED=int(num_checked)):
         table = lengths.build_length_table(dataset, dataset.encoder.processor, num_workers=0)

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Under the composer launcher: every rank opens the same file with on_error=skip; what each one kept."""
+"""Under the composer launcher: every rank opens the same file with on_error=skip. Returns what each rank kept."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.data.chat_processors import small
 
 
 class CountingDataset(LlavaDataset):
-    """Remembers which samples this rank has read."""
+    """Records which samples this rank has read."""
 
     read: tuple[int, ...] = ()
 
@@ -26,8 +26,8 @@ class CountingDataset(LlavaDataset):
         return super().__getitem__(index)
 
 
-class _Everything(Dataset):
-    """Good samples for rank 0, a bad one among those of rank 1."""
+class OneBadSample(Dataset):
+    """Four samples. The second one, which rank 1 reads, is bad."""
 
     def __init__(self, path: str, folder: str) -> None:
         self.good = LlavaDataset(path, small(), on_error='skip', lengths_folder=folder)
@@ -42,17 +42,17 @@ class _Everything(Dataset):
 
 
 def main(path: str, folder: str) -> list[dict[str, Any]]:
-    """Gathers what each rank kept, skipped, read, and what it raises where nothing is skipped."""
+    """Returns for each rank which samples it kept, skipped and read, and its error if samples are not skipped."""
     dataset = CountingDataset(path, small(), on_error='skip', lengths_folder=folder)
-    raised = ''
+    message = ''
     try:
-        build_length_table(_Everything(path, folder), small())
+        build_length_table(OneBadSample(path, folder), small())
     except BadSampleError as error:
-        raised = str(error)
-    found = {
+        message = str(error)
+    results = {
         'kept': [record.sample_id for record in dataset.records],
         'skipped': dataset.skipped,
         'read': dataset.read,
-        'raised': raised,
+        'raised': message,
     }
-    return dist.all_gather_object(found)
+    return dist.all_gather_object(results)

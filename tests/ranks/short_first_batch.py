@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Under the composer launcher: the first rank begins with a row of one token; the error."""
+"""Under the composer launcher: the first batch of rank 0 has only a row of one token. Returns the error."""
 
 from __future__ import annotations
 

@@ -1,7 +1,10 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Under the composer launcher: sources that only some ranks have; what was logged, and plain losses."""
+"""Under the composer launcher: the ledger by source, with sources that only some ranks have.
+
+Returns what was logged, and losses of plain forwards.
+"""
 
 from __future__ import annotations
 
@@ -16,30 +19,52 @@ from tests.support.training import each_run, fit, rank_share, reference_gradient
 
 SHAPE = [(4, 2), (5, 0), (9, 7), (14, 11), (6, 1), (3, 2), (12, 5), (7, 3)]
 STEPS = ('aaaaaaaa', 'abcaaaad', 'dddddddd', 'eabbabba')
-"""Sources of the rows of each step: the first ranks have the first rows."""
+"""The source of each row, for each step. The first ranks have the first rows."""
 
 
 def run(**options: Any) -> dict[str, Any]:
-    """Four steps; the first rank takes two rows, the others share the rest."""
-    world, rows = dist.get_world_size(), text_rows(SHAPE)
-    sizes = [2, *[6 // (world - 1)] * (world - 1)]
-    own = [{**collate(rank_share(rows, sizes)), 'source': rank_share(step, sizes)} for step in STEPS]
+    """Runs four steps. The first rank has two rows, the other ranks have equal parts of the others."""
+    num_others = dist.get_world_size() - 1
+    rows_of_ranks = [2, *[6 // num_others] * num_others]
+    rows = text_rows(SHAPE)
+    batches = []
+    for sources in STEPS:
+        batch: dict[str, Any] = collate(rank_share(rows, rows_of_ranks))
+        batch['source'] = rank_share(sources, rows_of_ranks)
+        batches.append(batch)
     callbacks = [TokenMonitor()]
-    recorder = fit(text_model(), *own, slot_tokens=14, microbatch_size=1, callbacks=callbacks, **options)
-    names = {name for name in recorder.memory.data if '/source/' in name}
-    logged = [{} for _ in STEPS]
-    for name in names:
-        for time, value in recorder.memory.data[name]:
-            logged[int(time.batch.value) - 1][name.removeprefix('token_monitor/source/')] = float(value)
+    recorder = fit(text_model(), *batches, slot_tokens=14, microbatch_size=1, callbacks=callbacks, **options)
+    expected_gradients, _ = reference_gradients(text_model(), collate(rows))
+    squares = [gradient.double().square().sum() for gradient in expected_gradients.values()]
+    return {
+        'logged': figures_by_step(recorder.memory.data),
+        'losses': plain_losses(rows),
+        'norms': [float(value) for _, value in recorder.memory.data['token_monitor/gradient_norm']],
+        'first_norm': float(sum(squares).sqrt()),
+    }
+
+
+def figures_by_step(data: dict[str, Any]) -> list[dict[str, float]]:
+    """Returns the logged figures of the sources, by name, for each step."""
+    steps = [{} for _ in STEPS]
+    for name, logged in data.items():
+        if '/source/' not in name:
+            continue
+        for time, value in logged:
+            step = int(time.batch.value) - 1
+            steps[step][name.removeprefix('token_monitor/source/')] = float(value)
+    return steps
+
+
+def plain_losses(rows: list[dict[str, Any]]) -> list[float]:
+    """Returns the summed loss of each row, by a forward of its own in float64."""
     model = text_model().double()
     losses = []
     for row in rows:
-        predicted = model(input_ids=row['input_ids']).logits[0, :-1]
-        losses.append(float(torch.nn.functional.cross_entropy(predicted, row['labels'][0, 1:], reduction='sum')))
-    expected, _ = reference_gradients(text_model(), collate(rows))
-    norms = [float(value) for _, value in recorder.memory.data['token_monitor/gradient_norm']]
-    norm = float(sum(value.double().square().sum() for value in expected.values()).sqrt())
-    return {'logged': logged, 'losses': losses, 'norms': norms, 'first_norm': norm}
+        logits = model(input_ids=row['input_ids']).logits[0, :-1]
+        loss = torch.nn.functional.cross_entropy(logits, row['labels'][0, 1:], reduction='sum')
+        losses.append(float(loss))
+    return losses
 
 
 main = each_run(run)

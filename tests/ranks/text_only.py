@@ -1,11 +1,10 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Under the composer launcher: steps without any image, video or sound, before the process has seen one.
+"""Under the composer launcher: steps without media, before the process has seen any. Returns the errors of the steps.
 
-Arguments: a JSON list of runs (the keyword arguments of :func:`run`). Each has a loader of its own: none
-has seen the media of those before. Gradients of every step are held to one forward over the global batch; the
-results have the errors and a hash of the last parameters.
+Arguments: a JSON list of runs (the keyword arguments of :func:`run`). Each has its own loader, which has not seen the
+media of earlier runs. The gradient of each step is compared with one forward over the global batch.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ MEDIA = ('pixel_values', 'pixel_values_videos', 'input_features')
 
 
 class AddedRows(Callback):
-    """Rows that are no samples in each microbatch of each step."""
+    """Records how many rows of each microbatch of each step are no samples."""
 
     def __init__(self) -> None:
         self.steps: list[list[int]] = []
@@ -52,56 +51,69 @@ def run(
     equal_counts: bool | str = 'auto',
     **options: Any,
 ) -> dict[str, Any]:
-    """One Trainer.
+    """Runs a Trainer. Returns errors, a hash of the last parameters, and the rows that are no samples.
 
     Args:
         family: Name of a subject.
-        steps: A letter a step: ``'t'`` text only, ``'m'`` some rows with media, on the first rank alone.
-        rows: Of a step, over all ranks.
-        lr: Learning rate; with 0 the gradients of all steps are known.
-        folder: Where checkpoints go, one a step.
+        steps: A letter for each step: ``'t'`` text only, ``'m'`` some rows with media, which are on the first rank.
+        rows: Rows of a step, over all ranks.
+        lr: Learning rate. The gradients of later steps are compared with the first weights, so it must be 0 for that.
+        folder: Where checkpoints are saved, one for each step.
         load_path: Checkpoint to resume from.
-        equal_counts: Of the data spec.
-        options: Of the Trainer.
+        equal_counts: Option of the data spec.
+        options: Options of the Trainer.
     """
     subject = SUBJECTS[family]
-    batches = [rows_of(subject, kind, seed, rows) for seed, kind in enumerate(steps)]
     model = subject.model('large')
-    # Models with query tokens take no batch without media.
-    whole = [join(batch, side='right', slots=subject.slots) for batch in batches]
-    is_first, layout = not dist.get_global_rank(), BatchLayout.for_model(model)
-    expected = [plain_gradients(model, layout.with_media(batch)) for batch in whole if is_first]
-    size = rows // dist.get_world_size()
-    shares = [rank_share(batch, [size] * dist.get_world_size()) for batch in batches]
-    own = [join(share, side='right', slots=subject.slots) for share in shares]
-    added = AddedRows()
-    options |= {'load_path': load_path, 'callbacks': [added], **saving(folder)}
+    layout = BatchLayout.for_model(model)
+    is_first = dist.get_global_rank() == 0
+    num_ranks = dist.get_world_size()
+    rank_batches = []
+    expected = []
+    for seed, letter in enumerate(steps):
+        rows_of_step = rows_of(subject, letter, seed, rows)
+        rank_rows = rank_share(rows_of_step, [rows // num_ranks] * num_ranks)
+        rank_batches.append(join(rank_rows, side='right', slots=subject.slots))
+        if is_first:
+            batch = join(rows_of_step, side='right', slots=subject.slots)
+            # Models with query tokens need a medium in every batch.
+            expected.append(plain_gradients(model, layout.with_media(batch)))
+    added_rows = AddedRows()
+    options |= {'load_path': load_path, 'callbacks': [added_rows], **saving(folder)}
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
-    recorder = fit(model, *own, equal_counts=equal_counts, optimizer=optimizer, **options)
+    recorder = fit(model, *rank_batches, equal_counts=equal_counts, optimizer=optimizer, **options)
     dist.barrier()
     state = state_of(recorder.trainer.state.model)
     recorder.trainer.close()
-    pairs = zip(recorder.steps, expected[-len(recorder.steps) :], strict=is_first)
+    errors = []
+    if is_first:
+        # A resumed run has only trained the last steps.
+        expected_of_run = expected[-len(recorder.steps) :]
+        for gradients, expected_gradients in zip(recorder.steps, expected_of_run, strict=True):
+            errors.append(relative_error(gradients, expected_gradients))
     return {
-        'errors': [relative_error(found, expected) for found, expected in pairs],
+        'errors': errors,
         'parameters': state['parameters'],
-        'added': dist.all_gather_object(added.steps),
+        'added': dist.all_gather_object(added_rows.steps),
     }
 
 
-def rows_of(subject: Subject, kind: str, seed: int, count: int) -> list[dict[str, Any]]:
-    rng = random.Random(f'{subject.name} {kind} {seed}')
+def rows_of(subject: Subject, letter: str, seed: int, count: int) -> list[dict[str, Any]]:
+    """Draws rows with labels. With ``'m'`` the first two have media, the others none."""
+    rng = random.Random(f'{subject.name} {letter} {seed}')
     rows: list[dict[str, Any]] = []
     while len(rows) < count:
         row = subject.row(rng)
         has_media = any(key in row for key in MEDIA)
-        if has_media == (kind == 'm' and len(rows) < 2) and (row['labels'][:, 1:] != -100).any():
+        needs_media = letter == 'm' and len(rows) < 2
+        has_label = (row['labels'][:, 1:] != -100).any()
+        if has_label and has_media == needs_media:
             rows.append(row)
     return rows
 
 
 def run_or_refused(**arguments: Any) -> dict[str, Any]:
-    """What ``run`` gives, or why it was refused, which it is on all ranks."""
+    """Returns the results of :func:`run`, or the message if it was refused. It is refused on all ranks."""
     try:
         return run(**arguments)
     except (RuntimeError, ValueError) as error:

@@ -1,10 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Under the composer launcher: ranks that plan unlike batches; what each rank raised, and how it trained.
-
-Arguments: names of cases. Without names all cases run.
-"""
+"""Under the composer launcher: ranks that plan different batches. Returns the error of each rank, and its steps."""
 
 from __future__ import annotations
 
@@ -24,11 +21,12 @@ from tests.support.length_dataset import LONGEST, LengthDataset, Reversed, colla
 from tests.support.text import text_model
 from tests.support.training import fit, hugging_face, reference_gradients, relative_error
 
-NUM_SAMPLES, GLOBAL_BATCH = 30, 8
+NUM_SAMPLES = 30
+GLOBAL_BATCH = 8
 
 
-class DrawsItsOwnNumbers(LengthDataset):
-    """Augments its texts with a generator that no seed of a run reaches."""
+class UnseededDataset(LengthDataset):
+    """Augments its texts with a generator that the seed of a run does not set."""
 
     generator = np.random.default_rng()
 
@@ -46,13 +44,13 @@ def regrouping(dataset: Any = None, *, num_workers: int = 0, **options: Any) -> 
 
 
 def plain(**options: Any) -> DataLoader:
-    """A stock DataLoader over our sampler."""
+    """Returns a stock DataLoader with our sampler."""
     loader = regrouping(**options)
     return DataLoader(LengthDataset(NUM_SAMPLES), batch_sampler=loader.batch_sampler, collate_fn=collate_samples)
 
 
 def stock(num_samples: int = NUM_SAMPLES, num_replicas: int | None = None, rank: int | None = None, **options: Any):
-    """A stock DataLoader over torch's sampler."""
+    """Returns a stock DataLoader with torch's sampler."""
     dataset = LengthDataset(num_samples)
     sampler = DistributedSampler(dataset, num_replicas, rank, **options)
     return DataLoader(dataset, batch_size=GLOBAL_BATCH // 2, sampler=sampler, collate_fn=collate_samples)
@@ -119,14 +117,14 @@ ALIKE: dict[str, Callable[[int], DataLoader]] = {
     'plain loader': lambda rank: plain(),
     'order without a name': lambda rank: regrouping(lengths=[LONGEST] * NUM_SAMPLES),
     'random labels': lambda rank: regrouping(LengthDataset(NUM_SAMPLES, random_labels=True)),
-    'numbers of its own': lambda rank: regrouping(DrawsItsOwnNumbers(NUM_SAMPLES)),
+    'numbers of its own': lambda rank: regrouping(UnseededDataset(NUM_SAMPLES)),
     'stock': lambda rank: stock(),
     'exchanging': lambda rank: exchanging(),
 }
 
 
 class CountSteps(Callback):
-    """Optimizer steps that a run has made, and the gradient of its first one."""
+    """Counts the optimizer steps of a run."""
 
     def __init__(self) -> None:
         self.num_steps = 0
@@ -136,6 +134,7 @@ class CountSteps(Callback):
 
 
 def run(build: Callable[[int], DataLoader]) -> dict[str, Any]:
+    """Trains two steps. Returns the error of each rank, its number of steps, and whether its weights have moved."""
     counter = CountSteps()
     model = hugging_face(text_model())
     before = parameters(model)
@@ -146,17 +145,20 @@ def run(build: Callable[[int], DataLoader]) -> dict[str, Any]:
         fit(model, data, callbacks=[counter], optimizer=optimizer, max_duration='2ba')
     except RuntimeError as error:
         message = str(error)
-    moved = not torch.equal(before, parameters(model))
-    results = dist.all_gather_object({'message': message, 'steps': counter.num_steps, 'moved': moved})
-    return {name: [result[name] for result in results] for name in ('message', 'steps', 'moved')}
+    has_moved = not torch.equal(before, parameters(model))
+    return {
+        'message': dist.all_gather_object(message),
+        'steps': dist.all_gather_object(counter.num_steps),
+        'moved': dist.all_gather_object(has_moved),
+    }
 
 
 def parameters(model: torch.nn.Module) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-def own_loop(seed: int) -> list[str]:
-    """What the ranks of a loop without a Trainer raise."""
+def errors_of_plain_loop(seed: int) -> list[str]:
+    """Returns the error of each rank in a loop without a Trainer."""
     message = ''
     try:
         for batch in regrouping(seed=seed):
@@ -166,13 +168,14 @@ def own_loop(seed: int) -> list[str]:
     return dist.all_gather_object(message)
 
 
-def differs_later() -> list[str]:
-    """One rank goes to another epoch alone, in the middle of a run."""
+def errors_of_other_epoch() -> list[str]:
+    """Returns for each rank the epoch of its error and the error, if only one rank skips an epoch."""
     loader: Any = regrouping()
     message = ''
     try:
         for epoch in range(3):
-            loader.set_epoch(epoch + (epoch == 1) * dist.get_global_rank())
+            skipped = dist.get_global_rank() if epoch == 1 else 0
+            loader.set_epoch(epoch + skipped)
             for batch in loader:
                 list(weighted_microbatches(batch))
     except RuntimeError as error:
@@ -180,16 +183,18 @@ def differs_later() -> list[str]:
     return dist.all_gather_object(f'{epoch}: {message}')
 
 
-def exact() -> list[float]:
-    """Errors of the steps of an epoch of ranks that agree, against one forward over each global batch."""
+def errors_of_gradients() -> list[float]:
+    """Compares each step of ranks with the same plan with one forward over its global batch."""
     loader: Any = regrouping()
     windows = [loader.batch_sampler.window(batch) for batch in range(len(loader))]
     model = text_model()
     recorder = fit(model, token_data_spec(loader, slot_tokens=LONGEST), max_duration='1ep')
     errors = []
+    dataset = LengthDataset(NUM_SAMPLES)
     for window, gradients in zip(windows, recorder.steps, strict=True):
-        reference, _ = reference_gradients(model, collate_samples([LengthDataset(NUM_SAMPLES)[k] for k in window]))
-        errors.append(relative_error(gradients, reference))
+        batch = collate_samples([dataset[index] for index in window])
+        expected, _ = reference_gradients(model, batch)
+        errors.append(relative_error(gradients, expected))
     return errors
 
 
@@ -197,8 +202,8 @@ def main() -> dict[str, Any]:
     return {
         'unlike': {name: run(build) for name, build in UNLIKE.items()},
         'alike': {name: run(build) for name, build in ALIKE.items()},
-        'own loop': own_loop(dist.get_global_rank()),
-        'own loop, alike': own_loop(0),
-        'later': differs_later(),
-        'exact': exact(),
+        'own loop': errors_of_plain_loop(seed=dist.get_global_rank()),
+        'own loop, alike': errors_of_plain_loop(seed=0),
+        'later': errors_of_other_epoch(),
+        'exact': errors_of_gradients(),
     }

@@ -1,10 +1,10 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Under the composer launcher: runs whose global batches are cut by tokens or by a schedule; what each trained.
+"""Under the composer launcher: global batches by tokens, or with a schedule. Returns what each run has trained.
 
-Each step's gradient is held to one forward over its samples. Arguments: a JSON list of runs (the keyword arguments of
-:func:`run`).
+The gradient of each step is compared with one forward over its samples. Arguments: a JSON list of runs (the keyword
+arguments of :func:`run`).
 """
 
 from __future__ import annotations
@@ -20,27 +20,28 @@ from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
 from tests.support.text import text_model
 from tests.support.training import each_run, fit, reference_gradients, relative_error, saving
 
-NUM_SAMPLES, SEED = 44, 3
+NUM_SAMPLES = 44
+SEED = 3
 
 
-class SeeWindows(Callback):
-    """The samples of every step over all ranks, and how many batches were trained when each epoch ended."""
+class WindowRecorder(Callback):
+    """Records the samples of every step over all ranks, and the number of batches at the end of each epoch."""
 
     def __init__(self, sampler: RegroupingBatchSampler) -> None:
         self.sampler = sampler
-        self.mine: list[int] = []
+        self.samples_of_rank: list[int] = []
         self.windows: dict[int, list[int]] = {}
         self.ends_of_epochs: list[int] = []
         self.tokens = 0
 
     def batch_start(self, state: Any, logger: Any) -> None:
-        self.mine = []
+        self.samples_of_rank = []
         if not self.sampler.has_only_copies(int(state.timestamp.batch_in_epoch)):
-            self.mine = [int(name) for name in state.batch['sample_ids']]
+            self.samples_of_rank = [int(name) for name in state.batch['sample_ids']]
 
     def batch_end(self, state: Any, logger: Any) -> None:
         samples: list[int] = []
-        for samples_of_rank in dist.all_gather_object(self.mine):
+        for samples_of_rank in dist.all_gather_object(self.samples_of_rank):
             samples += samples_of_rank
         self.windows[int(state.timestamp.batch) - 1] = sorted(samples)
         self.tokens = int(state.timestamp.token)
@@ -56,28 +57,30 @@ def run(
     folder: str | None = None,
     load_path: str | None = None,
 ) -> dict[str, Any]:
-    """One Trainer, with the weights standing still; `windows` are arguments of the sampler."""
-    dataset, model = LengthDataset(NUM_SAMPLES), text_model()
+    """Runs a Trainer at learning rate 0. `windows` are arguments of the sampler."""
+    dataset = LengthDataset(NUM_SAMPLES)
+    model = text_model()
     loader = regrouping_loader(dataset, seed=SEED, **windows)
-    seen = SeeWindows(loader.batch_sampler)
+    recorder_of_windows = WindowRecorder(loader.batch_sampler)
     recorder = fit(
         model,
         token_data_spec(loader, slot_tokens=LONGEST),
-        callbacks=[seen, SkipReadBatches()],
+        callbacks=[recorder_of_windows, SkipReadBatches()],
         max_duration=duration,
         load_path=load_path,
         **saving(folder),
     )
     errors = []
     if dist.get_global_rank() == 0:
-        for samples, gradients in zip(seen.windows.values(), recorder.steps, strict=True):
-            reference, _ = reference_gradients(model, collate_samples([dataset[index] for index in samples]))
-            errors.append(relative_error(gradients, reference))
+        for samples, gradients in zip(recorder_of_windows.windows.values(), recorder.steps, strict=True):
+            batch = collate_samples([dataset[index] for index in samples])
+            expected, _ = reference_gradients(model, batch)
+            errors.append(relative_error(gradients, expected))
     return {
-        'windows': {str(step): samples for step, samples in seen.windows.items()},
+        'windows': {str(step): samples for step, samples in recorder_of_windows.windows.items()},
         'errors': errors,
-        'ends_of_epochs': seen.ends_of_epochs,
-        'tokens': seen.tokens,
+        'ends_of_epochs': recorder_of_windows.ends_of_epochs,
+        'tokens': recorder_of_windows.tokens,
     }
 
 

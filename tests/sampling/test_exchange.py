@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 
@@ -17,6 +18,7 @@ from composer_tokacc.sampling import ExchangingDataLoader, exchange
 from tests.ranks.exchange import BATCH, EPOCH, READ
 from tests.support.launch import launch_json
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
+from tests.support.sampler_steps import sample_numbers
 
 
 def build(num_samples=20, **kwargs):
@@ -24,46 +26,41 @@ def build(num_samples=20, **kwargs):
     return ExchangingDataLoader(LengthDataset(num_samples), **options)
 
 
-def names(batches):
-    return [[int(name) for name in batch['sample_ids']] for batch in batches]
-
-
 def test_one_rank_cuts_its_own_samples():
     loader = build(max_tokens=LONGEST)
     spec = token_data_spec(loader, slot_tokens=LONGEST)
     batches = list(loader)
-    assert [sorted(batch) for batch in names(batches)] == [
-        list(range(8)),
-        list(range(8, 16)),
-        list(range(16, 20)),
-    ]
+    samples_of_batches = [sorted(samples) for samples in sample_numbers(batches)]
+    assert samples_of_batches == [list(range(8)), list(range(8, 16)), list(range(16, 20))]
     for batch in batches:
-        assert len(batch.microbatches) > 1
-        for microbatch, samples in zip(batch.microbatches, names(batch.microbatches), strict=True):
+        samples_of_microbatches = sample_numbers(batch.microbatches)
+        assert len(samples_of_microbatches) > 1
+        for microbatch, samples in zip(batch.microbatches, samples_of_microbatches, strict=True):
             assert microbatch['input_ids'].shape[1] == loader.dataset.lengths[samples].max()
         split = spec.split_batch(spec.batch_transforms(batch), 1)
-        assert names(split) == names(batch.microbatches)
+        assert sample_numbers(split) == samples_of_microbatches
     assert len(loader) == 3
     assert loader.batch_size == 8
 
 
 def test_patches_decide_the_encoder_cost(monkeypatch):
-    planned = []
+    planned_rows = []
     plan_batch = exchange.plan_batch
 
-    def recorded(rows, num_ranks):
-        planned.append(rows)
+    def record_rows(rows, num_ranks):
+        planned_rows.append(rows)
         return plan_batch(rows, num_ranks)
 
-    monkeypatch.setattr(exchange, 'plan_batch', recorded)
+    monkeypatch.setattr(exchange, 'plan_batch', record_rows)
     cost = CostModel(vision_per_image=2.0, vision_per_patch=0.5)
     list(build(8, cost=cost, patches=lambda sample: 10 * sample['input_ids'].shape[1]))
-    (rows,) = planned
+    (rows,) = planned_rows
     assert rows.vision_cost.tolist() == [2.0 + 5.0 * length for length in rows.lengths]
 
 
 @pytest.mark.parametrize('num_workers', [0, 2])
 def test_iterating_takes_no_random_numbers(num_workers):
+    """A plain DataLoader draws the seed of its workers from the generator that also draws the model's dropout."""
     loader = build(num_workers=num_workers)
     before = torch.get_rng_state()
     list(loader)
@@ -71,12 +68,13 @@ def test_iterating_takes_no_random_numbers(num_workers):
 
 
 def test_workers_need_few_files():
+    """A worker sends each tensor through a separate file. 600 samples of three tensors would need too many."""
     loader = build(600, batch_size=100, num_workers=2)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     num_open = len(os.listdir('/proc/self/fd'))
     resource.setrlimit(resource.RLIMIT_NOFILE, (num_open + 60, hard))
     try:
-        batches = names(loader)
+        batches = sample_numbers(loader)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     for number, batch in enumerate(batches):
@@ -117,19 +115,18 @@ def test_ranks_exchange_what_they_read(ranks):
     results = launch_json('tests/ranks/exchange.py', ranks=ranks)
     read = samples_of_steps(READ[ranks])
     check_steps(results['uneven'], read)
-    computed = [name for rank in results['uneven'][0] for name in rank['names']]
+    computed = []
+    for rank in results['uneven'][0]:
+        computed += rank['names']
     assert computed != read[0], 'samples should move between ranks'
-    for kind in ('sampler', 'workers', 'drop_last'):
-        for epoch in results[kind]:
-            expected = epoch['read']
-            if kind == 'drop_last':
-                expected = [step for step in expected if len(step) == ranks * BATCH]
-            assert epoch['length'] == len(expected)
-            check_steps(epoch['steps'], expected)
-        first, second = results[kind]
-        assert first['read'] != second['read']
-    assert len(results['sampler'][0]['read'][-1]) < BATCH * ranks, 'the last batch should be a smaller one'
-    assert sum(map(len, results['sampler'][0]['read'])) == EPOCH
+    for case in ('sampler', 'workers', 'drop_last'):
+        first_epoch, second_epoch = results[case]
+        for epoch in (first_epoch, second_epoch):
+            check_epoch(epoch, full_batch=ranks * BATCH, drop_last=case == 'drop_last')
+        assert first_epoch['read'] != second_epoch['read']
+    read_in_epoch = results['sampler'][0]['read']
+    assert len(read_in_epoch[-1]) < BATCH * ranks, 'the last batch should be a smaller one'
+    assert sum(len(step) for step in read_in_epoch) == EPOCH
 
     message = f'sample "{BATCH}" is broken'
     assert results['bad sample'] == [f'BadSampleError: {message}'] * ranks
@@ -144,8 +141,8 @@ def test_ranks_exchange_what_they_read(ranks):
 
 
 def samples_of_steps(counts):
-    """Samples that all ranks read in each step. They are numbered rank by rank. `counts` are the samples of each."""
-    num_steps = -(-max(counts) // BATCH)
+    """Samples that all ranks read in each step. `counts` are the samples of each rank, which are numbered in turn."""
+    num_steps = math.ceil(max(counts) / BATCH)
     steps = [[] for _ in range(num_steps)]
     first_of_rank = 0
     for count in counts:
@@ -155,12 +152,26 @@ def samples_of_steps(counts):
     return steps
 
 
+def check_epoch(epoch, *, full_batch, drop_last):
+    expected = epoch['read']
+    if drop_last:
+        expected = [step for step in expected if len(step) == full_batch]
+    assert epoch['length'] == len(expected)
+    check_steps(epoch['steps'], expected)
+
+
 def check_steps(steps, expected):
     """Each sample that was read is computed once and complete, and every rank computes something."""
     assert len(steps) == len(expected)
     for step, read in zip(steps, expected, strict=True):
-        computed = [name for rank in step if rank['num_samples'] for name in rank['names']]
+        computed = []
+        num_copies = 0
+        for rank in step:
+            assert rank['whole']
+            assert rank['names']
+            if rank['num_samples']:
+                computed += rank['names']
+            else:
+                num_copies += 1
         assert sorted(computed) == sorted(read)
-        assert all(rank['whole'] and rank['names'] for rank in step)
-        ranks_with_copies = [rank for rank in step if not rank['num_samples']]
-        assert len(ranks_with_copies) == max(len(step) - len(read), 0)
+        assert num_copies == max(len(step) - len(read), 0)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -20,11 +21,13 @@ from composer_tokacc.sampling.loader import RegroupingDataLoader, SkippedBatch
 from tests.ranks.last_steps import CASES
 from tests.support.launch import launch_json
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
+from tests.support.sampler_steps import sample_numbers
 from tests.support.text import text_model
 from tests.support.training import hugging_face
 
 SCRIPT = 'tests/ranks/resume.py'
-NUM_STEPS, STEPS_PER_EPOCH = 11, 6
+NUM_STEPS = 11
+STEPS_PER_EPOCH = 6
 
 
 def build(num_samples=30, *, ranks=2, rank=1, num_workers=0, **kwargs):
@@ -37,21 +40,17 @@ def build(num_samples=30, *, ranks=2, rank=1, num_workers=0, **kwargs):
     )
 
 
-def samples(batches):
-    return [[int(name) for name in batch['sample_ids']] for batch in batches]
-
-
 @pytest.mark.parametrize('num_workers', [0, 2])
 def test_planned_microbatches_are_collated_separately(num_workers):
     loader = build(num_workers=num_workers)
     assignments = list(loader.batch_sampler)
     batches = list(loader)
-    assert samples(batches) == list(map(list, assignments))
+    assert sample_numbers(batches) == list(map(list, assignments))
     for batch, assignment in zip(batches, assignments, strict=True):
         assert batch.indices == assignment.microbatches
-        assert samples(batch.microbatches) == assignment.microbatches
-        for microbatch in batch.microbatches:
-            expected = collate_samples([loader.dataset[int(name)] for name in microbatch['sample_ids']])
+        assert sample_numbers(batch.microbatches) == assignment.microbatches
+        for microbatch, samples in zip(batch.microbatches, assignment.microbatches, strict=True):
+            expected = collate_samples([loader.dataset[sample] for sample in samples])
             assert microbatch.keys() == expected.keys()
             for key in ('input_ids', 'attention_mask', 'labels'):
                 assert torch.equal(microbatch[key], expected[key]), 'as wide as its longest row'
@@ -68,13 +67,14 @@ def test_split_makes_the_planned_microbatches():
         planned = []
         for microbatch in loader.batch_sampler.plan(step).ranks[0]:
             planned.append([window[index] for index in microbatch.indices])
-        assert samples(microbatches) == planned
+        assert sample_numbers(microbatches) == planned
 
 
 def test_plain_loaders_do_without_the_plan():
+    """A user may keep the DataLoader of torch. It collates the same samples, as one batch."""
     loader = build()
     plain = DataLoader(LengthDataset(30), batch_sampler=loader.batch_sampler, collate_fn=collate_samples)
-    assert samples(plain) == samples(loader)
+    assert sample_numbers(plain) == sample_numbers(loader)
 
 
 def test_batched_reads_happen_once_a_batch():
@@ -88,30 +88,35 @@ def test_batched_reads_happen_once_a_batch():
     dataset = Reader(30)
     sampler = build(ranks=1, rank=0).batch_sampler
     loader = RegroupingDataLoader(dataset, batch_sampler=sampler, collate_fn=collate_samples)
-    assert samples(loader) == list(map(list, sampler))
+    assert sample_numbers(loader) == list(map(list, sampler))
     assert dataset.calls == 4
 
 
 @pytest.mark.parametrize('num_workers', [0, 2])
 def test_iterating_takes_no_random_numbers(num_workers):
+    """A plain DataLoader draws the seed of its workers from the generator that also draws the model's dropout."""
     before = torch.get_rng_state()
     list(build(num_workers=num_workers))
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_worker_seeds_depend_on_rank_and_epoch():
+def test_worker_seeds_of_ranks_and_epochs():
     class Seeds(LengthDataset):
         def __getitem__(self, index):
             return {'seed': str(torch.initial_seed())}
 
-    def seeds(rank, epoch):
+    def seed_of_worker(rank, epoch):
         sampler = build(rank=rank).batch_sampler
         sampler.set_epoch(epoch)
         loader = RegroupingDataLoader(Seeds(30), batch_sampler=sampler, num_workers=1)
-        return {seed for batch in loader for seed in batch['seed']}
+        seeds = set()
+        for batch in loader:
+            seeds.update(batch['seed'])
+        (seed,) = seeds
+        return seed
 
-    assert seeds(0, 0) == seeds(0, 0)
-    assert len(seeds(0, 0) | seeds(1, 0) | seeds(0, 1)) == 3
+    assert seed_of_worker(0, 0) == seed_of_worker(0, 0)
+    assert len({seed_of_worker(0, 0), seed_of_worker(1, 0), seed_of_worker(0, 1)}) == 3
 
 
 @pytest.mark.parametrize('num_workers', [0, 2])
@@ -120,24 +125,25 @@ def test_skipped_batches_are_not_read(num_workers):
     samples_of_epochs = {}
     for epoch in range(3):
         loader.batch_sampler.set_epoch(epoch)
-        samples_of_epochs[epoch] = samples(loader)
+        samples_of_epochs[epoch] = sample_numbers(loader)
     dataset = loader.dataset.dataset
     dataset.read.clear()
     loader.skip_to(1, 2)
     for epoch, num_skipped in ((0, 4), (1, 2), (1, 0), (2, 0)):
         loader.batch_sampler.set_epoch(epoch)
         batches = list(loader)
-        assert [isinstance(batch, SkippedBatch) for batch in batches] == [k < num_skipped for k in range(4)]
-        assert samples(batches[num_skipped:]) == samples_of_epochs[epoch][num_skipped:]
-    if num_workers == 0:
-        expected = samples_of_epochs[1][2:] + samples_of_epochs[1] + samples_of_epochs[2]
-        assert dataset.read == [index for batch in expected for index in batch]
+        are_skipped = [isinstance(batch, SkippedBatch) for batch in batches]
+        assert are_skipped == [True] * num_skipped + [False] * (4 - num_skipped)
+        assert sample_numbers(batches[num_skipped:]) == samples_of_epochs[epoch][num_skipped:]
+    if num_workers == 0:  # workers read copies of the dataset
+        read_batches = samples_of_epochs[1][2:] + samples_of_epochs[1] + samples_of_epochs[2]
+        assert dataset.read == list(itertools.chain(*read_batches))
 
 
 @pytest.mark.parametrize('num_workers', [0, 2])
 @pytest.mark.parametrize('position', range(5))
 def test_state_follows_the_last_yielded_batch(position, num_workers):
-    epoch = samples(build())
+    samples_of_epoch = sample_numbers(build())
     loader = build(num_workers=num_workers)
     iterator = iter(loader)
     for _ in range(position):
@@ -147,10 +153,10 @@ def test_state_follows_the_last_yielded_batch(position, num_workers):
     resumed = build()
     resumed.load_state_dict(state)
     assert resumed.state_dict() == state
-    assert samples(resumed) == epoch[position:]
+    assert sample_numbers(resumed) == samples_of_epoch[position:]
     resumed.batch_sampler.set_epoch(1)
     assert resumed.state_dict()['batch'] == 0
-    assert len(samples(resumed)) == 4
+    assert len(sample_numbers(resumed)) == 4
 
 
 def test_collate_function_must_name_its_entries():
@@ -171,6 +177,7 @@ def test_other_samplers_are_refused():
 
 
 def test_composer_reads_the_batch_size():
+    """The default of `device_train_microbatch_size` is the batch size of the loader."""
     trainer = Trainer(
         model=hugging_face(text_model()),
         train_dataloader=token_data_spec(build(ranks=1, rank=0)),
@@ -202,23 +209,31 @@ def num_witness_reads(ranks):
     return 4 * ranks
 
 
+def steps_from(run, first):
+    return {number: step for number, step in run['steps'].items() if int(number) >= first}
+
+
 @pytest.mark.slow
 def test_resumed_runs_are_bitwise_equal(tmp_path):
-    unbroken = {'folder': str(tmp_path), 'durations': [f'{NUM_STEPS}ba']}
-    points = range(1, NUM_STEPS)
-    resumed = [{'load_path': f'{tmp_path}/ba{step}.pt', 'durations': [f'{NUM_STEPS}ba']} for step in points]
-    reading = {'load_path': f'{tmp_path}/ba8.pt', 'durations': [f'{NUM_STEPS}ba'], 'skip': False}
-    unbroken_result, *resumed_results, reading_result = runs(unbroken, *resumed, reading, ranks=2)
-    more = num_witness_reads(2)
-    steps = unbroken_result['steps']
-    assert unbroken_result['reads'] == num_reads(0) + more
-    assert len({step['parameters'] for step in steps.values()}) == NUM_STEPS, 'nothing was learnt'
-    for first_step, result in zip(points, resumed_results, strict=True):
-        assert result['steps'] == {str(step): steps[str(step)] for step in range(first_step, NUM_STEPS)}, first_step
-        assert result['reads'] == num_reads(first_step) + more, first_step
+    durations = [f'{NUM_STEPS}ba']
+    first_steps = range(1, NUM_STEPS)
+    resumed = [{'load_path': f'{tmp_path}/ba{step}.pt', 'durations': durations} for step in first_steps]
+    unbroken_result, *resumed_results, reading_result = runs(
+        {'folder': str(tmp_path), 'durations': durations},
+        *resumed,
+        {'load_path': f'{tmp_path}/ba8.pt', 'durations': durations, 'skip': False},
+        ranks=2,
+    )
+    witness_reads = num_witness_reads(2)
+    assert unbroken_result['reads'] == num_reads(0) + witness_reads
+    states = {step['parameters'] for step in unbroken_result['steps'].values()}
+    assert len(states) == NUM_STEPS, 'nothing was learnt'
+    for first_step, result in zip(first_steps, resumed_results, strict=True):
+        assert result['steps'] == steps_from(unbroken_result, first_step), first_step
+        assert result['reads'] == num_reads(first_step) + witness_reads, first_step
     # Without SkipReadBatches Composer reads one batch of epoch 0, and all batches of epoch 1.
-    assert reading_result['steps'] == {str(step): steps[str(step)] for step in range(8, NUM_STEPS)}
-    assert reading_result['reads'] == 8 + num_reads(STEPS_PER_EPOCH) + more
+    assert reading_result['steps'] == steps_from(unbroken_result, 8)
+    assert reading_result['reads'] == 8 + num_reads(STEPS_PER_EPOCH) + witness_reads
 
 
 @pytest.mark.slow
@@ -243,21 +258,25 @@ def test_second_fit_continues_the_first_one(tmp_path):
 def eight_steps(tmp_path_factory):
     """Eight steps on two ranks: the folder of the checkpoints, and the result of the run."""
     folder = tmp_path_factory.mktemp('eight_steps')
-    return folder, runs({'durations': ['8ba'], 'random': False, 'folder': str(folder)}, ranks=2)[0]
+    (result,) = runs({'durations': ['8ba'], 'random': False, 'folder': str(folder)}, ranks=2)
+    return folder, result
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(('ranks', 'stock'), [(2, True), (4, False)])
 def test_other_ranks_and_samplers_continue(ranks, stock, eight_steps):
     folder, unbroken = eight_steps
-    again = {'durations': ['8ba'], 'random': False, 'load_path': f'{folder}/ba4.pt', 'stock': stock}
-    (resumed,) = runs(again, ranks=ranks)
+    case = {'durations': ['8ba'], 'random': False, 'load_path': f'{folder}/ba4.pt', 'stock': stock}
+    (resumed,) = runs(case, ranks=ranks)
     assert sorted(map(int, resumed['steps'])) == list(range(4, 8))
     for number, step in resumed['steps'].items():
         expected = unbroken['steps'][number]
         assert step['samples'] == expected['samples'], number
         assert step['norm'] == pytest.approx(expected['norm'], rel=1e-4), number
-    assert resumed['reads'] == (num_reads(0, 8) if stock else num_reads(4, 8) + num_witness_reads(ranks))
+    if stock:
+        assert resumed['reads'] == num_reads(0, 8)
+    else:
+        assert resumed['reads'] == num_reads(4, 8) + num_witness_reads(ranks)
 
 
 def test_rank_without_samples_gets_a_copy():
@@ -266,7 +285,7 @@ def test_rank_without_samples_gets_a_copy():
     for rank in range(2):
         loader = build(25, rank=rank)
         last = list(loader)[-1]
-        assert samples([last]) == [loader.batch_sampler.window(3)]
+        assert sample_numbers([last]) == [loader.batch_sampler.window(3)]
         count = num_samples(last)
         num_tokens = sum(row.loss_tokens for row in rows_of(with_counts(last)))
         assert (num_tokens > 0) == (count > 0)
@@ -277,13 +296,15 @@ def test_rank_without_samples_gets_a_copy():
 
 @pytest.mark.slow
 def test_last_steps_on_two_ranks():
-    # With torch's repeated samples, two ranks had another last step than one rank, and counted more samples.
+    # Once, two ranks also trained torch's repeated samples. So their last step differed from the step on one rank.
     results = launch_json('tests/ranks/last_steps.py', ranks=2)
     assert len(results) == 4 * len(CASES)
     for name, run in results.items():
-        num_samples, global_batch = CASES[name.split(', ')[0]]
+        case = name.split(', ')[0]
+        num_samples, global_batch = CASES[case]
         assert run['epochs'] == [num_samples, 2 * num_samples], name
-        counts = [*range(global_batch, num_samples, global_batch), num_samples]
-        assert run['batches'] == counts + [num_samples + count for count in counts], name
+        first_epoch = [*range(global_batch, num_samples, global_batch), num_samples]
+        second_epoch = [num_samples + count for count in first_epoch]
+        assert run['batches'] == first_epoch + second_epoch, name
         assert len(run['errors']) == 2
         assert max(run['errors'] + run['loss_errors']) < 1e-6, name

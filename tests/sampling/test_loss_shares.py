@@ -17,6 +17,7 @@ from composer_tokacc import (
     token_data_spec,
 )
 from composer_tokacc.sampling import LossShares
+from tests.support.exactness import loss_tokens
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
 from tests.support.text import text_model
 from tests.support.training import fit, relative_error
@@ -29,17 +30,17 @@ def test_weights_add_up_to_shares():
     sizes = [30, 200, 7]
     tokens = rng.integers(0, 90, 237)
     shares = LossShares(sizes, SHARES, tokens)
-    datasets = np.repeat([0, 1, 2], sizes)
+    dataset_of_sample = np.repeat([0, 1, 2], sizes)
     for _ in range(50):
         window = np.concatenate([rng.integers(0, 237, 40), [2, 60, 232]])
         weights = shares.weights(window)
         weight_of_dataset = [0.0, 0.0, 0.0]
         for weight, sample in zip(weights, window, strict=True):
-            weight_of_dataset[datasets[sample]] += weight * tokens[sample]
+            weight_of_dataset[dataset_of_sample[sample]] += weight * tokens[sample]
         total = sum(weight_of_dataset)
         assert total == pytest.approx(tokens[window].sum(), rel=1e-12)
-        for weight, share in zip(weight_of_dataset, SHARES, strict=True):
-            assert weight / total == pytest.approx(share, rel=1e-12)
+        shares_of_total = [weight / total for weight in weight_of_dataset]
+        assert shares_of_total == pytest.approx(SHARES, rel=1e-12)
 
 
 def test_dataset_without_tokens_in_a_step(caplog):
@@ -48,7 +49,7 @@ def test_dataset_without_tokens_in_a_step(caplog):
     expected = [0.375 * 7 / 3, 0.625 * 7 / 4, 0]
     for _ in range(2):
         assert shares.weights(np.array([0, 2, 3])).tolist() == pytest.approx(expected)
-    assert len(caplog.messages) == 1
+    assert len(caplog.messages) == 1, 'one warning a run'
     assert 'no loss tokens of dataset 2' in caplog.text
 
 
@@ -65,11 +66,11 @@ def test_bad_loss_shares_are_refused(shares, message):
         LossShares([2, 2], shares, [1, 1, 1, 1])
 
 
-class Named(LengthDataset):
-    """Names its source."""
+class NamedDataset(LengthDataset):
+    """Its samples name the dataset as their source."""
 
-    def __init__(self, name, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def __init__(self, name, num_samples, seed):
+        super().__init__(num_samples, seed=seed)
         self.name = name
 
     def __getitem__(self, index):
@@ -77,40 +78,52 @@ class Named(LengthDataset):
 
 
 def collate_named(samples):
-    return {**collate_samples(samples), 'source': [sample['source'][0] for sample in samples]}
+    sources = [sample['source'][0] for sample in samples]
+    return {**collate_samples(samples), 'source': sources}
+
+
+def token_losses(model, sample):
+    """Loss of each loss token of a sample."""
+    logits = model(input_ids=sample['input_ids']).logits[0, :-1]
+    labels = sample['labels'][0, 1:]
+    losses = torch.nn.functional.cross_entropy(logits, labels, reduction='none')
+    return losses[labels != -100]
+
+
+def gradient_of_shared_means(model, samples):
+    """Plain autograd: the mean loss of the tokens of each dataset, times its share."""
+    terms = []
+    for name, share in zip('abc', SHARES, strict=True):
+        losses = []
+        for sample in samples:
+            if sample['source'] == [name]:
+                losses.append(token_losses(model, sample))
+        terms.append(share * torch.cat(losses).mean())
+    torch.stack(terms).sum().backward()
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            gradients[f'model.{name}'] = parameter.grad
+    return gradients
 
 
 @pytest.mark.parametrize('packing', [False, True])
 def test_gradient_of_the_shared_means(packing):
-    dataset = ConcatDataset([Named('a', 20), Named('b', 12, seed=1), Named('c', 8, seed=2)])
+    sizes = [20, 12, 8]
+    dataset = ConcatDataset([NamedDataset('a', 20, 0), NamedDataset('b', 12, 1), NamedDataset('c', 8, 2)])
     samples = [dataset[index] for index in range(40)]
-    tokens = [int((sample['labels'][:, 1:] != -100).sum()) for sample in samples]
-    lengths = [sample['input_ids'].shape[1] for sample in samples]
     sampler = RegroupingBatchSampler(
         dataset,
-        lengths=lengths,
+        lengths=[sample['input_ids'].shape[1] for sample in samples],
         global_batch_size=20,
         max_tokens=2 * LONGEST,
         num_replicas=1,
         rank=0,
-        loss_shares=LossShares([20, 12, 8], SHARES, tokens),
+        loss_shares=LossShares(sizes, SHARES, [loss_tokens(sample) for sample in samples]),
     )
     loader = RegroupingDataLoader(dataset, batch_sampler=sampler, collate_fn=collate_named)
-    model = text_model()
-    terms = []
-    for name, share in zip('abc', SHARES, strict=True):
-        losses = []
-        for index in sampler.window(0):
-            if samples[index]['source'] == [name]:
-                logits = model(input_ids=samples[index]['input_ids']).logits[0, :-1]
-                labels = samples[index]['labels'][0, 1:]
-                losses.append(torch.nn.functional.cross_entropy(logits, labels, reduction='none')[labels != -100])
-        terms.append(share * torch.cat(losses).mean())
-    torch.stack(terms).sum().backward()
-    expected = {}
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            expected[name] = parameter.grad.clone()
+    samples_of_step = [samples[index] for index in sampler.window(0)]
+    expected = gradient_of_shared_means(text_model(), samples_of_step)
     recorder = fit(
         text_model(),
         token_data_spec(loader, slot_tokens=LONGEST, packing=packing),
@@ -118,7 +131,6 @@ def test_gradient_of_the_shared_means(packing):
         callbacks=[TokenMonitor()],
         max_duration='1ba',
     )
-    gradients = {name.removeprefix('model.'): gradient for name, gradient in recorder.gradients.items()}
-    assert relative_error(gradients, expected) < 1e-6
+    assert relative_error(recorder.gradients, expected) < 1e-6
     for name, share in zip('abc', SHARES, strict=True):
         assert recorder.logged(f'token_monitor/source/{name}/weight') == pytest.approx([share], rel=1e-6)

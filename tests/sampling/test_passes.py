@@ -14,18 +14,23 @@ from hypothesis import strategies as st
 from composer_tokacc.sampling import RegroupingBatchSampler
 from composer_tokacc.sampling.loader import RegroupingDataLoader
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
+from tests.support.sampler_steps import sample_numbers
 
 NUM_EPOCHS = 3
 NUM_SAMPLES = 30
 BATCHES = 4
 """Global batches of an epoch: three of eight samples, and one of six."""
-KINDS = ['sampler', 'loader', 'workers', 'persistent workers']
+LOOPS = ['sampler', 'loader', 'workers', 'persistent workers']
+"""A loop iterates over the sampler, or over a loader: without workers, with new ones each epoch, or with the same."""
 
 
 class Run:
-    """A training loop over a loader, or over its sampler, that can be stopped and resumed at any batch."""
+    """A training loop over a loader, or over its sampler, that can be stopped and resumed at any batch.
 
-    def __init__(self, kind):
+    Between steps it may *look*: take the first batch of another iterator, as Composer and users do to see the data.
+    """
+
+    def __init__(self, loop):
         dataset = LengthDataset(NUM_SAMPLES)
         self.sampler = RegroupingBatchSampler(
             dataset,
@@ -36,33 +41,34 @@ class Run:
             rank=0,
         )
         self.loader = self.sampler
-        if kind != 'sampler':
+        if loop != 'sampler':
             self.loader = RegroupingDataLoader(
                 dataset,
                 batch_sampler=self.sampler,
                 collate_fn=collate_samples,
-                num_workers=2 * ('workers' in kind),
-                persistent_workers=kind.startswith('persistent'),
+                num_workers=2 if 'workers' in loop else 0,
+                persistent_workers=loop == 'persistent workers',
             )
 
-    def names(self, batch):
+    def samples(self, batch):
         if self.loader is self.sampler:
             return list(batch)
-        return [int(name) for name in batch['sample_ids']]
+        return sample_numbers([batch])[0]
 
     def look(self):
-        return self.names(next(iter(self.loader)))
+        return self.samples(next(iter(self.loader)))
 
     def steps(self, first_epoch=0):
         """Yields epoch and samples of each step."""
         for epoch in range(first_epoch, NUM_EPOCHS):
             self.sampler.set_epoch(epoch)
             for batch in self.loader:
-                yield epoch, self.names(batch)
+                yield epoch, self.samples(batch)
 
 
-def steps_after(kind, state):
-    run = Run(kind)
+def steps_after(loop, state):
+    """Steps of a new run that loads a saved state."""
+    run = Run(loop)
     run.loader.load_state_dict(pickle.loads(pickle.dumps(state)))
     return list(run.steps(first_epoch=state['epoch']))
 
@@ -71,17 +77,20 @@ def steps_after(kind, state):
 def unbroken():
     steps = list(Run('sampler').steps())
     assert len(steps) == NUM_EPOCHS * BATCHES
-    assert len({tuple(samples) for _, samples in steps}) == len(steps)
+    different_batches = {tuple(samples) for _, samples in steps}
+    assert len(different_batches) == len(steps)
     return steps
 
 
 @pytest.mark.parametrize(
-    ('kind', 'looks'),
+    ('loop', 'looks'),
     [('sampler', 0), ('sampler', 3), ('loader', 0), ('loader', 3), ('workers', 1), ('persistent workers', 1)],
 )
-def test_looks_after_resumption_keep_the_place(kind, looks, unbroken):
-    for position in (3, 4, 5) if 'workers' in kind else range(12):
-        run = Run(kind)
+def test_looks_after_resumption_keep_the_place(loop, looks, unbroken):
+    # Workers start slowly: only the batches around the end of the first epoch.
+    positions = (3, 4, 5) if 'workers' in loop else range(12)
+    for position in positions:
+        run = Run(loop)
         state = {**run.loader.state_dict(), 'epoch': position // BATCHES, 'batch': position % BATCHES}
         run.loader.load_state_dict(state)
         for _ in range(looks):
@@ -89,9 +98,9 @@ def test_looks_after_resumption_keep_the_place(kind, looks, unbroken):
         assert list(run.steps(first_epoch=state['epoch'])) == unbroken[position:]
 
 
-@pytest.mark.parametrize('kind', KINDS)
-def test_looks_in_mid_epoch(kind, unbroken):
-    run = Run(kind)
+@pytest.mark.parametrize('loop', LOOPS)
+def test_looks_in_mid_epoch(loop, unbroken):
+    run = Run(loop)
     for position, step in enumerate(run.steps(), start=1):
         assert step == unbroken[position - 1]
         run.look()
@@ -101,15 +110,15 @@ def test_looks_in_mid_epoch(kind, unbroken):
     assert position == len(unbroken)
 
 
-@pytest.mark.parametrize('kind', ['sampler', 'loader', 'persistent workers'])
-def test_epoch_set_too_early(kind, unbroken):
-    run = Run(kind)
+@pytest.mark.parametrize('loop', ['sampler', 'loader', 'persistent workers'])
+def test_epoch_set_too_early(loop, unbroken):
+    run = Run(loop)
     position = 0
     for epoch in range(NUM_EPOCHS):
         run.sampler.set_epoch(epoch)
         for batch in run.loader:
             position += 1
-            assert (epoch, run.names(batch)) == unbroken[position - 1]
+            assert (epoch, run.samples(batch)) == unbroken[position - 1]
             run.sampler.set_epoch(epoch + 1)
             assert steps_after('sampler', run.loader.state_dict()) == unbroken[position:]
             if epoch + 1 < NUM_EPOCHS:
@@ -117,9 +126,9 @@ def test_epoch_set_too_early(kind, unbroken):
             assert steps_after('sampler', run.loader.state_dict()) == unbroken[position:]
 
 
-@pytest.mark.parametrize('kind', KINDS)
-def test_look_that_stays_open(kind, unbroken):
-    run = Run(kind)
+@pytest.mark.parametrize('loop', LOOPS)
+def test_look_that_stays_open(loop, unbroken):
+    run = Run(loop)
     kept_open = iter(run.loader)
     next(kept_open)
     for position, step in enumerate(run.steps(), start=1):
@@ -127,26 +136,27 @@ def test_look_that_stays_open(kind, unbroken):
         assert steps_after('sampler', run.loader.state_dict()) == unbroken[position:]
 
 
-@pytest.mark.parametrize('kind', KINDS)
-def test_epoch_that_is_left_early(kind, unbroken):
-    run = Run(kind)
+@pytest.mark.parametrize('loop', LOOPS)
+def test_epoch_that_is_left_early(loop, unbroken):
+    run = Run(loop)
     for position, _ in enumerate(run.steps(), start=1):
         if position == 6:
             break
     run.look()
-    assert steps_after(kind, run.loader.state_dict()) == unbroken[6:]
+    assert steps_after(loop, run.loader.state_dict()) == unbroken[6:]
     run.sampler.set_epoch(2)
-    assert steps_after(kind, run.loader.state_dict()) == unbroken[8:]
+    assert steps_after(loop, run.loader.state_dict()) == unbroken[8:]
 
 
-@pytest.mark.parametrize('kind', KINDS)
-def test_epoch_repeats_without_set_epoch(kind, unbroken):
-    run = Run(kind)
+@pytest.mark.parametrize('loop', LOOPS)
+def test_epoch_repeats_without_set_epoch(loop, unbroken):
+    run = Run(loop)
     for _ in range(3):
-        for batch, samples in enumerate(run.loader, start=1):
-            assert run.names(samples) == unbroken[batch - 1][1]
+        for position, batch in enumerate(run.loader, start=1):
+            assert run.samples(batch) == unbroken[position - 1][1]
             state = run.loader.state_dict()
-            assert (state['epoch'], state['batch']) == (0, batch)
+            assert state['epoch'] == 0
+            assert state['batch'] == position
 
 
 @settings(deadline=None, max_examples=40)

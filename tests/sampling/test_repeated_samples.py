@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset
 
 from composer_tokacc.repeated_samples import num_repeated
-from composer_tokacc.sampling import RegroupingBatchSampler
+from tests.support.sampler_steps import samplers_of_ranks
 
 
 @settings(deadline=None, max_examples=150)
@@ -27,8 +27,8 @@ from composer_tokacc.sampling import RegroupingBatchSampler
     epoch=st.integers(0, 2),
 )
 def test_repeated_samples_are_left_out(num_samples, ranks, batch_size, shuffle, drop_last_batch, drop_last, epoch):
-    counts = Counter()
-    dropped = Counter()
+    trained = Counter()
+    left_out = Counter()
     for rank in range(ranks):
         sampler = DistributedSampler(range(num_samples), ranks, rank, shuffle, drop_last=drop_last)
         sampler.set_epoch(epoch)
@@ -37,33 +37,35 @@ def test_repeated_samples_are_left_out(num_samples, ranks, batch_size, shuffle, 
         )
         for batch_index, batch in enumerate(loader):
             copies = num_repeated(loader, batch_index)
-            assert 0 <= copies <= (batch_index == len(loader) - 1)
-            counts.update(batch[: len(batch) - copies])
-            dropped.update(batch[len(batch) - copies :])
-    assert not counts or max(counts.values()) == 1
+            is_last = batch_index == len(loader) - 1
+            assert copies in ((0, 1) if is_last else (0,))
+            num_trained = len(batch) - copies
+            trained.update(batch[:num_trained])
+            left_out.update(batch[num_trained:])
+    assert set(trained.values()) <= {1}, 'a sample is trained twice'
     if drop_last:
-        assert not dropped
+        assert not left_out
     elif not drop_last_batch:
-        assert sorted(counts) == list(range(num_samples))
-        assert sum(dropped.values()) == -num_samples % ranks
+        assert sorted(trained) == list(range(num_samples))
+        assert sum(left_out.values()) == -num_samples % ranks
 
 
 def test_sampler_of_a_part():
+    # Rank 2 of 3 gets positions 2 and 5. The dataset has five samples, so position 5 repeats one.
     dataset = Subset(range(100), list(range(5)))
     loader = DataLoader(dataset, batch_size=2, sampler=DistributedSampler(dataset, 3, 2), collate_fn=list)
-    assert [num_repeated(loader, batch) for batch in range(2)] == [1, 0], 'its two rows are of positions 2 and 5 of 5'
+    assert [num_repeated(loader, batch) for batch in range(2)] == [1, 0]
 
 
 @pytest.mark.parametrize('ranks', [1, 2, 3, 4])
 def test_ranks_without_a_sample(ranks):
-    copies = []
-    for rank in range(ranks):
-        sampler = RegroupingBatchSampler(
-            range(26), lengths=[5] * 26, global_batch_size=12, max_tokens=20, num_replicas=ranks, rank=rank
-        )
+    # Two samples are left for the last of three steps.
+    copies_of_steps = [0, 0, 0]
+    for sampler in samplers_of_ranks([5] * 26, ranks, global_batch_size=12, max_tokens=20):
         loader = DataLoader(range(26), batch_sampler=sampler, collate_fn=list)
-        copies.append([num_repeated(loader, batch) for batch in range(3)])
-    assert [sum(step) for step in zip(*copies, strict=True)] == [0, 0, max(ranks - 2, 0)]
+        for step in range(3):
+            copies_of_steps[step] += num_repeated(loader, step)
+    assert copies_of_steps == [0, 0, max(ranks - 2, 0)]
 
 
 def test_other_samplers_repeat_nothing():

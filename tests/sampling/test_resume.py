@@ -1,6 +1,8 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
+"""The callback that restores the random generators of Python, numpy and torch when a run is resumed."""
+
 from __future__ import annotations
 
 import random
@@ -19,7 +21,7 @@ def draw():
 
 
 def test_generators_go_on_after_resume():
-    draw()  # the odd half of a pair of normal numbers is part of the state
+    draw()  # normal numbers are drawn in pairs, and the half that is left belongs to the state
     saved = RestoreRandomState().state_dict()
     assert all(isinstance(value, str) for value in saved.values())
     expected = draw()

@@ -18,39 +18,30 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler
 
 from composer_tokacc.planning import CostModel, plan_microbatches
-from composer_tokacc.sampling import Mixture, RegroupingBatchSampler
+from composer_tokacc.sampling import Mixture
 from composer_tokacc.sampling.sampler import prefetch
-
-LONGEST = 64
-
-
-def table(num_samples, seed=0):
-    rng = np.random.default_rng(seed)
-    return np.minimum(rng.lognormal(2.5, 0.8, num_samples).astype(int) + 1, LONGEST)
-
-
-def build(num_samples, global_batch_size, *, ranks=1, rank=0, **kwargs):
-    lengths = kwargs.pop('lengths', table(num_samples))
-    return RegroupingBatchSampler(
-        range(num_samples),
-        lengths=lengths,
-        global_batch_size=global_batch_size,
-        num_replicas=ranks,
-        rank=rank,
-        max_tokens=kwargs.pop('max_tokens', 3 * LONGEST),
-        **kwargs,
-    )
+from tests.support.sampler_steps import (
+    LONGEST_SAMPLE,
+    build_sampler,
+    lognormal_lengths,
+    samplers_of_ranks,
+    samples_of_steps,
+)
 
 
-def all_ranks(num_samples, global_batch_size, ranks, *, epoch=0, **kwargs):
+def build(num_samples, global_batch_size, **options):
+    lengths = lognormal_lengths(np.random.default_rng(0), num_samples)
+    return build_sampler(lengths, global_batch_size=global_batch_size, **options)
+
+
+def all_ranks(lengths, global_batch_size, ranks, **options):
     """Batches of every rank: [rank][batch]."""
-    batches = []
-    for rank in range(ranks):
-        sampler = build(num_samples, global_batch_size, ranks=ranks, rank=rank, **kwargs)
-        sampler.set_epoch(epoch)
-        batches.append(list(sampler))
-        assert len(batches[-1]) == len(sampler)
-    return batches
+    batches_of_ranks = []
+    for sampler in samplers_of_ranks(lengths, ranks, global_batch_size=global_batch_size, **options):
+        batches = list(sampler)
+        assert len(batches) == len(sampler)
+        batches_of_ranks.append(batches)
+    return batches_of_ranks
 
 
 def stock_batches(num_samples, global_batch_size, ranks, *, epoch=0, seed=0, shuffle=True, drop_last=False):
@@ -59,28 +50,15 @@ def stock_batches(num_samples, global_batch_size, ranks, *, epoch=0, seed=0, shu
     for rank in range(ranks):
         sampler = DistributedSampler(range(num_samples), ranks, rank, shuffle, seed, drop_last)
         sampler.set_epoch(epoch)
-        loaders.append(
-            DataLoader(
-                range(num_samples),
-                batch_size=global_batch_size // ranks,
-                sampler=sampler,
-                drop_last=drop_last,
-                collate_fn=list,
-            )
+        loader = DataLoader(
+            range(num_samples),
+            batch_size=global_batch_size // ranks,
+            sampler=sampler,
+            drop_last=drop_last,
+            collate_fn=list,
         )
-    return steps(loaders)
-
-
-def steps(batches):
-    """Samples of every global batch over all ranks, sorted, without marked copies."""
-    samples_of_steps = []
-    for batches_of_ranks in zip(*batches, strict=True):
-        samples = []
-        for batch in batches_of_ranks:
-            if not getattr(batch, 'is_copy', False):  # a DataLoader yields plain lists
-                samples += batch
-        samples_of_steps.append(sorted(samples))
-    return samples_of_steps
+        loaders.append(loader)
+    return samples_of_steps(loaders)
 
 
 @settings(deadline=None, max_examples=60)
@@ -109,52 +87,58 @@ def test_global_batches_are_those_of_torch(num_samples, ranks, multiple, epoch, 
         with pytest.raises(ValueError, match='drop_last'):
             build(num_samples, global_batch_size, ranks=ranks, drop_last=True)
         return
-    batches = all_ranks(num_samples, global_batch_size, ranks, objective=objective, **order)
-    assert steps(batches) == expected
+    lengths = lognormal_lengths(np.random.default_rng(0), num_samples)
+    batches = all_ranks(lengths, global_batch_size, ranks, objective=objective, **order)
+    assert samples_of_steps(batches) == expected
     assert all(itertools.chain(*batches)), 'a rank without a row to compute'
-    for step, samples in zip(zip(*batches, strict=True), expected, strict=True):
-        assert sum(assignment.is_copy for assignment in step) == max(ranks - len(samples), 0)
+    for step, samples in enumerate(expected):
+        num_copies = sum(batches_of_rank[step].is_copy for batches_of_rank in batches)
+        assert num_copies == max(ranks - len(samples), 0)
 
 
 @settings(deadline=None, max_examples=25)
 @given(seed=st.integers(0, 1000), ranks=st.sampled_from([1, 2, 4]), with_images=st.booleans())
 def test_planned_microbatches_keep_both_caps(seed, ranks, with_images):
-    lengths = table(64, seed)
+    lengths = lognormal_lengths(np.random.default_rng(seed), 64)
     image_tokens = np.where(np.arange(64) % 3 == 0, 0, lengths // 2)
     caps = {}
     if with_images:
         caps = {'image_tokens': image_tokens, 'max_image_tokens': 40}
-    for assignment in itertools.chain(*all_ranks(64, 32, ranks, lengths=lengths, **caps)):
+    batches_of_ranks = all_ranks(lengths, 32, ranks, **caps)
+    for assignment in itertools.chain(*batches_of_ranks):
         assert list(itertools.chain(*assignment.microbatches)) == list(assignment)
         for samples in assignment.microbatches:
-            assert len(samples) * lengths[samples].max() <= 3 * LONGEST
+            assert len(samples) * lengths[samples].max() <= 3 * LONGEST_SAMPLE
             if with_images:
                 assert image_tokens[samples].sum() <= 40
 
 
 def test_ranks_without_images_get_samples():
-    options = {'lengths': [8, 8, 8, 8], 'image_tokens': [4, 0, 0, 0], 'objective': 'fsdp', 'max_tokens': 64}
-    assignments = list(itertools.chain(*all_ranks(4, 4, 2, **options)))
+    """A single sample with an image cannot fill a step slot of two ranks. The other rank still gets samples."""
+    batches_of_ranks = all_ranks([8] * 4, 4, 2, image_tokens=[4, 0, 0, 0], objective='fsdp', max_tokens=64)
+    assignments = list(itertools.chain(*batches_of_ranks))
     assert sorted(itertools.chain(*assignments)) == [0, 1, 2, 3]
     assert all(assignments)
 
 
 def test_ranks_finish_together():
-    lengths = table(4096, seed=3)
-    cost = CostModel(launch=0.0)
-    regrouped = all_ranks(4096, 128, 8, lengths=lengths, cost=cost)
+    """Torch's sampler gives each rank as many samples as the others. Ours gives each as many tokens."""
+    lengths = lognormal_lengths(np.random.default_rng(3), 4096)
+    regrouped = all_ranks(lengths, 128, 8, cost=CostModel(launch=0.0))
     stock = [list(DistributedSampler(range(4096), 8, rank)) for rank in range(8)]
     slowest_regrouped = 0
     slowest_stock = 0
     for batch in range(32):
-        slowest_regrouped += max(lengths[list(rank[batch])].sum() for rank in regrouped)
-        slowest_stock += max(lengths[rank[batch * 16 : batch * 16 + 16]].sum() for rank in stock)
+        first = 16 * batch
+        slowest_regrouped += max(lengths[list(batches[batch])].sum() for batches in regrouped)
+        slowest_stock += max(lengths[order[first : first + 16]].sum() for order in stock)
     mean = lengths.sum() / 8
     assert slowest_regrouped / mean < 1.05
     assert slowest_stock / mean > 1.2
 
 
 def test_batches_are_a_pure_function():
+    """They depend on the arguments and the epoch. Earlier epochs and pickling change nothing."""
     first = build(50, 12, ranks=3, rank=1)
     second = build(50, 12, ranks=3, rank=1)
     second.set_epoch(4)
@@ -175,16 +159,18 @@ def test_plan_and_window_match_the_batches():
     for batch, assignment in enumerate(sampler):
         window = sampler.window(batch)
         is_last = batch == 4  # two samples are left for three ranks
-        assert assignment.is_copy == sampler.has_only_copies(batch) == is_last
+        assert assignment.is_copy == is_last
+        assert sampler.has_only_copies(batch) == is_last
         planned = []
         for microbatch in sampler.plan(batch).ranks[2]:
             if not microbatch.filled:
                 planned += [window[place] for place in microbatch.indices]
-        assert planned == ([] if is_last else list(assignment))
+        expected = [] if is_last else list(assignment)
+        assert planned == expected
 
 
 def test_epoch_order_is_made_once(monkeypatch):
-    # Each call took time in proportion to the dataset once, because it made the order again.
+    # Once, each call made the order again. That took time in proportion to the dataset.
     calls = []
     randperm = torch.randperm
 
@@ -194,30 +180,52 @@ def test_epoch_order_is_made_once(monkeypatch):
 
     monkeypatch.setattr(torch, 'randperm', counted)
     sampler = build(500, 12)
-    for epoch in (0, -1):  # set_epoch takes any integer, as torch's does
+    for num_orders, epoch in enumerate((0, -1), start=1):  # set_epoch takes any integer, as torch's does
         sampler.set_epoch(epoch)
         expected = [sorted(assignment) for assignment in sampler]
         assert len(expected) == len(sampler)
         for batch in range(len(sampler)):
             assert sorted(sampler.window(batch)) == expected[batch]
             assert all(sampler.plan(batch).ranks)
-        assert len(calls) == (1 if epoch == 0 else 2)
+        assert len(calls) == num_orders
 
 
-def test_state_of_other_global_batches():
+@pytest.mark.parametrize(
+    ('changes', 'message'),
+    [
+        ({'seed': 1}, '`seed` must be that of the saved run'),
+        ({'shuffle': False}, '`shuffle` must be that of the saved run'),
+        ({'drop_last': True}, '`drop_last` must be that of the saved run'),
+        ({'global_batch_size': 24}, r'`global_batch_size` .*, got: 24, saved: 12'),
+    ],
+)
+def test_state_of_other_global_batches(changes, message):
     state = build(96, 12).state_dict()
-    for name, value in {'seed': 1, 'shuffle': False, 'drop_last': True}.items():
-        with pytest.raises(ValueError, match=f'`{name}` must be that of the saved run'):
-            build(96, 12, **{name: value}).load_state_dict(state)
-    with pytest.raises(ValueError, match=r'`global_batch_size` .*, got: 24, saved: 12'):
-        build(96, 24).load_state_dict(state)
-    with pytest.raises(ValueError, match=r'`more` .*, got: None, saved: 1'):
-        build(96, 12).load_state_dict({**state, 'more': 1})
-    for bad_state in (None, [1], {'x': 1}, {**state, 'epoch': 'two'}, {**state, 'batch': -1}):
+    options = {'global_batch_size': 12, **changes}
+    with pytest.raises(ValueError, match=message):
+        build(96, **options).load_state_dict(state)
+
+
+@pytest.mark.parametrize('changes', [{'epoch': 'two'}, {'batch': -1}])
+def test_state_of_other_types_is_refused(changes):
+    sampler = build(96, 12)
+    with pytest.raises(ValueError, match='must have the keys'):
+        sampler.load_state_dict({**sampler.state_dict(), **changes})
+
+
+def test_state_of_other_keys_is_refused():
+    sampler = build(96, 12)
+    for bad_state in (None, [1], {'x': 1}):
         with pytest.raises(ValueError, match='must have the keys'):
-            build(96, 12).load_state_dict(bad_state)
+            sampler.load_state_dict(bad_state)
+    with pytest.raises(ValueError, match=r'`more` .*, got: None, saved: 1'):
+        sampler.load_state_dict({**sampler.state_dict(), 'more': 1})
+
+
+def test_sampler_skips_only_within_an_epoch():
+    sampler = build(96, 12)
     with pytest.raises(ValueError, match='`batch` must be an integer from 0 to 8, got: 9'):
-        build(96, 12).skip_to(9)
+        sampler.skip_to(9)
 
 
 @pytest.mark.parametrize(
@@ -232,6 +240,7 @@ def test_state_of_other_global_batches():
         ({'lengths': [3, 9, 1, 5], 'max_tokens': 8}, r'`max_tokens` must be at least .* got: 8 < 9 \(sample 1\)'),
         ({'image_tokens': [0, 1, 7, 0], 'max_image_tokens': 6}, r'`max_image_tokens` .* got: 6 < 7 \(sample 2\)'),
         ({'vision_cost': ['a', 'b', 'c', 'd']}, '`vision_cost` must be numbers, got: <U1'),
+        ({'vision_cost': [1.0] * 3}, r'`vision_cost` must have one entry per sample, got: shape \(3,\) for 4'),
         ({'global_batch_size': 8, 'drop_last': True}, 'at most the samples of an epoch .* got: 8 > 4 samples'),
         ({'mixture': Mixture([3, 4])}, 'must have the sizes of the datasets'),
         ({'modality': 'video'}, "must be 'mixed' or 'per_step'"),
@@ -240,25 +249,28 @@ def test_state_of_other_global_batches():
     ],
 )
 def test_bad_arguments_are_refused(kwargs, message):
-    kwargs = {'lengths': [3, 4, 1, 5], 'global_batch_size': 4, **kwargs}
+    options = {'lengths': [3, 4, 1, 5], 'global_batch_size': 4, **kwargs}
     with pytest.raises(ValueError, match=message) as caught:
-        build(4, kwargs.pop('global_batch_size'), **kwargs)
+        build_sampler(num_samples=4, **options)
     assert '\n' not in str(caught.value)
 
 
 @pytest.mark.parametrize('name', ['max_tokens', 'max_image_tokens'])
 def test_sample_as_large_as_the_cap(name):
-    options = {'lengths': [3, 9, 1, 5], 'image_tokens': [0, 9, 1, 2], 'max_tokens': 9, 'max_image_tokens': 9}
-    assert sorted(itertools.chain(*build(4, 4, **options))) == [0, 1, 2, 3]
+    lengths = [3, 9, 1, 5]
+    options = {'global_batch_size': 4, 'image_tokens': [0, 9, 1, 2], 'max_tokens': 9, 'max_image_tokens': 9}
+    (batch,) = build_sampler(lengths, **options)
+    assert sorted(batch) == [0, 1, 2, 3]
+    smaller = {**options, name: 8}
     with pytest.raises(ValueError, match=rf'`{name}` .* got: 8 < 9 \(sample 1\)'):
-        build(4, 4, **{**options, name: 8})
+        build_sampler(lengths, **smaller)
 
 
 def test_memory_grows_only_with_the_order():
     num_samples = 400_000
-    lengths = table(num_samples)
+    lengths = lognormal_lengths(np.random.default_rng(0), num_samples)
     tracemalloc.start()
-    sampler = build(num_samples, 256, ranks=8, lengths=lengths)
+    sampler = build_sampler(lengths, global_batch_size=256, ranks=8)
     for _ in itertools.islice(sampler, 20):
         pass
     peak = tracemalloc.get_traced_memory()[1]
@@ -272,6 +284,7 @@ def planning_threads():
 
 
 def test_planning_thread_ends_with_the_iterator():
+    """A thread that is left behind would keep its sampler and go on planning."""
     before = planning_threads()  # a test that failed before may have left some
     sampler = build(600, 12)
     iterator = iter(sampler)
@@ -319,14 +332,12 @@ def test_planning_errors_reach_the_loader():
 
 @pytest.mark.parametrize('objective', ['ddp', 'fsdp'])
 def test_plans_know_the_encoder_cost(objective):
-    lengths = table(64)
+    lengths = lognormal_lengths(np.random.default_rng(0), 64)
     vision_cost = np.random.default_rng(3).choice([10.0, 400.0], 64)
-    options = {'max_tokens': 3 * LONGEST, 'objective': objective}
-    sampler = build(64, 32, ranks=4, lengths=lengths, vision_cost=vision_cost, **options)
+    options = {'max_tokens': 3 * LONGEST_SAMPLE, 'objective': objective}
+    sampler = build_sampler(lengths, global_batch_size=32, ranks=4, vision_cost=vision_cost, **options)
     for batch in range(2):
         window = sampler.window(batch)
         expected = plan_microbatches(lengths[window], num_ranks=4, vision_cost=vision_cost[window], **options)
         assert sampler.plan(batch) == expected
         assert sampler.plan(batch) != plan_microbatches(lengths[window], num_ranks=4, **options)
-    with pytest.raises(ValueError, match=r'`vision_cost` must have one entry per sample, got: shape \(63,\) for 64'):
-        build(64, 32, lengths=lengths, vision_cost=vision_cost[:63])

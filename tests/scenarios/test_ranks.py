@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Gradients on several real ranks, against one forward over the whole global batch."""
+"""Gradients on several real ranks, compared with one forward over the whole global batch."""
 
 from __future__ import annotations
 
@@ -12,51 +12,57 @@ from tests.support.launch import launch_json
 TOLERANCE = 1e-6
 
 
-def check(*groups, ranks, num_cases):
-    """Asserts that the cases of these groups are exact. Returns the messages of the refused ones by name."""
-    refused = {}
+def assert_exact_on_ranks(*groups, ranks, num_cases):
+    """Runs groups of cases. Returns the messages of those that must be refused."""
+    results = launch_json('tests/ranks/gradients.py', *groups, ranks=ranks)
+    messages = []
     num_exact = 0
-    for name, case in launch_json('tests/ranks/gradients.py', *groups, ranks=ranks).items():
+    for name, result in results.items():
         if name.startswith('refused'):
-            refused[name] = case
+            messages.append(result)
             continue
-        assert case['error'] < TOLERANCE, (name, case)
-        assert case['loss_error'] < TOLERANCE, (name, case)
         num_exact += 1
+        assert result['error'] < TOLERANCE, name
+        assert result['loss_error'] < TOLERANCE, name
     assert num_exact == num_cases
-    return refused
+    return messages
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('ranks', [2, 4])
-def test_text_gradients_do_not_depend_on_ranks_or_cut(ranks):
-    refused = check('text', ranks=ranks, num_cases=18)
-    assert all('accumulate_train_batch_on_tokens' in message for message in refused.values())
-    assert len(refused) == 2
+def test_text_on_ranks(ranks):
+    messages = assert_exact_on_ranks('text', ranks=ranks, num_cases=18)
+    assert len(messages) == 2
+    for message in messages:
+        assert 'accumulate_train_batch_on_tokens' in message
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('ranks', [2, 4])
-def test_images_are_exact_on_ranks_with_and_without_them(ranks):
-    check('llava', 'qwen2_5_vl', ranks=ranks, num_cases=33)
+def test_ranks_with_and_without_images(ranks):
+    assert_exact_on_ranks('llava', 'qwen2_5_vl', ranks=ranks, num_cases=33)
 
 
 @pytest.mark.slow
 def test_other_families_on_two_ranks():
-    check('llava_next', 'llava_onevision', 'qwen2_vl', 'idefics3', 'smolvlm', ranks=2, num_cases=40)
+    families = ('llava_next', 'llava_onevision', 'qwen2_vl', 'idefics3', 'smolvlm')
+    assert_exact_on_ranks(*families, ranks=2, num_cases=40)
 
 
 @pytest.mark.slow
-def test_fsdp2_neither_hangs_nor_changes_the_gradient():
-    refused = check('fsdp llava', 'fsdp qwen2_5_vl', ranks=2, num_cases=12)
-    assert all('FSDP must shard every trained parameter' in message for message in refused.values())
+def test_fsdp2_on_two_ranks():
+    messages = assert_exact_on_ranks('fsdp llava', 'fsdp qwen2_5_vl', ranks=2, num_cases=12)
+    assert len(messages) == 2
+    for message in messages:
+        assert 'FSDP must shard every trained parameter' in message
 
 
 @pytest.mark.slow
-def test_one_fsdp_unit_is_warned_of():
-    """With the line that the warning tells to add, the blocks of the model are units as well."""
+def test_warning_of_one_fsdp_unit():
+    """If the user adds the line of the warning, also the blocks of the model are units."""
     results = launch_json('tests/ranks/fsdp_units.py', ranks=2)
-    as_it_is, with_line = results['as_it_is'], results['with_line']
+    as_it_is = results['as_it_is']
+    with_line = results['with_line']
     assert as_it_is['num_units'] == len(as_it_is['warnings']) == 1
     assert 'fsdp_wrap_fn' in as_it_is['warnings'][0]
     assert with_line['num_units'] == 3
@@ -67,15 +73,16 @@ def test_one_fsdp_unit_is_warned_of():
 
 
 @pytest.mark.slow
-def test_one_all_reduce_a_step_whatever_the_number_of_microbatches():
+def test_one_all_reduce_in_a_step():
+    """More than stock Composer, for every microbatch size, with and without the monitor."""
     results = launch_json('tests/ranks/collectives.py', ranks=2)
     assert results.keys() == {'1', '6'}  # microbatch sizes
     for counts in results.values():
-        num_stock_calls = sum(counts['stock'].values())
-        assert num_stock_calls > 0
+        num_collectives = {name: sum(counts_of_run.values()) for name, counts_of_run in counts.items()}
+        assert num_collectives['stock'] > 0
+        assert num_collectives['ours'] == num_collectives['stock'] + 1
+        assert num_collectives['monitor'] == num_collectives['stock'] + 1
         assert counts['ours']['c10d::allreduce'] == counts['stock']['c10d::allreduce'] + 1
-        assert sum(counts['ours'].values()) == num_stock_calls + 1
-        assert sum(counts['monitor'].values()) == num_stock_calls + 1
 
 
 @pytest.mark.slow
@@ -83,10 +90,10 @@ def test_one_all_reduce_a_step_whatever_the_number_of_microbatches():
     ('ranks', 'groups', 'num_cases'),
     [(2, ('weights text', 'weights llava', 'weights qwen2_5_vl'), 34), (4, ('weights text',), 14)],
 )
-def test_weighted_gradients_do_not_depend_on_ranks_or_cut(ranks, groups, num_cases):
-    check(*groups, ranks=ranks, num_cases=num_cases)
+def test_token_weights_on_ranks(ranks, groups, num_cases):
+    assert_exact_on_ranks(*groups, ranks=ranks, num_cases=num_cases)
 
 
 @pytest.mark.slow
-def test_a_router_over_the_step_does_not_depend_on_ranks_or_cut():
-    check('router', ranks=2, num_cases=9)
+def test_router_balance_on_ranks():
+    assert_exact_on_ranks('router', ranks=2, num_cases=9)

@@ -1,6 +1,8 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
+"""The fit that predicts the memory of a microbatch, the shapes that it is made from, and the file that keeps it."""
+
 from __future__ import annotations
 
 import logging
@@ -33,22 +35,22 @@ def test_columns_of_very_different_size() -> None:
 
 
 def test_no_coefficient_is_negative() -> None:
-    """The best of all is (1, -1); with both at least 0 it is (1/2, 0)."""
-    columns, target = np.array([[1.0, 0.0], [1.0, 1.0]]), np.array([1.0, 0.0])
+    """The exact solution is (1, -1). The best one without a negative coefficient is (1/2, 0)."""
+    columns = np.array([[1.0, 0.0], [1.0, 1.0]])
+    target = np.array([1.0, 0.0])
     np.testing.assert_allclose(non_negative_fit(columns, target), [0.5, 0.0])
 
 
-def test_coefficients_come_back_from_exact_measurements() -> None:
-    measured = [
-        {
+def test_exact_measurements_are_fitted_exactly() -> None:
+    def bytes_of(shape: BatchShape) -> dict[str, float]:
+        return {
             'text': 1000 + 40 * shape.tokens + 3 * shape.area,
             'logits': 16 * shape.tokens,
             'vision': 70 * shape.image_tokens,
             'weights': 5000,
         }
-        for shape in SHAPES
-    ]
-    fit = fit_activations(SHAPES, measured, area='padded')
+
+    fit = fit_activations(SHAPES, [bytes_of(shape) for shape in SHAPES], area='padded')
     assert fit.residual < 1e-9
     unseen = BatchShape(rows=7, width=64, image_tokens=10, pixel_bytes=100)
     expected = {'text': 1000 + 40 * 448 + 3 * 7 * 64 * 64, 'logits': 16 * 448, 'vision': 700, 'weights': 5000}
@@ -56,37 +58,40 @@ def test_coefficients_come_back_from_exact_measurements() -> None:
 
 
 def test_residual_tells_a_bad_fit() -> None:
-    measured = [
-        {'text': shape.tokens**3, 'logits': 0, 'vision': 0, 'weights': 0} for shape in SHAPES
-    ]  # no term grows like this
+    measured = [{'text': shape.tokens**3} for shape in SHAPES]  # no term grows like this
     assert fit_activations(SHAPES, measured, area='never').residual > 0.05
 
 
 def test_area_counts_if_attention_holds_it() -> None:
-    measured = [{'text': shape.area, 'logits': 0, 'vision': 0, 'weights': 0} for shape in SHAPES]
+    measured = [{'text': shape.area} for shape in SHAPES]
     fit = fit_activations(SHAPES, measured, area='padded')
     padded = BatchShape(rows=2, width=50)
     assert fit.predict(padded)['text'] == pytest.approx(5000)
-    assert fit.predict(BatchShape(rows=2, width=50, is_padded=False))['text'] == pytest.approx(0, abs=1e-6)
+    unpadded = BatchShape(rows=2, width=50, is_padded=False)
+    assert fit.predict(unpadded)['text'] == pytest.approx(0, abs=1e-6)
 
 
 def test_widened_batch_keeps_its_images() -> None:
     case = FAMILIES['qwen2_5_vl']()
     layout = BatchLayout.for_model(case.model)
-    batch = batch_of_width(layout, [case.rows[3], case.rows[5]], 150)
+    rows = [case.rows[3], case.rows[5]]
+    batch = batch_of_width(layout, rows, 150)
     shape = BatchShape.from_batch(batch, layout)
-    tokens = [int(row['image_grid_thw'].prod(dim=1).sum()) // 4 for row in (case.rows[3], case.rows[5])]
-    assert (shape.rows, shape.width, shape.image_tokens) == (2, 150, sum(tokens))
+    image_tokens = 0
+    for row in rows:
+        patches = int(row['image_grid_thw'].prod(dim=1).sum())
+        image_tokens += patches // 4
+    assert (shape.rows, shape.width, shape.image_tokens) == (2, 150, image_tokens)
     assert shape.is_padded
-    torch.testing.assert_close(
-        batch['input_ids'][0, : case.rows[3]['input_ids'].shape[1]], case.rows[3]['input_ids'][0]
-    )
-    assert all(value.shape[1] == 150 for key, value in batch.items() if key in ('labels', 'attention_mask'))
+    ids_of_first_row = rows[0]['input_ids'][0]
+    assert torch.equal(batch['input_ids'][0, : len(ids_of_first_row)], ids_of_first_row)
+    assert batch['labels'].shape == batch['attention_mask'].shape == (2, 150)
 
 
 def test_rows_of_equal_length_are_padded() -> None:
     layout = BatchLayout.infer(text_row(5, 2))
-    assert BatchShape.from_batch(batch_of_width(layout, [text_row(5, 2)] * 2, 5), layout).is_padded
+    batch = batch_of_width(layout, [text_row(5, 2)] * 2, 5)
+    assert BatchShape.from_batch(batch, layout).is_padded
     with pytest.raises(ValueError, match='`width` must be at least the longest sample, got: 4 < 5'):
         batch_of_width(layout, [text_row(5, 2)], 4)
 
@@ -109,22 +114,30 @@ MEMORY = MemoryModel(
 
 
 def test_calibration_is_kept_for_its_key(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    made = []
+    calibrated = []
 
     def calibrate(key: dict[str, object]) -> MemoryModel:
-        made.append(key)
+        calibrated.append(key)
         return MEMORY
 
     assert load_or_calibrate(tmp_path, {'model': 'a'}, calibrate) == MEMORY
     assert load_or_calibrate(tmp_path, {'model': 'a'}, calibrate) == MEMORY
-    assert len(made) == 1
+    assert len(calibrated) == 1
     load_or_calibrate(tmp_path, {'model': 'b'}, calibrate)
-    assert len(made) == 2
-    for path in tmp_path.iterdir():
-        path.write_text(path.read_text()[:40])
+    assert len(calibrated) == 2
+
+
+def test_damaged_calibration_is_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    load_or_calibrate(tmp_path, {'model': 'a'}, lambda key: MEMORY)
+    (path,) = tmp_path.iterdir()
+    path.write_text(path.read_text()[:40])
     with caplog.at_level(logging.WARNING):
-        assert load_or_calibrate(tmp_path, {'model': 'a'}, calibrate) == MEMORY
+        assert load_or_calibrate(tmp_path, {'model': 'a'}, lambda key: MEMORY) == MEMORY
     assert 'is damaged' in caplog.text
-    (tmp_path / 'file').write_text('')
-    assert load_or_calibrate(tmp_path / 'file', {'model': 'a'}, calibrate) == MEMORY  # no folder can be there
+
+
+def test_calibration_works_without_a_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / 'file'
+    file.touch()  # no folder can be made in its place
+    assert load_or_calibrate(file, {'model': 'a'}, lambda key: MEMORY) == MEMORY
     assert 'cannot be kept' in caplog.text

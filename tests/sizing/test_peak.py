@@ -1,13 +1,12 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The peak that decides a user's size, predicted from fake probes, against torch's MemTracker on real tensors."""
+"""The peak memory that `size` predicts from traces, compared with torch's MemTracker on real tensors."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -27,9 +26,15 @@ from tests.support.families import FAMILIES, FamilyCase
 from tests.support.family_media import MEDIA, MediaCase
 
 PROBE_WIDTH = 128
-# Rows of the family's samples (with 0, 1, 1, 2, 0 and 3 images) and widths that no probe has.
-SHAPES = (((0, 0), 96), ((1, 1, 4), 131), ((1, 2, 3, 4, 5), 200), ((5,) * 7, 96))
+SHAPES = [
+    ((0, 0), 96),
+    ((1, 1, 4), 131),
+    ((1, 2, 3, 4, 5), 200),
+    ((5, 5, 5, 5, 5, 5, 5), 96),
+]
+"""Samples of a family by index (they have 0, 1, 1, 2, 0 and 3 images), and a width. No probe has such a shape."""
 CPU = torch.device('cpu')
+SLOW = pytest.mark.slow
 
 
 def builder(case: FamilyCase | MediaCase, attention: str, checkpointing: bool) -> Callable[[], PreTrainedModel]:
@@ -55,8 +60,9 @@ class RealRun:
     """Selects logits at labels, if it is set."""
 
     def __init__(self, model: PreTrainedModel, first_batch: dict[str, Any], precision: str = 'fp32') -> None:
-        self.model, self.precision = model, precision
-        self.named = inspect.signature(model.forward).parameters
+        self.model = model
+        self.precision = precision
+        self.arguments_of_forward = inspect.signature(model.forward).parameters
         self.optimizer = adamw(list(model.parameters()))
         self.train(first_batch)
         self.optimizer.step()  # gradients and states are there from now on
@@ -65,12 +71,18 @@ class RealRun:
         copied = {key: value.clone() for key, value in self.tensors(batch).items()}  # as Trainer._train_microbatch
         if self.selector is not None:
             self.selector.arm('causal', num_labels(batch))
-        with torch.autocast('cpu', torch.bfloat16) if self.precision == 'amp_bf16' else nullcontext():
-            self.outputs = self.model(**copied)  # Composer's state.outputs holds those before until these are there
+        with torch.autocast('cpu', torch.bfloat16, enabled=self.precision == 'amp_bf16'):
+            # The outputs before stay in memory until the new ones replace them, as in Composer's state.outputs.
+            self.outputs = self.model(**copied)
         self.outputs.loss.backward()
 
     def tensors(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
-        return {k: value for k, value in batch.items() if k in self.named and isinstance(value, torch.Tensor)}
+        """Inputs of the model."""
+        inputs = {}
+        for key, value in batch.items():
+            if key in self.arguments_of_forward and isinstance(value, torch.Tensor):
+                inputs[key] = value
+        return inputs
 
     def microbatch_peak(self, batch: dict[str, Any]) -> int:
         """Bytes at the peak of a microbatch that follows one of its shape."""
@@ -81,32 +93,41 @@ class RealRun:
         """Bytes at the peak of the optimizer's step, the last microbatch's logits included."""
         return self.peak(self.optimizer.step, [])
 
-    def peak(self, work: Callable[[], Any], held: list[Any]) -> int:
+    def gradients(self) -> list[torch.Tensor]:
+        return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+
+    def peak(self, work: Callable[[], Any], inputs: list[Any]) -> int:
         tracker = MemTracker()
-        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        # The logits are named here alone: a further reference would keep them alive through the forward pass.
-        tracker.track_external(self.model, self.optimizer, gradients, held, self.outputs.logits)
+        # The logits have no variable: a further reference would keep them in memory through the forward pass.
+        tracker.track_external(self.model, self.optimizer, self.gradients(), inputs, self.outputs.logits)
         with tracker:
             work()
         return tracker.get_tracker_snapshot('peak')[CPU]['Total']
 
     def error_of(self, memory: MemoryModel, batch: dict[str, Any], shape: BatchShape) -> float:
-        """By how much the prediction is off, relative to what the microbatch itself takes."""
+        """Relative error of the predicted memory of a microbatch, without the model and its optimizer."""
         predicted = sum(memory.terms(shape).values()) - self.static_bytes()
-        return predicted / (self.microbatch_peak(batch) - self.static_bytes()) - 1
+        measured = self.microbatch_peak(batch) - self.static_bytes()
+        return predicted / measured - 1
 
     def static_bytes(self) -> int:
         """Parameters, buffers, gradients and states, by hand."""
-        tensors = [*self.model.parameters(), *self.model.buffers()]
-        tensors += [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        tensors += [value for state in self.optimizer.state.values() for value in state.values()]
+        tensors = [*self.model.parameters(), *self.model.buffers(), *self.gradients()]
+        for state in self.optimizer.state.values():
+            tensors += state.values()
         return sum(tensor.nbytes for tensor in tensors)
 
 
-def errors(
+def batch_and_shape(case: FamilyCase | MediaCase, rows: tuple[int, ...], width: int) -> tuple[Any, BatchShape]:
+    layout = BatchLayout.for_model(case.model)
+    batch = batch_of_width(layout, [case.rows[row] for row in rows], width)
+    return batch, BatchShape.from_batch(batch, layout)
+
+
+def errors_of_shapes(
     case: FamilyCase | MediaCase, attention: str, checkpointing: bool, precision: str = 'fp32'
 ) -> dict[str, float]:
-    """By how much the prediction of each microbatch is off."""
+    """Relative error of the prediction for each of SHAPES."""
     build = builder(case, attention, checkpointing)
     memory = calibrate_fake(
         build, case.model.config, case.rows, width=PROBE_WIDTH, make_optimizer=adamw, precision=precision, on_gpu=False
@@ -114,51 +135,46 @@ def errors(
     layout = BatchLayout.for_model(case.model)
     run = RealRun(build(), layout.concat(case.rows), precision)
     probed = {BatchShape.from_batch(batch, layout) for batch in probe_batches(layout, case.rows, PROBE_WIDTH)}
-    found = {}
+    errors = {}
     for rows, width in SHAPES:
-        batch = batch_of_width(layout, [case.rows[row] for row in rows], width)
-        shape = BatchShape.from_batch(batch, layout)
+        batch, shape = batch_and_shape(case, rows, width)
         assert shape not in probed
-        found[f'{rows} x {width}'] = run.error_of(memory, batch, shape)
-    return found
+        errors[f'{rows} x {width}'] = run.error_of(memory, batch, shape)
+    return errors
 
 
 def num_labels(batch: dict[str, Any]) -> int:
     return int(loss_mask(batch, 'causal').sum())
 
 
-@pytest.mark.parametrize(
-    'family', ['llama', *(pytest.param(name, marks=pytest.mark.slow) for name in ('llava', 'qwen2_5_vl'))]
-)
+@pytest.mark.parametrize('family', ['llama', pytest.param('llava', marks=SLOW), pytest.param('qwen2_5_vl', marks=SLOW)])
 def test_peak_with_logits_at_labels(family: str) -> None:
-    """Many labels, few labels, and all logits: one calibration serves them all."""
+    """One calibration predicts many labels, few labels, and all logits."""
     case = FAMILIES[family]()
-    layout = BatchLayout.for_model(case.model)
     build = builder(case, 'sdpa', checkpointing=False)
     memory = calibrate_fake(
         build, case.model.config, case.rows, width=PROBE_WIDTH, make_optimizer=adamw, on_gpu=False, logits='auto'
     )
     assert memory.logits == 'labels'
-    run = RealRun(build(), layout.concat(case.rows))
+    run = RealRun(build(), BatchLayout.for_model(case.model).concat(case.rows))
     selector = LabelSelector(run.model)
-    logits_bytes = {}
-    for spacing in (3, 20, None):
-        run.selector = None if spacing is None else selector
-        for rows, width in SHAPES:
-            batch = batch_of_width(layout, [case.rows[row] for row in rows], width)
-            shape = BatchShape.from_batch(batch, layout)
-            if spacing is not None:
-                batch = with_spaced_labels(batch, spacing)
-                shape = replace(shape, labels=num_labels(batch) + 1)
-            logits_bytes[spacing] = memory.terms(shape)['logits']
-            error = run.error_of(memory, batch, shape)
-            assert abs(error) < 0.06, f'a label in {spacing} positions, {shape}: {error:+.2%}'
+    for rows, width in SHAPES:
+        batch, shape = batch_and_shape(case, rows, width)
+        logits_bytes = {'all': memory.terms(shape)['logits']}
+        run.selector = None
+        assert abs(run.error_of(memory, batch, shape)) < 0.06, shape
+        run.selector = selector
+        for spacing in (3, 20):
+            spaced = with_spaced_labels(batch, spacing)
+            spaced_shape = replace(shape, labels=num_labels(spaced) + 1)
+            logits_bytes[spacing] = memory.terms(spaced_shape)['logits']
+            assert abs(run.error_of(memory, spaced, spaced_shape)) < 0.06, (spacing, shape)
     assert logits_bytes[20] < logits_bytes[3] / 4
-    assert logits_bytes[3] < logits_bytes[None] / 2
+    assert logits_bytes[3] < logits_bytes['all'] / 2
 
 
-def test_fused_losses_are_traced_with_all_logits() -> None:
-    """A model that makes no call of its output embedding cannot select labels."""
+def test_fused_losses_need_all_logits() -> None:
+    """Logits at labels need a call of the output embedding. A fused loss only reads its weight."""
     case = FAMILIES['llama']()
 
     def build() -> PreTrainedModel:
@@ -186,54 +202,56 @@ class FusedHead(torch.nn.Module):
         return torch.nn.functional.linear(hidden_states, self.weight)
 
 
-SLOW = pytest.mark.slow
-ROUGH = (-0.08, 0.1)
-"""So small a model holds little when blocks are recomputed. Too little is predicted by no more than what ``safety``
-leaves free; measured were -6 % (Llama, eager) to +8 % (Qwen2.5-VL, 21 images in a microbatch)."""
-
-
 @pytest.mark.parametrize(
-    ('family', 'attention', 'checkpointing', 'precision', 'limits'),
+    ('family', 'precision'),
     [
-        ('llama', 'sdpa', False, 'fp32', (-0.05, 0.05)),
-        pytest.param('llama', 'sdpa', False, 'amp_bf16', (-0.05, 0.05), marks=SLOW),
-        *(pytest.param(name, 'sdpa', False, 'fp32', (-0.05, 0.05), marks=SLOW) for name in ('llava', 'qwen2_5_vl')),
-        *(
-            pytest.param(name, attention, checkpointing, 'fp32', ROUGH, marks=SLOW)
-            for name in ('llama', 'llava', 'qwen2_5_vl')
-            for attention, checkpointing in (('eager', False), ('eager', True), ('sdpa', True))
-        ),
+        ('llama', 'fp32'),
+        pytest.param('llama', 'amp_bf16', marks=SLOW),
+        pytest.param('llava', 'fp32', marks=SLOW),
+        pytest.param('qwen2_5_vl', 'fp32', marks=SLOW),
     ],
 )
-def test_peak_of_unseen_microbatches(
-    family: str, attention: str, checkpointing: bool, precision: str, limits: tuple[float, float]
-) -> None:
-    found = errors(FAMILIES[family](), attention, checkpointing, precision)
-    assert min(found.values()) > limits[0], found
-    assert max(found.values()) < limits[1], found
+def test_peak_of_unseen_microbatches(family: str, precision: str) -> None:
+    errors = errors_of_shapes(FAMILIES[family](), 'sdpa', checkpointing=False, precision=precision)
+    assert max(map(abs, errors.values())) < 0.05, errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('family', ['llama', 'llava', 'qwen2_5_vl'])
+@pytest.mark.parametrize(('attention', 'checkpointing'), [('eager', False), ('eager', True), ('sdpa', True)])
+def test_peak_with_eager_attention_or_checkpointing(family: str, attention: str, checkpointing: bool) -> None:
+    """The limits are wider, because such a small model holds little when blocks are recomputed.
+
+    Measured were -6 % (Llama, eager) to +8 % (Qwen2.5-VL, 21 images in a microbatch). ``safety`` leaves 8 % free.
+    """
+    errors = errors_of_shapes(FAMILIES[family](), attention, checkpointing)
+    assert min(errors.values()) > -0.08, errors
+    assert max(errors.values()) < 0.1, errors
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('family', ['qwen2_vl', 'video_llava'])
 def test_peak_of_videos_alone(family: str) -> None:
     case = MEDIA[family]()
-    plain, films = (
-        [row for row, held in zip(case.rows, case.kinds, strict=True) if held == kind] for kind in ('none', 'video')
-    )
-    rows = [plain[0], films[0], films[1], films[0], plain[1], films[1]]
-    found = errors(replace(case, rows=rows), 'sdpa', checkpointing=False)
-    assert max(map(abs, found.values())) < 0.05, found
+    rows_of_modality: dict[str, list[Any]] = {'none': [], 'video': []}
+    for row, modality in zip(case.rows, case.kinds, strict=True):
+        if modality in rows_of_modality:
+            rows_of_modality[modality].append(row)
+    text = rows_of_modality['none']
+    videos = rows_of_modality['video']
+    rows = [text[0], videos[0], videos[1], videos[0], text[1], videos[1]]
+    errors = errors_of_shapes(replace(case, rows=rows), 'sdpa', checkpointing=False)
+    assert max(map(abs, errors.values())) < 0.05, errors
 
 
 def test_packed_row_takes_what_rows_take() -> None:
-    """No mask as wide as all its documents, so sizes are those of padded rows."""
+    """A packed row needs no square mask over all its documents. So `size` predicts it as padded rows."""
     case = FAMILIES['llama']()
     layout = BatchLayout.for_model(case.config)
     run = RealRun(builder(case, 'sdpa', checkpointing=False)(), layout.concat(case.rows))
     rows = layout.concat([case.rows[4]] * 16)
-    beside = run.microbatch_peak(rows)
-    packed = run.microbatch_peak(pack_rows(layout, rows, DocumentAttention(run.model)))
-    assert packed < 1.05 * beside
+    packed = pack_rows(layout, rows, DocumentAttention(run.model))
+    assert run.microbatch_peak(packed) < 1.05 * run.microbatch_peak(rows)
 
 
 def test_optimizer_step_of_a_small_microbatch() -> None:

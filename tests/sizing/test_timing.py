@@ -1,6 +1,8 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
+"""Costs fitted to the times of microbatches, and the timer that measures them in a run."""
+
 from __future__ import annotations
 
 from functools import partial
@@ -18,25 +20,32 @@ from tests.support.families import FAMILIES
 from tests.support.family_media import MEDIA
 from tests.support.training import loader, train
 
-PER_TOKEN, PER_IMAGE_TOKEN, PER_LAUNCH, QUADRATIC = 2e-5, 1e-5, 3e-3, 768.0
+PER_TOKEN = 2e-5
+PER_IMAGE_TOKEN = 1e-5
+PER_LAUNCH = 3e-3
+QUADRATIC = 768.0
 
 
-def timed(num_late: int = 0) -> MicrobatchTimer:
+def filled_timer(num_delayed: int = 0) -> MicrobatchTimer:
+    """Returns a timer with exact times of 40 microbatches. A delayed one took six times as long."""
     rng = np.random.default_rng(0)
     timer = MicrobatchTimer()
     for _ in range(40):
-        rows, width, images = int(rng.integers(1, 30)), int(rng.integers(5, 60)), int(rng.integers(0, 50))
-        seconds = PER_TOKEN * rows * (width + width**2 / QUADRATIC) + PER_IMAGE_TOKEN * images + PER_LAUNCH
-        timer.microbatches.append(TimedMicrobatch(rows, width, images, seconds))
-    for index in range(0, 7 * num_late, 7):
-        late = timer.microbatches[index]
-        timer.microbatches[index] = late._replace(seconds=6 * late.seconds)
+        rows = int(rng.integers(1, 30))
+        width = int(rng.integers(5, 60))
+        image_tokens = int(rng.integers(0, 50))
+        text_seconds = PER_TOKEN * rows * (width + width**2 / QUADRATIC)
+        seconds = text_seconds + PER_IMAGE_TOKEN * image_tokens + PER_LAUNCH
+        timer.microbatches.append(TimedMicrobatch(rows, width, image_tokens, seconds))
+    for index in range(0, 7 * num_delayed, 7):
+        microbatch = timer.microbatches[index]
+        timer.microbatches[index] = microbatch._replace(seconds=6 * microbatch.seconds)
     timer.outside.extend([0.01, 0.02, 0.9])
     return timer
 
 
 def test_terms_come_back_from_exact_times() -> None:
-    cost, outside = fit_cost([timed()], quadratic=QUADRATIC)
+    cost, outside = fit_cost([filled_timer()], quadratic=QUADRATIC)
     assert cost.seconds_per_token == pytest.approx(PER_TOKEN)
     assert cost.vision_per_token == pytest.approx(PER_IMAGE_TOKEN / PER_TOKEN)
     assert cost.launch == pytest.approx(PER_LAUNCH / PER_TOKEN)
@@ -44,74 +53,97 @@ def test_terms_come_back_from_exact_times() -> None:
 
 
 def test_delayed_microbatches_do_not_count() -> None:
-    cost, _ = fit_cost([timed(num_late=3)], quadratic=QUADRATIC)
+    cost, _ = fit_cost([filled_timer(num_delayed=3)], quadratic=QUADRATIC)
     assert cost.seconds_per_token == pytest.approx(PER_TOKEN, rel=0.05)
     assert cost.launch == pytest.approx(PER_LAUNCH / PER_TOKEN, rel=0.05)
 
 
 @pytest.mark.parametrize(
-    ('family', 'kind'), [pytest.param('qwen2_vl', 'video', marks=pytest.mark.slow), ('qwen2_audio', 'audio')]
+    ('family', 'modality'), [pytest.param('qwen2_vl', 'video', marks=pytest.mark.slow), ('qwen2_audio', 'audio')]
 )
-def test_placeholders_of_videos_and_sounds(family: str, kind: str) -> None:
+def test_placeholders_of_videos_and_sounds(family: str, modality: str) -> None:
     case = MEDIA[family]()
-    row = case.rows[case.kinds.index(kind)]
+    row = case.rows[case.kinds.index(modality)]
     timer = MicrobatchTimer(BatchLayout.for_model(case.model), skip=0)
     train(case.model, token_data_spec(loader(row)), callbacks=[timer])
     config: Any = case.model.config
-    token_id = config.video_token_id if kind == 'video' else config.audio_token_id
+    token_id = config.video_token_id if modality == 'video' else config.audio_token_id
+    num_placeholders = int((row['input_ids'] == token_id).sum())
+    assert num_placeholders > 0
     (microbatch,) = timer.microbatches
-    assert microbatch.image_tokens == int((row['input_ids'] == token_id).sum()) > 0
+    assert microbatch.image_tokens == num_placeholders
 
 
 def test_encoder_has_its_own_terms() -> None:
     rng = np.random.default_rng(1)
-    timer = timed()
+    timer = filled_timer()
     for index, microbatch in enumerate(timer.microbatches):
-        patches = [0, 0] if index == 3 else rng.integers(16, 4096, int(rng.integers(1, 5))).tolist()
-        in_encoder = sum(4e-9 * count**2 + 1e-6 * count + 2e-4 for count in patches if count)
-        seconds = microbatch.seconds - PER_IMAGE_TOKEN * microbatch.image_tokens + in_encoder
-        seconds *= 5 if index == 20 else 1
-        timer.microbatches[index] = microbatch._replace(seconds=seconds, vision_seconds=in_encoder, patches=patches)
+        patches = [0, 0]
+        encoder_seconds = 0.0
+        if index != 3:  # one microbatch without images
+            patches = rng.integers(16, 4096, int(rng.integers(1, 5))).tolist()
+            encoder_seconds = sum(4e-9 * count**2 + 1e-6 * count + 2e-4 for count in patches)
+        seconds = microbatch.seconds - PER_IMAGE_TOKEN * microbatch.image_tokens + encoder_seconds
+        if index == 20:  # a delayed microbatch
+            seconds *= 5
+        timer.microbatches[index] = microbatch._replace(
+            seconds=seconds, vision_seconds=encoder_seconds, patches=patches
+        )
     cost, _ = fit_cost([timer], quadratic=QUADRATIC)
     assert cost.seconds_per_token == pytest.approx(PER_TOKEN, rel=0.05)
-    found = (cost.vision_per_square, cost.vision_per_patch, cost.vision_per_image)
-    assert found == pytest.approx([value / (cost.seconds_per_token or 0.0) for value in (4e-9, 1e-6, 2e-4)])
+    assert cost.seconds_per_token is not None
+    assert cost.vision_per_square == pytest.approx(4e-9 / cost.seconds_per_token)
+    assert cost.vision_per_patch == pytest.approx(1e-6 / cost.seconds_per_token)
+    assert cost.vision_per_image == pytest.approx(2e-4 / cost.seconds_per_token)
     assert cost.vision_per_token == 0.0
+
+
+class FakeClock:
+    """Moves on when a watched layer runs forward, and when a gradient leaves it."""
+
+    seconds = 0.0
+
+    def watch(self, layers: list[torch.nn.Module], *, forward: float, backward: float) -> None:
+        """Lets each of these layers take this time."""
+
+        def on_backward(gradient: torch.Tensor) -> None:
+            self.seconds += backward
+
+        def on_forward(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
+            self.seconds += forward
+            if inputs[0].requires_grad:
+                # The gradient of the input comes last, after the timer has seen the gradient of the encoder's output.
+                inputs[0].register_hook(on_backward)
+
+        for layer in layers:
+            layer.register_forward_hook(on_forward)
+
+
+def linear_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    return [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
 
 
 @pytest.mark.parametrize('frozen', [False, True])
 def test_time_in_the_encoder(frozen: bool) -> None:
-    """Our own clock: a linear layer of the encoder takes 1 forward and 10 backward, one of the text 100 and 1000."""
+    """A fake clock: a linear layer of the encoder takes 1 forward and 10 backward, one of the text 100 and 1000."""
     case = FAMILIES['qwen2_vl']()
-    encoders = [module for name, module in case.model.named_modules() if name.endswith('visual')]
-    encoders[0].requires_grad_(not frozen)
-    inside = {id(module) for module in encoders[0].modules()}
-    clock = [0.0]
-
-    def passes(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
-        forward, backward = (1.0, 10.0) if id(module) in inside else (100.0, 1000.0)
-        clock[0] += forward
-
-        def arrives(gradient: torch.Tensor) -> None:
-            # On its way into the layer; the gradient of what the encoder gave is there before.
-            clock[0] += backward
-
-        if inputs[0].requires_grad:
-            inputs[0].register_hook(arrives)
-
-    linear = [module for module in case.model.modules() if isinstance(module, torch.nn.Linear)]
-    for module in linear:
-        module.register_forward_hook(passes)
-    timer = MicrobatchTimer(BatchLayout.for_model(case.model), patches=partial(count_patches, patch_size=14), skip=0)
-    timer._now = lambda: clock[0]  # type: ignore[method-assign]
+    (encoder,) = [module for name, module in case.model.named_modules() if name.endswith('visual')]
+    encoder.requires_grad_(not frozen)
+    encoder_layers = linear_layers(encoder)
+    text_layers = [layer for layer in linear_layers(case.model) if layer not in encoder_layers]
+    clock = FakeClock()
+    clock.watch(encoder_layers, forward=1.0, backward=10.0)
+    clock.watch(text_layers, forward=100.0, backward=1000.0)
     layout = BatchLayout.for_model(case.model)
+    timer = MicrobatchTimer(layout, patches=partial(count_patches, patch_size=14), skip=0)
+    timer._now = lambda: clock.seconds  # type: ignore[method-assign]
     batch = layout.concat(case.rows, pad_token_id=case.pad_token_id)
     train(case.model, token_data_spec(loader(batch)), callbacks=[timer], microbatch_size=len(case.rows))
     (microbatch,) = timer.microbatches
     assert microbatch.patches == [computed_patches(case.model, row) for row in case.rows]
-    in_encoder = sum(id(module) in inside for module in linear)
-    assert microbatch.vision_seconds == in_encoder * (1.0 if frozen else 11.0)
-    assert microbatch.seconds > 100.0 * (len(linear) - in_encoder)
+    seconds_of_layer = 1.0 if frozen else 11.0
+    assert microbatch.vision_seconds == len(encoder_layers) * seconds_of_layer
+    assert microbatch.seconds > 100.0 * len(text_layers)
 
 
 def test_nothing_timed_is_refused() -> None:

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Parameters, gradients, optimizer states and what a trace holds, counted by hand."""
+"""The memory that a traced step reports, compared with bytes counted by hand."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ from composer_tokacc.sizing import GIB, BatchShape, calibrate_fake
 from composer_tokacc.sizing.memory_model import LARGE_RESIDUAL
 from composer_tokacc.sizing.trace import TracedStep
 
-HIDDEN, INNER, LAYERS, VOCABULARY = 64, 96, 3, 200
+HIDDEN = 64
+INNER = 96
+LAYERS = 3
+VOCABULARY = 200
 
 
 def small_config(**changes: object) -> LlamaConfig:
@@ -52,20 +55,23 @@ def builder(config: LlamaConfig | LlavaConfig, *, checkpointing: bool = False) -
     return build
 
 
-BLOCK = 4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER + 2 * HIDDEN
+MATRICES_OF_BLOCK = 4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER
+BLOCK = MATRICES_OF_BLOCK + 2 * HIDDEN
+"""Weights of a block."""
 OUTSIDE = 2 * VOCABULARY * HIDDEN + HIDDEN
-"""Weights of a block, and of all that is in none."""
+"""Weights outside of the blocks: embeddings, head and last norm."""
+ALL_WEIGHTS = LAYERS * BLOCK + OUTSIDE
 
 
 def test_parameters_gradients_and_states_by_hand() -> None:
     config = small_config()
     run = TracedStep(builder(config), made_up_sample(config, 10))
-    numbers = LAYERS * BLOCK + OUTSIDE
-    assert run.static.parameters == 4 * numbers
-    assert run.static.gradients == 4 * numbers
+    assert run.static.parameters == 4 * ALL_WEIGHTS
+    assert run.static.gradients == 4 * ALL_WEIGHTS
     # Two moments, and a step counter of four bytes for each of 9 tensors a block and 3 outside.
-    assert run.static.optimizer == 8 * numbers + 4 * (9 * LAYERS + 3)
-    assert (run.static.block, run.static.outside, run.static.trained_outside) == (BLOCK, OUTSIDE, OUTSIDE)
+    assert run.static.optimizer == 8 * ALL_WEIGHTS + 4 * (9 * LAYERS + 3)
+    assert run.static.block == BLOCK
+    assert run.static.outside == run.static.trained_outside == OUTSIDE
 
 
 def test_frozen_parts_have_no_gradient() -> None:
@@ -88,11 +94,21 @@ def test_ranks_share_what_fsdp_shards() -> None:
     config = small_config()
     static = TracedStep(builder(config), made_up_sample(config, 10), strategy='fsdp').static
     shared = static.terms('fsdp', 8)
-    assert shared['parameters'] == shared['gradients'] == 4 * (LAYERS * BLOCK + OUTSIDE) / 8
-    # All outside the blocks with its gradients, two blocks, one block's gradients, and these again to be reduced.
+    assert shared['parameters'] == shared['gradients'] == 4 * ALL_WEIGHTS / 8
+    # Outside of the blocks: weights and gradients. Of blocks: weights of two, gradients of one, and their sum.
     assert shared['gathered by FSDP'] == 4 * (2 * OUTSIDE + 4 * BLOCK)
+
+
+def test_buckets_of_several_ddp_ranks() -> None:
+    config = small_config()
+    static = TracedStep(builder(config), made_up_sample(config, 10)).static
     assert 'DDP buckets' not in static.terms('ddp', 1)
-    assert static.terms('ddp', 2)['DDP buckets'] == 4 * (LAYERS * BLOCK + OUTSIDE)
+    assert static.terms('ddp', 2)['DDP buckets'] == 4 * ALL_WEIGHTS
+
+
+def test_bad_ranks_and_strategies_are_refused() -> None:
+    config = small_config()
+    static = TracedStep(builder(config), made_up_sample(config, 10)).static
     with pytest.raises(ValueError, match='`num_ranks` must be a positive integer, got: 0'):
         static.terms('ddp', 0)
     with pytest.raises(ValueError, match=r"`strategy` must be .*, got: 'tp'"):
@@ -103,24 +119,23 @@ def test_autocast_copies_every_weight_once() -> None:
     config = small_config()
     sample = made_up_sample(config, 40)
     run = TracedStep(builder(config), sample, precision='amp_bf16')
-    held = run.measure(sample).phases['head']
-    matrices = LAYERS * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER) + VOCABULARY * HIDDEN
-    assert held['weights'] == 2 * matrices  # the embedding is looked up, not multiplied
+    memory = run.measure(sample).phases['head']
+    matrices = LAYERS * MATRICES_OF_BLOCK + VOCABULARY * HIDDEN
+    assert memory['weights'] == 2 * matrices  # the embedding is looked up, not multiplied
 
 
 def test_type_of_the_residual_stream() -> None:
     config = small_config()
     sample = made_up_sample(config, 40)
-
-    held = {}
+    memory = {}
     for strategy in ('ddp', 'fsdp'):
         run = TracedStep(builder(config, checkpointing=True), sample, precision='amp_bf16', strategy=strategy)
         assert run.static.parameters == 4 * sum(parameter.numel() for parameter in run.model.parameters())
-        held[strategy] = run.measure(sample).phases['head']
-    # Checkpointing keeps each block's input; the rest is the last norm's.
-    assert held['ddp']['text'] - held['fsdp']['text'] >= LAYERS * 40 * HIDDEN * 2
-    assert held['ddp']['weights'] > 0
-    assert held['fsdp']['weights'] == 0
+        memory[strategy] = run.measure(sample).phases['head']
+    # Checkpointing keeps the input of each block: in float32 under DDP, in two bytes under FSDP.
+    assert memory['ddp']['text'] - memory['fsdp']['text'] >= LAYERS * 40 * HIDDEN * 2
+    assert memory['ddp']['weights'] > 0
+    assert memory['fsdp']['weights'] == 0
 
 
 @pytest.mark.slow
@@ -132,7 +147,6 @@ def test_recomputed_blocks_see_first_types() -> None:
         image_token_index=VOCABULARY - 1,
     )
     sample = made_up_sample(config, 20, num_images=1)
-
     # Layer norms are float32 under a GPU's autocast, and under FSDP their inputs are not.
     build = builder(config, checkpointing=True)
     probe = TracedStep(build, sample, precision='amp_bf16', strategy='fsdp').measure(sample)
@@ -140,7 +154,7 @@ def test_recomputed_blocks_see_first_types() -> None:
 
 
 def test_casting_converts_no_parameter_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Newer versions of torch swap the tensors of fake parameters in ``.to()`` and fail; they are not called here."""
+    """Newer versions of torch fail in ``.to()``, because they swap the tensors of fake parameters."""
     config = small_config(tie_word_embeddings=True)
 
     def refuse(*_: object) -> None:
@@ -153,47 +167,69 @@ def test_casting_converts_no_parameter_in_place(monkeypatch: pytest.MonkeyPatch)
     assert run.measure(made_up_sample(config, 10)).phases['head']['weights'] == 0
 
 
-NUM_TEXT, NUM_VISION = 12, 9
+NUM_TEXT_BLOCKS = 12
+NUM_VISION_BLOCKS = 9
 
 
 def wide_llava() -> LlavaConfig:
     """LLaVA-1.5 7B with three eighths of its blocks. The LoRA recipe in test_size.py traces all of them."""
-    vision = {'hidden_size': 1024, 'intermediate_size': 4096, 'num_attention_heads': 16}
-    text = {'hidden_size': 4096, 'intermediate_size': 11008, 'num_attention_heads': 32}
-    return LlavaConfig(
-        vision_config=CLIPVisionConfig(
-            **vision, num_hidden_layers=NUM_VISION, image_size=336, patch_size=14, projection_dim=768
-        ),
-        text_config=LlamaConfig(**text, num_hidden_layers=NUM_TEXT, vocab_size=32064, use_cache=False),
-        image_token_index=32000,
+    vision = CLIPVisionConfig(
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_attention_heads=16,
+        num_hidden_layers=NUM_VISION_BLOCKS,
+        image_size=336,
+        patch_size=14,
+        projection_dim=768,
     )
+    text = LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=11008,
+        num_attention_heads=32,
+        num_hidden_layers=NUM_TEXT_BLOCKS,
+        vocab_size=32064,
+        use_cache=False,
+    )
+    return LlavaConfig(vision_config=vision, text_config=text, image_token_index=32000)
+
+
+CLIP_BLOCK = 4 * (1024**2 + 1024) + 2 * 1024 * 4096 + 4096 + 1024 + 4 * 1024
+
+
+def weights_of_wide_llava() -> int:
+    """Blocks, embeddings and head of Llama 7B; CLIP ViT-L/14 at 336 pixels; two layers between them."""
+    llama_block = 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096
+    llama = NUM_TEXT_BLOCKS * llama_block + 2 * 32064 * 4096 + 4096
+    clip_embeddings = 3 * 14 * 14 * 1024 + 1024 + 577 * 1024
+    clip_norms = 4 * 1024
+    clip = NUM_VISION_BLOCKS * CLIP_BLOCK + clip_embeddings + clip_norms
+    projector = 1024 * 4096 + 4096 + 4096 * 4096 + 4096
+    return llama + clip + projector
+
+
+def most_resident_bytes() -> int:
+    """The largest memory that this process has had until now."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 @pytest.mark.slow
 def test_llava_7b_without_a_gpu() -> None:
     config = wide_llava()
     samples = [made_up_sample(config, 60), made_up_sample(config, 90, num_images=1)]
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
+    before = most_resident_bytes()
     build = builder(config, checkpointing=True)
     memory = calibrate_fake(build, config, samples, width=2048, precision='amp_bf16', strategy='fsdp')
     shape = BatchShape(rows=4, width=1024, image_tokens=4 * 576, pixel_bytes=4 * 3 * 336 * 336 * 4)
     terms = memory.terms(shape, num_ranks=8)
-    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
-    assert grown < 2 * GIB, 'the weights alone would be 11 GiB'
+    assert most_resident_bytes() - before < 2 * GIB, 'the weights alone would be 11 GiB'
     assert memory.residual < LARGE_RESIDUAL
-    # Blocks, embeddings and head of Llama 7B; CLIP ViT-L/14 at 336 pixels; two layers between them.
-    block = 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096
-    llama = NUM_TEXT * block + 2 * 32064 * 4096 + 4096
-    clip_block = 4 * (1024**2 + 1024) + 2 * 1024 * 4096 + 4096 + 1024 + 4 * 1024
-    clip = NUM_VISION * clip_block + 3 * 14 * 14 * 1024 + 1024 + 577 * 1024 + 4 * 1024
-    between = 1024 * 4096 + 4096 + 4096 * 4096 + 4096
-    numbers = llama + clip + between
-    assert memory.static.parameters == 4 * numbers
-    # No loss reaches the tower's last block and its last norm: features are taken one block earlier.
-    unreached = clip_block + 2 * 1024
-    assert memory.static.gradients == 4 * (numbers - unreached)
-    assert memory.static.optimizer == pytest.approx(8 * (numbers - unreached), rel=1e-4)
-    assert terms['parameters'] == pytest.approx(4 * numbers / 8)
-    # Every block keeps its input, 4096 numbers a token, in the type that FSDP casts to; the rest is one block's own.
-    assert terms['text activations'] == pytest.approx(NUM_TEXT * 4096 * 2 * shape.tokens, rel=0.5)
+    weights = weights_of_wide_llava()
+    assert memory.static.parameters == 4 * weights
+    # No gradient reaches the last block and the last norm of the vision encoder: features are taken one block earlier.
+    trained_weights = weights - CLIP_BLOCK - 2 * 1024
+    assert memory.static.gradients == 4 * trained_weights
+    assert memory.static.optimizer == pytest.approx(8 * trained_weights, rel=1e-4)
+    assert terms['parameters'] == pytest.approx(4 * weights / 8)
+    # Every block keeps its input, 4096 numbers a token, in the two bytes that FSDP casts to. One block keeps more.
+    inputs_of_blocks = NUM_TEXT_BLOCKS * 4096 * 2 * shape.tokens
+    assert terms['text activations'] == pytest.approx(inputs_of_blocks, rel=0.5)

@@ -12,10 +12,10 @@ from tests.support.launch import close_ranks
 
 @pytest.fixture(autouse=True)
 def _no_shared_memory_left(tmp_path, monkeypatch):
-    """What killed runs and earlier tests left would count as datasets that are in use.
+    """Removes the shared memory of killed runs and earlier tests, which would count as datasets in use.
 
-    mosaicml-streaming numbers its shared memory past lock files that it never removes from the temporary folder, and
-    its cleaning stops at the first number without memory: so every test has a temporary folder of its own.
+    mosaicml-streaming never removes its lock files from the temporary folder, and skips their numbers when it numbers
+    shared memory. Its cleaning stops at the first number without memory. So each test gets a new temporary folder.
     """
     util = pytest.importorskip('streaming.base.util')
     (tmp_path / 'locks').mkdir()
@@ -23,5 +23,5 @@ def _no_shared_memory_left(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, 'tempdir', None)
     util.clean_stale_shared_memory()
     yield
-    close_ranks()  # of a temporary folder that goes
+    close_ranks()  # they use the temporary folder, which is removed
     util.clean_stale_shared_memory()

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The streamed samples are those of LlavaDataset, tensor by tensor; StreamingDataset's own features still work."""
+"""Streamed samples equal LlavaDataset's, tensor by tensor, and StreamingDataset's own features still work."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import base64
 import json
 
 import pytest
-import torch
 
 streaming = pytest.importorskip('streaming')
 
@@ -17,107 +16,106 @@ from composer_tokacc.data import BadSampleError, LlavaDataset, VisionLanguageCol
 from composer_tokacc.data.llava_streaming import LlavaStreamingDataset
 from composer_tokacc.data.processor import train_tokenizer
 from composer_tokacc.data.to_mds import write_shards
-from tests.data.chat_processors import PROCESSORS, TEXTS, small
+from tests.data.chat_processors import PROCESSORS, TEXTS, assert_same, learned_text, small
+from tests.data.length_tables import lengths_of
+from tests.support.conversations import png, turns, write_json
 from tests.support.llava_folder import write_llava_folder
 
 
-def shards(folder, num_samples=12, **kwargs):
-    path = write_llava_folder(folder / 'in', num_samples, **kwargs)
+def write(folder, num_samples=12):
+    """Writes a LLaVA folder and its shards, and returns the path of the file and the folder of shards."""
+    path = write_llava_folder(folder / 'in', num_samples)
     write_shards(path, folder / 'in' / 'images', folder / 'out', size_limit='8kb')
     return path, str(folder / 'out')
 
 
-def stream(local, processor=None, **kwargs):
-    return LlavaStreamingDataset(processor=processor or small(), local=local, **{'batch_size': 4, **kwargs})
+def stream(local, processor=None, *, batch_size=4, **options):
+    return LlavaStreamingDataset(processor=processor or small(), local=local, batch_size=batch_size, **options)
 
 
-def names(samples):
+def sample_ids(samples):
     return [sample['sample_ids'][0] for sample in samples]
+
+
+SAMPLE_IDS = [f's{index}' for index in range(12)]
 
 
 @pytest.mark.parametrize('family', PROCESSORS)
 def test_samples_equal_the_map_style_datasets(tmp_path, family):
-    path, local = shards(tmp_path)
-    processor = PROCESSORS[family][0]()
+    path, local = write(tmp_path)
+    make_processor, _ = PROCESSORS[family]
+    processor = make_processor()
     expected = LlavaDataset(path, processor, image_dir=tmp_path / 'in' / 'images')
     dataset = stream(local, processor)
-    found = list(dataset)
-    assert len(found) == dataset.size == len(expected) == 12
-    for index, (sample, other) in enumerate(zip(found, expected, strict=False)):
-        assert sample.keys() == other.keys()
-        for key, value in other.items():
-            if isinstance(value, torch.Tensor):
-                assert sample[key].dtype == value.dtype
-                assert torch.equal(sample[key], value), (index, key)
-            else:
-                assert sample[key] == value
-    batch = VisionLanguageCollator(processor)(found)
-    assert next(iter(batch)) == 'input_ids'
+    samples = list(dataset)
+    assert len(samples) == dataset.size == len(expected) == 12
+    for sample, expected_sample in zip(samples, expected, strict=True):
+        assert_same(sample, expected_sample)
+    assert next(iter(VisionLanguageCollator(processor)(samples))) == 'input_ids'
 
 
 def test_embedded_images_and_weights_of_turns(tmp_path):
-    path, _ = shards(tmp_path)
-    record = next(record for record in json.loads(path.read_text()) if isinstance(record.get('image'), str))
-    content = (tmp_path / 'in' / 'images' / record['image']).read_bytes()
-    record['image'] = f'data:image/png;base64,{base64.b64encode(content).decode()}'
-    again = [{'from': 'human', 'value': 'Sure?'}, {'from': 'gpt', 'value': 'Yes.'}]
-    record['conversations'] = [*record['conversations'][:2], *again]
-    record['conversations'][1]['weight'] = 0
-    path.write_text(json.dumps([record]))
-    write_shards(path, tmp_path / 'nowhere', tmp_path / 'own')
-    expected = LlavaDataset(path, small())[0]
-    (found,) = list(stream(str(tmp_path / 'own'), batch_size=1))
-    assert torch.equal(found['pixel_values'], expected['pixel_values'])
-    assert torch.equal(found['labels'], expected['labels'])
-    assert small().tokenizer.decode(found['labels'][found['labels'] != -100]) == 'Yes.<|end|>'
+    uri = f'data:image/png;base64,{base64.b64encode(png()).decode()}'
+    conversation = turns('<image>Which colour?', 'Red.', 'Sure?', 'Yes.')
+    conversation[1]['weight'] = 0
+    path = write_json(tmp_path, [{'id': 'a', 'image': uri, 'conversations': conversation}])
+    write_shards(path, tmp_path / 'nowhere', tmp_path / 'out')
+    (sample,) = stream(str(tmp_path / 'out'), batch_size=1)
+    assert_same(sample, LlavaDataset(path, small())[0])
+    assert learned_text(sample, small().tokenizer) == 'Yes.<|end|>'
 
 
 def test_samples_are_those_of_the_file(tmp_path):
-    _, local = shards(tmp_path)
-    in_order = [f's{k}' for k in range(12)]
+    _, local = write(tmp_path)
+    dataset = stream(local)
+    assert sample_ids(dataset) == SAMPLE_IDS
+    assert dataset[7]['sample_ids'] == ['s7']
     shuffled = stream(local, shuffle=True, shuffle_seed=1)
-    first, second = names(shuffled), names(shuffled)
-    assert first != in_order
-    assert first != second
-    assert sorted(first) == sorted(second) == sorted(in_order)
-    assert names(stream(local)) == in_order
-    assert stream(local)[7]['sample_ids'] == ['s7']
+    first_epoch, second_epoch = sample_ids(shuffled), sample_ids(shuffled)
+    assert first_epoch != SAMPLE_IDS
+    assert first_epoch != second_epoch
+    assert sorted(first_epoch) == sorted(second_epoch) == sorted(SAMPLE_IDS)
 
 
 def test_shards_of_a_remote_folder(tmp_path):
-    _, remote = shards(tmp_path)
+    _, remote = write(tmp_path)
     dataset = stream(str(tmp_path / 'cache'), remote=remote, predownload=4, cache_limit='1mb')
-    assert sorted(names(dataset)) == sorted(f's{k}' for k in range(12))
+    assert sorted(sample_ids(dataset)) == sorted(SAMPLE_IDS)
     assert list((tmp_path / 'cache').glob('*.mds'))
 
 
 def test_streams_are_mixed_by_their_proportions(tmp_path):
-    locals_ = [shards(tmp_path / name, number)[1] for name, number in (('a', 30), ('b', 10))]
-    streams = {
-        name: {'local': local, 'proportion': share}
-        for name, local, share in zip('ab', locals_, (0.25, 0.75), strict=True)
-    }
+    _, large = write(tmp_path / 'large', num_samples=30)
+    _, little = write(tmp_path / 'little', num_samples=10)
+    streams = {'large': {'local': large, 'proportion': 0.25}, 'little': {'local': little, 'proportion': 0.75}}
     dataset = LlavaStreamingDataset(processor=small(), streams=streams, epoch_size=40, batch_size=4, shuffle=True)
-    found = names(dataset)
-    assert len(found) == 40
-    many = [name for name in found if int(name[1:]) >= 10]
-    assert len(many) <= 10, 'only a quarter may be of the first stream, which alone has so many samples'
+    names = sample_ids(dataset)
+    assert len(names) == 40
+    surely_large = [name for name in names if int(name[1:]) >= 10]
+    assert len(surely_large) <= 10, 'at most a quarter may come from the large stream'
     assert isinstance(dataset.streams[0], streaming.Stream)
 
 
-def test_bad_samples_are_named(tmp_path):
-    path, local = shards(tmp_path)
-    expected = LlavaDataset(path, small(), image_dir=tmp_path / 'in' / 'images')
-    lengths = [sample['input_ids'].shape[1] for sample in expected]
-    longest = max(range(12), key=lengths.__getitem__)
+def test_sample_over_max_length_is_named(tmp_path):
+    _, local = write(tmp_path)
+    lengths = lengths_of(stream(local))
+    longest = lengths.index(max(lengths))
     dataset = stream(local, max_length=lengths[longest] - 1)
-    where = rf'data\.json, entry {longest + 1}'
-    with pytest.raises(BadSampleError, match=rf'sample "s{longest}" \(.*{where}\): `max_length` must be'):
+    where = rf'sample "s{longest}" \(.*data\.json, entry {longest + 1}\)'
+    with pytest.raises(BadSampleError, match=f'{where}: `max_length` must be'):
         list(dataset)
+
+
+def test_tokenizer_takes_no_images(tmp_path):
+    _, local = write(tmp_path)
+    dataset = stream(local, train_tokenizer(TEXTS, vocab_size=512))
     with pytest.raises(BadSampleError, match=r'sample "s0" .*has images, but the processor takes none'):
-        stream(local, train_tokenizer(TEXTS, vocab_size=512))[0]
-    # An image that was broken behind the converter's back.
-    (shard,) = (shard for shard in (tmp_path / 'out').glob('shard.00000.mds'))
+        dataset[0]
+
+
+def test_image_broken_in_its_shard_is_named(tmp_path):
+    _, local = write(tmp_path)
+    shard = tmp_path / 'out' / 'shard.00000.mds'
     content = shard.read_bytes()
     start = content.index(b'\x89PNG')
     shard.write_bytes(content[: start + 30] + bytes(40) + content[start + 70 :])
@@ -133,42 +131,47 @@ def test_other_shards_are_refused(tmp_path):
 
 
 def test_texts_are_those_of_the_turns(tmp_path):
-    path, local = shards(tmp_path)
-    turns = [turn['value'] for record in json.loads(path.read_text()) for turn in record['conversations']]
-    assert list(LlavaStreamingDataset.texts(local)) == [text.replace('<image>', '') for text in turns]
-    assert len(list(LlavaStreamingDataset.texts(tmp_path, local))) == len(turns)
+    path, local = write(tmp_path)
+    expected = []
+    for record in json.loads(path.read_text()):
+        for turn in record['conversations']:
+            expected.append(turn['value'].replace('<image>', ''))
+    assert list(LlavaStreamingDataset.texts(local)) == expected
+    assert list(LlavaStreamingDataset.texts(tmp_path, local)) == expected
     (tmp_path / 'out' / 'shard.00001.mds').unlink()
     with pytest.raises(ValueError, match='must be a folder with all shards'):
         next(LlavaStreamingDataset.texts(tmp_path, local))
 
 
+def stream_shuffled(local):
+    return stream(local, shuffle=True, num_canonical_nodes=1)
+
+
 @pytest.mark.parametrize('position', [0, 4, 8])
 def test_state_leads_to_following_samples(tmp_path, position):
-    _, local = shards(tmp_path)
-    options = {'shuffle': True, 'num_canonical_nodes': 1}
-    dataset = stream(local, **options)
+    _, local = write(tmp_path)
+    dataset = stream_shuffled(local)
     list(dataset)
-    second = iter(dataset)
-    seen = [next(second) for _ in range(position)]
+    second_epoch = iter(dataset)
+    before = [next(second_epoch) for _ in range(position)]
     state = dataset.state_dict(position, True)
-    rest = names([*seen, *second])[position:]
-    resumed = stream(local, **options)
+    following = sample_ids([*before, *second_epoch])[position:]
+    resumed = stream_shuffled(local)
     resumed.load_state_dict(state)
-    assert names(resumed) == rest
-    assert len(rest) == 12 - position
+    assert sample_ids(resumed) == following
+    assert len(following) == 12 - position
 
 
 def test_state_between_two_epochs(tmp_path):
-    """StreamingDataset's own says the first, from its start."""
-    _, local = shards(tmp_path)
-    options = {'shuffle': True, 'num_canonical_nodes': 1}
-    dataset = stream(local, **options)
+    """StreamingDataset's own state would repeat the first epoch."""
+    _, local = write(tmp_path)
+    dataset = stream_shuffled(local)
     list(dataset)
     state = dataset.state_dict(0, True)
-    expected = names(dataset)
-    for _ in range(2):  # a run that saves again before it trains
-        resumed = stream(local, **options)
+    second_epoch = sample_ids(dataset)
+    for _ in range(2):  # a resumed run may save again before it trains
+        resumed = stream_shuffled(local)
         resumed.load_state_dict(state)
         state = resumed.state_dict(0, True)
         assert state['epoch'] == 1
-    assert names(resumed) == expected
+    assert sample_ids(resumed) == second_epoch

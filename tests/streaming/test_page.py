@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What docs/streaming.md says to type."""
+"""The commands of docs/streaming.md run as they are written."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The YAML file: what it builds, what is refused, and whole runs of the programs."""
+"""The YAML file of streaming: its datasets and loaders, its mistakes, and whole runs of the programs."""
 
 from __future__ import annotations
 
@@ -48,67 +48,73 @@ def config_of(shards, *overrides):
 
 
 def build(config, *, is_eval=False):
+    """Returns the loader that the programs would train or evaluate with."""
     check_config(config, num_ranks=1)
     source = source_of(config)
     processor = source.build_processor()
     dataset = source.build_dataset(processor, is_eval=is_eval)
-    sample = next(dataset[k] for k in range(dataset.size) if dataset[k]['num_images'][0])
-    return source.build_loader(dataset, processor, BatchLayout.infer(sample), is_eval=is_eval)
+    samples = map(dataset.__getitem__, range(dataset.size))  # by index, which begins no epoch
+    with_image = next(sample for sample in samples if sample['num_images'][0])
+    spec = source.build_loader(dataset, processor, BatchLayout.infer(with_image), is_eval=is_eval)
+    return spec.dataloader
 
 
-def names(spec):
-    return sorted(name for batch in spec.dataloader for name in batch['sample_ids'])
+def sample_ids_of_batches(loader):
+    return [batch['sample_ids'] for batch in loader]
 
 
-EVERY = sorted(f's{k}' for k in range(20))
+def sample_ids(loader):
+    return [name for names in sample_ids_of_batches(loader) for name in names]
+
+
+SAMPLE_IDS = [f's{index}' for index in range(20)]
 
 
 def test_exchange_changes_no_global_batch(shards):
-    exchanging = build(config_of(shards)).dataloader
-    plain = build(config_of(shards, 'loader.exchange_ranks=false', 'microbatching.slot_tokens=null')).dataloader
+    exchanging = build(config_of(shards))
+    plain = build(config_of(shards, 'loader.exchange_ranks=false', 'microbatching.slot_tokens=null'))
     assert isinstance(exchanging, ExchangingDataLoader)
     assert type(plain) is streaming.StreamingDataLoader
-    batches = [[sorted(batch['sample_ids']) for batch in loader] for loader in (exchanging, plain)]
-    assert batches[0] == batches[1]
-    assert [len(batch) for batch in batches[0]] == [8, 8, 4]
     assert exchanging.batch_size == plain.batch_size == 8
+    batches = [sorted(batch) for batch in sample_ids_of_batches(exchanging)]
+    assert batches == [sorted(batch) for batch in sample_ids_of_batches(plain)]
+    assert [len(batch) for batch in batches] == [8, 8, 4]
 
 
 def test_held_out_set_has_its_shards(shards):
-    spec = build(config_of(shards, f'dataset.eval.local={shards}/held_out'), is_eval=True)
-    assert type(spec.dataloader) is streaming.StreamingDataLoader
-    assert [name for batch in spec.dataloader for name in batch['sample_ids']] == [f's{k}' for k in range(20)]
-    spec = build(
-        config_of(shards, f'dataset.local={shards}', 'dataset.split=train', 'dataset.eval.split=held_out'), is_eval=True
-    )
-    assert names(spec) == EVERY
+    loader = build(config_of(shards, f'dataset.eval.local={shards}/held_out'), is_eval=True)
+    assert type(loader) is streaming.StreamingDataLoader
+    assert sample_ids(loader) == SAMPLE_IDS
+    of_splits = config_of(shards, f'dataset.local={shards}', 'dataset.split=train', 'dataset.eval.split=held_out')
+    assert sorted(sample_ids(build(of_splits, is_eval=True))) == sorted(SAMPLE_IDS)
 
 
 def test_streams_of_a_mapping(shards):
     streams = f'{{a: {{local: {shards}/train, proportion: 3}}, b: {{local: {shards}/held_out, proportion: 1}}}}'
     config = config_of(shards, 'dataset.local=null', f'dataset.streams={streams}', 'dataset.epoch_size=40')
-    assert len(names(build(config))) == 40
+    assert len(sample_ids(build(config))) == 40
 
 
 def test_measuring_sees_every_sample(shards, tmp_path):
-    config = config_of(shards, 'dataset.epoch_size=10')
-    source = source_of(config)
+    """An epoch may have fewer samples than the shards. The length table has all of them."""
+    source = source_of(config_of(shards, 'dataset.epoch_size=10'))
     processor = source.build_processor()
     dataset = source.build_dataset(processor)
     assert len(dataset) == 10
-    expected = LlavaDataset(tmp_path / 'train' / 'data.json', processor, image_dir=tmp_path / 'train' / 'images')
-    everything = source.by_index(dataset)
-    tables = [length_table(each, processor, folder=tmp_path / 'lengths') for each in (everything, expected)]
-    assert tables[0].lengths.tolist() == tables[1].lengths.tolist()
-    assert len(tables[0]) == 20
+    map_style = LlavaDataset(tmp_path / 'train' / 'data.json', processor, image_dir=tmp_path / 'train' / 'images')
+    folder = tmp_path / 'lengths'
+    table = length_table(source.by_index(dataset), processor, folder=folder)
+    expected = length_table(map_style, processor, folder=folder)
+    assert len(table) == 20
+    assert table.lengths.tolist() == expected.lengths.tolist()
 
 
 def test_run_takes_over_killed_runs_folder(shards, tmp_path):
     config = config_of(shards, f'dataset.remote={shards}/train', f'dataset.local={tmp_path}/cache')
-    killed = open_plain(config)  # its shared memory looks as that of a run that was killed before it read anything
+    killed = open_plain(config)  # a run that is killed before it reads leaves the same shared memory
     with pytest.raises(ValueError, match='Reused local directory'):
         open_plain(config)
-    assert names(build(config)) == EVERY
+    assert sorted(sample_ids(build(config))) == sorted(SAMPLE_IDS)
     del killed
 
 
@@ -129,12 +135,12 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize('override', MISTAKES)
-def test_mistakes_are_said_in_one_line(shards, override):
-    with pytest.raises(ConfigError) as caught:
+@pytest.mark.parametrize(('override', 'message'), MISTAKES.items())
+def test_mistakes_are_told_in_one_line(shards, override, message):
+    with pytest.raises(ConfigError) as raised:
         check_config(config_of(shards, override), num_ranks=2)
-    assert MISTAKES[override] in str(caught.value)
-    assert '\n' not in str(caught.value)
+    assert message in str(raised.value)
+    assert '\n' not in str(raised.value)
 
 
 def test_exchange_needs_a_slot_width(shards):
@@ -151,42 +157,44 @@ def test_dataset_smaller_than_a_batch(shards):
         build(config)
 
 
+def run_program(name, shards, *overrides):
+    arguments = ['-m', f'composer_tokacc.{name}', str(FILE), f'dataset.local={shards}/train', *SMALL, *overrides]
+    return launch(arguments, ranks=2)
+
+
 @pytest.mark.slow
 def test_program_trains_evaluates_and_resumes(shards, tmp_path):
-    arguments = [
-        '-m',
-        'composer_tokacc.train',
-        str(FILE),
-        f'dataset.local={shards}/train',
-        *SMALL,
-        f'dataset.eval.local={shards}/held_out',
-        f'trainer.save_folder={tmp_path}/checkpoints',
-        f'report.folder={tmp_path}/report',
-        'trainer.save_interval=1ba',
-        'trainer.progress_bar=false',
-    ]
     results = []
     for duration in ('4ba', '3ep'):
-        done = launch([*arguments, f'trainer.max_duration={duration}'], ranks=2)
+        done = run_program(
+            'train',
+            shards,
+            f'dataset.eval.local={shards}/held_out',
+            f'report.folder={tmp_path}/report',
+            f'trainer.save_folder={tmp_path}/checkpoints',
+            'trainer.save_interval=1ba',
+            'trainer.progress_bar=false',
+            f'trainer.max_duration={duration}',
+        )
         assert done.returncode == 0, done.stderr[-3000:]
         results.append(json.loads((tmp_path / 'report' / 'result.json').read_text()))
-    first, second = results
-    assert (first['steps'], second['steps']) == (4, 9)
+    first, resumed = results
+    assert first['steps'] == 4
     assert first['samples'] == 8 + 8 + 4 + 8
-    assert second['samples'] == 60
+    assert resumed['steps'] == 9
+    assert resumed['samples'] == 60
 
 
 @pytest.mark.slow
 def test_verify_with_unequal_ranks(shards):
-    done = launch(['-m', 'composer_tokacc.verify', str(FILE), f'dataset.local={shards}/train', *SMALL], ranks=2)
+    done = run_program('verify', shards)
     assert done.returncode == 0, done.stderr[-3000:]
     assert 'exact: largest relative gradient error' in done.stdout
 
 
 @pytest.mark.slow
 def test_bad_sample_ends_the_run(shards):
-    arguments = [f'dataset.local={shards}/train', *SMALL, 'dataset.max_length=30', 'trainer.save_folder=null']
-    done = launch(['-m', 'composer_tokacc.train', str(FILE), *arguments, 'trainer.autoresume=false'], ranks=2)
+    done = run_program('train', shards, 'dataset.max_length=30', 'trainer.save_folder=null', 'trainer.autoresume=false')
     assert done.returncode != 0
     assert 'error: sample "s' in done.stderr
     assert '`max_length` must be at least the sample, got: 30 < ' in done.stderr

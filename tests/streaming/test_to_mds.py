@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The converter: what it writes is read back by mosaicml-streaming's own reader, byte for byte."""
+"""The converter to shards, whose output is read back by mosaicml-streaming's own reader, byte for byte."""
 
 from __future__ import annotations
 
@@ -19,51 +19,66 @@ from composer_tokacc.data.to_mds import main, write_shards
 from tests.support.llava_folder import write_llava_folder
 
 
-def rows(out):
-    index = json.loads((out / 'index.json').read_text())
-    readers = [reader_from_json(str(out), None, shard) for shard in index['shards']]
-    return [reader[k] for reader in readers for k in range(len(reader))], index['shards']
+def read_shards(folder):
+    """Returns all rows of the shards, and the entries of the index."""
+    shards = json.loads((folder / 'index.json').read_text())['shards']
+    rows = []
+    for shard in shards:
+        reader = reader_from_json(str(folder), None, shard)
+        rows += [reader[index] for index in range(len(reader))]
+    return rows, shards
 
 
-def convert(path, out, **kwargs):
-    return write_shards(path, path.parent / 'images', out, **kwargs)
+def ids_of(rows):
+    return [row['record']['id'] for row in rows]
+
+
+def convert(path, out, **options):
+    return write_shards(path, path.parent / 'images', out, **options)
+
+
+def images_of(record):
+    images = record.get('image', [])
+    return [images] if isinstance(images, str) else images
 
 
 def test_records_come_back_with_their_files(tmp_path):
-    path = write_llava_folder(tmp_path / 'in', 600)  # more than is read at once
+    path = write_llava_folder(tmp_path / 'in', 600)  # more than are read at once
     written = convert(path, tmp_path / 'out', size_limit='200kb')
-    found, shards = rows(tmp_path / 'out')
-    assert written.num_samples == len(found) == 600
+    rows, shards = read_shards(tmp_path / 'out')
+    assert written.num_samples == len(rows) == 600
     assert written.num_shards == len(shards) > 2
     assert written.num_bytes == sum(file.stat().st_size for file in (tmp_path / 'out').glob('*.mds'))
     assert max(shard['raw_data']['bytes'] for shard in shards) <= 200 * 1024
-    num_images = set()
-    for row, record in zip(found, json.loads(path.read_text()), strict=True):
-        names = record.get('image', [])
-        names = [names] if isinstance(names, str) else names
-        assert row['record']['id'] == record['id']
-        assert [turn['value'] for turn in row['record']['conversations']] == [
-            turn['value'] for turn in record['conversations']
-        ]
-        files = [(tmp_path / 'in' / 'images' / name).read_bytes() for name in names]
-        assert row['record']['media'] == [['image', [name]] for name in names]
-        assert row['record']['bytes'] == [len(file) for file in files]
-        assert row['media'] == b''.join(files)
-        num_images.add(len(files))
-    assert num_images == {0, 1, 2}
+    numbers_of_images = set()
+    for row, record in zip(rows, json.loads(path.read_text()), strict=True):
+        shard_record = row['record']
+        names = images_of(record)
+        contents = [(tmp_path / 'in' / 'images' / name).read_bytes() for name in names]
+        assert shard_record['id'] == record['id']
+        assert texts_of(shard_record) == texts_of(record)
+        assert shard_record['media'] == [['image', [name]] for name in names]
+        assert shard_record['bytes'] == [len(content) for content in contents]
+        assert row['media'] == b''.join(contents)
+        numbers_of_images.add(len(names))
+    assert numbers_of_images == {0, 1, 2}
+
+
+def texts_of(record):
+    return [turn['value'] for turn in record['conversations']]
 
 
 def test_sample_over_the_size_limit(tmp_path):
     path = write_llava_folder(tmp_path / 'in', 3)
     written = convert(path, tmp_path / 'out', size_limit=500)
-    found, shards = rows(tmp_path / 'out')
-    assert [row['record']['id'] for row in found] == ['s0', 's1', 's2']
+    rows, shards = read_shards(tmp_path / 'out')
+    assert ids_of(rows) == ['s0', 's1', 's2']
     assert [shard['samples'] for shard in shards] == [1] * written.num_shards
 
 
 @pytest.fixture
 def broken(tmp_path):
-    """Of 8 samples, four bad ones: a missing file, one that is cut, an image without placeholder, no conversation."""
+    """Writes 8 samples. In four of them a file is missing or cut, an image has no placeholder, or no one speaks."""
     path = write_llava_folder(tmp_path / 'in', 8)
     records = json.loads(path.read_text())
     (tmp_path / 'in' / 'images' / '0_0.png').unlink()
@@ -83,65 +98,69 @@ REASONS = {
 }
 
 
+def run_program(path, out, *options):
+    return main([str(path), str(path.parent / 'images'), str(out), *options])
+
+
 def test_bad_samples_are_named_and_counted(broken, tmp_path, capsys):
+    out = tmp_path / 'out'
     with pytest.raises(BadSampleError, match=rf'sample "s0" \(.*data\.json, line 1\): {REASONS["s0"]}'):
-        convert(broken, tmp_path / 'out')
-    assert not (tmp_path / 'out').exists()
-    arguments = [str(broken), str(broken.parent / 'images'), str(tmp_path / 'out')]
-    assert main([*arguments, '--on-error', 'skip']) == 0
-    seen = capsys.readouterr()
-    assert seen.out.startswith('wrote 4 samples in 1 shards, ')
-    assert seen.out.endswith(f'bytes, to {tmp_path / "out"}; skipped 4\n')
-    assert seen.out.count('\n') == 1
-    named = [line for line in seen.err.splitlines() if 'skipped: sample' in line]
-    assert len(named) == 4
-    for line, (name, reason) in zip(named, REASONS.items(), strict=True):
-        assert re.search(reason, line)
+        convert(broken, out)
+    assert not out.exists()
+    assert run_program(broken, out, '--on-error', 'skip') == 0
+    printed = capsys.readouterr()
+    assert re.fullmatch(f'wrote 4 samples in 1 shards, .* bytes, to {out}; skipped 4\n', printed.out)
+    lines = [line for line in printed.err.splitlines() if 'skipped: sample' in line]
+    for line, (name, reason) in zip(lines, REASONS.items(), strict=True):
         assert f'sample "{name}"' in line
-    assert [row['record']['id'] for row in rows(tmp_path / 'out')[0]] == ['s1', 's2', 's4', 's6']
+        assert re.search(reason, line)
+    rows, _ = read_shards(out)
+    assert ids_of(rows) == ['s1', 's2', 's4', 's6']
 
 
 def test_names_outside_the_folder(tmp_path, capsys):
-    """As for LlavaDataset: shards may be shared with others."""
+    """Shards may be shared with others, so private files must be allowed, as for LlavaDataset."""
     path = write_llava_folder(tmp_path / 'in', 2)
     (tmp_path / 'in' / 'images' / '0_0.png').rename(tmp_path / 'private.png')
     records = json.loads(path.read_text())
     records[0]['image'] = '../../private.png'
     path.write_text(json.dumps(records))
-    arguments = [str(path), str(path.parent / 'images'), str(tmp_path / 'out')]
-    assert main(arguments) == 2
+    assert run_program(path, tmp_path / 'out') == 2
     assert re.search(r'"s0" .*must lie under .*images, got: .*`allow_outside=true`', capsys.readouterr().err)
-    assert main([*arguments, '--allow-outside']) == 0
-    assert rows(tmp_path / 'out')[0][0]['record']['media'][0] == ['image', ['../../private.png']]
+    assert run_program(path, tmp_path / 'out', '--allow-outside') == 0
+    rows, _ = read_shards(tmp_path / 'out')
+    assert rows[0]['record']['media'][0] == ['image', ['../../private.png']]
 
 
-MISTAKES = {
-    'raise': ([], 'sample "s0"'),
-    'missing': (['none.json'], 'none.json, which does not exist'),
-    'size': (['--size-limit', '8gb'], '`size_limit` must be above 0 and below 4gb (offsets are 32 bits), got: 8gb'),
-}
-
-
-@pytest.mark.parametrize('name', MISTAKES)
-def test_program_ends_with_one_line(broken, tmp_path, capsys, name):
-    extra, message = MISTAKES[name]
-    path = str(broken) if extra[:1] != ['none.json'] else 'none.json'
-    options = extra if extra[:1] != ['none.json'] else []
-    assert main([path, str(broken.parent / 'images'), str(tmp_path / 'out'), *options]) == 2
-    error = [line for line in capsys.readouterr().err.splitlines() if line.startswith('error: ')]
-    assert len(error) == 1
-    assert message in error[0]
+@pytest.mark.parametrize(
+    ('name', 'options', 'message'),
+    [
+        ('data.json', [], 'sample "s0"'),
+        ('none.json', [], 'none.json, which does not exist'),
+        (
+            'data.json',
+            ['--size-limit', '8gb'],
+            '`size_limit` must be above 0 and below 4gb (offsets are 32 bits), got: 8gb',
+        ),
+    ],
+    ids=['bad sample', 'missing file', 'size limit'],
+)
+def test_program_ends_with_one_line(broken, tmp_path, capsys, name, options, message):
+    assert run_program(broken.with_name(name), tmp_path / 'out', *options) == 2
+    (error,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith('error: ')]
+    assert message in error
     assert not (tmp_path / 'out').exists()
 
 
 def test_full_folder_is_refused(tmp_path):
     path = write_llava_folder(tmp_path / 'in', 2)
-    (tmp_path / 'out').mkdir()
-    convert(path, tmp_path / 'out')
-    before = sorted(file.name for file in (tmp_path / 'out').iterdir())
+    out = tmp_path / 'out'
+    out.mkdir()
+    convert(path, out)
+    files = {file: file.read_bytes() for file in out.iterdir()}
     with pytest.raises(ValueError, match='`out_folder` must be empty or absent, got: '):
-        convert(path, tmp_path / 'out')
-    assert sorted(file.name for file in (tmp_path / 'out').iterdir()) == before
+        convert(path, out)
+    assert {file: file.read_bytes() for file in out.iterdir()} == files
 
 
 def test_file_without_good_sample_is_refused(tmp_path):

@@ -29,6 +29,25 @@ def turns(*texts: str) -> list[dict[str, str]]:
     return [{'from': ('human', 'gpt')[index % 2], 'value': text} for index, text in enumerate(texts)]
 
 
+IMAGE = {'type': 'image'}
+
+
+def message(role: str, *parts: Any) -> dict[str, Any]:
+    """A message of these parts, as a processor takes it. A string is a text."""
+    content = [{'type': 'text', 'text': part} if isinstance(part, str) else part for part in parts]
+    return {'role': role, 'content': content}
+
+
+def user(*parts: Any) -> dict[str, Any]:
+    """A question, see :func:`message`."""
+    return message('user', *parts)
+
+
+def assistant(text: str) -> dict[str, Any]:
+    """An answer, see :func:`message`."""
+    return message('assistant', text)
+
+
 def parse(data: Any) -> Record:
     """The record of an entry of a file."""
     return parse_record(RawRecord('data.json', 'line 3', data))

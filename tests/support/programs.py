@@ -5,6 +5,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
+from composer_tokacc.programs import load_config
+from composer_tokacc.programs.build import build_trainer_parts
+from composer_tokacc.programs.config_checks import check_config
 from tests.support.launch import ROOT
 
 DIGITS = str(ROOT / 'yamls' / 'digits.yaml')
@@ -34,3 +40,10 @@ TINY_DIGITS = [
     'report.max_new_tokens=4',
     'report.picture=false',
 ]
+
+
+def check_run(path: Path | str, overrides: Sequence[str], *, num_ranks: int) -> None:
+    """Does what a program does before it loads data and model."""
+    config = load_config(path, overrides)
+    check_config(config, num_ranks=num_ranks)
+    build_trainer_parts(config)

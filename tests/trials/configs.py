@@ -1,150 +1,153 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Values of a config: overrides of ``yamls/llava_json.yaml``, and what the one line names that refuses them."""
+"""Values of a config."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
-from composer_tokacc.programs import ConfigError, load_config
-from composer_tokacc.programs.build import build_trainer_parts
-from composer_tokacc.programs.config_checks import check_config
+from composer_tokacc.programs import ConfigError
+from tests.support.programs import check_run
 from tests.trials.outcomes import LLAVA, WORKS, refusal
 
 
-def check_overrides(folder: Path, overrides: str) -> str:
-    """A config, before data and model are loaded."""
+@dataclass(frozen=True)
+class Override:
+    """An override of ``yamls/llava_json.yaml``, read as before data and model are loaded."""
 
-    def check() -> None:
-        config = load_config(LLAVA, [f'dataset.path={folder}/data.json', overrides])
-        check_config(config, num_ranks=1)
-        build_trainer_parts(config)
+    text: str
+    expected: str
 
-    return refusal(check, ConfigError)
+    def run(self, folder: Path) -> str:
+        overrides = [f'dataset.path={folder}/data.json', self.text]
+        return refusal(lambda: check_run(LLAVA, overrides, num_ranks=1), ConfigError)
 
 
-CONFIGS = {
-    # name: (overrides, what the line names)
+OVERRIDES = {
+    # name: (override, expected)
     'a number in quotes': ('seed="17"', "`seed` must be a valid integer, got: '17'"),
-    'a share of a learning rate': ('optimizer.lr=5%', '`optimizer.lr`'),
-    'a duration in words': ('trainer.max_duration="3 epochs"', '`trainer.max_duration`'),
-    'a hundred thousand passes of a part': (
+    'a learning rate in percent': ('optimizer.lr=5%', '`optimizer.lr`'),
+    'a dataset part with 100,000 epochs': (
         'dataset.parts={a: {epochs: 100000}}',
         '`dataset.parts.a.epochs` must be less than or equal to 10000',
     ),
-    'a callback that unpickles': ('callbacks={load_checkpoint: {load_path: x}}', '`callbacks` has no class'),
-    'a cost of less than no seconds': ('microbatching.cost={seconds_per_token: -1}', 'seconds_per_token'),
+    'a callback that loads a pickle': ('callbacks={load_checkpoint: {load_path: x}}', '`callbacks` has no class'),
+    'a negative cost in seconds': ('microbatching.cost={seconds_per_token: -1}', 'seconds_per_token'),
     'an averaging that ends before it starts': (
         'algorithms={swa: {swa_start: 0.9dur, swa_end: 0.1dur}}',
         '`algorithms.swa`',
     ),
     'clipping threshold of 0': ('algorithms.gradient_clipping.clipping_threshold=0', 'clipping_threshold'),
-    'clipping threshold that is no number': (
+    'clipping threshold of NaN': (
         'algorithms.gradient_clipping.clipping_threshold=.nan',
         'clipping_threshold',
     ),
     'clipping threshold above 0': ('algorithms.gradient_clipping.clipping_threshold=0.5', WORKS),
-    'width multiple of a thousand million': ('microbatching.width_multiple=1000000000', 'width_multiple'),
+    'width multiple of a billion': ('microbatching.width_multiple=1000000000', 'width_multiple'),
     'width multiple of 8': ('microbatching.width_multiple=8', WORKS),
-    'layers below 0': ('model.config.text_config.num_hidden_layers=-1', 'num_hidden_layers'),
+    'a negative number of layers': ('model.config.text_config.num_hidden_layers=-1', 'num_hidden_layers'),
     'hidden size of 0': ('model.config.text_config.hidden_size=0', 'hidden_size'),
-    'an attention that is not there': ('model.config.attn_implementation=flahs', 'attn_implementation'),
-    'warm-up longer than the run, which was cut short': ('scheduler.t_warmup=100ep', WORKS),
-    'weight decay without end': ('optimizer.weight_decay=.inf', '`optimizer'),
-    'an epsilon that is no number': ('optimizer.eps=.nan', '`optimizer'),
+    'an unknown attention implementation': ('model.config.attn_implementation=flahs', 'attn_implementation'),
+    'warm-up longer than the run': ('scheduler.t_warmup=100ep', WORKS),
+    'infinite weight decay': ('optimizer.weight_decay=.inf', '`optimizer'),
+    'an epsilon of NaN': ('optimizer.eps=.nan', '`optimizer'),
     'a number of five thousand digits': (f'seed={"9" * 5000}', '`seed`'),
     'duration in seconds': ('trainer.max_duration=1sec', '`trainer.max_duration`'),
     'duration in batches': ('trainer.max_duration=3ba', WORKS),
-    'tensor parallel of nothing': ('trainer.parallelism_config={tp: {}}', 'parallelism_config'),
+    'tensor parallelism without options': ('trainer.parallelism_config={tp: {}}', 'parallelism_config'),
     'dataset that is a module': ('dataset.name=os.path', '`dataset'),
     'report that is a command': ('report.name=os.system', '`report'),
-    'adapter of rank 0': ('model.lora={r: 0}', '`model.lora'),
-    'key of a processor misspelt': ('dataset.processor={vocab_sise: 300}', 'vocab_size'),
-    'pixels below 0': ('dataset.processor.max_pixels=-1', 'max_pixels'),
-    'vocabulary of no words': ('dataset.processor.vocab_size=0', 'vocab_size'),
-    'image of no side': ('model.config.vision_config.image_size=0', 'image_size'),
+    'a misspelt key of a processor': ('dataset.processor={vocab_sise: 300}', 'vocab_size'),
+    'a negative number of pixels': ('dataset.processor.max_pixels=-1', 'max_pixels'),
+    'an empty vocabulary': ('dataset.processor.vocab_size=0', 'vocab_size'),
+    'an image size of 0': ('model.config.vision_config.image_size=0', 'image_size'),
     'longest sample of 0': ('dataset.max_length=0', '`dataset.max_length'),
-    'on_error of another word': ('dataset.on_error=ignore', '`dataset.on_error'),
-    'video of no frames': ('dataset.video={num_frames: 0}', 'num_frames'),
-    'video of frames below 0': ('dataset.video={fps: -2}', 'fps'),
-    'workers below 0': ('loader.num_workers=-1', '`loader.num_workers'),
-    'save interval of nothing': ('trainer.save_interval=0ep', 'save_interval'),
-    'save interval of another unit': ('trainer.save_interval=1week', 'save_interval'),
-    'fewer checkpoints kept than none': ('trainer.save_num_checkpoints_to_keep=-5', 'save_num_checkpoints_to_keep'),
-    'early stopping by a metric as it is logged': (
+    'an unknown value of on_error': ('dataset.on_error=ignore', '`dataset.on_error'),
+    'a negative number of workers': ('loader.num_workers=-1', '`loader.num_workers'),
+    'a save interval of 0': ('trainer.save_interval=0ep', 'save_interval'),
+    'a save interval of an unknown unit': ('trainer.save_interval=1week', 'save_interval'),
+    'a negative number of checkpoints to keep': (
+        'trainer.save_num_checkpoints_to_keep=-5',
+        'save_num_checkpoints_to_keep',
+    ),
+    'early stopping by the logged name of a metric': (
         'callbacks.early_stopper={monitor: metrics/eval/LanguageCrossEntropy, dataloader_label: eval, patience: 1ep}',
         'LanguageCrossEntropy',
     ),
-    'a variable that is not set': ('optimizer.lr=${oc.env:TOKACC_IS_NOT_SET}', '`optimizer.lr`'),
+    'a variable of the environment that is not set': ('optimizer.lr=${oc.env:TOKACC_IS_NOT_SET}', '`optimizer.lr`'),
     'a value that names itself': ('optimizer.lr=${optimizer.lr}', '`optimizer.lr`'),
     'a value that names nothing': ('optimizer.lr=${foo.bar}', '`optimizer.lr`'),
     'a callback that is a number': ('callbacks={1: {}}', '`callbacks`'),
     'callbacks in a list': ('callbacks=[speed_monitor]', '`callbacks`'),
-    'a switch of another word': ('loader.on_other_data=maybe', "must be 'raise' or 'warn', got: 'maybe'"),
+    'an unknown value of on_other_data': ('loader.on_other_data=maybe', "must be 'raise' or 'warn', got: 'maybe'"),
     'half a batch': ('trainer.max_duration=1.5ba', '`trainer.max_duration`'),
-    'a report in braces of no name': ('report.folder={nope}/x', '`report.folder`'),
+    'an unknown placeholder in the folder of the report': ('report.folder={nope}/x', '`report.folder`'),
     'loggers in a list': ('trainer.loggers=[tensorboard]', '`trainer.loggers`'),
     'a path that is a mapping': ('dataset.path={a: b}', '`dataset.path`'),
-    'no parts': ('dataset.parts={}', '`dataset.parts`'),
-    'a vision encoder that is no word': ('model.config.model_type=3', 'model_type'),
+    'a dataset without parts': ('dataset.parts={}', '`dataset.parts`'),
+    'a model type that is a number': ('model.config.model_type=3', 'model_type'),
     'heads that do not divide': ('model.config.text_config.num_attention_heads=7', 'attention heads'),
-    'a unit of no name': ('algorithms.token_accumulation.loss_units={lm: tokenz}', 'loss_units'),
-    'a seed of half': ('seed=1.5', '`seed`'),
+    'an unknown loss unit': ('algorithms.token_accumulation.loss_units={lm: tokenz}', 'loss_units'),
+    'a seed of 1.5': ('seed=1.5', '`seed`'),
     'a level of logging': ('trainer.python_log_level=info', WORKS),
-    'a half-life of nothing': ('algorithms.ema={half_life: 0ba}', '`algorithms.ema`'),
+    'a half-life of 0': ('algorithms.ema={half_life: 0ba}', '`algorithms.ema`'),
     'a beta above 1': ('optimizer.betas=[0.9,1.5]', '`optimizer`'),
     'FSDP as one word': ('trainer.parallelism_config=fsdp', '`trainer.parallelism_config`'),
-    'passes that are words': ('trainer.algorithm_passes=[x]', '`trainer.algorithm_passes`'),
-    'no batch of an epoch': ('trainer.train_subset_num_batches=0', '`trainer.train_subset_num_batches`'),
-    'a run scaled to nothing': ('trainer.scale_schedule_ratio=0', '`trainer.scale_schedule_ratio`'),
+    'algorithm passes that are words': ('trainer.algorithm_passes=[x]', '`trainer.algorithm_passes`'),
+    'an epoch without batches': ('trainer.train_subset_num_batches=0', '`trainer.train_subset_num_batches`'),
+    'a schedule scaled to 0': ('trainer.scale_schedule_ratio=0', '`trainer.scale_schedule_ratio`'),
     'a profiler, which is an object': ('trainer.profiler={}', '`trainer.profiler`'),
     'a model that does nothing': ('algorithms.no_op_model={}', '`algorithms` has no class'),
-    'a report of a function that knows no run': ('report.name=os.path.join', '`report.name`'),
     'three betas': ('optimizer.betas=[0.9,0.95,0.99]', '`optimizer.betas`'),
     'betas that are one number': ('optimizer.betas=0.9', '`optimizer.betas`'),
     'an optimizer of sparse gradients': ('optimizer.name=sparse_adam', '`optimizer` has no class'),
-    'pictures mixed with pictures': ('algorithms.mix_up={}', '`algorithms` has no class'),
-    'a cosine of no length': ('scheduler.t_max=0ba', '`scheduler.t_max`'),
+    'an algorithm that mixes images': ('algorithms.mix_up={}', '`algorithms` has no class'),
+    'a cosine schedule of length 0': ('scheduler.t_max=0ba', '`scheduler.t_max`'),
     'no warm-up': ('scheduler.t_warmup=0ba', WORKS),
-    'a monitor of a window of nothing': ('callbacks.speed_monitor={window_size: 0}', '`callbacks.speed_monitor'),
-    'an argument that a callback would drop': ('callbacks.nan_monitor={patience: 3}', 'patience'),
-    'early stopping on data that nobody has': (
+    'a speed monitor with a window of 0': ('callbacks.speed_monitor={window_size: 0}', '`callbacks.speed_monitor'),
+    'an unknown argument of a callback': ('callbacks.nan_monitor={patience: 3}', 'patience'),
+    'early stopping on an unknown dataloader': (
         'callbacks.early_stopper={monitor: LanguageCrossEntropy, dataloader_label: val}',
         "('val', 'LanguageCrossEntropy')",
     ),
-    'a threshold of a metric that nobody computes': (
+    'a threshold on an unknown metric': (
         'callbacks.threshold_stopper={monitor: loss, dataloader_label: eval, threshold: 1}',
         "('eval', 'loss')",
     ),
-    'groups of no head': ('model.config.text_config.num_key_value_heads=0', 'num_key_value_heads'),
-    'a dropout of twice all': ('model.config.text_config.attention_dropout=2.0', 'attention_dropout'),
-    'workers that no machine holds': ('loader.num_workers=4000', '`loader.num_workers`'),
-    'readers that no machine holds': ('dataset.num_workers=4000', '`dataset.num_workers`'),
+    '0 key-value heads': ('model.config.text_config.num_key_value_heads=0', 'num_key_value_heads'),
+    'a dropout of 2.0': ('model.config.text_config.attention_dropout=2.0', 'attention_dropout'),
+    '4000 workers': ('loader.num_workers=4000', '`loader.num_workers`'),
+    '4000 workers of a dataset': ('dataset.num_workers=4000', '`dataset.num_workers`'),
     'a warm-up without its unit': ('scheduler.t_warmup=10', '`scheduler.t_warmup` must be'),
     'an optimizer in a list': ('optimizer.name=[adamw]', '`optimizer` has no class'),
-    'keys to leave out as one word': ('trainer.load_ignore_keys=state/optimizers', '`trainer.load_ignore_keys`'),
-    'keys of a checkpoint as one word': ('trainer.save_ignore_keys=state/model', '`trainer.save_ignore_keys`'),
-    'lines of no interval': ('trainer.console_log_interval=0ba', '`trainer.console_log_interval`'),
-    'FSDP2 by a key that the Trainer drops': ('trainer.parallelism_config={fsdp2: {}}', 'Did you mean fsdp'),
+    'keys to ignore on loading in one word': (
+        'trainer.load_ignore_keys=state/optimizers',
+        '`trainer.load_ignore_keys`',
+    ),
+    'keys to ignore on saving in one word': ('trainer.save_ignore_keys=state/model', '`trainer.save_ignore_keys`'),
+    'a console log interval of 0': ('trainer.console_log_interval=0ba', '`trainer.console_log_interval`'),
+    'a key fsdp2, which Composer ignores': ('trainer.parallelism_config={fsdp2: {}}', 'Did you mean fsdp'),
     'FSDP switched on': ('trainer.parallelism_config={fsdp: true}', '`trainer.parallelism_config.fsdp`'),
     'a language model in a list': ('model.config.text_config.model_type=[llama]', '`model.config`'),
     'a key of two thousand dots': (f'model.config{".a" * 2000}=1', 'must be valid YAML'),
     'an empty path of a checkpoint': ('trainer.load_path=""', '`trainer.load_path`'),
     'a length of the run in words': ('trainer.max_duration=3 epochs', '`trainer.max_duration` must be a time'),
     'a learning rate with a comma': ('optimizer.lr="5,0e-4"', '`optimizer.lr`'),
-    'a batch in an element': ('optimizer.betas[0]=0.5', '`optimizer.betas`'),
+    'an override of one element of a list': ('optimizer.betas[0]=0.5', '`optimizer.betas`'),
     'memory with its unit': ('microbatching.device_memory_gib=80GB', '`microbatching.device_memory_gib`'),
     'a tag of Python in a value': ('seed=!!python/object/apply:os.system [id]', '`seed` must be valid YAML'),
     # Names and paths.
-    'a checkpoint folder that is a word of Python': ('trainer.save_folder=None', 'save_folder` must be a name'),
+    'a checkpoint folder None': ('trainer.save_folder=None', 'save_folder` must be a name'),
     'a run without a name': ('trainer.run_name=""', '`trainer.run_name` must be a name'),
     'a run name that is null beside its folder': (
         'trainer={run_name: null, save_folder: "x/{run_name}"}',
         '`trainer.run_name` must be given',
     ),
-    'a star that YAML takes for an alias': ('dataset.path=*.json', 'Quote a text that has special characters'),
-    'braces that YAML takes for a mapping': ('report.folder={run_name}', "got: {'run_name': None}"),
+    'a star, which begins an alias in YAML': ('dataset.path=*.json', 'Quote a text that has special characters'),
+    'braces, which begin a mapping in YAML': ('report.folder={run_name}', "got: {'run_name': None}"),
     'a command as a callback': ('callbacks={os.system: {command: "true"}}', 'must be a class derived from Callback'),
-    'positions turned by nothing': ('model.config.text_config.rope_theta=0', 'rope_theta'),
+    'a rope theta of 0': ('model.config.text_config.rope_theta=0', 'rope_theta'),
 }
+CONFIGS = {name: Override(text, expected) for name, (text, expected) in OVERRIDES.items()}

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What the line says of an input that was tried, or nothing where it works."""
+"""What a trial gives: the line that refuses an input, or an empty text if it works."""
 
 from __future__ import annotations
 
@@ -9,24 +9,36 @@ import contextlib
 import io
 import signal
 from collections.abc import Callable, Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 from tests.support.launch import ROOT
 
 LLAVA = str(ROOT / 'yamls' / 'llava_json.yaml')
 WORKS = ''
 LONGEST = 60
-"""Seconds, after which an input hangs; also a file that nobody writes to is waited for no longer."""
+"""Seconds. An input that takes longer hangs, for example at a pipe that nobody writes to."""
+
+
+class Trial(Protocol):
+    """An input, and the key words of the line that refuses it. The line is empty if the input works."""
+
+    @property
+    def expected(self) -> str: ...
+
+    def run(self, folder: Path) -> str:
+        """Tries the input in an empty folder. Returns the line."""
+        ...
 
 
 @contextlib.contextmanager
 def within(seconds: int) -> Iterator[None]:
-    """Ends what takes longer by a TimeoutError."""
+    """Raises a TimeoutError if the block takes longer."""
 
-    def end(*_: Any) -> None:
+    def fail(*_: Any) -> None:
         raise TimeoutError(f'still running after {seconds} s')
 
-    before = signal.signal(signal.SIGALRM, end)
+    before = signal.signal(signal.SIGALRM, fail)
     signal.alarm(seconds)
     try:
         yield
@@ -36,7 +48,7 @@ def within(seconds: int) -> Iterator[None]:
 
 
 def refusal(run: Callable[[], Any], *errors: type[Exception]) -> str:
-    """The line of an error of the kinds that users see; any other is none, and raised."""
+    """Returns the message of an error of these classes. Any other error is a bug, and raised."""
     try:
         with within(LONGEST):
             run()
@@ -46,11 +58,12 @@ def refusal(run: Callable[[], Any], *errors: type[Exception]) -> str:
 
 
 def run_program(main: Callable[[list[str]], int], arguments: list[str]) -> str:
-    """The last line that a program ends with, whose status must then be 2."""
-    screen, written = io.StringIO(), io.StringIO()
-    with within(LONGEST), contextlib.redirect_stderr(screen), contextlib.redirect_stdout(written):
+    """Returns the last line on the screen. If the program does not work, its status must be 2."""
+    errors = io.StringIO()
+    output = io.StringIO()
+    with within(LONGEST), contextlib.redirect_stderr(errors), contextlib.redirect_stdout(output):
         status = main(arguments)
-    if not status:
+    if status == 0:
         return WORKS
-    assert status == 2, f'status {status}: {screen.getvalue()}{written.getvalue()}'
-    return screen.getvalue().strip().splitlines()[-1]
+    assert status == 2, f'status {status}: {errors.getvalue()}{output.getvalue()}'
+    return errors.getvalue().strip().splitlines()[-1]

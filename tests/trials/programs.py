@@ -15,6 +15,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,72 +33,116 @@ MAINS = {'look': look.main, 'train': train.main, 'size': size.main, 'verify': ve
 RUN = [DIGITS, *TINY_DIGITS, 'trainer.max_duration=1ba', 'trainer.eval_interval=1ba', 'dataset.num_samples=8']
 
 
-def call_program(folder: Path, program: str, arguments: list[str], write: Callable[[Path], Any] | None = None) -> str:
-    """The program's last line, where it ends with status 2; ``write`` writes the files of ``{folder}``, whose code must
-    not run.
-    """
-    if write is not None:
-        write(folder)
-    if program == 'train':
-        arguments = [*arguments, 'report.folder={folder}/report']
-    line = run_program(MAINS[program], [one.replace('{folder}', str(folder)) for one in arguments])
-    assert not (folder / 'code ran').exists(), f'code ran, then: {line}'
-    if program == 'export' and line != WORKS:
-        assert not (folder / 'inside' / 'exported').exists()
-        assert not list(folder.rglob('evil.txt'))
-    return line
+@dataclass(frozen=True)
+class Call:
+    """A command line. ``{folder}`` in its arguments is the trial's folder, into which `write` writes files."""
+
+    program: str
+    arguments: list[str]
+    expected: str
+    write: Callable[[Path], Any] | None = None
+
+    def run(self, folder: Path) -> str:
+        if self.write is not None:
+            self.write(folder)
+        arguments = [argument.replace('{folder}', str(folder)) for argument in self.arguments]
+        if self.program == 'train':
+            arguments.append(f'report.folder={folder}/report')
+        line = run_program(MAINS[self.program], arguments)
+        assert not (folder / 'code ran').exists(), f'code ran, then: {line}'
+        if self.program == 'export' and line != WORKS:
+            assert not (folder / 'inside' / 'exported').exists()
+            assert not list(folder.rglob('evil.txt'))
+        return line
 
 
-def call_in_environment(folder: Path, name: str, value: str) -> str:
-    with patch.dict(os.environ, {name: value}):
-        return call_program(folder, 'look', [DIGITS])
+@dataclass(frozen=True)
+class CallWithVariable:
+    """A call of ``look`` with a variable of the environment."""
+
+    name: str
+    value: str
+    expected: str
+
+    def run(self, folder: Path) -> str:
+        with patch.dict(os.environ, {self.name: self.value}):
+            return Call('look', [DIGITS], self.expected).run(folder)
+
+
+def _folder_of_session() -> Path:
+    """Returns a new folder that is removed when Python ends."""
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 @functools.cache
-def _whole_checkpoint() -> Path:
-    """Of one step, once a session."""
-    folder = Path(tempfile.mkdtemp())
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    assert call_program(folder, 'train', [*RUN, f'trainer.save_folder={folder}']) == WORKS
+def _checkpoint() -> Path:
+    """Returns a checkpoint of one step, which is trained once a session."""
+    folder = _folder_of_session()
+    assert Call('train', [*RUN, 'trainer.save_folder={folder}'], WORKS).run(folder) == WORKS
     return folder / 'latest-rank0.pt'
 
 
-def whole(folder: Path, name: str = 'a.pt') -> None:
-    shutil.copy(_whole_checkpoint(), folder / name)
+def intact(folder: Path, name: str = 'a.pt') -> None:
+    shutil.copy(_checkpoint(), folder / name)
 
 
 def cut(folder: Path) -> None:
-    (folder / 'a.pt').write_bytes(_whole_checkpoint().read_bytes()[:-5000])
+    (folder / 'a.pt').write_bytes(_checkpoint().read_bytes()[:-5000])
 
 
 def changed(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    """Writes a checkpoint with another state."""
+
     def write(folder: Path) -> None:
-        checkpoint = torch.load(_whole_checkpoint(), weights_only=False)
+        checkpoint = torch.load(_checkpoint(), weights_only=False)
         change(checkpoint['state'])
         torch.save(checkpoint, folder / 'a.pt')
 
     return write
 
 
+def with_entry(key: str, value: Any) -> Callable[[Path], None]:
+    """Writes a checkpoint with another entry of the state."""
+    return changed(lambda state: state.update({key: value}))
+
+
+def without(key: str) -> Callable[[Path], None]:
+    return changed(lambda state: state.pop(key))
+
+
+def with_fingerprints(value: Any) -> Callable[[Path], None]:
+    return changed(lambda state: dict(state['callbacks'])['SameData'].update(fingerprints=value))
+
+
 def with_nan(state: dict[str, Any]) -> None:
-    next(value for value in state['model'].values() if value.is_floating_point()).fill_(float('nan'))
+    next(weight for weight in state['model'].values() if weight.is_floating_point()).fill_(float('nan'))
+
+
+def with_complex_weights(state: dict[str, Any]) -> None:
+    state['model'] = {name: weight.cfloat() for name, weight in state['model'].items()}
+
+
+def with_another_optimizer(state: dict[str, Any]) -> None:
+    state['optimizers'] = {'SGD': state['optimizers']['AdamW']}
 
 
 def metadata(state: dict[str, Any]) -> dict[str, Any]:
     return state['integrations']['huggingface']
 
 
+def with_an_unknown_model_type(state: dict[str, Any]) -> None:
+    metadata(state)['model']['config']['content']['model_type'] = 'x'
+
+
 def with_a_file_outside(state: dict[str, Any]) -> None:
     files = metadata(state).get('processor') or metadata(state)['tokenizer']
-    files['../../evil.txt'] = {**next(iter(files.values()))}
+    files['../../evil.txt'] = next(iter(files.values())).copy()
 
 
-def without(key: str) -> Callable[[dict[str, Any]], None]:
-    return lambda state: state.pop(key)
-
-
-class Running:
-    """Makes a folder where it is unpickled."""
+class MakesFolder:
+    """Makes a folder when it is unpickled."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -107,7 +152,29 @@ class Running:
 
 
 def pickled_code(folder: Path) -> None:
-    (folder / 'a.pt').write_bytes(pickle.dumps(Running(folder)))
+    (folder / 'a.pt').write_bytes(pickle.dumps(MakesFolder(folder)))
+
+
+def pickled_code_of_another_ending(folder: Path) -> None:
+    (folder / 'a.ckpt').write_bytes(pickle.dumps(MakesFolder(folder)))
+
+
+def compressed_code(folder: Path) -> None:
+    (folder / 'a.pt.gz').write_bytes(gzip.compress(pickle.dumps(MakesFolder(folder))))
+
+
+def code_in_a_checkpoint(folder: Path) -> None:
+    torch.save({'state': {'model': {}, 'callbacks': MakesFolder(folder)}}, folder / 'a.pt')
+
+
+def metrics_pipe(folder: Path) -> None:
+    (folder / 'report').mkdir()
+    os.mkfifo(folder / 'report' / 'metrics.jsonl')
+
+
+def size_pipe(folder: Path) -> None:
+    (folder / 'size').mkdir()
+    os.mkfifo(folder / 'size' / 'size.json')
 
 
 def of_bytes(content: bytes) -> Callable[[Path], Any]:
@@ -143,22 +210,38 @@ def a_table(text: str) -> Callable[[Path], Any]:
     return lambda folder: (folder / 'a.csv').write_text(text)
 
 
-def half_weighted(folder: Path) -> None:
-    turns = [{'from': 'human', 'value': 'A?'}, {'from': 'gpt', 'value': 'B.'}]
-    records = [{'id': 'a', 'loss_weights': 1, 'conversations': turns}, {'id': 'b', 'conversations': turns}]
+TURNS = [{'from': 'human', 'value': 'A?'}, {'from': 'gpt', 'value': 'B.'}]
+
+
+def one_sample_without_weight(folder: Path) -> None:
+    records = [{'id': 'a', 'loss_weights': 1, 'conversations': TURNS}, {'id': 'b', 'conversations': TURNS}]
     (folder / 'data.json').write_text(json.dumps(records))
 
 
-def mine(code: str) -> Callable[[Path], Any]:
-    """A module of the user's, ``mine.py``."""
+def module_of_user(code: str) -> Callable[[Path], Any]:
+    """Runs code in a module ``mine``."""
 
     def write(folder: Path) -> None:
-        exec(code, vars(sys.modules.setdefault('mine', ModuleType('mine'))))
+        module = sys.modules.setdefault('mine', ModuleType('mine'))
+        exec(code, vars(module))
 
     return write
 
 
-OWN_DATA = 'from examples.digits import DigitsDataset\n'
+SAMPLES_IN_LISTS = """
+from examples.digits import DigitsDataset
+
+class Lists(DigitsDataset):
+    def __getitem__(self, index):
+        return [1, 2]
+"""
+SAMPLES_OF_ONE_DIMENSION = """
+from examples.digits import DigitsDataset
+
+class Flat(DigitsDataset):
+    def __getitem__(self, index):
+        return {key: value[0] for key, value in super().__getitem__(index).items()}
+"""
 LOAD = [*RUN, 'trainer.load_path={folder}/a.pt', 'trainer.max_duration=2ba']
 EXPORT = ['{folder}/a.pt', '{folder}/inside/exported']
 SIZE = [LLAVA, 'dataset.path=x.json', 'device_memory_gib=8', 'folder={folder}/size']
@@ -166,24 +249,25 @@ SIZE = [LLAVA, 'dataset.path=x.json', 'device_memory_gib=8', 'folder={folder}/si
 
 @functools.cache
 def _exported() -> Path:
-    """A Transformers folder of the checkpoint."""
-    folder = Path(tempfile.mkdtemp())
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    whole(folder)
-    assert call_program(folder, 'export', [f'{folder}/a.pt', f'{folder}/model']) == WORKS
+    """Returns the checkpoint as a Transformers folder."""
+    folder = _folder_of_session()
+    assert Call('export', [str(_checkpoint()), '{folder}/model'], WORKS).run(folder) == WORKS
     return folder / 'model'
 
 
 def a_model(change: Callable[[Path], Any]) -> Callable[[Path], None]:
-    """Its folder with something changed, and data."""
+    """Writes data, and that folder with something changed."""
 
     def write(folder: Path) -> None:
-        turns = [{'from': 'human', 'value': 'A?'}, {'from': 'gpt', 'value': 'B.'}]
-        (folder / 'data.json').write_text(json.dumps([{'id': 'a', 'conversations': turns}] * 8))
+        (folder / 'data.json').write_text(json.dumps([{'id': 'a', 'conversations': TURNS}] * 8))
         shutil.copytree(_exported(), folder / 'model')
         change(folder / 'model')
 
     return write
+
+
+def unchanged(folder: Path) -> None:
+    pass
 
 
 def weights_cut(folder: Path) -> None:
@@ -193,11 +277,15 @@ def weights_cut(folder: Path) -> None:
 
 def weights_pickled(folder: Path) -> None:
     (folder / 'model.safetensors').unlink()
-    (folder / 'pytorch_model.bin').write_bytes(pickle.dumps(Running(folder.parent)))
+    (folder / 'pytorch_model.bin').write_bytes(pickle.dumps(MakesFolder(folder.parent)))
 
 
 def generation_config_cut(folder: Path) -> None:
     (folder / 'generation_config.json').write_text('{"eos_token_id": ')
+
+
+def config_of_a_list(folder: Path) -> None:
+    (folder / 'config.json').write_text('[]')
 
 
 def more_layers(folder: Path) -> None:
@@ -208,9 +296,9 @@ def more_layers(folder: Path) -> None:
 
 def code_of_its_own(folder: Path) -> None:
     config = json.loads((folder / 'config.json').read_text())
-    (folder / 'config.json').write_text(
-        json.dumps({**config, 'model_type': 'mine', 'auto_map': {'AutoConfig': 'mine.Config'}})
-    )
+    config['model_type'] = 'mine'
+    config['auto_map'] = {'AutoConfig': 'mine.Config'}
+    (folder / 'config.json').write_text(json.dumps(config))
 
 
 def template(text: str) -> Callable[[Path], Any]:
@@ -230,169 +318,140 @@ PRETRAINED = [
 ]
 
 
-def exporting(write: Callable[[Path], Any], line: str) -> tuple[Any, ...]:
-    return 'export', EXPORT, write, line
+def exporting(write: Callable[[Path], Any], expected: str) -> Call:
+    return Call('export', EXPORT, expected, write)
 
 
-def loading(write: Callable[[Path], Any], line: str, *overrides: str) -> tuple[Any, ...]:
-    return 'train', [*LOAD, *overrides], write, line
+def loading(write: Callable[[Path], Any], expected: str, *overrides: str) -> Call:
+    return Call('train', [*LOAD, *overrides], expected, write)
 
 
-def running(line: str, *overrides: str, write: Callable[[Path], Any] | None = None) -> tuple[Any, ...]:
-    return 'train', [*RUN, *overrides], write, line
+def running(expected: str, *overrides: str, write: Callable[[Path], Any] | None = None) -> Call:
+    return Call('train', [*RUN, *overrides], expected, write)
 
 
-PROGRAMS: dict[str, tuple[Any, ...]] = {
-    # name: (program, arguments, perhaps what writes files, what the line names)
-    'export of a checkpoint': exporting(whole, WORKS),
+def of_pretrained(change: Callable[[Path], Any], expected: str, *overrides: str) -> Call:
+    return Call('train', [*PRETRAINED, *overrides], expected, a_model(change))
+
+
+PROGRAMS: dict[str, Call] = {
+    'export of a checkpoint': exporting(intact, WORKS),
     'export of half a checkpoint': exporting(cut, 'a.pt'),
     'export of a text': exporting(of_bytes(b'no checkpoint'), 'a.pt'),
     'export of a folder': exporting(a_folder, 'a.pt'),
     'export of a pipe': exporting(a_pipe, 'a.pt'),
     'export of a pickle that runs code': exporting(pickled_code, 'a.pt'),
-    'export of a checkpoint that runs code': exporting(
-        lambda folder: torch.save({'state': Running(folder)}, folder / 'a.pt'), 'must be complete and written'
-    ),
+    'export of a checkpoint that runs code': exporting(code_in_a_checkpoint, 'must be complete and written'),
     'export of NaN weights': exporting(changed(with_nan), 'must be finite numbers'),
-    'export of complex weights': exporting(
-        changed(lambda state: state.update(model={key: one.cfloat() for key, one in state['model'].items()})),
-        'must be finite numbers',
-    ),
+    'export of complex weights': exporting(changed(with_complex_weights), 'must be finite numbers'),
     'export of weights alone': exporting(saved({'lm_head.weight': torch.zeros(2)}), "(KeyError: 'state')"),
     'export of a whole module': exporting(saved(torch.nn.Linear(2, 2)), 'Weights only load failed)'),
-    'export of a compiled model': exporting(a_compiled_model, 'a.pt'),
+    'export of a TorchScript model': exporting(a_compiled_model, 'a.pt'),
     'export of a link to itself': exporting(lambda folder: (folder / 'a.pt').symlink_to('a.pt'), 'which is not there'),
     'export of a folder whose index is damaged': exporting(a_damaged_index, 'a.pt'),
-    'export of a file outside of the target': exporting(changed(with_a_file_outside), 'evil.txt'),
-    **{
-        f'export of a checkpoint whose {key} is {given!r}': exporting(
-            changed(lambda state, key=key, given=given: state.update({key: given})), 'HuggingFaceModel'
-        )
-        for key, given in (
-            ('integrations', None),
-            ('integrations', 'x'),
-            ('integrations', {'huggingface': {}}),
-            ('model', [1]),
-            ('model', {3: 'x'}),
-            ('model', {'lm_head.weight': torch.zeros(2, device='meta')}),
-        )
-    },
-    'export to a store of objects': ('export', ['{folder}/a.pt', 's3://bucket/x'], whole, 'must be written out'),
-    'export without the model': exporting(changed(without('model')), 'a.pt'),
-    'a column of weights that some samples lack': (
+    'export of a file outside the target': exporting(changed(with_a_file_outside), 'evil.txt'),
+    'export of a checkpoint whose integrations are null': exporting(
+        with_entry('integrations', None), 'HuggingFaceModel'
+    ),
+    'export of a checkpoint whose integrations are a word': exporting(
+        with_entry('integrations', 'x'), 'HuggingFaceModel'
+    ),
+    'export of a checkpoint whose integrations have no model': exporting(
+        with_entry('integrations', {'huggingface': {}}), 'HuggingFaceModel'
+    ),
+    'export of a checkpoint whose model is a list': exporting(with_entry('model', [1]), 'HuggingFaceModel'),
+    'export of a checkpoint whose model has a number for a name': exporting(
+        with_entry('model', {3: 'x'}), 'HuggingFaceModel'
+    ),
+    'export of a checkpoint whose model is on no device': exporting(
+        with_entry('model', {'lm_head.weight': torch.zeros(2, device='meta')}), 'HuggingFaceModel'
+    ),
+    'export to an object store': Call(
+        'export', ['{folder}/a.pt', 's3://bucket/x'], 'must be written out', write=intact
+    ),
+    'export without the model': exporting(without('model'), 'a.pt'),
+    'a column of weights that one sample lacks': Call(
         'train',
         [LLAVA, 'dataset.path={folder}/data.json', 'algorithms.token_accumulation.token_weights=column'],
-        half_weighted,
         'sample "b"',
+        write=one_sample_without_weight,
     ),
-    'resume from a checkpoint': loading(whole, WORKS),
+    'resume from a checkpoint': loading(intact, WORKS),
     'resume from half a checkpoint': loading(cut, 'a.pt'),
     'resume from a folder': loading(a_folder, 'a.pt'),
     'resume from weights alone': loading(saved({'lm_head.weight': torch.zeros(2)}), 'written by Composer'),
     'resume from a Hugging Face folder': loading(lambda folder: LlamaConfig().save_pretrained(folder / 'a.pt'), 'a.pt'),
     'resume from a folder whose index is damaged': loading(a_damaged_index, 'damaged'),
     'resume from a pickle that runs code': loading(pickled_code, 'a.pt'),
-    'resume without the state of the optimizer': loading(changed(without('optimizers')), 'optimizer'),
-    'resume without the model': loading(changed(without('model')), 'a.pt'),
-    **{
-        f'resume from a checkpoint whose {key} is a word': loading(
-            changed(lambda state, key=key: state.update({key: 'x'})), 'written by Composer'
-        )
-        for key in ('model', 'optimizers', 'timestamp')
-    },
-    'resume without the time': loading(changed(without('timestamp')), 'timestamp'),
+    'resume from a checkpoint that runs code': loading(code_in_a_checkpoint, 'hold only tensors and plain values'),
+    'resume without the state of the optimizer': loading(without('optimizers'), 'optimizer'),
+    'resume without the model': loading(without('model'), 'a.pt'),
+    'resume from a checkpoint whose model is a word': loading(with_entry('model', 'x'), 'written by Composer'),
+    'resume from a checkpoint whose optimizers are a word': loading(
+        with_entry('optimizers', 'x'), 'written by Composer'
+    ),
+    'resume from a checkpoint whose timestamp is a word': loading(with_entry('timestamp', 'x'), 'written by Composer'),
+    'resume from a checkpoint whose callbacks are a word': loading(with_entry('callbacks', 'x'), 'written by Composer'),
+    'resume without the time': loading(without('timestamp'), 'timestamp'),
     'resume from NaN weights': loading(changed(with_nan), 'must be a number, got: nan (sample'),
-    **{
-        f'resume with fingerprints {given!r}': loading(
-            changed(lambda state, given=given: dict(state['callbacks'])['SameData'].update(fingerprints=given)),
-            '`fingerprints`',
-        )
-        for given in (3, 'no JSON', '[1]')
-    },
-    'resume from a pickle of another ending': running(
-        'a.ckpt',
-        'trainer.load_path={folder}/a.ckpt',
-        write=lambda folder: (folder / 'a.ckpt').write_bytes(pickle.dumps(Running(folder))),
+    'resume with fingerprints that are a number': loading(with_fingerprints(3), '`fingerprints`'),
+    'resume with fingerprints that are no JSON': loading(with_fingerprints('no JSON'), '`fingerprints`'),
+    'resume with fingerprints in a list': loading(with_fingerprints('[1]'), '`fingerprints`'),
+    'resume from a pickle that ends in .ckpt': running(
+        'a.ckpt', 'trainer.load_path={folder}/a.ckpt', write=pickled_code_of_another_ending
     ),
     'resume from a compressed pickle': running(
-        'compressed',
-        'trainer.load_path={folder}/a.pt.gz',
-        write=lambda folder: (folder / 'a.pt.gz').write_bytes(gzip.compress(pickle.dumps(Running(folder)))),
+        'compressed', 'trainer.load_path={folder}/a.pt.gz', write=compressed_code
     ),
     'saving compressed checkpoints': running(
         'must end in .pt', 'trainer.save_folder={folder}', 'trainer.save_filename=a.pt.gz'
     ),
-    'resume with the state of another optimizer': loading(
-        changed(lambda state: state.update(optimizers={'SGD': state['optimizers']['AdamW']})), "['SGD']"
-    ),
+    'resume with the state of another optimizer': loading(changed(with_another_optimizer), "['SGD']"),
     'resume with the state of an optimizer that is empty': loading(
-        changed(lambda state: state.update(optimizers={'AdamW': {}})), '`trainer`: '
+        with_entry('optimizers', {'AdamW': {}}), '`trainer`: '
     ),
-    'resume with another learning rate': loading(whole, 'lr 0.001 there, 0.1 here', 'optimizer.lr=0.1'),
-    'resume with callbacks that are a word': loading(
-        changed(lambda state: state.update(callbacks='x')), 'written by Composer'
+    'resume with another learning rate': loading(intact, 'lr 0.001 there, 0.1 here', 'optimizer.lr=0.1'),
+    'export of an unknown model type': exporting(changed(with_an_unknown_model_type), 'for a HuggingFaceModel'),
+    'a checkpoint of Transformers': of_pretrained(unchanged, WORKS),
+    'a checkpoint of Transformers with cut weights': of_pretrained(weights_cut, '`model.pretrained`'),
+    'a checkpoint of Transformers with pickled weights': of_pretrained(weights_pickled, '`model.pretrained`'),
+    'a checkpoint of Transformers whose config is a list': of_pretrained(config_of_a_list, '`model.pretrained`'),
+    'a checkpoint of Transformers with more layers than weights': of_pretrained(more_layers, '18 missing'),
+    'a checkpoint of Transformers with code of its own': of_pretrained(code_of_its_own, 'custom code'),
+    'a checkpoint of Transformers whose generation config is cut': of_pretrained(
+        generation_config_cut, '`model.pretrained`'
     ),
-    'export of a type of model that is not known': exporting(
-        changed(lambda state: metadata(state)['model']['config']['content'].update(model_type='x')),
-        'for a HuggingFaceModel',
+    'a template with an error': of_pretrained(template('{% for %}'), '`chat_template` must write such messages'),
+    'a template that refuses': of_pretrained(template("{{ raise_exception('no') }}"), '`chat_template`'),
+    'a template without end': of_pretrained(template('{% for i in range(10**9) %}x{% endfor %}'), '`chat_template`'),
+    'a template of one word': of_pretrained(template('hello'), '`chat_template`'),
+    'a processor of a checkpoint with a key that is misspelt': of_pretrained(
+        unchanged, 'Did you mean do_resize?', 'dataset.processor={do_resise: false}'
     ),
-    **{
-        f'a checkpoint of Transformers with {kind}': ('train', PRETRAINED, a_model(change), expected)
-        for kind, change, expected in [
-            ('nothing wrong', lambda folder: None, WORKS),
-            ('cut weights', weights_cut, '`model.pretrained`'),
-            ('pickled weights', weights_pickled, '`model.pretrained`'),
-            ('a config that is a list', lambda folder: (folder / 'config.json').write_text('[]'), '`model.pretrained`'),
-            ('more layers than weights', more_layers, '18 missing'),
-            ('code of its own', code_of_its_own, 'custom code'),
-            ('a damaged generation config', generation_config_cut, '`model.pretrained`'),
-            ('a template that is none', template('{% for %}'), '`chat_template` must write such messages'),
-            ('a template that refuses', template("{{ raise_exception('no') }}"), '`chat_template`'),
-            ('a template without end', template('{% for i in range(10**9) %}x{% endfor %}'), '`chat_template`'),
-            ('a template of one word', template('hello'), '`chat_template`'),
-        ]
-    },
-    'a processor of a checkpoint with a key that is misspelt': (
-        'train',
-        [*PRETRAINED, 'dataset.processor={do_resise: false}'],
-        a_model(lambda folder: None),
-        'Did you mean do_resize?',
-    ),
-    'look at less than nothing': ('look', [DIGITS, 'samples=-1'], '`samples`'),
+    'look at a negative number of samples': Call('look', [DIGITS, 'samples=-1'], '`samples`'),
     'no samples to evaluate': running('`num_samples`', 'dataset.eval.num_samples=0'),
     'a second run into the folder of the first': running(
-        'ep0-ba1-rank0.pt may', 'trainer.save_folder={folder}', write=lambda folder: whole(folder, 'ep0-ba1-rank0.pt')
+        'ep0-ba1-rank0.pt may', 'trainer.save_folder={folder}', write=lambda folder: intact(folder, 'ep0-ba1-rank0.pt')
     ),
-    'a pipe as the YAML file': ('train', ['{folder}/a.pt'], a_pipe, 'a.pt'),
-    'a picture as the YAML file': ('train', ['{folder}/a.pt'], a_picture, 'YAML'),
-    'a folder as the YAML file': ('train', ['{folder}/a.pt'], a_folder, 'a.pt'),
-    'a dataset of the user that does not know a word': ('look', [DIGITS, 'dataset.split=tset'], None, '`split`'),
+    'a pipe as the YAML file': Call('train', ['{folder}/a.pt'], 'a.pt', write=a_pipe),
+    'a picture as the YAML file': Call('train', ['{folder}/a.pt'], 'YAML', write=a_picture),
+    'a folder as the YAML file': Call('train', ['{folder}/a.pt'], 'a.pt', write=a_folder),
+    'an unknown split of a dataset': Call('look', [DIGITS, 'dataset.split=tset'], '`split`'),
     'an algorithm for another model': running('`trainer`: ', 'algorithms.gated_linear_units={}'),
-    'a callback that fails in a hook of the model': running(
-        'shows where', 'callbacks.activation_monitor={interval: 1ba}'
-    ),
-    'an algorithm whose labels are elsewhere': running('shows where', 'algorithms.label_smoothing={smoothing: 0.1}'),
+    'a callback whose hook fails': running('shows where', 'callbacks.activation_monitor={interval: 1ba}'),
+    'an algorithm that finds no labels': running('shows where', 'algorithms.label_smoothing={smoothing: 0.1}'),
     'an optimizer for GPUs': running('capturable', 'optimizer.capturable=true'),
-    'a checkpoint of a name that is not there': running(
+    'an unknown placeholder in the name of a checkpoint': running(
         "KeyError: 'nope'", 'trainer.save_folder={folder}', 'trainer.save_filename="{nope}.pt"'
     ),
-    'pictures of three colours for a model of one': running('channels', 'model.config.vision_config.num_channels=1'),
-    'placeholders of another token': running('shows where', 'model.config.image_token_index=5'),
-    'a callback that is none': running(
-        '`callbacks.mine.C` must be a class', 'callbacks={mine.C: {}}', write=mine('class C: pass')
+    'images of three channels for a model of one': running('channels', 'model.config.vision_config.num_channels=1'),
+    'another image token than the processor has': running('shows where', 'model.config.image_token_index=5'),
+    'a class that is no callback': running(
+        '`callbacks.mine.C` must be a class', 'callbacks={mine.C: {}}', write=module_of_user('class C: pass')
     ),
-    'samples in lists': running(
-        'got: list',
-        'dataset.name=mine.Lists',
-        write=mine(f'{OWN_DATA}class Lists(DigitsDataset):\n    def __getitem__(self, index): return [1, 2]'),
-    ),
+    'samples in lists': running('got: list', 'dataset.name=mine.Lists', write=module_of_user(SAMPLES_IN_LISTS)),
     'samples of one dimension': running(
-        '`input_ids` must be',
-        'dataset.name=mine.Flat',
-        write=mine(
-            f'{OWN_DATA}class Flat(DigitsDataset):\n    def __getitem__(self, index):\n'
-            '        return {key: value[0] for key, value in super().__getitem__(index).items()}'
-        ),
+        '`input_ids` must be', 'dataset.name=mine.Flat', write=module_of_user(SAMPLES_OF_ONE_DIMENSION)
     ),
     'a result that is a folder': running(
         'result.json', write=lambda folder: (folder / 'report' / 'result.json').mkdir(parents=True)
@@ -403,61 +462,46 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
     'checkpoints in a folder below a file': running(
         '`trainer.save_folder`', 'trainer.save_folder={folder}/a.pt/x', write=of_bytes(b'')
     ),
-    'a layer of the vision encoder that is not there': running(
+    'a missing layer of the vision encoder': running(
         '`model.config.vision_feature_layer`', 'model.config.vision_feature_layer=-99'
     ),
     'groups that do not divide heads': running('shows where', 'model.config.text_config.num_key_value_heads=3'),
-    'a level of logging of another name': running('`trainer.python_log_level`', 'trainer.python_log_level=loud'),
-    'precision of another name': running('Precision', 'trainer.precision=fp8ish'),
-    'a folder that a shell would find': running('`trainer.save_folder`', 'trainer.save_folder=~/x'),
-    'an activation that is not there': running("KeyError: 'swishy'", 'model.config.text_config.hidden_act=swishy'),
-    'a metrics file that is a pipe': running(
-        'metrics.jsonl',
-        write=lambda folder: (folder / 'report').mkdir() or os.mkfifo(folder / 'report' / 'metrics.jsonl'),
-    ),
-    'a size file that is a pipe': (
-        'size',
-        [*SIZE, 'lengths.mean=50'],
-        lambda folder: (folder / 'size').mkdir() or os.mkfifo(folder / 'size' / 'size.json'),
-        'size.json',
-    ),
+    'an unknown level of logging': running('`trainer.python_log_level`', 'trainer.python_log_level=loud'),
+    'an unknown precision': running('Precision', 'trainer.precision=fp8ish'),
+    'a folder with a tilde': running('`trainer.save_folder`', 'trainer.save_folder=~/x'),
+    'an unknown activation': running("KeyError: 'swishy'", 'model.config.text_config.hidden_act=swishy'),
+    'a metrics file that is a pipe': running('metrics.jsonl', write=metrics_pipe),
+    'a size file that is a pipe': Call('size', [*SIZE, 'lengths.mean=50'], 'size.json', write=size_pipe),
     'a value of 200 kB': running('`split`', f'dataset.split={"x" * 200_000}'),
     'a warm-up in another unit than the run': running('arm', 'trainer.max_duration=30sp', 'trainer.eval_interval=30sp'),
-    'a mode of compilation that is not there': running('fast', 'trainer.compile_config={mode: fast}'),
-    'to go on without a name': running('`trainer`: ', 'trainer.autoresume=true'),
+    'an unknown mode of compilation': running('fast', 'trainer.compile_config={mode: fast}'),
+    'autoresume without a run name': running('`trainer`: ', 'trainer.autoresume=true'),
     'prefetching without workers': running('`loader`: ', 'loader.prefetch_factor=2'),
-    'a device that nobody has': running('`trainer.device`', 'trainer.device=abacus'),
+    'an unknown device': running('`trainer.device`', 'trainer.device=abacus'),
     'half precision on a CPU': running('AMP_FP16', 'trainer.precision=amp_fp16'),
     'microbatches by trial on a CPU': running('`trainer`: ', 'microbatching.device_train_microbatch_size=auto'),
-    'verify of one row': ('verify', [*RUN, '--rows', '1'], None, '--rows'),
-    'verify of rows below 0': ('verify', [*RUN, '--rows', '-3'], '--rows'),
-    'verify with a tolerance that is no number': ('verify', [*RUN, '--tolerance', 'nan'], '--tolerance'),
-    'size into a store of objects': ('size', [*SIZE[:-1], 'lengths.mean=50', 'folder=s3://x/y'], '`folder`'),
-    'size of no lengths': ('size', [*SIZE, 'lengths='], '`lengths'),
-    'size of lengths of at most 0': ('size', [*SIZE, 'lengths.mean=100', 'lengths.longest=0'], 'longest'),
-    'size of lengths from a pipe': ('size', [*SIZE, 'lengths={folder}/a.pt'], a_pipe, 'a.pt'),
-    'size of more image tokens than tokens': (
-        'size',
-        [*SIZE, 'lengths={folder}/a.csv'],
-        a_table('tokens,image_tokens\n5,6\n'),
-        'image_tokens',
+    'verify of one row': Call('verify', [*RUN, '--rows', '1'], '--rows'),
+    'verify of a negative number of rows': Call('verify', [*RUN, '--rows', '-3'], '--rows'),
+    'verify with a tolerance of NaN': Call('verify', [*RUN, '--tolerance', 'nan'], '--tolerance'),
+    'size into an object store': Call('size', [*SIZE[:-1], 'lengths.mean=50', 'folder=s3://x/y'], '`folder`'),
+    'size of no lengths': Call('size', [*SIZE, 'lengths='], '`lengths'),
+    'size of lengths of at most 0': Call('size', [*SIZE, 'lengths.mean=100', 'lengths.longest=0'], 'longest'),
+    'size of lengths from a pipe': Call('size', [*SIZE, 'lengths={folder}/a.pt'], 'a.pt', write=a_pipe),
+    'size of more image tokens than tokens': Call(
+        'size', [*SIZE, 'lengths={folder}/a.csv'], 'image_tokens', write=a_table('tokens,image_tokens\n5,6\n')
     ),
-    'size of more loss tokens than tokens': (
-        'size',
-        [*SIZE, 'lengths={folder}/a.csv'],
-        a_table('tokens,loss_tokens\n5,6\n'),
-        'loss_tokens',
+    'size of more loss tokens than tokens': Call(
+        'size', [*SIZE, 'lengths={folder}/a.csv'], 'loss_tokens', write=a_table('tokens,loss_tokens\n5,6\n')
     ),
-    'size into a folder that cannot be made': (
+    'size into a folder that cannot be made': Call(
         'size',
         [DIGITS, 'dataset.num_samples=16', 'device_memory_gib=8', 'folder={folder}/a.pt/size'],
-        of_bytes(b''),
         'a.pt/size',
+        write=of_bytes(b''),
     ),
 }
 ENVIRONMENTS = {
-    # name: (variable, value, what the line names)
-    'half a rank': ('LOCAL_RANK', '0.5', 'LOCAL_RANK'),
-    'no ranks': ('WORLD_SIZE', '0', 'WORLD_SIZE'),
-    'a rank outside of the world': ('RANK', '5', '`RANK`'),
+    'a local rank of 0.5': CallWithVariable('LOCAL_RANK', '0.5', 'LOCAL_RANK'),
+    'a world size of 0': CallWithVariable('WORLD_SIZE', '0', 'WORLD_SIZE'),
+    'a rank above the world size': CallWithVariable('RANK', '5', '`RANK`'),
 }

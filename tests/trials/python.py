@@ -1,12 +1,13 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Calls from Python: a ValueError, TypeError or RuntimeError with requirement, value and remedy, or an exact step."""
+"""Calls from Python. A call works, or raises a ValueError, a TypeError or a RuntimeError with a remedy."""
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,39 +43,62 @@ from tests.support.training import loader, train
 from tests.trials.outcomes import WORKS, refusal
 
 
-def call(folder: Path, given: Callable[[], Any]) -> str:
-    return refusal(given, ValueError, TypeError, RuntimeError)
+@dataclass(frozen=True)
+class PythonCall:
+    function: Callable[[], Any]
+    expected: str
+
+    def run(self, folder: Path) -> str:
+        return refusal(self.function, ValueError, TypeError, RuntimeError)
 
 
 def batch(**changes: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
-    """Three ragged rows, some entries changed."""
-    whole = collate(text_rows([(6, 3), (4, 4), (9, 2)]))
-    return {**whole, **{key: change(whole[key]) for key, change in changes.items()}}
+    """Returns three ragged rows, some entries changed."""
+    entries = collate(text_rows([(6, 3), (4, 4), (9, 2)]))
+    for key, change in changes.items():
+        entries[key] = change(entries[key])
+    return entries
 
 
 def without(key: str) -> dict[str, Any]:
-    kept = batch()
-    del kept[key]
-    return kept
+    entries = batch()
+    del entries[key]
+    return entries
 
 
-def step(*given: dict[str, Any], algorithms: Any = None, **options: Any) -> Callable[[], Any]:
+def step(*batches: Any, num_algorithms: int = 1, **options: Any) -> Callable[[], Any]:
+    """Trains one step with the options of a data spec."""
+
     def run() -> None:
-        chosen = [TokenAccumulation()] if algorithms is None else algorithms()
-        train(text_model(), token_data_spec(loader(*given), **options), algorithms=chosen)
+        algorithms = [TokenAccumulation() for _ in range(num_algorithms)]
+        train(text_model(), token_data_spec(loader(*batches), **options), algorithms=algorithms)
 
     return run
 
 
+def step_with(**entries: Any) -> Callable[[], Any]:
+    """Trains one step with further entries of the batch."""
+    return step({**batch(), **entries})
+
+
+def step_with_mask(change: Callable[[torch.Tensor], Any]) -> Callable[[], Any]:
+    """Trains one step with a changed attention mask."""
+    return step(batch(attention_mask=change))
+
+
 def weighted(weights: torch.Tensor) -> Callable[[], Any]:
-    return step({**batch(), 'loss_weights': weights}, algorithms=lambda: [TokenAccumulation(token_weights='column')])
+    def run() -> None:
+        spec = token_data_spec(loader({**batch(), 'loss_weights': weights}))
+        train(text_model(), spec, algorithms=[TokenAccumulation(token_weights='column')])
+
+    return run
 
 
 LAYOUT = BatchLayout.infer(batch())
 
 
 def sampler(**options: Any) -> RegroupingBatchSampler:
-    """Of two global batches of two samples."""
+    """Returns a sampler of two global batches of two samples."""
     return RegroupingBatchSampler([0] * 4, lengths=[4] * 4, global_batch_size=2, max_tokens=8, **options)
 
 
@@ -83,7 +107,7 @@ def plan(lengths: Any, *, num_ranks: Any = 1, max_tokens: int = 8) -> Callable[[
 
 
 def regrouping(**options: Any) -> Callable[[], Any]:
-    """Takes the first batch of a loader of the sampler."""
+    """Reads the first batch of a loader over that sampler."""
 
     def read() -> None:
         loader = RegroupingDataLoader([0] * 4, batch_sampler=sampler(num_replicas=1, rank=0), **options)
@@ -97,39 +121,45 @@ def invariance(gradients: Any = lambda cut: {}, **options: Any) -> Callable[[], 
 
 
 def isolation(model: Any = None, documents: Any = None, **inputs: Any) -> Callable[[], Any]:
-    """Of two documents in a row of three ids, and a Llama, unless told otherwise."""
+    """Checks a Llama on two documents in a row of three ids, unless other values are given."""
     inputs = inputs or {'input_ids': torch.tensor([[3, 4, 5]])}
     documents = torch.tensor([[0, 0, 1]]) if documents is None else documents
-    return lambda: verify_isolation(text_model() if model is None else model, inputs, documents)
+
+    def check() -> None:
+        verify_isolation(text_model() if model is None else model, inputs, documents)
+
+    return check
 
 
 def suggestion(lengths: Any) -> Callable[[], Any]:
     return lambda: suggest_microbatching(lengths, num_ranks=1, global_batch_size=2, memory=None, device_memory_gib=1.0)
 
 
-class Named(HuggingFaceModel):
-    """Its loss is a term with a name, a mean over rows."""
+class MeanOverRows(HuggingFaceModel):
+    """Its loss has one term, a mean over rows."""
 
     def loss(self, outputs: Any, batch: Any) -> Any:
-        logits, labels = outputs['logits'][:, :-1].transpose(1, 2), batch['labels'][:, 1:]
-        return {'lm': torch.nn.functional.cross_entropy(logits, labels, reduction='none').sum(dim=1).mean()}
+        logits = outputs['logits'][:, :-1].transpose(1, 2)
+        losses = torch.nn.functional.cross_entropy(logits, batch['labels'][:, 1:], reduction='none')
+        return {'lm': losses.sum(dim=1).mean()}
 
 
-def samples_alone() -> None:
-    model: Any = Named(text_model(), use_logits=True)
+def loss_of_samples() -> None:
+    model: Any = MeanOverRows(text_model(), use_logits=True)
     train(model, token_data_spec(loader(batch())), algorithms=[TokenAccumulation(loss_units={'lm': 'samples'})])
 
 
-def classified() -> None:
-    """A head that gives a class for each row, with its labels in a column."""
+def train_a_classifier() -> None:
+    """Trains a head that gives a class for each row, with the labels in one column."""
     config = text_model().config
-    config.num_labels, config.pad_token_id = 2, 0
+    config.num_labels = 2
+    config.pad_token_id = 0
     model: Any = HuggingFaceModel(LlamaForSequenceClassification(config), use_logits=True)
-    given = batch(labels=lambda labels: labels[:, :1] * 0)
-    train(model, token_data_spec(loader(given)), algorithms=[TokenAccumulation()])
+    spec = token_data_spec(loader(batch(labels=lambda labels: labels[:, :1] * 0)))
+    train(model, spec, algorithms=[TokenAccumulation()])
 
 
-def frozen() -> None:
+def train_a_frozen_model() -> None:
     train(text_model().requires_grad_(False), token_data_spec(loader(batch())), algorithms=[TokenAccumulation()])
 
 
@@ -143,90 +173,89 @@ def encoded(*turns: Any, **options: Any) -> Callable[[], Any]:
 
 
 def loaded(**arrays: Any) -> Callable[[], Any]:
-    """A length table that is read from an archive of these."""
+    """Loads a length table from an archive of these arrays."""
 
     def load() -> None:
         with tempfile.TemporaryDirectory() as folder:
-            np.savez(Path(folder) / 'a.npz', **arrays)
-            LengthTable.load(Path(folder) / 'a.npz')
+            path = Path(folder) / 'a.npz'
+            np.savez(path, **arrays)
+            LengthTable.load(path)
 
     return load
 
 
+def loading_state(owner: Any, state: Any) -> Callable[[], Any]:
+    return lambda: owner.load_state_dict(state)
+
+
 QUESTION = {'role': 'user', 'content': 'A?'}
-CALLS: dict[str, tuple[Callable[[], Any], str]] = {
+FUNCTIONS: dict[str, tuple[Callable[[], Any], str]] = {
+    # name: (function, expected)
     'a step': (step(batch()), WORKS),
     'labels of another width': (step(batch(labels=lambda labels: labels[:, :-1])), 'labels'),
-    'a mask of another width': (step(batch(attention_mask=lambda mask: mask[:, :-1])), 'attention_mask'),
+    'a mask of another width': (step_with_mask(lambda mask: mask[:, :-1]), 'attention_mask'),
     'ids that are floats': (step(batch(input_ids=torch.Tensor.float)), 'input_ids'),
     'ids of one dimension': (step(batch(input_ids=lambda ids: ids[0])), 'input_ids'),
     'ids that are booleans': (step(batch(input_ids=torch.Tensor.bool)), 'input_ids'),
     'sparse labels': (step(batch(labels=torch.Tensor.to_sparse)), "`batch['labels']` must be a dense tensor"),
-    'a mask on no device': (step(batch(attention_mask=lambda mask: mask.to('meta'))), 'attention_mask'),
-    'a mask with a gradient': (step(batch(attention_mask=lambda mask: mask.float().requires_grad_())), 'detach'),
-    'positions of another width': (step({**batch(), 'position_ids': torch.arange(5).expand(3, 5)}), 'position_ids'),
-    'a mask of booleans': (step(batch(attention_mask=torch.Tensor.bool)), WORKS),
-    'a mask of floats': (step(batch(attention_mask=torch.Tensor.float)), WORKS),
+    'a mask on the meta device': (step_with_mask(lambda mask: mask.to('meta')), 'attention_mask'),
+    'a mask with a gradient': (step_with_mask(lambda mask: mask.float().requires_grad_()), 'detach'),
+    'positions of another width': (step_with(position_ids=torch.arange(5).expand(3, 5)), 'position_ids'),
+    'a mask of booleans': (step_with_mask(torch.Tensor.bool), WORKS),
+    'a mask of floats': (step_with_mask(torch.Tensor.float), WORKS),
     'a key that is a number': (step({**batch(), 3: torch.ones(3)}), WORKS),
-    'labels that ignore -1': (step(batch(labels=lambda labels: labels.clamp(min=-1))), '-100'),
     'a batch in a tuple': (step(tuple(batch().values())), 'mappings'),
-    'a set in a batch': (step({**batch(), 'extra': {1, 2}}), "`batch['extra']`"),
-    'weights that are not finite': (weighted(torch.tensor([1.0, float('inf'), 1.0])), 'loss_weights'),
-    **{
-        f'a state of {kind}': (lambda given=given: TokenAccumulation().load_state_dict(given), 'num_empty_steps')
-        for kind, given in {
-            'nothing': None,
-            'a list': [1],
-            'another class': {'x': 1},
-            'a word': {'num_empty_steps': 'a'},
-            'less than nothing': {'num_empty_steps': -1},
-        }.items()
-    },
-    'a mask that is no number': (step(batch(attention_mask=lambda mask: mask * float('nan'))), 'attention_mask'),
-    'an inverted mask': (step(batch(attention_mask=lambda mask: 1 - mask)), 'must be 1 where tokens are'),
+    'a set in a batch': (step_with(extra={1, 2}), "`batch['extra']`"),
+    'a state of nothing': (loading_state(TokenAccumulation(), None), 'num_empty_steps'),
+    'a state of a list': (loading_state(TokenAccumulation(), [1]), 'num_empty_steps'),
+    'a state of another class': (loading_state(TokenAccumulation(), {'x': 1}), 'num_empty_steps'),
+    'a state of a word': (loading_state(TokenAccumulation(), {'num_empty_steps': 'a'}), 'num_empty_steps'),
+    'a negative state': (loading_state(TokenAccumulation(), {'num_empty_steps': -1}), 'num_empty_steps'),
+    'a mask of NaN': (step_with_mask(lambda mask: mask * float('nan')), 'attention_mask'),
+    'an inverted mask': (step_with_mask(lambda mask: 1 - mask), 'must be 1 where tokens are'),
     'an additive mask of two dimensions': (
-        step(batch(attention_mask=lambda mask: (1.0 - mask) * -1e9)),
+        step_with_mask(lambda mask: (1.0 - mask) * -1e9),
         'must be 1 where tokens are',
     ),
-    'a mask that hides all': (step(batch(attention_mask=lambda mask: mask * 0)), 'no token in row 0'),
-    'positions that are floats': (step({**batch(), 'position_ids': torch.arange(9.0).expand(3, 9)}), WORKS),
+    'a mask that hides all': (step_with_mask(lambda mask: mask * 0), 'no token in row 0'),
+    'positions that are floats': (step_with(position_ids=torch.arange(9.0).expand(3, 9)), WORKS),
     'weights that are integers': (weighted(torch.ones(3, dtype=torch.long)), WORKS),
-    'shares of losses that are a number': (lambda: sampler(loss_shares=3), '`loss_shares`'),
+    'loss shares that are a number': (lambda: sampler(loss_shares=3), '`loss_shares`'),
     'an epoch of 70 bits': (lambda: sampler(num_replicas=1, rank=0).set_epoch(2**70), '`epoch`'),
     'gradients that are no function': (invariance(3), '`gradients`'),
     'microbatches of one and a half rows': (invariance(microbatch_sizes=[1.5]), '`microbatch_sizes`'),
     'half a document': (isolation(documents=torch.tensor([[0, 0.5, 1]])), '`documents`'),
-    'sizes of a word': (suggestion('x'), '`lengths`'),
+    'a suggestion for a word': (suggestion('x'), '`lengths`'),
     'lengths that are dates': (plan(np.array(['2020'], dtype='datetime64[D]')), 'must be integers'),
     'a loader that shuffles': (regrouping(shuffle=True), 'shuffle'),
-    'a model of which nothing is trained': (frozen, 'requires a gradient'),
+    'a model without trained parameters': (train_a_frozen_model, 'requires a gradient'),
     'a collator that is a word': (regrouping(collate_fn='pad'), '`collate_fn`'),
     'lengths of lists': (plan([[3], [4, 5]]), '`lengths`'),
     'a sampler with a word for a seed': (lambda: sampler(seed='a'), '`seed`'),
     'a sampler with a seed of 70 bits': (lambda: sampler(seed=2**70), '`seed`'),
-    'a sampler that drops maybe': (lambda: sampler(drop_last='maybe'), '`drop_last`'),
+    'a sampler whose drop_last is a word': (lambda: sampler(drop_last='maybe'), '`drop_last`'),
     'a sampler that skips to a word': (lambda: sampler(num_replicas=1, rank=0).skip_to('a'), '`batch`'),
     'a collator that loses a sample': (
         regrouping(collate_fn=lambda samples: {'input_ids': torch.ones(1, 4, dtype=torch.long)}),
         'a row for each sample',
     ),
-    'a mask of numbers with two parts': (step(batch(attention_mask=lambda mask: mask.to(torch.complex64))), 'real'),
+    'a mask of complex numbers': (step_with_mask(lambda mask: mask.to(torch.complex64)), 'real'),
     'a quantised mask': (
-        step(batch(attention_mask=lambda mask: torch.quantize_per_tensor(mask.float(), 1.0, 0, torch.qint8))),
+        step_with_mask(lambda mask: torch.quantize_per_tensor(mask.float(), 1.0, 0, torch.qint8)),
         'dequantize',
     ),
-    'a mask in a list': (step(batch(attention_mask=torch.Tensor.tolist)), 'attention_mask'),
+    'a mask in a list': (step_with_mask(torch.Tensor.tolist), 'attention_mask'),
     'a mask of four dimensions and another width': (
-        step(batch(attention_mask=lambda mask: torch.ones(3, 1, 5, 5))),
+        step_with_mask(lambda mask: torch.ones(3, 1, 5, 5)),
         'as wide as',
     ),
     'a mask of four dimensions for two of three rows': (
-        step(batch(attention_mask=lambda mask: torch.ones(2, 1, 9, 9))),
+        step_with_mask(lambda mask: torch.ones(2, 1, 9, 9)),
         'attention_mask',
     ),
     'complex weights': (weighted(torch.ones(3, dtype=torch.complex64)), 'real tensor'),
     'a BatchEncoding': (step(BatchEncoding(batch())), WORKS),
-    'vectors that are no numbers': (
+    'embeddings of NaN': (
         step({**without('input_ids'), 'inputs_embeds': torch.full((3, 9, 32), float('nan'))}),
         'must be a number, got: nan (row 0)',
     ),
@@ -235,69 +264,60 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: RegroupingBatchSampler(iter([0]), lengths=[4], global_batch_size=1, max_tokens=8),
         '`dataset`',
     ),
-    'a rank that is not there': (lambda: sampler(num_replicas=2, rank=5), '`rank`'),
+    'a rank above the number of replicas': (lambda: sampler(num_replicas=2, rank=5), '`rank`'),
     'an epoch and a half': (lambda: sampler(num_replicas=1, rank=0).set_epoch(0.5), '`epoch`'),
     'lengths in a tensor': (plan(torch.tensor([3, 4])), WORKS),
-    'rows by what is true': (lambda: LAYOUT.select(batch(), [True, False, True]), '`rows`'),
-    'weights of nothing at all': (lambda: step_loss_weights(None), '`microbatches`'),
-    **{
-        f'random numbers kept as {given!r}': (
-            lambda given=given: RestoreRandomState().load_state_dict({'generators': given}),
-            'generators',
-        )
-        for given in (None, 'no JSON', 3)
-    },
+    'rows selected by booleans': (lambda: LAYOUT.select(batch(), [True, False, True]), '`rows`'),
+    'weights of None': (lambda: step_loss_weights(None), '`microbatches`'),
+    'random numbers that are nothing': (loading_state(RestoreRandomState(), {'generators': None}), 'generators'),
+    'random numbers that are no JSON': (loading_state(RestoreRandomState(), {'generators': 'no JSON'}), 'generators'),
+    'random numbers that are a number': (loading_state(RestoreRandomState(), {'generators': 3}), 'generators'),
     'a batch without labels': (step(without('labels')), 'labels'),
     'a batch without ids': (step(without('input_ids')), 'input_ids'),
-    **{
-        f'numbers of images that are {kind}': (step({**batch(), 'num_images': given}), 'num_images')
-        for kind, given in {
-            'text': ['a', 'b', 'c'],
-            'none': [None] * 3,
-            'halves': [0.5, 0.5, 0],
-            'below 0': [-1, 0, 1],
-            'lists': [[1], [0], [0]],
-            'one for all': 3,
-            'a word': 'abc',
-        }.items()
-    },
-    'numbers of images in a tensor': (step({**batch(), 'num_images': torch.zeros(3, dtype=torch.long)}), WORKS),
+    'numbers of images that are text': (step_with(num_images=['a', 'b', 'c']), 'num_images'),
+    'numbers of images that are none': (step_with(num_images=[None] * 3), 'num_images'),
+    'numbers of images that are 0.5': (step_with(num_images=[0.5, 0.5, 0]), 'num_images'),
+    'negative numbers of images': (step_with(num_images=[-1, 0, 1]), 'num_images'),
+    'numbers of images that are lists': (step_with(num_images=[[1], [0], [0]]), 'num_images'),
+    'one number of images for all rows': (step_with(num_images=3), 'num_images'),
+    'numbers of images that are a word': (step_with(num_images='abc'), 'num_images'),
+    'numbers of images in a tensor': (step_with(num_images=torch.zeros(3, dtype=torch.long)), WORKS),
     'a layout of a number': (lambda: BatchLayout.infer(3), '`batch`'),
-    'a layout of nothing': (lambda: BatchLayout.infer(None), '`batch`'),
-    'a device that can do a word': (lambda: TokenMonitor(device_tflops='1'), 'device_tflops'),
+    'a layout of None': (lambda: BatchLayout.infer(None), '`batch`'),
+    'device_tflops that are a word': (lambda: TokenMonitor(device_tflops='1'), 'device_tflops'),
     'a data spec in a data spec': (lambda: token_data_spec(DataSpec(loader(batch()))), 'DataSpec'),
-    'a loader that is none': (lambda: token_data_spec(3), 'dataloader'),
+    'a dataloader that is a number': (lambda: token_data_spec(3), 'dataloader'),
     'token_data_spec twice': (lambda: token_data_spec(token_data_spec(loader(batch()))), 'DataSpec'),
-    'the algorithm twice': (step(batch(), algorithms=lambda: [TokenAccumulation(), TokenAccumulation()]), 'once'),
-    'a loss of samples alone': (samples_alone, WORKS),
-    'a head that classifies rows': (classified, 'classifies whole rows'),
+    'the algorithm twice': (step(batch(), num_algorithms=2), 'once'),
+    'a loss of samples alone': (loss_of_samples, WORKS),
+    'a model that classifies rows': (train_a_classifier, 'classifies whole rows'),
     'a cap below the longest row': (step(batch(), slot_tokens=3), 'slot_tokens'),
     'a plan of one and a half ranks': (plan([2], num_ranks=1.5), 'num_ranks'),
-    'a plan of nothing': (plan(None), 'lengths'),
+    'a plan of None': (plan(None), 'lengths'),
     'a plan of a word': (plan('abc'), 'lengths'),
     'a plan of a set': (plan({3, 4}), 'in a set'),
     'a cost that is a word': (lambda: CostModel(launch='1'), '`launch`'),
-    'a sampler for no ranks': (lambda: sampler(num_replicas=0, rank=0), '`num_replicas`'),
+    'a sampler for 0 ranks': (lambda: sampler(num_replicas=0, rank=0), '`num_replicas`'),
     'a budget of 70 bits': (plan([3], max_tokens=2**70), '`max_tokens`'),
     'a sample of 62 bits': (plan([2**62], max_tokens=2**62), 'finite and below 2147483648'),
     'a length that wraps around': (plan(np.array([2**63 + 5], np.uint64), max_tokens=9), 'below 2147483648'),
-    'a rank below the first': (
+    'a negative rank': (
         lambda: sampler(num_replicas=1, rank=-1),
         'integer from 0 to 0, got: -1',
     ),
     'a seed of numpy': (lambda: next(iter(sampler(num_replicas=1, rank=0, seed=np.int64(3)))), WORKS),
     'a window of a word': (lambda: sampler().window('a'), '`batch` must be an integer'),
-    'shares of other data': (
+    'loss shares of other data': (
         lambda: sampler(loss_shares=LossShares([1], [1.0], [3])),
         '`loss_shares` must have one entry per sample',
     ),
-    'shares that are no numbers': (lambda: LossShares([2, 2], [float('nan'), 1], [1] * 4), '`shares`'),
-    'shares of nothing': (lambda: LossShares([], [], []), '`shares`'),
-    'a mixture of half samples': (lambda: Mixture([1.5, 2.5]), '`sizes` must be integers'),
+    'loss shares of NaN': (lambda: LossShares([2, 2], [float('nan'), 1], [1] * 4), '`shares`'),
+    'loss shares of an empty list': (lambda: LossShares([], [], []), '`shares`'),
+    'a mixture of fractions of samples': (lambda: Mixture([1.5, 2.5]), '`sizes` must be integers'),
     'a mixture of an array': (lambda: Mixture(np.array([2, 2])), WORKS),
     'a mixture of one number': (lambda: Mixture(3), '`sizes`'),
-    'passes of a mixture that are words': (lambda: Mixture([2, 2], epochs=['a', 'b']), '`epochs`'),
-    'a hundred thousand passes from Python': (lambda: Mixture([2], epochs=[1e5]), '`epochs` must be above 0'),
+    'epochs of a mixture that are words': (lambda: Mixture([2, 2], epochs=['a', 'b']), '`epochs`'),
+    '100,000 epochs of a mixture': (lambda: Mixture([2], epochs=[1e5]), '`epochs` must be above 0'),
     'a cost in seconds that is a word': (lambda: CostModel(seconds_per_token='fast'), '`seconds_per_token`'),
     'a config as the model': (lambda: token_data_spec(loader(batch()), model=text_model().config), '`model` must be'),
     'a transform that returns nothing': (
@@ -307,28 +327,28 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     'a family by its name': (lambda: BatchLayout(family='llava'), '`family` must be a Family'),
     'an entry by its name': (lambda: LAYOUT.with_entries(boxes='row'), '`boxes` must be a Entry'),
     'a conversation as one text': (encoded('A?'), '`messages`'),
-    'a turn of nobody': (encoded({'content': 'A?'}), '`messages`'),
-    'a turn of nothing': (encoded({'role': 'user', 'content': None}), '`messages`'),
-    'a part of another type': (encoded({'role': 'user', 'content': [{'type': 'imag'}]}), '`messages`'),
+    'a turn without a role': (encoded({'content': 'A?'}), '`messages`'),
+    'a turn whose content is None': (encoded({'role': 'user', 'content': None}), '`messages`'),
+    'a part of an unknown type': (encoded({'role': 'user', 'content': [{'type': 'imag'}]}), '`messages`'),
     'an answer that weighs twice': (
         encoded(QUESTION, {'role': 'assistant', 'content': 'B.', 'weight': 2}),
         '`weight` of 0 or 1',
     ),
     'a choice of frames in a dict': (encoded(QUESTION, video={'fps': 2}), '`video` must be a VideoSampling'),
-    'a sample that stands alone': (
+    'a sample that is not in a list': (
         lambda: VisionLanguageCollator(small())(encoded(QUESTION, {'role': 'assistant', 'content': 'B.'})()),
         '`samples`',
     ),
     'lengths of another archive': (loaded(a=np.zeros(2)), '`path` must be a saved length table'),
-    'a generator of microbatches': (lambda: step_loss_weights(one for one in [batch()]), WORKS),
+    'a generator of microbatches': (lambda: step_loss_weights(iter([batch()])), WORKS),
     'a size of a row and a half': (step(batch(), slot_tokens=9.0), '`slot_tokens`'),
     'a mixture that is a word': (lambda: sampler(mixture='x'), '`mixture`'),
-    'a plan of a batch that is not there': (lambda: sampler().plan(1000), '`batch` must be an integer from 0 to 1'),
-    'a memory of nothing': (suggestion([5, 6]), '`memory`'),
-    'a row that is not there': (lambda: LAYOUT.select(batch(), [99]), '`rows`'),
+    'a plan of a batch that does not exist': (lambda: sampler().plan(1000), '`batch` must be an integer from 0 to 1'),
+    'a suggestion without a memory model': (suggestion([5, 6]), '`memory`'),
+    'a row that does not exist': (lambda: LAYOUT.select(batch(), [99]), '`rows`'),
     'the last row counted from the end': (lambda: LAYOUT.select(batch(), [-1]), '`rows`'),
-    'widths of nothing': (lambda: LAYOUT.trim(batch(), width_multiple=0), '`width_multiple`'),
-    'rows of nothing': (lambda: LAYOUT.num_rows(None), '`batch`'),
+    'a width multiple of 0': (lambda: LAYOUT.trim(batch(), width_multiple=0), '`width_multiple`'),
+    'the number of rows of None': (lambda: LAYOUT.num_rows(None), '`batch`'),
     'a layout that is a word': (invariance(layout='x'), '`layout`'),
     'isolation of a number': (isolation(3), '`model`'),
     'isolation of no ids': (isolation(x=torch.ones(1, 3)), 'input_ids'),
@@ -337,39 +357,42 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: step_loss_weights([batch(labels=lambda labels: labels > 0)]),
         '`labels` must be integers',
     ),
-    'weights on logits of another width': (
+    'token weights for logits of another width': (
         lambda: apply_token_weights(torch.zeros(3, 8, 5, requires_grad=True) * 1, batch(), 'sqrt'),
         '`logits`',
     ),
-    'a weight on no rank': (lambda: token_weight(3, 9, world_size=0), '`world_size`'),
-    'a weight of more than the step': (lambda: token_weight(9, 3), '`num_tokens`'),
-    'a weight of nothing known': (lambda: token_weight(1, float('nan')), '`num_tokens`'),
-    'isolation of an id outside of the vocabulary': (isolation(input_ids=torch.tensor([[1, 10**6, 3]])), '`packed`'),
-    'invariance on no side': (invariance(padding_sides=()), '`padding_sides`'),
-    'a join of no batches': (lambda: LAYOUT.concat([]), '`batches`'),
+    'a token weight on 0 ranks': (lambda: token_weight(3, 9, world_size=0), '`world_size`'),
+    'more tokens in a microbatch than in the step': (lambda: token_weight(9, 3), '`num_tokens`'),
+    'a token weight of NaN tokens': (lambda: token_weight(1, float('nan')), '`num_tokens`'),
+    'isolation of an id outside the vocabulary': (isolation(input_ids=torch.tensor([[1, 10**6, 3]])), '`packed`'),
+    'invariance without a padding side': (invariance(padding_sides=()), '`padding_sides`'),
+    'an empty list of batches to join': (lambda: LAYOUT.concat([]), '`batches`'),
     'lengths of more samples than labels': (
         lambda: LengthTable(
             lengths=np.ones(3), image_tokens=np.ones(3), loss_tokens=np.ones(2), vision_patches=np.ones(3)
         ),
         'of one shape',
     ),
-    'weights of another scheme': (lambda: step_loss_weights([batch()], token_weights='squared'), 'token_weights'),
+    'an unknown scheme of token weights': (
+        lambda: step_loss_weights([batch()], token_weights='squared'),
+        'token_weights',
+    ),
     'a loader of another dataset': (lambda: RegroupingDataLoader([0] * 3, batch_sampler=sampler()), 'of 4 samples'),
-    'gradients that nobody returns': (invariance(lambda cut: None), 'by name'),
-    'a tolerance that is no number': (invariance(tolerance=float('nan')), 'tolerance'),
+    'gradients without names': (invariance(lambda cut: None), 'by name'),
+    'a tolerance of NaN': (invariance(tolerance=float('nan')), 'tolerance'),
     'isolation of a layer': (isolation(torch.nn.Linear(2, 2)), 'Hugging Face model'),
     'documents in a list': (isolation(documents=[[0, 0, 1]]), WORKS),
     'a batch of lists': (step({key: value.tolist() for key, value in batch().items()}), 'tensors'),
-    'weights of no model': (lambda: measure_token_weights(3).__enter__(), '`model`'),
-    'counts of no batch': (lambda: count_tokens(3), '`batch`'),
+    'token weights of a number': (lambda: measure_token_weights(3).__enter__(), '`model`'),
+    'token counts of a number': (lambda: count_tokens(3), '`batch`'),
     'a collator of no samples': (lambda: VisionLanguageCollator(small())([]), '`samples`'),
     'a collator of samples of one dimension': (
         lambda: VisionLanguageCollator(small())([{'input_ids': torch.ones(3, dtype=torch.long)}]),
         '`samples`',
     ),
-    'a conversation of nobody': (encoded(), '`messages`'),
+    'a conversation without turns': (encoded(), '`messages`'),
     'a conversation of plain texts': (encoded(QUESTION, {'role': 'assistant', 'content': 'B.'}), WORKS),
-    'lengths of no samples': (lambda: length_table([], small()), '`dataset`'),
+    'lengths of an empty dataset': (lambda: length_table([], small()), '`dataset`'),
     'lengths of samples without labels': (
         lambda: build_length_table([{'input_ids': torch.ones(1, 3)}], small()),
         'labels',
@@ -378,6 +401,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: build_length_table([{**batch(), 'labels': torch.full((3, 9), -100)}], small()),
         'labels to learn',
     ),
-    'a second fit with a loader of nothing': (fitted_again_with_nothing, 'at least one batch'),
-    'a loader of nothing': (step(), 'batch'),
+    'a second fit with an empty loader': (fitted_again_with_nothing, 'at least one batch'),
+    'an empty loader': (step(), 'batch'),
 }
+CALLS = {name: PythonCall(function, expected) for name, (function, expected) in FUNCTIONS.items()}

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Records and the files that they name: a data file is read, then every sample of it."""
+"""Records and the files that they name. Each trial reads a data file, then every sample of it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import functools
 import json
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,45 +19,78 @@ from PIL import Image
 
 from composer_tokacc.data import BadSampleError, LlavaDataset
 from tests.data.chat_processors import small
-from tests.support.clips import sine, write_encoded_sound, write_sound, write_video
+from tests.support.clips import sine, write_sound, write_video
 from tests.support.family_media import MEDIA
 from tests.trials.outcomes import WORKS, refusal
 
-Make = Callable[[Path], Any]
-"""From a folder to records."""
 Write = Callable[[Path], Any]
-"""What writes one file."""
+"""Writes one file."""
+Make = Callable[[Path], Any]
+"""Writes files into a folder. Returns the path of the data file, or its text, or its records."""
 SAMPLE = 'sample "a"'
 """Every line about a sample names its id."""
+IMAGE, VIDEO, AUDIO = 'image', 'qwen2_vl', 'qwen2_audio'
+"""Processors."""
 
 
-def read_records(folder: Path, processor: str, make: Make, options: dict[str, Any] | None = None) -> str:
-    """``make(folder)`` writes files and gives the records, or the data file's path."""
-    options = options or {}
-    made = make(folder)
-    path = made if isinstance(made, Path) else folder / 'data.json'
-    if not isinstance(made, Path):
-        path.write_text(made if isinstance(made, str) else json.dumps(made))
-    if options.get('on_error') == 'skip':
-        options = {**options, 'lengths_folder': folder / 'lengths', 'num_workers': 0}
+@dataclass(frozen=True)
+class Reading:
+    """A data file that is read with a processor and options of the dataset."""
 
-    def read() -> None:
-        dataset = LlavaDataset(path, _processor(processor), **options)
-        for index in range(len(dataset)):
-            dataset[index]
+    make: Make
+    expected: str
+    processor: str = IMAGE
+    options: dict[str, Any] | None = None
 
-    return refusal(read, BadSampleError, ValueError)
+    def run(self, folder: Path) -> str:
+        content = self.make(folder)
+        path = content if isinstance(content, Path) else folder / 'data.json'
+        if isinstance(content, str):
+            path.write_text(content)
+        elif not isinstance(content, Path):
+            path.write_text(json.dumps(content))
+        options = dict(self.options or {})
+        if options.get('on_error') == 'skip':
+            options.update(lengths_folder=folder / 'lengths', num_workers=0)
+
+        def read() -> None:
+            dataset = LlavaDataset(path, _processor(self.processor), **options)
+            for index in range(len(dataset)):
+                dataset[index]
+
+        return refusal(read, BadSampleError, ValueError)
 
 
 @functools.cache
 def _processor(name: str) -> Any:
-    return small() if name == 'image' else MEDIA[name]().processor
+    return small() if name == IMAGE else MEDIA[name]().processor
 
 
-def record(kind: str = '', *files: str, answer: str = 'A red square.', sample_id: str = 'a') -> dict[str, Any]:
-    turns = [{'from': 'human', 'value': f'<{kind}>' * len(files) + 'What is this?'}, {'from': 'gpt', 'value': answer}]
-    media = {'image': list(files)} if kind == 'image' else {f'{kind}s': list(files)} if kind else {}
-    return {'id': sample_id, **media, 'conversations': turns}
+def of_image(
+    file: str, write: Write, expected: str, *, processor: str = IMAGE, options: dict[str, Any] | None = None
+) -> Reading:
+    """Reads a record about an image."""
+    return Reading(of_file('image', file, write), expected, processor, options)
+
+
+def of_video(file: str, write: Write, expected: str, *, options: dict[str, Any] | None = None) -> Reading:
+    """Reads a record about a video."""
+    return Reading(of_file('video', file, write), expected, VIDEO, options)
+
+
+def of_audio(file: str, write: Write, expected: str) -> Reading:
+    """Reads a record about a sound."""
+    return Reading(of_file('audio', file, write), expected, AUDIO)
+
+
+def record(modality: str = '', *files: str, answer: str = 'A red square.', sample_id: str = 'a') -> dict[str, Any]:
+    """Returns a record that asks about files of a modality, or about nothing."""
+    question = f'<{modality}>' * len(files) + 'What is this?'
+    turns = [{'from': 'human', 'value': question}, {'from': 'gpt', 'value': answer}]
+    entries: dict[str, Any] = {'id': sample_id, 'conversations': turns}
+    if modality:
+        entries['image' if modality == 'image' else f'{modality}s'] = list(files)
+    return entries
 
 
 def of_text(text: str) -> Make:
@@ -64,7 +98,7 @@ def of_text(text: str) -> Make:
 
 
 def of_bytes(content: bytes, name: str = 'data.json') -> Make:
-    """A data file of these bytes."""
+    """Makes a data file of these bytes."""
 
     def make(folder: Path) -> Path:
         (folder / name).write_bytes(content)
@@ -73,12 +107,18 @@ def of_bytes(content: bytes, name: str = 'data.json') -> Make:
     return make
 
 
-def of_record(**given: Any) -> Make:
-    return lambda folder: [record(**given)]
+def of_record(**options: Any) -> Make:
+    return lambda folder: [record(**options)]
 
 
-def of_file(kind: str, name: str, write: Write, **given: Any) -> Make:
-    return lambda folder: (write(folder / name), [{**record(kind, name), **given}])[1]
+def of_file(modality: str, file: str, write: Write) -> Make:
+    """Makes a record that names a file."""
+
+    def make(folder: Path) -> list[dict[str, Any]]:
+        write(folder / file)
+        return [record(modality, file)]
+
+    return make
 
 
 def an_empty_parquet(folder: Path) -> Path:
@@ -101,13 +141,19 @@ def picture(path: Path, **options: Any) -> None:
 
 
 def pages(path: Path) -> None:
-    """Three unlike pictures in one file."""
-    first, *others = (Image.new('RGB', (16, 16), (shade, 0, 0)) for shade in (10, 120, 250))
-    first.save(path, save_all=True, append_images=others)
+    """Three different pictures in one file."""
+    images = [Image.new('RGB', (16, 16), (shade, 0, 0)) for shade in (10, 120, 250)]
+    images[0].save(path, save_all=True, append_images=images[1:])
 
 
 def changed(write: Write, change: Callable[[bytes], bytes]) -> Write:
-    return lambda path: (write(path), path.write_bytes(change(path.read_bytes())))
+    """Writes a file and changes its bytes."""
+
+    def write_changed(path: Path) -> None:
+        write(path)
+        path.write_bytes(change(path.read_bytes()))
+
+    return write_changed
 
 
 def cut(write: Write, share: float) -> Write:
@@ -136,7 +182,7 @@ def transport_stream(path: Path) -> None:
 
 
 def playlist_to(target: str) -> Write:
-    """A playlist in the image folder whose only segment lies outside of it."""
+    """Writes a playlist whose only segment is outside of the folder of the data."""
 
     def write(path: Path) -> None:
         outside = path.parent.with_name('outside.ts')
@@ -152,7 +198,7 @@ def eps(path: Path) -> None:
 
 
 def in_a_folder(make: Make) -> Make:
-    """Files lie a folder deeper than the trial's own, so that there is an outside."""
+    """Makes the files one folder deeper, so that a file next to that folder is outside."""
 
     def make_deeper(folder: Path) -> Path:
         (folder / 'media').mkdir()
@@ -163,58 +209,49 @@ def in_a_folder(make: Make) -> Make:
     return make_deeper
 
 
-_TURNS = '[{"from": "human", "value": "A?"}, {"from": "gpt", "value": "B."}]'
-TWICE = f'[{{"id": "a", "conversations": [], "conversations": {_TURNS}}}]'
 CONTROL = 'Yes.<|end|>No.'
 SKIP = {'on_error': 'skip'}
-animation = functools.partial(write_video, codec='gif', pixels='rgb8')
-IMAGE, VIDEO, AUDIO = 'image', 'qwen2_vl', 'qwen2_audio'
 
-RECORDS: dict[str, tuple[Any, ...]] = {
-    # name: (processor, what makes the records, perhaps options, what the line names)
+RECORDS: dict[str, Reading] = {
     # records
-    'a conversation': (IMAGE, of_record(), WORKS),
-    'a conversation about a picture': (IMAGE, of_file('image', 'a.png', picture), WORKS),
-    'an empty answer': (IMAGE, of_record(answer=''), SAMPLE),
-    'an empty file': (IMAGE, of_text(''), 'data.json'),
-    'a file that is not there': (IMAGE, lambda folder: folder / 'none.json', 'none.json'),
-    'a folder as the file': (IMAGE, lambda folder: folder, 'table'),
-    'an empty parquet': (IMAGE, of_bytes(b'', 'a.parquet'), 'a.parquet'),
-    'a parquet of no rows': (IMAGE, an_empty_parquet, 'a.parquet'),
-    'a damaged parquet': (IMAGE, of_bytes(b'PAR1' + bytes(200) + b'PAR1', 'a.parquet'), 'a.parquet'),
-    'a pipe as the file': (IMAGE, pipe_as_file, 'a.json'),
+    'a conversation': Reading(of_record(), WORKS),
+    'a conversation about a picture': of_image('a.png', picture, WORKS),
+    'an empty answer': Reading(of_record(answer=''), SAMPLE),
+    'an empty file': Reading(of_text(''), 'data.json'),
+    'a file that is not there': Reading(lambda folder: folder / 'none.json', 'none.json'),
+    'a folder as the file': Reading(lambda folder: folder, 'table'),
+    'an empty parquet': Reading(of_bytes(b'', 'a.parquet'), 'a.parquet'),
+    'a parquet of no rows': Reading(an_empty_parquet, 'a.parquet'),
+    'a damaged parquet': Reading(of_bytes(b'PAR1' + bytes(200) + b'PAR1', 'a.parquet'), 'a.parquet'),
+    'a pipe as the file': Reading(pipe_as_file, 'a.json'),
     # pictures
-    'a picture that is not there': (IMAGE, of_file('image', 'a.png', lambda path: None), SAMPLE),
-    'a dangling link': (IMAGE, of_file('image', 'a.png', dangling_link), SAMPLE),
-    'a looping link': (IMAGE, of_file('image', 'a.png', looping_link), SAMPLE),
-    'a dangling link under skip': (IMAGE, beside_a_good_one(of_file('image', 'a.png', dangling_link)), SKIP, WORKS),
-    'half a picture': (IMAGE, of_file('image', 'a.png', half(picture)), SAMPLE),
-    'an animated PNG as a picture': (IMAGE, of_file('image', 'a.png', pages), SAMPLE),
-    'a TIFF of many pages': (IMAGE, of_file('image', 'a.tiff', pages), SAMPLE),
-    'an EPS, which calls a program': (IMAGE, of_file('image', 'a.eps', eps), 'EPS'),
+    'a picture that is not there': of_image('a.png', lambda path: None, SAMPLE),
+    'a dangling link': of_image('a.png', dangling_link, SAMPLE),
+    'a looping link': of_image('a.png', looping_link, SAMPLE),
+    'a dangling link under skip': Reading(
+        beside_a_good_one(of_file('image', 'a.png', dangling_link)), WORKS, options=SKIP
+    ),
+    'half a picture': of_image('a.png', half(picture), SAMPLE),
+    'an animated PNG as a picture': of_image('a.png', pages, SAMPLE),
+    'a TIFF of many pages': of_image('a.tiff', pages, SAMPLE),
+    'an EPS, for which Pillow calls a program': of_image('a.eps', eps, 'EPS'),
     # videos
-    'a playlist of a file elsewhere': (
-        VIDEO,
-        in_a_folder(of_file('video', 'v.m3u8', playlist_to('{outside}'))),
-        SAMPLE,
+    'a playlist of a file elsewhere': Reading(
+        in_a_folder(of_file('video', 'v.m3u8', playlist_to('{outside}'))), SAMPLE, processor=VIDEO
     ),
     # sounds
-    'a sound of eight channels': (AUDIO, of_file('audio', 'a.wav', functools.partial(long_wav, channels=8)), WORKS),
-    'a sound of one value': (AUDIO, of_file('audio', 'a.wav', lambda path: write_sound(path, sine(0.6)[:1])), SAMPLE),
-    'half an Ogg Opus': (
-        AUDIO,
-        of_file('audio', 'a.ogg', half(functools.partial(write_encoded_sound, codec='libopus'))),
-        SAMPLE,
-    ),
+    'a sound of eight channels': of_audio('a.wav', functools.partial(long_wav, channels=8), WORKS),
+    'a sound of one value': of_audio('a.wav', lambda path: write_sound(path, sine(0.6)[:1]), SAMPLE),
     # control tokens in a user's text
-    'control tokens in an answer': (IMAGE, of_record(answer=CONTROL), WORKS),
-    'control tokens in an answer, refused': (IMAGE, of_record(answer=CONTROL), {'control_tokens': 'refuse'}, '<|end|>'),
-    'control tokens in an answer, as text': (IMAGE, of_record(answer=CONTROL), {'control_tokens': 'text'}, WORKS),
-    'control tokens that the tokenizer cannot write': (
-        VIDEO,
-        of_record(answer='A</s>'),
-        {'control_tokens': 'text'},
-        '</s>',
+    'control tokens in an answer': Reading(of_record(answer=CONTROL), WORKS),
+    'control tokens in an answer, refused': Reading(
+        of_record(answer=CONTROL), '<|end|>', options={'control_tokens': 'refuse'}
     ),
-    'control tokens of another word': (IMAGE, of_record(), {'control_tokens': 'drop'}, 'control_tokens'),
+    'control tokens in an answer, as text': Reading(
+        of_record(answer=CONTROL), WORKS, options={'control_tokens': 'text'}
+    ),
+    'control tokens that the tokenizer cannot write': Reading(
+        of_record(answer='A</s>'), '</s>', processor=VIDEO, options={'control_tokens': 'text'}
+    ),
+    'an unknown value of control_tokens': Reading(of_record(), 'control_tokens', options={'control_tokens': 'drop'}),
 }

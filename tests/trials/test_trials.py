@@ -3,44 +3,37 @@
 
 """Inputs as users give them: each works, or is refused in one line that names what is wrong.
 
-A new input is a line in ``configs``, ``records``, ``texts``, ``media``, ``programs`` or ``python``.
+A new input is an entry in ``configs``, ``records``, ``texts``, ``media``, ``programs`` or ``python``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 
-from tests.trials.configs import CONFIGS, check_overrides
+from tests.trials.configs import CONFIGS
 from tests.trials.media import MEDIA
-from tests.trials.outcomes import WORKS
-from tests.trials.programs import ENVIRONMENTS, PROGRAMS, call_in_environment, call_program
-from tests.trials.python import CALLS, call
-from tests.trials.records import RECORDS, read_records
+from tests.trials.outcomes import WORKS, Trial
+from tests.trials.programs import ENVIRONMENTS, PROGRAMS
+from tests.trials.python import CALLS
+from tests.trials.records import RECORDS
 from tests.trials.texts import TEXTS
 
-TABLES = [
-    (check_overrides, CONFIGS),
-    (read_records, RECORDS),
-    (read_records, TEXTS),
-    (read_records, MEDIA),
-    (call_program, PROGRAMS),
-    (call_in_environment, ENVIRONMENTS),
-    (call, CALLS),
-]
-TRIALS = [(name, run, *entry) for run, table in TABLES for name, entry in table.items()]
+TABLES: list[Mapping[str, Trial]] = [CONFIGS, RECORDS, TEXTS, MEDIA, PROGRAMS, ENVIRONMENTS, CALLS]
+TRIALS = [pytest.param(trial, id=name) for table in TABLES for name, trial in table.items()]
 
 
-@pytest.mark.parametrize('trial', [pytest.param(trial, id=trial[0]) for trial in TRIALS])
+@pytest.mark.parametrize('trial', TRIALS)
 def test_input_works_or_is_refused(trial, tmp_path):
-    _, run, *given, expected = trial
-    line = run(tmp_path, *given)
-    if expected == WORKS:
+    line = trial.run(tmp_path)
+    if trial.expected == WORKS:
         assert line == WORKS
     else:
-        assert expected in line
+        assert trial.expected in line
         assert '\n' not in line.strip()
 
 
-def test_no_name_stands_twice():
-    names = [name for name, *_ in TRIALS]
+def test_names_are_unique():
+    names = [trial.id for trial in TRIALS]
     assert len(names) == len(set(names))
