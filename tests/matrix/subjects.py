@@ -17,7 +17,7 @@ from composer.models import HuggingFaceModel
 
 from tests.matrix.collator import Row, join
 from tests.model_types.rows import Maker
-from tests.model_types.tiny import tiny_config
+from tests.model_types.tiny import set_large_weights, tiny_config
 
 __all__ = ['SUBJECTS', 'Subject', 'text_subject']
 
@@ -71,9 +71,7 @@ class Subject:
             torch.manual_seed(0)
             model = getattr(transformers, self.class_name)(self.config())
             if init == 'large':
-                for parameter in model.parameters():
-                    if parameter.dim() > 1 or not parameter.any():
-                        torch.nn.init.normal_(parameter, std=LARGE_STD)
+                set_large_weights(model, LARGE_STD)
         return HuggingFaceModel(model.float().train(), shift_labels=True, use_logits=True)
 
     def batch(self, seed: int, *, side: str) -> Row:

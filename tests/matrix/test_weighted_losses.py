@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Weights of tokens in models of many families, and in losses of many kinds: exact, or refused with a cause."""
+"""Token weights in models of many families and in many losses: the gradient is exact, or the run is refused."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ UNSHIFTED = ('bert', 't5')
 
 
 def weighted(token_weights, **options):
+    """Returns the options of ``measure`` for token weights, and the reference for them."""
     return {
         'algorithms': [TokenAccumulation(token_weights=token_weights, **options)],
         'reference': partial(weighted_gradients, token_weights=token_weights),
@@ -52,38 +53,52 @@ def weighted(token_weights, **options):
 def test_weighted_families_are_exact_or_refused(family, token_weights, side, packing):
     subject = SUBJECTS[family]
     batch = subject.batch(1, side=side)
+    weighted_batch = {**batch, 'loss_weights': column(batch)}
+    shift = 0 if family in UNSHIFTED else 1
     options = weighted(token_weights)
-    options['reference'] = partial(options['reference'], shift=0 if family in UNSHIFTED else 1)
-    outcome = measure(subject.model('large'), {**batch, 'loss_weights': column(batch)}, 2, packing=packing, **options)
-    if outcome.kind != 'exact':
-        assert packing
-        assert measure(subject.model('large'), batch, 2, packing=True).kind == outcome.kind == 'refused', outcome
+    options['reference'] = partial(options['reference'], shift=shift)
+    outcome = measure(subject.model('large'), weighted_batch, 2, packing=packing, **options)
+    if outcome.kind == 'exact':
+        return
+    # Only a packed batch may be refused, and only if it is refused without weights too.
+    assert packing, outcome
+    assert outcome.kind == 'refused', outcome
+    assert measure(subject.model('large'), batch, 2, packing=True).kind == 'refused'
+
+
+EXACT_WITH_LOGITS = ('causal', 'unshifted', 'label smoothing', 'fused', 'z-loss')
+"""Means over loss tokens. The other losses divide by another number."""
+LOSSES_AND_LOGITS = [(loss, 'always') for loss in LOSSES]
+LOSSES_AND_LOGITS += [('causal', 'eval'), ('fused', 'never')]
 
 
 @pytest.mark.parametrize('check_loss', [True, False])
-@pytest.mark.parametrize(
-    ('loss', 'logits'), [*((loss, 'always') for loss in LOSSES), ('causal', 'eval'), ('fused', 'never')]
-)
+@pytest.mark.parametrize(('loss', 'logits'), LOSSES_AND_LOGITS)
 def test_loss_is_exact_or_refused(loss, logits, check_loss):
-    model, batch = NativeModel(loss, logits=logits), collate(text_rows(SHAPE))
+    """Weights are applied to losses that the package computes from the logits, so it needs them in training."""
+    model = NativeModel(loss, logits=logits)
+    batch = collate(text_rows(SHAPE))
     batch['loss_weights'] = column(batch)
     rule = 'unshifted' if loss == 'unshifted' else 'causal'
-    options = weighted('column', **({} if check_loss else {'check_loss': False, 'loss_tokens': rule}))
-    smoothing = SMOOTHING if loss == 'label smoothing' else 0.0
-    z_weight = Z_WEIGHT if loss == 'z-loss' else 0.0
+    if check_loss:
+        options = weighted('column')
+    else:
+        options = weighted('column', check_loss=False, loss_tokens=rule)
     reference = partial(
-        options.pop('reference'), shift=int(rule == 'causal'), label_smoothing=smoothing, z_weight=z_weight
+        options.pop('reference'),
+        shift=0 if rule == 'unshifted' else 1,
+        label_smoothing=SMOOTHING if loss == 'label smoothing' else 0.0,
+        z_weight=Z_WEIGHT if loss == 'z-loss' else 0.0,
     )
 
-    def with_logits(model: Any, batch: Any) -> Any:
+    def reference_with_logits(model: Any, batch: Any) -> Any:
         model = copy.deepcopy(model)
         model.logits = 'always'
         return reference(model, batch)
 
-    outcome = measure(model, batch, 2, reference=with_logits, **options)
-    # The others divide by another number than that of the tokens; weights go by the logits, and nowhere else.
-    is_mean = loss in ('causal', 'unshifted', 'label smoothing', 'fused', 'z-loss')
-    assert outcome.kind == ('exact' if is_mean and logits == 'always' else 'refused'), outcome
+    outcome = measure(model, batch, 2, reference=reference_with_logits, **options)
+    is_exact = loss in EXACT_WITH_LOGITS and logits == 'always'
+    assert outcome.kind == ('exact' if is_exact else 'refused'), outcome
 
 
 def masked_sum(logits, labels):
@@ -100,8 +115,8 @@ def rolled(logits, labels):
 
 
 def selected(logits, labels):
-    kept = labels[:, 1:] != -100
-    return F.cross_entropy(logits[:, :-1][kept], labels[:, 1:][kept])
+    has_label = labels[:, 1:] != -100
+    return F.cross_entropy(logits[:, :-1][has_label], labels[:, 1:][has_label])
 
 
 def transposed(logits, labels):
@@ -109,9 +124,12 @@ def transposed(logits, labels):
 
 
 def chunked(logits, labels):
-    parts = zip(logits[:, :-1].flatten(0, 1).split(7), labels[:, 1:].flatten().split(7), strict=True)
-    losses = [F.cross_entropy(*part, reduction='sum') for part in parts]
-    return torch.stack(losses).sum() / (labels[:, 1:] != -100).sum()
+    logit_chunks = logits[:, :-1].flatten(0, 1).split(7)
+    label_chunks = labels[:, 1:].flatten().split(7)
+    total = torch.zeros(())
+    for chunk, chunk_labels in zip(logit_chunks, label_chunks, strict=True):
+        total = total + F.cross_entropy(chunk, chunk_labels, reduction='sum')
+    return total / (labels[:, 1:] != -100).sum()
 
 
 def other_ignore_index(logits, labels):
@@ -125,8 +143,9 @@ def likelihood(logits, labels):
 
 def one_hot(logits, labels):
     counted = labels[:, 1:] != -100
-    hot = F.one_hot(labels[:, 1:].clamp(min=0), logits.shape[-1])
-    return -((logits[:, :-1].log_softmax(dim=-1) * hot).sum(dim=-1) * counted).sum() / counted.sum()
+    is_label = F.one_hot(labels[:, 1:].clamp(min=0), logits.shape[-1])
+    log_likelihoods = (logits[:, :-1].log_softmax(dim=-1) * is_label).sum(dim=-1)
+    return -(log_likelihoods * counted).sum() / counted.sum()
 
 
 def copied(logits, labels):
@@ -153,7 +172,8 @@ class Copying(NativeModel):
 
 @pytest.mark.parametrize('token_weights', ['token', 'column'])
 def test_copied_logits_are_weighted(token_weights, caplog):
-    model, batch = Copying('causal'), collate(text_rows(SHAPE))
+    model = Copying('causal')
+    batch = collate(text_rows(SHAPE))
     batch['loss_weights'] = column(batch)
     with caplog.at_level('INFO', logger='composer_tokacc'):
         outcome = measure(model, batch, 2, **weighted(token_weights))
@@ -161,15 +181,26 @@ def test_copied_logits_are_weighted(token_weights, caplog):
     assert 'not measured in training' not in caplog.text
 
 
-@pytest.mark.parametrize(
-    'of',
-    [
-        *(masked_sum, rolled, selected, transposed, chunked, other_ignore_index, likelihood),
-        *(one_hot, copied, class_weights, twice),
-    ],
-)
-def test_ways_to_write_token_means(of):
-    model, batch = NativeModel(of), collate(text_rows(SHAPE))
+TOKEN_MEANS = [
+    masked_sum,
+    rolled,
+    selected,
+    transposed,
+    chunked,
+    other_ignore_index,
+    likelihood,
+    one_hot,
+    copied,
+    class_weights,
+    twice,
+]
+
+
+@pytest.mark.parametrize('token_mean', TOKEN_MEANS)
+def test_ways_to_write_token_means(token_mean):
+    model = NativeModel(token_mean)
+    batch = collate(text_rows(SHAPE))
     assert measure(model, batch, 2).kind == 'exact'
-    outcome = measure(model, {**batch, 'loss_weights': column(batch)}, 2, **weighted('column'))
+    weighted_batch = {**batch, 'loss_weights': column(batch)}
+    outcome = measure(model, weighted_batch, 2, **weighted('column'))
     assert outcome.kind == 'exact', outcome

@@ -174,3 +174,13 @@ def tiny_model(config: Any, model_class: Any, *, seed: int = 0) -> torch.nn.Modu
             elif parameter.is_floating_point() and not torch.isfinite(parameter).all():
                 parameter.zero_()
     return model
+
+
+def set_large_weights(model: torch.nn.Module, std: float) -> None:
+    """Draws large weights, gates of zero too.
+
+    With fresh weights, media and leaking attention hardly change the loss of a tiny model.
+    """
+    for parameter in model.parameters():
+        if parameter.dim() > 1 or not parameter.any():
+            torch.nn.init.normal_(parameter, std=std)

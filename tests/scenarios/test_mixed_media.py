@@ -35,14 +35,11 @@ def allowed(round_off):
 
 
 def run(ranks, runs):
-    for arguments, steps in zip(runs, launch_json(SCRIPT, json.dumps(runs), ranks=ranks), strict=True):
-        assert len(steps) == len(arguments['steps'])
-        wrong = [
-            (what, step)
-            for what, step in zip(arguments['steps'], steps, strict=True)
-            if not (step['error'] < allowed(step['round_off']) and step['loss_error'] < TOLERANCE)
-        ]
-        assert not wrong, (arguments, wrong)
+    results = launch_json(SCRIPT, json.dumps(runs), ranks=ranks)
+    for arguments, steps in zip(runs, results, strict=True):
+        for media_by_rank, step in zip(arguments['steps'], steps, strict=True):
+            assert step['error'] < allowed(step['round_off']), (arguments, media_by_rank, step)
+            assert step['loss_error'] < TOLERANCE, (arguments, media_by_rank, step)
 
 
 @pytest.mark.slow
@@ -57,8 +54,11 @@ def test_two_ranks_of_ddp():
         'qwen2_audio': SOUNDS,
         'qwen2_5_omni': PAIRS + ALL_KINDS,
     }
-    known = [family for family in steps if family in {**MEDIA, **SLOT_MEDIA}]
-    run(2, [{'family': family, 'steps': steps[family], 'size': 1} for family in known])
+    runs = []
+    for family, steps_of_family in steps.items():
+        if family in MEDIA or family in SLOT_MEDIA:  # SLOT_MEDIA is empty without num2words
+            runs.append({'family': family, 'steps': steps_of_family, 'size': 1})
+    run(2, runs)
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from tests.model_types.tiny import set_large_weights
 from tests.support.family_processors import IMAGE_SIZE, PATCH_SIZE, PINPOINTS
 
 __all__ = ['MODELS']
@@ -260,10 +261,7 @@ def _model(name: str, ids: Any) -> PreTrainedModel:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = getattr(transformers, CLASSES[name])(config)
-        # The usual standard deviation of 0.02, and gates of zero, let images hardly reach the loss of so small a model.
-        for parameter in model.parameters():
-            if parameter.dim() > 1 or not parameter.any():
-                torch.nn.init.normal_(parameter, std=0.2)
+        set_large_weights(model, std=0.2)
     return model.float().train()
 
 
