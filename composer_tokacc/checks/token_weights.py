@@ -289,7 +289,8 @@ def measure_token_weights(model: torch.nn.Module) -> Iterator[TokenWeightsReport
 
     A token of weight w adds ``w * (softmax(logits) - onehot(label))`` to the gradient by its logits. Hooks read w off
     this gradient, without labels. Compiled models run eagerly inside of the context. Nothing else changes. Enter it for
-    one optimizer step, because steps with different numbers of tokens rightly have different weights.
+    one optimizer step, because steps with different numbers of tokens rightly have different weights. A deep copy that
+    is made of the model inside of the context is measured as well, because it has the same hooks.
 
     Args:
         model: A module whose forward returns logits ``(rows, width, vocabulary)``: as they are, in a tuple or as

@@ -117,7 +117,10 @@ def answer_eval_samples(
     num_samples: int,
     max_new_tokens: int = 64,
 ) -> list[Answer]:
-    """Lets the model answer the last turn of evenly spaced samples, greedily. The model must not be sharded."""
+    """Lets the model answer the last turn of evenly spaced samples, greedily. The model must not be sharded.
+
+    Samples without a label are left out, because they have no expected answer.
+    """
     if num_samples < 1:
         return []
     step = max(len(dataset) // num_samples, 1)
@@ -128,7 +131,8 @@ def answer_eval_samples(
     with torch.no_grad():
         for index in range(0, end, step):
             answer = _answer(model, dataset, index, processor, max_new_tokens)
-            answers.append(answer)
+            if answer is not None:
+                answers.append(answer)
     model.train(was_training)
     return answers
 
@@ -139,13 +143,18 @@ def _answer(
     index: int,
     processor: Processor,
     max_new_tokens: int,
-) -> Answer:
-    """Generates from the tokens before the last answer of a sample."""
+) -> Answer | None:
+    """Generates from the tokens before the last answer of a sample. Returns None if the sample has no label."""
     sample = dataset[index]
+    sample_id = str(sample.get('sample_ids', [index])[0])
+    last_answer = _last_answer(sample['labels'][0].tolist())
+    if last_answer is None:
+        log.warning('Sample %s has no label, so the model does not answer it.', sample_id)
+        return None
+    start, end = last_answer
     tokenizer = tokenizer_of(processor)
     placeholders = image_token_ids(processor)
     token_ids = sample['input_ids'][0]
-    start, end = _last_answer(sample['labels'][0].tolist())
     inner: Any = model.model
     generated = inner.generate(
         **_inputs_before(model, sample, start, inner.device),
@@ -162,7 +171,7 @@ def _answer(
         return tokenizer.decode(ids, skip_special_tokens=True).strip()
 
     return Answer(
-        sample_id=str(sample.get('sample_ids', [index])[0]),
+        sample_id=sample_id,
         question=text_of(question),
         expected=text_of(token_ids[start:end]),
         generated=text_of(generated[0, start:]),
@@ -188,12 +197,13 @@ def _inputs_before(
     return inputs
 
 
-def _last_answer(labels: Sequence[int]) -> tuple[int, int]:
-    """Returns start and end of the last answer, the last unbroken run of labels. All images stand before it."""
-    end = len(labels)
-    while labels[end - 1] == IGNORE_INDEX:
-        end -= 1
-    start = end
+def _last_answer(labels: Sequence[int]) -> tuple[int, int] | None:
+    """Returns start and end of the last unbroken run of labels, None if there is no label. All images are before it."""
+    labelled = [position for position, label in enumerate(labels) if label != IGNORE_INDEX]
+    if not labelled:
+        return None
+    end = labelled[-1] + 1
+    start = labelled[-1]
     while start > 0 and labels[start - 1] != IGNORE_INDEX:
         start -= 1
     return start, end

@@ -16,6 +16,7 @@ import pytest
 import torch
 from composer.core import Timestamp
 from PIL import Image
+from torch.utils.data import Dataset
 from transformers import LlavaForConditionalGeneration
 
 from composer_tokacc.data import LlavaDataset
@@ -72,6 +73,29 @@ def test_answer_is_that_of_plain_generation(model, dataset, processor, tmp_path)
         assert answer.generated == line['generated'] == generate(model, processor, question, images)
         for shown_image, image in zip(answer.images, images, strict=True):
             assert np.abs(shown_image * 255 - np.asarray(image)).max() < 1
+
+
+class FirstWithoutLabels(Dataset):
+    """The samples of a dataset, the first of them without a label."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getitem__(self, index):
+        sample = self.dataset[index]
+        if index == 0:
+            sample['labels'] = torch.full_like(sample['labels'], -100)
+        return sample
+
+
+def test_sample_without_labels_is_not_answered(model, dataset, processor, tmp_path, caplog):
+    """The other samples are answered."""
+    (answer,) = answers_at_evaluations(model, FirstWithoutLabels(dataset), processor, tmp_path, steps=(3,))
+    assert answer.sample_id == 'digits-eval-4'
+    assert 'digits-eval-0 has no label' in caplog.text
 
 
 def test_page_has_answers_and_images(model, dataset, processor, tmp_path):
