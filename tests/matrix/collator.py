@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,33 +19,52 @@ _FILLS = {'input_ids': 0, 'attention_mask': 0, 'labels': -100, 'token_type_ids':
 
 
 def join(rows: Sequence[Row], *, side: str, multiple: int = 1, slots: bool = False) -> Row:
-    """One batch of rows: text padded on one side, images, videos and sounds one after the other."""
-    width = max(row['input_ids'].shape[1] for row in rows)
-    width = -(-width // multiple) * multiple
+    """Joins rows into a batch.
+
+    Args:
+        rows: The rows.
+        side: The side on which text is padded.
+        multiple: The width is rounded up to a multiple of it.
+        slots: Whether media have a slot dimension. If not, the media of all rows come one after the other.
+    """
+    longest = max(row['input_ids'].shape[1] for row in rows)
+    width = math.ceil(longest / multiple) * multiple
     batch: Row = {}
-    for key in dict.fromkeys(key for row in rows for key in row):
-        like = next(row[key] for row in rows if key in row)
+    for key in dict.fromkeys(chain.from_iterable(rows)):
+        present = [row[key] for row in rows if key in row]
+        like = present[0]
         if isinstance(like, list):
-            batch[key] = [item for row in rows for item in row[key]]
-            continue
-        if key in _FILLS or key == 'cross_attention_mask':
-            is_decoders = any(row[key].shape[1] != row['input_ids'].shape[1] for row in rows if key in row)
-            values = [row[key] if key in row else _zeros(row, like) for row in rows]
-            if is_decoders:
-                batch[key] = cat_padded(values, fill=_FILLS[key])
-            else:
-                batch[key] = torch.cat(_fit_slots([_pad(v, width, side, _FILLS.get(key, 0)) for v in values]))
+            batch[key] = list(chain.from_iterable(present))
+        elif key in _FILLS or key == 'cross_attention_mask':
+            batch[key] = _joined_text(rows, key, like, width, side)
         elif slots:
-            batch[key] = cat_padded([row.get(key, like.new_zeros(1, 0, *like.shape[2:])) for row in rows])
-        elif key == 'batch_num_images':  # images by row
-            batch[key] = torch.cat([row.get(key, like.new_zeros(1)) for row in rows])
+            no_slot = like.new_zeros(1, 0, *like.shape[2:])
+            batch[key] = cat_padded([row.get(key, no_slot) for row in rows])
+        elif key == 'batch_num_images':  # a number for each row
+            no_images = like.new_zeros(1)
+            batch[key] = torch.cat([row.get(key, no_images) for row in rows])
         else:
-            batch[key] = cat_padded([row[key] for row in rows if key in row])
+            batch[key] = cat_padded(present)
     return batch
 
 
+def _joined_text(rows: Sequence[Row], key: str, like: torch.Tensor, width: int, side: str) -> torch.Tensor:
+    """Joins an entry of the text, padded to ``width``. The labels of a decoder have a width of their own."""
+    fill = _FILLS.get(key, 0)
+    values = []
+    is_of_decoder = False
+    for row in rows:
+        value = row[key] if key in row else _zeros(row, like)
+        is_of_decoder |= value.shape[1] != row['input_ids'].shape[1]
+        values.append(value)
+    if is_of_decoder:
+        return cat_padded(values, fill=fill)
+    padded = [_pad(value, width, side, fill) for value in values]
+    return torch.cat(_fit_slots(padded))
+
+
 def _zeros(row: Row, like: torch.Tensor) -> torch.Tensor:
-    """What a row without images has in a text-shaped entry: no slots, where there are any."""
+    """Returns the entry of a row without images, as wide as its text. If entries have slots, it has none."""
     rest = (0, *like.shape[3:]) if like.dim() > 2 else ()
     return like.new_zeros(1, row['input_ids'].shape[1], *rest)
 
@@ -55,22 +76,28 @@ def _pad(value: torch.Tensor, width: int, side: str, fill: int) -> torch.Tensor:
 
 
 def _fit_slots(values: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Slots (dimension 2, if there is one) padded to the most of any row."""
+    """Pads dimension 2, the slots, to the most slots of any row. Values without this dimension stay."""
     if values[0].dim() < 3:
         return values
-    most = max(value.shape[2] for value in values)
-    return [
-        torch.cat([value, value.new_zeros(*value.shape[:2], most - value.shape[2], *value.shape[3:])], dim=2)
-        for value in values
-    ]
+    most_slots = max(value.shape[2] for value in values)
+    padded = []
+    for value in values:
+        num_missing = most_slots - value.shape[2]
+        pads = value.new_zeros(*value.shape[:2], num_missing, *value.shape[3:])
+        padded.append(torch.cat([value, pads], dim=2))
+    return padded
 
 
 def cat_padded(values: Sequence[torch.Tensor], fill: float = 0) -> torch.Tensor:
-    """Along dimension 0, the others padded at their ends."""
-    shape = [max(sizes) for sizes in zip(*(value.shape for value in values), strict=True)]
-    shape[0] = sum(len(value) for value in values)
-    joined, start = values[0].new_full(shape, fill), 0
+    """Joins tensors along dimension 0. The other dimensions are padded at their ends."""
+    shapes = [value.shape for value in values]
+    largest = [max(sizes) for sizes in zip(*shapes, strict=True)]
+    num_entries = sum(len(value) for value in values)
+    joined = values[0].new_full((num_entries, *largest[1:]), fill)
+    start = 0
     for value in values:
-        joined[(slice(start, start + len(value)), *(slice(size) for size in value.shape[1:]))] = value
-        start += len(value)
+        end = start + len(value)
+        inner = tuple(slice(size) for size in value.shape[1:])
+        joined[(slice(start, end), *inner)] = value
+        start = end
     return joined

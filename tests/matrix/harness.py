@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Steps of a real Trainer, held to plain autograd: exact, refused, or wrong."""
+"""Steps of a real Trainer, compared with plain autograd: exact, refused, or wrong."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ __all__ = ['TOLERANCE', 'Outcome', 'kinds_of_steps', 'measure', 'measure_steps',
 
 TOLERANCE = 1e-6
 LARGEST_ROUND_OFF = 3e-6
-"""Up to here an error may be twice what rounding alone does to the whole forward: Mllama's gradients with large weights
-are 1.4e-6 off those in double precision."""
+"""Up to this value an error may be twice that of one forward in float32. With large weights this error is 1.4e-6 for
+Mllama."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of one batch.
+    """The outcome of a step.
 
     Args:
-        kind: ``'exact'``, ``'refused'`` (before any optimizer step, by the package, with a cause), ``'wrong'`` or
+        kind: ``'exact'``, ``'refused'`` (by the package, with a reason, before the optimizer moves), ``'wrong'`` or
             ``'crashed'``.
-        error: Relative error of the gradient; NaN if there is none.
+        error: Relative error of the gradient; NaN if there is no gradient.
         message: The error that was raised.
-        where: Microbatch size and first weights, to find the batch again.
+        where: Text by which a reader of a failed test finds the batch.
     """
 
     kind: str
@@ -48,8 +48,9 @@ class Outcome:
 
 
 def measure(model: Any, batch: dict[str, Any], microbatch_size: int, /, **options: Any) -> Outcome:
-    """One step on one batch: see :func:`measure_steps`."""
-    return measure_steps(model, [batch], microbatch_size, **options)[0]
+    """Runs one step on one batch; see :func:`measure_steps`."""
+    (outcome,) = measure_steps(model, [batch], microbatch_size, **options)
+    return outcome
 
 
 def measure_steps(
@@ -64,24 +65,24 @@ def measure_steps(
     reference: Callable[[Any, dict[str, Any]], Gradients] | None = None,
     **options: Any,
 ) -> list[Outcome]:
-    """A step on each batch, at learning rate 0, until one is refused.
+    """Runs a step on each batch, at learning rate 0, until one raises an error.
 
     Args:
         model: A Composer model.
-        batches: As the loader makes them.
-        microbatch_size: Of the Trainer.
-        where: To find the batch again.
-        algorithms: Those of the Trainer; None: a fresh TokenAccumulation.
+        batches: The batches of the loader.
+        microbatch_size: Option of the Trainer.
+        where: See :class:`Outcome`.
+        algorithms: Algorithms of the Trainer. None: a new TokenAccumulation.
         trainer_options: Further options of the Trainer.
-        reference: Makes the gradients of a model and a batch; None: :func:`plain_gradients`.
-        **options: Those of ``token_data_spec``.
+        reference: Returns the expected gradients of a model and a batch. None: :func:`plain_gradients`.
+        **options: Options of ``token_data_spec``.
 
     Returns:
-        The outcome of each step that was taken, and of the one that was not.
+        The outcome of each step, the last one perhaps of a step that raised an error.
     """
     recorder = GradientRecorder()
     optimizer = CountingSGD(model.parameters(), lr=0.0)
-    stopped = []
+    outcome_of_error = []
     try:
         with quiet():
             train(
@@ -95,58 +96,68 @@ def measure_steps(
                 **(trainer_options or {}),
             )
     except Exception as error:
-        kind = 'refused' if _is_refusal(error) and optimizer.num_steps == len(recorder.steps) else 'crashed'
-        stopped = [Outcome(kind=kind, message=f'{type(error).__name__}: {error}', where=where)]
+        # The recorder has the gradients of completed steps. So the step that failed has not moved the optimizer.
+        is_before_move = optimizer.num_steps == len(recorder.steps)
+        kind = 'refused' if _is_refusal(error) and is_before_move else 'crashed'
+        outcome_of_error = [Outcome(kind=kind, message=f'{type(error).__name__}: {error}', where=where)]
     finally:
         model.zero_grad(set_to_none=True)
-    taken = []
-    for found, batch in zip(recorder.steps, batches, strict=False):
-        gradients_of = reference or plain_gradients
+    gradients_of = reference or plain_gradients
+    outcomes = []
+    for gradients, batch in zip(recorder.steps, batches, strict=False):
         expected = gradients_of(model, batch)
-        error = relative_error(found, expected)
-        is_exact = error < TOLERANCE or (
-            error < LARGEST_ROUND_OFF and error < 2 * round_off(model, batch, expected, gradients_of)
-        )
-        taken.append(Outcome(kind='exact' if is_exact else 'wrong', error=error, where=where))
-    return taken + stopped
+        error = relative_error(gradients, expected)
+        limit = TOLERANCE
+        if TOLERANCE <= error < LARGEST_ROUND_OFF:
+            limit = max(TOLERANCE, 2 * round_off(model, batch, expected, gradients_of))
+        kind = 'exact' if error < limit else 'wrong'
+        outcomes.append(Outcome(kind=kind, error=error, where=where))
+    return outcomes + outcome_of_error
 
 
 def kinds_of_steps(model: Any, batches: Sequence[dict[str, Any]], /, **options: Any) -> list[str]:
-    """What became of each step with microbatches of two rows: each must be ``'exact'`` or ``'refused'``."""
-    outcomes = measure_steps(model, batches, 2, **options)
-    assert all(outcome.kind in ('exact', 'refused') for outcome in outcomes), [str(outcome) for outcome in outcomes]
-    return [outcome.kind for outcome in outcomes]
+    """Returns the kind of each outcome with microbatches of two rows. Fails unless all are exact or refused."""
+    kinds = []
+    for outcome in measure_steps(model, batches, 2, **options):
+        assert outcome.kind in ('exact', 'refused'), str(outcome)
+        kinds.append(outcome.kind)
+    return kinds
 
 
 def round_off(model: Any, batch: dict[str, Any], gradients: Gradients, gradients_of: Any) -> float:
-    """How far the gradients in float32 are from those in double precision, over one whole forward."""
-    doubles = {
-        key: value.double() if torch.is_tensor(value) and value.is_floating_point() else value
-        for key, value in batch.items()
-    }
+    """Returns the relative error of gradients in float32, compared with those of one forward in float64."""
+    batch_in_double = {}
+    for key, value in batch.items():
+        is_float = torch.is_tensor(value) and value.is_floating_point()
+        batch_in_double[key] = value.double() if is_float else value
     try:
-        return relative_error(gradients, gradients_of(in_double(model), doubles))
-    except RuntimeError:  # it takes no doubles
+        return relative_error(gradients, gradients_of(in_double(model), batch_in_double))
+    except RuntimeError:  # the model does not compute in float64
         return 0.0
 
 
 def plain_gradients(model: Any, batch: dict[str, Any]) -> Gradients:
-    """Of one forward over the whole batch, by the model's own loss."""
+    """Returns the gradients of one forward over the whole batch, by the model's own loss."""
     model.zero_grad(set_to_none=True)
     loss = model.loss(model(batch), batch)
-    torch.stack(list(loss.values())).sum().backward() if isinstance(loss, dict) else loss.backward()
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    if isinstance(loss, dict):
+        loss = torch.stack(list(loss.values())).sum()
+    loss.backward()
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            gradients[name] = parameter.grad
     model.zero_grad(set_to_none=True)
     return gradients
 
 
 class CountingSGD(torch.optim.SGD):
-    """Knows whether it ever moved."""
+    """Counts its steps."""
 
     num_steps = 0
 
     def step(self, closure: Any = None) -> Any:
-        # The Trainer's closure computes the gradients: what it raises is before the step.
+        # The Trainer computes the gradients in the closure. If that raises, no step is counted.
         loss = super().step(closure)
         self.num_steps += 1
         return loss
@@ -159,7 +170,7 @@ def _is_refusal(error: Exception) -> bool:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """No log lines and no warnings of hundreds of small runs."""
+    """Silences logs and warnings, because tests make hundreds of small runs."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:

@@ -21,13 +21,13 @@ SMOOTHING, Z_WEIGHT = 0.1, 0.01
 
 
 class NativeModel(ComposerModel):
-    """A Llama whose loss is its own.
+    """A Llama with another loss.
 
     Args:
         loss: ``loss(logits, labels)``, or its name in :data:`LOSSES`.
-        logits: ``'always'``, ``'eval'`` (as fused losses that save the memory of the logits in training) or
-            ``'never'``.
-        init: First weights.
+        logits: When the outputs have logits: ``'always'``, ``'eval'`` (as with fused losses, which save the memory of
+            the logits in training) or ``'never'``.
+        init: Initial weights; see :meth:`.Subject.model`.
     """
 
     def __init__(self, loss: str | Loss, *, logits: str = 'always', init: str = 'large') -> None:
@@ -37,8 +37,8 @@ class NativeModel(ComposerModel):
         self.logits = logits
 
     def forward(self, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        kept = {key: batch[key] for key in ('input_ids', 'attention_mask', 'position_ids') if key in batch}
-        logits = self.model(**kept).logits.float()
+        inputs = {key: batch[key] for key in ('input_ids', 'attention_mask', 'position_ids') if key in batch}
+        logits = self.model(**inputs).logits.float()
         outputs = {'loss': self.loss_of(logits, batch['labels'])}
         if self.logits == 'always' or (self.logits == 'eval' and not self.training):
             outputs['logits'] = logits
@@ -52,7 +52,7 @@ class NativeModel(ComposerModel):
 
 
 class Terms(ComposerModel):
-    """A Llama with the loss ``of(its per-token losses, which of them count, training)``."""
+    """A Llama whose loss is a function of the losses of its tokens: ``of(losses, counts, training)``."""
 
     def __init__(self, of: Callable[..., Any]) -> None:
         super().__init__()
@@ -92,12 +92,12 @@ def unshifted(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def all_positions(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Divides by all positions, padding too."""
+    """Divides by the number of all positions, also padding."""
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction='sum') / labels.numel()
 
 
 def per_row(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Mean of the rows' means: a row weighs the same however many labels it has."""
+    """Averages the means of the rows, so that rows with few labels weigh as much as others."""
     losses = F.cross_entropy(logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction='none')
     counted = (labels[:, 1:] != -100).sum(dim=1)
     return (losses.sum(dim=1) / counted.clamp(min=1)).mean()
@@ -108,7 +108,7 @@ def smoothed(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def with_z_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """A mean over the same tokens, of two terms."""
+    """Averages two terms over the same tokens."""
     counted = labels[:, 1:] != -100
     z = logits[:, :-1][counted].logsumexp(dim=-1).square().mean()
     return causal(logits, labels) + Z_WEIGHT * z
@@ -119,7 +119,7 @@ def fused(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 class _Fused(torch.autograd.Function):
-    """Computes gradients in forward, and divides them by the number of its tokens, as fused kernels do."""
+    """Computes the gradients in the forward, and divides them by the number of its tokens, as fused kernels do."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

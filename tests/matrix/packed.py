@@ -1,12 +1,12 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Packed rows by family, attention and release of transformers: the table of docs/packing.md.
+"""Tries packed rows by family, attention and release of transformers. Writes the table of docs/packing.md.
 
     python -m tests.matrix.packed [--site DIR ...]
 
-Each ``--site`` is a folder with another transformers (``pip install --target DIR --no-deps 'transformers==4.57.*'`` and
-its huggingface_hub and tokenizers), tried in a process of its own (``--lines``).
+Each ``--site`` is a folder with another release of transformers (``pip install --target DIR --no-deps
+'transformers==4.57.*'``, and its huggingface_hub and tokenizers). It is tried in its own process (``--lines``).
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ FAMILIES: dict[str, Subject] = {name: _SUBJECTS[name] for name in _NAMES}
 
 
 def cell(name: str, kernel: str, seeds: Iterable[int] = range(NUM_BATCHES)) -> dict[str, Any]:
-    """The worst of some batches: ``'exact'`` with its errors, ``'refused'`` with the reason, or ``'wrong'``.
+    """Tries some batches of a family. Returns ``'exact'`` or ``'wrong'`` with the largest errors, or ``'refused'``.
 
-    Errors are those of float32 gradients of a run at learning rate 0, of packed rows and of padded ones, against
-    float64: each row by itself, without padding, weighted by its tokens.
+    The errors are those of the gradients of packed rows and of padded rows in float32. The reference is in float64:
+    each row by itself, without padding, weighted by its tokens.
     """
     subject = FAMILIES[name]
     model = subject.model('large')
@@ -93,7 +93,7 @@ def _reference(model: Any, subject: Subject, seed: int) -> Gradients:
 
 
 def tried() -> Iterator[dict[str, Any]]:
-    """All cells of the families under the transformers of this process."""
+    """Yields the cells of all families with the transformers of this process."""
     release = '.'.join(transformers.__version__.split('.')[:2])
     for name in FAMILIES:
         for kernel in KERNELS:
@@ -105,7 +105,7 @@ def tried() -> Iterator[dict[str, Any]]:
 
 
 def tried_with(site: str) -> list[dict[str, Any]]:
-    """The same under the transformers of a folder."""
+    """Returns the same cells with the transformers of a folder."""
     paths = [site, str(PAGE.parents[1]), os.environ.get('PYTHONPATH', '')]
     environment = {**os.environ, 'PYTHONPATH': os.pathsep.join(filter(None, paths))}
     command = [sys.executable, '-m', 'tests.matrix.packed', '--lines']
@@ -114,7 +114,7 @@ def tried_with(site: str) -> list[dict[str, Any]]:
 
 
 def markdown(results: Sequence[dict[str, Any]]) -> str:
-    """Families by release and attention, and a letter for each reason."""
+    """Returns the table, families by release and attention. A letter refers to the reason of a refusal below."""
     columns = list(dict.fromkeys(result['column'] for result in results))
     cells: dict[str, dict[str, str]] = {}
     reasons: dict[str, str] = {}

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Every family of the matrix: a tiny model of ``tests/model_types`` and random batches as a loader makes them."""
+"""The families of the matrix: tiny models of ``tests/model_types``, and random batches like those of a loader."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ __all__ = ['SUBJECTS', 'Subject', 'text_subject']
 
 LARGE_STD = 0.15
 FIRST_LABELLED = 3
-"""One batch of four labels the first token of a row, as pretraining does: behind padding it has a prediction."""
+"""In one batch of four also the first token of a row has a label, as in pretraining. A pad before it predicts it."""
 FIRST_ID, LAST_ID = 4, 63
-"""Ids of words; those below are pad, beginning, end and mask."""
+"""Ids of words. Smaller ids are pad, beginning, end and mask."""
 LONGEST = 24
 POOL_SIZE = 24
-"""Rows with media to draw from: processors are slower than the models."""
+"""Number of rows with media to choose from. They are made once, because processors are slower than the models."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,13 +37,13 @@ class Subject:
 
     Args:
         name: Its name in test ids.
-        model_type: Of its config.
-        class_name: Of its model.
+        model_type: The model type of its config.
+        class_name: The class of its model.
         settings: Entries of the config by path.
-        modalities: Of the items in its rows.
-        slots: Whether the images of a row lie in slots, a dimension of their own (Idefics3, Mllama).
+        modalities: Modalities of the media in its rows.
+        slots: Whether images have a slot dimension (Idefics3, Mllama).
         packs: Whether it tells the documents of a packed row apart, in transformers 5.
-        needs_media: What must have media for the model to take it: ``'row'``, ``'batch'`` or nothing.
+        needs_media: Whether the model needs a medium in every ``'row'`` or in every ``'batch'``; empty: in neither.
     """
 
     name: str
@@ -56,16 +56,16 @@ class Subject:
     needs_media: str = ''
 
     def config(self) -> Any:
-        """A fresh config, without dropout and without a cache."""
+        """Returns a new config, without dropout and without a cache."""
         config = tiny_config(self.model_type, self.settings)
         config.use_cache = False
         config.get_text_config().use_cache = False
         return config
 
     def model(self, init: str) -> HuggingFaceModel:
-        """A model with Hugging Face's own first weights (``'fresh'``), or with larger ones (``'large'``).
+        """Returns a model with the initial weights of Hugging Face (``'fresh'``), or with larger ones (``'large'``).
 
-        Where attention leaks, the first hardly change the loss of so small a model and the second change it much.
+        If attention leaks, the loss of so small a model changes much only with large weights.
         """
         with torch.random.fork_rng():
             torch.manual_seed(0)
@@ -75,11 +75,11 @@ class Subject:
         return HuggingFaceModel(model.float().train(), shift_labels=True, use_logits=True)
 
     def batch(self, seed: int, *, side: str) -> Row:
-        """A random batch, as a loader would make it."""
+        """Returns a random batch, as a loader would make it."""
         return self.collate(self.rows(seed), seed, side=side)
 
     def rows(self, seed: int) -> list[Row]:
-        """The rows of a random batch: at least one has a label that counts."""
+        """Returns the rows of a random batch. At least one has a label that counts."""
         rng = random.Random(f'{self.name} {seed}')
         rows = [self.row(rng) for _ in range(rng.randint(5, 8))]
         while self.needs_media and not any(map(has_media, rows)):
@@ -89,20 +89,22 @@ class Subject:
                 row['labels'][:, 0] = -100
         if all((row['labels'][:, 1:] == -100).all() for row in rows):
             rows[0]['labels'][:, -1] = rows[0]['input_ids'][:, -1]
-        if seed % 2:  # the model and the placeholders must be enough to count the items
+        if seed % 2:
+            # Without the numbers of media. They must be counted by placeholders then.
             rows = [{key: value for key, value in row.items() if not key.startswith('num_')} for row in rows]
         return rows
 
     def row(self, rng: random.Random) -> Row:
-        """A random row of one: tensors of shape ``(1, width)`` and media."""
+        """Returns a random row: tensors of shape ``(1, width)``, and media."""
         if self.modalities:
             row = rng.choice(_pool(self.name))
             return {**row, 'labels': row['labels'].clone()}
         return UNSHIFTED_ROWS.get(self.model_type, causal_row)(rng)
 
     def collate(self, rows: Sequence[Row], seed: int, *, side: str) -> Row:
-        """One batch; one of three as wide as a multiple of 8, so that no row fills it."""
-        return join(rows, side=side, multiple=8 if seed % 3 == 2 else 1, slots=self.slots)
+        """Joins rows into a batch. In one of three batches the width is a multiple of 8, wider than most rows."""
+        multiple = 8 if seed % 3 == 2 else 1
+        return join(rows, side=side, multiple=multiple, slots=self.slots)
 
 
 # Rows.
@@ -117,7 +119,7 @@ def has_media(row: Row) -> bool:
 
 @functools.cache
 def _maker(model_type: str, class_name: str) -> Maker:
-    """Makes the rows of all subjects of a type, whose own models they do not depend on."""
+    """Returns what makes the rows of all subjects of a type. Rows do not depend on the weights of a model."""
     with torch.random.fork_rng():
         model = getattr(transformers, class_name)(tiny_config(model_type))
     return Maker(model_type, model)

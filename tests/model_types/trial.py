@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Tries a model type: the Trainer's gradient of ragged rows, microbatches of 1 to 3, against one forward over all."""
+"""Tries a model type: gradients of ragged rows in microbatches of 1 to 3 rows, compared with one forward over all."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.model_types.tiny import tiny_config, tiny_model
 from tests.support.training import relative_error
 
 MOST_ROUND_OFF = 1e-4
-"""Gemma 4's in float32 is 5e-5 against double precision; positions that a wrong cut moves make 1e-2."""
+"""The error of Gemma 4 in float32 is 5e-5, compared with float64. A wrong cut, which moves positions, makes 1e-2."""
 CLASSES: dict[str, Any] = {
     'multimodal': MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
     'text': MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -40,11 +40,17 @@ CLASSES: dict[str, Any] = {
 }
 """Classes of models by kind and model type."""
 PACKED = {subject.model_type for subject in SUBJECTS.values()}
-"""Types whose rows are packed as well: those that have random batches in ``tests/matrix``."""
+"""Types whose rows are also packed: those with random batches in ``tests/matrix``."""
 
 
 def maker_of(model_type: str, kind: str = 'multimodal', **settings: Any) -> Maker:
-    """A tiny model in double precision, with experts one by one, and what makes its rows; settings of its text part."""
+    """Returns what makes rows for a model type, with a tiny model in float64 that runs its experts one by one.
+
+    Args:
+        model_type: The model type.
+        kind: A key of :data:`CLASSES`.
+        settings: Settings of the config of the text model.
+    """
     model_type = THINKERS.get(model_type, model_type)
     class_name = CLASSES[kind][model_type]
     model_class = getattr(transformers, class_name if isinstance(class_name, str) else class_name[0])
@@ -61,7 +67,10 @@ def maker_of(model_type: str, kind: str = 'multimodal', **settings: Any) -> Make
 
 
 def tried(model_type: str, kind: str) -> dict[str, str]:
-    """What became of each modality, padded right and left and packed: ``exact``, ``refused: why``, or why not tried."""
+    """Returns the outcome for each modality, padded right, padded left and packed.
+
+    An outcome is ``exact``, ``refused: why``, or why it was not tried.
+    """
     untried = UNTRIED_TEXT if kind == 'text' else UNTRIED
     if model_type in untried:
         return {'': f'not tried: {untried[model_type]}'}

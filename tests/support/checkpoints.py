@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Folders as the hub has them, of the newest families: a tiny model of its own class, and its own processor."""
+"""Checkpoint folders of the newest families, as on the hub: a tiny model and its processor."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def _qwen() -> Any:
     tokenizer = word_tokenizer(*QWEN_TOKENS, *QWEN3_WORDS, *ROLES)
     images = transformers.Qwen2VLImageProcessor(min_pixels=64, max_pixels=512, **GRID)
     videos = transformers.Qwen3VLVideoProcessor(size=VIDEO_SIZES, do_sample_frames=False, **GRID)
-    places = [f'<|vision_start|><|{kind}_pad|><|vision_end|>' for kind in ('image', 'video')]
-    return transformers.Qwen3VLProcessor(images, tokenizer, videos, chat_template=TEMPLATE % tuple(places))
+    placeholders = tuple(f'<|vision_start|><|{modality}_pad|><|vision_end|>' for modality in ('image', 'video'))
+    return transformers.Qwen3VLProcessor(images, tokenizer, videos, chat_template=TEMPLATE % placeholders)
 
 
 def _gemma() -> Any:
-    named = {f'{name}_token': f'<|{name}|>' for name in ('image', 'boi', 'eoi', 'audio', 'boa', 'eoa')}
-    tokenizer = word_tokenizer('<|video|>', *QWEN3_WORDS, ':', *ROLES, **named)
+    special_tokens = {f'{name}_token': f'<|{name}|>' for name in ('image', 'boi', 'eoi', 'audio', 'boa', 'eoa')}
+    tokenizer = word_tokenizer('<|video|>', *QWEN3_WORDS, ':', *ROLES, **special_tokens)
     sizes = dict(patch_size=PATCH, max_soft_tokens=70, **MEAN_STD)
     return transformers.Gemma4Processor(
         transformers.Gemma4AudioFeatureExtractor(),
@@ -53,29 +53,36 @@ CHECKPOINTS: dict[str, tuple[str, Any, dict[str, Any]]] = {
     'qwen3_5_moe': ('qwen3_5_moe', _qwen, dict(output_router_logits=True, router_aux_loss_coef=0.5)),
     'gemma4_moe': ('gemma4', _gemma, _GEMMA_EXPERTS),
 }
-"""Type, processor and what its text part has beside a dense one's."""
+"""Model type, function that makes the processor, and settings of the experts in the config of the text model."""
 _MARKS = {'vision_start': '<|vision_start|>', 'vision_end': '<|vision_end|>', 'bos': '<s>', 'eos': '</s>'}
 
 
+def _special_token_id(tokenizer: Any, key: str) -> int | None:
+    """Returns the id of the token of a config's key, such as ``image_token_id``. None if there is no such token."""
+    name = key.removesuffix('_token_id')
+    if name == key:
+        return None
+    candidates = [f'<|{name}_pad|>', f'<|{name}|>', _MARKS.get(name, f'<{name}>')]
+    for token_id in tokenizer.convert_tokens_to_ids(candidates):
+        if token_id != tokenizer.unk_token_id:
+            return token_id
+    return None
+
+
 def write_checkpoint(name: str, folder: Path) -> Path:
-    """Writes model and processor, whose tokens the config names."""
-    model_type, make, settings = CHECKPOINTS[name]
-    config, processor = tiny_config(model_type), make()
+    """Writes model and processor. The config has the ids of the processor's special tokens."""
+    model_type, make_processor, settings = CHECKPOINTS[name]
+    config = tiny_config(model_type)
+    processor = make_processor()
     if model_type == 'gemma4':
         config.audio_config = None
     for key, value in settings.items():
         setattr(config.text_config, key, value)
     for part in (config, config.text_config):
-        for key in vars(part).copy():
-            mark = key.removesuffix('_token_id')
-            named = [f'<|{mark}_pad|>', f'<|{mark}|>', _MARKS.get(mark, f'<{mark}>')]
-            ids = [
-                one
-                for one in processor.tokenizer.convert_tokens_to_ids(named)
-                if one != processor.tokenizer.unk_token_id
-            ]
-            if mark != key and ids:
-                setattr(part, key, ids[0])
+        for key in list(vars(part)):
+            token_id = _special_token_id(processor.tokenizer, key)
+            if token_id is not None:
+                setattr(part, key, token_id)
     model_class = transformers.AutoModelForImageTextToText._model_mapping[type(config)]
     model: Any = tiny_model(config, model_class[0] if isinstance(model_class, tuple) else model_class)
     model.generation_config.eos_token_id = processor.tokenizer.convert_tokens_to_ids('<|end|>')

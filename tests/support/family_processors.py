@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The families' own processors around a word tokenizer and image, video and audio processors of a few pixels."""
+"""The processors of the families, with a word tokenizer, for images and videos of a few pixels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.sample_encoder import SampleEncoder, word_tokenizer
 __all__ = ['ENCODERS', 'IMAGE_SIZE', 'PATCH_SIZE', 'PINPOINTS', 'PROCESSORS', 'pixels']
 
 IMAGE_SIZE, PATCH_SIZE = 16, 4
-# LLaVA-NeXT and OneVision tile an image into one of these, besides the whole image.
+# LLaVA-NeXT and OneVision cut an image into tiles of one of these layouts, and add the whole image.
 PINPOINTS = [[16, 32], [32, 16], [32, 32]]
 MEAN_STD = dict(image_mean=[0.5] * 3, image_std=[0.5] * 3)
 SQUARE = {'height': IMAGE_SIZE, 'width': IMAGE_SIZE}
@@ -26,24 +26,38 @@ CLIP_TOKENS = dict(vision_feature_select_strategy='default', num_additional_imag
 VIDEO_SIZES = {'shortest_edge': 64, 'longest_edge': 4096}
 IS_OLD = transformers.__version__.startswith('4.')
 QWEN_TOKENS = ('<|image_pad|>', '<|video_pad|>', '<|vision_start|>', '<|vision_end|>')
-# Which the processors write before the frames of a video, as words.
+# Words that the processors write before the frames of a video.
 QWEN3_WORDS = ('<', '>', '.', 'seconds', *map(str, range(10)))
 INTERNVL_WORDS = ('Frame1', 'Frame2', 'Frame3', ':')
 SMOLVLM_WORDS = ('You', 'are', 'provided', 'the', 'following', 'Frame', 'from', 'frames', 'series', ':')
 
 
 def _processor(
-    name: str, *tokens: str, words: str = '', named: Mapping[str, str] | None = None, video: Any = None, **parts: Any
+    name: str,
+    *tokens: str,
+    words: str = '',
+    special_tokens: Mapping[str, str] | None = None,
+    video: Any = None,
+    **parts: Any,
 ) -> Any:
-    """A processor of its parts; ``words`` is the class of tokenizer that it insists on up to transformers 4."""
+    """Makes a processor.
+
+    Args:
+        name: The beginning of its class.
+        tokens: Words of the tokenizer.
+        words: The class of tokenizer that it needs up to transformers 4.
+        special_tokens: Special tokens of the tokenizer, by attribute.
+        video: The beginning of the class of the video processor, and its settings.
+        parts: Other arguments of the processor.
+    """
     if video is not None and (video_class := getattr(transformers, f'{video[0]}VideoProcessor', None)):  # since 4.53
         parts['video_processor'] = video_class(**MEAN_STD | video[1])
-    tokenizer = word_tokenizer(*tokens, class_name=words, **(named or {}))
+    tokenizer = word_tokenizer(*tokens, class_name=words, **(special_tokens or {}))
     return getattr(transformers, f'{name}Processor')(tokenizer=tokenizer, **parts)
 
 
 def pixels(name: str, **settings: Any) -> Any:
-    """A family's image processor."""
+    """Returns the image processor of a family."""
     return getattr(transformers, f'{name}ImageProcessor')(**MEAN_STD | settings)
 
 
@@ -109,17 +123,19 @@ def _sounds() -> Any:
 
 
 def _omni() -> Any:
-    named = {f'{kind}_token': f'<|{kind.upper()}|>' for kind in ('image', 'audio', 'video')}
-    named |= {f'{mark}_token': f'<|{mark}|>' for mark in ('vision_bos', 'vision_eos', 'audio_bos', 'audio_eos')}
+    special_tokens = {f'{kind}_token': f'<|{kind.upper()}|>' for kind in ('image', 'audio', 'video')}
+    special_tokens |= {
+        f'{mark}_token': f'<|{mark}|>' for mark in ('vision_bos', 'vision_eos', 'audio_bos', 'audio_eos')
+    }
     processor = _processor(
         'Qwen2_5Omni',
         words='Qwen2TokenizerFast',
-        named=named,
+        special_tokens=special_tokens,
         feature_extractor=_sounds(),
         image_processor=pixels('Qwen2VL', min_pixels=64, max_pixels=512, **GRID),
         video=('Qwen2VL', dict(size=VIDEO_SIZES, do_sample_frames=False, **GRID)),
     )
-    # Its class has sizes of its own, which win over those of the video processor.
+    # The sizes of the processor replace those of its video processor.
     processor.videos_kwargs = {'size': VIDEO_SIZES}
     return processor
 
@@ -130,7 +146,7 @@ def _qwen2_audio() -> Any:
 
 
 def _idefics3() -> Any:
-    # Images larger than a tile are cut into tiles, besides the whole image: several tensors for one placeholder.
+    # An image larger than a tile is cut into tiles, and the whole image is added: several tensors for one placeholder.
     images = pixels('Idefics3', size={'longest_edge': 2 * IMAGE_SIZE}, max_image_size={'longest_edge': IMAGE_SIZE})
     tiles = [f'<row_{row}_col_{col}>' for row in range(1, 7) for col in range(1, 7)]
     tokens = ('<image>', '<fake_token_around_image>', '<global-img>', '<end_of_utterance>', *tiles)
@@ -160,11 +176,11 @@ def _paligemma() -> Any:
 
 
 def _gemma3() -> Any:
-    named = dict(image_token='<image_soft_token>', boi_token='<start_of_image>', eoi_token='<end_of_image>')
+    special_tokens = dict(image_token='<image_soft_token>', boi_token='<start_of_image>', eoi_token='<end_of_image>')
     return _processor(
         'Gemma3',
         words='GemmaTokenizerFast',
-        named=named,
+        special_tokens=special_tokens,
         image_processor=pixels('Gemma3', size=SQUARE),
         image_seq_length=(IMAGE_SIZE // PATCH_SIZE) ** 2 // 4,
     )
@@ -176,8 +192,8 @@ def _mllama() -> Any:
 
 
 def _internvl() -> Any:
-    """Tiles of images, besides the whole image, and frames of videos come in one tensor, in their order in the text."""
-    named = dict(
+    """Its tiles of images and frames of videos are in one tensor, in the order of the text."""
+    special_tokens = dict(
         start_image_token='<img>', end_image_token='</img>', context_image_token='<IMG_CONTEXT>', video_token='<video>'
     )
     images = getattr(transformers, 'GotOcr2ImageProcessor' + ('Fast' if IS_OLD else ''))(
@@ -187,7 +203,7 @@ def _internvl() -> Any:
         'InternVL',
         *INTERNVL_WORDS,
         words='Qwen2TokenizerFast',
-        named=named,
+        special_tokens=special_tokens,
         image_processor=images,
         video=('InternVL', dict(size=SQUARE)),
         image_seq_length=(IMAGE_SIZE // PATCH_SIZE) ** 2 // 4,
@@ -195,7 +211,7 @@ def _internvl() -> Any:
 
 
 def _pixtral(merge: int) -> Any:
-    """Mistral3, whose patches are merged, and LLaVA with Pixtral's tower, whose are not."""
+    """For Mistral3, which merges patches, and for LLaVA with Pixtral's vision encoder, which does not."""
     patches = {'height': PATCH_SIZE, 'width': PATCH_SIZE}
     images = pixels('Pixtral', size={'longest_edge': 32}, patch_size=patches)
     return _processor(
@@ -217,7 +233,7 @@ PROCESSORS: dict[str, Callable[[], Any]] = {
     'qwen2_vl': partial(_qwen, 'Qwen2VL'),
     'qwen2_5_vl': partial(_qwen, 'Qwen2_5_VL'),
     'idefics3': _idefics3,
-    'smolvlm': _idefics3,  # SmolVLM's own writes the same, but wants a package for videos
+    'smolvlm': _idefics3,  # SmolVLM's processor writes the same, but needs a package for videos
     'paligemma': _paligemma,
     'gemma3': _gemma3,
     'mllama': _mllama,

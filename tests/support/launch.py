@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Several ranks under the real composer launcher (gloo, CPU): for one run, or waiting for one after the other."""
+"""Starts ranks with the real composer launcher (gloo, CPU), for one run, or for many runs one after the other."""
 
 from __future__ import annotations
 
@@ -21,26 +21,29 @@ from typing import Any
 from benchmarks.machine import environment_of_no_rank, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
-MOST_STANDING = 4
-"""In each of two workers of pytest. Each rank that stays grows to 1.8 GiB."""
+MOST_WAITING_RANKS = 4
+"""Ranks that wait for their next run, in each of two workers of pytest. Each of them needs up to 1.8 GiB."""
 
 
 def environment() -> dict[str, str]:
-    """That of a launch: the package and the tests are found, a rank keeps to one thread, and no other has its port."""
-    path = f'{ROOT}{os.pathsep}{os.environ.get("PYTHONPATH", "")}'
-    own = {'OMP_NUM_THREADS': '1', 'PYTHONPATH': path, 'MASTER_PORT': str(free_port())}
-    return {**environment_of_no_rank(), **own}
+    """Returns the environment of a launch, in which the package and the tests can be imported."""
+    return {
+        **environment_of_no_rank(),
+        'OMP_NUM_THREADS': '1',
+        'PYTHONPATH': f'{ROOT}{os.pathsep}{os.environ.get("PYTHONPATH", "")}',
+        'MASTER_PORT': str(free_port()),
+    }
 
 
 def command(folder: str, arguments: Sequence[str], ranks: int) -> list[str]:
-    """``composer -n RANKS arguments``; ranks other than the first write to files in the folder."""
+    """Returns ``composer -n RANKS arguments``. All ranks but the first write to files in the folder."""
     composer = str(Path(sys.executable).with_name('composer'))
     files = ['--stdout', f'{folder}/rank{{rank}}.out', '--stderr', f'{folder}/rank{{rank}}.err']
     return [composer, '-n', str(ranks), *files, *arguments]
 
 
 def launch(arguments: Sequence[str], *, ranks: int, timeout: float = 540) -> subprocess.CompletedProcess:
-    """``composer -n RANKS arguments``, from the repository's root."""
+    """Runs ``composer -n RANKS arguments`` in the root of the repository. Returns the output of all ranks."""
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
             command(folder, arguments, ranks),
@@ -60,7 +63,11 @@ def launch(arguments: Sequence[str], *, ranks: int, timeout: float = 540) -> sub
 
 
 def launch_nodes(arguments: Sequence[str], *, nodes: int, ranks: int, timeout: float = 540) -> list[str]:
-    """As many launchers on this machine as nodes, with so many ranks each; the screens of all, which must end well."""
+    """Runs a launcher for each node, all on this machine, each with this number of ranks.
+
+    Returns:
+        The output of each node. All of them must succeed.
+    """
     composer = Path(sys.executable).with_name('composer')
     common = [
         str(composer),
@@ -92,34 +99,35 @@ def launch_nodes(arguments: Sequence[str], *, nodes: int, ranks: int, timeout: f
 
 
 def launch_json(script: str, *arguments: str, ranks: int) -> Any:
-    """What the ``main`` of a script returns on rank 0, as JSON has it; run by ranks that stay.
+    """Calls the ``main`` of a script on several ranks. Returns the result of rank 0, in the form of JSON.
 
-    Starting them, with all that Composer imports, takes longer than most of what they run.
+    The ranks wait for the next call afterwards, because starting them takes longer than most runs.
     """
-    if ranks not in _standing:
-        while sum(_standing) + ranks > MOST_STANDING and _standing:
-            _standing.pop(min(_standing)).close()
-        _standing[ranks] = _Ranks(ranks)
+    if ranks not in _waiting:
+        while _waiting and sum(_waiting) + ranks > MOST_WAITING_RANKS:
+            _waiting.pop(min(_waiting)).close()
+        _waiting[ranks] = _Ranks(ranks)
     try:
-        return _standing[ranks].run(script, *arguments)
+        return _waiting[ranks].run(script, *arguments)
     except BaseException:
-        _standing.pop(ranks).close()
+        _waiting.pop(ranks).close()
         raise
 
 
 def launch_program(module: str, *arguments: str, ranks: int, folder: Path = ROOT) -> str:
-    """What a program prints that ends well, in this folder; run by ranks that stay."""
+    """Runs a program in a folder, on ranks that wait afterwards. It must succeed. Returns what it prints."""
     return launch_json('tests/ranks/program.py', str(folder), module, *arguments, ranks=ranks)
 
 
 def close_ranks() -> None:
-    """Ends those that stay."""
-    while _standing:
-        _standing.popitem()[1].close()
+    """Ends all ranks that wait."""
+    while _waiting:
+        _, ranks = _waiting.popitem()
+        ranks.close()
 
 
 class _Ranks:
-    """Ranks of one launch, each at the other end of a socket."""
+    """The ranks of one launch. Each of them is connected by a socket; see ``serve.py``."""
 
     def __init__(self, num_ranks: int) -> None:
         self._folder = tempfile.TemporaryDirectory()
@@ -141,21 +149,22 @@ class _Ranks:
     def run(self, script: str, *arguments: str) -> Any:
         """See :func:`launch_json`."""
         result = Path(self._folder.name) / 'result.json'
-        told = json.dumps([script, *arguments, str(result)])
+        order = json.dumps([script, *arguments, str(result)])
         try:
             for connection in self._connections:
-                connection.sendall(f'{told}\n'.encode())
-            done = all(connection.recv(1) for connection in self._connections)
+                connection.sendall(f'{order}\n'.encode())
+            # A rank that has crashed sends nothing.
+            all_succeeded = all(connection.recv(1) for connection in self._connections)
         except (BrokenPipeError, ConnectionResetError):
-            done = False
-        if not done:
-            self._launcher.wait(60)  # it says who has crashed
-            printed = [path.read_text()[-6000:] for path in sorted(result.parent.glob('*.[oe]*'))]
-            raise AssertionError('\n'.join(printed))
+            all_succeeded = False
+        if not all_succeeded:
+            self._launcher.wait(60)  # it prints which rank has crashed
+            outputs = [path.read_text()[-6000:] for path in sorted(result.parent.glob('*.[oe]*'))]
+            raise AssertionError('\n'.join(outputs))
         return json.loads(result.read_text())
 
     def close(self) -> None:
-        """Ends them, whatever they are doing."""
+        """Kills the ranks."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._launcher.pid, signal.SIGKILL)
         self._launcher.wait()
@@ -164,4 +173,5 @@ class _Ranks:
         self._folder.cleanup()
 
 
-_standing: dict[int, _Ranks] = {}
+_waiting: dict[int, _Ranks] = {}
+"""Ranks that wait for a run, by their number."""

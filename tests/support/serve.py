@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Under the composer launcher: a rank that runs the scripts it is told through a socket, until that is closed."""
+"""Under the composer launcher: a rank that gets scripts through a socket and runs them, until the socket is closed."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from pathlib import Path
 
 
 def serve(address: str) -> None:
-    """Each line is a script, the arguments of its ``main``, and a file for what ``main`` returns on rank 0.
+    """Runs the script of each line that comes through the socket.
 
-    An error ends this rank, and so all of them.
+    A line is a JSON list: the script, the arguments of its ``main``, and a file for the result of rank 0. An error ends
+    this rank, and so all ranks.
     """
-    # Loaded here, as this module is also the main one of workers of loaders.
+    # Imported here, because workers of loaders import this module as their main module.
     from composer.utils import dist, get_device
 
     from tests.support.lookups import shorten_lookups
 
     shorten_lookups()
-    # One import for all workers of a rank.
+    # The fork server imports this once for all workers of a rank.
     multiprocessing.set_forkserver_preload(['tests.support.length_dataset'])
     dist.initialize_dist(get_device('cpu'), timeout=120.0)
     with socket.socket(socket.AF_UNIX) as connection:

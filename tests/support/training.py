@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""One optimizer step of the real Trainer, and the plain autograd reference that it is held to."""
+"""Runs steps of the real Trainer, and the plain autograd reference that they are compared with."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Gradients = dict[str, torch.Tensor]
 
 
 class GivenBatches(IterableDataset):
-    """Yields ready batches: each rank is handed its own, so that a test decides who computes what."""
+    """Yields batches that a test has made, on each rank its own. So the test decides which rank computes which rows."""
 
     def __init__(self, batches: Sequence[Any]) -> None:
         self.batches = batches
@@ -40,40 +40,45 @@ class GivenBatches(IterableDataset):
 
 
 def loader(*batches: Any) -> DataLoader:
-    """A DataLoader of ready batches."""
+    """Returns a DataLoader of these batches."""
     return DataLoader(GivenBatches(batches), batch_size=None)
 
 
 class GradientRecorder(Callback):
-    """Keeps the gradients, the loss seen at BATCH_END, and what the step logged."""
+    """Records the gradients of each step, the loss at BATCH_END, and the logged metrics."""
 
     def __init__(self) -> None:
         self.steps: list[Gradients] = []
         self.losses: list[Any] = []
-        self.memory, self.trainer = InMemoryLogger(), None
+        self.memory = InMemoryLogger()
+        self.trainer = None
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
         if event == Event.AFTER_TRAIN_BATCH:
-            parameters = unwrapped(state.model).named_parameters()
-            self.steps.append({name: full(p.grad).cpu().clone() for name, p in parameters if p.grad is not None})
+            gradients = {}
+            for name, parameter in unwrapped(state.model).named_parameters():
+                if parameter.grad is not None:
+                    gradients[name] = full(parameter.grad).cpu().clone()
+            self.steps.append(gradients)
         elif event == Event.BATCH_END:
             self.losses.append(state.loss)
 
     @property
     def gradients(self) -> Gradients:
-        """Those of the last step."""
+        """The gradients of the last step."""
         return self.steps[-1]
 
     def logged(self, name: str) -> list[float]:
-        """Values of a metric of the run, in order."""
+        """Returns the values of a metric of the run, in order."""
         return logged(self.memory, name)
 
 
 class On(Callback):
-    """Calls a function with the state at an event, and keeps what it returns."""
+    """Calls a function with the state at an event, and records what it returns."""
 
     def __init__(self, event: Event, function: Callable[[State], Any]) -> None:
-        self.event, self.function = event, function
+        self.event = event
+        self.function = function
         self.values: list[Any] = []
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
@@ -86,20 +91,28 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    """A whole tensor out of a sharded one."""
+    """Returns the whole tensor, also of a sharded one."""
     return tensor.full_tensor() if hasattr(tensor, 'full_tensor') else tensor
 
 
 def state_of(model: torch.nn.Module) -> dict[str, Any]:
-    """A hash of the parameters, and their norm; of all ranks where they are sharded."""
-    values = torch.cat([full(p).detach().flatten() for p in unwrapped(model).parameters()])
-    return {'parameters': hashlib.sha256(values.numpy().tobytes()).hexdigest(), 'norm': float(values.double().norm())}
+    """Returns a hash of the parameters, and their norm. Sharded parameters are gathered from all ranks."""
+    parameters = [full(parameter).detach().flatten() for parameter in unwrapped(model).parameters()]
+    values = torch.cat(parameters)
+    digest = hashlib.sha256(values.numpy().tobytes()).hexdigest()
+    return {'parameters': digest, 'norm': float(values.double().norm())}
 
 
 def saving(folder: str | None) -> dict[str, Any]:
-    """Options of the Trainer for a checkpoint a step, ``ba{batch}.pt``, also between two epochs."""
-    names = {'save_folder': folder, 'save_filename': 'ba{batch}.pt', 'save_num_checkpoints_to_keep': -1}
-    return {**names, 'save_interval': '1ba'} if folder else {}
+    """Returns options of the Trainer that save a checkpoint after each step, ``ba{batch}.pt``. None: no checkpoints."""
+    if folder is None:
+        return {}
+    return {
+        'save_folder': folder,
+        'save_filename': 'ba{batch}.pt',
+        'save_num_checkpoints_to_keep': -1,
+        'save_interval': '1ba',
+    }
 
 
 def train(
@@ -116,8 +129,9 @@ def train(
     loggers: Iterable[Any] = (),
     **kwargs: Any,
 ) -> tuple[GradientRecorder, InMemoryLogger, Trainer]:
-    """Runs the Trainer, at learning rate 0 unless an optimizer is given."""
-    recorder, memory = GradientRecorder(), InMemoryLogger()
+    """Runs the Trainer. Without an optimizer the learning rate is 0."""
+    recorder = GradientRecorder()
+    memory = InMemoryLogger()
     composer_model = model if hasattr(model, 'eval_forward') else hugging_face(model)
     optimizer = optimizer or torch.optim.SGD(composer_model.parameters(), lr=0.0)
     with warnings.catch_warnings():
@@ -139,33 +153,35 @@ def train(
     return recorder, memory, trainer
 
 
-OWN_OPTIONS = inspect.signature(TokenAccumulation).parameters.keys()
+ALGORITHM_OPTIONS = inspect.signature(TokenAccumulation).parameters.keys()
 SPLIT_OPTIONS = {*inspect.signature(token_data_spec).parameters, 'batch_transforms', 'microbatch_transforms'}
-SPLIT_OPTIONS -= {'model', *OWN_OPTIONS}
+SPLIT_OPTIONS -= {'model', *ALGORITHM_OPTIONS}
 
 
 def fit(model: Any, *data: Any, microbatch_size: int = 2, **options: Any) -> GradientRecorder:
-    """Trains with TokenAccumulation; a step on each batch, unless told otherwise.
+    """Trains with TokenAccumulation, by default a step on each batch.
 
     Args:
-        model: A Composer model, or one of Hugging Face.
-        data: Batches, for ``token_data_spec`` to split; or one loader or DataSpec.
-        microbatch_size: Of the Trainer.
-        options: Those of TokenAccumulation; with batches those of ``token_data_spec``; others of :func:`train`.
+        model: A model of Composer or of Hugging Face.
+        data: Batches, which ``token_data_spec`` splits. Or one loader or DataSpec.
+        microbatch_size: Option of the Trainer.
+        options: Options of TokenAccumulation and of :func:`train`. With batches also options of ``token_data_spec``.
 
     Returns:
-        What was recorded: gradients, what was logged, and the ``trainer``.
+        The recorder, with gradients and logged metrics. It also has the ``trainer``.
     """
-    own = {name: options.pop(name) for name in OWN_OPTIONS & options.keys()}
-    assert not (own and 'algorithms' in options)
-    options.setdefault('algorithms', [TokenAccumulation(**own)])
+    algorithm_options = {name: options.pop(name) for name in ALGORITHM_OPTIONS & options.keys()}
+    assert not (algorithm_options and 'algorithms' in options)
+    options.setdefault('algorithms', [TokenAccumulation(**algorithm_options)])
     if isinstance(data[0], (DataLoader, DataSpec)):
-        [given] = data
+        (train_data,) = data
     else:
-        split = {name: options.pop(name) for name in SPLIT_OPTIONS & options.keys()}
-        given = token_data_spec(loader(*data), **split)
+        split_options = {name: options.pop(name) for name in SPLIT_OPTIONS & options.keys()}
+        train_data = token_data_spec(loader(*data), **split_options)
         options.setdefault('max_duration', f'{len(data)}ba')
-    recorder, recorder.memory, recorder.trainer = train(model, given, microbatch_size=microbatch_size, **options)
+    recorder, memory, trainer = train(model, train_data, microbatch_size=microbatch_size, **options)
+    recorder.memory = memory
+    recorder.trainer = trainer
     return recorder
 
 
@@ -173,20 +189,21 @@ TOLERANCE = 1e-6
 
 
 def assert_exact(model: Any, *data: Any, batch: Any = None, **options: Any) -> GradientRecorder:
-    """Trains as :func:`fit`, and holds gradient and logged loss of each step to one forward over its batch.
+    """Trains as :func:`fit`. Compares gradient and logged loss of each step with one forward over its batch.
 
     Args:
-        model: Of Hugging Face.
+        model: A model of Hugging Face.
         data: See :func:`fit`.
-        batch: What one forward is over; None: each batch of the data.
+        batch: The batch of the one forward. None: each batch of the data.
         options: See :func:`fit`.
     """
     batches = data if batch is None else [batch]
-    expected = [reference_gradients(model, one) for one in batches]
+    references = [reference_gradients(model, reference_batch) for reference_batch in batches]
     recorder = fit(model, *data, **options)
-    for (gradients, loss), found, seen in zip(expected, recorder.steps, recorder.logged(TOTAL), strict=True):
-        assert relative_error(found, gradients) < TOLERANCE
-        assert abs(seen - loss) < TOLERANCE * abs(loss)
+    for reference, gradients, loss in zip(references, recorder.steps, recorder.logged(TOTAL), strict=True):
+        expected_gradients, expected_loss = reference
+        assert relative_error(gradients, expected_gradients) < TOLERANCE
+        assert abs(loss - expected_loss) < TOLERANCE * abs(expected_loss)
     return recorder
 
 
@@ -198,54 +215,79 @@ def hugging_face(model: torch.nn.Module, **kwargs: Any) -> HuggingFaceModel:
 
 
 def in_double(model: Any) -> Any:
-    """A copy in float64, with experts one by one: torch's grouped product of newer hosts takes no doubles on a CPU."""
+    """Returns a copy in float64. It runs its experts one by one, because grouped products need float32 on a CPU."""
     model = copy.deepcopy(model).double()
-    host = next((one for one in model.modules() if hasattr(one, '_can_set_experts_implementation')), None)
-    if host is not None and host._can_set_experts_implementation():
-        host.set_experts_implementation('eager')
+    for module in model.modules():
+        if hasattr(module, '_can_set_experts_implementation'):
+            if module._can_set_experts_implementation():
+                module.set_experts_implementation('eager')
+            break
     return model
 
 
 def reference_gradients(
     model: torch.nn.Module, batch: dict[str, Any], dtype: torch.dtype = torch.float64
 ) -> tuple[Gradients, float]:
-    """Gradient and loss of one plain forward over the whole global batch, by the model's own mean.
+    """Returns gradient and loss of one plain forward over the whole global batch, by the model's own mean.
 
-    In float64, so that only the round-off of what is tested counts: a float32 reference is 7e-7 off by itself. Not for
-    eager attention with left padding: transformers casts float64's lowest mask value to float32 there, which gives NaN.
+    It is in float64, because a reference in float32 would have an error of 7e-7 itself. This gives NaN for eager
+    attention with padding on the left, because transformers casts the lowest float64 to float32 there.
     """
     model = in_double(model).to(dtype)
     model.zero_grad(set_to_none=True)
-    inputs = {key: value for key, value in batch.items() if isinstance(value, torch.Tensor)}
-    inputs = {key: value.to(dtype) if value.is_floating_point() else value for key, value in inputs.items()}
+    inputs: dict[str, Any] = tensors_in(batch, dtype)
     if 'use_cache' in inspect.signature(model.forward).parameters:  # encoders of Transformers 4 have none
         inputs['use_cache'] = False
     loss = model(**inputs).loss
     loss.backward()
-    gradients = {f'model.{name}': p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return gradients, loss.item()
+    return gradients_of_inner(model), loss.item()
 
 
-def relative_error(found: Gradients, expected: Gradients) -> float:
-    """Norm of the difference over norm of the reference, over all parameters; an absent gradient is zero."""
-    names = found.keys() | expected.keys()
+def tensors_in(batch: dict[str, Any], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Returns the tensors of a batch, those of floats in this type."""
+    tensors = {}
+    for key, value in batch.items():
+        if isinstance(value, torch.Tensor):
+            tensors[key] = value.to(dtype) if value.is_floating_point() else value
+    return tensors
+
+
+def gradients_of_inner(model: torch.nn.Module) -> Gradients:
+    """Returns copies of the gradients, by the names that they have in a model of Composer."""
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            gradients[f'model.{name}'] = parameter.grad.clone()
+    return gradients
+
+
+def relative_error(gradients: Gradients, expected: Gradients) -> float:
+    """Returns the norm of the difference over the norm of the reference. A missing gradient counts as zero."""
     zero = torch.zeros(())
-    difference = sum((found.get(n, zero) - expected.get(n, zero)).double().square().sum() for n in names)
-    norm = sum(value.double().square().sum() for value in expected.values())
-    return float((difference / norm).sqrt())
+    squared_error = zero.double()
+    for name in gradients.keys() | expected.keys():
+        difference = gradients.get(name, zero) - expected.get(name, zero)
+        squared_error = squared_error + difference.double().square().sum()
+    squared_norm = sum(gradient.double().square().sum() for gradient in expected.values())
+    return float((squared_error / squared_norm).sqrt())
 
 
 def logged(memory: InMemoryLogger, name: str) -> list[float]:
-    """Values of a metric, in order."""
+    """Returns the values of a metric, in order."""
     return [float(value) for _, value in memory.data[name]]
 
 
 def each_run(run: Callable[..., Any]) -> Callable[[str], list[Any]]:
-    """Makes a ``main`` for :func:`.launch_json`: it takes a JSON list of the arguments of several runs."""
-    return lambda runs: [run(**arguments) for arguments in json.loads(runs)]
+    """Returns a ``main`` for :func:`.launch_json`, which takes the arguments of several runs as a JSON list."""
+
+    def main(runs: str) -> list[Any]:
+        return [run(**arguments) for arguments in json.loads(runs)]
+
+    return main
 
 
 def rank_share(items: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
-    """This rank's contiguous share, ``sizes`` giving how many each rank gets."""
-    start = sum(sizes[: dist.get_global_rank()])
-    return list(items[start : start + sizes[dist.get_global_rank()]])
+    """Returns the items of this rank. ``sizes`` says how many each rank gets, one rank after the other."""
+    rank = dist.get_global_rank()
+    start = sum(sizes[:rank])
+    return list(items[start : start + sizes[rank]])

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Weighted means by plain autograd: one float64 forward for the logits, the loss written out position by position."""
+"""Weighted means by plain autograd. The loss is written out row by row, from the logits of one float64 forward."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tests.support.training import Gradients, in_double
+from tests.support.training import Gradients, gradients_of_inner, in_double, tensors_in
 
 POWERS = {'token': 0.0, 'sqrt': 0.5, 'sample': 1.0}
 
 
 def column(batch: dict[str, Any], *, seed: int = 0, zeros: bool = True) -> torch.Tensor:
-    """Random weights, another for every position, some of them zero."""
+    """Returns random weights, another one for every position. With ``zeros`` some of them are 0."""
     generator = torch.Generator().manual_seed(seed)
     weights = 0.1 + 3 * torch.rand(batch['labels'].shape, generator=generator)
-    return weights * (torch.rand(weights.shape, generator=generator) > 0.2 if zeros else 1)
+    if zeros:
+        is_kept = torch.rand(weights.shape, generator=generator) > 0.2
+        weights = weights * is_kept
+    return weights
 
 
 def weighted_losses(
@@ -31,44 +34,65 @@ def weighted_losses(
     label_smoothing: float = 0.0,
     z_weight: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weighted mean and plain mean of the tokens' losses, row by row; column 0 counts without shift."""
+    """Returns the weighted mean and the plain mean of the losses of tokens.
+
+    Args:
+        logits: Of the whole batch, (rows, width, vocabulary).
+        batch: The batch, with its labels, and for ``'column'`` with its weights.
+        token_weights: Argument of TokenAccumulation.
+        shift: By how many positions a label is predicted ahead. With 0 also the first label counts.
+        label_smoothing: Argument of torch's cross-entropy.
+        z_weight: The weight of the z-loss.
+    """
     labels = batch['labels']
-    losses, weights = [], []
+    losses = []
+    weights = []
     for row in range(len(labels)):
         places = [place for place in range(shift, labels.shape[1]) if int(labels[row, place]) != -100]
-        predicted = logits[row, [place - shift for place in places]]
-        of_row = F.cross_entropy(predicted, labels[row, places], reduction='none', label_smoothing=label_smoothing)
-        losses.append(of_row + z_weight * predicted.logsumexp(dim=-1).square())
+        predicting_places = [place - shift for place in places]
+        predictions = logits[row, predicting_places]
+        targets = labels[row, places]
+        losses_of_row = F.cross_entropy(predictions, targets, reduction='none', label_smoothing=label_smoothing)
+        z_losses = predictions.logsumexp(dim=-1).square()
+        losses.append(losses_of_row + z_weight * z_losses)
         if token_weights == 'column':
-            given = batch['loss_weights'][row]
-            weights.append(given[places] if given.dim() else given.expand(len(places)))
+            weights_of_row = batch['loss_weights'][row]
+            # One weight for the row, or one for each position.
+            is_single = weights_of_row.dim() == 0
+            weights.append(weights_of_row.expand(len(places)) if is_single else weights_of_row[places])
         else:
-            weight_of_row = max(len(places), 1) ** -POWERS[token_weights]
-            weights.append(torch.full((len(places),), weight_of_row, dtype=logits.dtype))
-    loss, weight = torch.cat(losses), torch.cat(weights).to(logits.dtype)
-    return (loss * weight).sum() / weight.sum(), loss.mean()
+            weight = max(len(places), 1) ** -POWERS[token_weights]
+            weights.append(torch.full((len(places),), weight, dtype=logits.dtype))
+    all_losses = torch.cat(losses)
+    all_weights = torch.cat(weights).to(logits.dtype)
+    weighted_mean = (all_losses * all_weights).sum() / all_weights.sum()
+    return weighted_mean, all_losses.mean()
 
 
 def weighted_reference(
     model: torch.nn.Module, batch: dict[str, Any], token_weights: str
 ) -> tuple[Gradients, float, float]:
-    """Gradient, weighted mean loss and token mean loss of one whole forward in double precision."""
+    """Returns the gradient, the weighted mean loss and the plain mean loss of one float64 forward over the batch."""
     model = in_double(model)
     model.zero_grad(set_to_none=True)
-    inputs = {key: value for key, value in batch.items() if isinstance(value, torch.Tensor)}
-    inputs = {key: value.double() if value.is_floating_point() else value for key, value in inputs.items()}
-    logits = model(**{key: inputs[key] for key in inputs.keys() - {'labels', 'loss_weights'}}, use_cache=False).logits
-    loss, token_mean = weighted_losses(logits, batch, token_weights)
-    loss.backward()
-    gradients = {f'model.{name}': p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return gradients, loss.item(), token_mean.item()
+    inputs = tensors_in(batch, torch.float64)
+    del inputs['labels']
+    inputs.pop('loss_weights', None)
+    logits = model(**inputs, use_cache=False).logits
+    weighted_mean, plain_mean = weighted_losses(logits, batch, token_weights)
+    weighted_mean.backward()
+    return gradients_of_inner(model), weighted_mean.item(), plain_mean.item()
 
 
 def weighted_gradients(model: Any, batch: dict[str, Any], token_weights: str, **options: Any) -> Gradients:
-    """Of one plain forward of a Composer model over the whole batch; options of :func:`weighted_losses`."""
+    """Returns the gradients of one plain forward of a Composer model. Takes the options of :func:`weighted_losses`."""
     model.zero_grad(set_to_none=True)
     outputs = model({key: value for key, value in batch.items() if key != 'loss_weights'})
-    weighted_losses(outputs['logits'], batch, token_weights, **options)[0].backward()
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    weighted_mean, _ = weighted_losses(outputs['logits'], batch, token_weights, **options)
+    weighted_mean.backward()
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            gradients[name] = parameter.grad
     model.zero_grad(set_to_none=True)
     return gradients
