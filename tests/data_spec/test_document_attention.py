@@ -58,7 +58,10 @@ if IS_V4:
 
 
 def packed_of(model, batch):
-    """The packed row, and the model that takes it."""
+    """Returns the packed row and the DocumentAttention, which changes the model until its ``undo``.
+
+    The ``attention_mask`` of a packed row tells the documents apart: bool, of shape (documents, width).
+    """
     attention = DocumentAttention(model)
     return pack_rows(BatchLayout.for_model(model), batch, attention), attention
 
@@ -119,7 +122,7 @@ def test_documents_do_not_see_each_other(name, kernel):
 
 @pytest.mark.parametrize('side', ['left', 'right'])
 def test_documents_of_one_token(side):
-    """And an empty row, which becomes no document."""
+    """Also an empty row, which becomes no document."""
     model = text_model()
     batch = collate(text_rows(SHAPE), side=side)
     batch['attention_mask'][2] = 0
@@ -333,13 +336,13 @@ def test_lengths_are_read_once_a_forward():
     packed, _ = packed_of(model, collate(text_rows(SHAPE)))
     with LengthReads() as reads:
         logits_of(model, packed)
-    assert 0 < reads.count <= 2
+    assert 0 < reads.count <= 2, 'not in each of the five layers'
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(IS_V4, reason='makes its masks otherwise')
 def test_flex_attention_gets_one_block_mask(monkeypatch):
-    """On a CPU without its compiled kernel, which has no backward there."""
+    """On a CPU, so without its compiled kernel."""
     original = transformers.masking_utils.create_block_mask
     block_masks = []
 

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Rows of hand-written batches: masks, positions, labels, media, unknown entries; joined again."""
+"""BatchLayout selects, trims and joins rows of hand-written batches: masks, positions, labels, media, other entries."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_batch_without_mask_is_never_trimmed():
 
 
 def square_mask(batch):
-    """Where each position may attend to: real positions up to its own, ``(rows, 1, width, width)`` bool."""
+    """Returns a causal mask, bool of shape (rows, 1, width, width): True if a position may attend to another."""
     is_real = batch['attention_mask'].bool()
     width = is_real.shape[1]
     causal = torch.ones(width, width).tril().bool()
@@ -332,7 +332,10 @@ def test_shared_positions_must_agree():
 
 
 def images_of(*rows, count, **entries):
-    """Tells by placeholders how many of `count` images each row has, as for LLaVA."""
+    """Returns the number of entries of ``pixel_values`` of each row, by the placeholders of LLaVA.
+
+    In a row ``i`` is a placeholder, and a digit a word.
+    """
     config = SimpleNamespace(image_token_id=IMAGE, vision_config=SimpleNamespace(patch_size=2))
     batch = drawn_batch(*rows, pixel_values=torch.rand(count, 3, 2, 2), **entries)
     return BatchLayout(family=LLAVA, config=config).images_per_row(batch)
@@ -347,13 +350,13 @@ def test_image_over_two_lines_is_one():
 
 
 def test_sizes_tell_images_of_pixtral():
-    """Rows of 3 + 3 and of 12 placeholders have the same mean size of 6 as rows of one and two images."""
+    """By the mean size of 6 placeholders row 0 would have one image, row 1 two. The sizes 3, 3, 12 show the reverse."""
     sizes = torch.tensor([[2, 6], [6, 2], [4, 12]])
     assert images_of('iii1iii', 'iiiiiiiiiiii1', count=3, image_sizes=sizes) == [2, 1]
 
 
 def test_sizes_tell_touching_images_from_lines():
-    """Two touching images, and one over two lines: as many runs as one and two images would have."""
+    """Row 0 is one run of two images, row 1 has two runs of one image. A count of runs would give the reverse."""
     sizes = torch.tensor([[2, 4], [2, 4], [4, 6]])
     assert images_of('iiii111', 'iii1iii', count=3, image_sizes=sizes) == [2, 1]
 

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""A collator of text, images, videos and sounds, written without the package."""
+"""A collator for text and media. It does not use the package, so that a fault of the package cannot hide in batches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def join(rows: Sequence[Row], *, side: str, multiple: int = 1, slots: bool = Fal
         rows: The rows.
         side: The side on which text is padded.
         multiple: The width is rounded up to a multiple of it.
-        slots: Whether media have a slot dimension. If not, the media of all rows come one after the other.
+        slots: Whether media have a slot dimension, (rows, slots, ...). If not, the media of all rows come one after the
+            other, (media, ...).
     """
     longest = max(row['input_ids'].shape[1] for row in rows)
     width = math.ceil(longest / multiple) * multiple
@@ -64,7 +65,7 @@ def _joined_text(rows: Sequence[Row], key: str, like: torch.Tensor, width: int, 
 
 
 def _zeros(row: Row, like: torch.Tensor) -> torch.Tensor:
-    """Returns the entry of a row without images, as wide as its text. If entries have slots, it has none."""
+    """Returns zeros for a row without images: (1, width of its text), or (1, width, 0, ...) if entries have slots."""
     rest = (0, *like.shape[3:]) if like.dim() > 2 else ()
     return like.new_zeros(1, row['input_ids'].shape[1], *rest)
 

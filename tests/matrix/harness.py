@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Steps of a real Trainer, compared with plain autograd: exact, refused, or wrong."""
+"""Steps of a real Trainer, compared with plain autograd: exact, refused, wrong or crashed."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ __all__ = ['TOLERANCE', 'Outcome', 'kinds_of_steps', 'measure', 'measure_steps',
 
 TOLERANCE = 1e-6
 LARGEST_ROUND_OFF = 3e-6
-"""Up to this value an error may be twice that of one forward in float32. With large weights this error is 1.4e-6 for
-Mllama."""
+"""An error between TOLERANCE and this value is still exact if it is below twice the error of one forward in float32.
+The latter is 1.4e-6 for Mllama with large weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,9 @@ def measure_steps(
     reference: Callable[[Any, dict[str, Any]], Gradients] | None = None,
     **options: Any,
 ) -> list[Outcome]:
-    """Runs a step on each batch, at learning rate 0, until one raises an error.
+    """Runs a step on each batch, until one raises an error.
+
+    The learning rate is 0, so that the references can be computed with the same weights afterwards.
 
     Args:
         model: A Composer model.
@@ -78,7 +80,7 @@ def measure_steps(
         **options: Options of ``token_data_spec``.
 
     Returns:
-        The outcome of each step, the last one perhaps of a step that raised an error.
+        The outcome of each step. If a step raised an error, its outcome is the last one.
     """
     recorder = GradientRecorder()
     optimizer = CountingSGD(model.parameters(), lr=0.0)
@@ -96,7 +98,7 @@ def measure_steps(
                 **(trainer_options or {}),
             )
     except Exception as error:
-        # The recorder has the gradients of completed steps. So the step that failed has not moved the optimizer.
+        # If the optimizer made as many steps as were recorded, the failed step did not move it.
         is_before_move = optimizer.num_steps == len(recorder.steps)
         kind = 'refused' if _is_refusal(error) and is_before_move else 'crashed'
         outcome_of_error = [Outcome(kind=kind, message=f'{type(error).__name__}: {error}', where=where)]
@@ -132,7 +134,7 @@ def round_off(model: Any, batch: dict[str, Any], gradients: Gradients, gradients
         batch_in_double[key] = value.double() if is_float else value
     try:
         return relative_error(gradients, gradients_of(in_double(model), batch_in_double))
-    except RuntimeError:  # the model does not compute in float64
+    except RuntimeError:  # the model does not compute in float64, so TOLERANCE is the limit
         return 0.0
 
 

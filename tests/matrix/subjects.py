@@ -23,7 +23,8 @@ __all__ = ['SUBJECTS', 'Subject', 'text_subject']
 
 LARGE_STD = 0.15
 FIRST_LABELLED = 3
-"""In one batch of four also the first token of a row has a label, as in pretraining. A pad before it predicts it."""
+"""Batches whose seed has this remainder by 4 also have labels of first tokens, as in pretraining. With padding on the
+left a pad predicts such a label."""
 FIRST_ID, LAST_ID = 4, 63
 """Ids of words. Smaller ids are pad, beginning, end and mask."""
 LONGEST = 24
@@ -42,7 +43,7 @@ class Subject:
         settings: Entries of the config by path.
         modalities: Modalities of the media in its rows.
         slots: Whether images have a slot dimension (Idefics3, Mllama).
-        packs: Whether it tells the documents of a packed row apart, in transformers 5.
+        packs: Whether the model keeps the documents of a packed row apart, with transformers 5.
         needs_media: Whether the model needs a medium in every ``'row'`` or in every ``'batch'``; empty: in neither.
     """
 
@@ -65,7 +66,7 @@ class Subject:
     def model(self, init: str) -> HuggingFaceModel:
         """Returns a model with the initial weights of Hugging Face (``'fresh'``), or with larger ones (``'large'``).
 
-        If attention leaks, the loss of so small a model changes much only with large weights.
+        With fresh weights, leaking attention hardly changes the loss of a model of this size. Large weights show it.
         """
         with torch.random.fork_rng():
             torch.manual_seed(0)
@@ -88,10 +89,11 @@ class Subject:
             for row in rows:
                 row['labels'][:, 0] = -100
         if all((row['labels'][:, 1:] == -100).all() for row in rows):
-            rows[0]['labels'][:, -1] = rows[0]['input_ids'][:, -1]
+            longest_row = max(rows, key=lambda row: row['input_ids'].shape[1])
+            longest_row['labels'][:, -1] = longest_row['input_ids'][:, -1]
         if seed % 2:
-            # Without the numbers of media. They must be counted by placeholders then.
-            rows = [{key: value for key, value in row.items() if not key.startswith('num_')} for row in rows]
+            # Without the numbers of media, so that the package must count placeholders.
+            rows = [without_numbers(row) for row in rows]
         return rows
 
     def row(self, rng: random.Random) -> Row:
@@ -102,7 +104,7 @@ class Subject:
         return UNSHIFTED_ROWS.get(self.model_type, causal_row)(rng)
 
     def collate(self, rows: Sequence[Row], seed: int, *, side: str) -> Row:
-        """Joins rows into a batch. In one of three batches the width is a multiple of 8, wider than most rows."""
+        """Joins rows into a batch. In one of three batches the width is a multiple of 8."""
         multiple = 8 if seed % 3 == 2 else 1
         return join(rows, side=side, multiple=multiple, slots=self.slots)
 
@@ -112,6 +114,10 @@ class Subject:
 MEDIA = ('pixel_values', 'pixel_values_videos', 'input_features')
 
 
+def without_numbers(row: Row) -> Row:
+    return {key: value for key, value in row.items() if not key.startswith('num_')}
+
+
 def has_media(row: Row) -> bool:
     """Whether the row has an image, a video or a sound."""
     return any(key in row for key in MEDIA)
@@ -119,7 +125,7 @@ def has_media(row: Row) -> bool:
 
 @functools.cache
 def _maker(model_type: str, class_name: str) -> Maker:
-    """Returns what makes the rows of all subjects of a type. Rows do not depend on the weights of a model."""
+    """Returns the Maker for all subjects of a type. Rows do not depend on the weights of a model."""
     with torch.random.fork_rng():
         model = getattr(transformers, class_name)(tiny_config(model_type))
     return Maker(model_type, model)

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What the names of sizes do not tell: by model type, entries of the config by path, and settings of processors."""
+"""Exceptions by model type: entries of its config by path, settings of its processors, and why it is not tried."""
 
 from __future__ import annotations
 
@@ -301,8 +301,18 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     'instructblip': {'modalities': ('image',)},
     'qwen2_audio': {**_FULL_SOUND, 'audio_count': lambda maker, item: 5 + 2 * item},
 }
-"""By model type: settings by modality; `nested`: a list of images a row; `like`: the type whose processors it takes;
-`words`: those of a row, where its media tell; `video_runs`: runs of placeholders of a video, in random rows."""
+"""Settings of processors by model type and modality. Other keys:
+
+- ``like``: another type, whose processors it uses. ``modalities``: if it has fewer than its processors.
+- ``image_items`` (and of videos): the media of each row, for types that take at most one in a row.
+- ``image_count`` (and of audios): placeholders of a medium. ``video_runs``: runs of placeholders of a video.
+- ``nested``: images come as a list for each row. ``lists``: entries that must be lists. ``slots``: for Idefics.
+- ``frames``: frames of videos have the placeholder of images.
+- ``words``: the number of tokens of a row, for types whose audios decide it. ``length``: samples of an audio.
+- ``audio_call``: arguments of the audio processor's call. ``sound_size``, ``frames_a_token``: if there is none.
+- ``image_media``: other tensors that take the place of images.
+- ``decoder_ids``, ``codes``, ``robot``: further entries of a batch.
+"""
 
 if transformers.__version__.startswith('4.'):  # what later releases have by default
     CONFIGS['qwen3_vl'] = {'text_config.rope_parameters': _ROPE}
@@ -312,12 +322,12 @@ if transformers.__version__.startswith('4.'):  # what later releases have by def
     PROCESSORS['qwen2_audio'] |= {'audio': {'name': 'WhisperFeatureExtractor'}}
 
 THINKERS = {'qwen2_5_omni': 'qwen2_5_omni_thinker', 'qwen3_omni_moe': 'qwen3_omni_moe_thinker'}
-"""Types whose own forward takes no batch, by the part that is trained."""
+"""Types whose forward takes no batch, and the type of their part that is trained."""
 
 NEWER = 'it wants torch 2.8 or newer: scatter of int32'
 _IS_OLD = tuple(map(int, torch.__version__.split('.')[:2])) < (2, 8)
 UNTRIED: dict[str, str] = {'glm5_next': NEWER, 'qwen4_exp': NEWER} if _IS_OLD else {}
-"""Why a type has no trial here."""
+"""Types that are not tried, and why."""
 
 _DRAFTS = 'it drafts for another model, whose states it takes'
 _DECODES = 'its decoder writes what is no text'
@@ -329,7 +339,7 @@ UNTRIED_TEXT: dict[str, str] = {
     'musicgen_melody': _DECODES,
     **({'qwen4_exp': NEWER, 'qwen4_exp_text': NEWER} if _IS_OLD else {}),
 }
-"""The same of text types."""
+"""The same for text types."""
 
 ONE_EACH: dict[str, str] = {
     'blip': 'text',
@@ -344,4 +354,7 @@ ONE_EACH: dict[str, str] = {
     'evolla': 'text',
     'voxtral_realtime': 'text',
 }
-"""Types whose rows have an image each, without placeholders; the text is theirs, or a decoder's."""
+"""Types that need one image in each row.
+
+``'text'``: the image has no placeholders. ``'decoder'``: there is no text but the labels of a decoder. ``'seq2seq'``:
+text and labels of a decoder. ``'masked'``: placeholders are told by a mask."""

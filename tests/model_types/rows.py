@@ -27,7 +27,7 @@ ITEMS: Mapping[str, Sequence[Sequence[int]]] = {
     'video': [[0], [], [1, 2]],
     'audio': [[0, 1], [], [2]],
 }
-"""For each modality, the media of each of four rows, by number."""
+"""For each modality, the numbers of the media in each row."""
 NUM_ITEMS = 1000
 """Media that random rows choose from. Every fourth one has the same size, and other pixels."""
 WORDS = [7, 3, 12, 5]
@@ -43,7 +43,11 @@ _TOKEN_TYPE_KEYS = ('mm_token_type_ids', 'moe_mm_token_type_ids', 'token_type_id
 
 
 class Maker:
-    """Makes batches and rows for a model type."""
+    """Makes batches and rows for a model type.
+
+    ``settings`` are those of its processors, see ``PROCESSORS`` in ``exceptions.py``. ``one_each`` is set for types
+    that need one image in each row; see ``ONE_EACH`` there.
+    """
 
     side = 'right'
     """The side of the padding."""
@@ -163,8 +167,8 @@ class Maker:
         return words_of_media(self.media(modality, [items])) - num_ids
 
     def _image_masks(self, modality: str, joined: Mapping[str, Any], media: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns which tokens see which images, for types that take such a mask."""
-        if self.settings.get('slots'):  # Idefics has a slot for each image
+        """Returns which tokens see which images, for types that take such a mask. For Idefics also images in slots."""
+        if self.settings.get('slots'):
             pixels = media['pixel_values'].unflatten(0, (-1, 1))
             return {'pixel_values': pixels, 'image_attention_mask': joined['attention_mask'][..., None]}
         if 'cross_attention_mask' in self.arguments and media:
