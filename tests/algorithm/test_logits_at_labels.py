@@ -32,6 +32,7 @@ from tests.support.training import (
     On,
     assert_exact,
     fit,
+    gradients_of_inner,
     hugging_face,
     loader,
     reference_gradients,
@@ -52,12 +53,12 @@ def make(name, **config):
 
 
 llama = partial(make, 'LlamaForCausalLM', **HEADS)
-mixture = {'num_local_experts': 4, 'output_router_logits': True, 'router_aux_loss_coef': 0.1}
-mixtral = partial(make, 'MixtralForCausalLM', **HEADS, **mixture)
+EXPERTS = {'num_local_experts': 4, 'output_router_logits': True, 'router_aux_loss_coef': 0.1}
+mixtral = partial(make, 'MixtralForCausalLM', **HEADS, **EXPERTS)
 # Scales its embeddings, ties them to the head, and caps its logits.
 gemma2 = partial(make, 'Gemma2ForCausalLM', **HEADS, head_dim=8, final_logit_softcapping=5.0)
-special_ids = {'pad_token_id': 0, 'bos_token_id': 1, 'eos_token_id': 2, 'cls_token_id': 1, 'sep_token_id': 2}
-modern_bert = partial(make, 'ModernBertForMaskedLM', num_attention_heads=4, **special_ids)
+SPECIAL_IDS = {'pad_token_id': 0, 'bos_token_id': 1, 'eos_token_id': 2, 'cls_token_id': 1, 'sep_token_id': 2}
+modern_bert = partial(make, 'ModernBertForMaskedLM', num_attention_heads=4, **SPECIAL_IDS)
 t5 = partial(make, 'T5ForConditionalGeneration', d_ff=48, num_heads=4, d_kv=8, decoder_start_token_id=0, dropout_rate=0)
 
 
@@ -110,7 +111,7 @@ def masked_batch():
     generator = torch.Generator().manual_seed(0)
     is_drawn = torch.rand(batch['labels'].shape, generator=generator) < 0.3
     is_masked = is_drawn & (batch['attention_mask'] != 0)
-    is_masked[:, 0] = True
+    is_masked[:, 0] = True  # models that do not shift labels also count the first one
     batch['labels'] = batch['input_ids'].masked_fill(~is_masked, -100)
     return batch
 
@@ -149,14 +150,14 @@ def test_gradient_of_an_adapted_head(microbatch_size):
     batch = batch_of()
     reference = copy.deepcopy(model).double()
     reference(**without_sample_ids(batch)).loss.backward()
-    expected = plain_gradients(reference)
+    expected = gradients_of_inner(reference)
     recorder = fit(hugging_face(model), batch, logits='labels', microbatch_size=microbatch_size)
     assert relative_error(recorder.gradients, expected) < TOLERANCE
 
 
-@pytest.mark.parametrize(('make', 'microbatch_size'), [(modern_bert, 1), (modern_bert, 6), (t5, 2)])
-def test_gradient_of_unshifted_labels(make, microbatch_size):
-    model = make().eval()
+@pytest.mark.parametrize(('make_model', 'microbatch_size'), [(modern_bert, 1), (modern_bert, 6), (t5, 2)])
+def test_gradient_of_unshifted_labels(make_model, microbatch_size):
+    model = make_model().eval()  # without dropout
     shapes = On(Event.BEFORE_BACKWARD, shape_of_logits)
     batch = masked_batch()
     assert_exact(model, batch, logits='labels', microbatch_size=microbatch_size, callbacks=[shapes])
@@ -168,11 +169,11 @@ def test_gradient_is_that_of_sparse_prediction():
     batch = masked_batch()
     reference = modern_bert(sparse_prediction=True)
     reference(**batch).loss.backward()
-    expected = plain_gradients(reference)
+    expected = gradients_of_inner(reference)
     model = modern_bert()
     with LogitsAtLabels(model):
         model(**batch).loss.backward()
-    gradients = plain_gradients(model)
+    gradients = gradients_of_inner(model)
     for name, gradient in expected.items():
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-5, atol=1e-8, msg=name)
 
@@ -207,13 +208,13 @@ def test_dropout_keeps_the_gradient():
     batch = without_sample_ids(batch_of())
     torch.manual_seed(3)
     model(**batch).loss.backward()
-    expected = plain_gradients(model)
+    expected = gradients_of_inner(model)
     model.zero_grad()
     with LogitsAtLabels(model, shifts_labels=True):
         model(**batch)  # the first forward is checked, and draws random numbers
         torch.manual_seed(3)
         model(**batch).loss.backward()
-    assert relative_error(plain_gradients(model), expected) < TOLERANCE
+    assert relative_error(gradients_of_inner(model), expected) < TOLERANCE
 
 
 def test_media_rows():
@@ -240,13 +241,13 @@ def test_losses_by_source():
 
 
 def double_weight_in_second_step(state):
-    """Lets the second label of the batch weigh double. The value of the loss stays the mean."""
+    """In the second step, lets the second label weigh double by a hook on the logits. The loss stays the same."""
     if state.timestamp.batch == 1:
         state.outputs['logits'].register_hook(with_doubled_position)
 
 
 def with_doubled_position(gradient):
-    """Doubles the gradient by the logits of the second position that has one."""
+    """Doubles the gradient by the logits of the second position whose gradient is not 0."""
     has_gradient = gradient.abs().sum(dim=-1).flatten() != 0
     places = has_gradient.nonzero().flatten()
     weights = torch.ones(gradient.shape[:2]).flatten()
@@ -255,11 +256,11 @@ def with_doubled_position(gradient):
 
 
 def test_error_names_sample_and_label():
-    # A step measures at most this many labels of a microbatch.
+    # So few labels that a step measures all of them.
     shape = [(14, 2), (5, 3), (19, 7), (16, 1), (13, 2)]
     first = batch_of(shape=shape)
     second = batch_of(shape=shape)
-    # New labels, so that the microbatch is measured.
+    # Labels that the first step did not have, because only microbatches with new labels are measured.
     second['input_ids'] = (second['input_ids'] + 1) % 64
     has_label = second['labels'] != -100
     second['labels'] = second['labels'].where(~has_label, (second['labels'] + 1) % 64)
@@ -325,7 +326,7 @@ def test_other_shapes_are_not_compared():
         pytest.param({'compile_config': {'backend': 'eager'}}, 'compiled', marks=pytest.mark.slow),
     ],
 )
-def test_all_logits_if_unproven(options, reason, caplog):
+def test_reason_of_all_logits_is_logged(options, reason, caplog):
     shapes = On(Event.BEFORE_BACKWARD, shape_of_logits)
     with caplog.at_level(logging.INFO):
         assert_exact(llama(), batch_of(), microbatch_size=2, callbacks=[shapes], **options)
@@ -341,7 +342,7 @@ def test_metrics_of_training_get_all_logits():
     assert shapes.values == [(6, 24)]
 
 
-def test_labels_are_refused_if_unproven():
+def test_logits_at_labels_need_no_metrics():
     with pytest.raises(RuntimeError, match='metrics of training'):
         fit(hugging_face(llama(), metrics=[LanguageCrossEntropy()]), batch_of(), logits='labels')
 
@@ -378,7 +379,7 @@ def test_dense_labels_compute_all_logits():
 
 
 def test_evaluation_computes_all_logits():
-    """Composer's metric of a run is the independent reference."""
+    """Composer's metric is the same with logits at labels and with all logits."""
     losses = []
     for logits in ('all', 'labels'):
         model = hugging_face(llama(), eval_metrics=[LanguageCrossEntropy()])
@@ -388,15 +389,6 @@ def test_evaluation_computes_all_logits():
         losses.append(float(metric.compute()))
     with_all_logits, with_logits_at_labels = losses
     assert with_logits_at_labels == pytest.approx(with_all_logits, rel=1e-6)
-
-
-def plain_gradients(model):
-    """Returns the gradients by the names that they have in a model of Composer."""
-    gradients = {}
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            gradients[f'model.{name}'] = parameter.grad.clone()
-    return gradients
 
 
 @pytest.mark.parametrize('shifts_labels', [None, True])
@@ -414,7 +406,7 @@ def test_plain_loop(shifts_labels):
             (outputs.loss * weight).backward()
         model.eval()
         assert model(**batch).logits.shape[:2] == batch['labels'].shape
-    assert relative_error(plain_gradients(model), expected) < TOLERANCE
+    assert relative_error(gradients_of_inner(model), expected) < TOLERANCE
     model.train()
     assert model(**batch).logits.shape[:2] == batch['labels'].shape
 

@@ -67,7 +67,7 @@ def test_gradient_does_not_depend_on_the_cut(model, side, microbatch_size, split
 
 @pytest.mark.parametrize('counts_tokens', [False, True])
 def test_stock_composer_is_wrong(model, counts_tokens):
-    """So the tests here can fail. Composer's own counter of tokens also counts padding."""
+    """On these rows wrong weights show: the error is over 10 %. Composer's own counter also counts padding."""
     batch = collate(text_rows(RAGGED[:4]))
     expected, _ = reference_gradients(model, batch)
     options = COMPOSERS_FLAG if counts_tokens else {}
@@ -107,8 +107,8 @@ def test_flag_with_wrong_rule_is_refused(model, batch):
         fit(model, data, algorithms=[], **COMPOSERS_FLAG)
 
 
-def test_flag_and_algorithm_are_refused(model, batch):
-    """Before the first step."""
+def test_flag_with_our_counter_and_algorithm(model, batch):
+    """Both would weigh by tokens. The run is refused before the weights move."""
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(RuntimeError, match='accumulate_train_batch_on_tokens'):
         fit(model, batch, **COMPOSERS_FLAG, optimizer=torch.optim.SGD(model.parameters(), lr=1.0))
@@ -152,7 +152,7 @@ def test_split_that_drops_rows_is_refused(model, batch):
 
 
 class At(Algorithm):
-    """Calls a function with the state at an event."""
+    """Calls a function with the state at an event. An algorithm, because its place among the algorithms matters."""
 
     def __init__(self, event, function):
         self.event = event
@@ -187,7 +187,7 @@ def test_microbatches_without_labels(model, split):
 
 
 class MaskedSum(torch.nn.Module):
-    """The other usual loss divides a masked sum by the sum of the mask. Without labels its gradients are NaN."""
+    """A usual loss that divides a masked sum by the sum of the mask. Without labels its gradients are NaN."""
 
     def __init__(self, model):
         super().__init__()
@@ -263,7 +263,7 @@ def test_retry_after_out_of_memory(model, batch, has_data_spec, token_weights):
 
 
 def test_gradient_clipping_after_the_algorithm(model, batch):
-    """``test_composers_algorithms.py`` clips before the algorithm."""
+    """The exact gradient is clipped. ``test_composers_algorithms.py`` clips before the algorithm."""
     expected, _ = reference_gradients(model, batch)
     clipping = GradientClipping(clipping_type='norm', clipping_threshold=0.1)
     recorder = fit(model, loader(batch), algorithms=[TokenAccumulation(), clipping])
@@ -304,7 +304,7 @@ def test_lbfgs_step_does_not_depend_on_the_cut(model, batch):
 
 @pytest.mark.parametrize('precision', ['fp32', 'amp_fp16'])
 def test_scale_of_grad_scaler(precision, model, batch, monkeypatch):
-    """It is not taken for a wrong weight. On a GPU the scaler is always enabled, but used only in AMP_FP16."""
+    """The scale is not taken for a wrong weight. On a GPU the scaler is always enabled, but used only in AMP_FP16."""
     callbacks = set_precision(precision, monkeypatch)
     monkeypatch.setattr('composer.trainer.trainer.get_precision_context', lambda *_: nullcontext())
     scaled_losses = []
@@ -320,6 +320,7 @@ def test_scale_of_grad_scaler(precision, model, batch, monkeypatch):
 
 
 def test_second_fit_and_checkpoint(model, batch, tmp_path):
+    """The learning rate is 0, so all steps have the same gradient."""
     expected, _ = reference_gradients(model, batch)
     recorder = fit(model, loader(batch), save_folder=str(tmp_path), save_interval='1ba')
     recorder.trainer.fit(duration='1ba')
@@ -331,6 +332,7 @@ def test_second_fit_and_checkpoint(model, batch, tmp_path):
 
 
 def test_raw_loss_is_restored_for_callbacks(model, batch):
+    """After a step ``state.loss`` is the loss of the last microbatch without our weight, as in stock Composer."""
     last_row = {key: value[-1:] for key, value in batch.items()}
     _, loss = reference_gradients(model, last_row)
     recorder = fit(model, loader(batch), microbatch_size=1)

@@ -1,10 +1,11 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Under the composer launcher: each rank trains on its share of one global batch. Returns the relative errors.
+"""Under the composer launcher: each rank trains on its share of one global batch.
 
-Arguments: groups of cases (``text``, ``weights llava``, ``fsdp llava``, ``router``, ...). The result of a case that
-must be refused is the message.
+Arguments: groups of cases (``text``, ``weights llava``, ``fsdp llava``, ``router``, ...). Returns for each case the
+relative errors of gradient and losses. If a case must be refused, its label begins with ``refused``, and its result is
+the message.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def measure(
 ) -> dict[str, float]:
     """Runs a step on ``data``, and compares it with one forward over the whole batch.
 
-    With FSDP logits are computed only at labels, because both have hooks on the model.
+    With FSDP also ``logits='labels'`` is set. Both have hooks on the model, so they are tested together.
 
     Returns:
         On rank 0 the errors of the gradient and of the logged losses.
@@ -80,7 +81,8 @@ def measure(
         options['token_weights'] = weights
     expected = {}
     losses: list[float] = []
-    if dist.get_global_rank() == 0:
+    is_first = dist.get_global_rank() == 0
+    if is_first:
         if weights == 'token':
             expected, loss = reference_gradients(model, batch)
             losses = [loss]
@@ -95,17 +97,19 @@ def measure(
     if fsdp:
         parameters = recorder.trainer.state.model.parameters()
         assert any(hasattr(parameter, 'full_tensor') for parameter in parameters), 'FSDP has sharded the model'
-    if not expected:
+    if not is_first:
         return {}
     loss_errors = []
+    # The mean loss is only known, and only logged, if tokens have weights.
     for name, loss in zip((TOTAL, MEAN_LOSS), losses, strict=False):
         loss_errors.append(abs(recorder.logged(name)[-1] / loss - 1))
     return {'error': relative_error(recorder.gradients, expected), 'loss_error': max(loss_errors)}
 
 
 def refusal(model: Any, data: Any, **options: Any) -> str:
-    """Returns the message of the error. With microbatches of one row stock weights are wrong on every rank."""
+    """Returns the message of the error, or an empty text if the run is not refused."""
     try:
+        # Microbatches of one row, so that Composer's own weights are wrong on every rank.
         fit(model, data, microbatch_size=1, **options)
     except RuntimeError as error:
         return str(error)
@@ -117,6 +121,7 @@ def packed_label(packing: bool) -> str:
 
 
 def family_results(name: str) -> Results:
+    """Cuts the rows of a family in several ways. One row has no labels."""
     case = FAMILIES[name]()
     rows = case.rows
     layout = BatchLayout.for_model(case.config)
@@ -135,7 +140,10 @@ def family_results(name: str) -> Results:
 
 
 def measure_unknown_type(case: Any) -> dict[str, float]:
-    """The layout is inferred from the batch. The first rank sees only text in its batch."""
+    """The package does not know the model type, so it infers the layout from the batch.
+
+    The first rank sees only text, and must still agree with the other ranks.
+    """
     model = copy.deepcopy(case.model)
     model.config.model_type = 'known_to_nobody'
     layout = BatchLayout.for_model(case.config)
@@ -182,7 +190,7 @@ def measure_plain_loop(rows: Sequence[Any]) -> dict[str, float]:
     parallel: Any = torch.nn.parallel.DistributedDataParallel(model)
     microbatches = []
     for row in share_of(rows):
-        if (row['labels'] != -100).any():
+        if (row['labels'] != -100).any():  # the model's mean over no labels is NaN
             microbatches.append(collate([row]))
     weights = step_loss_weights(microbatches)
     for index, (microbatch, weight) in enumerate(zip(microbatches, weights, strict=True)):
@@ -220,19 +228,21 @@ def weight_results(name: str) -> Results:
         order = 'text_rank'
     layout = BatchLayout.for_model(model)
 
-    def measured(rows: Sequence[Any], order: str, weights: str, size: int, **options: Any) -> dict[str, float]:
-        batch = layout.concat(rows, pad_token_id=pad_token_id)
-        rank_batch = layout.concat(share_of(rows, order), pad_token_id=pad_token_id)
+    def measure_rows(
+        rows_of_batch: Sequence[Any], shares: str, weights: str, size: int, **options: Any
+    ) -> dict[str, float]:
+        batch = layout.concat(rows_of_batch, pad_token_id=pad_token_id)
+        rank_batch = layout.concat(share_of(rows_of_batch, shares), pad_token_id=pad_token_id)
         return measure(model, batch, token_data_spec(loader(rank_batch), **options), size, weights=weights)
 
     weighted_rows = with_weights([rows[index] for index in ORDERS[order]])
     packings = (False,) if name == 'qwen2_5_vl' else (False, True)
     for packing, size, weights in itertools.product(packings, (1, 3), ('sqrt', 'sample', 'column')):
         label = f'{name} {weights} microbatch {size}{packed_label(packing)}'
-        yield label, measured(weighted_rows, order, weights, size, packing=packing)
+        yield label, measure_rows(weighted_rows, order, weights, size, packing=packing)
     rows_of_first_rank = SHARES['mixed'][dist.get_world_size()][0]
     rows_without_first_weights = with_weights(rows, num_zero_rows=rows_of_first_rank)
-    yield f'{name} rank without weight', measured(rows_without_first_weights, 'mixed', 'column', 2)
+    yield f'{name} rank without weight', measure_rows(rows_without_first_weights, 'mixed', 'column', 2)
     if name == 'text':
         yield 'router of a mixture of experts', measure_weighted_router(rows)
 
@@ -272,7 +282,7 @@ def fsdp_results(name: str) -> Results:
 
 
 def router_results() -> Results:
-    """Cases of ``router_balance='step'``."""
+    """Cases of ``router_balance='step'`` on two ranks. The second has one text row, so it makes fewer microbatches."""
     repair_average()
     rows = text_rows(SHAPE)
     batch = collate(rows)

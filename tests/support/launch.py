@@ -22,7 +22,7 @@ from benchmarks.machine import environment_of_no_rank, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_WAITING_RANKS = 4
-"""Ranks that wait for their next run, in each of two workers of pytest. Each of them needs up to 1.8 GiB."""
+"""Most ranks that a worker of pytest keeps waiting. Two workers run at a time, and a rank needs up to 1.8 GiB."""
 
 
 def environment() -> dict[str, str]:
@@ -43,7 +43,11 @@ def command(folder: str, arguments: Sequence[str], ranks: int) -> list[str]:
 
 
 def launch(arguments: Sequence[str], *, ranks: int, timeout: float = 540) -> subprocess.CompletedProcess:
-    """Runs ``composer -n RANKS arguments`` in the root of the repository. Returns the output of all ranks."""
+    """Runs ``composer -n RANKS arguments`` in the root of the repository.
+
+    Returns:
+        The output of all ranks, and the exit status, which the caller checks.
+    """
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
             command(folder, arguments, ranks),
@@ -91,11 +95,19 @@ def launch_nodes(arguments: Sequence[str], *, nodes: int, ranks: int, timeout: f
         )
         for node in range(nodes)
     ]
-    with ThreadPoolExecutor(nodes) as readers:  # a full pipe would stop its writer
-        screens = list(readers.map(lambda process: process.communicate(timeout=timeout)[0], started))
+    try:
+        with ThreadPoolExecutor(nodes) as readers:  # a full pipe would stop its writer
+            screens = list(readers.map(lambda process: process.communicate(timeout=timeout)[0], started))
+    finally:
+        for process in started:
+            process.kill()
     for process, screen in zip(started, screens, strict=True):
         assert process.returncode == 0, screen[-6000:]
     return screens
+
+
+_waiting: dict[int, _Ranks] = {}
+"""Ranks that wait for a run, by their number."""
 
 
 def launch_json(script: str, *arguments: str, ranks: int) -> Any:
@@ -144,7 +156,11 @@ class _Ranks:
                 stderr=output,
                 start_new_session=True,
             )
-            self._connections = [server.accept()[0] for _ in range(num_ranks)]
+            try:
+                self._connections = [server.accept()[0] for _ in range(num_ranks)]
+            except BaseException:
+                os.killpg(self._launcher.pid, signal.SIGKILL)
+                raise
 
     def run(self, script: str, *arguments: str) -> Any:
         """See :func:`launch_json`."""
@@ -153,13 +169,15 @@ class _Ranks:
         try:
             for connection in self._connections:
                 connection.sendall(f'{order}\n'.encode())
-            # A rank that has crashed sends nothing.
+            # A rank sends one byte when it is done. If it has raised or crashed, its socket is closed without one.
             all_succeeded = all(connection.recv(1) for connection in self._connections)
         except (BrokenPipeError, ConnectionResetError):
             all_succeeded = False
         if not all_succeeded:
-            self._launcher.wait(60)  # it prints which rank has crashed
-            outputs = [path.read_text()[-6000:] for path in sorted(result.parent.glob('*.[oe]*'))]
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._launcher.wait(60)  # it prints which rank has crashed
+            files = [*result.parent.glob('*.out'), *result.parent.glob('*.err')]
+            outputs = [path.read_text()[-6000:] for path in sorted(files)]
             raise AssertionError('\n'.join(outputs))
         return json.loads(result.read_text())
 
@@ -171,7 +189,3 @@ class _Ranks:
         for connection in self._connections:
             connection.close()
         self._folder.cleanup()
-
-
-_waiting: dict[int, _Ranks] = {}
-"""Ranks that wait for a run, by their number."""

@@ -129,7 +129,11 @@ def train(
     loggers: Iterable[Any] = (),
     **kwargs: Any,
 ) -> tuple[GradientRecorder, InMemoryLogger, Trainer]:
-    """Runs the Trainer. Without an optimizer the learning rate is 0."""
+    """Runs the Trainer.
+
+    Without an optimizer the learning rate is 0. Then the weights do not move, and each step can be compared with the
+    same model.
+    """
     recorder = GradientRecorder()
     memory = InMemoryLogger()
     composer_model = model if hasattr(model, 'eval_forward') else hugging_face(model)
@@ -153,13 +157,17 @@ def train(
     return recorder, memory, trainer
 
 
+# `token_data_spec` passes the transforms on to DataSpec. `fit` has the model as its first argument. Options of both,
+# such as `loss_tokens`, go to the algorithm.
 ALGORITHM_OPTIONS = inspect.signature(TokenAccumulation).parameters.keys()
 SPLIT_OPTIONS = {*inspect.signature(token_data_spec).parameters, 'batch_transforms', 'microbatch_transforms'}
 SPLIT_OPTIONS -= {'model', *ALGORITHM_OPTIONS}
 
 
 def fit(model: Any, *data: Any, microbatch_size: int = 2, **options: Any) -> GradientRecorder:
-    """Trains with TokenAccumulation, by default a step on each batch.
+    """Trains with TokenAccumulation.
+
+    Batches: one step on each. A loader or DataSpec: one step, unless ``max_duration`` says otherwise.
 
     Args:
         model: A model of Composer or of Hugging Face.
@@ -194,7 +202,7 @@ def assert_exact(model: Any, *data: Any, batch: Any = None, **options: Any) -> G
     Args:
         model: A model of Hugging Face.
         data: See :func:`fit`.
-        batch: The batch of the one forward. None: each batch of the data.
+        batch: The batch of the one forward. Needed if ``data`` is a loader or DataSpec. None: each batch of the data.
         options: See :func:`fit`.
     """
     batches = data if batch is None else [batch]
@@ -230,8 +238,8 @@ def reference_gradients(
 ) -> tuple[Gradients, float]:
     """Returns gradient and loss of one plain forward over the whole global batch, by the model's own mean.
 
-    It is in float64, because a reference in float32 would have an error of 7e-7 itself. This gives NaN for eager
-    attention with padding on the left, because transformers casts the lowest float64 to float32 there.
+    By default it is in float64, because a reference in float32 would have an error of 7e-7 itself. In float64, eager
+    attention with padding on the left gives NaN, because transformers casts the lowest float64 to float32 there.
     """
     model = in_double(model).to(dtype)
     model.zero_grad(set_to_none=True)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from tests.support.training import Gradients, gradients_of_inner, in_double, tensors_in
 
+# A token of a row with n labels weighs n ** -power.
 POWERS = {'token': 0.0, 'sqrt': 0.5, 'sample': 1.0}
 
 
@@ -61,7 +62,7 @@ def weighted_losses(
             is_single = weights_of_row.dim() == 0
             weights.append(weights_of_row.expand(len(places)) if is_single else weights_of_row[places])
         else:
-            weight = max(len(places), 1) ** -POWERS[token_weights]
+            weight = max(len(places), 1) ** -POWERS[token_weights]  # a row without labels has no token to weigh
             weights.append(torch.full((len(places),), weight, dtype=logits.dtype))
     all_losses = torch.cat(losses)
     all_weights = torch.cat(weights).to(logits.dtype)
@@ -85,7 +86,10 @@ def weighted_reference(
 
 
 def weighted_gradients(model: Any, batch: dict[str, Any], token_weights: str, **options: Any) -> Gradients:
-    """Returns the gradients of one plain forward of a Composer model. Takes the options of :func:`weighted_losses`."""
+    """Returns the gradients of one plain forward of a Composer model, in the type of its weights.
+
+    Takes the options of :func:`weighted_losses`.
+    """
     model.zero_grad(set_to_none=True)
     outputs = model({key: value for key, value in batch.items() if key != 'loss_weights'})
     weighted_mean, _ = weighted_losses(outputs['logits'], batch, token_weights, **options)
