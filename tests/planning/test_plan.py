@@ -100,6 +100,17 @@ def test_more_ranks_than_samples(objective, num_samples):
     assert copies == [(0,)] * (4 - num_samples), 'copies are of the shortest sample'
 
 
+def test_slots_with_and_without_images():
+    """A rank has slots of both kinds."""
+    lengths = [30, 31, 32, 33, 5, 6, 7, 8, 9]
+    images = [16, 16, 16, 16, 0, 0, 0, 0, 0]
+    samples = Samples(lengths, 70, images=images)
+    plan = samples.plan(2, objective='fsdp')
+    samples.check_slots(plan)
+    has_images = {samples.has_images(microbatch.indices) for microbatch in plan.ranks[0]}
+    assert has_images == {True, False}
+
+
 def test_one_image_and_many_ranks():
     samples = Samples([20, 5, 6, 7, 8], max_tokens=70, images=[16, 0, 0, 0, 0])
     plan = samples.plan(4, objective='fsdp')
