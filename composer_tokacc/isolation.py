@@ -77,7 +77,8 @@ def verify_isolation(
     The gradient of each document's logits by the input embeddings of the others must be exactly 0. Masked attention
     makes it 0 in every precision, so no tolerance is needed. Some leaks have no gradient: hashed n-grams of ids, and
     experts with a capacity. So the ids of one document at a time are changed as well. The logits of the others must
-    stay the same, except for round-off.
+    stay the same, except for round-off. Without ``input_ids``, or if there are fewer than two ids to swap, only the
+    gradient is checked.
 
     Args:
         model: A Hugging Face model, or a module around one, in the mode (training or evaluation) to look at.
@@ -191,7 +192,10 @@ def _leaks_of_ids(
     numbered: Sequence[_Document],
     replacements: Iterator[tuple[_Document, torch.Tensor]],
 ) -> Leaks:
-    """Returns the relative change of the logits of each document if another document gets other ids, if not 0."""
+    """Returns the largest relative change of each document's logits if another document gets other ids.
+
+    Changes within round-off are left out.
+    """
     expected = _logits(model, inputs)
     tolerance = tolerance_of(expected.dtype)
     change = relative_difference(expected, _logits(model, inputs))
@@ -233,7 +237,7 @@ def _with_other_ids(
     reserved: set[int],
     num_embeddings: int,
 ) -> Iterator[tuple[_Document, torch.Tensor]]:
-    """Yields each document with the ids of all rows in which this document has other ids. Reserved ids stay."""
+    """Yields a document, and a copy of ``ids`` in which only this document has other ids. Reserved ids stay."""
     texts = [ids[document.row][document.positions].tolist() for document in numbered]
     reserved = reserved | _separators(texts)
     ordinary = _ordinary_ids(texts, reserved, num_embeddings)
@@ -252,7 +256,7 @@ def _with_other_ids(
 def _separators(texts: Sequence[list[int]]) -> set[int]:
     """Returns the id with which all documents begin, and the id with which all of them end.
 
-    In some models such an id separates the documents.
+    In some models such an id separates the documents. It must not be replaced, or the model would see other documents.
     """
     first_tokens = {text[0] for text in texts}
     last_tokens = {text[-1] for text in texts}

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Answers of a model in training to samples of the eval set, by real generation."""
+"""Lets a model in training answer samples of the eval set, by generation."""
 
 from __future__ import annotations
 
@@ -186,19 +186,17 @@ def _inputs_before(
     device: torch.device,
 ) -> dict[str, torch.Tensor]:
     """Returns the model's inputs for the tokens before position ``start``."""
-    length = sample['input_ids'].shape[1]
     inputs = {}
     for key, value in sample.items():
         if key in model.model_forward_args and key != 'labels':
-            is_sequence = value.dim() == 2 and value.shape[1] == length
-            if is_sequence:
+            if value.shape == sample['input_ids'].shape:
                 value = value[:, :start]
             inputs[key] = value.to(device)
     return inputs
 
 
 def _last_answer(labels: Sequence[int]) -> tuple[int, int] | None:
-    """Returns start and end of the last unbroken run of labels, None if there is no label. All images are before it."""
+    """Returns start and end of the last unbroken run of labels. None if there is no label."""
     labelled = [position for position, label in enumerate(labels) if label != IGNORE_INDEX]
     if not labelled:
         return None

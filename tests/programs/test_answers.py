@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 from transformers import LlavaForConditionalGeneration
 
 from composer_tokacc.data import LlavaDataset
-from composer_tokacc.programs.answers import Answers, _images, _images_of_file
+from composer_tokacc.programs.answers import Answers, _images, _images_of_file, _inputs_before
 from composer_tokacc.programs.report_page import write_page
 from examples.digits import DigitsDataset, digits_model_config
 from tests.data.chat_processors import PROCESSORS
@@ -123,6 +123,15 @@ def test_images_in_patches_are_shown_whole(tmp_path):
     image = dataset.decoded(index)['image'][0]
     image.thumbnail((224, 224))
     assert np.allclose(shown_image * 255, np.asarray(image))
+
+
+def test_patches_are_not_cut_with_the_text():
+    """An image of two patches, each with as many numbers as the sample has tokens."""
+    model = SimpleNamespace(model_forward_args={'input_ids', 'pixel_values'})
+    sample = {'input_ids': torch.tensor([[1, 2, 3, 4]]), 'pixel_values': torch.rand(2, 4)}
+    inputs = _inputs_before(model, sample, 3, torch.device('cpu'))
+    assert inputs['input_ids'].tolist() == [[1, 2, 3]]
+    assert torch.equal(inputs['pixel_values'], sample['pixel_values'])
 
 
 def test_model_that_cannot_generate(dataset, processor, tmp_path, caplog):
