@@ -88,6 +88,7 @@ def verify_isolation(
     Raises:
         ValueError: If ``documents`` has another shape than ``input_ids``, if no row has two documents, or if the model
             gives the same rows other logits each time.
+        TypeError: If the model has no input embeddings, or returns no logits.
 
     Example:
         >>> import torch

@@ -67,7 +67,7 @@ class ChatTemplate:
         self._owner = owner
         self._writes_no_placeholders = writes_no_placeholders
         self._adds_end_token = add_end_token
-        self._takes_parts = has_parts
+        self._takes_parts = has_parts  # read by apply(), which tries it
         if has_parts and not self._writes_parts():
             self._takes_parts = False
         self._checked_roles: set[tuple[str, ...]] = set()
@@ -134,14 +134,20 @@ class ChatTemplate:
             raise InvalidInputError(f'`chat_template` must write such messages, got: {got}. Set another.') from error
 
     def writes_media(self, role: str, modality: str) -> bool:
-        """Tells whether the template writes a placeholder for every medium of a modality in a turn of a role."""
+        """Tells whether a turn of a role may hold media of a modality.
+
+        It may if the template writes a placeholder for each of them, or if the processor adds the placeholders.
+        """
         key = (role, modality)
         if key not in self._writes_media:
             self._writes_media[key] = self._writes_no_placeholders or self._try_media(role, modality)
         return self._writes_media[key]
 
     def _try_media(self, role: str, modality: str) -> bool:
-        """Renders a turn with no, one and two media. Each medium must make the text longer."""
+        """Renders a turn with no, one and two media. Each medium must make the text longer.
+
+        The turn is one of a tool or of the user. Other roles are treated as the user.
+        """
         question_without_media, _ = example_conversation()
         lengths = []
         for count in range(3):

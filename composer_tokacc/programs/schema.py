@@ -405,11 +405,13 @@ def check_names(path: str, arguments: Iterable[object], known_names: Iterable[st
 
 
 def _parameters_of(target: Callable[..., Any]) -> Iterable[inspect.Parameter]:
+    """Returns the parameters of a class or function. Raises TypeError if a ``partial`` does not fit it."""
     try:
         return inspect.signature(target, eval_str=True).parameters.values()
     except (NameError, TypeError, AttributeError):
-        # An annotation names something that is only imported for type checkers. They stay texts, which check nothing.
-        return inspect.signature(target).parameters.values()
+        # An annotation names something that is only imported for type checkers. Then no value is checked.
+        parameters = inspect.signature(target).parameters.values()
+        return [parameter.replace(annotation=parameter.empty) for parameter in parameters]
 
 
 def check_value(path: str, value: Any, hint: Hint) -> Any:
@@ -417,6 +419,7 @@ def check_value(path: str, value: Any, hint: Hint) -> Any:
 
     A number or a bool in quotes does not fit, because hosts treat the text ``'no'`` as true.
     """
+    # The arguments of an annotation are the branches of a union, or the type in Annotated.
     for option in (hint, *get_args(hint)):
         if value is not None and _is_section(option):
             return build_dataclass(path, option, value)
@@ -497,5 +500,5 @@ WarmUp = Annotated[str, AfterValidator(partial(_check_time, may_be_zero=True))]
 
 
 def without(section: Mapping[str, Any], *keys: str) -> dict[str, Any]:
-    """Returns a section without some of its keys: the arguments for the class or function that it names."""
+    """Returns a copy of a mapping without some of its keys."""
     return {key: value for key, value in section.items() if key not in keys}

@@ -16,6 +16,7 @@ from composer_tokacc.programs import ConfigError, TrainConfig, load_config
 from composer_tokacc.programs.build import build_trainer_parts
 from composer_tokacc.programs.config_checks import check_config
 from composer_tokacc.programs.registry import class_by_name
+from composer_tokacc.programs.schema import check_arguments
 from composer_tokacc.train import main
 from tests.support.launch import ROOT, launch_json
 from tests.support.programs import check_run
@@ -334,3 +335,18 @@ def test_missing_package_of_the_converter(monkeypatch, tmp_path, capsys):
     assert to_mds.main(['data.json', 'images', str(tmp_path / 'out')]) == 2
     error = capsys.readouterr().err
     assert error == "error: shards need mosaicml-streaming, got: none. pip install 'composer_tokacc[streaming]'\n"
+
+
+class TypedForCheckersOnly:
+    """Its module imports a type only for type checkers, so its annotations cannot be evaluated."""
+
+    def __init__(self, tracker: OnlyForTypeCheckers = None, folder: Path = '.') -> None:  # noqa: F821  # pyright: ignore
+        self.tracker = tracker
+        self.folder = folder
+
+
+@pytest.mark.parametrize('arguments', [{'tracker': 1}, {'folder': 'x'}])
+def test_annotations_that_cannot_be_evaluated(arguments):
+    assert check_arguments('callbacks.mine', TypedForCheckersOnly, arguments) == arguments
+    with pytest.raises(ConfigError, match='trackr'):
+        check_arguments('callbacks.mine', TypedForCheckersOnly, {'trackr': 1})
