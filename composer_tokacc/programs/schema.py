@@ -408,8 +408,9 @@ def _parameters_of(target: Callable[..., Any]) -> Iterable[inspect.Parameter]:
     """Returns the parameters of a class or function. Raises TypeError if a ``partial`` does not fit it."""
     try:
         return inspect.signature(target, eval_str=True).parameters.values()
-    except (NameError, TypeError, AttributeError):
-        # An annotation names something that is only imported for type checkers. Then no value is checked.
+    except (NameError, TypeError, AttributeError, SyntaxError):
+        # An annotation is a plain text, or names something that is only imported for type checkers. Then no value is
+        # checked.
         parameters = inspect.signature(target).parameters.values()
         return [parameter.replace(annotation=parameter.empty) for parameter in parameters]
 
@@ -457,11 +458,15 @@ def _place_of(error: ValidationError, path: str, value: object) -> tuple[str, ob
 @functools.lru_cache
 def _checker_of(hint: Hint) -> TypeAdapter | None:
     """Returns pydantic's checker of an annotation; None if pydantic cannot check it."""
+    if isinstance(hint, str):  # an annotation that is a plain text
+        return None
     config = ConfigDict(strict=True, arbitrary_types_allowed=True, allow_inf_nan=False)
     try:
-        return TypeAdapter(hint, config=config)
+        checker = TypeAdapter(hint, config=config)
     except (PydanticUserError, NameError):
         return None
+    # If a part of the annotation names an unknown type, pydantic would only complain when it checks a value.
+    return checker if checker.pydantic_complete else None
 
 
 def _requirement(error: ValidationError) -> str:
