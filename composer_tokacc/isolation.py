@@ -241,21 +241,21 @@ def _with_other_ids(
     """Yields a document, and a copy of ``ids`` in which only this document has other ids. Reserved ids stay."""
     texts = [ids[document.row][document.positions].tolist() for document in numbered]
     reserved = reserved | _separators(texts)
-    ordinary = _ordinary_ids(texts, reserved, num_embeddings)
+    ordinary = ids.new_tensor(_ordinary_ids(texts, reserved, num_embeddings))
     if len(ordinary) < 2:
         return
     is_reserved = torch.isin(ids, ids.new_tensor(sorted(reserved)))
     for document in numbered:
         row = ids[document.row]
         is_changed = document.positions.to(ids.device) & ~is_reserved[document.row]
-        for other_ids in _replacements(row, ids.new_tensor(ordinary)):
+        for other_ids in _replacements(row, ordinary):
             changed = ids.clone()
             changed[document.row] = torch.where(is_changed, other_ids, row)
             yield document, changed
 
 
 def _separators(texts: Sequence[list[int]]) -> set[int]:
-    """Returns the id with which all documents begin, and the id with which all of them end.
+    """Returns an id if all documents begin with it, and an id if all documents end with it.
 
     In some models such an id separates the documents. It must not be replaced, or the model would see other documents.
     """
@@ -275,7 +275,9 @@ def _ordinary_ids(texts: Sequence[list[int]], reserved: set[int], num_embeddings
     """
     ordinary = set().union(*texts) - reserved
     for token in range(num_embeddings):
-        if len(ordinary) < 2 and token not in reserved:
+        if len(ordinary) >= 2:
+            break
+        if token not in reserved:
             ordinary.add(token)
     return sorted(ordinary)
 
