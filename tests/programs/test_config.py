@@ -351,7 +351,13 @@ class AnnotatedWithText:
         self.folder = folder
 
 
-@pytest.mark.parametrize('callback', [TypedForCheckersOnly, AnnotatedWithText])
+class AnnotatedWithUnknownPart:
+    def __init__(self, tracker: list['OnlyForTypeCheckers'] = (), folder: str = '.') -> None:  # noqa: F821, UP037  # pyright: ignore
+        self.tracker = tracker
+        self.folder = folder
+
+
+@pytest.mark.parametrize('callback', [TypedForCheckersOnly, AnnotatedWithText, AnnotatedWithUnknownPart])
 @pytest.mark.parametrize('arguments', [{'tracker': 1}, {'folder': 'x'}])
 def test_annotations_that_cannot_be_evaluated(callback, arguments):
     """Their values are not checked. The names of arguments are."""
