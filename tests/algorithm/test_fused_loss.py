@@ -20,7 +20,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from composer_tokacc import TokenAccumulation
 from tests.support.launch import ROOT, environment
 from tests.support.text import collate, text_model, text_rows
-from tests.support.training import fit, reference_gradients, relative_error
+from tests.support.training import composer_gradients, fit, reference_gradients, relative_error
 
 SHAPE = [(4, 2), (9, 0), (5, 3), (14, 11), (6, 1), (3, 2)]
 
@@ -100,7 +100,7 @@ def test_loss_that_shifts_only_in_evaluation(logits_in_eval):
     model = fused(logits_in_eval=logits_in_eval, shift_in_training=0)
     batch = collate(text_rows([(4, 4), (9, 9), (5, 2)]))
     model(**batch).loss.backward()
-    expected = {f'model.{name}': parameter.grad.clone() for name, parameter in model.named_parameters()}
+    expected = composer_gradients(model)
     model.zero_grad()
     algorithm = TokenAccumulation()
     recorder = fit(model, batch, algorithms=[algorithm])

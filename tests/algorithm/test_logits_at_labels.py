@@ -31,8 +31,8 @@ from tests.support.training import (
     TOLERANCE,
     On,
     assert_exact,
+    composer_gradients,
     fit,
-    gradients_of_inner,
     hugging_face,
     loader,
     reference_gradients,
@@ -150,7 +150,7 @@ def test_gradient_of_an_adapted_head(microbatch_size):
     batch = batch_of()
     reference = copy.deepcopy(model).double()
     reference(**without_sample_ids(batch)).loss.backward()
-    expected = gradients_of_inner(reference)
+    expected = composer_gradients(reference)
     recorder = fit(hugging_face(model), batch, logits='labels', microbatch_size=microbatch_size)
     assert relative_error(recorder.gradients, expected) < TOLERANCE
 
@@ -169,11 +169,11 @@ def test_gradient_is_that_of_sparse_prediction():
     batch = masked_batch()
     reference = modern_bert(sparse_prediction=True)
     reference(**batch).loss.backward()
-    expected = gradients_of_inner(reference)
+    expected = composer_gradients(reference)
     model = modern_bert()
     with LogitsAtLabels(model):
         model(**batch).loss.backward()
-    gradients = gradients_of_inner(model)
+    gradients = composer_gradients(model)
     for name, gradient in expected.items():
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-5, atol=1e-8, msg=name)
 
@@ -208,13 +208,13 @@ def test_dropout_keeps_the_gradient():
     batch = without_sample_ids(batch_of())
     torch.manual_seed(3)
     model(**batch).loss.backward()
-    expected = gradients_of_inner(model)
+    expected = composer_gradients(model)
     model.zero_grad()
     with LogitsAtLabels(model, shifts_labels=True):
         model(**batch)  # the first forward is checked, and draws random numbers
         torch.manual_seed(3)
         model(**batch).loss.backward()
-    assert relative_error(gradients_of_inner(model), expected) < TOLERANCE
+    assert relative_error(composer_gradients(model), expected) < TOLERANCE
 
 
 def test_media_rows():
@@ -406,7 +406,7 @@ def test_plain_loop(shifts_labels):
             (outputs.loss * weight).backward()
         model.eval()
         assert model(**batch).logits.shape[:2] == batch['labels'].shape
-    assert relative_error(gradients_of_inner(model), expected) < TOLERANCE
+    assert relative_error(composer_gradients(model), expected) < TOLERANCE
     model.train()
     assert model(**batch).logits.shape[:2] == batch['labels'].shape
 

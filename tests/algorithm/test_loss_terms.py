@@ -14,7 +14,7 @@ from composer.models import HuggingFaceModel
 from composer_tokacc import TokenAccumulation, token_data_spec
 from composer_tokacc.row_counts import RowCounts, with_rows
 from tests.support.text import collate, text_model, text_rows
-from tests.support.training import fit, loader, relative_error
+from tests.support.training import composer_gradients, fit, loader, relative_error
 
 SHAPE = [(4, 2), (5, 3), (9, 0), (14, 11), (6, 1)]
 UNITS = {'lm': 'tokens', 'router': 'microbatches', 'contrastive': 'samples'}
@@ -69,7 +69,7 @@ def summed_by_row(logits, labels):
 def gradients_of(model, total):
     model.zero_grad()
     total.backward()
-    return {f'model.{name}': p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return composer_gradients(model)
 
 
 def expected_terms(model, batch, microbatch_size):

@@ -20,7 +20,7 @@ from tests.matrix.harness import measure
 from tests.matrix.native_models import NativeModel
 from tests.matrix.subjects import SUBJECTS
 from tests.support.text import collate, text_rows
-from tests.support.training import fit, in_double, loader, relative_error
+from tests.support.training import composer_gradients, fit, in_double, loader, relative_error
 from tests.support.weights import weighted_losses
 
 SHAPE = [(4, 2), (9, 0), (5, 3), (14, 11), (6, 1), (3, 2)]
@@ -72,11 +72,7 @@ def expected_step(model, batch, microbatches_of_ranks, token_weights='token'):
         means_of_ranks.append(torch.stack(router_losses).mean())
     router_term = reference.config.router_aux_loss_coef * torch.stack(means_of_ranks).mean()
     (mean_over_tokens + router_term).backward()
-    gradients = {}
-    for name, parameter in reference.named_parameters():
-        if parameter.grad is not None:
-            gradients[f'model.{name}'] = parameter.grad.clone()
-    return gradients, mean_over_tokens.item(), router_term.item()
+    return composer_gradients(reference), mean_over_tokens.item(), router_term.item()
 
 
 @pytest.mark.parametrize(

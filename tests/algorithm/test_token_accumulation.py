@@ -22,6 +22,7 @@ from composer_tokacc.collectives import RankSum
 from tests.support.half_precision import SCALE, EnabledScaler, set_precision
 from tests.support.text import collate, text_model, text_rows
 from tests.support.training import (
+    COMPOSERS_FLAG,
     TOLERANCE,
     assert_exact,
     fit,
@@ -76,8 +77,6 @@ def test_stock_composer_is_wrong(model, counts_tokens):
 
 
 # Composer's own flag.
-
-COMPOSERS_FLAG = {'accumulate_train_batch_on_tokens': True}
 
 
 def test_flag_with_our_counters_is_exact(model, batch):

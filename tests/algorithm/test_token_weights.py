@@ -31,7 +31,7 @@ from tests.matrix.native_models import Terms, by_token
 from tests.support.families import FAMILIES
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
 from tests.support.text import collate, text_model, text_rows
-from tests.support.training import fit, in_double, loader, relative_error
+from tests.support.training import composer_gradients, fit, in_double, loader, relative_error
 from tests.support.weights import column, weighted_reference
 
 RAGGED = [(4, 2), (5, 3), (9, 7), (14, 11), (6, 1), (3, 2)]
@@ -198,8 +198,7 @@ def test_functional_form_in_a_plain_loop(model, token_weights):
         outputs = model(**{key: microbatch[key] for key in ('input_ids', 'attention_mask', 'labels')})
         apply_token_weights(outputs.logits, microbatch, token_weights)
         (outputs.loss * weight).backward()
-    gradients = {f'model.{name}': parameter.grad for name, parameter in model.named_parameters()}
-    assert relative_error(gradients, expected) < TOLERANCE
+    assert relative_error(composer_gradients(model), expected) < TOLERANCE
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,15 @@ from tests.matrix.packed import cell
 from tests.support.exactness import family_batch
 from tests.support.families import FAMILIES
 from tests.support.text import VOCABULARY, collate, text_model, text_rows
-from tests.support.training import On, assert_exact, fit, loader, reference_gradients, relative_error
+from tests.support.training import (
+    On,
+    assert_exact,
+    composer_gradients,
+    fit,
+    loader,
+    reference_gradients,
+    relative_error,
+)
 
 SHAPE = [(4, 2), (5, 3), (9, 7), (1, 0), (14, 11), (9, 3), (9, 2), (1, 1)]
 SIZES: dict[str, Any] = {
@@ -150,8 +158,7 @@ def test_recomputed_layers_see_their_documents(reentrant):
     losses = [model(**packed_of(model, batch)[0]).loss for batch in batches]
     for loss in losses:
         loss.backward()
-    gradients: Any = {f'model.{name}': parameter.grad for name, parameter in model.named_parameters()}
-    assert relative_error(gradients, expected) < 1e-6
+    assert relative_error(composer_gradients(model), expected) < 1e-6
 
 
 def test_attention_dropout_is_the_models():

@@ -25,7 +25,7 @@ from tests.support.family_media import TokenIds
 from tests.support.sample_encoder import word_tokenizer
 from tests.support.small_batches import text_batch
 from tests.support.text import collate, text_rows
-from tests.support.training import GivenBatches, fit, loader, relative_error
+from tests.support.training import COMPOSERS_FLAG, GivenBatches, fit, loader, relative_error
 
 UNEQUAL = [(4, 2), (12, 9), (7, 1), (3, 2), (9, 7)]
 EQUAL = [(4, 2), (12, 2), (7, 2), (3, 2), (9, 2)]
@@ -225,8 +225,8 @@ def test_flag_heeds_later_padding():
     torch.manual_seed(0)
     model = HuggingFaceModel(transformers.FNetForMaskedLM(config).train(), shift_labels=False, use_logits=True)
     batches = [batch_of([(9, 3), (9, 5), (9, 2)]), batch_of(UNEQUAL), batch_of(UNEQUAL, side='left')]
-    flag = {'accumulate_train_batch_on_tokens': True}
-    assert kinds_of_steps(model, batches, model=model, algorithms=[], trainer_options=flag) == ['exact'] * 3
+    kinds = kinds_of_steps(model, batches, model=model, algorithms=[], trainer_options=COMPOSERS_FLAG)
+    assert kinds == ['exact'] * 3
 
 
 # Media.

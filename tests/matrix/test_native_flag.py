@@ -10,13 +10,13 @@ import pytest
 from tests.matrix.harness import measure
 from tests.matrix.native_models import NativeModel
 from tests.matrix.subjects import SUBJECTS
+from tests.support.training import COMPOSERS_FLAG
 
-FLAG = {'accumulate_train_batch_on_tokens': True}
 NUM_BATCHES = 2
 
 
 def run(model, batch, /, **options):
-    return measure(model, batch, 2, algorithms=[], trainer_options=FLAG, **options)
+    return measure(model, batch, 2, algorithms=[], trainer_options=COMPOSERS_FLAG, **options)
 
 
 def batches(name):

@@ -31,7 +31,9 @@ from tests.support.families import FAMILIES
 from tests.support.fsdp import FSDP, repair_average, sharded
 from tests.support.text import collate, text_model, text_rows
 from tests.support.training import (
+    COMPOSERS_FLAG,
     TOTAL,
+    composer_gradients,
     fit,
     loader,
     rank_share,
@@ -153,9 +155,6 @@ def measure_unknown_type(case: Any) -> dict[str, float]:
     return measure(model, batch, token_data_spec(loader(rank_batch)))
 
 
-COMPOSERS_FLAG = {'accumulate_train_batch_on_tokens': True}
-
-
 def text_results() -> Results:
     rows = text_rows(SHAPE)
     model = text_model()
@@ -196,11 +195,7 @@ def measure_plain_loop(rows: Sequence[Any]) -> dict[str, float]:
     for index, (microbatch, weight) in enumerate(zip(microbatches, weights, strict=True)):
         parallel.require_backward_grad_sync = index == len(microbatches) - 1
         (parallel(**microbatch).loss * weight).backward()
-    gradients = {}
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            gradients[f'model.{name}'] = parameter.grad
-    return {'error': relative_error(gradients, expected), 'loss_error': 0.0}
+    return {'error': relative_error(composer_gradients(model), expected), 'loss_error': 0.0}
 
 
 def with_weights(rows: Sequence[Any], num_zero_rows: int = 0) -> list[dict[str, Any]]:

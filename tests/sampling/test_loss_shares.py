@@ -20,7 +20,7 @@ from composer_tokacc.sampling import LossShares
 from tests.support.exactness import loss_tokens
 from tests.support.length_dataset import LONGEST, LengthDataset, collate_samples
 from tests.support.text import text_model
-from tests.support.training import fit, relative_error
+from tests.support.training import composer_gradients, fit, relative_error
 
 SHARES = (0.15, 0.25, 0.6)
 
@@ -100,11 +100,7 @@ def gradient_of_shared_means(model, samples):
                 losses.append(token_losses(model, sample))
         terms.append(share * torch.cat(losses).mean())
     torch.stack(terms).sum().backward()
-    gradients = {}
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            gradients[f'model.{name}'] = parameter.grad
-    return gradients
+    return composer_gradients(model)
 
 
 @pytest.mark.parametrize('packing', [False, True])

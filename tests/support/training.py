@@ -24,6 +24,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from composer_tokacc import TokenAccumulation, token_data_spec
 
 Gradients = dict[str, torch.Tensor]
+COMPOSERS_FLAG = {'accumulate_train_batch_on_tokens': True}
+"""Composer's own option of the Trainer for weights by tokens."""
 
 
 class GivenBatches(IterableDataset):
@@ -248,7 +250,7 @@ def reference_gradients(
         inputs['use_cache'] = False
     loss = model(**inputs).loss
     loss.backward()
-    return gradients_of_inner(model), loss.item()
+    return composer_gradients(model), loss.item()
 
 
 def tensors_in(batch: dict[str, Any], dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -260,7 +262,7 @@ def tensors_in(batch: dict[str, Any], dtype: torch.dtype) -> dict[str, torch.Ten
     return tensors
 
 
-def gradients_of_inner(model: torch.nn.Module) -> Gradients:
+def composer_gradients(model: torch.nn.Module) -> Gradients:
     """Returns copies of the gradients, by the names that they have in a model of Composer."""
     gradients = {}
     for name, parameter in model.named_parameters():

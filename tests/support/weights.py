@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tests.support.training import Gradients, gradients_of_inner, in_double, tensors_in
+from tests.support.training import Gradients, composer_gradients, in_double, tensors_in
 
 # A token of a row with n labels weighs n ** -power.
 POWERS = {'token': 0.0, 'sqrt': 0.5, 'sample': 1.0}
@@ -82,7 +82,7 @@ def weighted_reference(
     logits = model(**inputs, use_cache=False).logits
     weighted_mean, plain_mean = weighted_losses(logits, batch, token_weights)
     weighted_mean.backward()
-    return gradients_of_inner(model), weighted_mean.item(), plain_mean.item()
+    return composer_gradients(model), weighted_mean.item(), plain_mean.item()
 
 
 def weighted_gradients(model: Any, batch: dict[str, Any], token_weights: str, **options: Any) -> Gradients:
