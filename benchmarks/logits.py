@@ -35,7 +35,7 @@ from benchmarks.record import RESULTS, ROOT, fill_page, parser_of, ranks_text, t
 from benchmarks.rivals.__main__ import keep, launch
 from benchmarks.rivals.data import SHAPES, Sizes, new_model
 from benchmarks.rivals.report import TITLES, by_rival, worst_error
-from composer_tokacc.label_selector import LabelSelector
+from composer_tokacc.labelled import LabelSelector
 
 PAGE = ROOT / 'docs' / 'logits.md'
 PICTURE = ROOT / 'docs' / 'figures' / 'logits.svg'

@@ -131,7 +131,6 @@ ORDER = (
     'counting',
     'weights',
     'labelled',
-    'label_selector',
     'row_counts',
     'checks',
     'sampling',

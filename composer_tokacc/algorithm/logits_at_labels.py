@@ -23,7 +23,7 @@ from composer_tokacc.checks.first_batch import find_loss_rule, rule_batch
 from composer_tokacc.checks.probe import Probe
 from composer_tokacc.compat import inner_model
 from composer_tokacc.counting import loss_mask
-from composer_tokacc.label_selector import LabelSelector, is_worth_selecting, output_embedding
+from composer_tokacc.labelled import LabelSelector, output_embedding
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.refusals import InvalidInputError, NotExactError
 
@@ -93,8 +93,7 @@ class LogitsAtLabels:
         if self._rule is None:
             self._rule = self._proven_rule(kwargs)
         num_labels = int(loss_mask(kwargs, self._rule).sum())  # waits for the GPU
-        if is_worth_selecting(num_labels, kwargs['labels'].numel()):
-            self._selector.arm(self._rule, num_labels)
+        self._selector.begin_forward(self._rule, num_labels, kwargs['labels'].numel())
 
     def _proven_rule(self, batch: Mapping[str, Any]) -> str:
         """Returns the loss rule of the model. Raises if logits at labels change the loss or its gradient."""

@@ -35,7 +35,7 @@ from composer_tokacc.collectives import get_world_size
 from composer_tokacc.compat import BatchNorm, is_compiled
 from composer_tokacc.counting import check_rule
 from composer_tokacc.data_spec.split import MicrobatchSplit, layout_of, split_of
-from composer_tokacc.label_selector import LabelSelector, is_worth_selecting, output_embedding
+from composer_tokacc.labelled import LabelSelector, output_embedding
 from composer_tokacc.layout import BatchLayout, microbatches_of
 from composer_tokacc.layout.placeholders import all_placeholders
 from composer_tokacc.planning import check_choice
@@ -292,11 +292,8 @@ class RunLogits:
 
     def begin_forward(self, rule: str, num_labels: int, num_positions: int) -> None:
         """Makes the next forward compute logits only at labels, unless nearly all of its positions have a label."""
-        if self.selector is None:
-            return
-        self.selector.disarm()  # a forward that failed may have left it armed
-        if is_worth_selecting(num_labels, num_positions):
-            self.selector.arm(rule, num_labels)
+        if self.selector is not None:
+            self.selector.begin_forward(rule, num_labels, num_positions)
 
     def remove(self) -> None:
         """Leaves the model as it was."""

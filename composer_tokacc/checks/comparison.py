@@ -27,8 +27,7 @@ from composer_tokacc.checks.cutter import Cutter, RulesT
 from composer_tokacc.checks.logits import targets_of
 from composer_tokacc.checks.probe import NOISE_FACTOR, AtLabels, Probe, ProbeResult
 from composer_tokacc.counting import loss_mask
-from composer_tokacc.label_selector import LabelSelector
-from composer_tokacc.labelled import LabelledPositions
+from composer_tokacc.labelled import LabelledPositions, LabelSelector
 from composer_tokacc.layout import BatchLayout, describe
 from composer_tokacc.refusals import NotExactError
 from composer_tokacc.row_counts import RowCounts, num_rows, with_rows

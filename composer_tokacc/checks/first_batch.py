@@ -38,7 +38,7 @@ from composer_tokacc.checks.probe import Probe
 from composer_tokacc.collectives import all_gather_object, from_any_rank, get_global_rank, max_over_ranks
 from composer_tokacc.compat import gradient_hooks, steps_after_gradients
 from composer_tokacc.counting import LOSS_RULES, loss_mask
-from composer_tokacc.label_selector import LabelSelector
+from composer_tokacc.labelled import LabelSelector
 from composer_tokacc.layout import (
     BatchLayout,
     RowFacts,

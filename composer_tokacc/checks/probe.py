@@ -29,8 +29,7 @@ from composer_tokacc.batch import Batch, labels_of, with_copied_tensors
 from composer_tokacc.checks.logits import TINY, MeasuredTokens, are_logits, logits_of, measure, sketch
 from composer_tokacc.checks.written_state import State, StateSnapshot
 from composer_tokacc.compat import BatchNorm
-from composer_tokacc.label_selector import LabelSelector
-from composer_tokacc.labelled import LabelledPositions
+from composer_tokacc.labelled import LabelledPositions, LabelSelector
 from composer_tokacc.random_state import kept_random_state, seed_everything
 from composer_tokacc.refusals import InvalidInputError, NotExactError
 

@@ -387,11 +387,12 @@ class Piece:
 # Microbatches.
 
 
-def build(pieces: Sequence[Piece], attention: DocumentAttention | None = None) -> Iterator[BatchDict]:
-    """Yields the microbatch of each piece.
+def build(pieces: Sequence[Piece], attention: DocumentAttention | None = None) -> list[BatchDict]:
+    """Returns the microbatch of each piece.
 
     Consecutive pieces of the same batch are selected together, so that the media of the batch are counted once.
     """
+    microbatches = []
     for _, group in groupby(pieces, key=lambda piece: id(piece.facts)):
         pieces_of_batch = list(group)
         facts = pieces_of_batch[0].facts
@@ -408,7 +409,8 @@ def build(pieces: Sequence[Piece], attention: DocumentAttention | None = None) -
                 microbatch = add_rows(facts.layout, microbatch, dummies, facts.side)
             if piece.rules.packing:
                 microbatch = pack_rows(facts.layout, microbatch, attention)
-            yield microbatch
+            microbatches.append(microbatch)
+    return microbatches
 
 
 def _trimmed(piece: Piece, rows: BatchDict) -> BatchDict:

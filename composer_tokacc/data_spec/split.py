@@ -242,7 +242,7 @@ class MicrobatchSplit:
         pieces = with_dummies(pieces, dummies)
         self._warn_of_padding(sources)
         self._warn_of_dummies(pieces)
-        microbatches = list(build(pieces, self._attention))
+        microbatches = build(pieces, self._attention)
         num_empty = self._num_microbatches(len(pieces)) - len(pieces)
         if num_empty:
             microbatches += [_empty_microbatch(sources, dummies)] * num_empty
@@ -264,7 +264,7 @@ class MicrobatchSplit:
         for start in range(0, num_rows, size):
             end = min(start + size, num_rows)
             pieces.append(all_rows.take(range(start, end)))
-        return list(build(pieces))
+        return build(pieces)
 
     def _describe(self, layout: BatchLayout, batch: Batch) -> Sequence[RowFacts]:
         """Returns the facts of the batch, or of each microbatch. Reuses those of the step if they still hold."""
@@ -473,6 +473,8 @@ def with_dummies(pieces: Sequence[Piece], dummies: DummyRows) -> list[Piece]:
 
     If a piece with its dummy rows is over a cap, it is halved until it fits or has one row.
     """
+    if not dummies:
+        return list(pieces)
     completed = []
     pending = list(reversed(pieces))
     while pending:

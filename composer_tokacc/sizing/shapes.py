@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from composer_tokacc.batch import IGNORE_INDEX, Batch
-from composer_tokacc.label_selector import is_worth_selecting
+from composer_tokacc.labelled import is_worth_selecting
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.layout.tensors import cat_padded
 from composer_tokacc.refusals import InvalidInputError

@@ -27,7 +27,7 @@ from transformers import PretrainedConfig
 from composer_tokacc.batch import Batch
 from composer_tokacc.compat import DataDependentOutputException, attention_of, let_fake_weights_be_swapped
 from composer_tokacc.counting import loss_mask
-from composer_tokacc.label_selector import LabelSelector
+from composer_tokacc.labelled import LabelSelector
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.model_structure import cast_model
 from composer_tokacc.planning import check_choice

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from composer_tokacc.counting import loss_mask
 from composer_tokacc.data_spec.document_attention import DocumentAttention
 from composer_tokacc.data_spec.packing import pack_rows
-from composer_tokacc.label_selector import LabelSelector
+from composer_tokacc.labelled import LabelSelector
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.sizing import BatchShape, MemoryModel, calibrate_fake
 from composer_tokacc.sizing.shapes import batch_of_width, probe_batches, with_spaced_labels
