@@ -5,9 +5,10 @@
 
 from composer_tokacc.batch import Batch
 from composer_tokacc.layout.facts import RowFacts, describe, describe_all
-from composer_tokacc.layout.families import FAMILIES, Entry, Family, Media
+from composer_tokacc.layout.families import FAMILIES, Family, Media
 from composer_tokacc.layout.layout import BatchLayout, media_entries
 from composer_tokacc.layout.pre_split import PreSplitBatch, microbatches_of
+from composer_tokacc.layout.tensors import Entry
 
 __all__ = [
     'FAMILIES',

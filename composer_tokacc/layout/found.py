@@ -21,13 +21,9 @@ from typing import Any, NamedTuple
 import torch
 
 from composer_tokacc.batch import MODALITIES, Batch, text_of
-from composer_tokacc.layout.families import (
-    TEXT_FAMILY,
-    Entry,
-    Family,
-    Media,
-)
+from composer_tokacc.layout.families import TEXT_FAMILY, Family, Media
 from composer_tokacc.layout.placeholders import modality_of, placeholder_ids, stand_at
+from composer_tokacc.layout.tensors import Entry
 from composer_tokacc.refusals import InvalidInputError
 
 

@@ -19,13 +19,7 @@ from composer_tokacc.batch import (
     side_and_lengths,
     text_of,
 )
-from composer_tokacc.layout.families import (
-    FAMILIES,
-    PART_UNITS,
-    TEXT_ENTRIES,
-    Entry,
-    Family,
-)
+from composer_tokacc.layout.families import FAMILIES, TEXT_ENTRIES, Family
 from composer_tokacc.layout.found import (
     Readings,
     agreed_readings,
@@ -41,6 +35,8 @@ from composer_tokacc.layout.found import (
 )
 from composer_tokacc.layout.placeholders import stand_at, token_ids
 from composer_tokacc.layout.tensors import (
+    PART_UNITS,
+    Entry,
     cat_padded,
     compact,
     renumber,
@@ -198,18 +194,30 @@ class BatchLayout:
         Raises:
             ValueError: If the key is not registered and its shape does not tell, or tells something else than before.
         """
+        num_rows, width = text_of(batch).shape[:2]
+        return self._entry_of(batch, key, num_rows, width)
+
+    def _entries_of(self, batch: Batch) -> dict[str, Entry]:
+        """Returns how each tensor of a batch belongs to rows, by key: see :meth:`entry_of`."""
+        num_rows, width = text_of(batch).shape[:2]
+        entries = {}
+        for key, value in batch.items():
+            if isinstance(value, torch.Tensor):
+                entries[key] = self._entry_of(batch, key, num_rows, width)
+        return entries
+
+    def _entry_of(self, batch: Batch, key: str, num_rows: int, width: int) -> Entry:
         value = batch[key]
         entry = self._registered.get(key)
         if entry is None:
-            entry = self._inferred_entry(batch, key)
-        width = self.width(batch)
+            entry = self._inferred_entry(batch, key, num_rows, width)
         if key == 'attention_mask' and value.dim() > 2:
             # (rows, width, width) and (rows, heads, width, width) have the width twice. In an additive mask 0 means
             # "attend", so it is filled with the lowest number.
             fill = torch.finfo(value.dtype).min if value.dtype.is_floating_point else 0
             entry = Entry(seq_dims=(-2, -1), fill=fill)
         if key == 'position_ids' and value.shape == (1, width):
-            unit = 'row' if self.num_rows(batch) == 1 else 'shared'
+            unit = 'row' if num_rows == 1 else 'shared'
             entry = Entry(unit=unit, seq_dims=(1,))
         is_of_decoder = 'input_ids' not in batch
         if key in ('labels', 'loss_weights') and 'decoder_input_ids' in batch:
@@ -222,9 +230,9 @@ class BatchLayout:
             return replace(entry, seq_dims=())
         return entry
 
-    def _inferred_entry(self, batch: Batch, key: str) -> Entry:
+    def _inferred_entry(self, batch: Batch, key: str, num_rows: int, width: int) -> Entry:
         """Returns the entry of an unregistered key, by the most likely reading that all batches of the fit allow."""
-        possible = possible_readings(batch, key, self.num_rows(batch), self.width(batch))
+        possible = possible_readings(batch, key, num_rows, width)
         if not possible:
             raise InvalidInputError(
                 f'`batch[{key!r}]` must be an entry that the {self.family.name} layout knows, or of the rows, got: a '
@@ -424,12 +432,11 @@ class BatchLayout:
         Each row's media are copied once. They are not copied if a group is a run of rows in order and the machine has a
         GPU, because the batch will be copied to the GPU anyway. Page-locked tensors stay page-locked.
         """
-        entries: dict[str, Entry] = {}
+        num_rows = self.num_rows(batch)
         for key, value in batch.items():
-            self._check_entry(batch, key, value)
-            if isinstance(value, torch.Tensor):
-                entries[key] = self.entry_of(batch, key)
-        all_rows = list(range(self.num_rows(batch)))
+            self._check_entry(key, value, num_rows)
+        entries = self._entries_of(batch)
+        all_rows = list(range(num_rows))
         row_groups = [list(rows) for rows in groups]
         unknown_rows = set().union(*row_groups) - set(all_rows)
         if unknown_rows:
@@ -459,9 +466,9 @@ class BatchLayout:
 
     def _check_entry(
         self,
-        batch: Batch,
         key: str,
         value: object,
+        num_rows: int,
     ) -> None:
         """Raises ValueError if nothing tells how to select rows of a value."""
         if value is None or isinstance(value, (torch.Tensor, str, bool, int, float)):
@@ -470,7 +477,6 @@ class BatchLayout:
         is_media = registered is not None and registered.is_media
         description = type(value).__name__
         if isinstance(value, (list, tuple)):
-            num_rows = self.num_rows(batch)
             if len(value) == num_rows and not is_media:
                 return
             entries = 'media' if is_media else 'entries'
@@ -511,11 +517,10 @@ class BatchLayout:
         narrowed_batch: dict[str, Any] = dict(batch)
         if width == self.width(batch):
             return narrowed_batch
-        for key, value in batch.items():
-            if not isinstance(value, torch.Tensor):
-                continue
+        for key, entry in self._entries_of(batch).items():
+            value = batch[key]
             narrowed = value
-            for dim in self.entry_of(batch, key).seq_dims:
+            for dim in entry.seq_dims:
                 # Composer's LanguageCrossEntropy views labels flat, which a narrowed tensor does not allow.
                 narrowed = compact(narrowed.narrow(dim, start, width), like=value)
             narrowed_batch[key] = narrowed

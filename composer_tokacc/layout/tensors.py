@@ -1,20 +1,81 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Selects the entries of some rows from tensors, and joins the tensors of several batches. Copies only if it must."""
+"""How a tensor of a batch belongs to its rows: selects the entries of some rows, and joins tensors of several batches.
+
+Copies only if it must.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from composer_tokacc.batch import Batch
-from composer_tokacc.layout.families import Entry
 from composer_tokacc.refusals import InvalidInputError
+
+
+class PartUnit(NamedTuple):
+    """A unit that is a part of an item, such as a patch of an image."""
+
+    modality: str
+    grid_key: str
+    """Key of the grid, ``(items, 3)``. The product of the three numbers of an item is the number of its parts."""
+
+
+PART_UNITS = {
+    'patch': PartUnit('image', 'image_grid_thw'),
+    'video_patch': PartUnit('video', 'video_grid_thw'),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """How one tensor of a batch belongs to its rows.
+
+    Args:
+        unit: What dimension 0 (or ``row_dim``) enumerates: ``'row'`` (one per row), ``'image'``, ``'patch'``,
+            ``'video'``, ``'video_patch'``, ``'audio'`` (several per row, or none, in row order), or ``'shared'`` (no
+            rows at all). Any other name is allowed if the batch carries a list ``num_<name>s``. It is not a modality:
+            its entries go with their rows, and no dummy row is made of them. ``found.py`` also writes
+            ``'image/12'``: 12 entries of images, whose rows are inferred.
+        row_dim: The dimension that enumerates the units.
+        seq_dims: Dimensions as long as the row's tokens; they are padded and trimmed together.
+        slot_dim: A dimension padded to the largest number of images of any row (Idefics3 style).
+        fill: Padding value.
+        absent: Value of the rows of a batch without this tensor, if it is joined with a batch that has it. None: such
+            batches cannot be joined. Media entries need none.
+        points_into: Key of the pixel tensor, if the values are patch numbers counted over the whole batch. They are
+            renumbered when rows are selected or joined. Negative: no patch.
+    """
+
+    unit: str = 'row'
+    row_dim: int = 0
+    seq_dims: tuple[int, ...] = ()
+    slot_dim: int | None = None
+    fill: float = 0
+    absent: float | None = None
+    points_into: str | None = None
+
+    @property
+    def is_media(self) -> bool:
+        """Whether the tensor exists only if there are images, videos or audios."""
+        return self.unit not in ('row', 'shared') or self.slot_dim is not None
+
+    @property
+    def modality(self) -> str:
+        """The modality of the items or parts that are enumerated. Another unit, such as ``'row'``, stays as it is."""
+        if self.slot_dim is not None:
+            return 'image'
+        if self.unit in PART_UNITS:
+            return PART_UNITS[self.unit].modality
+        return self.unit.partition('/')[0]
+
 
 # Only the next four names ask about a GPU, so that tests can replace them.
 
