@@ -387,6 +387,8 @@ class TokenAccumulation(Algorithm):
 
     def _split_router_loss(self, state: State) -> None:
         """Takes the load-balancing loss of a mixture of experts out of the mean over tokens. Other losses stay."""
+        if router_loss_of(state.outputs) is None:
+            return
         run = self._run
         step_number = self._token_choice.step
         # Checked in steps 0, 1, 2, 4, 8 and so on, because a schedule may change the coefficient.
