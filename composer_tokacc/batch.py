@@ -167,14 +167,14 @@ def check_batch(batch: Batch, *, is_decoder: bool = False) -> None:
         )
 
 
-def check_vocabulary(batch: Batch, key: str, size: int | None, others: Callable[[], Iterable[int]]) -> None:
+def check_vocabulary(batch: Batch, key: str, size: int | None, further_ids: Callable[[], Iterable[int]]) -> None:
     """Raises ValueError, naming the sample, if an id is out of the vocabulary; a GPU would only stop.
 
     Args:
         batch: The batch.
         key: The entry with the ids.
         size: Ids of the vocabulary; None: not known.
-        others: Returns further ids that are allowed. It is only called if an id is out of the vocabulary.
+        further_ids: Returns further ids that are allowed. It is only called if an id is out of the vocabulary.
     """
     ids = batch[key]
     is_bad = ids < 0
@@ -182,8 +182,8 @@ def check_vocabulary(batch: Batch, key: str, size: int | None, others: Callable[
         is_bad |= ids >= size
     if not bool(is_bad.any()):
         return
-    for other in others():
-        is_bad &= ids != other
+    for further_id in further_ids():
+        is_bad &= ids != further_id
     if not bool(is_bad.any()):
         return
     row = int(is_bad.any(dim=1).int().argmax())

@@ -31,9 +31,6 @@ Facts = dict[str, str]
 CHECKSUM_BITS = 20
 """Squares of checksums are summed over the ranks. With 20 bits that is exact in float64 on up to 8,192 ranks."""
 
-NUM_SUMS = 3
-"""Length of the list that :func:`numbers_to_sum` returns."""
-
 SHOWN_NUMBERS = 4
 """An error shows no more numbers of a table, no more ranks with the same value, and no more values."""
 

@@ -58,8 +58,8 @@ def weights_at(batch: Batch, token_weights: str, counted: Tensor) -> Tensor:
     documents = _documents(batch, counted)
     # There are at most as many documents as positions. With `minlength` the host need not wait for the device.
     tokens_per_document = torch.bincount(documents[counted], minlength=documents.numel())
-    at_least_one = tokens_per_document.clamp(min=1)
-    weight_per_document = at_least_one.double().pow(-power)
+    # A document without tokens has no weight, but 0 to a negative power would be infinite.
+    weight_per_document = tokens_per_document.clamp(min=1).double().pow(-power)
     weights = weight_per_document[documents]
     return weights.masked_fill(~counted, 0).float()
 

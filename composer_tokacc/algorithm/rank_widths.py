@@ -31,18 +31,18 @@ class RankWidth:
     """What more padding on the left would change; empty: nothing."""
 
     @classmethod
-    def of(cls, described: Sequence[RowFacts], rules: CutRules | None, loss_rule: str | None) -> RankWidth:
+    def of(cls, sources: Sequence[RowFacts], rules: CutRules | None, loss_rule: str | None) -> RankWidth:
         """Returns the width of a batch.
 
         Args:
-            described: The facts of the batch, or of each of its microbatches; none: nothing is known.
+            sources: The facts of the batch, or of each of its microbatches; none: nothing is known.
             rules: How rows may be cut; None: no check has told yet.
             loss_rule: The loss rule of the model, see :func:`.loss_mask`.
         """
         width = 0
         is_left = False
         reason = ''
-        for facts in described:
+        for facts in sources:
             width = max(width, facts.width)
             is_left |= facts.is_padded and facts.side == 'left'
             if facts.is_padded and facts.side == 'right':

@@ -56,7 +56,7 @@ class ReductionWatch:
         # the backward that reduces.
         self._states_before: list[tuple[torch.nn.Parameter, tuple[int, int]]] = []
 
-    def see(self, num_microbatches: int, *, must_reduce_once: bool) -> None:
+    def note_microbatch(self, num_microbatches: int, *, must_reduce_once: bool) -> None:
         """Notes whether the backward of the next microbatch reduces gradients.
 
         Args:
@@ -83,7 +83,7 @@ class ReductionWatch:
                 'the checkpoint was written.'
             )
 
-    def reach_all(self) -> None:
+    def complete_for_ddp(self) -> None:
         """Adds a gradient of zero to parameters that the backward has not reached. DDP waits for all parameters."""
         states_before = self._states_before
         self._states_before = []
@@ -104,7 +104,7 @@ class ReductionWatch:
                 zeros.append(no_elements.sum())
         torch.autograd.backward(zeros)
 
-    def reach_all_by_hand(self) -> None:
+    def complete_for_composer(self) -> None:
         """Gives every parameter a gradient if Composer itself reduces them after the last microbatch.
 
         This is Composer's strategy ``forced_sync``. It reduces the gradients that are not None, one after the other. So

@@ -330,7 +330,7 @@ def _unwrapped(model: torch.nn.Module) -> ComposerModel:
 def _to_device(state: State, split: MicrobatchSplit | None, batch: Batch) -> Any:
     """Moves a batch to the device and prepares it for the model, as the split does."""
     on_device = state.device.batch_to_device(batch)
-    return on_device if split is None else split.as_the_model_takes_it(on_device)
+    return on_device if split is None else split.for_model(on_device)
 
 
 def _warn_of_surprises(state: State, token_weights: str) -> None:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ from composer_tokacc.collectives import RankSum
 from composer_tokacc.counting import with_one_label
 from composer_tokacc.labelled import batch_at_logits
 from composer_tokacc.layout import describe_all, microbatches_of
-from composer_tokacc.plan_agreement import NUM_SUMS, check_plans, numbers_to_sum, plan_record_of
+from composer_tokacc.plan_agreement import check_plans, numbers_to_sum, plan_record_of
 from composer_tokacc.planning import check_state
 from composer_tokacc.refusals import InvalidInputError, NotExactError
 from composer_tokacc.repeated_samples import num_repeated
@@ -275,18 +276,24 @@ class TokenAccumulation(Algorithm):
         batch_index = int(state.timestamp.batch_in_epoch)
         plan = plan_record_of(state.batch, state.dataloader, batch_index)
         step = self._count_batch(state, batch_index)
-        has_new_rows = run.check.has_new_rows(step.facts)
         width = run.width_of(step)
         # The sums come before the cut, so that rows of a new kind are cut only by rules that were proven for them.
-        numbers = [has_new_rows, *width.numbers(), *numbers_to_sum(plan)]
-        sums = self._sums_over_ranks(state, step, numbers)
-        num_with_new_rows, *width_sums = sums[:-NUM_SUMS]
-        plan_sums = sums[-NUM_SUMS:]
-        check_plans(plan_sums, plan)
+        sums = self._sums_over_ranks(
+            state,
+            {
+                'counts': [step.counts.loss_tokens, step.counts.samples, step.counts.loss_weight],
+                'new rows': [run.check.has_new_rows(step.facts)],
+                'widths': width.numbers(),
+                'plans': numbers_to_sum(plan),
+            },
+        )
+        step.totals = StepTotals(*sums['counts'])
+        (num_with_new_rows,) = sums['new rows']
+        check_plans(sums['plans'], plan)
         _check_has_weight(step, state.batch)
         if run.check.is_due(self._token_choice.step, has_new_rows=num_with_new_rows > 0):
             run.prove(state.batch)
-        check_widths(width_sums, lambda: run.width_of(step))
+        check_widths(sums['widths'], lambda: run.width_of(step))
         run.begin_step(step)
 
     def _count_batch(self, state: State, batch_index: int) -> Step:
@@ -316,18 +323,15 @@ class TokenAccumulation(Algorithm):
             marked_rows.append(replace(row, samples=samples, has_new_label=has_new_label[number]))
         return with_rows(batch, marked_rows)
 
-    def _sums_over_ranks(self, state: State, step: Step, further_numbers: Sequence[int]) -> Sequence[float]:
-        """Sums the counts of a step and further numbers over the ranks, in one all-reduce. Returns the further sums."""
-        counts = step.counts
-        numbers = [counts.loss_tokens, counts.samples, counts.loss_weight, *further_numbers]
-        sums: Sequence[float] = numbers
-        if self._run.world_size > 1:
-            dtype = torch.float64 if self.is_weighted else torch.int64
-            on_device = state.device.tensor_to_device(torch.tensor(numbers, dtype=dtype))
-            sums = RankSum(on_device).read()
-        loss_tokens, samples, loss_weight, *further_sums = sums
-        step.totals = StepTotals(loss_tokens, samples, loss_weight)
-        return further_sums
+    def _sums_over_ranks(self, state: State, numbers: Mapping[str, Sequence[float]]) -> Mapping[str, Sequence[float]]:
+        """Returns the sums over the ranks of several lists of numbers, by the same names. All are in one all-reduce."""
+        if self._run.world_size == 1:
+            return numbers
+        in_one_list = list(chain.from_iterable(numbers.values()))
+        dtype = torch.float64 if self.is_weighted else torch.int64
+        on_device = state.device.tensor_to_device(torch.tensor(in_one_list, dtype=dtype))
+        sums_in_order = iter(RankSum(on_device).read())
+        return {name: list(islice(sums_in_order, len(values))) for name, values in numbers.items()}
 
     def _start_attempt(self, state: State) -> None:
         """BEFORE_TRAIN_BATCH: forgets an earlier attempt of the step.
@@ -353,7 +357,7 @@ class TokenAccumulation(Algorithm):
         step = run.step
         allows_unequal_counts = run.split is not None and run.split.options.equal_counts is False
         must_reduce_once = self._reduces_once or allows_unequal_counts
-        run.reductions.see(len(step.planned), must_reduce_once=must_reduce_once)
+        run.reductions.note_microbatch(len(step.planned), must_reduce_once=must_reduce_once)
         batch: Batch = state.batch
         _check_carries_counts(batch, is_weighted=self.is_weighted)
         record = MicrobatchRecord(batch=batch, rows=rows_of(batch))
@@ -429,7 +433,7 @@ class TokenAccumulation(Algorithm):
             mean_loss = sum_of_means(run.terms.of_unit(state.loss, 'tokens'))
             record.token_loss = mean_loss.detach() * counts.loss_tokens
         place = len(step.microbatches) - 1
-        is_chosen = self.is_weighted or self._token_choice.has(place, counts)
+        is_chosen = self.is_weighted or self._token_choice.includes(place, counts)
         if record.has_weight and is_chosen and run.check.has_logits:
             self._watch_tokens(state, record, share=share * step.gradient_scale)
         self._raw_loss = state.loss
@@ -461,7 +465,7 @@ class TokenAccumulation(Algorithm):
             share: The weight that the mean over its tokens must have in the step, times the loss scale.
         """
         run = self._run
-        is_whole = self._token_choice.is_whole()
+        is_whole = self._token_choice.draws_all()
         logits = logits_of(state.outputs)
         if logits is None or logits.grad_fn is None:
             return
@@ -498,14 +502,14 @@ class TokenAccumulation(Algorithm):
         """AFTER_BACKWARD: puts the model's own loss back, because callbacks read it at the end of the batch."""
         run = self._run
         step = run.step
-        run.reductions.reach_all()
+        run.reductions.complete_for_ddp()
         if step.planned:
             is_last = len(step.microbatches) == len(step.planned)
         else:
             samples_so_far = sum(record.counts.samples for record in step.microbatches)
             is_last = samples_so_far == step.counts.samples
         if is_last:
-            run.reductions.reach_all_by_hand()
+            run.reductions.complete_for_composer()
         state.loss = self._raw_loss
         self._raw_loss = None
 

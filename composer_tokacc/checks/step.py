@@ -82,12 +82,12 @@ class TokenChoice:
             start = end
         return has_new_label
 
-    def has(self, number: int, counts: RowCounts) -> bool:
-        """Returns whether tokens of a microbatch are measured. ``number`` is its place in the step, from 0."""
-        return self.step == 0 or number == self.step % self._num_microbatches or counts.has_new_label
+    def includes(self, place: int, counts: RowCounts) -> bool:
+        """Returns whether tokens of a microbatch are measured. ``place`` is its place in the step, from 0."""
+        return self.step == 0 or place == self.step % self._num_microbatches or counts.has_new_label
 
-    def is_whole(self) -> bool:
-        """Returns whether all tokens of the next microbatch are measured."""
+    def draws_all(self) -> bool:
+        """Draws whether all tokens of the next microbatch are measured, or only some."""
         return self.step == 0 or CHOICE.random() < WHOLE_SHARE
 
     def end_step(self, num_microbatches: int) -> None:

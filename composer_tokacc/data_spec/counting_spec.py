@@ -131,9 +131,9 @@ class CountingDataSpec(DataSpec):
     def _check(self, model: torch.nn.Module, batch: Batch, microbatch_size: int | float) -> None:
         """Runs the first-batch check if there is no algorithm to do it."""
         split = self._split
-        layout = split.given_layout or BatchLayout.infer(batch)
+        layout = split.users_layout or BatchLayout.infer(batch)
         if self._first_batch is None:
-            split.start(model, split.given_layout, batch, microbatch_size)
+            split.start(model, split.users_layout, batch, microbatch_size)
             self._first_batch = FirstBatchCheck(
                 Probe.from_model(model),
                 layout,
@@ -151,7 +151,7 @@ class CountingDataSpec(DataSpec):
         rules = check.prove(batch)
         assert rules is not None  # a split always has rules
         split.adopt(rules)
-        if split.given_layout is not None:
+        if split.users_layout is not None:
             split.layout = check.layout
         self._rule = check.rule or self._rule
 
@@ -163,13 +163,13 @@ class CountingDataSpec(DataSpec):
         for key, value in batch.items():
             if isinstance(value, torch.Tensor):
                 on_device[key] = value.to(device)
-        return self._split.as_the_model_takes_it(on_device)
+        return self._split.for_model(on_device)
 
     # On the device.
 
     def _transform_microbatch(self, batch: Any) -> Any:
         """Returns a microbatch as the model gets it."""
-        batch = self._split.as_the_model_takes_it(batch)
+        batch = self._split.for_model(batch)
         step = self._split.step
         if step is not None:
             if type(batch) is dict and not step.copies_microbatches():

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 POLICIES = {
     'left': ('trim', 'shift', 'keep'),
-    'given': ('trim', 'shift', 'keep'),
+    'left_with_positions': ('trim', 'shift', 'keep'),
     'right': ('trim', 'keep'),
 }
 """Padding policies of each field of :class:`CutRules`, cheapest first. A policy that failed once is not tried again in
@@ -49,8 +49,8 @@ class CutRules:
         left: For rows padded on the left: ``'trim'``; ``'shift'``: trim, and write the numbers of the remaining columns
             as ``position_ids``, for models that count positions from column 0; ``'keep'`` the padding.
         left_width: Width up to which ``left`` was shown to hold.
-        given: As ``left``, but for batches that bring ``position_ids``.
-        given_width: Width up to which ``given`` was shown to hold.
+        left_with_positions: As ``left``, but for batches that bring ``position_ids``.
+        left_with_positions_width: Width up to which ``left_with_positions`` was shown to hold.
         right: For rows padded on the right: ``'trim'`` or ``'keep'``.
         right_width: Width up to which ``right`` was shown to hold.
         needs_media: Whether a microbatch without media needs a dummy row with media if others of the step have media.
@@ -62,8 +62,8 @@ class CutRules:
 
     left: str = 'keep'
     left_width: int = sys.maxsize
-    given: str = 'keep'
-    given_width: int = sys.maxsize
+    left_with_positions: str = 'keep'
+    left_with_positions_width: int = sys.maxsize
     right: str = 'keep'
     right_width: int = sys.maxsize
     needs_media: bool = False
@@ -94,7 +94,7 @@ class CutRules:
         with_widths_of_other = replace(
             self,
             left_width=other.left_width,
-            given_width=other.given_width,
+            left_with_positions_width=other.left_with_positions_width,
             right_width=other.right_width,
         )
         return with_widths_of_other == other
@@ -104,7 +104,7 @@ class CutRules:
 
         A policy ``'keep'`` stays: it means that trimming was tried and has failed.
         """
-        names = ('right',) if side == 'right' else ('left', 'given')
+        names = ('right',) if side == 'right' else ('left', 'left_with_positions')
         changed = {}
         for name in names:
             if getattr(self, name) != 'keep':
@@ -119,7 +119,7 @@ def _policy_name(facts: RowFacts) -> str:
         return 'right'
     # If the batch brings positions, tokens keep their positions when columns are cut off. If the model counts the
     # positions itself, they may change.
-    return 'given' if facts.has_positions else 'left'
+    return 'left_with_positions' if facts.has_positions else 'left'
 
 
 def padded_candidates(facts: RowFacts, earlier: CutRules) -> Iterator[CutRules]:

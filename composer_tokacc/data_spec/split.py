@@ -67,7 +67,7 @@ class MicrobatchSplit:
     ) -> None:
         self.dataloader = dataloader
         self.options = options
-        self.given_layout = layout
+        self.users_layout = layout
         self.layout = layout
         self.rules = CutRules(right='trim')
         """How rows are cut. Before the first-batch check only padding on the right is trimmed, because no causal model
@@ -92,7 +92,7 @@ class MicrobatchSplit:
         """Takes a model whose rules are not known yet, and decides whether to try packing. A collective."""
         self.restore_attention()
         self._model = model
-        self.layout = layout or self.given_layout
+        self.layout = layout or self.users_layout
         self.rules = CutRules()
         self.checked = False
         self.reduces_once = False
@@ -185,7 +185,7 @@ class MicrobatchSplit:
 
     # The model.
 
-    def as_the_model_takes_it(self, batch: Any) -> Any:
+    def for_model(self, batch: Any) -> Any:
         """Returns a microbatch on the device as the model gets it."""
         if self._microbatch_transforms is not None:
             batch = self._microbatch_transforms(batch)
@@ -541,8 +541,8 @@ def layout_of(state: State, split: MicrobatchSplit | None) -> BatchLayout | None
 
     Returns None if rows cannot be told apart. A collective.
     """
-    if split is not None and split.given_layout is not None:
-        return split.given_layout
+    if split is not None and split.users_layout is not None:
+        return split.users_layout
     try:
         layout = BatchLayout.for_model(state.model)
     except TypeError:
