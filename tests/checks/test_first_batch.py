@@ -87,6 +87,22 @@ def test_later_padding_is_proven_first(side, rules):
     assert rules_after_exact_steps(gpt2(), *batches) == rules
 
 
+class NeedsWideRows(GPT2LMHeadModel):
+    """Computes no rows of less than 6 tokens, as models that pool or convolve along the text (Funnel)."""
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None, use_cache=None):
+        if input_ids.shape[1] < 6:
+            raise RuntimeError('output with shape [1] does not match the broadcast shape [2]')
+        return super().forward(input_ids=input_ids, attention_mask=attention_mask, labels=labels, use_cache=False)
+
+
+def test_rows_stay_wide_if_the_model_needs_it():
+    """The first batch can be trimmed, the second one has rows of 3 tokens."""
+    batches = [collate(text_rows(shape)) for shape in ([(9, 7), (14, 11), (6, 1)], SHAPE)]
+    assert rules_after_exact_steps(gpt2(NeedsWideRows), batches[0]).right == 'trim'
+    assert rules_after_exact_steps(gpt2(NeedsWideRows), *batches).right == 'keep'
+
+
 class WritesIntoBatch(GPT2LMHeadModel):
     """Writes into its inputs, as models that normalise images in place do."""
 
