@@ -144,7 +144,7 @@ class ExchangingDataLoader(DataLoader):
         dataset: Any = self.dataset
         if not hasattr(dataset, 'state_dict'):
             return None
-        return dataset.state_dict(self._num_samples, False)
+        return dataset.state_dict(self._num_samples, from_beginning=False)
 
     def load_state_dict(
         self,

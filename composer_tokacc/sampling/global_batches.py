@@ -186,8 +186,9 @@ class GlobalBatches:
                 'out.'
             )
         self._kept_epoch: int | None = None
+        """The epoch that :meth:`of_epoch` has returned last."""
         self._kept_batches: list[np.ndarray] = []
-        """Global batches of the epoch that was asked for last. Each is a view of the order of the epoch."""
+        """Global batches of that epoch. Each is a view of the order of the epoch."""
         self._places = [RunPlace(0, 0)]
         """With a schedule: how far the run is at the start of each epoch, as far as that was computed."""
         if drop_last:
@@ -267,7 +268,7 @@ class GlobalBatches:
             place = self._places[-1]
             if schedule.is_last_stage(place):
                 return place  # every later place has the same size
-            (order,) = self._orders(len(self._places) - 1)
+            (order,) = self._orders(len(self._places) - 1)  # there is one, because a schedule has no modalities
             _, next_place = schedule.cut(order, self._lengths, place, self._drop_last)
             self._places.append(next_place)
         return self._places[epoch]

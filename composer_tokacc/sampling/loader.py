@@ -21,7 +21,7 @@ from composer_tokacc.plan_agreement import PlanRecord
 from composer_tokacc.planning import check_kind
 from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.sampling.rank_assignment import RankAssignment, collate
-from composer_tokacc.sampling.sampler import RegroupingBatchSampler, follow, length_of
+from composer_tokacc.sampling.sampler import RegroupingBatchSampler, length_of, noting_progress
 from composer_tokacc.sampling.witness import witness_of
 
 
@@ -114,8 +114,8 @@ class RegroupingDataLoader(DataLoader):
         if num_skipped == sampler.num_batches:
             return
         first = num_skipped or sampler.first_batch  # from `skip_to` of this loader, or from the state of the sampler
-        batches = self._read_from(epoch, first)
-        for index, batch in enumerate(follow(sampler, batches, epoch, first), start=first):
+        batches = noting_progress(sampler, self._read_from(epoch, first), epoch, first)
+        for index, batch in enumerate(batches, start=first):
             if isinstance(batch, _Parcel):
                 batch = batch.batch
             # The facts are added here, so that workers need not send them. They are computed only if plans differ.
@@ -146,8 +146,8 @@ class RegroupingDataLoader(DataLoader):
         entropy = [sampler.seed % 2**32, epoch, sampler.rank, first]
         seeds = np.random.SeedSequence(entropy).generate_state(1)
         self._generator.manual_seed(int(seeds[0]))
-        # Persistent workers serve one iterator. A look (`next(iter(loader))`) would take them away from the iterator
-        # of the run.
+        # Persistent workers serve one iterator at a time. A look (`next(iter(loader))`) must not take them from the
+        # iterator of the run, nor the run from a look.
         needs_own_workers = self.persistent_workers and sampler.passes.are_under_way
         sampler.start_of_loader = first
         try:

@@ -196,10 +196,10 @@ class _Stream:
         items: np.ndarray,
         entropy: Sequence[int] | None,
     ) -> np.ndarray:
-        """Returns the samples at some places of the endless sequence.
+        """Returns some items of the endless sequence.
 
         Args:
-            items: The places, ascending, int64.
+            items: Their numbers, from 0, ascending, int64.
             entropy: Seeds of the order. None: every pass keeps the order of the dataset.
         """
         size = len(self.samples)
@@ -209,12 +209,12 @@ class _Stream:
         items_of_passes = np.split(items, starts[1:])
         pieces = []
         # Not strict: without items no pass is read, but `np.split` returns one empty part.
-        for number, places in zip(passes.tolist(), items_of_passes, strict=False):
+        for number, items_of_pass in zip(passes.tolist(), items_of_passes, strict=False):
             # Every pass has another seed.
             sequence = np.random.SeedSequence([*entropy, number])
             (seed,) = sequence.generate_state(1).tolist()
             order = permutation(size, seed)
-            indices = order[places % size]
+            indices = order[items_of_pass % size]
             pieces.append(self.samples[indices])
         return np.concatenate([items[:0], *pieces])
 
@@ -241,7 +241,6 @@ def mixed_orders(
         samples_to_fill: Size of a global batch, if the epoch only has full ones. The next epoch begins with the samples
             that are left.
     """
-    orders = []
     groups = _streams(mixture, media)
     # Exact fractions, so that no rounding moves a sample over thousands of epochs.
     quotas = []
@@ -262,6 +261,7 @@ def mixed_orders(
         num_batches = mixture.num_samples // samples_to_fill
         begins = counts_of_first(epoch * num_batches, quotas)
         ends = counts_of_first((epoch + 1) * num_batches, quotas)
+    orders = []
     for group, begin, end in zip(groups, begins, ends, strict=True):
         orders.append(_merged(group, begin * size_of_piece, end * size_of_piece, seed))
     return orders

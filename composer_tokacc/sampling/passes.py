@@ -33,7 +33,7 @@ class Passes:
         self._under_way: list[Pass] = []
         """The one that yielded a batch last is at the end."""
         self._furthest_done: Pass | None = None
-        """The furthest one that has ended or was given up."""
+        """The furthest one that has ended or was given up, in the last epoch that has one."""
 
     @property
     def are_under_way(self) -> bool:
@@ -56,7 +56,7 @@ class Passes:
         try:
             for batch in batches:
                 current.batch += 1
-                # It is missing if another iterator has reached the end of the epoch in between.
+                # Moved to the end of the list. It is missing if another iterator has ended the epoch in between.
                 if current in self._under_way:
                     self._under_way.remove(current)
                 self._under_way.append(current)

@@ -39,7 +39,7 @@ class RankAssignment:
     """Weight of a token of each sample; None if all tokens of the step weigh the same."""
     plan_checksum: int = 0
     """Checksum of the plan of all ranks, see :class:`.PlanRecord`."""
-    witnesses: tuple[int, ...] = field(default=(), compare=False)
+    witnesses: tuple[int, ...] = field(default=(), compare=False)  # they are no part of the plan
     """Samples that every rank reads in addition, to compare the datasets of the ranks."""
 
     def __iter__(self) -> Iterator[int]:
@@ -115,6 +115,7 @@ def collate(
         if assignment.weights is not None:
             batch = _with_weights(batch, assignment.weights[number])
         if assignment.is_copy:
+            # The labels of a row that counts as no sample are masked before the split.
             batch = with_rows(batch, [RowCounts(samples=0)])
         microbatches.append(batch)
     return PreSplitBatch(microbatches, max_tokens=options.max_tokens, indices=assignment.microbatches)
@@ -137,10 +138,8 @@ def _check_rows(batch: Batch, num_samples: int) -> None:
         )
 
 
-def _with_weights(
-    batch: Batch,
-    weights: list[float],
-) -> dict[str, Any]:
+def _with_weights(batch: Batch, weights: list[float]) -> dict[str, Any]:
+    """Returns the batch with the weight of a token of each row. Raises ValueError if it has weights already."""
     if LOSS_WEIGHTS in batch:
         raise InvalidInputError(
             f'`{LOSS_WEIGHTS}` must be left out of the batch if the sampler has `loss_shares`, got: both for '

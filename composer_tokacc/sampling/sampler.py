@@ -189,9 +189,10 @@ class RegroupingBatchSampler(DistributedSampler):
         self.first_batch = 0
         """The global batch that the next iteration starts at."""
         self.start_of_loader: int | None = None
-        """Set by a loader while it makes its iterator, which starts here. The sampler then does not note its progress.
+        """Set by a loader while it makes its iterator, which starts here. Torch calls `iter`, which has no arguments.
 
-        The loader notes the batches that it yields itself, because it has the sampler read ahead of them.
+        The sampler then does not note its progress. The loader has it read ahead, so the loader notes the batches that
+        it yields.
         """
         self.passes = Passes()
         self._compared_epoch: int | None = None
@@ -228,7 +229,7 @@ class RegroupingBatchSampler(DistributedSampler):
             return self._assignments(self.epoch, self.start_of_loader)
         first = self.first_batch
         assignments = self._assignments(self.epoch, first)
-        return follow(self, assignments, self.epoch, first)
+        return noting_progress(self, assignments, self.epoch, first)
 
     def _assignments(self, epoch: int, first: int) -> Iterator[RankAssignment]:
         """Yields this rank's assignment of each global batch from `first` on, the first one with the witnesses."""
@@ -290,11 +291,11 @@ class RegroupingBatchSampler(DistributedSampler):
         check_state(state, {'epoch', 'batch'}, counts=('epoch', 'batch'))
         identity = self._identity()
         size = identity.get('global_batch_size')
-        # Earlier versions saved a schedule of one stage as a list. Now it is saved as the size that it is.
+        # Earlier versions saved a single size as a schedule of one stage.
         if state.get('global_batch_size') == [['0ba', size]]:
             state = {**state, 'global_batch_size': size}
         for name in sorted({*identity, *state} - {'epoch', 'batch'}):
-            # Also if only one of both has the key.
+            # None if the key is missing in one of the two, which is a difference, too.
             if state.get(name) != identity.get(name):
                 raise InvalidInputError(
                     f'`{name}` must be that of the saved run for the same global batches, got: {identity.get(name)}, '
@@ -306,8 +307,8 @@ class RegroupingBatchSampler(DistributedSampler):
     def plan_record(self, batch: int) -> PlanRecord:
         """Returns a record of the plan of global batch `batch`, by which ranks with a plain DataLoader are compared.
 
-        The checksum covers the arguments and the samples. The plan follows from them, and is not made again. A
-        RegroupingDataLoader sends the checksum of its assignment, which covers the plan, too.
+        The checksum covers the arguments and the samples, but not the plan, which would have to be made again. A
+        RegroupingDataLoader sends the checksum of its assignment instead. That one covers the plan, too.
         """
         epoch = self.epoch
         checksum = extended_checksum(self._checksum, self._window(batch).tobytes())
@@ -385,7 +386,7 @@ class RegroupingBatchSampler(DistributedSampler):
         return RankAssignment.from_plan(plan.ranks[self.rank], window, weights, checksum)
 
 
-def follow(
+def noting_progress(
     sampler: RegroupingBatchSampler,
     batches: Iterable[Item],
     epoch: int,

@@ -35,6 +35,7 @@ def witness_of(
 
 
 def _digest(samples: Sequence[object]) -> str:
+    """Returns a checksum of the integers in samples, or of the texts if there are no integers; '' without both."""
     arrays: list[bytes] = []
     texts: list[bytes] = []
     for leaf in _leaves(tuple(samples)):
