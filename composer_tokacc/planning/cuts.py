@@ -214,8 +214,8 @@ class LeastPaddedCuts:
           |           . * . _ *
           +-------------------- K
 
-    Corners are kept, so that asking for many K costs little more than asking for one. A relative excess of cost of
-    `tolerance` is accepted for fewer trials.
+    Corners are kept, so that the cuts for many K take little more time than one. To save trials, a cut may cost more
+    than the least, by the share `tolerance`.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ Table = Sequence[float] | np.ndarray
 
 CAPPED_SIZES = {'image_tokens': 'max_image_tokens', 'loss_tokens': 'max_loss_tokens'}
 """Sizes of a sample whose sum over a microbatch has a hard cap, and the option of :class:`CutOptions` that sets it.
-Whatever else a further cap needs stands in docs/architecture.md#a-further-cap."""
+docs/architecture.md#a-further-cap lists what else a further cap needs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +153,7 @@ def check_state(state: Any, keys: set[str], *, counts: Sequence[str] = ()) -> No
     for name in counts:
         is_good = is_good and _is_integer(state[name]) and state[name] >= 0
     if not is_good:
-        integers = f', {" and ".join(counts)} of them integers from 0' if counts else ''
+        integers = f', with integers from 0 under {" and ".join(counts)}' if counts else ''
         raise InvalidInputError(
             f'`state` must have the keys {sorted(keys)}{integers}, got: {state!r:.200}. Load what `state_dict` of the '
             'same class returned.'
@@ -199,8 +199,8 @@ class CutOptions:
         check_count('width_multiple', self.width_multiple)
         if self.slot_tokens is not None:
             check_count('slot_tokens', self.slot_tokens)
-        for size in self.caps:
-            check_count(CAPPED_SIZES[size], self.caps[size])
+        for size, cap in self.caps.items():
+            check_count(CAPPED_SIZES[size], cap)
         check_kind('cost', self.cost, CostModel)
         check_choice('regroup', self.regroup, (True, False))
         check_choice('equal_counts', self.equal_counts, (True, False, 'auto'))

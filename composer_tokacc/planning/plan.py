@@ -88,7 +88,7 @@ class MicrobatchPlan:
 
     ranks: tuple[tuple[Microbatch, ...], ...]
     """Microbatches of each rank, costliest first; for ``'fsdp'`` the k-th of all ranks run at the same time."""
-    _rows: Rows = field(repr=False, compare=False)
+    _rows: Rows = field(repr=False, compare=False)  # for `stats`
 
     @cached_property
     def stats(self) -> PlanStats:
@@ -323,7 +323,7 @@ class _CutSearch:
             without_vision = (rows.row_costs, zeros)
             only_vision = (zeros[1:], rows.vision)
             self._costs_to_equalize = [without_vision, only_vision]
-        self._padded = LeastPaddedCuts(rows, TOLERANCE)
+        self._least_padded = LeastPaddedCuts(rows, TOLERANCE)
         self._costs_alone = rows.row_costs + np.diff(rows.vision) + cost.launch
         """Cost of a microbatch of each row alone, float64 (n,)."""
         self._cheapest = int(np.argmin(self._costs_alone))
@@ -360,7 +360,7 @@ class _CutSearch:
     def _best(self) -> _Cut:
         """Finds the cut of least modelled time."""
         cuts: list[_Cut] = []
-        # Few microbatches pay few fixed costs and pad much, many the other way round: in between is the best count.
+        # Few microbatches have few fixed costs, and much padding. Many have the opposite. The best number is between.
         for count in self._counts_to_try():
             cuts.extend(self._cuts_into(count))
             # Fixed costs grow with the count, so the least possible time grows, too. Once it reaches the best time so
@@ -368,12 +368,12 @@ class _CutSearch:
             if self._least_time(count) >= min(cut.time for cut in cuts):
                 break
         if self._in_slots:
-            # The time jumps with the number of slots, so the counts near the best one are tried that were left out.
+            # The time jumps with the number of slots, so the counts near the best one are worth a trial, too.
             for count in self._counts_near_best(cuts):
                 cuts.extend(self._cuts_into(count))
         cuts.sort(key=_TIME)
         if not self._in_slots:
-            # Which cut is best may change when microbatches are rebalanced. But the winner is among the first ones.
+            # Another cut may be the best once microbatches are rebalanced. It is nearly always among the first ones.
             for k, cut in enumerate(cuts[:PROMISING]):
                 assert cut.ranks is not None, 'only slots are assigned afterwards'
                 ranks, time = rebalance(cut.costs, cut.ranks, self._num_ranks)
@@ -387,8 +387,9 @@ class _CutSearch:
         slots the numbers are multiples of the number of ranks, because every slot is full.
         """
         step = self._num_ranks if self._in_slots else 1
-        fewest = -(-max(self._padded.fewest, self._num_ranks) // step)
+        fewest = -(-max(self._least_padded.fewest, self._num_ranks) // step)
         most = max(fewest, -(-len(self._rows) // step))
+        # By at least 6 %, so that few numbers are tried if `most` is near.
         growth = max(1.06, (most / fewest) ** (1 / STEPS))
         count = float(fewest)
         tried = 0
@@ -427,7 +428,7 @@ class _CutSearch:
             # Every row is a microbatch, and dummies are added.
             bounds_of_single_rows = np.arange(len(rows) + 1, dtype=np.int64)
             return [self._timed(bounds_of_single_rows, count)]
-        cuts = [self._padded.exactly(count)]
+        cuts = [self._least_padded.exactly(count)]
         for row_costs, vision in self._costs_to_equalize:
             equal = equal_cost_cut(row_costs, vision, rows.reach, count)
             # The cut may have fewer microbatches than `count`. Then the largest are split.

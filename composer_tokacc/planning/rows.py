@@ -40,7 +40,10 @@ class OrderedRows:
 
 
 class Rows:
-    """Checked rows with the caps and costs of their microbatches. See :func:`.cut_rows` for the arguments."""
+    """Checked rows with the caps and costs of their microbatches.
+
+    The tables are explained at :func:`.plan_microbatches`, and `max_width` at :func:`.cut_rows`.
+    """
 
     def __init__(
         self,
@@ -57,11 +60,11 @@ class Rows:
         self.lengths = checked_table('lengths', lengths, least=1)
         num_rows = len(self.lengths)
         self.sizes = checked_sizes({'image_tokens': image_tokens, 'loss_tokens': loss_tokens}, options, num_rows)
-        """Sizes of :data:`.CAPPED_SIZES` that are given, int64 (n,), and every one that has a cap."""
-        self.given_vision_cost: np.ndarray | None = None
-        """Cost of each row in the vision encoder, float64 (n,). None: the cost model computes it of image tokens."""
+        """Sizes of :data:`.CAPPED_SIZES` for which there is a table, int64 (n,). All that have a cap are there."""
+        self.vision_cost_table: np.ndarray | None = None
+        """Cost of each row in the vision encoder, float64 (n,). None: the cost model computes it from image tokens."""
         if vision_cost is not None:
-            self.given_vision_cost = checked_table('vision_cost', vision_cost, num_rows, dtype=np.float64)
+            self.vision_cost_table = checked_table('vision_cost', vision_cost, num_rows, dtype=np.float64)
 
     def of(self, indices: np.ndarray) -> Rows:
         """Returns the rows with these indices."""
@@ -70,8 +73,8 @@ class Rows:
         rows.sizes = {}
         for size, table in self.sizes.items():
             rows.sizes[size] = table[indices]
-        if self.given_vision_cost is not None:
-            rows.given_vision_cost = self.given_vision_cost[indices]
+        if self.vision_cost_table is not None:
+            rows.vision_cost_table = self.vision_cost_table[indices]
         return rows
 
     @property
@@ -82,9 +85,9 @@ class Rows:
     @property
     def vision_cost(self) -> np.ndarray:
         """Cost of each row in the vision encoder, float64 (n,)."""
-        if self.given_vision_cost is None:
+        if self.vision_cost_table is None:
             return self.options.cost.vision(self.image_tokens)
-        return self.given_vision_cost
+        return self.vision_cost_table
 
     @property
     def caps(self) -> np.ndarray:
@@ -94,7 +97,7 @@ class Rows:
 
     @property
     def capped_sizes(self) -> np.ndarray:
-        """The size of each row under each of these caps, int64 (number of caps, n). The first ones are the lengths."""
+        """The size of each row that each of these caps limits, int64 (number of caps, n), the lengths first."""
         tables = [self.lengths]
         for size in self.options.caps:
             tables.append(self.sizes[size])

@@ -333,7 +333,7 @@ class RegroupingBatchSampler(DistributedSampler):
             'lengths': self.lengths,
             **self.rows.sizes,
             'media': self.media,
-            'vision_cost': self.rows.given_vision_cost,
+            'vision_cost': self.rows.vision_cost_table,
         }
         if self.loss_shares is not None:
             tables['loss_shares'] = self.loss_shares.shares

@@ -173,7 +173,7 @@ def test_bound_that_ends_the_search(objective):
     rng = np.random.default_rng(0)
     for _ in range(50):
         unequal = search(rng.integers(1, 40, 12))
-        counts = [count for count in range(unequal._padded.fewest, 13) if count % 3 == 0]
+        counts = [count for count in range(unequal._least_padded.fewest, 13) if count % 3 == 0]
         times = [best_time(unequal, count) for count in counts]
         for place, count in enumerate(counts):
             assert unequal._least_time(count) <= min(times[place:]) * (1 + 1e-12)
