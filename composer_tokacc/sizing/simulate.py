@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from composer_tokacc.planning import CostModel, CutOptions, Rows, cut_rows, padded_widths
+from composer_tokacc.planning import CostModel, CutOptions, MicrobatchPlan, Rows, cut_rows, padded_widths
 from composer_tokacc.planning.plan import time_in_slots
 from composer_tokacc.sampling.global_batches import GlobalBatches
-from composer_tokacc.sampling.rank_assignment import plan_batch
+from composer_tokacc.sampling.rank_assignment import RankAssignment, plan_batch
 from composer_tokacc.sizing.profile import SampleSizes
 
 METHOD_NAMES = {'stock': 'stock Composer', 'split': 'split and trimmed', 'planned': 'planned over ranks'}
@@ -150,13 +150,14 @@ def _microbatches_of_ranks(
     if method == 'stock':
         return [_cut_by_composer(table, samples, microbatch_rows) for samples in samples_of_ranks]
     if method == 'planned':
-        ranks = _planned(table, batch, num_ranks, options)
+        plan = plan_batch(planned_rows(table, batch, options), num_ranks)
         if options.packing is not True:
-            return _with_dummy_rows(table, batch, ranks, options)
+            return _with_dummy_rows(table, batch, _as_planned(plan, batch), options)
         # With packing the plan only decides which rank reads which samples. The split packs them.
         samples_of_ranks = []
-        for microbatches in ranks:
-            samples_of_ranks.append(np.concatenate([microbatch.samples for microbatch in microbatches]))
+        for planned in plan.ranks:
+            assignment = RankAssignment.from_plan(planned, batch)
+            samples_of_ranks.append(np.array(list(assignment)))
     ranks = [_cut_by_split(table, samples, options) for samples in samples_of_ranks]
     return _with_dummy_rows(table, batch, ranks, options)
 
@@ -176,15 +177,8 @@ def planned_rows(table: SampleSizes, batch: np.ndarray, options: CutOptions) -> 
     )
 
 
-def _planned(
-    table: SampleSizes,
-    batch: np.ndarray,
-    num_ranks: int,
-    options: CutOptions,
-) -> list[list[_ComputedMicrobatch]]:
-    """Returns the microbatches of each rank, as the sampler plans them."""
-    rows = planned_rows(table, batch, options)
-    plan = plan_batch(rows, num_ranks)
+def _as_planned(plan: MicrobatchPlan, batch: np.ndarray) -> list[list[_ComputedMicrobatch]]:
+    """Returns the microbatches of each rank, as the plan of a global batch has them, dummies included."""
     ranks = []
     for planned_rank in plan.ranks:
         microbatches = []

@@ -269,6 +269,22 @@ def test_packed_steps_have_no_padding() -> None:
     assert packed.max_tokens == padded.max_tokens
 
 
+def test_dummies_of_plans_are_not_packed() -> None:
+    """Under FSDP the plan gives the second rank a copy of the only image. The run does not read it for packing."""
+    sizes = SampleSizes(tokens=np.array([40, 10, 10, 10]), image_tokens=np.array([20, 0, 0, 0]))
+    options = CutOptions(max_tokens=100, packing=True, objective='fsdp')
+    step = simulate_steps(
+        sizes,
+        [np.arange(4)],
+        method='planned',
+        num_ranks=2,
+        microbatch_rows=1,
+        options=options,
+        price=CostModel(),
+    )
+    assert step.padding_ratio == 0
+
+
 @pytest.mark.parametrize(
     ('equal_counts', 'image_tokens', 'dummy_tokens'),
     [
