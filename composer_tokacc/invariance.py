@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from composer_tokacc.batch import Batch, labels_of, with_copied_tensors
+from composer_tokacc.batch import Batch, BatchDict, labels_of, with_copied_tensors
 from composer_tokacc.collectives import all_gather_object, get_global_rank
 from composer_tokacc.counting import loss_mask
 from composer_tokacc.isolation import IsolationReport, verify_isolation
@@ -39,11 +39,12 @@ __all__ = [
 ]
 
 Gradients = Mapping[str, torch.Tensor]
-SingleRow = dict[str, Any]
-"""A batch that may be changed: a single row, or a microbatch."""
-SingleRows = list[SingleRow]
+SingleRows = list[BatchDict]
+"""Batches of one row each."""
 
 RULES_TO_COUNT = ('unshifted', 'causal')
+"""The loss rule of the user's model is not known, so labels are counted by both of these. They differ only if a first
+token has a label."""
 DEFAULT_SIZES = (1, 2, 3, sys.maxsize)
 """Rows of a microbatch. The last one means all rows."""
 STATE_NOTE = 'Forwards write {}, and the gradient of a later forward may depend on it. Freeze this state.'
@@ -109,7 +110,7 @@ class InvarianceReport:
 
     @property
     def worst(self) -> InvarianceCase:
-        """The case with the largest error."""
+        """The case with the largest error, among those whose error must be within the tolerance."""
         held_cases = [case for case in self.cases if case.is_held]
         return max(held_cases, key=lambda case: case.error)
 
@@ -322,16 +323,15 @@ def _rows_of_all_ranks(layout: BatchLayout | None, batches: Sequence[Batch]) -> 
         for row in range(layout.num_rows(plain)):
             single = layout.select(plain, [row])
             rows.append(layout.trim(single))
-    return layout, _with_unequal_ranks(all_gather_object(rows))
+    rows_by_rank = all_gather_object(rows)
+    return layout, _with_unequal_ranks(rows_by_rank)
 
 
 def _with_unequal_ranks(rows_by_rank: list[SingleRows]) -> list[SingleRows]:
-    """Moves rows between ranks, if all ranks have equally many labels. Then a mean over ranks would not show.
+    """Moves rows between ranks if all ranks have equally many labels. A mean over ranks would not be wrong then.
 
-    Raises ValueError if all rows have equally many labels. Then a mean of means is the mean over all tokens.
+    Raises ValueError if all rows have equally many labels. No mean of means would be wrong then.
     """
-    # The loss rule of the model is not known here, so labels are counted by both rules. They differ only if a first
-    # token has a label.
     ranks_are_equal = False
     for rule in RULES_TO_COUNT:
         labels_by_rank = [_labels_per_row(rows, rule) for rows in rows_by_rank]
@@ -349,8 +349,8 @@ def _with_unequal_ranks(rows_by_rank: list[SingleRows]) -> list[SingleRows]:
         return rows_by_rank
     # The first ranks get the rows with few labels.
     rows = sorted(_joined(rows_by_rank), key=_labels_by_rule)
-    size = len(rows_by_rank[0])
-    return [rows[start : start + size] for start in range(0, len(rows), size)]
+    rows_per_rank = len(rows_by_rank[0])
+    return [rows[start : start + rows_per_rank] for start in range(0, len(rows), rows_per_rank)]
 
 
 def _labels_per_row(rows: SingleRows, rule: str) -> list[int]:
@@ -369,8 +369,8 @@ def _joined(rows_by_rank: list[SingleRows]) -> SingleRows:
 class _StepInCuts:
     """A user's step, and the rows to put through it. The fields are arguments of :func:`.verify_invariance`."""
 
-    gradients: Callable[[list[SingleRow]], Gradients]
-    reference: Callable[[SingleRow], Gradients] | None
+    gradients: Callable[[list[BatchDict]], Gradients]
+    reference: Callable[[BatchDict], Gradients] | None
     layout: BatchLayout
     rows: SingleRows
     """Single rows of this rank."""
@@ -416,8 +416,8 @@ class _StepInCuts:
         batch: Batch,
         rows: Sequence[int],
         size: int,
-    ) -> list[SingleRow]:
-        """Returns microbatches of these rows."""
+    ) -> list[BatchDict]:
+        """Returns microbatches of `size` of these rows."""
         starts = range(0, len(rows), size)
         return [self.layout.select(batch, rows[start : start + size]) for start in starts]
 
@@ -436,6 +436,9 @@ class _StepInCuts:
     def _whole_batch(self, padding: str) -> Batch:
         return self.layout.concat(self.rows_of_all_ranks, padding_side=padding)
 
-    def _copied(self, batch: Batch) -> SingleRow:
-        """Returns a copy, because a trainer may write into its batches, and cuts share their tensors."""
+    def _copied(self, batch: Batch) -> BatchDict:
+        """Returns a copy, because a trainer may write into its batches, and cuts share their tensors.
+
+        Some models need an image. A batch without one gets a dummy image.
+        """
         return dict(self.layout.with_media(with_copied_tensors(batch)))

@@ -21,8 +21,9 @@ from composer_tokacc.refusals import InvalidInputError
 from composer_tokacc.step_watch import copied_buffers, relative_difference
 
 NUM_CONSTANTS = 3
-"""A document is overwritten with a single id, this many times with different ids. If all its tokens choose the same
-experts, and these have a capacity, they drop tokens of other documents. Which experts these are depends on the id."""
+"""A document is overwritten with a single id, this many times with different ids. Then all its tokens choose the same
+experts. If these have a capacity, they drop tokens of other documents, which would have had room otherwise. Which
+experts they are depends on the id, so one id is not enough."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,23 +111,23 @@ def verify_isolation(
         raise TypeError(f'`model` must be a Hugging Face model, or hold one, got: {type(model).__name__}.')
     inner_model = models[0]
     embedding = cast(_EmbedsIds, inner_model).get_input_embeddings()
-    numbered = _numbered(torch.as_tensor(documents), text_of(packed))
+    listed = _listed_documents(torch.as_tensor(documents), text_of(packed))
     inputs = dict(packed)
     inputs.pop('labels', None)
-    leaks = _leaks_of_gradient(model, embedding, inputs, numbered)
+    leaks = _leaks_of_gradient(model, embedding, inputs, listed)
     ids = inputs.get('input_ids')
     if isinstance(ids, torch.Tensor):
         reserved = _reserved_ids(getattr(inner_model, 'config', None))
         num_embeddings = getattr(embedding, 'num_embeddings', 0)
-        replacements = _with_other_ids(ids, numbered, reserved, num_embeddings)
-        # A pair that the gradient shows keeps the size of the gradient.
-        leaks = _leaks_of_ids(model, inputs, numbered, replacements) | leaks
+        replacements = _with_other_ids(ids, listed, reserved, num_embeddings)
+        # A leak that both find keeps the size of the gradient.
+        leaks = _leaks_of_ids(model, inputs, listed, replacements) | leaks
     sorted_leaks = [(*place, leaks[place]) for place in sorted(leaks)]
     return IsolationReport(leaks=tuple(sorted_leaks))
 
 
-def _numbered(documents: torch.Tensor, ids: torch.Tensor) -> list[_Document]:
-    """Returns the documents of all rows; raises ValueError if no row has two."""
+def _listed_documents(documents: torch.Tensor, ids: torch.Tensor) -> list[_Document]:
+    """Returns the documents of all rows. Raises ValueError if no row has two."""
     numbers_by_row = []
     for row in documents:
         numbers = row.unique().tolist()
@@ -137,16 +138,16 @@ def _numbered(documents: torch.Tensor, ids: torch.Tensor) -> list[_Document]:
             f'`documents` must number those of a packed row, of shape {tuple(ids.shape)} as `input_ids`, got: '
             f'{numbers_by_row} of shape {tuple(documents.shape)}.'
         )
-    numbered = []
+    listed = []
     for row, numbers in enumerate(numbers_by_row):
         for number in numbers:
-            numbered.append(_Document(row, number, positions=documents[row] == number))
-    return numbered
+            listed.append(_Document(row, number, positions=documents[row] == number))
+    return listed
 
 
-def _others(document: _Document, numbered: Sequence[_Document]) -> Iterator[_Document]:
+def _others(document: _Document, documents: Sequence[_Document]) -> Iterator[_Document]:
     """Yields the other documents of the same row."""
-    for other in numbered:
+    for other in documents:
         if other.row == document.row and other.number != document.number:
             yield other
 
@@ -155,10 +156,9 @@ def _leaks_of_gradient(
     model: torch.nn.Module,
     embedding: torch.nn.Module,
     inputs: Batch,
-    numbered: Sequence[_Document],
+    documents: Sequence[_Document],
 ) -> Leaks:
     """Returns the norm of the gradient of each document's logits by the embeddings of another document, if not 0."""
-    leaks: Leaks = {}
     embedded: list[torch.Tensor] = []
 
     def start_graph(
@@ -171,14 +171,15 @@ def _leaks_of_gradient(
 
     with embedding.register_forward_hook(start_graph):
         logits = _logits(model, inputs)
-    # Random factors, so that no two parts of a sum cancel.
+    # The gradient is that of a sum of logits. With random factors no two parts of this sum cancel.
     generator = torch.Generator().manual_seed(0)
     factors = torch.randn(logits.shape, generator=generator).to(logits)
     products = logits * factors
-    for document in numbered:
+    leaks: Leaks = {}
+    for document in documents:
         total = products[document.row][document.positions].sum()
         (gradient,) = torch.autograd.grad(total, embedded[0], retain_graph=True)
-        for other in _others(document, numbered):
+        for other in _others(document, documents):
             gradient_of_other = gradient[other.row][other.positions]
             size = float(gradient_of_other.float().norm())
             if size != 0.0:
@@ -190,7 +191,7 @@ def _leaks_of_gradient(
 def _leaks_of_ids(
     model: torch.nn.Module,
     inputs: Batch,
-    numbered: Sequence[_Document],
+    documents: Sequence[_Document],
     replacements: Iterator[tuple[_Document, torch.Tensor]],
 ) -> Leaks:
     """Returns the largest relative change of each document's logits if another document gets other ids.
@@ -199,6 +200,7 @@ def _leaks_of_ids(
     """
     expected = _logits(model, inputs)
     tolerance = tolerance_of(expected.dtype)
+    # If the logits change by themselves, a change proves nothing.
     change = relative_difference(expected, _logits(model, inputs))
     if not change <= tolerance:
         raise InvalidInputError(
@@ -208,7 +210,7 @@ def _leaks_of_ids(
     leaks: Leaks = {}
     for document, ids in replacements:
         logits = _logits(model, {**inputs, 'input_ids': ids})
-        for other in _others(document, numbered):
+        for other in _others(document, documents):
             before = expected[other.row][other.positions]
             after = logits[other.row][other.positions]
             change = relative_difference(before, after)
@@ -234,18 +236,23 @@ def _logits(model: torch.nn.Module, inputs: Batch) -> torch.Tensor:
 
 def _with_other_ids(
     ids: torch.Tensor,
-    numbered: Sequence[_Document],
+    documents: Sequence[_Document],
     reserved: set[int],
     num_embeddings: int,
 ) -> Iterator[tuple[_Document, torch.Tensor]]:
-    """Yields a document, and a copy of ``ids`` in which only this document has other ids. Reserved ids stay."""
-    texts = [ids[document.row][document.positions].tolist() for document in numbered]
+    """Yields a document, and a copy of ``ids`` in which only this document has other ids.
+
+    Reserved ids are neither replaced nor put in. A model may read from them where a document or its padding ends, and
+    needs as many placeholders as there are image features. So with other reserved ids the other documents could change,
+    although they do not see the text of this one.
+    """
+    texts = [ids[document.row][document.positions].tolist() for document in documents]
     reserved = reserved | _separators(texts)
     ordinary = ids.new_tensor(_ordinary_ids(texts, reserved, num_embeddings))
     if len(ordinary) < 2:
         return
     is_reserved = torch.isin(ids, ids.new_tensor(sorted(reserved)))
-    for document in numbered:
+    for document in documents:
         row = ids[document.row]
         is_changed = document.positions.to(ids.device) & ~is_reserved[document.row]
         for other_ids in _replacements(row, ordinary):
@@ -255,9 +262,9 @@ def _with_other_ids(
 
 
 def _separators(texts: Sequence[list[int]]) -> set[int]:
-    """Returns an id if all documents begin with it, and an id if all documents end with it.
+    """Returns the id with which all documents begin, and the id with which all end, if there are such ids.
 
-    In some models such an id separates the documents. It must not be replaced, or the model would see other documents.
+    They may separate the documents, although the config does not name them.
     """
     first_tokens = {text[0] for text in texts}
     last_tokens = {text[-1] for text in texts}
@@ -269,9 +276,9 @@ def _separators(texts: Sequence[list[int]]) -> set[int]:
 
 
 def _ordinary_ids(texts: Sequence[list[int]], reserved: set[int], num_embeddings: int) -> list[int]:
-    """Returns the ids that are not reserved, sorted.
+    """Returns the ids that may be put in, sorted: those of the documents, without the reserved ones.
 
-    If the documents repeat a single id, others of the vocabulary are added, so that there are two if possible.
+    If there are fewer than two, other ids of the vocabulary are added.
     """
     ordinary = set().union(*texts) - reserved
     for token in range(num_embeddings):
@@ -283,14 +290,18 @@ def _ordinary_ids(texts: Sequence[list[int]], reserved: set[int], num_embeddings
 
 
 def _replacements(row: torch.Tensor, ordinary: torch.Tensor) -> list[torch.Tensor]:
-    """Returns other ids for a row: each id becomes the next ordinary one, or all become the same one."""
+    """Returns several other versions of a row, for models that leak in different ways.
+
+    In the first each id becomes the next ordinary one, so every token differs. In the others all ids are the same; see
+    :data:`NUM_CONSTANTS`.
+    """
     last = len(ordinary) - 1
-    # Reserved ids get a place as well. They are not replaced later.
+    # Reserved ids get a place as well. The caller keeps them.
     places = torch.searchsorted(ordinary, row).clamp(max=last)
     next_places = (places + 1) % len(ordinary)
     replacements = [ordinary[next_places]]
     for number in range(NUM_CONSTANTS):
-        constant = ordinary[number * last // (NUM_CONSTANTS - 1)]
+        constant = ordinary[number * last // (NUM_CONSTANTS - 1)]  # from the first to the last, evenly spaced
         replacements.append(constant.expand_as(row))
     return replacements
 
@@ -304,8 +315,8 @@ def _reserved_ids(config: object) -> set[int]:
         for name, value in getattr(part, '__dict__', {}).items():
             if not re.search('_token_(id|index)$', name):
                 continue
-            # Llama 3 has several ids for the end.
-            for token in value if isinstance(value, (list, tuple)) else [value]:
+            tokens = value if isinstance(value, (list, tuple)) else [value]  # Llama 3 has several ids for the end
+            for token in tokens:
                 if isinstance(token, int):
                     reserved.add(token)
     return reserved
