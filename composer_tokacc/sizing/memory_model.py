@@ -126,7 +126,7 @@ class StaticBytes:
         return terms
 
     def optimizer_peak(self, strategy: str, num_ranks: int) -> float:
-        """Returns bytes in the optimizer's step. Activations are free by then, and it has temporary tensors."""
+        """Returns bytes in the optimizer's step. Activations and gathered weights are free by then."""
         terms = self.terms(strategy, num_ranks)
         terms.pop('gathered by FSDP', None)
         num_shards = num_ranks if strategy == 'fsdp' else 1

@@ -74,16 +74,23 @@ class SizingReport:
     binds: str
     """What keeps a microbatch from being larger: ``text``, ``logits``, ``vision`` or ``global batch``."""
     terms: dict[str, float]
+    """Memory by term, at the peak of a microbatch of the suggested size."""
     peak_gib: float
+    """Highest memory in a step. It may be in the optimizer's step."""
     memory_residual: float
+    """Largest relative error of the memory model among the microbatches of its own fit."""
     figures: dict[str, StepFigures]
     """Figures of a step by method: ``stock``, ``split``, ``planned``."""
     bound: float
     """Cost of a step that no plan can beat."""
     measured_cost: CostModel | None
+    """The cost model that was fitted to times on the machine, for the lines to paste."""
     seconds_per_unit: float | None
+    """Seconds of one unit of cost. None: no times were measured."""
     seconds_per_step: float
+    """Seconds of a step outside of its microbatches."""
     sizes: list[SizeRow]
+    """The suggested size, and others to compare it with."""
     oversize: list[str]
     """Samples over a cap of a microbatch. Each of them is computed alone."""
     too_large: list[str]

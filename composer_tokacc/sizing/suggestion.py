@@ -34,8 +34,8 @@ NUM_BATCHES = 24
 """Number of global batches that are simulated for each figure."""
 MOST_TOKENS = 1 << 30
 """The search for the largest microbatch ends here, far beyond any device."""
-# Terms of the memory model that a smaller microbatch would lower, by their short names in the report.
 SHRINKING_TERMS = {'text': 'text activations', 'logits': 'logits', 'vision': 'vision activations'}
+"""Terms of the memory model that a smaller microbatch would lower, by their short names in the report."""
 
 
 @dataclass(frozen=True)
@@ -249,14 +249,16 @@ def suggest_microbatching(
         cost=cost or CostModel(),
         objective=cast(Literal['ddp', 'fsdp'], memory.strategy),
     )
+    # The largest sizes that fit: of this run, and of stock Composer at the same memory.
     usable_bytes = safety * device_memory_gib * GIB
     capacity = Capacity(memory, table, num_ranks, usable_bytes, max_image_tokens, max_loss_tokens)
     rows_per_rank = global_batch_size // num_ranks
     size, slot = _largest_size(capacity, options, rows_per_rank)
     max_tokens = token_budget(size, slot)
-    stock_capacity = capacity.of_stock_composer()
-    stock_size = stock_capacity.max_tokens() // int(table.tokens.max())
+    stock_tokens = capacity.of_stock_composer().max_tokens()
+    stock_size = stock_tokens // int(table.tokens.max())  # it pads every row to the longest
     stock_size = max(min(stock_size, rows_per_rank), 1)
+    # Steps with the suggested size and with others.
     batches = draw_batches(len(table), global_batch_size, num_batches=NUM_BATCHES, seed=seed)
     price = measured_cost or options.cost
     simulation = _Simulation(table, batches, num_ranks, slot, options, price)
@@ -264,6 +266,7 @@ def suggest_microbatching(
     for compared_size in _compared_sizes(size, rows_per_rank):
         figures = simulation.figures(compared_size, stock_size=compared_size)
         size_rows.append(_size_row(capacity, compared_size, slot, figures))
+    # What limits the suggested size.
     fitting_image_tokens = None
     if table.image_tokens.any():
         fitting_image_tokens = capacity.fitting_image_tokens(max_tokens)

@@ -46,7 +46,8 @@ class MicrobatchTimer(Callback):
 
     Args:
         layout: Layout of the model's batches. None: a text model.
-        hidden_size: Hidden size of the language model.
+        hidden_size: Hidden size of the language model. The timer only carries it for its reader, who needs it for the
+            argument `quadratic` of :func:`fit_cost`.
         patches: Returns the number of patches that the vision encoder computes for a batch of one row. None: the
             encoder is not timed.
         skip: Number of first steps that are not recorded, because caches warm up.
@@ -102,6 +103,7 @@ class MicrobatchTimer(Callback):
     def batch_start(self, state: State, logger: Logger) -> None:
         """Ends the previous step and starts the next."""
         started = self._now()
+        # `batch` is the number of the step that starts. The previous one is recorded if its number is at least `skip`.
         if int(state.timestamp.batch) > self.skip:
             seconds_of_step = started - self._step_started
             self.outside.append(seconds_of_step - self._seconds_in_microbatches)
@@ -118,13 +120,13 @@ class MicrobatchTimer(Callback):
         batch = state.batch
         self._shape: tuple[int, int] = batch['input_ids'].shape
         self._num_image_tokens = 0
-        self._patches: list[int] = []
+        self._row_patches: list[int] = []
         if self.layout is not None:
             self._num_image_tokens = sum(self.layout.image_tokens_per_row(batch))
             if self.patches is not None:
                 rows = [[row] for row in range(self.layout.num_rows(batch))]
                 single_rows = self.layout.split(batch, rows)
-                self._patches = [self.patches(row) for row in single_rows]
+                self._row_patches = [self.patches(row) for row in single_rows]
         self._encoder_seconds = 0.0
         self._gradient_arrived = None
         # The counting above is not part of the run, so its time is left out.
@@ -144,7 +146,7 @@ class MicrobatchTimer(Callback):
         if self._gradient_arrived is not None:
             vision_seconds += ended - self._gradient_arrived
         rows, width = self._shape
-        microbatch = TimedMicrobatch(rows, width, self._num_image_tokens, seconds, vision_seconds, self._patches)
+        microbatch = TimedMicrobatch(rows, width, self._num_image_tokens, seconds, vision_seconds, self._row_patches)
         self.microbatches.append(microbatch)
 
     def _now(self) -> float:

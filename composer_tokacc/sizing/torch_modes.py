@@ -32,7 +32,7 @@ from composer_tokacc.compat import (
 from composer_tokacc.model_structure import vision_modules
 
 aten: Any = torch.ops.aten
-ask_device: Any = torch.ops.prim.device
+device_of_tensor: Any = torch.ops.prim.device
 INDEXING_OPERATIONS = (
     aten.index.Tensor,
     aten.index_put.default,
@@ -190,7 +190,7 @@ class MemoryTracker(TorchDispatchMode):
         self.peak = dict(self.current)
 
     def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
-        if func is ask_device.default:
+        if func is device_of_tensor.default:
             # These are more than half of all calls. They are answered here, so that no other mode handles them, too.
             return args[0].device
         result = func(*args, **(kwargs or {}))

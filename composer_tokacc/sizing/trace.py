@@ -316,7 +316,7 @@ def _traced_memory(
 ) -> MemoryModel:
     """Traces the batches with ``'all'`` logits or only those at ``'labels'``, and fits a memory model to them."""
     if logits == 'labels':
-        pairs = zip(batches, LABEL_SPACINGS, strict=False)
+        pairs = zip(batches, LABEL_SPACINGS, strict=False)  # there are up to six batches
         batches = [with_spaced_labels(batch, spacing) for batch, spacing in pairs]
     step = make_step(batches[0], logits=logits)
     measured = []
