@@ -21,7 +21,7 @@ CachedValue = TypeVar('CachedValue')
 
 
 def fingerprint(value: object, *, length: int = 32) -> str:
-    """Returns hex digits that change with a value: an iterator of bytes, or anything that JSON can write."""
+    """Returns hex digits that change with a value: an iterator of bytes, or anything else, which is written as JSON."""
     digest = hashlib.sha256()
     if isinstance(value, Iterator):
         for piece in value:

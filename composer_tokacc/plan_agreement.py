@@ -124,7 +124,7 @@ def check_plans(sums: Sequence[float], record: PlanRecord | None) -> None:
         return
     checksums, squared_checksums, squared_ranks = (int(value) for value in sums)
     are_equal = are_equal_on_ranks(checksums, squared_checksums, world_size)
-    # If two samplers are for the same rank, the sum is another one.
+    # If a sampler is for another rank, the sum differs.
     all_ranks_are_there = squared_ranks == sum(rank**2 for rank in range(world_size))
     is_for_all = record is None or record.num_ranks == world_size
     if not (are_equal and all_ranks_are_there and is_for_all):
@@ -160,7 +160,7 @@ def extended_checksum(checksum: int, data: bytes) -> int:
 
 
 def table_facts(name: str, values: np.ndarray) -> Facts:
-    """Returns two facts of a table, its sorted numbers and their order, so that an error can say which one differs."""
+    """Returns two facts of a table. The first does not depend on the order of its numbers, so errors can tell."""
     numbers = f'{len(values)} numbers of sum {values.sum()} ({_digest(np.sort(values))})'
     first_numbers = [str(value) for value in values[:SHOWN_NUMBERS].tolist()]
     first = ', '.join(first_numbers)
@@ -200,6 +200,7 @@ class RankReport:
 
 def find_difference(reports: Sequence[RankReport]) -> str | None:
     """Returns the error for the first difference between the reports of all ranks; None if they agree."""
+    # The arguments come first, because they explain all other differences.
     differing: list[str] = []
     for report in reports:
         for name in report.facts:
@@ -216,6 +217,7 @@ def find_difference(reports: Sequence[RankReport]) -> str | None:
     if len(witnesses) > 1:
         witnesses_of_ranks = [report.witness or 'unknown' for report in reports]
         return _unequal('first samples', witnesses_of_ranks)
+    # Every rank must have a sampler for itself, and for all ranks.
     planned_ranks = sorted(report.rank for report in reports)
     num_ranks = len(reports)
     has_all_ranks = planned_ranks == list(range(num_ranks))
@@ -234,6 +236,7 @@ def find_difference(reports: Sequence[RankReport]) -> str | None:
 
 
 def _unequal(name: str, values: Sequence[str]) -> str:
+    """Returns the error if ranks have different values under a name."""
     return (
         f'`{name}` must be the same on all ranks, got: {_by_rank(values)}. {_remedy(name)}, or some samples are '
         'trained twice and others never.'
@@ -241,7 +244,7 @@ def _unequal(name: str, values: Sequence[str]) -> str:
 
 
 def _by_rank(values: Sequence[str]) -> str:
-    """Returns a text that lists the ranks of each value."""
+    """Returns each value with the ranks that have it, as text."""
     ranks_of: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks_of.setdefault(value, []).append(rank)

@@ -51,6 +51,7 @@ def _weighs_the_same(model: torch.nn.Module) -> Iterator[TokenWeightsReport]:
     has_others = any(values_of_ranks(any(is_not_negative)))
     faults_by_rank = values_of_ranks([*report.forwards_without_weight(), *watch.faults])
     faults = []
+    # Not written with `>`: a comparison with NaN is always False.
     if not spread <= 1 + report.known_to:
         faults.append(
             f'Every token of an optimizer step must weigh the same, got: the heaviest weighs {spread:.4f} times the '
@@ -60,7 +61,8 @@ def _weighs_the_same(model: torch.nn.Module) -> Iterator[TokenWeightsReport]:
     if has_negative and has_others:
         faults.append('Every token of an optimizer step must weigh the same, got: positive and negative weights.')
     for rank, sentences in enumerate(faults_by_rank):
-        name = f'Rank {rank}: ' if len(faults_by_rank) > 1 else ''
-        faults += [f'{name}{sentence}' for sentence in sentences]
+        prefix = f'Rank {rank}: ' if len(faults_by_rank) > 1 else ''
+        for sentence in sentences:
+            faults.append(prefix + sentence)
     if faults:
         pytest.fail('\n'.join(faults), pytrace=False)

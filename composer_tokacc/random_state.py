@@ -14,7 +14,7 @@ import torch
 
 
 def seed_everything(seed: int) -> None:
-    """Sets the random numbers of Python and numpy to a fixed seed, and those of torch to the given one."""
+    """Seeds torch with `seed`, and Python and numpy always with 0."""
     random.seed(0)
     np.random.seed(0)
     torch.default_generator.manual_seed(seed)

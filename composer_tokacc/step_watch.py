@@ -25,8 +25,11 @@ from composer_tokacc.compat import buffer_versions, inner_model, when_backward_e
 from composer_tokacc.random_state import same_random_numbers
 
 Versions = dict[str, tuple[int, int]]
+"""By the name of a buffer: numbers that change if it is replaced or written."""
 Checksum = tuple[str, str]
+"""Sum and absolute sum of a tensor, as text."""
 ZERO: Checksum = ((0.0).hex(), (0.0).hex())
+"""Checksum of a gradient that is 0, or absent."""
 
 
 class StepWatch:
@@ -40,25 +43,25 @@ class StepWatch:
         """Sentences, of this rank. Complete when the context ends."""
         self._model = inner_model(model)
         trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-        self._trained = {id(parameter) for parameter in trained}
+        self._trained_ids = {id(parameter) for parameter in trained}
         """Identities of all trained parameters, also if FSDP1 moves them."""
         self._parameters = _followed_parameters(self._model)
         self._hooks = ExitStack()
         self._gradient_nodes: list[torch.autograd.graph.Node] = []
         self._num_backwards = 0
         self._in_backward = False
-        self._accumulates = False
+        self._has_accumulated = False
         """Whether the last backward changed the gradients. ``torch.autograd.grad`` does not."""
         self._has_stepped = False
         """Whether an optimizer has made a step since the last backward."""
-        self._weights_at_last: dict[str, Checksum] = {}
-        """Weights when the last backward began."""
-        self._gradients_at_last: dict[str, Checksum] = {}
-        """Gradients when the current backward began, or between two backwards, when the last one ended."""
+        self._last_weights: dict[str, Checksum] = {}
+        """Weights at the start of the last backward."""
+        self._last_gradients: dict[str, Checksum] = {}
+        """Gradients at the last start or end of a backward."""
         self._buffers_before: Versions = {}
         """Buffers before the forward."""
         self._has_repeated = False
-        """Whether the first forward was repeated, which is done once."""
+        """Whether the first forward was repeated. The later ones are not."""
 
     def __deepcopy__(self, memo: object) -> StepWatch:
         return self  # a copy of the model, such as an average of weights, has the same hooks
@@ -101,8 +104,8 @@ class StepWatch:
         else:
             self._compare(weights_now, gradients_now)
         # Each change is listed once.
-        self._weights_at_last = weights_now
-        self._gradients_at_last = gradients_now
+        self._last_weights = weights_now
+        self._last_gradients = gradients_now
         self._has_stepped = False
 
     def _compare(self, weights_now: Mapping[str, Checksum], gradients_now: Mapping[str, Checksum]) -> None:
@@ -111,15 +114,15 @@ class StepWatch:
             # It explains all other changes.
             self.faults.append(f'An optimizer made a step {between}. Step behind the last microbatch.')
             return
-        names = _differences(self._weights_at_last, weights_now)
+        names = _changed_names(self._last_weights, weights_now)
         if names:
             self.faults.append(f'Parameters changed {between}: {_listed(names)}.')
         names = [name for name, parameter in self._parameters.items() if not parameter.requires_grad]
         if names:
             self.faults.append(f'Parameters were frozen {between}: {_listed(names)}.')
-        names = _differences(self._gradients_at_last, gradients_now)
+        names = _changed_names(self._last_gradients, gradients_now)
         # If the last backward accumulated nothing, the loop does it itself, around `torch.autograd.grad`.
-        if names and self._accumulates:
+        if names and self._has_accumulated:
             self.faults.append(
                 f'Gradients changed {between}: {_listed(names)}. Call `zero_grad`, clip and unscale once a step, not '
                 'in every microbatch.'
@@ -127,8 +130,8 @@ class StepWatch:
 
     def _on_backward_end(self) -> None:
         gradients_now = self._gradient_checksums()
-        self._accumulates = gradients_now != self._gradients_at_last
-        self._gradients_at_last = gradients_now
+        self._has_accumulated = gradients_now != self._last_gradients
+        self._last_gradients = gradients_now
         self._in_backward = False
 
     def _on_optimizer_step(
@@ -137,17 +140,19 @@ class StepWatch:
         args: object,
         kwargs: object,
     ) -> None:
+        """Notes a step of an optimizer of the model. It is a fault if all its gradients were set to 0 before."""
         stepped: set[int] = set()
         for group in optimizer.param_groups:
             stepped |= {id(parameter) for parameter in group['params']}
-        if not stepped & self._trained:
+        if not stepped & self._trained_ids:
             return
         self._has_stepped = True
-        if self._in_backward or not self._accumulates:
+        # An optimizer may also make its step inside of the backward, as soon as a gradient is complete.
+        if self._in_backward or not self._has_accumulated:
             return
         gradients_now = self._gradient_checksums()
         names = [name for name, parameter in self._parameters.items() if id(parameter) in stepped]
-        has_gradient = any(self._gradients_at_last[name] != ZERO for name in names)
+        has_gradient = any(self._last_gradients[name] != ZERO for name in names)
         if has_gradient and all(gradients_now[name] == ZERO for name in names):
             self.faults.append('Gradients were set to 0 between the last backward and the step of the optimizer.')
 
@@ -169,7 +174,7 @@ class StepWatch:
     ) -> None:
         """Watches for the backward. Repeats the first forward, to see whether one depends on those before it."""
         logits = logits_of(outputs)
-        is_copy = module is not self._model
+        is_copy = module is not self._model  # copies of the model have its hooks
         if is_copy or logits is None or logits.grad_fn is None:
             return
         # Backward reaches the logits first. With FSDP2 it does not reach the nodes of the optimizer's parameters.
@@ -179,7 +184,7 @@ class StepWatch:
         if self._has_repeated:
             return
         self._has_repeated = True
-        written = _written(self._buffers_before, buffer_versions(module))
+        written = _written_names(self._buffers_before, buffer_versions(module))
         difference = _difference_of_forwards(module, args, kwargs)
         if not difference <= tolerance_of(logits.dtype):
             names = _listed(written) if written else 'something outside of its buffers'
@@ -225,7 +230,7 @@ def written_buffers() -> Iterator[set[str]]:
         if torch.compiler.is_compiling():
             return
         versions = before.pop(id(module), {})
-        for name in _written(versions, buffer_versions(module, recurse=False)):
+        for name in _written_names(versions, buffer_versions(module, recurse=False)):
             written.add(f'{type(module).__name__}.{name}')
 
     with register_module_forward_pre_hook(before_forward), register_module_forward_hook(after_forward):
@@ -254,7 +259,7 @@ def relative_difference(first: torch.Tensor | None, second: torch.Tensor | None)
     """Returns the norm of the difference over the norm of the first."""
     if first is None or second is None or first.shape != second.shape:
         return float('nan')
-    # Summed up in float64 without a copy of the logits in it.
+    # Only the sums are in float64. A copy of the logits in float64 would take too much memory.
     difference = second.detach() - first.detach()
     change = torch.linalg.vector_norm(difference, dtype=torch.float64)
     size = torch.linalg.vector_norm(first.detach(), dtype=torch.float64)
@@ -284,11 +289,11 @@ def _checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, Checksum]:
     return checksums
 
 
-def _differences(before: Mapping[str, Checksum], after: Mapping[str, Checksum]) -> list[str]:
+def _changed_names(before: Mapping[str, Checksum], after: Mapping[str, Checksum]) -> list[str]:
     return [name for name, checksum in after.items() if checksum != before[name]]
 
 
-def _written(before: Versions, after: Versions) -> list[str]:
+def _written_names(before: Versions, after: Versions) -> list[str]:
     return [name for name, version in after.items() if before.get(name, version) != version]
 
 
