@@ -33,7 +33,7 @@ MOST_SOURCES = 64
 OTHERS = 'others'
 """Name under which all further sources are logged together."""
 MOST_UNREAD = 2**20
-"""Most logits that are kept before their losses are computed: 4 MiB."""
+"""Most logits that are kept without their losses: 4 MiB."""
 
 
 class SourceSums(NamedTuple):
@@ -49,7 +49,7 @@ class SourceSums(NamedTuple):
         return SourceSums(*map(add, self, numbers))
 
 
-class _KeptLogits(NamedTuple):
+class _UnreadLogits(NamedTuple):
     """Logits of a microbatch. Their losses are not computed yet."""
 
     logits: torch.Tensor
@@ -65,16 +65,18 @@ class SourceLedger:
     def __init__(self) -> None:
         self.names: list[str] = []
         """Sources that any rank has seen so far. The list is the same on all ranks."""
+        self._is_full = False
+        """Whether no further name is logged, the same on all ranks."""
         self.begin_attempt()
 
     def begin_attempt(self) -> None:
         """Forgets the microbatches of the step."""
         self._rows: list[tuple[RowCounts, int]] = []  # each with its number of positions
         # Losses of the tokens of these rows, on the device, in the order of the rows. The losses of the last rows may
-        # be missing. Then their logits are kept.
+        # be missing: their logits are unread.
         self._losses: list[torch.Tensor] = []
-        self._kept: list[_KeptLogits] = []
-        self._num_kept = 0  # number of kept logits
+        self._unread: list[_UnreadLogits] = []
+        self._num_unread = 0  # numbers in them
 
     def note(self, batch: Batch, outputs: Any, rule: str, *, has_logits: bool) -> None:
         """Notes a microbatch if its rows have sources. If its tokens were counted, nothing waits for the device.
@@ -92,26 +94,26 @@ class SourceLedger:
         num_tokens = sum(row.loss_tokens for row, _ in rows)
         microbatch = None
         if has_logits:
-            microbatch = _kept_logits(batch, outputs, rule, num_tokens)
+            microbatch = _unread_logits(batch, outputs, rule, num_tokens)
         if microbatch is None:
             self._compute_losses()  # of the microbatches before, to stay in the order of the rows
             unknown_losses = torch.full((num_tokens,), math.nan)
             self._losses.append(unknown_losses)
             return
-        self._kept.append(microbatch)
-        self._num_kept += microbatch.logits.numel()
-        if self._num_kept > MOST_UNREAD:
+        self._unread.append(microbatch)
+        self._num_unread += microbatch.logits.numel()
+        if self._num_unread > MOST_UNREAD:
             self._compute_losses()
 
     def _compute_losses(self) -> None:
-        """Computes the losses of the kept logits.
+        """Computes the losses of the unread logits.
 
-        Small logits are kept until there are many, because the time of a small model goes into the number of calls.
+        Small logits wait until there are many, because with a small model each call takes more time than its numbers.
         """
-        if self._kept:
-            self._losses.append(_token_losses(self._kept))
-            self._kept = []
-            self._num_kept = 0
+        if self._unread:
+            self._losses.append(_token_losses(self._unread))
+            self._unread = []
+            self._num_unread = 0
 
     def gather(self, numbers: Sequence[float], device: Device) -> tuple[torch.Tensor, dict[str, SourceSums]]:
         """Gathers the numbers of a step from all ranks, in one collective.
@@ -127,9 +129,9 @@ class SourceLedger:
             The other numbers of each rank, float64 ``(ranks, numbers)``, and the sums of each source over all ranks.
         """
         rank_sums = self._sums()
-        new_names = sorted(rank_sums.keys() - set(self.names))
-        if OTHERS in self.names:
-            new_names = []  # no further name is logged
+        new_names = []
+        if not self._is_full:
+            new_names = sorted(rank_sums.keys() - set(self.names))
         # Each rank sends its other numbers, how many new names it has, and its sums.
         num_numbers = len(numbers)
         table = self._table(rank_sums)
@@ -187,7 +189,10 @@ class SourceLedger:
         new_names = names - set(self.names)
         self.names += sorted(new_names)
         if len(self.names) > MOST_SOURCES:
-            self.names[MOST_SOURCES:] = [OTHERS]
+            self._is_full = True
+            del self.names[MOST_SOURCES:]
+            if OTHERS not in self.names:  # it may be the name of a source
+                self.names.append(OTHERS)
             log.warning(
                 'Rows have more than %d sources. The others are logged together, as `%s`. Let `source` name the file '
                 'or the part of a mixture, or set TokenMonitor(sources=False).',
@@ -204,7 +209,7 @@ def _all_gather(numbers: Sequence[float], device: Device) -> torch.Tensor:
     return torch.stack(list(received)).cpu()
 
 
-def _kept_logits(batch: Batch, outputs: Any, rule: str, num_tokens: int) -> _KeptLogits | None:
+def _unread_logits(batch: Batch, outputs: Any, rule: str, num_tokens: int) -> _UnreadLogits | None:
     """Returns the logits of a microbatch with its labels; None if the outputs have no logits that fit the labels."""
     logits = logits_of(outputs)
     if logits is None:
@@ -221,10 +226,10 @@ def _kept_logits(batch: Batch, outputs: Any, rule: str, num_tokens: int) -> _Kep
         # The first labels of documents were masked when they were counted. Looking for documents here would wait for
         # the device.
         is_counted = loss_mask(labelled, rule)
-    return _KeptLogits(logits.detach(), labels_of(labelled), is_counted, num_tokens, rule)
+    return _UnreadLogits(logits.detach(), labels_of(labelled), is_counted, num_tokens, rule)
 
 
-def _token_losses(microbatches: Sequence[_KeptLogits]) -> torch.Tensor:
+def _token_losses(microbatches: Sequence[_UnreadLogits]) -> torch.Tensor:
     """Returns the loss of each token, float32 ``(tokens,)``, row after row.
 
     The number of tokens is known, so nothing waits for the device.

@@ -126,6 +126,21 @@ def test_too_many_sources_are_counted_together(caplog):
     assert caplog.text.count(f'logged together, as `{OTHERS}`') == 1
 
 
+def test_source_may_be_named_others(caplog):
+    """It does not end the list of names. If there are too many, the further ones count together with it."""
+    all_of_others = batch_of(sources=[OTHERS] * 7)
+    all_late = batch_of(sources=['late'] * 7)
+    num_rows = MOST_SOURCES + 9
+    too_many = batch_of([(4, 2)] * num_rows, [f'{row:03d}' for row in range(num_rows)])
+    recorder = fit_unplanned(all_of_others, all_late, too_many)
+    assert field(recorder, 'tokens', 'late') == [28, 0]
+    # 62 names are added to the two that are known.
+    assert field(recorder, 'tokens', '061') == [2]
+    assert 'token_monitor/source/062/tokens' not in recorder.memory.data
+    assert field(recorder, 'tokens', OTHERS) == [28, 0, 22]
+    assert caplog.text.count(f'logged together, as `{OTHERS}`') == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize('options', ['{}', '{"packing": true}'])
 def test_sources_that_only_one_rank_has(options):
