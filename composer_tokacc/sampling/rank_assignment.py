@@ -39,7 +39,7 @@ class RankAssignment:
     """Weight of a token of each sample; None if all tokens of the step weigh the same."""
     plan_checksum: int = 0
     """Checksum of the plan of all ranks, see :class:`.PlanRecord`."""
-    witnesses: tuple[int, ...] = field(default=(), compare=False)  # they are no part of the plan
+    witnesses: tuple[int, ...] = field(default=(), compare=False)  # not a part of the plan
     """Samples that every rank reads in addition, to compare the datasets of the ranks."""
 
     def __iter__(self) -> Iterator[int]:

@@ -305,7 +305,7 @@ class RegroupingBatchSampler(DistributedSampler):
         self.skip_to(state['batch'])
 
     def plan_record(self, batch: int) -> PlanRecord:
-        """Returns a record of the plan of global batch `batch`, by which ranks with a plain DataLoader are compared.
+        """Returns a record of the plan of global batch `batch`. Ranks with a plain DataLoader are compared by it.
 
         The checksum covers the arguments and the samples, but not the plan, which would have to be made again. A
         RegroupingDataLoader sends the checksum of its assignment instead. That one covers the plan, too.

@@ -46,8 +46,8 @@ class MicrobatchTimer(Callback):
 
     Args:
         layout: Layout of the model's batches. None: a text model.
-        hidden_size: Hidden size of the language model. The timer only carries it for its reader, who needs it for the
-            argument `quadratic` of :func:`fit_cost`.
+        hidden_size: Hidden size of the language model. The timer does not use it. It is here for the argument
+            `quadratic` of :func:`fit_cost`.
         patches: Returns the number of patches that the vision encoder computes for a batch of one row. None: the
             encoder is not timed.
         skip: Number of first steps that are not recorded, because caches warm up.
