@@ -22,13 +22,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from composer_tokacc.batch import text_of
 from composer_tokacc.counting import check_rule
 from composer_tokacc.layout import microbatches_of
+from composer_tokacc.model_structure import fsdp_units
 from composer_tokacc.monitor.source_ledger import SourceLedger, SourceSums
-from composer_tokacc.monitor.step_counts import (
-    BatchCounts,
-    StepCounts,
-    count_device_batch,
-    count_microbatch,
-)
+from composer_tokacc.monitor.step_counts import BatchCounts, StepCounts, count_device_batch, count_microbatch
 from composer_tokacc.refusals import InvalidInputError
 
 WINDOW = 200
@@ -364,13 +360,14 @@ class GradientNorm(Algorithm):
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         """Computes the norms on the device, without waiting for it."""
+        num_shards = _shards_of_fsdp1(state.model)
         # By the number of ranks that hold the same part of a gradient.
         gradients: dict[int, list[torch.Tensor]] = {}
         for parameter in state.model.parameters():
             gradient = parameter.grad
             if gradient is None:
                 continue
-            num_copies = _num_copies(gradient)
+            num_copies = _num_copies(gradient, num_shards.get(parameter, 1))
             if isinstance(gradient, DTensor):
                 gradient = gradient.to_local()
             gradients.setdefault(num_copies, []).append(gradient)
@@ -390,11 +387,24 @@ class GradientNorm(Algorithm):
         return sum(float(norm) ** 2 / num_copies for norm, num_copies in self._norms)
 
 
-def _num_copies(gradient: torch.Tensor) -> int:
-    """Returns how many ranks hold the same part of a gradient."""
+def _shards_of_fsdp1(model: torch.nn.Module) -> dict[torch.nn.Parameter, int]:
+    """Returns the number of parts into which FSDP1 divides each parameter. Its plain tensors do not tell."""
+    num_shards = {}
+    unit: Any
+    for unit in fsdp_units(model):  # outer units first, so that the innermost unit of a parameter counts
+        strategy = getattr(unit, 'sharding_strategy', None)  # FSDP2 has none
+        if strategy is not None:
+            is_sharded = strategy.name != 'NO_SHARD'
+            num_parts = unit.process_group.size() if is_sharded else 1
+            num_shards |= dict.fromkeys(unit.parameters(), num_parts)
+    return num_shards
+
+
+def _num_copies(gradient: torch.Tensor, num_shards: int) -> int:
+    """Returns how many ranks hold the same part of a gradient. `num_shards` counts the parts of a plain tensor."""
     num_ranks = dist.get_world_size()
     if not isinstance(gradient, DTensor):
-        return num_ranks  # DDP has made it the same on all ranks
+        return num_ranks // num_shards  # DDP has made the whole gradient the same on all ranks
     mesh = gradient.device_mesh
     num_copies = num_ranks // mesh.size()
     for dimension, placement in enumerate(gradient.placements):

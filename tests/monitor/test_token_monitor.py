@@ -12,7 +12,7 @@ from composer.loggers import ProgressBarLogger
 
 from composer_tokacc import TokenAccumulation, TokenMonitor, token_data_spec
 from composer_tokacc.row_counts import RowCounts, with_rows
-from tests.support.launch import ROOT
+from tests.support.launch import ROOT, launch_json
 from tests.support.text import collate, text_model, text_rows
 from tests.support.training import assert_exact, fit, loader, reference_gradients
 
@@ -167,6 +167,14 @@ def test_gradient_norm_is_before_clipping(algorithms):
     )
     assert norm > 0.1
     assert figures(recorder, 'gradient_norm') == pytest.approx([norm], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_gradient_norm_under_fsdp1():
+    """Its gradients are plain tensors, which hold a part of the gradient on each rank."""
+    result = launch_json('tests/ranks/fsdp1_norm.py', ranks=2)
+    for strategy, norm in result['measured'].items():
+        assert norm == pytest.approx(result['expected'], rel=1e-5), strategy
 
 
 # Where users look.

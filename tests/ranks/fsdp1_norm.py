@@ -1,0 +1,54 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Under the composer launcher: the norm of the gradient of a model that FSDP1 shards, as Composer does it on GPUs."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from composer.core import Event
+from composer.utils import dist
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+from composer_tokacc.monitor.token_monitor import GradientNorm
+
+STRATEGIES = ('FULL_SHARD', 'SHARD_GRAD_OP', 'NO_SHARD')
+
+
+def main() -> dict[str, Any]:
+    """Returns the norm without FSDP, and what the monitor measures under each strategy."""
+    torch.manual_seed(0)
+    inner = torch.nn.Linear(5, 3)
+    model = torch.nn.Sequential(torch.nn.Linear(7, 5), inner)
+    rows = torch.randn(4, 7)
+    plain = copy.deepcopy(model)
+    plain(rows).square().sum().backward()
+    gradients = [parameter.grad for parameter in plain.parameters() if parameter.grad is not None]
+    return {
+        'expected': float(torch.nn.utils.get_total_norm(gradients)),
+        'measured': {strategy: sharded_norm(model, rows, strategy) for strategy in STRATEGIES},
+    }
+
+
+def sharded_norm(model: torch.nn.Sequential, rows: torch.Tensor, strategy: str) -> float:
+    """Returns the norm of the gradient. The last layer is a unit of its own inside of the outer unit."""
+    options: dict[str, Any] = {
+        'sharding_strategy': ShardingStrategy[strategy],
+        'use_orig_params': True,
+        'device_id': torch.device('cpu'),
+    }
+    sharded = copy.deepcopy(model)
+    sharded[1] = FullyShardedDataParallel(sharded[1], **options)
+    outer = FullyShardedDataParallel(sharded, **options)
+    outer(rows).square().sum().backward()
+    norm = GradientNorm()
+    state: Any = SimpleNamespace(model=outer)
+    logger: Any = None
+    norm.apply(Event.AFTER_TRAIN_BATCH, state, logger)
+    square = torch.tensor(norm.square_on_rank())
+    dist.all_reduce(square)
+    return float(square.sqrt())
