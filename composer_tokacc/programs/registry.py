@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import ModuleType
 from typing import Annotated, Any, Literal, TypeAlias
@@ -54,21 +54,26 @@ class Kind:
     """Modules that have its classes. If two have a class of one name, the first module wins."""
     suffix: str = ''
     """A word of the class name that the YAML name may leave out: ``tensorboard`` for ``TensorboardLogger``."""
+    aliases: dict[str, str] = field(default_factory=dict)
+    """Classes by further names: of this package, and those that users of llm-foundry know."""
 
 
 KINDS = {
-    'algorithms': Kind(Algorithm, (composer.algorithms,)),
-    'callbacks': Kind(Callback, (composer.callbacks,)),
+    'algorithms': Kind(
+        Algorithm, (composer.algorithms,), aliases={'token_accumulation': 'composer_tokacc.TokenAccumulation'}
+    ),
+    'callbacks': Kind(Callback, (composer.callbacks,), aliases={'token_monitor': 'composer_tokacc.TokenMonitor'}),
     'loggers': Kind(LoggerDestination, (composer.loggers,), suffix='logger'),
     'optimizer': Kind(torch.optim.Optimizer, (composer.optim, torch.optim)),
-    'scheduler': Kind(ComposerScheduler, (composer.optim,), suffix='scheduler'),
-}
-# Names that users of llm-foundry know, also for our own classes.
-ALIASES = {
-    ('algorithms', 'token_accumulation'): 'composer_tokacc.TokenAccumulation',
-    ('callbacks', 'token_monitor'): 'composer_tokacc.TokenMonitor',
-    ('scheduler', 'cosine_with_warmup'): 'CosineAnnealingWithWarmupScheduler',
-    ('scheduler', 'linear_decay_with_warmup'): 'LinearWithWarmupScheduler',
+    'scheduler': Kind(
+        ComposerScheduler,
+        (composer.optim,),
+        suffix='scheduler',
+        aliases={
+            'cosine_with_warmup': 'CosineAnnealingWithWarmupScheduler',
+            'linear_decay_with_warmup': 'LinearWithWarmupScheduler',
+        },
+    ),
 }
 UNSUITED = (
     torch.optim.SparseAdam,  # needs sparse gradients
@@ -126,12 +131,15 @@ def build_all(kind: str, section: NamedArguments | None, path: str) -> list[Any]
     """Builds the algorithms, callbacks or loggers that a section names, in order. ``path`` is its key in the config."""
     parts = []
     for name, arguments in (section or {}).items():
-        parts.append(_build_part(kind, f'{path}.{name}', name, arguments))
+        parts.append(_build_part(kind, f'{path}.{name}', name, arguments or {}))
     return parts
 
 
 def build_section(kind: str, section: Section, *positional: Any) -> Any:
-    """Builds the optimizer or the scheduler from its section, a ``name`` and arguments."""
+    """Builds the optimizer or the scheduler from its section: a ``name``, and arguments.
+
+    ``positional`` are arguments that the program itself supplies, such as the parameters of the model.
+    """
     name = section.get('name', '')
     arguments = without(section, 'name', 'parts')
     return _build_part(kind, kind, name, arguments, *positional)
@@ -141,14 +149,14 @@ def _build_part(
     kind: str,
     path: str,
     name: str,
-    arguments: Section | None,
+    arguments: Section,
     *positional: Any,
 ) -> Any:
-    """Builds one object. ``path`` is its key in the config; ``positional`` comes from the program itself."""
+    """Builds one object of a section. ``path`` is the key of its arguments in the config."""
     cls = class_by_name(kind, name)
     if cls.__init__ is KINDS[kind].base.__init__:
         # The constructor of the base takes any arguments and drops them, so none are allowed.
-        check_names(path, arguments or {}, ())
+        check_names(path, arguments, ())
     checked = check_arguments(path, partial(cls, *positional), arguments, hints=HOST_HINTS)
     with without_warnings(), building(path):  # a warning would not name the key
         return cls(*positional, **checked)
@@ -168,7 +176,8 @@ def import_by_name(path: str, name: str) -> Any:
 def class_by_name(kind: str, name: str) -> Any:
     """Returns the class that ``name`` stands for in a section. The error for an unknown name suggests the nearest."""
     name = str(name)
-    target = ALIASES.get((kind, name), name)
+    aliases = KINDS[kind].aliases
+    target = aliases.get(name, name)
     base = KINDS[kind].base
     if '.' in target:
         cls = import_by_name(kind, target)
@@ -177,20 +186,18 @@ def class_by_name(kind: str, name: str) -> Any:
         if not is_part:
             raise ConfigError(f'{kind}.{name}', f'must be a class derived from {base.__name__}, got: {cls!r}')
         return cls
+    # Only letters count: `AdamW`, `adam_w` and `adamw` are the same class.
+    letters = target.replace('_', '').lower().removesuffix(KINDS[kind].suffix)
     classes = _classes_of(kind)
-    letters = target.replace('_', '').lower()
-    target_letters = letters.removesuffix(KINDS[kind].suffix)
     for snake_name, cls in classes.items():
-        if snake_name.replace('_', '') == target_letters:
+        if snake_name.replace('_', '') == letters:
             return cls
-    aliases = [alias for section, alias in ALIASES if section == kind]
     raise ConfigError(kind, unknown_name('class', name, [*classes, *aliases]))
 
 
 def _classes_of(kind: str) -> dict[str, type]:
     """Returns the classes of a kind by their names in a YAML file."""
     base = KINDS[kind].base
-    suffix = KINDS[kind].suffix
     classes: dict[str, type] = {}
     for module in KINDS[kind].modules:
         for _, cls in inspect.getmembers(module, inspect.isclass):
@@ -198,6 +205,6 @@ def _classes_of(kind: str) -> dict[str, type]:
             if is_part and cls not in UNSUITED:
                 # LRMonitor -> lr_monitor, DecoupledAdamW -> decoupled_adamw
                 snake_name = re.sub(r'(?<=[A-Za-z])(?=[A-Z][a-z])', '_', cls.__name__).lower()
-                short_name = snake_name.removesuffix(suffix).removesuffix('_')
+                short_name = snake_name.removesuffix(KINDS[kind].suffix).removesuffix('_')
                 classes.setdefault(short_name, cls)  # the first module wins
     return classes

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from functools import partial
 from pathlib import Path
+from types import NoneType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import numpy as np
@@ -131,7 +132,7 @@ class LoaderConfig:
 
     @property
     def largest_batch(self) -> int:
-        """Samples of a global batch; of the largest one, if there is a schedule."""
+        """Samples of a global batch. With a schedule, of the largest one."""
         if isinstance(self.global_batch_size, int):
             return self.global_batch_size
         return max(size for _, size in self.global_batch_size)
@@ -143,14 +144,14 @@ class LoaderConfig:
         return mean_samples(lengths, self.global_batch_tokens)
 
     @property
-    def planned_key(self) -> str | None:
-        """A setting that only a RegroupingBatchSampler can follow, because it plans ahead; None if there is none."""
+    def key_needing_plan(self) -> str | None:
+        """The key of a setting that only a RegroupingBatchSampler can follow, because it plans ahead; or None."""
         if self.modality == 'per_step':
-            return '`loader.modality: per_step`'
+            return 'loader.modality'
         if self.global_batch_tokens is not None:
-            return '`loader.global_batch_tokens`'
-        if not isinstance(self.global_batch_size, int):
-            return 'a schedule of `loader.global_batch_size`'
+            return 'loader.global_batch_tokens'
+        if not isinstance(self.global_batch_size, int):  # a schedule
+            return 'loader.global_batch_size'
         return None
 
 
@@ -227,12 +228,12 @@ class TrainConfig:
 
     @property
     def regroups_ranks(self) -> bool:
-        """Returns whether samples may move between ranks; not if rows must keep their order."""
+        """Whether samples may move between ranks. They may not if rows must keep their order."""
         return self.loader.regroup_ranks and self.microbatching.regroup
 
     @property
     def is_sharded(self) -> bool:
-        """Returns whether the model is divided among the ranks by FSDP."""
+        """Whether the model is divided among the ranks by FSDP."""
         parallelism = self.trainer.get('parallelism_config') or {}
         return parallelism.get('fsdp') is not None
 
@@ -245,11 +246,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     Raises:
         ConfigError: For an unreadable file, an unknown key (it names the nearest), a wrong type or range.
     """
-    above = read_overrides(overrides)
-    below = _read_file(path)
-    _spell_out_size(below)
-    _spell_out_size(above)
-    return merge(TrainConfig, below, above)
+    values_of_overrides = read_overrides(overrides)
+    values_of_file = _read_file(path)
+    # In each of them before the merge, so that the override wins whichever of the two names it uses.
+    _spell_out_size(values_of_file)
+    _spell_out_size(values_of_overrides)
+    return merge(TrainConfig, values_of_file, values_of_overrides)
 
 
 def read_overrides(overrides: Sequence[str]) -> DictConfig:
@@ -271,7 +273,7 @@ def read_overrides(overrides: Sequence[str]) -> DictConfig:
 
 
 def read_options(options: type[Options], overrides: Sequence[str]) -> tuple[Options, list[str]]:
-    """Returns the keys of a program's own, as a dataclass, and the overrides that are for the config."""
+    """Returns the options of one program, as a dataclass, and the overrides that are for the config."""
     names = {option.name for option in fields(options)}  # type: ignore[arg-type]
     own_overrides = []
     config_overrides = []
@@ -299,9 +301,9 @@ def _read_file(path: str | Path) -> DictConfig:
     return content
 
 
-def _spell_out_size(layer: DictConfig) -> None:
+def _spell_out_size(values: DictConfig) -> None:
     """Replaces ``microbatching.size``, our short name, by ``microbatching.device_train_microbatch_size``."""
-    section = layer.get('microbatching')
+    section = values.get('microbatching')
     if not isinstance(section, DictConfig) or 'size' not in section:
         return
     if 'device_train_microbatch_size' in section:
@@ -330,16 +332,16 @@ def merge(options: type[Options], *layers: DictConfig) -> Options:
     return build_dataclass('', options, values)
 
 
-def _overlay(below: object, above: object) -> object:
-    """Returns ``above``. Two mappings are merged key by key.
+def _overlay(lower: object, upper: object) -> object:
+    """Returns the upper value. Two mappings are merged key by key.
 
     OmegaConf's own merge fails if a mapping meets another kind of value.
     """
-    if not isinstance(below, dict) or not isinstance(above, dict):
-        return above
-    merged = dict(below)
-    for key, value in above.items():
-        merged[key] = _overlay(below.get(key), value)
+    if not isinstance(lower, dict) or not isinstance(upper, dict):
+        return upper
+    merged = dict(lower)
+    for key, value in upper.items():
+        merged[key] = _overlay(lower.get(key), value)
     return merged
 
 
@@ -367,12 +369,10 @@ def check_arguments(
     Args:
         path: The section that they come from.
         target: The class or function; a ``partial`` with the arguments that the program itself supplies.
-        arguments: A mapping, or None for the defaults.
-        hints: Annotations that replace the ones of ``target``.
+        arguments: A mapping. Anything else is refused.
+        hints: Annotations by name that replace the ones of ``target``. They may have names that it does not take.
         extra_keys: Keys of the section that are not for ``target``, with their annotations.
     """
-    if arguments is None:
-        arguments = {}
     if not isinstance(arguments, Mapping):
         raise ConfigError(path, f'must be a mapping, got: {shorten(arguments, 200)}. Leave it out for its defaults')
     annotations: dict[str, Hint] = {}
@@ -389,7 +389,7 @@ def check_arguments(
     annotations |= extra_keys or {}
     if not takes_any_name:
         check_names(path, arguments, annotations)
-    annotations |= hints or {}
+    annotations |= hints or {}  # after the names were checked, because a hint does not make its name known
     checked = {}
     for name, value in arguments.items():
         checked[name] = check_value(_join(path, name), value, annotations.get(name, Any))
@@ -420,11 +420,13 @@ def check_value(path: str, value: Any, hint: Hint) -> Any:
 
     A number or a bool in quotes does not fit, because hosts treat the text ``'no'`` as true.
     """
-    # The arguments of an annotation are the branches of a union, or the type in Annotated.
-    for option in (hint, *get_args(hint)):
-        if value is not None and _is_section(option):
-            return build_dataclass(path, option, value)
-        if isinstance(value, list) and get_origin(option) is tuple:
+    # The annotation itself, and the branches of a union or the type in Annotated.
+    branches = (hint, *get_args(hint))
+    is_null = value is None and NoneType in branches
+    for branch in branches:
+        if _is_section(branch) and not is_null:
+            return build_dataclass(path, branch, value)
+        if get_origin(branch) is tuple and isinstance(value, list):
             value = tuple(value)  # YAML has no tuples
     checker = _checker_of(hint)
     if checker is None:

@@ -126,7 +126,7 @@ class Source(ABC):
 
     @abstractmethod
     def build_dataset(self, processor: Processor, *, is_eval: bool = False) -> Any:
-        """Returns the training set, or the eval set, which is None if the config has no ``dataset.eval``."""
+        """Returns the training set or the eval set. The eval set is None if the config has no ``dataset.eval``."""
 
     @abstractmethod
     def open_loader(
@@ -164,8 +164,9 @@ class Source(ABC):
         """Refuses keys of ``dataset.processor`` that do not fit, if the model is fresh."""
         if self.config.model.pretrained is None:
             maker = self.processor_maker()
-            hints = DATASET_HINTS if isinstance(maker, partial) else None  # not for a function of the user
-            check_arguments('dataset.processor', maker, self.section.get('processor'), hints=hints)
+            is_ours = isinstance(maker, partial)  # otherwise it is a function of the user, whose names mean anything
+            hints = DATASET_HINTS if is_ours else None
+            check_arguments('dataset.processor', maker, self.section.get('processor') or {}, hints=hints)
 
     def _pretrained_processor(self, pretrained: str, arguments: Section) -> Any:
         # Without trust_remote_code Transformers would ask on the terminal, once for each class.
@@ -178,11 +179,13 @@ class Source(ABC):
             processor = load()
         if not arguments:
             return processor
-        # Transformers ignores unknown names in silence, so they are refused here.
+        # Transformers ignores unknown names in silence, so they are refused here. Attributes of the processor and of
+        # its parts, such as the tokenizer, are known, and so are the arguments of their calls.
         known_names = {'use_fast'}
         for part in (processor, *vars(processor).values()):
             known_names.update(name for name in dir(part) if name[0].islower())
-            known_names.update(getattr(getattr(part, 'valid_kwargs', None), '__annotations__', ()))
+            valid_kwargs = getattr(part, 'valid_kwargs', None)
+            known_names.update(getattr(valid_kwargs, '__annotations__', ()))
         check_names('dataset.processor', arguments, known_names)
         with building('dataset.processor'):
             return load(**arguments)
@@ -288,12 +291,12 @@ class FileSource(Source):
             )
         if self.config.regroups_ranks:
             return
-        planned_key = self.config.loader.planned_key
+        key_needing_plan = self.config.loader.key_needing_plan
         for part in self._parts().values():
             if part.keys() & SHARE_KEYS.keys():
-                planned_key = 'shares of `dataset.parts`'
-        if planned_key is not None:
-            message = f'and `microbatching.regroup` must be on for {planned_key}, got: off'
+                key_needing_plan = 'dataset.parts'
+        if key_needing_plan is not None:
+            message = f'and `microbatching.regroup` must be on for `{key_needing_plan}` as it is set, got: off'
             raise ConfigError('loader.regroup_ranks', message)
 
     def _check_parts(self) -> None:
@@ -316,7 +319,7 @@ class FileSource(Source):
                 )
             # The shares are kept by weights then, so `epochs` may say how often samples are drawn.
             used_keys.discard('epochs')
-        needed_keys = used_keys - {'epochs'}
+        needed_keys = used_keys - {'epochs'}  # a part without `epochs` is read once
         is_complete = all(keys >= needed_keys for keys in keys_by_part.values())
         if len(used_keys) > 1 or not is_complete:
             raise ConfigError(
@@ -386,15 +389,15 @@ class FileSource(Source):
             return cls(processor=processor, **arguments)
 
     def _caps(self, part: Section) -> dict[str, int | None]:
-        """Returns the limits of a sample: those of the dataset, or the ones of a microbatch if they are lower."""
+        """Returns the limits of a sample: the lower one of the dataset's and the microbatch's."""
         microbatching = self.config.microbatching
         size = microbatching.device_train_microbatch_size
         width = microbatching.slot_tokens
-        room = None
+        max_tokens = None
         if isinstance(size, int) and width:
-            room = token_budget(size, width)
+            max_tokens = token_budget(size, width)
         return {
-            'max_length': _smaller(part.get('max_length'), room),
+            'max_length': _smaller(part.get('max_length'), max_tokens),
             'max_image_tokens': _smaller(part.get('max_image_tokens'), microbatching.max_image_tokens),
         }
 
@@ -490,7 +493,7 @@ def _smaller(first: int | None, second: int | None) -> int | None:
 
 
 def _check_loss_weights(dataset: Any) -> None:
-    """Refuses the first record of a LlavaDataset without a column of weights."""
+    """Refuses the first record of a LlavaDataset without a column of weights. Other datasets have no records."""
     for record in getattr(dataset, 'records', ()):
         if record.loss_weights is None:
             raise record.error('must have `loss_weights` with `token_weights: column`, got: none')
@@ -535,10 +538,10 @@ class ShardSource(Source):
         self.check_processor()
         self._check_arguments('dataset', self._arguments(is_eval=False))
         self._check_arguments('dataset.eval', self._arguments(is_eval=True))
-        planned_key = self.config.loader.planned_key
-        if planned_key is not None:
-            message = f'must not have {planned_key} for streamed data, which cannot be planned ahead. Use a JSON file'
-            raise ConfigError('loader', message)
+        key_needing_plan = self.config.loader.key_needing_plan
+        if key_needing_plan is not None:
+            message = 'as it is set needs a plan, which streamed data cannot have. Use a JSON file'
+            raise ConfigError(key_needing_plan, message)
         if self.config.loader.exchange_ranks:
             self._check_exchange()
 

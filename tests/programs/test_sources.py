@@ -256,7 +256,7 @@ def test_loss_cap_reaches_sampler_and_split(tmp_path):
 
 MISTAKES = [
     (['loader.global_batch_tokens=99', 'loader.regroup_ranks=false'], 'must be on for `loader.global_batch_tokens`'),
-    (['loader.global_batch_size=[[0,4]]', 'microbatching.regroup=false'], 'must be on for a schedule of'),
+    (['loader.global_batch_size=[[0,4]]', 'microbatching.regroup=false'], 'must be on for `loader.global_batch_size`'),
     (['loader.global_batch_size=[[1,4]]'], r'`loader.global_batch_size`.* or a list of \(start, size\)'),
     (
         ['loader.global_batch_size=[[0,4],[8ba,8]]', 'trainer.max_duration=2ep'],
@@ -278,8 +278,8 @@ MISTAKES = [
     (['dataset.parts={a: {epoch: 1}}'], '`dataset.parts.a` has no key epoch. Did you mean epochs'),
     (['dataset.parts={a: {name: lava}}'], '`dataset.parts.a.name` has no dataset lava. Did you mean llava'),
     (['dataset.parts=[1]'], '`dataset.parts` must be a mapping'),
-    ([PARTS, 'loader.regroup_ranks=false'], 'must be on for shares of `dataset.parts`, got: off'),
-    (['loader.modality=per_step', 'microbatching.regroup=false'], 'must be on for `loader.modality: per_step`'),
+    ([PARTS, 'loader.regroup_ranks=false'], 'must be on for `dataset.parts` as it is set, got: off'),
+    (['loader.modality=per_step', 'microbatching.regroup=false'], 'must be on for `loader.modality`'),
     (
         ['microbatching.cost={lunch: 3}'],
         '`microbatching.cost` has no key lunch. Did you mean launch',

@@ -131,6 +131,7 @@ MISTAKES = {
     'dataset.eval.num_canonical_nodes=2': '`dataset.eval` must name shards of its own',
     'microbatching.regroup=false': '`loader.exchange_ranks` needs `microbatching.regroup`',
     'dataset.replication=2': '`loader.exchange_ranks` must be false with `dataset.replication`',
+    'loader.modality=per_step': '`loader.modality` as it is set needs a plan, which streamed data cannot have',
     'dataset.name=llava_streeming': 'llava_streeming. Did you mean llava_streaming?',
 }
 
