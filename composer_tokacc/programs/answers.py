@@ -68,11 +68,11 @@ class Answers(Callback):
     last: list[Answer] = field(default_factory=list)
     """The answers of the last evaluation."""
     can_generate: bool = True
-    """False once the model has failed to."""
+    """Whether the model can generate. False after it has failed once."""
 
     def eval_end(self, state: State, logger: Logger) -> None:
         """Lets the model answer, and appends its answers to the file."""
-        if dist.get_global_rank() or not self.can_generate:
+        if dist.get_global_rank() != 0 or not self.can_generate:
             return
         try:
             self.last = answer_eval_samples(
@@ -119,7 +119,7 @@ def answer_eval_samples(
 ) -> list[Answer]:
     """Lets the model answer the last turn of evenly spaced samples, greedily. The model must not be sharded.
 
-    Samples without a label are left out, because they have no expected answer.
+    Samples without a label are left out, because they have no expected answer. So are samples with media after it.
     """
     if num_samples < 1:
         return []
@@ -144,7 +144,7 @@ def _answer(
     processor: Processor,
     max_new_tokens: int,
 ) -> Answer | None:
-    """Generates from the tokens before the last answer of a sample. Returns None if the sample has no label."""
+    """Generates from the tokens before the last answer of a sample. Returns None, and says why, if it cannot."""
     sample = dataset[index]
     sample_id = str(sample.get('sample_ids', [index])[0])
     last_answer = _last_answer(sample['labels'][0].tolist())
@@ -155,6 +155,10 @@ def _answer(
     tokenizer = tokenizer_of(processor)
     placeholders = image_token_ids(processor)
     token_ids = sample['input_ids'][0]
+    if not set(placeholders).isdisjoint(token_ids[start:].tolist()):
+        # The inputs have all media of the sample, but only the text before the answer.
+        log.warning('Sample %s has media after its last answer, so the model does not answer it.', sample_id)
+        return None
     inner: Any = model.model
     generated = inner.generate(
         **_inputs_before(model, sample, start, inner.device),
@@ -208,12 +212,16 @@ def _last_answer(labels: Sequence[int]) -> tuple[int, int] | None:
 
 
 def _images(sample: Row, processor: Processor) -> list[np.ndarray]:
-    """Returns the images as the model sees them. Empty if its pixel values are patches or tiles."""
+    """Returns the images as the model sees them. Empty if its pixel values are patches or tiles, or not of colors."""
     pixels = sample.get('pixel_values')
     image_processor = getattr(processor, 'image_processor', None)
-    if pixels is None or pixels.dim() != 4 or image_processor is None:
+    channel_means = getattr(image_processor, 'image_mean', None)
+    if pixels is None or channel_means is None:
         return []
-    mean = torch.tensor(image_processor.image_mean).view(3, 1, 1)
+    num_images = sample.get('num_images', [len(pixels)])[0]
+    if pixels.dim() != 4 or pixels.shape[:2] != (num_images, 3):
+        return []
+    mean = torch.tensor(channel_means).view(3, 1, 1)
     std = torch.tensor(image_processor.image_std).view(3, 1, 1)
     images = []
     for image in pixels.float():

@@ -98,6 +98,41 @@ def test_sample_without_labels_is_not_answered(model, dataset, processor, tmp_pa
     assert 'digits-eval-0 has no label' in caplog.text
 
 
+class FirstWithMediaAtItsEnd(Dataset):
+    """The samples of a dataset, the first of them with its images once more after the answer, in a turn without loss."""
+
+    def __init__(self, dataset, image_token_id):
+        self.dataset = dataset
+        self.image_token_id = image_token_id
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getitem__(self, index):
+        sample = self.dataset[index]
+        if index > 0:
+            return sample
+        is_image = sample['input_ids'] == self.image_token_id
+        added_ids = sample['input_ids'][is_image][None]
+        added = {
+            'input_ids': added_ids,
+            'attention_mask': torch.ones_like(added_ids),
+            'labels': torch.full_like(added_ids, -100),
+        }
+        for key, value in added.items():
+            sample[key] = torch.cat([sample[key], value], dim=1)
+        sample['pixel_values'] = torch.cat([sample['pixel_values'], sample['pixel_values']])
+        return sample
+
+
+def test_media_after_the_answer(model, dataset, processor, tmp_path, caplog):
+    """Generation would get media without their placeholders. The other samples are answered."""
+    dataset = FirstWithMediaAtItsEnd(dataset, processor.image_token_id)
+    (answer,) = answers_at_evaluations(model, dataset, processor, tmp_path, steps=(3,))
+    assert answer.sample_id == 'digits-eval-4'
+    assert 'digits-eval-0 has media after its last answer' in caplog.text
+
+
 def test_page_has_answers_and_images(model, dataset, processor, tmp_path):
     last = answers_at_evaluations(model, dataset, processor, tmp_path, steps=(3,))
     write_page(tmp_path / 'report.html', 'run', [], {}, last)
@@ -123,6 +158,12 @@ def test_images_in_patches_are_shown_whole(tmp_path):
     image = dataset.decoded(index)['image'][0]
     image.thumbnail((224, 224))
     assert np.allclose(shown_image * 255, np.asarray(image))
+
+
+@pytest.mark.parametrize('pixels', [torch.rand(9, 3, 14, 14), torch.rand(1, 1, 8, 8), torch.rand(1, 3, 8)])
+def test_pixels_that_are_no_image(pixels, processor):
+    """Nine patches of an image, an image of one channel, and patches that are flat."""
+    assert _images({'pixel_values': pixels, 'num_images': [1]}, processor) == []
 
 
 def test_patches_are_not_cut_with_the_text():
