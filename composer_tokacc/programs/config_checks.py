@@ -86,10 +86,10 @@ def check_config(config: TrainConfig, *, num_ranks: int | None = None) -> None:
 
 def _check_launcher() -> int:
     """Returns WORLD_SIZE. Refuses variables of the launcher that are not integers, and RANK >= WORLD_SIZE."""
-    numbers = {'RANK': 0, 'LOCAL_RANK': 0, 'WORLD_SIZE': 1}
-    for name in numbers.keys() & os.environ.keys():
+    numbers = {}
+    for name, default in (('RANK', 0), ('LOCAL_RANK', 0), ('WORLD_SIZE', 1)):
         try:
-            numbers[name] = int(os.environ[name])
+            numbers[name] = int(os.environ.get(name, default))
         except ValueError:
             message = f'of the environment must be an integer, got: {os.environ[name]}. Unset it'
             raise ConfigError(name, message) from None
@@ -105,7 +105,8 @@ def _check_batch_sizes(config: TrainConfig, num_ranks: int) -> None:
     with building('loader.global_batch_size'):
         schedule = BatchSchedule.from_stages(loader.global_batch_size)
     sizes = [('global_batch_size', size) for size in schedule.sizes]
-    sizes.append(('global_eval_batch_size', loader.global_eval_batch_size or 0))
+    if loader.global_eval_batch_size is not None:
+        sizes.append(('global_eval_batch_size', loader.global_eval_batch_size))
     for name, size in sizes:
         if size % num_ranks:
             message = f'must be divisible by the number of ranks, got: {size} on {num_ranks} ranks'
@@ -180,11 +181,11 @@ def _check_stoppers(config: TrainConfig) -> None:
 
 def _check_sharding(config: TrainConfig) -> None:
     """Refuses settings of FSDP that Composer ignores or refuses in the first step."""
-    settings = check_value(_FSDP, config.trainer['parallelism_config']['fsdp'], dict)
-    check_arguments(_FSDP, FSDPConfig, settings, hints=HOST_HINTS)
-    # FSDPConfig takes any name. The settings of FSDP2 (FSDP_VERSION=2) come from the same mapping.
+    settings = config.trainer['parallelism_config']['fsdp']
+    # FSDPConfig itself takes any name. The settings of FSDP2 (FSDP_VERSION=2) come from the same mapping.
     settings_of_both = [*dataclasses.fields(FSDPConfig), *dataclasses.fields(FSDP2Config)]
-    check_names(_FSDP, settings, {setting.name for setting in settings_of_both})
+    known_names = dict.fromkeys((setting.name for setting in settings_of_both), Any)
+    check_arguments(_FSDP, object, settings, hints=HOST_HINTS, extra_keys=known_names)
     replicas = settings.get('data_parallel_replicate_degree')
     shards = settings.get('data_parallel_shard_degree', -1)
     if os.environ.get('FSDP_VERSION') == '2':

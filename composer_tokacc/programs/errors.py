@@ -25,7 +25,7 @@ LONGEST_LINE = 1000
 HOSTS = frozenset({'composer', 'torch', 'transformers', 'peft', 'streaming', 'bitsandbytes', 'accelerate'})
 """Packages whose errors in a run are told in one line. Code of the user keeps its traceback."""
 _CLASS_OF_REFUSAL = re.compile(r'\b(?:BadSample|Config|InvalidInput|NotExact)Error: ')
-"""A worker process of a loader puts its traceback and this before the message of a refusal."""
+"""Torch puts the traceback of a loader process, and this at its end, before the message of a refusal."""
 
 
 class ConfigError(InvalidInputError):
@@ -71,7 +71,7 @@ def building(path: str) -> Iterator[None]:
     except RefusalError as error:
         raise PartError(path, str(error)) from error
     except Exception as error:
-        # A missing package of a host is not our bug, even if the import stands in our code.
+        # A missing package of a host is not a bug of this package, even if the import stands in our code.
         is_our_bug = _package_that_raised(error) == 'composer_tokacc' and not isinstance(error, ImportError)
         if is_our_bug or fault_of_machine(error):
             raise
@@ -79,7 +79,7 @@ def building(path: str) -> Iterator[None]:
 
 
 def is_of_host(error: BaseException) -> bool:
-    """Returns whether code of Composer, torch or Transformers raised an error."""
+    """Returns whether code of one of the ``HOSTS`` raised an error."""
     return _package_that_raised(error) in HOSTS
 
 
@@ -87,10 +87,10 @@ def _package_that_raised(error: BaseException) -> str:
     """Returns the top package of the innermost frame."""
     module = ''
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        # In a trace or a probe, a mode of this package calls the functions of torch. It does not cause their errors.
+        # Skips the methods by which a mode of this package calls functions of torch. It does not cause their errors.
         if not frame.f_code.co_name.startswith('__torch_'):
             module = str(frame.f_globals.get('__name__'))
-    # Torch raises the errors of loader processes again, from this module. They may come from the user's dataset.
+    # From this module torch raises errors of loader processes again. They may come from the user's dataset.
     return '' if module == 'torch._utils' else module.partition('.')[0]
 
 
@@ -114,7 +114,7 @@ def unknown_name(kind: str, name: str, known_names: Iterable[str]) -> str:
 
 
 def one_line(error: Exception | str) -> str:
-    """Returns a mistake as the user reads it: one line of limited length."""
+    """Returns the message of a mistake as the user reads it: one line of limited length."""
     message = _CLASS_OF_REFUSAL.split(str(error))[-1]
     return f'error: {shorten(message)}'
 
