@@ -207,6 +207,11 @@ def _check_report(config: TrainConfig) -> None:
         if module.partition('.')[0] in sys.stdlib_module_names:
             raise ConfigError('report.name', f'must be a function that takes a FinishedRun, got: {report["name"]}')
     check_arguments('report', function, report, extra_keys=REPORT_KEYS)
+    try:
+        report['folder'].format(run_name='x')
+    except (LookupError, ValueError, AttributeError) as error:
+        message = f'may have only {{run_name}} in braces, got: {report["folder"]} ({type(error).__name__}: {error})'
+        raise ConfigError('report.folder', message) from error
     is_random_base = config.model.lora is not None and config.model.pretrained is None
     if report.get('export') and (config.is_sharded or is_random_base):
         raise ConfigError(

@@ -254,7 +254,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     return merge(TrainConfig, values_of_file, values_of_overrides)
 
 
-def read_overrides(overrides: Sequence[str]) -> DictConfig:
+def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     """Returns the values of ``key=value`` texts. Refuses the first one that cannot be read."""
     values = OmegaConf.create()
     for override in overrides:
@@ -269,7 +269,7 @@ def read_overrides(overrides: Sequence[str]) -> DictConfig:
                 f'must be valid YAML, got: {shorten(value, 200)} ({shorten(error, 200)}). Quote a text that has '
                 'special characters',
             ) from error
-    return values
+    return _as_dict(values)
 
 
 def read_options(options: type[Options], overrides: Sequence[str]) -> tuple[Options, list[str]]:
@@ -286,7 +286,7 @@ def read_options(options: type[Options], overrides: Sequence[str]) -> tuple[Opti
     return merge(options, read_overrides(own_overrides)), config_overrides
 
 
-def _read_file(path: str | Path) -> DictConfig:
+def _read_file(path: str | Path) -> dict[str, Any]:
     # Reading a pipe would wait for somebody to write to it.
     if os.path.exists(path) and not os.path.isfile(path):
         raise ConfigError('', f'config file must be a file, got: {path}')
@@ -298,20 +298,26 @@ def _read_file(path: str | Path) -> DictConfig:
         raise ConfigError('', f'`{path}` must be valid YAML, got: {shorten(error)}') from error
     if not isinstance(content, DictConfig):
         raise ConfigError('', f'`{path}` must hold sections (`model:`, `loader:`, ...), got: no mapping')
-    return content
+    return _as_dict(content)
 
 
-def _spell_out_size(values: DictConfig) -> None:
+def _as_dict(values: DictConfig) -> dict[str, Any]:
+    """Returns plain dicts and lists. Values such as ``${seed}`` stay as they are, until all layers are merged."""
+    plain: Any = OmegaConf.to_container(values)
+    return plain
+
+
+def _spell_out_size(values: dict[str, Any]) -> None:
     """Replaces ``microbatching.size``, our short name, by ``microbatching.device_train_microbatch_size``."""
     section = values.get('microbatching')
-    if not isinstance(section, DictConfig) or 'size' not in section:
+    if not isinstance(section, dict) or 'size' not in section:
         return
     if 'device_train_microbatch_size' in section:
         raise ConfigError('microbatching.size', 'and its long name must not both be given, got: both. Remove one')
-    section.device_train_microbatch_size = section.pop('size')
+    section['device_train_microbatch_size'] = section.pop('size')
 
 
-def merge(options: type[Options], *layers: DictConfig) -> Options:
+def merge(options: type[Options], *layers: dict[str, Any]) -> Options:
     """Returns a checked dataclass. Each value comes from the last layer that has it, or is the default.
 
     Args:
@@ -320,7 +326,7 @@ def merge(options: type[Options], *layers: DictConfig) -> Options:
     """
     merged: Any = asdict(options())  # type: ignore[arg-type]
     for layer in layers:
-        merged = _overlay(merged, OmegaConf.to_container(layer))
+        merged = _overlay(merged, layer)
     try:
         values = OmegaConf.to_container(OmegaConf.create(merged), resolve=True, throw_on_missing=True)
     except MissingMandatoryValue as error:

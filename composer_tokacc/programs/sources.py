@@ -499,12 +499,13 @@ def _check_loss_weights(dataset: Any) -> None:
             raise record.error('must have `loss_weights` with `token_weights: column`, got: none')
 
 
-def _dataset_class(path: str, name: Any) -> Any:
+def _dataset_class(path: str, name: object) -> Any:
+    name = str(name)
     if name == 'llava':
         return LlavaDataset
-    if '.' in str(name):
+    if '.' in name:
         return import_by_name(f'{path}.name', name)
-    message = unknown_name('dataset', str(name), ['llava', 'llava_streaming'])
+    message = unknown_name('dataset', name, ['llava', 'llava_streaming'])
     raise ConfigError(f'{path}.name', f'{message}, or the dotted name of a dataset class')
 
 
