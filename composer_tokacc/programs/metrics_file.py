@@ -32,7 +32,7 @@ class JsonLines(LoggerDestination):
     A resumed run goes on after the step of its checkpoint. Lines of later steps that a killed run has left are removed.
 
     Args:
-        folder: Where the file goes. May contain ``{run_name}``.
+        folder: Folder of the file. May contain ``{run_name}``.
     """
 
     def __init__(self, folder: str) -> None:
@@ -49,11 +49,18 @@ class JsonLines(LoggerDestination):
             self._write(state)
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Adds numbers to the next line. NaN and infinity become null, because JSON has no word for them."""
+        """Adds the numbers among the metrics to the next line.
+
+        NaN and infinity become null, because JSON has no word for them.
+        """
         for name, value in metrics.items():
-            if np.ndim(value) == 0:
+            if np.ndim(value) != 0:
+                continue
+            try:
                 number = float(value)
-                self._line[name] = number if math.isfinite(number) else None
+            except (TypeError, ValueError):  # a callback of the user may log a text
+                continue
+            self._line[name] = number if math.isfinite(number) else None
 
     def close(self, state: State, logger: Logger) -> None:
         """Writes numbers that were logged at last."""

@@ -122,14 +122,13 @@ def _sources(metrics: Mapping[str, Series]) -> dict[str, dict[str, float]]:
     sources = {}
     tokens_of_sources = select(metrics, 'token_monitor/source/*/tokens')
     for name, (_, tokens) in sorted(tokens_of_sources.items()):
-        logged = select(metrics, f'token_monitor/source/{name}/*')
-        source = {
-            'tokens': sum(tokens),
-            'weight': fmean(logged['weight'][1]),
-            'positions': fmean(logged['positions'][1]),
-        }
-        if 'loss' in logged:
-            _, losses = logged['loss']
+        # Not a pattern, because a name such as `captions[en]` would be one itself.
+        metric = f'token_monitor/source/{name}'
+        _, weights = metrics[f'{metric}/weight']
+        _, positions = metrics[f'{metric}/positions']
+        _, losses = metrics.get(f'{metric}/loss', ([], []))
+        source = {'tokens': sum(tokens), 'weight': fmean(weights), 'positions': fmean(positions)}
+        if losses:
             source |= {'first_loss': losses[0], 'last_loss': losses[-1]}
         sources[name] = source
     return sources

@@ -10,12 +10,14 @@ from html.parser import HTMLParser
 from types import SimpleNamespace
 
 import pytest
+import torch
 from composer.core import Callback, Event, Timestamp
 
 from composer_tokacc import TokenMonitor
 from composer_tokacc.programs import ConfigError
 from composer_tokacc.programs.metrics_file import JsonLines, read_metrics
 from composer_tokacc.programs.report_page import MOST_POINTS, write_page
+from composer_tokacc.programs.run_result import _sources
 from tests.support.text import collate, text_model, text_rows
 from tests.support.training import loader, logged, train
 
@@ -132,6 +134,23 @@ def test_resumed_run_replaces_later_lines(tmp_path):
         file.write('{"step": 4, "lo')  # of a killed process
     write_lines(tmp_path, [30], first_step=3)
     assert read_metrics(tmp_path) == {'loss': ([1, 2, 3], [1.0, 2.0, 30.0])}
+
+
+def test_only_numbers_are_written(tmp_path):
+    """Composer lets a callback of the user log anything."""
+    lines = JsonLines(str(tmp_path))
+    lines.run_event(Event.FIT_START, state_at(0), None)
+    lines.log_metrics({'loss': torch.tensor(1.5), 'phase': 'warm-up', 'nothing': None, 'vector': torch.ones(1)})
+    lines.run_event(Event.BATCH_END, state_at(1), None)
+    assert read_metrics(tmp_path) == {'loss': ([1], [1.5])}
+
+
+def test_source_whose_name_is_a_pattern():
+    metrics = {}
+    for name in ('tokens', 'weight', 'positions', 'loss'):
+        metrics[f'token_monitor/source/captions[en]/{name}'] = ([1, 2], [4.0, 2.0])
+    source = {'tokens': 6.0, 'weight': 3.0, 'positions': 3.0, 'first_loss': 4.0, 'last_loss': 2.0}
+    assert _sources(metrics) == {'captions[en]': source}
 
 
 def test_full_disk_is_reported_once(tmp_path):
