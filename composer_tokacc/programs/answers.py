@@ -216,13 +216,14 @@ def _images(sample: Row, processor: Processor) -> list[np.ndarray]:
     pixels = sample.get('pixel_values')
     image_processor = getattr(processor, 'image_processor', None)
     channel_means = getattr(image_processor, 'image_mean', None)
-    if pixels is None or channel_means is None:
+    channel_deviations = getattr(image_processor, 'image_std', None)
+    if pixels is None or channel_means is None or channel_deviations is None:
         return []
     num_images = sample.get('num_images', [len(pixels)])[0]
     if pixels.dim() != 4 or pixels.shape[:2] != (num_images, 3):
         return []
     mean = torch.tensor(channel_means).view(3, 1, 1)
-    std = torch.tensor(image_processor.image_std).view(3, 1, 1)
+    std = torch.tensor(channel_deviations).view(3, 1, 1)
     images = []
     for image in pixels.float():
         colors = (image * std + mean).clamp(0, 1)

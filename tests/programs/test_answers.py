@@ -99,7 +99,7 @@ def test_sample_without_labels_is_not_answered(model, dataset, processor, tmp_pa
 
 
 class FirstWithMediaAtItsEnd(Dataset):
-    """The samples of a dataset, the first of them with its images once more after the answer, in a turn without loss."""
+    """The samples of a dataset. The first has its images once more after the answer, in a turn without loss."""
 
     def __init__(self, dataset, image_token_id):
         self.dataset = dataset
