@@ -76,7 +76,7 @@ def lock_folder(folder: Path | None) -> Iterator[None]:
 def find_checkpoint_to_resume(trainer: Section) -> str:
     """Points Composer's link to the newest complete checkpoint. Returns a line that names it, or an empty text.
 
-    A process that is killed while it writes, or a full disk, leaves part of a file behind.
+    Composer itself would load the latest one, which is incomplete if the process was killed or the disk was full.
     """
     link = latest_checkpoint(trainer)
     if link is None or not (link.is_symlink() or link.exists()):
@@ -234,7 +234,7 @@ class SavedRun:
 
     path: Path
     fingerprints: str
-    """JSON that :class:`SameData` saved; empty if there was none."""
+    """JSON that :class:`SameData` saved; empty if it saved nothing."""
     shapes: dict[str, Shape]
     """Shapes of the model's weights, by name."""
     optimizers: list[str]
@@ -276,7 +276,7 @@ class SavedRun:
 
 
 def _fingerprints_of(state: Section) -> str:
-    """Returns the fingerprints that :class:`SameData` saved; empty if there are none."""
+    """Returns the JSON that :class:`SameData` saved; empty if it saved nothing."""
     callbacks = dict(state.get('callbacks') or {})
     return (callbacks.get(SameData.__qualname__) or {}).get('fingerprints', '')
 
@@ -295,8 +295,8 @@ class SameData(Callback):
         dataset: The training set.
         processor: Its processor or tokenizer.
         adapter: See :func:`.identify_adapter`.
-        optimizer: Settings of the optimizer by name. They are compared, because Composer replaces them by those of the
-            checkpoint without a word.
+        optimizer: Settings of the optimizer by name. They are compared, because Composer would replace them in silence
+            by the ones of the checkpoint.
         model: The model before the Trainer wraps it. None: no weights are compared.
         trainer: Arguments of the Trainer, which name the checkpoint.
         on_other_data: ``'raise'``, or ``'warn'`` to go on.
@@ -356,12 +356,15 @@ class SameData(Callback):
             self._compare_fingerprints(saved.fingerprints)
         if self.model is None or self.trainer.get('load_ignore_keys'):
             return
-        # Without FSDP the shapes are taken now, because algorithms may have changed the model since __init__().
+        # FSDP has divided the weights by now, so their earlier shapes are compared. Without FSDP the present ones are,
+        # because algorithms may have changed the model since __init__().
         shapes = self._shapes if state.fsdp_enabled else _shapes_of(self.model.state_dict())
         is_strict = not weights_only or bool(self.trainer.get('load_strict_model_weights', True))
-        # named_parameters() has tied weights, such as head and embeddings, only once. So one of their names will do.
-        required = [name for name, _ in self.model.named_parameters() if name in shapes]
-        _compare_shapes(saved, shapes, required if is_strict else [], is_strict=is_strict)
+        required: list[str] = []
+        if is_strict:
+            # named_parameters() has tied weights, such as head and embeddings, only once. One of their names will do.
+            required = [name for name, _ in self.model.named_parameters() if name in shapes]
+        _compare_shapes(saved, shapes, required, is_strict=is_strict)
         optimizer = type(state.optimizers[0]).__qualname__
         if not weights_only and optimizer not in saved.optimizers:  # Composer would start with a new optimizer
             raise ConfigError(
@@ -426,7 +429,7 @@ def _compare_shapes(
     *,
     is_strict: bool,
 ) -> None:
-    """Refuses a checkpoint whose weights have other shapes, which lacks required weights or, if strict, has others."""
+    """Refuses a checkpoint that lacks required weights, has some of another shape, or, if strict, has unknown ones."""
     differing = {name: 'missing' for name in required if name not in saved.shapes}
     for name, saved_shape in saved.shapes.items():
         shape = shapes.get(name)
@@ -438,12 +441,12 @@ def _compare_shapes(
         name = next(iter(differing))
         raise ConfigError(
             '',
-            f'the checkpoint must be of the same model, got: {saved.path} with {len(differing)} others of '
+            f'the checkpoint must be of the same model, got: {saved.path} with {len(differing)} others among '
             f'{len(saved.shapes)} weights ({name}: {differing[name]}). Give the `model` of that run, or another '
             '`trainer.run_name` and `trainer.save_folder`',
         )
 
 
 def _short(value: Any) -> str:
-    """Shortens fingerprints to their first eight characters."""
+    """Shortens fingerprints, which have 32 hexadecimal digits, to the first eight."""
     return re.sub(r'\b([0-9a-f]{8})[0-9a-f]{24}\b', r'\1', json.dumps(value).strip('"'))

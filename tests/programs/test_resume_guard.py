@@ -308,9 +308,9 @@ def test_checkpoint_of_another_model_is_refused(is_sharded, tmp_path):
     save_model(layers(4, 4, 4).state_dict(), path, is_sharded)
     before_load(layers(4, 4, 4), path)
     differences = {
-        r'2 others of 4 weights \(1.weight: \[4, 4\] there, \[3, 4\] here\)': layers(4, 4, 3),
-        r'2 others of 4 weights \(2.weight: missing\)': layers(4, 4, 4, 4),
-        r'2 others of 4 weights \(1.weight: unknown\)': layers(4, 4),
+        r'2 others among 4 weights \(1.weight: \[4, 4\] there, \[3, 4\] here\)': layers(4, 4, 3),
+        r'2 others among 4 weights \(2.weight: missing\)': layers(4, 4, 4, 4),
+        r'2 others among 4 weights \(1.weight: unknown\)': layers(4, 4),
     }
     for message, model in differences.items():
         with pytest.raises(ConfigError, match=f'must be of the same model, got: .*{message}'):
@@ -326,7 +326,7 @@ def test_checkpoint_of_another_model_is_refused(is_sharded, tmp_path):
 def test_checkpoint_of_integers_is_refused(is_sharded, tmp_path):
     quantised = {name: weight.to(torch.int8) for name, weight in layers(4, 4, 4).state_dict().items()}
     save_model(quantised, tmp_path / 'ep1', is_sharded)
-    with pytest.raises(ConfigError, match=r"4 others of 4 weights .*'not of floats'\] there"):
+    with pytest.raises(ConfigError, match=r"4 others among 4 weights .*'not of floats'\] there"):
         before_load(layers(4, 4, 4), tmp_path / 'ep1')
 
 
@@ -361,5 +361,5 @@ def test_weights_of_another_model_are_refused(first_run, latest, tmp_path, capsy
     larger = 'model.config.text_config.num_hidden_layers=3'
     assert main(command(first_run / 'data', tmp_path, *overrides, larger)) == 2
     line = capsys.readouterr().err.splitlines()[-1]
-    assert line.startswith(f'error: the checkpoint must be of the same model, got: {latest} with 9 others of')
+    assert line.startswith(f'error: the checkpoint must be of the same model, got: {latest} with 9 others among')
     assert 'Give the `model` of that run' in line
