@@ -128,18 +128,19 @@ def shorten(text: object, limit: int = LONGEST_LINE) -> str:
     return f'{line[:half]} ... {line[-half:]}'
 
 
-def refuse(error: Exception, *, on_all_ranks: bool = False) -> int:
-    """Prints a mistake in one line and returns the exit status.
+def refuse(error: Exception, message: str = '', *, on_all_ranks: bool = False) -> int:
+    """Prints a mistake in one line and returns the exit status. At the log level debug its traceback is logged.
 
     Args:
         error: The mistake.
+        message: The line to print. Default: the error's own message.
         on_all_ranks: Whether all ranks meet the mistake, such as a wrong key of the config. Then only the first rank
             of a node prints it and returns 2. The others return 0, because Composer's launcher ends all ranks as soon
             as one fails, perhaps before the first rank has printed the line.
     """
-    log.debug('The mistake was found here:', exc_info=error)
+    log.debug('The error was raised here:', exc_info=error)
     local_rank = os.environ.get('LOCAL_RANK', '0')
     if on_all_ranks and local_rank.isdecimal() and int(local_rank) > 0:
         return 0
-    print(one_line(error), file=sys.stderr, flush=True)
+    print(one_line(message or error), file=sys.stderr, flush=True)
     return 2

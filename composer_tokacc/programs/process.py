@@ -41,10 +41,14 @@ HARMLESS_LOG_LINES = {
 
 
 def prepare(description: str | None, *, announces: bool = False) -> None:
-    """Answers ``--help`` and usage errors, and switches off garbage collection until everything is loaded.
+    """Prepares the process of a program before its imports, which take ten seconds and more.
 
-    Called by a program before its imports, which take ten seconds and more. Garbage collection would take a fifth of
-    that time and find nothing.
+    Answers ``--help`` and usage errors at once. Switches garbage collection off until :func:`keep_what_is_loaded`,
+    because it would take a fifth of that time and find nothing. Silences the hosts.
+
+    Args:
+        description: The program's docstring, None under ``python -OO``.
+        announces: Whether to say that the imports begin.
     """
     if description is not None:
         command_line(description).parse_known_args()
@@ -60,7 +64,7 @@ def prepare(description: str | None, *, announces: bool = False) -> None:
 
 
 def command_line(description: str | None) -> argparse.ArgumentParser:
-    """Returns a parser with the YAML file as ``config``. Overrides are the rest that ``parse_known_args`` returns."""
+    """Returns a parser of the YAML file, ``config``. ``parse_known_args`` returns the overrides as the rest."""
     lines = (description or '').splitlines()
     usage = next(line.strip() for line in lines if '-m composer_tokacc.' in line)
     parser = argparse.ArgumentParser(
@@ -71,7 +75,7 @@ def command_line(description: str | None) -> argparse.ArgumentParser:
 
 
 def say(text: str) -> None:
-    """Prints the next step of the program, after the seconds since its start, on the first rank."""
+    """Prints what the program does next, and the seconds since its start, on the first rank."""
     import psutil
 
     if os.environ.get('RANK', '0') == '0':

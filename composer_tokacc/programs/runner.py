@@ -6,18 +6,15 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections.abc import Callable, Sequence
 
 from composer_tokacc.programs.config_checks import check_config, check_folders
-from composer_tokacc.programs.errors import ConfigError, building, is_of_host, one_line, refuse
+from composer_tokacc.programs.errors import ConfigError, building, is_of_host, refuse
 from composer_tokacc.programs.machine_faults import fault_of_machine, has_lost_rank
 from composer_tokacc.programs.process import keep_what_is_loaded, let_children_die
 from composer_tokacc.programs.schema import TrainConfig, load_config
 from composer_tokacc.refusals import RefusalError
-
-log = logging.getLogger(__name__)
 
 SECONDS_FOR_LAUNCHER = 10.0
 """Composer's launcher ends all ranks within these seconds after one has failed."""
@@ -59,15 +56,13 @@ def run_program(
         return program(config) or 0
     except Exception as error:
         let_children_die()
-        log.debug('The run failed here:', exc_info=error)
         message = _message_of(error)
         if not message:
             raise
         if has_lost_rank(error):
             # The launcher prints the line of the rank that failed first, and ends this rank before it prints another.
             time.sleep(SECONDS_FOR_LAUNCHER)
-        print(one_line(message), file=sys.stderr, flush=True)
-        return 2
+        return refuse(error, message)
 
 
 def _message_of(error: Exception) -> str:
