@@ -125,9 +125,10 @@ def build_transformers_model(
     if activation_checkpointing:
         # Not reentrant: the reentrant kind breaks DDP's hooks and needs inputs with gradients.
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})
-    # Composer calls these with every module. Each block becomes a unit of FSDP, all other modules are in the root unit.
+    # Composer asks these functions about every module. A block becomes a unit of FSDP, the rest is in the root unit.
     blocks = set(transformer_blocks(model))
-    model.fsdp_wrap_fn = model.activation_checkpointing_fn = blocks.__contains__
+    model.fsdp_wrap_fn = blocks.__contains__
+    model.activation_checkpointing_fn = blocks.__contains__
     return model
 
 
@@ -136,7 +137,7 @@ def check_model(
     config: Section | None,
     lora: Section | None = None,
 ) -> None:
-    """Refuses a model from nowhere or from two places, and a bad adapter, before anything is loaded."""
+    """Refuses a model without a source or with two of them, and a bad adapter, before anything is loaded."""
     if (pretrained is not None) == bool(config):
         raise ConfigError('model', f'must have exactly one of `pretrained` and `config`, got: {pretrained}, {config}')
     if config:
@@ -154,9 +155,9 @@ def freeze_parameters(model: nn.Module, names: Sequence[str]) -> None:
     for name in names:
         parameters = [value for full_name, value in model.named_parameters() if _lies_under(full_name, name)]
         if not parameters:
-            names_of_modules = [part for part, _ in model.named_modules()]
-            parts = [part for part in names_of_modules if part and part.count('.') < 2]
-            parts.sort(key=lambda part: part.count('.'))
+            module_names = [module_name for module_name, _ in model.named_modules()]
+            parts = [module_name for module_name in module_names if module_name and module_name.count('.') < 2]
+            parts.sort(key=lambda module_name: module_name.count('.'))  # the largest parts first
             raise ConfigError(
                 'model.freeze', f'must name parts of the model, got: {name!r}. Its parts are {", ".join(parts)}'
             )
@@ -174,12 +175,13 @@ def parameter_groups(model: nn.Module, parts: Mapping[str, Section]) -> list[dic
     Parts are named as in :func:`freeze_parameters`. A parameter belongs to the longest name that it lies under.
     """
     groups: dict[str, dict[str, Any]] = {}
-    for name, arguments in (*parts.items(), ('', {})):  # the last one is for all other parameters
+    for name, arguments in parts.items():
         groups[name] = {**arguments, 'params': []}
+    groups[''] = {'params': []}  # all other parameters
     for full_name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            names = [name for name in parts if _lies_under(full_name, name)]
-            longest_name = max(names, key=len, default='')
+            names_of_parts = [name for name in parts if _lies_under(full_name, name)]
+            longest_name = max(names_of_parts, key=len, default='')
             groups[longest_name]['params'].append(parameter)
     for name, group in groups.items():
         if name and not group['params']:
@@ -274,6 +276,7 @@ def tokenizer_of(processor: Processor | None) -> Any:
 
 def _lies_under(parameter_name: str, part_name: str) -> bool:
     """Returns whether a parameter belongs to a part of the model. A leading ``model.`` makes no difference."""
+    # The dot keeps `layers.10` out of `layers.1`.
     if f'{parameter_name}.'.startswith(f'{part_name}.'):
         return True
     short_name = parameter_name.removeprefix('model.')

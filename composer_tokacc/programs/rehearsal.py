@@ -57,8 +57,8 @@ class Candidate(NamedTuple):
     step: int
     """Global batch, counted from the present step."""
     samples: list[list[int]]
-    """The samples to read, in lists: those of this microbatch. If rows are packed, a list for each microbatch of the
-    rank, because the split packs all of them together."""
+    """Samples to read, a list for each planned microbatch: this one only; or, if rows are packed, all of the rank,
+    because the split packs them together."""
     rows: int
     width: int
     image_tokens: int
@@ -243,16 +243,16 @@ def _token_accumulation(state: State) -> TokenAccumulation | None:
 
 
 def heaviest_of_run(run: PlannedRun, options: CutOptions) -> tuple[list[Candidate], int]:
-    """Returns the microbatches that are largest in one of their sizes, and the number of global batches.
+    """Returns the microbatches that are largest in one of their sizes, and the number of global batches looked through.
 
-    ``options`` have the token budget by which the run cuts. Planned microbatches that are over it are cut again.
+    ``options`` hold the token budget of the present microbatch size. Planned microbatches over it are cut again.
     """
     largest: dict[int, tuple[tuple[float, float], Candidate]] = {}
     num_batches = 0
     for step, ranks, window in _plans_left(run):
         num_batches += 1
-        for rank in ranks:
-            for candidate in _candidates_of_rank(run, step, rank, window, options):
+        for planned_microbatches in ranks:
+            for candidate in _candidates_of_rank(run, step, planned_microbatches, window, options):
                 sizes = candidate.sizes()
                 total = sizes[-1]
                 for place, size in enumerate(sizes):
@@ -268,7 +268,7 @@ def heaviest_of_run(run: PlannedRun, options: CutOptions) -> tuple[list[Candidat
 def _candidates_of_rank(
     run: PlannedRun,
     step: int,
-    rank: Sequence[Microbatch],
+    planned_microbatches: Sequence[Microbatch],
     window: list[int],
     options: CutOptions,
 ) -> Iterator[Candidate]:
@@ -277,16 +277,16 @@ def _candidates_of_rank(
     Args:
         run: The run.
         step: The step.
-        rank: Planned microbatches of the rank. Their indices are places in ``window``.
+        planned_microbatches: Of the rank. Their indices are places in ``window``.
         window: Samples of the global batch.
         options: See :func:`heaviest_of_run`.
     """
     split = split_of(run.state.dataloader)
     samples_of_rank = []
-    for microbatch in rank:
-        samples_of_rank.append([window[place] for place in microbatch.indices])
-    for planned_samples, microbatch in zip(samples_of_rank, rank, strict=True):
-        for samples, width in _cut_again(planned_samples, microbatch, run.sampler, options):
+    for planned in planned_microbatches:
+        samples_of_rank.append([window[place] for place in planned.indices])
+    for planned, planned_samples in zip(planned_microbatches, samples_of_rank, strict=True):
+        for samples, width in _cut_again(planned_samples, planned, run.sampler, options):
             rows = run.sampler.rows.of(np.array(samples))
             image_tokens = int(rows.image_tokens.sum())
             num_logits = None

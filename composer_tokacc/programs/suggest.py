@@ -57,19 +57,19 @@ def apply_suggestion(
     Rank 0 decides for the smallest device of all ranks. If it refuses, all ranks do.
     """
     table = source_of(config).measure(dataset, processor)
-    own_memory = config.microbatching.device_memory_gib or device_memory_gib(config)
-    smallest_memory = min(dist.all_gather_object(own_memory))
-    answer: tuple[int, int] | ConfigError | None = None
+    memory_gib = config.microbatching.device_memory_gib or device_memory_gib(config)
+    smallest_memory_gib = min(dist.all_gather_object(memory_gib))
+    outcome: tuple[int, int] | ConfigError | None = None
     if dist.get_global_rank() == 0:
         try:
-            answer = _suggestion(config, dataset, processor, table, smallest_memory)
+            outcome = _suggestion(config, dataset, processor, table, smallest_memory_gib)
         except ConfigError as error:
-            answer = error  # raised below, because the other ranks wait for an answer
-    answer = from_any_rank(answer)
-    assert answer is not None, 'rank 0 has one'
-    if isinstance(answer, ConfigError):
-        raise answer
-    return answer
+            outcome = error  # raised below, because the other ranks wait for an outcome
+    outcome = from_any_rank(outcome)
+    assert outcome is not None, 'rank 0 has one'
+    if isinstance(outcome, ConfigError):
+        raise outcome
+    return outcome
 
 
 def _suggestion(
@@ -105,7 +105,7 @@ def suggest_for_run(
     With ``packing: auto`` it returns the cheaper of the reports with and without packing.
     """
     microbatching = config.microbatching
-    # Rounded up, because a global batch by tokens may have any number of samples, and all ranks get the same number.
+    # Rounded up, because all ranks get the same number, but a global batch by tokens may have any number of samples.
     samples_of_rank = -(-config.loader.samples_per_batch(table.lengths) // num_ranks)
     reports = []
     packings = [bool(microbatching.packing)]
@@ -205,7 +205,10 @@ def watch_flops(
     The operations are counted in a trace on rank 0.
     """
     monitors = [callback for callback in state.callbacks if isinstance(callback, TokenMonitor)]
-    if not monitors or not (monitors[0].device_tflops or get_gpu_flops_available(state)):
+    if not monitors:
+        return
+    monitor = monitors[0]
+    if not monitor.device_tflops and not get_gpu_flops_available(state):
         return
     table = source_of(config).measure(dataset, processor)
     coefficients = None
@@ -226,10 +229,10 @@ def watch_flops(
         except Exception as error:  # a trace may fail in many ways, and the run can do without
             log.warning('MFU is not logged, as the model could not be traced: %s: %s', type(error).__name__, error)
     coefficients = from_any_rank(coefficients)
-    monitors[0].flops = None
+    monitor.flops = None
     if coefficients is not None:
         layout = BatchLayout.for_model(model)
-        monitors[0].flops = FlopModel(coefficients=coefficients, layout=layout, residual=0.0)
+        monitor.flops = FlopModel(coefficients=coefficients, layout=layout, residual=0.0)
 
 
 def _to_trace(
