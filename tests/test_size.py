@@ -19,7 +19,7 @@ from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, SiglipVisio
 
 from composer_tokacc import size, train
 from composer_tokacc.data import LengthTable, build_small_processor
-from composer_tokacc.programs import load_config, rehearsal
+from composer_tokacc.programs import ConfigError, load_config, rehearsal
 from composer_tokacc.programs.length_tables import StandIns, lengths_of, read_lengths
 from composer_tokacc.programs.models import build_model
 from composer_tokacc.sizing.profile import SampleSizes
@@ -227,6 +227,15 @@ def test_images_of_any_size_need_a_processor(capsys: pytest.CaptureFixture[str])
     arguments = ['model.pretrained=null', 'model.config.model_type=qwen2_vl', 'lengths.mean=150']
     assert size.main([LLAVA_7B, *arguments, 'lengths.image_tokens=300', 'device_memory_gib=80']) == 2
     assert 'needs `model.pretrained`, got: a' in capsys.readouterr().err
+
+
+def test_damaged_gzip_is_refused(tmp_path: Path) -> None:
+    content = bytearray(gzip.compress(b'tokens\n5\n'))
+    content[10] ^= 0xFF  # the first byte of the data
+    path = tmp_path / 'lengths.csv.gz'
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match='must be a CSV file of numbers, plain or .gz, got: .*while decompressing'):
+        read_lengths(str(path))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -143,7 +144,7 @@ def _read_csv(path: str) -> tuple[list[str], np.ndarray]:
             header = read(dtype=str, max_rows=1)
             # As floats, because numpy would read 1.5 as the integer 1.
             lines = read(dtype=float, skiprows=1)
-    except (OSError, EOFError, ValueError) as error:
+    except (OSError, EOFError, ValueError, zlib.error) as error:
         raise ConfigError('lengths', f'must be a CSV file of numbers, plain or .gz, got: {path} ({error})') from error
     names = [name.strip() for name in header.ravel()]
     return names, lines.T
