@@ -33,7 +33,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from composer_tokacc.programs.process import prepare
+from composer_tokacc.programs.process import command_line, prepare, without_warnings
 
 if __name__ == '__main__':
     prepare(__doc__)
@@ -51,7 +51,6 @@ from composer_tokacc.programs.config_checks import check_folder
 from composer_tokacc.programs.errors import local_folder, refuse
 from composer_tokacc.programs.length_tables import StandIns, lengths_of
 from composer_tokacc.programs.models import read_config
-from composer_tokacc.programs.process import command_line, without_warnings
 from composer_tokacc.programs.runner import run_program
 from composer_tokacc.programs.schema import Count, read_options, without
 from composer_tokacc.programs.sources import source_of
@@ -82,17 +81,17 @@ class SizeOptions:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the program; see ``run_program`` for the exit status."""
     parsed, overrides = command_line(__doc__).parse_known_args(arguments)
-    # Our name for it is without its section.
+    # This program has the short name `device_memory_gib` for a key of the config.
     overrides = [re.sub(r'^device_memory_gib\b', 'microbatching.device_memory_gib', text) for text in overrides]
     try:
         options, config_overrides = read_options(SizeOptions, overrides)
-        # `lengths=` with nothing behind it must not read the data instead.
+        # `lengths=` without a value is refused, because the program would read the data instead.
         if options.lengths is None and 'lengths=' in overrides:
             raise ConfigError('lengths', 'must be a CSV file, or figures such as lengths.mean=150, got: nothing')
     except ConfigError as error:
         return refuse(error)
     if options.lengths is not None and not any(key.startswith('dataset.path=') for key in config_overrides):
-        config_overrides.append('dataset.path=lengths')  # a name for the data, which is not read
+        config_overrides.append('dataset.path=lengths')  # any value, because the data are not read
     return run_program(partial(_report, options), parsed.config, config_overrides, num_ranks=options.num_ranks)
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any
 
-from composer_tokacc.programs.process import prepare
+from composer_tokacc.programs.process import command_line, prepare, without_warnings
 
 if __name__ == '__main__':
     prepare(__doc__)  # before the imports that take seconds
@@ -49,7 +49,6 @@ from composer_tokacc.layout.pre_split import widened
 from composer_tokacc.programs import ConfigError, TrainConfig
 from composer_tokacc.programs.build import RunParts, build_parts
 from composer_tokacc.programs.errors import refuse
-from composer_tokacc.programs.process import command_line, without_warnings
 from composer_tokacc.programs.runner import run_program
 from composer_tokacc.programs.schema import Count, check_value
 from composer_tokacc.programs.suggest import runs_on_gpu
@@ -87,11 +86,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             check_value('--tolerance', options.tolerance, Annotated[float, Field(gt=0, lt=1)])
     except ConfigError as error:
         return refuse(error, on_all_ranks=True)
-    return run_program(partial(_report, options.rows, options.tolerance), options.config, overrides)
+    report = partial(_report, max_rows=options.rows, tolerance=options.tolerance)
+    return run_program(report, options.config, overrides)
 
 
-def _report(max_rows: int, tolerance: float | None, config: TrainConfig) -> int:
-    """Prints the table and the verdict; returns 1 if the run is not exact."""
+def _report(config: TrainConfig, *, max_rows: int, tolerance: float | None) -> int:
+    """Prints the table and the verdict; returns 1 if the run is not exact.
+
+    Without a tolerance, the one of the run's device holds.
+    """
     if tolerance is None:
         tolerance = _TOLERANCE_OF_GPUS if runs_on_gpu(config) else _TOLERANCE_OF_CPUS
     try:
@@ -128,10 +131,10 @@ def verify(config: TrainConfig, *, max_rows: int = 8, tolerance: float = 1e-6) -
         tolerance: Largest relative error that is taken for round-off.
     """
     run = _VerifiedRun.from_config(config, max_rows)
-    # Kept by padding side: they are needed again to measure the round-off.
     references: dict[str, _WholeStep] = {}
 
     def reference(padding: str) -> Gradients:
+        # Computed in this call, during which compare_cuts() watches the buffers. Kept to measure the round-off.
         references[padding] = run.whole_step(run.joined_rows(padding))
         return references[padding].gradients
 
