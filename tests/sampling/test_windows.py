@@ -286,6 +286,7 @@ def test_bad_windows_are_refused(kwargs, message):
 TOKENS = {'windows': {'global_batch_tokens': 100}, 'duration': '2ep'}
 STEPS = {'windows': {'global_batch_size': [[0, 4], ['6ba', 8]]}, 'duration': '14ba'}
 MEASURED = {'windows': {'global_batch_size': [[0, 4], ['150tok', 8]]}, 'duration': '700tok'}
+CASES = {'tokens': TOKENS, 'steps': STEPS, 'measured': MEASURED}
 
 
 def runs(*cases, ranks):
@@ -334,17 +335,31 @@ def test_composer_ends_epochs_of_a_schedule(tmp_path):
         check_resumed_run(resumed, result, step)
 
 
+@pytest.fixture(scope='session')
+def unbroken_runs(tmp_path_factory):
+    """Trains every case on two ranks. Returns the folder of its checkpoints, and its result, by the case's name."""
+    unbroken = {}
+    for name, case in CASES.items():
+        folder = str(tmp_path_factory.mktemp(name))
+        (result,) = runs({**case, 'folder': folder}, ranks=2)
+        unbroken[name] = (folder, result)
+    return unbroken
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(('case', 'num_epochs'), [(TOKENS, 2), (STEPS, 1), (MEASURED, 1)])
-def test_composer_resumes_windows_on_other_ranks(case, num_epochs, tmp_path):
-    (unbroken,) = runs({**case, 'folder': str(tmp_path)}, ranks=2)
+@pytest.mark.parametrize('ranks', [1, 4])
+@pytest.mark.parametrize(('name', 'num_epochs'), [('tokens', 2), ('steps', 1), ('measured', 1)])
+def test_composer_resumes_windows_on_other_ranks(name, num_epochs, ranks, unbroken_runs):
+    folder, unbroken = unbroken_runs[name]
     check_run(unbroken, num_epochs=num_epochs)
     first_steps = (2, len(unbroken['windows']) - 2)
-    for ranks in (1, 4):
-        resumed_cases = [{**case, 'load_path': f'{tmp_path}/ba{step}.pt'} for step in first_steps]
+    resumed_cases = [{**CASES[name], 'load_path': f'{folder}/ba{step}.pt'} for step in first_steps]
+    if ranks == 1:
+        results = [run(**case) for case in resumed_cases]
+    else:
         results = runs(*resumed_cases, ranks=ranks)
-        for step, result in zip(first_steps, results, strict=True):
-            check_resumed_run(result, unbroken, step)
+    for step, result in zip(first_steps, results, strict=True):
+        check_resumed_run(result, unbroken, step)
 
 
 def test_composer_refuses_epochs_with_schedule(caplog):
