@@ -4,12 +4,18 @@
 """What holds for all tests.
 
 Hypothesis draws the same examples in every run, so that a failure is of the change at hand: HYPOTHESIS_PROFILE=random
-draws others each time, to search for what nobody has thought of. Ranks that stay belong to one worker of pytest-xdist.
+draws others each time, to search for what nobody has thought of.
+
+Ranks wait for the next test that needs them, because starting four of them takes 40 s of processor time. So one worker
+of pytest-xdist runs all tests with ranks, first those that need few. The other workers run the other tests.
 """
 
 from __future__ import annotations
 
+import functools
 import os
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -23,19 +29,39 @@ settings.load_profile(os.environ.get('HYPOTHESIS_PROFILE', 'steady'))
 
 
 def pytest_collection_modifyitems(items):
-    for item in items:
-        if _needs_ranks(item):
-            item.add_marker(pytest.mark.xdist_group('ranks'))
-    # By their number, so that few have to be started; last the matrix, whose many short tests keep all workers busy.
+    # Last the matrix, whose many short tests keep all workers busy until the end.
     items.sort(key=lambda item: (not _needs_ranks(item), _num_ranks(item), 'tests.matrix' in item.module.__name__))
 
 
 def _needs_ranks(item) -> bool:
-    return bool(item.get_closest_marker('slow') and {'launch_json', 'launch_program'} & vars(item.module).keys())
+    return bool(item.get_closest_marker('slow')) and _launches_ranks(item.path)
 
 
 def _num_ranks(item) -> int:
     return item.callspec.params.get('ranks', 0) if _needs_ranks(item) and hasattr(item, 'callspec') else 0
+
+
+@functools.cache
+def _launches_ranks(path: Path) -> bool:
+    """Returns whether a file of tests uses ranks that wait. ``run_page`` runs the commands of a page on them."""
+    return re.search('launch_json|launch_program|run_page', path.read_text()) is not None
+
+
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist may be switched off
+def pytest_xdist_make_scheduler(config, log):
+    from xdist.scheduler import LoadScopeScheduling
+
+    class RanksInOneWorker(LoadScopeScheduling):
+        """Sends all tests of files that launch ranks to one worker.
+
+        The mark `xdist_group` would do the same, but xdist 3.8 ignores it under pytest 9.2.
+        """
+
+        def _split_scope(self, nodeid: str) -> str:
+            path = config.rootpath / nodeid.partition('::')[0]
+            return 'ranks' if _launches_ranks(path) else nodeid
+
+    return RanksInOneWorker(config, log) if config.getvalue('dist') == 'loadgroup' else None
 
 
 @pytest.fixture(scope='session', autouse=True)

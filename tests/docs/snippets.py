@@ -80,11 +80,6 @@ class Block:
     """The text behind the mark."""
 
     @property
-    def launches_ranks(self) -> bool:
-        """Whether it needs the standing ranks of ``tests.support.launch``."""
-        return self.runs and self.language == 'bash' and re.search(r'composer -n [2-9]', self.text) is not None
-
-    @property
     def runs(self) -> bool:
         """Whether it is run here."""
         if self.language not in LANGUAGES or self.mark in ('not run', 'dry run', 'as in'):

@@ -15,7 +15,6 @@ from tests.docs.snippets import LANGUAGES, PAGES, REASONS, blocks_of, check_as_i
 from tests.support.launch import ROOT
 
 SLOW = [pytest.mark.slow, pytest.mark.timeout(3600)]
-RANKS = pytest.mark.xdist_group('ranks')
 SHIPPED = ('yamls', 'examples', 'overrides.txt')
 """Files in the current folder of a reader: a checkout, or the folder of ``python -m composer_tokacc.examples``."""
 
@@ -25,11 +24,8 @@ def _pages_that_run():
         blocks = [block for block in blocks_of(page) if block.runs or block.mark == 'dry run']
         if not blocks:
             continue
-        marks = []
-        if any(block.runs and block.language == 'bash' for block in blocks):
-            marks += SLOW
-        if any(block.launches_ranks for block in blocks):
-            marks.append(RANKS)
+        has_commands = any(block.runs and block.language == 'bash' for block in blocks)
+        marks = SLOW if has_commands else []
         yield pytest.param(page, marks=marks)
 
 

@@ -22,7 +22,7 @@ from benchmarks.machine import environment_of_no_rank, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_WAITING_RANKS = 4
-"""Most ranks that a worker of pytest keeps waiting. Two workers run at a time, and a rank needs up to 1.8 GiB."""
+"""Most ranks that a worker of pytest keeps waiting. A rank needs up to 1.8 GiB."""
 
 
 def environment() -> dict[str, str]:
