@@ -15,7 +15,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
@@ -44,15 +44,14 @@ MODALITY_OF_TAG |= {'<vila/video>': 'video', '<sound>': 'audio'}
 # text with many unclosed `<img>` would be searched to its end for each of them.
 MEDIUM_IN_TEXT = re.compile(rf'<img>((?:(?!</?img>).)*)</img>|{"|".join(MODALITY_OF_TAG)}', re.DOTALL)
 
-
-FILE_KEYS: dict[str, tuple[str, ...]] = {}
-"""Keys of a content part that may hold its file, by modality."""
 MODALITY_OF_PART = {'text': 'text', 'input_text': 'text', 'output_text': 'text'}
-"""``text``, or the modality of the medium, by type of a content part."""
+"""Modality of a content part, or ``text``, by its type."""
+CONTENT_KEYS: dict[str, tuple[str, ...]] = {'text': ('text',)}
+"""Keys of a content part that may hold its text or its file, by modality."""
 for modality in MODALITIES:
     part_types = (modality, f'{modality}_url', f'input_{modality}')
-    FILE_KEYS[modality] = (*part_types, 'url', 'path', 'base64')
     MODALITY_OF_PART.update(dict.fromkeys(part_types, modality))
+    CONTENT_KEYS[modality] = (*part_types, 'url', 'path', 'base64')
 # Keys of a part, and of a file in it, that are accepted but change nothing in training. `detail` is for OpenAI's API.
 # `index` numbers the images of a TRL table; `_parse_part` checks that they are in order.
 PART_NOTES = ('type', 'detail', 'index')
@@ -90,9 +89,9 @@ FOLLOWS = {
 """Roles that may follow a role; '' is the start. The result of a tool may replace a question. System turns may be
 anywhere."""
 
-_NO_TOOLS = "write what the model's own template makes of it into the text of the turns"
-_NO_PREFERENCES = 'this is training on answers, not on preferences'
-_WEIGHT_OF_SAMPLE = 'call the weight of a whole sample `loss_weights`'
+_NO_TOOLS = "because each model writes tools in its own way. Write the text of the model's template into the turns"
+_NO_PREFERENCES = 'because this is training on answers, not on preferences'
+_WEIGHT_OF_SAMPLE = 'because turns have a key of this name. Call the weight of a whole sample `loss_weights`'
 REFUSED_KEYS = {
     'tools': _NO_TOOLS,
     'functions': _NO_TOOLS,
@@ -105,7 +104,7 @@ REFUSED_KEYS = {
     'weight': _WEIGHT_OF_SAMPLE,
     'loss_weight': _WEIGHT_OF_SAMPLE,
 }
-"""Keys that would change the training, and the reason or the remedy."""
+"""Keys that are not supported but would change the training. The values continue the message."""
 
 KEYS_OF_EVERY_FORMAT = {'id', 'system', 'loss_weights', *REFUSED_KEYS}
 for media_keys in MEDIA_KEYS.values():
@@ -134,7 +133,7 @@ class RecordFormat:
     further_keys: tuple[str, ...] = ()
     """Other keys that ``read_turns`` reads."""
     keys_of_entry: tuple[str, ...] = ()
-    """Keys that each object in the list under ``keys`` must have. For formats whose key other projects use, too."""
+    """Keys that each object in the list under ``keys`` must have, if other projects have other lists under this key."""
 
     @property
     def quoted_keys(self) -> str:
@@ -187,19 +186,19 @@ def _parse_data(data: object, record: Record) -> Record:
         if key in REFUSED_KEYS and _is_given(value):
             raise InvalidInputError(f'`{key}` is not supported, {REFUSED_KEYS[key]}')
     record_format = _format_of(data)
-    slots: list[Slot] = []
+    slots: list[Slot] = []  # parsing a turn appends the slots of its media
     turns = [_parse_turn(turn, slots) for turn in _raw_turns(data, record_format)]
     listed = {modality: _listed_media(data, modality) for modality in MODALITIES}
-    # Before the slots are filled: if a medium is under an unread key, this message says more than a wrong number.
-    media = [slot.medium for slot in slots if slot.medium is not None]
+    media_read = [slot.medium for slot in slots if slot.medium is not None]
     for media_of_modality in listed.values():
-        media.extend(media_of_modality)
+        media_read.extend(media_of_modality)
     keys_read = {
         *KEYS_OF_EVERY_FORMAT,
         *record_format.keys,
         *record_format.further_keys,
     }
-    check_unread_keys(data, keys_read, media)
+    # Before the slots are filled: if a medium is under an unread key, this message says more than a wrong number.
+    check_unread_keys(data, keys_read, media_read)
     has_videos_only = listed['video'] and not listed['image']
     if has_videos_only and set(slots) == {Slot('image')}:
         # LLaVA-Video writes `<image>` for a video.
@@ -221,6 +220,7 @@ def _parse_data(data: object, record: Record) -> Record:
 
 
 def _parse_loss_weights(value: Any) -> float | None:
+    """Returns the weight of a whole sample. None if it has none."""
     if value is None:
         return None
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -233,7 +233,7 @@ def _parse_loss_weights(value: Any) -> float | None:
 
 
 def _read_alpaca(data: JsonObject) -> list[JsonObject]:
-    """Reads an instruction with its input on a line of its own, and the answer."""
+    """Reads Stanford Alpaca's format. The question is the ``instruction``, and the ``input`` on the next line."""
     lines = [data['instruction']]
     if _is_given(data.get('input')):
         lines.append(data['input'])
@@ -247,7 +247,7 @@ def _read_pairs(data: JsonObject, question: object, answer: object) -> list[Json
     """Reads one question and answer, after a ``history`` of pairs."""
     history = data.get('history') or []
     if not isinstance(history, list):
-        history = [history]
+        history = [history]  # no list of pairs: the loop refuses it
     for pair in history:
         if not isinstance(pair, list) or len(pair) != 2:
             raise InvalidInputError(f'`history` must hold pairs of question and answer, got: {short_repr(pair)}')
@@ -265,14 +265,14 @@ def _turns_of(pairs: Iterable[Sequence[object]]) -> list[JsonObject]:
 
 
 def _read_prompt_and_completion(data: JsonObject) -> list[JsonObject]:
-    """Reads TRL's format. Only the completion carries loss."""
+    """Reads TRL's format. Only the completion carries loss, so answers inside the prompt get ``weight`` 0."""
     prompt, completion = data['prompt'], data['completion']
     if not (_is_list_of_objects(prompt) and _is_list_of_objects(completion)):
         raise InvalidInputError('`prompt` and `completion` must be lists of turns (a plain string names no speaker)')
     turns = []
     for turn in prompt:
-        name = turn.get('role', turn.get('from'))
-        if ROLES.get(str(name)) == 'assistant':
+        role_name = turn.get('role', turn.get('from'))
+        if ROLES.get(str(role_name)) == 'assistant':
             turn = {**turn, 'weight': 0}
         turns.append(turn)
     return [*_with_media_first(turns, data), *completion]
@@ -322,9 +322,10 @@ def _read_videochat2(data: JsonObject) -> list[JsonObject]:
 
 
 def _with_media_first(turns: Sequence[JsonObject], data: JsonObject) -> list[JsonObject]:
-    """Puts the record's media before the first question, if no turn says where they belong."""
+    """Puts placeholders of the record's media before the first question, if no turn says where they belong."""
     for turn in turns:
         content = turn.get('content')
+        # A list of parts says where its media belong. A content that is missing is refused later.
         if not isinstance(content, str) or MEDIUM_IN_TEXT.search(content):
             return list(turns)
     placeholders = ''
@@ -363,15 +364,15 @@ def _format_of(data: JsonObject) -> RecordFormat:
     matching = [record_format for record_format in FORMATS if record_format.matches(data)]
     if len(matching) == 1:
         return matching[0]
-    given_keys = [str(key) for key in data if _is_given(data[key])]
-    keys = sorted(given_keys)
+    keys = sorted(str(key) for key in data if _is_given(data[key]))
     expected = ', or '.join(record_format.quoted_keys for record_format in FORMATS)
     raise InvalidInputError(f'must hold one conversation: {expected}, got the keys: {short_repr(keys, 200)}')
 
 
 def _raw_turns(data: JsonObject, record_format: RecordFormat) -> list[JsonObject]:
+    """Returns the turns of a record, before their keys are checked. The ``system`` text is the first turn."""
     turns = record_format.read_turns(data)
-    if not isinstance(turns, list) or not turns or not _is_list_of_objects(turns):
+    if not _is_list_of_objects(turns) or not turns:
         raise InvalidInputError(
             f'{record_format.quoted_keys} must be a non-empty list of turns, got: {short_repr(turns)}'
         )
@@ -380,7 +381,7 @@ def _raw_turns(data: JsonObject, record_format: RecordFormat) -> list[JsonObject
     return turns
 
 
-def _is_list_of_objects(value: object, keys: Iterable[str] = ()) -> bool:
+def _is_list_of_objects(value: object, keys: Iterable[str] = ()) -> TypeGuard[list[JsonObject]]:
     """Tells whether a value is a list of objects that have all these keys."""
     if not isinstance(value, list):
         return False
@@ -392,13 +393,14 @@ def _is_list_of_objects(value: object, keys: Iterable[str] = ()) -> bool:
     return True
 
 
-# Turns and their parts. A medium in a turn adds a slot to the list `slots`.
+# Turns and their parts. Each function appends a slot to the list `slots` for each medium that it meets.
 
 
 def _parse_turn(raw_turn: JsonObject, slots: list[Slot]) -> Turn:
+    """Returns a turn whose text has a placeholder for each medium."""
     turn = {}
     for key, value in raw_turn.items():
-        # An empty text of a turn stays: `_check_turns` refuses it with the right reason.
+        # An empty text stays, because the model may have to read an empty turn. `_check_turns` refuses empty answers.
         if _is_given(value) or key in ('content', 'value'):
             turn[key] = value
     role_name = _only_value(turn, ('role', 'from'))
@@ -420,12 +422,15 @@ def _parse_turn(raw_turn: JsonObject, slots: list[Slot]) -> Turn:
 
 
 def _parse_weight(turn: JsonObject, role: str) -> bool:
-    """Returns ``carries_loss`` of a turn. Reads ``weight`` of OpenAI and ShareGPT, and ``loss`` of ms-swift."""
+    """Returns ``carries_loss`` of a turn. Reads ``weight`` of OpenAI and ShareGPT, and ``loss`` of ms-swift.
+
+    Only answers can carry loss. For all other turns ``carries_loss`` is True, also with a weight of 0.
+    """
     weights = {key: turn[key] for key in ('weight', 'loss') if key in turn}
     if not weights:
         return True
     if all(value == 0 for value in weights.values()):
-        return role != 'assistant'  # other roles never carry loss, and keep the default
+        return role != 'assistant'
     if role == 'assistant' and all(value == 1 for value in weights.values()):
         return True
     got = f'{short_repr(weights)} for a turn of the {role}'
@@ -433,7 +438,7 @@ def _parse_weight(turn: JsonObject, role: str) -> bool:
 
 
 def _parse_part(part: object, slots: list[Slot]) -> str:
-    """Returns the text of one part of a content list: its placeholder if it is a medium."""
+    """Returns the text of one part of a content list. For a medium, this is its placeholder."""
     if not isinstance(part, dict):
         raise InvalidInputError(f'a part of `content` must be an object, got: {short_repr(part)}')
     values = {key: value for key, value in part.items() if value is not None}
@@ -445,24 +450,22 @@ def _parse_part(part: object, slots: list[Slot]) -> str:
             f'a part of `content` must be of type {sorted(MODALITY_OF_PART)}, got: {short_repr(part_type)}'
         )
     modality = MODALITY_OF_PART[part_type]
-    keys = FILE_KEYS.get(modality, ('text',))
-    _check_keys(values, (*keys, *PART_NOTES), f'a part of type {part_type}')
+    content_keys = CONTENT_KEYS[modality]
+    _check_keys(values, (*content_keys, *PART_NOTES), f'a part of type {part_type}')
+    content = _only_value(values, content_keys)
     if modality == 'text':
-        if not isinstance(values.get('text'), str):
-            raise InvalidInputError(
-                f'`text` of a part of `content` must be a string, got: {short_repr(values.get("text"))}'
-            )
-        return _parse_text(values['text'], slots)
+        if not isinstance(content, str):
+            raise InvalidInputError(f'`text` of a part of `content` must be a string, got: {short_repr(content)}')
+        return _parse_text(content, slots)
     number = sum(slot.modality == modality for slot in slots)
     if values.get('index', number) != number:
         got = f'{short_repr(values["index"])} for {modality} {number}'
         raise InvalidInputError(f'`index` of {modality} parts must count up from 0, got: {got}')
-    value = _only_value(values, keys)
     if 'base64' in values:
-        value = {'data': value}
+        content = {'data': content}  # as `_parse_file` reads it
     medium = None
-    if value is not None:
-        medium = _parse_medium(modality, value)
+    if content is not None:
+        medium = _parse_medium(modality, content)
     slots.append(Slot(modality, medium))
     return f'<{modality}>'
 
@@ -476,7 +479,7 @@ def _parse_text(text: str, slots: list[Slot]) -> str:
         modality = MODALITY_OF_TAG.get(match[0], 'image')
         file_name = match[1]
         medium = None
-        if file_name is not None:
+        if file_name is not None:  # the text is <img>file_name</img>
             medium = _parse_medium(modality, file_name.strip())
         slots.append(Slot(modality, medium))
         return f'<{modality}>'
@@ -500,7 +503,7 @@ def _listed_media(data: JsonObject, modality: str) -> list[Medium]:
     if not lists:
         return []
     if any(values != lists[0] for values in lists):
-        raise InvalidInputError(f'the keys {MEDIA_KEYS[modality]} must name the same, got: lists that differ. Keep one')
+        raise InvalidInputError(f'the keys {MEDIA_KEYS[modality]} must name the same files. Keep only one of them')
     return [_parse_medium(modality, value) for value in lists[0]]
 
 
@@ -510,7 +513,8 @@ def _fill_slots(slots: Sequence[Slot], listed: Mapping[str, Sequence[Medium]]) -
         num_empty = slots.count(Slot(modality))
         if len(media) != num_empty:
             num_slots = sum(slot.modality == modality for slot in slots)
-            got = f'{num_slots - num_empty + len(media)} {modality}s and {num_slots} placeholders'
+            num_media = num_slots - num_empty + len(media)
+            got = f'{num_media} {modality}s and {num_slots} placeholders'
             raise InvalidInputError(f'the number of {modality}s must match the `<{modality}>` placeholders, got: {got}')
     next_media = {modality: iter(media) for modality, media in listed.items()}
     filled = []
@@ -530,7 +534,7 @@ def _parse_medium(modality: str, value: object) -> Medium:
 
 
 def _parse_file(modality: str, value: object) -> str | EmbeddedFile:
-    """Reads a file: a name, a URL, bytes, or an object of FILE_OBJECT_KEYS."""
+    """Returns the name of a file, or its embedded content. The value is a name, a URI, bytes, or an object of these."""
     if isinstance(value, dict):
         value = _file_of_object(modality, value)
     if isinstance(value, EmbeddedFile):
@@ -555,25 +559,29 @@ def _parse_file(modality: str, value: object) -> str | EmbeddedFile:
     return value
 
 
-def _file_of_object(modality: str, value: JsonObject) -> object:
-    """Returns the file in an object of ms-swift or `datasets`, or in OpenAI's ``image_url`` and ``input_audio``."""
-    _check_keys(value, (*FILE_OBJECT_KEYS, *FILE_NOTES), f'a file object ({modality})')
+def _file_of_object(modality: str, file_object: JsonObject) -> object:
+    """Returns the file in an object of ms-swift or `datasets`, or in OpenAI's ``image_url`` and ``input_audio``.
+
+    `datasets` may give both ``bytes`` and ``path``. Then ``path`` is only the name that the file had.
+    """
+    _check_keys(file_object, (*FILE_OBJECT_KEYS, *FILE_NOTES), f'a file object ({modality})')
     for key in FILE_OBJECT_KEYS:
-        content = value.get(key)
-        if not _is_given(content):
+        value = file_object.get(key)
+        if not _is_given(value):
             continue
-        if key in ('bytes', 'data') and isinstance(content, str):
-            return f'data:{modality};base64,{content}'
-        return content
+        if key in ('bytes', 'data') and isinstance(value, str):
+            return f'data:{modality};base64,{value}'
+        return value
     return None
 
 
 def _decode_data_uri(modality: str, uri: str) -> EmbeddedFile:
+    """Returns the content of a URI such as ``data:image/png;base64,iVBORw0...``."""
     header, _, payload = uri.partition(',')
     media_type, _, encoding = header.rpartition(';')
     try:
         if encoding.lower() != 'base64':
-            raise InvalidInputError('another encoding')
+            raise InvalidInputError('it has another encoding')
         content = base64.b64decode(''.join(payload.split()), validate=True)
     except ValueError as error:
         raise InvalidInputError(f'a data: URI of {modality} must be base64, got: {short_repr(uri)}: {error}') from error
@@ -603,7 +611,7 @@ def _check_turns(turns: Sequence[Turn]) -> None:
         # Zero-width spaces are neither white space nor printable.
         if not any(character.isprintable() for character in answer.strip()):
             raise InvalidInputError(
-                'an answer must say something, got: a blank one. Take it out, or give it `weight` 0'
+                f'an answer must say something, got: {short_repr(answer)}. Take it out, or give it `weight` 0'
             )
 
 
@@ -628,11 +636,11 @@ def _check_keys(values: JsonObject, keys_read: Container[str], place: str) -> No
 
 
 def _only_value(values: JsonObject, keys: Iterable[str]) -> Any:
-    """Returns the value of the one key that is given. None if there is none."""
+    """Returns the value under the one key of these that has a value. None if no key has one."""
     keys_given = [key for key in keys if values.get(key) is not None]
     if len(keys_given) > 1:
-        names = ', '.join(f'`{key}`' for key in keys_given)
-        raise InvalidInputError(f'only one of {names} may be given, got: all of them')
+        names = ' and '.join(f'`{key}`' for key in keys_given)
+        raise InvalidInputError(f'{names} must not be given together. Remove all but one')
     if not keys_given:
         return None
     return values[keys_given[0]]
