@@ -20,7 +20,7 @@ from composer_tokacc.data.records import Message
 from composer_tokacc.refusals import InvalidInputError
 
 MARKER = '\ue000{}\ue001'
-"""Stands for a text. Its private-use characters are in no text, and no template strips them."""
+"""Stands for a text. Its two characters are private-use ones of Unicode, which no text has and no template strips."""
 
 log = logging.getLogger(__name__)
 
@@ -46,9 +46,9 @@ class ChatTemplate:
     Args:
         owner: The processor or tokenizer that has the template. A processor that was loaded from a folder may have lost
             it (BLIP), while its tokenizer still has it.
-        tokenizer: Its tokenizer. Says which tokens may end an answer.
+        tokenizer: The tokenizer. Its special and added tokens may end an answer.
         has_parts: Whether messages may hold lists of parts. Templates of text models take plain strings.
-        writes_no_placeholders: Whether the processor adds the placeholders of media by itself (BLIP).
+        processor_adds_placeholders: Whether the processor adds the placeholders of media, and not the template (BLIP).
         add_end_token: Whether to add the ending token after answers that the template leaves open.
 
     Raises:
@@ -61,17 +61,19 @@ class ChatTemplate:
         tokenizer: Any,
         *,
         has_parts: bool,
-        writes_no_placeholders: bool,
+        processor_adds_placeholders: bool,
         add_end_token: bool,
     ) -> None:
         self._owner = owner
-        self._writes_no_placeholders = writes_no_placeholders
+        self._processor_adds_placeholders = processor_adds_placeholders
         self._adds_end_token = add_end_token
-        self._takes_parts = has_parts  # read by apply(), which tries it
+        self._takes_parts = has_parts  # set before `_writes_parts`, which renders a list of parts if it is True
         if has_parts and not self._writes_parts():
             self._takes_parts = False
         self._checked_roles: set[tuple[str, ...]] = set()
-        self._writes_media: dict[tuple[str, str], bool] = {}
+        """Roles of conversations that `_check_all_written` has rendered with markers."""
+        self._placeholder_results: dict[tuple[str, str], bool] = {}
+        """Results of `has_placeholders`, by role and modality."""
         self.end_token = self._find_end_token(tokenizer)
         if add_end_token and not self._ends_every_answer():
             _warn_of_added_token(self.end_token)
@@ -91,10 +93,7 @@ class ChatTemplate:
         """
         text = self.apply(messages)
         answers = _indices_of_answers(messages)
-        learned = []
-        for index in answers:
-            if _carries_loss(messages[index]):
-                learned.append(index)
+        learned = [index for index in answers if _carries_loss(messages[index])]
         rendered = self._render_around_markers(messages, answers, text)
         # Answers without loss may be changed: the model reads them as the template writes them.
         if rendered is None and learned != answers:
@@ -105,9 +104,9 @@ class ChatTemplate:
             rendered = self._render_after_prompt(messages, text)
         if rendered is None:
             raise InvalidInputError(
-                '`chat_template` must write the assistant turns as they are, got: one that changes them, '
-                'or the text around them. Set another, or train only the last answer with '
-                '`dataset.train_on=last`: templates of reasoning models change earlier answers'
+                '`chat_template` must write the assistant turns as they are, but this one changes them, or the text '
+                'around them. Set another, or train only the last answer with `dataset.train_on=last`: templates of '
+                'reasoning models change earlier answers'
             )
         self._check_all_written(messages, text)
         return rendered
@@ -133,76 +132,79 @@ class ChatTemplate:
             got = f'{type(error).__name__}: {error}'
             raise InvalidInputError(f'`chat_template` must write such messages, got: {got}. Set another.') from error
 
-    def writes_media(self, role: str, modality: str) -> bool:
-        """Tells whether a turn of a role may hold media of a modality.
+    def has_placeholders(self, role: str, modality: str) -> bool:
+        """Tells whether each medium in a turn gets a placeholder, from the template or the processor.
 
-        It may if the template writes a placeholder for each of them, or if the processor adds the placeholders.
+        Args:
+            role: ``user`` or ``tool``, because only their turns may hold media in a record.
+            modality: The modality of the media.
         """
         key = (role, modality)
-        if key not in self._writes_media:
-            self._writes_media[key] = self._writes_no_placeholders or self._try_media(role, modality)
-        return self._writes_media[key]
+        if key not in self._placeholder_results:
+            self._placeholder_results[key] = self._processor_adds_placeholders or self._writes_placeholders(*key)
+        return self._placeholder_results[key]
 
-    def _try_media(self, role: str, modality: str) -> bool:
-        """Renders a turn with no, one and two media. Each medium must make the text longer.
-
-        The turn is one of a tool or of the user. Other roles are treated as the user.
-        """
-        question_without_media, _ = example_conversation()
+    def _writes_placeholders(self, role: str, modality: str) -> bool:
+        """Renders a turn with no, one and two media. Each medium must make the text longer."""
+        earlier_turns: list[Message] = []
+        if role == 'tool':  # a tool answers a request of the assistant
+            earlier_turns = example_conversation()
         lengths = []
         for count in range(3):
-            question, answer = example_conversation([modality] * count)
-            conversation = [question]
-            if role == 'tool':  # a tool answers a request of the assistant
-                conversation = [question_without_media, answer, {**question, 'role': role}]
+            question, _ = example_conversation([modality] * count)
+            turn = {**question, 'role': role}
             try:
-                lengths.append(len(self.apply(conversation)))
+                lengths.append(len(self.apply([*earlier_turns, turn])))
             except (TypeError, ValueError):
                 return False
         return lengths[0] < lengths[1] < lengths[2]
 
     def _render_around_markers(self, messages: Sequence[Message], answers: Sequence[int], text: str) -> Rendered | None:
-        """Puts the answers between the texts around their markers. None if the template writes another text.
+        """Replaces markers by answers again, and so knows where each answer is.
+
+        Returns None if the result is not the text of the template. Then the template has changed an answer, or writes
+        other text around it than around a marker.
 
         Args:
             messages: The conversation.
             answers: Indices of the answers that markers stand for.
             text: The conversation as the template writes it.
         """
-        before_first, *text_after = self._text_around(messages, answers)
+        before_first, *texts_after = self._text_around(messages, answers)
         as_written = before_first
-        as_learned = before_first  # the same, plus the ending tokens that the template does not write
+        with_endings = before_first  # the same, plus the ending tokens that the template does not write
         spans = []
-        for index, after in zip(answers, text_after, strict=True):
+        for index, text_after in zip(answers, texts_after, strict=True):
             answer = text_of(messages[index])
-            as_written += answer + after
-            start = len(as_learned)
-            as_learned += answer
-            ending, after = self._split_ending(after)
+            as_written += answer + text_after
+            start = len(with_endings)
+            ending, text_after_ending = self._split_ending(text_after)
+            with_endings += answer + ending
             if _carries_loss(messages[index]):
-                spans.append(AnswerSpan(start, len(as_learned) + len(ending)))
-            as_learned += ending + after
-        # The answers and the text around their markers must give the real text. Otherwise the template has changed an
-        # answer, or writes other text around it than around a marker.
+                spans.append(AnswerSpan(start, len(with_endings)))
+            with_endings += text_after_ending
         if as_written != text:
             return None
-        return Rendered(as_learned, spans)
+        return Rendered(with_endings, spans)
 
-    def _split_ending(self, after: str) -> tuple[str, str]:
-        """Splits the text after an answer into its ending token, added if it is missing, and the rest."""
-        space = after[: len(after) - len(after.lstrip())]
+    def _split_ending(self, text_after: str) -> tuple[str, str]:
+        """Splits the text after an answer into its ending token, added if it is missing, and the rest.
+
+        White space before the ending token belongs to the ending: the model must write it, too.
+        """
+        space = text_after[: len(text_after) - len(text_after.lstrip())]
         ending = space + self.end_token
-        if after.startswith(ending):
-            return ending, after[len(ending) :]
+        if text_after.startswith(ending):
+            return ending, text_after[len(ending) :]
         if not self._adds_end_token:
-            return '', after
+            return '', text_after
         # LLaVA-1.5's template writes a space after an answer. LLaVA's training code writes the token without a space.
-        return self.end_token, after.lstrip(' ')
+        return self.end_token, text_after.lstrip(' ')
 
     def _render_after_prompt(self, messages: Sequence[Message], text: str) -> Rendered | None:
-        """Finds the last answer as a model would write it: after the generation prompt.
+        """Finds the last answer as a model would write it: after the generation prompt. None if it is not there.
 
-        Templates of reasoning models write the thoughts of the last answer, with line breaks of their own. So the
+        Templates of reasoning models write the thoughts of the last answer with other line breaks than the data. So the
         comparison ignores white space. Everything after the prompt must belong to the answer, because all of it is
         learned.
         """
@@ -219,7 +221,7 @@ class ChatTemplate:
             return None
         text_after = ''
         if reply.endswith(self.end_token):
-            text_after = text[len(prompt) + len(reply) :]  # only white space
+            text_after = text[len(prompt) + len(reply) :]  # the white space that `rstrip` has removed
         elif self._adds_end_token:
             reply += self.end_token
         span = AnswerSpan(len(prompt), len(prompt) + len(reply))
@@ -246,7 +248,7 @@ class ChatTemplate:
     def _writes_parts(self) -> bool:
         """Tells whether the template can write a list of parts.
 
-        A template for strings fails, or writes the list as Python does.
+        A template for strings raises, or writes the list as Python prints it.
         """
         try:
             return "'text': 'q'" not in self.apply(example_conversation()[:1])
@@ -278,8 +280,10 @@ class ChatTemplate:
         if longest_match:
             return longest_match
         if tokenizer.eos_token is None:
-            got = 'none, of template or tokenizer. Set `processor.tokenizer.eos_token`'
-            raise InvalidInputError(f'`processor` must have an ending token, got: {got}.')
+            raise InvalidInputError(
+                '`processor` must have an ending token, but neither its chat template nor its tokenizer has one. Set '
+                '`processor.tokenizer.eos_token`.'
+            )
         return tokenizer.eos_token
 
     def _ends_every_answer(self) -> bool:
@@ -371,9 +375,10 @@ def _with_markers(message: Message, index: int) -> Mapping[str, Any]:
 
 
 def _check_written(message: Message, text: str) -> None:
+    """Raises ValueError if a text of the message is not in the text that the template has written."""
     for part in message['content']:
         if part['type'] == 'text' and part['text'].strip() not in text:
             raise InvalidInputError(
-                f'`chat_template` must write what the {message["role"]} says, got: one that leaves it '
-                'out. Set another, or write the text into the turn of another role.'
+                f'`chat_template` must write what the {message["role"]} says, but this one leaves it out. Set another, '
+                'or write the text into the turn of another role.'
             )

@@ -52,7 +52,7 @@ PROCESSOR_PARTS = {
     'audio': 'feature_extractor',
 }
 """The part of a processor that computes the media of a modality."""
-# Lists of masks and types would take a third of the time of tokenizing, and are not used.
+# Without masks and token types, which are not used here and take a third of the tokenizer's time.
 _ONLY_IDS = {'return_attention_mask': False, 'return_token_type_ids': False}
 
 
@@ -108,16 +108,15 @@ class ConversationEncoder:
             if part is not None:
                 self.parts[modality] = part
         self.video = _sampling_for(self.parts.get('video'), video)
-        self._has_query_tokens = hasattr(processor, 'num_query_tokens')
+        self._has_query_tokens = hasattr(processor, 'num_query_tokens')  # BLIP
         self.template = ChatTemplate(
             template_owner,
             tokenizer,
             has_parts=bool(self.parts),
-            writes_no_placeholders=self._has_query_tokens,
+            processor_adds_placeholders=self._has_query_tokens,
             add_end_token=add_end_token,
         )
-        self.end_token = self.template.end_token
-        self.control = ControlTokenPolicy(control_tokens, processor, end_token=self.end_token)
+        self.control = ControlTokenPolicy(control_tokens, processor, end_token=self.template.end_token)
         # With control_tokens=text these are copies that know a few more tokens.
         self.processor = self.control.processor
         self.tokenizer = self.control.tokenizer
@@ -144,13 +143,15 @@ class ConversationEncoder:
 
         Returns:
             The processor's entries with a batch dimension of 1, ``labels`` of shape ``(1, length)``, not shifted, and
-            the lists ``sample_ids``, ``num_images``, and ``num_videos`` and ``num_audios`` if the processor takes such.
+            the lists ``sample_ids`` and ``num_images``. Also ``num_videos`` and ``num_audios`` if the processor has a
+            part for them.
 
         Raises:
-            ValueError: If the sample is longer than ``max_length``, or an audio is longer than the processor takes.
+            ValueError: If the processor or its template cannot encode the conversation, the sample is longer than
+                ``max_length``, or an audio is longer than the processor takes.
         """
         if not messages:
-            check_message(None)  # raises the error of a wrong turn
+            check_message(None)  # raises, because None is not a turn
         checked_messages = [check_message(message) for message in messages]
         media = {'image': images, 'video': videos, 'audio': audios}
         self._check_audio_lengths(audios)
@@ -240,6 +241,7 @@ class ConversationEncoder:
         Returns:
             ``input_ids`` and ``labels`` of each, ``(1, length)``. None for a conversation that must be refused.
         """
+        # Index and text of each conversation, by whether the tokenizer must add the first token to it.
         groups: dict[bool, list[tuple[int, Rendered]]] = {True: [], False: []}
         for index, messages in enumerate(conversations):
             with suppress(Exception):  # the reason is given when the whole sample is encoded
@@ -253,12 +255,14 @@ class ConversationEncoder:
                 continue
             texts = [rendered.text for _, rendered in group]
             tokens = self.tokenizer(texts, add_special_tokens=add_special_tokens, **_ONLY_IDS)
-            encoded_texts = zip(group, tokens['input_ids'], tokens.encodings, strict=True)
-            for (index, rendered), ids, encoding in encoded_texts:
+            for (index, rendered), encoding in zip(group, tokens.encodings, strict=True):
+                input_ids = torch.tensor([encoding.ids])
                 spans = [_tokens_of(encoding, answer) for answer in rendered.answers]
-                input_ids = torch.tensor([ids])
-                labels = _labels_of(input_ids, spans)
-                samples[index] = self.control.spell({'input_ids': input_ids, 'labels': labels})
+                sample = {
+                    'input_ids': input_ids,
+                    'labels': _labels_of(input_ids, spans),
+                }
+                samples[index] = self.control.spell(sample)
         return samples
 
     def has_room(self, num_tokens: int, num_image_tokens: int) -> bool:
@@ -268,7 +272,7 @@ class ConversationEncoder:
         return self.max_image_tokens is None or num_image_tokens <= self.max_image_tokens
 
     def check_takes_media(self, record: Record) -> None:
-        """Refuses media that the processor would drop, and looks for control tokens."""
+        """Refuses a record whose media would be dropped, or whose text has control tokens (``refuse`` only)."""
         self.control.check(record)
         for turn in record.turns:
             for placeholder in PLACEHOLDER.finditer(turn.text):
@@ -277,7 +281,7 @@ class ConversationEncoder:
                     raise record.error(
                         f'has {modality}s, but the processor takes none; use one with `{PROCESSOR_PARTS[modality]}`'
                     )
-                if not self.template.writes_media(turn.role, modality):
+                if not self.template.has_placeholders(turn.role, modality):
                     place = ' in the turn of a tool' if turn.role == 'tool' else ''
                     raise record.error(
                         f'has {modality}s{place}, but the chat template writes no placeholder for each; set another'
@@ -318,7 +322,7 @@ class ConversationEncoder:
         num_media = sum(len(items) for items in media.values())
         got = f'{self.max_length} < {length} tokens with {num_media} media'
         raise InvalidInputError(
-            f'`max_length` must be at least the sample, got: {got}. Raise it, or leave the sample out. '
+            f'`max_length` must be at least the length of the sample, got: {got}. Raise it, or leave the sample out. '
             '`dataset` has options for this: on_error=skip, or fit=true for media.'
         )
 
@@ -337,14 +341,7 @@ class ConversationEncoder:
             return dict(self.tokenizer([text], **options))
         for name, values in self.media_options.items():
             options[name] = dict(values)
-        if self._has_query_tokens:  # BLIP's processors take a clip as an image
-            arguments = {}
-            frames = [video.frames for video in media['video']]
-            images = [*media['image'], *frames]
-            if images:
-                arguments['images'] = images
-        else:
-            arguments = self._arguments_of_processor(media, options)
+        arguments = self._arguments_of_processor(media, options)
         try:
             encoded = dict(self.processor(text=[text], **arguments, **options))
         except (ValueError, ArithmeticError) as error:
@@ -358,6 +355,12 @@ class ConversationEncoder:
     def _arguments_of_processor(self, media: DecodedMedia, options: dict[str, Any]) -> dict[str, Any]:
         """Returns the media as arguments of the processor's call. Adds the options that they need."""
         arguments: dict[str, Any] = {}
+        if self._has_query_tokens:  # BLIP's processors take a clip as an image
+            images = list(media['image'])
+            images.extend(video.frames for video in media['video'])
+            if images:
+                arguments['images'] = images
+            return arguments
         if media['image']:
             # One list, because there is one text: OneVision cuts an image into tiles only if it is alone in its text.
             arguments['images'] = [list(media['image'])]
@@ -382,15 +385,14 @@ class ConversationEncoder:
             return
         if encoded['pixel_values'].dim() == 5:
             name = type(self.processor).__name__
-            got = f'{name}, which takes one video in a conversation and no image with it'
             raise InvalidInputError(
-                f'`processor` must join the pixels of all media, got: {got}. Split the conversation'
+                f'{name} takes one video in a conversation, and no image with it. Split the conversation'
             )
 
     def _set_seconds_per_grid(self, encoded: dict[str, torch.Tensor], videos: Sequence[Video]) -> None:
-        """Writes the real time between frames. Qwen-Omni's processor assumes two frames a second.
+        """Writes the real time between frames (Qwen-Omni, Qwen2.5-VL).
 
-        Qwen2.5-VL's processor in Transformers 4.57 did so too.
+        Qwen-Omni's processor assumes two frames a second, and so did Qwen2.5-VL's in Transformers 4.57.
         """
         for key in ('video_second_per_grid', 'second_per_grid_ts'):
             if key not in encoded:
@@ -402,7 +404,7 @@ class ConversationEncoder:
             encoded[key] = torch.tensor(seconds)
 
     def _check_query_tokens(self, encoded: Mapping[str, torch.Tensor]) -> None:
-        """Checks the number of query tokens (BLIP).
+        """Raises ValueError if the number of query tokens does not match the images (BLIP).
 
         The processor writes the query tokens of one image, whatever the number of images. The model does not check it.
         """
@@ -421,10 +423,10 @@ class ConversationEncoder:
             )
 
     def _hide_answers_from_qformer(self, encoded: dict[str, torch.Tensor], instruction: str) -> dict[str, torch.Tensor]:
-        """Gives the query transformer (InstructBLIP) the text before the first answer as its instruction.
+        """Gives the query transformer (InstructBLIP) only the text before the first answer as its instruction.
 
-        The processor gives it the whole text, with the answers. It does so for samples without images, too, which need
-        no instruction.
+        The processor gives it the whole text, so it would read the answers. A sample without images needs no
+        instruction, but the processor writes one.
         """
         if 'qformer_input_ids' not in encoded:
             return encoded
@@ -438,8 +440,10 @@ class ConversationEncoder:
         instruction_tokens = tokenizer([instruction], return_tensors='pt', verbose=False)
         length = instruction_tokens['input_ids'].shape[1]
         if length > tokenizer.model_max_length:
-            got = f'{length} tokens, over its limit of {tokenizer.model_max_length}. Shorten it'
-            raise InvalidInputError(f'`qformer_tokenizer` must have room for all before the first answer, got: {got}.')
+            raise InvalidInputError(
+                'the text before the first answer must fit into the query transformer, got: '
+                f'{length} > {tokenizer.model_max_length} tokens. Shorten it.'
+            )
         for key in ('input_ids', 'attention_mask'):
             changed[f'qformer_{key}'] = instruction_tokens[key]
         return changed
@@ -455,7 +459,7 @@ class ConversationEncoder:
         The tokenizer knows the characters of each token of the text. So the answer is first found in the tokens of the
         text, and from there in ``input_ids``, by its last token. No medium expands to this token.
         Example: ``U <image> A Red.`` is ``[U, I, A, Red, .]``. Expanded, with three tokens an image, it is
-        ``[U, I, I, I, A, Red, .]``. The only ``.`` moves from 4 to 6.
+        ``[U, I, I, I, A, Red, .]``. The only ``.`` moves from 4 to 6, so the answer ``Red.`` moves from 3 to 5.
         """
         tokens = self.tokenizer(rendered.text, add_special_tokens=add_special_tokens, **_ONLY_IDS)
         text_ids = torch.tensor(tokens['input_ids'])
@@ -465,38 +469,35 @@ class ConversationEncoder:
             last_token = text_ids[end - 1]
             places_in_text = (text_ids == last_token).nonzero()[:, 0]
             places_in_ids = (input_ids == last_token).nonzero()[:, 0]
-            # The k-th such token of the text is the k-th in `input_ids`, if the media have added none.
-            expanded_end = 0  # else: the comparison below fails
+            expanded_end = 0  # if it stays 0, the slice below is empty, and the comparison fails
             if len(places_in_text) == len(places_in_ids):
+                # The media have added no such token. So the k-th of the text is the k-th in `input_ids`.
                 expanded_end = int(places_in_ids[places_in_text == end - 1]) + 1
             expanded_start = expanded_end - (end - start)
             if not torch.equal(input_ids[expanded_start:expanded_end], text_ids[start:end]):
                 answer_text = rendered.text[answer.start : answer.end]
-                got = f'{type(self.processor).__name__}, which writes other tokens for {answer_text[:200]!r}'
-                raise InvalidInputError(f'`processor` must expand nothing but placeholders, got: {got}.')
+                name = type(self.processor).__name__
+                raise InvalidInputError(
+                    f'`processor` must expand only placeholders, but {name} writes other tokens for '
+                    f'{answer_text[:200]!r}.'
+                )
             spans.append((expanded_start, expanded_end))
         return spans
 
 
 def _check_processor(processor: Any, tokenizer: Any, template_owner: Any) -> None:
-    name = type(processor).__name__
+    """Raises ValueError if the processor lacks something that encoding needs."""
+    missing = ''
     if tokenizer is None:
-        raise InvalidInputError(
-            f'`processor` must have a tokenizer, got: {name} without. Its folder has no tokenizer files: '
-            'copy them there, or set `processor.tokenizer`.'
-        )
-    if not getattr(template_owner, 'chat_template', None):
-        raise InvalidInputError(
-            f'`processor` must have a chat template, got: {name} without. Set `processor.chat_template`.'
-        )
-    if not getattr(tokenizer, 'is_fast', False):
-        raise InvalidInputError(
-            f'`processor` must have a fast tokenizer, got: {name} without. Load it with use_fast=True.'
-        )
-    if getattr(processor, 'num_query_tokens', 0) is None:  # BLIP's processor drops the images then
-        raise InvalidInputError(
-            f'`processor` must have `num_query_tokens`, got: {name} without. Set it as in the model.'
-        )
+        missing = 'tokenizer. Its folder has no tokenizer files: copy them there, or set `processor.tokenizer`'
+    elif not getattr(template_owner, 'chat_template', None):
+        missing = 'chat template. Set `processor.chat_template`'
+    elif not getattr(tokenizer, 'is_fast', False):
+        missing = 'fast tokenizer. Load it with use_fast=True'
+    elif getattr(processor, 'num_query_tokens', 0) is None:  # BLIP's processor drops the images then
+        missing = '`num_query_tokens`. Set it as in the model'
+    if missing:
+        raise InvalidInputError(f'`processor` is a {type(processor).__name__} that has no {missing}.')
 
 
 def _sampling_for(video_processor: Any, sampling: VideoSampling | None) -> VideoSampling:
@@ -525,7 +526,7 @@ def _tokens_of(encoding: Encoding, answer: AnswerSpan) -> tuple[int, int]:
 
 
 def _first_token(encoding: Encoding, characters: Iterable[int]) -> int:
-    """Returns the first token that holds one of the characters. A space may be in no token."""
+    """Returns the token of the first of these characters that is in a token. A space may be in no token."""
     for character in characters:
         token = encoding.char_to_token(character)
         if token is not None:

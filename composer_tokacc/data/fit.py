@@ -118,7 +118,7 @@ class FittingEncoder(ConversationEncoder):
         self._media_ids = torch.tensor(image_token_ids(processor))
         self._budgets: dict[str, list[str]] = {}
         for modality in OPTIONS_OF_MODALITY:
-            if modality in self.parts and self.template.writes_media('user', modality):
+            if modality in self.parts and self.template.has_placeholders('user', modality):
                 names = _budgets_of(self.parts[modality])
                 self._budgets[modality] = [name for name in names if self._reduces_tokens(modality, name)]
         self._thins_videos = 'video' in self._budgets and self._frames_reduce_tokens()

@@ -177,22 +177,25 @@ def check_message(message: object) -> Message:
         if isinstance(content, str):
             content = [{'type': 'text', 'text': content}]
         has_weight = message.get('weight', 1) in (0, 1)
-        if isinstance(message.get('role'), str) and has_weight and _is_list_of_parts(content):
+        role = message.get('role')
+        modalities = () if role == 'assistant' else MODALITIES
+        if isinstance(role, str) and has_weight and _is_list_of_parts(content, modalities):
             return {**message, 'content': content}
     raise InvalidInputError(
-        '`messages` must hold turns with a `role`, text, image, video or audio as `content`, and a '
-        f'`weight` of 0 or 1, got: {message!r:.200}.'
+        '`messages` must hold turns with a `role`, text, image, video or audio as `content` (only text '
+        f'in answers), and a `weight` of 0 or 1, got: {message!r:.200}.'
     )
 
 
-def _is_list_of_parts(content: object) -> bool:
+def _is_list_of_parts(content: object, modalities: Sequence[str]) -> bool:
+    """Tells whether a content is a list of texts and of media of these modalities."""
     if not isinstance(content, Sequence):
         return False
     for part in content:
         if not isinstance(part, Mapping):
             return False
         is_text = part.get('type') == 'text' and isinstance(part.get('text'), str)
-        if not is_text and part.get('type') not in MODALITIES:
+        if not is_text and part.get('type') not in modalities:
             return False
     return True
 

@@ -161,10 +161,17 @@ def test_media_without_a_placeholder_are_refused(modality):
         ConversationEncoder(processor).check_takes_media(record)
 
 
+def test_image_in_an_answer_is_refused():
+    """The encoder takes only the text of an answer, so the image would be dropped."""
+    answer = message('assistant', IMAGE, 'Red.')
+    with pytest.raises(ValueError, match='only text in answers'):
+        ConversationEncoder(small())([user('Which colour?'), answer])
+
+
 def test_processor_without_template_is_refused():
     processor = small()
     processor.chat_template = processor.tokenizer.chat_template = None
-    with pytest.raises(ValueError, match='must have a chat template'):
+    with pytest.raises(ValueError, match='has no chat template'):
         ConversationEncoder(processor)
 
 
@@ -217,7 +224,7 @@ def test_first_control_token_is_named_once(caplog):
 def test_missing_tokenizer_is_named():
     processor = small()
     processor.tokenizer = None
-    with pytest.raises(ValueError, match='must have a tokenizer, got: LlavaProcessor without'):
+    with pytest.raises(ValueError, match='a LlavaProcessor that has no tokenizer'):
         ConversationEncoder(processor)
 
 

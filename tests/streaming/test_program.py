@@ -198,5 +198,5 @@ def test_bad_sample_ends_the_run(shards):
     done = run_program('train', shards, 'dataset.max_length=30', 'trainer.save_folder=null', 'trainer.autoresume=false')
     assert done.returncode != 0
     assert 'error: sample "s' in done.stderr
-    assert '`max_length` must be at least the sample, got: 30 < ' in done.stderr
+    assert '`max_length` must be at least the length of the sample, got: 30 < ' in done.stderr
     assert 'Traceback' not in done.stderr
