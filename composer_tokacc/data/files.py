@@ -56,7 +56,7 @@ def read_records(
 
     Args:
         paths: As for :class:`.LlavaDataset`.
-        image_dir: Folder in which names of media start. None: the folder of the file.
+        image_dir: Folder to which names of media are relative. None: the folder of the file.
         allow_outside: Whether names may lead out of that folder: ``../``, absolute ones, links.
     """
     folders = MediaFolders(allow_outside=allow_outside)
@@ -82,6 +82,7 @@ def read_texts(paths: PathLike | Sequence[PathLike]) -> Iterator[str]:
 
 
 def _list_paths(paths: PathLike | Sequence[PathLike]) -> Sequence[PathLike]:
+    """Returns one or several paths as a sequence."""
     if isinstance(paths, str | os.PathLike):
         return [paths]
     check_kind('path', paths, Sequence)
@@ -91,7 +92,7 @@ def _list_paths(paths: PathLike | Sequence[PathLike]) -> Sequence[PathLike]:
 def read_raw_records(path: PathLike) -> Iterator[RawRecord]:
     """Yields the entries of a file, a table or a dataset of the hub, in their order.
 
-    A line that is not JSON is yielded as the error that it raised.
+    A line that is not JSON is yielded too, with the error as its ``data``.
     """
     file, name = _split_name(path)
     if name is not None and not _is_table(file):
@@ -108,7 +109,7 @@ def _read_file(file: str, split: str | None) -> Iterator[RawRecord]:
 
 
 def image_folder(path: PathLike) -> Path:
-    """Returns the folder in which image names start if none is given: the folder of the file."""
+    """Returns the folder to which names of media are relative by default: the folder of the file."""
     file, _ = _split_name(path)
     if file.startswith(HUB):
         return Path()
@@ -116,7 +117,7 @@ def image_folder(path: PathLike) -> Path:
 
 
 def _split_name(path: PathLike) -> tuple[str, str | None]:
-    """Splits ``file#name``. A file whose own name has a # is left as it is."""
+    """Splits ``file#name`` into both. The name is None if there is no #, or if the # belongs to the file's own name."""
     file, mark, name = os.fspath(path).rpartition('#')
     if not mark or os.path.exists(path):
         return os.fspath(path), None
@@ -124,6 +125,7 @@ def _split_name(path: PathLike) -> tuple[str, str | None]:
 
 
 def _is_table(file: str) -> bool:
+    """Tells whether the library `datasets` reads it: the hub, a folder, or a parquet file of any name."""
     if file.startswith(HUB) or os.path.isdir(file):
         return True
     try:
@@ -134,23 +136,25 @@ def _is_table(file: str) -> bool:
     return file.endswith('.parquet') or signature == PARQUET_SIGNATURE
 
 
-# JSON. The decoder `JSON` returns an error in the place of a wrong value, and does not raise it. So only the entry that
-# holds the value is refused, and the other entries of the array are read.
+# JSON. The decoder `JSON` does not raise an error for a wrong value, but returns the error in its place. So only the
+# entry that holds the value is refused, and the other entries of the array are read.
 
 
 def _read_text(file: str) -> str:
     """Returns the text of a file, unpacked, without byte-order mark.
 
-    Bytes that are not UTF-8 become surrogates. The record that holds them is refused later, by its name.
+    Bytes that are not UTF-8 become surrogates. So only the record that holds them is refused, in `formats.py`.
     """
     try:
         with regular_file(Path(file)).open('rb') as opened:
-            is_packed = opened.peek(2).startswith(GZIP_SIGNATURE)
-            with gzip.open(opened) if is_packed else opened as unpacked:
-                content = unpacked.read(MAX_BYTES + 1)
+            if opened.peek(2).startswith(GZIP_SIGNATURE):
+                with gzip.open(opened) as unpacked:
+                    content = unpacked.read(MAX_BYTES + 1)
+            else:
+                content = opened.read(MAX_BYTES + 1)
         if len(content) > MAX_BYTES:
             raise InvalidInputError(
-                f'it holds more than {MAX_BYTES} bytes. Cut it into several files, or make it a parquet'
+                f'it holds more than {MAX_BYTES} bytes. Cut it into several files, or write it as parquet'
             )
         encoding = json.detect_encoding(content)
         errors = 'surrogateescape' if encoding.startswith('utf-8') else 'strict'
@@ -166,20 +170,21 @@ def _read_text(file: str) -> str:
 
 
 def _read_json(file: str) -> Iterator[RawRecord]:
+    """Yields the entries of a JSON array, or of JSON lines."""
     text = _read_text(file)
     if text.lstrip().startswith('['):
         yield from _read_array(text, file)
         return
     for number, line in enumerate(text.split('\n'), start=1):
         if line.strip():
-            yield RawRecord(file, f'line {number}', _decode_line(line))
+            yield RawRecord(file, f'line {number}', _decode_value(line))
 
 
 def _read_array(text: str, file: str) -> Iterator[RawRecord]:
     """Reads a JSON array. Its entries are named by their number, because ``json`` does not tell their lines."""
     try:
         entries = JSON.decode(text)
-        # Here, because an entry that is nested too deep raises RecursionError in both.
+        # Inside of `try`, because an entry that is nested too deep may raise RecursionError in `_first_error` only.
         errors = [_first_error(entry) for entry in entries]
     except (json.JSONDecodeError, RecursionError) as error:
         raise InvalidInputError(
@@ -190,11 +195,11 @@ def _read_array(text: str, file: str) -> Iterator[RawRecord]:
         yield RawRecord(file, f'entry {number}', error or entry)
 
 
-def _decode_line(line: str) -> object:
-    """Returns the object of a line, or the error of decoding it."""
+def _decode_value(text: str) -> object:
+    """Returns the value of a JSON text, such as a line, or the error of decoding it."""
     try:
-        content = JSON.decode(line)
-        return _first_error(content) or content
+        value = JSON.decode(text)
+        return _first_error(value) or value
     except json.JSONDecodeError as error:
         return ValueError(f'{error.msg} at column {error.colno}')
     except RecursionError:
@@ -222,7 +227,7 @@ def _decode_integer(digits: str) -> int | ValueError:
 
 
 def _first_error(value: object) -> ValueError | None:
-    """Returns the first error in a decoded value."""
+    """Returns the first error that the decoder has put into a value."""
     if isinstance(value, ValueError):
         return value
     children: Iterable[object] = ()
@@ -242,16 +247,19 @@ JSON = json.JSONDecoder(object_pairs_hook=_decode_object, parse_int=_decode_inte
 
 def _read_described_dataset(file: str, name: str) -> Iterator[RawRecord]:
     """Yields the records of a dataset of a ``dataset_info.json``, with the keys that `formats.py` knows."""
-    datasets = _decode_line(_read_text(file))
+    datasets = _decode_value(_read_text(file))
+    if isinstance(datasets, ValueError):
+        raise InvalidInputError(f'`path` must name a valid JSON file before the #, got: {file}: {datasets}.')
     if not isinstance(datasets, dict) or not isinstance(datasets.get(name), dict):
         raise InvalidInputError(
-            f'`path` must name a dataset of {file} behind the #, got: {name!r}, of: {short_repr(datasets, 300)}.'
+            f'`path` must name a dataset of {file} behind the #, got: {name!r}. It has {short_repr(datasets, 300)}.'
         )
     try:
         entry = DatasetEntry(datasets[name])
     except ValueError as error:
         raise InvalidInputError(f'`path` must name a dataset that can be read, got: {file}#{name}: {error}.') from error
-    for raw_record in _read_file(*entry.locate(Path(file).parent)):
+    data_file, split = entry.locate(Path(file).parent)
+    for raw_record in _read_file(data_file, split):
         if isinstance(raw_record.data, Mapping):
             raw_record = raw_record._replace(data=entry.rename(raw_record.data))
         yield raw_record
@@ -263,21 +271,21 @@ def _read_described_dataset(file: str, name: str) -> Iterator[RawRecord]:
 def _read_table(path: str, split: str | None) -> Iterator[RawRecord]:
     """Yields the rows of a table. Their media stay in the table until they are decoded."""
     table = _open_table(path, split)
-    features = type(table.features)(_without_decoding(dict(table.features)))
+    columns = _without_decoding(dict(table.features))
+    features = type(table.features)(columns)
     # Arrow's values, because `datasets` would decode every image, and all rows are read at the start.
     arrow_table = table.with_format('arrow')
     for index in range(len(arrow_table)):
-        read_cell = partial(_read_cell, arrow_table, features, index)
-        row = read_cell(())
-        yield RawRecord(path, f'row {index}', _replace_bytes(row, read_cell, ()))
+        read_value = partial(_read_value, arrow_table, features, index)
+        row = read_value(())  # no keys: the whole row
+        yield RawRecord(path, f'row {index}', _replace_bytes(row, read_value, ()))
 
 
 def _open_table(path: str, split: str | None) -> Dataset:
+    """Returns a table of `datasets`. It may lack the name of its split if it is the only one."""
     if importlib.util.find_spec('datasets') is None:
         remedy = "pip install 'composer_tokacc[datasets]'"
-        raise InvalidInputError(
-            f'`path` must be JSON or JSONL where `datasets` is not installed, got: {path}. {remedy}'
-        )
+        raise InvalidInputError(f'`path` must be JSON, because `datasets` is not installed, got: {path}. {remedy}')
     import datasets.exceptions
 
     try:
@@ -290,17 +298,19 @@ def _open_table(path: str, split: str | None) -> Dataset:
         raise InvalidInputError(f'`path` must be a table that `datasets` reads, got: {path}: {reason}.') from error
     if isinstance(table, datasets.Dataset):
         if split is not None:
-            raise InvalidInputError(f'`path` must not name a split of a table without, got: {path}#{split}.')
+            raise InvalidInputError(f'`path` must not name a split, because the table has none, got: {path}#{split}.')
         return table
     if split is None and len(table) == 1:
         return next(iter(table.values()))
     if split not in table:
-        raise InvalidInputError(f'`path` must name a split, {path}#one of {list(table)}, got: {split or "none"}.')
+        raise InvalidInputError(
+            f'`path` must name a split of {path} behind a #, one of {list(table)}, got: {split or "none"}.'
+        )
     return table[split]
 
 
 def _load_table(path: str) -> Any:
-    """Loads a dataset of the hub, a folder of `datasets`, or a parquet file. Returns a table, or tables by split."""
+    """Returns the table of a dataset of the hub, a folder or a parquet file, or its tables by split."""
     import datasets
 
     if path.startswith(HUB):
@@ -318,7 +328,7 @@ def _load_table(path: str) -> Any:
 
 
 def _without_decoding(feature: Any) -> Any:
-    """Returns a feature of a table that gives images, videos and audio as bytes and paths."""
+    """Returns the type of a column (a feature of `datasets`) that gives images, videos and audio as bytes and paths."""
     if isinstance(feature, dict):
         return {name: _without_decoding(inner) for name, inner in feature.items()}
     if isinstance(feature, list):
@@ -330,40 +340,42 @@ def _without_decoding(feature: Any) -> Any:
     return feature
 
 
-def _read_cell(
+def _read_value(
     arrow_table: Any,
     features: Any,
     index: int,
     keys: tuple[str | int, ...],
 ) -> Any:
-    """Returns the part of a row that the keys lead to. Without keys, the whole row."""
+    """Reads a row from the table and returns the value that the keys lead to. Without keys, the whole row."""
     value = features.decode_example(arrow_table[index].to_pylist()[0])
     for key in keys:
         value = value[key]
     return value
 
 
-def _replace_bytes(value: object, read_cell: Callable[..., bytes], keys: tuple[str | int, ...]) -> object:
-    """Returns a value of a row in which an :class:`.EmbeddedFile` replaces all bytes. These stay in the table.
+def _replace_bytes(value: object, read_value: Callable[..., bytes], keys: tuple[str | int, ...]) -> object:
+    """Replaces all bytes in a value of a row by an :class:`.EmbeddedFile`, which reads them from the table again.
+
+    So the content of the files is not held in memory.
 
     Args:
-        value: The row, or a part of it.
-        read_cell: Reads the part of the row that some keys lead to.
+        value: The row, or a value in it.
+        read_value: Reads the value of the row that some keys lead to.
         keys: The keys that lead from the row to the value.
     """
     if isinstance(value, bytes):
         if not value:
             return None
         name = '.'.join(map(str, keys))
-        return EmbeddedFile(name, zlib.crc32(value), partial(read_cell, keys))
+        return EmbeddedFile(name, zlib.crc32(value), partial(read_value, keys))
     if isinstance(value, Mapping):
         replaced = {}
         for key, inner in value.items():
-            replaced[key] = _replace_bytes(inner, read_cell, (*keys, key))
+            replaced[key] = _replace_bytes(inner, read_value, (*keys, key))
         return replaced
     if isinstance(value, list):
         replaced_items = []
         for index, inner in enumerate(value):
-            replaced_items.append(_replace_bytes(inner, read_cell, (*keys, index)))
+            replaced_items.append(_replace_bytes(inner, read_value, (*keys, index)))
         return replaced_items
     return value

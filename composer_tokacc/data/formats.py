@@ -156,7 +156,7 @@ def parse_record(raw: RawRecord, folder: Path = Path()) -> Record:
 
     Args:
         raw: The entry.
-        folder: Folder in which the names of its media start.
+        folder: Folder to which the names of its media are relative.
     """
     sample_id = raw.where
     if isinstance(raw.data, dict) and raw.data.get('id') is not None:

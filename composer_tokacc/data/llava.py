@@ -59,7 +59,7 @@ class LlavaDataset(Dataset):
         path: JSON, JSONL or parquet file, ``dataset_info.json#name``, folder saved by ``datasets``, or
             ``hf://datasets/owner/name#split``; or several of these. ``docs/formats.md`` shows the formats of records.
         processor: Hugging Face processor. For text only, a tokenizer is enough.
-        image_dir: Folder in which names of media start. ``None``: the folder of the file.
+        image_dir: Folder to which names of media are relative. ``None``: the folder of the file.
         allow_outside: Whether names may lead out of that folder: ``../``, absolute ones, links.
         video: Arguments of :class:`.VideoSampling`: ``num_frames``, or ``fps``; ``min_frames``, ``max_frames``.
         max_length: Longest sample allowed, in tokens, image tokens included. Nothing is ever truncated.

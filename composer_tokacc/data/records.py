@@ -110,7 +110,7 @@ class Record:
     media: tuple[Medium, ...]
     """In the order of the placeholders."""
     folder: Path = Path()
-    """Folder in which the names of its media start."""
+    """Folder to which the names of its media are relative."""
     loss_weights: float | None = None
     """Weight of each of its tokens, for runs with ``token_weights: column``. None: the file has no weights."""
 

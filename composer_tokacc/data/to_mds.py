@@ -71,7 +71,7 @@ def write_shards(
 
     Args:
         path: As for :class:`.LlavaDataset`.
-        image_dir: Folder in which names of media start.
+        image_dir: Folder to which names of media are relative.
         out: Folder for the shards, empty or absent. If anything raises, it is removed.
         size_limit: Largest shard, in bytes or as ``'64mb'``. A larger sample gets a shard of its own.
         on_error: ``'raise'`` at the first bad sample, or ``'skip'`` it, print the reason and count it.
@@ -119,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         'image_dir',
         metavar='images',
-        help='folder in which names of media start',
+        help='folder to which names of media are relative',
     )
     parser.add_argument(
         'out',

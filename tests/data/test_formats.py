@@ -626,10 +626,17 @@ def test_unsupported_dataset_info_is_refused(folder, entry, message):
 
 def test_missing_dataset_is_told_the_others(folder):
     path = describe(folder, {}, [])
-    with pytest.raises(ValueError, match=r"got: 'yours', of: .*'mine'"):
+    with pytest.raises(ValueError, match=r"got: 'yours'\. It has .*'mine'"):
         LlavaDataset(path.replace('#mine', '#yours'), small())
     with pytest.raises(BadSampleError, match=r'not valid JSON.*A file holds one array, or an object in each line'):
         LlavaDataset(path.replace('#mine', ''), small())
+
+
+def test_broken_dataset_info_is_named(folder):
+    path = describe(folder, {}, [])
+    (folder / 'dataset_info.json').write_text('{"mine": {')
+    with pytest.raises(ValueError, match=r'valid JSON file before the #, got: .*dataset_info\.json: Expecting'):
+        LlavaDataset(path, small())
 
 
 @pytest.mark.parametrize('mode', ['I;16', 'I'])

@@ -126,12 +126,12 @@ def test_bad_rows_are_named(tmp_path):
 def test_split_of_several_must_be_named(tmp_path):
     path = to_split(table_of_bytes(), tmp_path).removesuffix('#train')
     assert len(list(read_raw_records(f'{path}#test'))) == 1
-    message = r"`path` must name a split, .*table#one of \['train', 'test'\], got: (none|dev)"
+    message = r"`path` must name a split of .*table behind a #, one of \['train', 'test'\], got: (none|dev)"
     for wrong_path in (path, f'{path}#dev'):
         with pytest.raises(ValueError, match=message):
             list(read_raw_records(wrong_path))
     without_splits = to_parquet(table_of_bytes(), tmp_path)
-    with pytest.raises(ValueError, match='must not name a split of a table without'):
+    with pytest.raises(ValueError, match='must not name a split, because the table has none'):
         list(read_raw_records(f'{without_splits}#train'))
 
 
