@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from itertools import pairwise
 
 import numpy as np
@@ -25,18 +26,10 @@ from composer_tokacc.planning.cuts import (
 from tests.planning.reference import Samples, partitions, samples_under_caps
 
 
-def check_bounds(samples, rows, bounds):
-    """Checks a cut that is given by the first and the last place of each microbatch."""
+def microbatches_of(rows, bounds) -> list[list[int]]:
+    """Samples of each microbatch. Each starts at a bound and ends before the next one."""
     order = rows.order.tolist()
-    samples.check_cut([order[start:end] for start, end in pairwise(bounds)])
-
-
-def padded_cost_of(samples, rows, bounds) -> float:
-    """Cost of a cut by its bounds. The first row of a microbatch is its longest."""
-    total = 0.0
-    for start, end in pairwise(bounds):
-        total += samples.padded_cost(rows.order[start:end].tolist())
-    return total
+    return [order[start:end] for start, end in pairwise(bounds)]
 
 
 # Least padded cuts of sorted rows
@@ -53,9 +46,10 @@ def test_cost_matches_exhaustive_search(samples, tolerance, random):
     random.shuffle(counts)  # corners found for one count must not spoil another
     for count in counts:
         bounds = cuts.exactly(count)
-        assert len(bounds) == count + 1
-        check_bounds(samples, rows, bounds)
-        cost = padded_cost_of(samples, rows, bounds)
+        microbatches = microbatches_of(rows, bounds)
+        assert len(microbatches) == count
+        samples.check_cut(microbatches)
+        cost = sum(map(samples.padded_cost, microbatches))
         assert least_costs[count] - 1e-6 <= cost <= least_costs[count] * (1 + tolerance) + 1e-6
 
 
@@ -64,27 +58,29 @@ def test_cost_matches_exhaustive_search(samples, tolerance, random):
 def test_priced_cut_beats_all_counts(samples, price):
     rows = samples.sorted_rows()
     bounds = least_padded_cut(rows.row_costs, rows.reach, price)
-    check_bounds(samples, rows, bounds)
-    total = padded_cost_of(samples, rows, bounds) + price * (len(bounds) - 1)
-    totals = []
-    for count, cost in samples.least_padded_costs(rows.order.tolist()).items():
-        totals.append(cost + price * count)
+    microbatches = microbatches_of(rows, bounds)
+    samples.check_cut(microbatches)
+    total = sum(map(samples.padded_cost, microbatches)) + price * len(microbatches)
+    least_costs = samples.least_padded_costs(rows.order.tolist())
+    totals = [cost + price * count for count, cost in least_costs.items()]
     assert total == pytest.approx(min(totals))
 
 
 def test_sorted_contiguous_cuts_beat_all_partitions():
     """The planner rests on this claim. Every partition of five rows is tried."""
     samples = Samples([9, 4, 7, 2, 5], max_tokens=18)
-    best: dict[int, float] = {}
+    costs_by_count = defaultdict(list)
     for partition in partitions(list(range(5))):
-        if all(samples.fit(microbatch) for microbatch in partition):
-            cost = sum(samples.padded_cost(microbatch) for microbatch in partition)
-            best[len(partition)] = min(best.get(len(partition), cost), cost)
+        if all(map(samples.fit, partition)):
+            cost = sum(map(samples.padded_cost, partition))
+            costs_by_count[len(partition)].append(cost)
     rows = samples.sorted_rows()
     cuts = LeastPaddedCuts(rows)
-    assert min(best) == cuts.fewest
-    for count, cost in best.items():
-        assert padded_cost_of(samples, rows, cuts.exactly(count)) == pytest.approx(cost)
+    assert cuts.fewest == min(costs_by_count)
+    for count, costs in costs_by_count.items():
+        microbatches = microbatches_of(rows, cuts.exactly(count))
+        cost = sum(map(samples.padded_cost, microbatches))
+        assert cost == pytest.approx(min(costs))
 
 
 # Cuts filled up to a limit, and of equal cost
@@ -135,7 +131,7 @@ def test_costliest_microbatch_matches_exhaustive_search(drawn, max_tokens, num_m
     count = fewest + num_more
     bounds = equal_cost_cut(rows.row_costs, rows.vision, rows.reach, count)
     assert len(bounds) - 1 <= count
-    check_bounds(samples, rows, bounds)
+    samples.check_cut(microbatches_of(rows, bounds))
     costliest = max(cost_between(rows, start, end) for start, end in pairwise(bounds))
     assert costliest == pytest.approx(least_costliest(rows, count), rel=2e-4)
 
@@ -154,17 +150,19 @@ def test_costs_by_hand():
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=25), st.integers(1, 30))
 def test_largest_microbatch_is_split_first(lengths, count):
     lengths.sort(reverse=True)
-    halves = [0, 1]
-    if len(lengths) > 1:
-        halves = [0, len(lengths) // 2, len(lengths)]
+    num_rows = len(lengths)
+    halves = [0, num_rows // 2, num_rows] if num_rows > 1 else [0, 1]
+    most_bounds = min(count, num_rows) + 1
     expected = list(halves)
-    while len(expected) - 1 < min(count, len(lengths)):
-        sizes = {}
-        for first, end in pairwise(expected):
-            if end - first > 1:
-                sizes[first, end] = (end - first) * lengths[first]
-        first, end = max(sizes, key=sizes.get)
-        expected = sorted([*expected, (first + end) // 2])
+    while len(expected) < most_bounds:
+        middles = {}
+        for start, end in pairwise(expected):
+            num_padded = (end - start) * lengths[start]
+            if end - start > 1:
+                middles.setdefault(num_padded, (start + end) // 2)
+        largest = max(middles)
+        expected.append(middles[largest])
+        expected.sort()
     bounds = split_largest(np.array(lengths, dtype=float), np.array(halves), count)
     assert bounds.tolist() == expected
 
