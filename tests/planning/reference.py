@@ -82,23 +82,22 @@ class Samples:
         """Checks a plan of either objective."""
         assert len(plan.ranks) == num_ranks
         assert all(plan.ranks), 'a rank without a microbatch'
-        microbatches = list(itertools.chain(*plan.ranks))
-        planned = []
-        copies = []
-        for microbatch in microbatches:
-            if microbatch.filled:
-                copies.append(microbatch.indices)
-            else:
-                planned.append(microbatch.indices)
-        self.check_cut(planned)
-        assert plan.stats.filled == len(copies)
-        assert all(len(rows) == 1 for rows in copies)
         oversize = {row for row in range(len(self.lengths)) if not self.keep_caps([row])}
         assert set(plan.stats.oversize) == oversize
-        for microbatch in microbatches:
-            assert microbatch.width >= max(self.lengths[row] for row in microbatch.indices)
-            if not oversize.intersection(microbatch.indices):
+        planned = []
+        num_copies = 0
+        for microbatch in itertools.chain(*plan.ranks):
+            rows = microbatch.indices
+            if microbatch.filled:
+                assert len(rows) == 1
+                num_copies += 1
+            else:
+                planned.append(rows)
+            assert microbatch.width >= max(self.lengths[row] for row in rows)
+            if not oversize.intersection(rows):
                 assert microbatch.num_tokens <= self.max_tokens
+        self.check_cut(planned)
+        assert plan.stats.filled == num_copies
         assert plan.stats.num_tokens == sum(self.lengths)
         assert 0.0 < plan.stats.share_of_bound <= 1.0 + 1e-9
 

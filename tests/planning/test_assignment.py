@@ -39,12 +39,14 @@ def test_longest_goes_to_least_loaded_rank(costs, num_ranks):
 @settings(max_examples=80, deadline=None)
 @given(COSTS, st.integers(1, 6))
 def test_rebalancing_slows_no_rank(costs, num_ranks):
-    costs = np.concatenate([costs, np.full(num_ranks, 1.0)])
+    one_a_rank = np.full(num_ranks, 1.0)
+    costs = np.concatenate([costs, one_a_rank])
     ranks, slowest = assign_longest_first(costs, num_ranks)
     better, reached = rebalance(costs, ranks, num_ranks)
     assert reached <= slowest * (1 + 1e-9)
-    assert loads_of_ranks(costs, better, num_ranks).max() == pytest.approx(reached)
-    assert set(better.tolist()) == set(range(num_ranks))
+    loads = loads_of_ranks(costs, better, num_ranks)
+    assert loads.max() == pytest.approx(reached)
+    assert loads.min() > 0, 'a rank without a microbatch'
 
 
 def test_rebalancing_without_a_swap():
@@ -76,7 +78,8 @@ def test_no_other_slots_are_faster(seed):
     ranks = assign_slots(costs, 2)
     first_rank = sorted(costs[ranks == 0])
     second_rank = sorted(costs[ranks == 1])
-    assert np.maximum(first_rank, second_rank).sum() == min(times)
+    slots = np.maximum(first_rank, second_rank)
+    assert slots.sum() == min(times)
 
 
 @pytest.mark.parametrize(

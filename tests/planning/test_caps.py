@@ -30,26 +30,30 @@ def test_cut_under_caps_costs_least(regroup, samples):
         assert costs == sorted(costs, reverse=True), 'costliest microbatch first'
     else:
         assert list(itertools.chain(*microbatches)) == order
-    least_costs = []
-    for count, padded_cost in samples.least_padded_costs(order).items():
-        least_costs.append(padded_cost + count * COST.launch)
+    least_padded_costs = samples.least_padded_costs(order)
+    least_costs = [padded_cost + count * COST.launch for count, padded_cost in least_padded_costs.items()]
     assert sum(costs) == pytest.approx(min(least_costs))
 
 
 @settings(max_examples=100, deadline=None)
 @given(samples_under_caps())
 def test_packed_rows_keep_all_caps(samples):
-    microbatches = cut_rows(samples.lengths, CutOptions(packing=True, **samples.caps), **samples.tables)
+    options = CutOptions(packing=True, **samples.caps)
+    microbatches = cut_rows(samples.lengths, options, **samples.tables)
     samples.check_cut(microbatches, is_packed=True)
     assert microbatches == pack_lengths(samples.lengths, **samples.caps, **samples.tables)
 
 
 @pytest.mark.parametrize('size', ['image_tokens', 'loss_tokens'])
-def test_bad_caps_are_refused(size):
-    cap = f'max_{size}'
-    with pytest.raises(ValueError, match=f'`{size}` must be given with `{cap}`'):
-        plan_microbatches([3, 4], num_ranks=1, max_tokens=8, **{cap: 4})
-    with pytest.raises(ValueError, match=f'`{cap}` must be a positive integer, got: 0'):
-        plan_microbatches([3, 4], num_ranks=1, max_tokens=8, **{cap: 0, size: [1, 1]})
-    with pytest.raises(ValueError, match=f'`{size}` must be finite and at least 0, got: -1'):
-        plan_microbatches([3, 4], num_ranks=1, max_tokens=8, **{cap: 4, size: [1, -1]})
+@pytest.mark.parametrize(
+    ('cap', 'sizes', 'message'),
+    [
+        (4, None, '`{size}` must be given with `max_{size}`'),
+        (0, [1, 1], '`max_{size}` must be a positive integer, got: 0'),
+        (4, [1, -1], '`{size}` must be finite and at least 0, got: -1'),
+    ],
+)
+def test_bad_caps_are_refused(size, cap, sizes, message):
+    options = {size: sizes, f'max_{size}': cap}
+    with pytest.raises(ValueError, match=message.format(size=size)):
+        plan_microbatches([3, 4], num_ranks=1, max_tokens=8, **options)

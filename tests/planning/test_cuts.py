@@ -88,8 +88,12 @@ def test_sorted_contiguous_cuts_beat_all_partitions():
 
 def test_filled_microbatches_are_the_fewest():
     rows = Samples([7, 7, 7, 7, 2, 2, 2], max_tokens=14).sorted_rows()
-    assert fill(rows.row_costs, rows.vision, rows.reach, np.inf).tolist() == [0, 2, 4, 7]
-    assert fill(rows.row_costs, rows.vision, rows.reach, 5.0).tolist() == [0, 1, 2, 3, 4, 6, 7]
+    fill_up_to = functools.partial(fill, rows.row_costs, rows.vision, rows.reach)
+    without_limit = fill_up_to(np.inf)
+    assert microbatches_of(rows, without_limit) == [[0, 1], [2, 3], [4, 5, 6]]
+    # A row of 7 is over this limit by itself. Two rows of 2 fit.
+    under_limit = fill_up_to(5.0)
+    assert microbatches_of(rows, under_limit) == [[0], [1], [2], [3], [4, 5], [6]]
 
 
 def least_costliest(rows, count) -> float:
@@ -137,10 +141,13 @@ def test_costliest_microbatch_matches_exhaustive_search(drawn, max_tokens, num_m
 
 
 def test_costs_by_hand():
-    cost = CostModel(quadratic=100.0, vision_per_token=0.5)
-    rows = Samples([10, 4, 4], max_tokens=100, images=[2, 0, 4]).sorted_rows(cost)
-    costs = microbatch_costs(rows.row_costs, rows.vision, np.array([0, 1, 3]), 7.0)
-    np.testing.assert_allclose(costs, [11 + 1 + 7, 2 * 4.16 + 2 + 7])
+    samples = Samples([10, 4, 4], max_tokens=100, images=[2, 0, 4])
+    rows = samples.sorted_rows(CostModel(quadratic=100.0, vision_per_token=0.5))
+    bounds = np.array([0, 1, 3])
+    launch = 7.0
+    costs = microbatch_costs(rows.row_costs, rows.vision, bounds, launch)
+    # A row of 10 costs 10 + 10^2 / 100, and a row of 4 costs 4 + 4^2 / 100.
+    np.testing.assert_allclose(costs, [11 + 1 + launch, 2 * 4.16 + 2 + launch])
 
 
 # Splitting microbatches further
@@ -171,12 +178,13 @@ def test_largest_microbatch_is_split_first(lengths, count):
 
 
 def test_width_multiple_counts_against_the_cap():
-    assert sorted(cut_rows([9, 9], CutOptions(max_tokens=20))) == [[0, 1]]
-    assert sorted(cut_rows([9, 9], CutOptions(max_tokens=20, width_multiple=8))) == [[0], [1]]
-
-
-def test_rounding_stops_at_the_collated_width():
-    assert sorted(cut_rows([9, 9], CutOptions(max_tokens=20, width_multiple=8), max_width=10)) == [[0, 1]]
+    lengths = [9, 9]
+    exact = CutOptions(max_tokens=20)
+    rounded = CutOptions(max_tokens=20, width_multiple=8)
+    assert sorted(cut_rows(lengths, exact)) == [[0, 1]]
+    assert sorted(cut_rows(lengths, rounded)) == [[0], [1]]
+    # Rounding stops at the width of the collated batch.
+    assert sorted(cut_rows(lengths, rounded, max_width=10)) == [[0, 1]]
 
 
 def test_rounding_makes_no_row_oversize():

@@ -22,8 +22,10 @@ def test_vision_encoder_by_hand():
     cost = CostModel(vision_per_token=0.5, vision_per_image=7.0, vision_per_patch=0.1, vision_per_square=0.001)
     tokens = np.array([10, 0, 4])
     patches = np.array([100, 0, 0])
-    np.testing.assert_allclose(cost.vision(tokens, patches), [5 + 7 + 10 + 10, 0, 2])
-    np.testing.assert_allclose(cost.vision(tokens), [5, 0, 2])
+    with_patches = cost.vision(tokens, patches)
+    without_patches = cost.vision(tokens)
+    np.testing.assert_allclose(with_patches, [5 + 7 + 10 + 10, 0, 2])
+    np.testing.assert_allclose(without_patches, [5, 0, 2])
 
 
 def test_no_quadratic_term():

@@ -57,7 +57,8 @@ def run_script(script: str, root: Path = PACKAGE.parent, **environment: str) -> 
     """Output of a script in a new process, which imports the package in `root`."""
     inherited = {key: value for key, value in os.environ.items() if not key.startswith('NUMBA_')}
     environment = {**inherited, 'PYTHONPATH': str(root), **environment}
-    done = subprocess.run([sys.executable, '-c', script], env=environment, cwd=root, capture_output=True, text=True)
+    command = [sys.executable, '-c', script]
+    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
