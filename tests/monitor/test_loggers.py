@@ -16,7 +16,7 @@ from tests.support.training import loader, train
 
 STEPS = 3
 
-# Each function returns a logger, and a function that reads what it has written: {metric: {step: value}}.
+# Each function returns a logger, and a function that reads its file: {metric: {step: value}}.
 
 
 def tensorboard(folder):
@@ -85,7 +85,8 @@ def wandb_records(data):
     The log consists of blocks of 32 KiB with pieces of records. Each piece has a header of 7 bytes: 4 of a checksum, 2
     of the size and 1 of the type.
     """
-    block_size, header_size = 2**15, 7
+    block_size = 2**15
+    header_size = 7
     position = 7
     record = b''
     while position + header_size <= len(data):
@@ -107,7 +108,8 @@ def wandb_records(data):
 def test_loggers_on_disk_have_the_numbers(make, tmp_path, monkeypatch):
     monkeypatch.setenv('WANDB_DIR', str(tmp_path))
     destination, read = make(tmp_path)
-    batch = {**collate(text_rows([(4, 2), (9, 7), (6, 1)])), 'source': ['a', 'b c', 'a/ä']}
+    batch = collate(text_rows([(4, 2), (9, 7), (6, 1)]))
+    batch['source'] = ['a', 'b c', 'a/ä']
     _, memory, trainer = train(
         text_model(),
         loader(*[batch] * STEPS),

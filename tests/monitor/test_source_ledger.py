@@ -44,7 +44,8 @@ def loss_of(source):
     for row, source_of_row in zip(text_rows(SHAPE), SOURCES, strict=True):
         if source_of_row == source:
             logits = model(input_ids=row['input_ids']).logits
-            total += next_token_loss(logits, row['labels'], reduction='sum').item()
+            loss = next_token_loss(logits, row['labels'], reduction='sum')
+            total += float(loss)
     return total / TOKENS[source]
 
 
@@ -52,17 +53,20 @@ def loss_of(source):
 @pytest.mark.parametrize('cut', [{'regroup': False}, {}, {'packing': True}], ids=['in order', 'regrouped', 'packed'])
 def test_loss_of_a_source(cut, side):
     recorder = fit(text_model(), batch_of(side=side), slot_tokens=14, callbacks=[TokenMonitor()], **cut)
-    total_loss, positions = 0.0, 0.0
+    mean_loss = 0.0
+    sum_of_positions = 0.0
     for source, count in TOKENS.items():
-        expected = loss_of(source)
+        loss = loss_of(source)
+        weight = count / NUM_TOKENS
         assert field(recorder, 'tokens', source) == [count]
-        assert field(recorder, 'weight', source) == pytest.approx([count / NUM_TOKENS], abs=1e-12)
-        assert field(recorder, 'loss', source) == pytest.approx([expected], rel=1e-6)
-        total_loss += expected * count
-        positions += field(recorder, 'positions', source)[0]
-    assert recorder.logged('loss/train/total') == pytest.approx([total_loss / NUM_TOKENS], rel=1e-6)
+        assert field(recorder, 'weight', source) == pytest.approx([weight], abs=1e-12)
+        assert field(recorder, 'loss', source) == pytest.approx([loss], rel=1e-6)
+        mean_loss += weight * loss
+        (positions,) = field(recorder, 'positions', source)
+        sum_of_positions += positions
+    assert recorder.logged('loss/train/total') == pytest.approx([mean_loss], rel=1e-6)
     # Without dummy rows, each computed position belongs to a source.
-    assert positions == pytest.approx(1, abs=1e-9)
+    assert sum_of_positions == pytest.approx(1, abs=1e-9)
 
 
 @pytest.mark.parametrize(('most_unread', 'chunk'), [(2**20, 2**23), (0, 7), (300, 50)])
@@ -82,8 +86,10 @@ def test_shares_of_weight(token_weights, power):
     for (_, labelled), source in zip(SHAPE, SOURCES, strict=True):
         if labelled:
             weights[source] += labelled ** (1 - power)
+    sum_of_weights = sum(weights.values())
     for source, weight in weights.items():
-        assert field(recorder, 'weight', source) == pytest.approx([weight / sum(weights.values())], rel=1e-6)
+        share = weight / sum_of_weights
+        assert field(recorder, 'weight', source) == pytest.approx([share], rel=1e-6)
 
 
 def test_monitor_without_algorithm_counts_sources():
@@ -119,7 +125,8 @@ def test_sources_are_found_or_switched_off():
 
 def test_too_many_sources_are_counted_together(caplog):
     num_rows = MOST_SOURCES + 9
-    batch = batch_of([(4, 2)] * num_rows, [f'{row:03d}' for row in range(num_rows)])
+    sources = [f'{row:03d}' for row in range(num_rows)]
+    batch = batch_of([(4, 2)] * num_rows, sources)
     recorder = fit_unplanned(batch, batch)
     assert field(recorder, 'tokens', '000') == [2, 2]
     assert field(recorder, 'tokens', OTHERS) == [18, 18]
@@ -147,15 +154,19 @@ def test_sources_that_only_one_rank_has(options):
     """Ranks must learn of a source together, or one would wait for another: on any rank, and in any step."""
     [result] = launch_json('tests/ranks/source_ledger.py', f'[{options}]', ranks=2)
     assert result['norms'][0] == pytest.approx(result['first_norm'], rel=1e-5)
-    labelled_of_rows = [labelled for _, labelled in RANK_SHAPE]
+    num_tokens = sum(labelled for _, labelled in RANK_SHAPE)
     for logged, sources in zip(result['logged'], STEPS, strict=True):
-        sum_of_weights = sum(value for name, value in logged.items() if name.endswith('/weight'))
-        assert sum_of_weights == pytest.approx(1, abs=1e-9)
-        for source in set(sources):
-            rows = [row for row, source_of_row in enumerate(sources) if source_of_row == source]
-            count = sum(labelled_of_rows[row] for row in rows)
+        counts = dict.fromkeys(sources, 0)
+        losses = dict.fromkeys(sources, 0.0)
+        for row, source in enumerate(sources):
+            _, labelled = RANK_SHAPE[row]
+            counts[source] += labelled
+            losses[source] += result['losses'][row]
+        for source, count in counts.items():
             assert logged[f'{source}/tokens'] == count
-            assert logged[f'{source}/weight'] == pytest.approx(count / sum(labelled_of_rows), abs=1e-9)
+            assert logged[f'{source}/weight'] == pytest.approx(count / num_tokens, abs=1e-9)
             if count:
-                mean = sum(result['losses'][row] for row in rows) / count
+                mean = losses[source] / count
                 assert logged[f'{source}/loss'] == pytest.approx(mean, rel=1e-6)
+        logged_weights = [value for name, value in logged.items() if name.endswith('/weight')]
+        assert sum(logged_weights) == pytest.approx(1, abs=1e-9)

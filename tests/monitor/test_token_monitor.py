@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from composer.algorithms import GradientClipping
 from composer.core import Algorithm, Callback, Event
 from composer.loggers import ProgressBarLogger
@@ -17,7 +18,10 @@ from tests.support.text import collate, text_model, text_rows
 from tests.support.training import assert_exact, fit, loader, reference_gradients
 
 SHAPE = [(4, 2), (5, 0), (9, 7), (14, 11), (6, 1), (3, 2)]
-ROWS, REAL, TOKENS, WIDTH = 6, 41, 23, 14
+ROWS = 6
+REAL = 41
+TOKENS = 23
+WIDTH = 14
 PADDING = 1 - REAL / (ROWS * WIDTH)
 
 
@@ -29,6 +33,11 @@ def run(data, **options):
 
 def figures(recorder, name):
     return recorder.logged(f'token_monitor/{name}')
+
+
+@pytest.fixture
+def batch():
+    return collate(text_rows(SHAPE))
 
 
 @pytest.mark.parametrize(
@@ -46,9 +55,8 @@ def test_bad_arguments_are_refused(options, message):
 # Padding.
 
 
-def test_figures_of_a_stock_split():
+def test_figures_of_a_stock_split(batch):
     """Composer's own split pads each microbatch to the width of the device batch."""
-    batch = collate(text_rows(SHAPE))
     recorder = run(loader(batch, batch), microbatch_size=1)
     assert figures(recorder, 'padding_ratio') == pytest.approx([PADDING] * 2)
     assert figures(recorder, 'device_batch_padding_ratio') == pytest.approx([PADDING] * 2)
@@ -58,41 +66,46 @@ def test_figures_of_a_stock_split():
     assert figures(recorder, 'rank_imbalance') == [1, 1]
     assert min(figures(recorder, 'real_tokens_per_second')) > 0
     # One row a microbatch: the weight of each is 1/6 by samples, and its share of the labels by tokens.
-    distance = sum(abs(1 / ROWS - labelled / TOKENS) for _, labelled in SHAPE) / 2
-    assert figures(recorder, 'sample_weighting_error') == pytest.approx([distance])
+    distances = [abs(1 / ROWS - labelled / TOKENS) for _, labelled in SHAPE]
+    assert figures(recorder, 'sample_weighting_error') == pytest.approx([sum(distances) / 2])
 
 
 @pytest.mark.parametrize('side', ['left', 'right'])
-@pytest.mark.parametrize('microbatch_size', [1, 2, 4])
-def test_equally_long_rows_have_no_padding(microbatch_size, side):
-    batch = collate(text_rows([(9, 7), (9, 1), (9, 4), (9, 8)]), side=side)
-    for data in (loader(batch, batch), token_data_spec(loader(batch, batch))):
-        recorder = run(data, algorithms=[TokenAccumulation()], microbatch_size=microbatch_size)
-        assert figures(recorder, 'padding_ratio') == [0, 0]
-        assert figures(recorder, 'device_batch_padding_ratio') == [0, 0]
+@pytest.mark.parametrize('has_spec', [False, True])
+def test_equally_long_rows_have_no_padding(has_spec, side):
+    rows = text_rows([(9, 7), (9, 1), (9, 4), (9, 8)])
+    batch = collate(rows, side=side)
+    data = loader(batch, batch)
+    if has_spec:
+        data = token_data_spec(data)
+    recorder = run(data, algorithms=[TokenAccumulation()], microbatch_size=2)
+    assert figures(recorder, 'padding_ratio') == [0, 0]
+    assert figures(recorder, 'device_batch_padding_ratio') == [0, 0]
 
 
-def test_regrouping_split_computes_less_padding():
-    batch = collate(text_rows(SHAPE))
-    recorder = run(token_data_spec(loader(batch, batch)), algorithms=[TokenAccumulation()], microbatch_size=2)
+def test_regrouping_split_computes_less_padding(batch):
+    data = token_data_spec(loader(batch, batch))
+    recorder = run(data, algorithms=[TokenAccumulation()], microbatch_size=2)
     assert figures(recorder, 'device_batch_padding_ratio') == pytest.approx([PADDING] * 2)
     first, second = figures(recorder, 'padding_ratio')
     assert first < PADDING
     assert second == pytest.approx(first)
 
 
-def test_dummy_rows_have_their_own_figure():
+def test_dummy_rows_have_their_own_figure(batch):
     """They are computed, but they do not count as samples or real tokens."""
-    batch = with_rows(collate(text_rows(SHAPE)), [RowCounts()] * 5 + [RowCounts(samples=0)])
+    counts = [RowCounts()] * 5
+    dummy_row = RowCounts(samples=0)
+    batch = with_rows(batch, [*counts, dummy_row])
     data = token_data_spec(loader(batch, batch), slot_tokens=WIDTH, regroup=False)
     recorder = run(data, algorithms=[TokenAccumulation()], microbatch_size=1)
     positions = (5 + 5) + 9 + 14 + (6 + 6)  # two microbatches hold two rows, and are as wide as the wider one
     assert figures(recorder, 'dummy_ratio') == pytest.approx([6 / positions] * 2)
-    assert figures(recorder, 'padding_ratio') == pytest.approx([1 - (REAL - 3) / positions] * 2)
+    num_real = REAL - 3
+    assert figures(recorder, 'padding_ratio') == pytest.approx([1 - num_real / positions] * 2)
 
 
-def test_one_microbatch_has_no_weighting_error():
-    batch = collate(text_rows(SHAPE))
+def test_one_microbatch_has_no_weighting_error(batch):
     recorder = run(loader(batch, batch), microbatch_size=ROWS)
     assert figures(recorder, 'sample_weighting_error') == pytest.approx([0.0])
 
@@ -112,9 +125,8 @@ class OutOfMemoryOver(Algorithm):
             raise RuntimeError('CUDA out of memory')
 
 
-def test_attempts_without_memory_are_not_counted():
+def test_attempts_without_memory_are_not_counted(batch):
     """Composer halves 6 to 3 to 1 row of 14 tokens: 84 and 42 positions do not fit, 14 do."""
-    batch = collate(text_rows(SHAPE))
     recorder = run(loader(batch), algorithms=[OutOfMemoryOver(14)], microbatch_size=ROWS, max_duration='1ba')
     assert recorder.trainer.state.device_train_microbatch_size == 1
     assert figures(recorder, 'microbatches') == [6]
@@ -134,30 +146,30 @@ class MadeUpFlops:
         return 1000.0
 
 
-def test_use_of_the_device():
+def test_use_of_the_device(batch):
     """It is the operations of a second over those that the device can do in a second."""
     monitor = TokenMonitor(flops=MadeUpFlops(), device_tflops=0.5)
-    batch = collate(text_rows(SHAPE))
     recorder = run(loader(batch, batch), callbacks=[monitor])
     positions = ROWS * WIDTH
     rates = figures(recorder, 'tokens_per_second')
-    for rate, used_share, teraflops in zip(
-        rates, figures(recorder, 'mfu'), figures(recorder, 'tflops_per_second'), strict=True
-    ):
-        operations_per_second = (10 * positions + 1000) * rate / positions
-        assert used_share == pytest.approx(operations_per_second / 0.5e12)
-        assert teraflops == pytest.approx(operations_per_second / 1e12)
+    used_shares = figures(recorder, 'mfu')
+    teraflops = figures(recorder, 'tflops_per_second')
+    for step, rate in enumerate(rates):
+        seconds = positions / rate
+        operations_per_second = (10 * positions + 1000) / seconds
+        assert used_shares[step] == pytest.approx(operations_per_second / 0.5e12)
+        assert teraflops[step] == pytest.approx(operations_per_second / 1e12)
     assert figures(recorder, 'seconds_p99')[0] == pytest.approx(positions / rates[0])
     assert figures(recorder, 'hours_left')[-1] == 0
     assert min(figures(recorder, 'loader_seconds')) > 0
 
 
 @pytest.mark.parametrize('algorithms', [[], [GradientClipping('norm', 1e-3)]], ids=['plain', 'clipped'])
-def test_gradient_norm_is_before_clipping(algorithms):
+def test_gradient_norm_is_before_clipping(algorithms, batch):
     model = text_model()
-    batch = collate(text_rows(SHAPE))
     expected, _ = reference_gradients(model, batch)
-    norm = float(sum(gradient.double().square().sum() for gradient in expected.values()).sqrt())
+    entries = torch.cat([gradient.flatten() for gradient in expected.values()])
+    norm = float(entries.double().norm())
     recorder = fit(
         model,
         loader(batch),
@@ -180,10 +192,12 @@ def test_gradient_norm_under_fsdp1():
 # Where users look.
 
 
-def test_all_figures_are_documented():
-    batch = {**collate(text_rows(SHAPE)), 'source': ['a', 'b', 'a', 'b', 'a', 'b']}
-    recorder = run(token_data_spec(loader(batch, batch)), algorithms=[TokenAccumulation()], microbatch_size=2)
-    names, names_by_source = set(), set()
+def test_all_figures_are_documented(batch):
+    batch['source'] = ['a', 'b', 'a', 'b', 'a', 'b']
+    data = token_data_spec(loader(batch, batch))
+    recorder = run(data, algorithms=[TokenAccumulation()], microbatch_size=2)
+    names = set()
+    names_by_source = set()
     for key in recorder.memory.data:
         if key.startswith('token_monitor/source/'):
             names_by_source.add(key.rpartition('/')[2])
@@ -213,8 +227,7 @@ class BarReader(Callback):
                 self.figures_of_steps.append(dict(destination.train_pbar.metrics))
 
 
-def test_progress_bar_has_three_figures(capfd):
-    batch = collate(text_rows(SHAPE))
+def test_progress_bar_has_three_figures(capfd, batch):
     reader = BarReader()
     recorder = run(
         loader(batch, batch, batch),
@@ -225,10 +238,13 @@ def test_progress_bar_has_three_figures(capfd):
     )
     assert 'loss/train/total=' in capfd.readouterr().err
     assert len(reader.figures_of_steps) == 3
+    rates = figures(recorder, 'tokens_per_second')
+    padding_ratios = figures(recorder, 'padding_ratio')
+    gradient_norms = figures(recorder, 'gradient_norm')
     for step, shown_figures in enumerate(reader.figures_of_steps):
-        assert shown_figures['tok/s'] == f'{figures(recorder, "tokens_per_second")[step]:,.0f}'
-        assert shown_figures['padding'] == f'{figures(recorder, "padding_ratio")[step]:.0%}'
-        assert shown_figures['|grad|'] == f'{figures(recorder, "gradient_norm")[step]:.3g}'
+        assert shown_figures['tok/s'] == f'{rates[step]:,.0f}'
+        assert shown_figures['padding'] == f'{padding_ratios[step]:.0%}'
+        assert shown_figures['|grad|'] == f'{gradient_norms[step]:.3g}'
 
 
 # Keys of other programs in the batch.
@@ -237,8 +253,7 @@ FOREIGN_NAMES = ['loss_generating_tokens', 'total_tokens', 'real_tokens', 'num_m
 
 
 @pytest.fixture(params=[FOREIGN_NAMES, FOREIGN_NAMES[:2]], ids=['all names', 'names of llm-foundry'])
-def foreign_batch(request):
-    batch = collate(text_rows(SHAPE))
+def foreign_batch(request, batch):
     for name in request.param:
         batch[name] = [7] * ROWS
     return batch
@@ -253,11 +268,9 @@ def test_monitor_ignores_keys_of_others(foreign_batch):
 @pytest.mark.parametrize('has_spec', [False, True])
 def test_algorithm_ignores_keys_of_others(has_spec, foreign_batch):
     data = loader(foreign_batch)
-    recorder = assert_exact(
-        text_model(),
-        token_data_spec(data) if has_spec else data,
-        batch=collate(text_rows(SHAPE)),
-        callbacks=[TokenMonitor()],
-    )
+    if has_spec:
+        data = token_data_spec(data)
+    own_batch = collate(text_rows(SHAPE))
+    recorder = assert_exact(text_model(), data, batch=own_batch, callbacks=[TokenMonitor()])
     assert recorder.logged('token_accumulation/loss_generating_tokens') == [TOKENS]
     assert figures(recorder, 'loss_generating_share') == pytest.approx([TOKENS / REAL])
