@@ -166,11 +166,6 @@ def test_collate_function_must_name_its_entries():
         next(iter(tuples))
 
 
-def test_what_the_sampler_decides_is_refused():
-    with pytest.raises(ValueError, match='batch_sampler option is mutually exclusive with batch_size, shuffle'):
-        build(shuffle=True)
-
-
 def test_other_samplers_are_refused():
     with pytest.raises(ValueError, match=r'must be a RegroupingBatchSampler, got: \[\[0, 1\]\]'):
         RegroupingDataLoader(LengthDataset(4), batch_sampler=[[0, 1]])
