@@ -135,8 +135,9 @@ def qwen2_vl(name: str = 'Qwen2VL') -> Any:
 
 
 def idefics3() -> Any:
-    tiles = [f'<row_{row}_col_{col}>' for row in range(1, 4) for col in range(1, 4)]
-    special = ('<fake_token_around_image>', '<global-img>', '<end_of_utterance>', '<|im_start|>', *tiles)
+    special = ['<fake_token_around_image>', '<global-img>', '<end_of_utterance>', '<|im_start|>']
+    for row in range(1, 4):
+        special += [f'<row_{row}_col_{column}>' for column in range(1, 4)]
     words = tokenizer(*special, bos_token='<|im_start|>', eos_token='<end_of_utterance>')
     images = pixels('Idefics3', size={'longest_edge': 32}, max_image_size={'longest_edge': 16})
     return _of('Idefics3', SMOLVLM, words, image_processor=images, image_seq_len=4)

@@ -41,5 +41,6 @@ def assert_same_table(table: LengthTable, expected: LengthTable) -> None:
     """Compares two tables, column by column."""
     for name in lengths.TABLE_COLUMNS:
         column = getattr(table, name)
+        expected_column = getattr(expected, name)
         assert column.dtype == np.int32
-        np.testing.assert_array_equal(column, getattr(expected, name), err_msg=name)
+        np.testing.assert_array_equal(column, expected_column, err_msg=name)

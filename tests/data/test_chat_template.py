@@ -119,11 +119,14 @@ def test_unknown_train_on_is_refused():
 
 def test_options_change_identity_only_if_set(tmp_path):
     path = write_json(tmp_path, [{'conversations': turns('Hi?', 'Yes.')}])
-    default = LlavaDataset(path, small()).identity()
-    as_default = LlavaDataset(path, small(), train_on='all', add_end_token=True).identity()
-    train_on_last = LlavaDataset(path, small(), train_on='last').identity()
-    no_end_token = LlavaDataset(path, small(), add_end_token=False).identity()
-    assert as_default == default
+
+    def identity_with(**options):
+        return LlavaDataset(path, small(), **options).identity()
+
+    default = identity_with()
+    assert identity_with(train_on='all', add_end_token=True) == default
+    train_on_last = identity_with(train_on='last')
+    no_end_token = identity_with(add_end_token=False)
     assert len({default, train_on_last, no_end_token}) == 3
 
 
@@ -207,7 +210,7 @@ def test_dropped_images_of_tools_are_refused(tmp_path):
     if_image_of_user = '{% if content["type"] == "image" and message["role"] == "user" %}'
     assert if_image in QWEN
     processor.chat_template = QWEN.replace(if_image, if_image_of_user)
-    with pytest.raises(
-        BadSampleError, match=r'"a" .*has images in the turn of a tool, but the chat template writes no'
-    ):
-        LlavaDataset(write_tool_record(tmp_path), processor)
+    path = write_tool_record(tmp_path)
+    message = r'"a" .*has images in the turn of a tool, but the chat template writes no'
+    with pytest.raises(BadSampleError, match=message):
+        LlavaDataset(path, processor)

@@ -39,30 +39,21 @@ ROWS = [
 ]
 
 
-def test_rows_are_padded_on_the_right():
-    tokenizer = make_tokenizer('right')
-    pad = tokenizer.pad_token_id
+@pytest.mark.parametrize('side', ['left', 'right'])
+def test_rows_are_padded(side):
+    tokenizer = make_tokenizer(side)
     batch = VisionLanguageCollator(tokenizer)(ROWS)
-    assert batch['input_ids'].tolist() == [[5, 6, 7, pad, pad], [8, 9, 10, 11, 12], [13, pad, pad, pad, pad]]
-    assert batch['attention_mask'].tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1], [1, 0, 0, 0, 0]]
-    assert batch['labels'].tolist() == [
-        [-100, 6, 7, -100, -100],
-        [8, -100, -100, -100, 12],
-        [13, -100, -100, -100, -100],
-    ]
+    fills = {'input_ids': tokenizer.pad_token_id, 'attention_mask': 0, 'labels': -100}
+    for key, fill in fills.items():
+        for padded, row in zip(batch[key].tolist(), ROWS, strict=True):
+            entries = row[key][0].tolist()
+            padding = [fill] * (5 - len(entries))
+            expected = padding + entries if side == 'left' else entries + padding
+            assert padded == expected, key
 
 
-def test_rows_are_padded_on_the_left():
-    tokenizer = make_tokenizer('left')
-    pad = tokenizer.pad_token_id
-    batch = VisionLanguageCollator(tokenizer)(ROWS)
-    assert batch['input_ids'].tolist() == [[pad, pad, 5, 6, 7], [8, 9, 10, 11, 12], [pad, pad, pad, pad, 13]]
-    assert batch['attention_mask'].tolist() == [[0, 0, 1, 1, 1], [1, 1, 1, 1, 1], [0, 0, 0, 0, 1]]
-    assert batch['labels'].tolist() == [
-        [-100, -100, -100, 6, 7],
-        [8, -100, -100, -100, 12],
-        [-100, -100, -100, -100, 13],
-    ]
+def test_padding_on_the_left_adds_a_loss_token():
+    batch = VisionLanguageCollator(make_tokenizer('left'))(ROWS)
     # Padding moves the first label of a row away from position 0 of the batch, so the model does predict it.
     assert count_tokens(batch).loss_generating == (2, 1, 1)
 

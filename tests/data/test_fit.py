@@ -30,11 +30,18 @@ def processor(request):
 @pytest.fixture
 def path(tmp_path):
     """Writes samples of text, of one to three images of unequal sizes, and two with a video."""
-    for number, size in enumerate([(16, 16), (64, 48), (20, 90)]):
-        write_noise(tmp_path / f'{number}.png', size)
+    write_noise(tmp_path / '0.png', (16, 16))
+    write_noise(tmp_path / '1.png', (64, 48))
+    write_noise(tmp_path / '2.png', (20, 90))
     write_video(tmp_path / 'film.mp4', size=(64, 64))
-    records = [record(f's{count}', ['image'] * count) for count in (1, 0, 2, 3)]
-    records += [record('film', ['video']), record('both', ['image', 'video'])]
+    records = [
+        record('one', ['image']),
+        record('text', []),
+        record('two', ['image', 'image']),
+        record('three', ['image', 'image', 'image']),
+        record('film', ['video']),
+        record('both', ['image', 'video']),
+    ]
     return write_json(tmp_path, records)
 
 
@@ -44,20 +51,24 @@ def write_noise(path, size):
 
 def record(name, modalities, text='bi da', answer='fo gu'):
     placeholders = ''.join(f'<{modality}> ' for modality in modalities)
+    question = {'role': 'user', 'content': placeholders + text}
     return {
         'id': name,
         'images': [f'{number}.png' for number in range(modalities.count('image'))],
         'videos': ['film.mp4'] * modalities.count('video'),
-        'messages': [{'role': 'user', 'content': placeholders + text}, {'role': 'assistant', 'content': answer}],
+        'messages': [question, {'role': 'assistant', 'content': answer}],
     }
 
 
 def count_tokens(dataset, processor):
     """Returns the number of tokens of each sample, and how many of them stand for media."""
-    lengths, media_tokens = [], []
+    placeholders = image_token_ids(processor)
+    lengths = []
+    media_tokens = []
     for sample in dataset:
-        lengths.append(sample['input_ids'].shape[1])
-        media_tokens.append(int(np.isin(sample['input_ids'], image_token_ids(processor)).sum()))
+        ids = sample['input_ids']
+        lengths.append(ids.numel())
+        media_tokens.append(int(np.isin(ids, placeholders).sum()))
     return lengths, media_tokens
 
 
@@ -72,23 +83,27 @@ def test_samples_just_fit_the_cap(path, processor, share):
     cap = int(max(lengths) * share)
     dataset = open_dataset(path, processor, fit=True, max_length=cap)
     fitted_lengths, fitted_media_tokens = count_tokens(dataset, processor)
+    _, table = dataset.measured
     reports = {report['sample']: report for report in dataset.fitted()}
-    assert 0 < len(reports) == sum(length > cap for length in lengths)
+    assert reports
     for index, record in enumerate(dataset.records):
         assert fitted_lengths[index] <= cap
         if lengths[index] <= cap:
             assert fitted_lengths[index] == lengths[index]
             continue
         assert fitted_media_tokens[index] < media_tokens[index]
-        report = reports[record.sample_id]
+        report = reports.pop(record.sample_id)
         assert report['tokens'] == fitted_lengths[index]
-        steps = int(dataset.measured[1].shrink_steps[index])
+        steps = int(table.shrink_steps[index])
         assert report['share'] == pytest.approx(share_of(steps), abs=1e-4)
         # With one step less the sample is still too long.
         larger = dataset.encoder._encoder_after(steps - 1)
-        files = [path.parent / name for medium in record.media for name in medium.names]
+        files = []
+        for medium in record.media:
+            files += [path.parent / name for name in medium.names]
         sample = super(FittingEncoder, larger).encode_record(record, files)
-        assert sample['input_ids'].shape[1] > cap
+        assert sample['input_ids'].numel() > cap
+    assert not reports, 'a sample is reported that fitted before'
 
 
 def test_table_holds_what_samples_are(path, processor, tmp_path):
@@ -96,7 +111,9 @@ def test_table_holds_what_samples_are(path, processor, tmp_path):
     dataset = open_dataset(path, processor, **caps)
     measured_again = open_dataset(path, processor, **caps, lengths_folder=tmp_path / 'new')
     table = length_table(dataset, processor)
-    assert (table.lengths.tolist(), table.image_tokens.tolist()) == count_tokens(dataset, processor)
+    lengths, media_tokens = count_tokens(dataset, processor)
+    assert table.lengths.tolist() == lengths
+    assert table.image_tokens.tolist() == media_tokens
     assert max(table.image_tokens) <= 16
     assert dataset.fitted() == measured_again.fitted()
     assert dataset.identity() == measured_again.identity()
@@ -117,10 +134,12 @@ def test_a_video_gives_frames_and_pixels(path, processor):
 
 def test_text_that_is_too_long(processor, tmp_path):
     write_noise(tmp_path / '0.png', (16, 16))
-    path = write_json(tmp_path, [record('short', ['image']), record('long', ['image'], text='bi ' * 60)])
+    records = [record('short', ['image']), record('long', ['image'], text='bi ' * 60)]
+    path = write_json(tmp_path, records)
+    caps = {'fit': True, 'max_length': 40}
     with pytest.raises(BadSampleError, match=r'"long".*`max_length`=40 .* must have room .* got: \d+ tokens'):
-        open_dataset(path, processor, fit=True, max_length=40)
-    dataset = open_dataset(path, processor, fit=True, max_length=40, on_error='skip')
+        open_dataset(path, processor, **caps)
+    dataset = open_dataset(path, processor, **caps, on_error='skip')
     assert [record.sample_id for record in dataset.records] == ['short']
     assert '"long"' in dataset.skip_report()
 
@@ -203,7 +222,7 @@ def open_answers_with_coordinates(folder, **options):
 
 def test_coordinates_of_shrunk_images_are_named(tmp_path, caplog):
     processor, dataset = open_answers_with_coordinates(tmp_path)
-    num_image_tokens = count_tokens(dataset, processor)[1][0]
+    _, (num_image_tokens, *_) = count_tokens(dataset, processor)
     _, full_size = open_answers_with_coordinates(tmp_path, fit=True, max_image_tokens=num_image_tokens)
     assert full_size.fitted() == []
     assert 'pixel coordinates' not in caplog.text

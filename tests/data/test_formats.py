@@ -331,8 +331,8 @@ def test_videos_and_audio_of_each_project(name):
     questions = [turn.text for turn in record.turns if turn.role == 'user']
     assert questions[0] == expected.question
     assert modalities_and_names(record) == expected.media
-    first_question = next(message for message in record.messages() if message['role'] == 'user')
-    types = [item['type'] for item in first_question['content'] if item['type'] != 'text']
+    asked = [message for message in record.messages() if message['role'] == 'user']
+    types = [item['type'] for item in asked[0]['content'] if item['type'] != 'text']
     assert types == [modality for modality, _ in expected.media]
     assert '<' not in ''.join(record.texts)
 
@@ -354,7 +354,8 @@ def test_instruction_of_videochat2_is_system_turn():
 def test_line_breaks_around_placeholders():
     question = '\nLines:\n\n<image>\n<image>\nOne.\n\nTwo.\n'
     messages = [{'role': 'system', 'content': 'Rules:\n'}, user_turn(question), ANSWER]
-    system, asked, _ = parse({'messages': messages, 'images': ['a.png', 'b.png']}).messages()
+    record = parse({'messages': messages, 'images': ['a.png', 'b.png']})
+    system, asked, _ = record.messages()
     assert system['content'] == [{'type': 'text', 'text': 'Rules:\n'}]
     texts = [item.get('text') for item in asked['content']]
     assert texts == ['\nLines:', None, None, 'One.\n\nTwo.\n']
@@ -363,7 +364,8 @@ def test_line_breaks_around_placeholders():
 def test_file_url(folder):
     (folder / 'a b.png').write_bytes(BLUE)
     image = part('image_url', image_url={'url': f'{folder.as_uri()}/a%20b.png'})
-    assert image_colours(parse(ask(image, TEXT), folder / 'elsewhere')) == ['blue']
+    record = parse(ask(image, TEXT), folder / 'elsewhere')
+    assert image_colours(record) == ['blue']
 
 
 # Record and words of the message.
@@ -531,8 +533,9 @@ def test_broken_file_is_refused(folder, content, message):
 def test_bad_line_costs_one_sample(folder):
     """Three lines are good. The next three are not UTF-8, and the last one is nested too deep."""
     deep = '{"id": ' + '[' * 100_000
-    (folder / 'data.jsonl').write_bytes(b'\n'.join([LINES.encode(), LINES.encode('latin-1'), deep.encode()]))
-    dataset = LlavaDataset(folder / 'data.jsonl', small(), on_error='skip', lengths_folder=folder / 'lengths')
+    path = folder / 'data.jsonl'
+    path.write_bytes(b'\n'.join([LINES.encode(), LINES.encode('latin-1'), deep.encode()]))
+    dataset = LlavaDataset(path, small(), on_error='skip', lengths_folder=folder / 'lengths')
     assert [record.sample_id for record in dataset.records] == ['r0', 'r1', 'r2']
     assert len(dataset) == 3
     assert len(dataset.skipped) == 4
@@ -600,7 +603,8 @@ def test_dataset_info_of_videos_and_audio(folder):
     columns = {'messages': 'dialogue', 'videos': 'films', 'audios': 'sounds'}
     entry = {'file_name': 'own.json', 'formatting': 'sharegpt', 'columns': columns}
     record = {'dialogue': turns('<video><audio>?', 'Red.'), 'films': ['a.mp4'], 'sounds': ['a.wav']}
-    (raw,) = read_raw_records(describe(folder, entry, [record]))
+    path = describe(folder, entry, [record])
+    (raw,) = read_raw_records(path)
     assert modalities_and_names(parse_record(raw)) == [VIDEO, AUDIO]
 
 
@@ -620,8 +624,9 @@ def test_dataset_info_of_videos_and_audio(folder):
     ],
 )
 def test_unsupported_dataset_info_is_refused(folder, entry, message):
+    path = describe(folder, entry, [{}])
     with pytest.raises(ValueError, match=rf'dataset_info\.json#mine: {message}'):
-        LlavaDataset(describe(folder, entry, [{}]), small())
+        LlavaDataset(path, small())
 
 
 def test_missing_dataset_is_told_the_others(folder):
@@ -655,7 +660,8 @@ def test_embedded_images_change_the_fingerprint(folder):
     fingerprints = []
     for content in (RED, BLUE, RED):
         uri = f'data:image/png;base64,{base64.b64encode(content).decode()}'
-        dataset = LlavaDataset(write_json(folder, [about_red(id='a', image=uri)]), small())
+        path = write_json(folder, [about_red(id='a', image=uri)])
+        dataset = LlavaDataset(path, small())
         assert image_colours(dataset.records[0]) == ['red' if content == RED else 'blue']
         fingerprints.append(dataset.fingerprint())
     red, blue, red_again = fingerprints

@@ -40,11 +40,9 @@ def gemma3():
     return transformers.Gemma3Processor(images, tokenizer, template, image_seq_length=4)
 
 
-PROCESSORS = {
-    **{name: make for name, (make, _) in chat_processors.PROCESSORS.items()},
-    'qwen2_5_vl': lambda: chat_processors.qwen2_vl('Qwen2_5_VL'),
-    'tokenizer': lambda: chat_processors.small().tokenizer,
-}
+PROCESSORS = {name: make for name, (make, _) in chat_processors.PROCESSORS.items()}
+PROCESSORS['qwen2_5_vl'] = lambda: chat_processors.qwen2_vl('Qwen2_5_VL')
+PROCESSORS['tokenizer'] = lambda: chat_processors.small().tokenizer
 
 
 def noise(size, mode='RGB', seed=0):
@@ -74,19 +72,20 @@ def write_pictures(folder):
     folder.mkdir(exist_ok=True)
     for number, size in enumerate(SIZES):
         noise(size, seed=number).save(folder / f'{number}.jpg')
+    upright = noise((48, 20))
     for orientation in range(1, 9):
+        exif = exif_with(orientation)
         for ending in ('jpg', 'png', 'webp', 'tiff'):
-            noise((48, 20)).save(folder / f'turned{orientation}.{ending}', exif=exif_with(orientation))
-    for mode in ('P', 'L', '1'):
+            upright.save(folder / f'turned{orientation}.{ending}', exif=exif)
+    for mode in ('P', 'L', '1', 'RGBA', 'LA'):
         noise((30, 50), mode).save(folder / f'{mode}.png')
-    for mode in ('RGBA', 'LA'):
-        noise((30, 50), 'RGBA').convert(mode).save(folder / f'{mode}.png')
-    Image.fromarray(np.full((20, 60), 40000, np.uint16)).save(folder / 'sixteen.png')
+    sixteen_bits = np.full((20, 60), 40000, np.uint16)
+    Image.fromarray(sixteen_bits).save(folder / 'sixteen.png')
     noise((20, 60), 'L').save(folder / 'gray.jpg')
     noise((20, 60), 'CMYK').save(folder / 'cmyk.jpg')
     noise((33, 17)).save(folder / 'plain.bmp')
     noise((50, 20), 'P').save(folder / 'colors.gif')
-    noise((48, 20)).save(folder / 'late.png')
+    upright.save(folder / 'late.png')
     append_quarter_turn(folder / 'late.png')
     return sorted(path.name for path in folder.iterdir())
 
@@ -107,7 +106,8 @@ def image_rows(folder):
     rng = np.random.default_rng(0)
     rows = []
     for name in names:
-        rows.append(row([name], '<image>\nWhat is this?', 'A red square. ' * int(rng.integers(1, 9))))
+        num_repeats = int(rng.integers(1, 9))
+        rows.append(row([name], '<image>\nWhat is this?', 'A red square. ' * num_repeats))
     for name in names[:5]:
         rows.append(row([name], 'What is this?<image>', 'Blue'))
         rows.append(row([name], 'What<image>is  this?', 'Blue\n'))
@@ -123,7 +123,8 @@ def image_rows(folder):
 
 def write_rows(folder, rows):
     """Writes a file of rows, whose ids are ``s0``, ``s1`` and so on."""
-    return write_json(folder, [{'id': f's{index}', **entries} for index, entries in enumerate(rows)])
+    records = [{'id': f's{index}', **entries} for index, entries in enumerate(rows)]
+    return write_json(folder, records)
 
 
 @pytest.fixture(scope='module')
@@ -252,7 +253,8 @@ def write_questions(folder, *names):
 
 
 def test_cut_image_is_measured_by_header(jpegs, by_headers):
-    dataset = LlavaDataset(write_questions(jpegs, 'cut.jpg', 'cut.jpg'), PROCESSORS['llava_next']())
+    path = write_questions(jpegs, 'cut.jpg', 'cut.jpg')
+    dataset = LlavaDataset(path, PROCESSORS['llava_next']())
     table = build_length_table(dataset, dataset.encoder.processor)
     assert (table.image_tokens > 0).all()
     with pytest.raises(BadSampleError, match=r'sample "s1".*cut\.jpg cannot be read'):
@@ -260,7 +262,8 @@ def test_cut_image_is_measured_by_header(jpegs, by_headers):
 
 
 def test_file_that_is_no_image(jpegs, by_headers):
-    dataset = LlavaDataset(write_questions(jpegs, 'cut.jpg', 'none.jpg'), PROCESSORS['llava_next']())
+    path = write_questions(jpegs, 'cut.jpg', 'none.jpg')
+    dataset = LlavaDataset(path, PROCESSORS['llava_next']())
     with pytest.raises(BadSampleError, match=r'sample "s1".*none\.jpg cannot be read'):
         build_length_table(dataset, dataset.encoder.processor)
 
@@ -299,7 +302,8 @@ def test_ranks_share_the_work(path):
     first, second = launch_json('tests/ranks/scan_headers.py', str(path), '12', ranks=2)
     expected = truth(open_dataset(path, PROCESSORS['llava_next']()))
     columns = {name: getattr(expected, name).tolist() for name in lengths.TABLE_COLUMNS}
-    assert first['columns'] == second['columns'] == columns
+    assert first['columns'] == columns
+    assert second['columns'] == columns
     assert len(first['reads']) + len(second['reads']) == 12
-    assert {index % 2 for index in first['reads']} == {0}
-    assert {index % 2 for index in second['reads']} == {1}
+    for rank, result in enumerate((first, second)):
+        assert {index % 2 for index in result['reads']} == {rank}

@@ -69,7 +69,8 @@ def test_rows_with_and_without_images(folder, family):
     ]
     dataset = open_dataset(folder, records, processor=make_processor())
     samples = list(dataset)
-    batch = VisionLanguageCollator(dataset.encoder.processor)(samples)
+    collate = VisionLanguageCollator(dataset.encoder.processor)
+    batch = collate(samples)
     assert next(iter(batch)) == 'input_ids'
     assert batch['sample_ids'] == ['text', 'one', 'two']
     assert batch['num_images'] == [0, 1, 2]
@@ -127,8 +128,6 @@ def test_long_sample_is_never_cut(folder):
 def test_file_without_good_sample_is_refused(folder):
     with pytest.raises(ValueError, match=r'at least one good sample, got: .* First: sample "a"'):
         open_dataset(folder, [one_image('a', 'none.png')], on_error='skip')
-    with pytest.raises(ValueError, match='does not exist'):
-        LlavaDataset(folder / 'none.json', small())
     with pytest.raises(ValueError, match="`on_error` must be 'raise' or 'skip', got: 'ignore'"):
         open_dataset(folder, [one_image('a')], on_error='ignore')
 
@@ -139,10 +138,12 @@ def test_small_processor_of_the_files_texts(folder):
     assert texts == ['\nWhich colour?', 'Carmine, says the painter.']
     processor = build_small_processor(texts * 20, vocab_size=400, image_size=32, patch_size=16)
     tokenizer = processor.tokenizer
-    sample = open_dataset(folder, [one_image('b', answer='Never seen: ß 三!')], processor=processor)[0]
+    record = one_image('b', answer='Never seen: ß 三!')
+    sample = open_dataset(folder, [record], processor=processor)[0]
     assert learned_text(sample, tokenizer) == 'Never seen: ß 三!<|end|>'
     assert sample['pixel_values'].shape == (1, 3, 32, 32)
-    assert (sample['input_ids'] == tokenizer.convert_tokens_to_ids('<image>')).sum() == 4
+    ids = sample['input_ids'][0].tolist()
+    assert ids.count(tokenizer.convert_tokens_to_ids('<image>')) == 4
     assert len(tokenizer('the painter')['input_ids']) == 2
 
 
@@ -155,7 +156,8 @@ def test_name_longer_than_file_systems_allow(folder, name):
 @pytest.fixture
 def folder_with_links(folder):
     """Adds a private file, links to it, and a link that stays inside the folder of images."""
-    images, private = folder / 'images', folder / 'private'
+    images = folder / 'images'
+    private = folder / 'private'
     private.mkdir()
     Image.new('RGB', (24, 20)).save(private / 'key.png')
     (images / 'link.png').symlink_to(private / 'key.png')
@@ -169,10 +171,12 @@ def test_names_outside_the_image_folder(folder_with_links, name):
     record = one_image('a', image=name.format(folder=folder_with_links))
     with pytest.raises(BadSampleError, match=r'"a".*must lie under .*images, got: .*private.*`allow_outside=true`'):
         open_dataset(folder_with_links, [record])
-    assert open_dataset(folder_with_links, [record], allow_outside=True)[0]['num_images'] == [1]
+    dataset = open_dataset(folder_with_links, [record], allow_outside=True)
+    assert dataset[0]['num_images'] == [1]
 
 
 @pytest.mark.parametrize('name', ['sub/../red.png', '{folder}/images/red.png', 'inside.png'])
 def test_names_inside_the_image_folder(folder_with_links, name):
     record = one_image('a', image=name.format(folder=folder_with_links))
-    assert open_dataset(folder_with_links, [record])[0]['num_images'] == [1]
+    dataset = open_dataset(folder_with_links, [record])
+    assert dataset[0]['num_images'] == [1]

@@ -51,7 +51,9 @@ def table_of_bytes():
 def table_of_images():
     """Images have the type of `datasets`."""
     table = table_of_bytes()
-    return table.cast(datasets.Features({**table.features, 'images': datasets.List(datasets.Image())}))
+    features = table.features.copy()
+    features['images'] = datasets.List(datasets.Image())
+    return table.cast(features)
 
 
 def to_parquet(table, folder):
@@ -65,7 +67,8 @@ def to_folder(table, folder):
 
 
 def to_split(table, folder):
-    datasets.DatasetDict({'train': table, 'test': table.select([0])}).save_to_disk(folder / 'table')
+    splits = datasets.DatasetDict({'train': table, 'test': table.select([0])})
+    splits.save_to_disk(folder / 'table')
     return f'{folder}/table#train'
 
 
@@ -88,8 +91,9 @@ def test_samples_match_the_json_file(tmp_path, save, make_table):
     for name, colour in COLOURS.items():
         (tmp_path / name).write_bytes(png(colour))
     expected = LlavaDataset(write_json(tmp_path, ROWS), small())
-    dataset = LlavaDataset(save(make_table(), tmp_path), small(), image_dir=tmp_path)
-    assert len(dataset) == len(expected) == 3
+    path = save(make_table(), tmp_path)
+    dataset = LlavaDataset(path, small(), image_dir=tmp_path)
+    assert len(dataset) == 3
     for sample, expected_sample in zip(dataset, expected, strict=True):
         assert_same(sample, expected_sample)
 
@@ -115,12 +119,14 @@ def test_bad_rows_are_named(tmp_path):
         {'image': {'bytes': png()[:40], 'path': None}, 'conversations': turns('<image>?', 'No.')},
         {'image': {'bytes': png(), 'path': None}, 'conversations': turns('blind?', 'No.')},
     ]
-    path = to_parquet(datasets.Dataset.from_list(rows), tmp_path)
+    table = datasets.Dataset.from_list(rows)
+    path = to_parquet(table, tmp_path)
     with pytest.raises(BadSampleError, match=r'sample "row 1" \(.*table\.parquet, row 1\): the number of images'):
         LlavaDataset(path, small())
-    path = to_parquet(datasets.Dataset.from_list(rows[:1]), tmp_path)
+    path = to_parquet(table.select([0]), tmp_path)
+    dataset = LlavaDataset(path, small())
     with pytest.raises(BadSampleError, match=r'sample "row 0" \(.*\): image file image\.bytes cannot be read'):
-        LlavaDataset(path, small())[0]
+        dataset[0]
 
 
 def test_split_of_several_must_be_named(tmp_path):

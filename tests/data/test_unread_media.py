@@ -14,6 +14,10 @@ from tests.support.conversations import parse, png, turns
 
 PNG = png()
 BASE64 = base64.b64encode(PNG).decode()
+JPEG_BASE64 = '/9j/4AAQSkZJRgABAQ' + 'A' * 60
+GIF_BASE64 = 'R0lGODlh' + 'A' * 60
+MP4_HEAD = b'\0\0\0\x20ftypmp42' + bytes(40)
+MP4_BASE64 = base64.b64encode(MP4_HEAD).decode()
 TURNS = turns('What is this?', 'A red square.')
 WITH_IMAGE = turns('<image>What is this?', 'A red square.')
 
@@ -54,9 +58,9 @@ UNREAD = {
     'nested': ({'meta': {'files': {'left': 'a.HEIC'}}}, 'meta', 'image'),
     'speech': ({'speech': ['a.mp3']}, 'speech', 'audios'),
     'embedded table bytes': ({'thumbnail': b'\x00\x01'}, 'thumbnail', 'image'),
-    'JPEG as base64': ({'pic': '/9j/4AAQSkZJRgABAQ' + 'A' * 60}, 'pic', 'image'),
-    'MP4 as base64': ({'clip': base64.b64encode(b'\0\0\0\x20ftypmp42' + bytes(40)).decode()}, 'clip', 'video'),
-    'GIF as base64': ({'pic': 'R0lGODlh' + 'A' * 60}, 'pic', 'image'),
+    'JPEG as base64': ({'pic': JPEG_BASE64}, 'pic', 'image'),
+    'MP4 as base64': ({'clip': MP4_BASE64}, 'clip', 'video'),
+    'GIF as base64': ({'pic': GIF_BASE64}, 'pic', 'image'),
 }
 
 
