@@ -216,16 +216,13 @@ RECORDS: dict[str, Reading] = {
     # records
     'a conversation': Reading(of_record(), WORKS),
     'a conversation about a picture': of_image('a.png', picture, WORKS),
-    'an empty answer': Reading(of_record(answer=''), SAMPLE),
     'an empty file': Reading(of_text(''), 'data.json'),
-    'a file that is not there': Reading(lambda folder: folder / 'none.json', 'none.json'),
+    'a file that is not there': Reading(lambda folder: folder / 'none.json', 'does not exist'),
     'a folder as the file': Reading(lambda folder: folder, 'table'),
-    'an empty parquet': Reading(of_bytes(b'', 'a.parquet'), 'a.parquet'),
     'a parquet of no rows': Reading(an_empty_parquet, 'a.parquet'),
     'a damaged parquet': Reading(of_bytes(b'PAR1' + bytes(200) + b'PAR1', 'a.parquet'), 'a.parquet'),
     'a pipe as the file': Reading(pipe_as_file, 'a.json'),
     # pictures
-    'a picture that is not there': of_image('a.png', lambda path: None, SAMPLE),
     'a dangling link': of_image('a.png', dangling_link, SAMPLE),
     'a looping link': of_image('a.png', looping_link, SAMPLE),
     'a dangling link under skip': Reading(

@@ -187,7 +187,6 @@ TEXTS: dict[str, Reading] = {
     'a blank question': Reading(of_turns('', 'B.'), WORKS),
     'code of a template in an answer': Reading(of_turns('A?', '{{ 7*7 }}{% for %}'), WORKS),
     'markers of ours in an answer': Reading(of_turns('A?', '\ue0000\ue001'), WORKS),
-    'an answer that is true': Reading(of_turns('A?', True), 'must be a string'),
     '100,000 tags that are not closed': Reading(of_turns('<img>' * 100_000, 'B.'), '`</img>` must end'),
     'a tag in a tag': Reading(of_turns('<img>a<img>a.png</img>', 'B.'), '`</img>` must end'),
     'a word of 100,000 letters': Reading(of_turns('A?', 'x' * 100_000), WORKS),
