@@ -23,7 +23,7 @@ from composer_tokacc.data import LlavaDataset
 from composer_tokacc.programs.answers import Answers, _images, _images_of_file, _inputs_before
 from composer_tokacc.programs.report_page import write_page
 from examples.digits import DigitsDataset, digits_model_config
-from tests.data.chat_processors import PROCESSORS
+from tests.data.chat_processors import qwen2_vl
 from tests.support.llava_folder import write_llava_folder
 from tests.support.training import hugging_face
 
@@ -31,8 +31,8 @@ from tests.support.training import hugging_face
 @pytest.fixture(scope='module')
 def model(processor):
     torch.manual_seed(0)
-    sizes = {'hidden_size': 32, 'num_layers': 1, 'vision_hidden_size': 16, 'num_vision_layers': 1}
-    return hugging_face(LlavaForConditionalGeneration(digits_model_config(processor, **sizes))).train()
+    config = digits_model_config(processor, hidden_size=32, num_layers=1, vision_hidden_size=16, num_vision_layers=1)
+    return hugging_face(LlavaForConditionalGeneration(config)).train()
 
 
 @pytest.fixture(scope='module')
@@ -53,26 +53,31 @@ def generate(model, processor, question, images):
     """Returns the reference: the answer of Transformers' own ``generate``."""
     text = processor.apply_chat_template([question], add_generation_prompt=True)
     inputs = processor(text=[text], images=images or None, return_tensors='pt')
+    options = {'max_new_tokens': 3, 'do_sample': False, 'suppress_tokens': [processor.image_token_id]}
     model.eval()
-    ids = model.model.generate(**inputs, max_new_tokens=3, do_sample=False, suppress_tokens=[processor.image_token_id])
+    ids = model.model.generate(**inputs, **options)
     model.train()
     prompt_length = inputs['input_ids'].shape[1]
-    return processor.tokenizer.decode(ids[0, prompt_length:], skip_special_tokens=True).strip()
+    answer_ids = ids[0, prompt_length:]
+    return processor.tokenizer.decode(answer_ids, skip_special_tokens=True).strip()
 
 
 def test_answer_is_that_of_plain_generation(model, dataset, processor, tmp_path):
     last = answers_at_evaluations(model, dataset, processor, tmp_path, steps=(3, 6))
     assert model.training
-    lines = [json.loads(line) for line in (tmp_path / 'run' / 'answers.jsonl').read_text().splitlines()]
+    written = (tmp_path / 'run' / 'answers.jsonl').read_text()
+    lines = [json.loads(line) for line in written.splitlines()]
     assert [line['step'] for line in lines] == [3, 3, 6, 6]
     assert [line['sample_id'] for line in lines] == ['digits-eval-0', 'digits-eval-4'] * 2
     for index, answer, line in zip((0, 4), last, lines[2:], strict=True):
         (question, expected), images, _ = dataset.conversation(index)
-        assert answer.expected == line['expected'] == expected['content'][0]['text']
         assert question['content'][-1]['text'] in answer.question
-        assert answer.generated == line['generated'] == generate(model, processor, question, images)
+        assert answer.expected == expected['content'][0]['text']
+        assert answer.generated == generate(model, processor, question, images)
+        assert line['expected'] == answer.expected
+        assert line['generated'] == answer.generated
         for shown_image, image in zip(answer.images, images, strict=True):
-            assert np.abs(shown_image * 255 - np.asarray(image)).max() < 1
+            np.testing.assert_allclose(shown_image * 255, image, rtol=0, atol=0.99)
 
 
 class FirstWithoutLabels(Dataset):
@@ -93,7 +98,8 @@ class FirstWithoutLabels(Dataset):
 
 def test_sample_without_labels_is_not_answered(model, dataset, processor, tmp_path, caplog):
     """The other samples are answered."""
-    (answer,) = answers_at_evaluations(model, FirstWithoutLabels(dataset), processor, tmp_path, steps=(3,))
+    partly_labelled = FirstWithoutLabels(dataset)
+    (answer,) = answers_at_evaluations(model, partly_labelled, processor, tmp_path, steps=(3,))
     assert answer.sample_id == 'digits-eval-4'
     assert 'digits-eval-0 has no label' in caplog.text
 
@@ -135,29 +141,34 @@ def test_media_after_the_answer(model, dataset, processor, tmp_path, caplog):
 
 def test_page_has_answers_and_images(model, dataset, processor, tmp_path):
     last = answers_at_evaluations(model, dataset, processor, tmp_path, steps=(3,))
-    write_page(tmp_path / 'report.html', 'run', [], {}, last)
-    text = (tmp_path / 'report.html').read_text()
-    sizes = []
-    for encoded_image in re.findall(r'base64,([^"]+)"', text):
-        sizes.append(Image.open(BytesIO(base64.b64decode(encoded_image))).size)
-    assert len(sizes) == sum(len(answer.images) for answer in last) > 0
-    assert set(sizes) == {(48, 48)}, 'scans of 8 pixels are enlarged'
+    path = tmp_path / 'report.html'
+    write_page(path, 'run', [], {}, last)
+    text = path.read_text()
+    images = re.findall(r'base64,([^"]+)"', text)
+    for image in images:
+        content = base64.b64decode(image)
+        assert Image.open(BytesIO(content)).size == (48, 48), 'scans of 8 pixels are enlarged'
+    num_images = 0
     for answer in last:
         assert answer.expected in text
         assert answer.sample_id in text
+        num_images += len(answer.images)
+    assert len(images) == num_images > 0
 
 
 def test_images_in_patches_are_shown_whole(tmp_path):
     """Qwen's processor cuts an image into patches, which show nothing. So the page shows the image of the file."""
-    processor = PROCESSORS['qwen2_vl'][0]()
-    dataset = LlavaDataset(write_llava_folder(tmp_path, 8), processor, image_dir=tmp_path / 'images')
+    processor = qwen2_vl()
+    path = write_llava_folder(tmp_path, 8)
+    dataset = LlavaDataset(path, processor, image_dir=tmp_path / 'images')
     index = next(index for index, record in enumerate(dataset.records) if record.count('image'))
-    assert 'pixel_values' in dataset[index]
-    assert _images(dataset[index], processor) == []
-    shown_image = _images_of_file(dataset, index)[0]
-    image = dataset.decoded(index)['image'][0]
+    sample = dataset[index]
+    assert 'pixel_values' in sample
+    assert _images(sample, processor) == []
+    shown_image, *_ = _images_of_file(dataset, index)
+    image, *_ = dataset.decoded(index)['image']
     image.thumbnail((224, 224))
-    assert np.allclose(shown_image * 255, np.asarray(image))
+    np.testing.assert_allclose(shown_image * 255, image, rtol=1e-5)
 
 
 @pytest.mark.parametrize('pixels', [torch.rand(9, 3, 14, 14), torch.rand(1, 1, 8, 8), torch.rand(1, 3, 8)])
@@ -169,16 +180,18 @@ def test_pixels_that_are_no_image(pixels, processor):
 def test_patches_are_not_cut_with_the_text():
     """An image of two patches, each with as many numbers as the sample has tokens."""
     model = SimpleNamespace(model_forward_args={'input_ids', 'pixel_values'})
-    sample = {'input_ids': torch.tensor([[1, 2, 3, 4]]), 'pixel_values': torch.rand(2, 4)}
+    patches = torch.rand(2, 4)
+    sample = {'input_ids': torch.tensor([[1, 2, 3, 4]]), 'pixel_values': patches}
     inputs = _inputs_before(model, sample, 3, torch.device('cpu'))
     assert inputs['input_ids'].tolist() == [[1, 2, 3]]
-    assert torch.equal(inputs['pixel_values'], sample['pixel_values'])
+    assert torch.equal(inputs['pixel_values'], patches)
 
 
 def test_model_that_cannot_generate(dataset, processor, tmp_path, caplog):
     model = torch.nn.Module()
     model.model = None
     model.model_forward_args = ()
-    assert answers_at_evaluations(model, dataset, processor, tmp_path, steps=(3, 6)) == []
+    answers = answers_at_evaluations(model, dataset, processor, tmp_path, steps=(3, 6))
+    assert answers == []
     assert caplog.text.count('Nothing is answered at evaluations') == 1
     assert not (tmp_path / 'run').exists()

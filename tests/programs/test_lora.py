@@ -81,10 +81,11 @@ def test_adapter_gradient_is_that_of_one_forward(processor, batch):
 
 def test_checkpoint_leaves_out_a_pretrained_base(processor, pretrained):
     model = with_lora(processor, pretrained=pretrained, modules_to_save=['multi_modal_projector'])
-    assert set(model.state_dict()) == trained_names(model)
+    trained = trained_names(model)
+    assert set(model.state_dict()) == trained
     # DDP wraps the model, so the state dict is asked of the module around it.
     wrapper = torch.nn.ModuleDict({'module': model})
-    assert {name.removeprefix('module.') for name in wrapper.state_dict()} == trained_names(model)
+    assert set(wrapper.state_dict()) == {f'module.{name}' for name in trained}
 
 
 def test_checkpoint_keeps_a_base_without_a_folder(processor):
@@ -224,7 +225,8 @@ def test_identity_depends_on_the_base_weights(identity_of, processor, pretrained
     folder = str(shutil.move(pretrained, tmp_path / 'moved'))
     assert identity_of(pretrained=folder, lora={'r': 4}) == identity
     other_lora = {'r': 2, 'alpha': 8, 'target_modules': ['q_proj'], 'modules_to_save': ['lm_head']}
-    assert identity_of(pretrained=folder, lora=other_lora)['model.pretrained'] == identity['model.pretrained']
+    with_other_lora = identity_of(pretrained=folder, lora=other_lora)
+    assert with_other_lora['model.pretrained'] == identity['model.pretrained']
 
     other = build_model(pretrained=folder, processor=processor).model
     other.get_input_embeddings().weight.data[-1, -1] += 1
@@ -242,17 +244,21 @@ def test_identity_without_base_or_adapter(identity_of):
 @pytest.mark.parametrize('family', ['llava', 'qwen2_5_vl', 'idefics3', 'mllama'])
 def test_default_adapts_every_familys_text(family):
     model = with_adapter(FAMILIES[family]().model, {'r': 2}, base=None)
-    modules = {name.split('.lora_')[0] for name in trained_names(model)}
-    assert all('language_model' in name or 'text_model' in name for name in modules)
-    linear = {name.rpartition('.')[2] for name in modules}
-    assert linear == {'q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj'}
+    linear_layers = set()
+    for name in trained_names(model):
+        assert 'language_model' in name or 'text_model' in name
+        module_name, _ = name.split('.lora_')
+        linear_layers.add(module_name.rpartition('.')[2])
+    assert linear_layers == {'q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj'}
 
 
 def test_trained_parameters_are_in_float32(processor):
     lora = {'r': 4, 'modules_to_save': ['multi_modal_projector', 'lm_head']}
     model = build_model(config=LLAVA, processor=processor, lora=lora, dtype='bfloat16')
-    types = {(parameter.requires_grad, parameter.dtype) for parameter in model.parameters()}
-    assert types == {(True, torch.float32), (False, torch.bfloat16)}
+    assert trained_names(model)
+    for name, parameter in model.named_parameters():
+        dtype = torch.float32 if parameter.requires_grad else torch.bfloat16
+        assert parameter.dtype == dtype, name
 
 
 @pytest.mark.parametrize(
@@ -271,6 +277,10 @@ def test_unreached_layers_are_not_trained(lora, processor):
     assert not any('.layers.2.' in name or 'post_layernorm' in name for name in encoder)
 
 
+def checkpoint_bytes(model):
+    return sum(weight.nbytes for weight in model.state_dict().values())
+
+
 @pytest.mark.slow
 def test_checkpoint_of_an_adapter_is_small():
     """TinyLlama 1.1B behind CLIP's large encoder. LLaVA's projector is trained in full. 1.4 billion weights in all."""
@@ -287,10 +297,11 @@ def test_checkpoint_of_an_adapter_is_small():
     lora = {'r': 16, 'modules_to_save': ['multi_modal_projector']}
     with torch.device('meta'):
         model = build_model(config=config, dtype='bfloat16', lora=lora)
-    assert 1.4e9 < sum(parameter.numel() for parameter in model.parameters()) < 1.5e9
-    num_bytes = sum(weight.nbytes for weight in model.state_dict().values())
+    num_weights = sum(parameter.numel() for parameter in model.parameters())
+    assert 1.4e9 < num_weights < 1.5e9
+    num_bytes = checkpoint_bytes(model)
     keep_trained_only(model)
-    num_adapter_bytes = sum(weight.nbytes for weight in model.state_dict().values())
+    num_adapter_bytes = checkpoint_bytes(model)
     assert num_adapter_bytes < 0.05 * num_bytes
     # With AdamW's two moments of all that is trained, against only the weights of the model.
     assert 3 * num_adapter_bytes < 0.1 * num_bytes

@@ -15,6 +15,7 @@ from composer_tokacc.model_structure import transformer_blocks
 from composer_tokacc.programs.build import build_optimizer
 from composer_tokacc.programs.models import build_model, build_transformers_model, parameter_groups
 from tests.support.text import VOCABULARY
+from tests.support.training import composer_gradients
 
 VISION = {
     'model_type': 'clip_vision_model',
@@ -143,10 +144,16 @@ def test_frozen_parts_keep_their_weights(processor, batch, part):
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     model(batch).loss.backward()
     torch.optim.SGD(trainable, lr=1.0).step()
-    changed = [name for name, weight in model.model.state_dict().items() if not torch.equal(weight, before[name])]
     prefix = part.removeprefix('model.') + '.'
-    assert any(prefix in name for name in before)
-    assert not any(prefix in name for name in changed)
+    num_frozen = 0
+    changed = []
+    for name, weight in model.model.state_dict().items():
+        if prefix in name:
+            num_frozen += 1
+            assert torch.equal(weight, before[name]), name
+        elif not torch.equal(weight, before[name]):
+            changed.append(name)
+    assert num_frozen > 0
     assert any('language_model' in name for name in changed)
 
 
@@ -156,16 +163,17 @@ def test_checkpoint_is_loaded_in_float32(tmp_path, processor, saved_dtype):
     original.save_pretrained(tmp_path)
     loaded = build_model(pretrained=str(tmp_path), processor=processor).model
     assert isinstance(loaded, type(AutoModelForImageTextToText.from_pretrained(tmp_path)))
-    torch.testing.assert_close(
-        dict(loaded.named_parameters()), dict(original.float().named_parameters()), rtol=0, atol=0
-    )
+    weights = dict(loaded.named_parameters())
+    expected = dict(original.float().named_parameters())
+    torch.testing.assert_close(weights, expected, rtol=0, atol=0)
 
 
 def test_embeddings_grow_to_the_tokenizer(tmp_path, processor):
     small = {**TEXT, 'vocab_size': 10, 'pad_token_id': 0, 'eos_token_id': 1, 'bos_token_id': None}
     build_model(config=small).model.save_pretrained(tmp_path)
     model = build_model(pretrained=str(tmp_path), processor=processor.tokenizer)
-    assert model.model.get_input_embeddings().num_embeddings >= len(processor.tokenizer)
+    embeddings = model.model.get_input_embeddings()
+    assert embeddings.num_embeddings >= len(processor.tokenizer)
 
 
 def test_metrics_count_shifted_labelled_tokens_only(model, batch):
@@ -202,10 +210,9 @@ def test_activation_checkpointing_changes_no_gradient(model, processor, batch):
     model.train()
     model(batch).loss.backward()
     checkpointed(batch).loss.backward()
-    for (name, parameter), expected in zip(checkpointed.named_parameters(), model.parameters(), strict=True):
-        assert (parameter.grad is None) == (expected.grad is None), name
-        if expected.grad is not None:
-            torch.testing.assert_close(parameter.grad, expected.grad)
+    gradients = composer_gradients(checkpointed)
+    expected = composer_gradients(model)
+    torch.testing.assert_close(gradients, expected)
 
 
 def test_fsdp_wraps_blocks_of_every_encoder(model):
@@ -217,7 +224,8 @@ def test_fsdp_wraps_blocks_of_every_encoder(model):
 
 def test_experts_are_no_blocks():
     config = {**TEXT, 'model_type': 'mixtral', 'vocab_size': 32, 'num_local_experts': 4}
-    blocks = transformer_blocks(build_model(config=config).model)
+    model = build_model(config=config).model
+    blocks = transformer_blocks(model)
     assert [type(block).__name__ for block in blocks] == ['MixtralDecoderLayer'] * 2
 
 
@@ -238,7 +246,8 @@ def test_tokenizer_travels_in_the_checkpoint(model):
 def test_learning_rates_of_parts(processor):
     model = build_transformers_model(config=LLAVA, processor=processor, freeze=['multi_modal_projector'])
     rates = {'vision_tower': 0.25, 'language_model': 0.5, 'language_model.layers.1': 0.125}
-    groups = parameter_groups(model, {part: {'lr': rate} for part, rate in rates.items()})
+    parts = {part: {'lr': rate} for part, rate in rates.items()}
+    groups = parameter_groups(model, parts)
 
     rate_of = {}
     for group in groups:
@@ -262,6 +271,10 @@ def test_learning_rates_of_parts(processor):
 
 def test_a_part_of_all_parameters_keeps_its_arguments():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    optimizer = build_optimizer(model, {'name': 'adamw', 'lr': 1e-3, 'parts': {'0': {'lr': 5e-4}}})
-    assert {group['lr'] for group in optimizer.param_groups} == {5e-4}
-    assert sum(len(group['params']) for group in optimizer.param_groups) == 2
+    settings = {'name': 'adamw', 'lr': 1e-3, 'parts': {'0': {'lr': 5e-4}}}
+    optimizer = build_optimizer(model, settings)
+    num_parameters = 0
+    for group in optimizer.param_groups:
+        assert group['lr'] == 5e-4
+        num_parameters += len(group['params'])
+    assert num_parameters == 2

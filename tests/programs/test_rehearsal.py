@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,6 +22,7 @@ from composer.devices import DeviceCPU
 from composer_tokacc import TokenAccumulation, token_data_spec
 from composer_tokacc.programs import ConfigError
 from composer_tokacc.programs.rehearsal import Rehearsal, rehearse
+from tests.support.exactness import loss_tokens
 from tests.support.launch import launch_json
 from tests.support.length_dataset import LONGEST, LengthDataset, regrouping_loader
 from tests.support.text import text_model
@@ -102,7 +104,7 @@ def test_logits_are_rehearsed_as_in_the_run(logits, are_labels_known):
     model.model.lm_head.register_forward_hook(count)
     labels_per_sample = None
     if are_labels_known:
-        labels_per_sample = np.array([int((dataset[index]['labels'][:, 1:] >= 0).sum()) for index in range(60)])
+        labels_per_sample = np.array([loss_tokens(dataset[index]) for index in range(60)])
     rehearsal = Rehearsal(labels_per_sample=labels_per_sample)
     train(
         model,
@@ -226,14 +228,12 @@ def test_resumed_run_rehearses_what_is_left():
     sampler.set_epoch(1)
     positions_left = []
     for batch in (2, 3, 4):  # of five batches in the second epoch
-        window = sampler.window(batch)
         for microbatch in sampler.plan(batch).ranks[0]:
-            width = max(dataset.lengths[window[place]] for place in microbatch.indices)
-            positions_left.append(len(microbatch.indices) * width)
+            positions_left.append(len(microbatch.indices) * microbatch.width)
     rehearsed_positions = []
     for line in from_batch_7.lines:
-        rows, width = line.split(': ')[1].split(' rows of ')
-        rehearsed_positions.append(int(rows) * int(width.split()[0]))
+        rows, width = re.search(r': (\d+) rows of (\d+)', line).groups()
+        rehearsed_positions.append(int(rows) * int(width))
     assert max(rehearsed_positions) == max(positions_left)
 
 
@@ -258,7 +258,9 @@ def test_ranks_rehearse_in_step_under_ddp_and_fsdp():
     limit = 2 * LONGEST
     runs = []
     for fsdp in (False, True):
-        runs += [{'fsdp': fsdp, 'rehearses': False}, {'fsdp': fsdp}, {'fsdp': fsdp, 'limit': limit}]
+        runs.append({'fsdp': fsdp, 'rehearses': False})
+        runs.append({'fsdp': fsdp})
+        runs.append({'fsdp': fsdp, 'limit': limit})
     results = launch_json('tests/ranks/rehearsal.py', json.dumps(runs), ranks=2)
     for plain, rehearsed, limited in (results[:3], results[3:]):
         assert len(plain['losses']) == 6

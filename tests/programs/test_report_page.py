@@ -81,17 +81,20 @@ def run(tmp_path_factory):
 
 def test_lines_match_other_loggers(run):
     folder, memory = run
-    lines = [json.loads(line) for line in (folder / 'metrics.jsonl').read_text().splitlines()]
+    written = (folder / 'metrics.jsonl').read_text()
+    lines = [json.loads(line) for line in written.splitlines()]
     for name in ('loss/train/total', 'token_monitor/seconds_p99', 'token_monitor/source/a/loss'):
         values = [(line['step'], line[name]) for line in lines if name in line]
-        assert values == list(enumerate(logged(memory, name), start=1))
+        expected = logged(memory, name)
+        assert values == list(enumerate(expected, start=1))
 
 
 def test_page_draws_what_was_logged(run, tmp_path):
     folder, _ = run
     (tmp_path / 'result.png').write_bytes(b'PNG')
-    write_page(tmp_path / 'report.html', 'a <b>', [('loss', '1 < 2')], read_metrics(folder))
-    text = (tmp_path / 'report.html').read_text()
+    path = tmp_path / 'report.html'
+    write_page(path, 'a <b>', [('loss', '1 < 2')], read_metrics(folder))
+    text = path.read_text()
     assert 'a <b>' not in text, 'names are escaped'
     assert 'http' not in text
     page = Page(text)
@@ -107,11 +110,13 @@ def test_page_draws_what_was_logged(run, tmp_path):
 def test_long_run_is_drawn_by_means(tmp_path):
     steps = list(range(5000))
     metrics = {'loss/train/total': (steps, [float(step) for step in steps])}
-    write_page(tmp_path / 'report.html', 'long', [], metrics)
-    (line,) = Page((tmp_path / 'report.html').read_text()).lines
+    path = tmp_path / 'report.html'
+    write_page(path, 'long', [], metrics)
+    (line,) = Page(path.read_text()).lines
     assert len(line) == MOST_POINTS
-    assert [x for x, _ in line] == sorted(x for x, _ in line)
-    assert [y for _, y in line] == sorted((y for _, y in line), reverse=True)
+    xs, ys = zip(*line, strict=True)
+    assert list(xs) == sorted(xs)
+    assert list(ys) == sorted(ys, reverse=True)
 
 
 def state_at(step):
@@ -164,6 +169,8 @@ def test_full_disk_is_reported_once(tmp_path):
 
 
 def test_report_folder_that_is_a_file(tmp_path):
-    (tmp_path / 'file').write_text('')
+    file = tmp_path / 'file'
+    file.touch()
+    lines = JsonLines(str(file))
     with pytest.raises(ConfigError, match=r'^`report.folder`: FileExistsError: '):
-        JsonLines(str(tmp_path / 'file')).run_event(Event.FIT_START, SimpleNamespace(run_name='run'), None)
+        lines.run_event(Event.FIT_START, state_at(0), None)

@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
-from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +20,7 @@ from composer_tokacc.programs import ConfigError
 from composer_tokacc.programs.checkpoints import SameData
 from composer_tokacc.train import main
 from examples.digits import build_digits_processor
+from tests.support.conversations import turns
 from tests.support.launch import ROOT, launch_json, launch_program
 from tests.support.programs import DIGITS, QUIET, TINY_DIGITS, TINY_MODEL
 
@@ -30,11 +31,12 @@ COLORS = {'red': (220, 20, 20), 'green': (20, 200, 20), 'blue': (20, 20, 220)}
 def write_data(folder, *, answer='It is', num_samples=12):
     (folder / 'images').mkdir(parents=True, exist_ok=True)
     records = []
-    for index in range(num_samples):
-        name = list(COLORS)[index % 3]
-        Image.new('RGB', (40, 30 + index % 3), COLORS[name]).save(folder / 'images' / f'{name}.png')
-        turns = [{'from': 'human', 'value': '<image>Which?'}, {'from': 'gpt', 'value': f'{answer} {name}.'}]
-        records.append({'image': f'{name}.png', 'conversations': turns})
+    for name, color in COLORS.items():
+        Image.new('RGB', (40, 30), color).save(folder / 'images' / f'{name}.png')
+    names = itertools.cycle(COLORS)
+    for name in itertools.islice(names, num_samples):
+        conversation = turns('<image>Which?', f'{answer} {name}.')
+        records.append({'image': f'{name}.png', 'conversations': conversation})
     (folder / 'data.json').write_text(json.dumps(records))
 
 
@@ -277,13 +279,14 @@ def test_sharded_checkpoint_with_and_without_fingerprints(has_fingerprints, tmp_
 def before_load(model, path, **options):
     """Asks whether a run with the model and an optimizer may load a checkpoint."""
     callback = same_data(Named('ab'), model=model, trainer={'load_path': str(path), **options})
-    optimizers = [torch.optim.SGD([torch.zeros(1)])]
-    callback.before_load(SimpleNamespace(run_name='run', fsdp_enabled=False, optimizers=optimizers), None)
+    optimizer = torch.optim.SGD([torch.zeros(1)])
+    state = SimpleNamespace(run_name='run', fsdp_enabled=False, optimizers=[optimizer])
+    callback.before_load(state, None)
 
 
 def layers(*sizes):
     modules = []
-    for num_inputs, num_outputs in pairwise(sizes):
+    for num_inputs, num_outputs in itertools.pairwise(sizes):
         modules.append(torch.nn.Linear(num_inputs, num_outputs))
     return torch.nn.Sequential(*modules)
 
@@ -324,10 +327,12 @@ def test_checkpoint_of_another_model_is_refused(is_sharded, tmp_path):
 
 @pytest.mark.parametrize('is_sharded', [True, False])
 def test_checkpoint_of_integers_is_refused(is_sharded, tmp_path):
-    quantised = {name: weight.to(torch.int8) for name, weight in layers(4, 4, 4).state_dict().items()}
-    save_model(quantised, tmp_path / 'ep1', is_sharded)
+    path = tmp_path / 'ep1'
+    model = layers(4, 4, 4)
+    quantised = {name: weight.to(torch.int8) for name, weight in model.state_dict().items()}
+    save_model(quantised, path, is_sharded)
     with pytest.raises(ConfigError, match=r"4 others among 4 weights .*'not of floats'\] there"):
-        before_load(layers(4, 4, 4), tmp_path / 'ep1')
+        before_load(model, path)
 
 
 def test_tied_head_may_be_stored_once(tmp_path):
@@ -341,19 +346,23 @@ def test_tied_head_may_be_stored_once(tmp_path):
         before_load(model, tmp_path / 'ep1')
 
 
-@pytest.mark.parametrize('settings', [{'betas': (0.9, 0.95), 'fused': True}, {'of_another_torch': 1}])
-def test_equal_settings_of_an_optimizer_pass(settings):
-    """Lists equal tuples. Settings that only choose an implementation, or that one torch lacks, do not count."""
-    saved = same_data(Named('ab'), optimizer={'lr': 0.1, 'betas': [0.9, 0.95], 'fused': False}, trainer={})
+def resume_with_optimizer(settings):
+    """Loads the state of a run whose optimizer has a learning rate, two betas, and is not fused."""
+    saved_settings = {'lr': 0.1, 'betas': [0.9, 0.95], 'fused': False}
+    saved = same_data(Named('ab'), optimizer=saved_settings, trainer={})
     callback = same_data(Named('ab'), optimizer={'lr': 0.1, **settings}, trainer={})
     callback.load_state_dict(saved.state_dict())
 
 
+@pytest.mark.parametrize('settings', [{'betas': (0.9, 0.95), 'fused': True}, {'of_another_torch': 1}])
+def test_equal_settings_of_an_optimizer_pass(settings):
+    """Lists equal tuples. Settings that only choose an implementation, or that one torch lacks, do not count."""
+    resume_with_optimizer(settings)
+
+
 def test_another_beta_of_an_optimizer_is_refused():
-    saved = same_data(Named('ab'), optimizer={'lr': 0.1, 'betas': [0.9, 0.95]}, trainer={})
-    callback = same_data(Named('ab'), optimizer={'lr': 0.1, 'betas': (0.9, 0.99)}, trainer={})
     with pytest.raises(ConfigError, match=r'optimizer\.betas'):
-        callback.load_state_dict(saved.state_dict())
+        resume_with_optimizer({'betas': (0.9, 0.99)})
 
 
 def test_weights_of_another_model_are_refused(first_run, latest, tmp_path, capsys):

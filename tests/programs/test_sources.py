@@ -40,8 +40,10 @@ def build(tmp_path, *overrides, is_eval=False):
     source = source_of(config)
     processor = source.build_processor()
     dataset = source.build_dataset(processor, is_eval=is_eval)
-    sample = next(sample for sample in dataset if sample['num_images'][0])
-    return source.build_loader(dataset, processor, BatchLayout.infer(sample), is_eval=is_eval), dataset
+    sample_with_image = next(sample for sample in dataset if sample['num_images'][0])
+    layout = BatchLayout.infer(sample_with_image)
+    spec = source.build_loader(dataset, processor, layout, is_eval=is_eval)
+    return spec, dataset
 
 
 def lengths_of(dataset):
@@ -92,7 +94,8 @@ def test_plans_use_the_cost_of_patches(tmp_path):
     cost = 'microbatching.cost={vision_per_image: 3, vision_per_patch: 2, vision_per_square: 5, launch: 1}'
     spec, dataset = build(tmp_path, cost, 'microbatching.device_train_microbatch_size=2')
     sampler = spec.dataloader.batch_sampler
-    num_images = np.array([sample['num_images'][0] for sample in dataset])  # of one patch each
+    num_images = np.array([sample['num_images'][0] for sample in dataset])
+    # Each image is one patch.
     vision_cost = 3.0 * (num_images > 0) + 2.0 * num_images + 5.0 * num_images**2
     lengths = np.array(lengths_of(dataset))
     for step in range(len(sampler)):
@@ -105,7 +108,8 @@ def test_plans_use_the_cost_of_patches(tmp_path):
             vision_cost=vision_cost[window],
             cost=CostModel(launch=1.0),
         )
-        for microbatch, expected_microbatch in zip(sampler.plan(step).ranks[0], expected.ranks[0], strict=True):
+        plan = sampler.plan(step)
+        for microbatch, expected_microbatch in zip(plan.ranks[0], expected.ranks[0], strict=True):
             assert microbatch.indices == expected_microbatch.indices
             assert microbatch.cost == pytest.approx(expected_microbatch.cost)
 
@@ -176,7 +180,8 @@ def test_parts_get_their_share_of_tokens(tmp_path):
         'dataset.parts={scans: {num_samples: 40, loss_share: 0.8}, more: {num_samples: 6, seed: 5, loss_share: 0.2}}'
     )
     spec, dataset = build(tmp_path, parts)
-    assert [dataset[index]['source'] for index in (0, 39, 40, 45)] == [['scans'], ['scans'], ['more'], ['more']]
+    for index, source in ((0, 'scans'), (39, 'scans'), (40, 'more'), (45, 'more')):
+        assert dataset[index]['source'] == [source]
     tokens = {'scans': 0, 'more': 0}
     for epoch in range(9):
         spec.dataloader.batch_sampler.set_epoch(epoch)
@@ -222,9 +227,11 @@ def test_global_batch_of_so_many_tokens(tmp_path):
         assert abs(tokens - 600) < max(lengths)
     assert len(spec.dataloader) == math.ceil(sum(lengths) / 600)
     # Without a microbatch size one microbatch may hold a whole step of mean length.
-    assert spec.dataloader.batch_size == math.ceil(600 * len(lengths) / sum(lengths))
-    stock, _ = build(tmp_path, 'loader.drop_last=false')
-    assert sorted(chain(*ids_per_batch(spec))) == sorted(chain(*ids_per_batch(stock)))
+    mean_length = sum(lengths) / len(lengths)
+    assert spec.dataloader.batch_size == math.ceil(600 / mean_length)
+    trained = list(chain(*ids_per_batch(spec)))
+    expected = [sample['sample_ids'][0] for sample in dataset]
+    assert sorted(trained) == sorted(expected)
 
 
 def test_a_schedule_of_the_global_batch(tmp_path):
