@@ -34,7 +34,6 @@ OVERRIDES = {
         '`dataset.parts.a.epochs` must be less than or equal to 10000',
     ),
     'a callback that loads a pickle': ('callbacks={load_checkpoint: {load_path: x}}', '`callbacks` has no class'),
-    'a negative cost in seconds': ('microbatching.cost={seconds_per_token: -1}', 'seconds_per_token'),
     'an averaging that ends before it starts': (
         'algorithms={swa: {swa_start: 0.9dur, swa_end: 0.1dur}}',
         '`algorithms.swa`',
