@@ -33,10 +33,19 @@ STEPS_PER_EPOCH = 6
 def build(num_samples=30, *, ranks=2, rank=1, num_workers=0, **kwargs):
     dataset = LengthDataset(num_samples)
     sampler = RegroupingBatchSampler(
-        dataset, lengths=dataset.lengths, global_batch_size=8, max_tokens=2 * LONGEST, num_replicas=ranks, rank=rank
+        dataset,
+        lengths=dataset.lengths,
+        global_batch_size=8,
+        max_tokens=2 * LONGEST,
+        num_replicas=ranks,
+        rank=rank,
     )
     return RegroupingDataLoader(
-        dataset, batch_sampler=sampler, collate_fn=collate_samples, num_workers=num_workers, **kwargs
+        dataset,
+        batch_sampler=sampler,
+        collate_fn=collate_samples,
+        num_workers=num_workers,
+        **kwargs,
     )
 
 
@@ -115,8 +124,11 @@ def test_worker_seeds_of_ranks_and_epochs():
         (seed,) = seeds
         return seed
 
-    assert seed_of_worker(0, 0) == seed_of_worker(0, 0)
-    assert len({seed_of_worker(0, 0), seed_of_worker(1, 0), seed_of_worker(0, 1)}) == 3
+    seed = seed_of_worker(rank=0, epoch=0)
+    assert seed_of_worker(rank=0, epoch=0) == seed
+    of_other_rank = seed_of_worker(rank=1, epoch=0)
+    of_other_epoch = seed_of_worker(rank=0, epoch=1)
+    assert len({seed, of_other_rank, of_other_epoch}) == 3
 
 
 @pytest.mark.parametrize('num_workers', [0, 2])

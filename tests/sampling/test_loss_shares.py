@@ -47,8 +47,10 @@ def test_dataset_without_tokens_in_a_step(caplog):
     shares = LossShares([2, 1, 1], SHARES, [3, 5, 4, 0])
     # Datasets 0 and 1 divide the share of dataset 2: 0.15 / 0.4 and 0.25 / 0.4 of the seven tokens.
     expected = [0.375 * 7 / 3, 0.625 * 7 / 4, 0]
+    window = np.array([0, 2, 3])
     for _ in range(2):
-        assert shares.weights(np.array([0, 2, 3])).tolist() == pytest.approx(expected)
+        weights = shares.weights(window)
+        assert weights.tolist() == pytest.approx(expected)
     assert len(caplog.messages) == 1, 'one warning a run'
     assert 'no loss tokens of dataset 2' in caplog.text
 
@@ -105,9 +107,9 @@ def gradient_of_shared_means(model, samples):
 
 @pytest.mark.parametrize('packing', [False, True])
 def test_gradient_of_the_shared_means(packing):
-    sizes = [20, 12, 8]
     dataset = ConcatDataset([NamedDataset('a', 20, 0), NamedDataset('b', 12, 1), NamedDataset('c', 8, 2)])
     samples = [dataset[index] for index in range(40)]
+    tokens = [loss_tokens(sample) for sample in samples]
     sampler = RegroupingBatchSampler(
         dataset,
         lengths=[sample['input_ids'].shape[1] for sample in samples],
@@ -115,7 +117,7 @@ def test_gradient_of_the_shared_means(packing):
         max_tokens=2 * LONGEST,
         num_replicas=1,
         rank=0,
-        loss_shares=LossShares(sizes, SHARES, [loss_tokens(sample) for sample in samples]),
+        loss_shares=LossShares([20, 12, 8], SHARES, tokens),
     )
     loader = RegroupingDataLoader(dataset, batch_sampler=sampler, collate_fn=collate_named)
     samples_of_step = [samples[index] for index in sampler.window(0)]

@@ -21,12 +21,10 @@ from tests.support.sampler_steps import samplers_of_ranks, samples_of_steps
 sizes_lists = st.lists(st.integers(1, 40), min_size=1, max_size=4)
 
 
-def batches(mixture, global_batch_size, epoch, *, drop_last=False, seed=3, media=None):
+def batches(mixture, global_batch_size, epoch, *, seed=3, **options):
     """Global batches of an epoch, as lists of samples."""
     lengths = np.ones(sum(mixture.sizes), dtype=int)
-    run = GlobalBatches(
-        lengths, samples=global_batch_size, drop_last=drop_last, seed=seed, mixture=mixture, media=media
-    )
+    run = GlobalBatches(lengths, samples=global_batch_size, seed=seed, mixture=mixture, **options)
     batches_of_epoch = run.of_epoch(epoch)
     assert len(batches_of_epoch) == len(run.of_epoch(0))
     return [batch.tolist() for batch in batches_of_epoch]
@@ -39,8 +37,9 @@ def samples(batches_of_samples):
 @settings(deadline=None, max_examples=80)
 @given(sizes=sizes_lists, global_batch_size=st.integers(1, 30), seed=st.none() | st.integers(0, 5))
 def test_every_sample_once_an_epoch(sizes, global_batch_size, seed):
+    mixture = Mixture(sizes)
     for epoch in range(3):
-        trained = samples(batches(Mixture(sizes), global_batch_size, epoch, seed=seed))
+        trained = samples(batches(mixture, global_batch_size, epoch, seed=seed))
         assert sorted(trained) == list(range(sum(sizes)))
 
 
@@ -55,40 +54,40 @@ def test_every_sample_once_an_epoch(sizes, global_batch_size, seed):
 def test_ranks_make_the_same_steps(sizes, epochs, modality, drop_last, epoch):
     num_samples = sum(sizes)
     mixture = Mixture(sizes, epochs=[epochs] * len(sizes))
-    options = {'drop_last': drop_last}
+    options = {'global_batch_size': 24, 'max_tokens': 30, 'mixture': mixture, 'drop_last': drop_last}
     media = None
     if modality is not None:
         media = np.arange(num_samples) % 3
-        options |= {'modality': 'per_step', modality: media}
+        options['modality'] = 'per_step'
+        options[modality] = media
     if modality == 'image_tokens':
         media = np.sign(media)  # with images, or without
     expected = batches(mixture, 24, epoch, drop_last=drop_last, seed=0, media=media)
     if not drop_last:
-        assert Counter(samples(expected)) == Counter(list(range(num_samples)) * epochs)
+        assert Counter(samples(expected)) == Counter(dict.fromkeys(range(num_samples), epochs))
     lengths = np.arange(num_samples) % 9 + 1
     for ranks in (1, 2, 3, 4, 8):
-        samplers = samplers_of_ranks(
-            lengths, ranks, epoch=epoch, global_batch_size=24, max_tokens=30, mixture=mixture, **options
-        )
+        samplers = samplers_of_ranks(lengths, ranks, epoch=epoch, **options)
         assert samples_of_steps(samplers) == [sorted(batch) for batch in expected]
 
 
 @settings(deadline=None, max_examples=50)
 @given(sizes=st.lists(st.integers(5, 40), min_size=1, max_size=4), global_batch_size=st.integers(1, 20))
 def test_drop_last_loses_nothing_over_epochs(sizes, global_batch_size):
-    if sum(sizes) < global_batch_size:
+    num_samples = sum(sizes)
+    if num_samples < global_batch_size:
         return
-    counts = Counter()
+    mixture = Mixture(sizes)
+    counts = np.zeros(num_samples, dtype=int)
     for epoch in range(40):
-        full_batches = batches(Mixture(sizes), global_batch_size, epoch, drop_last=True)
-        assert {len(batch) for batch in full_batches} == {global_batch_size}
-        counts.update(samples(full_batches))
-    assert len(counts) == sum(sizes)
-    for end, size in zip(np.cumsum(sizes), sizes, strict=True):
-        counts_of_dataset = [counts[sample] for sample in range(end - size, end)]
-        assert max(counts_of_dataset) - min(counts_of_dataset) <= 1, 'a pass ends before the next one begins'
-    all_counts = np.array([counts[sample] for sample in range(sum(sizes))])
-    assert np.abs(all_counts - all_counts.mean()).max() <= 1 + len(sizes) / min(sizes)
+        for batch in batches(mixture, global_batch_size, epoch, drop_last=True):
+            assert len(batch) == global_batch_size
+            np.add.at(counts, batch, 1)
+    assert counts.min() > 0
+    for counts_of_dataset in np.split(counts, np.cumsum(sizes)[:-1]):
+        assert np.ptp(counts_of_dataset) <= 1, 'a pass ends before the next one begins'
+    distances = np.abs(counts - counts.mean())
+    assert distances.max() <= 1 + len(sizes) / min(sizes)
 
 
 def test_small_dataset_keeps_its_share():
@@ -106,12 +105,12 @@ def test_small_dataset_keeps_its_share():
 @pytest.mark.parametrize('per_step', [False, True])
 def test_global_batches_hold_each_share(per_step):
     sizes = [500, 80, 900]
+    dataset_of_sample = np.repeat([0, 1, 2], sizes)
     media = np.repeat([0, 1, 0], sizes) if per_step else None
     mixture = Mixture(sizes, weights=[1.0, 2.0, 1.0])
     for epoch in range(3):
         for batch in batches(mixture, 40, epoch, drop_last=True, media=media):
-            datasets = np.searchsorted(np.cumsum(sizes), batch, side='right')
-            counts = np.bincount(datasets, minlength=3)
+            counts = np.bincount(dataset_of_sample[batch], minlength=3)
             if per_step and counts[1] > 0:
                 assert counts.tolist() == [0, 40, 0], 'only the second dataset has this modality'
             else:
@@ -121,12 +120,15 @@ def test_global_batches_hold_each_share(per_step):
 
 def test_fractions_of_a_pass_go_on():
     mixture = Mixture([10, 8], epochs=[0.5, 2])
-    epochs = [Counter(samples(batches(mixture, 7, epoch))) for epoch in range(4)]
-    for first, second in ((0, 1), (2, 3)):
-        two_epochs = epochs[first] + epochs[second]
-        assert [two_epochs[sample] for sample in range(10)] == [1] * 10
-    for epoch in epochs:
-        assert [epoch[sample] for sample in range(10, 18)] == [2] * 8
+    counts = np.zeros((4, 18), dtype=int)
+    for epoch in range(4):
+        for batch in batches(mixture, 7, epoch):
+            np.add.at(counts[epoch], batch, 1)  # a batch may have a sample of the second dataset twice
+    of_first_dataset = counts[:, :10]
+    of_second_dataset = counts[:, 10:]
+    assert (of_first_dataset[0] + of_first_dataset[1] == 1).all()
+    assert (of_first_dataset[2] + of_first_dataset[3] == 1).all()
+    assert (of_second_dataset == 2).all()
 
 
 def test_epochs_and_seeds_give_other_orders():
@@ -146,27 +148,27 @@ def test_epochs_and_seeds_give_other_orders():
     seed=st.integers(0, 99),
 )
 def test_one_modality_a_step(sizes, global_batch_size, drop_last, num_modalities, seed):
-    media = np.random.default_rng(seed).integers(0, num_modalities, sum(sizes))
-    if drop_last and sum(sizes) < global_batch_size:
+    num_samples = sum(sizes)
+    media = np.random.default_rng(seed).integers(0, num_modalities, num_samples)
+    if drop_last and num_samples < global_batch_size:
         return
-    counts = Counter()
+    mixture = Mixture(sizes)
+    counts = np.zeros(num_samples, dtype=int)
     num_epochs = 60 if drop_last else 2
     for epoch in range(num_epochs):
-        batches_of_epoch = batches(Mixture(sizes), global_batch_size, epoch, drop_last=drop_last, media=media)
-        for batch in batches_of_epoch:
+        for batch in batches(mixture, global_batch_size, epoch, drop_last=drop_last, media=media):
             assert len(np.unique(media[batch])) == 1
-        counts.update(samples(batches_of_epoch))
+            np.add.at(counts, batch, 1)
     if drop_last:
         # A rare modality waits until it fills a batch, but is not left out.
-        batches_an_epoch = sum(sizes) // global_batch_size
-        passes = num_epochs * batches_an_epoch * global_batch_size / sum(sizes)
+        batches_an_epoch = num_samples // global_batch_size
+        passes = num_epochs * batches_an_epoch * global_batch_size / num_samples
         for modality in np.unique(media):
-            members = np.flatnonzero(media == modality)
-            mean = np.mean([counts[sample] for sample in members])
-            assert mean == pytest.approx(passes, abs=global_batch_size / len(members) + 1)
+            counts_of_modality = counts[media == modality]
+            tolerance = global_batch_size / len(counts_of_modality) + 1
+            assert counts_of_modality.mean() == pytest.approx(passes, abs=tolerance)
     else:
-        assert set(counts.values()) == {num_epochs}
-        assert len(counts) == sum(sizes)
+        assert (counts == num_epochs).all()
 
 
 @pytest.mark.parametrize(
@@ -224,7 +226,8 @@ def test_stretch_of_the_merged_sequence(quotas, begin, length):
 
 
 def test_integer_quotas_are_met_exactly():
-    assert counts_of_first(1010, [Fraction(1000), Fraction(3), Fraction(7)]) == [1000, 3, 7]
+    quotas = [Fraction(1000), Fraction(3), Fraction(7)]
+    assert counts_of_first(1010, quotas) == [1000, 3, 7]
 
 
 @settings(deadline=None, max_examples=10)
@@ -234,25 +237,26 @@ def test_shares_of_loss_tokens(sizes, seed):
     rng = np.random.default_rng(seed)
     tokens_of_datasets = []
     for dataset, size in enumerate(sizes):
-        dataset_tokens = rng.integers(0, 10 ** (1 + dataset), size) + dataset
+        most_tokens = 10 ** (1 + dataset)
+        dataset_tokens = rng.integers(0, most_tokens, size) + dataset
         dataset_tokens[-1] += 1  # a dataset without any token would be refused
         tokens_of_datasets.append(dataset_tokens)
     tokens = np.concatenate(tokens_of_datasets)
+    dataset_of_sample = np.repeat(np.arange(len(sizes)), sizes)
     shares = (0.5, 0.3, 0.2) if len(sizes) == 3 else (0.7, 0.3)
     mixture = Mixture.from_loss_shares(sizes, shares, tokens)
     assert float(sum(mixture.quotas)) == pytest.approx(sum(sizes))
-    ends = np.cumsum(sizes)
     trained_tokens = np.zeros(len(sizes))
     for epoch in range(40):
         for sample in samples(batches(mixture, 20, epoch, seed=seed)):
-            dataset = int(np.searchsorted(ends, sample, side='right'))
+            dataset = dataset_of_sample[sample]
             trained_tokens[dataset] += tokens[sample]
     # Shares are exact over whole passes. So they are off by less than one pass of each dataset.
-    tokens_of_pass = [dataset_tokens.sum() for dataset_tokens in tokens_of_datasets]
+    tokens_of_pass = np.array([dataset_tokens.sum() for dataset_tokens in tokens_of_datasets])
     total = trained_tokens.sum()
-    for dataset, share in enumerate(shares):
-        largest_error = (max(tokens_of_pass) + tokens_of_pass[dataset]) / total
-        assert abs(trained_tokens[dataset] / total - share) <= largest_error
+    errors = np.abs(trained_tokens / total - shares)
+    largest_errors = (tokens_of_pass.max() + tokens_of_pass) / total
+    assert (errors <= largest_errors).all()
 
 
 def test_loss_shares_without_loss_tokens():

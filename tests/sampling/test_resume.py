@@ -33,10 +33,9 @@ def test_generators_go_on_after_resume():
     assert draw() != expected
 
 
-@pytest.mark.parametrize('state', [{}, {'batches': '[]'}, None, 'generators'])
-def test_state_of_another_class(state):
+def test_state_of_another_class():
     with pytest.raises(ValueError, match=r"`state` must have the keys \['generators'\], got: .*of the same class"):
-        RestoreRandomState().load_state_dict(state)
+        RestoreRandomState().load_state_dict({'batches': '[]'})
 
 
 def test_nothing_is_touched_without_a_checkpoint():

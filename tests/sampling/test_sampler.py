@@ -9,6 +9,7 @@ import itertools
 import pickle
 import threading
 import tracemalloc
+from functools import partial
 
 import numpy as np
 import pytest
@@ -129,9 +130,10 @@ def test_ranks_finish_together():
     slowest_regrouped = 0
     slowest_stock = 0
     for batch in range(32):
-        first = 16 * batch
-        slowest_regrouped += max(lengths[list(batches[batch])].sum() for batches in regrouped)
-        slowest_stock += max(lengths[order[first : first + 16]].sum() for order in stock)
+        samples_of_ranks = [list(batches[batch]) for batches in regrouped]
+        slowest_regrouped += max(lengths[samples].sum() for samples in samples_of_ranks)
+        stock_samples_of_ranks = [order[16 * batch : 16 * batch + 16] for order in stock]
+        slowest_stock += max(lengths[samples].sum() for samples in stock_samples_of_ranks)
     mean = lengths.sum() / 8
     assert slowest_regrouped / mean < 1.05
     assert slowest_stock / mean > 1.2
@@ -338,6 +340,7 @@ def test_plans_know_the_encoder_cost(objective):
     sampler = build_sampler(lengths, global_batch_size=32, ranks=4, vision_cost=vision_cost, **options)
     for batch in range(2):
         window = sampler.window(batch)
-        expected = plan_microbatches(lengths[window], num_ranks=4, vision_cost=vision_cost[window], **options)
-        assert sampler.plan(batch) == expected
-        assert sampler.plan(batch) != plan_microbatches(lengths[window], num_ranks=4, **options)
+        plan_window = partial(plan_microbatches, lengths[window], num_ranks=4, **options)
+        plan = sampler.plan(batch)
+        assert plan == plan_window(vision_cost=vision_cost[window])
+        assert plan != plan_window()

@@ -82,9 +82,15 @@ def test_sums_tell_equal_checksums(checksums, are_equal):
 @given(st.lists(st.integers(1, 100), min_size=2, max_size=30), st.randoms())
 def test_table_facts_tell_permutations(numbers, random):
     shuffled = random.sample(numbers, len(numbers))
-    facts = table_facts('lengths', np.array(numbers))
-    other = table_facts('lengths', np.array(shuffled))
-    assert facts['lengths'] == other['lengths']
-    assert (facts['order of lengths'] == other['order of lengths']) == (numbers == shuffled)
-    changed = table_facts('lengths', np.array([numbers[0] + 1, *numbers[1:]]))
-    assert changed['lengths'] != facts['lengths']
+    first_number, *others = numbers
+
+    def facts_of(lengths):
+        return table_facts('lengths', np.array(lengths))
+
+    facts = facts_of(numbers)
+    of_permutation = facts_of(shuffled)
+    assert of_permutation['lengths'] == facts['lengths']
+    has_same_order = of_permutation['order of lengths'] == facts['order of lengths']
+    assert has_same_order == (numbers == shuffled)
+    of_changed = facts_of([first_number + 1, *others])
+    assert of_changed['lengths'] != facts['lengths']

@@ -68,7 +68,8 @@ class RealRun:
         self.optimizer.step()  # gradients and states are there from now on
 
     def train(self, batch: dict[str, Any]) -> None:
-        copied = {key: value.clone() for key, value in self.tensors(batch).items()}  # as Trainer._train_microbatch
+        # As in Trainer._train_microbatch.
+        copied = {key: value.clone() for key, value in self.tensors(batch).items()}
         if self.selector is not None:
             self.selector.arm('causal', num_labels(batch))
         with torch.autocast('cpu', torch.bfloat16, enabled=self.precision == 'amp_bf16'):
@@ -120,8 +121,15 @@ class RealRun:
 
 def batch_and_shape(case: FamilyCase | MediaCase, rows: tuple[int, ...], width: int) -> tuple[Any, BatchShape]:
     layout = BatchLayout.for_model(case.model)
-    batch = batch_of_width(layout, [case.rows[row] for row in rows], width)
+    samples = [case.rows[row] for row in rows]
+    batch = batch_of_width(layout, samples, width)
     return batch, BatchShape.from_batch(batch, layout)
+
+
+def calibrate(case: FamilyCase | MediaCase, build: Callable[[], PreTrainedModel], **options: Any) -> MemoryModel:
+    """Returns the memory model that `size` fits to traces of the family's rows."""
+    options = {'width': PROBE_WIDTH, 'make_optimizer': adamw, 'on_gpu': False, **options}
+    return calibrate_fake(build, case.model.config, case.rows, **options)
 
 
 def errors_of_shapes(
@@ -129,12 +137,11 @@ def errors_of_shapes(
 ) -> dict[str, float]:
     """Relative error of the prediction for each of SHAPES."""
     build = builder(case, attention, checkpointing)
-    memory = calibrate_fake(
-        build, case.model.config, case.rows, width=PROBE_WIDTH, make_optimizer=adamw, precision=precision, on_gpu=False
-    )
+    memory = calibrate(case, build, precision=precision)
     layout = BatchLayout.for_model(case.model)
     run = RealRun(build(), layout.concat(case.rows), precision)
-    probed = {BatchShape.from_batch(batch, layout) for batch in probe_batches(layout, case.rows, PROBE_WIDTH)}
+    probes = probe_batches(layout, case.rows, PROBE_WIDTH)
+    probed = {BatchShape.from_batch(batch, layout) for batch in probes}
     errors = {}
     for rows, width in SHAPES:
         batch, shape = batch_and_shape(case, rows, width)
@@ -152,25 +159,25 @@ def test_peak_with_logits_at_labels(family: str) -> None:
     """One calibration predicts many labels, few labels, and all logits."""
     case = FAMILIES[family]()
     build = builder(case, 'sdpa', checkpointing=False)
-    memory = calibrate_fake(
-        build, case.model.config, case.rows, width=PROBE_WIDTH, make_optimizer=adamw, on_gpu=False, logits='auto'
-    )
+    memory = calibrate(case, build, logits='auto')
     assert memory.logits == 'labels'
-    run = RealRun(build(), BatchLayout.for_model(case.model).concat(case.rows))
+    layout = BatchLayout.for_model(case.model)
+    run = RealRun(build(), layout.concat(case.rows))
     selector = LabelSelector(run.model)
     for rows, width in SHAPES:
         batch, shape = batch_and_shape(case, rows, width)
-        logits_bytes = {'all': memory.terms(shape)['logits']}
+        many = with_spaced_labels(batch, 3)
+        few = with_spaced_labels(batch, 20)
+        with_many = replace(shape, labels=num_labels(many) + 1)
+        with_few = replace(shape, labels=num_labels(few) + 1)
         run.selector = None
         assert abs(run.error_of(memory, batch, shape)) < 0.06, shape
         run.selector = selector
-        for spacing in (3, 20):
-            spaced = with_spaced_labels(batch, spacing)
-            spaced_shape = replace(shape, labels=num_labels(spaced) + 1)
-            logits_bytes[spacing] = memory.terms(spaced_shape)['logits']
-            assert abs(run.error_of(memory, spaced, spaced_shape)) < 0.06, (spacing, shape)
-    assert logits_bytes[20] < logits_bytes[3] / 4
-    assert logits_bytes[3] < logits_bytes['all'] / 2
+        assert abs(run.error_of(memory, many, with_many)) < 0.06, with_many
+        assert abs(run.error_of(memory, few, with_few)) < 0.06, with_few
+    most, more, less = (memory.terms(last_shape)['logits'] for last_shape in (shape, with_many, with_few))
+    assert less < more / 4
+    assert more < most / 2
 
 
 def test_fused_losses_need_all_logits() -> None:
@@ -184,11 +191,10 @@ def test_fused_losses_need_all_logits() -> None:
         model.get_output_embeddings = lambda: head
         return model
 
-    arguments = {'width': PROBE_WIDTH, 'on_gpu': False}
-    memory = calibrate_fake(build, case.config, case.rows, logits='auto', **arguments)
+    memory = calibrate(case, build, logits='auto')
     assert memory.logits == 'all'
     with pytest.raises(ValueError):
-        calibrate_fake(build, case.config, case.rows, logits='labels', **arguments)
+        calibrate(case, build, logits='labels')
 
 
 class FusedHead(torch.nn.Module):
@@ -248,7 +254,8 @@ def test_packed_row_takes_what_rows_take() -> None:
     """A packed row needs no square mask over all its documents. So `size` predicts it as padded rows."""
     case = FAMILIES['llama']()
     layout = BatchLayout.for_model(case.config)
-    run = RealRun(builder(case, 'sdpa', checkpointing=False)(), layout.concat(case.rows))
+    build = builder(case, 'sdpa', checkpointing=False)
+    run = RealRun(build(), layout.concat(case.rows))
     rows = layout.concat([case.rows[4]] * 16)
     packed = pack_rows(layout, rows, DocumentAttention(run.model))
     assert run.microbatch_peak(packed) < 1.05 * run.microbatch_peak(rows)
@@ -257,8 +264,10 @@ def test_packed_row_takes_what_rows_take() -> None:
 def test_optimizer_step_of_a_small_microbatch() -> None:
     case = FAMILIES['llama']()
     build = builder(case, 'sdpa', checkpointing=False)
-    memory = calibrate_fake(build, case.config, case.rows, width=PROBE_WIDTH, make_optimizer=adamw, on_gpu=False)
+    memory = calibrate(case, build)
     run = RealRun(build(), case.rows[0])
     one_token = BatchShape(rows=1, width=1)
-    assert memory.peak(one_token) == pytest.approx(run.optimizer_peak(), rel=0.02)
-    assert memory.peak(one_token) > sum(memory.terms(one_token).values())
+    predicted = memory.peak(one_token)
+    assert predicted == pytest.approx(run.optimizer_peak(), rel=0.02)
+    bytes_of_microbatch = sum(memory.terms(one_token).values())
+    assert predicted > bytes_of_microbatch

@@ -70,18 +70,28 @@ def memory_model(**changes: Any) -> MemoryModel:
 
 def table(num_samples: int = 4000, seed: int = 0) -> LengthTable:
     rng = np.random.default_rng(seed)
-    images = np.where(rng.random(num_samples) < 0.6, 64, 0)
-    text = np.clip(rng.lognormal(4, 0.7, num_samples), 4, 448).astype(np.int64)
-    return LengthTable(lengths=text + images, image_tokens=images, loss_tokens=text // 2, vision_patches=4 * images)
+    has_image = rng.random(num_samples) < 0.6
+    images = 64 * has_image.astype(np.int64)
+    drawn = rng.lognormal(4, 0.7, num_samples)
+    text = np.clip(drawn, 4, 448).astype(np.int64)
+    return LengthTable(
+        lengths=text + images,
+        image_tokens=images,
+        loss_tokens=text // 2,
+        vision_patches=4 * images,
+    )
 
 
 def sizes_of(lengths: Any, image_tokens: Any = 0, loss_tokens: Any = 0, vision_patches: Any = 0) -> LengthTable:
     """A table of these columns; a number stands for a column of it."""
-    columns = np.broadcast_arrays(lengths, image_tokens, loss_tokens, vision_patches)
-    lengths, image_tokens, loss_tokens, vision_patches = (np.array(column) for column in columns)
-    return LengthTable(
-        lengths=lengths, image_tokens=image_tokens, loss_tokens=loss_tokens, vision_patches=vision_patches
-    )
+    columns = {
+        'lengths': lengths,
+        'image_tokens': image_tokens,
+        'loss_tokens': loss_tokens,
+        'vision_patches': vision_patches,
+    }
+    num_samples = max(np.size(column) for column in columns.values())
+    return LengthTable(**{name: np.full(num_samples, column) for name, column in columns.items()})
 
 
 def suggest(lengths: Any = None, **changes: Any) -> Any:
@@ -117,20 +127,28 @@ def test_budget_of_any_slot_fits(slot_tokens: int | None, device_memory_gib: flo
     if slot_tokens is not None:
         assert 1 < report.max_tokens / sizes.lengths.max() < 1.5
     limit = SAFETY * device_memory_gib * GIB
-    image_share = float((sizes.image_tokens / sizes.lengths).max())
-    image_tokens = int(report.max_tokens * image_share)
+    image_shares = sizes.image_tokens / sizes.lengths
+
+    def peak(rows: int, width: int, num_tokens: int) -> float:
+        image_tokens = int(num_tokens * image_shares.max())
+        shape = BatchShape(rows=rows, width=width, image_tokens=image_tokens)
+        return memory_model().peak(shape, num_ranks=4)
+
     for width in np.unique(sizes.lengths).tolist():
         rows = max(report.max_tokens // width, 1)
-        shape = BatchShape(rows=rows, width=width, image_tokens=image_tokens)
-        assert memory_model().peak(shape, num_ranks=4) <= limit
-    larger = BatchShape(rows=report.device_train_microbatch_size + 1, width=report.slot_tokens)
-    larger = replace(larger, image_tokens=int(larger.tokens * image_share))
-    assert memory_model().peak(larger, num_ranks=4) > limit
+        assert peak(rows, width, report.max_tokens) <= limit
+    rows = report.device_train_microbatch_size + 1
+    assert peak(rows, report.slot_tokens, rows * report.slot_tokens) > limit
 
 
 def at_labels(**changes: Any) -> MemoryModel:
     """Half a MiB for each position at which logits are computed."""
-    coefficients = {'text': {'tokens': PER_TOKEN}, 'logits': {'logits': PER_LOGIT_ROW}, 'vision': {}, 'weights': {}}
+    coefficients = {
+        'text': {'tokens': PER_TOKEN},
+        'logits': {'logits': PER_LOGIT_ROW},
+        'vision': {},
+        'weights': {},
+    }
     fit = ActivationFit(coefficients=coefficients, area='never', residual=0.01)
     return memory_model(phases={'head': fit}, logits='labels', **changes)
 
@@ -146,7 +164,8 @@ def at_labels(**changes: Any) -> MemoryModel:
 def test_logits_count_by_the_largest_share(loss_tokens: list[int], share: float) -> None:
     sizes = sizes_of(100, loss_tokens=loss_tokens)
     report = suggest(sizes, memory=at_labels(), num_ranks=1, global_batch_size=256, device_memory_gib=20.0)
-    positions = most_positions(20, bytes_each=PER_TOKEN + share * PER_LOGIT_ROW + 48)
+    bytes_of_position = PER_TOKEN + share * PER_LOGIT_ROW + 48
+    positions = most_positions(20, bytes_each=bytes_of_position)
     assert report.device_train_microbatch_size == positions // 100
     assert report.most_logits == pytest.approx(share * report.max_tokens, abs=1)
     assert report.logits == 'labels'
@@ -158,15 +177,12 @@ def test_logits_count_by_the_largest_share(loss_tokens: list[int], share: float)
 
 def densest_microbatch(sizes: LengthTable, samples: np.ndarray, max_tokens: int) -> BatchShape:
     """Shape of a microbatch of the first samples that fit into the budget."""
-    rows = 0
-    while rows < len(samples):
-        width = int(sizes.lengths[samples[: rows + 1]].max())
-        if (rows + 1) * width > max_tokens:
-            break
-        rows += 1
-    width = int(sizes.lengths[samples[:rows]].max())
-    labels = int(sizes.loss_tokens[samples[:rows]].sum())
-    return BatchShape(rows=rows, width=width, labels=labels + 1)
+    # Width of the first sample, of the first two, and so on.
+    widths = np.maximum.accumulate(sizes.lengths[samples])
+    num_positions = widths * np.arange(1, len(samples) + 1)
+    rows = int(np.searchsorted(num_positions, max_tokens, side='right'))
+    labels = sizes.loss_tokens[samples[:rows]].sum()
+    return BatchShape(rows=rows, width=int(widths[rows - 1]), labels=int(labels) + 1)
 
 
 def test_any_microbatch_fits_with_its_labels() -> None:
@@ -189,12 +205,16 @@ def test_any_microbatch_fits_with_its_labels() -> None:
 def test_profile_against_a_plain_count() -> None:
     sizes = table(512)
     report = suggest(sizes, num_ranks=2, global_batch_size=64)
-    assert report.profile.text_only_share == pytest.approx((sizes.image_tokens == 0).mean())
+    profile = report.profile
+    is_text = sizes.image_tokens == 0
+    assert profile.text_only_share == pytest.approx(is_text.mean())
     # Four patches for each of 64 image tokens.
-    assert report.profile.patches_per_sample == pytest.approx(256)
-    assert report.profile.patches_per_image_token == pytest.approx(4)
-    assert suggest(sizes.lengths).profile.patches_per_sample is None
-    assert report.profile.loss_share == pytest.approx(sizes.loss_tokens.sum() / sizes.lengths.sum())
+    assert profile.patches_per_sample == pytest.approx(256)
+    assert profile.patches_per_image_token == pytest.approx(4)
+    loss_share = sizes.loss_tokens.sum() / sizes.lengths.sum()
+    assert profile.loss_share == pytest.approx(loss_share)
+    only_lengths = suggest(sizes.lengths)
+    assert only_lengths.profile.patches_per_sample is None
     assert report.figures['split'].padding_ratio < report.figures['stock'].padding_ratio
 
 
@@ -297,7 +317,8 @@ def test_dummy_rows_of_equal_counts(equal_counts: bool, image_tokens: int, dummy
     """Rank 0 makes two microbatches of 500 tokens, rank 1 only one. For equal counts it repeats a row."""
     sizes = SampleSizes.from_lengths(np.array([500, 10, 500, 30]))
     if image_tokens:
-        sizes = replace(sizes, image_tokens=np.array([image_tokens, 0, image_tokens, image_tokens]))
+        has_image = np.array([1, 0, 1, 1])
+        sizes = replace(sizes, image_tokens=image_tokens * has_image)
     options = CutOptions(max_tokens=500, equal_counts=equal_counts)
     figures = simulate_steps(
         sizes, [np.arange(4)], method='split', num_ranks=2, microbatch_rows=1, options=options, price=CostModel()
@@ -342,8 +363,9 @@ def test_samples_over_the_budget_are_named() -> None:
 
 
 def test_rough_memory_model_warns() -> None:
-    phases = {name: replace(fit, residual=0.08) for name, fit in memory_model().phases.items()}
-    report = suggest(memory=memory_model(phases=phases))
+    fit = memory_model().phases['head']
+    rough = memory_model(phases={'head': replace(fit, residual=0.08)})
+    report = suggest(memory=rough)
     assert '8.0%' in '\n'.join(report.warnings())
     assert suggest().warnings() == []
 
@@ -383,8 +405,10 @@ def test_image_cap_bounds_memory_and_steps() -> None:
     sizes = sizes_of([100] * 8, 60, 1, 60)
     free, capped = check_capped_steps(sizes, {'max_image_tokens': 120}, width_multiple=2)
     # A microbatch of all rows has 480 image tokens, and one under the cap 120.
-    assert (free.peak_gib - capped.peak_gib) * GIB == pytest.approx(360 * PER_IMAGE_TOKEN)
-    assert len(suggest_for_one_rank(sizes, max_image_tokens=59).oversize) == 8
+    saved_bytes = (free.peak_gib - capped.peak_gib) * GIB
+    assert saved_bytes == pytest.approx(360 * PER_IMAGE_TOKEN)
+    too_small = suggest_for_one_rank(sizes, max_image_tokens=59)
+    assert len(too_small.oversize) == 8
 
 
 def test_loss_cap_bounds_logits_and_steps() -> None:
@@ -393,8 +417,10 @@ def test_loss_cap_bounds_logits_and_steps() -> None:
     # 51 of 100 positions of each row may need logits. Under the cap a microbatch with logits everywhere has 112.
     assert free.most_logits == 408
     assert capped.most_logits == 113
-    assert (free.peak_gib - capped.peak_gib) * GIB == pytest.approx((408 - 113) * PER_LOGIT_ROW)
-    assert len(suggest_for_one_rank(sizes, memory=at_labels(), max_loss_tokens=49).oversize) == 8
+    saved_bytes = (free.peak_gib - capped.peak_gib) * GIB
+    assert saved_bytes == pytest.approx((408 - 113) * PER_LOGIT_ROW)
+    too_small = suggest_for_one_rank(sizes, memory=at_labels(), max_loss_tokens=49)
+    assert len(too_small.oversize) == 8
 
 
 def test_loss_cap_allows_larger_microbatches() -> None:

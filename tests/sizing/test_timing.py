@@ -81,20 +81,23 @@ def test_encoder_has_its_own_terms() -> None:
         patches = [0, 0]
         encoder_seconds = 0.0
         if index != 3:  # one microbatch without images
-            patches = rng.integers(16, 4096, int(rng.integers(1, 5))).tolist()
-            encoder_seconds = sum(4e-9 * count**2 + 1e-6 * count + 2e-4 for count in patches)
-        seconds = microbatch.seconds - PER_IMAGE_TOKEN * microbatch.image_tokens + encoder_seconds
+            num_images = int(rng.integers(1, 5))
+            patches = rng.integers(16, 4096, num_images).tolist()
+            for count in patches:
+                encoder_seconds += 4e-9 * count**2 + 1e-6 * count + 2e-4
+        text_seconds = microbatch.seconds - PER_IMAGE_TOKEN * microbatch.image_tokens
+        seconds = text_seconds + encoder_seconds
         if index == 20:  # a delayed microbatch
             seconds *= 5
         timer.microbatches[index] = microbatch._replace(
             seconds=seconds, vision_seconds=encoder_seconds, patches=patches
         )
     cost, _ = fit_cost([timer], quadratic=QUADRATIC)
-    assert cost.seconds_per_token == pytest.approx(PER_TOKEN, rel=0.05)
-    assert cost.seconds_per_token is not None
-    assert cost.vision_per_square == pytest.approx(4e-9 / cost.seconds_per_token)
-    assert cost.vision_per_patch == pytest.approx(1e-6 / cost.seconds_per_token)
-    assert cost.vision_per_image == pytest.approx(2e-4 / cost.seconds_per_token)
+    unit = cost.seconds_per_token
+    assert unit == pytest.approx(PER_TOKEN, rel=0.05)
+    assert cost.vision_per_square == pytest.approx(4e-9 / unit)
+    assert cost.vision_per_patch == pytest.approx(1e-6 / unit)
+    assert cost.vision_per_image == pytest.approx(2e-4 / unit)
     assert cost.vision_per_token == 0.0
 
 
@@ -138,7 +141,8 @@ def test_time_in_the_encoder(frozen: bool) -> None:
     timer = MicrobatchTimer(layout, patches=partial(count_patches, patch_size=14), skip=0)
     timer._now = lambda: clock.seconds  # type: ignore[method-assign]
     batch = layout.concat(case.rows, pad_token_id=case.pad_token_id)
-    train(case.model, token_data_spec(loader(batch)), callbacks=[timer], microbatch_size=len(case.rows))
+    spec = token_data_spec(loader(batch))
+    train(case.model, spec, callbacks=[timer], microbatch_size=len(case.rows))
     (microbatch,) = timer.microbatches
     assert microbatch.patches == [computed_patches(case.model, row) for row in case.rows]
     seconds_of_layer = 1.0 if frozen else 11.0

@@ -71,7 +71,8 @@ def test_parameters_gradients_and_states_by_hand() -> None:
     # Two moments, and a step counter of four bytes for each of 9 tensors a block and 3 outside.
     assert run.static.optimizer == 8 * ALL_WEIGHTS + 4 * (9 * LAYERS + 3)
     assert run.static.block == BLOCK
-    assert run.static.outside == run.static.trained_outside == OUTSIDE
+    assert run.static.outside == OUTSIDE
+    assert run.static.trained_outside == OUTSIDE
 
 
 def test_frozen_parts_have_no_gradient() -> None:
@@ -94,7 +95,8 @@ def test_ranks_share_what_fsdp_shards() -> None:
     config = small_config()
     static = TracedStep(builder(config), made_up_sample(config, 10), strategy='fsdp').static
     shared = static.terms('fsdp', 8)
-    assert shared['parameters'] == shared['gradients'] == 4 * ALL_WEIGHTS / 8
+    assert shared['parameters'] == 4 * ALL_WEIGHTS / 8
+    assert shared['gradients'] == 4 * ALL_WEIGHTS / 8
     # Outside of the blocks: weights and gradients. Of blocks: weights of two, gradients of one, and their sum.
     assert shared['gathered by FSDP'] == 4 * (2 * OUTSIDE + 4 * BLOCK)
 
@@ -130,7 +132,7 @@ def test_type_of_the_residual_stream() -> None:
     memory = {}
     for strategy in ('ddp', 'fsdp'):
         run = TracedStep(builder(config, checkpointing=True), sample, precision='amp_bf16', strategy=strategy)
-        assert run.static.parameters == 4 * sum(parameter.numel() for parameter in run.model.parameters())
+        assert run.static.parameters == 4 * ALL_WEIGHTS
         memory[strategy] = run.measure(sample).phases['head']
     # Checkpointing keeps the input of each block: in float32 under DDP, in two bytes under FSDP.
     assert memory['ddp']['text'] - memory['fsdp']['text'] >= LAYERS * 40 * HIDDEN * 2
@@ -149,8 +151,9 @@ def test_recomputed_blocks_see_first_types() -> None:
     sample = made_up_sample(config, 20, num_images=1)
     # Layer norms are float32 under a GPU's autocast, and under FSDP their inputs are not.
     build = builder(config, checkpointing=True)
-    probe = TracedStep(build, sample, precision='amp_bf16', strategy='fsdp').measure(sample)
-    assert probe.phases['blocks']['vision'] > 0
+    run = TracedStep(build, sample, precision='amp_bf16', strategy='fsdp')
+    memory = run.measure(sample).phases['blocks']
+    assert memory['vision'] > 0
 
 
 def test_casting_converts_no_parameter_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,10 +164,12 @@ def test_casting_converts_no_parameter_in_place(monkeypatch: pytest.MonkeyPatch)
         raise RuntimeError("_apply(): Couldn't swap Embedding.weight")
 
     monkeypatch.setattr(torch.nn.Module, '_apply', refuse)
-    run = TracedStep(builder(config), made_up_sample(config, 10), precision='amp_bf16', strategy='fsdp')
+    sample = made_up_sample(config, 10)
+    run = TracedStep(builder(config), sample, precision='amp_bf16', strategy='fsdp')
     assert {parameter.dtype for parameter in run.model.parameters()} == {torch.bfloat16}
     assert run.model.lm_head.weight is run.model.model.embed_tokens.weight
-    assert run.measure(made_up_sample(config, 10)).phases['head']['weights'] == 0
+    memory = run.measure(sample).phases['head']
+    assert memory['weights'] == 0
 
 
 NUM_TEXT_BLOCKS = 12
