@@ -5,6 +5,7 @@
 
 import torch
 from composer.models import HuggingFaceModel
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -12,14 +13,16 @@ torch.manual_seed(0)
 config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
 llama = LlamaForCausalLM(config)
 model = HuggingFaceModel(llama, shift_labels=True)
-dataset = [torch.randint(3, 64, (int(length),)) for length in torch.randint(3, 40, (32,))]
+lengths = torch.randint(3, 40, (32,)).tolist()
+dataset = [torch.randint(3, 64, (length,)) for length in lengths]
 
 
 def collate(samples):
     """Pads rows on the right."""
-    ids = torch.nn.utils.rnn.pad_sequence(samples, batch_first=True)
-    labels = torch.nn.utils.rnn.pad_sequence(samples, batch_first=True, padding_value=-100)
-    return {'input_ids': ids, 'attention_mask': (labels != -100).long(), 'labels': labels}
+    ids = pad_sequence(samples, batch_first=True)
+    labels = pad_sequence(samples, batch_first=True, padding_value=-100)
+    mask = (labels != -100).long()
+    return {'input_ids': ids, 'attention_mask': mask, 'labels': labels}
 
 
 train_dataloader = DataLoader(dataset, batch_size=8, collate_fn=collate)

@@ -225,7 +225,7 @@ def machines_of(figures: Any) -> list[Any]:
 
 
 def test_results_files_are_on_the_page():
-    """A row names the file and its machines: E for AMD EPYC, X for Intel Xeon. That of the first figures is first."""
+    """A row names the file and its machines: E for AMD EPYC, X for Intel Xeon. The first figures come first."""
     page = (ROOT / 'docs' / 'benchmarks.md').read_text()
     for path in (ROOT / 'benchmarks' / 'results').glob('*.json'):
         rows = [line for line in page.splitlines() if f'`{path.name}`' in line]

@@ -50,26 +50,27 @@ def expected_answer(question, digits):
 
 def test_answers_follow_from_the_scans(dataset, samples):
     scans = load_digits()
-    questions = set()
+    about_images = set()
+    about_text = set()
     for index, sample in enumerate(samples[:400]):
         _, _, shown_scans = dataset.conversation(index)
         prompt, answer = prompt_and_answer(dataset, sample)
         question = prompt[0]
-        questions.add((question, len(shown_scans) > 0))
+        digits = [int(word) for word in prompt if word.isdigit()]
         if len(shown_scans) > 0:
-            assert not any(word.isdigit() for word in prompt)
+            about_images.add(question)
+            assert not digits
             digits = scans.target[shown_scans].tolist()
             # The model sees the scan itself: 17 levels of grey, normalised to -1..1.
             grey = torch.tensor(scans.images[shown_scans] / 8 - 1, dtype=torch.float32)
             expected_pixels = grey[:, None].expand(-1, 3, -1, -1)
             torch.testing.assert_close(sample['pixel_values'], expected_pixels, atol=0.005, rtol=0)
         else:
-            digits = [int(word) for word in prompt if word.isdigit()]
+            about_text.add(question)
             assert 'pixel_values' not in sample
         assert answer == [*expected_answer(question, digits), '<|end|>'], index
-    about_images = {(question, True) for question in ('read', 'spell', 'count', 'add')}
-    about_text = {(question, False) for question in ('read', 'spell', 'add')}
-    assert questions == about_images | about_text
+    assert about_images == {'read', 'spell', 'count', 'add'}
+    assert about_text == {'read', 'spell', 'add'}
 
 
 def test_from_no_image_to_twelve(samples):
@@ -87,24 +88,31 @@ def test_splits_share_no_scan():
 @pytest.mark.parametrize('split', ['train', 'eval'])
 def test_samples_show_only_their_split(split):
     dataset = DigitsDataset(split=split, num_samples=300, seed=5)
-    shown_scans = np.concatenate([dataset.conversation(index)[2] for index in range(300)])
-    assert np.isin(shown_scans, split_scans(split)).all()
+    scans_of_split = set(split_scans(split).tolist())
+    num_scans = 0
+    for index in range(300):
+        _, _, shown_scans = dataset.conversation(index)
+        assert scans_of_split.issuperset(shown_scans)
+        num_scans += len(shown_scans)
+    assert num_scans > 0
 
 
 def test_most_of_a_batch_is_padding(dataset, samples):
     collate = VisionLanguageCollator(dataset.processor)
-    num_positions = num_tokens = 0
+    num_positions = 0
+    num_tokens = 0
     for start in range(0, NUM_SAMPLES, 32):
         batch = collate(samples[start : start + 32])
-        num_positions += batch['attention_mask'].numel()
-        num_tokens += int(batch['attention_mask'].sum())
+        mask = batch['attention_mask']
+        num_positions += mask.numel()
+        num_tokens += int(mask.sum())
     assert 1 - num_tokens / num_positions >= 0.6
 
 
 def test_few_answers_are_very_long(samples):
-    lengths = sorted(int((sample['labels'] != -100).sum()) for sample in samples)
-    assert lengths[len(lengths) // 2] == 2
-    assert lengths[-1] == 13
+    num_labels = [int((sample['labels'] != -100).sum()) for sample in samples]
+    assert np.median(num_labels) == 2
+    assert max(num_labels) == 13
 
 
 def test_sample_depends_on_seed_and_index(dataset):
@@ -132,12 +140,16 @@ def test_callers_cannot_change_cached_samples():
     ('question', 'answer'), [('read', '4 0 7'), ('spell', 'four zero seven'), ('count', '3'), ('sum', '1 1')]
 )
 def test_answers(question, answer):
-    assert DigitsQuestion(question, 3, has_images=True).answer([4, 0, 7]) == answer
+    about_images = DigitsQuestion(question, 3, has_images=True)
+    assert about_images.answer([4, 0, 7]) == answer
 
 
 def test_text_only_question_names_its_digits():
-    assert DigitsQuestion('spell', 3, has_images=False).prompt([4, 0, 7]) == 'spell in words 4 0 7'
-    assert DigitsQuestion('spell', 3, has_images=True).prompt([4, 0, 7]) == 'spell in words'
+    digits = [4, 0, 7]
+    about_text = DigitsQuestion('spell', 3, has_images=False)
+    about_images = DigitsQuestion('spell', 3, has_images=True)
+    assert about_text.prompt(digits) == 'spell in words 4 0 7'
+    assert about_images.prompt(digits) == 'spell in words'
 
 
 def test_wrong_arguments_are_refused():

@@ -93,7 +93,8 @@ def train_on_whole_batches(ragged, model):
         generator = torch.Generator().manual_seed(epoch)
         order = torch.randperm(len(dataset), generator=generator).tolist()
         for start in range(0, len(order), ragged.GLOBAL_BATCH):
-            batch = ragged.collate([dataset[index] for index in order[start : start + ragged.GLOBAL_BATCH]])
+            indices = order[start : start + ragged.GLOBAL_BATCH]
+            batch = ragged.collate([dataset[index] for index in indices])
             if (batch['labels'][:, 1:] == -100).all():  # a step without a loss token changes nothing
                 losses.append(0.0)
                 continue

@@ -28,9 +28,12 @@ def trainer_with(algorithms=None, *, microbatch_size=2, max_duration='2ep', **op
     if algorithms is None:
         algorithms = [TokenAccumulation()]
     model = hugging_face(text_model())
+    data = ragged()
+    if algorithms:
+        data = token_data_spec(data)
     return Trainer(
         model=model,
-        train_dataloader=token_data_spec(ragged()) if algorithms else ragged(),
+        train_dataloader=data,
         algorithms=algorithms,
         max_duration=max_duration,
         optimizers=torch.optim.AdamW(model.parameters(), lr=1e-2),
@@ -98,9 +101,11 @@ def test_resumes_bitwise(interval, first_save, tmp_path):
 def test_is_not_required_on_load(saved, loaded, tmp_path):
     """``test_required_on_load``: a checkpoint with or without the algorithm is loaded by a trainer with other ones."""
     path = tmp_path / 'a.pt'
-    trainer_with(saved, max_duration='1ba', save_folder=str(tmp_path), save_filename=path.name).fit()
-    states = torch.load(path, weights_only=False)['state']['algorithms']
-    assert [state['repr'] for _, state in states] == [repr(algorithm) for algorithm in saved]
+    trainer = trainer_with(saved, max_duration='1ba', save_folder=str(tmp_path), save_filename=path.name)
+    trainer.fit()
+    checkpoint = torch.load(path, weights_only=False)
+    saved_states = checkpoint['state']['algorithms']
+    assert [state['repr'] for _, state in saved_states] == [repr(algorithm) for algorithm in saved]
     trainer = trainer_with(loaded, load_path=str(path), max_duration='2ba')
     trainer.fit()
     assert trainer.state.timestamp.batch == 2

@@ -55,7 +55,8 @@ def build(config, *, is_eval=False):
     dataset = source.build_dataset(processor, is_eval=is_eval)
     samples = map(dataset.__getitem__, range(dataset.size))  # by index, which begins no epoch
     with_image = next(sample for sample in samples if sample['num_images'][0])
-    spec = source.build_loader(dataset, processor, BatchLayout.infer(with_image), is_eval=is_eval)
+    layout = BatchLayout.infer(with_image)
+    spec = source.build_loader(dataset, processor, layout, is_eval=is_eval)
     return spec.dataloader
 
 
@@ -101,7 +102,8 @@ def test_measuring_sees_every_sample(shards, tmp_path):
     processor = source.build_processor()
     dataset = source.build_dataset(processor)
     assert len(dataset) == 10
-    map_style = LlavaDataset(tmp_path / 'train' / 'data.json', processor, image_dir=tmp_path / 'train' / 'images')
+    train = tmp_path / 'train'
+    map_style = LlavaDataset(train / 'data.json', processor, image_dir=train / 'images')
     folder = tmp_path / 'lengths'
     table = length_table(source.by_index(dataset), processor, folder=folder)
     expected = length_table(map_style, processor, folder=folder)

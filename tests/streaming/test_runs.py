@@ -39,7 +39,10 @@ def run_all(shards, *arguments, ranks):
 
 def samples_of_steps(run):
     """Returns the names of the samples of each step, over all ranks."""
-    return {step: sorted(chain.from_iterable(record['samples'])) for step, record in run['steps'].items()}
+    names = {}
+    for step, record in run['steps'].items():
+        names[step] = sorted(chain.from_iterable(record['samples']))
+    return names
 
 
 def num_samples_of_steps(run):
@@ -73,10 +76,14 @@ def test_exchange_changes_no_step(shards, ranks):
         assert num_samples_of_steps(run) == sizes
         counted = [record['counted'] for record in run['steps'].values()]
         assert counted == list(accumulate(sizes))
-    assert samples_of_steps(exchanged) == samples_of_steps(rank_local) == samples_of_steps(with_workers)
-    assert samples_of_steps(exchanged) != samples_of_steps(in_order)
-    first_epoch = list(samples_of_steps(exchanged).values())[: len(SIZES_OF_EPOCH)]
-    assert sorted(chain.from_iterable(first_epoch)) == sorted(f's{index}' for index in range(NUM_SAMPLES))
+    samples = samples_of_steps(exchanged)
+    assert samples_of_steps(rank_local) == samples
+    assert samples_of_steps(with_workers) == samples
+    assert samples_of_steps(in_order) != samples
+    first_epoch = list(samples.values())[: len(SIZES_OF_EPOCH)]
+    names = list(chain.from_iterable(first_epoch))
+    assert len(names) == NUM_SAMPLES
+    assert set(names) == {f's{index}' for index in range(NUM_SAMPLES)}
     assert num_samples_of_steps(dropping_last) == [8] * 10
     if ranks > 1:
         assert_ranks_compute_unequal_numbers(exchanged)
@@ -95,9 +102,10 @@ def assert_ranks_compute_unequal_numbers(run):
 @pytest.mark.parametrize('exchange', [True, False], ids=['exchange', 'rank-local'])
 def test_resumed_runs_are_bitwise_equal(shards, tmp_path, exchange):
     steps = (1, 3, 5, 6, 7, 10, 8)
+    saving = {'folder': str(tmp_path), 'exchange': exchange}
     resuming = [{'load_path': f'{tmp_path}/ba{step}.pt', 'exchange': exchange} for step in steps]
     resuming[-1]['num_workers'] = 2
-    unbroken, *resumed = run_all(shards, {'folder': str(tmp_path), 'exchange': exchange}, *resuming, ranks=2)
+    unbroken, *resumed = run_all(shards, saving, *resuming, ranks=2)
     parameters = {record['parameters'] for record in unbroken['steps'].values()}
     assert len(parameters) == NUM_STEPS, 'nothing was learnt'
     for step, run in zip(steps, resumed, strict=True):
@@ -106,9 +114,11 @@ def test_resumed_runs_are_bitwise_equal(shards, tmp_path, exchange):
 
 @pytest.mark.slow
 def test_run_resumed_between_two_epochs(shards, tmp_path):
-    first_epoch, unbroken = run_all(shards, {'folder': str(tmp_path), 'duration': '1ep'}, {}, ranks=2)
-    (resumed,) = run_all(shards, {'load_path': f'{tmp_path}/latest-rank0.pt'}, ranks=2)
-    assert {**first_epoch['steps'], **resumed['steps']} == unbroken['steps']
+    one_epoch = {'folder': str(tmp_path), 'duration': '1ep'}
+    first, unbroken = run_all(shards, one_epoch, {}, ranks=2)
+    (second,) = run_all(shards, {'load_path': f'{tmp_path}/latest-rank0.pt'}, ranks=2)
+    steps = {**first['steps'], **second['steps']}
+    assert steps == unbroken['steps']
 
 
 @pytest.mark.slow
@@ -132,7 +142,8 @@ def test_killed_rank_and_resumption(shards, tmp_path):
         {'folder': str(tmp_path / 'killed'), 'kill_at': 8},
     ]
     result = tmp_path / 'result.json'
-    done = launch([SCRIPT, shards, json.dumps(run_and_killed_run), str(result)], ranks=2)
+    arguments = [SCRIPT, shards, json.dumps(run_and_killed_run), str(result)]
+    done = launch(arguments, ranks=2)
     assert done.returncode != 0
     assert 'Rank 1 crashed with exit code -9' in done.stderr
     (unbroken,) = json.loads(result.read_text())

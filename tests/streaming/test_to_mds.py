@@ -48,8 +48,10 @@ def test_records_come_back_with_their_files(tmp_path):
     rows, shards = read_shards(tmp_path / 'out')
     assert written.num_samples == len(rows) == 600
     assert written.num_shards == len(shards) > 2
-    assert written.num_bytes == sum(file.stat().st_size for file in (tmp_path / 'out').glob('*.mds'))
-    assert max(shard['raw_data']['bytes'] for shard in shards) <= 200 * 1024
+    sizes = [shard['raw_data']['bytes'] for shard in shards]
+    assert max(sizes) <= 200 * 1024
+    files = (tmp_path / 'out').glob('*.mds')
+    assert written.num_bytes == sum(file.stat().st_size for file in files)
     numbers_of_images = set()
     for row, record in zip(rows, json.loads(path.read_text()), strict=True):
         shard_record = row['record']
@@ -146,10 +148,12 @@ def test_names_outside_the_folder(tmp_path, capsys):
     ids=['bad sample', 'missing file', 'size limit'],
 )
 def test_program_ends_with_one_line(broken, tmp_path, capsys, name, options, message):
-    assert run_program(broken.with_name(name), tmp_path / 'out', *options) == 2
-    (error,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith('error: ')]
+    out = tmp_path / 'out'
+    assert run_program(broken.with_name(name), out, *options) == 2
+    printed = capsys.readouterr().err
+    (error,) = [line for line in printed.splitlines() if line.startswith('error: ')]
     assert message in error
-    assert not (tmp_path / 'out').exists()
+    assert not out.exists()
 
 
 def test_full_folder_is_refused(tmp_path):
