@@ -94,7 +94,8 @@ def with_70_megabytes_of_text(path: Path) -> None:
 
 
 def camera_picture(path: Path) -> None:
-    picture(path, format='MPO', save_all=True, append_images=[Image.new('RGB', (16, 16))])
+    preview = Image.new('RGB', (16, 16))
+    picture(path, format='MPO', save_all=True, append_images=[preview])
 
 
 def of_frames(*sizes: tuple[int, int]) -> Make:
@@ -111,18 +112,21 @@ def of_frames(*sizes: tuple[int, int]) -> Make:
 
 
 def animated(path: Path) -> None:
-    images = [Image.new('RGB', (32, 32), (40 * shade,) * 3) for shade in range(5)]
-    images[0].save(path, 'PNG', save_all=True, append_images=images[1:], duration=100)
+    first, *others = [Image.new('L', (32, 32), 40 * shade) for shade in range(5)]
+    first.save(path, 'PNG', save_all=True, append_images=others, duration=100)
 
 
 def live(path: Path) -> None:
     """Writes a video as a browser records it, without a length in the header."""
     with av.open(str(path), 'w', format='webm', options={'live': '1'}) as container:
         stream: Any = container.add_stream('libvpx', rate=10)
-        stream.width, stream.height, stream.pix_fmt = 32, 32, 'yuv420p'
+        stream.width = 32
+        stream.height = 32
+        stream.pix_fmt = 'yuv420p'
         for shade in range(10):
             pixels = np.full((32, 32, 3), 20 * shade, np.uint8)
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format='rgb24')))
+            frame = av.VideoFrame.from_ndarray(pixels, format='rgb24')
+            container.mux(stream.encode(frame))
         container.mux(stream.encode())
 
 

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What a trial gives: the line that refuses an input, or an empty text if it works."""
+"""The outcome of a trial: the line that refuses an input, or an empty text if it works."""
 
 from __future__ import annotations
 

@@ -26,6 +26,7 @@ from PIL import Image
 from transformers import LlamaConfig
 
 from composer_tokacc import export, look, size, train, verify
+from tests.support.conversations import turns
 from tests.support.programs import DIGITS, QUIET, TINY_DIGITS
 from tests.trials.outcomes import LLAVA, WORKS, run_program
 
@@ -117,7 +118,8 @@ def with_fingerprints(value: Any) -> Callable[[Path], None]:
 
 
 def with_nan(state: dict[str, Any]) -> None:
-    next(weight for weight in state['model'].values() if weight.is_floating_point()).fill_(float('nan'))
+    weight, *_ = state['model'].values()
+    weight.fill_(float('nan'))
 
 
 def with_complex_weights(state: dict[str, Any]) -> None:
@@ -210,7 +212,7 @@ def a_table(text: str) -> Callable[[Path], Any]:
     return lambda folder: (folder / 'a.csv').write_text(text)
 
 
-TURNS = [{'from': 'human', 'value': 'A?'}, {'from': 'gpt', 'value': 'B.'}]
+TURNS = turns('A?', 'B.')
 
 
 def one_sample_without_weight(folder: Path) -> None:

@@ -37,7 +37,7 @@ from composer_tokacc.data.lengths import build_length_table
 from composer_tokacc.planning import CostModel
 from composer_tokacc.sampling import LossShares, Mixture, RestoreRandomState
 from tests.data.chat_processors import small
-from tests.support.text import collate, text_model, text_rows
+from tests.support.text import collate, next_token_loss, text_model, text_rows
 from tests.support.training import loader, train
 from tests.trials.outcomes import WORKS, refusal
 
@@ -122,10 +122,12 @@ def invariance(gradients: Any = lambda cut: {}, **options: Any) -> Callable[[], 
 def isolation(model: Any = None, documents: Any = None, **inputs: Any) -> Callable[[], Any]:
     """Checks a Llama on two documents in a row of three ids, unless other values are given."""
     inputs = inputs or {'input_ids': torch.tensor([[3, 4, 5]])}
-    documents = torch.tensor([[0, 0, 1]]) if documents is None else documents
+    if documents is None:
+        documents = torch.tensor([[0, 0, 1]])
 
     def check() -> None:
-        verify_isolation(text_model() if model is None else model, inputs, documents)
+        checked_model = text_model() if model is None else model
+        verify_isolation(checked_model, inputs, documents)
 
     return check
 
@@ -138,9 +140,9 @@ class MeanOverRows(HuggingFaceModel):
     """Its loss has one term, a mean over rows."""
 
     def loss(self, outputs: Any, batch: Any) -> Any:
-        logits = outputs['logits'][:, :-1].transpose(1, 2)
-        losses = torch.nn.functional.cross_entropy(logits, batch['labels'][:, 1:], reduction='none')
-        return {'lm': losses.sum(dim=1).mean()}
+        loss = next_token_loss(outputs['logits'], batch['labels'], reduction='sum')
+        num_rows = len(batch['labels'])
+        return {'lm': loss / num_rows}
 
 
 def loss_of_samples() -> None:

@@ -20,6 +20,7 @@ from PIL import Image
 from composer_tokacc.data import BadSampleError, LlavaDataset
 from tests.data.chat_processors import small
 from tests.support.clips import sine, write_sound, write_video
+from tests.support.conversations import turns
 from tests.support.family_media import MEDIA
 from tests.trials.outcomes import WORKS, refusal
 
@@ -85,11 +86,11 @@ def of_audio(file: str, write: Write, expected: str) -> Reading:
 
 def record(modality: str = '', *files: str, answer: str = 'A red square.', sample_id: str = 'a') -> dict[str, Any]:
     """Returns a record that asks about files of a modality, or about nothing."""
-    question = f'<{modality}>' * len(files) + 'What is this?'
-    turns = [{'from': 'human', 'value': question}, {'from': 'gpt', 'value': answer}]
-    entries: dict[str, Any] = {'id': sample_id, 'conversations': turns}
+    placeholders = f'<{modality}>' * len(files)
+    conversation = turns(f'{placeholders}What is this?', answer)
+    entries: dict[str, Any] = {'id': sample_id, 'conversations': conversation}
     if modality:
-        entries['image' if modality == 'image' else f'{modality}s'] = list(files)
+        entries[f'{modality}s'] = list(files)
     return entries
 
 
@@ -142,8 +143,8 @@ def picture(path: Path, **options: Any) -> None:
 
 def pages(path: Path) -> None:
     """Three different pictures in one file."""
-    images = [Image.new('RGB', (16, 16), (shade, 0, 0)) for shade in (10, 120, 250)]
-    images[0].save(path, save_all=True, append_images=images[1:])
+    first, *others = [Image.new('L', (16, 16), shade) for shade in (10, 120, 250)]
+    first.save(path, save_all=True, append_images=others)
 
 
 def changed(write: Write, change: Callable[[bytes], bytes]) -> Write:
@@ -174,7 +175,9 @@ def dangling_link(path: Path) -> None:
 
 def long_wav(path: Path, *, channels: int = 1) -> None:
     sound = sine(0.6)
-    write_sound(path, sound if channels == 1 else np.repeat(sound[:, None], channels, axis=1))
+    if channels > 1:
+        sound = np.stack([sound] * channels, axis=1)
+    write_sound(path, sound)
 
 
 def transport_stream(path: Path) -> None:

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Inputs as users give them: each works, or is refused in one line that names what is wrong.
+"""Inputs as users give them: each works, or one line names the mistake.
 
 A new input is an entry in ``configs``, ``records``, ``texts``, ``media``, ``programs`` or ``python``.
 """

@@ -19,10 +19,11 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 
+from tests.support.conversations import turns
 from tests.trials.outcomes import WORKS
 from tests.trials.records import SAMPLE, SKIP, VIDEO, Make, Reading, of_bytes, of_image, of_text, picture
 
-TURNS = [{'from': 'human', 'value': 'A?'}, {'from': 'gpt', 'value': 'B.'}]
+TURNS = turns('A?', 'B.')
 GOOD = json.dumps({'id': 'good', 'conversations': TURNS})
 NINES = '9' * 5000
 
@@ -32,12 +33,9 @@ def of_sample(**entries: Any) -> Make:
     return of_text(json.dumps([{'id': 'a', 'conversations': TURNS, **entries}]))
 
 
-def of_turns(*texts: Any, **entries: Any) -> Make:
+def of_turns(*texts: str, **entries: Any) -> Make:
     """Makes a record of a conversation. Question and answer alternate."""
-    turns = []
-    for index, text in enumerate(texts):
-        turns.append({'from': 'human' if index % 2 == 0 else 'gpt', 'value': text})
-    return of_sample(conversations=turns, **entries)
+    return of_sample(conversations=turns(*texts), **entries)
 
 
 def of_image_name(name: Any) -> Make:
@@ -55,13 +53,14 @@ def of_data_uri(content: bytes, encode: Callable[[bytes], bytes] = base64.b64enc
 
 
 def answer_without_parts(folder: Path) -> list[dict[str, Any]]:
-    turns = [{'role': 'user', 'content': 'A?'}, {'role': 'assistant', 'content': []}]
-    return [{'id': 'a', 'messages': turns}]
+    messages = [{'role': 'user', 'content': 'A?'}, {'role': 'assistant', 'content': []}]
+    return [{'id': 'a', 'messages': messages}]
 
 
 def of_parquet(row: dict[str, Any]) -> Make:
     def make(folder: Path) -> Path:
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), folder / 'a.parquet')
+        table = pyarrow.Table.from_pylist([row])
+        pyarrow.parquet.write_table(table, folder / 'a.parquet')
         return folder / 'a.parquet'
 
     return make
@@ -74,7 +73,7 @@ def parquet_without_its_footer(folder: Path) -> Path:
 
 
 def two_columns_of_one_name(folder: Path) -> Path:
-    columns = [pyarrow.array(['A?']), pyarrow.array(['B.']), pyarrow.array(['C.'])]
+    columns = [pyarrow.array([text]) for text in ('A?', 'B.', 'C.')]
     table = pyarrow.Table.from_arrays(columns, names=['instruction', 'output', 'output'])
     pyarrow.parquet.write_table(table, folder / 'a.parquet')
     return folder / 'a.parquet'
