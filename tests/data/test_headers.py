@@ -30,7 +30,7 @@ SIZES = [(16, 16), (40, 16), (16, 48), (64, 24), (33, 31), (200, 120), (7, 90)]
 
 
 def gemma3():
-    """Returns a processor that writes line breaks around images. The tokenizer joins them with those of the text."""
+    """Returns a processor that writes line breaks around images. The tokenizer joins them with the text's own."""
     tokens = {'boi_token': '<start_of_image>', 'eoi_token': '<end_of_image>', 'image_token': '<image_soft_token>'}
     tokenizer = chat_processors.tokenizer(
         *tokens.values(), '<|im_start|>', '<|im_end|>', eos_token='<|im_end|>', extra_special_tokens=tokens

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Answers at evaluations equal those of plain generation. The page shows them with the images of the samples."""
+"""Answers at evaluations equal plain generation. The page shows them with the images of the samples."""
 
 from __future__ import annotations
 

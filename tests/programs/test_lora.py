@@ -49,7 +49,7 @@ def trained_names(model):
 
 
 def randomize_adapters(model):
-    """Peft starts at B = 0, where the gradient of A is 0."""
+    """Peft starts at B = 0. Then the gradient of A is 0."""
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
         if 'lora_B' in name:
