@@ -20,6 +20,7 @@ from composer_tokacc.programs.config_checks import check_config
 from composer_tokacc.programs.sources import source_of
 from composer_tokacc.sampling import RegroupingDataLoader
 from examples.digits.dataset import load_scans, split_scans
+from tests.data.length_tables import lengths_of
 from tests.support.launch import ROOT
 
 DIGITS = ROOT / 'yamls' / 'digits.yaml'
@@ -44,10 +45,6 @@ def build(tmp_path, *overrides, is_eval=False):
     layout = BatchLayout.infer(sample_with_image)
     spec = source.build_loader(dataset, processor, layout, is_eval=is_eval)
     return spec, dataset
-
-
-def lengths_of(dataset):
-    return [sample['input_ids'].shape[1] for sample in dataset]
 
 
 def num_labels(tensor):
