@@ -9,29 +9,28 @@ import itertools
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from composer_tokacc.planning import CostModel, CutOptions, cut_rows, pack_lengths, plan_microbatches
 from tests.planning.reference import samples_under_caps
 
-COST = CostModel(launch=5.0)
-
 
 @pytest.mark.parametrize('regroup', [True, False])
 @settings(max_examples=100, deadline=None)
-@given(samples_under_caps())
-def test_cut_under_caps_costs_least(regroup, samples):
-    options = CutOptions(regroup=regroup, cost=COST, **samples.caps)
+@given(samples_under_caps(), st.floats(0.0, 50.0))
+def test_cut_under_caps_costs_least(regroup, samples, launch):
+    options = CutOptions(regroup=regroup, cost=CostModel(launch=launch), **samples.caps)
     microbatches = cut_rows(samples.lengths, options, **samples.tables)
     samples.check_cut(microbatches)
     order = list(range(len(samples.lengths)))
-    costs = [samples.padded_cost(rows) + COST.launch for rows in microbatches]
+    costs = [samples.padded_cost(rows) + launch for rows in microbatches]
     if regroup:
         order.sort(key=lambda row: -samples.lengths[row])
         assert costs == sorted(costs, reverse=True), 'costliest microbatch first'
     else:
         assert list(itertools.chain(*microbatches)) == order
     least_padded_costs = samples.least_padded_costs(order)
-    least_costs = [padded_cost + count * COST.launch for count, padded_cost in least_padded_costs.items()]
+    least_costs = [padded_cost + count * launch for count, padded_cost in least_padded_costs.items()]
     assert sum(costs) == pytest.approx(min(least_costs))
 
 

@@ -19,7 +19,6 @@ from composer_tokacc.planning.cuts import (
     LeastPaddedCuts,
     equal_cost_cut,
     fill,
-    least_padded_cut,
     microbatch_costs,
     split_largest,
 )
@@ -51,19 +50,6 @@ def test_cost_matches_exhaustive_search(samples, tolerance, random):
         samples.check_cut(microbatches)
         cost = sum(map(samples.padded_cost, microbatches))
         assert least_costs[count] - 1e-6 <= cost <= least_costs[count] * (1 + tolerance) + 1e-6
-
-
-@settings(max_examples=80, deadline=None)
-@given(samples_under_caps(), st.floats(0.0, 50.0))
-def test_priced_cut_beats_all_counts(samples, price):
-    rows = samples.sorted_rows()
-    bounds = least_padded_cut(rows.row_costs, rows.reach, price)
-    microbatches = microbatches_of(rows, bounds)
-    samples.check_cut(microbatches)
-    total = sum(map(samples.padded_cost, microbatches)) + price * len(microbatches)
-    least_costs = samples.least_padded_costs(rows.order.tolist())
-    totals = [cost + price * count for count, cost in least_costs.items()]
-    assert total == pytest.approx(min(totals))
 
 
 def test_sorted_contiguous_cuts_beat_all_partitions():

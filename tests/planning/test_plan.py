@@ -88,15 +88,6 @@ def test_ten_thousand_random_length_sets(objective):
 
 
 @pytest.mark.parametrize('objective', OBJECTIVES)
-def test_no_bin_of_fourteen(objective):
-    """Two samples of 7 never share a microbatch under a cap of 8."""
-    plan = plan_microbatches([7] * 8, num_ranks=2, max_tokens=8, objective=objective)
-    for rank in plan.ranks:
-        rows_of_microbatches = [len(microbatch.indices) for microbatch in rank]
-        assert rows_of_microbatches == [1, 1, 1, 1]
-
-
-@pytest.mark.parametrize('objective', OBJECTIVES)
 @pytest.mark.parametrize('num_samples', [1, 2, 3])
 def test_more_ranks_than_samples(objective, num_samples):
     lengths = [5, 9, 7][:num_samples]
@@ -108,17 +99,6 @@ def test_more_ranks_than_samples(objective, num_samples):
         if microbatch.filled:
             copies.append(microbatch.indices)
     assert copies == [(0,)] * (4 - num_samples), 'copies are of the shortest sample'
-
-
-def test_slots_with_and_without_images():
-    """A rank has slots of both kinds."""
-    lengths = [30, 31, 32, 33, 5, 6, 7, 8, 9]
-    images = [16, 16, 16, 16, 0, 0, 0, 0, 0]
-    samples = Samples(lengths, 70, images=images)
-    plan = samples.plan(2, objective='fsdp')
-    samples.check_slots(plan)
-    has_images = {samples.has_images(microbatch.indices) for microbatch in plan.ranks[0]}
-    assert has_images == {True, False}
 
 
 def test_one_image_and_many_ranks():
