@@ -52,7 +52,7 @@ def test_rows_are_padded(side):
             assert padded == expected, key
 
 
-def test_padding_on_the_left_adds_a_loss_token():
+def test_left_padding_adds_a_loss_token():
     batch = VisionLanguageCollator(make_tokenizer('left'))(ROWS)
     # Padding moves the first label of a row away from position 0 of the batch, so the model does predict it.
     assert count_tokens(batch).loss_generating == (2, 1, 1)

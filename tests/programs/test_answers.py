@@ -177,7 +177,7 @@ def test_pixels_that_are_no_image(pixels, processor):
     assert _images({'pixel_values': pixels, 'num_images': [1]}, processor) == []
 
 
-def test_patches_are_not_cut_with_the_text():
+def test_patches_stay_when_text_is_cut():
     """An image of two patches, each with as many numbers as the sample has tokens."""
     model = SimpleNamespace(model_forward_args={'input_ids', 'pixel_values'})
     patches = torch.rand(2, 4)

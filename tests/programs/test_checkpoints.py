@@ -82,7 +82,7 @@ def test_no_intact_checkpoint_is_one_line(only_damaged):
 
 
 @pytest.mark.parametrize('options', [{'autoresume': False}, {'save_folder': 's3://bucket/run'}])
-def test_run_that_does_not_look_for_checkpoints(options, only_damaged):
+def test_runs_that_search_no_checkpoint(options, only_damaged):
     assert resume_from(only_damaged.parent, **options) == ''
 
 

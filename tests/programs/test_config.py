@@ -260,11 +260,11 @@ def test_missing_file_is_refused():
     assert 'must be readable, got: no/such.yaml' in refusal_of(Path('no/such.yaml'))
 
 
-def test_arguments_that_are_no_override_are_refused():
+def test_other_arguments_than_overrides_are_refused():
     assert 'must be key=value, got: --lr' in refusal_of(DIGITS, '--lr')
 
 
-def test_number_of_ranks_comes_from_the_launcher(monkeypatch):
+def test_launcher_gives_number_of_ranks(monkeypatch):
     monkeypatch.setenv('WORLD_SIZE', '3')
     with pytest.raises(ConfigError, match='64 on 3 ranks'):
         check_config(load_config(DIGITS))
@@ -282,7 +282,7 @@ def test_program_refuses_before_any_process_group(monkeypatch, capsys):
     assert printed.err.splitlines() == ['error: `loader` has no key global_batch_sise. Did you mean global_batch_size?']
 
 
-def test_program_without_file_says_how_to_call_it(capsys):
+def test_program_without_file_shows_its_usage(capsys):
     with pytest.raises(SystemExit) as ended:
         main([])
     assert ended.value.code == 2
@@ -290,7 +290,7 @@ def test_program_without_file_says_how_to_call_it(capsys):
 
 
 @pytest.mark.slow
-def test_python_does_not_collect_garbage_at_its_end(monkeypatch):
+def test_no_garbage_collection_at_the_end(monkeypatch):
     registered = []
     monkeypatch.setattr(atexit, 'register', registered.append)
     main(['missing.yaml'])
@@ -298,7 +298,7 @@ def test_python_does_not_collect_garbage_at_its_end(monkeypatch):
 
 
 @pytest.mark.slow
-def test_only_the_first_rank_prints_the_line():
+def test_only_first_rank_prints_the_line():
     """The launcher ends all ranks as soon as one fails. So the other ranks neither fail nor print."""
     arguments = ['composer_tokacc.train', str(DIGITS), 'microbatching.device_train_microbatch_size=0']
     (status, printed), other_rank = launch_json('tests/ranks/refused_program.py', *arguments, ranks=2)
@@ -313,7 +313,7 @@ def microbatch_size(path: Path, *overrides: str) -> object:
     return load_config(path, overrides).microbatching.device_train_microbatch_size
 
 
-def test_size_is_short_for_the_long_name(tmp_path):
+def test_size_is_short_for_long_name(tmp_path):
     file = tmp_path / 'a.yaml'
     file.write_text('microbatching: {size: 4}')
     assert microbatch_size(file) == 4

@@ -52,7 +52,7 @@ def run_and_raise(error, monkeypatch):
         (lambda: CostModel(launch=-1.0), '`optimizer`: `launch` must be finite'),
     ],
 )
-def test_error_of_a_part_is_one_line(raise_it, expected, caplog):
+def test_error_of_part_is_one_line(raise_it, expected, caplog):
     with pytest.raises(ConfigError) as caught, building('optimizer'):
         raise_it()
     assert str(caught.value).startswith(expected)
@@ -75,7 +75,7 @@ def test_bug_of_ours_keeps_its_type():
         (caught_from(lambda: torch.nn.Linear(2, 2)(torch.zeros(3, 3))), 'RuntimeError: .*mat1 and mat2'),
     ],
 )
-def test_error_that_ends_a_run_is_one_line(error, message, monkeypatch, capsys):
+def test_error_ending_a_run_is_one_line(error, message, monkeypatch, capsys):
     assert run_and_raise(error, monkeypatch) == 2
     assert re.match(f'error: {message}', capsys.readouterr().err)
 
@@ -110,7 +110,7 @@ def test_a_long_value_loses_its_middle():
     ('local_rank', 'on_all_ranks', 'is_printed'),
     [('0', True, True), ('1', True, False), ('1', False, True)],
 )
-def test_one_rank_prints_the_error_of_all(local_rank, on_all_ranks, is_printed, monkeypatch, capsys):
+def test_one_rank_prints_error_of_all(local_rank, on_all_ranks, is_printed, monkeypatch, capsys):
     monkeypatch.setenv('LOCAL_RANK', local_rank)
     status = refuse(ConfigError('', 'wrong'), on_all_ranks=on_all_ranks)
     printed = capsys.readouterr().err
@@ -136,7 +136,7 @@ class _RefusedDataset(Dataset):
 
 
 @pytest.mark.parametrize('error_class', [BadSampleError, InvalidInputError, NotExactError])
-def test_refusal_of_a_worker_process_is_one_line(error_class, monkeypatch, capsys):
+def test_refusal_of_worker_is_one_line(error_class, monkeypatch, capsys):
     dataset = _RefusedDataset(error_class('sample "a": broken'))
     error = caught_from(lambda: next(iter(DataLoader(dataset, num_workers=1))))
     assert run_and_raise(error, monkeypatch) == 2

@@ -57,19 +57,19 @@ def randomize_adapters(model):
 
 
 @pytest.mark.parametrize('lora', [{}, {'r': 4}])
-def test_only_adapters_of_the_text_are_trained(processor, lora):
+def test_only_adapters_of_text_are_trained(processor, lora):
     names = trained_names(build_model(config=LLAVA, processor=processor, lora=lora))
     assert len(names) == 2 * 7 * 2  # two layers of seven linear modules, A and B
     assert all('lora_' in name and 'language_model' in name for name in names)
 
 
-def test_modules_to_save_are_trained_in_full(processor):
+def test_modules_to_save_are_fully_trained(processor):
     names = trained_names(with_lora(processor, modules_to_save=['multi_modal_projector']))
     assert sum('multi_modal_projector.modules_to_save' in name for name in names) == 4
     assert not any('vision_tower' in name for name in names)
 
 
-def test_adapter_gradient_is_that_of_one_forward(processor, batch):
+def test_adapter_gradient_equals_one_forward(processor, batch):
     model = with_lora(processor, modules_to_save=['multi_modal_projector'])
     randomize_adapters(model)
     expected, _ = reference_gradients(model.model, batch)
@@ -88,7 +88,7 @@ def test_checkpoint_leaves_out_a_pretrained_base(processor, pretrained):
     assert set(wrapper.state_dict()) == {f'module.{name}' for name in trained}
 
 
-def test_checkpoint_keeps_a_base_without_a_folder(processor):
+def test_checkpoint_keeps_base_without_a_folder(processor):
     model = with_lora(processor)
     assert model.state_dict().keys() == {name for name, _ in model.named_parameters()}
 
@@ -133,7 +133,7 @@ def test_mistyped_settings_are_named(processor, lora, message):
         with_lora(processor, **lora)
 
 
-def test_another_package_of_the_name_peft_is_one_line(processor, monkeypatch):
+def test_other_package_named_peft_is_refused(processor, monkeypatch):
     import peft
 
     monkeypatch.delattr(peft, 'LoraConfig')
@@ -159,7 +159,7 @@ def test_every_program_refuses_in_one_line(program, lora, message, capsys, tmp_p
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason='there is a GPU')
 @pytest.mark.parametrize('program', [train_program, size_program, verify_program])
-def test_four_bits_without_a_gpu_are_refused_in_one_line(program, pretrained, capsys):
+def test_four_bits_without_gpu_are_refused(program, pretrained, capsys):
     settings = ['model.config=null', f'model.pretrained={pretrained}', 'model.lora={bits: 4}', 'trainer.device=cpu']
     assert program.main([DIGITS, *settings]) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith('error: `model')
@@ -176,7 +176,7 @@ def test_base_that_needs_a_missing_package(processor, pretrained):
         build_model(pretrained=pretrained, processor=processor, lora={'r': 4})
 
 
-def test_four_bits_are_for_the_text_only(processor, monkeypatch):
+def test_four_bits_are_for_text_only(processor, monkeypatch):
     try:
         BitsAndBytesConfig(load_in_4bit=True)
     except PackageNotFoundError:
@@ -193,7 +193,7 @@ def test_four_bits_are_for_the_text_only(processor, monkeypatch):
 
 
 @pytest.mark.parametrize('lora', [{}, {'modules_to_save': ['embed_tokens', 'lm_head']}])
-def test_base_with_too_few_embeddings_is_refused(lora, pretrained):
+def test_base_with_few_embeddings_is_refused(lora, pretrained):
     """New rows would be in no checkpoint of an adapter: neither peft nor the merged model would have them."""
     processor = build_digits_processor()
     processor.tokenizer.add_tokens(['<new>'])
@@ -308,7 +308,7 @@ def test_checkpoint_of_an_adapter_is_small():
 
 
 @pytest.mark.slow
-def test_two_ranks_have_the_gradient_of_one_forward():
+def test_gradient_on_two_ranks_is_exact():
     results = launch_json('tests/ranks/lora.py', ranks=2)
     assert {name.split()[0] for name in results} == {'ddp', 'fsdp'}
     for name, error in results.items():
@@ -339,7 +339,7 @@ def lora_run(base, folder, *overrides):
 
 
 @pytest.mark.slow
-def test_resumed_run_ends_with_the_same_bits(tmp_path):
+def test_resumed_run_ends_bitwise_the_same(tmp_path):
     base = tmp_path / 'base'
     processor = build_digits_processor()
     config = {**LLAVA, 'vision_feature_select_strategy': 'default'}

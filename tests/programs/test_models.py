@@ -269,7 +269,7 @@ def test_learning_rates_of_parts(processor):
         parameter_groups(model, {'multi_modal_projector': {'lr': 1}})
 
 
-def test_a_part_of_all_parameters_keeps_its_arguments():
+def test_part_of_all_parameters_keeps_arguments():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
     settings = {'name': 'adamw', 'lr': 1e-3, 'parts': {'0': {'lr': 5e-4}}}
     optimizer = build_optimizer(model, settings)

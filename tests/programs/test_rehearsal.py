@@ -60,7 +60,7 @@ def count_call(module, arguments):
     module.num_calls.add_(1)
 
 
-def test_run_is_bitwise_the_same_with_rehearsal():
+def test_rehearsal_changes_no_bit_of_run():
     rehearsal = Rehearsal()
     losses_without, weights_without, _ = train_seven_steps([])
     losses, weights, dataset = train_seven_steps([rehearsal])
@@ -90,7 +90,7 @@ class Phase(Callback):
 
 @pytest.mark.parametrize('are_labels_known', [True, False])
 @pytest.mark.parametrize('logits', ['auto', 'all'])
-def test_logits_are_rehearsed_as_in_the_run(logits, are_labels_known):
+def test_logits_are_rehearsed_as_in_run(logits, are_labels_known):
     """If the labels of all samples are known, the microbatch with most logits is run. Else logits of all positions."""
     torch.manual_seed(3)
     model = hugging_face(text_model())
@@ -242,7 +242,7 @@ class Broken(Limited):
         raise RuntimeError('shapes do not fit')
 
 
-def test_other_errors_of_a_model_are_raised():
+def test_other_errors_of_model_are_raised():
     spec = spec_of(LengthDataset(40), size=2, batch=8)
     with pytest.raises(RuntimeError, match='shapes do not fit'):
         rehearse(state_of_trainer(spec, Broken(1), size=2))
@@ -253,7 +253,7 @@ def test_foreign_loaders_are_not_rehearsed():
 
 
 @pytest.mark.slow
-def test_ranks_rehearse_in_step_under_ddp_and_fsdp():
+def test_ranks_of_ddp_and_fsdp_rehearse():
     """A rehearsal changes nothing in the run. If the run would fail late, the size is lowered before, on all ranks."""
     limit = 2 * LONGEST
     runs = []

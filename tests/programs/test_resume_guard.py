@@ -123,7 +123,7 @@ def test_the_same_data_may_be_moved(data, checkpoints, tmp_path):
         (write_fewer_samples, 9, False),
     ],
 )
-def test_other_data_are_refused_before_a_step(change, num_samples, changes_vocabulary, data, checkpoints, capsys):
+def test_other_data_are_refused_before_steps(change, num_samples, changes_vocabulary, data, checkpoints, capsys):
     change(data)
     files_before = sorted(checkpoints.iterdir())
     assert main(command(data, checkpoints, 'trainer.max_duration=4ba')) == 2
@@ -179,7 +179,7 @@ def digits_command(folder, num_steps, *overrides):
     ]
 
 
-def test_dataset_without_identity_is_compared_by_samples(tmp_path, capsys):
+def test_dataset_without_identity_compares_by_samples(tmp_path, capsys):
     """The digits have no ``identity()``, so some of their samples are fingerprinted instead."""
     assert main(digits_command(tmp_path, 1)) == 0
     assert main(digits_command(tmp_path, 2)) == 0
@@ -217,7 +217,7 @@ def adapted(adapted_run, tmp_path):
         ),
     ],
 )
-def test_another_adapter_of_equal_shapes_is_named(lora, difference, adapted, capsys):
+def test_adapter_of_equal_shapes_is_named(lora, difference, adapted, capsys):
     assert main(adapted_command(adapted, 2, lora)) == 2
     line = refusal(capsys)
     assert f'got: other {difference}' in line
@@ -360,7 +360,7 @@ def test_equal_settings_of_an_optimizer_pass(settings):
     resume_with_optimizer(settings)
 
 
-def test_another_beta_of_an_optimizer_is_refused():
+def test_other_betas_of_optimizer_are_refused():
     with pytest.raises(ConfigError, match=r'optimizer\.betas'):
         resume_with_optimizer({'betas': (0.9, 0.99)})
 

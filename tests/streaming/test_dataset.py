@@ -118,7 +118,7 @@ def test_tokenizer_takes_no_images(tmp_path):
         dataset[0]
 
 
-def test_image_broken_in_its_shard_is_named(tmp_path):
+def test_broken_image_in_shard_is_named(tmp_path):
     _, local = write(tmp_path)
     shard = tmp_path / 'out' / 'shard.00000.mds'
     content = shard.read_bytes()
