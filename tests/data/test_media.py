@@ -78,13 +78,15 @@ def write_film(folder, name):
 @pytest.mark.parametrize('name', FILMS)
 def test_frames_are_those_that_were_filmed(tmp_path, name):
     rate = FILMS[name].get('rate', 10)
-    video = read_video(write_film(tmp_path, name), num_frames=10)
+    path = write_film(tmp_path, name)
+    video = read_video(path, num_frames=10)
     assert video.frames.shape == (10, 3, 32, 32)
     assert shades_of(video) == close_to(SHADES)
-    assert video.metadata['fps'] == pytest.approx(rate, rel=1e-3)
-    assert video.metadata['frames_indices'] == list(range(10))
-    assert video.metadata['total_num_frames'] == 10
-    assert video.metadata['duration'] == pytest.approx(10 / rate, rel=1e-3)
+    metadata = video.metadata
+    assert metadata['fps'] == pytest.approx(rate, rel=1e-3)
+    assert metadata['frames_indices'] == list(range(10))
+    assert metadata['total_num_frames'] == 10
+    assert metadata['duration'] == pytest.approx(10 / rate, rel=1e-3)
 
 
 @pytest.mark.parametrize('name', FILMS)
@@ -409,7 +411,8 @@ def test_samples_are_those_that_soundfile_reads(tmp_path, name, subtypes, error,
 @pytest.mark.parametrize('rate', [8000, 22050, 44100, 48000])
 def test_audio_of_another_rate_is_resampled(tmp_path, rate):
     tone = sine(0.5, rate=rate)
-    samples = read('audio', write_sound(tmp_path / 'a.wav', tone, rate=rate), sampling_rate=16000)
+    path = write_sound(tmp_path / 'a.wav', tone, rate=rate)
+    samples = read('audio', path, sampling_rate=16000)
     assert len(samples) == pytest.approx(8000, abs=1)
     expected = resample(tone, 8000)
     middle = slice(400, 7600)  # the two methods differ at the ends of a sound

@@ -204,8 +204,9 @@ def test_epoch_order_is_made_once(monkeypatch):
 def test_state_of_other_global_batches(changes, message):
     state = build(96, 12).state_dict()
     options = {'global_batch_size': 12, **changes}
+    sampler = build(96, **options)
     with pytest.raises(ValueError, match=message):
-        build(96, **options).load_state_dict(state)
+        sampler.load_state_dict(state)
 
 
 @pytest.mark.parametrize('changes', [{'epoch': 'two'}, {'batch': -1}])

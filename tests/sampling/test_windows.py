@@ -238,17 +238,22 @@ OTHER_SHARES = {'global_batch_size': 8, 'mixture': Mixture([20, 20], weights=[1,
 def test_state_of_other_windows_is_refused(saved, resumed, message):
     lengths = np.arange(1, 41)
     state = build_sampler(lengths, **saved).state_dict()
+    sampler = build_sampler(lengths, **resumed)
     with pytest.raises(ValueError, match=message):
-        build_sampler(lengths, **resumed).load_state_dict(state)
+        sampler.load_state_dict(state)
 
 
 def test_lengths_matter_if_windows_count_tokens():
     lengths = np.arange(1, 41)
-    state = build_sampler(lengths, global_batch_tokens=100).state_dict()
+    other_lengths = lengths[::-1]
+    saved = build_sampler(lengths, global_batch_tokens=100)
+    resumed = build_sampler(other_lengths, global_batch_tokens=100)
     with pytest.raises(ValueError, match='`checksum_of_lengths` must be that of the saved run'):
-        build_sampler(lengths[::-1], global_batch_tokens=100).load_state_dict(state)
-    state = build_sampler(lengths, global_batch_size=RISING).state_dict()
-    build_sampler(lengths[::-1], global_batch_size=RISING).load_state_dict(state)  # steps do not depend on lengths
+        resumed.load_state_dict(saved.state_dict())
+    # The steps of this schedule do not depend on lengths.
+    saved = build_sampler(lengths, global_batch_size=RISING)
+    resumed = build_sampler(other_lengths, global_batch_size=RISING)
+    resumed.load_state_dict(saved.state_dict())
 
 
 def test_saved_schedule_of_one_stage():

@@ -123,7 +123,8 @@ def batch_and_shape(case: FamilyCase | MediaCase, rows: tuple[int, ...], width: 
     layout = BatchLayout.for_model(case.model)
     samples = [case.rows[row] for row in rows]
     batch = batch_of_width(layout, samples, width)
-    return batch, BatchShape.from_batch(batch, layout)
+    shape = BatchShape.from_batch(batch, layout)
+    return batch, shape
 
 
 def calibrate(case: FamilyCase | MediaCase, build: Callable[[], PreTrainedModel], **options: Any) -> MemoryModel:
