@@ -234,7 +234,7 @@ def test_damaged_gzip_is_refused(tmp_path: Path) -> None:
     content[10] ^= 0xFF  # the first byte of the data
     path = tmp_path / 'lengths.csv.gz'
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match='must be a CSV file of numbers, plain or .gz, got: .*while decompressing'):
+    with pytest.raises(ConfigError, match=r'must be a CSV file of numbers, plain or \.gz, got: .*while decompressing'):
         read_lengths(str(path))
 
 
