@@ -20,8 +20,20 @@ from tests.support.families import FAMILIES as CASES
 from tests.support.small_batches import IMAGE, LLAVA, QWEN, TEXT, drawn_batch, numbered, numbers_of, text_batch
 from tests.support.text import whisper_model
 
-TEXT_LAYOUT, LLAVA_LAYOUT, QWEN_LAYOUT = (BatchLayout(family=family) for family in (TEXT, LLAVA, QWEN))
+TEXT_LAYOUT = BatchLayout(family=TEXT)
+LLAVA_LAYOUT = BatchLayout(family=LLAVA)
+QWEN_LAYOUT = BatchLayout(family=QWEN)
 for_each_side = pytest.mark.parametrize('side', ['left', 'right'])
+
+
+def three_rows(**options):
+    """Returns rows of 3, 5 and 2 tokens. The options are those of :func:`.text_batch`."""
+    return text_batch([3, 5, 2], **options)
+
+
+def trimmed_rows(layout, batch, rows):
+    """Returns some rows of a batch without the columns that only the other rows need, as a split cuts them."""
+    return layout.trim(layout.select(batch, rows))
 
 
 @pytest.mark.parametrize('model', [3, None, torch.nn.Linear(1, 1)])
@@ -35,21 +47,21 @@ def test_layout_needs_a_config(model):
 
 @for_each_side
 def test_lengths_and_trim(side):
-    batch = text_batch([3, 5, 2], side=side, width=8)
+    batch = three_rows(side=side, width=8)
     assert padding_side(batch) == side
     assert describe(TEXT_LAYOUT, batch).lengths == [3, 5, 2]
     trimmed = TEXT_LAYOUT.trim(batch)
-    for key, expected in text_batch([3, 5, 2], side=side).items():
+    for key, expected in three_rows(side=side).items():
         torch.testing.assert_close(trimmed[key], expected)
         assert trimmed[key].is_contiguous()
-    last_row = TEXT_LAYOUT.trim(TEXT_LAYOUT.select(batch, [2]))
+    last_row = trimmed_rows(TEXT_LAYOUT, batch, [2])
     assert last_row['input_ids'].tolist() == [[1, 2]]
 
 
-@pytest.mark.parametrize(('multiple', 'width'), [(1, 5), (2, 6), (4, 8), (7, 7), (16, 9)])
+@pytest.mark.parametrize(('multiple', 'width'), [(4, 8), (7, 7), (16, 9)])
 @for_each_side
 def test_width_multiple_stays_inside_batch(multiple, width, side):
-    batch = text_batch([3, 5, 2], side=side, width=9)
+    batch = three_rows(side=side, width=9)
     trimmed = TEXT_LAYOUT.trim(batch, width_multiple=multiple)
     for value in trimmed.values():
         assert value.shape[1] == width
@@ -131,17 +143,17 @@ MASK_FORMS = {
 @pytest.mark.parametrize('form', MASK_FORMS)
 @for_each_side
 def test_square_masks_are_trimmed_twice(form, side):
-    batch = text_batch([3, 5, 2], side=side, width=8)
+    batch = three_rows(side=side, width=8)
     mask = MASK_FORMS[form](square_mask(batch))
     batch['attention_mask'] = mask
     batch['labels'].fill_(-100)
     assert padding_side(batch) == side
     assert describe(TEXT_LAYOUT, batch).lengths == [3, 5, 2]
-    first_row = TEXT_LAYOUT.trim(TEXT_LAYOUT.select(batch, [0]))
+    first_row = trimmed_rows(TEXT_LAYOUT, batch, [0])
     tokens = slice(5, 8) if side == 'left' else slice(0, 3)
     torch.testing.assert_close(first_row['attention_mask'], mask[:1, ..., tokens, tokens])
     # After joining, no real position may attend to the new pads.
-    second_row = TEXT_LAYOUT.trim(TEXT_LAYOUT.select(batch, [1]))
+    second_row = trimmed_rows(TEXT_LAYOUT, batch, [1])
     joined = TEXT_LAYOUT.concat([first_row, second_row], padding_side=side)
     assert joined['attention_mask'].shape[-2:] == (5, 5)
     assert describe(TEXT_LAYOUT, joined).lengths == [3, 5]
@@ -153,7 +165,7 @@ def joined_rows(case, layout):
 
 def assert_parts_keep_the_loss(case, layout, batch):
     """Compares the batch, its parts and the parts joined again with the rows computed one by one."""
-    parts = [layout.trim(layout.select(batch, rows)) for rows in ([4, 0], [1, 5, 3], [2])]
+    parts = [trimmed_rows(layout, batch, rows) for rows in ([4, 0], [1, 5, 3], [2])]
     rejoined = layout.concat(parts, pad_token_id=case.pad_token_id)
     with torch.no_grad():
         expected = sum(case.loss_sum(row) for row in case.rows)
@@ -176,8 +188,8 @@ def test_additive_mask_keeps_the_loss():
 @for_each_side
 def test_rotary_positions_of_three_axes(side):
     positions = torch.arange(3 * 3 * 6).view(3, 3, 6)
-    batch = text_batch([3, 5, 2], side=side, width=6, position_ids=positions)
-    part = QWEN_LAYOUT.trim(QWEN_LAYOUT.select(batch, [2, 0]))
+    batch = three_rows(side=side, width=6, position_ids=positions)
+    part = trimmed_rows(QWEN_LAYOUT, batch, [2, 0])
     tokens = slice(3, 6) if side == 'left' else slice(0, 3)
     torch.testing.assert_close(part['position_ids'], positions[:, [2, 0], tokens])
     joined = QWEN_LAYOUT.concat([part, QWEN_LAYOUT.select(batch, [1])], padding_side=side)
@@ -203,28 +215,30 @@ def test_rotary_positions_keep_the_loss():
     'key', ['token_type_ids', 'mm_token_type_ids', 'loss_mask', 'sequence_id', 'special_tokens_mask']
 )
 def test_token_wise_entries_are_selected(key):
-    batch = text_batch([3, 5, 2], width=6)
+    batch = three_rows(width=6)
     batch[key] = torch.arange(18).view(3, 6)
-    part = TEXT_LAYOUT.trim(TEXT_LAYOUT.select(batch, [2, 0]))
+    part = trimmed_rows(TEXT_LAYOUT, batch, [2, 0])
     assert part[key].tolist() == [[12, 13, 14], [0, 1, 2]]
 
 
-def test_encoder_decoder_labels_keep_their_width():
-    for width in (4, 8):  # 8 is by chance also the width of the encoder's text
-        batch = text_batch([3, 5, 2], width=8)
-        batch['labels'] = torch.full((3, width), -100)
-        batch['labels'][:, 0] = 1
-        batch['decoder_input_ids'] = torch.ones(3, width).long()
-        part = TEXT_LAYOUT.trim(TEXT_LAYOUT.select(batch, [2, 0]))
-        assert part['input_ids'].shape == (2, 3)
-        assert part['labels'].shape == part['decoder_input_ids'].shape == (2, width)
+@pytest.mark.parametrize('width', [4, 8])
+def test_encoder_decoder_labels_keep_their_width(width):
+    """8 is by chance also the width of the encoder's text."""
+    batch = three_rows(width=8)
+    batch['labels'] = torch.full((3, width), -100)
+    batch['labels'][:, 0] = 1
+    batch['decoder_input_ids'] = torch.ones(3, width).long()
+    part = trimmed_rows(TEXT_LAYOUT, batch, [2, 0])
+    assert part['input_ids'].shape == (2, 3)
+    assert part['labels'].shape == (2, width)
+    assert part['decoder_input_ids'].shape == (2, width)
 
 
 # Other entries.
 
 
 def test_lists_none_and_plain_values():
-    batch = text_batch([3, 5, 2], sample_ids=['a', 'b', 'c'], pixel_values=None, task='ocr', step=3, weights=(1, 2, 3))
+    batch = three_rows(sample_ids=['a', 'b', 'c'], pixel_values=None, task='ocr', step=3, weights=(1, 2, 3))
     part = TEXT_LAYOUT.select(batch, [2, 0])
     assert part['sample_ids'] == ['c', 'a']
     assert part['weights'] == [3, 1]
@@ -235,14 +249,14 @@ def test_lists_none_and_plain_values():
 
 @pytest.mark.parametrize('rows', [[1], [0, 1, 2]])
 def test_unknown_tensor_is_refused_by_name(rows):
-    batch = text_batch([3, 5, 2], ocr_boxes=torch.zeros(4, 4))
+    batch = three_rows(ocr_boxes=torch.zeros(4, 4))
     with pytest.raises(ValueError, match=r"batch\['ocr_boxes'\].*with_entries\(ocr_boxes=Entry\(unit=\.\.\.\)\)"):
         TEXT_LAYOUT.select(batch, rows)
 
 
 @pytest.mark.parametrize('value', [['a', 'b'], {'a': 1}, object()])
 def test_values_without_rows_are_refused(value):
-    batch = text_batch([3, 5, 2], boxes=value)
+    batch = three_rows(boxes=value)
     with pytest.raises(ValueError, match=r"batch\['boxes'\].*got: (list|dict|object)"):
         TEXT_LAYOUT.select(batch, [1])
 
@@ -251,8 +265,7 @@ def test_registered_tensors_are_selected():
     layout = LLAVA_LAYOUT.with_entries(
         ocr_boxes=Entry(unit='box'), image_tags=Entry(unit='image'), class_weights=Entry(unit='shared')
     )
-    batch = text_batch(
-        [3, 5, 2],
+    batch = three_rows(
         num_images=[1, 0, 2],
         num_boxs=[0, 3, 1],
         pixel_values=numbered(3, 3, 2, 2),
@@ -262,7 +275,8 @@ def test_registered_tensors_are_selected():
     )
     part = layout.select(batch, [2, 1])
     assert numbers_of(part['ocr_boxes']) == [3, 0, 1, 2]
-    assert numbers_of(part['image_tags']) == numbers_of(part['pixel_values']) == [1, 2]
+    assert numbers_of(part['image_tags']) == [1, 2]
+    assert numbers_of(part['pixel_values']) == [1, 2]
     assert len(part['class_weights']) == 7
 
 
@@ -398,7 +412,10 @@ def test_grids_tell_images_of_qwen():
 
 
 def test_empty_slot_before_image_is_kept():
-    """Idefics3 has a slot for each image of a row. A mask tells which slots are empty."""
+    """Idefics3 has a slot for each image of a row. A mask tells which slots are empty.
+
+    The last of three slots is cut off. The model views rows and slots as one dimension, which needs a copy.
+    """
     layout = BatchLayout.for_model(SimpleNamespace(model_type='idefics3'))
     mask = torch.zeros(2, 3, 2, 2, dtype=torch.long)
     mask[0, 1] = 1
@@ -406,11 +423,12 @@ def test_empty_slot_before_image_is_kept():
     batch = text_batch([3, 2], pixel_values=torch.rand(2, 3, 3, 2, 2), pixel_attention_mask=mask)
     assert layout.images_per_row(batch) == [2, 1]
     assert layout.select(batch, [0])['pixel_attention_mask'].shape == (1, 2, 2, 2)
+    pixels_of_rows = layout.select(batch, [1, 0])['pixel_values']
+    assert torch.equal(pixels_of_rows.view(4, 3, 2, 2), batch['pixel_values'][[1, 0], :2].flatten(0, 1))
 
 
 def test_videos_go_with_their_rows():
-    batch = text_batch(
-        [3, 5, 2],
+    batch = three_rows(
         num_images=[1, 0, 1],
         num_videos=[0, 2, 1],
         image_grid_thw=torch.tensor([[1, 2, 2], [1, 2, 4]]),
@@ -433,12 +451,7 @@ def test_videos_go_with_their_rows():
 
 
 def test_audio_goes_with_its_rows():
-    batch = text_batch(
-        [3, 5, 2],
-        num_audios=[1, 0, 2],
-        input_features=numbered(3, 4, 6),
-        feature_attention_mask=torch.ones(3, 6),
-    )
+    batch = three_rows(num_audios=[1, 0, 2], input_features=numbered(3, 4, 6), feature_attention_mask=torch.ones(3, 6))
     layout = BatchLayout.infer(batch)
     assert layout.media_per_row(batch) == [1, 0, 2]
     part = layout.select(batch, [2, 1])
@@ -548,7 +561,7 @@ def test_consecutive_rows_are_a_view(monkeypatch, image_batch, to_gpu, rows, is_
     """If the part moves to a GPU anyway."""
     monkeypatch.setattr(tensors, '_on_the_way_to_a_gpu', lambda value: to_gpu)
     image_batch['position_ids'] = torch.arange(36).view(3, 4, 3)
-    part = LLAVA_LAYOUT.trim(LLAVA_LAYOUT.select(image_batch, rows))
+    part = trimmed_rows(LLAVA_LAYOUT, image_batch, rows)
     for key in ('pixel_values', 'input_ids'):
         shares_memory = part[key].untyped_storage().data_ptr() == image_batch[key].untyped_storage().data_ptr()
         assert shares_memory == is_view, key
@@ -591,7 +604,7 @@ def test_copies_stay_page_locked(monkeypatch, image_batch, rows):
     monkeypatch.setattr(tensors, '_empty', locks.empty)
     batch = {**image_batch, **text_batch([3, 2, 1, 2], width=5)}
     locks.tensors += [value for value in batch.values() if isinstance(value, torch.Tensor)]
-    part = LLAVA_LAYOUT.trim(LLAVA_LAYOUT.select(batch, rows))
+    part = trimmed_rows(LLAVA_LAYOUT, batch, rows)
     assert part['input_ids'].shape == (2, 2)
     for key in ('input_ids', 'attention_mask', 'labels', 'pixel_values'):
         assert locks.is_locked(part[key]), key

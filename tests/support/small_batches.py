@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -13,43 +14,46 @@ from composer_tokacc.layout.families import FAMILIES
 
 __all__ = ['IMAGE', 'LLAVA', 'QWEN', 'TEXT', 'VIDEO', 'drawn_batch', 'numbered', 'numbers_of', 'text_batch']
 
-TEXT, LLAVA, QWEN = (
-    next(family for family in FAMILIES if family.name == name) for name in ('text', 'LLaVA', 'Qwen-VL')
-)
+FAMILY_OF_NAME = {family.name: family for family in FAMILIES}
+TEXT = FAMILY_OF_NAME['text']
+LLAVA = FAMILY_OF_NAME['LLaVA']
+QWEN = FAMILY_OF_NAME['Qwen-VL']
 
-IMAGE, VIDEO = 90, 91
+IMAGE = 90
+"""Id of the placeholder of an image."""
+VIDEO = 91
 PLACEHOLDERS = {'i': IMAGE, 'v': VIDEO}
 
 
 def text_batch(lengths: list[int], *, side: str = 'right', width: int | None = None, **entries: Any) -> dict[str, Any]:
-    """Rows of ids 1, 2, ..., padded with 0 to ``width``."""
+    """Returns rows of ids 1, 2, ..., padded with 0 to ``width``. Every token has a label."""
     width = width or max(lengths)
-    ids, mask = torch.zeros(len(lengths), width, dtype=torch.long), torch.zeros(len(lengths), width, dtype=torch.long)
+    ids = torch.zeros(len(lengths), width, dtype=torch.long)
     for row, length in enumerate(lengths):
-        span = slice(width - length, width) if side == 'left' else slice(0, length)
-        ids[row, span] = torch.arange(1, length + 1)
-        mask[row, span] = 1
-    return {'input_ids': ids, 'attention_mask': mask, 'labels': ids.masked_fill(mask == 0, -100), **entries}
+        start = width - length if side == 'left' else 0
+        ids[row, start : start + length] = torch.arange(1, length + 1)
+    is_token = ids > 0
+    return {'input_ids': ids, 'attention_mask': is_token.long(), 'labels': ids.masked_fill(~is_token, -100), **entries}
 
 
 def drawn_batch(*rows: str, **entries: Any) -> dict[str, Any]:
-    """Rows drawn as ``'1ii2'``: a digit is its own id, ``i`` and ``v`` stand for an image and a video.
+    """Returns rows drawn as ``'1ii2'``: a digit is its own id, ``i`` and ``v`` stand for an image and a video.
 
     They are padded on the right with 0.
     """
     batch = text_batch([len(row) for row in rows], **entries)
     for row, drawing in enumerate(rows):
         for place, character in enumerate(drawing):
-            batch['input_ids'][row, place] = PLACEHOLDERS[character] if character in 'iv' else int(character)
+            batch['input_ids'][row, place] = PLACEHOLDERS.get(character) or int(character)
     return batch
 
 
 def numbered(count: int, *shape: int) -> torch.Tensor:
-    """Entries of a shape, filled with 0, 1, 2, ...: :func:`numbers_of` tells which of them a row got."""
-    numbers = torch.arange(count).view(count, *[1] * len(shape))
-    return numbers.expand(count, *shape).contiguous()
+    """Returns entries of a shape, filled with 0, 1, 2, ...: :func:`numbers_of` tells which of them a row got."""
+    numbers = torch.arange(count).repeat_interleave(math.prod(shape))
+    return numbers.view(count, *shape)
 
 
 def numbers_of(entries: torch.Tensor) -> list[int]:
-    """The first number in each entry."""
+    """Returns the first number in each entry."""
     return entries.reshape(len(entries), -1)[:, 0].tolist()
