@@ -15,7 +15,7 @@ from tests.matrix.harness import measure_steps
 from tests.matrix.native_models import Terms, by_token
 from tests.matrix.subjects import SUBJECTS
 from tests.support.text import VOCABULARY, collate, text_model, text_rows
-from tests.support.training import fit, loader, reference_gradients, relative_error
+from tests.support.training import assert_exact, fit, loader
 
 SHAPE = [(4, 2), (9, 3), (5, 4), (14, 11)]
 
@@ -67,11 +67,7 @@ def test_logits_show_the_vocabulary():
 
 
 def test_last_id_is_a_label():
-    batch = with_label(VOCABULARY - 1)
-    model = text_model()
-    expected, _ = reference_gradients(model, batch)
-    recorder = fit(model, batch)
-    assert relative_error(recorder.gradients, expected) < 1e-6
+    assert_exact(text_model(), with_label(VOCABULARY - 1))
 
 
 @pytest.mark.parametrize(('token', 'batches_before'), [(VOCABULARY, []), (-1, [batch_of()])])
@@ -110,13 +106,12 @@ def test_mask_of_three_dimensions(queries, has_spec):
 
 
 def test_mask_of_four_dimensions_is_exact():
-    model = text_model()
+    """It lets each token see itself and earlier ones, as the model does by itself with a mask of two dimensions."""
     batch = batch_of()
-    expected, _ = reference_gradients(model, batch)
     is_causal = torch.ones(14, 14, dtype=torch.bool).tril()
     is_real = batch['attention_mask'].bool()
-    recorder = fit(model, batch_of(attention_mask=is_real[:, None, None] & is_causal))
-    assert relative_error(recorder.gradients, expected) < 1e-6
+    with_mask = batch_of(attention_mask=is_real[:, None, None] & is_causal)
+    assert_exact(text_model(), with_mask, batch=batch)
 
 
 @pytest.mark.parametrize('has_spec', [True, False])

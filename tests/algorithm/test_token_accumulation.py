@@ -14,6 +14,7 @@ import torch
 from composer.algorithms import SAM, GradientClipping
 from composer.callbacks import NaNMonitor
 from composer.core import Algorithm, DataSpec, Event
+from torch.utils.data import DataLoader, DistributedSampler
 from transformers.modeling_outputs import CausalLMOutput
 
 from composer_tokacc import TokenAccumulation, token_data_spec
@@ -172,7 +173,16 @@ def test_loss_scaled_by_later_algorithm_is_refused(model, batch):
         fit(model, loader(batch), algorithms=[TokenAccumulation(), At(Event.BEFORE_BACKWARD, halve)])
 
 
-# Empty microbatches and steps.
+# Repeated samples, empty microbatches and steps.
+
+
+@pytest.mark.parametrize('microbatch_size', [1, 3])
+def test_repeated_sample_counts_nothing(model, microbatch_size):
+    """Five samples for two ranks: the second one gets samples 1 and 3, and again sample 0 of the first rank."""
+    rows = text_rows(RAGGED[:5])
+    sampler = DistributedSampler(rows, num_replicas=2, rank=1, shuffle=False)
+    data = token_data_spec(DataLoader(rows, batch_size=3, sampler=sampler, collate_fn=collate))
+    assert_exact(model, data, batch=collate([rows[1], rows[3]]), microbatch_size=microbatch_size)
 
 
 @pytest.mark.parametrize('split', ['stock', 'regrouped'])

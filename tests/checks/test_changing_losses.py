@@ -204,7 +204,7 @@ def gradients_of_steps(model: Any, data: Any, *, callbacks: Iterable[Callback] =
 
     recorder = GradientRecorder()
     try:
-        fit(model, *data, callbacks=[On(Event.BATCH_START, set_step), recorder, *callbacks], **options)
+        fit(model, *data, callbacks=[On(Event.BATCH_START, set_step), *callbacks], recorder=recorder, **options)
         assert len(recorder.steps) == len(data)
     except RefusalError:
         pass

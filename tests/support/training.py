@@ -47,13 +47,16 @@ def loader(*batches: Any) -> DataLoader:
 
 
 class GradientRecorder(Callback):
-    """Records the gradients of each step, the loss at BATCH_END, and the logged metrics."""
+    """Records the gradients of each step, the loss at BATCH_END, and the logged metrics.
+
+    :func:`train` sets ``trainer``.
+    """
 
     def __init__(self) -> None:
         self.steps: list[Gradients] = []
         self.losses: list[Any] = []
         self.memory = InMemoryLogger()
-        self.trainer = None
+        self.trainer: Any = None
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
         if event == Event.AFTER_TRAIN_BATCH:
@@ -76,7 +79,7 @@ class GradientRecorder(Callback):
 
 
 class On(Callback):
-    """Calls a function with the state at an event, and records what it returns."""
+    """Calls a function with the state at an event, and records its results."""
 
     def __init__(self, event: Event, function: Callable[[State], Any]) -> None:
         self.event = event
@@ -129,15 +132,15 @@ def train(
     device: Any = 'cpu',
     progress_bar: bool = False,
     loggers: Iterable[Any] = (),
+    recorder: GradientRecorder | None = None,
     **kwargs: Any,
 ) -> tuple[GradientRecorder, InMemoryLogger, Trainer]:
     """Runs the Trainer.
 
     Without an optimizer the learning rate is 0. Then the weights do not move, and each step can be compared with the
-    same model.
+    same model. A test passes its own ``recorder`` if the run may raise after some steps.
     """
-    recorder = GradientRecorder()
-    memory = InMemoryLogger()
+    recorder = recorder or GradientRecorder()
     composer_model = model if hasattr(model, 'eval_forward') else hugging_face(model)
     optimizer = optimizer or torch.optim.SGD(composer_model.parameters(), lr=0.0)
     with warnings.catch_warnings():
@@ -150,13 +153,14 @@ def train(
             device=device,
             algorithms=list(algorithms),
             callbacks=[*callbacks, recorder],
-            loggers=[*loggers, memory],
+            loggers=[*loggers, recorder.memory],
             device_train_microbatch_size=microbatch_size,
             progress_bar=progress_bar,
             **kwargs,
         )
+        recorder.trainer = trainer
         trainer.fit()
-    return recorder, memory, trainer
+    return recorder, recorder.memory, trainer
 
 
 # `token_data_spec` passes the transforms on to DataSpec. `fit` has the model as its first argument. Options of both,
@@ -178,7 +182,7 @@ def fit(model: Any, *data: Any, microbatch_size: int = 2, **options: Any) -> Gra
         options: Options of TokenAccumulation and of :func:`train`. With batches also options of ``token_data_spec``.
 
     Returns:
-        The recorder, with gradients and logged metrics. It also has the ``trainer``.
+        The recorder, with gradients, logged metrics and the ``trainer``.
     """
     algorithm_options = {name: options.pop(name) for name in ALGORITHM_OPTIONS & options.keys()}
     assert not (algorithm_options and 'algorithms' in options)
@@ -189,26 +193,31 @@ def fit(model: Any, *data: Any, microbatch_size: int = 2, **options: Any) -> Gra
         split_options = {name: options.pop(name) for name in SPLIT_OPTIONS & options.keys()}
         train_data = token_data_spec(loader(*data), **split_options)
         options.setdefault('max_duration', f'{len(data)}ba')
-    recorder, memory, trainer = train(model, train_data, microbatch_size=microbatch_size, **options)
-    recorder.memory = memory
-    recorder.trainer = trainer
+    recorder, _, _ = train(model, train_data, microbatch_size=microbatch_size, **options)
     return recorder
 
 
 TOLERANCE = 1e-6
 
 
-def assert_exact(model: Any, *data: Any, batch: Any = None, **options: Any) -> GradientRecorder:
+def assert_exact(
+    model: Any, *data: Any, batch: Any = None, reference_dtype: torch.dtype = torch.float64, **options: Any
+) -> GradientRecorder:
     """Trains as :func:`fit`. Compares gradient and logged loss of each step with one forward over its batch.
 
     Args:
         model: A model of Hugging Face.
         data: See :func:`fit`.
-        batch: The batch of the one forward. Needed if ``data`` is a loader or DataSpec. None: each batch of the data.
+        batch: The batch of the one forward, or a list with the batch of each step. Needed if ``data`` is a loader or
+            DataSpec. None: each batch of the data.
+        reference_dtype: See :func:`reference_gradients`.
         options: See :func:`fit`.
     """
-    batches = data if batch is None else [batch]
-    references = [reference_gradients(model, reference_batch) for reference_batch in batches]
+    if batch is None:
+        batches = data
+    else:
+        batches = batch if isinstance(batch, list) else [batch]
+    references = [reference_gradients(model, reference_batch, reference_dtype) for reference_batch in batches]
     recorder = fit(model, *data, **options)
     for reference, gradients, loss in zip(references, recorder.steps, recorder.logged(TOTAL), strict=True):
         expected_gradients, expected_loss = reference
@@ -254,7 +263,7 @@ def reference_gradients(
 
 
 def tensors_in(batch: dict[str, Any], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Returns the tensors of a batch, those of floats in this type."""
+    """Returns the tensors of a batch. Tensors of floats get the type."""
     tensors = {}
     for key, value in batch.items():
         if isinstance(value, torch.Tensor):
