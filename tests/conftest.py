@@ -1,10 +1,10 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What holds for all tests.
+"""Settings of all tests.
 
-Hypothesis draws the same examples in every run, so that a failure is of the change at hand: HYPOTHESIS_PROFILE=random
-draws others each time, to search for what nobody has thought of.
+Hypothesis draws the same examples in every run, so that only a change of the code can make a test fail. With
+HYPOTHESIS_PROFILE=random it draws new ones each time, to search for cases that nobody has thought of.
 
 Ranks wait for the next test that needs them, because starting four of them takes 40 s of processor time. So one worker
 of pytest-xdist runs all tests with ranks, first those that need few. The other workers run the other tests.
@@ -29,16 +29,20 @@ settings.load_profile(os.environ.get('HYPOTHESIS_PROFILE', 'steady'))
 
 
 def pytest_collection_modifyitems(items):
-    # Last the matrix, whose many short tests keep all workers busy until the end.
-    items.sort(key=lambda item: (not _needs_ranks(item), _num_ranks(item), 'tests.matrix' in item.module.__name__))
+    items.sort(key=_place_in_run)
 
 
-def _needs_ranks(item) -> bool:
-    return bool(item.get_closest_marker('slow')) and _launches_ranks(item.path)
+def _place_in_run(item) -> tuple[bool, int, bool]:
+    """Returns the key by which tests are sorted.
 
-
-def _num_ranks(item) -> int:
-    return item.callspec.params.get('ranks', 0) if _needs_ranks(item) and hasattr(item, 'callspec') else 0
+    Tests with ranks come first, by the number of ranks, so that few have to be started. The matrix comes last, because
+    its many short tests keep all workers busy.
+    """
+    needs_ranks = bool(item.get_closest_marker('slow')) and _launches_ranks(item.path)
+    num_ranks = 0
+    if needs_ranks and hasattr(item, 'callspec'):
+        num_ranks = item.callspec.params.get('ranks', 0)
+    return not needs_ranks, num_ranks, 'tests.matrix' in item.module.__name__
 
 
 @functools.cache

@@ -32,7 +32,7 @@ SMALL = ['dataset.num_samples=256', 'loader.global_batch_size=32']
 
 
 @pytest.fixture(autouse=True)
-def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def cache_folder(tmp_path, monkeypatch):
     monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'cache'))
 
 
@@ -43,7 +43,7 @@ def run_size(tmp_path: Path, *arguments: str) -> dict[str, Any]:
     return json.loads((tmp_path / 'size' / 'size.json').read_text())
 
 
-def test_smaller_device_gets_smaller_microbatches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_smaller_device_gets_smaller_microbatches(tmp_path, capsys):
     calibrations = tmp_path / 'cache' / 'composer_tokacc' / 'memory'
     large_device = run_size(tmp_path, 'num_ranks=2', 'device_memory_gib=8')
     printed = capsys.readouterr().out
@@ -66,7 +66,7 @@ def test_smaller_device_gets_smaller_microbatches(tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.slow
-def test_states_of_an_adapter(tmp_path: Path) -> None:
+def test_states_of_an_adapter(tmp_path):
     """Only trained parameters have gradients and states of the optimizer."""
     pytest.importorskip('peft')
     lora = {'r': 4, 'modules_to_save': ['multi_modal_projector']}
@@ -87,13 +87,14 @@ def test_states_of_an_adapter(tmp_path: Path) -> None:
     assert {parameter.dtype for parameter in trained} == {torch.float32}
     bytes_of = {name: round(gib * 2**30) for name, gib in sized['terms'].items()}
     assert bytes_of['parameters'] == 4 * num_trained + 2 * num_frozen
-    assert bytes_of['gradients'] == bytes_of['DDP buckets'] == 4 * num_trained
+    assert bytes_of['gradients'] == 4 * num_trained
+    assert bytes_of['DDP buckets'] == 4 * num_trained
     # Two moments, and four bytes to count the steps of each tensor.
     assert bytes_of['optimizer states'] == 8 * num_trained + 4 * len(trained)
 
 
 @pytest.mark.slow
-def test_lengths_from_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lengths_from_a_table(tmp_path, capsys):
     processor = build_digits_processor()
     model = build_model(config=load_config(YAML).model.config, processor=processor)
     model.model.save_pretrained(tmp_path / 'base')
@@ -129,7 +130,7 @@ FRESH_LLAVA = ['model.pretrained=null', 'model.config.model_type=llava']
 
 
 @pytest.mark.slow
-def test_sizes_without_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sizes_without_data(tmp_path, capsys):
     """The recipe of LLaVA-1.5 7B with smaller layers, on eight GPUs, for lengths of which only a few figures are known.
 
     Neither data nor the hub is needed.
@@ -166,7 +167,7 @@ def test_sizes_without_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         assert f'{relative_cost:.2f}' in table
 
 
-def test_drawn_lengths_fit_the_figures() -> None:
+def test_drawn_lengths_fit_the_figures():
     table = lengths_of({'mean': 200, 'variation': 0.5, 'samples': 50_000}, longest=None, seed=0)
     assert table.lengths.mean() == pytest.approx(200, rel=0.01)
     assert table.lengths.std() == pytest.approx(100, rel=0.03)
@@ -196,7 +197,7 @@ def test_drawn_lengths_fit_the_figures() -> None:
         ('lengths=150', '`lengths` must be a CSV file, plain or .gz, got: 150'),
     ],
 )
-def test_impossible_lengths_are_refused(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_impossible_lengths_are_refused(arguments, message, capsys):
     assert size.main([LLAVA_7B, *FRESH_LLAVA, 'device_memory_gib=80', *arguments.split()]) == 2
     assert message in capsys.readouterr().err.strip().splitlines()[-1]
 
@@ -205,7 +206,7 @@ def test_impossible_lengths_are_refused(arguments: str, message: str, capsys: py
     ('encoder', 'strategy', 'tokens'),
     [(CLIPVisionConfig, 'default', 576), (CLIPVisionConfig, 'full', 577), (SiglipVisionConfig, 'full', 576)],
 )
-def test_stand_in_has_one_image(encoder, strategy, tokens) -> None:
+def test_stand_in_has_one_image(encoder, strategy, tokens):
     """A sample of two images is represented by one image, of the size that the config says."""
     vision_config = encoder(image_size=336, patch_size=14)
     config = LlavaConfig(vision_config=vision_config, vision_feature_select_strategy=strategy)
@@ -223,7 +224,7 @@ def test_stand_in_has_one_image(encoder, strategy, tokens) -> None:
     assert 'pixel_values' not in sample_of_text
 
 
-def test_images_of_any_size_need_a_processor(capsys: pytest.CaptureFixture[str]) -> None:
+def test_images_of_any_size_need_a_processor(capsys):
     arguments = ['model.pretrained=null', 'model.config.model_type=qwen2_vl', 'lengths.mean=150']
     assert size.main([LLAVA_7B, *arguments, 'lengths.image_tokens=300', 'device_memory_gib=80']) == 2
     assert 'needs `model.pretrained`, got: a' in capsys.readouterr().err
@@ -252,7 +253,7 @@ def test_damaged_gzip_is_refused(tmp_path: Path) -> None:
         ('tokens\n0\n', 'must be at least 1, got: 0'),
     ],
 )
-def test_damaged_table_is_refused(tmp_path: Path, content: str | None, message: str) -> None:
+def test_damaged_table_is_refused(tmp_path, content, message):
     path = tmp_path / 'lengths.csv'
     if content is not None:
         path.write_text(content)
@@ -262,7 +263,7 @@ def test_damaged_table_is_refused(tmp_path: Path, content: str | None, message: 
 
 
 @pytest.mark.slow
-def test_lora_recipe_fits_24_gib(tmp_path: Path) -> None:
+def test_lora_recipe_fits_24_gib(tmp_path):
     pytest.importorskip('peft')
     processor = build_small_processor(['a picture'], vocab_size=300, image_size=336, patch_size=14)
     processor.save_pretrained(tmp_path)
@@ -294,7 +295,7 @@ def test_lora_recipe_fits_24_gib(tmp_path: Path) -> None:
         ('nonsense=1', 'nonsense'),
     ],
 )
-def test_mistake_is_one_line(argument: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistake_is_one_line(argument, message, capsys):
     assert size.main([YAML, *SMALL, argument]) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith('error: ')
@@ -313,7 +314,7 @@ def test_mistake_is_one_line(argument: str, message: str, capsys: pytest.Capture
         pytest.param(['algorithms.token_accumulation.token_weights=sample'], 'labels', marks=pytest.mark.slow),
     ],
 )
-def test_positions_of_logits(tmp_path: Path, options: list[str], logits: str) -> None:
+def test_positions_of_logits(tmp_path, options, logits):
     sized = run_size(tmp_path, 'num_ranks=2', 'device_memory_gib=8', *options)
     assert sized['logits'] == logits
     assert (sized['most_logits'] < 0.8 * sized['max_tokens']) == (logits == 'labels')
@@ -329,11 +330,11 @@ class LogitsCounter(Callback):
 
 
 @pytest.mark.slow
-def test_run_computes_the_predicted_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rehearsed_logits: list[int | None] = []
+def test_run_computes_the_predicted_logits(tmp_path, monkeypatch):
+    rehearsed_logits = []
     heaviest_of_run = rehearsal.heaviest_of_run
 
-    def recorded(*arguments: Any) -> tuple[list[rehearsal.Candidate], int]:
+    def recorded(*arguments):
         candidates, num_batches = heaviest_of_run(*arguments)
         rehearsed_logits.extend(candidate.logits for candidate in candidates)
         return candidates, num_batches
@@ -362,9 +363,10 @@ def test_run_computes_the_predicted_logits(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-def test_timed_steps_give_seconds(tmp_path: Path) -> None:
+def test_timed_steps_give_seconds(tmp_path):
     timed = run_size(tmp_path, 'time_steps=true', 'num_ranks=1', 'device_memory_gib=8')
-    assert min(timed['step_seconds']['stock'], timed['step_seconds']['split']) > 0
+    assert timed['step_seconds']['stock'] > 0
+    assert timed['step_seconds']['split'] > 0
     # The vision encoder was timed by itself. The lines to paste hold its cost.
     cost = timed['measured_cost']
     assert cost['vision_per_square'] + cost['vision_per_patch'] + cost['vision_per_image'] > 0

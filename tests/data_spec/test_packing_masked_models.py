@@ -15,7 +15,7 @@ from composer_tokacc.data_spec.packing import pack_rows
 from composer_tokacc.row_counts import with_counts
 from tests.support.launch import launch_json
 from tests.support.masked_text import MODELS, PAD, masked_batch, masked_model
-from tests.support.training import assert_exact, fit, reference_gradients, relative_error
+from tests.support.training import assert_exact, composer_gradients, fit, reference_gradients, relative_error
 
 LENGTHS = [4, 5, 9, 14, 6, 3, 2, 9]
 PACKABLE = [name for name in MODELS if name != 'deberta']
@@ -34,11 +34,8 @@ def test_masked_models_are_exact(name, packing, microbatch_size):
 
 @pytest.mark.parametrize('name', PACKABLE)
 def test_eager_attention_is_exact(name):
-    model = masked_model(name, 'eager')
-    batch = masked_batch(LENGTHS)
-    expected, _ = reference_gradients(model, batch, torch.float32)
-    recorder = fit(model, batch, packing=True, microbatch_size=3)
-    assert relative_error(recorder.gradients, expected) < 1e-6
+    options = {'packing': True, 'microbatch_size': 3}
+    assert_exact(masked_model(name, 'eager'), masked_batch(LENGTHS), reference_dtype=torch.float32, **options)
 
 
 @pytest.mark.parametrize('name', PACKABLE)
@@ -118,6 +115,5 @@ def test_wrappers_are_called_once(name):
     outputs = wrapper(**inputs)
     outputs.loss.backward()
     expected, loss = reference_gradients(masked_model(name), batch)
-    gradients = {f'model.{key}': value.grad for key, value in model.named_parameters() if value.grad is not None}
     assert outputs.loss.item() == pytest.approx(loss, rel=1e-6)
-    assert relative_error(gradients, expected) < 1e-6
+    assert relative_error(composer_gradients(model), expected) < 1e-6

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Small films and sounds, written with PyAV, and a folder of conversations about them."""
+"""Writes small videos and sounds with PyAV, and a folder of conversations about them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.sample_encoder import WORDS
 __all__ = ['SHADES', 'sine', 'write_encoded_sound', 'write_media_folder', 'write_sound', 'write_video']
 
 SHADES = [20, 120, 60, 220, 180, 90, 250, 40, 150, 200]
-"""Grey of the frames of a film, by which a test knows them again."""
+"""The grey of each frame of a video. A test recognises the frames by it."""
 
 
 def write_video(
@@ -37,56 +37,66 @@ def write_video(
     options: dict[str, str] | None = None,
     sound: np.ndarray | None = None,
 ) -> Path:
-    """A film of one shade a frame, left half of it black.
+    """Writes a video. Each frame has one shade, and its left half is black.
 
     Args:
-        path: Its ending says which container.
-        shades: Of each frame.
+        path: Its suffix decides the container.
+        shades: The grey of each frame.
         size: Width and height.
-        codec: Of the film.
-        pixels: Format of its pixels.
-        rate: Frames a second.
-        times: When each frame is shown, in milliseconds; None: evenly.
-        options: Of the codec.
-        sound: Samples of a sound beside it, 16,000 a second.
+        codec: The codec of the frames.
+        pixels: Format of the pixels.
+        rate: Frames per second.
+        times: When each frame is shown, in milliseconds. None: at equal distances.
+        options: Options of the codec.
+        sound: Samples of a sound track, 16,000 per second. None: no sound.
     """
-    with av.open(str(path), 'w', options={'movflags': 'faststart'} if path.suffix == '.mp4' else {}) as container:
+    milliseconds = Fraction(1, 1000)
+    width, height = size
+    container_options = {'movflags': 'faststart'} if path.suffix == '.mp4' else {}
+    with av.open(str(path), 'w', options=container_options) as container:
         stream: Any = container.add_stream(codec, rate=rate, options=options)
-        stream.width, stream.height, stream.pix_fmt = *size, pixels
+        stream.width = width
+        stream.height = height
+        stream.pix_fmt = pixels
         if times is not None:
-            stream.codec_context.time_base = Fraction(1, 1000)
-        beside: Any = None if sound is None else container.add_stream('aac', rate=16000, layout='mono')
+            stream.codec_context.time_base = milliseconds
+        sound_stream: Any = None
+        if sound is not None:
+            sound_stream = container.add_stream('aac', rate=16000, layout='mono')
         container.start_encoding()
         for index, shade in enumerate(shades):
-            picture = np.full((size[1], size[0], 3), shade, np.uint8)
-            picture[:, : size[0] // 2] = 0
+            picture = np.full((height, width, 3), shade, np.uint8)
+            picture[:, : width // 2] = 0
             frame = av.VideoFrame.from_ndarray(picture, format='rgb24')
             if times is not None:
-                frame.pts, frame.time_base = times[index], Fraction(1, 1000)
+                frame.pts = times[index]
+                frame.time_base = milliseconds
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
-        if beside is not None and sound is not None:
+        if sound is not None:
             frame = av.AudioFrame.from_ndarray(sound[None].astype(np.float32), format='fltp', layout='mono')
             frame.sample_rate = 16000
-            container.mux([*beside.encode(frame), *beside.encode()])
+            container.mux(sound_stream.encode(frame))
+            container.mux(sound_stream.encode())
     return path
 
 
 def sine(seconds: float, *, rate: int = 16000, pitch: float = 440.0) -> np.ndarray:
-    """A tone, half as loud as it may be."""
-    return (0.5 * np.sin(2 * np.pi * pitch * np.arange(round(seconds * rate)) / rate)).astype(np.float32)
+    """Returns the samples of a tone, at half of the greatest loudness."""
+    times = np.arange(round(seconds * rate)) / rate
+    return (0.5 * np.sin(2 * np.pi * pitch * times)).astype(np.float32)
 
 
 def write_sound(path: Path, samples: np.ndarray, *, rate: int = 16000) -> Path:
-    """A WAV file, whatever it is called; of several channels where ``samples`` is ``(samples, channels)``."""
+    """Writes a WAV file, also if the path has another suffix. Several channels: ``samples`` is (samples, channels)."""
     with path.open('wb') as file:
         wavfile.write(file, rate, samples)
     return path
 
 
 def write_encoded_sound(path: Path, *, codec: str, rate: int = 48000, channels: int = 1, **options: str) -> Path:
-    """A tone of 0.6 s that PyAV has encoded."""
-    # Without a duration of pages one page of an Ogg file would hold all.
+    """Writes a tone of 0.6 s, encoded by PyAV."""
+    # Without a duration of pages, one page of an Ogg file would hold all samples.
     with av.open(str(path), 'w', options={'page_duration': '20000', **options}) as container:
         stream: Any = container.add_stream(codec, rate=rate, layout='mono' if channels == 1 else '7.1')
         for samples in sine(0.6, rate=rate).reshape(-1, 960):
@@ -99,41 +109,49 @@ def write_encoded_sound(path: Path, *, codec: str, rate: int = 48000, channels: 
 
 
 def write_media_folder(folder: Path, rows: Sequence[Sequence[str]], *, seed: int = 0) -> Path:
-    """Conversations about the media of each row, ``image``, ``video`` or ``audio``, unequal in everything.
+    """Writes media and conversations about them. Media, texts and numbers of turns differ from row to row.
+
+    Args:
+        folder: Gets the files.
+        rows: The modalities of each row: ``'image'``, ``'video'`` or ``'audio'``.
+        seed: Seed of sizes and words.
 
     Returns:
         Path of ``data.json``. Sample ``i`` has the id ``s<i>``.
     """
-    rng, records = random.Random(seed), []
-    for index, kinds in enumerate(rows):
+    rng = random.Random(seed)
+    records = []
+    for index, modalities in enumerate(rows):
         record: dict[str, Any] = {'id': f's{index}', 'images': [], 'videos': [], 'audios': []}
         question = _words(rng)
-        for place, kind in enumerate(kinds):
-            name = f'{index}_{place}'
-            if kind == 'image':
-                width, height = rng.choice([(16, 16), (40, 16), (16, 32), (24, 24), (16, 48)])
-                picture = Image.frombytes('RGB', (width, height), rng.randbytes(3 * width * height))
-                picture.save(folder / f'{name}.png')
-                record['images'].append(f'{name}.png')
-            elif kind == 'video':
-                write_video(folder / f'{name}.mp4', [rng.randrange(256) for _ in range(rng.randint(6, 20))])
-                record['videos'].append(f'{name}.mp4')
-            else:
-                rate = rng.choice([8000, 16000, 44100])
-                tone = sine(rng.uniform(0.1, 0.6), rate=rate, pitch=rng.uniform(200, 2000))
-                write_sound(folder / f'{name}.wav', tone, rate=rate)
-                record['audios'].append(f'{name}.wav')
-            question += f' <{kind}> {_words(rng)}'
-        turns = [question, _words(rng)]
+        for place, modality in enumerate(modalities):
+            path = _write_random_media(folder / f'{index}_{place}', modality, rng)
+            record[f'{modality}s'].append(path.name)
+            question += f' <{modality}> {_words(rng)}'
+        messages = [{'role': 'user', 'content': question}, {'role': 'assistant', 'content': _words(rng)}]
         if index % 2:
-            turns += [_words(rng), _words(rng)]
-        record['messages'] = [
-            {'role': ('user', 'assistant')[turn % 2], 'content': text} for turn, text in enumerate(turns)
-        ]
+            messages.append({'role': 'user', 'content': _words(rng)})
+            messages.append({'role': 'assistant', 'content': _words(rng)})
+        record['messages'] = messages
         records.append(record)
     path = folder / 'data.json'
     path.write_text(json.dumps(records))
     return path
+
+
+def _write_random_media(stem: Path, modality: str, rng: random.Random) -> Path:
+    """Writes an image, a video or a sound of random content and size. Returns its path."""
+    if modality == 'image':
+        path = stem.with_suffix('.png')
+        width, height = rng.choice([(16, 16), (40, 16), (16, 32), (24, 24), (16, 48)])
+        Image.frombytes('RGB', (width, height), rng.randbytes(3 * width * height)).save(path)
+        return path
+    if modality == 'video':
+        num_frames = rng.randint(6, 20)
+        return write_video(stem.with_suffix('.mp4'), [rng.randrange(256) for _ in range(num_frames)])
+    rate = rng.choice([8000, 16000, 44100])
+    tone = sine(rng.uniform(0.1, 0.6), rate=rate, pitch=rng.uniform(200, 2000))
+    return write_sound(stem.with_suffix('.wav'), tone, rate=rate)
 
 
 def _words(rng: random.Random) -> str:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,33 +19,36 @@ from composer_tokacc.data.records import RawRecord, Record
 
 
 def png(colour: tuple[int, int, int] = (255, 0, 0)) -> bytes:
-    """The content of a small image of one colour."""
+    """Returns the bytes of a small image of one colour."""
     stream = io.BytesIO()
     Image.new('RGB', (8, 8), colour).save(stream, 'PNG')
     return stream.getvalue()
 
 
 def turns(*texts: str) -> list[dict[str, str]]:
-    """Questions and answers in turn, as LLaVA writes them."""
-    return [{'from': ('human', 'gpt')[index % 2], 'value': text} for index, text in enumerate(texts)]
+    """Returns questions and answers in turn, as LLaVA writes them."""
+    roles = itertools.cycle(['human', 'gpt'])
+    return [{'from': role, 'value': text} for role, text in zip(roles, texts, strict=False)]
 
 
 IMAGE = {'type': 'image'}
 
 
 def message(role: str, *parts: Any) -> dict[str, Any]:
-    """A message of these parts, as a processor takes it. A string is a text."""
-    content = [{'type': 'text', 'text': part} if isinstance(part, str) else part for part in parts]
+    """Returns a message of these parts, in the form of a processor. A string is a text."""
+    content = []
+    for part in parts:
+        content.append({'type': 'text', 'text': part} if isinstance(part, str) else part)
     return {'role': role, 'content': content}
 
 
 def user(*parts: Any) -> dict[str, Any]:
-    """A question, see :func:`message`."""
+    """Returns a question, see :func:`message`."""
     return message('user', *parts)
 
 
 def assistant(text: str) -> dict[str, Any]:
-    """An answer, see :func:`message`."""
+    """Returns an answer, see :func:`message`."""
     return message('assistant', text)
 
 
@@ -55,5 +59,6 @@ def parse(data: Any, folder: Path = Path()) -> Record:
 
 def write_json(folder: Path, records: Sequence[Any]) -> Path:
     """Writes ``data.json`` and returns its path."""
-    (folder / 'data.json').write_text(json.dumps(records))
-    return folder / 'data.json'
+    path = folder / 'data.json'
+    path.write_text(json.dumps(records))
+    return path

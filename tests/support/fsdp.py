@@ -1,7 +1,10 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""FSDP2 on gloo. With torch 2.7 gloo's reduce_scatter(AVG) sums, so gradients come out W times too large."""
+"""FSDP2 on gloo.
+
+With torch 2.7 gloo's reduce_scatter(AVG) sums. So the gradients on W ranks are W times too large.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,11 @@ import torch.distributed
 from tests.support.training import hugging_face
 
 FSDP: dict[str, Any] = {'parallelism_config': {'fsdp': {'state_dict_type': 'full'}}}
-"""Of the Trainer."""
+"""Options of the Trainer."""
 
 
 def sharded(model: torch.nn.Module) -> Any:
-    """Every vision and text block is a unit of its own: a rank that skips one hangs the others."""
+    """Returns a copy in which FSDP shards each vision and text block separately. A rank that skips one hangs others."""
     wrapped = hugging_face(copy.deepcopy(model))
     blocks = ('DecoderLayer', 'EncoderLayer', 'VisionBlock')
     wrapped.model.fsdp_wrap_fn = lambda module: type(module).__name__.endswith(blocks)
@@ -29,17 +32,18 @@ def sharded(model: torch.nn.Module) -> Any:
 
 
 def averages() -> bool:
-    """Whether this backend's reduce_scatter(AVG) of ones gives ones."""
-    world = torch.distributed.get_world_size()
-    out = torch.zeros(1)
-    torch.distributed.reduce_scatter_tensor(out, torch.ones(world), op=torch.distributed.ReduceOp.AVG)
-    return out.item() == 1.0
+    """Returns whether reduce_scatter(AVG) of this backend averages ones to ones."""
+    world_size = torch.distributed.get_world_size()
+    average = torch.zeros(1)
+    torch.distributed.reduce_scatter_tensor(average, torch.ones(world_size), op=torch.distributed.ReduceOp.AVG)
+    return average.item() == 1.0
 
 
 def repair_average() -> None:
-    """Where AVG sums, lets FSDP2 divide by itself."""
-    if not averages():
-        from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+    """Lets FSDP2 itself divide by the number of ranks if AVG sums."""
+    if averages():
+        return
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
-        world = float(torch.distributed.get_world_size())
-        _fsdp_collectives._get_gradient_divide_factors = lambda *args, **kwargs: (1.0, world)
+    world_size = float(torch.distributed.get_world_size())
+    _fsdp_collectives._get_gradient_divide_factors = lambda *args, **kwargs: (1.0, world_size)

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Callbacks that end their own process: as a machine that goes away, one that hangs, a bug, or a bad sample would."""
+"""Callbacks that end their own process, as a lost machine, a hanging one, a bug or a bad sample would."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from composer.utils import dist
 from composer_tokacc.data import BadSampleError
 
 
-class KillRank(Callback):
-    """Kills one rank at the start of a batch, without any chance to clean up."""
+class OnRank(Callback):
+    """Calls ``act`` on one rank at the start of a batch."""
 
     def __init__(self, *, rank: int, batch: int) -> None:
         self.rank = rank
@@ -27,27 +27,37 @@ class KillRank(Callback):
 
     def batch_start(self, state: State, logger: Logger) -> None:
         if dist.get_global_rank() == self.rank and int(state.timestamp.batch) == self.batch:
-            os.kill(os.getpid(), signal.SIGKILL)
+            self.act()
+
+    def act(self) -> None:
+        raise NotImplementedError
 
 
-class StopRank(KillRank):
-    """Stops one rank at the start of a batch: it neither goes on nor ends."""
+class KillRank(OnRank):
+    """Kills the rank, so that it cannot clean up."""
 
-    def batch_start(self, state: State, logger: Logger) -> None:
-        if dist.get_global_rank() == self.rank and int(state.timestamp.batch) == self.batch:
-            os.kill(os.getpid(), signal.SIGSTOP)
+    def act(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
-class FailOnRank(KillRank):
-    """Raises on one rank at the start of a batch."""
+class StopRank(OnRank):
+    """Stops the rank: it neither goes on nor ends."""
+
+    def act(self) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class FailOnRank(OnRank):
+    """Raises an error on the rank."""
 
     def __init__(self, *, rank: int, batch: int, bad_sample: bool) -> None:
         super().__init__(rank=rank, batch=batch)
         self.bad_sample = bad_sample
 
-    def batch_start(self, state: State, logger: Logger) -> None:
-        if dist.get_global_rank() == self.rank and int(state.timestamp.batch) == self.batch:
-            raise BadSampleError('sample "s7" cannot be read') if self.bad_sample else KeyError('a bug of ours')
+    def act(self) -> None:
+        if self.bad_sample:
+            raise BadSampleError('sample "s7" cannot be read')
+        raise KeyError('a bug of ours')
 
 
 class KillWhileSaving(Callback):
@@ -67,7 +77,7 @@ _save = torch.save
 def _save_half_and_die(content: Any, file: BinaryIO, **options: Any) -> None:
     complete = io.BytesIO()
     _save(content, complete, **options)
-    if isinstance(file, io.BytesIO):  # torch pickles storages so, for processes of a loader
+    if isinstance(file, io.BytesIO):  # not a checkpoint: torch pickles storages for the workers of a loader
         file.write(complete.getvalue())
         return
     file.write(complete.getvalue()[: complete.tell() // 2])

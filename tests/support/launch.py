@@ -73,28 +73,18 @@ def launch_nodes(arguments: Sequence[str], *, nodes: int, ranks: int, timeout: f
         The output of each node. All of them must succeed.
     """
     composer = Path(sys.executable).with_name('composer')
-    common = [
-        str(composer),
-        '-n',
-        str(ranks),
-        '--world_size',
-        str(nodes * ranks),
-        '--master_addr',
-        '127.0.0.1',
-        '--master_port',
-        str(free_port()),
-    ]
-    started = [
-        subprocess.Popen(
-            [*common, '--node_rank', str(node), *arguments],
+    options = f'-n {ranks} --world_size {nodes * ranks} --master_addr 127.0.0.1 --master_port {free_port()}'
+    started = []
+    for node in range(nodes):
+        process = subprocess.Popen(
+            [str(composer), *options.split(), '--node_rank', str(node), *arguments],
             cwd=ROOT,
             env=environment(),
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )
-        for node in range(nodes)
-    ]
+        started.append(process)
     try:
         with ThreadPoolExecutor(nodes) as readers:  # a full pipe would stop its writer
             screens = list(readers.map(lambda process: process.communicate(timeout=timeout)[0], started))

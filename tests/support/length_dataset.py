@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Text rows of lognormal lengths, read by index; every read is counted. And a loader that regroups them."""
+"""A dataset of text rows of lognormal lengths, which records its reads, and a loader that regroups them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ LONGEST = 48
 
 
 class LengthDataset(Dataset):
-    """Sample ``i`` has a length of its own; `random_labels` draws from torch's global generator on every read."""
+    """Sample ``i`` always has the same ids.
+
+    With `random_labels` its number of labels is drawn from torch's global generator on every read.
+    """
 
     def __init__(self, num_samples: int, *, seed: int = 0, random_labels: bool = False) -> None:
         rng = np.random.default_rng(seed)

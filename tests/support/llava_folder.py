@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""A small LLaVA folder: conversations of unequal length with no, one or several images, some of them noise."""
+"""A small LLaVA folder: conversations of unequal length about no image, one image or two images of noise."""
 
 from __future__ import annotations
 
@@ -13,25 +13,32 @@ import numpy as np
 from PIL import Image
 
 WORDS = ('what', 'which', 'colour', 'is', 'the', 'left', 'right', 'square', 'and', 'of', 'red', 'green', 'blue', 'one')
+NUM_IMAGES = (1, 0, 2, 1)
+"""The number of images of samples 0, 1, 2 and 3, then again from the start."""
 
 
 def write_llava_folder(folder: Path, num_samples: int, *, seed: int = 0) -> Path:
-    """Writes ``images/`` and ``data.json``, whose path it returns. Sample ``i`` has the id ``s<i>``."""
+    """Writes ``images/`` and ``data.json``. Returns the path of the latter. Sample ``i`` has the id ``s<i>``."""
     rng = np.random.default_rng(seed)
     (folder / 'images').mkdir(parents=True)
     records: list[dict[str, Any]] = []
     for index in range(num_samples):
-        names = [f'{index}_{k}.{("png", "jpg")[k % 2]}' for k in range((1, 0, 2, 1)[index % 4])]
+        num_images = NUM_IMAGES[index % len(NUM_IMAGES)]
+        names = [f'{index}_0.png', f'{index}_1.jpg'][:num_images]
         for name in names:
-            pixels = rng.integers(0, 255, (int(rng.integers(12, 40)), 24, 3), dtype=np.uint8)
+            height = int(rng.integers(12, 40))
+            pixels = rng.integers(0, 255, (height, 24, 3), dtype=np.uint8)
             Image.fromarray(pixels).save(folder / 'images' / name)
         turns = []
-        for turn in range(1 + index % 2):
-            question = '<image>\n' * len(names) * (turn == 0) + _words(rng, 4)
-            turns += [{'from': 'human', 'value': question}, {'from': 'gpt', 'value': _words(rng, 60)}]
+        prefix = '<image>\n' * num_images
+        num_questions = 1 + index % 2
+        for _ in range(num_questions):
+            turns.append({'from': 'human', 'value': prefix + _words(rng, 4)})
+            turns.append({'from': 'gpt', 'value': _words(rng, 60)})
+            prefix = ''
         record: dict[str, Any] = {'id': f's{index}', 'conversations': turns}
         if names:
-            record['image'] = names[0] if len(names) == 1 else names
+            record['image'] = names[0] if num_images == 1 else names
         records.append(record)
     path = folder / 'data.json'
     path.write_text(json.dumps(records))

@@ -30,12 +30,16 @@ def text_model(seed: int = 0, **config: Any) -> LlamaForCausalLM:
 
 
 def whisper_model() -> WhisperForConditionalGeneration:
-    """Takes sounds of 8 mel bins and 16 frames."""
-    layers = {'layers': 2, 'attention_heads': 2, 'ffn_dim': 48}
-    sizes = {f'{part}_{name}': value for part in ('encoder', 'decoder') for name, value in layers.items()}
+    """Returns a Whisper for sounds of 8 mel bins and 16 frames."""
     config = WhisperConfig(
         vocab_size=VOCABULARY,
         d_model=32,
+        encoder_layers=2,
+        encoder_attention_heads=2,
+        encoder_ffn_dim=48,
+        decoder_layers=2,
+        decoder_attention_heads=2,
+        decoder_ffn_dim=48,
         num_mel_bins=8,
         max_source_positions=8,
         max_target_positions=32,
@@ -47,14 +51,13 @@ def whisper_model() -> WhisperForConditionalGeneration:
         begin_suppress_tokens=None,
         dropout=0.0,
         use_cache=False,
-        **sizes,
     )
     torch.manual_seed(0)
     return WhisperForConditionalGeneration(config)
 
 
 def text_row(length: int, labelled: int, *, seed: int = 0) -> dict[str, Any]:
-    """One row whose last ``labelled`` tokens carry labels."""
+    """Returns one row. Its last ``labelled`` tokens have labels."""
     ids = torch.randint(3, VOCABULARY, (1, length), generator=torch.Generator().manual_seed(1000 * seed + length))
     labels = ids.clone()
     labels[:, : length - labelled] = -100
@@ -62,12 +65,22 @@ def text_row(length: int, labelled: int, *, seed: int = 0) -> dict[str, Any]:
 
 
 def text_rows(shape: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
-    """Rows of the given (length, labelled tokens)."""
+    """Returns rows of the given (length, labelled tokens)."""
     return [text_row(length, labelled, seed=index) for index, (length, labelled) in enumerate(shape)]
 
 
+def packed_row(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Returns one row of several documents. Their positions restart at 0. It has no mask, because it has no padding."""
+    positions = [torch.arange(document['input_ids'].shape[1]) for document in documents]
+    return {
+        'input_ids': torch.cat([document['input_ids'] for document in documents], dim=1),
+        'labels': torch.cat([document['labels'] for document in documents], dim=1),
+        'position_ids': torch.cat(positions)[None],
+    }
+
+
 def next_token_loss(logits: torch.Tensor, labels: torch.Tensor, **options: Any) -> torch.Tensor:
-    """Cross-entropy of each label, by the logits at the position before it."""
+    """Returns the cross-entropy of the labels, each by the logits at the position before it."""
     return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), **options)
 
 
@@ -77,13 +90,16 @@ def collate(rows: Sequence[dict[str, Any]], *, side: str = 'right', labels_on_pa
     fills = {'input_ids': 0, 'attention_mask': 0, 'labels': labels_on_pads}
     batch = {}
     for key, fill in fills.items():
-        padded = [
-            torch.nn.functional.pad(
-                row[key],
-                (width - row[key].shape[1], 0) if side == 'left' else (0, width - row[key].shape[1]),
-                value=fill,
-            )
-            for row in rows
-        ]
-        batch[key] = torch.cat(padded)
+        padded_rows = []
+        for row in rows:
+            num_pads = width - row[key].shape[1]
+            padding = (num_pads, 0) if side == 'left' else (0, num_pads)
+            padded_rows.append(torch.nn.functional.pad(row[key], padding, value=fill))
+        batch[key] = torch.cat(padded_rows)
     return batch
+
+
+def named_batch(shape: Sequence[tuple[int, int]], *, side: str = 'right') -> dict[str, Any]:
+    """Returns padded rows of the given (length, labelled tokens). The samples are called ``sample-0`` and so on."""
+    sample_ids = [f'sample-{row}' for row in range(len(shape))]
+    return {**collate(text_rows(shape), side=side), 'sample_ids': sample_ids}

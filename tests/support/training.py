@@ -10,7 +10,8 @@ import hashlib
 import inspect
 import json
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -106,6 +107,15 @@ def state_of(model: torch.nn.Module) -> dict[str, Any]:
     values = torch.cat(parameters)
     digest = hashlib.sha256(values.numpy().tobytes()).hexdigest()
     return {'parameters': digest, 'norm': float(values.double().norm())}
+
+
+@contextmanager
+def weights_unchanged(model: torch.nn.Module) -> Iterator[None]:
+    """Fails if a weight with gradients is another one at the end, for example after a run that was refused."""
+    before = copy.deepcopy(dict(model.named_parameters()))
+    yield
+    for name, parameter in model.named_parameters():
+        assert not parameter.requires_grad or torch.equal(parameter, before[name]), name
 
 
 def saving(folder: str | None) -> dict[str, Any]:
