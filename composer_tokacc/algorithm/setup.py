@@ -143,8 +143,7 @@ class RunContext:
     def __init__(self, state: State, options: AlgorithmOptions) -> None:
         _warn_of_surprises(state, options.token_weights)
         model = _unwrapped(state.model)
-        if not any(parameter.requires_grad for parameter in model.parameters()):
-            raise NotExactError('No parameter of the model requires a gradient, so nothing is trained. Unfreeze one.')
+        _check_trains_something(model)
         check_gradient_hooks(model)
         self.world_size = get_world_size()
         self._reads_weights = options.token_weights == 'column'
@@ -188,11 +187,8 @@ class RunContext:
             microbatch_size=microbatch_size,
             selector=self.logits.selector,
         )
-        self._norms: dict[str, torch.nn.Module] = {}
-        if options.check_loss:  # without it the user accepts that the run depends on how batches are cut
-            for name, module in model.named_modules():
-                if isinstance(module, BatchNorm):
-                    self._norms[name] = module
+        # Without `check_loss` the user accepts that the run depends on how batches are cut.
+        self._norms = _batch_norms(model) if options.check_loss else {}
         self.check_norms()
 
     def begin_step(self, step: Step) -> None:
@@ -325,6 +321,21 @@ def _unwrapped(model: torch.nn.Module) -> ComposerModel:
     """Returns the model that DDP may have wrapped."""
     inner: Any = model.module if isinstance(model, DistributedDataParallel) else model
     return inner
+
+
+def _check_trains_something(model: torch.nn.Module) -> None:
+    """Raises RuntimeError if all parameters of the model are frozen."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise NotExactError('No parameter of the model requires a gradient, so nothing is trained. Unfreeze one.')
+
+
+def _batch_norms(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Returns the modules of a model that normalise by the statistics of a batch, by name."""
+    norms = {}
+    for name, module in model.named_modules():
+        if isinstance(module, BatchNorm):
+            norms[name] = module
+    return norms
 
 
 def _to_device(state: State, split: MicrobatchSplit | None, batch: Batch) -> Any:

@@ -331,7 +331,10 @@ class TokenAccumulation(Algorithm):
         dtype = torch.float64 if self.is_weighted else torch.int64
         on_device = state.device.tensor_to_device(torch.tensor(in_one_list, dtype=dtype))
         sums_in_order = iter(RankSum(on_device).read())
-        return {name: list(islice(sums_in_order, len(values))) for name, values in numbers.items()}
+        sums = {}
+        for name, values in numbers.items():
+            sums[name] = list(islice(sums_in_order, len(values)))
+        return sums
 
     def _start_attempt(self, state: State) -> None:
         """BEFORE_TRAIN_BATCH: forgets an earlier attempt of the step.
@@ -418,24 +421,14 @@ class TokenAccumulation(Algorithm):
     def _scale(self, state: State) -> None:
         """BEFORE_BACKWARD: scales the loss. The backward comes next, so no other algorithm changes it afterwards."""
         run = self._run
-        step = run.step
-        record = step.microbatches[-1]
-        counts = record.counts
+        record = run.step.microbatches[-1]
         # Again, because algorithms may have taken entries out of the batch after the loss.
         state.batch = self._model_batch.put_back(state.batch)
         record.batch = state.batch
         record.num_microbatches = self._num_averaged(state)
-        step_samples = int(step.totals.samples)
-        record.composers_weight = sample_weight(counts.samples, step_samples, world_size=run.world_size)
-        share = token_weight(counts.loss_weight, step.totals.loss_weight, world_size=run.world_size)
+        share = self._note_weights(record)
         _check_added_rows(state, record, run.terms)
-        if self.is_weighted and counts.loss_tokens:
-            mean_loss = sum_of_means(run.terms.of_unit(state.loss, 'tokens'))
-            record.token_loss = mean_loss.detach() * counts.loss_tokens
-        place = len(step.microbatches) - 1
-        is_chosen = self.is_weighted or self._token_choice.includes(place, counts)
-        if record.has_weight and is_chosen and run.check.has_logits:
-            self._watch_tokens(state, record, share=share * step.gradient_scale)
+        self._observe_tokens(state, record, share)
         self._raw_loss = state.loss
         if isinstance(state.loss, SplitLoss):
             self._raw_loss = sum(state.loss.values())
@@ -445,6 +438,40 @@ class TokenAccumulation(Algorithm):
             state.loss = run.balance.applied(state.loss, state.outputs, num_microbatches)
         scales = _scales_of(record, share)
         state.loss = run.terms.scaled(state.loss, scales, observe=record.observe)
+
+    def _note_weights(self, record: MicrobatchRecord) -> float:
+        """Notes the weight that Composer gives to a microbatch, by its samples.
+
+        Returns the weight that the mean over its tokens must have in the step.
+        """
+        run = self._run
+        totals = run.step.totals
+        record.composers_weight = sample_weight(
+            record.counts.samples,
+            int(totals.samples),
+            world_size=run.world_size,
+        )
+        return token_weight(
+            record.counts.loss_weight,
+            totals.loss_weight,
+            world_size=run.world_size,
+        )
+
+    def _observe_tokens(self, state: State, record: MicrobatchRecord, share: float) -> None:
+        """Notes the losses of the tokens if they have weights, and measures tokens if it is the microbatch's turn.
+
+        ``share`` is the weight that the mean over the tokens must have in the step.
+        """
+        run = self._run
+        step = run.step
+        num_tokens = record.counts.loss_tokens
+        if self.is_weighted and num_tokens:
+            mean_loss = sum_of_means(run.terms.of_unit(state.loss, 'tokens'))
+            record.token_loss = mean_loss.detach() * num_tokens
+        place = len(step.microbatches) - 1
+        is_chosen = self.is_weighted or self._token_choice.includes(place, record.counts)
+        if record.has_weight and is_chosen and run.check.has_logits:
+            self._watch_tokens(state, record, share=share * step.gradient_scale)
 
     def _num_averaged(self, state: State) -> int | None:
         """Returns the number of microbatches of this rank; None if no term of the loss is averaged over them."""
