@@ -17,12 +17,10 @@ from typing import Any
 
 import torch
 from composer import Callback, DataSpec, Logger, State
-from composer import Trainer as ComposerTrainer
-from composer.models import HuggingFaceModel
 from composer.utils import dist
 from torch.utils.data import DataLoader
 
-from benchmarks.timed_steps import Batches
+from benchmarks.timed_steps import Batches, fit
 from composer_tokacc import BatchLayout, TokenAccumulation
 from composer_tokacc.verify import UnusedParameters
 
@@ -81,6 +79,7 @@ def composer(model: Any, *, flag: bool = False, exact: bool = False) -> Step:
 
     def step(microbatches: list[Batch]) -> Gradients:
         recorder = FirstGradient()
+        # The rows of each microbatch in the whole batch.
         parts: list[range] = []
         start = 0
         for batch in microbatches:
@@ -93,21 +92,14 @@ def composer(model: Any, *, flag: bool = False, exact: bool = False) -> Step:
             split_batch=lambda batch, size: [layout.select(batch, part) for part in parts],
             get_num_samples_in_batch=lambda batch: len(batch['input_ids']),
         )
-        algorithms: list[Any] = [UnusedParameters()]
-        if exact:
-            algorithms.append(TokenAccumulation())
-        ComposerTrainer(
-            model=HuggingFaceModel(model, shift_labels=True, use_logits=True),
-            train_dataloader=data,
-            optimizers=torch.optim.SGD(model.parameters(), lr=0.0),
-            algorithms=algorithms,
-            device_train_microbatch_size=max(len(part) for part in parts),
+        fit(
+            model,
+            data,
+            max(len(part) for part in parts),
+            algorithms=[TokenAccumulation() if exact else UnusedParameters()],
             accumulate_train_batch_on_tokens=flag,
-            max_duration='1ba',
-            device='cpu',
-            progress_bar=False,
             callbacks=[recorder],
-        ).fit()
+        )
         return recorder.gradients
 
     return step

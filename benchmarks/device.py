@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from composer.devices import Device, DeviceCPU, DeviceGPU
 
 from benchmarks.machine import machine
+from benchmarks.record import Row
 
 GIB = 2**30
 
@@ -39,11 +40,14 @@ class ComputeDevice:
         if self.is_gpu:
             torch.cuda.synchronize()
 
-    def reset_peak(self, *, empty_cache: bool = True) -> None:
-        """Forgets the peak so far, and by default empties the cache of torch's allocator."""
+    def empty_cache(self) -> None:
+        """Gives unused memory of torch's allocator back to the GPU."""
         if self.is_gpu:
-            if empty_cache:
-                torch.cuda.empty_cache()
+            torch.cuda.empty_cache()
+
+    def reset_peak(self) -> None:
+        """Forgets the peak so far."""
+        if self.is_gpu:
             torch.cuda.reset_peak_memory_stats()
 
     def peak_bytes(self) -> int:
@@ -56,9 +60,9 @@ class ComputeDevice:
     def total_bytes(self) -> int:
         return torch.cuda.get_device_properties(0).total_memory if self.is_gpu else 0
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> Row:
         """Returns the machine and the GPU for a results file."""
-        report: dict[str, Any] = machine()
+        report = machine()
         if self.is_gpu:
             report['gpu'] = torch.cuda.get_device_name()
             report['gpu_gib'] = round(self.total_bytes() / GIB, 1)

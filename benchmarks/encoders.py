@@ -3,7 +3,7 @@
 
 """Real tokens a second of a masked language model: stock Composer padded, ours padded, ours packed.
 
-    taskset -c 0 python -m benchmarks.encoders [--rounds 5] [--quick]
+    taskset -c 0 python -m benchmarks.encoders [--rounds 5]
 
 A ModernBERT with four layers and the ratio of vocabulary to hidden size of ModernBERT-base (66) trains on rows of
 lognormal length, 30 % of the tokens with a label, in float32 and on one thread. The methods take turns in each round,
@@ -15,26 +15,21 @@ from __future__ import annotations
 
 import statistics
 import warnings
-from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.utils.rnn import pad_sequence
 from transformers import ModernBertConfig, ModernBertForMaskedLM
 
 from benchmarks.length_sets import lognormal
 from benchmarks.machine import machine
-from benchmarks.record import RESULTS, ROOT, fill_page, parser_of, table, write
-from benchmarks.timed_steps import Row, StepClock, data_of, fit
+from benchmarks.record import RESULTS, ROOT, Row, fill_page, parser_of, table, write
+from benchmarks.rivals.data import collate
+from benchmarks.timed_steps import StepClock, data_of, fit
 from composer_tokacc import BatchLayout, TokenAccumulation
 
 PAGE = ROOT / 'docs' / 'encoders.md'
 RESULTS_FILE = RESULTS / 'encoders.json'
-METHODS = {
-    'stock': 'stock Composer, padded',
-    'ours': 'three lines, padded',
-    'packing': 'three lines, packed',
-}
+METHODS = {'stock': 'stock Composer, padded', 'ours': 'three lines, padded', 'packing': 'three lines, packed'}
 VOCABULARY = 8448
 MASK_TOKEN = 4
 MICROBATCH = 4
@@ -63,19 +58,18 @@ def build_model() -> ModernBertForMaskedLM:
 def make_batch(lengths: list[int], seed: int) -> Row:
     """Returns rows of these lengths. 30 % of the tokens are masked and have a label."""
     generator = torch.Generator().manual_seed(seed)
-    inputs = []
-    labels = []
+    rows = []
     for length in lengths:
         ids = torch.randint(5, VOCABULARY, (length,), generator=generator)
         has_label = torch.rand(length, generator=generator) < 0.3
-        inputs.append(ids.masked_fill(has_label, MASK_TOKEN))
-        labels.append(ids.masked_fill(~has_label, -100))
-    masks = [torch.ones_like(ids) for ids in inputs]
-    return {
-        'input_ids': pad_sequence(inputs, batch_first=True),
-        'attention_mask': pad_sequence(masks, batch_first=True),
-        'labels': pad_sequence(labels, batch_first=True, padding_value=-100),
-    }
+        rows.append(
+            {
+                'input_ids': ids.masked_fill(has_label, MASK_TOKEN),
+                'attention_mask': torch.ones_like(ids),
+                'labels': ids.masked_fill(~has_label, -100),
+            }
+        )
+    return collate(rows)
 
 
 def measure(method: str, model: ModernBertForMaskedLM, batches: list[Row]) -> StepClock:
@@ -85,49 +79,44 @@ def measure(method: str, model: ModernBertForMaskedLM, batches: list[Row]) -> St
     count.
     """
     clock = StepClock()
-    if method == 'stock':
-        warmup = batches[:1]
-        algorithms = []
-    else:
-        warmup = batches
-        algorithms = [TokenAccumulation()]
+    warmup = batches[:1] if method == 'stock' else batches
     data = data_of(method, [*warmup, *batches], BatchLayout.for_model(model))
+    algorithms = [] if method == 'stock' else [TokenAccumulation()]
     num_steps = len(warmup) + len(batches)
-    fit(model, data, MICROBATCH, num_steps=num_steps, algorithms=algorithms, callbacks=[clock])
+    fit(model, data, MICROBATCH, f'{num_steps}ba', algorithms=algorithms, callbacks=[clock])
     clock.forget_first(len(warmup))
     return clock
 
 
-def draw_lengths(divisor: int) -> np.ndarray:
-    """Returns the lengths of the rows of each step, (2, 32), divided by a number."""
+def draw_lengths() -> np.ndarray:
+    """Returns the lengths of the rows of each step, (2, 32)."""
     length_set = lognormal(0.92, mean=128, longest=1024)
-    lengths = np.maximum(length_set.lengths // divisor, 12)
+    lengths = np.maximum(length_set.lengths, 12)
     return np.random.default_rng(SEED).choice(lengths, (2, 32))
 
 
-def rows_of(clocks: dict[str, list[StepClock]], real_tokens: int) -> list[Row]:
+def figures_of(clocks: dict[str, list[StepClock]], real_tokens: int) -> list[Row]:
     """Returns the figures of each method: medians over the rounds."""
-    seconds_of_rounds = {}
-    for method, clocks_of_method in clocks.items():
-        seconds_of_rounds[method] = [sum(clock.seconds) for clock in clocks_of_method]
+    stock_seconds = [sum(clock.seconds) for clock in clocks['stock']]
     rows = []
-    for method, seconds in seconds_of_rounds.items():
+    for method, clocks_of_method in clocks.items():
+        seconds = [sum(clock.seconds) for clock in clocks_of_method]
         ratios = []
-        for stock_seconds, our_seconds in zip(seconds_of_rounds['stock'], seconds, strict=True):
-            ratios.append(stock_seconds / our_seconds)
+        for seconds_of_stock, seconds_of_method in zip(stock_seconds, seconds, strict=True):
+            ratios.append(seconds_of_stock / seconds_of_method)
         rows.append(
             {
                 'method': METHODS[method],
                 'tokens_per_second': real_tokens / statistics.median(seconds),
                 'against_stock': statistics.median(ratios),
-                'padding': 1 - real_tokens / sum(clocks[method][0].positions),
+                'padding': 1 - real_tokens / sum(clocks_of_method[0].positions),
                 'seconds': seconds,
             }
         )
     return rows
 
 
-def table_of(results: dict[str, Any]) -> str:
+def table_of(results: Row) -> str:
     """Returns the table of the page."""
     rows = []
     for row in results['methods']:
@@ -142,30 +131,26 @@ def main() -> None:
     warnings.simplefilter('ignore')
     parser = parser_of(__doc__, results=RESULTS_FILE)
     parser.add_argument('--rounds', type=int, default=5)
-    parser.add_argument('--quick', action='store_true', help='one round of one step of short rows; the page stays')
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    rounds = arguments.rounds
-    divisor = 1
-    if arguments.quick:
-        rounds = 1
-        divisor = 16
-    lengths = draw_lengths(divisor)
-    batches = [make_batch(row.tolist(), seed) for seed, row in enumerate(lengths)]
+    lengths = draw_lengths()
+    batches = []
+    for step, lengths_of_step in enumerate(lengths):
+        batches.append(make_batch(lengths_of_step.tolist(), seed=step))
     model = build_model()
     clocks: dict[str, list[StepClock]] = {method: [] for method in METHODS}
-    for _ in range(rounds):
+    for _ in range(arguments.rounds):
         for method in METHODS:
             clocks[method].append(measure(method, model, batches))
     results = {
         'machine': machine(),
         'variation': lengths.std() / lengths.mean(),
         'mean_length': lengths.mean(),
-        'methods': rows_of(clocks, lengths.sum()),
+        'methods': figures_of(clocks, lengths.sum()),
     }
     print(table_of(results))
     write(arguments.results, results)
-    if not arguments.quick:
+    if arguments.results == RESULTS_FILE:
         fill_page(PAGE, {'encoders': table_of(results)})
 
 

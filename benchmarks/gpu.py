@@ -16,7 +16,7 @@ speed          real tokens a second and peak memory of four ways to cut the same
 memory         predicted and measured peaks
 
 Each result is written to results/gpu/ as soon as it is measured, with the machine and its versions. DIR holds tables
-`tokens,image_tiles` as .csv.gz. Without it, synthetic tables are used.
+`tokens,image_tiles` as .csv.gz. Without `--lengths`, synthetic tables are used, and the result says so.
 """
 
 from __future__ import annotations
@@ -38,35 +38,31 @@ import torch
 from composer.core import Callback, State
 from composer.loggers import Logger
 from torch.utils.data import DataLoader
-from transformers import (
-    CLIPVisionConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, LlavaConfig
 
 from benchmarks import logits_memory
-from benchmarks.adapters import FirstGradient, Gradients, gradients_of
+from benchmarks.adapters import FirstGradient, Gradients, gradients_of, inputs_of
 from benchmarks.device import CPU, GIB, GPU, ComputeDevice
 from benchmarks.length_sets import lognormal, read_tables
-from benchmarks.logits import smolvlm_config
-from benchmarks.record import RESULTS, parser_of, write
-from benchmarks.small_llava import (
-    build_model,
-    freeze_unused,
-    llava_config,
+from benchmarks.models import (
+    QWEN_TEXT,
+    SMOLVLM_TEXT,
+    large_llava_config,
     made_up_sample,
     make_rows,
+    new_llava,
+    small_llava_config,
+    text_batch,
 )
-from benchmarks.timed_steps import Row, StepClock, data_of, fit, timed
+from benchmarks.record import RESULTS, Row, parser_of, write
+from benchmarks.timed_steps import StepClock, data_of, fit, timed
 from composer_tokacc import BatchLayout, TokenAccumulation
 from composer_tokacc.invariance import relative_error
 from composer_tokacc.layout import describe
 from composer_tokacc.sizing import BatchShape, calibrate_fake
 from composer_tokacc.sizing.shapes import batch_of_width
 
-Measure = Callable[[], dict[str, Any]]
+Measure = Callable[[], Row]
 
 # A part has one or more measurements. Their names begin with the name of the part.
 PARTS = ('exactness', 'out_of_memory', 'logits', 'speed', 'memory')
@@ -83,33 +79,27 @@ BF16_NOISE_FACTOR = 2.0
 # Rows and width of the batches whose memory is predicted and measured. The prediction is calibrated with other shapes.
 MEMORY_SHAPES = ((1, 1536), (2, 900), (2, 1700), (3, 1100), (4, 1300), (5, 700), (6, 1000), (8, 800))
 MEMORY_LIMIT = 0.08
-
 OUT_OF_MEMORY_ROWS = 32
-
 # Steps that are timed, after a first step with the check of the first batch.
 LOGITS_STEPS = 4
-TEXT_SIZES = (
-    'vocab_size',
-    'hidden_size',
-    'intermediate_size',
-    'num_hidden_layers',
-    'num_attention_heads',
-    'num_key_value_heads',
-)
+TEXT_SIZES = {'smolvlm': SMOLVLM_TEXT, 'qwen': QWEN_TEXT}
+NARROW_TEXT = {
+    'hidden_size': 32,
+    'intermediate_size': 64,
+    'num_hidden_layers': 2,
+    'num_attention_heads': 2,
+    'num_key_value_heads': 1,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """The sizes of the model and the data."""
+    """The sizes of the models and the data."""
 
     device: ComputeDevice
-    hidden_size: int
-    num_layers: int
-    vocabulary: int
-    vision_hidden_size: int
-    num_vision_layers: int
-    image_size: int
-    patch_size: int
+    config: Callable[[], LlavaConfig]
+    # A config for parts in which the size of the model says nothing.
+    small_config: Callable[[], LlavaConfig]
     device_batch: int
     microbatch: int
     mean_length: int
@@ -118,51 +108,27 @@ class Scale:
     logits_rows: int
     variations: tuple[float, ...] = tuple(TARGETS)
     checkpointing: bool = False
-    table_divisor: int = 1
+    # Lengths that are written for a GPU are divided by this number.
+    shrink: int = 1
     lengths: Path | None = None
 
-    def config(self) -> LlavaConfig:
-        text = LlamaConfig(
-            vocab_size=self.vocabulary,
-            hidden_size=self.hidden_size,
-            intermediate_size=4 * self.hidden_size,
-            num_hidden_layers=self.num_layers,
-            num_attention_heads=max(self.hidden_size // 128, 2),
-            max_position_embeddings=self.longest,
-            use_cache=False,
-        )
-        vision = CLIPVisionConfig(
-            hidden_size=self.vision_hidden_size,
-            intermediate_size=4 * self.vision_hidden_size,
-            num_hidden_layers=self.num_vision_layers,
-            num_attention_heads=max(self.vision_hidden_size // 64, 2),
-            image_size=self.image_size,
-            patch_size=self.patch_size,
-        )
-        return llava_config(text, vision, image_token=3)
-
-    def lengths_of(self, variation: float | None) -> np.ndarray:
-        """Returns lognormal lengths with this coefficient of variation. None: the lengths of the tables."""
+    def lengths_of(self, variation: float | None) -> tuple[np.ndarray, str]:
+        """Returns lognormal lengths with this coefficient of variation, or those of the tables, and their source."""
         if variation is None:
-            tables, _ = read_tables(self.lengths)
-            return np.maximum(tables.lengths // self.table_divisor, 4)
+            tables, source = read_tables(self.lengths)
+            return np.maximum(tables.lengths // self.shrink, 4), source
         # Lengths are clipped, which makes their variation smaller. So they are drawn with a larger one.
         unclipped_variation = variation
         for _ in range(20):
             length_set = lognormal(unclipped_variation, mean=self.mean_length, longest=self.longest)
             unclipped_variation *= variation / length_set.variation
-        return length_set.lengths
+        return length_set.lengths, f'lognormal, variation {variation}'
 
 
 FULL = Scale(
     device=GPU,
-    hidden_size=1536,
-    num_layers=16,
-    vocabulary=32064,
-    vision_hidden_size=1024,
-    num_vision_layers=24,
-    image_size=336,
-    patch_size=14,
+    config=large_llava_config,
+    small_config=small_llava_config,
     device_batch=64,
     microbatch=4,
     mean_length=1200,
@@ -170,15 +136,11 @@ FULL = Scale(
     num_steps=3,
     logits_rows=12,
 )
+TINY_CONFIG = partial(small_llava_config, hidden_size=64, num_layers=2)
 REHEARSAL = Scale(
     device=CPU,
-    hidden_size=32,
-    num_layers=2,
-    vocabulary=64,
-    vision_hidden_size=16,
-    num_vision_layers=2,
-    image_size=16,
-    patch_size=8,
+    config=TINY_CONFIG,
+    small_config=TINY_CONFIG,
     device_batch=8,
     microbatch=2,
     mean_length=32,
@@ -186,7 +148,7 @@ REHEARSAL = Scale(
     num_steps=1,
     logits_rows=2,
     variations=(1.0,),
-    table_divisor=32,
+    shrink=10,
 )
 
 
@@ -203,35 +165,21 @@ def for_memory(scale: Scale, total_bytes: int) -> Scale:
     return replace(scale, microbatch=1, checkpointing=True)
 
 
-def build_llava(
-    config: LlavaConfig,
-    device: ComputeDevice,
-    *,
-    checkpointing: bool = False,
-) -> Any:
+def build_llava(config: LlavaConfig, device: ComputeDevice, *, checkpointing: bool = False) -> Any:
     """Makes a model on the device, in training mode, with the same float32 weights at every call."""
-    torch.manual_seed(0)
     with torch.device(device.name):
-        model = LlavaForConditionalGeneration(config)
-    model = model.float().train()
-    freeze_unused(model)
+        model = new_llava(config).float().train()
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})
     return model
 
 
-def gradients_of_one_forward(
-    config: LlavaConfig,
-    batch: Row,
-    device: ComputeDevice,
-    dtype: torch.dtype,
-) -> Gradients:
+def gradients_of_one_forward(config: LlavaConfig, batch: Row, device: ComputeDevice, dtype: torch.dtype) -> Gradients:
     """Returns the gradients of one plain forward over all rows."""
     model = build_llava(config, device)
     inputs = {}
-    for key, value in batch.items():
-        if isinstance(value, torch.Tensor):
-            inputs[key] = value.to(device.name)
+    for key, value in inputs_of(model, batch).items():
+        inputs[key] = value.to(device.name)
     with torch.autocast(device.name, dtype, enabled=dtype != torch.float32):
         loss = model(**inputs).loss
     loss.backward()
@@ -248,16 +196,14 @@ def gradients_of_trainer(
     callbacks: tuple[Callback, ...] = (),
 ) -> Gradients:
     """Returns the gradients of a step of the Trainer over all rows, without TF32."""
-    model = build_llava(config, device)
     recorder = FirstGradient()
     layout = BatchLayout.for_model(config)
     # The microbatch size 'auto' begins with the batch size of the loader.
     loader = DataLoader(rows, batch_size=len(rows), collate_fn=layout.concat)  # pyright: ignore[reportArgumentType]
     fit(
-        model,
+        build_llava(config, device),
         data_of(method, loader, layout),
         microbatch,
-        num_steps=1,
         device=device,
         precision=precision,
         allow_tf32=False,
@@ -267,18 +213,13 @@ def gradients_of_trainer(
     return recorder.gradients
 
 
-def small_config(device: ComputeDevice) -> LlavaConfig:
-    """Returns the config of a model of 30 M parameters for a GPU, and of the rehearsal for a CPU."""
-    return build_model().config if device.is_gpu else REHEARSAL.config()
-
-
-def measure_exactness(scale: Scale) -> dict[str, Any]:
+def measure_exactness(scale: Scale) -> Row:
     """Returns the gradient errors of all ways to cut a batch, relative to one forward in fp32."""
     device = scale.device
     if device.is_gpu:
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.allow_tf32 = False
-    config = small_config(device)
+    config = scale.small_config()
     rows = make_rows(EXACTNESS_LENGTHS, seed=0, config=config)
     batch = BatchLayout.for_model(config).concat(rows)
     expected = gradients_of_one_forward(config, batch, device, torch.float32)
@@ -302,29 +243,20 @@ def measure_exactness(scale: Scale) -> dict[str, Any]:
 
 
 class Attempts(Callback):
-    """Records the microbatch size of each attempt at the step."""
+    """Records the microbatch size of each attempt at the step. In a rehearsal, lets the first attempts fail."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: ComputeDevice) -> None:
+        self.device = device
         self.sizes: list[int] = []
 
-    def before_train_batch(
-        self,
-        state: State,
-        logger: Logger,
-    ) -> None:
+    def before_train_batch(self, state: State, logger: Logger) -> None:
         self.sizes.append(int(state.device_train_microbatch_size or 0))
 
-
-class SimulatedOutOfMemory(Callback):
-    """Fails the first attempts of a rehearsal, as a GPU that runs out of memory does."""
-
-    def before_loss(
-        self,
-        state: State,
-        logger: Logger,
-    ) -> None:
+    def before_loss(self, state: State, logger: Logger) -> None:
+        if self.device.is_gpu:
+            return
         state.auto_microbatching = True  # Composer refuses the size 'auto' on a CPU
-        if (state.device_train_microbatch_size or 0) > OUT_OF_MEMORY_ROWS // 4:
+        if self.sizes[-1] > OUT_OF_MEMORY_ROWS // 4:
             raise RuntimeError('CUDA out of memory')
 
 
@@ -334,7 +266,7 @@ def limited_memory(limit: float, device: ComputeDevice) -> Iterator[None]:
     if not device.is_gpu:
         yield
         return
-    torch.cuda.empty_cache()
+    device.empty_cache()
     torch.cuda.set_per_process_memory_fraction(min(limit / device.total_bytes(), 1.0))
     try:
         yield
@@ -342,46 +274,38 @@ def limited_memory(limit: float, device: ComputeDevice) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def measure_out_of_memory(scale: Scale) -> dict[str, Any]:
+def measure_out_of_memory(scale: Scale) -> Row:
     """Compares the gradient at a microbatch size that fits with that of 'auto', which first runs out of memory."""
     device = scale.device
-    config = small_config(device)
-    longest = 2048 if device.is_gpu else 24
+    config = scale.small_config()
+    longest = 2048 // scale.shrink
     # Rows of equal length: the split makes no more microbatches than the size asks for, because none saves padding.
     rows = make_rows([longest] * OUT_OF_MEMORY_ROWS, 0, config)
     device.reset_peak()
     before = device.allocated_bytes()
     expected = gradients_of_trainer(config, rows, 'ours', OUT_OF_MEMORY_ROWS // 4, device)
     fitting_bytes = device.peak_bytes() - before
-    attempts = Attempts()
-    callbacks = (attempts,) if device.is_gpu else (attempts, SimulatedOutOfMemory())
+    attempts = Attempts(device)
     size = 'auto' if device.is_gpu else OUT_OF_MEMORY_ROWS
     # Twice as many rows need nearly twice the memory, so they do not fit. The size that fits gets 40 % more than it
     # needs, because the caching allocator wastes some memory.
     with limited_memory(before + 1.4 * fitting_bytes, device):
-        gradients = gradients_of_trainer(config, rows, 'ours', size, device, callbacks=callbacks)
+        gradients = gradients_of_trainer(config, rows, 'ours', size, device, callbacks=(attempts,))
     error, _ = relative_error(gradients, expected)
     return {
         'rows': OUT_OF_MEMORY_ROWS,
         'longest': longest,
         'fits_in_gib': fitting_bytes / GIB,
-        'settled_on': attempts.sizes[-1],
         'attempts': attempts.sizes,
         'gradient_error': error,
         'holds': error <= EXACT_IN_FP32 and len(attempts.sizes) > 1,
     }
 
 
-def measure_method(
-    method: str,
-    model: Any,
-    batches: list[Row],
-    scale: Scale,
-) -> dict[str, Any]:
+def measure_method(method: str, model: Any, batches: list[Row], scale: Scale) -> Row:
     """Times one way to cut the batches."""
     layout = BatchLayout.for_model(model)
     width = max(batch['input_ids'].shape[1] for batch in batches)
-    scale.device.reset_peak()
     clock = timed(method, model, batches, scale.microbatch, device=scale.device, slot_tokens=width)
     real_tokens = [sum(describe(layout, batch).lengths) for batch in batches]
     speeds = []
@@ -391,18 +315,17 @@ def measure_method(
         'tokens_per_second': statistics.median(speeds),
         'seconds': clock.seconds,
         'padding': 1 - sum(real_tokens) / sum(clock.positions),
-        'microbatches': clock.microbatches,
-        'peak_gib': scale.device.peak_bytes() / GIB,
+        'peak_gib': max(clock.peak_bytes) / GIB,
     }
 
 
-def measure_speed(variation: float | None, scale: Scale) -> dict[str, Any]:
+def measure_speed(variation: float | None, scale: Scale) -> Row:
     """Times four ways to cut the same batches in the same memory."""
     config = scale.config()
     layout = BatchLayout.for_model(config)
     model = build_llava(config, scale.device, checkpointing=scale.checkpointing)
-    rng = np.random.default_rng(0)
-    lengths = rng.choice(scale.lengths_of(variation), (scale.num_steps, scale.device_batch))
+    all_lengths, source = scale.lengths_of(variation)
+    lengths = np.random.default_rng(0).choice(all_lengths, (scale.num_steps, scale.device_batch))
     batches = []
     for step, lengths_of_step in enumerate(lengths):
         rows = make_rows(lengths_of_step.tolist(), step, config)
@@ -415,6 +338,7 @@ def measure_speed(variation: float | None, scale: Scale) -> dict[str, Any]:
     best = max(methods['ours']['against_stock'], methods['packing']['against_stock'])
     target = None if variation is None else TARGETS.get(variation)
     return {
+        'source': source,
         'variation': float(lengths.std() / lengths.mean()),
         'device_batch': scale.device_batch,
         'microbatch': scale.microbatch,
@@ -426,51 +350,18 @@ def measure_speed(variation: float | None, scale: Scale) -> dict[str, Any]:
     }
 
 
-def text_configs(device: ComputeDevice) -> dict[str, LlamaConfig]:
-    """Returns Llama configs with the sizes of the text models. On a CPU they are narrow and have two layers."""
-    configs = {}
-    for name, config in (('smolvlm', smolvlm_config()), ('qwen', logits_memory.model_config())):
-        sizes = {size: getattr(config.text_config, size) for size in TEXT_SIZES}
-        if not device.is_gpu:
-            sizes |= {'hidden_size': 32, 'intermediate_size': 64, 'num_hidden_layers': 2}
-            sizes |= {'num_attention_heads': 2, 'num_key_value_heads': 1}
-        configs[name] = LlamaConfig(**sizes, tie_word_embeddings=True, use_cache=False)
-    return configs
-
-
-def text_batch(scale: Scale, config: LlamaConfig) -> Row:
-    """Returns random rows as wide as those of AI2D, with as many labels."""
-    width = logits_memory.ROW_TOKENS if scale.device.is_gpu else logits_memory.ROW_TOKENS // 8
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, config.vocab_size, (scale.logits_rows, width), generator=generator)
-    labels = ids.clone()
-    labels[:, : -logits_memory.LABELS] = -100
-    return {'input_ids': ids, 'attention_mask': torch.ones_like(ids), 'labels': labels}
-
-
-class StepPeaks(Callback):
-    """Records the peak memory of each step. It includes the checks that the algorithm makes before the step."""
-
-    def __init__(self, device: ComputeDevice) -> None:
-        self.device = device
-        self.bytes: list[int] = []
-
-    def before_dataloader(self, state: State, logger: Logger) -> None:
-        self.device.reset_peak(empty_cache=False)
-
-    def batch_end(self, state: State, logger: Logger) -> None:
-        self.bytes.append(self.device.peak_bytes())
-
-
-def measure_logits(scale: Scale) -> dict[str, Any]:
+def measure_logits(scale: Scale) -> Row:
     """Compares steps with all logits and with logits at labels. Each step is one microbatch."""
     result = {}
-    for name, config in text_configs(scale.device).items():
+    for name, known_sizes in TEXT_SIZES.items():
+        sizes = known_sizes if scale.device.is_gpu else known_sizes | NARROW_TEXT
+        config = LlamaConfig(**sizes, tie_word_embeddings=True, use_cache=False)
         torch.manual_seed(0)
         with torch.device(scale.device.name):
             model = LlamaForCausalLM(config).train()
         model.gradient_checkpointing_enable({'use_reentrant': False})
-        batch = text_batch(scale, config)
+        width = logits_memory.ROW_TOKENS // scale.shrink
+        batch = text_batch(config.vocab_size, scale.logits_rows, width, logits_memory.LABELS)
         all_logits = time_logits('all', model, batch, scale.device)
         at_labels = time_logits('labels', model, batch, scale.device)
         times_as_fast = all_logits['seconds'] / at_labels['seconds']
@@ -478,43 +369,25 @@ def measure_logits(scale: Scale) -> dict[str, Any]:
     return result
 
 
-def time_logits(
-    logits: str,
-    model: Any,
-    batch: Row,
-    device: ComputeDevice,
-) -> dict[str, float]:
-    """Returns the median time and the largest peak of the steps after the first, and both figures of the first step.
-
-    The first step includes the check of the first batch.
-    """
+def time_logits(logits: str, model: Any, batch: Row, device: ComputeDevice) -> dict[str, float]:
+    """Returns the median time and the largest peak of the steps. The first does not count: it includes a check."""
     clock = StepClock(device)
-    peaks = StepPeaks(device)
     num_steps = 1 + LOGITS_STEPS
-    device.reset_peak()
     fit(
         model,
         data_of('ours', [batch] * num_steps, BatchLayout.for_model(model)),
         len(batch['input_ids']),
-        num_steps=num_steps,
+        f'{num_steps}ba',
         device=device,
         algorithms=[TokenAccumulation(logits=logits)],
-        callbacks=[clock, peaks],
+        callbacks=[clock],
     )
-    return {
-        'seconds': statistics.median(clock.seconds[1:]),
-        'peak_gib': max(peaks.bytes[1:]) / GIB,
-        'first_step_seconds': clock.seconds[0],
-        'first_step_peak_gib': peaks.bytes[0] / GIB,
-    }
+    clock.forget_first(1)
+    return {'seconds': statistics.median(clock.seconds), 'peak_gib': max(clock.peak_bytes) / GIB}
 
 
-def shape_batch(
-    config: Any,
-    rows: int,
-    width: int,
-) -> Row:
-    """Returns a batch in which two rows of three have an image."""
+def shape_batch(config: LlavaConfig, rows: int, width: int) -> Row:
+    """Returns a batch in which two of three rows have an image."""
     samples = []
     for row in range(rows):
         num_images = 0 if row % 3 == 2 else 1
@@ -522,71 +395,65 @@ def shape_batch(
     return batch_of_width(BatchLayout.for_model(config), samples, width)
 
 
-def measure_memory(checkpointing: bool, scale: Scale) -> dict[str, Any]:
+def measured_peak(model: Any, batch: Row, microbatches: int, device: ComputeDevice) -> int:
+    """Returns the peak memory of two steps. Each step computes the batch in this many microbatches."""
+    layout = BatchLayout.for_model(model)
+    device_batch = layout.concat([batch] * microbatches)
+    device.reset_peak()
+    data = data_of('stock', [device_batch, device_batch], layout)
+    fit(model, data, layout.num_rows(batch), '2ba', device=device)
+    return device.peak_bytes()
+
+
+def measure_memory(checkpointing: bool, scale: Scale) -> Row:
     """Compares predicted and measured peaks of steps of one and of two microbatches. A rehearsal only predicts."""
     config = scale.config()
     device = scale.device
-    layout = BatchLayout.for_model(config)
-    build = partial(build_llava, config, CPU, checkpointing=checkpointing)
-    samples = [made_up_sample(config, 30), made_up_sample(config, 50, num_images=1)]
     memory = calibrate_fake(
-        build,
+        partial(build_llava, config, CPU, checkpointing=checkpointing),
         config,
-        samples,
-        width=1800 if device.is_gpu else 180,
+        [made_up_sample(config, 30), made_up_sample(config, 50, num_images=1)],
+        width=1800 // scale.shrink,
         precision='amp_bf16',
         make_optimizer=partial(torch.optim.SGD, lr=0.0),
     )
-    model = build_llava(config, device, checkpointing=checkpointing) if device.is_gpu else None
+    model = build_llava(config, device, checkpointing=checkpointing)
     rows = []
     for num_rows, width in MEMORY_SHAPES:
-        batch = shape_batch(config, num_rows, width if device.is_gpu else width // 10)
-        predicted_bytes = memory.peak(BatchShape.from_batch(batch, layout))
+        batch = shape_batch(config, num_rows, width // scale.shrink)
+        predicted_bytes = memory.peak(BatchShape.from_batch(batch, BatchLayout.for_model(config)))
         for microbatches in (1, 2):
             # The prediction is for a step of several microbatches, which has gradients of earlier microbatches when the
             # activations are largest. A step of one microbatch does not.
             gradient_bytes = memory.static.gradients if microbatches == 1 else 0
             row = {
                 'rows': num_rows,
-                'width': batch['input_ids'].shape[1],
+                'width': width // scale.shrink,
                 'microbatches': microbatches,
                 'predicted_gib': (predicted_bytes - gradient_bytes) / GIB,
             }
-            if model is not None:
-                device_batch = layout.concat([batch] * microbatches)
-                device.reset_peak()
-                data = data_of('stock', [device_batch, device_batch], layout)
-                fit(model, data, num_rows, num_steps=2, device=device)
-                row['measured_gib'] = device.peak_bytes() / GIB
+            if device.is_gpu:
+                row['measured_gib'] = measured_peak(model, batch, microbatches, device) / GIB
                 row['error'] = row['predicted_gib'] / row['measured_gib'] - 1
             rows.append(row)
-    result = {'checkpointing': checkpointing, 'residual': memory.residual, 'shapes': rows}
-    if model is not None:
+    result: Row = {'checkpointing': checkpointing, 'residual': memory.residual, 'shapes': rows}
+    if device.is_gpu:
         # A prediction below the measured peak fails, because a run with this size would run out of memory.
         result['holds'] = all(0 <= row['error'] <= MEMORY_LIMIT for row in rows)
     return result
 
 
-def record(
-    folder: Path,
-    name: str,
-    device: ComputeDevice,
-    measure: Measure,
-) -> None:
+def record(folder: Path, name: str, device: ComputeDevice, measure: Measure) -> None:
     """Measures a result and writes it. If it fails, the traceback is written, so that the next results are measured."""
     try:
         result = measure()
     except Exception as error:
-        result = {
-            'error': f'{type(error).__name__}: {error}',
-            'traceback': traceback.format_exc(),
-        }
+        result = {'error': f'{type(error).__name__}: {error}', 'traceback': traceback.format_exc()}
     write(folder / f'{name}.json', {'machine': device.report(), 'result': result})
     print(f'{name}: {json.dumps(result)[:2000]}', flush=True)
     # The last model may still be in a reference cycle of a traceback or of Composer.
     gc.collect()
-    if device.is_gpu:
-        torch.cuda.empty_cache()
+    device.empty_cache()
 
 
 def measurements(scale: Scale) -> dict[str, Measure]:
@@ -605,8 +472,9 @@ def measurements(scale: Scale) -> dict[str, Measure]:
 
 def main() -> None:
     warnings.simplefilter('ignore')
-    parser = parser_of(__doc__, results=RESULTS / 'gpu', lengths=True)
+    parser = parser_of(__doc__, results=RESULTS / 'gpu')
     parser.add_argument('--parts', nargs='*', choices=PARTS, default=PARTS)
+    parser.add_argument('--lengths', type=Path, help='folder of tables, by default COMPOSER_TOKACC_LENGTHS')
     parser.add_argument('--rehearse', action='store_true', help='tiny sizes on the CPU')
     arguments = parser.parse_args()
     if arguments.rehearse and arguments.results == RESULTS / 'gpu':

@@ -3,14 +3,14 @@
 
 """The LLaVA accumulation experiment: the loss of a fixed global batch must not depend on the split.
 
-    python -m benchmarks.invariance [--steps 100] [--ranks 1 2 4] [--microbatches 16 8 1]
+    python -m benchmarks.invariance [--steps 100] [--ranks 1 2 4]
 
 A small LLaVA trains on the built-in digits with 128 samples a step, from the same initial weights, in microbatches of
 16, 8 and 1 on 1, 2 and 4 ranks (gloo, CPU). It is trained by stock Composer, by stock Composer with
 `accumulate_train_batch_on_tokens` and its default counter, and by TokenAccumulation with token_data_spec. Composer's
 own split loses images of a LLaVA batch, so the stock runs get a split that keeps them: only the weights differ.
 
-Prints a table; writes results/invariance.json and results/invariance.png.
+Writes results/invariance.json and results/invariance.png.
 """
 
 from __future__ import annotations
@@ -20,47 +20,32 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from composer import Trainer
 from composer.loggers import InMemoryLogger
-from composer.models import HuggingFaceModel
 from composer.utils import dist
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 from transformers import AutoModelForImageTextToText
 
-from benchmarks.adapters import FirstGradient, gradients_of
+from benchmarks.adapters import FirstGradient, Gradients, gradients_of, inputs_of
 from benchmarks.machine import machine, on_ranks
-from benchmarks.record import parser_of, show, write
-from benchmarks.small_llava import freeze_unused
-from benchmarks.timed_steps import data_of
+from benchmarks.models import freeze_unused
+from benchmarks.record import Row, parser_of, write
+from benchmarks.timed_steps import data_of, fit
 from composer_tokacc import BatchLayout, TokenAccumulation
 from composer_tokacc.data import VisionLanguageCollator
 from composer_tokacc.invariance import relative_error
 from composer_tokacc.verify import UnusedParameters
-from examples.digits import (
-    DigitsDataset,
-    build_digits_processor,
-    digits_model_config,
-)
+from examples.digits import DigitsDataset, build_digits_processor, digits_model_config
 
 GLOBAL_BATCH = 128
+MICROBATCHES = (16, 8, 1)
 METHODS = {
     'stock': 'stock Composer',
     'flag': 'stock, accumulate_train_batch_on_tokens',
     'ours': 'TokenAccumulation + token_data_spec',
 }
-COLUMNS = (
-    'method',
-    'ranks',
-    'microbatch',
-    'first_loss',
-    'last_loss',
-    'gradient_error',
-    'whole_batch_loss',
-)
-Row = dict[str, Any]
 
 
-def build_model(processor: Any) -> HuggingFaceModel:
+def build_model(processor: Any) -> Any:
     """Returns a model with the same weights at every call."""
     torch.manual_seed(17)
     config = digits_model_config(processor, hidden_size=64, num_layers=1, num_vision_layers=1)
@@ -68,17 +53,17 @@ def build_model(processor: Any) -> HuggingFaceModel:
     model = AutoModelForImageTextToText.from_config(config)
     model.config.use_cache = False
     freeze_unused(model)
-    return HuggingFaceModel(model, shift_labels=True, use_logits=True)
+    return model
 
 
-def reference(processor: Any, dataset: Subset) -> tuple[dict[str, torch.Tensor], float]:
+def reference(processor: Any, dataset: Subset) -> tuple[Gradients, float]:
     """Returns gradient and loss of one plain forward over the first global batch."""
     model = build_model(processor)
     collate = VisionLanguageCollator(processor)
     batch = collate([dataset[index] for index in range(GLOBAL_BATCH)])
-    loss = model.loss(model(batch), batch)
+    loss = model(**inputs_of(model, batch)).loss
     loss.backward()
-    return gradients_of(model.model), loss.item()
+    return gradients_of(model), loss.item()
 
 
 def train(
@@ -87,17 +72,13 @@ def train(
     steps: int,
     processor: Any,
     dataset: Subset,
-) -> tuple[list[float], dict[str, torch.Tensor]]:
+) -> tuple[list[float], Gradients]:
     """Returns the logged losses and the gradient of the first step."""
+    ranks = dist.get_world_size()
     loader = DataLoader(
         dataset,
-        batch_size=GLOBAL_BATCH // dist.get_world_size(),
-        sampler=DistributedSampler(
-            dataset,
-            dist.get_world_size(),
-            dist.get_global_rank(),
-            shuffle=False,
-        ),
+        batch_size=GLOBAL_BATCH // ranks,
+        sampler=DistributedSampler(dataset, ranks, dist.get_global_rank(), shuffle=False),
         collate_fn=VisionLanguageCollator(processor),
         drop_last=True,
     )
@@ -105,25 +86,22 @@ def train(
     is_ours = method == 'ours'
     first_gradient = FirstGradient()
     memory = InMemoryLogger()
-    trainer = Trainer(
-        model=model,
-        train_dataloader=data_of('ours' if is_ours else 'stock', loader, BatchLayout.for_model(model)),
-        optimizers=torch.optim.AdamW(model.parameters(), lr=1e-3),
-        max_duration=f'{steps}ba',
-        device='cpu',
-        device_train_microbatch_size=microbatch,
+    fit(
+        model,
+        data_of('ours' if is_ours else 'stock', loader, BatchLayout.for_model(model)),
+        microbatch,
+        f'{steps}ba',
+        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3),
         algorithms=[TokenAccumulation() if is_ours else UnusedParameters()],
         accumulate_train_batch_on_tokens=method == 'flag',
         callbacks=[first_gradient],
         loggers=[memory],
-        progress_bar=False,
     )
-    trainer.fit()
     losses = [float(loss) for _, loss in memory.data['loss/train/total']]
     return losses, first_gradient.gradients
 
 
-def measure_on_ranks(steps: int, microbatches: list[int]) -> list[Row]:
+def measure_on_ranks(steps: int) -> list[Row]:
     """Runs all methods and microbatches on the ranks of this launch."""
     processor = build_digits_processor()
     digits = DigitsDataset(processor, num_samples=4096)
@@ -131,10 +109,7 @@ def measure_on_ranks(steps: int, microbatches: list[int]) -> list[Row]:
     expected_gradient, expected_loss = reference(processor, dataset)
     rows = []
     for method in METHODS:
-        for microbatch in microbatches:
-            if microbatch * dist.get_world_size() > GLOBAL_BATCH:
-                # A rank has fewer rows than such a microbatch.
-                continue
+        for microbatch in MICROBATCHES:
             start = time.monotonic()
             losses, gradient = train(method, microbatch, steps, processor, dataset)
             error, _ = relative_error(gradient, expected_gradient)
@@ -146,25 +121,12 @@ def measure_on_ranks(steps: int, microbatches: list[int]) -> list[Row]:
                 'last_loss': losses[-1],
                 'gradient_error': error,
                 'whole_batch_loss': expected_loss,
-                'losses': losses,
                 'seconds': round(time.monotonic() - start, 1),
             }
-            rows.append(row)
             if dist.get_global_rank() == 0:
-                print(f'{METHODS[method]}, microbatch {microbatch}: {row["seconds"]} s', flush=True)
+                print(row, flush=True)
+            rows.append({**row, 'losses': losses})
     return rows
-
-
-def spread(rows: list[Row]) -> dict[str, dict[str, float]]:
-    """Returns the largest relative difference between the runs of each method."""
-    spreads: dict[str, dict[str, float]] = {}
-    for method in METHODS:
-        rows_of_method = [row for row in rows if row['method'] == method]
-        spreads[method] = {}
-        for key in ('first_loss', 'last_loss'):
-            losses = [row[key] for row in rows_of_method]
-            spreads[method][key] = max(losses) / min(losses) - 1
-    return spreads
 
 
 def draw(rows: list[Row], path: Path) -> None:
@@ -196,26 +158,15 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument('--steps', type=int, default=100)
     parser.add_argument('--ranks', type=int, nargs='+', default=[1, 2, 4])
-    parser.add_argument('--microbatches', type=int, nargs='+', default=[16, 8, 1])
     arguments = parser.parse_args()
     rows: list[Row] = []
     for ranks in arguments.ranks:
-        rows += on_ranks(
-            ranks,
-            'benchmarks.invariance',
-            steps=arguments.steps,
-            microbatches=arguments.microbatches,
-        )
+        rows += on_ranks(ranks, 'benchmarks.invariance', steps=arguments.steps)
     rows.sort(key=lambda row: list(METHODS).index(row['method']))
-    show(
-        f'Global batch {GLOBAL_BATCH}',
-        [{name: row[name] for name in COLUMNS} for row in rows],
-    )
     results = {
         'machine': machine(),
         'global_batch': GLOBAL_BATCH,
         'steps': arguments.steps,
-        'spread': spread(rows),
         'runs': rows,
     }
     write(arguments.results / 'invariance.json', results)

@@ -16,7 +16,6 @@ Writes results/logits.json. The picture takes the memory from results/logits_mem
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 import warnings
@@ -28,26 +27,26 @@ import torch
 import transformers
 from transformers import LlamaForCausalLM
 
-from benchmarks.logits_memory import IMAGE_TOKENS, ROW_TOKENS, model_config
-from benchmarks.logits_memory import RESULT as MEMORY_FILE
+from benchmarks.logits_memory import IMAGE_TOKENS, ROW_TOKENS
+from benchmarks.logits_memory import RESULTS_FILE as MEMORY_FILE
 from benchmarks.machine import machine
-from benchmarks.record import RESULTS, ROOT, fill_page, parser_of, ranks_text, table, write_rows
+from benchmarks.models import qwen_config, smolvlm_config, text_batch
+from benchmarks.record import RESULTS, ROOT, Row, fill_page, new_figure, parser_of, read, table, write_rows
 from benchmarks.rivals.__main__ import keep, launch
-from benchmarks.rivals.data import SHAPES, Sizes, new_model
-from benchmarks.rivals.report import TITLES, by_rival, worst_error
+from benchmarks.rivals.data import Sizes, new_model
+from benchmarks.rivals.report import MODEL_TITLES, TITLES, by_rival, grouped, ratio_of_rounds, worst_error
 from composer_tokacc.labelled import LabelSelector
 
 PAGE = ROOT / 'docs' / 'logits.md'
 PICTURE = ROOT / 'docs' / 'figures' / 'logits.svg'
 RESULTS_FILE = RESULTS / 'logits.json'
-CONTENDERS = ('composer', 'hf', 'hf_rebalance', 'odb', 'trl', 'ours_all_logits', 'ours_sampler')
+OURS = 'ours_sampler'
+CONTENDERS = ('composer', 'hf', 'hf_rebalance', 'odb', 'trl', 'ours_all_logits', OURS)
 # Layers of the models that are trained, and of the real models.
 LAYERS = {'smolvlm': (5, 30), 'qwen': (6, 36)}
 ANSWER = (4, 48)
 MICROBATCH = (4, 290)
 """Rows and width of the microbatch that is timed by parts."""
-PARTS = ('speed', 'microbatches')
-Row = dict[str, Any]
 # Sizes of the parts of a bar by name.
 Parts = dict[str, float]
 
@@ -77,9 +76,9 @@ def time_microbatch(model: LlamaForCausalLM, rounds: int) -> dict[str, float]:
     """
     rows, width = MICROBATCH
     answer = sum(ANSWER) // 2
-    ids = torch.randint(3, model.config.vocab_size, (rows, width))
-    labels = ids.clone()
-    labels[:, :-answer] = -100
+    batch = text_batch(model.config.vocab_size, rows, width, answer)
+    ids = batch['input_ids']
+    labels = batch['labels']
     selector = LabelSelector(model)
 
     def layers() -> torch.Tensor:
@@ -101,7 +100,10 @@ def time_microbatch(model: LlamaForCausalLM, rounds: int) -> dict[str, float]:
             forward().backward()
             seconds[name].append(time.perf_counter() - start)
     selector.remove()
-    return {name: statistics.median(times[1:]) for name, times in seconds.items()}
+    medians = {}
+    for name, times in seconds.items():
+        medians[name] = statistics.median(times[1:])
+    return medians
 
 
 def microbatch_rows(rounds: int) -> list[Row]:
@@ -115,28 +117,6 @@ def microbatch_rows(rounds: int) -> list[Row]:
     return rows
 
 
-def smolvlm_config() -> transformers.SmolVLMConfig:
-    """Returns the config of SmolVLM-256M-Instruct."""
-    text = {
-        'model_type': 'llama',
-        'vocab_size': 49_280,
-        'hidden_size': 576,
-        'intermediate_size': 1536,
-        'num_hidden_layers': 30,
-        'num_attention_heads': 9,
-        'num_key_value_heads': 3,
-    }
-    vision = {
-        'hidden_size': 768,
-        'intermediate_size': 3072,
-        'num_hidden_layers': 12,
-        'num_attention_heads': 12,
-        'image_size': 512,
-        'patch_size': 16,
-    }
-    return transformers.SmolVLMConfig(text_config=text, vision_config=vision, scale_factor=4)
-
-
 def work_rows() -> list[Row]:
     """Returns the share of the head in the multiplications of the real models, for rows like those of AI2D.
 
@@ -146,7 +126,7 @@ def work_rows() -> list[Row]:
     cases = {
         # Config, image tokens of a row, and patches that become one image token.
         'smolvlm': (smolvlm_config(), 640, 16),
-        'qwen': (model_config(), IMAGE_TOKENS, 4),
+        'qwen': (qwen_config(), IMAGE_TOKENS, 4),
     }
     rows = []
     for name, (config, image_tokens, patches_per_token) in cases.items():
@@ -168,41 +148,28 @@ def work_rows() -> list[Row]:
     return rows
 
 
-def ratio(cells: dict[str, Row], rival: str, figure: str) -> float:
-    """Returns how many times as fast as a rival ours is with logits at labels: the median over the rounds."""
-    pairs = zip(cells['ours_sampler']['rounds'], cells[rival]['rounds'], strict=False)
-    return statistics.median(our[figure] / their[figure] for our, their in pairs)
-
-
 def speed_table(results: Row) -> str:
-    """Returns the table of real tokens a second.
-
-    In parentheses: how many times as fast as this rival ours is, by time and by processor time.
-    """
-    cases: dict[str, list[Row]] = {}
-    for cell in results['cells']:
-        if 'rounds' not in cell:
-            continue
-        title = f'{SHAPES[cell["model"]].title}, {ranks_text(cell["ranks"])}'
-        cases.setdefault(title, []).append(cell)
-    columns = {title: by_rival(cells) for title, cells in cases.items()}
+    """Returns the table of real tokens a second."""
+    cells = [cell for cell in results['cells'] if 'rounds' in cell]
+    cases = {title: by_rival(group) for title, group in grouped(cells).items()}
     rows = []
     for name in CONTENDERS:
-        texts = []
-        for cells in columns.values():
-            if name not in cells:
-                texts.append('')
-                continue
-            _, median, _ = cells[name]['tokens_per_second']
-            text = f'{median:,.0f}'
-            if name != 'ours_sampler':
-                by_time = ratio(cells, name, 'tokens_per_second')
-                by_processor_time = ratio(cells, name, 'tokens_per_processor_second')
-                text += f' ({by_time:.2f}; {by_processor_time:.2f})'
-            texts.append(text)
-        error = worst_error([cells[name] for cells in columns.values() if name in cells])
-        rows.append([TITLES[name], error, *texts])
-    return table(['', 'first gradient', *columns], rows)
+        texts = [speed_text(case, name) for case in cases.values()]
+        measured = [case[name] for case in cases.values() if name in case]
+        rows.append([TITLES[name], worst_error(measured), *texts])
+    return table(['', 'first gradient', *cases], rows)
+
+
+def speed_text(case: dict[str, Row], rival: str) -> str:
+    """Returns a speed. In parentheses: how many times as fast ours is, by time and by processor time."""
+    if rival not in case:
+        return ''
+    _, median, _ = case[rival]['tokens_per_second']
+    if rival == OURS:
+        return f'{median:,.0f}'
+    by_time = ratio_of_rounds(case[OURS], case[rival])
+    by_processor_time = ratio_of_rounds(case[OURS], case[rival], 'tokens_per_processor_second')
+    return f'{median:,.0f} ({by_time:.2f}; {by_processor_time:.2f})'
 
 
 def share_table(results: Row) -> str:
@@ -218,7 +185,7 @@ def share_table(results: Row) -> str:
             of_all = f'{work[name]["of_all"]:.0%}'
         rows.append(
             [
-                f'{SHAPES[name].title}, {row["layers"]} layers',
+                f'{MODEL_TITLES[name]}, {row["layers"]} layers',
                 f'{1 - row["layers_seconds"] / row["all_seconds"]:.0%}',
                 f'{row["all_seconds"] / row["labels_seconds"]:.2f}',
                 of_text,
@@ -236,30 +203,26 @@ def parts_of(results: Row) -> dict[str, str]:
 
 def draw(results: Row, memory: Row, path: Path) -> None:
     """Draws the parts of the measured time of a microbatch, and of its computed memory."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    mpl.rcParams['svg.hashsalt'] = 'composer_tokacc'
-    figure = Figure(figsize=(9, 3.4), layout='constrained')
-    time_axes, memory_axes = figure.subplots(1, 2, width_ratios=(3, 2))
     time_bars: dict[str, Parts] = {}
     for row in results['microbatches']:
         layers = row['layers_seconds'] / row['all_seconds']
         for logits in ('all', 'labels'):
             head = max(row[f'{logits}_seconds'] - row['layers_seconds'], 0) / row['all_seconds']
-            label = f'{SHAPES[row["model"]].title}\n{row["layers"]} layers, {logits}'
+            label = f'{MODEL_TITLES[row["model"]]}\n{row["layers"]} layers, {logits}'
             time_bars[label] = {'layers': layers, 'head and loss': head}
+    memory_bars = {logits: memory[logits]['gib_by_part'] for logits in ('all', 'labels')}
+    figure = new_figure(9, 3.4, font_size=7)
+    time_axes, memory_axes = figure.subplots(1, 2, width_ratios=(3, 2))
     stack(time_axes, time_bars, {'layers': '#b8c4d6', 'head and loss': '#c8553d'})
-    time_axes.set_title('Time of a microbatch (measured; all logits: 1)', loc='left', fontsize=9)
+    time_axes.set_title('Time of a microbatch (measured; all logits: 1)')
     colors = {
         'text activations': '#b8c4d6',
         'vision activations': '#3b6fb6',
         'inputs': '#555555',
         'logits': '#c8553d',
     }
-    memory_bars = {logits: memory[logits]['gib_by_part'] for logits in ('all', 'labels')}
     stack(memory_axes, memory_bars, colors)
-    memory_axes.set_title('Qwen2.5-VL-3B, 8,192 positions:\nGiB beyond the model (computed)', loc='left', fontsize=9)
+    memory_axes.set_title('Qwen2.5-VL-3B, 8,192 positions:\nGiB beyond the model (computed)')
     figure.savefig(path, metadata={'Date': None})
 
 
@@ -271,50 +234,35 @@ def stack(axes: Any, bars: dict[str, Parts], colors: dict[str, str]) -> None:
             label = name if place == 0 else None
             axes.barh(place, parts[name], left=left, color=color, label=label)
             left += parts[name]
-    axes.set_yticks(range(len(bars)), list(bars), fontsize=7)
+    axes.set_yticks(range(len(bars)), list(bars))
     axes.invert_yaxis()
-    axes.tick_params(labelsize=7)
-    axes.spines[['top', 'right']].set_visible(False)
-    axes.legend(fontsize=7, frameon=False, loc='upper center', bbox_to_anchor=(0.5, -0.08), ncols=len(colors))
-
-
-def measure_speed(path: Path, ranks: int, model: str, rounds: int) -> None:
-    """Measures all contenders with a model, and writes their cells into the results file."""
-    plan = {'sizes': sizes_of(model), 'set': 'tables', 'rivals': CONTENDERS, 'rounds': rounds}
-    keep(path, launch(ranks, plan, limit=3600))
-
-
-def measure_microbatches(path: Path, rounds: int) -> None:
-    """Times the microbatches and computes the work, and writes both into the results file."""
-    torch.set_num_threads(1)
-    results = json.loads(path.read_text())
-    results['microbatches'] = microbatch_rows(rounds)
-    results['work'] = work_rows()
-    write_rows(path, results)
+    axes.legend(frameon=False, loc='upper center', bbox_to_anchor=(0.5, -0.08), ncols=len(colors))
 
 
 def main() -> None:
     warnings.simplefilter('ignore')
-    parser = parser_of(__doc__, results=RESULTS_FILE)
-    parser.add_argument('--report', action='store_true', help='only draw the picture and write the tables')
-    parser.add_argument('--parts', nargs='+', choices=PARTS, default=PARTS, help='what to measure')
+    parser = parser_of(__doc__, results=RESULTS_FILE, report=True)
     parser.add_argument('--models', nargs='+', choices=list(LAYERS), default=list(LAYERS))
-    parser.add_argument('--ranks', type=int, nargs='+', default=[1, 2])
+    parser.add_argument('--ranks', type=int, nargs='*', default=[1, 2], help='none: only time the microbatches')
     parser.add_argument('--rounds', type=int, default=5)
     arguments = parser.parse_args()
     path = arguments.results
-    parts = () if arguments.report else arguments.parts
-    if 'speed' in parts:
+    if not arguments.report:
         for ranks, model in product(arguments.ranks, arguments.models):
-            measure_speed(path, ranks, model, arguments.rounds)
-    if 'microbatches' in parts:
-        measure_microbatches(path, arguments.rounds)
-    results = json.loads(path.read_text())
-    print(speed_table(results))
-    print(share_table(results))
+            plan = {'sizes': sizes_of(model), 'set': 'tables', 'rivals': CONTENDERS, 'rounds': arguments.rounds}
+            keep(path, launch(ranks, plan))
+        torch.set_num_threads(1)
+        results = read(path)
+        results['microbatches'] = microbatch_rows(arguments.rounds)
+        results['work'] = work_rows()
+        write_rows(path, results)
+    results = read(path)
+    parts = parts_of(results)
+    for text in parts.values():
+        print(text)
     if path == RESULTS_FILE:
-        draw(results, json.loads(MEMORY_FILE.read_text()), PICTURE)
-        fill_page(PAGE, parts_of(results))
+        draw(results, read(MEMORY_FILE), PICTURE)
+        fill_page(PAGE, parts)
 
 
 if __name__ == '__main__':

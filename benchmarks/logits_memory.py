@@ -14,19 +14,20 @@ Writes benchmarks/results/logits_memory.json.
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+import bisect
+import json
 
 import torch
 import transformers
 
 from benchmarks.machine import machine
-from benchmarks.record import write
+from benchmarks.models import qwen_config
+from benchmarks.record import RESULTS, Row, write
 from composer_tokacc.sizing.memory_model import GIB, MemoryModel
 from composer_tokacc.sizing.shapes import BatchShape
 from composer_tokacc.sizing.trace import calibrate_fake
 
-RESULT = Path(__file__).parent / 'results' / 'logits_memory.json'
+RESULTS_FILE = RESULTS / 'logits_memory.json'
 POSITIONS = 8192
 IMAGE_TOKENS = 625
 ROW_TOKENS = 691
@@ -37,41 +38,16 @@ DEVICE_BYTES = 80 * GIB
 SAFETY = 0.92
 
 
-def model_config() -> transformers.Qwen2_5_VLConfig:
-    """Returns the sizes of Qwen2.5-VL-3B-Instruct."""
-    text = {
-        'vocab_size': 151_936,
-        'hidden_size': 2048,
-        'intermediate_size': 11_008,
-        'num_hidden_layers': 36,
-        'num_attention_heads': 16,
-        'num_key_value_heads': 2,
-        'tie_word_embeddings': True,
-        'use_cache': False,
-        'rope_parameters': {'rope_type': 'default', 'rope_theta': 1e6, 'mrope_section': [16, 24, 24]},
-    }
-    vision = {'depth': 32, 'hidden_size': 1280, 'intermediate_size': 3420, 'num_heads': 16, 'out_hidden_size': 2048}
-    return transformers.Qwen2_5_VLConfig(
-        text_config=text,
-        vision_config=vision,
-        tie_word_embeddings=True,
-        image_token_id=151_655,
-        video_token_id=151_656,
-        vision_start_token_id=151_652,
-        vision_end_token_id=151_653,
-    )
-
-
 def build() -> torch.nn.Module:
     """Makes the model in bfloat16, with checkpointed activations."""
-    model = transformers.Qwen2_5_VLForConditionalGeneration(model_config()).to(torch.bfloat16)
+    model = transformers.Qwen2_5_VLForConditionalGeneration(qwen_config()).to(torch.bfloat16)
     model.gradient_checkpointing_enable({'use_reentrant': False})
     return model.train()
 
 
 def sample(side: int, num_text: int) -> dict[str, torch.Tensor]:
     """Returns a sample as the processor returns it. It has one square image, with `side` patches on each side."""
-    config = model_config()
+    config = qwen_config()
     num_image_tokens = side * side // 4  # 2 x 2 patches become one token
     image = [config.vision_start_token_id, *[config.image_token_id] * num_image_tokens, config.vision_end_token_id]
     ids = torch.tensor([[*image, *range(1000, 1000 + num_text)]])
@@ -103,23 +79,23 @@ def shape_of(positions: int, memory: MemoryModel) -> BatchShape:
 
 
 def most_positions(memory: MemoryModel) -> int:
-    """Returns the most positions that fit into 80 GiB with model, gradients and optimizer. Found by bisection."""
-    low, high = 1, 1 << 24
-    while high - low > 1:
-        middle = (low + high) // 2
-        if memory.peak(shape_of(middle, memory)) <= SAFETY * DEVICE_BYTES:
-            low = middle
-        else:
-            high = middle
-    return low
+    """Returns the most positions that fit into 80 GiB with model, gradients and optimizer."""
+
+    def peak(positions: int) -> float:
+        return memory.peak(shape_of(positions, memory))
+
+    # The range begins at 1, so the number of those that fit is the largest of them.
+    return bisect.bisect(range(1, 1 << 24), SAFETY * DEVICE_BYTES, key=peak)
 
 
-def figures(logits: str) -> dict[str, Any]:
+def figures(logits: str) -> Row:
     """Returns the memory of a microbatch by part, and how many positions fit."""
     samples = [sample(50, 64), sample(32, 64)]
-    memory = calibrate_fake(build, model_config(), samples, width=1024, has_mask=False, logits=logits)
+    memory = calibrate_fake(build, qwen_config(), samples, width=1024, has_mask=False, logits=logits)
     terms = memory.terms(shape_of(POSITIONS, memory))
-    parts = {name: terms[name] / GIB for name in ('text activations', 'logits', 'vision activations', 'inputs')}
+    parts = {}
+    for name in ('text activations', 'logits', 'vision activations', 'inputs'):
+        parts[name] = terms[name] / GIB
     return {
         'positions': POSITIONS,
         'gib_by_part': parts,
@@ -131,16 +107,9 @@ def figures(logits: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Computes, prints and writes the figures for both."""
     results = {logits: figures(logits) for logits in ('all', 'labels')}
-    for logits, result in results.items():
-        print(f'logits at {logits}: {result["gib"]:.2f} GiB beyond the model for {POSITIONS:,} positions')
-        for part, gib in result['gib_by_part'].items():
-            print(f'    {part}: {gib:.2f}')
-        print(f'    positions that fit in 80 GiB: {result["positions_that_fit_in_80_gib"]:,}')
-    ratio = results['labels']['positions_that_fit_in_80_gib'] / results['all']['positions_that_fit_in_80_gib']
-    print(f'{ratio:.2f} times as many positions fit')
-    write(RESULT, {'machine': machine(), **results})
+    print(json.dumps(results, indent=1))
+    write(RESULTS_FILE, {'machine': machine(), **results})
 
 
 if __name__ == '__main__':

@@ -10,8 +10,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import random
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,7 +21,7 @@ from typing import Any
 import torch
 from composer.utils import dist, get_device
 
-from benchmarks.record import ROOT
+from benchmarks.record import ROOT, Row
 
 # Composer's launcher sets these. A Trainer leaves them in the environment of a process that has trained without it.
 RANK_VARIABLES = {
@@ -38,7 +36,7 @@ COMPOSER = str(Path(sys.executable).with_name('composer'))
 PACKAGES = ('mosaicml', 'torch', 'transformers', 'numpy', 'numba')
 
 
-def machine() -> dict[str, str | int | float]:
+def machine() -> Row:
     """Returns the processor, its load and the versions of the packages."""
     return {
         'processor': _processor(),
@@ -100,19 +98,6 @@ def join_ranks() -> None:
     warnings.simplefilter('ignore')
     torch.set_num_threads(1)
     dist.initialize_dist(get_device('cpu'))
-
-
-def free_port() -> int:
-    """Returns a port at which ranks can meet.
-
-    Composer's launcher takes a free port from the system. But the system may give the same port to another run before
-    rank 0 has loaded torch and listens there. So this port is outside the range that the system chooses from.
-    """
-    while True:
-        port = random.SystemRandom().randrange(12_000, 32_000)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(('127.0.0.1', port))
-            return port
 
 
 def _processor() -> str:

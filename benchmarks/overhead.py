@@ -69,13 +69,6 @@ class StepTimes(Callback):
     def batch_end(self, state: State, logger: Logger) -> None:
         self.steps.append({**self.spent, 'step': time.perf_counter() - self.started})
 
-    def median(self, kind: str) -> float:
-        return statistics.median(step[kind] for step in self.steps[UNMEASURED_STEPS:])
-
-    def median_share(self, kind: str) -> float:
-        """Returns the share of a step."""
-        return statistics.median(step[kind] / step['step'] for step in self.steps[UNMEASURED_STEPS:])
-
 
 def measure_demo(steps: int, overrides: list[str]) -> StepTimes:
     """Trains the demo run with timed functions."""
@@ -107,12 +100,13 @@ def main() -> None:
     times = measure_demo(arguments.steps, overrides)
     if dist.get_global_rank() != 0:
         return
-    shares = {
-        'with_all_reduce': times.median_share('algorithm'),
-        'ledger_by_source': times.median_share('ledger'),
-    }
-    seconds = {kind: times.median(kind) for kind in ('step', 'algorithm', 'all_reduce')}
-    seconds['first_batch'] = times.steps[0]['algorithm']
+    steps = times.steps[UNMEASURED_STEPS:]
+    shares = {}
+    for title, kind in (('with_all_reduce', 'algorithm'), ('ledger_by_source', 'ledger')):
+        shares[title] = statistics.median(step[kind] / step['step'] for step in steps)
+    seconds = {'first_batch': times.steps[0]['algorithm']}
+    for kind in ('step', 'algorithm', 'all_reduce'):
+        seconds[kind] = statistics.median(step[kind] for step in steps)
     print(f'medians on {dist.get_world_size()} ranks: shares of the step {shares}, seconds {seconds}')
     results = {
         'machine': machine(),

@@ -10,14 +10,13 @@ A trainer that is not installed keeps its row. Writes results/prove.json.
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
 from importlib.util import find_spec
 
 from benchmarks.machine import environment, machine
-from benchmarks.record import RESULTS, ROOT, fill_page, parser_of, table, write
+from benchmarks.record import RESULTS, ROOT, fill_page, parser_of, read, table, write
 
 RESULTS_FILE = RESULTS / 'prove.json'
 PAGE = ROOT / 'docs' / 'prove.md'
@@ -39,8 +38,9 @@ def programs() -> list[str]:
 def run_program(program: str) -> str | None:
     """Runs a program and returns its output. None: a package that it imports is not installed."""
     path = PROGRAMS / f'{program}.py'
-    imported = set(re.findall(r'^(?:from|import) (\w+)', path.read_text(), re.MULTILINE)) - {'subject'}
-    if not all(find_spec(package) for package in imported):
+    imported = re.findall(r'^(?:from|import) (\w+)', path.read_text(), re.MULTILINE)
+    packages = set(imported) - {'subject'}
+    if not all(find_spec(package) for package in packages):
         return None
     completed = subprocess.run(
         [sys.executable, str(path)],
@@ -51,13 +51,6 @@ def run_program(program: str) -> str | None:
     if completed.returncode:
         raise SystemExit(f'{program} failed:\n{completed.stdout}{completed.stderr}')
     return completed.stdout
-
-
-def saved_rows() -> dict[str, list[str]]:
-    """Returns the rows of the results file by program, or no rows if there is no file yet."""
-    if not RESULTS_FILE.exists():
-        return {}
-    return json.loads(RESULTS_FILE.read_text())['programs']
 
 
 def row_of(output: str) -> list[str]:
@@ -80,7 +73,7 @@ def table_of(rows: dict[str, list[str]]) -> str:
 
 def main() -> None:
     parser_of(__doc__, results=None).parse_args()
-    rows = saved_rows()
+    rows = read(RESULTS_FILE).get('programs', {})
     for program in programs():
         output = run_program(program)
         if output is None:

@@ -15,29 +15,33 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+# Named figures, or the tensors of a batch.
+Row = dict[str, Any]
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / 'benchmarks' / 'results'
 MADE_PART = re.compile(r'(<!-- made: (\w+) -->\n).*?(<!-- end -->)', re.DOTALL)
 
 
-def parser_of(doc: str | None, *, results: Path | None = RESULTS, lengths: bool = False) -> argparse.ArgumentParser:
+def parser_of(doc: str | None, *, results: Path | None = RESULTS, report: bool = False) -> argparse.ArgumentParser:
     """Returns a parser whose help is the docstring of the benchmark.
 
     Args:
         doc: The docstring.
         results: The default of ``--results``. None: the benchmark does not have this argument.
-        lengths: Whether the benchmark has ``--lengths``.
+        report: Whether the benchmark has ``--report``.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     if results is not None:
         parser.add_argument('--results', type=Path, default=results)
-    if lengths:
-        parser.add_argument(
-            '--lengths',
-            type=Path,
-            help='folder of tables, by default COMPOSER_TOKACC_LENGTHS',
-        )
+    if report:
+        parser.add_argument('--report', action='store_true', help='measure nothing; write the pages from the results')
     return parser
+
+
+def read(path: Path) -> Row:
+    """Returns a results file. Empty if there is no file yet."""
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def write(path: Path, results: Any) -> None:
@@ -72,17 +76,26 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return ''.join(lines)
 
 
+def new_figure(width: float, height: float, font_size: float) -> Any:
+    """Returns a figure of matplotlib. Saved as SVG, the same figure gives the same file."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    mpl.rcParams.update(
+        {
+            'svg.hashsalt': 'composer_tokacc',
+            'font.size': font_size,
+            'axes.titlesize': 9,
+            'axes.titlelocation': 'left',
+            'axes.spines.top': False,
+            'axes.spines.right': False,
+        }
+    )
+    return Figure(figsize=(width, height), layout='constrained')
+
+
 def ranks_text(ranks: int) -> str:
     return '1 rank' if ranks == 1 else f'{ranks} ranks'
-
-
-def show(title: str, rows: Sequence[dict[str, object]]) -> None:
-    """Prints a table of dicts with the same keys."""
-    print(f'\n{title}')
-    lines = []
-    for row in rows:
-        lines.append([_cell(value) for value in row.values()])
-    print(table(list(rows[0]), lines))
 
 
 def filled(page: str, parts: dict[str, str]) -> str:
@@ -100,11 +113,3 @@ def filled(page: str, parts: dict[str, str]) -> str:
 def fill_page(page: Path, parts: dict[str, str]) -> None:
     """Writes parts of a page again."""
     page.write_text(filled(page.read_text(), parts))
-
-
-def _cell(value: object) -> str:
-    if value is None:
-        return ''
-    if isinstance(value, float):
-        return f'{value:.6g}'
-    return str(value)

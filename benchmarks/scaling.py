@@ -3,29 +3,34 @@
 
 """Models how evenly the ranks are loaded, and how fast a step is, with our sampler and with others.
 
-    python -m benchmarks.scaling [--lengths DIR] [--quick]
+    python -m benchmarks.scaling [--quick]
 
 The other samplers are written from their descriptions. All have the memory of stock Composer: `k` rows as wide as the
-longest sample of the global batch. A global batch has `G` samples, and there are `W` ranks.
-Prints tables and writes results/scaling.json.
+longest sample of the global batch. The lengths are lognormal, and those of the tables in COMPOSER_TOKACC_LENGTHS. A
+global batch has `G` samples, and there are `W` ranks. Writes results/scaling.json.
 """
 
 from __future__ import annotations
 
 import heapq
+import json
 import math
-from typing import Any
 
 import numpy as np
 
 from benchmarks.length_sets import LengthSet, lognormal, read_tables
 from benchmarks.machine import machine
-from benchmarks.record import parser_of, show, write
+from benchmarks.record import Row, parser_of, write
 from composer_tokacc.planning import CostModel, CutOptions, Rows, lower_bound, plan_microbatches
 
 MICROBATCH = 4
 # Number of ranks, samples a rank, and number of global batches.
-WORLDS = ((8, 16, 40), (64, 32, 10), (512, 32, 4), (4096, 32, 1))
+WORLDS = (
+    (8, 16, 40),
+    (64, 32, 10),
+    (512, 32, 4),
+    (4096, 32, 1),
+)
 STOCK = 'stock Composer'
 
 
@@ -114,7 +119,7 @@ def max_tokens_of(batch: LengthSet) -> int:
     return MICROBATCH * int(batch.lengths.max())
 
 
-def simulate(length_set: LengthSet, num_ranks: int, per_rank: int, steps: int) -> list[dict[str, Any]]:
+def simulate(length_set: LengthSet, num_ranks: int, per_rank: int, steps: int) -> list[Row]:
     """Returns imbalance, share of the bound and speed-up of every method, over several global batches."""
     cost = CostModel()
     global_batch = num_ranks * per_rank
@@ -146,16 +151,17 @@ def simulate(length_set: LengthSet, num_ranks: int, per_rank: int, steps: int) -
 
 
 def main() -> None:
-    parser = parser_of(__doc__, lengths=True)
+    parser = parser_of(__doc__)
     parser.add_argument('--quick', action='store_true', help='fewer ranks')
     arguments = parser.parse_args()
-    tables, source = read_tables(arguments.lengths)
+    tables, source = read_tables()
     worlds = WORLDS[:2] if arguments.quick else WORLDS
     rows = []
     for length_set in (tables, lognormal(0.92)):
         for world in worlds:
-            rows += simulate(length_set, *world)
-    show(f'Modelled, memory of {MICROBATCH} rows; {source}', rows)
+            modelled = simulate(length_set, *world)
+            print(json.dumps(modelled, indent=1), flush=True)
+            rows += modelled
     write(arguments.results / 'scaling.json', {'source': source, 'machine': machine(), 'modelled': rows})
 
 

@@ -18,10 +18,9 @@ from composer.models import HuggingFaceModel
 from torch.utils.data import DataLoader, IterableDataset
 
 from benchmarks.device import CPU, ComputeDevice
+from benchmarks.record import Row
 from composer_tokacc import BatchLayout, TokenAccumulation, token_data_spec
 from composer_tokacc.layout import describe
-
-Row = dict[str, Any]
 
 
 class Batches(IterableDataset):
@@ -35,44 +34,48 @@ class Batches(IterableDataset):
 
 
 class StepClock(Callback):
-    """Measures the seconds of each step and the positions that it computes.
+    """Measures the seconds of each step, the positions that it computes, and its peak memory on a GPU.
 
     A step is timed from the end of the step before to its own end. So its time includes counting, splitting, the
-    optimizer, logging and all other work of the host.
+    optimizer, logging and all other work of the host. Its peak includes the checks that the algorithm makes before it.
     """
 
     def __init__(self, device: ComputeDevice = CPU) -> None:
         self.device = device
         self.seconds: list[float] = []
-        self.microbatches: list[int] = []
         self.positions: list[int] = []
+        self.peak_bytes: list[int] = []
 
     def forget_first(self, num_steps: int) -> None:
         """Drops the first steps, which pay for checks that a run makes once."""
-        for figures in (self.seconds, self.microbatches, self.positions):
+        for figures in (self.seconds, self.positions, self.peak_bytes):
             del figures[:num_steps]
 
     def fit_start(self, state: State, logger: Logger) -> None:
+        self.device.reset_peak()
         self.ended = time.perf_counter()
 
     def batch_start(self, state: State, logger: Logger) -> None:
         self.positions.append(0)
-        self.microbatches.append(0)
 
     def before_forward(self, state: State, logger: Logger) -> None:
         self.positions[-1] += state.batch['input_ids'].numel()
-        self.microbatches[-1] += 1
 
     def batch_end(self, state: State, logger: Logger) -> None:
         self.device.synchronize()
         ended = time.perf_counter()
         self.seconds.append(ended - self.ended)
         self.ended = ended
+        self.peak_bytes.append(self.device.peak_bytes())
+        self.device.reset_peak()
 
 
 def chunks(items: Sequence[Any], size: int) -> list[Any]:
     """Cuts a list or a range into parts of this size. The last part may be shorter."""
-    return [items[start : start + size] for start in range(0, len(items), size)]
+    parts = []
+    for start in range(0, len(items), size):
+        parts.append(items[start : start + size])
+    return parts
 
 
 @dataclass(frozen=True)
@@ -94,8 +97,9 @@ class CollateSplit:
 
     def __call__(self, batch: Row, size: int | float) -> list[Row]:
         rows = []
-        for row in range(self.layout.num_rows(batch)):
-            rows.append(self.layout.trim(self.layout.select(batch, [row])))
+        for index in range(self.layout.num_rows(batch)):
+            row = self.layout.select(batch, [index])
+            rows.append(self.layout.trim(row))
         return [self.layout.concat(part) for part in chunks(rows, int(size))]
 
 
@@ -113,7 +117,10 @@ def data_of(
         layout: The layout of the model.
         slot_tokens: For `ours` and `packing`; see `token_data_spec`.
     """
-    loader = batches if isinstance(batches, DataLoader) else DataLoader(Batches(batches), batch_size=None)
+    if isinstance(batches, DataLoader):
+        loader = batches
+    else:
+        loader = DataLoader(Batches(batches), batch_size=None)
     if method in ('ours', 'packing'):
         return token_data_spec(loader, layout=layout, packing=method == 'packing', slot_tokens=slot_tokens)
     split = StockSplit(layout) if method == 'stock' else CollateSplit(layout)
@@ -128,41 +135,48 @@ def fit(
     model: Any,
     data: DataSpec,
     microbatch: int | str,
+    duration: str = '1ba',
     *,
-    num_steps: int,
+    optimizer: torch.optim.Optimizer | None = None,
     device: ComputeDevice = CPU,
-    precision: str | None = None,
     allow_tf32: bool = True,
-    algorithms: Sequence[Any] = (),
-    callbacks: Sequence[Any] = (),
-) -> Trainer:
-    """Runs steps of a Trainer at learning rate 0, so that the weights do not change."""
+    precision: str | None = None,
+    **settings: Any,
+) -> None:
+    """Trains with Composer.
+
+    Args:
+        model: A model of Transformers.
+        data: See :func:`data_of`.
+        microbatch: Rows of a microbatch.
+        duration: Composer's `max_duration`.
+        optimizer: None: the learning rate is 0, so that the weights do not change.
+        device: Where to train.
+        allow_tf32: Whether a GPU may multiply in TF32.
+        precision: None: the usual one of the device.
+        settings: Other arguments of Composer's Trainer.
+    """
     wrapped = HuggingFaceModel(model, shift_labels=True, use_logits=True)
     trainer = Trainer(
         model=wrapped,
         train_dataloader=data,
-        optimizers=torch.optim.SGD(wrapped.parameters(), lr=0.0),
-        max_duration=f'{num_steps}ba',
+        optimizers=optimizer or torch.optim.SGD(model.parameters(), lr=0.0),
+        max_duration=duration,
         device=device.composer(allow_tf32=allow_tf32),
         precision=precision or device.precision,
         device_train_microbatch_size=microbatch,
-        algorithms=list(algorithms),
-        callbacks=list(callbacks),
         progress_bar=False,
+        **settings,
     )
     try:
         trainer.fit()
     finally:
         trainer.close()
-        release(trainer)
+        # Composer keeps every trainer until the process ends, with its last batch and outputs.
+        for name in ('batch', 'outputs', 'loss'):
+            setattr(trainer.state, name, None)
         wrapped.zero_grad(set_to_none=True)
-    return trainer
-
-
-def release(trainer: Trainer) -> None:
-    """Drops the last batch and outputs. Composer keeps every trainer until the process ends, with all of this."""
-    for name in ('batch', 'outputs', 'loss'):
-        setattr(trainer.state, name, None)
+        device.empty_cache()
 
 
 def timed(
@@ -184,7 +198,7 @@ def timed(
         model: The model.
         batches: The batches, one for each step.
         microbatch: The number of rows that a microbatch may hold at the width of the device batch.
-        device: Where the model is.
+        device: The device of the model.
         slot_tokens: See :func:`data_of`.
     """
     clock = StepClock(device)
@@ -199,7 +213,7 @@ def timed(
         model,
         data_of(method, [first_batch, *batches], layout, slot_tokens),
         microbatch,
-        num_steps=1 + len(batches),
+        f'{1 + len(batches)}ba',
         device=device,
         algorithms=[TokenAccumulation(loss_tokens='causal', check_loss=False)],
         callbacks=[clock],

@@ -23,22 +23,22 @@ import subprocess
 import tempfile
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 from benchmarks.machine import COMPOSER, environment, machine, versions
-from benchmarks.record import ROOT, parser_of, write_rows
+from benchmarks.record import ROOT, Row, parser_of, read, write_rows
 from benchmarks.rivals.contenders import CONTENDERS
-from benchmarks.rivals.data import MODELS, SETS, SHAPES
-from benchmarks.rivals.report import RESULTS_FILE, read, write_pages
+from benchmarks.rivals.data import MODELS, SETS
+from benchmarks.rivals.report import RESULTS_FILE, write_pages
 
 PACKAGES = ('mosaicml', 'torch', 'transformers', 'accelerate', 'online-dynamic-batching')
 # `trl` and `ours_all_logits` are only measured on data with few labels, by benchmarks.logits.
 USUAL = [name for name in CONTENDERS if name not in ('trl', 'ours_all_logits')]
-Row = dict[str, Any]
+# Seconds for all rounds of one set.
+LIMIT = 3600
 
 
-def launch(ranks: int, plan: Row, limit: float) -> list[Row]:
-    """Runs `benchmarks.rivals.speed` on several ranks. Returns the cells that it wrote in `limit` seconds."""
+def launch(ranks: int, plan: Row) -> list[Row]:
+    """Runs `benchmarks.rivals.speed` on several ranks. Returns the cells that it wrote in an hour."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / 'cells.json'
         launcher = [COMPOSER, '-n', str(ranks), '-m', 'benchmarks.rivals.speed']
@@ -48,7 +48,7 @@ def launch(ranks: int, plan: Row, limit: float) -> list[Row]:
         command = [*launcher, str(path), json.dumps(plan)]
         process = subprocess.Popen(command, cwd=ROOT, env=variables, start_new_session=True)
         try:
-            process.wait(timeout=limit)
+            process.wait(timeout=LIMIT)
         except subprocess.TimeoutExpired:
             process.terminate()
             process.wait()
@@ -64,13 +64,12 @@ def keep(path: Path, cells: list[Row]) -> None:
 
     If a contender hung or died, its new cell has no rounds. Such a cell does not replace a cell that has rounds.
     """
-    results = read(path) if path.exists() else {}
+    results = read(path)
     measured_on = {'machine': machine(), 'versions': versions(PACKAGES)}
     merged = {key_of(cell): cell for cell in results.get('cells', [])}
     for cell in cells:
         key = key_of(cell)
-        earlier = merged.get(key, {})
-        if 'rounds' in cell or 'rounds' not in earlier:
+        if 'rounds' in cell or 'rounds' not in merged.get(key, {}):
             merged[key] = {**cell, 'measured_on': measured_on}
     results['cells'] = list(merged.values())
     write_rows(path, results)
@@ -81,28 +80,22 @@ def key_of(cell: Row) -> tuple[str, str, int, str]:
 
 
 def main() -> None:
-    parser = parser_of(__doc__, results=RESULTS_FILE)
-    parser.add_argument('--report', action='store_true', help='only write the pages')
-    parser.add_argument('--models', nargs='+', choices=[*MODELS, *SHAPES], default=MODELS)
+    parser = parser_of(__doc__, results=RESULTS_FILE, report=True)
+    parser.add_argument('--models', nargs='+', choices=MODELS, default=MODELS)
     parser.add_argument('--sets', nargs='+', choices=SETS, default=SETS)
     parser.add_argument('--rivals', nargs='+', choices=CONTENDERS, default=USUAL)
     parser.add_argument('--ranks', type=int, nargs='+', default=[1, 2])
     parser.add_argument('--rounds', type=int, default=5)
     parser.add_argument('--sizes', type=json.loads, default={}, help='as JSON; needs --results of its own')
-    parser.add_argument('--limit', type=float, default=3600, help='seconds for a set')
     arguments = parser.parse_args()
     path = arguments.results
     if arguments.sizes and path == RESULTS_FILE:
         parser.error('--sizes needs --results, because runs of other sizes cannot be compared with those in the file')
-    cases = [] if arguments.report else product(arguments.ranks, arguments.models, arguments.sets)
-    for ranks, model, set_name in cases:
-        plan = {
-            'sizes': {**arguments.sizes, 'model': model},
-            'set': set_name,
-            'rivals': arguments.rivals,
-            'rounds': arguments.rounds,
-        }
-        keep(path, launch(ranks, plan, arguments.limit))
+    if not arguments.report:
+        for ranks, model, set_name in product(arguments.ranks, arguments.models, arguments.sets):
+            sizes = {**arguments.sizes, 'model': model}
+            plan = {'sizes': sizes, 'set': set_name, 'rivals': arguments.rivals, 'rounds': arguments.rounds}
+            keep(path, launch(ranks, plan))
     if path == RESULTS_FILE:
         write_pages(read(path))
 

@@ -21,14 +21,12 @@ from unittest import mock
 import numpy as np
 import torch
 from composer import DataSpec
-from composer import Trainer as ComposerTrainer
-from composer.models import HuggingFaceModel
 from composer.utils import dist
 from torch.utils.data import DataLoader, DistributedSampler
 
 from benchmarks.rivals.data import Samples, Sizes, collate
 from benchmarks.rivals.report import BOUND
-from benchmarks.timed_steps import StockSplit, release
+from benchmarks.timed_steps import StockSplit, fit
 from composer_tokacc import (
     BatchLayout,
     RegroupingBatchSampler,
@@ -68,8 +66,8 @@ class Task:
     def steps_of_accumulation(self, rows: int) -> int:
         return self.sizes.global_batch // (rows * dist.get_world_size())
 
-    def optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        parameters = (model or self.model).parameters()
+    def optimizer(self) -> torch.optim.Optimizer:
+        parameters = self.model.parameters()
         return torch.optim.AdamW(parameters, lr=self.sizes.learning_rate, weight_decay=0.0, foreach=True)
 
     def distributed_model(self) -> Any:
@@ -200,7 +198,8 @@ def trl(task: Task) -> Settings:
     drops_positions = mock.patch.object(utils, '_use_triton', return_value=True)
     with tempfile.TemporaryDirectory() as folder, drops_positions:
         arguments = SFTConfig(output_dir=folder, **settings)
-        SFTTrainer(task.model, arguments, train_dataset=Dataset.from_list(samples), processing_class=tokenizer).train()
+        dataset = Dataset.from_list(samples)
+        SFTTrainer(task.model, arguments, train_dataset=dataset, processing_class=tokenizer).train()
     return settings
 
 
@@ -301,7 +300,7 @@ def stock_composer(task: Task) -> Settings:
     algorithms = []
     if task.find_unused:
         algorithms.append(UnusedParameters())
-    return fit(task, data, algorithms)
+    return fit_composer(task, data, algorithms)
 
 
 def token_accumulation(
@@ -315,37 +314,25 @@ def token_accumulation(
     loader = task.planned_batches() if sampler else task.device_batches()
     slot_tokens = task.longest if sampler else None
     data = token_data_spec(loader, packing=packing, slot_tokens=slot_tokens)
-    settings = fit(task, data, [TokenAccumulation(logits=logits)])
+    settings = fit_composer(task, data, [TokenAccumulation(logits=logits)])
     return {**settings, 'sampler': sampler, 'packing': packing, 'logits': logits}
 
 
-def fit(task: Task, data: DataSpec, algorithms: list[Any]) -> Settings:
-    settings: Settings = {
-        'device_train_microbatch_size': task.sizes.microbatch,
+def fit_composer(task: Task, data: DataSpec, algorithms: list[Any]) -> Settings:
+    rows = task.sizes.microbatch
+    fit(task.model, data, rows, '1ep', optimizer=task.optimizer(), algorithms=algorithms)
+    return {
+        'device_train_microbatch_size': rows,
         'max_duration': '1ep',
+        'algorithms': [type(algorithm).__name__ for algorithm in algorithms],
     }
-    model = HuggingFaceModel(task.model, shift_labels=True, use_logits=True)
-    trainer = ComposerTrainer(
-        model=model,
-        train_dataloader=data,
-        optimizers=task.optimizer(model),
-        algorithms=algorithms,
-        device='cpu',
-        progress_bar=False,
-        **settings,
-    )
-    trainer.fit()
-    trainer.close()
-    release(trainer)
-    names = [type(algorithm).__name__ for algorithm in algorithms]
-    return {**settings, 'algorithms': names}
 
 
 def bound(task: Task) -> Settings:
     """Shows the speed that no contender can exceed: full microbatches of rows of nearly equal length.
 
-    The rows of the whole epoch are sorted by length, and the microbatches are made before the first step. All positions
-    count as tokens.
+    The rows of the whole epoch are sorted by length, and the microbatches are made before the first step. All ranks
+    train on the same microbatches, so that their work is equal. All positions count as tokens.
     """
     lengths = task.samples.lengths
     groups: list[list[int]] = [[]]
@@ -356,7 +343,8 @@ def bound(task: Task) -> Settings:
     order = np.random.default_rng(0).permutation(len(groups))
     batches = []
     for index in order[:: dist.get_world_size()]:
-        batches.append(collate([task.samples[row] for row in groups[index]]))
+        samples = [task.samples[row] for row in groups[index]]
+        batches.append(collate(samples))
     model = task.distributed_model()
     optimizer = task.optimizer()
     model.train()

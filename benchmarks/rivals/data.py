@@ -14,38 +14,38 @@ import numpy as np
 import torch
 from PIL import Image
 from torch.utils.data import Dataset
-from transformers import CLIPImageProcessor, LlamaConfig, LlamaForCausalLM
+from transformers import CLIPImageProcessor, LlamaForCausalLM
 
 from benchmarks.length_sets import lognormal, read_tables
-from benchmarks.small_llava import (
+from benchmarks.models import (
     IMAGE_LENGTH,
     IMAGE_SIDE,
     IMAGE_TOKEN,
     VOCABULARY,
-    build_model,
-    freeze_unused,
+    new_llava,
+    small_llava_config,
+    text_config,
 )
+from benchmarks.record import Row
 from examples.digits import DigitsDataset, build_digits_processor
 
 MODELS = ('llava', 'llama')
-
-
-@dataclass(frozen=True)
-class TextShape:
-    """Sizes of a text model that is shaped like a known one."""
-
-    title: str
-    vocabulary: int
-    hidden_size: int
-    inner_size: int
-    num_heads: int
-    num_key_value_heads: int
-
-
-# Vocabulary and inner size have the same ratio to the hidden size as in the known model.
+# Text models that are shaped like known ones: vocabulary and inner size have the same ratio to the hidden size.
 SHAPES = {
-    'smolvlm': TextShape('SmolVLM-256M', 8192, 96, 256, 3, 1),
-    'qwen': TextShape('Qwen2.5-VL-3B', 9472, 128, 688, 4, 1),
+    'smolvlm': {
+        'vocabulary': 8192,
+        'hidden_size': 96,
+        'intermediate_size': 256,
+        'num_attention_heads': 3,
+        'num_key_value_heads': 1,
+    },
+    'qwen': {
+        'vocabulary': 9472,
+        'hidden_size': 128,
+        'intermediate_size': 688,
+        'num_attention_heads': 4,
+        'num_key_value_heads': 1,
+    },
 }
 # The number of a lognormal set is the coefficient of variation.
 SETS = (
@@ -65,22 +65,23 @@ MAX_IMAGES = 3
 SUCCESSORS = 6
 
 
-def lengths_of(name: str, mean: int) -> np.ndarray:
-    """Returns many lengths of a set. Samples are drawn from them."""
+def lengths_of(name: str, mean: int) -> tuple[np.ndarray, str]:
+    """Returns many lengths of a set, and their source. Samples are drawn from them."""
     if name.startswith('lognormal'):
         variation = float(name.split()[1])
-        return lognormal(variation, mean=mean, longest=8 * mean).lengths
+        return lognormal(variation, mean=mean, longest=8 * mean).lengths, name
     if name == 'digits':
-        num_samples = 512
-        digits = DigitsDataset(build_digits_processor(), num_samples=num_samples)
-        lengths = [digits[index]['input_ids'].shape[1] for index in range(num_samples)]
-        return np.array(lengths)
+        digits = DigitsDataset(build_digits_processor(), num_samples=512)
+        lengths = []
+        for index in range(len(digits)):
+            lengths.append(digits[index]['input_ids'].shape[1])
+        return np.array(lengths), name
     if name == 'no padding':
-        return np.full(1000, mean)
-    tables, _ = read_tables()
+        return np.full(1000, mean), name
+    tables, source = read_tables()
     # The real lengths are too long for these small models, so they are scaled to the mean.
     scaled = tables.lengths * mean / tables.lengths.mean()
-    return np.maximum(scaled.astype(int), 8)
+    return np.maximum(scaled.astype(int), 8), source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +110,7 @@ class Sizes:
 
     @property
     def vocabulary(self) -> int:
-        return SHAPES[self.model].vocabulary if self.model in SHAPES else VOCABULARY
+        return SHAPES[self.model]['vocabulary'] if self.model in SHAPES else VOCABULARY
 
 
 class Samples(Dataset):
@@ -131,12 +132,14 @@ class Samples(Dataset):
         if sizes.extremes_first:
             by_length = np.sort(self.lengths)
             shuffled = rng.permutation(by_length[2:-2])
-            self.lengths = np.concatenate([by_length[:2], by_length[-2:], shuffled])
-        self.rows: list[dict[str, Any]] = []
+            extremes = [by_length[:2], by_length[-2:]]
+            self.lengths = np.concatenate([*extremes, shuffled])
+        self.rows: list[Row] = []
         median_length = np.median(lengths)
         # The same chains for samples of every seed.
         words = sizes.vocabulary
-        chains = np.random.default_rng(17).integers(FIRST_WORD, words, (2, words, SUCCESSORS))
+        chains_rng = np.random.default_rng(17)
+        chains = chains_rng.integers(FIRST_WORD, words, (2, words, SUCCESSORS))
         for length in self.lengths.tolist():
             chain = chains[int(length > median_length)]
             row = _draw_row(rng, length, chain, has_images=sizes.model == 'llava')
@@ -148,7 +151,7 @@ class Samples(Dataset):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> Row:
         row = self.rows[index]
         ids = torch.tensor(row['ids'])
         labels = ids.clone()
@@ -163,15 +166,15 @@ class Samples(Dataset):
         return sample
 
     @cached_property
-    def index_by_tokens(self) -> dict[bytes, int]:
-        """Returns the index of each sample by the bytes of its tokens."""
+    def index_by_tokens(self) -> dict[tuple[int, ...], int]:
+        """Returns the index of each sample by its tokens."""
         indices = {}
         for index, row in enumerate(self.rows):
-            indices[np.array(row['ids'], dtype=np.int64).tobytes()] = index
+            indices[tuple(row['ids'])] = index
         return indices
 
 
-def _draw_row(rng: np.random.Generator, length: int, chain: np.ndarray, *, has_images: bool) -> dict[str, Any]:
+def _draw_row(rng: np.random.Generator, length: int, chain: np.ndarray, *, has_images: bool) -> Row:
     """Draws a sample of this length. About half of it, at most, are image tokens."""
     most_images = min((length - 4) // (2 * IMAGE_LENGTH), MAX_IMAGES)
     num_images = 0
@@ -184,9 +187,10 @@ def _draw_row(rng: np.random.Generator, length: int, chain: np.ndarray, *, has_i
     for successor in rng.integers(0, SUCCESSORS, num_text_tokens).tolist():
         ids.append(word)
         word = int(chain[word, successor])
-    prompt = start + max(1, int(num_text_tokens * rng.uniform(0.1, 0.5)))
+    prompt_text_tokens = int(num_text_tokens * rng.uniform(0.1, 0.5))
+    prompt = start + max(1, prompt_text_tokens)
     pixels = rng.integers(0, 256, (num_images, IMAGE_SIDE, IMAGE_SIDE, 3), dtype=np.uint8)
-    row: dict[str, Any] = {'ids': ids, 'prompt': prompt}
+    row: Row = {'ids': ids, 'prompt': prompt}
     if num_images:
         processor = CLIPImageProcessor(do_resize=False, do_center_crop=False)
         images = [Image.fromarray(image) for image in pixels]
@@ -194,9 +198,9 @@ def _draw_row(rng: np.random.Generator, length: int, chain: np.ndarray, *, has_i
     return row
 
 
-def collate(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def collate(samples: Sequence[Row]) -> Row:
     """Pads to the longest on the right and joins the images, as collators of vision-language models do."""
-    batch: dict[str, Any] = {}
+    batch: Row = {}
     for key, fill in (('input_ids', 0), ('attention_mask', 0), ('labels', -100)):
         values = [sample[key] for sample in samples]
         batch[key] = torch.nn.utils.rnn.pad_sequence(values, batch_first=True, padding_value=fill)
@@ -209,24 +213,8 @@ def collate(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def new_model(sizes: Sizes) -> Any:
     """Returns a model with the same weights at every call."""
     if sizes.model == 'llava':
-        model = build_model(hidden_size=sizes.hidden, num_layers=sizes.layers)
-        freeze_unused(model)
-        return model
-    heads = sizes.hidden // 64
-    shape = SHAPES.get(
-        sizes.model,
-        TextShape('Llama', VOCABULARY, sizes.hidden, sizes.hidden * 43 // 16, heads, heads),
-    )
+        return new_llava(small_llava_config(hidden_size=sizes.hidden, num_layers=sizes.layers))
+    shape = SHAPES.get(sizes.model, {'vocabulary': VOCABULARY, 'hidden_size': sizes.hidden})
+    config = text_config(**shape, num_layers=sizes.layers, tie_word_embeddings=sizes.model in SHAPES)
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.inner_size,
-        num_hidden_layers=sizes.layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_key_value_heads,
-        tie_word_embeddings=sizes.model in SHAPES,
-        max_position_embeddings=4096,
-        use_cache=False,
-    )
     return LlamaForCausalLM(config)

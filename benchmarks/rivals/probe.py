@@ -9,16 +9,18 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from benchmarks.adapters import Gradients, gradients_of
+from benchmarks.record import Row
 from benchmarks.rivals.data import Samples
 
 UNKNOWN = -1
+INPUTS = ('input_ids', 'attention_mask', 'labels', 'position_ids')
 
 
 @dataclass
@@ -50,101 +52,87 @@ def watched(model: Any, samples: Samples, *, inspect: bool = False) -> Iterator[
         samples: The samples of the run.
         inspect: Whether to record the first gradient.
     """
-    watcher = Watcher(model, inspect)
+    trace = Trace()
+    # The inputs of the microbatches of each step. The last step has not ended.
+    steps: list[list[Row]] = [[]]
+
+    def before_forward(module: Any, args: Any, kwargs: Row) -> None:
+        # A forward without gradients is a check or an evaluation, and not part of a step.
+        if torch.is_grad_enabled():
+            steps[-1].append({key: kwargs.get(key) for key in INPUTS})
+
+    def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+        trace.ends.append(time.perf_counter())
+        trace.processor.append(time.process_time())
+        if inspect and not trace.gradient:
+            trace.gradient = gradients_of(model)
+        steps.append([])
+
     handles = [
-        model.register_forward_pre_hook(watcher.before_forward, with_kwargs=True),
-        register_optimizer_step_post_hook(watcher.after_step),
+        model.register_forward_pre_hook(before_forward, with_kwargs=True),
+        register_optimizer_step_post_hook(after_step),
     ]
     try:
-        yield watcher.trace
+        yield trace
     finally:
         for handle in handles:
             handle.remove()
-    watcher.recognize(samples)
+    # Only now, because it takes time.
+    for microbatches in steps[:-1]:
+        recognize(trace, microbatches, samples)
 
 
-class Watcher:
-    """Records the inputs of the model for each step of the optimizer."""
-
-    def __init__(self, model: Any, inspect: bool) -> None:
-        self.model = model
-        self.inspect = inspect
-        self.trace = Trace()
-        self.steps: list[list[dict[str, Any]]] = []
-        self.inputs: list[dict[str, Any]] = []
-
-    def before_forward(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        # A forward without gradients is a check or an evaluation, and not part of a step.
-        if torch.is_grad_enabled():
-            inputs = {}
-            for key in ('input_ids', 'attention_mask', 'labels', 'position_ids'):
-                inputs[key] = kwargs.get(key)
-            self.inputs.append(inputs)
-
-    def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        trace = self.trace
-        trace.ends.append(time.perf_counter())
-        trace.processor.append(time.process_time())
-        if self.inspect and not trace.gradient:
-            trace.gradient = gradients_of(self.model)
-        self.steps.append(self.inputs)
-        self.inputs = []
-
-    def recognize(self, samples: Samples) -> None:
-        """Finds out which samples reached the model. Called after the training, because it takes time."""
-        trace = self.trace
-        for inputs in self.steps:
-            ids: list[int] = []
-            num_tokens = 0
-            num_positions = 0
-            for microbatch in inputs:
-                size = microbatch['input_ids'].numel()
-                num_positions += size
-                trace.largest = max(trace.largest, size)
-                for row_ids, row_labels in split_rows(microbatch):
-                    if is_dummy_row(samples, row_ids, row_labels):
-                        trace.num_dummy_rows += 1
-                    else:
-                        ids.append(index_of(samples, row_ids))
-                        num_tokens += len(row_ids)
-            trace.ids.append(ids)
-            trace.tokens.append(num_tokens)
-            trace.positions.append(num_positions)
+def recognize(trace: Trace, microbatches: list[Row], samples: Samples) -> None:
+    """Finds out which samples were in the microbatches of a step, and adds them to the trace."""
+    ids: list[int] = []
+    num_tokens = 0
+    sizes = [microbatch['input_ids'].numel() for microbatch in microbatches]
+    for microbatch in microbatches:
+        for row_ids, row_labels in split_rows(microbatch):
+            if is_dummy_row(samples, row_ids, row_labels):
+                trace.num_dummy_rows += 1
+            else:
+                ids.append(index_of(samples, row_ids))
+                num_tokens += len(row_ids)
+    trace.ids.append(ids)
+    trace.tokens.append(num_tokens)
+    trace.positions.append(sum(sizes))
+    trace.largest = max([trace.largest, *sizes])
 
 
-def split_rows(inputs: dict[str, Any]) -> list[tuple[np.ndarray, np.ndarray]]:
+def split_rows(inputs: Row) -> list[tuple[list[int], list[int]]]:
     """Returns tokens and labels of each row, or of each document of a packed row, without padding."""
     ids = inputs['input_ids']
     mask = inputs['attention_mask']
     labels = inputs['labels']
+    rows = []
     if mask is not None and mask.shape == ids.shape:
-        rows = []
-        for row_ids, row_labels, is_real in zip(ids, labels, mask.bool(), strict=True):
-            rows.append((row_ids[is_real].numpy(), row_labels[is_real].numpy()))
+        for row, is_real in enumerate(mask.bool()):
+            real_ids = ids[row, is_real].tolist()
+            real_labels = labels[row, is_real].tolist()
+            rows.append((real_ids, real_labels))
         return rows
     # Packed: the positions of each document begin at 0.
-    positions = inputs['position_ids'].reshape(-1, ids.shape[-1])[0]
+    width = ids.shape[-1]
+    positions = inputs['position_ids'].reshape(-1, width)[0]
     starts = torch.nonzero(positions == 0).flatten().tolist()
-    ends = [*starts[1:], ids.shape[-1]]
-    documents = []
-    for start, end in zip(starts, ends, strict=True):
-        document_ids = ids[0, start:end].numpy()
-        document_labels = labels[0, start:end].numpy()
-        documents.append((document_ids, document_labels))
-    return documents
+    for start, end in pairwise([*starts, width]):
+        document_ids = ids[0, start:end].tolist()
+        document_labels = labels[0, start:end].tolist()
+        rows.append((document_ids, document_labels))
+    return rows
 
 
-def index_of(samples: Samples, ids: np.ndarray) -> int:
+def index_of(samples: Samples, ids: list[int]) -> int:
     """Returns the index of the sample with these tokens, or UNKNOWN."""
-    tokens = np.ascontiguousarray(ids, dtype=np.int64).tobytes()
-    return samples.index_by_tokens.get(tokens, UNKNOWN)
+    return samples.index_by_tokens.get(tuple(ids), UNKNOWN)
 
 
-def is_dummy_row(samples: Samples, ids: np.ndarray, labels: np.ndarray) -> bool:
+def is_dummy_row(samples: Samples, ids: list[int], labels: list[int]) -> bool:
     """Whether a row is a dummy row: a sample with other labels, or other tokens with at most one label, which is 0."""
     # The first label of a row is not trained, because no token comes before it.
-    labels = labels[1:]
+    trained_labels = labels[1:]
     index = index_of(samples, ids)
     if index != UNKNOWN:
-        return not np.array_equal(labels, samples[index]['labels'][1:].numpy())
-    return labels[labels != -100].tolist() in ([], [0])
+        return trained_labels != samples[index]['labels'][1:].tolist()
+    return [label for label in trained_labels if label != -100] in ([], [0])

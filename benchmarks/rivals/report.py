@@ -9,13 +9,10 @@ of ranks and a set.
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
-from benchmarks.record import RESULTS, ROOT, fill_page, ranks_text, table
+from benchmarks.record import RESULTS, ROOT, Row, fill_page, ranks_text, table
 
 RESULTS_FILE = RESULTS / 'rivals.json'
 PAGES = (
@@ -28,7 +25,7 @@ PAGES = (
 SHOWN_SET = 'lognormal 0.9'
 BOUND = 'bound'
 EXACT = 2e-6
-MODEL_TITLES = {'llava': 'LLaVA', 'llama': 'Llama'}
+MODEL_TITLES = {'llava': 'LLaVA', 'llama': 'Llama', 'smolvlm': 'SmolVLM-256M', 'qwen': 'Qwen2.5-VL-3B'}
 TITLES = {
     'composer': 'Composer',
     'hf': 'Hugging Face Trainer',
@@ -48,7 +45,6 @@ OUR_RUNS = ('ours', 'ours_sampler', 'ours_packed')
 # The trainers that ours are compared with. The two with our sampler are not rivals.
 RIVALS = ('composer', 'hf', 'hf_group', 'hf_rebalance', 'odb')
 HEADLINE = ('composer', 'hf', *OUR_RUNS)
-Row = dict[str, Any]
 
 
 def parts_of(results: Row) -> dict[str, str]:
@@ -82,12 +78,12 @@ def overview(cells: Sequence[Row], names: Sequence[str]) -> str:
             speeds.append(f'{median:,.0f}')
         if not measured:
             continue
-        memberships: list[str] = []
+        membership = ''
         error = ''
         if name != BOUND:
-            memberships = list(dict.fromkeys(cell['global_batches'] for cell in measured))
+            membership = ', '.join(dict.fromkeys(cell['global_batches'] for cell in measured))
             error = worst_error(measured)
-        rows.append([TITLES[name], ', '.join(memberships), error, *speeds])
+        rows.append([TITLES[name], membership, error, *speeds])
     return table(['', 'samples of a step', 'first gradient', *groups], rows)
 
 
@@ -124,7 +120,8 @@ def first_gradient(cells: Sequence[Row]) -> str:
     for name in TITLES:
         spans = []
         for group in groups.values():
-            spans.append(span([cell['gradient_error'] for cell in group if cell['rival'] == name]))
+            cells_of_rival = [cell for cell in group if cell['rival'] == name]
+            spans.append(span([cell['gradient_error'] for cell in cells_of_rival]))
         if any(spans):
             rows.append([TITLES[name], *spans])
     return table(['', *groups], rows)
@@ -202,8 +199,15 @@ def against(cells: Sequence[Row], rival: str) -> float | None:
     other = contenders[rival]
     if best['measured_on'] != other['measured_on']:
         return best['tokens_per_second'][1] / other['tokens_per_second'][1]
-    pairs = zip(best['rounds'], other['rounds'], strict=False)
-    return statistics.median(our['tokens_per_second'] / their['tokens_per_second'] for our, their in pairs)
+    return ratio_of_rounds(best, other)
+
+
+def ratio_of_rounds(our_cell: Row, other: Row, figure: str = 'tokens_per_second') -> float:
+    """Returns how many times as fast ours is in a round: the median over the rounds, in which the two took turns."""
+    quotients = []
+    for our_round, other_round in zip(our_cell['rounds'], other['rounds'], strict=False):
+        quotients.append(our_round[figure] / other_round[figure])
+    return statistics.median(quotients)
 
 
 def reached_the_model(cells: Sequence[Row]) -> str:
@@ -281,10 +285,6 @@ def by_rival(cells: Sequence[Row]) -> dict[str, Row]:
     """Returns the last cell of each contender, in the order of the titles."""
     cells_by_name = {cell['rival']: cell for cell in cells}
     return {name: cells_by_name[name] for name in TITLES if name in cells_by_name}
-
-
-def read(path: Path = RESULTS_FILE) -> Row:
-    return json.loads(path.read_text())
 
 
 def write_pages(results: Row) -> None:

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import logging
@@ -20,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 from unittest import mock
 
 import torch
@@ -28,18 +27,19 @@ from composer.utils import dist
 
 from benchmarks.adapters import Gradients, gradients_of
 from benchmarks.machine import join_ranks
+from benchmarks.record import Row
 from benchmarks.rivals.contenders import CONTENDERS, Task
 from benchmarks.rivals.data import Samples, Sizes, collate, lengths_of, new_model
 from benchmarks.rivals.probe import UNKNOWN, Trace, watched
 from benchmarks.rivals.report import BOUND
 from benchmarks.timed_steps import chunks
 from composer_tokacc.invariance import relative_error
+from tests.support.text import next_token_loss
 
-Row = dict[str, Any]
 HELD_OUT = 64
 
 
-def run(name: str, sizes: Sizes, samples: Samples, *, inspect: bool = False) -> tuple[Trace, Any, Row]:
+def train(name: str, sizes: Sizes, samples: Samples, *, inspect: bool = False) -> tuple[Trace, Any, Row]:
     """Trains one epoch from the first weights. Returns the trace, the trained model and the settings."""
     model = new_model(sizes)
     task = Task(model, samples, sizes)
@@ -68,22 +68,25 @@ def inspected(
         held_out: Samples for the eval loss.
         references: The gradient of one forward over a step, by the samples of the step. Contenders share them.
     """
-    trace, model, settings = run(name, sizes, samples, inspect=True)
+    trace, model, settings = train(name, sizes, samples, inspect=True)
     # Without the gradient: the ranks have the same one.
     traces: list[Trace] = dist.all_gather_object(replace(trace, gradient={}))
     ids = []
     imbalances = []
+    num_tokens = 0
+    num_positions = 0
     for step in range(max(len(rank.ids) for rank in traces)):
         # A rank may have fewer steps than others.
         ranks_in_step = [rank for rank in traces if step < len(rank.ids)]
         ids.append(sorted(chain.from_iterable(rank.ids[step] for rank in ranks_in_step)))
         positions = [rank.positions[step] for rank in ranks_in_step]
         imbalances.append(max(positions) * len(positions) / sum(positions))
-    num_tokens = sum(sum(rank.tokens) for rank in traces)
-    num_positions = sum(sum(rank.positions) for rank in traces)
+        num_positions += sum(positions)
+        num_tokens += sum(rank.tokens[step] for rank in ranks_in_step)
     largest = max(rank.largest for rank in traces)
     cap = sizes.microbatch * int(samples.lengths.max())
     all_ids = sorted(chain.from_iterable(ids))
+    sizes_of_steps = [len(ids_of_step) for ids_of_step in ids]
     row: Row = {
         'settings': settings,
         'padded_share': 1 - num_tokens / num_positions,
@@ -92,20 +95,18 @@ def inspected(
         'within_cap': largest <= cap,
         'rank_imbalance': statistics.median(imbalances),
         'steps': len(ids),
-        'samples_a_step': [min(map(len, ids)), max(map(len, ids))],
+        'samples_a_step': [min(sizes_of_steps), max(sizes_of_steps)],
         'every_sample_once': all_ids == list(range(len(samples))),
         'unknown_rows': all_ids.count(UNKNOWN),
         'filler_rows': sum(rank.num_dummy_rows for rank in traces),
         'global_batches': membership(ids, len(samples), sizes.global_batch),
         'held_out_loss': held_out_loss(model, held_out),
     }
-    if UNKNOWN not in ids[0]:
-        first = tuple(ids[0])
+    first = tuple(ids[0])
+    if UNKNOWN not in first:
         if first not in references:
             references[first] = whole_gradient(new_model(sizes), samples, first)
-        error, reason = relative_error(trace.gradient, references[first])
-        row['gradient_error'] = error
-        row['gradient_reason'] = reason
+        row['gradient_error'], _ = relative_error(trace.gradient, references[first])
     return row
 
 
@@ -116,7 +117,8 @@ def membership(ids: Sequence[Sequence[int]], num_samples: int, size: int) -> str
     if steps == global_batches(in_order, size):
         return 'the same'
     # BatchRebalanceSampler of Transformers starts from this shuffle. No argument turns it off.
-    shuffled = torch.randperm(num_samples, generator=torch.Generator().manual_seed(42)).tolist()
+    generator = torch.Generator().manual_seed(42)
+    shuffled = torch.randperm(num_samples, generator=generator).tolist()
     if steps == global_batches(shuffled, size):
         return 'of a shuffle of its own'
     return 'by length'
@@ -132,8 +134,7 @@ def whole_gradient(model: Any, samples: Samples, ids: Sequence[int]) -> Gradient
     rows = [samples[index] for index in ids]
     num_labels = sum(num_targets(row) for row in rows)
     for row in rows:
-        loss = summed_loss(model, row) / num_labels
-        loss.backward()
+        (summed_loss(model, row) / num_labels).backward()
     return gradients_of(model)
 
 
@@ -154,15 +155,12 @@ def num_targets(sample: Row) -> int:
 
 def summed_loss(model: Any, sample: Row) -> torch.Tensor:
     batch = collate([sample])
-    outputs = model(**batch)
-    logits = outputs.logits[:, :-1].flatten(0, 1)
-    labels = batch['labels'][:, 1:].flatten()
-    return torch.nn.functional.cross_entropy(logits, labels, reduction='sum')
+    return next_token_loss(model(**batch).logits, batch['labels'], reduction='sum')
 
 
 def timed(name: str, sizes: Sizes, samples: Samples) -> Row:
     """Times an epoch. Leaves out the first step, which pays for work that a run does once."""
-    trace, _, _ = run(name, sizes, samples)
+    trace, _, _ = train(name, sizes, samples)
     counts = trace.positions if name == BOUND else trace.tokens
     seconds = trace.ends[-1] - trace.ends[0]
     processor_seconds = trace.processor[-1] - trace.processor[0]
@@ -171,7 +169,6 @@ def timed(name: str, sizes: Sizes, samples: Samples) -> Row:
     return {
         'tokens_per_second': tokens / seconds,
         'tokens_per_processor_second': tokens / processor_seconds_of_ranks,
-        'load_average': round(os.getloadavg()[0], 2),
     }
 
 
@@ -184,25 +181,24 @@ def quartiles(values: Sequence[float]) -> list[float]:
 
 def measure(sizes: Sizes, set_name: str, names: Sequence[str], rounds: int) -> Iterator[list[Row]]:
     """Yields all cells of a set after each epoch, so that they can be saved. In a round, the contenders take turns."""
-    lengths = lengths_of(set_name, sizes.mean)
+    lengths, source = lengths_of(set_name, sizes.mean)
     samples = Samples(sizes, lengths)
-    held_out = Samples(sizes, lengths, seed=1, count=min(HELD_OUT, sizes.samples // 4))
-    variation = samples.lengths.std() / samples.lengths.mean()
+    num_held_out = min(HELD_OUT, sizes.samples // 4)
+    held_out = Samples(sizes, lengths, seed=1, count=num_held_out)
     references: dict[tuple[int, ...], Gradients] = {}
     cells: dict[str, Row] = {}
     for name in names:
         cell: Row = {
             'rival': name,
             'set': set_name,
+            'source': source,
             'model': sizes.model,
             'ranks': dist.get_world_size(),
             'sizes': asdict(sizes),
-            'variation': float(variation),
-            'longest': int(samples.lengths.max()),
         }
         try:
             if name == BOUND:
-                _, _, cell['settings'] = run(name, sizes, samples)
+                _, _, cell['settings'] = train(name, sizes, samples)
             else:
                 cell.update(inspected(name, sizes, samples, held_out, references))
         except Exception:
@@ -231,34 +227,21 @@ def say(line: str) -> None:
         print(line, flush=True)
 
 
-def begin() -> argparse.Namespace:
-    """Reads the command line of this launch, joins the ranks and quiets the packages."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument('results', type=Path)
-    parser.add_argument('plan', type=json.loads)
-    arguments = parser.parse_args()
+def main() -> None:
+    path, plan_text = sys.argv[1:]
+    plan = json.loads(plan_text)
     torch.multiprocessing.set_sharing_strategy('file_system')
     join_ranks()
     for package in ('transformers', 'composer', 'accelerate'):
         logging.getLogger(package).setLevel(logging.ERROR)
-    return arguments
-
-
-def end() -> NoReturn:
-    """Ends this process at once. A usual exit would wait forever for loader processes that a package leaves behind."""
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)
-
-
-def main() -> None:
-    arguments = begin()
-    plan = arguments.plan
     sizes = Sizes(**plan['sizes'])
     for cells in measure(sizes, plan['set'], plan['rivals'], plan['rounds']):
         if dist.get_global_rank() == 0:
-            arguments.results.write_text(json.dumps(cells))
-    end()
+            Path(path).write_text(json.dumps(cells))
+    dist.barrier()
+    sys.stdout.flush()
+    # A usual exit would wait forever for loader processes that a package leaves behind.
+    os._exit(0)
 
 
 if __name__ == '__main__':

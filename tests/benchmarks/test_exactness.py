@@ -22,7 +22,7 @@ def test_page_shows_the_results():
     rows = json.loads(exactness.RESULTS_FILE.read_text())['rows']
     page = exactness.PAGE.read_text()
     assert filled(page, {'exactness': exactness.tables_of(rows)}) == page
-    assert all('versions' in row['measured_on'] for row in rows)
+    assert all('transformers' in row['measured_on']['machine'] for row in rows)
 
 
 @pytest.mark.parametrize(

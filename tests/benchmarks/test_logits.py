@@ -16,7 +16,7 @@ if transformers.__version__.startswith('4.'):
     pytest.skip('rivals run with Transformers 5', allow_module_level=True)
 
 from benchmarks import logits
-from benchmarks.logits_memory import model_config
+from benchmarks.models import QWEN_TEXT, SMOLVLM_TEXT
 from benchmarks.record import filled
 from benchmarks.rivals.contenders import CONTENDERS, Task
 from benchmarks.rivals.data import SHAPES, Samples, Sizes, new_model
@@ -41,15 +41,13 @@ def test_page_shows_the_results():
     assert text == filled(text, logits.parts_of(results)), 'python -m benchmarks.logits --report'
 
 
-@pytest.mark.parametrize(
-    ('name', 'config'),
-    [('smolvlm', logits.smolvlm_config().text_config), ('qwen', model_config().text_config)],
-)
-def test_shapes_keep_the_ratios(name, config):
+@pytest.mark.parametrize(('name', 'known'), [('smolvlm', SMOLVLM_TEXT), ('qwen', QWEN_TEXT)])
+def test_shapes_keep_the_ratios(name, known):
     shape = SHAPES[name]
-    assert shape.vocabulary / shape.hidden_size == pytest.approx(config.vocab_size / config.hidden_size, rel=0.01)
-    assert shape.inner_size / shape.hidden_size == config.intermediate_size / config.hidden_size
-    assert logits.LAYERS[name] == (config.num_hidden_layers // 6, config.num_hidden_layers)
+    hidden_size = known['hidden_size']
+    assert shape['vocabulary'] / shape['hidden_size'] == pytest.approx(known['vocab_size'] / hidden_size, rel=0.01)
+    assert shape['intermediate_size'] / shape['hidden_size'] == known['intermediate_size'] / hidden_size
+    assert logits.LAYERS[name] == (known['num_hidden_layers'] // 6, known['num_hidden_layers'])
 
 
 def test_only_the_answer_has_labels():

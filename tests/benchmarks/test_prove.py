@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import prove
-from benchmarks.record import filled
+from benchmarks.record import filled, read
 
 LINES_OF_LICENSE = 3
 
@@ -22,7 +22,7 @@ def test_program_is_short(program):
 
 
 def test_page_shows_output_of_programs():
-    rows = prove.saved_rows()
+    rows = read(prove.RESULTS_FILE)['programs']
     page = prove.PAGE.read_text()
     assert sorted(rows) == prove.programs()
     assert filled(page, {'prove': prove.table_of(rows)}) == page
@@ -35,7 +35,7 @@ def test_program_prints_its_row(program):
     if output is None:
         pytest.skip('the trainer is not installed')
     trainer, _, weights, _, verdict = prove.row_of(output)
-    expected = prove.saved_rows()[program]
+    expected = read(prove.RESULTS_FILE)['programs'][program]
     assert trainer == expected[0]
     assert weights == expected[2]
     assert verdict == expected[4]

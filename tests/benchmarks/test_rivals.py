@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from benchmarks.adapters import gradients_of
-from benchmarks.record import filled
+from benchmarks.record import filled, read
 from benchmarks.rivals import __main__ as program
 from benchmarks.rivals import report, speed
 from benchmarks.rivals.contenders import CONTENDERS
@@ -39,23 +39,24 @@ SIZES = Sizes(
 
 def measured_cells():
     """Returns copies of the cells of the results file that have rounds."""
-    return [cell for cell in report.read()['cells'] if 'rounds' in cell]
+    return [cell for cell in read(report.RESULTS_FILE)['cells'] if 'rounds' in cell]
 
 
 def small_samples(**changes):
     sizes = replace(SIZES, **changes)
-    return sizes, Samples(sizes, lengths_of('lognormal 0.9', sizes.mean))
+    lengths, _ = lengths_of('lognormal 0.9', sizes.mean)
+    return sizes, Samples(sizes, lengths)
 
 
 @pytest.mark.parametrize('page', report.PAGES, ids=lambda page: page.name)
 def test_pages_show_the_results(page):
     text = page.read_text()
-    assert text == filled(text, report.parts_of(report.read())), 'python -m benchmarks.rivals --report'
+    assert text == filled(text, report.parts_of(read(report.RESULTS_FILE))), 'python -m benchmarks.rivals --report'
 
 
 def test_results_have_titles_and_settings():
     assert set(report.TITLES) == set(CONTENDERS)
-    for cell in report.read()['cells']:
+    for cell in read(report.RESULTS_FILE)['cells']:
         assert cell['rival'] in report.TITLES
         assert cell['measured_on']['versions']['transformers']
         assert 'error' in cell or cell['settings']
@@ -102,8 +103,9 @@ def test_rounds_of_two_runs():
 
 def test_number_of_packed_rows():
     sizes = Sizes(model='llama')
-    lengths = Samples(sizes, lengths_of('lognormal 0.9', sizes.mean)).lengths
-    cells = report.cells_of_set(report.read()['cells'], report.SHOWN_SET)
+    all_lengths, _ = lengths_of('lognormal 0.9', sizes.mean)
+    lengths = Samples(sizes, all_lengths).lengths
+    cells = report.cells_of_set(read(report.RESULTS_FILE)['cells'], report.SHOWN_SET)
     cells_of_llama = {}
     for cell in cells:
         if cell['model'] == 'llama' and cell['ranks'] == 1:

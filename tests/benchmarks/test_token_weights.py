@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from benchmarks import token_weights
 
@@ -27,15 +28,15 @@ def test_synthetic_lengths_are_named(monkeypatch):
         assert int((row['labels'] == -100).sum()) == num_image_tokens
 
 
-def test_other_samples_are_not_merged():
-    earlier = saved_rows()
-    measured = [row for row in earlier if row['host'] == 'ours']
-    assert token_weights.merged(earlier, measured) == earlier
-    on_other_samples = []
-    for row in measured:
-        on_other_samples.append({**row, 'lengths': row['lengths'][::-1]})
-    with pytest.raises(SystemExit, match='other samples'):
-        token_weights.merged(earlier, on_other_samples)
+def test_folder_without_tables(tmp_path, monkeypatch):
+    monkeypatch.setenv('COMPOSER_TOKACC_LENGTHS', str(tmp_path))
+    with pytest.raises(FileNotFoundError, match='has no tables'):
+        token_weights.lengths_of('mixture')
+
+
+def test_dummy_microbatch_is_left_out():
+    weights = [torch.tensor([1.0, 3.0]), torch.tensor([])]
+    assert token_weights.summaries_of(weights, torch.tensor(2.0)) == [[2, 0.5, 1.5]]
 
 
 def test_trainers_have_all_samples():

@@ -140,7 +140,7 @@ def test_what_the_algorithm_costs():
 def test_token_weights():
     rows = results('token_weights')['rows']
     page = (ROOT / 'docs' / 'token_weights.md').read_text()
-    assert table_of_weights(rows) in page, 'python -m benchmarks.token_weights --hosts'
+    assert table_of_weights(rows) in page, 'python -m benchmarks.token_weights --report'
     spreads = [row['spread'] for row in rows if row['host'] == 'ours']
     assert max(spreads) < 1 + 1e-5
     rows_of_one_rank = [row for row in rows if row['subject'] == 'mixture' and row['ranks'] == 1]

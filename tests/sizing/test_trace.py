@@ -19,7 +19,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from benchmarks.small_llava import made_up_sample
+from benchmarks.models import made_up_sample
 from composer_tokacc.sizing import GIB, BatchShape, calibrate_fake
 from composer_tokacc.sizing.memory_model import LARGE_RESIDUAL
 from composer_tokacc.sizing.trace import TracedStep

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -18,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import environment_of_no_rank, free_port
+from benchmarks.machine import environment_of_no_rank
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_WAITING_RANKS = 4
@@ -33,6 +34,19 @@ def environment() -> dict[str, str]:
         'PYTHONPATH': f'{ROOT}{os.pathsep}{os.environ.get("PYTHONPATH", "")}',
         'MASTER_PORT': str(free_port()),
     }
+
+
+def free_port() -> int:
+    """Returns a port at which ranks can meet.
+
+    Composer's launcher takes a free port from the system. But the system may give the same port to another run before
+    rank 0 has loaded torch and listens there. So this port is outside the range that the system chooses from.
+    """
+    while True:
+        port = random.SystemRandom().randrange(12_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(('127.0.0.1', port))
+            return port
 
 
 def command(folder: str, arguments: Sequence[str], ranks: int) -> list[str]:

@@ -1,0 +1,216 @@
+# Copyright 2026 composer_tokacc authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The models of the benchmarks: small ones, and the sizes of known ones. Random rows and made-up samples for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import transformers
+from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+from benchmarks.record import Row
+
+VOCABULARY = 512
+IMAGE_TOKEN = 3
+IMAGE_LENGTH = 4
+IMAGE_SIDE = 16
+# The id of the token that made-up texts repeat. Special tokens have other ids: the first or the last of a vocabulary.
+WORD_ID = 11
+# Text models of SmolVLM-256M-Instruct and Qwen2.5-VL-3B-Instruct.
+SMOLVLM_TEXT: Row = {
+    'vocab_size': 49_280,
+    'hidden_size': 576,
+    'intermediate_size': 1536,
+    'num_hidden_layers': 30,
+    'num_attention_heads': 9,
+    'num_key_value_heads': 3,
+}
+QWEN_TEXT: Row = {
+    'vocab_size': 151_936,
+    'hidden_size': 2048,
+    'intermediate_size': 11_008,
+    'num_hidden_layers': 36,
+    'num_attention_heads': 16,
+    'num_key_value_heads': 2,
+}
+
+
+def smolvlm_config() -> transformers.SmolVLMConfig:
+    """Returns the config of SmolVLM-256M-Instruct."""
+    vision = {
+        'hidden_size': 768,
+        'intermediate_size': 3072,
+        'num_hidden_layers': 12,
+        'num_attention_heads': 12,
+        'image_size': 512,
+        'patch_size': 16,
+    }
+    text = {'model_type': 'llama', **SMOLVLM_TEXT}
+    return transformers.SmolVLMConfig(text_config=text, vision_config=vision, scale_factor=4)
+
+
+def qwen_config() -> transformers.Qwen2_5_VLConfig:
+    """Returns the config of Qwen2.5-VL-3B-Instruct."""
+    text = {
+        **QWEN_TEXT,
+        'tie_word_embeddings': True,
+        'use_cache': False,
+        'rope_parameters': {'rope_type': 'default', 'rope_theta': 1e6, 'mrope_section': [16, 24, 24]},
+    }
+    return transformers.Qwen2_5_VLConfig(
+        text_config=text,
+        vision_config={
+            'depth': 32,
+            'hidden_size': 1280,
+            'intermediate_size': 3420,
+            'num_heads': 16,
+            'out_hidden_size': 2048,
+        },
+        tie_word_embeddings=True,
+        image_token_id=151_655,
+        video_token_id=151_656,
+        vision_start_token_id=151_652,
+        vision_end_token_id=151_653,
+    )
+
+
+def text_config(vocabulary: int, hidden_size: int, num_layers: int, **sizes: Any) -> LlamaConfig:
+    """Returns a Llama config with the inner size of Llama-7B for its width, and heads of 64. `sizes` replace these."""
+    defaults = {
+        'intermediate_size': hidden_size * 43 // 16,
+        'num_attention_heads': hidden_size // 64,
+        'max_position_embeddings': 4096,
+        'use_cache': False,
+    }
+    return LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden_size,
+        num_hidden_layers=num_layers,
+        **(defaults | sizes),
+    )
+
+
+def llava_config(text: LlamaConfig, vision: CLIPVisionConfig) -> LlavaConfig:
+    """Joins both configs. LLaVA reads the last vision layer here, so that every layer gets a gradient."""
+    config = LlavaConfig(
+        vision_config=vision,
+        text_config=text,
+        image_token_index=IMAGE_TOKEN,
+        image_seq_length=(vision.image_size // vision.patch_size) ** 2,
+        vision_feature_layer=-1,
+        vision_feature_select_strategy='default',
+    )
+    config.use_cache = False
+    return config
+
+
+def small_llava_config(*, hidden_size: int = 512, num_layers: int = 4) -> LlavaConfig:
+    """Returns the config of a LLaVA with 30 M parameters by default. An image becomes 4 tokens."""
+    vision = CLIPVisionConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=IMAGE_SIDE,
+        patch_size=8,
+    )
+    return llava_config(text_config(VOCABULARY, hidden_size, num_layers), vision)
+
+
+def large_llava_config() -> LlavaConfig:
+    """Returns the config of a LLaVA of 1.0 B parameters."""
+    vision = CLIPVisionConfig(
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_hidden_layers=24,
+        num_attention_heads=16,
+        image_size=336,
+        patch_size=14,
+    )
+    sizes = {'intermediate_size': 6144, 'num_attention_heads': 12, 'max_position_embeddings': 8192}
+    return llava_config(text_config(32_064, 1536, 16, **sizes), vision)
+
+
+def new_llava(config: LlavaConfig) -> LlavaForConditionalGeneration:
+    """Makes a model with the same weights at every call."""
+    torch.manual_seed(0)
+    model = LlavaForConditionalGeneration(config)
+    freeze_unused(model)
+    return model
+
+
+def freeze_unused(model: torch.nn.Module) -> None:
+    """Freezes the last norm of a LLaVA's vision encoder. LLaVA does not read it, so DDP would wait for its gradient."""
+    for name, parameter in model.named_parameters():
+        if 'post_layernorm' in name:
+            parameter.requires_grad_(False)
+
+
+def text_batch(vocabulary: int, rows: int, width: int, num_labels: int) -> Row:
+    """Returns random rows of equal length. The last tokens of each row have labels."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, vocabulary, (rows, width), generator=generator)
+    labels = ids.clone()
+    labels[:, :-num_labels] = -100
+    return {'input_ids': ids, 'attention_mask': torch.ones_like(ids), 'labels': labels}
+
+
+def make_rows(lengths: Sequence[int], seed: int, config: Any) -> list[Row]:
+    """Returns batches of one row with random tokens. Every other row begins with an image, if it is long enough.
+
+    Args:
+        lengths: The number of tokens of each row, with its image tokens.
+        seed: The seed of tokens and images.
+        config: The config of the LLaVA that reads the rows.
+    """
+    side = config.vision_config.image_size
+    image_length = (side // config.vision_config.patch_size) ** 2
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for index, length in enumerate(lengths):
+        # Ids from 4 on, because a placeholder (3) that was drawn by chance would need an image.
+        ids = torch.randint(4, config.text_config.vocab_size, (1, int(length)), generator=generator)
+        row: Row = {
+            'input_ids': ids,
+            'attention_mask': torch.ones_like(ids),
+            'labels': ids.clone(),
+            'num_images': [0],
+        }
+        if index % 2 == 0 and length > 2 * image_length:
+            ids[:, :image_length] = IMAGE_TOKEN
+            row['labels'][:, : length // 2] = -100
+            row['pixel_values'] = torch.randn(1, 3, side, side, generator=generator)
+            row['num_images'] = [1]
+        rows.append(row)
+    return rows
+
+
+def image_token_of(config: Any) -> int:
+    """Returns the id of the image placeholder. Its key differs between versions of Transformers."""
+    token = getattr(config, 'image_token_id', None)
+    return config.image_token_index if token is None else token
+
+
+def made_up_sample(config: Any, num_text_tokens: int, *, num_images: int = 0) -> Row:
+    """Returns a batch of one row that begins with white images, for text models and LLaVA-1.5."""
+    ids = [WORD_ID] * num_text_tokens
+    row: Row = {}
+    num_image_tokens = 0
+    if num_images:
+        vision = config.vision_config
+        tokens_per_image = (vision.image_size // vision.patch_size) ** 2
+        if config.vision_feature_select_strategy == 'full':
+            tokens_per_image += 1  # the class token
+        num_image_tokens = num_images * tokens_per_image
+        ids = [image_token_of(config)] * num_image_tokens + ids
+        row['pixel_values'] = torch.ones(num_images, 3, vision.image_size, vision.image_size)
+    row['input_ids'] = torch.tensor([ids])
+    row['attention_mask'] = torch.ones_like(row['input_ids'])
+    row['labels'] = row['input_ids'].clone()
+    row['labels'][:, :num_image_tokens] = -100
+    row['num_images'] = [num_images]
+    return row
