@@ -72,7 +72,7 @@ class LengthTable:
     """Sizes of all samples of a dataset, by index, each int32 (n,)."""
 
     lengths: np.ndarray
-    """Tokens, image tokens included."""
+    """Tokens of the sample, image tokens included."""
     image_tokens: np.ndarray
     """The tokens among them that stand for images, videos and audio."""
     loss_tokens: np.ndarray
@@ -159,23 +159,25 @@ def length_table(
     num_workers: int | None = None,
     on_error: OnError = 'raise',
 ) -> LengthTable:
-    """Returns the length table of a dataset, from its file if it was read before with the same processor.
+    """Returns the length table of a dataset, from its file if it was measured before with the same processor.
 
-    Under ``torch.distributed`` every rank must call it. The ranks share the work, and one of each node writes the file.
+    Under ``torch.distributed`` every rank must call it. The ranks share the work, and one rank of each node writes the
+    file.
 
     Args:
-        dataset: Map-style, or a ``ConcatDataset`` of such, each with its own file. Samples hold ``input_ids`` and
-            ``labels`` of shape ``(1, length)``. These methods and attributes are used if they exist: ``fingerprint``,
-            see ``table_name``; ``measured``, a pair of a patch size and the table that was made with it; and
-            ``unexpanded``, as :class:`.LlavaDataset` has it. With the last, and over 512 samples, most are not read
-            (``'raise'`` only). Then a file that is damaged behind its header is found when it is read.
+        dataset: A map-style dataset, or a ``ConcatDataset`` of some, each with its own file. Samples hold ``input_ids``
+            and ``labels`` of shape ``(1, length)``. These methods and attributes are used if they exist:
+            ``fingerprint``, see ``table_name``; ``measured``, a pair of a patch size and the table that was made with
+            it; and ``unexpanded``, as :class:`.LlavaDataset` has it. With ``unexpanded``, most samples of a dataset of
+            over 512 are not read (``'raise'`` only). Then a file that is damaged after its header is noticed only
+            when it is read.
         processor: Its Hugging Face processor or tokenizer.
         folder: Folder of the tables. Default: ``composer_tokacc/lengths`` in the user's cache folder.
         patch_size: Side of the vision encoder's patches in pixels, used only for ``vision_patches``. None: the size in
             the processor, or 14, the most common (Idefics3, Gemma3, InternVL, ... have none).
         num_workers: Processes on each rank. None: the CPU cores of the node, divided among its ranks.
-        on_error: Handling of a sample that raises :class:`.BadSampleError`: ``'raise'``, or ``'skip'``: keep the reason
-            in ``errors``. For that all samples are read.
+        on_error: Handling of a sample that raises :class:`.BadSampleError`. ``'raise'``, or ``'skip'``: keep the reason
+            in ``errors``. With ``'skip'`` all samples are read.
 
     Raises:
         BadSampleError: For the first bad sample (``'raise'``), on all ranks.
@@ -196,7 +198,7 @@ def length_table(
         measured_patch_size, table = measured
         if measured_patch_size == patch_size:
             return table
-        # Not kept in a file: the dataset has fitted its samples already, so this table would have steps of 0.
+        # Not kept in a file: the dataset has fitted its samples already, so `shrink_steps` of this table is 0.
         return build_length_table(dataset, processor, **options)
     name = table_name(dataset, processor, patch_size=patch_size)
     folder = Path(cache_folder('lengths') if folder is None else folder)
@@ -206,7 +208,7 @@ def length_table(
         paths.append(folder / f'{name}-headers.npz')
     for path in paths:
         table = load_kept(path, LengthTable.load)
-        # If one rank has no file, all ranks must take part in the measurement.
+        # If one rank cannot load its file, all ranks must take part in the measurement.
         if all(_gather(table is not None)):
             assert table is not None
             return _check_table(table, on_error)
@@ -258,7 +260,7 @@ def _measure_rows(
     rows: list[MeasuredRow] = [None] * len(indices)
     if _uses_headers(row_sizes.dataset, on_error):
         rows = _check_rows(row_sizes.from_headers(indices, mapper), indices, row_sizes)
-    for place, row in mapper.missing(rows, row_sizes.read, indices, FEWEST_FOR_WORKERS):
+    for place, row in mapper.map_missing(rows, row_sizes.read, indices, FEWEST_FOR_WORKERS):
         rows[place] = row
         if isinstance(row, str) and on_error == 'raise':
             break  # not raised here: all ranks raise it together, after they have exchanged their rows
@@ -268,11 +270,14 @@ def _measure_rows(
 def table_name(dataset: Any, processor: Any, *, patch_size: int | None = None) -> str:
     """Returns a name that changes with the data, the processor, its tokenizer, the chat template, or the patch size.
 
-    The data's part is ``dataset.fingerprint()`` if there is such a method, or :func:`.identify_data`. If that overlooks
-    a change, a length may be wrong. Then the ranks are balanced less well, but nothing else is wrong: the split
-    measures every row and keeps the cap.
+    The data are identified by ``dataset.fingerprint()`` if there is such a method, otherwise by
+    :func:`.identify_data`. If this does not notice a change, a length may be wrong. Then the ranks are balanced less
+    well, but nothing else is wrong: the split measures every row and keeps the cap.
     """
-    own_fingerprint = getattr(dataset, 'fingerprint', None)
+    if hasattr(dataset, 'fingerprint'):
+        identity = dataset.fingerprint()
+    else:
+        identity = identify_data(dataset)
     parts = [
         TABLE_VERSION,
         class_name(dataset),
@@ -280,7 +285,7 @@ def table_name(dataset: Any, processor: Any, *, patch_size: int | None = None) -
         patch_size_of(patch_size, processor),
         identify_processor(processor),
         identify_vocabulary(processor),
-        identify_data(dataset) if own_fingerprint is None else own_fingerprint(),
+        identity,
     ]
     return fingerprint(parts)
 
@@ -291,7 +296,10 @@ def _uses_headers(dataset: Any, on_error: OnError) -> bool:
 
 
 def _check_rows(rows: Sequence[TableRow | None], indices: Sequence[int], row_sizes: RowSizes) -> list[MeasuredRow]:
-    """Reads some random samples and compares their rows. If one differs on any rank, drops all rows on all ranks."""
+    """Reads some random samples and compares their rows with those from headers.
+
+    Returns the rows. If one differs on any rank, returns None for all samples on all ranks, so that all are read.
+    """
     num_samples = len(row_sizes.dataset)
     # The same samples on every rank and in every run, so that the result does not change between starts.
     random = np.random.default_rng(0)
@@ -305,7 +313,7 @@ def _check_rows(rows: Sequence[TableRow | None], indices: Sequence[int], row_siz
         row_read = row_sizes.read(index)
         checked[place] = row_read
         if row_read != row and not isinstance(row_read, str):
-            difference = f'sample {index}: {tuple(row)} for {tuple(row_read)}'
+            difference = f'sample {index}: {tuple(row)} instead of {tuple(row_read)}'
     differences = [text for text in _gather(difference) if text]
     if not differences:
         return checked
@@ -331,7 +339,7 @@ def _check_table(table: LengthTable, on_error: OnError) -> LengthTable:
 
 
 def _gather(value: RankValue) -> list[RankValue]:
-    """Returns the values of all ranks."""
+    """Returns the values of all ranks, in the order of the ranks."""
     if not dist.is_initialized():
         return [value]
     return dist.all_gather_object(value)

@@ -3,8 +3,8 @@
 
 """The record of one conversation: its turns, its media, and the error that names a bad sample.
 
-`files.py` reads raw records, `formats.py` makes records of them, and `conversation.py` encodes records. All of them
-use the types of this file.
+`files.py` reads raw records, `formats.py` makes records of them, and `conversation.py` encodes records as samples. All
+of them use the types of this file.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PLACEHOLDER = re.compile(f'<({"|".join(MODALITIES)})>')
 _PLACEHOLDER_ON_LINES = re.compile(rf'\n*{PLACEHOLDER.pattern}\n*')
 
 MAX_REASON = 1000
-"""Longest reason in characters. Chat templates and decoders may put a whole text into their messages."""
+"""Longest reason of an error in characters. Chat templates and decoders may put a whole text into their messages."""
 
 
 class BadSampleError(InvalidInputError):
@@ -48,7 +48,7 @@ class RawRecord(NamedTuple):
 
     path: str
     where: str
-    """``line 3``, ``entry 3`` or ``row 3`` of the file."""
+    """Its place in the file, such as ``line 3``, ``entry 3`` or ``row 3``."""
     data: object
     """The decoded object, or the error that decoding it raised."""
 
@@ -112,7 +112,7 @@ class Record:
     folder: Path = Path()
     """Folder to which the names of its media are relative."""
     loss_weights: float | None = None
-    """Weight of each of its tokens, for runs with ``token_weights: column``. None: the file has no weights."""
+    """Weight of each token of the sample, for runs with ``token_weights: column``. None: the record has no weight."""
 
     @property
     def texts(self) -> list[str]:
@@ -145,7 +145,7 @@ class Record:
         for character in text:
             # The message is one line, so line breaks and control characters are escaped.
             if not character.isprintable():
-                character = ascii(character).strip("'")
+                character = ascii(character).strip("'")  # `\n` without the quotes
             characters.append(character)
         return BadSampleError(''.join(characters))
 
@@ -171,7 +171,7 @@ class Record:
 
 
 def check_message(message: object) -> Message:
-    """Returns a message with a list of parts as its content. Raises ValueError if chat templates cannot write it."""
+    """Returns a message with a list of parts as its content. Raises ValueError if it has a wrong form."""
     if isinstance(message, Mapping):
         content = message.get('content')
         if isinstance(content, str):
@@ -206,7 +206,7 @@ def short_repr(value: object, limit: int = 60) -> str:
 
 
 def shorten_middle(text: str, limit: int) -> str:
-    """Takes out the middle of a text that is too long. The end stays, because it often says what to do."""
+    """Takes out the middle of a text that is too long. Keeps the end, because the end of a message says what to do."""
     if len(text) <= limit:
         return text
     half = limit // 2

@@ -3,8 +3,8 @@
 
 """Measures samples: from the tensors of a processor, or from their text and the headers of their images.
 
-Headers are much faster. This rests on one assumption, which is checked: the tokens and patches that images add to a
-sample depend only on the sizes of the images, not on the text. So the processor runs once for each distinct list of
+Headers are much faster. They suffice under one assumption, which is checked: the tokens and patches that images add to
+a sample depend only on the sizes of the images, not on the text. So the processor runs once for each distinct list of
 sizes, with black images, and a fast tokenizer counts the tokens of all texts. A sample that cannot be measured in this
 way has to be read.
 """
@@ -34,15 +34,15 @@ MapItem = TypeVar('MapItem')
 MapResult = TypeVar('MapResult')
 
 SHRINK_STEPS = 'shrink_steps'
-"""Entry of a sample while a dataset with ``fit`` is measured: a list of one number, the steps that it needs."""
+"""Key of samples that `fit.py` encodes to measure them: a list of one number, the steps that make the sample fit."""
 DEFAULT_PATCH_SIZE = 14
 """The most common side of a patch, in pixels, if neither model nor processor names one."""
 TEXTS_TOGETHER = 128
 """Texts that go through the tokenizer together."""
 FEWEST_TEXTS, FEWEST_SIZES, FEWEST_VIDEOS = 2048, 128, 32
 """Up to these numbers of items, no processes are started, because starting them takes longer than the work."""
-ODD_SIZES = ((57, 33), (640, 427), (1280, 96), (97, 1280), (1500, 1500))
-"""Small, usual, wide, tall and large. If all of these add the same row, every image does."""
+PROBE_SIZES = ((57, 33), (640, 427), (1280, 96), (97, 1280), (1500, 1500))
+"""Small, usual, wide, tall and large. If images of all these sizes add the same row, every image does."""
 
 
 class TableRow(NamedTuple):
@@ -55,7 +55,7 @@ class TableRow(NamedTuple):
     """Positions with loss under the causal shift."""
     vision_patches: int
     shrink_steps: int
-    """Steps by which its media were made smaller."""
+    """Steps by which `fit.py` makes its media smaller."""
 
     def plus(self, other: TableRow) -> TableRow:
         """Returns the sum of two rows."""
@@ -100,21 +100,28 @@ class SampleMapper:
             leave=False,
         )
 
-    def missing(
+    def map_missing(
         self,
         rows: Sequence[object],
         function: Callable[[MapItem], MapResult],
         items: Sequence[MapItem],
         fewest: int,
     ) -> Iterator[tuple[int, MapResult]]:
-        """Runs the function on the items whose row is None. Yields their places and results."""
+        """Runs the function on the items that have no row yet. Yields the place of each item and its result.
+
+        Args:
+            rows: The row of each item. None if it is missing.
+            function: Gets one item.
+            items: All items.
+            fewest: Up to this number of missing rows, no processes are started.
+        """
         places = []
-        items_without = []
+        items_without_row = []
         for place, row in enumerate(rows):
             if row is None:
                 places.append(place)
-                items_without.append(items[place])
-        results = self(function, items_without, fewest)
+                items_without_row.append(items[place])
+        results = self(function, items_without_row, fewest)
         yield from zip(places, results, strict=True)
 
 
@@ -135,14 +142,14 @@ def image_token_ids(processor: Any) -> tuple[int, ...]:
 
 
 def patch_size_of(*owners: Any) -> int:
-    """Returns the side of a patch in pixels, as the first owner says that has one. Otherwise the most common side.
+    """Returns the side of a patch in pixels, from the first owner that has one. If none has one, the most common side.
 
     Args:
         *owners: Each is a number, a model's config, its ``vision_config``, a processor, its ``image_processor``, or
             None.
     """
     for owner in owners:
-        candidates = [owner]
+        candidates = [owner]  # the owner itself may be the number
         for part in (
             getattr(owner, 'vision_config', None),
             owner,
@@ -157,7 +164,7 @@ def patch_size_of(*owners: Any) -> int:
 
 
 def _side_of(size: Any) -> Any:
-    """Returns the height of a patch, which may be a number, a pair, or a mapping."""
+    """Returns the height of a patch from its size, which may be a number, a pair, or a mapping."""
     if isinstance(size, Mapping):
         return size.get('height')
     if isinstance(size, list | tuple):
@@ -168,9 +175,9 @@ def _side_of(size: Any) -> Any:
 def count_patches(sample: Mapping[str, Any], patch_size: int) -> int:
     """Counts the patches that a vision encoder computes for one sample, without class tokens.
 
-    Patches that the encoder drops before its first block do not count: tiles that only fill up an image's row, and the
-    margin of an image that is smaller than its batch (Pixtral). Padding that it computes does count: Mllama's unused
-    tiles, and the margins of a tile.
+    Padding counts if the encoder computes it: Mllama's unused tiles, and the margins of a tile. Padding that it drops
+    before its first block does not count: the unused tiles of other models, and the margin of an image that is smaller
+    than the largest of its batch (Pixtral).
 
     Args:
         sample: The entries of the processor.
@@ -190,7 +197,13 @@ def count_patches(sample: Mapping[str, Any], patch_size: int) -> int:
 
 
 def _patches_of(pixels: torch.Tensor, patch_size: int, image_sizes: Any) -> int:
-    """Counts patches of ``(..., channels, height, width)``, or of ``(..., values)`` if each entry is a patch."""
+    """Counts the patches of pixels, whose shape depends on the model.
+
+    Args:
+        pixels: Images or tiles ``(..., channels, height, width)``, or patches ``(..., values)``.
+        patch_size: Side of a patch in pixels.
+        image_sizes: Height and width of each image ``(images, 2)``, if the pixels have margins (Pixtral).
+    """
     if pixels.dim() < 4:
         return pixels.shape[:-1].numel()
     if pixels.dim() == 4 and image_sizes is not None:
@@ -198,8 +211,9 @@ def _patches_of(pixels: torch.Tensor, patch_size: int, image_sizes: Any) -> int:
         return int(patches_per_side.prod(dim=1).sum())
     num_tiles = pixels.shape[:-3].numel()
     if pixels.dim() == 5 and not pixels.is_meta:
-        # Idefics3 takes out tiles of zeros; LLaVA-NeXT and OneVision those that their processors add, which are zeros
-        # too. Mllama, with 6 dimensions, computes all. Meta tensors are all of one size, so that no tile is added.
+        # Tiles of zeros do not count. Idefics3 drops all of them; LLaVA-NeXT and OneVision drop the tiles of padding,
+        # which are zeros. Mllama computes all tiles, and its pixels have 6 dimensions. Meta tensors have no padding,
+        # because all their images are of one size (see `ImageExpansion`).
         has_pixels = pixels.flatten(2).any(dim=2)
         num_tiles = int(has_pixels.sum())
     height, width = pixels.shape[-2:]
@@ -220,7 +234,7 @@ class RowSizes:
         self.token_ids = torch.tensor(image_token_ids(processor))
         self.patch_size = patch_size
 
-    def of(self, sample: EncodedSample) -> TableRow:
+    def measure(self, sample: EncodedSample) -> TableRow:
         """Returns the row of a sample."""
         check_sample(sample, 'input_ids', 'labels')
         check_ids(sample)
@@ -239,7 +253,7 @@ class RowSizes:
     def read(self, index: int) -> TableRow | str:
         """Reads a sample. Returns its row, or the reason why it is bad."""
         try:
-            return self.of(self.dataset[index])
+            return self.measure(self.dataset[index])
         except BadSampleError as error:
             return str(error)
 
@@ -249,24 +263,24 @@ class RowSizes:
         for measured in map_samples(self._measure_texts, indices, FEWEST_TEXTS, batch_size=TEXTS_TOGETHER):
             texts.extend(measured)
         expansion = ImageExpansion(self)
-        rows_of_odd_sizes = {expansion((size,)) for size in ODD_SIZES}
-        if len(rows_of_odd_sizes) == 1:
+        probe_rows = {expansion((size,)) for size in PROBE_SIZES}
+        if len(probe_rows) == 1:
             # Every image adds the same row with this processor, so one size stands for all.
-            one_size = ODD_SIZES[:1]
+            one_size = PROBE_SIZES[:1]
             texts = [(row, one_size * len(sizes)) for row, sizes in texts]
         distinct = set()
         for _, sizes in texts:
             distinct.add(sizes)
-            distinct.update((size,) for size in sizes)  # see `_add_images`
+            distinct.update((size,) for size in sizes)  # `_add_images` also looks up each image by itself
         # The expensive part: one call of the processor for each distinct list of sizes.
-        ordered = sorted(distinct)
-        measured_sizes = map_samples(expansion, ordered, FEWEST_SIZES)
-        additions = dict(zip(ordered, measured_sizes, strict=True))
+        distinct_sizes = sorted(distinct)
+        added_rows = map_samples(expansion, distinct_sizes, FEWEST_SIZES)
+        additions = dict(zip(distinct_sizes, added_rows, strict=True))
         rows: list[TableRow | None] = []
         for row, sizes in texts:
             rows.append(self._add_images(row, sizes, additions))
         # Samples with videos: decoding one frame of each gives their shapes.
-        for place, row in map_samples.missing(rows, self._measure_videos, indices, FEWEST_VIDEOS):
+        for place, row in map_samples.map_missing(rows, self._measure_videos, indices, FEWEST_VIDEOS):
             rows[place] = row
         return rows
 
@@ -278,7 +292,7 @@ class RowSizes:
                 texts.append((None, ()))
             else:
                 sample, sizes = result
-                row = self.of(sample)
+                row = self.measure(sample)
                 texts.append((row, sizes))
         return texts
 
@@ -288,12 +302,12 @@ class RowSizes:
         sizes: ImageSizes,
         additions: Mapping[ImageSizes, AddedRow | None],
     ) -> TableRow | None:
-        """Returns the row of a text with its images. None if it is not known, or over a cap.
+        """Returns the row of a text with its images. None if the sample must be read, because this cannot tell.
 
         Args:
             row: Row of the text. None if the sample must be read.
             sizes: Sizes of its images.
-            additions: Rows that images add, by their sizes: of the whole list, and of each image by itself.
+            additions: Rows that images add, by their sizes: for the whole list, and for each image by itself.
         """
         if row is None:
             return None
@@ -301,8 +315,8 @@ class RowSizes:
             if additions[(size,)] is None:
                 return None
         added = additions[sizes]
-        # With another number of placeholder tokens, the user's text holds such a token.
-        if added is None or row.image_tokens != added.num_marks:
+        # If the text has more placeholder tokens than its images, the user has written one.
+        if added is None or row.image_tokens != added.num_placeholders:
             return None
         total = row.plus(added.row)
         if not self.dataset.encoder.has_room(total.length, total.image_tokens):
@@ -310,10 +324,11 @@ class RowSizes:
         return total
 
     def _measure_videos(self, index: int) -> TableRow | None:
+        """Returns the row of a sample with videos. None for another sample, and for a bad one."""
         with suppress(Exception):  # the error is raised again when the sample is read
             sample = self.dataset.shapes_of_videos(index)
             if sample is not None:
-                return self.of(sample)
+                return self.measure(sample)
         return None
 
 
@@ -321,8 +336,8 @@ class AddedRow(NamedTuple):
     """The sizes that images add to the row of a text."""
 
     row: TableRow
-    num_marks: int
-    """Placeholder tokens that the template writes for them."""
+    num_placeholders: int
+    """Placeholder tokens that the template writes for them, before the processor expands these."""
 
 
 class ImageExpansion:
@@ -332,7 +347,7 @@ class ImageExpansion:
     """
 
     def __init__(self, row_sizes: RowSizes) -> None:
-        self._row_of = row_sizes.of
+        self._measure = row_sizes.measure
         self._encoder = copy(row_sizes.dataset.encoder)
         self._encoder.max_length = None
 
@@ -343,18 +358,19 @@ class ImageExpansion:
         sample = self._encode(conversation, sizes)
         if text is None or sample is None:
             return None
-        # For several images, `_add_images` also looks up each of them, so this check was made for each.
+        # Not for several images, because `_add_images` also looks up each of them by itself.
         if len(sizes) == 1:
             is_separate = self._is_separate(text['input_ids'][0], sample['input_ids'][0])
             if not is_separate:
                 return None
-        text_row = self._row_of(text)
-        added = self._row_of(sample).minus(text_row)
-        if added.loss_tokens:  # images never carry loss
+        text_row = self._measure(text)
+        added = self._measure(sample).minus(text_row)
+        if added.loss_tokens:  # an image carries no loss, so this processor does something else
             return None
         return AddedRow(added, text_row.image_tokens)
 
     def _encode(self, conversation: Sequence[Message], sizes: ImageSizes) -> EncodedSample | None:
+        """Encodes a conversation with images of these sizes. None if the processor raises an error."""
         # For images of several sizes, a processor may add tiles of padding. `count_patches` recognizes these by their
         # content, which meta tensors do not have.
         if len(set(sizes)) < 2:
@@ -378,11 +394,12 @@ class ImageExpansion:
         num_before = _num_equal(text, expanded)
         text_backwards = text[num_before:].flip(0)
         expanded_backwards = expanded[num_before:].flip(0)
-        num_behind = _num_equal(text_backwards, expanded_backwards)
-        old_tokens = text[num_before : len(text) - num_behind].tolist()
-        new_tokens = expanded[num_before : len(expanded) - num_behind].tolist()
+        num_after = _num_equal(text_backwards, expanded_backwards)
+        placeholder = text[num_before : len(text) - num_after].tolist()
+        image = expanded[num_before : len(expanded) - num_after].tolist()
+        # Added tokens are found before all others, so they never merge, unless they strip the spaces around them.
         added_tokens = self._encoder.tokenizer.added_tokens_decoder
-        for token_id in {*old_tokens, *new_tokens[:1], *new_tokens[-1:]}:
+        for token_id in {*placeholder, *image[:1], *image[-1:]}:
             token = added_tokens.get(token_id)
             if token is None or token.lstrip or token.rstrip:
                 return False
