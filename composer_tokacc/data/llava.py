@@ -50,7 +50,7 @@ class LlavaDataset(Dataset):
     With several files each sample carries the name of its file as ``source``.
 
     A bad sample is never replaced by another one, and never dropped during training, so that every rank has the same
-    samples at the same indices. With ``on_error='raise'`` a bad record raises at the start; an unreadable file, or a
+    samples at the same indices. With ``on_error='raise'`` a bad record raises at the start. An unreadable file, or a
     sample over ``max_length``, raises when it is read. With ``'skip'`` every sample is read once at the start, in
     parallel, and the ranks share the work. Bad samples are left out and counted (``skipped``, :meth:`skip_report`). The
     result is kept with the lengths.
@@ -71,8 +71,9 @@ class LlavaDataset(Dataset):
         add_end_token: Whether to add the ending token after answers that the chat template leaves open.
         on_error: ``'raise'`` or ``'skip'``.
         num_workers: Processes that read the samples (``skip`` and ``fit`` only). ``None``: all cores.
-        lengths_folder: Folder in which the result is kept (``skip`` and ``fit`` only), see :func:`.length_table`.
-        patch_size: Patch size of the vision encoder, for the lengths that are kept with it; see there.
+        lengths_folder: Folder of the length table, which keeps the result (``skip`` and ``fit`` only), see
+            :func:`.length_table`.
+        patch_size: Patch size of the vision encoder, for the same table.
 
     Raises:
         BadSampleError: For the first bad sample (``raise``).
@@ -131,9 +132,9 @@ class LlavaDataset(Dataset):
                 num_workers=num_workers,
             )
         if not self.records:
-            first = f' First: {self.skipped[0]}' if self.skipped else ''
+            first = f' The first is bad: {self.skipped[0]}' if self.skipped else ''
             raise InvalidInputError(
-                f'`path` must hold at least one good sample, got: {str(path)[:300]} with none.{first}'
+                f'`path` must hold at least one good sample, but {str(path)[:300]} has none.{first}'
             )
 
     def _read(
@@ -141,7 +142,7 @@ class LlavaDataset(Dataset):
         records: Iterable[Record | BadSampleError],
         on_error: OnError,
     ) -> None:
-        """Keeps the good records. The first bad one raises, or all of them are skipped."""
+        """Keeps the good records. The first bad one raises, or all bad ones are skipped."""
         for record in records:
             try:
                 if isinstance(record, BadSampleError):
@@ -166,6 +167,7 @@ class LlavaDataset(Dataset):
         return self._encode(index)
 
     def _encode(self, index: int, *, shapes_only: bool = False) -> EncodedSample:
+        """Encodes a sample, with its media as small as they were measured to fit."""
         record = self.records[index]
         files = open_files(record)
         options = {}
@@ -179,6 +181,7 @@ class LlavaDataset(Dataset):
 
     @cached_property
     def _has_several_files(self) -> bool:
+        """Whether the records are of several files. Then each sample names its file."""
         first_name = self.records[0].file_name
         return any(record.file_name != first_name for record in self.records)
 
@@ -224,22 +227,23 @@ class LlavaDataset(Dataset):
         of videos. It does not depend on the folder of files, or the ids of samples. It does not depend on
         ``max_length`` without ``fit``, because no sample is left out in silence.
         """
-        parts: list[tuple[Any, ...]] = []
+        return _fingerprint_of(self._parts_of_identity())
+
+    def _parts_of_identity(self) -> Iterator[tuple[Any, ...]]:
         for record in self.records:
             media = []
             for medium in record.media:
                 files = [_identify_file(file, record.folder) for file in medium.files]
                 media.append((medium.modality, files))
             sampling = self.encoder.video if record.count('video') else None
-            part: tuple[Any, ...] = (record.turns, media, sampling)
-            if record.loss_weights is not None:
-                part = (*part, record.loss_weights)
-            parts.append(part)
+            if record.loss_weights is None:
+                yield record.turns, media, sampling
+            else:
+                yield record.turns, media, sampling, record.loss_weights
         # An option with its default adds nothing, so that the data of checkpoints of earlier releases are recognized.
-        parts.extend(self.encoder.identity_of_options())
+        yield from self.encoder.identity_of_options()
         if isinstance(self.encoder, FittingEncoder):
-            parts.append(('fit', self.encoder.max_length, self.encoder.max_image_tokens))
-        return _fingerprint_of(parts)
+            yield 'fit', self.encoder.max_length, self.encoder.max_image_tokens
 
     def fingerprint(self) -> str:
         """Returns a fingerprint of everything that changes the lengths of samples, or the messages about bad ones."""
@@ -250,7 +254,7 @@ class LlavaDataset(Dataset):
         return _fingerprint_of(parts)
 
     def skip_report(self) -> str:
-        """Returns one line: how many samples were left out, and why the first was."""
+        """Returns one line that says how many samples were left out, and why the first one was."""
         total = len(self.records) + len(self.skipped)
         first = f'; first: {self.skipped[0]}' if self.skipped else ''
         return f'skipped {len(self.skipped)} of {total} samples{first}'
@@ -316,11 +320,13 @@ class LlavaDataset(Dataset):
 
 def _fingerprint_of(parts: Iterable[tuple[Any, ...]]) -> str:
     """Returns a fingerprint in the form that the checkpoints of all releases hold."""
-    texts = [repr(part).encode() for part in parts]
+    # An iterator: `fingerprint` hashes its bytes one by one. Of a list it would hash the JSON text, another value.
+    texts = (repr(part).encode() for part in parts)
     return fingerprint(texts, length=64)
 
 
 def _identify_file(file: str | EmbeddedFile, folder: Path) -> tuple[str, int]:
+    """Returns name and size of a file, or the checksum of an embedded one."""
     if isinstance(file, EmbeddedFile):
         return '', file.checksum
     return os.path.basename(file), os.stat(folder / file).st_size

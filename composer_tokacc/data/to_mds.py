@@ -97,7 +97,7 @@ def write_shards(
     try:
         skipped = _write_rows(writer, records, on_error)
         if len(skipped) == len(records):
-            raise InvalidInputError(f'`path` must hold at least one good sample, got: {path} with none.')
+            raise InvalidInputError(f'`path` must hold at least one good sample, but {path} has none.')
         writer.finish()
     except BaseException:
         writer.cancel_future_jobs()

@@ -126,7 +126,7 @@ def test_long_sample_is_never_cut(folder):
 
 
 def test_file_without_good_sample_is_refused(folder):
-    with pytest.raises(ValueError, match=r'at least one good sample, got: .* First: sample "a"'):
+    with pytest.raises(ValueError, match=r'at least one good sample, but .* The first is bad: sample "a"'):
         open_dataset(folder, [one_image('a', 'none.png')], on_error='skip')
     with pytest.raises(ValueError, match="`on_error` must be 'raise' or 'skip', got: 'ignore'"):
         open_dataset(folder, [one_image('a')], on_error='ignore')
@@ -164,6 +164,13 @@ def folder_with_links(folder):
     (images / 'links').symlink_to(private)
     (images / 'inside.png').symlink_to('red.png')
     return folder
+
+
+def test_identity_in_older_checkpoints(tmp_path):
+    """Checkpoints hold the identity of their data. If it changed, no older checkpoint could be resumed."""
+    path = write_json(tmp_path, [{'id': 'a', 'conversations': turns('What is blood?', 'Red.')}])
+    identity = LlavaDataset(path, small(), train_on='last').identity()
+    assert identity == 'eeb159746f0746996def31dd3eeb2405c9bfd57130cc7485b61cfdd8e0a00605'
 
 
 @pytest.mark.parametrize('name', ['../private/key.png', '{folder}/private/key.png', 'link.png', 'links/key.png'])
