@@ -29,7 +29,7 @@ from composer_tokacc.data.videos import VideoSampling, make_video
 from composer_tokacc.refusals import InvalidInputError
 
 STEPS_TO_HALF = 16
-"""Steps that halve a budget. One step takes off 4 %, so little of a cap stays unused."""
+"""Steps that halve a budget. One step takes off only 4 %, so that little of a cap stays unused."""
 MOST_STEPS = 16 * STEPS_TO_HALF
 """With this number of steps, 1 / 65,536 of a budget is left: less than the minimum of every processor."""
 BUDGETS = (
@@ -42,7 +42,7 @@ BUDGETS = (
 """Arguments of image and video processors that limit the tokens of an image. ``size`` may have a ``longest_edge``."""
 OPTIONS_OF_MODALITY = {'image': 'images_kwargs', 'video': 'videos_kwargs'}
 PROBE_SIDE, PROBE_FRAMES = 1024, 8
-"""Size of the image, and frames of the video, that show whether a budget changes the number of tokens."""
+"""Side of the image, and frames of the video, that show whether a budget changes the number of tokens."""
 PROCESSOR_ERRORS = (ValueError, TypeError, RuntimeError, ZeroDivisionError)
 """Errors of processors for sizes that they cannot compute with, or arguments that they do not take."""
 DIMENSIONS_OF_CLIPS = 5
@@ -113,7 +113,7 @@ class FittingEncoder(ConversationEncoder):
     ) -> None:
         super().__init__(processor, max_length=max_length, **options)
         if max_length is None and max_image_tokens is None:
-            raise InvalidInputError('`fit` must have a cap, got: true without. Set `max_length` or `max_image_tokens`.')
+            raise InvalidInputError('`fit` must have a cap. Set `max_length` or `max_image_tokens`.')
         self.max_image_tokens = max_image_tokens
         self._media_ids = torch.tensor(image_token_ids(processor))
         self._budgets: dict[str, list[str]] = {}
@@ -123,9 +123,9 @@ class FittingEncoder(ConversationEncoder):
                 self._budgets[modality] = [name for name in names if self._reduces_tokens(modality, name)]
         self._thins_videos = 'video' in self._budgets and self._frames_reduce_tokens()
         if not self._thins_videos and not any(self._budgets.values()):
-            got = f'{type(processor).__name__}, which makes as many tokens of every image'
+            name = type(processor).__name__
             raise InvalidInputError(
-                f'`fit` must have a processor whose images can be smaller, got: {got}. Leave it out.'
+                f'`fit` must be left out, because {name} makes the same number of tokens of every image.'
             )
 
     def encode_record(
@@ -171,7 +171,7 @@ class FittingEncoder(ConversationEncoder):
             if isinstance(file, IOBase):
                 file.seek(0)  # an attempt before this one has read it
         encoder = self._encoder_after(steps)
-        # The method of the base class, because this class's own would search for steps again.
+        # The base class's method, because the method of this class would search for steps again.
         return ConversationEncoder.encode_record(encoder, record, files, shapes_only=shapes_only)
 
     def _fewest_steps(self, encode: Callable[..., EncodedSample]) -> int:
@@ -183,7 +183,7 @@ class FittingEncoder(ConversationEncoder):
             try:
                 fits = self._fits(encode(middle, shapes_only=True))
             except PROCESSOR_ERRORS:
-                fits = True  # too small for the processor: fewer steps will do
+                fits = True  # too small for the processor, so the search goes on with fewer steps
             if fits:
                 high = middle
             else:
@@ -205,6 +205,7 @@ class FittingEncoder(ConversationEncoder):
         return encoder
 
     def _fits(self, sample: EncodedSample) -> bool:
+        """Tells whether a sample is under both caps."""
         return self.has_room(sample['input_ids'].shape[1], self._count_media_tokens(sample))
 
     def _count_media_tokens(self, sample: EncodedSample) -> int:
@@ -220,9 +221,9 @@ class FittingEncoder(ConversationEncoder):
         return self._count_media_tokens(few) < self._count_media_tokens(many)
 
     def _frames_reduce_tokens(self) -> bool:
-        """Tells whether fewer frames make fewer tokens. No if all videos must have the same number of frames."""
-        # At the minimum of the budgets: some processors share one budget among all frames, so that fewer frames would
-        # only be larger.
+        """Tells whether fewer frames make fewer tokens. False if all videos must have the same number of frames."""
+        # At the minimum of the budgets, because some processors share one budget among all frames. Above the minimum,
+        # fewer frames would only be larger.
         budgets = self._budgets['video']
         many = self._probe('video', budgets, num_frames=PROBE_FRAMES)
         few = self._probe('video', budgets, num_frames=self.video.min_frames)
@@ -254,12 +255,15 @@ class FittingEncoder(ConversationEncoder):
         return encoder(messages, videos=[video])
 
     def _refusal(self, record: Record, sample: EncodedSample) -> str:
+        """Returns the reason why a sample is refused whose media are as small as possible."""
         length = sample['input_ids'].shape[1]
-        got = f'{length} tokens, {self._count_media_tokens(sample)} of them for {len(record.media)} media'
         caps = f'`max_length`={self.max_length} and `max_image_tokens`={self.max_image_tokens}'
         name = type(self.processor).__name__
-        remedy = 'Raise them, shorten the sample, or set on_error=skip'
-        return f'{caps} must have room for the sample, got: {got}, the fewest of {name}. {remedy}.'
+        return (
+            f'{caps} must have room for the sample, got: {length} tokens, {self._count_media_tokens(sample)} of them '
+            f'for {len(record.media)} media. {name} cannot make them smaller. Raise the caps, shorten the sample, or '
+            'set on_error=skip.'
+        )
 
 
 def _budgets_of(part: Any) -> list[str]:
@@ -271,7 +275,7 @@ def _budgets_of(part: Any) -> list[str]:
 
 
 def _lowered(part: Any, names: Sequence[str], share: float) -> dict[str, Any]:
-    """Returns arguments with a share of their budgets, but no less than the processor's own minimum."""
+    """Returns the budgets of a processor times a share, as its arguments, but not below the processor's minimum."""
     lowered: dict[str, Any] = {}
     for name in names:
         if name == 'size':

@@ -166,7 +166,7 @@ def test_budget_of_pixels_or_longest_side(tmp_path, family):
 
 @pytest.mark.parametrize('family', ['small', 'llava', 'llava_next', 'llava_onevision'])
 def test_processor_of_fixed_images_is_refused(tmp_path, family):
-    with pytest.raises(ValueError, match=r'`fit` must have a processor whose images can be smaller, got: Llava\w*'):
+    with pytest.raises(ValueError, match=r'`fit` must be left out, because Llava\w* makes the same'):
         open_images(tmp_path, family, fit=True, max_length=30)
 
 
