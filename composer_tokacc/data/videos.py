@@ -4,7 +4,7 @@
 """Reads videos and audio with PyAV, and refuses files that are cut or damaged.
 
 The first part chooses frames, the second opens files and checks that they are complete, the third reads audio, and the
-last reads videos.
+last reads videos. The reasons in errors begin with "it", because the caller names the file before them.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ CUT_SHARE = 0.05
 MEDIA_CONTAINERS = (
     'aiff,apng,asf,au,avi,caf,flac,flv,gif,ivf,matroska,mov,mp3,mxf,nistsphere,nut,ogg,tta,voc,w64,wav,wv'
 )
-"""FFmpeg's names of containers that are one file and say where it ends. Playlists name other files, also outside of the
-media folder. A transport stream or an elementary stream may end anywhere, so a missing half would go unnoticed."""
+"""Containers that are read, by FFmpeg's names. Each is a single file whose end can be checked. Not playlists, which
+name other files, also outside of the media folder. Not transport streams or elementary streams: they may end anywhere,
+so nobody would notice a missing half."""
 STEADY_CONTAINERS = (
     'aiff',
     'caf',
@@ -56,7 +57,8 @@ OGG_PAGE = 27 + 255 + 255 * 255
 MIN_UNKNOWN_SIZE = 2**31 - 2**16
 """Programs that write a WAV file to a pipe do not know its size, and write one near 2**31 or 2**32 into the header."""
 MAX_SAMPLE = 2**20
-"""Largest value of a sample. Full scale is 1, or 2**15 if a writer forgot to scale. Far above it, features overflow."""
+"""Largest value of an audio sample. Full scale is 1, or 2**15 if a writer forgot to scale. Far above that, features
+overflow."""
 MAX_SECONDS, MIN_SECONDS = 6 * 3600, 0.05
 """Limits for an audio. More would fill the memory, and no model makes a token of less."""
 DEFAULT_FPS = 2.0
@@ -91,15 +93,20 @@ class VideoSampling:
                     f'`{name}` must be a positive number (only `fps` may have a fraction), got: {value!r:.100}'
                 )
         if self.num_frames is not None and self.fps is not None:
-            raise InvalidInputError(f'`fps` must be left out beside `num_frames`, got: {self.fps}. Remove one')
+            raise InvalidInputError(f'`fps` must be left out if `num_frames` is given, got: {self.fps}. Remove one')
         fewest = max(self.min_frames, self.num_frames or 0)
         if self.max_frames < fewest:
             raise InvalidInputError(
-                f'`max_frames` must be at least the frames asked for, got: {self.max_frames} < {fewest}'
+                f'`max_frames` must be at least `min_frames` and `num_frames`, got: {self.max_frames} < {fewest}'
             )
 
     def count(self, num_frames: int, duration: float) -> int:
-        """Returns the number of frames to take of a video with this number of frames and seconds."""
+        """Returns the number of frames to take of a video.
+
+        Args:
+            num_frames: Frames of the video.
+            duration: Seconds of the video.
+        """
         count = self.num_frames
         if count is None:
             # The small number is for rounding: 0.3 s x 10 is 2.9999999.
@@ -108,7 +115,7 @@ class VideoSampling:
         return min(max(count, self.min_frames), self.max_frames)
 
     def choose(self, times: Sequence[float], duration: float) -> list[int]:
-        """Returns numbers of the frames to take.
+        """Returns the indices of the frames to take: those on screen at evenly spread moments.
 
         Args:
             times: Seconds from the first frame, for each frame.
@@ -116,9 +123,9 @@ class VideoSampling:
         """
         count = self.count(len(times), duration)
         chosen = []
-        for step in range(count):
+        for number in range(count):
             # The small number is for rounding here, too.
-            moment = step * duration / count + 1e-6
+            moment = number * duration / count + 1e-6
             frame_on_screen = bisect_right(times, moment) - 1
             chosen.append(max(frame_on_screen, 0))
         return chosen
@@ -133,22 +140,22 @@ class Video(NamedTuple):
     """Fields of transformers' ``VideoMetadata``. From these, processors tell the model when a frame is shown."""
 
 
-def make_video(frames: Sequence[np.ndarray], numbers: list[int], total: int, step: float) -> Video:
+def make_video(frames: Sequence[np.ndarray], frame_numbers: list[int], num_frames: int, step: float) -> Video:
     """Joins frames with the metadata that processors need.
 
     Args:
-        frames: ``(height, width, 3)`` each.
-        numbers: Frame number of each: frame ``n`` is shown after ``n * step`` seconds.
-        total: Frames of the whole video.
+        frames: The frames that were taken, ``(height, width, 3)`` each.
+        frame_numbers: Frame number of each: frame ``n`` is shown after ``n * step`` seconds.
+        num_frames: Frames of the whole video.
         step: Seconds between two frame numbers.
     """
     stacked = torch.from_numpy(np.stack(frames))
     stacked = stacked.permute(0, 3, 1, 2)
     metadata = {
-        'total_num_frames': total,
+        'total_num_frames': num_frames,
         'fps': 1 / step,
-        'duration': total * step,
-        'frames_indices': numbers,
+        'duration': num_frames * step,
+        'frames_indices': frame_numbers,
     }
     return Video(stacked, metadata)
 
@@ -158,7 +165,7 @@ def make_video(frames: Sequence[np.ndarray], numbers: list[int], total: int, ste
 
 @contextmanager
 def _open_stream(file: MediaFile, modality: Literal['video', 'audio']) -> Iterator[tuple[InputContainer, Any]]:
-    """Opens a file with PyAV. Gives the container and its first stream of the modality."""
+    """Opens a file with PyAV. Yields the container and its first stream of the modality."""
     import av
     from av.stream import Disposition
 
@@ -194,7 +201,10 @@ def _open_stream(file: MediaFile, modality: Literal['video', 'audio']) -> Iterat
 
 
 def _check_last_bytes(file: BinaryIO) -> None:
-    """Refuses a file without its end, in formats that mark the end or say their size."""
+    """Refuses a file without its end, in formats that mark the end or say their size.
+
+    FFmpeg reads such files up to the missing part without an error.
+    """
     file.seek(0)
     head = file.read(100)
     size = file.seek(0, os.SEEK_END)
@@ -236,9 +246,10 @@ def _is_complete_matroska(head: bytes, size: int) -> bool:
     if place < 0:
         return True
     place += len(segment_id)
-    # The first bit that is set in the first byte gives the number of bytes of the size.
+    # The size comes next, as EBML writes numbers: the leading zeros of the first byte give the number of bytes, then
+    # comes a 1, and then seven bits for each byte. All of these are 1 if the writer did not know the size.
     num_bytes = 9 - head[place].bit_length()
-    unknown = (1 << 7 * num_bytes) - 1  # all bits after that one: the writer did not know the size
+    unknown = (1 << 7 * num_bytes) - 1
     length = int.from_bytes(head[place : place + num_bytes], 'big') & unknown
     return length == unknown or place + num_bytes + length <= size
 
@@ -259,7 +270,7 @@ def _has_complete_chunk(
             is_unknown = length == 0 or length >= MIN_UNKNOWN_SIZE
             return is_unknown or place + 8 + length <= size
         place += 8 + length + length % 2  # chunks start at even places
-    return True  # no such chunk: FFmpeg says so
+    return True  # there is no such chunk, and FFmpeg reports that
 
 
 def _check_end(container: InputContainer, end: float) -> None:
@@ -275,7 +286,7 @@ def _check_end(container: InputContainer, end: float) -> None:
         start = 0  # its duration may count from 0, even if the video begins later
     if container.duration is None and container.format.name != 'apng':  # APNG marks its end, which was checked
         raise InvalidInputError('it does not say how long it is. Write it again: `ffmpeg -i it -c copy other.mkv`')
-    tolerance = 0.5 if container.streams.video else 0.1
+    tolerance = 0.5 if container.streams.video else 0.1  # seconds, in addition to the share
     if end - start < duration * (1 - CUT_SHARE) - tolerance:
         raise InvalidInputError(f'it ends after {end - start:.1f} of {duration:.1f} s')
 
@@ -289,7 +300,7 @@ def read_audio(file: MediaFile, sampling_rate: int) -> np.ndarray:
 
     with _open_stream(file, 'audio') as (container, stream):
         stream.codec_context.options = {'err_detect': 'crccheck+explode'}  # checks the checksums of FLAC's frames
-        # Not planar, because PyAV crashes for arrays of eight planes or more.
+        # `flt` interleaves the channels. `fltp`, a plane for each channel, crashes PyAV for eight channels or more.
         resampler = av.AudioResampler(format='flt', rate=sampling_rate)
         pieces = []
         num_samples = 0
@@ -299,31 +310,30 @@ def read_audio(file: MediaFile, sampling_rate: int) -> np.ndarray:
                 pieces.append(samples.mean(axis=1))
                 num_samples += len(samples)
             if num_samples > MAX_SECONDS * sampling_rate:
-                raise InvalidInputError(f'it must be at most {MAX_SECONDS} s, got: more. Cut it')
+                raise InvalidInputError(f'it is longer than {MAX_SECONDS} s. Cut it')
         if num_samples == 0:
             raise InvalidInputError('it holds no audio')
         if num_samples < MIN_SECONDS * sampling_rate:
             raise InvalidInputError(f'it must be at least {MIN_SECONDS} s, got: {num_samples / sampling_rate} s')
         audio = np.concatenate(pieces)
         if not (np.abs(audio) < MAX_SAMPLE).all():
-            raise InvalidInputError(f'it holds samples that are no finite numbers, or above {MAX_SAMPLE}')
+            raise InvalidInputError(f'it holds samples that are not finite, or above {MAX_SAMPLE}')
         start = (container.start_time or 0) / 1e6
         _check_end(container, start + num_samples / sampling_rate)
         return audio
 
 
 def _audio_frames(container: InputContainer) -> Iterator[AudioFrame]:
-    """Yields the frames of the audio. Refuses a gap: the decoder leaves out damaged frames without an error."""
+    """Yields the frames of the audio. Refuses a gap, because the decoder leaves out damaged frames without an error."""
+    is_steady = container.format.name in STEADY_CONTAINERS
     end = None
     for frame in container.decode(audio=0):
         seconds = frame.samples / frame.sample_rate
-        if end is not None and frame.time is not None:
-            gap = frame.time - end
-            if gap > seconds / 2 and container.format.name in STEADY_CONTAINERS:
-                raise InvalidInputError(f'{gap:.3f} s of it cannot be decoded, at {end:.2f} s: it is damaged')
         start = frame.time
-        if start is None:
+        if start is None:  # it follows the frame before it
             start = end or 0.0
+        if is_steady and end is not None and start - end > seconds / 2:
+            raise InvalidInputError(f'{start - end:.3f} s of it cannot be decoded, at {end:.2f} s: it is damaged')
         end = start + seconds
         yield frame
 
@@ -331,15 +341,19 @@ def _audio_frames(container: InputContainer) -> Iterator[AudioFrame]:
 # Videos.
 
 
-class KeyFrame(NamedTuple):
-    """A frame at which decoding may start. Stamps count units of the stream's time base."""
+# A stamp is the time at which a frame is shown, in units of the stream's time base (FFmpeg's pts).
 
-    shown: int
-    decoded: int
+
+class KeyFrame(NamedTuple):
+    """A frame at which decoding may start."""
+
+    stamp: int
+    decoding_stamp: int
+    """Time at which it must be decoded: before frames that are shown earlier but refer to it (FFmpeg's dts)."""
 
 
 def read_frames(files: Sequence[MediaFile], sampling: VideoSampling) -> Video:
-    """Returns a video whose frames are images. The images follow one another at the rate of the sampling."""
+    """Returns a video whose frames are image files. The images follow one another at the ``fps`` of the sampling."""
     step = 1 / (sampling.fps or DEFAULT_FPS)
     times = [number * step for number in range(len(files))]
     seconds = len(files) * step
@@ -351,7 +365,7 @@ def read_frames(files: Sequence[MediaFile], sampling: VideoSampling) -> Video:
     width, height = images[chosen[0]].size
     _check_pixels(len(chosen), width, height)
     frames = [np.asarray(images[number]) for number in chosen]
-    return make_video(frames, chosen, len(files), step)
+    return make_video(frames, chosen, num_frames=len(files), step=step)
 
 
 def read_video(file: MediaFile, sampling: VideoSampling, *, shapes_only: bool = False) -> Video:
@@ -363,7 +377,7 @@ def read_video(file: MediaFile, sampling: VideoSampling, *, shapes_only: bool = 
         stamps, key_frames = _read_stamps(container, stream)
         first_stamp = stamps[0]
         times = [float((stamp - first_stamp) * stream.time_base) for stamp in stamps]
-        # The header is not asked: its rate may belong to another stream, or be the tick rate of a clock.
+        # Not the rate in the header, which may belong to another stream, or be the tick rate of a clock.
         if times[-1]:
             step = times[-1] / (len(times) - 1)
         else:  # one frame
@@ -371,8 +385,8 @@ def read_video(file: MediaFile, sampling: VideoSampling, *, shapes_only: bool = 
     duration = times[-1] + step
     chosen = sampling.choose(times, duration)
     _check_pixels(len(chosen), stream.width, stream.height)
-    chosen_stamps = sorted({stamps[number] for number in chosen})
-    # All packets were read to the end. So the file is opened again to decode frames.
+    chosen_stamps = sorted({stamps[index] for index in chosen})
+    # `_read_stamps` has read all packets to the end. So the file is opened again to decode frames.
     if shapes_only:
         first_frame = _decode_frames(file, chosen_stamps[:1], key_frames)[chosen_stamps[0]]
         frames = dict.fromkeys(chosen_stamps, first_frame)
@@ -383,13 +397,13 @@ def read_video(file: MediaFile, sampling: VideoSampling, *, shapes_only: bool = 
     if gaps and max(gaps) > 1.5 * step:
         # The gaps are uneven. Frame numbers count steps of the smallest gap, and so say when a frame is shown.
         step = min(gaps)
-    numbers = [round(times[number] / step) for number in chosen]
-    chosen_frames = [frames[stamps[number]] for number in chosen]
-    total = round(duration / step)
-    return make_video(chosen_frames, numbers, total, step)
+    chosen_frames = [frames[stamps[index]] for index in chosen]
+    frame_numbers = [round(times[index] / step) for index in chosen]
+    return make_video(chosen_frames, frame_numbers, num_frames=round(duration / step), step=step)
 
 
 def _check_pixels(num_frames: int, width: int, height: int) -> None:
+    """Refuses frames that would fill the memory."""
     if num_frames * width * height > MAX_PIXELS_OF_VIDEO:
         got = f'{num_frames} frames of {width} x {height}. Take fewer, or make it smaller'
         raise InvalidInputError(f'a video must have at most {MAX_PIXELS_OF_VIDEO} pixels, got: {got}')
@@ -413,8 +427,8 @@ def _read_stamps(container: InputContainer, stream: VideoStream) -> tuple[list[i
             continue
         stamps.append(stamp)
         if packet.is_keyframe:
-            decoded = stamp if packet.dts is None else packet.dts
-            key_frames.append(KeyFrame(stamp, decoded))
+            decoding_stamp = stamp if packet.dts is None else packet.dts
+            key_frames.append(KeyFrame(stamp, decoding_stamp))
     if not stamps:
         raise InvalidInputError('it holds no frames that have a time')
     _check_end(container, end)
@@ -422,10 +436,13 @@ def _read_stamps(container: InputContainer, stream: VideoStream) -> tuple[list[i
 
 
 def _decode_frames(file: MediaFile, stamps: Sequence[int], key_frames: Sequence[KeyFrame]) -> dict[int, np.ndarray]:
-    """Returns the frames of some stamps, by stamp, ``(height, width, 3)`` each."""
+    """Returns the frames of some stamps, by stamp, ``(height, width, 3)`` each and upright.
+
+    Jumps to the last key frame before each stamp, so that not the whole video is decoded.
+    """
 
     def index_of_key_frame(stamp: int) -> int:
-        """Returns the index of the last key frame that is shown at a stamp or before it. 0 if no key frame is."""
+        """Returns the index of the last key frame at a stamp or before it. 0 if there is none before it."""
         num_before = bisect_right(key_frames, (stamp, sys.maxsize))
         return max(num_before - 1, 0)
 
@@ -433,22 +450,21 @@ def _decode_frames(file: MediaFile, stamps: Sequence[int], key_frames: Sequence[
     with _open_stream(file, 'video') as (container, stream):
         for index, group in groupby(stamps, index_of_key_frame):
             if index == 0:  # decoding begins at the first key frame or before it, so no jump is needed
-                start = key_frames[0].shown if key_frames else stamps[0]
+                start = key_frames[0].stamp if key_frames else stamps[0]
                 frames |= _take_frames(container.decode(stream), list(group), start)
             else:
                 frames |= _jump_to_frames(container, stream, key_frames[index], list(group))
     if not _has_frames_of(frames, stamps):
-        # A jump went past a frame, because the container has no index, or a wrong one. So everything is decoded.
+        # A jump went past a frame, because the container has no index, or a wrong one. So the whole video is decoded.
         with _open_stream(file, 'video') as (container, stream):
             frames = _take_frames(container.decode(stream), stamps, stamps[0])
     if len(frames) < len(stamps):
         missing = float(stamps[len(frames)] * stream.time_base)
         raise InvalidInputError(f'its frame at {missing:.2f} s cannot be decoded')
-    # The size may change within the video.
     first_frame = frames[stamps[0]]
     upright = {}
     for stamp, frame in frames.items():
-        resized = frame.reformat(
+        resized = frame.reformat(  # because the size may change within the video
             format='rgb24',
             width=first_frame.width,
             height=first_frame.height,
@@ -473,9 +489,9 @@ def _jump_to_frames(
     """Jumps to a key frame and returns the frames of some stamps after it. Later frames if the jump went too far."""
     frames: dict[int, VideoFrame] = {}
     # Some containers seek by the time at which a frame is shown, others by the time at which it is decoded.
-    for place in (key_frame.shown, key_frame.decoded):
-        container.seek(place, stream=stream)
-        frames = _take_frames(container.decode(stream), stamps, key_frame.shown)
+    for stamp in (key_frame.stamp, key_frame.decoding_stamp):
+        container.seek(stamp, stream=stream)
+        frames = _take_frames(container.decode(stream), stamps, key_frame.stamp)
         if _has_frames_of(frames, stamps):
             break
     return frames
@@ -486,24 +502,27 @@ def _take_frames(
     stamps: Sequence[int],
     start: int,
 ) -> dict[int, VideoFrame]:
-    """Returns the first frame at each stamp or after it. Leaves out stamps behind the last frame.
+    """Returns the first frame at each stamp or after it, by stamp. Leaves out stamps after the last frame.
 
-    Frames from ``start`` on must not be marked as damaged by their decoder. Those before it may be, because they may
-    need a key frame that the jump went past.
+    Args:
+        frames: The frames of the decoder, in the order in which they are shown.
+        stamps: The stamps, sorted.
+        start: From this stamp on, a frame that the decoder marks as damaged is refused. Frames before it may be marked,
+            because they may need a key frame that the jump went past.
     """
-    taken: dict[int, VideoFrame] = {}
+    frame_of_stamp: dict[int, VideoFrame] = {}
     for frame in frames:
         if frame.pts is None:
             continue
         if frame.is_corrupt and frame.pts >= start:
             raise InvalidInputError(f'its frame at {frame.time:.2f} s is damaged')
-        for stamp in stamps[len(taken) :]:
+        for stamp in stamps[len(frame_of_stamp) :]:
             if stamp > frame.pts:
                 break
-            taken[stamp] = frame
-        if len(taken) == len(stamps):
+            frame_of_stamp[stamp] = frame
+        if len(frame_of_stamp) == len(stamps):
             break
-    return taken
+    return frame_of_stamp
 
 
 def _turn_upright(frame: np.ndarray, matrix: bytes | None) -> np.ndarray:
@@ -517,10 +536,10 @@ def _turn_upright(frame: np.ndarray, matrix: bytes | None) -> np.ndarray:
     if matrix is None:
         return frame
     a, b, _, c, d = np.frombuffer(matrix, np.int32)[:5]
-    swaps_axes = abs(b) > abs(a)
-    if swaps_axes:
+    x_sign, y_sign = a, d
+    if abs(b) > abs(a):  # a turn by 90 or 270 degrees: x is shown as y, and y as x
         frame = frame.swapaxes(0, 1)
-        a, d = c, b
-    vertical_step = -1 if d < 0 else 1
-    horizontal_step = -1 if a < 0 else 1
+        x_sign, y_sign = c, b
+    horizontal_step = -1 if x_sign < 0 else 1
+    vertical_step = -1 if y_sign < 0 else 1
     return frame[::vertical_step, ::horizontal_step]

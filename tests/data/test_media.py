@@ -133,9 +133,9 @@ def test_number_of_frames(options, count):
         ({'fps': -1}, '`fps` must be a positive number'),
         ({'fps': '2'}, '`fps` must be a positive number'),
         ({'fps': float('nan')}, '`fps` must be a positive number'),
-        ({'max_frames': 4, 'min_frames': 5}, '`max_frames` must be at least the frames asked for, got: 4 < 5'),
-        ({'num_frames': 256}, '`max_frames` must be at least the frames asked for, got: 128 < 256'),
-        ({'num_frames': 4, 'fps': 2}, '`fps` must be left out beside `num_frames`'),
+        ({'max_frames': 4, 'min_frames': 5}, '`max_frames` must be at least `min_frames` and `num_frames`, got: 4 < 5'),
+        ({'num_frames': 256}, '`max_frames` must be at least `min_frames` and `num_frames`, got: 128 < 256'),
+        ({'num_frames': 4, 'fps': 2}, '`fps` must be left out if `num_frames` is given'),
     ],
 )
 def test_sampling_that_means_nothing_is_refused(options, message):
@@ -345,7 +345,7 @@ BAD_FILES = [
     (cut_sound, 'a.wav', 'audio', 'its end is missing'),
     (cut_aiff, 'a.aiff', 'audio', 'its end is missing'),
     (sound_without_samples, 'a.wav', 'audio', 'it holds no audio'),
-    (sound_of_nan, 'a.wav', 'audio', 'no finite numbers'),
+    (sound_of_nan, 'a.wav', 'audio', 'not finite'),
     (Path.mkdir, 'a', 'video', 'it is no regular file'),
     (os.mkfifo, 'a.mp4', 'video', 'it is no regular file'),
 ]

@@ -295,7 +295,7 @@ VIDEO_MISTAKES = [
     (['dataset.video.num_frame=8'], '`dataset.video` has no key num_frame. Did you mean num_f'),
     (['dataset.video=8'], '`dataset.video` must be a mapping, got: 8'),
     (['dataset.video.fps=often'], "`dataset.video.fps` must be a valid number, got: 'often'"),
-    (['dataset.video={fps: 1, num_frames: 8}'], '`dataset.video`: `fps` must be left out beside `num_frames`'),
+    (['dataset.video={fps: 1, num_frames: 8}'], '`dataset.video`: `fps` must be left out if `num_frames` is given'),
     (['dataset.eval={path: b.json, video: {fps: 0}}'], '`dataset.eval.video`: `fps` must be a positive number'),
     (
         ['dataset.parts={films: {path: b.json, video: {max_frames: 2.5}}}', 'dataset.path=null'],
