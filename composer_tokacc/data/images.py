@@ -19,9 +19,9 @@ from composer_tokacc.refusals import InvalidInputError
 
 MAX_16_BIT = 65535
 MAX_PIXELS = 89_478_485
-"""Limit for one image. PIL warns of a decompression bomb above it, and 100 million pixels take 1.9 GiB."""
+"""Limit for one image. Above it PIL warns of a decompression bomb. (100 million pixels take 1.9 GiB.)"""
 SIZE_IN_HEADER = ('JPEG', 'MPO', 'PNG', 'WEBP', 'GIF', 'BMP')
-"""Formats whose header has the size of the image. An EXIF entry may still turn the image."""
+"""Formats whose header has the size of the image. An EXIF entry may still exchange width and height."""
 IMAGE_FORMATS = (
     'AVIF',
     'BMP',
@@ -55,7 +55,7 @@ def image_size(file: MediaFile) -> tuple[int, int]:
             return ImageOps.exif_transpose(image).size
         if image.format == 'PNG' and _has_metadata_after_pixels(cast(BinaryIO, image.fp)):
             image.load()  # reads this metadata too, which may turn the image
-        # PNG's own `getexif` decodes the image to find metadata after the pixels; the one of the base class does not.
+        # The base class's `getexif`, because PNG's own method would decode every image to look for such metadata.
         orientation = Image.Image.getexif(image).get(ExifTags.Base.Orientation)
         width, height = image.size
         if orientation in QUARTER_TURNS:
@@ -71,14 +71,14 @@ def _open_image(file: MediaFile) -> Iterator[Image.Image]:
         opened = Image.open(file, formats=formats)
     except UnidentifiedImageError as error:
         raise InvalidInputError(
-            f'it is no image of a known format ({", ".join(formats)}; no EPS; a HEIF image needs `pip '
-            'install pillow-heif`), or damaged'
+            f'it is damaged, or no image of a known format ({", ".join(formats)}; no EPS; a HEIF image needs '
+            '`pip install pillow-heif`)'
         ) from error
     with opened as image:
         # An MPO file holds several images too, but those after the first are a camera's previews.
         if image.format != 'MPO' and getattr(image, 'is_animated', False):
             raise InvalidInputError(
-                'it holds several images, of which a model would see the first. Save one, or make a video'
+                'it holds several images, but a model would see only the first. Save one, or make a video'
             )
         if image.width * image.height > MAX_PIXELS:
             raise InvalidInputError(
@@ -98,17 +98,18 @@ def _known_formats() -> list[str]:
 
 
 def _has_metadata_after_pixels(file: BinaryIO) -> bool:
-    """Tells whether a PNG file has chunks behind its pixels. Skips the content of the chunks."""
+    """Tells whether a PNG file has chunks after its pixels. Does not read the content of the chunks."""
     start = file.tell()
-    file.seek(8)  # behind the signature
+    file.seek(8)  # after the signature
     chunk_types = set()
     head = file.read(8)
     while len(head) == 8:
-        length, chunk_type = int.from_bytes(head[:4], 'big'), head[4:]
-        # Pixels begin at the first IDAT chunk. Every chunk from there on is noted.
+        length = int.from_bytes(head[:4], 'big')
+        chunk_type = head[4:]
+        # Pixels begin at the first IDAT chunk. The types of all chunks from there on are collected.
         if chunk_types or chunk_type == b'IDAT':
             chunk_types.add(chunk_type)
-        file.seek(length + 4, os.SEEK_CUR)  # the content and a checksum
+        file.seek(length + 4, os.SEEK_CUR)  # skips the content and a checksum
         head = file.read(8)
     file.seek(start)
     return bool(chunk_types - {b'IDAT', b'IEND'})
@@ -121,8 +122,8 @@ def _to_rgb(image: Image.Image, *, has_32_bits: bool) -> Image.Image:
         is_16_bit = values.min(initial=0) >= 0 and values.max(initial=0) <= MAX_16_BIT
         if has_32_bits or image.mode == 'F' or not is_16_bit:
             raise InvalidInputError(
-                f'an image of mode {image.mode} has no known white; save it with 8 or 16 bits a channel'
+                f'it has no known white (PIL mode {image.mode}). Save it with 8 or 16 bits a channel'
             )
-        values_of_8_bits = values // (MAX_16_BIT // 255)
+        values_of_8_bits = values // (MAX_16_BIT // 255)  # 65535 becomes 255
         image = Image.fromarray(values_of_8_bits.astype(np.uint8))
     return image.convert('RGB')

@@ -51,8 +51,8 @@ class MediaFolders:
 
     def __init__(self, *, allow_outside: bool = False) -> None:
         self._allows_outside = allow_outside
-        # Resolving a path asks for each folder in it, so each folder is resolved once.
-        self._real_path = cache(_real_path)
+        # Resolving a path asks the file system about each of its folders, so each path is resolved only once.
+        self._real_folder = cache(_real_path)
 
     def check(self, record: Record) -> None:
         """Checks that all files of a record are there, and inside its folder."""
@@ -64,12 +64,12 @@ class MediaFolders:
                 raise record.error(
                     f'{modality} file {path} does not exist, or is a link to nothing; is `image_dir` right?'
                 )
-            # Only a link needs to be resolved itself.
+            # The file itself is resolved only if it is a link. For all others the cached folder is enough.
             if os.path.islink(path):
                 real_folder = _real_path(path).parent
             else:
-                real_folder = self._real_path(path.parent)
-            is_inside = real_folder.is_relative_to(self._real_path(record.folder))
+                real_folder = self._real_folder(path.parent)
+            is_inside = real_folder.is_relative_to(self._real_folder(record.folder))
             if not is_inside and not self._allows_outside:
                 raise record.error(
                     f'{modality} file {path} must lie under {record.folder}, got: {real_folder}. Set '
@@ -78,6 +78,7 @@ class MediaFolders:
 
 
 def _real_path(path: Path) -> Path:
+    """Returns a path without links."""
     return Path(os.path.realpath(path))
 
 
@@ -99,11 +100,11 @@ def open_files(record: Record) -> list[Path | BinaryIO]:
 def check_decoder(record: Record) -> None:
     """Raises ValueError if the record needs PyAV and it cannot be imported.
 
-    This is not a fault of the sample, so ``on_error=skip`` must not skip the sample. A video that is a list of images
-    needs no PyAV.
+    Not a :class:`.BadSampleError`, because it is no fault of the sample: ``on_error=skip`` must not skip it.
     """
     needs_decoder = False
     for medium in record.media:
+        # A video of several files is a list of images, which needs no PyAV.
         if medium.modality != 'image' and len(medium.files) == 1:
             needs_decoder = True
     if not needs_decoder:
@@ -143,20 +144,21 @@ def decode_media(
     check_decoder(record)
     sampling = video or VideoSampling()
     decoded: dict[str, list[Any]] = {}
-    next_file = iter(files)
+    remaining_files = iter(files)
     for medium in record.media:
-        first, *further_frames = [next(next_file) for _ in medium.files]
+        files_of_medium = [next(remaining_files) for _ in medium.files]
+        file = files_of_medium[0]
         try:
-            if medium.modality == 'audio':
-                content = read_audio(first, sampling_rate)
-            elif further_frames:
-                content = read_frames([first, *further_frames], sampling)
+            if len(files_of_medium) > 1:
+                content = read_frames(files_of_medium, sampling)
             elif medium.modality == 'video':
-                content = read_video(first, sampling, shapes_only=shapes_only)
+                content = read_video(file, sampling, shapes_only=shapes_only)
+            elif medium.modality == 'audio':
+                content = read_audio(file, sampling_rate)
             elif shapes_only:
-                content = Image.new('RGB', image_size(first))
+                content = Image.new('RGB', image_size(file))
             else:
-                content = read_image(first)
+                content = read_image(file)
         except Exception as error:  # PIL raises OSError, SyntaxError, ValueError, struct.error, ... on broken files
             names = ', '.join(medium.names)
             raise record.error(f'{medium.modality} file {names} cannot be read: {error}') from error

@@ -25,7 +25,7 @@ MEDIA_KEYS = {
     'video': ('video', 'videos'),
     'audio': ('audio', 'audios', 'sound'),
 }
-"""Keys of a record that list the files of a modality. These are read."""
+"""Keys of a record that list the files of a modality, and are read."""
 
 _IMAGE_ENDINGS = 'jpg jpeg jpe jfif png webp gif bmp tif tiff heic heif avif jp2 j2k tga ppm pgm svg eps'
 _VIDEO_ENDINGS = 'mp4 mkv webm mov avi m4v mpg mpeg flv wmv 3gp ogv mts m2ts m3u8'
@@ -62,11 +62,11 @@ class Likeness(NamedTuple):
     """A sign of a medium: a file, an address of a file, or a key that announces one."""
 
     modality: str
-    """'' if it does not say which."""
+    """'' if the sign does not say which."""
     file_name: str = ''
-    """Its file name without folders. '' for content."""
+    """Name of the file without folders. '' if there is none, as for bytes."""
     may_be_source: bool = False
-    """Whether it may be a note about the origin of a medium: an address in a network, or only the name of the key."""
+    """Whether it may only note where a medium comes from: an address in a network, or the name of a key."""
 
 
 def check_unread_keys(
@@ -76,8 +76,8 @@ def check_unread_keys(
 ) -> None:
     """Raises ValueError if a key that is not read looks like a medium.
 
-    Two cases are allowed, because they only note the origin of a medium that is read: the file name of the medium; and
-    a network address or a telling name of a key, if the record has a medium of the same modality.
+    Two signs are allowed, because they only note where a medium comes from that is read under another key: the name of
+    its file; and a network address or the name of a key, if the record has a medium of the same modality.
 
     Args:
         data: The record.
@@ -88,7 +88,7 @@ def check_unread_keys(
     modalities_read = set()
     for medium in media:
         names_read.update(os.path.basename(name) for name in medium.names)
-        modalities_read.update((medium.modality, ''))  # any medium will do for '', which says no modality
+        modalities_read.update((medium.modality, ''))  # a sign without modality may note any medium
     for key, value in data.items():
         if key in keys_read:
             continue
@@ -113,6 +113,7 @@ def find_media(value: object) -> Iterator[Likeness]:
 
 
 def _likeness_of_text(text: str) -> Iterator[Likeness]:
+    """Yields a sign if a text is a ``data:`` URI, base64 of a file, or the path or address of a media file."""
     uri = _DATA_URI.match(text)
     address = ADDRESS.match(text)
     if uri:
@@ -120,8 +121,8 @@ def _likeness_of_text(text: str) -> Iterator[Likeness]:
         yield Likeness(modality if modality in MODALITIES else '')
     elif is_base64_of_file(text):
         yield Likeness('')
-    elif '\n' not in text and (address or '://' not in text):  # otherwise a text, not a path
-        path = text.strip()  # it may hold spaces, so a sentence that ends in a file name is a path, too
+    elif '\n' not in text and (address or '://' not in text):  # a text with lines, or around an address, is no path
+        path = text.strip()  # a path may hold spaces, so a sentence that ends in a file name counts as a path
         if address:
             path = re.split('[?#]', path)[0]
         file_name = os.path.basename(path)
@@ -141,7 +142,7 @@ def is_base64_of_file(text: str) -> bool:
 def _announced_medium(key: str, value: object) -> Iterator[Likeness]:
     """Yields the medium that the name of a key announces.
 
-    A value that is a sentence, a count or a flag is not a medium, whatever its key is called.
+    Yields nothing for a sentence, a count or a flag, because such a value is not a medium.
     """
     match = _ANNOUNCING_KEY.fullmatch(key.lower())
     is_sentence_or_empty = isinstance(value, str) and len(value.split()) != 1
@@ -152,19 +153,20 @@ def _announced_medium(key: str, value: object) -> Iterator[Likeness]:
         return
     modality = ''
     for name in MODALITIES:
-        if match[name]:
+        if match[name]:  # the group of the modality
             modality = name
     yield Likeness(modality, may_be_source=True)
 
 
 def _refusal(key: str, value: object, modality: str) -> str:
+    """Returns the message that refuses a key, with the key to use instead."""
     # `frames` of .jpg files are a video, but a .mp4 file is a video under any name.
     if modality in ('', 'image'):
         for announced in _announced_medium(key, value):
             modality = announced.modality or modality
     singular, plural, *_ = MEDIA_KEYS[modality or 'image']
-    nearest_key = plural if isinstance(value, list) else singular
+    key_to_use = plural if isinstance(value, list) else singular
     problem = (
         f'`{key[:60]}` looks like an image, a video or an audio, but this key is not read, got: {short_repr(value)}'
     )
-    return f'{problem}. Call it `{nearest_key}`, or take it out'
+    return f'{problem}. Call it `{key_to_use}`, or take it out'
