@@ -29,8 +29,8 @@ class VisionLanguageCollator:
         tokenizer = getattr(tokenizer, 'tokenizer', tokenizer)
         if getattr(tokenizer, 'pad_token_id', None) is None:
             raise InvalidInputError(
-                '`tokenizer` must have a pad token, got: none. Set it: `tokenizer.pad_token = '
-                'tokenizer.eos_token` (padding is masked, so any will do).'
+                '`tokenizer` must have a pad token. Set it: `tokenizer.pad_token = tokenizer.eos_token` (padding is '
+                'masked, so any token can be used).'
             )
         self.pad_token_id: int = tokenizer.pad_token_id
         self.padding_side: str = tokenizer.padding_side
@@ -40,8 +40,8 @@ class VisionLanguageCollator:
         """Joins samples into a batch.
 
         Args:
-            samples: What a processor returns for one sample each, with ``labels``, ``sample_ids`` and ``num_images``.
-                Possibly also ``num_videos`` and ``num_audios``.
+            samples: Encoded samples, as a processor returns them for one conversation, with ``labels``, ``sample_ids``
+                and ``num_images``. Possibly also ``num_videos`` and ``num_audios``.
 
         Returns:
             The batch. Its first entry is ``input_ids`` of shape ``(len(samples), width)``. It also has the lists
@@ -62,9 +62,9 @@ class VisionLanguageCollator:
 
 
 def _check_samples(samples: Sequence[EncodedSample]) -> None:
-    """Raises ValueError unless the samples are a list of at least one, each of shape ``(1, length)``."""
+    """Raises ValueError unless there are samples, and each has ``input_ids`` of shape ``(1, length)``."""
     shapes: list[tuple[int, ...]] = []
-    if not isinstance(samples, Mapping):
+    if not isinstance(samples, Mapping):  # a single sample, or a batch, by mistake
         for sample in samples:
             input_ids = dict(sample).get('input_ids')
             shapes.append(tuple(getattr(input_ids, 'shape', ())))
@@ -78,6 +78,7 @@ def _check_samples(samples: Sequence[EncodedSample]) -> None:
 
 
 def _count_media(sample: EncodedSample) -> int:
+    """Returns the number of images, videos and audios of a sample."""
     count = 0
     for modality in MODALITIES:
         count += sample.get(f'num_{modality}s', [0])[0]

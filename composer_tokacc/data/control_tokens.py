@@ -20,10 +20,10 @@ from composer_tokacc.planning import check_choice
 from composer_tokacc.refusals import InvalidInputError
 
 ControlTokens = Literal['warn', 'text', 'refuse']
-"""``warn``: encode them as control tokens, and name the first sample. ``text``: encode the characters that they are
-written with. ``refuse`` the sample."""
+"""``warn``: encode them as control tokens, and name the first sample that has one. ``text``: encode the characters that
+they are written with. ``refuse``: refuse the sample."""
 STAND_IN = '\ue002{}\ue003'
-"""Stands for a control token. Like the marker of an answer, no text holds it and no template changes it."""
+"""Stands for a control token. Its two characters are private-use ones, like those of ``chat_template.MARKER``."""
 
 log = logging.getLogger(__name__)
 
@@ -31,9 +31,10 @@ log = logging.getLogger(__name__)
 class ControlTokenPolicy:
     """Finds control tokens in the text of users. The ones that the chat template writes are not touched.
 
-    With ``text``, a stand-in replaces each control token before the template and the processor run. The stand-in is a
-    token of its own. Afterwards the tokens of the control token's characters (its spelling) replace the stand-in. So no
-    other token of the sample changes, and the processor needs no support for it.
+    With ``text``, :meth:`hide` replaces each control token by a stand-in before the template and the processor run. The
+    tokenizer gets a new token for it. Afterwards :meth:`spell` replaces the stand-in by the tokens of the control
+    token's characters (its spelling). So no other token of the sample changes, and the processor needs no support for
+    it.
 
     Args:
         option: One of ``ControlTokens``.
@@ -56,7 +57,7 @@ class ControlTokenPolicy:
         """Ids of the text of a control token, by the id of its stand-in."""
 
     def check(self, record: Record) -> None:
-        """Refuses a record with control tokens in its text, or warns of the first."""
+        """Refuses a record with control tokens in its text (``refuse``), or warns of the first (``warn``)."""
         if self.option == 'text' or self._has_warned:
             return
         match = self._pattern.search('\n'.join(record.texts))
@@ -96,16 +97,16 @@ class ControlTokenPolicy:
         if self._spellings.keys().isdisjoint(ids):
             return dict(sample)
         pieces = []
-        for token in ids:
-            itself = torch.tensor([token])
-            pieces.append(self._spellings.get(token, itself))
+        for token_id in ids:
+            unchanged = torch.tensor([token_id])
+            pieces.append(self._spellings.get(token_id, unchanged))
         counts = torch.tensor([len(piece) for piece in pieces])
         spelled = dict(sample)
         for key, value in sample.items():
             if value.shape == (1, len(ids)):
                 spelled[key] = value.repeat_interleave(counts, dim=1)
         spelled['input_ids'] = torch.cat(pieces)[None]
-        # A stand-in that carried loss gives it to all tokens of its spelling.
+        # If a stand-in carried loss, all tokens of its spelling do. Their labels are the new ids.
         labels = spelled['labels']
         spelled['labels'] = labels.where(labels == IGNORE_INDEX, spelled['input_ids'])
         return spelled
@@ -120,7 +121,7 @@ class ControlTokenPolicy:
         token_id = self.tokenizer.convert_tokens_to_ids(token)
         is_split = token_id not in ids and self.tokenizer.unk_token_id not in ids
         if not ids or not is_split:
-            raise InvalidInputError(f'the tokenizer must have tokens for the text {token}, got: none. Take it out')
+            raise InvalidInputError(f'the tokenizer cannot write the control token {token} as text. Take it out')
         stand_in = STAND_IN.format(len(self._stand_ins))
         self.tokenizer.add_tokens([AddedToken(stand_in, normalized=False)])
         self._stand_ins[token] = stand_in
@@ -129,6 +130,7 @@ class ControlTokenPolicy:
 
 
 def _pattern_of_control_tokens(tokenizer: Any, end_token: str) -> re.Pattern[str]:
+    """Returns a pattern of all special tokens and of the ending token, which may be a plain one."""
     tokens = {end_token, *tokenizer.all_special_tokens}
     for token in tokenizer.added_tokens_decoder.values():
         if token.special:

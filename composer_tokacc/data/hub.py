@@ -25,7 +25,7 @@ FILE_OF_KIND = {'model': 'config.json', 'dataset': 'README.md'}
 
 
 def ask_hub(name: str, kind: Literal['model', 'dataset']) -> None:
-    """Asks the hub for one file, once. Does nothing offline, for a folder, or for a name in the hub's cache.
+    """Asks the hub for one file, once. Does nothing offline, for a folder, or if the file is in the hub's cache.
 
     Raises:
         OSError: If the hub does not answer, or the name cannot be one of the hub.
@@ -37,7 +37,7 @@ def ask_hub(name: str, kind: Literal['model', 'dataset']) -> None:
         is_cached = isinstance(try_to_load_from_cache(name, file, repo_type=kind), str)
         if not is_cached:
             get_hf_file_metadata(hf_hub_url(name, file, repo_type=kind), timeout=PATIENCE)
-    except HfHubHTTPError:  # the hub answers. A missing repository is reported when it is loaded
+    except HfHubHTTPError:  # the hub answers, if only with an error. Loading reports a missing repository
         return
     except HFValidationError as error:
         raise OSError('there is no such folder, and the hub has no such names') from error
@@ -45,5 +45,5 @@ def ask_hub(name: str, kind: Literal['model', 'dataset']) -> None:
         reason = ' '.join(str(error).split()) or type(error).__name__
         raise OSError(
             f'{constants.ENDPOINT} does not answer: {reason}. Give a folder of this machine, or set '
-            'HF_HUB_OFFLINE=1 for what an earlier run has kept'
+            'HF_HUB_OFFLINE=1 to use the files that an earlier run has downloaded'
         ) from error

@@ -45,10 +45,11 @@ DEFAULT_TAGS = {
     'function_tag': 'function_call',
     'system_tag': 'system',
 }
-"""Keys of a turn, and speakers. A file without tags uses these names, and `formats.py` reads them."""
+"""Names of keys of a turn, and of speakers. A file without tags uses these names, and `formats.py` reads them."""
 TAGS_OF_KEYS = ('role_tag', 'content_tag')
-ENTRY_TEXTS = ('file_name', 'hf_hub_url', 'subset', 'split', 'formatting')
-NAME_MAPS = ('columns', 'tags')
+"""The tags that name a key. The others name a speaker."""
+KEYS_OF_STRINGS = ('file_name', 'hf_hub_url', 'subset', 'split', 'formatting')
+KEYS_OF_MAPPINGS = ('columns', 'tags')
 
 
 class DatasetEntry:
@@ -60,10 +61,11 @@ class DatasetEntry:
 
     def __init__(self, entry: JsonObject) -> None:
         for key, value in entry.items():
-            if value and key not in ENTRY_TEXTS and key not in NAME_MAPS:  # `ranking: false` asks for nothing
-                raise InvalidInputError(f'`{key[:60]}` is not supported')
-            if key in ENTRY_TEXTS and not isinstance(value, str | None):
+            if key in KEYS_OF_STRINGS and not isinstance(value, str | None):
                 raise InvalidInputError(f'`{key}` must be a string, got: {short_repr(value)}')
+            is_read = key in KEYS_OF_STRINGS or key in KEYS_OF_MAPPINGS
+            if value and not is_read:  # a false value, as in `ranking: false`, asks for nothing
+                raise InvalidInputError(f'`{key[:60]}` is not supported')
         formatting = entry.get('formatting') or 'alpaca'
         if formatting not in DEFAULT_COLUMNS:
             raise InvalidInputError(
@@ -80,7 +82,9 @@ class DatasetEntry:
             **_names_of(entry, 'columns', KEY_OF_COLUMN),
         }
         self._keys_of_turn: dict[str, str] = {}
+        """Our key of a turn, by the file's key."""
         self._roles: dict[str, str] = {}
+        """Our name of a speaker, by the file's name."""
         tags = {
             **DEFAULT_TAGS,
             **_names_of(entry, 'tags', DEFAULT_TAGS),
@@ -92,7 +96,7 @@ class DatasetEntry:
                 self._roles[name] = DEFAULT_TAGS[tag]
 
     def locate(self, folder: Path) -> tuple[str, str | None]:
-        """Returns the path of the file, or the name of the hub's dataset and its split. A file lies in the folder."""
+        """Returns the path of the file in the folder, or the name of the hub's dataset and its split."""
         if self._hub_name:
             name = f'{HUB}{self._hub_name}/{self._subset}'
             return name.rstrip('/'), self._split
@@ -100,7 +104,7 @@ class DatasetEntry:
         return str(path), None
 
     def rename(self, data: JsonObject) -> JsonObject:
-        """Returns a record with the keys that `formats.py` knows. A column that the entry does not name is left out."""
+        """Returns a record with the keys that `formats.py` reads. Leaves out a column that the entry does not name."""
         record = {
             'id': data.get('id'),
             'loss_weights': data.get('loss_weights'),
@@ -114,8 +118,9 @@ class DatasetEntry:
         return record
 
     def _rename_turn(self, turn: object) -> object:
+        """Returns a turn with the keys and the speaker that `formats.py` reads."""
         if not isinstance(turn, Mapping):
-            return turn  # refused later, by its record
+            return turn  # `formats.py` refuses it, and names the record
         renamed = {}
         for key, value in turn.items():
             renamed[self._keys_of_turn.get(key, key)] = value
@@ -126,7 +131,7 @@ class DatasetEntry:
 
 
 def _names_of(entry: JsonObject, key: str, supported: JsonObject) -> JsonObject:
-    """Returns the names under ``columns`` or ``tags``."""
+    """Returns the names in the file under ``columns`` or ``tags``, by LLaMA-Factory's names."""
     names = entry.get(key) or {}
     if not isinstance(names, Mapping):
         raise InvalidInputError(f'`{key}` must map names to names, got: {short_repr(names)}')

@@ -23,14 +23,14 @@ from composer_tokacc.refusals import InvalidInputError
 
 
 class LlavaStreamingDataset(StreamingDataset):
-    """Reads the shards of ``python -m composer_tokacc.data.to_mds``. A sample equals that of :class:`.LlavaDataset`.
+    """Reads the shards of ``python -m composer_tokacc.data.to_mds``. The samples equal those of :class:`.LlavaDataset`.
 
     StreamingDataset chooses the order, divides samples among ranks, downloads and caches shards, and resumes.
 
     Args:
         processor: Hugging Face processor. For text only, a tokenizer is enough.
         max_length: Longest sample allowed, in tokens, image tokens included. Nothing is ever truncated.
-        video: As for :class:`.LlavaDataset`, and ``control_tokens``, ``train_on`` and ``add_end_token``.
+        video: As for :class:`.LlavaDataset`. So are ``control_tokens``, ``train_on`` and ``add_end_token``.
         streams: Several sources: :class:`streaming.Stream`, or a mapping of names to their arguments (``local``,
             ``remote``, ``proportion``, ...) as in a YAML file. Samples of a mapping carry the name as ``source``.
         **kwargs: Further arguments of :class:`streaming.StreamingDataset`: ``local``, ``remote``, ``shuffle``,
@@ -38,7 +38,7 @@ class LlavaStreamingDataset(StreamingDataset):
 
     Raises:
         BadSampleError: On reading, for a file that cannot be decoded or a sample over ``max_length``.
-        ValueError: For shards with other columns, or as StreamingDataset does.
+        ValueError: If the shards have other columns, or StreamingDataset refuses an argument.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class LlavaStreamingDataset(StreamingDataset):
 
     @staticmethod
     def texts(*folders: PathLike) -> Iterator[str]:
-        """Yields the text of every turn. Reads the first folder that has all shards, not compressed."""
+        """Yields the text of every turn, from the first folder that has all shards in uncompressed form."""
         for folder in map(Path, folders):
             shards = _read_index(folder)
             if not shards:
@@ -105,7 +105,7 @@ class LlavaStreamingDataset(StreamingDataset):
         It does not depend on the folder of the shards.
         """
         shards = [(shard.samples, shard.get_raw_size()) for shard in self.shards]
-        # Only the values, as checkpoints of earlier releases have them.
+        # Without the names of the options, as in the checkpoints of earlier releases.
         options = [value for _, value in self.encoder.identity_of_options()]
         return repr((shards, self.encoder.video, *options))
 
@@ -122,7 +122,7 @@ class LlavaStreamingDataset(StreamingDataset):
 
 
 def _read_index(folder: Path) -> list[dict[str, Any]]:
-    """Returns the shards of a folder. Empty if it has no index, or not all of its shards."""
+    """Returns the entries of the shards in a folder's index. Empty if the index or one of the shards is missing."""
     index = folder / 'index.json'
     if not index.is_file():
         return []

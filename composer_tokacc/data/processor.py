@@ -33,7 +33,7 @@ RESERVED_TOKENS = (
     '<|end|>',
 )
 
-# Every role has a token of its own. It begins a turn, and so ends the turn before. Only an answer has an ending token,
+# Each turn begins with the token of its role, which also ends the turn before. Only an answer has an ending token,
 # because the model must learn to stop.
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}{{- '<|' + message['role'] + '|>' -}}"
@@ -94,7 +94,10 @@ def small_llava_processor(
     image_size: int = 32,
     patch_size: int = 8,
 ) -> LlavaProcessor:
-    """Returns a processor with a tokenizer: square images, ``(image_size / patch_size)**2`` tokens each."""
+    """Returns a processor with this tokenizer. An image is resized to a square of ``image_size`` pixels a side.
+
+    It has ``(image_size / patch_size)**2`` tokens.
+    """
     if image_size % patch_size:
         raise InvalidInputError(f'`image_size` must be a multiple of `patch_size`={patch_size}, got: {image_size}.')
     square = {'height': image_size, 'width': image_size}
@@ -129,7 +132,7 @@ def build_small_processor(
 
     Args:
         texts: The texts to train the tokenizer on, e.g. ``LlavaDataset.texts(path)``.
-        vocab_size: Largest number of tokens.
+        vocab_size: Most tokens of the vocabulary.
         image_size: Side of the square that every image is resized to, in pixels.
         patch_size: Side of the patch that becomes one token, in pixels.
         model_max_length: Longest input that gets no warning.
