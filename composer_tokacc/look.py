@@ -41,13 +41,13 @@ from composer_tokacc.programs.schema import NotNegative, read_options
 from composer_tokacc.programs.sources import source_of
 
 MAX_WRITTEN_OUT = 4
-"""Repetitions of one token that are written out. Longer runs are placeholders of media."""
+"""Most repetitions of one token that are written out. Longer runs are placeholders of media."""
 MAX_INTEGERS = 12
-"""Integers of a tensor that are written out, such as the sizes of images."""
+"""Most integers of a tensor that are written out, such as the sizes of images."""
 MAX_FLOATS = 6
-"""Floats of a tensor that are written out. A larger tensor is pixels, of which only the range is shown."""
+"""Most floats of a tensor that are written out. A larger tensor holds pixels. Only their range is shown."""
 MAX_READ_FOR_KINDS = 64
-"""Samples that are read to find one of each kind of media, if the dataset does not know the kinds."""
+"""Most samples that are read to find one of each combination of modalities, if the dataset does not know these."""
 
 
 @dataclass(kw_only=True)
@@ -100,7 +100,7 @@ def choose_samples(dataset: Any, lengths: np.ndarray, count: int) -> list[int]:
         int(lengths.argmax()),
         *spread,
     ]
-    by_priority.extend(range(num_samples))  # used if some of the others are the same sample
+    by_priority.extend(range(num_samples))  # used if there are repetitions among the others
     distinct = list(dict.fromkeys(by_priority))
     return sorted(distinct[:count])
 
@@ -119,6 +119,7 @@ def _one_of_each_kind(dataset: Any, num_samples: int) -> list[int]:
 
 
 def _knows_modalities(dataset: Any) -> bool:
+    """Tells whether the dataset gives the modalities of a sample without reading it."""
     if isinstance(dataset, ConcatDataset):
         return all(_knows_modalities(part) for part in dataset.datasets)
     return hasattr(dataset, 'modalities')
@@ -142,7 +143,7 @@ def _modalities_of(dataset: Any, index: int) -> frozenset[str]:
 
 
 def described(sample: Mapping[str, Any], tokenizer: Any, index: int) -> str:
-    """Returns a sample as text: its numbers, the shapes of its media, and its tokens."""
+    """Returns a sample as text: its number of tokens, the shapes and values of its tensors, and its decoded tokens."""
     ids = sample['input_ids'][0].tolist()
     has_loss = (sample['labels'][0] != IGNORE_INDEX).tolist()
     sample_ids = sample.get('sample_ids') or [index]
@@ -152,11 +153,11 @@ def described(sample: Mapping[str, Any], tokenizer: Any, index: int) -> str:
     lines = [f'== sample {name}: {len(ids)} tokens, {sum(has_loss)} of them learned']
     text_shape = sample['input_ids'].shape
     for key, value in sample.items():
-        # Tensors with an entry for each token, such as the attention mask, say nothing that the text does not.
+        # A tensor with an entry for each token, such as the attention mask, says nothing that the text does not say.
         if isinstance(value, torch.Tensor) and value.shape[:2] != text_shape:
             data_type = str(value.dtype).removeprefix('torch.')
             lines.append(f'   {key}: {tuple(value.shape)} {data_type}, {_values_of(value)}')
-    lines.append(''.join(_pieces(ids, has_loss, tokenizer)))
+    lines.append(''.join(_marked_pieces(ids, has_loss, tokenizer)))
     return '\n'.join(lines)
 
 
@@ -167,24 +168,26 @@ def _values_of(value: torch.Tensor) -> str:
     return f'from {float(value.min()):.2f} to {float(value.max()):.2f}'
 
 
-def _pieces(ids: Sequence[int], has_loss: Sequence[bool], tokenizer: Any) -> Iterator[str]:
+def _marked_pieces(ids: Sequence[int], has_loss: Sequence[bool], tokenizer: Any) -> Iterator[str]:
     """Splits the tokens where loss starts or ends, and yields the text of each part, marked if it carries loss."""
-    tokens_and_loss = zip(ids, has_loss, strict=True)
-    for is_learned, run in groupby(tokens_and_loss, key=lambda pair: pair[1]):
-        text = _decode([token for token, _ in run], tokenizer)
+    start = 0
+    for is_learned, run in groupby(has_loss):
+        end = start + len(list(run))
+        text = _decode(ids[start:end], tokenizer)
         yield f' >> {text.strip()} << ' if is_learned else text
+        start = end
 
 
 def _decode(ids: Sequence[int], tokenizer: Any) -> str:
     """Decodes tokens, and writes a long repetition as ``[<image> x 576]``."""
     text = ''
-    pending: list[int] = []
+    pending: list[int] = []  # decoded together, because a character may have several tokens
     for token, repetitions in groupby(ids):
-        number = len(list(repetitions))
-        if number <= MAX_WRITTEN_OUT:
-            pending.extend([token] * number)
+        count = len(list(repetitions))
+        if count <= MAX_WRITTEN_OUT:
+            pending.extend([token] * count)
             continue
-        text += tokenizer.decode(pending) + f'[{tokenizer.decode([token])} x {number}]'
+        text += tokenizer.decode(pending) + f'[{tokenizer.decode([token])} x {count}]'
         pending = []
     if pending:
         text += tokenizer.decode(pending)
