@@ -365,7 +365,7 @@ def read_frames(files: Sequence[MediaFile], sampling: VideoSampling) -> Video:
     width, height = images[chosen[0]].size
     _check_pixels(len(chosen), width, height)
     frames = [np.asarray(images[number]) for number in chosen]
-    return make_video(frames, chosen, num_frames=len(files), step=step)
+    return make_video(frames, chosen, len(files), step)
 
 
 def read_video(file: MediaFile, sampling: VideoSampling, *, shapes_only: bool = False) -> Video:
@@ -399,7 +399,8 @@ def read_video(file: MediaFile, sampling: VideoSampling, *, shapes_only: bool = 
         step = min(gaps)
     chosen_frames = [frames[stamps[index]] for index in chosen]
     frame_numbers = [round(times[index] / step) for index in chosen]
-    return make_video(chosen_frames, frame_numbers, num_frames=round(duration / step), step=step)
+    num_frames = round(duration / step)
+    return make_video(chosen_frames, frame_numbers, num_frames, step)
 
 
 def _check_pixels(num_frames: int, width: int, height: int) -> None:
@@ -536,10 +537,12 @@ def _turn_upright(frame: np.ndarray, matrix: bytes | None) -> np.ndarray:
     if matrix is None:
         return frame
     a, b, _, c, d = np.frombuffer(matrix, np.int32)[:5]
-    x_sign, y_sign = a, d
+    x_sign = a
+    y_sign = d
     if abs(b) > abs(a):  # a turn by 90 or 270 degrees: x is shown as y, and y as x
         frame = frame.swapaxes(0, 1)
-        x_sign, y_sign = c, b
+        x_sign = c
+        y_sign = b
     horizontal_step = -1 if x_sign < 0 else 1
     vertical_step = -1 if y_sign < 0 else 1
     return frame[::vertical_step, ::horizontal_step]
