@@ -23,14 +23,14 @@ def identify_data(dataset: Any) -> str:
 
     The dataset gives it as ``dataset.identity()`` or ``dataset.fingerprint()``. If it has no such method, the
     fingerprint is made of the number of samples and the token ids of 64 of them, evenly spread. A change of any other
-    sample goes unnoticed. A bad sample raises no error here: its error message takes the place of its ids. The run
-    raises the error when it reads the sample.
+    sample goes unnoticed. Of a bad sample the error message is used instead of the ids, because the error should be
+    raised only when the run reads the sample.
     """
     if isinstance(dataset, ConcatDataset):
         return fingerprint([identify_data(part) for part in dataset.datasets])
-    identity = getattr(dataset, 'identity', None) or getattr(dataset, 'fingerprint', None)
-    if callable(identity):
-        return fingerprint(identity())
+    identity_method = getattr(dataset, 'identity', None) or getattr(dataset, 'fingerprint', None)
+    if callable(identity_method):
+        return fingerprint(identity_method())
     parts: list[Any] = [len(dataset)]
     indices = np.linspace(0, len(dataset) - 1, NUM_READ).astype(int)
     for index in np.unique(indices).tolist():
@@ -45,10 +45,11 @@ def identify_data(dataset: Any) -> str:
 
 def check_sample(sample: Any, *keys: str) -> None:
     """Raises ValueError unless a sample is a mapping with the given keys."""
-    keys_of_sample = set(sample.keys()) if hasattr(sample, 'keys') else set()
-    missing = set(keys) - keys_of_sample
+    missing = set(keys)
+    if hasattr(sample, 'keys'):
+        missing -= set(sample.keys())
     if missing:
-        got = f'one without {min(missing)}' if keys_of_sample else type(sample).__name__
+        got = f'a {type(sample).__name__} without {sorted(missing)}'
         raise InvalidInputError(f'`dataset` must give samples with `input_ids` and `labels`, got: {got}.')
 
 
@@ -64,6 +65,7 @@ def identify_processor(processor: Any) -> str:
 
 
 def _settings_of(part: Any) -> dict[str, Any]:
+    """Returns the settings of a processor or of one of its parts. Empty if it has none."""
     if not hasattr(part, 'to_dict'):
         return {}
     return part.to_dict()

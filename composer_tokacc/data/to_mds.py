@@ -47,12 +47,13 @@ ShardRow = dict[str, Any]
 
 
 class Written(NamedTuple):
-    """The result of a conversion. ``skipped`` has the reason of each bad sample that was left out."""
+    """The result of a conversion."""
 
     num_samples: int
     num_shards: int
     num_bytes: int
     skipped: tuple[str, ...]
+    """The reason of each bad sample that was left out."""
 
 
 def write_shards(
@@ -73,7 +74,7 @@ def write_shards(
         path: As for :class:`.LlavaDataset`.
         image_dir: Folder to which names of media are relative.
         out: Folder for the shards, empty or absent. If anything raises, it is removed.
-        size_limit: Largest shard, in bytes or as ``'64mb'``. A larger sample gets a shard of its own.
+        size_limit: Largest shard, in bytes or as ``'64mb'``. A larger sample is the only one in its shard.
         on_error: ``'raise'`` at the first bad sample, or ``'skip'`` it, print the reason and count it.
         allow_outside: Whether names may lead out of that folder: ``../``, absolute ones, links.
 
@@ -85,13 +86,11 @@ def write_shards(
     """
     check_choice('on_error', on_error, ('raise', 'skip'))
     if find_spec('streaming') is None:
-        raise ImportError("shards need mosaicml-streaming, got: none. pip install 'composer_tokacc[streaming]'")
+        raise ImportError("shards need mosaicml-streaming. pip install 'composer_tokacc[streaming]'")
     out = Path(out)
     is_empty_folder = out.is_dir() and not any(out.iterdir())
     if out.exists() and not is_empty_folder:
-        raise InvalidInputError(
-            f'`out_folder` must be empty or absent, got: {out}, which is not. Name another, or remove it.'
-        )
+        raise InvalidInputError(f'`out_folder` must be empty or absent, but {out} is not. Name another, or remove it.')
     records = list(read_records(path, image_dir=image_dir, allow_outside=allow_outside))
     writer = _open_writer(out, size_limit)
     try:
@@ -200,6 +199,7 @@ def _read_rows(records: Sequence[Record | BadSampleError]) -> Iterator[ShardRow 
 
 
 def _read_row(record: Record | BadSampleError) -> ShardRow | BadSampleError:
+    """Returns the row of a record. If a file cannot be read or decoded, or the record is bad, returns the error."""
     if isinstance(record, BadSampleError):
         return record
     try:
@@ -207,7 +207,7 @@ def _read_row(record: Record | BadSampleError) -> ShardRow | BadSampleError:
         for file in open_files(record):
             content = file.read_bytes() if isinstance(file, Path) else file.read()
             contents.append(content)
-        decode_media(record, [BytesIO(content) for content in contents])
+        decode_media(record, [BytesIO(content) for content in contents])  # only a check, see `write_shards`
     except BadSampleError as error:
         return error
     except OSError as error:
@@ -216,7 +216,7 @@ def _read_row(record: Record | BadSampleError) -> ShardRow | BadSampleError:
 
 
 def _to_row(record: Record, contents: Sequence[bytes]) -> ShardRow:
-    """Returns the row of a record with the contents of its files, in order."""
+    """Returns the row of a record and the contents of its files, in order."""
     turns = []
     for turn in record.turns:
         raw_turn: dict[str, Any] = {'from': turn.role, 'value': turn.text}
@@ -247,8 +247,8 @@ def from_row(row: JsonObject) -> tuple[Record, list[bytes]]:
     raw_record = row['record']
     turns = []
     for raw_turn in raw_record['conversations']:
-        has_weight = raw_turn.get('weight') != 0
-        turns.append(Turn(raw_turn['from'], raw_turn['value'], has_weight))
+        carries_loss = raw_turn.get('weight') != 0
+        turns.append(Turn(raw_turn['from'], raw_turn['value'], carries_loss))
     media = [Medium(modality, tuple(names)) for modality, names in raw_record['media']]
     record = Record(
         sample_id=raw_record['id'],
