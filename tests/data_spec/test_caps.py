@@ -68,6 +68,17 @@ class CappedRows(Dataset):
     def spec(self, cap=None, **options):
         return token_data_spec([], layout=self.layout, **{self.option: cap}, **options)
 
+    def sampler(self, table, cap, **options):
+        """Returns a sampler of all rows in one step. ``table`` has the size of each row."""
+        return RegroupingBatchSampler(
+            self,
+            lengths=self.lengths,
+            global_batch_size=len(self),
+            max_tokens=len(self) * self.width,
+            **{self.size: table, self.option: cap},
+            **options,
+        )
+
     def largest(self, microbatches):
         return max(map(self.count, microbatches))
 
@@ -121,7 +132,9 @@ def test_planned_microbatches_are_cut_again(capped_rows, size):
 
 
 def test_dummy_image_row_keeps_the_cap(two_ranks):
-    text, long_text, *with_images = (IMAGES.rows[row] for row in (0, 4, 1, 2, 3))
+    text = IMAGES.rows[0]
+    long_text = IMAGES.rows[4]
+    with_images = IMAGES.rows[1:4]
     batch = IMAGES.batch([text, long_text, text, *with_images])
     microbatches = IMAGES.spec(IMAGES.cap).split_batch(batch, 3)
     sizes = [images_in(microbatch) for microbatch in microbatches]
@@ -152,17 +165,10 @@ def test_capped_microbatches_are_exact(capped_rows, logits, packing):
 @pytest.mark.parametrize('sizes_are_right', [True, False])
 def test_planned_microbatches_keep_the_cap(capped_rows, objective, sizes_are_right):
     """If the table of sizes is wrong, the split cuts the planned microbatches again."""
-    plan = partial(
-        RegroupingBatchSampler,
-        capped_rows,
-        lengths=capped_rows.lengths,
-        global_batch_size=len(capped_rows),
-        max_tokens=len(capped_rows) * capped_rows.width,
-        objective=objective,
-        **{capped_rows.size: capped_rows.sizes if sizes_are_right else [0] * len(capped_rows)},
-    )
+    table = capped_rows.sizes if sizes_are_right else [0] * len(capped_rows)
     cap = {capped_rows.option: capped_rows.cap}
-    dataloader = RegroupingDataLoader(capped_rows, batch_sampler=plan(**cap), collate_fn=capped_rows.batch)
+    sampler = capped_rows.sampler(table, capped_rows.cap, objective=objective)
+    dataloader = RegroupingDataLoader(capped_rows, batch_sampler=sampler, collate_fn=capped_rows.batch)
     planned = next(iter(dataloader)).microbatches
     assert (capped_rows.largest(planned) <= capped_rows.cap) == sizes_are_right
     sizes = capped_rows.record_sizes()
@@ -172,8 +178,12 @@ def test_planned_microbatches_keep_the_cap(capped_rows, objective, sizes_are_rig
     assert max(sizes.values) <= capped_rows.cap
     if sizes_are_right:
         assert len(sizes.values) == len(planned)
-        with pytest.raises(ValueError, match=rf'`{capped_rows.option}` must be at least the longest sample'):
-            plan(**{capped_rows.option: capped_rows.cap - 1})
+
+
+@for_each_cap
+def test_sampler_refuses_a_row_over_the_cap(capped_rows):
+    with pytest.raises(ValueError, match=rf'`{capped_rows.option}` must be at least the longest sample'):
+        capped_rows.sampler(capped_rows.sizes, capped_rows.cap - 1)
 
 
 def test_exchanged_microbatches_keep_the_cap():

@@ -10,7 +10,7 @@ import pytest
 from composer_tokacc import token_data_spec
 from composer_tokacc.data_spec import split
 from composer_tokacc.row_counts import num_samples
-from tests.support.text import collate, text_rows
+from tests.support.text import ragged_batch
 from tests.support.training import loader
 
 NUM_ROWS, NUM_OF_OTHER_RANK = 3, 5
@@ -35,7 +35,7 @@ def test_counts_are_equal_if_needed(equal_counts, reduces_once, expected, two_ra
         return [max(*values, NUM_OF_OTHER_RANK)] if is_count else values
 
     monkeypatch.setattr(split, 'max_over_ranks', max_over_ranks)
-    batch = collate(text_rows([(6, 3)] * NUM_ROWS))
+    batch = ragged_batch([(6, 3)] * NUM_ROWS)
     spec = token_data_spec(loader(batch), equal_counts=equal_counts)
     microbatch_split = split.split_of(spec.dataloader)
     microbatch_split.adopt(microbatch_split.rules)

@@ -24,7 +24,7 @@ from tests.matrix.packed import FAMILIES as PACKED
 from tests.matrix.packed import cell
 from tests.support.exactness import family_batch
 from tests.support.families import FAMILIES
-from tests.support.text import VOCABULARY, collate, text_model, text_rows
+from tests.support.text import VOCABULARY, collate, ragged_batch, text_model, text_rows
 from tests.support.training import (
     On,
     assert_exact,
@@ -66,7 +66,7 @@ if IS_V4:
 
 
 def packed_of(model, batch):
-    """Returns the packed row and the DocumentAttention, which changes the model until its ``undo``.
+    """Returns the packed row of a batch, and the DocumentAttention, which changes the model until its ``undo``.
 
     The ``attention_mask`` of a packed row tells the documents apart: bool, of shape (documents, width).
     """
@@ -80,8 +80,13 @@ def logits_of(model, batch):
         return model.eval()(**tensors, use_cache=False).logits
 
 
+def assert_same_logits(logits, expected):
+    """Compares up to the round-off of float32."""
+    torch.testing.assert_close(logits, expected, rtol=0, atol=2e-6)
+
+
 def logits_of_rows(model, batch):
-    """The logits of each row computed without padding, one behind the other as in a packed row."""
+    """Returns the logits of each row computed without padding, one row after the other as in a packed row."""
     layout = BatchLayout.for_model(model)
     rows = [layout.trim(layout.select(batch, [row])) for row in range(layout.num_rows(batch))]
     return torch.cat([logits_of(model, row) for row in rows], dim=1)
@@ -114,7 +119,7 @@ def test_documents_do_not_see_each_other(name, kernel):
     row_logits = logits_of_rows(model, batch)
     packed, _ = packed_of(model, batch)
     before = logits_of(model, packed)
-    torch.testing.assert_close(before, row_logits, rtol=0, atol=2e-6)
+    assert_same_logits(before, row_logits)
     embeddings: Any = model.get_input_embeddings()
     for document in packed['attention_mask']:
 
@@ -132,38 +137,42 @@ def test_documents_do_not_see_each_other(name, kernel):
 def test_documents_of_one_token(side):
     """Also an empty row, which becomes no document."""
     model = text_model()
-    batch = collate(text_rows(SHAPE), side=side)
+    batch = ragged_batch(SHAPE, side=side)
     batch['attention_mask'][2] = 0
     batch['labels'][2] = -100
     packed, _ = packed_of(model, batch)
-    shape_without_empty = SHAPE[:2] + SHAPE[3:]
-    assert packed['attention_mask'].sum(dim=1).tolist() == [length for length, _ in shape_without_empty]
-    document_logits = [
-        logits_of(model, {'input_ids': packed['input_ids'][:, document]}) for document in packed['attention_mask']
-    ]
-    torch.testing.assert_close(logits_of(model, packed), torch.cat(document_logits, dim=1), rtol=0, atol=2e-6)
+    assert packed['attention_mask'].sum(dim=1).tolist() == [4, 5, 1, 14, 9, 9, 1]
+    document_logits = []
+    for document in packed['attention_mask']:
+        document_logits.append(logits_of(model, {'input_ids': packed['input_ids'][:, document]}))
+    assert_same_logits(logits_of(model, packed), torch.cat(document_logits, dim=1))
 
 
 @pytest.mark.parametrize('reentrant', [True, False])
 def test_recomputed_layers_see_their_documents(reentrant):
-    """Two forwards run before their backwards. Each backward must use the bounds of its own forward."""
+    """Two forwards run before their backwards. A backward must use the bounds of the same forward."""
     model = text_model()
-    batches = [collate(text_rows(SHAPE)), collate(text_rows(SHAPE[::-1][2:]))]
-    first, _ = reference_gradients(model, batches[0])
-    second, _ = reference_gradients(model, batches[1])
-    expected = {name: first[name] + second[name] for name in first}
+    first_batch = ragged_batch(SHAPE)
+    second_batch = ragged_batch(SHAPE[:5])
+    expected, _ = reference_gradients(model, first_batch)
+    expected_of_second, _ = reference_gradients(model, second_batch)
+    for name, gradient in expected_of_second.items():
+        expected[name] += gradient
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': reentrant})
     model.enable_input_require_grads()
     model.train()
-    losses = [model(**packed_of(model, batch)[0]).loss for batch in batches]
-    for loss in losses:
-        loss.backward()
+    first, _ = packed_of(model, first_batch)
+    second, _ = packed_of(model, second_batch)
+    first_loss = model(**first).loss
+    second_loss = model(**second).loss
+    first_loss.backward()
+    second_loss.backward()
     assert relative_error(composer_gradients(model), expected) < 1e-6
 
 
 def test_attention_dropout_is_the_models():
     model = text_model(attention_dropout=0.5).train()
-    packed, _ = packed_of(model, collate(text_rows(SHAPE)))
+    packed, _ = packed_of(model, ragged_batch(SHAPE))
     packed.pop('labels')
     assert not torch.equal(model(**packed).logits, model(**packed).logits)
     assert torch.equal(model.eval()(**packed).logits, model(**packed).logits)
@@ -173,19 +182,13 @@ def test_attention_dropout_is_the_models():
 def test_other_batches_are_computed_as_before(kernel):
     """Batches that are padded on either side, and generated text."""
     model: Any = text_model(attn_implementation=kernel).eval()
-    left, right = (collate(text_rows(SHAPE), side=side) for side in ('left', 'right'))
-
-    def generate():
-        return model.generate(
-            input_ids=left['input_ids'],
-            attention_mask=left['attention_mask'],
-            max_new_tokens=4,
-            do_sample=False,
-            pad_token_id=0,
-        )
+    left = ragged_batch(SHAPE, side='left')
+    right = ragged_batch(SHAPE)
+    prompts = {key: left[key] for key in ('input_ids', 'attention_mask')}
 
     def outputs():
-        return [logits_of(model, left), logits_of(model, right), generate()]
+        generated = model.generate(**prompts, max_new_tokens=4, do_sample=False, pad_token_id=0)
+        return [logits_of(model, left), logits_of(model, right), generated]
 
     before = outputs()
     attention = DocumentAttention(model)
@@ -200,7 +203,7 @@ def test_other_batches_are_computed_as_before(kernel):
 
 def test_attention_is_restored_after_training(tmp_path):
     model = text_model()
-    batch = collate(text_rows(SHAPE))
+    batch = ragged_batch(SHAPE)
     fit(model, batch, packing=True)
     assert model.config._attn_implementation == 'sdpa'
     model.save_pretrained(tmp_path)
@@ -208,23 +211,15 @@ def test_attention_is_restored_after_training(tmp_path):
 
 
 def test_evaluation_between_steps():
-    batch = collate(text_rows(SHAPE))
-    padded_left = collate(text_rows(SHAPE), side='left')
+    batch = ragged_batch(SHAPE)
+    padded_left = ragged_batch(SHAPE, side='left')
     logits_of_runs = []
     for packing in (False, True):
         logits = On(Event.EVAL_AFTER_FORWARD, lambda state: state.outputs.clone())
-        evaluator = Evaluator(
-            label='eval', dataloader=token_data_spec(loader(padded_left)), device_eval_microbatch_size=1
-        )
-        fit(
-            text_model(),
-            batch,
-            batch,
-            packing=packing,
-            eval_dataloader=evaluator,
-            eval_interval='1ba',
-            callbacks=[logits],
-        )
+        eval_data = token_data_spec(loader(padded_left))
+        evaluator = Evaluator(label='eval', dataloader=eval_data, device_eval_microbatch_size=1)
+        options = {'eval_dataloader': evaluator, 'eval_interval': '1ba', 'callbacks': [logits]}
+        fit(text_model(), batch, batch, packing=packing, **options)
         logits_of_runs.append(torch.cat(logits.values, dim=1))
     padded, packed = logits_of_runs
     assert padded.numel()
@@ -232,9 +227,9 @@ def test_evaluation_between_steps():
 
 
 def bytes_for_backward(num_rows):
-    """Memory that the forward of a packed row keeps for its backward, without the weights."""
+    """Returns the memory that the forward of a packed row keeps for its backward, without the weights."""
     model = text_model(max_position_embeddings=512)
-    packed, _ = packed_of(model, collate(text_rows([(64, 60)] * num_rows)))
+    packed, _ = packed_of(model, ragged_batch([(64, 60)] * num_rows))
     storages = {}
 
     def keep(tensor):
@@ -293,9 +288,10 @@ def attend_by_document(query, key, value, ends, _, longest, __, *, causal, scale
 def test_layers_share_bounds_on_the_device(monkeypatch):
     """The bounds of documents are moved to the GPU once, not by each layer."""
     model = text_model(num_key_value_heads=1).to(torch.bfloat16)
-    packed, _ = packed_of(model, collate(text_rows(SHAPE)))
+    packed, _ = packed_of(model, ragged_batch(SHAPE))
     expected = logits_of(model, packed)
-    bounds_of_calls, heads_of_calls = [], []
+    bounds_of_calls = []
+    heads_of_calls = []
 
     def kernel(query, key, value, ends, *arguments, **options):
         bounds_of_calls.append(ends)
@@ -339,8 +335,9 @@ class LengthReads(TorchFunctionMode):
 @pytest.mark.skipif(IS_V4, reason='hybrids are refused')
 def test_lengths_are_read_once_a_forward():
     layer_types = ['conv', 'full_attention', 'conv', 'conv', 'full_attention']
-    model = transformers.Lfm2ForCausalLM(transformers.Lfm2Config(**SIZES, num_hidden_layers=5, layer_types=layer_types))
-    packed, _ = packed_of(model, collate(text_rows(SHAPE)))
+    config = transformers.Lfm2Config(**SIZES, num_hidden_layers=5, layer_types=layer_types)
+    model = transformers.Lfm2ForCausalLM(config)
+    packed, _ = packed_of(model, ragged_batch(SHAPE))
     with LengthReads() as reads:
         logits_of(model, packed)
     assert 0 < reads.count <= 2, 'not in each of the five layers'
@@ -359,14 +356,14 @@ def test_flex_attention_gets_one_block_mask(monkeypatch):
 
     monkeypatch.setattr(transformers.masking_utils, 'create_block_mask', create_block_mask)
     model: Any = text_model()
-    batch = collate(text_rows(SHAPE))
+    batch = ragged_batch(SHAPE)
     expected = logits_of_rows(model, batch)
     model.set_attn_implementation('flex_attention')
     packed, attention = packed_of(model, batch)
     assert not attention.has_masks
     with torch.compiler.set_stance('force_eager'):
         packed_logits = logits_of(model, packed)
-    torch.testing.assert_close(packed_logits, expected, rtol=0, atol=2e-6)
+    assert_same_logits(packed_logits, expected)
     assert len(block_masks) == 1
 
 
@@ -383,7 +380,7 @@ def test_attention_in_chunks_is_refused():
     )
     model = transformers.Llama4ForCausalLM(config)
     with pytest.raises(RuntimeError, match='chunks'):
-        fit(model, collate(text_rows(SHAPE)), packing=True)
+        fit(model, ragged_batch(SHAPE), packing=True)
     assert model.config._attn_implementation == 'sdpa'
 
 
@@ -410,23 +407,19 @@ def test_convolution_over_documents_is_refused():
 
 
 @pytest.mark.parametrize(
-    ('shape', 'microbatch_size', 'packs'),
+    ('shape', 'microbatch_size', 'packing'),
     [
-        pytest.param(SHAPE, 2, True, id='ragged'),
-        pytest.param([(9, 3)] * 8, 2, False, id='one length'),
-        pytest.param([(9, 2), (9, 7), (9, 4), (9, 1)], 1, False, id='one length, one row a microbatch'),
+        pytest.param(SHAPE, 2, 'documents', id='ragged'),
+        pytest.param([(9, 3)] * 8, 2, '', id='one length'),
+        pytest.param([(9, 2), (9, 7), (9, 4), (9, 1)], 1, '', id='one length, one row a microbatch'),
     ],
 )
-def test_auto_packs_if_that_costs_less(shape, microbatch_size, packs):
-    model = text_model()
-    batches = loader(collate(text_rows(shape)))
-    assert_exact(
-        model,
-        token_data_spec(batches, packing='auto'),
-        batch=collate(text_rows(shape)),
-        microbatch_size=microbatch_size,
-    )
-    assert split_of(batches).rules.packing == ('documents' if packs else '')
+def test_auto_packs_if_that_costs_less(shape, microbatch_size, packing):
+    batch = ragged_batch(shape)
+    batches = loader(batch)
+    data = token_data_spec(batches, packing='auto')
+    assert_exact(text_model(), data, batch=batch, microbatch_size=microbatch_size)
+    assert split_of(batches).rules.packing == packing
 
 
 def test_auto_pads_if_packing_is_impossible():
@@ -469,7 +462,7 @@ def test_states_end_with_their_document(name):
         model: Any = transformers.AutoModelForCausalLM.from_config(config).double()
     except ValueError as error:
         pytest.skip(f'transformers {transformers.__version__}: {error}')
-    batch = collate(text_rows(SHAPE))
+    batch = ragged_batch(SHAPE)
     before = logits_of_rows(model, batch)
     packed, attention = packed_of(model, batch)
     torch.testing.assert_close(logits_of(model, packed), before, rtol=0, atol=1e-10)

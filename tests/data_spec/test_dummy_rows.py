@@ -34,7 +34,7 @@ from tests.support.families import FAMILIES, IMAGE_FAMILIES, FamilyCase
 from tests.support.family_media import MEDIA, TokenIds
 from tests.support.sample_encoder import word_tokenizer
 from tests.support.small_batches import text_batch
-from tests.support.training import in_double, loader, relative_error
+from tests.support.training import composer_gradients, in_double, loader, relative_error, tensors_in
 
 TEXT_ROWS = [0, 4]
 for_each_side = pytest.mark.parametrize('side', ['right', 'left'])
@@ -49,34 +49,32 @@ def case_of(name: str) -> tuple[FamilyCase, BatchLayout]:
 
 @functools.cache
 def media_case_of(name: str) -> tuple[Any, BatchLayout]:
-    """A case of a family with rows of videos too."""
+    """Returns a case of a family with rows of videos too."""
     case = MEDIA[name]()
     return case, BatchLayout.for_model(case.model)
 
 
 def batch_of(case: FamilyCase, rows, side: str = 'right'):
-    """Rows of the whole batch, trimmed as a split trims them."""
+    """Returns rows of the case's batch, trimmed as a split trims them."""
     layout = BatchLayout.for_model(case.model)
     batch = with_counts(family_batch(case, side=side))
     return layout.trim(layout.select(batch, rows))
 
 
 def loss_and_gradients(case: FamilyCase, batch):
+    """Returns the sum of the losses of a batch, and the gradients of this sum."""
     if case.name == 'mllama':
         # Its gradients are so large where text attends to empty images that float32 is off by 2e-6.
         case = replace(case, model=in_double(case.model))
-        for key, value in batch.items():
-            if torch.is_tensor(value) and value.is_floating_point():
-                batch = {**batch, key: value.double()}
+        batch = tensors_in(batch, torch.float64)
     case.model.zero_grad()
     loss = case.loss_sum(batch)
     loss.backward()
-    gradients = {name: p.grad for name, p in case.model.named_parameters() if p.grad is not None}
-    return loss.detach(), gradients
+    return loss.detach(), composer_gradients(case.model)
 
 
 def expected_loss_and_gradients(case: FamilyCase, side: str):
-    """Loss and gradients of the text rows in a batch with images.
+    """Returns loss and gradients of the text rows in a batch with images.
 
     Mllama's loss of a text row depends on whether the batch has any image. So for Mllama an image row without labels is
     added.
@@ -103,9 +101,9 @@ def test_dummy_image_row_changes_no_gradient(name, spare, side):
     torch.testing.assert_close(padded_loss, loss, rtol=1e-6, atol=0)
     assert relative_error(padded_gradients, gradients) < 1e-6
     # The purpose of the row: every parameter gets a gradient, so that no rank waits for another.
-    trained = {name for name, parameter in case.model.named_parameters() if parameter.requires_grad}
-    assert padded_gradients.keys() == trained
-    assert gradients_of_text.keys() < trained
+    trained = [parameter for parameter in case.model.parameters() if parameter.requires_grad]
+    assert len(padded_gradients) == len(trained)
+    assert len(gradients_of_text) < len(trained)
 
 
 @for_each_side
@@ -150,9 +148,10 @@ def test_pads_are_no_image_placeholders(name, side):
 @for_each_family
 def test_dummy_row_is_the_smallest(name):
     case, layout = case_of(name)
-    row = smallest_row([describe(layout, batch_of(case, range(6), 'left'))], 'image')
-    images_of_rows = [layout.images_per_row(batch_of(case, [number], 'left'))[0] for number in (1, 2, 3, 5)]
-    assert layout.images_per_row(row) == [min(images_of_rows)]
+    batch = batch_of(case, range(6), 'left')
+    row = smallest_row([describe(layout, batch)], 'image')
+    fewest_images = min(num_images for num_images in layout.images_per_row(batch) if num_images > 0)
+    assert layout.images_per_row(row) == [fewest_images]
     assert row['sample_ids'][0] in ('sample-1', 'sample-2')
     assert describe(layout, row).lengths == [row['input_ids'].shape[1]]
     assert num_samples(row) == 0
@@ -210,8 +209,10 @@ def some_rank_has_videos(two_ranks, monkeypatch):
     """Both ranks have an image and lack it in some row; some rank has a video, and some rank lacks one."""
 
     def max_over_ranks(values):
-        is_presence = len(values) == 6  # of image, video and audio, and then their absence; otherwise a count
-        return [1, 1, 0, *values[3:]] if is_presence else list(values)
+        if len(values) != 6:  # a count
+            return list(values)
+        # Whether a rank has image, video and audio, and whether a rank lacks them.
+        return [1, 1, 0, *values[3:]]
 
     monkeypatch.setattr(split, 'max_over_ranks', max_over_ranks)
 
@@ -228,17 +229,18 @@ def packed_microbatches(batch, layout, slot_tokens):
 
 
 def glm_row(config, modality):
-    """One token of one image, or of one pair of frames, which are images between the tokens of a video."""
+    """Returns a row with one placeholder: of an image, or of a pair of frames between the tokens of a video."""
     start = getattr(config, f'{modality}_start_token_id')
     end = getattr(config, f'{modality}_end_token_id')
     vision = config.vision_config
     merge = vision.spatial_merge_size
-    patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    pixels_key = 'pixel_values' if modality == 'image' else 'pixel_values_videos'
+    patch_size = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    pixels_key = {'image': 'pixel_values', 'video': 'pixel_values_videos'}[modality]
+    type_id = {'image': 1, 'video': 2}[modality]
     row = text_batch([5])
     row['input_ids'] = torch.tensor([[10, start, config.image_token_id, end, 11]])
-    row['mm_token_type_ids'] = torch.tensor([[0, 0, 1 if modality == 'image' else 2, 0, 0]])
-    row[pixels_key] = torch.rand(merge**2, patch)
+    row['mm_token_type_ids'] = torch.tensor([[0, 0, type_id, 0, 0]])
+    row[pixels_key] = torch.rand(merge**2, patch_size)
     row[f'{modality}_grid_thw'] = torch.tensor([[1, merge, merge]])
     return row
 
@@ -256,18 +258,19 @@ def test_glm_gets_no_video_beside_image(modality, some_rank_has_videos, monkeypa
     microbatches = token_data_spec(loader(batch), layout=layout).split_batch(batch, 1)
     assert len(microbatches) == 3
     for microbatch in microbatches:
-        tensors = {key: value for key, value in microbatch.items() if torch.is_tensor(value)}
-        model(**tensors).loss.backward()
+        model(**tensors_in(microbatch, torch.float32)).loss.backward()
         assert ('pixel_values' in microbatch) != ('pixel_values_videos' in microbatch)
 
 
 def test_packed_rows_are_not_halved_needlessly(two_ranks):
     """The packed text rows leave room for a dummy image row. Padded to its length they would not."""
     case, layout = case_of('llava')
-    batch = layout.concat([batch_of(case, [1]), *[batch_of(case, TEXT_ROWS[:1])] * 8])
+    image_row = batch_of(case, [1])
+    text_row = batch_of(case, [0])
+    batch = layout.concat([image_row] + [text_row] * 8)
     image_length, text_length, *_ = describe(layout, batch).lengths
     budget = image_length + 5 * text_length
-    groups = pack_lengths([image_length, *[text_length] * 8], budget)
+    groups = pack_lengths([image_length] + [text_length] * 8, budget)
     [texts] = [group for group in groups if 0 not in group]
     assert len(texts) * text_length + image_length <= budget
     padded = (len(texts) + 1) * max(image_length, text_length)

@@ -13,10 +13,8 @@ from composer_tokacc.data_spec.packing import pack_rows
 from composer_tokacc.data_spec.pieces import CutRules
 from composer_tokacc.data_spec.split import split_of
 from composer_tokacc.row_counts import RowCounts, rows_of, with_counts, with_rows
-from tests.support.text import collate, text_model, text_rows
+from tests.support.text import ONE_UNLABELLED, collate, ragged_batch, text_model, text_rows
 from tests.support.training import assert_exact, fit, hugging_face, loader, relative_error
-
-SHAPE = [(4, 2), (5, 3), (9, 7), (14, 11), (6, 0), (3, 2)]
 
 
 @pytest.mark.parametrize(
@@ -26,7 +24,7 @@ SHAPE = [(4, 2), (5, 3), (9, 7), (14, 11), (6, 0), (3, 2)]
 def test_packed_text_is_exact(side, attention, microbatch_size):
     recorder = assert_exact(
         text_model(attn_implementation=attention),
-        collate(text_rows(SHAPE), side=side),
+        ragged_batch(ONE_UNLABELLED, side=side),
         reference_dtype=torch.float32 if attention == 'eager' else torch.float64,
         packing=True,
         microbatch_size=microbatch_size,
@@ -37,7 +35,7 @@ def test_packed_text_is_exact(side, attention, microbatch_size):
 
 def test_packed_left_padding_keeps_no_columns():
     """A model that counts positions from column 0 has rows padded on the left shifted, except when they are packed."""
-    rows = text_rows(SHAPE)
+    rows = text_rows(ONE_UNLABELLED)
     batch = collate(rows, side='left')
     spec = token_data_spec(loader(batch), packing=True)
     split_of(spec.dataloader).adopt(CutRules(left='shift', packing='documents'))
@@ -68,31 +66,31 @@ def test_leak_between_documents_is_refused(monkeypatch):
 
     monkeypatch.setattr(type(model), 'forward', forward_without_bounds)
     with pytest.raises(RuntimeError, match=r'leak from one document to the next'):
-        fit(model, collate(text_rows(SHAPE)), packing=True)
+        fit(model, ragged_batch(ONE_UNLABELLED), packing=True)
 
 
 @pytest.mark.parametrize('packing', [True, 'auto'])
 def test_packing_without_the_algorithm_is_refused(packing):
     with pytest.raises(RuntimeError, match=f'`packing={packing!r}` needs TokenAccumulation'):
-        fit(text_model(), collate(text_rows(SHAPE)), packing=packing, algorithms=[])
+        fit(text_model(), ragged_batch(ONE_UNLABELLED), packing=packing, algorithms=[])
 
 
 def test_positions_of_the_batch_are_refused():
-    batch = collate(text_rows(SHAPE))
+    batch = ragged_batch(ONE_UNLABELLED)
     batch['position_ids'] = torch.zeros_like(batch['input_ids'])
     with pytest.raises(ValueError, match='`position_ids` must be absent'):
         pack_rows(BatchLayout.infer(batch), batch)
 
 
 def batch_with_hole():
-    batch = collate(text_rows(SHAPE))
+    batch = ragged_batch(ONE_UNLABELLED)
     batch['attention_mask'][3, 5:7] = 0
     batch['labels'][3, :8] = -100
     return batch
 
 
 def batch_with_labels_on_padding():
-    return collate(text_rows(SHAPE), labels_on_pads=7)
+    return ragged_batch(ONE_UNLABELLED, labels_on_pads=7)
 
 
 @pytest.mark.parametrize('is_first_batch', [True, False])
@@ -100,14 +98,14 @@ def batch_with_labels_on_padding():
 def test_interrupted_rows_are_refused(make, is_first_batch):
     batches = [make()]
     if not is_first_batch:
-        batches.insert(0, collate(text_rows(SHAPE)))
+        batches.insert(0, ragged_batch(ONE_UNLABELLED))
     with pytest.raises((ValueError, RuntimeError), match='Rows must be one run of tokens'):
         fit(text_model(), *batches, packing=True)
 
 
 def test_one_label_behind_the_tokens():
-    batch = collate(text_rows(SHAPE))
-    for row, (length, _) in enumerate(SHAPE):
+    batch = ragged_batch(ONE_UNLABELLED)
+    for row, (length, _) in enumerate(ONE_UNLABELLED):
         batch['labels'][row, length : length + 1] = 7
     assert_exact(text_model(), batch, packing=True)
 
@@ -115,8 +113,8 @@ def test_one_label_behind_the_tokens():
 @pytest.mark.parametrize('side', ['left', 'right'])
 def test_empty_rows_are_packed(side):
     """A rank's share of a step may be empty, and so may several microbatches."""
-    full = collate(text_rows(SHAPE))
-    empty = collate(text_rows(SHAPE), side=side)
+    full = ragged_batch(ONE_UNLABELLED)
+    empty = ragged_batch(ONE_UNLABELLED, side=side)
     empty['attention_mask'][:] = 0
     empty['labels'][:] = -100
     recorder = fit(text_model(), full, empty, full, packing=True)
@@ -128,7 +126,7 @@ def test_empty_rows_are_packed(side):
 
 
 def test_packed_row_keeps_counts_of_documents():
-    batch = {**collate(text_rows([(4, 2), (5, 3), (3, 2)])), 'source': ['a', 'b', 'c']}
+    batch = {**ragged_batch([(4, 2), (5, 3), (3, 2)]), 'source': ['a', 'b', 'c']}
     with_dummy = with_rows(batch, [RowCounts(), RowCounts(), RowCounts(samples=0)])
     counted = with_counts(with_dummy, token_weights='sqrt')
     (packed,) = rows_of(pack_rows(BatchLayout.infer(counted), counted))

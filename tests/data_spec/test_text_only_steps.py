@@ -58,7 +58,7 @@ def test_steps_without_media_are_exact():
     ],
 )
 def test_dummy_rows_end_once_reduced_once(families, options, adds_rows):
-    """After the first step. Before it, nobody knows how often DDP reduces."""
+    """They end after the first step. Only its backward shows how often DDP reduces."""
     runs = [{'family': family, 'steps': 'mtmt', 'rows': 16, **options} for family in families]
     for arguments, result in zip(runs, run(runs), strict=True):
         assert_exact(result, arguments)
@@ -112,13 +112,13 @@ def test_resume_at_step_without_media(steps, tmp_path):
 
 
 def test_found_layouts_without_media():
-    """The first step is text alone; parameters that no rank reaches have a gradient of zero, or none under FSDP."""
+    """The first step has only text. Parameters that no rank reaches have a gradient of zero, or none under FSDP."""
     modalities = {'gemma4': 'image', 'molmo2': 'image', 'lfm2_vl': 'image', 'glmasr': 'audio', 'internvl': 'image'}
     runs = []
     for model_type, modality in modalities.items():
         arguments = {'model_type': model_type, 'modality': modality, 'steps': 'tmtm'}
         runs.append(arguments)
-        if model_type != 'gemma4':  # FSDP runs in float32, in which Gemma 4 by itself rounds by 5e-5
+        if model_type != 'gemma4':  # in float32, the precision of FSDP, its round-off is 5e-5
             runs.append({**arguments, 'fsdp': True})
     results = launch_json('tests/ranks/found_families.py', json.dumps(runs), ranks=2)
     for arguments, result in zip(runs, results, strict=True):

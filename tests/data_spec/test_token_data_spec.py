@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 import random
@@ -26,10 +25,9 @@ from tests.matrix.native_models import NativeModel
 from tests.matrix.subjects import SUBJECTS
 from tests.support.exactness import rows_of, split
 from tests.support.small_batches import TEXT, text_batch
-from tests.support.text import collate, text_model, text_rows
+from tests.support.text import RAGGED, collate, named_batch, ragged_batch, text_model, text_rows
 from tests.support.training import On, fit, hugging_face, loader, reference_gradients, relative_error, train
 
-SHAPE = [(4, 2), (5, 3), (9, 7), (14, 11), (6, 1), (3, 2)]
 for_each_side = pytest.mark.parametrize('side', ['left', 'right'])
 
 
@@ -38,8 +36,9 @@ for_each_side = pytest.mark.parametrize('side', ['left', 'right'])
 def test_cap_is_hard_and_rows_complete(side, regroup):
     rng = random.Random(0)
     for _ in range(200):
-        lengths = [rng.randint(1, 40) for _ in range(rng.randint(1, 24))]
-        batch = collate(text_rows([(length, 1) for length in lengths]), side=side)
+        num_rows = rng.randint(1, 24)
+        lengths = [rng.randint(1, 40) for _ in range(num_rows)]
+        batch = text_batch(lengths, side=side)
         size = rng.choice([1, 1.5, 2, 3, 5, 8])
         multiple = rng.choice([1, 1, 8])
         slot_tokens = max(lengths) + rng.choice([0, 0, 7])
@@ -61,20 +60,21 @@ def test_cap_is_hard_and_rows_complete(side, regroup):
 def test_bfloat16_rows_of_either_side(side, regroup):
     """The error against double precision must be about as small as for one bfloat16 forward over the batch."""
     model = text_model().bfloat16()
-    batch = collate(text_rows(SHAPE), side=side)
+    batch = ragged_batch(side=side)
     expected, _ = reference_gradients(model, batch)
-    round_off = relative_error(plain_gradients(hugging_face(copy.deepcopy(model)), batch), expected)
+    gradients = plain_gradients(hugging_face(model), batch)
+    round_off = relative_error(gradients, expected)
     for microbatch_size in (1, 2, 3):
-        recorder = fit(copy.deepcopy(model), batch, regroup=regroup, microbatch_size=microbatch_size)
+        recorder = fit(model, batch, regroup=regroup, microbatch_size=microbatch_size)
         assert relative_error(recorder.gradients, expected) < 2 * round_off
-    stock, _, _ = train(copy.deepcopy(model), loader(batch))
+    stock, _, _ = train(model, loader(batch))
     assert relative_error(stock.gradients, expected) > 10 * round_off  # so the test can fail
 
 
 @for_each_side
 @pytest.mark.parametrize('loss', ['per row', 'all positions'])
 def test_bfloat16_refusals_of_either_side(side, loss):
-    batch = collate(text_rows(SHAPE), side=side)
+    batch = ragged_batch(side=side)
     assert measure(NativeModel(loss).bfloat16(), batch, 2).kind == 'refused'
     assert fit(NativeModel('causal').bfloat16(), batch).gradients  # a mean over tokens is trained
 
@@ -91,42 +91,40 @@ def test_rows_without_padding_prove_no_trimming(side):
 
 
 def test_smaller_size_makes_no_fewer_microbatches():
-    batch = collate(text_rows(SHAPE))
+    batch = ragged_batch()
     counts = [len(split(batch, size)) for size in (8, 4, 2, 1)]
     assert counts == sorted(counts)
     assert counts[0] == 1
 
 
 def test_same_batch_is_cut_alike():
-    batch = collate(text_rows(SHAPE))
-    original = copy.deepcopy(batch)
+    batch = ragged_batch()
     spec = token_data_spec(loader(batch))
     first = spec.split_batch(batch, 2)
     second = spec.split_batch(batch, 2)
-    for first_part, second_part in zip(first, second, strict=True):
-        for key in original:
-            assert torch.equal(first_part[key], second_part[key])
+    original = ragged_batch()
     for key, value in original.items():
         assert torch.equal(batch[key], value)
+        for first_part, second_part in zip(first, second, strict=True):
+            assert torch.equal(first_part[key], second_part[key])
 
 
 def test_order_is_kept_without_regrouping():
     lengths = []
-    for microbatch in split(collate(text_rows(SHAPE)), 2, regroup=False):
+    for microbatch in split(ragged_batch(), 2, regroup=False):
         lengths += [row.real_tokens for row in row_counts.rows_of(microbatch)]
-    assert lengths == [length for length, _ in SHAPE]
+    assert lengths == [length for length, _ in RAGGED]
 
 
 def test_microbatch_without_room_is_refused():
     with pytest.raises(ValueError, match='must be positive, got: 0'):
-        split(collate(text_rows(SHAPE)), 0)
-    batch = {**collate(text_rows(SHAPE)), 'sample_ids': [f'sample-{row}' for row in range(len(SHAPE))]}
-    with pytest.raises(ValueError, match=r"got: sample 'sample-3' of 14 tokens, over the cap of 12"):
-        split(batch, 2, slot_tokens=6)
+        split(ragged_batch(), 0)
+    with pytest.raises(ValueError, match="got: sample 'sample-3' of 14 tokens, over the cap of 12"):
+        split(named_batch(), 2, slot_tokens=6)
 
 
 def test_oversized_row_is_computed_alone(caplog):
-    batch = collate(text_rows(SHAPE))
+    batch = ragged_batch()
     spec = token_data_spec(loader(batch), slot_tokens=6, on_oversize='warn')
     with caplog.at_level(logging.WARNING, logger='composer_tokacc'):
         microbatches = spec.split_batch(spec.batch_transforms(batch), 1)
@@ -138,11 +136,11 @@ def test_oversized_row_is_computed_alone(caplog):
 
 
 def test_counters_are_exact_ints():
-    batch = collate(text_rows(SHAPE))
+    batch = ragged_batch()
     spec = token_data_spec(loader(batch))
     for counted in (batch, spec.batch_transforms(batch)):
         assert spec.get_num_tokens_in_batch(counted, token_type='loss_generating') == 26
-        assert spec.get_num_tokens_in_batch(counted) == sum(length for length, _ in SHAPE)
+        assert spec.get_num_tokens_in_batch(counted) == sum(length for length, _ in RAGGED)
         assert spec.get_num_samples_in_batch(counted) == 6
 
 
@@ -151,7 +149,7 @@ def test_counters_are_exact_ints():
 
 def test_evaluation_gives_the_true_mean():
     model = text_model()
-    rows = text_rows(SHAPE)
+    rows = text_rows(RAGGED)
     _, loss = reference_gradients(model, collate(rows))
     composer_model = hugging_face(model, eval_metrics=[LanguageCrossEntropy()])
     trainer = fit(composer_model, collate(rows)).trainer
@@ -162,7 +160,7 @@ def test_evaluation_gives_the_true_mean():
 
 def test_evaluation_keeps_the_order():
     """The trainer drops the repeated samples of a sampler from the end of a batch, after the batch was split."""
-    batch = collate(text_rows(SHAPE))
+    batch = ragged_batch()
     spec = token_data_spec(loader(batch))
     with torch.no_grad():
         microbatches = spec.split_batch(spec.batch_transforms(batch), 4)
@@ -172,7 +170,7 @@ def test_evaluation_keeps_the_order():
 
 
 def test_total_loss_equals_composer_metric():
-    rows = text_rows(SHAPE)
+    rows = text_rows(RAGGED)
     composer_model = hugging_face(text_model(), metrics=[LanguageCrossEntropy()])
     recorder = fit(composer_model, collate(rows))
     metric = recorder.logged('metrics/train/LanguageCrossEntropy')[-1:]
@@ -193,8 +191,9 @@ def test_microbatches_are_copied_for_metrics(has_metrics, monkeypatch):
         return sum(tensor.dtype == torch.long and tensor.dim() == 2 for tensor in copied)
 
     monkeypatch.setattr(torch.Tensor, '__deepcopy__', deepcopy_counting)
-    composer_model = hugging_face(text_model(), metrics=[LanguageCrossEntropy()] if has_metrics else None)
-    batch = collate(text_rows(SHAPE))
+    metrics = [LanguageCrossEntropy()] if has_metrics else None
+    composer_model = hugging_face(text_model(), metrics=metrics)
+    batch = ragged_batch()
     expected, _ = reference_gradients(composer_model.model, batch)
     forget = On(Event.BEFORE_TRAIN_BATCH, lambda state: copied.clear())
     count = On(Event.AFTER_TRAIN_BATCH, num_copied_texts)
@@ -212,14 +211,14 @@ class StepsTwice(torch.optim.SGD):
 
 
 def test_late_train_metrics_keep_labels(monkeypatch):
-    """Composer's eval_forward shifts the labels of the copy in place; a closure called again would train on them."""
+    """Composer's eval_forward shifts the labels of the copy in place. A closure called again would train on them."""
     monkeypatch.setattr(Trainer, '_use_closures', lambda _: True)
 
     def set_metrics(state):
         state.train_metrics = {'late': LanguageCrossEntropy()}
 
     composer_model = hugging_face(text_model())
-    batch = collate(text_rows([(4, 1), (9, 5), (14, 11), (6, 2)]))
+    batch = ragged_batch([(4, 1), (9, 5), (14, 11), (6, 2)])
     expected, loss = reference_gradients(composer_model.model, batch)
     recorder = fit(
         composer_model,
@@ -260,7 +259,7 @@ def test_bad_arguments_get_one_clear_line(kwargs, message):
 
 
 def test_costlier_launch_makes_fewer_microbatches():
-    batch = collate(text_rows([(length, 2) for length in range(4, 36)]))
+    batch = ragged_batch([(length, 2) for length in range(4, 36)])
     counts = []
     for launch in (1.0, 1000.0):
         microbatches = split(batch, 8, cost=CostModel(launch=launch))
@@ -276,7 +275,7 @@ def test_costlier_launch_makes_fewer_microbatches():
 
 @pytest.mark.parametrize('has_spec', [True, False])
 def test_unshifted_first_labels_of_documents(has_spec):
-    batch = collate(text_rows([(12, 12)] * 3))
+    batch = ragged_batch([(12, 12)] * 3)
     batch['labels'] = batch['input_ids'].roll(-1, dims=1)
     batch['labels'][:, [4, 11]] = -100  # last tokens of the two documents of each row
     batch['position_ids'] = torch.tensor([[*range(5), *range(7)]] * 3)
@@ -288,8 +287,8 @@ def test_unshifted_first_labels_of_documents(has_spec):
 
 def test_second_model_is_checked_again():
     """Trimming that is right for a Llama changes the positions of GPT-2."""
-    full = collate(text_rows([(9, 3)] * 4))
-    padded_left = collate(text_rows(SHAPE), side='left')
+    full = ragged_batch([(9, 3)] * 4)
+    padded_left = ragged_batch(side='left')
     batches = loader(padded_left, full)
     spec = token_data_spec(batches)
     fit(SUBJECTS['llama'].model('large'), spec, max_duration='2ba')
@@ -301,7 +300,7 @@ def test_second_model_is_checked_again():
 
 
 def test_only_used_spec_is_checked():
-    batch = collate(text_rows(SHAPE))
+    batch = ragged_batch()
     data = loader(batch)
     used = token_data_spec(data)
     unused = token_data_spec(data, packing=True)

@@ -31,40 +31,46 @@ THREE_ROWS = ('1ii2ii', '12', 'ii3')
 """Two images, no image, and one. Each image has two placeholders."""
 
 
+def parts_of_rows(batch):
+    """Returns each of the three rows as a batch."""
+    return LAYOUT.split(batch, [[0], [1], [2]])
+
+
 # Entries of images.
 
 
 @pytest.mark.parametrize(
-    ('key', 'value', 'entries_of_rows'),
+    ('key', 'entries_per_image', 'entry_shape'),
     [
-        pytest.param('pixel_values', numbered(3, 3, 4, 4), [[0, 1], [], [2]], id='an image each, as LLaVA and Gemma 3'),
-        pytest.param(
-            'pixel_values', numbered(6, 5), [[0, 1, 2, 3], [], [4, 5]], id='a patch a placeholder, as Molmo 2'
-        ),
-        pytest.param(
-            'pixel_values', numbered(24, 5), [[*range(16)], [], [*range(16, 24)]], id='4 merged patches each, as Qwen'
-        ),
-        pytest.param('image_sizes', numbered(3, 2), [[0, 1], [], [2]], id='sizes'),
-        pytest.param('patch_attention_mask', numbered(3, 2, 2), [[0, 1], [], [2]], id='masks of patches'),
+        pytest.param('pixel_values', 1, (3, 4, 4), id='an image each, as LLaVA and Gemma 3'),
+        pytest.param('pixel_values', 2, (5,), id='a patch a placeholder, as Molmo 2'),
+        pytest.param('pixel_values', 8, (5,), id='4 merged patches a placeholder, as Qwen'),
+        pytest.param('image_sizes', 1, (2,), id='sizes'),
+        pytest.param('patch_attention_mask', 1, (2, 2), id='masks of patches'),
     ],
 )
-def test_entries_follow_their_placeholders(key, value, entries_of_rows):
-    batch = drawn_batch(*THREE_ROWS, **{key: value})
-    first, second, third, last_and_first = LAYOUT.split(batch, [[0], [1], [2], [2, 0]])
-    assert numbers_of(first[key]) == entries_of_rows[0]
+def test_entries_follow_their_placeholders(key, entries_per_image, entry_shape):
+    num_entries = 3 * entries_per_image
+    batch = drawn_batch(*THREE_ROWS, **{key: numbered(num_entries, *entry_shape)})
+    entries = list(range(num_entries))
+    entries_of_first = entries[: 2 * entries_per_image]
+    entries_of_third = entries[2 * entries_per_image :]
+    first, second, third = parts_of_rows(batch)
+    assert numbers_of(first[key]) == entries_of_first
     assert key not in second
-    assert numbers_of(third[key]) == entries_of_rows[2]
-    assert numbers_of(last_and_first[key]) == entries_of_rows[2] + entries_of_rows[0]
+    assert numbers_of(third[key]) == entries_of_third
+    third_and_first = LAYOUT.select(batch, [2, 0])
+    assert numbers_of(third_and_first[key]) == entries_of_third + entries_of_first
     assert LAYOUT.images_per_row(batch)[1] == 0
-    counts = entries_per_row(batch, CONFIG, 'image', len(value))
-    assert counts == [len(entries) for entries in entries_of_rows]
+    counts = entries_per_row(batch, CONFIG, 'image', num_entries)
+    assert counts == [2 * entries_per_image, 0, entries_per_image]
     assert all(type(count) is int for count in counts)
 
 
 def test_grid_tells_unequal_images():
     grid = torch.tensor([[1, 4, 4], [1, 2, 4], [1, 4, 4]])  # 4 and 2 placeholders without a token between them, and 4
     batch = drawn_batch('iiiiii', '1', 'iiii', pixel_values=numbered(40, 3), image_grid_thw=grid)
-    first, _, last = LAYOUT.split(batch, [[0], [1], [2]])
+    first, _, last = parts_of_rows(batch)
     assert first['image_grid_thw'].tolist() == grid[:2].tolist()
     assert numbers_of(first['pixel_values']) == list(range(24))
     assert numbers_of(last['pixel_values']) == list(range(24, 40))
@@ -78,20 +84,30 @@ def test_image_sizes_settle_the_count():
 
 def test_tiles_are_told_by_their_number():
     tiles = torch.tensor([3, 1, 2])  # about five placeholders a tile, but no fixed number
-    rows = ('i' * 16 + '1' + 'i' * 5, '1', 'i' * 11)
-    batch = drawn_batch(*rows, pixel_values=numbered(6, 3, 2, 2), num_image_tiles=tiles)
-    first, middle, last = LAYOUT.split(batch, [[0], [1], [2]])
+    row_of_two_images = 'i' * 16 + '1' + 'i' * 5
+    row_of_one_image = 'i' * 11
+    pixels = numbered(6, 3, 2, 2)
+    batch = drawn_batch(row_of_two_images, '1', row_of_one_image, pixel_values=pixels, num_image_tiles=tiles)
+    first, middle, last = parts_of_rows(batch)
     assert numbers_of(first['pixel_values']) == [0, 1, 2, 3]
     assert 'pixel_values' not in middle
     assert numbers_of(last['pixel_values']) == [4, 5]
 
 
 def test_tiles_that_some_images_lack():
-    tiles = drawn_batch(*THREE_ROWS, pixel_values_local=numbered(4, 3, 2, 2), num_local_patches=torch.tensor([4, 0, 0]))
-    assert numbers_of(LAYOUT.select(tiles, [0])['pixel_values_local']) == [0, 1, 2, 3]
+    tiles_of_images = torch.tensor([4, 0, 0])
+    batch = drawn_batch(*THREE_ROWS, pixel_values_local=numbered(4, 3, 2, 2), num_local_patches=tiles_of_images)
+    first, middle, last = parts_of_rows(batch)
+    assert numbers_of(first['pixel_values_local']) == [0, 1, 2, 3]
+    assert 'pixel_values_local' not in middle
+    assert 'pixel_values_local' not in last
+
+
+def test_mask_is_no_grid():
+    """It has three columns, as a grid of patches, but a grid has no 0."""
     mask = torch.tensor([[1, 1, 0], [1, 1, 1], [1, 0, 0]])
-    masked = drawn_batch(*THREE_ROWS, pixel_values=numbered(3, 3, 4), pixel_mask=mask)
-    assert LAYOUT.select(masked, [2])['pixel_mask'].tolist() == [[1, 0, 0]]
+    batch = drawn_batch(*THREE_ROWS, pixel_values=numbered(3, 3, 4), pixel_mask=mask)
+    assert LAYOUT.select(batch, [2])['pixel_mask'].tolist() == [[1, 0, 0]]
 
 
 def test_sizes_tell_adjacent_patches():
@@ -99,7 +115,7 @@ def test_sizes_tell_adjacent_patches():
     sizes = torch.tensor([[2, 4], [2, 2], [4, 4]])  # two, one and four tokens; patches of 4 pixels
     pixels = torch.arange(4 * 28).expand(1, 3, 4, 4 * 28)
     batch = drawn_batch('ii1i', '1', 'iiii', pixel_values=pixels, target_sizes=sizes)
-    first, middle, last = LAYOUT.split(batch, [[0], [1], [2]])
+    first, middle, last = parts_of_rows(batch)
     assert first['pixel_values'].shape == (1, 3, 4, 48)
     assert 'pixel_values' not in middle
     assert last['pixel_values'].shape == (1, 3, 4, 64)
@@ -110,11 +126,12 @@ def test_patch_indices_of_selected_rows():
     """Molmo 2 numbers the patches over the batch, so the numbers change when rows are selected."""
     pooling = torch.tensor([[0, 1], [2, -1], [4, 5], [6, 7], [8, 9], [10, -1]])  # two tokens an image
     batch = drawn_batch(*THREE_ROWS, pixel_values=numbered(3, 4, 5), image_token_pooling=pooling)
-    assert LAYOUT.select(batch, [2])['image_token_pooling'].tolist() == [[0, 1], [2, -1]]
+    parts = parts_of_rows(batch)
+    assert parts[2]['image_token_pooling'].tolist() == [[0, 1], [2, -1]]
     reordered = LAYOUT.select(batch, [2, 0])
     assert reordered['image_token_pooling'][2:].tolist() == [[4, 5], [6, -1], [8, 9], [10, 11]]
-    joined = LAYOUT.concat([LAYOUT.select(batch, [row]) for row in range(3)])
-    assert joined['image_token_pooling'].tolist() == pooling.tolist()
+    joined = LAYOUT.concat(parts)
+    assert torch.equal(joined['image_token_pooling'], pooling)
 
 
 def test_two_modalities_in_one_batch():
@@ -199,7 +216,8 @@ def test_media_mask_as_wide_as_text(layout, key, shape, mask_key):
 def test_text_integers_named_after_a_modality():
     marks = torch.arange(18).view(3, 6)
     batch = drawn_batch(*THREE_ROWS, pixel_values=numbered(3, 3, 4, 4), image_marks=marks)
-    assert LAYOUT.trim(LAYOUT.select(batch, [2]))['image_marks'].tolist() == marks[2:, :3].tolist()
+    trimmed = LAYOUT.trim(LAYOUT.select(batch, [2]))
+    assert torch.equal(trimmed['image_marks'], marks[2:, :3])
 
 
 # The meaning of a key.

@@ -22,7 +22,7 @@ for_each_side = pytest.mark.parametrize('side', ['left', 'right'])
 
 
 def microbatch(lengths, *, side='right', images=()):
-    """Rows of these lengths; a 2 x 2 image of ones for each row in `images`."""
+    """Returns rows of these lengths. Each row in `images` has an image of 2 x 2 ones."""
     batch = text_batch(lengths, side=side, names=[str(length) for length in lengths])
     if images:
         batch['num_images'] = [int(row in images) for row in range(len(lengths))]
@@ -57,8 +57,8 @@ def assert_same_microbatches(batch, expected):
 
 @for_each_side
 def test_reads_as_one_batch(side):
-    lengths = [[5, 5], [2, 3, 1], [4]]
-    batch = pre_split(*(microbatch(part, side=side) for part in lengths))
+    microbatches = [microbatch(lengths, side=side) for lengths in ([5, 5], [2, 3, 1], [4])]
+    batch = pre_split(*microbatches)
     collated_at_once = microbatch([5, 5, 2, 3, 1, 4], side=side)
     assert_same(dict(batch), collated_at_once)
     assert_same(batch.joined(BatchLayout.infer(batch)), collated_at_once)
@@ -132,7 +132,11 @@ class BatchesOfManyMicrobatches(Dataset):
         return 6
 
     def __getitem__(self, index):
-        return pre_split(*(microbatch([index + 1 + k % 3, 2], images=[0]) for k in range(40)))
+        microbatches = []
+        for number in range(40):
+            length = index + 1 + number % 3
+            microbatches.append(microbatch([length, 2], images=[0]))
+        return pre_split(*microbatches)
 
 
 def uncollated(batch):

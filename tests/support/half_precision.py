@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Precisions that Composer has only on a GPU, on a CPU."""
+"""Runs on a CPU in precisions that Composer allows only on a GPU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class EnabledScaler(torch.amp.GradScaler):
 
 
 class SetPrecision(Callback):
-    """Sets the precision of a run on a CPU, where the Trainer accepts only fp32."""
+    """Sets the precision of a run on a CPU. The Trainer itself would accept only fp32."""
 
     def __init__(self, precision: str) -> None:
         self.precision = Precision(precision)
@@ -52,10 +52,10 @@ def train_in_two_cuts(case: FamilyCase, **options: Any) -> list[tuple[GradientRe
 
     Args:
         case: A model with its rows.
-        options: Those of :func:`.fit`.
+        options: See :func:`.fit`.
 
     Returns:
-        What was recorded, and the relative error of the gradient. The reference is one forward in float32.
+        The recorder of each run, and the relative error of its gradient. The reference is one forward in float32.
     """
     layout = BatchLayout.for_model(case.config)
     batch = layout.concat(case.rows, pad_token_id=case.pad_token_id)

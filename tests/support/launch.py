@@ -131,7 +131,7 @@ def launch_json(script: str, *arguments: str, ranks: int) -> Any:
 
 
 def launch_program(module: str, *arguments: str, ranks: int, folder: Path = ROOT) -> str:
-    """Runs a program in a folder, on ranks that wait afterwards. It must succeed. Returns what it prints."""
+    """Runs a program in a folder, on ranks that wait afterwards. It must succeed. Returns its output."""
     return launch_json('tests/ranks/program.py', str(folder), module, *arguments, ranks=ranks)
 
 

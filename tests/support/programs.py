@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Command lines of the programs that take seconds: a shipped YAML file, and what to override in it."""
+"""Command lines of programs that take seconds: a shipped YAML file, and the keys that they override."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ TINY_DIGITS = [
 
 
 def check_run(path: Path | str, overrides: Sequence[str], *, num_ranks: int) -> None:
-    """Does what a program does before it loads data and model."""
+    """Checks a config and builds the parts of its Trainer, as a program does before it loads data and model."""
     config = load_config(path, overrides)
     check_config(config, num_ranks=num_ranks)
     build_trainer_parts(config)

@@ -12,6 +12,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, WhisperConfig, WhisperForConditionalGeneration
 
 VOCABULARY = 64
+RAGGED = [(4, 2), (5, 3), (9, 7), (14, 11), (6, 1), (3, 2)]
+"""Length and number of labels of each of six rows."""
+ONE_UNLABELLED = [(4, 2), (9, 0), (5, 3), (14, 11), (6, 1), (3, 2)]
+"""The same with a row without labels."""
 
 
 def text_model(seed: int = 0, **config: Any) -> LlamaForCausalLM:
@@ -58,7 +62,8 @@ def whisper_model() -> WhisperForConditionalGeneration:
 
 def text_row(length: int, labelled: int, *, seed: int = 0) -> dict[str, Any]:
     """Returns one row. Its last ``labelled`` tokens have labels."""
-    ids = torch.randint(3, VOCABULARY, (1, length), generator=torch.Generator().manual_seed(1000 * seed + length))
+    generator = torch.Generator().manual_seed(1000 * seed + length)
+    ids = torch.randint(3, VOCABULARY, (1, length), generator=generator)
     labels = ids.clone()
     labels[:, : length - labelled] = -100
     return {'input_ids': ids, 'attention_mask': torch.ones_like(ids), 'labels': labels}
@@ -81,7 +86,9 @@ def packed_row(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def next_token_loss(logits: torch.Tensor, labels: torch.Tensor, **options: Any) -> torch.Tensor:
     """Returns the cross-entropy of the labels, each by the logits at the position before it."""
-    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), **options)
+    predictions = logits[:, :-1].flatten(0, 1)
+    next_labels = labels[:, 1:].flatten()
+    return torch.nn.functional.cross_entropy(predictions, next_labels, **options)
 
 
 def collate(rows: Sequence[dict[str, Any]], *, side: str = 'right', labels_on_pads: int = -100) -> dict[str, Any]:
@@ -99,7 +106,12 @@ def collate(rows: Sequence[dict[str, Any]], *, side: str = 'right', labels_on_pa
     return batch
 
 
-def named_batch(shape: Sequence[tuple[int, int]], *, side: str = 'right') -> dict[str, Any]:
-    """Returns padded rows of the given (length, labelled tokens). The samples are called ``sample-0`` and so on."""
+def ragged_batch(shape: Sequence[tuple[int, int]] = RAGGED, **options: Any) -> dict[str, Any]:
+    """Returns rows of the given (length, labelled tokens). Takes the options of :func:`collate`."""
+    return collate(text_rows(shape), **options)
+
+
+def named_batch(shape: Sequence[tuple[int, int]] = RAGGED, **options: Any) -> dict[str, Any]:
+    """Returns the rows of :func:`ragged_batch`. The samples are called ``sample-0`` and so on."""
     sample_ids = [f'sample-{row}' for row in range(len(shape))]
-    return {**collate(text_rows(shape), side=side), 'sample_ids': sample_ids}
+    return {**ragged_batch(shape, **options), 'sample_ids': sample_ids}

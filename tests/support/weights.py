@@ -17,7 +17,7 @@ POWERS = {'token': 0.0, 'sqrt': 0.5, 'sample': 1.0}
 
 
 def column(batch: dict[str, Any], *, seed: int = 0, zeros: bool = True) -> torch.Tensor:
-    """Returns random weights, another one for every position. With ``zeros`` some of them are 0."""
+    """Returns random weights of all positions. With ``zeros`` some of them are 0."""
     generator = torch.Generator().manual_seed(seed)
     weights = 0.1 + 3 * torch.rand(batch['labels'].shape, generator=generator)
     if zeros:
