@@ -28,15 +28,15 @@ def batches() -> list[dict[str, torch.Tensor]]:
     return [collate(rows[start : start + ROWS_PER_STEP]) for start in range(0, len(rows), ROWS_PER_STEP)]
 
 
-def padded() -> Any:
+def padded():
     return token_data_spec(loader(*batches()))
 
 
-def packed() -> Any:
+def packed():
     return token_data_spec(loader(*batches()), packing=True)
 
 
-def planned() -> Any:
+def planned():
     rows = text_rows(SHAPE)
     lengths = [length for length, _ in SHAPE]
     sampler = RegroupingBatchSampler(

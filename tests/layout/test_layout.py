@@ -27,7 +27,7 @@ for_each_side = pytest.mark.parametrize('side', ['left', 'right'])
 
 
 def three_rows(**options):
-    """Returns rows of 3, 5 and 2 tokens. The options are those of :func:`.text_batch`."""
+    """Returns rows of 3, 5 and 2 tokens. Takes the options of :func:`.text_batch`."""
     return text_batch([3, 5, 2], **options)
 
 
@@ -423,8 +423,10 @@ def test_empty_slot_before_image_is_kept():
     batch = text_batch([3, 2], pixel_values=torch.rand(2, 3, 3, 2, 2), pixel_attention_mask=mask)
     assert layout.images_per_row(batch) == [2, 1]
     assert layout.select(batch, [0])['pixel_attention_mask'].shape == (1, 2, 2, 2)
-    pixels_of_rows = layout.select(batch, [1, 0])['pixel_values']
-    assert torch.equal(pixels_of_rows.view(4, 3, 2, 2), batch['pixel_values'][[1, 0], :2].flatten(0, 1))
+    in_other_order = layout.select(batch, [1, 0])
+    slots = in_other_order['pixel_values'].view(4, 3, 2, 2)
+    expected_slots = batch['pixel_values'][[1, 0], :2].reshape(4, 3, 2, 2)
+    assert torch.equal(slots, expected_slots)
 
 
 def test_videos_go_with_their_rows():
@@ -563,8 +565,9 @@ def test_consecutive_rows_are_a_view(monkeypatch, image_batch, to_gpu, rows, is_
     image_batch['position_ids'] = torch.arange(36).view(3, 4, 3)
     part = trimmed_rows(LLAVA_LAYOUT, image_batch, rows)
     for key in ('pixel_values', 'input_ids'):
-        shares_memory = part[key].untyped_storage().data_ptr() == image_batch[key].untyped_storage().data_ptr()
-        assert shares_memory == is_view, key
+        memory = part[key].untyped_storage()
+        memory_of_batch = image_batch[key].untyped_storage()
+        assert (memory.data_ptr() == memory_of_batch.data_ptr()) == is_view, key
         assert torch.equal(part[key], image_batch[key][rows])
         assert part[key].is_contiguous()
     assert torch.equal(part['position_ids'], image_batch['position_ids'][:, rows])

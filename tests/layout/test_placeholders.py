@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ def random_sizes():
     return [(rng.randrange(20, 3000), rng.randrange(20, 3000)) for _ in range(1000)]
 
 
-def bare_processor(processor_class, pinpoints, **attributes) -> Any:
+def bare_processor(processor_class, pinpoints, **attributes):
     """A processor without tokenizer, which only counts."""
     processor = object.__new__(processor_class)
     processor.image_processor = SimpleNamespace(image_grid_pinpoints=pinpoints)

@@ -111,7 +111,7 @@ def state_of(model: torch.nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def weights_unchanged(model: torch.nn.Module) -> Iterator[None]:
-    """Fails if a weight with gradients is another one at the end, for example after a run that was refused."""
+    """Fails if a trained weight has changed at the end. For runs that are refused before the optimizer moves."""
     before = copy.deepcopy(dict(model.named_parameters()))
     yield
     for name, parameter in model.named_parameters():
