@@ -531,4 +531,4 @@ def _first_token(encoding: Encoding, characters: Iterable[int]) -> int:
         token = encoding.char_to_token(character)
         if token is not None:
             return token
-    raise InvalidInputError('an answer must have tokens, got: none')
+    raise InvalidInputError('an answer must have tokens, but the tokenizer has none for its characters')

@@ -203,7 +203,7 @@ def _open_stream(file: MediaFile, modality: Literal['video', 'audio']) -> Iterat
 def _check_last_bytes(file: BinaryIO) -> None:
     """Refuses a file without its end, in formats that mark the end or say their size.
 
-    FFmpeg reads such files up to the missing part without an error.
+    FFmpeg may read such a file up to the missing part without an error.
     """
     file.seek(0)
     head = file.read(100)
