@@ -15,30 +15,27 @@ import re
 from dataclasses import dataclass, field
 from functools import partial
 from types import ModuleType
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypedDict, get_type_hints
 
 import composer.algorithms
 import composer.callbacks
 import composer.loggers
 import composer.optim
 import torch
-from composer.core import Algorithm, Callback
+from composer.core import Algorithm, Callback, TimeUnit, ensure_time
 from composer.loggers import LoggerDestination
 from composer.optim import ComposerScheduler
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from composer_tokacc.programs.errors import ConfigError, building, unknown_name
 from composer_tokacc.programs.host_types import Section
 from composer_tokacc.programs.process import without_warnings
 from composer_tokacc.programs.schema import (
     Count,
-    Duration,
     Fraction,
     Hint,
     Name,
-    NamedArguments,
     Positive,
-    WarmUp,
     check_arguments,
     check_names,
     without,
@@ -92,39 +89,65 @@ UNSUITED = (
 )
 
 
-_WEIGHT = Annotated[float, Field(ge=0)]
-_ALL_OR_SOME: TypeAlias = Literal[-1] | Count
-_OPTIONAL_ALL_OR_SOME: TypeAlias = Literal[-1] | Count | None
-_OPTIONAL_NAME: TypeAlias = Name | None
-_OPTIONAL_ARGUMENTS: TypeAlias = NamedArguments | None
-HOST_HINTS: dict[str, Hint] = {
-    'alpha': _WEIGHT,
-    'alpha_f': _WEIGHT,
-    'alpha_i': _WEIGHT,
-    'clipping_threshold': Positive,
-    'clipping_type': Literal['norm', 'value', 'adaptive'],
-    'console_log_interval': Duration,
-    'data_parallel_replicate_degree': _OPTIONAL_ALL_OR_SOME,
-    'data_parallel_shard_degree': _OPTIONAL_ALL_OR_SOME,
-    'dist_timeout': Positive,
-    'eval_interval': Duration,
-    'eval_subset_num_batches': _ALL_OR_SOME,
-    'load_path': _OPTIONAL_NAME,
-    'loggers': _OPTIONAL_ARGUMENTS,
-    'max_duration': Duration,
-    'run_name': _OPTIONAL_NAME,
-    'save_folder': _OPTIONAL_NAME,
-    'save_interval': Duration,
-    'save_num_checkpoints_to_keep': Annotated[int, Field(ge=-1)],
-    'scale_schedule_ratio': Positive,
-    'smoothing': Fraction,
-    'state_dict_type': Literal['full', 'sharded'],
-    't_max': Duration,
-    't_warmup': WarmUp,
-    'train_subset_num_batches': _ALL_OR_SOME,
-    'window_size': Count,
-}
-"""Ranges of arguments by name, for all classes of hosts. The hosts accept any value, and fail in a step or never."""
+NamedArguments = dict[str, dict[str, Any] | None]
+"""Names of classes, and arguments for each. None: its defaults."""
+
+
+def _check_time(value: int | str | None, *, may_be_zero: bool) -> int | str | None:
+    """Refuses a text that Composer cannot read as a time, and a time that is too short."""
+    if value is None:
+        return None
+    try:
+        length = ensure_time(value, TimeUnit.EPOCH).value
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise ValueError('it should be a time such as 2ep or 500ba') from error
+    if length < 0:
+        raise ValueError('it should be a time that is not negative')
+    if length == 0 and not may_be_zero:
+        raise ValueError('it should be longer than nothing')
+    return value
+
+
+Duration = Annotated[int | str | None, AfterValidator(partial(_check_time, may_be_zero=False))]
+"""A time as Composer reads it, such as ``2ep``, longer than nothing. A number without a unit means epochs."""
+WarmUp = Annotated[str, AfterValidator(partial(_check_time, may_be_zero=True))]
+"""A time that may also be nothing, such as ``0ba``. It must have a unit."""
+Weight = Annotated[float, Field(ge=0)]
+AllOrSome = Literal[-1] | Count
+"""A number of batches or ranks; -1 for all."""
+
+
+class HostArguments(TypedDict, total=False):
+    """Ranges of arguments by name, for all classes of hosts, which accept any value and fail in a step or never."""
+
+    alpha: Weight
+    alpha_f: Weight
+    alpha_i: Weight
+    clipping_threshold: Positive
+    clipping_type: Literal['norm', 'value', 'adaptive']
+    console_log_interval: Duration
+    data_parallel_replicate_degree: AllOrSome | None
+    data_parallel_shard_degree: AllOrSome | None
+    dist_timeout: Positive
+    eval_interval: Duration
+    eval_subset_num_batches: AllOrSome
+    load_path: Name | None
+    loggers: NamedArguments | None
+    max_duration: Duration
+    run_name: Name | None
+    save_folder: Name | None
+    save_interval: Duration
+    save_num_checkpoints_to_keep: Annotated[int, Field(ge=-1)]
+    scale_schedule_ratio: Positive
+    smoothing: Fraction
+    state_dict_type: Literal['full', 'sharded']
+    t_max: Duration
+    t_warmup: WarmUp
+    train_subset_num_batches: AllOrSome
+    window_size: Count
+
+
+HOST_HINTS: dict[str, Hint] = get_type_hints(HostArguments, include_extras=True)
 
 
 def build_all(kind: str, section: NamedArguments | None, path: str) -> list[Any]:

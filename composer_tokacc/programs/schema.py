@@ -15,7 +15,6 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
-from functools import partial
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
@@ -36,8 +35,6 @@ Hint = Any
 
 Sections = dict[str, dict[str, Any]]
 """Settings of several things, by name."""
-NamedArguments = dict[str, dict[str, Any] | None]
-"""Names of classes, and arguments for each. None: its defaults."""
 Count = Annotated[int, Field(ge=1)]
 """A number of things, at least one."""
 NotNegative = Annotated[int, Field(ge=0)]
@@ -487,29 +484,6 @@ def _requirement(error: ValidationError) -> str:
         if reason not in requirements and detail['type'] != 'is_instance_of':
             requirements.append(reason)
     return ', or '.join(requirements).replace(', or be ', ', or ') or 'be left out'
-
-
-def _check_time(value: int | str | None, *, may_be_zero: bool) -> int | str | None:
-    """Refuses a text that Composer cannot read as a time, and a time that is too short."""
-    from composer.core import TimeUnit, ensure_time
-
-    if value is None:
-        return None
-    try:
-        length = ensure_time(value, TimeUnit.EPOCH).value
-    except (ValueError, TypeError, RuntimeError) as error:
-        raise ValueError('it should be a time such as 2ep or 500ba') from error
-    if length < 0:
-        raise ValueError('it should be a time that is not negative')
-    if length == 0 and not may_be_zero:
-        raise ValueError('it should be longer than nothing')
-    return value
-
-
-Duration = Annotated[int | str | None, AfterValidator(partial(_check_time, may_be_zero=False))]
-"""A time as Composer reads it, such as ``2ep``, longer than nothing. A number without a unit means epochs."""
-WarmUp = Annotated[str, AfterValidator(partial(_check_time, may_be_zero=True))]
-"""A time that may also be nothing, such as ``0ba``. It must have a unit."""
 
 
 def without(section: Mapping[str, Any], *keys: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypedDict, get_type_hints
 
 import numpy as np
 import torch
@@ -66,18 +66,20 @@ from composer_tokacc.sampling import (
 
 log = logging.getLogger(__name__)
 
-_OPTIONAL_COUNT: TypeAlias = Count | None
-_OPTIONAL_WORKERS: TypeAlias = Annotated[int, Field(ge=0, le=256)] | None
-DATASET_HINTS: dict[str, Hint] = {
-    'image_size': Count,
-    'max_length': _OPTIONAL_COUNT,
-    'model_max_length': Count,
-    'num_workers': _OPTIONAL_WORKERS,
-    'patch_size': Count,
-    'video': VideoSampling | None,
-    'vocab_size': Count,
-}
-"""Ranges of the arguments of LlavaDataset and the small processor."""
+
+class DatasetArguments(TypedDict, total=False):
+    """Ranges of the arguments of LlavaDataset and the small processor."""
+
+    image_size: Count
+    max_length: Count | None
+    model_max_length: Count
+    num_workers: Annotated[int, Field(ge=0, le=256)] | None
+    patch_size: Count
+    video: VideoSampling | None
+    vocab_size: Count
+
+
+DATASET_HINTS: dict[str, Hint] = get_type_hints(DatasetArguments, include_extras=True)
 SHARE_KEYS = {
     'epochs': Annotated[float, Field(gt=0, le=10_000)],
     'weight': Annotated[float, Field(gt=0, lt=1e9)],
