@@ -49,6 +49,7 @@ from composer_tokacc.layout.pre_split import widened
 from composer_tokacc.programs import ConfigError, TrainConfig
 from composer_tokacc.programs.build import RunParts, build_parts
 from composer_tokacc.programs.errors import refuse
+from composer_tokacc.programs.registry import token_accumulation_options
 from composer_tokacc.programs.runner import run_program
 from composer_tokacc.programs.schema import Count, check_value
 from composer_tokacc.programs.suggest import runs_on_gpu
@@ -194,7 +195,7 @@ class _VerifiedRun:
                 'loader.global_batch_size',
                 f'and --rows must leave rows to cut apart, got: {len(rows_of_all_ranks)}',
             )
-        options = config.algorithms.get('token_accumulation') or {}
+        options = token_accumulation_options(config)
         token_weights = options.get('token_weights', 'token')
         loss_rule = ''
         if token_weights != 'token':

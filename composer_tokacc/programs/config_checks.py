@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from composer import Trainer
+from composer.callbacks import EarlyStopper, ThresholdStopper
 from composer.core import TimeUnit, ensure_time
 from composer.utils import is_compressed_pt
 from composer.utils.parallelism import FSDP2Config, FSDPConfig
@@ -27,7 +28,7 @@ from composer_tokacc.programs.checkpoints import check_checkpoint
 from composer_tokacc.programs.errors import ConfigError, building, local_folder
 from composer_tokacc.programs.host_types import Section
 from composer_tokacc.programs.models import EVAL_METRICS, TRAIN_METRICS, check_model
-from composer_tokacc.programs.registry import HOST_HINTS, build_section, import_by_name
+from composer_tokacc.programs.registry import HOST_HINTS, build_section, class_by_name, import_by_name
 from composer_tokacc.programs.schema import (
     REPORT_KEYS,
     Sections,
@@ -168,10 +169,11 @@ def _check_stoppers(config: TrainConfig) -> None:
         metrics |= {('eval', metric.__name__) for metric in EVAL_METRICS}
     if config.model.train_metrics:
         metrics |= {('train', metric.__name__) for metric in TRAIN_METRICS}
-    for name in ('early_stopper', 'threshold_stopper'):
-        arguments = config.callbacks.get(name) or {}
+    for name, arguments in config.callbacks.items():
+        is_stopper = class_by_name('callbacks', name) in (EarlyStopper, ThresholdStopper)
+        arguments = arguments or {}
         watched = str(arguments.get('dataloader_label')), str(arguments.get('monitor'))
-        if name in config.callbacks and watched not in metrics:
+        if is_stopper and watched not in metrics:
             raise ConfigError(
                 f'callbacks.{name}',
                 f'must have `dataloader_label` and `monitor` of a metric of this run, got: {watched}. The metrics are '

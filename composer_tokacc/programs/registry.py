@@ -27,6 +27,7 @@ from composer.loggers import LoggerDestination
 from composer.optim import ComposerScheduler
 from pydantic import AfterValidator, Field
 
+from composer_tokacc.algorithm import TokenAccumulation
 from composer_tokacc.programs.errors import ConfigError, building, unknown_name
 from composer_tokacc.programs.host_types import Section
 from composer_tokacc.programs.process import without_warnings
@@ -36,6 +37,7 @@ from composer_tokacc.programs.schema import (
     Hint,
     Name,
     Positive,
+    TrainConfig,
     check_arguments,
     check_names,
     without,
@@ -216,6 +218,14 @@ def class_by_name(kind: str, name: str) -> Any:
         if snake_name.replace('_', '') == letters:
             return cls
     raise ConfigError(kind, unknown_name('class', name, [*classes, *aliases]))
+
+
+def token_accumulation_options(config: TrainConfig) -> Section:
+    """Returns the arguments of TokenAccumulation in a config, under its short or its dotted name; empty without it."""
+    for name, arguments in config.algorithms.items():
+        if class_by_name('algorithms', name) is TokenAccumulation:
+            return arguments or {}
+    return {}
 
 
 def _classes_of(kind: str) -> dict[str, type]:

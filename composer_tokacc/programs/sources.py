@@ -45,7 +45,7 @@ from composer_tokacc.planning import CostModel, token_budget
 from composer_tokacc.programs.errors import ConfigError, PartError, building, unknown_name
 from composer_tokacc.programs.host_types import Processor, Section
 from composer_tokacc.programs.models import read_config
-from composer_tokacc.programs.registry import import_by_name
+from composer_tokacc.programs.registry import import_by_name, token_accumulation_options
 from composer_tokacc.programs.schema import (
     Count,
     Hint,
@@ -274,8 +274,7 @@ class FileSource(Source):
         super().__init__(config)
         self.shares_by_weights = self.section.get('loss_shares_by') == 'weights'
         """Whether ``loss_share`` sets the weights of tokens, rather than how often samples are drawn."""
-        options = config.algorithms.get('token_accumulation') or {}
-        self.token_weights = options.get('token_weights')
+        self.token_weights = token_accumulation_options(config).get('token_weights')
 
     def check(self) -> None:
         """Refuses unknown datasets and arguments, for training and, if there is one, for the eval set."""

@@ -15,7 +15,7 @@ from composer_tokacc.data import to_mds
 from composer_tokacc.programs import ConfigError, TrainConfig, load_config
 from composer_tokacc.programs.build import build_trainer_parts
 from composer_tokacc.programs.config_checks import check_config
-from composer_tokacc.programs.registry import class_by_name
+from composer_tokacc.programs.registry import class_by_name, token_accumulation_options
 from composer_tokacc.programs.schema import check_arguments
 from composer_tokacc.train import main
 from tests.support.launch import ROOT, launch_json
@@ -355,6 +355,14 @@ class AnnotatedWithUnknownPart:
     def __init__(self, tracker: list['OnlyForTypeCheckers'] = (), folder: str = '.') -> None:  # noqa: F821, UP037  # pyright: ignore
         self.tracker = tracker
         self.folder = folder
+
+
+@pytest.mark.parametrize('name', ['token_accumulation', 'composer_tokacc.TokenAccumulation'])
+def test_options_are_read_under_both_names(name):
+    config = TrainConfig(algorithms={'ema': None, name: {'token_weights': 'sqrt'}})
+    assert token_accumulation_options(config) == {'token_weights': 'sqrt'}
+    assert token_accumulation_options(TrainConfig(algorithms={name: None})) == {}
+    assert token_accumulation_options(TrainConfig()) == {}
 
 
 @pytest.mark.parametrize('callback', [TypedForCheckersOnly, AnnotatedWithText, AnnotatedWithUnknownPart])
