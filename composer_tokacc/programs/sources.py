@@ -147,28 +147,32 @@ class Source(ABC):
 
     def build_processor(self) -> Any:
         """Returns the processor of the checkpoint. A fresh model gets a small one, with the image size of the model."""
-        arguments = dict(self.section.get('processor') or {})
         if self.config.model.pretrained is not None:
-            return self._pretrained_processor(self.config.model.pretrained, arguments)
+            return self._pretrained_processor(self.config.model.pretrained, self.section.get('processor') or {})
+        with building('dataset.processor'):
+            return self.processor_maker()(**self._small_processor_arguments())
+
+    def _small_processor_arguments(self) -> dict[str, Any]:
+        """Returns the keys of ``dataset.processor``, and sizes of the model's config that it leaves out."""
+        arguments = dict(self.section.get('processor') or {})
         model_config = self.config.model.config or {}
         vision_config = model_config.get('vision_config') or {}
         for key in ('image_size', 'patch_size'):
             if key in vision_config:
                 arguments.setdefault(key, vision_config[key])
-        with building('dataset.processor'):
-            return self.processor_maker()(**arguments)
+        return arguments
 
     def processor_maker(self) -> Callable[..., Any]:
         """Returns a function that makes a processor for a fresh model from the keys of ``dataset.processor``."""
         return partial(build_small_processor, self.texts())
 
     def check_processor(self) -> None:
-        """Refuses keys of ``dataset.processor`` that do not fit, if the model is fresh."""
+        """Refuses arguments of the processor that do not fit, if the model is fresh."""
         if self.config.model.pretrained is None:
             maker = self.processor_maker()
             is_ours = isinstance(maker, partial)  # otherwise it is a function of the user, whose names mean anything
             hints = DATASET_HINTS if is_ours else None
-            check_arguments('dataset.processor', maker, self.section.get('processor') or {}, hints=hints)
+            check_arguments('dataset.processor', maker, self._small_processor_arguments(), hints=hints)
 
     def _pretrained_processor(self, pretrained: str, arguments: Section) -> Any:
         # Without trust_remote_code Transformers would ask on the terminal, once for each class.

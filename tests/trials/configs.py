@@ -61,6 +61,7 @@ OVERRIDES = {
     'a misspelt key of a processor': ('dataset.processor={vocab_sise: 300}', 'vocab_size'),
     'a negative number of pixels': ('dataset.processor.max_pixels=-1', 'max_pixels'),
     'an empty vocabulary': ('dataset.processor.vocab_size=0', 'vocab_size'),
+    'an image size that is null': ('model.config.vision_config.image_size=null', 'image_size` must be a valid integer'),
     'an image size of 0': ('model.config.vision_config.image_size=0', 'image_size'),
     'longest sample of 0': ('dataset.max_length=0', '`dataset.max_length'),
     'an unknown value of on_error': ('dataset.on_error=ignore', '`dataset.on_error'),
@@ -116,6 +117,10 @@ OVERRIDES = {
     'early stopping on an unknown dataloader': (
         'callbacks.early_stopper={monitor: LanguageCrossEntropy, dataloader_label: val}',
         "('val', 'LanguageCrossEntropy')",
+    ),
+    'early stopping by the dotted name of the class': (
+        'callbacks={composer.callbacks.EarlyStopper: {monitor: loss, dataloader_label: eval}}',
+        "('eval', 'loss')",
     ),
     'a threshold on an unknown metric': (
         'callbacks.threshold_stopper={monitor: loss, dataloader_label: eval, threshold: 1}',
