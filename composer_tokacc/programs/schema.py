@@ -243,8 +243,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     Raises:
         ConfigError: For an unreadable file, an unknown key (it names the nearest), a wrong type or range.
     """
-    values_of_overrides = read_overrides(overrides)
     values_of_file = _read_file(path)
+    values_of_overrides = read_overrides(overrides)
     # In each of them before the merge, so that the override wins whichever of the two names it uses.
     _spell_out_size(values_of_file)
     _spell_out_size(values_of_overrides)
