@@ -370,6 +370,8 @@ def _freeze_unreached_vision_layers(model: Any) -> set[str]:
         feature_layers = model.config.vision_feature_layers
     if not isinstance(feature_layers, list | tuple):
         feature_layers = [feature_layers]
+    if not feature_layers:
+        raise ConfigError('model.config.vision_feature_layer', 'must name at least one layer, got: []')
     unreached = {f'{encoder_name}.{name}' for name in _without_gradient(encoder, feature_layers)}
     for name in unreached:
         model.get_parameter(name).requires_grad_(False)

@@ -467,6 +467,7 @@ PROGRAMS: dict[str, Call] = {
     'a missing layer of the vision encoder': running(
         '`model.config.vision_feature_layer`', 'model.config.vision_feature_layer=-99'
     ),
+    'no layer of the vision encoder': running('at least one layer', 'model.config.vision_feature_layer=[]'),
     'groups that do not divide heads': running('shows where', 'model.config.text_config.num_key_value_heads=3'),
     'an unknown level of logging': running('`trainer.python_log_level`', 'trainer.python_log_level=loud'),
     'an unknown precision': running('Precision', 'trainer.precision=fp8ish'),
