@@ -111,10 +111,10 @@ def read_lengths(path: str) -> LengthTable:
     unknown = np.zeros(len(tokens), dtype=np.int32)
     table: dict[str, Any] = dict.fromkeys(CSV_COLUMNS.values(), unknown)
     for name, values in zip(names, columns, strict=True):
-        most: Any = LONGEST_SAMPLE
+        limit: Any = LONGEST_SAMPLE
         if name in ('image_tokens', 'loss_tokens'):
-            most = tokens
-        is_valid = (values >= 0) & (values <= most) & (values % 1 == 0)
+            limit = tokens
+        is_valid = (values >= 0) & (values <= limit) & (values % 1 == 0)
         if not is_valid.all():
             row = int(is_valid.argmin())
             raise ConfigError(
