@@ -396,7 +396,8 @@ def _without_gradient(encoder: Any, feature_layers: Sequence[int]) -> list[str]:
         for layer in feature_layers:
             if not -len(states) <= layer < len(states):
                 raise ConfigError(
-                    'model.config.vision_feature_layer', f'must be one of {len(states) - 1} layers, got: {layer}'
+                    'model.config.vision_feature_layer',
+                    f'must be one of the {len(states)} hidden states of the vision encoder, got: {layer}',
                 )
         sums = [states[layer].sum() for layer in feature_layers]
         torch.stack(sums).sum().backward()
