@@ -47,12 +47,12 @@ def subject_of(name: str) -> tuple[Any, list[Batch]]:
     case = FAMILIES['llava' if name == 'LLaVA' else 'qwen2_5_vl']()
     samples = []
     for seed in range(6):
-        samples += ragged_samples(with_images=True, seed=seed)
+        samples += ragged_samples(seed=seed)
     rows = []
     for index in rng.permutation(len(samples))[: 2 * ROWS]:
         sample = samples[index]
         row = case.encode(sample)
-        rows.append({**row, 'num_images': [len(sample.images)]})
+        rows.append({**row, 'num_images': [len(sample.media('image'))]})
     return case.model, rows
 
 

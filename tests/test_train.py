@@ -21,7 +21,7 @@ from PIL import Image
 
 from composer_tokacc.train import main
 from tests.support.clips import write_media_folder
-from tests.support.family_media import MEDIA
+from tests.support.families import MEDIA
 from tests.support.launch import ROOT, launch, launch_program
 from tests.support.llava_folder import write_llava_folder
 from tests.support.programs import DIGITS, QUIET, TINY_DIGITS, TINY_MODEL

@@ -25,7 +25,7 @@ from composer_tokacc import RegroupingBatchSampler
 from composer_tokacc.data import LlavaDataset
 from composer_tokacc.planning import CutOptions
 from composer_tokacc.programs.rehearsal import PlannedRun, heaviest_of_run
-from tests.support.family_media import MEDIA
+from tests.support.families import MEDIA
 
 HERE, GREY, BLUE, RED = Path(__file__).parent, '#b8c4d6', '#3b6fb6', '#c8553d'
 BUDGET, MAX_LENGTH = 2_048, 60

@@ -14,7 +14,8 @@ from tokenizers import Tokenizer
 
 from composer_tokacc.batch import IGNORE_INDEX
 from composer_tokacc.data.processor import small_llava_processor, train_tokenizer
-from tests.support.family_processors import GRID, IS_OLD, MEAN_STD, PINPOINTS, QWEN_TOKENS, SQUARE, pixels
+from tests.model_types.processors import small_processor
+from tests.support.family_processors import QWEN_TOKENS
 
 TEXTS = ['What is this? A red square. And now? Blue, I think: <b>7</b> of them.'] * 4
 
@@ -69,7 +70,8 @@ def tokenizer(*special: str, class_name: str = 'PreTrainedTokenizerFast', **role
         class_name: The class that the processor insists on up to transformers 4.
         role_tokens: Tokens that have a role, such as ``eos_token``.
     """
-    tokenizer_class = getattr(transformers, class_name if IS_OLD else 'PreTrainedTokenizerFast')
+    is_old = transformers.__version__.startswith('4.')
+    tokenizer_class = getattr(transformers, class_name if is_old else 'PreTrainedTokenizerFast')
     options = {'pad_token': '<pad>', 'unk_token': '<unk>', 'padding_side': 'right', **role_tokens}
     wrapped = tokenizer_class(tokenizer_object=Tokenizer.from_str(_trained()), **options)
     wrapped.add_special_tokens({'additional_special_tokens': ['<image>', *special]})
@@ -100,12 +102,11 @@ def llava() -> Any:
 
 
 def llava_next() -> Any:
-    images = pixels('LlavaNext', size={'shortest_edge': 16}, crop_size=SQUARE, image_grid_pinpoints=PINPOINTS)
     return _of(
         'LlavaNext',
         MISTRAL,
         _llama_tokenizer(),
-        image_processor=images,
+        image_processor=small_processor('llava_next', 'image'),
         patch_size=4,
         vision_feature_select_strategy='default',
         num_additional_image_tokens=1,
@@ -115,12 +116,11 @@ def llava_next() -> Any:
 def llava_onevision() -> Any:
     template = QWEN.replace('<|vision_start|><|image_pad|><|vision_end|>', '<image>')
     words = tokenizer('<video>', '<|im_start|>', '<|im_end|>', eos_token='<|im_end|>')
-    images = pixels('LlavaOnevision', size=SQUARE, image_grid_pinpoints=PINPOINTS)
     return _of(
         'LlavaOnevision',
         template,
         words,
-        image_processor=images,
+        image_processor=small_processor('llava_onevision', 'image'),
         num_image_tokens=16,
         vision_feature_select_strategy='full',
         videos='LlavaOnevision',
@@ -130,8 +130,7 @@ def llava_onevision() -> Any:
 def qwen2_vl(name: str = 'Qwen2VL') -> Any:
     special = (*QWEN_TOKENS, '<|im_start|>', '<|im_end|>')
     words = tokenizer(*special, class_name='Qwen2TokenizerFast', eos_token='<|im_end|>')
-    images = pixels('Qwen2VL', min_pixels=64, max_pixels=512, **GRID)
-    return _of(name, QWEN, words, image_processor=images, videos='Qwen2VL')
+    return _of(name, QWEN, words, image_processor=small_processor('qwen2_vl', 'image'), videos='Qwen2VL')
 
 
 def idefics3() -> Any:
@@ -139,7 +138,7 @@ def idefics3() -> Any:
     for row in range(1, 4):
         special += [f'<row_{row}_col_{column}>' for column in range(1, 4)]
     words = tokenizer(*special, bos_token='<|im_start|>', eos_token='<end_of_utterance>')
-    images = pixels('Idefics3', size={'longest_edge': 32}, max_image_size={'longest_edge': 16})
+    images = small_processor('idefics3', 'image', max_image_size={'longest_edge': 16})
     return _of('Idefics3', SMOLVLM, words, image_processor=images, image_seq_len=4)
 
 
@@ -153,7 +152,7 @@ def blip2(**options: Any) -> Any:
         'Blip2',
         WITHOUT_IMAGES,
         _llama_tokenizer(),
-        image_processor=pixels('Blip', size=SQUARE),
+        image_processor=small_processor('blip-2', 'image'),
         **{'num_query_tokens': 4, **options},
     )
 
@@ -163,14 +162,14 @@ def instructblip(**options: Any) -> Any:
         'InstructBlip',
         WITHOUT_IMAGES,
         _llama_tokenizer(),
-        image_processor=pixels('Blip', size=SQUARE),
+        image_processor=small_processor('blip-2', 'image'),
         qformer_tokenizer=tokenizer(),
         **{'num_query_tokens': 4, **options},
     )
 
 
 def instructblipvideo() -> Any:
-    clips = transformers.InstructBlipVideoVideoProcessor(size=SQUARE, **MEAN_STD)
+    clips = small_processor('instructblipvideo', 'video')
     return _of(
         'InstructBlipVideo',
         WITHOUT_IMAGES,

@@ -18,7 +18,7 @@ from composer_tokacc.programs.sources import source_of
 from tests.data.chat_processors import PROCESSORS, assert_same
 from tests.support.clips import write_video
 from tests.support.conversations import write_json
-from tests.support.family_media import MEDIA
+from tests.support.families import MEDIA
 from tests.support.launch import ROOT
 
 

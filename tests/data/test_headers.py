@@ -23,7 +23,6 @@ from composer_tokacc.data.media import decode_media, open_files
 from tests.data import chat_processors
 from tests.data.length_tables import CountingDataset, assert_same_table, use_headers
 from tests.support.conversations import turns, write_json
-from tests.support.family_processors import SQUARE
 from tests.support.launch import launch_json
 
 SIZES = [(16, 16), (40, 16), (16, 48), (64, 24), (33, 31), (200, 120), (7, 90)]
@@ -36,7 +35,7 @@ def gemma3():
         *tokens.values(), '<|im_start|>', '<|im_end|>', eos_token='<|im_end|>', extra_special_tokens=tokens
     )
     template = chat_processors.QWEN.replace('<|vision_start|><|image_pad|><|vision_end|>', '<start_of_image>')
-    images = transformers.Gemma3ImageProcessor(size=SQUARE, do_pan_and_scan=False)
+    images = transformers.Gemma3ImageProcessor(size={'height': 16, 'width': 16}, do_pan_and_scan=False)
     return transformers.Gemma3Processor(images, tokenizer, template, image_seq_length=4)
 
 

@@ -78,12 +78,12 @@ def test_vision_patches_are_those_computed(name):
     # Six samples with 0, 1, 1, 2, 0 and 3 images of unequal sizes.
     case = FAMILIES[name]()
     patch_size = patch_size_of(case.config)
-    table = build_length_table(case.rows, case.encode.processor, patch_size=patch_size)
+    table = build_length_table(case.rows, case.processor, patch_size=patch_size)
     assert table.vision_patches.dtype == np.int32
     for index, row in enumerate(case.rows):
         num_patches = table.vision_patches[index]
         assert num_patches == computed_patches(case.model, row)
-        assert (num_patches > 0) == bool(case.samples[index].images)
+        assert (num_patches > 0) == bool(case.truth[index]['image'])
 
 
 @pytest.mark.parametrize('name', ['idefics3', 'smolvlm', 'llava_next', 'mllama'])

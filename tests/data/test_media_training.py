@@ -34,7 +34,7 @@ from tests.data.chat_processors import assert_same, learned_text
 from tests.data.length_tables import assert_same_table, use_headers
 from tests.support.clips import sine, write_media_folder, write_sound, write_video
 from tests.support.conversations import write_json
-from tests.support.family_media import MEDIA, SLOT_MEDIA
+from tests.support.families import MEDIA, SLOT_MEDIA
 from tests.support.training import assert_exact
 
 # The media of each sample of a file.

@@ -17,10 +17,9 @@ from composer_tokacc.data.conversation import ConversationEncoder
 from composer_tokacc.data.lengths import build_length_table
 from tests.data.chat_processors import assert_same, blip2, instructblip, instructblipvideo
 from tests.matrix.collator import join
-from tests.support import family_models
+from tests.model_types.tiny import float32_model, tiny_config
 from tests.support.clips import write_media_folder
 from tests.support.conversations import IMAGE, assistant, turns, user, write_json
-from tests.support.family_media import TokenIds
 from tests.support.training import assert_exact, fit, loader, reference_gradients, relative_error
 
 PROCESSORS = {'blip2': blip2, 'instructblip': instructblip}
@@ -49,7 +48,9 @@ def model_of(name):
 
 
 def build_model(name):
-    return family_models.MODELS[name](TokenIds(processor_of(name).tokenizer))
+    model_type = 'blip-2' if name == 'blip2' else name
+    settings = {'text_config': 'LlamaConfig'} if name != 'blip2' else {}
+    return float32_model(tiny_config(model_type, settings, tokenizer=processor_of(name).tokenizer))
 
 
 @functools.cache

@@ -28,11 +28,10 @@ from composer_tokacc.planning import CutOptions, pack_lengths
 from composer_tokacc.row_counts import RowCounts, num_samples, rows_of, with_counts, with_rows
 from tests.matrix.harness import measure_steps
 from tests.matrix.subjects import SUBJECTS
-from tests.support import family_models
+from tests.model_types.tiny import float32_model, tiny_config
 from tests.support.exactness import family_batch
-from tests.support.families import FAMILIES, IMAGE_FAMILIES, FamilyCase
-from tests.support.family_media import MEDIA, TokenIds
-from tests.support.sample_encoder import word_tokenizer
+from tests.support.families import FAMILIES, IMAGE_FAMILIES, MEDIA, Case
+from tests.support.family_processors import word_tokenizer
 from tests.support.small_batches import text_batch
 from tests.support.training import composer_gradients, in_double, loader, relative_error, tensors_in
 
@@ -42,7 +41,7 @@ for_each_family = pytest.mark.parametrize('name', IMAGE_FAMILIES)
 
 
 @functools.cache
-def case_of(name: str) -> tuple[FamilyCase, BatchLayout]:
+def case_of(name: str) -> tuple[Case, BatchLayout]:
     case = FAMILIES[name]()
     return case, BatchLayout.for_model(case.model)
 
@@ -54,14 +53,14 @@ def media_case_of(name: str) -> tuple[Any, BatchLayout]:
     return case, BatchLayout.for_model(case.model)
 
 
-def batch_of(case: FamilyCase, rows, side: str = 'right'):
+def batch_of(case: Case, rows, side: str = 'right'):
     """Returns rows of the case's batch, trimmed as a split trims them."""
     layout = BatchLayout.for_model(case.model)
     batch = with_counts(family_batch(case, side=side))
     return layout.trim(layout.select(batch, rows))
 
 
-def loss_and_gradients(case: FamilyCase, batch):
+def loss_and_gradients(case: Case, batch):
     """Returns the sum of the losses of a batch, and the gradients of this sum."""
     if case.name == 'mllama':
         # Its gradients are so large where text attends to empty images that float32 is off by 2e-6.
@@ -73,7 +72,7 @@ def loss_and_gradients(case: FamilyCase, batch):
     return loss.detach(), composer_gradients(case.model)
 
 
-def expected_loss_and_gradients(case: FamilyCase, side: str):
+def expected_loss_and_gradients(case: Case, side: str):
     """Returns loss and gradients of the text rows in a batch with images.
 
     Mllama's loss of a text row depends on whether the batch has any image. So for Mllama an image row without labels is
@@ -249,7 +248,7 @@ def glm_row(config, modality):
 def test_glm_gets_no_video_beside_image(modality, some_rank_has_videos, monkeypatch):
     """Its forward has the same placeholders for both, and refuses a batch with both."""
     special = ('<image>', '<video>', '<image_start>', '<image_end>', '<video_start>', '<video_end>')
-    model = family_models.MODELS['glm4v'](TokenIds(word_tokenizer(*special)))
+    model = float32_model(tiny_config('glm4v', tokenizer=word_tokenizer(*special)))
     layout = BatchLayout.for_model(model)
     text = text_batch([5, 3], mm_token_type_ids=torch.zeros(2, 5).long())
     text['input_ids'] += 10

@@ -23,7 +23,7 @@ def join(rows: Sequence[Row], *, side: str, multiple: int = 1, slots: bool = Fal
 
     Args:
         rows: The rows.
-        side: The side on which text is padded.
+        side: ``'left'`` or ``'right'``: where the text is padded.
         multiple: The width is rounded up to a multiple of it.
         slots: Whether media have a slot dimension, (rows, slots, ...). If not, the media of all rows come one after the
             other, (media, ...).
@@ -50,7 +50,7 @@ def join(rows: Sequence[Row], *, side: str, multiple: int = 1, slots: bool = Fal
 
 
 def _joined_text(rows: Sequence[Row], key: str, like: torch.Tensor, width: int, side: str) -> torch.Tensor:
-    """Joins an entry of the text, padded to ``width``. The labels of a decoder have a width of their own."""
+    """Joins an entry of the text, padded to ``width``. The labels of a decoder are padded to the widest of them."""
     fill = _FILLS.get(key, 0)
     values = []
     is_of_decoder = False

@@ -33,9 +33,9 @@ class Outcome:
     Args:
         kind: ``'exact'``, ``'refused'`` (by the package, with a reason, before the optimizer moves), ``'wrong'`` or
             ``'crashed'``.
-        error: Relative error of the gradient; NaN if there is no gradient.
+        error: Relative error of the gradient. Without a gradient it is not a number.
         message: The error that was raised.
-        where: Text by which a reader of a failed test finds the batch.
+        where: Tells the reader of a failed test which batch it was.
     """
 
     kind: str
@@ -127,7 +127,7 @@ def kinds_of_steps(model: Any, batches: Sequence[dict[str, Any]], /, **options: 
 
 
 def round_off(model: Any, batch: dict[str, Any], gradients: Gradients, gradients_of: Any) -> float:
-    """Returns the relative error of gradients in float32, compared with those of one forward in float64."""
+    """Returns the relative error of gradients in float32. The reference is one forward in float64."""
     batch_in_double = {}
     for key, value in batch.items():
         is_float = torch.is_tensor(value) and value.is_floating_point()

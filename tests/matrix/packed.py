@@ -28,7 +28,7 @@ import transformers
 from benchmarks.record import fill_page, table
 from tests.matrix.harness import plain_gradients, quiet
 from tests.matrix.subjects import SUBJECTS, Subject, text_subject
-from tests.support.training import Gradients, fit, in_double, relative_error
+from tests.support.training import Gradients, fit, in_double, relative_error, tensors_in
 
 __all__ = ['FAMILIES', 'cell']
 
@@ -39,9 +39,9 @@ PAGE = Path(__file__).parents[2] / 'docs' / 'packing.md'
 
 # Families that the general matrix does not have: sinks, a convolution, a gated delta rule.
 _OTHERS = [
-    text_subject('gpt_oss', 'GptOssForCausalLM', sliding_window=4),
-    text_subject('lfm2', 'Lfm2ForCausalLM', layer_types=['conv', 'full_attention']),
-    text_subject('qwen3_next', 'Qwen3NextForCausalLM', layer_types=['linear_attention', 'full_attention']),
+    text_subject('gpt_oss', sliding_window=4),
+    text_subject('lfm2', layer_types=['conv', 'full_attention']),
+    text_subject('qwen3_next', layer_types=['linear_attention', 'full_attention']),
 ]
 _NAMES = (
     *('llama', 'mistral', 'gemma2', 'gpt2', 'qwen3_moe', 'gpt_oss'),
@@ -78,18 +78,17 @@ def cell(name: str, kernel: str, seeds: Iterable[int] = range(NUM_BATCHES)) -> d
 
 
 def _reference(model: Any, subject: Subject, seed: int) -> Gradients:
-    double = in_double(model)
-    rows = [subject.collate([row], 0, side='right') for row in subject.rows(seed)]
+    model = in_double(model)
+    rows = subject.rows(seed)
     counts = [int((row['labels'][:, 1:] != -100).sum()) for row in rows]
-    gradients: Gradients = {}
+    total: Gradients = {}
     for row, count in zip(rows, counts, strict=True):
-        if not count:
+        if count == 0:
             continue
-        tensors = {key: value for key, value in row.items() if torch.is_tensor(value)}
-        doubles = {key: value.double() if value.is_floating_point() else value for key, value in tensors.items()}
-        for name, gradient in plain_gradients(double, doubles).items():
-            gradients[name] = gradients.get(name, 0.0) + gradient * (count / sum(counts))
-    return gradients
+        batch = tensors_in(subject.collate([row], 0, side='right'), torch.float64)
+        for name, gradient in plain_gradients(model, batch).items():
+            total[name] = total.get(name, 0.0) + gradient * (count / sum(counts))
+    return total
 
 
 def tried() -> Iterator[dict[str, Any]]:
@@ -119,18 +118,24 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
     cells: dict[str, dict[str, str]] = {}
     reasons: dict[str, str] = {}
     for result in results:
-        text = f'{result["kind"]} '
         if 'reason' in result:
+            # Reasons that differ only in numbers are the same.
             requirement, _, rest = result['reason'].partition(', got:')
             key = re.sub(r'[\d.e+-]*\d', '#', requirement + rest[:40])
             reasons.setdefault(key, result['reason'].replace('\n', ' ').replace('|', '/'))
-            text += f'({chr(ord("a") + list(reasons).index(key))})'
+            figures = f'({_letter(list(reasons).index(key))})'
         else:
-            text += f'{result["packed"]:.0e} ({result["padded"]:.0e})'
-        cells.setdefault(result['family'], {})[result['column']] = text
-    rows = [[family, *(texts.get(column, '') for column in columns)] for family, texts in cells.items()]
-    legend = [f'- ({chr(ord("a") + index)}) {reason}' for index, reason in enumerate(reasons.values())]
+            figures = f'{result["packed"]:.0e} ({result["padded"]:.0e})'
+        cells.setdefault(result['family'], {})[result['column']] = f'{result["kind"]} {figures}'
+    rows = []
+    for family, texts in cells.items():
+        rows.append([family, *(texts.get(column, '') for column in columns)])
+    legend = [f'- ({_letter(index)}) {reason}' for index, reason in enumerate(reasons.values())]
     return '\n'.join([table(['family', *columns], rows), 'Reasons, with the numbers of one batch:', '', *legend])
+
+
+def _letter(index: int) -> str:
+    return chr(ord('a') + index)
 
 
 def main() -> None:

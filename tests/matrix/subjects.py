@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The families of the matrix: tiny models of ``tests/model_types``, and random batches like those of a loader."""
+"""The families of the matrix: tiny models of ``tests/model_types``, and random batches as a loader makes them."""
 
 from __future__ import annotations
 
@@ -12,19 +12,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import transformers
 from composer.models import HuggingFaceModel
 
 from tests.matrix.collator import Row, join
 from tests.model_types.rows import Maker
-from tests.model_types.tiny import set_large_weights, tiny_config
+from tests.model_types.tiny import LARGE_STD, float32_model, tiny_config
 
 __all__ = ['SUBJECTS', 'Subject', 'text_subject']
 
-LARGE_STD = 0.15
 FIRST_LABELLED = 3
-"""Batches whose seed has this remainder by 4 also have labels of first tokens, as in pretraining. With padding on the
-left a pad predicts such a label."""
+"""Batches whose ``seed % 4`` is this also have labels of first tokens, as in pretraining. With padding on the left a
+pad predicts such a label."""
 FIRST_ID, LAST_ID = 4, 63
 """Ids of words. Smaller ids are pad, beginning, end and mask."""
 LONGEST = 24
@@ -39,7 +37,6 @@ class Subject:
     Args:
         name: Its name in test ids.
         model_type: The model type of its config.
-        class_name: The class of its model.
         settings: Entries of the config by path.
         modalities: Modalities of the media in its rows.
         slots: Whether images have a slot dimension (Idefics3, Mllama).
@@ -49,31 +46,17 @@ class Subject:
 
     name: str
     model_type: str
-    class_name: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     modalities: Sequence[str] = ()
     slots: bool = False
     packs: bool = True
     needs_media: str = ''
 
-    def config(self) -> Any:
-        """Returns a new config, without dropout and without a cache."""
-        config = tiny_config(self.model_type, self.settings)
-        config.use_cache = False
-        config.get_text_config().use_cache = False
-        return config
-
     def model(self, init: str) -> HuggingFaceModel:
-        """Returns a model with the initial weights of Hugging Face (``'fresh'``), or with larger ones (``'large'``).
-
-        With fresh weights, leaking attention hardly changes the loss of a model of this size. Large weights show it.
-        """
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            model = getattr(transformers, self.class_name)(self.config())
-            if init == 'large':
-                set_large_weights(model, LARGE_STD)
-        return HuggingFaceModel(model.float().train(), shift_labels=True, use_logits=True)
+        """Returns a model with the initial weights of Hugging Face (``'fresh'``), or with larger ones (``'large'``)."""
+        config = tiny_config(self.model_type, self.settings)
+        model = float32_model(config, std=LARGE_STD if init == 'large' else None)
+        return HuggingFaceModel(model, shift_labels=True, use_logits=True)
 
     def batch(self, seed: int, *, side: str) -> Row:
         """Returns a random batch, as a loader would make it."""
@@ -88,12 +71,13 @@ class Subject:
         if seed % 4 != FIRST_LABELLED and not self.modalities and self.model_type not in UNSHIFTED_ROWS:
             for row in rows:
                 row['labels'][:, 0] = -100
-        if all((row['labels'][:, 1:] == -100).all() for row in rows):
+        if not any(map(has_labels, rows)):
             longest_row = max(rows, key=lambda row: row['input_ids'].shape[1])
             longest_row['labels'][:, -1] = longest_row['input_ids'][:, -1]
         if seed % 2:
-            # Without the numbers of media, so that the package must count placeholders.
-            rows = [without_numbers(row) for row in rows]
+            for row in rows:
+                for modality in self.modalities:
+                    row.pop(f'num_{modality}s', None)  # so the package must count placeholders
         return rows
 
     def row(self, rng: random.Random) -> Row:
@@ -114,27 +98,27 @@ class Subject:
 MEDIA = ('pixel_values', 'pixel_values_videos', 'input_features')
 
 
-def without_numbers(row: Row) -> Row:
-    return {key: value for key, value in row.items() if not key.startswith('num_')}
-
-
 def has_media(row: Row) -> bool:
-    """Whether the row has an image, a video or a sound."""
+    """Returns whether the row has an image, a video or a sound."""
     return any(key in row for key in MEDIA)
 
 
+def has_labels(row: Row) -> bool:
+    """Returns whether the row has a label that counts. The first one is predicted by nothing."""
+    return bool((row['labels'][:, 1:] != -100).any())
+
+
 @functools.cache
-def _maker(model_type: str, class_name: str) -> Maker:
+def _maker(model_type: str) -> Maker:
     """Returns the Maker for all subjects of a type. Rows do not depend on the weights of a model."""
-    with torch.random.fork_rng():
-        model = getattr(transformers, class_name)(tiny_config(model_type))
-    return Maker(model_type, model)
+    return Maker(model_type, float32_model(tiny_config(model_type)))
 
 
 @functools.cache
 def _pool(name: str) -> list[Row]:
     subject = SUBJECTS[name]
-    maker, rng = _maker(subject.model_type, subject.class_name), random.Random(name)
+    maker = _maker(subject.model_type)
+    rng = random.Random(name)
     rows: list[Row] = []
     while len(rows) < POOL_SIZE:
         row = maker.random_row(subject.modalities, rng)
@@ -148,28 +132,33 @@ def _ids(rng: random.Random, length: int) -> torch.Tensor:
 
 
 def _length(rng: random.Random) -> int:
-    """Mostly short, some long, now and then a single token."""
+    """Returns a length: mostly short, sometimes long, seldom a single token."""
     return min(1 + int(rng.lognormvariate(1.9, 0.8)), LONGEST)
 
 
 def causal_row(rng: random.Random) -> Row:
-    """Labels on a suffix, on all tokens, or on none."""
+    """Returns a row with labels on its last tokens, on all tokens, or on none."""
     ids = _ids(rng, _length(rng))
+    num_without = rng.choice((0, rng.randint(0, ids.shape[1])))
     labels = ids.clone()
-    labels[:, : rng.choice((0, rng.randint(0, ids.shape[1])))] = -100
+    labels[:, :num_without] = -100
     return {'input_ids': ids, 'attention_mask': torch.ones_like(ids), 'labels': labels}
 
 
 def masked_row(rng: random.Random) -> Row:
-    """A third of the tokens masked and labelled, column 0 among them now and then."""
+    """Returns a row with a third of its tokens masked and labelled, sometimes also the first one."""
     ids = _ids(rng, _length(rng) + 1)
-    masked = torch.tensor([[rng.random() < 1 / 3 for _ in range(ids.shape[1])]])
-    row = {'input_ids': ids.masked_fill(masked, 3), 'attention_mask': torch.ones_like(ids)}
-    return {**row, 'token_type_ids': torch.zeros_like(ids), 'labels': ids.masked_fill(~masked, -100)}
+    is_masked = torch.tensor([[rng.random() < 1 / 3 for _ in range(ids.shape[1])]])
+    return {
+        'input_ids': ids.masked_fill(is_masked, 3),
+        'attention_mask': torch.ones_like(ids),
+        'token_type_ids': torch.zeros_like(ids),
+        'labels': ids.masked_fill(~is_masked, -100),
+    }
 
 
 def seq2seq_row(rng: random.Random) -> Row:
-    """Labels of a width of their own."""
+    """Returns a row whose labels are not as wide as its ids."""
     ids = _ids(rng, _length(rng))
     return {'input_ids': ids, 'attention_mask': torch.ones_like(ids), 'labels': _ids(rng, rng.randint(1, 9))}
 
@@ -188,60 +177,52 @@ GPT_NEO = {
 QUERIES: dict[str, Any] = {'settings': {'text_config': 'LlamaConfig'}, 'needs_media': 'batch'}
 
 
-def text_subject(model_type: str, class_name: str, name: str = '', packs: bool = True, **settings: Any) -> Subject:
-    """A family of texts."""
+def text_subject(model_type: str, name: str = '', packs: bool = True, **settings: Any) -> Subject:
+    """Returns a family of texts."""
     settings = {'vocab_size': LAST_ID + 1, **settings}
-    return Subject(
-        name=name or model_type, model_type=model_type, class_name=class_name, packs=packs, settings=settings
-    )
+    return Subject(name=name or model_type, model_type=model_type, packs=packs, settings=settings)
 
 
-def _media(name: str, prefix: str, *modalities: str, model_type: str = '', **options: Any) -> Subject:
-    return Subject(
-        name=name,
-        model_type=model_type or name,
-        class_name=f'{prefix}ForConditionalGeneration',
-        modalities=modalities,
-        **options,
-    )
+def _media(name: str, *modalities: str, model_type: str = '', **options: Any) -> Subject:
+    return Subject(name=name, model_type=model_type or name, modalities=modalities, **options)
 
 
 _ALL = [
-    text_subject('llama', 'LlamaForCausalLM'),
-    text_subject('gpt2', 'GPT2LMHeadModel'),
-    text_subject('gpt_neo', 'GPTNeoForCausalLM', **GPT_NEO),
-    text_subject('opt', 'OPTForCausalLM'),
-    text_subject('bloom', 'BloomForCausalLM', packs=False),
-    text_subject('falcon', 'FalconForCausalLM'),
-    text_subject('falcon', 'FalconForCausalLM', 'falcon_alibi', alibi=True),
-    text_subject('mpt', 'MptForCausalLM', packs=False),
-    text_subject('mamba', 'MambaForCausalLM'),
-    text_subject('mistral', 'MistralForCausalLM', **WINDOW),
-    text_subject('gemma2', 'Gemma2ForCausalLM', **WINDOW),
-    text_subject('mixtral', 'MixtralForCausalLM'),
-    text_subject('qwen3_moe', 'Qwen3MoeForCausalLM'),
-    text_subject('bert', 'BertForMaskedLM', packs=False),
-    text_subject('t5', 'T5ForConditionalGeneration', packs=False, decoder_start_token_id=0),
-    _media('llava', 'Llava', 'image'),
-    _media('llava_next', 'LlavaNext', 'image'),
-    _media('llava_onevision', 'LlavaOnevision', 'image', packs=False),
-    _media('qwen2_vl', 'Qwen2VL', 'image'),
-    _media('qwen2_5_vl', 'Qwen2_5_VL', 'image'),
-    _media('idefics3', 'Idefics3', 'image', slots=True),
-    _media('smolvlm', 'SmolVLM', 'image', slots=True),
-    _media('paligemma', 'PaliGemma', 'image'),
-    _media('gemma3', 'Gemma3', 'image'),
-    _media('internvl', 'InternVL', 'image'),
-    _media('qwen2_vl_video', 'Qwen2VL', 'image', 'video', model_type='qwen2_vl'),
-    _media('llava_onevision_video', 'LlavaOnevision', 'video', model_type='llava_onevision'),
-    _media('instructblip_video', 'InstructBlipVideo', 'video', model_type='instructblipvideo', **QUERIES),
-    _media('qwen3_vl', 'Qwen3VL', 'image', 'video'),
-    _media('llava_next_video', 'LlavaNextVideo', 'video'),
-    _media('mistral3', 'Mistral3', 'image'),
-    _media('qwen2_audio', 'Qwen2Audio', 'audio'),
-    _media('blip2', 'Blip2', 'image', model_type='blip-2', packs=False, needs_media='batch'),
-    _media('instructblip', 'InstructBlip', 'image', **QUERIES),
-    _media('mllama', 'Mllama', 'image', slots=True, packs=False, needs_media='row'),
-    _media('mllama_mixed', 'Mllama', 'image', model_type='mllama', slots=True, packs=False),
+    text_subject('llama'),
+    text_subject('gpt2'),
+    text_subject('gpt_neo', **GPT_NEO),
+    text_subject('opt'),
+    text_subject('bloom', packs=False),
+    text_subject('falcon'),
+    text_subject('falcon', 'falcon_alibi', alibi=True),
+    text_subject('mpt', packs=False),
+    text_subject('mamba'),
+    text_subject('mistral', **WINDOW),
+    text_subject('gemma2', **WINDOW),
+    text_subject('mixtral'),
+    text_subject('qwen3_moe'),
+    text_subject('bert', packs=False),
+    text_subject('t5', packs=False, decoder_start_token_id=0),
+    _media('llava', 'image'),
+    _media('llava_next', 'image'),
+    _media('llava_onevision', 'image', packs=False),
+    _media('qwen2_vl', 'image'),
+    _media('qwen2_5_vl', 'image'),
+    _media('idefics3', 'image', slots=True),
+    _media('smolvlm', 'image', slots=True),
+    _media('paligemma', 'image'),
+    _media('gemma3', 'image'),
+    _media('internvl', 'image'),
+    _media('qwen2_vl_video', 'image', 'video', model_type='qwen2_vl'),
+    _media('llava_onevision_video', 'video', model_type='llava_onevision'),
+    _media('instructblip_video', 'video', model_type='instructblipvideo', **QUERIES),
+    _media('qwen3_vl', 'image', 'video'),
+    _media('llava_next_video', 'video'),
+    _media('mistral3', 'image'),
+    _media('qwen2_audio', 'audio'),
+    _media('blip2', 'image', model_type='blip-2', packs=False, needs_media='batch'),
+    _media('instructblip', 'image', **QUERIES),
+    _media('mllama', 'image', slots=True, packs=False, needs_media='row'),
+    _media('mllama_mixed', 'image', model_type='mllama', slots=True, packs=False),
 ]
 SUBJECTS: dict[str, Subject] = {subject.name: subject for subject in _ALL}

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -28,7 +30,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         'image_token_offset': 110,
         'audio_token_offset': 118,
         'vision_config.codebook_size': 8,
-        'vision_config.base_channels': 32,
         'audio_config.codebook_size': 8,
         'audio_config.codebook_dim': 32,
     },
@@ -41,7 +42,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     'chameleon': {
         'image_token_id': 150,
         'vq_config.num_embeddings': 8,
-        'vq_config.base_channels': 32,
         'vq_config.resolution': 16,
         'vocabulary_map': {'<image>': 150, **{f'IMGIMG{chr(65 + n)}Z': 110 + n for n in range(8)}},
     },
@@ -49,7 +49,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         'image_token_id': 150,
         'vq_config.codebook_size': 8,
         'vq_config.hidden_size': 128,
-        'vq_config.base_channels': 32,
         'vocabulary_map': {
             '<image>': 150,
             '<|extra_200|>': 99,
@@ -60,18 +59,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     'gemma3n': {
         'vision_config.hidden_size': 16,
         'vision_soft_tokens_per_image': 16,
-        'text_config.num_kv_shared_layers': 0,
     },
     'perception_lm': {'vision_config.model_args': {'embed_dim': 16}, 'vision_use_cls_token': False},
     'mistral4': {'rope_parameters.partial_rotary_factor': 1.0},
     'hunyuan_vl': {'text_config.head_dim': 16, 'text_config.rope_parameters': {**_ROPE, 'mrope_section': [2, 2, 2, 2]}},
-    'molmo2': {
-        'adapter_config.vision_feature_layer': [1, 0],
-        'vision_config.image_size': [16, 16],
-        'vision_config.num_position_embeddings': 16,
-        'adapter_config.text_hidden_size': 32,
-        'text_config.rope_scaling_layers': None,
-    },
+    'molmo2': {'adapter_config.vision_feature_layer': [1, 0], 'vision_config.num_position_embeddings': 16},
     'fun_asr_nano': {'adaptor_config.intermediate_size': 8},
     'ernie4_5_vl_moe': {
         'text_config.moe_intermediate_size': [32, 32],
@@ -91,9 +83,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     'minicpm_ocr': _MINICPM,
     'minicpmv4_6': _MINICPM,
     'minicpmv4_7': _MINICPM,
-    'blip-2': {'image_token_id': 150, 'image_token_index': 150},
-    'instructblip': {'image_token_id': 150, 'image_token_index': 150},
-    'instructblipvideo': {'video_token_id': 150, 'video_token_index': 150},
+    'blip-2': {'image_token_index': 150},
+    'instructblip': {'image_token_index': 150},
+    'instructblipvideo': {'video_token_index': 150},
     'cohere_compass': {'text_config.rope_parameters': {'full_attention': _ROPE, 'sliding_attention': _ROPE}},
     'deepseek_ocr2': {
         'text_config.mlp_layer_types': ['dense', 'sparse'],
@@ -113,7 +105,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     'granite4_vision': {
         'downsample_rate': '1/2',
         'vision_config.hidden_size': 128,
-        'qformer_config.hidden_size': 128,
         'deepstack_layer_map': [[0, 0], [1, 1]],
         'spatial_target_layers': [0, 1],
     },
@@ -121,15 +112,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     'qwen4_exp_text': _INDEXER,
     'qwen2_5_omni_thinker': {**_THINKER, 'text_config.rope_parameters': _ROPE},
     'qwen3_omni_moe_thinker': {**_THINKER, 'audio_config.downsample_hidden_size': 16},
-    'gemma3': {'mm_tokens_per_image': 4},
-    'shieldgemma2': {'mm_tokens_per_image': 4},
-    't5gemma2': {'encoder.mm_tokens_per_image': 4, 'mm_tokens_per_image': 4},
+    't5gemma2': {'mm_tokens_per_image': 4},
     'step3p7': {'text_config.sliding_window': 64},
     'muse_glimmer': {'out_hidden_size': 128},
     'muse_spark': {
         'out_hidden_size': 128,
-        'audio_config.num_hidden_layers': 2,
-        'audio_config.patch_sizes': [16, 6],
         'audio_config.hidden_sizes': [32, 32],
         'audio_config.depths': [1, 1],
     },
@@ -138,11 +125,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         'vision_config.intermediate_layers_indices': [0, 1],
         'vision_config.vision_output_dim': 96,
         'text_config.cross_attention_layers': [1],
-        'vision_config.attention_heads': 2,
     },
     'llama4': {'vision_config.intermediate_size': 128},
-    'kosmos-2.5': {'latent_query_num': 4, 'vision_config.patch_embed_hidden_size': 48},
-    'pix2struct': {'vision_config.patch_embed_hidden_size': 48},
     'kyutai_speech_to_text': {'codec_config.upsample_groups': 32},
     'nemotron_h_omni': {
         'image_token_id': 150,
@@ -159,12 +143,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         'vision_config.patch_size': [7, 3, 3, 3],
     },
     'lfm2_vl': {'vision_config.num_patches': 16},
-    **{name: {'text_config.rope_parameters': {**_ROPE, 'mrope_section': [2, 1, 1]}} for name in ('glm4v_moe',)},
+    'glm4v_moe': {'text_config.rope_parameters': {**_ROPE, 'mrope_section': [2, 1, 1]}},
     'voxtral': {'audio_token_id': 150, 'audio_config.intermediate_size': 128, 'audio_config.max_source_positions': 100},
     'voxtral_realtime': {'audio_config.intermediate_size': 128},
     'qwen2_audio': {'ignore_index': -100},
     'vision-encoder-decoder': {'pad_token_id': 0, 'decoder_start_token_id': 1},
-    'kosmos-2': {'latent_query_num': 4},
     'moss_transcribe_diarize': {'audio_config.max_source_positions': 100},
     'unlimited_ocr': {
         'vision_config.sam_config.downsample_channels': [32, 32],
@@ -173,12 +156,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     'udop': {'decoder_start_token_id': 0},
     't5': {'decoder_start_token_id': 0},
     'glmasr': {'audio_config.intermediate_size': 128},
-    'janus': {'vq_config.base_channels': 32, 'vq_config.channel_multiplier': [1, 1], 'vq_config.num_embeddings': 8},
+    'janus': {'vq_config.channel_multiplier': [1, 1], 'vq_config.num_embeddings': 8},
     'phi4_multimodal': {
         'audio_config.nemo_conv_channels': 32,
         'audio_config.ext_pw_out_channel': 32,
         'audio_config.depthwise_separable_out_channel': 32,
-        'vision_config.crop_size': 16,
     },
     'deepseek_vl_hybrid': {'high_res_vision_config.global_attn_indexes': [0]},
     'vibevoice_asr': {
@@ -189,7 +171,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
     },
     # Text.
-    'bailing_hybrid': {'topk_group': 1},
     'codegen': {'n_head': 4, 'rotary_dim': 4},
     'cohere_compass_text': {'rope_parameters': {'full_attention': _ROPE, 'sliding_attention': _ROPE}},
     'dbrx': {'attn_config.rope_theta': 1e4, 'attn_config.clip_qkv': 8.0},
@@ -203,10 +184,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     'dots1': {'n_routed_experts': 4, 'num_experts_per_tok': 2, 'n_shared_experts': 1, 'moe_intermediate_size': 32},
     'hunyuan_v1_dense': {'head_dim': 16},
-    'hunyuan_v1_moe': {'head_dim': 16, 'num_experts': 4, 'moe_topk': [2, 2], 'num_experts_per_tok': 2},
+    'hunyuan_v1_moe': {'head_dim': 16, 'num_experts': 4, 'num_experts_per_tok': 2},
     'jamba': {'attn_layer_period': 2, 'attn_layer_offset': 1},
     'lfm2_moe': {'layer_types': ['conv', 'full_attention'], 'num_dense_layers': 1},
-    'mamba2': {'num_heads': 4, 'n_groups': 1},
+    'mamba2': {'num_heads': 4},
     'mimo_v2_flash': {
         'num_attention_heads': 4,
         'rope_parameters': {
@@ -233,93 +214,164 @@ CONFIGS: dict[str, dict[str, Any]] = {
         'hybrid_layer_ids': [1, 3],
         'n_mamba_heads': 4,
         'mamba_headdim': 16,
-        'mamba_ngroups': 1,
         'attention_hidden_size': 64,
         'attention_head_dim': 32,
     },
 }
 
-_GEMMA_PATCHES = {'image': {'patch_size': 4, 'max_soft_tokens': 70}, 'video': {'patch_size': 4, 'max_soft_tokens': 70}}
+
+@dataclass(frozen=True, kw_only=True)
+class RowSettings:
+    """How rows of a model type are made, if not by its processors alone.
+
+    Args:
+        image: Settings of its image processor. ``name``: the class, if transformers names none, or another one.
+        video: The same for videos.
+        audio: The same for sounds.
+        like: Another type, whose processors it uses.
+        modalities: Its modalities, if it has fewer than processors.
+        one_each: Set for types that need one image in each row. ``'text'``: the image has no placeholders.
+            ``'decoder'``: there is no text but the labels of a decoder. ``'seq2seq'``: text and labels of a decoder.
+            ``'masked'``: a mask tells the placeholders.
+        items: By modality the numbers of the media of each row.
+        counts: By modality the number of placeholders of a medium, or a function of its number.
+        video_runs: Into how many runs the placeholders of a video are divided.
+        nested: Images and videos are given as a list for each row.
+        lists: Entries of a batch that must be lists.
+        slots: Images have slots, and a mask says which token sees which slot (Idefics).
+        frames_as_images: Frames of videos have the placeholder of images.
+        words: Returns the number of tokens of a row with these media, for types whose sounds decide it.
+        sound_length: Samples of the shortest sound.
+        audio_call: Arguments of the call of the audio processor.
+        sound_size: Features of a frame, for types whose audio processor needs torchaudio. 0: it is there.
+        frames_per_token: Frames of such a sound for each token.
+        proteins: Proteins take the place of images.
+        decoder_ids: A batch also has ids of a decoder.
+        codes: Codes of sounds stand beside the ids.
+        robot: A batch has states and actions of a robot instead of labels.
+    """
+
+    image: Mapping[str, Any] = field(default_factory=dict)
+    video: Mapping[str, Any] = field(default_factory=dict)
+    audio: Mapping[str, Any] = field(default_factory=dict)
+    like: str = ''
+    modalities: Sequence[str] = ('image', 'video', 'audio')
+    one_each: Literal['', 'text', 'decoder', 'seq2seq', 'masked'] = ''
+    items: Mapping[str, Sequence[Sequence[int]]] = field(default_factory=dict)
+    counts: Mapping[str, int | Callable[[int], int]] = field(default_factory=dict)
+    video_runs: int = 1
+    nested: bool = False
+    lists: Sequence[str] = ()
+    slots: bool = False
+    frames_as_images: bool = False
+    words: Callable[[Mapping[str, torch.Tensor]], int] | None = None
+    sound_length: int = 3200
+    audio_call: Mapping[str, Any] = field(default_factory=dict)
+    sound_size: int = 0
+    frames_per_token: int = 1
+    proteins: bool = False
+    decoder_ids: bool = False
+    codes: bool = False
+    robot: bool = False
+
+
 _SQUARE = {'height': 64, 'width': 64}
-_FULL_SOUND = {'audio_call': {'padding': 'max_length'}}
+_ONE_IN_A_ROW = [[0], [1], [2]]
+_FULL_SOUND = {'padding': 'max_length'}
+_GEMMA_PATCHES = {'image': {'max_soft_tokens': 70}, 'video': {'max_soft_tokens': 70}}
+_FRAMES_AS_IMAGES = RowSettings(frames_as_images=True)
+_NESTED = RowSettings(nested=True)
+_CLIP = RowSettings(image={'name': 'CLIPImageProcessor'})
+_TINY_IMAGES = RowSettings(image={'size': {'height': 8, 'width': 8}})
+# Torchaudio makes their features: three tokens for 15 frames.
+_GRANITE_SPEECH = RowSettings(sound_size=32, frames_per_token=5)
 
-_ALONE: list[list[int]] = [[0], [1], [2]]
-
-PROCESSORS: dict[str, dict[str, Any]] = {
-    **{name: {'image': {'name': 'CLIPImageProcessor'}} for name in ('fast_vlm', 'gemma3n')},
-    'perception_lm': {'image': {'max_num_tiles': 2, 'tile_size': 16}, 'image_items': [[1], [], [1, 1], []]},
-    'nemotron_h_omni': {
-        'video': {
-            'norm_mean': [0.5] * 3,
-            'norm_std': [0.5] * 3,
-            'patch_size': 4,
-            'video_target_num_patches': 16,
-        }
-    },
-    'pp_formulanet': {'decoder_ids': True},
-    'unlimited_ocr': {'image_items': _ALONE, 'lists': ('num_local_patches',)},
-    'aria': {'image': {'max_image_size': 490}},
-    'qwen3_omni_moe_thinker': {'like': 'qwen3_omni_moe'},
-    'qwen2_5_omni_thinker': {'like': 'qwen2_5_omni'},
-    'molmo2': {'image': {'overlap_margins': [1, 1]}},
-    'gemma4': _GEMMA_PATCHES,
-    'gemma4_unified': _GEMMA_PATCHES,
-    'glm4v': {'frames': True},
-    'glm46v': {'frames': True},
-    'glmga': {'frames': True},
-    'glm5_next': {'frames': True},
-    'glm4v_moe': {'like': 'glm4v', 'frames': True},
-    'glm_ocr': {'like': 'glm46v', 'frames': True},
-    'qwen3_vl': {'video_runs': 2},
-    'qwen3_vl_moe': {'like': 'qwen3_vl'},
-    'vision-encoder-decoder': {'image': {'name': 'ViTImageProcessor'}},
-    **{name: {'nested': True} for name in ('idefics2', 'idefics3', 'smolvlm', 'granite_docling')},
-    'mllama': {'nested': True, 'image_items': _ALONE, 'image_count': 1},
-    'idefics': {'slots': True},
-    'moss_transcribe_diarize': {**_FULL_SOUND, 'audio': {'chunk_length': 2}},
-    'voxtral': {**_FULL_SOUND, 'audio': {'chunk_length': 2}},
-    'glmasr': {'length': 3840},
-    'voxtral_realtime': {'length': 5120, 'words': lambda media: media['input_features'].shape[-1] // 8},
-    'llava_onevision': {'nested': True, 'image_items': _ALONE},  # several in a row are not cut into tiles
-    'ernie4_5_vl_moe': {'video': {'draw_on_frames': False}},
-    'florence2': {'image': {'size': _SQUARE, 'crop_size': _SQUARE}},
-    'lfm2_vl': {'image': {'max_num_patches': 64, 'encoder_patch_size': 4, 'tile_size': 32}},
-    **{name: {'image': {'size': {'height': 8, 'width': 8}}} for name in ('inkling2', 'inkling2_loop')},
-    'dots3_note': {'image': {'temporal_patch_size': 1}, 'video': {'temporal_patch_size': 1}},
-    'diffusion_gemma': {'like': 'gemma4', **_GEMMA_PATCHES},
-    'nemo_speechlm': {'length': 3680, 'audio': {'feature_size': 16}},
-    'kyutai_speech_to_text': {'modalities': (), 'codes': True},
-    'pi0': {'modalities': (), 'robot': True},
-    'smolvlm': {'nested': True, 'video_items': [[0], [1], [2]]},
-    'video_llava': {'image_count': 16},
-    'udop': {'image': {'name': 'ViTImageProcessor', 'size': {'height': 16, 'width': 16}}},
-    'evolla': {'image_media': 'protein'},
-    # torchaudio makes their features: three tokens for 15 frames; seven stacked frames of 16 bins.
-    'granite_speech': {'sound_size': 32, 'frames_a_token': 5},
-    'granite_speech_plus': {'sound_size': 32, 'frames_a_token': 5},
-    'fun_asr_nano': {'sound_size': 112},
-    'instructblip': {'modalities': ('image',)},
-    'qwen2_audio': {**_FULL_SOUND, 'audio_count': lambda maker, item: 5 + 2 * item},
+ROWS: dict[str, RowSettings] = {
+    'aria': RowSettings(image={'max_image_size': 490}),
+    'blip': RowSettings(one_each='text'),
+    'diffusion_gemma': RowSettings(like='gemma4', **_GEMMA_PATCHES),
+    'dots3_note': RowSettings(image={'temporal_patch_size': 1}, video={'temporal_patch_size': 1}),
+    'ernie4_5_vl_moe': RowSettings(video={'draw_on_frames': False}),
+    'evolla': RowSettings(proteins=True, one_each='text'),
+    'fast_vlm': _CLIP,
+    'florence2': RowSettings(image={'size': _SQUARE, 'crop_size': _SQUARE}),
+    'fun_asr_nano': RowSettings(sound_size=112),  # seven stacked frames of 16 bins
+    'gemma3n': _CLIP,
+    'gemma4': RowSettings(**_GEMMA_PATCHES),
+    'gemma4_unified': RowSettings(**_GEMMA_PATCHES),
+    'git': RowSettings(one_each='text'),
+    'glm46v': _FRAMES_AS_IMAGES,
+    'glm4v': _FRAMES_AS_IMAGES,
+    'glm4v_moe': RowSettings(like='glm4v', frames_as_images=True),
+    'glm5_next': _FRAMES_AS_IMAGES,
+    'glm_ocr': RowSettings(like='glm46v', frames_as_images=True),
+    'glmasr': RowSettings(sound_length=3840),
+    'glmga': _FRAMES_AS_IMAGES,
+    'granite_docling': _NESTED,
+    'granite_speech': _GRANITE_SPEECH,
+    'granite_speech_plus': _GRANITE_SPEECH,
+    'idefics': RowSettings(slots=True, one_each='text'),
+    'idefics2': _NESTED,
+    'idefics3': _NESTED,
+    'inkling2': _TINY_IMAGES,
+    'inkling2_loop': _TINY_IMAGES,
+    'instructblip': RowSettings(modalities=('image',)),
+    'kosmos-2': RowSettings(one_each='masked'),
+    'kosmos-2.5': RowSettings(one_each='masked'),
+    'kyutai_speech_to_text': RowSettings(modalities=(), codes=True),
+    'lfm2_vl': RowSettings(image={'max_num_patches': 64, 'encoder_patch_size': 4, 'tile_size': 32}),
+    # Several images in a row are not cut into tiles.
+    'llava_onevision': RowSettings(nested=True, items={'image': _ONE_IN_A_ROW}),
+    'mllama': RowSettings(nested=True, items={'image': _ONE_IN_A_ROW}, counts={'image': 1}),
+    'molmo2': RowSettings(image={'overlap_margins': [1, 1]}),
+    'moss_transcribe_diarize': RowSettings(audio_call=_FULL_SOUND, audio={'chunk_length': 2}),
+    'nemo_speechlm': RowSettings(sound_length=3680, audio={'feature_size': 16}),
+    'nemotron_h_omni': RowSettings(
+        video={'norm_mean': [0.5] * 3, 'norm_std': [0.5] * 3, 'video_target_num_patches': 16}
+    ),
+    'perception_lm': RowSettings(image={'max_num_tiles': 2}, items={'image': [[1], [], [1, 1], []]}),
+    'pi0': RowSettings(modalities=(), robot=True),
+    'pix2struct': RowSettings(one_each='decoder'),
+    'pp_formulanet': RowSettings(decoder_ids=True, one_each='decoder'),
+    'qwen2_5_omni_thinker': RowSettings(like='qwen2_5_omni'),
+    'qwen2_audio': RowSettings(audio_call=_FULL_SOUND, counts={'audio': lambda item: 5 + 2 * item}),
+    'qwen3_omni_moe_thinker': RowSettings(like='qwen3_omni_moe'),
+    'qwen3_vl': RowSettings(video_runs=2),
+    'qwen3_vl_moe': RowSettings(like='qwen3_vl'),
+    'smolvlm': RowSettings(nested=True, items={'video': _ONE_IN_A_ROW}),
+    'udop': RowSettings(image={'name': 'ViTImageProcessor'}, one_each='seq2seq'),
+    'unlimited_ocr': RowSettings(items={'image': _ONE_IN_A_ROW}, lists=('num_local_patches',)),
+    'video_llava': RowSettings(counts={'image': 16}),
+    'vision-encoder-decoder': RowSettings(image={'name': 'ViTImageProcessor'}, one_each='decoder'),
+    'voxtral': RowSettings(audio_call=_FULL_SOUND, audio={'chunk_length': 2}),
+    'voxtral_realtime': RowSettings(
+        sound_length=5120,
+        words=lambda media: media['input_features'].shape[-1] // 8,
+        one_each='text',
+    ),
 }
-"""Settings of processors by model type and modality. Other keys:
+"""Model types that need settings for their rows."""
 
-- ``like``: another type, whose processors it uses. ``modalities``: if it has fewer than its processors.
-- ``image_items`` (and of videos): the media of each row, for types that take at most one in a row.
-- ``image_count`` (and of audios): placeholders of a medium. ``video_runs``: runs of placeholders of a video.
-- ``nested``: images come as a list for each row. ``lists``: entries that must be lists. ``slots``: for Idefics.
-- ``frames``: frames of videos have the placeholder of images.
-- ``words``: the number of tokens of a row, for types whose audios decide it. ``length``: samples of an audio.
-- ``audio_call``: arguments of the audio processor's call. ``sound_size``, ``frames_a_token``: if there is none.
-- ``image_media``: other tensors that take the place of images.
-- ``decoder_ids``, ``codes``, ``robot``: further entries of a batch.
-"""
-
-if transformers.__version__.startswith('4.'):  # what later releases have by default
+if transformers.__version__.startswith('4.'):  # transformers 5 has these by default
     CONFIGS['qwen3_vl'] = {'text_config.rope_parameters': _ROPE}
     CONFIGS['mistral3'] = {'vision_config.image_size': 32}
     CONFIGS['mllama'] |= {'text_config.rope_parameters': {'rope_type': 'default', 'rope_theta': 1e4}}
-    PROCESSORS['internvl'] = {'image': {'name': 'GotOcr2ImageProcessorFast'}}
-    PROCESSORS['qwen2_audio'] |= {'audio': {'name': 'WhisperFeatureExtractor'}}
+    _OLD_PROCESSORS = {
+        'idefics3': {'image': 'Idefics3ImageProcessor'},
+        'internvl': {'image': 'GotOcr2ImageProcessorFast'},
+        'llava_next_video': {'image': 'LlavaNextImageProcessor'},
+        'qwen2_5_omni': {
+            'image': 'Qwen2VLImageProcessor',
+            'video': 'Qwen2VLVideoProcessor',
+            'audio': 'WhisperFeatureExtractor',
+        },
+        'qwen2_audio': {'audio': 'WhisperFeatureExtractor'},
+        'smolvlm': {'image': 'SmolVLMImageProcessor'},
+        'video_llava': {'image': 'VideoLlavaImageProcessor', 'video': 'VideoLlavaVideoProcessor'},
+    }
+    for _model_type, _class_names in _OLD_PROCESSORS.items():
+        _settings = {modality: {'name': class_name} for modality, class_name in _class_names.items()}
+        ROWS[_model_type] = replace(ROWS.get(_model_type, RowSettings()), **_settings)
 
 THINKERS = {'qwen2_5_omni': 'qwen2_5_omni_thinker', 'qwen3_omni_moe': 'qwen3_omni_moe_thinker'}
 """Types whose forward takes no batch, and the type of their part that is trained."""
@@ -340,21 +392,3 @@ UNTRIED_TEXT: dict[str, str] = {
     **({'qwen4_exp': NEWER, 'qwen4_exp_text': NEWER} if _IS_OLD else {}),
 }
 """The same for text types."""
-
-ONE_EACH: dict[str, str] = {
-    'blip': 'text',
-    'idefics': 'text',
-    'git': 'text',
-    'pix2struct': 'decoder',
-    'pp_formulanet': 'decoder',
-    'vision-encoder-decoder': 'decoder',
-    'udop': 'seq2seq',
-    'kosmos-2': 'masked',
-    'kosmos-2.5': 'masked',
-    'evolla': 'text',
-    'voxtral_realtime': 'text',
-}
-"""Types that need one image in each row.
-
-``'text'``: the image has no placeholders. ``'decoder'``: there is no text but the labels of a decoder. ``'seq2seq'``:
-text and labels of a decoder. ``'masked'``: placeholders are told by a mask."""

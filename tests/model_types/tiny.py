@@ -6,14 +6,13 @@
 from __future__ import annotations
 
 import copy
-import functools
 import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 import transformers
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -24,8 +23,8 @@ VOCABULARY, FIRST_MARK = 160, 100
 HIDDEN, HEAD, PATCH, IMAGE, MEL = 32, 16, 4, 16, 16
 
 SIZES: Mapping[str, int] = {
-    r'dropout|drop_path|drop_rate|dropout_rate|layerdrop|jitter': 0,
     r'pos_emb_.*': 8,
+    r'patch_embed_hidden_size': 48,
     r'position_embedding_size': 1024,
     r'mamba_(n|num)_heads': 4,
     r'mamba_d_ssm': 64,
@@ -55,89 +54,186 @@ SIZES: Mapping[str, int] = {
     r'image_size|window_size|img_size|crop_size|tile_size|vision_image_size|projector_patch_to_query': IMAGE,
     r'num_mel_bins|feature_size|mel_bins': MEL,
     r'max_source_positions': 50,
-    r'num_query_tokens': 4,
+    r'max_position_embeddings': 4096,
+    r'num_query_tokens|latent_query_num|mm_tokens_per_image': 4,
+    r'base_channels': 32,
     r'sliding_window|attention_chunk_size': 64,
     r'chunk_size|mamba_chunk_size': 8,
     r'state_size|ssm_state_size|mamba_d_state|d_state': 8,
 }
 _SIZES = [(re.compile(rf'^({pattern})$'), size) for pattern, size in SIZES.items()]
+PINPOINTS = [[16, 32], [32, 16], [32, 32]]
+"""The sizes to which LLaVA-NeXT and its successors resize images before they cut tiles."""
 ROPE = 'rope_scaling' if transformers.__version__.startswith('4.') else 'rope_parameters'
-_KEPT = ('model_type', 'torch_dtype', 'dtype', 'architectures', 'transformers_version')
+_NUM_LAYERS = ('num_hidden_layers', 'num_layers', 'n_layer')
+_SPELLINGS = {
+    'pad': ('<pad>',),
+    'bos': ('<s>',),
+    'eos': ('</s>',),
+    'image': ('<image>', '<|image_pad|>', '<|image|>', '<|IMAGE|>', '<image_soft_token>', '<IMG_CONTEXT>', '[IMG]'),
+    'video': ('<video>', '<|video_pad|>', '<|VIDEO|>'),
+    'audio': ('<|AUDIO|>',),
+    'vision_start': ('<|vision_start|>', '<|vision_bos|>'),
+    'vision_end': ('<|vision_end|>', '<|vision_eos|>'),
+    'audio_start': ('<|audio_bos|>',),
+    'audio_end': ('<|audio_eos|>',),
+    'boi': ('<start_of_image>', '<|boi|>'),
+    'eoi': ('<end_of_image>', '<|eoi|>'),
+}
+"""How tokenizers write the tokens that a config names, such as ``image_token_id``. Others are written ``<name>``."""
+PART_CLASSES = {'qwen2_5_omni_thinker': transformers.Qwen2_5OmniThinkerConfig}
+_SIZES_THAT_MAY_STAY = ('position_embedding_size', 'vocab_size')
+_OF_CHECKPOINTS = ('model_type', 'torch_dtype', 'dtype', 'architectures', 'transformers_version')
 
 
-def tiny_config(model_type: str, settings: Mapping[str, Any] | None = None) -> Any:
-    """A fresh config of the type; ids that it names lie inside of the vocabulary.
+def tiny_config(model_type: str, settings: Mapping[str, Any] | None = None, *, tokenizer: Any = None) -> Any:
+    """Returns a new config of a type, with small sizes. The ids that it names are in the vocabulary.
 
-    ``settings`` are further entries by path, as in :data:`CONFIGS`.
+    Args:
+        model_type: The model type.
+        settings: Further entries by path, as in :data:`CONFIGS`.
+        tokenizer: Gives the size of the vocabulary and the ids of special tokens.
     """
-    config_class = CONFIG_MAPPING[model_type]
-    extra = CONFIGS.get(model_type, {}) | dict(settings or {})
+    if model_type in CONFIG_MAPPING:
+        config_class = CONFIG_MAPPING[model_type]
+    else:  # transformers 4 knows parts only by their class
+        config_class = PART_CLASSES[model_type]
+    entries = CONFIGS.get(model_type, {}) | dict(settings or {})
     values = config_class().to_dict()
-    marks: dict[int, int] = {}
-    parts = {path: value for path, value in extra.items() if isinstance(value, str) and value.endswith('Config')}
-    values |= {path: getattr(transformers, name)().to_dict() for path, name in parts.items()}
-    _shrink(values, marks)
-    for path, value in extra.items():
-        if path in parts:
-            continue
-        value = copy.deepcopy(value)  # configs write into their dicts
-        *parents, name = path.replace('rope_parameters', ROPE).split('.')
-        place = functools.reduce(lambda part, key: part.setdefault(key, {}), parents, values)
-        is_known_mark = isinstance(value, int) and name.endswith(('_id', '_index')) and path not in (settings or {})
-        place[name] = marks.get(value, value) if is_known_mark else value
-    values = {key: value for key, value in values.items() if key not in _KEPT}
-    return config_class(**values)
+    for path, entry in entries.items():
+        if _is_config_class(entry):
+            values[path] = getattr(transformers, entry)().to_dict()
+    _shrink(values, {})
+    for path, entry in entries.items():
+        if not _is_config_class(entry):
+            _set_entry(values, path, entry)
+    for name in _OF_CHECKPOINTS:
+        values.pop(name, None)
+    config = config_class(**values)
+    if tokenizer is not None:
+        _set_token_ids(config, tokenizer)
+    return config
 
 
-def _shrink(values: dict[Any, Any], marks: dict[int, int]) -> None:
+_SPELLINGS = {
+    'pad': ('<pad>',),
+    'bos': ('<s>',),
+    'eos': ('</s>',),
+    'image': ('<image>', '<|image_pad|>', '<|image|>', '<|IMAGE|>', '<image_soft_token>', '<IMG_CONTEXT>', '[IMG]'),
+    'video': ('<video>', '<|video_pad|>', '<|VIDEO|>'),
+    'audio': ('<|AUDIO|>',),
+    'vision_start': ('<|vision_start|>', '<|vision_bos|>'),
+    'vision_end': ('<|vision_end|>', '<|vision_eos|>'),
+    'audio_start': ('<|audio_bos|>',),
+    'audio_end': ('<|audio_eos|>',),
+    'boi': ('<start_of_image>', '<|boi|>'),
+    'eoi': ('<end_of_image>', '<|eoi|>'),
+}
+"""How tokenizers write the tokens that a config names, such as ``image_token_id``. Others are written ``<name>``."""
+
+
+def _set_token_ids(config: PretrainedConfig, tokenizer: Any) -> None:
+    """Gives a config and its parts the vocabulary of a tokenizer, and the ids of its special tokens."""
+    vocabulary = tokenizer.get_vocab()
+    for part in _parts(config):
+        if hasattr(part, 'vocab_size'):
+            part.vocab_size = len(tokenizer)
+        for key in list(vars(part)):
+            name = key.removesuffix('_id').removesuffix('_index').removesuffix('_token')
+            for token in _SPELLINGS.get(name, (f'<{name}>',)):
+                if key.endswith(('_token_id', '_token_index')) and token in vocabulary:
+                    setattr(part, key, vocabulary[token])
+
+
+def _parts(config: PretrainedConfig) -> list[PretrainedConfig]:
+    parts = [config]
+    for name in config.sub_configs:
+        part = getattr(config, name, None)
+        if isinstance(part, PretrainedConfig):
+            parts += _parts(part)
+    return parts
+
+
+def _is_config_class(entry: Any) -> bool:
+    return isinstance(entry, str) and entry.endswith('Config')
+
+
+def _set_entry(values: dict[str, Any], path: str, entry: Any) -> None:
+    *parents, name = path.replace('rope_parameters', ROPE).split('.')
+    part = values
+    for parent in parents:
+        part = part.setdefault(parent, {})
+    part[name] = copy.deepcopy(entry)  # configs write into their dicts
+
+
+def _shrink(values: dict[Any, Any], ids: dict[int, int]) -> None:
+    """Makes the values of a config and of its parts small, in place.
+
+    Args:
+        values: The values by name.
+        ids: The small id of each special token, by its id in the default config. It is filled here.
+    """
     if not all(isinstance(name, str) for name in values):
         return
-    layers = values.get('num_hidden_layers') or values.get('num_layers') or values.get('n_layer')
-    by_layer = {
-        key: value
-        for key, value in values.items()
-        if isinstance(value, (list, tuple))
-        and isinstance(layers, int)
-        and layers > 1
-        and len(value) == layers
-        and not key.startswith('hidden_sizes')
-    }
-    kinds = max([2, *(len(set(map(str, value))) for key, value in by_layer.items() if isinstance(value[0], str))])
-    for name, value in list(values.items()):
-        if isinstance(value, dict) and name != 'per_layer_config' and name not in ('id2label', 'label2id'):
-            _shrink(value, marks)
-        elif name == 'per_layer_config':
-            values.pop(name)
-        elif name == 'image_grid_pinpoints' and value:
-            values[name] = [[16, 32], [32, 16], [32, 32]]
-        elif name in by_layer:
-            kept = list(dict.fromkeys(value))
-            values[name] = [*kept, *[kept[-1]] * kinds][:kinds]
-        elif name in ('image_size', 'patch_size') and isinstance(value, (list, tuple)):
-            values[name] = [IMAGE if name == 'image_size' else PATCH] * len(value)
-        elif isinstance(value, bool) or not isinstance(value, (int, float)):
-            if name == 'mrope_section':
-                values[name] = [value and HEAD // 2 - 2 * (HEAD // 6), HEAD // 6, HEAD // 6]
-            continue
-        elif re.search('_(token_id|token_index|id|index)$', name) and isinstance(value, int) and value > 3:
-            values[name] = marks.setdefault(value, FIRST_MARK + len(marks))
-        elif re.search('dropout|pdrop|drop_path|drop_rate|layerdrop|jitter', name):
-            values[name] = type(value)(0)
-        elif isinstance(value, int) and value:
-            size = next((size for pattern, size in _SIZES if pattern.match(name)), value)
-            if size == 2 and ('layer' in name or 'depth' in name):
-                size = kinds if name in ('num_hidden_layers', 'num_layers', 'n_layer') else 2
-            values[name] = (
-                min(size, value)
-                if name == 'position_embedding_size' or not name.endswith('size') or name == 'vocab_size'
-                else size
-            )
-            if name == 'max_position_embeddings':
-                values[name] = min(value, 4096)
+    values.pop('per_layer_config', None)
+    layer_lists = _layer_lists(values)
+    # One layer of each kind, and at least two.
+    num_layers = max([2, *(len(set(kinds)) for kinds in layer_lists.values() if isinstance(kinds[0], str))])
+    for name, value in values.items():
+        if isinstance(value, dict):
+            if name not in ('id2label', 'label2id'):
+                _shrink(value, ids)
+        elif name in layer_lists:
+            kinds = list(dict.fromkeys(value))
+            values[name] = (kinds + kinds[-1:] * num_layers)[:num_layers]
+        elif isinstance(value, (list, tuple)):
+            values[name] = _small_list(name, value)
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            values[name] = _small_number(name, value, num_layers, ids)
+
+
+def _layer_lists(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the lists that have an entry for each layer, by name."""
+    num_layers = next((values[name] for name in _NUM_LAYERS if values.get(name)), None)
+    if not isinstance(num_layers, int) or num_layers < 2:
+        return {}
+    lists = {}
+    for name, value in values.items():
+        is_list = isinstance(value, (list, tuple)) and len(value) == num_layers
+        if is_list and name != 'image_grid_pinpoints' and not name.startswith('hidden_sizes'):
+            lists[name] = value
+    return lists
+
+
+def _small_list(name: str, value: Any) -> Any:
+    if name == 'image_grid_pinpoints' and value:
+        return PINPOINTS
+    if name == 'image_size':
+        return [IMAGE] * len(value)
+    if name == 'patch_size':
+        return [PATCH] * len(value)
+    if name == 'mrope_section':  # half of a head, for time, height and width
+        return [HEAD // 2 - 2 * (HEAD // 6), HEAD // 6, HEAD // 6]
+    return value
+
+
+def _small_number(name: str, value: Any, num_layers: int, ids: dict[int, int]) -> Any:
+    if name.endswith(('_id', '_index')) and isinstance(value, int) and value > 3:
+        return ids.setdefault(value, FIRST_MARK + len(ids))
+    if re.search('dropout|pdrop|drop_path|drop_rate|layerdrop|jitter', name):
+        return type(value)(0)
+    if not isinstance(value, int) or value == 0:
+        return value
+    if name in _NUM_LAYERS:
+        return min(num_layers, value)
+    size = next((size for pattern, size in _SIZES if pattern.match(name)), value)
+    if name.endswith('size') and name not in _SIZES_THAT_MAY_STAY:
+        return size  # also if the default is smaller, because sizes must fit each other
+    return min(size, value)
 
 
 class TimmStandIn(transformers.PreTrainedModel):
-    """One convolution in place of an encoder of timm: what a batch holds is the processor's, not the encoder's."""
+    """One convolution in place of an encoder of timm. The batches are the same, because the processor makes them."""
 
     config_class = transformers.TimmWrapperConfig
 
@@ -148,13 +244,14 @@ class TimmStandIn(transformers.PreTrainedModel):
         self.patches = torch.nn.Conv2d(3, size, PATCH, PATCH)
 
     def forward(self, pixel_values: torch.Tensor, **_: Any) -> Any:
-        found = self.patches(pixel_values)  # (images, size, height, width)
-        found = found.flatten(2).transpose(1, 2) if self.is_sequence else found
-        return BaseModelOutputWithPooling(last_hidden_state=found)
+        states = self.patches(pixel_values)  # (images, size, height, width)
+        if self.is_sequence:
+            states = states.flatten(2).transpose(1, 2)
+        return BaseModelOutputWithPooling(last_hidden_state=states)
 
 
 class Gemma3nStandIn(TimmStandIn):
-    """The same, of Gemma 3n's own config."""
+    """The same for Gemma 3n's own config."""
 
     config_class = transformers.Gemma3nVisionConfig
 
@@ -163,10 +260,13 @@ for _stand_in in (TimmStandIn, Gemma3nStandIn):
     transformers.AutoModel.register(_stand_in.config_class, _stand_in, exist_ok=True)
 
 
-def tiny_model(config: Any, model_class: Any, *, seed: int = 0) -> torch.nn.Module:
-    """Random weights, larger than fresh ones, so that positions and media matter."""
-    torch.manual_seed(seed)
-    model = model_class(config) if isinstance(config, PretrainedConfig) else model_class(**config)
+def tiny_model(config: PretrainedConfig, model_class: Any) -> torch.nn.Module:
+    """Returns a model with random weights that are larger than fresh ones, so that positions and media matter.
+
+    Unlike :func:`float32_model` it leaves biases and gates as they are, and the type of the weights.
+    """
+    torch.manual_seed(0)
+    model = model_class(config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.is_floating_point() and parameter.dim() > 1:
@@ -176,11 +276,35 @@ def tiny_model(config: Any, model_class: Any, *, seed: int = 0) -> torch.nn.Modu
     return model
 
 
-def set_large_weights(model: torch.nn.Module, std: float) -> None:
-    """Draws large weights, gates of zero too.
+LARGE_STD = 0.15
+"""With fresh weights, media and leaking attention hardly change the loss of a tiny model. These show it."""
 
-    With fresh weights, media and leaking attention hardly change the loss of a tiny model.
+
+def float32_model(
+    config: PretrainedConfig, *, std: float | None = LARGE_STD, model_class: Any = None
+) -> PreTrainedModel:
+    """Returns a model of a config in training, without a cache. Leaves the random state as it is.
+
+    Args:
+        config: The config.
+        std: Standard deviation of the weights, also of gates that begin at zero. None: the fresh weights.
+        model_class: The class of the model. None: :func:`model_class_of`.
     """
-    for parameter in model.parameters():
-        if parameter.dim() > 1 or not parameter.any():
-            torch.nn.init.normal_(parameter, std=std)
+    config.use_cache = False
+    config.get_text_config().use_cache = False
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = (model_class or model_class_of(config))(config)
+        if std is not None:
+            for parameter in model.parameters():
+                if parameter.dim() > 1 or not parameter.any():
+                    torch.nn.init.normal_(parameter, std=std)
+    return model.float().train()
+
+
+def model_class_of(config: PretrainedConfig) -> Any:
+    """Returns the class that computes a loss from labels, by the name of the config's class."""
+    prefix = type(config).__name__.removesuffix('Config')
+    suffixes = ('ForConditionalGeneration', 'ForCausalLM', 'ForMaskedLM', 'LMHeadModel')
+    name = next(prefix + suffix for suffix in suffixes if hasattr(transformers, prefix + suffix))
+    return getattr(transformers, name)

@@ -26,21 +26,21 @@ from composer.utils import dist
 from torch.utils.data import DataLoader
 
 from composer_tokacc import BatchLayout, token_data_spec
-from tests.support.families import FAMILIES, FamilyCase, ragged_samples
+from tests.support.families import FAMILIES, Case, ragged_samples
 
 DEVICE_BATCHES = (1, 3, 32)
 Row = dict[str, Any]
 
 
-def held_out(case: FamilyCase, count: int) -> list[Row]:
+def held_out(case: Case, count: int) -> list[Row]:
     """Returns rows of unequal length, with images and labels. The last but one has no label.
 
     Every other row asks for the answer of the model, so that accuracy is neither 0 nor 1.
     """
     samples = []
     for seed in range(1, 4):
-        samples += ragged_samples(with_images=True, seed=seed)
-    rows = [{**case.encode(sample), 'num_images': [len(sample.images)]} for sample in samples[:count]]
+        samples += ragged_samples(seed=seed)
+    rows = [{**case.encode(sample), 'num_images': [len(sample.media('image'))]} for sample in samples[:count]]
     for row in rows[::2]:
         labels = row['labels']
         answers = logits_of(case.model.eval(), row).argmax(-1)
@@ -60,7 +60,7 @@ def logits_of(model: torch.nn.Module, row: Row) -> torch.Tensor:
         return model(**inputs).logits[:, :-1]
 
 
-def reference(case: FamilyCase, rows: Sequence[Row]) -> dict[str, float]:
+def reference(case: Case, rows: Sequence[Row]) -> dict[str, float]:
     """Returns cross-entropy and accuracy over all labels, row by row in float64."""
     model = copy.deepcopy(case.model).double().eval()
     total_loss = 0.0
@@ -77,7 +77,7 @@ def reference(case: FamilyCase, rows: Sequence[Row]) -> dict[str, float]:
     return {'LanguageCrossEntropy': total_loss / num_labels, 'MaskedAccuracy': num_hits / num_labels}
 
 
-def mean_of_batches(case: FamilyCase, layout: BatchLayout, rows: Sequence[Row], size: int) -> float:
+def mean_of_batches(case: Case, layout: BatchLayout, rows: Sequence[Row], size: int) -> float:
     """Returns the mean of the mean losses of the batches, without batches that have no label."""
     model = copy.deepcopy(case.model).eval()
     losses = []
@@ -91,7 +91,7 @@ def mean_of_batches(case: FamilyCase, layout: BatchLayout, rows: Sequence[Row], 
     return sum(losses) / len(losses)
 
 
-def evaluated(case: FamilyCase, layout: BatchLayout, rows: Sequence[Row], size: int, microbatch: int) -> dict[str, Any]:
+def evaluated(case: Case, layout: BatchLayout, rows: Sequence[Row], size: int, microbatch: int) -> dict[str, Any]:
     """Returns the metrics of the Trainer."""
     model = HuggingFaceModel(
         copy.deepcopy(case.model),
@@ -113,7 +113,7 @@ def evaluated(case: FamilyCase, layout: BatchLayout, rows: Sequence[Row], size: 
     return {name: float(metric.compute()) for name, metric in trainer.state.eval_metrics['eval'].items()}
 
 
-def compare(case: FamilyCase, layout: BatchLayout, rows: Sequence[Row], size: int) -> dict[str, float]:
+def compare(case: Case, layout: BatchLayout, rows: Sequence[Row], size: int) -> dict[str, float]:
     """Returns the largest relative difference of each metric, over the microbatches of a device batch."""
     expected = reference(case, rows)
     differences = dict.fromkeys(expected, 0.0)

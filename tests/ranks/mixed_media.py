@@ -18,8 +18,7 @@ from composer.utils import dist
 
 from composer_tokacc import token_data_spec
 from tests.matrix.collator import join
-from tests.support.families import freeze_unreached
-from tests.support.family_media import MEDIA, SLOT_MEDIA, MediaCase
+from tests.support.families import MEDIA, SLOT_MEDIA, Case, freeze_unreached
 from tests.support.fsdp import FSDP, repair_average, sharded
 from tests.support.training import TOLERANCE, each_run, fit, loader, reference_gradients, relative_error
 
@@ -70,7 +69,7 @@ def run(
     return results
 
 
-def rows_of(case: MediaCase, media_of_rows: str) -> list[dict[str, Any]]:
+def rows_of(case: Case, media_of_rows: str) -> list[dict[str, Any]]:
     """Returns a row for each part of ``'image+none'``, another one each time."""
     rows = []
     for place, media in enumerate(media_of_rows.split('+')):

@@ -21,10 +21,8 @@ from composer_tokacc import BatchLayout
 from composer_tokacc.row_counts import num_rows, num_samples
 from tests.matrix.collator import join
 from tests.matrix.harness import plain_gradients
-from tests.matrix.subjects import SUBJECTS, Subject
+from tests.matrix.subjects import SUBJECTS, Subject, has_labels, has_media
 from tests.support.training import each_run, fit, rank_share, relative_error, saving, state_of
-
-MEDIA = ('pixel_values', 'pixel_values_videos', 'input_features')
 
 
 class AddedRows(Callback):
@@ -104,10 +102,8 @@ def rows_of(subject: Subject, letter: str, seed: int, count: int) -> list[dict[s
     rows: list[dict[str, Any]] = []
     while len(rows) < count:
         row = subject.row(rng)
-        has_media = any(key in row for key in MEDIA)
         needs_media = letter == 'm' and len(rows) < 2
-        has_label = (row['labels'][:, 1:] != -100).any()
-        if has_label and has_media == needs_media:
+        if has_labels(row) and has_media(row) == needs_media:
             rows.append(row)
     return rows
 

@@ -10,7 +10,7 @@ import json
 import pytest
 
 from tests.matrix.harness import LARGEST_ROUND_OFF, TOLERANCE
-from tests.support.family_media import MEDIA, SLOT_MEDIA
+from tests.support.families import MEDIA, SLOT_MEDIA
 from tests.support.launch import launch_json
 
 SCRIPT = 'tests/ranks/mixed_media.py'

@@ -22,8 +22,7 @@ from composer_tokacc.labelled import LabelSelector
 from composer_tokacc.layout import BatchLayout
 from composer_tokacc.sizing import BatchShape, MemoryModel, calibrate_fake
 from composer_tokacc.sizing.shapes import batch_of_width, probe_batches, with_spaced_labels
-from tests.support.families import FAMILIES, FamilyCase
-from tests.support.family_media import MEDIA, MediaCase
+from tests.support.families import FAMILIES, MEDIA, Case
 
 PROBE_WIDTH = 128
 SHAPES = [
@@ -37,7 +36,7 @@ CPU = torch.device('cpu')
 SLOW = pytest.mark.slow
 
 
-def builder(case: FamilyCase | MediaCase, attention: str, checkpointing: bool) -> Callable[[], PreTrainedModel]:
+def builder(case: Case | Case, attention: str, checkpointing: bool) -> Callable[[], PreTrainedModel]:
     def build() -> PreTrainedModel:
         model = type(case.model)(case.model.config).train()
         model.set_attn_implementation(attention)
@@ -119,7 +118,7 @@ class RealRun:
         return sum(tensor.nbytes for tensor in tensors)
 
 
-def batch_and_shape(case: FamilyCase | MediaCase, rows: tuple[int, ...], width: int) -> tuple[Any, BatchShape]:
+def batch_and_shape(case: Case | Case, rows: tuple[int, ...], width: int) -> tuple[Any, BatchShape]:
     layout = BatchLayout.for_model(case.model)
     samples = [case.rows[row] for row in rows]
     batch = batch_of_width(layout, samples, width)
@@ -127,14 +126,14 @@ def batch_and_shape(case: FamilyCase | MediaCase, rows: tuple[int, ...], width: 
     return batch, shape
 
 
-def calibrate(case: FamilyCase | MediaCase, build: Callable[[], PreTrainedModel], **options: Any) -> MemoryModel:
+def calibrate(case: Case, build: Callable[[], PreTrainedModel], **options: Any) -> MemoryModel:
     """Returns the memory model that `size` fits to traces of the family's rows."""
     options = {'width': PROBE_WIDTH, 'make_optimizer': adamw, 'on_gpu': False, **options}
     return calibrate_fake(build, case.model.config, case.rows, **options)
 
 
 def errors_of_shapes(
-    case: FamilyCase | MediaCase, attention: str, checkpointing: bool, precision: str = 'fp32'
+    case: Case | Case, attention: str, checkpointing: bool, precision: str = 'fp32'
 ) -> dict[str, float]:
     """Relative error of the prediction for each of SHAPES."""
     build = builder(case, attention, checkpointing)

@@ -16,8 +16,7 @@ from composer_tokacc import BatchLayout, token_data_spec
 from composer_tokacc.data import count_patches
 from composer_tokacc.sizing.timing import MicrobatchTimer, TimedMicrobatch, fit_cost
 from tests.data.test_lengths import computed_patches
-from tests.support.families import FAMILIES
-from tests.support.family_media import MEDIA
+from tests.support.families import FAMILIES, MEDIA
 from tests.support.training import loader, train
 
 PER_TOKEN = 2e-5

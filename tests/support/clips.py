@@ -17,7 +17,7 @@ import numpy as np
 from PIL import Image
 from scipy.io import wavfile
 
-from tests.support.sample_encoder import WORDS
+from tests.support.family_processors import WORDS
 
 __all__ = ['SHADES', 'sine', 'write_encoded_sound', 'write_media_folder', 'write_sound', 'write_video']
 

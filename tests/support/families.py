@@ -1,109 +1,371 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Tiny real models and real batches of the vision-language families: nothing is downloaded, nothing is mocked.
+"""Tiny real models and real rows of the families: nothing is downloaded, nothing is mocked.
 
-case = FAMILIES['qwen2_vl']()
-case.model                  # Qwen2VLForConditionalGeneration, float32, two layers, hidden size 16
-case.rows                   # what its own processor returns for six samples: 0, 1, 1, 2, 0 and 3 images
-case.loss_sum(batch)        # the same for a batch as for its rows one by one
+case = FAMILIES['qwen2_vl']()   # six rows with 0, 1, 1, 2, 0 and 3 images, and with these numbers
+case = MEDIA['qwen3_vl']()      # rows with images and videos; nothing in a row counts them
+case.model                      # Qwen3VLForConditionalGeneration, float32, two layers, hidden size 32
+case.rows                       # one-row batches, as the family's own processor makes them; the last words have labels
+case.truth[3]                   # {'image': 1, 'video': 2}: the media of row 3
+case.loss_sum(batch)            # the same for a batch as for its rows one by one
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import importlib.util
+import inspect
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
+import numpy as np
+import torch
 from PIL import Image
+from transformers import PreTrainedModel
 
-from tests.support import family_models, family_processors
-from tests.support.family_media import Case
-from tests.support.sample_encoder import WORDS, Sample, SampleEncoder
+from tests.model_types.tiny import IMAGE, float32_model, tiny_config
+from tests.support import family_processors
+from tests.support.family_processors import WORDS
 
-__all__ = ['FAMILIES', 'IMAGE_FAMILIES', 'FamilyCase', 'freeze_unreached', 'ragged_samples']
+__all__ = ['FAMILIES', 'IMAGE_FAMILIES', 'MEDIA', 'SLOT_MEDIA', 'Case', 'freeze_unreached', 'ragged_samples']
 
-# (sizes of the images, words before and between the images, words of the answer). Unequal in everything; row 5 has two
-# images without a word between them.
-SAMPLES: tuple[tuple[tuple[tuple[int, int], ...], int, int], ...] = (
-    ((), 4, 3),
-    (((16, 16),), 3, 1),
-    (((40, 16),), 5, 9),
-    (((16, 32), (24, 24)), 2, 2),
-    ((), 12, 15),
-    (((16, 16), (32, 16), (16, 48)), 3, 4),
+Plan = Sequence[Sequence['int | str']]
+"""The pieces of each row: a number of words, or a modality. The last words are the answer, which has labels."""
+
+# Unequal in everything. Some images have no word between them.
+IMAGE_ROWS: Plan = (
+    (4, 3),
+    (3, 'image', 1, 1),
+    (5, 'image', 1, 9),
+    (2, 'image', 1, 'image', 1, 2),
+    (12, 15),
+    (3, 'image', 'image', 1, 'image', 1, 4),
 )
+TEXT_ROWS: Plan = ((4, 3), (3, 1), (5, 9), (2, 2), (12, 15), (3, 4))
+AUDIO_ROWS: Plan = ((4, 3), (2, 'audio', 3), ('audio', 'audio', 5), (9, 6), (1, 'audio', 2, 'audio', 'audio', 2))
+VIDEO_ROWS: Plan = (
+    (4, 3),
+    (2, 'video', 3),
+    ('image', 'video', 2, 'image', 5),
+    (1, 'video', 'video', 2),
+    (9, 6),
+    ('image', 'image', 4),
+    (2, 'image', 1, 'video', 1, 'video', 2),
+)
+OMNI_ROWS: Plan = (*VIDEO_ROWS, (2, 'audio', 3), ('audio', 'image', 1, 'audio', 'video', 2))
+SMOLVLM_ROWS: Plan = ((4, 3), (2, 'image', 3), (9, 6), ('image', 'image', 4), ('video', 2), (3, 'video', 1, 4))
+SIZES = ((16, 16), (40, 16), (16, 32), (24, 24), (32, 16), (16, 48))
+"""Widths and heights of images, one after the other."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class FamilyCase(Case):
-    """Rows with ``labels``, ``sample_ids`` and ``num_images``, as the processor returns them.
+class Sample:
+    """Words and media, and words of an answer.
 
     Args:
-        name: Key in :data:`FAMILIES`.
-        encode: Made the rows.
-        samples: What the rows were made of.
+        pieces: Words, or a modality and its image, frames or sound.
+        answer: The words that have labels.
+    """
+
+    pieces: Sequence[str | tuple[str, Any]]
+    answer: str
+
+    def media(self, modality: str) -> list[Any]:
+        """Returns the media of a modality."""
+        return [piece[1] for piece in self.pieces if piece[0] == modality]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Family:
+    """How the cases of a family are made.
+
+    Args:
+        texts: The text that stands for a medium, by modality.
+        nested_images: Whether the processor wants a list of images for each text.
+        suffix: Whether the processor takes the answer as an argument, and refuses texts without images (PaliGemma).
+        video_metadata: Whether the processor wants to know the times of frames (SmolVLM).
+        model_type: The model type, if it is not the name of the family.
+        settings: Entries of its config, by path.
+        plan: The pieces of the rows in :data:`MEDIA`. Empty: the family is not there.
+        frames: Numbers of frames of a video. For families like LLaVA all videos of a batch have the same number,
+            because their tensors would not join otherwise.
+    """
+
+    texts: Mapping[str, str]
+    nested_images: bool = False
+    suffix: bool = False
+    video_metadata: bool = False
+    model_type: str = ''
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    plan: Plan = ()
+    frames: Sequence[int] = ()
+
+
+class SampleEncoder:
+    """Makes rows of samples with the processor of a family. The processor may be a tokenizer."""
+
+    def __init__(self, processor: Any, family: _Family) -> None:
+        self.processor = processor
+        self.tokenizer: Any = getattr(processor, 'tokenizer', processor)
+        self.family = family
+
+    def __call__(self, sample: Sample) -> dict[str, torch.Tensor]:
+        """Returns the tensors of the processor for one sample, and labels."""
+        encoded = self.together([sample])
+        row = {key: value for key, value in encoded.items() if isinstance(value, torch.Tensor)}
+        first_answer = row['input_ids'].shape[1] - len(sample.answer.split())
+        row['labels'] = row['input_ids'].clone()
+        row['labels'][:, :first_answer] = -100
+        return row
+
+    def together(self, samples: Sequence[Sample], *, padding_side: str = 'right') -> dict[str, Any]:
+        """Returns the batch of the processor for several samples, all with images or all without."""
+        # The processor of InternVL ignores the option. The one of Mllama drops it up to transformers 4.
+        self.tokenizer.padding_side = padding_side
+        options: dict[str, Any] = {'return_tensors': 'pt'}
+        if len(samples) > 1:
+            options |= {'padding': True, 'padding_side': padding_side}
+        texts = [self._text(sample) for sample in samples]
+        answers = [sample.answer for sample in samples]
+        media = self._media(samples)
+        if not self.family.suffix:
+            complete = [f'{text} {answer}' for text, answer in zip(texts, answers, strict=True)]
+            return dict(self.processor(text=complete, **media, **options))
+        if media:
+            return dict(self.processor(text=texts, suffix=answers, **media, **options))
+        ended = [f'{answer}</s>' for answer in answers]
+        return dict(self.tokenizer(text=texts, text_pair=ended, return_token_type_ids=True, **options))
+
+    def _text(self, sample: Sample) -> str:
+        texts = [piece if isinstance(piece, str) else self.family.texts[piece[0]] for piece in sample.pieces]
+        return ' '.join(texts)
+
+    def _media(self, samples: Sequence[Sample]) -> dict[str, Any]:
+        """Returns the media of samples as arguments of the processor."""
+        arguments: dict[str, Any] = {}
+        for modality, argument in (('image', 'images'), ('video', 'videos'), ('audio', 'audio')):
+            media = [sample.media(modality) for sample in samples]
+            if any(media):
+                is_nested = modality == 'image' and self.family.nested_images
+                arguments[argument] = media if is_nested else list(chain.from_iterable(media))
+        if self.family.video_metadata and 'videos' in arguments:
+            times = []
+            for frames in arguments['videos']:
+                count = len(frames)
+                times.append({'total_num_frames': count, 'fps': 1.0, 'frames_indices': list(range(count))})
+            arguments['videos_kwargs'] = {'video_metadata': times, 'do_sample_frames': False}
+        return arguments
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A tiny model and one-row batches for it.
+
+    Args:
+        name: Key in :data:`FAMILIES` or :data:`MEDIA`.
+        model: The model.
+        encode: Makes a row of a sample.
+        samples: The samples of the rows.
+        rows: The rows.
+        truth: How many media of each modality each row has.
+        kinds: The modalities of each row: ``'image'``, ``'image&video'``, ..., or ``'none'``.
     """
 
     name: str
+    model: PreTrainedModel
     encode: SampleEncoder
     samples: list[Sample]
+    rows: list[dict[str, Any]]
+    truth: list[dict[str, int]]
+    kinds: list[str]
+
+    @property
+    def processor(self) -> Any:
+        """The processor that made the rows."""
+        return self.encode.processor
+
+    @property
+    def pad_token_id(self) -> int:
+        """The id of the padding token."""
+        return self.encode.tokenizer.pad_token_id
+
+    @property
+    def config(self) -> Any:
+        """The model's config."""
+        return self.model.config
+
+    def loss(self, batch: Mapping[str, Any]) -> torch.Tensor:
+        """Returns the model's own mean loss. Drops entries that its forward does not take, as HuggingFaceModel does."""
+        arguments = inspect.signature(self.model.forward).parameters
+        return self.model(**{key: value for key, value in batch.items() if key in arguments}).loss
+
+    def loss_sum(self, batch: Mapping[str, Any]) -> torch.Tensor:
+        """Returns the sum of the model's loss over its labels. It does not depend on how rows are grouped."""
+        return self.loss(batch) * (batch['labels'][:, 1:] != -100).sum()
 
 
-def ragged_samples(*, with_images: bool, seed: int = 0) -> list[Sample]:
-    """Words and images of :data:`SAMPLES`, drawn from ``seed``."""
-    rng = random.Random(seed)
-    samples = []
-    for index, (sizes, num_words, num_answer_words) in enumerate(SAMPLES):
-        images = [_image(rng, width, height) for width, height in (sizes if with_images else ())]
-        gaps = [[_word(rng) for _ in range(num_words)]]
-        gaps += [[] if index == 5 and gap == 0 else [_word(rng)] for gap in range(len(images))]
-        samples.append(Sample(gaps=gaps, answer=[_word(rng) for _ in range(num_answer_words)], images=images))
-    return samples
+class _Drawing:
+    """Draws words and media from a seed.
+
+    Args:
+        seed: The seed.
+        frames: Numbers of frames that a video may have.
+    """
+
+    def __init__(self, seed: int, frames: Sequence[int] = ()) -> None:
+        self.rng = random.Random(seed)
+        self.frames = frames
+        self.num_images = 0
+
+    def samples(self, plan: Plan) -> list[Sample]:
+        """Returns a sample for each row of a plan."""
+        samples = []
+        for pieces in plan:
+            drawn: list[Any] = []
+            for piece in pieces:
+                drawn.append(self._words(piece) if isinstance(piece, int) else (piece, self._media(piece)))
+            answer = drawn.pop()
+            samples.append(Sample(pieces=drawn, answer=answer))
+        return samples
+
+    def _words(self, count: int) -> str:
+        return ' '.join(self.rng.choice(WORDS) for _ in range(count))
+
+    def _media(self, modality: str) -> Any:
+        if modality == 'image':
+            width, height = SIZES[self.num_images % len(SIZES)]
+            self.num_images += 1
+            return Image.frombytes('RGB', (width, height), self.rng.randbytes(3 * width * height))
+        noise = np.random.default_rng(self.rng.randrange(1000))
+        if modality == 'audio':
+            return noise.standard_normal(self.rng.randrange(2000, 9000)).astype(np.float32)
+        shape = (self.rng.choice(self.frames), IMAGE, IMAGE, 3)
+        return noise.integers(0, 255, shape, dtype=np.uint8)
 
 
-def _rows(encode: SampleEncoder, samples: list[Sample]) -> list[dict[str, Any]]:
-    return [
-        {**encode(sample), 'sample_ids': [f'sample-{index}'], 'num_images': [len(sample.images)]}
-        for index, sample in enumerate(samples)
-    ]
+def ragged_samples(*, seed: int) -> list[Sample]:
+    """Returns six samples with words and images."""
+    return _Drawing(seed).samples(IMAGE_ROWS)
 
 
-def _word(rng: random.Random) -> str:
-    return rng.choice(WORDS)
+LLAVA = {'image': '<image>', 'video': '<video>'}
+QWEN = {'image': '<|vision_start|><|image_pad|><|vision_end|>', 'video': '<|vision_start|><|video_pad|><|vision_end|>'}
+OMNI = {
+    'image': '<|vision_bos|><|IMAGE|><|vision_eos|>',
+    'video': '<|vision_bos|><|VIDEO|><|vision_eos|>',
+    'audio': '<|audio_bos|><|AUDIO|><|audio_eos|>',
+}
 
 
-def _image(rng: random.Random, width: int, height: int) -> Image.Image:
-    return Image.frombytes('RGB', (width, height), rng.randbytes(3 * width * height))
+_FAMILIES: dict[str, _Family] = {
+    'llama': _Family(texts={}),
+    'llava': _Family(texts=LLAVA),
+    'llava_next': _Family(texts=LLAVA),
+    'llava_onevision': _Family(texts=LLAVA, nested_images=True, plan=VIDEO_ROWS, frames=(3,)),
+    'qwen2_vl': _Family(texts=QWEN, plan=VIDEO_ROWS, frames=(2, 4, 6)),
+    'qwen2_5_vl': _Family(texts=QWEN, plan=VIDEO_ROWS, frames=(2, 4, 6)),
+    'idefics3': _Family(texts=LLAVA, nested_images=True),
+    'smolvlm': _Family(texts=LLAVA, nested_images=True),
+    'paligemma': _Family(texts=LLAVA, nested_images=True, suffix=True),
+    'gemma3': _Family(texts={'image': '<start_of_image>'}, nested_images=True),
+    'mllama': _Family(texts={'image': '<|image|>'}, nested_images=True),
+    'internvl': _Family(texts={'image': '<IMG_CONTEXT>', 'video': '<video>'}, plan=VIDEO_ROWS, frames=(3,)),
+    # The processor writes the tokens around each frame of a video.
+    'qwen3_vl': _Family(texts={**QWEN, 'video': '<|video_pad|>'}, plan=VIDEO_ROWS, frames=(2, 4, 6)),
+    'qwen2_5_omni': _Family(texts=OMNI, model_type='qwen2_5_omni_thinker', plan=OMNI_ROWS, frames=(2, 4, 6)),
+    'qwen2_audio': _Family(texts={'audio': '<|AUDIO|>'}, plan=AUDIO_ROWS),
+    'llava_next_video': _Family(texts=LLAVA, plan=VIDEO_ROWS, frames=(3,)),
+    'video_llava': _Family(texts=LLAVA, plan=VIDEO_ROWS, frames=(2,)),
+    'mistral3': _Family(texts={'image': '[IMG]'}, plan=IMAGE_ROWS),
+    'llava_pixtral': _Family(
+        texts={'image': '[IMG]'},
+        model_type='llava',
+        settings={
+            'vision_config': 'PixtralVisionConfig',
+            'vision_config.image_size': 2 * IMAGE,
+            'vision_feature_select_strategy': 'full',
+        },
+        plan=IMAGE_ROWS,
+    ),
+    'smolvlm_video': _Family(
+        texts=LLAVA,
+        video_metadata=True,
+        model_type='smolvlm',
+        plan=SMOLVLM_ROWS,
+        frames=(2, 3),
+    ),
+}
 
 
-def _case(name: str) -> FamilyCase:
-    """A case of a test's own: it may train the model and change the rows."""
-    case = _build(name)
-    return replace(case, model=copy.deepcopy(case.model), rows=copy.deepcopy(case.rows))
+def _case(name: str, build: Callable[[str], Case]) -> Case:
+    """Returns a copy of a case, because a test may train the model and change the rows."""
+    return copy.deepcopy(build(name))
 
 
 @functools.cache
-def _build(name: str) -> FamilyCase:
-    encode = family_processors.ENCODERS[name]()
-    samples = ragged_samples(with_images=encode.takes_images)
-    case = FamilyCase(
-        name=name,
-        model=family_models.MODELS[name](encode),
-        rows=_rows(encode, samples),
-        pad_token_id=encode.pad_token_id,
-        encode=encode,
-        samples=samples,
-    )
+def _image_case(name: str) -> Case:
+    plan = IMAGE_ROWS if 'image' in _FAMILIES[name].texts else TEXT_ROWS
+    case = _new_case(name, plan)
+    for index, row in enumerate(case.rows):
+        row['sample_ids'] = [f'sample-{index}']
+        row['num_images'] = [case.truth[index].get('image', 0)]
     freeze_unreached(case)
     return case
 
 
+@functools.cache
+def _media_case(name: str) -> Case:
+    case = _new_case(name, _FAMILIES[name].plan)
+    if name == 'internvl':  # counts tiles
+        case = replace(case, truth=[{'image': len(row.get('pixel_values', ()))} for row in case.rows])
+    if name == 'smolvlm_video':  # its processor takes no other template for videos
+        from transformers.models.smolvlm.processing_smolvlm import DEFAULT_CHAT_TEMPLATE
+
+        case.processor.chat_template = DEFAULT_CHAT_TEMPLATE
+    else:
+        case.processor.chat_template = _template(_FAMILIES[name].texts)
+    return case
+
+
+def _new_case(name: str, plan: Plan) -> Case:
+    family = _FAMILIES[name]
+    encode = SampleEncoder(family_processors.PROCESSORS[name](), family)
+    config = tiny_config(family.model_type or name, family.settings, tokenizer=encode.tokenizer)
+    samples = _Drawing(0, family.frames).samples(plan)
+    pieces = set(chain.from_iterable(plan))
+    modalities = [modality for modality in family.texts if modality in pieces]
+    truth = [{modality: len(sample.media(modality)) for modality in modalities} for sample in samples]
+    return Case(
+        name=name,
+        model=float32_model(config),
+        encode=encode,
+        samples=samples,
+        rows=[encode(sample) for sample in samples],
+        truth=truth,
+        kinds=[_kinds_of(counts) for counts in truth],
+    )
+
+
+def _kinds_of(counts: Mapping[str, int]) -> str:
+    return '&'.join(modality for modality in ('image', 'video', 'audio') if counts.get(modality)) or 'none'
+
+
+def _template(texts: Mapping[str, str]) -> str:
+    """Returns a chat template that writes the text of each medium."""
+    branches = ''.join(f"{{% elif part['type'] == '{modality}' %}}{text} " for modality, text in texts.items())
+    return (
+        "{% for message in messages %}{% for part in message['content'] %}{% if part['type'] == 'text' %}"
+        f"{{{{ part['text'] }}}} {branches}{{% endif %}}{{% endfor %}}</s> {{% endfor %}}"
+    )
+
+
 def freeze_unreached(case: Case) -> None:
-    """DDP waits for every parameter that wants a gradient; towers have some that no loss reaches (a last norm)."""
+    """Freezes parameters without a gradient, such as a last norm of a vision encoder. DDP would wait for them."""
     for row in case.rows:
         case.loss(row).backward()
     for parameter in case.model.parameters():
@@ -111,7 +373,28 @@ def freeze_unreached(case: Case) -> None:
         parameter.grad = None
 
 
-FAMILIES: dict[str, Callable[[], FamilyCase]] = {
-    name: functools.partial(_case, name) for name in family_models.MODELS if name in family_processors.ENCODERS
+IMAGE_FAMILIES = [
+    'llava',
+    'llava_next',
+    'llava_onevision',
+    'qwen2_vl',
+    'qwen2_5_vl',
+    'idefics3',
+    'smolvlm',
+    'paligemma',
+    'gemma3',
+    'mllama',
+    'internvl',
+]
+FAMILIES: dict[str, Callable[[], Case]] = {
+    name: functools.partial(_case, name, _image_case) for name in ['llama', *IMAGE_FAMILIES]
 }
-IMAGE_FAMILIES = [name for name in FAMILIES if name != 'llama']
+MEDIA: dict[str, Callable[[], Case]] = {
+    name: functools.partial(_case, name, _media_case)
+    for name, family in _FAMILIES.items()
+    if family.plan and name != 'smolvlm_video'
+}
+SLOT_MEDIA: dict[str, Callable[[], Case]] = {}
+"""Families with slots, whose rows tell their media by themselves. The processor writes numbers with num2words."""
+if importlib.util.find_spec('num2words') is not None:
+    SLOT_MEDIA['smolvlm_video'] = functools.partial(_case, 'smolvlm_video', _media_case)

@@ -5,26 +5,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import transformers
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
-from tests.support.sample_encoder import SampleEncoder, word_tokenizer
+from tests.model_types.processors import small_processor
+from tests.model_types.tiny import IMAGE, PATCH
 
-__all__ = ['ENCODERS', 'IMAGE_SIZE', 'PATCH_SIZE', 'PINPOINTS', 'PROCESSORS', 'pixels']
+__all__ = ['PROCESSORS', 'QWEN3_WORDS', 'QWEN_TOKENS', 'QWEN_VIDEO', 'WORDS', 'word_tokenizer']
 
-IMAGE_SIZE, PATCH_SIZE = 16, 4
-# LLaVA-NeXT and OneVision cut an image into tiles of one of these layouts, and add the whole image.
-PINPOINTS = [[16, 32], [32, 16], [32, 32]]
-MEAN_STD = dict(image_mean=[0.5] * 3, image_std=[0.5] * 3)
-SQUARE = {'height': IMAGE_SIZE, 'width': IMAGE_SIZE}
-CROPPED = dict(size={'shortest_edge': IMAGE_SIZE}, crop_size=SQUARE)
-GRID = dict(patch_size=PATCH_SIZE, merge_size=2, temporal_patch_size=2, **MEAN_STD)
-CLIP_TOKENS = dict(vision_feature_select_strategy='default', num_additional_image_tokens=1, patch_size=PATCH_SIZE)
-VIDEO_SIZES = {'shortest_edge': 64, 'longest_edge': 4096}
-IS_OLD = transformers.__version__.startswith('4.')
+WORDS = tuple(f'{first}{second}' for first in 'bdfgklmnprst' for second in 'aeiou')
 QWEN_TOKENS = ('<|image_pad|>', '<|video_pad|>', '<|vision_start|>', '<|vision_end|>')
 # Words that the processors write before the frames of a video.
 QWEN3_WORDS = ('<', '>', '.', 'seconds', *map(str, range(10)))
@@ -32,237 +29,166 @@ INTERNVL_WORDS = ('Frame1', 'Frame2', 'Frame3', ':')
 SMOLVLM_WORDS = ('You', 'are', 'provided', 'the', 'following', 'Frame', 'from', 'frames', 'series', ':')
 
 
-def _processor(
-    name: str,
-    *tokens: str,
-    words: str = '',
-    special_tokens: Mapping[str, str] | None = None,
-    video: Any = None,
-    **parts: Any,
-) -> Any:
-    """Makes a processor.
+def word_tokenizer(*special: str, class_name: str = '', **attributes: str) -> PreTrainedTokenizerFast:
+    """Returns a tokenizer with one token for each word.
 
     Args:
-        name: The beginning of its class.
-        tokens: Words of the tokenizer.
-        words: The class of tokenizer that it needs up to transformers 4.
-        special_tokens: Special tokens of the tokenizer, by attribute.
-        video: The beginning of the class of the video processor, and its settings.
-        parts: Other arguments of the processor.
+        special: Further special tokens.
+        class_name: The class that the family's processor insists on up to transformers 4.
+        attributes: Special tokens that become attributes of the tokenizer (``image_token``).
     """
-    if video is not None and (video_class := getattr(transformers, f'{video[0]}VideoProcessor', None)):  # since 4.53
-        parts['video_processor'] = video_class(**MEAN_STD | video[1])
-    tokenizer = word_tokenizer(*tokens, class_name=words, **(special_tokens or {}))
-    return getattr(transformers, f'{name}Processor')(tokenizer=tokenizer, **parts)
+    special = ('<pad>', '<unk>', '<s>', '</s>', *special, *attributes.values())
+    vocab = {token: index for index, token in enumerate(dict.fromkeys([*special, *WORDS]))}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token='<unk>'))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    options: dict[str, Any] = {'pad_token': '<pad>', 'unk_token': '<unk>', 'bos_token': '<s>', 'eos_token': '</s>'}
+    if attributes:
+        options['extra_special_tokens'] = attributes
+    tokenizer_class = PreTrainedTokenizerFast
+    if class_name and transformers.__version__.startswith('4.'):
+        tokenizer_class = getattr(transformers, class_name)
+    wrapped = tokenizer_class(tokenizer_object=tokenizer, **options)
+    for name, token in attributes.items():
+        assert getattr(wrapped, name) == token
+        assert getattr(wrapped, f'{name}_id') == vocab[token]
+    return wrapped
 
 
-def pixels(name: str, **settings: Any) -> Any:
-    """Returns the image processor of a family."""
-    return getattr(transformers, f'{name}ImageProcessor')(**MEAN_STD | settings)
+@dataclass(frozen=True, kw_only=True)
+class _Recipe:
+    """How the processor of a family is made.
+
+    Args:
+        tokens: Special tokens and further words of its tokenizer.
+        attributes: Special tokens of the tokenizer by the attribute that the processor reads.
+        tokenizer: The class of tokenizer that it needs up to transformers 4.
+        model_type: The model type, if it is not the name of the family.
+        options: Arguments of the processor.
+        image: Settings of its image processor.
+        video: Settings of its video processor.
+    """
+
+    tokens: Sequence[str] = ()
+    attributes: Mapping[str, str] = field(default_factory=dict)
+    tokenizer: str = ''
+    model_type: str = ''
+    options: Mapping[str, Any] = field(default_factory=dict)
+    image: Mapping[str, Any] = field(default_factory=dict)
+    video: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _llava() -> Any:
-    images = pixels('CLIP', size=SQUARE, crop_size=SQUARE, do_center_crop=False)
-    return _processor('Llava', '<image>', image_processor=images, **CLIP_TOKENS)
-
-
-def _llava_next() -> Any:
-    images = pixels('LlavaNext', **CROPPED, image_grid_pinpoints=PINPOINTS)
-    return _processor('LlavaNext', '<image>', image_processor=images, **CLIP_TOKENS)
-
-
-def _llava_next_video() -> Any:
-    images = pixels('LlavaNext', **CROPPED, image_grid_pinpoints=PINPOINTS)
-    return _processor(
-        'LlavaNextVideo',
-        '<image>',
-        '<video>',
-        words='LlamaTokenizerFast',
-        image_processor=images,
-        video=('LlavaNextVideo', CROPPED),
-        **CLIP_TOKENS,
-    )
-
-
-def _llava_onevision() -> Any:
-    images = pixels('LlavaOnevision', size=SQUARE, image_grid_pinpoints=PINPOINTS)
-    return _processor(
-        'LlavaOnevision',
-        '<image>',
-        '<video>',
-        image_processor=images,
-        video=('LlavaOnevision', dict(size=SQUARE)),
-        num_image_tokens=(IMAGE_SIZE // PATCH_SIZE) ** 2,
-        vision_feature_select_strategy='full',
-    )
-
-
-def _video_llava() -> Any:
-    # Up to transformers 4 its images have a class of their own.
-    name = 'VideoLlava' if hasattr(transformers, 'VideoLlavaImageProcessor') else 'CLIP'
-    square = dict(size=SQUARE, crop_size=SQUARE)
-    return _processor(
-        'VideoLlava',
-        '<image>',
-        '<video>',
-        image_processor=pixels(name, **square),
-        video=('VideoLlava', square),
-        patch_size=PATCH_SIZE,
-    )
-
-
-def _qwen(name: str) -> Any:
-    images = pixels('Qwen2VL', min_pixels=64, max_pixels=512, **GRID)
-    tokens = (*QWEN_TOKENS, *(QWEN3_WORDS if name == 'Qwen3VL' else ()))
-    video = ('Qwen3VL' if name == 'Qwen3VL' else 'Qwen2VL', dict(size=VIDEO_SIZES, do_sample_frames=False, **GRID))
-    return _processor(name, *tokens, words='Qwen2TokenizerFast', image_processor=images, video=video)
-
-
-def _sounds() -> Any:
-    return transformers.WhisperFeatureExtractor(feature_size=8, chunk_length=1)
-
-
-def _omni() -> Any:
-    special_tokens = {f'{kind}_token': f'<|{kind.upper()}|>' for kind in ('image', 'audio', 'video')}
-    special_tokens |= {
-        f'{mark}_token': f'<|{mark}|>' for mark in ('vision_bos', 'vision_eos', 'audio_bos', 'audio_eos')
-    }
-    processor = _processor(
-        'Qwen2_5Omni',
-        words='Qwen2TokenizerFast',
-        special_tokens=special_tokens,
-        feature_extractor=_sounds(),
-        image_processor=pixels('Qwen2VL', min_pixels=64, max_pixels=512, **GRID),
-        video=('Qwen2VL', dict(size=VIDEO_SIZES, do_sample_frames=False, **GRID)),
-    )
-    # The sizes of the processor replace those of its video processor.
-    processor.videos_kwargs = {'size': VIDEO_SIZES}
-    return processor
-
-
-def _qwen2_audio() -> Any:
-    tokens = ('<|AUDIO|>', '<|audio_bos|>', '<|audio_eos|>')
-    return _processor('Qwen2Audio', *tokens, words='Qwen2TokenizerFast', feature_extractor=_sounds())
-
-
-def _idefics3() -> Any:
-    # An image larger than a tile is cut into tiles, and the whole image is added: several tensors for one placeholder.
-    images = pixels('Idefics3', size={'longest_edge': 2 * IMAGE_SIZE}, max_image_size={'longest_edge': IMAGE_SIZE})
-    tiles = [f'<row_{row}_col_{col}>' for row in range(1, 7) for col in range(1, 7)]
-    tokens = ('<image>', '<fake_token_around_image>', '<global-img>', '<end_of_utterance>', *tiles)
-    image_tokens = (IMAGE_SIZE // PATCH_SIZE) ** 2 // 4
-    return _processor('Idefics3', *tokens, image_processor=images, image_seq_len=image_tokens)
-
-
-def _smolvlm_video() -> Any:
-    special = ('<image>', '<video>', '<fake_token_around_image>', '<global-img>', '<end_of_utterance>')
-    sizes = dict(size={'longest_edge': IMAGE_SIZE}, max_image_size={'longest_edge': IMAGE_SIZE})
-    processor = _processor(
-        'SmolVLM',
-        *special,
-        *SMOLVLM_WORDS,
-        video=('SmolVLM', sizes),
-        image_processor=pixels('SmolVLM', do_image_splitting=False, **sizes),
-        image_seq_len=(IMAGE_SIZE // PATCH_SIZE) ** 2 // 4,
-    )
-    processor.tokenizer.eos_token = '<end_of_utterance>'
-    return processor
-
-
-def _paligemma() -> Any:
-    images = pixels('Siglip', size=SQUARE)
-    images.image_seq_length = (IMAGE_SIZE // PATCH_SIZE) ** 2
-    return _processor('PaliGemma', '<image>', words='GemmaTokenizerFast', image_processor=images)
-
-
-def _gemma3() -> Any:
-    special_tokens = dict(image_token='<image_soft_token>', boi_token='<start_of_image>', eoi_token='<end_of_image>')
-    return _processor(
-        'Gemma3',
-        words='GemmaTokenizerFast',
-        special_tokens=special_tokens,
-        image_processor=pixels('Gemma3', size=SQUARE),
-        image_seq_length=(IMAGE_SIZE // PATCH_SIZE) ** 2 // 4,
-    )
-
-
-def _mllama() -> Any:
-    images = pixels('Mllama', size=SQUARE, max_image_tiles=4)
-    return _processor('Mllama', '<|image|>', '<|python_tag|>', image_processor=images)
-
-
-def _internvl() -> Any:
-    """Its tiles of images and frames of videos are in one tensor, in the order of the text."""
-    special_tokens = dict(
-        start_image_token='<img>', end_image_token='</img>', context_image_token='<IMG_CONTEXT>', video_token='<video>'
-    )
-    images = getattr(transformers, 'GotOcr2ImageProcessor' + ('Fast' if IS_OLD else ''))(
-        size=SQUARE, crop_to_patches=True, min_patches=1, max_patches=3, **MEAN_STD
-    )
-    return _processor(
-        'InternVL',
-        *INTERNVL_WORDS,
-        words='Qwen2TokenizerFast',
-        special_tokens=special_tokens,
-        image_processor=images,
-        video=('InternVL', dict(size=SQUARE)),
-        image_seq_length=(IMAGE_SIZE // PATCH_SIZE) ** 2 // 4,
-    )
-
-
-def _pixtral(merge: int) -> Any:
-    """For Mistral3, which merges patches, and for LLaVA with Pixtral's vision encoder, which does not."""
-    patches = {'height': PATCH_SIZE, 'width': PATCH_SIZE}
-    images = pixels('Pixtral', size={'longest_edge': 32}, patch_size=patches)
-    return _processor(
-        'Pixtral',
-        '[IMG]',
-        '[IMG_BREAK]',
-        '[IMG_END]',
-        image_processor=images,
-        patch_size=PATCH_SIZE,
-        spatial_merge_size=merge,
-    )
-
-
-PROCESSORS: dict[str, Callable[[], Any]] = {
-    'llama': word_tokenizer,
-    'llava': _llava,
-    'llava_next': _llava_next,
-    'llava_onevision': _llava_onevision,
-    'qwen2_vl': partial(_qwen, 'Qwen2VL'),
-    'qwen2_5_vl': partial(_qwen, 'Qwen2_5_VL'),
-    'idefics3': _idefics3,
-    'smolvlm': _idefics3,  # SmolVLM's processor writes the same, but needs a package for videos
-    'paligemma': _paligemma,
-    'gemma3': _gemma3,
-    'mllama': _mllama,
-    'internvl': _internvl,
-    'qwen3_vl': partial(_qwen, 'Qwen3VL'),
-    'qwen2_5_omni': _omni,
-    'qwen2_audio': _qwen2_audio,
-    'llava_next_video': _llava_next_video,
-    'video_llava': _video_llava,
-    'mistral3': partial(_pixtral, 2),
-    'llava_pixtral': partial(_pixtral, 1),
-    'smolvlm_video': _smolvlm_video,
+PATCHES_OF_IMAGE = (IMAGE // PATCH) ** 2
+CLIP: dict[str, Any] = {
+    'vision_feature_select_strategy': 'default',
+    'num_additional_image_tokens': 1,
+    'patch_size': PATCH,
 }
-_ENCODERS: dict[str, dict[str, Any]] = {
-    'llama': {},
-    'llava': dict(image_text='<image>'),
-    'llava_next': dict(image_text='<image>'),
-    'llava_onevision': dict(image_text='<image>', nested_images=True),
-    **{name: dict(image_text='<|vision_start|><|image_pad|><|vision_end|>') for name in ('qwen2_vl', 'qwen2_5_vl')},
-    **{name: dict(image_text='<image>', nested_images=True) for name in ('idefics3', 'smolvlm')},
-    'paligemma': dict(image_text='<image>', nested_images=True, suffix=True),
-    'gemma3': dict(image_text='<start_of_image>', nested_images=True),
-    'mllama': dict(image_text='<|image|>', nested_images=True),
-    **({'internvl': dict(image_text='<IMG_CONTEXT>')} if hasattr(transformers, 'InternVLProcessor') else {}),  # 4.52
+VIDEO_SIZES = {'shortest_edge': 64, 'longest_edge': 4096}
+QWEN_VIDEO: dict[str, Any] = {'do_sample_frames': False, 'size': VIDEO_SIZES}
+QWEN: dict[str, Any] = {'tokens': QWEN_TOKENS, 'tokenizer': 'Qwen2TokenizerFast', 'video': QWEN_VIDEO}
+TILES = [f'<row_{row}_col_{column}>' for row in range(1, 7) for column in range(1, 7)]
+IDEFICS_TOKENS = ('<image>', '<fake_token_around_image>', '<global-img>', '<end_of_utterance>')
+LONGEST_EDGE = {'longest_edge': IMAGE}
+TILE = {'max_image_size': LONGEST_EDGE}
+# An image larger than a tile is cut into tiles, and the whole image is added: several tensors for one placeholder.
+IDEFICS3 = _Recipe(
+    model_type='idefics3',
+    tokens=(*IDEFICS_TOKENS, *TILES),
+    options={'image_seq_len': PATCHES_OF_IMAGE // 4},
+    image=TILE,
+)
+
+_RECIPES = {
+    'llava': _Recipe(tokens=['<image>'], options=CLIP),
+    'llava_next': _Recipe(tokens=['<image>'], options=CLIP),
+    'llava_onevision': _Recipe(
+        tokens=['<image>', '<video>'],
+        options={'num_image_tokens': PATCHES_OF_IMAGE, 'vision_feature_select_strategy': 'full'},
+    ),
+    'qwen2_vl': _Recipe(**QWEN),
+    'qwen2_5_vl': _Recipe(**QWEN),
+    'idefics3': IDEFICS3,
+    'smolvlm': IDEFICS3,  # SmolVLM's processor writes the same, but needs a package for videos
+    'paligemma': _Recipe(tokens=['<image>'], tokenizer='GemmaTokenizerFast'),
+    'gemma3': _Recipe(
+        attributes={'image': '<image_soft_token>', 'boi': '<start_of_image>', 'eoi': '<end_of_image>'},
+        tokenizer='GemmaTokenizerFast',
+        options={'image_seq_length': PATCHES_OF_IMAGE // 4},
+    ),
+    'mllama': _Recipe(tokens=['<|image|>', '<|python_tag|>']),
+    # Its tiles of images and frames of videos are in one tensor, in the order of the text.
+    'internvl': _Recipe(
+        tokens=INTERNVL_WORDS,
+        attributes={
+            'start_image': '<img>',
+            'end_image': '</img>',
+            'context_image': '<IMG_CONTEXT>',
+            'video': '<video>',
+        },
+        tokenizer='Qwen2TokenizerFast',
+        options={'image_seq_length': PATCHES_OF_IMAGE // 4},
+        image={'crop_to_patches': True, 'min_patches': 1},
+    ),
+    'qwen3_vl': _Recipe(**{**QWEN, 'tokens': QWEN_TOKENS + QWEN3_WORDS}),
+    'qwen2_5_omni': _Recipe(
+        attributes={
+            'image': '<|IMAGE|>',
+            'audio': '<|AUDIO|>',
+            'video': '<|VIDEO|>',
+            'vision_bos': '<|vision_bos|>',
+            'vision_eos': '<|vision_eos|>',
+            'audio_bos': '<|audio_bos|>',
+            'audio_eos': '<|audio_eos|>',
+        },
+        tokenizer='Qwen2TokenizerFast',
+        video=QWEN_VIDEO,
+    ),
+    'qwen2_audio': _Recipe(tokens=['<|AUDIO|>', '<|audio_bos|>', '<|audio_eos|>'], tokenizer='Qwen2TokenizerFast'),
+    'llava_next_video': _Recipe(tokens=['<image>', '<video>'], tokenizer='LlamaTokenizerFast', options=CLIP),
+    'video_llava': _Recipe(tokens=['<image>', '<video>'], options={'patch_size': PATCH}),
+    'mistral3': _Recipe(
+        tokens=['[IMG]', '[IMG_BREAK]', '[IMG_END]'],
+        options={'patch_size': PATCH, 'spatial_merge_size': 2},
+    ),
+    # LLaVA with the vision encoder of Pixtral, which does not merge patches.
+    'llava_pixtral': _Recipe(
+        model_type='pixtral',
+        tokens=['[IMG]', '[IMG_BREAK]', '[IMG_END]'],
+        options={'patch_size': PATCH, 'spatial_merge_size': 1},
+    ),
+    'smolvlm_video': _Recipe(
+        model_type='smolvlm',
+        tokens=(*IDEFICS_TOKENS, '<video>', *SMOLVLM_WORDS),
+        options={'image_seq_len': PATCHES_OF_IMAGE // 4},
+        image={'do_image_splitting': False, 'size': LONGEST_EDGE, **TILE},
+        video={'size': LONGEST_EDGE, **TILE},
+    ),
 }
 
 
-def _encoder(name: str) -> SampleEncoder:
-    return SampleEncoder(PROCESSORS[name](), **_ENCODERS[name])
+def _processor(name: str) -> Any:
+    recipe = _RECIPES[name]
+    model_type = recipe.model_type or name
+    attributes = {f'{attribute}_token': token for attribute, token in recipe.attributes.items()}
+    tokenizer = word_tokenizer(*recipe.tokens, class_name=recipe.tokenizer, **attributes)
+    processor_class = getattr(transformers, PROCESSOR_MAPPING_NAMES[model_type])
+    arguments = inspect.signature(processor_class).parameters
+    parts: dict[str, Any] = {}
+    if 'image_processor' in arguments:
+        parts['image_processor'] = small_processor(model_type, 'image', **recipe.image)
+        parts['image_processor'].image_seq_length = PATCHES_OF_IMAGE  # PaliGemma reads it there
+    if 'video_processor' in arguments:
+        parts['video_processor'] = small_processor(model_type, 'video', **recipe.video)
+    if 'feature_extractor' in arguments:
+        parts['feature_extractor'] = small_processor(model_type, 'audio')
+    processor = processor_class(tokenizer=tokenizer, **parts, **recipe.options)
+    if name == 'qwen2_5_omni':  # its own sizes replace those of its video processor
+        processor.videos_kwargs = {'size': VIDEO_SIZES}
+    if name == 'smolvlm_video':
+        tokenizer.eos_token = '<end_of_utterance>'
+    return processor
 
 
-ENCODERS: dict[str, Callable[[], SampleEncoder]] = {name: partial(_encoder, name) for name in _ENCODERS}
+PROCESSORS: dict[str, Callable[[], Any]] = {'llama': word_tokenizer}
+PROCESSORS |= {name: functools.partial(_processor, name) for name in _RECIPES}

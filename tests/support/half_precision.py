@@ -16,7 +16,7 @@ from composer.core import Callback, Precision, State
 from composer.loggers import Logger
 
 from composer_tokacc import BatchLayout
-from tests.support.families import FamilyCase
+from tests.support.families import Case
 from tests.support.training import GradientRecorder, fit, reference_gradients, relative_error
 
 DTYPES = {Precision.AMP_BF16: torch.bfloat16, Precision.AMP_FP16: torch.float16}
@@ -47,7 +47,7 @@ def _autocast(precision: Precision | str, *_: object, **__: object) -> Iterator[
         yield
 
 
-def train_in_two_cuts(case: FamilyCase, **options: Any) -> list[tuple[GradientRecorder, float]]:
+def train_in_two_cuts(case: Case, **options: Any) -> list[tuple[GradientRecorder, float]]:
     """Trains a step with microbatches of two rows, and one with a single microbatch.
 
     Args:

@@ -21,7 +21,7 @@ from composer_tokacc.data import BadSampleError, LlavaDataset
 from tests.data.chat_processors import small
 from tests.support.clips import sine, write_sound, write_video
 from tests.support.conversations import turns
-from tests.support.family_media import MEDIA
+from tests.support.families import MEDIA
 from tests.trials.outcomes import WORKS, refusal
 
 Write = Callable[[Path], Any]
