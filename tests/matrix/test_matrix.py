@@ -3,7 +3,7 @@
 
 """Families x padding side x packed or padded x regrouped or in order: exact to 1e-6, or refused before the first step.
 
-The quick slice takes one random batch a cell, the slow one two.
+The quick tests train on one random batch of each, the slow ones on two.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 import transformers
 
 from tests.matrix.harness import measure, plain_gradients
-from tests.matrix.subjects import SUBJECTS
-from tests.support.training import relative_error
+from tests.matrix.subjects import MEDIA, SUBJECTS
+from tests.support.training import COMPOSERS_FLAG, relative_error
 
 INITS = ('large', 'fresh')
 TEXT = [name for name, subject in SUBJECTS.items() if not subject.modalities]
@@ -41,7 +41,7 @@ def model_of(name, init):
 
 
 def check(name, seed, *, side, cut):
-    """One batch, the first of its run: it is exact, or refused if the family cannot be packed."""
+    """Trains on one batch. It is exact, or refused if the family cannot be packed."""
     subject = SUBJECTS[name]
     init = INITS[seed % 2]
     size = random.Random(f'{name} {side} {cut} {seed}').randint(1, 4)
@@ -74,16 +74,29 @@ def test_several_random_batches(name, side, cut):
         check(name, seed, side=side, cut=cut)
 
 
+@pytest.mark.parametrize('name', ['t5', 'bert'])
+def test_composers_flag_counts_by_model(name):
+    """Composer's own ``accumulate_train_batch_on_tokens``, without the algorithm."""
+    model = model_of(name, 'large')
+    batch = SUBJECTS[name].batch(0, side='right')
+    if name == 'bert':  # only an unshifted loss counts the first label
+        batch['labels'][:, 0] = batch['input_ids'][:, 0]
+    outcome = measure(model, batch, 2, model=model, algorithms=[], trainer_options=COMPOSERS_FLAG)
+    assert outcome.kind == 'exact', outcome
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize('name', WITH_MEDIA)
 def test_media_change_the_gradient(name):
     """Otherwise media in the wrong row would be exact."""
     subject = SUBJECTS[name]
-    rows = [row for seed in range(0, 16, 2) for row in subject.rows(seed)]
+    rows = []
+    for seed in range(0, 16, 2):
+        rows += subject.rows(seed)
     batch = subject.collate(rows, 0, side='right')
     model = subject.model('large')
     expected = plain_gradients(model, batch)
-    for key in ('pixel_values', 'pixel_values_videos', 'input_features'):
+    for key in MEDIA:
         if key in batch:
             reversed_media = {**batch, key: torch.flip(batch[key], [0])}
             assert relative_error(plain_gradients(model, reversed_media), expected) > 1e-3, key
