@@ -1,10 +1,10 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""What became of every model type: kept in ``results.json``, shown in docs/families.md.
+"""The outcomes of all model types: kept in ``results.json``, shown in docs/families.md.
 
 ``python -m tests.model_types.table try KIND [TYPE ...]`` tries types of a kind (``multimodal``, ``text``, ``other``; no
-TYPE: all of them) and keeps what became of them; ``... table page`` writes the tables into the page.
+TYPE: all of them) and keeps their outcomes. ``... table page`` writes the tables into the page.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Results = dict[str, dict[str, dict[str, str]]]
 
 
 def results() -> Results:
-    """By ``multimodal`` and ``text``, type and modality: what became of it."""
+    """Returns the kept outcomes, by kind, type and modality."""
     return json.loads(KEPT.read_text())
 
 
@@ -46,27 +46,28 @@ def try_types(kind: str, types: list[str]) -> None:
     for model_type in types or sorted(CLASSES[kind]):
         signal.alarm(150)
         try:
-            found = tried(model_type, kind)
+            outcomes = tried(model_type, kind)
         except TimeoutError:
-            found = {'': 'not tried: takes over two minutes'}
+            outcomes = {'': 'not tried: takes over two minutes'}
         signal.alarm(0)
         if not torch.__version__.startswith('2.7'):
-            found = {name: f'{said} (torch {torch.__version__.partition("+")[0]})' for name, said in found.items()}
-        print(model_type, found, flush=True)
+            release = torch.__version__.partition('+')[0]
+            outcomes = {name: f'{outcome} (torch {release})' for name, outcome in outcomes.items()}
+        print(model_type, outcomes, flush=True)
         kept: Results = results() if KEPT.exists() else {}
-        kept.setdefault(kind, {})[model_type] = found
+        kept.setdefault(kind, {})[model_type] = outcomes
         unfinished = KEPT.with_suffix('.new')
-        unfinished.write_text(_lines(kept))
+        unfinished.write_text(_json(kept))
         unfinished.replace(KEPT)
 
 
-def _lines(kept: Results) -> str:
-    """JSON with a line a type."""
-    parts = [
-        f'"{kind}": {{\n' + ',\n'.join(f'"{name}": {json.dumps(types[name])}' for name in sorted(types)) + '\n}'
-        for kind, types in sorted(kept.items())
-    ]
-    return '{\n' + ',\n'.join(parts) + '\n}\n'
+def _json(kept: Results) -> str:
+    """Returns JSON with a line for each type."""
+    kinds = []
+    for kind, types in sorted(kept.items()):
+        lines = [f'"{model_type}": {json.dumps(outcomes)}' for model_type, outcomes in sorted(types.items())]
+        kinds.append(f'"{kind}": {{\n' + ',\n'.join(lines) + '\n}')
+    return '{\n' + ',\n'.join(kinds) + '\n}\n'
 
 
 def _late(*_: Any) -> None:
@@ -74,37 +75,34 @@ def _late(*_: Any) -> None:
 
 
 def table() -> str:
-    """Markdown: counts, and for each modality one row a type."""
+    """Returns Markdown: counts for each kind, and for each modality a table with a row for each type."""
     lines = []
     for kind, types in results().items():
         verdicts = Counter(verdict(outcomes) for outcomes in types.values())
         counts = ', '.join(f'{verdicts[name]} {name}' for name in ORDER if verdicts[name])
         lines += [f'{len(types)} {kind} types, exact where one modality is: {counts}.', '']
         for modality in ('image', 'video', 'audio', 'text', ''):
-            rows = {name: outcomes for name, outcomes in types.items() if modality in outcomes}
+            rows = [_row(name, outcomes, modality) for name, outcomes in types.items() if modality in outcomes]
             if rows:
                 title = TEXT_TITLES[kind] if modality == 'text' else modality.capitalize() or 'None'
-                lines += [f'### {title}', '', HEAD, *(_row(name, rows[name], modality) for name in rows), '']
+                lines += [f'### {title}', '', HEAD, *rows, '']
     return '\n'.join(lines).rstrip() + '\n'
 
 
 def _row(model_type: str, outcomes: dict[str, str], modality: str) -> str:
     names = (modality, f'{modality}, padded left', f'{modality}, packed', 'logits')
-    return f'| `{model_type}` | {" | ".join(_cell(outcomes.get(name, "")) for name in names)} |'
+    cells = [outcomes.get(name, '').replace('|', '/').replace('<', '&lt;') for name in names]
+    return f'| `{model_type}` | {" | ".join(cells)} |'
 
 
-def _cell(said: str) -> str:
-    return said.replace('|', '/').replace('<', '&lt;')
+def kind_of(outcome: str) -> str:
+    """Returns the kind of an outcome without figures and reasons: ``exact``, ``refused``, ``not tried``, ..."""
+    return 'exact' if outcome.startswith('exact') else outcome.partition(':')[0]
 
 
-def kind_of(said: str) -> str:
-    """``exact``, ``refused``, ``not tried``, ...: what was said without figures and reasons."""
-    return 'exact' if said.startswith('exact') else said.partition(':')[0]
-
-
-def verdict(found: dict[str, str]) -> str:
-    """Returns what became of a type: exact where one of its modalities is and none is wrong."""
-    kinds = {kind_of(said) for said in found.values()}
+def verdict(outcomes: dict[str, str]) -> str:
+    """Returns the verdict on a type: exact if one of its modalities is and none is wrong."""
+    kinds = {kind_of(outcome) for outcome in outcomes.values()}
     return next(kind for kind in ORDER if kind in kinds)
 
 

@@ -1,7 +1,7 @@
 # Copyright 2026 composer_tokacc authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""A slice of the model types, tried, and what was kept of all of them; ``make model-types`` tries all."""
+"""Some model types, tried again, and the table of all. ``make model-types`` tries all of them."""
 
 from __future__ import annotations
 
@@ -25,39 +25,19 @@ from tests.matrix.harness import measure_steps, plain_gradients, quiet
 from tests.model_types.trial import CLASSES, assert_as_the_table_says, maker_of
 from tests.support.training import relative_error
 
-QUICK = [
-    ('multimodal', 'git'),
-    ('multimodal', 'granite_docling'),
-    ('multimodal', 'voxtral_realtime'),
-    ('text', 'gpt2'),
-]
-SLOW = [
-    ('multimodal', 'florence2'),
-    ('multimodal', 'gemma4'),
-    ('multimodal', 'glm46v'),
-    ('multimodal', 'lfm2_vl'),
-    ('multimodal', 'minicpmv4_6'),
-    ('multimodal', 'molmo2'),
-    ('multimodal', 'pix2struct'),
-    ('multimodal', 'step3p7'),
-    ('text', 'gemma3_text'),
-    ('text', 'lfm2'),
-    ('text', 'mixtral'),
-    ('text', 'qwen3_next'),
-    ('text', 'rwkv'),
-    ('other', 'bert'),
-    ('other', 't5'),
-]
+QUICK_TYPES = {'multimodal': ['git', 'granite_docling', 'voxtral_realtime'], 'text': ['gpt2']}
+SLOW_TYPES = {
+    'multimodal': ['florence2', 'gemma4', 'glm46v', 'lfm2_vl', 'minicpmv4_6', 'molmo2', 'pix2struct', 'step3p7'],
+    'text': ['gemma3_text', 'lfm2', 'mixtral', 'qwen3_next', 'rwkv'],
+    'other': ['bert', 't5'],
+}
+TYPES = [(kind, model_type) for kind, types in QUICK_TYPES.items() for model_type in types]
+for slow_kind, slow_types in SLOW_TYPES.items():
+    TYPES += [pytest.param(slow_kind, model_type, marks=pytest.mark.slow) for model_type in slow_types]
 
 
-@pytest.mark.parametrize(('kind', 'model_type'), QUICK)
+@pytest.mark.parametrize(('kind', 'model_type'), TYPES)
 def test_type_is_as_the_table_says(kind, model_type):
-    assert_as_the_table_says(model_type, kind)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(('kind', 'model_type'), SLOW)
-def test_slow_type_is_as_the_table_says(kind, model_type):
     assert_as_the_table_says(model_type, kind)
 
 
@@ -128,16 +108,14 @@ def test_noise_in_evaluation_is_named():
     assert without.kind == 'exact', without
 
 
+IMAGE_TYPES = ['gemma3', 'internvl', 'lfm2_vl', 'minicpmv4_6', 'molmo2', 'paligemma']
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ('model_type', 'modality'),
     [
-        ('gemma3', 'image'),
-        ('internvl', 'image'),
-        ('lfm2_vl', 'image'),
-        ('minicpmv4_6', 'image'),
-        ('molmo2', 'image'),
-        ('paligemma', 'image'),
+        *((model_type, 'image') for model_type in IMAGE_TYPES),
         ('glm4v', 'video'),
         ('qwen3_5', 'video'),
         ('glmasr', 'audio'),
@@ -149,8 +127,8 @@ def test_smallest_media_row_as_dummy(model_type, modality):
     model = HuggingFaceModel(maker.model, shift_labels=True)
     layout = BatchLayout.for_model(maker.model)
     text = maker.batch(modality, has_media=False)
-    frames = 2 if modality == 'video' else 1
-    media = maker.batch(modality, runs=frames)
+    num_frames = 2 if modality == 'video' else 1
+    media = maker.batch(modality, runs=num_frames)
     row = smallest_row([describe(layout, media)], modality)
     assert row is not None
     joined = without_rows(add_rows(layout, text, [row], 'right'))

@@ -44,7 +44,7 @@ PACKED = {subject.model_type for subject in SUBJECTS.values()}
 
 
 def maker_of(model_type: str, kind: str = 'multimodal', **settings: Any) -> Maker:
-    """Returns what makes rows for a model type, with a tiny model in float64 that runs its experts one by one.
+    """Returns the maker of rows for a model type. Its tiny model is in float64 and runs its experts one by one.
 
     Args:
         model_type: The model type.
@@ -79,14 +79,15 @@ def tried(model_type: str, kind: str) -> dict[str, str]:
             maker = maker_of(model_type, kind)
         except Exception as error:
             return {'': f'not built: {_short(error)}'}
-        modalities = (maker.modalities() if kind == 'multimodal' else []) or ['text']
-        said: dict[str, str] = {}
+        modalities = maker.modalities() if kind == 'multimodal' else []
+        outcomes: dict[str, str] = {}
         with watched_logits() as reasons:
-            for modality in modalities:
-                said |= _tried(maker, modality)
+            for modality in modalities or ['text']:
+                outcomes |= _tried(maker, modality)
         if reasons:
-            said['logits'] = next((f'all logits: {reason}' for reason in reasons if reason), 'at labels')
-        return said
+            reason = next(filter(None, reasons), '')
+            outcomes['logits'] = f'all logits: {reason}' if reason else 'at labels'
+        return outcomes
 
 
 def assert_as_the_table_says(model_type: str, kind: str) -> None:
@@ -121,24 +122,29 @@ def watched_logits() -> Iterator[list[str]]:
 
 
 def _tried(maker: Maker, modality: str) -> dict[str, str]:
-    """In double precision, and in float32 what is not exact there: some take no doubles, or mask with infinities."""
-    said: dict[str, str] = {}
+    """Returns the outcomes of a modality in double precision, or in float32 if they are not exact there.
+
+    Some models take no doubles, or cast inside.
+    """
+    outcomes: dict[str, str] = {}
     for dtype in (torch.float64, torch.float32):
         maker.model.to(dtype)
-        for name, found in _measured(maker, modality).items():
-            before = said.get(name, 'not tried')
-            if before.startswith('not tried') or (found.startswith('exact') and not before.startswith('exact')):
-                said[name] = found
-        if all(found.startswith('exact') for found in said.values()):
+        for name, outcome in _measured(maker, modality).items():
+            previous = outcomes.get(name, 'not tried')
+            is_better = outcome.startswith('exact') and not previous.startswith('exact')
+            if is_better or previous.startswith('not tried'):
+                outcomes[name] = outcome
+        if all(outcome.startswith('exact') for outcome in outcomes.values()):
             break
-    return said
+    return outcomes
 
 
 def _measured(maker: Maker, modality: str) -> dict[str, str]:
-    batches, said = {}, {}
-    for runs in (1, 2, 4):  # lines or frames with words between them, where the model asks for it
-        batches, failed = _batches(maker, modality, runs)
-        said = said or failed
+    batches: dict[str, dict[str, Any]] = {}
+    texts: dict[str, str] = {}
+    for runs in (1, 2, 4):  # some models ask for lines or frames with words between them
+        batches, failures = _batches(maker, modality, runs)
+        texts = texts or failures
         if batches:
             break
     maker.model.zero_grad(set_to_none=True)
@@ -146,56 +152,65 @@ def _measured(maker: Maker, modality: str) -> dict[str, str]:
     outcomes: dict[str, list[Outcome]] = {name: [] for name in batches}
     for size in (1, 2, 3):
         pending = sorted(batches, reverse=size == 2)
-        while pending:  # a run ends with its first refusal
+        while pending:  # a run ends with the first batch that is refused
             for outcome in measure_steps(model, [batches[name] for name in pending], size):
                 outcomes[pending.pop(0)].append(outcome)
         if maker.model_type in PACKED and modality in batches:
             outcome = measure(model, batches[modality], size, packing=True)
             outcomes.setdefault(f'{modality}, packed', []).append(outcome)
-    for name, found in outcomes.items():
+    for name, outcomes_of_sizes in outcomes.items():
         batch = batches[name.removesuffix(', packed')]
-        said[name] = _said(model, batch, found)
-    return said
+        texts[name] = _text_of(model, batch, outcomes_of_sizes)
+    return texts
 
 
 def _batches(maker: Maker, modality: str, runs: int) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """Padded on the right and, where the type has rows to pad, on the left; and which the own forward does not take."""
-    batches, failed = {}, {}
+    """Returns a batch padded on the right, and one padded on the left if the type has rows to pad.
+
+    Returns also why a batch is left out, if the model's own forward does not take it.
+    """
+    batches = {}
+    failures = {}
     for maker.side, name in (('right', modality), ('left', f'{modality}, padded left')):
         try:
             batch = maker.batch(modality, runs=runs)
-            if maker.side == 'left' and bool(batch.get('attention_mask', torch.ones(1)).all()):
+            has_padding = not bool(batch.get('attention_mask', torch.ones(1)).all())
+            if maker.side == 'left' and not has_padding:
                 continue
-            loss = None if maker.settings.get('robot') else maker.model(**batch).loss
-            if loss is not None:  # or the package is asked what it makes of it
+            # Without a loss it is up to the package to refuse the batch.
+            loss = None if maker.settings.robot else maker.model(**batch).loss
+            if loss is not None:
                 loss.backward()
             batches[name] = batch
         except Exception as error:
-            failed[name] = f'not tried: its own forward says {_short(error)}'
+            failures[name] = f'not tried: its own forward says {_short(error)}'
     maker.side = 'right'
-    return batches, failed
+    return batches, failures
 
 
-def _said(model: HuggingFaceModel, batch: dict[str, Any], outcomes: Sequence[Outcome]) -> str:
-    worst = next((one for one in outcomes if one.kind != 'exact'), outcomes[0])
-    error = max(one.error for one in outcomes)
-    if worst.kind == 'exact' or (worst.kind == 'wrong' and error < min(2 * _round_off(model, batch), MOST_ROUND_OFF)):
+def _text_of(model: HuggingFaceModel, batch: dict[str, Any], outcomes: Sequence[Outcome]) -> str:
+    """Returns the worst outcome. A wrong one is exact if rounding alone makes such an error."""
+    worst = next((outcome for outcome in outcomes if outcome.kind != 'exact'), outcomes[0])
+    error = max(outcome.error for outcome in outcomes)
+    if worst.kind == 'exact':
+        return f'exact {error:.0e}'
+    if worst.kind == 'wrong' and error < min(2 * _round_off(model, batch), MOST_ROUND_OFF):
         return f'exact {error:.0e}'
     return f'{worst.kind}: {_stripped(worst.message) or format(worst.error, ".0e")}'
 
 
 def _round_off(model: HuggingFaceModel, batch: dict[str, Any]) -> float:
-    """How far one forward over the same rows is off, in another order and further to the right."""
+    """Returns how much the gradient changes if the rows are in another order and further to the right."""
     layout = BatchLayout.for_model(model)
     moved = layout.select(batch, range(layout.num_rows(batch))[::-1])
-    if not bool(batch['attention_mask'][:, 0].all()):  # padded on the left
-        width, padded = moved['labels'].shape[1], int(moved['attention_mask'][:, 0].argmin())
-        moved = {
-            key: F.pad(value, (8, 0), value=-100 if key == 'labels' else int(value[padded, 0]))
-            if isinstance(value, torch.Tensor) and value.shape[1:] == (width,)
-            else value
-            for key, value in moved.items()
-        }
+    is_padded_left = not bool(batch['attention_mask'][:, 0].all())
+    if is_padded_left:
+        width = moved['labels'].shape[1]
+        padded_row = int(moved['attention_mask'][:, 0].argmin())
+        for key, value in moved.items():
+            if isinstance(value, torch.Tensor) and value.shape[1:] == (width,):
+                pad = -100 if key == 'labels' else int(value[padded_row, 0])
+                moved[key] = F.pad(value, (8, 0), value=pad)
     return relative_error(plain_gradients(model, moved), plain_gradients(model, batch))
 
 
@@ -204,6 +219,5 @@ def _short(error: Exception) -> str:
 
 
 def _stripped(message: str) -> str:
-    """The first sentence, without the numbers that differ by platform."""
-    message = re.sub(r'\s+', ' ', message).strip()
-    return message[:160]
+    """Returns the beginning of a message, in one line."""
+    return re.sub(r'\s+', ' ', message).strip()[:160]
