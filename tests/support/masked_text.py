@@ -11,52 +11,35 @@ from typing import Any
 import torch
 import transformers
 
+from tests.model_types.tiny import float32_model, tiny_config
 from tests.support.text import VOCABULARY, text_rows
 
 PAD = 1
 MASK = 4
-SIZES = {
-    'vocab_size': VOCABULARY,
-    'hidden_size': 32,
-    'num_hidden_layers': 2,
-    'num_attention_heads': 2,
-    'intermediate_size': 48,
-    'max_position_embeddings': 64,
-    'pad_token_id': PAD,
-}
-NO_DROPOUT = {'hidden_dropout_prob': 0.0, 'attention_probs_dropout_prob': 0.0}
-ESM = {**SIZES, **NO_DROPOUT, 'mask_token_id': MASK, 'token_dropout': True}
+ENDS = {'bos_token_id': 2, 'eos_token_id': 3, 'cls_token_id': 2, 'sep_token_id': 3}
+ESM = {'mask_token_id': MASK, 'token_dropout': True}
+# Name -> class and settings of the config.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    'bert': ('Bert', {**SIZES, **NO_DROPOUT}),
+    'bert': ('Bert', {}),
     # Counts positions from behind the id of padding.
-    'roberta': ('Roberta', {**SIZES, **NO_DROPOUT}),
+    'roberta': ('Roberta', {}),
     # One layer attends to everything, the next one to two tokens on each side.
-    'modernbert': (
-        'ModernBert',
-        {
-            **SIZES,
-            'local_attention': 4,
-            'global_attn_every_n_layers': 2,
-            'bos_token_id': 2,
-            'eos_token_id': 3,
-            'cls_token_id': 2,
-            'sep_token_id': 3,
-        },
-    ),
+    'modernbert': ('ModernBert', {'local_attention': 4, 'global_attn_every_n_layers': 2, **ENDS}),
     # Its embeddings look at the mask: they are scaled by the share of masked tokens in a row.
     'esm': ('Esm', {**ESM, 'position_embedding_type': 'rotary'}),
     'esm_absolute': ('Esm', {**ESM, 'position_embedding_type': 'absolute'}),
     # Its attention does not go through the interface of transformers.
-    'deberta': ('DebertaV2', {**SIZES, **NO_DROPOUT, 'relative_attention': True, 'pos_att_type': ['p2c', 'c2p']}),
+    'deberta': ('DebertaV2', {'relative_attention': True, 'pos_att_type': ['p2c', 'c2p']}),
 }
 
 
 def masked_model(name: str, kernel: str = 'sdpa') -> Any:
-    """Returns a model of :data:`MODELS` with random weights."""
+    """Returns a model of :data:`MODELS` with fresh weights."""
     prefix, settings = MODELS[name]
-    config = getattr(transformers, f'{prefix}Config')(**settings)
-    torch.manual_seed(0)
-    model = getattr(transformers, f'{prefix}ForMaskedLM')(config)
+    model_type = getattr(transformers, f'{prefix}Config').model_type
+    sizes = {'vocab_size': VOCABULARY, 'max_position_embeddings': 64, 'pad_token_id': PAD}
+    config = tiny_config(model_type, {**sizes, **settings})
+    model = float32_model(config, std=None, model_class=getattr(transformers, f'{prefix}ForMaskedLM'))
     if name != 'deberta':
         model.set_attn_implementation(kernel)
     return model
