@@ -440,7 +440,7 @@ PROGRAMS: dict[str, Call] = {
     'a class that is no callback': running(
         '`callbacks.mine.C` must be a class', 'callbacks={mine.C: {}}', write=module_of_user('class C: pass')
     ),
-    'samples in lists': running('got: list', 'dataset.name=mine.Lists', write=module_of_user(SAMPLES_IN_LISTS)),
+    'samples in lists': running('got: a list', 'dataset.name=mine.Lists', write=module_of_user(SAMPLES_IN_LISTS)),
     'samples of one dimension': running(
         '`input_ids` must be', 'dataset.name=mine.Flat', write=module_of_user(SAMPLES_OF_ONE_DIMENSION)
     ),
