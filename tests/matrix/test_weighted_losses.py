@@ -119,10 +119,6 @@ def selected(logits, labels):
     return F.cross_entropy(logits[:, :-1][has_label], labels[:, 1:][has_label])
 
 
-def transposed(logits, labels):
-    return F.cross_entropy(logits[:, :-1].transpose(0, 1).flatten(0, 1), labels[:, 1:].t().flatten())
-
-
 def chunked(logits, labels):
     logit_chunks = logits[:, :-1].flatten(0, 1).split(7)
     label_chunks = labels[:, 1:].flatten().split(7)
@@ -132,34 +128,8 @@ def chunked(logits, labels):
     return total / (labels[:, 1:] != -100).sum()
 
 
-def other_ignore_index(logits, labels):
-    targets = labels[:, 1:].flatten()
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), targets.masked_fill(targets == -100, -1), ignore_index=-1)
-
-
-def likelihood(logits, labels):
-    return F.nll_loss(logits[:, :-1].flatten(0, 1).log_softmax(dim=-1), labels[:, 1:].flatten())
-
-
-def one_hot(logits, labels):
-    counted = labels[:, 1:] != -100
-    is_label = F.one_hot(labels[:, 1:].clamp(min=0), logits.shape[-1])
-    log_likelihoods = (logits[:, :-1].log_softmax(dim=-1) * is_label).sum(dim=-1)
-    return -(log_likelihoods * counted).sum() / counted.sum()
-
-
-def copied(logits, labels):
-    targets = torch.full(labels.shape, -100)
-    targets[:, :-1] = labels[:, 1:]
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-def class_weights(logits, labels):
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), weight=torch.ones(logits.shape[-1]))
-
-
 def twice(logits, labels):
-    return (selected(logits, labels) + transposed(logits, labels)) / 2
+    return (selected(logits, labels) + masked_sum(logits, labels)) / 2
 
 
 class Copying(NativeModel):
@@ -181,23 +151,9 @@ def test_copied_logits_are_weighted(token_weights, caplog):
     assert 'not measured in training' not in caplog.text
 
 
-TOKEN_MEANS = [
-    masked_sum,
-    rolled,
-    selected,
-    transposed,
-    chunked,
-    other_ignore_index,
-    likelihood,
-    one_hot,
-    copied,
-    class_weights,
-    twice,
-]
-
-
-@pytest.mark.parametrize('token_mean', TOKEN_MEANS)
+@pytest.mark.parametrize('token_mean', [masked_sum, rolled, selected, chunked, twice])
 def test_ways_to_write_token_means(token_mean):
+    """The loss may use all positions, some of them, pieces of them, or the same one twice."""
     model = NativeModel(token_mean)
     batch = collate(text_rows(SHAPE))
     assert measure(model, batch, 2).kind == 'exact'
