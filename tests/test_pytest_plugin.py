@@ -50,8 +50,11 @@ def test_one_token_counts_twice(token_exact):
 
 def run_pytest(pytester, source):
     pytester.makepyfile(source)
-    plugins = ('no:composer_tokacc', 'composer_tokacc.pytest_plugin', 'no:cacheprovider')  # installed with it or before
-    return pytester.runpytest_inprocess(*(word for plugin in plugins for word in ('-p', plugin)))
+    options = []
+    # The package may be installed, so that pytest finds the plugin by itself too.
+    for plugin in ('no:composer_tokacc', 'composer_tokacc.pytest_plugin', 'no:cacheprovider'):
+        options += ['-p', plugin]
+    return pytester.runpytest_inprocess(*options)
 
 
 def test_exact_steps_pass_and_others_fail(pytester):

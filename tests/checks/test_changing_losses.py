@@ -21,13 +21,12 @@ from composer_tokacc.refusals import RefusalError
 from tests.matrix.harness import measure, plain_gradients
 from tests.matrix.native_models import NativeModel
 from tests.matrix.subjects import SUBJECTS
-from tests.support.text import VOCABULARY, collate, next_token_loss, text_model, text_rows
+from tests.support.text import VOCABULARY, next_token_loss, ragged_batch, text_model
 from tests.support.training import GradientRecorder, Gradients, On, fit, relative_error
 
 NUM_STEPS = 40
 FIRST_CHANGED = 12
 """In this step the loss begins to change."""
-SHAPE = [(4, 2), (9, 3), (5, 4), (14, 11), (6, 1), (3, 2)]
 RARE = 63
 """A token that no row has as a label before the loss changes."""
 COMMON = 5
@@ -45,7 +44,7 @@ class Outputs:
 
     @property
     def has_loss(self) -> torch.Tensor:
-        """True where the next token has a label, of shape ``(rows, width - 1)``."""
+        """Returns whether the next token has a label, bool of shape ``(rows, width - 1)``."""
         return self.labels[:, 1:] != -100
 
     def next_token_loss(self, **options: Any) -> torch.Tensor:
@@ -58,7 +57,7 @@ Loss = Callable[[Outputs], torch.Tensor]
 class ChangingModel(ComposerModel):
     """A Llama whose loss is ``loss_of(outputs)``. It changes in the step ``first_changed``."""
 
-    def __init__(self, loss_of: Loss = Outputs.next_token_loss, first_changed: int = FIRST_CHANGED) -> None:
+    def __init__(self, loss_of: Loss = Outputs.next_token_loss, first_changed: int = FIRST_CHANGED):
         super().__init__()
         self.model = SUBJECTS['llama'].model('large').model
         self.loss_of = loss_of
@@ -75,17 +74,17 @@ class ChangingModel(ComposerModel):
         """Changes nothing. Subclasses change the states before the head."""
         return states
 
-    def forward(self, batch: Any) -> Any:
+    def forward(self, batch):
         states = self.model.model(batch['input_ids'], batch['attention_mask']).last_hidden_state
         states = self.last_layer(states)
         logits = self.model.lm_head(states)
         outputs = Outputs(logits, states, batch['labels'], self.heads, self.has_changed)
         return {'loss': self.loss_of(outputs), 'logits': logits}
 
-    def loss(self, outputs: Any, batch: Any) -> Any:
+    def loss(self, outputs, batch):
         return outputs['loss']
 
-    def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
+    def eval_forward(self, batch, outputs=None):
         return outputs or self(batch)
 
 
@@ -183,7 +182,8 @@ def batches(first_changed: int = FIRST_CHANGED) -> list[dict[str, Any]]:
     all_batches = []
     for step in range(NUM_STEPS):
         lengths = [rng.randint(4, 20) for _ in range(6)]
-        batch = collate(text_rows([(length, rng.randint(1, length - 1)) for length in lengths]))
+        shape = [(length, rng.randint(1, length - 1)) for length in lengths]
+        batch = ragged_batch(shape)
         labels = batch['labels']
         labels[labels == RARE] = COMMON
         if step >= FIRST_CHANGED:
@@ -229,7 +229,7 @@ def test_unweighted_term_is_refused_with_weights(token_weights):
         values = outputs.heads['value'](outputs.states).squeeze(-1)[:, :-1]
         return outputs.next_token_loss() + 0.3 * values[outputs.has_loss].square().mean()
 
-    batch = collate(text_rows(SHAPE))
+    batch = ragged_batch()
     model = ChangingModel(loss_of)
     assert measure(model, batch, 2).kind == 'exact'
     batch['loss_weights'] = torch.rand(batch['labels'].shape) + 0.1
@@ -244,7 +244,7 @@ def test_rounded_gradients_are_no_leak(dtype, smoothing, seed):
     """The round-off of logits in half precision is not taken for a row that changes another one."""
 
     class RoundedLogits(NativeModel):
-        def forward(self, batch: Any) -> Any:
+        def forward(self, batch):
             logits = self.model(batch['input_ids'], batch['attention_mask']).logits
             loss = next_token_loss(logits.float(), batch['labels'], label_smoothing=smoothing)
             return {'loss': loss, 'logits': logits}
@@ -255,37 +255,35 @@ def test_rounded_gradients_are_no_leak(dtype, smoothing, seed):
     assert fit(model, batch).gradients
 
 
-@pytest.mark.parametrize('order', ['teacher first', 'student first'])
+@pytest.mark.parametrize('order', [('teacher', 'model'), ('model', 'teacher')])
 def test_head_of_a_teacher(order):
-    """The check must watch the logits of the model, and not those of the frozen teacher."""
+    """The check must watch the logits of the model, and not the logits of the frozen teacher."""
 
     class Student(NativeModel):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__('causal')
             self.teacher = text_model().requires_grad_(False)
 
-        def forward(self, batch: Any) -> Any:
-            inputs = {'input_ids': batch['input_ids'], 'attention_mask': batch['attention_mask']}
-            if order == 'teacher first':
-                teacher_logits = self.teacher(**inputs).logits
-                logits = self.model(**inputs).logits
-            else:
-                logits = self.model(**inputs).logits
-                teacher_logits = self.teacher(**inputs).logits
+        def forward(self, batch):
+            logits = {}
+            for name in order:
+                outputs = getattr(self, name)(batch['input_ids'], batch['attention_mask'])
+                logits[name] = outputs.logits
             has_loss = batch['labels'][:, 1:] != -100
-            student = logits[:, :-1][has_loss].log_softmax(dim=-1)
-            teacher = teacher_logits[:, :-1][has_loss].log_softmax(dim=-1)
+            student = logits['model'][:, :-1][has_loss].log_softmax(dim=-1)
+            teacher = logits['teacher'][:, :-1][has_loss].log_softmax(dim=-1)
             divergence = F.kl_div(student, teacher, log_target=True, reduction='batchmean')
-            return {'loss': next_token_loss(logits, batch['labels']) + 0.5 * divergence, 'logits': logits}
+            loss = next_token_loss(logits['model'], batch['labels'])
+            return {'loss': loss + 0.5 * divergence, 'logits': logits['model']}
 
-    assert measure(Student(), collate(text_rows(SHAPE)), 2).kind == 'exact'
+    assert measure(Student(), ragged_batch(), 2).kind == 'exact'
 
 
 def test_norms_thawed_later_are_refused():
     """A callback that calls `train()` after an evaluation also thaws a norm that was frozen."""
 
     class WithNorm(ChangingModel):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.norm = torch.nn.BatchNorm1d(32)
 
@@ -314,7 +312,7 @@ def test_rows_coupled_later_are_refused(units):
                 states = states + 0.3 * states.mean(dim=0, keepdim=True)
             return states
 
-        def loss(self, outputs: Any, batch: Any) -> Any:
+        def loss(self, outputs, batch):
             if units is None:
                 return outputs['loss']
             return {'lm': outputs['loss'], 'rows': 1e-2 * outputs['logits'][:, -1].square().mean()}
@@ -337,15 +335,10 @@ def test_unchecked_loss_may_change():
 @pytest.mark.parametrize('term', [None, 0.5])
 def test_term_without_tensor_is_named(term):
     class TwoTerms(NativeModel):
-        def loss(self, outputs: Any, batch: Any) -> Any:
+        def loss(self, outputs, batch):
             return {'lm': outputs['loss'], 'box': term}
 
-    outcome = measure(
-        TwoTerms('causal'),
-        collate(text_rows(SHAPE)),
-        2,
-        algorithms=[TokenAccumulation(loss_units={'lm': 'tokens', 'box': 'samples'})],
-        reference=lambda model, batch: {},
-    )
+    algorithm = TokenAccumulation(loss_units={'lm': 'tokens', 'box': 'samples'})
+    outcome = measure(TwoTerms('causal'), ragged_batch(), 2, algorithms=[algorithm])
     assert outcome.kind == 'refused', outcome
     assert "`loss['box']` must be a tensor" in outcome.message

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 
 import pytest
@@ -14,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from composer_tokacc import token_data_spec
 from composer_tokacc.data_spec.pieces import CutRules
-from tests.support.text import VOCABULARY, collate, text_model, text_rows
+from tests.support.text import RAGGED, VOCABULARY, named_batch, ragged_batch, text_model
 from tests.support.training import (
     TOLERANCE,
     assert_exact,
@@ -23,9 +22,9 @@ from tests.support.training import (
     loader,
     reference_gradients,
     relative_error,
+    weights_unchanged,
 )
 
-SHAPE = [(4, 2), (5, 3), (9, 7), (14, 11), (6, 1), (3, 2)]
 WITHOUT_PADDING = [(9, 4), (9, 7), (9, 2), (9, 8)]
 
 
@@ -52,26 +51,29 @@ def rules_after_exact_steps(model, *batches):
 
 
 @pytest.mark.parametrize(
-    ('make', 'side', 'rules'),
+    ('make', 'rule'),
     [
-        pytest.param(text_model, 'right', CutRules(right='trim', right_width=14), id='right'),
-        pytest.param(text_model, 'left', CutRules(left='trim', left_width=14), id='left'),
-        pytest.param(gpt2, 'left', CutRules(left='shift', left_width=14), id='positions are written'),
-        pytest.param(
-            gpt2_without_position_ids, 'left', CutRules(left='keep', left_width=14), id='positions would move'
-        ),
+        pytest.param(text_model, 'trim', id='cut off'),
+        pytest.param(gpt2, 'shift', id='positions are written'),
+        pytest.param(gpt2_without_position_ids, 'keep', id='positions would move'),
     ],
 )
-def test_padding_is_cut_if_exact(make, side, rules, caplog):
+def test_left_padding_is_cut_if_exact(make, rule):
+    batch = ragged_batch(side='left')
+    assert rules_after_exact_steps(make(), batch) == CutRules(left=rule, left_width=14)
+
+
+def test_right_padding_is_cut(caplog):
     with caplog.at_level(logging.INFO, logger='composer_tokacc'):
-        assert rules_after_exact_steps(make(), collate(text_rows(SHAPE), side=side)) == rules
+        rules = rules_after_exact_steps(text_model(), ragged_batch())
+    assert rules == CutRules(right='trim', right_width=14)
     assert 'The first-batch check took' in caplog.text
 
 
 def test_cuts_that_failed_are_logged(caplog):
     """GPT-2 counts positions from column 0, so rows padded on the left cannot just be trimmed."""
     with caplog.at_level(logging.INFO, logger='composer_tokacc'):
-        assert_exact(gpt2(), collate(text_rows(SHAPE), side='left'))
+        assert_exact(gpt2(), ragged_batch(side='left'))
     [failed_cut] = [message for message in caplog.messages if message.startswith('CutRules(')]
     assert "left='trim'" in failed_cut
     assert 'position' in failed_cut
@@ -83,7 +85,7 @@ def test_cuts_that_failed_are_logged(caplog):
 )
 def test_later_padding_is_proven_first(side, rules):
     """The first batch has no padding, so it cannot show how padding may be cut."""
-    batches = [collate(text_rows(shape), side=side) for shape in (WITHOUT_PADDING, SHAPE, SHAPE[1:])]
+    batches = [ragged_batch(shape, side=side) for shape in (WITHOUT_PADDING, RAGGED, RAGGED[1:])]
     assert rules_after_exact_steps(gpt2(), *batches) == rules
 
 
@@ -98,9 +100,10 @@ class NeedsWideRows(GPT2LMHeadModel):
 
 def test_rows_stay_wide_if_the_model_needs_it():
     """The first batch can be trimmed, the second one has rows of 3 tokens."""
-    batches = [collate(text_rows(shape)) for shape in ([(9, 7), (14, 11), (6, 1)], SHAPE)]
-    assert rules_after_exact_steps(gpt2(NeedsWideRows), batches[0]).right == 'trim'
-    assert rules_after_exact_steps(gpt2(NeedsWideRows), *batches).right == 'keep'
+    first = ragged_batch([(9, 7), (14, 11), (6, 1)])
+    second = ragged_batch()
+    assert rules_after_exact_steps(gpt2(NeedsWideRows), first).right == 'trim'
+    assert rules_after_exact_steps(gpt2(NeedsWideRows), first, second).right == 'keep'
 
 
 class WritesIntoBatch(GPT2LMHeadModel):
@@ -120,7 +123,7 @@ def write_into(microbatch):
 @pytest.mark.parametrize('shape', [[(9, 3)], [(14, 11), (5, 3)]], ids=['one row', 'longest first'])
 def test_check_leaves_the_batch_alone(writer, shape):
     """If the check wrote into the batch, training would add 1 to its ids for a second time."""
-    batch = collate(text_rows(shape))
+    batch = ragged_batch(shape)
     trained_batch = {**batch, 'input_ids': (batch['input_ids'] + 1) % VOCABULARY}
     expected, _ = reference_gradients(gpt2(), trained_batch)
     if writer == 'model':
@@ -146,16 +149,12 @@ def with_mixed_rows():
 @pytest.mark.parametrize('has_spec', [False, True])
 def test_coupled_rows_are_refused_by_name(has_spec):
     model = with_mixed_rows()
-    before = copy.deepcopy(model.state_dict())
-    sample_ids = [f'sample-{row}' for row in range(len(SHAPE))]
-    data = loader({**collate(text_rows(SHAPE)), 'sample_ids': sample_ids})
+    data = loader(named_batch())
     if has_spec:
         data = token_data_spec(data)
     message = r"must not depend on the rows beside.* sample 'sample-\d': the gradient at its logits changes by"
-    with pytest.raises(RuntimeError, match=message):
+    with weights_unchanged(model), pytest.raises(RuntimeError, match=message):
         fit(model, data, optimizer=torch.optim.SGD(model.parameters(), lr=1.0))
-    for name, weight in model.state_dict().items():
-        assert torch.equal(weight, before[name])
 
 
 def test_coupled_rows_without_logits():
@@ -163,11 +162,11 @@ def test_coupled_rows_without_logits():
     forward = model.forward
     model.forward = lambda batch: {'loss': forward(batch)['loss']}
     with pytest.raises(RuntimeError, match='must not depend on the rows beside it'):
-        fit(model, loader(collate(text_rows(SHAPE))))
+        fit(model, loader(ragged_batch()))
 
 
 def test_label_on_first_token_behind_padding(caplog):
-    batch = collate(text_rows([(4, 4), (5, 3), (9, 7), (14, 11)]), side='left')
+    batch = ragged_batch([(4, 4), (5, 3), (9, 7), (14, 11)], side='left')
     with caplog.at_level(logging.WARNING, logger='composer_tokacc'):
         rules = rules_after_exact_steps(text_model(), batch)
     assert rules == CutRules(left='trim', left_width=14)

@@ -15,18 +15,20 @@ from composer.models import ComposerModel
 from composer_tokacc import TokenMonitor
 from composer_tokacc.checks.logits import are_logits, targets_of
 from tests.matrix.harness import plain_gradients
-from tests.support.text import collate, text_rows
+from tests.support.text import RAGGED, ragged_batch
 from tests.support.training import fit, loader, relative_error
 
 HIDDEN = 16
 VOCABULARY = 64
-SHAPE = [(4, 2), (5, 3), (9, 7), (14, 11)]
+SHAPE = RAGGED[:4]
+# `fit` splits a plain batch with `token_data_spec`. Composer itself splits the batch of a loader.
+for_each_split = pytest.mark.parametrize('data_of', [dict, loader], ids=['our split', 'stock split'])
 
 
 class FusedHead(ComposerModel):
     """Returns hidden states, which are narrower than the vocabulary. Its loss applies the head in two chunks."""
 
-    def __init__(self, *, frozen_head: bool = False) -> None:
+    def __init__(self, *, frozen_head: bool = False):
         super().__init__()
         torch.manual_seed(0)
         self.embedding = torch.nn.Embedding(VOCABULARY, HIDDEN)
@@ -44,13 +46,13 @@ class FusedHead(ComposerModel):
             loss = loss + F.cross_entropy(self.head(states), chunk_labels, reduction='sum')
         return loss / (labels != -100).sum()
 
-    def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
+    def eval_forward(self, batch, outputs=None):
         return outputs if outputs is not None else self(batch)
 
 
 def with_small_labels():
     """Returns a batch whose labels are smaller than the hidden size, so that states could be logits."""
-    batch = collate(text_rows(SHAPE))
+    batch = ragged_batch(SHAPE)
     labels = batch['labels']
     batch['labels'] = torch.where(labels == -100, labels, labels % HIDDEN)
     return batch
@@ -60,7 +62,7 @@ def with_small_labels():
 @pytest.mark.parametrize('microbatch_size', [1, 2])
 def test_every_step_is_exact(frozen_head, microbatch_size):
     """Labels of the second batch are larger than the hidden size, which must not be taken for the vocabulary."""
-    batches = [with_small_labels(), collate(text_rows(SHAPE[::-1]))]
+    batches = [with_small_labels(), ragged_batch(SHAPE[::-1])]
     assert int(batches[1]['labels'].max()) >= HIDDEN
     model = FusedHead(frozen_head=frozen_head)
     recorder = fit(model, *batches, microbatch_size=microbatch_size)
@@ -68,12 +70,11 @@ def test_every_step_is_exact(frozen_head, microbatch_size):
         assert relative_error(gradients, plain_gradients(model, batch)) < 1e-6
 
 
-@pytest.mark.parametrize('has_spec', [True, False])
-def test_monitor_logs_no_loss_of_states(has_spec):
+@for_each_split
+def test_monitor_logs_no_loss_of_states(data_of):
     """A cross-entropy of the states would be a number that means nothing."""
     batch = {**with_small_labels(), 'source': ['a', 'b', 'a', 'b']}
-    data = batch if has_spec else loader(batch)
-    recorder = fit(FusedHead(), data, callbacks=[TokenMonitor()], max_duration='1ba')
+    recorder = fit(FusedHead(), data_of(batch), callbacks=[TokenMonitor()])
     assert recorder.logged('token_monitor/source/a/tokens') == [9]
     assert recorder.logged('token_monitor/source/a/weight') == [9 / 23]
     assert recorder.logged('token_monitor/source/b/tokens') == [14]
@@ -81,19 +82,14 @@ def test_monitor_logs_no_loss_of_states(has_spec):
 
 
 @pytest.mark.parametrize('frozen_head', [False, True])
-@pytest.mark.parametrize('has_spec', [True, False])
-def test_token_weights_are_refused(frozen_head, has_spec):
-    batch = collate(text_rows(SHAPE))
-    data = batch if has_spec else loader(batch)
+@for_each_split
+def test_token_weights_are_refused(frozen_head, data_of):
+    data = data_of(ragged_batch(SHAPE))
     with pytest.raises(RuntimeError, match='must be made of the logits that it returns'):
         fit(FusedHead(frozen_head=frozen_head), data, token_weights='sqrt')
 
 
 # Losses of logits and labels at the positions that have a label.
-
-
-def cross_entropy(logits, labels):
-    return F.cross_entropy(logits, labels)
 
 
 def smoothed(logits, labels):
@@ -121,10 +117,10 @@ def distilled(logits, labels):
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize('loss_of', [cross_entropy, smoothed, focal, with_z_loss, binary, distilled])
+@pytest.mark.parametrize('loss_of', [F.cross_entropy, smoothed, focal, with_z_loss, binary, distilled])
 def test_losses_tell_logits_from_states(loss_of, dtype):
     """A gradient of zero does not tell."""
-    targets = targets_of(collate(text_rows(SHAPE)), 'causal')
+    targets = targets_of(ragged_batch(SHAPE), 'causal')
     torch.manual_seed(0)
     states = torch.randn(*targets.shape, 96).requires_grad_()
     logits = (states @ torch.randn(96, VOCABULARY) / 10).to(dtype)

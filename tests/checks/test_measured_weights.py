@@ -17,13 +17,13 @@ from composer import DataSpec
 
 from composer_tokacc import TokenAccumulation, measure_token_weights, token_data_spec
 from tests.support.launch import launch_json
-from tests.support.text import collate, next_token_loss, text_model, text_rows
+from tests.support.text import next_token_loss, ragged_batch, text_model
 from tests.support.training import hugging_face, loader, train
 
 LENGTHS = [5, 9, 14, 30, 7, 22, 11, 3]
 NUM_TARGETS = [length - 1 for length in LENGTHS]  # the model shifts its labels
 TOTAL = sum(NUM_TARGETS)
-BATCH = collate(text_rows([(length, length) for length in LENGTHS]))
+BATCH = ragged_batch([(length, length) for length in LENGTHS])
 EQUAL_WEIGHTS = torch.full((TOTAL,), 1 / TOTAL)
 
 
@@ -82,8 +82,10 @@ def test_algorithm_gives_equal_weights(split, dropout):
 def test_square_root_weights():
     algorithm = TokenAccumulation(token_weights='sqrt')
     report = report_of_run(hugging_face(text_model()), stock_split(), algorithms=[algorithm])
-    weights = torch.cat([torch.full((count,), count**-0.5) for count in NUM_TARGETS])
-    torch.testing.assert_close(torch.cat(report.weights), weights / weights.sum(), rtol=3e-6, atol=0)
+    targets_of_row = torch.tensor(NUM_TARGETS)
+    weights = targets_of_row.pow(-0.5).repeat_interleave(targets_of_row)
+    expected = weights / weights.sum()
+    torch.testing.assert_close(torch.cat(report.weights), expected, rtol=3e-6, atol=0)
 
 
 @pytest.mark.parametrize('signed', [False, True], ids=['positive', 'advantages'])
@@ -100,7 +102,9 @@ def test_signed_weights_of_weighted_loss(signed):
         (losses * weights).sum().backward()
     weights = weights[labels != -100]
     assert_weights(report, weights)
-    assert report.spread == pytest.approx(float(weights.abs().max() / weights.abs().min()), rel=1e-5)
+    sizes = weights.abs()
+    spread = float(sizes.max() / sizes.min())
+    assert report.spread == pytest.approx(spread, rel=1e-5)
 
 
 def test_measuring_changes_no_gradient():
@@ -343,8 +347,8 @@ def test_error_inside_removes_all_hooks():
 
 
 def test_copy_made_inside():
-    model = text_model()
     """A copy has copies of the hooks, as the average of an EMA. After the end they must not add to the report."""
+    model = text_model()
     with measure_token_weights(model) as report:
         copied_model = copy.deepcopy(model)
         model(**BATCH).loss.backward()

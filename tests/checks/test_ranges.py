@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
 from composer.models import ComposerModel, HuggingFaceModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -18,11 +17,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from composer_tokacc import BatchLayout
 from composer_tokacc.layout import Family, Media, describe
 from composer_tokacc.layout.facts import RowRanges, ranges_of
-from tests.matrix.harness import kinds_of_steps, measure_steps
+from tests.matrix.harness import kinds_of_steps
 from tests.matrix.subjects import SUBJECTS
 from tests.model_types.tiny import tiny_config
 from tests.support.small_batches import TEXT, text_batch
-from tests.support.text import collate, next_token_loss, text_rows
+from tests.support.text import next_token_loss, ragged_batch
 
 TOP_K = 8
 """In a wider batch the model attends only to this many keys."""
@@ -57,8 +56,8 @@ def growing_batches(side: str) -> list[dict[str, Any]]:
     batches = []
     for longest in (TOP_K, 40, 40):
         lengths = [rng.randint(3, longest) for _ in range(6)]
-        rows = text_rows([(length, rng.randint(1, length - 1)) for length in lengths])
-        batches.append(collate(rows, side=side))
+        shape = [(length, rng.randint(1, length - 1)) for length in lengths]
+        batches.append(ragged_batch(shape, side=side))
     return batches
 
 
@@ -88,7 +87,7 @@ def test_equal_keys_are_refused_at_once(side, scales):
 class AddsMemory(ComposerModel):
     """A Llama that adds one vector to all embeddings of a row: a sum over its memory."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.model = SUBJECTS['llama'].model('large').model
         self.config = self.model.config
@@ -96,7 +95,7 @@ class AddsMemory(ComposerModel):
     def vectors_of_rows(self, batch: Any) -> torch.Tensor:
         return batch['encoder_hidden_states'].tanh().cumsum(dim=1)[:, -1]
 
-    def forward(self, batch: Any) -> Any:
+    def forward(self, batch):
         embeddings = self.model.get_input_embeddings()(batch['input_ids'])
         vectors = self.vectors_of_rows(batch)[:, None]
         return self.model(inputs_embeds=embeddings + vectors, attention_mask=batch['attention_mask']).logits
@@ -104,7 +103,7 @@ class AddsMemory(ComposerModel):
     def loss(self, outputs: Any, batch: Any) -> torch.Tensor:
         return next_token_loss(outputs, batch['labels'])
 
-    def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
+    def eval_forward(self, batch, outputs=None):
         return self(batch) if outputs is None else outputs
 
 
@@ -113,13 +112,9 @@ NUM_STATES = 16
 
 def batch_with_memory(lengths: list[int], width: int, seed: int) -> dict[str, Any]:
     """Returns text padded to a width, and 16 states of a memory for each row."""
-    batch = collate(text_rows([(length, length - 1) for length in lengths]))
-    padding = (0, width - max(lengths))
-    for key, fill in (('input_ids', 0), ('attention_mask', 0), ('labels', -100)):
-        batch[key] = F.pad(batch[key], padding, value=fill)
     generator = torch.Generator().manual_seed(seed)
-    batch['encoder_hidden_states'] = torch.randn(len(lengths), NUM_STATES, 32, generator=generator)
-    return batch
+    states = torch.randn(len(lengths), NUM_STATES, 32, generator=generator)
+    return text_batch(lengths, width=width, encoder_hidden_states=states)
 
 
 @pytest.mark.parametrize('widths', [(24, 16, 8, 16), (16, 24, 16, 16), (16, 16, 32, 16)])
@@ -143,14 +138,11 @@ class AddsImages(AddsMemory):
 
 def test_as_many_images_as_rows():
     """Three rows have three images, but not one each."""
-    rows = text_rows([(4, 2), (9, 7), (6, 3)])
-    pixels = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
-    batches = []
-    for num_images in ([2, 0, 1], [1, 1, 1], [0, 3, 0]):
-        batches.append({**collate(rows), 'pixel_values': pixels, 'num_images': num_images})
+    batch = ragged_batch([(4, 2), (9, 7), (6, 3)])
+    batch['pixel_values'] = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
+    batches = [{**batch, 'num_images': num_images} for num_images in ([2, 0, 1], [1, 1, 1], [0, 3, 0])]
     layout = BatchLayout(family=Family(name='of images', media={'image': Media()}))
-    outcomes = measure_steps(AddsImages(), batches, 1, layout=layout)
-    assert [outcome.kind for outcome in outcomes] == ['exact'] * 3, [str(outcome) for outcome in outcomes]
+    assert kinds_of_steps(AddsImages(), batches, layout=layout) == ['exact'] * 3
 
 
 # Ranges of widths and lengths. Rows within them need no new check.
@@ -214,7 +206,8 @@ def test_random_lengths_are_seldom_outside():
     proven = RowRanges()
     num_checks = 0
     for _ in range(200):
-        ranges = ranges_of_batch([8 + int(rng.lognormvariate(5.0, 0.8)) for _ in range(32)])
+        lengths = [8 + int(rng.lognormvariate(5.0, 0.8)) for _ in range(32)]
+        ranges = ranges_of_batch(lengths)
         if proven.missing(ranges):
             num_checks += 1
             proven = proven.joined(ranges)

@@ -8,10 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.text import collate, text_model, text_rows
+from tests.support.text import ragged_batch, text_model
 from tests.support.training import fit, hugging_face
-
-SHAPE = [(4, 2), (5, 3), (9, 7), (14, 11)]
 
 
 def with_batch_norm():
@@ -23,12 +21,12 @@ def with_batch_norm():
 @pytest.mark.parametrize('regroup', [True, False])
 def test_batch_norm_in_training(regroup):
     with pytest.raises(RuntimeError, match=r"1 BatchNorm in training mode, such as 'model\.extra'.*eval mode"):
-        fit(with_batch_norm(), collate(text_rows(SHAPE)), regroup=regroup)
+        fit(with_batch_norm(), ragged_batch(), regroup=regroup)
 
 
 def test_batch_norm_is_accepted_on_request():
     model = with_batch_norm()
-    assert fit(model, collate(text_rows(SHAPE)), loss_tokens='causal', check_loss=False).gradients
+    assert fit(model, ragged_batch(), loss_tokens='causal', check_loss=False).gradients
 
 
 @pytest.mark.parametrize('unit', ['coupled_samples', 'microbatches'])
@@ -37,4 +35,4 @@ def test_terms_that_couple_rows_refuse_regrouping(unit):
     plain_loss = model.loss
     model.loss = lambda outputs, batch: {'lm': plain_loss(outputs, batch), 'pairs': outputs['logits'].mean()}
     with pytest.raises(RuntimeError, match=r"the terms \['pairs'\] of `loss_units`"):
-        fit(model, collate(text_rows(SHAPE)), loss_units={'lm': 'tokens', 'pairs': unit})
+        fit(model, ragged_batch(), loss_units={'lm': 'tokens', 'pairs': unit})

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.launch import launch_json
 from tests.support.masked_text import masked_batch, masked_model
-from tests.support.text import collate, text_model, text_rows
+from tests.support.text import ragged_batch, text_model
 from tests.support.training import assert_exact, fit, reference_gradients, relative_error
 
 LONGER = [(4, 2), (9, 7), (5, 3)]
@@ -28,8 +28,8 @@ def assert_second_step_is_exact(model, first_batch, second_batch, **options):
 @pytest.mark.parametrize('num_rows', [1, 3])
 @pytest.mark.parametrize('packing', [False, True])
 def test_rows_of_one_token(num_labels, num_rows, packing):
-    short = collate(text_rows([(1, num_labels)] * num_rows))
-    longer = collate(text_rows(LONGER))
+    short = ragged_batch([(1, num_labels)] * num_rows)
+    longer = ragged_batch(LONGER)
     first_gradients = assert_second_step_is_exact(text_model(), short, longer, packing=packing)
     for gradient in first_gradients.values():
         assert not gradient.any()
@@ -37,16 +37,16 @@ def test_rows_of_one_token(num_labels, num_rows, packing):
 
 @pytest.mark.parametrize('side', ['left', 'right'])
 def test_one_token_with_padding(side):
-    rows = collate(text_rows([(1, 0), (3, 0)]), side=side)
+    rows = ragged_batch([(1, 0), (3, 0)], side=side)
     padded_row = {key: tensor[:1] for key, tensor in rows.items()}
-    assert_second_step_is_exact(text_model(), padded_row, collate(text_rows(LONGER), side=side))
+    assert_second_step_is_exact(text_model(), padded_row, ragged_batch(LONGER, side=side))
 
 
 def test_rows_without_any_token_stay():
     """Rows whose mask is 0 everywhere are not dropped from the batch."""
-    batch = collate(text_rows([(1, 0), (1, 0), (1, 0), (1, 0)]))
+    batch = ragged_batch([(1, 0), (1, 0), (1, 0), (1, 0)])
     batch['attention_mask'][:2] = 0
-    assert_second_step_is_exact(text_model(), batch, collate(text_rows(LONGER)))
+    assert_second_step_is_exact(text_model(), batch, ragged_batch(LONGER))
 
 
 def test_masked_models_with_one_token():

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 import torch
 from composer.core import Algorithm, Event
@@ -19,7 +17,7 @@ from composer_tokacc.row_counts import RowCounts
 from tests.matrix.harness import measure, measure_steps
 from tests.matrix.native_models import NativeModel
 from tests.support.process_group import group_of_one_rank
-from tests.support.text import collate, next_token_loss, text_model, text_rows
+from tests.support.text import next_token_loss, ragged_batch, text_model
 from tests.support.training import On, assert_exact, fit, loader
 
 SAME_COUNTS = [(9, 4), (12, 4), (7, 4), (9, 4)]
@@ -51,8 +49,8 @@ class MaskAroundForward(Algorithm):
 @pytest.mark.parametrize('microbatch_size', [1, 2])
 def test_labels_on_later_padding_are_refused(microbatch_size):
     """The first batch has no padding, so its loss is the plain mean."""
-    first = collate(text_rows([(9, 4)] * 4))
-    later = collate(text_rows(UNEVEN), labels_on_pads=0)
+    first = ragged_batch([(9, 4)] * 4)
+    later = ragged_batch(UNEVEN, labels_on_pads=0)
     outcomes = measure_steps(NativeModel(without_padding_id), [first, later, later], microbatch_size)
     assert [outcome.kind for outcome in outcomes] == ['exact', 'refused']
     assert 'the mean over its loss-generating tokens' in outcomes[-1].message
@@ -61,7 +59,7 @@ def test_labels_on_later_padding_are_refused(microbatch_size):
 @pytest.mark.parametrize('microbatch_size', [1, 2])
 def test_mean_of_rows_is_refused_at_once(microbatch_size):
     """Also if each row of the first batch has the same number of labels, so that its loss is the plain mean."""
-    outcome = measure(NativeModel('per row'), collate(text_rows(SAME_COUNTS)), microbatch_size)
+    outcome = measure(NativeModel('per row'), ragged_batch(SAME_COUNTS), microbatch_size)
     assert outcome.kind == 'refused'
     assert 'must be the mean over its loss-generating tokens' in outcome.message
 
@@ -72,33 +70,32 @@ def test_labels_changed_around_the_forward(is_last):
     if is_last:
         algorithms.reverse()
     with pytest.raises(RuntimeError, match='an algorithm changes labels around the forward'):
-        fit(text_model(), loader(collate(text_rows(UNEVEN))), algorithms=algorithms)
+        fit(text_model(), loader(ragged_batch(UNEVEN)), algorithms=algorithms)
 
 
 def test_healthy_steps_are_not_refused():
-    batches = [collate(text_rows(UNEVEN)), collate(text_rows(SAME_COUNTS), side='left')] * 10
+    batches = [ragged_batch(UNEVEN), ragged_batch(SAME_COUNTS, side='left')] * 10
     assert_exact(text_model(), *batches)
 
 
 @pytest.mark.parametrize(('token_weights', 'num_later'), [('token', 1), ('sqrt', 2)])
 def test_microbatches_with_new_labels_are_measured(monkeypatch, token_weights, num_later):
     """Steps 8 and 11 have a new label in the first microbatch. In even steps it is measured anyway."""
-    batches = [collate(text_rows(UNEVEN)) for _ in range(14)]
+    batches = [ragged_batch(UNEVEN) for _ in range(14)]
     batches[8]['labels'][1, -2] = 62
     batches[11]['labels'][1, -2] = 63
-    watch = MicrobatchRecord.watch
-    num_measured = 0
+    original = MicrobatchRecord.watch
+    steps_of_watched = []
 
-    def count_and_watch(self, *args, **options):
-        nonlocal num_measured
-        num_measured += 1
-        watch(self, *args, **options)
+    def watch(self, *args, **options):
+        steps_of_watched.append(len(steps.values))
+        original(self, *args, **options)
 
-    monkeypatch.setattr(MicrobatchRecord, 'watch', count_and_watch)
-    totals = On(Event.BATCH_END, lambda state: num_measured)
-    fit(text_model(), *batches, regroup=False, token_weights=token_weights, callbacks=[totals])
-    counts = [total - earlier for earlier, total in pairwise([0, *totals.values])]
-    assert counts == [2] + [num_later] * 10 + [2, num_later, num_later]
+    monkeypatch.setattr(MicrobatchRecord, 'watch', watch)
+    steps = On(Event.BATCH_END, lambda state: int(state.timestamp.batch))
+    fit(text_model(), *batches, regroup=False, token_weights=token_weights, callbacks=[steps])
+    num_watched = [steps_of_watched.count(step) for step in range(14)]
+    assert num_watched == [2] + [num_later] * 10 + [2, num_later, num_later]
 
 
 @pytest.fixture
@@ -109,8 +106,9 @@ def process_group(tmp_path):
 
 def measured_deviations(logits, gradient, is_whole):
     rows = [RowCounts(rule='causal', loss_tokens=4)] * 3
-    record = MicrobatchRecord(batch={'labels': torch.arange(15).view(3, 5) % 8}, rows=rows)
-    record._measure(gradient, batch=record.batch, logits=logits, weights=None, unit=0.1, is_whole=is_whole)
+    batch = {'labels': torch.arange(15).view(3, 5) % 8}
+    record = MicrobatchRecord(batch=batch, rows=rows)
+    record._measure(gradient, batch=batch, logits=logits, weights=None, unit=0.1, is_whole=is_whole)
     return record.deviations
 
 
@@ -122,6 +120,6 @@ def test_tokens_of_a_sharded_vocabulary(is_whole, process_group, monkeypatch):
     mesh = init_device_mesh('cpu', (1,))
     sharded_logits = distribute_tensor(logits, mesh, [Shard(2)])
     sharded_gradient = distribute_tensor(gradient, mesh, [Shard(2)])
-    torch.testing.assert_close(
-        measured_deviations(sharded_logits, sharded_gradient, is_whole), measured_deviations(logits, gradient, is_whole)
-    )
+    expected = measured_deviations(logits, gradient, is_whole)
+    deviations = measured_deviations(sharded_logits, sharded_gradient, is_whole)
+    torch.testing.assert_close(deviations, expected)
